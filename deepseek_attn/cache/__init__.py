@@ -1,0 +1,1 @@
+"""Caches: byte layouts of one entry (``records``), paged storage and the state that compressors keep."""

@@ -1,0 +1,158 @@
+"""Which pools a model needs, and how large: decided once, read by the allocator and by the planner.
+
+Every kind of cache is paged, and page 0 of each group is a null page: freed window pages and padded rows point at it,
+so that there is always somewhere legal to read and write.
+
+    group      holds                                     one page                        grows with
+    window     K = V of the last tokens, every layer     64 tokens                       nothing (fixed per sequence)
+    ratio R    compressed entries (+ indexer keys)       max(32, 256 // R) entries       tokens / R
+    state      projections of tokens whose compression   one ring per sequence           nothing
+               window is still open or may be reopened
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deepseek_attn.cache.records import Record, make_index_record, make_kv_record
+from deepseek_attn.config import LayerSpec, ModelConfig
+from deepseek_attn.numerics import Numerics
+
+WINDOW_PAGE = 64
+WINDOW, STATE = "window", "state"
+
+
+def ratio_group(ratio: int) -> str:
+    return f"ratio{ratio}"
+
+
+def entries_per_page(ratio: int) -> int:
+    """Compressed entries of one page. At least 32: two-entry pages (256 tokens of C128A) are 48 % padding."""
+    return max(32, 256 // ratio)
+
+
+def state_rows(spec: LayerSpec, max_rollback: int) -> int:
+    """Rows of a compressor's ring: the open window, the one before it if windows overlap, and the rollback."""
+    return spec.coff * spec.ratio + max_rollback
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """One pool of one layer.
+
+    Attributes:
+        layer: ``layers.N`` or ``mtp.N``.
+        kind: ``window``, ``compressed``, ``index``, ``state`` or ``index_state``.
+        group: pools of a group share page ids.
+        entries: rows per page.
+        record: how a row is stored; None for state pools.
+        width: float32 values per state row; 0 for pools with a record.
+    """
+
+    layer: str
+    kind: str
+    group: str
+    entries: int
+    record: Record | None = None
+    width: int = 0
+
+    @property
+    def page_bytes(self) -> int:
+        return self.record.page_bytes(self.entries) if self.record else self.entries * self.width * 4
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """All pools of a model and the number of pages of each group."""
+
+    pools: tuple[PoolSpec, ...]
+    pages: dict[str, int]
+    window: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_rollback: int
+
+    def nbytes(self) -> int:
+        """Bytes that `CachePools` allocates for this layout."""
+        return sum(self.pages[pool.group] * pool.page_bytes for pool in self.pools)
+
+    @property
+    def ratios(self) -> tuple[int, ...]:
+        return tuple(int(group[len("ratio") :]) for group in self.pages if group.startswith("ratio"))
+
+
+def window_pages_per_sequence(window: int, max_rollback: int) -> int:
+    """Live window pages of a sequence between steps, one more for a chunk that starts inside a page."""
+    return -(-(window - 1 + max_rollback) // WINDOW_PAGE) + 2
+
+
+def compressed_pages(tokens: int, ratio: int) -> int:
+    """Pages that hold the entries of ``tokens`` tokens."""
+    return -(-(tokens // ratio) // entries_per_page(ratio))
+
+
+def make_layout(
+    config: ModelConfig,
+    numerics: Numerics,
+    dtype: torch.dtype,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_rollback: int = 16,
+    layers: tuple[LayerSpec, ...] | None = None,
+) -> CacheLayout:
+    """Layout for ``max_num_seqs`` sequences of up to ``max_model_len`` tokens, all of which fit at once.
+
+    Args:
+        max_num_batched_tokens: tokens of one step; their window entries need pages until the step ends.
+        max_rollback: tokens that ``truncate`` can take back without recomputing.
+        layers: the layers that are present (default: all, MTP layers included).
+
+    Raises:
+        ValueError: the record of ``numerics`` does not fit the head dimensions.
+    """
+    layers = config.all_layers if layers is None else layers
+    check_records(config, numerics)
+    kv_record = make_kv_record(numerics.kv_record, config.nope_head_dim, config.qk_rope_head_dim, dtype)
+    index_record = make_index_record(numerics.index_record, config.index_head_dim, dtype)
+    pools: list[PoolSpec] = []
+    for spec in layers:
+        pools.append(PoolSpec(spec.name, "window", WINDOW, WINDOW_PAGE, kv_record))
+        if spec.swa_only:
+            continue
+        group, entries = ratio_group(spec.ratio), entries_per_page(spec.ratio)
+        rows, width = state_rows(spec, max_rollback), 2 * spec.coff
+        pools.append(PoolSpec(spec.name, "compressed", group, entries, kv_record))
+        pools.append(PoolSpec(spec.name, "state", STATE, rows, width=width * config.head_dim))
+        if spec.has_indexer:
+            pools.append(PoolSpec(spec.name, "index", group, entries, index_record))
+            pools.append(PoolSpec(spec.name, "index_state", STATE, rows, width=width * config.index_head_dim))
+    pages = {
+        WINDOW: 1
+        + max_num_seqs * window_pages_per_sequence(config.sliding_window, max_rollback)
+        + max_num_batched_tokens // WINDOW_PAGE
+    }
+    for ratio in sorted({spec.ratio for spec in layers if not spec.swa_only}):
+        pages[ratio_group(ratio)] = 1 + max_num_seqs * compressed_pages(max_model_len, ratio)
+        pages[STATE] = 1 + max_num_seqs
+    return CacheLayout(
+        tuple(pools), pages, config.sliding_window, max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback
+    )
+
+
+def check_records(config: ModelConfig, numerics: Numerics) -> None:
+    """Raises ValueError, with both problems if there are two, when the records of ``numerics`` do not fit the model."""
+    problems = []
+    if numerics.kv_record != "plain" and config.nope_head_dim % 64:
+        problems.append(
+            f"K is stored in groups of 64 channels, and head_dim - qk_rope_head_dim is {config.nope_head_dim}"
+        )
+    if numerics.index_record != "plain" and config.index_head_dim % 32:
+        problems.append(
+            f"indexer keys are quantised in groups of 32 channels, and index_head_dim is {config.index_head_dim}"
+        )
+    if problems:
+        raise ValueError(f"numerics={numerics.name!r} does not fit this config (use 'exact'): " + "; ".join(problems))

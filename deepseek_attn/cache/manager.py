@@ -1,0 +1,172 @@
+"""Pages of sequences: reserve before a step, commit after it, truncate, fork, free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from deepseek_attn.cache.layout import STATE, WINDOW, WINDOW_PAGE, entries_per_page, ratio_group
+from deepseek_attn.cache.pools import CachePools
+
+NULL_PAGE = 0
+
+
+class PageAllocator:
+    """Free list with reference counts; page 0 is never handed out."""
+
+    def __init__(self, pages: int):
+        self._free = list(range(pages - 1, NULL_PAGE, -1))
+        self._references: dict[int, int] = {}
+
+    @property
+    def available(self) -> int:
+        return len(self._free)
+
+    def allocate(self) -> int:
+        page = self._free.pop()
+        self._references[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        self._references[page] += 1
+
+    def shared(self, page: int) -> bool:
+        return self._references[page] > 1
+
+    def release(self, page: int) -> None:
+        self._references[page] -= 1
+        if not self._references[page]:
+            del self._references[page]
+            self._free.append(page)
+
+
+@dataclass
+class SequenceCache:
+    """What one sequence holds in the pools.
+
+    Attributes:
+        num_tokens: tokens whose entries are in the caches.
+        low_water: smallest length that `truncate` can go back to in place.
+        tables: physical page of each logical page, by group; 0 where a window page was freed.
+    """
+
+    num_tokens: int = 0
+    low_water: int = 0
+    tables: dict[str, list[int]] = field(default_factory=dict)
+
+
+class OutOfPages(RuntimeError):
+    """A pool has no free page left; nothing was changed."""
+
+
+class CacheManager:
+    """Hands pages of all groups to sequences. Pages shared by forks are copied when one of them writes."""
+
+    def __init__(self, pools: CachePools):
+        self.pools, self.layout = pools, pools.layout
+        self._allocators = {group: PageAllocator(pages) for group, pages in self.layout.pages.items()}
+        # tokens per page: how far a page reaches in each group that grows with the sequence
+        self._spans = {WINDOW: WINDOW_PAGE}
+        for ratio in self.layout.ratios:
+            self._spans[ratio_group(ratio)] = ratio * entries_per_page(ratio)
+
+    def available_pages(self) -> dict[str, int]:
+        return {group: allocator.available for group, allocator in self._allocators.items()}
+
+    def create(self) -> SequenceCache:
+        return SequenceCache(tables={group: [] for group in self.layout.pages})
+
+    def reserve(self, batch: list[tuple[SequenceCache, int]]) -> None:
+        """Makes room for the next ``n`` tokens of each sequence: new pages, and copies of shared ones.
+
+        Raises:
+            OutOfPages: nothing was changed; names the pool, what is needed and what is free.
+        """
+        plans = [(cache, group, *self._pages_to_write(cache, group, n)) for cache, n in batch for group in cache.tables]
+        for group, allocator in self._allocators.items():
+            needed = sum(len(copies) + new for _, g, copies, new in plans if g == group)
+            if needed > allocator.available:
+                raise OutOfPages(
+                    f"the {group} pool has {allocator.available} free pages and this step needs {needed}; "
+                    "run fewer sequences at once, or raise max_num_seqs or max_model_len"
+                )
+        for cache, group, copies, new in plans:
+            table, allocator = cache.tables[group], self._allocators[group]
+            for index in copies:
+                page = allocator.allocate()
+                self.pools.copy_page(group, table[index], page)
+                allocator.release(table[index])
+                table[index] = page
+            table.extend(allocator.allocate() for _ in range(new))
+
+    def _pages_to_write(self, cache: SequenceCache, group: str, n: int) -> tuple[list[int], int]:
+        """(logical pages to copy because a fork shares them, number of new pages) for the next ``n`` tokens."""
+        table, allocator = cache.tables[group], self._allocators[group]
+        start, end = cache.num_tokens, cache.num_tokens + n
+        if group == STATE:
+            first, last = 0, 1
+        elif group == WINDOW:
+            first, last = start // WINDOW_PAGE, -(-end // WINDOW_PAGE)
+        else:
+            # an entry is written by the last token of its window, so only closed windows need room
+            span, ratio = self._spans[group], int(group[len("ratio") :])
+            first, last = start // span, -(-(end // ratio * ratio) // span)
+        copies = [
+            i for i in range(first, min(last, len(table))) if table[i] != NULL_PAGE and allocator.shared(table[i])
+        ]
+        return copies, max(0, last - len(table))
+
+    def commit(self, cache: SequenceCache, n: int) -> None:
+        """Counts ``n`` computed tokens and frees window pages that no query and no rollback can reach any more."""
+        cache.num_tokens += n
+        cache.low_water = max(cache.low_water, cache.num_tokens - self.layout.max_rollback)
+        dead = (cache.low_water - self.layout.window + 1) // WINDOW_PAGE
+        table = cache.tables[WINDOW]
+        for index in range(min(dead, len(table))):
+            if table[index] != NULL_PAGE:
+                self._allocators[WINDOW].release(table[index])
+                table[index] = NULL_PAGE
+
+    def truncate(self, cache: SequenceCache, n: int) -> int:
+        """Forgets all tokens from ``n`` on. Returns how many stay computed: ``n``, or 0 if that was too far back.
+
+        Within ``max_rollback`` tokens of the longest length reached, everything a later token can read is still there.
+        Further back the window entries are gone, and the caller computes the sequence again from its tokens.
+        """
+        if not 0 <= n <= cache.num_tokens:
+            raise ValueError(f"truncate({n}) of a sequence with {cache.num_tokens} computed tokens")
+        if n < cache.low_water:
+            self.free(cache)
+            return 0
+        cache.num_tokens = n
+        for group, span in self._spans.items():
+            table, keep = cache.tables[group], -(-n // span)
+            for page in table[keep:]:
+                if page != NULL_PAGE:
+                    self._allocators[group].release(page)
+            del table[keep:]
+        return n
+
+    def fork(self, cache: SequenceCache) -> SequenceCache:
+        """A second sequence with the same past. Shares every page until one of the two writes to it."""
+        for group, table in cache.tables.items():
+            for page in table:
+                if page != NULL_PAGE:
+                    self._allocators[group].share(page)
+        return SequenceCache(cache.num_tokens, cache.low_water, {g: list(t) for g, t in cache.tables.items()})
+
+    def free(self, cache: SequenceCache) -> None:
+        """Returns all pages; the sequence is empty afterwards and can be used again."""
+        for group, table in cache.tables.items():
+            for page in table:
+                if page != NULL_PAGE:
+                    self._allocators[group].release(page)
+            table.clear()
+        cache.num_tokens = cache.low_water = 0
+
+    def block_table(self, caches: list[SequenceCache], group: str) -> torch.Tensor:
+        """int32 ``[len(caches), widest]``, padded with the null page."""
+        tables = [cache.tables[group] for cache in caches]
+        width = max([1, *map(len, tables)])
+        return torch.tensor([table + [NULL_PAGE] * (width - len(table)) for table in tables], dtype=torch.int32)

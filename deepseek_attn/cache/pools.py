@@ -1,0 +1,68 @@
+"""The allocated pools: one tensor per layer and kind, addressed by page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deepseek_attn.cache.layout import CacheLayout, PoolSpec
+
+
+@dataclass
+class Pool:
+    """Paged rows of one layer.
+
+    Attributes:
+        tensor: uint8 ``[pages, page_bytes]`` for pools with a record, float32 ``[pages, entries, width]`` for states.
+    """
+
+    spec: PoolSpec
+    tensor: torch.Tensor
+
+    @property
+    def entries(self) -> int:
+        return self.spec.entries
+
+    @property
+    def record(self):
+        return self.spec.record
+
+    def insert(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Stores ``rows [T, dim]`` at ``slots [T]`` (page * entries + offset); negative slots are skipped."""
+        self.spec.record.insert(self.tensor, self.entries, slots, rows)
+
+    def gather(self, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Reads ``slots [...]`` as ``[..., dim]``; negative slots give zeros."""
+        return self.spec.record.gather(self.tensor, self.entries, slots, dtype)
+
+
+class CachePools:
+    """Every pool of a layout, allocated on one device and zeroed."""
+
+    def __init__(self, layout: CacheLayout, device: torch.device | str = "cpu"):
+        self.layout = layout
+        self._pools: dict[tuple[str, str], Pool] = {}
+        for spec in layout.pools:
+            pages = layout.pages[spec.group]
+            if spec.record is not None:
+                tensor = spec.record.allocate(pages, spec.entries, device)
+            else:
+                tensor = torch.zeros(pages, spec.entries, spec.width, device=device)
+            self._pools[spec.layer, spec.kind] = Pool(spec, tensor)
+
+    def get(self, layer: str, kind: str) -> Pool | None:
+        return self._pools.get((layer, kind))
+
+    def __iter__(self):
+        return iter(self._pools.values())
+
+    def nbytes(self) -> int:
+        """Bytes of the allocated storage."""
+        return sum(pool.tensor.untyped_storage().nbytes() for pool in self)
+
+    def copy_page(self, group: str, source: int, target: int) -> None:
+        """Copies one page in every pool of ``group``."""
+        for pool in self:
+            if pool.spec.group == group:
+                pool.tensor[target].copy_(pool.tensor[source])

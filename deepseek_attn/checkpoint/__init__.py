@@ -1,0 +1,29 @@
+"""Checkpoints: reading, naming, making up and writing them."""
+
+from deepseek_attn.checkpoint.names import CanonicalSource, canonical_name, hf_name, hf_state_dict
+from deepseek_attn.checkpoint.random import RandomSource
+from deepseek_attn.checkpoint.source import (
+    CheckpointSource,
+    SafetensorsSource,
+    TensorInfo,
+    read_float32,
+    read_weight,
+)
+from deepseek_attn.checkpoint.tokenizer_files import make_tokenizer, write_tokenizer
+from deepseek_attn.checkpoint.write import write_checkpoint
+
+__all__ = [
+    "CanonicalSource",
+    "CheckpointSource",
+    "RandomSource",
+    "SafetensorsSource",
+    "TensorInfo",
+    "canonical_name",
+    "hf_name",
+    "hf_state_dict",
+    "make_tokenizer",
+    "read_float32",
+    "read_weight",
+    "write_checkpoint",
+    "write_tokenizer",
+]

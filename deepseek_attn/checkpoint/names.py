@@ -1,0 +1,171 @@
+"""Tensor names: the published spelling, and the others that loaders meet.
+
+The published checkpoints call a tensor ``layers.3.attn.wq_a.weight``; transformers calls it
+``model.layers.3.self_attn.q_a_proj.weight`` and packs the experts of a layer into two tensors. Everything past this
+file knows the published names only.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo, read_float32, scale_name
+
+# (transformers, published), as whole dotted segments. Read downwards to get published names, upwards to get
+# transformers' names; the order matters where one rule makes what another one reads.
+RULES = (
+    (".lm_head.", ".head."),
+    (".embed_tokens.", ".embed."),
+    (".hc_head.hc_fn.", ".hc_head_fn."),
+    (".hc_head.hc_base.", ".hc_head_base."),
+    (".hc_head.hc_scale.", ".hc_head_scale."),
+    (".attn_hc.fn.", ".hc_attn_fn."),
+    (".attn_hc.base.", ".hc_attn_base."),
+    (".attn_hc.scale.", ".hc_attn_scale."),
+    (".ffn_hc.fn.", ".hc_ffn_fn."),
+    (".ffn_hc.base.", ".hc_ffn_base."),
+    (".ffn_hc.scale.", ".hc_ffn_scale."),
+    (".input_layernorm.", ".attn_norm."),
+    (".post_attention_layernorm.", ".ffn_norm."),
+    (".self_attn.", ".attn."),
+    (".mlp.", ".ffn."),
+    (".sinks.", ".attn_sink."),
+    (".q_a_proj.", ".wq_a."),
+    (".q_a_norm.", ".q_norm."),
+    (".q_b_proj.", ".wq_b."),
+    (".kv_proj.", ".wkv."),
+    (".o_a_proj.", ".wo_a."),
+    (".o_b_proj.", ".wo_b."),
+    (".position_bias.", ".ape."),
+    (".compressor.indexer.", ".indexer.compressor."),
+    (".indexer.compressor.wq_b.", ".indexer.wq_b."),
+    (".indexer.compressor.scorer.weights_proj.", ".indexer.weights_proj."),
+    (".compressor.gate_proj.", ".compressor.wgate."),
+    (".compressor.kv_norm.", ".compressor.norm."),
+    (".gate.e_score_correction_bias.", ".gate.bias."),
+    (".gate_proj.", ".w1."),
+    (".down_proj.", ".w2."),
+    (".up_proj.", ".w3."),
+    (".gate_up_proj_scale_inv.", ".gate_up_proj.scale."),
+    (".down_proj_scale_inv.", ".w2.scale."),
+    (".weight_scale_inv.", ".scale."),
+)
+EXPERT = re.compile(r"(?P<layer>.+)\.experts\.(?P<expert>\d+)\.(?P<projection>w[123])\.weight")
+# What `canonical_name` makes of packed experts: a projection without an expert number.
+PACKED = re.compile(r"(?P<experts>.+\.experts)\.(?P<projection>gate_up_proj|w2)(?:\.(?P<leaf>weight|scale))?")
+
+
+def canonical_name(name: str) -> str:
+    """Published name of a tensor in any known spelling; a name that is published or unknown comes back unchanged.
+
+    Accepts the names of transformers, a ``model.`` prefix, and ``self_attn``, ``mlp``, ``weight_scale_inv`` and
+    ``e_score_correction_bias`` in otherwise published names. Packed experts stay packed (see ``CanonicalSource``).
+    """
+    dotted = f".{name.removeprefix('model.')}."
+    for other, published in RULES:
+        dotted = dotted.replace(other, published)
+    return dotted[1:-1]
+
+
+def hf_name(published: str) -> str:
+    """The name that transformers gives a published tensor.
+
+    Experts get one name each (``…mlp.experts.3.gate_proj.weight``); a transformers module has them packed, see
+    ``hf_state_dict``.
+    """
+    dotted = f".{published}."
+    for other, name in reversed(RULES[:-3]):
+        dotted = dotted.replace(name, other)
+    name = dotted[1:-1]
+    if name.endswith(".scale") and published.endswith(".scale"):
+        name = name.removesuffix("scale") + "weight_scale_inv"
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+class CanonicalSource(CheckpointSource):
+    """Any source under published names, with one tensor per expert.
+
+    Packed experts (``gate_up_proj [E, 2I, D]``, rows of w1 first, and ``down_proj [E, D, I]``) appear as ``E * 2`` and
+    ``E`` tensors; each is read as its own part of the packed one.
+
+    Raises:
+        ValueError: two tensors of the source have one published name, or packed experts do not split evenly.
+    """
+
+    def __init__(self, source: CheckpointSource):
+        self.source = source
+        self._entries: dict[str, TensorInfo] = {}
+        self._origins: dict[str, tuple[str, int, int]] = {}
+        for name, info in source.entries().items():
+            for published, part_info, index, count in _expand(name, info):
+                if published in self._origins:
+                    raise ValueError(
+                        f"{self._origins[published][0]} and {name} are both {published}: remove one of them"
+                    )
+                self._entries[published] = part_info
+                self._origins[published] = (name, index, count)
+
+    def entries(self) -> dict[str, TensorInfo]:
+        return self._entries
+
+    def read(self, name: str) -> torch.Tensor:
+        if name not in self._origins:
+            raise ValueError(f"no tensor {name} in the checkpoint")
+        origin, index, count = self._origins[name]
+        return self.source.read(origin) if count == 1 else self.source.read_part(origin, index, count)
+
+    def source_name(self, name: str) -> str:
+        """What the wrapped source calls the tensor."""
+        return self._origins[name][0]
+
+
+def _expand(name: str, info: TensorInfo) -> list[tuple[str, TensorInfo, int, int]]:
+    """(published name, info, part index, part count) of everything the source tensor ``name`` holds."""
+    published = canonical_name(name)
+    packed = PACKED.fullmatch(published)
+    if packed is None:
+        return [(published, info, 0, 1)]
+    projections = ("w1", "w3") if packed["projection"] == "gate_up_proj" else ("w2",)
+    if len(info.shape) != 3 or info.shape[1] % len(projections):
+        raise ValueError(
+            f"{name} has shape {list(info.shape)}: packed experts are [experts, rows, columns]"
+            + (" with an equal number of rows for w1 and w3" if len(projections) > 1 else "")
+        )
+    experts, rows, columns = info.shape
+    count = experts * len(projections)
+    part = TensorInfo(info.dtype, (rows // len(projections), columns), info.nbytes // count if count else 0)
+    parts = [f"{packed['experts']}.{e}.{p}.{packed['leaf'] or 'weight'}" for e in range(experts) for p in projections]
+    return [(part_name, part, index, count) for index, part_name in enumerate(parts)]
+
+
+def hf_state_dict(source: CheckpointSource) -> dict[str, torch.Tensor]:
+    """A state dict for transformers' ``DeepseekV4ForCausalLM``: dequantised float32, experts packed, no MTP.
+
+    Holds the whole model in float32; meant for comparisons on small models.
+    """
+    source = CanonicalSource(source)
+    state: dict[str, torch.Tensor] = {}
+    experts: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
+    entries = source.entries()
+    scales = {scale_name(name) for name in entries}
+    for name in entries:
+        if name.startswith("mtp.") or name in scales:
+            continue
+        expert = EXPERT.fullmatch(name)
+        if expert:
+            stack = experts.setdefault((expert["layer"], expert["projection"]), {})
+            stack[int(expert["expert"])] = read_float32(source, name)
+        else:
+            state[hf_name(name)] = source.read(name) if name.endswith("tid2eid") else read_float32(source, name)
+    for layer in sorted({layer for layer, _ in experts}):
+        w1, w2, w3 = (_stack(experts.pop((layer, projection))) for projection in ("w1", "w2", "w3"))
+        packed = hf_name(f"{layer}.experts")
+        state[f"{packed}.gate_up_proj"] = torch.cat([w1, w3], dim=1)
+        state[f"{packed}.down_proj"] = w2
+    return state
+
+
+def _stack(tensors: dict[int, torch.Tensor]) -> torch.Tensor:
+    return torch.stack([tensors[index] for index in range(len(tensors))])

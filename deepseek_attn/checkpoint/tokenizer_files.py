@@ -1,0 +1,79 @@
+"""A byte-level tokenizer with DeepSeek's special strings, for checkpoints that have no tokenizer of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+BOS = "<｜begin▁of▁sentence｜>"
+EOS = "<｜end▁of▁sentence｜>"
+CONTROL_TOKENS = (
+    BOS,
+    EOS,
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<｜latest_reminder｜>",
+    "<｜action｜>",
+    "<｜query｜>",
+    "<｜authority｜>",
+    "<｜domain｜>",
+    "<｜title｜>",
+    "<｜read_url｜>",
+)
+# Part of a reply's text: decoding keeps them also where it skips special tokens.
+TEXT_TOKENS = ("<think>", "</think>", "｜DSML｜")
+MIN_VOCAB = len(CONTROL_TOKENS) + len(TEXT_TOKENS) + 256
+
+
+def make_tokenizer(vocab_size: int) -> Tokenizer:
+    """One token per special string (BOS 0, EOS 1) and one per byte; every UTF-8 text round-trips.
+
+    Args:
+        vocab_size: size of the model's vocabulary; ids past the tokenizer's own decode to nothing.
+
+    Raises:
+        ValueError: ``vocab_size`` cannot hold the special strings and 256 bytes.
+    """
+    if vocab_size < MIN_VOCAB:
+        raise ValueError(
+            f"vocab_size is {vocab_size}: the byte-level tokenizer needs at least {MIN_VOCAB} "
+            f"({MIN_VOCAB - 256} special tokens and 256 bytes)"
+        )
+    tokens = (*CONTROL_TOKENS, *TEXT_TOKENS, *_byte_symbols())
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL_TOKENS])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in TEXT_TOKENS])
+    return tokenizer
+
+
+def write_tokenizer(directory: str | Path, vocab_size: int, model_max_length: int) -> None:
+    """Writes ``tokenizer.json`` and ``tokenizer_config.json`` for ``make_tokenizer``.
+
+    Args:
+        model_max_length: longest input in tokens.
+    """
+    directory = Path(directory)
+    make_tokenizer(vocab_size).save(str(directory / "tokenizer.json"))
+    settings = {
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "bos_token": BOS,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": EOS,
+        "model_max_length": model_max_length,
+        "pad_token": EOS,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def _byte_symbols() -> list[str]:
+    """The character that stands for each byte 0..255: itself if it is visible, else one from U+0100 on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(0x100, 0x200))
+    return [chr(byte if byte in visible else next(spare)) for byte in range(256)]

@@ -1,0 +1,158 @@
+"""Writing a checkpoint directory: shards, index, config and tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from deepseek_attn.checkpoint.source import DTYPES, INDEX_FILE, CheckpointSource, TensorInfo
+from deepseek_attn.checkpoint.tokenizer_files import write_tokenizer
+from deepseek_attn.config import ModelConfig
+
+SHARD_BYTES = 5 * 10**9
+
+
+def write_checkpoint(
+    source: CheckpointSource,
+    config: ModelConfig,
+    directory: str | Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    num_shards: int | None = None,
+) -> Path:
+    """Writes ``source`` as a checkpoint directory, one tensor in memory at a time.
+
+    The directory appears complete or not at all: it is built beside its final place and renamed at the end.
+
+    Args:
+        source: tensors; their names are kept.
+        config: written as ``config.json``.
+        directory: must be absent or empty.
+        shard_bytes: size aimed at per shard; there are at least two shards.
+        num_shards: exact number of shards, of about equal size, instead.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ValueError: the directory holds something, the number of shards is impossible, or the tokenizer does not fit the
+            config (``vocab_size`` too small, BOS and EOS not 0 and 1).
+    """
+    entries = source.entries()
+    shards = plan_shards(entries, shard_bytes, num_shards)
+    _check_token_ids(config)
+    with _appearing(Path(directory)) as folder:
+        write_tokenizer(folder, config.vocab_size, config.max_position_embeddings)
+        _write_json(folder / "config.json", config.to_dict())
+        _write_json(folder / "generation_config.json", _generation_config(config))
+        weight_map = {}
+        for number, names in enumerate(shards, 1):
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            _write_shard(folder / file, source, {name: entries[name] for name in names})
+            weight_map.update(dict.fromkeys(names, file))
+        total = sum(info.nbytes for info in entries.values())
+        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return Path(directory)
+
+
+def plan_shards(
+    entries: dict[str, TensorInfo], shard_bytes: int = SHARD_BYTES, num_shards: int | None = None
+) -> list[list[str]]:
+    """Splits the tensors, in order, into shards of about equal bytes."""
+    total = sum(info.nbytes for info in entries.values())
+    if num_shards is None:
+        if shard_bytes < 1:
+            raise ValueError(f"shard_bytes is {shard_bytes}: it must be at least 1")
+        num_shards = min(max(2, -(-total // shard_bytes)), len(entries))
+    if not 1 <= num_shards <= len(entries):
+        raise ValueError(f"num_shards is {num_shards}: {len(entries)} tensors make between 1 and {len(entries)} shards")
+    shards: list[list[str]] = [[]]
+    done = 0
+    for position, (name, info) in enumerate(entries.items()):
+        missing, left = num_shards - len(shards), len(entries) - position
+        full = done + info.nbytes / 2 > total * len(shards) / num_shards
+        if shards[-1] and missing and (full or left == missing):
+            shards.append([])
+        shards[-1].append(name)
+        done += info.nbytes
+    return shards
+
+
+def _write_shard(path: Path, source: CheckpointSource, entries: dict[str, TensorInfo]) -> None:
+    # Wide elements first, as the safetensors library does: then every tensor is aligned for its dtype.
+    names = sorted(entries, key=lambda name: -DTYPES[entries[name].dtype][1])
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in names:
+        info = entries[name]
+        offsets = [offset, offset + info.nbytes]
+        header[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": offsets}
+        offset += info.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            data = source.read(name).contiguous().reshape(-1).view(torch.uint8)
+            if data.numel() != entries[name].nbytes:
+                raise ValueError(f"{name} has {data.numel()} bytes, its source announced {entries[name].nbytes}")
+            file.write(memoryview(data.numpy()))
+
+
+@contextmanager
+def _appearing(directory: Path) -> Iterator[Path]:
+    """A temporary sibling that becomes ``directory`` if the block succeeds and vanishes otherwise."""
+    directory = directory.absolute()
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} exists and is not an empty directory: choose another one, or remove it")
+    created = [parent for parent in directory.parents if not parent.exists()]
+    folder = None
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+        yield folder
+        folder.chmod(0o777 & ~_umask())
+        os.replace(folder, directory)
+    except BaseException:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        for parent in created:
+            if parent.exists() and not any(parent.iterdir()):
+                parent.rmdir()
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _check_token_ids(config: ModelConfig) -> None:
+    if config.bos_token_id != 0 or config.eos_token_ids[0] != 1:
+        raise ValueError(
+            f"bos_token_id is {config.bos_token_id} and eos_token_id {config.eos_token_id}: the tokenizer that is "
+            "written with a checkpoint has 0 and 1"
+        )
+
+
+def _generation_config(config: ModelConfig) -> dict:
+    eos = list(config.eos_token_ids) if len(config.eos_token_ids) > 1 else config.eos_token_ids[0]
+    return {
+        "bos_token_id": config.bos_token_id,
+        "do_sample": True,
+        "eos_token_id": eos,
+        "temperature": 1.0,
+        "top_p": 1.0,
+    }
+
+
+def _write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,117 @@
+"""Typed access to the keys of a ``config.json`` that collects problems instead of stopping at the first one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+REQUIRED = object()
+
+
+class FieldReader:
+    """Reads keys of one config and remembers everything that is wrong with them.
+
+    A getter returns the checked value, or ``None`` where it recorded a problem; JSON ``null`` counts as an absent key.
+    ``as_*`` methods check a value that was found elsewhere; ``label`` is what the message calls it.
+
+    Args:
+        raw: the decoded JSON object.
+    """
+
+    def __init__(self, raw: Mapping[str, Any]):
+        self.raw = raw
+        self.problems: list[str] = []
+        self._missing: list[str] = []
+
+    def problem(self, text: str) -> None:
+        self.problems.append(text)
+
+    def missing(self, label: str) -> None:
+        self._missing.append(label)
+
+    def raise_if_problems(self, origin: str) -> None:
+        """Raises one ValueError that lists all problems found so far; ``origin`` says where the config came from."""
+        problems = list(self.problems)
+        if self._missing:
+            problems.insert(0, f"missing required keys: {', '.join(self._missing)}")
+        if problems:
+            count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+            raise ValueError(f"invalid config ({origin}), {count}:" + "".join(f"\n  - {text}" for text in problems))
+
+    # values by key
+
+    def value(self, key: str, default: Any = REQUIRED) -> Any:
+        return self.agreed(key, {key: self.raw.get(key)}, default)
+
+    def agreed(self, label: str, spellings: Mapping[str, Any], default: Any = REQUIRED) -> Any:
+        """Returns the value that one or several spellings give; two that differ are a problem."""
+        given = [(name, value) for name, value in spellings.items() if value is not None]
+        if not given:
+            if default is REQUIRED:
+                self.missing(label)
+                return None
+            return default
+        first_name, first = given[0]
+        for name, value in given[1:]:
+            if value != first:
+                self.problem(f"{first_name} is {first!r} but {name} is {value!r}: they mean the same, drop one of them")
+        return first
+
+    def integer(self, key: str, default: Any = REQUIRED, minimum: int = 1) -> int | None:
+        return self.as_integer(key, self.value(key, default), minimum)
+
+    def number(self, key: str, default: Any = REQUIRED) -> float | None:
+        return self.as_number(key, self.value(key, default))
+
+    def flag(self, key: str, default: bool) -> bool | None:
+        value = self.value(key, default)
+        if isinstance(value, bool):
+            return value
+        self.problem(f"{key} is {value!r}: expected true or false")
+        return None
+
+    def choice(self, key: str, supported: tuple, default: Any = REQUIRED) -> Any:
+        return self.as_choice(key, self.value(key, default), supported)
+
+    def mapping(self, key: str) -> Mapping[str, Any] | None:
+        return self.as_mapping(key, self.raw.get(key))
+
+    # values already at hand
+
+    def as_integer(self, label: str, value: Any, minimum: int = 1) -> int | None:
+        if value is None:
+            return None
+        if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
+            return value
+        kind = {0: "an integer >= 0", 1: "a positive integer"}.get(minimum, f"an integer >= {minimum}")
+        self.problem(f"{label} is {value!r}: expected {kind}")
+        return None
+
+    def as_number(self, label: str, value: Any) -> float | None:
+        """Checks a positive finite number."""
+        if value is None:
+            return None
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+            return float(value)
+        self.problem(f"{label} is {value!r}: expected a positive number")
+        return None
+
+    def as_choice(self, label: str, value: Any, supported: tuple) -> Any:
+        if value is None or any(type(value) is type(item) and value == item for item in supported):
+            return value
+        self.problem(f"{label} is {value!r}: supported is {' or '.join(repr(item) for item in supported)}")
+        return None
+
+    def as_mapping(self, label: str, value: Any) -> Mapping[str, Any] | None:
+        if value is None or isinstance(value, Mapping):
+            return value
+        self.problem(f"{label} is {value!r}: expected an object")
+        return None
+
+    def as_list(self, label: str, value: Any) -> list | None:
+        if isinstance(value, (list, tuple)):
+            return list(value)
+        if value is not None:
+            self.problem(f"{label} is {value!r}: expected a list")
+        return None

@@ -1,0 +1,235 @@
+"""Sampling: logits -> next tokens, each request by its own parameters and its own random numbers."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+WEIGHT_BITS = 44  # weights are integers up to 2**44; the sum over a vocabulary of 2**18 stays below 2**63
+MAX_VOCAB = 1 << (62 - WEIGHT_BITS)
+ELEMENTS_PER_BLOCK = 1 << 22  # rows are processed in blocks of about this many logits: scratch below 256 MiB
+MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled and when it ends.
+
+    Attributes:
+        temperature: logits are divided by it; 0 is greedy (the lowest index wins ties).
+        top_k: keep the ``top_k`` most likely tokens; 0 keeps all.
+        top_p: of those, keep the smallest set of most likely tokens whose mass is at least ``top_p``.
+        max_tokens: at most this many new tokens.
+        seed: None draws a fresh seed; an integer makes the request reproducible.
+        stop_token_ids: tokens that end the request, besides EOS.
+        stop: strings that end the request; the text ends before the string. A single string is accepted.
+        ignore_eos: go on after EOS (benchmarks).
+
+    Raises:
+        ValueError: listing every parameter that is out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_tokens: int = 256
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
+        problems = [f"{name}={getattr(self, name)!r}: {rule}" for name, ok, rule in self._rules() if not ok]
+        if problems:
+            raise ValueError("invalid sampling parameters:\n  - " + "\n  - ".join(problems))
+
+    def _rules(self):
+        temperature_ok = _is_real(self.temperature) and 0 <= self.temperature < math.inf
+        ids, strings = self.stop_token_ids, self.stop
+        return [
+            ("temperature", temperature_ok, "must be a finite number >= 0 (0 is greedy)"),
+            ("top_k", _is_int(self.top_k) and self.top_k >= 0, "must be an integer >= 0 (0 keeps all tokens)"),
+            ("top_p", _is_real(self.top_p) and 0 < self.top_p <= 1, "must be in (0, 1] (1 keeps all tokens)"),
+            ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "must be an integer >= 1"),
+            (
+                "seed",
+                self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MASK64),
+                "must be None or in [0, 2**64)",
+            ),
+            (
+                "stop_token_ids",
+                isinstance(ids, tuple) and all(_is_int(i) and i >= 0 for i in ids),
+                "must be token ids, integers >= 0",
+            ),
+            (
+                "stop",
+                isinstance(strings, tuple) and all(isinstance(s, str) and s for s in strings),
+                "must be a non-empty string or several",
+            ),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "must be True or False"),
+        ]
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no random number is used."""
+        return self.temperature == 0
+
+
+class CounterGenerator:
+    """Uniform random numbers as a pure function of (key, position): splitmix64 over a counter.
+
+    Nothing but ``position`` changes, so a request that is paused and recomputed continues exactly by setting it.
+    """
+
+    def __init__(self, key: int):
+        self.key = key & MASK64
+        self.position = 0
+
+    def uniform(self) -> float:
+        """The next number in [0, 1), with 53 random bits."""
+        self.position += 1
+        return (_mix64(self.key + self.position * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
+
+
+def make_generator(params: SamplingParams, request_index: int = 0) -> CounterGenerator:
+    """Random numbers of one request.
+
+    With a seed, the stream is a function of (seed, ``request_index``): requests of one call that share their
+    parameters get different streams, and each is reproducible. Without a seed, every call gives a fresh stream.
+    """
+    if params.seed is None:
+        return CounterGenerator(secrets.randbits(64))
+    return CounterGenerator(_mix64(_mix64(params.seed) + request_index * 0xD1342543DE82EF95))
+
+
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[CounterGenerator | None]
+) -> torch.Tensor:
+    """Choose the next token of each row.
+
+    Order: temperature, then top-k, then top-p over what top-k kept. Exactly ``top_k`` tokens are kept and ties go to
+    the lower index; at least one token always is.
+
+    Args:
+        logits: ``[B, vocab]`` float32; -inf masks a token.
+        params: one per row.
+        generators: one per row, advanced by one number per sampled row; unused (may be None) for greedy rows.
+
+    Returns:
+        int64 ``[B]`` on the device of ``logits``.
+
+    Raises:
+        ValueError: wrong shape, dtype or number of parameters.
+        RuntimeError: a row holds NaN or +inf, or nothing but -inf.
+
+    Notes:
+        Probabilities are fixed-point integers (2**-44 of the largest one), because integer sums do not depend on the
+        order of addition: a row's token depends on the row, its parameters and its generator, never on the batch
+        around it. Tokens less likely than 2**-45 of the likeliest are never drawn.
+    """
+    _check(logits, params, generators)
+    if not len(params):
+        return torch.empty(0, dtype=torch.int64, device=logits.device)
+    peak = logits.amax(dim=-1)  # NaN if any is NaN
+    _require_finite(peak)
+    tokens = logits.argmax(dim=-1)  # the first of equal maxima
+    plain = [i for i, p in enumerate(params) if not p.greedy and not p.top_k and p.top_p == 1]
+    filtered = [i for i, p in enumerate(params) if not p.greedy and (p.top_k or p.top_p < 1)]
+    block = max(1, ELEMENTS_PER_BLOCK // logits.shape[1])
+    for rows, draw in ((plain, _draw_plain), (filtered, _draw_filtered)):
+        for start in range(0, len(rows), block):
+            chosen = rows[start : start + block]
+            row_params = [params[i] for i in chosen]
+            uniform = _column([generators[i].uniform() for i in chosen], logits)
+            index = torch.tensor(chosen, device=logits.device)
+            tokens[index] = draw(logits[index], peak[index, None], row_params, uniform)
+    return tokens
+
+
+def _draw_plain(logits, peak, params, uniform) -> torch.Tensor:
+    """Inverse-CDF draw over the whole vocabulary, in index order."""
+    mass = _weights(logits, peak, params).cumsum(dim=-1)
+    return _pick(mass, mass[:, -1:], uniform).squeeze(-1)
+
+
+def _draw_filtered(logits, peak, params, uniform) -> torch.Tensor:
+    """Inverse-CDF draw over the tokens that top-k and top-p keep, in descending order."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    mass = _weights(ordered, peak, params).cumsum(dim=-1)
+    vocab = logits.shape[1]
+    last = torch.tensor([[min(p.top_k or vocab, vocab) - 1] for p in params], device=logits.device)
+    total = mass.gather(-1, last)  # what top-k keeps
+    top_p = _column([p.top_p for p in params], logits)
+    needed = torch.where(top_p < 1, (top_p * total).ceil().to(torch.int64), total)
+    last = torch.searchsorted(mass, torch.minimum(needed, total).clamp(min=1))
+    return order.gather(-1, _pick(mass, mass.gather(-1, last), uniform)).squeeze(-1)
+
+
+def _weights(logits, peak, params) -> torch.Tensor:
+    """``exp((logits - peak) / temperature)`` as int64 fixed point."""
+    temperature = _column([p.temperature for p in params], logits)
+    scaled = (logits.double() - peak.double()) / temperature
+    return (scaled.exp_() * 2.0**WEIGHT_BITS).round_().to(torch.int64)
+
+
+def _pick(mass: torch.Tensor, total: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """``[R, 1]`` index of the first cumulative mass above ``uniform * total``."""
+    target = (uniform * total).to(torch.int64)  # below the total: 1 - uniform >= 2**-53 outweighs float64's rounding
+    return torch.searchsorted(mass, target, right=True)
+
+
+def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+
+
+def _check(logits, params, generators) -> None:
+    if logits.dim() != 2 or logits.dtype != torch.float32 or not 0 < logits.shape[1] <= MAX_VOCAB:
+        raise ValueError(
+            f"logits must be float32 [B, vocab] with 1 <= vocab <= {MAX_VOCAB}, got {logits.dtype} "
+            f"{list(logits.shape)}; convert with logits.float()"
+        )
+    if not len(params) == len(generators) == logits.shape[0]:
+        raise ValueError(
+            f"{logits.shape[0]} rows of logits need as many params and generators, got {len(params)} and "
+            f"{len(generators)}"
+        )
+    missing = [i for i, (p, g) in enumerate(zip(params, generators, strict=True)) if g is None and not p.greedy]
+    if missing:
+        raise ValueError(f"rows {missing} have a temperature > 0 but no generator; use make_generator(params, index)")
+
+
+def _require_finite(peak: torch.Tensor) -> None:
+    bad = ~peak.isfinite()
+    if bad.any():
+        rows = bad.nonzero().flatten().tolist()
+        raise RuntimeError(
+            f"cannot sample from logits rows {rows}: they hold NaN or +inf, or every token is masked with -inf; the "
+            "model's output is broken at these rows, so check the weights and the numerics preset"
+        )
+
+
+def _mix64(value: int) -> int:
+    """splitmix64's output function."""
+    value &= MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
+    return value ^ (value >> 31)
+
+
+def _as_tuple(value):
+    return tuple(value) if isinstance(value, (list, set, frozenset, range)) else value
+
+
+def _is_int(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value) -> bool:
+    return _is_int(value) or isinstance(value, float)

@@ -1,0 +1,92 @@
+"""Stopping: when a request ends, and which text may go out before that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.tokenizer import IncrementalDecoder
+
+
+class StopStep(NamedTuple):
+    """What one token led to: text to emit now, and why the request ended (None: it goes on)."""
+
+    text: str
+    reason: str | None
+
+
+class StopChecker:
+    """Watches one request's tokens for EOS, stop tokens, stop strings and ``max_tokens``.
+
+    Text that could still become a stop string is held back, so no part of a stop string that then completes is ever
+    emitted. When stop strings overlap, the one that is complete first wins, wherever token boundaries fall.
+
+    Args:
+        params: the request's sampling parameters.
+        eos_token_ids: ids that end a turn (checkpoint field ``eos_token_id``); ignored if ``params.ignore_eos``.
+        decoder: turns ids into text. None works on ids only; text is then empty and stop strings are refused.
+
+    Raises:
+        ValueError: stop strings without a decoder.
+        RuntimeError: a token is pushed after the end.
+    """
+
+    def __init__(self, params: SamplingParams, eos_token_ids: Iterable[int], decoder: IncrementalDecoder | None):
+        if params.stop and decoder is None:
+            raise ValueError(
+                f"stop strings {list(params.stop)} need a tokenizer, and there is none: use stop_token_ids, or a "
+                "checkpoint folder with tokenizer.json"
+            )
+        self.reason: str | None = None
+        self.count = 0
+        self._params = params
+        self._decoder = decoder
+        self._stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        self._held = ""
+
+    def push(self, token_id: int) -> StopStep:
+        """Account for one generated token.
+
+        The reason is ``"stop"`` (EOS, stop token or stop string, whose text is not emitted) or ``"length"``
+        (``max_tokens`` reached; what was held back is emitted).
+        """
+        if self.reason is not None:
+            raise RuntimeError(f"the request has ended (reason {self.reason!r}); use a new StopChecker per request")
+        self.count += 1
+        if token_id in self._stop_ids:
+            return self._finish("stop", "")
+        text = self._scan(self._decoder.push(token_id) if self._decoder else "")
+        if self.reason is None and self.count >= self._params.max_tokens:
+            return self._finish("length", text)
+        return StopStep(text, self.reason)
+
+    def abort(self) -> str:
+        """End the request from outside; returns the text that was held back."""
+        return "" if self.reason else self._finish("abort", "").text
+
+    def _finish(self, reason: str, text: str) -> StopStep:
+        if self._decoder:
+            text += self._scan(self._decoder.flush())
+        if self.reason is None:  # else a stop string completed within the flushed text
+            text, self._held, self.reason = text + self._held, "", reason
+        return StopStep(text, self.reason)
+
+    def _scan(self, text: str) -> str:
+        """Append ``text`` to what is held back, and return what is certain to lie before any stop string."""
+        text, self._held = self._held + text, ""
+        matches = [(start + len(stop), start) for stop in self._params.stop if (start := text.find(stop)) >= 0]
+        if matches:
+            self.reason = "stop"
+            return text[: min(matches)[1]]
+        keep = self._possible_start(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _possible_start(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        longest = max((len(stop) - 1 for stop in self._params.stop), default=0)
+        for n in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-n:]) for stop in self._params.stop):
+                return n
+        return 0

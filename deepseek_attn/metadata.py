@@ -1,0 +1,299 @@
+"""One step's batch as index tensors: built once, shared by all layers of a kind.
+
+Nothing here depends on a layer's weights, so window indices, compressed slots and the indices of layers that read every
+compressed entry are built once per step. Names follow the field's: ``decode_swa_indices``, ``c128a_...``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deepseek_attn.cache.layout import (
+    STATE,
+    WINDOW,
+    WINDOW_PAGE,
+    CacheLayout,
+    entries_per_page,
+    ratio_group,
+    state_rows,
+)
+from deepseek_attn.config import LayerSpec
+from deepseek_attn.kernels.reference.indices import (
+    build_c128a_topk_indices,
+    compute_swa_indices_and_lens,
+    get_compressed_slot_mapping,
+    slot_mapping_from_positions,
+)
+
+INDEX_ALIGN = 128  # sparse prefill kernels take index rows in multiples of this
+
+
+@dataclass
+class StepInput:
+    """A scheduled batch, on the CPU. Requests with ``decode_threshold`` or fewer new tokens come first.
+
+    Attributes:
+        query_lens: new tokens of each request, int64 ``[B]``.
+        seq_lens: length of each request after the step, int64 ``[B]``.
+        block_tables: int32 ``[B, pages]`` by group (window, state, ratioR).
+        token_valid: bool ``[T]`` or None: rows that are padding write nothing and see nothing.
+        decode_threshold: requests of at most this many new tokens count as decodes.
+    """
+
+    query_lens: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: dict[str, torch.Tensor]
+    token_valid: torch.Tensor | None = None
+    decode_threshold: int = 1
+
+
+@dataclass
+class DeepseekSparseSWAMetadata:
+    """Window part of a step. ``D`` decode requests with ``Dt`` tokens come before ``R`` prefill requests with ``Rt``.
+
+    Attributes:
+        block_table: int32 ``[B, pages]``; slot_mapping: int64 ``[T]``; block_size: tokens per window page.
+        seq_lens: int32 ``[B]``; query_start_loc: int32 ``[B + 1]``, also on the CPU.
+        is_valid_token: bool ``[T]``; token_to_req_indices: int32 ``[T]``.
+        decode_swa_indices, decode_swa_lens: int32 ``[Dt, 1, window]`` slots and ``[Dt]`` counts.
+        prefill_seq_lens, prefill_gather_lens: int32 ``[R]``, lengths and window rows to gather
+            (``query_len + min(prefix_len, window - 1)``); the CPU copies bound workspaces without a sync.
+    """
+
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_size: int
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    is_valid_token: torch.Tensor
+    token_to_req_indices: torch.Tensor
+    decode_swa_indices: torch.Tensor
+    decode_swa_lens: torch.Tensor
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    prefill_seq_lens: torch.Tensor
+    prefill_gather_lens: torch.Tensor
+    prefill_seq_lens_cpu: torch.Tensor
+    prefill_gather_lens_cpu: torch.Tensor
+
+
+@dataclass
+class DeepseekSparseMLAMetadata:
+    """Compressed part of a step, for all layers of one ratio.
+
+    Attributes:
+        block_table: int32 ``[B, pages]``; block_size: entries per page.
+        slot_mapping: int64 ``[T]``, the compressed slot that a token's entry goes to, -1 if it closes no window.
+        seq_lens_cpu: int64 ``[B]``.
+        c128a_global_decode_topk_indices: int32 ``[Dt, 1, K']`` slots of every visible entry (layers without indexer).
+        c128a_decode_topk_lens: int32 ``[Dt]``.
+        c128a_prefill_topk_indices: int32 ``[Rt, K']`` entries 0..n-1, local to the request.
+    """
+
+    ratio: int
+    block_table: torch.Tensor
+    block_size: int
+    slot_mapping: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    c128a_global_decode_topk_indices: torch.Tensor | None = None
+    c128a_decode_topk_lens: torch.Tensor | None = None
+    c128a_prefill_topk_indices: torch.Tensor | None = None
+
+
+@dataclass
+class CompressorMetadata:
+    """Which windows close in this step and where their tokens' projections are, for one (ratio, overlap).
+
+    Attributes:
+        phase: int64 ``[T]``, position within the window (row of ``ape``).
+        flight: int64 ``[E, G]``, row of each of the ``G`` slots of the ``E`` closing windows among this step's tokens.
+        from_state: int64 ``[C, 2]``, (window, slot) pairs whose token came in an earlier step, and
+        state_source: int64 ``[C]``, their rows in the flattened state pool.
+        absent: bool ``[E, G]``, slots before the first token (the older half of window 0).
+        entry_slots: int64 ``[E]`` compressed slots; entry_positions: int64 ``[E]`` rotary positions (first token).
+        keep, keep_rows: int64 ``[S]``, tokens of this step to carry over and their rows in the state pool.
+    """
+
+    phase: torch.Tensor
+    flight: torch.Tensor
+    from_state: torch.Tensor
+    state_source: torch.Tensor
+    absent: torch.Tensor
+    entry_slots: torch.Tensor
+    entry_positions: torch.Tensor
+    keep: torch.Tensor
+    keep_rows: torch.Tensor
+
+
+@dataclass
+class StepMetadata:
+    """Everything the layers of one step share.
+
+    Attributes:
+        positions: int64 ``[T]``.
+        sparse: by ratio; compressor: by (ratio, overlap).
+    """
+
+    positions: torch.Tensor
+    swa: DeepseekSparseSWAMetadata
+    sparse: dict[int, DeepseekSparseMLAMetadata]
+    compressor: dict[tuple[int, bool], CompressorMetadata]
+
+
+class MetadataBuilder:
+    """Builds a step's metadata for a set of layers."""
+
+    def __init__(self, layers: tuple[LayerSpec, ...], layout: CacheLayout, device: torch.device | str = "cpu"):
+        self.layers, self.layout, self.device = layers, layout, torch.device(device)
+
+    def build(self, step: StepInput) -> StepMetadata:
+        """Metadata of one step, on the device.
+
+        Raises:
+            ValueError: a decode request after a prefill request.
+        """
+        num_decodes = count_decodes(step.query_lens, step.decode_threshold)
+        token_to_req = torch.repeat_interleave(torch.arange(len(step.query_lens)), step.query_lens)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), step.query_lens.cumsum(0)])
+        prefix_lens = step.seq_lens - step.query_lens
+        positions = torch.arange(len(token_to_req)) - starts[token_to_req] + prefix_lens[token_to_req]
+        valid = torch.ones_like(positions, dtype=torch.bool) if step.token_valid is None else step.token_valid
+        slots = slot_mapping_from_positions(positions, token_to_req, step.block_tables[WINDOW], WINDOW_PAGE)
+        slots = torch.where(valid, slots, -1)
+        batch = _Batch(step, num_decodes, token_to_req, starts, prefix_lens, positions, valid, slots)
+        swa = self._window(batch)
+        sparse = {ratio: self._compressed(batch, ratio) for ratio in self._ratios()}
+        compressor = {
+            (spec.ratio, spec.overlap): self._compressor(batch, spec)
+            for spec in {(s.ratio, s.overlap): s for s in self.layers if not s.swa_only}.values()
+        }
+        return StepMetadata(positions.to(self.device), swa, sparse, compressor)
+
+    def _ratios(self) -> list[int]:
+        return sorted({spec.ratio for spec in self.layers if not spec.swa_only})
+
+    def _window(self, batch: _Batch) -> DeepseekSparseSWAMetadata:
+        step, decodes = batch.step, batch.num_decodes
+        table, slots, valid = step.block_tables[WINDOW], batch.slots, batch.valid
+        decode_tokens = batch.decode_tokens
+        indices, lens = compute_swa_indices_and_lens(
+            batch.positions[:decode_tokens],
+            batch.token_to_req[:decode_tokens],
+            table,
+            WINDOW_PAGE,
+            self.layout.window,
+            valid[:decode_tokens],
+        )
+        gather_lens = step.query_lens + batch.prefix_lens.clamp(max=self.layout.window - 1)
+        starts32 = batch.starts.int()
+        return DeepseekSparseSWAMetadata(
+            block_table=self._to(table),
+            slot_mapping=self._to(slots),
+            block_size=WINDOW_PAGE,
+            seq_lens=self._to(step.seq_lens.int()),
+            query_start_loc=self._to(starts32),
+            query_start_loc_cpu=starts32,
+            is_valid_token=self._to(valid),
+            token_to_req_indices=self._to(batch.token_to_req.int()),
+            decode_swa_indices=self._to(indices).unsqueeze(1),
+            decode_swa_lens=self._to(lens),
+            num_decodes=decodes,
+            num_prefills=len(step.query_lens) - decodes,
+            num_decode_tokens=decode_tokens,
+            num_prefill_tokens=len(slots) - decode_tokens,
+            prefill_seq_lens=self._to(step.seq_lens[decodes:].int()),
+            prefill_gather_lens=self._to(gather_lens[decodes:].int()),
+            prefill_seq_lens_cpu=step.seq_lens[decodes:],
+            prefill_gather_lens_cpu=gather_lens[decodes:],
+        )
+
+    def _compressed(self, batch: _Batch, ratio: int) -> DeepseekSparseMLAMetadata:
+        table, entries = batch.step.block_tables[ratio_group(ratio)], entries_per_page(ratio)
+        slots = get_compressed_slot_mapping(batch.positions, batch.slots, batch.token_to_req, table, entries, ratio)
+        meta = DeepseekSparseMLAMetadata(ratio, self._to(table), entries, self._to(slots), batch.step.seq_lens)
+        if all(spec.has_indexer for spec in self.layers if spec.ratio == ratio):
+            return meta
+        tokens, valid = batch.decode_tokens, batch.valid
+        width = active_width(int(batch.step.seq_lens.max()) // ratio, self.layout.max_model_len // ratio)
+        indices, lens = build_c128a_topk_indices(
+            batch.positions[:tokens], ratio, batch.token_to_req[:tokens], table, entries, valid[:tokens], width
+        )
+        local, _ = build_c128a_topk_indices(batch.positions[tokens:], ratio, None, None, entries, valid[tokens:], width)
+        meta.c128a_global_decode_topk_indices = self._to(indices).unsqueeze(1)
+        meta.c128a_decode_topk_lens = self._to(lens)
+        meta.c128a_prefill_topk_indices = self._to(local)
+        return meta
+
+    def _compressor(self, batch: _Batch, spec: LayerSpec) -> CompressorMetadata:
+        ratio, slots = spec.ratio, spec.coff * spec.ratio
+        rows = state_rows(spec, self.layout.max_rollback)
+        ring = batch.step.block_tables[STATE][:, 0].long() * rows
+        table, entries = batch.step.block_tables[ratio_group(ratio)], entries_per_page(ratio)
+        compressed_slots = get_compressed_slot_mapping(
+            batch.positions, batch.slots, batch.token_to_req, table, entries, ratio
+        )
+        closing = (compressed_slots >= 0).nonzero().flatten()
+        offsets = torch.arange(slots) - slots + 1
+        request = batch.token_to_req[closing].unsqueeze(1)
+        wanted = batch.positions[closing].unsqueeze(1) + offsets
+        earlier = (wanted >= 0) & (wanted < batch.prefix_lens[request])
+        flight = (closing.unsqueeze(1) + offsets).clamp(min=0)
+        # the last rows of each request's new tokens stay for windows that are still open, or reopened by a rollback
+        last = batch.starts[1:][batch.token_to_req]
+        keep = ((torch.arange(len(last)) >= last - rows) & batch.valid).nonzero().flatten()
+        return CompressorMetadata(
+            phase=self._to(batch.positions % ratio),
+            flight=self._to(flight),
+            from_state=self._to(earlier.nonzero()),
+            state_source=self._to((ring[request] + wanted % rows)[earlier]),
+            absent=self._to(wanted < 0),
+            entry_slots=self._to(compressed_slots[closing]),
+            entry_positions=self._to(batch.positions[closing] // ratio * ratio),
+            keep=self._to(keep),
+            keep_rows=self._to(ring[batch.token_to_req[keep]] + batch.positions[keep] % rows),
+        )
+
+    def _to(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+
+@dataclass
+class _Batch:
+    step: StepInput
+    num_decodes: int
+    token_to_req: torch.Tensor
+    starts: torch.Tensor
+    prefix_lens: torch.Tensor
+    positions: torch.Tensor
+    valid: torch.Tensor
+    slots: torch.Tensor
+
+    @property
+    def decode_tokens(self) -> int:
+        return int(self.starts[self.num_decodes])
+
+
+def count_decodes(query_lens: torch.Tensor, threshold: int) -> int:
+    """Number of leading requests with at most ``threshold`` new tokens.
+
+    Raises:
+        ValueError: such a request comes after a longer one.
+    """
+    decode = query_lens <= threshold
+    count = int(decode.long().cumprod(0).sum())
+    if bool(decode[count:].any()):
+        raise ValueError(
+            f"requests of up to {threshold} new tokens must come first; the query lengths are {query_lens.tolist()}"
+        )
+    return count
+
+
+def active_width(entries: int, limit: int) -> int:
+    """Columns of an index row for up to ``entries`` entries: a power of two from 128, within the padded ``limit``."""
+    width = max(INDEX_ALIGN, 1 << max(entries - 1, 0).bit_length())
+    return min(width, -(-max(limit, 1) // INDEX_ALIGN) * INDEX_ALIGN)

@@ -1,0 +1,431 @@
+"""ModelRunner: a scheduled batch in, logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from numbers import Integral
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from deepseek_attn.cache.layout import CacheLayout, make_layout
+from deepseek_attn.cache.manager import CacheManager, SequenceCache
+from deepseek_attn.cache.pools import CachePools
+from deepseek_attn.checkpoint.names import CanonicalSource
+from deepseek_attn.checkpoint.random import RandomSource
+from deepseek_attn.checkpoint.source import CheckpointSource, SafetensorsSource
+from deepseek_attn.config import ModelConfig
+from deepseek_attn.impls import get_impl
+from deepseek_attn.loader import LoadReport, load_model
+from deepseek_attn.metadata import MetadataBuilder, StepInput
+from deepseek_attn.models.block import BuildContext
+from deepseek_attn.models.deepseek_v4 import AttentionStack, DeepseekV4, attention_layers, layer_specs
+from deepseek_attn.numerics import Numerics, get_numerics
+from deepseek_attn.workspace import Workspace
+
+DEFAULT_MAX_MODEL_LEN = 32768
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens of one request and what of them is in the caches.
+
+    Attributes:
+        token_ids: all tokens so far, prompt and generated.
+        cache: pages of the first ``num_computed`` tokens.
+    """
+
+    runner: ModelRunner
+    token_ids: list[int]
+    cache: SequenceCache
+
+    @property
+    def num_computed(self) -> int:
+        return self.cache.num_tokens
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that a step still has to compute."""
+        return len(self.token_ids) - self.cache.num_tokens
+
+    def append(self, token_id: int) -> None:
+        """Adds one token, to be computed by a later step."""
+        self.runner.check_length(len(self.token_ids) + 1)
+        self.token_ids.append(self.runner.check_token(token_id))
+
+    def truncate(self, length: int) -> None:
+        """Goes back to the first ``length`` tokens, exactly as if the others had never been.
+
+        Up to ``max_rollback`` tokens back the caches are kept; further back the window's entries are gone, and the next
+        step computes the sequence again from its first token.
+        """
+        if not 0 <= length <= len(self.token_ids):
+            raise ValueError(f"truncate({length}) of a sequence of {len(self.token_ids)} tokens")
+        if length < self.num_computed:
+            self.runner.manager.truncate(self.cache, length)
+        del self.token_ids[length:]
+
+    def fork(self) -> Sequence:
+        """A second sequence with the same tokens; pages are shared until one of the two writes to them."""
+        return Sequence(self.runner, list(self.token_ids), self.runner.manager.fork(self.cache))
+
+    def free(self) -> None:
+        """Returns all pages. The tokens stay; computing them again starts from the first."""
+        self.runner.manager.free(self.cache)
+
+
+@dataclass
+class StepOutput:
+    """Results of one step, in the order of the batch.
+
+    Attributes:
+        logits: float32 ``[rows, vocab_size]`` per request: its new tokens, or only the last one.
+        mtp_logits: the same from the MTP layer, for new tokens whose next token is known; None if not asked for.
+    """
+
+    logits: list[torch.Tensor]
+    mtp_logits: list[torch.Tensor] | None = None
+
+
+@dataclass
+class ModelRunner:
+    """A loaded model with its caches. Make one with `from_pretrained` or `from_config`.
+
+    Attributes:
+        layout: pools and their sizes; `pools` is what was allocated from it.
+        report: what the loader read and what it ignored, by rule.
+    """
+
+    config: ModelConfig
+    numerics: Numerics
+    dtype: torch.dtype
+    device: torch.device
+    model: DeepseekV4 | AttentionStack
+    report: LoadReport
+    layout: CacheLayout
+    pools: CachePools = field(repr=False)
+    workspace: Workspace = field(repr=False)
+    manager: CacheManager = field(repr=False)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, *, progress: bool = True, **options) -> ModelRunner:
+        """Loads a checkpoint directory in the published format (or with transformers' tensor names).
+
+        Args:
+            directory: holds ``config.json`` and safetensors shards.
+            progress: show a bar with the bytes read, on a terminal.
+            options: those of `from_source`.
+
+        Raises:
+            ValueError: what is wrong with the directory, the config, the tensors or the options; nothing is allocated.
+        """
+        directory = Path(directory)
+        if not directory.exists():
+            raise ValueError(f"no checkpoint at {str(directory)!r}: the directory does not exist")
+        if not directory.is_dir():
+            raise ValueError(f"{str(directory)!r} is a file; a checkpoint is a directory with config.json and shards")
+        config = ModelConfig.from_pretrained(directory)
+        with SafetensorsSource(directory) as source:
+            return cls.from_source(config, source, progress=progress, **options)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig | str | Path, *, seed: int = 0, **options) -> ModelRunner:
+        """Random weights for a config: the same tensors that ``make-checkpoint`` would write for this seed."""
+        if not isinstance(config, ModelConfig):
+            config = ModelConfig.from_pretrained(config)
+        return cls.from_source(config, RandomSource(config, seed), progress=False, **options)
+
+    @classmethod
+    def from_source(
+        cls,
+        config: ModelConfig,
+        source: CheckpointSource,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        numerics: str | Numerics | None = None,
+        backend: str = "auto",
+        layers: Iterable[int] | None = None,
+        attention_only: bool = False,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 2048,
+        max_rollback: int = 16,
+        progress: bool = True,
+    ) -> ModelRunner:
+        """Builds the model, loads it tensor by tensor, allocates the caches and reserves scratch memory.
+
+        Args:
+            device: default: the first GPU if there is one, else the CPU.
+            dtype: default: float32 on a CPU, bfloat16 on a GPU.
+            numerics: ``exact``, ``official`` or ``serving``; default: exact on a CPU, serving on a GPU.
+            backend: attention impl, ``auto`` or a name that ``deepseek-attn info`` lists.
+            layers: backbone layers to load; the others (and the MTP layer) are left out of the model.
+            attention_only: load attention layers and their norms, nothing else.
+            max_model_len: longest sequence; default: the model's, at most 32768.
+            max_num_seqs: sequences with pages at the same time, each up to ``max_model_len``.
+            max_num_batched_tokens: new tokens of one step, over all sequences.
+            max_rollback: tokens that ``truncate`` takes back without recomputing.
+
+        Raises:
+            ValueError: listing what is wrong with the options, or with the tensors of ``source``.
+        """
+        device = pick_device(device)
+        dtype = pick_dtype(dtype, device)
+        numerics = get_numerics(numerics or ("serving" if device.type == "cuda" else "exact"))
+        impl = get_impl(backend, device)
+        limit = config.max_position_embeddings
+        max_model_len = min(limit, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
+        layers = None if layers is None else list(layers)
+        check_sizes(config, layers, max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
+
+        source = CanonicalSource(source)
+        context = BuildContext(config, numerics, dtype, device, impl, max_model_len)
+        model = AttentionStack(context, layers) if attention_only else DeepseekV4(context, layers, mtp=layers is None)
+        limits = (max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
+        layout = make_layout(config, numerics, dtype, *limits, layers=layer_specs(model))
+        report = load_model(model, source, layers=layers, attention_only=attention_only, progress=progress)
+        if not attention_only and not report.mtp_loaded and len(model.mtp):
+            model.mtp.clear()
+            layout = make_layout(config, numerics, dtype, *limits, layers=layer_specs(model))
+        model.eval()
+        pools, workspace = CachePools(layout, device), Workspace(device)
+        runner = cls(config, numerics, dtype, device, model, report, layout, pools, workspace, CacheManager(pools))
+        runner._bind()
+        return runner
+
+    def _bind(self) -> None:
+        """Gives the layers their caches and reserves the largest scratch memory any of them can need."""
+        attention = attention_layers(self.model)
+        topk_buffer = None
+        if any(layer.indexer is not None for layer in attention):
+            shape = (self.layout.max_num_batched_tokens, self.config.index_topk)
+            topk_buffer = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        position = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for layer in attention:
+            layer.bind_caches(self.pools, self.workspace, topk_buffer)
+            q = torch.zeros(1, layer.padded_heads, layer.head_dim, dtype=self.dtype, device=self.device)
+            layer.impl.forward_mqa(layer, q, q[:, 0], position, torch.empty_like(q))
+        self.workspace.lock()
+        specs = tuple(layer.spec for layer in attention)
+        self._builder = MetadataBuilder(tuple(s for s in specs if not s.is_mtp), self.layout, self.device)
+        self._mtp_builder = MetadataBuilder(tuple(s for s in specs if s.is_mtp), self.layout, self.device)
+
+    @property
+    def has_mtp(self) -> bool:
+        return bool(getattr(self.model, "mtp", None))
+
+    def sequence(self, token_ids: Iterable[int]) -> Sequence:
+        """A new sequence; nothing is computed yet.
+
+        Raises:
+            ValueError: no tokens, a token outside the vocabulary, or more than ``max_model_len``.
+        """
+        ids = [self.check_token(token) for token in token_ids]
+        if not ids:
+            raise ValueError("empty prompt: at least one token is needed (a plain prompt begins with the BOS token)")
+        self.check_length(len(ids))
+        return Sequence(self, ids, self.manager.create())
+
+    def check_token(self, token: int) -> int:
+        if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < self.config.vocab_size:
+            raise ValueError(
+                f"token id {token!r} is not in the vocabulary: ids are integers in [0, {self.config.vocab_size})"
+            )
+        return int(token)
+
+    def check_length(self, length: int) -> None:
+        if length > self.layout.max_model_len:
+            raise ValueError(
+                f"a sequence of {length} tokens exceeds max_model_len={self.layout.max_model_len}; raise max_model_len "
+                f"(the model's limit is {self.config.max_position_embeddings})"
+            )
+
+    @torch.no_grad()
+    def step(self, batch: list[tuple[Sequence, int]], *, all_logits: bool = False, mtp: bool = False) -> StepOutput:
+        """Computes the next ``n`` pending tokens of each sequence.
+
+        Args:
+            batch: (sequence, n) with 1 <= n <= its pending tokens; each sequence at most once; any order.
+            all_logits: logits of every new token instead of the last one of each sequence.
+            mtp: also run the MTP layer over the new tokens (their caches must then hold all earlier tokens too).
+
+        Raises:
+            ValueError: a batch that cannot be computed; OutOfPages: no room. Either way nothing was changed.
+        """
+        self._check_batch(batch, mtp)
+        order = sorted(range(len(batch)), key=lambda i: batch[i][1] > 1)  # decodes first; stable
+        rows = [batch[i] for i in order]
+        self.manager.reserve([(sequence.cache, n) for sequence, n in rows])
+        ids = [token for seq, n in rows for token in seq.token_ids[seq.num_computed : seq.num_computed + n]]
+        token_ids = torch.tensor(ids, device=self.device)
+        meta = self._builder.build(self._step_input(rows))
+        streams = self.model(token_ids, meta.positions, meta)
+        drafts = self._draft(rows, streams) if mtp else None
+        lengths = [n for _, n in rows]
+        logits = self._logits(streams, lengths, all_logits)
+        for sequence, n in rows:
+            self.manager.commit(sequence.cache, n)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return StepOutput([logits[i] for i in back], drafts and [drafts[i] for i in back])
+
+    def _logits(self, streams: torch.Tensor, lengths: list[int], all_logits: bool) -> list[torch.Tensor]:
+        if all_logits:
+            return list(self.model.logits(streams).split(lengths))
+        last = torch.tensor(lengths, device=self.device).cumsum(0) - 1
+        return list(self.model.logits(streams[last]).split(1))
+
+    def _draft(self, rows: list[tuple[Sequence, int]], streams: torch.Tensor) -> list[torch.Tensor]:
+        """MTP logits of the new tokens that have a next token; the others take part as padding."""
+        following, known = [], []
+        for sequence, n in rows:
+            start = sequence.num_computed + 1
+            tokens = sequence.token_ids[start : start + n]
+            following += tokens + [0] * (n - len(tokens))
+            known += [True] * len(tokens) + [False] * (n - len(tokens))
+        valid = torch.tensor(known)
+        meta = self._mtp_builder.build(self._step_input(rows, valid))
+        next_ids = torch.tensor(following, device=self.device)
+        logits, _ = self.model.draft(streams, next_ids, meta.positions, meta)
+        lengths = [n for _, n in rows]
+        return [
+            part[mask.to(part.device)] for part, mask in zip(logits.split(lengths), valid.split(lengths), strict=True)
+        ]
+
+    def _step_input(self, rows: list[tuple[Sequence, int]], token_valid: torch.Tensor | None = None) -> StepInput:
+        caches = [sequence.cache for sequence, _ in rows]
+        query_lens = torch.tensor([n for _, n in rows])
+        computed = torch.tensor([sequence.num_computed for sequence, _ in rows])
+        tables = {group: self.manager.block_table(caches, group) for group in self.layout.pages}
+        return StepInput(query_lens, computed + query_lens, tables, token_valid)
+
+    def _check_batch(self, batch: list[tuple[Sequence, int]], mtp: bool) -> None:
+        if isinstance(self.model, AttentionStack):
+            raise ValueError("this runner holds attention layers only (attention_only=True): load the model to run it")
+        if mtp and not self.has_mtp:
+            raise ValueError("there is no MTP layer: the checkpoint has none, or only some layers were loaded")
+        if not batch:
+            raise ValueError("empty batch")
+        if len({id(sequence) for sequence, _ in batch}) < len(batch):
+            raise ValueError("a sequence appears twice in the batch")
+        for sequence, n in batch:
+            if not 1 <= n <= sequence.num_pending:
+                raise ValueError(f"{n} tokens asked of a sequence with {sequence.num_pending} pending tokens")
+        total, limit = sum(n for _, n in batch), self.layout.max_num_batched_tokens
+        if total > limit or len(batch) > self.layout.max_num_seqs:
+            raise ValueError(
+                f"a step of {total} tokens in {len(batch)} sequences exceeds max_num_batched_tokens={limit} or "
+                f"max_num_seqs={self.layout.max_num_seqs}"
+            )
+
+    def score(
+        self, prompts: Iterable[Iterable[int]], chunk_size: int | None = None, *, progress: bool = False
+    ) -> list[torch.Tensor]:
+        """Teacher-forced logits through the caches.
+
+        Args:
+            prompts: token-id lists, of any lengths.
+            chunk_size: new tokens per sequence and step; default: as many as ``max_num_batched_tokens`` allows.
+                1 goes token by token, through the decode path.
+
+        Returns:
+            For each prompt float32 ``[len, vocab_size]`` on the CPU.
+        """
+        return self._score(prompts, chunk_size, False, progress)[0]
+
+    def score_mtp(
+        self, prompts: Iterable[Iterable[int]], chunk_size: int | None = None, *, progress: bool = False
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Like `score`, with the MTP layer's logits as a second list of float32 ``[len - 1, vocab_size]``.
+
+        Row t pairs the streams of position t with the embedding of token t + 1, and predicts token t + 2.
+        """
+        return self._score(prompts, chunk_size, True, progress)
+
+    def _score(self, prompts, chunk_size, mtp, progress) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size={chunk_size}: must be at least 1")
+        sequences = [self.sequence(prompt) for prompt in prompts]
+        outputs: list[list[torch.Tensor]] = [[] for _ in sequences]
+        drafts: list[list[torch.Tensor]] = [[] for _ in sequences]
+        bar = tqdm(total=sum(len(s.token_ids) for s in sequences), unit="tok", disable=None if progress else True)
+        try:
+            with bar:
+                while pending := [i for i, s in enumerate(sequences) if s.num_pending]:
+                    work = self._plan_chunks([(i, sequences[i]) for i in pending], chunk_size)
+                    out = self.step([(sequences[i], n) for i, n in work], all_logits=True, mtp=mtp)
+                    for position, (i, n) in enumerate(work):
+                        outputs[i].append(out.logits[position].cpu())
+                        if mtp:
+                            drafts[i].append(out.mtp_logits[position].cpu())
+                        if not sequences[i].num_pending:
+                            sequences[i].free()
+                            sequences[i].token_ids.clear()
+                        bar.update(n)
+        finally:
+            for sequence in sequences:
+                sequence.free()
+        return [torch.cat(parts) for parts in outputs], [torch.cat(parts) for parts in drafts] if mtp else []
+
+    def _plan_chunks(self, pending: list[tuple[int, Sequence]], chunk_size: int | None) -> list[tuple[int, int]]:
+        """(index, tokens) of the next step: the first sequences, as many tokens as fit."""
+        budget, work = self.layout.max_num_batched_tokens, []
+        for index, sequence in pending[: self.layout.max_num_seqs]:
+            n = min(sequence.num_pending, budget, chunk_size or budget)
+            if n:
+                work.append((index, n))
+                budget -= n
+        return work
+
+
+def pick_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {str(device)!r}: torch {torch.__version__} finds no CUDA GPU here; use device='cpu'")
+    return device
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def pick_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = DTYPES.get(dtype, dtype)
+    if dtype not in DTYPES.values():
+        raise ValueError(f"dtype {dtype!r}: supported are {', '.join(DTYPES)}")
+    return dtype
+
+
+def check_sizes(
+    config: ModelConfig,
+    layers: list[int] | None,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_rollback: int,
+) -> None:
+    """One ValueError with everything that is wrong with the sizes of a runner."""
+    problems = []
+    for name, value, least in (
+        ("max_model_len", max_model_len, 1),
+        ("max_num_seqs", max_num_seqs, 1),
+        ("max_num_batched_tokens", max_num_batched_tokens, 1),
+        ("max_rollback", max_rollback, 0),
+    ):
+        if value < least:
+            problems.append(f"{name}={value}: must be at least {least}")
+    if max_model_len > config.max_position_embeddings:
+        problems.append(f"max_model_len={max_model_len} exceeds the model's {config.max_position_embeddings} positions")
+    count = config.num_hidden_layers
+    if layers is not None and (not layers or len(set(layers)) < len(layers)):
+        problems.append(f"layers={layers}: name at least one layer, each once")
+    outside = [layer for layer in layers or [] if not 0 <= layer < count]
+    if outside:
+        problems.append(f"layers {outside} do not exist: the model has layers 0 to {count - 1}")
+    if problems:
+        raise ValueError("invalid options:\n  - " + "\n  - ".join(problems))

@@ -1,0 +1,257 @@
+"""Quantisers of DeepSeek-V4: FP8 (e4m3) and FP4 (e2m1) values under power-of-two (e8m0) scales.
+
+Source: DeepSeek-V4 ``inference/kernel.py`` (``act_quant``, ``fp4_act_quant``) and the OCP microscaling formats.
+
+Notes:
+    * All arithmetic is float32; inputs may be float32, bfloat16 or float16.
+    * Values are rounded to nearest, ties to the even code, and saturate at +-448 (e4m3) or +-6 (e2m1).
+    * Negative zero is kept: a negative value that rounds to zero, and -0.0 itself, is stored as e4m3 byte 0x80 or
+      e2m1 nibble 8 (``sign << 3 | code``) and decodes to -0.0.
+    * A group that holds a NaN or an infinity decodes to NaN (its e8m0 byte is 255), so that it cannot pass unseen.
+    * Scales always multiply: ``value = float(q) * scale``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+FP8_MAX = 448.0
+FP4_MAX = 6.0
+FP8_FLOOR = 1e-4  # smallest amax of an FP8 group: an all-zero group has scale 2**-22, byte 105
+FP4_FLOOR = 6.0 * 2.0**-126  # smallest amax of an FP4 group: scale 2**-126, byte 1
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_MANTISSA = 0x007FFFFF
+_SMALLEST = 0x00400000  # float32 bits of 2**-127, e8m0 byte 0
+
+
+def pow2ceil(v: Tensor) -> Tensor:
+    """Smallest power of two that is >= ``v``, computed on the bits of the float32.
+
+    Args:
+        v: float32, any shape, not negative. Zero and values below 2**-127 (the smallest e8m0 scale) give 2**-127;
+            values above 2**127 give inf; NaN stays NaN.
+    """
+    if v.dtype != torch.float32:
+        raise ValueError(f"pow2ceil works on the bits of float32, got {v.dtype}: convert with .float()")
+    bits = v.contiguous().view(torch.int32)
+    power = (bits.clamp(0, 0x7F800000) + _MANTISSA) & ~_MANTISSA
+    power = torch.where(bits <= _SMALLEST, _SMALLEST, power)
+    return torch.where(v.isnan(), v, power.view(torch.float32))
+
+
+def encode_e8m0(scale: Tensor) -> Tensor:
+    """Bytes ``log2(scale) + 127`` of float32 powers of two; inf and NaN give 255.
+
+    Raises:
+        ValueError: not float32 or, checked on the CPU only, not powers of two (``pow2ceil`` makes them).
+    """
+    if scale.dtype != torch.float32:
+        raise ValueError(f"e8m0 bytes are made from float32 powers of two, got {scale.dtype}")
+    bits = scale.contiguous().view(torch.int32)
+    if scale.device.type == "cpu":
+        power = (bits > 0) & ((bits & _MANTISSA) == 0) | (bits == _SMALLEST) | scale.isnan()
+        if not power.all():
+            bad = scale[~power][0].item()
+            raise ValueError(f"e8m0 holds powers of two from 2**-127 to 2**127, got {bad}: round with pow2ceil first")
+    return ((bits >> 23) & 0xFF).to(torch.uint8)
+
+
+def decode_e8m0(byte: Tensor) -> Tensor:
+    """Scales as float32, whichever way they are held.
+
+    A uint8 or float8_e8m0fnu tensor holds exponents: byte 120 is 2**-7, never the number 120. Byte 255 is NaN. A
+    float32 or bfloat16 tensor already holds scales and is only widened.
+
+    Raises:
+        ValueError: any other dtype, because guessing would scale weights by a wrong power of two.
+    """
+    if byte.dtype in (torch.float32, torch.bfloat16):
+        return byte.float()
+    if byte.dtype == torch.float8_e8m0fnu:
+        byte = byte.view(torch.uint8)
+    if byte.dtype != torch.uint8:
+        supported = "uint8 or float8_e8m0fnu (exponent bytes), float32 or bfloat16 (scales)"
+        raise ValueError(f"scales of dtype {byte.dtype} are not understood: supported are {supported}")
+    bits = byte.to(torch.int32) << 23
+    bits = torch.where(byte == 0, _SMALLEST, bits)
+    bits = torch.where(byte == 255, 0x7FC00000, bits)
+    return bits.view(torch.float32)
+
+
+def quantize_fp8(x: Tensor, group: int, floor: float = FP8_FLOOR, pow2: bool = True) -> tuple[Tensor, Tensor]:
+    """Rounds groups of the last dimension to e4m3 with one scale per group.
+
+    Args:
+        x: ``[..., n]``, n a multiple of ``group``.
+        group: values per scale: 64 for KV entries, 128 for inputs of linears, the whole key for FP8 index keys.
+        floor: lower clamp on the largest magnitude of a group (not on the scale).
+        pow2: scale ``pow2ceil(amax / 448)``, the "ue8m0" rule of V4; otherwise ``amax / 448`` as it is.
+
+    Returns:
+        ``(q, scale)``: float8_e4m3fn ``[..., n]`` and float32 ``[..., n / group]``.
+    """
+    groups = _grouped(x, group)
+    amax = groups.abs().amax(dim=-1).clamp_min(floor)
+    scale = pow2ceil(amax * (1.0 / FP8_MAX)) if pow2 else amax / torch.full_like(amax, FP8_MAX)
+    return _to_e4m3(groups / scale.unsqueeze(-1)).flatten(-2), scale
+
+
+def dequantize_fp8(q: Tensor, scale: Tensor, group: int) -> Tensor:
+    """Float32 values of ``quantize_fp8`` output; ``scale`` may be anything that ``decode_e8m0`` reads."""
+    if q.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"FP8 values must be float8_e4m3fn, got {q.dtype}: view raw bytes as float8_e4m3fn")
+    return _rescale(q.float(), scale, group)
+
+
+def quantize_fp4(x: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
+    """Rounds groups of the last dimension to e2m1, two values per byte, with one power-of-two scale per group.
+
+    Args:
+        x: ``[..., n]``, n a multiple of ``group``; ``group`` is even.
+
+    Returns:
+        ``(packed, scale)``: uint8 ``[..., n / 2]`` whose low nibble is the even index, and float32
+        ``[..., n / group]``, ``pow2ceil(max(amax, 6 * 2**-126) / 6)``.
+    """
+    _check_even(group)
+    groups = _grouped(x, group)
+    amax = groups.abs().amax(dim=-1).clamp_min(FP4_FLOOR)
+    scale = pow2ceil(amax * (1.0 / FP4_MAX))
+    nibbles = _to_e2m1(groups / scale.unsqueeze(-1)).flatten(-2)
+    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scale
+
+
+def dequantize_fp4(packed: Tensor, scale: Tensor, group: int = 32) -> Tensor:
+    """Float32 ``[..., n]`` from ``[..., n / 2]`` packed bytes (uint8, or int8 as checkpoints store them)."""
+    _check_even(group)
+    if packed.dtype not in (torch.uint8, torch.int8):
+        raise ValueError(f"packed FP4 values must be uint8 or int8 bytes, got {packed.dtype}")
+    pairs = _e2m1_pairs(packed.device)[packed.view(torch.uint8).int()]
+    return _rescale(pairs.flatten(-2), scale, group)
+
+
+def fake_quant_fp8(x: Tensor, group: int) -> Tensor:
+    """``x`` after a round trip through ``quantize_fp8``, in the dtype of ``x``."""
+    return dequantize_fp8(*quantize_fp8(x, group), group).to(x.dtype)
+
+
+def fake_quant_fp4(x: Tensor, group: int = 32) -> Tensor:
+    """``x`` after a round trip through ``quantize_fp4``, in the dtype of ``x``."""
+    return dequantize_fp4(*quantize_fp4(x, group), group).to(x.dtype)
+
+
+def quantize_fp8_block(w: Tensor, block: tuple[int, int] = (128, 128)) -> tuple[Tensor, Tensor]:
+    """Rounds a weight to e4m3 with one power-of-two scale per block; blocks at the edges may be partial.
+
+    Args:
+        w: ``[out, in]``.
+
+    Returns:
+        ``(q, scale)``: float8_e4m3fn ``[out, in]`` and float32 ``[ceil(out / block[0]), ceil(in / block[1])]``.
+    """
+    _check_float(w)
+    rows, cols = _grid(w, block)
+    padded = F.pad(w.float(), (0, cols * block[1] - w.shape[1], 0, rows * block[0] - w.shape[0]))
+    tiles = padded.reshape(rows, block[0], cols, block[1])
+    amax = tiles.abs().amax(dim=(1, 3)).clamp_min(FP8_FLOOR)
+    scale = pow2ceil(amax * (1.0 / FP8_MAX))
+    q = _to_e4m3(tiles / scale[:, None, :, None]).reshape(padded.shape)
+    return q[: w.shape[0], : w.shape[1]].contiguous(), scale
+
+
+def dequantize_fp8_block(q: Tensor, scale: Tensor, block: tuple[int, int] = (128, 128)) -> Tensor:
+    """Float32 ``[out, in]`` of an FP8 block weight: checkpoint fields ``.weight`` and ``.scale`` (HF: ``_scale_inv``).
+
+    ``scale`` has one entry per block, in any form that ``decode_e8m0`` reads.
+    """
+    if q.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"FP8 weights must be float8_e4m3fn, got {q.dtype}: view raw bytes as float8_e4m3fn")
+    grid = _grid(q, block)
+    if tuple(scale.shape) != grid:
+        expected = f"{list(grid)} in blocks of {block[0]} x {block[1]}"
+        raise ValueError(f"scale {list(scale.shape)} does not fit weight {list(q.shape)}: expected {expected}")
+    rows = decode_e8m0(scale).repeat_interleave(block[0], dim=0)[: q.shape[0]]
+    return q.float().mul_(rows.repeat_interleave(block[1], dim=1)[:, : q.shape[1]])
+
+
+def quantize_fp4_weight(w: Tensor) -> tuple[Tensor, Tensor]:
+    """``[out, in]`` to packed uint8 ``[out, in / 2]`` and float32 scales ``[out, in / 32]``, as expert weights are."""
+    if w.dim() != 2:
+        raise ValueError(f"an FP4 weight is [out, in], got shape {list(w.shape)}")
+    return quantize_fp4(w, 32)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """``x @ H * n**-0.5`` over the last dimension with Sylvester's H (natural order): orthogonal and symmetric.
+
+    Summed pairwise in float32 (log2 n butterflies) and rounded once to the dtype of ``x``. n is a power of two.
+    """
+    _check_float(x)
+    n = x.shape[-1] if x.dim() else 0
+    if n < 1 or n & (n - 1):
+        raise ValueError(f"a Hadamard transform needs a power-of-two last dimension, got shape {list(x.shape)}")
+    y, half = x.float(), 1
+    while half < n:
+        a, b = y.unflatten(-1, (n // (2 * half), 2, half)).unbind(-2)
+        y = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+        half *= 2
+    return (y * n**-0.5).to(x.dtype)
+
+
+def _to_e4m3(x: Tensor) -> Tensor:
+    return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def _to_e2m1(x: Tensor) -> Tensor:
+    """Nibbles ``sign << 3 | code``; at a tie the comparison includes the bound where the upper code is even."""
+    a = x.abs()
+    code = (x.signbit().to(torch.uint8) << 3) + (a > 0.25)
+    for above in (a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5.0):
+        code += above
+    return code
+
+
+@lru_cache(maxsize=16)
+def _e2m1_pairs(device: torch.device) -> Tensor:
+    """``[256, 2]``: the two values of every packed byte, low nibble first."""
+    values = torch.tensor(E2M1)
+    return torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1).to(device)
+
+
+def _rescale(values: Tensor, scale: Tensor, group: int) -> Tensor:
+    groups = _grouped(values, group)
+    if scale.shape != groups.shape[:-1]:
+        expected = f"{list(groups.shape[:-1])}, one per group of {group}"
+        raise ValueError(f"scale {list(scale.shape)} does not fit values {list(values.shape)}: expected {expected}")
+    return (groups * decode_e8m0(scale).unsqueeze(-1)).flatten(-2)
+
+
+def _grouped(x: Tensor, group: int) -> Tensor:
+    """Float32 ``[..., n / group, group]``."""
+    _check_float(x)
+    if group < 1 or x.dim() < 1 or x.shape[-1] % group:
+        raise ValueError(f"the last dimension of shape {list(x.shape)} is not a multiple of the group size {group}")
+    return x.float().unflatten(-1, (x.shape[-1] // group, group))
+
+
+def _grid(w: Tensor, block: tuple[int, int]) -> tuple[int, int]:
+    if w.dim() != 2 or len(block) != 2 or min(block) < 1:
+        raise ValueError(f"block scales need a weight [out, in] and two block sizes, got {list(w.shape)} and {block}")
+    return -(-w.shape[0] // block[0]), -(-w.shape[1] // block[1])
+
+
+def _check_even(group: int) -> None:
+    if group < 2 or group % 2:
+        raise ValueError(f"FP4 packs two values per byte: the group size must be even, got {group}")
+
+
+def _check_float(x: Tensor) -> None:
+    if x.dtype not in _FLOATS:
+        raise ValueError(f"expected float32, bfloat16 or float16 values, got {x.dtype}")

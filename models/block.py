@@ -1,0 +1,110 @@
+"""One transformer block, and the parts around the stack of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from deepseek_attn.attention import DeepseekV4MLAAttention
+from deepseek_attn.config import LayerSpec, ModelConfig, RopeSpec
+from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
+from deepseek_attn.linear import CheckpointModule, RMSNorm
+from deepseek_attn.metadata import StepMetadata
+from deepseek_attn.models.hyper_connection import hc_head, hc_post, hc_pre
+from deepseek_attn.models.moe import MoE
+from deepseek_attn.numerics import Numerics
+from deepseek_attn.rope import RotaryTable
+
+HEAD_ROWS = 16384  # vocabulary rows upcast to float32 at once
+
+
+@dataclass
+class BuildContext:
+    """What every part of a model is built with.
+
+    Attributes:
+        max_positions: length of the rotary tables.
+    """
+
+    config: ModelConfig
+    numerics: Numerics
+    dtype: torch.dtype
+    device: torch.device
+    impl: type[DeepseekV4SparseMLAAttentionImpl]
+    max_positions: int
+    ropes: dict[RopeSpec, RotaryTable] = field(default_factory=dict)
+
+    def rope(self, spec: LayerSpec) -> RotaryTable:
+        """The rotary table of a layer; layers with the same frequencies share one."""
+        if spec.rope not in self.ropes:
+            self.ropes[spec.rope] = RotaryTable(spec.rope, self.max_positions, self.device)
+        return self.ropes[spec.rope]
+
+
+class Block(CheckpointModule):
+    """Attention and MoE, each between a collapse of the streams and their update."""
+
+    def __init__(self, context: BuildContext, spec: LayerSpec, attention_only: bool = False):
+        config, device = context.config, context.device
+        super().__init__(device)
+        self.config = config
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
+        self.attn = DeepseekV4MLAAttention(
+            config, spec, context.rope(spec), context.numerics, context.dtype, device, context.impl
+        )
+        if attention_only:
+            return
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
+        self.ffn = MoE(config, spec, context.numerics, context.dtype, device)
+        rows, columns = (2 + config.hc_mult) * config.hc_mult, config.hc_mult * config.hidden_size
+        for sublayer in ("attn", "ffn"):
+            self.declare(f"hc_{sublayer}_fn", (rows, columns), torch.float32)
+            self.declare(f"hc_{sublayer}_base", (rows,), torch.float32)
+            self.declare(f"hc_{sublayer}_scale", (3,), torch.float32)
+
+    def forward(
+        self, streams: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None
+    ) -> torch.Tensor:
+        """``streams [T, hc_mult, hidden_size]`` -> the same shape."""
+        x, post, comb = hc_pre(streams, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, self.config)
+        streams = hc_post(self.attn(self.attn_norm(x), positions, step), streams, post, comb)
+        x, post, comb = hc_pre(streams, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, self.config)
+        return hc_post(self.ffn(self.ffn_norm(x), token_ids), streams, post, comb)
+
+
+class Embedding(CheckpointModule):
+    def __init__(self, vocab: int, dim: int, dtype: torch.dtype, device: torch.device | str):
+        super().__init__(device)
+        self.declare("weight", (vocab, dim), dtype)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.weight[token_ids]
+
+
+class Head(CheckpointModule):
+    """Output projection in float32, whatever the model dtype."""
+
+    def __init__(self, vocab: int, dim: int, dtype: torch.dtype, device: torch.device | str):
+        super().__init__(device)
+        self.declare("weight", (vocab, dim), dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        if self.weight.dtype == torch.float32:
+            return F.linear(x, self.weight)
+        return torch.cat([F.linear(x, rows.float()) for rows in self.weight.split(HEAD_ROWS)], dim=-1)
+
+
+def declare_stream_head(module: CheckpointModule, config: ModelConfig, device: torch.device | str) -> None:
+    """Gives ``module`` what ends in one stream: a learned collapse (``hc_head_*``) and a norm."""
+    module.declare("hc_head_fn", (config.hc_mult, config.hc_mult * config.hidden_size), torch.float32)
+    module.declare("hc_head_base", (config.hc_mult,), torch.float32)
+    module.declare("hc_head_scale", (1,), torch.float32)
+    module.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
+
+
+def collapse_streams(module: CheckpointModule, streams: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Streams ``[T, hc_mult, hidden_size]`` -> normed hidden states ``[T, hidden_size]``."""
+    return module.norm(hc_head(streams, module.hc_head_fn, module.hc_head_base, module.hc_head_scale, config))

@@ -1,0 +1,83 @@
+"""DeepSeek-V4 as a diagram: embedding -> m streams -> blocks -> one stream -> norm -> head.
+
+Parameter names are the checkpoint's. Tokens of all requests of a step lie flat, ``[T]``; what belongs to whom is in the
+step's metadata.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from deepseek_attn.attention import DeepseekV4MLAAttention
+from deepseek_attn.config import LayerSpec
+from deepseek_attn.linear import CheckpointModule
+from deepseek_attn.metadata import StepMetadata
+from deepseek_attn.models.block import (
+    Block,
+    BuildContext,
+    Embedding,
+    Head,
+    collapse_streams,
+    declare_stream_head,
+)
+from deepseek_attn.models.mtp import MTPLayer
+
+
+class DeepseekV4(CheckpointModule):
+    """The whole model, or some of its layers. Built without weights; ``loader.load_model`` fills it.
+
+    Args:
+        layers: backbone layer numbers to build, in model order; None builds all of them.
+        mtp: also build the MTP layers.
+    """
+
+    def __init__(self, context: BuildContext, layers: list[int] | None = None, mtp: bool = True):
+        config, device = context.config, context.device
+        super().__init__(device)
+        self.config = config
+        declare_stream_head(self, config, device)
+        specs = config.layers if layers is None else [config.layers[i] for i in layers]
+        self.embed = Embedding(config.vocab_size, config.hidden_size, context.dtype, device)
+        self.layers = nn.ModuleDict({str(spec.index): Block(context, spec) for spec in specs})
+        self.head = Head(config.vocab_size, config.hidden_size, context.dtype, device)
+        drafts = config.mtp_layers if mtp else ()
+        self.mtp = nn.ModuleDict({str(i): MTPLayer(context, spec) for i, spec in enumerate(drafts)})
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None) -> torch.Tensor:
+        """``token_ids``, ``positions`` int64 ``[T]`` -> streams after the last block, ``[T, hc_mult, hidden_size]``."""
+        streams = self.embed(token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        for block in self.layers.values():
+            streams = block(streams, token_ids, positions, step)
+        return streams
+
+    def logits(self, streams: torch.Tensor) -> torch.Tensor:
+        """Float32 ``[T, vocab_size]`` from streams."""
+        return self.head(collapse_streams(self, streams, self.config))
+
+    def draft(
+        self, streams: torch.Tensor, next_token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """MTP logits for the token after next, float32 ``[T, vocab_size]``, and the MTP streams to draft on from."""
+        mtp = self.mtp["0"]
+        streams = mtp.draft(streams, self.embed(next_token_ids), next_token_ids, positions, step)
+        return self.head(mtp.collapse(streams)), streams
+
+
+class AttentionStack(nn.Module):
+    """Only the attention layers and their norms: what testing a layer of a large checkpoint needs."""
+
+    def __init__(self, context: BuildContext, layers: list[int] | None = None):
+        super().__init__()
+        specs = context.config.layers if layers is None else [context.config.layers[i] for i in layers]
+        self.layers = nn.ModuleDict({str(spec.index): Block(context, spec, attention_only=True) for spec in specs})
+
+
+def attention_layers(model: nn.Module) -> list[DeepseekV4MLAAttention]:
+    """The attention layers of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, DeepseekV4MLAAttention)]
+
+
+def layer_specs(model: nn.Module) -> tuple[LayerSpec, ...]:
+    """What was built, in order."""
+    return tuple(layer.spec for layer in attention_layers(model))

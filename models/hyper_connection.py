@@ -1,0 +1,68 @@
+"""Manifold-constrained hyper-connections: ``m`` residual streams, mixed before and after every sublayer.
+
+All of it is float32, and on GPUs the projection needs true float32 (no TF32): the mixing weights go through 20 rounds
+of Sinkhorn normalisation.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from deepseek_attn.config import ModelConfig
+
+
+def stream_mix(streams: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:
+    """``fn @ rms_normed(flattened streams)``: ``[T, m, D]`` -> float32 ``[T, fn.shape[0]]``."""
+    flat = streams.float().flatten(1)
+    scale = torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
+    return F.linear(flat, fn) * scale
+
+
+def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+    """A nearly doubly stochastic ``[T, m, m]`` from logits: rows by softmax, then columns, then both in turn."""
+    mix = logits.softmax(-1) + eps
+    mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        mix = mix / (mix.sum(-1, keepdim=True) + eps)
+        mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    return mix
+
+
+def hc_pre(
+    streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, config: ModelConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Collapses the streams into a sublayer's input and decides how its output goes back.
+
+    Args:
+        streams: ``[T, m, D]``; fn: ``[(2 + m) m, m D]``; base: ``[(2 + m) m]``; scale: ``[3]``
+            (checkpoint: ``hc_attn_*``, ``hc_ffn_*``; rows: m pre, m post, m x m comb).
+
+    Returns:
+        x ``[T, D]`` in the streams' dtype, post float32 ``[T, m]``, comb float32 ``[T, m, m]``.
+    """
+    m = config.hc_mult
+    pre, post, comb = stream_mix(streams, fn, config.rms_norm_eps).split([m, m, m * m], dim=-1)
+    pre_base, post_base, comb_base = base.split([m, m, m * m])
+    pre = torch.sigmoid(pre * scale[0] + pre_base) + config.hc_eps
+    post = 2 * torch.sigmoid(post * scale[1] + post_base)
+    comb = sinkhorn((comb * scale[2] + comb_base).unflatten(-1, (m, m)), config.hc_sinkhorn_iters, config.hc_eps)
+    return collapse(streams, pre), post, comb
+
+
+def hc_post(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+    """New streams ``X'_k = post_k y + sum_j comb[j, k] X_j``: the sum runs over the first index of ``comb``."""
+    mixed = torch.bmm(comb.transpose(1, 2), streams.float())
+    return torch.addcmul(mixed, post.unsqueeze(-1), y.float().unsqueeze(1)).to(streams.dtype)
+
+
+def hc_head(
+    streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, config: ModelConfig
+) -> torch.Tensor:
+    """Collapses the streams at the end of the model: ``[T, m, D]`` -> ``[T, D]``."""
+    mix = stream_mix(streams, fn, config.rms_norm_eps)
+    return collapse(streams, torch.sigmoid(mix * scale + base) + config.hc_eps)
+
+
+def collapse(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(weights.unsqueeze(1), streams.float()).squeeze(1).to(streams.dtype)

@@ -1,0 +1,53 @@
+"""The multi-token-prediction layer: from position t and the token at t + 1, logits for t + 2."""
+
+from __future__ import annotations
+
+import torch
+
+from deepseek_attn.config import LayerSpec
+from deepseek_attn.linear import Linear, RMSNorm
+from deepseek_attn.metadata import StepMetadata
+from deepseek_attn.models.block import Block, BuildContext, collapse_streams, declare_stream_head
+
+
+class MTPLayer(Block):
+    """One more block on top of the backbone's streams, with its own window cache (checkpoint: ``mtp.N``).
+
+    Embedding and output head are the backbone's.
+    """
+
+    def __init__(self, context: BuildContext, spec: LayerSpec):
+        config, device = context.config, context.device
+        super().__init__(context, spec)
+        declare_stream_head(self, config, device)
+        self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
+        self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
+        self.e_proj = Linear(config.hidden_size, config.hidden_size, context.numerics, context.dtype, device)
+        self.h_proj = Linear(config.hidden_size, config.hidden_size, context.numerics, context.dtype, device)
+
+    def draft(
+        self,
+        streams: torch.Tensor,
+        next_embeddings: torch.Tensor,
+        next_token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: StepMetadata | None,
+    ) -> torch.Tensor:
+        """One draft step.
+
+        Args:
+            streams: ``[T, hc_mult, hidden_size]`` of the backbone after its last block (or of the previous draft step).
+            next_embeddings: ``[T, hidden_size]``, embeddings of the token after each row.
+            positions: int64 ``[T]`` of the rows themselves.
+
+        Returns:
+            New streams; `collapse` and the backbone's head turn them into logits.
+        """
+        e = self.e_proj(self.enorm(next_embeddings))
+        tokens, m, dim = streams.shape
+        h = self.h_proj(self.hnorm(streams).view(tokens * m, dim)).view(tokens, m, dim)
+        return self(e.unsqueeze(1) + h, next_token_ids, positions, step)
+
+    def collapse(self, streams: torch.Tensor) -> torch.Tensor:
+        """Draft streams -> normed hidden states ``[T, hidden_size]`` for the backbone's head."""
+        return collapse_streams(self, streams, self.config)
