@@ -66,7 +66,7 @@ class CheckpointSource(ABC):
 
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU. F8_E8M0, I8 and U8 come as ``uint8``, F4 as ``uint8[..., n/2]``, others as they are."""
+        """One tensor on the CPU. F8_E8M0, I8 and U8 come as ``uint8``, F4 as ``uint8[..., n/2]``, others as are."""
 
     def read_part(self, name: str, index: int, count: int) -> torch.Tensor:
         """The ``index``-th of ``count`` equal contiguous parts of a tensor, its first two dimensions merged."""

@@ -128,5 +128,5 @@ def test_unknown_expert_dtype():
 
 
 def test_unknown_tensor():
-    with pytest.raises(ValueError, match="no tensor layers.9"):
+    with pytest.raises(ValueError, match=r"no tensor layers\.9"):
         RandomSource(tiny()).read("layers.9.attn.wq_a.weight")
