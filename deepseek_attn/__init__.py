@@ -1,0 +1,33 @@
+"""A standalone DeepSeek model runner with layer-driven sparse attention.
+
+    from deepseek_attn import LLM, SamplingParams
+    llm = LLM("path/to/checkpoint")
+    print(llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=32))[0].text)
+
+Names are imported when they are first used, so that importing the package needs neither a GPU nor its libraries.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ModelConfig": "deepseek_attn.config",
+    "LayerSpec": "deepseek_attn.config",
+    "ModelRunner": "deepseek_attn.runner",
+    "LLM": "deepseek_attn.engine.llm",
+    "SamplingParams": "deepseek_attn.engine.sampling",
+}
+__all__ = ["LLM", "LayerSpec", "ModelConfig", "ModelRunner", "SamplingParams"]
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -28,7 +28,7 @@ class Workspace:
         self.locked = True
 
     def get(self, *requests: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
-        """Views for all ``(shape, dtype)`` at once, none of which overlap; each is 256-byte aligned.
+        """Views for all ``(shape, dtype)`` at once, none of which overlap, each 256-byte aligned within the buffer.
 
         Raises:
             RuntimeError: locked, and the buffer is too small.

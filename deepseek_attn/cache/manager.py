@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -31,8 +32,8 @@ class PageAllocator:
     def share(self, page: int) -> None:
         self._references[page] += 1
 
-    def shared(self, page: int) -> bool:
-        return self._references[page] > 1
+    def references(self, page: int) -> int:
+        return self._references[page]
 
     def release(self, page: int) -> None:
         self._references[page] -= 1
@@ -83,7 +84,12 @@ class CacheManager:
         Raises:
             OutOfPages: nothing was changed; names the pool, what is needed and what is free.
         """
-        plans = [(cache, group, *self._pages_to_write(cache, group, n)) for cache, n in batch for group in cache.tables]
+        leaving: Counter[tuple[str, int]] = Counter()
+        plans = [
+            (cache, group, *self._pages_to_write(cache, group, n, leaving))
+            for cache, n in batch
+            for group in cache.tables
+        ]
         for group, allocator in self._allocators.items():
             needed = sum(len(copies) + new for _, g, copies, new in plans if g == group)
             if needed > allocator.available:
@@ -100,8 +106,14 @@ class CacheManager:
                 table[index] = page
             table.extend(allocator.allocate() for _ in range(new))
 
-    def _pages_to_write(self, cache: SequenceCache, group: str, n: int) -> tuple[list[int], int]:
-        """(logical pages to copy because a fork shares them, number of new pages) for the next ``n`` tokens."""
+    def _pages_to_write(
+        self, cache: SequenceCache, group: str, n: int, leaving: Counter[tuple[str, int]]
+    ) -> tuple[list[int], int]:
+        """(logical pages to copy because a fork shares them, number of new pages) for the next ``n`` tokens.
+
+        ``leaving`` counts the sequences of the batch that get a copy of a (group, page). The last one that holds a page
+        writes in place: forks that fill the pools can then all write in one step.
+        """
         table, allocator = cache.tables[group], self._allocators[group]
         start, end = cache.num_tokens, cache.num_tokens + n
         if group == STATE:
@@ -112,9 +124,12 @@ class CacheManager:
             # an entry is written by the last token of its window, so only closed windows need room
             span, ratio = self._spans[group], int(group[len("ratio") :])
             first, last = start // span, -(-(end // ratio * ratio) // span)
-        copies = [
-            i for i in range(first, min(last, len(table))) if table[i] != NULL_PAGE and allocator.shared(table[i])
-        ]
+        copies = []
+        for index in range(first, min(last, len(table))):
+            page = table[index]
+            if page != NULL_PAGE and allocator.references(page) - leaving[group, page] > 1:
+                leaving[group, page] += 1
+                copies.append(index)
         return copies, max(0, last - len(table))
 
     def commit(self, cache: SequenceCache, n: int) -> None:

@@ -97,6 +97,8 @@ def test_values_exercise_the_model():
         gate = x @ read_float32(source, f"layers.1.ffn.{expert}.w1.weight").T
         assert bool((gate.abs() > 10).any()) == clamps, expert
         assert (gate.abs() > 10).float().mean() < 0.05
+        down = read_float32(source, f"layers.1.ffn.{expert}.w2.weight")
+        assert down.std() < 0.01 if clamps else down.std() > 0.05, expert
     table = source.read("layers.0.ffn.gate.tid2eid")
     assert (table[:, 0] != table[:, 1]).all()
     assert set(table.flatten().tolist()) == {0, 1, 2}

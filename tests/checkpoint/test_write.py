@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 
 from deepseek_attn.checkpoint import RandomSource, SafetensorsSource, write_checkpoint
+from deepseek_attn.checkpoint.source import read_header
 from deepseek_attn.checkpoint.write import plan_shards
 from deepseek_attn.config import ModelConfig
 from tests.checkpoint.fabricate import MemorySource, same_bits, tiny
@@ -94,6 +95,16 @@ def test_impossible_shards(count):
         source.put(f"t{i}", "U8", torch.zeros(1, dtype=torch.uint8))
     with pytest.raises(ValueError, match=f"num_shards is {count}: 6 tensors make between 1 and 6 shards"):
         plan_shards(source.entries(), num_shards=count)
+
+
+def test_odd_sizes_leave_wide_tensors_aligned(tmp_path):
+    source = MemorySource({})
+    source.put("bytes", "U8", torch.arange(7, dtype=torch.uint8))
+    source.put("half", "BF16", torch.ones(3, dtype=torch.bfloat16))
+    source.put("wide", "F32", torch.arange(5.0))
+    path = write_checkpoint(source, tiny(), tmp_path / "ckpt", num_shards=1)
+    for name, (_, offset) in read_header(path / "model-00001-of-00001.safetensors").items():
+        assert offset % source.read(name).element_size() == 0, name
 
 
 class Failing(RandomSource):

@@ -1,0 +1,34 @@
+# `make demo` and `make test` set up their own environment in .venv and need nothing but Python 3.10+ and a network.
+
+PYTHON ?= python3
+VENV ?= .venv
+# A CPU build of torch: the registry's default one brings gigabytes of CUDA libraries. An environment that already has
+# torch (VENV=/path/to/it) keeps it; on a GPU machine choose the build yourself, for instance TORCH=torch.
+TORCH ?= torch==2.13.0
+BIN = $(VENV)/bin
+READY = $(VENV)/.ready
+
+.PHONY: demo test check bench clean
+
+demo: $(READY)
+	$(BIN)/deepseek-attn generate --prompt "Once upon a time" --temperature 0 --max-tokens 48
+
+test: $(READY) check
+	$(BIN)/python -m pytest -n auto
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(READY)
+	$(BIN)/python scripts/bench_transformers.py
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH) || \
+		$(BIN)/python -m pip install --quiet $(TORCH) --index-url https://download.pytorch.org/whl/cpu
+	$(BIN)/python -m pip install --quiet -e ".[test]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build *.egg-info

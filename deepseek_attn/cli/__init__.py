@@ -1,0 +1,35 @@
+"""The command line: ``deepseek-attn generate | score | info | plan | make-checkpoint``.
+
+Each command is a module with ``add_parser(subparsers)``; it imports what it needs when it runs, so that ``--help`` is
+quick. An error a user can mend is one message and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+
+COMMANDS = ("generate", "score", "info", "plan", "make_checkpoint")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns the exit code (2: wrong input, 130: interrupted)."""
+    parser = argparse.ArgumentParser(prog="deepseek-attn", description="Run DeepSeek checkpoints.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        importlib.import_module(f"deepseek_attn.cli.{command}").add_parser(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except (ValueError, FileNotFoundError, PermissionError) as error:
+        print(f"deepseek-attn {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # the reader of our output went away; nothing more can be said to it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

@@ -1,0 +1,113 @@
+"""``deepseek-attn generate``: text out of a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from deepseek_attn.cli.options import add_runner_options, runner_options
+
+DEFAULT_PROMPT = "Once upon a time"
+DEFAULT_PRESET = "tiny"
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser("generate", help="complete a prompt", description="Complete a prompt, streaming.")
+    parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: a tiny one with random weights)")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", help="text; `-` or nothing with input piped in reads standard input")
+    source.add_argument("--token-ids", metavar="IDS", help="comma-separated token ids instead of text")
+    parser.add_argument("--chat", action="store_true", help="treat the prompt as a user's turn of a conversation")
+    parser.add_argument("--system", help="system message (with --chat)")
+    parser.add_argument("--thinking", action="store_true", help="let the model reason before it answers (with --chat)")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, default=64, help="at most this many new tokens (default: 64)")
+    sampling.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
+    sampling.add_argument("--top-k", type=int, default=0, help="keep the K likeliest tokens (default: all)")
+    sampling.add_argument(
+        "--top-p", type=float, default=1.0, help="keep the likeliest tokens of this mass (default: 1)"
+    )
+    sampling.add_argument("--seed", type=int, help="makes sampling reproducible")
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable"
+    )
+    sampling.add_argument("--stop-token-id", action="append", type=int, default=[], metavar="ID", help="repeatable")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sentence token")
+    add_runner_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    check_flags(args)
+    from deepseek_attn.engine.llm import LLM
+    from deepseek_attn.engine.sampling import SamplingParams
+
+    params = SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        stop_token_ids=tuple(args.stop_token_id),
+        ignore_eos=args.ignore_eos,
+    )
+    prompt = read_prompt(args)
+    llm = LLM(args.model or default_checkpoint(), **runner_options(args))
+    if args.chat:
+        messages = [{"role": "system", "content": args.system}] if args.system else []
+        prompt, explanation = llm.chat_prompt([*messages, {"role": "user", "content": prompt}], args.thinking)
+        print(f"chat: {explanation}", file=sys.stderr)
+    for piece in llm.stream(prompt, params, progress=True):
+        print(piece, end="", flush=True)
+    print()
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    problems = []
+    if not args.chat:
+        problems += [
+            f"{flag} needs --chat" for flag, on in (("--system", args.system), ("--thinking", args.thinking)) if on
+        ]
+    elif args.token_ids is not None:
+        problems.append("--chat takes text; --token-ids are run as they are")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def read_prompt(args: argparse.Namespace) -> str | list[int]:
+    """The prompt from the flags, from standard input, or the default one."""
+    if args.token_ids is not None:
+        try:
+            return [int(part) for part in args.token_ids.split(",")]
+        except ValueError:
+            raise ValueError(f"--token-ids {args.token_ids!r}: write integers with commas between them") from None
+    prompt = args.prompt
+    if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
+        piped = sys.stdin.read()
+        # with no --prompt, an empty standard input (a script, a service) is not a request for an empty prompt
+        prompt = piped if piped or prompt == "-" else None
+    if prompt is None:
+        prompt = DEFAULT_PROMPT
+        print(f"prompt: {prompt}", file=sys.stderr)
+    if not prompt:
+        raise ValueError("empty prompt: write some text after --prompt, or pipe it in")
+    return prompt
+
+
+def default_checkpoint() -> Path:
+    """The tiny checkpoint that runs when no model is named; made once, in the user's cache folder."""
+    from deepseek_attn import __version__
+    from deepseek_attn.checkpoint.random import RandomSource
+    from deepseek_attn.checkpoint.write import write_checkpoint
+    from deepseek_attn.config import ModelConfig
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = cache / "deepseek-attn" / f"{DEFAULT_PRESET}-{__version__}"
+    if not (directory / "config.json").is_file():
+        config = ModelConfig.from_preset(DEFAULT_PRESET)
+        write_checkpoint(RandomSource(config, seed=0), config, directory)
+    print(f"model: {directory} (a tiny DeepSeek-V4 with random weights: expect noise, not sentences)", file=sys.stderr)
+    return directory

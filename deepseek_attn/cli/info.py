@@ -1,0 +1,71 @@
+"""``deepseek-attn info``: this machine, versions, and which attention impls run here and why."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "sgl-flash-mla",
+    "flash-mla",
+    "flashinfer-python",
+)
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser("info", help="machine, versions, backends", description="What runs here, and why.")
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    facts = collect()
+    if args.json:
+        print(json.dumps(facts))
+        return
+    machine = facts["machine"]
+    print(f"machine   {machine['platform']}, {machine['cpus']} CPUs, Python {machine['python']}")
+    for index, gpu in enumerate(facts["gpus"]):
+        print(f"GPU {index}     {gpu['name']}, {gpu['memory'] / 1e9:.0f} GB, sm_{gpu['capability']}")
+    if not facts["gpus"]:
+        print("GPU       none")
+    for name, version in facts["packages"].items():
+        print(f"{name:<18}{version or 'not installed'}")
+    print(f"\nattention backends on {facts['device']} (auto picks the first that runs):")
+    for backend in facts["backends"]:
+        print(f"  {backend['name']:<12}{'yes' if backend['usable'] else 'no':<5}{backend['reason']}")
+
+
+def collect() -> dict:
+    """Everything that `info` prints."""
+    import torch
+
+    from deepseek_attn.impls import describe_impls
+    from deepseek_attn.runner import pick_device
+
+    device = pick_device(None)
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return {
+        "machine": {"platform": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()},
+        "gpus": [{"name": g.name, "memory": g.total_memory, "capability": f"{g.major}{g.minor}"} for g in gpus],
+        "packages": {"deepseek-attn": version("deepseek-attn"), **{name: version(name) for name in PACKAGES}},
+        "device": str(device),
+        "backends": [
+            {"name": name, "usable": usable, "reason": reason} for name, usable, reason in describe_impls(device)
+        ],
+    }
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,34 @@
+"""``deepseek-attn make-checkpoint``: random weights in exactly the published format."""
+
+from __future__ import annotations
+
+import argparse
+
+from deepseek_attn.cli.options import show_bytes
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "make-checkpoint",
+        help="random weights in the published format",
+        description="Write a checkpoint with random weights: shards, index, config and tokenizer.",
+    )
+    parser.add_argument("--config", default="tiny", metavar="NAME|FILE", help="preset or config.json (default: tiny)")
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory to make; must be absent or empty")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")
+    parser.add_argument("--shards", type=int, metavar="N", help="number of shards, at least 2 (default: by size)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    from deepseek_attn.checkpoint.random import RandomSource
+    from deepseek_attn.checkpoint.write import write_checkpoint
+    from deepseek_attn.config import ModelConfig
+
+    config = ModelConfig.from_pretrained(args.config)
+    source = RandomSource(config, args.seed)
+    path = write_checkpoint(source, config, args.out, num_shards=args.shards)
+    entries = source.entries()
+    print(
+        f"{path}: {len(entries)} tensors, {show_bytes(sum(info.nbytes for info in entries.values()))}, seed {args.seed}"
+    )

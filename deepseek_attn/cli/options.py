@@ -1,0 +1,59 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+
+def add_runner_options(parser: argparse.ArgumentParser) -> None:
+    """How a model is loaded and run; `runner_options` reads them back."""
+    group = parser.add_argument_group("running")
+    group.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+    add_numerics_options(group)
+    group.add_argument("--backend", default="auto", help="attention impl: auto, or a name that `info` lists")
+    add_limits(group)
+
+
+def add_numerics_options(parser) -> None:
+    parser.add_argument(
+        "--numerics", choices=("exact", "official", "serving"), help="default: exact on a CPU, serving on a GPU"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
+
+
+def add_limits(parser) -> None:
+    parser.add_argument(
+        "--max-model-len", type=int, metavar="N", help="longest sequence (default: the model's, up to 32768)"
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=8, metavar="N", help="sequences at the same time (default: 8)"
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=2048, metavar="N", help="new tokens per step (default: 2048)"
+    )
+
+
+def runner_options(args: argparse.Namespace) -> dict:
+    names = ("device", "numerics", "dtype", "backend", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+    return {name: getattr(args, name) for name in names}
+
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """``80GB``, ``141e9``, ``24GiB`` -> bytes."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]i?)?b?\s*", text.lower())
+    if not match:
+        raise ValueError(f"{text!r} is no amount of memory: write for instance 80GB or 24GiB")
+    return int(float(match[1]) * UNITS[match[2] or ""])
+
+
+def show_bytes(count: float) -> str:
+    """A number of bytes for people: 3 significant digits, decimal units."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(count) < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

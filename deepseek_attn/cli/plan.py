@@ -1,0 +1,106 @@
+"""``deepseek-attn plan``: bytes of the caches before anything is allocated."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from deepseek_attn.cli.options import add_limits, add_numerics_options, parse_bytes, show_bytes
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="cache bytes per layer, sequence and token",
+        description="Bytes of the caches: fixed per sequence, marginal per token, and what fits in a given memory.",
+    )
+    parser.add_argument(
+        "--model", default="tiny", metavar="DIR|NAME", help="checkpoint, config.json or preset (default: tiny)"
+    )
+    add_numerics_options(parser)
+    add_limits(parser)
+    parser.add_argument(
+        "--memory", metavar="BYTES", help="memory for caches and scratch, for instance 80GB: what fits in it?"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    facts = collect(args)
+    print(json.dumps(facts) if args.json else table(facts))
+
+
+def collect(args: argparse.Namespace) -> dict:
+    """Everything that `plan` prints."""
+    from deepseek_attn import planner
+    from deepseek_attn.config import ModelConfig
+    from deepseek_attn.numerics import get_numerics
+    from deepseek_attn.runner import DEFAULT_MAX_MODEL_LEN, DTYPES, check_sizes, pick_device, pick_dtype
+
+    config, device = ModelConfig.from_pretrained(args.model), pick_device(None)
+    numerics = get_numerics(args.numerics or ("serving" if device.type == "cuda" else "exact"))
+    dtype = pick_dtype(args.dtype, device)
+    limit = config.max_position_embeddings
+    length = min(limit, DEFAULT_MAX_MODEL_LEN) if args.max_model_len is None else args.max_model_len
+    check_sizes(config, None, length, args.max_num_seqs, args.max_num_batched_tokens, 0)
+
+    def plan_for(max_model_len: int, max_num_seqs: int) -> planner.Plan:
+        return planner.make_plan(config, numerics, dtype, max_model_len, max_num_seqs, args.max_num_batched_tokens)
+
+    plan = plan_for(length, args.max_num_seqs)
+    facts = {
+        "numerics": numerics.name,
+        "dtype": next(name for name, value in DTYPES.items() if value is dtype),
+        "max_model_len": length,
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "layers": [vars(layer) for layer in plan.layers],
+        "fixed_per_sequence": plan.fixed,
+        "per_token": plan.per_token,
+        "shared": plan.shared,
+        "caches": plan.caches,
+        "workspace": plan.workspace,
+        "index_logits": plan.index_logits,
+        "rope": plan.rope,
+        "total": plan.total,
+    }
+    if args.memory is not None:
+        memory = parse_bytes(args.memory)
+        facts["memory"] = memory
+        facts["sequences_that_fit"] = planner.sequences_that_fit(plan_for, memory, length)
+        facts["tokens_that_fit"] = planner.tokens_that_fit(plan_for, memory, args.max_num_seqs, limit)
+    return facts
+
+
+def table(facts: dict) -> str:
+    lines = [
+        f"numerics {facts['numerics']}, dtype {facts['dtype']}, {facts['max_num_seqs']} sequences of up to "
+        f"{facts['max_model_len']} tokens, {facts['max_num_batched_tokens']} new tokens per step",
+        "",
+        f"{'layer':<12}{'kind':<8}{'fixed per sequence':>20}{'per token':>14}{'of it index keys':>20}",
+    ]
+    for layer in facts["layers"]:
+        lines.append(
+            f"{layer['name']:<12}{layer['kind']:<8}{show_bytes(layer['fixed']):>20}"
+            f"{show_bytes(layer['per_token']):>14}{show_bytes(layer['index_per_token']):>20}"
+        )
+    lines.append(f"{'sum':<20}{show_bytes(facts['fixed_per_sequence']):>20}{show_bytes(facts['per_token']):>14}")
+    lines.append("")
+    names = {
+        "caches": "all caches (exact)",
+        "shared": "  of it shared: null pages, window pages of a step",
+        "workspace": "workspace: gathered keys, selected entries",
+        "index_logits": "index scores, at their peak",
+        "rope": "rotary tables",
+        "total": "total without weights",
+    }
+    lines += [f"{label:<52}{show_bytes(facts[key]):>10}{facts[key]:>18,} B" for key, label in names.items()]
+    if "memory" in facts:
+        lines += [
+            "",
+            f"in {show_bytes(facts['memory'])} of caches and scratch fit:",
+            f"  {facts['sequences_that_fit']} sequences of {facts['max_model_len']} tokens, or",
+            f"  {facts['max_num_seqs']} sequences of {facts['tokens_that_fit']} tokens (at most what the model allows)",
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,95 @@
+"""``deepseek-attn score``: teacher-forced logits of token-id lists, to a safetensors file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from deepseek_attn.cli.options import add_runner_options, runner_options
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "score",
+        help="logits of given tokens",
+        description='Write the logits of given tokens: tensor "i" is float32 [len_i, vocab] for the i-th list.',
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory")
+    parser.add_argument("--token-ids", required=True, metavar="FILE", help="JSON: a list of token-id lists")
+    parser.add_argument("--out", required=True, metavar="FILE", help="safetensors file to write")
+    parser.add_argument(
+        "--chunk-size", type=int, metavar="N", help="new tokens per sequence and step (1: token by token)"
+    )
+    parser.add_argument(
+        "--mtp", action="store_true", help='also write "i.mtp" [len_i - 1, vocab]: row t knows the token at t + 1'
+    )
+    parser.add_argument("--layers", metavar="LIST", help="run only these backbone layers, for instance 0,1,2")
+    add_runner_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    from deepseek_attn.runner import ModelRunner
+
+    if args.mtp and args.layers:
+        raise ValueError(
+            "--mtp needs the whole model: the MTP layer reads the streams of the last layer; drop --layers"
+        )
+    out = Path(args.out)
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {args.out}: the folder {str(out.parent)!r} does not exist")
+    prompts = read_token_lists(Path(args.token_ids))
+    runner = ModelRunner.from_pretrained(args.model, layers=parse_layers(args.layers), **runner_options(args))
+    if args.mtp:
+        logits, drafts = runner.score_mtp(prompts, args.chunk_size, progress=True)
+    else:
+        logits, drafts = runner.score(prompts, args.chunk_size, progress=True), []
+    tensors = {str(i): rows for i, rows in enumerate(logits)}
+    tensors |= {f"{i}.mtp": rows for i, rows in enumerate(drafts)}
+    write_atomically(tensors, out)
+    print(f"{len(prompts)} sequences, {sum(map(len, prompts))} tokens -> {out}")
+
+
+def read_token_lists(path: Path) -> list[list[int]]:
+    """The token-id lists of a JSON file; each must be a non-empty list of integers."""
+    try:
+        lists = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"--token-ids {path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--token-ids {path}: not valid JSON ({error})") from error
+    if not isinstance(lists, list) or not lists or not all(isinstance(ids, list) for ids in lists):
+        raise ValueError(
+            f"--token-ids {path}: expected a non-empty list of token-id lists, such as [[0, 17, 5], [0, 8]]"
+        )
+    for i, ids in enumerate(lists):
+        wrong = [token for token in ids if not isinstance(token, int) or isinstance(token, bool)]
+        if wrong or not ids:
+            reason = (
+                f"{wrong[0]!r} is not an integer" if wrong else "it is empty, and a sequence needs at least one token"
+            )
+            raise ValueError(f"--token-ids {path}: list {i}: {reason}")
+    return lists
+
+
+def parse_layers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--layers {text!r}: write layer numbers with commas between them") from None
+
+
+def write_atomically(tensors: dict, path: Path) -> None:
+    """Writes a safetensors file that is complete or not there at all."""
+    from safetensors.torch import save_file
+
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

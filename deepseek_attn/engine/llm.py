@@ -1,0 +1,125 @@
+"""LLM: prompts in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from deepseek_attn.chat import build_prompt
+from deepseek_attn.engine.loop import run_requests
+from deepseek_attn.engine.request import Completion, Request
+from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.runner import ModelRunner
+from deepseek_attn.tokenizer import Tokenizer
+
+Prompt = str | Iterable[int]
+
+
+class LLM:
+    """A checkpoint ready to generate.
+
+    Args:
+        directory: a checkpoint with ``config.json``, safetensors shards and, for text prompts, ``tokenizer.json``.
+        options: those of `ModelRunner.from_pretrained`.
+
+    Attributes:
+        runner: the loaded model; tokenizer: None when the checkpoint has no ``tokenizer.json`` (token ids only).
+    """
+
+    def __init__(self, directory: str | Path, **options):
+        self.directory = Path(directory)
+        self.runner = ModelRunner.from_pretrained(directory, **options)
+        has_tokenizer = (self.directory / "tokenizer.json").is_file()
+        self.tokenizer = Tokenizer(self.directory) if has_tokenizer else None
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Completes one prompt or many, batched as the caches allow.
+
+        Args:
+            prompts: text (BOS is put in front) or token ids (taken as they are); or a list of these.
+            params: one for all prompts, or one each.
+            progress: show a bar over prompt and generated tokens, on a terminal.
+
+        Raises:
+            ValueError: a prompt cannot be run; it is named by its place, and nothing has been generated.
+        """
+        prompts = as_list(prompts)
+        params = params if isinstance(params, list) else [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(
+                f"{len(params)} sampling parameters for {len(prompts)} prompts: pass one, or one per prompt"
+            )
+        requests = [
+            self._request(prompt, p, index) for index, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+        ]
+        total = sum(request.prompt_length + request.params.max_tokens - 1 for request in requests)
+        with tqdm(total=total, unit="tok", disable=None if progress else True) as bar:
+            for step in run_requests(self.runner, requests):
+                bar.update(sum(n for _, n, _ in step))
+        return [request.completion() for request in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, progress: bool = False) -> Iterator[str]:
+        """Completes one prompt and yields its text piece by piece, each as soon as it is certain.
+
+        Args:
+            progress: while a prompt of several steps is read, show a bar on the terminal; it is gone before the text.
+        """
+        request = self._request(prompt, params or SamplingParams(), 0)
+        several = request.prompt_length > self.runner.layout.max_num_batched_tokens
+        bar = tqdm(
+            total=request.prompt_length,
+            unit="tok",
+            desc="reading the prompt",
+            leave=False,
+            disable=None if progress and several else True,
+        )
+        for [(_, tokens, text)] in run_requests(self.runner, [request]):
+            bar.update(tokens)
+            if not request.sequence.num_pending or request.finish_reason or text:
+                bar.close()
+            if text:
+                yield text
+
+    def chat(
+        self,
+        messages: list[dict],
+        params: SamplingParams | None = None,
+        *,
+        thinking: bool = False,
+    ) -> Completion:
+        """Answers a conversation of system, user and assistant turns; `parse_completion` splits off the reasoning."""
+        return self.generate([self.chat_prompt(messages, thinking)[0]], params)[0]
+
+    def chat_prompt(self, messages: list[dict], thinking: bool = False) -> tuple[list[int], str]:
+        """Token ids of a conversation, and which chat encoding made them."""
+        return build_prompt(self._need_tokenizer(), self.directory, messages, thinking)
+
+    def _request(self, prompt: Prompt, params: SamplingParams, index: int) -> Request:
+        try:
+            if prompt == "":
+                raise ValueError("empty prompt: write some text, or pass token ids")
+            ids = self._need_tokenizer().encode_prompt(prompt) if isinstance(prompt, str) else prompt
+            return Request.create(self.runner, self.tokenizer, ids, params, index)
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from error
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(f"{self.directory} has no tokenizer.json, so only token ids can be prompts")
+        return self.tokenizer
+
+
+def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
+    """A list of prompts, whether one or several were given."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    return prompts if not prompts or not isinstance(prompts[0], int) else [prompts]
