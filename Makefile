@@ -2,8 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# A CPU build of torch: the registry's default one brings gigabytes of CUDA libraries. An environment that already has
-# torch (VENV=/path/to/it) keeps it; on a GPU machine choose the build yourself, for instance TORCH=torch.
+# Any torch from 2.10 on will do. Another version, or a build of your choice: make TORCH=..., or VENV=an environment that
+# already has torch, which is then kept.
 TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
@@ -25,8 +25,7 @@ bench: $(READY)
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH) || \
-		$(BIN)/python -m pip install --quiet $(TORCH) --index-url https://download.pytorch.org/whl/cpu
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -e ".[test]"
 	touch $(READY)
 

@@ -12,7 +12,7 @@ from deepseek_attn.indexer import Indexer
 from deepseek_attn.linear import CheckpointModule, GroupedLinear, Linear, RMSNorm, rms_norm
 from deepseek_attn.metadata import StepMetadata
 from deepseek_attn.numerics import Numerics
-from deepseek_attn.rope import RotaryTable
+from deepseek_attn.rope import RotaryTable, apply_rope
 from deepseek_attn.workspace import Workspace
 
 
@@ -108,19 +108,20 @@ class DeepseekV4MLAAttention(CheckpointModule):
             ``[T, hidden_size]`` in the dtype of ``x``.
         """
         self.step = step
+        turns = self.rope.at(positions) if step is None else step.turns_of(self.rope)
         qr = self.q_norm(self.wq_a(x))
-        q = self.queries(qr, positions)
-        kv = self.rope.rotate(self.kv_norm(self.wkv(x)), positions)
+        q = self.queries(qr, turns)
+        kv = apply_rope(self.kv_norm(self.wkv(x)), turns)
         if step is not None:
             self.update_caches(x, qr, kv)
         output = torch.empty_like(q)
         self.impl.forward_mqa(self, q, kv, positions, output)
-        return self.project_output(output[:, : self.num_heads], positions)
+        return self.project_output(output[:, : self.num_heads], turns)
 
-    def queries(self, qr: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def queries(self, qr: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         """``[T, padded_heads, head_dim]``: a weightless norm per head, then the rotation. Padding heads are zero."""
         q = rms_norm(self.wq_b(qr).unflatten(-1, (self.num_heads, self.head_dim)), self.eps)
-        q = self.rope.rotate(q, positions)
+        q = apply_rope(q, turns)
         if self.padded_heads == self.num_heads:
             return q
         return torch.nn.functional.pad(q, (0, 0, 0, self.padded_heads - self.num_heads))
@@ -133,7 +134,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         if self.indexer is not None:
             self.indexer(x, qr, self.step, self.topk_indices_buffer[: len(x)])
 
-    def project_output(self, o: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def project_output(self, o: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         """Undoes the rotation that values carry (they are the keys), at the query's position, then mixes the heads."""
-        o = self.rope.rotate(o, positions, inverse=True)
+        o = apply_rope(o, turns, inverse=True)
         return self.wo_b(self.wo_a(o.reshape(len(o), self.o_groups, -1)).flatten(1))

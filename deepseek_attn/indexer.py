@@ -15,7 +15,7 @@ from deepseek_attn.kernels.reference.topk import topk_indices
 from deepseek_attn.linear import CheckpointModule, Linear
 from deepseek_attn.metadata import StepMetadata
 from deepseek_attn.numerics import Numerics
-from deepseek_attn.rope import RotaryTable
+from deepseek_attn.rope import RotaryTable, apply_rope
 
 LOGITS_BYTES = 64 << 20  # scores of one block of queries; the rest of a chunk waits its turn
 
@@ -66,7 +66,7 @@ class Indexer(CheckpointModule):
             everything = torch.arange(self.topk, dtype=torch.int32, device=out.device).expand(len(out), -1)
             out.copy_(torch.where(everything < visible.unsqueeze(1), everything, -1))
             return
-        q = self.queries(qr, step.positions)
+        q = self.queries(qr, step.turns_of(self.rope))
         weights = self.weights_proj(x) * self.scale
         starts = step.swa.query_start_loc_cpu.tolist()
         for request, (start, end) in enumerate(pairwise(starts)):
@@ -77,9 +77,9 @@ class Indexer(CheckpointModule):
                 scores = index_scores(q[rows], keys, weights[rows])
                 out[rows] = topk_indices(scores, visible[rows], self.topk)
 
-    def queries(self, qr: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def queries(self, qr: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         """Rotated (and, by the numerics, quantised) indexer queries ``[T, heads, head_dim]``."""
-        q = self.rope.rotate(self.wq_b(qr).unflatten(-1, (self.heads, self.head_dim)), positions)
+        q = apply_rope(self.wq_b(qr).unflatten(-1, (self.heads, self.head_dim)), turns)
         if self.numerics.index_hadamard:
             q = hadamard(q)
         if self.numerics.index_record == "fp4":

@@ -6,7 +6,7 @@ compressed entry are built once per step. Names follow the field's: ``decode_swa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,6 +26,7 @@ from deepseek_attn.kernels.reference.indices import (
     get_compressed_slot_mapping,
     slot_mapping_from_positions,
 )
+from deepseek_attn.rope import RotaryTable
 
 INDEX_ALIGN = 128  # sparse prefill kernels take index rows in multiples of this
 
@@ -60,6 +61,8 @@ class DeepseekSparseSWAMetadata:
         decode_swa_indices, decode_swa_lens: int32 ``[Dt, 1, window]`` slots and ``[Dt]`` counts.
         prefill_seq_lens, prefill_gather_lens: int32 ``[R]``, lengths and window rows to gather
             (``query_len + min(prefix_len, window - 1)``); the CPU copies bound workspaces without a sync.
+        tile_scheds: plans of the decode kernel by layer kind, ``(ratio, has_indexer)``: ``(0, False)`` window only,
+            ``(4, True)`` C4A, ``(128, False)`` C128A. The impl makes each at the first layer of its kind.
     """
 
     block_table: torch.Tensor
@@ -80,6 +83,7 @@ class DeepseekSparseSWAMetadata:
     prefill_gather_lens: torch.Tensor
     prefill_seq_lens_cpu: torch.Tensor
     prefill_gather_lens_cpu: torch.Tensor
+    tile_scheds: dict[tuple[int, bool], object] = field(default_factory=dict)
 
 
 @dataclass
@@ -137,12 +141,20 @@ class StepMetadata:
     Attributes:
         positions: int64 ``[T]``.
         sparse: by ratio; compressor: by (ratio, overlap).
+        turns: rotations at ``positions`` by rotary table, filled by the first layer that needs them.
     """
 
     positions: torch.Tensor
     swa: DeepseekSparseSWAMetadata
     sparse: dict[int, DeepseekSparseMLAMetadata]
     compressor: dict[tuple[int, bool], CompressorMetadata]
+    turns: dict[RotaryTable, torch.Tensor] = field(default_factory=dict)
+
+    def turns_of(self, rope: RotaryTable) -> torch.Tensor:
+        """``rope.at(positions)``, computed once per step."""
+        if rope not in self.turns:
+            self.turns[rope] = rope.at(self.positions)
+        return self.turns[rope]
 
 
 class MetadataBuilder:

@@ -44,21 +44,31 @@ class RotaryTable:
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(spec))
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
 
-    def rotate(self, x: torch.Tensor, positions: torch.Tensor, inverse: bool = False) -> torch.Tensor:
-        """Rotates the last ``dim`` channels of ``x [T, ..., d]`` at ``positions [T]``; the others pass through.
-
-        Float32 arithmetic, one rounding to ``x.dtype``. ``inverse`` rotates by the negative angle.
-        """
-        dim = self.spec.dim
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """``cos + i sin`` at ``positions [T]``: complex64 ``[T, dim / 2]``."""
         cos, sin = self.cos_sin[positions].chunk(2, dim=-1)
-        shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (dim // 2,)
-        return apply_rope(x, cos.view(shape), -sin.view(shape) if inverse else sin.view(shape))
+        return torch.complex(cos, sin)
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+        """Rotates ``x [T, ..., d]`` at ``positions [T]``; see `apply_rope`."""
+        return apply_rope(x, self.at(positions), inverse)
 
 
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the pairs ``(2i, 2i + 1)`` of the last ``2 * cos.shape[-1]`` channels: (a, b) -> (ac - bs, as + bc)."""
-    dim = 2 * cos.shape[-1]
-    tail = x[..., x.shape[-1] - dim :].float().unflatten(-1, (-1, 2))
-    a, b = tail[..., 0], tail[..., 1]
-    rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
-    return torch.cat([x[..., : x.shape[-1] - dim], rotated], dim=-1)
+def apply_rope(x: torch.Tensor, turns: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+    """Rotates the pairs ``(2i, 2i + 1)`` of the last channels: (a, b) -> (a cos - b sin, a sin + b cos).
+
+    Args:
+        x: ``[T, ..., d]``; the first ``d - 2 n`` channels pass through.
+        turns: complex64 ``[T, n]`` from `RotaryTable.at`.
+        inverse: rotate by the negative angle.
+
+    Returns:
+        A new tensor of the same shape and dtype: float32 arithmetic, one rounding.
+    """
+    tokens, pairs = turns.shape
+    turns = (turns.conj() if inverse else turns).view(tokens, *(1,) * (x.dim() - 2), pairs)
+    out = x.clone()
+    tail = out[..., x.shape[-1] - 2 * pairs :]
+    rotated = torch.view_as_complex(tail.float().unflatten(-1, (-1, 2)).contiguous()) * turns
+    tail.copy_(torch.view_as_real(rotated).flatten(-2))
+    return out

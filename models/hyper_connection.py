@@ -21,11 +21,11 @@ def stream_mix(streams: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Ten
 
 def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """A nearly doubly stochastic ``[T, m, m]`` from logits: rows by softmax, then columns, then both in turn."""
-    mix = logits.softmax(-1) + eps
-    mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    mix = logits.softmax(-1).add_(eps)
+    mix.div_(mix.sum(-2, keepdim=True).add_(eps))
     for _ in range(iterations - 1):
-        mix = mix / (mix.sum(-1, keepdim=True) + eps)
-        mix = mix / (mix.sum(-2, keepdim=True) + eps)
+        mix.div_(mix.sum(-1, keepdim=True).add_(eps))
+        mix.div_(mix.sum(-2, keepdim=True).add_(eps))
     return mix
 
 

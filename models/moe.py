@@ -107,7 +107,7 @@ class Experts(CheckpointModule):
             chosen = order[start : start + count]
             start += count
             tokens = chosen // experts.shape[1]
-            rows = F.pad(x[tokens], (0, 0, 0, -count % ROW_TILE))
+            rows = x[tokens] if len(x) == 1 else F.pad(x[tokens], (0, 0, 0, -count % ROW_TILE))
             hidden = swiglu(self.w1(rows, expert), self.w3(rows, expert), self.limit)
             hidden[:count] *= weights.flatten()[chosen].unsqueeze(1)
             out.index_add_(0, tokens, self.w2(hidden.to(x.dtype), expert)[:count].float())

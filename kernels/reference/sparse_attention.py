@@ -166,6 +166,12 @@ def _width_groups(sources: list[_Source], T: int, device: torch.device) -> Itera
     if device.type != "cpu" or all(source.lens is None for source in sources):
         yield rows, full
         return
+    if T == 1:  # a decode step of one request: nothing to group
+        lens = [n if s.lens is None else int(s.lens) for s, n in zip(sources, full, strict=True)]
+        widths = [min(n, -(-max(k, 0) // WIDTH_STEP) * WIDTH_STEP) for k, n in zip(lens, full, strict=True)]
+        if sum(widths) > 0:
+            yield rows, widths
+        return
     widths = torch.tensor(full).repeat(T, 1)
     for i, source in enumerate(sources):
         if source.lens is not None:
