@@ -179,9 +179,10 @@ class MetadataBuilder:
         slots = torch.where(valid, slots, -1)
         batch = _Batch(step, num_decodes, token_to_req, starts, prefix_lens, positions, valid, slots)
         swa = self._window(batch)
-        sparse = {ratio: self._compressed(batch, ratio) for ratio in self._ratios()}
+        slots = {ratio: self._compressed_slots(batch, ratio) for ratio in self._ratios()}
+        sparse = {ratio: self._compressed(batch, ratio, slots[ratio]) for ratio in slots}
         compressor = {
-            (spec.ratio, spec.overlap): self._compressor(batch, spec)
+            (spec.ratio, spec.overlap): self._compressor(batch, spec, slots[spec.ratio])
             for spec in {(s.ratio, s.overlap): s for s in self.layers if not s.swa_only}.values()
         }
         return StepMetadata(positions.to(self.device), swa, sparse, compressor)
@@ -224,9 +225,14 @@ class MetadataBuilder:
             prefill_gather_lens_cpu=gather_lens[decodes:],
         )
 
-    def _compressed(self, batch: _Batch, ratio: int) -> DeepseekSparseMLAMetadata:
+    def _compressed_slots(self, batch: _Batch, ratio: int) -> torch.Tensor:
+        table = batch.step.block_tables[ratio_group(ratio)]
+        return get_compressed_slot_mapping(
+            batch.positions, batch.slots, batch.token_to_req, table, entries_per_page(ratio), ratio
+        )
+
+    def _compressed(self, batch: _Batch, ratio: int, slots: torch.Tensor) -> DeepseekSparseMLAMetadata:
         table, entries = batch.step.block_tables[ratio_group(ratio)], entries_per_page(ratio)
-        slots = get_compressed_slot_mapping(batch.positions, batch.slots, batch.token_to_req, table, entries, ratio)
         meta = DeepseekSparseMLAMetadata(ratio, self._to(table), entries, self._to(slots), batch.step.seq_lens)
         if all(spec.has_indexer for spec in self.layers if spec.ratio == ratio):
             return meta
@@ -241,14 +247,10 @@ class MetadataBuilder:
         meta.c128a_prefill_topk_indices = self._to(local)
         return meta
 
-    def _compressor(self, batch: _Batch, spec: LayerSpec) -> CompressorMetadata:
+    def _compressor(self, batch: _Batch, spec: LayerSpec, compressed_slots: torch.Tensor) -> CompressorMetadata:
         ratio, slots = spec.ratio, spec.coff * spec.ratio
         rows = state_rows(spec, self.layout.max_rollback)
         ring = batch.step.block_tables[STATE][:, 0].long() * rows
-        table, entries = batch.step.block_tables[ratio_group(ratio)], entries_per_page(ratio)
-        compressed_slots = get_compressed_slot_mapping(
-            batch.positions, batch.slots, batch.token_to_req, table, entries, ratio
-        )
         closing = (compressed_slots >= 0).nonzero().flatten()
         offsets = torch.arange(slots) - slots + 1
         request = batch.token_to_req[closing].unsqueeze(1)
