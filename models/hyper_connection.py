@@ -35,6 +35,12 @@ def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
 
 
 @cache
+def _part_sizes(m: int, device: torch.device) -> torch.Tensor:
+    """Rows of the pre, post and comb parts."""
+    return torch.tensor([m, m, m * m], device=device)
+
+
+@cache
 def _sum_matrices(m: int, eps: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Matrices that sum a flattened ``[m, m]`` over its rows and over its columns, and ``eps`` as a vector."""
     index = torch.arange(m * m)
@@ -56,12 +62,12 @@ def hc_pre(
         x ``[T, D]`` in the streams' dtype, post float32 ``[T, m]``, comb float32 ``[T, m, m]``.
     """
     m = config.hc_mult
-    pre, post, comb = stream_mix(streams, fn, config.rms_norm_eps).split([m, m, m * m], dim=-1)
-    pre_base, post_base, comb_base = base.split([m, m, m * m])
-    pre = torch.sigmoid(pre * scale[0] + pre_base) + config.hc_eps
-    post = 2 * torch.sigmoid(post * scale[1] + post_base)
-    comb = sinkhorn((comb * scale[2] + comb_base).unflatten(-1, (m, m)), config.hc_sinkhorn_iters, config.hc_eps)
-    return collapse(streams, pre), post, comb
+    scales = scale.repeat_interleave(_part_sizes(m, scale.device))
+    logits = torch.addcmul(base, stream_mix(streams, fn, config.rms_norm_eps), scales)
+    gates, comb = logits.split([2 * m, m * m], dim=-1)
+    pre, post = torch.sigmoid(gates).split(m, dim=-1)
+    comb = sinkhorn(comb.unflatten(-1, (m, m)), config.hc_sinkhorn_iters, config.hc_eps)
+    return collapse(streams, pre + config.hc_eps), 2 * post, comb
 
 
 def hc_post(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ class Record(ABC):
             ValueError: a shape, dtype or stride that does not fit and, on the CPU, a slot past the end of the pool.
 
         Notes:
-            Never waits for the device: a skipped row becomes a copy of a written one instead of being masked out.
+            Never waits for a GPU: there a skipped row becomes a copy of a written one instead of being masked out.
         """
         self._check_pool(pool, n)
         self._check_rows(slots, rows)
@@ -91,6 +91,11 @@ class Record(ABC):
             return
         slots = _checked_slots(slots, pool.shape[0] * n)
         written = slots >= 0
+        if slots.device.type == "cpu":
+            page, offset = _page_offset(slots[written], n)
+            for view, part in zip(self._views(pool, n), self.encode(rows[written]), strict=True):
+                _store(view, page, offset, part)
+            return
         first = written.int().argmax()
         source = torch.where(written, torch.arange(slots.shape[0], device=slots.device), first)
         page, offset = _page_offset(slots[source], n)
@@ -187,6 +192,14 @@ class PlainRecord(Record):
 
     def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         return parts[0].contiguous().view(self.dtype).to(dtype)
+
+    def gather(self, pool: Tensor, n: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        if pool.shape[1] != n * self.entry_bytes or not pool.is_contiguous() or dtype not in _FLOATS:
+            return super().gather(pool, n, slots, dtype)
+        # pages without gaps are one table of rows
+        flat = _checked_slots(slots, pool.shape[0] * n).reshape(-1)
+        rows = pool.view(self.dtype).view(-1, self.dim).index_select(0, flat.clamp_min(0)).to(dtype)
+        return rows.masked_fill_((flat < 0).unsqueeze(-1), 0).view(*slots.shape, self.dim)
 
 
 @dataclass(frozen=True)

@@ -120,12 +120,12 @@ class _Source:
     limit: int
     fetch: Callable[[Tensor, Tensor, Tensor], None]
 
-    def select(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def select(self, rows: Tensor | slice, width: int) -> tuple[Tensor, Tensor]:
         """Indices int64 ``[rows, width]`` and their validity."""
         indices = self.indices[rows, :width].long()
         valid = (indices >= 0) & (indices < self.limit)
         if self.lens is not None:
-            valid &= torch.arange(width, device=indices.device) < self.lens[rows, None]
+            valid &= torch.arange(width, device=indices.device) < self.lens[rows].unsqueeze(1)
         return indices, valid
 
 
@@ -145,9 +145,10 @@ def _attend(
         keys = torch.empty(per_block, width, d, dtype=torch.float32, device=q.device)
         logits = torch.empty(per_block, H, width, dtype=torch.float32, device=q.device)
         for start, end in row_blocks(len(rows), per_block):
-            block = rows[start:end]
+            # a slice where the group is all rows: indexing with a tensor copies
+            block = slice(start, end) if len(rows) == T else rows[start:end]
             valid = _fetch(sources, block, widths, keys[: end - start])
-            queries = q[block].float().mul_(scale)
+            queries = q[block].float() * scale
             block_out, block_lse = _softmax_block(queries, keys[: end - start], valid, logits[: end - start], sink, d_v)
             out[block] = block_out.to(out.dtype)
             lse[block] = block_lse
@@ -183,7 +184,7 @@ def _width_groups(sources: list[_Source], T: int, device: torch.device) -> Itera
             yield rows[group_of == g], group
 
 
-def _fetch(sources: list[_Source], rows: Tensor, widths: list[int], keys: Tensor) -> Tensor:
+def _fetch(sources: list[_Source], rows: Tensor | slice, widths: list[int], keys: Tensor) -> Tensor:
     """Fills ``keys [rows, sum(widths), d]`` and returns which columns are valid."""
     valid = torch.empty(keys.shape[:2], dtype=torch.bool, device=keys.device)
     left = 0
