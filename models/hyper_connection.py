@@ -62,7 +62,7 @@ def hc_pre(
         x ``[T, D]`` in the streams' dtype, post float32 ``[T, m]``, comb float32 ``[T, m, m]``.
     """
     m = config.hc_mult
-    scales = scale.repeat_interleave(_part_sizes(m, scale.device))
+    scales = scale.repeat_interleave(_part_sizes(m, scale.device), output_size=len(base))
     logits = torch.addcmul(base, stream_mix(streams, fn, config.rms_norm_eps), scales)
     gates, comb = logits.split([2 * m, m * m], dim=-1)
     pre, post = torch.sigmoid(gates).split(m, dim=-1)
