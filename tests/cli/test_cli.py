@@ -1,0 +1,250 @@
+"""The command line as a user meets it: results on disk, and one clear message for each wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deepseek_attn import ModelRunner
+from deepseek_attn.cli import main
+from deepseek_attn.cli.options import parse_bytes, show_bytes
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Made by the command line itself, from a config file."""
+    folder = tmp_path_factory.mktemp("cli")
+    from deepseek_attn import ModelConfig
+
+    config = ModelConfig.from_preset("tiny").replace(num_hidden_layers=3, compress_ratios=[0, 4, 128, 0])
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    directory = folder / "model"
+    assert (
+        main(["make-checkpoint", "--config", str(folder / "config.json"), "--out", str(directory), "--seed", "5"]) == 0
+    )
+    return directory
+
+
+def token_file(tmp_path, lists):
+    path = tmp_path / "tokens.json"
+    path.write_text(lists if isinstance(lists, str) else json.dumps(lists))
+    return path
+
+
+def score(checkpoint, tmp_path, lists, *flags):
+    out = tmp_path / "logits.safetensors"
+    code = main(
+        ["score", "--model", str(checkpoint), "--token-ids", str(token_file(tmp_path, lists)), "--out", str(out)]
+        + ["--device", "cpu", "--numerics", "exact", "--dtype", "float32", *flags]
+    )
+    return code, out
+
+
+def test_make_checkpoint_has_everything(checkpoint):
+    names = {path.name for path in checkpoint.iterdir()}
+    assert {"config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert sum(name.endswith(".safetensors") for name in names) >= 2
+
+
+def test_score_writes_the_logits_of_each_list(checkpoint, tmp_path):
+    lists = [torch.randint(300, (n,)).tolist() for n in (7, 1, 150)]
+    code, out = score(checkpoint, tmp_path, lists, "--mtp", "--chunk-size", "33")
+    assert code == 0
+    tensors = load_file(out)
+    assert set(tensors) == {"0", "1", "2", "0.mtp", "1.mtp", "2.mtp"}
+    logits, drafts = ModelRunner.from_pretrained(checkpoint, device="cpu", progress=False).score_mtp(lists, 33)
+    for i in range(3):
+        assert tensors[str(i)].dtype == torch.float32
+        assert torch.equal(tensors[str(i)], logits[i])
+        assert torch.equal(tensors[f"{i}.mtp"], drafts[i])
+        assert tensors[f"{i}.mtp"].shape == (len(lists[i]) - 1, 512)
+    assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+def test_score_of_some_layers(checkpoint, tmp_path):
+    code, out = score(checkpoint, tmp_path, [[0, 5, 9]], "--layers", "1")
+    assert code == 0
+    runner = ModelRunner.from_pretrained(checkpoint, device="cpu", layers=[1], progress=False)
+    assert torch.equal(load_file(out)["0"], runner.score([[0, 5, 9]])[0])
+
+
+def test_generate_streams_to_standard_output(checkpoint, capsys):
+    args = ["generate", "--model", str(checkpoint), "--prompt", "abc", "--temperature", "0", "--max-tokens", "9"]
+    assert main(args) == 0
+    first = capsys.readouterr().out
+    assert main(args) == 0
+    assert capsys.readouterr().out == first
+    assert first.endswith("\n")
+
+
+def test_generate_from_standard_input_and_chat(checkpoint):
+    command = [sys.executable, "-c", "import sys; from deepseek_attn.cli import main; sys.exit(main())"]
+    flags = ["generate", "--model", str(checkpoint), "--temperature", "0", "--max-tokens", "5", "--chat"]
+    done = subprocess.run([*command, *flags], input=b"hi there", capture_output=True, check=True)
+    assert b"chat: built-in" in done.stderr
+    again = subprocess.run([*command, *flags, "--prompt", "hi there"], capture_output=True, check=True)
+    assert again.stdout == done.stdout
+
+
+def test_generate_without_a_model_makes_one_in_the_cache_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["generate", "--prompt", "x", "--max-tokens", "3", "--seed", "1"]) == 0
+    made = list(tmp_path.glob("deepseek-attn/*/config.json"))
+    assert len(made) == 1
+    stamp = made[0].stat().st_mtime_ns
+    assert main(["generate", "--prompt", "x", "--max-tokens", "3", "--seed", "1"]) == 0
+    assert made[0].stat().st_mtime_ns == stamp
+    assert "random weights" in capsys.readouterr().err
+
+
+def test_info_json_names_every_backend_with_a_reason(capsys):
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["packages"]["torch"] == torch.__version__
+    assert {"reference"} <= {backend["name"] for backend in facts["backends"]}
+    assert all(backend["reason"] for backend in facts["backends"])
+    assert main(["info"]) == 0
+    assert "reference" in capsys.readouterr().out
+
+
+def test_plan_reports_what_is_allocated(checkpoint, capsys):
+    limits = ["--max-model-len", "777", "--max-num-seqs", "2", "--max-num-batched-tokens", "130"]
+    args = ["plan", "--model", str(checkpoint), "--numerics", "official", "--dtype", "bfloat16", *limits, "--json"]
+    assert main([*args, "--memory", "1GB"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    runner = ModelRunner.from_pretrained(
+        checkpoint, device="cpu", numerics="official", dtype="bfloat16", progress=False,
+        max_model_len=777, max_num_seqs=2, max_num_batched_tokens=130,
+    )  # fmt: skip
+    assert facts["caches"] == runner.pools.nbytes()
+    assert facts["sequences_that_fit"] > 2
+    assert main(args[:-1]) == 0
+    assert f"{facts['caches']:,} B" in capsys.readouterr().out
+
+
+def break_shard(directory):
+    shard = max(directory.glob("*.safetensors"))
+    os.truncate(shard, shard.stat().st_size - 3)
+
+
+def break_json(directory):
+    (directory / "config.json").write_text('{"model_type": ')
+
+
+def break_model_type(directory):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [(break_shard, "truncated"), (break_json, "line 1"), (break_model_type, "llama")],
+    ids=["truncated-shard", "broken-json", "unknown-model-type"],
+)
+def test_damaged_checkpoints(checkpoint, tmp_path, capsys, damage, message):
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    damage(copy)
+    code, out = score(copy, tmp_path, [[0, 1]])
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("lists", "flags", "message"),
+    [
+        ("[[0, 1", [], "not valid JSON"),
+        ([], [], "non-empty list"),
+        ([[0], []], [], "list 1: it is empty"),
+        ([[0, "a"]], [], "'a' is not an integer"),
+        ([[0, 512]], [], "token id 512"),
+        ([[0, -1]], [], "token id -1"),
+        ([[0] * 60], ["--max-model-len", "50"], "60 tokens exceeds max_model_len=50"),
+        ([[0]], ["--chunk-size", "0"], "chunk_size=0"),
+        ([[0]], ["--layers", "1", "--mtp"], "--mtp needs the whole model"),
+        ([[0]], ["--layers", "3"], "layers [3] do not exist"),
+        ([[0]], ["--layers", "one"], "--layers 'one'"),
+        ([[0]], ["--backend", "magic"], "unknown backend 'magic'"),
+        ([[0]], ["--max-num-seqs", "0"], "max_num_seqs=0"),
+        ([[0]], ["--max-model-len", "5000"], "exceeds the model's 4096"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_wrong_score_input(checkpoint, tmp_path, capsys, lists, flags, message):
+    code, out = score(checkpoint, tmp_path, lists, *flags)
+    captured = capsys.readouterr()
+    assert code == 2
+    assert message in captured.err
+    assert captured.err.startswith("deepseek-attn score: error: ")
+    assert not out.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens.json"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "/does/not/exist", "--prompt", "x"], "does not exist"),
+        (["--prompt", ""], "empty prompt"),
+        (["--prompt", "x", "--thinking"], "--thinking needs --chat"),
+        (["--token-ids", "1,2", "--chat"], "--chat takes text"),
+        (["--token-ids", "1,x"], "write integers"),
+        (["--prompt", "x", "--temperature", "-1", "--top-p", "0"], "top_p=0"),
+        (["--prompt", "x", "--max-tokens", "0"], "max_tokens=0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_wrong_generate_input(args, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["generate", *args]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_no_checkpoint(tmp_path, capsys):
+    path = token_file(tmp_path, [[0]])
+    assert main(["score", "--model", str(path), "--token-ids", str(path), "--out", str(tmp_path / "o")]) == 2
+    assert "is a file" in capsys.readouterr().err
+
+
+def test_make_checkpoint_refuses_a_full_directory(checkpoint, capsys):
+    before = sorted(path.name for path in checkpoint.iterdir())
+    assert main(["make-checkpoint", "--out", str(checkpoint)]) == 2
+    assert "not an empty directory" in capsys.readouterr().err
+    assert sorted(path.name for path in checkpoint.iterdir()) == before
+
+
+def test_unknown_flags_exit_with_2():
+    with pytest.raises(SystemExit) as error:
+        main(["score", "--modle", "x"])
+    assert error.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("80GB", 80 * 10**9), ("24GiB", 24 * 2**30), ("141e9", 141 * 10**9), ("1.5k", 1500), ("7", 7)]
+)
+def test_parse_bytes(text, count):
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GB", "3 apples", "-1GB"])
+def test_parse_bytes_refuses(text):
+    with pytest.raises(ValueError, match="no amount of memory"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1234, "1.23 KB"), (5.85e9, "5.85 GB"), (2e12, "2 TB")]
+)
+def test_show_bytes(count, text):
+    assert show_bytes(count) == text

@@ -1,0 +1,138 @@
+"""LLM and the generation loop: what comes out equals running each request alone, and nothing is left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepseek_attn import LLM, ModelConfig, SamplingParams
+from deepseek_attn.checkpoint import RandomSource, write_checkpoint
+from deepseek_attn.engine.loop import plan_step, run_requests
+from deepseek_attn.engine.request import Request
+
+OPTIONS = {"device": "cpu", "max_model_len": 200, "max_num_seqs": 3, "max_num_batched_tokens": 40, "progress": False}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    config = ModelConfig.from_preset("tiny").replace(num_hidden_layers=3, compress_ratios=[0, 4, 128, 0])
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    return LLM(write_checkpoint(RandomSource(config, seed=3), config, directory), **OPTIONS)
+
+
+@pytest.fixture
+def free_pages(llm):
+    """Every page is back when a test is over."""
+    before = llm.runner.manager.available_pages()
+    yield before
+    assert llm.runner.manager.available_pages() == before
+
+
+def prompts(*lengths):
+    return [torch.randint(10, 260, (n,)).tolist() for n in lengths]
+
+
+def greedy_by_scoring(llm, prompt, count):
+    """Independent of the loop: the argmax of a full teacher-forced run, token after token."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(llm.runner.score([ids])[0][-1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_greedy_equals_scoring(llm, free_pages):
+    [prompt] = prompts(61)
+    [completion] = llm.generate([prompt], GREEDY)
+    assert completion.token_ids == greedy_by_scoring(llm, prompt, 12)
+    assert completion.prompt_token_ids == prompt
+    assert completion.finish_reason == "length"
+
+
+def test_batch_equals_each_alone(llm, free_pages):
+    """More requests than fit at once, prompts longer than a step, different lengths and parameters."""
+    batch = prompts(1, 97, 5, 41, 40, 130, 3)
+    params = [
+        SamplingParams(temperature=t, top_k=k, seed=7, max_tokens=m, ignore_eos=True)
+        for t, k, m in [(0, 0, 9), (1, 0, 4), (0.7, 5, 11), (0, 0, 1), (1.3, 0, 7), (0, 0, 12), (1, 3, 6)]
+    ]
+    together = llm.generate(batch, params)
+    for index, (prompt, p) in enumerate(zip(batch, params, strict=True)):
+        request = Request.create(llm.runner, llm.tokenizer, prompt, p, index)
+        for _ in run_requests(llm.runner, [request]):
+            pass
+        assert together[index] == request.completion()
+        assert len(together[index].token_ids) == p.max_tokens
+
+
+def test_stream_pieces_are_the_completion(llm, free_pages):
+    pieces = list(llm.stream("Grüße, 世界", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)))
+    [completion] = llm.generate("Grüße, 世界", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    assert "".join(pieces) == completion.text
+    assert completion.prompt_token_ids[0] == llm.tokenizer.bos_token_id
+
+
+def test_closing_a_stream_frees_its_pages(llm, free_pages):
+    stream = llm.stream("abc", SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    next(piece for piece in stream if piece)
+    assert llm.runner.manager.available_pages() != free_pages
+    stream.close()
+
+
+def test_stop_token_and_eos(llm, free_pages):
+    [prompt] = prompts(20)
+    tokens = llm.generate([prompt], GREEDY)[0].token_ids
+    stop = tokens[4]
+    first = tokens.index(stop)
+    [completion] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12, stop_token_ids=(stop,)))
+    assert completion.token_ids == tokens[: first + 1]
+    assert completion.finish_reason == "stop"
+
+
+def test_generation_ends_at_max_model_len(llm, free_pages):
+    [prompt] = prompts(190)
+    [completion] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
+    assert completion.finish_reason == "length"
+    assert len(prompt) + len(completion.token_ids) == OPTIONS["max_model_len"]
+
+
+def test_decodes_come_before_prompts(llm, free_pages):
+    requests = [Request.create(llm.runner, None, prompt, GREEDY) for prompt in prompts(60, 30)]
+    requests[1].sequence.token_ids = requests[1].sequence.token_ids[:1]
+    assert plan_step(requests, 40) == [(requests[1], 1), (requests[0], 39)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "empty prompt"),
+        ([], "empty prompt"),
+        ([0, 512], "token id 512"),
+        ([0, -1], "token id -1"),
+        ([0] * 201, "201 tokens exceeds max_model_len=200"),
+    ],
+    ids=["empty-text", "empty-ids", "id-too-large", "negative-id", "too-long"],
+)
+def test_a_bad_prompt_is_named_and_nothing_runs(llm, free_pages, prompt, message):
+    with pytest.raises(ValueError, match=f"prompt 1: .*{message}"):
+        llm.generate([[0, 1], prompt], GREEDY)
+
+
+def test_chat(llm, free_pages):
+    ids, explanation = llm.chat_prompt([{"role": "user", "content": "hi"}])
+    assert llm.tokenizer.decode(ids) == "<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜></think>"
+    assert "built-in" in explanation
+    completion = llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+    assert completion.prompt_token_ids == ids
+
+
+def test_without_a_tokenizer_only_ids(llm, free_pages, tmp_path):
+    directory = tmp_path / "bare"
+    config = llm.runner.config
+    write_checkpoint(RandomSource(config, seed=3), config, directory)
+    (directory / "tokenizer.json").unlink()
+    bare = LLM(directory, **OPTIONS)
+    [prompt] = prompts(9)
+    assert bare.generate([prompt], GREEDY)[0].token_ids == llm.generate([prompt], GREEDY)[0].token_ids
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        bare.generate("text", GREEDY)

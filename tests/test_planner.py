@@ -1,0 +1,84 @@
+"""The planner predicts what is allocated, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepseek_attn.attention import DeepseekV4MLAAttention
+from deepseek_attn.config import ModelConfig
+from deepseek_attn.numerics import PRESETS
+from deepseek_attn.planner import largest, make_plan, sequences_that_fit, tokens_that_fit
+from deepseek_attn.runner import ModelRunner
+
+LIMITS = {"max_model_len": 1031, "max_num_seqs": 3, "max_num_batched_tokens": 200}
+
+
+def attention_layers(runner: ModelRunner) -> list[DeepseekV4MLAAttention]:
+    return [module for module in runner.model.modules() if isinstance(module, DeepseekV4MLAAttention)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("numerics", PRESETS)
+def test_plan_equals_allocation(numerics, dtype):
+    config = ModelConfig.from_preset("tiny")
+    runner = ModelRunner.from_config(config, numerics=numerics, dtype=dtype, device="cpu", max_rollback=5, **LIMITS)
+    plan = make_plan(config, PRESETS[numerics], dtype, *LIMITS.values(), max_rollback=5)
+    allocated = sum(pool.tensor.untyped_storage().nbytes() for pool in runner.pools)
+    assert plan.caches == allocated
+    layers = attention_layers(runner)
+    topk = next(layer.topk_indices_buffer for layer in layers if layer.indexer is not None)
+    assert plan.workspace == runner.workspace.nbytes() + topk.numel() * topk.element_size()
+    ropes = {id(layer.rope): layer.rope.cos_sin for layer in layers}
+    assert plan.rope == sum(table.numel() * table.element_size() for table in ropes.values())
+
+
+@pytest.mark.parametrize("schedule", [[0, 8, 2, 16, 128, 0, 0], [4] * 6 + [0], [1, 256, 4, 4, 0, 64, 0]], ids=str)
+def test_plan_equals_allocation_for_other_schedules(schedule):
+    config = ModelConfig.from_preset("tiny").replace(compress_ratios=schedule)
+    runner = ModelRunner.from_config(config, numerics="serving", dtype="bfloat16", device="cpu", **LIMITS)
+    plan = make_plan(config, PRESETS["serving"], torch.bfloat16, *LIMITS.values())
+    assert plan.caches == runner.pools.nbytes()
+
+
+def test_fixed_and_marginal_parts_add_up():
+    """A sequence that fills whole pages costs its fixed part plus the marginal bytes of its tokens."""
+    config = ModelConfig.from_preset("v4_flash")
+    tokens = 8192  # a whole number of pages for C4A (256 tokens) and C128A (4096 tokens)
+    one, two = (make_plan(config, PRESETS["serving"], torch.bfloat16, tokens, count, 2048) for count in (1, 2))
+    assert two.caches - one.caches == one.fixed + one.per_token * tokens
+    assert one.caches == one.shared + one.fixed + one.per_token * tokens
+
+
+def test_flash_marginal_bytes_by_hand():
+    """C4A: a 64-entry page of 37440 B and an index page of 8640 B per 256 tokens; C128A: 19008 B per 4096 tokens."""
+    plan = make_plan(ModelConfig.from_preset("v4_flash"), PRESETS["serving"], torch.bfloat16, 8192, 1, 2048)
+    by_kind = {layer.kind: layer.per_token for layer in plan.layers}
+    assert by_kind == {"SWA": 0.0, "C4A": (37440 + 8640) / 256, "C128A": -(-32 * 584 // 576) * 576 / 4096}
+    assert plan.per_token == 21 * by_kind["C4A"] + 20 * by_kind["C128A"]
+    assert sum(layer.index_per_token for layer in plan.layers) == 21 * 8640 / 256
+
+
+def test_what_fits_is_the_most_that_fits():
+    config = ModelConfig.from_preset("v4_flash")
+
+    def plan_for(max_model_len, max_num_seqs):
+        return make_plan(config, PRESETS["serving"], torch.bfloat16, max_model_len, max_num_seqs, 2048)
+
+    memory = 7 * 10**9
+    count = sequences_that_fit(plan_for, memory, 65536)
+    assert count > 1
+    assert plan_for(65536, count).total <= memory < plan_for(65536, count + 1).total
+    length = tokens_that_fit(plan_for, memory, 5, config.max_position_embeddings)
+    assert plan_for(length, 5).total <= memory < plan_for(length + 1, 5).total
+    assert sequences_that_fit(plan_for, 10**6, 65536) == 0
+
+
+@pytest.mark.parametrize(("bound", "limit"), [(0, 10), (7, 10), (10, 10), (50, 10)])
+def test_largest(bound, limit):
+    assert largest(lambda value: value <= bound, limit) == min(bound, limit)
+
+
+def test_million_tokens_keep_index_scores_bounded():
+    plan = make_plan(ModelConfig.from_preset("v4_pro"), PRESETS["serving"], torch.bfloat16, 1 << 20, 1, 8192)
+    assert plan.index_logits <= 64 << 20
