@@ -56,7 +56,7 @@ class OracleOutput:
             self.router_gap = min(self.router_gap, float((best[:, k - 1] - best[:, k]).min()))
 
     def choose_entries(self, layer: int, scores: torch.Tensor, visible: torch.Tensor, k: int) -> None:
-        """Records the entries of a layer from ``scores [T, N]`` and the number that each query sees, ``visible [T]``."""
+        """Records the entries of a layer from ``scores [T, N]``, of which query t sees the first ``visible[t]``."""
         chosen = torch.zeros(scores.shape, dtype=torch.bool)
         for t, count in enumerate(visible.tolist()):
             row = scores[t, :count]
