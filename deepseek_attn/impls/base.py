@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 if TYPE_CHECKING:
     from deepseek_attn.attention import DeepseekV4MLAAttention
+    from deepseek_attn.config import AnyConfig
+    from deepseek_attn.numerics import Numerics
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What the attention layers of a model ask of an impl.
+
+    Attributes:
+        num_heads, head_dim: of the queries; rope_dim: rotated channels at the end of each head.
+        kv_record: how K = V is stored: ``"plain"`` rows or ``"fp8_ds_mla"`` records.
+        dtype: of queries and output.
+    """
+
+    num_heads: int
+    head_dim: int
+    rope_dim: int = 64
+    kv_record: str = "fp8_ds_mla"
+    dtype: torch.dtype = torch.bfloat16
+
+    @classmethod
+    def of(cls, config: AnyConfig, numerics: Numerics, dtype: torch.dtype) -> AttentionSpec:
+        """The spec of every layer of a model."""
+        return cls(config.num_attention_heads, config.head_dim, config.qk_rope_head_dim, numerics.kv_record, dtype)
 
 
 class DeepseekV4SparseMLAAttentionImpl(ABC):
@@ -24,8 +49,8 @@ class DeepseekV4SparseMLAAttentionImpl(ABC):
 
     @classmethod
     @abstractmethod
-    def supported(cls, device: torch.device) -> tuple[bool, str]:
-        """Whether the impl can run on ``device``, and the reason."""
+    def supported(cls, device: torch.device, spec: AttentionSpec | None = None) -> tuple[bool, str]:
+        """Whether the impl can run on ``device``, for layers like ``spec`` if one is given, and the reason."""
 
     @classmethod
     def padded_heads(cls, num_heads: int) -> int:

@@ -2,164 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
 
-from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
-from deepseek_attn.kernels.reference.gather import dequantize_and_gather_k_cache
-from deepseek_attn.kernels.reference.indices import combine_topk_swa_indices, compute_global_topk_indices_and_lens
+from deepseek_attn.impls.base import AttentionSpec
+from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.kernels.reference.sparse_attention import sparse_attention, sparse_attention_paged
 
-if TYPE_CHECKING:
-    from deepseek_attn.attention import DeepseekV4MLAAttention
 
-
-class DeepseekV4ReferenceSparseImpl(DeepseekV4SparseMLAAttentionImpl):
-    """Splits decode from prefill; prefill reads keys gathered into the workspace, decode reads the pages."""
+class DeepseekV4ReferenceSparseImpl(SplitAttentionImpl):
+    """Attention in float32 torch: what the other impls are measured against."""
 
     name = "reference"
 
     @classmethod
-    def supported(cls, device: torch.device) -> tuple[bool, str]:
+    def supported(cls, device: torch.device, spec: AttentionSpec | None = None) -> tuple[bool, str]:
         return True, "plain torch, any device"
 
     @classmethod
-    def forward_mqa(cls, layer, q, kv, positions, output) -> None:
-        if layer.step is None:
-            rows = layer.workspace_rows()
-            layer.workspace.get(((cls.PREFILL_CHUNK_SIZE, rows, layer.head_dim), q.dtype))
-            output.zero_()
-            return
-        swa = layer.step.swa
-        decode = swa.num_decode_tokens
-        if swa.num_prefills:
-            cls._forward_prefill(layer, q[decode:], output[decode:])
-        if decode:
-            cls._forward_decode(layer, q[:decode], output[:decode])
-
-    @classmethod
-    def _forward_decode(cls, layer: DeepseekV4MLAAttention, q: torch.Tensor, output: torch.Tensor) -> None:
-        """One softmax over the window's pages and the compressed pages, straight from the pools."""
-        swa, pool = layer.step.swa, layer.swa_cache
-        sources = [(pool.record, pool.tensor, pool.entries, swa.decode_swa_indices.squeeze(1), swa.decode_swa_lens)]
-        if layer.compress_ratio:
-            indices, lens = cls._decode_topk(layer)
-            pool = layer.kv_cache
-            sources.append((pool.record, pool.tensor, pool.entries, indices, lens))
-        out, _ = sparse_attention_paged(q, sources, layer.scale, layer.attn_sink)
+    def attend_pages(cls, layer, q, sources, output) -> None:
+        pools = [(s.pool.record, s.pool.tensor, s.pool.entries, s.indices, s.lens) for s in sources]
+        out, _ = sparse_attention_paged(q, pools, layer.scale, layer.attn_sink)
         output.copy_(out)
 
     @classmethod
-    def _decode_topk(cls, layer: DeepseekV4MLAAttention) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots ``[Dt, K]`` and counts ``[Dt]`` of the compressed entries that decode queries read."""
-        swa, meta = layer.step.swa, layer.step.sparse[layer.compress_ratio]
-        if layer.indexer is None:
-            return meta.c128a_global_decode_topk_indices.squeeze(1), meta.c128a_decode_topk_lens
-        tokens = swa.num_decode_tokens
-        return compute_global_topk_indices_and_lens(
-            layer.topk_indices_buffer[:tokens],
-            swa.token_to_req_indices[:tokens],
-            meta.block_table,
-            meta.block_size,
-            swa.is_valid_token[:tokens],
-        )
-
-    @classmethod
-    def _forward_prefill(cls, layer: DeepseekV4MLAAttention, q: torch.Tensor, output: torch.Tensor) -> None:
-        """Gathers keys into the workspace, as many requests at once as fit, and attends over their rows."""
-        swa, ratio = layer.step.swa, layer.compress_ratio
-        topk = cls._prefill_topk(layer)
-        starts = (swa.query_start_loc_cpu[swa.num_decodes :] - swa.num_decode_tokens).tolist()
-        capacity = cls.PREFILL_CHUNK_SIZE * layer.workspace_rows()
-        for chunk in plan_prefill_chunks(swa.prefill_seq_lens_cpu, swa.prefill_gather_lens_cpu, ratio, capacity):
-            requests = slice(chunk.first, chunk.last)
-            batch = slice(swa.num_decodes + chunk.first, swa.num_decodes + chunk.last)
-            rows = slice(starts[chunk.first], starts[chunk.last])
-            if rows.start == rows.stop:
-                continue
-            shape = (chunk.last - chunk.first, chunk.N + chunk.window_rows, layer.head_dim)
-            (kv,) = layer.workspace.get((shape, q.dtype))
-            cls._gather(layer, kv, requests, batch, chunk.N)
-            indices, lens = combine_topk_swa_indices(
-                topk[rows],
-                swa.query_start_loc[batch.start : batch.stop + 1],
-                swa.prefill_seq_lens[requests],
-                swa.prefill_gather_lens[requests],
-                layer.window_size,
-                ratio,
-                topk.shape[1],
-                shape[1],
-                chunk.N,
-            )
-            lens = torch.where(swa.is_valid_token[swa.num_decode_tokens :][rows], lens, 0)
-            out, _ = sparse_attention(q[rows], kv.view(-1, layer.head_dim), indices, layer.scale, layer.attn_sink, lens)
-            output[rows] = out
-
-    @classmethod
-    def _prefill_topk(cls, layer: DeepseekV4MLAAttention) -> torch.Tensor:
-        """Entries ``[Rt, K]``, local to their request, that prefill queries read; ``K`` is 0 for window-only layers."""
-        swa = layer.step.swa
-        if not layer.compress_ratio:
-            return torch.empty(swa.num_prefill_tokens, 0, dtype=torch.int32, device=swa.slot_mapping.device)
-        if layer.indexer is None:
-            return layer.step.sparse[layer.compress_ratio].c128a_prefill_topk_indices
-        first = swa.num_decode_tokens
-        return layer.topk_indices_buffer[first : first + swa.num_prefill_tokens]
-
-    @classmethod
-    def _gather(cls, layer: DeepseekV4MLAAttention, kv: torch.Tensor, requests: slice, batch: slice, N: int) -> None:
-        """Rows [0, N) of each request: its compressed entries; rows from N on: the end of its window cache."""
-        swa, pool = layer.step.swa, layer.swa_cache
-        seq_lens, gather_lens = swa.prefill_seq_lens[requests], swa.prefill_gather_lens[requests]
-        if layer.compress_ratio:
-            meta, entries = layer.step.sparse[layer.compress_ratio], layer.kv_cache
-            dequantize_and_gather_k_cache(
-                kv,
-                entries.record,
-                entries.tensor,
-                seq_lens // layer.compress_ratio,
-                None,
-                meta.block_table[batch],
-                meta.block_size,
-                0,
-            )
-        dequantize_and_gather_k_cache(
-            kv, pool.record, pool.tensor, seq_lens, gather_lens, swa.block_table[batch], swa.block_size, N
-        )
-
-
-@dataclass(frozen=True)
-class PrefillChunk:
-    """Prefill requests ``first`` to ``last`` (exclusive) share the workspace.
-
-    Attributes:
-        N: rows for compressed entries per request; window_rows: rows for window keys behind them.
-    """
-
-    first: int
-    last: int
-    N: int
-    window_rows: int
-
-
-def plan_prefill_chunks(
-    seq_lens: torch.Tensor, gather_lens: torch.Tensor, ratio: int, capacity: int
-) -> list[PrefillChunk]:
-    """Groups consecutive requests so that ``requests * (N + window_rows)`` stays within ``capacity`` rows.
-
-    ``N`` and ``window_rows`` are the largest of the group, so short requests are not sized by ``max_model_len``. A
-    request alone always fits the reserved workspace.
-    """
-    chunks: list[PrefillChunk] = []
-    for index, (seq_len, gather_len) in enumerate(zip(seq_lens.tolist(), gather_lens.tolist(), strict=True)):
-        alone = PrefillChunk(index, index + 1, seq_len // ratio if ratio else 0, gather_len)
-        if chunks:
-            last = chunks[-1]
-            merged = PrefillChunk(last.first, index + 1, max(last.N, alone.N), max(last.window_rows, alone.window_rows))
-            if (merged.last - merged.first) * (merged.N + merged.window_rows) <= capacity:
-                chunks[-1] = merged
-                continue
-        chunks.append(alone)
-    return chunks
+    def attend_rows(cls, layer, q, kv, indices, lens, output) -> None:
+        out, _ = sparse_attention(q, kv, indices, layer.scale, layer.attn_sink, lens)
+        output.copy_(out)

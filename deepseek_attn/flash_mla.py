@@ -1,0 +1,368 @@
+"""The only door to FlashMLA: which flavour is installed, what it can do here, and what its kernels must be given.
+
+Three flavours install the import name ``flash_mla``:
+
+* ``sgl-flash-mla`` (PyPI): the kernels of SM90 and of the V3.2 and V4 caches are behind ``use_legacy=True``.
+* upstream (git): without them since its 2026.09.30 release, which serves V4.1 caches on SM100 only.
+* vLLM's fork (git): the kernels write into ``out=``.
+
+Nothing is imported until a CUDA device asks. Shapes below: ``T`` queries, ``H`` heads, ``d`` 512 (V4) or 576 (V3.2).
+Values are the first 512 channels of a key. Both functions return the log-sum-exp in natural log, without the sink.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from deepseek_attn.impls.base import AttentionSpec
+
+HEADS = (64, 128)  # what the kernels are compiled for
+ENTRY_BYTES = {512: 584, 576: 656}  # cache bytes per entry, by head_dim
+ROW_BYTES = {512: 576, 576: 656}  # rows that SM100 sees a pool as: the page stride is a multiple
+VALUE_DIM = 512
+DECODE_WIDTH, PREFILL_WIDTH = 64, 128  # index rows are multiples of these
+INSTALL = "pip install 'deepseek-attn[flash-mla]'"
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """What ``import flash_mla`` finds.
+
+    Attributes:
+        name: ``sgl-flash-mla``, ``upstream`` or ``vllm``; version: as the package says.
+        use_legacy: the kernels are asked for with ``use_legacy=True``; takes_out: they write into ``out=``.
+        problem: why it cannot serve V3.2 and V4 caches; empty if it can.
+    """
+
+    name: str = "none"
+    version: str = "unknown"
+    use_legacy: bool = False
+    takes_out: bool = False
+    problem: str = ""
+
+    def options(self, out: Tensor | None) -> dict[str, Any]:
+        """Arguments of a kernel call that only some flavours know."""
+        options: dict[str, Any] = {"use_legacy": True} if self.use_legacy else {}
+        return options | ({"out": out} if self.takes_out else {})
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Keys in a paged pool and which of them each query reads.
+
+    Attributes:
+        pool: uint8 ``[pages, >= page bytes]``, 584-byte (page-separated) or 656-byte (one after the other) entries;
+            the page stride is free.
+        entries: per page.
+        indices: int32 ``[T, K]`` slots (page * entries + offset), -1 for none. Only -1: slots are not checked.
+        lens: int32 ``[T]`` columns to look at, or None for all.
+    """
+
+    pool: Tensor
+    entries: int
+    indices: Tensor
+    lens: Tensor | None = None
+
+
+def _module() -> Any:
+    return importlib.import_module("flash_mla")
+
+
+@lru_cache(maxsize=1)
+def flavour() -> Flavour:
+    """The installed flavour, imported once. Never raises: what is wrong is in ``problem``."""
+    try:
+        module = _module()
+    except ModuleNotFoundError as error:
+        if error.name != "flash_mla":
+            return Flavour(problem=f"importing flash_mla fails ({error}); {INSTALL}")
+        return Flavour(problem=f"the package flash_mla is not installed: {INSTALL}")
+    except Exception as error:  # a shared library that does not load can raise anything
+        return Flavour(problem=f"importing flash_mla fails ({type(error).__name__}: {error}); reinstall it: {INSTALL}")
+    version = str(getattr(module, "__version__", "unknown"))
+    decode = getattr(module, "flash_mla_with_kvcache", None)
+    arguments = inspect.signature(decode).parameters if decode else {}
+    if "use_legacy" in arguments:
+        problem = "" if module.has_legacy() else f"this build of sgl-flash-mla {version} lacks the SM90 / V4 kernels"
+        return Flavour("sgl-flash-mla", version, True, "out" in arguments, problem and f"{problem}: {INSTALL}")
+    name, problem = ("vllm" if "out" in arguments else "upstream"), ""
+    if "extra_k_cache" not in arguments or not hasattr(module, "flash_mla_sparse_fwd"):
+        problem = f"flash_mla {version} is too old: it cannot attend to two caches with sinks; {INSTALL}"
+    elif name == "upstream" and "enable_batch_invariant" in arguments:
+        problem = (
+            f"flash_mla {version} is upstream's 2026.09.30 release or later, which dropped SM90 and the V3.2 and V4 "
+            f"caches; sgl-flash-mla still has them: {INSTALL}"
+        )
+    return Flavour(name, version, False, name == "vllm", problem)
+
+
+def supported(device: torch.device | str, spec: AttentionSpec | None = None) -> tuple[bool, str]:
+    """Whether the kernels run on ``device``, for heads like those of ``spec`` if one is given, and the reason."""
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False, f"FlashMLA needs an NVIDIA GPU; the device is {device}"
+    major, minor = _capability(device)
+    if (major, minor) != (9, 0) and major != 10:
+        return False, f"FlashMLA has kernels for compute capability 9.0 and 10.x; this GPU has {major}.{minor}"
+    found = flavour()
+    if found.problem:
+        return False, found.problem
+    problem = _shape_problem(spec) if spec is not None else ""
+    if problem:
+        return False, problem
+    return True, f"{found.name} {found.version} on compute capability {major}.{minor}"
+
+
+def _shape_problem(spec: AttentionSpec) -> str:
+    if spec.head_dim not in ENTRY_BYTES or spec.rope_dim != 64:
+        return (
+            f"its kernels take 512 or 576 channels per head, 64 of them rotated; this model has {spec.head_dim} with "
+            f"{spec.rope_dim}"
+        )
+    if spec.num_heads > max(HEADS):
+        return f"its kernels take up to {max(HEADS)} heads; this model has {spec.num_heads}"
+    if spec.dtype != torch.bfloat16:
+        return f"its kernels take bfloat16 queries, not {spec.dtype}: use dtype='bfloat16'"
+    return ""
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def padded_heads(num_heads: int) -> int:
+    """The smallest head count the kernels are compiled for: 64 or 128.
+
+    Raises:
+        ValueError: fewer than 1 or more than 128 heads.
+    """
+    if not 1 <= num_heads <= max(HEADS):
+        raise ValueError(f"FlashMLA takes 1 to {max(HEADS)} heads, got {num_heads}")
+    return next(heads for heads in HEADS if num_heads <= heads)
+
+
+def new_schedule() -> Any:
+    """An empty plan holder. The first `sparse_decode` that is given it plans; later ones reuse the plan.
+
+    Notes:
+        Reuse it only while shapes *and the values of all lengths* stay the same: the kernel does not check the values,
+        and a stale plan gives wrong results.
+    """
+    return _module().get_mla_metadata()[0]
+
+
+def sparse_decode(
+    q: Tensor,
+    pages: Sequence[Pages],
+    scale: float,
+    sink: Tensor | None = None,
+    schedule: Any = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each query over keys in one or two FP8 pools, under one softmax.
+
+    Args:
+        q: bfloat16 ``[T, H, d]``; or ``[b, s, H, d]``, with indices ``[b, s, K]`` and lengths ``[b]``.
+        pages: the keys. V3.2 (``d`` 576) reads one pool, V4 (512) one or two.
+        scale: factor of the logits.
+        sink: float32 ``[H]``, or ``[H']`` with ``H' < H`` if the last heads are padding; a logit that takes weight but
+            has no value.
+        schedule: from `new_schedule`; None plans for this call alone.
+        out: bfloat16 ``[T, H, 512]`` to write to.
+
+    Returns:
+        ``(out, lse)``: ``[T, H, 512]`` and float32 ``[T, H]``. A query without a key gets 0 and +inf.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that the kernel does not take.
+
+    Notes:
+        Slots must lie in the pool: the kernel reads whatever address they give. Lengths are per row of the batch
+        (``b``) and columns past them are ignored; V3.2's kernel takes no lengths, so there those columns become -1.
+    """
+    flat = q.dim() == 3
+    q4 = q.unsqueeze(1) if flat else q
+    _check_query(q4, sink, out, q.shape[:-1])
+    if not 1 <= len(pages) <= (2 if q.shape[-1] == 512 else 1):
+        raise ValueError(f"head_dim {q.shape[-1]} reads {'one or two pools' if flat else 'one pool'}, got {len(pages)}")
+    if q.numel() == 0:
+        return _result(_empty(q, out), q.new_empty(q.shape[:-1], dtype=torch.float32), out)
+    batch, queries, heads, dim = q4.shape
+    width = padded_heads(heads)
+    caches = [_cache_view(page, dim, q.device) for page in pages]
+    keys = [_decode_indices(page, batch, queries, dim, flat) for page in pages]
+    found = flavour()
+    extra = {"extra_k_cache": caches[1], "extra_indices_in_kvcache": keys[1][0]} if len(pages) == 2 else {}
+    if extra and keys[1][1] is not None:
+        extra["extra_topk_length"] = keys[1][1]
+    direct = _direct_out(found, out, heads, width)
+    result, lse = _module().flash_mla_with_kvcache(
+        _pad_heads(q4, width),
+        caches[0],
+        block_table=None,
+        cache_seqlens=None,
+        head_dim_v=VALUE_DIM,
+        tile_scheduler_metadata=new_schedule() if schedule is None else schedule,
+        softmax_scale=scale,
+        is_fp8_kvcache=True,
+        indices=keys[0][0],
+        topk_length=keys[0][1],
+        attn_sink=_pad_sink(sink, width),
+        **extra,
+        **found.options(None if direct is None else direct.view(batch, queries, heads, VALUE_DIM)),
+    )
+    result, lse = result[:, :, :heads], lse.transpose(1, 2)[:, :, :heads]
+    if flat:
+        result, lse = result.squeeze(1), lse.squeeze(1)
+    return _result(result, lse, out, written=direct is not None)
+
+
+def sparse_prefill(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    scale: float,
+    sink: Tensor | None = None,
+    lens: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each query over rows of a bfloat16 workspace (requests lie flat; indices are offset by request).
+
+    Args:
+        q: bfloat16 ``[T, H, d]``.
+        kv: bfloat16 ``[N, d]``.
+        indices: int32 ``[T, K]`` rows of ``kv``; negative or ``>= N`` for none.
+        scale, sink, out: as in `sparse_decode`.
+        lens: int32 ``[T]`` columns to look at, or None for all. What is past them may be any row, NaN included.
+
+    Returns:
+        ``(out, lse)`` as in `sparse_decode`.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that the kernel does not take.
+    """
+    if q.dim() != 3:
+        raise ValueError(f"q must be [T, H, d], got {tuple(q.shape)}")
+    _check_query(q.unsqueeze(1), sink, out, q.shape[:-1])
+    tokens, heads, dim = q.shape
+    if kv.dim() != 2 or kv.shape[1] != dim or kv.dtype != torch.bfloat16 or kv.stride(1) != 1:
+        raise ValueError(f"kv must be bfloat16 [N, {dim}] with contiguous rows, got {tuple(kv.shape)} {kv.dtype}")
+    _check_indices(indices, (tokens,), lens, tokens)
+    if tokens == 0 or kv.shape[0] == 0:
+        lse = q.new_full((tokens, heads), float("inf"), dtype=torch.float32)
+        return _result(_empty(q, out).zero_(), lse, out)
+    width, found = padded_heads(heads), flavour()
+    direct = _direct_out(found, out, heads, width)
+    # a valid index past the length to a row of NaN can, rarely, reach the output: so there is none
+    indices = _pad_width(_without_tail(indices, lens), PREFILL_WIDTH)
+    result, _, lse = _module().flash_mla_sparse_fwd(
+        _pad_heads(q, width),
+        kv.unsqueeze(1),
+        indices.unsqueeze(1),
+        scale,
+        d_v=VALUE_DIM,
+        attn_sink=_pad_sink(sink, width),
+        topk_length=_contiguous(lens),
+        **found.options(direct),
+    )
+    return _result(result[:, :heads], lse[:, :heads], out, written=direct is not None)
+
+
+def _check_query(q: Tensor, sink: Tensor | None, out: Tensor | None, rows: torch.Size) -> None:
+    if q.dim() != 4 or q.dtype != torch.bfloat16 or q.shape[-1] not in ENTRY_BYTES or q.stride(-1) != 1:
+        raise ValueError(
+            f"q must be bfloat16 with 512 or 576 contiguous channels per head, got {tuple(q.shape)} {q.dtype}"
+        )
+    padded_heads(q.shape[2])
+    if sink is not None and (sink.dim() != 1 or sink.shape[0] > q.shape[2] or sink.dtype != torch.float32):
+        raise ValueError(f"sink must be float32 [{q.shape[2]}], got {tuple(sink.shape)} {sink.dtype}")
+    if out is not None and (out.shape != (*rows, VALUE_DIM) or out.dtype != q.dtype):
+        raise ValueError(f"out must be bfloat16 {(*rows, VALUE_DIM)}, got {tuple(out.shape)} {out.dtype}")
+
+
+def _check_indices(indices: Tensor, rows: tuple[int, ...], lens: Tensor | None, batch: int) -> None:
+    if indices.dtype != torch.int32 or indices.dim() != len(rows) + 1 or indices.shape[:-1] != rows:
+        wanted = ", ".join(map(str, rows))
+        raise ValueError(f"indices must be int32 [{wanted}, K], got {tuple(indices.shape)} {indices.dtype}")
+    if lens is not None and (lens.dtype != torch.int32 or lens.shape != (batch,)):
+        raise ValueError(f"lens must be int32 [{batch}], got {tuple(lens.shape)} {lens.dtype}")
+
+
+def _cache_view(page: Pages, dim: int, device: torch.device) -> Tensor:
+    """The pool as the kernels take it: ``[pages, n, 1, bytes]``; for V4 the row stride only names the format."""
+    pool, row = page.pool, ENTRY_BYTES[dim]
+    stride = pool.stride(0)
+    if pool.dtype != torch.uint8 or pool.dim() != 2 or pool.stride(1) != 1 or pool.shape[1] < page.entries * row:
+        raise ValueError(
+            f"a pool must be uint8 [pages, at least {page.entries} x {row} bytes], got {tuple(pool.shape)} {pool.dtype}"
+        )
+    if device.type == "cuda" and _capability(device)[0] == 10 and (stride % ROW_BYTES[dim] or pool.data_ptr() % 16):
+        raise ValueError(
+            f"on this GPU pages must be a multiple of {ROW_BYTES[dim]} bytes apart and start at 16-byte aligned "
+            f"addresses: got a page stride of {stride} bytes"
+        )
+    return pool.as_strided((pool.shape[0], page.entries, 1, row), (stride, row, row, 1))
+
+
+def _decode_indices(page: Pages, batch: int, queries: int, dim: int, flat: bool) -> tuple[Tensor, Tensor | None]:
+    """Padded indices ``[b, s, K]`` and the lengths to pass along."""
+    _check_indices(page.indices, (batch,) if flat else (batch, queries), page.lens, batch)
+    indices = page.indices.unsqueeze(1) if flat else page.indices
+    if dim == 576:
+        return _pad_width(_without_tail(indices, page.lens), DECODE_WIDTH), None
+    return _pad_width(indices, DECODE_WIDTH), _contiguous(page.lens)
+
+
+def _without_tail(indices: Tensor, lens: Tensor | None) -> Tensor:
+    """Indices with -1 past the length of their row."""
+    if lens is None:
+        return indices
+    column = torch.arange(indices.shape[-1], dtype=torch.int32, device=indices.device)
+    return indices.masked_fill(column >= lens.view(-1, *[1] * (indices.dim() - 1)), -1)
+
+
+def _pad_width(indices: Tensor, multiple: int) -> Tensor:
+    """Contiguous rows, filled with -1 up to a positive multiple."""
+    missing = max(multiple, -(-indices.shape[-1] // multiple) * multiple) - indices.shape[-1]
+    return F.pad(indices, (0, missing), value=-1) if missing else indices.contiguous()
+
+
+def _pad_heads(q: Tensor, heads: int) -> Tensor:
+    return F.pad(q, (0, 0, 0, heads - q.shape[-2])) if heads > q.shape[-2] else q
+
+
+def _pad_sink(sink: Tensor | None, heads: int) -> Tensor | None:
+    if sink is None:
+        return None
+    return F.pad(sink, (0, heads - sink.shape[0])) if heads > sink.shape[0] else sink.contiguous()
+
+
+def _contiguous(lens: Tensor | None) -> Tensor | None:
+    return None if lens is None else lens.contiguous()
+
+
+def _direct_out(found: Flavour, out: Tensor | None, heads: int, padded: int) -> Tensor | None:
+    """``out`` itself if the kernel can write to it."""
+    return out if found.takes_out and out is not None and heads == padded and out.is_contiguous() else None
+
+
+def _empty(q: Tensor, out: Tensor | None) -> Tensor:
+    return q.new_empty(*q.shape[:-1], VALUE_DIM) if out is None else out
+
+
+def _result(result: Tensor, lse: Tensor, out: Tensor | None, written: bool = False) -> tuple[Tensor, Tensor]:
+    if out is None:
+        return result, lse
+    if not written and result is not out:
+        out.copy_(result)
+    return out, lse
