@@ -91,6 +91,11 @@ class DeepseekV4MLAAttention(CheckpointModule):
             self.indexer.compressor.bind(pools.get(self.prefix, "index"), pools.get(self.prefix, "index_state"))
             self.topk_indices_buffer = topk_indices_buffer
 
+    @property
+    def backend_name(self) -> str:
+        """The impl that attends."""
+        return self.impl.name
+
     def workspace_rows(self) -> int:
         """Rows of gathered keys that one request of any length can need: its entries, its window and its new tokens."""
         entries = -(-self.max_model_len // self.compress_ratio) if self.compress_ratio else 0

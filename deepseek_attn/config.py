@@ -10,33 +10,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from deepseek_attn.config_common import RopeSpec
 from deepseek_attn.config_schedule import Branch, published_branch
 from deepseek_attn.config_v4 import FIXED, read_v4
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """Rotary embedding of one layer: one table for its queries, window keys, compressed entries and indexer.
-
-    Attributes:
-        theta: base of the frequencies.
-        dim: rotated channels, the last ones of a head (``qk_rope_head_dim``).
-        factor: YaRN scaling factor; 1.0 means plain rope, and then the fields below are unused.
-        original_max_position_embeddings: context length, in tokens, before YaRN.
-        beta_fast: rotations over the original context above which a frequency is left as it is.
-        beta_slow: rotations below which a frequency is divided by ``factor``.
-    """
-
-    theta: float
-    dim: int
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    beta_fast: float = 32
-    beta_slow: float = 1
-
-    @property
-    def yarn(self) -> bool:
-        return self.factor != 1.0
+from deepseek_attn.config_v32 import DeepseekV32Config
 
 
 @dataclass(frozen=True)
@@ -87,7 +64,8 @@ class ModelConfig:
     """A checked DeepSeek-V4 configuration; fields have the names of the published ``config.json``.
 
     Make one with ``from_dict``, ``from_pretrained`` or ``from_preset``, and variants with ``replace``. These read the
-    published spelling and the one that transformers writes. Absent keys default to ``num_nextn_predict_layers`` 0,
+    published spelling and the one that transformers writes, and give a ``DeepseekV32Config`` where ``model_type`` says
+    so. Absent keys default to ``num_nextn_predict_layers`` 0,
     ``hc_sinkhorn_iters`` 20, ``hc_eps`` and ``rms_norm_eps`` 1e-6, ``scoring_func`` sqrtsoftplus, ``norm_topk_prob``
     true, ``n_shared_experts`` 1, ``bos_token_id`` 0, ``eos_token_id`` 1, ``torch_dtype`` bfloat16, no rope scaling and
     ``expert_dtype`` "fp4" when there is a ``quantization_config``, else None. All others are required; unknown keys are
@@ -159,7 +137,7 @@ class ModelConfig:
         return self.layers + self.mtp_layers
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], origin: str = "dict") -> ModelConfig:
+    def from_dict(cls, raw: Mapping[str, Any], origin: str = "dict") -> AnyConfig:
         """Builds a config from decoded JSON in either spelling.
 
         Raises:
@@ -171,11 +149,10 @@ class ModelConfig:
         if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
             supported = ", ".join(repr(name) for name in MODEL_TYPES)
             raise ValueError(f"invalid config ({origin}): model_type is {model_type!r}, supported is {supported}")
-        fields, branches = MODEL_TYPES[model_type](raw, origin)
-        return cls(**copy.deepcopy(fields), layers=_backbone_specs(fields, branches), mtp_layers=_mtp_specs(fields))
+        return MODEL_TYPES[model_type](raw, origin)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path) -> ModelConfig:
+    def from_pretrained(cls, path: str | Path) -> AnyConfig:
         """Reads a checkpoint directory (its ``config.json``), a JSON file, or a preset by name such as ``"tiny"``.
 
         Raises:
@@ -193,7 +170,7 @@ class ModelConfig:
         return cls.from_dict(_decode(file.read_bytes(), str(file)), origin=str(file))
 
     @classmethod
-    def from_preset(cls, name: str) -> ModelConfig:
+    def from_preset(cls, name: str) -> AnyConfig:
         """Reads one of the configs that come with the library; ``preset_names()`` lists them."""
         if name not in preset_names():
             raise ValueError(f"unknown preset {name!r}: available are {', '.join(preset_names())}")
@@ -261,9 +238,19 @@ class ModelConfig:
         raw["num_hash_layers"] = min(raw["num_hash_layers"], keep)
 
 
-# What reads each model_type: (raw, origin) -> (fields, branches of the backbone layers).
-MODEL_TYPES: dict[str, Callable[[Mapping[str, Any], str], tuple[dict[str, Any], list[Branch]]]] = {
-    "deepseek_v4": read_v4,
+AnyConfig = ModelConfig | DeepseekV32Config
+
+
+def _make_v4(raw: Mapping[str, Any], origin: str) -> ModelConfig:
+    fields, branches = read_v4(raw, origin)
+    return ModelConfig(**copy.deepcopy(fields), layers=_backbone_specs(fields, branches), mtp_layers=_mtp_specs(fields))
+
+
+# What makes a config of each model_type from (decoded JSON, origin).
+MODEL_TYPES: dict[str, Callable[[Mapping[str, Any], str], AnyConfig]] = {
+    "deepseek_v4": _make_v4,
+    "deepseek_v32": DeepseekV32Config.from_dict,
+    "deepseek_v3": DeepseekV32Config.from_dict,
 }
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepseek_attn.config_fields import REQUIRED, FieldReader
+from deepseek_attn.config_common import DTYPES, read_tokens, read_yarn
+from deepseek_attn.config_fields import FieldReader
 from deepseek_attn.config_schedule import Branch, read_branches, read_num_hash_layers
 
 SIZES = (
@@ -18,7 +19,6 @@ SIZES = (
     *("o_groups", "o_lora_rank", "sliding_window", "index_n_heads", "index_head_dim", "index_topk"),
     *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "hc_mult", "max_position_embeddings"),
 )
-DTYPES = ("bfloat16", "float16", "float32")
 # Values with one supported setting. They carry no information once checked, so ModelConfig does not keep them.
 FIXED = {
     "num_key_value_heads": 1,
@@ -42,7 +42,7 @@ def read_v4(raw: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], list[B
     for key, supported in FIXED.items():
         reader.choice(key, (supported,), supported)
     fields.update(_read_moe(reader), **_read_numbers(reader))
-    fields.update(_read_rope(reader, fields["head_dim"]), **_read_tokens(reader, fields["vocab_size"]))
+    fields.update(_read_rope(reader, fields["head_dim"]), **read_tokens(reader, fields["vocab_size"]))
     fields.update(_read_formats(reader))
     fields["num_hash_layers"] = read_num_hash_layers(reader, fields["num_hidden_layers"])
     fields["num_nextn_predict_layers"] = reader.integer("num_nextn_predict_layers", 0, minimum=0)
@@ -68,25 +68,6 @@ def _read_numbers(reader: FieldReader) -> dict[str, Any]:
         "hc_eps": reader.number("hc_eps", 1e-6),
         "rms_norm_eps": reader.number("rms_norm_eps", 1e-6),
     }
-
-
-def _read_tokens(reader: FieldReader, vocab_size: int | None) -> dict[str, Any]:
-    """``eos_token_id`` may be one id or a list; ids must be in the vocabulary."""
-    bos = reader.integer("bos_token_id", 0, minimum=0)
-    eos = reader.value("eos_token_id", 1)
-    if isinstance(eos, (list, tuple)):
-        if not eos:
-            reader.problem("eos_token_id is []: expected an integer or a list of integers")
-        eos = tuple(reader.as_integer(f"eos_token_id[{i}]", token, minimum=0) for i, token in enumerate(eos))
-    else:
-        eos = reader.as_integer("eos_token_id", eos, minimum=0)
-    for label, token in (
-        ("bos_token_id", bos),
-        *(("eos_token_id", t) for t in (eos if type(eos) is tuple else (eos,))),
-    ):
-        if token is not None and vocab_size is not None and token >= vocab_size:
-            reader.problem(f"{label} {token} is outside the vocabulary of vocab_size {vocab_size}")
-    return {"bos_token_id": bos, "eos_token_id": eos}
 
 
 def _read_formats(reader: FieldReader) -> dict[str, Any]:
@@ -122,11 +103,11 @@ def _read_rope(reader: FieldReader, head_dim: int | None) -> dict[str, Any]:
     nested = "main" in parameters or "compress" in parameters
     main = reader.as_mapping("rope_parameters.main", parameters.get("main")) or {}
     compress = reader.as_mapping("rope_parameters.compress", parameters.get("compress")) or {}
-    if _read_yarn(reader, "rope_parameters.main", main) is not None:
+    if read_yarn(reader, "rope_parameters.main", main) is not None:
         reader.problem("rope_parameters.main asks for yarn: layers without compression use plain rope only")
     scalings = {
-        "rope_scaling": _read_yarn(reader, "rope_scaling", reader.mapping("rope_scaling")),
-        "rope_parameters": _read_yarn(
+        "rope_scaling": read_yarn(reader, "rope_scaling", reader.mapping("rope_scaling")),
+        "rope_parameters": read_yarn(
             reader, "rope_parameters" + ".compress" * nested, compress if nested else parameters
         ),
     }
@@ -166,31 +147,6 @@ def _read_rope_dim(reader: FieldReader, fractions: Mapping[str, Any], head_dim: 
     if dim is not None and dim % 2:
         reader.problem(f"qk_rope_head_dim is {dim}: rotary channels come in pairs, expected an even number")
     return dim
-
-
-def _read_yarn(reader: FieldReader, label: str, raw: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Returns the YaRN scaling under DeepSeek's key names, or None for plain rope."""
-    if not raw:
-        return None
-    kinds = {f"{label}.{key}": raw.get(key) for key in ("type", "rope_type")}
-    kind = reader.agreed(f"{label}.type", kinds, REQUIRED if "factor" in raw else "default")
-    if reader.as_choice(f"{label}.type", kind, ("yarn", "default")) != "yarn":
-        return None
-    scaling: dict[str, Any] = {"type": "yarn"}
-    for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
-        value = raw.get(key, {"beta_fast": 32, "beta_slow": 1}.get(key))
-        if value is None:
-            reader.missing(f"{label}.{key}")
-        check = reader.as_integer if key == "original_max_position_embeddings" else reader.as_number
-        scaling[key] = check(f"{label}.{key}", value)
-    fast, slow = scaling["beta_fast"], scaling["beta_slow"]
-    if fast is not None and slow is not None and fast < slow:
-        reader.problem(f"{label}.beta_fast {fast} is below beta_slow {slow}")
-    if raw.get("attention_factor", 1.0) not in (1.0, None):
-        reader.problem(
-            f"{label}.attention_factor is {raw['attention_factor']!r}: DeepSeek-V4 does not scale cos and sin"
-        )
-    return scaling
 
 
 # rules between fields

@@ -126,7 +126,7 @@ class Linear(CheckpointModule):
     ):
         super().__init__(device)
         self.in_features, self.out_features = in_features, out_features
-        self.keep_quantized = numerics.quantized_weights
+        self.keep_quantized, self.pow2_scales = numerics.quantized_weights, numerics.pow2_activation_scales
         self.fp8_input = numerics.fp8_activations if fp8_input is None else fp8_input
         self.dtype, self.out_float32 = dtype, out_float32
         self.register_parameter("weight", None)
@@ -145,7 +145,7 @@ class Linear(CheckpointModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.scale is None and not self.out_float32:
             return F.linear(x, self.weight)
-        x32 = quantized_input(x, self.fp8_input and self.scale is not None)
+        x32 = quantized_input(x, self.fp8_input and self.scale is not None, self.pow2_scales)
         y = F.linear(x32, dequantize_weight(self.weight, self.scale))
         return y if self.out_float32 else y.to(x.dtype)
 
@@ -169,7 +169,7 @@ class GroupedLinear(Linear):
         quantized = self.scale is not None
         weight = dequantize_weight(self.weight, self.scale) if quantized else self.weight
         if quantized:
-            x32 = quantized_input(x, self.fp8_input)
+            x32 = quantized_input(x, self.fp8_input, self.pow2_scales)
         else:
             x32 = x
         z = torch.bmm(x32.transpose(0, 1), weight.view(self.groups, -1, self.in_features).transpose(1, 2))
@@ -186,6 +186,7 @@ class ExpertLinear(CheckpointModule):
         super().__init__(device)
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
         self.keep_quantized, self.fp8_input, self.dtype = numerics.quantized_weights, numerics.fp8_activations, dtype
+        self.pow2_scales = numerics.pow2_activation_scales
         self.register_parameter("weight", None)
         self.register_parameter("scale", None)
 
@@ -219,7 +220,7 @@ class ExpertLinear(CheckpointModule):
         if self.scale is None:
             return F.linear(x, self.weight[expert])
         weight = dequantize_weight(self.weight[expert], self.scale[expert])
-        return F.linear(quantized_input(x, self.fp8_input), weight).to(x.dtype)
+        return F.linear(quantized_input(x, self.fp8_input, self.pow2_scales), weight).to(x.dtype)
 
 
 def to_stored(
@@ -243,9 +244,9 @@ def dequantize_weight(weight: torch.Tensor, scale: torch.Tensor | None) -> torch
     return dequantize_fp8_block(weight, scale, FP8_BLOCK)
 
 
-def quantized_input(x: torch.Tensor, fp8: bool) -> torch.Tensor:
+def quantized_input(x: torch.Tensor, fp8: bool, pow2: bool = True) -> torch.Tensor:
     """The input of a linear as float32, after the FP8 rounding per token and 128 channels if ``fp8``."""
-    return fake_quant_fp8(x, FP8_INPUT_GROUP).float() if fp8 else x.float()
+    return fake_quant_fp8(x, FP8_INPUT_GROUP, pow2).float() if fp8 else x.float()
 
 
 def check_fp8_input(in_features: int) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from deepseek_attn.config import AnyConfig
+from deepseek_attn.config_v32 import DeepseekV32Config
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,8 @@ class Numerics:
         kv_record: ``"plain"`` rows in the model dtype, or ``"fp8_ds_mla"`` records (584 bytes for head_dim 512).
         index_hadamard: rotate indexer queries and keys by a Hadamard matrix before they are quantised.
         index_record: ``"plain"``, ``"fp4"`` (groups of 32, 68 bytes) or ``"fp8"`` (one scale per key, 132 bytes).
+        pow2_activation_scales: FP8 scales of linear inputs are powers of two (``scale_fmt`` ue8m0). A model decides
+            this, not a preset: DeepSeek-V3 has raw scales, all later ones powers of two.
     """
 
     name: str
@@ -26,6 +31,7 @@ class Numerics:
     kv_record: str
     index_hadamard: bool
     index_record: str
+    pow2_activation_scales: bool = True
 
 
 PRESETS = {
@@ -57,6 +63,18 @@ PRESETS = {
         index_record="fp8",
     ),
 }
+
+
+def numerics_for(config: AnyConfig, name: str | Numerics) -> Numerics:
+    """A preset as a model means it; a ``Numerics`` passes through.
+
+    DeepSeek-V3.2 has FP8 index keys where V4's official ones are FP4, and a ``scale_fmt`` that V3 has not.
+    """
+    preset = get_numerics(name)
+    if isinstance(name, Numerics) or not isinstance(config, DeepseekV32Config):
+        return preset
+    index_record = "plain" if preset.index_record == "plain" else "fp8"
+    return replace(preset, index_record=index_record, pow2_activation_scales=config.power_of_two_scales)
 
 
 def get_numerics(name: str | Numerics) -> Numerics:

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
+from deepseek_attn.attention_v32 import sparse_config
 from deepseek_attn.cache.layout import (
     STATE,
     WINDOW,
     WINDOW_PAGE,
     CacheLayout,
     PoolSpec,
-    entries_per_page,
     make_layout,
     window_pages_per_sequence,
 )
-from deepseek_attn.config import ModelConfig
+from deepseek_attn.config import AnyConfig
+from deepseek_attn.config_v32 import DeepseekV32Config
 from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
 from deepseek_attn.indexer import logits_rows
 from deepseek_attn.numerics import Numerics
@@ -81,7 +82,7 @@ class Plan:
 
 
 def make_plan(
-    config: ModelConfig,
+    config: AnyConfig,
     numerics: Numerics,
     dtype: torch.dtype,
     max_model_len: int,
@@ -94,7 +95,7 @@ def make_plan(
     layers = []
     for spec in config.all_layers:
         pools = [pool for pool in layout.pools if pool.layer == spec.name]
-        per_token = {pool.kind: bytes_per_token(pool, spec.ratio) for pool in pools}
+        per_token = {pool.kind: bytes_per_token(pool, layout) for pool in pools}
         fixed = sum(fixed_pages(pool, layout) * pool.page_bytes for pool in pools)
         layers.append(LayerPlan(spec.name, spec.kind, fixed, sum(per_token.values()), per_token.get("index", 0.0)))
     ropes = {spec.rope for spec in config.all_layers}
@@ -102,17 +103,17 @@ def make_plan(
         layout,
         tuple(layers),
         layout.nbytes(),
-        workspace_bytes(config, dtype, layout),
+        workspace_bytes(config, numerics, dtype, layout),
         index_logits_bytes(config, layout),
         sum(max_model_len * rope.dim * 4 for rope in ropes),
     )
 
 
-def bytes_per_token(pool: PoolSpec, ratio: int) -> float:
+def bytes_per_token(pool: PoolSpec, layout: CacheLayout) -> float:
     """Marginal bytes per token of a pool: its page over the tokens that a page covers; 0 for fixed pools."""
     if pool.group in (WINDOW, STATE):
         return 0.0
-    return pool.page_bytes / (entries_per_page(ratio) * ratio)
+    return pool.page_bytes / layout.spans[pool.group][0]
 
 
 def fixed_pages(pool: PoolSpec, layout: CacheLayout) -> int:
@@ -122,8 +123,10 @@ def fixed_pages(pool: PoolSpec, layout: CacheLayout) -> int:
     return 1 if pool.group == STATE else 0
 
 
-def workspace_bytes(config: ModelConfig, dtype: torch.dtype, layout: CacheLayout) -> int:
+def workspace_bytes(config: AnyConfig, numerics: Numerics, dtype: torch.dtype, layout: CacheLayout) -> int:
     """Largest reservation of any layer, and the buffer for selected entries."""
+    if isinstance(config, DeepseekV32Config):
+        return _latent_workspace_bytes(config, numerics, dtype, layout)
     ratios = [spec.ratio for spec in config.all_layers]
     entries = max(-(-layout.max_model_len // ratio) if ratio else 0 for ratio in ratios)
     rows = entries + layout.window + layout.max_num_batched_tokens
@@ -133,9 +136,24 @@ def workspace_bytes(config: ModelConfig, dtype: torch.dtype, layout: CacheLayout
     return gathered + (layout.max_num_batched_tokens * config.index_topk * 4 if has_indexer else 0)
 
 
-def index_logits_bytes(config: ModelConfig, layout: CacheLayout) -> int:
+def _latent_workspace_bytes(
+    config: DeepseekV32Config, numerics: Numerics, dtype: torch.dtype, layout: CacheLayout
+) -> int:
+    """Rows that FP8 latents are gathered to for prefills, and the buffer for selected tokens."""
+    sparse = sparse_config(config, numerics, dtype, layout)
+    if sparse is None:
+        return 0
+    fp8 = sparse.use_fp8_kv_cache
+    gathered = aligned_bytes((sparse.workspace_rows, config.head_dim), torch.bfloat16) if fp8 else 0
+    return gathered + layout.max_num_batched_tokens * config.index_topk * 4
+
+
+def index_logits_bytes(config: AnyConfig, layout: CacheLayout) -> int:
     """Peak of the scores of one block of queries against the longest context."""
-    ratios = [spec.ratio for spec in config.all_layers if spec.has_indexer]
+    if isinstance(config, DeepseekV32Config):
+        ratios = [1] if config.has_indexer else []
+    else:
+        ratios = [spec.ratio for spec in config.all_layers if spec.has_indexer]
     if not ratios:
         return 0
     entries = max(layout.max_model_len // min(ratios), 1)

@@ -1,8 +1,9 @@
-"""Rotary position embedding of DeepSeek-V4: interleaved pairs on the last dims, one table per layer kind.
+"""Rotary position embedding: one table per layer kind; interleaved pairs on the last dims.
 
-Layers without compression use ``rope_theta`` and no YaRN; layers with a compressor use ``compress_rope_theta`` with
-YaRN for everything they rotate (queries, window keys, compressed entries, indexer). YaRN is always on, whatever the
-length, and scales neither cos nor sin (there is no mscale in V4).
+DeepSeek-V4: layers without compression use ``rope_theta`` and no YaRN; layers with a compressor use
+``compress_rope_theta`` with YaRN for everything they rotate (queries, window keys, compressed entries, indexer).
+DeepSeek-V3.2 has one table, and its indexer alone pairs channels differently: half-split, on the first dims. YaRN is
+always on, whatever the length, and scales neither cos nor sin (V3's mscale is part of the softmax scale).
 """
 
 from __future__ import annotations
@@ -69,6 +70,22 @@ def apply_rope(x: torch.Tensor, turns: torch.Tensor, inverse: bool = False) -> t
     turns = (turns.conj() if inverse else turns).view(tokens, *(1,) * (x.dim() - 2), pairs)
     out = x.clone()
     tail = out[..., x.shape[-1] - 2 * pairs :]
-    rotated = torch.view_as_complex(tail.float().unflatten(-1, (-1, 2)).contiguous()) * turns
+    # a copy even of contiguous float32: complex views need an even offset, and an odd nope width gives an odd one
+    pairs32 = tail.to(torch.float32, copy=True, memory_format=torch.contiguous_format).unflatten(-1, (-1, 2))
+    rotated = torch.view_as_complex(pairs32) * turns
     tail.copy_(torch.view_as_real(rotated).flatten(-2))
+    return out
+
+
+def apply_rope_half_split(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Rotates the pairs ``(i, i + n)`` of the first ``2 n`` channels: what the indexer of DeepSeek-V3.2 does.
+
+    Args and result as in `apply_rope`; here the last ``d - 2 n`` channels pass through.
+    """
+    tokens, pairs = turns.shape
+    turns = turns.view(tokens, *(1,) * (x.dim() - 2), pairs)
+    out = x.clone()
+    head = out[..., : 2 * pairs]
+    rotated = torch.complex(*head.float().chunk(2, dim=-1)) * turns
+    head.copy_(torch.cat([rotated.real, rotated.imag], dim=-1))
     return out

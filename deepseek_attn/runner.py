@@ -13,16 +13,17 @@ from tqdm import tqdm
 from deepseek_attn.cache.layout import CacheLayout, make_layout
 from deepseek_attn.cache.manager import CacheManager, SequenceCache
 from deepseek_attn.cache.pools import CachePools
-from deepseek_attn.checkpoint.names import CanonicalSource
 from deepseek_attn.checkpoint.random import RandomSource
 from deepseek_attn.checkpoint.source import CheckpointSource, SafetensorsSource
-from deepseek_attn.config import ModelConfig
-from deepseek_attn.impls import get_impl
+from deepseek_attn.config import AnyConfig, ModelConfig
 from deepseek_attn.loader import LoadReport, load_model
-from deepseek_attn.metadata import MetadataBuilder, StepInput
-from deepseek_attn.models.block import BuildContext
-from deepseek_attn.models.deepseek_v4 import AttentionStack, DeepseekV4, attention_layers, layer_specs
-from deepseek_attn.numerics import Numerics, get_numerics
+from deepseek_attn.metadata import StepInput, StepMetadata
+from deepseek_attn.metadata_v32 import TokenStepMetadata
+from deepseek_attn.models.block import AttentionStack, layer_specs
+from deepseek_attn.models.deepseek_v4 import DeepseekV4
+from deepseek_attn.models.deepseek_v32 import DeepseekV32
+from deepseek_attn.models.families import Family, get_family
+from deepseek_attn.numerics import Numerics
 from deepseek_attn.workspace import Workspace
 
 DEFAULT_MAX_MODEL_LEN = 32768
@@ -98,11 +99,11 @@ class ModelRunner:
         report: what the loader read and what it ignored, by rule.
     """
 
-    config: ModelConfig
+    config: AnyConfig
     numerics: Numerics
     dtype: torch.dtype
     device: torch.device
-    model: DeepseekV4 | AttentionStack
+    model: DeepseekV4 | DeepseekV32 | AttentionStack
     report: LoadReport
     layout: CacheLayout
     pools: CachePools = field(repr=False)
@@ -131,16 +132,16 @@ class ModelRunner:
             return cls.from_source(config, source, progress=progress, **options)
 
     @classmethod
-    def from_config(cls, config: ModelConfig | str | Path, *, seed: int = 0, **options) -> ModelRunner:
+    def from_config(cls, config: AnyConfig | str | Path, *, seed: int = 0, **options) -> ModelRunner:
         """Random weights for a config: the same tensors that ``make-checkpoint`` would write for this seed."""
-        if not isinstance(config, ModelConfig):
+        if isinstance(config, (str, Path)):
             config = ModelConfig.from_pretrained(config)
         return cls.from_source(config, RandomSource(config, seed), progress=False, **options)
 
     @classmethod
     def from_source(
         cls,
-        config: ModelConfig,
+        config: AnyConfig,
         source: CheckpointSource,
         *,
         device: torch.device | str | None = None,
@@ -174,44 +175,36 @@ class ModelRunner:
         """
         device = pick_device(device)
         dtype = pick_dtype(dtype, device)
-        numerics = get_numerics(numerics or ("serving" if device.type == "cuda" else "exact"))
-        impl = get_impl(backend, device)
+        numerics = numerics or ("serving" if device.type == "cuda" else "exact")
+        family = get_family(config, numerics, dtype, device, backend)
         limit = config.max_position_embeddings
         max_model_len = min(limit, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
         layers = None if layers is None else list(layers)
         check_sizes(config, layers, max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
 
-        source = CanonicalSource(source)
-        context = BuildContext(config, numerics, dtype, device, impl, max_model_len)
-        model = AttentionStack(context, layers) if attention_only else DeepseekV4(context, layers, mtp=layers is None)
+        model = family.build(layers, attention_only, max_model_len)
         limits = (max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
-        layout = make_layout(config, numerics, dtype, *limits, layers=layer_specs(model))
-        report = load_model(model, source, layers=layers, attention_only=attention_only, progress=progress)
+        layout = make_layout(config, family.numerics, dtype, *limits, layers=layer_specs(model))
+        report = load_model(
+            model, family.canonical(source), layers=layers, attention_only=attention_only, progress=progress
+        )
         if not attention_only and not report.mtp_loaded and len(model.mtp):
             model.mtp.clear()
-            layout = make_layout(config, numerics, dtype, *limits, layers=layer_specs(model))
+            layout = make_layout(config, family.numerics, dtype, *limits, layers=layer_specs(model))
         model.eval()
         pools, workspace = CachePools(layout, device), Workspace(device)
-        runner = cls(config, numerics, dtype, device, model, report, layout, pools, workspace, CacheManager(pools))
-        runner._bind()
+        runner = cls(
+            config, family.numerics, dtype, device, model, report, layout, pools, workspace, CacheManager(pools)
+        )
+        runner._bind(family)
         return runner
 
-    def _bind(self) -> None:
+    def _bind(self, family: Family) -> None:
         """Gives the layers their caches and reserves the largest scratch memory any of them can need."""
-        attention = attention_layers(self.model)
-        topk_buffer = None
-        if any(layer.indexer is not None for layer in attention):
-            shape = (self.layout.max_num_batched_tokens, self.config.index_topk)
-            topk_buffer = torch.full(shape, -1, dtype=torch.int32, device=self.device)
-        position = torch.zeros(1, dtype=torch.int64, device=self.device)
-        for layer in attention:
-            layer.bind_caches(self.pools, self.workspace, topk_buffer)
-            q = torch.zeros(1, layer.padded_heads, layer.head_dim, dtype=self.dtype, device=self.device)
-            layer.impl.forward_mqa(layer, q, q[:, 0], position, torch.empty_like(q))
+        family.bind(self.model, self.pools, self.workspace)
         self.workspace.lock()
-        specs = tuple(layer.spec for layer in attention)
-        self._builder = MetadataBuilder(tuple(s for s in specs if not s.is_mtp), self.layout, self.device)
-        self._mtp_builder = MetadataBuilder(tuple(s for s in specs if s.is_mtp), self.layout, self.device)
+        self._builder = family.metadata_builder(self.model, self.pools, mtp=False)
+        self._mtp_builder = family.metadata_builder(self.model, self.pools, mtp=True)
 
     @property
     def has_mtp(self) -> bool:
@@ -250,7 +243,8 @@ class ModelRunner:
         Args:
             batch: (sequence, n) with 1 <= n <= its pending tokens; each sequence at most once; any order.
             all_logits: logits of every new token instead of the last one of each sequence.
-            mtp: also run the MTP layer over the new tokens (their caches must then hold all earlier tokens too).
+            mtp: also run the MTP layer over the new tokens. Its cache must hold every earlier token, so ask for it in
+                every step; a token whose next one is not known yet is left out of it.
 
         Raises:
             ValueError: a batch that cannot be computed; OutOfPages: no room. Either way nothing was changed.
@@ -261,10 +255,10 @@ class ModelRunner:
         self.manager.reserve([(sequence.cache, n) for sequence, n in rows])
         ids = [token for seq, n in rows for token in seq.token_ids[seq.num_computed : seq.num_computed + n]]
         token_ids = torch.tensor(ids, device=self.device)
-        meta = self._builder.build(self._step_input(rows))
+        lengths = [n for _, n in rows]
+        meta = self.step_metadata([sequence.cache for sequence, _ in rows], lengths)
         streams = self.model(token_ids, meta.positions, meta)
         drafts = self._draft(rows, streams) if mtp else None
-        lengths = [n for _, n in rows]
         logits = self._logits(streams, lengths, all_logits)
         for sequence, n in rows:
             self.manager.commit(sequence.cache, n)
@@ -285,21 +279,33 @@ class ModelRunner:
             tokens = sequence.token_ids[start : start + n]
             following += tokens + [0] * (n - len(tokens))
             known += [True] * len(tokens) + [False] * (n - len(tokens))
-        valid = torch.tensor(known)
-        meta = self._mtp_builder.build(self._step_input(rows, valid))
+        valid, lengths = torch.tensor(known), [n for _, n in rows]
+        caches = [sequence.cache for sequence, _ in rows]
+        meta = self._mtp_builder.build(self._step_input(caches, lengths, valid))
         next_ids = torch.tensor(following, device=self.device)
         logits, _ = self.model.draft(streams, next_ids, meta.positions, meta)
-        lengths = [n for _, n in rows]
         return [
             part[mask.to(part.device)] for part, mask in zip(logits.split(lengths), valid.split(lengths), strict=True)
         ]
 
-    def _step_input(self, rows: list[tuple[Sequence, int]], token_valid: torch.Tensor | None = None) -> StepInput:
-        caches = [sequence.cache for sequence, _ in rows]
-        query_lens = torch.tensor([n for _, n in rows])
-        computed = torch.tensor([sequence.num_computed for sequence, _ in rows])
+    def step_metadata(
+        self, caches: list[SequenceCache], query_lens: list[int], token_valid: torch.Tensor | None = None
+    ) -> StepMetadata | TokenStepMetadata:
+        """Metadata for the next ``query_lens`` tokens of sequences with room for them: to drive layers by hand.
+
+        Args:
+            query_lens: new tokens of each sequence; single-token sequences come first.
+            token_valid: bool ``[T]`` on the CPU; rows that are padding write nothing and see nothing.
+        """
+        return self._builder.build(self._step_input(caches, query_lens, token_valid))
+
+    def _step_input(
+        self, caches: list[SequenceCache], query_lens: list[int], token_valid: torch.Tensor | None = None
+    ) -> StepInput:
+        lens = torch.tensor(query_lens)
+        computed = torch.tensor([cache.num_tokens for cache in caches])
         tables = {group: self.manager.block_table(caches, group) for group in self.layout.pages}
-        return StepInput(query_lens, computed + query_lens, tables, token_valid)
+        return StepInput(lens, computed + lens, tables, token_valid)
 
     def _check_batch(self, batch: list[tuple[Sequence, int]], mtp: bool) -> None:
         if isinstance(self.model, AttentionStack):

@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from deepseek_attn.attention import DeepseekV4MLAAttention
-from deepseek_attn.config import LayerSpec, ModelConfig, RopeSpec
+from deepseek_attn.attention_v32 import DeepseekV32MLAAttention
+from deepseek_attn.config import AnyConfig, LayerSpec, ModelConfig, RopeSpec
+from deepseek_attn.config_v32 import V32LayerSpec
 from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
 from deepseek_attn.linear import CheckpointModule, RMSNorm
 from deepseek_attn.metadata import StepMetadata
@@ -25,18 +28,19 @@ class BuildContext:
     """What every part of a model is built with.
 
     Attributes:
+        impl: V4's attention impl; None for other families, whose layers get theirs with their caches.
         max_positions: length of the rotary tables.
     """
 
-    config: ModelConfig
+    config: AnyConfig
     numerics: Numerics
     dtype: torch.dtype
     device: torch.device
-    impl: type[DeepseekV4SparseMLAAttentionImpl]
+    impl: type[DeepseekV4SparseMLAAttentionImpl] | None
     max_positions: int
     ropes: dict[RopeSpec, RotaryTable] = field(default_factory=dict)
 
-    def rope(self, spec: LayerSpec) -> RotaryTable:
+    def rope(self, spec: LayerSpec | V32LayerSpec) -> RotaryTable:
         """The rotary table of a layer; layers with the same frequencies share one."""
         if spec.rope not in self.ropes:
             self.ropes[spec.rope] = RotaryTable(spec.rope, self.max_positions, self.device)
@@ -64,6 +68,10 @@ class Block(CheckpointModule):
             self.declare(f"hc_{sublayer}_base", (rows,), torch.float32)
             self.declare(f"hc_{sublayer}_scale", (3,), torch.float32)
 
+    def attend(self, x: torch.Tensor, step: StepMetadata) -> torch.Tensor:
+        """The attention layer alone, on normed ``x [T, hidden_size]``."""
+        return self.attn(x, step.positions, step)
+
     def forward(
         self, streams: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None
     ) -> torch.Tensor:
@@ -72,6 +80,30 @@ class Block(CheckpointModule):
         streams = hc_post(self.attn(self.attn_norm(x), positions, step), streams, post, comb)
         x, post, comb = hc_pre(streams, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, self.config)
         return hc_post(self.ffn(self.ffn_norm(x), token_ids), streams, post, comb)
+
+
+class AttentionStack(nn.Module):
+    """Only the attention layers and their norms: what testing a layer of a large checkpoint needs.
+
+    Args:
+        block: the model's class of blocks.
+    """
+
+    def __init__(self, context: BuildContext, layers: list[int] | None, block: type[CheckpointModule]):
+        super().__init__()
+        specs = context.config.layers if layers is None else [context.config.layers[i] for i in layers]
+        self.layers = nn.ModuleDict({str(spec.index): block(context, spec, attention_only=True) for spec in specs})
+
+
+def attention_layers(model: nn.Module) -> list[DeepseekV4MLAAttention | DeepseekV32MLAAttention]:
+    """The attention layers of a model, in order."""
+    kinds = (DeepseekV4MLAAttention, DeepseekV32MLAAttention)
+    return [module for module in model.modules() if isinstance(module, kinds)]
+
+
+def layer_specs(model: nn.Module) -> tuple[LayerSpec, ...] | tuple[V32LayerSpec, ...]:
+    """What was built, in order."""
+    return tuple(layer.spec for layer in attention_layers(model))
 
 
 class Embedding(CheckpointModule):

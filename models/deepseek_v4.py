@@ -9,18 +9,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from deepseek_attn.attention import DeepseekV4MLAAttention
-from deepseek_attn.config import LayerSpec
 from deepseek_attn.linear import CheckpointModule
 from deepseek_attn.metadata import StepMetadata
-from deepseek_attn.models.block import (
-    Block,
-    BuildContext,
-    Embedding,
-    Head,
-    collapse_streams,
-    declare_stream_head,
-)
+from deepseek_attn.models.block import Block, BuildContext, Embedding, Head, collapse_streams, declare_stream_head
 from deepseek_attn.models.mtp import MTPLayer
 
 
@@ -62,22 +53,3 @@ class DeepseekV4(CheckpointModule):
         mtp = self.mtp["0"]
         streams = mtp.draft(streams, self.embed(next_token_ids), next_token_ids, positions, step)
         return self.head(mtp.collapse(streams)), streams
-
-
-class AttentionStack(nn.Module):
-    """Only the attention layers and their norms: what testing a layer of a large checkpoint needs."""
-
-    def __init__(self, context: BuildContext, layers: list[int] | None = None):
-        super().__init__()
-        specs = context.config.layers if layers is None else [context.config.layers[i] for i in layers]
-        self.layers = nn.ModuleDict({str(spec.index): Block(context, spec, attention_only=True) for spec in specs})
-
-
-def attention_layers(model: nn.Module) -> list[DeepseekV4MLAAttention]:
-    """The attention layers of a model, in order."""
-    return [module for module in model.modules() if isinstance(module, DeepseekV4MLAAttention)]
-
-
-def layer_specs(model: nn.Module) -> tuple[LayerSpec, ...]:
-    """What was built, in order."""
-    return tuple(layer.spec for layer in attention_layers(model))

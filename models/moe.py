@@ -134,6 +134,8 @@ class Experts(CheckpointModule):
         Rows are sorted by expert, each expert's rows padded to whole tiles. Experts add up in the order of their ids,
         so the sum does not depend on the batch.
         """
+        if not len(x):
+            return x.float()
         order = experts.flatten().argsort(stable=True)
         tokens = order // experts.shape[1]
         place, segments = self.lay_out(experts.flatten()[order], ROW_TILE if len(x) > 1 else 1)
@@ -142,10 +144,14 @@ class Experts(CheckpointModule):
         gate = torch.cat([self.w1(rows[start:end], expert) for expert, start, end in segments])
         up = torch.cat([self.w3(rows[start:end], expert) for expert, start, end in segments])
         hidden = swiglu(gate, up, self.limit)
-        hidden[place] *= weights.flatten()[order].unsqueeze(1)
+        weight = weights.flatten()[order].unsqueeze(1)
+        if not self.weigh_output:
+            hidden[place] *= weight
         hidden = hidden.to(x.dtype)
-        out = torch.cat([self.w2(hidden[start:end], expert) for expert, start, end in segments])
-        return torch.zeros(x.shape, device=x.device).index_add_(0, tokens, out[place].float())
+        out = torch.cat([self.w2(hidden[start:end], expert) for expert, start, end in segments])[place].float()
+        if self.weigh_output:
+            out = out * weight
+        return torch.zeros(x.shape, device=x.device).index_add_(0, tokens, out)
 
     def lay_out(self, expert_of_row: torch.Tensor, tile: int) -> tuple[torch.Tensor, list[tuple[int, int, int]]]:
         """Where sorted rows go: their places, and (expert, start, end) of each expert that has rows."""

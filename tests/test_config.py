@@ -272,7 +272,7 @@ def test_unknown_keys_are_dropped(tiny):
 
 
 def test_preset_names():
-    assert preset_names() == ["tiny", "tiny_gpu", "v4_flash", "v4_pro"]
+    assert preset_names() == ["tiny", "tiny_gpu", "tiny_v32", "v32", "v4_flash", "v4_pro"]
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_gpu", "v4_flash", "v4_pro"])
@@ -470,10 +470,11 @@ def test_all_problems_come_at_once(tiny):
     assert len(problems) == 7
 
 
-@pytest.mark.parametrize("model_type", [None, "deepseek_v3", 4, ["deepseek_v4"]])
+@pytest.mark.parametrize("model_type", [None, "deepseek_v2", 4, ["deepseek_v4"]])
 def test_other_model_types(tiny, model_type):
     message = error_of(tiny | {"model_type": model_type})
-    assert message == f"invalid config (dict): model_type is {model_type!r}, supported is 'deepseek_v4'"
+    supported = "'deepseek_v4', 'deepseek_v32', 'deepseek_v3'"
+    assert message == f"invalid config (dict): model_type is {model_type!r}, supported is {supported}"
 
 
 def test_not_an_object():
@@ -482,7 +483,7 @@ def test_not_an_object():
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(ValueError, match=r"no directory, JSON file or preset \(tiny, tiny_gpu, v4_flash, v4_pro\)"):
+    with pytest.raises(ValueError, match=r"no directory, JSON file or preset \(tiny, tiny_gpu, tiny_v32, "):
         ModelConfig.from_pretrained(tmp_path / "absent")
     with pytest.raises(ValueError, match=r"no config\.json in directory"):
         ModelConfig.from_pretrained(tmp_path)

@@ -8,6 +8,9 @@ so that there is always somewhere legal to read and write.
     ratio R    compressed entries (+ indexer keys)       max(32, 256 // R) entries       tokens / R
     state      projections of tokens whose compression   one ring per sequence           nothing
                window is still open or may be reopened
+    tokens     latent rows (+ indexer keys) of V3.2      64 tokens                       tokens
+
+DeepSeek-V4 has the first three, DeepSeek-V3.2 only the last.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ from dataclasses import dataclass
 import torch
 
 from deepseek_attn.cache.records import Record, make_index_record, make_kv_record
-from deepseek_attn.config import LayerSpec, ModelConfig
+from deepseek_attn.cache.records_v32 import LATENT_GROUP, make_v32_record
+from deepseek_attn.config import AnyConfig, LayerSpec
+from deepseek_attn.config_v32 import DeepseekV32Config, V32LayerSpec
 from deepseek_attn.numerics import Numerics
 
-WINDOW_PAGE = 64
-WINDOW, STATE = "window", "state"
+WINDOW_PAGE = TOKENS_PAGE = 64
+WINDOW, STATE, TOKENS = "window", "state", "tokens"
 
 
 def ratio_group(ratio: int) -> str:
@@ -44,7 +49,7 @@ class PoolSpec:
 
     Attributes:
         layer: ``layers.N`` or ``mtp.N``.
-        kind: ``window``, ``compressed``, ``index``, ``state`` or ``index_state``.
+        kind: ``window``, ``compressed``, ``latent``, ``index``, ``state`` or ``index_state``.
         group: pools of a group share page ids.
         entries: rows per page.
         record: how a row is stored; None for state pools.
@@ -83,6 +88,13 @@ class CacheLayout:
     def ratios(self) -> tuple[int, ...]:
         return tuple(int(group[len("ratio") :]) for group in self.pages if group.startswith("ratio"))
 
+    @property
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """(tokens of a page, tokens of an entry) of each group whose pages follow the tokens."""
+        fixed = {WINDOW: (WINDOW_PAGE, 1), TOKENS: (TOKENS_PAGE, 1)}
+        spans = {group: span for group, span in fixed.items() if group in self.pages}
+        return spans | {ratio_group(r): (r * entries_per_page(r), r) for r in self.ratios}
+
 
 def window_pages_per_sequence(window: int, max_rollback: int) -> int:
     """Live window pages of a sequence between steps, one more for a chunk that starts inside a page."""
@@ -95,14 +107,14 @@ def compressed_pages(tokens: int, ratio: int) -> int:
 
 
 def make_layout(
-    config: ModelConfig,
+    config: AnyConfig,
     numerics: Numerics,
     dtype: torch.dtype,
     max_model_len: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_rollback: int = 16,
-    layers: tuple[LayerSpec, ...] | None = None,
+    layers: tuple[LayerSpec, ...] | tuple[V32LayerSpec, ...] | None = None,
 ) -> CacheLayout:
     """Layout for ``max_num_seqs`` sequences of up to ``max_model_len`` tokens, all of which fit at once.
 
@@ -116,6 +128,10 @@ def make_layout(
     """
     layers = config.all_layers if layers is None else layers
     check_records(config, numerics)
+    if isinstance(config, DeepseekV32Config):
+        pools = _token_pools(config, numerics, dtype, layers)
+        pages = {TOKENS: 1 + max_num_seqs * -(-max_model_len // TOKENS_PAGE)}
+        return CacheLayout(pools, pages, 0, max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
     kv_record = make_kv_record(numerics.kv_record, config.nope_head_dim, config.qk_rope_head_dim, dtype)
     index_record = make_index_record(numerics.index_record, config.index_head_dim, dtype)
     pools: list[PoolSpec] = []
@@ -143,14 +159,33 @@ def make_layout(
     )
 
 
-def check_records(config: ModelConfig, numerics: Numerics) -> None:
+def _token_pools(
+    config: DeepseekV32Config, numerics: Numerics, dtype: torch.dtype, layers: tuple[V32LayerSpec, ...]
+) -> tuple[PoolSpec, ...]:
+    kind = {"plain": "auto"}.get(numerics.kv_record, numerics.kv_record)
+    latent = make_v32_record(kind, config.kv_lora_rank, config.qk_rope_head_dim, dtype, scale_rule="official")
+    pools = []
+    for spec in layers:
+        pools.append(PoolSpec(spec.name, "latent", TOKENS, TOKENS_PAGE, latent))
+        if spec.has_indexer:
+            index = make_index_record(numerics.index_record, config.index_head_dim, dtype)
+            pools.append(PoolSpec(spec.name, "index", TOKENS, TOKENS_PAGE, index))
+    return tuple(pools)
+
+
+def check_records(config: AnyConfig, numerics: Numerics) -> None:
     """Raises ValueError, with both problems if there are two, when the records of ``numerics`` do not fit the model."""
     problems = []
-    if numerics.kv_record != "plain" and config.nope_head_dim % 64:
+    if isinstance(config, DeepseekV32Config):
+        if numerics.kv_record != "plain" and config.kv_lora_rank % LATENT_GROUP:
+            problems.append(
+                f"latents are stored in groups of {LATENT_GROUP} channels, and kv_lora_rank is {config.kv_lora_rank}"
+            )
+    elif numerics.kv_record != "plain" and config.nope_head_dim % 64:
         problems.append(
             f"K is stored in groups of 64 channels, and head_dim - qk_rope_head_dim is {config.nope_head_dim}"
         )
-    if numerics.index_record != "plain" and config.index_head_dim % 32:
+    if numerics.index_record != "plain" and (config.index_head_dim or 0) % 32:
         problems.append(
             f"indexer keys are quantised in groups of 32 channels, and index_head_dim is {config.index_head_dim}"
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepseek_attn.cache.layout import STATE, WINDOW, WINDOW_PAGE, entries_per_page, ratio_group
+from deepseek_attn.cache.layout import STATE, WINDOW, WINDOW_PAGE
 from deepseek_attn.cache.pools import CachePools
 
 NULL_PAGE = 0
@@ -67,10 +67,7 @@ class CacheManager:
     def __init__(self, pools: CachePools):
         self.pools, self.layout = pools, pools.layout
         self._allocators = {group: PageAllocator(pages) for group, pages in self.layout.pages.items()}
-        # tokens per page: how far a page reaches in each group that grows with the sequence
-        self._spans = {WINDOW: WINDOW_PAGE}
-        for ratio in self.layout.ratios:
-            self._spans[ratio_group(ratio)] = ratio * entries_per_page(ratio)
+        self._spans = self.layout.spans
 
     def available_pages(self) -> dict[str, int]:
         return {group: allocator.available for group, allocator in self._allocators.items()}
@@ -118,11 +115,9 @@ class CacheManager:
         start, end = cache.num_tokens, cache.num_tokens + n
         if group == STATE:
             first, last = 0, 1
-        elif group == WINDOW:
-            first, last = start // WINDOW_PAGE, -(-end // WINDOW_PAGE)
         else:
             # an entry is written by the last token of its window, so only closed windows need room
-            span, ratio = self._spans[group], int(group[len("ratio") :])
+            span, ratio = self._spans[group]
             first, last = start // span, -(-(end // ratio * ratio) // span)
         copies = []
         for index in range(first, min(last, len(table))):
@@ -135,6 +130,8 @@ class CacheManager:
     def commit(self, cache: SequenceCache, n: int) -> None:
         """Counts ``n`` computed tokens and frees window pages that no query and no rollback can reach any more."""
         cache.num_tokens += n
+        if WINDOW not in cache.tables:
+            return
         cache.low_water = max(cache.low_water, cache.num_tokens - self.layout.max_rollback)
         dead = (cache.low_water - self.layout.window + 1) // WINDOW_PAGE
         table = cache.tables[WINDOW]
@@ -147,7 +144,8 @@ class CacheManager:
         """Forgets all tokens from ``n`` on. Returns how many stay computed: ``n``, or 0 if that was too far back.
 
         Within ``max_rollback`` tokens of the longest length reached, everything a later token can read is still there.
-        Further back the window entries are gone, and the caller computes the sequence again from its tokens.
+        Further back the window entries are gone, and the caller computes the sequence again from its tokens. Caches
+        without a window (DeepSeek-V3.2) go back any number of tokens.
         """
         if not 0 <= n <= cache.num_tokens:
             raise ValueError(f"truncate({n}) of a sequence with {cache.num_tokens} computed tokens")
@@ -155,7 +153,7 @@ class CacheManager:
             self.free(cache)
             return 0
         cache.num_tokens = n
-        for group, span in self._spans.items():
+        for group, (span, _) in self._spans.items():
             table, keep = cache.tables[group], -(-n // span)
             for page in table[keep:]:
                 if page != NULL_PAGE:

@@ -8,6 +8,7 @@ file knows the published names only.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -90,16 +91,19 @@ class CanonicalSource(CheckpointSource):
     Packed experts (``gate_up_proj [E, 2I, D]``, rows of w1 first, and ``down_proj [E, D, I]``) appear as ``E * 2`` and
     ``E`` tensors; each is read as its own part of the packed one.
 
+    Args:
+        canonical: gives the published name of a source's name.
+
     Raises:
         ValueError: two tensors of the source have one published name, or packed experts do not split evenly.
     """
 
-    def __init__(self, source: CheckpointSource):
+    def __init__(self, source: CheckpointSource, canonical: Callable[[str], str] = canonical_name):
         self.source = source
         self._entries: dict[str, TensorInfo] = {}
         self._origins: dict[str, tuple[str, int, int]] = {}
         for name, info in source.entries().items():
-            for published, part_info, index, count in _expand(name, info):
+            for published, part_info, index, count in _expand(name, canonical(name), info):
                 if published in self._origins:
                     raise ValueError(
                         f"{self._origins[published][0]} and {name} are both {published}: remove one of them"
@@ -121,9 +125,8 @@ class CanonicalSource(CheckpointSource):
         return self._origins[name][0]
 
 
-def _expand(name: str, info: TensorInfo) -> list[tuple[str, TensorInfo, int, int]]:
+def _expand(name: str, published: str, info: TensorInfo) -> list[tuple[str, TensorInfo, int, int]]:
     """(published name, info, part index, part count) of everything the source tensor ``name`` holds."""
-    published = canonical_name(name)
     packed = PACKED.fullmatch(published)
     if packed is None:
         return [(published, info, 0, 1)]
@@ -140,12 +143,16 @@ def _expand(name: str, info: TensorInfo) -> list[tuple[str, TensorInfo, int, int
     return [(part_name, part, index, count) for index, part_name in enumerate(parts)]
 
 
-def hf_state_dict(source: CheckpointSource) -> dict[str, torch.Tensor]:
-    """A state dict for transformers' ``DeepseekV4ForCausalLM``: dequantised float32, experts packed, no MTP.
+def hf_state_dict(source: CheckpointSource, to_hf: Callable[[str], str] = hf_name) -> dict[str, torch.Tensor]:
+    """A state dict for transformers' model: dequantised float32, experts packed, no MTP.
 
     Holds the whole model in float32; meant for comparisons on small models.
+
+    Args:
+        source: DeepSeek-V4 under any spelling, or a ``CanonicalSource``.
+        to_hf: gives transformers' name of a published name.
     """
-    source = CanonicalSource(source)
+    source = source if isinstance(source, CanonicalSource) else CanonicalSource(source)
     state: dict[str, torch.Tensor] = {}
     experts: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
     entries = source.entries()
@@ -158,10 +165,10 @@ def hf_state_dict(source: CheckpointSource) -> dict[str, torch.Tensor]:
             stack = experts.setdefault((expert["layer"], expert["projection"]), {})
             stack[int(expert["expert"])] = read_float32(source, name)
         else:
-            state[hf_name(name)] = source.read(name) if name.endswith("tid2eid") else read_float32(source, name)
+            state[to_hf(name)] = source.read(name) if name.endswith("tid2eid") else read_float32(source, name)
     for layer in sorted({layer for layer, _ in experts}):
         w1, w2, w3 = (_stack(experts.pop((layer, projection))) for projection in ("w1", "w2", "w3"))
-        packed = hf_name(f"{layer}.experts")
+        packed = to_hf(f"{layer}.experts")
         state[f"{packed}.gate_up_proj"] = torch.cat([w1, w3], dim=1)
         state[f"{packed}.down_proj"] = w2
     return state

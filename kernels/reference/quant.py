@@ -137,9 +137,9 @@ def dequantize_fp4(packed: Tensor, scale: Tensor, group: int = 32) -> Tensor:
     return _rescale(pairs.flatten(-2), scale, group)
 
 
-def fake_quant_fp8(x: Tensor, group: int) -> Tensor:
+def fake_quant_fp8(x: Tensor, group: int, pow2: bool = True) -> Tensor:
     """``x`` after a round trip through ``quantize_fp8``, in the dtype of ``x``."""
-    return dequantize_fp8(*quantize_fp8(x, group), group).to(x.dtype)
+    return dequantize_fp8(*quantize_fp8(x, group, pow2=pow2), group).to(x.dtype)
 
 
 def fake_quant_fp4(x: Tensor, group: int = 32) -> Tensor:

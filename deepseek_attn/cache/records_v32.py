@@ -1,0 +1,162 @@
+"""Records of DeepSeek-V3.2's latent cache: plain rows and the 656-byte FP8 row, both contiguous per token.
+
+Unlike V4's pages, a page is ``n`` whole entries one after the other, so a pool is also a plain tensor
+``[pages, n, width]``: `kv_cache_view` and `pool_view` convert between the two without copying.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.cache.records import PlainRecord, Record
+from deepseek_attn.kernels.reference.quant import FP8_FLOOR, FP8_MAX, dequantize_fp8, quantize_fp8
+
+LATENT_GROUP = 128
+"""Latent values that share a scale."""
+
+KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla")
+
+_FLT_MIN = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class Fp8DsMlaV32Record(Record):
+    """FlashMLA's V3.2 record ``fp8_ds_mla``: e4m3 latent, float32 scales, rope values in bf16. 656 bytes for 512 + 64.
+
+    =====================================  =======================================================
+    bytes of an entry (512 + 64)           content
+    =====================================  =======================================================
+    ``0 .. 511``                           512 e4m3 latent values
+    ``512 + 4 j .. 512 + 4 j + 3``         scale of values ``128 j .. 128 j + 127``, float32 little endian
+    ``528 .. 655``                         64 bf16 rope values, not quantised
+    =====================================  =======================================================
+
+    In general an entry is ``latent_dim + latent_dim / 32 + 2 * rope_dim`` bytes; pages have no padding. Rows are
+    rounded to bf16 first. Readers multiply by the stored float32, so entries of every rule can share a pool.
+
+    Attributes:
+        scale_rule: how the writer chooses a scale. ``"raw"`` (serving's ``concat_and_cache_mla``):
+            ``max(amax / 448, FLT_MIN)``. ``"pow2"`` (FlashMLA's tests, vLLM's fused writer): the power of two at or
+            above ``max(amax / 448, 1e-4)``. ``"official"`` (DeepSeek-V3.2 inference/model.py): the power of two at or
+            above ``max(amax, 1e-4) / 448``.
+
+    Notes:
+        Under "raw", a decoded value is a product with 24 + 4 significant bits: reading as bfloat16 rounds it.
+    """
+
+    latent_dim: int = 512
+    rope_dim: int = 64
+    scale_rule: str = "raw"
+    name = "fp8_ds_mla_v32"
+
+    _RULES: ClassVar[dict[str, tuple[float, bool]]] = {
+        # rule: (lower clamp of amax, power of two)
+        "raw": (FP8_MAX * _FLT_MIN, False),
+        "pow2": (FP8_MAX * 1e-4, True),
+        "official": (FP8_FLOOR, True),
+    }
+
+    def __post_init__(self):
+        if self.latent_dim < LATENT_GROUP or self.latent_dim % LATENT_GROUP or self.rope_dim < 0:
+            got = f"latent_dim {self.latent_dim}, rope_dim {self.rope_dim}"
+            raise ValueError(f"{self.name} needs latent_dim a positive multiple of 128 and rope_dim >= 0, got {got}")
+        if self.scale_rule not in self._RULES:
+            raise ValueError(f"unknown scale rule {self.scale_rule!r}: supported are {', '.join(self._RULES)}")
+
+    @property
+    def dim(self) -> int:
+        return self.latent_dim + self.rope_dim
+
+    @property
+    def row_bytes(self) -> tuple[int, ...]:
+        return (fp8_entry_bytes(self.latent_dim, self.rope_dim),)
+
+    def encode(self, rows: Tensor) -> tuple[Tensor, ...]:
+        rows = rows.to(torch.bfloat16)
+        floor, pow2 = self._RULES[self.scale_rule]
+        q, scale = quantize_fp8(rows[:, : self.latent_dim], LATENT_GROUP, floor, pow2)
+        return (torch.cat([_bytes(q), _bytes(scale), _bytes(rows[:, self.latent_dim :])], dim=1),)
+
+    def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        entry, scales_end = parts[0], self.latent_dim + self.latent_dim // LATENT_GROUP * 4
+        scale = entry[:, self.latent_dim : scales_end].contiguous().view(torch.float32)
+        out = torch.empty(entry.shape[0], self.dim, dtype=dtype, device=entry.device)
+        q = entry[:, : self.latent_dim].view(torch.float8_e4m3fn)
+        out[:, : self.latent_dim] = dequantize_fp8(q, scale, LATENT_GROUP)
+        out[:, self.latent_dim :] = entry[:, scales_end:].contiguous().view(torch.bfloat16)
+        return out
+
+
+def fp8_entry_bytes(latent_dim: int, rope_dim: int) -> int:
+    """Bytes of an `Fp8DsMlaV32Record` entry: 656 for 512 + 64."""
+    return latent_dim + latent_dim // LATENT_GROUP * 4 + 2 * rope_dim
+
+
+def make_v32_record(
+    kv_cache_dtype: str,
+    latent_dim: int = 512,
+    rope_dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    scale_rule: str = "raw",
+) -> Record:
+    """Record for a ``kv_cache_dtype``: ``"auto"`` (plain rows of ``dtype``), ``"bfloat16"`` or ``"fp8_ds_mla"``."""
+    if kv_cache_dtype == "auto":
+        return PlainRecord(latent_dim + rope_dim, dtype)
+    if kv_cache_dtype == "bfloat16":
+        return PlainRecord(latent_dim + rope_dim, torch.bfloat16)
+    if kv_cache_dtype == "fp8_ds_mla":
+        return Fp8DsMlaV32Record(latent_dim, rope_dim, scale_rule)
+    raise ValueError(f"unknown kv_cache_dtype {kv_cache_dtype!r}: supported are {', '.join(KV_CACHE_DTYPES)}")
+
+
+def kv_cache_view(record: Record, pool: Tensor, n: int) -> Tensor:
+    """A pool as the tensor that the V3.2 backends take, on the same memory.
+
+    Args:
+        record: a `PlainRecord` or an `Fp8DsMlaV32Record`.
+        pool: uint8 ``[pages, >= page_bytes(n)]``.
+        n: entries per page.
+
+    Returns:
+        ``[pages, n, dim]`` of the record's dtype, or uint8 ``[pages, n, entry_bytes]`` for FP8.
+    """
+    pages = pool[:, : record.page_bytes(n)].unflatten(1, (n, record.entry_bytes))
+    return pages.view(record.dtype) if isinstance(record, PlainRecord) else pages
+
+
+def pool_view(kv_cache: Tensor) -> Tensor:
+    """The inverse of `kv_cache_view`: uint8 ``[pages, page bytes]`` of a ``[pages, n, width]`` cache, without copying.
+
+    Raises:
+        ValueError: the entries of a page are not contiguous.
+    """
+    if kv_cache.dim() != 3 or kv_cache.stride(2) != 1 or kv_cache.stride(1) != kv_cache.shape[2]:
+        raise ValueError(
+            "a cache is [pages, entries, width] with contiguous entries within a page: got "
+            f"{list(kv_cache.shape)} with strides {list(kv_cache.stride())}"
+        )
+    return kv_cache.view(torch.uint8).flatten(1)
+
+
+def record_of(kv_cache: Tensor, latent_dim: int, rope_dim: int, scale_rule: str = "raw") -> Record:
+    """Record that a ``[pages, n, width]`` cache holds: FP8 if it is uint8, plain rows of its dtype otherwise."""
+    if kv_cache.dtype == torch.uint8:
+        record = Fp8DsMlaV32Record(latent_dim, rope_dim, scale_rule)
+        width = record.entry_bytes
+    else:
+        record = PlainRecord(latent_dim + rope_dim, kv_cache.dtype)
+        width = record.dim
+    if kv_cache.dim() != 3 or kv_cache.shape[2] != width:
+        raise ValueError(
+            f"a {kv_cache.dtype} cache of {latent_dim} latent and {rope_dim} rope values is [pages, entries, {width}], "
+            f"got {list(kv_cache.shape)}"
+        )
+    return record
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)

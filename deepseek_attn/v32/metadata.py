@@ -1,0 +1,126 @@
+"""One step's metadata, shared by all layers: what `FlashMLASparseImpl` and `FlashInferMLASparseImpl` read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass
+class FlashMLASparseMetadata:
+    """A step for `FlashMLASparseImpl`. ``B`` requests, ``rows`` token rows with the padding at their end.
+
+    Attributes:
+        num_reqs, max_query_len, max_seq_len: of the batch.
+        num_actual_tokens: rows that are tokens, without padding.
+        query_start_loc: int32 ``[B + 1]``.
+        slot_mapping: int64 ``[rows]``, -1 for padding rows.
+        block_table: int32 ``[B, pages]``.
+        req_id_per_token: int32 ``[rows]``, a view of the builder's buffer: the next step overwrites it. Padding rows
+            hold 0.
+        block_size: tokens per page; topk_tokens: width of the indexer's rows.
+        fp8_extra_metadata: None for a BF16 cache; `FP8KernelMetadata` when ``fp8_use_mixed_batch``;
+            `FP8SeparatePrefillDecode` otherwise.
+    """
+
+    @dataclass
+    class FP8KernelMetadata:
+        """What the FP8 kernel wants beside queries, cache and indices.
+
+        Attributes:
+            scheduler_metadata: the kernel's plan holder, fresh each step and shared by the layers.
+            dummy_block_table: int32 ``[n, 1]``; cache_lens: int32 ``[n]``, all ``max_model_len``. The kernel takes them
+                and ignores them in sparse mode.
+        """
+
+        scheduler_metadata: Any
+        dummy_block_table: Tensor
+        cache_lens: Tensor
+
+    @dataclass
+    class FP8SeparatePrefillDecode:
+        """Decodes on the FP8 kernel, prefills gathered to BF16. Tokens exclude padding."""
+
+        @dataclass
+        class Decode:
+            """The first ``num_decode_tokens`` rows; all decodes have ``decode_query_len`` new tokens."""
+
+            kernel_metadata: FlashMLASparseMetadata.FP8KernelMetadata
+            decode_query_len: int
+
+        @dataclass
+        class Prefill:
+            """``R`` prefill requests.
+
+            Attributes:
+                seq_lens: int32 ``[R]``, context and new tokens.
+                request_ids: int32 ``[rows]``, 0 .. R - 1 for prefill tokens, -1 for all other rows.
+                workspace_starts: int32 ``[R]``, first workspace row of a request, counted from its chunk's start.
+            """
+
+            @dataclass
+            class Chunk:
+                """Requests that are in the workspace at the same time.
+
+                Attributes:
+                    seq_lens, block_table, workspace_starts: the chunk's part of the batch's tensors (views).
+                    tokens_slice: rows of the batch that belong to the chunk.
+                    req_start_idx: first request, counted among the prefills.
+                    chunk_tot_seqlen: workspace rows used.
+                """
+
+                seq_lens: Tensor
+                tokens_slice: slice
+                block_table: Tensor
+                req_start_idx: int
+                workspace_starts: Tensor
+                chunk_tot_seqlen: int
+
+            seq_lens: Tensor
+            request_ids: Tensor
+            workspace_starts: Tensor
+            chunks: list[FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.Chunk]
+
+        num_prefills: int = 0
+        num_decodes: int = 0
+        num_prefill_tokens: int = 0
+        num_decode_tokens: int = 0
+        decode: FlashMLASparseMetadata.FP8SeparatePrefillDecode.Decode | None = None
+        prefill: FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill | None = None
+
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+    num_actual_tokens: int
+    query_start_loc: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    req_id_per_token: Tensor
+    block_size: int = 64
+    topk_tokens: int = 2048
+    fp8_extra_metadata: FP8SeparatePrefillDecode | FP8KernelMetadata | None = None
+    fp8_use_mixed_batch: bool = False
+
+
+@dataclass
+class FlashInferMLASparseMetadata:
+    """A step for `FlashInferMLASparseImpl`: every token row is a query of its own.
+
+    Attributes:
+        seq_lens: int32 ``[B]``, context and new tokens.
+        The others are those of `FlashMLASparseMetadata`.
+    """
+
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+    num_actual_tokens: int
+    query_start_loc: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    req_id_per_token: Tensor
+    seq_lens: Tensor
+    block_size: int = 64
+    topk_tokens: int = 2048

@@ -1,0 +1,148 @@
+"""What differs between model families when a runner is built: everything after that is the same."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from deepseek_attn.attention_v32 import sparse_config
+from deepseek_attn.cache.layout import TOKENS_PAGE
+from deepseek_attn.cache.pools import CachePools
+from deepseek_attn.checkpoint.names import CanonicalSource
+from deepseek_attn.checkpoint.names_v32 import canonical_name_v32
+from deepseek_attn.checkpoint.source import CheckpointSource
+from deepseek_attn.config import AnyConfig
+from deepseek_attn.config_v32 import DeepseekV32Config
+from deepseek_attn.impls import AttentionSpec, DeepseekV4SparseMLAAttentionImpl, get_impl
+from deepseek_attn.metadata import MetadataBuilder
+from deepseek_attn.metadata_v32 import TokenMetadataBuilder
+from deepseek_attn.models import block, deepseek_v4, deepseek_v32
+from deepseek_attn.models.block import AttentionStack, BuildContext, attention_layers, layer_specs
+from deepseek_attn.numerics import Numerics, numerics_for
+from deepseek_attn.v32 import KVCacheSpec, SparseMLAConfig, get_backend
+from deepseek_attn.v32.kernels import get_kernels
+from deepseek_attn.workspace import Workspace
+
+
+class Family:
+    """A config with its numerics and backend settled.
+
+    Attributes:
+        model_class, block_class: what `build` makes.
+        impl: V4's attention impl; None for other families.
+
+    Raises:
+        ValueError: unknown numerics, or a backend that is unknown or cannot run here.
+    """
+
+    model_class: type[nn.Module]
+    block_class: type[nn.Module]
+    impl: type[DeepseekV4SparseMLAAttentionImpl] | None = None
+
+    def __init__(
+        self, config: AnyConfig, numerics: str | Numerics, dtype: torch.dtype, device: torch.device, backend: str
+    ):
+        self.config, self.dtype, self.device = config, dtype, device
+        self.numerics = numerics_for(config, numerics)
+        self.choose_backend(backend, AttentionSpec.of(config, self.numerics, dtype))
+
+    def choose_backend(self, backend: str, spec: AttentionSpec) -> None:
+        """Settles what runs attention, and refuses what cannot run here."""
+        raise NotImplementedError
+
+    def canonical(self, source: CheckpointSource) -> CanonicalSource:
+        """A checkpoint under the names that the model's weight slots have."""
+        return CanonicalSource(source)
+
+    def build(self, layers: list[int] | None, attention_only: bool, max_positions: int) -> nn.Module:
+        """The model without weights: all of it, or some layers (and then no MTP), or only their attention."""
+        context = BuildContext(self.config, self.numerics, self.dtype, self.device, self.impl, max_positions)
+        if attention_only:
+            return AttentionStack(context, layers, self.block_class)
+        return self.model_class(context, layers, mtp=layers is None)
+
+    def bind(self, model: nn.Module, pools: CachePools, workspace: Workspace) -> None:
+        """Gives the layers their caches and reserves the largest scratch memory any of them can need."""
+        raise NotImplementedError
+
+    def metadata_builder(
+        self, model: nn.Module, pools: CachePools, mtp: bool
+    ) -> MetadataBuilder | TokenMetadataBuilder:
+        """What builds the metadata of a step for the backbone's layers, or for the MTP layers."""
+        raise NotImplementedError
+
+    def topk_buffer(self, model: nn.Module, pools: CachePools) -> torch.Tensor | None:
+        """Where indexers leave what they select, int32 ``[max_num_batched_tokens, index_topk]``; None without them."""
+        if all(layer.indexer is None for layer in attention_layers(model)):
+            return None
+        shape = (pools.layout.max_num_batched_tokens, self.config.index_topk)
+        return torch.full(shape, -1, dtype=torch.int32, device=self.device)
+
+
+class DeepseekV4Family(Family):
+    """DeepSeek-V4. Backends: those of `impls`."""
+
+    model_class, block_class = deepseek_v4.DeepseekV4, block.Block
+
+    def choose_backend(self, backend: str, spec: AttentionSpec) -> None:
+        self.impl = get_impl(backend, self.device, spec)
+
+    def bind(self, model: nn.Module, pools: CachePools, workspace: Workspace) -> None:
+        buffer = self.topk_buffer(model, pools)
+        position = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for layer in attention_layers(model):
+            layer.bind_caches(pools, workspace, buffer)
+            q = torch.zeros(1, layer.padded_heads, layer.head_dim, dtype=self.dtype, device=self.device)
+            layer.impl.forward_mqa(layer, q, q[:, 0], position, torch.empty_like(q))
+
+    def metadata_builder(self, model: nn.Module, pools: CachePools, mtp: bool) -> MetadataBuilder:
+        return MetadataBuilder(tuple(s for s in layer_specs(model) if s.is_mtp == mtp), pools.layout, self.device)
+
+
+class DeepseekV32Family(Family):
+    """DeepSeek-V3.2, and V3 / V3.1 without an indexer.
+
+    Backends: ``auto``, ``reference`` or ``flashmla`` (kernels of the FlashMLA sparse backend), or ``flashinfer``. Dense
+    models have one implementation and take any of these.
+    """
+
+    model_class, block_class = deepseek_v32.DeepseekV32, deepseek_v32.Block
+
+    def choose_backend(self, backend: str, spec: AttentionSpec) -> None:
+        flashinfer = backend == "flashinfer"
+        if flashinfer and self.numerics.kv_record != "plain":
+            raise ValueError(
+                f"backend 'flashinfer' reads plain latents, and numerics {self.numerics.name!r} stores FP8 ones: use "
+                "numerics='exact' or backend='auto'"
+            )
+        self.backend = get_backend("FLASHINFER_MLA_SPARSE" if flashinfer else "FLASHMLA_SPARSE")
+        self.kernels = "auto" if flashinfer else backend
+        get_kernels(self.kernels, self.device, spec)
+
+    def canonical(self, source: CheckpointSource) -> CanonicalSource:
+        return CanonicalSource(source, lambda name: canonical_name_v32(name, self.config.num_hidden_layers))
+
+    def bind(self, model: nn.Module, pools: CachePools, workspace: Workspace) -> None:
+        buffer, sparse = self.topk_buffer(model, pools), self.sparse_config(pools)
+        for layer in attention_layers(model):
+            layer.process_weights_after_loading(self.dtype)
+            layer.bind_caches(pools, workspace, buffer, self.backend, sparse)
+
+    def metadata_builder(self, model: nn.Module, pools: CachePools, mtp: bool) -> TokenMetadataBuilder:
+        if not self.config.has_indexer:
+            return TokenMetadataBuilder(None, self.device)
+        names = [spec.name for spec in layer_specs(model) if spec.is_mtp == mtp]
+        spec = KVCacheSpec(TOKENS_PAGE, self.config.head_dim, self.config.qk_rope_head_dim)
+        backend = self.backend.get_builder_cls()(spec, names, self.sparse_config(pools), self.device)
+        return TokenMetadataBuilder(backend, self.device)
+
+    def sparse_config(self, pools: CachePools) -> SparseMLAConfig | None:
+        return sparse_config(self.config, self.numerics, self.dtype, pools.layout, self.kernels)
+
+
+def get_family(
+    config: AnyConfig, numerics: str | Numerics, dtype: torch.dtype, device: torch.device, backend: str
+) -> Family:
+    """The family of a config; see `Family` for what it refuses."""
+    family = DeepseekV32Family if isinstance(config, DeepseekV32Config) else DeepseekV4Family
+    return family(config, numerics, dtype, device, backend)
