@@ -1,4 +1,4 @@
-"""The command line: ``deepseek-attn generate | score | info | plan | make-checkpoint``.
+"""The command line: ``deepseek-attn generate | score | info | plan | bench | make-checkpoint``.
 
 Each command is a module with ``add_parser(subparsers)``; it imports what it needs when it runs, so that ``--help`` is
 quick. An error a user can mend is one message and exit code 2.
@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 
-COMMANDS = ("generate", "score", "info", "plan", "make_checkpoint")
+COMMANDS = ("generate", "score", "info", "plan", "bench", "make_checkpoint")
 
 
 def main(argv: list[str] | None = None) -> int:

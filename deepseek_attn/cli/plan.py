@@ -35,11 +35,11 @@ def collect(args: argparse.Namespace) -> dict:
     """Everything that `plan` prints."""
     from deepseek_attn import planner
     from deepseek_attn.config import ModelConfig
-    from deepseek_attn.numerics import get_numerics
+    from deepseek_attn.numerics import numerics_for
     from deepseek_attn.runner import DEFAULT_MAX_MODEL_LEN, DTYPES, check_sizes, pick_device, pick_dtype
 
     config, device = ModelConfig.from_pretrained(args.model), pick_device(None)
-    numerics = get_numerics(args.numerics or ("serving" if device.type == "cuda" else "exact"))
+    numerics = numerics_for(config, args.numerics or ("serving" if device.type == "cuda" else "exact"))
     dtype = pick_dtype(args.dtype, device)
     limit = config.max_position_embeddings
     length = min(limit, DEFAULT_MAX_MODEL_LEN) if args.max_model_len is None else args.max_model_len

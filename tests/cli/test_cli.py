@@ -106,7 +106,7 @@ def test_generate_without_a_model_makes_one_in_the_cache_folder(tmp_path, monkey
 def test_info_json_names_every_backend_with_a_reason(capsys):
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["packages"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(facts["packages"]["torch"])
     assert {"reference"} <= {backend["name"] for backend in facts["backends"]}
     assert all(backend["reason"] for backend in facts["backends"])
     assert main(["info"]) == 0
