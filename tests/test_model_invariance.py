@@ -416,13 +416,14 @@ def test_truncate_beyond_the_rollback(length):
     runner = shared_runner(MIXED)
     tokens, suffix = prompt(runner.config, 136, seed=4), prompt(runner.config, 9, seed=5)
     with pages_returned(runner):
-        expected = fresh(runner, tokens[:length] + suffix, [length + 9])
+        sizes = [length + 3, 1, 1, 1, 3]
+        expected = fresh(runner, tokens[:length] + suffix, sizes)
         sequence = runner.sequence(tokens)
         advance(runner, sequence, [136])
         sequence.truncate(length)
         assert sequence.num_computed == 0
         extend(sequence, suffix)
-        assert torch.equal(advance(runner, sequence, [length + 9]), expected)
+        assert torch.equal(advance(runner, sequence, sizes), expected)
         sequence.free()
 
 
