@@ -75,7 +75,7 @@ def run_layer(args: argparse.Namespace) -> None:
                     f"{timing.milliseconds:>10.3f}{timing.low:>10.3f}{timing.high:>10.3f}",
                     flush=True,
                 )
-    facts = {key: value for key, value in collect().items() if key != "backends"}
+    facts = {key: value for key, value in collect().items() if "backends" not in key}
     run = {
         "numerics": runner.numerics.name,
         "dtype": str(runner.dtype).removeprefix("torch."),

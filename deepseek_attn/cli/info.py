@@ -39,9 +39,10 @@ def run(args: argparse.Namespace) -> None:
         print("GPU       none")
     for name, version in facts["packages"].items():
         print(f"{name:<18}{version or 'not installed'}")
-    print(f"\nattention backends on {facts['device']} (auto picks the first that runs):")
-    for backend in facts["backends"]:
-        print(f"  {backend['name']:<12}{'yes' if backend['usable'] else 'no':<5}{backend['reason']}")
+    for title, key in (("DeepSeek-V4", "backends"), ("DeepSeek-V3.2", "v32_backends")):
+        print(f"\n{title} attention on {facts['device']} (auto picks the first that runs):")
+        for backend in facts[key]:
+            print(f"  {backend['name']:<12}{'yes' if backend['usable'] else 'no':<5}{backend['reason']}")
 
 
 def collect() -> dict:
@@ -50,6 +51,8 @@ def collect() -> dict:
 
     from deepseek_attn.impls import describe_impls
     from deepseek_attn.runner import pick_device
+    from deepseek_attn.v32 import flashinfer_door
+    from deepseek_attn.v32.kernels import describe_kernels
 
     device = pick_device(None)
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -58,10 +61,13 @@ def collect() -> dict:
         "gpus": [{"name": g.name, "memory": g.total_memory, "capability": f"{g.major}{g.minor}"} for g in gpus],
         "packages": {"deepseek-attn": version("deepseek-attn"), **{name: version(name) for name in PACKAGES}},
         "device": str(device),
-        "backends": [
-            {"name": name, "usable": usable, "reason": reason} for name, usable, reason in describe_impls(device)
-        ],
+        "backends": described(describe_impls(device)),
+        "v32_backends": described([*describe_kernels(device), ("flashinfer", *flashinfer_door.supported(device))]),
     }
+
+
+def described(backends: list[tuple[str, bool, str]]) -> list[dict]:
+    return [{"name": name, "usable": usable, "reason": reason} for name, usable, reason in backends]
 
 
 def version(package: str) -> str | None:

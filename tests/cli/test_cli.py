@@ -108,7 +108,8 @@ def test_info_json_names_every_backend_with_a_reason(capsys):
     facts = json.loads(capsys.readouterr().out)
     assert torch.__version__.startswith(facts["packages"]["torch"])
     assert {"reference"} <= {backend["name"] for backend in facts["backends"]}
-    assert all(backend["reason"] for backend in facts["backends"])
+    assert {"flashmla", "reference", "flashinfer"} <= {backend["name"] for backend in facts["v32_backends"]}
+    assert all(backend["reason"] for backend in facts["backends"] + facts["v32_backends"])
     assert main(["info"]) == 0
     assert "reference" in capsys.readouterr().out
 
