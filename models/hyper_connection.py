@@ -35,12 +35,14 @@ def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
 
 
 @cache
+@torch.inference_mode(False)
 def _part_sizes(m: int, device: torch.device) -> torch.Tensor:
     """Rows of the pre, post and comb parts."""
     return torch.tensor([m, m, m * m], device=device)
 
 
 @cache
+@torch.inference_mode(False)
 def _sum_matrices(m: int, eps: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Matrices that sum a flattened ``[m, m]`` over its rows and over its columns, and ``eps`` as a vector."""
     index = torch.arange(m * m)

@@ -136,22 +136,30 @@ class Experts(CheckpointModule):
         """
         if not len(x):
             return x.float()
+        if len(x) == 1:  # nothing to sort or to pad
+            order = experts[0].argsort()
+            segments = [(expert, i, i + 1) for i, expert in enumerate(experts[0, order].tolist())]
+            return self.run(x.expand(len(segments), -1), segments, weights[0, order, None]).sum(0, keepdim=True)
         order = experts.flatten().argsort(stable=True)
         tokens = order // experts.shape[1]
-        place, segments = self.lay_out(experts.flatten()[order], ROW_TILE if len(x) > 1 else 1)
+        place, segments = self.lay_out(experts.flatten()[order], ROW_TILE)
         rows = x.new_zeros(segments[-1][2], x.shape[1])
         rows[place] = x[tokens]
+        weight = weights.new_zeros(len(rows), 1)
+        weight[place] = weights.flatten()[order].unsqueeze(1)
+        out = self.run(rows, segments, weight)[place]
+        return torch.zeros(x.shape, device=x.device).index_add_(0, tokens, out)
+
+    def run(self, rows: torch.Tensor, segments: list[tuple[int, int, int]], weight: torch.Tensor) -> torch.Tensor:
+        """Weighted outputs, float32 ``[R, D]``, of ``rows [R, D]``: rows start to end of each segment by its expert."""
         gate = torch.cat([self.w1(rows[start:end], expert) for expert, start, end in segments])
         up = torch.cat([self.w3(rows[start:end], expert) for expert, start, end in segments])
         hidden = swiglu(gate, up, self.limit)
-        weight = weights.flatten()[order].unsqueeze(1)
         if not self.weigh_output:
-            hidden[place] *= weight
-        hidden = hidden.to(x.dtype)
-        out = torch.cat([self.w2(hidden[start:end], expert) for expert, start, end in segments])[place].float()
-        if self.weigh_output:
-            out = out * weight
-        return torch.zeros(x.shape, device=x.device).index_add_(0, tokens, out)
+            hidden *= weight
+        hidden = hidden.to(rows.dtype)
+        out = torch.cat([self.w2(hidden[start:end], expert) for expert, start, end in segments]).float()
+        return out * weight if self.weigh_output else out
 
     def lay_out(self, expert_of_row: torch.Tensor, tile: int) -> tuple[torch.Tensor, list[tuple[int, int, int]]]:
         """Where sorted rows go: their places, and (expert, start, end) of each expert that has rows."""

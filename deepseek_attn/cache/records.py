@@ -92,8 +92,10 @@ class Record(ABC):
         slots = _checked_slots(slots, pool.shape[0] * n)
         written = slots >= 0
         if slots.device.type == "cpu":
-            page, offset = _page_offset(slots[written], n)
-            for view, part in zip(self._views(pool, n), self.encode(rows[written]), strict=True):
+            if not written.all():
+                slots, rows = slots[written], rows[written]
+            page, offset = _page_offset(slots, n)
+            for view, part in zip(self._views(pool, n), self.encode(rows), strict=True):
                 _store(view, page, offset, part)
             return
         first = written.int().argmax()
