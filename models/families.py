@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import nn
 
@@ -24,7 +26,7 @@ from deepseek_attn.v32.kernels import get_kernels
 from deepseek_attn.workspace import Workspace
 
 
-class Family:
+class Family(ABC):
     """A config with its numerics and backend settled.
 
     Attributes:
@@ -46,9 +48,9 @@ class Family:
         self.numerics = numerics_for(config, numerics)
         self.choose_backend(backend, AttentionSpec.of(config, self.numerics, dtype))
 
+    @abstractmethod
     def choose_backend(self, backend: str, spec: AttentionSpec) -> None:
         """Settles what runs attention, and refuses what cannot run here."""
-        raise NotImplementedError
 
     def canonical(self, source: CheckpointSource) -> CanonicalSource:
         """A checkpoint under the names that the model's weight slots have."""
@@ -61,15 +63,15 @@ class Family:
             return AttentionStack(context, layers, self.block_class)
         return self.model_class(context, layers, mtp=layers is None)
 
+    @abstractmethod
     def bind(self, model: nn.Module, pools: CachePools, workspace: Workspace) -> None:
         """Gives the layers their caches and reserves the largest scratch memory any of them can need."""
-        raise NotImplementedError
 
+    @abstractmethod
     def metadata_builder(
         self, model: nn.Module, pools: CachePools, mtp: bool
     ) -> MetadataBuilder | TokenMetadataBuilder:
         """What builds the metadata of a step for the backbone's layers, or for the MTP layers."""
-        raise NotImplementedError
 
     def topk_buffer(self, model: nn.Module, pools: CachePools) -> torch.Tensor | None:
         """Where indexers leave what they select, int32 ``[max_num_batched_tokens, index_topk]``; None without them."""

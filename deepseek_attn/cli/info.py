@@ -50,7 +50,7 @@ def collect() -> dict:
     import torch
 
     from deepseek_attn.impls import describe_impls
-    from deepseek_attn.runner import pick_device
+    from deepseek_attn.options import pick_device
     from deepseek_attn.v32 import flashinfer_door
     from deepseek_attn.v32.kernels import describe_kernels
 
