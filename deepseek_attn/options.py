@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from deepseek_attn.config import AnyConfig
+
 DEFAULT_MAX_MODEL_LEN = 32768
 
 
