@@ -1,0 +1,65 @@
+"""The Triton impl: decode reads pages of any record, prefill gathered rows; on any GPU Triton compiles for."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from deepseek_attn.impls.base import AttentionSpec
+from deepseek_attn.impls.flow import SplitAttentionImpl
+
+MIN_CAPABILITY = (8, 0)  # bf16 and tf32 tensor cores
+
+
+class DeepseekV4TritonSparseImpl(SplitAttentionImpl):
+    """Attention in Triton: 584-byte pages and plain rows, 1 to 128 heads and more, float32, bfloat16 and float16.
+
+    Notes:
+        How a decode step is cut depends on shapes alone, so a captured graph serves any lengths and block tables.
+        ``fp8_ds_mla`` entries are decoded to float16: keys beyond +-65504 would overflow. V4's are normalised.
+    """
+
+    name = "triton"
+
+    @classmethod
+    def supported(cls, device: torch.device, spec: AttentionSpec | None = None) -> tuple[bool, str]:
+        device = torch.device(device)
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return False, f"its kernels need an NVIDIA GPU; the device is {device}"
+        if torch.version.cuda is None:
+            return False, "its kernels are built for NVIDIA GPUs; this PyTorch is built for another vendor's"
+        if importlib.util.find_spec("triton") is None:
+            return False, "the package triton is not installed: pip install triton"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < MIN_CAPABILITY:
+            return False, (
+                f"its kernels need compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or later; this GPU has "
+                f"{capability[0]}.{capability[1]}"
+            )
+        if spec is not None and spec.kv_record == "fp8_ds_mla" and (problem := _record_problem(spec)):
+            return False, problem
+        return True, f"Triton kernels on compute capability {capability[0]}.{capability[1]}"
+
+    @classmethod
+    def attend_pages(cls, layer, q, sources, output) -> None:
+        from deepseek_attn.kernels.sparse_attention import sparse_attention_paged
+
+        pools = [(s.pool.record, s.pool.tensor, s.pool.entries, s.indices, s.lens) for s in sources]
+        sparse_attention_paged(q, pools, layer.scale, layer.attn_sink, out=output)
+
+    @classmethod
+    def attend_rows(cls, layer, q, kv, indices, lens, output) -> None:
+        from deepseek_attn.kernels.sparse_attention import sparse_attention
+
+        sparse_attention(q, kv, indices, layer.scale, layer.attn_sink, lens, out=output)
+
+
+def _record_problem(spec: AttentionSpec) -> str:
+    nope = spec.head_dim - spec.rope_dim
+    if nope > 512 or spec.rope_dim % 16:
+        return (
+            "its kernels read fp8_ds_mla records with up to 512 quantised channels and a multiple of 16 rotated ones; "
+            f"this model has {nope} and {spec.rope_dim}"
+        )
+    return ""
