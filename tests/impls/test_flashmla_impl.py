@@ -15,6 +15,7 @@ from deepseek_attn.impls import (
     get_impl,
 )
 from deepseek_attn.impls.reference import DeepseekV4ReferenceSparseImpl
+from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
 from deepseek_attn.models.block import attention_layers
 from deepseek_attn.numerics import PRESETS
 from tests import fake_flash_mla
@@ -102,6 +103,9 @@ def test_auto_picks_flashmla_where_its_kernels_fit_the_layer(monkeypatch, spec, 
     monkeypatch.setitem(sys.modules, "flash_mla", fake_flash_mla.make("sgl"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flash_mla, "_capability", lambda device: (9, 0))
+    # what is left of the list, whether or not this machine has Triton
+    refuse = classmethod(lambda cls, device, spec=None: (False, "not asked about here"))
+    monkeypatch.setattr(DeepseekV4TritonSparseImpl, "supported", refuse)
     flash_mla.flavour.cache_clear()
     assert get_impl("auto", GPU, spec).name == chosen
     described = {name: (usable, why) for name, usable, why in describe_impls(GPU, spec)}
