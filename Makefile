@@ -1,4 +1,4 @@
-# `make demo` and `make test` set up their own environment in .venv and need nothing but Python 3.10+ and a network.
+# `make demo` and `make test` set up their own environment in .venv and need nothing but Python 3.11+ and a network.
 
 PYTHON ?= python3
 VENV ?= .venv
