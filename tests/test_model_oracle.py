@@ -14,6 +14,7 @@ import torch
 
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config import ModelConfig
+from deepseek_attn.runner import ModelRunner
 from tests.oracle_dense import DenseOracle
 from tests.oracle_transformers import TransformersOracle
 from tests.small_models import (
@@ -220,3 +221,15 @@ def test_drafts_of_short_prompts():
     assert [len(rows) for rows in drafts] == [0, 1, 2, 29]
     for rows in drafts:
         assert_close(rows, reference.mtp_logits[: len(rows)])
+
+
+def test_what_transformers_saves_loads(tmp_path):
+    """`save_pretrained` has names of its own (``attn.norm`` for the kv_norm) and its own spelling of the config."""
+    config = ModelConfig.from_preset("tiny")
+    oracle = TransformersOracle(config, RandomSource(config, seed=0))
+    oracle.model.save_pretrained(tmp_path)
+    runner = ModelRunner.from_pretrained(tmp_path, device="cpu", progress=False)
+    prompt = torch.randint(config.vocab_size, (77,)).tolist()
+    expected = oracle(prompt).logits
+    assert not runner.has_mtp  # transformers drops it
+    assert (runner.score([prompt])[0] - expected).abs().max() <= 1e-4 * expected.abs().max()

@@ -638,3 +638,13 @@ def test_safetensors_source_reads_published_scales(tmp_path):
         assert stored.entries().keys() == source.entries().keys()
         for name in source.entries():
             assert torch.equal(stored.read(name).view(torch.uint8), source.read(name).view(torch.uint8)), name
+
+
+def test_what_transformers_saves_loads(tmp_path):
+    config = ModelConfig.from_preset("tiny_v32")
+    oracle = TransformersV32Oracle(config, RandomSource(config, seed=0))
+    oracle.model.save_pretrained(tmp_path)
+    runner = ModelRunner.from_pretrained(tmp_path, device="cpu", progress=False)
+    prompt = torch.randint(config.vocab_size, (77,)).tolist()
+    expected = oracle(prompt)
+    assert (runner.score([prompt])[0] - expected).abs().max() <= 1e-4 * expected.abs().max()

@@ -53,6 +53,8 @@ RULES = (
     (".down_proj_scale_inv.", ".w2.scale."),
     (".weight_scale_inv.", ".scale."),
 )
+# transformers 5.23 writes the layer's kv_norm by the rule that is meant for the compressor's.
+SAVED_KV_NORM = (".attn.norm.", ".attn.kv_norm.")
 EXPERT = re.compile(r"(?P<layer>.+)\.experts\.(?P<expert>\d+)\.(?P<projection>w[123])\.weight")
 # What `canonical_name` makes of packed experts: a projection without an expert number.
 PACKED = re.compile(r"(?P<experts>.+\.experts)\.(?P<projection>gate_up_proj|w2)(?:\.(?P<leaf>weight|scale))?")
@@ -65,7 +67,7 @@ def canonical_name(name: str) -> str:
     ``e_score_correction_bias`` in otherwise published names. Packed experts stay packed (see ``CanonicalSource``).
     """
     dotted = f".{name.removeprefix('model.')}."
-    for other, published in RULES:
+    for other, published in (*RULES, SAVED_KV_NORM):
         dotted = dotted.replace(other, published)
     return dotted[1:-1]
 
