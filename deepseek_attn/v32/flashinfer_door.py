@@ -1,4 +1,4 @@
-"""The only door to FlashInfer: whether its sparse MLA kernel runs here, and the same function in plain torch."""
+"""The only door to FlashInfer: whether its sparse MLA kernel runs here, and the same function in Triton and torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.impls.base import AttentionSpec
+from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
 from deepseek_attn.kernels.reference.sparse_attention import sparse_attention
 
 TrtllmDecode = Callable[..., Tensor]
@@ -59,8 +60,10 @@ def supported(device: torch.device | str, spec: AttentionSpec | None = None) -> 
 
 
 def pick(device: torch.device, spec: AttentionSpec | None = None) -> TrtllmDecode:
-    """FlashInfer's function where it runs, else `reference_trtllm_decode`."""
-    return _load()[0] if supported(device, spec)[0] else reference_trtllm_decode
+    """FlashInfer's function where it runs; else the same in Triton where that runs, or `reference_trtllm_decode`."""
+    if supported(device, spec)[0]:
+        return _load()[0]
+    return triton_trtllm_decode if DeepseekV4TritonSparseImpl.supported(device)[0] else reference_trtllm_decode
 
 
 def workspace_buffer(device: torch.device) -> Tensor:
@@ -86,6 +89,7 @@ def reference_trtllm_decode(
     sparse_mla_top_k: int,
     bmm1_scale: float = 1.0,
     bmm2_scale: float = 1.0,
+    attend: Callable[..., tuple[Tensor, Tensor]] = sparse_attention,
 ) -> Tensor:
     """Sparse calls of FlashInfer's ``trtllm_batch_decode_with_kv_cache_mla`` in plain torch.
 
@@ -95,6 +99,7 @@ def reference_trtllm_decode(
         workspace_buffer, qk_nope_head_dim, max_seq_len: not used.
         block_tables: int32 ``[T, 1, sparse_mla_top_k]`` slots (not pages); the first ``seq_lens [T]`` of a row count.
         bmm1_scale: factor of the logits; bmm2_scale: of the output.
+        attend: `sparse_attention`, or another of its contract.
 
     Returns:
         ``[T, 1, heads, kv_lora_rank]``.
@@ -106,7 +111,14 @@ def reference_trtllm_decode(
             f"{list(query.shape)}, {list(block_tables.shape)}, {list(seq_lens.shape)}"
         )
     dim = kv_lora_rank + qk_rope_head_dim
-    out, _ = sparse_attention(
+    out, _ = attend(
         query.squeeze(1), kv_cache.reshape(-1, dim), block_tables.squeeze(1), bmm1_scale, None, seq_lens, kv_lora_rank
     )
     return (out * bmm2_scale if bmm2_scale != 1.0 else out).unsqueeze(1)
+
+
+def triton_trtllm_decode(*args, **kwargs) -> Tensor:
+    """`reference_trtllm_decode` with the Triton kernel, for GPUs that FlashInfer's does not run on."""
+    from deepseek_attn.kernels.sparse_attention import sparse_attention as attend
+
+    return reference_trtllm_decode(*args, **kwargs, attend=attend)

@@ -123,7 +123,8 @@ class FlashInferMLASparseMetadataBuilder(SparseMLAMetadataBuilder):
 class FlashInferMLASparseImpl(SparseMLAImpl):
     """Sparse MLA where every token, of a prefill or a decode, is one query over its own list of slots.
 
-    Calls FlashInfer where `flashinfer_door.supported` says so, and plain torch with the same arguments elsewhere.
+    Calls FlashInfer where `flashinfer_door.supported` says so, and Triton or plain torch with the same arguments
+    elsewhere.
 
     Args:
         run: the function to call in place of either, with FlashInfer's arguments.

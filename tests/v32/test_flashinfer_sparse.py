@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from deepseek_attn.impls.base import AttentionSpec
+from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
 from deepseek_attn.v32 import DeviceCapability, FlashInferMLASparseBackend, flashinfer_door
-from deepseek_attn.v32.flashinfer_door import FUNCTION, MODULE, reference_trtllm_decode
+from deepseek_attn.v32.flashinfer_door import FUNCTION, MODULE, reference_trtllm_decode, triton_trtllm_decode
 from tests.v32.flashinfer_signature import installed, recorded, signature_from
 from tests.v32.make import SCALE, build_impl
 from tests.v32.oracle import NAN, dense_answer, make_case
@@ -138,7 +139,10 @@ def test_where_it_runs(monkeypatch):
     assert flashinfer_door.pick(torch.device("cuda")) is function
     tiny = AttentionSpec(4, 192, 64)
     assert flashinfer_door.supported("cuda", tiny)[1].endswith("this model has 192, 64")
-    assert flashinfer_door.pick(torch.device("cuda"), tiny) is reference_trtllm_decode
+    for triton, other in ((True, triton_trtllm_decode), (False, reference_trtllm_decode)):
+        answer = classmethod(lambda cls, device, spec=None, triton=triton: (triton, "as this test has it"))
+        monkeypatch.setattr(DeepseekV4TritonSparseImpl, "supported", answer)
+        assert flashinfer_door.pick(torch.device("cuda"), tiny) is other
     exact = AttentionSpec(4, 576, 64, "plain", torch.float32)
     assert "not torch.float32" in flashinfer_door.supported("cuda", exact)[1]
     monkeypatch.setattr(flashinfer_door, "_load", lambda: (None, "the package flashinfer is not installed"))
@@ -187,3 +191,36 @@ def test_supported_combinations():
     assert "has 192" in supports(*COMBINATION, SimpleNamespace(qk_nope_head_dim=192, index_topk=2048))
     assert "has 1" in supports(*COMBINATION, SimpleNamespace(index_topk=2048))
     assert "index_topk" in supports(*COMBINATION, SimpleNamespace(qk_nope_head_dim=128))
+
+
+@pytest.mark.parametrize("heads", [1, 16, 128])
+@pytest.mark.parametrize("topk", [4, 100, 2048])
+def test_triton_takes_flashinfers_place(heads, topk, device):
+    """Same arguments, same result as plain torch: ragged lengths, empty rows, NaN in everything unused."""
+    usable, reason = DeepseekV4TritonSparseImpl.supported(device)
+    if not usable:
+        pytest.skip(reason)
+    if not flashinfer_door.supported(device)[0]:
+        assert flashinfer_door.pick(device) is triton_trtllm_decode
+    tokens, pages = 37, 50
+    cache = torch.full((pages * 64, 576), float("nan"), device=device)
+    live = torch.randperm(pages * 64, device=device)[:2200]
+    cache[live] = torch.randn(len(live), 576, device=device)
+    picks = torch.stack([live[torch.randperm(len(live), device=device)[:topk]] for _ in range(tokens)])
+    lens = torch.randint(1, topk + 1, (tokens,), device=device, dtype=torch.int32)
+    lens[0], lens[1], lens[2] = 0, 1, topk
+    unused = torch.arange(topk, device=device) >= lens[:, None]
+    picks = picks.masked_fill(unused, 2**31 - 1).int()
+    arguments = {
+        "query": torch.randn(tokens, 1, heads, 576, device=device).bfloat16(),
+        "kv_cache": cache.bfloat16().view(pages, 1, 64, 576),
+        "workspace_buffer": torch.empty(0, device=device), "qk_nope_head_dim": 128, "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64, "block_tables": picks[:, None], "seq_lens": lens, "max_seq_len": topk,
+        "sparse_mla_top_k": topk, "bmm1_scale": 0.07, "bmm2_scale": 0.5,
+    }  # fmt: skip
+    got = triton_trtllm_decode(**arguments)
+    expected = reference_trtllm_decode(**{**arguments, "query": arguments["query"].float()})
+    assert got.shape == (tokens, 1, heads, 512)
+    assert got.isfinite().all()
+    assert (got[0] == 0).all()
+    assert (got.float() - expected).norm() <= 4e-3 * expected.norm()
