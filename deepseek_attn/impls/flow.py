@@ -29,6 +29,10 @@ class PagedKeys:
     indices: torch.Tensor
     lens: torch.Tensor
 
+    def as_source(self) -> tuple:
+        """``(record, pool, n, indices, lens)``, as `sparse_attention_paged` takes it."""
+        return self.pool.record, self.pool.tensor, self.pool.entries, self.indices, self.lens
+
 
 class SplitAttentionImpl(DeepseekV4SparseMLAAttentionImpl):
     """Splits decode from prefill, chunks prefill to the workspace, merges window and compressed keys.

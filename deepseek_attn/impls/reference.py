@@ -20,8 +20,7 @@ class DeepseekV4ReferenceSparseImpl(SplitAttentionImpl):
 
     @classmethod
     def attend_pages(cls, layer, q, sources, output) -> None:
-        pools = [(s.pool.record, s.pool.tensor, s.pool.entries, s.indices, s.lens) for s in sources]
-        out, _ = sparse_attention_paged(q, pools, layer.scale, layer.attn_sink)
+        out, _ = sparse_attention_paged(q, [source.as_source() for source in sources], layer.scale, layer.attn_sink)
         output.copy_(out)
 
     @classmethod

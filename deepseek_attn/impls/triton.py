@@ -45,8 +45,8 @@ class DeepseekV4TritonSparseImpl(SplitAttentionImpl):
     def attend_pages(cls, layer, q, sources, output) -> None:
         from deepseek_attn.kernels.sparse_attention import sparse_attention_paged
 
-        pools = [(s.pool.record, s.pool.tensor, s.pool.entries, s.indices, s.lens) for s in sources]
-        sparse_attention_paged(q, pools, layer.scale, layer.attn_sink, out=output)
+        sources = [source.as_source() for source in sources]
+        sparse_attention_paged(q, sources, layer.scale, layer.attn_sink, out=output)
 
     @classmethod
     def attend_rows(cls, layer, q, kv, indices, lens, output) -> None:

@@ -64,7 +64,7 @@ class SparseMLAConfig:
             gathered to BF16) or ``"auto"``: mixed below `MIN_HEADS_FOR_BF16_PREFILL` heads.
         prefill_workspace_rows: rows of gathered keys; None for `get_prefill_workspace_size`, bounded by what
             ``max_num_seqs`` requests can hold.
-        kernels: ``"auto"`` or one of `kernels.kernel_names`.
+        kernels: ``"auto"`` or a name that `kernels.describe_kernels` lists.
         dtype: of the queries.
     """
 

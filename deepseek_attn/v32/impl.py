@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from deepseek_attn.v32.metadata import FlashInferMLASparseMetadata, FlashMLASpar
 Metadata = FlashMLASparseMetadata | FlashInferMLASparseMetadata
 
 
-class SparseMLAImpl(MLAAbsorption):
+class SparseMLAImpl(MLAAbsorption, ABC):
     """Sparse MLA of one layer.
 
     Args:
@@ -103,9 +104,9 @@ class SparseMLAImpl(MLAAbsorption):
         record = "fp8_ds_mla" if self.config.use_fp8_kv_cache else "plain"
         return AttentionSpec(self.num_heads, self.head_size, self.qk_rope_head_dim, record, self.config.dtype)
 
+    @abstractmethod
     def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer=None) -> tuple[Tensor, None]:
         """Attention of latent queries; see the subclasses."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def forward(

@@ -126,10 +126,6 @@ class FlashMLAKernels:
 _KERNELS = {"flashmla": FlashMLAKernels, "reference": ReferenceKernels}  # in order of preference
 
 
-def kernel_names() -> tuple[str, ...]:
-    return tuple(_KERNELS)
-
-
 def get_kernels(name: str, device: torch.device | str, spec: AttentionSpec | None = None) -> SparseMLAKernels:
     """The kernels called ``name``, or for ``"auto"`` the first that run ``spec`` on ``device``.
 
