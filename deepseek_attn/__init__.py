@@ -18,9 +18,10 @@ _HOMES = {
     "LayerSpec": "deepseek_attn.config",
     "ModelRunner": "deepseek_attn.runner",
     "LLM": "deepseek_attn.engine.llm",
+    "Engine": "deepseek_attn.engine.engine",
     "SamplingParams": "deepseek_attn.engine.sampling",
 }
-__all__ = ["LLM", "LayerSpec", "ModelConfig", "ModelRunner", "SamplingParams"]
+__all__ = ["LLM", "Engine", "LayerSpec", "ModelConfig", "ModelRunner", "SamplingParams"]
 
 
 def __getattr__(name: str):

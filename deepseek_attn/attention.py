@@ -8,11 +8,14 @@ from deepseek_attn.cache.pools import CachePools, Pool
 from deepseek_attn.compressor import Compressor
 from deepseek_attn.config import LayerSpec, ModelConfig
 from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
-from deepseek_attn.indexer import Indexer
-from deepseek_attn.linear import CheckpointModule, GroupedLinear, Linear, RMSNorm, rms_norm
+from deepseek_attn.indexer import Indexer, select_everything
+from deepseek_attn.kernels.available import op_for
+from deepseek_attn.linear import CheckpointModule, GroupedLinear, Linear, RMSNorm, Shard, multi_linear
 from deepseek_attn.metadata import StepMetadata
 from deepseek_attn.numerics import Numerics
-from deepseek_attn.rope import RotaryTable, apply_rope
+from deepseek_attn.parallel import Parallel
+from deepseek_attn.rope import RotaryTable
+from deepseek_attn.tracing import stage, traced
 from deepseek_attn.workspace import Workspace
 
 
@@ -27,9 +30,12 @@ class DeepseekV4MLAAttention(CheckpointModule):
         compress_ratio: tokens per compressed entry; 0 for a layer that reads the window only.
         window_size: keys in the sliding window, the query's own included.
         scale: softmax scale, ``head_dim ** -0.5`` (YaRN does not change it).
+        num_heads, o_groups: heads and output groups of this rank; keys and indexers are the same on all ranks.
         attn_sink: float32 ``[heads]``, a logit per head that joins the softmax denominator only.
         padded_heads: heads of the tensors handed to the impl.
         topk_indices_buffer: int32 ``[max_num_batched_tokens, index_topk]`` selected by the indexer; None without one.
+        decode_topk_slots: int32 ``[Dt, index_topk]``, the slots of what decode rows selected; None if only the entries
+            are known.
         step: metadata of the running step; None while warming up.
     """
 
@@ -42,28 +48,31 @@ class DeepseekV4MLAAttention(CheckpointModule):
         dtype: torch.dtype,
         device: torch.device | str,
         impl: type[DeepseekV4SparseMLAAttentionImpl],
+        parallel: Parallel | None = None,
     ):
         super().__init__(device)
         self.spec, self.rope, self.impl = spec, rope, impl
+        self.parallel = parallel = parallel or Parallel.single()
         self.prefix, self.compress_ratio = spec.name, spec.ratio
-        self.num_heads, self.head_dim, self.eps = config.num_attention_heads, config.head_dim, config.rms_norm_eps
+        heads, groups, ranks = config.num_attention_heads, config.o_groups, parallel.token_ranks
+        self.num_heads, self.o_groups = heads // ranks, groups // ranks
+        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
         self.window_size, self.scale = config.sliding_window, config.softmax_scale
         self.padded_heads = impl.padded_heads(self.num_heads)
-        self.o_groups, heads = config.o_groups, self.num_heads
+        width, shard = heads * self.head_dim, parallel.token_shard
 
-        def linear(inputs: int, outputs: int) -> Linear:
-            return Linear(inputs, outputs, numerics, dtype, device)
+        def linear(inputs: int, outputs: int, shard: Shard | None = None) -> Linear:
+            return Linear(inputs, outputs, numerics, dtype, device, shard=shard)
 
         self.wq_a = linear(config.hidden_size, config.q_lora_rank)
         self.q_norm = RMSNorm(config.q_lora_rank, self.eps, device)
-        self.wq_b = linear(config.q_lora_rank, heads * self.head_dim)
+        self.wq_b = linear(config.q_lora_rank, width, shard(0, width))
         self.wkv = linear(config.hidden_size, self.head_dim)
         self.kv_norm = RMSNorm(self.head_dim, self.eps, device)
-        self.wo_a = GroupedLinear(
-            self.o_groups, heads * self.head_dim // self.o_groups, config.o_lora_rank, numerics, dtype, device
-        )
-        self.wo_b = linear(self.o_groups * config.o_lora_rank, config.hidden_size)
-        self.declare("attn_sink", (heads,), torch.float32)
+        inner = groups * config.o_lora_rank
+        self.wo_a = GroupedLinear(groups, width // groups, config.o_lora_rank, numerics, dtype, device, shard(0, inner))
+        self.wo_b = linear(inner, config.hidden_size, shard(1, inner))
+        self.declare("attn_sink", (heads,), torch.float32, shard=shard(0, heads))
         self.compressor = None
         self.indexer = None
         if not spec.swa_only:
@@ -75,6 +84,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         self.swa_cache: Pool | None = None
         self.kv_cache: Pool | None = None
         self.topk_indices_buffer: torch.Tensor | None = None
+        self.decode_topk_slots: torch.Tensor | None = None
         self.workspace: Workspace | None = None
         self.max_model_len = self.max_num_batched_tokens = 0
 
@@ -101,6 +111,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         entries = -(-self.max_model_len // self.compress_ratio) if self.compress_ratio else 0
         return entries + self.window_size + self.max_num_batched_tokens
 
+    @traced("attention")
     def forward(self, x: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None) -> torch.Tensor:
         """Attention of new tokens over everything their requests have cached, themselves included.
 
@@ -113,33 +124,79 @@ class DeepseekV4MLAAttention(CheckpointModule):
             ``[T, hidden_size]`` in the dtype of ``x``.
         """
         self.step = step
-        turns = self.rope.at(positions) if step is None else step.turns_of(self.rope)
-        qr = self.q_norm(self.wq_a(x))
-        q = self.queries(qr, turns)
-        kv = apply_rope(self.kv_norm(self.wkv(x)), turns)
-        if step is not None:
-            self.update_caches(x, qr, kv)
-        output = torch.empty_like(q)
-        self.impl.forward_mqa(self, q, kv, positions, output)
-        return self.project_output(output[:, : self.num_heads], turns)
-
-    def queries(self, qr: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        """``[T, padded_heads, head_dim]``: a weightless norm per head, then the rotation. Padding heads are zero."""
-        q = rms_norm(self.wq_b(qr).unflatten(-1, (self.num_heads, self.head_dim)), self.eps)
-        q = apply_rope(q, turns)
-        if self.padded_heads == self.num_heads:
-            return q
-        return torch.nn.functional.pad(q, (0, 0, 0, self.padded_heads - self.num_heads))
-
-    def update_caches(self, x: torch.Tensor, qr: torch.Tensor, kv: torch.Tensor) -> None:
-        """Writes what this step's tokens add to the caches: it is all there before any query reads."""
-        self.swa_cache.insert(self.step.swa.slot_mapping, kv)
-        if self.compressor is not None:
-            self.compressor(x, self.step.compressor[self.spec.ratio, self.spec.overlap])
+        if step is None:
+            q = x.new_zeros(len(x), self.padded_heads, self.head_dim)
+            self.impl.forward_mqa(self, q, q[:, 0], positions, torch.empty_like(q))
+            return torch.zeros_like(x)
+        with stage("project"):
+            qr, kv, *projections = multi_linear(x, self.input_linears)
+        qr, kv = self.insert(qr, kv, projections, positions)
+        with stage("project"):
+            q, *index_q = multi_linear(qr, self.query_linears(step))
         if self.indexer is not None:
-            self.indexer(x, qr, self.step, self.topk_indices_buffer[: len(x)])
+            self.select(index_q, projections[-1], step)
+        with stage("attend"):
+            q = self.queries(q, positions)
+            output = torch.empty_like(q)
+            self.impl.forward_mqa(self, q, kv, positions, output)
+        with stage("output"):
+            y = self.wo_b(self.wo_a.project(output[:, : self.num_heads], positions, self.rope.cos_sin))
+        return self.parallel.sum(y)
 
-    def project_output(self, o: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        """Undoes the rotation that values carry (they are the keys), at the query's position, then mixes the heads."""
-        o = apply_rope(o, turns, inverse=True)
-        return self.wo_b(self.wo_a(o.reshape(len(o), self.o_groups, -1)).flatten(1))
+    @property
+    def input_linears(self) -> list[Linear]:
+        """Everything that projects the layer's input: query latent, key, then values and scores of the compressors."""
+        linears = [self.wq_a, self.wkv]
+        for compressor in self.compressors:
+            linears += [compressor.wkv, compressor.wgate]
+        return linears if self.indexer is None else [*linears, self.indexer.weights_proj]
+
+    def query_linears(self, step: StepMetadata) -> list[Linear]:
+        """What projects the query latent: the queries and, unless every entry is read, those of the indexer."""
+        chooses = self.indexer is not None and self.indexer.has_choice(step)
+        return [self.wq_b, self.indexer.wq_b] if chooses else [self.wq_b]
+
+    @property
+    def compressors(self) -> list[Compressor]:
+        """The layer's own compressor, then its indexer's."""
+        own = [] if self.compressor is None else [self.compressor]
+        return own if self.indexer is None else [*own, self.indexer.compressor]
+
+    @traced("insert")
+    def insert(
+        self, qr: torch.Tensor, kv: torch.Tensor, projections: list[torch.Tensor], positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes all that the new tokens add to the caches, so that it is there before any query reads.
+
+        Args:
+            projections: values and scores of each compressor in turn.
+
+        Returns:
+            The normed query latent, and the normed and rotated key.
+        """
+        cache, spec = self.swa_cache, self.spec
+        rows = (
+            qr, kv, self.q_norm.weight, self.kv_norm.weight, self.eps, self.rope.cos_sin, positions,
+            cache.record, cache.tensor, cache.entries, self.step.swa.slot_mapping,
+        )  # fmt: skip
+        pairs = zip(projections[0::2], projections[1::2], strict=False)
+        parts = [compressor.part(*pair) for compressor, pair in zip(self.compressors, pairs, strict=False)]
+        batch = self.step.compressor[spec.ratio, spec.overlap] if parts else None
+        return op_for(qr, "insert_tokens")(rows, parts, batch)
+
+    def queries(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """``[T, padded_heads, head_dim]``: a weightless norm per head, then the rotation. Padding heads are zero."""
+        op = op_for(q, "query_norm_rope")
+        return op(q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
+
+    @traced("select")
+    def select(self, index_q: list[torch.Tensor], weights: torch.Tensor, step: StepMetadata) -> None:
+        """Entries that each query reads, into ``topk_indices_buffer``; with kernels, slots of decode rows as well."""
+        out = self.topk_indices_buffer[: len(weights)]
+        self.decode_topk_slots = None
+        if not index_q:
+            select_everything(step.visible_of(self.spec.ratio), out)
+            return
+        if self.indexer.fused(index_q[0]):
+            self.decode_topk_slots = out.new_empty(step.swa.num_decode_tokens, out.shape[1])
+        self.indexer.select_entries(index_q[0], weights, step, out, self.decode_topk_slots)

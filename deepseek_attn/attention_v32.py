@@ -17,7 +17,9 @@ from deepseek_attn.kernels.reference.dense_attention import causal_attention
 from deepseek_attn.linear import CheckpointModule, Linear, RMSNorm
 from deepseek_attn.metadata_v32 import TokenStepMetadata
 from deepseek_attn.numerics import Numerics
+from deepseek_attn.parallel import Parallel
 from deepseek_attn.rope import RotaryTable, apply_rope
+from deepseek_attn.tracing import stage, traced
 from deepseek_attn.v32 import FlashInferMLASparseBackend, FlashMLASparseBackend, SparseMLAConfig
 from deepseek_attn.v32.absorb import MLAAbsorption
 from deepseek_attn.v32.impl import SparseMLAImpl
@@ -34,6 +36,7 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
 
     Attributes:
         prefix: the layer's name, for instance ``layers.2``.
+        num_heads: heads of this rank.
         scale: softmax scale, YaRN's mscale included.
         indexer: None for a dense layer; its ``topk_indices_buffer`` is int32 ``[max_num_batched_tokens, index_topk]``.
         latent_cache: the layer's rows; kv_cache: the same memory as the backend's tensor ``[pages, 64, width]``.
@@ -48,24 +51,27 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
         numerics: Numerics,
         dtype: torch.dtype,
         device: torch.device | str,
+        parallel: Parallel | None = None,
     ):
         super().__init__(device)
+        self.parallel = parallel = parallel or Parallel.single()
         self.spec, self.rope, self.prefix, self.scale = spec, rope, spec.name, config.softmax_scale
-        self.num_heads, self.head_size = config.num_attention_heads, config.head_dim
+        heads = config.num_attention_heads
+        self.num_heads, self.head_size = heads // parallel.token_ranks, config.head_dim
         self.kv_lora_rank, self.qk_rope_head_dim = config.kv_lora_rank, config.qk_rope_head_dim
         self.qk_nope_head_dim, self.v_head_dim = config.qk_nope_head_dim, config.v_head_dim
-        heads = self.num_heads
 
-        def linear(inputs: int, outputs: int) -> Linear:
-            return Linear(inputs, outputs, numerics, dtype, device)
+        def linear(inputs: int, outputs: int, split: int | None = None) -> Linear:
+            shard = None if split is None else parallel.token_shard(split, (outputs, inputs)[split])
+            return Linear(inputs, outputs, numerics, dtype, device, shard=shard)
 
         self.wq_a = linear(config.hidden_size, config.q_lora_rank)
         self.q_norm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPS, device)
-        self.wq_b = linear(config.q_lora_rank, heads * config.qk_head_dim)
+        self.wq_b = linear(config.q_lora_rank, heads * config.qk_head_dim, split=0)
         self.wkv_a = linear(config.hidden_size, self.head_size)
         self.kv_norm = RMSNorm(self.kv_lora_rank, LATENT_NORM_EPS, device)
-        self.wkv_b = linear(self.kv_lora_rank, heads * (self.qk_nope_head_dim + self.v_head_dim))
-        self.wo = linear(heads * self.v_head_dim, config.hidden_size)
+        self.wkv_b = linear(self.kv_lora_rank, heads * (self.qk_nope_head_dim + self.v_head_dim), split=0)
+        self.wo = linear(heads * self.v_head_dim, config.hidden_size, split=1)
         self.indexer = TokenIndexer(config, rope, numerics, dtype, device) if spec.has_indexer else None
         self.latent_cache: Pool | None = None
         self.kv_cache: torch.Tensor | None = None
@@ -118,6 +124,7 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
             workspace=workspace,
         )
 
+    @traced("attention")
     def forward(self, x: torch.Tensor, step: TokenStepMetadata) -> torch.Tensor:
         """Attention of new tokens over what their requests have cached, themselves included.
 
@@ -128,22 +135,30 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
             ``[T, hidden_size]`` in the dtype of ``x``.
         """
         turns = step.turns_of(self.rope)
-        qr = self.q_norm(self.wq_a(x))
-        q = self.wq_b(qr).unflatten(-1, (self.num_heads, -1))
-        q_nope, q_pe = apply_rope(q, turns).split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        latent, k_pe = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        self.latent_cache.insert(step.slot_mapping, torch.cat([self.kv_norm(latent), apply_rope(k_pe, turns)], dim=-1))
-        query = torch.cat([self._k_up_proj(q_nope), q_pe], dim=-1)
+        with stage("project"):
+            qr = self.q_norm(self.wq_a(x))
+            q = self.wq_b(qr).unflatten(-1, (self.num_heads, -1))
+            q_nope, q_pe = apply_rope(q, turns).split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+            latent, k_pe = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+            query = torch.cat([self._k_up_proj(q_nope), q_pe], dim=-1)
+        with stage("insert"):
+            rows = torch.cat([self.kv_norm(latent), apply_rope(k_pe, turns)], dim=-1)
+            self.latent_cache.insert(step.slot_mapping, rows)
         attend = self.attend_to_all if self.indexer is None else self.attend_to_selected
-        return self.wo(self._v_up_proj(attend(query, x, qr, step)).flatten(1))
+        attended = attend(query, x, qr, step)
+        with stage("output"):
+            return self.parallel.sum(self.wo(self._v_up_proj(attended).flatten(1)))
 
     def attend_to_selected(
         self, query: torch.Tensor, x: torch.Tensor, qr: torch.Tensor, step: TokenStepMetadata
     ) -> torch.Tensor:
         """Latents ``[T, heads, kv_lora_rank]`` that absorbed queries ``[T, heads, head_size]`` gather (V3.2)."""
-        self.indexer(x, qr, step, self.indexer.topk_indices_buffer[: len(x)])
-        return self.impl.forward_mqa(query, self.kv_cache, step.attention, self)[0]
+        with stage("select"):
+            self.indexer(x, qr, step, self.indexer.topk_indices_buffer[: len(x)])
+        with stage("attend"):
+            return self.impl.forward_mqa(query, self.kv_cache, step.attention, self)[0]
 
+    @traced("attend")
     def attend_to_all(
         self, query: torch.Tensor, x: torch.Tensor, qr: torch.Tensor, step: TokenStepMetadata
     ) -> torch.Tensor:
@@ -158,17 +173,22 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
 
 
 def sparse_config(
-    config: DeepseekV32Config, numerics: Numerics, dtype: torch.dtype, layout: CacheLayout, kernels: str = "auto"
+    config: DeepseekV32Config,
+    numerics: Numerics,
+    dtype: torch.dtype,
+    layout: CacheLayout,
+    kernels: str = "auto",
+    ranks: int = 1,
 ) -> SparseMLAConfig | None:
     """Limits of a run for the sparse backend; None for a model without an indexer.
 
     Args:
-        kernels: the backend's kernels, ``auto`` or a name.
+        kernels: the backend's kernels, ``auto`` or a name; ranks: how many share the heads.
     """
     if not config.has_indexer:
         return None
     return SparseMLAConfig(
-        num_heads=config.num_attention_heads,
+        num_heads=config.num_attention_heads // ranks,
         topk_tokens=config.index_topk,
         max_model_len=layout.max_model_len,
         max_num_seqs=layout.max_num_seqs,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 
 import torch
 
 from deepseek_attn.cache.manager import SequenceCache
+from deepseek_attn.decode import DecodeStep, DeviceTables
+from deepseek_attn.kernels.available import plain_torch
+from deepseek_attn.metadata import StepMetadata
 from deepseek_attn.runner import ModelRunner
+from deepseek_attn.timing import Spread, captured, kernels_of, time_calls
 
 INPUT_SETS = 4  # hidden states in turn, so that no run meets the very inputs of the one before
 FILL_ROWS = 1 << 16
@@ -24,22 +25,28 @@ class Timing:
     Attributes:
         layer, kind: which layer; backend: what it ran on.
         mode: ``decode`` (one new token per sequence) or ``prefill``.
+        graph: replayed as a CUDA graph; otherwise called from Python.
         batch: sequences; tokens: new tokens of each; context: length of each after the step.
-        milliseconds: median of the runs; low, high: the 10th and 90th percentile.
-        metadata_ms: host time to build the step's metadata, once for all layers of a kind.
+        microseconds: median of the runs; low, high: the 10th and 90th percentile.
+        metadata_us: host time to build the step's metadata, once for all layers of a kind; 0 in a graph.
+        launches: kernels of one step of the layer; None if they were not counted.
+        kernels: (name, launches, microseconds) of each kernel of the layer, if they were counted.
     """
 
     layer: str
     kind: str
     backend: str
     mode: str
+    graph: bool
     batch: int
     tokens: int
     context: int
-    milliseconds: float
+    microseconds: float
     low: float
     high: float
-    metadata_ms: float
+    metadata_us: float
+    launches: float | None = None
+    kernels: tuple[tuple[str, float, float], ...] = ()
 
     def row(self) -> dict:
         return asdict(self)
@@ -73,16 +80,76 @@ def past(runner: ModelRunner, length: int) -> SequenceCache:
 
 
 def time_layer(
-    runner: ModelRunner, layer: int, batch: int, tokens: int, context: int, repeats: int = 20, warmup: int = 3
+    runner: ModelRunner,
+    layer: int,
+    batch: int,
+    tokens: int,
+    context: int,
+    repeats: int = 20,
+    warmup: int = 3,
+    graph: bool = False,
+    count_kernels: bool = False,
 ) -> Timing:
     """Times layer ``layer`` of a runner that holds attention layers.
 
     Args:
         batch: sequences; tokens: new tokens of each; context: their length after the step, at least ``tokens``.
+        graph: replay a CUDA graph of decode steps, one for each of several inputs.
+        count_kernels: also list the kernels, on a GPU.
 
     Raises:
-        ValueError: sizes that the runner was not made for.
+        ValueError: sizes that the runner was not made for, or a graph of something that has none.
     """
+    check_sizes(runner, batch, tokens, context)
+    if count_kernels and runner.device.type != "cuda":
+        raise ValueError("kernels are listed on a GPU")
+    if graph and (tokens > 1 or runner.graph_problem):
+        problem = runner.graph_problem or f"{tokens} new tokens per sequence"
+        raise ValueError(f"a CUDA graph is made of decode steps, one new token per sequence, on a GPU: {problem}")
+    block = runner.model.layers[str(layer)]
+    caches = [past(runner, context - tokens) for _ in range(batch)]
+    kernels = ()
+    try:
+        runner.manager.reserve([(cache, tokens) for cache in caches])
+        start = time.perf_counter()
+        step = static_metadata(runner, caches) if graph else runner.step_metadata(caches, [tokens] * batch)
+        metadata_us = 0.0 if graph else (time.perf_counter() - start) * 1e6
+        shape = (INPUT_SETS, batch * tokens, runner.config.hidden_size)
+        inputs = torch.randn(shape, device=runner.device).to(runner.dtype)
+        with torch.inference_mode(), plain_torch(runner.plain):
+            if graph:
+                replay = captured([lambda x=x: block.attend(x, step) for x in inputs])
+                times = [t / INPUT_SETS for t in time_calls(lambda _: replay.replay(), runner.device, repeats, warmup)]
+                found = kernels_of(replay.replay) if count_kernels else []
+                kernels = tuple((name, n / INPUT_SETS, us / INPUT_SETS) for name, n, us in found)
+            else:
+                times = time_calls(
+                    lambda index: block.attend(inputs[index % INPUT_SETS], step), runner.device, repeats, warmup
+                )
+                if count_kernels:
+                    kernels = tuple(kernels_of(lambda: block.attend(inputs[0], step)))
+    finally:
+        for cache in caches:
+            runner.manager.free(cache)
+    spread = Spread.of(times)
+    return Timing(
+        block.attn.prefix, block.attn.spec.kind, block.attn.backend_name, "decode" if tokens == 1 else "prefill", graph,
+        batch, tokens, context, spread.median, spread.low, spread.high, metadata_us,
+        sum(n for _, n, _ in kernels) if kernels else None, kernels,
+    )  # fmt: skip
+
+
+def static_metadata(runner: ModelRunner, caches: list[SequenceCache]) -> StepMetadata:
+    """Metadata of a decode step of sequences whose pages are reserved, in tensors that a graph can read."""
+    longest = max(cache.num_tokens for cache in caches) + 1
+    tables = DeviceTables(runner.layout, runner.device)
+    layers = tuple(block.attn.spec for block in runner.model.layers.values())
+    step = DecodeStep(None, layers, runner.layout, tables, len(caches), 1, longest)
+    step.set([[0]] * len(caches), [cache.num_tokens for cache in caches], tables.rows(caches))
+    return step.metadata()
+
+
+def check_sizes(runner: ModelRunner, batch: int, tokens: int, context: int) -> None:
     limits = runner.layout
     if not 1 <= tokens <= context <= limits.max_model_len or batch > limits.max_num_seqs:
         raise ValueError(
@@ -91,46 +158,3 @@ def time_layer(
         )
     if batch * tokens > limits.max_num_batched_tokens:
         raise ValueError(f"{batch * tokens} new tokens exceed max_num_batched_tokens={limits.max_num_batched_tokens}")
-    block = runner.model.layers[str(layer)]
-    caches = [past(runner, context - tokens) for _ in range(batch)]
-    try:
-        runner.manager.reserve([(cache, tokens) for cache in caches])
-        start = time.perf_counter()
-        step = runner.step_metadata(caches, [tokens] * batch)
-        metadata_ms = (time.perf_counter() - start) * 1e3
-        shape = (INPUT_SETS, batch * tokens, runner.config.hidden_size)
-        inputs = torch.randn(shape, device=runner.device).to(runner.dtype)
-
-        @torch.no_grad()
-        def run(index: int) -> None:
-            block.attend(inputs[index % INPUT_SETS], step)
-
-        times = time_calls(run, runner.device, repeats, warmup)
-    finally:
-        for cache in caches:
-            runner.manager.free(cache)
-    low, high = (statistics.quantiles(times, n=10)[i] for i in (0, -1)) if len(times) > 1 else (times[0], times[0])
-    return Timing(
-        block.attn.prefix, block.attn.spec.kind, block.attn.backend_name, "decode" if tokens == 1 else "prefill",
-        batch, tokens, context, statistics.median(times), low, high, metadata_ms,
-    )  # fmt: skip
-
-
-def time_calls(run: Callable[[int], None], device: torch.device, repeats: int, warmup: int) -> list[float]:
-    """Milliseconds of each of ``repeats`` calls: by events on a GPU, by the clock on a CPU."""
-    for index in range(warmup):
-        run(index)
-    if device.type != "cuda":
-        times = []
-        for index in range(repeats):
-            start = time.perf_counter()
-            run(index)
-            times.append((time.perf_counter() - start) * 1e3)
-        return times
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for index in range(repeats):
-        run(index)
-        marks[index + 1].record()
-    torch.cuda.synchronize(device)
-    return [before.elapsed_time(after) for before, after in pairwise(marks)]

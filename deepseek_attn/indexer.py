@@ -9,6 +9,7 @@ import torch
 from deepseek_attn.cache.pools import Pool
 from deepseek_attn.compressor import Compressor
 from deepseek_attn.config import AnyConfig, LayerSpec, ModelConfig
+from deepseek_attn.kernels.available import triton_for
 from deepseek_attn.kernels.reference.index_scores import index_scores
 from deepseek_attn.kernels.reference.quant import fake_quant_fp4, fake_quant_fp8, hadamard
 from deepseek_attn.kernels.reference.topk import topk_indices
@@ -17,6 +18,7 @@ from deepseek_attn.metadata import StepMetadata
 from deepseek_attn.numerics import Numerics
 from deepseek_attn.rope import RotaryTable, apply_rope
 
+FUSED_HEAD_DIM = 128  # channels of the heads that the Triton kernels take
 LOGITS_BYTES = 64 << 20  # scores of one block of queries; the rest of a chunk waits its turn
 
 
@@ -31,7 +33,12 @@ class LightningIndexer(CheckpointModule):
     ``score[t, e] = sum_h weight[t, h] * relu(q[t, h] . key[e])``, over the entries that query ``t`` may see. All
     attention heads share the selection; the scores serve for nothing else. What a key is and how vectors are rotated is
     up to the model.
+
+    Attributes:
+        half_split: rotary pairs are ``(i, i + n)`` of the first channels, not ``(2 i, 2 i + 1)`` of the last ones.
     """
+
+    half_split = False
 
     def __init__(
         self,
@@ -57,6 +64,38 @@ class LightningIndexer(CheckpointModule):
         if self.numerics.index_record == "fp8":
             return fake_quant_fp8(q, self.head_dim)
         return q
+
+    def fused(self, index_q: torch.Tensor) -> bool:
+        """Whether Triton kernels take it from the projected queries on."""
+        return triton_for(index_q) and self.head_dim == FUSED_HEAD_DIM
+
+    def select_fused(
+        self,
+        index_q: torch.Tensor,
+        weights: torch.Tensor,
+        positions: torch.Tensor,
+        visible: torch.Tensor,
+        pool: Pool,
+        block_table: torch.Tensor,
+        token_to_req: torch.Tensor,
+        width: int,
+        out: torch.Tensor,
+        out_slots: torch.Tensor | None = None,
+    ) -> None:
+        """From projected queries to the selection on a GPU: no sync, launches that depend on shapes alone.
+
+        Args:
+            index_q: ``[T, heads * head_dim]``; weights: ``[T, heads]``; positions: ``[T]``.
+            width: no query sees more entries. The others are those of `index_select`.
+        """
+        from deepseek_attn.kernels.index_query import index_query
+        from deepseek_attn.kernels.index_select import index_select
+
+        numerics = self.numerics
+        formats = numerics.index_record, numerics.index_hadamard, self.half_split
+        q, weights = index_query(index_q, weights, self.rope.cos_sin, positions, self.scale, *formats)
+        keys = pool.record, pool.tensor, pool.entries, block_table, token_to_req
+        index_select(q, weights, *keys, visible, self.topk, width, out, out_slots)
 
     def select(
         self,
@@ -117,26 +156,47 @@ class Indexer(LightningIndexer):
             config, spec, self.head_dim, rope, numerics, dtype, device, rotate=numerics.index_hadamard
         )
 
-    def forward(self, x: torch.Tensor, qr: torch.Tensor, step: StepMetadata, out: torch.Tensor) -> None:
-        """Stores new index keys, then writes the selected entries of each query to ``out``.
+    def has_choice(self, step: StepMetadata) -> bool:
+        """Whether a query may see more entries than are selected."""
+        return max(self.entries(step)) > self.topk
+
+    def entries(self, step: StepMetadata) -> list[int]:
+        """Entries that each request has at most: on a GPU all that its pages have room for, which needs no CPU side."""
+        meta = step.sparse[self.spec.ratio]
+        if self.fused(step.positions):
+            return [meta.block_table.shape[1] * meta.block_size]
+        return (meta.seq_lens_cpu // meta.ratio).tolist()
+
+    def select_entries(
+        self,
+        index_q: torch.Tensor,
+        weights: torch.Tensor,
+        step: StepMetadata,
+        out: torch.Tensor,
+        out_slots: torch.Tensor | None = None,
+    ) -> None:
+        """Writes the selected entries of each query to ``out``. New keys must be stored by then.
 
         Args:
-            x: ``[T, hidden_size]``, the attention input; qr: ``[T, q_lora_rank]``, the normed query latent.
+            index_q: ``[T, heads * head_dim]``, projected by ``wq_b``; weights: float32 ``[T, heads]``, projected.
             out: int32 ``[T, index_topk]``: entries local to the request, ascending, then -1.
+            out_slots: int32 ``[Dt, index_topk]``, on a GPU: the slots of what decode rows selected.
         """
-        self.compressor(x, step.compressor[self.spec.ratio, self.spec.overlap])
-        meta = step.sparse[self.spec.ratio]
-        visible = (step.positions + 1) // self.spec.ratio
-        visible = torch.where(step.swa.is_valid_token, visible, 0)
-        counts = (meta.seq_lens_cpu // self.spec.ratio).tolist()
-        if max(counts) <= self.topk:
-            select_everything(visible, out)
+        meta, swa, pool = step.sparse[self.spec.ratio], step.swa, self.compressor.pool
+        visible = step.visible_of(self.spec.ratio)
+        if not self.fused(index_q):
+            q = self.rotated(index_q, step.turns_of(self.rope))
+            starts, counts = swa.query_start_loc_cpu.tolist(), self.entries(step)
+            self.select(q, weights * self.scale, visible, starts, counts, pool, meta.block_table, out)
             return
-        q = self.queries(qr, step.turns_of(self.rope))
-        weights = self.weights_proj(x) * self.scale
-        starts = step.swa.query_start_loc_cpu.tolist()
-        self.select(q, weights, visible, starts, counts, self.compressor.pool, meta.block_table, out)
+        decodes = slice(0, swa.num_decode_tokens), meta.block_table[: swa.num_decodes], max(self.entries(step))
+        longest = int(swa.prefill_seq_lens_cpu.max()) // meta.ratio if swa.num_prefills else 0
+        prefills = slice(swa.num_decode_tokens, len(index_q)), meta.block_table, longest
+        for (rows, table, width), slots in ((decodes, out_slots), (prefills, None)):
+            if rows.start < rows.stop:
+                queries = index_q[rows], weights[rows], step.positions[rows], visible[rows]
+                keys = pool, table, swa.token_to_req_indices[rows], width
+                self.select_fused(*queries, *keys, out[rows], slots)
 
-    def queries(self, qr: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        """Rotated (and, by the numerics, quantised) indexer queries ``[T, heads, head_dim]``."""
-        return self.quantized(apply_rope(self.wq_b(qr).unflatten(-1, (self.heads, self.head_dim)), turns))
+    def rotated(self, index_q: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        return self.quantized(apply_rope(index_q.unflatten(-1, (self.heads, self.head_dim)), turns))

@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from deepseek_attn.cache.pools import Pool
 from deepseek_attn.config_v32 import DeepseekV32Config
 from deepseek_attn.indexer import LightningIndexer, select_everything
+from deepseek_attn.kernels.reference.index_query import apply_rope_half_split
 from deepseek_attn.kernels.reference.quant import hadamard
 from deepseek_attn.linear import CheckpointModule, Linear
 from deepseek_attn.metadata_v32 import TokenStepMetadata
 from deepseek_attn.numerics import Numerics
-from deepseek_attn.rope import RotaryTable, apply_rope_half_split
+from deepseek_attn.rope import RotaryTable
 
 K_NORM_EPS = 1e-6  # in DeepSeek-V3.2 inference/model.py, whatever the config's rms_norm_eps is
 
@@ -37,6 +38,8 @@ class TokenIndexer(LightningIndexer):
         pool: the layer's index keys; topk_indices_buffer: int32 ``[max_num_batched_tokens, index_topk]``, shared by the
             layers: a backend reads its first rows right after they are written. Both set by ``bind``.
     """
+
+    half_split = True
 
     def __init__(
         self,
@@ -64,17 +67,32 @@ class TokenIndexer(LightningIndexer):
         """
         turns = step.turns_of(self.rope)
         self.pool.insert(step.slot_mapping, self.keys(x, turns))
-        counts = step.cached_lens_cpu.tolist()
-        if max(counts) <= self.topk:
+        if max(step.cached_lens_cpu.tolist()) <= self.topk:
             select_everything(step.visible, out)
-            return
-        weights = self.weights_proj(x) * self.scale
-        starts = step.query_start_loc_cpu.tolist()
-        self.select(self.queries(qr, turns), weights, step.visible, starts, counts, self.pool, step.block_table, out)
+        else:
+            self.select_entries(self.wq_b(qr), self.weights_proj(x), step, out)
 
-    def queries(self, qr: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        """``[T, heads, head_dim]``, rotated and rounded as the numerics ask."""
-        return self.quantized(apply_rope_half_split(self.wq_b(qr).unflatten(-1, (self.heads, self.head_dim)), turns))
+    def select_entries(
+        self, index_q: torch.Tensor, weights: torch.Tensor, step: TokenStepMetadata, out: torch.Tensor
+    ) -> None:
+        """Writes the selected tokens of each query to ``out``, as `forward` does, once the keys are stored.
+
+        Args:
+            index_q: ``[T, heads * head_dim]``, projected by ``wq_b``; weights: float32 ``[T, heads]``, projected.
+        """
+        counts = step.cached_lens_cpu.tolist()
+        if self.fused(index_q):
+            requests = step.attention.req_id_per_token[: len(index_q)]
+            keys = self.pool, step.block_table, requests, max(counts)
+            self.select_fused(index_q, weights, step.positions, step.visible, *keys, out)
+            return
+        q = self.rotated(index_q, step.turns_of(self.rope))
+        starts = step.query_start_loc_cpu.tolist()
+        self.select(q, weights * self.scale, step.visible, starts, counts, self.pool, step.block_table, out)
+
+    def rotated(self, index_q: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        q = apply_rope_half_split(index_q.unflatten(-1, (self.heads, self.head_dim)), turns)
+        return self.quantized(q)
 
     def keys(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         """``[T, head_dim]``, rotated; the cache rounds them."""

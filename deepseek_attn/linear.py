@@ -6,24 +6,58 @@ kept as (dequantised, FP8 blocks, packed FP4) is decided where it enters, so the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepseek_attn.kernels.reference.quant import (
-    decode_e8m0,
-    dequantize_fp4,
-    dequantize_fp8_block,
-    fake_quant_fp8,
+from deepseek_attn.kernels.available import triton_for
+from deepseek_attn.kernels.reference import grouped_linear as grouped_reference
+from deepseek_attn.kernels.reference import linear as reference
+from deepseek_attn.kernels.reference.linear import (
+    FP4_GROUP,
+    FP8_BLOCK,
+    FP8_INPUT_GROUP,
+    Segment,
+    dequantize_weight,
+    quantized_input,
 )
+from deepseek_attn.kernels.reference.norm_rope import rms_norm
 from deepseek_attn.numerics import Numerics
 
-FP8_BLOCK = (128, 128)
-FP4_GROUP = 32
-FP8_INPUT_GROUP = 128
+__all__ = [
+    "FP4_GROUP",
+    "FP8_BLOCK",
+    "CheckpointModule",
+    "ExpertLinear",
+    "GroupedLinear",
+    "Linear",
+    "RMSNorm",
+    "Shard",
+    "WeightSlot",
+    "checkpoint_slots",
+    "dequantize_weight",
+    "multi_linear",
+    "quantized_input",
+    "rms_norm",
+]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a tensor that one rank keeps: ``size`` values of dimension ``dim`` from ``start`` on."""
+
+    dim: int
+    start: int
+    size: int
+
+    def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the part of a tensor of ``shape``."""
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -31,16 +65,20 @@ class WeightSlot:
     """One place a checkpoint tensor enters a model.
 
     Attributes:
-        shape: logical shape (unpacked).
+        shape: logical shape (unpacked) of the whole tensor.
         kind: ``"linear"`` (may arrive quantised, with a scale), ``"float"`` or ``"int"``.
         load: ``load(weight, scale)``. ``weight`` is a float tensor of ``shape``; or ``float8_e4m3fn`` of ``shape``
             with a float32 128 x 128 block grid as ``scale``; or packed FP4 ``uint8[out, in / 2]`` with
-            ``uint8[out, in / 32]`` e8m0 bytes as ``scale``.
+            ``uint8[out, in / 32]`` e8m0 bytes as ``scale``. With a shard, that part of each.
+        shard: the part that this rank keeps; None for all of it.
+        elsewhere: another rank keeps the tensor, and ``load`` is not called.
     """
 
     shape: tuple[int, ...]
     kind: str
     load: Callable[[torch.Tensor, torch.Tensor | None], None]
+    shard: Shard | None = None
+    elsewhere: bool = False
 
     @property
     def quantizable(self) -> bool:
@@ -55,14 +93,16 @@ class CheckpointModule(nn.Module):
         self._device = torch.device(device)
         self._declared: dict[str, WeightSlot] = {}
 
-    def declare(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str = "float") -> None:
-        """Declares the tensor ``name`` of this module, kept in ``dtype``."""
+    def declare(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str = "float", shard: Shard | None = None
+    ) -> None:
+        """Declares the tensor ``name`` of this module, kept in ``dtype``: all of it, or a ``shard``."""
         self.register_parameter(name, None)
 
         def load(tensor: torch.Tensor, scale: torch.Tensor | None = None) -> None:
             setattr(self, name, _parameter(tensor.to(self._device, dtype)))
 
-        self._declared[name] = WeightSlot(tuple(shape), kind, load)
+        self._declared[name] = WeightSlot(tuple(shape), kind, load, shard)
 
     def slots(self) -> Iterator[tuple[str, WeightSlot]]:
         """Yields (name relative to this module, slot) for the tensors that this module itself owns."""
@@ -96,18 +136,14 @@ class RMSNorm(CheckpointModule):
         return rms_norm(x, self.eps, self.weight)
 
 
-def rms_norm(x: torch.Tensor, eps: float, weight: torch.Tensor | None = None) -> torch.Tensor:
-    """``x * rsqrt(mean(x^2) + eps) [* weight]`` over the last dimension, in float32, cast once to ``x.dtype``."""
-    x32 = x.float()
-    y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return (y if weight is None else y * weight).to(x.dtype)
-
-
 class Linear(CheckpointModule):
     """``y = x W^T`` over a plain, FP8-block or packed-FP4 weight ``[out_features, in_features]``.
 
     With a quantised weight and ``fp8_input``, the input is rounded to FP8 per token and 128 channels, as DeepSeek's own
     FP8 linear does. Sums are float32; the output has the dtype of the input, or float32 with ``out_float32``.
+
+    With a ``shard`` of the weight's rows, it computes that part of the outputs (``out_features`` of them); with one of
+    its columns, it takes that part of the inputs (``in_features``) and computes a summand of the outputs.
 
     Raises:
         ValueError: when a quantised weight is loaded whose ``in_features`` the formats do not divide.
@@ -123,9 +159,11 @@ class Linear(CheckpointModule):
         *,
         fp8_input: bool | None = None,
         out_float32: bool = False,
+        shard: Shard | None = None,
     ):
         super().__init__(device)
-        self.in_features, self.out_features = in_features, out_features
+        self.full_shape, self.shard = (out_features, in_features), shard
+        self.out_features, self.in_features = shard.of(self.full_shape) if shard else self.full_shape
         self.keep_quantized, self.pow2_scales = numerics.quantized_weights, numerics.pow2_activation_scales
         self.fp8_input = numerics.fp8_activations if fp8_input is None else fp8_input
         self.dtype, self.out_float32 = dtype, out_float32
@@ -133,7 +171,7 @@ class Linear(CheckpointModule):
         self.register_parameter("scale", None)
 
     def slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield "weight", WeightSlot((self.out_features, self.in_features), "linear", self.load)
+        yield "weight", WeightSlot(self.full_shape, "linear", self.load, self.shard)
 
     def load(self, weight: torch.Tensor, scale: torch.Tensor | None = None) -> None:
         weight, scale = to_stored(weight, scale, self.keep_quantized, self.dtype, self._device)
@@ -142,12 +180,16 @@ class Linear(CheckpointModule):
         self.weight = _parameter(weight)
         self.scale = None if scale is None else _parameter(scale)
 
+    @property
+    def segment(self) -> Segment:
+        """This layer as the ops take it."""
+        return Segment(self.weight, self.scale, self.fp8_input, torch.float32 if self.out_float32 else None)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.scale is None and not self.out_float32:
             return F.linear(x, self.weight)
-        x32 = quantized_input(x, self.fp8_input and self.scale is not None, self.pow2_scales)
-        y = F.linear(x32, dequantize_weight(self.weight, self.scale))
-        return y if self.out_float32 else y.to(x.dtype)
+        y = (triton_op(self, "linear") or reference).multi_linear(x.flatten(0, -2), [self.segment], self.pow2_scales)[0]
+        return y.unflatten(0, x.shape[:-1])
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}"
@@ -158,33 +200,98 @@ class GroupedLinear(Linear):
 
     Args:
         groups: number of groups; the weight is ``[groups * out_features, in_features]``.
+        shard: rows of whole groups, which are then all that there are.
     """
 
-    def __init__(self, groups: int, in_features: int, out_features: int, numerics: Numerics, dtype, device="cpu"):
-        super().__init__(in_features, groups * out_features, numerics, dtype, device, fp8_input=numerics.fp8_wo_a_input)
-        self.groups = groups
+    def __init__(
+        self,
+        groups: int,
+        in_features: int,
+        out_features: int,
+        numerics: Numerics,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        shard: Shard | None = None,
+    ):
+        rows, fp8_input = groups * out_features, numerics.fp8_wo_a_input
+        super().__init__(in_features, rows, numerics, dtype, device, fp8_input=fp8_input, shard=shard)
+        self.groups = self.out_features // out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [T, groups, in_features]`` -> ``[T, groups, out_features]``."""
-        quantized = self.scale is not None
-        weight = dequantize_weight(self.weight, self.scale) if quantized else self.weight
-        if quantized:
-            x32 = quantized_input(x, self.fp8_input, self.pow2_scales)
-        else:
-            x32 = x
-        z = torch.bmm(x32.transpose(0, 1), weight.view(self.groups, -1, self.in_features).transpose(1, 2))
-        return z.transpose(0, 1).to(x.dtype)
+        return self.project(x).unflatten(1, (self.groups, -1))
+
+    def project(
+        self, o: torch.Tensor, positions: torch.Tensor | None = None, cos_sin: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Heads ``o [T, H, d]``, rotated back at ``positions [T]`` by a table ``cos_sin``, -> ``[T, groups * out]``.
+
+        Heads go to the groups in order, ``H / groups * d = in_features``. Without positions nothing is rotated.
+        """
+        op = None if self.scale is None else triton_op(self, "grouped_linear")
+        return (op or grouped_reference).grouped_linear(
+            o, self.weight, self.scale, self.groups, positions, cos_sin, self.fp8_input, self.pow2_scales
+        )
+
+
+def multi_linear(
+    x: torch.Tensor, linears: Sequence[Linear], quantized: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """``[linear(x) for linear in linears]``, on a GPU in one launch where few tokens are projected.
+
+    Args:
+        x: ``[T, in_features]``.
+        linears: layers of one model, so of the same numerics.
+        quantized: x rounded to FP8 with its scales, as `kernels.reference.linear.quantize_input` returns them, where
+            the caller has them already.
+    """
+    fused = [i for i, linear in enumerate(linears) if triton_op(linear, "linear") is not None]
+    outs = [None if i in fused else linear(x) for i, linear in enumerate(linears)]
+    if fused:
+        segments = [linears[i].segment for i in fused]
+        op = triton_op(linears[fused[0]], "linear")
+        found = op.multi_linear(x, segments, linears[fused[0]].pow2_scales, quantized)
+        for i, out in zip(fused, found, strict=True):
+            outs[i] = out
+    return outs
+
+
+def triton_op(linear: Linear, name: str) -> ModuleType | None:
+    """The Triton op ``name`` if it computes with this layer's weight where that is, else None.
+
+    Float32 weights are cuBLAS's, and a packed FP4 one is dequantised by the reference: published checkpoints have it
+    in routed experts only.
+    """
+    weight, scale = linear.weight, linear.scale
+    wanted = (torch.bfloat16, torch.float16) if scale is None else (torch.float8_e4m3fn,)
+    if not triton_for(weight) or weight.dtype not in wanted:
+        return None
+    if scale is not None and scale.dtype != torch.float32:
+        return None
+    return import_module(f"deepseek_attn.kernels.{name}")
 
 
 class ExpertLinear(CheckpointModule):
     """The same projection of every expert, stacked: weight ``[experts, out_features, in_features]``.
 
     Checkpoint tensors arrive one expert at a time; the first one decides the storage format and allocates the stack.
+
+    Args:
+        experts: experts kept here; first: the number of the first of them in the checkpoint.
     """
 
-    def __init__(self, experts: int, in_features: int, out_features: int, numerics: Numerics, dtype, device="cpu"):
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        numerics: Numerics,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        first: int = 0,
+    ):
         super().__init__(device)
-        self.experts, self.in_features, self.out_features = experts, in_features, out_features
+        self.experts, self.in_features, self.out_features, self.first = experts, in_features, out_features, first
         self.keep_quantized, self.fp8_input, self.dtype = numerics.quantized_weights, numerics.fp8_activations, dtype
         self.pow2_scales = numerics.pow2_activation_scales
         self.register_parameter("weight", None)
@@ -195,9 +302,10 @@ class ExpertLinear(CheckpointModule):
 
     def expert_slot(self, index: int) -> WeightSlot:
         def load(weight: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-            self._load_expert(index, weight, scale)
+            self._load_expert(index - self.first, weight, scale)
 
-        return WeightSlot((self.out_features, self.in_features), "linear", load)
+        elsewhere = not 0 <= index - self.first < self.experts
+        return WeightSlot((self.out_features, self.in_features), "linear", load, elsewhere=elsewhere)
 
     def _load_expert(self, index: int, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
         weight, scale = to_stored(weight, scale, self.keep_quantized, self.dtype, self._device)
@@ -208,8 +316,8 @@ class ExpertLinear(CheckpointModule):
             self.scale = None if scale is None else _parameter(scale.new_empty((self.experts, *scale.shape)))
         if weight.dtype != self.weight.dtype:
             raise ValueError(
-                f"expert {index} has a {weight.dtype} weight, other experts of the layer {self.weight.dtype}: "
-                "all experts of a layer must have one format"
+                f"expert {self.first + index} has a {weight.dtype} weight, other experts of the layer "
+                f"{self.weight.dtype}: all experts of a layer must have one format"
             )
         self.weight[index].copy_(weight)
         if scale is not None:
@@ -233,20 +341,6 @@ def to_stored(
     if keep_quantized:
         return weight, scale
     return dequantize_weight(weight, scale).to(dtype), None
-
-
-def dequantize_weight(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Float32 values of a stored weight: FP8 with a block grid, packed FP4 with e8m0 bytes, or plain."""
-    if scale is None:
-        return weight.float()
-    if weight.dtype == torch.uint8:
-        return dequantize_fp4(weight, decode_e8m0(scale), FP4_GROUP)
-    return dequantize_fp8_block(weight, scale, FP8_BLOCK)
-
-
-def quantized_input(x: torch.Tensor, fp8: bool, pow2: bool = True) -> torch.Tensor:
-    """The input of a linear as float32, after the FP8 rounding per token and 128 channels if ``fp8``."""
-    return fake_quant_fp8(x, FP8_INPUT_GROUP, pow2).float() if fp8 else x.float()
 
 
 def check_fp8_input(in_features: int) -> None:

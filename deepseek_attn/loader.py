@@ -26,6 +26,7 @@ DRAFTER = "DSpark drafter"
 MTP_UNUSED = "MTP layers not in the model"
 OTHER_LAYERS = "layers not requested"
 ATTENTION_ONLY = "attention only"
+OTHER_RANK = "on another rank"
 _INV_FREQ = re.compile(r"(.+\.)?(\w+_)?inv_freq")
 _MTP_COPY = re.compile(r"mtp\.(.*emb.*|(.+\.)?head\.(weight|scale))")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
@@ -39,7 +40,7 @@ class LoadReport:
     Attributes:
         loaded: published names of the tensors that entered the model, scales included.
         ignored: rule -> published names of the tensors that it excluded.
-        bytes: stored bytes of what was loaded.
+        bytes: stored bytes of what was loaded; of a tensor that ranks share, its part.
         mtp_loaded: the MTP layers of the model have weights. False when the model has none, when the checkpoint has
             none (transformers drops them) or has a DSpark drafter in their place, and for partial loads.
     """
@@ -88,12 +89,13 @@ def load_slots(
     entries = source.entries()
     selection = Selection.make(slots, entries, layers, attention_only)
     names, ignored = _account(slots, source, selection)
-    total = sum(entries[name].nbytes for pair in names for name in pair)
+    sizes = {pair: _loaded_bytes(slots[pair[0]], pair, entries) for pair in names}
+    total = sum(sizes.values())
     shown = None if progress else True  # None: tqdm shows the bar on a terminal only
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=shown) as bar:
         for pair in names:
             _load(slots[pair[0]], source, pair[0])
-            bar.update(sum(entries[name].nbytes for name in pair))
+            bar.update(sizes[pair])
     loaded = tuple(name for pair in names for name in pair)
     return LoadReport(loaded, ignored, total, any(name.startswith("mtp.") for name in loaded))
 
@@ -191,7 +193,11 @@ def _account(
         if rule is not None:
             ignored.setdefault(rule, []).append(name)
         elif name in slots:
-            names.append(_check(problems, slots[name], source, name))
+            pair = _check(problems, slots[name], source, name)
+            if slots[name].elsewhere:
+                ignored.setdefault(OTHER_RANK, []).extend(pair)
+            else:
+                names.append(pair)
         elif name not in scales:
             problems.add("unknown tensors", _shown(source, name))
     for name in slots:
@@ -253,9 +259,15 @@ def _shown(source: CanonicalSource, name: str) -> str:
     return name if stored == name else f"{name} (stored as {stored})"
 
 
+def _loaded_bytes(slot: WeightSlot, pair: tuple[str, ...], entries: dict[str, TensorInfo]) -> int:
+    """Stored bytes of a tensor and its scale, or of the part that is loaded."""
+    total = sum(entries[name].nbytes for name in pair)
+    return total if slot.shard is None else total * slot.shard.size // slot.shape[slot.shard.dim]
+
+
 def _load(slot: WeightSlot, source: CanonicalSource, name: str) -> None:
     # A function of its own, so that a tensor is released before the next one is read.
     try:
-        slot.load(*read_weight(source, name))
+        slot.load(*read_weight(source, name, slot.shard))
     except ValueError as error:
         raise ValueError(f"cannot load {name}: {error}") from error

@@ -20,6 +20,7 @@ from deepseek_attn.cache.layout import (
     state_rows,
 )
 from deepseek_attn.config import LayerSpec
+from deepseek_attn.kernels.reference.compress import CompressBatch
 from deepseek_attn.kernels.reference.indices import (
     build_c128a_topk_indices,
     compute_swa_indices_and_lens,
@@ -110,31 +111,6 @@ class DeepseekSparseMLAMetadata:
 
 
 @dataclass
-class CompressorMetadata:
-    """Which windows close in this step and where their tokens' projections are, for one (ratio, overlap).
-
-    Attributes:
-        phase: int64 ``[T]``, position within the window (row of ``ape``).
-        flight: int64 ``[E, G]``, row of each of the ``G`` slots of the ``E`` closing windows among this step's tokens.
-        from_state: int64 ``[C, 2]``, (window, slot) pairs whose token came in an earlier step, and
-        state_source: int64 ``[C]``, their rows in the flattened state pool.
-        absent: bool ``[E, G]``, slots before the first token (the older half of window 0).
-        entry_slots: int64 ``[E]`` compressed slots; entry_positions: int64 ``[E]`` rotary positions (first token).
-        keep, keep_rows: int64 ``[S]``, tokens of this step to carry over and their rows in the state pool.
-    """
-
-    phase: torch.Tensor
-    flight: torch.Tensor
-    from_state: torch.Tensor
-    state_source: torch.Tensor
-    absent: torch.Tensor
-    entry_slots: torch.Tensor
-    entry_positions: torch.Tensor
-    keep: torch.Tensor
-    keep_rows: torch.Tensor
-
-
-@dataclass
 class StepMetadata:
     """Everything the layers of one step share.
 
@@ -142,19 +118,34 @@ class StepMetadata:
         positions: int64 ``[T]``.
         sparse: by ratio; compressor: by (ratio, overlap).
         turns: rotations at ``positions`` by rotary table, filled by the first layer that needs them.
+        visible: entries that each token sees, by ratio; selected: those it reads, by (ratio, top-k); filled likewise.
     """
 
     positions: torch.Tensor
     swa: DeepseekSparseSWAMetadata
     sparse: dict[int, DeepseekSparseMLAMetadata]
-    compressor: dict[tuple[int, bool], CompressorMetadata]
+    compressor: dict[tuple[int, bool], CompressBatch]
     turns: dict[RotaryTable, torch.Tensor] = field(default_factory=dict)
+    visible: dict[int, torch.Tensor] = field(default_factory=dict)
+    selected: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def turns_of(self, rope: RotaryTable) -> torch.Tensor:
         """``rope.at(positions)``, computed once per step."""
         if rope not in self.turns:
             self.turns[rope] = rope.at(self.positions)
         return self.turns[rope]
+
+    def visible_of(self, ratio: int) -> torch.Tensor:
+        """Entries that each token sees: int64 ``[T]``, 0 for padding."""
+        if ratio not in self.visible:
+            self.visible[ratio] = ((self.positions + 1) // ratio).masked_fill_(~self.swa.is_valid_token, 0)
+        return self.visible[ratio]
+
+    def selected_of(self, ratio: int, topk: int) -> torch.Tensor:
+        """How many of its entries each token reads when the best ``topk`` are selected: int32 ``[T]``."""
+        if (ratio, topk) not in self.selected:
+            self.selected[ratio, topk] = self.visible_of(ratio).clamp(max=topk).int()
+        return self.selected[ratio, topk]
 
 
 class MetadataBuilder:
@@ -181,11 +172,12 @@ class MetadataBuilder:
         swa = self._window(batch)
         slots = {ratio: self._compressed_slots(batch, ratio) for ratio in self._ratios()}
         sparse = {ratio: self._compressed(batch, ratio, slots[ratio]) for ratio in slots}
+        positions = self._to(positions)
         compressor = {
-            (spec.ratio, spec.overlap): self._compressor(batch, spec, slots[spec.ratio])
+            (spec.ratio, spec.overlap): self._compressor(batch, spec, positions, swa, sparse[spec.ratio].slot_mapping)
             for spec in {(s.ratio, s.overlap): s for s in self.layers if not s.swa_only}.values()
         }
-        return StepMetadata(positions.to(self.device), swa, sparse, compressor)
+        return StepMetadata(positions, swa, sparse, compressor)
 
     def _ratios(self) -> list[int]:
         return sorted({spec.ratio for spec in self.layers if not spec.swa_only})
@@ -237,7 +229,7 @@ class MetadataBuilder:
         if all(spec.has_indexer for spec in self.layers if spec.ratio == ratio):
             return meta
         tokens, valid = batch.decode_tokens, batch.valid
-        width = active_width(int(batch.step.seq_lens.max()) // ratio, self.layout.max_model_len // ratio)
+        width = index_width(int(batch.step.seq_lens.max()), ratio, self.layout)
         indices, lens = build_c128a_topk_indices(
             batch.positions[:tokens], ratio, batch.token_to_req[:tokens], table, entries, valid[:tokens], width
         )
@@ -247,29 +239,25 @@ class MetadataBuilder:
         meta.c128a_prefill_topk_indices = self._to(local)
         return meta
 
-    def _compressor(self, batch: _Batch, spec: LayerSpec, compressed_slots: torch.Tensor) -> CompressorMetadata:
-        ratio, slots = spec.ratio, spec.coff * spec.ratio
-        rows = state_rows(spec, self.layout.max_rollback)
-        ring = batch.step.block_tables[STATE][:, 0].long() * rows
-        closing = (compressed_slots >= 0).nonzero().flatten()
-        offsets = torch.arange(slots) - slots + 1
-        request = batch.token_to_req[closing].unsqueeze(1)
-        wanted = batch.positions[closing].unsqueeze(1) + offsets
-        earlier = (wanted >= 0) & (wanted < batch.prefix_lens[request])
-        flight = (closing.unsqueeze(1) + offsets).clamp(min=0)
-        # the last rows of each request's new tokens stay for windows that are still open, or reopened by a rollback
-        last = batch.starts[1:][batch.token_to_req]
-        keep = ((torch.arange(len(last)) >= last - rows) & batch.valid).nonzero().flatten()
-        return CompressorMetadata(
-            phase=self._to(batch.positions % ratio),
-            flight=self._to(flight),
-            from_state=self._to(earlier.nonzero()),
-            state_source=self._to((ring[request] + wanted % rows)[earlier]),
-            absent=self._to(wanted < 0),
-            entry_slots=self._to(compressed_slots[closing]),
-            entry_positions=self._to(batch.positions[closing] // ratio * ratio),
-            keep=self._to(keep),
-            keep_rows=self._to(ring[batch.token_to_req[keep]] + batch.positions[keep] % rows),
+    def _compressor(
+        self,
+        batch: _Batch,
+        spec: LayerSpec,
+        positions: torch.Tensor,
+        swa: DeepseekSparseSWAMetadata,
+        slots: torch.Tensor,
+    ) -> CompressBatch:
+        return compress_batch(
+            spec,
+            self.layout,
+            positions,
+            swa.token_to_req_indices,
+            swa.query_start_loc,
+            self._to(batch.prefix_lens.int()),
+            self._to(batch.step.block_tables[STATE][:, 0]),
+            slots,
+            swa.is_valid_token,
+            int(batch.step.query_lens.max()),
         )
 
     def _to(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -292,6 +280,34 @@ class _Batch:
         return int(self.starts[self.num_decodes])
 
 
+def compress_batch(
+    spec: LayerSpec,
+    layout: CacheLayout,
+    positions: torch.Tensor,
+    token_to_req: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    ring_pages: torch.Tensor,
+    slots: torch.Tensor,
+    valid: torch.Tensor,
+    max_query_len: int,
+) -> CompressBatch:
+    """A step's batch for the compressors of layers like ``spec``; the tensors are those of `CompressBatch`."""
+    return CompressBatch(
+        spec.ratio,
+        spec.overlap,
+        state_rows(spec, layout.max_rollback),
+        positions,
+        token_to_req,
+        query_start_loc,
+        prefix_lens,
+        ring_pages,
+        slots,
+        valid,
+        max_query_len,
+    )
+
+
 def count_decodes(query_lens: torch.Tensor, threshold: int) -> int:
     """Number of leading requests with at most ``threshold`` new tokens.
 
@@ -305,6 +321,11 @@ def count_decodes(query_lens: torch.Tensor, threshold: int) -> int:
             f"requests of up to {threshold} new tokens must come first; the query lengths are {query_lens.tolist()}"
         )
     return count
+
+
+def index_width(length: int, ratio: int, layout: CacheLayout) -> int:
+    """Columns of the index rows of layers that read every entry, in a step of sequences up to ``length`` tokens."""
+    return active_width(length // ratio, layout.max_model_len // ratio)
 
 
 def active_width(entries: int, limit: int) -> int:

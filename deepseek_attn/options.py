@@ -37,6 +37,7 @@ def check_sizes(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_rollback: int,
+    max_snapshots: int = 0,
 ) -> None:
     """One ValueError with everything that is wrong with the sizes of a runner."""
     problems = []
@@ -45,6 +46,7 @@ def check_sizes(
         ("max_num_seqs", max_num_seqs, 1),
         ("max_num_batched_tokens", max_num_batched_tokens, 1),
         ("max_rollback", max_rollback, 0),
+        ("max_snapshots", max_snapshots, 0),
     ):
         if value < least:
             problems.append(f"{name}={value}: must be at least {least}")

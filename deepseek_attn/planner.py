@@ -15,6 +15,8 @@ from deepseek_attn.cache.layout import (
     CacheLayout,
     PoolSpec,
     make_layout,
+    ratio_group,
+    snapshot_window_pages,
     window_pages_per_sequence,
 )
 from deepseek_attn.config import AnyConfig
@@ -77,6 +79,14 @@ class Plan:
         return sum(step.get(pool.group, 1) * pool.page_bytes for pool in layout.pools)
 
     @property
+    def snapshots(self) -> int:
+        """The part of ``caches`` that is there for kept prefixes: window and part-full pages, and state rows."""
+        layout = self.layout
+        pages = {ratio_group(ratio): 1 for ratio in layout.ratios} | {WINDOW: snapshot_window_pages(layout.window)}
+        each = sum(pages.get(pool.group, 0) * pool.page_bytes + pool.snapshot_bytes for pool in layout.pools)
+        return layout.max_snapshots * each
+
+    @property
     def total(self) -> int:
         return self.caches + self.workspace + self.index_logits + self.rope
 
@@ -89,9 +99,12 @@ def make_plan(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_rollback: int = 16,
+    max_snapshots: int = 0,
+    kv_cache_bytes: int | None = None,
 ) -> Plan:
     """Plan of a runner with the given limits; allocates nothing."""
-    layout = make_layout(config, numerics, dtype, max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
+    limits = (max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
+    layout = make_layout(config, numerics, dtype, *limits, max_snapshots=max_snapshots, kv_cache_bytes=kv_cache_bytes)
     layers = []
     for spec in config.all_layers:
         pools = [pool for pool in layout.pools if pool.layer == spec.name]

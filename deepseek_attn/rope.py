@@ -13,6 +13,7 @@ import math
 import torch
 
 from deepseek_attn.config import RopeSpec
+from deepseek_attn.kernels.reference.norm_rope import apply_rope, turns_at
 
 
 def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
@@ -47,45 +48,8 @@ class RotaryTable:
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """``cos + i sin`` at ``positions [T]``: complex64 ``[T, dim / 2]``."""
-        cos, sin = self.cos_sin[positions].chunk(2, dim=-1)
-        return torch.complex(cos, sin)
+        return turns_at(self.cos_sin, positions)
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor, inverse: bool = False) -> torch.Tensor:
         """Rotates ``x [T, ..., d]`` at ``positions [T]``; see `apply_rope`."""
         return apply_rope(x, self.at(positions), inverse)
-
-
-def apply_rope(x: torch.Tensor, turns: torch.Tensor, inverse: bool = False) -> torch.Tensor:
-    """Rotates the pairs ``(2i, 2i + 1)`` of the last channels: (a, b) -> (a cos - b sin, a sin + b cos).
-
-    Args:
-        x: ``[T, ..., d]``; the first ``d - 2 n`` channels pass through.
-        turns: complex64 ``[T, n]`` from `RotaryTable.at`.
-        inverse: rotate by the negative angle.
-
-    Returns:
-        A new tensor of the same shape and dtype: float32 arithmetic, one rounding.
-    """
-    tokens, pairs = turns.shape
-    turns = (turns.conj() if inverse else turns).view(tokens, *(1,) * (x.dim() - 2), pairs)
-    out = x.clone()
-    tail = out[..., x.shape[-1] - 2 * pairs :]
-    # a copy even of contiguous float32: complex views need an even offset, and an odd nope width gives an odd one
-    pairs32 = tail.to(torch.float32, copy=True, memory_format=torch.contiguous_format).unflatten(-1, (-1, 2))
-    rotated = torch.view_as_complex(pairs32) * turns
-    tail.copy_(torch.view_as_real(rotated).flatten(-2))
-    return out
-
-
-def apply_rope_half_split(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Rotates the pairs ``(i, i + n)`` of the first ``2 n`` channels: what the indexer of DeepSeek-V3.2 does.
-
-    Args and result as in `apply_rope`; here the last ``d - 2 n`` channels pass through.
-    """
-    tokens, pairs = turns.shape
-    turns = turns.view(tokens, *(1,) * (x.dim() - 2), pairs)
-    out = x.clone()
-    head = out[..., : 2 * pairs]
-    rotated = torch.complex(*head.float().chunk(2, dim=-1)) * turns
-    head.copy_(torch.cat([rotated.real, rotated.imag], dim=-1))
-    return out

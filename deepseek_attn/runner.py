@@ -10,12 +10,16 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from deepseek_attn.cache.files import load_cache, make_fingerprint, save_cache
 from deepseek_attn.cache.layout import CacheLayout, make_layout
 from deepseek_attn.cache.manager import CacheManager, SequenceCache
 from deepseek_attn.cache.pools import CachePools
+from deepseek_attn.cache.prefix import PrefixCache
 from deepseek_attn.checkpoint.random import RandomSource
 from deepseek_attn.checkpoint.source import CheckpointSource, SafetensorsSource
 from deepseek_attn.config import AnyConfig, ModelConfig
+from deepseek_attn.decode import DecodeGraphs
+from deepseek_attn.kernels.available import plain_torch
 from deepseek_attn.loader import LoadReport, load_model
 from deepseek_attn.metadata import StepInput, StepMetadata
 from deepseek_attn.metadata_v32 import TokenStepMetadata
@@ -23,8 +27,11 @@ from deepseek_attn.models.block import AttentionStack, layer_specs
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.models.deepseek_v32 import DeepseekV32
 from deepseek_attn.models.families import Family, get_family
+from deepseek_attn.models.moe import MoE
 from deepseek_attn.numerics import Numerics
 from deepseek_attn.options import DEFAULT_MAX_MODEL_LEN, check_sizes, pick_device, pick_dtype
+from deepseek_attn.parallel import Parallel
+from deepseek_attn.tracing import traced
 from deepseek_attn.workspace import Workspace
 
 
@@ -71,6 +78,11 @@ class Sequence:
         """A second sequence with the same tokens; pages are shared until one of the two writes to them."""
         return Sequence(self.runner, list(self.token_ids), self.runner.manager.fork(self.cache))
 
+    def save(self, path: str | Path) -> None:
+        """Writes tokens and caches to a safetensors file, for `ModelRunner.load_sequence`."""
+        runner = self.runner
+        save_cache(path, runner.pools, self.cache, self.token_ids, runner.fingerprint())
+
     def free(self) -> None:
         """Returns all pages. The tokens stay; computing them again starts from the first."""
         self.runner.manager.free(self.cache)
@@ -81,12 +93,14 @@ class StepOutput:
     """Results of one step, in the order of the batch.
 
     Attributes:
-        logits: float32 ``[rows, vocab_size]`` per request: its new tokens, or only the last one.
+        logits: float32 ``[rows, vocab_size]`` per request: its new tokens, or only the last ones.
         mtp_logits: the same from the MTP layer, for new tokens whose next token is known; None if not asked for.
+        streams: what the backbone computed for the tokens of ``logits``; None if not asked for.
     """
 
     logits: list[torch.Tensor]
     mtp_logits: list[torch.Tensor] | None = None
+    streams: list[torch.Tensor] | None = None
 
 
 @dataclass
@@ -96,6 +110,11 @@ class ModelRunner:
     Attributes:
         layout: pools and their sizes; `pools` is what was allocated from it.
         report: what the loader read and what it ignored, by rule.
+        prefixes: prefixes that engines keep for later requests; None without ``max_snapshots``.
+        graphs: decode steps over persistent tensors, captured as CUDA graphs; None: every step is eager.
+        plain: every op runs in plain torch (``backend="reference"``).
+        graph_problem: why decode steps cannot be captured here; empty where they can.
+        parallel: the ranks that share the model; each has a runner of its own.
     """
 
     config: AnyConfig
@@ -108,6 +127,11 @@ class ModelRunner:
     pools: CachePools = field(repr=False)
     workspace: Workspace = field(repr=False)
     manager: CacheManager = field(repr=False)
+    prefixes: PrefixCache | None = field(default=None, repr=False)
+    graphs: DecodeGraphs | None = field(default=None, repr=False)
+    plain: bool = False
+    graph_problem: str = ""
+    parallel: Parallel = field(default_factory=Parallel.single)
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, *, progress: bool = True, **options) -> ModelRunner:
@@ -153,6 +177,10 @@ class ModelRunner:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 2048,
         max_rollback: int = 16,
+        max_snapshots: int = 0,
+        kv_cache_bytes: int | None = None,
+        cuda_graphs: bool | None = None,
+        parallel: Parallel | None = None,
         progress: bool = True,
     ) -> ModelRunner:
         """Builds the model, loads it tensor by tensor, allocates the caches and reserves scratch memory.
@@ -168,6 +196,12 @@ class ModelRunner:
             max_num_seqs: sequences with pages at the same time, each up to ``max_model_len``.
             max_num_batched_tokens: new tokens of one step, over all sequences.
             max_rollback: tokens that ``truncate`` takes back without recomputing.
+            max_snapshots: prefixes that an engine keeps for later requests; 0 turns prefix reuse off.
+            kv_cache_bytes: bytes of all caches; default: what ``max_num_seqs`` sequences of ``max_model_len`` need.
+            cuda_graphs: replay decode steps as CUDA graphs, captured when a size is first met; default: where every op
+                of the step has a kernel.
+            parallel: the ranks to share the model with (`parallel.launched`), all of which must do the same calls;
+                default: none.
 
         Raises:
             ValueError: listing what is wrong with the options, or with the tensors of ``source``.
@@ -175,35 +209,63 @@ class ModelRunner:
         device = pick_device(device)
         dtype = pick_dtype(dtype, device)
         numerics = numerics or ("serving" if device.type == "cuda" else "exact")
-        family = get_family(config, numerics, dtype, device, backend)
+        parallel = parallel or Parallel.single()
+        family = get_family(config, numerics, dtype, device, backend, parallel)
         limit = config.max_position_embeddings
         max_model_len = min(limit, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
         layers = None if layers is None else list(layers)
-        check_sizes(config, layers, max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
+        limits = (max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
+        check_sizes(config, layers, *limits, max_snapshots)
 
         model = family.build(layers, attention_only, max_model_len)
-        limits = (max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
-        layout = make_layout(config, family.numerics, dtype, *limits, layers=layer_specs(model))
+
+        def layout_of(model) -> CacheLayout:
+            return make_layout(
+                config, family.numerics, dtype, *limits, layer_specs(model), max_snapshots, kv_cache_bytes
+            )
+
+        layout = layout_of(model)
         report = load_model(
             model, family.canonical(source), layers=layers, attention_only=attention_only, progress=progress
         )
         if not attention_only and not report.mtp_loaded and len(model.mtp):
             model.mtp.clear()
-            layout = make_layout(config, family.numerics, dtype, *limits, layers=layer_specs(model))
+            layout = layout_of(model)
         model.eval()
         pools, workspace = CachePools(layout, device), Workspace(device)
         runner = cls(
             config, family.numerics, dtype, device, model, report, layout, pools, workspace, CacheManager(pools)
         )
+        runner.parallel = parallel
+        runner.prefixes = PrefixCache(runner.manager) if max_snapshots else None
         runner._bind(family)
+        if cuda_graphs is None:
+            cuda_graphs = not attention_only and not runner.graph_problem
+        if cuda_graphs:
+            runner._use_graphs()
         return runner
 
     def _bind(self, family: Family) -> None:
         """Gives the layers their caches and reserves the largest scratch memory any of them can need."""
         family.bind(self.model, self.pools, self.workspace)
         self.workspace.lock()
+        self.plain, self.graph_problem = family.plain, family.graph_problem()
         self._builder = family.metadata_builder(self.model, self.pools, mtp=False)
         self._mtp_builder = family.metadata_builder(self.model, self.pools, mtp=True)
+
+    def _use_graphs(self) -> None:
+        """Runs decode steps as CUDA graphs from now on."""
+        problem = self.graph_problem
+        if isinstance(self.model, AttentionStack):
+            problem = "there are attention layers only (attention_only=True)"
+        if problem:
+            raise ValueError(f"cuda_graphs=True: {problem}; leave it out to run every step eagerly")
+        self.graphs = DecodeGraphs(self.model, self.backbone_layers, self.layout, self.device)
+
+    @property
+    def backbone_layers(self) -> tuple:
+        """Specs of the layers that are here, the MTP layers left out."""
+        return tuple(spec for spec in layer_specs(self.model) if not spec.is_mtp)
 
     @property
     def has_mtp(self) -> bool:
@@ -221,6 +283,25 @@ class ModelRunner:
         self.check_length(len(ids))
         return Sequence(self, ids, self.manager.create())
 
+    def load_sequence(self, path: str | Path) -> Sequence:
+        """A sequence that `Sequence.save` wrote, with its caches: nothing is computed again.
+
+        Raises:
+            ValueError: not such a file, or one of another model, numerics or layout, or longer than ``max_model_len``.
+            OutOfPages: no room. Either way nothing was changed.
+        """
+        token_ids, cache = load_cache(path, self.manager, self.fingerprint())
+        try:
+            self.check_length(len(token_ids))
+        except ValueError:
+            self.manager.free(cache)
+            raise
+        return Sequence(self, token_ids, cache)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Digests of what cached bytes depend on: ``model``, ``numerics`` and ``layout``."""
+        return make_fingerprint(self.config, self.numerics, self.dtype, self.layout, self.model)
+
     def check_token(self, token: int) -> int:
         if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < self.config.vocab_size:
             raise ValueError(
@@ -235,13 +316,24 @@ class ModelRunner:
                 f"(the model's limit is {self.config.max_position_embeddings})"
             )
 
+    @traced("model")
     @torch.no_grad()
-    def step(self, batch: list[tuple[Sequence, int]], *, all_logits: bool = False, mtp: bool = False) -> StepOutput:
+    def step(
+        self,
+        batch: list[tuple[Sequence, int]],
+        *,
+        all_logits: bool = False,
+        mtp: bool = False,
+        last: int = 1,
+        streams: bool = False,
+    ) -> StepOutput:
         """Computes the next ``n`` pending tokens of each sequence.
 
         Args:
             batch: (sequence, n) with 1 <= n <= its pending tokens; each sequence at most once; any order.
-            all_logits: logits of every new token instead of the last one of each sequence.
+            all_logits: logits of every new token instead of the last ones of each sequence.
+            last: logits of up to so many new tokens at the end of each sequence.
+            streams: also return what the backbone computed for these tokens, for `draft`.
             mtp: also run the MTP layer over the new tokens. Its cache must hold every earlier token, so ask for it in
                 every step; a token whose next one is not known yet is left out of it.
 
@@ -252,26 +344,85 @@ class ModelRunner:
         order = sorted(range(len(batch)), key=lambda i: batch[i][1] > 1)  # decodes first; stable
         rows = [batch[i] for i in order]
         self.manager.reserve([(sequence.cache, n) for sequence, n in rows])
+        if self.parallel.dp_attention:
+            self.parallel.agree(sum(n for _, n in rows), self.device)
         ids = [token for seq, n in rows for token in seq.token_ids[seq.num_computed : seq.num_computed + n]]
-        token_ids = torch.tensor(ids, device=self.device)
         lengths = [n for _, n in rows]
         # inference mode takes 14 % off a single-token step on a CPU; what leaves this method are ordinary tensors
-        with torch.inference_mode():
-            meta = self.step_metadata([sequence.cache for sequence, _ in rows], lengths)
-            streams = self.model(token_ids, meta.positions, meta)
-        drafts = self._draft(rows, streams) if mtp else None
-        logits = self._logits(streams, lengths, all_logits)
+        with self.parallel.together(), plain_torch(self.plain):
+            with torch.inference_mode():
+                if self.graphs is not None and self.graphs.takes(lengths):
+                    states, logits = self._replay(rows)
+                else:
+                    token_ids = torch.tensor(ids, device=self.device)
+                    meta = self.step_metadata([sequence.cache for sequence, _ in rows], lengths)
+                    states, logits = self.model(token_ids, meta.positions, meta), None
+            drafts = self._draft(rows, states) if mtp else None
+            counts = lengths if all_logits else [min(n, last) for n in lengths]
+            if counts != lengths:
+                kept = tail_rows(lengths, counts).to(self.device)
+                states, logits = states[kept], logits if logits is None else logits[kept]
+            logits = self.model.logits(states) if logits is None else logits.clone()
         for sequence, n in rows:
             self.manager.commit(sequence.cache, n)
         back = sorted(range(len(order)), key=order.__getitem__)
-        return StepOutput([logits[i] for i in back], drafts and [drafts[i] for i in back])
+        logits, states = logits.split(counts), states.clone().split(counts) if streams else None
+        return StepOutput(
+            [logits[i] for i in back], drafts and [drafts[i] for i in back], states and [states[i] for i in back]
+        )
 
-    def _logits(self, streams: torch.Tensor, lengths: list[int], all_logits: bool) -> list[torch.Tensor]:
-        if all_logits:
-            return list(self.model.logits(streams).split(lengths))
-        last = torch.tensor(lengths, device=self.device).cumsum(0) - 1
-        return list(self.model.logits(streams[last]).split(1))
+    @torch.inference_mode()
+    def wait_for_ranks(self) -> None:
+        """With data-parallel attention, takes part in the steps of other ranks until none has work left.
 
+        Every rank must get here when its own work is done, also one that had none; `score` and `LLM` do it themselves.
+        """
+        if not self.parallel.dp_attention:
+            return
+        x = torch.zeros(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        ids = torch.zeros(0, dtype=torch.int64, device=self.device)
+        while self.parallel.agree(0, self.device):
+            with plain_torch(self.plain):
+                for module in self.model.layers.modules():
+                    if isinstance(module, MoE):
+                        module(x, ids)
+
+    def _replay(self, rows: list[tuple[Sequence, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Streams and logits of the new tokens from a decode step over persistent tensors."""
+        tokens = [seq.token_ids[seq.num_computed : seq.num_computed + n] for seq, n in rows]
+        streams, logits, places = self.graphs.run([seq.cache for seq, _ in rows], tokens)
+        places = places.to(self.device)
+        return streams[places], logits[places]  # copies: the next step writes to the same memory
+
+    @traced("mtp")
+    @torch.no_grad()
+    def draft(self, batch: list[tuple[Sequence, int, torch.Tensor, list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs the MTP layer over tokens whose next one is known by now, and writes their rows of its caches.
+
+        Args:
+            batch: (sequence, first position, streams ``[n, ...]`` of ``n`` tokens from there, the tokens after each).
+                There must be pages for these positions, and rows of all earlier ones.
+
+        Returns:
+            Float32 ``[len(batch), vocab_size]``, logits for the token after next of each sequence's last row, and the
+            MTP layer's streams of these rows, to draft on from.
+        """
+        order = sorted(range(len(batch)), key=lambda i: len(batch[i][3]) > 1)  # decodes first; stable
+        rows = [batch[i] for i in order]
+        lengths = torch.tensor([len(following) for *_, following in rows])
+        starts = torch.tensor([start for _, start, _, _ in rows])
+        caches = [sequence.cache for sequence, *_ in rows]
+        step = StepInput(lengths, starts + lengths, self._tables(caches), decode_threshold=int(lengths.max()))
+        next_ids = torch.tensor([token for *_, following in rows for token in following], device=self.device)
+        with self.parallel.together(), plain_torch(self.plain):
+            meta = self._mtp_builder.build(step)
+            states = torch.cat([streams for _, _, streams, _ in rows])
+            logits, states = self.model.draft(states, next_ids, meta.positions, meta)
+        ends = lengths.cumsum(0)[torch.tensor(order).argsort()] - 1
+        ends = ends.to(self.device)
+        return logits[ends], states[ends]
+
+    @traced("mtp")
     def _draft(self, rows: list[tuple[Sequence, int]], streams: torch.Tensor) -> list[torch.Tensor]:
         """MTP logits of the new tokens that have a next token; the others take part as padding."""
         following, known = [], []
@@ -289,6 +440,7 @@ class ModelRunner:
             part[mask.to(part.device)] for part, mask in zip(logits.split(lengths), valid.split(lengths), strict=True)
         ]
 
+    @traced("metadata")
     def step_metadata(
         self, caches: list[SequenceCache], query_lens: list[int], token_valid: torch.Tensor | None = None
     ) -> StepMetadata | TokenStepMetadata:
@@ -305,14 +457,19 @@ class ModelRunner:
     ) -> StepInput:
         lens = torch.tensor(query_lens)
         computed = torch.tensor([cache.num_tokens for cache in caches])
-        tables = {group: self.manager.block_table(caches, group) for group in self.layout.pages}
-        return StepInput(lens, computed + lens, tables, token_valid)
+        return StepInput(lens, computed + lens, self._tables(caches), token_valid)
+
+    def _tables(self, caches: list[SequenceCache]) -> dict[str, torch.Tensor]:
+        return {group: self.manager.block_table(caches, group) for group in self.layout.pages}
 
     def _check_batch(self, batch: list[tuple[Sequence, int]], mtp: bool) -> None:
         if isinstance(self.model, AttentionStack):
             raise ValueError("this runner holds attention layers only (attention_only=True): load the model to run it")
         if mtp and not self.has_mtp:
-            raise ValueError("there is no MTP layer: the checkpoint has none, or only some layers were loaded")
+            raise ValueError(
+                "there is no MTP layer: the checkpoint has none, only some layers were loaded, or attention is "
+                "data-parallel"
+            )
         if not batch:
             raise ValueError("empty batch")
         if len({id(sequence) for sequence, _ in batch}) < len(batch):
@@ -374,6 +531,7 @@ class ModelRunner:
         finally:
             for sequence in sequences:
                 sequence.free()
+        self.wait_for_ranks()
         return [torch.cat(parts) for parts in outputs], [torch.cat(parts) for parts in drafts] if mtp else []
 
     def _plan_chunks(self, pending: list[tuple[int, Sequence]], chunk_size: int | None) -> list[tuple[int, int]]:
@@ -385,3 +543,12 @@ class ModelRunner:
                 work.append((index, n))
                 budget -= n
         return work
+
+
+def tail_rows(lengths: list[int], counts: list[int]) -> torch.Tensor:
+    """Row numbers of the last ``counts[i]`` of the ``lengths[i]`` rows of each request, int64."""
+    rows, end = [], 0
+    for length, count in zip(lengths, counts, strict=True):
+        end += length
+        rows += range(end - count, end)
+    return torch.tensor(rows)

@@ -7,7 +7,7 @@ Keys are read where they are: rows of a workspace, or entries of one or two page
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,29 +18,12 @@ from torch import Tensor
 
 from deepseek_attn.kernels.sparse_attention_hopper import attend_hopper_kernel
 from deepseek_attn.kernels.sparse_attention_kernels import attend_kernel, combine_kernel
+from deepseek_attn.kernels.sparse_attention_rows import attend_rows_hopper, fits_hopper
+from deepseek_attn.kernels.sparse_attention_tiles import Tiles, choose_tiles, dot_dtype, pieces
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _LOG2E = 1.4426950408889634
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How a launch is cut.
-
-    Attributes:
-        heads, keys: of one program's tiles; warps, stages: of a program; piece: channels of a piece.
-        splits: programs that share a query's keys.
-        hopper: use ``attend_hopper_kernel``, whose tiles are 64 heads and 64 keys.
-    """
-
-    heads: int
-    keys: int
-    warps: int
-    stages: int
-    piece: int = 64
-    splits: int = 1
-    hopper: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +36,22 @@ class _Keys:
     limit: int
     indices: Tensor
     lens: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Format:
+    """How the channels of an entry lie.
+
+    Attributes:
+        nope: channels before the rotated ones, or all of them.
+        row: from one entry to the next, in elements of the pool; rope: where the rotated channels begin.
+        group: quantised channels that share a scale, 0 if none is quantised.
+    """
+
+    nope: int
+    row: int
+    rope: int = 0
+    group: int = 0
 
 
 def sparse_attention(
@@ -81,8 +80,12 @@ def sparse_attention(
     d_v = q.shape[2] if d_v is None else d_v
     if not 0 < d_v <= q.shape[2]:
         raise ValueError(f"d_v must be in 1 .. {q.shape[2]}, got {d_v}")
-    keys = _Keys(kv, 1, kv.stride(0), kv.shape[0], _rows_contiguous(indices), lens)
-    return _attend(q, [keys], q.shape[2], False, scale, sink, d_v, out, tiles)
+    indices = _rows_contiguous(indices)
+    if tiles is None and fits_hopper(q, kv, indices, d_v, *_gpu(q.device)):
+        out = _checked_out(q, d_v, out)
+        return out, attend_rows_hopper(q, kv, indices, scale, sink, lens, out, _gpu(q.device)[1])
+    keys = _Keys(kv, 1, kv.stride(0), kv.shape[0], indices, lens)
+    return _attend(q, [keys], _Format(q.shape[2], q.shape[2]), scale, sink, d_v, out, tiles)
 
 
 def sparse_attention_paged(
@@ -90,10 +93,13 @@ def sparse_attention_paged(
     pools: Sequence[tuple[Any, Tensor, int, Tensor, Tensor | None]],
     scale: float,
     sink: Tensor | None = None,
+    d_v: int | None = None,
     out: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Same as `reference.sparse_attention_paged`, for one or two pools of one record: plain rows or ``fp8_ds_mla``.
+    """Same as `reference.sparse_attention_paged`, for one or two pools of one record.
+
+    Records are plain rows, ``fp8_ds_mla`` (V4) and ``fp8_ds_mla_v32`` (V3.2).
 
     Args:
         out: like the result, to write to.
@@ -101,21 +107,42 @@ def sparse_attention_paged(
 
     Notes:
         ``fp8_ds_mla`` is decoded to float16 unless q is float32: keys and queries must lie within +-65504. (V4's are
-        normalised: at most 23 times a norm weight.)
+        normalised: at most 23 times a norm weight.) ``fp8_ds_mla_v32`` is decoded to bfloat16, as FlashMLA does.
     """
     if not 1 <= len(pools) <= 2:
         raise ValueError(f"one or two pools share a softmax, got {len(pools)}")
     record = pools[0][0]
     if any(other != record for other, *_ in pools):
         raise ValueError(f"all pools must hold the same record, got {[other for other, *_ in pools]}")
+    form = _format(record)
     keys = []
     for _, pool, n, indices, lens in pools:
         _check_query(q, sink, indices, lens)
         keys.append(_paged_keys(record, pool, n, _rows_contiguous(indices), lens))
     if record.dim != q.shape[2]:
         raise ValueError(f"the record holds {record.dim} channels and q {tuple(q.shape)} has {q.shape[2]}")
-    fp8 = record.name == "fp8_ds_mla"
-    return _attend(q, keys, record.nope_dim if fp8 else record.dim, fp8, scale, sink, record.dim, out, tiles)
+    d_v = record.dim if d_v is None else d_v
+    if not 0 < d_v <= record.dim:
+        raise ValueError(f"d_v must be in 1 .. {record.dim}, got {d_v}")
+    return _attend(q, keys, form, scale, sink, d_v, out, tiles)
+
+
+def _format(record: Any) -> _Format:
+    if record.name == "fp8_ds_mla":
+        nope, rope, most = record.nope_dim, record.rope_dim, 512  # 8 scale bytes are read at once
+        made = _Format(nope, nope + 2 * rope, nope, 64)
+    elif record.name == "fp8_ds_mla_v32":
+        nope, rope, most = record.latent_dim, record.rope_dim, 1 << 16
+        made = _Format(nope, record.entry_bytes, nope + nope // 32, 128)
+    elif record.name == "plain":
+        return _Format(record.dim, record.dim)
+    else:
+        raise ValueError(f"records that are read are plain, fp8_ds_mla and fp8_ds_mla_v32, got {record.name!r}")
+    if nope > most or rope % 16:
+        raise ValueError(
+            f"{record.name} is read with up to {most} quantised and a multiple of 16 rotated channels, got {record}"
+        )
+    return made
 
 
 def _paged_keys(record: Any, pool: Tensor, n: int, indices: Tensor, lens: Tensor | None) -> _Keys:
@@ -124,84 +151,22 @@ def _paged_keys(record: Any, pool: Tensor, n: int, indices: Tensor, lens: Tensor
             f"a pool of {n} entries per page must be uint8 [pages, at least {n * record.entry_bytes}] with contiguous "
             f"pages, got {tuple(pool.shape)} {pool.dtype}, strides {pool.stride()}"
         )
-    if record.name == "fp8_ds_mla":
-        if record.nope_dim > 512 or record.rope_dim % 16:
-            raise ValueError(
-                f"fp8_ds_mla is read with up to 512 quantised channels and a multiple of 16 rotated ones, got {record}"
-            )
-        unit, typed = 8, pool
-    elif record.name == "plain":
-        unit = record.dtype.itemsize
-        typed = pool[:, : pool.shape[1] // unit * unit]
-    else:
-        raise ValueError(f"records that are read are plain and fp8_ds_mla, got {record.name!r}")
+    unit = record.dtype.itemsize if record.name == "plain" else 8 if record.name == "fp8_ds_mla" else 4
     if pool.stride(0) % unit or pool.data_ptr() % unit:
         raise ValueError(
             f"pages of {record.name} must start at multiples of {unit} bytes, got a page stride of {pool.stride(0)} "
             f"and an address of {pool.data_ptr()}"
         )
+    typed = pool
     if record.name == "plain":
-        typed = typed.view(record.dtype)
+        typed = pool[:, : pool.shape[1] // unit * unit].view(record.dtype)
     return _Keys(typed, n, typed.stride(0), pool.shape[0] * n, indices, lens)
-
-
-def pieces(nope: int, dim: int, piece: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Starts and widths of the pieces that cover channels ``[0, nope)`` and ``[nope, dim)``.
-
-    Widths are powers of two from 16 to ``piece``; the last piece of either part may be wider than what is left.
-    """
-    starts, widths = [], []
-    for start, end in ((0, nope), (nope, dim)):
-        while start < end:
-            left, width = end - start, piece
-            while width > left and width > 16:
-                width //= 2
-            starts.append(start)
-            widths.append(width)
-            start += width
-    return tuple(starts), tuple(widths)
-
-
-def dot_dtype(q: torch.dtype, keys: torch.dtype, fp8: bool) -> torch.dtype:
-    """What the products are computed in. float16 holds e4m3 times a power of two, and bf16 near 1, exactly."""
-    if fp8:
-        return torch.float32 if q == torch.float32 else torch.float16
-    return q if q == keys else torch.float32
-
-
-def choose_tiles(
-    T: int, H: int, dim: int, width: int, dtype: torch.dtype, hopper: bool, capability: tuple[int, int], processors: int
-) -> Tiles:
-    """The fastest cut measured on an H200 for ``T`` queries of ``H`` heads over up to ``width`` keys.
-
-    Depends on shapes alone, so that a captured graph serves any lengths. ``hopper``: the Gluon kernel takes it.
-    """
-    small = H > 16 and T * triton.cdiv(H, 16) * triton.cdiv(width, 64) <= 80
-    if dtype == torch.float32:
-        tiles = Tiles(16, 16, 4, 1)
-    elif capability[0] != 9:
-        tiles = Tiles(16, 32, 4, 2) if H <= 16 or dim > 512 else Tiles(32, 32, 8, 2)
-    elif hopper and not small:
-        tiles = Tiles(64, 64, 8, 1, hopper=True)
-    elif dim > 512:
-        tiles = Tiles(16, 32, 8, 1) if H <= 16 else Tiles(64, 64, 8, 1, 128)
-    elif T == 1 and width <= 128:
-        tiles = Tiles(16, 32, 4, 2)
-    elif small:
-        tiles = Tiles(16, 64, 8, 2, 128)
-    else:
-        tiles = Tiles(16, 64, 4, 2) if H <= 16 else Tiles(64, 64, 8, 2, 128)
-    blocks = triton.cdiv(width, tiles.keys)
-    room = (2 if tiles.heads < 64 else 1) * processors // (T * triton.cdiv(H, tiles.heads))
-    splits = max(1, min(blocks, room, 130))
-    return replace(tiles, splits=triton.cdiv(blocks, triton.cdiv(blocks, splits)))
 
 
 def _attend(
     q: Tensor,
     keys: list[_Keys],
-    nope: int,
-    fp8: bool,
+    form: _Format,
     scale: float,
     sink: Tensor | None,
     d_v: int,
@@ -216,18 +181,18 @@ def _attend(
         return out.zero_(), lse.fill_(float("inf"))
     q = q if q.stride(2) == 1 else q.contiguous()
     capability, processors = _gpu(q.device)
-    dtype = dot_dtype(q.dtype, keys[0].pool.dtype, fp8)
+    dtype = dot_dtype(q.dtype, keys[0].pool.dtype, form.group)
     if tiles is None:
         width = sum(source.indices.shape[1] for source in keys)
-        hopper = fp8 and dtype == torch.float16 and dim - nope == 64 and dim in (128, 256, 512)
+        hopper = form.group == 64 and dtype == torch.float16 and dim - form.nope == 64 and dim in (128, 256, 512)
         tiles = choose_tiles(T, H, dim, width, dtype, hopper, capability, processors)
     if tiles.splits == 1:
-        _launch(q, keys, nope, fp8, dtype, scale, sink, d_v, out, out, lse, tiles, capability)
+        _launch(q, keys, form, dtype, scale, sink, d_v, out, out, lse, tiles, capability)
         return out, lse
     part_dtype = torch.float16 if dtype == torch.float16 else torch.float32
     part = torch.empty(T, tiles.splits, H, d_v, dtype=part_dtype, device=q.device)
     part_lse = torch.empty(T, tiles.splits, H, dtype=torch.float32, device=q.device)
-    _launch(q, keys, nope, fp8, dtype, scale, sink, d_v, out, part, part_lse, tiles, capability)
+    _launch(q, keys, form, dtype, scale, sink, d_v, out, part, part_lse, tiles, capability)
     _combine(part, part_lse, sink, out, lse, capability)
     return out, lse
 
@@ -268,8 +233,7 @@ def _combine(
 def _launch(
     q: Tensor,
     keys: list[_Keys],
-    nope: int,
-    fp8: bool,
+    form: _Format,
     dtype: torch.dtype,
     scale: float,
     sink: Tensor | None,
@@ -312,7 +276,7 @@ def _launch(
         out.stride(1),
     )
     flags = {
-        "NOPE": nope,
+        "NOPE": form.nope,
         "N0": first.n,
         "N1": second.n,
         "POOLS": len(keys),
@@ -324,7 +288,7 @@ def _launch(
     if tiles.hopper:
         attend_hopper_kernel[grid](*arguments, **flags, num_warps=8)
         return
-    starts, widths = pieces(nope, dim, tiles.piece)
+    starts, widths = pieces(form.nope, dim, tiles.piece)
     attend_kernel[grid](
         *arguments,
         **flags,
@@ -333,8 +297,10 @@ def _launch(
         STARTS=starts,
         WIDTHS=widths,
         V_PIECES=sum(start < d_v for start in starts),
-        ROW=nope + 2 * (dim - nope) if fp8 else dim,
-        FP8=fp8,
+        ROW=form.row,
+        ROPE=form.rope,
+        FP8=form.group > 0,
+        GROUP=form.group,
         NATIVE_FP8=capability >= (8, 9),
         DTYPE=_TRITON_DTYPES[dtype],
         PRECISION="tf32x3" if dtype == torch.float32 else None,

@@ -38,19 +38,26 @@ def _load_piece(
     WIDTH: tl.constexpr,
     LIMIT: tl.constexpr,
     FP8: tl.constexpr,
+    GROUP: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Keys ``[BLOCK_N, WIDTH]`` of channels from ``START`` on; zeros where not ``valid`` and from ``LIMIT`` on.
 
-    ``row`` points at the keys; ``scales`` holds each key's scale bytes, in one int64.
+    ``row`` points at the keys. A scale is for ``GROUP`` channels: ``scales`` holds those of 64 as bytes in one int64;
+    those of 128 are float32, after the ``LIMIT`` values of the key.
     """
     column = tl.arange(0, WIDTH)
     mask = valid[:, None]
     if START + WIDTH > LIMIT:
         mask = mask & (START + column < LIMIT)[None, :]
     value = tl.load(row[:, None] + (START + column)[None, :], mask=mask, other=0)
-    if FP8:
+    if FP8 and GROUP == 128:
+        # a scale that is no power of two: rounded to bfloat16, as other readers of these entries round
+        at = (row + LIMIT).to(tl.pointer_type(tl.float32)) + START // 128
+        scale = tl.load(at, mask=valid, other=0)
+        value = (_decode_e4m3(value, NATIVE_FP8).to(tl.float32) * scale[:, None]).to(tl.bfloat16)
+    elif FP8:
         value = _decode_e4m3(value, NATIVE_FP8)
         group = START // 64 + tl.arange(0, WIDTH // 64)
         byte = (scales[:, None] >> (8 * group)[None, :]).to(tl.int32) & 0xFF
@@ -99,7 +106,9 @@ def attend_kernel(
     N0: tl.constexpr,
     N1: tl.constexpr,
     ROW: tl.constexpr,
+    ROPE: tl.constexpr,
     FP8: tl.constexpr,
+    GROUP: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -113,6 +122,7 @@ def attend_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    END: tl.constexpr = NOPE if FP8 else DIM
     t = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -174,19 +184,17 @@ def attend_kernel(
         start = pool + page * page_stride
         row = start + entry * ROW
         scales = valid
-        if FP8:
+        if FP8 and GROUP == 64:
             scales = tl.load((start + scale_start).to(tl.pointer_type(tl.int64)) + entry, mask=valid, other=0)
 
         keys = ()
         logits = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
         for i in tl.static_range(len(WIDTHS)):
             if FP8 and STARTS[i] >= NOPE:
-                rope = (row + NOPE).to(tl.pointer_type(tl.bfloat16)) - NOPE
-                key = _load_piece(rope, scales, valid, STARTS[i], WIDTHS[i], DIM, False, NATIVE_FP8, DTYPE)
+                rope = (row + ROPE).to(tl.pointer_type(tl.bfloat16)) - NOPE
+                key = _load_piece(rope, scales, valid, STARTS[i], WIDTHS[i], DIM, False, GROUP, NATIVE_FP8, DTYPE)
             else:
-                key = _load_piece(
-                    row, scales, valid, STARTS[i], WIDTHS[i], NOPE if FP8 else DIM, FP8, NATIVE_FP8, DTYPE
-                )
+                key = _load_piece(row, scales, valid, STARTS[i], WIDTHS[i], END, FP8, GROUP, NATIVE_FP8, DTYPE)
             logits = tl.dot(q[i], tl.trans(key), logits, input_precision=PRECISION)
             keys += (key,)
 

@@ -13,12 +13,16 @@ from deepseek_attn.attention_v32 import DeepseekV32MLAAttention
 from deepseek_attn.config import AnyConfig, LayerSpec, ModelConfig, RopeSpec
 from deepseek_attn.config_v32 import V32LayerSpec
 from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
+from deepseek_attn.kernels.available import triton_for
+from deepseek_attn.kernels.reference.linear import Segment
 from deepseek_attn.linear import CheckpointModule, RMSNorm
 from deepseek_attn.metadata import StepMetadata
 from deepseek_attn.models.hyper_connection import hc_head, hc_post, hc_pre
 from deepseek_attn.models.moe import MoE
 from deepseek_attn.numerics import Numerics
+from deepseek_attn.parallel import Parallel
 from deepseek_attn.rope import RotaryTable
+from deepseek_attn.tracing import traced
 
 HEAD_ROWS = 16384  # vocabulary rows upcast to float32 at once
 
@@ -30,6 +34,7 @@ class BuildContext:
     Attributes:
         impl: V4's attention impl; None for other families, whose layers get theirs with their caches.
         max_positions: length of the rotary tables.
+        parallel: the ranks that share the model.
     """
 
     config: AnyConfig
@@ -38,6 +43,7 @@ class BuildContext:
     device: torch.device
     impl: type[DeepseekV4SparseMLAAttentionImpl] | None
     max_positions: int
+    parallel: Parallel = field(default_factory=Parallel.single)
     ropes: dict[RopeSpec, RotaryTable] = field(default_factory=dict)
 
     def rope(self, spec: LayerSpec | V32LayerSpec) -> RotaryTable:
@@ -56,12 +62,12 @@ class Block(CheckpointModule):
         self.config = config
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
         self.attn = DeepseekV4MLAAttention(
-            config, spec, context.rope(spec), context.numerics, context.dtype, device, context.impl
+            config, spec, context.rope(spec), context.numerics, context.dtype, device, context.impl, context.parallel
         )
         if attention_only:
             return
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
-        self.ffn = MoE(config, spec, context.numerics, context.dtype, device)
+        self.ffn = MoE(config, spec, context.numerics, context.dtype, device, context.parallel)
         rows, columns = (2 + config.hc_mult) * config.hc_mult, config.hc_mult * config.hidden_size
         for sublayer in ("attn", "ffn"):
             self.declare(f"hc_{sublayer}_fn", (rows, columns), torch.float32)
@@ -76,10 +82,12 @@ class Block(CheckpointModule):
         self, streams: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None
     ) -> torch.Tensor:
         """``streams [T, hc_mult, hidden_size]`` -> the same shape."""
-        x, post, comb = hc_pre(streams, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, self.config)
-        streams = hc_post(self.attn(self.attn_norm(x), positions, step), streams, post, comb)
-        x, post, comb = hc_pre(streams, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, self.config)
-        return hc_post(self.ffn(self.ffn_norm(x), token_ids), streams, post, comb)
+        before_attn = self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, self.config, self.attn_norm.weight
+        before_ffn = self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, self.config, self.ffn_norm.weight
+        x, post, comb = hc_pre(streams, *before_attn)
+        streams = hc_post(self.attn(x, positions, step), streams, post, comb)
+        x, post, comb = hc_pre(streams, *before_ffn)
+        return hc_post(self.ffn(x, token_ids), streams, post, comb)
 
 
 class AttentionStack(nn.Module):
@@ -107,25 +115,59 @@ def layer_specs(model: nn.Module) -> tuple[LayerSpec, ...] | tuple[V32LayerSpec,
 
 
 class Embedding(CheckpointModule):
-    def __init__(self, vocab: int, dim: int, dtype: torch.dtype, device: torch.device | str):
+    """Rows by token id. Ranks with the same tokens have some rows each, and sum up what they find."""
+
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        parallel: Parallel | None = None,
+    ):
         super().__init__(device)
-        self.declare("weight", (vocab, dim), dtype)
+        self.parallel = parallel or Parallel.single()
+        self.shard = self.parallel.token_shard(0, vocab)
+        self.declare("weight", (vocab, dim), dtype, shard=self.shard)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.weight[token_ids]
+        if self.shard is None:
+            return self.weight[token_ids]
+        row = token_ids - self.shard.start
+        here = (row >= 0) & (row < self.shard.size)
+        found = self.weight[row.clamp(0, self.shard.size - 1)]
+        return self.parallel.sum(found.masked_fill(~here.unsqueeze(-1), 0))
 
 
 class Head(CheckpointModule):
-    """Output projection in float32, whatever the model dtype."""
+    """Output projection in float32, whatever the model dtype. Ranks with the same tokens compute some columns each."""
 
-    def __init__(self, vocab: int, dim: int, dtype: torch.dtype, device: torch.device | str):
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        parallel: Parallel | None = None,
+    ):
         super().__init__(device)
-        self.declare("weight", (vocab, dim), dtype)
+        self.parallel = parallel or Parallel.single()
+        self.declare("weight", (vocab, dim), dtype, shard=self.parallel.token_shard(0, vocab))
 
+    @traced("head")
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.float()
+        """``x [T, dim]`` -> float32 ``[T, vocab]``."""
+        return self.parallel.gather_columns(self.project(x))
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """The columns of this rank."""
         if self.weight.dtype == torch.float32:
-            return F.linear(x, self.weight)
+            return F.linear(x.float(), self.weight)
+        if triton_for(x):
+            from deepseek_attn.kernels.linear import multi_linear
+
+            return multi_linear(x, [Segment(self.weight, out_dtype=torch.float32)])[0]
+        x = x.float()
         return torch.cat([F.linear(x, rows.float()) for rows in self.weight.split(HEAD_ROWS)], dim=-1)
 
 
@@ -139,4 +181,5 @@ def declare_stream_head(module: CheckpointModule, config: ModelConfig, device: t
 
 def collapse_streams(module: CheckpointModule, streams: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     """Streams ``[T, hc_mult, hidden_size]`` -> normed hidden states ``[T, hidden_size]``."""
-    return module.norm(hc_head(streams, module.hc_head_fn, module.hc_head_base, module.hc_head_scale, config))
+    head = module.hc_head_fn, module.hc_head_base, module.hc_head_scale
+    return hc_head(streams, *head, config, module.norm.weight)

@@ -23,15 +23,17 @@ class Block(CheckpointModule):
     def __init__(self, context: BuildContext, spec: V32LayerSpec, attention_only: bool = False):
         config, numerics, dtype, device = context.config, context.numerics, context.dtype, context.device
         super().__init__(device)
+        self.parallel = parallel = context.parallel
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
-        self.attn = DeepseekV32MLAAttention(config, spec, context.rope(spec), numerics, dtype, device)
+        self.attn = DeepseekV32MLAAttention(config, spec, context.rope(spec), numerics, dtype, device, parallel)
         if attention_only:
             return
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
         if spec.dense_ffn:
-            self.ffn = MLP(config.hidden_size, config.intermediate_size, config.swiglu_limit, numerics, dtype, device)
+            widths, limit = (config.hidden_size, config.intermediate_size), config.swiglu_limit
+            self.ffn = MLP(*widths, limit, numerics, dtype, device, parallel.token_shard)
         else:
-            self.ffn = MoE(config, spec, numerics, dtype, device)
+            self.ffn = MoE(config, spec, numerics, dtype, device, parallel)
 
     def attend(self, x: torch.Tensor, step: TokenStepMetadata) -> torch.Tensor:
         """The attention layer alone, on normed ``x [T, hidden_size]``."""
@@ -43,7 +45,7 @@ class Block(CheckpointModule):
         """``y [T, hidden_size]``, output of the sublayer before, and the residual it adds to -> the same after."""
         x, residual = add_norm(self.attn_norm, y, residual)
         x, residual = add_norm(self.ffn_norm, self.attn(x, step), residual)
-        return (self.ffn(x, token_ids) if isinstance(self.ffn, MoE) else self.ffn(x)), residual
+        return self.ffn(x, token_ids) if isinstance(self.ffn, MoE) else self.parallel.sum(self.ffn(x)), residual
 
 
 def add_norm(norm: RMSNorm, y: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,10 +91,10 @@ class DeepseekV32(CheckpointModule):
         config, device = context.config, context.device
         super().__init__(device)
         specs = config.layers if layers is None else [config.layers[i] for i in layers]
-        self.embed = Embedding(config.vocab_size, config.hidden_size, context.dtype, device)
+        self.embed = Embedding(config.vocab_size, config.hidden_size, context.dtype, device, context.parallel)
         self.layers = nn.ModuleDict({str(spec.index): Block(context, spec) for spec in specs})
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
-        self.head = Head(config.vocab_size, config.hidden_size, context.dtype, device)
+        self.head = Head(config.vocab_size, config.hidden_size, context.dtype, device, context.parallel)
         drafts = config.mtp_layers if mtp else ()
         self.mtp = nn.ModuleDict({str(i): MTPLayer(context, spec) for i, spec in enumerate(drafts)})
 

@@ -29,9 +29,9 @@ class DeepseekV4(CheckpointModule):
         self.config = config
         declare_stream_head(self, config, device)
         specs = config.layers if layers is None else [config.layers[i] for i in layers]
-        self.embed = Embedding(config.vocab_size, config.hidden_size, context.dtype, device)
+        self.embed = Embedding(config.vocab_size, config.hidden_size, context.dtype, device, context.parallel)
         self.layers = nn.ModuleDict({str(spec.index): Block(context, spec) for spec in specs})
-        self.head = Head(config.vocab_size, config.hidden_size, context.dtype, device)
+        self.head = Head(config.vocab_size, config.hidden_size, context.dtype, device, context.parallel)
         drafts = config.mtp_layers if mtp else ()
         self.mtp = nn.ModuleDict({str(i): MTPLayer(context, spec) for i, spec in enumerate(drafts)})
 

@@ -16,11 +16,14 @@ from deepseek_attn.checkpoint.source import CheckpointSource
 from deepseek_attn.config import AnyConfig
 from deepseek_attn.config_v32 import DeepseekV32Config
 from deepseek_attn.impls import AttentionSpec, DeepseekV4SparseMLAAttentionImpl, get_impl
+from deepseek_attn.indexer import FUSED_HEAD_DIM
+from deepseek_attn.kernels.available import problem_on
 from deepseek_attn.metadata import MetadataBuilder
 from deepseek_attn.metadata_v32 import TokenMetadataBuilder
 from deepseek_attn.models import block, deepseek_v4, deepseek_v32
 from deepseek_attn.models.block import AttentionStack, BuildContext, attention_layers, layer_specs
 from deepseek_attn.numerics import Numerics, numerics_for
+from deepseek_attn.parallel import Parallel, check_split
 from deepseek_attn.v32 import KVCacheSpec, SparseMLAConfig, get_backend
 from deepseek_attn.v32.kernels import get_kernels
 from deepseek_attn.workspace import Workspace
@@ -32,9 +35,11 @@ class Family(ABC):
     Attributes:
         model_class, block_class: what `build` makes.
         impl: V4's attention impl; None for other families.
+        plain: every op runs in plain torch, as ``backend="reference"`` asks.
 
     Raises:
-        ValueError: unknown numerics, or a backend that is unknown or cannot run here.
+        ValueError: unknown numerics, a backend that is unknown or cannot run here, or a model that the ranks cannot
+            share.
     """
 
     model_class: type[nn.Module]
@@ -42,11 +47,20 @@ class Family(ABC):
     impl: type[DeepseekV4SparseMLAAttentionImpl] | None = None
 
     def __init__(
-        self, config: AnyConfig, numerics: str | Numerics, dtype: torch.dtype, device: torch.device, backend: str
+        self,
+        config: AnyConfig,
+        numerics: str | Numerics,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: str,
+        parallel: Parallel | None = None,
     ):
         self.config, self.dtype, self.device = config, dtype, device
+        self.parallel = parallel or Parallel.single()
+        check_split(config, self.parallel)
+        self.plain = backend == "reference"
         self.numerics = numerics_for(config, numerics)
-        self.choose_backend(backend, AttentionSpec.of(config, self.numerics, dtype))
+        self.choose_backend(backend, AttentionSpec.of(config, self.numerics, dtype, self.parallel.token_ranks))
 
     @abstractmethod
     def choose_backend(self, backend: str, spec: AttentionSpec) -> None:
@@ -57,11 +71,16 @@ class Family(ABC):
         return CanonicalSource(source)
 
     def build(self, layers: list[int] | None, attention_only: bool, max_positions: int) -> nn.Module:
-        """The model without weights: all of it, or some layers (and then no MTP), or only their attention."""
-        context = BuildContext(self.config, self.numerics, self.dtype, self.device, self.impl, max_positions)
+        """The model without weights: all of it, or some layers, or only their attention.
+
+        There is no MTP layer with some layers, nor with data-parallel attention.
+        """
+        context = BuildContext(
+            self.config, self.numerics, self.dtype, self.device, self.impl, max_positions, self.parallel
+        )
         if attention_only:
             return AttentionStack(context, layers, self.block_class)
-        return self.model_class(context, layers, mtp=layers is None)
+        return self.model_class(context, layers, mtp=layers is None and not self.parallel.dp_attention)
 
     @abstractmethod
     def bind(self, model: nn.Module, pools: CachePools, workspace: Workspace) -> None:
@@ -72,6 +91,10 @@ class Family(ABC):
         self, model: nn.Module, pools: CachePools, mtp: bool
     ) -> MetadataBuilder | TokenMetadataBuilder:
         """What builds the metadata of a step for the backbone's layers, or for the MTP layers."""
+
+    def graph_problem(self) -> str:
+        """Why decode steps cannot be captured as CUDA graphs; empty where they can."""
+        return "only decode steps of DeepSeek-V4 are captured"
 
     def topk_buffer(self, model: nn.Module, pools: CachePools) -> torch.Tensor | None:
         """Where indexers leave what they select, int32 ``[max_num_batched_tokens, index_topk]``; None without them."""
@@ -89,6 +112,19 @@ class DeepseekV4Family(Family):
     def choose_backend(self, backend: str, spec: AttentionSpec) -> None:
         self.impl = get_impl(backend, self.device, spec)
 
+    def graph_problem(self) -> str:
+        if self.parallel.dp_attention:
+            return "ranks with data-parallel attention settle the size of each step on the CPU"
+        if self.plain:
+            return "backend 'reference' runs plain torch, which waits for the device within a step"
+        selects = any(spec.has_indexer for spec in self.config.layers)
+        if selects and self.config.index_head_dim != FUSED_HEAD_DIM:
+            return (
+                f"the indexer's kernels take heads of {FUSED_HEAD_DIM} channels, and index_head_dim is "
+                f"{self.config.index_head_dim}: plain torch takes their place, which waits for the device within a step"
+            )
+        return problem_on(self.device)
+
     def bind(self, model: nn.Module, pools: CachePools, workspace: Workspace) -> None:
         buffer = self.topk_buffer(model, pools)
         position = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -104,8 +140,8 @@ class DeepseekV4Family(Family):
 class DeepseekV32Family(Family):
     """DeepSeek-V3.2, and V3 / V3.1 without an indexer.
 
-    Backends: ``auto``, ``reference`` or ``flashmla`` (kernels of the FlashMLA sparse backend), or ``flashinfer``. Dense
-    models have one implementation and take any of these.
+    Backends: ``auto``, ``reference``, ``triton`` or ``flashmla`` (kernels of the FlashMLA sparse backend), or
+    ``flashinfer``. Dense models have one implementation and take any of these.
     """
 
     model_class, block_class = deepseek_v32.DeepseekV32, deepseek_v32.Block
@@ -139,12 +175,18 @@ class DeepseekV32Family(Family):
         return TokenMetadataBuilder(backend, self.device)
 
     def sparse_config(self, pools: CachePools) -> SparseMLAConfig | None:
-        return sparse_config(self.config, self.numerics, self.dtype, pools.layout, self.kernels)
+        ranks = self.parallel.token_ranks
+        return sparse_config(self.config, self.numerics, self.dtype, pools.layout, self.kernels, ranks)
 
 
 def get_family(
-    config: AnyConfig, numerics: str | Numerics, dtype: torch.dtype, device: torch.device, backend: str
+    config: AnyConfig,
+    numerics: str | Numerics,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str,
+    parallel: Parallel | None = None,
 ) -> Family:
     """The family of a config; see `Family` for what it refuses."""
     family = DeepseekV32Family if isinstance(config, DeepseekV32Config) else DeepseekV4Family
-    return family(config, numerics, dtype, device, backend)
+    return family(config, numerics, dtype, device, backend, parallel)

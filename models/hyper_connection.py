@@ -1,90 +1,64 @@
-"""Manifold-constrained hyper-connections: ``m`` residual streams, mixed before and after every sublayer.
-
-All of it is float32, and on GPUs the projection needs true float32 (no TF32): the mixing weights go through 20 rounds
-of Sinkhorn normalisation.
-"""
+"""Manifold-constrained hyper-connections with what a model's config says; the ops are in ``kernels``."""
 
 from __future__ import annotations
 
-from functools import cache
+from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 
 from deepseek_attn.config import ModelConfig
+from deepseek_attn.kernels.available import triton_for
+from deepseek_attn.kernels.reference import hyper_connection as reference
+from deepseek_attn.tracing import traced
 
 
-def stream_mix(streams: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:
-    """``fn @ rms_normed(flattened streams)``: ``[T, m, D]`` -> float32 ``[T, fn.shape[0]]``."""
-    flat = streams.float().flatten(1)
-    scale = torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
-    return F.linear(flat, fn) * scale
-
-
-def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
-    """A nearly doubly stochastic ``[T, m, m]`` from logits: rows by softmax, then columns, then both in turn."""
-    m = logits.shape[-1]
-    same_row, same_column, floor = _sum_matrices(m, eps, logits.device)
-    # one product gives the sums already spread over the entries they divide: 1024 tokens take 0.5 ms instead of 2.0
-    mix = logits.softmax(-1).flatten(1) + eps
-    mix = mix / torch.addmm(floor, mix, same_column)
-    for _ in range(iterations - 1):
-        mix = mix / torch.addmm(floor, mix, same_row)
-        mix = mix / torch.addmm(floor, mix, same_column)
-    return mix.unflatten(1, (m, m))
-
-
-@cache
-@torch.inference_mode(False)
-def _part_sizes(m: int, device: torch.device) -> torch.Tensor:
-    """Rows of the pre, post and comb parts."""
-    return torch.tensor([m, m, m * m], device=device)
-
-
-@cache
-@torch.inference_mode(False)
-def _sum_matrices(m: int, eps: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Matrices that sum a flattened ``[m, m]`` over its rows and over its columns, and ``eps`` as a vector."""
-    index = torch.arange(m * m)
-    same_row = (index[:, None] // m == index // m).float()
-    same_column = (index[:, None] % m == index % m).float()
-    return same_row.to(device), same_column.to(device), torch.full((m * m,), eps, device=device)
-
-
+@traced("hc_pre")
 def hc_pre(
-    streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, config: ModelConfig
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    config: ModelConfig,
+    norm: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Collapses the streams into a sublayer's input and decides how its output goes back.
 
     Args:
-        streams: ``[T, m, D]``; fn: ``[(2 + m) m, m D]``; base: ``[(2 + m) m]``; scale: ``[3]``
-            (checkpoint: ``hc_attn_*``, ``hc_ffn_*``; rows: m pre, m post, m x m comb).
+        streams: ``[T, m, D]``; fn, base, scale: checkpoint ``hc_attn_*`` or ``hc_ffn_*``.
+        norm: weight of the sublayer's RMS norm; the input is normed then.
 
     Returns:
         x ``[T, D]`` in the streams' dtype, post float32 ``[T, m]``, comb float32 ``[T, m, m]``.
     """
-    m = config.hc_mult
-    scales = scale.repeat_interleave(_part_sizes(m, scale.device), output_size=len(base))
-    logits = torch.addcmul(base, stream_mix(streams, fn, config.rms_norm_eps), scales)
-    gates, comb = logits.split([2 * m, m * m], dim=-1)
-    pre, post = torch.sigmoid(gates).split(m, dim=-1)
-    comb = sinkhorn(comb.unflatten(-1, (m, m)), config.hc_sinkhorn_iters, config.hc_eps)
-    return collapse(streams, pre + config.hc_eps), 2 * post, comb
+    return _ops(streams).hc_pre(streams, fn, base, scale, *_numbers(config), norm)
 
 
+@traced("hc_post")
 def hc_post(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
-    """New streams ``X'_k = post_k y + sum_j comb[j, k] X_j``: the sum runs over the first index of ``comb``."""
-    mixed = torch.bmm(comb.transpose(1, 2), streams.float())
-    return torch.addcmul(mixed, post.unsqueeze(-1), y.float().unsqueeze(1)).to(streams.dtype)
+    """New streams from a sublayer's output ``y [T, D]``, and post and comb of its ``hc_pre``."""
+    return _ops(streams).hc_post(y, streams, post, comb)
 
 
+@traced("hc_head")
 def hc_head(
-    streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, config: ModelConfig
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    config: ModelConfig,
+    norm: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Collapses the streams at the end of the model: ``[T, m, D]`` -> ``[T, D]``."""
-    mix = stream_mix(streams, fn, config.rms_norm_eps)
-    return collapse(streams, torch.sigmoid(mix * scale + base) + config.hc_eps)
+    """Collapses the streams at the end of the model: ``[T, m, D]`` -> ``[T, D]``, normed if ``norm`` is given."""
+    return _ops(streams).hc_head(streams, fn, base, scale, *_numbers(config)[:2], norm)
 
 
-def collapse(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return torch.bmm(weights.unsqueeze(1), streams.float()).squeeze(1).to(streams.dtype)
+def _numbers(config: ModelConfig) -> tuple[float, float, int]:
+    return config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
+
+
+def _ops(streams: torch.Tensor) -> ModuleType:
+    if not triton_for(streams):
+        return reference
+    from deepseek_attn.kernels import hyper_connection
+
+    return hyper_connection

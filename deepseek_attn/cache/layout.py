@@ -10,15 +10,18 @@ so that there is always somewhere legal to read and write.
                window is still open or may be reopened
     tokens     latent rows (+ indexer keys) of V3.2      64 tokens                       tokens
 
-DeepSeek-V4 has the first three, DeepSeek-V3.2 only the last.
+DeepSeek-V4 has the first three, DeepSeek-V3.2 only the last. Pools hold ``max_num_seqs`` sequences of ``max_model_len``
+tokens at once, or, with ``kv_cache_bytes``, what that many bytes hold (`budget`).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
+from deepseek_attn.cache.budget import fit_pages
 from deepseek_attn.cache.records import Record, make_index_record, make_kv_record
 from deepseek_attn.cache.records_v32 import LATENT_GROUP, make_v32_record
 from deepseek_attn.config import AnyConfig, LayerSpec
@@ -54,6 +57,8 @@ class PoolSpec:
         entries: rows per page.
         record: how a row is stored; None for state pools.
         width: float32 values per state row; 0 for pools with a record.
+        carry: state rows that later windows read at a position which every ratio divides: the window before it, if
+            windows overlap.
     """
 
     layer: str
@@ -62,15 +67,25 @@ class PoolSpec:
     entries: int
     record: Record | None = None
     width: int = 0
+    carry: int = 0
 
     @property
     def page_bytes(self) -> int:
         return self.record.page_bytes(self.entries) if self.record else self.entries * self.width * 4
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes that a snapshot keeps beside its pages."""
+        return self.carry * self.width * 4
+
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """All pools of a model and the number of pages of each group."""
+    """All pools of a model and the number of pages of each group.
+
+    Attributes:
+        max_snapshots: prefixes that can be kept for reuse at the same time.
+    """
 
     pools: tuple[PoolSpec, ...]
     pages: dict[str, int]
@@ -79,10 +94,33 @@ class CacheLayout:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_rollback: int
+    max_snapshots: int = 0
 
     def nbytes(self) -> int:
         """Bytes that `CachePools` allocates for this layout."""
-        return sum(self.pages[pool.group] * pool.page_bytes for pool in self.pools)
+        return sum(
+            self.pages[pool.group] * pool.page_bytes + self.max_snapshots * pool.snapshot_bytes for pool in self.pools
+        )
+
+    @property
+    def snapshot_block(self) -> int:
+        """A snapshot is taken at a multiple of this many tokens: no window page is part full, no window is open."""
+        return math.lcm(WINDOW_PAGE, *self.ratios)
+
+    @property
+    def keeps_all_tokens(self) -> bool:
+        """Whether caches hold all that a later token reads, at every length: nothing is freed behind a window."""
+        return WINDOW not in self.pages
+
+    @property
+    def growing(self) -> dict[str, int]:
+        """Tokens of a page of each group whose pages a sequence keeps, so that it needs more as it grows."""
+        return {group: span for group, (span, _) in self.spans.items() if group != WINDOW}
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens of context that the pools hold, all sequences together; None if nothing grows with the tokens."""
+        return min(((self.pages[group] - 1) * span for group, span in self.growing.items()), default=None)
 
     @property
     def ratios(self) -> tuple[int, ...]:
@@ -101,6 +139,11 @@ def window_pages_per_sequence(window: int, max_rollback: int) -> int:
     return -(-(window - 1 + max_rollback) // WINDOW_PAGE) + 2
 
 
+def snapshot_window_pages(window: int) -> int:
+    """Window pages of a snapshot: those with the last ``window - 1`` tokens before a page's edge."""
+    return -(-(window - 1) // WINDOW_PAGE)
+
+
 def compressed_pages(tokens: int, ratio: int) -> int:
     """Pages that hold the entries of ``tokens`` tokens."""
     return -(-(tokens // ratio) // entries_per_page(ratio))
@@ -115,6 +158,8 @@ def make_layout(
     max_num_batched_tokens: int,
     max_rollback: int = 16,
     layers: tuple[LayerSpec, ...] | tuple[V32LayerSpec, ...] | None = None,
+    max_snapshots: int = 0,
+    kv_cache_bytes: int | None = None,
 ) -> CacheLayout:
     """Layout for ``max_num_seqs`` sequences of up to ``max_model_len`` tokens, all of which fit at once.
 
@@ -122,16 +167,23 @@ def make_layout(
         max_num_batched_tokens: tokens of one step; their window entries need pages until the step ends.
         max_rollback: tokens that ``truncate`` can take back without recomputing.
         layers: the layers that are present (default: all, MTP layers included).
+        max_snapshots: prefixes kept for reuse, with pages and rows of their own for what does not grow with tokens.
+        kv_cache_bytes: bytes of all pools together. The window and state groups keep their size; what grows with the
+            tokens gets what is left, less or more than all sequences need at their longest.
 
     Raises:
-        ValueError: the record of ``numerics`` does not fit the head dimensions.
+        ValueError: the record of ``numerics`` does not fit the head dimensions, or ``kv_cache_bytes`` does not hold
+            one sequence of ``max_model_len`` tokens.
     """
     layers = config.all_layers if layers is None else layers
     check_records(config, numerics)
     if isinstance(config, DeepseekV32Config):
         pools = _token_pools(config, numerics, dtype, layers)
         pages = {TOKENS: 1 + max_num_seqs * -(-max_model_len // TOKENS_PAGE)}
-        return CacheLayout(pools, pages, 0, max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
+        layout = CacheLayout(
+            pools, pages, 0, max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback, max_snapshots
+        )
+        return layout if kv_cache_bytes is None else fit_pages(layout, kv_cache_bytes)
     kv_record = make_kv_record(numerics.kv_record, config.nope_head_dim, config.qk_rope_head_dim, dtype)
     index_record = make_index_record(numerics.index_record, config.index_head_dim, dtype)
     pools: list[PoolSpec] = []
@@ -140,23 +192,27 @@ def make_layout(
         if spec.swa_only:
             continue
         group, entries = ratio_group(spec.ratio), entries_per_page(spec.ratio)
-        rows, width = state_rows(spec, max_rollback), 2 * spec.coff
+        rows, width, carry = state_rows(spec, max_rollback), 2 * spec.coff, (spec.coff - 1) * spec.ratio
         pools.append(PoolSpec(spec.name, "compressed", group, entries, kv_record))
-        pools.append(PoolSpec(spec.name, "state", STATE, rows, width=width * config.head_dim))
+        pools.append(PoolSpec(spec.name, "state", STATE, rows, width=width * config.head_dim, carry=carry))
         if spec.has_indexer:
             pools.append(PoolSpec(spec.name, "index", group, entries, index_record))
-            pools.append(PoolSpec(spec.name, "index_state", STATE, rows, width=width * config.index_head_dim))
+            pools.append(
+                PoolSpec(spec.name, "index_state", STATE, rows, width=width * config.index_head_dim, carry=carry)
+            )
     pages = {
         WINDOW: 1
         + max_num_seqs * window_pages_per_sequence(config.sliding_window, max_rollback)
         + max_num_batched_tokens // WINDOW_PAGE
+        + max_snapshots * snapshot_window_pages(config.sliding_window)
     }
     for ratio in sorted({spec.ratio for spec in layers if not spec.swa_only}):
-        pages[ratio_group(ratio)] = 1 + max_num_seqs * compressed_pages(max_model_len, ratio)
+        # a snapshot may hold the only copy of a page that is part full
+        pages[ratio_group(ratio)] = 1 + max_num_seqs * compressed_pages(max_model_len, ratio) + max_snapshots
         pages[STATE] = 1 + max_num_seqs
-    return CacheLayout(
-        tuple(pools), pages, config.sliding_window, max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback
-    )
+    limits = (max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback, max_snapshots)
+    layout = CacheLayout(tuple(pools), pages, config.sliding_window, *limits)
+    return layout if kv_cache_bytes is None else fit_pages(layout, kv_cache_bytes)
 
 
 def _token_pools(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepseek_attn.cache.layout import STATE, WINDOW, WINDOW_PAGE
+from deepseek_attn.cache.layout import STATE, WINDOW, WINDOW_PAGE, window_pages_per_sequence
 from deepseek_attn.cache.pools import CachePools
 
 NULL_PAGE = 0
@@ -50,11 +50,15 @@ class SequenceCache:
         num_tokens: tokens whose entries are in the caches.
         low_water: smallest length that `truncate` can go back to in place.
         tables: physical page of each logical page, by group; 0 where a window page was freed.
+        version: counts the changes of ``tables``, for copies of them that are kept elsewhere.
+        room: length up to which pages are known to be there and to be nobody else's; most steps need no other look.
     """
 
     num_tokens: int = 0
     low_water: int = 0
     tables: dict[str, list[int]] = field(default_factory=dict)
+    version: int = field(default=0, compare=False)
+    room: int = field(default=0, compare=False)
 
 
 class OutOfPages(RuntimeError):
@@ -62,15 +66,59 @@ class OutOfPages(RuntimeError):
 
 
 class CacheManager:
-    """Hands pages of all groups to sequences. Pages shared by forks are copied when one of them writes."""
+    """Hands pages of all groups to sequences. Pages shared by forks are copied when one of them writes.
+
+    Attributes:
+        free_snapshots: rows of each `Pool.carried` that no snapshot uses.
+    """
 
     def __init__(self, pools: CachePools):
         self.pools, self.layout = pools, pools.layout
         self._allocators = {group: PageAllocator(pages) for group, pages in self.layout.pages.items()}
         self._spans = self.layout.spans
+        self.free_snapshots = list(range(self.layout.max_snapshots))
 
     def available_pages(self) -> dict[str, int]:
         return {group: allocator.available for group, allocator in self._allocators.items()}
+
+    def pages_needed(self, tokens: int) -> dict[str, int]:
+        """Pages by group that a sequence of ``tokens`` tokens holds between steps, when it shares none."""
+        spans = self._spans.items()
+        needed = {group: -(-(tokens // ratio * ratio) // span) for group, (span, ratio) in spans}
+        if WINDOW in needed:
+            live = window_pages_per_sequence(self.layout.window, self.layout.max_rollback)
+            needed[WINDOW] = min(needed[WINDOW], live)
+        return needed | {group: 1 for group in self.layout.pages if group == STATE}
+
+    def held_pages(self, cache: SequenceCache) -> dict[str, int]:
+        """Pages by group that a sequence holds, shared ones included."""
+        return {group: sum(page != NULL_PAGE for page in table) for group, table in cache.tables.items()}
+
+    def references(self, group: str, page: int) -> int:
+        """Sequences and snapshots that hold a page."""
+        return self._allocators[group].references(page)
+
+    def allocate_table(self, cache: SequenceCache, group: str, held: list[bool]) -> None:
+        """Gives an empty table of a sequence a page of its own wherever ``held``, and the null page elsewhere.
+
+        Raises:
+            OutOfPages: nothing was changed.
+        """
+        allocator = self._allocators[group]
+        if sum(held) > allocator.available:
+            raise OutOfPages(f"the {group} pool has {allocator.available} free pages, {sum(held)} are needed")
+        cache.tables[group] = [allocator.allocate() if wanted else NULL_PAGE for wanted in held]
+        cache.version += 1
+        cache.room = 0
+
+    def release_table(self, cache: SequenceCache, group: str) -> None:
+        """Returns a sequence's pages of one group."""
+        for page in cache.tables[group]:
+            if page != NULL_PAGE:
+                self._allocators[group].release(page)
+        cache.tables[group] = []
+        cache.version += 1
+        cache.room = 0
 
     def create(self) -> SequenceCache:
         return SequenceCache(tables={group: [] for group in self.layout.pages})
@@ -81,6 +129,7 @@ class CacheManager:
         Raises:
             OutOfPages: nothing was changed; names the pool, what is needed and what is free.
         """
+        batch = [(cache, n) for cache, n in batch if cache.num_tokens + n > cache.room]
         leaving: Counter[tuple[str, int]] = Counter()
         plans = [
             (cache, group, *self._pages_to_write(cache, group, n, leaving))
@@ -92,7 +141,7 @@ class CacheManager:
             if needed > allocator.available:
                 raise OutOfPages(
                     f"the {group} pool has {allocator.available} free pages and this step needs {needed}; "
-                    "run fewer sequences at once, or raise max_num_seqs or max_model_len"
+                    "run fewer sequences at once, or raise kv_cache_bytes, max_num_seqs or max_model_len"
                 )
         for cache, group, copies, new in plans:
             table, allocator = cache.tables[group], self._allocators[group]
@@ -102,6 +151,18 @@ class CacheManager:
                 allocator.release(table[index])
                 table[index] = page
             table.extend(allocator.allocate() for _ in range(new))
+            cache.version += bool(copies or new)
+        for cache, n in batch:
+            cache.room = min(
+                self._end(cache.num_tokens + n, group) * span + ratio - 1
+                for group, (span, ratio) in self._spans.items()
+            )
+
+    def _end(self, tokens: int, group: str) -> int:
+        """Pages of a group that a sequence of ``tokens`` tokens has written to."""
+        # an entry is written by the last token of its window, so only closed windows need room
+        span, ratio = self._spans[group]
+        return -(-(tokens // ratio * ratio) // span)
 
     def _pages_to_write(
         self, cache: SequenceCache, group: str, n: int, leaving: Counter[tuple[str, int]]
@@ -116,9 +177,7 @@ class CacheManager:
         if group == STATE:
             first, last = 0, 1
         else:
-            # an entry is written by the last token of its window, so only closed windows need room
-            span, ratio = self._spans[group]
-            first, last = start // span, -(-(end // ratio * ratio) // span)
+            first, last = start // self._spans[group][0], self._end(end, group)
         copies = []
         for index in range(first, min(last, len(table))):
             page = table[index]
@@ -132,13 +191,19 @@ class CacheManager:
         cache.num_tokens += n
         if WINDOW not in cache.tables:
             return
-        cache.low_water = max(cache.low_water, cache.num_tokens - self.layout.max_rollback)
+        self.raise_low_water(cache, cache.num_tokens - self.layout.max_rollback)
+
+    def raise_low_water(self, cache: SequenceCache, length: int) -> None:
+        """Gives up going back to fewer than ``length`` tokens, and frees the window pages that only that needs."""
+        cache.low_water = max(cache.low_water, length)
         dead = (cache.low_water - self.layout.window + 1) // WINDOW_PAGE
         table = cache.tables[WINDOW]
-        for index in range(min(dead, len(table))):
-            if table[index] != NULL_PAGE:
-                self._allocators[WINDOW].release(table[index])
-                table[index] = NULL_PAGE
+        for index in reversed(range(min(dead, len(table)))):
+            if table[index] == NULL_PAGE:
+                break  # and so are all before it
+            self._allocators[WINDOW].release(table[index])
+            table[index] = NULL_PAGE
+            cache.version += 1
 
     def truncate(self, cache: SequenceCache, n: int) -> int:
         """Forgets all tokens from ``n`` on. Returns how many stay computed: ``n``, or 0 if that was too far back.
@@ -153,6 +218,8 @@ class CacheManager:
             self.free(cache)
             return 0
         cache.num_tokens = n
+        cache.version += 1
+        cache.room = 0
         for group, (span, _) in self._spans.items():
             table, keep = cache.tables[group], -(-n // span)
             for page in table[keep:]:
@@ -167,16 +234,15 @@ class CacheManager:
             for page in table:
                 if page != NULL_PAGE:
                     self._allocators[group].share(page)
+        cache.room = 0
         return SequenceCache(cache.num_tokens, cache.low_water, {g: list(t) for g, t in cache.tables.items()})
 
     def free(self, cache: SequenceCache) -> None:
         """Returns all pages; the sequence is empty afterwards and can be used again."""
-        for group, table in cache.tables.items():
-            for page in table:
-                if page != NULL_PAGE:
-                    self._allocators[group].release(page)
-            table.clear()
-        cache.num_tokens = cache.low_water = 0
+        for group in cache.tables:
+            self.release_table(cache, group)
+        cache.num_tokens = cache.low_water = cache.room = 0
+        cache.version += 1
 
     def block_table(self, caches: list[SequenceCache], group: str) -> torch.Tensor:
         """int32 ``[len(caches), widest]``, padded with the null page."""

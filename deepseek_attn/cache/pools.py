@@ -15,10 +15,12 @@ class Pool:
 
     Attributes:
         tensor: uint8 ``[pages, page_bytes]`` for pools with a record, float32 ``[pages, entries, width]`` for states.
+        carried: float32 ``[max_snapshots, carry, width]``, the state rows that snapshots keep.
     """
 
     spec: PoolSpec
     tensor: torch.Tensor
+    carried: torch.Tensor
 
     @property
     def entries(self) -> int:
@@ -49,7 +51,8 @@ class CachePools:
                 tensor = spec.record.allocate(pages, spec.entries, device)
             else:
                 tensor = torch.zeros(pages, spec.entries, spec.width, device=device)
-            self._pools[spec.layer, spec.kind] = Pool(spec, tensor)
+            carried = torch.zeros(layout.max_snapshots, spec.carry, spec.width, device=device)
+            self._pools[spec.layer, spec.kind] = Pool(spec, tensor, carried)
 
     def get(self, layer: str, kind: str) -> Pool | None:
         return self._pools.get((layer, kind))
@@ -59,7 +62,7 @@ class CachePools:
 
     def nbytes(self) -> int:
         """Bytes of the allocated storage."""
-        return sum(pool.tensor.untyped_storage().nbytes() for pool in self)
+        return sum(part.untyped_storage().nbytes() for pool in self for part in (pool.tensor, pool.carried))
 
     def copy_page(self, group: str, source: int, target: int) -> None:
         """Copies one page in every pool of ``group``."""

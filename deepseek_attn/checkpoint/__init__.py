@@ -1,6 +1,7 @@
 """Checkpoints: reading, naming, making up and writing them."""
 
 from deepseek_attn.checkpoint.names import CanonicalSource, canonical_name, hf_name, hf_state_dict
+from deepseek_attn.checkpoint.published import PublishedSource
 from deepseek_attn.checkpoint.random import RandomSource
 from deepseek_attn.checkpoint.source import (
     CheckpointSource,
@@ -15,6 +16,7 @@ from deepseek_attn.checkpoint.write import write_checkpoint
 __all__ = [
     "CanonicalSource",
     "CheckpointSource",
+    "PublishedSource",
     "RandomSource",
     "SafetensorsSource",
     "TensorInfo",

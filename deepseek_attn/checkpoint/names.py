@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo, read_float32, scale_name
+from deepseek_attn.linear import Shard
 
 # (transformers, published), as whole dotted segments. Read downwards to get published names, upwards to get
 # transformers' names; the order matters where one rule makes what another one reads.
@@ -121,6 +122,11 @@ class CanonicalSource(CheckpointSource):
             raise ValueError(f"no tensor {name} in the checkpoint")
         origin, index, count = self._origins[name]
         return self.source.read(origin) if count == 1 else self.source.read_part(origin, index, count)
+
+    def read_shard(self, name: str, shard: Shard) -> torch.Tensor:
+        if name in self._origins and self._origins[name][2] == 1:
+            return self.source.read_shard(self._origins[name][0], shard)
+        return super().read_shard(name, shard)
 
     def source_name(self, name: str) -> str:
         """What the wrapped source calls the tensor."""

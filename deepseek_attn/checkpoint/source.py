@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from deepseek_attn.kernels.reference.quant import decode_e8m0, encode_e8m0
-from deepseek_attn.linear import dequantize_weight
+from deepseek_attn.linear import FP4_GROUP, FP8_BLOCK, Shard, dequantize_weight
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -74,6 +75,10 @@ class CheckpointSource(ABC):
         rows = tensor.shape[0] // count
         return tensor[index * rows : (index + 1) * rows].clone()
 
+    def read_shard(self, name: str, shard: Shard) -> torch.Tensor:
+        """A part of a tensor, in places of the tensor that `read` returns."""
+        return self.read(name).narrow(shard.dim, shard.start, shard.size).clone()
+
 
 class SafetensorsSource(CheckpointSource):
     """A directory with ``model.safetensors.index.json`` and its shards, or with a single ``model.safetensors``.
@@ -106,6 +111,18 @@ class SafetensorsSource(CheckpointSource):
         info = self._entry(name)
         shape = (info.shape[0] * info.shape[1] // count, *info.shape[2:])
         return self._read(name, shape, index * (info.nbytes // count), info.nbytes // count)
+
+    def read_shard(self, name: str, shard: Shard) -> torch.Tensor:
+        info = self._entry(name)
+        if len(info.shape) > 2 or info.dtype == "F4":
+            return super().read_shard(name, shard)
+        if shard.dim == 0:
+            row = info.nbytes // info.shape[0]
+            return self._read(name, shard.of(info.shape), shard.start * row, shard.size * row)
+        rows, columns = info.shape
+        item = info.nbytes // (rows * columns)
+        places = [((row * columns + shard.start) * item, shard.size * item) for row in range(rows)]
+        return self._read(name, shard.of(info.shape), *zip(*places, strict=True))
 
     def close(self) -> None:
         """Closes the open shards; reading again opens them again."""
@@ -158,13 +175,20 @@ class SafetensorsSource(CheckpointSource):
             raise ValueError(f"no tensor {name} in {self.path}")
         return self._entries[name]
 
-    def _read(self, name: str, shape: tuple[int, ...], start: int, nbytes: int) -> torch.Tensor:
+    def _read(
+        self, name: str, shape: tuple[int, ...], start: int | Sequence[int], nbytes: int | Sequence[int]
+    ) -> torch.Tensor:
+        """Bytes of the tensor from ``start`` on, or several stretches of them one after the other."""
         dtype = self._entries[name].dtype
         if dtype not in DTYPES:
             raise ValueError(f"{name} has dtype {dtype}: supported are {', '.join(DTYPES)}")
         shard, offset = self._places[name]
-        data = torch.empty(nbytes, dtype=torch.uint8)
-        self._fill(shard, offset + start, memoryview(data.numpy()))
+        starts, sizes = ([start], [nbytes]) if isinstance(start, int) else (start, nbytes)
+        data = torch.empty(sum(sizes), dtype=torch.uint8)
+        buffer = memoryview(data.numpy())
+        for first, size in zip(starts, sizes, strict=True):
+            self._fill(shard, offset + first, buffer[:size])
+            buffer = buffer[size:]
         if dtype == "F4":
             shape = (*shape[:-1], shape[-1] // 2)
         return data.view(DTYPES[dtype][0]).reshape(shape)
@@ -249,8 +273,30 @@ def scale_name(name: str) -> str | None:
     return name[: -len("weight")] + "scale" if name.endswith(".weight") else None
 
 
-def read_weight(source: CheckpointSource, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A tensor of published name with its scale, as a ``WeightSlot`` takes them.
+def stored_shards(info: TensorInfo, shard: Shard) -> tuple[Shard, Shard]:
+    """Where a part of a logical weight lies in what is stored of it: in the weight, and in its scale if it has one.
+
+    Raises:
+        ValueError: the part cuts an FP8 block, an FP4 group or a byte in two.
+    """
+    if info.dtype in FP4_DTYPES:
+        units = ((1, 1), (2, FP4_GROUP))[shard.dim]
+    elif info.dtype == "F8_E4M3":
+        units = (1, FP8_BLOCK[shard.dim])
+    else:
+        units = (1, 1)
+    if any(value % unit for value in (shard.start, shard.size) for unit in units):
+        raise ValueError(
+            f"{shard.size} rows or columns from {shard.start} on of a {info.dtype} weight: a part must consist of "
+            f"whole blocks of {max(units)}; use fewer ranks"
+        )
+    return tuple(Shard(shard.dim, shard.start // unit, shard.size // unit) for unit in units)
+
+
+def read_weight(
+    source: CheckpointSource, name: str, shard: Shard | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A tensor of published name with its scale, as a ``WeightSlot`` takes them; or a part of both.
 
     Returns:
         (tensor, None) when there is no scale; (``float8_e4m3fn``, float32 block grid); or (packed FP4 ``uint8``, e8m0
@@ -261,10 +307,15 @@ def read_weight(source: CheckpointSource, name: str) -> tuple[torch.Tensor, torc
     """
     entries = source.entries()
     scale = scale_name(name)
-    tensor = source.read(name)
-    if scale not in entries:
+    if shard is None:
+        tensor = source.read(name)
+        stored = source.read(scale) if scale in entries else None
+    else:
+        places = stored_shards(entries[name], shard)
+        tensor = source.read_shard(name, places[0])
+        stored = source.read_shard(scale, places[1]) if scale in entries else None
+    if stored is None:
         return tensor, None
-    stored = source.read(scale)
     if entries[name].dtype not in FP4_DTYPES:
         return tensor, decode_e8m0(stored)
     return tensor, stored if stored.dtype == torch.uint8 else encode_e8m0(stored)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from deepseek_attn.checkpoint.source import DTYPES, INDEX_FILE, CheckpointSource, TensorInfo
 from deepseek_attn.checkpoint.tokenizer_files import write_tokenizer
@@ -26,6 +27,7 @@ def write_checkpoint(
     *,
     shard_bytes: int = SHARD_BYTES,
     num_shards: int | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Path:
     """Writes ``source`` as a checkpoint directory, one tensor in memory at a time.
 
@@ -37,6 +39,7 @@ def write_checkpoint(
         directory: must be absent or empty.
         shard_bytes: size aimed at per shard; there are at least two shards.
         num_shards: exact number of shards, of about equal size, instead.
+        tokenizer: written as ``tokenizer.json``; None for a byte-level one.
 
     Returns:
         The directory.
@@ -49,7 +52,7 @@ def write_checkpoint(
     shards = plan_shards(entries, shard_bytes, num_shards)
     _check_token_ids(config)
     with _appearing(Path(directory)) as folder:
-        write_tokenizer(folder, config.vocab_size, config.max_position_embeddings)
+        write_tokenizer(folder, config.vocab_size, config.max_position_embeddings, tokenizer)
         _write_json(folder / "config.json", config.to_dict())
         _write_json(folder / "generation_config.json", _generation_config(config))
         weight_map = {}

@@ -1,31 +1,49 @@
-"""``deepseek-attn bench layer``: times of one attention layer on this machine."""
+"""``deepseek-attn bench op|layer|model``: times of ops, attention layers and whole decode steps on this machine."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+from pathlib import Path
 
 from deepseek_attn.cli.options import add_numerics_options
 
+FAMILIES = ("attention", "cache_ops", "hyper_connection", "indexer", "linears", "moe")
+
 
 def add_parser(subparsers) -> None:
-    parser = subparsers.add_parser("bench", help="time an attention layer", description="Time parts of a model.")
-    what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    layer = what.add_parser(
-        "layer",
-        help="one attention layer, from hidden states to the output projection",
-        description="Time attention layers with random weights and caches. The last line is one JSON document.",
+    parser = subparsers.add_parser(
+        "bench",
+        help="time ops, layers and models",
+        description="Time parts of a model on this machine, with random data. The last line is one JSON document.",
     )
-    layer.add_argument("--model", default="tiny", metavar="NAME|FILE", help="preset or config.json (default: tiny)")
+    what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    op = what.add_parser("op", help="single ops, beside other implementations and the machine's ceilings")
+    op.add_argument("--ops", type=names, metavar="LIST", help="names of ops, or parts of names (default: all)")
+    op.add_argument("--rows", type=names, metavar="LIST", help="parts of the rows' labels (default: all)")
+    op.set_defaults(run=run_ops)
+    layer = what.add_parser("layer", help="one attention layer, from hidden states to the output projection")
     layer.add_argument("--layers", type=numbers, metavar="LIST", help="layer numbers (default: the first of each kind)")
-    layer.add_argument("--batch", type=numbers, default=[1, 8], metavar="LIST", help="decode batches (default: 1,8)")
-    layer.add_argument("--context", type=numbers, default=[1024], metavar="LIST", help="lengths (default: 1024)")
-    layer.add_argument("--prefill", type=int, default=0, metavar="N", help="also N new tokens of one sequence")
+    layer.add_argument("--prefill", type=numbers, default=[], metavar="LIST", help="also prompts of these lengths")
     layer.add_argument("--backends", type=names, default=["auto"], metavar="LIST", help="default: auto")
-    layer.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
-    add_numerics_options(layer)
-    layer.add_argument("--repeats", type=int, default=20, help="runs of each; the median counts (default: 20)")
     layer.set_defaults(run=run_layer)
+    model = what.add_parser("model", help="one decode step of a model, from token ids to logits")
+    model.add_argument("--layers", type=numbers, metavar="LIST", help="layer numbers (default: all)")
+    model.add_argument("--experts", type=int, metavar="N", help="as many experts per layer (default: the model's)")
+    model.add_argument("--backend", default="auto", help="default: auto")
+    model.set_defaults(run=run_model)
+    for part in (layer, model):
+        part.add_argument("--model", default="tiny", metavar="NAME|FILE", help="preset or config.json (default: tiny)")
+        part.add_argument("--batch", type=numbers, default=[1, 8], metavar="LIST", help="decode batches (default: 1,8)")
+        part.add_argument("--context", type=numbers, default=[1024], metavar="LIST", help="lengths (default: 1024)")
+        part.add_argument("--graph", action="store_true", help="replay decode steps as CUDA graphs")
+        part.add_argument("--kernels", action="store_true", help="list the kernels: launches and times (GPU)")
+        add_numerics_options(part)
+    for part in (op, layer, model):
+        part.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+        part.add_argument("--repeats", type=int, default=20, help="runs of each; the median counts (default: 20)")
+        part.add_argument("--plot", type=Path, metavar="FILE", help="also draw the times (.svg, .png, .pdf)")
 
 
 def numbers(text: str) -> list[int]:
@@ -39,24 +57,64 @@ def names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def run_ops(args: argparse.Namespace) -> None:
+    from deepseek_attn.bench_ops import time_case
+    from deepseek_attn.kernels.available import problem_on
+    from deepseek_attn.options import pick_device
+    from deepseek_attn.timing import ceilings
+
+    check_repeats(args)
+    device = pick_device(args.device)
+    cases = [case for family in FAMILIES for case in rows_of(family, device)]
+    if not cases:
+        raise ValueError(f"the ops are Triton kernels: {problem_on(device) or 'plain torch was asked for'}")
+    wanted = [
+        case
+        for case in cases
+        if (not args.ops or any(name in case.op for name in args.ops))
+        and (not args.rows or any(part in case.label for part in args.rows))
+    ]
+    if not wanted:
+        known = ", ".join(sorted({case.op for case in cases}))
+        raise ValueError(f"no row matches --ops {args.ops} --rows {args.rows}; the ops are {known}")
+    limits = ceilings(device) if device.type == "cuda" else None
+    rows = []
+    print(f"{'op':<26}{'row':<40}{'ran':<12}{'us':>11}{'10 %':>10}{'90 %':>10}{'GB/s':>8}{'TFLOP/s':>9}{'share':>7}")
+    for case in wanted:
+        for timing in time_case(case, device, args.repeats, limits):
+            rows.append(timing.row())
+            share = "" if timing.share is None else f"{timing.share:.0%}"
+            print(
+                f"{timing.op:<26}{timing.label:<40}{timing.implementation:<12}{timing.microseconds:>11.1f}"
+                f"{timing.low:>10.1f}{timing.high:>10.1f}{timing.bytes_per_second / 1e9:>8.0f}"
+                f"{timing.flops_per_second / 1e12:>9.1f}{share:>7}",
+                flush=True,
+            )
+    finish(args, {"benchmark": "op", "device": str(device), "ceilings": limits}, rows, ("op", "label"))
+
+
+def rows_of(family: str, device) -> list:
+    """The rows of one file of ``opbench`` that can run on ``device``."""
+    return importlib.import_module(f"deepseek_attn.opbench.{family}").cases(device)
+
+
 def run_layer(args: argparse.Namespace) -> None:
     import torch
 
     from deepseek_attn.bench import fill_caches, time_layer
-    from deepseek_attn.cli.info import collect
     from deepseek_attn.config import ModelConfig
     from deepseek_attn.runner import ModelRunner
 
-    if args.repeats < 1 or args.prefill < 0:
-        raise ValueError(f"--repeats {args.repeats}, --prefill {args.prefill}: at least 1 run, and no negative length")
+    check_repeats(args)
+    if any(n < 1 for n in args.prefill):
+        raise ValueError(f"--prefill {args.prefill}: numbers of new tokens, at least 1")
     config = ModelConfig.from_pretrained(args.model)
     layers = args.layers or first_of_each_kind(config)
     steps = [(batch, 1, context) for context in args.context for batch in args.batch]
-    if args.prefill:
-        steps += [(1, args.prefill, max(context, args.prefill)) for context in args.context]
+    steps += [(1, n, max(context, n)) for context in args.context for n in args.prefill]
     rows = []
-    head = f"{'layer':<12}{'kind':<7}{'backend':<22}{'mode':<9}{'batch':>6}{'context':>9}"
-    print(f"{head}{'ms':>10}{'10 %':>10}{'90 %':>10}")
+    head = f"{'layer':<12}{'kind':<7}{'backend':<22}{'mode':<9}{'tokens':>7}{'batch':>6}{'context':>9}"
+    print(f"{head}{'us':>11}{'10 %':>11}{'90 %':>11}{'launches':>10}")
     for layer in layers:
         for backend in args.backends:
             torch.manual_seed(0)
@@ -64,24 +122,90 @@ def run_layer(args: argparse.Namespace) -> None:
                 config, layers=[layer], attention_only=True, backend=backend,
                 device=args.device, numerics=args.numerics, dtype=args.dtype,
                 max_model_len=max(context for _, _, context in steps),
-                max_num_seqs=max(args.batch), max_num_batched_tokens=max(max(args.batch), args.prefill, 256),
+                max_num_seqs=max(args.batch), max_num_batched_tokens=max([*args.batch, *args.prefill, 256]),
             )  # fmt: skip
             fill_caches(runner)
             for batch, tokens, context in steps:
-                timing = time_layer(runner, layer, batch, tokens, context, args.repeats)
+                graph = args.graph and tokens == 1
+                timing = time_layer(
+                    runner, layer, batch, tokens, context, args.repeats, graph=graph, count_kernels=args.kernels
+                )
                 rows.append(timing.row())
                 print(
-                    f"{timing.layer:<12}{timing.kind:<7}{timing.backend:<22}{timing.mode:<9}{batch:>6}{context:>9}"
-                    f"{timing.milliseconds:>10.3f}{timing.low:>10.3f}{timing.high:>10.3f}",
+                    f"{timing.layer:<12}{timing.kind:<7}{timing.backend:<22}{timing.mode:<9}{tokens:>7}{batch:>6}"
+                    f"{context:>9}{timing.microseconds:>11.1f}{timing.low:>11.1f}{timing.high:>11.1f}"
+                    f"{launches(timing):>10}",
                     flush=True,
                 )
-    facts = {key: value for key, value in collect().items() if "backends" not in key}
-    run = {
+                print_kernels(timing)
+    finish(args, {"benchmark": "layer", "model": args.model, **settings(runner)}, rows, ("kind", "backend", "context"))
+
+
+def run_model(args: argparse.Namespace) -> None:
+    from dataclasses import replace
+
+    from deepseek_attn.bench import fill_caches
+    from deepseek_attn.bench_model import time_model
+    from deepseek_attn.config import ModelConfig
+    from deepseek_attn.runner import ModelRunner
+
+    check_repeats(args)
+    config = ModelConfig.from_pretrained(args.model)
+    if args.experts is not None:
+        config = replace(config, n_routed_experts=args.experts)
+    runner = ModelRunner.from_config(
+        config, layers=args.layers, backend=args.backend, device=args.device, numerics=args.numerics, dtype=args.dtype,
+        max_model_len=max(args.context), max_num_seqs=max(args.batch), max_num_batched_tokens=max(*args.batch, 256),
+    )  # fmt: skip
+    fill_caches(runner)
+    rows = []
+    print(f"{'batch':>6}{'context':>9}{'graph':>7}{'us':>11}{'10 %':>11}{'90 %':>11}{'tokens/s':>11}{'launches':>10}")
+    for context in args.context:
+        for batch in args.batch:
+            timing = time_model(runner, batch, context, args.repeats, graph=args.graph, count_kernels=args.kernels)
+            rows.append(timing.row())
+            print(
+                f"{batch:>6}{context:>9}{'yes' if args.graph else 'no':>7}{timing.microseconds:>11.1f}"
+                f"{timing.low:>11.1f}{timing.high:>11.1f}{timing.tokens_per_second:>11.1f}{launches(timing):>10}",
+                flush=True,
+            )
+            print_kernels(timing)
+    run = {"layers": len(runner.backbone_layers), "experts": config.n_routed_experts, **settings(runner)}
+    finish(args, {"benchmark": "model", "model": args.model, **run}, rows, ("graph", "context"))
+
+
+def check_repeats(args: argparse.Namespace) -> None:
+    if args.repeats < 1:
+        raise ValueError(f"--repeats {args.repeats}: at least 1 run")
+
+
+def launches(timing) -> str:
+    return "" if timing.launches is None else f"{timing.launches:.0f}"
+
+
+def print_kernels(timing) -> None:
+    for name, count, microseconds in timing.kernels:
+        print(f"    {microseconds:>9.1f} us {count:>6.1f} x  {name[:100]}")
+
+
+def settings(runner) -> dict:
+    return {
         "numerics": runner.numerics.name,
         "dtype": str(runner.dtype).removeprefix("torch."),
         "device": str(runner.device),
     }
-    print(json.dumps({"benchmark": "layer", "model": args.model, **run, "rows": rows, "environment": facts}))
+
+
+def finish(args: argparse.Namespace, run: dict, rows: list[dict], series: tuple[str, ...]) -> None:
+    """The JSON line and, if it was asked for, the plot: one bar per row, one colour per series."""
+    from deepseek_attn.cli.info import collect
+
+    if args.plot:
+        from deepseek_attn.plots import bar_chart
+
+        bar_chart(args.plot, rows, series)
+    facts = {key: value for key, value in collect().items() if "backends" not in key}
+    print(json.dumps({**run, "rows": rows, "environment": facts}))
 
 
 def first_of_each_kind(config) -> list[int]:

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
+from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from deepseek_attn.cli.observe import add_observe_options, observed
 from deepseek_attn.cli.options import add_runner_options, runner_options
+from deepseek_attn.cli.prompts import complete_all, messages, read_prompts
+from deepseek_attn.cli.ranks import add_ranks_option, joined_ranks
+
+if TYPE_CHECKING:
+    from deepseek_attn.parallel import Parallel
 
 DEFAULT_PROMPT = "Once upon a time"
-DEFAULT_PRESET = "tiny"
 
 
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser("generate", help="complete a prompt", description="Complete a prompt, streaming.")
-    parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: a tiny one with random weights)")
+    parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: the small one that comes along)")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text; `-` or nothing with input piped in reads standard input")
     source.add_argument("--token-ids", metavar="IDS", help="comma-separated token ids instead of text")
+    source.add_argument(
+        "--prompts", metavar="FILE", help="one prompt per line (text, JSON string or list of ids); JSON lines come out"
+    )
     parser.add_argument("--chat", action="store_true", help="treat the prompt as a user's turn of a conversation")
     parser.add_argument("--system", help="system message (with --chat)")
     parser.add_argument("--thinking", action="store_true", help="let the model reason before it answers (with --chat)")
@@ -35,13 +44,25 @@ def add_parser(subparsers) -> None:
     )
     sampling.add_argument("--stop-token-id", action="append", type=int, default=[], metavar="ID", help="repeatable")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sentence token")
+    parser.add_argument(
+        "--speculate", type=int, default=0, metavar="N", help="guess N tokens per step with the MTP layer; same text"
+    )
     add_runner_options(parser)
+    add_ranks_option(parser)
+    add_observe_options(parser)
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     check_flags(args)
+    with joined_ranks(args) as ranks:
+        return complete(args, ranks)
+
+
+def complete(args: argparse.Namespace, ranks: Parallel) -> int:
+    """Everything after joining the ranks, of which the first one reads the prompts."""
     from deepseek_attn.engine.llm import LLM
+    from deepseek_attn.engine.request import RequestFailed
     from deepseek_attn.engine.sampling import SamplingParams
 
     params = SamplingParams(
@@ -54,15 +75,26 @@ def run(args: argparse.Namespace) -> None:
         stop_token_ids=tuple(args.stop_token_id),
         ignore_eos=args.ignore_eos,
     )
-    prompt = read_prompt(args)
-    llm = LLM(args.model or default_checkpoint(), **runner_options(args))
+    prompt = None
+    if ranks.rank == 0:
+        prompt = read_prompts(args.prompts) if args.prompts else read_prompt(args)
+    prompt = ranks.share(prompt)
+    llm = LLM(args.model or default_checkpoint(), speculate=args.speculate, **runner_options(args))
+    if args.prompts:
+        with observed(llm.engine, args):
+            return complete_all(llm, prompt, params, args)
     if args.chat:
-        messages = [{"role": "system", "content": args.system}] if args.system else []
-        prompt, explanation = llm.chat_prompt([*messages, {"role": "user", "content": prompt}], args.thinking)
+        prompt, explanation = llm.chat_prompt(messages(args, prompt), args.thinking)
         print(f"chat: {explanation}", file=sys.stderr)
-    for piece in llm.stream(prompt, params, progress=True):
-        print(piece, end="", flush=True)
+    try:
+        with observed(llm.engine, args):
+            for piece in llm.stream(prompt, params, progress=True):
+                print(piece, end="", flush=True)
+    except RequestFailed as error:
+        print(f"\ndeepseek-attn generate: the request failed: {error}", file=sys.stderr)
+        return 1
     print()
+    return 0
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -98,16 +130,10 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
 
 
 def default_checkpoint() -> Path:
-    """The tiny checkpoint that runs when no model is named; made once, in the user's cache folder."""
-    from deepseek_attn import __version__
-    from deepseek_attn.checkpoint.random import RandomSource
-    from deepseek_attn.checkpoint.write import write_checkpoint
-    from deepseek_attn.config import ModelConfig
-
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = cache / "deepseek-attn" / f"{DEFAULT_PRESET}-{__version__}"
-    if not (directory / "config.json").is_file():
-        config = ModelConfig.from_preset(DEFAULT_PRESET)
-        write_checkpoint(RandomSource(config, seed=0), config, directory)
-    print(f"model: {directory} (a tiny DeepSeek-V4 with random weights: expect noise, not sentences)", file=sys.stderr)
+    """The trained checkpoint that comes with the library and runs when no model is named (docs/training.md)."""
+    directory = Path(str(resources.files("deepseek_attn.data").joinpath("small")))
+    print(
+        f"model: {directory} (a small DeepSeek-V4 that has read Jane Austen's novels: sentences, little sense)",
+        file=sys.stderr,
+    )
     return directory

@@ -22,6 +22,9 @@ def add_numerics_options(parser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
 
 
+LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_snapshots", "kv_cache_bytes")
+
+
 def add_limits(parser) -> None:
     parser.add_argument(
         "--max-model-len", type=int, metavar="N", help="longest sequence (default: the model's, up to 32768)"
@@ -32,11 +35,20 @@ def add_limits(parser) -> None:
     parser.add_argument(
         "--max-num-batched-tokens", type=int, default=2048, metavar="N", help="new tokens per step (default: 2048)"
     )
+    parser.add_argument(
+        "--max-snapshots", type=int, default=0, metavar="N", help="prefixes kept for later requests (default: 0)"
+    )
+    parser.add_argument(
+        "--kv-cache-bytes",
+        type=memory_size,
+        metavar="BYTES",
+        help="memory of all caches, for instance 20GB (default: all sequences at their longest)",
+    )
 
 
 def runner_options(args: argparse.Namespace) -> dict:
-    names = ("device", "numerics", "dtype", "backend", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
-    return {name: getattr(args, name) for name in names}
+    names = ("device", "numerics", "dtype", "backend", "parallel", *LIMITS)
+    return {name: getattr(args, name, None) for name in names}
 
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -48,6 +60,14 @@ def parse_bytes(text: str) -> int:
     if not match:
         raise ValueError(f"{text!r} is no amount of memory: write for instance 80GB or 24GiB")
     return int(float(match[1]) * UNITS[match[2] or ""])
+
+
+def memory_size(text: str) -> int:
+    """`parse_bytes` as the type of a flag."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def show_bytes(count: float) -> str:

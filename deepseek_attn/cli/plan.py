@@ -43,12 +43,15 @@ def collect(args: argparse.Namespace) -> dict:
     dtype = pick_dtype(args.dtype, device)
     limit = config.max_position_embeddings
     length = min(limit, DEFAULT_MAX_MODEL_LEN) if args.max_model_len is None else args.max_model_len
-    check_sizes(config, None, length, args.max_num_seqs, args.max_num_batched_tokens, 0)
+    check_sizes(config, None, length, args.max_num_seqs, args.max_num_batched_tokens, 0, args.max_snapshots)
 
-    def plan_for(max_model_len: int, max_num_seqs: int) -> planner.Plan:
-        return planner.make_plan(config, numerics, dtype, max_model_len, max_num_seqs, args.max_num_batched_tokens)
+    def plan_for(max_model_len: int, max_num_seqs: int, kv_cache_bytes: int | None = None) -> planner.Plan:
+        limits = (max_model_len, max_num_seqs, args.max_num_batched_tokens)
+        return planner.make_plan(
+            config, numerics, dtype, *limits, max_snapshots=args.max_snapshots, kv_cache_bytes=kv_cache_bytes
+        )
 
-    plan = plan_for(length, args.max_num_seqs)
+    plan = plan_for(length, args.max_num_seqs, args.kv_cache_bytes)
     facts = {
         "numerics": numerics.name,
         "dtype": next(name for name, value in DTYPES.items() if value is dtype),
@@ -59,6 +62,8 @@ def collect(args: argparse.Namespace) -> dict:
         "fixed_per_sequence": plan.fixed,
         "per_token": plan.per_token,
         "shared": plan.shared,
+        "snapshots": plan.snapshots,
+        "capacity": plan.layout.capacity,
         "caches": plan.caches,
         "workspace": plan.workspace,
         "index_logits": plan.index_logits,
@@ -90,12 +95,15 @@ def table(facts: dict) -> str:
     names = {
         "caches": "all caches (exact)",
         "shared": "  of it shared: null pages, window pages of a step",
+        "snapshots": "  of it for prefixes that are kept",
         "workspace": "workspace: gathered keys, selected entries",
         "index_logits": "index scores, at their peak",
         "rope": "rotary tables",
         "total": "total without weights",
     }
     lines += [f"{label:<52}{show_bytes(facts[key]):>10}{facts[key]:>18,} B" for key, label in names.items()]
+    if facts["capacity"] is not None:
+        lines.append(f"{'tokens that the caches hold, over all sequences':<62}{facts['capacity']:>18,}")
     if "memory" in facts:
         lines += [
             "",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
 
 from deepseek_attn.chat import build_prompt
-from deepseek_attn.engine.loop import run_requests
-from deepseek_attn.engine.request import Completion, Request
+from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.request import Completion, Request, RequestFailed
 from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.tokenizer import Tokenizer
 
@@ -22,17 +24,25 @@ class LLM:
 
     Args:
         directory: a checkpoint with ``config.json``, safetensors shards and, for text prompts, ``tokenizer.json``.
-        options: those of `ModelRunner.from_pretrained`.
+        speculate: tokens that the MTP layer guesses per step; the text is the same, and comes in fewer steps.
+        options: those of `ModelRunner.from_pretrained`. With ``parallel``, every rank makes an LLM and the same calls;
+            with data-parallel attention, the calls of each have prompts of its own.
+
+    Raises:
+        ValueError: the checkpoint or the options are wrong, or there is no MTP layer to speculate with.
 
     Attributes:
+        engine: what runs the requests, with its statistics; prefixes are kept from one call to the next.
         runner: the loaded model; tokenizer: None when the checkpoint has no ``tokenizer.json`` (token ids only).
     """
 
-    def __init__(self, directory: str | Path, **options):
+    def __init__(self, directory: str | Path, *, speculate: int = 0, **options):
         self.directory = Path(directory)
         self.runner = ModelRunner.from_pretrained(directory, **options)
         has_tokenizer = (self.directory / "tokenizer.json").is_file()
         self.tokenizer = Tokenizer(self.directory) if has_tokenizer else None
+        decoder = MTPSpeculation(self.runner, speculate) if speculate else None
+        self.engine = Engine(self.runner, self.tokenizer, decoder)
 
     def generate(
         self,
@@ -41,7 +51,7 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[Completion]:
-        """Completes one prompt or many, batched as the caches allow.
+        """Completes one prompt or many, batched as the caches allow. One that fails on the way fails alone.
 
         Args:
             prompts: text (BOS is put in front) or token ids (taken as they are); or a list of these.
@@ -62,8 +72,9 @@ class LLM:
         ]
         total = sum(request.prompt_length + request.params.max_tokens - 1 for request in requests)
         with tqdm(total=total, unit="tok", disable=None if progress else True) as bar:
-            for step in run_requests(self.runner, requests):
-                bar.update(sum(n for _, n, _ in step))
+            for outputs in self.engine.run(map(self.engine.submit, requests)):
+                bar.update(sum(output.computed for output in outputs))
+        self.runner.wait_for_ranks()
         return [request.completion() for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, progress: bool = False) -> Iterator[str]:
@@ -71,22 +82,31 @@ class LLM:
 
         Args:
             progress: while a prompt of several steps is read, show a bar on the terminal; it is gone before the text.
+
+        Raises:
+            ValueError: the prompt cannot be run. RequestFailed: something went wrong on the way.
         """
         request = self._request(prompt, params or SamplingParams(), 0)
         several = request.prompt_length > self.runner.layout.max_num_batched_tokens
-        bar = tqdm(
+        with tqdm(
             total=request.prompt_length,
             unit="tok",
             desc="reading the prompt",
             leave=False,
             disable=None if progress and several else True,
-        )
-        for [(_, tokens, text)] in run_requests(self.runner, [request]):
-            bar.update(tokens)
-            if not request.sequence.num_pending or request.finish_reason or text:
-                bar.close()
-            if text:
-                yield text
+        ) as bar:
+            given = 0
+            for _ in self.engine.run([self.engine.submit(request)]):
+                bar.update(request.sequence.num_computed - bar.n)
+                if request.text:
+                    bar.close()
+                # another stream's step may have computed several tokens of this one
+                given, fresh = len(request.text), request.text[given:]
+                yield from filter(None, fresh)
+            yield from filter(None, request.text[given:])
+        self.runner.wait_for_ranks()
+        if request.error is not None:
+            raise RequestFailed(request.error)
 
     def chat(
         self,
@@ -107,6 +127,8 @@ class LLM:
             if prompt == "":
                 raise ValueError("empty prompt: write some text, or pass token ids")
             ids = self._need_tokenizer().encode_prompt(prompt) if isinstance(prompt, str) else prompt
+            if params.seed is None:
+                params = replace(params, seed=self.runner.parallel.fresh_seed())
             return Request.create(self.runner, self.tokenizer, ids, params, index)
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from deepseek_attn.cache.prefix import BlockKeys
 from deepseek_attn.engine.sampling import CounterGenerator, SamplingParams, make_generator
 from deepseek_attn.engine.stopping import StopChecker
 from deepseek_attn.runner import ModelRunner, Sequence
@@ -19,26 +20,51 @@ class Completion:
         prompt_token_ids: the prompt as the model saw it.
         token_ids: generated tokens, the stop token included.
         text: generated text without stop token or stop string; empty without a tokenizer.
-        finish_reason: ``"stop"`` (EOS, stop token, stop string) or ``"length"`` (max_tokens or max_model_len).
+        finish_reason: ``"stop"`` (EOS, stop token, stop string), ``"length"`` (max_tokens or max_model_len),
+            ``"abort"`` (cancelled, or not finished) or ``"error"``.
+        error: what went wrong, with finish_reason ``"error"``.
+        cached_tokens: prompt tokens that came from the prefix cache.
     """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
     finish_reason: str
+    error: str | None = None
+    cached_tokens: int = 0
+
+
+class RequestFailed(RuntimeError):
+    """A request ended with an error."""
 
 
 @dataclass(eq=False)
 class Request:
-    """A running request."""
+    """A request, from its prompt to its end.
 
-    sequence: Sequence
+    Attributes:
+        sequence: its tokens and caches. Tokens stay when a preemption takes the caches away.
+        prompt_token_ids: as given when it was refused, so that its completion can show them.
+        keys: names of its prefixes in the prefix cache.
+        shared: tokens at its beginning that other requests had too; a step stops there once to leave a snapshot.
+        kept_blocks: blocks of tokens that have been offered to the prefix cache.
+        cached_tokens: tokens that came from the prefix cache when it first started.
+        preemptions: times that it lost its caches to others.
+    """
+
+    sequence: Sequence | None
+    prompt_token_ids: list[int]
     params: SamplingParams
     generator: CounterGenerator
-    stop: StopChecker
-    prompt_length: int
+    stop: StopChecker | None
+    keys: BlockKeys | None = None
     text: list[str] = field(default_factory=list)
     finish_reason: str | None = None
+    error: str | None = None
+    shared: int = 0
+    kept_blocks: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
 
     @classmethod
     def create(
@@ -57,7 +83,26 @@ class Request:
         decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True) if tokenizer else None
         stop = StopChecker(params, runner.config.eos_token_ids, decoder)
         sequence = runner.sequence(prompt)
-        return cls(sequence, params, make_generator(params, index), stop, len(sequence.token_ids))
+        return cls(sequence, list(sequence.token_ids), params, make_generator(params, index), stop)
+
+    @classmethod
+    def refused(cls, prompt: Iterable[int], params: SamplingParams, error: str) -> Request:
+        """A request that ended before it began."""
+        prompt = list(prompt) if isinstance(prompt, Iterable) else []
+        return cls(None, prompt, params, make_generator(params), None, finish_reason="error", error=error)
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def certain_length(self) -> int:
+        """Tokens of the prompt and those that were sampled: beyond them, ``token_ids`` holds drafts."""
+        return self.prompt_length + self.stop.count
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
 
     def push(self, token_id: int) -> str:
         """Takes one sampled token; returns the text that is now certain. Frees the caches at the end."""
@@ -71,8 +116,28 @@ class Request:
             self.sequence.free()
         return text
 
+    def end(self, reason: str, error: str | None = None) -> None:
+        """Ends it from outside; text that was held back for a stop string comes out, and the caches are free."""
+        self.text.append(self.stop.abort())
+        self.finish_reason, self.error = reason, error
+        self.release()
+
+    def release(self) -> None:
+        """Frees the caches, and takes out drafts; the other tokens stay."""
+        self.sequence.free()
+        self.drop_drafts()
+
+    def drop_drafts(self) -> None:
+        """Takes out drafts that no step has confirmed."""
+        del self.sequence.token_ids[self.certain_length :]
+
     def completion(self) -> Completion:
-        ids = self.sequence.token_ids
+        generated = self.sequence.token_ids[self.prompt_length : self.certain_length] if self.sequence else []
         return Completion(
-            ids[: self.prompt_length], ids[self.prompt_length :], "".join(self.text), self.finish_reason or "abort"
+            self.prompt_token_ids,
+            generated,
+            "".join(self.text),
+            self.finish_reason or "abort",
+            self.error,
+            self.cached_tokens,
         )

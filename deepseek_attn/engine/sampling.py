@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from deepseek_attn.tracing import traced
+
 WEIGHT_BITS = 44  # weights are integers up to 2**44; the sum over a vocabulary of 2**18 stays below 2**63
 MAX_VOCAB = 1 << (62 - WEIGHT_BITS)
 ELEMENTS_PER_BLOCK = 1 << 22  # rows are processed in blocks of about this many logits: scratch below 256 MiB
@@ -109,6 +111,7 @@ def make_generator(params: SamplingParams, request_index: int = 0) -> CounterGen
     return CounterGenerator(_mix64(_mix64(params.seed) + request_index * 0xD1342543DE82EF95))
 
 
+@traced("sample")
 def sample(
     logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[CounterGenerator | None]
 ) -> torch.Tensor:

@@ -10,6 +10,7 @@ from deepseek_attn.impls.base import AttentionSpec, DeepseekV4SparseMLAAttention
 
 # in order of preference for backend="auto"; the last one runs everywhere
 _IMPLS = {
+    "mixed": ("deepseek_attn.impls.mixed", "DeepseekV4MixedSparseImpl"),
     "flashmla": ("deepseek_attn.impls.flashmla", "DeepseekV4FlashMLASparseImpl"),
     "triton": ("deepseek_attn.impls.triton", "DeepseekV4TritonSparseImpl"),
     "reference": ("deepseek_attn.impls.reference", "DeepseekV4ReferenceSparseImpl"),

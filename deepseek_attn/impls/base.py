@@ -31,9 +31,11 @@ class AttentionSpec:
     dtype: torch.dtype = torch.bfloat16
 
     @classmethod
-    def of(cls, config: AnyConfig, numerics: Numerics, dtype: torch.dtype) -> AttentionSpec:
-        """The spec of every layer of a model."""
-        return cls(config.num_attention_heads, config.head_dim, config.qk_rope_head_dim, numerics.kv_record, dtype)
+    def of(cls, config: AnyConfig, numerics: Numerics, dtype: torch.dtype, ranks: int = 1) -> AttentionSpec:
+        """The spec of every layer of a model whose heads ``ranks`` share."""
+        return cls(
+            config.num_attention_heads // ranks, config.head_dim, config.qk_rope_head_dim, numerics.kv_record, dtype
+        )
 
 
 class DeepseekV4SparseMLAAttentionImpl(ABC):

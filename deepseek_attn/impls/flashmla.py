@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from deepseek_attn import flash_mla
+from deepseek_attn.impls import ops
 from deepseek_attn.impls.base import AttentionSpec
 from deepseek_attn.impls.flow import SplitAttentionImpl
 
@@ -19,6 +20,9 @@ class DeepseekV4FlashMLASparseImpl(SplitAttentionImpl):
     """
 
     name = "flashmla"
+    gather = staticmethod(ops.dequantize_and_gather_k_cache)
+    merge_indices = staticmethod(ops.combine_topk_swa_indices)
+    global_indices = staticmethod(ops.compute_global_topk_indices_and_lens)
 
     @classmethod
     def supported(cls, device: torch.device, spec: AttentionSpec | None = None) -> tuple[bool, str]:

@@ -110,6 +110,8 @@ class SplitAttentionImpl(DeepseekV4SparseMLAAttentionImpl):
         if layer.indexer is None:
             return meta.c128a_global_decode_topk_indices.squeeze(1), meta.c128a_decode_topk_lens
         tokens = swa.num_decode_tokens
+        if layer.decode_topk_slots is not None:
+            return layer.decode_topk_slots, layer.step.selected_of(layer.compress_ratio, layer.indexer.topk)[:tokens]
         return cls.global_indices(
             layer.topk_indices_buffer[:tokens],
             swa.token_to_req_indices[:tokens],

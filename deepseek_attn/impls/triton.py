@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
+from deepseek_attn.impls import ops
 from deepseek_attn.impls.base import AttentionSpec
 from deepseek_attn.impls.flow import SplitAttentionImpl
-
-MIN_CAPABILITY = (8, 0)  # bf16 and tf32 tensor cores
+from deepseek_attn.kernels.available import problem_on
 
 
 class DeepseekV4TritonSparseImpl(SplitAttentionImpl):
@@ -21,24 +19,18 @@ class DeepseekV4TritonSparseImpl(SplitAttentionImpl):
     """
 
     name = "triton"
+    gather = staticmethod(ops.dequantize_and_gather_k_cache)
+    merge_indices = staticmethod(ops.combine_topk_swa_indices)
+    global_indices = staticmethod(ops.compute_global_topk_indices_and_lens)
 
     @classmethod
     def supported(cls, device: torch.device, spec: AttentionSpec | None = None) -> tuple[bool, str]:
         device = torch.device(device)
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return False, f"its kernels need an NVIDIA GPU; the device is {device}"
-        if torch.version.cuda is None:
-            return False, "its kernels are built for NVIDIA GPUs; this PyTorch is built for another vendor's"
-        if importlib.util.find_spec("triton") is None:
-            return False, "the package triton is not installed: pip install triton"
-        capability = torch.cuda.get_device_capability(device)
-        if capability < MIN_CAPABILITY:
-            return False, (
-                f"its kernels need compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or later; this GPU has "
-                f"{capability[0]}.{capability[1]}"
-            )
+        if problem := problem_on(device):
+            return False, problem
         if spec is not None and spec.kv_record == "fp8_ds_mla" and (problem := _record_problem(spec)):
             return False, problem
+        capability = torch.cuda.get_device_capability(device)
         return True, f"Triton kernels on compute capability {capability[0]}.{capability[1]}"
 
     @classmethod

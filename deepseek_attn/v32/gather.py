@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.cache.records_v32 import KV_CACHE_DTYPES, pool_view, record_of
+from deepseek_attn.kernels.available import triton_for
 from deepseek_attn.kernels.reference.blocks import row_blocks, rows_per_block
 
 
@@ -84,6 +85,11 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     if batch_size == 0 or dst.shape[0] == 0:
         return
     pool, n = pool_view(src_cache), src_cache.shape[1]
+    if triton_for(dst):
+        from deepseek_attn.kernels.gather import gather_packed
+
+        gather_packed(dst, record, pool, n, block_table, seq_lens, workspace_starts)
+        return
     starts, lens = workspace_starts.long(), seq_lens.long()
     for first, last in row_blocks(dst.shape[0], rows_per_block(dst.shape[1] * 8)):
         row = torch.arange(first, last, device=dst.device)

@@ -1,6 +1,6 @@
-"""The two sparse MLA kernels under one interface: FlashMLA's where it runs, plain torch everywhere else.
+"""Sparse MLA kernels under one interface: FlashMLA's where they run, Triton on other GPUs, plain torch elsewhere.
 
-Both take the same caches and indices and return the same tensors, so the impls do not know which one they call.
+All take the same caches and indices and return the same tensors, so the impls do not know which they call.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from deepseek_attn.cache.records import Record
 from deepseek_attn.cache.records_v32 import pool_view, record_of
 from deepseek_attn.impls.base import AttentionSpec
+from deepseek_attn.kernels.available import problem_on
 from deepseek_attn.kernels.reference.sparse_attention import sparse_attention, sparse_attention_paged
 
 
@@ -89,8 +90,8 @@ class ReferenceKernels:
         record = _Bf16Reads(record_of(cache, head_dim_v, head_dim - head_dim_v))
         slots = indices.flatten(0, 1)
         pools = [(record, pool_view(cache), cache.shape[1], slots, _used_columns(slots))]
-        out, lse = sparse_attention_paged(q.flatten(0, 1), pools, softmax_scale)
-        return out[..., :head_dim_v].unflatten(0, (b, s_q)), lse.view(b, s_q, heads).transpose(1, 2)
+        out, lse = sparse_attention_paged(q.flatten(0, 1), pools, softmax_scale, d_v=head_dim_v)
+        return out.unflatten(0, (b, s_q)), lse.view(b, s_q, heads).transpose(1, 2)
 
     def flash_mla_sparse_fwd(self, q, kv, indices, sm_scale, d_v):
         rows = indices.squeeze(1)
@@ -123,7 +124,41 @@ class FlashMLAKernels:
         return self._door.sparse_prefill(q, kv.squeeze(1), indices.squeeze(1), sm_scale)
 
 
-_KERNELS = {"flashmla": FlashMLAKernels, "reference": ReferenceKernels}  # in order of preference
+class TritonKernels:
+    """`sparse_attention` in Triton: any head count, any GPU from compute capability 8.0 on."""
+
+    name = "triton"
+    pads_heads = False
+
+    def supported(self, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:
+        if problem := problem_on(device):
+            return False, problem
+        if spec is not None and spec.kv_record == "fp8_ds_mla" and spec.rope_dim % 16:
+            return False, f"its kernels read a multiple of 16 rotated values per key; this model has {spec.rope_dim}"
+        major, minor = torch.cuda.get_device_capability(device)
+        return True, f"Triton kernels on compute capability {major}.{minor}"
+
+    def get_mla_metadata(self, *args, **kwargs) -> tuple[FlashMLASchedMeta, None]:
+        return FlashMLASchedMeta(), None
+
+    def flash_mla_with_kvcache(self, q, k_cache, indices, head_dim_v, softmax_scale, kernel_metadata=None):
+        from deepseek_attn.kernels.sparse_attention import sparse_attention_paged as attend
+
+        b, s_q, heads, head_dim = q.shape
+        cache = k_cache.squeeze(2)
+        record = record_of(cache, head_dim_v, head_dim - head_dim_v)
+        pools = [(record, pool_view(cache), cache.shape[1], indices.flatten(0, 1), None)]
+        out, lse = attend(q.flatten(0, 1), pools, softmax_scale, d_v=head_dim_v)
+        return out.unflatten(0, (b, s_q)), lse.view(b, s_q, heads).transpose(1, 2)
+
+    def flash_mla_sparse_fwd(self, q, kv, indices, sm_scale, d_v):
+        from deepseek_attn.kernels.sparse_attention import sparse_attention as attend
+
+        return attend(q, kv.squeeze(1), indices.squeeze(1), sm_scale, d_v=d_v)
+
+
+_KERNELS = {"flashmla": FlashMLAKernels, "triton": TritonKernels, "reference": ReferenceKernels}
+"""In order of preference."""
 
 
 def get_kernels(name: str, device: torch.device | str, spec: AttentionSpec | None = None) -> SparseMLAKernels:

@@ -7,11 +7,79 @@ entries past a request's length are never used. Page ids are multiplied in int64
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class EntryGroup:
+    """Compressed entries of one ratio, as a decode step indexes them.
+
+    Attributes:
+        ratio: tokens per entry.
+        block_table: ``[B, pages]`` page ids; entries: entries per page.
+        width: columns of the rows of every closed entry; 0 where no layer reads every entry.
+    """
+
+    ratio: int
+    block_table: Tensor
+    entries: int
+    width: int
+
+
+@dataclass(frozen=True)
+class StepIndices:
+    """Index tensors of a decode step.
+
+    Attributes:
+        slot_mapping: int64 ``[T]`` slot of each token, -1 for padding.
+        swa_indices, swa_lens: as `compute_swa_indices_and_lens`.
+        compressed_slots: by ratio, as `get_compressed_slot_mapping`.
+        entries: by ratio, as `build_c128a_topk_indices`, for groups with a width.
+    """
+
+    slot_mapping: Tensor
+    swa_indices: Tensor
+    swa_lens: Tensor
+    compressed_slots: dict[int, Tensor]
+    entries: dict[int, tuple[Tensor, Tensor]]
+
+
+def decode_step_indices(
+    positions: Tensor,
+    token_to_req: Tensor,
+    is_valid: Tensor,
+    window_table: Tensor,
+    window_page: int,
+    window: int,
+    groups: Sequence[EntryGroup],
+) -> StepIndices:
+    """Everything that a decode step needs to know about where its tokens read and write.
+
+    Args:
+        positions: int64 ``[T]``; token_to_req: ``[T]``; is_valid: bool ``[T]``.
+        window_table: ``[B, pages]``; window_page: tokens per page; window: tokens a query sees, itself included.
+        groups: one per ratio.
+    """
+    slots = slot_mapping_from_positions(positions, token_to_req, window_table, window_page)
+    slots = slots.masked_fill(~is_valid.bool(), -1)
+    swa = compute_swa_indices_and_lens(positions, token_to_req, window_table, window_page, window, is_valid)
+    compressed, entries = {}, {}
+    for g in groups:
+        compressed[g.ratio] = get_compressed_slot_mapping(
+            positions, slots, token_to_req, g.block_table, g.entries, g.ratio
+        )
+        if g.width:
+            entries[g.ratio] = build_c128a_topk_indices(
+                positions, g.ratio, token_to_req, g.block_table, g.entries, is_valid, g.width
+            )
+    return StepIndices(slots, *swa, compressed, entries)
 
 
 def combine_topk_swa_indices(
@@ -55,7 +123,7 @@ def combine_topk_swa_indices(
     """
     T, K = topk_indices.shape
     c = seq_lens.shape[0]
-    _check_combine(T, K, c, query_start_loc, gather_lens, window, ratio, topk, M)
+    check_combine(T, K, c, query_start_loc, gather_lens, window, ratio, topk, M)
     width = -(-(topk + window) // 128) * 128
     device = topk_indices.device
     if T == 0:
@@ -78,7 +146,18 @@ def combine_topk_swa_indices(
     return indices.masked_fill_(column >= lens[:, None], -1), lens.int()
 
 
-def _check_combine(T, K, c, query_start_loc, gather_lens, window, ratio, topk, M) -> None:
+def check_combine(
+    T: int,
+    K: int,
+    c: int,
+    query_start_loc: Tensor,
+    gather_lens: Tensor,
+    window: int,
+    ratio: int,
+    topk: int,
+    M: int,
+) -> None:
+    """Raises ValueError when arguments of `combine_topk_swa_indices` disagree."""
     if query_start_loc.shape != (c + 1,) or gather_lens.shape != (c,):
         raise ValueError(
             f"query_start_loc must be [c + 1] and gather_lens [c] for seq_lens [c]: got {tuple(query_start_loc.shape)} "

@@ -54,9 +54,7 @@ def sparse_attention(
     _check_query(q, sink)
     if kv.dim() != 2 or kv.shape[1] != q.shape[2]:
         raise ValueError(f"kv must be [N, {q.shape[2]}] for q {tuple(q.shape)}, got {tuple(kv.shape)}")
-    d_v = q.shape[2] if d_v is None else d_v
-    if not 0 < d_v <= q.shape[2]:
-        raise ValueError(f"d_v must be in 1 .. {q.shape[2]}, got {d_v}")
+    d_v = _value_dim(q, d_v)
     budget = SCRATCH_BYTES
     if kv.dtype != torch.float32 and kv.numel() * 4 <= budget // 2:
         kv = kv.float()
@@ -80,6 +78,7 @@ def sparse_attention_paged(
     pools: Sequence[tuple[GathersRows, Tensor, int, Tensor, Tensor | None]],
     scale: float,
     sink: Tensor | None = None,
+    d_v: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`sparse_attention` over cache slots of several paged pools under one softmax.
 
@@ -87,21 +86,22 @@ def sparse_attention_paged(
         q: ``[T, H, d]``.
         pools: ``(record, pool, n, indices, lens)`` each: byte layout, pages, entries per page, integer slots
             ``[T, K_i]`` and integer ``[T]`` columns to look at (or None). Keys are concatenated in this order.
-        scale, sink: as in `sparse_attention`.
+        scale, sink, d_v: as in `sparse_attention`.
 
     Returns:
-        ``(out, lse)`` as in `sparse_attention`, with values as wide as the keys.
+        ``(out, lse)`` as in `sparse_attention`.
 
     Notes:
         Slots of invalid columns are never read. The rest is as in `sparse_attention`.
     """
     _check_query(q, sink)
+    d_v = _value_dim(q, d_v)
     sources = [
         _Source(indices, lens, pool.shape[0] * n, _paged_fetch(record, pool, n))
         for record, pool, n, indices, lens in pools
     ]
     # Decoding a record makes a few temporaries as large as the keys.
-    return _attend(q, sources, scale, sink, q.shape[2], SCRATCH_BYTES // 4)
+    return _attend(q, sources, scale, sink, d_v, SCRATCH_BYTES // 4)
 
 
 def _paged_fetch(record: GathersRows, pool: Tensor, n: int) -> Callable[[Tensor, Tensor, Tensor], None]:
@@ -241,6 +241,13 @@ def _check_query(q: Tensor, sink: Tensor | None) -> None:
         raise ValueError(f"q must be [T, H, d], got {tuple(q.shape)}")
     if sink is not None and sink.shape != q.shape[1:2]:
         raise ValueError(f"sink must be [{q.shape[1]}], one logit per head, got {tuple(sink.shape)}")
+
+
+def _value_dim(q: Tensor, d_v: int | None) -> int:
+    d_v = q.shape[2] if d_v is None else d_v
+    if not 0 < d_v <= q.shape[2]:
+        raise ValueError(f"d_v must be in 1 .. {q.shape[2]}, got {d_v}")
+    return d_v
 
 
 def _check_source(q: Tensor, source: _Source) -> None:

@@ -9,13 +9,25 @@ from deepseek_attn.kernels.reference.blocks import row_blocks, rows_per_block
 
 
 @torch.no_grad()
-def topk_indices(scores: Tensor, lens: Tensor, k: int) -> Tensor:
+def topk_indices(
+    scores: Tensor,
+    lens: Tensor,
+    k: int,
+    out: Tensor | None = None,
+    block_table: Tensor | None = None,
+    token_to_req: Tensor | None = None,
+    page_entries: int = 0,
+    out_slots: Tensor | None = None,
+) -> Tensor:
     """Columns of the ``k`` highest scores among the first ``lens[t]`` columns of each row.
 
     Args:
         scores: float ``[T, N]``; columns past the length may hold anything.
         lens: integer ``[T]`` valid prefix length, clamped to ``0 .. N``.
         k: columns to select.
+        out: like the result, to write to.
+        block_table: int32 ``[B, P]``; token_to_req: ``[T]``, a row's request; page_entries: columns per page.
+        out_slots: int32 ``[T, k]``, filled with the slots of the selected columns and -1.
 
     Returns:
         int32 ``[T, k]``: the selected columns in ascending order, then -1. A row with ``lens <= k`` selects all of its
@@ -29,8 +41,17 @@ def topk_indices(scores: Tensor, lens: Tensor, k: int) -> Tensor:
         raise ValueError(
             f"need scores [T, N], lens [T] and k >= 0: got {tuple(scores.shape)}, {tuple(lens.shape)}, k={k}"
         )
+    selected = _topk(scores, lens.long().clamp(0, scores.shape[1]), k)
+    if out is not None:
+        selected = out.copy_(selected)
+    if out_slots is not None:
+        page = block_table[token_to_req.long()].gather(1, selected.clamp(min=0).long() // page_entries)
+        out_slots.copy_(torch.where(selected >= 0, page * page_entries + selected % page_entries, -1))
+    return selected
+
+
+def _topk(scores: Tensor, lens: Tensor, k: int) -> Tensor:
     T, N = scores.shape
-    lens = lens.long().clamp(0, N)
     if k >= N:
         column = torch.arange(k, dtype=torch.int32, device=scores.device)
         return torch.where(column < lens[:, None], column, -1)

@@ -1,0 +1,157 @@
+"""Prefix cache: which snapshot a new prompt can start from, and which one goes when room is needed.
+
+Tokens are hashed block by block (`SnapshotStore` says what a block is), each block with all that came before it, so one
+look-up finds the longest prefix that is kept. Where caches keep all tokens (DeepSeek-V3.2), a snapshot serves every
+block it covers. Elsewhere it serves its own length only, and the cache also says how far the tokens were seen before:
+a prompt that stops there once leaves a snapshot for all that share as much with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+from deepseek_attn.cache.manager import NULL_PAGE, CacheManager, SequenceCache
+from deepseek_attn.cache.snapshots import Snapshot, SnapshotStore
+
+
+class BlockKeys:
+    """Keys of the prefixes of one growing list of tokens: ``keys[i]`` stands for its first ``i + 1`` blocks.
+
+    Args:
+        block: tokens of a block.
+        lookahead: tokens after a prefix that belong to its key: 1 where an MTP layer's cache was filled too, because
+            its row of a token also depends on the next token.
+    """
+
+    def __init__(self, block: int, lookahead: int = 0):
+        self.block, self.lookahead = block, lookahead
+        self._chain: list[bytes] = []
+        self._keys: list[bytes] = []
+
+    def upto(self, token_ids: list[int], length: int) -> list[bytes]:
+        """Keys of all whole blocks within the first ``length`` tokens, as far as their lookahead is known.
+
+        Tokens for which keys were made must not change afterwards.
+        """
+        length = min(length, len(token_ids) - self.lookahead)
+        for end in range((len(self._keys) + 1) * self.block, length + 1, self.block):
+            before = self._chain[-1] if self._chain else b""
+            self._chain.append(_digest(before, token_ids[end - self.block : end]))
+            self._keys.append(_digest(self._chain[-1], token_ids[end : end + self.lookahead]))
+        return self._keys[: max(length, 0) // self.block]
+
+
+def _digest(before: bytes, tokens: list[int]) -> bytes:
+    return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+@dataclass
+class Match:
+    """What is known of a prompt.
+
+    Attributes:
+        snapshot: where it can start; None: nowhere but at its beginning.
+        length: tokens that need not be computed.
+        seen: tokens at its beginning, at least ``length``, that another sequence had too: worth a snapshot.
+    """
+
+    snapshot: Snapshot | None = None
+    length: int = 0
+    seen: int = 0
+
+
+@dataclass(eq=False)
+class _Entry:
+    snapshot: Snapshot
+    keys: list[bytes]  # those of its blocks that led to it first
+
+
+class PrefixCache:
+    """Snapshots by the tokens they stand for; the least recently used one goes first."""
+
+    def __init__(self, manager: CacheManager):
+        self.manager, self.layout = manager, manager.layout
+        self.store = SnapshotStore(manager)
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._seen: dict[bytes, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def match(self, keys: list[bytes]) -> Match:
+        """The longest kept prefix among ``keys``, which are those of a prompt's prefixes."""
+        block, found = self.layout.snapshot_block, Match()
+        for count in range(len(keys), 0, -1):
+            key = keys[count - 1]
+            if key not in self._seen:
+                continue
+            found.seen = found.seen or count * block
+            entry = self._seen[key] if self.layout.keeps_all_tokens else self._entries.get(key)
+            if entry is not None:
+                self._entries.move_to_end(entry.keys[-1])
+                return Match(entry.snapshot, count * block, found.seen)
+        return found
+
+    def start(self, match: Match) -> SequenceCache:
+        """A new sequence's cache with the matched prefix in it.
+
+        Raises:
+            OutOfPages: nothing was changed.
+        """
+        return self.store.restore(match.snapshot, match.length)
+
+    def keep(self, cache: SequenceCache, keys: list[bytes]) -> bool:
+        """Takes a snapshot of the first ``len(keys)`` blocks of a sequence; returns whether it was new."""
+        if not keys or not self.layout.max_snapshots:
+            return False
+        if keys[-1] in self._entries:
+            self._entries.move_to_end(keys[-1])
+            return False
+        if self.layout.keeps_all_tokens:
+            if keys[-1] in self._seen:
+                return False
+            for key in keys[:-1]:  # shorter ones are part of this one
+                if key in self._entries:
+                    self._remove(key)
+        if self.store.full and not self.evict():
+            return False
+        snapshot = self.store.take(cache, len(keys) * self.layout.snapshot_block)
+        fresh = [key for key in keys[:-1] if key not in self._seen] + keys[-1:]
+        entry = self._entries[keys[-1]] = _Entry(snapshot, fresh)
+        self._seen |= dict.fromkeys(fresh, entry)
+        return True
+
+    def evict(self) -> bool:
+        """Drops the least recently used snapshot; False if there is none."""
+        if not self._entries:
+            return False
+        self._remove(next(iter(self._entries)))
+        return True
+
+    def clear(self) -> None:
+        while self.evict():
+            pass
+
+    def reclaimable(self) -> dict[str, int]:
+        """Pages by group that are free once every snapshot has gone."""
+        holders = Counter(
+            (group, page)
+            for entry in self._entries.values()
+            for group, table in entry.snapshot.cache.tables.items()
+            for page in table
+            if page != NULL_PAGE
+        )
+        alone = Counter(
+            group for (group, page), count in holders.items() if self.manager.references(group, page) == count
+        )
+        return {group: alone[group] for group in self.layout.pages}
+
+    def _remove(self, key: bytes) -> None:
+        entry = self._entries.pop(key)
+        for known in entry.keys:
+            if self._seen.get(known) is entry:
+                del self._seen[known]
+        self.store.drop(entry.snapshot)

@@ -1,0 +1,101 @@
+"""Snapshots: what a later sequence needs to go on from a prefix, and nothing else.
+
+A snapshot is taken at a multiple of ``layout.snapshot_block`` tokens, which every ratio and the window's page divide.
+No compression window is open there, so that of the state ring only what overlapping windows read again is kept (their
+last ``ratio`` rows, in `Pool.carried`), and of the window the pages with its last ``window - 1`` tokens. Compressed
+entries, index keys and latent rows are shared by reference count, as between forks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deepseek_attn.cache.layout import STATE
+from deepseek_attn.cache.manager import CacheManager, OutOfPages, SequenceCache
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """A prefix that is kept.
+
+    Attributes:
+        cache: its pages; no state page.
+        slot: where its state rows are in each `Pool.carried`.
+    """
+
+    cache: SequenceCache
+    slot: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.cache.num_tokens
+
+
+class SnapshotStore:
+    """Takes snapshots of sequences, at most ``layout.max_snapshots`` of a manager's, and starts sequences from them."""
+
+    def __init__(self, manager: CacheManager):
+        self.manager, self.layout = manager, manager.layout
+        self._carrying = [pool for pool in manager.pools if pool.spec.carry]
+
+    @property
+    def full(self) -> bool:
+        return not self.manager.free_snapshots
+
+    def take(self, cache: SequenceCache, length: int | None = None) -> Snapshot:
+        """Keeps the first ``length`` tokens of a sequence (default: all of them), which goes on as before.
+
+        Raises:
+            ValueError: a length that is not a multiple of ``snapshot_block``, or that the caches have moved past; or
+                there are as many snapshots as the pools hold.
+        """
+        length = cache.num_tokens if length is None else length
+        moved = length != cache.num_tokens and not self.layout.keeps_all_tokens
+        if length < 1 or length > cache.num_tokens or length % self.layout.snapshot_block or moved:
+            raise ValueError(
+                f"no snapshot at {length} tokens of a sequence of {cache.num_tokens}: it is taken at a multiple of "
+                f"{self.layout.snapshot_block}" + (", when the sequence is just that long" if moved else "")
+            )
+        if self.full:
+            raise ValueError(f"all of max_snapshots={self.layout.max_snapshots} are in use; drop one first")
+        slot = self.manager.free_snapshots.pop()
+        kept = self.manager.fork(cache)
+        if STATE in kept.tables:
+            [page] = kept.tables[STATE]
+            for pool in self._carrying:
+                pool.carried[slot].copy_(pool.tensor[page, self._rows(pool, length)])
+            self.manager.release_table(kept, STATE)
+        self.manager.truncate(kept, length)  # also drops pages that were reserved for more
+        if not self.layout.keeps_all_tokens:
+            self.manager.raise_low_water(kept, length)
+        return Snapshot(kept, slot)
+
+    def restore(self, snapshot: Snapshot, length: int | None = None) -> SequenceCache:
+        """A new sequence with the first ``length`` tokens of a snapshot (default: all of them) in its caches.
+
+        Raises:
+            OutOfPages: no state page is free; nothing was changed.
+        """
+        if STATE in self.layout.pages and not self.manager.available_pages()[STATE]:
+            raise OutOfPages("the state pool has 0 free pages and a sequence needs 1; run fewer sequences at once")
+        cache = self.manager.fork(snapshot.cache)
+        if length is not None:
+            self.manager.truncate(cache, length)
+        if STATE in cache.tables:
+            self.manager.allocate_table(cache, STATE, [True])
+            [page] = cache.tables[STATE]
+            for pool in self._carrying:
+                pool.tensor[page, self._rows(pool, cache.num_tokens)] = pool.carried[snapshot.slot]
+        return cache
+
+    def drop(self, snapshot: Snapshot) -> None:
+        """Returns a snapshot's pages and its slot."""
+        self.manager.free(snapshot.cache)
+        self.manager.free_snapshots.append(snapshot.slot)
+
+    def _rows(self, pool, length: int) -> torch.Tensor:
+        """Ring rows of the last ``carry`` tokens before ``length``."""
+        tokens = torch.arange(length - pool.spec.carry, length, device=pool.tensor.device)
+        return tokens % pool.entries

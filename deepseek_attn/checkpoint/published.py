@@ -1,0 +1,135 @@
+"""Checkpoints in exactly the published format, whatever their values come from."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from deepseek_attn.checkpoint.recipes import DRAW, Recipe
+from deepseek_attn.checkpoint.recipes_v4 import published_tensors_v4
+from deepseek_attn.checkpoint.recipes_v32 import published_tensors_v32
+from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo
+from deepseek_attn.config import AnyConfig
+from deepseek_attn.config_v32 import DeepseekV32Config
+from deepseek_attn.kernels.reference.quant import encode_e8m0, quantize_fp4_weight, quantize_fp8_block
+from deepseek_attn.linear import FP4_GROUP, FP8_BLOCK
+
+
+@dataclass(frozen=True)
+class Style:
+    """What the published checkpoints of a family look like.
+
+    Attributes:
+        tensors: gives name and recipe of every tensor, scales excepted.
+        scale: takes the place of ``weight`` in the name of a scale; scale_dtype: its dtype in the header.
+        expert_dtypes: formats of experts, the published one first.
+    """
+
+    tensors: Callable[[AnyConfig], Iterator[tuple[str, Recipe]]]
+    scale: str
+    scale_dtype: str
+    expert_dtypes: tuple[str, ...]
+
+
+V4 = Style(published_tensors_v4, "scale", "F8_E8M0", ("fp4", "fp8", "bf16"))
+V32 = Style(published_tensors_v32, "weight_scale_inv", "F32", ("fp8", "bf16"))
+
+
+def style_of(config: AnyConfig) -> Style:
+    return V32 if isinstance(config, DeepseekV32Config) else V4
+
+
+def published_tensors(config: AnyConfig) -> Iterator[tuple[str, Recipe]]:
+    """Name and recipe of every tensor of a published checkpoint, scales excepted, from first to last layer."""
+    return style_of(config).tensors(config)
+
+
+class PublishedSource(CheckpointSource):
+    """A checkpoint for ``config`` with the names, dtypes and shapes of a published one.
+
+    Linears are FP8 in 128 x 128 blocks, and experts FP4 (V4) or FP8; without a ``config.quantization_config`` all
+    weights are BF16. A subclass gives the values, in float32, and this class stores them.
+
+    Args:
+        config: the model; ``self.config`` is the same with ``expert_dtype`` as given.
+        expert_dtype: ``"fp4"`` (V4 only), ``"fp8"`` or ``"bf16"``; None takes it from the config.
+
+    Raises:
+        ValueError: an unsupported ``expert_dtype``, or FP4 experts whose width 32 does not divide.
+    """
+
+    def __init__(self, config: AnyConfig, expert_dtype: str | None = None):
+        self._style = style_of(config)
+        quantized, dtypes = config.quantization_config is not None, self._style.expert_dtypes
+        expert_dtype = expert_dtype or (config.expert_dtype or dtypes[0] if quantized else "bf16")
+        if expert_dtype not in dtypes or (expert_dtype != "bf16" and not quantized):
+            allowed = dtypes if quantized else "bf16 (the config has no quantization_config)"
+            raise ValueError(f"expert_dtype is {expert_dtype!r}: supported is {allowed}")
+        if expert_dtype in ("fp4", "fp8") and expert_dtype != config.expert_dtype:
+            config = config.replace(expert_dtype=expert_dtype)
+        self.config = config
+        self._formats = {"quantized": "fp8" if quantized else "bf16", "expert": expert_dtype}
+        self._recipes = dict(published_tensors(config))
+        self._entries: dict[str, TensorInfo] = {}
+        for name, recipe in self._recipes.items():
+            self._entries.update(self._infos(name, recipe))
+        self._last: tuple[str, torch.Tensor, torch.Tensor | None] | None = None
+
+    def entries(self) -> dict[str, TensorInfo]:
+        return self._entries
+
+    def read(self, name: str) -> torch.Tensor:
+        if name not in self._entries:
+            raise ValueError(f"no tensor {name} in a checkpoint of this config")
+        is_scale = name.endswith(f".{self._style.scale}")
+        base = name.removesuffix(self._style.scale) + "weight" if is_scale else name
+        if self._last is None or self._last[0] != base:
+            self._last = None  # the old pair is freed before the new one is made
+            self._last = (base, *self._make(base))
+        return self._last[2 if is_scale else 1]
+
+    def _infos(self, name: str, recipe: Recipe) -> Iterator[tuple[str, TensorInfo]]:
+        form = self._formats.get(recipe.kind)
+        if form == "fp8":
+            grid = tuple(-(-size // block) for size, block in zip(recipe.shape, FP8_BLOCK, strict=True))
+            stored, scale = _info("F8_E4M3", recipe.shape), _info(self._style.scale_dtype, grid)
+        elif form == "fp4":
+            rows, columns = recipe.shape
+            if columns % FP4_GROUP:
+                raise ValueError(
+                    f"{name} has {columns} input features: FP4 experts need a multiple of {FP4_GROUP}; change "
+                    "hidden_size or moe_intermediate_size, or use expert_dtype='fp8'"
+                )
+            stored, scale = _info("I8", (rows, columns // 2)), _info("F8_E8M0", (rows, columns // FP4_GROUP))
+        else:
+            stored, scale = _info(DRAW[recipe.kind][0], recipe.shape), None
+        yield name, stored
+        if scale is not None:
+            yield name.removesuffix("weight") + self._style.scale, scale
+
+    def stored_as(self, name: str) -> str:
+        """How the tensor is stored: ``fp8``, ``fp4``, or the dtype in its header, such as ``BF16``."""
+        kind = self._recipes[name].kind
+        form = self._formats.get(kind, "bf16")
+        return DRAW[kind][0] if form == "bf16" else form
+
+    @abstractmethod
+    def values(self, name: str, recipe: Recipe) -> torch.Tensor:
+        """What the tensor holds before it is stored: of ``recipe.shape``, on the CPU."""
+
+    def _make(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        recipe = self._recipes[name]
+        master = self.values(name, recipe)
+        form = self._formats.get(recipe.kind)
+        if form in ("fp8", "fp4"):
+            weight, scale = (quantize_fp8_block if form == "fp8" else quantize_fp4_weight)(master)
+            return weight, encode_e8m0(scale) if self._style.scale_dtype == "F8_E8M0" else scale
+        return master.to(DTYPES[DRAW[recipe.kind][0]][0]), None
+
+
+def _info(dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    return TensorInfo(dtype, tuple(shape), math.prod(shape) * DTYPES[dtype][1] // 8)

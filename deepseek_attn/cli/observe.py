@@ -1,0 +1,92 @@
+"""Watching a run: ``--stats`` prints what steps did, ``--profile`` writes a trace."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from deepseek_attn.engine.engine import Engine
+    from deepseek_attn.engine.stats import EngineStats, StepStats
+
+
+def add_observe_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("watching")
+    group.add_argument(
+        "--stats",
+        nargs="?",
+        type=float,
+        const=0.0,
+        metavar="SECONDS",
+        help="print a line per step, or every so many seconds, to standard error",
+    )
+    group.add_argument(
+        "--profile", metavar="FILE", help="write a Chrome trace with a range per stage (Perfetto shows it)"
+    )
+
+
+@contextmanager
+def observed(engine: Engine, args: argparse.Namespace) -> Iterator[None]:
+    """Prints statistics and writes the trace of what the engine does inside, as the flags say."""
+    from deepseek_attn.tracing import profile
+
+    if args.stats is not None and not args.stats >= 0:
+        raise ValueError(f"--stats {args.stats}: seconds between lines, at least 0 (every step)")
+    lines = stats_printer(args.stats, sys.stderr) if args.stats is not None else None
+    engine.on_step = lines
+    try:
+        with profile(args.profile) if args.profile else nullcontext():
+            yield
+    finally:
+        engine.on_step = None
+        if engine.stats.steps and (args.profile or lines or engine.decoder.mtp):
+            print(describe_run(engine.stats), file=sys.stderr)
+
+
+def stats_printer(interval: float, out: TextIO) -> Callable[[StepStats], None]:
+    """Prints a line about the steps since the last line, at most one in ``interval`` seconds."""
+    from deepseek_attn.engine.stats import EngineStats
+
+    sums, steps, last = EngineStats(), 0, time.perf_counter()
+
+    def watch(step: StepStats) -> None:
+        nonlocal sums, steps, last
+        sums.add(step)
+        steps += 1
+        if time.perf_counter() - last >= interval:
+            print(describe_steps(steps, sums, step), file=out, flush=True)
+            sums, last = EngineStats(), time.perf_counter()
+
+    return watch
+
+
+def describe_steps(number: int, sums: EngineStats, last: StepStats) -> str:
+    """One line: speed and what was done since the last line, and how things stand now."""
+    parts = [
+        f"step {number}: {sums.tokens_per_second:.0f} tok/s",
+        f"{sums.prefill_tokens} prompt + {sums.decode_tokens} decode tokens",
+        f"{last.running} running, {last.waiting} waiting",
+        f"pools {last.pool_use:.0%}",
+    ]
+    if sums.cached_tokens:
+        parts.append(f"prefix hits {sums.hit_rate:.0%}")
+    if sums.drafted:
+        parts.append(f"drafts accepted {sums.acceptance_rate:.0%}")
+    if sums.preempted:
+        parts.append(f"{sums.preempted} preempted")
+    return ", ".join(parts)
+
+
+def describe_run(stats: EngineStats) -> str:
+    """One line about all steps of an engine."""
+    text = f"{stats.generated} tokens in {stats.steps} steps and {stats.seconds:.2f} s"
+    if stats.drafted:
+        text += (
+            f"; {stats.accepted} of {stats.drafted} drafts accepted ({stats.acceptance_rate:.0%}), "
+            f"{stats.tokens_per_turn:.2f} tokens per request and step"
+        )
+    return text

@@ -1,0 +1,75 @@
+"""``deepseek-attn generate --prompts FILE``: many prompts in one run, one JSON line each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepseek_attn.engine.llm import LLM
+    from deepseek_attn.engine.request import Completion
+    from deepseek_attn.engine.sampling import SamplingParams
+
+
+def read_prompts(path: str) -> list[str | list[int]]:
+    """One prompt per line that is not blank: a JSON string, a JSON list of token ids, or plain text as it stands.
+
+    Args:
+        path: ``-`` reads standard input.
+
+    Raises:
+        ValueError: the file is missing, is not UTF-8 text, or holds no prompt.
+    """
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompts {path}: {error}") from error
+    prompts = [parse_line(line) for line in text.split("\n") if line.strip()]
+    if not prompts:
+        raise ValueError(f"--prompts {path}: no prompt; write one per line")
+    return prompts
+
+
+def parse_line(line: str) -> str | list[int]:
+    line = line.removesuffix("\r")
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return line
+    ids = isinstance(value, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
+    return value if ids or isinstance(value, str) else line
+
+
+def complete_all(llm: LLM, prompts: list, params: SamplingParams, args: argparse.Namespace) -> int:
+    """Completes the prompts with a progress bar and prints a JSON line for each, in order; 1 if any failed."""
+    if args.chat:
+        prompts = [llm.chat_prompt(messages(args, prompt), args.thinking)[0] for prompt in prompts]
+    completions = llm.generate(prompts, [params] * len(prompts), progress=True)
+    for index, completion in enumerate(completions):
+        print(json.dumps(record(index, completion), ensure_ascii=False))
+    return int(any(completion.error for completion in completions))
+
+
+def record(index: int, completion: Completion) -> dict:
+    fields = {
+        "index": index,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+    }
+    return fields | ({"error": completion.error} if completion.error else {})
+
+
+def messages(args: argparse.Namespace, prompt: str | list[int]) -> list[dict]:
+    """A user's turn after the system message, if there is one.
+
+    Raises:
+        ValueError: token ids, which are run as they are.
+    """
+    if not isinstance(prompt, str):
+        raise ValueError("--chat takes text; token ids are run as they are")
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    return [*system, {"role": "user", "content": prompt}]

@@ -1,0 +1,69 @@
+"""``deepseek-attn train``: a small model from scratch, on text or on a long-range task."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+FACTS_FILE = "training.json"  # beside the checkpoint: how it was made
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="train a small model from scratch",
+        description="Train a small model and write it as a checkpoint. The last line is one JSON document.",
+    )
+    parser.add_argument("--config", default="small", metavar="NAME|FILE", help="preset or config.json (default: small)")
+    parser.add_argument("--out", metavar="DIR", help="where the checkpoint goes; must be absent or empty")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--text", nargs="+", metavar="FILE", help="UTF-8 text to learn (default: the sample text)")
+    what.add_argument("--task", choices=("recall", "needle", "copy"), help="learn a long-range task instead of text")
+    parser.add_argument("--gap", type=int, default=64, help="tokens that a task puts before its question (default: 64)")
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps (default: 600)")
+    parser.add_argument("--batch", type=int, default=32, help="sequences of a step (default: 32)")
+    parser.add_argument("--seq-len", type=int, default=512, help="tokens of a sequence (default: 512)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    parser.add_argument("--lr", type=float, default=0.004, help="peak learning rate (default: 0.004)")
+    parser.add_argument("--weight-decay", type=float, default=1.0, help="of the matrices (default: 1.0)")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long, the schedule included")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    from deepseek_attn.config import ModelConfig
+    from deepseek_attn.training import TextTask, make_task, save_checkpoint, train
+
+    if args.out and Path(args.out).exists() and (not Path(args.out).is_dir() or any(Path(args.out).iterdir())):
+        raise ValueError(f"--out {args.out} exists and is not an empty directory: choose another one, or remove it")
+    config = ModelConfig.from_pretrained(args.config)
+    if args.task:
+        task = make_task(args.task, config.vocab_size, gap=args.gap)
+    else:
+        text = "\n\n".join(Path(file).read_text(encoding="utf-8") for file in args.text) if args.text else None
+        task = TextTask.from_text(text, vocab_size=config.vocab_size)
+        print(f"text: {len(task.ids)} tokens, {len(task.parts['test'])} of them held out", file=sys.stderr)
+    sizes = {name: getattr(args, name) for name in ("steps", "batch", "seq_len", "seed", "lr", "weight_decay")}
+    result = train(
+        config,
+        task,
+        **sizes,
+        device=args.device,
+        budget_s=args.budget,
+        progress=lambda step, loss: show(args.steps, step, loss),
+    )
+    print(file=sys.stderr)
+    facts = {"config": args.config, "task": task.name} | sizes | {"steps": result.steps}
+    facts |= {"seconds": round(result.seconds, 1), "tokens_per_second": round(result.tokens_per_second)}
+    facts |= {"test": result.metrics, "losses": [(step, round(loss, 4)) for step, loss in result.losses]}
+    if args.out:
+        folder = save_checkpoint(result.model, config, args.out, getattr(task, "tokenizer", None))
+        (folder / FACTS_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    print(json.dumps(facts))
+
+
+def show(steps: int, step: int, loss: float) -> None:
+    print(f"\rstep {step} of {steps}: loss {loss:.3f} ", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,174 @@
+"""Scheduler: which requests have pages, how many of their tokens the next step computes, and who makes room.
+
+Requests run in the order they came, as many as have room for all of their tokens so far. Pages are taken step by step,
+so running requests can outgrow the pools together: first the prefix cache gives up snapshots, then the request that
+was admitted last gives up its pages, waits at the front, and computes its tokens again later.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from deepseek_attn.cache.manager import CacheManager, OutOfPages
+from deepseek_attn.cache.prefix import Match, PrefixCache
+from deepseek_attn.engine.request import Request
+from deepseek_attn.engine.stats import StepStats
+from deepseek_attn.tracing import traced
+
+
+class Scheduler:
+    """Requests that wait and requests that run.
+
+    Args:
+        prefixes: snapshots to start from; None: every request starts at its first token.
+
+    Attributes:
+        max_num_batched_tokens: that of the layout, less after a step that ran out of memory.
+    """
+
+    def __init__(self, manager: CacheManager, prefixes: PrefixCache | None):
+        self.manager, self.layout, self.prefixes = manager, manager.layout, prefixes
+        self.max_num_batched_tokens = self.layout.max_num_batched_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    def remove(self, request: Request) -> None:
+        """Forgets a request that has ended."""
+        (self.running if request in self.running else self.waiting).remove(request)
+
+    def never_fits(self, request: Request) -> str | None:
+        """Why the pools could not hold a request's tokens even if it were alone; None if they can."""
+        tokens = len(request.sequence.token_ids)
+        for group, needed in self.manager.pages_needed(tokens).items():
+            if needed > self.layout.pages[group] - 1:
+                return (
+                    f"{tokens} tokens need {needed} pages of the {group} pool, which has {self.layout.pages[group] - 1}"
+                    "; raise kv_cache_bytes"
+                )
+        return None
+
+    @traced("schedule")
+    def admit(self, stats: StepStats) -> None:
+        """Starts waiting requests, in order, while there is room for them."""
+        while self.waiting and len(self.running) < self.layout.max_num_seqs:
+            request = self.waiting[0]
+            match = self._match(request)
+            if self.running and not self._has_room(request, match):
+                return
+            self.waiting.popleft()
+            self.running.append(request)
+            stats.admitted += 1
+            stats.queried_tokens += len(request.sequence.token_ids)
+            self._start(request, match, stats)
+
+    def _start(self, request: Request, match: Match, stats: StepStats) -> None:
+        """Gives a request that has nothing in the caches the prefix that was found for it."""
+        if match.snapshot is not None:
+            try:
+                request.sequence.cache = self.prefixes.start(match)
+            except OutOfPages:  # sequences outside of the engine hold every state page
+                match = Match(seen=match.seen)
+        request.shared = match.seen
+        request.kept_blocks = match.length // self.layout.snapshot_block
+        if not request.preemptions:
+            request.cached_tokens = match.length
+        stats.cached_tokens += match.length
+
+    def _match(self, request: Request) -> Match:
+        if self.prefixes is None:
+            return Match()
+        tokens = request.sequence.token_ids
+        return self.prefixes.match(request.keys.upto(tokens, len(tokens) - 1))  # one token at least is computed
+
+    def _has_room(self, request: Request, match: Match) -> bool:
+        """Whether there are pages for the tokens so far of all running requests and of this one."""
+        needed = Counter(self._still_needed(request))
+        needed.subtract({group: match.length // span for group, span in self.layout.growing.items()})
+        for other in self.running:
+            needed.update(self._still_needed(other))
+        available = self.manager.available_pages()
+        short = {group: needed[group] - free for group, free in available.items() if needed[group] > free}
+        if not short or self.prefixes is None:
+            return not short
+        reclaimable = self.prefixes.reclaimable()
+        return all(count <= reclaimable[group] for group, count in short.items())
+
+    def _still_needed(self, request: Request) -> dict[str, int]:
+        held = self.manager.held_pages(request.sequence.cache)
+        needed = self.manager.pages_needed(len(request.sequence.token_ids) + 1)
+        return {group: max(0, count - held[group]) for group, count in needed.items()}
+
+    @traced("schedule")
+    def plan(self, decode_tokens: int, stats: StepStats) -> list[tuple[Request, int]]:
+        """(request, tokens) of the next step: every decode first, then prompts in order while the budget lasts."""
+        budget, work, beginnings = self.max_num_batched_tokens, [], set()
+        for request in sorted(self.running, key=lambda r: r.sequence.num_pending > decode_tokens):
+            pending = request.sequence.num_pending
+            if pending <= decode_tokens:
+                if pending > self.max_num_batched_tokens:  # smaller steps since memory ran out
+                    request.drop_drafts()
+                    pending = min(request.sequence.num_pending, self.max_num_batched_tokens)
+                n = pending if pending <= budget else 0
+            elif budget and not self._better_later(request, beginnings, stats):
+                n = self._chunk(request, min(request.sequence.num_pending, budget))
+            else:
+                n = 0
+            if n:
+                work.append((request, n))
+                budget -= n
+        return work
+
+    def _better_later(self, request: Request, beginnings: set[bytes], stats: StepStats) -> bool:
+        """Whether a prompt that starts now would compute what another one computes in this very step.
+
+        Requests that were admitted together are looked up again when their turn comes: the first may have left a
+        snapshot by then.
+
+        Args:
+            beginnings: first blocks of the prompts that start in this step with nothing; this one is added.
+        """
+        if self.prefixes is None or request.sequence.num_computed:
+            return False
+        self._start(request, self._match(request), stats)
+        first = request.keys.upto(request.sequence.token_ids, self.layout.snapshot_block)
+        if request.sequence.num_computed or not first:
+            return False
+        known = first[0] in beginnings
+        beginnings.add(first[0])
+        return known
+
+    def _chunk(self, request: Request, n: int) -> int:
+        """At most ``n`` tokens of a prompt, ending where a snapshot can be taken if one is worth it.
+
+        That is where other requests went on differently, the last block's edge in the prompt, and any block's edge if
+        the step ends inside the prompt anyway.
+        """
+        if self.prefixes is None or self.layout.keeps_all_tokens:
+            return n
+        sequence, block = request.sequence, self.layout.snapshot_block
+        start, length = sequence.num_computed, len(sequence.token_ids)
+        end = start + n
+        stops = [stop for stop in (request.shared, (length - 1) // block * block) if start < stop < end]
+        if stops:
+            end = min(stops)
+        elif end < length and end // block * block > start:
+            end = end // block * block
+        return end - start
+
+    def make_room(self, stats: StepStats) -> bool:
+        """Frees pages by one snapshot or by preempting one request; False if only one request is left."""
+        if self.prefixes is not None and self.prefixes.evict():
+            stats.evicted += 1
+            return True
+        if len(self.running) < 2:
+            return False
+        self.preempt(self.running[-1], stats)
+        return True
+
+    def preempt(self, request: Request, stats: StepStats) -> None:
+        """Takes a request's pages; it waits at the front, and computes its tokens again."""
+        self.running.remove(request)
+        request.release()
+        request.preemptions += 1
+        self.waiting.appendleft(request)
+        stats.preempted += 1

@@ -1,0 +1,119 @@
+"""What a step did, and the sums over all steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class StepStats:
+    """One step.
+
+    Attributes:
+        seconds: wall time, sampling and scheduling included.
+        prefills, decodes: requests that took part; prefill_tokens, decode_tokens: their new tokens.
+        generated: tokens that were sampled.
+        running, waiting: requests after the step.
+        admitted, finished, preempted: requests that started, ended, or lost their caches to others.
+        queried_tokens, cached_tokens: of the admitted requests, tokens in all and those that the prefix cache had.
+        evicted: snapshots that were dropped for want of room.
+        verified: requests whose drafts were checked; drafted, accepted: their drafts, and those that stayed.
+        pages: (held, all) pages by group, after the step; snapshots hold pages too.
+    """
+
+    seconds: float = 0.0
+    prefills: int = 0
+    decodes: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    generated: int = 0
+    running: int = 0
+    waiting: int = 0
+    admitted: int = 0
+    finished: int = 0
+    preempted: int = 0
+    queried_tokens: int = 0
+    cached_tokens: int = 0
+    evicted: int = 0
+    verified: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    pages: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that went through the model."""
+        return self.prefill_tokens + self.decode_tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def pool_use(self) -> float:
+        """Share of the pages of the fullest pool that are held."""
+        return max((held / pages for held, pages in self.pages.values() if pages), default=0.0)
+
+
+SUMS = (
+    "seconds",
+    "prefill_tokens",
+    "decode_tokens",
+    "generated",
+    "preempted",
+    "queried_tokens",
+    "cached_tokens",
+    "evicted",
+    "verified",
+    "drafted",
+    "accepted",
+)
+
+
+@dataclass
+class EngineStats:
+    """Sums over the steps of an engine; the fields mean what they do in `StepStats`.
+
+    Attributes:
+        finished: requests by finish reason.
+        evicted: snapshots dropped for want of room.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    generated: int = 0
+    preempted: int = 0
+    queried_tokens: int = 0
+    cached_tokens: int = 0
+    evicted: int = 0
+    verified: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+
+    def add(self, step: StepStats) -> None:
+        self.steps += 1
+        for name in SUMS:
+            setattr(self, name, getattr(self, name) + getattr(step, name))
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens of admitted requests that the prefix cache had."""
+        return self.cached_tokens / self.queried_tokens if self.queried_tokens else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the checked drafts that stayed."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_turn(self) -> float:
+        """New tokens of a request in a step that checked drafts of it: those that stayed, and the model's own."""
+        return 1 + self.accepted / self.verified if self.verified else 1.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return (self.prefill_tokens + self.decode_tokens) / self.seconds if self.seconds else 0.0

@@ -1,0 +1,89 @@
+"""Which variants are worth their cost: those that no other one beats in both cost and quality."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def qualities(report: dict[str, Any]) -> dict[str, bool]:
+    """Names of the qualities a report has, and whether higher is better: ``text loss``, ``recall accuracy``, ...
+
+    ``checkpoint KL`` is the divergence from the checkpoint's own schedule.
+    """
+    found: dict[str, bool] = {}
+    for variant in report["variants"]:
+        for task in variant.get("tasks", {}):
+            found[f"{task} loss" if task == "text" else f"{task} accuracy"] = task != "text"
+        if "kl" in variant.get("checkpoint", {}):
+            found["checkpoint KL"] = False
+    return found
+
+
+def quality_of(variant: dict[str, Any], name: str) -> dict[str, float] | None:
+    """``mean``, ``low`` and ``high`` of one quality; None if the variant has no such measurement."""
+    if name == "checkpoint KL":
+        value = variant.get("checkpoint", {}).get("kl")
+        return None if value is None else {"mean": value, "low": value, "high": value}
+    task, metric = name.split()
+    return variant.get("tasks", {}).get(task, {}).get(metric)
+
+
+def costs(report: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the costs a report has: ``bytes_per_token``, ``decode_ms``, ``prefill_ms``."""
+    names = ("bytes_per_token", "decode_ms", "prefill_ms")
+    return tuple(name for name in names if context_of(report, name) is not None)
+
+
+def context_of(report: dict[str, Any], name: str) -> int | None:
+    """The longest context at which every variant that has this cost at all has it; None if there is none."""
+    lengths = [
+        {row["context"] for row in variant.get("cost", {}).get("contexts", []) if row.get(name) is not None}
+        for variant in report["variants"]
+    ]
+    measured = [found for found in lengths if found]
+    common = set.intersection(*measured) if measured else set()
+    return max(common, default=None)
+
+
+def front(points: dict[str, tuple[float, float]], higher: bool) -> list[str]:
+    """Names of the points ``(cost, quality)`` that no other point beats, cheapest first.
+
+    A point is beaten by one that is at least as good in both and better in one.
+    """
+    kept = []
+    for name, (cost, quality) in points.items():
+        sign = 1 if higher else -1
+        beaten = any(
+            other_cost <= cost
+            and sign * other >= sign * quality
+            and (other_cost < cost or sign * other > sign * quality)
+            for other_cost, other in points.values()
+        )
+        if not beaten:
+            kept.append(name)
+    return sorted(kept, key=lambda name: points[name])
+
+
+def mark_front(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The front of every quality against every cost: ``quality``, ``cost``, ``context``, ``higher``, ``variants``."""
+    fronts = []
+    for quality, higher in qualities(report).items():
+        for cost in costs(report):
+            context = context_of(report, cost)
+            points = {}
+            for variant in report["variants"]:
+                price, value = cost_at(variant, cost, context), quality_of(variant, quality)
+                if price is not None and value is not None:
+                    points[variant["name"]] = (price, value["mean"])
+            if points:
+                names = front(points, higher)
+                fronts.append(
+                    {"quality": quality, "cost": cost, "context": context, "higher": higher, "variants": names}
+                )
+    return fronts
+
+
+def cost_at(variant: dict[str, Any], name: str, context: int | None) -> float | None:
+    """A cost of a variant at one context; None if it was not measured there."""
+    rows = variant.get("cost", {}).get("contexts", [])
+    return next((row[name] for row in rows if row["context"] == context), None)

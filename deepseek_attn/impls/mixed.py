@@ -1,0 +1,68 @@
+"""The mixed impl of Hopper GPUs: for each call the faster of FlashMLA's kernel and the Triton one, by its shapes."""
+
+from __future__ import annotations
+
+import torch
+
+from deepseek_attn import flash_mla
+from deepseek_attn.impls.base import AttentionSpec, DeepseekV4SparseMLAAttentionImpl
+from deepseek_attn.impls.flashmla import DeepseekV4FlashMLASparseImpl
+from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
+
+
+class DeepseekV4MixedSparseImpl(DeepseekV4FlashMLASparseImpl):
+    """Small decode batches in Triton, large ones on FlashMLA; heads are not padded.
+
+    Notes:
+        The choice depends on shapes alone, so a captured graph keeps it and stays right for any lengths. It was
+        measured on an H200 (`docs/performance.md`), so the impl is for Hopper. With other head counts than FlashMLA is
+        compiled for, Triton was faster at every batch.
+    """
+
+    name = "mixed"
+
+    @classmethod
+    def supported(cls, device: torch.device, spec: AttentionSpec | None = None) -> tuple[bool, str]:
+        for impl in (DeepseekV4FlashMLASparseImpl, DeepseekV4TritonSparseImpl):
+            usable, reason = impl.supported(device, spec)
+            if not usable:
+                return False, f"it needs both FlashMLA and Triton: {reason}"
+        capability = torch.cuda.get_device_capability(device)
+        if capability != (9, 0):
+            return False, (
+                "when to call which kernel was measured for compute capability 9.0; this GPU has "
+                f"{capability[0]}.{capability[1]}"
+            )
+        return True, "FlashMLA or Triton, by the shapes of a call"
+
+    @classmethod
+    def padded_heads(cls, num_heads: int) -> int:
+        return num_heads
+
+    @classmethod
+    def attend_pages(cls, layer, q, sources, output) -> None:
+        keys = sum(source.indices.shape[1] for source in sources)
+        flashmla = decodes_on_flashmla(q.shape[0], q.shape[1], keys)
+        _impl(flashmla).attend_pages(layer, q, sources, output)
+
+    @classmethod
+    def attend_rows(cls, layer, q, kv, indices, lens, output) -> None:
+        _impl(q.shape[1] in flash_mla.HEADS).attend_rows(layer, q, kv, indices, lens, output)
+
+
+def decodes_on_flashmla(queries: int, heads: int, keys: int) -> bool:
+    """Whether FlashMLA's decode kernel is the faster one for queries of up to ``keys`` keys each.
+
+    Few queries leave most of the GPU to splitting their keys, which Triton's smaller tiles do better. With 128 heads,
+    FlashMLA's blocks decode a key once for all of them, and win sooner.
+    """
+    if heads not in flash_mla.HEADS:
+        return False
+    window, long = keys <= 128, keys > 2048
+    if heads == 64:
+        return queries > (8 if window or long else 32)
+    return queries > (4 if window else 1 if long else 2)
+
+
+def _impl(flashmla: bool) -> type[DeepseekV4SparseMLAAttentionImpl]:
+    return DeepseekV4FlashMLASparseImpl if flashmla else DeepseekV4TritonSparseImpl

@@ -1,0 +1,120 @@
+"""How long something takes: calls by the clock or by events, kernels by replays of a CUDA graph; what a GPU can do."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+COPY_BYTES = 1 << 31
+MATRIX = 8192
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and the 10th and 90th percentile of some times, in microseconds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, microseconds: list[float]) -> Spread:
+        if len(microseconds) == 1:
+            return cls(*microseconds * 3)
+        tenths = statistics.quantiles(microseconds, n=10, method="inclusive")
+        return cls(statistics.median(microseconds), tenths[0], tenths[-1])
+
+
+def time_calls(run: Callable[[int], object], device: torch.device, repeats: int, warmup: int = 3) -> list[float]:
+    """Microseconds of each of ``repeats`` calls ``run(index)``: by events on a GPU, by the clock on a CPU."""
+    for index in range(warmup):
+        run(index)
+    if device.type != "cuda":
+        times = []
+        for index in range(repeats):
+            start = time.perf_counter()
+            run(index)
+            times.append((time.perf_counter() - start) * 1e6)
+        return times
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for index in range(repeats):
+        run(index)
+        marks[index + 1].record()
+    torch.cuda.synchronize(device)
+    return [before.elapsed_time(after) * 1e3 for before, after in pairwise(marks)]
+
+
+def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of ``calls``, one after the other. Each runs once before, to compile and to make its constants."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def time_graph(calls: Sequence[Callable[[], object]], repeats: int = 20, warmup: int = 3) -> list[float]:
+    """Microseconds per call, one figure per replay of a CUDA graph of all ``calls``."""
+    graph = captured(calls)
+    device = torch.device("cuda", torch.cuda.current_device())
+    return [t / len(calls) for t in time_calls(lambda _: graph.replay(), device, repeats, warmup)]
+
+
+def kernels_of(call: Callable[[], object], repeats: int = 5) -> list[tuple[str, float, float]]:
+    """(name, launches, microseconds) of each kernel of a call, or of a graph's ``replay``, in the order of their time.
+
+    Kernels that overlap count in full, so the sum can exceed the call's time.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+    launches, times = Counter(), Counter()
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            launches[event.name] += 1
+            times[event.name] += event.device_time
+    return [(name, launches[name] / repeats, total / repeats) for name, total in times.most_common()]
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """What the GPU reaches now: bytes/s of a copy (read and written), FLOP/s of bf16 and FP8 products of 8192^3."""
+    rates = {"copy": _copy_rate(device)}
+    a, b = (torch.randn(MATRIX, MATRIX, device=device).bfloat16() for _ in range(2))
+    rates["bf16"] = 2 * MATRIX**3 / _best(lambda: a @ b)
+    if torch.cuda.get_device_capability(device) >= (8, 9):
+        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+        one = torch.ones((), device=device)
+        rates["fp8"] = (
+            2 * MATRIX**3 / _best(lambda: torch._scaled_mm(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16))
+        )
+    return rates
+
+
+def _copy_rate(device: torch.device) -> float:
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / _best(lambda: target.copy_(source))
+
+
+def _best(call: Callable[[], object]) -> float:
+    """Median seconds of ten calls."""
+    return statistics.median(time_calls(lambda _: call(), torch.device("cuda"), 10)) * 1e-6

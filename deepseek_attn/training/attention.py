@@ -1,0 +1,186 @@
+"""The V4 attention layer over whole sequences, without caches: what has gradients.
+
+Same parameters and formulas as `DeepseekV4MLAAttention`; only the place where keys lie differs. Shapes: ``B`` sequences
+of ``S`` tokens, ``H`` heads, ``D`` channels of a key, ``E`` compressed entries.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from deepseek_attn.attention import DeepseekV4MLAAttention
+from deepseek_attn.compressor import Compressor
+from deepseek_attn.indexer import Indexer
+from deepseek_attn.kernels.reference.topk import topk_indices
+from deepseek_attn.linear import rms_norm
+from deepseek_attn.rope import apply_rope
+
+
+class Attended(NamedTuple):
+    """Attributes:
+    output: ``[B, S, hidden_size]``.
+    index_loss: how far the indexer's scores are from where attention went, a scalar; None without an indexer.
+    """
+
+    output: torch.Tensor
+    index_loss: torch.Tensor | None
+
+
+def attend(attn: DeepseekV4MLAAttention, x: torch.Tensor, precision: torch.autocast, select: bool) -> Attended:
+    """Attention of ``x [B, S, hidden_size]``, normed.
+
+    Args:
+        precision: context for matrix products; what V4 computes in float32 stays outside.
+        select: read the entries that the indexer selects, as a running model does; otherwise all of them.
+    """
+    batch, length, _ = x.shape
+    turns = attn.rope.at(torch.arange(length, device=x.device).repeat(batch))
+    entries = compressed(attn.compressor, x, precision) if attn.compressor else None
+    with precision:
+        qr = rms_norm(F.linear(x, attn.wq_a.weight), attn.eps, attn.q_norm.weight)
+        q = rms_norm(F.linear(qr, attn.wq_b.weight).view(batch * length, attn.num_heads, -1), attn.eps)
+        q = apply_rope(q, turns).view(batch, length, attn.num_heads, -1)
+        kv = rms_norm(F.linear(x, attn.wkv.weight), attn.eps, attn.kv_norm.weight)
+        kv = apply_rope(kv.flatten(0, 1), turns).view(batch, length, -1)
+    readable = scores = None
+    if entries is not None:
+        readable = visible_entries(length, attn.compress_ratio, x.device)
+        if attn.indexer is not None:
+            scores = index_scores(attn.indexer, x.detach(), qr.detach(), turns, precision)
+            readable = selected(scores, readable, attn.indexer.topk) if select else readable
+    o, mass = windowed_attention(q, kv, entries, readable, attn.attn_sink, attn.window_size, attn.scale, precision)
+    with precision:
+        o = apply_rope(o.flatten(0, 1), turns, inverse=True).view(batch, length, attn.o_groups, -1)
+        weight = attn.wo_a.weight.view(attn.o_groups, -1, o.shape[-1])
+        z = torch.einsum("bsgi,goi->bsgo", o, weight)
+        y = F.linear(z.flatten(2), attn.wo_b.weight)
+    return Attended(y, None if scores is None else index_loss(scores, mass, readable))
+
+
+def compressed(module: Compressor, x: torch.Tensor, precision: torch.autocast) -> torch.Tensor | None:
+    """Entries ``[B, S // ratio, head_dim]`` of all windows that are complete; None if there are none."""
+    batch, length, _ = x.shape
+    ratio, dim, count = module.spec.ratio, module.head_dim, length // module.spec.ratio
+    if not count:
+        return None
+    with precision:
+        values = F.linear(x[:, : count * ratio], module.wkv.weight).float()
+        scores = F.linear(x[:, : count * ratio], module.wgate.weight).float()
+    values = values.unflatten(1, (count, ratio))
+    scores = scores.unflatten(1, (count, ratio)) + module.ape
+    if module.spec.overlap:
+        values = torch.cat([shifted(values[..., :dim], 0.0), values[..., dim:]], 2)
+        scores = torch.cat([shifted(scores[..., :dim], float("-inf")), scores[..., dim:]], 2)
+    pooled = (scores.softmax(2) * values).sum(2)
+    with precision:
+        entries = rms_norm(pooled, module.norm.eps, module.norm.weight).flatten(0, 1)
+    positions = (torch.arange(count, device=x.device) * ratio).repeat(batch)
+    return apply_rope(entries, module.rope.at(positions)).view(batch, count, dim)
+
+
+def shifted(windows: torch.Tensor, first: float) -> torch.Tensor:
+    """Each window's predecessor, along dimension 1; ``first`` everywhere in the one that has none."""
+    return torch.cat([torch.full_like(windows[:, :1], first), windows[:, :-1]], 1)
+
+
+def visible_entries(length: int, ratio: int, device: torch.device) -> torch.Tensor:
+    """Bool ``[1, S, S // ratio]``: entry e exists for query t once its window is complete, ``e < (t + 1) // ratio``."""
+    closed = (torch.arange(length, device=device) + 1) // ratio
+    return (torch.arange(length // ratio, device=device) < closed.unsqueeze(1)).unsqueeze(0)
+
+
+def index_scores(
+    indexer: Indexer, x: torch.Tensor, qr: torch.Tensor, turns: torch.Tensor, precision: torch.autocast
+) -> torch.Tensor:
+    """The indexer's scores ``[B, S, E]``: ``sum_h weight[t, h] * relu(q[t, h] . key[e])``."""
+    batch, length, _ = x.shape
+    keys = compressed(indexer.compressor, x, precision)
+    with precision:
+        q = F.linear(qr, indexer.wq_b.weight).view(batch * length, indexer.heads, indexer.head_dim)
+        q = apply_rope(q, turns).view(batch, length * indexer.heads, indexer.head_dim)
+        weights = F.linear(x, indexer.weights_proj.weight) * indexer.scale
+        products = (q @ keys.to(q.dtype).mT).relu().view(batch * length, indexer.heads, -1)
+        return torch.bmm(weights.reshape(batch * length, 1, -1), products).view(batch, length, -1).float()
+
+
+def selected(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
+    """Bool ``[B, S, E]``: the ``topk`` visible entries of highest score. No gradient passes through the choice."""
+    batch, length, count = scores.shape
+    if topk >= count:
+        return visible
+    lens = visible.sum(-1).expand(batch, length).flatten()
+    chosen = topk_indices(scores.detach().flatten(0, 1), lens, topk).long()
+    marks = torch.zeros(batch * length, count + 1, dtype=torch.bool, device=scores.device)
+    marks.scatter_(1, torch.where(chosen < 0, count, chosen), True)
+    return marks[:, :count].view(batch, length, count)
+
+
+def index_loss(scores: torch.Tensor, mass: torch.Tensor, readable: torch.Tensor) -> torch.Tensor:
+    """Mean divergence of the indexer's softmax from the attention that entries got, both over what a query could read.
+
+    Source: DeepSeek-V3.2 (section 2.1.1): attention summed over the heads and normalised is the target of the indexer.
+    Neither the target nor the indexer's inputs pass a gradient on, so the language model's own loss is untouched.
+    """
+    readable = readable.expand_as(scores)
+    target = mass.detach() / mass.detach().sum(-1, keepdim=True).clamp_min(1e-9)
+    expected = scores.masked_fill(~readable, -1e9).log_softmax(-1)
+    divergence = (target * (target.clamp_min(1e-9).log() - expected)).masked_fill(~readable, 0.0).sum(-1)
+    several = readable.sum(-1) > 1
+    return (divergence * several).sum() / several.sum().clamp_min(1)
+
+
+def windowed_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    entries: torch.Tensor | None,
+    readable: torch.Tensor | None,
+    sink: torch.Tensor,
+    window: int,
+    scale: float,
+    precision: torch.autocast,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One softmax over the window, the readable entries and the sink.
+
+    Queries go in blocks of ``window``: a block's windows lie within itself and the block before it.
+
+    Args:
+        q: ``[B, S, H, D]``; kv: ``[B, S, D]``, keys and values; entries: ``[B, E, D]``, readable: bool ``[B, S, E]``.
+
+    Returns:
+        ``[B, S, H, D]``, and the float32 attention that each entry got, summed over the heads, ``[B, S, E]``.
+    """
+    batch, length, heads, dim = q.shape
+    pad = -length % window
+    blocks = (length + pad) // window
+    keys = F.pad(kv, (0, 0, 0, pad)).view(batch, blocks, window, dim)
+    keys = torch.cat([shifted(keys, 0.0), keys], 2).flatten(0, 1)
+    with precision:
+        queries = F.pad(q, (0, 0, 0, 0, 0, pad)).view(batch * blocks, window * heads, dim)
+        near = (queries @ keys.mT).view(batch, blocks, window, heads, 2 * window)
+        near = near.masked_fill(~window_mask(blocks, window, q.device), float("-inf"))
+        logits = [near.view(batch, -1, heads, 2 * window)[:, :length]]
+        if entries is not None:
+            far = (q.flatten(1, 2) @ entries.to(q.dtype).mT).view(batch, length, heads, -1)
+            logits.append(far.masked_fill(~readable.unsqueeze(2), float("-inf")))
+    logits = [part.float() * scale for part in logits] + [sink.view(1, 1, heads, 1).expand(batch, length, heads, 1)]
+    weights = torch.cat(logits, -1).softmax(-1)
+    near, far, _ = weights.split([2 * window, 0 if entries is None else entries.shape[1], 1], -1)
+    with precision:
+        rows = F.pad(near, (0, 0, 0, 0, 0, pad)).reshape(batch * blocks, window * heads, 2 * window)
+        o = (rows.to(q.dtype) @ keys).view(batch, -1, heads, dim)[:, :length]
+        if entries is None:
+            return o, None
+        o = o + (far.to(q.dtype).flatten(1, 2) @ entries.to(q.dtype)).view(batch, length, heads, dim)
+    return o, far.sum(2)
+
+
+def window_mask(blocks: int, window: int, device: torch.device) -> torch.Tensor:
+    """Bool ``[blocks, window, 1, 2 window]``: which keys of the block before and its own a query of a block sees."""
+    query = torch.arange(window, device=device).unsqueeze(1)
+    key = torch.arange(2 * window, device=device)
+    seen = (key > query) & (key <= query + window)
+    exists = (torch.arange(blocks, device=device) > 0).view(-1, 1, 1) | (key >= window)
+    return (seen & exists).unsqueeze(2)

@@ -1,0 +1,180 @@
+"""What small models learn: token batches with the positions that count, real text or long-range tasks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+
+BOS, MARK = 0, 2  # 1 is the end of a sentence, which no task needs
+FIRST_SYMBOL = 3
+
+
+class Batch(NamedTuple):
+    """One batch on the CPU.
+
+    Attributes:
+        tokens: int64 ``[B, S + 1]``; a model reads the first ``S`` and predicts the last ``S``.
+        mask: bool ``[B, S + 1]``: tokens that count as predictions. The first one never does.
+    """
+
+    tokens: torch.Tensor
+    mask: torch.Tensor
+
+
+class Task(ABC):
+    """A source of batches. Loss and accuracy (how often the likeliest token is the right one) are over the mask.
+
+    Attributes:
+        name: for reports.
+        vocab_size: ids of its tokens are below this.
+    """
+
+    name: str
+    vocab_size: int
+
+    @abstractmethod
+    def batch(self, size: int, seq_len: int, generator: torch.Generator, split: str = "train") -> Batch:
+        """``size`` sequences of ``seq_len`` predictions, drawn with a CPU generator.
+
+        Args:
+            split: ``"train"`` or ``"test"``: text that is held out. Synthetic tasks draw both from one distribution.
+
+        Raises:
+            ValueError: ``seq_len`` is too short for the task.
+        """
+
+
+class SyntheticTask(Task):
+    """Something to remember, then ``gap`` or more tokens of filler, then a question about it.
+
+    Filler is random symbols, so that it cannot be ignored by its look alone; keys and answers come from their own
+    ranges. A window shorter than the gap holds no answer: what a model reads farther away decides whether it finds one.
+
+    Args:
+        vocab_size: of the model.
+        gap: tokens between what is to be remembered and the question, at least.
+        symbols: how many tokens are keys, and how many values; the rest is filler. Default: an eighth each. Fewer are
+            learned sooner.
+    """
+
+    def __init__(self, vocab_size: int, gap: int = 64, symbols: int | None = None):
+        symbols = vocab_size // 8 if symbols is None else symbols
+        if symbols < 2 or vocab_size < FIRST_SYMBOL + 2 * symbols + 1 or gap < 1:
+            raise ValueError(
+                f"vocab_size {vocab_size}, symbols {symbols}, gap {gap}: a task needs a gap of at least 1, 2 symbols "
+                f"or more, and {FIRST_SYMBOL + 1} tokens beside those for keys and values"
+            )
+        self.vocab_size, self.gap = vocab_size, gap
+        self.keys = range(FIRST_SYMBOL, FIRST_SYMBOL + symbols)
+        self.values = range(self.keys.stop, self.keys.stop + symbols)
+        self.filler = range(self.values.stop, vocab_size)
+
+    def batch(self, size: int, seq_len: int, generator: torch.Generator, split: str = "train") -> Batch:
+        tokens = self._draw(self.filler, (size, seq_len + 1), generator)
+        tokens[:, 0] = BOS
+        mask = torch.zeros_like(tokens, dtype=torch.bool)
+        self.write(tokens, mask, generator)
+        return Batch(tokens, mask)
+
+    @abstractmethod
+    def write(self, tokens: torch.Tensor, mask: torch.Tensor, generator: torch.Generator) -> None:
+        """Puts facts and questions into ``tokens`` (BOS and filler so far) and marks the answers in ``mask``."""
+
+    def _draw(self, symbols: range, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+        return torch.randint(symbols.start, symbols.stop, shape, generator=generator)
+
+    def _different(self, symbols: range, size: int, count: int, generator: torch.Generator) -> torch.Tensor:
+        """``[size, count]`` symbols, different from each other in a row."""
+        order = torch.rand(size, len(symbols), generator=generator).argsort(1)[:, :count]
+        return order + symbols.start
+
+    def _room(self, seq_len: int, needed: int) -> int:
+        """Tokens between BOS and the question that are free for the facts."""
+        room = seq_len - needed - self.gap
+        if room < needed:
+            raise ValueError(
+                f"task {self.name}: {seq_len} tokens do not hold facts and questions of {needed} tokens each and a gap "
+                f"of {self.gap}; sequences of {2 * needed + self.gap} tokens are the shortest"
+            )
+        return room
+
+
+class AssociativeRecall(SyntheticTask):
+    """``pairs`` times key and value at the beginning; after the gap, keys in another order, each to be answered.
+
+    Source: multi-query associative recall (Arora et al., "Zoology", 2023).
+    """
+
+    name = "recall"
+
+    def __init__(self, vocab_size: int, gap: int = 64, symbols: int | None = None, pairs: int = 8):
+        super().__init__(vocab_size, gap, symbols)
+        self.pairs = pairs
+        if pairs > len(self.keys):
+            raise ValueError(f"{pairs} pairs need as many keys, and there are {len(self.keys)}")
+
+    def write(self, tokens: torch.Tensor, mask: torch.Tensor, generator: torch.Generator) -> None:
+        size, total = tokens.shape
+        self._room(total - 1, 2 * self.pairs)
+        keys = self._different(self.keys, size, self.pairs, generator)
+        values = self._draw(self.values, (size, self.pairs), generator)
+        tokens[:, 1 : 1 + 2 * self.pairs] = torch.stack([keys, values], 2).flatten(1)
+        order = torch.rand(size, self.pairs, generator=generator).argsort(1)
+        asked = torch.stack([keys.gather(1, order), values.gather(1, order)], 2).flatten(1)
+        tokens[:, total - 2 * self.pairs :] = asked
+        mask[:, total - 2 * self.pairs + 1 :: 2] = True
+
+
+class Needle(SyntheticTask):
+    """One marked key with its value, anywhere in the filler; the key again at the end, at least a gap later."""
+
+    name = "needle"
+
+    def write(self, tokens: torch.Tensor, mask: torch.Tensor, generator: torch.Generator) -> None:
+        size, total = tokens.shape
+        room = self._room(total - 1, 3)
+        place = torch.randint(1, room - 1, (size, 1), generator=generator) + torch.arange(3)
+        key, value = self._draw(self.keys, (size, 1), generator), self._draw(self.values, (size, 1), generator)
+        fact = torch.cat([torch.full_like(key, MARK), key, value], 1)
+        tokens.scatter_(1, place, fact)
+        tokens[:, -3:] = fact
+        mask[:, -1] = True
+
+
+class CopyAcross(SyntheticTask):
+    """``length`` values at the beginning, and after the gap a mark that asks for all of them in the same order."""
+
+    name = "copy"
+
+    def __init__(self, vocab_size: int, gap: int = 64, symbols: int | None = None, length: int = 16):
+        super().__init__(vocab_size, gap, symbols)
+        self.length = length
+
+    def write(self, tokens: torch.Tensor, mask: torch.Tensor, generator: torch.Generator) -> None:
+        size, total = tokens.shape
+        self._room(total - 1, self.length + 1)
+        values = self._draw(self.values, (size, self.length), generator)
+        tokens[:, 1] = tokens[:, -self.length - 1] = MARK
+        tokens[:, 2 : 2 + self.length] = tokens[:, -self.length :] = values
+        mask[:, -self.length :] = True
+
+
+SYNTHETIC = {task.name: task for task in (AssociativeRecall, Needle, CopyAcross)}
+
+
+def make_task(name: str, vocab_size: int, **options) -> Task:
+    """A task by name: ``recall`` (option ``pairs``), ``needle``, ``copy`` (``length``), each with ``gap`` and
+    ``symbols``; or ``text`` (``text``; default: the sample text), read with a tokenizer of up to ``vocab_size`` tokens.
+
+    Raises:
+        ValueError: no such task, or an option out of range.
+    """
+    if name == "text":
+        from deepseek_attn.training.text import TextTask
+
+        return TextTask.from_text(vocab_size=vocab_size, **options)
+    if name not in SYNTHETIC:
+        raise ValueError(f"no task {name!r}: there are text, {', '.join(SYNTHETIC)}")
+    return SYNTHETIC[name](vocab_size, **options)

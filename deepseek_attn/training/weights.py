@@ -1,0 +1,113 @@
+"""Weights of models in training: where they start, and how they look once a checkpoint has stored them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+
+from deepseek_attn.checkpoint.published import published_tensors
+from deepseek_attn.checkpoint.recipes import DRAW, Recipe
+from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo
+from deepseek_attn.config import ModelConfig
+from deepseek_attn.impls.reference import DeepseekV4ReferenceSparseImpl
+from deepseek_attn.kernels.reference.quant import (
+    dequantize_fp4,
+    dequantize_fp8_block,
+    quantize_fp4,
+    quantize_fp8_block,
+)
+from deepseek_attn.loader import load_model
+from deepseek_attn.models.block import BuildContext
+from deepseek_attn.models.deepseek_v4 import DeepseekV4
+from deepseek_attn.numerics import get_numerics
+
+EMBED_STD, HEAD_STD, STREAM_STD = 0.3, 0.02, 0.02
+# Streams start as plain residuals: each sublayer reads mostly one of them, writes to all, and mixes them hardly.
+PICK, KEEP, MIX = 2.0, 3.0, 0.1
+# These write into the streams; smaller by the number of sublayers, so that the streams do not grow with depth.
+OUTPUTS = ("wo_b.weight", "w2.weight")
+
+
+def build_model(config: ModelConfig, source: CheckpointSource, device: torch.device, max_positions: int) -> DeepseekV4:
+    """The backbone in float32, loaded from any checkpoint; its float parameters ask for gradients.
+
+    The router's bias does not: it steers the choice of experts only, and `balance` sets it.
+
+    Raises:
+        ValueError: the config has an MTP layer, which training leaves out, or ``source`` does not fit.
+    """
+    if config.mtp_layers:
+        raise ValueError(
+            f"num_nextn_predict_layers is {len(config.mtp_layers)}: training has no MTP layer; "
+            "use config.replace(num_nextn_predict_layers=0)"
+        )
+    context = BuildContext(
+        config, get_numerics("exact"), torch.float32, device, DeepseekV4ReferenceSparseImpl, max_positions
+    )
+    model = DeepseekV4(context, mtp=False)
+    load_model(model, source, progress=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.is_floating_point() and not name.endswith("gate.bias"))
+    return model
+
+
+class FreshSource(CheckpointSource):
+    """Where training starts: float32 values, drawn tensor by tensor from ``(seed, name)``."""
+
+    def __init__(self, config: ModelConfig, seed: int = 0):
+        self.config, self.seed = config, seed
+        self._recipes = dict(published_tensors(config))
+
+    def entries(self) -> dict[str, TensorInfo]:
+        return {name: self._info(recipe) for name, recipe in self._recipes.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        recipe = self._recipes[name]
+        digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        if recipe.kind == "table":
+            return DRAW["table"][1](recipe, generator, self.config)
+        if recipe.kind == "hc_base":
+            return self._stream_base(name, recipe.shape[0])
+        constant = {"norm": 1.0, "ape": 0.0, "sink": 0.0, "bias": 0.0, "hc_scale": MIX}.get(recipe.kind)
+        if constant is not None:
+            return torch.full(recipe.shape, constant)
+        return torch.randn(recipe.shape, generator=generator) * self._std(name, recipe)
+
+    def _info(self, recipe: Recipe) -> TensorInfo:
+        dtype = DRAW[recipe.kind][0] if recipe.kind == "table" else "F32"
+        return TensorInfo(dtype, recipe.shape, math.prod(recipe.shape) * DTYPES[dtype][1] // 8)
+
+    def _std(self, name: str, recipe: Recipe) -> float:
+        if recipe.kind in ("embed", "hc_fn") or name == "head.weight":
+            return {"embed": EMBED_STD, "hc_fn": STREAM_STD}.get(recipe.kind, HEAD_STD)
+        depth = 2 * self.config.num_hidden_layers if name.endswith(OUTPUTS) else 1
+        return (recipe.shape[-1] * depth) ** -0.5
+
+    def _stream_base(self, name: str, rows: int) -> torch.Tensor:
+        m = self.config.hc_mult
+        if rows == m:  # the end of the model reads all streams alike
+            return torch.zeros(m)
+        layer = int(name.split(".")[1])
+        pre = torch.full((m,), -PICK)
+        pre[(2 * layer + ("ffn" in name)) % m] = PICK
+        return torch.cat([pre, torch.zeros(m), (KEEP * torch.eye(m)).flatten()])
+
+
+def rounded(values: torch.Tensor, form: str) -> torch.Tensor:
+    """``values`` after a round trip through storage (see `PublishedSource.stored_as`); the gradient passes unchanged.
+
+    Args:
+        values: float32 ``[out, in]``, stacked experts ``[experts, out, in]``, or any shape for unquantised forms.
+    """
+    plain = values.detach()
+    if form == "fp4":
+        stored = dequantize_fp4(*quantize_fp4(plain))
+    elif form == "fp8":
+        matrices = plain if plain.dim() == 3 else plain.unsqueeze(0)
+        stored = torch.stack([dequantize_fp8_block(*quantize_fp8_block(m)) for m in matrices]).view_as(plain)
+    else:
+        stored = plain.to(DTYPES[form][0]).float()
+    return values + (stored - plain)

@@ -1,0 +1,100 @@
+"""The grouped output projection of attention in Triton: inverse rotary embedding, rounding to FP8, products by group.
+
+A first launch rotates and rounds the heads. A second one multiplies all groups, or with many tokens cuBLAS does, group
+by group.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.kernels.linear import check_scaled_weight, scaled_mm, scaled_mm_fits
+from deepseek_attn.kernels.linear_launch import launch_products, quantize, whole_rows
+from deepseek_attn.kernels.linear_tiles import QUANTIZE_ABOVE, Tiles, cublas_is_faster
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def grouped_linear(
+    o: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    groups: int,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    fp8_input: bool = False,
+    pow2: bool = True,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Same as `reference.grouped_linear.grouped_linear`, for FP8 weights and ``o`` whose heads follow one another.
+
+    Args:
+        tiles: how to cut the launch; by default chosen from shapes, and cuBLAS computes what is large.
+    """
+    M, H, d = _checked_shape(o, groups, positions, cos_sin)
+    K = H // groups * d
+    check_scaled_weight(weight, scale, K, fp8_input)
+    if weight.shape[0] % groups:
+        raise ValueError(f"a weight of {weight.shape[0]} rows cannot be cut into {groups} groups")
+    x = o.flatten(1) if o.stride(1) == d and o.stride(2) == 1 else o.contiguous().flatten(1)
+    out = torch.empty(M, weight.shape[0], dtype=o.dtype, device=o.device)
+    if M == 0:
+        return out
+    rope = None if positions is None else (positions, cos_sin, d)
+    # not on the way, as `linear` quantises: each head is read by many programs, and that took 5 us more for 8 tokens
+    quantized = None
+    if fp8_input and (rope is not None or M > QUANTIZE_ABOVE):
+        quantized = quantize(x, groups, pow2, rope)
+    elif rope is not None:
+        x = quantize(x, 1, pow2, rope, fp8=False)[0][0]
+    block = weight[: weight.shape[0] // groups]
+    large = quantized is not None and tiles is None and cublas_is_faster(M, *block.shape, fp8=True)
+    if large and scaled_mm_fits(block, out.dtype):
+        return _by_cublas(*quantized, weight, scale, groups)
+    launch_products(
+        x,
+        [(weight, scale, out)],
+        [],
+        fp8_input=fp8_input,
+        pow2=pow2,
+        quantized=quantized,
+        groups=groups,
+        tiles=tiles,
+    )
+    return out
+
+
+def _by_cublas(q: Tensor, q_scale: Tensor, weight: Tensor, scale: Tensor, groups: int) -> Tensor:
+    """Products by group of ``q [groups, M, K]`` with scales ``[M, groups * K / 128]``."""
+    M, rows = q.shape[1], weight.shape[0] // groups
+    parts = zip(q, q_scale.chunk(groups, dim=1), weight.chunk(groups), scale.chunk(groups), strict=True)
+    out = None
+    for g, (part, part_scale, block, block_scale) in enumerate(parts):
+        part, part_scale = whole_rows(part, part_scale)
+        if out is None:
+            out = torch.empty(len(part), groups * rows, dtype=torch.bfloat16, device=q.device)
+        scaled_mm(part, part_scale, block, block_scale, out[:, g * rows : (g + 1) * rows])
+    return out[:M]
+
+
+def _checked_shape(o: Tensor, groups: int, positions: Tensor | None, cos_sin: Tensor | None) -> tuple[int, int, int]:
+    if o.dim() != 3 or o.dtype not in _FLOATS or o.shape[1] % groups:
+        raise ValueError(
+            f"o must be [M, H, d] float32, bfloat16 or float16 with a multiple of {groups} heads, got "
+            f"{tuple(o.shape)} {o.dtype}"
+        )
+    if (positions is None) != (cos_sin is None):
+        raise ValueError("positions and cos_sin go together: give both, or neither to leave the heads unrotated")
+    if positions is None:
+        return o.shape
+    if positions.shape != (len(o),) or positions.is_floating_point():
+        raise ValueError(f"positions must be integers [{len(o)}], got {tuple(positions.shape)} {positions.dtype}")
+    d = o.shape[2]
+    if cos_sin.dim() != 2 or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous() or cos_sin.shape[1] > d:
+        raise ValueError(
+            f"cos_sin must be a contiguous float32 [positions, at most {d}], got {tuple(cos_sin.shape)} {cos_sin.dtype}"
+        )
+    if d % 2 or cos_sin.shape[1] % 2:
+        raise ValueError(f"pairs of channels are rotated: d and rope_dim must be even, got {d} and {cos_sin.shape[1]}")
+    return o.shape

@@ -1,0 +1,108 @@
+"""Manifold-constrained hyper-connections in plain torch: ``m`` residual streams, mixed around every sublayer.
+
+All of it is float32, and on GPUs the projection needs true float32 (no TF32): the mixing weights go through 20 rounds
+of Sinkhorn normalisation.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def stream_mix(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
+    """``fn @ rms_normed(flattened streams)``: ``[T, m, D]`` -> float32 ``[T, fn.shape[0]]``."""
+    flat = streams.float().flatten(1)
+    scale = torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
+    return F.linear(flat, fn) * scale
+
+
+def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """A nearly doubly stochastic ``[T, m, m]`` from logits: rows by softmax, then columns, then both in turn."""
+    m = logits.shape[-1]
+    same_row, same_column, floor = _sum_matrices(m, eps, logits.device)
+    # one product gives the sums already spread over the entries they divide: 1024 tokens take 0.5 ms instead of 2.0
+    mix = logits.softmax(-1).flatten(1) + eps
+    mix = mix / torch.addmm(floor, mix, same_column)
+    for _ in range(iterations - 1):
+        mix = mix / torch.addmm(floor, mix, same_row)
+        mix = mix / torch.addmm(floor, mix, same_column)
+    return mix.unflatten(1, (m, m))
+
+
+@cache
+@torch.inference_mode(False)
+def _part_sizes(m: int, device: torch.device) -> Tensor:
+    """Rows of the pre, post and comb parts."""
+    return torch.tensor([m, m, m * m], device=device)
+
+
+@cache
+@torch.inference_mode(False)
+def _sum_matrices(m: int, eps: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Matrices that sum a flattened ``[m, m]`` over its rows and over its columns, and ``eps`` as a vector."""
+    index = torch.arange(m * m)
+    same_row = (index[:, None] // m == index // m).float()
+    same_column = (index[:, None] % m == index % m).float()
+    return same_row.to(device), same_column.to(device), torch.full((m * m,), eps, device=device)
+
+
+def hc_pre(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    rms_eps: float,
+    hc_eps: float,
+    iterations: int,
+    norm: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Collapses the streams into a sublayer's input and decides how its output goes back.
+
+    Args:
+        streams: ``[T, m, D]``; fn: ``[(2 + m) m, m D]``; base: ``[(2 + m) m]``; scale: ``[3]``, all three float32
+            (checkpoint: ``hc_attn_*``, ``hc_ffn_*``; rows: m pre, m post, m x m comb).
+        rms_eps: of the norms; hc_eps: added to gates and sums; iterations: Sinkhorn rounds.
+        norm: float32 ``[D]``, weight of the RMS norm that follows; the input is normed then.
+
+    Returns:
+        x ``[T, D]`` in the streams' dtype, post float32 ``[T, m]``, comb float32 ``[T, m, m]``.
+    """
+    m = streams.shape[1]
+    scales = scale.repeat_interleave(_part_sizes(m, scale.device), output_size=len(base))
+    logits = torch.addcmul(base, stream_mix(streams, fn, rms_eps), scales)
+    gates, comb = logits.split([2 * m, m * m], dim=-1)
+    pre, post = torch.sigmoid(gates).split(m, dim=-1)
+    comb = sinkhorn(comb.unflatten(-1, (m, m)), iterations, hc_eps)
+    return _collapse(streams, pre + hc_eps, rms_eps, norm), 2 * post, comb
+
+
+def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """New streams ``X'_k = post_k y + sum_j comb[j, k] X_j``: the sum runs over the first index of ``comb``."""
+    mixed = torch.bmm(comb.transpose(1, 2), streams.float())
+    return torch.addcmul(mixed, post.unsqueeze(-1), y.float().unsqueeze(1)).to(streams.dtype)
+
+
+def hc_head(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    rms_eps: float,
+    hc_eps: float,
+    norm: Tensor | None = None,
+) -> Tensor:
+    """Collapses the streams at the end of the model: ``[T, m, D]`` -> ``[T, D]``, normed if ``norm`` is given."""
+    mix = stream_mix(streams, fn, rms_eps)
+    return _collapse(streams, torch.sigmoid(mix * scale + base) + hc_eps, rms_eps, norm)
+
+
+def _collapse(streams: Tensor, weights: Tensor, eps: float, norm: Tensor | None) -> Tensor:
+    x = torch.bmm(weights.unsqueeze(1), streams.float()).squeeze(1).to(streams.dtype)
+    if norm is None:
+        return x
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * norm).to(x.dtype)

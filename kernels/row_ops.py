@@ -1,0 +1,254 @@
+"""Device code that ops on rows share: RMS norm, rotation, quantisation, and writing an entry into a page.
+
+Rows are tiles ``[R, BLOCK]`` of float32 values that are exact in the row's dtype; channels from ``D`` on are zero.
+Arithmetic follows ``reference.norm_rope`` and ``reference.quant`` step by step: the bytes of a quantised row are
+equal to the reference's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+RECORDS = ("plain", "fp8_ds_mla", "index_fp8", "index_fp4")  # device code knows them by number
+_PLAIN, _FP8_DS_MLA, _INDEX_FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+# the interpreter truncates where hardware rounds, so that there everything is rounded by integer arithmetic
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr):
+    """float32 ``x`` rounded to ``DTYPE`` (nearest, ties to even), still float32."""
+    if DTYPE == tl.bfloat16 and _INTERPRETED:  # noqa: SIM300
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        return tl.where(x == x, rounded, bits | 0x400000).to(tl.float32, bitcast=True)
+    else:
+        return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def normed_rows(x, weight_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """``x * rsqrt(mean(x^2) + eps) [* weight]``; no weight if ``weight_ptr`` is None."""
+    y = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    if weight_ptr is not None:
+        channel = tl.arange(0, BLOCK)
+        y = y * tl.load(weight_ptr + channel, mask=channel < D, other=0)[None, :]
+    return round_to(y, DTYPE)
+
+
+@triton.jit
+def rotated_rows(
+    y,
+    position,
+    cos_sin_ptr,
+    max_positions,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Rotates the pairs of the last ``ROPE`` channels of row r at ``position[r]``; both D and ROPE are even."""
+    R: tl.constexpr = y.shape[0]
+    a, b = tl.split(tl.reshape(y, (R, BLOCK // 2, 2)))
+    pair = tl.arange(0, BLOCK // 2) - (D - ROPE) // 2
+    turns = ((pair >= 0) & (pair < ROPE // 2))[None, :]
+    known = turns & ((position >= 0) & (position < max_positions))[:, None]
+    row = cos_sin_ptr + position.to(tl.int64)[:, None] * ROPE + pair[None, :]
+    cos = tl.load(row, mask=known, other=1)
+    sin = tl.load(row + ROPE // 2, mask=known, other=0)
+    new_a, new_b = a * cos - b * sin, a * sin + b * cos
+    y = tl.reshape(tl.join(tl.where(turns, new_a, a), tl.where(turns, new_b, b)), (R, BLOCK))
+    return round_to(y, DTYPE)
+
+
+@triton.jit
+def hadamard_rows(y, BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr):
+    """``y @ H * BLOCK**-0.5`` for ``BLOCK = 2**STAGES`` channels, summed as ``reference.quant.hadamard`` does.
+
+    A stage adds and subtracts neighbours and puts sums before differences: the lowest bit of the channel becomes the
+    highest, so that after all stages every channel is back in its place.
+    """
+    R: tl.constexpr = y.shape[0]
+    for _ in tl.static_range(STAGES):
+        a, b = tl.split(tl.reshape(y, (R, BLOCK // 2, 2)))
+        y = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (R, BLOCK))
+    return round_to(y * BLOCK**-0.5, DTYPE)
+
+
+@triton.jit
+def to_e4m3(x, NATIVE_FP8: tl.constexpr):
+    """float32 as bytes of e4m3: to nearest, ties to even, saturating at 448."""
+    if NATIVE_FP8:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+        # below 2**-6 codes are multiples of 2**-9, the last place of 2**14
+        small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(size < 0x3C800000, small, normal)
+        code = tl.where(x == x, code, 0x7F)
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def from_e4m3(byte, NATIVE_FP8: tl.constexpr):
+    """Bytes of e4m3 as float32, exactly."""
+    if NATIVE_FP8:
+        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        code = byte.to(tl.int32)
+        # the same bits in float32's fields, whose exponent is biased by 120 more
+        value = (((code & 0x80) << 24) | ((code & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
+        return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def from_e8m0(byte):
+    """Bytes of e8m0 as float32 powers of two: 0 is 2**-127, 255 is NaN."""
+    bits = byte.to(tl.int32) << 23
+    bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, bits))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_e2m1(x):
+    """float32 as e2m1 codes ``sign << 3 | code``, int32; at a tie the even code."""
+    a = tl.abs(x)
+    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
+    code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
+    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def pow2_scales(x, FLOOR: tl.constexpr, MAX: tl.constexpr):
+    """e8m0 bytes (int32) and inverse scales of groups ``x [..., n]``: the power of two at or above ``amax / MAX``."""
+    # as integers, magnitudes are ordered and NaN is the largest: a group that holds one gets byte 255
+    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, x.shape.__len__() - 1).to(tl.float32, bitcast=True)
+    amax = tl.where(amax < FLOOR, FLOOR, amax)
+    bits = (amax * (1.0 / MAX)).to(tl.int32, bitcast=True)
+    byte = tl.where(bits > 0x7F800000, 255, (bits + 0x7FFFFF) >> 23)
+    inverse = ((254 - byte) << 23).to(tl.float32, bitcast=True)
+    inverse = tl.where(byte < 255, inverse, tl.where(bits > 0x7F800000, amax, 0.0))
+    return byte, inverse
+
+
+@triton.jit
+def store_rows(
+    y,
+    slot,
+    pool_ptr,
+    page_stride,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    NOPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RECORD: tl.constexpr,
+    PLAIN: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):
+    """Writes row r as the entry ``slot[r]`` (int64; nothing if negative) of a pool of bytes, ``N`` entries a page.
+
+    ``RECORD`` is the record's place in `RECORDS`, ``PLAIN`` the dtype of plain records, ``NOPE`` the quantised channels
+    of fp8_ds_mla.
+    """
+    R: tl.constexpr = y.shape[0]
+    channel = tl.arange(0, BLOCK)
+    used = (slot >= 0)[:, None]
+    entry = slot % N
+    page = pool_ptr + (slot // N) * page_stride
+    if RECORD == _PLAIN:
+        row = page.to(tl.pointer_type(PLAIN)) + entry * D
+        tl.store(row[:, None] + channel[None, :], round_to(y, PLAIN).to(PLAIN), mask=used & (channel < D)[None, :])
+    elif RECORD == _FP8_DS_MLA:
+        y = round_to(y, tl.bfloat16)
+        WIDTH: tl.constexpr = NOPE + 2 * (D - NOPE)
+        SCALES: tl.constexpr = (NOPE // 64 + 7) // 8 * 8
+        groups = tl.reshape(y, (R, BLOCK // 64, 64))
+        byte, inverse = pow2_scales(groups, 1e-4, 448.0)
+        code = to_e4m3(tl.reshape(groups * inverse[:, :, None], (R, BLOCK)), NATIVE_FP8)
+        row = page + entry * WIDTH
+        tl.store(row[:, None] + channel[None, :], code, mask=used & (channel < NOPE)[None, :])
+        rope = (row + NOPE).to(tl.pointer_type(tl.bfloat16))
+        inside = used & ((channel >= NOPE) & (channel < D))[None, :]
+        tl.store(rope[:, None] + (channel - NOPE)[None, :], y.to(tl.bfloat16), mask=inside)
+        scales = page + N * WIDTH + entry * SCALES
+        group = tl.arange(0, BLOCK // 64)
+        inside = used & (group < NOPE // 64)[None, :]
+        tl.store(scales[:, None] + group[None, :], byte.to(tl.uint8), mask=inside)
+        rest = NOPE // 64 + tl.arange(0, 8)
+        zero = tl.zeros((R, 8), tl.uint8)
+        tl.store(scales[:, None] + rest[None, :], zero, mask=used & (rest < SCALES)[None, :])
+    elif RECORD == _INDEX_FP8:
+        y = round_to(y, tl.bfloat16)
+        byte, inverse = pow2_scales(y, 1e-4, 448.0)
+        code = to_e4m3(y * inverse[:, None], NATIVE_FP8)
+        tl.store((page + entry * D)[:, None] + channel[None, :], code, mask=used & (channel < D)[None, :])
+        bits = tl.where(byte == 255, tl.where(inverse == 0, 0x7F800000, 0x7FC00000), byte << 23)
+        tl.store((page + N * D).to(tl.pointer_type(tl.int32)) + entry, bits, mask=slot >= 0)
+    else:
+        groups = tl.reshape(round_to(y, tl.bfloat16), (R, BLOCK // 32, 32))
+        byte, inverse = pow2_scales(groups, 6.0 * 2.0**-126, 6.0)
+        code = to_e2m1(groups * inverse[:, :, None])
+        low, high = tl.split(tl.reshape(code, (R, BLOCK // 2, 2)))
+        pair = tl.arange(0, BLOCK // 2)
+        row = page + entry * (D // 2)
+        inside = used & (pair < D // 2)[None, :]
+        tl.store(row[:, None] + pair[None, :], (low | (high << 4)).to(tl.uint8), mask=inside)
+        group = tl.arange(0, BLOCK // 32)
+        scales = page + N * (D // 2) + entry * (D // 32)
+        inside = used & (group < D // 32)[None, :]
+        tl.store(scales[:, None] + group[None, :], byte.to(tl.uint8), mask=inside)
+
+
+def entry_constants(record: Any, pool: Tensor, page_entries: int) -> dict[str, Any]:
+    """What `store_rows` needs to know about a pool: its constants ``N, NOPE, RECORD, PLAIN``.
+
+    Raises:
+        ValueError: a record or a pool that is not supported.
+    """
+    need = page_entries * record.entry_bytes
+    if record.name not in RECORDS:
+        raise ValueError(f"records that are written are {', '.join(RECORDS)}, got {record.name!r}")
+    if pool.dim() != 2 or pool.dtype != torch.uint8 or pool.stride(1) != 1 or pool.shape[1] < need:
+        raise ValueError(
+            f"a pool of {page_entries} entries per page must be uint8 [pages, at least {need}] with contiguous pages, "
+            f"got {tuple(pool.shape)} {pool.dtype}, strides {pool.stride()}"
+        )
+    dtype = record.dtype if record.name == "plain" else torch.bfloat16
+    unit = {"plain": dtype.itemsize, "fp8_ds_mla": 2, "index_fp8": 4, "index_fp4": 1}[record.name]
+    if pool.stride(0) % unit or pool.data_ptr() % unit:
+        raise ValueError(
+            f"pages of {record.name} must start at multiples of {unit} bytes, got a page stride of {pool.stride(0)} "
+            f"and an address of {pool.data_ptr()}"
+        )
+    nope = record.nope_dim if record.name == "fp8_ds_mla" else record.dim
+    return {"N": page_entries, "NOPE": nope, "RECORD": RECORDS.index(record.name), "PLAIN": TRITON_DTYPES[dtype]}
+
+
+def row_block(dim: int, cos_sin: Tensor) -> int:
+    """Tile width for rows of ``dim`` channels; checks that pairs can be rotated.
+
+    Raises:
+        ValueError: an odd number of channels, or more rotated ones than there are.
+    """
+    rope = cos_sin.shape[1]
+    if dim % 2 or rope % 2 or rope > dim or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
+        raise ValueError(
+            f"rows of {dim} channels with {rope} rotated ones: both must be even, and cos_sin a contiguous float32 "
+            f"table [positions, rotated channels], got {cos_sin.dtype} {tuple(cos_sin.shape)}"
+        )
+    return max(64, triton.next_power_of_2(dim))
+
+
+def native_fp8(device: torch.device) -> bool:
+    """Whether the GPU converts to e4m3 itself: from compute capability 8.9 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,247 @@
+"""Triton device code of `step_indices`: one program per row of indices, or per block of tokens with one slot each.
+
+Block tables are passed as ``(pointer, row stride, column stride, requests, pages)``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _slots(entry, req, table, N: tl.constexpr):
+    """int64 slots of int64 entries ``[K]`` of request ``req`` (one, or one per entry); -1 where there is none."""
+    block = entry // N
+    known = (entry >= 0) & (block < table[4]) & (req >= 0) & (req < table[3])
+    at = table[0] + (req * table[1] + block * table[2])
+    page = tl.load(at, mask=known, other=-1).to(tl.int64)
+    return tl.where(page >= 0, page * N + entry % N, -1)
+
+
+@triton.jit
+def _is_valid(valid_ptr, t):
+    """Whether token ``t`` is no padding; all are valid without ``valid_ptr``."""
+    if valid_ptr is None:
+        return t >= 0
+    else:
+        return tl.load(valid_ptr + t) != 0
+
+
+@triton.jit
+def _window_row(
+    t, pos, req, valid, table, out_ptr, lens_ptr, WINDOW: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr
+):
+    """Row ``t`` of the window's slots: positions ``max(pos - WINDOW + 1, 0) .. pos``, then -1."""
+    length = tl.where(valid, tl.minimum(tl.maximum(pos + 1, 0), WINDOW), 0)
+    first = tl.maximum(pos - (WINDOW - 1), 0)
+    column = tl.arange(0, TILE)
+    entry = tl.where(column < length, first + column, -1)
+    tl.store(out_ptr + t * WINDOW + column, _slots(entry, req, table, N).to(tl.int32), mask=column < WINDOW)
+    tl.store(lens_ptr + t, length.to(tl.int32))
+
+
+@triton.jit
+def _entries_row(
+    t,
+    pos,
+    req,
+    valid,
+    first,
+    table,
+    out_ptr,
+    lens_ptr,
+    WIDTH: tl.constexpr,
+    RATIO: tl.constexpr,
+    N: tl.constexpr,
+    PAGED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Columns from ``first`` on of row ``t`` of all closed entries: their slots, or themselves if not ``PAGED``."""
+    length = tl.where(valid, tl.minimum(tl.maximum((pos + 1) // RATIO, 0), WIDTH), 0)
+    column = first + tl.arange(0, TILE)
+    entry = tl.where(column < length, column, -1).to(tl.int64)
+    if PAGED:
+        entry = _slots(entry, req, table, N)
+    tl.store(out_ptr + t * WIDTH + column, entry.to(tl.int32), mask=column < WIDTH)
+    if first == 0:
+        tl.store(lens_ptr + t, length.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["T"])
+def token_slots_kernel(
+    positions_ptr, own_ptr, req_ptr, table, out_ptr, T, RATIO: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr
+):
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    inside = t < T
+    pos = tl.load(positions_ptr + t, mask=inside, other=-1).to(tl.int64)
+    req = tl.load(req_ptr + t, mask=inside, other=-1).to(tl.int64)
+    if own_ptr is not None:
+        written = ((pos + 1) % RATIO == 0) & (tl.load(own_ptr + t, mask=inside, other=-1) >= 0)
+        pos = tl.where(written & (pos >= 0), pos // RATIO, -1)
+    tl.store(out_ptr + t, _slots(pos, req, table, N), mask=inside)
+
+
+@triton.jit
+def window_kernel(
+    positions_ptr,
+    req_ptr,
+    valid_ptr,
+    table,
+    out_ptr,
+    lens_ptr,
+    WINDOW: tl.constexpr,
+    N: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    pos = tl.load(positions_ptr + t).to(tl.int64)
+    req = tl.load(req_ptr + t).to(tl.int64)
+    _window_row(t, pos, req, _is_valid(valid_ptr, t), table, out_ptr, lens_ptr, WINDOW, N, TILE)
+
+
+@triton.jit
+def entries_kernel(
+    positions_ptr,
+    req_ptr,
+    valid_ptr,
+    table,
+    out_ptr,
+    lens_ptr,
+    WIDTH: tl.constexpr,
+    RATIO: tl.constexpr,
+    N: tl.constexpr,
+    PAGED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    pos = tl.load(positions_ptr + t).to(tl.int64)
+    req = pos
+    if PAGED:
+        req = tl.load(req_ptr + t).to(tl.int64)
+    first = tl.program_id(1) * TILE
+    valid = _is_valid(valid_ptr, t)
+    _entries_row(t, pos, req, valid, first, table, out_ptr, lens_ptr, WIDTH, RATIO, N, PAGED, TILE)
+
+
+@triton.jit
+def global_kernel(
+    topk_ptr,
+    req_ptr,
+    valid_ptr,
+    table,
+    out_ptr,
+    lens_ptr,
+    topk_stride,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    req = tl.load(req_ptr + t).to(tl.int64)
+    count = tl.zeros((), tl.int32)
+    for first in tl.static_range(0, K, TILE):
+        column = first + tl.arange(0, TILE)
+        entry = tl.load(topk_ptr + t * topk_stride + column, mask=column < K, other=-1).to(tl.int64)
+        slot = _slots(entry, req, table, N)
+        tl.store(out_ptr + t * K + column, slot.to(tl.int32), mask=column < K)
+        count += tl.sum((slot >= 0).to(tl.int32), 0)
+    tl.store(lens_ptr + t, tl.where(_is_valid(valid_ptr, t), count, 0))
+
+
+@triton.jit(do_not_specialize=["c", "M", "window_row"])
+def combine_kernel(
+    topk_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    gather_lens_ptr,
+    out_ptr,
+    lens_ptr,
+    c,
+    M,
+    window_row,
+    topk_stride,
+    WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    RATIO: tl.constexpr,
+    TOPK: tl.constexpr,
+    TILE: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    base = tl.load(query_start_ptr).to(tl.int64)
+    r = tl.arange(0, REQUESTS)
+    end = tl.load(query_start_ptr + r + 1, mask=r < c, other=0).to(tl.int64) - base
+    owner = tl.sum(((r < c) & (end <= t)).to(tl.int32), 0)
+    req = tl.minimum(owner, c - 1)
+    length = tl.load(seq_lens_ptr + req).to(tl.int64)
+    pos = length - (tl.load(query_start_ptr + req + 1).to(tl.int64) - base) + t
+    oldest = tl.maximum(pos - (WINDOW - 1), 0)
+    entries = tl.zeros((), tl.int64)
+    if RATIO > 0:
+        entries = tl.minimum(tl.maximum((pos + 1) // RATIO, 0), TOPK)
+    total = tl.where(owner < c, entries + pos - oldest + 1, 0)
+    row = req.to(tl.int64) * M
+    window = row + window_row + oldest - (length - tl.load(gather_lens_ptr + req).to(tl.int64)) - entries
+    for first in tl.static_range(0, WIDTH, TILE):
+        column = first + tl.arange(0, TILE)
+        index = window + column
+        if first < TOPK:
+            chosen = column < tl.minimum(entries, total)
+            entry = tl.load(topk_ptr + t * topk_stride + column, mask=chosen, other=-1).to(tl.int64)
+            index = tl.where(column < entries, tl.where(entry >= 0, row + entry, -1), index)
+        index = tl.where(column < total, index, -1)
+        tl.store(out_ptr + t * WIDTH + column, index.to(tl.int32), mask=column < WIDTH)
+    tl.store(lens_ptr + t, total.to(tl.int32))
+
+
+@triton.jit
+def _group_row(
+    t,
+    pos,
+    req,
+    valid,
+    own,
+    task,
+    table,
+    outs,
+    RATIO: tl.constexpr,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Task 0 of a ratio: the slot that token ``t`` writes. Task i: the i-th tile of its row of entries, if any."""
+    if task == 0:
+        written = ((pos + 1) % RATIO == 0) & (own >= 0)
+        tl.store(outs[0] + t, _slots(tl.where(written, pos // RATIO, -1), req, table, N))
+    if task >= 0 and task * TILE < WIDTH:
+        _entries_row(t, pos, req, valid, task * TILE, table, outs[1], outs[2], WIDTH, RATIO, N, True, TILE)
+
+
+@triton.jit
+def decode_step_kernel(
+    positions_ptr,
+    req_ptr,
+    valid_ptr,
+    window_table,
+    window_outs,
+    tables,
+    outs,
+    WINDOW: tl.constexpr,
+    WINDOW_PAGE: tl.constexpr,
+    WINDOW_TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    task = tl.program_id(1)
+    pos = tl.load(positions_ptr + t).to(tl.int64)
+    req = tl.load(req_ptr + t).to(tl.int64)
+    valid = _is_valid(valid_ptr, t)
+    own = _slots(tl.where(valid, pos, -1), req, window_table, WINDOW_PAGE)
+    if task == 0:
+        tl.store(window_outs[0] + t, own)
+        _window_row(t, pos, req, valid, window_table, window_outs[1], window_outs[2], WINDOW, WINDOW_PAGE, WINDOW_TILE)
+    for g in tl.static_range(len(GROUPS)):
+        _group_row(t, pos, req, valid, own, task - GROUPS[g][3], tables[g], outs[g], GROUPS[g][0], GROUPS[g][1],
+                   GROUPS[g][2], TILE)  # fmt: skip
