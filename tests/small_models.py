@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
+from deepseek_attn.attention import DeepseekV4MLAAttention
 from deepseek_attn.checkpoint import CheckpointSource, RandomSource
 from deepseek_attn.config import ModelConfig
-from deepseek_attn.indexer import Indexer
 from deepseek_attn.models.moe import Gate
 from deepseek_attn.runner import ModelRunner
 from tests.oracle_transformers import OracleOutput
@@ -83,18 +83,19 @@ def recorded_choices(runner: ModelRunner) -> Iterator[OracleOutput]:
 
         return hook
 
-    def indexer_hook(layer: int):
+    def attention_hook(layer: int):
         def hook(module, args, result):
-            step, rows = args[2], args[3]
-            entries = torch.arange(int(step.positions.max() + 1) // module.spec.ratio)
-            found.entries[layer] = (rows.unsqueeze(2) == entries).any(1)
+            if module.indexer is not None:
+                rows = module.topk_indices_buffer[: len(args[0])]
+                entries = torch.arange(int(module.step.positions.max() + 1) // module.spec.ratio)
+                found.entries[layer] = (rows.unsqueeze(2) == entries).any(1)
 
         return hook
 
     hooks = []
     for index, block in runner.model.layers.items():
         for module in block.modules():
-            hook = {Gate: gate_hook, Indexer: indexer_hook}.get(type(module))
+            hook = {Gate: gate_hook, DeepseekV4MLAAttention: attention_hook}.get(type(module))
             if hook:
                 hooks.append(module.register_forward_hook(hook(int(index))))
     try:

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from deepseek_attn.bench import fill_caches, past, time_layer
+from deepseek_attn.bench_ops import time_case
 from deepseek_attn.cli import main
+from deepseek_attn.opbench.case import OpCase
 from deepseek_attn.runner import ModelRunner
+from deepseek_attn.timing import Spread
 
 OPTIONS = {"max_model_len": 700, "max_num_seqs": 3, "max_num_batched_tokens": 64, "attention_only": True}
 
@@ -24,7 +27,7 @@ def test_time_layer(preset, layer, device):
     attention.register_forward_hook(lambda module, args, out: seen.append((args[0].clone(), args[-1], out)))
     timing = time_layer(runner, layer, batch=3, tokens=1, context=601, repeats=5, warmup=2)
     assert (timing.layer, timing.mode, timing.batch, timing.context) == (f"layers.{layer}", "decode", 3, 601)
-    assert 0 < timing.low <= timing.milliseconds <= timing.high
+    assert 0 < timing.low <= timing.microseconds <= timing.high
     assert len(seen) == 7
     assert all((step.positions == 600).all() for _, step, _ in seen)
     assert all(out.isfinite().all() and out.abs().sum() > 0 for _, _, out in seen)
@@ -110,3 +113,67 @@ def test_command(model, kinds, capsys):
 def test_wrong_command(args, message, capsys):
     assert main(["bench", "layer", "--device", "cpu", *args]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_model_step(capsys, tmp_path):
+    args = [
+        "bench",
+        "model",
+        "--device",
+        "cpu",
+        "--repeats",
+        "2",
+        "--batch",
+        "1,3",
+        "--context",
+        "200",
+        "--experts",
+        "4",
+    ]
+    assert main([*args, "--plot", str(tmp_path / "times.svg")]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(row["batch"], row["context"], row["graph"]) for row in report["rows"]] == [
+        (1, 200, False),
+        (3, 200, False),
+    ]
+    assert (report["layers"], report["experts"]) == (6, 4)
+    for row in report["rows"]:
+        assert 0 < row["low"] <= row["microseconds"] <= row["high"]
+        assert row["tokens_per_second"] == pytest.approx(row["batch"] / row["microseconds"] * 1e6)
+    assert "microseconds" in (tmp_path / "times.svg").read_text()
+
+
+def test_graphs_need_a_gpu(capsys):
+    for what in ("layer", "model"):
+        assert main(["bench", what, "--device", "cpu", "--graph", "--repeats", "1"]) == 2
+        assert "GPU" in capsys.readouterr().err
+    assert main(["bench", "op", "--device", "cpu"]) == 2
+    assert "the ops are Triton kernels" in capsys.readouterr().err
+
+
+def test_an_op_is_timed_on_sets_that_exceed_the_cache(device):
+    made, calls = [], []
+
+    def make(device, seed):
+        made.append(seed)
+        return torch.full((1 << 20,), float(seed), device=device), [torch.zeros(3, device=device)]
+
+    def double(x, rest):
+        calls.append(x)
+        return x * 2
+
+    case = OpCase("double", "1 MiB", make, {"ours": double, "theirs": torch.add}, bytes=8 << 20, flops=1 << 20)
+    case.run["theirs"] = lambda x, rest: torch.add(x, x)
+    found = list(time_case(case, device, 4, {"copy": 1e12, "bf16": 1e12}))
+    assert [timing.implementation for timing in found] == ["ours", "theirs"]
+    assert made == list(range(17 if device.type == "cuda" else 1))
+    assert calls
+    for timing in found:
+        assert timing.bytes_per_second == pytest.approx((8 << 20) / timing.microseconds * 1e6)
+        assert timing.share == pytest.approx(timing.bytes_per_second / 1e12)
+
+
+def test_spread():
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
+    assert Spread.of([1.0, 2.0]) == Spread(1.5, pytest.approx(1.1), pytest.approx(1.9))
+    assert Spread.of([float(i) for i in range(101)]) == Spread(50.0, pytest.approx(10.0), pytest.approx(90.0))

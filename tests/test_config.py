@@ -212,7 +212,7 @@ def test_layer_type_decides_overlap_and_indexer_whatever_the_rate(tiny_hf):
     assert ModelConfig.from_dict(config.to_dict()) == config
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny_gpu", "v4_flash", "v4_pro"])
+@pytest.mark.parametrize("name", ["small", "tiny", "tiny_gpu", "v4_flash", "v4_pro"])
 def test_what_transformers_makes_of_a_published_config(name, tmp_path):
     transformers = pytest.importorskip("transformers", minversion="5.17")
     published = ModelConfig.from_preset(name)
@@ -272,10 +272,10 @@ def test_unknown_keys_are_dropped(tiny):
 
 
 def test_preset_names():
-    assert preset_names() == ["tiny", "tiny_gpu", "tiny_v32", "v32", "v4_flash", "v4_pro"]
+    assert preset_names() == ["small", "tiny", "tiny_gpu", "tiny_v32", "v32", "v4_flash", "v4_pro"]
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny_gpu", "v4_flash", "v4_pro"])
+@pytest.mark.parametrize("name", ["small", "tiny", "tiny_gpu", "v4_flash", "v4_pro"])
 def test_preset_round_trip(name, tmp_path):
     config = ModelConfig.from_preset(name)
     assert config.to_dict() == raw_preset(name)
@@ -483,11 +483,11 @@ def test_not_an_object():
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(ValueError, match=r"no directory, JSON file or preset \(tiny, tiny_gpu, tiny_v32, "):
+    with pytest.raises(ValueError, match=r"no directory, JSON file or preset \(small, tiny, tiny_gpu, tiny_v32, "):
         ModelConfig.from_pretrained(tmp_path / "absent")
     with pytest.raises(ValueError, match=r"no config\.json in directory"):
         ModelConfig.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="unknown preset 'huge': available are tiny,"):
+    with pytest.raises(ValueError, match="unknown preset 'huge': available are small,"):
         ModelConfig.from_preset("huge")
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "deepseek_v4",\n "vocab_size": }')

@@ -14,7 +14,7 @@ PACKAGES = {"deepseek_attn": "deepseek_attn", "kernels": "deepseek_attn.kernels"
 FOLDERS = ("benchmarks", "configs", "deepseek_attn", "docs", "examples", "kernels", "models", "scripts", "tests")
 TEXT = {".py", ".md", ".toml", ".json", ".cfg", ".yml", ".yaml", ".txt", ".sh", ""}
 # Upper layers, top first. Nothing below imports them; the package itself only names them (lazily).
-UPPER = ("bench", "cli", "engine", "planner", "runner", "models")
+UPPER = ("__main__", "bench", "bench_model", "cli", "engine", "experiments", "planner", "runner", "training", "models")
 
 
 def module_files():
@@ -73,11 +73,13 @@ def test_the_core_imports_nothing_above_it():
 @pytest.mark.parametrize(
     ("layer", "above"),
     [
-        ("models", ("runner", "planner", "bench", "engine", "cli")),
-        ("runner", ("planner", "bench", "engine", "cli")),
+        ("models", ("runner", "planner", "bench", "engine", "training", "cli")),
+        ("runner", ("planner", "bench", "engine", "training", "cli")),
+        ("training", ("planner", "bench", "engine", "experiments", "cli")),
         ("planner", ("bench", "engine", "cli")),
         ("bench", ("engine", "cli")),
         ("engine", ("cli",)),
+        ("experiments", ("cli",)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -14,6 +14,9 @@ import torch
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config import ModelConfig
 from deepseek_attn.impls import get_impl
+from deepseek_attn.kernels.available import plain_torch
+from deepseek_attn.kernels.reference import compress
+from deepseek_attn.kernels.reference.norm_rope import apply_rope
 from deepseek_attn.metadata import MetadataBuilder, StepInput
 from deepseek_attn.runner import ModelRunner
 from tests.small_models import assert_close, prompt, small_config, small_runner
@@ -127,19 +130,23 @@ def test_phase_of_queries_and_window_keys(stack, ratio, position):
 @pytest.mark.parametrize(
     ("ratio", "kind"), [*((ratio, "compressed") for ratio in RATIOS[1:]), pytest.param(4, "index", id="4-index")]
 )
-def test_phase_of_compressed_entries(stack, ratio, kind):
+def test_phase_of_compressed_entries(stack, ratio, kind, monkeypatch):
     """An entry is rotated at its window's first token, also when it pools the window before."""
     layer, plain = stack.layer(ratio), []
-    norm = (layer.compressor if kind == "compressed" else layer.indexer.compressor).norm
-    hook = norm.register_forward_hook(lambda module, args, result: plain.append(result.clone()))
-    try:
+
+    def recorded(x, turns):
+        plain.append(x.clone())
+        return apply_rope(x, turns)
+
+    monkeypatch.setattr(compress, "apply_rope", recorded)
+    with plain_torch():
         stack.forward(ratio, FAR)
-    finally:
-        hook.remove()
+    assert len(plain) == len(layer.compressors)
+    before = plain[0 if kind == "compressed" else 1]
     entry, first = stack.entry(ratio, FAR, kind), FAR + 1 - ratio
-    assert_close(entry, rotated(plain[0], angles(stack.config, ratio, first)), FAR_TOLERANCE)
+    assert_close(entry, rotated(before, angles(stack.config, ratio, first)), FAR_TOLERANCE)
     for wrong in (first // ratio, FAR, first - ratio):
-        assert (entry - rotated(plain[0], angles(stack.config, ratio, wrong))).abs().max() > 0.1
+        assert (entry - rotated(before, angles(stack.config, ratio, wrong))).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("position", [1, 127, FAR])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from deepseek_attn.cache.layout import WINDOW
-from deepseek_attn.cache.pools import Pool
+from deepseek_attn.cache.records import Record
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.runner import ModelRunner, Sequence
 from tests.oracle_dense import DenseOracle
@@ -141,21 +141,21 @@ def test_quantised_layer_token_by_token(ratio, numerics):
 
 
 class CacheWrites:
-    """What the layers hand to their pools, beside what the pools make of it."""
+    """What is handed to the pools' records, beside what they make of it."""
 
     def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch):
         self.runner, self.rows = runner, {}
+        specs = {pool.tensor.data_ptr(): pool.spec for pool in runner.pools if pool.record is not None}
         for pool in runner.pools:
             if pool.record is not None:
                 self.rows[pool.spec] = torch.zeros(len(pool.tensor) * pool.entries, pool.record.dim)
-                monkeypatch.setattr(pool, "insert", self.recording(pool), raising=False)
+        original = Record.insert
 
-    def recording(self, pool: Pool):
-        def insert(slots, rows):
-            pool.record.insert(pool.tensor, pool.entries, slots, rows)
-            self.rows[pool.spec][slots[slots >= 0]] = rows[slots >= 0].float()
+        def insert(record, pool, n, slots, rows):
+            original(record, pool, n, slots, rows)
+            self.rows[specs[pool.data_ptr()]][slots[slots >= 0]] = rows[slots >= 0].float()
 
-        return insert
+        monkeypatch.setattr(Record, "insert", insert)
 
     def of(self, sequence: Sequence) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """By kind of pool of the only layer: (rows handed in, stored bytes) of each entry; states have no bytes."""

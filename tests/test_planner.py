@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from deepseek_attn.attention import DeepseekV4MLAAttention
 from deepseek_attn.config import ModelConfig
-from deepseek_attn.numerics import PRESETS
+from deepseek_attn.numerics import PRESETS, numerics_for
 from deepseek_attn.planner import largest, make_plan, sequences_that_fit, tokens_that_fit
 from deepseek_attn.runner import ModelRunner
 
@@ -39,6 +41,53 @@ def test_plan_equals_allocation_for_other_schedules(schedule):
     runner = ModelRunner.from_config(config, numerics="serving", dtype="bfloat16", device="cpu", **LIMITS)
     plan = make_plan(config, PRESETS["serving"], torch.bfloat16, *LIMITS.values())
     assert plan.caches == runner.pools.nbytes()
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny_v32"])
+@pytest.mark.parametrize("numerics", ["exact", "serving"])
+def test_plan_equals_allocation_with_a_budget_and_snapshots(preset, numerics):
+    config = ModelConfig.from_preset(preset)
+    options = {"max_snapshots": 5, "kv_cache_bytes": 30_000_000}
+    runner = ModelRunner.from_config(config, numerics=numerics, dtype="float32", device="cpu", **LIMITS, **options)
+    plan = make_plan(config, numerics_for(config, numerics), torch.float32, *LIMITS.values(), **options)
+    assert plan.caches == runner.pools.nbytes() <= 30_000_000
+    assert plan.layout.capacity >= LIMITS["max_model_len"]
+
+
+@pytest.mark.parametrize("preset", ["tiny", "v4_flash", "v32"])
+def test_a_budget_is_used_up(preset):
+    """One page more of any group that grows with the tokens would not fit, or the groups hold what others cannot."""
+    config = ModelConfig.from_preset(preset)
+    numerics = numerics_for(config, "serving")
+    least = make_plan(config, numerics, torch.bfloat16, 4096, 4, 512, kv_cache_bytes=1 << 50).layout
+    for budget in (2 << 30, 3 << 30, 10 << 30):
+        layout = make_plan(config, numerics, torch.bfloat16, 4096, 4, 512, kv_cache_bytes=budget).layout
+        page = sum(pool.page_bytes for pool in layout.pools if pool.group in layout.growing)
+        assert budget - page < layout.nbytes() <= budget
+        assert 4096 <= layout.capacity < least.capacity
+
+
+def test_a_budget_for_less_than_one_sequence_is_refused():
+    config = ModelConfig.from_preset("v4_flash")
+    arguments = (config, PRESETS["serving"], torch.bfloat16, 65536, 8, 2048)
+    with pytest.raises(ValueError, match=r"kv_cache_bytes=1000 is too little: .* take (\d+) bytes") as error:
+        make_plan(*arguments, kv_cache_bytes=1000)
+    least = int(re.search(r"take (\d+) bytes", str(error.value))[1])
+    plan = make_plan(*arguments, kv_cache_bytes=least)
+    assert plan.caches <= least
+    assert plan.layout.capacity >= 65536
+    with pytest.raises(ValueError, match="too little"):
+        make_plan(*arguments, kv_cache_bytes=least - 1)
+
+
+def test_snapshots_cost_what_the_plan_says():
+    config = ModelConfig.from_preset("v4_flash")
+    plans = [
+        make_plan(config, PRESETS["serving"], torch.bfloat16, 8192, 2, 2048, max_snapshots=count) for count in (0, 7)
+    ]
+    assert plans[1].caches - plans[0].caches == plans[1].snapshots - plans[0].snapshots
+    assert plans[0].snapshots == 0
+    assert plans[1].snapshots / 7 < 6e6  # a ring page alone would be 16 MB
 
 
 def test_fixed_and_marginal_parts_add_up():

@@ -627,8 +627,8 @@ def test_some_layers_or_their_attention_only():
 
 
 def test_unknown_backends_are_refused():
-    with pytest.raises(ValueError, match=r"unknown sparse MLA kernels 'triton': supported are auto"):
-        make_runner(small(), backend="triton")
+    with pytest.raises(ValueError, match=r"unknown sparse MLA kernels 'tritonn': supported are auto"):
+        make_runner(small(), backend="tritonn")
 
 
 def test_safetensors_source_reads_published_scales(tmp_path):

@@ -11,13 +11,14 @@ from deepseek_attn.cache.layout import make_layout
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config import ModelConfig, RopeSpec
 from deepseek_attn.indexer_v32 import LayerNorm
+from deepseek_attn.kernels.reference.index_query import apply_rope_half_split
 from deepseek_attn.linear import checkpoint_slots
 from deepseek_attn.metadata import StepInput
 from deepseek_attn.metadata_v32 import TokenMetadataBuilder
 from deepseek_attn.models.moe import GroupLimitedGate
 from deepseek_attn.numerics import get_numerics, numerics_for
 from deepseek_attn.planner import make_plan
-from deepseek_attn.rope import RotaryTable, apply_rope, apply_rope_half_split
+from deepseek_attn.rope import RotaryTable, apply_rope
 from deepseek_attn.runner import ModelRunner
 
 SPEC = RopeSpec(10000.0, 8)

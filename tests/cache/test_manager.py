@@ -6,7 +6,14 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from deepseek_attn.cache.layout import STATE, WINDOW, WINDOW_PAGE, make_layout, ratio_group
+from deepseek_attn.cache.layout import (
+    STATE,
+    WINDOW,
+    WINDOW_PAGE,
+    make_layout,
+    ratio_group,
+    window_pages_per_sequence,
+)
 from deepseek_attn.cache.manager import NULL_PAGE, CacheManager, OutOfPages, PageAllocator, SequenceCache
 from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.cache.records import PlainRecord
@@ -231,6 +238,19 @@ def test_low_water_follows_the_longest_length_and_never_falls():
             assert manager.truncate(cache, n) == n
         marks.append((cache.num_tokens, cache.low_water))
     assert marks == [(3, 0), (7, 2), (4, 2), (5, 2), (11, 6), (6, 6), (15, 10)]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 63, 64, 255, 256, 259, 260, 300, 520])
+def test_pages_needed_are_those_that_a_sequence_holds(tokens):
+    """What admission counts with; of the window, what a sequence holds at most."""
+    manager = make_manager(ratios=(4, 16), max_num_batched_tokens=600)
+    cache = manager.create()
+    advance(manager, cache, range(tokens))
+    needed, held = manager.pages_needed(tokens), manager.held_pages(cache)
+    assert held == used(manager)
+    assert {group: needed[group] for group in (STATE, C4, C16)} == {group: held[group] for group in (STATE, C4, C16)}
+    assert held[WINDOW] <= needed[WINDOW] <= window_pages_per_sequence(13, 5)
+    manager.free(cache)
 
 
 # truncate

@@ -5,7 +5,7 @@ import re
 import torch
 
 from deepseek_attn.checkpoint import CheckpointSource, RandomSource, TensorInfo, hf_name
-from deepseek_attn.checkpoint.random import published_tensors
+from deepseek_attn.checkpoint.published import published_tensors
 from deepseek_attn.config import ModelConfig
 from deepseek_attn.linear import WeightSlot
 

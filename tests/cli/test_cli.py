@@ -92,17 +92,6 @@ def test_generate_from_standard_input_and_chat(checkpoint):
     assert again.stdout == done.stdout
 
 
-def test_generate_without_a_model_makes_one_in_the_cache_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert main(["generate", "--prompt", "x", "--max-tokens", "3", "--seed", "1"]) == 0
-    made = list(tmp_path.glob("deepseek-attn/*/config.json"))
-    assert len(made) == 1
-    stamp = made[0].stat().st_mtime_ns
-    assert main(["generate", "--prompt", "x", "--max-tokens", "3", "--seed", "1"]) == 0
-    assert made[0].stat().st_mtime_ns == stamp
-    assert "random weights" in capsys.readouterr().err
-
-
 def test_info_json_names_every_backend_with_a_reason(capsys):
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -223,6 +212,36 @@ def test_make_checkpoint_refuses_a_full_directory(checkpoint, capsys):
     assert main(["make-checkpoint", "--out", str(checkpoint)]) == 2
     assert "not an empty directory" in capsys.readouterr().err
     assert sorted(path.name for path in checkpoint.iterdir()) == before
+
+
+def test_plan_with_a_budget_and_snapshots(capsys):
+    flags = ["--model", "tiny", "--max-model-len", "1000", "--kv-cache-bytes", "40MB", "--max-snapshots", "3"]
+    assert main(["plan", *flags, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert 39e6 < facts["caches"] <= 40e6
+    assert facts["capacity"] > 1000
+    assert facts["snapshots"] > 0
+    assert main(["plan", *flags]) == 0
+    assert "tokens that the caches hold" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--kv-cache-bytes", "1MB"], "kv_cache_bytes=1000000 is too little"),
+        (["--max-snapshots", "-1"], "max_snapshots=-1: must be at least 0"),
+    ],
+)
+def test_wrong_plan_input(flags, message, capsys):
+    assert main(["plan", "--model", "tiny", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_amount_of_memory_that_is_none(capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["plan", "--kv-cache-bytes", "lots"])
+    assert error.value.code == 2
+    assert "is no amount of memory" in capsys.readouterr().err
 
 
 def test_unknown_flags_exit_with_2():

@@ -7,8 +7,9 @@ import torch
 
 from deepseek_attn import LLM, ModelConfig, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
-from deepseek_attn.engine.loop import plan_step, run_requests
-from deepseek_attn.engine.request import Request
+from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.request import Request, RequestFailed
+from deepseek_attn.engine.stats import StepStats
 
 OPTIONS = {"device": "cpu", "max_model_len": 200, "max_num_seqs": 3, "max_num_batched_tokens": 40, "progress": False}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -59,7 +60,7 @@ def test_batch_equals_each_alone(llm, free_pages):
     together = llm.generate(batch, params)
     for index, (prompt, p) in enumerate(zip(batch, params, strict=True)):
         request = Request.create(llm.runner, llm.tokenizer, prompt, p, index)
-        for _ in run_requests(llm.runner, [request]):
+        for _ in llm.engine.run([llm.engine.submit(request)]):
             pass
         assert together[index] == request.completion()
         assert len(together[index].token_ids) == p.max_tokens
@@ -77,6 +78,50 @@ def test_closing_a_stream_frees_its_pages(llm, free_pages):
     next(piece for piece in stream if piece)
     assert llm.runner.manager.available_pages() != free_pages
     stream.close()
+
+
+def test_two_streams_at_once(llm, free_pages):
+    """A step computes both; each still yields all of its own text."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    texts = [llm.generate(prompt, params)[0].text for prompt in ("abc", "xyz")]
+    first, second = llm.stream("abc", params), llm.stream("xyz", params)
+    pieces = [[], []]
+    pieces[0].append(next(first))
+    pieces[1] += list(second)
+    pieces[0] += list(first)
+    assert ["".join(part) for part in pieces] == texts
+
+
+def test_a_request_that_fails_on_the_way_fails_alone(llm, free_pages, monkeypatch):
+    batch = prompts(30, 20, 10)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    expected = [completion.token_ids for completion in llm.generate(batch, params)]
+    step = llm.runner.step
+
+    def broken(work, **options):
+        if any(len(sequence.token_ids) == 22 for sequence, _ in work):
+            raise RuntimeError("no more than 21 tokens of this one")
+        return step(work, **options)
+
+    monkeypatch.setattr(llm.runner, "step", broken)
+    completions = llm.generate(batch[1:2] + batch[2:], params)
+    assert [c.finish_reason for c in completions] == ["error", "length"]
+    assert completions[0].error == "RuntimeError: no more than 21 tokens of this one"
+    assert completions[0].token_ids == expected[1][:2]
+    assert completions[1].token_ids == expected[2]
+    stream = llm.stream(batch[1], params)
+    with pytest.raises(RequestFailed, match="no more than 21"):
+        list(stream)
+
+
+def test_prefixes_are_kept_between_calls(llm, tmp_path):
+    options = OPTIONS | {"max_snapshots": 2, "max_num_batched_tokens": 200}
+    warm = LLM(llm.directory, **options)
+    [prompt] = prompts(150)
+    found = [warm.generate([prompt], GREEDY)[0] for _ in range(2)]
+    assert [completion.cached_tokens for completion in found] == [0, 128]
+    assert [completion.token_ids for completion in found] == [llm.generate([prompt], GREEDY)[0].token_ids] * 2
+    assert warm.engine.stats.hit_rate == 128 / 300
 
 
 def test_stop_token_and_eos(llm, free_pages):
@@ -97,9 +142,10 @@ def test_generation_ends_at_max_model_len(llm, free_pages):
 
 
 def test_decodes_come_before_prompts(llm, free_pages):
-    requests = [Request.create(llm.runner, None, prompt, GREEDY) for prompt in prompts(60, 30)]
-    requests[1].sequence.token_ids = requests[1].sequence.token_ids[:1]
-    assert plan_step(requests, 40) == [(requests[1], 1), (requests[0], 39)]
+    scheduler = Engine(llm.runner).scheduler
+    scheduler.running = [Request.create(llm.runner, None, prompt, GREEDY) for prompt in prompts(60, 1)]
+    first, second = scheduler.running
+    assert scheduler.plan(1, StepStats()) == [(second, 1), (first, 39)]
 
 
 @pytest.mark.parametrize(

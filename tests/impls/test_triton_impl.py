@@ -38,7 +38,7 @@ def test_it_is_the_default_where_flashmla_is_not(gpu, capability):
     gpu(*capability)
     assert get_impl("auto", "cuda", AttentionSpec(64, 512)) is DeepseekV4TritonSparseImpl
     assert get_impl("auto", "cpu").name == "reference"
-    assert impl_names() == ("flashmla", "triton", "reference")
+    assert impl_names() == ("mixed", "flashmla", "triton", "reference")
 
 
 def test_older_gpus_are_refused(gpu):

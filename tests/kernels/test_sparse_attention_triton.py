@@ -1,178 +1,25 @@
-"""The Triton kernels of sparse attention: compiled for every GPU generation, and on a GPU against float32 torch."""
-
-import os
+"""The Triton kernels of sparse attention on a GPU, against float32 torch."""
 
 import pytest
 import torch
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord, PlainRecord
 from deepseek_attn.kernels.reference import sparse_attention as reference
+from tests.kernels.sparse_attention_cases import (
+    INF,
+    LIMIT,
+    NAN,
+    TINY,
+    V4,
+    check,
+    hostile,
+    make_pool,
+)
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-
-from deepseek_attn.kernels.sparse_attention import (
-    Tiles,
-    choose_tiles,
-    dot_dtype,
-    pieces,
-    sparse_attention,
-    sparse_attention_paged,
-)
-from deepseek_attn.kernels.sparse_attention_hopper import attend_hopper_kernel
-from deepseek_attn.kernels.sparse_attention_kernels import attend_kernel, combine_kernel
-
-V4 = Fp8DsMlaRecord(448, 64)
-TINY = Fp8DsMlaRecord(64, 64)
-NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
-LIMIT = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-5}
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-# --- every kernel compiles for every generation, on any machine ---
-
-
-def compiled(kernel, pointers, constants, capability, warps, stages=1):
-    """Assembly of ``kernel`` for a GPU, with pointers of the given element types, and int32 for the rest."""
-    kinds = pointers | {"scale_log2": "fp32"}
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "stride" in name or "ptr" in name}
-    source = GluonASTSource if kernel is attend_hopper_kernel else ASTSource
-    source = source(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
-    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    return triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
-
-
-def compiled_attention(capability, T, H, q, keys, fp8, pools, dim=512, hopper=False):
-    dtype, nope = dot_dtype(q, keys, fp8), dim - 64 if fp8 else dim
-    tiles = choose_tiles(T, H, dim, 640, dtype, hopper, capability, 132)
-    split = tiles.splits > 1
-    out = dtype if split and dtype == torch.float16 else torch.float32 if split else q
-    pool = "*u8" if fp8 else f"*{NAMES[keys]}"
-    pointers = dict.fromkeys(("indices0_ptr", "indices1_ptr", "lens0_ptr", "lens1_ptr"), "*i32")
-    pointers |= {"q_ptr": f"*{NAMES[q]}", "pool0_ptr": pool, "pool1_ptr": pool, "out_ptr": f"*{NAMES[out]}"}
-    pointers |= {"sink_ptr": "*fp32", "lse_ptr": "*fp32"}
-    constants = {"NOPE": nope, "N0": 64, "N1": 2 if fp8 else 64, "POOLS": pools, "SPLIT": split, "HAS_SINK": True}
-    constants |= {"HAS_LENS0": True, "HAS_LENS1": True}
-    if tiles.hopper:
-        return compiled(attend_hopper_kernel, pointers, constants, capability, 8)
-    starts, widths = pieces(nope, dim, tiles.piece)
-    constants |= {"DIM": dim, "D_V": dim, "STARTS": starts, "WIDTHS": widths, "V_PIECES": len(starts)}
-    constants |= {"ROW": nope + 128 if fp8 else dim, "FP8": fp8, "NATIVE_FP8": capability >= (8, 9)}
-    constants |= {
-        "DTYPE": triton.language.dtype(NAMES[dtype]),
-        "PRECISION": "tf32x3" if dtype == torch.float32 else None,
-    }
-    constants |= {"BLOCK_H": tiles.heads, "BLOCK_N": tiles.keys, "STAGES": tiles.stages}
-    constants["PDL"] = split and capability[0] >= 9
-    return compiled(attend_kernel, pointers, constants, capability, tiles.warps, tiles.stages)
-
-
-CAPABILITIES = {"sm80": (8, 0), "sm89": (8, 9), "sm90": (9, 0), "sm100": (10, 0), "sm120": (12, 0)}
-SHARED = {"sm80": 163, "sm89": 99, "sm90": 227, "sm100": 227, "sm120": 99}  # KiB that a program may use
-SHAPES = {
-    "fp8 pages, 8 heads": {"T": 1, "H": 8, "q": torch.bfloat16, "keys": torch.uint8, "fp8": True, "pools": 2},
-    "fp8 pages, 64 heads": {"T": 256, "H": 64, "q": torch.bfloat16, "keys": torch.uint8, "fp8": True, "pools": 2},
-    "bf16 rows, 64 heads": {"T": 256, "H": 64, "q": torch.bfloat16, "keys": torch.bfloat16, "fp8": False, "pools": 1},
-    "float32 rows": {"T": 9, "H": 64, "q": torch.float32, "keys": torch.float32, "fp8": False, "pools": 1},
-}
-CASES = [(arch, shape) for arch in CAPABILITIES for shape in SHAPES if shape != "float32 rows" or arch == "sm80"]
-
-
-@pytest.mark.parametrize(("arch", "shape"), CASES)
-def test_attention_compiles(arch, shape):
-    kernel = compiled_attention(CAPABILITIES[arch], **SHAPES[shape])
-    assert kernel.metadata.shared <= SHARED[arch] * 1024
-    assert kernel.asm["cubin"]
-    native = "e4m3" in kernel.asm["ptx"]
-    assert native == (SHAPES[shape]["fp8"] and arch != "sm80")
-
-
-@pytest.mark.parametrize("dim", [128, 512])
-def test_the_hopper_kernel_compiles(dim):
-    shape = SHAPES["fp8 pages, 64 heads"] | {"hopper": True, "dim": dim}
-    kernel = compiled_attention((9, 0), **shape)
-    assert "wgmma" in kernel.asm["ptx"]
-    assert kernel.metadata.shared <= SHARED["sm90"] * 1024
-
-
-@pytest.mark.parametrize("arch", CAPABILITIES)
-def test_the_combine_kernel_compiles(arch):
-    pointers = {"part_ptr": "*fp16", "part_lse_ptr": "*fp32", "sink_ptr": "*fp32", "out_ptr": "*bf16"}
-    pdl = CAPABILITIES[arch][0] >= 9
-    constants = {"D_V": 512, "HAS_SINK": True, "BLOCK_S": 16, "BLOCK_D": 512, "PDL": pdl}
-    kernel = compiled(combine_kernel, pointers | {"lse_ptr": "*fp32"}, constants, CAPABILITIES[arch], 4)
-    assert ("griddepcontrol" in kernel.asm["ptx"]) == pdl
-
-
-def test_pieces_cover_both_parts():
-    assert pieces(448, 512, 64) == (tuple(range(0, 512, 64)), (64,) * 8)
-    assert pieces(448, 512, 128) == ((0, 128, 256, 384, 448), (128, 128, 128, 64, 64))
-    assert pieces(40, 40, 64) == ((0, 32), (32, 16))
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES.values(), ids=CAPABILITIES)
-def test_splits_fill_the_gpu_and_leave_no_program_without_keys(capability):
-    for T in (1, 3, 8, 100, 5000):
-        for H in (1, 16, 64, 128):
-            for width in (1, 128, 640, 8320):
-                tiles = choose_tiles(T, H, 512, width, torch.float16, capability[0] == 9, capability, 132)
-                blocks = -(-width // tiles.keys)
-                share = -(-blocks // tiles.splits)
-                assert 1 <= tiles.splits <= blocks
-                assert share * (tiles.splits - 1) < blocks
-                assert T * -(-H // tiles.heads) * tiles.splits <= max(2 * 132, T * -(-H // tiles.heads))
-
-
-# --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
-
-
-@pytest.fixture
-def gpu(device):
-    if device.type != "cuda" or not torch.cuda.is_available():
-        pytest.skip(f"needs an NVIDIA GPU; DEEPSEEK_ATTN_TEST_DEVICE is {os.environ.get('DEEPSEEK_ATTN_TEST_DEVICE')}")
-    torch.set_default_device(device)
-    yield device
-    torch.set_default_device(None)
-
-
-def relative(got, expected):
-    return float((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
-
-
-def check(got, expected, limit):
-    (out, lse), (expected_out, expected_lse) = got, expected
-    assert relative(out, expected_out) <= limit  # false for NaN
-    lonely = expected_lse.isinf()
-    assert torch.equal(lse.isinf(), lonely)
-    assert out[lonely].eq(0).all()
-    torch.testing.assert_close(lse[~lonely], expected_lse[~lonely], rtol=1e-4, atol=1e-4)
-
-
-def hostile(T, K, live, dead):
-    """Indices into ``live`` with holes, and what a row must not look at past its length: ``dead`` and huge ones."""
-    indices = live[torch.randint(len(live), (T, K))].int()
-    indices[:, -1] = live[-1]
-    indices[:, 2::5] = torch.tensor([-1, -2, HUGE, -HUGE]).int()[torch.arange(len(range(2, K, 5))) % 4]
-    lens = torch.randint(0, K + 1, (T,)).int()
-    lens[0], lens[T // 2], lens[-1] = 0, 1, K
-    past = torch.arange(K) >= lens[:, None]
-    return torch.where(past, torch.tensor([dead, HUGE, -HUGE]).int()[torch.arange(K) % 3], indices), lens
-
-
-def make_pool(record, T, K, n, pages, stride=1):
-    """``(record, pool, n, indices, lens)``: live entries at odd slots of a pool that is NaN (0xFF) elsewhere."""
-    size = record.page_bytes(n)
-    pool = torch.full((pages, size * stride), 0xFF, dtype=torch.uint8)[:, :size]
-    live = torch.randint(pages * n // 2, (2 * T + 300,)).unique() * 2 + 1
-    live = torch.cat([live[live < pages * n - 1], torch.tensor([pages * n - 1 - pages * n % 2])])
-    record.insert(pool, n, live, torch.randn(len(live), record.dim) * 2)
-    return record, pool, n, *hostile(T, K, live, 0)
+from deepseek_attn.kernels.sparse_attention import sparse_attention, sparse_attention_paged
+from deepseek_attn.kernels.sparse_attention_tiles import Tiles
 
 
 def paged(q, pools, sink, **options):
@@ -256,6 +103,47 @@ def test_workspace_rows(gpu, H, K, dtype):
     indices, lens = hostile(T, K, torch.arange(1, 2000, 2), 0)
     got = sparse_attention(q, kv, indices, 512**-0.5, sink, lens)
     check(got, reference.sparse_attention(q.float(), kv, indices, 512**-0.5, sink, lens), LIMIT[dtype])
+
+
+@pytest.mark.parametrize(("T", "H", "dim", "dtype"), [
+    (70, 64, 512, torch.bfloat16), (300, 100, 512, torch.float16), (500, 20, 128, torch.bfloat16),
+    (140, 128, 256, torch.bfloat16),
+], ids=str)  # fmt: skip
+def test_rows_on_hopper_when_replayed(gpu, T, H, dim, dtype):
+    """More items than programs, or fewer; unaligned outputs; other lengths, rows and queries in a captured graph."""
+    q, kv, sink = torch.randn(T, H, dim).to(dtype), torch.randn(3000, dim + 64).to(dtype)[:, :dim], torch.randn(H)
+    kv[::2] = NAN
+    indices, lens = hostile(T, 333, torch.arange(1, 3000, 2), 0)
+    out = torch.full((T, H, dim + 2), NAN, dtype=dtype)[:, :, 1:-1]
+    arguments = q, kv, indices, dim**-0.5, sink, lens
+    sparse_attention(*arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = sparse_attention(*arguments, out=out)
+    for round_ in range(4):
+        q.normal_()
+        kv[1::2].normal_()
+        for old, new in zip((indices, lens), hostile(T, 333, torch.arange(1, 3000, 2), 0), strict=True):
+            old.copy_(new if round_ else torch.zeros_like(new))
+        graph.replay()
+        check(got, reference.sparse_attention(q.float(), kv, *arguments[2:]), LIMIT[dtype])
+        first = [tensor.clone() for tensor in got]
+        for _ in range(50):
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(got, first, strict=True))
+    assert out.data_ptr() == got[0].data_ptr()
+
+
+def test_nan_in_a_row_that_is_attended_is_not_hidden(gpu):
+    q, kv = torch.randn(200, 64, 512).bfloat16(), torch.randn(500, 512).bfloat16()
+    kv[400:] = NAN
+    indices = torch.randint(400, (200, 300)).int()
+    indices[7, 200] = 450
+    out, _ = sparse_attention(q, kv, indices, 0.05)
+    assert out[7].isnan().all()
+    assert out[:7].isfinite().all()
+    assert out[8:].isfinite().all()
 
 
 def test_keys_wider_than_values(gpu):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deepseek_attn.config import ModelConfig
-from deepseek_attn.models.hyper_connection import hc_head, hc_post, hc_pre, sinkhorn
+from deepseek_attn.kernels.reference.hyper_connection import sinkhorn
+from deepseek_attn.models.hyper_connection import hc_head, hc_post, hc_pre
 
 TINY = ModelConfig.from_preset("tiny")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepseek_attn.config import ModelConfig
+from deepseek_attn.kernels.reference.moe import swiglu
 from deepseek_attn.kernels.reference.quant import (
     dequantize_fp4,
     dequantize_fp8_block,
@@ -14,8 +15,8 @@ from deepseek_attn.kernels.reference.quant import (
     quantize_fp4_weight,
     quantize_fp8_block,
 )
-from deepseek_attn.linear import checkpoint_slots
-from deepseek_attn.models.moe import Experts, Gate, MoE, swiglu
+from deepseek_attn.linear import Shard, checkpoint_slots
+from deepseek_attn.models.moe import Experts, Gate, MoE
 from deepseek_attn.numerics import get_numerics
 
 HIDDEN, INNER, EXPERTS, TOPK, VOCAB = 128, 128, 7, 3, 50
@@ -249,6 +250,27 @@ def test_experts_that_no_token_chose_are_not_read():
     for projection in (module.w1, module.w2, module.w3):
         projection.weight[2:] = float("nan")
     assert torch.equal(module(x, experts, weights), before)
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_experts_of_another_rank_are_left_out(tokens):
+    """Experts of a shard, plus those of the others, are all of them."""
+    parts = [
+        Experts(config(), get_numerics("exact"), torch.float32, shard=Shard(0, first, count))
+        for first, count in ((0, config().n_routed_experts - 1), (config().n_routed_experts - 1, 1))
+    ]
+    whole = Experts(config(), get_numerics("exact"), torch.float32)
+    for name, slot in checkpoint_slots(whole).items():
+        weight = torch.randn(slot.shape) * 0.1
+        slot.load(weight, None)
+        kept = [found for part in parts if not (found := checkpoint_slots(part)[name]).elsewhere]
+        assert len(kept) == 1
+        kept[0].load(weight, None)
+    x = torch.randn(tokens, config().hidden_size)
+    experts = torch.rand(tokens, whole.count).topk(2).indices
+    weights = torch.rand(tokens, 2)
+    total = sum(part(x, experts, weights) for part in parts)
+    torch.testing.assert_close(total, whole(x, experts, weights), rtol=1e-5, atol=1e-6)
 
 
 def test_no_tokens():

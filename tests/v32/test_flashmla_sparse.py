@@ -362,10 +362,18 @@ def test_queries_and_caches_that_do_not_fit():
 
 def test_which_kernels_run():
     assert get_kernels("auto", "cpu").name == "reference"
-    assert [(name, usable) for name, usable, _ in describe_kernels("cpu")] == [("flashmla", False), ("reference", True)]
+    assert [(name, usable) for name, usable, _ in describe_kernels("cpu")] == [
+        ("flashmla", False),
+        ("triton", False),
+        ("reference", True),
+    ]
     with pytest.raises(ValueError, match="'flashmla' cannot run on cpu: FlashMLA needs an NVIDIA GPU"):
         get_kernels("flashmla", "cpu")
-    with pytest.raises(ValueError, match="unknown sparse MLA kernels 'cuda': supported are auto, flashmla, reference"):
+    with pytest.raises(ValueError, match="'triton' cannot run on cpu: its kernels need an NVIDIA GPU"):
+        get_kernels("triton", "cpu")
+    with pytest.raises(
+        ValueError, match="unknown sparse MLA kernels 'cuda': supported are auto, flashmla, triton, ref"
+    ):
         get_kernels("cuda", "cpu")
 
 

@@ -1,0 +1,347 @@
+"""Snapshots, the prefix cache and saved sequences: going on from one equals having computed it all."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from deepseek_attn.cache.layout import STATE, WINDOW
+from deepseek_attn.cache.manager import OutOfPages
+from deepseek_attn.cache.prefix import BlockKeys, PrefixCache
+from deepseek_attn.cache.snapshots import SnapshotStore
+from deepseek_attn.checkpoint import RandomSource
+from deepseek_attn.config import ModelConfig
+from deepseek_attn.runner import ModelRunner, Sequence
+from tests.small_models import prompt, small_config, small_runner
+
+NUMERICS = ("exact", "official", "serving")
+
+
+@lru_cache(maxsize=8)
+def runner_of(family: str, numerics: str = "exact", seed: int = 0, **options) -> ModelRunner:
+    if family == "v32":
+        config = ModelConfig.from_preset("tiny_v32")
+    else:
+        ratios = {"mixed": (0, 4, 128, 16), "overlap": (4,), "window": (0, 0)}[family]
+        config = small_config(list(ratios), mtp=1)
+    return small_runner(
+        config, RandomSource(config, seed), numerics=numerics,
+        **{"max_snapshots": 6, "max_num_seqs": 4, "max_model_len": 640} | options,
+    )  # fmt: skip
+
+
+def compute(runner: ModelRunner, sequence: Sequence, *sizes: int, mtp: bool = True) -> torch.Tensor:
+    """Logits, and those of the MTP layer, of the next tokens."""
+    parts = []
+    for n in sizes:
+        out = runner.step([(sequence, n)], all_logits=True, mtp=mtp)
+        parts += [out.logits[0], *(out.mtp_logits or [])]
+    return torch.cat(parts)
+
+
+def poison_free_pages(runner: ModelRunner, held: list) -> None:
+    for pool in runner.pools:
+        kept = {page for cache in held for page in cache.tables[pool.spec.group]}
+        free = [page for page in range(len(pool.tensor)) if page not in kept]
+        pool.tensor[free] = float("nan") if pool.tensor.is_floating_point() else 0xFF
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize("family", ["mixed", "overlap", "window", "v32"])
+def test_going_on_from_a_snapshot(family, blocks, numerics):
+    """Bit for bit, MTP included, in poisoned memory, and after the snapshot's donor has gone on and ended."""
+    runner = runner_of(family, numerics)
+    length = blocks * runner.layout.snapshot_block
+    before = runner.manager.available_pages()
+    tokens = prompt(runner.config, length + 1)
+    suffixes = [tokens[length:] + prompt(runner.config, 20, seed=seed) for seed in (1, 2)]
+    sizes = (7, 1, 1, 11)
+    cold = []
+    for suffix in suffixes:
+        sequence = runner.sequence(tokens[:length] + suffix)
+        compute(runner, sequence, length)
+        cold.append(compute(runner, sequence, *sizes))
+        sequence.free()
+    store = SnapshotStore(runner.manager)
+    donor = runner.sequence(tokens[:length] + suffixes[0])
+    compute(runner, donor, length)
+    snapshot = store.take(donor.cache)
+    assert torch.equal(compute(runner, donor, *sizes), cold[0])
+    donor.free()
+    poison_free_pages(runner, [snapshot.cache])
+    for suffix, expected in zip((suffixes[1], suffixes[0]), (cold[1], cold[0]), strict=True):
+        sequence = Sequence(runner, tokens[:length] + suffix, store.restore(snapshot))
+        assert sequence.num_computed == length
+        assert torch.equal(compute(runner, sequence, *sizes), expected)
+        sequence.free()
+    store.drop(snapshot)
+    assert runner.manager.available_pages() == before
+    for pool in runner.pools:
+        pool.tensor.zero_()
+
+
+def test_a_snapshot_holds_the_window_tail_and_no_state_page():
+    runner = runner_of("mixed")
+    store, block = SnapshotStore(runner.manager), runner.layout.snapshot_block
+    assert block == 128
+    sequence = runner.sequence(prompt(runner.config, 4 * block))
+    compute(runner, sequence, 4 * block, mtp=False)
+    snapshot = store.take(sequence.cache)
+    held = runner.manager.held_pages(snapshot.cache)
+    assert (held[WINDOW], held[STATE]) == (1, 0)  # a window of 20 tokens, within one page
+    sequence.free()
+    assert sum(runner.manager.available_pages()[g] for g in (STATE,)) == runner.layout.pages[STATE] - 1
+    store.drop(snapshot)
+
+
+def test_restored_sequences_roll_back_no_further_than_the_snapshot():
+    runner = runner_of("mixed")
+    store, tokens = SnapshotStore(runner.manager), prompt(runner.config, 140)
+    sequence = runner.sequence(tokens)
+    compute(runner, sequence, 128, mtp=False)
+    snapshot = store.take(sequence.cache)
+    expected = compute(runner, sequence, 2, 10, mtp=False)[2:]
+    again = Sequence(runner, list(tokens), store.restore(snapshot))
+    compute(runner, again, 2, 10, mtp=False)
+    again.truncate(130)
+    assert again.num_computed == 130
+    again.token_ids += tokens[130:]
+    assert torch.equal(compute(runner, again, 10, mtp=False), expected)
+    again.truncate(127)
+    assert again.num_computed == 0
+    sequence.free()
+    store.drop(snapshot)
+
+
+@pytest.mark.parametrize("length", [1, 64, 127, 129])
+def test_no_snapshot_inside_a_block(length):
+    runner = runner_of("mixed")
+    sequence = runner.sequence(prompt(runner.config, length))
+    compute(runner, sequence, length, mtp=False)
+    with pytest.raises(ValueError, match="multiple of 128"):
+        SnapshotStore(runner.manager).take(sequence.cache)
+    sequence.free()
+
+
+def test_no_snapshot_behind_a_window():
+    runner = runner_of("mixed")
+    sequence = runner.sequence(prompt(runner.config, 256))
+    compute(runner, sequence, 256, mtp=False)
+    with pytest.raises(ValueError, match="just that long"):
+        SnapshotStore(runner.manager).take(sequence.cache, 128)
+    sequence.free()
+
+
+def test_restore_without_a_state_page_changes_nothing():
+    runner = runner_of("mixed")
+    store, family = SnapshotStore(runner.manager), []
+    sequence = runner.sequence(prompt(runner.config, 128))
+    compute(runner, sequence, 128, mtp=False)
+    snapshot = store.take(sequence.cache)
+    family = [runner.sequence([5]) for _ in range(3)]
+    runner.step([(other, 1) for other in family])
+    before = runner.manager.available_pages()
+    with pytest.raises(OutOfPages, match="state pool"):
+        store.restore(snapshot)
+    assert runner.manager.available_pages() == before
+    for other in [sequence, *family]:
+        other.free()
+    store.drop(snapshot)
+
+
+# keys and the prefix cache
+
+
+def test_keys_name_prefixes():
+    tokens = list(range(100, 120))
+    keys = BlockKeys(4).upto(tokens, 20)
+    assert len(keys) == 5
+    assert len(set(keys)) == 5
+    changed = [*tokens[:9], 0, *tokens[10:]]
+    other = BlockKeys(4).upto(changed, 20)
+    assert [a == b for a, b in zip(keys, other, strict=True)] == [True, True, False, False, False]
+    growing, chain = tokens[:3], BlockKeys(4)
+    for token in tokens[3:]:
+        growing.append(token)
+        assert chain.upto(growing, len(growing)) == keys[: len(growing) // 4]
+
+
+def test_keys_with_lookahead_depend_on_the_next_token():
+    tokens = list(range(100, 113))
+    keys = BlockKeys(4, lookahead=1).upto(tokens, 13)
+    assert len(keys) == 3
+    assert len(BlockKeys(4, lookahead=1).upto(tokens[:12], 12)) == 2, "the next token is not known yet"
+    other = BlockKeys(4, lookahead=1).upto([*tokens[:8], 0, *tokens[9:]], 13)
+    assert [a == b for a, b in zip(keys, other, strict=True)] == [True, False, False]
+
+
+def keep(runner: ModelRunner, cache: PrefixCache, tokens: list[int], chunk: int) -> None:
+    """Computes tokens chunk by chunk and offers each length."""
+    sequence, keys = runner.sequence(tokens), BlockKeys(runner.layout.snapshot_block)
+    while sequence.num_pending:
+        compute(runner, sequence, min(chunk, sequence.num_pending), mtp=False)
+        if not sequence.num_computed % runner.layout.snapshot_block:
+            cache.keep(sequence.cache, keys.upto(tokens, sequence.num_computed))
+    sequence.free()
+
+
+def test_longest_prefix_and_what_was_seen():
+    runner = runner_of("mixed")
+    before, cache = runner.manager.available_pages(), PrefixCache(runner.manager)
+    tokens, block = prompt(runner.config, 512), 128
+    keep(runner, cache, tokens, 2 * block)  # snapshots at 256 and 512 tokens
+    keys = BlockKeys(block)
+
+    def match(changed_at: int):
+        other = [*tokens[:changed_at], (tokens[changed_at] + 1) % 96, *tokens[changed_at + 1 :]]
+        return cache.match(BlockKeys(block).upto(other, 511))
+
+    full = cache.match(keys.upto(tokens, 511))
+    assert (full.length, full.seen) == (256, 384), "at least one token is left to compute"
+    assert [(match(t).length, match(t).seen) for t in (100, 128, 255, 256, 400)] == [
+        (0, 0), (0, 128), (0, 128), (256, 256), (256, 384),
+    ]  # fmt: skip
+    cache.clear()
+    assert (cache.match(keys.upto(tokens, 512)).seen, len(cache)) == (0, 0)
+    assert runner.manager.available_pages() == before
+
+
+def test_least_recently_used_goes_first():
+    runner = runner_of("mixed", max_snapshots=2)
+    cache = PrefixCache(runner.manager)
+    prompts = [prompt(runner.config, 129, seed=seed) for seed in range(3)]
+    for tokens in prompts[:2]:
+        keep(runner, cache, tokens, 128)
+    assert cache.match(BlockKeys(128).upto(prompts[0], 128)).length == 128
+    keep(runner, cache, prompts[2], 128)
+    assert [cache.match(BlockKeys(128).upto(tokens, 128)).length for tokens in prompts] == [128, 0, 128]
+    cache.clear()
+
+
+def test_where_all_tokens_are_kept_any_block_can_be_reused():
+    runner = runner_of("v32")
+    cache, tokens = PrefixCache(runner.manager), prompt(runner.config, 200)
+    keep(runner, cache, tokens, 64)
+    assert len(cache) == 1, "a longer snapshot contains the shorter ones"
+    for seen in (64, 130, 199):
+        other = [*tokens[:seen], (tokens[seen] + 1) % 96, *tokens[seen + 1 :]]
+        match = cache.match(BlockKeys(64).upto(other, 199))
+        assert match.length == seen // 64 * 64
+        sequence = Sequence(runner, other, cache.start(match))
+        rest = compute(runner, sequence, sequence.num_pending, mtp=False)
+        cold = runner.sequence(other)
+        compute(runner, cold, match.length, mtp=False)
+        assert torch.equal(rest, compute(runner, cold, cold.num_pending, mtp=False))
+        sequence.free()
+        cold.free()
+    cache.clear()
+
+
+def test_reclaimable_pages_are_those_that_only_snapshots_hold():
+    runner = runner_of("mixed")
+    before, cache = runner.manager.available_pages(), PrefixCache(runner.manager)
+    tokens = prompt(runner.config, 384)
+    keep(runner, cache, tokens, 128)
+    free = runner.manager.available_pages()
+    assert cache.reclaimable() == {group: before[group] - free[group] for group in before}
+    match = cache.match(BlockKeys(128).upto(tokens, 383))
+    sequence = Sequence(runner, tokens, cache.start(match))
+    held = sum(runner.manager.held_pages(sequence.cache).values()) - 1  # the state page is its own
+    assert sum(cache.reclaimable().values()) == sum(before.values()) - sum(free.values()) - held
+    sequence.free()
+    cache.clear()
+
+
+# saved sequences
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize(("family", "length"), [("mixed", 3), ("mixed", 150), ("window", 90), ("v32", 70)])
+def test_a_saved_sequence_goes_on_in_another_runner(family, length, numerics, tmp_path):
+    runner = runner_of(family, numerics)
+    tokens = prompt(runner.config, length + 20)
+    sequence = runner.sequence(tokens)
+    compute(runner, sequence, length)
+    sequence.save(tmp_path / "s.safetensors")
+    sizes = (7, 1, 1, 11)
+    expected = compute(runner, sequence, *sizes)
+    sequence.free()
+    other = runner_of(family, numerics, max_num_seqs=2, max_model_len=300)
+    loaded = other.load_sequence(tmp_path / "s.safetensors")
+    assert (loaded.token_ids, loaded.num_computed) == (tokens, length)
+    poison_free_pages(other, [loaded.cache])
+    assert torch.equal(compute(other, loaded, *sizes), expected)
+    loaded.free()
+    assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"]
+    for pool in other.pools:
+        pool.tensor.zero_()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seed": 1}, "another model:"),
+        ({"numerics": "serving"}, "another model and another numerics and another layout:"),
+        ({"max_rollback": 3}, "another layout:"),
+        ({"family": "overlap"}, "another model and another layout:"),
+    ],
+    ids=["weights", "numerics", "rollback", "config"],
+)
+def test_what_does_not_fit_is_refused(change, named, tmp_path):
+    runner = runner_of("mixed")
+    sequence = runner.sequence(prompt(runner.config, 70))
+    compute(runner, sequence, 70, mtp=False)
+    sequence.save(tmp_path / "s")
+    sequence.free()
+    other = runner_of(**{"family": "mixed"} | change)
+    before = other.manager.available_pages()
+    with pytest.raises(ValueError, match=named):
+        other.load_sequence(tmp_path / "s")
+    assert other.manager.available_pages() == before
+
+
+def test_broken_files(tmp_path):
+    runner = runner_of("mixed", max_model_len=100)
+    with pytest.raises(ValueError, match="no saved sequence at"):
+        runner.load_sequence(tmp_path / "absent")
+    (tmp_path / "text").write_text("not safetensors")
+    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+        runner.load_sequence(tmp_path / "text")
+    save_file({"x": torch.zeros(1)}, tmp_path / "other")
+    with pytest.raises(ValueError, match="its format is None"):
+        runner.load_sequence(tmp_path / "other")
+    long = runner_of("mixed").sequence(prompt(runner.config, 120))
+    compute(long.runner, long, 120, mtp=False)
+    long.save(tmp_path / "long")
+    long.free()
+    before = runner.manager.available_pages()
+    with pytest.raises(ValueError, match="120 tokens exceeds max_model_len=100"):
+        runner.load_sequence(tmp_path / "long")
+    with safe_open(tmp_path / "long", framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(tmp_path / "long")
+    del tensors["layers.1/state"]
+    save_file(tensors, tmp_path / "short", metadata)
+    with pytest.raises(ValueError, match="cannot be read"):
+        runner.load_sequence(tmp_path / "short")
+    assert runner.manager.available_pages() == before
+
+
+def test_no_room_to_load(tmp_path):
+    runner = runner_of("mixed")
+    sequence = runner.sequence(prompt(runner.config, 70))
+    compute(runner, sequence, 70, mtp=False)
+    sequence.save(tmp_path / "s")
+    others = [runner.sequence([5]) for _ in range(3)]
+    runner.step([(other, 1) for other in others])
+    before = runner.manager.available_pages()
+    with pytest.raises(OutOfPages, match="the state pool has 0 free pages"):
+        runner.load_sequence(tmp_path / "s")
+    assert runner.manager.available_pages() == before
+    for other in [sequence, *others]:
+        other.free()

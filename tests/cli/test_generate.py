@@ -1,0 +1,137 @@
+"""``generate`` with many prompts, speculation, statistics and a trace."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from deepseek_attn import LLM, ModelConfig, SamplingParams
+from deepseek_attn.checkpoint import RandomSource, write_checkpoint
+from deepseek_attn.cli import main
+from deepseek_attn.cli.observe import describe_run, stats_printer
+from deepseek_attn.cli.prompts import parse_line
+from deepseek_attn.engine.stats import EngineStats, StepStats
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    config = ModelConfig.from_preset("tiny").replace(num_hidden_layers=3, compress_ratios=[0, 4, 128, 0])
+    return write_checkpoint(RandomSource(config, seed=3), config, tmp_path_factory.mktemp("model") / "tiny")
+
+
+def generate(checkpoint, *flags, greedy=True):
+    flags = (*flags, "--temperature", "0") if greedy else flags
+    return main(["generate", "--model", str(checkpoint), "--device", "cpu", "--max-tokens", "6", *flags])
+
+
+@pytest.mark.parametrize(
+    ("line", "prompt"),
+    [
+        ("plain text ", "plain text "),
+        ('"two\\nlines"', "two\nlines"),
+        ("[0, 17, 5]", [0, 17, 5]),
+        ("[1, two]", "[1, two]"),
+        ("[true]", "[true]"),
+        ('"Hello", she said', '"Hello", she said'),
+        ("42", "42"),
+        ("windows\r", "windows"),
+    ],
+)
+def test_a_line_is_json_or_text(line, prompt):
+    assert parse_line(line) == prompt
+
+
+def test_many_prompts(checkpoint, tmp_path, capsys):
+    prompts = ["Hello there", "abc\ndef", [0, 5, 9], "Grüße"]
+    lines = [prompts[0], json.dumps(prompts[1]), "", json.dumps(prompts[2]), prompts[3]]
+    (tmp_path / "prompts.txt").write_text("\n".join(lines), encoding="utf-8")
+    assert generate(checkpoint, "--prompts", str(tmp_path / "prompts.txt"), "--max-num-seqs", "2") == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    llm = LLM(checkpoint, device="cpu", progress=False)
+    expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6))
+    assert [record["index"] for record in records] == [0, 1, 2, 3]
+    for record, completion in zip(records, expected, strict=True):
+        found = record["text"], record["token_ids"], record["finish_reason"]
+        assert found == (completion.text, completion.token_ids, completion.finish_reason)
+
+
+def test_many_turns_of_a_chat(checkpoint, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("hi\n")
+    assert generate(checkpoint, "--prompts", str(tmp_path / "prompts.txt"), "--chat", "--system", "be brief") == 0
+    [record] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    llm = LLM(checkpoint, device="cpu", progress=False)
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert record["token_ids"] == llm.chat(messages, SamplingParams(temperature=0, max_tokens=6)).token_ids
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "message"),
+    [
+        (None, [], "No such file"),
+        (b"\n \n", [], "no prompt"),
+        (b"\xff\xfe", [], "utf-8"),
+        (b"fine\n[0, 512]\n", [], "prompt 1: token id 512"),
+        (b"[0, 1]\n", ["--chat"], "--chat takes text"),
+        (b"fine\n", ["--prompt", "another"], "not allowed with"),
+        (b"fine\n", ["--stats", "-1"], "--stats -1.0"),
+        (b"fine\n", ["--profile", "/no/such/folder/t.json"], "no trace can be written"),
+        (b"fine\n", ["--speculate", "16"], "supported are 1 to 15"),
+    ],
+)
+def test_wrong_input_is_one_message(checkpoint, tmp_path, capsys, content, flags, message):
+    path = tmp_path / "prompts.txt"
+    if content is not None:
+        path.write_bytes(content)
+    try:
+        code = generate(checkpoint, "--prompts", str(path), *flags)
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_speculation_gives_the_same_text_and_says_how_it_went(checkpoint, capsys):
+    flags = ["--prompt", "abc", "--seed", "4"]
+    assert generate(checkpoint, *flags, greedy=False) == 0
+    plain = capsys.readouterr()
+    assert generate(checkpoint, *flags, "--speculate", "2", greedy=False) == 0
+    guessed = capsys.readouterr()
+    assert guessed.out == plain.out
+    assert "drafts" not in plain.err
+    assert "drafts accepted" in guessed.err.splitlines()[-1]
+
+
+def test_a_line_per_step_and_a_trace(checkpoint, tmp_path, capsys):
+    trace = tmp_path / "trace.json"
+    assert generate(checkpoint, "--prompt", "abc", "--stats", "--profile", str(trace)) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    assert [line.split(":")[0] for line in lines] == [f"step {i}" for i in range(1, 7)]
+    assert all("tok/s" in line and "running" in line and "pools" in line for line in lines)
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"project", "insert", "select", "attend", "output", "moe", "hc_pre", "head", "metadata"} <= names
+    assert {"schedule", "sample"} <= names
+
+
+def test_lines_every_so_often_sum_up_steps():
+    out = io.StringIO()
+    watch = stats_printer(3600, out)
+    watch(StepStats(seconds=1, decode_tokens=2))
+    assert out.getvalue() == ""
+    watch = stats_printer(0, out)
+    step = {"pages": {"window": (1, 4), "state": (2, 2)}, "queried_tokens": 100, "cached_tokens": 25, "preempted": 1}
+    watch(StepStats(seconds=2, prefill_tokens=90, decode_tokens=10, running=3, drafted=8, accepted=6, **step))
+    assert out.getvalue() == (
+        "step 1: 50 tok/s, 90 prompt + 10 decode tokens, 3 running, 0 waiting, pools 100%, prefix hits 25%, "
+        "drafts accepted 75%, 1 preempted\n"
+    )
+
+
+def test_the_last_line():
+    stats = EngineStats(steps=5, seconds=2.0, generated=11, verified=4, drafted=8, accepted=6)
+    assert describe_run(stats) == (
+        "11 tokens in 5 steps and 2.00 s; 6 of 8 drafts accepted (75%), 2.50 tokens per request and step"
+    )

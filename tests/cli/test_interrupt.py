@@ -1,0 +1,112 @@
+"""Ctrl-C on a running command: exit code 130, no traceback, what was printed stays, no process is left."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+from deepseek_attn.checkpoint import RandomSource, write_checkpoint
+from deepseek_attn.config import ModelConfig
+
+COMMAND = [sys.executable, "-c", "import sys; from deepseek_attn.cli import main; sys.exit(main())"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    config = ModelConfig.from_preset("tiny").replace(num_hidden_layers=3, compress_ratios=[0, 4, 128, 0])
+    return write_checkpoint(RandomSource(config, seed=5), config, tmp_path_factory.mktemp("model") / "m")
+
+
+def generate(checkpoint, *flags: str) -> list[str]:
+    flags = ("--prompt", "abc", "--temperature", "0", "--ignore-eos", *flags)
+    return [*COMMAND, "generate", "--model", str(checkpoint), "--device", "cpu", *flags]
+
+
+def alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def read_until(descriptor: int, process: subprocess.Popen, enough) -> bytes:
+    """What a process writes, until ``enough`` says so."""
+    found, deadline = b"", time.monotonic() + 60
+    while not enough(found):
+        assert time.monotonic() < deadline, found
+        assert process.poll() is None, found
+        found += os.read(descriptor, 4096)
+    return found
+
+
+@pytest.mark.parametrize("times", [1, 3], ids=["once", "repeatedly"])
+def test_interrupted_generation(checkpoint, times):
+    command = generate(checkpoint, "--max-tokens", "30000")
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    early = read_until(process.stdout.fileno(), process, lambda text: len(text) > 20)
+    for _ in range(times):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.02)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert b"KeyboardInterrupt" not in err
+    text = (early + out).decode()
+    whole = subprocess.run(
+        generate(checkpoint, "--max-tokens", "120"), capture_output=True, check=True, stdin=subprocess.DEVNULL
+    ).stdout.decode()
+    common = min(len(text), len(whole.rstrip("\n")))
+    assert text[:common] == whole[:common], "what was printed before is part of the answer"
+    assert not alive(process.pid)
+
+
+def test_interrupted_on_a_terminal(checkpoint):
+    """The terminal's own settings are as they were, and its cursor is at the start of a line."""
+    leader, follower = pty.openpty()
+    before = termios.tcgetattr(follower)
+    process = subprocess.Popen(
+        generate(checkpoint, "--max-tokens", "30000"), stdout=follower, stderr=follower, stdin=follower,
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    shown = read_until(leader, process, lambda text: len(text) > 400)
+    os.write(leader, b"\x03")  # Ctrl-C, which the terminal turns into the signal
+    deadline = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < deadline:
+        os.set_blocking(leader, False)
+        try:
+            shown += os.read(leader, 4096)
+        except BlockingIOError:
+            time.sleep(0.01)
+    assert process.wait() == 130
+    with contextlib.suppress(OSError):
+        shown += os.read(leader, 1 << 16)
+    assert b"Traceback" not in shown
+    assert shown.endswith(b"\r\n")
+    assert termios.tcgetattr(follower) == before
+    assert not alive(process.pid)
+    os.close(leader)
+    os.close(follower)
+
+
+def test_a_request_that_fails_is_one_message(checkpoint, capsys, monkeypatch):
+    from deepseek_attn.cli import main
+    from deepseek_attn.runner import ModelRunner
+
+    def broken(self, *args, **kwargs):
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(ModelRunner, "step", broken)
+    assert main(generate(checkpoint)[3:]) == 1
+    assert "the request failed: RuntimeError: the device is gone" in capsys.readouterr().err

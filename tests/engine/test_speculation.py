@@ -1,0 +1,338 @@
+"""Speculative decoding: the same tokens in fewer steps, and MTP caches that are those of a teacher-forced run.
+
+Random weights guess nothing right, so `guess_from` puts known continuations in place of the MTP layer's guesses. The
+layer still runs, and writes its caches.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+from deepseek_attn import LLM, ModelConfig, SamplingParams
+from deepseek_attn.checkpoint import RandomSource, write_checkpoint
+from deepseek_attn.decode import DecodeGraphs
+from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.speculation import MTPSpeculation
+from deepseek_attn.runner import ModelRunner
+from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jobs, together, variants
+
+LONGEST = 300
+TOLERANCE = 2e-5  # of the largest logit, between a step's rows and the same rows in steps of other sizes
+
+
+@lru_cache(maxsize=2)
+def workload(preset: str):
+    config = ModelConfig.from_preset(preset)
+    runner = ModelRunner.from_config(config, device="cpu", numerics="exact", max_num_seqs=1, max_model_len=LONGEST + 64)
+    jobs = make_jobs(16, LONGEST, config.vocab_size, seed=0)
+    return config, jobs, alone(runner, jobs)
+
+
+def guess_from(monkeypatch, runner, texts, right=lambda position: True):
+    """Guesses are the tokens of ``texts`` where ``right(position)``, and wrong tokens elsewhere."""
+    draft = runner.draft
+
+    def known(sequence, start, following):
+        position = start + len(following) + 1
+        text = next((t for t in texts if t[: len(sequence.token_ids)] == sequence.token_ids), [])
+        if position >= len(text):
+            return 1
+        return text[position] if right(position) else (text[position] + 1) % runner.config.vocab_size
+
+    def replaced(batch):
+        logits, streams = draft(batch)
+        logits = torch.zeros_like(logits)
+        for row, (sequence, start, _, following) in enumerate(batch):
+            logits[row, known(sequence, start, following)] = 1
+        return logits, streams
+
+    monkeypatch.setattr(runner, "draft", replaced)
+
+
+def record_drafts(monkeypatch, runner):
+    """Collects (tokens, logits) of the first guess of every turn: what the MTP layer says after those tokens."""
+    draft, found = runner.draft, []
+
+    def recorded(batch):
+        logits, streams = draft(batch)
+        for row, (sequence, start, _, following) in enumerate(batch):
+            tokens = [*sequence.token_ids[: start + 1], *following]
+            if start + len(following) == sequence.num_computed:
+                found.append((tokens, logits[row].clone()))
+        return logits, streams
+
+    monkeypatch.setattr(runner, "draft", recorded)
+    return found
+
+
+CASES = [("batched", 1), ("batched", 3), ("chunks", 2), ("prefixes", 2), ("pressure", 3), ("preempted", 2)]
+CASES += [("everything", 1), ("everything", 3)]
+
+
+@pytest.mark.parametrize(("variant", "drafts"), CASES)
+@pytest.mark.parametrize("preset", ["tiny", "tiny_v32"])
+def test_every_request_is_what_it_is_without(preset, variant, drafts, monkeypatch):
+    """Greedy and sampled requests, with guesses of which three in five are right; the MTP rows behind them."""
+    config, jobs, expected = workload(preset)
+    options = variants(config, LONGEST)[variant]
+    runner = ModelRunner.from_config(config, device="cpu", numerics="exact", **options)
+    drafted = record_drafts(monkeypatch, runner)
+    texts = [job.prompt + tokens for job, tokens in zip(jobs, expected, strict=True)]
+    guess_from(monkeypatch, runner, texts, right=lambda position: position * 7 % 5 < 3)
+    engine = Engine(runner, decoder=MTPSpeculation(runner, drafts))
+    requests = together(engine, jobs, preempt=variant in PREEMPTED)
+    assert differences(requests, jobs, expected) == []
+    assert leaked(engine) == {}
+    assert 0.3 < engine.stats.acceptance_rate < 0.9
+    if variant in PREEMPTED:
+        assert engine.stats.preempted > 3
+    if "max_snapshots" in options:
+        assert engine.stats.cached_tokens > 0
+    assert_teacher_forced(preset, drafted)
+
+
+def assert_teacher_forced(preset, drafted):
+    """A sample of the MTP layer's logits against a fresh sequence of the same tokens."""
+    runner = scorer(preset)
+    chosen = [pair for pair in drafted if len(pair[0]) > 2][:: max(1, len(drafted) // 12)]
+    assert len(chosen) > 8
+    for tokens, logits in chosen:
+        truth = runner.score_mtp([tokens])[1][0][-1]
+        assert float((logits - truth).abs().max()) < TOLERANCE * float(truth.abs().max())
+
+
+@lru_cache(maxsize=2)
+def scorer(preset: str) -> ModelRunner:
+    return ModelRunner.from_config(preset, device="cpu", numerics="exact", max_num_seqs=1, max_model_len=LONGEST + 64)
+
+
+OPTIONS = {"device": "cpu", "max_model_len": 200, "max_num_seqs": 4, "max_num_batched_tokens": 40, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    config = ModelConfig.from_preset("tiny").replace(num_hidden_layers=3, compress_ratios=[0, 4, 128, 0])
+    return write_checkpoint(RandomSource(config, seed=3), config, tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def plain(directory):
+    return LLM(directory, **OPTIONS)
+
+
+@pytest.fixture
+def llm(directory):
+    """Three guesses per step; every page is back when a test is over."""
+    llm = LLM(directory, speculate=3, **OPTIONS)
+    before = llm.runner.manager.available_pages()
+    yield llm
+    assert llm.runner.manager.available_pages() == before
+
+
+def prompt(length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(10, 260, (length,), generator=generator).tolist()
+
+
+def greedy(count, **options):
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **options)
+
+
+def test_right_guesses_are_all_accepted(llm, plain, monkeypatch):
+    expected = plain.generate([prompt(30)], greedy(25))[0].token_ids
+    guess_from(monkeypatch, llm.runner, [prompt(30) + expected])
+    assert llm.generate([prompt(30)], greedy(25))[0].token_ids == expected
+    stats = llm.engine.stats
+    # the prompt gives one token, then each step gives four
+    assert (stats.steps, stats.verified, stats.drafted, stats.accepted) == (1 + 6, 6, 18, 18)
+    assert (stats.acceptance_rate, stats.tokens_per_turn, stats.generated) == (1.0, 4.0, 25)
+
+
+def test_wrong_guesses_cost_nothing_but_work(llm, plain, monkeypatch):
+    expected = plain.generate([prompt(30)], greedy(9))[0].token_ids
+    guess_from(monkeypatch, llm.runner, [prompt(30) + expected], right=lambda position: False)
+    assert llm.generate([prompt(30)], greedy(9))[0].token_ids == expected
+    stats = llm.engine.stats
+    # as many steps as without; two, one and no guess fit before max_tokens in the last three
+    assert (stats.steps, stats.verified, stats.drafted, stats.accepted) == (9, 7, 5 * 3 + 2 + 1, 0)
+    assert (stats.acceptance_rate, stats.tokens_per_turn, stats.generated) == (0.0, 1.0, 9)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 41, 43, 83])
+def test_guesses_after_prompts_that_end_in_few_tokens(llm, plain, length, monkeypatch):
+    """The last tokens of a prompt, as few as a turn with guesses has, are not taken for one."""
+    expected = plain.generate([prompt(length)], greedy(8))[0].token_ids
+    drafted = record_drafts(monkeypatch, llm.runner)
+    guess_from(monkeypatch, llm.runner, [prompt(length) + expected], right=lambda position: position % 3)
+    assert llm.generate([prompt(length)], greedy(8))[0].token_ids == expected
+    assert len(drafted) >= 3
+    for tokens, logits in drafted:
+        truth = plain.runner.score_mtp([tokens])[1][0][-1]
+        assert float((logits - truth).abs().max()) < TOLERANCE * float(truth.abs().max())
+
+
+@pytest.mark.parametrize("right", [2, 3, 5], ids=["half", "most", "nearly-all"])
+def test_decode_steps_over_persistent_tensors(llm, plain, right, monkeypatch):
+    """What CUDA graphs replay, run eagerly: turns of one to four tokens, padded to the longest of a step."""
+    runner = llm.runner
+    graphs = DecodeGraphs(runner.model, runner.backbone_layers, runner.layout, runner.device, capture=False)
+    graphs.most_tokens = llm.engine.decoder.decode_tokens
+    monkeypatch.setattr(runner, "graphs", graphs)
+    prompts = [prompt(n, n) for n in (60, 3, 41)]
+    expected = plain.generate(prompts, greedy(20))
+    drafted = record_drafts(monkeypatch, runner)
+    texts = [p + c.token_ids for p, c in zip(prompts, expected, strict=True)]
+    guess_from(monkeypatch, runner, texts, right=lambda position: position % right)
+    assert llm.generate(prompts, greedy(20)) == expected
+    assert graphs._steps
+    for tokens, logits in drafted:
+        truth = plain.runner.score_mtp([tokens])[1][0][-1]
+        assert float((logits - truth).abs().max()) < TOLERANCE * float(truth.abs().max())
+
+
+def test_progress_counts_tokens_that_stay(llm, plain, monkeypatch):
+    expected = plain.generate([prompt(30)], greedy(25))[0].token_ids
+    guess_from(monkeypatch, llm.runner, [prompt(30) + expected], right=lambda position: position % 3)
+    outputs = [output for step in llm.engine.run([llm.engine.add_request(prompt(30), greedy(25))]) for output in step]
+    assert sum(output.computed for output in outputs) == 30 + 25 - 1
+    assert [token for output in outputs for token in output.token_ids] == expected
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 3])
+def test_sampled_tokens_are_those_of_the_seed(directory, plain, drafts, monkeypatch):
+    """The same random number meets the same logits, so what is drawn, and with it its distribution, is the same."""
+    params = [
+        SamplingParams(temperature=t, top_k=k, top_p=p, seed=seed, max_tokens=14, ignore_eos=True)
+        for seed, (t, k, p) in enumerate([(1, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.9), (0.5, 40, 0.8), (2, 0, 1.0)])
+    ]
+    prompts = [prompt(n, n) for n in (3, 50, 1, 2, 17)]
+    expected = [completion.token_ids for completion in plain.generate(prompts, params)]
+    llm = LLM(directory, speculate=drafts, **OPTIONS)
+    texts = [ids + tokens for ids, tokens in zip(prompts, expected, strict=True)]
+    guess_from(monkeypatch, llm.runner, texts, right=lambda position: position % 4)
+    assert [completion.token_ids for completion in llm.generate(prompts, params)] == expected
+    assert 0.4 < llm.engine.stats.acceptance_rate < 1
+
+
+@pytest.mark.parametrize("place", range(1, 9))
+def test_a_stop_token_among_accepted_guesses(llm, plain, place, monkeypatch):
+    expected = plain.generate([prompt(30)], greedy(12))[0].token_ids
+    guess_from(monkeypatch, llm.runner, [prompt(30) + expected])
+    [completion] = llm.generate([prompt(30)], greedy(12, stop_token_ids=(expected[place],)))
+    assert completion.token_ids == expected[: expected.index(expected[place]) + 1]
+    assert completion.finish_reason == "stop"
+    assert llm.engine.stats.generated == len(completion.token_ids)
+
+
+def test_a_stop_string_among_accepted_guesses(llm, plain, monkeypatch):
+    [whole] = plain.generate("Grüße, 世界", greedy(24))
+    stop = whole.text[5:7]
+    expected = plain.generate("Grüße, 世界", greedy(24, stop=(stop,)))[0]
+    guess_from(monkeypatch, llm.runner, [whole.prompt_token_ids + whole.token_ids])
+    [completion] = llm.generate("Grüße, 世界", greedy(24, stop=(stop,)))
+    assert completion == expected
+    assert completion.finish_reason == "stop"
+    assert "".join(llm.stream("Grüße, 世界", greedy(24, stop=(stop,)))) == expected.text
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_max_tokens_anywhere(llm, plain, count, monkeypatch):
+    expected = plain.generate([prompt(30)], greedy(12))[0].token_ids
+    guess_from(monkeypatch, llm.runner, [prompt(30) + expected])
+    [completion] = llm.generate([prompt(30)], greedy(count))
+    assert (completion.token_ids, completion.finish_reason) == (expected[:count], "length")
+    assert llm.engine.stats.steps == 1 + -(-(count - 1) // 4)
+
+
+@pytest.mark.parametrize("length", range(189, 200))
+def test_max_model_len_anywhere(llm, plain, length, monkeypatch):
+    expected = plain.generate([prompt(length)], greedy(50))[0]
+    guess_from(monkeypatch, llm.runner, [prompt(length) + expected.token_ids + [1] * 9])
+    assert llm.generate([prompt(length)], greedy(50)) == [expected]
+    assert length + len(expected.token_ids) == OPTIONS["max_model_len"]
+
+
+@pytest.mark.parametrize("broken", range(29, 37))
+def test_broken_logits_fail_one_request_where_they_would_without(llm, plain, broken, monkeypatch):
+    """The row at a position is NaN: all tokens before it come out, whether it was a guess's row or not."""
+    lengths = (30, 12, 21)
+    prompts = [prompt(n, n) for n in lengths]
+    expected = plain.generate(prompts, greedy(12))
+    guess_from(monkeypatch, llm.runner, [p + c.token_ids for p, c in zip(prompts, expected, strict=True)])
+    step = llm.runner.step
+
+    def poisoned(batch, **options):
+        output = step(batch, **options)
+        for (sequence, _), logits in zip(batch, output.logits, strict=True):
+            row = broken - sequence.num_computed
+            if sequence.token_ids[:30] == prompts[0] and -len(logits) <= row < 0:
+                logits[row] = float("nan")
+        return output
+
+    monkeypatch.setattr(llm.runner, "step", poisoned)
+    completions = llm.generate(prompts, greedy(12))
+    assert [c.finish_reason for c in completions] == ["error", "length", "length"]
+    assert completions[0].token_ids == expected[0].token_ids[: broken - 29]
+    assert "NaN" in completions[0].error
+    assert completions[1:] == expected[1:]
+
+
+def test_no_memory_for_guesses(llm, plain, monkeypatch):
+    expected = plain.generate([prompt(30)], greedy(8))
+
+    def fail(batch):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(llm.runner, "draft", fail)
+    assert llm.generate([prompt(30)], greedy(8)) == expected
+    assert llm.engine.stats.drafted == 0
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_steps_too_small_for_guesses(llm, plain, limit, monkeypatch):
+    """Memory runs out in every step of more than ``limit`` tokens, when guesses are on their way already."""
+    prompts = [prompt(30), prompt(2)]
+    expected = plain.generate(prompts, greedy(9))
+    guess_from(monkeypatch, llm.runner, [p + c.token_ids for p, c in zip(prompts, expected, strict=True)])
+    step, calls = llm.runner.step, []
+
+    def small(batch, **options):
+        calls.append(batch)
+        if len(calls) > 2 and sum(n for _, n in batch) > limit:
+            raise torch.OutOfMemoryError("full")
+        return step(batch, **options)
+
+    monkeypatch.setattr(llm.runner, "step", small)
+    assert llm.generate(prompts, greedy(9)) == expected
+
+
+def test_a_step_that_fails_is_repeated_one_by_one(llm, plain, monkeypatch):
+    prompts = [prompt(30), prompt(5, 1)]
+    expected = plain.generate(prompts, greedy(12))
+    guess_from(monkeypatch, llm.runner, [p + c.token_ids for p, c in zip(prompts, expected, strict=True)])
+    step, calls = llm.runner.step, []
+
+    def fails_together(batch, **options):
+        calls.append(batch)
+        output = step(batch, **options) if len(calls) != 3 else None
+        if output is None:
+            raise RuntimeError("the third step")
+        return output
+
+    monkeypatch.setattr(llm.runner, "step", fails_together)
+    assert llm.generate(prompts, greedy(12)) == expected
+    assert llm.engine.stats.acceptance_rate == 1
+
+
+def test_what_cannot_be_speculated(directory, plain):
+    with pytest.raises(ValueError, match="0 drafts per step: supported are 1 to 15"):
+        MTPSpeculation(plain.runner, 0)
+    with pytest.raises(ValueError, match="16 drafts per step: supported are 1 to 15"):
+        LLM(directory, speculate=16, **OPTIONS)
+    with pytest.raises(ValueError, match="4 drafts per step: supported are 1 to 3"):
+        LLM(directory, speculate=4, **OPTIONS | {"max_num_batched_tokens": 4})
+    with pytest.raises(ValueError, match="needs an MTP layer"):
+        LLM(directory, speculate=1, layers=[0, 1], **OPTIONS)

@@ -1,0 +1,38 @@
+"""The mixed workload of `workload`, small: the real model, each way of running it, against each request alone."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+
+from deepseek_attn.config import ModelConfig
+from deepseek_attn.engine.engine import Engine
+from deepseek_attn.runner import ModelRunner
+from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jobs, together, variants
+
+LONGEST = 400
+
+
+@lru_cache(maxsize=2)
+def workload(preset: str):
+    config = ModelConfig.from_preset(preset)
+    runner = ModelRunner.from_config(config, device="cpu", numerics="exact", max_num_seqs=1, max_model_len=LONGEST + 64)
+    jobs = make_jobs(24, LONGEST, config.vocab_size, seed=0)
+    return config, jobs, alone(runner, jobs)
+
+
+@pytest.mark.parametrize("variant", ["batched", "chunks", "prefixes", "pressure", "preempted", "everything"])
+@pytest.mark.parametrize("preset", ["tiny", "tiny_v32"])
+def test_every_request_is_what_it_is_alone(preset, variant):
+    config, jobs, expected = workload(preset)
+    options = variants(config, LONGEST)[variant]
+    engine = Engine(ModelRunner.from_config(config, device="cpu", numerics="exact", **options))
+    requests = together(engine, jobs, preempt=variant in PREEMPTED)
+    assert differences(requests, jobs, expected) == []
+    if "max_snapshots" in options:
+        assert engine.stats.hit_rate > 0.03
+    if variant in PREEMPTED:
+        assert engine.stats.preempted > 3
+    assert engine.stats.finished["abort"] > 3
+    assert leaked(engine) == {}

@@ -1,0 +1,79 @@
+"""The mixed impl: where it runs, its place among the impls, and which kernel a call goes to."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deepseek_attn import flash_mla
+from deepseek_attn.impls import AttentionSpec, DeepseekV4MixedSparseImpl, get_impl
+from deepseek_attn.impls.flashmla import DeepseekV4FlashMLASparseImpl
+from deepseek_attn.impls.mixed import decodes_on_flashmla
+from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
+
+GPU = torch.device("cuda")
+SPEC = AttentionSpec(64, 512)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """What looks like a GPU of a given compute capability with triton, and with FlashMLA if wanted."""
+
+    def put(capability, flashmla=True, triton=True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if triton else None)
+        monkeypatch.setattr(flash_mla, "supported", lambda device, spec=None: (flashmla, "as the test says"))
+
+    return put
+
+
+def test_it_is_the_default_on_hopper_with_both(gpu):
+    gpu((9, 0))
+    assert get_impl("auto", GPU, SPEC) is DeepseekV4MixedSparseImpl
+    assert get_impl("auto", GPU, AttentionSpec(64, 512, kv_record="plain")) is DeepseekV4TritonSparseImpl
+
+
+@pytest.mark.parametrize(
+    ("capability", "flashmla", "triton", "reason", "chosen"),
+    [
+        ((10, 0), True, True, "this GPU has 10.0", "flashmla"),
+        ((9, 0), False, True, "needs both FlashMLA and Triton: as the test says", "triton"),
+        ((9, 0), True, False, "needs both FlashMLA and Triton: the package triton is not installed", "flashmla"),
+    ],
+)
+def test_elsewhere_it_says_why_not(gpu, capability, flashmla, triton, reason, chosen):
+    gpu(capability, flashmla, triton)
+    usable, why = DeepseekV4MixedSparseImpl.supported(GPU, SPEC)
+    assert not usable
+    assert reason in why
+    assert get_impl("auto", GPU, SPEC).name == chosen
+
+
+@pytest.mark.parametrize(("heads", "keys", "most"), [
+    (64, 128, 8), (64, 640, 32), (64, 1152, 32), (64, 8320, 8), (128, 128, 4), (128, 1152, 2), (128, 8320, 1),
+])  # fmt: skip
+def test_small_batches_stay_in_triton(heads, keys, most):
+    assert [decodes_on_flashmla(T, heads, keys) for T in (1, most, most + 1, 512)] == [False, False, True, True]
+    assert not any(decodes_on_flashmla(T, other, keys) for T in (1, 512) for other in (8, 16, 100))
+
+
+@pytest.mark.parametrize(("T", "heads", "name"), [(1, 64, "triton"), (300, 64, "flashmla"), (300, 8, "triton")])
+def test_a_call_goes_to_one_kernel_with_all_its_arguments(monkeypatch, T, heads, name):
+    calls = []
+    for impl in (DeepseekV4FlashMLASparseImpl, DeepseekV4TritonSparseImpl):
+        for method in ("attend_pages", "attend_rows"):
+            record = classmethod(lambda cls, *args, impl=impl, method=method: calls.append((impl.name, method, args)))
+            monkeypatch.setattr(impl, method, record)
+    q, output, layer = torch.zeros(T, heads, 512), torch.zeros(T, heads, 512), object()
+    sources = [SimpleNamespace(indices=torch.zeros(T, 128)), SimpleNamespace(indices=torch.zeros(T, 512))]
+    DeepseekV4MixedSparseImpl.attend_pages(layer, q, sources, output)
+    assert calls == [(name, "attend_pages", (layer, q, sources, output))]
+    DeepseekV4MixedSparseImpl.attend_rows(layer, q, q, 1, 2, output)
+    assert calls[1] == ("flashmla" if heads == 64 else "triton", "attend_rows", (layer, q, q, 1, 2, output))
+
+
+def test_heads_are_not_padded():
+    assert [DeepseekV4MixedSparseImpl.padded_heads(heads) for heads in (8, 64, 100)] == [8, 64, 100]

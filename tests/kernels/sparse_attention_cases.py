@@ -1,0 +1,44 @@
+"""Inputs of the GPU tests of sparse attention that punish what a kernel must not read, and how results are compared."""
+
+import torch
+
+from deepseek_attn.cache.records import Fp8DsMlaRecord
+
+V4 = Fp8DsMlaRecord(448, 64)
+TINY = Fp8DsMlaRecord(64, 64)
+NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
+LIMIT = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-5}
+
+
+def relative(got, expected):
+    return float((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+
+
+def check(got, expected, limit):
+    (out, lse), (expected_out, expected_lse) = got, expected
+    assert relative(out, expected_out) <= limit  # false for NaN
+    lonely = expected_lse.isinf()
+    assert torch.equal(lse.isinf(), lonely)
+    assert out[lonely].eq(0).all()
+    torch.testing.assert_close(lse[~lonely], expected_lse[~lonely], rtol=1e-4, atol=1e-4)
+
+
+def hostile(T, K, live, dead):
+    """Indices into ``live`` with holes, and what a row must not look at past its length: ``dead`` and huge ones."""
+    indices = live[torch.randint(len(live), (T, K))].int()
+    indices[:, -1] = live[-1]
+    indices[:, 2::5] = torch.tensor([-1, -2, HUGE, -HUGE]).int()[torch.arange(len(range(2, K, 5))) % 4]
+    lens = torch.randint(0, K + 1, (T,)).int()
+    lens[0], lens[T // 2], lens[-1] = 0, 1, K
+    past = torch.arange(K) >= lens[:, None]
+    return torch.where(past, torch.tensor([dead, HUGE, -HUGE]).int()[torch.arange(K) % 3], indices), lens
+
+
+def make_pool(record, T, K, n, pages, stride=1):
+    """``(record, pool, n, indices, lens)``: live entries at odd slots of a pool that is NaN (0xFF) elsewhere."""
+    size = record.page_bytes(n)
+    pool = torch.full((pages, size * stride), 0xFF, dtype=torch.uint8)[:, :size]
+    live = torch.randint(pages * n // 2, (2 * T + 300,)).unique() * 2 + 1
+    live = torch.cat([live[live < pages * n - 1], torch.tensor([pages * n - 1 - pages * n % 2])])
+    record.insert(pool, n, live, torch.randn(len(live), record.dim) * 2)
+    return record, pool, n, *hostile(T, K, live, 0)

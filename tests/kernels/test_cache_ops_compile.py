@@ -1,0 +1,142 @@
+"""The kernels around the caches compile for every GPU generation, on any machine."""
+
+import os
+
+import pytest
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from deepseek_attn.kernels import (
+    compress,
+    gather,
+    insert_tokens,
+    norm_rope_insert,
+    query_norm_rope,
+    step_indices_kernels,
+)
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
+
+CAPABILITIES = {"sm80": 80, "sm89": 89, "sm90": 90, "sm100": 100, "sm120": 120}
+RECORDS = {"plain": (0, tl.bfloat16), "fp8_ds_mla": (1, tl.bfloat16), "index_fp8": (2, tl.bfloat16),
+           "index_fp4": (3, tl.bfloat16)}  # fmt: skip
+
+
+def compiled(kernel, kinds, constants, arch, warps=4):
+    """Assembly of ``kernel``: arguments are constants, of the given kinds, or int32."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values)
+    return triton.compile(source, target=GPUTarget("cuda", CAPABILITIES[arch], 32), options={"num_warps": warps}).asm
+
+
+def pointers(kernel, **kinds):
+    """Element types of a kernel's pointers; float32 where nothing else is said."""
+    return {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")} | kinds
+
+
+ROW = ("*bf16", "i32", "*fp32", "*bf16", "i32", "*bf16", "i32", "*fp32", "*bf16", "i32", "*i64", "*fp32", "i32", "*i64",
+       "fp32", "*u8", "i64")  # fmt: skip
+PART = ("*fp32", "*fp32", "*fp32", "*fp32", "i32", "i32", "i64", "*fp32", "*fp32", "i32", "*u8", "i64", "fp32")
+BATCH = ("*i64", "*i32", "*i32", "*i32", "*i32", "*i64", "*i1", "i32")
+
+
+def row_shape(record):
+    number, plain = RECORDS[record]
+    dim = 128 if record.startswith("index") else 512
+    return dim, dim - 64, 64, dim, 64, number, plain, tl.bfloat16, 1536, 2048, tl.bfloat16
+
+
+def compress_constants(ratio, arch):
+    main = (512, 448, 64, 512, 64, 1, tl.bfloat16, tl.bfloat16, 0)
+    keys = [(128, 128, 64, 128, 64, number, tl.bfloat16, tl.bfloat16, 7) for number in (0, 2, 3)]
+    constants = {"SHAPES": (main, *keys) if ratio == 4 else (main,), "RATIO": ratio, "COFF": 2 if ratio == 4 else 1}
+    return constants | {"ROWS": ratio + 20, "LANES": 8, "READS": 1 if ratio == 4 else 2, "NATIVE_FP8": arch != "sm80"}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_norm_rope_insert(arch, record):
+    constants = {"SHAPE": row_shape(record), "NATIVE_FP8": arch != "sm80"}
+    asm = compiled(norm_rope_insert._norm_rope_insert_kernel, {"rows": ROW}, constants, arch)
+    assert asm["cubin"]
+    assert ("e4m3" in asm["ptx"]) == (arch != "sm80" and record in ("fp8_ds_mla", "index_fp8"))
+
+
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_query_norm_rope(arch):
+    kernel = query_norm_rope._query_norm_rope_kernel
+    constants = {"D": 512, "ROPE": 64, "BLOCK": 512, "HEADS": 4, "DTYPE": tl.bfloat16}
+    kinds = pointers(kernel, q_ptr="*bf16", out_ptr="*bf16", positions_ptr="*i64", eps="fp32")
+    assert compiled(kernel, kinds, constants, arch)["cubin"]
+
+
+@pytest.mark.parametrize("name", ["_compress_kernel", "_windows_kernel", "_rings_kernel"])
+@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_compress(arch, ratio, name):
+    constants = compress_constants(ratio, arch) | ({"REQUESTS": 4} if name == "_windows_kernel" else {})
+    kinds = {"parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH}
+    asm = compiled(getattr(compress, name), kinds, constants, arch, 8)
+    assert asm["cubin"]
+    assert ("e4m3" in asm["ptx"]) == (arch != "sm80" and name != "_rings_kernel")
+
+
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_insert_tokens(arch):
+    constants = compress_constants(4, arch) | {"SHAPE": row_shape("fp8_ds_mla")}
+    kinds = {"rows": ROW, "parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH}
+    assert compiled(insert_tokens._insert_tokens_kernel, kinds, constants, arch)["cubin"]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["workspace", "packed"])
+@pytest.mark.parametrize("record", ["plain", "V4", "V3.2"])
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_gather(arch, record, packed):
+    kernel = gather._gather_packed_kernel if packed else gather._gather_kernel
+    entry, coded, group, raw_at, raw = {
+        "plain": (1024, 0, 64, 0, 512),
+        "V4": (576, 448, 64, 448, 64),
+        "V3.2": (656, 512, 128, 528, 64),
+    }[record]
+    constants = {"N": 64, "ENTRY": entry, "CODED": coded, "GROUP": group, "RAW_AT": raw_at, "RAW": raw, "ROWS": 8}
+    constants |= {"RAW_DTYPE": tl.bfloat16, "DTYPE": tl.bfloat16, "CODED_BLOCK": 512, "RAW_BLOCK": raw}
+    constants["NATIVE_FP8"] = arch != "sm80"
+    constants["RAW_BLOCK"] = 0 if record == "V4" else raw
+    if packed:
+        constants["REQUESTS"] = 4
+    kinds = pointers(kernel, out_ptr="*bf16", pool_ptr="*u8", table_ptr="*i32")
+    kinds |= dict.fromkeys(("seq_lens_ptr", "gather_lens_ptr", "starts_ptr"), "*i32")
+    assert compiled(kernel, kinds, constants, arch)["cubin"]
+
+
+TABLE = ("*i32", "i32", "i32", "i32", "i32")
+STEP = {"positions_ptr": "*i64", "req_ptr": "*i32", "valid_ptr": "*i1", "table": TABLE, "lens_ptr": "*i32"}
+STEP |= {"out_ptr": "*i32", "topk_ptr": "*i32", "query_start_ptr": "*i32", "seq_lens_ptr": "*i32"}
+STEP |= {"gather_lens_ptr": "*i32", "own_ptr": "*i64", "window_table": TABLE, "window_outs": ("*i64", "*i32", "*i32")}
+STEP |= {"tables": (TABLE, TABLE), "outs": (("*i64", "*i32", "*i32"),) * 2}
+INDICES = {
+    "token_slots_kernel": {"RATIO": 4, "N": 64, "TOKENS": 128},
+    "window_kernel": {"WINDOW": 128, "N": 64, "TILE": 128},
+    "entries_kernel": {"WIDTH": 8192, "RATIO": 128, "N": 32, "PAGED": True, "TILE": 1024},
+    "global_kernel": {"K": 512, "N": 64, "TILE": 512},
+    "combine_kernel": {"WIDTH": 640, "WINDOW": 128, "RATIO": 4, "TOPK": 512, "TILE": 1024, "REQUESTS": 4},
+    "decode_step_kernel": {"WINDOW": 128, "WINDOW_PAGE": 64, "WINDOW_TILE": 128, "TILE": 1024,
+                           "GROUPS": ((4, 64, 0, 1), (128, 32, 8192, 2))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INDICES)
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_step_indices(arch, name):
+    kernel = getattr(step_indices_kernels, name)
+    kinds = STEP | ({"out_ptr": "*i64"} if name == "token_slots_kernel" else {})
+    assert compiled(kernel, kinds, INDICES[name], arch)["cubin"]
+    if "valid_ptr" in kernel.arg_names:  # without padding
+        assert compiled(kernel, kinds, INDICES[name] | {"valid_ptr": None}, arch)["cubin"]
