@@ -1,0 +1,58 @@
+#!/usr/bin/env python3
+"""Pictures of an experiment's report as SVG files of their own, for documents.
+
+    python scripts/study_pictures.py results/study/report.json docs/data/study
+
+They are the report's plots: every quality against bytes and decode time, by context length and over the training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from deepseek_attn.experiments import plots
+from deepseek_attn.experiments.sections_quality import tasks, with_task
+
+
+def pictures(report: dict[str, Any]) -> dict[str, Any]:
+    """What to paint, by file name."""
+    found = {}
+    for front in report["fronts"]:
+        name = f"{front['quality']}-{front['cost']}".replace(" ", "-").replace("_", "-")
+        if front["cost"] != "prefill_ms":
+            found[name] = plots.scatter(report, front)
+    for task in tasks(report):
+        variants = with_task(report, task)
+        metric = "loss" if task == "text" else "accuracy"
+        rows = [(v, [(row["seq_len"], row[metric]) for row in v["tasks"][task]["by_length"]]) for v in variants]
+        found[f"{task}-by-length"] = plots.lines(rows, "tokens", f"{task} {metric}", log="x")
+        found[f"{task}-training"] = plots.curves(variants, task)
+    return found
+
+
+def standalone(svg: str) -> str:
+    """An ``<svg>`` element as a file: with the page's colours, light or dark as the reader's screen is."""
+    style = resources.files("deepseek_attn.experiments").joinpath("page.css").read_text(encoding="utf-8")
+    colours = style[: style.index("* {")]
+    return re.sub(r"(<svg[^>]*>)", rf"\1<style>{colours}</style>", svg, count=1) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("report", type=Path, help="report.json of an experiment")
+    parser.add_argument("out", type=Path, help="folder for the pictures")
+    args = parser.parse_args()
+    report = json.loads(args.report.read_text(encoding="utf-8"))
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, paint in pictures(report).items():
+        (args.out / f"{name}.svg").write_text(standalone(plots.draw(paint, name, name)), encoding="utf-8")
+        print(args.out / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()
