@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench experiment clean
 
 demo: $(READY)
 	$(BIN)/deepseek-attn generate --prompt "Once upon a time" --temperature 0 --max-tokens 48
@@ -19,6 +19,9 @@ test: $(READY) check
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+experiment: $(READY)
+	$(BIN)/deepseek-attn experiment resume smoke
 
 bench: $(READY)
 	$(BIN)/python scripts/bench_transformers.py
