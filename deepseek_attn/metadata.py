@@ -6,6 +6,7 @@ compressed entry are built once per step. Names follow the field's: ``decode_swa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +21,7 @@ from deepseek_attn.cache.layout import (
     state_rows,
 )
 from deepseek_attn.config import LayerSpec
+from deepseek_attn.kernels.available import triton_for
 from deepseek_attn.kernels.reference.compress import CompressBatch
 from deepseek_attn.kernels.reference.indices import (
     build_c128a_topk_indices,
@@ -228,15 +230,17 @@ class MetadataBuilder:
         meta = DeepseekSparseMLAMetadata(ratio, self._to(table), entries, self._to(slots), batch.step.seq_lens)
         if all(spec.has_indexer for spec in self.layers if spec.ratio == ratio):
             return meta
-        tokens, valid = batch.decode_tokens, batch.valid
-        width = index_width(int(batch.step.seq_lens.max()), ratio, self.layout)
-        indices, lens = build_c128a_topk_indices(
-            batch.positions[:tokens], ratio, batch.token_to_req[:tokens], table, entries, valid[:tokens], width
+        # made on the device: 4096 queries of a sequence of 128K tokens have 16 MB of them
+        positions, requests, valid = (self._to(t) for t in (batch.positions, batch.token_to_req, batch.valid))
+        build = entry_indices_op(positions)
+        tokens, width = batch.decode_tokens, index_width(int(batch.step.seq_lens.max()), ratio, self.layout)
+        indices, lens = build(
+            positions[:tokens], ratio, requests[:tokens], meta.block_table, entries, valid[:tokens], width
         )
-        local, _ = build_c128a_topk_indices(batch.positions[tokens:], ratio, None, None, entries, valid[tokens:], width)
-        meta.c128a_global_decode_topk_indices = self._to(indices).unsqueeze(1)
-        meta.c128a_decode_topk_lens = self._to(lens)
-        meta.c128a_prefill_topk_indices = self._to(local)
+        meta.c128a_global_decode_topk_indices, meta.c128a_decode_topk_lens = indices.unsqueeze(1), lens
+        meta.c128a_prefill_topk_indices, _ = build(
+            positions[tokens:], ratio, None, None, entries, valid[tokens:], width
+        )
         return meta
 
     def _compressor(
@@ -321,6 +325,15 @@ def count_decodes(query_lens: torch.Tensor, threshold: int) -> int:
             f"requests of up to {threshold} new tokens must come first; the query lengths are {query_lens.tolist()}"
         )
     return count
+
+
+def entry_indices_op(tensor: torch.Tensor) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """What lists every closed entry for tensors like this one: the Triton kernel, or plain torch."""
+    if triton_for(tensor):
+        from deepseek_attn.kernels.step_indices import build_c128a_topk_indices as kernel
+
+        return kernel
+    return build_c128a_topk_indices
 
 
 def index_width(length: int, ratio: int, layout: CacheLayout) -> int:

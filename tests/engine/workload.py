@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from deepseek_attn.cache.layout import make_layout
+from deepseek_attn.decode import DecodeGraphs
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import SamplingParams
@@ -151,6 +152,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", help="only these, with commas between them")
     parser.add_argument("--drafts", type=int, default=0, help="guess so many tokens per step (default: none)")
+    parser.add_argument("--buckets", action="store_true", help="decode over persistent tensors, as CUDA graphs do")
     args = parser.parse_args()
     runner = ModelRunner.from_config(
         args.config, device="cpu", numerics="exact", max_num_seqs=1, max_model_len=args.longest + 64
@@ -166,6 +168,9 @@ def main() -> int:
         if args.variants and name not in args.variants.split(","):
             continue
         runner = ModelRunner.from_config(config, device="cpu", numerics="exact", **options)
+        if args.buckets:
+            sizes = runner.model, runner.backbone_layers, runner.layout, runner.device
+            runner.graphs = DecodeGraphs(*sizes, batches=[1, 3, SEQS], capture=False)
         engine = Engine(runner, decoder=MTPSpeculation(runner, args.drafts) if args.drafts else None)
         started = time.perf_counter()
         requests = together(engine, jobs, preempt=name in PREEMPTED)
