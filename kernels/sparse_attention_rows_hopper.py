@@ -24,7 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 BLOCK = gl.constexpr(64)  # keys of a tile
-_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # renamed after triton 3.6
+# renamed after triton 3.6
+_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -57,7 +59,7 @@ def _copy(work, rows, keys, bias, full, empty, DIM: gl.constexpr, HAS_LENS: gl.c
             row = kv_ptr + gl.where(valid, slot, 0).to(gl.int64) * kv_stride
             masked = gl.where(valid, 0.0, float("-inf"))
             mbarrier.wait(empty.index(stage), ((n >> 1) & 1) ^ 1)
-            async_copy.async_copy_global_to_shared(
+            copy_to_shared(
                 keys.index(stage), row[:, None] + channel[None, :], mask=valid[:, None]
             )  # zeros where there is no key
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
@@ -100,9 +102,7 @@ def _weigh(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         t, first_head, count = _item(item, heads, lens_ptr, width, HAS_LENS)
         q_row = q_ptr + t * q_stride_t + (first_head + row) * q_stride_h
-        async_copy.async_copy_global_to_shared(
-            queries, q_row[:, None] + channel[None, :], mask=(first_head + row < heads)[:, None]
-        )
+        copy_to_shared(queries, q_row[:, None] + channel[None, :], mask=(first_head + row < heads)[:, None])
         async_copy.commit_group()
         async_copy.wait_group(0)
         fence_async_shared()
