@@ -108,8 +108,11 @@ def test_kernel(kernel, device, fmt, rotate, half_split, dtype):
         (q, weights), (expected, expected_weights) = kernel(*args), reference.index_query(*args)
         assert q.dtype == expected.dtype
         # torch may round the products of a rotation once more: then a few values lie on the other side of a bound
-        same = (q.float() == expected.float()).float().mean()
-        assert same == 1 if INTERPRETED else same > 0.995
+        if INTERPRETED or fmt != "plain" or dtype != torch.float32:
+            same = (q.float() == expected.float()).float().mean()
+            assert same == 1 if INTERPRETED else same > 0.995
+        else:
+            torch.testing.assert_close(q, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(values(q, weights), values(expected, expected_weights), rtol=0.3, atol=0.02)
         known = weights == expected_weights
         assert known.all() if INTERPRETED else known.float().mean() > 0.99

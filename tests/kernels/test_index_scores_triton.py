@@ -50,7 +50,7 @@ class Batch:
         visible = [max(0, length - m + 1 + j) for length, m in zip(lens, new, strict=True) for j in range(m)]
         self.visible = torch.tensor(visible, device=device)
         T = len(visible)
-        angles = torch.rand(50, 32, device=device) * 6
+        angles = torch.rand(50, min(32, dim // 4), device=device) * 6
         q, weights = torch.randn(T, H * dim, device=device).to(dtype), torch.randn(T, H, device=device)
         at = torch.randint(50, (T,), device=device)
         self.q, self.weights = index_query(q, weights, torch.cat([angles.cos(), angles.sin()], 1), at, 0.1, fmt)

@@ -34,9 +34,10 @@ LIMIT = {torch.bfloat16: 4e-3, torch.float32: 2e-5}
         ("fp4", torch.bfloat16, 1),
         ("fp4", torch.bfloat16, 4096),
         ("fp8", torch.bfloat16, 300),
+        ("fp8", torch.float32, 3),
         ("plain", torch.float32, 3),
     ],
-    ids=["fp4-1", "fp4-4096", "fp8-300", "float32-3"],
+    ids=["fp4-1", "fp4-4096", "fp8-300", "fp8-float32-3", "float32-3"],
 )
 def test_every_launch_compiles(monkeypatch, arch, fmt, dtype, T):
     case = make_case(T, 512, 256, 32, 6, fmt, dtype, "meta")
@@ -51,9 +52,9 @@ def test_every_launch_compiles(monkeypatch, arch, fmt, dtype, T):
     expected |= {"prepare_kernel"} if fmt != "plain" else set()
     expected |= {"count_kernel", "place_kernel"} if T * 6 > moe.MAX_SLOTS else set()
     assert set(found) == expected
-    fp8 = "f8f6f4" if arch == "sm100" else "e4m3"  # what instructions on FP8 values are called
-    native = any(fp8 in kernel.asm["ptx"] for kernel in found["grouped_product_kernel"])
-    assert native == (fmt == "fp8" and arch != "sm80")
+    fp8_product = re.compile(r"\b(wgmma|mma|tcgen05)\.\S*(e4m3|f8f6f4)")
+    native = any(fp8_product.search(kernel.asm["ptx"]) for kernel in found["grouped_product_kernel"])
+    assert native == (fmt == "fp8" and dtype == torch.bfloat16 and arch != "sm80")
     if arch == "sm90" and T > 1:
         for kernel in found["grouped_product_kernel"]:
             assert "wgmma" in kernel.asm["ptx"]
@@ -82,6 +83,8 @@ def test_products_are_computed_in_what_holds_their_factors():
     assert plan("fp8", bf16, True, False, (9, 0)) == moe.Plan("fp8", torch.float8_e4m3fn, True, True)
     assert plan("fp8", bf16, True, True, (8, 0)) == moe.Plan("fp8", bf16, True, False)
     assert plan("fp8", f32, True, False, (8, 0)).dtype == f32
+    assert plan("fp8", f32, True, True, (9, 0)) == moe.Plan("fp8", bf16, True, False)
+    assert plan("fp8", f32, True, False, (9, 0)).dtype == f32
     assert plan("fp4", f32, True, True, (9, 0)) == moe.Plan("fp4", bf16, True, False)
     assert plan("fp4", f32, True, False, (9, 0)).dtype == f32
     assert plan("fp4", f32, False, True, (9, 0)) == moe.Plan("fp4", f32, False, False)
@@ -144,7 +147,9 @@ def test_experts_of_every_format(gpu, fmt, dtype, shape):
     case = make_case(max(TOKENS), hidden, inner, experts, k, fmt, dtype)
     expected = run(case, reference.moe_experts)
     for T in TOKENS if dtype == torch.bfloat16 else (2, 129):
-        assert relative(run(case.of(slice(T))), expected[:T]) <= LIMIT[dtype] * (20 if fmt == "fp8" else 1)
+        # sums of FP8 products are rounded otherwise: some hidden values fall on the other side of an FP8 step
+        rounding = 20 if fmt == "fp8" and dtype == torch.bfloat16 else 1
+        assert relative(run(case.of(slice(T))), expected[:T]) <= LIMIT[dtype] * rounding
     add = torch.randn_like(case.x)
     got = run(case, add=add, weigh_output=True, limit=0.0)
     assert got.dtype == dtype
@@ -157,7 +162,9 @@ def test_other_inputs(gpu, fmt, fp8_input, pow2):
     for dtype in (torch.bfloat16, torch.float32):
         case = make_case(40, 384, 128, 7, 3, fmt, dtype)
         options = {"fp8_input": fp8_input, "pow2": pow2}
-        assert relative(run(case, **options), run(case, reference.moe_experts, **options)) <= 6e-3
+        # a scale that is no power of two moves with the largest value, and every rounding of its group with it
+        limit = 2e-2 if fmt == "fp8" and fp8_input and dtype == torch.bfloat16 else 6e-3
+        assert relative(run(case, **options), run(case, reference.moe_experts, **options)) <= limit
 
 
 def test_widths_that_tiles_do_not_divide(gpu):
@@ -299,13 +306,14 @@ def test_fp4_is_unpacked_exactly(gpu):
         scale = torch.arange(start, start + 16).to(torch.uint8)[:, None].repeat(1, 16)
         even, odd = torch.empty(2, 16, 256, dtype=torch.bfloat16)
         unpack_all_kernel[(1,)](w, scale, even, odd)
-        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+        # on a CPU: a GPU's power is not exact
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64, device="cpu")
         values = torch.cat([values, -values]) * 2.0**-moe_kernels.FP4_BIAS
-        power = 2.0 ** (scale[:, :1].double() - 127)
+        power = 2.0 ** (scale[:, :1].cpu().double() - 127)
         fits = ((scale[:, 0] >= 59) & (scale[:, 0] <= 192)).cpu()
         for got, nibble in ((even, w & 15), (odd, w >> 4)):
-            expected = values[nibble.long()] * power
-            assert torch.equal(got.double()[fits], expected[fits])
+            expected = values[nibble.cpu().long()] * power
+            assert torch.equal(got.cpu().double()[fits], expected[fits])
             too_large = (scale[:, 0] > 192).cpu()
             assert not got[too_large].float().isfinite()[:, (w[0] & 0x77) == 0x77].any()
 

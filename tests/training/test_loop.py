@@ -187,6 +187,7 @@ def test_the_command(tmp_path, capsys):
     assert printed["steps"] == 2
     assert set(printed["test"]) == {"loss", "accuracy"}
     assert json.loads((tmp_path / "out" / "training.json").read_text(encoding="utf-8")) == printed
-    assert main(["generate", "--model", str(tmp_path / "out"), "--prompt", "The", "--max-tokens", "3"]) == 0
+    generate = ["generate", "--model", str(tmp_path / "out"), "--prompt", "The", "--max-tokens", "3"]
+    assert main([*generate, "--device", "cpu"]) == 0
     assert main(command) == 2
     assert "not an empty directory" in capsys.readouterr().err
