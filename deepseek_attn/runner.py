@@ -8,9 +8,8 @@ from numbers import Integral
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from deepseek_attn.cache.files import load_cache, make_fingerprint, save_cache
+from deepseek_attn.cache.files import load_cache, make_fingerprint
 from deepseek_attn.cache.layout import CacheLayout, make_layout
 from deepseek_attn.cache.manager import CacheManager, SequenceCache
 from deepseek_attn.cache.pools import CachePools
@@ -31,76 +30,10 @@ from deepseek_attn.models.moe import MoE
 from deepseek_attn.numerics import Numerics
 from deepseek_attn.options import DEFAULT_MAX_MODEL_LEN, check_sizes, pick_device, pick_dtype
 from deepseek_attn.parallel import Parallel
+from deepseek_attn.scoring import score_prompts
+from deepseek_attn.sequence import Sequence, StepOutput, check_batch, tail_rows
 from deepseek_attn.tracing import traced
 from deepseek_attn.workspace import Workspace
-
-
-@dataclass(eq=False)
-class Sequence:
-    """Tokens of one request and what of them is in the caches.
-
-    Attributes:
-        token_ids: all tokens so far, prompt and generated.
-        cache: pages of the first ``num_computed`` tokens.
-    """
-
-    runner: ModelRunner
-    token_ids: list[int]
-    cache: SequenceCache
-
-    @property
-    def num_computed(self) -> int:
-        return self.cache.num_tokens
-
-    @property
-    def num_pending(self) -> int:
-        """Tokens that a step still has to compute."""
-        return len(self.token_ids) - self.cache.num_tokens
-
-    def append(self, token_id: int) -> None:
-        """Adds one token, to be computed by a later step."""
-        self.runner.check_length(len(self.token_ids) + 1)
-        self.token_ids.append(self.runner.check_token(token_id))
-
-    def truncate(self, length: int) -> None:
-        """Goes back to the first ``length`` tokens, exactly as if the others had never been.
-
-        Up to ``max_rollback`` tokens back the caches are kept; further back the window's entries are gone, and the next
-        step computes the sequence again from its first token.
-        """
-        if not 0 <= length <= len(self.token_ids):
-            raise ValueError(f"truncate({length}) of a sequence of {len(self.token_ids)} tokens")
-        if length < self.num_computed:
-            self.runner.manager.truncate(self.cache, length)
-        del self.token_ids[length:]
-
-    def fork(self) -> Sequence:
-        """A second sequence with the same tokens; pages are shared until one of the two writes to them."""
-        return Sequence(self.runner, list(self.token_ids), self.runner.manager.fork(self.cache))
-
-    def save(self, path: str | Path) -> None:
-        """Writes tokens and caches to a safetensors file, for `ModelRunner.load_sequence`."""
-        runner = self.runner
-        save_cache(path, runner.pools, self.cache, self.token_ids, runner.fingerprint())
-
-    def free(self) -> None:
-        """Returns all pages. The tokens stay; computing them again starts from the first."""
-        self.runner.manager.free(self.cache)
-
-
-@dataclass
-class StepOutput:
-    """Results of one step, in the order of the batch.
-
-    Attributes:
-        logits: float32 ``[rows, vocab_size]`` per request: its new tokens, or only the last ones.
-        mtp_logits: the same from the MTP layer, for new tokens whose next token is known; None if not asked for.
-        streams: what the backbone computed for the tokens of ``logits``; None if not asked for.
-    """
-
-    logits: list[torch.Tensor]
-    mtp_logits: list[torch.Tensor] | None = None
-    streams: list[torch.Tensor] | None = None
 
 
 @dataclass
@@ -470,19 +403,7 @@ class ModelRunner:
                 "there is no MTP layer: the checkpoint has none, only some layers were loaded, or attention is "
                 "data-parallel"
             )
-        if not batch:
-            raise ValueError("empty batch")
-        if len({id(sequence) for sequence, _ in batch}) < len(batch):
-            raise ValueError("a sequence appears twice in the batch")
-        for sequence, n in batch:
-            if not 1 <= n <= sequence.num_pending:
-                raise ValueError(f"{n} tokens asked of a sequence with {sequence.num_pending} pending tokens")
-        total, limit = sum(n for _, n in batch), self.layout.max_num_batched_tokens
-        if total > limit or len(batch) > self.layout.max_num_seqs:
-            raise ValueError(
-                f"a step of {total} tokens in {len(batch)} sequences exceeds max_num_batched_tokens={limit} or "
-                f"max_num_seqs={self.layout.max_num_seqs}"
-            )
+        check_batch(batch, self.layout)
 
     def score(
         self, prompts: Iterable[Iterable[int]], chunk_size: int | None = None, *, progress: bool = False
@@ -497,7 +418,7 @@ class ModelRunner:
         Returns:
             For each prompt float32 ``[len, vocab_size]`` on the CPU.
         """
-        return self._score(prompts, chunk_size, False, progress)[0]
+        return score_prompts(self, prompts, chunk_size, progress=progress)[0]
 
     def score_mtp(
         self, prompts: Iterable[Iterable[int]], chunk_size: int | None = None, *, progress: bool = False
@@ -506,49 +427,4 @@ class ModelRunner:
 
         Row t pairs the streams of position t with the embedding of token t + 1, and predicts token t + 2.
         """
-        return self._score(prompts, chunk_size, True, progress)
-
-    def _score(self, prompts, chunk_size, mtp, progress) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"chunk_size={chunk_size}: must be at least 1")
-        sequences = [self.sequence(prompt) for prompt in prompts]
-        outputs: list[list[torch.Tensor]] = [[] for _ in sequences]
-        drafts: list[list[torch.Tensor]] = [[] for _ in sequences]
-        bar = tqdm(total=sum(len(s.token_ids) for s in sequences), unit="tok", disable=None if progress else True)
-        try:
-            with bar:
-                while pending := [i for i, s in enumerate(sequences) if s.num_pending]:
-                    work = self._plan_chunks([(i, sequences[i]) for i in pending], chunk_size)
-                    out = self.step([(sequences[i], n) for i, n in work], all_logits=True, mtp=mtp)
-                    for position, (i, n) in enumerate(work):
-                        outputs[i].append(out.logits[position].cpu())
-                        if mtp:
-                            drafts[i].append(out.mtp_logits[position].cpu())
-                        if not sequences[i].num_pending:
-                            sequences[i].free()
-                            sequences[i].token_ids.clear()
-                        bar.update(n)
-        finally:
-            for sequence in sequences:
-                sequence.free()
-        self.wait_for_ranks()
-        return [torch.cat(parts) for parts in outputs], [torch.cat(parts) for parts in drafts] if mtp else []
-
-    def _plan_chunks(self, pending: list[tuple[int, Sequence]], chunk_size: int | None) -> list[tuple[int, int]]:
-        """(index, tokens) of the next step: the first sequences, as many tokens as fit."""
-        budget, work = self.layout.max_num_batched_tokens, []
-        for index, sequence in pending[: self.layout.max_num_seqs]:
-            n = min(sequence.num_pending, budget, chunk_size or budget)
-            if n:
-                work.append((index, n))
-                budget -= n
-        return work
-
-
-def tail_rows(lengths: list[int], counts: list[int]) -> torch.Tensor:
-    """Row numbers of the last ``counts[i]`` of the ``lengths[i]`` rows of each request, int64."""
-    rows, end = [], 0
-    for length, count in zip(lengths, counts, strict=True):
-        end += length
-        rows += range(end - count, end)
-    return torch.tensor(rows)
+        return score_prompts(self, prompts, chunk_size, mtp=True, progress=progress)

@@ -14,7 +14,20 @@ PACKAGES = {"deepseek_attn": "deepseek_attn", "kernels": "deepseek_attn.kernels"
 FOLDERS = ("benchmarks", "configs", "deepseek_attn", "docs", "examples", "kernels", "models", "scripts", "tests")
 TEXT = {".py", ".md", ".toml", ".json", ".cfg", ".yml", ".yaml", ".txt", ".sh", ""}
 # Upper layers, top first. Nothing below imports them; the package itself only names them (lazily).
-UPPER = ("__main__", "bench", "bench_model", "cli", "engine", "experiments", "planner", "runner", "training", "models")
+UPPER = (
+    "__main__",
+    "bench",
+    "bench_model",
+    "cli",
+    "engine",
+    "experiments",
+    "planner",
+    "runner",
+    "scoring",
+    "sequence",
+    "training",
+    "models",
+)
 
 
 def module_files():
