@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from deepseek_attn.cache.record import as_bytes
 from deepseek_attn.cache.records import PlainRecord, Record
 from deepseek_attn.kernels.reference.quant import FP8_FLOOR, FP8_MAX, dequantize_fp8, quantize_fp8
 
@@ -79,7 +80,7 @@ class Fp8DsMlaV32Record(Record):
         rows = rows.to(torch.bfloat16)
         floor, pow2 = self._RULES[self.scale_rule]
         q, scale = quantize_fp8(rows[:, : self.latent_dim], LATENT_GROUP, floor, pow2)
-        return (torch.cat([_bytes(q), _bytes(scale), _bytes(rows[:, self.latent_dim :])], dim=1),)
+        return (torch.cat([as_bytes(q), as_bytes(scale), as_bytes(rows[:, self.latent_dim :])], dim=1),)
 
     def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         entry, scales_end = parts[0], self.latent_dim + self.latent_dim // LATENT_GROUP * 4
@@ -156,7 +157,3 @@ def record_of(kv_cache: Tensor, latent_dim: int, rope_dim: int, scale_rule: str 
             f"got {list(kv_cache.shape)}"
         )
     return record
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
