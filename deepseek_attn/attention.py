@@ -126,7 +126,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         self.step = step
         if step is None:
             q = x.new_zeros(len(x), self.padded_heads, self.head_dim)
-            self.impl.forward_mqa(self, q, q[:, 0], positions, torch.empty_like(q))
+            self.impl.forward_mqa(self, q, q[:, 0], positions)
             return torch.zeros_like(x)
         with stage("project"):
             qr, kv, *projections = multi_linear(x, self.input_linears)
@@ -137,8 +137,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
             self.select(index_q, projections[-1], step)
         with stage("attend"):
             q = self.queries(q, positions)
-            output = torch.empty_like(q)
-            self.impl.forward_mqa(self, q, kv, positions, output)
+            output = self.impl.forward_mqa(self, q, kv, positions)
         with stage("output"):
             y = self.wo_b(self.wo_a.project(output[:, : self.num_heads], positions, self.rope.cos_sin))
         return self.parallel.sum(y)

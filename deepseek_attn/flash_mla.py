@@ -235,6 +235,7 @@ def sparse_prefill(
     sink: Tensor | None = None,
     lens: Tensor | None = None,
     out: Tensor | None = None,
+    no_tails: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each query over rows of a bfloat16 workspace (requests lie flat; indices are offset by request).
 
@@ -244,6 +245,7 @@ def sparse_prefill(
         indices: int32 ``[T, K]`` rows of ``kv``; negative or ``>= N`` for none.
         scale, sink, out: as in `sparse_decode`.
         lens: int32 ``[T]`` columns to look at, or None for all. What is past them may be any row, NaN included.
+        no_tails: all indices past the lengths are -1 already.
 
     Returns:
         ``(out, lse)`` as in `sparse_decode`.
@@ -264,7 +266,7 @@ def sparse_prefill(
     width, found = padded_heads(heads), flavour()
     direct = _direct_out(found, out, heads, width)
     # a valid index past the length to a row of NaN can, rarely, reach the output: so there is none
-    indices = _pad_width(_without_tail(indices, lens), PREFILL_WIDTH)
+    indices = _pad_width(indices if no_tails else _without_tail(indices, lens), PREFILL_WIDTH)
     result, _, lse = _module().flash_mla_sparse_fwd(
         _pad_heads(q, width),
         kv.unsqueeze(1),

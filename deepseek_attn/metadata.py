@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from deepseek_attn.cache.layout import (
     STATE,
@@ -22,13 +25,8 @@ from deepseek_attn.cache.layout import (
 )
 from deepseek_attn.config import LayerSpec
 from deepseek_attn.kernels.available import triton_for
+from deepseek_attn.kernels.reference import indices as reference
 from deepseek_attn.kernels.reference.compress import CompressBatch
-from deepseek_attn.kernels.reference.indices import (
-    build_c128a_topk_indices,
-    compute_swa_indices_and_lens,
-    get_compressed_slot_mapping,
-    slot_mapping_from_positions,
-)
 from deepseek_attn.rope import RotaryTable
 
 INDEX_ALIGN = 128  # sparse prefill kernels take index rows in multiples of this
@@ -66,6 +64,8 @@ class DeepseekSparseSWAMetadata:
             (``query_len + min(prefix_len, window - 1)``); the CPU copies bound workspaces without a sync.
         tile_scheds: plans of the decode kernel by layer kind, ``(ratio, has_indexer)``: ``(0, False)`` window only,
             ``(4, True)`` C4A, ``(128, False)`` C128A. The impl makes each at the first layer of its kind.
+        prefill_indices: workspace rows that prefill queries read, for layers that all read the same; by ratio and
+            chunk of requests. The impl fills it likewise.
     """
 
     block_table: torch.Tensor
@@ -87,6 +87,7 @@ class DeepseekSparseSWAMetadata:
     prefill_seq_lens_cpu: torch.Tensor
     prefill_gather_lens_cpu: torch.Tensor
     tile_scheds: dict[tuple[int, bool], object] = field(default_factory=dict)
+    prefill_indices: dict[object, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass
@@ -97,6 +98,7 @@ class DeepseekSparseMLAMetadata:
         block_table: int32 ``[B, pages]``; block_size: entries per page.
         slot_mapping: int64 ``[T]``, the compressed slot that a token's entry goes to, -1 if it closes no window.
         seq_lens_cpu: int64 ``[B]``.
+        prefill_entry_lens: int32 ``[R]`` entries of each prefill request after the step; None in a decode step.
         c128a_global_decode_topk_indices: int32 ``[Dt, 1, K']`` slots of every visible entry (layers without indexer).
         c128a_decode_topk_lens: int32 ``[Dt]``.
         c128a_prefill_topk_indices: int32 ``[Rt, K']`` entries 0..n-1, local to the request.
@@ -107,6 +109,7 @@ class DeepseekSparseMLAMetadata:
     block_size: int
     slot_mapping: torch.Tensor
     seq_lens_cpu: torch.Tensor
+    prefill_entry_lens: torch.Tensor | None = None
     c128a_global_decode_topk_indices: torch.Tensor | None = None
     c128a_decode_topk_lens: torch.Tensor | None = None
     c128a_prefill_topk_indices: torch.Tensor | None = None
@@ -157,86 +160,102 @@ class MetadataBuilder:
         self.layers, self.layout, self.device = layers, layout, torch.device(device)
 
     def build(self, step: StepInput) -> StepMetadata:
-        """Metadata of one step, on the device.
+        """Metadata of one step, on the device: what is per request is uploaded, what is per token is made there.
 
         Raises:
             ValueError: a decode request after a prefill request.
         """
-        num_decodes = count_decodes(step.query_lens, step.decode_threshold)
-        token_to_req = torch.repeat_interleave(torch.arange(len(step.query_lens)), step.query_lens)
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), step.query_lens.cumsum(0)])
-        prefix_lens = step.seq_lens - step.query_lens
-        positions = torch.arange(len(token_to_req)) - starts[token_to_req] + prefix_lens[token_to_req]
-        valid = torch.ones_like(positions, dtype=torch.bool) if step.token_valid is None else step.token_valid
-        slots = slot_mapping_from_positions(positions, token_to_req, step.block_tables[WINDOW], WINDOW_PAGE)
-        slots = torch.where(valid, slots, -1)
-        batch = _Batch(step, num_decodes, token_to_req, starts, prefix_lens, positions, valid, slots)
-        swa = self._window(batch)
-        slots = {ratio: self._compressed_slots(batch, ratio) for ratio in self._ratios()}
-        sparse = {ratio: self._compressed(batch, ratio, slots[ratio]) for ratio in slots}
-        positions = self._to(positions)
+        batch = self._batch(step)
+        positions, owners, table = batch.positions, batch.token_to_req, batch.tables[WINDOW]
+        slots = index_op(positions, "slot_mapping_from_positions")(positions, owners, table, WINDOW_PAGE)
+        if step.token_valid is not None:
+            slots.masked_fill_(~batch.valid, -1)
+        swa = self._window(batch, slots)
+        sparse = {ratio: self._compressed(batch, slots, ratio) for ratio in batch.entry_lens}
         compressor = {
-            (spec.ratio, spec.overlap): self._compressor(batch, spec, positions, swa, sparse[spec.ratio].slot_mapping)
+            (spec.ratio, spec.overlap): self._compressor(batch, spec, swa, sparse[spec.ratio].slot_mapping)
             for spec in {(s.ratio, s.overlap): s for s in self.layers if not s.swa_only}.values()
         }
         return StepMetadata(positions, swa, sparse, compressor)
 
-    def _ratios(self) -> list[int]:
-        return sorted({spec.ratio for spec in self.layers if not spec.swa_only})
+    def _batch(self, step: StepInput) -> _Batch:
+        """The step's tensors on the device."""
+        query_lens, seq_lens, decodes = (
+            step.query_lens,
+            step.seq_lens,
+            count_decodes(step.query_lens, step.decode_threshold),
+        )
+        starts = F.pad(query_lens.cumsum(0), (1, 0))
+        prefix_lens = seq_lens - query_lens
+        gather_lens = (query_lens + prefix_lens.clamp(max=self.layout.window - 1))[decodes:]
+        ratios = sorted({spec.ratio for spec in self.layers if not spec.swa_only})
+        entry_lens = [seq_lens[decodes:] // ratio for ratio in ratios]
+        firsts = (prefix_lens - starts[:-1]).view(torch.int32)  # int64, of the position of row 0
+        firsts, *lens = self._uploaded(
+            [firsts, starts, seq_lens, prefix_lens, seq_lens[decodes:], gather_lens, *entry_lens]
+        )
+        requests = torch.arange(len(query_lens), dtype=torch.int32, device=self.device)
+        token_to_req = requests.repeat_interleave(lens[0].diff(), output_size=int(starts[-1]))
+        positions = torch.arange(len(token_to_req), device=self.device) + firsts.view(torch.int64)[token_to_req]
+        valid = step.token_valid
+        return _Batch(
+            step,
+            decodes,
+            int(starts[decodes]),
+            starts.int(),
+            gather_lens,
+            *lens[:5],
+            dict(zip(ratios, lens[5:], strict=True)),
+            {group: self._to(table) for group, table in step.block_tables.items()},
+            token_to_req,
+            positions,
+            torch.ones_like(positions, dtype=torch.bool) if valid is None else self._to(valid),
+        )
 
-    def _window(self, batch: _Batch) -> DeepseekSparseSWAMetadata:
-        step, decodes = batch.step, batch.num_decodes
-        table, slots, valid = step.block_tables[WINDOW], batch.slots, batch.valid
-        decode_tokens = batch.decode_tokens
-        indices, lens = compute_swa_indices_and_lens(
-            batch.positions[:decode_tokens],
-            batch.token_to_req[:decode_tokens],
-            table,
+    def _window(self, batch: _Batch, slots: torch.Tensor) -> DeepseekSparseSWAMetadata:
+        tokens, decodes = batch.decode_tokens, batch.num_decodes
+        indices, lens = index_op(slots, "compute_swa_indices_and_lens")(
+            batch.positions[:tokens],
+            batch.token_to_req[:tokens],
+            batch.tables[WINDOW],
             WINDOW_PAGE,
             self.layout.window,
-            valid[:decode_tokens],
+            batch.valid[:tokens],
         )
-        gather_lens = step.query_lens + batch.prefix_lens.clamp(max=self.layout.window - 1)
-        starts32 = batch.starts.int()
         return DeepseekSparseSWAMetadata(
-            block_table=self._to(table),
-            slot_mapping=self._to(slots),
+            block_table=batch.tables[WINDOW],
+            slot_mapping=slots,
             block_size=WINDOW_PAGE,
-            seq_lens=self._to(step.seq_lens.int()),
-            query_start_loc=self._to(starts32),
-            query_start_loc_cpu=starts32,
-            is_valid_token=self._to(valid),
-            token_to_req_indices=self._to(batch.token_to_req.int()),
-            decode_swa_indices=self._to(indices).unsqueeze(1),
-            decode_swa_lens=self._to(lens),
+            seq_lens=batch.seq_lens,
+            query_start_loc=batch.starts,
+            query_start_loc_cpu=batch.starts_cpu,
+            is_valid_token=batch.valid,
+            token_to_req_indices=batch.token_to_req,
+            decode_swa_indices=indices.unsqueeze(1),
+            decode_swa_lens=lens,
             num_decodes=decodes,
-            num_prefills=len(step.query_lens) - decodes,
-            num_decode_tokens=decode_tokens,
-            num_prefill_tokens=len(slots) - decode_tokens,
-            prefill_seq_lens=self._to(step.seq_lens[decodes:].int()),
-            prefill_gather_lens=self._to(gather_lens[decodes:].int()),
-            prefill_seq_lens_cpu=step.seq_lens[decodes:],
-            prefill_gather_lens_cpu=gather_lens[decodes:],
+            num_prefills=len(batch.step.query_lens) - decodes,
+            num_decode_tokens=tokens,
+            num_prefill_tokens=len(slots) - tokens,
+            prefill_seq_lens=batch.prefill_seq_lens,
+            prefill_gather_lens=batch.prefill_gather_lens,
+            prefill_seq_lens_cpu=batch.step.seq_lens[decodes:],
+            prefill_gather_lens_cpu=batch.prefill_gather_lens_cpu,
         )
 
-    def _compressed_slots(self, batch: _Batch, ratio: int) -> torch.Tensor:
-        table = batch.step.block_tables[ratio_group(ratio)]
-        return get_compressed_slot_mapping(
-            batch.positions, batch.slots, batch.token_to_req, table, entries_per_page(ratio), ratio
+    def _compressed(self, batch: _Batch, window_slots: torch.Tensor, ratio: int) -> DeepseekSparseMLAMetadata:
+        positions, requests, valid = batch.positions, batch.token_to_req, batch.valid
+        table, entries = batch.tables[ratio_group(ratio)], entries_per_page(ratio)
+        slots = index_op(positions, "get_compressed_slot_mapping")(
+            positions, window_slots, requests, table, entries, ratio
         )
-
-    def _compressed(self, batch: _Batch, ratio: int, slots: torch.Tensor) -> DeepseekSparseMLAMetadata:
-        table, entries = batch.step.block_tables[ratio_group(ratio)], entries_per_page(ratio)
-        meta = DeepseekSparseMLAMetadata(ratio, self._to(table), entries, self._to(slots), batch.step.seq_lens)
+        lens = batch.entry_lens[ratio]
+        meta = DeepseekSparseMLAMetadata(ratio, table, entries, slots, batch.step.seq_lens, lens)
         if all(spec.has_indexer for spec in self.layers if spec.ratio == ratio):
             return meta
-        # made on the device: 4096 queries of a sequence of 128K tokens have 16 MB of them
-        positions, requests, valid = (self._to(t) for t in (batch.positions, batch.token_to_req, batch.valid))
-        build = entry_indices_op(positions)
+        build = index_op(positions, "build_c128a_topk_indices")
         tokens, width = batch.decode_tokens, index_width(int(batch.step.seq_lens.max()), ratio, self.layout)
-        indices, lens = build(
-            positions[:tokens], ratio, requests[:tokens], meta.block_table, entries, valid[:tokens], width
-        )
+        indices, lens = build(positions[:tokens], ratio, requests[:tokens], table, entries, valid[:tokens], width)
         meta.c128a_global_decode_topk_indices, meta.c128a_decode_topk_lens = indices.unsqueeze(1), lens
         meta.c128a_prefill_topk_indices, _ = build(
             positions[tokens:], ratio, None, None, entries, valid[tokens:], width
@@ -244,21 +263,16 @@ class MetadataBuilder:
         return meta
 
     def _compressor(
-        self,
-        batch: _Batch,
-        spec: LayerSpec,
-        positions: torch.Tensor,
-        swa: DeepseekSparseSWAMetadata,
-        slots: torch.Tensor,
+        self, batch: _Batch, spec: LayerSpec, swa: DeepseekSparseSWAMetadata, slots: torch.Tensor
     ) -> CompressBatch:
         return compress_batch(
             spec,
             self.layout,
-            positions,
+            batch.positions,
             swa.token_to_req_indices,
             swa.query_start_loc,
-            self._to(batch.prefix_lens.int()),
-            self._to(batch.step.block_tables[STATE][:, 0]),
+            batch.prefix_lens,
+            batch.tables[STATE][:, 0],
             slots,
             swa.is_valid_token,
             int(batch.step.query_lens.max()),
@@ -267,21 +281,34 @@ class MetadataBuilder:
     def _to(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
 
+    def _uploaded(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Vectors as int32 on the device: one upload, and each starts where a kernel may read 16 bytes at once."""
+        width = -(-max(map(len, parts)) // 4) * 4
+        packed = torch.zeros(len(parts), width, dtype=torch.int32)
+        for row, part in zip(packed, parts, strict=True):
+            row[: len(part)] = part
+        return [row[: len(part)] for row, part in zip(self._to(packed), parts, strict=True)]
+
 
 @dataclass
 class _Batch:
+    """A step on the device, but for what ends in ``_cpu``; the fields are those of the metadata."""
+
     step: StepInput
     num_decodes: int
-    token_to_req: torch.Tensor
+    decode_tokens: int
+    starts_cpu: torch.Tensor
+    prefill_gather_lens_cpu: torch.Tensor
     starts: torch.Tensor
+    seq_lens: torch.Tensor
     prefix_lens: torch.Tensor
+    prefill_seq_lens: torch.Tensor
+    prefill_gather_lens: torch.Tensor
+    entry_lens: dict[int, torch.Tensor]
+    tables: dict[str, torch.Tensor]
+    token_to_req: torch.Tensor
     positions: torch.Tensor
     valid: torch.Tensor
-    slots: torch.Tensor
-
-    @property
-    def decode_tokens(self) -> int:
-        return int(self.starts[self.num_decodes])
 
 
 def compress_batch(
@@ -327,13 +354,9 @@ def count_decodes(query_lens: torch.Tensor, threshold: int) -> int:
     return count
 
 
-def entry_indices_op(tensor: torch.Tensor) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """What lists every closed entry for tensors like this one: the Triton kernel, or plain torch."""
-    if triton_for(tensor):
-        from deepseek_attn.kernels.step_indices import build_c128a_topk_indices as kernel
-
-        return kernel
-    return build_c128a_topk_indices
+def index_op(tensor: torch.Tensor, name: str) -> Callable[..., Any]:
+    """The index builder ``name`` for tensors like this one: the Triton kernel, or plain torch."""
+    return getattr(import_module("deepseek_attn.kernels.step_indices") if triton_for(tensor) else reference, name)
 
 
 def index_width(length: int, ratio: int, layout: CacheLayout) -> int:

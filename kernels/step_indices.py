@@ -143,6 +143,7 @@ def combine_topk_swa_indices(
     topk: int,
     M: int,
     N: int,
+    is_valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same as `reference.indices.combine_topk_swa_indices`."""
     (T, K), c = topk_indices.shape, seq_lens.shape[0]
@@ -156,6 +157,7 @@ def combine_topk_swa_indices(
             query_start_loc,
             seq_lens,
             gather_lens,
+            is_valid,
             out,
             lens,
             c,

@@ -155,6 +155,7 @@ def combine_kernel(
     query_start_ptr,
     seq_lens_ptr,
     gather_lens_ptr,
+    valid_ptr,
     out_ptr,
     lens_ptr,
     c,
@@ -181,6 +182,8 @@ def combine_kernel(
     if RATIO > 0:
         entries = tl.minimum(tl.maximum((pos + 1) // RATIO, 0), TOPK)
     total = tl.where(owner < c, entries + pos - oldest + 1, 0)
+    if valid_ptr is not None:
+        total = tl.where(tl.load(valid_ptr + t) != 0, total, 0)
     row = req.to(tl.int64) * M
     window = row + window_row + oldest - (length - tl.load(gather_lens_ptr + req).to(tl.int64)) - entries
     for first in tl.static_range(0, WIDTH, TILE):

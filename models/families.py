@@ -131,7 +131,7 @@ class DeepseekV4Family(Family):
         for layer in attention_layers(model):
             layer.bind_caches(pools, workspace, buffer)
             q = torch.zeros(1, layer.padded_heads, layer.head_dim, dtype=self.dtype, device=self.device)
-            layer.impl.forward_mqa(layer, q, q[:, 0], position, torch.empty_like(q))
+            layer.impl.forward_mqa(layer, q, q[:, 0], position)
 
     def metadata_builder(self, model: nn.Module, pools: CachePools, mtp: bool) -> MetadataBuilder:
         return MetadataBuilder(tuple(s for s in layer_specs(model) if s.is_mtp == mtp), pools.layout, self.device)

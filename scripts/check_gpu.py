@@ -245,12 +245,15 @@ class Beside:
     def __init__(self, impl: type):
         self.impl, self.errors = impl, []
 
-    def forward_mqa(self, layer, q, kv, positions, output) -> None:
-        output.fill_(float("nan"))
-        self.impl.forward_mqa(layer, q, kv, positions, output)
+    def forward_mqa(self, layer, q, kv, positions) -> Tensor:
+        output = self.impl.forward_mqa(layer, q, kv, positions, torch.full_like(q, float("nan")))
+        own = self.impl.forward_mqa(layer, q, kv, positions)
+        if not torch.equal(own, output):
+            raise AssertionError(f"{self.impl.name}: the result depends on where it is written")
         expected = torch.full_like(output, float("nan"), dtype=torch.float32)
         Reference.forward_mqa(layer, q.float(), kv, positions, expected)
         self.errors.append(relative(output[:, : layer.num_heads], expected[:, : layer.num_heads]))
+        return own
 
 
 class Reference:

@@ -33,17 +33,18 @@ class Recording(get_impl("reference", "cpu")):
     seen: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
     @classmethod
-    def forward_mqa(cls, layer, q, kv, positions, output):
-        super().forward_mqa(layer, q, kv, positions, output)
+    def forward_mqa(cls, layer, q, kv, positions, output=None):
+        output = super().forward_mqa(layer, q, kv, positions, output)
         cls.seen = q.clone(), kv.clone(), output.clone()
+        return output
 
 
 class OwnKey(get_impl("reference", "cpu")):
     """Attention that gives every query its own key."""
 
     @classmethod
-    def forward_mqa(cls, layer, q, kv, positions, output):
-        output.copy_(kv.unsqueeze(1).expand_as(output))
+    def forward_mqa(cls, layer, q, kv, positions, output=None):
+        return kv.unsqueeze(1).expand_as(q).clone()
 
 
 class Stack:

@@ -67,12 +67,17 @@ class DeepseekV4SparseMLAAttentionImpl(ABC):
         q: torch.Tensor,
         kv: torch.Tensor,
         positions: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
-        """Attention of ``q`` over the caches of ``layer``, into ``output``.
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of ``q`` over the caches of ``layer``.
 
         Args:
             q: ``[T, padded_heads, head_dim]``, rotated; decode rows before prefill rows (``layer.step.swa``).
             kv: ``[T, head_dim]`` of the same tokens; already in ``layer.swa_cache``.
-            output: like ``q``. Rows of padding tokens become zero.
+            output: where to write, like ``q``. None leaves the place to the impl, which then need not copy what a
+                kernel returns in a tensor of its own.
+
+        Returns:
+            ``output``, or without one a tensor of its shape and dtype with contiguous channels. Rows of padding tokens
+            are zero.
         """

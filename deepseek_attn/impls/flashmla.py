@@ -39,14 +39,14 @@ class DeepseekV4FlashMLASparseImpl(SplitAttentionImpl):
         return flash_mla.padded_heads(num_heads)
 
     @classmethod
-    def attend_pages(cls, layer, q, sources, output) -> None:
+    def attend_pages(cls, layer, q, sources, output) -> torch.Tensor:
         schedules = layer.step.swa.tile_scheds
         kind = (layer.compress_ratio, layer.indexer is not None)
         if kind not in schedules:
             schedules[kind] = flash_mla.new_schedule()
         pages = [flash_mla.Pages(s.pool.tensor, s.pool.entries, s.indices, s.lens) for s in sources]
-        flash_mla.sparse_decode(q, pages, layer.scale, layer.attn_sink, schedules[kind], output)
+        return flash_mla.sparse_decode(q, pages, layer.scale, layer.attn_sink, schedules[kind], output)[0]
 
     @classmethod
-    def attend_rows(cls, layer, q, kv, indices, lens, output) -> None:
-        flash_mla.sparse_prefill(q, kv, indices, layer.scale, layer.attn_sink, lens, output)
+    def attend_rows(cls, layer, q, kv, indices, lens, output) -> torch.Tensor:
+        return flash_mla.sparse_prefill(q, kv, indices, layer.scale, layer.attn_sink, lens, output, no_tails=True)[0]

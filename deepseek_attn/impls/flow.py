@@ -38,7 +38,8 @@ class SplitAttentionImpl(DeepseekV4SparseMLAAttentionImpl):
     """Splits decode from prefill, chunks prefill to the workspace, merges window and compressed keys.
 
     A subclass says how to attend: over pages (`attend_pages`) and over gathered rows (`attend_rows`). It may also
-    replace the three ops below with faster ones of the same signature.
+    replace the three ops below with faster ones of the same signature. One attending call that covers all rows decides
+    where the result lies; several write to rows of one tensor.
     """
 
     gather = staticmethod(dequantize_and_gather_k_cache)
@@ -48,12 +49,15 @@ class SplitAttentionImpl(DeepseekV4SparseMLAAttentionImpl):
     @classmethod
     @abstractmethod
     def attend_pages(
-        cls, layer: DeepseekV4MLAAttention, q: torch.Tensor, sources: list[PagedKeys], output: torch.Tensor
-    ) -> None:
+        cls, layer: DeepseekV4MLAAttention, q: torch.Tensor, sources: list[PagedKeys], output: torch.Tensor | None
+    ) -> torch.Tensor:
         """One softmax, with the layer's sinks, over the keys of all ``sources``: the window, then compressed entries.
 
         Args:
             q, output: ``[T, padded_heads, head_dim]`` with ``T`` at least 1. A query without any key gets zeros.
+
+        Returns:
+            ``output``, or if that is None a tensor like it.
         """
 
     @classmethod
@@ -65,29 +69,33 @@ class SplitAttentionImpl(DeepseekV4SparseMLAAttentionImpl):
         kv: torch.Tensor,
         indices: torch.Tensor,
         lens: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
+        output: torch.Tensor | None,
+    ) -> torch.Tensor:
         """The same over rows of ``kv [N, head_dim]``: ``indices`` int32 ``[T, K]`` of which ``lens [T]`` count.
 
-        Indices past a row's length may name any row; rows that no valid index names hold anything.
+        Indices past a row's length are -1; rows that no valid index names hold anything.
         """
 
     @classmethod
-    def forward_mqa(cls, layer, q, kv, positions, output) -> None:
-        if output.shape != q.shape or output.dtype != q.dtype:
+    def forward_mqa(cls, layer, q, kv, positions, output=None) -> torch.Tensor:
+        if output is not None and (output.shape != q.shape or output.dtype != q.dtype):
             raise ValueError(
                 f"output must be like q, {tuple(q.shape)} {q.dtype}: got {tuple(output.shape)} {output.dtype}"
             )
         if layer.step is None:
             cls._reserve(layer, q.dtype)
-            output.zero_()
-            return
+            return torch.zeros_like(q) if output is None else output.zero_()
         swa = layer.step.swa
-        decode = swa.num_decode_tokens
-        if swa.num_prefill_tokens:
+        decode, prefill = swa.num_decode_tokens, swa.num_prefill_tokens
+        if not prefill and decode:
+            return cls._forward_decode(layer, q, output)
+        if not decode and prefill:
+            return cls._forward_prefill(layer, q, output)
+        output = torch.empty_like(q) if output is None else output
+        if prefill:
             cls._forward_prefill(layer, q[decode:], output[decode:])
-        if decode:
             cls._forward_decode(layer, q[:decode], output[:decode])
+        return output
 
     @classmethod
     def _reserve(cls, layer: DeepseekV4MLAAttention, dtype: torch.dtype) -> None:
@@ -95,13 +103,15 @@ class SplitAttentionImpl(DeepseekV4SparseMLAAttentionImpl):
         layer.workspace.get(((cls.PREFILL_CHUNK_SIZE, layer.workspace_rows(), layer.head_dim), dtype))
 
     @classmethod
-    def _forward_decode(cls, layer: DeepseekV4MLAAttention, q: torch.Tensor, output: torch.Tensor) -> None:
+    def _forward_decode(
+        cls, layer: DeepseekV4MLAAttention, q: torch.Tensor, output: torch.Tensor | None
+    ) -> torch.Tensor:
         """One softmax over the window's pages and the compressed pages, straight from the pools."""
         swa = layer.step.swa
         sources = [PagedKeys(layer.swa_cache, swa.decode_swa_indices.squeeze(1), swa.decode_swa_lens)]
         if layer.compress_ratio:
             sources.append(PagedKeys(layer.kv_cache, *cls._decode_topk(layer)))
-        cls.attend_pages(layer, q, sources, output)
+        return cls.attend_pages(layer, q, sources, output)
 
     @classmethod
     def _decode_topk(cls, layer: DeepseekV4MLAAttention) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,34 +131,60 @@ class SplitAttentionImpl(DeepseekV4SparseMLAAttentionImpl):
         )
 
     @classmethod
-    def _forward_prefill(cls, layer: DeepseekV4MLAAttention, q: torch.Tensor, output: torch.Tensor) -> None:
+    def _forward_prefill(
+        cls, layer: DeepseekV4MLAAttention, q: torch.Tensor, output: torch.Tensor | None
+    ) -> torch.Tensor:
         """Gathers keys into the workspace, as many requests at once as fit, and attends over their rows."""
-        swa, ratio = layer.step.swa, layer.compress_ratio
-        topk = cls._prefill_topk(layer)
-        starts = (swa.query_start_loc_cpu[swa.num_decodes :] - swa.num_decode_tokens).tolist()
+        swa = layer.step.swa
         capacity = cls.PREFILL_CHUNK_SIZE * layer.workspace_rows()
-        for chunk in plan_prefill_chunks(swa.prefill_seq_lens_cpu, swa.prefill_gather_lens_cpu, ratio, capacity):
-            requests = slice(chunk.first, chunk.last)
-            batch = slice(swa.num_decodes + chunk.first, swa.num_decodes + chunk.last)
+        chunks = plan_prefill_chunks(
+            swa.prefill_seq_lens_cpu, swa.prefill_gather_lens_cpu, layer.compress_ratio, capacity
+        )
+        starts = (swa.query_start_loc_cpu[swa.num_decodes :] - swa.num_decode_tokens).tolist()
+        if output is None and len(chunks) > 1:
+            output = torch.empty_like(q)
+        for chunk in chunks:
             rows = slice(starts[chunk.first], starts[chunk.last])
             if rows.start == rows.stop:
                 continue
             shape = (chunk.last - chunk.first, chunk.N + chunk.window_rows, layer.head_dim)
             (kv,) = layer.workspace.get((shape, q.dtype))
-            cls._gather(layer, kv, requests, batch, chunk.N)
-            indices, lens = cls.merge_indices(
-                topk[rows],
-                swa.query_start_loc[batch.start : batch.stop + 1],
-                swa.prefill_seq_lens[requests],
-                swa.prefill_gather_lens[requests],
-                layer.window_size,
-                ratio,
-                topk.shape[1],
-                shape[1],
-                chunk.N,
-            )
-            lens = torch.where(swa.is_valid_token[swa.num_decode_tokens :][rows], lens, 0)
-            cls.attend_rows(layer, q[rows], kv.view(-1, layer.head_dim), indices, lens, output[rows])
+            cls._gather(layer, kv, chunk)
+            indices, lens = cls._merged(layer, chunk, rows)
+            kv = kv.view(-1, layer.head_dim)
+            if output is None:
+                return cls.attend_rows(layer, q, kv, indices, lens, None)
+            cls.attend_rows(layer, q[rows], kv, indices, lens, output[rows])
+        return output
+
+    @classmethod
+    def _merged(
+        cls, layer: DeepseekV4MLAAttention, chunk: PrefillChunk, rows: slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Workspace rows that the queries ``rows`` read: ``[T, K]``, -1 where there is none, and how many ``[T]``.
+
+        What an indexer has not chosen is the same for all layers of a ratio, and is kept in the step's metadata.
+        """
+        swa, ratio, key = layer.step.swa, layer.compress_ratio, (layer.compress_ratio, chunk)
+        if layer.indexer is None and key in swa.prefill_indices:
+            return swa.prefill_indices[key]
+        topk, requests = cls._prefill_topk(layer), chunk.requests
+        first = swa.num_decodes + requests.start
+        merged = cls.merge_indices(
+            topk[rows],
+            swa.query_start_loc[first : swa.num_decodes + requests.stop + 1],
+            swa.prefill_seq_lens[requests],
+            swa.prefill_gather_lens[requests],
+            layer.window_size,
+            ratio,
+            topk.shape[1],
+            chunk.N + chunk.window_rows,
+            chunk.N,
+            swa.is_valid_token[swa.num_decode_tokens :][rows],
+        )
+        if layer.indexer is None:
+            swa.prefill_indices[key] = merged
+        return merged
 
     @classmethod
     def _prefill_topk(cls, layer: DeepseekV4MLAAttention) -> torch.Tensor:
@@ -162,23 +198,17 @@ class SplitAttentionImpl(DeepseekV4SparseMLAAttentionImpl):
         return layer.topk_indices_buffer[first : first + swa.num_prefill_tokens]
 
     @classmethod
-    def _gather(cls, layer: DeepseekV4MLAAttention, kv: torch.Tensor, requests: slice, batch: slice, N: int) -> None:
+    def _gather(cls, layer: DeepseekV4MLAAttention, kv: torch.Tensor, chunk: PrefillChunk) -> None:
         """Rows [0, N) of each request: its compressed entries; rows from N on: the end of its window cache."""
-        swa, pool = layer.step.swa, layer.swa_cache
-        seq_lens, gather_lens = swa.prefill_seq_lens[requests], swa.prefill_gather_lens[requests]
+        swa, pool, requests = layer.step.swa, layer.swa_cache, chunk.requests
+        batch = slice(swa.num_decodes + chunk.first, swa.num_decodes + chunk.last)
         if layer.compress_ratio:
             meta, entries = layer.step.sparse[layer.compress_ratio], layer.kv_cache
-            cls.gather(
-                kv,
-                entries.record,
-                entries.tensor,
-                seq_lens // layer.compress_ratio,
-                None,
-                meta.block_table[batch],
-                meta.block_size,
-                0,
-            )
-        cls.gather(kv, pool.record, pool.tensor, seq_lens, gather_lens, swa.block_table[batch], swa.block_size, N)
+            table = meta.block_table[batch]
+            lens = meta.prefill_entry_lens[requests]
+            cls.gather(kv, entries.record, entries.tensor, lens, None, table, meta.block_size, 0)
+        lens, table = (swa.prefill_seq_lens[requests], swa.prefill_gather_lens[requests]), swa.block_table[batch]
+        cls.gather(kv, pool.record, pool.tensor, *lens, table, swa.block_size, chunk.N)
 
 
 @dataclass(frozen=True)
@@ -193,6 +223,11 @@ class PrefillChunk:
     last: int
     N: int
     window_rows: int
+
+    @property
+    def requests(self) -> slice:
+        """Its requests, among those that prefill."""
+        return slice(self.first, self.last)
 
 
 def plan_prefill_chunks(

@@ -40,14 +40,14 @@ class DeepseekV4MixedSparseImpl(DeepseekV4FlashMLASparseImpl):
         return num_heads
 
     @classmethod
-    def attend_pages(cls, layer, q, sources, output) -> None:
+    def attend_pages(cls, layer, q, sources, output) -> torch.Tensor:
         keys = sum(source.indices.shape[1] for source in sources)
         flashmla = decodes_on_flashmla(q.shape[0], q.shape[1], keys)
-        _impl(flashmla).attend_pages(layer, q, sources, output)
+        return _impl(flashmla).attend_pages(layer, q, sources, output)
 
     @classmethod
-    def attend_rows(cls, layer, q, kv, indices, lens, output) -> None:
-        _impl(q.shape[1] in flash_mla.HEADS).attend_rows(layer, q, kv, indices, lens, output)
+    def attend_rows(cls, layer, q, kv, indices, lens, output) -> torch.Tensor:
+        return _impl(q.shape[1] in flash_mla.HEADS).attend_rows(layer, q, kv, indices, lens, output)
 
 
 def decodes_on_flashmla(queries: int, heads: int, keys: int) -> bool:

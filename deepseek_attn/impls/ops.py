@@ -37,12 +37,13 @@ def combine_topk_swa_indices(
     topk: int,
     M: int,
     N: int,
+    is_valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.indices.combine_topk_swa_indices`."""
     op = indices.combine_topk_swa_indices
     if triton_for(topk_indices):
         from deepseek_attn.kernels.step_indices import combine_topk_swa_indices as op
-    return op(topk_indices, query_start_loc, seq_lens, gather_lens, window, ratio, topk, M, N)
+    return op(topk_indices, query_start_loc, seq_lens, gather_lens, window, ratio, topk, M, N, is_valid)
 
 
 def compute_global_topk_indices_and_lens(

@@ -19,11 +19,11 @@ class DeepseekV4ReferenceSparseImpl(SplitAttentionImpl):
         return True, "plain torch, any device"
 
     @classmethod
-    def attend_pages(cls, layer, q, sources, output) -> None:
+    def attend_pages(cls, layer, q, sources, output) -> torch.Tensor:
         out, _ = sparse_attention_paged(q, [source.as_source() for source in sources], layer.scale, layer.attn_sink)
-        output.copy_(out)
+        return out if output is None else output.copy_(out)
 
     @classmethod
-    def attend_rows(cls, layer, q, kv, indices, lens, output) -> None:
+    def attend_rows(cls, layer, q, kv, indices, lens, output) -> torch.Tensor:
         out, _ = sparse_attention(q, kv, indices, layer.scale, layer.attn_sink, lens)
-        output.copy_(out)
+        return out if output is None else output.copy_(out)

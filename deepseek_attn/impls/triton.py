@@ -34,17 +34,17 @@ class DeepseekV4TritonSparseImpl(SplitAttentionImpl):
         return True, f"Triton kernels on compute capability {capability[0]}.{capability[1]}"
 
     @classmethod
-    def attend_pages(cls, layer, q, sources, output) -> None:
+    def attend_pages(cls, layer, q, sources, output) -> torch.Tensor:
         from deepseek_attn.kernels.sparse_attention import sparse_attention_paged
 
         sources = [source.as_source() for source in sources]
-        sparse_attention_paged(q, sources, layer.scale, layer.attn_sink, out=output)
+        return sparse_attention_paged(q, sources, layer.scale, layer.attn_sink, out=output)[0]
 
     @classmethod
-    def attend_rows(cls, layer, q, kv, indices, lens, output) -> None:
+    def attend_rows(cls, layer, q, kv, indices, lens, output) -> torch.Tensor:
         from deepseek_attn.kernels.sparse_attention import sparse_attention
 
-        sparse_attention(q, kv, indices, layer.scale, layer.attn_sink, lens, out=output)
+        return sparse_attention(q, kv, indices, layer.scale, layer.attn_sink, lens, out=output)[0]
 
 
 def _record_problem(spec: AttentionSpec) -> str:

@@ -92,6 +92,7 @@ def combine_topk_swa_indices(
     topk: int,
     M: int,
     N: int,
+    is_valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Joins selected compressed entries and the sliding window into one row of workspace indices per query.
 
@@ -108,6 +109,7 @@ def combine_topk_swa_indices(
         topk: compressed entries per query; 0 for layers with the window only.
         M: workspace rows per request.
         N: first window row of a request.
+        is_valid: bool ``[T]``, or None for all valid.
 
     Returns:
         ``(indices, lens)``: int32 ``[T, round_up(topk + window, 128)]`` and int32 ``[T]``. A row holds ``n_c`` entries,
@@ -116,7 +118,8 @@ def combine_topk_swa_indices(
     Notes:
         ``n_c = min((pos + 1) // ratio, topk)`` follows from the position alone: the first ``n_c`` columns of a
         ``topk_indices`` row are taken to be the valid ones, later columns are never read. A negative entry among the
-        first ``n_c`` stays a hole (-1) and still counts in ``lens``. Rows past the last query get -1 and length 0.
+        first ``n_c`` stays a hole (-1) and still counts in ``lens``. Invalid rows, and those past the last query, get
+        -1 and length 0.
 
     Raises:
         ValueError: shapes disagree, or workspace indices would not fit in int32.
@@ -135,7 +138,7 @@ def combine_topk_swa_indices(
     pos = seq_lens.long()[req] - starts[req + 1] + token
     first = (pos - window + 1).clamp(min=0)
     n_c = ((pos + 1) // ratio).clamp(0, topk) if ratio > 0 else torch.zeros_like(pos)
-    lens = torch.where(owner < c, n_c + pos - first + 1, 0)
+    lens = _zero_invalid(torch.where(owner < c, n_c + pos - first + 1, 0), is_valid)
     window_base = req * M + N + first - (seq_lens.long() - gather_lens.long())[req]
 
     column = torch.arange(width, dtype=torch.int32, device=device)
