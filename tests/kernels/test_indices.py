@@ -108,6 +108,15 @@ def test_combine_rows_past_the_last_query_are_empty():
     assert idx[1].eq(-1).all()
 
 
+def test_combine_rows_of_padding_are_empty():
+    idx, lens = combine_topk_swa_indices(
+        ints([[0], [1]]), ints([0, 2]), ints([9]), ints([5]), 4, 4, 1, 20, 3, is_valid=torch.tensor([False, True])
+    )
+    assert lens.tolist() == [0, 5]
+    assert idx[0].eq(-1).all()
+    assert idx[1].tolist() == padded([1, 4, 5, 6, 7], 128)
+
+
 def test_combine_hole_stays_a_hole_in_its_own_request():
     idx, lens = combine_topk_swa_indices(
         ints([[0, -1], [1, -1]]), ints([0, 1, 2]), ints([8, 8]), ints([2, 2]), 2, 4, 2, M=9, N=4

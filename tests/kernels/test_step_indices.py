@@ -124,8 +124,9 @@ def test_entries_and_window_together(gpu, window, ratio, topk, requests):
     for base in (0, 17):
         starts = torch.tensor([base, *queries], dtype=torch.int32, device=gpu).cumsum(0).int()
         seq, gather = (torch.tensor(x, dtype=torch.int32, device=gpu) for x in (lengths, gathers))
-        arguments = topk_rows, starts, seq, gather, window, ratio, topk, 3000, 1000
-        same(step_indices.combine_topk_swa_indices(*arguments), reference.combine_topk_swa_indices(*arguments))
+        for valid in (None, torch.tensor([rng.random() < 0.7 for _ in range(T)], device=gpu)):
+            arguments = topk_rows, starts, seq, gather, window, ratio, topk, 3000, 1000, valid
+            same(step_indices.combine_topk_swa_indices(*arguments), reference.combine_topk_swa_indices(*arguments))
 
 
 @pytest.mark.parametrize("groups", [(), ((4, 0),), ((4, 0), (16, 300), (128, 2176))], ids=len)
