@@ -190,17 +190,23 @@ class FlashMLASparseImpl(SparseMLAImpl):
         indices = self._convert(topk_indices, attn_metadata, fp8.prefill)
         if fp8.prefill is None:
             return self._decode(q, kv_cache, indices, fp8.decode)
+        decodes, chunks = fp8.num_decode_tokens, fp8.prefill.chunks
+        if not decodes and len(chunks) == 1 and chunks[0].tokens_slice == slice(0, q.shape[0]):
+            return self._prefill_chunk(q, kv_cache, indices, chunks[0])  # nothing to copy it to
         out = q.new_empty(q.shape[0], self.num_heads, self.kv_lora_rank)
-        decodes = fp8.num_decode_tokens
         if fp8.decode is not None:
             out[:decodes] = self._decode(q[:decodes], kv_cache, indices[:decodes], fp8.decode)
-        for chunk in fp8.prefill.chunks:
+        for chunk in chunks:
             rows = chunk.tokens_slice
             if rows.start < rows.stop:
-                keys = self._gather_chunk(kv_cache, chunk)
-                out[rows] = self._bf16_flash_mla_kernel(q[rows], keys, indices[rows])
+                out[rows] = self._prefill_chunk(q[rows], kv_cache, indices[rows], chunk)
         out[attn_metadata.num_actual_tokens :] = 0
         return out
+
+    def _prefill_chunk(
+        self, q: Tensor, kv_cache: Tensor, indices: Tensor, chunk: FP8SeparatePrefillDecode.Prefill.Chunk
+    ) -> Tensor:
+        return self._bf16_flash_mla_kernel(q, self._gather_chunk(kv_cache, chunk), indices)
 
     def _gather_chunk(self, kv_cache: Tensor, chunk: FP8SeparatePrefillDecode.Prefill.Chunk) -> Tensor:
         """The chunk's requests as bf16 ``[rows, 1, 576]`` in the workspace."""

@@ -1,5 +1,6 @@
 """The FlashMLA impl, its kernels replaced by stand-ins, against the reference impl: whole models and single layers."""
 
+import inspect
 import sys
 from dataclasses import replace
 
@@ -199,6 +200,52 @@ def test_rows_of_padding_tokens_become_zero(fake):
             layer.impl.forward_mqa(layer, q, q[:, 0], meta.positions, out)
             empty = (out[:, : layer.num_heads] == 0).all(2).all(1)
             assert torch.equal(empty, ~valid)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "calls"), [((70, 33), 1), ((1, 1), 1), ((1, 30), 2)], ids=["prefills", "decodes", "both"]
+)
+def test_the_result_of_one_kernel_call_is_not_copied(fake, monkeypatch, lengths, calls):
+    machine = runner([4], "flashmla", config={"num_attention_heads": 64})
+    (layer,) = attention_layers(machine.model)
+    sequences = [machine.sequence(prompt(machine.config, 80, seed)) for seed in range(2)]
+    rows = list(zip(sequences, lengths, strict=True))
+    machine.manager.reserve([(s.cache, n) for s, n in rows])
+    layer.step = meta = machine.step_metadata([s.cache for s, _ in rows], list(lengths))
+    layer.topk_indices_buffer.fill_(-1)
+    results = []
+    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+        kernel = getattr(fake, name)
+
+        def called(*args, kernel=kernel, **kwargs):
+            results.append(kernel(*args, **kwargs)[0])
+            return results[-1], *kernel(*args, **kwargs)[1:]
+
+        called.__signature__ = inspect.signature(kernel)
+        monkeypatch.setattr(fake, name, called)
+    q = torch.randn(sum(lengths), 64, 512).bfloat16()
+    out = layer.impl.forward_mqa(layer, q, q[:, 0], meta.positions)
+    assert (out.shape, out.dtype, len(results)) == (q.shape, q.dtype, calls)
+    assert (out.data_ptr() == results[0].data_ptr()) == (calls == 1)
+
+
+def test_requests_that_share_no_workspace_write_to_one_tensor(fake, monkeypatch):
+    machine = runner([0, 4, 16], "flashmla", max_num_seqs=4)
+    monkeypatch.setattr(DeepseekV4FlashMLASparseImpl, "PREFILL_CHUNK_SIZE", 0)  # each request is a chunk of its own
+    beside = Beside(machine)
+    steps(machine, (70, 33, 129))
+    assert len(fake.calls.prefill) == 3 * 2 * 3
+    assert max(beside.differences) < TOLERANCE
+
+
+def test_window_layers_merge_their_indices_once_a_step(fake, monkeypatch):
+    machine = runner([0, 0, 4, 4, 128, 128], "flashmla", config={"num_hash_layers": 1})
+    merged = []
+    merge = DeepseekV4FlashMLASparseImpl.merge_indices
+    counted = staticmethod(lambda *args: merged.append(args[5]) or merge(*args))
+    monkeypatch.setattr(DeepseekV4FlashMLASparseImpl, "merge_indices", counted)
+    machine.score([prompt(machine.config, 150, 0)])
+    assert merged == [0, 4, 4, 128]
 
 
 def test_output_must_be_like_q(fake):

@@ -250,6 +250,28 @@ def test_kernel_calls_of_a_separate_batch(monkeypatch, seed):
     ]
 
 
+@pytest.mark.parametrize("queries", [[5, 6], [1, 1]], ids=["prefills", "decodes"])
+def test_the_result_of_one_kernel_call_is_not_copied(queries, seed):
+    results = []
+
+    class Kernels(ReferenceKernels):
+        def flash_mla_with_kvcache(self, *args):
+            results.append(super().flash_mla_with_kvcache(*args))
+            return results[-1]
+
+        def flash_mla_sparse_fwd(self, *args):
+            results.append(super().flash_mla_sparse_fwd(*args))
+            return results[-1]
+
+    case = make_case(queries, [70, 9], 4, "fp8_ds_mla", seed=seed)
+    impl, meta = build_impl(
+        FlashMLASparseBackend, case, "fp8_ds_mla", config={"fp8_mode": "separate"}, kernels=Kernels()
+    )
+    out, _ = impl.forward_mqa(case.q, case.cache, meta)
+    check(out, case)
+    assert [out.data_ptr()] == [result.data_ptr() for result, _ in results]
+
+
 class Padded(ReferenceKernels):
     pads_heads = True
 
