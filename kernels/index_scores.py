@@ -105,8 +105,10 @@ def paged_index_scores(
         BLOCK_D=max(32, triton.next_power_of_2(dim)),
         BLOCK_N=tiles.keys,
         STAGES=tiles.stages,
+        PDL=capability >= (9, 0),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        launch_pdl=capability >= (9, 0),
     )
     return out
 

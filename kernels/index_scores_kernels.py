@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from deepseek_attn.kernels.fp8_kernels import decode_e4m3
+from deepseek_attn.kernels.row_ops import begin
 
 
 @triton.jit
@@ -127,7 +128,9 @@ def index_scores_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     first_token = tl.program_id(0).to(tl.int64) * TOKENS
     part = tl.program_id(1)
     parts = tl.num_programs(1)

@@ -20,6 +20,7 @@ from deepseek_attn.kernels.compress import (
 )
 from deepseek_attn.kernels.norm_rope_insert import insert_key, norm_latent, norm_rope_insert, row_launch
 from deepseek_attn.kernels.reference.compress import CompressBatch, CompressPart
+from deepseek_attn.kernels.row_ops import begin, early_launch
 
 
 @triton.jit
@@ -35,7 +36,9 @@ def _insert_tokens_kernel(
     LANES: tl.constexpr,
     READS: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     t = tl.program_id(0).to(tl.int64)
     which = tl.program_id(1)
     if which == 0:
@@ -58,7 +61,8 @@ def insert_tokens(rows: tuple, parts: Sequence[CompressPart], batch: CompressBat
         return outs
     row_arguments, shape, outs = row_launch(*rows)
     arguments, constants = compress_launch(parts, batch)
+    early = early_launch(rows[0].device)
     _insert_tokens_kernel[(tokens, 2 + len(parts))](
-        row_arguments, *arguments, SHAPE=shape, **constants, num_warps=warps
+        row_arguments, *arguments, SHAPE=shape, **constants, PDL=early, num_warps=warps, launch_pdl=early
     )
     return outs

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -247,6 +248,19 @@ def row_block(dim: int, cos_sin: Tensor) -> int:
             f"table [positions, rotated channels], got {cos_sin.dtype} {tuple(cos_sin.shape)}"
         )
     return max(64, triton.next_power_of_2(dim))
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Lets the next launch come, and waits for the one before: what follows may read and write anything."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+def early_launch(device: torch.device) -> bool:
+    """Whether a launch may begin before the one ahead has ended (programmatic dependent launch: from 9.0 on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def native_fp8(device: torch.device) -> bool:

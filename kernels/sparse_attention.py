@@ -286,7 +286,7 @@ def _launch(
         "SPLIT": split,
     }
     if tiles.hopper:
-        attend_hopper_kernel[grid](*arguments, **flags, num_warps=8)
+        attend_hopper_kernel[grid](*arguments, **flags, num_warps=8, launch_pdl=True)
         return
     starts, widths = pieces(form.nope, dim, tiles.piece)
     attend_kernel[grid](
@@ -307,9 +307,10 @@ def _launch(
         BLOCK_H=tiles.heads,
         BLOCK_N=tiles.keys,
         STAGES=tiles.stages,
-        PDL=split and capability[0] >= 9,
+        PDL=capability[0] >= 9,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        launch_pdl=capability[0] >= 9,
     )
 
 

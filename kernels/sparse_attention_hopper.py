@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # renamed after triton 3.6
 
@@ -205,8 +205,8 @@ def attend_hopper_kernel(
     t = gl.program_id(0).to(gl.int64)
     split = gl.program_id(1)
     first_head = gl.program_id(2) * 64
-    if SPLIT:
-        gdc_launch_dependents()
+    gdc_launch_dependents()
+    gdc_wait()
     # first of all, since nothing has to be read before: the keys are three dependent loads away
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
     channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, WIDE))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deepseek_attn.kernels.row_ops import begin
 
 
 @triton.jit
@@ -126,8 +127,7 @@ def attend_kernel(
     t = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
-    if PDL:
-        gdc_launch_dependents()
+    begin(PDL)
     len0 = width0
     if HAS_LENS0:
         len0 = tl.minimum(tl.load(lens0_ptr + t), width0).to(tl.int32)
@@ -254,8 +254,7 @@ def combine_kernel(
     split = tl.arange(0, BLOCK_S)
     channel = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = (t * splits + split) * H + head
-    if PDL:
-        gdc_wait()
+    begin(PDL)
     part_lse = tl.load(part_lse_ptr + row, mask=split < splits, other=float("-inf"))
     inside = (split < splits)[:, None] & (channel < D_V)[None, :]
     part = tl.load(part_ptr + row[:, None] * D_V + channel[None, :], mask=inside, other=0).to(tl.float32)

@@ -97,7 +97,7 @@ def topk_indices(
             PAGE=page_entries if paged else 0,
             PDL=pdl,
             num_warps=slices.warps,
-            launch_pdl=pdl and level > 0,
+            launch_pdl=pdl,
         )
         if parts == 1:
             return out

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deepseek_attn.kernels.row_ops import begin
 
 _LOWEST = tl.constexpr(-(2**31))  # lower than the key of any score: no candidate
 
@@ -174,8 +175,7 @@ def select_kernel(
 
     The program of a row's only slice writes the results. Each slice of the level before left up to ``ROOM`` candidates.
     """
-    if PDL:
-        gdc_launch_dependents()
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     program = row * tl.num_programs(1) + part
@@ -200,8 +200,6 @@ def select_kernel(
             key = tl.where(at < live, _order(score), _LOWEST)
             column = at
         else:
-            if PDL:
-                gdc_wait()
             line = part * (SLICE // 4) + line
             inside = line * 4 < live
             room = tl.load(counts_ptr + row * parts_before + line // (ROOM // 4), mask=inside, other=0)
