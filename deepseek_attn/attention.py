@@ -133,10 +133,10 @@ class DeepseekV4MLAAttention(CheckpointModule):
         qr, kv = self.insert(qr, kv, projections, positions)
         with stage("project"):
             q, *index_q = multi_linear(qr, self.query_linears(step))
+            q, index_queries = self.queries(q, index_q, projections, positions)
         if self.indexer is not None:
-            self.select(index_q, projections[-1], step)
+            self.select(index_q, projections[-1], step, index_queries)
         with stage("attend"):
-            q = self.queries(q, positions)
             output = self.impl.forward_mqa(self, q, kv, positions)
         with stage("output"):
             y = self.wo_b(self.wo_a.project(output[:, : self.num_heads], positions, self.rope.cos_sin))
@@ -183,13 +183,27 @@ class DeepseekV4MLAAttention(CheckpointModule):
         batch = self.step.compressor[spec.ratio, spec.overlap] if parts else None
         return op_for(qr, "insert_tokens")(rows, parts, batch)
 
-    def queries(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """``[T, padded_heads, head_dim]``: a weightless norm per head, then the rotation. Padding heads are zero."""
-        op = op_for(q, "query_norm_rope")
-        return op(q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
+    def queries(
+        self, q: torch.Tensor, index_q: list[torch.Tensor], projections: list[torch.Tensor], positions: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        """``[T, padded_heads, head_dim]``: a weightless norm per head, then the rotation. Padding heads are zero.
+
+        With kernels, the indexer's queries are made in the same launch, and returned as well.
+        """
+        heads = (q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
+        if index_q and self.indexer.fused(q):
+            index = self.indexer.query_arguments(index_q[0], projections[-1], positions)
+            return op_for(q, "queries")(heads, index)
+        return op_for(q, "query_norm_rope")(*heads), None
 
     @traced("select")
-    def select(self, index_q: list[torch.Tensor], weights: torch.Tensor, step: StepMetadata) -> None:
+    def select(
+        self,
+        index_q: list[torch.Tensor],
+        weights: torch.Tensor,
+        step: StepMetadata,
+        queries: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
         """Entries that each query reads, into ``topk_indices_buffer``; with kernels, slots of decode rows as well."""
         out = self.topk_indices_buffer[: len(weights)]
         self.decode_topk_slots = None
@@ -198,4 +212,4 @@ class DeepseekV4MLAAttention(CheckpointModule):
             return
         if self.indexer.fused(index_q[0]):
             self.decode_topk_slots = out.new_empty(step.swa.num_decode_tokens, out.shape[1])
-        self.indexer.select_entries(index_q[0], weights, step, out, self.decode_topk_slots)
+        self.indexer.select_entries(index_q[0], weights, step, out, self.decode_topk_slots, queries)

@@ -9,7 +9,7 @@ import torch
 from deepseek_attn.cache.pools import Pool
 from deepseek_attn.compressor import Compressor
 from deepseek_attn.config import AnyConfig, LayerSpec, ModelConfig
-from deepseek_attn.kernels.available import triton_for
+from deepseek_attn.kernels.available import op_for, triton_for
 from deepseek_attn.kernels.reference.index_scores import index_scores
 from deepseek_attn.kernels.reference.quant import fake_quant_fp4, fake_quant_fp8, hadamard
 from deepseek_attn.kernels.reference.topk import topk_indices
@@ -69,11 +69,15 @@ class LightningIndexer(CheckpointModule):
         """Whether Triton kernels take it from the projected queries on."""
         return triton_for(index_q) and self.head_dim == FUSED_HEAD_DIM
 
+    def query_arguments(self, index_q: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor) -> tuple:
+        """Arguments of the op `index_query`: projected ``index_q [T, heads * head_dim]`` and ``weights [T, heads]``."""
+        formats = self.numerics.index_record, self.numerics.index_hadamard, self.half_split
+        return (index_q, weights, self.rope.cos_sin, positions, self.scale, *formats)
+
     def select_fused(
         self,
-        index_q: torch.Tensor,
+        q: torch.Tensor,
         weights: torch.Tensor,
-        positions: torch.Tensor,
         visible: torch.Tensor,
         pool: Pool,
         block_table: torch.Tensor,
@@ -82,18 +86,14 @@ class LightningIndexer(CheckpointModule):
         out: torch.Tensor,
         out_slots: torch.Tensor | None = None,
     ) -> None:
-        """From projected queries to the selection on a GPU: no sync, launches that depend on shapes alone.
+        """From queries to the selection on a GPU: no sync, launches that depend on shapes alone.
 
         Args:
-            index_q: ``[T, heads * head_dim]``; weights: ``[T, heads]``; positions: ``[T]``.
+            q, weights: what `index_query` returns.
             width: no query sees more entries. The others are those of `index_select`.
         """
-        from deepseek_attn.kernels.index_query import index_query
         from deepseek_attn.kernels.index_select import index_select
 
-        numerics = self.numerics
-        formats = numerics.index_record, numerics.index_hadamard, self.half_split
-        q, weights = index_query(index_q, weights, self.rope.cos_sin, positions, self.scale, *formats)
         keys = pool.record, pool.tensor, pool.entries, block_table, token_to_req
         index_select(q, weights, *keys, visible, self.topk, width, out, out_slots)
 
@@ -174,6 +174,7 @@ class Indexer(LightningIndexer):
         step: StepMetadata,
         out: torch.Tensor,
         out_slots: torch.Tensor | None = None,
+        queries: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """Writes the selected entries of each query to ``out``. New keys must be stored by then.
 
@@ -181,6 +182,7 @@ class Indexer(LightningIndexer):
             index_q: ``[T, heads * head_dim]``, projected by ``wq_b``; weights: float32 ``[T, heads]``, projected.
             out: int32 ``[T, index_topk]``: entries local to the request, ascending, then -1.
             out_slots: int32 ``[Dt, index_topk]``, on a GPU: the slots of what decode rows selected.
+            queries: what the op `index_query` makes of the first two, where the caller has it.
         """
         meta, swa, pool = step.sparse[self.spec.ratio], step.swa, self.compressor.pool
         visible = step.visible_of(self.spec.ratio)
@@ -189,14 +191,14 @@ class Indexer(LightningIndexer):
             starts, counts = swa.query_start_loc_cpu.tolist(), self.entries(step)
             self.select(q, weights * self.scale, visible, starts, counts, pool, meta.block_table, out)
             return
+        q, weights = queries or op_for(index_q, "index_query")(*self.query_arguments(index_q, weights, step.positions))
         decodes = slice(0, swa.num_decode_tokens), meta.block_table[: swa.num_decodes], max(self.entries(step))
         longest = int(swa.prefill_seq_lens_cpu.max()) // meta.ratio if swa.num_prefills else 0
         prefills = slice(swa.num_decode_tokens, len(index_q)), meta.block_table, longest
         for (rows, table, width), slots in ((decodes, out_slots), (prefills, None)):
             if rows.start < rows.stop:
-                queries = index_q[rows], weights[rows], step.positions[rows], visible[rows]
                 keys = pool, table, swa.token_to_req_indices[rows], width
-                self.select_fused(*queries, *keys, out[rows], slots)
+                self.select_fused(q[rows], weights[rows], visible[rows], *keys, out[rows], slots)
 
     def rotated(self, index_q: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         return self.quantized(apply_rope(index_q.unflatten(-1, (self.heads, self.head_dim)), turns))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from deepseek_attn.cache.pools import Pool
 from deepseek_attn.config_v32 import DeepseekV32Config
 from deepseek_attn.indexer import LightningIndexer, select_everything
+from deepseek_attn.kernels.available import op_for
 from deepseek_attn.kernels.reference.index_query import apply_rope_half_split
 from deepseek_attn.kernels.reference.quant import hadamard
 from deepseek_attn.linear import CheckpointModule, Linear
@@ -84,7 +85,8 @@ class TokenIndexer(LightningIndexer):
         if self.fused(index_q):
             requests = step.attention.req_id_per_token[: len(index_q)]
             keys = self.pool, step.block_table, requests, max(counts)
-            self.select_fused(index_q, weights, step.positions, step.visible, *keys, out)
+            q, weights = op_for(index_q, "index_query")(*self.query_arguments(index_q, weights, step.positions))
+            self.select_fused(q, weights, step.visible, *keys, out)
             return
         q = self.rotated(index_q, step.turns_of(self.rope))
         starts = step.query_start_loc_cpu.tolist()

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from deepseek_attn.kernels.fp8_kernels import round_e4m3
 from deepseek_attn.kernels.reference.index_query import FORMATS
+from deepseek_attn.kernels.row_ops import begin, early_launch
 
 _FP4_FLOOR = tl.constexpr(6.0 * 2.0**-126)
 _DIM = 128
+WARPS = 4
 
 
 @triton.jit
@@ -58,30 +60,22 @@ def _hadamard(x, ROWS: tl.constexpr, DIM: tl.constexpr, ROUNDS: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["max_positions"])
-def index_query_kernel(
-    q_ptr,
-    weights_ptr,
-    cos_sin_ptr,
-    positions_ptr,
-    out_ptr,
-    weights_out_ptr,
-    scale,
-    max_positions,
-    q_stride,
-    weights_stride,
-    H: tl.constexpr,
-    DIM: tl.constexpr,
-    ROPE: tl.constexpr,
-    HALF_SPLIT: tl.constexpr,
-    ROTATE: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    t = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+@triton.jit
+def index_heads(t, block, rows, SHAPE: tl.constexpr):
+    """Rotation and rounding of one block of heads of token ``t``; arguments are those of `index_launch`."""
+    q_ptr, weights_ptr, cos_sin_ptr, positions_ptr = rows[0], rows[1], rows[2], rows[3]
+    out_ptr, weights_out_ptr, scale, max_positions = rows[4], rows[5], rows[6], rows[7]
+    q_stride, weights_stride = rows[8], rows[9]
+    H: tl.constexpr = SHAPE[0]
+    DIM: tl.constexpr = SHAPE[1]
+    ROPE: tl.constexpr = SHAPE[2]
+    HALF_SPLIT: tl.constexpr = SHAPE[3]
+    ROTATE: tl.constexpr = SHAPE[4]
+    ROUNDS: tl.constexpr = SHAPE[5]
+    FORMAT: tl.constexpr = SHAPE[6]
+    NATIVE_FP8: tl.constexpr = SHAPE[7]
+    BLOCK_H: tl.constexpr = SHAPE[8]
+    head = block * BLOCK_H + tl.arange(0, BLOCK_H)
     channel = tl.arange(0, DIM)
     inside = (head < H)[:, None]
     row = q_ptr + t * q_stride + head[:, None] * DIM
@@ -138,6 +132,12 @@ def index_query_kernel(
     tl.store(weights_out_ptr + t * H + head, weights, mask=head < H)
 
 
+@triton.jit
+def _index_query_kernel(rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    index_heads(tl.program_id(0).to(tl.int64), tl.program_id(1), rows, SHAPE)
+
+
 def index_query(
     q: Tensor,
     weights: Tensor,
@@ -152,6 +152,28 @@ def index_query(
 
     Notes:
         A head that holds a NaN or an infinity gets a NaN weight.
+    """
+    rows, shape, outs, blocks = index_launch(q, weights, cos_sin, positions, scale, fmt, rotate, half_split)
+    if len(q) and blocks:
+        early = early_launch(q.device)
+        _index_query_kernel[(len(q), blocks)](rows, SHAPE=shape, PDL=early, num_warps=WARPS, launch_pdl=early)
+    return outs
+
+
+def index_launch(
+    q: Tensor,
+    weights: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    scale: float,
+    fmt: str,
+    rotate: bool = False,
+    half_split: bool = False,
+) -> tuple[tuple, tuple, tuple[Tensor, Tensor], int]:
+    """Arguments ``rows`` and constant ``SHAPE`` of `index_heads`, the outputs, and blocks of heads of a token.
+
+    Raises:
+        ValueError: tensors that disagree or that the kernel does not support.
     """
     if weights.dim() != 2 or q.dim() != 2 or q.shape != (weights.shape[0], _DIM * weights.shape[1]) or q.stride(1) != 1:
         raise ValueError(
@@ -170,30 +192,11 @@ def index_query(
         )
     out = torch.empty(T, H, _DIM, dtype=q.dtype if fmt == "plain" else torch.float8_e4m3fn, device=q.device)
     weights_out = torch.empty(T, H, dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
-        return out, weights_out
     native = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 9)
     heads = 16 if T < 64 else 32
-    index_query_kernel[(T, triton.cdiv(H, heads))](
-        q,
-        weights,
-        cos_sin,
-        positions,
-        out if native or fmt == "plain" else out.view(torch.uint8),
-        weights_out,
-        scale,
-        cos_sin.shape[0],
-        q.stride(0),
-        weights.stride(0),
-        H=H,
-        DIM=_DIM,
-        ROPE=cos_sin.shape[1],
-        HALF_SPLIT=half_split,
-        ROTATE=rotate,
-        ROUNDS=_DIM.bit_length() - 1,
-        FORMAT=fmt,
-        NATIVE_FP8=native,
-        BLOCK_H=heads,
-        num_warps=4,
-    )
-    return out, weights_out
+    target = out if native or fmt == "plain" else out.view(torch.uint8)
+    inputs = (q, weights, cos_sin, positions)
+    rows = (*inputs, target, weights_out, scale, cos_sin.shape[0], q.stride(0), weights.stride(0))
+    rounds = _DIM.bit_length() - 1
+    shape = (H, _DIM, cos_sin.shape[1], half_split, rotate, rounds, fmt, native, heads)
+    return rows, shape, (out, weights_out), triton.cdiv(H, heads)

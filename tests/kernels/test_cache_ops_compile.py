@@ -14,8 +14,10 @@ from triton.compiler import ASTSource
 from deepseek_attn.kernels import (
     compress,
     gather,
+    index_query,
     insert_tokens,
     norm_rope_insert,
+    queries,
     query_norm_rope,
     step_indices_kernels,
 )
@@ -47,6 +49,19 @@ PART = ("*fp32", "*fp32", "*fp32", "*fp32", "i32", "i32", "i64", "*fp32", "*fp32
 BATCH = ("*i64", "*i32", "*i32", "*i32", "*i32", "*i64", "*i1", "i32")
 
 
+HEADS = ("*bf16", "*fp32", "*i64", "*bf16", "fp32") + 6 * ("i32",)
+HEAD_SHAPE = (512, 64, 512, 4, tl.bfloat16)
+
+
+def index_rows(fmt, native):
+    out = "*bf16" if fmt == "plain" else "*fp8e4nv" if native else "*u8"
+    return ("*bf16", "*fp32", "*fp32", "*i64", out, "*fp32", "fp32", "i32", "i32", "i32")
+
+
+def index_shape(fmt, native):
+    return 64, 128, 64, False, fmt == "fp4", 7, fmt, native, 16
+
+
 def row_shape(record):
     number, plain = RECORDS[record]
     dim = 128 if record.startswith("index") else 512
@@ -71,10 +86,28 @@ def test_norm_rope_insert(arch, record):
 
 @pytest.mark.parametrize("arch", CAPABILITIES)
 def test_query_norm_rope(arch):
-    kernel = query_norm_rope._query_norm_rope_kernel
-    constants = {"D": 512, "ROPE": 64, "BLOCK": 512, "HEADS": 4, "DTYPE": tl.bfloat16}
-    kinds = pointers(kernel, q_ptr="*bf16", out_ptr="*bf16", positions_ptr="*i64", eps="fp32")
-    assert compiled(kernel, kinds, constants, arch)["cubin"]
+    constants = {"SHAPE": HEAD_SHAPE, "PDL": CAPABILITIES[arch] >= 90}
+    asm = compiled(query_norm_rope._query_norm_rope_kernel, {"rows": HEADS}, constants, arch)
+    assert asm["cubin"]
+    assert ("griddepcontrol.wait" in asm["ptx"]) == (CAPABILITIES[arch] >= 90)
+
+
+@pytest.mark.parametrize("fmt", ["plain", "fp8", "fp4"])
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_index_query(arch, fmt):
+    native = arch != "sm80"
+    constants = {"SHAPE": index_shape(fmt, native), "PDL": CAPABILITIES[arch] >= 90}
+    asm = compiled(index_query._index_query_kernel, {"rows": index_rows(fmt, native)}, constants, arch)
+    assert asm["cubin"]
+    assert ("e4m3x2" in asm["ptx"]) == (native and fmt != "plain")
+
+
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_queries(arch):
+    native = arch != "sm80"
+    constants = {"SHAPE": HEAD_SHAPE, "INDEX_SHAPE": index_shape("fp8", native), "PDL": CAPABILITIES[arch] >= 90}
+    kinds = {"rows": HEADS, "index_rows": index_rows("fp8", native)}
+    assert compiled(queries._queries_kernel, kinds, constants, arch)["cubin"]
 
 
 @pytest.mark.parametrize("name", ["_compress_kernel", "_windows_kernel", "_rings_kernel"])
@@ -90,7 +123,7 @@ def test_compress(arch, ratio, name):
 
 @pytest.mark.parametrize("arch", CAPABILITIES)
 def test_insert_tokens(arch):
-    constants = compress_constants(4, arch) | {"SHAPE": row_shape("fp8_ds_mla")}
+    constants = compress_constants(4, arch) | {"SHAPE": row_shape("fp8_ds_mla"), "PDL": CAPABILITIES[arch] >= 90}
     kinds = {"rows": ROW, "parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH}
     assert compiled(insert_tokens._insert_tokens_kernel, kinds, constants, arch)["cubin"]
 
