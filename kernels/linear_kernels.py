@@ -44,6 +44,69 @@ def _multiply(w, x, acc, DTYPE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl
 
 
 @triton.jit
+def _rows(row, channel, K: tl.constexpr, WHOLE: tl.constexpr):
+    """A tile of rows ``[n, BLOCK_K]``; zeros past the last channel."""
+    if WHOLE:
+        return tl.load(row[:, None] + channel[None, :])
+    else:
+        return tl.load(row[:, None] + channel[None, :], mask=(channel < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _add_block(
+    acc,
+    w,
+    block,
+    lane,
+    row,
+    token,
+    start,
+    x_ptr,
+    q_ptr,
+    q_scale_ptr,
+    scale_ptr,
+    x_stride,
+    q_stride,
+    q_scale_stride,
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    FP8: tl.constexpr,
+    INPUT: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``acc`` and the product of one block of channels."""
+    channel = block * lane.shape[0] + lane
+    if INPUT == "quantized":
+        x = tl.load(q_ptr + token[:, None] * q_stride + channel[None, :])
+        x_scale = tl.load(q_scale_ptr + token + block * q_scale_stride)
+        if not NATIVE_FP8:
+            x = decode_e4m3(x, NATIVE_FP8, DTYPE)
+    else:
+        x = _rows(x_ptr + token * x_stride, channel, K, K % lane.shape[0] == 0)
+        if INPUT == "quantize":
+            x, x_scale = quantize_groups(x.to(tl.float32), POW2, NATIVE_FP8, DTYPE)
+    if FP8:
+        if GROUP_ROWS % 128 == 0:
+            w_scale = tl.load(scale_ptr + start // 128 * BLOCKS + block)
+        else:
+            w_scale = tl.load(scale_ptr + row // 128 * BLOCKS + block)[:, None]
+        product = tl.zeros(acc.shape, tl.float32)
+        product = _multiply(decode_e4m3(w, NATIVE_FP8, DTYPE), x, product, DTYPE, PARTS, PRECISION)
+        if INPUT == "plain":
+            acc += product * w_scale
+        else:
+            acc += product * (w_scale * x_scale[None, :])
+    else:
+        acc = _multiply(w.to(DTYPE), x, acc, DTYPE, PARTS, PRECISION)
+    return acc
+
+
+@triton.jit
 def _finish(
     acc,
     out_ptr,
@@ -116,6 +179,7 @@ def _program(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Share ``job % SPLITS`` of tile ``job // SPLITS`` of the weights of one kind."""
@@ -140,43 +204,75 @@ def _program(
     # rows and tokens past the end repeat the last one, and are not stored
     row = tl.minimum(start + tl.arange(0, BLOCK_N), last_row)
     weight_row = weight_ptr + row.to(tl.int64) * K
+    lane = tl.arange(0, BLOCK_K)
+    first = split * SHARE
+    ahead = ()
+    AHEAD: tl.constexpr = EARLY if EARLY < SHARE else SHARE
     if PDL:
+        # weights wait for nothing: the first of them come while the launch before this one still runs
+        for i in tl.static_range(AHEAD):
+            ahead += (_rows(weight_row, (first + i) * BLOCK_K + lane, K, K % BLOCK_K == 0 and BLOCKS % SHARE == 0),)
         gdc_wait()
     token = tl.minimum(m_tile * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
-    lane = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for block in tl.range(split * SHARE, tl.minimum(split * SHARE + SHARE, BLOCKS), num_stages=STAGES):
-        channel = block * BLOCK_K + lane
-        if K % BLOCK_K == 0:
-            w = tl.load(weight_row[:, None] + channel[None, :])
-        else:
-            w = tl.load(weight_row[:, None] + channel[None, :], mask=(channel < K)[None, :], other=0.0)
-        if INPUT == "quantized":
-            x = tl.load(q_ptr + token[:, None] * q_stride + channel[None, :])
-            x_scale = tl.load(q_scale_ptr + token + block * q_scale_stride)
-            if not NATIVE_FP8:
-                x = decode_e4m3(x, NATIVE_FP8, DTYPE)
-        else:
-            x_at = x_ptr + token[:, None] * x_stride + channel[None, :]
-            if K % BLOCK_K == 0:
-                x = tl.load(x_at)
-            else:
-                x = tl.load(x_at, mask=(channel < K)[None, :], other=0.0)
-            if INPUT == "quantize":
-                x, x_scale = quantize_groups(x.to(tl.float32), POW2, NATIVE_FP8, DTYPE)
-        if FP8:
-            if GROUP_ROWS % 128 == 0:
-                w_scale = tl.load(scale_ptr + start // 128 * BLOCKS + block)
-            else:
-                w_scale = tl.load(scale_ptr + row // 128 * BLOCKS + block)[:, None]
-            product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            product = _multiply(decode_e4m3(w, NATIVE_FP8, DTYPE), x, product, DTYPE, PARTS, PRECISION)
-            if INPUT == "plain":
-                acc += product * w_scale
-            else:
-                acc += product * (w_scale * x_scale[None, :])
-        else:
-            acc = _multiply(w.to(DTYPE), x, acc, DTYPE, PARTS, PRECISION)
+    if PDL:
+        for i in tl.static_range(AHEAD):
+            if first + i < BLOCKS:
+                acc = _add_block(
+                    acc,
+                    ahead[i],
+                    first + i,
+                    lane,
+                    row,
+                    token,
+                    start,
+                    x_ptr,
+                    q_ptr,
+                    q_scale_ptr,
+                    scale_ptr,
+                    x_stride,
+                    q_stride,
+                    q_scale_stride,
+                    K,
+                    BLOCKS,
+                    GROUP_ROWS,
+                    FP8,
+                    INPUT,
+                    POW2,
+                    NATIVE_FP8,
+                    DTYPE,
+                    PARTS,
+                    PRECISION,
+                )
+        first += AHEAD
+    for block in tl.range(first, tl.minimum(split * SHARE + SHARE, BLOCKS), num_stages=STAGES):
+        w = _rows(weight_row, block * BLOCK_K + lane, K, K % BLOCK_K == 0)
+        acc = _add_block(
+            acc,
+            w,
+            block,
+            lane,
+            row,
+            token,
+            start,
+            x_ptr,
+            q_ptr,
+            q_scale_ptr,
+            scale_ptr,
+            x_stride,
+            q_stride,
+            q_scale_stride,
+            K,
+            BLOCKS,
+            GROUP_ROWS,
+            FP8,
+            INPUT,
+            POW2,
+            NATIVE_FP8,
+            DTYPE,
+            PARTS,
+            PRECISION,
+        )
     _finish(
         acc, out_ptr, part_ptr, counter_ptr, start, last_row, m_tile, M, tile * m_tiles + m_tile, split, size, SPLITS
     )
@@ -226,6 +322,7 @@ def multi_linear_kernel(
     PLAIN_BLOCK_N: tl.constexpr,
     PLAIN_BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """FP8 weights ``SIZES[i] x K``, then plain ones ``PLAIN_SIZES[i] x K``; each kind is cut alike.
@@ -274,6 +371,7 @@ def multi_linear_kernel(
             BLOCK_N,
             128,
             STAGES,
+            EARLY,
             PDL,
         )
     else:
@@ -312,6 +410,7 @@ def multi_linear_kernel(
             PLAIN_BLOCK_N,
             PLAIN_BLOCK_K,
             STAGES,
+            EARLY,
             PDL,
         )
 

@@ -144,6 +144,7 @@ def launch_products(
         PLAIN_BLOCK_N=tiles.plain_rows,
         PLAIN_BLOCK_K=tiles.plain_channels,
         STAGES=tiles.stages,
+        EARLY=tiles.early,
         PDL=capability[0] >= 9,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -18,6 +18,7 @@ class Tiles:
         splits, plain_splits: programs that share the channels of a tile.
         plain_channels: channels that a program reads at once of a plain weight (of an FP8 one 128).
         warps, stages: of a program.
+        early: blocks of weights that a program reads before the launch ahead of it has ended.
     """
 
     tokens: int
@@ -28,6 +29,7 @@ class Tiles:
     plain_channels: int = 64
     warps: int = 4
     stages: int = 3
+    early: int = 0
 
 
 def choose_tiles(
@@ -59,7 +61,7 @@ def choose_tiles(
     # GPUs have 163 KiB of shared memory and more, or 99 KiB; some of it serves other ends
     room = (80 if capability[0] == 12 or (8, 0) < capability < (9, 0) else 144) << 10
     stages = max(2, min(stages, 1 + room // stage))
-    return Tiles(tokens, block, splits, block, plain_splits, warps=warps, stages=stages)
+    return Tiles(tokens, block, splits, block, plain_splits, warps=warps, stages=stages, early=2 if M <= 8 else 0)
 
 
 def cublas_is_faster(M: int, N: int, K: int, fp8: bool) -> bool:

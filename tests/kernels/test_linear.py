@@ -101,6 +101,9 @@ def test_products_compile(arch, product, monkeypatch):
         assert kernel.metadata.shared <= SHARED[arch] * 1024
         assert ("griddepcontrol" in kernel.asm["ptx"]) == (CAPABILITIES[arch] >= (9, 0))
         assert "e4m3" not in kernel.asm["ptx"] or arch != "sm80"
+    if CAPABILITIES[arch] >= (9, 0) and M <= 8:
+        before = kernels[0].asm["ptx"].partition("griddepcontrol.wait")[0]
+        assert "ld.global" in before, "the first weights are asked for while the launch ahead still runs"
     if arch == "sm90" and M > 8 and segments[0].fp8_input:
         assert "f32.e4m3.e4m3" in kernels[0].asm["ptx"]
         assert "cvt.rn.satfinite.e4m3x2" in kernels[1].asm["ptx"]
