@@ -17,20 +17,17 @@ import sys
 from pathlib import Path
 
 import torch
+from gpu_checks import LIMIT, relative
 
 from deepseek_attn.bench import fill_caches, past
 from deepseek_attn.cache.records_v32 import make_v32_record
 from deepseek_attn.cli.info import collect
 from deepseek_attn.config import ModelConfig
+from deepseek_attn.options import pick_device
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.v32.kernels import get_kernels
 
-LIMIT = 4e-3  # relative to float32; FlashMLA computes in bf16
 CACHES = {"fp8": "serving", "bf16": "exact"}
-
-
-def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
 
 
 def check_bytes(device: torch.device) -> list[dict]:
@@ -110,7 +107,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="write the cases as JSON")
     args = parser.parse_args()
-    device = torch.device("cuda")
+    try:
+        device = pick_device("cuda")
+        get_kernels("flashmla", device)
+    except ValueError as error:
+        parser.error(str(error))
     cases = check_bytes(device)
     for cache in CACHES:
         for heads in (16, 64, 128):

@@ -47,7 +47,10 @@ def main() -> None:
     parser.add_argument("report", type=Path, help="report.json of an experiment")
     parser.add_argument("out", type=Path, help="folder for the pictures")
     args = parser.parse_args()
-    report = json.loads(args.report.read_text(encoding="utf-8"))
+    try:
+        report = json.loads(args.report.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        parser.error(f"{args.report}: {error}")
     args.out.mkdir(parents=True, exist_ok=True)
     for name, paint in pictures(report).items():
         (args.out / f"{name}.svg").write_text(standalone(plots.draw(paint, name, name)), encoding="utf-8")
