@@ -61,7 +61,10 @@ def choose_tiles(
     # GPUs have 163 KiB of shared memory and more, or 99 KiB; some of it serves other ends
     room = (80 if capability[0] == 12 or (8, 0) < capability < (9, 0) else 144) << 10
     stages = max(2, min(stages, 1 + room // stage))
-    return Tiles(tokens, block, splits, block, plain_splits, warps=warps, stages=stages, early=2 if M <= 8 else 0)
+    early = 0
+    if M <= 8:
+        early = 4 if triton.cdiv(K, 128) > 8 * splits else 2  # programs with much to read ask for more ahead of time
+    return Tiles(tokens, block, splits, block, plain_splits, warps=warps, stages=stages, early=early)
 
 
 def cublas_is_faster(M: int, N: int, K: int, fp8: bool) -> bool:
