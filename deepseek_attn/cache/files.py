@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.cache.manager import NULL_PAGE, CacheManager, OutOfPages, SequenceCache
 from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.config import AnyConfig
+from deepseek_attn.files import write_tensors
 from deepseek_attn.numerics import Numerics
 
 FORMAT = "deepseek-attn sequence 1"
@@ -49,7 +48,7 @@ def make_fingerprint(
 def save_cache(
     path: str | Path, pools: CachePools, cache: SequenceCache, token_ids: list[int], fingerprint: dict[str, str]
 ) -> None:
-    """Writes a file that is complete or not there at all."""
+    """Writes a file that is complete or not there at all; ValueError if it cannot be written there."""
     tensors = {"token_ids": torch.tensor(token_ids, dtype=torch.int64)}
     held = {group: [page != NULL_PAGE for page in table] for group, table in cache.tables.items()}
     for pool in pools:
@@ -58,13 +57,7 @@ def save_cache(
         tensors[f"{pool.spec.layer}/{pool.spec.kind}"] = pool.tensor[index].cpu()
     facts = {"num_tokens": cache.num_tokens, "low_water": cache.low_water, "held": held}
     metadata = {"format": FORMAT, "cache": json.dumps(facts)} | fingerprint
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        save_file(tensors, partial, metadata)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_tensors(Path(path), tensors, metadata)
 
 
 def load_cache(path: str | Path, manager: CacheManager, fingerprint: dict[str, str]) -> tuple[list[int], SequenceCache]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+from pathlib import Path
 
 
 def add_runner_options(parser: argparse.ArgumentParser) -> None:
@@ -51,12 +53,22 @@ def runner_options(args: argparse.Namespace) -> dict:
     return {name: getattr(args, name, None) for name in names}
 
 
+def check_output(flag: str, path: Path) -> None:
+    """ValueError, before anything is computed, if no file can be written there."""
+    if path.is_dir():
+        raise ValueError(f"{flag} {path}: it is a folder; name a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{flag} {path}: the folder {str(path.parent)!r} does not exist")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{flag} {path}: the folder {str(path.parent)!r} cannot be written to")
+
+
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_bytes(text: str) -> int:
     """``80GB``, ``141e9``, ``24GiB`` -> bytes."""
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]i?)?b?\s*", text.lower())
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]{1,2})?)\s*([kmgt]i?)?b?\s*", text.lower())
     if not match:
         raise ValueError(f"{text!r} is no amount of memory: write for instance 80GB or 24GiB")
     return int(float(match[1]) * UNITS[match[2] or ""])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
-from deepseek_attn.cli.options import add_runner_options, runner_options
+from deepseek_attn.cli.options import add_runner_options, check_output, runner_options
 
 
 def add_parser(subparsers) -> None:
@@ -31,6 +30,7 @@ def add_parser(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from deepseek_attn.files import write_tensors
     from deepseek_attn.runner import ModelRunner
 
     if args.mtp and args.layers:
@@ -38,8 +38,7 @@ def run(args: argparse.Namespace) -> None:
             "--mtp needs the whole model: the MTP layer reads the streams of the last layer; drop --layers"
         )
     out = Path(args.out)
-    if not out.parent.is_dir():
-        raise ValueError(f"--out {args.out}: the folder {str(out.parent)!r} does not exist")
+    check_output("--out", out)
     prompts = read_token_lists(Path(args.token_ids))
     runner = ModelRunner.from_pretrained(args.model, layers=parse_layers(args.layers), **runner_options(args))
     if args.mtp:
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
         logits, drafts = runner.score(prompts, args.chunk_size, progress=True), []
     tensors = {str(i): rows for i, rows in enumerate(logits)}
     tensors |= {f"{i}.mtp": rows for i, rows in enumerate(drafts)}
-    write_atomically(tensors, out)
+    write_tensors(out, tensors)
     print(f"{len(prompts)} sequences, {sum(map(len, prompts))} tokens -> {out}")
 
 
@@ -56,8 +55,8 @@ def read_token_lists(path: Path) -> list[list[int]]:
     """The token-id lists of a JSON file; each must be a non-empty list of integers."""
     try:
         lists = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"--token-ids {path}: no such file") from None
+    except OSError as error:
+        raise ValueError(f"--token-ids {path}: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"--token-ids {path}: not valid JSON ({error})") from error
     if not isinstance(lists, list) or not lists or not all(isinstance(ids, list) for ids in lists):
@@ -81,15 +80,3 @@ def parse_layers(text: str | None) -> list[int] | None:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"--layers {text!r}: write layer numbers with commas between them") from None
-
-
-def write_atomically(tensors: dict, path: Path) -> None:
-    """Writes a safetensors file that is complete or not there at all."""
-    from safetensors.torch import save_file
-
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

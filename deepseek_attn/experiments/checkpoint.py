@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from deepseek_attn.checkpoint.random import RandomSource
 from deepseek_attn.checkpoint.source import CheckpointSource, SafetensorsSource
@@ -16,6 +16,7 @@ from deepseek_attn.experiments.recall import measure_recall
 from deepseek_attn.experiments.reschedule import RescheduledSource, gained_indexers
 from deepseek_attn.experiments.settings import CheckpointSettings
 from deepseek_attn.experiments.variant import Variant
+from deepseek_attn.files import write_tensors
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.tokenizer import Tokenizer
 from deepseek_attn.training import sample_text
@@ -80,9 +81,7 @@ def measure_own(settings: CheckpointSettings, device: torch.device, folder: Path
     runner = make_runner(config, source, device, max(map(len, prompts)))
     logits = runner.score(prompts)
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{OWN_LOGITS}.partial"
-    save_file({str(i): rows for i, rows in enumerate(logits)}, partial)
-    partial.rename(folder / OWN_LOGITS)
+    write_tensors(folder / OWN_LOGITS, {str(i): rows for i, rows in enumerate(logits)})
     found = compare(logits, logits, prompts)
     return {
         "schedule": [spec.ratio for spec in config.layers],

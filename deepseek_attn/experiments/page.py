@@ -6,7 +6,6 @@ Every number in it is a value of the report's JSON, which is embedded at the end
 from __future__ import annotations
 
 import json
-import os
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -14,15 +13,14 @@ from typing import Any
 
 from deepseek_attn.experiments import sections_cost as cost
 from deepseek_attn.experiments import sections_quality as quality
+from deepseek_attn.files import write_text
 
 Report = dict[str, Any]
 
 
 def write_page(report: Report, path: Path) -> None:
     """Writes the page; it appears complete or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(make_page(report), encoding="utf-8")
-    partial.rename(path)
+    write_text(path, make_page(report))
 
 
 def make_page(report: Report) -> str:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from deepseek_attn.experiments.units import Unit
+from deepseek_attn.files import write_text
 
 
 def write_json(path: Path, value: Any) -> None:
     """Writes a JSON file that appears complete or not at all. Numbers must be finite: JSON has no others."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(value, indent=1, allow_nan=False), encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_text(path, json.dumps(value, indent=1, allow_nan=False))
 
 
 def record_path(folder: Path, unit: Unit) -> Path:

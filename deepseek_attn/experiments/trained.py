@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from deepseek_attn.config import ModelConfig
 from deepseek_attn.experiments.quality import by_position, next_token_loss
 from deepseek_attn.experiments.recall import measure_recall
 from deepseek_attn.experiments.settings import TaskSettings, TrainSettings
+from deepseek_attn.files import write_tensors
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.training import Task, TextTask, make_task, train
 
@@ -26,9 +27,7 @@ def write_tokens(settings: TrainSettings, vocab_size: int, folder: Path) -> dict
     text = None if settings.text is None else Path(settings.text).read_text(encoding="utf-8")
     task = make_task("text", vocab_size, text=text, **settings.tasks["text"].options)
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{TOKENS_FILE}.partial"
-    save_file({"ids": task.ids.int()}, partial)
-    partial.rename(folder / TOKENS_FILE)
+    write_tensors(folder / TOKENS_FILE, {"ids": task.ids.int()})
     return {"tokens": len(task.ids), "vocab_size": vocab_size}
 
 
