@@ -30,6 +30,7 @@ from deepseek_attn.config import AnyConfig
 from deepseek_attn.config_v32 import DeepseekV32Config
 from deepseek_attn.kernels.reference.linear import FP8_BLOCK
 from deepseek_attn.linear import Shard
+from deepseek_attn.options import parse_device
 
 TIMEOUT_SECONDS = 600.0  # of one collective: ranks wait that long for one that loads or has died
 # torch 2.13 has new names for these
@@ -198,9 +199,7 @@ def check_launch(world: int, device: torch.device | str | None) -> tuple[int, to
             f"`{LAUNCH.format(max(world, 1))} ...`"
         )
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    device = parse_device(device)
     if device.type == "cuda" and world > 1:
         if device.index is not None:
             raise ValueError(f"device {str(device)!r} with {world} ranks: each has a GPU of its own; use device='cuda'")

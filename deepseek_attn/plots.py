@@ -18,10 +18,9 @@ def bar_chart(path: Path, rows: list[dict], series: tuple[str, ...]) -> None:
     Raises:
         ValueError: matplotlib is missing, or does not write this kind of file; nothing was written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'deepseek-attn[experiments]'") from None
+    check_picture(path)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 1 + 0.28 * len(rows)), layout="constrained")
     axes = figure.subplots()
     colours: dict[tuple, str] = {}
@@ -37,10 +36,18 @@ def bar_chart(path: Path, rows: list[dict], series: tuple[str, ...]) -> None:
     axes.set_xlabel("microseconds")
     if len(colours) <= 12:
         axes.legend(fontsize=8)
+    figure.savefig(path)
+
+
+def check_picture(path: Path) -> None:
+    """ValueError if matplotlib is missing, or does not write this kind of file."""
     try:
-        figure.savefig(path)
-    except ValueError as error:
-        raise ValueError(f"--plot {path}: {error}") from None
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install 'deepseek-attn[experiments]'") from None
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise ValueError(f"--plot {path}: it ends in none of {', '.join(f'.{kind}' for kind in sorted(kinds))}")
 
 
 def row_label(row: dict, series: tuple[str, ...]) -> str:

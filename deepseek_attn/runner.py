@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -28,7 +27,15 @@ from deepseek_attn.models.deepseek_v32 import DeepseekV32
 from deepseek_attn.models.families import Family, get_family
 from deepseek_attn.models.moe import MoE
 from deepseek_attn.numerics import Numerics
-from deepseek_attn.options import DEFAULT_MAX_MODEL_LEN, check_sizes, pick_device, pick_dtype
+from deepseek_attn.options import (
+    DEFAULT_MAX_MODEL_LEN,
+    as_list,
+    check_sizes,
+    is_integer,
+    pick_device,
+    pick_dtype,
+    room_for,
+)
 from deepseek_attn.parallel import Parallel
 from deepseek_attn.scoring import score_prompts
 from deepseek_attn.sequence import Sequence, StepOutput, check_batch, tail_rows
@@ -92,6 +99,11 @@ class ModelRunner:
         """Random weights for a config: the same tensors that ``make-checkpoint`` would write for this seed."""
         if isinstance(config, (str, Path)):
             config = ModelConfig.from_pretrained(config)
+        if not isinstance(config, AnyConfig):
+            raise ValueError(
+                f"config is a {type(config).__name__}: pass a preset's name, a path or a ModelConfig "
+                "(ModelConfig.from_dict makes one)"
+            )
         return cls.from_source(config, RandomSource(config, seed), progress=False, **options)
 
     @classmethod
@@ -146,9 +158,9 @@ class ModelRunner:
         family = get_family(config, numerics, dtype, device, backend, parallel)
         limit = config.max_position_embeddings
         max_model_len = min(limit, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
-        layers = None if layers is None else list(layers)
+        layers = None if layers is None else as_list(layers, "layers: numbers of layers")
         limits = (max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
-        check_sizes(config, layers, *limits, max_snapshots)
+        check_sizes(config, layers, *limits, max_snapshots, kv_cache_bytes)
 
         model = family.build(layers, attention_only, max_model_len)
 
@@ -165,7 +177,10 @@ class ModelRunner:
             model.mtp.clear()
             layout = layout_of(model)
         model.eval()
-        pools, workspace = CachePools(layout, device), Workspace(device)
+        sizes = f"{layout.nbytes():,} bytes of caches for max_num_seqs={max_num_seqs} and max_model_len={max_model_len}"
+        with room_for(sizes, "lower these, or set kv_cache_bytes; `deepseek-attn plan` adds up what they take"):
+            pools = CachePools(layout, device)
+        workspace = Workspace(device)
         runner = cls(
             config, family.numerics, dtype, device, model, report, layout, pools, workspace, CacheManager(pools)
         )
@@ -180,7 +195,9 @@ class ModelRunner:
 
     def _bind(self, family: Family) -> None:
         """Gives the layers their caches and reserves the largest scratch memory any of them can need."""
-        family.bind(self.model, self.pools, self.workspace)
+        tokens = f"scratch memory of steps of max_num_batched_tokens={self.layout.max_num_batched_tokens}"
+        with room_for(tokens, "lower it"):
+            family.bind(self.model, self.pools, self.workspace)
         self.workspace.lock()
         self.plain, self.graph_problem = family.plain, family.graph_problem()
         self._builder = family.metadata_builder(self.model, self.pools, mtp=False)
@@ -210,7 +227,7 @@ class ModelRunner:
         Raises:
             ValueError: no tokens, a token outside the vocabulary, or more than ``max_model_len``.
         """
-        ids = [self.check_token(token) for token in token_ids]
+        ids = [self.check_token(token) for token in as_list(token_ids, "a prompt: token ids")]
         if not ids:
             raise ValueError("empty prompt: at least one token is needed (a plain prompt begins with the BOS token)")
         self.check_length(len(ids))
@@ -236,7 +253,7 @@ class ModelRunner:
         return make_fingerprint(self.config, self.numerics, self.dtype, self.layout, self.model)
 
     def check_token(self, token: int) -> int:
-        if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < self.config.vocab_size:
+        if not is_integer(token) or not 0 <= token < self.config.vocab_size:
             raise ValueError(
                 f"token id {token!r} is not in the vocabulary: ids are integers in [0, {self.config.vocab_size})"
             )

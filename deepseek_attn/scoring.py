@@ -9,6 +9,7 @@ import torch
 from tqdm import tqdm
 
 from deepseek_attn.cache.layout import CacheLayout
+from deepseek_attn.options import is_integer
 from deepseek_attn.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ def score_prompts(
     progress: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What `ModelRunner.score` and, with ``mtp``, `ModelRunner.score_mtp` return; the second list is empty without."""
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size}: must be at least 1")
+    if chunk_size is not None and (not is_integer(chunk_size) or chunk_size < 1):
+        raise ValueError(f"chunk_size={chunk_size!r}: must be an integer of at least 1")
     sequences = [runner.sequence(prompt) for prompt in prompts]
     outputs: list[list[torch.Tensor]] = [[] for _ in sequences]
     drafts: list[list[torch.Tensor]] = [[] for _ in sequences]

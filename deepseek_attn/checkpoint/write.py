@@ -113,8 +113,7 @@ def _write_shard(path: Path, source: CheckpointSource, entries: dict[str, Tensor
 def _appearing(directory: Path) -> Iterator[Path]:
     """A temporary sibling that becomes ``directory`` if the block succeeds and vanishes otherwise."""
     directory = directory.absolute()
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} exists and is not an empty directory: choose another one, or remove it")
+    check_new_directory(directory)
     created = [parent for parent in directory.parents if not parent.exists()]
     folder = None
     try:
@@ -130,6 +129,17 @@ def _appearing(directory: Path) -> Iterator[Path]:
             if parent.exists() and not any(parent.iterdir()):
                 parent.rmdir()
         raise
+
+
+def check_new_directory(directory: str | Path) -> None:
+    """ValueError unless the directory is empty, or absent where it can be made."""
+    directory = Path(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} exists and is not an empty directory: choose another one, or remove it")
+    place = next(parent for parent in directory.absolute().parents if parent.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        what = "cannot be written to" if place.is_dir() else "is a file"
+        raise ValueError(f"{directory} cannot be made: {place} {what}; choose another place")
 
 
 def _umask() -> int:

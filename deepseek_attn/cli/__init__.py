@@ -24,9 +24,6 @@ def main(argv: list[str] | None = None) -> int:
             importlib.import_module(f"deepseek_attn.cli.{command}").add_parser(subparsers)
         args = parser.parse_args(argv)
         return args.run(args) or 0
-    except (ValueError, FileNotFoundError, PermissionError) as error:
-        print(f"deepseek-attn {args.command}: error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         if argv is None:  # the process ends here; pressed again, it must not break into the interpreter's own end
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -36,3 +33,6 @@ def main(argv: list[str] | None = None) -> int:
         # the reader of our output went away; nothing more can be said to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except (ValueError, OSError) as error:
+        print(f"deepseek-attn {args.command}: error: {error}", file=sys.stderr)
+        return 2

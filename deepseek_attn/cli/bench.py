@@ -7,7 +7,7 @@ import importlib
 import json
 from pathlib import Path
 
-from deepseek_attn.cli.options import add_numerics_options
+from deepseek_attn.cli.options import add_numerics_options, check_output
 
 FAMILIES = ("attention", "cache_ops", "hyper_connection", "indexer", "linears", "moe")
 
@@ -63,7 +63,7 @@ def run_ops(args: argparse.Namespace) -> None:
     from deepseek_attn.options import pick_device
     from deepseek_attn.timing import ceilings
 
-    check_repeats(args)
+    check_flags(args)
     device = pick_device(args.device)
     cases = [case for family in FAMILIES for case in rows_of(family, device)]
     if not cases:
@@ -105,9 +105,7 @@ def run_layer(args: argparse.Namespace) -> None:
     from deepseek_attn.config import ModelConfig
     from deepseek_attn.runner import ModelRunner
 
-    check_repeats(args)
-    if any(n < 1 for n in args.prefill):
-        raise ValueError(f"--prefill {args.prefill}: numbers of new tokens, at least 1")
+    check_flags(args)
     config = ModelConfig.from_pretrained(args.model)
     layers = args.layers or first_of_each_kind(config)
     steps = [(batch, 1, context) for context in args.context for batch in args.batch]
@@ -142,17 +140,15 @@ def run_layer(args: argparse.Namespace) -> None:
 
 
 def run_model(args: argparse.Namespace) -> None:
-    from dataclasses import replace
-
     from deepseek_attn.bench import fill_caches
     from deepseek_attn.bench_model import time_model
     from deepseek_attn.config import ModelConfig
     from deepseek_attn.runner import ModelRunner
 
-    check_repeats(args)
+    check_flags(args)
     config = ModelConfig.from_pretrained(args.model)
     if args.experts is not None:
-        config = replace(config, n_routed_experts=args.experts)
+        config = config.replace(n_routed_experts=args.experts)
     runner = ModelRunner.from_config(
         config, layers=args.layers, backend=args.backend, device=args.device, numerics=args.numerics, dtype=args.dtype,
         max_model_len=max(args.context), max_num_seqs=max(args.batch), max_num_batched_tokens=max(*args.batch, 256),
@@ -174,9 +170,18 @@ def run_model(args: argparse.Namespace) -> None:
     finish(args, {"benchmark": "model", "model": args.model, **run}, rows, ("graph", "context"))
 
 
-def check_repeats(args: argparse.Namespace) -> None:
+def check_flags(args: argparse.Namespace) -> None:
+    """What would otherwise show only when times have been taken, or under the name of another option."""
     if args.repeats < 1:
         raise ValueError(f"--repeats {args.repeats}: at least 1 run")
+    for flag in ("batch", "context", "prefill"):
+        if any(n < 1 for n in getattr(args, flag, [])):
+            raise ValueError(f"--{flag} {','.join(map(str, getattr(args, flag)))}: numbers of at least 1")
+    if args.plot:
+        from deepseek_attn.plots import check_picture
+
+        check_output("--plot", args.plot)
+        check_picture(args.plot)
 
 
 def launches(timing) -> str:

@@ -16,7 +16,7 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--config", default="tiny", metavar="NAME|FILE", help="preset or config.json (default: tiny)")
     parser.add_argument("--out", required=True, metavar="DIR", help="directory to make; must be absent or empty")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")
-    parser.add_argument("--shards", type=int, metavar="N", help="number of shards, at least 2 (default: by size)")
+    parser.add_argument("--shards", type=int, metavar="N", help="number of shards (default: by size, at least 2)")
     parser.set_defaults(run=run)
 
 

@@ -25,8 +25,10 @@ def read_prompts(path: str) -> list[str | list[int]]:
     """
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompts {path}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"--prompts {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts {path}: not UTF-8 text ({error})") from error
     prompts = [parse_line(line) for line in text.split("\n") if line.strip()]
     if not prompts:
         raise ValueError(f"--prompts {path}: no prompt; write one per line")

@@ -34,11 +34,12 @@ def add_parser(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from deepseek_attn.checkpoint.write import check_new_directory
     from deepseek_attn.config import ModelConfig
     from deepseek_attn.training import TextTask, make_task, save_checkpoint, train
 
-    if args.out and Path(args.out).exists() and (not Path(args.out).is_dir() or any(Path(args.out).iterdir())):
-        raise ValueError(f"--out {args.out} exists and is not an empty directory: choose another one, or remove it")
+    if args.out:
+        check_new_directory(args.out)
     config = ModelConfig.from_pretrained(args.config)
     if args.task:
         task = make_task(args.task, config.vocab_size, gap=args.gap)

@@ -67,6 +67,9 @@ class LLM:
             raise ValueError(
                 f"{len(params)} sampling parameters for {len(prompts)} prompts: pass one, or one per prompt"
             )
+        wrong = [p for p in params if not isinstance(p, SamplingParams)]
+        if wrong:
+            raise ValueError(f"params: SamplingParams, or a list of them, got {wrong[0]!r}")
         requests = [
             self._request(prompt, p, index) for index, (prompt, p) in enumerate(zip(prompts, params, strict=True))
         ]
@@ -140,8 +143,11 @@ class LLM:
 
 
 def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
-    """A list of prompts, whether one or several were given."""
+    """A list of prompts, whether one or several were given; ValueError for what is neither."""
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)
+    try:
+        prompts = list(prompts)
+    except TypeError:
+        raise ValueError(f"a prompt is text or a list of token ids, got {prompts!r}") from None
     return prompts if not prompts or not isinstance(prompts[0], int) else [prompts]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deepseek_attn.checkpoint.write import check_new_directory
 from deepseek_attn.experiments.clock import Clock
 from deepseek_attn.experiments.config import Experiment
 from deepseek_attn.experiments.pool import Pool
@@ -29,16 +30,18 @@ def run_experiment(
 
     Args:
         folder: of the results; made if absent.
-        resume: go on with what is there; else the folder must not hold results.
+        resume: go on with what is there; else the folder must be empty.
         say: shows one line of progress.
 
     Raises:
-        ValueError: ``folder`` holds results and ``resume`` is off.
+        ValueError: ``folder`` is not empty and ``resume`` is off, or it cannot be made.
     """
     if not resume and (folder / "records").exists():
         raise ValueError(
             f"{str(folder)!r} holds results: go on with `deepseek-attn experiment resume`, or choose another --out"
         )
+    if not resume or not folder.is_dir():
+        check_new_directory(folder)
     outcome = Outcome()
     units = make_units(experiment, device)
     for unit in units:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -93,6 +94,7 @@ def train(
         ValueError: sizes that do not fit each other, or a config with an MTP layer.
     """
     check(config, task, steps, batch, seq_len, dense_share)
+    check_rates(lr, weight_decay, budget_s)
     device = pick_device(device)
     model = build_model(config, FreshSource(config, seed), device, max_positions=seq_len)
     dense = DenseModel(model, torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -131,6 +133,18 @@ def check(config: ModelConfig, task: Task, steps: int, batch: int, seq_len: int,
     if problems:
         raise ValueError("cannot train: " + "; ".join(problems))
     task.batch(1, seq_len, torch.Generator(), "test")  # a split that is too short must show before the training
+
+
+def check_rates(lr: float, weight_decay: float, budget_s: float | None) -> None:
+    problems = []
+    if not 0.0 < lr < math.inf:
+        problems.append(f"lr is {lr}: a finite number above 0 is needed")
+    if not 0.0 <= weight_decay < math.inf:
+        problems.append(f"weight_decay is {weight_decay}: a finite number of at least 0 is needed")
+    if budget_s is not None and not budget_s > 0.0:
+        problems.append(f"budget_s is {budget_s}: more than 0 seconds are needed")
+    if problems:
+        raise ValueError("cannot train: " + "; ".join(problems))
 
 
 @torch.no_grad()

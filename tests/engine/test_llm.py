@@ -164,6 +164,19 @@ def test_a_bad_prompt_is_named_and_nothing_runs(llm, free_pages, prompt, message
         llm.generate([[0, 1], prompt], GREEDY)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (5, None, "a prompt is text or a list of token ids, got 5"),
+        ("x", {"temperature": 0}, "params: SamplingParams, or a list of them, got {'temperature': 0}"),
+        (["x", "y"], [SamplingParams()], "1 sampling parameters for 2 prompts"),
+    ],
+)
+def test_what_is_no_prompt_or_parameter(llm, prompts, params, message):
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, params)
+
+
 def test_chat(llm, free_pages):
     ids, explanation = llm.chat_prompt([{"role": "user", "content": "hi"}])
     assert llm.tokenizer.decode(ids) == "<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜></think>"

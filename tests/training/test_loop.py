@@ -164,6 +164,8 @@ def test_a_budget_ends_the_training(task):
         ({}, {"seq_len": 5000}, "exceeds the model's 4096 positions"),
         ({"vocab_size": 200}, {}, "task text has 300 tokens, vocab_size is 200"),
         ({}, {"dense_share": 1.5}, "between 0 and 1"),
+        ({}, {"lr": -1.0, "budget_s": 0.0}, r"lr is -1\.0: .*; budget_s is 0\.0: "),
+        ({}, {"lr": float("nan"), "weight_decay": float("inf")}, "lr is nan: .*; weight_decay is inf: "),
         ({"num_nextn_predict_layers": 1, "compress_ratios": [0, 4, 16, 0]}, {}, "training has no MTP layer"),
     ],
 )
