@@ -286,6 +286,7 @@ def _launch(
         "SPLIT": split,
     }
     if tiles.hopper:
+        grid = (T * triton.cdiv(H, tiles.heads), tiles.splits)
         attend_hopper_kernel[grid](*arguments, **flags, num_warps=8, launch_pdl=True)
         return
     starts, widths = pieces(form.nope, dim, tiles.piece)

@@ -71,7 +71,9 @@ def choose_tiles(
     elif dim > 512:
         tiles = Tiles(16, 32, 8, 1) if H <= 16 else Tiles(64, 64, 8, 1, 128)
     elif T == 1 and width <= 128:
-        tiles = Tiles(16, 32, 4, 2)
+        tiles = Tiles(16, 16, 4, 1, 128)
+    elif T == 1 and small and width <= 640:
+        tiles = Tiles(16, 32, 8, 1, 128)
     elif small:
         tiles = Tiles(16, 64, 8, 2, 128)
     else:

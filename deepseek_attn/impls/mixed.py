@@ -53,15 +53,15 @@ class DeepseekV4MixedSparseImpl(DeepseekV4FlashMLASparseImpl):
 def decodes_on_flashmla(queries: int, heads: int, keys: int) -> bool:
     """Whether FlashMLA's decode kernel is the faster one for queries of up to ``keys`` keys each.
 
-    Few queries leave most of the GPU to splitting their keys, which Triton's smaller tiles do better. With 128 heads,
-    FlashMLA's blocks decode a key once for all of them, and win sooner.
+    With 64 heads it is for many queries of the window alone. With 128 heads, pairs of its blocks decode a key once for
+    all of them, and win where many queries fill the GPU.
     """
     if heads not in flash_mla.HEADS:
         return False
     window, long = keys <= 128, keys > 2048
     if heads == 64:
-        return queries > (8 if window or long else 32)
-    return queries > (4 if window else 1 if long else 2)
+        return window and queries > 128
+    return queries > (8 if window or long else 32)
 
 
 def _impl(flashmla: bool) -> type[DeepseekV4SparseMLAAttentionImpl]:

@@ -1,5 +1,8 @@
 """Every kernel of sparse attention compiles for every GPU generation, on any machine; how launches are cut."""
 
+import re
+import subprocess
+
 import pytest
 import torch
 
@@ -82,7 +85,21 @@ def test_the_hopper_kernel_compiles(dim):
     shape = SHAPES["fp8 pages, 64 heads"] | {"hopper": True, "dim": dim}
     kernel = compiled_attention((9, 0), **shape)
     assert "wgmma" in kernel.asm["ptx"]
+    assert "setmaxnreg" in kernel.asm["ptx"]
     assert kernel.metadata.shared <= SHARED["sm90"] * 1024
+
+
+def test_products_of_the_hopper_kernel_overlap(tmp_path):
+    """With fewer registers for some warps ptxas would wait for every product, and say so."""
+    kernel = compiled_attention((9, 0), **SHAPES["fp8 pages, 64 heads"] | {"hopper": True})
+    source = tmp_path / "kernel.ptx"
+    source.write_text(kernel.asm["ptx"])
+    ptxas = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(source), "-o", str(tmp_path / "kernel")]
+    said = subprocess.run(ptxas, capture_output=True, text=True, check=True).stderr
+    assert "registers" in said
+    assert "serialized" not in said
+    spilled = int(re.search(r"(\d+) bytes spill stores", said)[1])
+    assert spilled < 200  # per thread; far more if keys in flight are spilled
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(128, "bf16"), (256, "fp16"), (512, "bf16")])

@@ -6,6 +6,7 @@ import torch
 from deepseek_attn.cache.records import Fp8DsMlaRecord, PlainRecord
 from deepseek_attn.kernels.reference import sparse_attention as reference
 from tests.kernels.sparse_attention_cases import (
+    HUGE,
     INF,
     LIMIT,
     NAN,
@@ -50,6 +51,8 @@ def test_page_sizes_and_dims(gpu, record, n):
 
 EVERY_CUT = [
     Tiles(16, 32, 4, 2),
+    Tiles(16, 16, 4, 1, 128, 9),
+    Tiles(16, 32, 8, 1, 128, 5),
     Tiles(16, 64, 8, 2, 128, 3),
     Tiles(32, 32, 8, 2, 64, 7),
     Tiles(64, 64, 8, 2),
@@ -212,6 +215,21 @@ def test_empty(gpu, T, widths):
     empty = sparse_attention(q, torch.empty(0, 512).bfloat16(), torch.zeros(T, 4).int(), 1.0)
     assert empty[0].eq(0).all()
     assert empty[1].eq(INF).all()
+
+
+@pytest.mark.parametrize("lens", [(128, 0), (0, 1024), (1, 1), (0, 0), (128, 1024)], ids=str)
+@pytest.mark.parametrize(("T", "H"), [(1, 64), (2, 128), (8, 128), (140, 64), (9, 16)], ids=str)
+def test_where_keys_end(gpu, T, H, lens):
+    """Shares without a key, pools without one, and the widest rows."""
+    q, sink = torch.randn(T, H, 512).bfloat16(), torch.randn(H)
+    pool = V4.allocate(20, 64, gpu)
+    V4.insert(pool, 64, torch.arange(1280), torch.randn(1280, 512))
+    pools = []
+    for width, count in zip((128, 1024), lens, strict=True):
+        indices = torch.randint(1280, (T, width)).int()
+        indices[:, count:] = HUGE
+        pools.append((V4, pool, 64, indices, torch.full((T,), count).int()))
+    check(paged(q, pools, sink), paged_reference(q, pools, sink), LIMIT[q.dtype])
 
 
 @pytest.mark.parametrize(("T", "H"), [(1, 64), (8, 64), (33, 128), (300, 64), (9, 8)], ids=str)
