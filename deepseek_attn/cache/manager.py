@@ -51,13 +51,15 @@ class SequenceCache:
         low_water: smallest length that `truncate` can go back to in place.
         tables: physical page of each logical page, by group; 0 where a window page was freed.
         version: counts the changes of ``tables``, for copies of them that are kept elsewhere.
-        room: length up to which pages are known to be there and to be nobody else's; most steps need no other look.
+        own, room: between these lengths pages are known to be there and to be nobody else's; most steps need no other
+            look.
     """
 
     num_tokens: int = 0
     low_water: int = 0
     tables: dict[str, list[int]] = field(default_factory=dict)
     version: int = field(default=0, compare=False)
+    own: int = field(default=0, compare=False)
     room: int = field(default=0, compare=False)
 
 
@@ -153,6 +155,8 @@ class CacheManager:
             table.extend(allocator.allocate() for _ in range(new))
             cache.version += bool(copies or new)
         for cache, n in batch:
+            if cache.num_tokens > cache.room:
+                cache.own = cache.num_tokens
             cache.room = min(
                 self._end(cache.num_tokens + n, group) * span + ratio - 1
                 for group, (span, ratio) in self._spans.items()
@@ -218,14 +222,18 @@ class CacheManager:
             self.free(cache)
             return 0
         cache.num_tokens = n
-        cache.version += 1
-        cache.room = 0
+        if n < cache.own:
+            cache.room = 0
         for group, (span, _) in self._spans.items():
             table, keep = cache.tables[group], -(-n // span)
+            if len(table) <= keep:
+                continue
             for page in table[keep:]:
                 if page != NULL_PAGE:
                     self._allocators[group].release(page)
             del table[keep:]
+            cache.version += 1
+            cache.room = 0
         return n
 
     def fork(self, cache: SequenceCache) -> SequenceCache:
@@ -241,7 +249,7 @@ class CacheManager:
         """Returns all pages; the sequence is empty afterwards and can be used again."""
         for group in cache.tables:
             self.release_table(cache, group)
-        cache.num_tokens = cache.low_water = cache.room = 0
+        cache.num_tokens = cache.low_water = cache.own = cache.room = 0
         cache.version += 1
 
     def block_table(self, caches: list[SequenceCache], group: str) -> torch.Tensor:

@@ -295,6 +295,38 @@ def test_truncate_to_the_present_length_changes_nothing():
     assert cache.tables == before
 
 
+def test_truncate_within_a_page_needs_no_other_look():
+    """Guesses that are taken back: tables on the device stay as they are, and the pages are known to be there."""
+    manager = make_manager(window=64, max_rollback=5)
+    cache = manager.create()
+    advance(manager, cache, range(70))
+    manager.reserve([(cache, 3)])
+    manager.commit(cache, 3)
+    version, room = cache.version, cache.room
+    manager.truncate(cache, 71)
+    assert (cache.version, cache.room) == (version, room)
+    assert room >= 73
+    manager.truncate(cache, 70 - 6)  # further back than this sequence was looked at, and over the border of a page
+    assert cache.version > version
+    assert cache.room == 0
+
+
+@pytest.mark.parametrize("ratio", [3, 4])
+def test_what_a_truncation_reopens_may_be_shared(ratio):
+    """A fork owns the pages from where it wrote on, not those before."""
+    manager = make_manager(window=64, max_rollback=5, ratios=(ratio,), max_num_batched_tokens=300)
+    parent = manager.create()
+    advance(manager, parent, range(1000, 1257))
+    fork = manager.fork(parent)
+    advance(manager, fork, [7])
+    manager.truncate(fork, 253)
+    advance(manager, fork, range(2000, 2010))
+    for i in range(250, 257):
+        assert read(manager, parent, WINDOW, i) == 1000 + i
+        assert read(manager, fork, WINDOW, i) == (1000 + i if i < 253 else 2000 + i - 253)
+    assert fork.tables[ratio_group(ratio)][0] != parent.tables[ratio_group(ratio)][0]
+
+
 # fork
 
 
