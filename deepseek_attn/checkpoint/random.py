@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import torch
 
 from deepseek_attn.checkpoint.published import PublishedSource
 from deepseek_attn.checkpoint.recipes import DRAW, Recipe
 from deepseek_attn.config import AnyConfig
+
+DRAWN_ROWS = 4096
 
 
 class RandomSource(PublishedSource):
@@ -32,11 +35,22 @@ class RandomSource(PublishedSource):
 
 
 class RepeatingSource(RandomSource):
-    """Like `RandomSource`, but tensors of one shape and kind share their values: quick to make, for benchmarks."""
+    """Like `RandomSource`, but quick to make, for benchmarks.
+
+    Tensors of one shape and kind share their values. Of a matrix only the first `DRAWN_ROWS` rows are drawn; those
+    after them repeat them, shifted by one column more every time.
+    """
 
     def __init__(self, config: AnyConfig, seed: int = 0, expert_dtype: str | None = None):
         super().__init__(config, seed, expert_dtype)
         self._made: dict[Recipe, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def values(self, name: str, recipe: Recipe) -> torch.Tensor:
+        rows, *columns = recipe.shape
+        if rows <= DRAWN_ROWS or not columns or recipe.kind == "table":
+            return super().values(name, recipe)
+        drawn = super().values(name, replace(recipe, shape=(DRAWN_ROWS, *columns)))
+        return torch.cat([drawn.roll(i, dims=-1) for i in range(-(-rows // DRAWN_ROWS))])[:rows]
 
     def _make(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         recipe = self._recipes[name]

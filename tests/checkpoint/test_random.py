@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepseek_attn.checkpoint import RandomSource, read_float32
+from deepseek_attn.checkpoint.random import DRAWN_ROWS, RepeatingSource
 from deepseek_attn.config import ModelConfig
 from tests.checkpoint.fabricate import same_bits, tiny
 
@@ -132,3 +133,16 @@ def test_unknown_expert_dtype():
 def test_unknown_tensor():
     with pytest.raises(ValueError, match=r"no tensor layers\.9"):
         RandomSource(tiny()).read("layers.9.attn.wq_a.weight")
+
+
+def test_a_source_for_benchmarks_repeats_itself():
+    """The same inventory; tensors of one shape share their values, and no two rows of one are the same."""
+    config = tiny().replace(vocab_size=2 * DRAWN_ROWS + 100)
+    source = RepeatingSource(config)
+    assert source.entries() == RandomSource(config).entries()
+    embed = source.read("embed.weight")
+    assert embed.shape == (config.vocab_size, config.hidden_size)
+    assert len(embed.unique(dim=0)) == len(embed)
+    assert embed[DRAWN_ROWS:].float().std() == pytest.approx(1, abs=0.01)
+    norms = [source.read(f"layers.{i}.attn_norm.weight") for i in (0, 1)]
+    assert torch.equal(*norms)
