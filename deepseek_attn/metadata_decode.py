@@ -29,7 +29,7 @@ class DecodeBatch:
     """``B`` requests with ``n`` rows each. Padding comes last: rows of a request, and requests of padding alone.
 
     Attributes:
-        positions: int64 ``[B * n]``; of a padded row: any position that follows those of its request.
+        positions: int64 ``[B * n]``, below ``max_len``; of a padded row: no smaller than those of its request.
         valid: bool ``[B * n]``.
         tables: int32 ``[B, pages]`` by group, wide enough for ``max_len`` tokens.
         max_len: no request is longer after the step.

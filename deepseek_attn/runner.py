@@ -10,13 +10,15 @@ import torch
 
 from deepseek_attn.cache.files import load_cache, make_fingerprint
 from deepseek_attn.cache.layout import CacheLayout, make_layout
-from deepseek_attn.cache.manager import CacheManager, SequenceCache
+from deepseek_attn.cache.manager import CacheManager, OutOfPages, SequenceCache
 from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.cache.prefix import PrefixCache
 from deepseek_attn.checkpoint.random import RandomSource
 from deepseek_attn.checkpoint.source import CheckpointSource, SafetensorsSource
 from deepseek_attn.config import AnyConfig, ModelConfig
-from deepseek_attn.decode import DecodeGraphs
+from deepseek_attn.decode import DecodeGraphs, DecodeRun, Guesses
+from deepseek_attn.decode_tables import to_device
+from deepseek_attn.drafting import draft_logits, draft_tokens
 from deepseek_attn.kernels.available import plain_torch
 from deepseek_attn.loader import LoadReport, load_model
 from deepseek_attn.metadata import StepInput, StepMetadata
@@ -201,7 +203,7 @@ class ModelRunner:
         self.workspace.lock()
         self.plain, self.graph_problem = family.plain, family.graph_problem()
         self._builder = family.metadata_builder(self.model, self.pools, mtp=False)
-        self._mtp_builder = family.metadata_builder(self.model, self.pools, mtp=True)
+        self.mtp_builder = family.metadata_builder(self.model, self.pools, mtp=True)
 
     def _use_graphs(self) -> None:
         """Runs decode steps as CUDA graphs from now on."""
@@ -210,12 +212,23 @@ class ModelRunner:
             problem = "there are attention layers only (attention_only=True)"
         if problem:
             raise ValueError(f"cuda_graphs=True: {problem}; leave it out to run every step eagerly")
-        self.graphs = DecodeGraphs(self.model, self.backbone_layers, self.layout, self.device)
+        sizes = self.model, self.backbone_layers, self.layout, self.device
+        self.graphs = DecodeGraphs(*sizes, draft_layers=self.mtp_layers)
 
     @property
     def backbone_layers(self) -> tuple:
         """Specs of the layers that are here, the MTP layers left out."""
         return tuple(spec for spec in layer_specs(self.model) if not spec.is_mtp)
+
+    @property
+    def mtp_layers(self) -> tuple:
+        """Specs of the MTP layers that are here."""
+        return tuple(spec for spec in layer_specs(self.model) if spec.is_mtp)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step was started before it was asked for."""
+        return self.graphs is not None and self.graphs.ahead is not None
 
     @property
     def has_mtp(self) -> bool:
@@ -276,6 +289,8 @@ class ModelRunner:
         mtp: bool = False,
         last: int = 1,
         streams: bool = False,
+        greedy: bool = False,
+        ahead: Iterable[Sequence] = (),
     ) -> StepOutput:
         """Computes the next ``n`` pending tokens of each sequence.
 
@@ -286,6 +301,10 @@ class ModelRunner:
             streams: also return what the backbone computed for these tokens, for `draft`.
             mtp: also run the MTP layer over the new tokens. Its cache must hold every earlier token, so ask for it in
                 every step; a token whose next one is not known yet is left out of it.
+            greedy: only the most likely tokens are of interest: a decode step over persistent tensors then returns
+                ``tokens`` and no logits.
+            ahead: with ``greedy``, sequences of the batch that will most likely go on with these tokens, and with
+                nothing else in the next step: that step is started at once, where it can be.
 
         Raises:
             ValueError: a batch that cannot be computed; OutOfPages: no room. Either way nothing was changed.
@@ -296,30 +315,71 @@ class ModelRunner:
         self.manager.reserve([(sequence.cache, n) for sequence, n in rows])
         if self.parallel.dp_attention:
             self.parallel.agree(sum(n for _, n in rows), self.device)
-        ids = [token for seq, n in rows for token in seq.token_ids[seq.num_computed : seq.num_computed + n]]
-        lengths = [n for _, n in rows]
+        lengths, run = [n for _, n in rows], None
+        counts = lengths if all_logits else [min(n, last) for n in lengths]
         # inference mode takes 14 % off a single-token step on a CPU; what leaves this method are ordinary tensors
         with self.parallel.together(), plain_torch(self.plain):
             with torch.inference_mode():
                 if self.graphs is not None and self.graphs.takes(lengths):
-                    states, logits = self._replay(rows)
+                    run, states, logits = self._run_decode(rows, logits=not greedy, streams=streams or mtp)
                 else:
-                    token_ids = torch.tensor(ids, device=self.device)
-                    meta = self.step_metadata([sequence.cache for sequence, _ in rows], lengths)
-                    states, logits = self.model(token_ids, meta.positions, meta), None
-            drafts = self._draft(rows, states) if mtp else None
-            counts = lengths if all_logits else [min(n, last) for n in lengths]
+                    states, logits = self._run_eagerly(rows), None
+            drafts = draft_logits(self, rows, states) if mtp else None
             if counts != lengths:
-                kept = tail_rows(lengths, counts).to(self.device)
-                states, logits = states[kept], logits if logits is None else logits[kept]
-            logits = self.model.logits(states) if logits is None else logits.clone()
+                kept = to_device(tail_rows(lengths, counts), self.device)
+                states, logits = (x if x is None else x[kept] for x in (states, logits))
+            if run is None:
+                logits = self.model.logits(states)
+            elif logits is not None:
+                logits = logits.clone()
         for sequence, n in rows:
             self.manager.commit(sequence.cache, n)
+        if run is not None and greedy:
+            self._go_ahead(run, [sequence.cache for sequence in ahead])
         back = sorted(range(len(order)), key=order.__getitem__)
-        logits, states = logits.split(counts), states.clone().split(counts) if streams else None
+
+        def by_request(values) -> list:
+            return [values[i] for i in back]
+
+        def tokens() -> list[list[int]]:
+            return by_request([chosen[-n:] for chosen, n in zip(run.tokens(), counts, strict=True)])
+
         return StepOutput(
-            [logits[i] for i in back], drafts and [drafts[i] for i in back], states and [states[i] for i in back]
+            None if logits is None else by_request(logits.split(counts)),
+            drafts and by_request(drafts),
+            by_request(states.clone().split(counts)) if streams else None,
+            None if logits is not None else tokens,
         )
+
+    def _run_eagerly(self, rows: list[tuple[Sequence, int]]) -> torch.Tensor:
+        """Streams of the new tokens."""
+        if self.graphs is not None:
+            self.graphs.ahead = None  # something else came
+        ids = [token for seq, n in rows for token in seq.token_ids[seq.num_computed : seq.num_computed + n]]
+        token_ids = torch.tensor(ids, device=self.device)
+        meta = self.step_metadata([sequence.cache for sequence, _ in rows], [n for _, n in rows])
+        return self.model(token_ids, meta.positions, meta)
+
+    def _run_decode(
+        self, rows: list[tuple[Sequence, int]], logits: bool, streams: bool
+    ) -> tuple[DecodeRun, torch.Tensor | None, torch.Tensor | None]:
+        """A decode step over persistent tensors, with streams and logits of the new tokens if they are needed."""
+        tokens = [seq.token_ids[seq.num_computed : seq.num_computed + n] for seq, n in rows]
+        run = self.graphs.run([seq.cache for seq, _ in rows], tokens)
+        # copies: the next step writes to the same memory
+        return run, run.gather(run.step.streams) if streams else None, run.gather(run.step.logits) if logits else None
+
+    @torch.inference_mode()
+    def _go_ahead(self, run: DecodeRun, caches: list[SequenceCache]) -> None:
+        """Starts the next step of these sequences if there is room for it."""
+        if not caches:
+            return
+        try:
+            self.manager.reserve([(cache, 1) for cache in caches])
+        except OutOfPages:
+            return
+        with self.parallel.together():
+            self.graphs.go_ahead(run, caches)
 
     @torch.inference_mode()
     def wait_for_ranks(self) -> None:
@@ -337,58 +397,20 @@ class ModelRunner:
                     if isinstance(module, MoE):
                         module(x, ids)
 
-    def _replay(self, rows: list[tuple[Sequence, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Streams and logits of the new tokens from a decode step over persistent tensors."""
-        tokens = [seq.token_ids[seq.num_computed : seq.num_computed + n] for seq, n in rows]
-        streams, logits, places = self.graphs.run([seq.cache for seq, _ in rows], tokens)
-        places = places.to(self.device)
-        return streams[places], logits[places]  # copies: the next step writes to the same memory
-
     @traced("mtp")
     @torch.no_grad()
-    def draft(self, batch: list[tuple[Sequence, int, torch.Tensor, list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the MTP layer over tokens whose next one is known by now, and writes their rows of its caches.
+    def draft(self, batch: list[tuple[Sequence, int, torch.Tensor, list[int]]], drafts: int = 1) -> Guesses:
+        """Runs the MTP layer over tokens whose next one is known by now, and guesses the tokens after them.
+
+        Writes these tokens' rows of the MTP layer's caches, and those of all guesses but the last.
 
         Args:
             batch: (sequence, first position, streams ``[n, ...]`` of ``n`` tokens from there, the tokens after each).
-                There must be pages for these positions, and rows of all earlier ones.
-
-        Returns:
-            Float32 ``[len(batch), vocab_size]``, logits for the token after next of each sequence's last row, and the
-            MTP layer's streams of these rows, to draft on from.
+                There must be pages for these positions and for ``drafts - 1`` more, and rows of all earlier ones.
+            drafts: tokens to guess for each sequence; after the first from the MTP layer's own streams.
         """
-        order = sorted(range(len(batch)), key=lambda i: len(batch[i][3]) > 1)  # decodes first; stable
-        rows = [batch[i] for i in order]
-        lengths = torch.tensor([len(following) for *_, following in rows])
-        starts = torch.tensor([start for _, start, _, _ in rows])
-        caches = [sequence.cache for sequence, *_ in rows]
-        step = StepInput(lengths, starts + lengths, self._tables(caches), decode_threshold=int(lengths.max()))
-        next_ids = torch.tensor([token for *_, following in rows for token in following], device=self.device)
         with self.parallel.together(), plain_torch(self.plain):
-            meta = self._mtp_builder.build(step)
-            states = torch.cat([streams for _, _, streams, _ in rows])
-            logits, states = self.model.draft(states, next_ids, meta.positions, meta)
-        ends = lengths.cumsum(0)[torch.tensor(order).argsort()] - 1
-        ends = ends.to(self.device)
-        return logits[ends], states[ends]
-
-    @traced("mtp")
-    def _draft(self, rows: list[tuple[Sequence, int]], streams: torch.Tensor) -> list[torch.Tensor]:
-        """MTP logits of the new tokens that have a next token; the others take part as padding."""
-        following, known = [], []
-        for sequence, n in rows:
-            start = sequence.num_computed + 1
-            tokens = sequence.token_ids[start : start + n]
-            following += tokens + [0] * (n - len(tokens))
-            known += [True] * len(tokens) + [False] * (n - len(tokens))
-        valid, lengths = torch.tensor(known), [n for _, n in rows]
-        caches = [sequence.cache for sequence, _ in rows]
-        meta = self._mtp_builder.build(self._step_input(caches, lengths, valid))
-        next_ids = torch.tensor(following, device=self.device)
-        logits, _ = self.model.draft(streams, next_ids, meta.positions, meta)
-        return [
-            part[mask.to(part.device)] for part, mask in zip(logits.split(lengths), valid.split(lengths), strict=True)
-        ]
+            return draft_tokens(self, batch, drafts)
 
     @traced("metadata")
     def step_metadata(
@@ -400,16 +422,16 @@ class ModelRunner:
             query_lens: new tokens of each sequence; single-token sequences come first.
             token_valid: bool ``[T]`` on the CPU; rows that are padding write nothing and see nothing.
         """
-        return self._builder.build(self._step_input(caches, query_lens, token_valid))
+        return self._builder.build(self.step_input(caches, query_lens, token_valid))
 
-    def _step_input(
+    def step_input(
         self, caches: list[SequenceCache], query_lens: list[int], token_valid: torch.Tensor | None = None
     ) -> StepInput:
         lens = torch.tensor(query_lens)
         computed = torch.tensor([cache.num_tokens for cache in caches])
-        return StepInput(lens, computed + lens, self._tables(caches), token_valid)
+        return StepInput(lens, computed + lens, self.block_tables(caches), token_valid)
 
-    def _tables(self, caches: list[SequenceCache]) -> dict[str, torch.Tensor]:
+    def block_tables(self, caches: list[SequenceCache]) -> dict[str, torch.Tensor]:
         return {group: self.manager.block_table(caches, group) for group in self.layout.pages}
 
     def _check_batch(self, batch: list[tuple[Sequence, int]], mtp: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,14 +75,18 @@ class StepOutput:
     """Results of one step, in the order of the batch.
 
     Attributes:
-        logits: float32 ``[rows, vocab_size]`` per request: its new tokens, or only the last ones.
+        logits: float32 ``[rows, vocab_size]`` per request: its new tokens, or only the last ones. None if ``tokens``
+            are there instead.
         mtp_logits: the same from the MTP layer, for new tokens whose next token is known; None if not asked for.
         streams: what the backbone computed for the tokens of ``logits``; None if not asked for.
+        tokens: waits for the device and returns the most likely token after each of these rows, `NO_TOKEN` where the
+            largest logit is not finite. None unless it was asked for, and where the logits have to be looked at.
     """
 
-    logits: list[torch.Tensor]
+    logits: list[torch.Tensor] | None
     mtp_logits: list[torch.Tensor] | None = None
     streams: list[torch.Tensor] | None = None
+    tokens: Callable[[], list[list[int]]] | None = None
 
 
 def check_batch(batch: list[tuple[Sequence, int]], layout: CacheLayout) -> None:
@@ -101,10 +106,10 @@ def check_batch(batch: list[tuple[Sequence, int]], layout: CacheLayout) -> None:
         )
 
 
-def tail_rows(lengths: list[int], counts: list[int]) -> torch.Tensor:
-    """Row numbers of the last ``counts[i]`` of the ``lengths[i]`` rows of each request, int64."""
+def tail_rows(lengths: list[int], counts: list[int]) -> list[int]:
+    """Row numbers of the last ``counts[i]`` of the ``lengths[i]`` rows of each request."""
     rows, end = [], 0
     for length, count in zip(lengths, counts, strict=True):
         end += length
         rows += range(end - count, end)
-    return torch.tensor(rows)
+    return rows

@@ -109,9 +109,12 @@ class DeepseekV32(CheckpointModule):
         """Float32 ``[T, vocab_size]`` from states."""
         return self.head(states)
 
-    def draft(
+    def draft_streams(
         self, states: torch.Tensor, next_token_ids: torch.Tensor, positions: torch.Tensor, step: TokenStepMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """MTP logits for the token after next, float32 ``[T, vocab_size]``, and the MTP states to draft on from."""
-        states = self.mtp["0"].draft(states, self.embed(next_token_ids), next_token_ids, step)
-        return self.head(states), states
+    ) -> torch.Tensor:
+        """The MTP layer's states ``[T, hidden_size]``, for `draft_logits` and to draft on from."""
+        return self.mtp["0"].draft(states, self.embed(next_token_ids), next_token_ids, step)
+
+    def draft_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """For the token after next, float32 ``[T, vocab_size]``, from the MTP layer's states."""
+        return self.head(states)

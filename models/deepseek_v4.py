@@ -46,10 +46,17 @@ class DeepseekV4(CheckpointModule):
         """Float32 ``[T, vocab_size]`` from streams."""
         return self.head(collapse_streams(self, streams, self.config))
 
-    def draft(
+    def draft_streams(
         self, streams: torch.Tensor, next_token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """MTP logits for the token after next, float32 ``[T, vocab_size]``, and the MTP streams to draft on from."""
-        mtp = self.mtp["0"]
-        streams = mtp.draft(streams, self.embed(next_token_ids), next_token_ids, positions, step)
-        return self.head(mtp.collapse(streams)), streams
+    ) -> torch.Tensor:
+        """The MTP layer's streams, for `draft_logits` and to draft on from.
+
+        Args:
+            streams: ``[T, hc_mult, hidden_size]`` of the backbone, or of the MTP layer for the token before.
+        """
+        embeddings = self.embed(next_token_ids)
+        return self.mtp["0"].draft(streams, embeddings, next_token_ids, positions, step)
+
+    def draft_logits(self, streams: torch.Tensor) -> torch.Tensor:
+        """For the token after next, float32 ``[T, vocab_size]``, from the MTP layer's streams."""
+        return self.head(self.mtp["0"].collapse(streams))

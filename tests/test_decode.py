@@ -53,8 +53,9 @@ def decode(runner: ModelRunner, graphs: DecodeGraphs, sequences: list, counts: l
     runner.manager.reserve(list(zip(caches, counts, strict=True)))
     ids = [s.token_ids[s.num_computed : s.num_computed + n] for s, n in zip(sequences, counts, strict=True)]
     with torch.inference_mode():
-        _, logits, rows = graphs.run(caches, ids)
-        logits = logits[rows.to(logits.device)].clone()
+        run = graphs.run(caches, ids)
+        logits = run.gather(run.step.logits)
+    assert [token for tokens in run.tokens() for token in tokens] == logits.argmax(-1).tolist()
     for cache, n in zip(caches, counts, strict=True):
         runner.manager.commit(cache, n)
     return list(logits.split(counts))
@@ -110,8 +111,8 @@ def test_replays_equal_eager_steps(device, each):
         found = []
         for steps in (eager, replayed):  # the second run writes what the first one wrote
             with torch.inference_mode():
-                _, logits, rows = steps.run(caches, ids)
-                found.append(logits[rows.to(device)].clone())
+                run = steps.run(caches, ids)
+                found.append(run.gather(run.step.logits))
         assert found[0].isfinite().all()
         assert torch.equal(*found)
         for cache, n in zip(caches, counts, strict=True):

@@ -366,7 +366,7 @@ def test_mtp_equals_the_formulas(tiny, naive, chunk):
 
 
 def test_mtp_drafts_go_on_from_their_own_states(tiny):
-    """`draft` takes what it returned: states after a norm, like the backbone's."""
+    """`draft_streams` takes what it returned: states after a norm, like the backbone's."""
     tokens = torch.tensor(tiny.prompts[0][:20])
     runner = make_runner(tiny.config, tiny.source)
     sequence = runner.sequence(tokens.tolist())
@@ -374,10 +374,10 @@ def test_mtp_drafts_go_on_from_their_own_states(tiny):
     meta = runner.step_metadata([sequence.cache], [20])
     states = runner.model(tokens, meta.positions, meta)
     assert torch.equal(runner.model.logits(states), runner.model.head(states))
-    meta = runner._mtp_builder.build(runner._step_input([sequence.cache], [20]))
-    logits, drafted = runner.model.draft(states, tokens.roll(-1), meta.positions, meta)
+    meta = runner.mtp_builder.build(runner.step_input([sequence.cache], [20]))
+    drafted = runner.model.draft_streams(states, tokens.roll(-1), meta.positions, meta)
     assert drafted.shape == states.shape
-    assert torch.equal(logits, runner.model.head(drafted))
+    assert torch.equal(runner.model.draft_logits(drafted), runner.model.head(drafted))
 
 
 # quantised

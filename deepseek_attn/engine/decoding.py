@@ -13,9 +13,11 @@ import torch
 
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import sample
+from deepseek_attn.kernels.reference.most_likely import NO_TOKEN
 from deepseek_attn.runner import StepOutput
 
 Work = list[tuple[Request, int]]
+BROKEN_LOGITS = "the model's logits hold NaN or infinity: check the weights and numerics"
 
 
 @dataclass
@@ -40,20 +42,35 @@ class NextToken:
     Attributes:
         decode_tokens: a request with at most this many pending tokens is decoding, and takes them all in one step.
         mtp: the MTP layer's caches are filled as well.
+        may_go_ahead: the next step may start before the tokens of this one have been read; the engine says so.
     """
 
     decode_tokens = 1
     mtp = False
+    may_go_ahead = True
 
     def options(self, work: Work) -> dict[str, Any]:
         """What `ModelRunner.step` is asked for, beside the batch."""
-        return {}
+        if not all_greedy(work):
+            return {}
+        return {"greedy": True, "ahead": [request.sequence for request in self.going_on(work)]}
+
+    def going_on(self, work: Work) -> list[Request]:
+        """Requests whose next step reads the most likely token of this one; none if some other step may come next."""
+        if not self.may_go_ahead or any(
+            request.sequence.num_pending > n or leaves_snapshot(request, n) for request, n in work
+        ):
+            return []
+        return [request for request, _ in work if request.tokens_left > 1]
 
     def propose(self, running: list[Request]) -> None:
         """Called before each attempt at a step; a request that has drafts already keeps them."""
 
     def accept(self, work: Work, output: StepOutput) -> Accepted:
         """Chooses the tokens of requests that have none pending; one whose logits are broken fails alone."""
+        if output.tokens is not None:
+            chosen = zip(work, output.tokens(), strict=True)
+            return greedily({request: tokens for (request, _), tokens in chosen if is_ready(request)})
         ready = [(request, rows) for (request, _), rows in zip(work, output.logits, strict=True) if is_ready(request)]
         if not ready:
             return Accepted()
@@ -73,6 +90,28 @@ class NextToken:
         rows = torch.cat([rows for _, rows in ready])
         tokens = sample(rows, [r.params for r in requests], [r.generator for r in requests]).tolist()
         return {request: [token] for request, token in zip(requests, tokens, strict=True)}
+
+
+def greedily(chosen: dict[Request, list[int]]) -> Accepted:
+    """The most likely tokens that a step found itself; a request whose logits are broken fails alone."""
+    accepted = Accepted()
+    for request, tokens in chosen.items():
+        if NO_TOKEN in tokens:
+            accepted.failures[request] = BROKEN_LOGITS
+        else:
+            accepted.tokens[request] = tokens
+    return accepted
+
+
+def all_greedy(work: Work) -> bool:
+    """Whether the runner may choose the tokens: where decode steps do so, and nobody draws."""
+    return work[0][0].sequence.runner.graphs is not None and all(request.params.greedy for request, _ in work)
+
+
+def leaves_snapshot(request: Request, n: int) -> bool:
+    """Whether the prefix cache may share a request's pages after ``n`` more tokens: its next step then copies them."""
+    runner, length = request.sequence.runner, request.sequence.num_computed + n
+    return runner.prefixes is not None and not length % runner.layout.snapshot_block
 
 
 def is_ready(request: Request) -> bool:

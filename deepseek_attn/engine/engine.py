@@ -110,7 +110,11 @@ class Engine:
         """
         started, stats = time.perf_counter(), StepStats()
         self.last_step = stats
-        self.scheduler.admit(stats)
+        # while the next step of the running requests is on its way, others wait for it, but not for one more
+        on_its_way = bool(self.scheduler.running) and self.runner.is_ahead
+        if not on_its_way:
+            self.scheduler.admit(stats)
+        self.decoder.may_go_ahead = not (on_its_way and self.scheduler.has_candidate)
         work, output = self._compute(stats)
         count_tokens(stats, work, self.decoder.decode_tokens)
         accepted = self.decoder.accept(work, output) if work else Accepted()
@@ -148,6 +152,13 @@ class Engine:
         batch = [(request.sequence, n) for request, n in work]
         return self.runner.step(batch, **self.decoder.options(work))
 
+    def _run_alone(self, request: Request, n: int) -> StepOutput:
+        """The same for one request, always with logits."""
+        options = self.decoder.options([(request, n)])
+        for name in ("greedy", "ahead"):
+            options.pop(name, None)
+        return self.runner.step([(request.sequence, n)], **options)
+
     def _shrink(self, work: Work, error: Exception) -> None:
         """After a step ran out of memory: smaller steps from now on, until a single token is too much."""
         for request, n in work:
@@ -170,7 +181,7 @@ class Engine:
         for request, n, target in targets:
             try:
                 while (left := target - request.sequence.num_computed) > 0:
-                    output = self._run([(request, min(left, self.scheduler.max_num_batched_tokens))])
+                    output = self._run_alone(request, min(left, self.scheduler.max_num_batched_tokens))
             except Exception as own:
                 self._fail(request, describe(own))
                 continue

@@ -101,6 +101,12 @@ class Request:
         return self.prompt_length + self.stop.count
 
     @property
+    def tokens_left(self) -> int:
+        """Tokens that it still takes at most."""
+        room = self.sequence.runner.layout.max_model_len - self.certain_length
+        return min(self.params.max_tokens - self.stop.count, room)
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 

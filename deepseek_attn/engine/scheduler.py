@@ -47,6 +47,11 @@ class Scheduler:
                 )
         return None
 
+    @property
+    def has_candidate(self) -> bool:
+        """Whether a request waits that could start if there are pages for it."""
+        return bool(self.waiting) and len(self.running) < self.layout.max_num_seqs
+
     @traced("schedule")
     def admit(self, stats: StepStats) -> None:
         """Starts waiting requests, in order, while there is room for them."""

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from deepseek_attn.cache.manager import OutOfPages
-from deepseek_attn.engine.decoding import Accepted, NextToken, Work, is_ready
+from deepseek_attn.decode_tables import Arriving
+from deepseek_attn.engine.decoding import BROKEN_LOGITS, Accepted, NextToken, Work, all_greedy, is_ready
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import CounterGenerator, sample
+from deepseek_attn.kernels.reference.most_likely import NO_TOKEN
 from deepseek_attn.runner import ModelRunner, StepOutput
 
 
@@ -28,22 +30,23 @@ class _Turn:
     """Rows of a request whose next token is to be chosen: its last certain token, then its guesses.
 
     Attributes:
-        logits, streams: one row each; first: position of the first one.
+        chosen: the most likely token after each row, or its logits; streams: one row each.
+        first: position of the first one.
         tokens: what comes after each row that stays.
     """
 
     request: Request
-    logits: torch.Tensor
+    chosen: list[int] | torch.Tensor
     streams: torch.Tensor
     first: int
     tokens: list[int]
 
     @classmethod
-    def of(cls, request: Request, logits: torch.Tensor, streams: torch.Tensor) -> _Turn:
+    def of(cls, request: Request, chosen: list[int] | torch.Tensor, streams: torch.Tensor) -> _Turn:
         """Leaves out rows of a prompt before its last one: their next token is known."""
         first = request.certain_length - 1
         rows = len(request.sequence.token_ids) - first
-        return cls(request, logits[-rows:], streams[-rows:], first, [])
+        return cls(request, chosen[-rows:], streams[-rows:], first, [])
 
     @property
     def guesses(self) -> list[int]:
@@ -90,36 +93,36 @@ class MTPSpeculation(NextToken):
         if runner.graphs is not None:
             runner.graphs.most_tokens = max(runner.graphs.most_tokens, self.decode_tokens)
         self._guesses: dict[Request, list[int]] = {}
+        self._arriving: tuple[list[Request], Arriving] | None = None  # guesses that nobody has waited for yet
 
     def options(self, work: Work) -> dict[str, Any]:
         # rows of prompts go through the MTP layer with the step: what they read may be freed after it
         prompts = any(request.sequence.num_computed < request.certain_length - 1 for request, _ in work)
-        return {"last": self.decode_tokens, "streams": True, "mtp": prompts}
+        return {"last": self.decode_tokens, "streams": True, "mtp": prompts, "greedy": all_greedy(work)}
 
     def propose(self, running: list[Request]) -> None:
+        if self._arriving is not None:
+            requests, guesses = self._arriving
+            self._guesses |= zip(requests, guesses.wait(), strict=True)
+            self._arriving = None
         here = set(running)
         self._guesses = {request: guesses for request, guesses in self._guesses.items() if request in here}
         for request in running:
             guesses = self._guesses.pop(request, [])
             if request.sequence.num_pending == 1:
-                request.sequence.token_ids += guesses[: max(0, self._wanted(request) - 1)]
-
-    def _wanted(self, request: Request) -> int:
-        """Tokens that a request still takes."""
-        return min(
-            request.params.max_tokens - request.stop.count,
-            self.runner.layout.max_model_len - request.certain_length,
-        )
+                request.sequence.token_ids += guesses[: max(0, request.tokens_left - 1)]
 
     def accept(self, work: Work, output: StepOutput) -> Accepted:
         accepted = Accepted()
+        found = output.logits if output.tokens is None else output.tokens()
         turns = [
-            _Turn.of(request, logits, streams)
-            for (request, _), logits, streams in zip(work, output.logits, output.streams, strict=True)
+            _Turn.of(request, chosen, streams)
+            for (request, _), chosen, streams in zip(work, found, output.streams, strict=True)
             if is_ready(request)
         ]
-        turns = [turn for turn, tokens in zip(turns, self._sample(turns), strict=True) if check(turn, tokens, accepted)]
-        turns = [turn for turn in turns if self._wanted(turn.request) > len(turn.tokens)]
+        tokens = self._sample(turns) if output.tokens is None else [sound_part(turn.chosen) for turn in turns]
+        turns = [turn for turn, after in zip(turns, tokens, strict=True) if check(turn, after, accepted)]
+        turns = [turn for turn in turns if turn.request.tokens_left > len(turn.tokens)]
         if turns:
             with suppress(torch.OutOfMemoryError, MemoryError):  # what was sampled stands, with guesses or without
                 self._draft(turns)
@@ -129,47 +132,43 @@ class MTPSpeculation(NextToken):
         """What comes after each row of each turn, up to a row whose logits are broken."""
         if not turns:
             return []
-        rows = torch.cat([turn.logits for turn in turns])
-        owners = [(turn.request, i) for turn in turns for i in range(len(turn.logits))]
+        rows = torch.cat([turn.chosen for turn in turns])
+        owners = [(turn.request, i) for turn in turns for i in range(len(turn.chosen))]
         sound = rows.amax(-1).isfinite()
         draws = [ahead(request.generator, i) for request, i in owners]
         tokens = sample(torch.where(sound[:, None], rows, 0.0), [request.params for request, _ in owners], draws)
-        chosen = iter(torch.where(sound, tokens, -1).tolist())
-        found = [[next(chosen) for _ in turn.logits] for turn in turns]
-        return [row[: row.index(-1)] if -1 in row else row for row in found]
+        chosen = iter(torch.where(sound, tokens, NO_TOKEN).tolist())
+        return [sound_part([next(chosen) for _ in turn.chosen]) for turn in turns]
 
     def _draft(self, turns: list[_Turn]) -> None:
         """Fills the MTP layer's rows of what was computed, and guesses the tokens after the newest one."""
         batch = [(turn.request.sequence, turn.first, turn.streams, turn.tokens) for turn in turns]
-        logits, streams = self.runner.draft(batch)
-        guesses = [[token] for token in logits.argmax(-1).tolist()]
-        for step in range(self._room(turns)):
-            batch = [
-                (turn.request.sequence, turn.first + len(turn.tokens) + step, streams[i : i + 1], guesses[i][-1:])
-                for i, turn in enumerate(turns)
-            ]
-            logits, streams = self.runner.draft(batch)
-            for guess, token in zip(guesses, logits.argmax(-1).tolist(), strict=True):
-                guess.append(token)
-        self._guesses |= {turn.request: guess for turn, guess in zip(turns, guesses, strict=True)}
+        guesses = self.runner.draft(batch, self._room(turns)).tokens
+        self._arriving = [turn.request for turn in turns], Arriving(guesses)
 
     def _room(self, turns: list[_Turn]) -> int:
-        """How many more guesses there are pages and positions for: they write rows past the last computed token."""
+        """How many guesses there are pages and positions for: later ones write rows past the last computed token."""
         sequences = [turn.request.sequence for turn in turns]
-        longest = max(sequence.num_computed for sequence in sequences)
-        extra = min(self.num_drafts - 1, self.runner.layout.max_model_len - longest)
+        extra = self.num_drafts - 1
+        if max(sequence.num_computed for sequence in sequences) + extra > self.runner.layout.max_model_len:
+            return 1
         try:
             if extra:
                 self.runner.manager.reserve([(sequence.cache, extra) for sequence in sequences])
         except OutOfPages:
-            return 0
-        return extra
+            return 1
+        return self.num_drafts
+
+
+def sound_part(tokens: list[int]) -> list[int]:
+    """The tokens before the first one whose logits are broken."""
+    return tokens[: tokens.index(NO_TOKEN)] if NO_TOKEN in tokens else tokens
 
 
 def check(turn: _Turn, tokens: list[int], accepted: Accepted) -> bool:
     """Keeps the guesses that are what was sampled, and the token after them; False if there is none."""
     if not tokens:
-        accepted.failures[turn.request] = "the model's logits hold NaN or infinity: check the weights and numerics"
+        accepted.failures[turn.request] = BROKEN_LOGITS
         return False
     guesses = turn.guesses
     right = next((i for i, guess in enumerate(guesses) if tokens[i : i + 1] != [guess]), len(guesses))

@@ -56,7 +56,7 @@ class StopChecker:
         self.count += 1
         if token_id in self._stop_ids:
             return self._finish("stop", "")
-        text = self._scan(self._decoder.push(token_id) if self._decoder else "")
+        text = self._scan(self._decoder.push(token_id)) if self._decoder else ""
         if self.reason is None and self.count >= self._params.max_tokens:
             return self._finish("length", text)
         return StopStep(text, self.reason)

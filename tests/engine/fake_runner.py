@@ -66,6 +66,8 @@ class FakeRunner:
     layers: list[tuple[int, int]]
     prefixes: PrefixCache | None = None
     most_tokens: int = 1 << 30
+    graphs: None = None
+    is_ahead: bool = False
     sequence = ModelRunner.sequence
     check_token = ModelRunner.check_token
     check_length = ModelRunner.check_length

@@ -13,7 +13,7 @@ import torch
 
 from deepseek_attn import LLM, ModelConfig, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
-from deepseek_attn.decode import DecodeGraphs
+from deepseek_attn.decode import DecodeGraphs, Guesses
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner import ModelRunner
@@ -35,19 +35,20 @@ def guess_from(monkeypatch, runner, texts, right=lambda position: True):
     """Guesses are the tokens of ``texts`` where ``right(position)``, and wrong tokens elsewhere."""
     draft = runner.draft
 
-    def known(sequence, start, following):
-        position = start + len(following) + 1
+    def known(sequence, position):
         text = next((t for t in texts if t[: len(sequence.token_ids)] == sequence.token_ids), [])
         if position >= len(text):
             return 1
         return text[position] if right(position) else (text[position] + 1) % runner.config.vocab_size
 
-    def replaced(batch):
-        logits, streams = draft(batch)
-        logits = torch.zeros_like(logits)
-        for row, (sequence, start, _, following) in enumerate(batch):
-            logits[row, known(sequence, start, following)] = 1
-        return logits, streams
+    def replaced(batch, drafts=1):
+        found = draft(batch, drafts)
+        assert found.tokens.shape == (len(batch), drafts)
+        tokens = [
+            [known(sequence, start + len(following) + 1 + i) for i in range(drafts)]
+            for sequence, start, _, following in batch
+        ]
+        return Guesses(torch.tensor(tokens), found.logits)
 
     monkeypatch.setattr(runner, "draft", replaced)
 
@@ -56,13 +57,12 @@ def record_drafts(monkeypatch, runner):
     """Collects (tokens, logits) of the first guess of every turn: what the MTP layer says after those tokens."""
     draft, found = runner.draft, []
 
-    def recorded(batch):
-        logits, streams = draft(batch)
+    def recorded(batch, drafts=1):
+        guesses = draft(batch, drafts)
         for row, (sequence, start, _, following) in enumerate(batch):
-            tokens = [*sequence.token_ids[: start + 1], *following]
-            if start + len(following) == sequence.num_computed:
-                found.append((tokens, logits[row].clone()))
-        return logits, streams
+            assert start + len(following) == sequence.num_computed
+            found.append(([*sequence.token_ids[: start + 1], *following], guesses.logits[row].clone()))
+        return guesses
 
     monkeypatch.setattr(runner, "draft", recorded)
     return found
@@ -174,13 +174,19 @@ def test_guesses_after_prompts_that_end_in_few_tokens(llm, plain, length, monkey
         assert float((logits - truth).abs().max()) < TOLERANCE * float(truth.abs().max())
 
 
+def use_persistent_tensors(llm, monkeypatch) -> DecodeGraphs:
+    runner = llm.runner
+    sizes = runner.model, runner.backbone_layers, runner.layout, runner.device
+    graphs = DecodeGraphs(*sizes, capture=False, draft_layers=runner.mtp_layers)
+    graphs.most_tokens = llm.engine.decoder.decode_tokens
+    monkeypatch.setattr(runner, "graphs", graphs)
+    return graphs
+
+
 @pytest.mark.parametrize("right", [2, 3, 5], ids=["half", "most", "nearly-all"])
 def test_decode_steps_over_persistent_tensors(llm, plain, right, monkeypatch):
     """What CUDA graphs replay, run eagerly: turns of one to four tokens, padded to the longest of a step."""
-    runner = llm.runner
-    graphs = DecodeGraphs(runner.model, runner.backbone_layers, runner.layout, runner.device, capture=False)
-    graphs.most_tokens = llm.engine.decoder.decode_tokens
-    monkeypatch.setattr(runner, "graphs", graphs)
+    runner, graphs = llm.runner, use_persistent_tensors(llm, monkeypatch)
     prompts = [prompt(n, n) for n in (60, 3, 41)]
     expected = plain.generate(prompts, greedy(20))
     drafted = record_drafts(monkeypatch, runner)
@@ -247,9 +253,12 @@ def test_max_tokens_anywhere(llm, plain, count, monkeypatch):
     assert llm.engine.stats.steps == 1 + -(-(count - 1) // 4)
 
 
+@pytest.mark.parametrize("persistent", [False, True], ids=["eager", "persistent"])
 @pytest.mark.parametrize("length", range(189, 200))
-def test_max_model_len_anywhere(llm, plain, length, monkeypatch):
+def test_max_model_len_anywhere(llm, plain, length, persistent, monkeypatch):
     expected = plain.generate([prompt(length)], greedy(50))[0]
+    if persistent:
+        use_persistent_tensors(llm, monkeypatch)
     guess_from(monkeypatch, llm.runner, [prompt(length) + expected.token_ids + [1] * 9])
     assert llm.generate([prompt(length)], greedy(50)) == [expected]
     assert length + len(expected.token_ids) == OPTIONS["max_model_len"]
@@ -283,7 +292,7 @@ def test_broken_logits_fail_one_request_where_they_would_without(llm, plain, bro
 def test_no_memory_for_guesses(llm, plain, monkeypatch):
     expected = plain.generate([prompt(30)], greedy(8))
 
-    def fail(batch):
+    def fail(batch, drafts):
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(llm.runner, "draft", fail)

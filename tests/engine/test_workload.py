@@ -8,17 +8,18 @@ import pytest
 
 from deepseek_attn.config import ModelConfig
 from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner import ModelRunner
-from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jobs, together, variants
+from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jobs, together, use_buckets, variants
 
 LONGEST = 400
 
 
 @lru_cache(maxsize=2)
-def workload(preset: str):
+def workload(preset: str, greedy: float = 0.8):
     config = ModelConfig.from_preset(preset)
     runner = ModelRunner.from_config(config, device="cpu", numerics="exact", max_num_seqs=1, max_model_len=LONGEST + 64)
-    jobs = make_jobs(24, LONGEST, config.vocab_size, seed=0)
+    jobs = make_jobs(24, LONGEST, config.vocab_size, 0, greedy)
     return config, jobs, alone(runner, jobs)
 
 
@@ -34,5 +35,19 @@ def test_every_request_is_what_it_is_alone(preset, variant):
         assert engine.stats.hit_rate > 0.03
     if variant in PREEMPTED:
         assert engine.stats.preempted > 3
+    assert engine.stats.finished["abort"] > 3
+    assert leaked(engine) == {}
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("variant", ["batched", "prefixes", "everything"])
+def test_greedy_requests_over_persistent_tensors(variant, drafts):
+    """Decode steps of few sizes that choose the tokens themselves and start ahead, or check guesses."""
+    config, jobs, expected = workload("tiny", greedy=1)
+    runner = ModelRunner.from_config(config, device="cpu", numerics="exact", **variants(config, LONGEST)[variant])
+    use_buckets(runner)
+    engine = Engine(runner, decoder=MTPSpeculation(runner, drafts) if drafts else None)
+    requests = together(engine, jobs, preempt=variant in PREEMPTED)
+    assert differences(requests, jobs, expected) == []
     assert engine.stats.finished["abort"] > 3
     assert leaked(engine) == {}

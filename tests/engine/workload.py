@@ -38,8 +38,12 @@ class Job:
     cancel_after: int | None
 
 
-def make_jobs(count: int, longest: int, vocab: int, seed: int) -> list[Job]:
-    """Half of the lengths are small on a logarithmic scale, half uniform; half of the prompts share a prefix."""
+def make_jobs(count: int, longest: int, vocab: int, seed: int, greedy: float = 0.8) -> list[Job]:
+    """Half of the lengths are small on a logarithmic scale, half uniform; half of the prompts share a prefix.
+
+    Args:
+        greedy: share of requests that draw no random numbers.
+    """
     rng = random.Random(seed)
 
     def tokens(n: int) -> list[int]:
@@ -51,10 +55,8 @@ def make_jobs(count: int, longest: int, vocab: int, seed: int) -> list[Job]:
         length = rng.randint(1, longest) if rng.random() < 0.5 else int(longest ** rng.random())
         prefix = rng.choice(prefixes) if rng.random() < 0.5 else []
         prompt = (prefix + tokens(length))[: max(length, min(len(prefix) + 7, longest))]
-        greedy = rng.random() < 0.8
-        params = SamplingParams(
-            temperature=0 if greedy else 0.8, max_tokens=rng.randint(1, 16), seed=7, ignore_eos=True
-        )
+        temperature = 0 if rng.random() < greedy else 0.8
+        params = SamplingParams(temperature=temperature, max_tokens=rng.randint(1, 16), seed=7, ignore_eos=True)
         arrival += rng.randint(0, 3)
         jobs.append(Job(prompt, params, arrival, rng.randint(0, params.max_tokens) if rng.random() < 0.5 else None))
     return jobs
@@ -144,6 +146,12 @@ def variants(config, longest: int) -> dict[str, dict]:
     }
 
 
+def use_buckets(runner: ModelRunner) -> None:
+    """Decode steps over persistent tensors, for three sizes of batches."""
+    sizes = runner.model, runner.backbone_layers, runner.layout, runner.device
+    runner.graphs = DecodeGraphs(*sizes, batches=[1, 3, SEQS], capture=False, draft_layers=runner.mtp_layers)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", default="tiny")
@@ -152,13 +160,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", help="only these, with commas between them")
     parser.add_argument("--drafts", type=int, default=0, help="guess so many tokens per step (default: none)")
+    parser.add_argument("--greedy", type=float, default=0.8, help="share of greedy requests; 1: steps start ahead")
     parser.add_argument("--buckets", action="store_true", help="decode over persistent tensors, as CUDA graphs do")
     args = parser.parse_args()
     runner = ModelRunner.from_config(
         args.config, device="cpu", numerics="exact", max_num_seqs=1, max_model_len=args.longest + 64
     )
     config = runner.config
-    jobs = make_jobs(args.requests, args.longest, config.vocab_size, args.seed)
+    jobs = make_jobs(args.requests, args.longest, config.vocab_size, args.seed, args.greedy)
     started = time.perf_counter()
     expected = alone(runner, jobs)
     print(f"{len(jobs)} requests, {sum(len(job.prompt) for job in jobs)} prompt tokens")
@@ -169,8 +178,7 @@ def main() -> int:
             continue
         runner = ModelRunner.from_config(config, device="cpu", numerics="exact", **options)
         if args.buckets:
-            sizes = runner.model, runner.backbone_layers, runner.layout, runner.device
-            runner.graphs = DecodeGraphs(*sizes, batches=[1, 3, SEQS], capture=False)
+            use_buckets(runner)
         engine = Engine(runner, decoder=MTPSpeculation(runner, args.drafts) if args.drafts else None)
         started = time.perf_counter()
         requests = together(engine, jobs, preempt=name in PREEMPTED)

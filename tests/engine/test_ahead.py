@@ -1,0 +1,289 @@
+"""Decode steps that start before the tokens of the step before have been read: the same tokens, no step twice."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from deepseek_attn.cache.manager import OutOfPages
+from deepseek_attn.cache.prefix import PrefixCache
+from deepseek_attn.decode import DecodeGraphs
+from deepseek_attn.decode_steps import DecodeStep, DraftStep
+from deepseek_attn.engine.decoding import NextToken
+from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.engine.speculation import MTPSpeculation
+from deepseek_attn.runner import ModelRunner
+
+OPTIONS = {"max_model_len": 300, "max_num_seqs": 5, "max_num_batched_tokens": 256}
+
+
+class Waiting(NextToken):
+    """Starts nothing ahead."""
+
+    def going_on(self, work) -> list:
+        return []
+
+
+@pytest.fixture(scope="module")
+def machine():
+    """Where the tests run, and a runner there with persistent tensors: captured as CUDA graphs on a GPU."""
+    device = torch.device(os.environ.get("DEEPSEEK_ATTN_TEST_DEVICE", "cpu"))
+    preset = "tiny" if device.type == "cpu" else "tiny_gpu"
+    return ModelRunner.from_config(
+        preset, device=device, numerics="exact", dtype="float32", cuda_graphs=False, max_snapshots=4, **OPTIONS
+    )
+
+
+@pytest.fixture
+def runner(machine, monkeypatch):
+    """Every page is back when a test is over."""
+    before = machine.manager.available_pages()
+    sizes = machine.model, machine.backbone_layers, machine.layout, machine.device
+    monkeypatch.setattr(machine, "graphs", DecodeGraphs(*sizes, batches=[2, 5], draft_layers=machine.mtp_layers))
+    monkeypatch.setattr(machine, "prefixes", None)
+    yield machine
+    assert machine.manager.available_pages() == before
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Steps that were run, in order."""
+    found, run = [], DecodeStep.run
+    monkeypatch.setattr(DecodeStep, "run", lambda step: (found.append(step), run(step))[1])
+    return found
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(10, 260, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def greedy(count: int, **options) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, **{"ignore_eos": True, **options})
+
+
+def finish(engine: Engine) -> None:
+    while engine.has_unfinished:
+        engine.step()
+
+
+def generate(runner, prompts, params, decoder=None) -> list[list[int]]:
+    engine = Engine(runner, decoder=decoder)
+    requests = [engine.add_request(p, q) for p, q in zip(prompts, params, strict=True)]
+    finish(engine)
+    assert [request.error for request in requests] == [None] * len(requests)
+    return [request.completion().token_ids for request in requests]
+
+
+PROMPTS = [prompt(n, n) for n in (1, 62, 40, 127)]
+
+
+def test_one_run_a_step_over_page_borders(runner, runs):
+    lengths = [90, 90, 70, 8]
+    expected = generate(runner, PROMPTS, [greedy(n) for n in lengths], Waiting())
+    waited = len(runs)
+    assert generate(runner, PROMPTS, [greedy(n) for n in lengths]) == expected
+    assert len(runs) - waited == waited  # requests that reach max_tokens leave the step ahead before it starts
+    runner.graphs = None
+    assert generate(runner, PROMPTS, [greedy(n) for n in lengths]) == expected
+
+
+def test_the_next_step_is_on_its_way(runner, runs):
+    engine = Engine(runner)
+    request = engine.add_request(PROMPTS[2], greedy(6))
+    engine.step()
+    assert not runner.is_ahead
+    for ran in (2, 3, 4, 5):
+        engine.step()
+        assert len(runs) == ran
+        assert runner.is_ahead == (len(request.completion().token_ids) < 6)
+    engine.step()
+    assert len(runs) == 5
+    assert request.finished
+
+
+def test_a_request_that_stops_leaves_the_others(runner, runs):
+    """At a stop token, which nobody knows before; the rows of the others count."""
+    expected = generate(runner, PROMPTS, [greedy(30)] * 4)
+    stop = next(token for i, token in enumerate(expected[1]) if i > 8 and token not in expected[1][:i])
+    end = expected[1].index(stop) + 1
+    runs.clear()
+    params = [greedy(30)] + [greedy(30, stop_token_ids=(stop,))] + [greedy(30)] * 2
+    found = generate(runner, PROMPTS, params)
+    assert found == [expected[0], expected[1][:end], *expected[2:]]
+    assert len(runs) == 29
+
+
+def test_others_come_and_go(runner, runs):
+    expected = generate(runner, PROMPTS, [greedy(30)] * 4)
+    runs.clear()
+    engine = Engine(runner)
+    first = [engine.add_request(p, greedy(30)) for p in PROMPTS[:2]]
+    for _ in range(5):
+        engine.step()
+    ran = len(runs)
+    second = [engine.add_request(p, greedy(30)) for p in PROMPTS[2:]]
+    engine.step()
+    assert len(runs) == ran  # the step that was on its way is used
+    assert engine.last_step.decodes == 2
+    assert engine.last_step.prefills == 0
+    engine.step()
+    assert engine.last_step.prefills == 2
+    for _ in range(4):
+        engine.step()
+    engine.cancel(first[0])
+    finish(engine)
+    found = [request.completion().token_ids for request in first + second]
+    assert found[1:] == expected[1:]
+    assert 5 < len(found[0]) < 30
+    assert found[0] == expected[0][: len(found[0])]
+
+
+def test_nobody_left(runner):
+    """The only request is cancelled while a step of it is on its way; the next one starts at once."""
+    expected = generate(runner, PROMPTS[1:2], [greedy(9)])
+    engine = Engine(runner)
+    request = engine.add_request(PROMPTS[0], greedy(30))
+    for _ in range(4):
+        engine.step()
+    assert runner.is_ahead
+    engine.cancel(request)
+    request = engine.add_request(PROMPTS[1], greedy(9))
+    engine.step()
+    assert engine.last_step.prefills == 1
+    finish(engine)
+    assert [request.completion().token_ids] == expected
+
+
+CHANGES = {
+    "nothing": lambda sequence: sequence,
+    "another token": lambda sequence: sequence.append((sequence.token_ids[-1] + 1) % 200),
+    "truncate": lambda sequence: sequence.truncate(len(sequence.token_ids) - 3),
+    "free": lambda sequence: sequence.free(),
+    "fork": lambda sequence: sequence.fork(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_has_changed_is_computed_again(runner, runs, change):
+    """A sequence that is driven by hand, with something else than the step that is on its way."""
+    sequence = runner.sequence(PROMPTS[3])
+    logits = runner.step([(sequence, sequence.num_pending)]).logits[0]
+    tokens = [[int(logits.argmax())]]
+    for _ in range(5):
+        sequence.append(tokens[0][-1])
+        output = runner.step([(sequence, 1)], greedy=True, ahead=[sequence])
+        assert output.logits is None
+        tokens = output.tokens()
+    assert runner.is_ahead
+    runs.clear()
+    fork = CHANGES[change](sequence)
+    if not sequence.num_pending:
+        sequence.append(tokens[0][-1])
+    if sequence.num_pending > 1:
+        runner.step([(sequence, sequence.num_pending - 1)])
+    found = runner.step([(sequence, 1)], greedy=True).tokens()
+    assert len(runs) == (change != "nothing")
+    text = sequence.token_ids
+    assert found == [[int(runner.score([text])[0][-1].argmax())]]
+    if change == "fork":
+        fork.append(tokens[0][-1])
+        assert runner.step([(fork, 1)], greedy=True).tokens() == found
+        fork.free()
+    sequence.free()
+
+
+def test_drawn_tokens_wait(runner, runs):
+    """One request that draws: the host has to choose, so nothing starts ahead."""
+    params = [greedy(9), SamplingParams(temperature=1, seed=3, max_tokens=9, ignore_eos=True)]
+    found = generate(runner, PROMPTS[:2], params)
+    assert len(runs) == 8
+    runner.graphs = None
+    assert generate(runner, PROMPTS[:2], params) == found
+
+
+def test_no_page_left(runner, runs, monkeypatch):
+    """Room for each step, and never for the one after it."""
+    expected = generate(runner, PROMPTS, [greedy(20)] * 4)
+    go_ahead = runner._go_ahead
+
+    def full(batch):
+        raise OutOfPages("full")
+
+    def tight(run, caches):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.manager, "reserve", full)
+            go_ahead(run, caches)
+        assert not runner.is_ahead
+
+    monkeypatch.setattr(runner, "_go_ahead", tight)
+    assert generate(runner, PROMPTS, [greedy(20)] * 4) == expected
+    assert len(runs) == 2 * 19
+
+
+def test_snapshots_of_what_was_generated(runner, runs, monkeypatch):
+    """Before the prefix cache shares pages nothing starts ahead: the next step would have to copy them."""
+    expected = generate(runner, PROMPTS, [greedy(150)] * 4)
+    ran = len(runs)
+    monkeypatch.setattr(runner, "prefixes", PrefixCache(runner.manager))
+    assert generate(runner, PROMPTS, [greedy(150)] * 4) == expected
+    assert len(runner.prefixes)
+    assert len(runs) == 2 * ran
+    runner.prefixes.clear()
+
+
+def test_broken_logits_fail_alone(runner, monkeypatch):
+    if runner.device.type != "cpu":
+        pytest.skip("a captured step calls no Python")
+    expected = generate(runner, PROMPTS, [greedy(20)] * 4)
+    logits, calls = runner.model.logits, []
+
+    def broken(streams):
+        found = logits(streams)
+        calls.append(len(found))
+        if len(calls) == 8:
+            found[2] = float("nan")
+        return found
+
+    monkeypatch.setattr(runner.model, "logits", broken)
+    engine = Engine(runner)
+    requests = [engine.add_request(p, greedy(20)) for p in PROMPTS]
+    finish(engine)
+    assert [r.finish_reason for r in requests] == ["length", "length", "error", "length"]
+    assert "NaN" in requests[2].error
+    found = [r.completion().token_ids for r in requests]
+    assert found[2] == expected[2][: len(found[2])]
+    assert len(found[2]) == 7
+    assert found[:2] + found[3:] == expected[:2] + expected[3:]
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_guesses_over_persistent_tensors(runner, runs, drafts, monkeypatch):
+    """The MTP layer's guesses, captured or not, are those of eager passes, and the tokens are those without guesses."""
+    expected, draft, found = generate(runner, PROMPTS, [greedy(20)] * 4), runner.draft, []
+
+    def recorded(*args):
+        guesses = draft(*args)
+        found.append(guesses.tokens.tolist())
+        return guesses
+
+    monkeypatch.setattr(runner, "draft", recorded)
+    assert generate(runner, PROMPTS, [greedy(20)] * 4, MTPSpeculation(runner, drafts)) == expected
+    assert any(isinstance(step, DraftStep) for step in runs)
+    persistent, found, runner.graphs = found, [], None
+    runs.clear()
+    assert generate(runner, PROMPTS, [greedy(20)] * 4, MTPSpeculation(runner, drafts)) == expected
+    assert not runs
+    assert found == persistent
+
+
+def test_padded_rows_of_guesses_write_nothing(runner):
+    steps = DraftStep(
+        runner.model, runner.mtp_layers, runner.layout, runner.graphs.tables, requests=3, each=2, max_len=300, drafts=3
+    )
+    before = [pool.tensor.clone() for pool in runner.pools]
+    with torch.inference_mode():
+        steps.run()
+    assert all(torch.equal(a, pool.tensor) for a, pool in zip(before, runner.pools, strict=True))
