@@ -1,10 +1,19 @@
 """The engine on a GPU: decode throughput against the device time of its steps, prefix reuse, speculation, graphs.
 
-    python scripts/bench_engine.py --layers 8 --out docs/data/h200_engine.json
+    python scripts/bench_engine.py --layers 8 --experts 128 --batch 1 32 --prompt 1024 --tokens 40 --out FILE
 
 The model has the real dimensions of a preset, fewer layers, random weights (experts of one shape share their values)
-and its MTP layer. Host overhead is the share of a decode step that is not the replay of its CUDA graph. With random
-weights the MTP layer guesses at chance, so the speculation row shows what speculation costs, not what it saves.
+and its MTP layer. Modes:
+
+    eager        no CUDA graphs
+    waiting      graphs; a step starts when the tokens of the one before it have been read
+    graphs       graphs; a step starts before the tokens of the one before it have been read, as engines do by default
+    prefixes     the same, and 7 of 8 prompt tokens come from the prefix cache
+    speculation  graphs, one guess of the MTP layer per step: at chance with random weights, so this is what it costs
+
+Device time is that of the very steps that the engine ran while all requests decoded: after the run their CUDA graphs
+are replayed with their inputs, one behind the other. Host overhead is the share of the engine's time for these steps
+that this does not account for.
 """
 
 from __future__ import annotations
@@ -19,16 +28,23 @@ from pathlib import Path
 
 import torch
 
-from deepseek_attn.bench_model import time_model
+from deepseek_attn.bench import past, static_metadata
 from deepseek_attn.checkpoint.random import RepeatingSource
 from deepseek_attn.cli.info import collect
 from deepseek_attn.config import ModelConfig
+from deepseek_attn.decode import DecodeGraphs
+from deepseek_attn.decode_steps import DecodeStep
+from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
+from deepseek_attn.kernels.available import op_for
 from deepseek_attn.runner import ModelRunner
+from deepseek_attn.timing import time_graph
 
-SETTLED = 8  # first decode steps, which capture graphs, do not count
+MODES = ("eager", "waiting", "graphs", "prefixes", "speculation")
+SETS = 4  # inputs of a part that is timed alone
+SETTLED = 8  # first steps in which all requests decode do not count
 
 
 def cut_config(preset: str, layers: int, experts: int | None) -> ModelConfig:
@@ -47,76 +63,187 @@ def random_prompts(count: int, shared: int, own: int, vocab: int, seed: int) -> 
     return [prefix + torch.randint(2, vocab, (own,), generator=generator).tolist() for _ in range(count)]
 
 
+class Recorder:
+    """Keeps the inputs of every captured step that runs, to replay it later."""
+
+    def __init__(self):
+        self.runs: list[tuple[DecodeStep, torch.Tensor]] = []
+
+    def __enter__(self) -> Recorder:
+        self._run = run = DecodeStep.run
+
+        def recorded(step: DecodeStep) -> None:
+            if step.graph is not None:
+                self.runs.append((step, step.inputs.clone()))
+            run(step)
+
+        DecodeStep.run = recorded
+        return self
+
+    def __exit__(self, *error) -> None:
+        DecodeStep.run = self._run
+
+    def device_seconds(self, first: int, last: int) -> float:
+        """What the runs from ``first`` to before ``last`` take on the device."""
+        marks = []
+        for step, inputs in self.runs[first:last]:
+            step.inputs.copy_(inputs)
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            step.graph.replay()
+            after.record()
+            marks.append((before, after))
+        torch.cuda.synchronize()
+        return sum(before.elapsed_time(after) for before, after in marks) * 1e-3
+
+
+@torch.inference_mode()
 def run_engine(engine: Engine, prompts: list[list[int]], max_tokens: int) -> dict:
-    """Runs prompts to their end; times of the whole, of the prompts, and of steps that only decode."""
+    """Runs prompts to their end; times of the whole, of the prompts, and of steady steps, in which all decode."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    started, first, decodes = time.perf_counter(), None, []
+    started, first, steady = time.perf_counter(), None, []
     before = engine.stats.cached_tokens, engine.stats.queried_tokens
     requests = [engine.add_request(prompt, params) for prompt in prompts]
-    while engine.has_unfinished:
-        engine.step()
-        stats = engine.last_step
-        if stats.prefills:
-            first = time.perf_counter() - started
-        elif stats.decodes == len(prompts):
-            decodes.append((stats.seconds, stats.generated))
+    with Recorder() as recorder:
+        while engine.has_unfinished:
+            engine.step()
+            stats = engine.last_step
+            if stats.prefills:
+                first = time.perf_counter() - started
+            elif stats.decodes == len(prompts) and not stats.finished:
+                steady.append((stats.seconds, stats.generated, len(recorder.runs)))
+    seconds = time.perf_counter() - started
     broken = [request.error for request in requests if request.error]
     if broken:
         raise RuntimeError(f"{len(broken)} requests failed, the first with: {broken[0]}")
-    steady = decodes[SETTLED:] or decodes
+    if len(steady) > SETTLED + 4:
+        steady = steady[SETTLED:]
+    (_, _, begin), *steady = steady
+    wall, end = sum(seconds for seconds, _, _ in steady), steady[-1][-1]
+    device = recorder.device_seconds(begin, end) if end > begin else None
     cached, queried = engine.stats.cached_tokens - before[0], engine.stats.queried_tokens - before[1]
     return {
-        "seconds": time.perf_counter() - started,
+        "seconds": seconds,
         "prompt_seconds": first,
         "prompt_tokens_per_second": sum(map(len, prompts)) / first,
-        "decode_step_us": statistics.median(seconds for seconds, _ in steady) * 1e6,
-        "decode_tokens_per_second": sum(n for _, n in steady) / sum(seconds for seconds, _ in steady),
+        "steps": len(steady),
+        "step_us": wall / len(steady) * 1e6,
+        "median_step_us": statistics.median(seconds for seconds, _, _ in steady) * 1e6,
+        "device_us": None if device is None else device / len(steady) * 1e6,
+        "host_share": None if device is None else 1 - device / wall,
+        "decode_tokens_per_second": sum(n for _, n, _ in steady) / wall,
         "hit_rate": cached / queried if queried else 0.0,
+        "tokens": [request.completion().token_ids for request in requests],
     }
 
 
+@torch.inference_mode()
+def layer_times(runner: ModelRunner, batch: int, context: int) -> dict[str, float]:
+    """Microseconds of the parts of a decode step, each alone as a CUDA graph: the sum over all layers.
+
+    Attention is what the layer benchmark times; a block is attention, experts and what is around them.
+    """
+    model, config = runner.model, runner.config
+    shape = (SETS, batch, config.hc_mult, config.hidden_size)
+    streams = torch.randn(shape, device=runner.device).to(runner.dtype)
+    ids = torch.randint(config.vocab_size, shape[:2], device=runner.device)
+    caches = [past(runner, context - 1) for _ in range(batch)]
+    runner.manager.reserve([(cache, 1) for cache in caches])
+    step = static_metadata(runner, caches)
+
+    def median(call) -> float:
+        return statistics.median(time_graph([lambda i=i: call(i) for i in range(SETS)]))
+
+    attention, experts, blocks = {}, {}, {}
+    for block in model.layers.values():
+        kind, routing = block.attn.spec.kind, block.attn.spec.hash_routing
+        if kind not in attention:
+            attention[kind] = median(lambda i, block=block: block.attend(streams[i, :, 0], step))
+        if routing not in experts:
+            experts[routing] = median(lambda i, block=block: block.ffn(streams[i, :, 0], ids[i]))
+        if (kind, routing) not in blocks:
+            blocks[kind, routing] = median(lambda i, block=block: block(streams[i], ids[i], step.positions, step))
+    logits = model.logits(streams[0])
+    for cache in caches:
+        runner.manager.free(cache)
+    specs = [block.attn.spec for block in model.layers.values()]
+    return {
+        "batch": batch,
+        "attention_us": sum(attention[spec.kind] for spec in specs),
+        "experts_us": sum(experts[spec.hash_routing] for spec in specs),
+        "blocks_us": sum(blocks[spec.kind, spec.hash_routing] for spec in specs),
+        "head_us": median(lambda i: model.logits(streams[i])),
+        "choice_us": median(lambda i: op_for(logits, "most_likely")(logits)),
+    }
+
+
+class Waiting(NextToken):
+    """Starts no step before the tokens of the one before it are there."""
+
+    def going_on(self, work) -> list:
+        return []
+
+
+def row_of(runner: ModelRunner, mode: str, batch: int, args: argparse.Namespace) -> dict:
+    """One row of the result; see the top for the modes."""
+    decoder = {"waiting": Waiting, "speculation": lambda: MTPSpeculation(runner)}.get(mode, NextToken)()
+    engine, vocab = Engine(runner, decoder=decoder), runner.config.vocab_size
+    shared = args.prompt * 7 // 8 if mode == "prefixes" else 0
+    prompts = random_prompts(batch, shared, args.prompt - shared, vocab, batch)
+    for warm in random_prompts(2, shared, 64, vocab, batch) if shared else []:  # they leave what the others share
+        run_engine(engine, [warm], 4)
+    if mode != "eager":  # graphs of all sizes that come up
+        run_engine(engine, random_prompts(batch, 0, args.prompt, vocab, batch + 1), 16)
+    row = {"mode": mode, "batch": batch, **run_engine(engine, prompts, 16 if mode == "eager" else args.tokens)}
+    row["acceptance"] = engine.stats.acceptance_rate if mode == "speculation" else None
+    return row
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="v4_flash")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, help="default: the preset's")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of each prompt (default: 2048)")
     parser.add_argument("--tokens", type=int, default=64, help="generated tokens of each (default: 64)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="default: all of them")
     parser.add_argument("--device")
     parser.add_argument("--out", type=Path, help="write the JSON here as well")
     args = parser.parse_args()
-    config = cut_config(args.preset, args.layers, args.experts)
+    started, config = time.perf_counter(), cut_config(args.preset, args.layers, args.experts)
     runner = ModelRunner.from_source(
         config, RepeatingSource(config), device=args.device, max_model_len=args.prompt + args.tokens + 64,
         max_num_seqs=max(args.batch), max_num_batched_tokens=4096, max_snapshots=8,
     )  # fmt: skip
+    if runner.graphs is not None:  # no more sizes than are measured
+        sizes = runner.model, runner.backbone_layers, runner.layout, runner.device
+        runner.graphs = DecodeGraphs(*sizes, batches=args.batch, draft_layers=runner.mtp_layers)
+    print(f"{time.perf_counter() - started:.0f} s to make the model", flush=True)
     graphs, prefixes = runner.graphs, runner.prefixes
-    rows = []
+    rows, layers = [], []
     columns = ("step us", "device us", "host", "tokens/s", "prompt tok/s", "hits")
     print(f"{'mode':<14}{'batch':>6}" + "".join(f"{name:>13}" for name in columns))
     for batch in args.batch:
-        device_us = None
         if graphs is not None:
-            device_us = time_model(runner, batch, args.prompt + args.tokens // 2, graph=True).microseconds
-        for mode in ("eager", "graphs", "prefixes", "speculation"):
+            layers.append(layer_times(runner, batch, args.prompt + args.tokens // 2))
+            print({name: round(value) for name, value in layers[-1].items()}, flush=True)
+        for mode in args.modes:
             runner.graphs = None if mode == "eager" else graphs
             runner.prefixes = prefixes if mode == "prefixes" else None
-            decoder = MTPSpeculation(runner) if mode == "speculation" else None
-            engine = Engine(runner, decoder=decoder)
-            shared = args.prompt * 7 // 8 if mode == "prefixes" else 0
-            prompts = random_prompts(batch, shared, args.prompt - shared, config.vocab_size, batch)
-            if mode == "prefixes":  # a first request leaves what the others share
-                for warm in random_prompts(2, shared, 64, config.vocab_size, batch):
-                    run_engine(engine, [warm], 2)
-            row = {"mode": mode, "batch": batch, **run_engine(engine, prompts, args.tokens), "device_us": device_us}
-            exact = mode in ("graphs", "prefixes") and device_us
-            row["host_share"] = 1 - device_us / row["decode_step_us"] if exact else None
-            row["acceptance"] = engine.stats.acceptance_rate if decoder else None
+            row = row_of(runner, mode, batch, args)
+            tokens = row.pop("tokens")
+            if mode == "waiting":
+                waited = tokens
+            elif mode in ("graphs", "speculation") and "waiting" in args.modes:
+                row["same_as_waiting"] = sum(a == b for a, b in zip(tokens, waited, strict=True))
+            prefixes.clear()
+            if graphs is not None:
+                graphs.most_tokens = 1  # of an engine without guesses
             rows.append(row)
             host = "" if row["host_share"] is None else f"{row['host_share']:.1%}"
             values = (
-                f"{row['decode_step_us']:.0f}", f"{device_us or 0:.0f}", host, f"{row['decode_tokens_per_second']:.0f}",
+                f"{row['step_us']:.0f}", f"{row['device_us'] or 0:.0f}", host, f"{row['decode_tokens_per_second']:.0f}",
                 f"{row['prompt_tokens_per_second']:.0f}", f"{row['hit_rate']:.0%}",
             )  # fmt: skip
             print(f"{mode:<14}{batch:>6}" + "".join(f"{value:>13}" for value in values), flush=True)
@@ -128,6 +255,7 @@ def main() -> None:
         "experts": config.n_routed_experts,
         "prompt": args.prompt,
         "rows": rows,
+        "layers_alone": layers,
         "memory_bytes": torch.cuda.max_memory_allocated() if runner.device.type == "cuda" else None,
         "graph_bytes": graphs.nbytes if graphs else None,
         "environment": {key: value for key, value in collect().items() if "backends" not in key},
