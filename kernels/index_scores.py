@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepseek_attn.kernels.index_scores_hopper import BLOCK, DIM, HEADS, TOKENS, index_scores_hopper_kernel
 from deepseek_attn.kernels.index_scores_kernels import index_scores_kernel
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -76,6 +77,25 @@ def paged_index_scores(
         if kind == "fp8" and native:
             pool = pool.view(torch.float8_e4m3fn)
         q = q if native else q.view(torch.uint8)
+    if tiles is None and fits_hopper(kind, q, pool, block_table.shape[0], width, capability, processors):
+        index_scores_hopper_kernel[(triton.cdiv(T, TOKENS.value), hopper_parts(T, width, processors))](
+            q,
+            weights,
+            pool,
+            block_table,
+            token_to_req,
+            visible,
+            out,
+            T,
+            width,
+            skip,
+            pool.stride(0),
+            block_table.stride(0),
+            out.stride(0),
+            PAGE=page_entries,
+            num_warps=4,
+        )
+        return out
     if tiles is None:
         tiles = choose_tiles(T, block_table.shape[0], width, dtype == tl.float32, capability, processors)
     index_scores_kernel[(triton.cdiv(T, tiles.tokens), tiles.parts)](
@@ -123,6 +143,37 @@ def choose_tiles(T: int, B: int, width: int, exact: bool, capability: tuple[int,
     room = (4, 3, 3, 4)[tokens - 1] * processors
     parts = max(1, min(room // triton.cdiv(T, tokens), triton.cdiv(width, 2 * keys)))
     return Tiles(tokens, keys, 3, parts)
+
+
+def fits_hopper(
+    kind: str, q: Tensor, pool: Tensor, B: int, width: int, capability: tuple[int, int], processors: int
+) -> bool:
+    """Whether the kernel for Hopper takes these arguments of `paged_index_scores` and is the faster one.
+
+    It computes eight neighbouring tokens at a time, so requests should have as many, and enough work for the GPU.
+    """
+    T, H, dim = q.shape
+    aligned = all(tensor.data_ptr() % 16 == 0 and tensor.stride(0) % 16 == 0 for tensor in (q, pool))
+    work = triton.cdiv(T, TOKENS.value) * triton.cdiv(width, BLOCK.value)
+    return (
+        capability == (9, 0)
+        and kind == "fp8"
+        and (H, dim) == (HEADS.value, DIM.value)
+        and T >= TOKENS.value * B
+        and work >= 96 * processors
+        and aligned
+    )
+
+
+@cache
+def hopper_parts(T: int, width: int, processors: int) -> int:
+    """How many programs share the keys of a request: as many as keep all multiprocessors busy to the end.
+
+    A processor runs one program; to start one takes as long as eight of its tiles of 64 keys.
+    """
+    groups, tiles = triton.cdiv(T, TOKENS.value), triton.cdiv(width, BLOCK.value)
+    choice = range(1, 1 + min(processors, max(1, tiles // 8)))
+    return min(choice, key=lambda parts: triton.cdiv(groups * parts, processors) * (triton.cdiv(tiles, parts) + 8))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Exact top-k of index scores in Triton: each slice of a row to its candidates, and these again, until one is left.
+"""Exact top-k of index scores in Triton: a sample tells which scores are worth keeping, and these are searched.
 
 The device code is in `topk_kernels`; this file checks arguments and decides how rows are cut.
 """
@@ -6,31 +6,38 @@ The device code is in `topk_kernels`; this file checks arguments and decides how
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 from torch import Tensor
 
+from deepseek_attn.kernels.counters import counters_of
+from deepseek_attn.kernels.row_ops import early_launch
 from deepseek_attn.kernels.topk_kernels import select_kernel
 
 _MAX_K = 4096
 
 
 @dataclass(frozen=True)
-class Slices:
-    """How a launch is cut.
+class Cut:
+    """How a launch is cut. All but ``registers`` are powers of two.
 
     Attributes:
-        size: columns of one program's slice, a power of two up to 32768; twice ``room`` at least if rows are longer.
-        groups: that these are in when they are thinned out, a power of two; 0: they are not.
-        room: what a slice may leave over, a power of two from k on.
-        warps: of a program.
+        parts: programs that share a row.
+        tile: columns that a program reads at a time.
+        sample: columns that are read first.
+        room: columns that a program may keep, twice k at least. Rows of so many are not sampled.
+        warps: of a program, with 4 to 16 columns of ``tile`` and of ``room`` for each thread.
+        registers: that a thread may use.
     """
 
-    size: int
-    groups: int
+    parts: int
+    tile: int
+    sample: int
     room: int
     warps: int
+    registers: int | None = None
 
 
 def topk_indices(
@@ -42,83 +49,88 @@ def topk_indices(
     token_to_req: Tensor | None = None,
     page_entries: int = 0,
     out_slots: Tensor | None = None,
-    slices: Slices | None = None,
+    cut: Cut | None = None,
 ) -> Tensor:
     """Same as `reference.topk_indices`, for float32 scores on a GPU and ``k`` up to 4096.
 
     Args:
-        slices: how to cut the launch; by default chosen from shapes alone.
+        cut: how to cut the launch; by default chosen from shapes alone.
 
     Notes:
-        Scores are read once. Scratch is at most two thirds of their size.
+        One launch. Scratch of a program is 12 bytes for each of ``room`` columns, and one for each of ``tile``. Rows
+        are shared by several programs only where there are few; these use the counters of `counters_of`.
     """
     out = _checked(scores, lens, k, out, block_table, token_to_req, page_entries, out_slots)
     T, W = scores.shape
     if out.numel() == 0:
         return out
-    slices = choose_slices(W, k) if slices is None else slices
+    if cut is None:
+        cut = choose_cut(T, W, k, _processors(scores.device))
     paged = out_slots is not None
     # a pointer is needed even where a flag says that it is not read
     table, requests, slots = (block_table, token_to_req, out_slots) if paged else (out, lens, out)
-    pdl = scores.is_cuda and torch.cuda.get_device_capability(scores.device) >= (9, 0)
-    pdl = scores.is_cuda and torch.cuda.get_device_capability(scores.device) >= (9, 0)
-    keys = columns = counts = lens
-    width, parts_before, level = W, 0, 0
-    while True:
-        parts = max(1, triton.cdiv(width, slices.size))
-        room = slices.room if parts > 1 or slices.groups else 0
-        left = torch.empty(2, T, parts, room, dtype=torch.int32, device=scores.device)
-        left_counts = torch.empty(T, parts, dtype=torch.int32, device=scores.device)
-        select_kernel[(T, parts)](
-            scores,
-            keys,
-            columns,
-            counts,
-            lens,
-            out,
-            left[0],
-            left[1],
-            left_counts,
-            table,
-            requests,
-            slots,
-            W,
-            parts_before,
-            scores.stride(0),
-            out.stride(0),
-            slots.stride(0),
-            table.stride(0),
-            K=k,
-            LEVEL=level,
-            SLICE=slices.size,
-            GROUPS=slices.groups,
-            SLACK=slices.groups // 8 - k // 8 if slices.groups else 0,
-            ROOM=slices.room,
-            PAGE=page_entries if paged else 0,
-            PDL=pdl,
-            num_warps=slices.warps,
-            launch_pdl=pdl,
-        )
-        if parts == 1:
-            return out
-        (keys, columns), counts = left, left_counts
-        width, parts_before, level = parts * slices.room, parts, level + 1
+    pdl = early_launch(scores.device)
+    programs = T * cut.parts if W > cut.room else 0
+    groups = torch.empty(programs, cut.room + cut.tile // 4, dtype=torch.int32, device=scores.device)
+    kept = torch.empty(programs, 2, cut.room, dtype=torch.int32, device=scores.device)
+    counts = torch.empty(T, cut.parts, dtype=torch.int32, device=scores.device)
+    select_kernel[(T, cut.parts)](
+        scores,
+        lens,
+        out,
+        table,
+        requests,
+        slots,
+        groups,
+        kept,
+        counts,
+        counters_of(scores.device) if cut.parts > 1 else counts,
+        W,
+        scores.stride(0),
+        out.stride(0),
+        slots.stride(0),
+        table.stride(0),
+        K=k,
+        PARTS=cut.parts,
+        TILE=cut.tile,
+        BLOCK=cut.room // 2,
+        SAMPLE=cut.sample,
+        TARGET=cut.room // 2,
+        ROOM=cut.room,
+        R=32 * cut.warps,
+        ALIGNED=W % 4 == 0 and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0,
+        PAGE=page_entries if paged else 0,
+        PDL=pdl,
+        num_warps=cut.warps,
+        launch_pdl=pdl,
+        maxnreg=cut.registers,
+    )
+    return out
 
 
-def choose_slices(W: int, k: int) -> Slices:
-    """How to cut rows of up to ``W`` columns, measured on an H200.
+def choose_cut(T: int, W: int, k: int, processors: int) -> Cut:
+    """How to cut ``T`` rows of up to ``W`` columns, measured on an H200.
 
-    k = 512 of so many rows took, in microseconds: 5.4 (1 x 2048), 13 (1 x 32768), 18 (1 x 262144), 28 (8 x 262144), 63
-    (256 x 32768). Slices of 16384 took 26 for the last but one and 76 for the last.
+    k = 512 of so many rows took, in microseconds: 6.0 (128 x 2048), 11.5 (1 x 32768), 17 (32 x 32768), 26
+    (128 x 32768), 24 (8 x 262144), 66 (512 x 32768), 55 (4096 x 2048), 176 (4096 x 8192).
     """
     power = triton.next_power_of_2(k)
-    room = max(2 * power, 1024)
-    if W <= 2048:
-        size = max(triton.next_power_of_2(W), 1024)
-        return Slices(size, 0, room, size // 256)
-    size = max(min(4 * room, 16384), 2 * room)
-    groups = room if 4 * room <= size else 0
-    return Slices(size, groups, room, min(size // 512, 16))
+    room = min(max(triton.next_power_of_2(W), 1024, 2 * power), max(4 * power, 2048))
+    many = T > 4 * processors
+    warps = max(room // 512, 4 if many or W <= room else 8)
+    tile = 512 * warps
+    parts = 1
+    # two programs fit a processor; each should have a whole tile
+    while T * parts * 2 <= 2 * processors and W >= 2 * parts * tile and parts < (64 if T <= 2 else 16):
+        parts *= 2
+    # a row's sample should have 32 scores that reach the bound
+    sample = min(max(room, triton.next_power_of_2(64 * W // room)), 8192)
+    return Cut(parts, tile, max(sample, 128 * warps), room, warps, {4: 128, 8: 80}.get(warps) if many else None)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _checked(

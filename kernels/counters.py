@@ -1,0 +1,30 @@
+"""Counters of shares: the programs of a launch count how many shares of a result are there, and the last adds them up."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+COUNTERS, _STREAMS = 4096, 64
+_stream_rows: dict[tuple[torch.device, int], int] = {}
+
+
+def counters_of(device: torch.device) -> Tensor:
+    """``COUNTERS`` zeros, int32; each launch leaves them zero. A stream has its own.
+
+    Two graphs captured on one stream must not be replayed at the same time.
+    """
+    if device.type != "cuda":
+        return torch.zeros(COUNTERS, dtype=torch.int32)
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    row = _stream_rows.setdefault(key, len(_stream_rows) % _STREAMS)
+    return _counter_rows(device)[row]
+
+
+@cache
+def _counter_rows(device: torch.device) -> Tensor:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("run the layers once before a CUDA graph is captured: their counters outlive the graph")
+    return torch.zeros(_STREAMS, COUNTERS, dtype=torch.int32, device=device)
