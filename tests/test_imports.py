@@ -19,6 +19,7 @@ UPPER = (
     "bench",
     "bench_model",
     "cli",
+    "drafting",
     "engine",
     "experiments",
     "planner",
