@@ -10,7 +10,7 @@ from deepseek_attn.config import LayerSpec, ModelConfig
 from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
 from deepseek_attn.indexer import Indexer, select_everything
 from deepseek_attn.kernels.available import op_for
-from deepseek_attn.linear import CheckpointModule, GroupedLinear, Linear, RMSNorm, Shard, multi_linear
+from deepseek_attn.linear import CheckpointModule, GroupedLinear, Linear, RMSNorm, Shard, join_weights, multi_linear
 from deepseek_attn.metadata import StepMetadata
 from deepseek_attn.numerics import Numerics
 from deepseek_attn.parallel import Parallel
@@ -87,6 +87,10 @@ class DeepseekV4MLAAttention(CheckpointModule):
         self.decode_topk_slots: torch.Tensor | None = None
         self.workspace: Workspace | None = None
         self.max_model_len = self.max_num_batched_tokens = 0
+
+    def process_weights_after_loading(self) -> None:
+        """Lets one product compute all that compressors and indexer project the layer's input with."""
+        join_weights(self.input_linears)
 
     def bind_caches(self, pools: CachePools, workspace: Workspace, topk_indices_buffer: torch.Tensor | None) -> None:
         """Gives the layer its pools and the scratch memory it shares with other layers."""

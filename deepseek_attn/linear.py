@@ -41,6 +41,7 @@ __all__ = [
     "WeightSlot",
     "checkpoint_slots",
     "dequantize_weight",
+    "join_weights",
     "multi_linear",
     "quantized_input",
     "rms_norm",
@@ -193,6 +194,20 @@ class Linear(CheckpointModule):
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}"
+
+
+def join_weights(linears: Sequence[Linear]) -> None:
+    """Puts the weights of layers with one input behind one another in memory, so that one product can compute them.
+
+    Each layer keeps its rows, as views; what `multi_linear` makes of neighbours is its own affair. Only plain weights
+    of one dtype are joined.
+    """
+    linears = [linear for linear in linears if linear.weight is not None and linear.scale is None]
+    if len({linear.weight.dtype for linear in linears}) != 1:
+        return
+    parts = torch.cat([linear.weight for linear in linears]).split([len(linear.weight) for linear in linears])
+    for linear, part in zip(linears, parts, strict=True):
+        linear.weight = _parameter(part)
 
 
 class GroupedLinear(Linear):

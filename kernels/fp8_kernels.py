@@ -45,26 +45,57 @@ def encode_e4m3(x):
 
 
 @triton.jit
-def quantize_groups(x, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr):
-    """Rounds float32 ``x [..., n]`` to e4m3 with one scale per row of n: values as ``DTYPE``, float32 scales ``[...]``.
+def group_scales(amax, POW2: tl.constexpr):
+    """Scales of groups, float32, and the factors that `scaled` takes; by the rule of ``reference.quant``.
 
-    The rule of ``reference.quant.quantize_fp8``. ``DTYPE`` is that of a factor of a product, or uint8 for the bytes
-    where the GPU has no FP8. A group that holds a NaN or an infinity gets the scale NaN.
+    ``amax`` holds the bits of the largest magnitudes as int32: on these, a NaN is larger than every number. A group
+    that holds a NaN or an infinity gets the scale NaN.
     """
-    axis: tl.constexpr = len(x.shape) - 1
-    # on the bits, a NaN is larger than every number
-    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
     bits = tl.maximum(amax, _FLOOR_BITS)
     if POW2:
         bits = (bits.to(tl.float32, bitcast=True) * 0.002232142857142857).to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFFF) & ~0x7FFFFF
-        inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
         scale = bits.to(tl.float32, bitcast=True)
-        value = x * tl.expand_dims(inverse, axis)
+        factor = ((254 << 23) - bits).to(tl.float32, bitcast=True)
     else:
         scale = tl.div_rn(bits.to(tl.float32, bitcast=True), 448.0)
-        value = tl.div_rn(x, tl.broadcast_to(tl.expand_dims(scale, axis), x.shape))
-    scale = tl.where(amax >= _INFINITY_BITS, float("nan"), scale)
+        factor = scale
+    return tl.where(amax >= _INFINITY_BITS, float("nan"), scale), factor
+
+
+@triton.jit
+def scaled(x, factor, POW2: tl.constexpr):
+    """float32 ``x`` under the factors of its groups, broadcast to it: what is rounded to e4m3."""
+    if POW2:
+        return x * factor
+    else:
+        return tl.div_rn(x, factor)
+
+
+@triton.jit
+def e4m3_pairs(first, second, NATIVE_FP8: tl.constexpr):
+    """float32 values of magnitude up to 448, rounded to e4m3: bytes of ``first`` below those of ``second``, as int16.
+
+    One instruction converts both. (Put together from bytes, 16 bits at a time, ptxas 12.8 makes garbage of them.)
+    """
+    if NATIVE_FP8:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [first, second], dtype=tl.int16, is_pure=True, pack=1
+        )
+    else:
+        low, high = encode_e4m3(round_e4m3(first)).to(tl.int16), encode_e4m3(round_e4m3(second)).to(tl.int16)
+        return low | (high << 8)
+
+
+@triton.jit
+def quantize_groups(x, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr):
+    """Rounds float32 ``x [..., n]`` to e4m3 with one scale per row of n: values as ``DTYPE``, float32 scales ``[...]``.
+
+    ``DTYPE`` is that of a factor of a product, or uint8 for the bytes where the GPU has no FP8. See `group_scales`.
+    """
+    axis: tl.constexpr = len(x.shape) - 1
+    scale, factor = group_scales(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis), POW2)
+    value = scaled(x, tl.broadcast_to(tl.expand_dims(factor, axis), x.shape), POW2)
     if NATIVE_FP8:
         value = value.to(tl.float8e4nv)
     else:
@@ -72,30 +103,3 @@ def quantize_groups(x, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.c
         if DTYPE == tl.uint8:  # noqa: SIM300
             value = encode_e4m3(value)
     return value.to(DTYPE), scale
-
-
-@triton.jit
-def turns_of(position, channel, cos_sin_ptr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr):
-    """Cosines and sines ``[M, n / 2]`` of the pairs of ``channel [n]`` at ``position [M]``; 1 and 0 if not rotated.
-
-    Args:
-        channel: consecutive and starting at an even one; channels go head by head.
-        cos_sin_ptr: float32 ``[positions, ROPE_DIM]``, cosines then sines of the last ``ROPE_DIM`` channels of a head.
-    """
-    first, _ = tl.split(tl.reshape(channel % HEAD_DIM, (channel.shape[0] // 2, 2)))
-    start: tl.constexpr = HEAD_DIM - ROPE_DIM
-    table = cos_sin_ptr + position[:, None] * ROPE_DIM + ((first - start) // 2)[None, :]
-    rotated = (position[:, None] >= 0) & (first >= start)[None, :]
-    cos = tl.load(table, mask=rotated, other=1.0)
-    sin = tl.load(table + ROPE_DIM // 2, mask=rotated, other=0.0)
-    return cos, sin
-
-
-@triton.jit
-def turn_back(x, cos, sin):
-    """Rotates the pairs ``(2i, 2i + 1)`` of ``x [M, n]`` by the negative angle: float32, rounded once to x's dtype."""
-    real, imaginary = tl.split(tl.reshape(x.to(tl.float32), (x.shape[0], x.shape[1] // 2, 2)))
-    # pairs that stay are selected: NaN must not reach its neighbour by a zero sine
-    new_real = tl.where(sin == 0, real * cos, real * cos + imaginary * sin)
-    new_imaginary = tl.where(sin == 0, imaginary * cos, imaginary * cos - real * sin)
-    return tl.reshape(tl.join(new_real, new_imaginary), x.shape).to(x.dtype)

@@ -7,6 +7,7 @@ quantised once for all; with many, large products are left to cuBLAS. The device
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 import torch
@@ -47,7 +48,7 @@ def multi_linear(
     rounds = any(segment.fp8_input and segment.scale is not None for segment in segments)
     if quantized is None and rounds and len(x) > QUANTIZE_ABOVE:
         quantized = quantize_input(x, pow2)
-    outs = [_by_cublas(x, segment, quantized) if tiles is None else None for segment in segments]
+    outs = _by_cublas(x, segments, quantized) if tiles is None else [None] * len(segments)
     todo = [i for i, out in enumerate(outs) if out is None]
     outs = [_empty(x, segment) if out is None else out for out, segment in zip(outs, segments, strict=True)]
     groups = {True: {}, False: {}}
@@ -100,7 +101,38 @@ def scaled_mm(q: Tensor, q_scale: Tensor, weight: Tensor, scale: Tensor, out: Te
     torch._scaled_mm(q, weight.t(), q_scale, scale.t(), out_dtype=torch.bfloat16, out=out)
 
 
-def _by_cublas(x: Tensor, segment: Segment, quantized: tuple[Tensor, Tensor] | None) -> Tensor | None:
+def _by_cublas(x: Tensor, segments: Sequence[Segment], quantized: tuple[Tensor, Tensor] | None) -> list[Tensor | None]:
+    """The outputs by cuBLAS; None where it has no such product or would take longer.
+
+    Plain weights that lie behind one another in memory are one product, whose columns are the outputs.
+    """
+    outs = []
+    for first, rows in _neighbours(segments):
+        segment = segments[first]
+        if len(rows) > 1:
+            weight = segment.weight.as_strided((sum(rows), x.shape[1]), segment.weight.stride())
+            segment = replace(segment, weight=weight)
+        out = _product(x, segment, quantized)
+        outs += [None] * len(rows) if out is None else out.split(rows, dim=1)
+    return outs
+
+
+def _neighbours(segments: Sequence[Segment]) -> list[tuple[int, list[int]]]:
+    """Runs of plain weights each of which ends where the next begins: the first one's place and the rows of each."""
+    runs, end = [], None
+    for i, segment in enumerate(segments):
+        weight = segment.weight
+        plain = segment.scale is None
+        here = weight.untyped_storage().data_ptr(), weight.data_ptr(), weight.dtype, segment.out_dtype
+        if plain and here == end:
+            runs[-1][1].append(len(weight))
+        else:
+            runs.append((i, [len(weight)]))
+        end = (here[0], here[1] + weight.nbytes, *here[2:]) if plain else None
+    return runs
+
+
+def _product(x: Tensor, segment: Segment, quantized: tuple[Tensor, Tensor] | None) -> Tensor | None:
     """The output of a segment by cuBLAS, or None where it has no such product or would take longer."""
     weight, out_dtype = segment.weight, segment.out_dtype or x.dtype
     if not cublas_is_faster(len(x), *weight.shape, fp8=segment.scale is not None):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deepseek_attn.kernels.fp8_kernels import decode_e4m3, quantize_groups, turn_back, turns_of
+from deepseek_attn.kernels.fp8_kernels import decode_e4m3, quantize_groups
 
 
 @triton.jit
@@ -413,55 +413,3 @@ def multi_linear_kernel(
             EARLY,
             PDL,
         )
-
-
-@triton.jit(do_not_specialize=["M"])
-def quantize_input_kernel(
-    x_ptr,
-    out_ptr,
-    scale_ptr,
-    positions_ptr,
-    cos_sin_ptr,
-    M,
-    x_stride,
-    out_stride,
-    out_group_stride,
-    scale_stride,
-    K: tl.constexpr,
-    GROUP_K: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    POW2: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """``x [M, K]``, rotated back if ``ROPE_DIM``, rounded to FP8 per 128 channels if ``QUANTIZE``.
-
-    Channels go to ``out [K / GROUP_K, M, GROUP_K]`` and scales to ``[K / 128, scale_stride]``, a row per 128 channels.
-    """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    channel = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = (row < M)[:, None] & (channel < K)[None, :]
-    token = row.to(tl.int64)
-    x = tl.load(x_ptr + token[:, None] * x_stride + channel[None, :], mask=inside, other=0)
-    if ROPE_DIM > 0:
-        position = tl.load(positions_ptr + token, mask=row < M, other=0)
-        cos, sin = turns_of(position, channel, cos_sin_ptr, HEAD_DIM, ROPE_DIM)
-        x = turn_back(x, cos, sin)
-    out = out_ptr + (channel // GROUP_K).to(tl.int64)[None, :] * out_group_stride
-    out += token[:, None] * out_stride + (channel % GROUP_K)[None, :]
-    if QUANTIZE:
-        groups = tl.reshape(x.to(tl.float32), (BLOCK_M, BLOCK_K // 128, 128))
-        value, scale = quantize_groups(groups, POW2, NATIVE_FP8, out_ptr.dtype.element_ty)
-        tl.store(out, tl.reshape(value, (BLOCK_M, BLOCK_K)), mask=inside)
-        group = tl.program_id(1) * (BLOCK_K // 128) + tl.arange(0, BLOCK_K // 128)
-        target = scale_ptr + group[None, :].to(tl.int64) * scale_stride + token[:, None]
-        tl.store(target, scale, mask=(row < M)[:, None] & (group < K // 128)[None, :])
-    else:
-        tl.store(out, x.to(out_ptr.dtype.element_ty), mask=inside)

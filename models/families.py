@@ -129,6 +129,7 @@ class DeepseekV4Family(Family):
         buffer = self.topk_buffer(model, pools)
         position = torch.zeros(1, dtype=torch.int64, device=self.device)
         for layer in attention_layers(model):
+            layer.process_weights_after_loading()
             layer.bind_caches(pools, workspace, buffer)
             q = torch.zeros(1, layer.padded_heads, layer.head_dim, dtype=self.dtype, device=self.device)
             layer.impl.forward_mqa(layer, q, q[:, 0], position)

@@ -14,6 +14,8 @@ from deepseek_attn.linear import (
     Linear,
     RMSNorm,
     checkpoint_slots,
+    join_weights,
+    multi_linear,
     quantized_input,
     rms_norm,
 )
@@ -311,3 +313,36 @@ def test_checkpoint_slots_have_published_names():
     slots["table"].load(torch.arange(5, dtype=torch.int32), None)
     assert (part.ape.dtype, part.table.dtype) == (torch.float32, torch.int64)
     assert not part.ape.requires_grad
+
+
+def plain_layers(sizes, dtypes, in_features=40):
+    layers = []
+    for n, dtype in zip(sizes, dtypes, strict=True):
+        layers.append(Linear(in_features, n, numerics("exact"), dtype, out_float32=n % 2 == 0))
+        layers[-1].load(torch.randn(n, in_features))
+    return layers
+
+
+def test_joined_weights_lie_together_and_compute_the_same():
+    layers = plain_layers((8, 3, 6), [torch.float32] * 3)
+    x = torch.randn(5, 40)
+    expected = multi_linear(x, layers)
+    before = [layer.weight.clone() for layer in layers]
+    join_weights(layers)
+    for layer, weight, following in zip(layers, before, layers[1:] + [None], strict=True):
+        assert torch.equal(layer.weight, weight)
+        assert layer.weight.is_contiguous()
+        if following is not None:
+            assert layer.weight.data_ptr() + layer.weight.nbytes == following.weight.data_ptr()
+    for mine, other in zip(multi_linear(x, layers), expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_weights_that_have_no_format_in_common_stay_where_they_are():
+    quantized = Linear(128, 128, numerics("serving"), torch.bfloat16)
+    quantized.load(*quantize_fp8_block(torch.randn(128, 128)))
+    mixed = plain_layers((4, 6), (torch.float32, torch.bfloat16))
+    for layers in ([quantized], mixed, [Linear(8, 8, numerics("exact"), torch.float32)]):
+        before = [layer.weight for layer in layers]
+        join_weights(layers)
+        assert all(layer.weight is weight for layer, weight in zip(layers, before, strict=True))

@@ -11,7 +11,7 @@ from deepseek_attn.kernels.reference.quant import quantize_fp8_block
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.linear import multi_linear, quantize_input
+from deepseek_attn.kernels.linear import _neighbours, multi_linear, quantize_input
 from deepseek_attn.kernels.linear_launch import dot_plan
 from deepseek_attn.kernels.linear_tiles import Tiles, choose_tiles, cublas_is_faster
 from tests.kernels.compiled_linear import CAPABILITIES, SHARED, compiled_launches
@@ -182,6 +182,24 @@ def test_segments(gpu, K, scaled, plain, M):
     check(awkward(M, K), segments)
 
 
+def test_neighbours():
+    a, b, c = torch.randn(9, 4).to(BF16).split([2, 3, 4])
+    alone, scaled = torch.randn(5, 4).to(BF16), Segment(*fp8_weight(128, 128))
+    plain = [Segment(w, None, False, F32) for w in (a, b, c)]
+    assert _neighbours(plain) == [(0, [2, 3, 4])]
+    assert _neighbours([scaled, *plain[:2], scaled, plain[2]]) == [(0, [128]), (1, [2, 3]), (3, [128]), (4, [4])]
+    assert _neighbours([plain[1], plain[0], plain[2]]) == [(0, [3]), (1, [2]), (2, [4])]
+    assert _neighbours([plain[0], Segment(b), Segment(c), Segment(alone)]) == [(0, [2]), (1, [3, 4]), (3, [5])]
+    assert _neighbours([]) == []
+
+
+@pytest.mark.parametrize("M", [1, 40, 700, 2049])
+def test_weights_that_lie_together(gpu, M):
+    plain = torch.randn(1024 + 512 + 64, 2048).to(BF16).split([1024, 512, 64])
+    segments = [Segment(*fp8_weight(512, 2048), True), *(Segment(w, None, False, F32) for w in plain)]
+    check(awkward(M, 2048), segments)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("M", [1, 33, 130])
 def test_every_dtype(gpu, M, dtype):
@@ -265,6 +283,16 @@ def test_the_quantiser_gives_the_same_bytes(gpu, pow2, dtype):
     for M, K in ((1, 128), (3, 1024), (65, 1536), (129, 384), (513, 7168)):
         x = awkward(M, K, dtype)
         (q, scale), (expected, expected_scale) = quantize_input(x, pow2), reference.quantize_input(x, pow2)
+        assert torch.equal(q.view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(scale, expected_scale)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_the_quantiser_takes_rows_anywhere(gpu, dtype):
+    """Pairs of channels are read as one word, wherever rows begin."""
+    whole = torch.randn(20, 771).to(dtype)
+    for x in (whole[:, 1:769], whole[:, 2:770], whole[:1, 3:771], whole[::2, :768]):
+        (q, scale), (expected, expected_scale) = quantize_input(x), reference.quantize_input(x)
         assert torch.equal(q.view(torch.uint8), expected.view(torch.uint8))
         assert torch.equal(scale, expected_scale)
 
