@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -28,7 +30,7 @@ class Timing:
         graph: replayed as a CUDA graph; otherwise called from Python.
         batch: sequences; tokens: new tokens of each; context: length of each after the step.
         microseconds: median of the runs; low, high: the 10th and 90th percentile.
-        metadata_us: host time to build the step's metadata, once for all layers of a kind; 0 in a graph.
+        metadata_us: host time to build the step's metadata, once for all layers of a kind, median; 0 in a graph.
         launches: kernels of one step of the layer; None if they were not counted.
         kernels: (name, launches, microseconds) of each kernel of the layer, if they were counted.
     """
@@ -111,9 +113,10 @@ def time_layer(
     kernels = ()
     try:
         runner.manager.reserve([(cache, tokens) for cache in caches])
-        start = time.perf_counter()
         step = static_metadata(runner, caches) if graph else runner.step_metadata(caches, [tokens] * batch)
-        metadata_us = 0.0 if graph else (time.perf_counter() - start) * 1e6
+        metadata_us = 0.0
+        if not graph:
+            metadata_us = host_microseconds(lambda: runner.step_metadata(caches, [tokens] * batch), repeats)
         shape = (INPUT_SETS, batch * tokens, runner.config.hidden_size)
         inputs = torch.randn(shape, device=runner.device).to(runner.dtype)
         with torch.inference_mode(), plain_torch(runner.plain):
@@ -137,6 +140,16 @@ def time_layer(
         batch, tokens, context, spread.median, spread.low, spread.high, metadata_us,
         sum(n for _, n, _ in kernels) if kernels else None, kernels,
     )  # fmt: skip
+
+
+def host_microseconds(call: Callable[[], object], repeats: int) -> float:
+    """Median time until ``call`` returns, whatever a GPU still has to do."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
 
 
 def static_metadata(runner: ModelRunner, caches: list[SequenceCache]) -> StepMetadata:
