@@ -30,7 +30,8 @@ class Timing:
         graph: replayed as a CUDA graph; otherwise called from Python.
         batch: sequences; tokens: new tokens of each; context: length of each after the step.
         microseconds: median of the runs; low, high: the 10th and 90th percentile.
-        metadata_us: host time to build the step's metadata, once for all layers of a kind, median; 0 in a graph.
+        metadata_us: host time to build the step's metadata, once for all layers of a kind, median; 0 for a graph of
+            decode steps, which makes its own.
         launches: kernels of one step of the layer; None if they were not counted.
         kernels: (name, launches, microseconds) of each kernel of the layer, if they were counted.
     """
@@ -96,7 +97,8 @@ def time_layer(
 
     Args:
         batch: sequences; tokens: new tokens of each; context: their length after the step, at least ``tokens``.
-        graph: replay a CUDA graph of decode steps, one for each of several inputs.
+        graph: replay a CUDA graph of calls with several inputs, which no host holds up. Prefill calls share a step's
+            metadata, with the index rows that the first layer of a kind makes for all.
         count_kernels: also list the kernels, on a GPU.
 
     Raises:
@@ -105,17 +107,17 @@ def time_layer(
     check_sizes(runner, batch, tokens, context)
     if count_kernels and runner.device.type != "cuda":
         raise ValueError("kernels are listed on a GPU")
-    if graph and (tokens > 1 or runner.graph_problem):
-        problem = runner.graph_problem or f"{tokens} new tokens per sequence"
-        raise ValueError(f"a CUDA graph is made of decode steps, one new token per sequence, on a GPU: {problem}")
+    if graph and runner.graph_problem:
+        raise ValueError(f"a layer's calls cannot be captured as a CUDA graph here: {runner.graph_problem}")
     block = runner.model.layers[str(layer)]
     caches = [past(runner, context - tokens) for _ in range(batch)]
     kernels = ()
     try:
         runner.manager.reserve([(cache, tokens) for cache in caches])
-        step = static_metadata(runner, caches) if graph else runner.step_metadata(caches, [tokens] * batch)
+        static = graph and tokens == 1
+        step = static_metadata(runner, caches) if static else runner.step_metadata(caches, [tokens] * batch)
         metadata_us = 0.0
-        if not graph:
+        if not static:
             metadata_us = host_microseconds(lambda: runner.step_metadata(caches, [tokens] * batch), repeats)
         shape = (INPUT_SETS, batch * tokens, runner.config.hidden_size)
         inputs = torch.randn(shape, device=runner.device).to(runner.dtype)

@@ -283,11 +283,10 @@ class MetadataBuilder:
 
     def _uploaded(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         """Vectors as int32 on the device: one upload, and each starts where a kernel may read 16 bytes at once."""
-        width = -(-max(map(len, parts)) // 4) * 4
-        packed = torch.zeros(len(parts), width, dtype=torch.int32)
-        for row, part in zip(packed, parts, strict=True):
-            row[: len(part)] = part
-        return [row[: len(part)] for row, part in zip(self._to(packed), parts, strict=True)]
+        rows = [part.tolist() for part in parts]
+        width = -(-max(map(len, rows)) // 4) * 4
+        packed = torch.tensor([row + [0] * (width - len(row)) for row in rows]).int()
+        return [place[: len(row)] for place, row in zip(self._to(packed).unbind(), rows, strict=True)]
 
 
 @dataclass

@@ -171,7 +171,7 @@ def quantize(
     if x.stride(0) % 2 or x.data_ptr() % (2 * x.itemsize):
         x = x.clone(memory_format=torch.contiguous_format)  # pairs of channels are read as one word
     positions, cos_sin, head_dim = rope or (x, x, 1)
-    block_m, block_k = (8, 512) if M > 64 else (2, 256)  # 94 % of the bandwidth of a copy for 4096 rows of 32,768
+    block_m, block_k, warps = (2, 256, 4) if M <= 64 else (8, 512, 4) if rope is None else (4, 512, 2)
     block_k = min(block_k, max(128, triton.next_power_of_2(channels)))
     early = capability[0] >= 9
     quantize_input_kernel[(triton.cdiv(M, block_m), triton.cdiv(channels, block_k))](
@@ -195,7 +195,7 @@ def quantize(
         BLOCK_M=block_m,
         BLOCK_K=block_k,
         PDL=early,
-        num_warps=4,
+        num_warps=warps,
         launch_pdl=early,
     )
     return out, scale.t()

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.fp8_kernels import e4m3_pairs, group_scales, scaled
-from deepseek_attn.kernels.row_ops import round_to
+from deepseek_attn.kernels.row_ops import begin, round_to
 
 
 @triton.jit
@@ -63,9 +62,7 @@ def quantize_input_kernel(
     Channels go to ``out [K / GROUP_K, M, GROUP_K]`` and scales to ``[K / 128, scale_stride]``, a row per 128 channels.
     Positions below 0 are not rotated; ``cos_sin [positions, ROPE_DIM]`` is of the last channels of a head.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(PDL)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     WORD: tl.constexpr = tl.int64 if DTYPE == tl.float32 else tl.int32  # noqa: SIM300
     PAIRS: tl.constexpr = BLOCK_K // 2

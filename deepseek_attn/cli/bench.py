@@ -37,7 +37,7 @@ def add_parser(subparsers) -> None:
         part.add_argument("--model", default="tiny", metavar="NAME|FILE", help="preset or config.json (default: tiny)")
         part.add_argument("--batch", type=numbers, default=[1, 8], metavar="LIST", help="decode batches (default: 1,8)")
         part.add_argument("--context", type=numbers, default=[1024], metavar="LIST", help="lengths (default: 1024)")
-        part.add_argument("--graph", action="store_true", help="replay decode steps as CUDA graphs")
+        part.add_argument("--graph", action="store_true", help="replay CUDA graphs of what is timed")
         part.add_argument("--kernels", action="store_true", help="list the kernels: launches and times (GPU)")
         add_numerics_options(part)
     for part in (op, layer, model):
@@ -124,9 +124,8 @@ def run_layer(args: argparse.Namespace) -> None:
             )  # fmt: skip
             fill_caches(runner)
             for batch, tokens, context in steps:
-                graph = args.graph and tokens == 1
                 timing = time_layer(
-                    runner, layer, batch, tokens, context, args.repeats, graph=graph, count_kernels=args.kernels
+                    runner, layer, batch, tokens, context, args.repeats, graph=args.graph, count_kernels=args.kernels
                 )
                 rows.append(timing.row())
                 print(
