@@ -28,6 +28,8 @@ from deepseek_attn.v32 import KVCacheSpec, SparseMLAConfig, get_backend
 from deepseek_attn.v32.kernels import get_kernels
 from deepseek_attn.workspace import Workspace
 
+V32_BACKENDS = ("auto", "flashmla", "triton", "flashinfer", "reference")
+
 
 class Family(ABC):
     """A config with its numerics and backend settled.
@@ -148,6 +150,10 @@ class DeepseekV32Family(Family):
     model_class, block_class = deepseek_v32.DeepseekV32, deepseek_v32.Block
 
     def choose_backend(self, backend: str, spec: AttentionSpec) -> None:
+        if backend not in V32_BACKENDS:
+            raise ValueError(
+                f"unknown backend {backend!r} for {self.config.model_type}: supported are {', '.join(V32_BACKENDS)}"
+            )
         flashinfer = backend == "flashinfer"
         if flashinfer and self.numerics.kv_record != "plain":
             raise ValueError(

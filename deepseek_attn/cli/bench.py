@@ -67,7 +67,7 @@ def run_ops(args: argparse.Namespace) -> None:
     device = pick_device(args.device)
     cases = [case for family in FAMILIES for case in rows_of(family, device)]
     if not cases:
-        raise ValueError(f"the ops are Triton kernels: {problem_on(device) or 'plain torch was asked for'}")
+        raise ValueError(f"no op can be timed: {problem_on(device) or 'plain torch was asked for'}")
     wanted = [
         case
         for case in cases
