@@ -222,6 +222,16 @@ def main() -> None:
     print(f"{time.perf_counter() - started:.0f} s to make the model", flush=True)
     graphs, prefixes = runner.graphs, runner.prefixes
     rows, layers = [], []
+    result = {
+        "benchmark": "engine",
+        "preset": args.preset,
+        "layers": args.layers,
+        "experts": config.n_routed_experts,
+        "prompt": args.prompt,
+        "rows": rows,
+        "layers_alone": layers,
+        "environment": {key: value for key, value in collect().items() if "backends" not in key},
+    }
     columns = ("step us", "device us", "host", "tokens/s", "prompt tok/s", "hits")
     print(f"{'mode':<14}{'batch':>6}" + "".join(f"{name:>13}" for name in columns))
     for batch in args.batch:
@@ -248,21 +258,13 @@ def main() -> None:
             )  # fmt: skip
             print(f"{mode:<14}{batch:>6}" + "".join(f"{value:>13}" for value in values), flush=True)
             gc.collect()
-    result = {
-        "benchmark": "engine",
-        "preset": args.preset,
-        "layers": args.layers,
-        "experts": config.n_routed_experts,
-        "prompt": args.prompt,
-        "rows": rows,
-        "layers_alone": layers,
-        "memory_bytes": torch.cuda.max_memory_allocated() if runner.device.type == "cuda" else None,
-        "graph_bytes": graphs.nbytes if graphs else None,
-        "environment": {key: value for key, value in collect().items() if "backends" not in key},
-    }
+            if runner.device.type == "cuda":
+                result["memory_bytes"] = torch.cuda.max_memory_allocated()
+            if graphs is not None:
+                result["graph_bytes"] = graphs.nbytes
+            if args.out:  # after every row, so that a run that is cut off leaves what it has
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
