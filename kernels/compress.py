@@ -1,10 +1,10 @@
-"""Triton kernels of `reference.compress`: windows that close in a step are pooled and stored, open ones are kept.
+"""Triton version of `reference.compress`: windows that close in a step are pooled and stored, open ones are kept.
 
-One program per token and compressor: if the token completes a window, the program pools it, in float32 and channel by
-channel, from rows of this step and of the request's ring, and stores the entry. The same launch keeps the token's own
-row in the ring where no program can still be reading what it overwrites: that takes steps of at most
-``rows - coff * ratio + 1`` new tokens per request, as decode steps are. Longer ones take two launches: a program per
-window, then a program per row that is kept.
+Programs that pool look for the windows that close, from the lengths of the requests, so that none is started for each
+of many tokens. Short windows are pooled by one program, in float32 and channel by channel. Of long ones every program
+pools a few channels, and the last of them to arrive stores the entry: the norm takes all of its channels. The other
+programs keep a token's row in the ring of its request. In steps of more than ``rows - coff * ratio + 1`` tokens of a
+request such a row may be one that is pooled; then the program that pools it stores what comes in its place.
 """
 
 from __future__ import annotations
@@ -12,274 +12,105 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from deepseek_attn.kernels.compress_kernels import PartShape, Pooling, keep_token, pool_windows
+from deepseek_attn.kernels.counters import COUNTERS, counters_of
 from deepseek_attn.kernels.reference.compress import CompressBatch, CompressPart, check_part
-from deepseek_attn.kernels.row_ops import (
-    TRITON_DTYPES,
-    entry_constants,
-    hadamard_rows,
-    native_fp8,
-    normed_rows,
-    rotated_rows,
-    round_to,
-    row_block,
-    store_rows,
-)
+from deepseek_attn.kernels.row_ops import TRITON_DTYPES, begin, early_launch, entry_constants, native_fp8, row_block
+
+WORKERS = 528  # programs that pool at most: four for each multiprocessor of an H200
 
 
 class Tiles(NamedTuple):
-    """How a window is pooled: warps of a program, lanes of tokens, and tokens that a lane reads at once."""
+    """How a window is pooled.
+
+    Attributes:
+        warps: of a program; lanes: tokens that are summed side by side, and meet at the end; reads: tokens that a lane
+            reads at once; channels: of a program, 0 for all. With ``lanes`` of 1 a program pools them all.
+        values: channels of a program that pools whole windows, which takes several narrow ones.
+    """
 
     warps: int
     lanes: int
     reads: int
+    channels: int = 0
+    chunks: int = 1
+    values: int = 512
+    registers: int | None = None
 
 
 def choose_tiles(pooled_tokens: int) -> Tiles:
     """The fastest on an H200. A window must be summed alike in every step, so that it depends on nothing else."""
     if pooled_tokens <= 16:
-        return Tiles(4, triton.next_power_of_2(pooled_tokens), 1)
-    return Tiles(8, 8, 2)  # more reads spill registers: 32 us instead of 25 for 128 windows of 128 tokens
+        return Tiles(4, 1, triton.next_power_of_2(pooled_tokens))
+    return Tiles(4, 16, 4, 32)
 
 
-@triton.jit
-def _keep(t, pos, ring, part, RATIO: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
-    """Copies the projections of token ``t`` to its row of the ring."""
-    kv_ptr, score_ptr, ape_ptr, state_ptr = part[0], part[1], part[2], part[3]
-    channel = tl.arange(0, BLOCK)
-    row = state_ptr + ring * part[6] + (pos % ROWS) * (2 * W)
-    for first in tl.static_range(0, W, BLOCK):
-        column = first + channel
-        inside = column < W
-        value = tl.load(kv_ptr + t * part[4] + column, mask=inside)
-        score = tl.load(score_ptr + t * part[5] + column, mask=inside)
-        score += tl.load(ape_ptr + (pos % RATIO) * W + column, mask=inside)
-        tl.store(row + column, value, mask=inside)
-        tl.store(row + W + column, score, mask=inside)
-
-
-@triton.jit
-def _pooled(
-    t,
-    pos,
-    prefix,
-    ring,
-    part,
-    RATIO: tl.constexpr,
-    COFF: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    READS: tl.constexpr,
-):
-    """Softmax-weighted sum, float32 ``[BLOCK]``, of the window that token ``t`` closes.
-
-    Each of ``LANES`` lanes sums every ``LANES``-th token by itself, ``READS`` tokens at a time; the lanes meet once.
-    """
-    W: tl.constexpr = COFF * D
-    G: tl.constexpr = COFF * RATIO
-    kv_ptr, score_ptr, ape_ptr, state_ptr = part[0], part[1], part[2], part[3]
-    lane = tl.arange(0, LANES)
-    channel = tl.arange(0, BLOCK)[None, :]
-    peak = tl.full((LANES, BLOCK), float("-inf"), tl.float32)
-    total = tl.zeros((LANES, BLOCK), tl.float32)
-    acc = tl.zeros((LANES, BLOCK), tl.float32)
-    for first in range(0, G, READS * LANES):
-        values = ()
-        scores = ()
-        new_peak = peak
-        for i in tl.static_range(READS):
-            place = first + i * LANES + lane
-            wanted = pos - (G - 1) + place
-            present = (wanted >= 0) & (place < G)
-            new = wanted >= prefix
-            # of two windows, the older one is pooled from the first half of the channels
-            half = tl.where(place < G - RATIO, 0, W - D)
-            token = t - (pos - wanted)
-            kept = state_ptr + ring * part[6] + (wanted % ROWS) * (2 * W)
-            value_row = tl.where(new, kv_ptr + token * part[4], kept) + half
-            score_row = tl.where(new, score_ptr + token * part[5], kept + W) + half
-            mask = present[:, None] & (channel < D)
-            value = tl.load(value_row[:, None] + channel, mask=mask, other=0)
-            score = tl.load(score_row[:, None] + channel, mask=mask, other=float("-inf"))
-            if pos - (G - 1) + first + (i + 1) * LANES > prefix:
-                ape_row = ape_ptr + (wanted % RATIO) * W + half
-                score += tl.load(ape_row[:, None] + channel, mask=mask & new[:, None], other=0)
-            new_peak = tl.maximum(new_peak, score)
-            values += (value,)
-            scores += (score,)
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay = tl.exp(peak - shift)
-        total *= decay
-        acc *= decay
-        for i in tl.static_range(READS):
-            weight = tl.exp(scores[i] - shift)
-            total += weight
-            acc += weight * values[i]
-        peak = new_peak
-    top = tl.max(peak, 0)
-    decay = tl.exp(peak - tl.where(top == float("-inf"), 0.0, top)[None, :])
-    pooled = tl.sum(acc * decay, 0) / tl.sum(total * decay, 0)
-    return tl.where(tl.arange(0, BLOCK) < D, pooled, 0.0)
-
-
-@triton.jit
-def _store_entry(
-    pooled, pos, slot, part, P: tl.constexpr, RATIO: tl.constexpr, SHAPES: tl.constexpr, NATIVE_FP8: tl.constexpr
-):
-    """Norm, rotation at the window's first position, Hadamard rotation if there are ``TURNS``, and the pool."""
-    D: tl.constexpr = SHAPES[P][0]
-    NOPE: tl.constexpr = SHAPES[P][1]
-    ROPE: tl.constexpr = SHAPES[P][2]
-    BLOCK: tl.constexpr = SHAPES[P][3]
-    N: tl.constexpr = SHAPES[P][4]
-    RECORD: tl.constexpr = SHAPES[P][5]
-    PLAIN: tl.constexpr = SHAPES[P][6]
-    DTYPE: tl.constexpr = SHAPES[P][7]
-    TURNS: tl.constexpr = SHAPES[P][8]
-    y = normed_rows(round_to(pooled, DTYPE)[None, :], part[7], part[12], D, BLOCK, DTYPE)
-    start = (pos // RATIO) * RATIO + tl.zeros((1,), tl.int64)
-    y = rotated_rows(y, start, part[8], part[9], D, ROPE, BLOCK, DTYPE)
-    if TURNS:
-        y = hadamard_rows(y, BLOCK, TURNS, DTYPE)
-    slot = slot + tl.zeros((1,), tl.int64)
-    store_rows(y, slot, part[10], part[11], N, D, NOPE, BLOCK, RECORD, PLAIN, NATIVE_FP8)
-
-
-@triton.jit
-def compress_token(
-    t,
-    which,
-    parts,
-    batch,
-    SHAPES: tl.constexpr,
-    RATIO: tl.constexpr,
-    COFF: tl.constexpr,
-    ROWS: tl.constexpr,
-    POOL: tl.constexpr,
-    KEEP: tl.constexpr,
-    LANES: tl.constexpr,
-    READS: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-):
-    """What token ``t`` means to compressor ``which``: an entry if it closes a window, and a row of the ring.
-
-    Arguments and constants are those of `compress_launch`.
-    """
-    slot = tl.load(batch[5] + t).to(tl.int64)
-    valid = tl.load(batch[6] + t) != 0
-    closes = POOL and slot >= 0
-    if closes or (KEEP and valid):
-        pos = tl.load(batch[0] + t).to(tl.int64)
-        req = tl.load(batch[1] + t)
-        ring = tl.load(batch[4] + req * batch[7]).to(tl.int64)
-        for p in tl.static_range(len(SHAPES)):
-            if which == p:
-                if closes:
-                    prefix = tl.load(batch[3] + req)
-                    pooled = _pooled(
-                        t, pos, prefix, ring, parts[p], RATIO, COFF, ROWS, SHAPES[p][0], SHAPES[p][3], LANES, READS
-                    )
-                    _store_entry(pooled, pos, slot, parts[p], p, RATIO, SHAPES, NATIVE_FP8)
-                if KEEP:
-                    last = tl.load(batch[2] + req + 1)
-                    if valid and t >= last - ROWS:
-                        _keep(t, pos, ring, parts[p], RATIO, ROWS, COFF * SHAPES[p][0], SHAPES[p][3])
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["workers", "requests"])
 def _compress_kernel(
     parts,
     batch,
-    SHAPES: tl.constexpr,
-    RATIO: tl.constexpr,
-    COFF: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
-    READS: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-):
-    t = tl.program_id(0).to(tl.int64)
-    which = tl.program_id(1)
-    compress_token(t, which, parts, batch, SHAPES, RATIO, COFF, ROWS, True, True, LANES, READS, NATIVE_FP8)
-
-
-@triton.jit(do_not_specialize=["requests"])
-def _windows_kernel(
-    parts,
-    batch,
+    room,
+    workers,
     requests,
     SHAPES: tl.constexpr,
-    RATIO: tl.constexpr,
-    COFF: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
-    READS: tl.constexpr,
+    HOW: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
-    REQUESTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Program e finds the e-th window that closes: counting is cheaper than a program for each of many tokens."""
-    e = tl.program_id(0)
-    which = tl.program_id(1)
-    r = tl.arange(0, REQUESTS)
-    prefix = tl.load(batch[3] + r, mask=r < requests, other=0).to(tl.int64)
-    start = tl.load(batch[2] + r, mask=r < requests, other=0).to(tl.int64)
-    end = tl.load(batch[2] + r + 1, mask=r < requests, other=0).to(tl.int64)
-    count = (prefix + end - start) // RATIO - prefix // RATIO
-    before = tl.cumsum(count, 0) - count
-    mine = (before <= e) & (e < before + count)
-    last = (prefix // RATIO + e - before + 1) * RATIO - 1
-    t = tl.sum(tl.where(mine, start + last - prefix, 0), 0)
-    if tl.sum(mine.to(tl.int32), 0) > 0:
-        compress_token(t, which, parts, batch, SHAPES, RATIO, COFF, ROWS, True, False, LANES, READS, NATIVE_FP8)
-
-
-@triton.jit
-def _rings_kernel(
-    parts,
-    batch,
-    SHAPES: tl.constexpr,
-    RATIO: tl.constexpr,
-    COFF: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
-    READS: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-):
-    """Program i of a request keeps its i-th token from the end."""
-    r = tl.program_id(0) // ROWS
-    which = tl.program_id(1)
-    t = tl.load(batch[2] + r + 1).to(tl.int64) - 1 - tl.program_id(0) % ROWS
-    if t >= tl.load(batch[2] + r):
-        compress_token(t, which, parts, batch, SHAPES, RATIO, COFF, ROWS, False, True, LANES, READS, NATIVE_FP8)
+    """The first programs keep a token's row for one compressor each; the others are ``workers`` that pool."""
+    begin(PDL)
+    PARTS: tl.constexpr = len(SHAPES)
+    program = tl.program_id(0)
+    keepers = tl.num_programs(0) - workers
+    if program >= keepers:
+        pool_windows(program - keepers, workers, requests, parts, batch, room, SHAPES, HOW, NATIVE_FP8)
+    elif HOW.LONG:
+        r = program // PARTS // HOW.ROWS
+        t = tl.load(batch[2] + r + 1).to(tl.int64) - 1 - program // PARTS % HOW.ROWS
+        if t >= tl.load(batch[2] + r):
+            keep_token(t, program % PARTS, parts, batch, SHAPES, HOW)
+    else:
+        keep_token((program // PARTS).to(tl.int64), program % PARTS, parts, batch, SHAPES, HOW)
 
 
 def compress_and_insert(parts: Sequence[CompressPart], batch: CompressBatch) -> None:
-    """Same as `reference.compress.compress_and_insert`, in one launch for all ``parts`` (two for longer steps)."""
-    tokens, requests, each = len(batch.positions), len(batch.prefix_lens), len(parts)
+    """Same as `reference.compress.compress_and_insert`, in one launch for all ``parts``."""
+    tokens, requests = len(batch.positions), len(batch.prefix_lens)
     if tokens == 0 or not parts:
         return
-    arguments, constants = compress_launch(parts, batch)
-    warps = choose_tiles(batch.pooled_tokens).warps
-    if fits_one_launch(batch):
-        _compress_kernel[(tokens, each)](*arguments, **constants, num_warps=warps)
-        return
-    grid = (tokens // batch.ratio + requests, each)
-    block = triton.next_power_of_2(requests)
-    _windows_kernel[grid](*arguments, requests, **constants, REQUESTS=block, num_warps=warps)
-    _rings_kernel[(requests * batch.rows, each)](*arguments, **constants, num_warps=4)
+    launch = compress_launch(parts, batch)
+    kept = (requests * batch.rows if is_long(batch) else tokens) * len(parts)
+    _compress_kernel[(kept + launch.workers,)](
+        *launch.arguments,
+        **launch.constants,
+        num_warps=launch.warps,
+        maxnreg=launch.registers,
+        launch_pdl=launch.constants["PDL"],
+    )
 
 
-def fits_one_launch(batch: CompressBatch) -> bool:
-    """Whether no token of the step overwrites a ring row that another one may be pooling."""
-    return batch.max_query_len <= batch.rows - batch.pooled_tokens + 1
+def is_long(batch: CompressBatch) -> bool:
+    """Whether a token may take the ring row of one that a window of the step pools."""
+    return batch.max_query_len > batch.rows - batch.pooled_tokens + 1
 
 
-def compress_launch(parts: Sequence[CompressPart], batch: CompressBatch) -> tuple[tuple, dict[str, Any]]:
-    """Arguments ``parts, batch`` of `compress_token`, and the constants of all kernels here.
+class Launch(NamedTuple):
+    """Arguments and constants of `_compress_kernel`, its programs that pool, and the warps of each."""
+
+    arguments: tuple
+    constants: dict[str, Any]
+    workers: int
+    warps: int
+    registers: int | None
+
+
+def compress_launch(parts: Sequence[CompressPart], batch: CompressBatch) -> Launch:
+    """What the kernels here, and `insert_tokens`, are launched with.
 
     Raises:
         ValueError: compressors that do not fit the batch or that the kernel does not support.
@@ -287,18 +118,48 @@ def compress_launch(parts: Sequence[CompressPart], batch: CompressBatch) -> tupl
     for part in parts:
         check_part(part, batch)
         _check_strides(part)
-    tiles = choose_tiles(batch.pooled_tokens)
+    tiles, device = choose_tiles(batch.pooled_tokens), batch.positions.device
+    tokens, requests = len(batch.positions), len(batch.prefix_lens)
+    blocks = [row_block(part.dim, part.cos_sin) for part in parts]
+    group = max(max(tiles.values // block, 1) for block in blocks) if tiles.lanes == 1 else 1
+    jobs = [group // max(tiles.values // block, 1) for block in blocks]
+    if tiles.lanes > 1:
+        jobs = [triton.cdiv(part.dim, tiles.channels) for part in parts]
+    shapes = tuple(map(_part_shape, parts, jobs))
     step = (batch.positions, batch.token_to_req, batch.query_start_loc, batch.prefix_lens, batch.ring_pages)
-    arguments = tuple(map(_part_arguments, parts)), (*step, batch.slots, batch.valid, batch.ring_pages.stride(0))
-    return arguments, {
-        "SHAPES": tuple(map(_part_shape, parts)),
-        "RATIO": batch.ratio,
-        "COFF": batch.pooled_tokens // batch.ratio,
-        "ROWS": batch.rows,
-        "LANES": tiles.lanes,
-        "READS": tiles.reads,
-        "NATIVE_FP8": native_fp8(batch.positions.device),
-    }
+    step = (*step, batch.slots, batch.valid, batch.ring_pages.stride(0))
+    groups = min(tokens, tokens // (batch.ratio * group) + requests)  # at most
+    room = _room(parts, groups, device) if tiles.lanes > 1 else (parts[0].kv, batch.token_to_req, 0)
+    workers = min(groups * sum(jobs), WORKERS)
+    how = Pooling(
+        batch.ratio,
+        batch.pooled_tokens,
+        batch.rows,
+        tiles.lanes,
+        tiles.reads,
+        tiles.channels,
+        tiles.chunks,
+        group,
+        sum(jobs),
+        is_long(batch),
+        max(128, triton.next_power_of_2(requests)),
+    )
+    constants = {"SHAPES": shapes, "HOW": how, "NATIVE_FP8": native_fp8(device), "PDL": early_launch(device)}
+    return Launch(
+        (tuple(map(_part_arguments, parts)), step, room, workers, requests),
+        constants,
+        workers,
+        tiles.warps,
+        tiles.registers,
+    )
+
+
+def _room(parts: Sequence[CompressPart], groups: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Rows for what the programs of a window pool, counters of these programs, and the length of a row."""
+    width = max(part.dim for part in parts)
+    rows = groups * len(parts)
+    counters = counters_of(device) if rows <= COUNTERS else torch.zeros(rows, dtype=torch.int32, device=device)
+    return torch.empty(rows * width, dtype=torch.float32, device=device), counters, width
 
 
 def _part_arguments(part: CompressPart) -> tuple:
@@ -319,18 +180,15 @@ def _part_arguments(part: CompressPart) -> tuple:
     )
 
 
-def _part_shape(part: CompressPart) -> tuple:
-    entry = entry_constants(part.record, part.pool, part.page_entries)
-    return (
-        part.dim,
-        entry["NOPE"],
-        part.cos_sin.shape[1],
-        row_block(part.dim, part.cos_sin),
-        entry["N"],
-        entry["RECORD"],
-        entry["PLAIN"],
-        TRITON_DTYPES[part.dtype],
-        part.dim.bit_length() - 1 if part.hadamard else 0,
+def _part_shape(part: CompressPart, jobs: int) -> PartShape:
+    return PartShape(
+        D=part.dim,
+        BLOCK=row_block(part.dim, part.cos_sin),
+        ROPE=part.cos_sin.shape[1],
+        STAGES=part.dim.bit_length() - 1 if part.hadamard else 0,
+        DTYPE=TRITON_DTYPES[part.dtype],
+        JOBS=jobs,
+        **entry_constants(part.record, part.pool, part.page_entries),
     )
 
 

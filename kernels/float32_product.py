@@ -7,13 +7,14 @@ cut into shares; the kernel that uses the product adds them up (`summed`), in on
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deepseek_attn.kernels.row_ops import early_launch
 
 GROUPS = 8  # of shares; the shares of a group are added up first
 MANY = 512  # rows from which a program goes through a whole group, and the weight is cut before
@@ -136,7 +137,7 @@ def float32_product(x: Tensor, weight: Tensor, share: int, squares: bool = False
         share: channels of a share, a multiple of 64.
         squares: one more column, the sum of squares of x.
     """
-    (T, K), N, early = x.shape, len(weight), starts_early(x.device)
+    (T, K), N, early = x.shape, len(weight), early_launch(x.device)
     many, bfloat16 = T >= MANY, x.dtype == torch.bfloat16
     shares = triton.cdiv(K, share)
     inner = triton.cdiv(shares, GROUPS)
@@ -181,9 +182,3 @@ def _tiles(T: int, N: int, cuts: bool) -> tuple[int, int, int]:
     if cuts:
         return 128, 32 if N <= 32 else 64, 3
     return (16 if T <= 16 else 32), 32, 3
-
-
-@cache
-def starts_early(device: torch.device) -> bool:
-    """Whether programs may start before the launch ahead of them has ended, and wait for it."""
-    return torch.cuda.get_device_capability(device)[0] >= 9

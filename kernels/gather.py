@@ -5,6 +5,7 @@ One program copies a few rows. Lengths are read on the GPU, so that nothing wait
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,59 +18,69 @@ from deepseek_attn.kernels.row_ops import FLOATS, TRITON_DTYPES, from_e4m3, from
 ROWS, WARPS = 4, 2  # of a program: 85 to 92 % of the bandwidth of a copy on an H200
 
 
-@triton.jit
-def _copy_rows(
-    slot,
-    out_row,
-    wanted,
-    pool_ptr,
-    page_stride,
-    N: tl.constexpr,
-    ENTRY: tl.constexpr,
-    CODED: tl.constexpr,
-    GROUP: tl.constexpr,
-    RAW_AT: tl.constexpr,
-    RAW: tl.constexpr,
-    RAW_DTYPE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    CODED_BLOCK: tl.constexpr,
-    RAW_BLOCK: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-):
-    """Decodes entry ``slot[r]`` into the row that ``out_row[r]`` points at, where ``wanted``; zeros for slots < 0.
+@dataclass(frozen=True)
+class EntryShape:
+    """Where the parts of an entry are, ``CODED`` e4m3 values with a scale per ``GROUP`` and ``RAW`` other ones.
 
-    An entry is ``CODED`` e4m3 values with a scale per ``GROUP``, and ``RAW`` values of ``RAW_DTYPE`` from byte
-    ``RAW_AT`` on. A group of 64 has its e8m0 scale behind the ``N`` entries of the page, one of 128 a float32 behind
-    the values. Where both parts fit in ``CODED_BLOCK`` channels, ``RAW_BLOCK`` is 0 and a row is stored at once.
+    Attributes:
+        N: entries of a page; ENTRY: bytes from one to the next; RAW_AT: byte from which on the other values are, of
+            ``RAW_DTYPE``. A group of 64 has its e8m0 scale behind the entries of the page, one of 128 a float32 behind
+            the values.
+        DTYPE: of a decoded row; NATIVE_FP8: the GPU converts e4m3 itself.
+        CODED_BLOCK, RAW_BLOCK: tiles of either part. Where both fit in the first, the second is 0 and a row is stored
+            at once.
     """
+
+    N: int
+    ENTRY: int
+    CODED: int
+    GROUP: int
+    RAW_AT: int
+    RAW: int
+    RAW_DTYPE: Any
+    DTYPE: Any
+    CODED_BLOCK: int
+    RAW_BLOCK: int
+    NATIVE_FP8: bool
+
+
+@triton.jit
+def _copy_rows(slot, out_row, wanted, pool_ptr, page_stride, SHAPE: tl.constexpr):
+    """Decodes entry ``slot[r]`` into the row that ``out_row[r]`` points at, where ``wanted``; zeros for slots < 0."""
     R: tl.constexpr = slot.shape[0]
+    CODED: tl.constexpr = SHAPE.CODED
+    GROUP: tl.constexpr = SHAPE.GROUP
+    RAW: tl.constexpr = SHAPE.RAW
+    RAW_DTYPE: tl.constexpr = SHAPE.RAW_DTYPE
+    DTYPE: tl.constexpr = SHAPE.DTYPE
+    CODED_BLOCK: tl.constexpr = SHAPE.CODED_BLOCK
     live = wanted & (slot >= 0)
-    page = pool_ptr + (slot // N) * page_stride
-    row = page + (slot % N) * ENTRY
-    raw = (row + RAW_AT).to(tl.pointer_type(RAW_DTYPE))
+    page = pool_ptr + (slot // SHAPE.N) * page_stride
+    row = page + (slot % SHAPE.N) * SHAPE.ENTRY
+    raw = (row + SHAPE.RAW_AT).to(tl.pointer_type(RAW_DTYPE))
     if CODED:
         channel = tl.arange(0, CODED_BLOCK)
         group = tl.arange(0, CODED_BLOCK // GROUP)
         known = live[:, None] & (group < CODED // GROUP)[None, :]
         if GROUP == 64:
-            scales = page + N * ENTRY + (slot % N) * ((CODED // GROUP + 7) // 8 * 8)
+            scales = page + SHAPE.N * SHAPE.ENTRY + (slot % SHAPE.N) * ((CODED // GROUP + 7) // 8 * 8)
             scale = from_e8m0(tl.load(scales[:, None] + group[None, :], mask=known, other=127))
         else:
             scales = (row + CODED).to(tl.pointer_type(tl.float32))
             scale = tl.load(scales[:, None] + group[None, :], mask=known, other=0)
         inside = (channel < CODED)[None, :]
         code = tl.load(row[:, None] + channel[None, :], mask=live[:, None] & inside, other=0)
-        value = tl.reshape(from_e4m3(code, NATIVE_FP8), (R, CODED_BLOCK // GROUP, GROUP)) * scale[:, :, None]
+        value = tl.reshape(from_e4m3(code, SHAPE.NATIVE_FP8), (R, CODED_BLOCK // GROUP, GROUP)) * scale[:, :, None]
         value = tl.reshape(value, (R, CODED_BLOCK))
-        if RAW_BLOCK == 0 and RAW:
+        if SHAPE.RAW_BLOCK == 0 and RAW:
             rest = ((channel >= CODED) & (channel < CODED + RAW))[None, :]
             kept = tl.load(raw[:, None] + (channel - CODED)[None, :], mask=live[:, None] & rest, other=0)
             value = tl.where(rest, kept.to(tl.float32), value)
             inside = inside | rest
         value = round_to(tl.where(live[:, None], value, 0.0), DTYPE).to(DTYPE)
         tl.store(out_row[:, None] + channel[None, :], value, mask=wanted[:, None] & inside)
-    if RAW_BLOCK:
-        channel = tl.arange(0, RAW_BLOCK)
+    if SHAPE.RAW_BLOCK:
+        channel = tl.arange(0, SHAPE.RAW_BLOCK)
         inside = (channel < RAW)[None, :]
         value = tl.load(raw[:, None] + channel[None, :], mask=live[:, None] & inside, other=0).to(tl.float32)
         value = round_to(value, DTYPE).to(DTYPE)
@@ -98,17 +109,7 @@ def _gather_kernel(
     table_stride,
     out_stride_r,
     out_stride_row,
-    N: tl.constexpr,
-    ENTRY: tl.constexpr,
-    CODED: tl.constexpr,
-    GROUP: tl.constexpr,
-    RAW_AT: tl.constexpr,
-    RAW: tl.constexpr,
-    RAW_DTYPE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    CODED_BLOCK: tl.constexpr,
-    RAW_BLOCK: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    SHAPE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     r = tl.program_id(1).to(tl.int64)
@@ -120,10 +121,9 @@ def _gather_kernel(
     if first < length:
         row = first + tl.arange(0, ROWS)
         wanted = (row < length) & (row < room)
-        slot = _page_slots(r, seq_len - length + row, wanted, table_ptr, table_stride, pages, N)
+        slot = _page_slots(r, seq_len - length + row, wanted, table_ptr, table_stride, pages, SHAPE.N)
         out_row = out_ptr + r * out_stride_r + row.to(tl.int64) * out_stride_row
-        _copy_rows(slot, out_row, wanted, pool_ptr, page_stride, N, ENTRY, CODED, GROUP, RAW_AT, RAW, RAW_DTYPE, DTYPE,
-                   CODED_BLOCK, RAW_BLOCK, NATIVE_FP8)  # fmt: skip
+        _copy_rows(slot, out_row, wanted, pool_ptr, page_stride, SHAPE)
 
 
 @triton.jit(do_not_specialize=["rows", "requests", "pages"])
@@ -139,17 +139,7 @@ def _gather_packed_kernel(
     page_stride,
     table_stride,
     out_stride_row,
-    N: tl.constexpr,
-    ENTRY: tl.constexpr,
-    CODED: tl.constexpr,
-    GROUP: tl.constexpr,
-    RAW_AT: tl.constexpr,
-    RAW: tl.constexpr,
-    RAW_DTYPE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    CODED_BLOCK: tl.constexpr,
-    RAW_BLOCK: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    SHAPE: tl.constexpr,
     ROWS: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
@@ -159,9 +149,8 @@ def _gather_packed_kernel(
     request = tl.maximum(tl.sum((start[None, :] <= row[:, None]).to(tl.int32), 1) - 1, 0)
     position = row - tl.load(starts_ptr + request).to(tl.int64)
     wanted = (row < rows) & (position >= 0) & (position < tl.load(seq_lens_ptr + request))
-    slot = _page_slots(request.to(tl.int64), position, wanted, table_ptr, table_stride, pages, N)
-    _copy_rows(slot, out_ptr + row * out_stride_row, wanted, pool_ptr, page_stride, N, ENTRY, CODED, GROUP, RAW_AT, RAW,
-               RAW_DTYPE, DTYPE, CODED_BLOCK, RAW_BLOCK, NATIVE_FP8)  # fmt: skip
+    slot = _page_slots(request.to(tl.int64), position, wanted, table_ptr, table_stride, pages, SHAPE.N)
+    _copy_rows(slot, out_ptr + row * out_stride_row, wanted, pool_ptr, page_stride, SHAPE)
 
 
 def dequantize_and_gather_k_cache(
@@ -190,7 +179,7 @@ def dequantize_and_gather_k_cache(
             f"out has {b} requests: got seq_lens {tuple(seq_lens.shape)}, gather_lens {tuple(lens.shape)}, "
             f"block_table {tuple(block_table.shape)}"
         )
-    constants = _constants(out, record, pool, block_table, block_size)
+    shape = _entry_shape(out, record, pool, block_table, block_size)
     room = M - offset
     if b == 0 or room <= 0:
         return
@@ -207,8 +196,8 @@ def dequantize_and_gather_k_cache(
         out.stride(0),
         out.stride(1),
         ROWS=ROWS,
+        SHAPE=shape,
         num_warps=WARPS,
-        **constants,
     )
 
 
@@ -230,7 +219,7 @@ def gather_packed(
     b = len(seq_lens)
     if starts.shape != (b,) or block_table.dim() != 2 or block_table.shape[0] != b:
         raise ValueError(f"{b} seq_lens, but starts {tuple(starts.shape)} and block_table {tuple(block_table.shape)}")
-    constants = _constants(out, record, pool, block_table, page_entries)
+    shape = _entry_shape(out, record, pool, block_table, page_entries)
     if b == 0 or out.shape[0] == 0:
         return
     _gather_packed_kernel[(triton.cdiv(out.shape[0], ROWS),)](
@@ -247,12 +236,12 @@ def gather_packed(
         out.stride(0),
         ROWS=ROWS,
         REQUESTS=triton.next_power_of_2(b),
+        SHAPE=shape,
         num_warps=WARPS,
-        **constants,
     )
 
 
-def _constants(out: Tensor, record: Any, pool: Tensor, block_table: Tensor, n: int) -> dict[str, Any]:
+def _entry_shape(out: Tensor, record: Any, pool: Tensor, block_table: Tensor, n: int) -> EntryShape:
     """How `_copy_rows` finds the parts of an entry."""
     if out.dtype not in FLOATS or out.shape[-1] != record.dim or out.stride(-1) != 1 or block_table.stride(1) != 1:
         raise ValueError(
@@ -282,16 +271,16 @@ def _constants(out: Tensor, record: Any, pool: Tensor, block_table: Tensor, n: i
             f"and an address of {pool.data_ptr()}"
         )
     block = max(group, triton.next_power_of_2(max(coded, 1)))
-    return {
-        "N": n,
-        "ENTRY": entry,
-        "CODED": coded,
-        "GROUP": group,
-        "RAW_AT": raw_at,
-        "RAW": record.dim - coded,
-        "RAW_DTYPE": TRITON_DTYPES[raw],
-        "DTYPE": TRITON_DTYPES[out.dtype],
-        "CODED_BLOCK": block,
-        "RAW_BLOCK": 0 if coded and record.dim <= block else triton.next_power_of_2(record.dim - coded),
-        "NATIVE_FP8": native_fp8(out.device),
-    }
+    return EntryShape(
+        N=n,
+        ENTRY=entry,
+        CODED=coded,
+        GROUP=group,
+        RAW_AT=raw_at,
+        RAW=record.dim - coded,
+        RAW_DTYPE=TRITON_DTYPES[raw],
+        DTYPE=TRITON_DTYPES[out.dtype],
+        CODED_BLOCK=block,
+        RAW_BLOCK=0 if coded and record.dim <= block else triton.next_power_of_2(record.dim - coded),
+        NATIVE_FP8=native_fp8(out.device),
+    )

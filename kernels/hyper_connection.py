@@ -10,8 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
-from deepseek_attn.kernels.float32_product import float32_product, starts_early
+from deepseek_attn.kernels.float32_product import float32_product
 from deepseek_attn.kernels.hyper_connection_kernels import collapse_kernel, post_kernel
+from deepseek_attn.kernels.row_ops import early_launch
 
 SHARE = 512  # channels of the flattened streams that are summed before they are added to the others
 SINKHORN_TOKENS = 8
@@ -35,7 +36,7 @@ def hc_pre(
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Same as `reference.hyper_connection.hc_post`."""
     _check_post(y, streams, post, comb)
-    (T, m, D), early = streams.shape, starts_early(streams.device)
+    (T, m, D), early = streams.shape, early_launch(streams.device)
     streams, y = streams.contiguous(), y.contiguous()
     out = torch.empty_like(streams)
     if T:
@@ -81,7 +82,7 @@ def _collapse(
     norm: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Input of the sublayer, post and comb; the latter two only with ``iterations``."""
-    (T, m, D), early = streams.shape, starts_early(streams.device)
+    (T, m, D), early = streams.shape, early_launch(streams.device)
     x = torch.empty(T, D, dtype=streams.dtype, device=streams.device)
     post = torch.empty(T, m, dtype=torch.float32, device=streams.device)
     comb = torch.empty(T, m, m, dtype=torch.float32, device=streams.device)

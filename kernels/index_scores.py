@@ -159,7 +159,7 @@ def fits_hopper(
         capability == (9, 0)
         and kind == "fp8"
         and (H, dim) == (HEADS.value, DIM.value)
-        and T >= TOKENS.value * B
+        and TOKENS.value * B <= T
         and work >= 96 * processors
         and aligned
     )

@@ -15,54 +15,64 @@ from deepseek_attn.kernels.compress import (
     choose_tiles,
     compress_and_insert,
     compress_launch,
-    compress_token,
-    fits_one_launch,
+    is_long,
 )
+from deepseek_attn.kernels.compress_kernels import keep_token, pool_windows
 from deepseek_attn.kernels.norm_rope_insert import insert_key, norm_latent, norm_rope_insert, row_launch
 from deepseek_attn.kernels.reference.compress import CompressBatch, CompressPart
-from deepseek_attn.kernels.row_ops import begin, early_launch
+from deepseek_attn.kernels.row_ops import begin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["workers", "requests"])
 def _insert_tokens_kernel(
     rows,
     parts,
     batch,
+    room,
+    workers,
+    requests,
     SHAPE: tl.constexpr,
     SHAPES: tl.constexpr,
-    RATIO: tl.constexpr,
-    COFF: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
-    READS: tl.constexpr,
+    HOW: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """The first ``workers`` programs pool, which takes longest; each token has one for its key, latent and parts."""
     begin(PDL)
-    t = tl.program_id(0).to(tl.int64)
-    which = tl.program_id(1)
-    if which == 0:
-        insert_key(t, rows, SHAPE, NATIVE_FP8)
-    elif which == 1:
-        norm_latent(t, rows, SHAPE)
+    program = tl.program_id(0)
+    if program < workers:
+        pool_windows(program, workers, requests, parts, batch, room, SHAPES, HOW, NATIVE_FP8)
     else:
-        compress_token(t, which - 2, parts, batch, SHAPES, RATIO, COFF, ROWS, True, True, LANES, READS, NATIVE_FP8)
+        KINDS: tl.constexpr = 2 + len(SHAPES)
+        t = ((program - workers) // KINDS).to(tl.int64)
+        which = (program - workers) % KINDS
+        if which == 0:
+            insert_key(t, rows, SHAPE, NATIVE_FP8)
+        elif which == 1:
+            norm_latent(t, rows, SHAPE)
+        else:
+            keep_token(t, which - 2, parts, batch, SHAPES, HOW)
 
 
 def insert_tokens(rows: tuple, parts: Sequence[CompressPart], batch: CompressBatch | None) -> tuple[Tensor, Tensor]:
-    """Same as `reference.insert_tokens`: one launch where the step is short enough for `compress` to take one."""
+    """Same as `reference.insert_tokens`: one launch for steps of few tokens per request, as decode steps are."""
     tokens = len(rows[0])
     # a row must be summed alike in every step, so that both ways have as many warps
     warps = choose_tiles(batch.pooled_tokens).warps if parts else None
-    if not parts or tokens == 0 or not fits_one_launch(batch):
+    if not parts or tokens == 0 or is_long(batch):
         outs = norm_rope_insert(*rows, warps=warps)
         if parts:
             compress_and_insert(parts, batch)
         return outs
     row_arguments, shape, outs = row_launch(*rows)
-    arguments, constants = compress_launch(parts, batch)
-    early = early_launch(rows[0].device)
-    _insert_tokens_kernel[(tokens, 2 + len(parts))](
-        row_arguments, *arguments, SHAPE=shape, **constants, PDL=early, num_warps=warps, launch_pdl=early
+    launch = compress_launch(parts, batch)
+    _insert_tokens_kernel[(launch.workers + tokens * (2 + len(parts)),)](
+        row_arguments,
+        *launch.arguments,
+        SHAPE=shape,
+        **launch.constants,
+        num_warps=launch.warps,
+        maxnreg=launch.registers,
+        launch_pdl=launch.constants["PDL"],
     )
     return outs

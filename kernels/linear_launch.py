@@ -10,14 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepseek_attn.kernels.counters import COUNTERS, counters_of
 from deepseek_attn.kernels.linear_kernels import multi_linear_kernel
 from deepseek_attn.kernels.linear_tiles import Tiles, choose_tiles
 from deepseek_attn.kernels.quantize_kernels import quantize_input_kernel
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_COUNTERS, _STREAMS = 4096, 64
 _ROWS = 4  # cuBLAS's block-scaled product takes multiples of so many rows
-_stream_rows: dict[tuple[torch.device, int], int] = {}
 
 
 @cache
@@ -94,14 +93,14 @@ def launch_products(
     plain_firsts, plain_count = _first_tiles(plain_sizes, tiles.plain_rows)
     m_tiles = triton.cdiv(M, tiles.tokens)
     splits, plain_splits = tiles.splits, tiles.plain_splits
-    if (count + plain_count) * m_tiles > _COUNTERS:
+    if (count + plain_count) * m_tiles > COUNTERS:
         splits = plain_splits = 1
     q, q_scale = (x, x) if quantized is None else quantized
     if quantized is not None:
         q = fp8_view(q)
     part = _shares(x, count * m_tiles, splits, tiles.rows * tiles.tokens)
     plain_part = _shares(x, plain_count * m_tiles, plain_splits, tiles.plain_rows * tiles.tokens)
-    counters = _counters(x.device) if max(splits, plain_splits) > 1 else x
+    counters = counters_of(x.device) if max(splits, plain_splits) > 1 else x
     multi_linear_kernel[(m_tiles * (count * splits + plain_count * plain_splits),)](
         x,
         q,
@@ -235,22 +234,3 @@ def _first_tiles(sizes: Sequence[int], rows: int) -> tuple[tuple[int, ...], int]
 def _shares(x: Tensor, tiles: int, splits: int, size: int) -> Tensor:
     """Room for the shares of each tile, where there are several."""
     return torch.empty(tiles * splits * size if splits > 1 else 1, dtype=torch.float32, device=x.device)
-
-
-def _counters(device: torch.device) -> Tensor:
-    """Zeros that count the shares of a tile; each launch leaves them zero. A stream has its own.
-
-    Two graphs captured on one stream must not be replayed at the same time.
-    """
-    if device.type != "cuda":
-        return torch.zeros(_COUNTERS, dtype=torch.int32)
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    row = _stream_rows.setdefault(key, len(_stream_rows) % _STREAMS)
-    return _counter_rows(device)[row]
-
-
-@cache
-def _counter_rows(device: torch.device) -> Tensor:
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("run linear layers once before a CUDA graph is captured: their counters outlive the graph")
-    return torch.zeros(_STREAMS, _COUNTERS, dtype=torch.int32, device=device)

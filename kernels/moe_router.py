@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 
-from deepseek_attn.kernels.float32_product import float32_product, starts_early, summed
+from deepseek_attn.kernels.float32_product import float32_product, summed
+from deepseek_attn.kernels.row_ops import early_launch
 
 SHARE = 256  # channels that are summed before they are added to the others
 _SCORES = ("sqrtsoftplus", "sigmoid", "softmax")
@@ -135,7 +136,7 @@ def moe_route(
     weights = torch.empty(T, topk, dtype=torch.float32, device=x.device)
     if T == 0:
         return experts, weights
-    early = starts_early(x.device)
+    early = early_launch(x.device)
     logits = float32_product(x, weight, SHARE)
     table, token_ids = (experts, experts) if choice is None else choice
     select_kernel[(T,)](

@@ -16,11 +16,15 @@ from torch import Tensor
 from deepseek_attn.kernels.row_ops import (
     FLOATS,
     TRITON_DTYPES,
+    begin,
+    early_launch,
     entry_constants,
     native_fp8,
     normed_rows,
     rotated_rows,
     row_block,
+    row_turns,
+    row_weight,
     store_rows,
 )
 
@@ -28,10 +32,9 @@ WARPS = 1
 
 
 @triton.jit
-def _normed_row(row_ptr, weight_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+def _row(row_ptr, D: tl.constexpr, BLOCK: tl.constexpr):
     channel = tl.arange(0, BLOCK)[None, :]
-    x = tl.load(row_ptr + channel, mask=channel < D, other=0).to(tl.float32)
-    return normed_rows(x, weight_ptr, eps, D, BLOCK, DTYPE)
+    return tl.load(row_ptr + channel, mask=channel < D, other=0).to(tl.float32)
 
 
 @triton.jit
@@ -51,12 +54,15 @@ def insert_key(t, rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
     RECORD: tl.constexpr = SHAPE[5]
     PLAIN: tl.constexpr = SHAPE[6]
     DTYPE: tl.constexpr = SHAPE[7]
-    y = _normed_row(rows[0] + t * rows[1], rows[2], rows[14], D, BLOCK, DTYPE)
     one = tl.arange(0, 1)
+    # everything is asked for before anything is waited for
     position = tl.load(rows[10] + t + one)
-    y = rotated_rows(y, position, rows[11], rows[12], D, ROPE, BLOCK, DTYPE)
-    _store_row(rows[3] + t * rows[4], y, D, BLOCK, DTYPE)
     slot = tl.load(rows[13] + t + one).to(tl.int64)
+    x = _row(rows[0] + t * rows[1], D, BLOCK)
+    weight = row_weight(rows[2], D, BLOCK)
+    turns = row_turns(position, rows[11], rows[12], D, ROPE, BLOCK)
+    y = rotated_rows(normed_rows(x, weight, rows[14], D, DTYPE), turns, D, ROPE, DTYPE)
+    _store_row(rows[3] + t * rows[4], y, D, BLOCK, DTYPE)
     store_rows(y, slot, rows[15], rows[16], N, D, NOPE, BLOCK, RECORD, PLAIN, NATIVE_FP8)
 
 
@@ -66,12 +72,14 @@ def norm_latent(t, rows, SHAPE: tl.constexpr):
     LORA: tl.constexpr = SHAPE[8]
     LORA_BLOCK: tl.constexpr = SHAPE[9]
     DTYPE: tl.constexpr = SHAPE[10]
-    y = _normed_row(rows[5] + t * rows[6], rows[7], rows[14], LORA, LORA_BLOCK, DTYPE)
+    x = _row(rows[5] + t * rows[6], LORA, LORA_BLOCK)
+    y = normed_rows(x, row_weight(rows[7], LORA, LORA_BLOCK), rows[14], LORA, DTYPE)
     _store_row(rows[8] + t * rows[9], y, LORA, LORA_BLOCK, DTYPE)
 
 
 @triton.jit
-def _norm_rope_insert_kernel(rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
+def _norm_rope_insert_kernel(rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     t = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         insert_key(t, rows, SHAPE, NATIVE_FP8)
@@ -105,8 +113,14 @@ def norm_rope_insert(
         qr, kv, q_weight, kv_weight, eps, cos_sin, positions, *cache, qr_out=qr_out, kv_out=kv_out
     )
     if len(positions):
+        early = early_launch(kv.device)
         _norm_rope_insert_kernel[(len(positions), 2)](
-            rows, SHAPE=shape, NATIVE_FP8=native_fp8(kv.device), num_warps=warps or WARPS
+            rows,
+            SHAPE=shape,
+            NATIVE_FP8=native_fp8(kv.device),
+            PDL=early,
+            num_warps=warps or WARPS,
+            launch_pdl=early,
         )
     return outs
 

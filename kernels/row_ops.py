@@ -7,6 +7,7 @@ equal to the reference's.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,37 +37,41 @@ def round_to(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def normed_rows(x, weight_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """``x * rsqrt(mean(x^2) + eps) [* weight]``; no weight if ``weight_ptr`` is None."""
+def row_weight(weight_ptr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """The weight of a norm, for `normed_rows`. Ahead of the rows it costs no time of its own."""
+    channel = tl.arange(0, BLOCK)
+    return tl.load(weight_ptr + channel, mask=channel < D, other=0)
+
+
+@triton.jit
+def normed_rows(x, weight, eps, D: tl.constexpr, DTYPE: tl.constexpr):
+    """``x * rsqrt(mean(x^2) + eps) [* weight]``; ``weight`` is a `row_weight` or None."""
     y = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-    if weight_ptr is not None:
-        channel = tl.arange(0, BLOCK)
-        y = y * tl.load(weight_ptr + channel, mask=channel < D, other=0)[None, :]
+    if weight is not None:
+        y = y * weight[None, :]
     return round_to(y, DTYPE)
 
 
 @triton.jit
-def rotated_rows(
-    y,
-    position,
-    cos_sin_ptr,
-    max_positions,
-    D: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Rotates the pairs of the last ``ROPE`` channels of row r at ``position[r]``; both D and ROPE are even."""
+def row_turns(position, cos_sin_ptr, max_positions, D: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Cosines and sines ``[R, BLOCK / 2]`` of rows at ``position [R]``, for `rotated_rows`: no turn where unknown."""
+    pair = tl.arange(0, BLOCK // 2) - (D - ROPE) // 2
+    known = ((pair >= 0) & (pair < ROPE // 2))[None, :] & ((position >= 0) & (position < max_positions))[:, None]
+    row = cos_sin_ptr + position.to(tl.int64)[:, None] * ROPE + pair[None, :]
+    return tl.load(row, mask=known, other=1), tl.load(row + ROPE // 2, mask=known, other=0)
+
+
+@triton.jit
+def rotated_rows(y, turns, D: tl.constexpr, ROPE: tl.constexpr, DTYPE: tl.constexpr):
+    """Rotates the pairs of the last ``ROPE`` channels by `row_turns`; both D and ROPE are even."""
     R: tl.constexpr = y.shape[0]
+    BLOCK: tl.constexpr = y.shape[1]
     a, b = tl.split(tl.reshape(y, (R, BLOCK // 2, 2)))
     pair = tl.arange(0, BLOCK // 2) - (D - ROPE) // 2
-    turns = ((pair >= 0) & (pair < ROPE // 2))[None, :]
-    known = turns & ((position >= 0) & (position < max_positions))[:, None]
-    row = cos_sin_ptr + position.to(tl.int64)[:, None] * ROPE + pair[None, :]
-    cos = tl.load(row, mask=known, other=1)
-    sin = tl.load(row + ROPE // 2, mask=known, other=0)
+    turned = ((pair >= 0) & (pair < ROPE // 2))[None, :]
+    cos, sin = turns
     new_a, new_b = a * cos - b * sin, a * sin + b * cos
-    y = tl.reshape(tl.join(tl.where(turns, new_a, a), tl.where(turns, new_b, b)), (R, BLOCK))
+    y = tl.reshape(tl.join(tl.where(turned, new_a, a), tl.where(turned, new_b, b)), (R, BLOCK))
     return round_to(y, DTYPE)
 
 
@@ -258,6 +263,7 @@ def begin(PDL: tl.constexpr):
         gdc_wait()
 
 
+@cache
 def early_launch(device: torch.device) -> bool:
     """Whether a launch may begin before the one ahead has ended (programmatic dependent launch: from 9.0 on)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -70,7 +70,7 @@ def topk_indices(
     # a pointer is needed even where a flag says that it is not read
     table, requests, slots = (block_table, token_to_req, out_slots) if paged else (out, lens, out)
     pdl = early_launch(scores.device)
-    programs = T * cut.parts if W > cut.room else 0
+    programs = T * cut.parts if cut.room < W else 0
     groups = torch.empty(programs, cut.room + cut.tile // 4, dtype=torch.int32, device=scores.device)
     kept = torch.empty(programs, 2, cut.room, dtype=torch.int32, device=scores.device)
     counts = torch.empty(T, cut.parts, dtype=torch.int32, device=scores.device)
@@ -116,12 +116,12 @@ def choose_cut(T: int, W: int, k: int, processors: int) -> Cut:
     """
     power = triton.next_power_of_2(k)
     room = min(max(triton.next_power_of_2(W), 1024, 2 * power), max(4 * power, 2048))
-    many = T > 4 * processors
-    warps = max(room // 512, 4 if many or W <= room else 8)
+    many = 4 * processors < T
+    warps = max(room // 512, 4 if many or room >= W else 8)
     tile = 512 * warps
     parts = 1
     # two programs fit a processor; each should have a whole tile
-    while T * parts * 2 <= 2 * processors and W >= 2 * parts * tile and parts < (64 if T <= 2 else 16):
+    while T * parts * 2 <= 2 * processors and 2 * parts * tile <= W and parts < (64 if T <= 2 else 16):
         parts *= 2
     # a row's sample should have 32 scores that reach the bound
     sample = min(max(room, triton.next_power_of_2(64 * W // room)), 8192)

@@ -9,6 +9,7 @@ from deepseek_attn.cache.layout import (
     STATE,
     WINDOW,
     WINDOW_PAGE,
+    ratio_group,
     window_pages_per_sequence,
 )
 from deepseek_attn.cache.manager import NULL_PAGE, OutOfPages, PageAllocator, SequenceCache

@@ -68,17 +68,27 @@ def row_shape(record):
     return dim, dim - 64, 64, dim, 64, number, plain, tl.bfloat16, 1536, 2048, tl.bfloat16
 
 
-def compress_constants(ratio, arch):
-    main = (512, 448, 64, 512, 64, 1, tl.bfloat16, tl.bfloat16, 0)
-    keys = [(128, 128, 64, 128, 64, number, tl.bfloat16, tl.bfloat16, 7) for number in (0, 2, 3)]
-    constants = {"SHAPES": (main, *keys) if ratio == 4 else (main,), "RATIO": ratio, "COFF": 2 if ratio == 4 else 1}
-    return constants | {"ROWS": ratio + 20, "LANES": 8, "READS": 1 if ratio == 4 else 2, "NATIVE_FP8": arch != "sm80"}
+ROOM = ("*fp32", "*i32", "i32")
+
+
+def compress_constants(ratio, arch, long=False):
+    """Of the shapes of V4: an entry, and for C4A keys of every record."""
+    tiles, jobs = compress.choose_tiles(128 if ratio == 128 else 8), 4 if ratio == 4 else 16
+    common = {"ROPE": 64, "DTYPE": tl.bfloat16, "PLAIN": tl.bfloat16, "N": 64}
+    shapes = [compress.PartShape(512, 512, STAGES=0, NOPE=448, RECORD=1, JOBS=jobs, **common)]
+    for number in (0, 2, 3) if ratio == 4 else ():
+        keys = compress.PartShape(128, 128, STAGES=7, NOPE=128, RECORD=number, JOBS=1, **common)
+        shapes, jobs = [*shapes, keys], jobs + 1
+    pooled, group = (8, 4) if ratio == 4 else (128, 1)
+    tiling = (tiles.lanes, tiles.reads, tiles.channels, tiles.chunks)
+    how = compress.Pooling(ratio, pooled, pooled + 16, *tiling, group, jobs, long, 128)
+    return {"SHAPES": tuple(shapes), "HOW": how, "NATIVE_FP8": arch != "sm80", "PDL": CAPABILITIES[arch] >= 90}
 
 
 @pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("arch", CAPABILITIES)
 def test_norm_rope_insert(arch, record):
-    constants = {"SHAPE": row_shape(record), "NATIVE_FP8": arch != "sm80"}
+    constants = {"SHAPE": row_shape(record), "NATIVE_FP8": arch != "sm80", "PDL": CAPABILITIES[arch] >= 90}
     asm = compiled(norm_rope_insert._norm_rope_insert_kernel, {"rows": ROW}, constants, arch)
     assert asm["cubin"]
     assert ("e4m3" in asm["ptx"]) == (arch != "sm80" and record in ("fp8_ds_mla", "index_fp8"))
@@ -110,21 +120,22 @@ def test_queries(arch):
     assert compiled(queries._queries_kernel, kinds, constants, arch)["cubin"]
 
 
-@pytest.mark.parametrize("name", ["_compress_kernel", "_windows_kernel", "_rings_kernel"])
+@pytest.mark.parametrize("long", [False, True], ids=["decode", "prefill"])
 @pytest.mark.parametrize("ratio", [4, 128])
 @pytest.mark.parametrize("arch", CAPABILITIES)
-def test_compress(arch, ratio, name):
-    constants = compress_constants(ratio, arch) | ({"REQUESTS": 4} if name == "_windows_kernel" else {})
-    kinds = {"parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH}
-    asm = compiled(getattr(compress, name), kinds, constants, arch, 8)
+def test_compress(arch, ratio, long):
+    constants = compress_constants(ratio, arch, long)
+    kinds = {"parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH, "room": ROOM}
+    asm = compiled(compress._compress_kernel, kinds, constants, arch)
     assert asm["cubin"]
-    assert ("e4m3" in asm["ptx"]) == (arch != "sm80" and name != "_rings_kernel")
+    assert ("e4m3" in asm["ptx"]) == (arch != "sm80")
 
 
+@pytest.mark.parametrize("ratio", [4, 128])
 @pytest.mark.parametrize("arch", CAPABILITIES)
-def test_insert_tokens(arch):
-    constants = compress_constants(4, arch) | {"SHAPE": row_shape("fp8_ds_mla"), "PDL": CAPABILITIES[arch] >= 90}
-    kinds = {"rows": ROW, "parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH}
+def test_insert_tokens(arch, ratio):
+    constants = compress_constants(ratio, arch) | {"SHAPE": row_shape("fp8_ds_mla")}
+    kinds = {"rows": ROW, "parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH, "room": ROOM}
     assert compiled(insert_tokens._insert_tokens_kernel, kinds, constants, arch)["cubin"]
 
 
@@ -138,10 +149,20 @@ def test_gather(arch, record, packed):
         "V4": (576, 448, 64, 448, 64),
         "V3.2": (656, 512, 128, 528, 64),
     }[record]
-    constants = {"N": 64, "ENTRY": entry, "CODED": coded, "GROUP": group, "RAW_AT": raw_at, "RAW": raw, "ROWS": 8}
-    constants |= {"RAW_DTYPE": tl.bfloat16, "DTYPE": tl.bfloat16, "CODED_BLOCK": 512, "RAW_BLOCK": raw}
-    constants["NATIVE_FP8"] = arch != "sm80"
-    constants["RAW_BLOCK"] = 0 if record == "V4" else raw
+    shape = gather.EntryShape(
+        64,
+        entry,
+        coded,
+        group,
+        raw_at,
+        raw,
+        tl.bfloat16,
+        tl.bfloat16,
+        512,
+        0 if record == "V4" else raw,
+        arch != "sm80",
+    )
+    constants = {"SHAPE": shape, "ROWS": 8}
     if packed:
         constants["REQUESTS"] = 4
     kinds = pointers(kernel, out_ptr="*bf16", pool_ptr="*u8", table_ptr="*i32")

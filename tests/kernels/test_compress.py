@@ -207,29 +207,64 @@ def test_tokens_taken_back(op, device):
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("rollback", [0, 3])
-def test_one_launch_where_no_ring_row_is_read_and_overwritten(monkeypatch, rollback):
-    """Programs run in any order: the token at ``p`` overwrites that at ``p - rows``, which others may still pool."""
-    compress = pytest.importorskip("deepseek_attn.kernels.compress", reason="the package triton is not installed")
-    launches = []
+@pytest.fixture
+def shared_windows(op, monkeypatch):
+    """Small tiles, so that several programs pool the channels of a window, and each takes several jobs.
 
-    class Recorder:
-        def __init__(self, name):
-            self.name = name
+    Their scratch is full of NaN. Yields the counters, which have to be zero after each step.
+    """
+    if op is reference.compress_and_insert:
+        pytest.skip("plain torch has no programs")
+    from deepseek_attn.kernels import compress
 
-        def __getitem__(self, grid):
-            return lambda *args, **flags: launches.append((self.name, grid))
+    counters = []
 
-    for name in ("_compress_kernel", "_windows_kernel", "_rings_kernel"):
-        monkeypatch.setattr(compress, name, Recorder(name))
-    device = torch.device("cpu")
-    batch = Batch(2, 4, True, rollback, device)
-    part = Compressed(PlainRecord(24, torch.float32), 8, 4, True, batch.rows, 2, batch.pages, device)
-    for new, together in ((1, True), (rollback + 1, True), (rollback + 2, False), (40, False)):
-        launches.clear()
-        batch.step(compress.compress_and_insert, [part, part], [1, new])
-        two = [("_windows_kernel", ((1 + new) // 4 + 2, 2)), ("_rings_kernel", (2 * batch.rows, 2))]
-        assert launches == ([("_compress_kernel", (1 + new, 2))] if together else two)
+    def room(parts, groups, device):
+        counters.append(torch.zeros(groups * len(parts), dtype=torch.int32, device=device))
+        return torch.full((groups * len(parts) * 80,), NAN, device=device), counters[-1], 80
+
+    monkeypatch.setattr(compress, "choose_tiles", lambda pooled: compress.Tiles(4, 16, 4, 32))
+    monkeypatch.setattr(compress, "WORKERS", 5)
+    monkeypatch.setattr(compress, "_room", room)
+    return counters
+
+
+@pytest.mark.parametrize("kind", [(128, False), (16, True)], ids=["C128A", "C16_overlap"])
+def test_windows_that_programs_share(shared_windows, op, device, kind):
+    """Every cut gives the same bits, and entries as one softmax over the window does."""
+    pools = []
+    for steps in ([[180, 130]], [[127, 128], [1, 1], [1, 1], [51, 0]], [[60, 3]] * 3 + [[0, 121]]):
+        torch.manual_seed(5)
+        batch = Batch(2, *kind, 2, device)
+        sizes = (PlainRecord(80, torch.float32), 8), (PlainRecord(40, torch.float32), 4)
+        parts = [Compressed(*size, *kind, batch.rows, 2, batch.pages, device) for size in sizes]
+        for queries in steps:
+            batch.step(op, parts, queries)
+            assert not shared_windows[-1].any()
+        batch.check(parts, 1e-5)
+        pools.append(torch.cat([part.pool.flatten() for part in parts]))
+    assert all(torch.equal(pool, pools[0]) for pool in pools[1:])
+
+
+def test_the_rows_of_v4_do_not_depend_on_the_cut(op, device):
+    """Entries of 512 channels, byte by byte: in a step of their own, and among others."""
+    if device.type != "cuda":
+        pytest.skip("slow without a GPU, where all sums are alike anyway; DEEPSEEK_ATTN_TEST_DEVICE is cpu")
+    for kind in ((128, False), (4, True)):
+        pools = []
+        for steps in (
+            [[260, 256]],
+            [[255, 130]] + [[1, 1]] * 5 + [[0, 121]],
+            [[127, 1]] * 2 + [[1, 127], [2, 0], [3, 127]],
+        ):
+            torch.manual_seed(5)
+            batch = Batch(2, *kind, 2, device)
+            part = Compressed(Fp8DsMlaRecord(448, 64), 64, *kind, batch.rows, 2, batch.pages, device, torch.bfloat16)
+            for queries in steps:
+                batch.step(op, [part], queries)
+            assert batch.lengths == [260, 256]
+            pools.append(part.pool)
+        assert all(torch.equal(pool, pools[0]) for pool in pools[1:])
 
 
 RECORDS = {

@@ -120,7 +120,7 @@ def test_bad_arguments_are_named(monkeypatch):
 def test_it_compiles(monkeypatch, arch, T, dtype):
     monkeypatch.setattr(hc, "_on_gpu", lambda x: True)
     for module in (hc, float32_product):
-        monkeypatch.setattr(module, "starts_early", lambda device: CAPABILITIES[arch][0] >= 9)
+        monkeypatch.setattr(module, "early_launch", lambda device: CAPABILITIES[arch][0] >= 9)
     (y, streams, post, comb), pre = make(T, 4, 4096, dtype, "meta")
     found = compiled_launches(monkeypatch, [hc, float32_product], arch, lambda: both(y, streams, post, comb, *pre))
     cuts = T == 4096 and dtype == torch.bfloat16

@@ -157,7 +157,7 @@ def test_bad_arguments_are_named(monkeypatch):
 def test_it_compiles(monkeypatch, arch, T, dtype):
     monkeypatch.setattr(moe_router, "_on_gpu", lambda x: True)
     for module in (moe_router, float32_product):
-        monkeypatch.setattr(module, "starts_early", lambda device: CAPABILITIES[arch][0] >= 9)
+        monkeypatch.setattr(module, "early_launch", lambda device: CAPABILITIES[arch][0] >= 9)
     x, weight = torch.empty(T, 512, dtype=dtype, device="meta"), torch.empty(64, 512, device="meta")
     options = {"groups": (8, 4), "bias": torch.empty(64, device="meta")} if T == 40 else {}
     found = compiled_launches(
