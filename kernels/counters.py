@@ -1,4 +1,4 @@
-"""Counters of shares: programs of a launch count how many shares of a result are there; the last adds them up."""
+"""Counters: the programs of a launch count how many shares of a result are there, and the last adds them up."""
 
 from __future__ import annotations
 

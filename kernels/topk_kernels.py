@@ -319,7 +319,7 @@ def select_kernel(
             bound = _score_of(least)
             count = _collect(scores_ptr, start, stop, bound, groups_ptr, mine, K, TILE, BLOCK, ROOM, R, ALIGNED)
             key, column = _load_own(mine, count, ROOM, R)
-            if PARTS > 1:  # noqa: SIM102 (one is known when it is compiled)
+            if PARTS > 1:  # noqa: SIM102  (a constant: what follows is not compiled)
                 if shared:
                     tl.store(counts_ptr + row * PARTS + part, count)
                     tl.debug_barrier()  # all of it is written before the arrival is counted

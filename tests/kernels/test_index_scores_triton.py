@@ -171,6 +171,33 @@ def test_pool_over_two_gib(ops, real_gpu, fmt):
     check(got, reference_scores(*batch.args()))
 
 
+@pytest.mark.parametrize("n", [64, 32, 128])
+@pytest.mark.parametrize("shape", ["decode", "four each", "ragged", "prefill"])
+def test_hopper_and_plain_kernels_give_the_same_bits(ops, real_gpu, shape, n, monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    lens, new = BATCHES[shape]
+    batch = Batch("fp8", lens, new, 64, n, real_gpu, 2200, stride=3)
+    for skip in (0, 64):
+        plain = ops[0].paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch))
+        with monkeypatch.context() as patch:
+            patch.setattr(ops[0], "fits_hopper", lambda *_: True)
+            for parts in (1, 3):
+                patch.setattr(ops[0], "hopper_parts", lambda *_, parts=parts: parts)
+                got = ops[0].paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch))
+                check(got, reference_scores(*batch.args(), skip=skip))
+                assert torch.equal(got.nan_to_num(), plain.nan_to_num())
+
+
+def test_a_long_prompt(ops, real_gpu):
+    batch = Batch("fp8", [7000], [1000], device=real_gpu)
+    got = ops[0].paged_index_scores(*batch.args(), out=poisoned(batch))
+    check(got, reference_scores(*batch.args()))
+    for t in (0, 501, 999):
+        alone = ops[0].paged_index_scores(*batch.args(slice(t, t + 1)), out=poisoned(batch)[:1])
+        assert torch.equal(got[t].nan_to_num(), alone[0].nan_to_num())
+
+
 def agree(got, expected, scores, limit):
     """The same entries, but for some whose scores are as close as rounding makes them."""
     for mine, other, row in zip(got.tolist(), expected.tolist(), scores, strict=True):
@@ -280,3 +307,45 @@ def test_compiles(T, B, fmt, arch):
     assert compiled.asm["cubin"]
     assert compiled.metadata.shared <= SHARED[arch] * 1024
     assert ("e4m3" in compiled.asm["ptx"]) == (native and fmt != "plain") or arch == 100
+
+
+@pytest.mark.parametrize("page", [64, 32, 2])
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+def test_the_hopper_kernel_compiles(page):
+    triton = pytest.importorskip("triton", reason="the package triton is not installed")
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from deepseek_attn.kernels.index_scores_hopper import index_scores_hopper_kernel as kernel
+
+    names, fp8 = kernel.arg_names, "*fp8e4nv"
+    kinds = {"q_ptr": fp8, "pool_ptr": fp8, "weights_ptr": "*fp32", "out_ptr": "*fp32"}
+    kinds |= {"table_ptr": "*i32", "request_ptr": "*i32", "visible_ptr": "*i64", "PAGE": "constexpr"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "ptr" in name or "stride" in name}
+    signature = {name: kinds.get(name, "i32") for name in names}
+    source = GluonASTSource(kernel, signature, {(names.index("PAGE"),): page}, aligned)
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": 4})
+    assert compiled.metadata.shared <= SHARED[90] * 1024
+    assert "wgmma" in compiled.asm["ptx"]
+    assert "cp.async.cg.shared.global" in compiled.asm["ptx"]  # 16 bytes at a time
+
+
+def test_what_the_hopper_kernel_takes():
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    from deepseek_attn.kernels.index_scores import fits_hopper, hopper_parts
+
+    def fits(kind="fp8", T=4096, H=64, dim=128, B=1, width=2048, capability=(9, 0), page=8448):
+        q = torch.empty(T, H, dim, dtype=torch.float8_e4m3fn)
+        return fits_hopper(kind, q, torch.empty(3, page, dtype=torch.uint8), B, width, capability, 132)
+
+    assert fits()
+    assert fits(T=64, width=262144, B=8)
+    others = [{"kind": "fp4"}, {"H": 32}, {"dim": 64}, {"B": 513}, {"capability": (10, 0)}, {"capability": (8, 9)}]
+    others += [{"T": 64}, {"page": 8452}]
+    assert not any(fits(**other) for other in others)
+    assert [hopper_parts(T, W, 132) for T, W in ((4096, 32768), (512, 32768), (64, 262144), (4096, 2048))] == [
+        1,
+        2,
+        16,
+        1,
+    ]

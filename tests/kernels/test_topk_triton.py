@@ -13,13 +13,26 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deepseek_attn.kernels.topk import Slices, choose_slices, topk_indices
+from deepseek_attn.kernels.topk import Cut, choose_cut, topk_indices
 from deepseek_attn.kernels.topk_kernels import select_kernel
 
 NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-KINDS = ["normal", "ties", "nan", "constant", "rising", "zeros", "wide"]
-SMALL = [Slices(64, 0, 32, 4), Slices(128, 64, 32, 4), Slices(64, 16, 32, 4)]
+KINDS = [
+    "normal",
+    "ties",
+    "nan",
+    "constant",
+    "rising",
+    "falling",
+    "zeros",
+    "wide",
+    "clustered",
+    "denormal",
+    "minus inf",
+]
+KINDS += ["high sample", "low sample"]
+SMALL = [Cut(1, 256, 256, 256, 1), Cut(1, 128, 512, 256, 1), Cut(4, 128, 256, 256, 1)]
 
 
 # --- every kernel compiles for every generation, on any machine ---
@@ -27,30 +40,37 @@ SMALL = [Slices(64, 0, 32, 4), Slices(128, 64, 32, 4), Slices(64, 16, 32, 4)]
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
 @pytest.mark.parametrize(
-    ("W", "k", "level"), [(262144, 512, 0), (262144, 512, 1), (32768, 1024, 0), (2048, 512, 0), (131072, 2048, 0)]
+    ("T", "W", "k"), [(1, 262144, 512), (128, 32768, 512), (4096, 32768, 1024), (4096, 2048, 512), (4, 131072, 2048)]
 )
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
-def test_compiles(arch, W, k, level):
-    cut = choose_slices(W, k)
-    constants = {"K": k, "LEVEL": level, "SLICE": cut.size, "GROUPS": cut.groups, "SLACK": 3, "ROOM": cut.room}
+def test_compiles(arch, T, W, k):
+    cut = choose_cut(T, W, k, 132)
+    constants = {"K": k, "PARTS": cut.parts, "TILE": cut.tile, "BLOCK": cut.room // 2, "SAMPLE": cut.sample}
+    constants |= {"TARGET": cut.room // 2, "ROOM": cut.room, "R": 32 * cut.warps, "ALIGNED": True}
     constants |= {"PAGE": 64, "PDL": arch >= 90}
     names = select_kernel.arg_names
     kinds = {name: "*i32" for name in names if name.endswith("_ptr")} | {"scores_ptr": "*fp32"}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     source = ASTSource(select_kernel, signature, {(names.index(name),): value for name, value in constants.items()})
-    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": cut.warps})
+    options = {"num_warps": cut.warps, "maxnreg": cut.registers}
+    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     assert kernel.asm["cubin"]
     assert kernel.metadata.shared <= 99 * 1024
 
 
 @pytest.mark.parametrize("k", [1, 7, 64, 100, 192, 512, 513, 1024, 2048, 4096])
-def test_a_slice_leaves_fewer_candidates_than_it_has_columns(k):
-    for W in (1, 100, 2048, 32768, 300_000):
-        cut = choose_slices(W, k)
-        assert cut.size <= 32768
-        assert cut.size >= (W if W <= 2048 else 2 * cut.room)
-        assert cut.room >= k
-        assert cut.groups == 0 or 2 * k <= cut.groups <= cut.size // 4
+def test_a_cut_has_room(k):
+    for T in (1, 2, 7, 32, 128, 512, 4096):
+        for W in (1, 100, 1024, 2048, 4096, 32768, 300_000, 8_000_000):
+            cut = choose_cut(T, W, k, 132)
+            threads = 32 * cut.warps
+            assert cut.room - cut.room // 2 >= k  # a block of columns fits beside the best
+            assert 4 * threads <= cut.room // 2
+            # counts of a thread's columns are 16 bits of one number
+            assert max(cut.room, cut.tile) <= 16 * threads
+            assert cut.sample >= 4 * threads
+            assert cut.warps <= 32
+            assert cut.parts == 1 or (cut.parts * cut.tile <= W and T * cut.parts <= 264)
 
 
 # --- the kernels: on a GPU with DEEPSEEK_ATTN_TEST_DEVICE=cuda, some by TRITON_INTERPRET=1 ---
@@ -84,6 +104,21 @@ def make(kind, T, W, k, device):
         scores.fill_(-3.5)
     if kind == "rising":
         scores = torch.arange(W).float().expand(T, W).clone()
+    if kind == "falling":
+        scores = -torch.arange(W).float().expand(T, W).clone()
+    if kind == "clustered":
+        scores = 1 + scores * 1e-7
+    if kind == "denormal":
+        scores *= 1e-41
+    if kind == "minus inf":
+        scores[torch.rand(T, W) < 0.9] = -INF
+    if kind.endswith("sample"):
+        # the columns of a sample, as the kernel draws it, are the highest or the lowest of all
+        for sample in (2048, 4096, 8192) if W > 2048 else (256, 512):
+            i = torch.arange(sample)
+            random = ((i * -1640531535) & 0x7FFFFFFF).float() * 2.0**-31
+            column = ((i + random) * (W / sample)).long().clamp(max=W - 1)
+            scores[:, column] += 100 if kind == "high sample" else -100
     if kind == "zeros":
         scores = torch.where(torch.rand(T, W) < 0.5, -0.0, 0.0)
     if kind == "wide":
@@ -94,13 +129,13 @@ def make(kind, T, W, k, device):
     return torch.where(past, junk[:, None], scores).to(device), lens.to(device)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["nan", "constant", "high sample", "low sample"] if INTERPRETED else KINDS)
 @pytest.mark.parametrize("cut", SMALL, ids=str)
 def test_small_cuts(gpu, cut, kind):
     for W, k in ((65, 1), (64, 7), (300, 30), (577, 16)):
         scores, lens = make(kind, 10, W, k, gpu)
         out = torch.full((10, k), HUGE, dtype=torch.int32, device=gpu)
-        got = topk_indices(scores, lens, k, out=out, slices=cut)
+        got = topk_indices(scores, lens, k, out=out, cut=cut)
         assert torch.equal(got, reference.topk_indices(scores, lens, k))
         assert got.data_ptr() == out.data_ptr()
 
@@ -123,7 +158,7 @@ def test_slots(gpu):
     requests = torch.tensor([3, 0, 0, 2, 1, 3], device=gpu)
     for cut in SMALL:
         results = []
-        for op, options in ((topk_indices, {"slices": cut}), (reference.topk_indices, {})):
+        for op, options in ((topk_indices, {"cut": cut}), (reference.topk_indices, {})):
             slots = torch.full((T, k), HUGE, dtype=torch.int32, device=gpu)
             paged = {"block_table": table, "token_to_req": requests, "page_entries": n, "out_slots": slots}
             results.append((op(scores, lens.to(gpu), k, **paged, **options), slots))
@@ -137,7 +172,7 @@ def test_strided_rows(gpu):
     whole[:, 7:77] = torch.randn(8, 70, device=gpu)
     lens = torch.full((8,), 70, device=gpu)
     out = torch.full((8, 12), HUGE, dtype=torch.int32, device=gpu)
-    topk_indices(whole[:, 7:77], lens, 9, out=out[:, 2:11], slices=SMALL[0])
+    topk_indices(whole[:, 7:77], lens, 9, out=out[:, 2:11], cut=SMALL[0])
     assert torch.equal(out[:, 2:11], reference.topk_indices(whole[:, 7:77], lens, 9))
     assert out[:, [0, 1, 11]].eq(HUGE).all()
 
@@ -147,7 +182,7 @@ def test_nothing_to_select(gpu):
     assert topk_indices(torch.empty(0, 50, device=gpu), none, 7).shape == (0, 7)
     lens = torch.tensor([5, 5], device=gpu)
     assert topk_indices(torch.zeros(2, 5, device=gpu), lens, 0).shape == (2, 0)
-    assert topk_indices(torch.empty(2, 0, device=gpu), lens, 3, slices=SMALL[0]).eq(-1).all()
+    assert topk_indices(torch.empty(2, 0, device=gpu), lens, 3, cut=SMALL[0]).eq(-1).all()
 
 
 def test_a_row_does_not_depend_on_the_batch(real_gpu):
