@@ -10,7 +10,16 @@ from deepseek_attn.config import LayerSpec, ModelConfig
 from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
 from deepseek_attn.indexer import Indexer, select_everything
 from deepseek_attn.kernels.available import op_for
-from deepseek_attn.linear import CheckpointModule, GroupedLinear, Linear, RMSNorm, Shard, join_weights, multi_linear
+from deepseek_attn.linear import (
+    CheckpointModule,
+    GroupedLinear,
+    Linear,
+    RMSNorm,
+    Shard,
+    join_weights,
+    multi_linear,
+    room_for_quantized,
+)
 from deepseek_attn.metadata import StepMetadata
 from deepseek_attn.numerics import Numerics
 from deepseek_attn.parallel import Parallel
@@ -134,16 +143,19 @@ class DeepseekV4MLAAttention(CheckpointModule):
             return torch.zeros_like(x)
         with stage("project"):
             qr, kv, *projections = multi_linear(x, self.input_linears)
-        qr, kv = self.insert(qr, kv, projections, positions)
+        query_linears = self.query_linears(step)
+        qr_rounded = room_for_quantized(qr, query_linears)
+        qr, kv = self.insert(qr, kv, projections, positions, qr_rounded)
         with stage("project"):
-            q, *index_q = multi_linear(qr, self.query_linears(step))
+            q, *index_q = multi_linear(qr, query_linears, qr_rounded and qr_rounded[:2])
             q, index_queries = self.queries(q, index_q, projections, positions)
         if self.indexer is not None:
             self.select(index_q, projections[-1], step, index_queries)
         with stage("attend"):
             output = self.impl.forward_mqa(self, q, kv, positions)
         with stage("output"):
-            y = self.wo_b(self.wo_a.project(output[:, : self.num_heads], positions, self.rope.cos_sin))
+            z, quantized = self.wo_a.project_rounded(output[:, : self.num_heads], positions, self.rope.cos_sin)
+            (y,) = multi_linear(z, [self.wo_b], quantized)
         return self.parallel.sum(y)
 
     @property
@@ -167,12 +179,18 @@ class DeepseekV4MLAAttention(CheckpointModule):
 
     @traced("insert")
     def insert(
-        self, qr: torch.Tensor, kv: torch.Tensor, projections: list[torch.Tensor], positions: torch.Tensor
+        self,
+        qr: torch.Tensor,
+        kv: torch.Tensor,
+        projections: list[torch.Tensor],
+        positions: torch.Tensor,
+        qr_rounded: tuple[torch.Tensor, torch.Tensor, bool] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes all that the new tokens add to the caches, so that it is there before any query reads.
 
         Args:
             projections: values and scores of each compressor in turn.
+            qr_rounded: where the normed query latent goes once more, rounded to FP8; that of `insert_tokens`.
 
         Returns:
             The normed query latent, and the normed and rotated key.
@@ -185,7 +203,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         pairs = zip(projections[0::2], projections[1::2], strict=False)
         parts = [compressor.part(*pair) for compressor, pair in zip(self.compressors, pairs, strict=False)]
         batch = self.step.compressor[spec.ratio, spec.overlap] if parts else None
-        return op_for(qr, "insert_tokens")(rows, parts, batch)
+        return op_for(qr, "insert_tokens")(rows, parts, batch, qr_rounded)
 
     def queries(
         self, q: torch.Tensor, index_q: list[torch.Tensor], projections: list[torch.Tensor], positions: torch.Tensor

@@ -45,6 +45,7 @@ __all__ = [
     "multi_linear",
     "quantized_input",
     "rms_norm",
+    "room_for_quantized",
 ]
 
 
@@ -244,9 +245,19 @@ class GroupedLinear(Linear):
         Heads go to the groups in order, ``H / groups * d = in_features``. Without positions nothing is rotated.
         """
         op = None if self.scale is None else triton_op(self, "grouped_linear")
-        return (op or grouped_reference).grouped_linear(
-            o, self.weight, self.scale, self.groups, positions, cos_sin, self.fp8_input, self.pow2_scales
-        )
+        return (op or grouped_reference).grouped_linear(*self._arguments(o, positions, cos_sin))
+
+    def project_rounded(
+        self, o: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        """`project`, and the output as `multi_linear` takes it ``quantized``, where that takes no further launch."""
+        op = None if self.scale is None else triton_op(self, "grouped_linear")
+        if op is None:
+            return self.project(o, positions, cos_sin), None
+        return op.grouped_linear_rounded(*self._arguments(o, positions, cos_sin))
+
+    def _arguments(self, o: torch.Tensor, positions: torch.Tensor | None, cos_sin: torch.Tensor | None) -> tuple:
+        return o, self.weight, self.scale, self.groups, positions, cos_sin, self.fp8_input, self.pow2_scales
 
 
 def multi_linear(
@@ -269,6 +280,17 @@ def multi_linear(
         for i, out in zip(fused, found, strict=True):
             outs[i] = out
     return outs
+
+
+def room_for_quantized(x: torch.Tensor, linears: Sequence[Linear]) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
+    """Where another op should write x once more as ``quantized``, and whether the scales are powers of two.
+
+    None where the layers do not round their input to FP8, or do that on the way.
+    """
+    if any(triton_op(linear, "linear") is None or not linear.fp8_input or linear.scale is None for linear in linears):
+        return None
+    op = triton_op(linears[0], "linear")
+    return (*op.room_for_quantized(x), linears[0].pow2_scales) if len(x) > op.QUANTIZE_ABOVE else None
 
 
 def triton_op(linear: Linear, name: str) -> ModuleType | None:

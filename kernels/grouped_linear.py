@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.linear import check_scaled_weight, scaled_mm, scaled_mm_fits
+from deepseek_attn.kernels.linear import check_scaled_weight, room_for_quantized, scaled_mm, scaled_mm_fits
+from deepseek_attn.kernels.linear_hopper import fits_hopper, launch_hopper
 from deepseek_attn.kernels.linear_launch import launch_products, quantize, whole_rows
-from deepseek_attn.kernels.linear_tiles import QUANTIZE_ABOVE, Tiles, cublas_is_faster
+from deepseek_attn.kernels.linear_tiles import QUANTIZE_ABOVE, HopperTiles, Tiles, cublas_is_faster
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -25,22 +26,52 @@ def grouped_linear(
     cos_sin: Tensor | None = None,
     fp8_input: bool = False,
     pow2: bool = True,
-    tiles: Tiles | None = None,
+    tiles: Tiles | HopperTiles | None = None,
 ) -> Tensor:
     """Same as `reference.grouped_linear.grouped_linear`, for FP8 weights and ``o`` whose heads follow one another.
 
     Args:
         tiles: how to cut the launch; by default chosen from shapes, and cuBLAS computes what is large.
     """
+    return _grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2, tiles, False)[0]
+
+
+def grouped_linear_rounded(
+    o: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    groups: int,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    fp8_input: bool = False,
+    pow2: bool = True,
+    tiles: HopperTiles | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """`grouped_linear`, and ``quantize_input(output, pow2)`` where that takes no further launch, else None."""
+    return _grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2, tiles, True)
+
+
+def _grouped_linear(
+    o: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    groups: int,
+    positions: Tensor | None,
+    cos_sin: Tensor | None,
+    fp8_input: bool,
+    pow2: bool,
+    tiles: Tiles | HopperTiles | None,
+    rounds: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     M, H, d = _checked_shape(o, groups, positions, cos_sin)
-    K = H // groups * d
+    K, N = H // groups * d, weight.shape[0]
     check_scaled_weight(weight, scale, K, fp8_input)
-    if weight.shape[0] % groups:
-        raise ValueError(f"a weight of {weight.shape[0]} rows cannot be cut into {groups} groups")
+    if N % groups:
+        raise ValueError(f"a weight of {N} rows cannot be cut into {groups} groups")
     x = o.flatten(1) if o.stride(1) == d and o.stride(2) == 1 else o.contiguous().flatten(1)
-    out = torch.empty(M, weight.shape[0], dtype=o.dtype, device=o.device)
+    out = torch.empty(M, N, dtype=o.dtype, device=o.device)
     if M == 0:
-        return out
+        return out, None
     rope = None if positions is None else (positions, cos_sin, d)
     # not on the way, as `linear` quantises: each head is read by many programs, and that took 5 us more for 8 tokens
     quantized = None
@@ -48,21 +79,18 @@ def grouped_linear(
         quantized = quantize(x, groups, pow2, rope)
     elif rope is not None:
         x = quantize(x, 1, pow2, rope, fp8=False)[0][0]
-    block = weight[: weight.shape[0] // groups]
-    large = quantized is not None and tiles is None and cublas_is_faster(M, *block.shape, fp8=True)
+    scaled = [(weight, scale, out)]
+    hopper = fits_hopper(x, scaled, [], quantized, N // groups)
+    block = weight[: N // groups]
+    large = quantized is not None and tiles is None and cublas_is_faster(M, *block.shape, fp8=True, hopper=hopper)
     if large and scaled_mm_fits(block, out.dtype):
-        return _by_cublas(*quantized, weight, scale, groups)
-    launch_products(
-        x,
-        [(weight, scale, out)],
-        [],
-        fp8_input=fp8_input,
-        pow2=pow2,
-        quantized=quantized,
-        groups=groups,
-        tiles=tiles,
-    )
-    return out
+        return _by_cublas(*quantized, weight, scale, groups), None
+    if isinstance(tiles, HopperTiles) or (tiles is None and hopper):
+        rounded = room_for_quantized(out) if rounds else None
+        launch_hopper(x, scaled, [], quantized, groups=groups, rounded=rounded, pow2=pow2, tiles=tiles)
+        return out, rounded
+    launch_products(x, scaled, [], fp8_input=fp8_input, pow2=pow2, quantized=quantized, groups=groups, tiles=tiles)
+    return out, None
 
 
 def _by_cublas(q: Tensor, q_scale: Tensor, weight: Tensor, scale: Tensor, groups: int) -> Tensor:

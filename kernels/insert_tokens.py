@@ -49,22 +49,27 @@ def _insert_tokens_kernel(
         if which == 0:
             insert_key(t, rows, SHAPE, NATIVE_FP8)
         elif which == 1:
-            norm_latent(t, rows, SHAPE)
+            norm_latent(t, rows, SHAPE, NATIVE_FP8)
         else:
             keep_token(t, which - 2, parts, batch, SHAPES, HOW)
 
 
-def insert_tokens(rows: tuple, parts: Sequence[CompressPart], batch: CompressBatch | None) -> tuple[Tensor, Tensor]:
+def insert_tokens(
+    rows: tuple,
+    parts: Sequence[CompressPart],
+    batch: CompressBatch | None,
+    qr_rounded: tuple[Tensor, Tensor, bool] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Same as `reference.insert_tokens`: one launch for steps of few tokens per request, as decode steps are."""
     tokens = len(rows[0])
     # a row must be summed alike in every step, so that both ways have as many warps
     warps = choose_tiles(batch.pooled_tokens).warps if parts else None
     if not parts or tokens == 0 or is_long(batch):
-        outs = norm_rope_insert(*rows, warps=warps)
+        outs = norm_rope_insert(*rows, qr_rounded=qr_rounded, warps=warps)
         if parts:
             compress_and_insert(parts, batch)
         return outs
-    row_arguments, shape, outs = row_launch(*rows)
+    row_arguments, shape, outs = row_launch(*rows, qr_rounded=qr_rounded)
     launch = compress_launch(parts, batch)
     _insert_tokens_kernel[(launch.workers + tokens * (2 + len(parts)),)](
         row_arguments,

@@ -1,7 +1,8 @@
 """Linear layers in Triton, for any GPU from compute capability 8.0 on: several projections of one input in one launch.
 
 With few tokens a launch reads the weights at memory speed, and quantises its input on the way. With more, the input is
-quantised once for all; with many, large products are left to cuBLAS. The device code is in `linear_kernels`.
+quantised once for all; with many, large products are left to cuBLAS. The device code is in `linear_kernels`, and for
+quantised inputs on Hopper in `linear_hopper_kernels`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
-from deepseek_attn.kernels.linear_launch import gpu, launch_products, quantize, whole_rows
-from deepseek_attn.kernels.linear_tiles import QUANTIZE_ABOVE, Tiles, cublas_is_faster
+from deepseek_attn.kernels.linear_hopper import fits_hopper, launch_hopper
+from deepseek_attn.kernels.linear_launch import gpu, launch_products, quantize, room_for_rounded, whole_rows
+from deepseek_attn.kernels.linear_tiles import QUANTIZE_ABOVE, HopperTiles, Tiles, cublas_is_faster
 from deepseek_attn.kernels.reference.linear import FP8_INPUT_GROUP, Segment
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +29,7 @@ def multi_linear(
     segments: Sequence[Segment],
     pow2: bool = True,
     quantized: tuple[Tensor, Tensor] | None = None,
-    tiles: Tiles | None = None,
+    tiles: Tiles | HopperTiles | None = None,
 ) -> list[Tensor]:
     """Same as `reference.linear.multi_linear`, for plain and FP8 weights.
 
@@ -58,15 +60,15 @@ def multi_linear(
         key = (fp8 and segment.fp8_input, segment.weight.dtype, outs[i].dtype)
         groups[fp8].setdefault(key, []).append(i)
     for scaled, plain in zip_longest(groups[True].values(), groups[False].values(), fillvalue=()):
-        launch_products(
-            x,
+        fp8_input = bool(scaled) and segments[scaled[0]].fp8_input
+        products = (
             [(segments[i].weight, segments[i].scale, outs[i]) for i in scaled],
             [(segments[i].weight, outs[i]) for i in plain],
-            fp8_input=bool(scaled) and segments[scaled[0]].fp8_input,
-            pow2=pow2,
-            quantized=quantized,
-            tiles=tiles,
         )
+        if isinstance(tiles, HopperTiles) or (tiles is None and fp8_input and fits_hopper(x, *products, quantized)):
+            launch_hopper(x, *products, quantized, tiles=tiles)
+        else:
+            launch_products(x, *products, fp8_input=fp8_input, pow2=pow2, quantized=quantized, tiles=tiles)
     return outs
 
 
@@ -82,6 +84,12 @@ def quantize_input(x: Tensor, pow2: bool = True) -> tuple[Tensor, Tensor]:
     x = x if x.stride(1) == 1 else x.contiguous()
     q, scale = quantize(x, 1, pow2)
     return q[0], scale
+
+
+def room_for_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Where another op can write ``x [M, K]`` as `quantize_input` would."""
+    q, scale = room_for_rounded(*x.shape, 1, x.device)
+    return q[0], scale.t()
 
 
 def scaled_mm_fits(weight: Tensor, out_dtype: torch.dtype) -> bool:
@@ -137,7 +145,8 @@ def _neighbours(segments: Sequence[Segment]) -> list[tuple[int, list[int]]]:
 def _product(x: Tensor, segment: Segment, quantized: tuple[Tensor, Tensor] | None) -> Tensor | None:
     """The output of a segment by cuBLAS, or None where it has no such product or would take longer."""
     weight, out_dtype = segment.weight, segment.out_dtype or x.dtype
-    if not cublas_is_faster(len(x), *weight.shape, fp8=segment.scale is not None):
+    hopper = gpu(x.device)[0] == (9, 0) and out_dtype != torch.float32
+    if not cublas_is_faster(len(x), *weight.shape, fp8=segment.scale is not None, hopper=hopper):
         return None
     if segment.scale is not None:
         if not segment.fp8_input or not scaled_mm_fits(weight, out_dtype):

@@ -86,11 +86,11 @@ def launch_products(
         plain_dtype, plain_parts, plain_precision = plan
     group_rows = scaled[0][0].shape[0] // groups if groups > 1 else 0
     sizes = tuple(weight.shape[0] for weight, *_ in scaled)
-    firsts, count = _first_tiles(sizes, tiles.rows)
+    firsts, count = first_tiles(sizes, tiles.rows)
     if groups > 1:
         count = groups * triton.cdiv(group_rows, tiles.rows)
     plain_sizes = tuple(weight.shape[0] for weight, _ in plain)
-    plain_firsts, plain_count = _first_tiles(plain_sizes, tiles.plain_rows)
+    plain_firsts, plain_count = first_tiles(plain_sizes, tiles.plain_rows)
     m_tiles = triton.cdiv(M, tiles.tokens)
     splits, plain_splits = tiles.splits, tiles.plain_splits
     if (count + plain_count) * m_tiles > COUNTERS:
@@ -98,8 +98,8 @@ def launch_products(
     q, q_scale = (x, x) if quantized is None else quantized
     if quantized is not None:
         q = fp8_view(q)
-    part = _shares(x, count * m_tiles, splits, tiles.rows * tiles.tokens)
-    plain_part = _shares(x, plain_count * m_tiles, plain_splits, tiles.plain_rows * tiles.tokens)
+    part = room_for_shares(x, count * m_tiles, splits, tiles.rows * tiles.tokens)
+    plain_part = room_for_shares(x, plain_count * m_tiles, plain_splits, tiles.plain_rows * tiles.tokens)
     counters = counters_of(x.device) if max(splits, plain_splits) > 1 else x
     multi_linear_kernel[(m_tiles * (count * splits + plain_count * plain_splits),)](
         x,
@@ -161,10 +161,7 @@ def quantize(
     """
     capability, _ = gpu(x.device)
     M, channels = x.shape
-    rows = triton.cdiv(M, _ROWS) * _ROWS
-    dtype = torch.float8_e4m3fn if fp8 else x.dtype
-    out = torch.empty(groups, rows, channels // groups, dtype=dtype, device=x.device)[:, :M]
-    scale = torch.empty(channels // 128 if fp8 else 0, rows, dtype=torch.float32, device=x.device)[:, :M]
+    out, scale = room_for_rounded(M, channels, groups, x.device, torch.float8_e4m3fn if fp8 else x.dtype)
     if M == 0:
         return out, scale.t()
     if x.stride(0) % 2 or x.data_ptr() % (2 * x.itemsize):
@@ -200,6 +197,16 @@ def quantize(
     return out, scale.t()
 
 
+def room_for_rounded(
+    M: int, channels: int, groups: int, device: torch.device, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
+    """``[groups, M, channels / groups]`` and for FP8 the scales ``[channels / 128, M]``, with room for `whole_rows`."""
+    rows = triton.cdiv(M, _ROWS) * _ROWS
+    out = torch.empty(groups, rows, channels // groups, dtype=dtype, device=device)
+    scales = channels // 128 if dtype == torch.float8_e4m3fn else 0
+    return out[:, :M], torch.empty(scales, rows, dtype=torch.float32, device=device)[:, :M]
+
+
 def whole_rows(q: Tensor, q_scale: Tensor) -> tuple[Tensor, Tensor]:
     """``q [M, K]`` and its scales with more rows, up to what cuBLAS takes; what these hold is of no account.
 
@@ -222,7 +229,7 @@ def _room(tensor: Tensor, size: int) -> bool:
     return tensor.storage_offset() + size <= tensor.untyped_storage().nbytes() // tensor.itemsize
 
 
-def _first_tiles(sizes: Sequence[int], rows: int) -> tuple[tuple[int, ...], int]:
+def first_tiles(sizes: Sequence[int], rows: int) -> tuple[tuple[int, ...], int]:
     """The first tile of each weight, and the number of all."""
     firsts, count = [], 0
     for size in sizes:
@@ -231,6 +238,6 @@ def _first_tiles(sizes: Sequence[int], rows: int) -> tuple[tuple[int, ...], int]
     return tuple(firsts), count
 
 
-def _shares(x: Tensor, tiles: int, splits: int, size: int) -> Tensor:
+def room_for_shares(x: Tensor, tiles: int, splits: int, size: int) -> Tensor:
     """Room for the shares of each tile, where there are several."""
     return torch.empty(tiles * splits * size if splits > 1 else 1, dtype=torch.float32, device=x.device)

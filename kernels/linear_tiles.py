@@ -67,15 +67,77 @@ def choose_tiles(
     return Tiles(tokens, block, splits, block, plain_splits, warps=warps, stages=stages, early=early)
 
 
-def cublas_is_faster(M: int, N: int, K: int, fp8: bool) -> bool:
+@dataclass(frozen=True)
+class HopperTiles:
+    """How a launch of `linear_hopper` is cut.
+
+    Attributes:
+        rows, tokens: of a tile; own_rows, own_tokens: of the part of it that one of one or two warpgroups multiplies.
+        splits, plain_splits: jobs that share the channels of a tile.
+        stages: blocks of channels in flight.
+        spare: programs that a multiprocessor has room for beside its own, so that the next launch can start early.
+    """
+
+    rows: int
+    tokens: int
+    own_rows: int
+    own_tokens: int
+    splits: int = 1
+    plain_splits: int = 1
+    stages: int = 4
+    spare: int = 0
+
+
+def choose_hopper_tiles(
+    M: int, K: int, rows: int, plain_rows: int, processors: int, rounded: bool = False
+) -> HopperTiles:
+    """The fastest cut measured for ``M`` tokens of ``K`` channels, so many rows of FP8 and of plain weights.
+
+    Shares of a tile cost 2 to 5 us to add up, so that tiles are as small as it takes to give all multiprocessors one.
+
+    Args:
+        rounded: the output is rounded to FP8 as well, and so a warpgroup needs 128 rows.
+    """
+    tokens = next(n for n in (16, 32, 64, 128) if n >= min(M, 128))
+    block, spare = 128, 0
+    if rounded:
+        tokens //= 2
+        own_rows, own_tokens = 128, tokens // 2 if tokens > 16 else tokens
+        spare = tokens <= 16
+    elif plain_rows or triton.cdiv(M, tokens) * triton.cdiv(rows, 128) >= processors:
+        own_rows, own_tokens = (128, 64) if tokens == 128 else (64, tokens)
+    else:
+        block, own_rows, own_tokens = 64, 64, min(tokens, 64)
+        spare = tokens <= 32
+    room = (190 if plain_rows else 200) // (1 + spare) << 10
+    # a plain weight has twice as many blocks
+    tiles = triton.cdiv(M, tokens) * (triton.cdiv(rows, block) + 2 * triton.cdiv(plain_rows, block))
+    splits = 1 if rounded else max(1, min(processors // tiles, K // 512))
+    return HopperTiles(
+        block,
+        tokens,
+        own_rows,
+        own_tokens,
+        splits,
+        2 * splits if splits > 1 else 1 + (tiles <= processors),
+        min(16, room // (128 * (block + tokens) + 4 * max(tokens, 32))),
+        int(spare),
+    )
+
+
+def cublas_is_faster(M: int, N: int, K: int, fp8: bool, hopper: bool = False) -> bool:
     """Whether a product ``[M, K] x [K, N]`` takes cuBLAS less time than it adds to a launch; both in microseconds.
 
     cuBLAS does not share the channels of a tile: its time grows with K, whatever else, and so there is a least one.
+
+    Args:
+        hopper: FP8 weights are those of `linear_hopper`.
     """
-    if M <= 32:
+    hopper = hopper and fp8
+    if M <= 32 or (hopper and M <= 128):
         return False
     work = 2 * M * N * K
-    latency, rate, ours = (K / 370, 1.2e9, 0.3e9) if fp8 else (K / 700, 0.75e9, 0.25e9)
+    latency, rate, ours = (K / 370, 1.2e9, 0.6e9 if hopper else 0.3e9) if fp8 else (K / 700, 0.75e9, 0.25e9)
     return 4 + max(latency, N * K / 4.2e6, work / rate) < max(N * K / 3e6, work / ours)
 
 

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepseek_attn.kernels.fp8_kernels import quantize_groups
+from deepseek_attn.kernels.linear_launch import fp8_view
 from deepseek_attn.kernels.row_ops import (
     FLOATS,
     TRITON_DTYPES,
@@ -67,14 +69,27 @@ def insert_key(t, rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 
 @triton.jit
-def norm_latent(t, rows, SHAPE: tl.constexpr):
-    """Norm of the query latent of token ``t``."""
+def norm_latent(t, rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Norm of the query latent of token ``t``, and where wanted the same rounded to FP8."""
     LORA: tl.constexpr = SHAPE[8]
     LORA_BLOCK: tl.constexpr = SHAPE[9]
     DTYPE: tl.constexpr = SHAPE[10]
     x = _row(rows[5] + t * rows[6], LORA, LORA_BLOCK)
     y = normed_rows(x, row_weight(rows[7], LORA, LORA_BLOCK), rows[14], LORA, DTYPE)
     _store_row(rows[8] + t * rows[9], y, LORA, LORA_BLOCK, DTYPE)
+    if SHAPE[11]:
+        _store_rounded(t, y.to(DTYPE), rows, LORA, LORA_BLOCK, NATIVE_FP8, SHAPE[12])
+
+
+@triton.jit
+def _store_rounded(t, y, rows, LORA: tl.constexpr, BLOCK: tl.constexpr, NATIVE_FP8: tl.constexpr, POW2: tl.constexpr):
+    """Stores ``y [1, BLOCK]`` as the input of an FP8 linear, as `linear_kernels.quantize_input_kernel` does."""
+    group = tl.arange(0, BLOCK // 128)
+    groups = tl.reshape(y.to(tl.float32), (BLOCK // 128, 128))
+    value, scale = quantize_groups(groups, POW2, NATIVE_FP8, rows[17].dtype.element_ty)
+    channel = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(rows[17] + t * rows[18] + channel, value, mask=channel < LORA)
+    tl.store(rows[19] + t + group * rows[20], scale, mask=group < LORA // 128)
 
 
 @triton.jit
@@ -84,7 +99,7 @@ def _norm_rope_insert_kernel(rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr
     if tl.program_id(1) == 0:
         insert_key(t, rows, SHAPE, NATIVE_FP8)
     else:
-        norm_latent(t, rows, SHAPE)
+        norm_latent(t, rows, SHAPE, NATIVE_FP8)
 
 
 def norm_rope_insert(
@@ -101,6 +116,7 @@ def norm_rope_insert(
     slots: Tensor,
     qr_out: Tensor | None = None,
     kv_out: Tensor | None = None,
+    qr_rounded: tuple[Tensor, Tensor, bool] | None = None,
     warps: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same as `reference.norm_rope_insert`, for rows whose channels are contiguous and an even number.
@@ -110,7 +126,7 @@ def norm_rope_insert(
     """
     cache = (record, pool, page_entries, slots)
     rows, shape, outs = row_launch(
-        qr, kv, q_weight, kv_weight, eps, cos_sin, positions, *cache, qr_out=qr_out, kv_out=kv_out
+        qr, kv, q_weight, kv_weight, eps, cos_sin, positions, *cache, qr_out, kv_out, qr_rounded
     )
     if len(positions):
         early = early_launch(kv.device)
@@ -139,6 +155,7 @@ def row_launch(
     slots: Tensor,
     qr_out: Tensor | None = None,
     kv_out: Tensor | None = None,
+    qr_rounded: tuple[Tensor, Tensor, bool] | None = None,
 ) -> tuple[tuple, tuple, tuple[Tensor, Tensor]]:
     """Arguments ``rows`` and constant ``SHAPE`` of `insert_key` and `norm_latent`, and the outputs they write.
 
@@ -167,6 +184,16 @@ def row_launch(
     key = (kv, kv.stride(0), kv_weight, kv_out, kv_out.stride(0))
     latent = (qr, qr.stride(0), q_weight, qr_out, qr_out.stride(0))
     rows = (*key, *latent, positions, cos_sin, cos_sin.shape[0], slots, eps, pool, pool.stride(0))
+    if qr_rounded is not None:
+        q, scale, _ = qr_rounded
+        if lora % 128 or q.shape != qr.shape or scale.shape != (T, lora // 128) or (T > 1 and scale.stride(0) != 1):
+            raise ValueError(
+                f"a rounded latent of {tuple(qr.shape)} needs a multiple of 128 channels and scales [{T}, "
+                f"{lora // 128}] with stride 1 along the rows, got {tuple(q.shape)} and {tuple(scale.shape)} with "
+                f"strides {scale.stride()}"
+            )
+        rows += (fp8_view(q), q.stride(0), scale, scale.stride(1))
     key_shape = (dim, entry["NOPE"], cos_sin.shape[1], block, entry["N"], entry["RECORD"], entry["PLAIN"])
     latent_shape = (lora, triton.next_power_of_2(lora), TRITON_DTYPES[qr.dtype])
+    latent_shape += (qr_rounded is not None, qr_rounded is not None and qr_rounded[2])
     return rows, (*key_shape, TRITON_DTYPES[kv.dtype], *latent_shape), (qr_out, kv_out)

@@ -65,7 +65,7 @@ def index_shape(fmt, native):
 def row_shape(record):
     number, plain = RECORDS[record]
     dim = 128 if record.startswith("index") else 512
-    return dim, dim - 64, 64, dim, 64, number, plain, tl.bfloat16, 1536, 2048, tl.bfloat16
+    return dim, dim - 64, 64, dim, 64, number, plain, tl.bfloat16, 1536, 2048, tl.bfloat16, False, False
 
 
 ROOM = ("*fp32", "*i32", "i32")
@@ -92,6 +92,16 @@ def test_norm_rope_insert(arch, record):
     asm = compiled(norm_rope_insert._norm_rope_insert_kernel, {"rows": ROW}, constants, arch)
     assert asm["cubin"]
     assert ("e4m3" in asm["ptx"]) == (arch != "sm80" and record in ("fp8_ds_mla", "index_fp8"))
+
+
+@pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "raw"])
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_norm_rope_insert_with_a_rounded_latent(arch, pow2):
+    constants = {"SHAPE": (*row_shape("plain")[:-2], True, pow2), "NATIVE_FP8": arch != "sm80"}
+    rounded = ("*u8" if arch == "sm80" else "*fp8e4nv", "i32", "*fp32", "i32")
+    asm = compiled(norm_rope_insert._norm_rope_insert_kernel, {"rows": ROW + rounded}, constants, arch)
+    assert asm["cubin"]
+    assert ("e4m3" in asm["ptx"]) == (arch != "sm80")
 
 
 @pytest.mark.parametrize("arch", CAPABILITIES)

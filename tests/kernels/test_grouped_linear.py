@@ -11,8 +11,9 @@ from deepseek_attn.kernels.reference.quant import fake_quant_fp8, quantize_fp8_b
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.grouped_linear import grouped_linear
-from deepseek_attn.kernels.linear_tiles import Tiles
+from deepseek_attn.kernels.grouped_linear import grouped_linear, grouped_linear_rounded
+from deepseek_attn.kernels.linear import quantize_input
+from deepseek_attn.kernels.linear_tiles import HopperTiles, Tiles
 from tests.kernels.compiled_linear import CAPABILITIES, SHARED, compiled_launches
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -151,6 +152,40 @@ def test_every_cut(gpu, tiles):
         for fp8 in (True, False):
             got = grouped_linear(*arguments, fp8, tiles=tiles)
             assert relative(got, reference.grouped_linear(*arguments, fp8)) <= LIMIT[BF16]
+
+
+@pytest.mark.parametrize("tiles", [
+    HopperTiles(128, 16, 128, 16, stages=3), HopperTiles(64, 64, 64, 32, 2, stages=3),
+    HopperTiles(128, 128, 128, 64, 4, stages=4),
+], ids=str)  # fmt: skip
+def test_every_hopper_cut(gpu, tiles):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    for M in (9, 20, 129):
+        arguments = problem(M, 32, 128, 4, 256, 64)
+        got = grouped_linear(*arguments, True, tiles=tiles)
+        assert relative(got, reference.grouped_linear(*arguments, True)) <= LIMIT[BF16]
+
+
+@pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "raw"])
+@pytest.mark.parametrize("M", [9, 16, 17, 33, 64, 100, 128, 129, 200])
+def test_the_output_rounded_on_the_way(gpu, M, pow2):
+    """Bit by bit what rounding the output gives: zeros, values of all magnitudes, NaN and infinities."""
+    o, weight, *rest = problem(M, 16, 128, 4, 256, 64)
+    o *= torch.logspace(-6, 6, M, device=o.device)[:, None, None]
+    o[1], o[2, 3, 5], o[3, 9, 7] = 0, NAN, float("inf")
+    weight = weight.clone()
+    weight[:128] = 0
+    out, rounded = grouped_linear_rounded(o.to(BF16), weight, *rest, True, pow2)
+    if torch.cuda.get_device_capability() != (9, 0):
+        assert rounded is None
+        return
+    assert torch.equal(out.nan_to_num(7), grouped_linear(o.to(BF16), weight, *rest, True, pow2).nan_to_num(7))
+    q, scale = quantize_input(out, pow2)
+    assert torch.equal(rounded[1].nan_to_num(7), scale.nan_to_num(7))
+    finite = scale.isfinite().repeat_interleave(128, 1)
+    assert torch.equal(rounded[0].view(torch.uint8)[finite], q.view(torch.uint8)[finite])
+    assert scale[2].isnan().any()
 
 
 def test_strides_and_zero_rows(gpu):

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.linear import _neighbours, multi_linear, quantize_input
 from deepseek_attn.kernels.linear_launch import dot_plan
-from deepseek_attn.kernels.linear_tiles import Tiles, choose_tiles, cublas_is_faster
+from deepseek_attn.kernels.linear_tiles import HopperTiles, Tiles, choose_tiles, cublas_is_faster
 from tests.kernels.compiled_linear import CAPABILITIES, SHARED, compiled_launches
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -246,6 +246,29 @@ def test_every_cut(gpu, tiles):
             check(x, segments, tiles=tiles, quantized=quantized)
 
 
+EVERY_HOPPER_CUT = [
+    HopperTiles(128, 16, 64, 16, stages=3),
+    HopperTiles(64, 32, 64, 32, 4, 8, stages=4, spare=1),
+    HopperTiles(64, 64, 64, 32, 3, 5, stages=4),
+    HopperTiles(128, 64, 64, 64, 8, 2, stages=2),
+    HopperTiles(128, 128, 128, 64, 2, 4, stages=4),
+    HopperTiles(64, 128, 64, 64, 16, 16, stages=8),
+    HopperTiles(128, 8, 128, 8, stages=3, spare=1),
+]
+
+
+@pytest.mark.parametrize("tiles", EVERY_HOPPER_CUT, ids=str)
+def test_every_hopper_cut(gpu, tiles):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    for K, scaled, plain in ((2048, (320, 128, 512), (192, 64)), (640, (192,), ()), (1152, (1024,), (64, 128, 256))):
+        segments = [Segment(*fp8_weight(n, K), True) for n in scaled]
+        segments += [Segment(torch.randn(n, K).to(BF16), None, False, F32) for n in plain]
+        for M in (2, 17, 33, 100, 129):
+            x = awkward(M, K)
+            check(x, segments, tiles=tiles, quantized=quantize_input(x))
+
+
 def test_strided_input(gpu):
     segments = [Segment(*fp8_weight(256, 512), True), Segment(torch.randn(64, 512).to(BF16))]
     whole = torch.full((80, 1024), NAN, dtype=BF16)
@@ -308,7 +331,7 @@ def test_every_bfloat16_value_is_rounded_alike(gpu):
         assert torch.equal(scale, expected_scale)
 
 
-@pytest.mark.parametrize("M", [1, 8, 20, 70])
+@pytest.mark.parametrize("M", [1, 8, 20, 70, 128, 200])
 def test_fifty_launches_are_bit_identical(gpu, M):
     x = torch.randn(M, 4096).to(BF16)
     segments = [Segment(*fp8_weight(n, 4096), True) for n in (1024, 512)]
@@ -320,10 +343,11 @@ def test_fifty_launches_are_bit_identical(gpu, M):
 
 
 def test_a_row_does_not_depend_on_the_others(gpu):
-    x = torch.randn(32, 4096).to(BF16)
+    most = 128 if torch.cuda.get_device_capability() == (9, 0) else 32
+    x = torch.randn(most, 4096).to(BF16)
     segments = [Segment(*fp8_weight(512, 4096), True), Segment(torch.randn(256, 4096).to(BF16), None, False, F32)]
     whole = multi_linear(x, segments)
-    for M in (9, 16, 17, 31):
+    for M in (9, 16, 17, 31, most // 2 + 1):
         for mine, other in zip(multi_linear(x[:M], segments), whole, strict=True):
             assert torch.equal(mine, other[:M])
 

@@ -8,6 +8,7 @@ import torch
 from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp4Record, IndexFp8Record, PlainRecord
 from deepseek_attn.kernels.reference import norm_rope_insert as reference
 from deepseek_attn.kernels.reference import query_norm_rope as query_reference
+from deepseek_attn.kernels.reference.linear import quantize_input
 
 EPS, POSITIONS = 1e-6, 300
 RECORDS = {
@@ -145,6 +146,29 @@ def test_strided_rows_and_given_outputs(insert, device):
     assert torch.equal(got[0], expected[0])
     assert torch.equal(out[:, 96:608], expected[1])
     assert out[:, 608:].isnan().all()
+
+
+@pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "raw"])
+@pytest.mark.parametrize("lora", [128, 1536])
+def test_the_latent_is_also_rounded_for_fp8_linears(insert, device, lora, pow2):
+    """Bit by bit what rounding the output gives, in rows of a larger tensor."""
+    case = Case("V4", torch.bfloat16, device, T=13)
+    case.qr = (torch.randn(13, lora) * torch.logspace(-9, 4, 13)[:, None]).to(device).bfloat16()
+    case.qr[3], case.qr[5, 7], case.qr[6, 20] = 0, float("nan"), float("inf")
+    case.q_weight = (torch.randn(lora) * torch.logspace(-6, 3, lora)).to(device)
+    q = torch.full((13, lora + 16), 0x7F, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    scales = torch.full((lora // 128, 16), float("nan"), device=device)
+    expected = case.run(insert)[0]
+    got, _ = case.run(insert, qr_rounded=(q[:, :lora], scales[:, :13].t(), pow2))
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+    q_expected, scale_expected = quantize_input(expected, pow2)
+    finite = expected.isfinite().all(1)
+    assert torch.equal(q[:, :lora].view(torch.uint8)[finite], q_expected.view(torch.uint8)[finite])
+    assert torch.equal(scales[:, :13].t()[finite], scale_expected[finite])
+    assert not (q[:, :lora].float() * scales[:, :13].t().repeat_interleave(128, 1))[~finite].isfinite().all(1).any()
+    assert (q[:, lora:].view(torch.uint8) == 0x7F).all()
+    assert scales[:, 13:].isnan().all()
 
 
 def test_rows_do_not_depend_on_the_batch(insert, device):
