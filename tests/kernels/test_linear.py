@@ -252,7 +252,7 @@ EVERY_HOPPER_CUT = [
     HopperTiles(64, 64, 64, 32, 3, 5, stages=4),
     HopperTiles(128, 64, 64, 64, 8, 2, stages=2),
     HopperTiles(128, 128, 128, 64, 2, 4, stages=4),
-    HopperTiles(64, 128, 64, 64, 16, 16, stages=8),
+    HopperTiles(64, 128, 64, 64, 16, 16, stages=7),
     HopperTiles(128, 8, 128, 8, stages=3, spare=1),
 ]
 
