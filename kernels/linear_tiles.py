@@ -113,6 +113,8 @@ def choose_hopper_tiles(
     # a plain weight has twice as many blocks
     tiles = triton.cdiv(M, tokens) * (triton.cdiv(rows, block) + 2 * triton.cdiv(plain_rows, block))
     splits = 1 if rounded else max(1, min(processors // tiles, K // 512))
+    if plain_rows and tokens == 128:
+        splits = min(splits, 2)  # 2 and 4 shares took 17 and 25 us of C4A inputs; 4 and 8 took 31 us of fewer rows
     return HopperTiles(
         block,
         tokens,
