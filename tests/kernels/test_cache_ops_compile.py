@@ -97,7 +97,7 @@ def test_norm_rope_insert(arch, record):
 @pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "raw"])
 @pytest.mark.parametrize("arch", CAPABILITIES)
 def test_norm_rope_insert_with_a_rounded_latent(arch, pow2):
-    constants = {"SHAPE": (*row_shape("plain")[:-2], True, pow2), "NATIVE_FP8": arch != "sm80"}
+    constants = {"SHAPE": (*row_shape("plain")[:-2], True, pow2), "NATIVE_FP8": arch != "sm80", "PDL": False}
     rounded = ("*u8" if arch == "sm80" else "*fp8e4nv", "i32", "*fp32", "i32")
     asm = compiled(norm_rope_insert._norm_rope_insert_kernel, {"rows": ROW + rounded}, constants, arch)
     assert asm["cubin"]
