@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 CAPABILITIES = {"sm80": (8, 0), "sm89": (8, 9), "sm90": (9, 0), "sm100": (10, 0), "sm120": (12, 0)}
 SHARED = {"sm80": 163, "sm89": 99, "sm90": 227, "sm100": 227, "sm120": 99}  # KiB that a program may use
 NAMES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8",
-    torch.int32: "i32", torch.int64: "i64",
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv",
+    torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
+TURNS = ("sm120", "sm80", "sm100", "sm89")
+
+
+def on_gpus(variants, everywhere):
+    """(arch, variant) pairs for a test that compiles, which is what takes time in all tests.
+
+    Variants in ``everywhere``, which together launch every kernel of the test, are compiled for every GPU. Another one
+    is compiled for sm90 and one more GPU, which they take in turns; with ``DEEPSEEK_ATTN_COMPILE=all`` for every GPU.
+    """
+    assert set(everywhere) <= set(variants)
+    if os.environ.get("DEEPSEEK_ATTN_COMPILE") == "all":
+        everywhere = list(variants)
+    pairs = [(arch, variant) for variant in everywhere for arch in CAPABILITIES]
+    others = [variant for variant in variants if variant not in everywhere]
+    return pairs + [(arch, v) for i, v in enumerate(others) for arch in ("sm90", TURNS[i % len(TURNS)])]
 
 
 class Recorder:
@@ -27,7 +46,10 @@ class Recorder:
 
 
 def compiled_launches(monkeypatch, modules, arch, call):
-    """``{kernel name: compiled kernels}`` of all launches that ``call()`` makes by the kernels of ``modules``."""
+    """``{kernel name: compiled kernels}`` of all launches that ``call()`` makes by the kernels of ``modules``.
+
+    Each must fit into the shared memory of ``arch``.
+    """
     launches, found = [], {}
     for module in modules:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -35,26 +57,46 @@ def compiled_launches(monkeypatch, modules, arch, call):
     call()
     for kernel, args, keywords in launches:
         result = compiled(kernel, args, keywords, CAPABILITIES[arch])
+        assert result.asm["cubin"]
         assert result.metadata.shared <= SHARED[arch] * 1024, kernel.fn.__name__
         found.setdefault(kernel.fn.__name__, []).append(result)
     return found
 
 
 def compiled(kernel, args, keywords, capability):
+    """The kernel, of Triton or Gluon, as a launch with these arguments compiles it."""
     options = {"num_warps": keywords["num_warps"], "num_stages": keywords.get("num_stages", 3)}
+    options |= {"maxnreg": keywords["maxnreg"]} if "maxnreg" in keywords else {}
     constants = {name: value for name, value in keywords.items() if name in kernel.arg_names}
+    given = list(zip(kernel.params, args, strict=False))
+    constants |= {parameter.name: value for parameter, value in given if is_constant(value, parameter)}
     signature = dict(zip(kernel.arg_names, map(type_name, args), strict=False)) | dict.fromkeys(constants, "constexpr")
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False))
-        if isinstance(value, torch.Tensor) or (name.endswith("stride") and value % 16 == 0)
-    }
+    aligned = {}
+    for i, (parameter, value) in enumerate(given):
+        if isinstance(value, tuple):
+            aligned |= {(i, j): [["tt.divisibility", 16]] for j, part in enumerate(value) if is_aligned(part)}
+        elif parameter.name not in constants and is_aligned(value) and not parameter.do_not_specialize:
+            aligned[i,] = [["tt.divisibility", 16]]
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    return triton.compile(ASTSource(kernel, signature, places, aligned), target=target, options=options)
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    return triton.compile(source(kernel, signature, places, aligned), target=target, options=options)
+
+
+def is_constant(value, parameter):
+    """Triton compiles None into a kernel and, unless it is told not to, 1."""
+    return value is None or (type(value) is int and value == 1 and not parameter.do_not_specialize)
+
+
+def is_aligned(value):
+    return isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0)
 
 
 def type_name(value):
+    if isinstance(value, tuple):
+        return tuple(type_name(part) for part in value)
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{NAMES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
     if isinstance(value, torch.Tensor):
         return "*" + NAMES[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"

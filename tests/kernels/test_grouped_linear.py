@@ -1,7 +1,6 @@
 """The grouped output projection: the reference against scalar loops, the Triton kernels compiled and run on a GPU."""
 
 import math
-import os
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from deepseek_attn.kernels.grouped_linear import grouped_linear, grouped_linear_rounded
 from deepseek_attn.kernels.linear import quantize_input
 from deepseek_attn.kernels.linear_tiles import HopperTiles, Tiles
-from tests.kernels.compiled_linear import CAPABILITIES, SHARED, compiled_launches
+from tests.kernels.compiled_launches import CAPABILITIES, on_gpus
+from tests.kernels.compiled_linear import compiled_launches
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NAN = float("nan")
@@ -58,10 +58,12 @@ def test_reference(fp8):
 META = {"device": "meta"}
 
 
-@pytest.mark.parametrize("fp8", [True, False], ids=["rounded", "unrounded"])
-@pytest.mark.parametrize("M", [1, 20, 300])
-@pytest.mark.parametrize("arch", CAPABILITIES)
-def test_compiles(arch, M, fp8, monkeypatch):
+PROJECTIONS = [(M, inputs) for M in (20, 1, 300) for inputs in ("rounded", "unrounded")]
+
+
+@pytest.mark.parametrize(("arch", "projection"), on_gpus(PROJECTIONS, [(20, "rounded")]), ids=str)
+def test_compiles(arch, projection, monkeypatch):
+    M, fp8 = projection[0], projection[1] == "rounded"
     o, weight = torch.empty(M, 64, 512, dtype=BF16, **META), torch.empty(8192, 4096, dtype=torch.float8_e4m3fn, **META)
     scale, cos_sin = torch.empty(64, 32, **META), torch.empty(4096, 64, **META)
     positions = torch.empty(M, dtype=torch.int64, **META)
@@ -69,9 +71,6 @@ def test_compiles(arch, M, fp8, monkeypatch):
         monkeypatch, CAPABILITIES[arch], lambda: grouped_linear(o, weight, scale, 8, positions, cos_sin, fp8)
     )
     assert len(kernels) == 2
-    for kernel in kernels:
-        assert kernel.asm["cubin"]
-        assert kernel.metadata.shared <= SHARED[arch] * 1024
 
 
 def test_what_cannot_be_computed_is_refused():
@@ -92,15 +91,6 @@ def test_what_cannot_be_computed_is_refused():
 
 
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
-
-
-@pytest.fixture
-def gpu(device):
-    if device.type != "cuda" or not torch.cuda.is_available():
-        pytest.skip(f"needs an NVIDIA GPU; DEEPSEEK_ATTN_TEST_DEVICE is {os.environ.get('DEEPSEEK_ATTN_TEST_DEVICE')}")
-    torch.set_default_device(device)
-    yield device
-    torch.set_default_device(None)
 
 
 def problem(M, H, d, groups, rank, rope_dim, dtype=BF16, spare=3):

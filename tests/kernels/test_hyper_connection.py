@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels import float32_product
 from deepseek_attn.kernels import hyper_connection as hc
-from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches
+from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus
 
 NAN = float("nan")
 LIMIT = {torch.bfloat16: 3e-3, torch.float32: 1e-5}
@@ -113,11 +113,12 @@ def test_bad_arguments_are_named(monkeypatch):
         hc.hc_post(y, streams, post.double(), comb)
 
 
-@pytest.mark.parametrize("arch", CAPABILITIES)
-@pytest.mark.parametrize(
-    ("T", "dtype"), [(1, torch.bfloat16), (4096, torch.bfloat16), (4096, torch.float32)], ids=["1", "4096", "float32"]
-)
-def test_it_compiles(monkeypatch, arch, T, dtype):
+STEPS = {"one token": (1, torch.bfloat16), "4096": (4096, torch.bfloat16), "float32": (4096, torch.float32)}
+
+
+@pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["4096"]))
+def test_it_compiles(monkeypatch, arch, step):
+    T, dtype = STEPS[step]
     monkeypatch.setattr(hc, "_on_gpu", lambda x: True)
     for module in (hc, float32_product):
         monkeypatch.setattr(module, "early_launch", lambda device: CAPABILITIES[arch][0] >= 9)

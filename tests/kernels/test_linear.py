@@ -1,7 +1,5 @@
 """The linear ops: the reference against scalar loops, the Triton kernels compiled everywhere and run on a GPU."""
 
-import os
-
 import pytest
 import torch
 
@@ -14,7 +12,8 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from deepseek_attn.kernels.linear import _neighbours, multi_linear, quantize_input
 from deepseek_attn.kernels.linear_launch import dot_plan
 from deepseek_attn.kernels.linear_tiles import HopperTiles, Tiles, choose_tiles, cublas_is_faster
-from tests.kernels.compiled_linear import CAPABILITIES, SHARED, compiled_launches
+from tests.kernels.compiled_launches import CAPABILITIES, on_gpus
+from tests.kernels.compiled_linear import compiled_launches
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NAN = float("nan")
@@ -89,16 +88,13 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("arch", CAPABILITIES)
+@pytest.mark.parametrize(("arch", "product"), on_gpus(PRODUCTS, ["33 tokens"]))
 def test_products_compile(arch, product, monkeypatch):
     M, dtype, segments = PRODUCTS[product]
     x = torch.empty(M, segments[0].weight.shape[1], dtype=dtype, **META)
     kernels = compiled_launches(monkeypatch, CAPABILITIES[arch], lambda: multi_linear(x, segments))
     assert len(kernels) == (2 if segments[0].fp8_input and M > 8 else 1)
     for kernel in kernels:
-        assert kernel.asm["cubin"]
-        assert kernel.metadata.shared <= SHARED[arch] * 1024
         assert ("griddepcontrol" in kernel.asm["ptx"]) == (CAPABILITIES[arch] >= (9, 0))
         assert "e4m3" not in kernel.asm["ptx"] or arch != "sm80"
     if CAPABILITIES[arch] >= (9, 0) and M <= 8:
@@ -145,15 +141,6 @@ def test_cublas_takes_what_is_large():
 
 
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda; what needs no bfloat16 also by TRITON_INTERPRET=1 ---
-
-
-@pytest.fixture
-def gpu(device):
-    if device.type != "cuda" or not torch.cuda.is_available():
-        pytest.skip(f"needs an NVIDIA GPU; DEEPSEEK_ATTN_TEST_DEVICE is {os.environ.get('DEEPSEEK_ATTN_TEST_DEVICE')}")
-    torch.set_default_device(device)
-    yield device
-    torch.set_default_device(None)
 
 
 def check(x, segments, pow2=True, **options):
