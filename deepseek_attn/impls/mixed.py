@@ -11,7 +11,7 @@ from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
 
 
 class DeepseekV4MixedSparseImpl(DeepseekV4FlashMLASparseImpl):
-    """Small decode batches in Triton, large ones on FlashMLA; heads are not padded.
+    """Decode in Triton but for large batches of 128 heads; prefill of 64 and 128 heads on FlashMLA; no padded heads.
 
     Notes:
         The choice depends on shapes alone, so a captured graph keeps it and stays right for any lengths. It was
@@ -53,14 +53,12 @@ class DeepseekV4MixedSparseImpl(DeepseekV4FlashMLASparseImpl):
 def decodes_on_flashmla(queries: int, heads: int, keys: int) -> bool:
     """Whether FlashMLA's decode kernel is the faster one for queries of up to ``keys`` keys each.
 
-    With 64 heads it is for many queries of the window alone. With 128 heads, pairs of its blocks decode a key once for
-    all of them, and win where many queries fill the GPU.
+    With 64 heads and fewer it is not. With 128 heads, pairs of its blocks decode a key once for all of them, and win
+    where many queries fill the GPU.
     """
-    if heads not in flash_mla.HEADS:
+    if heads != 128:
         return False
     window, long = keys <= 128, keys > 2048
-    if heads == 64:
-        return window and queries > 128
     return queries > (8 if window or long else 32)
 
 
