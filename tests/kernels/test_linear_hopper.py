@@ -97,11 +97,12 @@ def test_which_launches_it_takes(monkeypatch):
 
 @pytest.mark.parametrize("K", [128, 640, 1024, 1536, 4096, 7168, 16384])
 def test_cuts(K):
-    """Up to 128 tokens a row is summed alike whatever the batch, and nobody has more than its share of resources."""
+    """9 to 64 tokens are summed alike, and 65 to 128; nobody has more than its share of resources."""
     for rows, plain in ((1536, 2624), (1536, 0), (40960, 0), (4096, 0), (64, 64)):
         for rounded in (False, True):
             cuts = {M: choose_hopper_tiles(M, K, rows, plain, 132, rounded) for M in (*range(9, 129), 129, 256, 4096)}
-            assert len({(cuts[M].splits, cuts[M].plain_splits) for M in range(9, 129)}) == 1
+            for few in (range(9, 65), range(65, 129)):
+                assert len({(cuts[M].splits, cuts[M].plain_splits) for M in few}) == 1
             for M, cut in cuts.items():
                 assert isinstance(cut, HopperTiles)
                 assert cut.tokens >= min(M, 64) // (1 + rounded)
