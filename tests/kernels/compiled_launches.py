@@ -34,6 +34,11 @@ def on_gpus(variants, everywhere):
     return pairs + [(arch, v) for i, v in enumerate(others) for arch in ("sm90", TURNS[i % len(TURNS)])]
 
 
+def target_of(arch):
+    major, minor = CAPABILITIES[arch]
+    return GPUTarget("cuda", 10 * major + minor, 32)
+
+
 class Recorder:
     """Takes the place of a kernel and notes its launches."""
 
@@ -56,14 +61,14 @@ def compiled_launches(monkeypatch, modules, arch, call):
             monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))
     call()
     for kernel, args, keywords in launches:
-        result = compiled(kernel, args, keywords, CAPABILITIES[arch])
+        result = compiled(kernel, args, keywords, arch)
         assert result.asm["cubin"]
         assert result.metadata.shared <= SHARED[arch] * 1024, kernel.fn.__name__
         found.setdefault(kernel.fn.__name__, []).append(result)
     return found
 
 
-def compiled(kernel, args, keywords, capability):
+def compiled(kernel, args, keywords, arch):
     """The kernel, of Triton or Gluon, as a launch with these arguments compiles it."""
     options = {"num_warps": keywords["num_warps"], "num_stages": keywords.get("num_stages", 3)}
     options |= {"maxnreg": keywords["maxnreg"]} if "maxnreg" in keywords else {}
@@ -78,9 +83,8 @@ def compiled(kernel, args, keywords, capability):
         elif parameter.name not in constants and is_aligned(value) and not parameter.do_not_specialize:
             aligned[i,] = [["tt.divisibility", 16]]
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     source = GluonASTSource if kernel.is_gluon() else ASTSource
-    return triton.compile(source(kernel, signature, places, aligned), target=target, options=options)
+    return triton.compile(source(kernel, signature, places, aligned), target=target_of(arch), options=options)
 
 
 def is_constant(value, parameter):

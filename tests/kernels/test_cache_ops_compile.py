@@ -8,7 +8,6 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deepseek_attn.kernels import (
@@ -21,10 +20,10 @@ from deepseek_attn.kernels import (
     query_norm_rope,
     step_indices_kernels,
 )
+from tests.kernels.compiled_launches import CAPABILITIES, on_gpus, target_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
 
-CAPABILITIES = {"sm80": 80, "sm89": 89, "sm90": 90, "sm100": 100, "sm120": 120}
 RECORDS = {"plain": (0, tl.bfloat16), "fp8_ds_mla": (1, tl.bfloat16), "index_fp8": (2, tl.bfloat16),
            "index_fp4": (3, tl.bfloat16)}  # fmt: skip
 
@@ -35,7 +34,7 @@ def compiled(kernel, kinds, constants, arch, warps=4):
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values)
-    return triton.compile(source, target=GPUTarget("cuda", CAPABILITIES[arch], 32), options={"num_warps": warps}).asm
+    return triton.compile(source, target=target_of(arch), options={"num_warps": warps}).asm
 
 
 def pointers(kernel, **kinds):
@@ -71,33 +70,44 @@ def row_shape(record):
 ROOM = ("*fp32", "*i32", "i32")
 
 
-def compress_constants(ratio, arch, long=False):
-    """Of the shapes of V4: an entry, and for C4A keys of every record."""
+# ratio, number of the record of index keys, prompts
+COMPRESSED = {
+    "C4A, fp8 keys": (4, 2, False),
+    "C4A, plain keys": (4, 0, False),
+    "C4A, fp4 keys": (4, 3, False),
+    "C4A, prompts": (4, 2, True),
+    "C128A": (128, None, False),
+    "C128A, prompts": (128, None, True),
+}
+
+
+def compress_constants(layer, arch):
+    """Of the shapes of V4: an entry, and for C4A an index key."""
+    ratio, keys, long = COMPRESSED[layer]
     tiles, jobs = compress.choose_tiles(128 if ratio == 128 else 8), 4 if ratio == 4 else 16
     common = {"ROPE": 64, "DTYPE": tl.bfloat16, "PLAIN": tl.bfloat16, "N": 64}
     shapes = [compress.PartShape(512, 512, STAGES=0, NOPE=448, RECORD=1, JOBS=jobs, **common)]
-    for number in (0, 2, 3) if ratio == 4 else ():
-        keys = compress.PartShape(128, 128, STAGES=7, NOPE=128, RECORD=number, JOBS=1, **common)
-        shapes, jobs = [*shapes, keys], jobs + 1
+    if keys is not None:
+        key = compress.PartShape(128, 128, STAGES=7, NOPE=128, RECORD=keys, JOBS=1, **common)
+        shapes, jobs = [*shapes, key], jobs + 1
     pooled, group = (8, 4) if ratio == 4 else (128, 1)
     tiling = (tiles.lanes, tiles.reads, tiles.channels, tiles.chunks)
     how = compress.Pooling(ratio, pooled, pooled + 16, *tiling, group, jobs, long, 128)
-    return {"SHAPES": tuple(shapes), "HOW": how, "NATIVE_FP8": arch != "sm80", "PDL": CAPABILITIES[arch] >= 90}
+    return {"SHAPES": tuple(shapes), "HOW": how, "NATIVE_FP8": arch != "sm80", "PDL": CAPABILITIES[arch] >= (9, 0)}
 
 
-@pytest.mark.parametrize("record", RECORDS)
-@pytest.mark.parametrize("arch", CAPABILITIES)
+@pytest.mark.parametrize(("arch", "record"), on_gpus(RECORDS, ["fp8_ds_mla"]))
 def test_norm_rope_insert(arch, record):
-    constants = {"SHAPE": row_shape(record), "NATIVE_FP8": arch != "sm80", "PDL": CAPABILITIES[arch] >= 90}
+    constants = {"SHAPE": row_shape(record), "NATIVE_FP8": arch != "sm80", "PDL": CAPABILITIES[arch] >= (9, 0)}
     asm = compiled(norm_rope_insert._norm_rope_insert_kernel, {"rows": ROW}, constants, arch)
     assert asm["cubin"]
     assert ("e4m3" in asm["ptx"]) == (arch != "sm80" and record in ("fp8_ds_mla", "index_fp8"))
 
 
-@pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "raw"])
-@pytest.mark.parametrize("arch", CAPABILITIES)
-def test_norm_rope_insert_with_a_rounded_latent(arch, pow2):
-    constants = {"SHAPE": (*row_shape("plain")[:-2], True, pow2), "NATIVE_FP8": arch != "sm80", "PDL": False}
+@pytest.mark.parametrize(("arch", "scales"), on_gpus(["pow2", "raw"], ["pow2"]))
+def test_norm_rope_insert_with_a_rounded_latent(arch, scales):
+    shape = (*row_shape("plain")[:-2], True, scales == "pow2")
+    constants = {"SHAPE": shape, "NATIVE_FP8": arch != "sm80", "PDL": False}
     rounded = ("*u8" if arch == "sm80" else "*fp8e4nv", "i32", "*fp32", "i32")
     asm = compiled(norm_rope_insert._norm_rope_insert_kernel, {"rows": ROW + rounded}, constants, arch)
     assert asm["cubin"]
@@ -106,17 +116,16 @@ def test_norm_rope_insert_with_a_rounded_latent(arch, pow2):
 
 @pytest.mark.parametrize("arch", CAPABILITIES)
 def test_query_norm_rope(arch):
-    constants = {"SHAPE": HEAD_SHAPE, "PDL": CAPABILITIES[arch] >= 90}
+    constants = {"SHAPE": HEAD_SHAPE, "PDL": CAPABILITIES[arch] >= (9, 0)}
     asm = compiled(query_norm_rope._query_norm_rope_kernel, {"rows": HEADS}, constants, arch)
     assert asm["cubin"]
-    assert ("griddepcontrol.wait" in asm["ptx"]) == (CAPABILITIES[arch] >= 90)
+    assert ("griddepcontrol.wait" in asm["ptx"]) == (CAPABILITIES[arch] >= (9, 0))
 
 
-@pytest.mark.parametrize("fmt", ["plain", "fp8", "fp4"])
-@pytest.mark.parametrize("arch", CAPABILITIES)
+@pytest.mark.parametrize(("arch", "fmt"), on_gpus(["plain", "fp8", "fp4"], ["fp8"]))
 def test_index_query(arch, fmt):
     native = arch != "sm80"
-    constants = {"SHAPE": index_shape(fmt, native), "PDL": CAPABILITIES[arch] >= 90}
+    constants = {"SHAPE": index_shape(fmt, native), "PDL": CAPABILITIES[arch] >= (9, 0)}
     asm = compiled(index_query._index_query_kernel, {"rows": index_rows(fmt, native)}, constants, arch)
     assert asm["cubin"]
     assert ("e4m3x2" in asm["ptx"]) == (native and fmt != "plain")
@@ -125,53 +134,38 @@ def test_index_query(arch, fmt):
 @pytest.mark.parametrize("arch", CAPABILITIES)
 def test_queries(arch):
     native = arch != "sm80"
-    constants = {"SHAPE": HEAD_SHAPE, "INDEX_SHAPE": index_shape("fp8", native), "PDL": CAPABILITIES[arch] >= 90}
+    constants = {"SHAPE": HEAD_SHAPE, "INDEX_SHAPE": index_shape("fp8", native), "PDL": CAPABILITIES[arch] >= (9, 0)}
     kinds = {"rows": HEADS, "index_rows": index_rows("fp8", native)}
     assert compiled(queries._queries_kernel, kinds, constants, arch)["cubin"]
 
 
-@pytest.mark.parametrize("long", [False, True], ids=["decode", "prefill"])
-@pytest.mark.parametrize("ratio", [4, 128])
-@pytest.mark.parametrize("arch", CAPABILITIES)
-def test_compress(arch, ratio, long):
-    constants = compress_constants(ratio, arch, long)
+@pytest.mark.parametrize(("arch", "layer"), on_gpus(COMPRESSED, ["C4A, fp8 keys"]))
+def test_compress(arch, layer):
+    constants = compress_constants(layer, arch)
     kinds = {"parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH, "room": ROOM}
     asm = compiled(compress._compress_kernel, kinds, constants, arch)
     assert asm["cubin"]
     assert ("e4m3" in asm["ptx"]) == (arch != "sm80")
 
 
-@pytest.mark.parametrize("ratio", [4, 128])
-@pytest.mark.parametrize("arch", CAPABILITIES)
-def test_insert_tokens(arch, ratio):
-    constants = compress_constants(ratio, arch) | {"SHAPE": row_shape("fp8_ds_mla")}
+@pytest.mark.parametrize(("arch", "layer"), on_gpus(["C4A, fp8 keys", "C128A"], ["C4A, fp8 keys"]))
+def test_insert_tokens(arch, layer):
+    constants = compress_constants(layer, arch) | {"SHAPE": row_shape("fp8_ds_mla")}
     kinds = {"rows": ROW, "parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH, "room": ROOM}
     assert compiled(insert_tokens._insert_tokens_kernel, kinds, constants, arch)["cubin"]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["workspace", "packed"])
-@pytest.mark.parametrize("record", ["plain", "V4", "V3.2"])
-@pytest.mark.parametrize("arch", CAPABILITIES)
-def test_gather(arch, record, packed):
+# entry bytes, then of its coded part: values, values per scale; then where raw values begin, and how many
+ENTRIES = {"plain": (1024, 0, 64, 0, 512), "V4": (576, 448, 64, 448, 64), "V3.2": (656, 512, 128, 528, 64)}
+GATHERS = [(record, place) for record in ENTRIES for place in ("workspace", "packed")]
+
+
+@pytest.mark.parametrize(("arch", "gathered"), on_gpus(GATHERS, [("V4", "workspace"), ("V4", "packed")]), ids=" ".join)
+def test_gather(arch, gathered):
+    record, packed = gathered[0], gathered[1] == "packed"
     kernel = gather._gather_packed_kernel if packed else gather._gather_kernel
-    entry, coded, group, raw_at, raw = {
-        "plain": (1024, 0, 64, 0, 512),
-        "V4": (576, 448, 64, 448, 64),
-        "V3.2": (656, 512, 128, 528, 64),
-    }[record]
-    shape = gather.EntryShape(
-        64,
-        entry,
-        coded,
-        group,
-        raw_at,
-        raw,
-        tl.bfloat16,
-        tl.bfloat16,
-        512,
-        0 if record == "V4" else raw,
-        arch != "sm80",
-    )
+    block = 0 if record == "V4" else ENTRIES[record][-1]
+    shape = gather.EntryShape(64, *ENTRIES[record], tl.bfloat16, tl.bfloat16, 512, block, arch != "sm80")
     constants = {"SHAPE": shape, "ROWS": 8}
     if packed:
         constants["REQUESTS"] = 4

@@ -140,7 +140,7 @@ def test_cublas_takes_what_is_large():
         assert not cublas_is_faster(M, N, K, fp8=False)
 
 
-# --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda; what needs no bfloat16 also by TRITON_INTERPRET=1 ---
+# --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
 
 
 def check(x, segments, pow2=True, **options):

@@ -15,7 +15,8 @@ import triton
 from deepseek_attn.kernels.sparse_attention import sparse_attention_paged
 from deepseek_attn.kernels.sparse_attention_kernels import attend_kernel
 from deepseek_attn.kernels.sparse_attention_tiles import Tiles, choose_tiles, pieces
-from tests.kernels.test_sparse_attention_compile import CAPABILITIES, SHARED, compiled
+from tests.kernels.compiled_launches import CAPABILITIES, SHARED
+from tests.kernels.test_sparse_attention_compile import compiled
 
 RECORD = Fp8DsMlaV32Record()
 SCALE = 576**-0.5

@@ -10,11 +10,11 @@ from deepseek_attn.kernels.reference import topk as reference
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deepseek_attn.kernels.topk import Cut, choose_cut, topk_indices
 from deepseek_attn.kernels.topk_kernels import select_kernel
+from tests.kernels.compiled_launches import CAPABILITIES, on_gpus, target_of
 
 NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -38,22 +38,23 @@ SMALL = [Cut(1, 256, 256, 256, 1), Cut(1, 128, 512, 256, 1), Cut(4, 128, 256, 25
 # --- every kernel compiles for every generation, on any machine ---
 
 
-@pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
-@pytest.mark.parametrize(
-    ("T", "W", "k"), [(1, 262144, 512), (128, 32768, 512), (4096, 32768, 1024), (4096, 2048, 512), (4, 131072, 2048)]
-)
+SHAPES = [(1, 262144, 512), (128, 32768, 512), (4096, 32768, 1024), (4096, 2048, 512), (4, 131072, 2048)]
+
+
+@pytest.mark.parametrize(("arch", "shape"), on_gpus(SHAPES, SHAPES[:1]), ids=str)
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
-def test_compiles(arch, T, W, k):
+def test_compiles(arch, shape):
+    T, W, k = shape
     cut = choose_cut(T, W, k, 132)
     constants = {"K": k, "PARTS": cut.parts, "TILE": cut.tile, "BLOCK": cut.room // 2, "SAMPLE": cut.sample}
     constants |= {"TARGET": cut.room // 2, "ROOM": cut.room, "R": 32 * cut.warps, "ALIGNED": True}
-    constants |= {"PAGE": 64, "PDL": arch >= 90}
+    constants |= {"PAGE": 64, "PDL": CAPABILITIES[arch] >= (9, 0)}
     names = select_kernel.arg_names
     kinds = {name: "*i32" for name in names if name.endswith("_ptr")} | {"scores_ptr": "*fp32"}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     source = ASTSource(select_kernel, signature, {(names.index(name),): value for name, value in constants.items()})
     options = {"num_warps": cut.warps, "maxnreg": cut.registers}
-    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    kernel = triton.compile(source, target=target_of(arch), options=options)
     assert kernel.asm["cubin"]
     assert kernel.metadata.shared <= 99 * 1024
 
