@@ -15,14 +15,19 @@ import sys
 COMMANDS = ("generate", "score", "info", "plan", "bench", "make_checkpoint", "train", "experiment")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns the exit code (2: wrong input, 130: interrupted)."""
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; ``run`` of what it parses runs one."""
     parser = argparse.ArgumentParser(prog="deepseek-attn", description="Run DeepSeek checkpoints.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        importlib.import_module(f"deepseek_attn.cli.{command}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns the exit code (2: wrong input, 130: interrupted)."""
     try:
-        for command in COMMANDS:
-            importlib.import_module(f"deepseek_attn.cli.{command}").add_parser(subparsers)
-        args = parser.parse_args(argv)
+        args = make_parser().parse_args(argv)
         return args.run(args) or 0
     except KeyboardInterrupt:
         if argv is None:  # the process ends here; pressed again, it must not break into the interpreter's own end
