@@ -39,6 +39,16 @@ def alive(group: int) -> bool:
     return True
 
 
+def listen() -> None:
+    """In the child: a shell's background jobs ignore the signal, and so would what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def listen_on_terminal() -> None:
+    listen()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 def read_until(descriptor: int, process: subprocess.Popen, enough) -> bytes:
     """What a process writes, until ``enough`` says so."""
     found, deadline = b"", time.monotonic() + 240
@@ -53,8 +63,9 @@ def read_until(descriptor: int, process: subprocess.Popen, enough) -> bytes:
 def test_interrupted_generation(checkpoint, times):
     command = generate(checkpoint, "--max-tokens", "30000")
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
+        preexec_fn=listen,
+    )  # fmt: skip
     early = read_until(process.stdout.fileno(), process, lambda text: len(text) > 20)
     for _ in range(times):
         os.killpg(process.pid, signal.SIGINT)
@@ -78,7 +89,7 @@ def test_interrupted_on_a_terminal(checkpoint):
     before = termios.tcgetattr(follower)
     process = subprocess.Popen(
         generate(checkpoint, "--max-tokens", "30000"), stdout=follower, stderr=follower, stdin=follower,
-        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        start_new_session=True, preexec_fn=listen_on_terminal,
     )  # fmt: skip
     shown = read_until(leader, process, lambda text: len(text) > 400)
     os.write(leader, b"\x03")  # Ctrl-C, which the terminal turns into the signal
