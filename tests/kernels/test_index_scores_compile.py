@@ -30,7 +30,7 @@ def test_compiles(arch, scores):
     constants = {"H": 64, "DIM": 128, "PAGE": 64, "RECORD": fmt, "NATIVE_FP8": native, "PRECISION": None}
     constants["DTYPE"] = tl.bfloat16 if fmt == "plain" else tl.float8e4nv if native else tl.float16
     constants |= {"TOKENS": tiles.tokens, "BLOCK_T": tiles.tokens, "BLOCK_H": 64, "BLOCK_D": 128}
-    constants |= {"BLOCK_N": tiles.keys, "STAGES": tiles.stages}
+    constants |= {"BLOCK_N": tiles.keys, "STAGES": tiles.stages, "PDL": CAPABILITIES[arch] >= (9, 0)}
     q = "*bf16" if fmt == "plain" else "*fp8e4nv" if native else "*u8"
     kinds = {"q_ptr": q, "pool_ptr": "*u8" if fmt == "fp4" else q, "weights_ptr": "*fp32", "out_ptr": "*fp32"}
     kinds |= {"table_ptr": "*i32", "request_ptr": "*i32", "visible_ptr": "*i64"}
