@@ -9,6 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+import deepseek_attn.kernels.gluon_names  # noqa: F401
+
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # renamed after triton 3.6
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PLAIN_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))

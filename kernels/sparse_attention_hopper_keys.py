@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+import deepseek_attn.kernels.gluon_names  # noqa: F401
+
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # renamed after triton 3.6
 
 

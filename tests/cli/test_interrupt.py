@@ -65,7 +65,8 @@ def read_until(descriptor: int, process: subprocess.Popen, enough) -> bytes:
 def test_interrupted_generation(checkpoint, times):
     command = generate(checkpoint, "--max-tokens", "30000")
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True, env=ENVIRONMENT,
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+        start_new_session=True, env=ENVIRONMENT,
         preexec_fn=listen,
     )  # fmt: skip
     early = read_until(process.stdout.fileno(), process, lambda text: len(text) > 20)
