@@ -18,6 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.linear_hopper_products import PLAIN_LAYOUT, finish, sum_plain, sum_scaled
 
+_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed after triton 3.6
+
 
 @gluon.jit
 def _pick(values, firsts: gl.constexpr, tile):
@@ -74,7 +76,7 @@ def _ask_weight(descs, tile, row, block, full, buffer, FIRSTS: gl.constexpr, FP8
         here = tile >= FIRSTS[i]
         if i + 1 < len(FIRSTS):
             here = here & (tile < FIRSTS[i + 1])
-        tma.async_copy_global_to_shared(descs[i], [row, channel], full, buffer, pred=here)
+        _load_tile(descs[i], [row, channel], full, buffer, pred=here)
 
 
 @gluon.jit
@@ -124,12 +126,12 @@ def _load(
                 _ask_weight(weights, tile, row, block, filled, w_buffer.index(stage), FIRSTS, FP8, DTYPE)
             if FP8:
                 place = [group * group_stride + token, block * 128]
-                tma.async_copy_global_to_shared(inputs[0], place, filled, x_buffer.index(stage))
+                _load_tile(inputs[0], place, filled, x_buffer.index(stage))
                 place = [group * BLOCKS + block, token]
-                tma.async_copy_global_to_shared(inputs[1], place, filled, scale_buffer.index(stage))
+                _load_tile(inputs[1], place, filled, scale_buffer.index(stage))
             else:
                 buffer = x_buffer.index(stage)._reinterpret(DTYPE, [TOKENS, 64], PLAIN_LAYOUT)
-                tma.async_copy_global_to_shared(inputs[2], [token, block * 64], filled, buffer)
+                _load_tile(inputs[2], [token, block * 64], filled, buffer)
             n += 1
         ahead = 0
         job += gl.num_programs(0)
