@@ -87,6 +87,7 @@ def test_the_hopper_kernel_compiles(dim):
     assert kernel.metadata.shared <= SHARED["sm90"] * 1024
 
 
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="looked at with Triton 3.6")
 def test_products_of_the_hopper_kernel_overlap(tmp_path):
     """With fewer registers for some warps ptxas would wait for every product, and say so."""
     kernel = compiled_attention((9, 0), **SHAPES["fp8 pages, 64 heads"] | {"hopper": True})
