@@ -1,6 +1,14 @@
-"""Importing this lets kernels use Gluon's names of Triton 3.6 with later versions, which renamed some."""
+"""What Gluon has under one name in Triton 3.6 and under another in later versions."""
+
+from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
-if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
-    gl.shared_memory_descriptor._reinterpret = gl.shared_memory_descriptor.reinterpret
+_memory = gl.shared_memory_descriptor
+
+barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret  # (memory, dtype, shape, layout)

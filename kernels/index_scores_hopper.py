@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deepseek_attn.kernels.sparse_attention_rows_hopper import _barrier, copy_to_shared
+from deepseek_attn.kernels.gluon_names import barrier, copy_to_shared
 
 BLOCK = gl.constexpr(64)  # keys of a tile
 HEADS = gl.constexpr(64)
@@ -67,7 +67,7 @@ def _share(n):
 def _publish(full):
     """Tells that a tile is there, which ordinary copies wrote and the tensor cores will read."""
     fence_async_shared()
-    _barrier()
+    barrier()
     mbarrier.arrive(full)
 
 
@@ -138,7 +138,7 @@ def _score(GROUP: gl.constexpr, lens, q, out, queries, stages, STAGES: gl.conste
     weight = gl.load(weights_ptr + head, mask=head < T * HEADS, other=0.0) * 0.5
     async_copy.wait_group(0)
     fence_async_shared()
-    _barrier()
+    barrier()
 
     zeros = gl.zeros([BLOCK, EACH * HEADS], gl.float32, layout=PRODUCT)
     # the layout of [keys, tokens] that a sum over heads has
@@ -162,7 +162,7 @@ def _score(GROUP: gl.constexpr, lens, q, out, queries, stages, STAGES: gl.conste
             )
             scale = scales.index(stage).load(gl.SliceLayout(1, PRODUCT))
             product = warpgroup_mma_wait(0, deps=[product])
-            _barrier()
+            barrier()
             mbarrier.arrive(empty.index(stage))
             product = (product + gl.abs(product)) * weight[None, :]  # twice a relu, at twice the rate of a maximum
             score = gl.sum(gl.reshape(product, (BLOCK, EACH, HEADS)), 2)

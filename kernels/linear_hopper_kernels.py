@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deepseek_attn.kernels.gluon_names import load_tile, reinterpret
 from deepseek_attn.kernels.linear_hopper_products import PLAIN_LAYOUT, finish, sum_plain, sum_scaled
-
-_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed after triton 3.6
 
 
 @gluon.jit
@@ -71,12 +70,12 @@ def _ask_weight(descs, tile, row, block, full, buffer, FIRSTS: gl.constexpr, FP8
     """Asks for a block of the weight that holds ``tile``."""
     channel = block * (128 if FP8 else 64)
     if not FP8:
-        buffer = buffer._reinterpret(DTYPE, [buffer.shape[0], 64], PLAIN_LAYOUT)
+        buffer = reinterpret(buffer, DTYPE, [buffer.shape[0], 64], PLAIN_LAYOUT)
     for i in gl.static_range(len(FIRSTS)):
         here = tile >= FIRSTS[i]
         if i + 1 < len(FIRSTS):
             here = here & (tile < FIRSTS[i + 1])
-        _load_tile(descs[i], [row, channel], full, buffer, pred=here)
+        load_tile(descs[i], [row, channel], full, buffer, pred=here)
 
 
 @gluon.jit
@@ -126,12 +125,12 @@ def _load(
                 _ask_weight(weights, tile, row, block, filled, w_buffer.index(stage), FIRSTS, FP8, DTYPE)
             if FP8:
                 place = [group * group_stride + token, block * 128]
-                _load_tile(inputs[0], place, filled, x_buffer.index(stage))
+                load_tile(inputs[0], place, filled, x_buffer.index(stage))
                 place = [group * BLOCKS + block, token]
-                _load_tile(inputs[1], place, filled, scale_buffer.index(stage))
+                load_tile(inputs[1], place, filled, scale_buffer.index(stage))
             else:
-                buffer = x_buffer.index(stage)._reinterpret(DTYPE, [TOKENS, 64], PLAIN_LAYOUT)
-                _load_tile(inputs[2], [token, block * 64], filled, buffer)
+                buffer = reinterpret(x_buffer.index(stage), DTYPE, [TOKENS, 64], PLAIN_LAYOUT)
+                load_tile(inputs[2], [token, block * 64], filled, buffer)
             n += 1
         ahead = 0
         job += gl.num_programs(0)

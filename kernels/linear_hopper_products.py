@@ -9,9 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-import deepseek_attn.kernels.gluon_names  # noqa: F401
+from deepseek_attn.kernels.gluon_names import barrier, reinterpret
 
-_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # renamed after triton 3.6
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PLAIN_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _FLOOR_BITS = gl.constexpr(0x38D1B717)  # float32 bits of 1e-4, the smallest largest magnitude of a group
@@ -34,13 +33,13 @@ def _start(buffers, n, OWN: gl.constexpr, PART: gl.constexpr, zeros):
 @gluon.jit
 def _factors(buffers, n, w_scale, OWN: gl.constexpr, MMA: gl.constexpr):
     """The scales of the products of block ``n``."""
-    scales = buffers[2].index(n % OWN[4])._reinterpret(gl.float32, [OWN[5]], _FLAT).slice(OWN[1], OWN[3])
+    scales = reinterpret(buffers[2].index(n % OWN[4]), gl.float32, [OWN[5]], _FLAT).slice(OWN[1], OWN[3])
     return (scales.load(gl.SliceLayout(0, MMA)) * w_scale)[None, :]
 
 
 @gluon.jit
 def _release(buffers, n, OWN: gl.constexpr):
-    _barrier()  # all four warps have multiplied
+    barrier()  # all four warps have multiplied
     mbarrier.arrive(buffers[4].index(n % OWN[4]))
 
 
@@ -108,8 +107,8 @@ def sum_plain(buffers, n, first, end, OWN: gl.constexpr, DTYPE: gl.constexpr):
         acc += (gl.zeros([64, OWN[3]], gl.float32, layout=MMA),)
     for _block in range(first, end):
         _await(buffers, n, OWN)
-        x = buffers[1].index(n % OWN[4])._reinterpret(DTYPE, [TOKENS, 64], PLAIN_LAYOUT)
-        w = buffers[0].index(n % OWN[4])._reinterpret(DTYPE, [ROWS, 64], PLAIN_LAYOUT)
+        x = reinterpret(buffers[1].index(n % OWN[4]), DTYPE, [TOKENS, 64], PLAIN_LAYOUT)
+        w = reinterpret(buffers[0].index(n % OWN[4]), DTYPE, [ROWS, 64], PLAIN_LAYOUT)
         new = ()
         for i in gl.static_range(PARTS):
             part = w.slice(OWN[0] + 64 * i, 64)
@@ -145,7 +144,7 @@ def finish(acc, out, rounded, place, corner, SPLITS: gl.constexpr, POW2: gl.cons
         part = part_ptr + number.to(gl.int64) * (SPLITS * PARTS * SIZE) + entry
         for i in gl.static_range(PARTS):
             gl.store(part + (split * PARTS + i) * SIZE, acc[i])
-        _barrier()  # the whole share is written before its arrival is counted
+        barrier()  # the whole share is written before its arrival is counted
         if gl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLITS - 1:
             total = ()
             for i in gl.static_range(PARTS):

@@ -26,9 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deepseek_attn.kernels.gluon_names import barrier, reinterpret
 from deepseek_attn.kernels.sparse_attention_hopper_keys import decode, lengths
-
-_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # renamed after triton 3.6
 
 
 @gluon.jit
@@ -65,7 +64,7 @@ def _weigh(
         weights.index(stage).store(weight.to(weights.dtype))
         decays.index(stage).store(decay)
         fence_async_shared()
-        _barrier()
+        barrier()
         mbarrier.arrive(ready.index(stage))
         n += 1
     head = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LOGITS))
@@ -80,7 +79,7 @@ def _weigh(
             whole += gl.exp2(sink * 1.4426950408889634 - gl.where(lonely, 0.0, peak))
         gl.store(lse_ptr + t * H + head, gl.where(lonely, float("inf"), lse * 0.6931471805599453), mask=head < H)
     factors.store(gl.where(lonely, 0.0, 1 / whole))
-    _barrier()
+    barrier()
     mbarrier.arrive(final)
 
 
@@ -104,7 +103,7 @@ def _accumulate(
     _len0, _len1, _tiles0, tiles = lengths(t, where, POOLS, HAS_LENS0, HAS_LENS1)
     queries.store(asking.to(gl.float16))
     fence_async_shared()
-    _barrier()
+    barrier()
     mbarrier.arrive(queried)
 
     acc = gl.zeros([64, DIM], gl.float32, layout=OUT)
@@ -116,7 +115,7 @@ def _accumulate(
         fence_async_shared()
         acc = warpgroup_mma(weights.index(stage), keys.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        _barrier()  # both warpgroups have read the keys
+        barrier()  # both warpgroups have read the keys
         mbarrier.arrive(empty.index(stage))
         n += 1
     mbarrier.wait(final, 0)
@@ -128,9 +127,9 @@ def _accumulate(
         row_out = out_ptr + t * out_stride_t + first_head * out_stride_h
         out_stride = out_stride_h
     # nothing reads queries any more; they lie in memory like the output, which is written in whole lines from there
-    result = queries._reinterpret(out_ptr.dtype.element_ty, [64, DIM], gl.NVMMASharedLayout(128, 16, 2))
+    result = reinterpret(queries, out_ptr.dtype.element_ty, [64, DIM], gl.NVMMASharedLayout(128, 16, 2))
     result.store((acc * factor[:, None]).to(out_ptr.dtype.element_ty))
-    _barrier()
+    barrier()
     value = result.load(WIDE)
     gl.store(row_out + row[:, None] * out_stride + channel[None, :], value, mask=(first_head + row < H)[:, None])
 

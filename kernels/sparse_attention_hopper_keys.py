@@ -6,9 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-import deepseek_attn.kernels.gluon_names  # noqa: F401
-
-_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # renamed after triton 3.6
+from deepseek_attn.kernels.gluon_names import barrier, reinterpret
 
 
 @gluon.jit
@@ -199,7 +197,7 @@ def decode(
     slot = _valid(_ask(split, rows, POOLS, ROWS), split, rows, POOLS, ROWS)
     asked = _ask(split + splits, rows, POOLS, ROWS)
     pieces, scales = _fetch(slot, split, tiles0, pools, N0, N1, NOPE, POOLS, RAW)
-    pairs = keys._reinterpret(gl.int32, [2, 64, NOPE // 2 + 32], gl.NVMMASharedLayout(128, 32, 2))
+    pairs = reinterpret(keys, gl.int32, [2, 64, NOPE // 2 + 32], gl.NVMMASharedLayout(128, 32, 2))
     n = gl.to_tensor(0)
     for tile in range(split, tiles, splits):
         stage = n & 1
@@ -208,7 +206,7 @@ def decode(
         mbarrier.wait(empty.index(stage), ((n >> 1) & 1) ^ 1)
         bias.index(stage).store(gl.where(slot >= 0, 0.0, float("-inf")))
         _store(pieces, scales, pairs.index(stage), NOPE)
-        _barrier()
+        barrier()
         mbarrier.arrive(full.index(stage))
         asked = _ask(tile + 2 * splits, rows, POOLS, ROWS)  # before the keys, since loads return in order
         pieces, scales = _fetch(following, tile + splits, tiles0, pools, N0, N1, NOPE, POOLS, RAW)

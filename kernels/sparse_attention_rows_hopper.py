@@ -23,10 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from deepseek_attn.kernels.gluon_names import barrier, copy_to_shared
+
 BLOCK = gl.constexpr(64)  # keys of a tile
-# renamed after triton 3.6
-_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -66,7 +65,7 @@ def _copy(work, rows, keys, bias, full, empty, DIM: gl.constexpr, HAS_LENS: gl.c
             following = start + BLOCK + column
             slot = gl.load(index_row + following, mask=following < count, other=-1)
             bias.index(stage).store(masked)
-            _barrier()
+            barrier()
             mbarrier.arrive(full.index(stage))
             n += 1
 
@@ -106,7 +105,7 @@ def _weigh(
         async_copy.commit_group()
         async_copy.wait_group(0)
         fence_async_shared()
-        _barrier()
+        barrier()
         peak = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, LOGITS))
         total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, LOGITS))
         for _start in range(0, count, BLOCK):
@@ -126,7 +125,7 @@ def _weigh(
             weights.index(stage).store(weight.to(weights.dtype))
             decays.index(stage).store(decay)
             fence_async_shared()
-            _barrier()
+            barrier()
             mbarrier.arrive(ready.index(stage))
             n += 1
         head = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LOGITS))
@@ -139,7 +138,7 @@ def _weigh(
         gl.store(lse_ptr + t * heads + head, lse, mask=head < heads)
         mbarrier.wait(read, (k & 1) ^ 1)
         factors.store(gl.where(lonely, 0.0, 1 / whole))
-        _barrier()
+        barrier()
         mbarrier.arrive(final)
         k += 1
 
@@ -166,12 +165,12 @@ def _accumulate(work, out, keys, weights, decays, factors, barriers, DIM: gl.con
             fence_async_shared()
             acc = warpgroup_mma(weights.index(stage), keys.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            _barrier()  # both warpgroups have read the keys
+            barrier()  # both warpgroups have read the keys
             mbarrier.arrive(empty.index(stage))
             n += 1
         mbarrier.wait(final, k & 1)
         factor = factors.load(ROWS)
-        _barrier()
+        barrier()
         mbarrier.arrive(read)
         at = out_ptr + t * out_stride_t + (first_head + row) * out_stride_h
         value = (acc * factor[:, None]).to(out_ptr.dtype.element_ty)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -37,6 +39,15 @@ def on_gpus(variants, everywhere):
 def target_of(arch):
     major, minor = CAPABILITIES[arch]
     return GPUTarget("cuda", 10 * major + minor, 32)
+
+
+def ptxas_report(kernel, folder):
+    """What ptxas says of a kernel compiled for sm90: registers, spills, and products that it would wait for."""
+    (folder / "kernel.ptx").write_text(kernel.asm["ptx"])
+    command = [get_ptxas(90).path, "-v", "-arch=sm_90a", str(folder / "kernel.ptx"), "-o", str(folder / "kernel.cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "registers" in report
+    return report
 
 
 class Recorder:

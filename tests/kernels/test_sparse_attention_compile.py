@@ -1,7 +1,6 @@
 """Every kernel of sparse attention compiles for every GPU generation, on any machine; how launches are cut."""
 
 import re
-import subprocess
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from deepseek_attn.kernels.sparse_attention_kernels import attend_kernel, combin
 from deepseek_attn.kernels.sparse_attention_rows import fits_hopper
 from deepseek_attn.kernels.sparse_attention_rows_hopper import attend_rows_hopper_kernel
 from deepseek_attn.kernels.sparse_attention_tiles import choose_tiles, dot_dtype, pieces
-from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus
+from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus, ptxas_report
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -87,15 +86,10 @@ def test_the_hopper_kernel_compiles(dim):
     assert kernel.metadata.shared <= SHARED["sm90"] * 1024
 
 
-@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="looked at with Triton 3.6")
 def test_products_of_the_hopper_kernel_overlap(tmp_path):
     """With fewer registers for some warps ptxas would wait for every product, and say so."""
     kernel = compiled_attention((9, 0), **SHAPES["fp8 pages, 64 heads"] | {"hopper": True})
-    source = tmp_path / "kernel.ptx"
-    source.write_text(kernel.asm["ptx"])
-    ptxas = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(source), "-o", str(tmp_path / "kernel")]
-    said = subprocess.run(ptxas, capture_output=True, text=True, check=True).stderr
-    assert "registers" in said
+    said = ptxas_report(kernel, tmp_path)
     assert "serialized" not in said
     spilled = int(re.search(r"(\d+) bytes spill stores", said)[1])
     assert spilled < 200  # per thread; far more if keys in flight are spilled
