@@ -54,40 +54,19 @@ def _rows(row, channel, K: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _add_block(
-    acc,
-    w,
-    block,
-    lane,
-    row,
-    token,
-    start,
-    x_ptr,
-    q_ptr,
-    q_scale_ptr,
-    scale_ptr,
-    x_stride,
-    q_stride,
-    q_scale_stride,
-    K: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    FP8: tl.constexpr,
-    INPUT: tl.constexpr,
-    POW2: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    acc, w, block, lane, row, token, start, inputs, strides, scale_ptr,
+    K: tl.constexpr, BLOCKS: tl.constexpr, GROUP_ROWS: tl.constexpr, FP8: tl.constexpr, INPUT: tl.constexpr,
+    POW2: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """``acc`` and the product of one block of channels."""
     channel = block * lane.shape[0] + lane
     if INPUT == "quantized":
-        x = tl.load(q_ptr + token[:, None] * q_stride + channel[None, :])
-        x_scale = tl.load(q_scale_ptr + token + block * q_scale_stride)
+        x = tl.load(inputs[1] + token[:, None] * strides[1] + channel[None, :])
+        x_scale = tl.load(inputs[2] + token + block * strides[2])
         if not NATIVE_FP8:
             x = decode_e4m3(x, NATIVE_FP8, DTYPE)
     else:
-        x = _rows(x_ptr + token * x_stride, channel, K, K % lane.shape[0] == 0)
+        x = _rows(inputs[0] + token * strides[0], channel, K, K % lane.shape[0] == 0)
         if INPUT == "quantize":
             x, x_scale = quantize_groups(x.to(tl.float32), POW2, NATIVE_FP8, DTYPE)
     if FP8:
@@ -145,43 +124,12 @@ def _finish(
 
 @triton.jit
 def _program(
-    job,
-    m_tile,
-    m_tiles,
-    M,
-    x_ptr,
-    q_ptr,
-    q_scale_ptr,
-    weights,
-    scales,
-    outs,
-    part_ptr,
-    counter_ptr,
-    x_stride,
-    q_stride,
-    q_scale_stride,
-    x_group_stride,
-    q_group_stride,
-    q_scale_group_stride,
-    K: tl.constexpr,
-    SIZES: tl.constexpr,
-    FIRSTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    FP8: tl.constexpr,
-    INPUT: tl.constexpr,
-    POW2: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    job, m_tile, m_tiles, M, inputs, strides, group_strides, weights, scales, outs, part_ptr, counter_ptr,
+    K: tl.constexpr, SIZES: tl.constexpr, FIRSTS: tl.constexpr, SPLITS: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    FP8: tl.constexpr, INPUT: tl.constexpr, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Share ``job % SPLITS`` of tile ``job // SPLITS`` of the weights of one kind."""
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SHARE: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
@@ -198,9 +146,11 @@ def _program(
         group = tile // GROUP_TILES
         start = group * GROUP_ROWS + tile % GROUP_TILES * BLOCK_N
         last_row = (group + 1) * GROUP_ROWS - 1
-        x_ptr += group.to(tl.int64) * x_group_stride
-        q_ptr += group.to(tl.int64) * q_group_stride
-        q_scale_ptr += group.to(tl.int64) * q_scale_group_stride
+        inputs = (
+            inputs[0] + group.to(tl.int64) * group_strides[0],
+            inputs[1] + group.to(tl.int64) * group_strides[1],
+            inputs[2] + group.to(tl.int64) * group_strides[2],
+        )
     # rows and tokens past the end repeat the last one, and are not stored
     row = tl.minimum(start + tl.arange(0, BLOCK_N), last_row)
     weight_row = weight_ptr + row.to(tl.int64) * K
@@ -219,60 +169,16 @@ def _program(
         for i in tl.static_range(AHEAD):
             if first + i < BLOCKS:
                 acc = _add_block(
-                    acc,
-                    ahead[i],
-                    first + i,
-                    lane,
-                    row,
-                    token,
-                    start,
-                    x_ptr,
-                    q_ptr,
-                    q_scale_ptr,
-                    scale_ptr,
-                    x_stride,
-                    q_stride,
-                    q_scale_stride,
-                    K,
-                    BLOCKS,
-                    GROUP_ROWS,
-                    FP8,
-                    INPUT,
-                    POW2,
-                    NATIVE_FP8,
-                    DTYPE,
-                    PARTS,
-                    PRECISION,
-                )
+                    acc, ahead[i], first + i, lane, row, token, start, inputs, strides, scale_ptr,
+                    K, BLOCKS, GROUP_ROWS, FP8, INPUT, POW2, NATIVE_FP8, DTYPE, PARTS, PRECISION,
+                )  # fmt: skip
         first += AHEAD
     for block in tl.range(first, tl.minimum(split * SHARE + SHARE, BLOCKS), num_stages=STAGES):
         w = _rows(weight_row, block * BLOCK_K + lane, K, K % BLOCK_K == 0)
         acc = _add_block(
-            acc,
-            w,
-            block,
-            lane,
-            row,
-            token,
-            start,
-            x_ptr,
-            q_ptr,
-            q_scale_ptr,
-            scale_ptr,
-            x_stride,
-            q_stride,
-            q_scale_stride,
-            K,
-            BLOCKS,
-            GROUP_ROWS,
-            FP8,
-            INPUT,
-            POW2,
-            NATIVE_FP8,
-            DTYPE,
-            PARTS,
-            PRECISION,
-        )
+            acc, w, block, lane, row, token, start, inputs, strides, scale_ptr,
+            K, BLOCKS, GROUP_ROWS, FP8, INPUT, POW2, NATIVE_FP8, DTYPE, PARTS, PRECISION,
+        )  # fmt: skip
     _finish(
         acc, out_ptr, part_ptr, counter_ptr, start, last_row, m_tile, M, tile * m_tiles + m_tile, split, size, SPLITS
     )
@@ -335,81 +241,18 @@ def multi_linear_kernel(
     m_tiles = tl.cdiv(M, BLOCK_M)
     m_tile = tl.program_id(0) % m_tiles
     job = tl.program_id(0) // m_tiles
+    inputs, strides = (x_ptr, q_ptr, q_scale_ptr), (x_stride, q_stride, q_scale_stride)
+    group_strides = (x_group_stride, q_group_stride, q_scale_group_stride)
     if PLAIN_TILES == 0 or (TILES > 0 and job < TILES * SPLITS):
         _program(
-            job,
-            m_tile,
-            m_tiles,
-            M,
-            x_ptr,
-            q_ptr,
-            q_scale_ptr,
-            weights,
-            scales,
-            outs,
-            part_ptr,
-            counter_ptr,
-            x_stride,
-            q_stride,
-            q_scale_stride,
-            x_group_stride,
-            q_group_stride,
-            q_scale_group_stride,
-            K,
-            SIZES,
-            FIRSTS,
-            SPLITS,
-            GROUP_ROWS,
-            True,
-            INPUT,
-            POW2,
-            NATIVE_FP8,
-            DTYPE,
-            PARTS,
-            PRECISION,
-            BLOCK_M,
-            BLOCK_N,
-            128,
-            STAGES,
-            EARLY,
-            PDL,
-        )
+            job, m_tile, m_tiles, M, inputs, strides, group_strides, weights, scales, outs, part_ptr, counter_ptr,
+            K, SIZES, FIRSTS, SPLITS, GROUP_ROWS, True, INPUT, POW2, NATIVE_FP8, DTYPE, PARTS, PRECISION,
+            BLOCK_M, BLOCK_N, 128, STAGES, EARLY, PDL,
+        )  # fmt: skip
     else:
         _program(
-            job - TILES * SPLITS,
-            m_tile,
-            m_tiles,
-            M,
-            x_ptr,
-            q_ptr,
-            q_scale_ptr,
-            plain_weights,
-            plain_outs,
-            plain_outs,
-            plain_part_ptr,
-            counter_ptr + TILES * m_tiles,
-            x_stride,
-            q_stride,
-            q_scale_stride,
-            x_group_stride,
-            q_group_stride,
-            q_scale_group_stride,
-            K,
-            PLAIN_SIZES,
-            PLAIN_FIRSTS,
-            PLAIN_SPLITS,
-            0,
-            False,
-            "plain",
-            POW2,
-            NATIVE_FP8,
-            PLAIN_DTYPE,
-            PLAIN_PARTS,
-            PLAIN_PRECISION,
-            BLOCK_M,
-            PLAIN_BLOCK_N,
-            PLAIN_BLOCK_K,
-            STAGES,
-            EARLY,
-            PDL,
-        )
+            job - TILES * SPLITS, m_tile, m_tiles, M, inputs, strides, group_strides, plain_weights, plain_outs,
+            plain_outs, plain_part_ptr, counter_ptr + TILES * m_tiles,
+            K, PLAIN_SIZES, PLAIN_FIRSTS, PLAIN_SPLITS, 0, False, "plain", POW2, NATIVE_FP8, PLAIN_DTYPE, PLAIN_PARTS,
+            PLAIN_PRECISION, BLOCK_M, PLAIN_BLOCK_N, PLAIN_BLOCK_K, STAGES, EARLY, PDL,
+        )  # fmt: skip
