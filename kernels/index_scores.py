@@ -77,21 +77,11 @@ def paged_index_scores(
         if kind == "fp8" and native:
             pool = pool.view(torch.float8_e4m3fn)
         q = q if native else q.view(torch.uint8)
+    tensors = (q, weights, pool, block_table, token_to_req, visible, out)
+    arguments = (*tensors, T, width, skip, pool.stride(0), block_table.stride(0), out.stride(0))
     if tiles is None and fits_hopper(kind, q, pool, block_table.shape[0], width, capability, processors):
         index_scores_hopper_kernel[(triton.cdiv(T, TOKENS.value), hopper_parts(T, width, processors))](
-            q,
-            weights,
-            pool,
-            block_table,
-            token_to_req,
-            visible,
-            out,
-            T,
-            width,
-            skip,
-            pool.stride(0),
-            block_table.stride(0),
-            out.stride(0),
+            *arguments,
             PAGE=page_entries,
             num_warps=4,
         )
@@ -99,19 +89,7 @@ def paged_index_scores(
     if tiles is None:
         tiles = choose_tiles(T, block_table.shape[0], width, dtype == tl.float32, capability, processors)
     index_scores_kernel[(triton.cdiv(T, tiles.tokens), tiles.parts)](
-        q,
-        weights,
-        pool,
-        block_table,
-        token_to_req,
-        visible,
-        out,
-        T,
-        width,
-        skip,
-        pool.stride(0),
-        block_table.stride(0),
-        out.stride(0),
+        *arguments,
         H=H,
         DIM=dim,
         PAGE=page_entries,

@@ -1,10 +1,14 @@
-"""The tiny preset's config.json in both spellings."""
+"""The tiny preset's config.json in both spellings, and the errors of a wrong one."""
 
 from __future__ import annotations
 
 import copy
 import json
 from importlib import resources
+
+import pytest
+
+from deepseek_attn.config import ModelConfig
 
 CSA, HCA, SWA = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
 YARN = {"factor": 16.0, "original_max_position_embeddings": 256, "beta_fast": 32, "beta_slow": 1}
@@ -31,3 +35,16 @@ def as_transformers(tiny: dict) -> dict:
     }
     raw["quantization_config"]["expert_dtype"] = raw.pop("expert_dtype")
     return raw
+
+
+def error_of(raw: dict) -> str:
+    with pytest.raises(ValueError, match=r"^invalid config") as error:
+        ModelConfig.from_dict(raw)
+    return str(error.value)
+
+
+def problems_of(raw: dict) -> list[str]:
+    head, *problems = error_of(raw).split("\n  - ")
+    assert head.startswith("invalid config (dict), ")
+    assert head.endswith(f"{len(problems)} problem{'s' * (len(problems) != 1)}:")
+    return problems

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deepseek_attn.config import LayerSpec, ModelConfig, RopeSpec, preset_names
-from tests.config_cases import CSA, HCA, YARN, as_transformers, raw_preset
+from tests.config_cases import CSA, HCA, YARN, as_transformers, problems_of, raw_preset
 
 
 @pytest.fixture
@@ -16,19 +16,6 @@ def tiny() -> dict:
 @pytest.fixture
 def tiny_hf(tiny) -> dict:
     return as_transformers(tiny)
-
-
-def error_of(raw: dict) -> str:
-    with pytest.raises(ValueError, match=r"^invalid config") as error:
-        ModelConfig.from_dict(raw)
-    return str(error.value)
-
-
-def problems_of(raw: dict) -> list[str]:
-    head, *problems = error_of(raw).split("\n  - ")
-    assert head.startswith("invalid config (dict), ")
-    assert head.endswith(f"{len(problems)} problem{'s' * (len(problems) != 1)}:")
-    return problems
 
 
 # layers
