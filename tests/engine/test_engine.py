@@ -119,7 +119,7 @@ def test_sampling_goes_on_where_it_was_after_a_preemption(monkeypatch):
         ([3, 512], "token id 512"),
         ([3, "a"], "token id 'a'"),
         ([3] * 901, "exceeds max_model_len=900"),
-        (None, "not iterable"),
+        (None, "token ids in a list are needed, got None"),
     ],
     ids=["empty", "outside", "text", "long", "none"],
 )
