@@ -8,8 +8,10 @@ import os
 import pytest
 import torch
 
-# Small products gain nothing from more threads, and test workers would fight over the cores.
+# Small products gain nothing from more threads, and test workers would fight over the cores; so would their children.
+# One number of threads also means the same last bits in every process.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture

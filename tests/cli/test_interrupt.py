@@ -17,8 +17,6 @@ import pytest
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.config import ModelConfig
 
-# one thread: more would fight over the cores with the other tests
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 COMMAND = [sys.executable, "-c", "import sys; from deepseek_attn.cli import main; sys.exit(main())"]
 
 
@@ -66,8 +64,7 @@ def test_interrupted_generation(checkpoint, times):
     command = generate(checkpoint, "--max-tokens", "30000")
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
-        start_new_session=True, env=ENVIRONMENT,
-        preexec_fn=listen,
+        start_new_session=True, preexec_fn=listen,
     )  # fmt: skip
     early = read_until(process.stdout.fileno(), process, lambda text: len(text) > 20)
     for _ in range(times):
@@ -92,7 +89,7 @@ def test_interrupted_on_a_terminal(checkpoint):
     before = termios.tcgetattr(follower)
     process = subprocess.Popen(
         generate(checkpoint, "--max-tokens", "30000"), stdout=follower, stderr=follower, stdin=follower,
-        start_new_session=True, env=ENVIRONMENT, preexec_fn=listen_on_terminal,
+        start_new_session=True, preexec_fn=listen_on_terminal,
     )  # fmt: skip
     shown = read_until(leader, process, lambda text: len(text) > 100)
     os.write(leader, b"\x03")  # Ctrl-C, which the terminal turns into the signal

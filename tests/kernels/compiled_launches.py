@@ -19,21 +19,21 @@ NAMES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv",
     torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
-TURNS = ("sm120", "sm80", "sm100", "sm89")
+TURNS = ("sm90", "sm120", "sm80", "sm100", "sm89")
 
 
 def on_gpus(variants, everywhere):
     """(arch, variant) pairs for a test that compiles, which is what takes time in all tests.
 
-    Variants in ``everywhere``, which together launch every kernel of the test, are compiled for every GPU. Another one
-    is compiled for sm90 and one more GPU, which they take in turns; with ``DEEPSEEK_ATTN_COMPILE=all`` for every GPU.
+    Variants in ``everywhere``, which together launch every kernel of the test, are compiled for every GPU. The others
+    are compiled for one GPU each, which they take in turns, and with ``DEEPSEEK_ATTN_COMPILE=all`` for every GPU.
     """
     assert set(everywhere) <= set(variants)
     if os.environ.get("DEEPSEEK_ATTN_COMPILE") == "all":
         everywhere = list(variants)
     pairs = [(arch, variant) for variant in everywhere for arch in CAPABILITIES]
     others = [variant for variant in variants if variant not in everywhere]
-    return pairs + [(arch, v) for i, v in enumerate(others) for arch in ("sm90", TURNS[i % len(TURNS)])]
+    return pairs + [(TURNS[i % len(TURNS)], variant) for i, variant in enumerate(others)]
 
 
 def target_of(arch):

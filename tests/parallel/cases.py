@@ -109,7 +109,6 @@ def main(world: int, dp_attention: bool, directory: str, results: str) -> None:
     """A rank started by the tests (or torchrun): computes everything and writes it to ``results``."""
     from deepseek_attn.parallel import launched
 
-    torch.set_num_threads(1)
     with launched(world, "cpu", dp_attention, timeout_seconds=120) as (parallel, _):
         torch.save(everything(Path(directory), parallel), Path(results) / f"{parallel.rank}.pt")
 
