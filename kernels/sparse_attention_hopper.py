@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.gluon_names import barrier, reinterpret
+from deepseek_attn.kernels.softmax_hopper import weigh_tile
 from deepseek_attn.kernels.sparse_attention_hopper_keys import decode, lengths
 
 
@@ -55,17 +56,7 @@ def _weigh(
         masked = bias.index(stage).load(gl.SliceLayout(0, LOGITS))
         logits = warpgroup_mma_wait(0, deps=[logits])
         logits = logits * scale_log2 + masked[None, :]
-        new_peak = gl.maximum(peak, gl.max(logits, 1))
-        shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay = gl.exp2(peak - shift)
-        weight = gl.exp2(logits - shift[:, None])
-        total = total * decay + gl.sum(weight, 1)
-        peak = new_peak
-        weights.index(stage).store(weight.to(weights.dtype))
-        decays.index(stage).store(decay)
-        fence_async_shared()
-        barrier()
-        mbarrier.arrive(ready.index(stage))
+        peak, total = weigh_tile(logits, peak, total, stage, weights, decays, ready)
         n += 1
     head = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LOGITS))
     lonely = total == 0  # false for NaN: a NaN in a key that is attended stays visible

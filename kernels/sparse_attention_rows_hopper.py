@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deepseek_attn.kernels.gluon_names import barrier, copy_to_shared
+from deepseek_attn.kernels.softmax_hopper import weigh_tile
 
 BLOCK = gl.constexpr(64)  # keys of a tile
 
@@ -116,17 +117,7 @@ def _weigh(
             attended = bias.index(stage).load(gl.SliceLayout(0, LOGITS)) == 0
             logits = warpgroup_mma_wait(0, deps=[logits])
             logits = gl.where(attended[None, :], logits * scale_log2, float("-inf"))
-            new_peak = gl.maximum(peak, gl.max(logits, 1))
-            shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-            decay = gl.exp2(peak - shift)
-            weight = gl.exp2(logits - shift[:, None])
-            total = total * decay + gl.sum(weight, 1)
-            peak = new_peak
-            weights.index(stage).store(weight.to(weights.dtype))
-            decays.index(stage).store(decay)
-            fence_async_shared()
-            barrier()
-            mbarrier.arrive(ready.index(stage))
+            peak, total = weigh_tile(logits, peak, total, stage, weights, decays, ready)
             n += 1
         head = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LOGITS))
         lonely = total == 0  # false for NaN: a NaN in a key that is attended stays visible
