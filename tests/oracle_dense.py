@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from deepseek_attn.checkpoint import CheckpointSource, read_float32
 from deepseek_attn.config import LayerSpec, ModelConfig
-from tests.oracle_transformers import OracleOutput
+from tests.oracle_output import OracleOutput
 
 
 class DenseOracle:

@@ -1,13 +1,10 @@
 """transformers' DeepseekV4ForCausalLM as an oracle: float32, eager attention, dequantised weights.
 
 It knows ratio 4 (overlapping, with indexer) and one other ratio without either, and has no MTP layer; the other
-oracle, ``tests.oracle_dense``, has no such limits. An oracle returns what it computed and how close its discrete
-choices came to a tie: two float32 programs may decide a near-tie differently, and are then both right.
+oracle, ``tests.oracle_dense``, has no such limits.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -21,50 +18,12 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 from deepseek_attn.checkpoint import CheckpointSource, hf_state_dict
 from deepseek_attn.config import ModelConfig
+from tests.oracle_output import OracleOutput
 
 LAYER_TYPES = {
     (False, False): "heavily_compressed_attention",
     (True, True): "compressed_sparse_attention",
 }
-
-
-@dataclass
-class OracleOutput:
-    """What an oracle says about one prompt of ``T`` tokens.
-
-    Attributes:
-        logits: ``[T, vocab_size]``.
-        experts: by layer, int64 ``[T, k]``, ascending.
-        entries: by layer with an indexer, bool ``[T, T // ratio]``: which compressed entries a query reads.
-        router_gap: smallest distance of ``score + bias`` between the last expert chosen and the first rejected.
-        index_gap: the same between entries, relative to the largest visible \\|score\\| of the query.
-        mtp_logits: ``[T - 1, vocab_size]`` where there is an MTP layer.
-    """
-
-    logits: torch.Tensor | None = None
-    experts: dict[int, torch.Tensor] = field(default_factory=dict)
-    entries: dict[int, torch.Tensor] = field(default_factory=dict)
-    router_gap: float = float("inf")
-    index_gap: float = float("inf")
-    mtp_logits: torch.Tensor | None = None
-
-    def choose_experts(self, layer: int, biased: torch.Tensor, k: int) -> None:
-        """Records the experts of a scored layer from ``score + bias [T, E]``."""
-        self.experts[layer] = biased.topk(k, dim=-1).indices.sort(-1).values
-        if k < biased.shape[1]:
-            best = biased.sort(-1, descending=True).values
-            self.router_gap = min(self.router_gap, float((best[:, k - 1] - best[:, k]).min()))
-
-    def choose_entries(self, layer: int, scores: torch.Tensor, visible: torch.Tensor, k: int) -> None:
-        """Records the entries of a layer from ``scores [T, N]``, of which query t sees the first ``visible[t]``."""
-        chosen = torch.zeros(scores.shape, dtype=torch.bool)
-        for t, count in enumerate(visible.tolist()):
-            row = scores[t, :count]
-            chosen[t, row.topk(min(k, count)).indices] = True
-            if count > k:
-                best = row.sort(descending=True).values
-                self.index_gap = min(self.index_gap, float((best[k - 1] - best[k]) / row.abs().max()))
-        self.entries[layer] = chosen
 
 
 def hf_config(config: ModelConfig) -> DeepseekV4Config:

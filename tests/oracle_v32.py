@@ -15,7 +15,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DeepseekV32Con
 
 from deepseek_attn.checkpoint import CheckpointSource, TensorInfo
 from deepseek_attn.config_v32 import DeepseekV32Config as Config
-from tests.oracle_transformers import OracleOutput
+from tests.oracle_output import OracleOutput
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "F8_E8M0"}
 

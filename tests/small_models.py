@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +13,7 @@ from deepseek_attn.checkpoint import CheckpointSource, RandomSource
 from deepseek_attn.config import ModelConfig
 from deepseek_attn.models.moe import Gate
 from deepseek_attn.runner import ModelRunner
-
-if TYPE_CHECKING:  # transformers takes longer to import than all else; ranks of the tests do without
-    from tests.oracle_transformers import OracleOutput
+from tests.oracle_output import OracleOutput
 
 TOLERANCE = 1e-4  # of the largest logit; float32 programs that agree differ by about 2e-6
 NEAR_TIE = 4e-6  # closer choices than this may fall differently: scores of two float32 programs differ by up to 6e-7

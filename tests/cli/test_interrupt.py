@@ -31,6 +31,13 @@ def generate(checkpoint, *flags: str) -> list[str]:
     return [*COMMAND, "generate", "--model", str(checkpoint), "--device", "cpu", *flags]
 
 
+@pytest.fixture(scope="module")
+def whole(checkpoint) -> str:
+    """What is printed when nothing interrupts."""
+    command = generate(checkpoint, "--max-tokens", "120")
+    return subprocess.run(command, capture_output=True, check=True, stdin=subprocess.DEVNULL).stdout.decode()
+
+
 def alive(group: int) -> bool:
     try:
         os.killpg(group, 0)
@@ -60,7 +67,7 @@ def read_until(descriptor: int, process: subprocess.Popen, enough) -> bytes:
 
 
 @pytest.mark.parametrize("times", [1, 3], ids=["once", "repeatedly"])
-def test_interrupted_generation(checkpoint, times):
+def test_interrupted_generation(checkpoint, whole, times):
     command = generate(checkpoint, "--max-tokens", "30000")
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
@@ -75,9 +82,6 @@ def test_interrupted_generation(checkpoint, times):
     assert b"Traceback" not in err
     assert b"KeyboardInterrupt" not in err
     text = (early + out).decode()
-    whole = subprocess.run(
-        generate(checkpoint, "--max-tokens", "120"), capture_output=True, check=True, stdin=subprocess.DEVNULL
-    ).stdout.decode()
     common = min(len(text), len(whole.rstrip("\n")))
     assert text[:common] == whole[:common], "what was printed before is part of the answer"
     assert not alive(process.pid)

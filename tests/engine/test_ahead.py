@@ -81,7 +81,7 @@ PROMPTS = [prompt(n, n) for n in (1, 62, 40, 127)]
 
 
 def test_one_run_a_step_over_page_borders(runner, runs):
-    lengths = [90, 90, 70, 8]
+    lengths = [70, 10, 30, 8]
     expected = generate(runner, PROMPTS, [greedy(n) for n in lengths], Waiting())
     waited = len(runs)
     assert generate(runner, PROMPTS, [greedy(n) for n in lengths]) == expected
@@ -225,10 +225,11 @@ def test_no_page_left(runner, runs, monkeypatch):
 
 def test_snapshots_of_what_was_generated(runner, runs, monkeypatch):
     """Before the prefix cache shares pages nothing starts ahead: the next step would have to copy them."""
-    expected = generate(runner, PROMPTS, [greedy(150)] * 4)
+    params = [greedy(n) for n in (10, 70, 20, 8)]  # two fill a block of 128 tokens
+    expected = generate(runner, PROMPTS, params)
     ran = len(runs)
     monkeypatch.setattr(runner, "prefixes", PrefixCache(runner.manager))
-    assert generate(runner, PROMPTS, [greedy(150)] * 4) == expected
+    assert generate(runner, PROMPTS, params) == expected
     assert len(runner.prefixes)
     assert len(runs) == 2 * ran
     runner.prefixes.clear()

@@ -123,7 +123,9 @@ def test_a_runner_refuses_flashmla_for_plain_records(fake):
         runner([0], "flashmla", numerics="exact")
 
 
-@pytest.mark.parametrize("ratio", [0, 4, 128, 16], ids=["SWA", "C4A", "C128A", "C16A"])
+@pytest.mark.parametrize(
+    ("fake", "ratio"), [("sgl", 0), ("upstream", 4), ("vllm", 128), ("sgl", 16)], indirect=["fake"]
+)
 def test_score_in_chunks_of_awkward_sizes(fake, ratio):
     """Chunks of 1 are decodes, the rest prefills; a mixed step has both."""
     reference, flashmla = runner([0, ratio], "reference"), runner([0, ratio], "flashmla")
@@ -168,7 +170,7 @@ def test_layers_of_one_ratio_with_and_without_indexer_have_schedules_of_their_ow
     assert fake.calls.schedules == 2 * 2
 
 
-@pytest.mark.parametrize("heads", [4, 64], ids=["padded", "unpadded"])
+@pytest.mark.parametrize(("fake", "heads"), [("sgl", 4), ("upstream", 4), ("vllm", 4), ("sgl", 64)], indirect=["fake"])
 def test_every_attention_call_equals_the_reference(fake, heads):
     machine = runner([0, 4, 16], "flashmla", config={"num_attention_heads": heads}, max_num_seqs=4)
     beside = Beside(machine)
