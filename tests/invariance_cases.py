@@ -11,7 +11,6 @@ import torch
 from deepseek_attn.runner import ModelRunner, Sequence
 from tests.small_models import small_config, small_runner
 
-RATIOS = (0, 2, 4, 8, 16, 128)
 NUMERICS = ("exact", "official", "serving")
 MIXED = (0, 4, 128, 16)  # layers of every kind
 KINDS = {"exact": MIXED, "official": (4, 128), "serving": (4, 128)}

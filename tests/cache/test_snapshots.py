@@ -50,9 +50,11 @@ def poison_free_pages(runner: ModelRunner, held: list) -> None:
         pool.tensor[free] = float("nan") if pool.tensor.is_floating_point() else 0xFF
 
 
-@pytest.mark.parametrize("numerics", NUMERICS)
+ALL = [("mixed", numerics) for numerics in NUMERICS] + [(f, q) for f in ("overlap", "window") for q in NUMERICS[::2]]
+
+
 @pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("family", ["mixed", "overlap", "window", "v32"])
+@pytest.mark.parametrize(("family", "numerics"), [*ALL, ("v32", "exact"), ("v32", "official")])
 def test_going_on_from_a_snapshot(family, blocks, numerics):
     """Bit for bit, MTP included, in poisoned memory, and after the snapshot's donor has gone on and ended."""
     runner = runner_of(family, numerics)

@@ -68,9 +68,8 @@ def record_drafts(monkeypatch, runner):
     return found
 
 
-CASES = [("batched", 1), ("batched", 3), ("chunks", 2), ("prefixes", 2), ("pressure", 3), ("preempted", 2)]
-CASES = [("tiny", *case) for case in [*CASES, ("everything", 1), ("everything", 3)]]
-CASES += [("tiny_v32", "batched", 1), ("tiny_v32", "everything", 3)]
+CASES = [("batched", 1), ("chunks", 2), ("prefixes", 2), ("pressure", 3), ("preempted", 2), ("everything", 3)]
+CASES = [("tiny", *case) for case in CASES] + [("tiny_v32", "batched", 1), ("tiny_v32", "everything", 3)]
 
 
 @pytest.mark.parametrize(("preset", "variant", "drafts"), CASES)

@@ -42,8 +42,7 @@ def test_every_request_is_what_it_is_alone(preset, variant):
     assert leaked(engine) == {}
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
-@pytest.mark.parametrize("variant", ["batched", "prefixes", "everything"])
+@pytest.mark.parametrize(("variant", "drafts"), [("batched", 0), ("prefixes", 2), ("everything", 0), ("everything", 2)])
 def test_greedy_requests_over_persistent_tensors(variant, drafts):
     """Decode steps of few sizes that choose the tokens themselves and start ahead, or check guesses."""
     config, jobs, expected = workload("tiny", greedy=1)
