@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from deepseek_attn.cache.pools import CachePools, Pool
@@ -148,7 +150,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         qr, kv = self.insert(qr, kv, projections, positions, qr_rounded)
         with stage("project"):
             q, *index_q = multi_linear(qr, query_linears, qr_rounded and qr_rounded[:2])
-            q, index_queries = self.queries(q, index_q, projections, positions)
+            q, index_queries = self.queries(q, positions, index_q, projections)
         if self.indexer is not None:
             self.select(index_q, projections[-1], step, index_queries)
         with stage("attend"):
@@ -206,7 +208,11 @@ class DeepseekV4MLAAttention(CheckpointModule):
         return op_for(qr, "insert_tokens")(rows, parts, batch, qr_rounded)
 
     def queries(
-        self, q: torch.Tensor, index_q: list[torch.Tensor], projections: list[torch.Tensor], positions: torch.Tensor
+        self,
+        q: torch.Tensor,
+        positions: torch.Tensor,
+        index_q: Sequence[torch.Tensor] = (),
+        projections: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """``[T, padded_heads, head_dim]``: a weightless norm per head, then the rotation. Padding heads are zero.
 
