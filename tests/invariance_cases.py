@@ -11,6 +11,8 @@ import torch
 from deepseek_attn.runner import ModelRunner, Sequence
 from tests.small_models import small_config, small_runner
 
+COMPRESSED = (4, 128)  # ratios of published checkpoints, tested in every way; the others in some
+OTHERS = (0, 2, 8, 16)
 NUMERICS = ("exact", "official", "serving")
 MIXED = (0, 4, 128, 16)  # layers of every kind
 KINDS = {"exact": MIXED, "official": (4, 128), "serving": (4, 128)}

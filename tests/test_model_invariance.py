@@ -16,9 +16,11 @@ from deepseek_attn.cache.records import Record
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.runner import ModelRunner, Sequence
 from tests.invariance_cases import (
+    COMPRESSED,
     KINDS,
     MIXED,
     NUMERICS,
+    OTHERS,
     SAME,
     advance,
     fresh,
@@ -53,8 +55,8 @@ def whole_prefills(ratio: int) -> dict[int, torch.Tensor]:
     return {n: runner.score([prompts[i % 2][:n]])[0] for i, n in enumerate(SHORT + LONG)}
 
 
-CHUNKS = [(ratio, size) for ratio in (4, 128) for size in (1, 2, 3, 5, 7, 16, 63, 64, 65, 127, 128, 129, None)]
-CHUNKS += [(ratio, size) for ratio in (0, 2, 8, 16) for size in (1, 7, 64, 129, None)]
+CHUNKS = [(ratio, size) for ratio in COMPRESSED for size in (1, 2, 3, 5, 7, 16, 63, 64, 65, 127, 128, 129, None)]
+CHUNKS += [(ratio, size) for ratio in OTHERS for size in (1, 7, 64, 129, None)]
 
 
 @pytest.mark.parametrize(("ratio", "chunk_size"), CHUNKS, ids=str)
@@ -158,11 +160,10 @@ CUTS = {
 }
 
 
-PUBLISHED = [(ratio, numerics) for ratio in (4, 128) for numerics in NUMERICS]
-OTHERS = (0, 2, 8, 16)
+LAYERS = [(ratio, numerics) for ratio in COMPRESSED for numerics in NUMERICS]
 
 
-@pytest.mark.parametrize(("ratio", "numerics"), [*PUBLISHED, *((ratio, "serving") for ratio in OTHERS)])
+@pytest.mark.parametrize(("ratio", "numerics"), [*LAYERS, *((ratio, "serving") for ratio in OTHERS)])
 def test_caches_do_not_depend_on_chunks(ratio, numerics, monkeypatch):
     """A first layer's cache inputs depend on tokens alone, and stored bytes on nothing but their own input row."""
 
@@ -190,7 +191,7 @@ def test_caches_do_not_depend_on_chunks(ratio, numerics, monkeypatch):
 # what comes later
 
 
-@pytest.mark.parametrize(("ratio", "numerics"), [*PUBLISHED, *((ratio, "exact") for ratio in OTHERS)])
+@pytest.mark.parametrize(("ratio", "numerics"), [*LAYERS, *((ratio, "exact") for ratio in OTHERS)])
 def test_later_tokens_change_no_earlier_bit(ratio, numerics):
     runner = shared_runner((ratio, ratio), numerics)
     length = 2 * ratio + 6 if ratio == 128 else 70

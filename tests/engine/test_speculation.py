@@ -68,8 +68,8 @@ def record_drafts(monkeypatch, runner):
     return found
 
 
-CASES = [("batched", 1), ("chunks", 2), ("prefixes", 2), ("pressure", 3), ("preempted", 2), ("everything", 3)]
-CASES = [("tiny", *case) for case in CASES] + [("tiny_v32", "batched", 1), ("tiny_v32", "everything", 3)]
+V4_CASES = [("batched", 1), ("chunks", 2), ("prefixes", 2), ("pressure", 3), ("preempted", 2), ("everything", 3)]
+CASES = [("tiny", *case) for case in V4_CASES] + [("tiny_v32", "batched", 1), ("tiny_v32", "everything", 3)]
 
 
 @pytest.mark.parametrize(("preset", "variant", "drafts"), CASES)

@@ -19,6 +19,7 @@ NAMES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv",
     torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
+EVERYTHING = os.environ.get("DEEPSEEK_ATTN_COMPILE") == "all"
 TURNS = ("sm90", "sm120", "sm80", "sm100", "sm89")
 
 
@@ -29,7 +30,7 @@ def on_gpus(variants, everywhere):
     are compiled for one GPU each, which they take in turns, and with ``DEEPSEEK_ATTN_COMPILE=all`` for every GPU.
     """
     assert set(everywhere) <= set(variants)
-    if os.environ.get("DEEPSEEK_ATTN_COMPILE") == "all":
+    if EVERYTHING:
         everywhere = list(variants)
     pairs = [(arch, variant) for variant in everywhere for arch in CAPABILITIES]
     others = [variant for variant in variants if variant not in everywhere]
