@@ -14,9 +14,9 @@ import importlib
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ModelConfig": "deepseek_attn.config",
-    "LayerSpec": "deepseek_attn.config",
-    "ModelRunner": "deepseek_attn.runner",
+    "ModelConfig": "deepseek_attn.config.model",
+    "LayerSpec": "deepseek_attn.config.model",
+    "ModelRunner": "deepseek_attn.runner.model_runner",
     "LLM": "deepseek_attn.engine.llm",
     "Engine": "deepseek_attn.engine.engine",
     "SamplingParams": "deepseek_attn.engine.sampling",

@@ -5,26 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from deepseek_attn.attention import DeepseekV4MLAAttention
-from deepseek_attn.attention_v32 import DeepseekV32MLAAttention
-from deepseek_attn.config import AnyConfig, LayerSpec, ModelConfig, RopeSpec
-from deepseek_attn.config_v32 import V32LayerSpec
+from deepseek_attn.attention.layer import DeepseekV4MLAAttention
+from deepseek_attn.attention.metadata import StepMetadata
+from deepseek_attn.config.model import AnyConfig, LayerSpec, ModelConfig, RopeSpec
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.v32 import V32LayerSpec
 from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
-from deepseek_attn.kernels.available import triton_for
-from deepseek_attn.kernels.reference.linear import Segment
-from deepseek_attn.linear import CheckpointModule, RMSNorm
-from deepseek_attn.metadata import StepMetadata
+from deepseek_attn.layers.parallel import Parallel
+from deepseek_attn.layers.rope import RotaryTable
+from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
 from deepseek_attn.models.hyper_connection import hc_head, hc_post, hc_pre
 from deepseek_attn.models.moe import MoE
-from deepseek_attn.numerics import Numerics
-from deepseek_attn.parallel import Parallel
-from deepseek_attn.rope import RotaryTable
-from deepseek_attn.tracing import traced
-
-HEAD_ROWS = 16384  # vocabulary rows upcast to float32 at once
+from deepseek_attn.v32.attention import DeepseekV32MLAAttention
 
 
 @dataclass
@@ -112,63 +106,6 @@ def attention_layers(model: nn.Module) -> list[DeepseekV4MLAAttention | Deepseek
 def layer_specs(model: nn.Module) -> tuple[LayerSpec, ...] | tuple[V32LayerSpec, ...]:
     """What was built, in order."""
     return tuple(layer.spec for layer in attention_layers(model))
-
-
-class Embedding(CheckpointModule):
-    """Rows by token id. Ranks with the same tokens have some rows each, and sum up what they find."""
-
-    def __init__(
-        self,
-        vocab: int,
-        dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        parallel: Parallel | None = None,
-    ):
-        super().__init__(device)
-        self.parallel = parallel or Parallel.single()
-        self.shard = self.parallel.token_shard(0, vocab)
-        self.declare("weight", (vocab, dim), dtype, shard=self.shard)
-
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        if self.shard is None:
-            return self.weight[token_ids]
-        row = token_ids - self.shard.start
-        here = (row >= 0) & (row < self.shard.size)
-        found = self.weight[row.clamp(0, self.shard.size - 1)]
-        return self.parallel.sum(found.masked_fill(~here.unsqueeze(-1), 0))
-
-
-class Head(CheckpointModule):
-    """Output projection in float32, whatever the model dtype. Ranks with the same tokens compute some columns each."""
-
-    def __init__(
-        self,
-        vocab: int,
-        dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        parallel: Parallel | None = None,
-    ):
-        super().__init__(device)
-        self.parallel = parallel or Parallel.single()
-        self.declare("weight", (vocab, dim), dtype, shard=self.parallel.token_shard(0, vocab))
-
-    @traced("head")
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [T, dim]`` -> float32 ``[T, vocab]``."""
-        return self.parallel.gather_columns(self.project(x))
-
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        """The columns of this rank."""
-        if self.weight.dtype == torch.float32:
-            return F.linear(x.float(), self.weight)
-        if triton_for(x):
-            from deepseek_attn.kernels.linear import multi_linear
-
-            return multi_linear(x, [Segment(self.weight, out_dtype=torch.float32)])[0]
-        x = x.float()
-        return torch.cat([F.linear(x, rows.float()) for rows in self.weight.split(HEAD_ROWS)], dim=-1)
 
 
 def declare_stream_head(module: CheckpointModule, config: ModelConfig, device: torch.device | str) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from deepseek_attn.attention_v32 import DeepseekV32MLAAttention
-from deepseek_attn.config_v32 import V32LayerSpec
-from deepseek_attn.linear import CheckpointModule, Linear, RMSNorm, rms_norm
-from deepseek_attn.metadata_v32 import TokenStepMetadata
-from deepseek_attn.models.block import BuildContext, Embedding, Head
+from deepseek_attn.config.v32 import V32LayerSpec
+from deepseek_attn.layers.embedding import Embedding, Head
+from deepseek_attn.layers.linear import Linear, rms_norm
+from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
+from deepseek_attn.models.block import BuildContext
 from deepseek_attn.models.moe import MLP, MoE
+from deepseek_attn.v32.attention import DeepseekV32MLAAttention
+from deepseek_attn.v32.step_metadata import TokenStepMetadata
 
 
 class Block(CheckpointModule):

@@ -7,26 +7,26 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
-from deepseek_attn.attention_v32 import sparse_config
+from deepseek_attn.attention.builder import MetadataBuilder
+from deepseek_attn.attention.indexer import FUSED_HEAD_DIM
 from deepseek_attn.cache.layout import TOKENS_PAGE
 from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.checkpoint.names import CanonicalSource
 from deepseek_attn.checkpoint.names_v32 import canonical_name_v32
 from deepseek_attn.checkpoint.source import CheckpointSource
-from deepseek_attn.config import AnyConfig
-from deepseek_attn.config_v32 import DeepseekV32Config
+from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.numerics import Numerics, numerics_for
+from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.impls import AttentionSpec, DeepseekV4SparseMLAAttentionImpl, get_impl
-from deepseek_attn.indexer import FUSED_HEAD_DIM
-from deepseek_attn.kernels.available import problem_on
-from deepseek_attn.metadata import MetadataBuilder
-from deepseek_attn.metadata_v32 import TokenMetadataBuilder
+from deepseek_attn.kernels.common.dispatch import problem_on
+from deepseek_attn.layers.parallel import Parallel, check_split
 from deepseek_attn.models import block, deepseek_v4, deepseek_v32
 from deepseek_attn.models.block import AttentionStack, BuildContext, attention_layers, layer_specs
-from deepseek_attn.numerics import Numerics, numerics_for
-from deepseek_attn.parallel import Parallel, check_split
-from deepseek_attn.v32 import KVCacheSpec, SparseMLAConfig, get_backend
-from deepseek_attn.v32.kernels import get_kernels
-from deepseek_attn.workspace import Workspace
+from deepseek_attn.utils.workspace import Workspace
+from deepseek_attn.v32.attention import sparse_config
+from deepseek_attn.v32.backends import KVCacheSpec, SparseMLAConfig, get_backend
+from deepseek_attn.v32.backends.kernels import get_kernels
+from deepseek_attn.v32.step_metadata import TokenMetadataBuilder
 
 V32_BACKENDS = ("auto", "flashmla", "triton", "flashinfer", "reference")
 

@@ -6,10 +6,10 @@ from types import ModuleType
 
 import torch
 
-from deepseek_attn.config import ModelConfig
-from deepseek_attn.kernels.available import triton_for
-from deepseek_attn.kernels.reference import hyper_connection as reference
-from deepseek_attn.tracing import traced
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.hyper_connection import reference
+from deepseek_attn.utils.tracing import traced
 
 
 @traced("hc_pre")
@@ -59,6 +59,6 @@ def _numbers(config: ModelConfig) -> tuple[float, float, int]:
 def _ops(streams: torch.Tensor) -> ModuleType:
     if not triton_for(streams):
         return reference
-    from deepseek_attn.kernels import hyper_connection
+    from deepseek_attn.kernels.hyper_connection import hyper_connection
 
     return hyper_connection

@@ -7,14 +7,16 @@ from types import ModuleType
 
 import torch
 
-from deepseek_attn.config import AnyConfig, LayerSpec
-from deepseek_attn.config_v32 import DeepseekV32Config, V32LayerSpec
-from deepseek_attn.kernels.available import triton_for
-from deepseek_attn.kernels.reference import moe as reference
-from deepseek_attn.linear import CheckpointModule, ExpertLinear, Linear, Shard, WeightSlot, multi_linear
-from deepseek_attn.numerics import Numerics
-from deepseek_attn.parallel import Parallel
-from deepseek_attn.tracing import traced
+from deepseek_attn.config.model import AnyConfig, LayerSpec
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
+from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.moe import reference
+from deepseek_attn.layers.experts import ExpertLinear
+from deepseek_attn.layers.linear import Linear, multi_linear
+from deepseek_attn.layers.parallel import Parallel
+from deepseek_attn.layers.weights import CheckpointModule, Shard, WeightSlot
+from deepseek_attn.utils.tracing import traced
 
 AnySpec = LayerSpec | V32LayerSpec
 
@@ -169,7 +171,7 @@ class MoE(CheckpointModule):
 def _route_op(x: torch.Tensor) -> Callable:
     if not triton_for(x):
         return reference.moe_route
-    from deepseek_attn.kernels.moe_router import moe_route
+    from deepseek_attn.kernels.moe.router import moe_route
 
     return moe_route
 
@@ -177,6 +179,6 @@ def _route_op(x: torch.Tensor) -> Callable:
 def _experts_ops(x: torch.Tensor) -> ModuleType:
     if not triton_for(x):
         return reference
-    from deepseek_attn.kernels import moe
+    from deepseek_attn.kernels.moe import experts as moe
 
     return moe

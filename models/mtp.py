@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_attn.config import LayerSpec
-from deepseek_attn.linear import Linear, RMSNorm
-from deepseek_attn.metadata import StepMetadata
+from deepseek_attn.attention.metadata import StepMetadata
+from deepseek_attn.config.model import LayerSpec
+from deepseek_attn.layers.linear import Linear
+from deepseek_attn.layers.weights import RMSNorm
 from deepseek_attn.models.block import Block, BuildContext, collapse_streams, declare_stream_head
 
 

@@ -20,10 +20,10 @@ import torch
 import triton
 from torch import Tensor
 
-from deepseek_attn import flash_mla
 from deepseek_attn.cache.records import Fp8DsMlaRecord
-from deepseek_attn.kernels.reference.sparse_attention import sparse_attention_paged as reference
-from deepseek_attn.kernels.sparse_attention import sparse_attention_paged
+from deepseek_attn.impls import flash_mla
+from deepseek_attn.kernels.attention.reference import sparse_attention_paged as reference
+from deepseek_attn.kernels.attention.sparse_attention import sparse_attention_paged
 
 RECORD = Fp8DsMlaRecord(448, 64)
 SCALE = 512**-0.5

@@ -28,19 +28,19 @@ from pathlib import Path
 
 import torch
 
-from deepseek_attn.bench import past, static_metadata
+from deepseek_attn.bench.layer import past, static_metadata
+from deepseek_attn.bench.timing import time_graph
 from deepseek_attn.checkpoint.random import RepeatingSource
 from deepseek_attn.cli.info import collect
-from deepseek_attn.config import ModelConfig
-from deepseek_attn.decode import DecodeGraphs
-from deepseek_attn.decode_steps import DecodeStep
+from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
-from deepseek_attn.kernels.available import op_for
-from deepseek_attn.runner import ModelRunner
-from deepseek_attn.timing import time_graph
+from deepseek_attn.kernels.common.dispatch import op_for
+from deepseek_attn.runner.graph_steps import DecodeStep
+from deepseek_attn.runner.graphs import DecodeGraphs
+from deepseek_attn.runner.model_runner import ModelRunner
 
 MODES = ("eager", "waiting", "graphs", "prefixes", "speculation")
 SETS = 4  # inputs of a part that is timed alone

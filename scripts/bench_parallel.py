@@ -20,17 +20,17 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from deepseek_attn.bench import fill_caches
-from deepseek_attn.bench_model import time_model
+from deepseek_attn.bench.layer import fill_caches
+from deepseek_attn.bench.model import time_model
 from deepseek_attn.checkpoint.published import PublishedSource
 from deepseek_attn.checkpoint.recipes import DRAW, Recipe
-from deepseek_attn.config import AnyConfig, ModelConfig
-from deepseek_attn.decode import DecodeGraphs
+from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
-from deepseek_attn.linear import FP4_GROUP
-from deepseek_attn.parallel import Parallel, launched
-from deepseek_attn.runner import ModelRunner
+from deepseek_attn.layers.linear import FP4_GROUP
+from deepseek_attn.layers.parallel import Parallel, launched
+from deepseek_attn.runner.graphs import DecodeGraphs
+from deepseek_attn.runner.model_runner import ModelRunner
 
 # Relative error of the logits. In bfloat16, sums over ranks are rounded once more, FP8 rounding of activations
 # magnifies that, and an undecided router takes another expert; float32 shows whether the computation is the same.

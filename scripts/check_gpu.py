@@ -20,15 +20,14 @@ from gpu_checks import Report, relative
 from gpu_checks_flashmla import check_decode, check_prefill, check_v32
 from torch import Tensor
 
-from deepseek_attn import flash_mla
-from deepseek_attn.config import ModelConfig
-from deepseek_attn.impls import get_impl
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.numerics import PRESETS
+from deepseek_attn.config.options import pick_device
+from deepseek_attn.impls import flash_mla, get_impl
 from deepseek_attn.impls.reference import DeepseekV4ReferenceSparseImpl
 from deepseek_attn.models.block import attention_layers
-from deepseek_attn.numerics import PRESETS
-from deepseek_attn.options import pick_device
-from deepseek_attn.runner import ModelRunner
-from deepseek_attn.workspace import Workspace
+from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.utils.workspace import Workspace
 
 LAYER_LIMIT = 6e-3  # output of a whole layer with plain bf16 linears, the attention impl exchanged
 # The same with FP8 linears: attention that differs by 2e-3 falls on other sides of e4m3's steps (9 % wide) for 3 % of

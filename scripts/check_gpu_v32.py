@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 from gpu_checks import LIMIT, relative
 
-from deepseek_attn.bench import fill_caches, past
+from deepseek_attn.bench.layer import fill_caches, past
 from deepseek_attn.cache.records_v32 import make_v32_record
 from deepseek_attn.cli.info import collect
-from deepseek_attn.config import ModelConfig
-from deepseek_attn.options import pick_device
-from deepseek_attn.runner import ModelRunner
-from deepseek_attn.v32.kernels import get_kernels
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.options import pick_device
+from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.v32.backends.kernels import get_kernels
 
 CACHES = {"fp8": "serving", "bf16": "exact"}
 

@@ -7,9 +7,9 @@ import torch
 from gpu_checks import INF, Report
 from torch import Tensor
 
-from deepseek_attn import flash_mla
 from deepseek_attn.cache.records import Fp8DsMlaRecord
-from deepseek_attn.kernels.reference.sparse_attention import sparse_attention, sparse_attention_paged
+from deepseek_attn.impls import flash_mla
+from deepseek_attn.kernels.attention.reference import sparse_attention, sparse_attention_paged
 
 RECORD = Fp8DsMlaRecord(448, 64)
 

@@ -15,8 +15,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from deepseek_attn.experiments import plots
-from deepseek_attn.experiments.sections_quality import tasks, with_task
+from deepseek_attn.experiments.report import plots
+from deepseek_attn.experiments.report.sections_quality import tasks, with_task
 
 
 def pictures(report: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def pictures(report: dict[str, Any]) -> dict[str, Any]:
 
 def standalone(svg: str) -> str:
     """An ``<svg>`` element as a file: with the page's colours, light or dark as the reader's screen is."""
-    style = resources.files("deepseek_attn.experiments").joinpath("page.css").read_text(encoding="utf-8")
+    style = resources.files("deepseek_attn.experiments.report").joinpath("page.css").read_text(encoding="utf-8")
     colours = style[: style.index("* {")]
     return re.sub(r"(<svg[^>]*>)", rf"\1<style>{colours}</style>", svg, count=1) + "\n"
 

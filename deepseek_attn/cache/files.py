@@ -19,9 +19,9 @@ from torch import nn
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.cache.manager import NULL_PAGE, CacheManager, OutOfPages, SequenceCache
 from deepseek_attn.cache.pools import CachePools
-from deepseek_attn.config import AnyConfig
-from deepseek_attn.files import write_tensors
-from deepseek_attn.numerics import Numerics
+from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.utils.files import write_tensors
 
 FORMAT = "deepseek-attn sequence 1"
 SAMPLES = 256  # bytes of each weight that go into the fingerprint: all of a large model would take minutes to read

@@ -24,9 +24,9 @@ import torch
 from deepseek_attn.cache.budget import fit_pages
 from deepseek_attn.cache.records import Record, make_index_record, make_kv_record
 from deepseek_attn.cache.records_v32 import LATENT_GROUP, make_v32_record
-from deepseek_attn.config import AnyConfig, LayerSpec
-from deepseek_attn.config_v32 import DeepseekV32Config, V32LayerSpec
-from deepseek_attn.numerics import Numerics
+from deepseek_attn.config.model import AnyConfig, LayerSpec
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 
 WINDOW_PAGE = TOKENS_PAGE = 64
 WINDOW, STATE, TOKENS = "window", "state", "tokens"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.cache.record import FLOATS, Record, as_bytes, checked_slots, round_up
-from deepseek_attn.kernels.reference.quant import (
+from deepseek_attn.kernels.common.quant import (
     decode_e8m0,
     dequantize_fp4,
     dequantize_fp8,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepseek_attn.cache.record import as_bytes
 from deepseek_attn.cache.records import PlainRecord, Record
-from deepseek_attn.kernels.reference.quant import FP8_FLOOR, FP8_MAX, dequantize_fp8, quantize_fp8
+from deepseek_attn.kernels.common.quant import FP8_FLOOR, FP8_MAX, dequantize_fp8, quantize_fp8
 
 LATENT_GROUP = 128
 """Latent values that share a scale."""

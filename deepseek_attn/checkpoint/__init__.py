@@ -10,8 +10,8 @@ from deepseek_attn.checkpoint.source import (
     read_float32,
     read_weight,
 )
-from deepseek_attn.checkpoint.tokenizer_files import make_tokenizer, write_tokenizer
 from deepseek_attn.checkpoint.write import write_checkpoint
+from deepseek_attn.text.tokenizer_files import make_tokenizer, write_tokenizer
 
 __all__ = [
     "CanonicalSource",

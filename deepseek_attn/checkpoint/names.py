@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo, read_float32, scale_name
-from deepseek_attn.linear import Shard
+from deepseek_attn.layers.weights import Shard
 
 # (transformers, published), as whole dotted segments. Read downwards to get published names, upwards to get
 # transformers' names; the order matters where one rule makes what another one reads.

@@ -9,7 +9,7 @@ import torch
 
 from deepseek_attn.checkpoint.published import PublishedSource
 from deepseek_attn.checkpoint.recipes import DRAW, Recipe
-from deepseek_attn.config import AnyConfig
+from deepseek_attn.config.model import AnyConfig
 
 DRAWN_ROWS = 4096
 

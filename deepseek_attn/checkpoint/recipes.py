@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_attn.config import AnyConfig
+from deepseek_attn.config.model import AnyConfig
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from deepseek_attn.checkpoint.names_v32 import published_name_v32
 from deepseek_attn.checkpoint.recipes import Recipe, prefixed
-from deepseek_attn.config_v32 import DeepseekV32Config, V32LayerSpec
+from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 
 
 def published_tensors_v32(config: DeepseekV32Config) -> Iterator[tuple[str, Recipe]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from deepseek_attn.checkpoint.recipes import Recipe, prefixed
-from deepseek_attn.config import LayerSpec, ModelConfig
+from deepseek_attn.config.model import LayerSpec, ModelConfig
 
 CLAMPED_GAIN = 4.0  # w1, w3 of every second expert: |w x| then passes the clamp at 10 about once in a hundred
 

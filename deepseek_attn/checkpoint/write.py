@@ -14,8 +14,8 @@ import torch
 from tokenizers import Tokenizer
 
 from deepseek_attn.checkpoint.source import DTYPES, INDEX_FILE, CheckpointSource, TensorInfo
-from deepseek_attn.checkpoint.tokenizer_files import write_tokenizer
-from deepseek_attn.config import ModelConfig
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.text.tokenizer_files import write_tokenizer
 
 SHARD_BYTES = 5 * 10**9
 

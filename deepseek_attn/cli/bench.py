@@ -58,10 +58,10 @@ def names(text: str) -> list[str]:
 
 
 def run_ops(args: argparse.Namespace) -> None:
-    from deepseek_attn.bench_ops import time_case
-    from deepseek_attn.kernels.available import problem_on
-    from deepseek_attn.options import pick_device
-    from deepseek_attn.timing import ceilings
+    from deepseek_attn.bench.ops import time_case
+    from deepseek_attn.bench.timing import ceilings
+    from deepseek_attn.config.options import pick_device
+    from deepseek_attn.kernels.common.dispatch import problem_on
 
     check_flags(args)
     device = pick_device(args.device)
@@ -95,15 +95,15 @@ def run_ops(args: argparse.Namespace) -> None:
 
 def rows_of(family: str, device) -> list:
     """The rows of one file of ``opbench`` that can run on ``device``."""
-    return importlib.import_module(f"deepseek_attn.opbench.{family}").cases(device)
+    return importlib.import_module(f"deepseek_attn.bench.cases.{family}").cases(device)
 
 
 def run_layer(args: argparse.Namespace) -> None:
     import torch
 
-    from deepseek_attn.bench import fill_caches, time_layer
-    from deepseek_attn.config import ModelConfig
-    from deepseek_attn.runner import ModelRunner
+    from deepseek_attn.bench.layer import fill_caches, time_layer
+    from deepseek_attn.config.model import ModelConfig
+    from deepseek_attn.runner.model_runner import ModelRunner
 
     check_flags(args)
     config = ModelConfig.from_pretrained(args.model)
@@ -139,10 +139,10 @@ def run_layer(args: argparse.Namespace) -> None:
 
 
 def run_model(args: argparse.Namespace) -> None:
-    from deepseek_attn.bench import fill_caches
-    from deepseek_attn.bench_model import time_model
-    from deepseek_attn.config import ModelConfig
-    from deepseek_attn.runner import ModelRunner
+    from deepseek_attn.bench.layer import fill_caches
+    from deepseek_attn.bench.model import time_model
+    from deepseek_attn.config.model import ModelConfig
+    from deepseek_attn.runner.model_runner import ModelRunner
 
     check_flags(args)
     config = ModelConfig.from_pretrained(args.model)
@@ -177,7 +177,7 @@ def check_flags(args: argparse.Namespace) -> None:
         if any(n < 1 for n in getattr(args, flag, [])):
             raise ValueError(f"--{flag} {','.join(map(str, getattr(args, flag)))}: numbers of at least 1")
     if args.plot:
-        from deepseek_attn.plots import check_picture
+        from deepseek_attn.bench.plots import check_picture
 
         check_output("--plot", args.plot)
         check_picture(args.plot)
@@ -205,7 +205,7 @@ def finish(args: argparse.Namespace, run: dict, rows: list[dict], series: tuple[
     from deepseek_attn.cli.info import collect
 
     if args.plot:
-        from deepseek_attn.plots import bar_chart
+        from deepseek_attn.bench.plots import bar_chart
 
         bar_chart(args.plot, rows, series)
     facts = {key: value for key, value in collect().items() if "backends" not in key}

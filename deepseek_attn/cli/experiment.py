@@ -27,14 +27,14 @@ def add_parser(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from deepseek_attn.experiments.config import load_experiment
-    from deepseek_attn.experiments.page import write_page
-    from deepseek_attn.experiments.plots import MATPLOTLIB_HINT, have_matplotlib
-    from deepseek_attn.experiments.records import write_json
-    from deepseek_attn.experiments.report import build_report
-    from deepseek_attn.experiments.run import run_experiment
-    from deepseek_attn.experiments.table import show_table
-    from deepseek_attn.options import pick_device
+    from deepseek_attn.config.options import pick_device
+    from deepseek_attn.experiments.define.config import load_experiment
+    from deepseek_attn.experiments.report.page import write_page
+    from deepseek_attn.experiments.report.plots import MATPLOTLIB_HINT, have_matplotlib
+    from deepseek_attn.experiments.report.report import build_report
+    from deepseek_attn.experiments.report.table import show_table
+    from deepseek_attn.experiments.run.records import write_json
+    from deepseek_attn.experiments.run.run import run_experiment
 
     experiment = load_experiment(args.config)
     folder = Path(args.out) if args.out else Path("results") / experiment.name

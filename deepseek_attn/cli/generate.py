@@ -14,7 +14,7 @@ from deepseek_attn.cli.prompts import complete_all, messages, read_prompts
 from deepseek_attn.cli.ranks import add_ranks_option, joined_ranks
 
 if TYPE_CHECKING:
-    from deepseek_attn.parallel import Parallel
+    from deepseek_attn.layers.parallel import Parallel
 
 DEFAULT_PROMPT = "Once upon a time"
 

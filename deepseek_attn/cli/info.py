@@ -49,10 +49,10 @@ def collect() -> dict:
     """Everything that `info` prints."""
     import torch
 
+    from deepseek_attn.config.options import pick_device
     from deepseek_attn.impls import describe_impls
-    from deepseek_attn.options import pick_device
-    from deepseek_attn.v32 import flashinfer_door
-    from deepseek_attn.v32.kernels import describe_kernels
+    from deepseek_attn.v32.backends import flashinfer_adapter as flashinfer_door
+    from deepseek_attn.v32.backends.kernels import describe_kernels
 
     device = pick_device(None)
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]

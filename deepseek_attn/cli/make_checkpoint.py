@@ -23,7 +23,7 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> None:
     from deepseek_attn.checkpoint.random import RandomSource
     from deepseek_attn.checkpoint.write import write_checkpoint
-    from deepseek_attn.config import ModelConfig
+    from deepseek_attn.config.model import ModelConfig
 
     config = ModelConfig.from_pretrained(args.config)
     source = RandomSource(config, args.seed)

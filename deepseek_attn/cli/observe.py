@@ -32,7 +32,7 @@ def add_observe_options(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def observed(engine: Engine, args: argparse.Namespace) -> Iterator[None]:
     """Prints statistics and writes the trace of what the engine does inside, as the flags say."""
-    from deepseek_attn.tracing import profile
+    from deepseek_attn.utils.tracing import profile
 
     if args.stats is not None and not args.stats >= 0:
         raise ValueError(f"--stats {args.stats}: seconds between lines, at least 0 (every step)")

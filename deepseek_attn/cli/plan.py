@@ -33,10 +33,10 @@ def run(args: argparse.Namespace) -> None:
 
 def collect(args: argparse.Namespace) -> dict:
     """Everything that `plan` prints."""
-    from deepseek_attn import planner
-    from deepseek_attn.config import ModelConfig
-    from deepseek_attn.numerics import numerics_for
-    from deepseek_attn.options import DEFAULT_MAX_MODEL_LEN, DTYPES, check_sizes, pick_device, pick_dtype
+    from deepseek_attn.config.model import ModelConfig
+    from deepseek_attn.config.numerics import numerics_for
+    from deepseek_attn.config.options import DEFAULT_MAX_MODEL_LEN, DTYPES, check_sizes, pick_device, pick_dtype
+    from deepseek_attn.runner import planner
 
     config, device = ModelConfig.from_pretrained(args.model), pick_device(None)
     numerics = numerics_for(config, args.numerics or ("serving" if device.type == "cuda" else "exact"))

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deepseek_attn.parallel import Parallel
+    from deepseek_attn.layers.parallel import Parallel
 
 
 def add_ranks_option(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def joined_ranks(args: argparse.Namespace) -> Iterator[Parallel]:
 
     Only rank 0 prints or writes files, but what goes wrong on another rank is still reported by it.
     """
-    from deepseek_attn.parallel import launched
+    from deepseek_attn.layers.parallel import launched
 
     with ExitStack() as stack:
         parallel, device = stack.enter_context(launched(args.tensor_parallel, args.device))

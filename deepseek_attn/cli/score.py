@@ -30,8 +30,8 @@ def add_parser(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from deepseek_attn.files import write_tensors
-    from deepseek_attn.runner import ModelRunner
+    from deepseek_attn.runner.model_runner import ModelRunner
+    from deepseek_attn.utils.files import write_tensors
 
     if args.mtp and args.layers:
         raise ValueError(

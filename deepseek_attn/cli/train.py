@@ -35,7 +35,7 @@ def add_parser(subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from deepseek_attn.checkpoint.write import check_new_directory
-    from deepseek_attn.config import ModelConfig
+    from deepseek_attn.config.model import ModelConfig
     from deepseek_attn.training import TextTask, make_task, save_checkpoint, train
 
     if args.out:

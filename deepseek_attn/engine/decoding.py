@@ -13,8 +13,8 @@ import torch
 
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import sample
-from deepseek_attn.kernels.reference.most_likely import NO_TOKEN
-from deepseek_attn.runner import StepOutput
+from deepseek_attn.kernels.sampling.reference import NO_TOKEN
+from deepseek_attn.runner.model_runner import StepOutput
 
 Work = list[tuple[Request, int]]
 BROKEN_LOGITS = "the model's logits hold NaN or infinity: check the weights and numerics"

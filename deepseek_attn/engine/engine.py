@@ -15,8 +15,8 @@ from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.scheduler import Scheduler
 from deepseek_attn.engine.stats import EngineStats, StepStats
-from deepseek_attn.runner import ModelRunner, StepOutput
-from deepseek_attn.tokenizer import Tokenizer
+from deepseek_attn.runner.model_runner import ModelRunner, StepOutput
+from deepseek_attn.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from deepseek_attn.chat import build_prompt
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Completion, Request, RequestFailed
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
-from deepseek_attn.runner import ModelRunner
-from deepseek_attn.tokenizer import Tokenizer
+from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.text.chat import build_prompt
+from deepseek_attn.text.tokenizer import Tokenizer
 
 Prompt = str | Iterable[int]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from deepseek_attn.cache.prefix import BlockKeys
 from deepseek_attn.engine.sampling import CounterGenerator, SamplingParams, make_generator
 from deepseek_attn.engine.stopping import StopChecker
-from deepseek_attn.runner import ModelRunner, Sequence
-from deepseek_attn.tokenizer import IncrementalDecoder, Tokenizer
+from deepseek_attn.runner.model_runner import ModelRunner, Sequence
+from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
 @dataclass(frozen=True)

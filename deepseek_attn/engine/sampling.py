@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_attn.tracing import traced
+from deepseek_attn.utils.tracing import traced
 
 WEIGHT_BITS = 44  # weights are integers up to 2**44; the sum over a vocabulary of 2**18 stays below 2**63
 MAX_VOCAB = 1 << (62 - WEIGHT_BITS)

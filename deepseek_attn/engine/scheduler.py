@@ -13,7 +13,7 @@ from deepseek_attn.cache.manager import CacheManager, OutOfPages
 from deepseek_attn.cache.prefix import Match, PrefixCache
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.stats import StepStats
-from deepseek_attn.tracing import traced
+from deepseek_attn.utils.tracing import traced
 
 
 class Scheduler:

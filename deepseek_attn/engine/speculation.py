@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from deepseek_attn.cache.manager import OutOfPages
-from deepseek_attn.decode_tables import Arriving
 from deepseek_attn.engine.decoding import BROKEN_LOGITS, Accepted, NextToken, Work, all_greedy, is_ready
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import CounterGenerator, sample
-from deepseek_attn.kernels.reference.most_likely import NO_TOKEN
-from deepseek_attn.runner import ModelRunner, StepOutput
+from deepseek_attn.kernels.sampling.reference import NO_TOKEN
+from deepseek_attn.runner.model_runner import ModelRunner, StepOutput
+from deepseek_attn.utils.device import Arriving
 
 
 @dataclass

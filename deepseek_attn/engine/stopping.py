@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from deepseek_attn.engine.sampling import SamplingParams
-from deepseek_attn.tokenizer import IncrementalDecoder
+from deepseek_attn.text.tokenizer import IncrementalDecoder
 
 
 class StopStep(NamedTuple):

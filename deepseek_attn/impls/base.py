@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 if TYPE_CHECKING:
-    from deepseek_attn.attention import DeepseekV4MLAAttention
-    from deepseek_attn.config import AnyConfig
-    from deepseek_attn.numerics import Numerics
+    from deepseek_attn.attention.layer import DeepseekV4MLAAttention
+    from deepseek_attn.config.model import AnyConfig
+    from deepseek_attn.config.numerics import Numerics
 
 
 @dataclass(frozen=True)

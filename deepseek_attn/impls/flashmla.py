@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_attn import flash_mla
-from deepseek_attn.impls import ops
+from deepseek_attn.impls import flash_mla, ops
 from deepseek_attn.impls.base import AttentionSpec
 from deepseek_attn.impls.flow import SplitAttentionImpl
 

@@ -10,11 +10,11 @@ import torch
 
 from deepseek_attn.cache.pools import Pool
 from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
-from deepseek_attn.kernels.reference.gather import dequantize_and_gather_k_cache
-from deepseek_attn.kernels.reference.indices import combine_topk_swa_indices, compute_global_topk_indices_and_lens
+from deepseek_attn.kernels.attention.gather_reference import dequantize_and_gather_k_cache
+from deepseek_attn.kernels.indices.reference import combine_topk_swa_indices, compute_global_topk_indices_and_lens
 
 if TYPE_CHECKING:
-    from deepseek_attn.attention import DeepseekV4MLAAttention
+    from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 
 
 @dataclass(frozen=True)

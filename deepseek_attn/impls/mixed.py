@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_attn import flash_mla
+from deepseek_attn.impls import flash_mla
 from deepseek_attn.impls.base import AttentionSpec, DeepseekV4SparseMLAAttentionImpl
 from deepseek_attn.impls.flashmla import DeepseekV4FlashMLASparseImpl
 from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from deepseek_attn.kernels.available import triton_for
-from deepseek_attn.kernels.reference import gather, indices
+from deepseek_attn.kernels.attention import gather_reference as gather
+from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.indices import reference as indices
 
 
 def dequantize_and_gather_k_cache(
@@ -20,10 +21,10 @@ def dequantize_and_gather_k_cache(
     block_size: int,
     offset: int,
 ) -> None:
-    """See `kernels.reference.gather.dequantize_and_gather_k_cache`."""
+    """See `kernels.attention.gather_reference.dequantize_and_gather_k_cache`."""
     op = gather.dequantize_and_gather_k_cache
     if triton_for(out):
-        from deepseek_attn.kernels.gather import dequantize_and_gather_k_cache as op
+        from deepseek_attn.kernels.attention.gather import dequantize_and_gather_k_cache as op
     op(out, record, pool, seq_lens, gather_lens, block_table, block_size, offset)
 
 
@@ -39,18 +40,18 @@ def combine_topk_swa_indices(
     N: int,
     is_valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.reference.indices.combine_topk_swa_indices`."""
+    """See `kernels.indices.reference.combine_topk_swa_indices`."""
     op = indices.combine_topk_swa_indices
     if triton_for(topk_indices):
-        from deepseek_attn.kernels.step_indices import combine_topk_swa_indices as op
+        from deepseek_attn.kernels.indices.step_indices import combine_topk_swa_indices as op
     return op(topk_indices, query_start_loc, seq_lens, gather_lens, window, ratio, topk, M, N, is_valid)
 
 
 def compute_global_topk_indices_and_lens(
     topk_indices: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int, is_valid: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.reference.indices.compute_global_topk_indices_and_lens`."""
+    """See `kernels.indices.reference.compute_global_topk_indices_and_lens`."""
     op = indices.compute_global_topk_indices_and_lens
     if triton_for(topk_indices):
-        from deepseek_attn.kernels.step_indices import compute_global_topk_indices_and_lens as op
+        from deepseek_attn.kernels.indices.step_indices import compute_global_topk_indices_and_lens as op
     return op(topk_indices, token_to_req, block_table, block_size, is_valid)

@@ -6,7 +6,7 @@ import torch
 
 from deepseek_attn.impls.base import AttentionSpec
 from deepseek_attn.impls.flow import SplitAttentionImpl
-from deepseek_attn.kernels.reference.sparse_attention import sparse_attention, sparse_attention_paged
+from deepseek_attn.kernels.attention.reference import sparse_attention, sparse_attention_paged
 
 
 class DeepseekV4ReferenceSparseImpl(SplitAttentionImpl):

@@ -7,7 +7,7 @@ import torch
 from deepseek_attn.impls import ops
 from deepseek_attn.impls.base import AttentionSpec
 from deepseek_attn.impls.flow import SplitAttentionImpl
-from deepseek_attn.kernels.available import problem_on
+from deepseek_attn.kernels.common.dispatch import problem_on
 
 
 class DeepseekV4TritonSparseImpl(SplitAttentionImpl):
@@ -35,14 +35,14 @@ class DeepseekV4TritonSparseImpl(SplitAttentionImpl):
 
     @classmethod
     def attend_pages(cls, layer, q, sources, output) -> torch.Tensor:
-        from deepseek_attn.kernels.sparse_attention import sparse_attention_paged
+        from deepseek_attn.kernels.attention.sparse_attention import sparse_attention_paged
 
         sources = [source.as_source() for source in sources]
         return sparse_attention_paged(q, sources, layer.scale, layer.attn_sink, out=output)[0]
 
     @classmethod
     def attend_rows(cls, layer, q, kv, indices, lens, output) -> torch.Tensor:
-        from deepseek_attn.kernels.sparse_attention import sparse_attention
+        from deepseek_attn.kernels.attention.sparse_attention import sparse_attention
 
         return sparse_attention(q, kv, indices, layer.scale, layer.attn_sink, lens, out=output)[0]
 

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from deepseek_attn.attention import DeepseekV4MLAAttention
-from deepseek_attn.compressor import Compressor
-from deepseek_attn.indexer import Indexer
-from deepseek_attn.kernels.reference.topk import topk_indices
-from deepseek_attn.linear import rms_norm
-from deepseek_attn.rope import apply_rope
+from deepseek_attn.attention.compressor import Compressor
+from deepseek_attn.attention.indexer import Indexer
+from deepseek_attn.attention.layer import DeepseekV4MLAAttention
+from deepseek_attn.kernels.indexer.reference import topk_indices
+from deepseek_attn.layers.linear import rms_norm
+from deepseek_attn.layers.rope import apply_rope
 
 
 class Attended(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepseek_attn.kernels.available import plain_torch
-from deepseek_attn.kernels.reference.moe import swiglu
+from deepseek_attn.kernels.common.dispatch import plain_torch
+from deepseek_attn.kernels.moe.reference import swiglu
 from deepseek_attn.models.block import Block, collapse_streams
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.models.hyper_connection import hc_post, hc_pre

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from deepseek_attn.config import ModelConfig
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.options import pick_device
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
-from deepseek_attn.options import pick_device
-from deepseek_attn.runner import ModelRunner
+from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.training.forward import DenseModel
 from deepseek_attn.training.save import TrainedSource
 from deepseek_attn.training.step import TrainingStep

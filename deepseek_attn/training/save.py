@@ -11,7 +11,7 @@ from deepseek_attn.checkpoint.names import EXPERT
 from deepseek_attn.checkpoint.published import PublishedSource
 from deepseek_attn.checkpoint.recipes import Recipe
 from deepseek_attn.checkpoint.write import write_checkpoint
-from deepseek_attn.config import ModelConfig
+from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.training.weights import rounded
 

@@ -8,7 +8,7 @@ from importlib import resources
 import torch
 from tokenizers import Tokenizer
 
-from deepseek_attn.checkpoint.tokenizer_files import train_tokenizer
+from deepseek_attn.text.tokenizer_files import train_tokenizer
 from deepseek_attn.training.tasks import BOS, Batch, Task
 
 TEST_SHARE = 0.02

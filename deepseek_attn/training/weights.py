@@ -7,21 +7,16 @@ import math
 
 import torch
 
+from deepseek_attn.checkpoint.loader import load_model
 from deepseek_attn.checkpoint.published import published_tensors
 from deepseek_attn.checkpoint.recipes import DRAW, Recipe
 from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo
-from deepseek_attn.config import ModelConfig
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.impls.reference import DeepseekV4ReferenceSparseImpl
-from deepseek_attn.kernels.reference.quant import (
-    dequantize_fp4,
-    dequantize_fp8_block,
-    quantize_fp4,
-    quantize_fp8_block,
-)
-from deepseek_attn.loader import load_model
+from deepseek_attn.kernels.common.quant import dequantize_fp4, dequantize_fp8_block, quantize_fp4, quantize_fp8_block
 from deepseek_attn.models.block import BuildContext
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
-from deepseek_attn.numerics import get_numerics
 
 EMBED_STD, HEAD_STD, STREAM_STD = 0.3, 0.02, 0.02
 # Streams start as plain residuals: each sublayer reads mostly one of them, writes to all, and mixes them hardly.

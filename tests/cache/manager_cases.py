@@ -13,8 +13,8 @@ from deepseek_attn.cache.layout import (
 from deepseek_attn.cache.manager import NULL_PAGE, CacheManager
 from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.cache.records import PlainRecord
-from deepseek_attn.config import ModelConfig
-from deepseek_attn.numerics import get_numerics
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.numerics import get_numerics
 
 NAN = float("nan")
 C4, C16 = ratio_group(4), ratio_group(16)

@@ -18,8 +18,8 @@ from deepseek_attn.cache.layout import (
     window_pages_per_sequence,
 )
 from deepseek_attn.cache.pools import CachePools
-from deepseek_attn.config import ModelConfig, preset_names
-from deepseek_attn.numerics import PRESETS, get_numerics
+from deepseek_attn.config.model import ModelConfig, preset_names
+from deepseek_attn.config.numerics import PRESETS, get_numerics
 
 LIMIT = 600 << 20  # bytes that a test may allocate
 

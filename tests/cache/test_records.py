@@ -13,7 +13,7 @@ from deepseek_attn.cache.records import (
     make_index_record,
     make_kv_record,
 )
-from deepseek_attn.kernels.reference.quant import fake_quant_fp4, fake_quant_fp8
+from deepseek_attn.kernels.common.quant import fake_quant_fp4, fake_quant_fp8
 
 RECORDS = [
     PlainRecord(24, torch.float32),

@@ -14,9 +14,9 @@ from deepseek_attn.cache.manager import OutOfPages
 from deepseek_attn.cache.prefix import BlockKeys, PrefixCache
 from deepseek_attn.cache.snapshots import SnapshotStore
 from deepseek_attn.checkpoint import RandomSource
-from deepseek_attn.config import ModelConfig
-from deepseek_attn.runner import ModelRunner, Sequence
-from tests.small_models import prompt, small_config, small_runner
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.runner.model_runner import ModelRunner, Sequence
+from tests.support.small_models import prompt, small_config, small_runner
 
 NUMERICS = ("exact", "official", "serving")
 

@@ -6,8 +6,8 @@ import torch
 
 from deepseek_attn.checkpoint import CheckpointSource, RandomSource, TensorInfo, hf_name
 from deepseek_attn.checkpoint.published import published_tensors
-from deepseek_attn.config import ModelConfig
-from deepseek_attn.linear import WeightSlot
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.layers.weights import WeightSlot
 
 EXPERT = re.compile(r"(layers\.\d+\.ffn\.experts)\.(\d+)\.(w[123])\.(weight|scale)")
 

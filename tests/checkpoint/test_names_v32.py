@@ -4,7 +4,7 @@ import pytest
 
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.checkpoint.names_v32 import canonical_name_v32, published_name_v32
-from deepseek_attn.config import ModelConfig
+from deepseek_attn.config.model import ModelConfig
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from deepseek_attn.checkpoint import RandomSource, read_float32
 from deepseek_attn.checkpoint.random import DRAWN_ROWS, RepeatingSource
-from deepseek_attn.config import ModelConfig
+from deepseek_attn.config.model import ModelConfig
 from tests.checkpoint.fabricate import same_bits, tiny
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from deepseek_attn.checkpoint import SafetensorsSource, read_float32, read_weight
-from deepseek_attn.kernels.reference.quant import decode_e8m0, dequantize_fp4, dequantize_fp8_block
+from deepseek_attn.kernels.common.quant import decode_e8m0, dequantize_fp4, dequantize_fp8_block
 from tests.checkpoint.fabricate import MemorySource, random_source, same_bits
 
 

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from deepseek_attn.checkpoint import RandomSource, SafetensorsSource, write_checkpoint
 from deepseek_attn.checkpoint.source import read_header
 from deepseek_attn.checkpoint.write import plan_shards
-from deepseek_attn.config import ModelConfig
+from deepseek_attn.config.model import ModelConfig
 from tests.checkpoint.fabricate import MemorySource, same_bits, tiny
 
 

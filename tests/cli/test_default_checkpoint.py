@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from deepseek_attn.checkpoint.source import SafetensorsSource
 from deepseek_attn.cli import main
 from deepseek_attn.cli.generate import default_checkpoint
-from deepseek_attn.config import ModelConfig
-from deepseek_attn.runner import ModelRunner
-from deepseek_attn.tokenizer import Tokenizer
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.text.tokenizer import Tokenizer
 from deepseek_attn.training import sample_text
 
 MAX_BYTES = 12 * 10**6

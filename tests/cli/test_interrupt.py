@@ -15,7 +15,7 @@ import time
 import pytest
 
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
-from deepseek_attn.config import ModelConfig
+from deepseek_attn.config.model import ModelConfig
 
 COMMAND = [sys.executable, "-c", "import sys; from deepseek_attn.cli import main; sys.exit(main())"]
 
@@ -117,7 +117,7 @@ def test_interrupted_on_a_terminal(checkpoint):
 
 def test_a_request_that_fails_is_one_message(checkpoint, capsys, monkeypatch):
     from deepseek_attn.cli import main
-    from deepseek_attn.runner import ModelRunner
+    from deepseek_attn.runner.model_runner import ModelRunner
 
     def broken(self, *args, **kwargs):
         raise RuntimeError("the device is gone")

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from deepseek_attn.cli import main
-from deepseek_attn.config import ModelConfig
+from deepseek_attn.config.model import ModelConfig
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_a_file_that_cannot_be_written(checkpoint, place, capsys, monkeypatch):
     """The folder is there, and says no only at the end."""
     from safetensors import SafetensorError
 
-    from deepseek_attn import files
+    from deepseek_attn.utils import files
 
     def full(*arguments):
         raise SafetensorError("no space left on device")

@@ -16,9 +16,9 @@ from deepseek_attn.cache.manager import CacheManager
 from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.cache.prefix import PrefixCache
 from deepseek_attn.cache.records import PlainRecord
-from deepseek_attn.config import ModelConfig
-from deepseek_attn.numerics import numerics_for
-from deepseek_attn.runner import ModelRunner, Sequence, StepOutput
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.numerics import numerics_for
+from deepseek_attn.runner.model_runner import ModelRunner, Sequence, StepOutput
 
 PRIME = 65521  # numbers below it are exact in float32, and their products in int64
 VOCAB = 512

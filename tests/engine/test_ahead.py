@@ -9,13 +9,13 @@ import torch
 
 from deepseek_attn.cache.manager import OutOfPages
 from deepseek_attn.cache.prefix import PrefixCache
-from deepseek_attn.decode import DecodeGraphs
-from deepseek_attn.decode_steps import DecodeStep, DraftStep
 from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
-from deepseek_attn.runner import ModelRunner
+from deepseek_attn.runner.graph_steps import DecodeStep, DraftStep
+from deepseek_attn.runner.graphs import DecodeGraphs
+from deepseek_attn.runner.model_runner import ModelRunner
 
 OPTIONS = {"max_model_len": 300, "max_num_seqs": 5, "max_num_batched_tokens": 256}
 

@@ -9,7 +9,7 @@ from deepseek_attn.cache.layout import STATE, WINDOW, ratio_group
 from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
-from deepseek_attn.runner import Sequence
+from deepseek_attn.runner.model_runner import Sequence
 from tests.engine.fake_runner import BROKEN, NOT_FINITE, FakeRunner
 
 C4, C16 = ratio_group(4), ratio_group(16)

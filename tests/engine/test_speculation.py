@@ -13,10 +13,10 @@ import torch
 
 from deepseek_attn import LLM, ModelConfig, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
-from deepseek_attn.decode import DecodeGraphs, Guesses
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.speculation import MTPSpeculation
-from deepseek_attn.runner import ModelRunner
+from deepseek_attn.runner.graphs import DecodeGraphs, Guesses
+from deepseek_attn.runner.model_runner import ModelRunner
 from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jobs, together, variants
 
 LONGEST = 300

@@ -6,10 +6,10 @@ from functools import lru_cache
 
 import pytest
 
-from deepseek_attn.config import ModelConfig
+from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.speculation import MTPSpeculation
-from deepseek_attn.runner import ModelRunner
+from deepseek_attn.runner.model_runner import ModelRunner
 from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jobs, together, use_buckets, variants
 
 LONGEST = 320

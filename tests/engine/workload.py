@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from deepseek_attn.cache.layout import make_layout
-from deepseek_attn.decode import DecodeGraphs
+from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
-from deepseek_attn.numerics import numerics_for
-from deepseek_attn.runner import ModelRunner
+from deepseek_attn.runner.graphs import DecodeGraphs
+from deepseek_attn.runner.model_runner import ModelRunner
 
 SEQS = 8
 PREEMPTED = ("preempted", "everything")  # variants in which requests lose their caches again and again

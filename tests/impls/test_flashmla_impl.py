@@ -7,20 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deepseek_attn import flash_mla
+from deepseek_attn.config.numerics import PRESETS
 from deepseek_attn.impls import (
     AttentionSpec,
     DeepseekV4FlashMLASparseImpl,
     DeepseekV4SparseMLAAttentionImpl,
     describe_impls,
+    flash_mla,
     get_impl,
 )
 from deepseek_attn.impls.reference import DeepseekV4ReferenceSparseImpl
 from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
 from deepseek_attn.models.block import attention_layers
-from deepseek_attn.numerics import PRESETS
-from tests import fake_flash_mla
-from tests.small_models import prompt, small_config, small_runner
+from tests.support import fake_flash_mla
+from tests.support.small_models import prompt, small_config, small_runner
 
 FP8_CACHE = replace(PRESETS["exact"], kv_record="fp8_ds_mla")  # weights stay plain, so that only attention differs
 TOLERANCE = 3e-3  # relative, of one attention call: one bf16 rounding of the output

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_attn import flash_mla
-from deepseek_attn.impls import AttentionSpec, DeepseekV4MixedSparseImpl, get_impl
+from deepseek_attn.impls import AttentionSpec, DeepseekV4MixedSparseImpl, flash_mla, get_impl
 from deepseek_attn.impls.flashmla import DeepseekV4FlashMLASparseImpl
 from deepseek_attn.impls.mixed import decodes_on_flashmla
 from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl

@@ -5,8 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from deepseek_attn import flash_mla
-from deepseek_attn.impls import AttentionSpec, DeepseekV4TritonSparseImpl, get_impl, impl_names
+from deepseek_attn.impls import AttentionSpec, DeepseekV4TritonSparseImpl, flash_mla, get_impl, impl_names
 
 GPU = torch.device("cuda")
 

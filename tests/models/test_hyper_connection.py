@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from deepseek_attn.config import ModelConfig
-from deepseek_attn.kernels.reference.hyper_connection import sinkhorn
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.kernels.hyper_connection.reference import sinkhorn
 from deepseek_attn.models.hyper_connection import hc_head, hc_post, hc_pre
 
 TINY = ModelConfig.from_preset("tiny")

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from deepseek_attn.config import ModelConfig
-from deepseek_attn.kernels.reference.moe import swiglu
-from deepseek_attn.kernels.reference.quant import (
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.numerics import get_numerics
+from deepseek_attn.kernels.common.quant import (
     dequantize_fp4,
     dequantize_fp8_block,
     encode_e8m0,
@@ -15,9 +15,9 @@ from deepseek_attn.kernels.reference.quant import (
     quantize_fp4_weight,
     quantize_fp8_block,
 )
-from deepseek_attn.linear import Shard, checkpoint_slots
+from deepseek_attn.kernels.moe.reference import swiglu
+from deepseek_attn.layers.weights import Shard, checkpoint_slots
 from deepseek_attn.models.moe import Experts, Gate, MoE
-from deepseek_attn.numerics import get_numerics
 
 HIDDEN, INNER, EXPERTS, TOPK, VOCAB = 128, 128, 7, 3, 50
 TOKENS = 21

@@ -9,7 +9,7 @@ from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.training.attention import index_loss, selected, shifted, window_mask
 from deepseek_attn.training.forward import DenseModel
 from deepseek_attn.training.weights import build_model
-from tests.small_models import assert_close, prompt, small_config, small_runner
+from tests.support.small_models import assert_close, prompt, small_config, small_runner
 
 CPU = torch.device("cpu")
 BRANCHES = [

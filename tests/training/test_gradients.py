@@ -8,11 +8,11 @@ import torch.nn.functional as F
 
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.checkpoint.names import hf_name
-from deepseek_attn.config import ModelConfig
+from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.training.forward import DenseModel
 from deepseek_attn.training.weights import build_model
-from tests.oracle_transformers import TransformersOracle
-from tests.small_models import assert_close, prompt
+from tests.support.oracle_transformers import TransformersOracle
+from tests.support.small_models import assert_close, prompt
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4  # of the largest gradient of a tensor

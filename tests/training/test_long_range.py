@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepseek_attn.config import ModelConfig
+from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.training import make_task, train
 
 SMALL = {

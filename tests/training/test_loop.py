@@ -10,16 +10,16 @@ import torch.nn.functional as F
 
 from deepseek_attn.checkpoint.source import SafetensorsSource, read_float32
 from deepseek_attn.cli import main
-from deepseek_attn.config import ModelConfig
-from deepseek_attn.runner import ModelRunner
-from deepseek_attn.tokenizer import Tokenizer
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.text.tokenizer import Tokenizer
 from deepseek_attn.training import TextTask, save_checkpoint, train
 from deepseek_attn.training.forward import DenseModel
 from deepseek_attn.training.loop import EVALUATION_SEED
 from deepseek_attn.training.save import TrainedSource
 from deepseek_attn.training.step import TrainingStep, parameter_groups
 from deepseek_attn.training.weights import FreshSource, build_model, rounded
-from tests.small_models import small_config
+from tests.support.small_models import small_config
 
 CPU = torch.device("cpu")
 TEXT = "The cat sat on the mat, and the dog lay by the door. " * 300

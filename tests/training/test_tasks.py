@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepseek_attn.checkpoint.tokenizer_files import make_tokenizer
+from deepseek_attn.text.tokenizer_files import make_tokenizer
 from deepseek_attn.training import AssociativeRecall, CopyAcross, Needle, TextTask, make_task, sample_text
 from deepseek_attn.training.tasks import BOS, MARK
 

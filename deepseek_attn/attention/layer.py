@@ -1,0 +1,235 @@
+"""The V4 attention layer: projections, caches, impl, output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deepseek_attn.attention.compressor import Compressor
+from deepseek_attn.attention.indexer import Indexer, select_everything
+from deepseek_attn.attention.metadata import StepMetadata
+from deepseek_attn.cache.pools import CachePools, Pool
+from deepseek_attn.config.model import LayerSpec, ModelConfig
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
+from deepseek_attn.kernels.common.dispatch import op_for
+from deepseek_attn.layers.linear import GroupedLinear, Linear, join_weights, multi_linear, room_for_quantized
+from deepseek_attn.layers.parallel import Parallel
+from deepseek_attn.layers.rope import RotaryTable
+from deepseek_attn.layers.weights import CheckpointModule, RMSNorm, Shard
+from deepseek_attn.utils.tracing import stage, traced
+from deepseek_attn.utils.workspace import Workspace
+
+
+class DeepseekV4MLAAttention(CheckpointModule):
+    """Multi-query attention with one shared key/value vector per token, over a window and compressed entries.
+
+    The layer owns its caches: ``swa_cache`` (the last ``sliding_window`` tokens) and, for a compress ratio above 0,
+    ``kv_cache`` (one entry per ``ratio`` tokens). It fills them, then hands the queries to ``impl.forward_mqa``.
+
+    Attributes:
+        prefix: the layer's name in the checkpoint, for instance ``layers.2``.
+        compress_ratio: tokens per compressed entry; 0 for a layer that reads the window only.
+        window_size: keys in the sliding window, the query's own included.
+        scale: softmax scale, ``head_dim ** -0.5`` (YaRN does not change it).
+        num_heads, o_groups: heads and output groups of this rank; keys and indexers are the same on all ranks.
+        attn_sink: float32 ``[heads]``, a logit per head that joins the softmax denominator only.
+        padded_heads: heads of the tensors handed to the impl.
+        topk_indices_buffer: int32 ``[max_num_batched_tokens, index_topk]`` selected by the indexer; None without one.
+        decode_topk_slots: int32 ``[Dt, index_topk]``, the slots of what decode rows selected; None if only the entries
+            are known.
+        step: metadata of the running step; None while warming up.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: LayerSpec,
+        rope: RotaryTable,
+        numerics: Numerics,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        impl: type[DeepseekV4SparseMLAAttentionImpl],
+        parallel: Parallel | None = None,
+    ):
+        super().__init__(device)
+        self.spec, self.rope, self.impl = spec, rope, impl
+        self.parallel = parallel = parallel or Parallel.single()
+        self.prefix, self.compress_ratio = spec.name, spec.ratio
+        heads, groups, ranks = config.num_attention_heads, config.o_groups, parallel.token_ranks
+        self.num_heads, self.o_groups = heads // ranks, groups // ranks
+        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
+        self.window_size, self.scale = config.sliding_window, config.softmax_scale
+        self.padded_heads = impl.padded_heads(self.num_heads)
+        width, shard = heads * self.head_dim, parallel.token_shard
+
+        def linear(inputs: int, outputs: int, shard: Shard | None = None) -> Linear:
+            return Linear(inputs, outputs, numerics, dtype, device, shard=shard)
+
+        self.wq_a = linear(config.hidden_size, config.q_lora_rank)
+        self.q_norm = RMSNorm(config.q_lora_rank, self.eps, device)
+        self.wq_b = linear(config.q_lora_rank, width, shard(0, width))
+        self.wkv = linear(config.hidden_size, self.head_dim)
+        self.kv_norm = RMSNorm(self.head_dim, self.eps, device)
+        inner = groups * config.o_lora_rank
+        self.wo_a = GroupedLinear(groups, width // groups, config.o_lora_rank, numerics, dtype, device, shard(0, inner))
+        self.wo_b = linear(inner, config.hidden_size, shard(1, inner))
+        self.declare("attn_sink", (heads,), torch.float32, shard=shard(0, heads))
+        self.compressor = None
+        self.indexer = None
+        if not spec.swa_only:
+            self.compressor = Compressor(config, spec, self.head_dim, rope, numerics, dtype, device)
+        if spec.has_indexer:
+            self.indexer = Indexer(config, spec, rope, numerics, dtype, device)
+
+        self.step: StepMetadata | None = None
+        self.swa_cache: Pool | None = None
+        self.kv_cache: Pool | None = None
+        self.topk_indices_buffer: torch.Tensor | None = None
+        self.decode_topk_slots: torch.Tensor | None = None
+        self.workspace: Workspace | None = None
+        self.max_model_len = self.max_num_batched_tokens = 0
+
+    def process_weights_after_loading(self) -> None:
+        """Lets one product compute all that compressors and indexer project the layer's input with."""
+        join_weights(self.input_linears)
+
+    def bind_caches(self, pools: CachePools, workspace: Workspace, topk_indices_buffer: torch.Tensor | None) -> None:
+        """Gives the layer its pools and the scratch memory it shares with other layers."""
+        layout = pools.layout
+        self.max_model_len, self.max_num_batched_tokens = layout.max_model_len, layout.max_num_batched_tokens
+        self.workspace = workspace
+        self.swa_cache = pools.get(self.prefix, "window")
+        self.kv_cache = pools.get(self.prefix, "compressed")
+        if self.compressor is not None:
+            self.compressor.bind(self.kv_cache, pools.get(self.prefix, "state"))
+        if self.indexer is not None:
+            self.indexer.compressor.bind(pools.get(self.prefix, "index"), pools.get(self.prefix, "index_state"))
+            self.topk_indices_buffer = topk_indices_buffer
+
+    @property
+    def backend_name(self) -> str:
+        """The impl that attends."""
+        return self.impl.name
+
+    def workspace_rows(self) -> int:
+        """Rows of gathered keys that one request of any length can need: its entries, its window and its new tokens."""
+        entries = -(-self.max_model_len // self.compress_ratio) if self.compress_ratio else 0
+        return entries + self.window_size + self.max_num_batched_tokens
+
+    @traced("attention")
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None) -> torch.Tensor:
+        """Attention of new tokens over everything their requests have cached, themselves included.
+
+        Args:
+            x: ``[T, hidden_size]``, normed hidden states of all requests, one after the other.
+            positions: int64 ``[T]``.
+            step: metadata of the batch; None warms up: scratch is reserved and the result is zero.
+
+        Returns:
+            ``[T, hidden_size]`` in the dtype of ``x``.
+        """
+        self.step = step
+        if step is None:
+            q = x.new_zeros(len(x), self.padded_heads, self.head_dim)
+            self.impl.forward_mqa(self, q, q[:, 0], positions)
+            return torch.zeros_like(x)
+        with stage("project"):
+            qr, kv, *projections = multi_linear(x, self.input_linears)
+        query_linears = self.query_linears(step)
+        qr_rounded = room_for_quantized(qr, query_linears)
+        qr, kv = self.insert(qr, kv, projections, positions, qr_rounded)
+        with stage("project"):
+            q, *index_q = multi_linear(qr, query_linears, qr_rounded and qr_rounded[:2])
+            q, index_queries = self.queries(q, positions, index_q, projections)
+        if self.indexer is not None:
+            self.select(index_q, projections[-1], step, index_queries)
+        with stage("attend"):
+            output = self.impl.forward_mqa(self, q, kv, positions)
+        with stage("output"):
+            z, quantized = self.wo_a.project_rounded(output[:, : self.num_heads], positions, self.rope.cos_sin)
+            (y,) = multi_linear(z, [self.wo_b], quantized)
+        return self.parallel.sum(y)
+
+    @property
+    def input_linears(self) -> list[Linear]:
+        """Everything that projects the layer's input: query latent, key, then values and scores of the compressors."""
+        linears = [self.wq_a, self.wkv]
+        for compressor in self.compressors:
+            linears += [compressor.wkv, compressor.wgate]
+        return linears if self.indexer is None else [*linears, self.indexer.weights_proj]
+
+    def query_linears(self, step: StepMetadata) -> list[Linear]:
+        """What projects the query latent: the queries and, unless every entry is read, those of the indexer."""
+        chooses = self.indexer is not None and self.indexer.has_choice(step)
+        return [self.wq_b, self.indexer.wq_b] if chooses else [self.wq_b]
+
+    @property
+    def compressors(self) -> list[Compressor]:
+        """The layer's own compressor, then its indexer's."""
+        own = [] if self.compressor is None else [self.compressor]
+        return own if self.indexer is None else [*own, self.indexer.compressor]
+
+    @traced("insert")
+    def insert(
+        self,
+        qr: torch.Tensor,
+        kv: torch.Tensor,
+        projections: list[torch.Tensor],
+        positions: torch.Tensor,
+        qr_rounded: tuple[torch.Tensor, torch.Tensor, bool] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes all that the new tokens add to the caches, so that it is there before any query reads.
+
+        Args:
+            projections: values and scores of each compressor in turn.
+            qr_rounded: where the normed query latent goes once more, rounded to FP8; that of `insert_tokens`.
+
+        Returns:
+            The normed query latent, and the normed and rotated key.
+        """
+        cache, spec = self.swa_cache, self.spec
+        rows = (
+            qr, kv, self.q_norm.weight, self.kv_norm.weight, self.eps, self.rope.cos_sin, positions,
+            cache.record, cache.tensor, cache.entries, self.step.swa.slot_mapping,
+        )  # fmt: skip
+        pairs = zip(projections[0::2], projections[1::2], strict=False)
+        parts = [compressor.part(*pair) for compressor, pair in zip(self.compressors, pairs, strict=False)]
+        batch = self.step.compressor[spec.ratio, spec.overlap] if parts else None
+        return op_for(qr, "insert_tokens")(rows, parts, batch, qr_rounded)
+
+    def queries(
+        self,
+        q: torch.Tensor,
+        positions: torch.Tensor,
+        index_q: Sequence[torch.Tensor] = (),
+        projections: Sequence[torch.Tensor] = (),
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        """``[T, padded_heads, head_dim]``: a weightless norm per head, then the rotation. Padding heads are zero.
+
+        With kernels, the indexer's queries are made in the same launch, and returned as well.
+        """
+        heads = (q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
+        if index_q and self.indexer.fused(q):
+            index = self.indexer.query_arguments(index_q[0], projections[-1], positions)
+            return op_for(q, "queries")(heads, index)
+        return op_for(q, "query_norm_rope")(*heads), None
+
+    @traced("select")
+    def select(
+        self,
+        index_q: list[torch.Tensor],
+        weights: torch.Tensor,
+        step: StepMetadata,
+        queries: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        """Entries that each query reads, into ``topk_indices_buffer``; with kernels, slots of decode rows as well."""
+        out = self.topk_indices_buffer[: len(weights)]
+        self.decode_topk_slots = None
+        if not index_q:
+            select_everything(step.visible_of(self.spec.ratio), out)
+            return
+        if self.indexer.fused(index_q[0]):
+            self.decode_topk_slots = out.new_empty(step.swa.num_decode_tokens, out.shape[1])
+        self.indexer.select_entries(index_q[0], weights, step, out, self.decode_topk_slots, queries)

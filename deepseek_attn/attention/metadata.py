@@ -1,0 +1,135 @@
+"""One step's batch as index tensors: built once, shared by all layers of a kind.
+
+Nothing here depends on a layer's weights, so window indices, compressed slots and the indices of layers that read every
+compressed entry are built once per step. Names follow the field's: ``decode_swa_indices``, ``c128a_...``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from deepseek_attn.kernels.insert.compress_reference import CompressBatch
+from deepseek_attn.layers.rope import RotaryTable
+
+
+@dataclass
+class StepInput:
+    """A scheduled batch, on the CPU. Requests with ``decode_threshold`` or fewer new tokens come first.
+
+    Attributes:
+        query_lens: new tokens of each request, int64 ``[B]``.
+        seq_lens: length of each request after the step, int64 ``[B]``.
+        block_tables: int32 ``[B, pages]`` by group (window, state, ratioR).
+        token_valid: bool ``[T]`` or None: rows that are padding write nothing and see nothing.
+        decode_threshold: requests of at most this many new tokens count as decodes.
+    """
+
+    query_lens: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: dict[str, torch.Tensor]
+    token_valid: torch.Tensor | None = None
+    decode_threshold: int = 1
+
+
+@dataclass
+class DeepseekSparseSWAMetadata:
+    """Window part of a step. ``D`` decode requests with ``Dt`` tokens come before ``R`` prefill requests with ``Rt``.
+
+    Attributes:
+        block_table: int32 ``[B, pages]``; slot_mapping: int64 ``[T]``; block_size: tokens per window page.
+        seq_lens: int32 ``[B]``; query_start_loc: int32 ``[B + 1]``, also on the CPU.
+        is_valid_token: bool ``[T]``; token_to_req_indices: int32 ``[T]``.
+        decode_swa_indices, decode_swa_lens: int32 ``[Dt, 1, window]`` slots and ``[Dt]`` counts.
+        prefill_seq_lens, prefill_gather_lens: int32 ``[R]``, lengths and window rows to gather
+            (``query_len + min(prefix_len, window - 1)``); the CPU copies bound workspaces without a sync.
+        tile_scheds: plans of the decode kernel by layer kind, ``(ratio, has_indexer)``: ``(0, False)`` window only,
+            ``(4, True)`` C4A, ``(128, False)`` C128A. The impl makes each at the first layer of its kind.
+        prefill_indices: workspace rows that prefill queries read, for layers that all read the same; by ratio and
+            chunk of requests. The impl fills it likewise.
+    """
+
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_size: int
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    is_valid_token: torch.Tensor
+    token_to_req_indices: torch.Tensor
+    decode_swa_indices: torch.Tensor
+    decode_swa_lens: torch.Tensor
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    prefill_seq_lens: torch.Tensor
+    prefill_gather_lens: torch.Tensor
+    prefill_seq_lens_cpu: torch.Tensor
+    prefill_gather_lens_cpu: torch.Tensor
+    tile_scheds: dict[tuple[int, bool], object] = field(default_factory=dict)
+    prefill_indices: dict[object, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+@dataclass
+class DeepseekSparseMLAMetadata:
+    """Compressed part of a step, for all layers of one ratio.
+
+    Attributes:
+        block_table: int32 ``[B, pages]``; block_size: entries per page.
+        slot_mapping: int64 ``[T]``, the compressed slot that a token's entry goes to, -1 if it closes no window.
+        seq_lens_cpu: int64 ``[B]``.
+        prefill_entry_lens: int32 ``[R]`` entries of each prefill request after the step; None in a decode step.
+        c128a_global_decode_topk_indices: int32 ``[Dt, 1, K']`` slots of every visible entry (layers without indexer).
+        c128a_decode_topk_lens: int32 ``[Dt]``.
+        c128a_prefill_topk_indices: int32 ``[Rt, K']`` entries 0..n-1, local to the request.
+    """
+
+    ratio: int
+    block_table: torch.Tensor
+    block_size: int
+    slot_mapping: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    prefill_entry_lens: torch.Tensor | None = None
+    c128a_global_decode_topk_indices: torch.Tensor | None = None
+    c128a_decode_topk_lens: torch.Tensor | None = None
+    c128a_prefill_topk_indices: torch.Tensor | None = None
+
+
+@dataclass
+class StepMetadata:
+    """Everything the layers of one step share.
+
+    Attributes:
+        positions: int64 ``[T]``.
+        sparse: by ratio; compressor: by (ratio, overlap).
+        turns: rotations at ``positions`` by rotary table, filled by the first layer that needs them.
+        visible: entries that each token sees, by ratio; selected: those it reads, by (ratio, top-k); filled likewise.
+    """
+
+    positions: torch.Tensor
+    swa: DeepseekSparseSWAMetadata
+    sparse: dict[int, DeepseekSparseMLAMetadata]
+    compressor: dict[tuple[int, bool], CompressBatch]
+    turns: dict[RotaryTable, torch.Tensor] = field(default_factory=dict)
+    visible: dict[int, torch.Tensor] = field(default_factory=dict)
+    selected: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def turns_of(self, rope: RotaryTable) -> torch.Tensor:
+        """``rope.at(positions)``, computed once per step."""
+        if rope not in self.turns:
+            self.turns[rope] = rope.at(self.positions)
+        return self.turns[rope]
+
+    def visible_of(self, ratio: int) -> torch.Tensor:
+        """Entries that each token sees: int64 ``[T]``, 0 for padding."""
+        if ratio not in self.visible:
+            self.visible[ratio] = ((self.positions + 1) // ratio).masked_fill_(~self.swa.is_valid_token, 0)
+        return self.visible[ratio]
+
+    def selected_of(self, ratio: int, topk: int) -> torch.Tensor:
+        """How many of its entries each token reads when the best ``topk`` are selected: int32 ``[T]``."""
+        if (ratio, topk) not in self.selected:
+            self.selected[ratio, topk] = self.visible_of(ratio).clamp(max=topk).int()
+        return self.selected[ratio, topk]

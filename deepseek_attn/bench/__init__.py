@@ -1,0 +1,1 @@
+"""Times of ops, attention layers and decode steps."""

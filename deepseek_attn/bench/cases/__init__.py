@@ -1,0 +1,1 @@
+"""Rows of `deepseek-attn bench op`: one module per kernel family."""

@@ -1,0 +1,107 @@
+"""Rows of attention: decode over paged FP8 entries, prefill over gathered rows; FlashMLA beside it where it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.bench.cases.case import OpCase
+from deepseek_attn.cache.records import Fp8DsMlaRecord, Record
+from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
+from deepseek_attn.impls import flash_mla
+from deepseek_attn.impls.base import AttentionSpec
+from deepseek_attn.kernels.common.dispatch import triton_for
+
+V4, V32 = Fp8DsMlaRecord(448, 64), Fp8DsMlaV32Record()
+D_V = 512
+PAGE, PAGES = 64, 4096
+DECODES = {  # heads, keys of the window and of the compressed pool
+    "SWA Flash": (V4, 64, (128,)),
+    "C4A Flash": (V4, 64, (128, 512)),
+    "C128A 128K Flash": (V4, 64, (128, 1024)),
+    "C128A 1M Flash": (V4, 64, (128, 8192)),
+    "SWA Pro": (V4, 128, (128,)),
+    "C4A Pro": (V4, 128, (128, 1024)),
+    "C128A 1M Pro": (V4, 128, (128, 8192)),
+    "C4A Flash, 8 of 64 heads": (V4, 8, (128, 512)),
+    "V3.2": (V32, 128, (2048,)),
+}
+BATCHES = (1, 8, 32, 128, 256)
+PREFILLS = ((4096, 64, 128), (4096, 64, 640), (4096, 128, 1152), (512, 64, 640))  # queries, heads, keys
+
+
+def cases(device: torch.device) -> list[OpCase]:
+    """The rows that can run on ``device``: all of them on a GPU that the Triton kernels know, else none."""
+    if not triton_for(torch.empty(0, device=device)):
+        return []
+    rows = [_decode(name, *row, T, device) for name, row in DECODES.items() for T in BATCHES]
+    return rows + [_prefill(*shape, device) for shape in PREFILLS]
+
+
+def _decode(name: str, record: Record, heads: int, widths: tuple[int, ...], T: int, device: torch.device) -> OpCase:
+    from deepseek_attn.kernels.attention.sparse_attention import sparse_attention_paged
+
+    scale = record.dim**-0.5
+
+    def make(device: torch.device, seed: int) -> tuple:
+        g = torch.Generator(device).manual_seed(seed)
+        q = torch.randn(T, heads, record.dim, device=device, generator=g).bfloat16()
+        sink = torch.randn(heads, device=device, generator=g) if record is V4 else None
+        slots = [torch.randint(PAGE * PAGES, (T, K), device=device, generator=g, dtype=torch.int32) for K in widths]
+        return q, sink, slots, [torch.full((T,), K, device=device, dtype=torch.int32) for K in widths]
+
+    def sources(slots: list[Tensor], lens: list[Tensor]) -> list[tuple]:
+        pools = [_pool(record, i, slots[0].device) for i in range(len(slots))]
+        return [(pool, PAGE, *lists) for pool, *lists in zip(pools, slots, lens, strict=True)]
+
+    def ours(q: Tensor, sink: Tensor | None, *lists: list[Tensor]) -> Tensor:
+        pools = [(record, *source) for source in sources(*lists)]
+        return sparse_attention_paged(q, pools, scale, sink, d_v=D_V)[0]
+
+    schedule = cache(flash_mla.new_schedule)  # planned by the first call; lengths are the same in all
+
+    def theirs(q: Tensor, sink: Tensor | None, *lists: list[Tensor]) -> Tensor:
+        pages = [flash_mla.Pages(*source) for source in sources(*lists)]
+        return flash_mla.sparse_decode(q, pages, scale, sink, schedule())[0]
+
+    keys = sum(widths)
+    size = T * (record.entry_bytes * keys + 2 * heads * (record.dim + D_V) + 4 * keys)
+    run = _with_flash_mla(ours, theirs, AttentionSpec(heads, record.dim), device)
+    return OpCase("sparse_attention", f"{name} B={T}", make, run, size, 2 * T * heads * keys * (record.dim + D_V))
+
+
+def _prefill(T: int, heads: int, width: int, device: torch.device) -> OpCase:
+    from deepseek_attn.kernels.attention.sparse_attention import sparse_attention
+
+    rows, scale = 16384, D_V**-0.5
+
+    def make(device: torch.device, seed: int) -> tuple:
+        g = torch.Generator(device).manual_seed(seed)
+        q, kv = (torch.randn(*shape, D_V, device=device, generator=g).bfloat16() for shape in ((T, heads), (rows,)))
+        indices = torch.randint(rows, (T, width), device=device, generator=g, dtype=torch.int32)
+        sink, lens = torch.randn(heads, device=device, generator=g), torch.full((T,), width, device=device)
+        return q, kv, indices, scale, sink, lens.int()
+
+    run = _with_flash_mla(sparse_attention, flash_mla.sparse_prefill, AttentionSpec(heads, D_V), device)
+    size = 2 * D_V * (2 * T * heads + rows) + 4 * T * width
+    return OpCase(
+        "sparse_attention", f"prefill T={T} H={heads} K={width}", make, run, size, 4 * T * heads * width * D_V
+    )
+
+
+def _with_flash_mla(ours: Callable, theirs: Callable, spec: AttentionSpec, device: torch.device) -> dict[str, Callable]:
+    usable, _ = flash_mla.supported(device, spec)
+    return {"triton": ours} | ({"flashmla": theirs} if usable else {})
+
+
+@cache
+def _pool(record: Record, number: int, device: torch.device) -> Tensor:
+    """A pool of random entries that all rows share: what a row reads is in its slots."""
+    g = torch.Generator(device).manual_seed(number)
+    pool = record.allocate(PAGES, PAGE, device)
+    for slots in torch.arange(PAGES * PAGE, device=device).split(1 << 15):
+        record.insert(pool, PAGE, slots, torch.randn(len(slots), record.dim, device=device, generator=g))
+    return pool

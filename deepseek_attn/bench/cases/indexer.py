@@ -1,0 +1,125 @@
+"""The lightning indexer: queries, scores of decodes and of a prefill chunk, top-k, and scores with their top-k."""
+
+from __future__ import annotations
+
+import torch
+
+from deepseek_attn.bench.cases.case import OpCase
+from deepseek_attn.cache.records import Record, make_index_record
+from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.indexer import reference as reference_query
+from deepseek_attn.kernels.indexer import reference as reference_topk
+
+HEADS, DIM, PAGE = 64, 128, 64  # of DeepSeek-V4 Flash and Pro
+
+
+def cases(device: torch.device) -> list[OpCase]:
+    """Rows for decodes of 1 to 128 requests, 8K to 1M tokens long, and for prefill chunks of 4096 queries.
+
+    None where the Triton kernels cannot run.
+    """
+    if not triton_for(torch.empty(0, device=device)):
+        return []
+    decodes = ((1, 32768), (1, 262144), (8, 32768), (8, 262144), (32, 32768), (128, 2048), (128, 32768))
+    rows = ((1, 2048), (1, 32768), (1, 262144), (8, 262144), (64, 32768), (128, 2048), (256, 32768))
+    chosen = ((8, 8, 32768), (8, 8, 262144), (4096, 1, 2048), (4096, 1, 32768))
+    return [
+        *(_query(T, "fp8") for T in (1, 8, 128, 4096)),
+        _query(4096, "fp4"),
+        *(_scores(B, B, entries, "fp8") for B, entries in decodes),
+        _scores(8, 8, 262144, "fp4"),
+        _scores(32, 8, 32768, "fp8"),
+        _scores(1024, 1, 32768, "fp8"),
+        *(_topk(T, entries, 512) for T, entries in rows),
+        _topk(256, 32768, 1024),
+        *(_select(T, B, entries) for T, B, entries in chosen),
+    ]
+
+
+def _query(T: int, fmt: str) -> OpCase:
+    """``T`` queries, rotated and rounded; with the Hadamard matrix for FP4."""
+
+    def make(device: torch.device, seed: int) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(seed)
+        q = torch.randn(T, HEADS * DIM, device=device, dtype=torch.bfloat16)
+        positions = torch.randint(4096, (T,), device=device)
+        return q, torch.randn(T, HEADS, device=device), torch.randn(4096, 64, device=device), positions
+
+    def ours(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        from deepseek_attn.kernels.indexer.index_query import index_query
+
+        return index_query(*args, 0.01, fmt, fmt == "fp4")
+
+    def plain(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference_query.index_query(*args, 0.01, fmt, fmt == "fp4")
+
+    return OpCase("index_query", f"{fmt} T={T}", make, {"triton": ours, "torch": plain}, T * HEADS * (3 * DIM + 8))
+
+
+def _keys_of(record: Record, B: int, entries: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool of random bytes that are numbers, and a table of its pages in random order."""
+    pages = B * entries // PAGE
+    pool = torch.randint(0, 0x70, (pages, record.page_bytes(PAGE)), dtype=torch.uint8, device=device)
+    if record.name == "index_fp8":
+        pool[:, PAGE * DIM : PAGE * (DIM + 4)].view(torch.float32).fill_(0.25)
+    return pool, torch.randperm(pages, device=device).view(B, -1).int()
+
+
+def _score_inputs(T: int, B: int, entries: int, fmt: str, device: torch.device, seed: int) -> tuple:
+    """Arguments of `paged_index_scores`: ``T / B`` queries of each request, which see ``entries`` entries."""
+    torch.manual_seed(seed)
+    record = make_index_record(fmt, DIM)
+    pool, table = _keys_of(record, B, entries, device)
+    q = torch.randn(T, HEADS, DIM, device=device).to(torch.float8_e4m3fn)
+    requests = torch.arange(B, dtype=torch.int32, device=device).repeat_interleave(T // B)
+    visible = torch.full((T,), entries, device=device)
+    return q, torch.randn(T, HEADS, device=device), record, pool, PAGE, table, requests, visible
+
+
+def _scores(T: int, B: int, entries: int, fmt: str) -> OpCase:
+    """Scores of ``T`` queries of ``B`` requests with ``entries`` keys each."""
+
+    def ours(*args) -> torch.Tensor:
+        from deepseek_attn.kernels.indexer.index_scores import paged_index_scores
+
+        return paged_index_scores(*args)
+
+    size = B * entries * make_index_record(fmt, DIM).entry_bytes + 4 * T * entries
+    flops = 2 * T * entries * HEADS * DIM
+    label = f"{fmt} {B}x{T // B} queries, {entries} entries"
+    return OpCase("index_scores", label, lambda device, seed: _score_inputs(T, B, entries, fmt, device, seed),
+                  {"triton": ours}, size, flops, "fp8")  # fmt: skip
+
+
+def _topk(T: int, entries: int, k: int) -> OpCase:
+    """The best ``k`` of ``entries`` scores in ``T`` rows."""
+
+    def make(device: torch.device, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(seed)
+        return torch.randn(T, entries, device=device), torch.full((T,), entries, device=device)
+
+    def ours(scores: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+        from deepseek_attn.kernels.indexer.topk import topk_indices
+
+        return topk_indices(scores, lens, k)
+
+    run = {
+        "triton": ours,
+        "torch.topk": lambda scores, lens: scores.topk(k, dim=1),
+        "torch": lambda scores, lens: reference_topk.topk_indices(scores, lens, k),
+    }
+    return OpCase("topk", f"{T}x{entries} k={k}", make, run, 4 * T * (entries + k))
+
+
+def _select(T: int, B: int, entries: int) -> OpCase:
+    """Scores and their top 512 in bounded memory."""
+
+    def ours(*args) -> torch.Tensor:
+        from deepseek_attn.kernels.indexer.index_select import index_select
+
+        return index_select(*args, 512)
+
+    size = B * entries * make_index_record("fp8", DIM).entry_bytes + 4 * T * 512
+    label = f"fp8 {B}x{T // B} queries, {entries} entries"
+    return OpCase("index_select", label, lambda device, seed: _score_inputs(T, B, entries, "fp8", device, seed),
+                  {"triton": ours}, size, 2 * T * entries * HEADS * DIM, "fp8")  # fmt: skip

@@ -1,0 +1,79 @@
+"""Timing a decode step of a whole model, over caches of any length."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from deepseek_attn.bench.layer import check_sizes, past
+from deepseek_attn.bench.timing import Spread, kernels_of, time_calls
+from deepseek_attn.runner.graphs import DecodeGraphs
+from deepseek_attn.runner.model_runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class ModelTiming:
+    """One measurement of a decode step, from token ids to logits; sampling is not part of it.
+
+    Attributes:
+        graph: replayed as a CUDA graph; otherwise called from Python.
+        batch: sequences, one new token each; context: length of each after the step.
+        microseconds: median of the runs; low, high: the 10th and 90th percentile.
+        tokens_per_second: of all sequences together.
+        launches: kernels of a step; None if they were not counted.
+        kernels: (name, launches, microseconds) of each, if they were counted.
+    """
+
+    graph: bool
+    batch: int
+    context: int
+    microseconds: float
+    low: float
+    high: float
+    tokens_per_second: float
+    launches: float | None = None
+    kernels: tuple[tuple[str, float, float], ...] = ()
+
+    def row(self) -> dict:
+        return asdict(self)
+
+
+@torch.inference_mode()
+def time_model(
+    runner: ModelRunner,
+    batch: int,
+    context: int,
+    repeats: int = 20,
+    warmup: int = 3,
+    graph: bool = False,
+    count_kernels: bool = False,
+) -> ModelTiming:
+    """Times decode steps of ``batch`` sequences that end at ``context`` tokens.
+
+    Raises:
+        ValueError: sizes that the runner was not made for, or a graph without a GPU.
+    """
+    check_sizes(runner, batch, 1, context)
+    if graph and runner.graph_problem:
+        raise ValueError(f"no CUDA graph of this model's steps: {runner.graph_problem}")
+    caches = [past(runner, context - 1) for _ in range(batch)]
+    launches, kernels = None, ()
+    try:
+        runner.manager.reserve([(cache, 1) for cache in caches])
+        steps = DecodeGraphs(
+            runner.model, runner.backbone_layers, runner.layout, runner.device, batches=[batch], capture=graph
+        )
+        step = steps.step(batch, 1, context)
+        tokens = [[(7 * i) % runner.config.vocab_size] for i in range(batch)]
+        step.set(tokens, [cache.num_tokens for cache in caches], steps.tables.rows(caches))
+        times = time_calls(lambda _: step.run(), runner.device, repeats, warmup)
+        if graph and count_kernels:
+            kernels = tuple(kernels_of(step.graph.replay))
+            launches = sum(n for _, n, _ in kernels)
+    finally:
+        for cache in caches:
+            runner.manager.free(cache)
+    spread = Spread.of(times)
+    rate = batch / (spread.median * 1e-6)
+    return ModelTiming(graph, batch, context, spread.median, spread.low, spread.high, rate, launches, kernels)

@@ -1,0 +1,274 @@
+"""Checkpoint tensors -> weight slots, with every tensor and every slot accounted for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import nn
+from tqdm import tqdm
+
+from deepseek_attn.checkpoint.names import CanonicalSource
+from deepseek_attn.checkpoint.source import FP4_DTYPES, CheckpointSource, TensorInfo, read_weight, scale_name
+from deepseek_attn.layers.linear import FP4_GROUP, FP8_BLOCK
+from deepseek_attn.layers.weights import WeightSlot, checkpoint_slots
+
+FLOAT_DTYPES = ("BF16", "F16", "F32")
+INT_DTYPES = ("I64", "I32", "I16", "U8")
+FP8_SCALE_DTYPES = ("F8_E8M0", "U8", "F32", "BF16")
+FP4_SCALE_DTYPES = ("F8_E8M0", "U8", "F32")
+DRAFTER_MARK = "mtp.0.main_proj.weight"
+SHOWN = 10  # names listed per problem
+
+INV_FREQ = "rotary inv_freq buffers"
+MTP_COPIES = "mtp.*emb* / mtp.*head.weight copies"
+DRAFTER = "DSpark drafter"
+MTP_UNUSED = "MTP layers not in the model"
+OTHER_LAYERS = "layers not requested"
+ATTENTION_ONLY = "attention only"
+OTHER_RANK = "on another rank"
+_INV_FREQ = re.compile(r"(.+\.)?(\w+_)?inv_freq")
+_MTP_COPY = re.compile(r"mtp\.(.*emb.*|(.+\.)?head\.(weight|scale))")
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_ATTENTION = re.compile(r"attn\..+|attn_norm\.weight")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What became of a checkpoint.
+
+    Attributes:
+        loaded: published names of the tensors that entered the model, scales included.
+        ignored: rule -> published names of the tensors that it excluded.
+        bytes: stored bytes of what was loaded; of a tensor that ranks share, its part.
+        mtp_loaded: the MTP layers of the model have weights. False when the model has none, when the checkpoint has
+            none (transformers drops them) or has a DSpark drafter in their place, and for partial loads.
+    """
+
+    loaded: tuple[str, ...]
+    ignored: dict[str, tuple[str, ...]]
+    bytes: int
+    mtp_loaded: bool
+
+
+def load_model(
+    model: nn.Module,
+    source: CheckpointSource,
+    layers: Iterable[int] | None = None,
+    attention_only: bool = False,
+    progress: bool = True,
+) -> LoadReport:
+    """Fills the weight slots of ``model`` from ``source``, one tensor (with its scale) at a time.
+
+    All names, dtypes and shapes are checked before the first tensor is read. Each tensor of the source is loaded,
+    ignored by a named rule, or an error; each slot is filled, excluded by the arguments, or an error. MTP slots stay
+    empty when the checkpoint has no MTP layer at all, see ``LoadReport.mtp_loaded``.
+
+    Args:
+        model: made of ``CheckpointModule``; its slots are named as in the published checkpoint.
+        source: tensors under any spelling that ``canonical_name`` knows.
+        layers: load only these backbone layers, and the tensors outside layers; no MTP.
+        attention_only: load only ``layers.N.attn.*`` and ``layers.N.attn_norm.weight``.
+        progress: show a bar of bytes, if standard error is a terminal.
+
+    Raises:
+        ValueError: one error that lists every problem found in the headers; or a value that a slot refuses, named.
+    """
+    return load_slots(checkpoint_slots(model), source, layers, attention_only, progress)
+
+
+def load_slots(
+    slots: dict[str, WeightSlot],
+    source: CheckpointSource,
+    layers: Iterable[int] | None = None,
+    attention_only: bool = False,
+    progress: bool = True,
+) -> LoadReport:
+    """``load_model`` for slots that are not those of one module."""
+    source = source if isinstance(source, CanonicalSource) else CanonicalSource(source)
+    entries = source.entries()
+    selection = Selection.make(slots, entries, layers, attention_only)
+    names, ignored = _account(slots, source, selection)
+    sizes = {pair: _loaded_bytes(slots[pair[0]], pair, entries) for pair in names}
+    total = sum(sizes.values())
+    shown = None if progress else True  # None: tqdm shows the bar on a terminal only
+    with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=shown) as bar:
+        for pair in names:
+            _load(slots[pair[0]], source, pair[0])
+            bar.update(sizes[pair])
+    loaded = tuple(name for pair in names for name in pair)
+    return LoadReport(loaded, ignored, total, any(name.startswith("mtp.") for name in loaded))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which names a load leaves out, and by which rule.
+
+    Attributes:
+        layers: backbone layers to load; None means all.
+        attention_only: leave out everything but attention.
+        mtp_rule: why MTP tensors are left out; None if they are loaded.
+    """
+
+    layers: frozenset[int] | None
+    attention_only: bool
+    mtp_rule: str | None
+
+    @classmethod
+    def make(
+        cls,
+        slots: dict[str, WeightSlot],
+        entries: dict[str, TensorInfo],
+        layers: Iterable[int] | None,
+        attention_only: bool,
+    ) -> Selection:
+        if layers is not None:
+            layers = frozenset(layers)
+            present = {int(match[1]) for match in map(_LAYER.fullmatch, slots) if match}
+            if not layers <= present:
+                raise ValueError(f"layers {sorted(layers - present)} are not in the model: it has {sorted(present)}")
+        has_layer = any(name.startswith("mtp.") and not _is_copy(name) for name in entries)
+        if DRAFTER_MARK in entries:
+            mtp_rule = DRAFTER
+        elif attention_only:
+            mtp_rule = ATTENTION_ONLY
+        elif layers is not None:
+            mtp_rule = OTHER_LAYERS
+        else:
+            mtp_rule = None if has_layer and any(name.startswith("mtp.") for name in slots) else MTP_UNUSED
+        return cls(layers, attention_only, mtp_rule)
+
+    def rule(self, name: str) -> str | None:
+        """The rule that excludes a tensor or slot of this published name; None if it is to be loaded."""
+        if name.startswith("mtp."):
+            return self.mtp_rule
+        layer = _LAYER.fullmatch(name)
+        if layer and self.layers is not None and int(layer[1]) not in self.layers:
+            return OTHER_LAYERS
+        if self.attention_only and not (layer and _ATTENTION.fullmatch(layer[2])):
+            return ATTENTION_ONLY
+        return None
+
+
+def _is_copy(name: str) -> bool:
+    return bool(_INV_FREQ.fullmatch(name) or _MTP_COPY.fullmatch(name))
+
+
+def _source_rule(name: str, selection: Selection) -> str | None:
+    if _INV_FREQ.fullmatch(name):
+        return INV_FREQ
+    if _MTP_COPY.fullmatch(name) and selection.mtp_rule != DRAFTER:
+        return MTP_COPIES
+    return selection.rule(name)
+
+
+@dataclass
+class Problems:
+    """Problems by kind, raised together."""
+
+    found: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, kind: str, what: str) -> None:
+        self.found.setdefault(kind, []).append(what)
+
+    def raise_if_any(self) -> None:
+        if not self.found:
+            return
+        lines = ["the checkpoint does not fit the model:"]
+        for kind, items in self.found.items():
+            more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+            lines.append(f"  - {kind} ({len(items)}): {', '.join(items[:SHOWN])}{more}")
+        raise ValueError("\n".join(lines))
+
+
+def _account(
+    slots: dict[str, WeightSlot], source: CanonicalSource, selection: Selection
+) -> tuple[list[tuple[str, ...]], dict[str, tuple[str, ...]]]:
+    """Checks all headers: ((weight,) or (weight, scale) to load in source order, ignored names by rule)."""
+    entries = source.entries()
+    scales = {scale_name(name): name for name in slots if scale_name(name)}
+    problems, ignored, names = Problems(), {}, []
+    for name in entries:
+        rule = _source_rule(name, selection)
+        if rule is not None:
+            ignored.setdefault(rule, []).append(name)
+        elif name in slots:
+            pair = _check(problems, slots[name], source, name)
+            if slots[name].elsewhere:
+                ignored.setdefault(OTHER_RANK, []).extend(pair)
+            else:
+                names.append(pair)
+        elif name not in scales:
+            problems.add("unknown tensors", _shown(source, name))
+    for name in slots:
+        if name not in entries and selection.rule(name) is None:
+            problems.add("missing tensors", name)
+    problems.raise_if_any()
+    return names, {rule: tuple(left) for rule, left in ignored.items()}
+
+
+def _check(problems: Problems, slot: WeightSlot, source: CanonicalSource, name: str) -> tuple[str, ...]:
+    """Reports what is wrong with the tensor of a slot; returns the names to read for it."""
+    entries = source.entries()
+    info, shown, shape = entries[name], _shown(source, name), list(slot.shape)
+    scale = scale_name(name)
+    if slot.quantizable and info.dtype == "F8_E4M3":
+        grid = [-(-size // block) for size, block in zip(shape, FP8_BLOCK, strict=True)]
+        _check_shape(problems, shown, info, shape)
+        _check_scale(problems, source, scale, grid, FP8_SCALE_DTYPES)
+        return (name, scale)
+    if slot.quantizable and info.dtype in FP4_DTYPES:
+        rows, columns = shape
+        if columns % FP4_GROUP:
+            problems.add(
+                "wrong dtypes", f"{shown} is packed FP4, but {columns} columns are not a multiple of {FP4_GROUP}"
+            )
+        # The header counts values for F4 and bytes for I8 and U8.
+        _check_shape(problems, shown, info, shape if info.dtype == "F4" else [rows, columns // 2])
+        _check_scale(problems, source, scale, [rows, columns // FP4_GROUP], FP4_SCALE_DTYPES)
+        return (name, scale)
+    allowed = INT_DTYPES if slot.kind == "int" else FLOAT_DTYPES
+    if info.dtype not in allowed:
+        supported = (*allowed, "F8_E4M3", *FP4_DTYPES) if slot.quantizable else allowed
+        problems.add("wrong dtypes", f"{shown} is {info.dtype}, supported are {', '.join(supported)}")
+    _check_shape(problems, shown, info, shape)
+    if scale in entries:
+        problems.add("scales beside weights that are not quantised", f"{_shown(source, scale)} ({info.dtype} weight)")
+    return (name,)
+
+
+def _check_scale(
+    problems: Problems, source: CanonicalSource, name: str, shape: list[int], dtypes: tuple[str, ...]
+) -> None:
+    info = source.entries().get(name)
+    if info is None:
+        problems.add("missing scales", name)
+        return
+    if info.dtype not in dtypes:
+        problems.add("wrong dtypes", f"{_shown(source, name)} is {info.dtype}, supported are {', '.join(dtypes)}")
+    _check_shape(problems, _shown(source, name), info, shape)
+
+
+def _check_shape(problems: Problems, shown: str, info: TensorInfo, expected: list[int]) -> None:
+    if list(info.shape) != expected:
+        problems.add("wrong shapes", f"{shown} is {list(info.shape)}, expected {expected} for {info.dtype}")
+
+
+def _shown(source: CanonicalSource, name: str) -> str:
+    stored = source.source_name(name)
+    return name if stored == name else f"{name} (stored as {stored})"
+
+
+def _loaded_bytes(slot: WeightSlot, pair: tuple[str, ...], entries: dict[str, TensorInfo]) -> int:
+    """Stored bytes of a tensor and its scale, or of the part that is loaded."""
+    total = sum(entries[name].nbytes for name in pair)
+    return total if slot.shard is None else total * slot.shard.size // slot.shape[slot.shard.dim]
+
+
+def _load(slot: WeightSlot, source: CanonicalSource, name: str) -> None:
+    # A function of its own, so that a tensor is released before the next one is read.
+    try:
+        slot.load(*read_weight(source, name, slot.shard))
+    except ValueError as error:
+        raise ValueError(f"cannot load {name}: {error}") from error

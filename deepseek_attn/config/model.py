@@ -1,0 +1,302 @@
+"""Model configuration: the values of ``config.json`` and one ``LayerSpec`` per layer."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from deepseek_attn.config.common import RopeSpec
+from deepseek_attn.config.schedule import Branch, published_branch
+from deepseek_attn.config.v4_reader import FIXED, read_v4
+from deepseek_attn.config.v32 import DeepseekV32Config
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What distinguishes one layer from another.
+
+    Attributes:
+        index: position among the backbone layers, or among the MTP layers when ``is_mtp``.
+        ratio: tokens per compressed entry; 0 means sliding window only. 1 means what it says, one compressed entry per
+            token (other ports of DeepSeek-V4 read 1 as "no compression"; no published V4 checkpoint has it).
+        overlap: an entry also pools the window of ``ratio`` tokens before its own.
+        has_indexer: queries read the ``index_topk`` entries that a lightning indexer picks, otherwise all entries.
+        rope: the layer's rotary embedding.
+        hash_routing: experts come from a table indexed by token id instead of the router's top-k.
+        is_mtp: a multi-token-prediction layer; always window-only and never hash-routed.
+    """
+
+    index: int
+    ratio: int
+    overlap: bool
+    has_indexer: bool
+    rope: RopeSpec
+    hash_routing: bool
+    is_mtp: bool = False
+
+    @property
+    def coff(self) -> int:
+        """Width factor of the compressor's projections and state: 2 with overlap, else 1."""
+        return 2 if self.overlap else 1
+
+    @property
+    def swa_only(self) -> bool:
+        return self.ratio == 0
+
+    @property
+    def kind(self) -> str:
+        """``"SWA"``, or ``"C4A"``, ``"C128A"``, ... after the ratio."""
+        return "SWA" if self.ratio == 0 else f"C{self.ratio}A"
+
+    @property
+    def name(self) -> str:
+        """Prefix of the layer's tensors in a checkpoint: ``layers.3`` or ``mtp.0``."""
+        return f"{'mtp' if self.is_mtp else 'layers'}.{self.index}"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A checked DeepSeek-V4 configuration; fields have the names of the published ``config.json``.
+
+    Make one with ``from_dict``, ``from_pretrained`` or ``from_preset``, and variants with ``replace``. These read the
+    published spelling and the one that transformers writes, and give a ``DeepseekV32Config`` where ``model_type`` says
+    so. Absent keys default to ``num_nextn_predict_layers`` 0,
+    ``hc_sinkhorn_iters`` 20, ``hc_eps`` and ``rms_norm_eps`` 1e-6, ``scoring_func`` sqrtsoftplus, ``norm_topk_prob``
+    true, ``n_shared_experts`` 1, ``bos_token_id`` 0, ``eos_token_id`` 1, ``torch_dtype`` bfloat16, no rope scaling and
+    ``expert_dtype`` "fp4" when there is a ``quantization_config``, else None. All others are required; unknown keys are
+    dropped.
+
+    The schedule is any list of ratios >= 0 in ``compress_ratios``, backbone layers first. As in DeepSeek's
+    inference/model.py, ratio 4 means overlapping windows and an indexer, every other ratio neither. Two keys of our own
+    override that: ``compress_overlap`` and ``compress_indexer``, each a list with one bool per backbone layer or an
+    object from ratio to bool, such as ``{"16": true}``; ratios it does not name keep the rule. In transformers'
+    ``layer_types`` the name decides: ``compressed_sparse_attention`` has both whatever its rate, and
+    ``heavily_compressed_attention`` neither.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    sliding_window: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    num_hash_layers: int
+    scoring_func: str
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    swiglu_limit: float
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    rms_norm_eps: float
+    rope_theta: float
+    compress_rope_theta: float
+    rope_scaling: dict[str, Any] | None = field(hash=False)
+    max_position_embeddings: int
+    num_nextn_predict_layers: int
+    bos_token_id: int
+    eos_token_id: int | tuple[int, ...]
+    dtype: str
+    expert_dtype: str | None
+    quantization_config: dict[str, Any] | None = field(hash=False)
+    layers: tuple[LayerSpec, ...]
+    mtp_layers: tuple[LayerSpec, ...]
+
+    @property
+    def nope_head_dim(self) -> int:
+        return self.head_dim - self.qk_rope_head_dim
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+
+    @property
+    def softmax_scale(self) -> float:
+        """``head_dim ** -0.5``, over all channels and independent of YaRN."""
+        return self.head_dim**-0.5
+
+    @property
+    def all_layers(self) -> tuple[LayerSpec, ...]:
+        return self.layers + self.mtp_layers
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], origin: str = "dict") -> AnyConfig:
+        """Builds a config from decoded JSON in either spelling.
+
+        Raises:
+            ValueError: one error that lists every problem with the offending values; ``origin`` names the config in it.
+        """
+        if not isinstance(raw, Mapping):
+            raise ValueError(f"invalid config ({origin}): expected a JSON object, got {type(raw).__name__}")
+        model_type = raw.get("model_type")
+        if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+            supported = ", ".join(repr(name) for name in MODEL_TYPES)
+            raise ValueError(f"invalid config ({origin}): model_type is {model_type!r}, supported is {supported}")
+        return MODEL_TYPES[model_type](raw, origin)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> AnyConfig:
+        """Reads a checkpoint directory (its ``config.json``), a JSON file, or a preset by name such as ``"tiny"``.
+
+        Raises:
+            ValueError: nothing of the kind exists, the JSON is broken (with its line), or the config is invalid.
+        """
+        file = Path(path)
+        if (file / "config.json").is_file():
+            file = file / "config.json"
+        elif str(path) in preset_names() and not file.is_file():
+            return cls.from_preset(str(path))
+        elif file.is_dir():
+            raise ValueError(f"no config.json in directory {str(path)!r}")
+        elif not file.is_file():
+            raise ValueError(f"{str(path)!r} is no directory, JSON file or preset ({', '.join(preset_names())})")
+        return cls.from_dict(_decode(file.read_bytes(), str(file)), origin=str(file))
+
+    @classmethod
+    def from_preset(cls, name: str) -> AnyConfig:
+        """Reads one of the configs that come with the library; ``preset_names()`` lists them."""
+        if name not in preset_names():
+            raise ValueError(f"unknown preset {name!r}: available are {', '.join(preset_names())}")
+        raw = _decode(resources.files("deepseek_attn.configs").joinpath(f"{name}.json").read_bytes(), f"preset {name}")
+        return cls.from_dict(raw, origin=f"preset {name}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the config as a published ``config.json`` object; ``from_dict`` gives an equal config back."""
+        out = {"architectures": ["DeepseekV4ForCausalLM"], **FIXED, "attention_dropout": 0.0, "initializer_range": 0.02}
+        del out["mlp_bias"]
+        out.update({name: getattr(self, name) for name in self.__dataclass_fields__})
+        for name in ("layers", "mtp_layers"):
+            del out[name]
+        out["torch_dtype"] = out.pop("dtype")
+        if isinstance(self.eos_token_id, tuple):
+            out["eos_token_id"] = list(self.eos_token_id)
+        out["compress_ratios"] = [layer.ratio for layer in self.all_layers]
+        rule = [published_branch(layer.ratio) for layer in self.layers]
+        out["compress_overlap"] = self._override([x.overlap for x in self.layers], [b.overlap for b in rule])
+        out["compress_indexer"] = self._override([x.has_indexer for x in self.layers], [b.has_indexer for b in rule])
+        return copy.deepcopy({key: value for key, value in out.items() if value is not None})
+
+    def _override(self, values: list[bool], rule: list[bool]) -> dict[str, bool] | list[bool] | None:
+        """The shortest override: None if the rule holds, by ratio if layers of one ratio agree, else by layer."""
+        if values == rule:
+            return None
+        by_ratio: dict[str, bool] = {}
+        for layer, value in zip(self.layers, values, strict=True):
+            if by_ratio.setdefault(str(layer.ratio), value) != value:
+                return values
+        return {ratio: value for ratio, value in by_ratio.items() if value != (ratio == "4")}
+
+    def replace(self, **changes: Any) -> ModelConfig:
+        """Returns a checked copy with keys of the published ``config.json`` changed.
+
+        The schedule changes through ``compress_ratios``, ``compress_overlap`` and ``compress_indexer``; overrides by
+        ratio stay in force for a new schedule, those by layer must fit it. A smaller ``num_hidden_layers`` alone keeps
+        the first layers. ``quantization_config=None`` also drops ``expert_dtype``.
+
+        Raises:
+            ValueError: a key that does not exist, or a config that is invalid after the change.
+        """
+        raw = self.to_dict()
+        optional = {"compress_overlap", "compress_indexer", "rope_scaling", "quantization_config", "expert_dtype"}
+        known = set(raw) | optional | {"dtype"}
+        unknown = sorted(set(changes) - known)
+        if unknown:
+            raise ValueError(
+                f"replace: no such config keys: {', '.join(unknown)}; there are {', '.join(sorted(known))}"
+            )
+        if "dtype" in changes:
+            del raw["torch_dtype"]
+        if "num_hidden_layers" in changes and "compress_ratios" not in changes:
+            self._shorten(raw, changes["num_hidden_layers"])
+        if changes.get("quantization_config", raw) is None:
+            raw.pop("expert_dtype", None)
+        return type(self).from_dict(raw | changes, origin=f"{self.model_type} with {', '.join(changes)} changed")
+
+    def _shorten(self, raw: dict[str, Any], num_layers: Any) -> None:
+        keep = num_layers if type(num_layers) is int and num_layers > 0 else self.num_hidden_layers
+        raw["compress_ratios"] = raw["compress_ratios"][: self.num_hidden_layers][:keep]
+        for key in ("compress_overlap", "compress_indexer"):
+            if isinstance(raw.get(key), list):
+                raw[key] = raw[key][:keep]
+        raw["num_hash_layers"] = min(raw["num_hash_layers"], keep)
+
+
+AnyConfig = ModelConfig | DeepseekV32Config
+
+
+def _make_v4(raw: Mapping[str, Any], origin: str) -> ModelConfig:
+    fields, branches = read_v4(raw, origin)
+    return ModelConfig(**copy.deepcopy(fields), layers=_backbone_specs(fields, branches), mtp_layers=_mtp_specs(fields))
+
+
+# What makes a config of each model_type from (decoded JSON, origin).
+MODEL_TYPES: dict[str, Callable[[Mapping[str, Any], str], AnyConfig]] = {
+    "deepseek_v4": _make_v4,
+    "deepseek_v32": DeepseekV32Config.from_dict,
+    "deepseek_v3": DeepseekV32Config.from_dict,
+}
+
+
+def preset_names() -> list[str]:
+    """Names that ``ModelConfig.from_preset`` accepts."""
+    files = (entry.name for entry in resources.files("deepseek_attn.configs").iterdir())
+    return sorted(name[: -len(".json")] for name in files if name.endswith(".json"))
+
+
+def _backbone_specs(fields: Mapping[str, Any], branches: list[Branch]) -> tuple[LayerSpec, ...]:
+    plain, compressed = _rope_specs(fields)
+    return tuple(
+        LayerSpec(
+            index=i,
+            ratio=branch.ratio,
+            overlap=branch.overlap,
+            has_indexer=branch.has_indexer,
+            rope=compressed if branch.ratio else plain,
+            hash_routing=i < fields["num_hash_layers"],
+        )
+        for i, branch in enumerate(branches)
+    )
+
+
+def _mtp_specs(fields: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
+    plain, _ = _rope_specs(fields)
+    return tuple(
+        LayerSpec(i, ratio=0, overlap=False, has_indexer=False, rope=plain, hash_routing=False, is_mtp=True)
+        for i in range(fields["num_nextn_predict_layers"])
+    )
+
+
+def _rope_specs(fields: Mapping[str, Any]) -> tuple[RopeSpec, RopeSpec]:
+    """Rope of window-only layers, and of layers with a compressed branch (other base, and YaRN if configured)."""
+    dim, scaling = fields["qk_rope_head_dim"], dict(fields["rope_scaling"] or {"factor": 1.0})
+    scaling.pop("type", None)
+    if scaling["factor"] == 1.0:
+        scaling = {}
+    return RopeSpec(fields["rope_theta"], dim), RopeSpec(fields["compress_rope_theta"], dim, **scaling)
+
+
+def _decode(data: bytes, origin: str) -> Any:
+    try:
+        return json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"invalid config ({origin}): not UTF-8 text at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"invalid config ({origin}): broken JSON at {place}: {error.msg}") from error

@@ -1,0 +1,86 @@
+"""Numerics presets: each difference between them is one named switch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.v32 import DeepseekV32Config
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """What is quantised, and where.
+
+    Attributes:
+        name: preset name.
+        quantized_weights: keep FP8 / FP4 weights as stored; otherwise they are dequantised to the model dtype at load.
+        fp8_activations: inputs of linears with quantised weights are rounded to FP8 per token and 128 channels.
+        fp8_wo_a_input: the same for the grouped output projection ``wo_a``, which DeepSeek's own code runs in bf16.
+        kv_record: ``"plain"`` rows in the model dtype, or ``"fp8_ds_mla"`` records (584 bytes for head_dim 512).
+        index_hadamard: rotate indexer queries and keys by a Hadamard matrix before they are quantised.
+        index_record: ``"plain"``, ``"fp4"`` (groups of 32, 68 bytes) or ``"fp8"`` (one scale per key, 132 bytes).
+        pow2_activation_scales: FP8 scales of linear inputs are powers of two (``scale_fmt`` ue8m0). A model decides
+            this, not a preset: DeepSeek-V3 has raw scales, all later ones powers of two.
+    """
+
+    name: str
+    quantized_weights: bool
+    fp8_activations: bool
+    fp8_wo_a_input: bool
+    kv_record: str
+    index_hadamard: bool
+    index_record: str
+    pow2_activation_scales: bool = True
+
+
+PRESETS = {
+    "exact": Numerics(
+        name="exact",
+        quantized_weights=False,
+        fp8_activations=False,
+        fp8_wo_a_input=False,
+        kv_record="plain",
+        index_hadamard=False,
+        index_record="plain",
+    ),
+    "official": Numerics(
+        name="official",
+        quantized_weights=True,
+        fp8_activations=True,
+        fp8_wo_a_input=False,
+        kv_record="fp8_ds_mla",
+        index_hadamard=True,
+        index_record="fp4",
+    ),
+    "serving": Numerics(
+        name="serving",
+        quantized_weights=True,
+        fp8_activations=True,
+        fp8_wo_a_input=True,
+        kv_record="fp8_ds_mla",
+        index_hadamard=False,
+        index_record="fp8",
+    ),
+}
+
+
+def numerics_for(config: AnyConfig, name: str | Numerics) -> Numerics:
+    """A preset as a model means it; a ``Numerics`` passes through.
+
+    DeepSeek-V3.2 has FP8 index keys where V4's official ones are FP4, and a ``scale_fmt`` that V3 has not.
+    """
+    preset = get_numerics(name)
+    if isinstance(name, Numerics) or not isinstance(config, DeepseekV32Config):
+        return preset
+    index_record = "plain" if preset.index_record == "plain" else "fp8"
+    return replace(preset, index_record=index_record, pow2_activation_scales=config.power_of_two_scales)
+
+
+def get_numerics(name: str | Numerics) -> Numerics:
+    """Returns a preset by name; a ``Numerics`` (for instance one made by ``dataclasses.replace``) passes through."""
+    if isinstance(name, Numerics):
+        return name
+    if name not in PRESETS:
+        raise ValueError(f"unknown numerics {name!r}: supported are {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,144 @@
+"""The layer schedule of a DeepSeek-V4 ``config.json``, in both spellings: compressed branches and hash layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from deepseek_attn.config.fields import FieldReader
+
+LAYER_TYPES = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+MLP_LAYER_TYPES = ("hash_moe", "moe")
+
+
+class Branch(NamedTuple):
+    """The long-range branch of one layer: tokens per entry (0: none), overlapping windows, lightning indexer."""
+
+    ratio: int
+    overlap: bool
+    has_indexer: bool
+
+
+def published_branch(ratio: int) -> Branch:
+    """The rule of DeepSeek's inference/model.py: overlap and indexer go with ratio 4 and with no other one."""
+    return Branch(ratio, ratio == 4, ratio == 4)
+
+
+def read_num_hash_layers(reader: FieldReader, num_layers: int | None) -> int | None:
+    """Reads ``num_hash_layers``, or counts the leading ``hash_moe`` entries of ``mlp_layer_types``."""
+    spellings = {"num_hash_layers": reader.raw.get("num_hash_layers")}
+    kinds = reader.as_list("mlp_layer_types", reader.raw.get("mlp_layer_types"))
+    if kinds is not None:
+        _check_members(reader, "mlp_layer_types", kinds, MLP_LAYER_TYPES)
+        kinds = kinds[:num_layers]
+        count = kinds.count("hash_moe")
+        if num_layers is not None and len(kinds) < num_layers:
+            reader.problem(f"mlp_layer_types has {len(kinds)} entries for num_hidden_layers {num_layers}")
+        if "hash_moe" in kinds[count:]:
+            last = max(i for i, kind in enumerate(kinds) if kind == "hash_moe")
+            reader.problem(f"mlp_layer_types has hash_moe at layer {last} after moe: hash layers must come first")
+        spellings["hash_moe entries of mlp_layer_types"] = count
+    value = reader.as_integer("num_hash_layers", reader.agreed("num_hash_layers", spellings), minimum=0)
+    if value is not None and num_layers is not None and value > num_layers:
+        reader.problem(f"num_hash_layers {value} is above num_hidden_layers {num_layers}")
+    return value
+
+
+def read_branches(reader: FieldReader, num_layers: int | None) -> list[Branch]:
+    """Reads the branches of the backbone layers, with overrides; empty if the schedule has problems."""
+    published = _branches_of_ratios(reader, num_layers)
+    named = _branches_of_layer_types(reader, num_layers)
+    if published is None and named is None:
+        if not {"compress_ratios", "layer_types"} & {k for k, v in reader.raw.items() if v is not None}:
+            reader.missing("compress_ratios (or layer_types)")
+        return []
+    if published is not None and named is not None and published != named:
+        differing = [i for i, (a, b) in enumerate(zip(published, named, strict=False)) if a != b]
+        reader.problem(f"compress_ratios and layer_types disagree at layers {differing}: drop one of them")
+    branches = named if published is None else published
+    overlap = _read_override(reader, "compress_overlap", branches, [b.overlap for b in branches])
+    indexer = _read_override(reader, "compress_indexer", branches, [b.has_indexer for b in branches])
+    return [Branch(b.ratio, o, i) for b, o, i in zip(branches, overlap, indexer, strict=True)]
+
+
+def _branches_of_ratios(reader: FieldReader, num_layers: int | None) -> list[Branch] | None:
+    ratios = reader.as_list("compress_ratios", reader.raw.get("compress_ratios"))
+    if ratios is None:
+        return None
+    bad = [i for i, r in enumerate(ratios) if isinstance(r, bool) or not isinstance(r, int) or r < 0]
+    for i in bad:
+        reader.problem(f"compress_ratios[{i}] is {ratios[i]!r}: expected an integer >= 0")
+    _check_length(reader, "compress_ratios", ratios, num_layers, 0)
+    return None if bad else [published_branch(r) for r in ratios[:num_layers]]
+
+
+def _branches_of_layer_types(reader: FieldReader, num_layers: int | None) -> list[Branch] | None:
+    """transformers names the branch; its rate is one number per name. The name alone decides overlap and indexer."""
+    names = reader.as_list("layer_types", reader.raw.get("layer_types"))
+    if names is None:
+        return None
+    rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    rates.update(reader.mapping("compress_rates") or {})
+    for legacy, name in (("compress_rate_csa", LAYER_TYPES[1]), ("compress_rate_hca", LAYER_TYPES[2])):
+        if reader.raw.get(legacy) is not None:
+            rates[name] = reader.raw[legacy]
+    checked = {
+        name: reader.as_integer(f"compress_rates.{name}", rates[name]) for name in LAYER_TYPES[1:] if name in names
+    }
+    _check_length(reader, "layer_types", names, num_layers, "sliding_attention")
+    if not _check_members(reader, "layer_types", names, LAYER_TYPES) or None in checked.values():
+        return None
+    sparse = LAYER_TYPES[1]
+    return [Branch(checked.get(name, 0), name == sparse, name == sparse) for name in names[:num_layers]]
+
+
+def _check_length(reader: FieldReader, label: str, entries: list, num_layers: int | None, mtp_entry: Any) -> None:
+    """Entries after the backbone belong to MTP layers (some revisions have spare ones) and must be window-only."""
+    if num_layers is None:
+        return
+    if len(entries) < num_layers:
+        reader.problem(
+            f"{label} has {len(entries)} entries for num_hidden_layers {num_layers}: one per layer is needed"
+        )
+    for i, entry in enumerate(entries[num_layers:], start=num_layers):
+        if entry != mtp_entry and not (isinstance(entry, int) and entry < 0):
+            reader.problem(
+                f"{label}[{i}] is {entry!r}, past the {num_layers} backbone layers: expected {mtp_entry!r}, "
+                "as MTP layers have no compressed branch"
+            )
+
+
+def _check_members(reader: FieldReader, label: str, entries: list, supported: tuple[str, ...]) -> bool:
+    bad = [i for i, entry in enumerate(entries) if entry not in supported]
+    for i in bad:
+        reader.as_choice(f"{label}[{i}]", "null" if entries[i] is None else entries[i], supported)
+    return not bad
+
+
+def _read_override(reader: FieldReader, key: str, branches: list[Branch], default: list[bool]) -> list[bool]:
+    """``compress_overlap`` / ``compress_indexer``: a bool per backbone layer, or an object from ratio to bool."""
+    raw = reader.raw.get(key)
+    if raw is None:
+        return default
+    if isinstance(raw, Mapping):
+        bad = [k for k, v in raw.items() if not re.fullmatch(r"[0-9]+", str(k)) or not isinstance(v, bool)]
+        by_ratio = {str(k): v for k, v in raw.items() if k not in bad}
+        values = [by_ratio.get(str(b.ratio), d) for b, d in zip(branches, default, strict=True)]
+    elif isinstance(raw, (list, tuple)):
+        bad = [i for i, v in enumerate(raw) if not isinstance(v, bool)]
+        values = list(raw)
+        if len(raw) != len(branches):
+            reader.problem(f"{key} has {len(raw)} entries for {len(branches)} backbone layers")
+            return default
+    else:
+        reader.problem(f"{key} is {raw!r}: expected a list of bools per layer or an object from ratio to bool")
+        return default
+    for k in bad:
+        reader.problem(f'{key}[{k!r}] is {raw[k]!r}: expected true or false for a layer or for a ratio such as "4"')
+    if bad:
+        return default
+    empty = [i for i, (b, v) in enumerate(zip(branches, values, strict=True)) if v and b.ratio == 0]
+    if empty:
+        reader.problem(f"{key} is true for layers {empty}, whose ratio is 0: they have no compressed entries")
+    return values

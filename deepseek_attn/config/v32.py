@@ -1,0 +1,346 @@
+"""DeepSeek-V3.2 (``deepseek_v32``) and DeepSeek-V3 / V3.1 (``deepseek_v3``, the same model without an indexer)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from deepseek_attn.config.common import DTYPES, RopeSpec, read_tokens, read_yarn
+from deepseek_attn.config.fields import FieldReader
+
+ARCHITECTURES = {"deepseek_v32": "DeepseekV32ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group", "max_position_embeddings"),
+)
+INDEX_SIZES = ("index_n_heads", "index_head_dim", "index_topk")
+# Values with one supported setting. They carry no information once checked, so the config does not keep them.
+FIXED = {
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "rope_interleave": True,
+    "indexer_rope_interleave": False,
+}
+
+
+@dataclass(frozen=True)
+class V32LayerSpec:
+    """What distinguishes one layer from another.
+
+    Attributes:
+        index: position among the backbone layers, or among the MTP layers when ``is_mtp``.
+        dense_ffn: one wide MLP instead of experts.
+        has_indexer: queries read the ``index_topk`` tokens that a lightning indexer picks, otherwise all of them.
+        rope: the rotary embedding, the same for all layers.
+        is_mtp: a multi-token-prediction layer (``model.layers.{num_hidden_layers + index}`` in a checkpoint).
+    """
+
+    index: int
+    dense_ffn: bool
+    has_indexer: bool
+    rope: RopeSpec
+    is_mtp: bool = False
+    hash_routing: ClassVar[bool] = False
+
+    @property
+    def kind(self) -> str:
+        """``"DSA"`` (sparse attention behind an indexer) or ``"MLA"`` (dense)."""
+        return "DSA" if self.has_indexer else "MLA"
+
+    @property
+    def name(self) -> str:
+        """Name of the layer in the model and in the caches: ``layers.3`` or ``mtp.0``."""
+        return f"{'mtp' if self.is_mtp else 'layers'}.{self.index}"
+
+
+@dataclass(frozen=True)
+class DeepseekV32Config:
+    """A checked configuration of the V3 family; fields have the names of the published ``config.json``.
+
+    Made by ``ModelConfig.from_dict``, ``from_pretrained`` and ``from_preset``, which look at ``model_type``; variants
+    come from ``replace``. The spelling that transformers writes (``rope_parameters``, ``mlp_layer_types``) is read too.
+    Absent keys default to ``num_nextn_predict_layers`` 0, ``first_k_dense_replace`` 0, ``rms_norm_eps`` 1e-6,
+    ``norm_topk_prob`` true, ``n_shared_experts`` 1, ``bos_token_id`` 0, ``eos_token_id`` 1, ``torch_dtype`` bfloat16
+    and no rope scaling; all others are required. Unknown keys are dropped.
+
+    Attributes:
+        index_n_heads, index_head_dim, index_topk: the indexer's; None for ``deepseek_v3``.
+        layers, mtp_layers: one spec per layer.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    first_k_dense_replace: int
+    num_attention_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    index_n_heads: int | None
+    index_head_dim: int | None
+    index_topk: int | None
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None = field(hash=False)
+    max_position_embeddings: int
+    num_nextn_predict_layers: int
+    bos_token_id: int
+    eos_token_id: int | tuple[int, ...]
+    dtype: str
+    quantization_config: dict[str, Any] | None = field(hash=False)
+    layers: tuple[V32LayerSpec, ...]
+    mtp_layers: tuple[V32LayerSpec, ...]
+
+    scoring_func: ClassVar[str] = "sigmoid"
+    swiglu_limit: ClassVar[float] = 0.0  # not clamped
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a cached row, and of an absorbed query: latent and rotary key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """``qk_head_dim ** -0.5``, times the square of YaRN's ``0.1 mscale ln(factor) + 1``."""
+        scaling, scale = self.rope_scaling, self.qk_head_dim**-0.5
+        if scaling is None or scaling["factor"] <= 1:
+            return scale
+        return scale * (0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1) ** 2
+
+    @property
+    def has_indexer(self) -> bool:
+        return self.index_topk is not None
+
+    @property
+    def expert_dtype(self) -> str | None:
+        """How experts are stored: ``"fp8"``, or None without a ``quantization_config``."""
+        return None if self.quantization_config is None else "fp8"
+
+    @property
+    def power_of_two_scales(self) -> bool:
+        """FP8 scales of activations are powers of two (V3.1 and V3.2: ``scale_fmt`` ue8m0; V3 has none)."""
+        return (self.quantization_config or {}).get("scale_fmt") == "ue8m0"
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+
+    @property
+    def all_layers(self) -> tuple[V32LayerSpec, ...]:
+        return self.layers + self.mtp_layers
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], origin: str = "dict") -> DeepseekV32Config:
+        """Builds a config from decoded JSON whose ``model_type`` is one of this family.
+
+        Raises:
+            ValueError: one error that lists every problem; ``origin`` names the config in it.
+        """
+        return cls(**copy.deepcopy(read_v32(raw, origin)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the config as a published ``config.json`` object; ``from_dict`` gives an equal config back."""
+        out = {"architectures": [ARCHITECTURES[self.model_type]], **FIXED}
+        for key in ("mlp_bias", "rope_interleave", "indexer_rope_interleave"):
+            del out[key]  # transformers' own; absent from published configs
+        out |= {"attention_dropout": 0.0, "initializer_range": 0.02, "num_key_value_heads": self.num_attention_heads}
+        out.update({f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("layers", "mtp_layers")})
+        out["torch_dtype"] = out.pop("dtype")
+        if isinstance(self.eos_token_id, tuple):
+            out["eos_token_id"] = list(self.eos_token_id)
+        return copy.deepcopy({key: value for key, value in out.items() if value is not None})
+
+    def replace(self, **changes: Any) -> DeepseekV32Config:
+        """Returns a checked copy with keys of the published ``config.json`` changed; None removes an optional one.
+
+        Changing ``model_type`` to ``deepseek_v3`` drops the indexer's keys.
+
+        Raises:
+            ValueError: a key that does not exist, or a config that is invalid after the change.
+        """
+        raw = self.to_dict()
+        known = set(raw) | {"rope_scaling", "quantization_config", "dtype", *INDEX_SIZES}
+        unknown = sorted(set(changes) - known)
+        if unknown:
+            raise ValueError(
+                f"replace: no such config keys: {', '.join(unknown)}; there are {', '.join(sorted(known))}"
+            )
+        if "dtype" in changes:
+            del raw["torch_dtype"]
+        if "num_attention_heads" in changes:
+            del raw["num_key_value_heads"]
+        if changes.get("model_type") == "deepseek_v3":
+            raw = {key: value for key, value in raw.items() if key not in INDEX_SIZES}
+        return self.from_dict(raw | changes, origin=f"{self.model_type} with {', '.join(changes)} changed")
+
+
+def read_v32(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Returns all fields of a ``DeepseekV32Config``.
+
+    Raises:
+        ValueError: one error that lists every problem; ``origin`` names the config in it.
+    """
+    reader = FieldReader(raw)
+    values: dict[str, Any] = {"model_type": reader.choice("model_type", tuple(ARCHITECTURES))}
+    values.update({key: reader.integer(key) for key in SIZES})
+    for key, supported in FIXED.items():
+        reader.choice(key, (supported,), supported)
+    if values["num_attention_heads"] is not None:
+        heads = values["num_attention_heads"]
+        reader.choice("num_key_value_heads", (heads,), heads)
+    values.update(_read_indexer(reader, values["model_type"]))
+    values["first_k_dense_replace"] = _read_dense_layers(reader, values["num_hidden_layers"])
+    values["n_shared_experts"] = reader.integer("n_shared_experts", 1)
+    values["norm_topk_prob"] = reader.flag("norm_topk_prob", True)
+    values["routed_scaling_factor"] = reader.number("routed_scaling_factor")
+    values["rms_norm_eps"] = reader.number("rms_norm_eps", 1e-6)
+    values["num_nextn_predict_layers"] = reader.integer("num_nextn_predict_layers", 0, minimum=0)
+    values.update(_read_rope(reader), **read_tokens(reader, values["vocab_size"]), **_read_formats(reader))
+    _check_relations(reader, values)
+    reader.raise_if_problems(origin)
+    return values | _layers(values)
+
+
+def _read_indexer(reader: FieldReader, model_type: str | None) -> dict[str, Any]:
+    if model_type == "deepseek_v32":
+        return {key: reader.integer(key) for key in INDEX_SIZES}
+    given = [key for key in INDEX_SIZES if reader.raw.get(key) is not None]
+    if given and model_type is not None:
+        reader.problem(f"{', '.join(given)} in a {model_type} config: only deepseek_v32 has an indexer")
+    return dict.fromkeys(INDEX_SIZES)
+
+
+def _read_dense_layers(reader: FieldReader, num_layers: int | None) -> int | None:
+    """``first_k_dense_replace``, or the leading ``dense`` entries of transformers' ``mlp_layer_types``."""
+    spellings = {"first_k_dense_replace": reader.raw.get("first_k_dense_replace")}
+    kinds = reader.as_list("mlp_layer_types", reader.raw.get("mlp_layer_types"))
+    if kinds is not None:
+        count = next((i for i, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+        if any(kind != "sparse" for kind in kinds[count:]) or len(kinds) != (num_layers or len(kinds)):
+            reader.problem(f"mlp_layer_types is {kinds!r}: expected {num_layers} entries, dense before sparse")
+        elif spellings["first_k_dense_replace"] is None:
+            spellings["first_k_dense_replace"] = count
+        elif min(spellings["first_k_dense_replace"], len(kinds)) != count:
+            reader.agreed("dense layers", spellings | {"dense entries of mlp_layer_types": count})
+    value = reader.agreed("first_k_dense_replace", spellings, 0)
+    return reader.as_integer("first_k_dense_replace", value, minimum=0)
+
+
+def _read_rope(reader: FieldReader) -> dict[str, Any]:
+    """``rope_theta`` and ``rope_scaling``, or transformers' ``rope_parameters``, which holds both."""
+    parameters = reader.mapping("rope_parameters") or {}
+    thetas = {
+        "rope_theta": reader.raw.get("rope_theta"),
+        "rope_parameters.rope_theta": parameters.get("rope_theta"),
+    }
+    scalings = {
+        "rope_scaling": _read_scaling(reader, "rope_scaling", reader.mapping("rope_scaling")),
+        "rope_parameters": _read_scaling(reader, "rope_parameters", parameters),
+    }
+    return {
+        "rope_theta": reader.as_number("rope_theta", reader.agreed("rope_theta", thetas)),
+        "rope_scaling": reader.agreed("rope_scaling", scalings, None),
+    }
+
+
+def _read_scaling(reader: FieldReader, label: str, raw: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """YaRN with its attention factor, which scales the logits and leaves cos and sin alone.
+
+    That is what equal ``mscale`` and ``mscale_all_dim`` mean. Without them, or when they differ, libraries scale cos
+    and sin instead, which is another model.
+    """
+    scaling = read_yarn(reader, label, raw)
+    if scaling is None:
+        return None
+    for key in ("mscale", "mscale_all_dim"):
+        if raw.get(key) is None:
+            reader.missing(f"{label}.{key}")
+        scaling[key] = reader.as_number(f"{label}.{key}", raw.get(key))
+    given = scaling["mscale"], scaling["mscale_all_dim"]
+    if None not in given and given[0] != given[1]:
+        reader.problem(f"{label}.mscale is {given[0]} and mscale_all_dim {given[1]}: supported are equal values only")
+    return scaling
+
+
+def _read_formats(reader: FieldReader) -> dict[str, Any]:
+    quantization = reader.mapping("quantization_config")
+    dtype = reader.agreed("dtype", {key: reader.raw.get(key) for key in ("torch_dtype", "dtype")}, "bfloat16")
+    if quantization is not None:
+        reader.as_choice("quantization_config.quant_method", quantization.get("quant_method", "fp8"), ("fp8",))
+        block = reader.as_list("quantization_config.weight_block_size", quantization.get("weight_block_size"))
+        if block is not None and block != [128, 128]:
+            reader.problem(f"quantization_config.weight_block_size is {block!r}: supported is [128, 128]")
+    kept = None if quantization is None else dict(quantization)
+    return {"dtype": reader.as_choice("dtype", dtype, DTYPES), "quantization_config": kept}
+
+
+def _check_relations(reader: FieldReader, values: Mapping[str, Any]) -> None:
+    def known(*keys: str) -> tuple[int, ...] | None:
+        found = tuple(values[key] for key in keys)
+        return None if None in found else found
+
+    if (rope := known("qk_rope_head_dim")) and rope[0] % 2:
+        reader.problem(f"qk_rope_head_dim is {rope[0]}: rotary channels come in pairs, expected an even number")
+    if (pair := known("qk_rope_head_dim", "index_head_dim")) and pair[0] > pair[1]:
+        reader.problem(f"qk_rope_head_dim {pair[0]} is above index_head_dim {pair[1]}")
+    if (size := known("index_head_dim")) and size[0] & (size[0] - 1):
+        reader.problem(f"index_head_dim {size[0]} is not a power of two (Hadamard rotation)")
+    _check_groups(reader, known("n_routed_experts", "n_group", "topk_group", "num_experts_per_tok"))
+
+
+def _check_groups(reader: FieldReader, sizes: tuple[int, ...] | None) -> None:
+    """A group is scored by its two best experts, and the chosen groups must hold enough experts."""
+    if sizes is None:
+        return
+    experts, groups, kept, chosen = sizes
+    if kept > groups:
+        reader.problem(f"topk_group {kept} is above n_group {groups}")
+    if experts % groups or experts // groups < 2:
+        reader.problem(f"n_routed_experts {experts} in n_group {groups}: expected equal groups of two or more")
+    elif chosen > min(kept, groups) * (experts // groups):
+        reader.problem(
+            f"num_experts_per_tok {chosen} is above the {min(kept, groups) * (experts // groups)} experts of "
+            f"topk_group {kept} groups"
+        )
+
+
+def _layers(values: Mapping[str, Any]) -> dict[str, tuple[V32LayerSpec, ...]]:
+    scaling = {key: value for key, value in (values["rope_scaling"] or {}).items() if key in RopeSpec.YARN_KEYS}
+    if scaling.get("factor") == 1.0:
+        scaling = {}
+    rope = RopeSpec(values["rope_theta"], values["qk_rope_head_dim"], **scaling)
+    indexer = values["index_topk"] is not None
+    return {
+        "layers": tuple(
+            V32LayerSpec(i, i < values["first_k_dense_replace"], indexer, rope)
+            for i in range(values["num_hidden_layers"])
+        ),
+        "mtp_layers": tuple(
+            V32LayerSpec(i, False, indexer, rope, is_mtp=True) for i in range(values["num_nextn_predict_layers"])
+        ),
+    }

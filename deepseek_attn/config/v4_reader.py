@@ -1,0 +1,173 @@
+"""Reads a DeepSeek-V4 ``config.json`` in either spelling and checks it.
+
+The published spelling has ``compress_ratios``, ``rope_scaling``, ``qk_rope_head_dim`` and ``num_hash_layers``;
+transformers rewrites them to ``layer_types`` + ``compress_rates``, ``rope_parameters``, ``partial_rotary_factor`` and
+``mlp_layer_types``. Both lead to the same values here, and a config that has both must not contradict itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deepseek_attn.config.common import DTYPES, read_tokens, read_yarn
+from deepseek_attn.config.fields import FieldReader
+from deepseek_attn.config.schedule import Branch, read_branches, read_num_hash_layers
+
+SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "q_lora_rank"),
+    *("o_groups", "o_lora_rank", "sliding_window", "index_n_heads", "index_head_dim", "index_topk"),
+    *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "hc_mult", "max_position_embeddings"),
+)
+# Values with one supported setting. They carry no information once checked, so ModelConfig does not keep them.
+FIXED = {
+    "num_key_value_heads": 1,
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+}
+
+
+def read_v4(raw: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], list[Branch]]:
+    """Returns the ``ModelConfig`` fields (all but the layers) and one ``Branch`` per backbone layer.
+
+    Raises:
+        ValueError: one error that lists every problem; ``origin`` names the config in it.
+    """
+    reader = FieldReader(raw)
+    fields: dict[str, Any] = {"model_type": "deepseek_v4"}
+    fields.update({key: reader.integer(key) for key in SIZES})
+    for key, supported in FIXED.items():
+        reader.choice(key, (supported,), supported)
+    fields.update(_read_moe(reader), **_read_numbers(reader))
+    fields.update(_read_rope(reader, fields["head_dim"]), **read_tokens(reader, fields["vocab_size"]))
+    fields.update(_read_formats(reader))
+    fields["num_hash_layers"] = read_num_hash_layers(reader, fields["num_hidden_layers"])
+    fields["num_nextn_predict_layers"] = reader.integer("num_nextn_predict_layers", 0, minimum=0)
+    branches = read_branches(reader, fields["num_hidden_layers"])
+    _check_relations(reader, fields, branches)
+    reader.raise_if_problems(origin)
+    return fields, branches
+
+
+def _read_moe(reader: FieldReader) -> dict[str, Any]:
+    return {
+        "n_shared_experts": reader.choice("n_shared_experts", (1,), 1),
+        "scoring_func": reader.choice("scoring_func", ("sqrtsoftplus", "softmax", "sigmoid"), "sqrtsoftplus"),
+        "norm_topk_prob": reader.flag("norm_topk_prob", True),
+        "routed_scaling_factor": reader.number("routed_scaling_factor"),
+        "swiglu_limit": reader.number("swiglu_limit"),
+    }
+
+
+def _read_numbers(reader: FieldReader) -> dict[str, Any]:
+    return {
+        "hc_sinkhorn_iters": reader.integer("hc_sinkhorn_iters", 20),
+        "hc_eps": reader.number("hc_eps", 1e-6),
+        "rms_norm_eps": reader.number("rms_norm_eps", 1e-6),
+    }
+
+
+def _read_formats(reader: FieldReader) -> dict[str, Any]:
+    """Storage formats. ``expert_dtype`` absent means FP4 in a quantised checkpoint, as in the first published ones."""
+    quantization = reader.mapping("quantization_config")
+    dtype = reader.agreed("dtype", {key: reader.raw.get(key) for key in ("torch_dtype", "dtype")}, "bfloat16")
+    if quantization is not None:
+        method = quantization.get("quant_method", "fp8")
+        reader.as_choice("quantization_config.quant_method", method, ("fp8",))
+    spellings = {
+        "expert_dtype": reader.raw.get("expert_dtype"),
+        "quantization_config.expert_dtype": (quantization or {}).get("expert_dtype"),
+    }
+    expert_dtype = reader.agreed("expert_dtype", spellings, None if quantization is None else "fp4")
+    kept = None if quantization is None else {k: v for k, v in quantization.items() if k != "expert_dtype"}
+    return {
+        "dtype": reader.as_choice("dtype", dtype, DTYPES),
+        "expert_dtype": reader.as_choice("expert_dtype", expert_dtype, ("fp4", "fp8")),
+        "quantization_config": kept,
+    }
+
+
+# rotary embedding
+
+
+def _read_rope(reader: FieldReader, head_dim: int | None) -> dict[str, Any]:
+    """Reads both rope bases, the YaRN scaling of compressed layers and the rotary width.
+
+    ``rope_parameters`` may be nested in ``main`` / ``compress`` or be the flat equivalent of ``rope_scaling``.
+    """
+    raw = reader.raw
+    parameters = reader.mapping("rope_parameters") or {}
+    nested = "main" in parameters or "compress" in parameters
+    main = reader.as_mapping("rope_parameters.main", parameters.get("main")) or {}
+    compress = reader.as_mapping("rope_parameters.compress", parameters.get("compress")) or {}
+    if read_yarn(reader, "rope_parameters.main", main) is not None:
+        reader.problem("rope_parameters.main asks for yarn: layers without compression use plain rope only")
+    scalings = {
+        "rope_scaling": read_yarn(reader, "rope_scaling", reader.mapping("rope_scaling")),
+        "rope_parameters": read_yarn(
+            reader, "rope_parameters" + ".compress" * nested, compress if nested else parameters
+        ),
+    }
+    thetas = {"rope_theta": raw.get("rope_theta"), "rope_parameters.rope_theta": (main or parameters).get("rope_theta")}
+    compress_thetas = {
+        "compress_rope_theta": raw.get("compress_rope_theta"),
+        "rope_parameters.compress.rope_theta": compress.get("rope_theta"),
+    }
+    fractions = {
+        "partial_rotary_factor": raw.get("partial_rotary_factor"),
+        "rope_parameters.main.partial_rotary_factor": main.get("partial_rotary_factor"),
+        "rope_parameters.compress.partial_rotary_factor": compress.get("partial_rotary_factor"),
+    }
+    return {
+        "rope_theta": reader.as_number("rope_theta", reader.agreed("rope_theta", thetas)),
+        "compress_rope_theta": reader.as_number(
+            "compress_rope_theta", reader.agreed("compress_rope_theta", compress_thetas)
+        ),
+        "rope_scaling": reader.agreed("rope_scaling", scalings, None),
+        "qk_rope_head_dim": _read_rope_dim(reader, fractions, head_dim),
+    }
+
+
+def _read_rope_dim(reader: FieldReader, fractions: Mapping[str, Any], head_dim: int | None) -> int | None:
+    """``qk_rope_head_dim``, or ``partial_rotary_factor`` times ``head_dim``."""
+    fraction = reader.as_number("partial_rotary_factor", reader.agreed("partial_rotary_factor", fractions, None))
+    from_fraction = None
+    if fraction is not None and head_dim is not None:
+        from_fraction = round(fraction * head_dim)
+        if abs(from_fraction - fraction * head_dim) > 1e-3:
+            reader.problem(f"partial_rotary_factor {fraction} of head_dim {head_dim} is not a whole number of channels")
+    dim = reader.raw.get("qk_rope_head_dim")
+    if dim is None and fraction is not None and head_dim is None:
+        return None  # head_dim is absent or wrong, which has been reported
+    spellings = {"qk_rope_head_dim": dim, f"partial_rotary_factor {fraction} * head_dim {head_dim}": from_fraction}
+    dim = reader.as_integer("qk_rope_head_dim", reader.agreed("qk_rope_head_dim", spellings))
+    if dim is not None and dim % 2:
+        reader.problem(f"qk_rope_head_dim is {dim}: rotary channels come in pairs, expected an even number")
+    return dim
+
+
+# rules between fields
+
+
+def _check_relations(reader: FieldReader, fields: Mapping[str, Any], branches: list[Branch]) -> None:
+    def known(*keys: str) -> tuple[int, ...] | None:
+        values = tuple(fields[key] for key in keys)
+        return None if None in values else values
+
+    if (pair := known("num_attention_heads", "o_groups")) and pair[0] % pair[1]:
+        reader.problem(f"num_attention_heads {pair[0]} is not a multiple of o_groups {pair[1]}")
+    if (pair := known("num_experts_per_tok", "n_routed_experts")) and pair[0] > pair[1]:
+        reader.problem(f"num_experts_per_tok {pair[0]} is above n_routed_experts {pair[1]}")
+    if (pair := known("qk_rope_head_dim", "head_dim")) and pair[0] > pair[1]:
+        reader.problem(f"qk_rope_head_dim {pair[0]} is above head_dim {pair[1]}")
+    indexed = [i for i, branch in enumerate(branches) if branch.has_indexer]
+    if not indexed:
+        return
+    where = f"layer {indexed[0]} has" if len(indexed) == 1 else f"{len(indexed)} layers (first: {indexed[0]}) have"
+    if (pair := known("qk_rope_head_dim", "index_head_dim")) and pair[0] > pair[1]:
+        reader.problem(f"qk_rope_head_dim {pair[0]} is above index_head_dim {pair[1]}, and {where} an indexer")
+    if (size := known("index_head_dim")) and size[0] & (size[0] - 1):
+        reader.problem(f"index_head_dim {size[0]} is not a power of two (Hadamard rotation), and {where} an indexer")

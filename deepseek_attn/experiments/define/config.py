@@ -1,0 +1,200 @@
+"""An experiment as a JSON file: a base model, variants, and what to measure of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib import resources
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from deepseek_attn.cache.layout import check_records
+from deepseek_attn.config.fields import FieldReader
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.numerics import get_numerics
+from deepseek_attn.experiments.define.settings import (
+    CheckpointSettings,
+    CostSettings,
+    ModelTimeSettings,
+    TrainSettings,
+    read_sections,
+)
+from deepseek_attn.experiments.define.variant import KV_RECORDS, Variant, default_name
+
+KEYS = (
+    *("name", "title", "base", "base_changes", "variants", "grid", "seeds", "device", "jobs", "limit_s"),
+    *("cost", "model_time", "train", "checkpoint"),
+)
+VARIANT_KEYS = tuple(field.name for field in fields(Variant))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A checked experiment. Sections that are None are not measured.
+
+    Attributes:
+        name: file name of the results; title: heading of the report.
+        base: the model that variants change.
+        seeds: of weights and data, for everything that is trained.
+        device: None takes the first GPU if there is one, else the CPU.
+        jobs: worker processes that train at the same time; timings always run alone.
+        limit_s: seconds after which a piece of work is given up; None never.
+        origin: what `load_experiment` was given, as an absolute path or a shipped name.
+    """
+
+    origin: str
+    name: str
+    title: str
+    base: ModelConfig
+    variants: tuple[Variant, ...]
+    seeds: tuple[int, ...]
+    device: str | None
+    jobs: int
+    limit_s: float | None
+    cost: CostSettings | None
+    model_time: ModelTimeSettings | None
+    train: TrainSettings | None
+    checkpoint: CheckpointSettings | None
+
+    def variant(self, name: str) -> Variant:
+        return next(variant for variant in self.variants if variant.name == name)
+
+
+def shipped_experiments() -> list[str]:
+    """Names of the experiments that come with the library."""
+    folder = resources.files("deepseek_attn.configs").joinpath("experiments")
+    return sorted(entry.name[: -len(".json")] for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def load_experiment(path: str | Path) -> Experiment:
+    """Reads an experiment from a JSON file, or a shipped one by name such as ``"smoke"``.
+
+    Relative paths in the file are relative to its folder.
+
+    Raises:
+        ValueError: no such file, broken JSON, or one error that lists everything that is wrong with the experiment.
+    """
+    file, origin = Path(path), str(Path(path).resolve())
+    if not file.is_file() and str(path) in shipped_experiments():
+        file, origin = resources.files("deepseek_attn.configs").joinpath("experiments", f"{path}.json"), str(path)
+    elif not file.is_file():
+        raise ValueError(f"{str(path)!r} is no file and no shipped experiment ({', '.join(shipped_experiments())})")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"experiment {path}: not valid JSON ({error})") from error
+    return read_experiment(raw, origin, Path(str(file)).parent)
+
+
+def read_experiment(raw: Any, origin: str, folder: Path) -> Experiment:
+    """Checks a decoded experiment; ``folder`` is what relative paths start from.
+
+    Raises:
+        ValueError: one error that lists every problem.
+    """
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"invalid config ({origin}): expected a JSON object, got {type(raw).__name__}")
+    reader = FieldReader(raw)
+    for key in sorted(set(raw) - set(KEYS)):
+        reader.problem(f"unknown key {key!r}: there are {', '.join(KEYS)}")
+    base = _read_base(reader, folder)
+    variants = _read_variants(reader)
+    sections = read_sections(reader, folder)
+    for variant in variants:
+        _check_fit(reader, variant, base, sections["cost"], sections["model_time"] is not None)
+    seeds = reader.as_list("seeds", raw.get("seeds", [0])) or []
+    if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds) or len(set(seeds)) < len(seeds):
+        reader.problem(f"seeds is {raw.get('seeds')!r}: expected a list of different integers >= 0")
+    name = raw.get("name", Path(origin).stem)
+    jobs = reader.integer("jobs", 1)
+    limit_s = reader.as_number("limit_s", raw.get("limit_s"))
+    device = raw.get("device")
+    if device is not None and not isinstance(device, str):
+        reader.problem(f"device is {device!r}: expected a name such as cpu or cuda, or null")
+    if not any(sections.values()):
+        reader.problem("nothing to measure: at least one of cost, model_time, train, checkpoint is needed")
+    reader.raise_if_problems(origin)
+    title = str(raw.get("title", name))
+    return Experiment(origin, str(name), title, base, tuple(variants), tuple(seeds), device, jobs, limit_s, **sections)
+
+
+def _read_base(reader: FieldReader, folder: Path) -> ModelConfig | None:
+    name, changes = reader.value("base"), reader.mapping("base_changes") or {}
+    if name is None:
+        return None
+    try:
+        path = folder / str(name)
+        base = ModelConfig.from_pretrained(path if path.exists() else str(name))
+        if not isinstance(base, ModelConfig):
+            raise ValueError(f"{name} is {base.model_type}; schedules are DeepSeek-V4's")
+        return base.replace(**changes) if changes else base
+    except (ValueError, TypeError) as error:
+        reader.problem(f"base {name!r}: {error}")
+        return None
+
+
+def _read_variants(reader: FieldReader) -> list[Variant]:
+    """The listed variants, then the product of the grid's lists."""
+    listed = reader.as_list("variants", reader.raw.get("variants", [])) or []
+    grid = reader.mapping("grid") or {}
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            reader.problem(f"grid.{key} is {values!r}: expected a list of values")
+    axes = {key: values for key, values in grid.items() if isinstance(values, list) and values}
+    cells = [dict(zip(axes, cell, strict=True)) for cell in product(*axes.values())] if axes else []
+    variants = [_read_variant(reader, f"variants[{i}]", fields) for i, fields in enumerate(listed)]
+    variants += [_read_variant(reader, f"grid[{i}]", cell) for i, cell in enumerate(cells)]
+    found = [variant for variant in variants if variant is not None]
+    if not listed and not cells:
+        reader.problem("no variants: list some in `variants`, or give lists of values in `grid`")
+    slugs: dict[str, str] = {}
+    for variant in found:
+        if variant.slug in slugs:
+            reader.problem(f"variants {slugs[variant.slug]!r} and {variant.name!r} have the same name for a file")
+        slugs[variant.slug] = variant.name
+    return found
+
+
+def _read_variant(reader: FieldReader, label: str, raw: Any) -> Variant | None:
+    if not isinstance(raw, Mapping):
+        reader.problem(f"{label} is {raw!r}: expected an object")
+        return None
+    before = len(reader.problems)
+    for key in sorted(set(raw) - set(VARIANT_KEYS)):
+        reader.problem(f"{label}: unknown key {key!r}, there are {', '.join(VARIANT_KEYS)}")
+    if not isinstance(raw.get("schedule"), str):
+        reader.problem(f"{label}.schedule is {raw.get('schedule')!r}: expected a pattern such as '0,0,(4,128)*'")
+    for key in ("overlap", "indexer"):
+        value = raw.get(key)
+        if value is not None and not isinstance(value, (bool, Mapping)):
+            reader.problem(f"{label}.{key} is {value!r}: expected true, false or an object from ratio to bool")
+    for key in ("index_topk", "sliding_window"):
+        reader.as_integer(f"{label}.{key}", raw.get(key))
+    reader.as_choice(f"{label}.kv_record", raw.get("kv_record"), KV_RECORDS)
+    if len(reader.problems) > before:
+        return None
+    return Variant(**{"name": default_name(raw), **raw})
+
+
+def _check_fit(
+    reader: FieldReader, variant: Variant, base: ModelConfig | None, cost: CostSettings | None, base_runs: bool
+) -> None:
+    """Every variant must fit the base and, where costs are counted for another model, that one.
+
+    Args:
+        base_runs: the base is timed, so that its caches must take the variant's record too.
+    """
+    models = {"base": (base, "exact" if base_runs else None)}
+    if cost is not None:
+        models["cost.model"] = (cost.model, cost.numerics)
+    for where, (model, numerics) in models.items():
+        if model is None:
+            continue
+        try:
+            config = variant.config(model)
+            if numerics is not None:
+                check_records(config, variant.numerics(get_numerics(numerics)))
+        except ValueError as error:
+            reader.problem(f"variant {variant.name!r} does not fit {where}: {error}")

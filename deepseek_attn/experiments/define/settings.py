@@ -1,0 +1,218 @@
+"""What an experiment measures: one small record of settings per section of its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from deepseek_attn.config.fields import FieldReader
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.numerics import PRESETS
+
+SYNTHETIC = ("vocab_size", "gap")
+TASK_OPTIONS = {
+    "text": ("characters",),
+    "recall": (*SYNTHETIC, "pairs"),
+    "needle": SYNTHETIC,
+    "copy": (*SYNTHETIC, "length"),
+}
+TASKS = tuple(TASK_OPTIONS)
+
+
+@dataclass(frozen=True)
+class CostSettings:
+    """Bytes, FLOPs and layer times of every variant.
+
+    Attributes:
+        name, model: whose shape is counted and timed. Schedules are patterns, so that it may be larger than the base.
+        numerics: preset of the caches and of the timed layers.
+        contexts: tokens per sequence. Lengths whose caches do not fit the device are counted, not timed.
+        time_up_to: the longest context that is timed; 0 times nothing.
+        batch: sequences of a timed decode step; prefill: new tokens of a timed prefill step of one sequence.
+        repeats: runs of each, of which the median counts.
+    """
+
+    name: str
+    model: ModelConfig
+    numerics: str
+    contexts: tuple[int, ...]
+    time_up_to: int
+    batch: int
+    prefill: int
+    repeats: int
+
+
+@dataclass(frozen=True)
+class ModelTimeSettings:
+    """Times of whole steps of the base model: ``batch`` decodes, and a prefill of ``prefill`` new tokens."""
+
+    contexts: tuple[int, ...]
+    batch: int
+    prefill: int
+    repeats: int
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """One task that models are trained on, and how: ``options`` are the task's own, such as ``gap``."""
+
+    steps: int
+    batch: int
+    seq_len: int
+    lr: float
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Training the base from scratch under every variant.
+
+    Attributes:
+        tasks: by name, of ``text``, ``recall``, ``needle``, ``copy``.
+        text: a file to take the text from; None takes the text that comes with the library.
+        budget_s: a run ends after so many seconds, whatever its steps; None lets it finish.
+        eval_batches: batches of the held-out split that quality is measured on.
+        seq_lens: other lengths that the trained model is evaluated at.
+    """
+
+    tasks: dict[str, TaskSettings]
+    text: str | None
+    budget_s: float | None
+    eval_batches: int
+    seq_lens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """Quality of a loaded checkpoint whose schedule is changed without training.
+
+    Attributes:
+        model: a checkpoint directory, by default the one that comes with the library; or a preset for random weights.
+        text: a text file; None takes the part of the library's sample text that no training reads. Tokenised by the
+            checkpoint's tokenizer.
+        max_tokens: how much of the text.
+        seq_len: it is cut into sequences of this length.
+    """
+
+    model: str
+    text: str | None
+    max_tokens: int
+    seq_len: int
+
+
+def read_sections(reader: FieldReader, folder: Path) -> dict[str, Any]:
+    """The sections of an experiment by name; None where the JSON has none. Problems go to ``reader``."""
+    parsers = {"cost": _cost, "model_time": _model_time, "train": _train, "checkpoint": _checkpoint}
+    found = {}
+    for name, parse in parsers.items():
+        raw = reader.mapping(name)
+        section = None if raw is None else _Section(reader, name, raw, folder)
+        found[name] = section and parse(section)
+        if section:
+            section.finish()
+    return found
+
+
+class _Section:
+    """Typed reads of one section; remembers which keys it was asked for, the others are problems."""
+
+    def __init__(self, reader: FieldReader, name: str, raw: Mapping[str, Any], folder: Path):
+        self.reader, self.name, self.raw, self.folder, self.asked = reader, name, raw, folder, []
+
+    def value(self, key: str, default: Any = None, required: bool = False) -> Any:
+        self.asked.append(key)
+        if required and self.raw.get(key) is None:
+            self.reader.missing(f"{self.name}.{key}")
+        value = self.raw.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int | None:
+        value = self.value(key, default, required=default is None)
+        return self.reader.as_integer(f"{self.name}.{key}", value, minimum)
+
+    def integers(self, key: str, required: bool = True) -> tuple[int, ...]:
+        values = self.value(key, required=required) or []
+        if not isinstance(values, list) or any(type(v) is not int or v < 1 for v in values):
+            self.reader.problem(f"{self.name}.{key} is {values!r}: expected a list of positive integers")
+            return ()
+        return tuple(sorted(values))
+
+    def path(self, key: str) -> str | None:
+        """A path, relative to the experiment's folder where that exists."""
+        value = self.value(key)
+        if value is None:
+            return None
+        inside = self.folder / str(value)
+        return str(inside if inside.exists() else value)
+
+    def finish(self) -> None:
+        for key in sorted(set(self.raw) - set(self.asked)):
+            self.reader.problem(f"unknown key {self.name}.{key}: there are {', '.join(self.asked)}")
+
+
+def _cost(section: _Section) -> CostSettings | None:
+    name, contexts = section.value("model", "v4_flash"), section.integers("contexts")
+    numerics = section.reader.as_choice("cost.numerics", section.value("numerics", "serving"), tuple(PRESETS))
+    time_up_to = section.integer("time_up_to", max(contexts, default=1), minimum=0)
+    sizes = section.integer("batch", 8), section.integer("prefill", 1024), section.integer("repeats", 10)
+    try:
+        path = section.folder / str(name)
+        model = ModelConfig.from_pretrained(path if path.exists() else str(name))
+        if not isinstance(model, ModelConfig):
+            raise ValueError(f"{name} is {model.model_type}; schedules are DeepSeek-V4's")
+        limit = max([model.max_position_embeddings, *contexts])
+        model = model.replace(max_position_embeddings=limit)
+    except ValueError as error:
+        section.reader.problem(f"cost.model: {error}")
+        return None
+    return CostSettings(str(name), model, numerics, contexts, time_up_to, *sizes)
+
+
+def _model_time(section: _Section) -> ModelTimeSettings:
+    contexts = section.integers("contexts")
+    return ModelTimeSettings(
+        contexts, section.integer("batch", 8), section.integer("prefill", 256), section.integer("repeats", 10)
+    )
+
+
+def _train(section: _Section) -> TrainSettings:
+    reader, tasks = section.reader, section.value("tasks", required=True) or {}
+    if not isinstance(tasks, Mapping) or not tasks:
+        reader.problem(f"train.tasks is {tasks!r}: expected an object from task to its options")
+        tasks = {}
+    shared = {key: section.value(key) for key in ("steps", "batch", "seq_len", "lr")}
+    found = {str(name): _task(section, str(name), options, shared) for name, options in tasks.items()}
+    budget = section.value("budget_s")
+    reader.as_number("train.budget_s", budget)
+    seq_lens = section.integers("seq_lens", required=False)
+    return TrainSettings(found, section.path("text"), budget, section.integer("eval_batches", 4), seq_lens)
+
+
+def _task(section: _Section, name: str, options: Any, shared: Mapping[str, Any]) -> TaskSettings | None:
+    """One task: sizes of its own or those of the section, the rest is for the task."""
+    reader, label = section.reader, f"train.tasks.{name}"
+    if name not in TASKS or not isinstance(options, Mapping):
+        reader.problem(f"{label} is {options!r}: expected one of {', '.join(TASKS)} with an object of options")
+        return None
+    values = {key: options.get(key, shared[key]) for key in shared}
+    values["lr"] = 1e-3 if values["lr"] is None else values["lr"]
+    for key in ("steps", "batch", "seq_len"):
+        if values[key] is None:
+            reader.missing(f"{label}.{key} (or train.{key})")
+        reader.as_integer(f"{label}.{key}", values[key])
+    reader.as_number(f"{label}.lr", values["lr"])
+    own = {key: value for key, value in options.items() if key not in shared}
+    for key, value in own.items():
+        if key not in TASK_OPTIONS[name]:
+            reader.problem(f"unknown key {label}.{key}: there are {', '.join((*shared, *TASK_OPTIONS[name]))}")
+        reader.as_integer(f"{label}.{key}", value, 0)
+    return TaskSettings(**values, options=own)
+
+
+def _checkpoint(section: _Section) -> CheckpointSettings:
+    model, text = section.path("model"), section.path("text")
+    model = model or str(resources.files("deepseek_attn.data").joinpath("small"))
+    return CheckpointSettings(model, text, section.integer("max_tokens", 2048), section.integer("seq_len", 1024))

@@ -1,0 +1,114 @@
+"""Quality of a loaded checkpoint under its own schedule and under others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from deepseek_attn.checkpoint.random import RandomSource
+from deepseek_attn.checkpoint.source import CheckpointSource, SafetensorsSource
+from deepseek_attn.config.model import ModelConfig, preset_names
+from deepseek_attn.experiments.define.settings import CheckpointSettings
+from deepseek_attn.experiments.define.variant import Variant
+from deepseek_attn.experiments.measure.quality import compare
+from deepseek_attn.experiments.measure.recall import measure_recall
+from deepseek_attn.experiments.measure.reschedule import RescheduledSource, gained_indexers
+from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.text.tokenizer import Tokenizer
+from deepseek_attn.training import sample_text
+from deepseek_attn.training.text import TEST_SHARE
+from deepseek_attn.utils.files import write_tensors
+
+OWN_LOGITS = "own_logits.safetensors"
+SEED = 0  # of the weights of a preset
+
+
+def open_source(settings: CheckpointSettings) -> tuple[ModelConfig, CheckpointSource]:
+    """Config without MTP layers, and tensors: of a checkpoint directory, or random ones for a preset."""
+    directory = Path(settings.model)
+    config = ModelConfig.from_pretrained(settings.model)
+    source = SafetensorsSource(directory) if directory.is_dir() else RandomSource(config, SEED)
+    ratios = [spec.ratio for spec in config.layers]
+    return config.replace(num_nextn_predict_layers=0, compress_ratios=ratios), source
+
+
+def read_prompts(settings: CheckpointSettings, config: ModelConfig) -> list[list[int]]:
+    """The text as token sequences of ``seq_len``, each after a BOS token.
+
+    A preset has no tokenizer: its tokens are the text's bytes.
+
+    Raises:
+        ValueError: no such file, or a text of less than two tokens.
+    """
+    text = _read_text(settings.text)
+    if settings.model in preset_names():
+        ids = [byte % config.vocab_size for byte in text.encode()[: settings.max_tokens]]
+    else:
+        # a token is at most some tens of characters: no need to encode a whole book for its first lines
+        ids = Tokenizer(settings.model).encode(text[: 40 * settings.max_tokens])[: settings.max_tokens]
+    size = settings.seq_len - 1
+    prompts = [[config.bos_token_id, *ids[i : i + size]] for i in range(0, len(ids), size)]
+    prompts = [prompt for prompt in prompts if len(prompt) > 2]
+    if not prompts:
+        raise ValueError(f"checkpoint.text has {len(ids)} tokens, at least 2 are needed")
+    return prompts
+
+
+def _read_text(path: str | None) -> str:
+    if path is None:
+        text = sample_text()
+        return text[-int(len(text) * TEST_SHARE) :]
+    if not Path(path).is_file():
+        raise ValueError(f"checkpoint.text: {path!r} does not exist; name a UTF-8 text file")
+    return Path(path).read_text(encoding="utf-8")
+
+
+def make_runner(config: ModelConfig, source: CheckpointSource, device: torch.device, length: int) -> ModelRunner:
+    """A runner whose steps take one whole prompt of ``length`` tokens."""
+    return ModelRunner.from_source(
+        config, source, device=device, progress=False, max_model_len=length, max_num_seqs=1,
+        max_num_batched_tokens=length,
+    )  # fmt: skip
+
+
+def measure_own(settings: CheckpointSettings, device: torch.device, folder: Path) -> dict[str, Any]:
+    """Quality under the checkpoint's own schedule; leaves its logits in ``folder`` for those of variants."""
+    config, source = open_source(settings)
+    prompts = read_prompts(settings, config)
+    runner = make_runner(config, source, device, max(map(len, prompts)))
+    logits = runner.score(prompts)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / OWN_LOGITS, {str(i): rows for i, rows in enumerate(logits)})
+    found = compare(logits, logits, prompts)
+    return {
+        "schedule": [spec.ratio for spec in config.layers],
+        "tokens": sum(map(len, prompts)),
+        **found,
+        "layers": measure_recall(runner, prompts),
+    }
+
+
+def measure_variant(
+    variant: Variant, settings: CheckpointSettings, device: torch.device, folder: Path
+) -> dict[str, Any]:
+    """Quality of the checkpoint under ``variant``, against the logits that `measure_own` left in ``folder``.
+
+    Returns:
+        As `measure_own`; or only a ``reason``, where the variant needs weights that cannot be derived.
+    """
+    own, source = open_source(settings)
+    config = variant.config(own)
+    if gained := gained_indexers(own, config):
+        return {"reason": f"layers {gained} have no trained indexer in this checkpoint"}
+    prompts = read_prompts(settings, own)
+    runner = make_runner(config, RescheduledSource(source, own, config), device, max(map(len, prompts)))
+    reference = load_file(folder / OWN_LOGITS)
+    expected = [reference[str(i)] for i in range(len(prompts))]
+    return {
+        "schedule": [spec.ratio for spec in config.layers],
+        **compare(expected, runner.score(prompts), prompts),
+        "layers": measure_recall(runner, prompts),
+    }

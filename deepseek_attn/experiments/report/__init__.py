@@ -1,0 +1,1 @@
+"""Tables, plots and the page of an experiment's results."""

@@ -1,0 +1,1 @@
+"""Runs the units of an experiment in worker processes and records their results."""

@@ -1,0 +1,43 @@
+"""Records on disk: one JSON file per unit, complete or not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from deepseek_attn.experiments.define.units import Unit
+from deepseek_attn.utils.files import write_text
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file that appears complete or not at all. Numbers must be finite: JSON has no others."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(value, indent=1, allow_nan=False))
+
+
+def record_path(folder: Path, unit: Unit) -> Path:
+    return folder / "records" / f"{unit.path}.json"
+
+
+def write_record(folder: Path, unit: Unit, result: dict[str, Any], seconds: float) -> None:
+    """Keeps what a unit found, with what it was asked and how long it took."""
+    record = {
+        "kind": unit.kind,
+        "name": unit.name,
+        "fingerprint": unit.fingerprint,
+        "seconds": round(seconds, 3),
+        "inputs": dict(unit.inputs),
+        "result": result,
+    }
+    write_json(record_path(folder, unit), record)
+
+
+def read_record(folder: Path, unit: Unit) -> dict[str, Any] | None:
+    """The record of a unit; None if it is absent, unreadable or made from other inputs."""
+    try:
+        record = json.loads(record_path(folder, unit).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    matches = isinstance(record, dict) and record.get("fingerprint") == unit.fingerprint
+    return record if matches and isinstance(record.get("result"), dict) else None

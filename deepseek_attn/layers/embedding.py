@@ -1,0 +1,72 @@
+"""Token embedding and output head."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.linear.reference import Segment
+from deepseek_attn.layers.parallel import Parallel
+from deepseek_attn.layers.weights import CheckpointModule
+from deepseek_attn.utils.tracing import traced
+
+
+class Embedding(CheckpointModule):
+    """Rows by token id. Ranks with the same tokens have some rows each, and sum up what they find."""
+
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        parallel: Parallel | None = None,
+    ):
+        super().__init__(device)
+        self.parallel = parallel or Parallel.single()
+        self.shard = self.parallel.token_shard(0, vocab)
+        self.declare("weight", (vocab, dim), dtype, shard=self.shard)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.shard is None:
+            return self.weight[token_ids]
+        row = token_ids - self.shard.start
+        here = (row >= 0) & (row < self.shard.size)
+        found = self.weight[row.clamp(0, self.shard.size - 1)]
+        return self.parallel.sum(found.masked_fill(~here.unsqueeze(-1), 0))
+
+
+class Head(CheckpointModule):
+    """Output projection in float32, whatever the model dtype. Ranks with the same tokens compute some columns each."""
+
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        parallel: Parallel | None = None,
+    ):
+        super().__init__(device)
+        self.parallel = parallel or Parallel.single()
+        self.declare("weight", (vocab, dim), dtype, shard=self.parallel.token_shard(0, vocab))
+
+    @traced("head")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [T, dim]`` -> float32 ``[T, vocab]``."""
+        return self.parallel.gather_columns(self.project(x))
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """The columns of this rank."""
+        if self.weight.dtype == torch.float32:
+            return F.linear(x.float(), self.weight)
+        if triton_for(x):
+            from deepseek_attn.kernels.linear.linear import multi_linear
+
+            return multi_linear(x, [Segment(self.weight, out_dtype=torch.float32)])[0]
+        x = x.float()
+        return torch.cat([F.linear(x, rows.float()) for rows in self.weight.split(HEAD_ROWS)], dim=-1)
+
+
+HEAD_ROWS = 16384  # vocabulary rows upcast to float32 at once

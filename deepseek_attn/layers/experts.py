@@ -1,0 +1,75 @@
+"""Linear layers of routed experts, stacked over the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.kernels.linear.reference import (
+    dequantize_weight,
+    quantized_input,
+)
+from deepseek_attn.layers.weights import CheckpointModule, WeightSlot, _parameter, check_fp8_input, to_stored
+
+
+class ExpertLinear(CheckpointModule):
+    """The same projection of every expert, stacked: weight ``[experts, out_features, in_features]``.
+
+    Checkpoint tensors arrive one expert at a time; the first one decides the storage format and allocates the stack.
+
+    Args:
+        experts: experts kept here; first: the number of the first of them in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        numerics: Numerics,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        first: int = 0,
+    ):
+        super().__init__(device)
+        self.experts, self.in_features, self.out_features, self.first = experts, in_features, out_features, first
+        self.keep_quantized, self.fp8_input, self.dtype = numerics.quantized_weights, numerics.fp8_activations, dtype
+        self.pow2_scales = numerics.pow2_activation_scales
+        self.register_parameter("weight", None)
+        self.register_parameter("scale", None)
+
+    def slots(self) -> Iterator[tuple[str, WeightSlot]]:
+        return iter(())  # `Experts` names them: the checkpoint counts experts before projections
+
+    def expert_slot(self, index: int) -> WeightSlot:
+        def load(weight: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+            self._load_expert(index - self.first, weight, scale)
+
+        elsewhere = not 0 <= index - self.first < self.experts
+        return WeightSlot((self.out_features, self.in_features), "linear", load, elsewhere=elsewhere)
+
+    def _load_expert(self, index: int, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
+        weight, scale = to_stored(weight, scale, self.keep_quantized, self.dtype, self._device)
+        if scale is not None and self.fp8_input:
+            check_fp8_input(self.in_features)
+        if self.weight is None:
+            self.weight = _parameter(weight.new_empty((self.experts, *weight.shape)))
+            self.scale = None if scale is None else _parameter(scale.new_empty((self.experts, *scale.shape)))
+        if weight.dtype != self.weight.dtype:
+            raise ValueError(
+                f"expert {self.first + index} has a {weight.dtype} weight, other experts of the layer "
+                f"{self.weight.dtype}: all experts of a layer must have one format"
+            )
+        self.weight[index].copy_(weight)
+        if scale is not None:
+            self.scale[index].copy_(scale)
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """``x [T, in_features]`` through one expert -> ``[T, out_features]`` in ``x.dtype``."""
+        if self.scale is None:
+            return F.linear(x, self.weight[expert])
+        weight = dequantize_weight(self.weight[expert], self.scale[expert])
+        return F.linear(quantized_input(x, self.fp8_input, self.pow2_scales), weight).to(x.dtype)

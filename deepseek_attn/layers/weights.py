@@ -1,0 +1,128 @@
+"""Weights as modules own them: slots that checkpoint tensors enter, shards, and RMSNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from deepseek_attn.kernels.common.norm_rope import rms_norm
+from deepseek_attn.kernels.linear.reference import (
+    FP8_INPUT_GROUP,
+    dequantize_weight,
+)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a tensor that one rank keeps: ``size`` values of dimension ``dim`` from ``start`` on."""
+
+    dim: int
+    start: int
+    size: int
+
+    def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the part of a tensor of ``shape``."""
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
+class WeightSlot:
+    """One place a checkpoint tensor enters a model.
+
+    Attributes:
+        shape: logical shape (unpacked) of the whole tensor.
+        kind: ``"linear"`` (may arrive quantised, with a scale), ``"float"`` or ``"int"``.
+        load: ``load(weight, scale)``. ``weight`` is a float tensor of ``shape``; or ``float8_e4m3fn`` of ``shape``
+            with a float32 128 x 128 block grid as ``scale``; or packed FP4 ``uint8[out, in / 2]`` with
+            ``uint8[out, in / 32]`` e8m0 bytes as ``scale``. With a shard, that part of each.
+        shard: the part that this rank keeps; None for all of it.
+        elsewhere: another rank keeps the tensor, and ``load`` is not called.
+    """
+
+    shape: tuple[int, ...]
+    kind: str
+    load: Callable[[torch.Tensor, torch.Tensor | None], None]
+    shard: Shard | None = None
+    elsewhere: bool = False
+
+    @property
+    def quantizable(self) -> bool:
+        return self.kind == "linear"
+
+
+class CheckpointModule(nn.Module):
+    """A module that owns checkpoint tensors. It is built without them; each attribute is None until it is loaded."""
+
+    def __init__(self, device: torch.device | str = "cpu"):
+        super().__init__()
+        self._device = torch.device(device)
+        self._declared: dict[str, WeightSlot] = {}
+
+    def declare(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str = "float", shard: Shard | None = None
+    ) -> None:
+        """Declares the tensor ``name`` of this module, kept in ``dtype``: all of it, or a ``shard``."""
+        self.register_parameter(name, None)
+
+        def load(tensor: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+            setattr(self, name, _parameter(tensor.to(self._device, dtype)))
+
+        self._declared[name] = WeightSlot(tuple(shape), kind, load, shard)
+
+    def slots(self) -> Iterator[tuple[str, WeightSlot]]:
+        """Yields (name relative to this module, slot) for the tensors that this module itself owns."""
+        yield from self._declared.items()
+
+
+def checkpoint_slots(model: nn.Module) -> dict[str, WeightSlot]:
+    """All slots of ``model`` by their published tensor name."""
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, CheckpointModule):
+            for name, slot in module.slots():
+                found[f"{path}.{name}" if path else name] = slot
+    return found
+
+
+class RMSNorm(CheckpointModule):
+    """Root-mean-square norm with weight: float32 inside, one rounding to the input dtype.
+
+    Args:
+        dim: size of the last dimension.
+        eps: added to the mean square (``rms_norm_eps``).
+    """
+
+    def __init__(self, dim: int, eps: float, device: torch.device | str = "cpu"):
+        super().__init__(device)
+        self.eps = eps
+        self.declare("weight", (dim,), torch.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.eps, self.weight)
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def to_stored(
+    weight: torch.Tensor, scale: torch.Tensor | None, keep_quantized: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a linear weight is kept as: moved as it is, or dequantised to ``dtype`` on the target device."""
+    if scale is None:
+        return weight.to(device, dtype), None
+    weight, scale = weight.to(device), scale.to(device)
+    if keep_quantized:
+        return weight, scale
+    return dequantize_weight(weight, scale).to(dtype), None
+
+
+def check_fp8_input(in_features: int) -> None:
+    if in_features % FP8_INPUT_GROUP:
+        raise ValueError(
+            f"an FP8 linear with {in_features} input features: FP8 activations need a multiple of {FP8_INPUT_GROUP}; "
+            "use numerics='exact', which dequantises the weights"
+        )

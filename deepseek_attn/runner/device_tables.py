@@ -1,0 +1,77 @@
+"""Small copies to and from the device that nobody waits for, and block tables that captured decode steps find there."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import torch
+
+from deepseek_attn.cache.layout import STATE, CacheLayout
+from deepseek_attn.cache.manager import NULL_PAGE, SequenceCache
+from deepseek_attn.utils.device import to_device
+
+
+class DeviceTables:
+    """Block tables of sequences on the device, a row each; the last row is all null pages, for padding.
+
+    Attributes:
+        tables: int32 ``[max_num_seqs + 1, pages]`` by group, pages of the longest sequence.
+    """
+
+    def __init__(self, layout: CacheLayout, device: torch.device):
+        self.null_row = layout.max_num_seqs
+        widths = {group: -(-layout.max_model_len // span) for group, (span, _) in layout.spans.items()}
+        if STATE in layout.pages:
+            widths[STATE] = 1
+        self.spans = {group: span for group, (span, _) in layout.spans.items()}
+        self.tables = {
+            group: torch.full((self.null_row + 1, width), NULL_PAGE, dtype=torch.int32, device=device)
+            for group, width in widths.items()
+        }
+        self._rows: OrderedDict[int, _Row] = OrderedDict()
+
+    def rows(self, caches: list[SequenceCache]) -> list[int]:
+        """The rows of these sequences, brought up to date. The least recently used give theirs to new ones."""
+        for cache in caches:
+            if id(cache) in self._rows:
+                self._rows.move_to_end(id(cache))
+        return [self._row(cache) for cache in caches]
+
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in self.tables.values())
+
+    def _row(self, cache: SequenceCache) -> int:
+        row = self._rows.get(id(cache))
+        if row is None:
+            if len(self._rows) < self.null_row:
+                number = len(self._rows)
+            else:
+                number = self._rows.popitem(last=False)[1].number
+            row = self._rows[id(cache)] = _Row(number, cache)
+        if row.version != cache.version:
+            for group, pages in cache.tables.items():
+                self._upload(group, row, pages)
+            row.version = cache.version
+        return row.number
+
+    def _upload(self, group: str, row: _Row, pages: list[int]) -> None:
+        """Copies what changed: everything from the first page that differs."""
+        known = row.pages.get(group, [])
+        if known == pages[: len(known)] and len(known) == len(pages):
+            return
+        first = next((i for i, (a, b) in enumerate(zip(known, pages, strict=False)) if a != b), len(known))
+        if first < len(pages):
+            table = self.tables[group]
+            table[row.number, first : len(pages)] = to_device(pages[first:], table.device, torch.int32)
+        row.pages[group] = list(pages)
+
+
+@dataclass
+class _Row:
+    """What of a sequence's tables is on the device. Holding the sequence keeps its id from being given to another."""
+
+    number: int
+    cache: SequenceCache
+    version: int = -1
+    pages: dict[str, list[int]] = field(default_factory=dict)

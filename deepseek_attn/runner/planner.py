@@ -1,0 +1,194 @@
+"""Bytes before anything is allocated: fixed per sequence, marginal per token, per layer and in total."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from deepseek_attn.attention.indexer import logits_rows
+from deepseek_attn.cache.layout import (
+    STATE,
+    WINDOW,
+    WINDOW_PAGE,
+    CacheLayout,
+    PoolSpec,
+    make_layout,
+    ratio_group,
+    snapshot_window_pages,
+    window_pages_per_sequence,
+)
+from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.v32 import DeepseekV32Config
+from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
+from deepseek_attn.utils.workspace import aligned_bytes
+from deepseek_attn.v32.attention import sparse_config
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Cache bytes of one layer.
+
+    Attributes:
+        fixed: per sequence, whatever its length (window pages and compressor rings).
+        per_token: marginal bytes per token of context (compressed entries and index keys).
+        index_per_token: the part of ``per_token`` that is index keys.
+    """
+
+    name: str
+    kind: str
+    fixed: int
+    per_token: float
+    index_per_token: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a runner with these limits allocates.
+
+    Attributes:
+        layers: per layer; fixed, per_token: sums over the layers.
+        caches: bytes of all pools, exactly what `CachePools` allocates.
+        shared: the part of ``caches`` that belongs to no sequence: null pages, and window pages of the running step.
+        workspace: bytes reserved for gathered keys and selected indices.
+        index_logits: peak bytes of the indexer's scores while they exist.
+        rope: bytes of the rotary tables.
+    """
+
+    layout: CacheLayout
+    layers: tuple[LayerPlan, ...]
+    caches: int
+    workspace: int
+    index_logits: int
+    rope: int
+
+    @property
+    def fixed(self) -> int:
+        return sum(layer.fixed for layer in self.layers)
+
+    @property
+    def per_token(self) -> float:
+        return sum(layer.per_token for layer in self.layers)
+
+    @property
+    def shared(self) -> int:
+        layout = self.layout
+        step = {WINDOW: 1 + layout.max_num_batched_tokens // WINDOW_PAGE}
+        return sum(step.get(pool.group, 1) * pool.page_bytes for pool in layout.pools)
+
+    @property
+    def snapshots(self) -> int:
+        """The part of ``caches`` that is there for kept prefixes: window and part-full pages, and state rows."""
+        layout = self.layout
+        pages = {ratio_group(ratio): 1 for ratio in layout.ratios} | {WINDOW: snapshot_window_pages(layout.window)}
+        each = sum(pages.get(pool.group, 0) * pool.page_bytes + pool.snapshot_bytes for pool in layout.pools)
+        return layout.max_snapshots * each
+
+    @property
+    def total(self) -> int:
+        return self.caches + self.workspace + self.index_logits + self.rope
+
+
+def make_plan(
+    config: AnyConfig,
+    numerics: Numerics,
+    dtype: torch.dtype,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_rollback: int = 16,
+    max_snapshots: int = 0,
+    kv_cache_bytes: int | None = None,
+) -> Plan:
+    """Plan of a runner with the given limits; allocates nothing."""
+    limits = (max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
+    layout = make_layout(config, numerics, dtype, *limits, max_snapshots=max_snapshots, kv_cache_bytes=kv_cache_bytes)
+    layers = []
+    for spec in config.all_layers:
+        pools = [pool for pool in layout.pools if pool.layer == spec.name]
+        per_token = {pool.kind: bytes_per_token(pool, layout) for pool in pools}
+        fixed = sum(fixed_pages(pool, layout) * pool.page_bytes for pool in pools)
+        layers.append(LayerPlan(spec.name, spec.kind, fixed, sum(per_token.values()), per_token.get("index", 0.0)))
+    ropes = {spec.rope for spec in config.all_layers}
+    return Plan(
+        layout,
+        tuple(layers),
+        layout.nbytes(),
+        workspace_bytes(config, numerics, dtype, layout),
+        index_logits_bytes(config, layout),
+        sum(max_model_len * rope.dim * 4 for rope in ropes),
+    )
+
+
+def bytes_per_token(pool: PoolSpec, layout: CacheLayout) -> float:
+    """Marginal bytes per token of a pool: its page over the tokens that a page covers; 0 for fixed pools."""
+    if pool.group in (WINDOW, STATE):
+        return 0.0
+    return pool.page_bytes / layout.spans[pool.group][0]
+
+
+def fixed_pages(pool: PoolSpec, layout: CacheLayout) -> int:
+    """Pages of a pool that every sequence holds."""
+    if pool.group == WINDOW:
+        return window_pages_per_sequence(layout.window, layout.max_rollback)
+    return 1 if pool.group == STATE else 0
+
+
+def workspace_bytes(config: AnyConfig, numerics: Numerics, dtype: torch.dtype, layout: CacheLayout) -> int:
+    """Largest reservation of any layer, and the buffer for selected entries."""
+    if isinstance(config, DeepseekV32Config):
+        return _latent_workspace_bytes(config, numerics, dtype, layout)
+    ratios = [spec.ratio for spec in config.all_layers]
+    entries = max(-(-layout.max_model_len // ratio) if ratio else 0 for ratio in ratios)
+    rows = entries + layout.window + layout.max_num_batched_tokens
+    requests = DeepseekV4SparseMLAAttentionImpl.PREFILL_CHUNK_SIZE
+    gathered = aligned_bytes((requests, rows, config.head_dim), dtype)
+    has_indexer = any(spec.has_indexer for spec in config.all_layers)
+    return gathered + (layout.max_num_batched_tokens * config.index_topk * 4 if has_indexer else 0)
+
+
+def _latent_workspace_bytes(
+    config: DeepseekV32Config, numerics: Numerics, dtype: torch.dtype, layout: CacheLayout
+) -> int:
+    """Rows that FP8 latents are gathered to for prefills, and the buffer for selected tokens."""
+    sparse = sparse_config(config, numerics, dtype, layout)
+    if sparse is None:
+        return 0
+    fp8 = sparse.use_fp8_kv_cache
+    gathered = aligned_bytes((sparse.workspace_rows, config.head_dim), torch.bfloat16) if fp8 else 0
+    return gathered + layout.max_num_batched_tokens * config.index_topk * 4
+
+
+def index_logits_bytes(config: AnyConfig, layout: CacheLayout) -> int:
+    """Peak of the scores of one block of queries against the longest context."""
+    if isinstance(config, DeepseekV32Config):
+        ratios = [1] if config.has_indexer else []
+    else:
+        ratios = [spec.ratio for spec in config.all_layers if spec.has_indexer]
+    if not ratios:
+        return 0
+    entries = max(layout.max_model_len // min(ratios), 1)
+    return 4 * entries * min(logits_rows(entries), layout.max_num_batched_tokens)
+
+
+def largest(fits: Callable[[int], bool], limit: int) -> int:
+    """Largest value in [0, limit] that fits, for a condition that fails from some value on."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def sequences_that_fit(
+    plan_for: Callable[[int, int], Plan], memory: int, max_model_len: int, limit: int = 1 << 20
+) -> int:
+    """Sequences of ``max_model_len`` tokens in ``memory`` bytes; ``plan_for(max_model_len, max_num_seqs)``."""
+    return largest(lambda count: plan_for(max_model_len, max(count, 1)).total <= memory, limit)
+
+
+def tokens_that_fit(plan_for: Callable[[int, int], Plan], memory: int, max_num_seqs: int, limit: int) -> int:
+    """Tokens per sequence for ``max_num_seqs`` sequences in ``memory`` bytes, at most ``limit``."""
+    return largest(lambda length: plan_for(max(length, 1), max_num_seqs).total <= memory, limit)

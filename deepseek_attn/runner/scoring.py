@@ -1,0 +1,64 @@
+"""Logits of whole texts, computed step by step through the caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm import tqdm
+
+from deepseek_attn.cache.layout import CacheLayout
+from deepseek_attn.config.options import is_integer
+from deepseek_attn.runner.sequence import Sequence
+
+if TYPE_CHECKING:
+    from deepseek_attn.runner.model_runner import ModelRunner
+
+
+def score_prompts(
+    runner: ModelRunner,
+    prompts: Iterable[Iterable[int]],
+    chunk_size: int | None = None,
+    *,
+    mtp: bool = False,
+    progress: bool = False,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What `ModelRunner.score` and, with ``mtp``, `ModelRunner.score_mtp` return; the second list is empty without."""
+    if chunk_size is not None and (not is_integer(chunk_size) or chunk_size < 1):
+        raise ValueError(f"chunk_size={chunk_size!r}: must be an integer of at least 1")
+    sequences = [runner.sequence(prompt) for prompt in prompts]
+    outputs: list[list[torch.Tensor]] = [[] for _ in sequences]
+    drafts: list[list[torch.Tensor]] = [[] for _ in sequences]
+    bar = tqdm(total=sum(len(s.token_ids) for s in sequences), unit="tok", disable=None if progress else True)
+    try:
+        with bar:
+            while pending := [i for i, s in enumerate(sequences) if s.num_pending]:
+                work = plan_chunks([(i, sequences[i]) for i in pending], chunk_size, runner.layout)
+                out = runner.step([(sequences[i], n) for i, n in work], all_logits=True, mtp=mtp)
+                for position, (i, n) in enumerate(work):
+                    outputs[i].append(out.logits[position].cpu())
+                    if mtp:
+                        drafts[i].append(out.mtp_logits[position].cpu())
+                    if not sequences[i].num_pending:
+                        sequences[i].free()
+                        sequences[i].token_ids.clear()
+                    bar.update(n)
+    finally:
+        for sequence in sequences:
+            sequence.free()
+    runner.wait_for_ranks()
+    return [torch.cat(parts) for parts in outputs], [torch.cat(parts) for parts in drafts] if mtp else []
+
+
+def plan_chunks(
+    pending: list[tuple[int, Sequence]], chunk_size: int | None, layout: CacheLayout
+) -> list[tuple[int, int]]:
+    """(index, tokens) of the next step: the first sequences, as many tokens as fit."""
+    budget, work = layout.max_num_batched_tokens, []
+    for index, sequence in pending[: layout.max_num_seqs]:
+        n = min(sequence.num_pending, budget, chunk_size or budget)
+        if n:
+            work.append((index, n))
+            budget -= n
+    return work

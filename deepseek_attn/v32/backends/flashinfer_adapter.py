@@ -1,0 +1,124 @@
+"""The only door to FlashInfer: whether its sparse MLA kernel runs here, and the same function in Triton and torch."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.impls.base import AttentionSpec
+from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
+from deepseek_attn.kernels.attention.reference import sparse_attention
+
+TrtllmDecode = Callable[..., Tensor]
+
+FUNCTION = "trtllm_batch_decode_with_kv_cache_mla"
+MODULE = "flashinfer.decode"
+INSTALL = "pip install flashinfer-python"
+HEAD_DIM, ROPE_DIM = 576, 64
+TOPK_MULTIPLE = 4
+"""Index rows are read 16 bytes at a time: ``sparse_mla_top_k`` must be a multiple of 4."""
+
+WORKSPACE_BYTES = 394 << 20
+"""What vLLM gives the kernel; it keeps semaphores in it and wants it zeroed once."""
+
+
+@functools.cache
+def _load() -> tuple[TrtllmDecode | None, str]:
+    """The function, or None and the reason. Imported once, and only when a GPU that can run it asks."""
+    try:
+        return getattr(importlib.import_module(MODULE), FUNCTION), ""
+    except ModuleNotFoundError as error:
+        missing = "not installed" if error.name == "flashinfer" else f"broken ({error})"
+        return None, f"the package flashinfer is {missing}: {INSTALL}"
+    except AttributeError:
+        return None, f"the installed flashinfer has no {FUNCTION}: {INSTALL} --upgrade"
+    except Exception as error:  # a shared library that does not load can raise anything
+        return None, f"importing flashinfer fails ({type(error).__name__}: {error}); reinstall it: {INSTALL}"
+
+
+def supported(device: torch.device | str, spec: AttentionSpec | None = None) -> tuple[bool, str]:
+    """Whether FlashInfer's sparse MLA kernel runs on ``device``, for heads like those of ``spec``, and the reason."""
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False, f"FlashInfer's sparse MLA needs an NVIDIA GPU; the device is {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 10:
+        return False, f"FlashInfer's sparse MLA needs compute capability 10.x; this GPU has {major}.{minor}"
+    if spec is not None and (spec.head_dim, spec.rope_dim) != (HEAD_DIM, ROPE_DIM):
+        return (
+            False,
+            f"its kernel takes 576 values per key, 64 rotated; this model has {spec.head_dim}, {spec.rope_dim}",
+        )
+    if spec is not None and spec.dtype not in (torch.bfloat16, torch.float16):
+        return False, f"its kernel takes bfloat16 or float16 queries, not {spec.dtype}"
+    function, problem = _load()
+    return function is not None, problem or f"flashinfer on compute capability {major}.{minor}"
+
+
+def pick(device: torch.device, spec: AttentionSpec | None = None) -> TrtllmDecode:
+    """FlashInfer's function where it runs; else the same in Triton where that runs, or `reference_trtllm_decode`."""
+    if supported(device, spec)[0]:
+        return _load()[0]
+    return triton_trtllm_decode if DeepseekV4TritonSparseImpl.supported(device)[0] else reference_trtllm_decode
+
+
+def workspace_buffer(device: torch.device) -> Tensor:
+    """The zeroed scratch buffer that all layers on ``device`` share; empty where FlashInfer does not run."""
+    return _workspace_buffer(torch.device(device), WORKSPACE_BYTES if supported(device)[0] else 0)
+
+
+@functools.cache
+def _workspace_buffer(device: torch.device, size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def reference_trtllm_decode(
+    query: Tensor,
+    kv_cache: Tensor,
+    workspace_buffer: Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    sparse_mla_top_k: int,
+    bmm1_scale: float = 1.0,
+    bmm2_scale: float = 1.0,
+    attend: Callable[..., tuple[Tensor, Tensor]] = sparse_attention,
+) -> Tensor:
+    """Sparse calls of FlashInfer's ``trtllm_batch_decode_with_kv_cache_mla`` in plain torch.
+
+    Args:
+        query: ``[T, 1, heads, kv_lora_rank + qk_rope_head_dim]``.
+        kv_cache: ``[pages, 1, n, kv_lora_rank + qk_rope_head_dim]``.
+        workspace_buffer, qk_nope_head_dim, max_seq_len: not used.
+        block_tables: int32 ``[T, 1, sparse_mla_top_k]`` slots (not pages); the first ``seq_lens [T]`` of a row count.
+        bmm1_scale: factor of the logits; bmm2_scale: of the output.
+        attend: `sparse_attention`, or another of its contract.
+
+    Returns:
+        ``[T, 1, heads, kv_lora_rank]``.
+    """
+    tokens, queries = query.shape[:2]
+    if queries != 1 or block_tables.shape != (tokens, 1, sparse_mla_top_k) or seq_lens.shape != (tokens,):
+        raise ValueError(
+            f"need query [T, 1, heads, dim], block_tables [T, 1, {sparse_mla_top_k}] and seq_lens [T]: got "
+            f"{list(query.shape)}, {list(block_tables.shape)}, {list(seq_lens.shape)}"
+        )
+    dim = kv_lora_rank + qk_rope_head_dim
+    out, _ = attend(
+        query.squeeze(1), kv_cache.reshape(-1, dim), block_tables.squeeze(1), bmm1_scale, None, seq_lens, kv_lora_rank
+    )
+    return (out * bmm2_scale if bmm2_scale != 1.0 else out).unsqueeze(1)
+
+
+def triton_trtllm_decode(*args, **kwargs) -> Tensor:
+    """`reference_trtllm_decode` with the Triton kernel, for GPUs that FlashInfer's does not run on."""
+    from deepseek_attn.kernels.attention.sparse_attention import sparse_attention as attend
+
+    return reference_trtllm_decode(*args, **kwargs, attend=attend)

@@ -1,0 +1,103 @@
+"""DeepSeek-V3.2's lightning indexer: which tokens a query reads."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from deepseek_attn.attention.indexer import LightningIndexer, select_everything
+from deepseek_attn.cache.pools import Pool
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.v32 import DeepseekV32Config
+from deepseek_attn.kernels.common.dispatch import op_for
+from deepseek_attn.kernels.common.quant import hadamard
+from deepseek_attn.kernels.indexer.reference import apply_rope_half_split
+from deepseek_attn.layers.linear import Linear
+from deepseek_attn.layers.rope import RotaryTable
+from deepseek_attn.layers.weights import CheckpointModule
+from deepseek_attn.v32.step_metadata import TokenStepMetadata
+
+K_NORM_EPS = 1e-6  # in DeepSeek-V3.2 inference/model.py, whatever the config's rms_norm_eps is
+
+
+class LayerNorm(CheckpointModule):
+    """Layer norm with weight and bias: float32 inside, one rounding to the input dtype."""
+
+    def __init__(self, dim: int, eps: float, device: torch.device | str = "cpu"):
+        super().__init__(device)
+        self.dim, self.eps = dim, eps
+        self.declare("weight", (dim,), torch.float32)
+        self.declare("bias", (dim,), torch.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x.float(), (self.dim,), self.weight, self.bias, self.eps).to(x.dtype)
+
+
+class TokenIndexer(LightningIndexer):
+    """One key per token, from the attention input; the rotation is half-split and on the *first* channels.
+
+    Attributes:
+        pool: the layer's index keys; topk_indices_buffer: int32 ``[max_num_batched_tokens, index_topk]``, shared by the
+            layers: a backend reads its first rows right after they are written. Both set by ``bind``.
+    """
+
+    half_split = True
+
+    def __init__(
+        self,
+        config: DeepseekV32Config,
+        rope: RotaryTable,
+        numerics: Numerics,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__(config, rope, numerics, dtype, device)
+        self.wk = Linear(config.hidden_size, self.head_dim, numerics, dtype, device)
+        self.k_norm = LayerNorm(self.head_dim, K_NORM_EPS, device)
+        self.pool: Pool | None = None
+        self.topk_indices_buffer: torch.Tensor | None = None
+
+    def bind(self, pool: Pool, topk_indices_buffer: torch.Tensor) -> None:
+        self.pool, self.topk_indices_buffer = pool, topk_indices_buffer
+
+    def forward(self, x: torch.Tensor, qr: torch.Tensor, step: TokenStepMetadata, out: torch.Tensor) -> None:
+        """Stores the keys of new tokens, then writes the selected tokens of each query to ``out``.
+
+        Args:
+            x: ``[T, hidden_size]``, the attention input; qr: ``[T, q_lora_rank]``, the normed query latent.
+            out: int32 ``[T, index_topk]``: positions in the request, ascending, then -1.
+        """
+        turns = step.turns_of(self.rope)
+        self.pool.insert(step.slot_mapping, self.keys(x, turns))
+        if max(step.cached_lens_cpu.tolist()) <= self.topk:
+            select_everything(step.visible, out)
+        else:
+            self.select_entries(self.wq_b(qr), self.weights_proj(x), step, out)
+
+    def select_entries(
+        self, index_q: torch.Tensor, weights: torch.Tensor, step: TokenStepMetadata, out: torch.Tensor
+    ) -> None:
+        """Writes the selected tokens of each query to ``out``, as `forward` does, once the keys are stored.
+
+        Args:
+            index_q: ``[T, heads * head_dim]``, projected by ``wq_b``; weights: float32 ``[T, heads]``, projected.
+        """
+        counts = step.cached_lens_cpu.tolist()
+        if self.fused(index_q):
+            requests = step.attention.req_id_per_token[: len(index_q)]
+            keys = self.pool, step.block_table, requests, max(counts)
+            q, weights = op_for(index_q, "index_query")(*self.query_arguments(index_q, weights, step.positions))
+            self.select_fused(q, weights, step.visible, *keys, out)
+            return
+        q = self.rotated(index_q, step.turns_of(self.rope))
+        starts = step.query_start_loc_cpu.tolist()
+        self.select(q, weights * self.scale, step.visible, starts, counts, self.pool, step.block_table, out)
+
+    def rotated(self, index_q: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        q = apply_rope_half_split(index_q.unflatten(-1, (self.heads, self.head_dim)), turns)
+        return self.quantized(q)
+
+    def keys(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        """``[T, head_dim]``, rotated; the cache rounds them."""
+        k = apply_rope_half_split(self.k_norm(self.wk(x)), turns)
+        return hadamard(k) if self.numerics.index_hadamard else k

@@ -1,0 +1,81 @@
+"""One step's batch for DeepSeek-V3.2: built once, shared by all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from deepseek_attn.attention.metadata import StepInput
+from deepseek_attn.cache.layout import TOKENS, TOKENS_PAGE
+from deepseek_attn.layers.rope import RotaryTable
+from deepseek_attn.v32.backends import step as v32
+from deepseek_attn.v32.backends.builder import FlashMLASparseMetadataBuilder
+from deepseek_attn.v32.backends.metadata import FlashMLASparseMetadata
+
+
+@dataclass
+class TokenStepMetadata:
+    """Everything the layers of one step share.
+
+    Attributes:
+        positions: int64 ``[T]``.
+        visible: int64 ``[T]``, tokens that a query may see: those up to itself, or 0 for padding.
+        slot_mapping: int64 ``[T]``, -1 for padding.
+        block_table: int32 ``[B, pages]``.
+        query_start_loc_cpu: int32 ``[B + 1]``; seq_lens_cpu: int32 ``[B]``.
+        cached_lens_cpu: int64 ``[B]``, tokens whose rows are in the caches: padding, at the end of a request, is not.
+        attention: the sparse backend's metadata; None for a model without an indexer.
+        turns: rotations at ``positions`` by rotary table, filled by the first layer that needs them.
+    """
+
+    positions: torch.Tensor
+    visible: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    cached_lens_cpu: torch.Tensor
+    attention: FlashMLASparseMetadata | None
+    turns: dict[RotaryTable, torch.Tensor] = field(default_factory=dict)
+
+    def turns_of(self, rope: RotaryTable) -> torch.Tensor:
+        """``rope.at(positions)``, computed once per step."""
+        if rope not in self.turns:
+            self.turns[rope] = rope.at(self.positions)
+        return self.turns[rope]
+
+
+class TokenMetadataBuilder:
+    """Builds a step's metadata.
+
+    Args:
+        backend: builds the sparse backend's part; None for a model without an indexer.
+    """
+
+    def __init__(self, backend: FlashMLASparseMetadataBuilder | None, device: torch.device | str = "cpu"):
+        self.backend, self.device = backend, torch.device(device)
+
+    def build(self, step: StepInput) -> TokenStepMetadata:
+        """Metadata of one step, on the device."""
+        batch = v32.StepInput.from_lens(
+            step.query_lens, step.seq_lens, step.block_tables[TOKENS], TOKENS_PAGE, self.device
+        )
+        prefix_lens, starts = step.seq_lens - step.query_lens, batch.query_start_loc_cpu.long()
+        requests = torch.repeat_interleave(torch.arange(batch.num_reqs), step.query_lens)
+        positions = torch.arange(batch.num_actual_tokens) - starts[requests] + prefix_lens[requests]
+        visible, cached_lens = positions + 1, step.seq_lens
+        if step.token_valid is not None:
+            visible = torch.where(step.token_valid, visible, 0)
+            cached_lens = cached_lens - torch.bincount(requests[~step.token_valid], minlength=batch.num_reqs)
+            batch.slot_mapping.masked_fill_(~step.token_valid.to(self.device), -1)
+        return TokenStepMetadata(
+            positions=positions.to(self.device, non_blocking=True),
+            visible=visible.to(self.device, non_blocking=True),
+            slot_mapping=batch.slot_mapping,
+            block_table=batch.block_table,
+            query_start_loc_cpu=batch.query_start_loc_cpu,
+            seq_lens_cpu=batch.seq_lens_cpu,
+            cached_lens_cpu=cached_lens,
+            attention=None if self.backend is None else self.backend.build(0, batch),
+        )

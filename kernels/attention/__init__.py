@@ -1,0 +1,1 @@
+"""Sparse attention over pages and over gathered rows, and the gather itself."""

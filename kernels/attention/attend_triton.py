@@ -1,0 +1,275 @@
+"""Triton device code of `sparse_attention`: one kernel attends, a second one combines the shares of a query's keys.
+
+A program of the first kernel attends one tile of heads of one query to a share of its keys (split-KV). A key is K and
+V at once, so a tile of keys is fetched, decoded and put into shared memory once, for both products. Rows of keys are
+cut into pieces whose widths are powers of two, since that is what Triton loads: 448 + 64 channels are eight pieces of
+64, or 128 + 128 + 128 + 64 + 64. Queries and accumulators are cut alike.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from deepseek_attn.kernels.common.row_ops import begin
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.zeros((ROWS, COLUMNS), tl.float32)
+
+
+@triton.jit
+def _decode_e4m3(byte, NATIVE_FP8: tl.constexpr):
+    """e4m3 bytes to float16, exactly."""
+    if NATIVE_FP8:
+        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    # the same bits in float16's fields, whose exponent is biased by 8 more; NaN would become a number
+    bits = ((byte & 0x80).to(tl.int16) << 8) | ((byte & 0x7F).to(tl.int16) << 7)
+    value = bits.to(tl.float16, bitcast=True) * 256.0
+    return tl.where((byte & 0x7F) == 0x7F, float("nan"), value.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _load_piece(
+    row,
+    scales,
+    valid,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LIMIT: tl.constexpr,
+    FP8: tl.constexpr,
+    GROUP: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Keys ``[BLOCK_N, WIDTH]`` of channels from ``START`` on; zeros where not ``valid`` and from ``LIMIT`` on.
+
+    ``row`` points at the keys. A scale is for ``GROUP`` channels: ``scales`` holds those of 64 as bytes in one int64;
+    those of 128 are float32, after the ``LIMIT`` values of the key.
+    """
+    column = tl.arange(0, WIDTH)
+    mask = valid[:, None]
+    if START + WIDTH > LIMIT:
+        mask = mask & (START + column < LIMIT)[None, :]
+    value = tl.load(row[:, None] + (START + column)[None, :], mask=mask, other=0)
+    if FP8 and GROUP == 128:
+        # a scale that is no power of two: rounded to bfloat16, as other readers of these entries round
+        at = (row + LIMIT).to(tl.pointer_type(tl.float32)) + START // 128
+        scale = tl.load(at, mask=valid, other=0)
+        value = (_decode_e4m3(value, NATIVE_FP8).to(tl.float32) * scale[:, None]).to(tl.bfloat16)
+    elif FP8:
+        value = _decode_e4m3(value, NATIVE_FP8)
+        group = START // 64 + tl.arange(0, WIDTH // 64)
+        byte = (scales[:, None] >> (8 * group)[None, :]).to(tl.int32) & 0xFF
+        scale = (byte << 23).to(tl.float32, bitcast=True)
+        if DTYPE == tl.float16:  # noqa: SIM300
+            scale = scale.to(tl.float16)
+        else:
+            value = value.to(tl.float32)
+        value = tl.reshape(value, (row.shape[0], WIDTH // 64, 64)) * scale[:, :, None]
+        value = tl.reshape(value, (row.shape[0], WIDTH))
+    return value.to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["H", "width0", "width1", "limit0", "limit1"])
+def attend_kernel(
+    q_ptr,
+    pool0_ptr,
+    pool1_ptr,
+    indices0_ptr,
+    indices1_ptr,
+    lens0_ptr,
+    lens1_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    H,
+    scale_log2,
+    width0,
+    width1,
+    limit0,
+    limit1,
+    page_stride0,
+    page_stride1,
+    indices_stride0,
+    indices_stride1,
+    q_stride_t,
+    q_stride_h,
+    out_stride_t,
+    out_stride_h,
+    DIM: tl.constexpr,
+    D_V: tl.constexpr,
+    NOPE: tl.constexpr,
+    STARTS: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    V_PIECES: tl.constexpr,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    ROW: tl.constexpr,
+    ROPE: tl.constexpr,
+    FP8: tl.constexpr,
+    GROUP: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    POOLS: tl.constexpr,
+    HAS_LENS0: tl.constexpr,
+    HAS_LENS1: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    END: tl.constexpr = NOPE if FP8 else DIM
+    t = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
+    begin(PDL)
+    len0 = width0
+    if HAS_LENS0:
+        len0 = tl.minimum(tl.load(lens0_ptr + t), width0).to(tl.int32)
+    tiles0 = tl.cdiv(tl.maximum(len0, 0), BLOCK_N)
+    tiles = tiles0
+    len1 = len0
+    if POOLS == 2:
+        len1 = width1
+        if HAS_LENS1:
+            len1 = tl.minimum(tl.load(lens1_ptr + t), width1).to(tl.int32)
+        tiles += tl.cdiv(tl.maximum(len1, 0), BLOCK_N)
+    splits = tl.num_programs(1)
+    share = tl.cdiv(tiles, splits)
+    first = split * share
+    last = tl.minimum(first + share, tiles)
+
+    q_row = q_ptr + t * q_stride_t + head * q_stride_h
+    q = ()
+    acc = ()
+    for i in tl.static_range(len(WIDTHS)):
+        channel = STARTS[i] + tl.arange(0, WIDTHS[i])
+        inside = (head < H)[:, None] & (channel < DIM)[None, :]
+        q += (tl.load(q_row[:, None] + channel[None, :], mask=inside, other=0).to(DTYPE),)
+    for i in tl.static_range(V_PIECES):
+        acc += (_zeros(BLOCK_H, WIDTHS[i]),)
+    peak = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+
+    for tile in tl.range(first, last, num_stages=STAGES):
+        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        if POOLS == 2:
+            in_first = tile < tiles0
+            column = tl.where(in_first, column, column - tiles0 * BLOCK_N)
+            index_row = tl.where(in_first, indices0_ptr + t * indices_stride0, indices1_ptr + t * indices_stride1)
+            slot = tl.load(index_row + column, mask=column < tl.where(in_first, len0, len1), other=-1)
+            valid = (slot >= 0) & (slot < tl.where(in_first, limit0, limit1))
+            pool = tl.where(in_first, pool0_ptr, pool1_ptr)
+            page_stride = tl.where(in_first, page_stride0, page_stride1)
+            page = (slot // N0).to(tl.int64)
+            entry = slot % N0
+            scale_start = N0 * ROW
+            if N0 != N1:
+                page = tl.where(in_first, page, (slot // N1).to(tl.int64))
+                entry = tl.where(in_first, entry, slot % N1)
+                scale_start = tl.where(in_first, N0 * ROW, N1 * ROW)
+        else:
+            slot = tl.load(indices0_ptr + t * indices_stride0 + column, mask=column < len0, other=-1)
+            valid = (slot >= 0) & (slot < limit0)
+            pool = pool0_ptr
+            page_stride = page_stride0
+            page = (slot // N0).to(tl.int64)
+            entry = slot % N0
+            scale_start = N0 * ROW
+        start = pool + page * page_stride
+        row = start + entry * ROW
+        scales = valid
+        if FP8 and GROUP == 64:
+            scales = tl.load((start + scale_start).to(tl.pointer_type(tl.int64)) + entry, mask=valid, other=0)
+
+        keys = ()
+        logits = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
+        for i in tl.static_range(len(WIDTHS)):
+            if FP8 and STARTS[i] >= NOPE:
+                rope = (row + ROPE).to(tl.pointer_type(tl.bfloat16)) - NOPE
+                key = _load_piece(rope, scales, valid, STARTS[i], WIDTHS[i], DIM, False, GROUP, NATIVE_FP8, DTYPE)
+            else:
+                key = _load_piece(row, scales, valid, STARTS[i], WIDTHS[i], END, FP8, GROUP, NATIVE_FP8, DTYPE)
+            logits = tl.dot(q[i], tl.trans(key), logits, input_precision=PRECISION)
+            keys += (key,)
+
+        logits = tl.where(valid[None, :], logits * scale_log2, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(logits, 1))
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        decay = tl.exp2(peak - shift)
+        weights = tl.exp2(logits - shift[:, None])
+        total = total * decay + tl.sum(weights, 1)
+        weights = weights.to(DTYPE)
+        new_acc = ()
+        for i in tl.static_range(V_PIECES):
+            new_acc += (tl.dot(weights, keys[i], acc[i] * decay[:, None], input_precision=PRECISION),)
+        acc = new_acc
+        peak = new_peak
+
+    lonely = total == 0  # false for NaN: a NaN in a key that is attended stays visible
+    lse = tl.where(lonely, float("-inf"), peak + tl.log2(total))
+    weight = total
+    if SPLIT:
+        row_out = out_ptr + ((t * splits + split) * H + head) * D_V
+        tl.store(lse_ptr + (t * splits + split) * H + head, lse, mask=head < H)
+    else:
+        if HAS_SINK:
+            sink = tl.load(sink_ptr + head, mask=head < H, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+            weight += tl.exp2(sink - tl.where(lonely, 0.0, peak))
+        lse = tl.where(lonely, float("inf"), lse * 0.6931471805599453)
+        row_out = out_ptr + t * out_stride_t + head * out_stride_h
+        tl.store(lse_ptr + t * H + head, lse, mask=head < H)
+    factor = tl.where(lonely, 0.0, 1 / weight)
+    for i in tl.static_range(V_PIECES):
+        channel = STARTS[i] + tl.arange(0, WIDTHS[i])
+        mask = (head < H)[:, None] & (channel < D_V)[None, :]
+        value = acc[i] * factor[:, None]
+        tl.store(row_out[:, None] + channel[None, :], value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["H", "splits"])
+def combine_kernel(
+    part_ptr,
+    part_lse_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    H,
+    out_stride_t,
+    out_stride_h,
+    splits,
+    D_V: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.arange(0, BLOCK_S)
+    channel = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    row = (t * splits + split) * H + head
+    begin(PDL)
+    part_lse = tl.load(part_lse_ptr + row, mask=split < splits, other=float("-inf"))
+    inside = (split < splits)[:, None] & (channel < D_V)[None, :]
+    part = tl.load(part_ptr + row[:, None] * D_V + channel[None, :], mask=inside, other=0).to(tl.float32)
+    peak = tl.max(part_lse, 0)
+    lonely = peak == float("-inf")
+    shift = tl.where(lonely, 0.0, peak)
+    share = tl.exp2(part_lse - shift)
+    total = tl.sum(share, 0)
+    weight = total
+    if HAS_SINK:
+        weight += tl.exp2(tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634 - shift)
+    value = tl.sum(part * share[:, None], 0)
+    value = tl.where(lonely, 0.0, value / weight)
+    out = out_ptr + t * out_stride_t + head * out_stride_h + channel
+    tl.store(out, value.to(out_ptr.dtype.element_ty), mask=channel < D_V)
+    lse = tl.where(lonely, float("inf"), (peak + tl.log2(total)) * 0.6931471805599453)
+    if tl.program_id(2) == 0:
+        tl.store(lse_ptr + t * H + head, lse)

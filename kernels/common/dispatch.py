@@ -1,0 +1,70 @@
+"""Whether the Triton kernels can take a tensor; where they cannot, the plain-torch version of the op runs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+MIN_CAPABILITY = (8, 0)  # bf16 and tf32 tensor cores
+_plain = False
+_HOMES = {
+    "insert_tokens": ("insert.insert_tokens", "insert.reference"),
+    "queries": ("indexer.queries", "indexer.reference"),
+    "query_norm_rope": ("insert.query_norm_rope", "insert.reference"),
+    "index_query": ("indexer.index_query", "indexer.reference"),
+    "most_likely": ("sampling.argmax", "sampling.reference"),
+}
+
+
+def triton_for(tensor: torch.Tensor) -> bool:
+    """True for a tensor on an NVIDIA GPU of compute capability 8.0 or later, with Triton installed."""
+    return tensor.is_cuda and not _plain and _runs_on(tensor.device)
+
+
+def op_for(tensor: torch.Tensor, name: str) -> Callable[..., Any]:
+    """The op ``name`` for tensors like this one: the Triton wrapper, or its plain-torch reference."""
+    return _op("deepseek_attn.kernels." + _HOMES[name][0 if triton_for(tensor) else 1], name)
+
+
+@cache
+def _op(package: str, name: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(package), name)
+
+
+@contextmanager
+def plain_torch(wanted: bool = True) -> Iterator[None]:
+    """Inside, every op runs in plain torch, also on a GPU: what ``backend="reference"`` means."""
+    global _plain
+    before, _plain = _plain, _plain or wanted
+    try:
+        yield
+    finally:
+        _plain = before
+
+
+@cache
+def _runs_on(device: torch.device) -> bool:
+    return problem_on(device) == ""
+
+
+def problem_on(device: torch.device) -> str:
+    """Why Triton kernels cannot run on ``device``; empty where they can."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return f"its kernels need an NVIDIA GPU; the device is {device}"
+    if torch.version.cuda is None:
+        return "its kernels are built for NVIDIA GPUs; this PyTorch is built for another vendor's"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed: pip install triton"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return (
+            f"its kernels need compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or later; this GPU has "
+            f"{capability[0]}.{capability[1]}"
+        )
+    return ""

@@ -1,0 +1,1 @@
+"""The lightning indexer: queries, scores, and their top-k."""

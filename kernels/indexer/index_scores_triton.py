@@ -1,0 +1,203 @@
+"""Triton device code of `paged_index_scores`.
+
+A program scores a share of a request's keys for a few tokens: a tile of keys is fetched once and multiplied with the
+heads of each token in turn. Keys are the rows of a product and heads its columns, so that the sum over heads stays
+within a quarter of a warp.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from deepseek_attn.kernels.common.fp8 import decode_e4m3
+from deepseek_attn.kernels.common.row_ops import begin
+
+
+@triton.jit
+def _exponent(byte):
+    """Powers of two of e8m0 bytes as float32; byte 255 is NaN."""
+    bits = tl.where(byte == 0, 0x00400000, byte << 23)
+    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+# Four e2m1 values in the low halves of four bytes to e4m3, with a byte each that says what is added to the exponent,
+# times 8: 48 for the same value, 0 for zero. With c = value without sign: (c << 2) + byte, but c = 1 has no mantissa
+# (it is 0.5) and c = 0 no exponent.
+_E2M1_TO_E4M3 = tl.constexpr("""
+{{
+    .reg .b32 c, sign, one, two, mask;
+    shr.u32 c, $2, {shift};
+    and.b32 sign, c, 0x08080808;
+    shl.b32 sign, sign, 4;
+    add.u32 mask, $3, 0x78787878;
+    shr.u32 mask, mask, 7;
+    and.b32 mask, mask, 0x01010101;
+    mul.lo.u32 mask, mask, 7;
+    and.b32 c, c, mask;
+    add.u32 one, c, 0x07070707;
+    and.b32 one, one, 0x08080808;
+    add.u32 two, c, 0x06060606;
+    and.b32 two, two, 0x08080808;
+    shr.u32 mask, one, 3;
+    mul.lo.u32 mask, mask, 255;
+    and.b32 mask, mask, $3;
+    shl.b32 c, c, 2;
+    add.u32 c, c, mask;
+    xor.b32 one, one, two;
+    shr.u32 one, one, 1;
+    sub.u32 c, c, one;
+    or.b32 {out}, c, sign;
+}}
+""")
+_UNPACK = tl.constexpr(_E2M1_TO_E4M3.value.format(shift=0, out="$0") + _E2M1_TO_E4M3.value.format(shift=4, out="$1"))
+
+
+@triton.jit
+def _fp4_keys(packed, scales, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Even and odd channels of e2m1 keys ``packed [N, n]``, and one scale per key.
+
+    ``scales``: four e8m0 bytes per key, in one int32. Values are relative to the largest scale of their key, times 64:
+    e4m3 holds them exactly where scales differ by up to 2**11, and as zero where they differ by more.
+    """
+    N: tl.constexpr = packed.shape[0]
+    n: tl.constexpr = packed.shape[1]
+    byte = (scales[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 0xFF
+    largest = tl.max(byte, 1)
+    shift = byte - largest[:, None] + 12  # 6 of it for 64, 6 to rebias e2m1's exponents to e4m3's
+    shift = tl.broadcast_to(tl.where(shift > 0, 8 * shift, 0)[:, :, None], (N, 4, n // 4))
+    shift = tl.reshape(shift, (N, n)).to(tl.uint8)
+    if NATIVE_FP8:
+        low, high = tl.inline_asm_elementwise(
+            _UNPACK, "=&r,=&r,r,r", [packed, shift], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
+        )
+        low, high = low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
+    else:
+        low, high = _e2m1_to_fp16(packed, shift), _e2m1_to_fp16(packed >> 4, shift)
+    return low.to(DTYPE), high.to(DTYPE), _exponent(largest) * 0.015625
+
+
+@triton.jit
+def _e2m1_to_fp16(value, shift):
+    """The same in float16 without assembler: its exponents are biased by 14 more than e2m1's, e4m3's by 6."""
+    value = value.to(tl.int16)
+    number = (((value & 8) << 12) | ((value & 7) << 9)).to(tl.float16, bitcast=True) * 16384.0
+    factor = ((shift.to(tl.int32) // 8 - 6 + 127) << 23).to(tl.float32, bitcast=True).to(tl.float16)
+    return tl.where(shift == 0, 0.0, number * factor)
+
+
+@triton.jit
+def _operand(value, AS_IT_IS: tl.constexpr, DTYPE: tl.constexpr):
+    """What tensor cores take: values, or e4m3 bytes where the GPU has no FP8, as ``DTYPE``."""
+    if AS_IT_IS:
+        return value.to(DTYPE)
+    else:
+        return decode_e4m3(value, False, DTYPE)
+
+
+@triton.jit
+def _relu(x):
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit(do_not_specialize=["T", "width", "skip"])
+def index_scores_kernel(
+    q_ptr,
+    weights_ptr,
+    pool_ptr,
+    table_ptr,
+    request_ptr,
+    visible_ptr,
+    out_ptr,
+    T,
+    width,
+    skip,
+    page_stride,
+    table_stride,
+    out_stride,
+    H: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    RECORD: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    first_token = tl.program_id(0).to(tl.int64) * TOKENS
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
+
+    # every token's own request and length; those that need no scores have length 0
+    token = first_token + tl.arange(0, BLOCK_T)
+    mine = (tl.arange(0, BLOCK_T) < TOKENS) & (token < T)
+    requests = tl.load(request_ptr + token, mask=mine, other=-1)
+    lens = tl.minimum(tl.load(visible_ptr + token, mask=mine, other=0), width).to(tl.int32)
+    lens = tl.where(lens > skip, lens, 0)
+
+    head = tl.arange(0, BLOCK_H)
+    channel = tl.arange(0, BLOCK_D)
+    q = ()
+    q_odd = ()
+    weights = ()
+    for i in tl.static_range(TOKENS):
+        inside = (head < H) & (first_token + i < T)
+        weights += (tl.load(weights_ptr + (first_token + i) * H + head, mask=inside, other=0.0),)
+        query = q_ptr + ((first_token + i) * H + head)[:, None] * DIM
+        if RECORD == "fp4":
+            half = tl.arange(0, DIM // 2)
+            even = query + half[None, :]
+            mask = inside[:, None]
+            q += (tl.trans(_operand(tl.load(even, mask=mask, other=0.0), NATIVE_FP8, DTYPE)),)
+            q_odd += (tl.trans(_operand(tl.load(even + DIM // 2, mask=mask, other=0.0), NATIVE_FP8, DTYPE)),)
+        else:
+            value = tl.load(query + channel[None, :], mask=inside[:, None] & (channel < DIM)[None, :], other=0.0)
+            q += (tl.trans(_operand(value, NATIVE_FP8 or RECORD == "plain", DTYPE)),)
+
+    for lead in range(TOKENS):
+        # the tokens of one request after another; mostly there is one request
+        request = tl.sum(tl.where(tl.arange(0, BLOCK_T) == lead, requests, 0), 0)
+        earlier = (requests == request) & (tl.arange(0, BLOCK_T) < lead)
+        n = tl.max(tl.where(requests == request, lens, 0), 0)
+        n = tl.where(tl.max(earlier.to(tl.int32), 0) == 0, n, 0)
+        ends = ()
+        for i in tl.static_range(TOKENS):
+            ends += (tl.max(tl.where((tl.arange(0, BLOCK_T) == i) & (requests == request), lens, 0), 0),)
+        share = tl.cdiv(tl.cdiv(n, BLOCK_N), parts)
+        for tile in tl.range(part * share, tl.minimum((part + 1) * share, tl.cdiv(n, BLOCK_N)), num_stages=STAGES):
+            entry = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            page = tl.load(table_ptr + request.to(tl.int64) * table_stride + entry // PAGE, mask=entry < n, other=0)
+            start = pool_ptr + page.to(tl.int64) * page_stride
+            offset = entry % PAGE
+            valid = (entry < n)[:, None]
+            if RECORD == "fp8":
+                row = start + offset * DIM
+                key = tl.load(row[:, None] + channel[None, :], mask=valid & (channel < DIM)[None, :], other=0.0)
+                key = _operand(key, NATIVE_FP8, DTYPE)
+                scale_ptr = (start + PAGE * DIM).to(tl.pointer_type(tl.float32)) + offset
+                scale = tl.load(scale_ptr, mask=entry < n, other=0.0)
+            elif RECORD == "fp4":
+                half = tl.arange(0, DIM // 2)
+                row = start + offset * (DIM // 2)
+                packed = tl.load(row[:, None] + half[None, :], mask=valid, other=0)
+                scale_ptr = (start + PAGE * (DIM // 2)).to(tl.pointer_type(tl.int32)) + offset
+                key, odd, scale = _fp4_keys(packed, tl.load(scale_ptr, mask=entry < n, other=0), DTYPE, NATIVE_FP8)
+            else:
+                row = start + offset * DIM
+                key = tl.load(row[:, None] + channel[None, :], mask=valid & (channel < DIM)[None, :], other=0.0)
+                key = key.to(DTYPE)
+            for i in tl.static_range(TOKENS):
+                product = tl.dot(key, q[i], input_precision=PRECISION)
+                if RECORD == "fp4":
+                    product = tl.dot(odd, q_odd[i], product)
+                score = tl.sum(_relu(product) * weights[i][None, :], 1)
+                if RECORD != "plain":
+                    score = score * scale
+                tl.store(out_ptr + (first_token + i) * out_stride + entry, score, mask=entry < ends[i])

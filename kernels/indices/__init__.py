@@ -1,0 +1,1 @@
+"""Index tensors of a step: slots, window indices, compressed entries."""

@@ -1,0 +1,1 @@
+"""Norm, RoPE and cache writes of new tokens, and the compressor."""

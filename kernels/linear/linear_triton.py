@@ -1,0 +1,258 @@
+"""Triton device code of `linear` and `grouped_linear`: products of one input with several weights, in one launch.
+
+A program computes ``W x^T`` for a tile of weight rows and a tile of tokens, over all channels or one share of them. The
+weight is the left factor: Hopper's tensor cores take at least 64 rows there and as few as 8 on the right, where the
+tokens of a decode step are. Shares are added in their order by the program that arrives last.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deepseek_attn.kernels.common.fp8 import decode_e4m3, quantize_groups
+
+
+@triton.jit
+def _pick(values, firsts: tl.constexpr, tile):
+    """The value of the segment that holds ``tile``: segment i starts at tile ``firsts[i]``."""
+    value = values[0]
+    for i in tl.static_range(1, len(firsts)):
+        value = tl.where(tile >= firsts[i], values[i], value)
+    return value
+
+
+@triton.jit
+def _pick_constant(values: tl.constexpr, firsts: tl.constexpr, tile):
+    value = tl.full((), values[0], tl.int32)
+    for i in tl.static_range(1, len(firsts)):
+        value = tl.where(tile >= firsts[i], values[i], value)
+    return value
+
+
+@triton.jit
+def _multiply(w, x, acc, DTYPE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """``acc + w x^T``; with ``PARTS``, x is cut into so many values of ``DTYPE``: three bfloat16 hold a float32."""
+    rest = x
+    for i in tl.static_range(PARTS):
+        part = rest.to(DTYPE)
+        acc = tl.dot(w, tl.trans(part), acc, input_precision=PRECISION)
+        if i + 1 < PARTS:
+            rest = rest.to(tl.float32) - part.to(tl.float32)
+    return acc
+
+
+@triton.jit
+def _rows(row, channel, K: tl.constexpr, WHOLE: tl.constexpr):
+    """A tile of rows ``[n, BLOCK_K]``; zeros past the last channel."""
+    if WHOLE:
+        return tl.load(row[:, None] + channel[None, :])
+    else:
+        return tl.load(row[:, None] + channel[None, :], mask=(channel < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _add_block(
+    acc, w, block, lane, row, token, start, inputs, strides, scale_ptr,
+    K: tl.constexpr, BLOCKS: tl.constexpr, GROUP_ROWS: tl.constexpr, FP8: tl.constexpr, INPUT: tl.constexpr,
+    POW2: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``acc`` and the product of one block of channels."""
+    channel = block * lane.shape[0] + lane
+    if INPUT == "quantized":
+        x = tl.load(inputs[1] + token[:, None] * strides[1] + channel[None, :])
+        x_scale = tl.load(inputs[2] + token + block * strides[2])
+        if not NATIVE_FP8:
+            x = decode_e4m3(x, NATIVE_FP8, DTYPE)
+    else:
+        x = _rows(inputs[0] + token * strides[0], channel, K, K % lane.shape[0] == 0)
+        if INPUT == "quantize":
+            x, x_scale = quantize_groups(x.to(tl.float32), POW2, NATIVE_FP8, DTYPE)
+    if FP8:
+        if GROUP_ROWS % 128 == 0:
+            w_scale = tl.load(scale_ptr + start // 128 * BLOCKS + block)
+        else:
+            w_scale = tl.load(scale_ptr + row // 128 * BLOCKS + block)[:, None]
+        product = tl.zeros(acc.shape, tl.float32)
+        product = _multiply(decode_e4m3(w, NATIVE_FP8, DTYPE), x, product, DTYPE, PARTS, PRECISION)
+        if INPUT == "plain":
+            acc += product * w_scale
+        else:
+            acc += product * (w_scale * x_scale[None, :])
+    else:
+        acc = _multiply(w.to(DTYPE), x, acc, DTYPE, PARTS, PRECISION)
+    return acc
+
+
+@triton.jit
+def _finish(
+    acc,
+    out_ptr,
+    part_ptr,
+    counter_ptr,
+    start,
+    last_row,
+    m_tile,
+    M,
+    tile,
+    split,
+    out_stride,
+    SPLITS: tl.constexpr,
+):
+    """Stores a tile. Of several shares, the last to arrive adds them up in their order and clears the counter."""
+    BLOCK_N: tl.constexpr = acc.shape[0]
+    BLOCK_M: tl.constexpr = acc.shape[1]
+    row = start + tl.arange(0, BLOCK_N)
+    token = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    out = out_ptr + token[None, :].to(tl.int64) * out_stride + row[:, None]
+    inside = (row <= last_row)[:, None] & (token < M)[None, :]
+    if SPLITS == 1:
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        entry = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        part = part_ptr + tile.to(tl.int64) * (SPLITS * BLOCK_N * BLOCK_M) + entry
+        tl.store(part + split * (BLOCK_N * BLOCK_M), acc)
+        tl.debug_barrier()  # the whole program's share is written before its arrival is counted
+        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SPLITS - 1:
+            total = tl.load(part, cache_modifier=".cg")
+            for i in tl.static_range(1, SPLITS):
+                total += tl.load(part + i * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+            tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(counter_ptr + tile, 0)
+
+
+@triton.jit
+def _program(
+    job, m_tile, m_tiles, M, inputs, strides, group_strides, weights, scales, outs, part_ptr, counter_ptr,
+    K: tl.constexpr, SIZES: tl.constexpr, FIRSTS: tl.constexpr, SPLITS: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    FP8: tl.constexpr, INPUT: tl.constexpr, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Share ``job % SPLITS`` of tile ``job // SPLITS`` of the weights of one kind."""
+    BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    SHARE: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
+    tile = job // SPLITS
+    split = job % SPLITS
+    weight_ptr = tl.multiple_of(_pick(weights, FIRSTS, tile), 16)
+    scale_ptr = _pick(scales, FIRSTS, tile)
+    out_ptr = tl.multiple_of(_pick(outs, FIRSTS, tile), 16)
+    size = _pick_constant(SIZES, FIRSTS, tile)
+    start = (tile - _pick_constant(FIRSTS, FIRSTS, tile)) * BLOCK_N
+    last_row = size - 1
+    if GROUP_ROWS > 0:
+        GROUP_TILES: tl.constexpr = (GROUP_ROWS + BLOCK_N - 1) // BLOCK_N
+        group = tile // GROUP_TILES
+        start = group * GROUP_ROWS + tile % GROUP_TILES * BLOCK_N
+        last_row = (group + 1) * GROUP_ROWS - 1
+        inputs = (
+            inputs[0] + group.to(tl.int64) * group_strides[0],
+            inputs[1] + group.to(tl.int64) * group_strides[1],
+            inputs[2] + group.to(tl.int64) * group_strides[2],
+        )
+    # rows and tokens past the end repeat the last one, and are not stored
+    row = tl.minimum(start + tl.arange(0, BLOCK_N), last_row)
+    weight_row = weight_ptr + row.to(tl.int64) * K
+    lane = tl.arange(0, BLOCK_K)
+    first = split * SHARE
+    ahead = ()
+    AHEAD: tl.constexpr = EARLY if EARLY < SHARE else SHARE
+    if PDL:
+        # weights wait for nothing: the first of them come while the launch before this one still runs
+        for i in tl.static_range(AHEAD):
+            ahead += (_rows(weight_row, (first + i) * BLOCK_K + lane, K, K % BLOCK_K == 0 and BLOCKS % SHARE == 0),)
+        gdc_wait()
+    token = tl.minimum(m_tile * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if PDL:
+        for i in tl.static_range(AHEAD):
+            if first + i < BLOCKS:
+                acc = _add_block(
+                    acc, ahead[i], first + i, lane, row, token, start, inputs, strides, scale_ptr,
+                    K, BLOCKS, GROUP_ROWS, FP8, INPUT, POW2, NATIVE_FP8, DTYPE, PARTS, PRECISION,
+                )  # fmt: skip
+        first += AHEAD
+    for block in tl.range(first, tl.minimum(split * SHARE + SHARE, BLOCKS), num_stages=STAGES):
+        w = _rows(weight_row, block * BLOCK_K + lane, K, K % BLOCK_K == 0)
+        acc = _add_block(
+            acc, w, block, lane, row, token, start, inputs, strides, scale_ptr,
+            K, BLOCKS, GROUP_ROWS, FP8, INPUT, POW2, NATIVE_FP8, DTYPE, PARTS, PRECISION,
+        )  # fmt: skip
+    _finish(
+        acc, out_ptr, part_ptr, counter_ptr, start, last_row, m_tile, M, tile * m_tiles + m_tile, split, size, SPLITS
+    )
+
+
+@triton.jit(do_not_specialize=["M"])
+def multi_linear_kernel(
+    x_ptr,
+    q_ptr,
+    q_scale_ptr,
+    weights,
+    scales,
+    outs,
+    plain_weights,
+    plain_outs,
+    part_ptr,
+    plain_part_ptr,
+    counter_ptr,
+    M,
+    x_stride,
+    q_stride,
+    q_scale_stride,
+    x_group_stride,
+    q_group_stride,
+    q_scale_group_stride,
+    K: tl.constexpr,
+    SIZES: tl.constexpr,
+    FIRSTS: tl.constexpr,
+    TILES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PLAIN_SIZES: tl.constexpr,
+    PLAIN_FIRSTS: tl.constexpr,
+    PLAIN_TILES: tl.constexpr,
+    PLAIN_SPLITS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    INPUT: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PLAIN_DTYPE: tl.constexpr,
+    PLAIN_PARTS: tl.constexpr,
+    PLAIN_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PLAIN_BLOCK_N: tl.constexpr,
+    PLAIN_BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """FP8 weights ``SIZES[i] x K``, then plain ones ``PLAIN_SIZES[i] x K``; each kind is cut alike.
+
+    Weight i of a kind starts at tile ``FIRSTS[i]`` of the kind's ``TILES``. With ``GROUP_ROWS`` the one weight is
+    block-diagonal: each so many rows have an input of their own, ``x_group_stride`` elements after the one before.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    m_tiles = tl.cdiv(M, BLOCK_M)
+    m_tile = tl.program_id(0) % m_tiles
+    job = tl.program_id(0) // m_tiles
+    inputs, strides = (x_ptr, q_ptr, q_scale_ptr), (x_stride, q_stride, q_scale_stride)
+    group_strides = (x_group_stride, q_group_stride, q_scale_group_stride)
+    if PLAIN_TILES == 0 or (TILES > 0 and job < TILES * SPLITS):
+        _program(
+            job, m_tile, m_tiles, M, inputs, strides, group_strides, weights, scales, outs, part_ptr, counter_ptr,
+            K, SIZES, FIRSTS, SPLITS, GROUP_ROWS, True, INPUT, POW2, NATIVE_FP8, DTYPE, PARTS, PRECISION,
+            BLOCK_M, BLOCK_N, 128, STAGES, EARLY, PDL,
+        )  # fmt: skip
+    else:
+        _program(
+            job - TILES * SPLITS, m_tile, m_tiles, M, inputs, strides, group_strides, plain_weights, plain_outs,
+            plain_outs, plain_part_ptr, counter_ptr + TILES * m_tiles,
+            K, PLAIN_SIZES, PLAIN_FIRSTS, PLAIN_SPLITS, 0, False, "plain", POW2, NATIVE_FP8, PLAIN_DTYPE, PLAIN_PARTS,
+            PLAIN_PRECISION, BLOCK_M, PLAIN_BLOCK_N, PLAIN_BLOCK_K, STAGES, EARLY, PDL,
+        )  # fmt: skip

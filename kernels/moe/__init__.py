@@ -1,0 +1,1 @@
+"""Routing, routed experts and SwiGLU."""

@@ -1,0 +1,377 @@
+"""Triton device code of `moe_experts`: rows are grouped by expert, and each group meets its expert's weights once.
+
+A pair is one (token, expert) of the routing, numbered ``token * k + i``; with expert -1, it adds nothing. A program of
+the product computes ``W x^T`` for a tile of weight rows and a tile of pairs that share an expert. The weight is the
+left factor: Hopper's tensor cores take at least 64 rows there and as few as 8 on the right, where an expert has few
+pairs.
+
+FP4 weights become bfloat16 by moving bits, their scale (a power of two) multiplied in: both exact, so the products sum
+up over all channels without rescaling. A byte holds an even and an odd channel; instead of interleaving them, even and
+odd channels are separate products, and inputs are stored evens first.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deepseek_attn.kernels.common.fp8 import decode_e4m3, quantize_groups
+
+FP4_BIAS = 64  # FP4 weights are held as 2**-64 of their value, which keeps them in the range of bfloat16
+_FP4_FACTOR = tl.constexpr(2.0**FP4_BIAS)
+
+# A nibble, times 2**12 + 2**6: its sign is bit 15 of a bfloat16 and its other three bits are bits 8 .. 6, which makes
+# 2**-126 of its value; then times a factor. With bytes 1 and 2 swapped, pairs come out in the order of the bytes.
+_UNPACK = tl.constexpr("""
+{
+    .reg .b32 w, t, z;
+    mov.b32 z, 0x80008000;
+    prmt.b32 w, $4, 0, 0x3120;
+    and.b32 t, w, 0x000F000F;
+    mul.lo.u32 t, t, 4160;
+    and.b32 t, t, 0x81C081C0;
+    fma.rn.bf16x2 $0, t, $5, z;
+    and.b32 t, w, 0x00F000F0;
+    mul.lo.u32 t, t, 260;
+    and.b32 t, t, 0x81C081C0;
+    fma.rn.bf16x2 $2, t, $5, z;
+    shr.u32 w, w, 8;
+    and.b32 t, w, 0x000F000F;
+    mul.lo.u32 t, t, 4160;
+    and.b32 t, t, 0x81C081C0;
+    fma.rn.bf16x2 $1, t, $6, z;
+    and.b32 t, w, 0x00F000F0;
+    mul.lo.u32 t, t, 260;
+    and.b32 t, t, 0x81C081C0;
+    fma.rn.bf16x2 $3, t, $6, z;
+}
+""")
+
+
+@triton.jit
+def unpack_fp4(w, scale):
+    """(even, odd) channels as bfloat16 ``[n, bytes]``, 2**-64 of their value, of packed ``w [n, bytes]``.
+
+    ``scale``: e8m0 bytes ``[n, bytes / 16]``. Exact for scales from 2**-68 to 2**65; larger ones become infinite.
+    """
+    ROWS: tl.constexpr = w.shape[0]
+    BYTES: tl.constexpr = w.shape[1]
+    bits = (tl.minimum(scale.to(tl.int32), 193) + 62) << 7  # 2**(byte - 127 + 126 - 64)
+    factor = tl.broadcast_to(bits.to(tl.int16)[:, :, None], (ROWS, BYTES // 16, 16))
+    factor = tl.reshape(factor, (ROWS, BYTES)).to(tl.bfloat16, bitcast=True)
+    return tl.inline_asm_elementwise(
+        _UNPACK, "=&r,=&r,=&r,=&r,r,r,r", [w, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def prepare_kernel(
+    x_ptr,
+    out_ptr,
+    scale_ptr,
+    x_stride,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    POW2: tl.constexpr,
+    SCALED: tl.constexpr,
+    EVENS_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Inputs of a product, rows ``[R, K]``: rounded to FP8 per 128 channels, evens first.
+
+    Values in float32 are rounded and written in the dtype of ``out_ptr``; if ``SCALED``, e4m3 values and their float32
+    scales ``[R, K / 128]`` are written instead.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    channel = start + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(x_ptr + row * x_stride + channel, mask=channel < K, other=0)
+    if QUANTIZE:
+        groups = tl.reshape(x.to(tl.float32), (BLOCK // 128, 128))
+        values, scale = quantize_groups(groups, POW2, SCALED, tl.float8e4nv if SCALED else tl.float32)
+        if SCALED:
+            group = start // 128 + tl.arange(0, BLOCK // 128)
+            tl.store(scale_ptr + row * (K // 128) + group, scale, mask=group < K // 128)
+        else:
+            values = (values * scale[:, None]).to(x_ptr.dtype.element_ty)
+        x = tl.reshape(values, (BLOCK,))
+    x = x.to(out_ptr.dtype.element_ty)
+    if EVENS_FIRST:
+        even, odd = tl.split(tl.reshape(x, (BLOCK // 2, 2)))
+        half = start // 2 + tl.arange(0, BLOCK // 2)
+        tl.store(out_ptr + row * K + half, even, mask=half < K // 2)
+        tl.store(out_ptr + row * K + K // 2 + half, odd, mask=half < K // 2)
+    else:
+        tl.store(out_ptr + row * K + channel, x, mask=channel < K)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def count_kernel(experts_ptr, counts_ptr, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """How many pairs each expert has; program e counts those of expert e."""
+    expert = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros((BLOCK,), tl.int32)
+    for start in tl.range(0, pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        total += (tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
+    tl.store(counts_ptr + expert, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["pairs", "tiles"])
+def place_kernel(
+    experts_ptr,
+    counts_ptr,
+    sorted_ptr,
+    tile_expert_ptr,
+    pairs,
+    tiles,
+    E: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Gives each expert whole tiles of ``TILE`` places and lists its pairs there, in order, then -1.
+
+    ``tile_expert`` ``[tiles]``: whose tile it is, -1 for those left over.
+    """
+    expert = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    other = tl.arange(0, E_PADDED)
+    needed = (tl.load(counts_ptr + other, mask=other < E, other=0) + TILE - 1) // TILE
+    first = tl.sum(tl.where(other < expert, needed, 0), 0)
+    own = tl.sum(tl.where(other == expert, needed, 0), 0)
+    for start in tl.range(0, own, 32):
+        tile = start + tl.arange(0, 32)
+        tl.store(tile_expert_ptr + first + tile, expert, mask=tile < own)
+    if expert == E - 1:
+        for start in tl.range(first + own, tiles, BLOCK):
+            tile = start + tl.arange(0, BLOCK)
+            tl.store(tile_expert_ptr + tile, -1, mask=tile < tiles)
+    place = first * TILE
+    if own > 0:
+        for start in tl.range(0, pairs, BLOCK):
+            pair = start + tl.arange(0, BLOCK)
+            mine = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == expert
+            rank = tl.cumsum(mine.to(tl.int32), 0) - 1
+            tl.store(sorted_ptr + place + rank, pair, mask=mine)
+            place += tl.sum(mine.to(tl.int32), 0)
+        rest = place + tl.arange(0, TILE)
+        tl.store(sorted_ptr + rest, -1, mask=rest < (first + own) * TILE)
+
+
+@triton.jit
+def _tile_of(experts_ptr, sorted_ptr, tile_expert_ptr, tile, pairs, TILE: tl.constexpr, SLOTS: tl.constexpr):
+    """(expert or -1, pairs ``[TILE]`` or -1) of a tile.
+
+    With ``SLOTS``, a tile is a pair: it has work if the pairs of its expert before it fill whole tiles, and then takes
+    the next ``TILE`` of them. That needs no launch before it, and suits few pairs.
+    """
+    if SLOTS == 0:
+        expert = tl.load(tile_expert_ptr + tile).to(tl.int32)
+        row = tl.load(sorted_ptr + tile.to(tl.int64) * TILE + tl.arange(0, TILE), mask=expert >= 0, other=-1)
+    else:
+        pair = tl.arange(0, SLOTS)
+        chosen = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
+        expert = tl.load(experts_ptr + tile).to(tl.int32)
+        same = chosen == expert
+        before = tl.sum((same & (pair < tile)).to(tl.int32), 0)
+        rank = tl.sum((same[None, :] & (pair[None, :] < pair[:, None])).to(tl.int32), 1)
+        wanted = before + tl.arange(0, TILE)
+        found = same[:, None] & (rank[:, None] == wanted[None, :])
+        row = tl.max(tl.where(found, pair[:, None], -1), 0)
+        expert = tl.where(before % TILE == 0, expert, -1)
+    return expert, row
+
+
+@triton.jit
+def gated(gate, up, limit, CLAMP: tl.constexpr):
+    """``silu(gate) * up`` of float32 values; a NaN stays one."""
+    if CLAMP:
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    return gate / (1 + tl.exp(-gate)) * up
+
+
+@triton.jit(do_not_specialize=["size"])
+def swiglu_kernel(gate_ptr, up_ptr, out_ptr, limit, size, CLAMP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """``out = silu(gate) * up`` of ``size`` values."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    gate = tl.load(gate_ptr + at, mask=at < size, other=0).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=at < size, other=0).to(tl.float32)
+    tl.store(out_ptr + at, gated(gate, up, limit, CLAMP).to(out_ptr.dtype.element_ty), mask=at < size)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def grouped_product_kernel(
+    x_ptr,
+    x_scale_ptr,
+    a_ptr,
+    b_ptr,
+    a_scale_ptr,
+    b_scale_ptr,
+    out_ptr,
+    experts_ptr,
+    weights_ptr,
+    sorted_ptr,
+    tile_expert_ptr,
+    pairs,
+    x_stride,
+    limit,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOPK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMP: tl.constexpr,
+    WEIGH: tl.constexpr,
+    X_SCALED: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``out[pair] = W[expert] x[pair // TOPK]``, rows of ``N``.
+
+    ``GATED``: a tile holds rows of both stacks in turn, and ``out = swiglu(a x, b x)``, times the pair's weight if
+    ``WEIGH``.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert, pair = _tile_of(experts_ptr, sorted_ptr, tile_expert_ptr, tl.program_id(1), pairs, TILE, SLOTS)
+    if expert < 0:
+        return
+    lane = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(lane // 2 if GATED else lane, N - 1)
+    weight_row = expert.to(tl.int64) * N + row
+    a_row = a_ptr
+    scale_base = a_scale_ptr
+    if GATED:
+        a_row = tl.where(lane % 2 == 1, b_ptr, a_ptr)
+        scale_base = tl.where(lane % 2 == 1, b_scale_ptr, a_scale_ptr)
+    known = pair >= 0
+    token = tl.where(known, pair // TOPK, 0).to(tl.int64)
+    x_row = x_ptr + token * x_stride
+    acc = tl.zeros((BLOCK_N, TILE), tl.float32)
+    if FORMAT == "fp4":
+        BYTES: tl.constexpr = K // 2
+        STEP: tl.constexpr = BLOCK_K // 2
+        w_row = a_row + weight_row * BYTES
+        s_row = scale_base + weight_row * (BYTES // 16)
+        for start in tl.range(0, BYTES, STEP, num_stages=STAGES):
+            column = start + tl.arange(0, STEP)
+            group = start // 16 + tl.arange(0, STEP // 16)
+            if BYTES % STEP == 0:
+                w = tl.load(w_row[:, None] + column[None, :])
+                scale = tl.load(s_row[:, None] + group[None, :])
+                inside = known[:, None]
+            else:
+                w = tl.load(w_row[:, None] + column[None, :], mask=(column < BYTES)[None, :], other=0)
+                scale = tl.load(s_row[:, None] + group[None, :], mask=(group < BYTES // 16)[None, :], other=0)
+                inside = known[:, None] & (column < BYTES)[None, :]
+            even, odd = unpack_fp4(w, scale)
+            x_even = tl.load(x_row[:, None] + column[None, :], mask=inside, other=0)
+            x_odd = tl.load(x_row[:, None] + (BYTES + column)[None, :], mask=inside, other=0)
+            # a sum of its own: the tensor cores must be done with these registers before the next tile is unpacked
+            product = tl.dot(even.to(DTYPE), tl.trans(x_even.to(DTYPE)), input_precision=PRECISION)
+            acc += tl.dot(odd.to(DTYPE), tl.trans(x_odd.to(DTYPE)), product, input_precision=PRECISION)
+        acc *= _FP4_FACTOR
+    else:
+        w_row = a_row + weight_row * K
+        ROWS: tl.constexpr = (N + 127) // 128
+        GROUPS: tl.constexpr = (K + 127) // 128
+        s_row = scale_base + (expert.to(tl.int64) * ROWS + row // 128) * GROUPS
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            column = start + tl.arange(0, BLOCK_K)
+            if K % BLOCK_K == 0:
+                w = tl.load(w_row[:, None] + column[None, :])
+                x = tl.load(x_row[:, None] + column[None, :], mask=known[:, None], other=0.0)
+            else:
+                w = tl.load(w_row[:, None] + column[None, :], mask=(column < K)[None, :], other=0.0)
+                x = tl.load(x_row[:, None] + column[None, :], mask=known[:, None] & (column < K)[None, :], other=0.0)
+            if FORMAT == "fp8":
+                if not X_SCALED:
+                    w = decode_e4m3(w, NATIVE_FP8, DTYPE)
+                    x = x.to(DTYPE)
+                product = tl.dot(w, tl.trans(x), input_precision=PRECISION)
+                factor = tl.load(s_row + start // 128)[:, None]
+                if X_SCALED:
+                    x_scale = tl.load(x_scale_ptr + token * GROUPS + start // 128, mask=known, other=0)
+                    factor = factor * x_scale[None, :]
+                acc += product * factor
+            elif DTYPE == tl.float32:  # noqa: SIM300
+                acc += tl.dot(w, tl.trans(x), input_precision=PRECISION)  # its own sum, for the reason above
+            else:
+                acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+    known = pair >= 0
+    out_row = out_ptr + tl.where(known, pair, 0).to(tl.int64) * N
+    if GATED:
+        pieces = tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, TILE)), (0, 2, 1))
+        gate, up = tl.split(pieces.to(out_ptr.dtype.element_ty).to(tl.float32))
+        value = gated(gate, up, limit, CLAMP)
+        if WEIGH:
+            value *= tl.load(weights_ptr + pair, mask=known, other=0)[None, :]
+        channel = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    else:
+        value = acc
+        channel = lane
+    inside = (channel < N)[:, None] & known[None, :]
+    tl.store(out_row[None, :] + channel[:, None], value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def combine_kernel(
+    parts_ptr,
+    experts_ptr,
+    weights_ptr,
+    add_ptr,
+    out_ptr,
+    add_stride,
+    D: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOPK_PADDED: tl.constexpr,
+    WEIGH: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``out[t] = sum over pairs of t, in the order of their experts, of parts[pair] [* weight]``, plus ``add``."""
+    t = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < D
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    i = tl.arange(0, TOPK_PADDED)
+    expert = tl.load(experts_ptr + t * TOPK + i, mask=i < TOPK, other=1 << 30).to(tl.int32)
+    earlier = (expert[None, :] < expert[:, None]) | ((expert[None, :] == expert[:, None]) & (i[None, :] < i[:, None]))
+    rank = tl.sum(earlier.to(tl.int32), 1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for place in tl.static_range(TOPK):
+        pair = t * TOPK + tl.sum(tl.where(rank == place, i, 0), 0)
+        here = tl.sum(tl.where(rank == place, expert, 0), 0) >= 0
+        part = tl.load(parts_ptr + pair * D + channel, mask=inside & here, other=0).to(tl.float32)
+        if WEIGH:
+            part *= tl.load(weights_ptr + pair, mask=here, other=0)
+        total += part
+    if ADD:
+        total += tl.load(add_ptr + t * add_stride + channel, mask=inside, other=0).to(tl.float32)
+    tl.store(out_ptr + t * D + channel, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,206 @@
+"""The router of a mixture of experts in Triton: scores in true float32, then the choice of each token.
+
+One launch multiplies shares of the channels, a second one adds them up and chooses.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
+
+from deepseek_attn.kernels.common.float32_product import float32_product, summed
+from deepseek_attn.kernels.common.row_ops import early_launch
+
+SHARE = 256  # channels that are summed before they are added to the others
+_SCORES = ("sqrtsoftplus", "sigmoid", "softmax")
+
+
+@triton.jit
+def _score(logits, inside, SCORE: tl.constexpr):
+    if SCORE == "sigmoid":
+        return 1 / (1 + libdevice.exp(-logits))
+    if SCORE == "softmax":
+        shifted = libdevice.exp(logits - tl.max(tl.where(inside, logits, float("-inf")), 0))
+        return shifted / tl.sum(tl.where(inside, shifted, 0), 0)
+    return tl.sqrt_rn(tl.where(logits > 20, logits, libdevice.log1p(libdevice.exp(logits))))
+
+
+@triton.jit
+def _sort_key(value, index):
+    """int64 that orders by value, then by falling index; a NaN is above all numbers."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
+    bits = tl.where(value == value, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def _take(key):
+    """Index of the largest key, and the keys without it."""
+    best = tl.max(key, 0)
+    return 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), tl.where(key == best, -(1 << 63), key)
+
+
+@triton.jit
+def select_kernel(
+    sums_ptr,
+    bias_ptr,
+    table_ptr,
+    token_ids_ptr,
+    experts_ptr,
+    weights_ptr,
+    T,
+    factor,
+    E: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    SHARES: tl.constexpr,
+    INNER: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOPK_PADDED: tl.constexpr,
+    SCORE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    LOOKUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Experts and weights of one token."""
+    t = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, E_PADDED)
+    inside = expert < E
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    logits = summed(sums_ptr, t * E + tl.minimum(expert, E - 1), T * E, SHARES, INNER)
+    scores = _score(logits, inside, SCORE)
+    i = tl.arange(0, TOPK_PADDED)
+    chosen = tl.zeros((TOPK_PADDED,), tl.int32)
+    weights = tl.zeros((TOPK_PADDED,), tl.float32)
+    if LOOKUP:
+        row = tl.load(token_ids_ptr + t)
+        chosen = tl.load(table_ptr + row * TOPK + i, mask=i < TOPK, other=0).to(tl.int32)
+    else:
+        biased = scores
+        if HAS_BIAS:
+            biased += tl.load(bias_ptr + expert, mask=inside, other=0)
+        if GROUPS > 1:
+            group = expert // (E // GROUPS)
+            g = tl.arange(0, GROUPS)
+            members = tl.where((group[:, None] == g[None, :]) & inside[:, None], biased[:, None], float("-inf"))
+            place = tl.where(members == tl.max(members, 0)[None, :], expert[:, None], E_PADDED)
+            best = tl.min(place, 0)
+            second = tl.max(tl.where(expert[:, None] == best[None, :], float("-inf"), members), 0)
+            group_key = _sort_key(tl.max(members, 0) + second, g)
+            keep = tl.zeros((E_PADDED,), tl.int1)
+            for _ in tl.static_range(KEPT):
+                winner, group_key = _take(group_key)
+                keep = keep | (group == winner)
+            biased = tl.where(keep, biased, float("-inf"))
+        key = tl.where(inside, _sort_key(biased, expert), -(1 << 63))
+        for place in tl.static_range(TOPK):
+            winner, key = _take(key)
+            chosen = tl.where(i == place, winner, chosen)
+    for place in tl.static_range(TOPK):
+        winner = tl.sum(tl.where(i == place, chosen, 0), 0)
+        weights = tl.where(i == place, tl.sum(tl.where(expert == winner, scores, 0), 0), weights)
+    if NORMALIZE:
+        weights = tl.div_rn(weights, tl.broadcast_to(tl.sum(weights, 0), (TOPK_PADDED,)))
+    tl.store(experts_ptr + t * TOPK + i, chosen.to(tl.int64), mask=i < TOPK)
+    tl.store(weights_ptr + t * TOPK + i, weights * factor, mask=i < TOPK)
+
+
+def moe_route(
+    x: Tensor,
+    weight: Tensor,
+    topk: int,
+    score: str,
+    factor: float,
+    normalize: bool,
+    bias: Tensor | None = None,
+    groups: tuple[int, int] = (1, 1),
+    choice: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Same as `reference.moe.moe_route`.
+
+    Notes:
+        ``n`` of ``groups`` is a power of two. Token ids of ``choice`` are not checked: those of padded rows must be in
+        the table, too.
+    """
+    _check(x, weight, topk, score, bias, groups, choice)
+    T, E = len(x), len(weight)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    experts = torch.empty(T, topk, dtype=torch.int64, device=x.device)
+    weights = torch.empty(T, topk, dtype=torch.float32, device=x.device)
+    if T == 0:
+        return experts, weights
+    early = early_launch(x.device)
+    logits = float32_product(x, weight, SHARE)
+    table, token_ids = (experts, experts) if choice is None else choice
+    select_kernel[(T,)](
+        logits.sums,
+        weight if bias is None else bias,
+        table,
+        token_ids,
+        experts,
+        weights,
+        T,
+        float(factor),
+        E=E,
+        E_PADDED=triton.next_power_of_2(E),
+        SHARES=len(logits.sums),
+        INNER=logits.inner,
+        TOPK=topk,
+        TOPK_PADDED=triton.next_power_of_2(topk),
+        SCORE=score,
+        NORMALIZE=normalize,
+        HAS_BIAS=bias is not None,
+        LOOKUP=choice is not None,
+        GROUPS=groups[0],
+        KEPT=groups[1],
+        PDL=early,
+        num_warps=1,
+        launch_pdl=early,
+    )
+    return experts, weights
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.device.type == "cuda"
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    topk: int,
+    score: str,
+    bias: Tensor | None,
+    groups: tuple[int, int],
+    choice: tuple[Tensor, Tensor] | None,
+) -> None:
+    if x.dim() != 2 or not _on_gpu(x) or not x.is_floating_point():
+        raise ValueError(f"x must be [T, D] of floats on a GPU, got {tuple(x.shape)} {x.dtype} on {x.device}")
+    if weight.shape[1:] != x.shape[1:] or weight.dtype != torch.float32 or not weight.is_contiguous():
+        raise ValueError(
+            f"the gate must be contiguous float32 [E, {x.shape[1]}] for x {tuple(x.shape)}, got {tuple(weight.shape)} "
+            f"{weight.dtype}"
+        )
+    E, (n, kept) = len(weight), groups
+    if score not in _SCORES:
+        raise ValueError(f"unknown score {score!r}: supported are {', '.join(_SCORES)}")
+    if n < 1 or n & (n - 1) or E % n or not 1 <= kept <= n or not 1 <= topk <= E // n * kept:
+        raise ValueError(
+            f"{topk} of {E} experts in the best {kept} of {n} groups: the number of groups must be a power of two that "
+            "divides the experts, and the groups kept must hold enough of them"
+        )
+    if bias is not None and (bias.shape != (E,) or bias.dtype != torch.float32 or not bias.is_contiguous()):
+        raise ValueError(f"the bias must be contiguous float32 [{E}], got {tuple(bias.shape)} {bias.dtype}")
+    if choice is not None:
+        table, ids = choice
+        if table.shape[1:] != (topk,) or not table.is_contiguous() or ids.shape != (len(x),) or ids.stride(0) != 1:
+            raise ValueError(
+                f"choice must be a contiguous table [V, {topk}] and contiguous token ids [{len(x)}], got "
+                f"{tuple(table.shape)} and {tuple(ids.shape)}"
+            )

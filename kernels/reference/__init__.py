@@ -1,1 +1,0 @@
-"""Pure-torch definitions of every op: slow where they must be, exact, and runnable on any device."""

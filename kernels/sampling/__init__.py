@@ -1,0 +1,1 @@
+"""Greedy tokens from logits."""

@@ -1,0 +1,55 @@
+"""Triton kernels of `reference.most_likely`: parts of a row, many at a time, then the largest of the parts."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepseek_attn.kernels.sampling.reference import NO_TOKEN
+
+PART = 1024  # logits of a program
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    """Same as `reference.most_likely.most_likely`."""
+    if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.shape[1]:
+        raise ValueError(f"logits must be float32 [T, vocab], got {logits.dtype} {list(logits.shape)}")
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    rows, vocab = logits.shape
+    parts = triton.cdiv(vocab, PART)
+    peaks = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    places = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        part_kernel[(parts, rows)](logits, peaks, places, logits.stride(0), vocab, PART=PART, num_warps=4)
+        width = triton.next_power_of_2(parts)
+        row_kernel[(rows,)](peaks, places, tokens, parts, NONE=NO_TOKEN, WIDTH=width, num_warps=4)
+    return tokens
+
+
+@triton.jit
+def part_kernel(logits, peaks, places, row_stride, vocab, PART: tl.constexpr):
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = part * PART + tl.arange(0, PART)
+    x = tl.load(logits + row * row_stride + column, mask=column < vocab, other=float("-inf"))
+    x = tl.where(x == x, x, float("inf"))  # NaN breaks a row as infinity does
+    peak = tl.max(x)
+    place = tl.min(tl.where(x == peak, column, vocab))
+    at = row * tl.num_programs(0) + part
+    tl.store(peaks + at, peak)
+    tl.store(places + at, place)
+
+
+@triton.jit
+def row_kernel(peaks, places, tokens, parts, NONE: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, WIDTH)
+    inside = part < parts
+    x = tl.load(peaks + row * parts + part, mask=inside, other=float("-inf"))
+    place = tl.load(places + row * parts + part, mask=inside, other=2147483647)
+    peak = tl.max(x)
+    token = tl.min(tl.where(x == peak, place, 2147483647))
+    sound = (peak < float("inf")) & (peak > float("-inf"))
+    tl.store(tokens + row, tl.where(sound, token, NONE).to(tl.int64))

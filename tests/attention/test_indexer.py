@@ -1,0 +1,63 @@
+"""The indexers of whole layers on a GPU: the Triton path selects what plain torch selects, from the same caches."""
+
+import pytest
+import torch
+
+from deepseek_attn.attention.indexer import Indexer
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.kernels.common.dispatch import plain_torch, triton_for
+from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.v32.indexer import TokenIndexer
+
+NUMERICS = ["exact", "official", "serving"]
+
+
+@pytest.fixture
+def gpu(device):
+    if not triton_for(torch.empty(0, device=device)):
+        pytest.skip("needs a GPU with Triton: DEEPSEEK_ATTN_TEST_DEVICE=cuda")
+    return device
+
+
+def compare(selections, kind, monkeypatch):
+    """Selects twice at every call, and keeps both selections."""
+    original = kind.select_entries
+
+    def both(self, index_q, weights, step, out, *slots):
+        assert self.fused(index_q)
+        original(self, index_q, weights, step, out, *slots)
+        plain = torch.full_like(out, 2**31 - 1)
+        with plain_torch():
+            original(self, index_q, weights, step, plain)
+        selections.append((out.clone(), plain))
+
+    monkeypatch.setattr(kind, "select_entries", both)
+
+
+def check(selections):
+    """As many entries, ascending, and but for a few that rounding swaps the same ones."""
+    common = total = 0
+    for fused, plain in selections:
+        assert torch.equal((fused >= 0).sum(1), (plain >= 0).sum(1))
+        rises = fused[:, 1:] > fused[:, :-1]
+        assert (rises | (fused[:, 1:] == -1)).all()
+        chosen = (fused >= 0).sum().item()
+        common += sum(len(set(a) & set(b) - {-1}) for a, b in zip(fused.tolist(), plain.tolist(), strict=True))
+        total += chosen
+    assert total > 1000
+    assert common / total > 0.97
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize(("preset", "kind"), [("tiny", Indexer), ("tiny_v32", TokenIndexer)])
+def test_prefills_and_decodes_together(gpu, preset, kind, numerics, monkeypatch):
+    selections = []
+    compare(selections, kind, monkeypatch)
+    config = ModelConfig.from_preset(preset)
+    options = {"max_model_len": 1200, "max_num_seqs": 8, "max_num_batched_tokens": 1024, "cuda_graphs": False}
+    runner = ModelRunner.from_config(config, device=gpu, numerics=numerics, **options)
+    tokens = torch.randint(config.vocab_size, (4, 1100)).tolist()
+    sequences = [runner.sequence(ids) for ids in tokens]
+    for sizes in ((700, 3, 0, 0), (1, 200, 500, 0), (1, 1, 1, 200), (2, 1, 2, 1)):
+        runner.step([(sequence, n) for sequence, n in zip(sequences, sizes, strict=True) if n])
+    check(selections)

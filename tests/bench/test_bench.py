@@ -1,0 +1,179 @@
+"""Timing a layer: it measures what it says, over caches of the stated length, and gives everything back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from deepseek_attn.bench.cases.case import OpCase
+from deepseek_attn.bench.layer import fill_caches, past, time_layer
+from deepseek_attn.bench.ops import time_case
+from deepseek_attn.bench.timing import Spread
+from deepseek_attn.cli import main
+from deepseek_attn.runner.model_runner import ModelRunner
+
+OPTIONS = {"max_model_len": 700, "max_num_seqs": 3, "max_num_batched_tokens": 64, "attention_only": True}
+
+
+@pytest.mark.parametrize(("preset", "layer"), [("tiny", 0), ("tiny", 1), ("tiny", 2), ("tiny_v32", 0)])
+def test_time_layer(preset, layer, device):
+    runner = ModelRunner.from_config(preset, layers=[layer], device=device, **OPTIONS)
+    fill_caches(runner)
+    before = runner.manager.available_pages()
+    seen = []
+    attention = runner.model.layers[str(layer)].attn
+    attention.register_forward_hook(lambda module, args, out: seen.append((args[0].clone(), args[-1], out)))
+    timing = time_layer(runner, layer, batch=3, tokens=1, context=601, repeats=5, warmup=2)
+    assert (timing.layer, timing.mode, timing.batch, timing.context) == (f"layers.{layer}", "decode", 3, 601)
+    assert 0 < timing.low <= timing.microseconds <= timing.high
+    assert len(seen) == 7
+    assert all((step.positions == 600).all() for _, step, _ in seen)
+    assert all(out.isfinite().all() and out.abs().sum() > 0 for _, _, out in seen)
+    assert not torch.equal(seen[0][0], seen[1][0])  # another input each time
+    assert time_layer(runner, layer, batch=1, tokens=50, context=601, repeats=1).mode == "prefill"
+    assert runner.manager.available_pages() == before
+
+
+def test_fill_caches_leaves_no_entry_empty(device):
+    runner = ModelRunner.from_config("tiny", layers=[1], device=device, numerics="serving", dtype="bfloat16", **OPTIONS)
+    fill_caches(runner)
+    for pool in runner.pools:
+        if pool.record is not None:
+            slots = torch.arange(pool.tensor.shape[0] * pool.entries, device=device)
+            rows = pool.gather(slots, torch.float32)
+            assert rows.isfinite().all()
+            assert (rows != 0).any(1).all()
+
+
+def test_past_holds_pages_as_a_computed_sequence_would():
+    runner = ModelRunner.from_config("tiny", layers=[1], device="cpu", **OPTIONS)
+    cache = past(runner, 333)
+    computed = runner.manager.create()
+    for n in (60, 60, 60, 60, 60, 33):
+        runner.manager.reserve([(computed, n)])
+        runner.manager.commit(computed, n)
+    assert cache.num_tokens == 333
+    for group, table in computed.tables.items():
+        assert [page != 0 for page in cache.tables[group]] == [page != 0 for page in table]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"batch": 4, "tokens": 1, "context": 10}, "batch 4"),
+        ({"batch": 1, "tokens": 1, "context": 701}, "context 701"),
+        ({"batch": 1, "tokens": 11, "context": 10}, "11 new tokens"),
+        ({"batch": 2, "tokens": 40, "context": 80}, "80 new tokens exceed"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_sizes_that_do_not_fit(sizes, message):
+    runner = ModelRunner.from_config("tiny", layers=[0], device="cpu", **OPTIONS)
+    with pytest.raises(ValueError, match=message):
+        time_layer(runner, 0, **sizes)
+
+
+@pytest.mark.parametrize(("model", "kinds"), [("tiny", ["SWA", "C4A", "C128A"]), ("tiny_v32", ["DSA"])])
+def test_command(model, kinds, capsys):
+    args = [
+        "bench",
+        "layer",
+        "--model",
+        model,
+        "--batch",
+        "2",
+        "--context",
+        "150,40",
+        "--prefill",
+        "30",
+        "--repeats",
+        "2",
+    ]
+    assert main([*args, "--device", "cpu"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["kind"] for row in report["rows"]] == [kind for kind in kinds for _ in range(4)]
+    assert {(row["mode"], row["batch"], row["context"]) for row in report["rows"]} == {
+        ("decode", 2, 150), ("decode", 2, 40), ("prefill", 1, 150), ("prefill", 1, 40),
+    }  # fmt: skip
+    assert report["environment"]["packages"]["torch"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--repeats", "0"], "--repeats 0"),
+        (["--layers", "99"], "layers [99] do not exist"),
+        (["--backends", "magic"], "unknown backend 'magic'"),
+        (["--model", "nothing"], "'nothing'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_wrong_command(args, message, capsys):
+    assert main(["bench", "layer", "--device", "cpu", *args]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_step(capsys, tmp_path):
+    args = [
+        "bench",
+        "model",
+        "--device",
+        "cpu",
+        "--repeats",
+        "2",
+        "--batch",
+        "1,3",
+        "--context",
+        "200",
+        "--experts",
+        "4",
+    ]
+    assert main([*args, "--plot", str(tmp_path / "times.svg")]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(row["batch"], row["context"], row["graph"]) for row in report["rows"]] == [
+        (1, 200, False),
+        (3, 200, False),
+    ]
+    assert (report["layers"], report["experts"]) == (6, 4)
+    for row in report["rows"]:
+        assert 0 < row["low"] <= row["microseconds"] <= row["high"]
+        assert row["tokens_per_second"] == pytest.approx(row["batch"] / row["microseconds"] * 1e6)
+    assert "microseconds" in (tmp_path / "times.svg").read_text()
+
+
+def test_graphs_need_a_gpu(capsys):
+    for what in ("layer", "model"):
+        assert main(["bench", what, "--device", "cpu", "--graph", "--repeats", "1"]) == 2
+        assert "GPU" in capsys.readouterr().err
+    assert main(["bench", "op", "--device", "cpu"]) == 2
+    assert "no op can be timed: its kernels need an NVIDIA GPU" in capsys.readouterr().err
+
+
+def test_an_op_is_timed_on_sets_that_exceed_the_cache(device):
+    made, calls = [], []
+
+    def make(device, seed):
+        made.append(seed)
+        return torch.full((1 << 20,), float(seed), device=device), [torch.zeros(3, device=device)]
+
+    def double(x, rest):
+        calls.append(x)
+        return x * 2
+
+    case = OpCase("double", "1 MiB", make, {"ours": double, "theirs": torch.add}, bytes=8 << 20, flops=1 << 20)
+    case.run["theirs"] = lambda x, rest: torch.add(x, x)
+    found = list(time_case(case, device, 4, {"copy": 1e12, "bf16": 1e12}))
+    assert [timing.implementation for timing in found] == ["ours", "theirs"]
+    assert made == list(range(16 if device.type == "cuda" else 1))  # of 4 MiB and 12 bytes: just above 64 MiB
+    assert calls
+    for timing in found:
+        assert timing.bytes_per_second == pytest.approx((8 << 20) / timing.microseconds * 1e6)
+        assert timing.share == pytest.approx(timing.bytes_per_second / 1e12)
+
+
+def test_spread():
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
+    assert Spread.of([1.0, 2.0]) == Spread(1.5, pytest.approx(1.1), pytest.approx(1.9))
+    assert Spread.of([float(i) for i in range(101)]) == Spread(50.0, pytest.approx(10.0), pytest.approx(90.0))

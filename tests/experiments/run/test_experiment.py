@@ -1,0 +1,240 @@
+"""An experiment as a user runs it: killed midway and resumed, failing in parts, and the page it leaves."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from deepseek_attn.cli import main
+from deepseek_attn.experiments.define.config import load_experiment
+from deepseek_attn.experiments.define.units import make_units
+from deepseek_attn.experiments.report.page import make_page
+
+TIMES = re.compile(r".*(_ms|_low|_high|seconds|tokens_per_second)$")
+
+
+def experiment(folder, **changes):
+    """The shipped smoke experiment with less of everything."""
+    from importlib import resources
+
+    raw = json.loads(resources.files("deepseek_attn.configs").joinpath("experiments", "smoke.json").read_text())
+    raw["variants"] = [{"name": "near", "schedule": "0*"}, {"schedule": "0,4*"}, {"schedule": "0,(2,8)*"}]
+    raw |= {"name": "small", "seeds": [0], "jobs": 1, "model_time": None}
+    raw["cost"] = {"model": "tiny", "numerics": "exact", "contexts": [64, 256], "repeats": 2, "prefill": 8, "batch": 1}
+    raw["train"] |= {
+        "tasks": {"recall": {"gap": 16, "pairs": 2, "steps": 24}},
+        "batch": 2,
+        "seq_len": 32,
+        "seq_lens": [28],
+    }
+    raw["checkpoint"] |= {"max_tokens": 60}
+    file = folder / "small.json"
+    file.write_text(json.dumps({key: value for key, value in (raw | changes).items() if value is not None}))
+    return file
+
+
+def command(what, file, out):
+    call = f"import sys; from deepseek_attn.cli import main; sys.exit(main({[what, str(file), '--out', str(out)]!r}))"
+    call = call.replace("main([", "main(['experiment', ")
+    return subprocess.Popen([sys.executable, "-c", call], stdout=subprocess.PIPE, text=True)
+
+
+def without_times(value):
+    """A record or report without what is measured by the clock: times, and fronts of a quality against a time."""
+    if isinstance(value, dict):
+        return {key: without_times(item) for key, item in value.items() if not TIMES.fullmatch(key)}
+    if isinstance(value, list):
+        return [without_times(item) for item in value if not is_time_front(item)]
+    return value
+
+
+def is_time_front(item):
+    return isinstance(item, dict) and isinstance(item.get("cost"), str) and TIMES.fullmatch(item["cost"])
+
+
+def records(out):
+    return {str(path.relative_to(out)): json.loads(path.read_text()) for path in (out / "records").rglob("*.json")}
+
+
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """(experiment, folder) of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("experiment")
+    file = experiment(folder)
+    assert main(["experiment", "run", str(file), "--out", str(folder / "out")]) == 0
+    return file, folder / "out"
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at processes in /proc")
+def test_killed_and_resumed_gives_the_same_report(finished, tmp_path):
+    file, whole = finished
+    out = tmp_path / "out"
+    first = out / "records" / "variants" / "near" / "recall-seed0.json"
+    process = command("run", file, out)
+    deadline = time.monotonic() + 120
+    while not first.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    before = {path: path.stat().st_mtime_ns for path in (out / "records").rglob("*.json")}
+    total = len(make_units(load_experiment(file), "cpu"))
+    assert first in before
+    assert len(before) < total, "nothing was left to do: it was killed too late"
+    while any(running(pid) for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert children
+    assert not any(running(pid) for pid in children), "workers go on without anyone to work for"
+
+    before = {path: path.stat().st_mtime_ns for path in (out / "records").rglob("*.json")}
+    process = command("resume", file, out)
+    printed = process.communicate(timeout=300)[0]
+    assert process.returncode == 0
+    assert f"{total} pieces of work, {len(before)} done before" in printed
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert without_times(records(out)) == without_times(records(whole))
+    report, expected = (json.loads((folder / "report.json").read_text()) for folder in (out, whole))
+    assert without_times(report) == without_times(expected)
+    assert expected["units"]["missing"] == []
+
+
+def test_run_does_not_touch_results_that_are_there(finished, capsys):
+    file, out = finished
+    assert main(["experiment", "run", str(file), "--out", str(out)]) == 2
+    assert "holds results" in capsys.readouterr().err
+    assert main(["experiment", "resume", str(file), "--out", str(out)]) == 0
+    assert "0 to do" in capsys.readouterr().out
+
+
+def test_a_failed_part_is_named_and_the_rest_is_done(tmp_path, capsys):
+    file = experiment(
+        tmp_path, cost=None, checkpoint=None, variants=[{"schedule": "0,4*"}],
+        train={"tasks": {"needle": {"gap": 8, "steps": 4}, "copy": {"gap": 30, "steps": 4}}, "batch": 1, "seq_len": 32},
+    )  # fmt: skip
+    assert main(["experiment", "run", str(file), "--out", str(tmp_path / "out")]) == 1
+    printed = capsys.readouterr().out
+    assert "failed: 0,4*: copy, seed 0: ValueError: task copy: 32 tokens do not hold" in printed
+    assert list(records(tmp_path / "out")) == ["records/variants/0-4/needle-seed0.json"]
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["units"]["missing"] == ["0,4*: copy, seed 0"]
+
+
+def test_a_report_needs_results(tmp_path, capsys):
+    assert main(["experiment", "report", "smoke", "--out", str(tmp_path / "none")]) == 2
+    assert "run the experiment first" in capsys.readouterr().err
+
+
+class Page(HTMLParser):
+    """Exact values of cells, what the page refers to, ids, and the embedded document."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.values, self.references, self.ids, self.data, self.inside = [], [], [], "", False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        if "data-value" in attributes:
+            self.values.append(json.loads(attributes["data-value"]))
+        self.references += [v for k, v in attributes.items() if k in ("src", "href", "xlink:href")]
+        self.ids += [attributes["id"]] if "id" in attributes else []
+        self.inside = tag == "script"
+
+    def handle_data(self, data):
+        self.data += data if self.inside else ""
+
+    def handle_endtag(self, tag):
+        self.inside = False
+
+
+def numbers(value):
+    if isinstance(value, dict):
+        return [n for item in value.values() for n in numbers(item)]
+    if isinstance(value, list):
+        return [n for item in value for n in numbers(item)]
+    return [value] if isinstance(value, (int, float)) else []
+
+
+def test_every_number_of_the_page_is_in_the_json(finished):
+    _, out = finished
+    text, report = (out / "report.html").read_text(), json.loads((out / "report.json").read_text())
+    page = Page(text)
+    assert json.loads(page.data) == report
+    assert len(page.values) > 100
+    assert set(page.values) <= set(numbers(report))
+    # cells without an exact value hold no number
+    for cell in re.findall(r"<td(?: class=\"\w+\")?>([^<]*)</td>", text):
+        assert not re.fullmatch(r"[\d.,]+", cell), cell
+
+
+def test_the_page_stands_alone_and_takes_the_colours_of_its_reader(finished):
+    text = (finished[1] / "report.html").read_text()
+    page = Page(text)
+    assert page.references
+    assert all(reference.startswith("#") for reference in page.references)
+    assert len(set(page.ids)) == len(page.ids)
+    assert {reference[1:] for reference in page.references} <= set(page.ids)
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+    pictures = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert len(pictures) >= 12
+    for picture in pictures:
+        assert "var(--fg)" in picture
+        assert not re.search(r"(fill|stroke): #", picture), "a colour that does not follow the page"
+
+
+def test_pages_are_the_same_bytes_for_the_same_numbers(finished):
+    report = json.loads((finished[1] / "report.json").read_text())
+    assert make_page(report) == make_page(report)
+
+
+def test_each_variant_has_a_document_of_its_own(finished):
+    file, out = finished
+    report = json.loads((out / "report.json").read_text())
+    for variant, values in zip(load_experiment(file).variants, report["variants"], strict=True):
+        assert json.loads((out / "variants" / f"{variant.slug}.json").read_text()) == values
+        assert {"cost", "checkpoint", "tasks"} <= values.keys()
+    near, indexed, mixed = report["variants"]
+    assert near["checkpoint"]["kl"] > 0
+    assert "no trained indexer" in indexed["checkpoint"]["reason"]
+    assert mixed["tasks"]["recall"]["layers"][1]["kind"] == "C2A"
+    assert report["own"]["kl"] == 0
+
+
+def test_costs_of_a_schedule_are_sums_over_its_layers(finished):
+    """Times from the records of the layer kinds, by hand: tiny has six layers, and 0,(2,8)* gives it 0 2 8 2 8 2."""
+    _, out = finished
+    mixed = json.loads((out / "report.json").read_text())["variants"][2]["cost"]
+    kept = records(out)
+    layers = [kept[f"records/layers/{kind}-w16-plain.json"] for kind in ("swa", "c2a", "c8a", "c2a", "c8a", "c2a")]
+    counted = kept["records/variants/0-2-8/cost.json"]["result"]["contexts"]
+    for index, row in enumerate(mixed["contexts"]):
+        times = [layer["result"]["times"][index] for layer in layers]
+        for name in ("decode_ms", "prefill_ms"):
+            assert row[name] == pytest.approx(sum(time[name] for time in times))
+        assert row["bytes_per_token"] == counted[index]["sequence_bytes"] / counted[index]["context"]
+        assert row["flops"] == sum(layer["flops"] for layer in counted[index]["by_layer"])
+    assert [layer["decode_ms"] for layer in mixed["layers"]] == [time["decode_ms"] for time in times]
+
+
+def test_a_report_needs_no_machine_like_that_of_the_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "records").mkdir()
+    assert main(["experiment", "report", "study", "--out", str(tmp_path)]) == 0
+    assert "0 of 107 pieces of work done" in capsys.readouterr().out
+    assert main(["experiment", "run", "study", "--out", str(tmp_path / "new")]) == 2
+    assert "finds no CUDA GPU" in capsys.readouterr().err

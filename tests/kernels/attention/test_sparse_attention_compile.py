@@ -1,0 +1,152 @@
+"""Every kernel of sparse attention compiles for every GPU generation, on any machine; how launches are cut."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from deepseek_attn.kernels.attention.attend_hopper import attend_hopper_kernel
+from deepseek_attn.kernels.attention.attend_rows import fits_hopper
+from deepseek_attn.kernels.attention.attend_rows_hopper import attend_rows_hopper_kernel
+from deepseek_attn.kernels.attention.attend_triton import attend_kernel, combine_kernel
+from deepseek_attn.kernels.attention.tiles import choose_tiles, dot_dtype, pieces
+from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus, ptxas_report
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def compiled(kernel, pointers, constants, capability, warps, stages=1):
+    """Assembly of ``kernel`` for a GPU, with pointers of the given element types, and int32 for the rest."""
+    kinds = pointers | {"scale_log2": "fp32"}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "stride" in name or "ptr" in name}
+    source = GluonASTSource if kernel in (attend_hopper_kernel, attend_rows_hopper_kernel) else ASTSource
+    source = source(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    return triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
+
+
+def compiled_attention(capability, T, H, q, keys, fp8, pools, dim=512, hopper=False):
+    dtype, nope = dot_dtype(q, keys, 64 * fp8), dim - 64 if fp8 else dim
+    tiles = choose_tiles(T, H, dim, 640, dtype, hopper, capability, 132)
+    split = tiles.splits > 1
+    out = dtype if split and dtype == torch.float16 else torch.float32 if split else q
+    pool = "*u8" if fp8 else f"*{NAMES[keys]}"
+    pointers = dict.fromkeys(("indices0_ptr", "indices1_ptr", "lens0_ptr", "lens1_ptr"), "*i32")
+    pointers |= {"q_ptr": f"*{NAMES[q]}", "pool0_ptr": pool, "pool1_ptr": pool, "out_ptr": f"*{NAMES[out]}"}
+    pointers |= {"sink_ptr": "*fp32", "lse_ptr": "*fp32"}
+    constants = {"NOPE": nope, "N0": 64, "N1": 2 if fp8 else 64, "POOLS": pools, "SPLIT": split, "HAS_SINK": True}
+    constants |= {"HAS_LENS0": True, "HAS_LENS1": True}
+    if tiles.hopper:
+        return compiled(attend_hopper_kernel, pointers, constants, capability, 8)
+    starts, widths = pieces(nope, dim, tiles.piece)
+    constants |= {"DIM": dim, "D_V": dim, "STARTS": starts, "WIDTHS": widths, "V_PIECES": len(starts)}
+    constants |= {"ROW": nope + 128 if fp8 else dim, "ROPE": nope, "FP8": fp8, "GROUP": 64 * fp8}
+    constants |= {"NATIVE_FP8": capability >= (8, 9)}
+    constants |= {
+        "DTYPE": triton.language.dtype(NAMES[dtype]),
+        "PRECISION": "tf32x3" if dtype == torch.float32 else None,
+    }
+    constants |= {"BLOCK_H": tiles.heads, "BLOCK_N": tiles.keys, "STAGES": tiles.stages}
+    constants["PDL"] = split and capability[0] >= 9
+    return compiled(attend_kernel, pointers, constants, capability, tiles.warps, tiles.stages)
+
+
+SHAPES = {
+    "fp8 pages, 8 heads": {"T": 1, "H": 8, "q": torch.bfloat16, "keys": torch.uint8, "fp8": True, "pools": 2},
+    "fp8 pages, 64 heads": {"T": 256, "H": 64, "q": torch.bfloat16, "keys": torch.uint8, "fp8": True, "pools": 2},
+    "bf16 rows, 64 heads": {"T": 256, "H": 64, "q": torch.bfloat16, "keys": torch.bfloat16, "fp8": False, "pools": 1},
+    "float32 rows": {"T": 9, "H": 64, "q": torch.float32, "keys": torch.float32, "fp8": False, "pools": 1},
+}
+
+
+@pytest.mark.parametrize(("arch", "shape"), on_gpus(SHAPES, ["fp8 pages, 64 heads"]))
+def test_attention_compiles(arch, shape):
+    kernel = compiled_attention(CAPABILITIES[arch], **SHAPES[shape])
+    assert kernel.metadata.shared <= SHARED[arch] * 1024
+    assert kernel.asm["cubin"]
+    native = "e4m3" in kernel.asm["ptx"]
+    assert native == (SHAPES[shape]["fp8"] and arch != "sm80")
+
+
+@pytest.mark.parametrize("dim", [128, 512])
+def test_the_hopper_kernel_compiles(dim):
+    shape = SHAPES["fp8 pages, 64 heads"] | {"hopper": True, "dim": dim}
+    kernel = compiled_attention((9, 0), **shape)
+    assert "wgmma" in kernel.asm["ptx"]
+    assert "setmaxnreg" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= SHARED["sm90"] * 1024
+
+
+def test_products_of_the_hopper_kernel_overlap(tmp_path):
+    """With fewer registers for some warps ptxas would wait for every product, and say so."""
+    kernel = compiled_attention((9, 0), **SHAPES["fp8 pages, 64 heads"] | {"hopper": True})
+    said = ptxas_report(kernel, tmp_path)
+    assert "serialized" not in said
+    spilled = int(re.search(r"(\d+) bytes spill stores", said)[1])
+    assert spilled < 200  # per thread; far more if keys in flight are spilled
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(128, "bf16"), (256, "fp16"), (512, "bf16")])
+def test_the_hopper_kernel_of_rows_compiles(dim, dtype):
+    pointers = dict.fromkeys(("q_ptr", "kv_ptr", "out_ptr"), f"*{dtype}") | {"indices_ptr": "*i32", "lens_ptr": "*i32"}
+    constants = {"DIM": dim, "HAS_LENS": True, "HAS_SINK": True}
+    pointers |= {"sink_ptr": "*fp32", "lse_ptr": "*fp32"}
+    kernel = compiled(attend_rows_hopper_kernel, pointers, constants, (9, 0), 8)
+    ptx = kernel.asm["ptx"]
+    assert kernel.metadata.shared <= SHARED["sm90"] * 1024
+    assert "wgmma" in ptx
+    assert "cp.async.cg.shared.global" in ptx  # 16 bytes at a time
+    assert "setmaxnreg" in ptx
+
+
+def test_which_rows_the_hopper_kernel_takes():
+    def fits(T=100, H=64, dim=512, kv_dim=512, d_v=512, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, width=640,
+             capability=(9, 0), rows=200):  # fmt: skip
+        q, kv = torch.empty(T, H, dim, dtype=dtype), torch.empty(rows, kv_dim, dtype=kv_dtype)
+        return fits_hopper(q, kv[:, :dim], torch.empty(T, width, dtype=torch.int32), d_v, capability, 132)
+
+    assert fits()
+    assert fits(dtype=torch.float16, kv_dtype=torch.float16)
+    assert fits(H=100, T=33)
+    assert fits(kv_dim=528)
+    others = [{"capability": (10, 0)}, {"T": 65}, {"H": 16}, {"dim": 576, "kv_dim": 576}, {"d_v": 448}]
+    others += [{"dtype": torch.float32, "kv_dtype": torch.float32}, {"kv_dtype": torch.float16}, {"width": 0}]
+    others += [{"rows": 0}, {"kv_dim": 520}, {"T": 0}]
+    assert not any(fits(**other) for other in others)
+
+
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_the_combine_kernel_compiles(arch):
+    pointers = {"part_ptr": "*fp16", "part_lse_ptr": "*fp32", "sink_ptr": "*fp32", "out_ptr": "*bf16"}
+    pdl = CAPABILITIES[arch][0] >= 9
+    constants = {"D_V": 512, "HAS_SINK": True, "BLOCK_S": 16, "BLOCK_D": 512, "PDL": pdl}
+    kernel = compiled(combine_kernel, pointers | {"lse_ptr": "*fp32"}, constants, CAPABILITIES[arch], 4)
+    assert ("griddepcontrol" in kernel.asm["ptx"]) == pdl
+
+
+def test_pieces_cover_both_parts():
+    assert pieces(448, 512, 64) == (tuple(range(0, 512, 64)), (64,) * 8)
+    assert pieces(448, 512, 128) == ((0, 128, 256, 384, 448), (128, 128, 128, 64, 64))
+    assert pieces(40, 40, 64) == ((0, 32), (32, 16))
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES.values(), ids=CAPABILITIES)
+def test_splits_fill_the_gpu_and_leave_no_program_without_keys(capability):
+    for T in (1, 3, 8, 100, 5000):
+        for H in (1, 16, 64, 128):
+            for width in (1, 128, 640, 8320):
+                tiles = choose_tiles(T, H, 512, width, torch.float16, capability[0] == 9, capability, 132)
+                blocks = -(-width // tiles.keys)
+                share = -(-blocks // tiles.splits)
+                assert 1 <= tiles.splits <= blocks
+                assert share * (tiles.splits - 1) < blocks
+                assert T * -(-H // tiles.heads) * tiles.splits <= max(2 * 132, T * -(-H // tiles.heads))

@@ -1,0 +1,130 @@
+"""Sparse attention over V3.2's FP8 entries in Triton: compiled for every generation, and on a GPU against torch."""
+
+import pytest
+import torch
+
+from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record, kv_cache_view
+from deepseek_attn.kernels.attention import reference
+from deepseek_attn.v32.backends.kernels import ReferenceKernels, TritonKernels
+from tests.kernels.attention.sparse_attention_cases import LIMIT, check, hostile, make_pool
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+import triton
+
+from deepseek_attn.kernels.attention.attend_triton import attend_kernel
+from deepseek_attn.kernels.attention.sparse_attention import sparse_attention_paged
+from deepseek_attn.kernels.attention.tiles import Tiles, choose_tiles, pieces
+from tests.kernels.attention.test_sparse_attention_compile import compiled
+from tests.kernels.compiled_launches import CAPABILITIES, SHARED
+
+RECORD = Fp8DsMlaV32Record()
+SCALE = 576**-0.5
+
+
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_v32_entries_compile(arch):
+    tiles = choose_tiles(64, 128, 576, 2048, torch.bfloat16, False, CAPABILITIES[arch], 132)
+    starts, widths = pieces(512, 576, tiles.piece)
+    pointers = {"q_ptr": "*bf16", "pool0_ptr": "*u8", "pool1_ptr": "*u8", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
+    pointers |= {"sink_ptr": "*fp32", "indices0_ptr": "*i32", "indices1_ptr": "*i32"}
+    pointers |= {"lens0_ptr": "*i32", "lens1_ptr": "*i32"}
+    constants = {"DIM": 576, "D_V": 512, "NOPE": 512, "STARTS": starts, "WIDTHS": widths, "ROW": 656, "ROPE": 528}
+    constants |= {"V_PIECES": sum(start < 512 for start in starts), "N0": 64, "N1": 64, "POOLS": 1, "SPLIT": False}
+    constants |= {"FP8": True, "GROUP": 128, "NATIVE_FP8": CAPABILITIES[arch] >= (8, 9), "PRECISION": None}
+    constants |= {"DTYPE": triton.language.bfloat16, "HAS_SINK": False, "HAS_LENS0": False, "HAS_LENS1": False}
+    constants |= {"BLOCK_H": tiles.heads, "BLOCK_N": tiles.keys, "STAGES": tiles.stages, "PDL": False}
+    kernel = compiled(attend_kernel, pointers, constants, CAPABILITIES[arch], tiles.warps, tiles.stages)
+    assert kernel.metadata.shared <= SHARED[arch] * 1024
+    assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80")
+
+
+# --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
+
+
+class Rounded:
+    """Entries as kernels see them: decoded, then rounded to bfloat16."""
+
+    def __init__(self, record):
+        self.record = record
+
+    def gather(self, pool, n, slots, dtype):
+        return self.record.gather(pool, n, slots, torch.bfloat16).to(dtype)
+
+
+def run(q, pool, **options):
+    return sparse_attention_paged(q, [pool], SCALE, d_v=options.pop("d_v", 512), **options)
+
+
+def expected_of(q, pool, d_v=512):
+    rounded = [(Rounded(pool[0]), *pool[1:])]
+    return reference.sparse_attention_paged(q.float(), rounded, SCALE, d_v=d_v)
+
+
+@pytest.mark.parametrize("K", [1, 100, 512, 2048])
+@pytest.mark.parametrize("H", [1, 16, 64, 128])
+@pytest.mark.parametrize("rule", ["raw", "pow2"])
+def test_v32_entries(gpu, rule, H, K):
+    record = Fp8DsMlaV32Record(scale_rule=rule)
+    for T in (1, 9):
+        q, pool = torch.randn(T, H, 576).bfloat16(), make_pool(record, T, K, 64, 99, stride=1 + T % 2)
+        check(run(q, pool), expected_of(q, pool), LIMIT[q.dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_queries_of_other_dtypes(gpu, dtype):
+    q, pool = torch.randn(5, 16, 576).to(dtype), make_pool(RECORD, 5, 130, 64, 99)
+    check(run(q, pool), expected_of(q, pool), LIMIT[dtype])
+
+
+def test_small_dims_values_of_all_channels_and_odd_pages(gpu):
+    record = Fp8DsMlaV32Record(128, 32)
+    q, pool = torch.randn(7, 5, 160).bfloat16(), make_pool(record, 7, 70, 3, 333)
+    check(run(q, pool, d_v=160), expected_of(q, pool, 160), LIMIT[q.dtype])
+
+
+@pytest.mark.parametrize("tiles", [Tiles(16, 32, 4, 2, 64, 3), Tiles(64, 64, 8, 1, 128), Tiles(32, 32, 8, 1, 64, 5)])
+def test_every_cut_of_v32_entries(gpu, tiles):
+    q, pool = torch.randn(21, 100, 576).bfloat16(), make_pool(RECORD, 21, 700, 64, 99, stride=3)
+    for _ in range(3):
+        check(run(q, pool, tiles=tiles), expected_of(q, pool), LIMIT[q.dtype])
+
+
+def test_v32_pool_over_two_gib(gpu):
+    pages = 60_000
+    pool = make_pool(RECORD, 9, 512, 64, pages)
+    assert pool[1].numel() > 2**31
+    assert int(pool[3][-1].clamp(max=pages * 64 - 1).amax()) // 64 > 57_000
+    q = torch.randn(9, 64, 576).bfloat16()
+    check(run(q, pool), expected_of(q, pool), LIMIT[q.dtype])
+
+
+def test_the_kernels_of_the_backend_agree(gpu):
+    record, pool, n, slots, lens = make_pool(RECORD, 12, 256, 64, 60)
+    slots = torch.where((slots < 0) | (slots >= 60 * 64) | (torch.arange(256) >= lens[:, None]), -1, slots)
+    slots[1] = -1
+    cache = kv_cache_view(record, pool, n).unsqueeze(2)
+    q = torch.randn(4, 3, 20, 576).bfloat16()
+    arguments = q, cache, slots.view(4, 3, -1), 512, SCALE
+    got, expected = (kernels.flash_mla_with_kvcache(*arguments) for kernels in (TritonKernels(), ReferenceKernels()))
+    torch.testing.assert_close(got[0], expected[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(got[1], expected[1], rtol=1e-4, atol=1e-4)
+    kv, rows = torch.randn(99, 1, 576).bfloat16(), hostile(12, 130, torch.arange(99), 3)[0].clamp(-1, 98)
+    q = q.flatten(0, 1)
+    got, expected = (
+        kernels.flash_mla_sparse_fwd(q, kv, rows.unsqueeze(1), SCALE, 512)
+        for kernels in (TritonKernels(), ReferenceKernels())
+    )
+    torch.testing.assert_close(got[0], expected[0], rtol=2e-2, atol=2e-2)
+
+
+def test_the_ends_of_e4m3_and_of_the_scales(gpu):
+    pool = RECORD.allocate(2, 64, gpu)
+    rows = torch.randn(128, 576) * torch.logspace(-30, 4, 128)[:, None]
+    RECORD.insert(pool, 64, torch.arange(128), rows)
+    byte = torch.arange(512) % 256
+    pool[0, :512] = byte.where(byte % 128 != 127, 0).to(torch.uint8)  # every e4m3 but NaN
+    indices = torch.arange(128).int().view(-1, 1)  # one key each: the output is the value
+    out, _ = run(torch.zeros(128, 4, 576).bfloat16(), (RECORD, pool, 64, indices, None))
+    values = RECORD.gather(pool, 64, torch.arange(128), torch.bfloat16)[:, :512]
+    torch.testing.assert_close(out, values.unsqueeze(1).expand(-1, 4, -1), rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,128 @@
+"""Hyper-connections in Triton: compiled for every GPU generation, and on a GPU against plain torch."""
+
+import pytest
+import torch
+
+from deepseek_attn.kernels.hyper_connection import reference
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from deepseek_attn.kernels.common import float32_product
+from deepseek_attn.kernels.hyper_connection import hyper_connection as hc
+from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus
+
+NAN = float("nan")
+LIMIT = {torch.bfloat16: 3e-3, torch.float32: 1e-5}
+NUMBERS = (1e-6, 1e-6, 20)
+
+
+def make(T, m, D, dtype, device=None):
+    """y, streams, post, comb, then the arguments of ``hc_pre`` after the streams, the norm last."""
+    rows = (2 + m) * m
+    shapes = ((T, D), (T, m, D), (T, m), (T, m, m), (rows, m * D), (rows,), (3,), (D,))
+    y, streams, post, comb, fn, base, scale, norm = (torch.randn(*shape, device=device) for shape in shapes)
+    return (y.to(dtype), streams.to(dtype), post, comb), (fn * (m * D) ** -0.5 * 2, base, scale, *NUMBERS, norm)
+
+
+def relative(got, expected):
+    return float((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+
+
+def check(got, expected, dtype):
+    for mine, other in zip(got, expected, strict=True):
+        assert (mine.shape, mine.dtype) == (other.shape, other.dtype)
+        assert relative(mine, other) <= (
+            LIMIT[dtype] if other.dtype == dtype else 2e-4 if dtype != torch.float32 else 1e-5
+        )
+
+
+SHAPES = {"V4": (4, 4096), "odd": (4, 100), "three": (3, 72), "one": (1, 64)}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+@pytest.mark.parametrize("T", [1, 17, 600])
+def test_every_op(gpu, T, dtype, shape):
+    (y, streams, post, comb), pre = make(T, *shape, dtype)
+    m = shape[0]
+    check(hc.hc_pre(streams, *pre), reference.hc_pre(streams, *pre), dtype)
+    check(hc.hc_pre(streams, *pre[:-1]), reference.hc_pre(streams, *pre[:-1]), dtype)
+    check([hc.hc_post(y, streams, post, comb)], [reference.hc_post(y, streams, post, comb)], dtype)
+    fn, base, scale = pre[0][:m].contiguous(), pre[1][:m].contiguous(), pre[2][:1]
+    for norm in (None, pre[-1]):
+        got = hc.hc_head(streams, fn, base, scale, 1e-6, 1e-6, norm)
+        check([got], [reference.hc_head(streams, fn, base, scale, 1e-6, 1e-6, norm)], dtype)
+
+
+def both(y, streams, post, comb, *pre):
+    """Update, then collapse: the new streams, and what ``hc_pre`` makes of them."""
+    streams = hc.hc_post(y, streams, post, comb)
+    return streams, *hc.hc_pre(streams, *pre)
+
+
+@pytest.mark.parametrize("T", [9, 700])
+def test_a_token_does_not_depend_on_the_others(gpu, T):
+    """The same bits every time and where others are NaN; alone, the same up to rounding."""
+    rows, pre = make(T, 4, 512, torch.bfloat16)
+    together = both(*rows, *pre)
+    for part in (slice(1), slice(3, 8)):
+        for mine, other in zip(both(*(row[part] for row in rows), *pre), together, strict=True):
+            torch.testing.assert_close(mine, other[part], rtol=2**-7, atol=2**-7)
+    rows[1][5] = NAN
+    after = both(*rows, *pre)
+    kept = torch.arange(T) != 5
+    for mine, other in zip(after, together, strict=True):
+        assert torch.equal(mine[kept], other[kept])
+        assert mine[5].isnan().any()
+    for _ in range(50):
+        for mine, other in zip(both(*rows, *pre), after, strict=True):
+            assert torch.equal(mine.nan_to_num(), other.nan_to_num())
+
+
+def test_the_projection_is_float32(gpu):
+    """With TF32 or bfloat16 weights the logits would be off by 1e-3."""
+    (_, streams, _, _), pre = make(300, 4, 1024, torch.bfloat16)
+    fn = pre[0] * 30
+    _, post, comb = hc.hc_pre(streams, fn, *pre[1:])
+    exact = reference.hc_pre(streams.double().float(), fn, *pre[1:])
+    torch.testing.assert_close(post, exact[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(comb, exact[2], rtol=1e-3, atol=1e-5)
+
+
+def test_no_tokens_and_strides(gpu):
+    (y, streams, post, comb), pre = make(6, 4, 128, torch.bfloat16)
+    wide = torch.full((6, 4, 256), NAN).bfloat16()
+    wide[..., :128] = streams
+    assert torch.equal(hc.hc_pre(wide[..., :128], *pre)[0], hc.hc_pre(streams, *pre)[0])
+    out = both(y[:0], streams[:0], post[:0], comb[:0], *pre)
+    assert [tuple(part.shape) for part in out] == [(0, 4, 128), (0, 128), (0, 4), (0, 4, 4)]
+
+
+def test_bad_arguments_are_named(monkeypatch):
+    monkeypatch.setattr(hc, "_on_gpu", lambda x: True)
+    (y, streams, post, comb), pre = make(3, 4, 32, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"streams must be \[T, m, D\]"):
+        hc.hc_pre(streams[0], *pre)
+    with pytest.raises(ValueError, match=r"contiguous float32 \[24, 128\], \[24\] and \[3\]"):
+        hc.hc_pre(streams, pre[0][:4], *pre[1:])
+    with pytest.raises(ValueError, match=r"the norm's weight must be float32 \[32\]"):
+        hc.hc_pre(streams, *pre[:-1], pre[-1][:5])
+    with pytest.raises(ValueError, match=r"y, post and comb must be \(3, 32\), \(3, 4\) and \(3, 4, 4\)"):
+        hc.hc_post(y[:2], streams, post, comb)
+    with pytest.raises(ValueError, match="post and comb must be contiguous float32"):
+        hc.hc_post(y, streams, post.double(), comb)
+
+
+STEPS = {"one token": (1, torch.bfloat16), "4096": (4096, torch.bfloat16), "float32": (4096, torch.float32)}
+
+
+@pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["4096"]))
+def test_it_compiles(monkeypatch, arch, step):
+    T, dtype = STEPS[step]
+    monkeypatch.setattr(hc, "_on_gpu", lambda x: True)
+    for module in (hc, float32_product):
+        monkeypatch.setattr(module, "early_launch", lambda device: CAPABILITIES[arch][0] >= 9)
+    (y, streams, post, comb), pre = make(T, 4, 4096, dtype, "meta")
+    found = compiled_launches(monkeypatch, [hc, float32_product], arch, lambda: both(y, streams, post, comb, *pre))
+    cuts = T == 4096 and dtype == torch.bfloat16
+    assert set(found) == {"post_kernel", "product_kernel", "collapse_kernel"} | ({"cut_kernel"} if cuts else set())

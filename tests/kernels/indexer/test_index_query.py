@@ -1,0 +1,178 @@
+"""Indexer queries: the plain-torch version against its parts, the Triton kernel against that."""
+
+import os
+
+import pytest
+import torch
+
+from deepseek_attn.kernels.common.norm_rope import apply_rope, turns_at
+from deepseek_attn.kernels.common.quant import fake_quant_fp4, fake_quant_fp8, hadamard
+from deepseek_attn.kernels.indexer import reference
+from deepseek_attn.kernels.indexer.reference import index_scores
+
+NAN, INF = float("nan"), float("inf")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FORMATS = ["plain", "fp8", "fp4"]
+
+
+def make(T, H, dtype, device="cpu", rope=64):
+    angles = torch.rand(50, rope // 2, device=device) * 6
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
+    q = torch.randn(T, H * 128, device=device).to(dtype)
+    return q, torch.randn(T, H, device=device), cos_sin, torch.randint(50, (T,), device=device)
+
+
+def values(q, factor):
+    """float32 queries times their share of the weight: what the scores see."""
+    return q.float() * factor[..., None]
+
+
+def in_order(q, fmt):
+    """Channels of queries in their own order: for FP4 keys the even ones come first."""
+    return torch.stack(q.chunk(2, -1), -1).flatten(-2) if fmt == "fp4" else q
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rotate", [False, True], ids=["", "hadamard"])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_reference_is_rope_hadamard_and_rounding(fmt, rotate, dtype):
+    q, weights, cos_sin, positions = make(5, 3, dtype)
+    got, factor = reference.index_query(q, weights, cos_sin, positions, 0.25, fmt, rotate)
+    plain = apply_rope(q.view(5, 3, 128), turns_at(cos_sin, positions))
+    plain = hadamard(plain) if rotate else plain
+    expected = {"plain": plain, "fp8": fake_quant_fp8(plain, 128), "fp4": fake_quant_fp4(plain)}[fmt]
+    assert got.dtype == (dtype if fmt == "plain" else torch.float8_e4m3fn)
+    assert torch.equal(values(in_order(got, fmt), factor / (weights * 0.25)), expected.float())
+
+
+def test_half_split_pairs_are_of_the_first_channels():
+    q, weights, cos_sin, positions = make(4, 2, torch.float32)
+    got, _ = reference.index_query(q, weights, cos_sin, positions, 1.0, "plain", half_split=True)
+    order = torch.stack([torch.arange(32), torch.arange(32) + 32], 1).flatten()
+    shuffled = torch.cat([q.view(4, 2, 128)[..., 64:], q.view(4, 2, 128)[..., order]], -1)
+    expected = apply_rope(shuffled, turns_at(cos_sin, positions))
+    torch.testing.assert_close(got[..., 64:], expected[..., :64])
+    torch.testing.assert_close(got[..., order], expected[..., 64:])
+
+
+def test_scores_of_rounded_queries_need_no_scale_of_theirs():
+    q, weights, cos_sin, positions = make(4, 3, torch.bfloat16)
+    keys = torch.randn(20, 128)
+    plain, factor = reference.index_query(q, weights, cos_sin, positions, 0.1, "plain")
+    for fmt, rounded in (("fp8", fake_quant_fp8(plain, 128)), ("fp4", fake_quant_fp4(plain))):
+        args = reference.index_query(q, weights, cos_sin, positions, 0.1, fmt)
+        got = index_scores(in_order(args[0], fmt), keys, args[1])
+        torch.testing.assert_close(got, index_scores(rounded.float(), keys, factor), rtol=1e-5, atol=1e-4)
+
+
+def test_fp4_scales_far_apart_are_exact():
+    q, weights, cos_sin, positions = make(1, 1, torch.float32)
+    cos_sin[:] = torch.cat([torch.ones(32), torch.zeros(32)])
+    q = q * 2.0 ** torch.tensor([0, -12, 1, -3]).repeat_interleave(32)
+    got, factor = reference.index_query(q, weights, cos_sin, positions, 1.0, "fp4")
+    assert torch.equal(values(in_order(got, "fp4"), factor / weights), fake_quant_fp4(q.view(1, 1, 128)))
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+def test_a_head_with_a_nan_or_an_infinity_does_not_pass_unseen(fmt, bad):
+    q, weights, cos_sin, positions = make(3, 2, torch.float32)
+    q[1, 5] = bad
+    got, factor = reference.index_query(q, weights, cos_sin, positions, 1.0, fmt)
+    spoilt = (got.float().isnan().any(-1) | factor.isnan()).tolist()
+    assert spoilt == [[False, False], [True, False], [False, False]]
+
+
+# --- the kernel: on a GPU with DEEPSEEK_ATTN_TEST_DEVICE=cuda, in float32 also by TRITON_INTERPRET=1 ---
+
+
+@pytest.fixture
+def kernel(device):
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    if device.type != "cuda" and not INTERPRETED:
+        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
+    from deepseek_attn.kernels.indexer.index_query import index_query
+
+    return index_query
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("half_split", [False, True], ids=["", "half_split"])
+@pytest.mark.parametrize("rotate", [False, True], ids=["", "hadamard"])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_kernel(kernel, device, fmt, rotate, half_split, dtype):
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("the interpreter rounds to bfloat16 towards zero")
+    for T, H in ((1, 64), (9, 20), (70, 64)) if device.type == "cuda" else ((3, 5),):
+        args = *make(T, H, dtype, device), 0.125, fmt, rotate, half_split
+        (q, weights), (expected, expected_weights) = kernel(*args), reference.index_query(*args)
+        assert q.dtype == expected.dtype
+        # torch may round the products of a rotation once more: then a few values lie on the other side of a bound
+        if INTERPRETED or fmt != "plain" or dtype != torch.float32:
+            same = (q.float() == expected.float()).float().mean()
+            assert same == 1 if INTERPRETED else same > 0.995
+        else:
+            torch.testing.assert_close(q, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(values(q, weights), values(expected, expected_weights), rtol=0.3, atol=0.02)
+        known = weights == expected_weights
+        assert known.all() if INTERPRETED else known.float().mean() > 0.99
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+def test_kernel_shows_a_nan_and_an_infinity(kernel, device, fmt, bad):
+    q, weights, cos_sin, positions = make(3, 2, torch.float32, device)
+    q[1, 5] = bad
+    _, factor = kernel(q, weights, cos_sin, positions, 1.0, fmt)
+    assert factor.isnan().tolist() == [[False, False], [True, False], [False, False]]
+
+
+def test_kernel_takes_strided_rows_and_padding_past_the_table(kernel, device):
+    q, weights, cos_sin, positions = make(4, 2, torch.float32, device)
+    expected = kernel(q, weights, cos_sin, positions, 1.0, "fp8")
+    whole, wide = torch.full((4, 300), NAN, device=device), torch.full((4, 9), NAN, device=device)
+    whole[:, 3:259], wide[:, 1:3] = q, weights
+    positions[3] = 10**6
+    got = kernel(whole[:, 3:259], wide[:, 1:3], cos_sin, positions, 1.0, "fp8")
+    assert torch.equal(got[0].view(torch.uint8)[:3], expected[0].view(torch.uint8)[:3])
+    assert torch.equal(got[1][:3], expected[1][:3])
+
+
+def test_kernel_takes_no_rows(kernel, device):
+    q, weights = kernel(*make(0, 2, torch.float32, device), 1.0, "fp4")
+    assert (q.shape, weights.shape) == ((0, 2, 128), (0, 2))
+
+
+def test_kernel_refuses_what_it_cannot_take(kernel, device):
+    q, weights, cos_sin, positions = make(3, 2, torch.float32, device)
+    for words, args in {
+        "need q": (q[:, :200], weights, cos_sin, positions, 1.0, "fp8"),
+        "index keys are": (q, weights, cos_sin, positions, 1.0, "fp6"),
+        "need positions": (q, weights, cos_sin, positions[:2], 1.0, "fp8"),
+        "must be floats": (q.int(), weights, cos_sin, positions, 1.0, "fp8"),
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            kernel(*args)
+
+
+@pytest.mark.parametrize("T", [1, 5, 70])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_with_the_heads_of_the_layer_in_one_launch(kernel, device, fmt, T):
+    """Bit for bit what either op makes alone; padding heads are zero."""
+    from deepseek_attn.kernels.indexer.queries import queries
+    from deepseek_attn.kernels.insert.query_norm_rope import query_norm_rope
+
+    if INTERPRETED and T > 5:
+        pytest.skip("slow in the interpreter")
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    q, weights, cos_sin, positions = make(T, 20, dtype, device)
+    heads = torch.randn(T, 7 * 512, device=device).to(dtype), 7, 1e-6, cos_sin, positions, 9
+    index = q, weights, cos_sin, positions, 0.25, fmt
+    got, (index_q, index_weights) = queries(heads, index)
+    assert torch.equal(got, query_norm_rope(*heads))
+    assert got[:, 7:].eq(0).all()
+    expected = kernel(*index)
+    assert torch.equal(index_q.view(torch.uint8), expected[0].view(torch.uint8))
+    assert torch.equal(index_weights, expected[1])
+    with pytest.raises(ValueError, match=f"queries of {T} tokens, and of 0 for the indexer"):
+        queries(heads, (q[:0], weights[:0], cos_sin, positions[:0], 0.25, fmt))

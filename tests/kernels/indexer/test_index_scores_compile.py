@@ -1,0 +1,77 @@
+"""The kernels of index scores compile for every GPU generation, on any machine; which of them runs."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+import triton
+import triton.language as tl
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from deepseek_attn.kernels.indexer.index_scores import choose_tiles, fits_hopper, hopper_parts
+from deepseek_attn.kernels.indexer.index_scores_hopper import index_scores_hopper_kernel
+from deepseek_attn.kernels.indexer.index_scores_triton import index_scores_kernel
+from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus, target_of
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
+FORMATS = ("plain", "fp8", "fp4")
+SCORES = [(T, fmt) for T in (4096, 1) for fmt in FORMATS]
+
+
+@pytest.mark.parametrize(("arch", "scores"), on_gpus(SCORES, [(4096, "fp8")]), ids=str)
+def test_compiles(arch, scores):
+    kernel = index_scores_kernel
+    (T, fmt), native, names = scores, arch != "sm80", kernel.arg_names
+    tiles = choose_tiles(T, 1, 32768, False, CAPABILITIES[arch], 132)
+    constants = {"H": 64, "DIM": 128, "PAGE": 64, "RECORD": fmt, "NATIVE_FP8": native, "PRECISION": None}
+    constants["DTYPE"] = tl.bfloat16 if fmt == "plain" else tl.float8e4nv if native else tl.float16
+    constants |= {"TOKENS": tiles.tokens, "BLOCK_T": tiles.tokens, "BLOCK_H": 64, "BLOCK_D": 128}
+    constants |= {"BLOCK_N": tiles.keys, "STAGES": tiles.stages, "PDL": CAPABILITIES[arch] >= (9, 0)}
+    q = "*bf16" if fmt == "plain" else "*fp8e4nv" if native else "*u8"
+    kinds = {"q_ptr": q, "pool_ptr": "*u8" if fmt == "fp4" else q, "weights_ptr": "*fp32", "out_ptr": "*fp32"}
+    kinds |= {"table_ptr": "*i32", "request_ptr": "*i32", "visible_ptr": "*i64"}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "ptr" in name or "stride" in name}
+    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    compiled = triton.compile(source, target=target_of(arch), options=options)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= SHARED[arch] * 1024
+    assert ("e4m3" in compiled.asm["ptx"]) == (native and fmt != "plain") or arch == "sm100"
+
+
+@pytest.mark.parametrize("page", [64, 32, 2])
+def test_the_hopper_kernel_compiles(page):
+    kernel = index_scores_hopper_kernel
+    names, fp8 = kernel.arg_names, "*fp8e4nv"
+    kinds = {"q_ptr": fp8, "pool_ptr": fp8, "weights_ptr": "*fp32", "out_ptr": "*fp32"}
+    kinds |= {"table_ptr": "*i32", "request_ptr": "*i32", "visible_ptr": "*i64", "PAGE": "constexpr"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "ptr" in name or "stride" in name}
+    signature = {name: kinds.get(name, "i32") for name in names}
+    source = GluonASTSource(kernel, signature, {(names.index("PAGE"),): page}, aligned)
+    compiled = triton.compile(source, target=target_of("sm90"), options={"num_warps": 4})
+    assert compiled.metadata.shared <= SHARED["sm90"] * 1024
+    assert "wgmma" in compiled.asm["ptx"]
+    assert "cp.async.cg.shared.global" in compiled.asm["ptx"]  # 16 bytes at a time
+
+
+def test_what_the_hopper_kernel_takes():
+    def fits(kind="fp8", T=4096, H=64, dim=128, B=1, width=2048, capability=(9, 0), page=8448):
+        q = torch.empty(T, H, dim, dtype=torch.float8_e4m3fn)
+        return fits_hopper(kind, q, torch.empty(3, page, dtype=torch.uint8), B, width, capability, 132)
+
+    assert fits()
+    assert fits(T=64, width=262144, B=8)
+    others = [{"kind": "fp4"}, {"H": 32}, {"dim": 64}, {"B": 513}, {"capability": (10, 0)}, {"capability": (8, 9)}]
+    others += [{"T": 64}, {"page": 8452}]
+    assert not any(fits(**other) for other in others)
+    assert [hopper_parts(T, W, 132) for T, W in ((4096, 32768), (512, 32768), (64, 262144), (4096, 2048))] == [
+        1,
+        2,
+        16,
+        1,
+    ]

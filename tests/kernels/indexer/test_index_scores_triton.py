@@ -1,0 +1,275 @@
+"""Indexer scores and selection over pages: plain torch against the formula, Triton against plain torch."""
+
+import os
+
+import numpy
+import pytest
+import torch
+
+from deepseek_attn.cache.records import make_index_record
+from deepseek_attn.kernels.indexer.reference import index_query
+from deepseek_attn.kernels.indexer.reference import index_select as reference_select
+from deepseek_attn.kernels.indexer.reference import paged_index_scores as reference_scores
+
+NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FORMATS = ["plain", "fp8", "fp4"]
+LIMIT = 2e-3  # relative: Hopper's FP8 products keep 13 bits of their sums
+BATCHES = {
+    "one": ([1000], [1]),
+    "decode": ([5, 0, 70, 3000, 1], [1] * 5),
+    "two each": ([50, 300, 2000], [2] * 3),
+    "three each": ([64, 129, 1000], [3] * 3),
+    "four each": ([3, 301], [4, 4]),
+    "ragged": ([90, 700, 1200, 33], [1, 2, 7, 30]),
+    "prefill": ([600, 900], [100, 133]),
+}
+
+
+class Batch:
+    """Requests with live entries at random pages of a pool that is NaN (0xFF) elsewhere, and junk in their tables."""
+
+    def __init__(self, fmt, lens, new, H=64, n=64, device="cpu", pages=200, stride=1, dtype=torch.bfloat16, dim=128):
+        self.record, self.n = make_index_record(fmt, dim, dtype), n
+        used = [-(-length // n) for length in lens]
+        size = self.record.page_bytes(n)
+        self.pool = torch.full((pages, size * stride), 0xFF, dtype=torch.uint8, device=device)[:, :size]
+        self.table = torch.full((len(lens), 2 * max(used) + 3), HUGE, dtype=torch.int32, device=device)[
+            :, : max(used) + 1
+        ]
+        ids = torch.randperm(pages - 1, device=device)[: sum(used)] + 1
+        ids[-1:] = pages - 1
+        first = 0
+        for r, (length, count) in enumerate(zip(lens, used, strict=True)):
+            self.table[r, :count] = ids[first : first + count]
+            entries = torch.arange(length, device=device)
+            slots = self.table[r].long()[entries // n] * n + entries % n
+            self.record.insert(self.pool, n, slots, torch.randn(length, dim, device=device))
+            first += count
+        self.requests = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(new)).int().to(device)
+        visible = [max(0, length - m + 1 + j) for length, m in zip(lens, new, strict=True) for j in range(m)]
+        self.visible = torch.tensor(visible, device=device)
+        T = len(visible)
+        angles = torch.rand(50, min(32, dim // 4), device=device) * 6
+        q, weights = torch.randn(T, H * dim, device=device).to(dtype), torch.randn(T, H, device=device)
+        at = torch.randint(50, (T,), device=device)
+        self.q, self.weights = index_query(q, weights, torch.cat([angles.cos(), angles.sin()], 1), at, 0.1, fmt)
+
+    def args(self, rows=slice(None)):
+        q, weights = self.q[rows], self.weights[rows]
+        return q, weights, self.record, self.pool, self.n, self.table, self.requests[rows], self.visible[rows]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_reference_reads_each_request_through_its_pages(fmt):
+    batch = Batch(fmt, [90, 0, 70], [1, 2, 3], H=3, n=32, stride=2, dtype=torch.float32)
+    got = reference_scores(*batch.args(), skip=69)
+    assert got.shape == (6, 4 * 32)
+    for t, (r, n) in enumerate(zip(batch.requests.tolist(), batch.visible.tolist(), strict=True)):
+        n = n if n > 69 else 0
+        slots = [int(batch.table[r, e // 32]) * 32 + e % 32 for e in range(n)]
+        keys = batch.record.gather(batch.pool, 32, torch.tensor(slots).long(), torch.float32).double()
+        q = batch.q[t].double()
+        q = torch.stack(q.chunk(2, 1), 2).flatten(1) if fmt == "fp4" else q  # even channels come first
+        products = torch.einsum("hd,nd->hn", q, keys).clamp(min=0)
+        torch.testing.assert_close(got[t, :n].double(), batch.weights[t].double() @ products, rtol=1e-4, atol=1e-3)
+        assert got[t, n:].eq(-INF).all()
+
+
+# --- the kernel: on a GPU with DEEPSEEK_ATTN_TEST_DEVICE=cuda, small ones also by TRITON_INTERPRET=1 ---
+
+
+@pytest.fixture
+def ops(device):
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    if device.type != "cuda" and not INTERPRETED:
+        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
+    from deepseek_attn.kernels.indexer import index_scores, index_select
+
+    return index_scores, index_select
+
+
+@pytest.fixture
+def real_gpu(ops, device):
+    if device.type != "cuda":
+        pytest.skip("needs an NVIDIA GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda")
+    return device
+
+
+def check(got, expected, limit=LIMIT):
+    """Close where there are scores; not written (NaN) elsewhere."""
+    live = expected > -INF
+    assert got[~live].isnan().all()
+    error = (got[live].double() - expected[live].double()).norm() / expected[live].double().norm().clamp(min=1e-30)
+    assert error <= limit  # false for NaN
+
+
+def poisoned(batch):
+    return torch.full((len(batch.q), batch.table.shape[1] * batch.n), NAN, device=batch.q.device)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_small(ops, device, fmt):
+    if INTERPRETED and tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
+        pytest.skip("Triton 3.6's interpreter cannot read the bounds of a loop with NumPy 2.4 or later")
+    for tokens, keys in ((1, 16), (2, 32), (4, 16)):
+        batch = Batch(fmt, [90, 0, 71], [1, 2, 4], 5, 32, device, stride=2, dtype=torch.float32)
+        tiles = ops[0].Tiles(tokens, keys, 1, 2)
+        got = ops[0].paged_index_scores(*batch.args(), skip=50, out=poisoned(batch), tiles=tiles)
+        check(got, reference_scores(*batch.args(), skip=50), 1e-5 if INTERPRETED else LIMIT)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("H", [64, 20, 1])
+@pytest.mark.parametrize("n", [64, 32, 2])
+@pytest.mark.parametrize("shape", BATCHES)
+def test_batches(ops, real_gpu, shape, n, H, fmt):
+    lens, new = BATCHES[shape]
+    batch = Batch(fmt, lens, new, H, n, real_gpu, 2200, stride=3)
+    for skip in (0, 64):
+        got = ops[0].paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch))
+        check(got, reference_scores(*batch.args(), skip=skip))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [128, 48, 32])
+def test_plain_dtypes_and_dims(ops, real_gpu, dim, dtype):
+    batch = Batch("plain", [50, 301], [1, 60], 10, 32, real_gpu, dtype=dtype, dim=dim)
+    got = ops[0].paged_index_scores(*batch.args(), out=poisoned(batch))
+    check(got, reference_scores(*batch.args()), 1e-5 if dtype == torch.float32 else 1e-3)
+
+
+def test_a_nan_key_has_no_number_for_a_score(ops, real_gpu):
+    for fmt in FORMATS:
+        batch = Batch(fmt, [200], [3], device=real_gpu)
+        slot = int(batch.table[0, 1]) * 64 + 5
+        batch.record.insert(
+            batch.pool, 64, torch.tensor([slot], device=real_gpu), torch.full((1, 128), NAN, device=real_gpu)
+        )
+        got = ops[0].paged_index_scores(*batch.args(), out=poisoned(batch))[0, :198]
+        assert got.isnan().nonzero().flatten().tolist() == [69]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_score_does_not_depend_on_the_batch(ops, real_gpu, fmt):
+    batch = Batch(fmt, [2000, 1990], [40, 40], device=real_gpu)
+    whole = ops[0].paged_index_scores(*batch.args(), out=poisoned(batch))
+    for t in range(80):
+        alone = ops[0].paged_index_scores(*batch.args(slice(t, t + 1)), out=poisoned(batch)[:1])
+        assert torch.equal(whole[t].nan_to_num(), alone[0].nan_to_num())
+    for _ in range(50):
+        again = ops[0].paged_index_scores(*batch.args(), out=poisoned(batch))
+        assert torch.equal(whole.nan_to_num(), again.nan_to_num())
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+def test_pool_over_two_gib(ops, real_gpu, fmt):
+    batch = Batch(fmt, [3000, 900], [1, 70], device=real_gpu, pages=58_000, stride=5 if fmt == "fp8" else 9)
+    assert int(batch.table[:, :14].max()) > 57_000
+    assert batch.pool.stride(0) * 57_000 > 2**31
+    got = ops[0].paged_index_scores(*batch.args(), out=poisoned(batch))
+    check(got, reference_scores(*batch.args()))
+
+
+@pytest.mark.parametrize("n", [64, 32, 128])
+@pytest.mark.parametrize("shape", ["decode", "four each", "ragged", "prefill"])
+def test_hopper_and_plain_kernels_give_the_same_bits(ops, real_gpu, shape, n, monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    lens, new = BATCHES[shape]
+    batch = Batch("fp8", lens, new, 64, n, real_gpu, 2200, stride=3)
+    for skip in (0, 64):
+        plain = ops[0].paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch))
+        with monkeypatch.context() as patch:
+            patch.setattr(ops[0], "fits_hopper", lambda *_: True)
+            for parts in (1, 3):
+                patch.setattr(ops[0], "hopper_parts", lambda *_, parts=parts: parts)
+                got = ops[0].paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch))
+                check(got, reference_scores(*batch.args(), skip=skip))
+                assert torch.equal(got.nan_to_num(), plain.nan_to_num())
+
+
+def test_a_long_prompt(ops, real_gpu):
+    batch = Batch("fp8", [7000], [1000], device=real_gpu)
+    got = ops[0].paged_index_scores(*batch.args(), out=poisoned(batch))
+    check(got, reference_scores(*batch.args()))
+    for t in (0, 501, 999):
+        alone = ops[0].paged_index_scores(*batch.args(slice(t, t + 1)), out=poisoned(batch)[:1])
+        assert torch.equal(got[t].nan_to_num(), alone[0].nan_to_num())
+
+
+def agree(got, expected, scores, limit):
+    """The same entries, but for some whose scores are as close as rounding makes them."""
+    for mine, other, row in zip(got.tolist(), expected.tolist(), scores, strict=True):
+        assert [e for e in mine if e >= 0] == sorted({e for e in mine if e >= 0})
+        assert mine.count(-1) == other.count(-1)
+        swapped = sorted(set(mine) ^ set(other))
+        if swapped:
+            threshold = row[[e for e in other if e >= 0]].min()
+            assert (row[swapped] - threshold).abs().max() <= limit * row[row > -INF].abs().max()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("shape", BATCHES)
+def test_selection(ops, real_gpu, shape, fmt, monkeypatch):
+    monkeypatch.setattr(ops[1], "SCORE_BYTES", 1 << 18)
+    lens, new = BATCHES[shape]
+    batch = Batch(fmt, lens, new, device=real_gpu, pages=2200)
+    for k in (7, 64, 512):
+        out = torch.full((len(batch.q), k), HUGE, dtype=torch.int32, device=real_gpu)
+        slots = torch.full_like(out, HUGE)
+        got = ops[1].index_select(*batch.args(), k, out=out, out_slots=slots)
+        agree(got, reference_select(*batch.args(), k), reference_scores(*batch.args()).cpu(), 1e-3)
+        pages = batch.table[batch.requests.long()].gather(1, got.clamp(min=0).long() // 64)
+        assert torch.equal(slots, torch.where(got >= 0, pages * 64 + got % 64, -1).int())
+
+
+def test_selection_in_a_graph(ops, real_gpu):
+    batch = Batch("fp8", [3000, 40, 900], [2, 2, 2], device=real_gpu)
+    ops[1].index_select(*batch.args(), 64)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = ops[1].index_select(*batch.args(), 64)
+    for shift in (0, 1000, 5000):
+        batch.visible.sub_(shift).clamp_(min=0)
+        batch.weights.neg_()
+        graph.replay()
+        agree(got, reference_select(*batch.args(), 64), reference_scores(*batch.args()).cpu(), 1e-3)
+
+
+def test_nothing_to_score(ops, device):
+    batch = Batch("fp8", [90, 7], [1, 2], 5, 32, device)
+    assert ops[0].paged_index_scores(*batch.args(slice(0, 0))).shape == (0, 128)
+    assert ops[0].paged_index_scores(*batch.args(), width=0).shape == (3, 0)
+    assert ops[1].index_select(*batch.args(slice(0, 0)), 4).shape == (0, 4)
+
+
+def test_refuses_what_it_cannot_take(ops, device):
+    batch = Batch("fp8", [90], [2], 5, 32, device)
+    q, weights, record, pool, n, table, requests, visible = batch.args()
+    other = make_index_record("fp8", 64)
+    for words, args in {
+        "keys need contiguous q": (q.float(), weights, record, pool, n, table, requests, visible),
+        "need contiguous q": (q, weights, other, pool, n, table, requests, visible),
+        "weights must be": (q, weights.double(), record, pool, n, table, requests, visible),
+        "entries per page take": (q, weights, record, pool, 99, table, requests, visible),
+        "multiples of 4 bytes": (q, weights, record, pool[:, 1:], n, table, requests, visible),
+        "and width in": (q, weights, record, pool, n, table, requests, visible, 10_000),
+        "token_to_req and visible": (q, weights, record, pool, n, table, requests[:1], visible),
+        "out must be": (
+            q,
+            weights,
+            record,
+            pool,
+            n,
+            table,
+            requests,
+            visible,
+            64,
+            0,
+            torch.zeros(2, 63, device=device),
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            ops[0].paged_index_scores(*args)

@@ -1,0 +1,244 @@
+"""The Triton top-k: compiled for every GPU generation, and the very columns that the plain-torch version selects."""
+
+import os
+
+import pytest
+import torch
+
+from deepseek_attn.kernels.indexer import reference
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+import triton
+from triton.compiler import ASTSource
+
+from deepseek_attn.kernels.indexer.topk import Cut, choose_cut, topk_indices
+from deepseek_attn.kernels.indexer.topk_triton import select_kernel
+from tests.kernels.compiled_launches import CAPABILITIES, on_gpus, target_of
+
+NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+KINDS = [
+    "normal",
+    "ties",
+    "nan",
+    "constant",
+    "rising",
+    "falling",
+    "zeros",
+    "wide",
+    "clustered",
+    "denormal",
+    "minus inf",
+]
+KINDS += ["high sample", "low sample"]
+SMALL = [Cut(1, 256, 256, 256, 1), Cut(1, 128, 512, 256, 1), Cut(4, 128, 256, 256, 1)]
+
+
+# --- every kernel compiles for every generation, on any machine ---
+
+
+SHAPES = [(4096, 2048, 512), (1, 262144, 512), (128, 32768, 512), (4096, 32768, 1024), (4, 131072, 2048)]
+
+
+@pytest.mark.parametrize(("arch", "shape"), on_gpus(SHAPES, SHAPES[:1]), ids=str)
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+def test_compiles(arch, shape):
+    T, W, k = shape
+    cut = choose_cut(T, W, k, 132)
+    constants = {"K": k, "PARTS": cut.parts, "TILE": cut.tile, "BLOCK": cut.room // 2, "SAMPLE": cut.sample}
+    constants |= {"TARGET": cut.room // 2, "ROOM": cut.room, "R": 32 * cut.warps, "ALIGNED": True}
+    constants |= {"PAGE": 64, "PDL": CAPABILITIES[arch] >= (9, 0)}
+    names = select_kernel.arg_names
+    kinds = {name: "*i32" for name in names if name.endswith("_ptr")} | {"scores_ptr": "*fp32"}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    source = ASTSource(select_kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    options = {"num_warps": cut.warps, "maxnreg": cut.registers}
+    kernel = triton.compile(source, target=target_of(arch), options=options)
+    assert kernel.asm["cubin"]
+    assert kernel.metadata.shared <= 99 * 1024
+
+
+@pytest.mark.parametrize("k", [1, 7, 64, 100, 192, 512, 513, 1024, 2048, 4096])
+def test_a_cut_has_room(k):
+    for T in (1, 2, 7, 32, 128, 512, 4096):
+        for W in (1, 100, 1024, 2048, 4096, 32768, 300_000, 8_000_000):
+            cut = choose_cut(T, W, k, 132)
+            threads = 32 * cut.warps
+            assert cut.room - cut.room // 2 >= k  # a block of columns fits beside the best
+            assert 4 * threads <= cut.room // 2
+            # counts of a thread's columns are 16 bits of one number
+            assert max(cut.room, cut.tile) <= 16 * threads
+            assert cut.sample >= 4 * threads
+            assert cut.warps <= 32
+            assert cut.parts == 1 or (cut.parts * cut.tile <= W and T * cut.parts <= 264)
+
+
+# --- the kernels: on a GPU with DEEPSEEK_ATTN_TEST_DEVICE=cuda, some by TRITON_INTERPRET=1 ---
+
+
+@pytest.fixture
+def gpu(device):
+    if device.type != "cuda" and not INTERPRETED:
+        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
+    return device
+
+
+@pytest.fixture
+def real_gpu(device):
+    if device.type != "cuda":
+        pytest.skip(f"needs an NVIDIA GPU; DEEPSEEK_ATTN_TEST_DEVICE is {os.environ.get('DEEPSEEK_ATTN_TEST_DEVICE')}")
+    return device
+
+
+def make(kind, T, W, k, device):
+    """Scores of a kind and hostile lengths; past a row's length anything."""
+    scores = torch.randn(T, W)
+    if kind == "ties":
+        scores = scores.clamp(min=0).mul(2).round()
+    if kind == "nan":
+        pick = torch.rand(T, W)
+        scores[pick < 0.4] = NAN
+        scores[(pick > 0.5) & (pick < 0.7)] = -INF
+        scores[pick > 0.95] = INF
+    if kind == "constant":
+        scores.fill_(-3.5)
+    if kind == "rising":
+        scores = torch.arange(W).float().expand(T, W).clone()
+    if kind == "falling":
+        scores = -torch.arange(W).float().expand(T, W).clone()
+    if kind == "clustered":
+        scores = 1 + scores * 1e-7
+    if kind == "denormal":
+        scores *= 1e-41
+    if kind == "minus inf":
+        scores[torch.rand(T, W) < 0.9] = -INF
+    if kind.endswith("sample"):
+        # the columns of a sample, as the kernel draws it, are the highest or the lowest of all
+        for sample in (2048, 4096, 8192) if W > 2048 else (256, 512):
+            i = torch.arange(sample)
+            random = ((i * -1640531535) & 0x7FFFFFFF).float() * 2.0**-31
+            column = ((i + random) * (W / sample)).long().clamp(max=W - 1)
+            scores[:, column] += 100 if kind == "high sample" else -100
+    if kind == "zeros":
+        scores = torch.where(torch.rand(T, W) < 0.5, -0.0, 0.0)
+    if kind == "wide":
+        scores = scores * torch.exp(20 * torch.randn(T, W))
+    lens = torch.tensor([0, 1, W, W + 5, max(W - 1, 0), k, k + 1, W // 2, -3, HUGE]).repeat(T // 10 + 1)[:T]
+    past = torch.arange(W) >= lens[:, None]
+    junk = torch.tensor([NAN, INF, 1e30])[torch.arange(T) % 3]
+    return torch.where(past, junk[:, None], scores).to(device), lens.to(device)
+
+
+@pytest.mark.parametrize("kind", ["nan", "constant", "high sample", "low sample"] if INTERPRETED else KINDS)
+@pytest.mark.parametrize("cut", SMALL, ids=str)
+def test_small_cuts(gpu, cut, kind):
+    for W, k in ((65, 1), (64, 7), (300, 30), (577, 16)):
+        scores, lens = make(kind, 10, W, k, gpu)
+        out = torch.full((10, k), HUGE, dtype=torch.int32, device=gpu)
+        got = topk_indices(scores, lens, k, out=out, cut=cut)
+        assert torch.equal(got, reference.topk_indices(scores, lens, k))
+        assert got.data_ptr() == out.data_ptr()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [1, 7, 64, 100, 192, 512, 513, 1024, 2048])
+@pytest.mark.parametrize("W", [1, 65, 1000, 2048, 8193, 16385, 40_000, 300_000])
+def test_large(real_gpu, W, k, kind):
+    scores, lens = make(kind, 13, W, k, real_gpu)
+    assert torch.equal(topk_indices(scores, lens.int(), k), reference.topk_indices(scores, lens, k))
+
+
+def test_slots(gpu):
+    T, pages, n, k = 6, 9, 32, 20
+    scores, lens = (
+        torch.randn(T, 3 * n * pages, device=gpu)[:, ::3].contiguous(),
+        torch.tensor([0, 5, 20, 21, 200, 288]),
+    )
+    table = torch.randint(60_000, (4, 2 * pages), dtype=torch.int32, device=gpu)[:, :pages]
+    requests = torch.tensor([3, 0, 0, 2, 1, 3], device=gpu)
+    for cut in SMALL:
+        results = []
+        for op, options in ((topk_indices, {"cut": cut}), (reference.topk_indices, {})):
+            slots = torch.full((T, k), HUGE, dtype=torch.int32, device=gpu)
+            paged = {"block_table": table, "token_to_req": requests, "page_entries": n, "out_slots": slots}
+            results.append((op(scores, lens.to(gpu), k, **paged, **options), slots))
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+        assert int(results[0][1].max()) > n * pages
+
+
+def test_strided_rows(gpu):
+    whole = torch.full((8, 90), INF, device=gpu)
+    whole[:, 7:77] = torch.randn(8, 70, device=gpu)
+    lens = torch.full((8,), 70, device=gpu)
+    out = torch.full((8, 12), HUGE, dtype=torch.int32, device=gpu)
+    topk_indices(whole[:, 7:77], lens, 9, out=out[:, 2:11], cut=SMALL[0])
+    assert torch.equal(out[:, 2:11], reference.topk_indices(whole[:, 7:77], lens, 9))
+    assert out[:, [0, 1, 11]].eq(HUGE).all()
+
+
+def test_nothing_to_select(gpu):
+    none = torch.empty(0, dtype=torch.int32, device=gpu)
+    assert topk_indices(torch.empty(0, 50, device=gpu), none, 7).shape == (0, 7)
+    lens = torch.tensor([5, 5], device=gpu)
+    assert topk_indices(torch.zeros(2, 5, device=gpu), lens, 0).shape == (2, 0)
+    assert topk_indices(torch.empty(2, 0, device=gpu), lens, 3, cut=SMALL[0]).eq(-1).all()
+
+
+def test_a_row_does_not_depend_on_the_batch(real_gpu):
+    scores, lens = make("ties", 100, 40_000, 512, real_gpu)
+    whole = topk_indices(scores, lens, 512)
+    alone = [topk_indices(scores[t : t + 1], lens[t : t + 1], 512) for t in range(100)]
+    assert torch.equal(whole, torch.cat(alone))
+
+
+@pytest.mark.parametrize(("T", "W"), [(1, 262144), (300, 32768)])
+def test_fifty_launches_are_bit_identical(real_gpu, T, W):
+    scores, lens = make("ties", T, W, 512, real_gpu)
+    first = topk_indices(scores, lens, 512)
+    assert all(torch.equal(topk_indices(scores, lens, 512), first) for _ in range(50))
+
+
+def test_graph_replays_with_other_scores_and_lengths(real_gpu):
+    scores, lens = make("normal", 9, 70_000, 512, real_gpu)
+    topk_indices(scores, lens, 512)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = topk_indices(scores, lens, 512)
+    for kind in KINDS:
+        other, _ = make(kind, 9, 70_000, 512, real_gpu)
+        scores.copy_(other)
+        lens.copy_(lens.roll(1))
+        graph.replay()
+        assert torch.equal(got, reference.topk_indices(scores, lens, 512))
+
+
+def test_more_than_two_gib_of_scores(real_gpu):
+    T, W = 70, 8_000_000
+    scores = torch.empty(T, W, device=real_gpu)
+    scores[-2:] = torch.randn(2, W, device=real_gpu)
+    lens = torch.zeros(T, dtype=torch.int32, device=real_gpu)
+    lens[-2:] = W
+    got = topk_indices(scores, lens, 64)
+    assert torch.equal(got[-2:], reference.topk_indices(scores[-2:], lens[-2:], 64))
+    assert got[:-2].eq(-1).all()
+
+
+def test_refuses_what_it_cannot_take(gpu):
+    scores, lens = torch.zeros(2, 64, device=gpu), torch.tensor([5, 5], device=gpu)
+    with pytest.raises(ValueError, match="scores must be"):
+        topk_indices(scores.double(), lens, 4)
+    with pytest.raises(ValueError, match="lens must be"):
+        topk_indices(scores, lens[:1], 4)
+    with pytest.raises(ValueError, match="k must be"):
+        topk_indices(scores, lens, 5000)
+    with pytest.raises(ValueError, match="out must be"):
+        topk_indices(scores, lens, 4, out=torch.zeros(2, 4, device=gpu))
+    slots = torch.zeros(2, 4, dtype=torch.int32, device=gpu)
+    with pytest.raises(ValueError, match="out_slots need"):
+        topk_indices(scores, lens, 4, out_slots=slots)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=gpu)
+    with pytest.raises(ValueError, match="block_table must be"):
+        topk_indices(scores, lens, 4, None, table, lens, 32, slots)

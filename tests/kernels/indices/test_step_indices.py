@@ -1,0 +1,209 @@
+"""The Triton index builders: the same integers as their plain-torch versions, on every kind of batch."""
+
+import os
+import random
+
+import pytest
+import torch
+
+from deepseek_attn.kernels.indices import reference
+from deepseek_attn.kernels.indices.reference import EntryGroup
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from deepseek_attn.kernels.indices import step_indices
+
+HUGE = 2**31 - 1
+
+
+@pytest.fixture
+def gpu(device):
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
+    return device
+
+
+def same(got, expected):
+    got, expected = (x if isinstance(x, tuple) else (x,) for x in (got, expected))
+    for mine, other in zip(got, expected, strict=True):
+        assert mine.dtype == other.dtype
+        assert torch.equal(mine, other)
+
+
+def tokens_of(seed, requests, device):
+    """Positions of every residue, some of them of padding, and their requests; a few lie outside of every table."""
+    rng = random.Random(seed)
+    positions, owners = [], []
+    for r in range(requests):
+        first = rng.choice([0, 1, 63, 64, 126, 127, 255, 500, 1000])
+        for p in range(first, first + rng.choice([0, 1, 1, 2, 3, 5, 131])):
+            positions.append(p)
+            owners.append(r)
+    positions += [-1, 5, 10**6, 127]
+    owners += [0, requests, 0, -1]
+    valid = [rng.random() < 0.8 for _ in positions]
+    return (
+        torch.tensor(positions, device=device),
+        torch.tensor(owners, dtype=torch.int32, device=device),
+        torch.tensor(valid, device=device),
+    )
+
+
+def table_of(seed, requests, pages, device):
+    """A strided table of pages up to the largest id, some of them null or missing."""
+    rng = random.Random(seed)
+    table = torch.tensor([[rng.choice([0, 1, -1, rng.randrange(60_000)]) for _ in range(3 * pages)]
+                          for _ in range(requests)], dtype=torch.int32, device=device)  # fmt: skip
+    return table[:, ::3]
+
+
+@pytest.mark.parametrize("requests", [1, 6])
+@pytest.mark.parametrize("n", [1, 2, 64])
+def test_slots_of_tokens(gpu, n, requests):
+    positions, owners, valid = tokens_of(n, requests, gpu)
+    table = table_of(n, requests, 1200 // n, gpu)
+    got = step_indices.slot_mapping_from_positions(positions, owners, table, n)
+    same(got, reference.slot_mapping_from_positions(positions, owners, table, n))
+    own = torch.where(valid, got, -1)
+    for ratio in (1, 3, 4, 128):
+        arguments = positions, own, owners, table, n, ratio
+        same(step_indices.get_compressed_slot_mapping(*arguments), reference.get_compressed_slot_mapping(*arguments))
+
+
+@pytest.mark.parametrize("window", [1, 7, 128])
+@pytest.mark.parametrize("n", [1, 5, 64])
+def test_windows(gpu, n, window):
+    positions, owners, valid = tokens_of(window, 5, gpu)
+    table = table_of(n, 5, 1200 // n, gpu)
+    for mask in (None, valid):
+        arguments = positions, owners, table, n, window, mask
+        same(step_indices.compute_swa_indices_and_lens(*arguments), reference.compute_swa_indices_and_lens(*arguments))
+
+
+@pytest.mark.parametrize("width", [1, 100, 128, 1025, 2176])
+@pytest.mark.parametrize("ratio", [1, 16, 128])
+def test_every_closed_entry(gpu, ratio, width):
+    positions, owners, valid = tokens_of(width, 4, gpu)
+    positions[::7] *= 150
+    for n in (2, 32):
+        table = table_of(n, 4, 1200 // n, gpu)
+        for mask in (None, valid):
+            for arguments in ((positions, ratio, owners, table, n, mask, width),
+                              (positions, ratio, None, None, n, mask, width)):  # fmt: skip
+                same(step_indices.build_c128a_topk_indices(*arguments), reference.build_c128a_topk_indices(*arguments))
+
+
+@pytest.mark.parametrize("K", [1, 7, 512, 1300])
+def test_chosen_entries(gpu, K):
+    rng = random.Random(K)
+    _, owners, valid = tokens_of(K, 4, gpu)
+    table = table_of(K, 4, 20, gpu)
+    choice = [-1, HUGE, -HUGE, *range(1300)]
+    topk = torch.tensor([[rng.choice(choice) for _ in range(K)] for _ in owners], dtype=torch.int32, device=gpu)
+    wide = torch.cat([topk, topk], 1)
+    for entries, mask in ((topk, valid), (topk, None), (wide[:, K:], valid)):
+        arguments = entries, owners, table, 64, mask
+        same(
+            step_indices.compute_global_topk_indices_and_lens(*arguments),
+            reference.compute_global_topk_indices_and_lens(*arguments),
+        )
+
+
+@pytest.mark.parametrize("requests", [1, 5, 150])
+@pytest.mark.parametrize(
+    ("window", "ratio", "topk"), [(4, 4, 2), (128, 4, 512), (7, 16, 1), (128, 128, 1500), (128, 0, 0), (1, 3, 7)]
+)
+def test_entries_and_window_together(gpu, window, ratio, topk, requests):
+    rng = random.Random(topk + requests)
+    queries = [rng.choice([0, 1, 3, 9]) for _ in range(requests)]
+    lengths = [q + rng.choice([0, 1, 127, 128, 900]) for q in queries]
+    gathers = [q + min(n - q, window - 1) for n, q in zip(lengths, queries, strict=True)]
+    T = sum(queries) + 2  # two rows after the last query
+    rows = [[rng.choice([-1, rng.randrange(1000)]) for _ in range(topk + 1)] for _ in range(T)]
+    topk_rows = torch.tensor(rows, dtype=torch.int32, device=gpu)
+    for base in (0, 17):
+        starts = torch.tensor([base, *queries], dtype=torch.int32, device=gpu).cumsum(0).int()
+        seq, gather = (torch.tensor(x, dtype=torch.int32, device=gpu) for x in (lengths, gathers))
+        for valid in (None, torch.tensor([rng.random() < 0.7 for _ in range(T)], device=gpu)):
+            arguments = topk_rows, starts, seq, gather, window, ratio, topk, 3000, 1000, valid
+            same(step_indices.combine_topk_swa_indices(*arguments), reference.combine_topk_swa_indices(*arguments))
+
+
+@pytest.mark.parametrize("groups", [(), ((4, 0),), ((4, 0), (16, 300), (128, 2176))], ids=len)
+def test_a_decode_step_at_once(gpu, groups):
+    positions, owners, valid = tokens_of(len(groups), 7, gpu)
+    groups = [EntryGroup(ratio, table_of(ratio, 7, 1200 // ratio, gpu), 32, width) for ratio, width in groups]
+    arguments = positions, owners, valid, table_of(0, 7, 20, gpu), 64, 128, groups
+    got, expected = step_indices.decode_step_indices(*arguments), reference.decode_step_indices(*arguments)
+    same(got.slot_mapping, expected.slot_mapping)
+    same((got.swa_indices, got.swa_lens), (expected.swa_indices, expected.swa_lens))
+    assert got.compressed_slots.keys() == expected.compressed_slots.keys()
+    assert got.entries.keys() == expected.entries.keys()
+    for ratio, slots in expected.compressed_slots.items():
+        same(got.compressed_slots[ratio], slots)
+    for ratio, rows in expected.entries.items():
+        same(got.entries[ratio], rows)
+
+
+def test_no_tokens_and_no_pages(gpu):
+    for tokens, requests, pages in ((0, 3, 2), (0, 0, 2), (3, 2, 0), (3, 0, 2)):
+        positions = torch.zeros(tokens, dtype=torch.int64, device=gpu)
+        owners, valid = positions.int(), positions.bool()
+        table = torch.zeros(requests, pages, dtype=torch.int32, device=gpu)
+        groups = [EntryGroup(4, table, 64, 128)]
+        for ops in (step_indices, reference):
+            step = ops.decode_step_indices(positions, owners, valid, table, 64, 9, groups)
+            assert step.slot_mapping.eq(-1).all()
+            assert step.swa_indices.shape == (tokens, 9)
+            assert step.swa_indices.eq(-1).all()
+            assert step.entries[4][0].shape == (tokens, 128)
+        topk = torch.zeros(tokens, 7, dtype=torch.int32, device=gpu)
+        same(
+            step_indices.compute_global_topk_indices_and_lens(topk, owners, table, 64, valid),
+            reference.compute_global_topk_indices_and_lens(topk, owners, table, 64, valid),
+        )
+
+
+def test_slots_are_computed_in_int64(gpu):
+    table = torch.tensor([[40_000_000]], dtype=torch.int32, device=gpu)
+    position, owner = torch.tensor([63], device=gpu), torch.tensor([0], dtype=torch.int32, device=gpu)
+    assert step_indices.slot_mapping_from_positions(position, owner, table, 64).tolist() == [40_000_000 * 64 + 63]
+
+
+def test_refuses(gpu):
+    none = torch.zeros(2, dtype=torch.int64, device=gpu)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=gpu)
+    with pytest.raises(ValueError, match="one request per row"):
+        step_indices.slot_mapping_from_positions(none, none[:1], table, 64)
+    with pytest.raises(ValueError, match="2-D block table"):
+        step_indices.compute_swa_indices_and_lens(none, none, table[0], 64, 5, None)
+    with pytest.raises(ValueError, match="window must be at least 1"):
+        step_indices.compute_swa_indices_and_lens(none, none, table, 64, 0, None)
+    with pytest.raises(ValueError, match="ratio must be at least 1"):
+        step_indices.build_c128a_topk_indices(none, 0, None, None, 1, None, 4)
+    with pytest.raises(ValueError, match="token_to_req is needed"):
+        step_indices.build_c128a_topk_indices(none, 4, None, table, 1, None, 4)
+    with pytest.raises(ValueError, match="pad the rows with -1"):
+        step_indices.combine_topk_swa_indices(none[:, None], none, none[:1], none[:1], 4, 4, 2, 8, 4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_in_a_graph(gpu):
+    positions, owners, valid = tokens_of(3, 7, gpu)
+    groups = [EntryGroup(4, table_of(4, 7, 300, gpu), 64, 0), EntryGroup(128, table_of(8, 7, 10, gpu), 32, 256)]
+    arguments = positions, owners, valid, table_of(0, 7, 20, gpu), 64, 128, groups
+    step_indices.decode_step_indices(*arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step_indices.decode_step_indices(*arguments)
+    for _ in range(3):
+        positions.add_(1)
+        valid.copy_(~valid)
+        groups[1].block_table.copy_(groups[1].block_table.flip(0))
+        graph.replay()
+        expected = reference.decode_step_indices(*arguments)
+        same(got.slot_mapping, expected.slot_mapping)
+        same(got.swa_indices, expected.swa_indices)
+        same(got.entries[128], expected.entries[128])
+        same(got.compressed_slots[4], expected.compressed_slots[4])

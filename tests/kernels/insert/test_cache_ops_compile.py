@@ -1,0 +1,194 @@
+"""The kernels around the caches compile for every GPU generation, on any machine."""
+
+import os
+
+import pytest
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+import triton
+import triton.language as tl
+from triton.compiler import ASTSource
+
+from deepseek_attn.kernels.attention import gather
+from deepseek_attn.kernels.indexer import index_query, queries
+from deepseek_attn.kernels.indices import step_indices_triton as step_indices_kernels
+from deepseek_attn.kernels.insert import compress, insert_tokens, norm_rope_insert, query_norm_rope
+from tests.kernels.compiled_launches import CAPABILITIES, on_gpus, target_of
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
+
+RECORDS = {"plain": (0, tl.bfloat16), "fp8_ds_mla": (1, tl.bfloat16), "index_fp8": (2, tl.bfloat16),
+           "index_fp4": (3, tl.bfloat16)}  # fmt: skip
+
+
+def compiled(kernel, kinds, constants, arch, warps=4):
+    """Assembly of ``kernel``: arguments are constants, of the given kinds, or int32."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values)
+    return triton.compile(source, target=target_of(arch), options={"num_warps": warps}).asm
+
+
+def pointers(kernel, **kinds):
+    """Element types of a kernel's pointers; float32 where nothing else is said."""
+    return {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")} | kinds
+
+
+ROW = ("*bf16", "i32", "*fp32", "*bf16", "i32", "*bf16", "i32", "*fp32", "*bf16", "i32", "*i64", "*fp32", "i32", "*i64",
+       "fp32", "*u8", "i64")  # fmt: skip
+PART = ("*fp32", "*fp32", "*fp32", "*fp32", "i32", "i32", "i64", "*fp32", "*fp32", "i32", "*u8", "i64", "fp32")
+BATCH = ("*i64", "*i32", "*i32", "*i32", "*i32", "*i64", "*i1", "i32")
+
+
+HEADS = ("*bf16", "*fp32", "*i64", "*bf16", "fp32") + 6 * ("i32",)
+HEAD_SHAPE = (512, 64, 512, 4, tl.bfloat16)
+
+
+def index_rows(fmt, native):
+    out = "*bf16" if fmt == "plain" else "*fp8e4nv" if native else "*u8"
+    return ("*bf16", "*fp32", "*fp32", "*i64", out, "*fp32", "fp32", "i32", "i32", "i32")
+
+
+def index_shape(fmt, native):
+    return 64, 128, 64, False, fmt == "fp4", 7, fmt, native, 16
+
+
+def row_shape(record):
+    number, plain = RECORDS[record]
+    dim = 128 if record.startswith("index") else 512
+    return dim, dim - 64, 64, dim, 64, number, plain, tl.bfloat16, 1536, 2048, tl.bfloat16, False, False
+
+
+ROOM = ("*fp32", "*i32", "i32")
+
+
+# ratio, number of the record of index keys, prompts
+COMPRESSED = {
+    "C4A, fp8 keys": (4, 2, False),
+    "C4A, plain keys": (4, 0, False),
+    "C4A, fp4 keys": (4, 3, False),
+    "C4A, prompts": (4, 2, True),
+    "C128A": (128, None, False),
+    "C128A, prompts": (128, None, True),
+}
+
+
+def compress_constants(layer, arch):
+    """Of the shapes of V4: an entry, and for C4A an index key."""
+    ratio, keys, long = COMPRESSED[layer]
+    tiles, jobs = compress.choose_tiles(128 if ratio == 128 else 8), 4 if ratio == 4 else 16
+    common = {"ROPE": 64, "DTYPE": tl.bfloat16, "PLAIN": tl.bfloat16, "N": 64}
+    shapes = [compress.PartShape(512, 512, STAGES=0, NOPE=448, RECORD=1, JOBS=jobs, **common)]
+    if keys is not None:
+        key = compress.PartShape(128, 128, STAGES=7, NOPE=128, RECORD=keys, JOBS=1, **common)
+        shapes, jobs = [*shapes, key], jobs + 1
+    pooled, group = (8, 4) if ratio == 4 else (128, 1)
+    tiling = (tiles.lanes, tiles.reads, tiles.channels, tiles.chunks)
+    how = compress.Pooling(ratio, pooled, pooled + 16, *tiling, group, jobs, long, 128)
+    return {"SHAPES": tuple(shapes), "HOW": how, "NATIVE_FP8": arch != "sm80", "PDL": CAPABILITIES[arch] >= (9, 0)}
+
+
+@pytest.mark.parametrize(("arch", "record"), on_gpus(RECORDS, ["fp8_ds_mla"]))
+def test_norm_rope_insert(arch, record):
+    constants = {"SHAPE": row_shape(record), "NATIVE_FP8": arch != "sm80", "PDL": CAPABILITIES[arch] >= (9, 0)}
+    asm = compiled(norm_rope_insert._norm_rope_insert_kernel, {"rows": ROW}, constants, arch)
+    assert asm["cubin"]
+    assert ("e4m3" in asm["ptx"]) == (arch != "sm80" and record in ("fp8_ds_mla", "index_fp8"))
+
+
+@pytest.mark.parametrize(("arch", "scales"), on_gpus(["pow2", "raw"], ["pow2"]))
+def test_norm_rope_insert_with_a_rounded_latent(arch, scales):
+    shape = (*row_shape("plain")[:-2], True, scales == "pow2")
+    constants = {"SHAPE": shape, "NATIVE_FP8": arch != "sm80", "PDL": False}
+    rounded = ("*u8" if arch == "sm80" else "*fp8e4nv", "i32", "*fp32", "i32")
+    asm = compiled(norm_rope_insert._norm_rope_insert_kernel, {"rows": ROW + rounded}, constants, arch)
+    assert asm["cubin"]
+    assert ("e4m3" in asm["ptx"]) == (arch != "sm80")
+
+
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_query_norm_rope(arch):
+    constants = {"SHAPE": HEAD_SHAPE, "PDL": CAPABILITIES[arch] >= (9, 0)}
+    asm = compiled(query_norm_rope._query_norm_rope_kernel, {"rows": HEADS}, constants, arch)
+    assert asm["cubin"]
+    assert ("griddepcontrol.wait" in asm["ptx"]) == (CAPABILITIES[arch] >= (9, 0))
+
+
+@pytest.mark.parametrize(("arch", "fmt"), on_gpus(["plain", "fp8", "fp4"], ["fp8"]))
+def test_index_query(arch, fmt):
+    native = arch != "sm80"
+    constants = {"SHAPE": index_shape(fmt, native), "PDL": CAPABILITIES[arch] >= (9, 0)}
+    asm = compiled(index_query._index_query_kernel, {"rows": index_rows(fmt, native)}, constants, arch)
+    assert asm["cubin"]
+    assert ("e4m3x2" in asm["ptx"]) == (native and fmt != "plain")
+
+
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_queries(arch):
+    native = arch != "sm80"
+    constants = {"SHAPE": HEAD_SHAPE, "INDEX_SHAPE": index_shape("fp8", native), "PDL": CAPABILITIES[arch] >= (9, 0)}
+    kinds = {"rows": HEADS, "index_rows": index_rows("fp8", native)}
+    assert compiled(queries._queries_kernel, kinds, constants, arch)["cubin"]
+
+
+@pytest.mark.parametrize(("arch", "layer"), on_gpus(COMPRESSED, ["C128A"]))
+def test_compress(arch, layer):
+    constants = compress_constants(layer, arch)
+    kinds = {"parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH, "room": ROOM}
+    asm = compiled(compress._compress_kernel, kinds, constants, arch)
+    assert asm["cubin"]
+    assert ("e4m3" in asm["ptx"]) == (arch != "sm80")
+
+
+@pytest.mark.parametrize(("arch", "layer"), on_gpus(["C4A, fp8 keys", "C128A"], ["C128A"]))
+def test_insert_tokens(arch, layer):
+    constants = compress_constants(layer, arch) | {"SHAPE": row_shape("fp8_ds_mla")}
+    kinds = {"rows": ROW, "parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH, "room": ROOM}
+    assert compiled(insert_tokens._insert_tokens_kernel, kinds, constants, arch)["cubin"]
+
+
+# entry bytes, then of its coded part: values, values per scale; then where raw values begin, and how many
+ENTRIES = {"plain": (1024, 0, 64, 0, 512), "V4": (576, 448, 64, 448, 64), "V3.2": (656, 512, 128, 528, 64)}
+GATHERS = [(record, place) for record in ENTRIES for place in ("workspace", "packed")]
+
+
+@pytest.mark.parametrize(("arch", "gathered"), on_gpus(GATHERS, [("V4", "workspace"), ("V4", "packed")]), ids=" ".join)
+def test_gather(arch, gathered):
+    record, packed = gathered[0], gathered[1] == "packed"
+    kernel = gather._gather_packed_kernel if packed else gather._gather_kernel
+    block = 0 if record == "V4" else ENTRIES[record][-1]
+    shape = gather.EntryShape(64, *ENTRIES[record], tl.bfloat16, tl.bfloat16, 512, block, arch != "sm80")
+    constants = {"SHAPE": shape, "ROWS": 8}
+    if packed:
+        constants["REQUESTS"] = 4
+    kinds = pointers(kernel, out_ptr="*bf16", pool_ptr="*u8", table_ptr="*i32")
+    kinds |= dict.fromkeys(("seq_lens_ptr", "gather_lens_ptr", "starts_ptr"), "*i32")
+    assert compiled(kernel, kinds, constants, arch)["cubin"]
+
+
+TABLE = ("*i32", "i32", "i32", "i32", "i32")
+STEP = {"positions_ptr": "*i64", "req_ptr": "*i32", "valid_ptr": "*i1", "table": TABLE, "lens_ptr": "*i32"}
+STEP |= {"out_ptr": "*i32", "topk_ptr": "*i32", "query_start_ptr": "*i32", "seq_lens_ptr": "*i32"}
+STEP |= {"gather_lens_ptr": "*i32", "own_ptr": "*i64", "window_table": TABLE, "window_outs": ("*i64", "*i32", "*i32")}
+STEP |= {"tables": (TABLE, TABLE), "outs": (("*i64", "*i32", "*i32"),) * 2}
+INDICES = {
+    "token_slots_kernel": {"RATIO": 4, "N": 64, "TOKENS": 128},
+    "window_kernel": {"WINDOW": 128, "N": 64, "TILE": 128},
+    "entries_kernel": {"WIDTH": 8192, "RATIO": 128, "N": 32, "PAGED": True, "TILE": 1024},
+    "global_kernel": {"K": 512, "N": 64, "TILE": 512},
+    "combine_kernel": {"WIDTH": 640, "WINDOW": 128, "RATIO": 4, "TOPK": 512, "TILE": 1024, "REQUESTS": 4},
+    "decode_step_kernel": {"WINDOW": 128, "WINDOW_PAGE": 64, "WINDOW_TILE": 128, "TILE": 1024,
+                           "GROUPS": ((4, 64, 0, 1), (128, 32, 8192, 2))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INDICES)
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_step_indices(arch, name):
+    kernel = getattr(step_indices_kernels, name)
+    kinds = STEP | ({"out_ptr": "*i64"} if name == "token_slots_kernel" else {})
+    assert compiled(kernel, kinds, INDICES[name], arch)["cubin"]
+    if "valid_ptr" in kernel.arg_names:  # without padding
+        assert compiled(kernel, kinds, INDICES[name] | {"valid_ptr": None}, arch)["cubin"]

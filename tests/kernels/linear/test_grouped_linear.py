@@ -1,0 +1,208 @@
+"""The grouped output projection: the reference against scalar loops, the Triton kernels compiled and run on a GPU."""
+
+import math
+
+import pytest
+import torch
+
+from deepseek_attn.kernels.common.quant import fake_quant_fp8, quantize_fp8_block
+from deepseek_attn.kernels.linear import reference
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from deepseek_attn.kernels.linear.grouped_linear import grouped_linear, grouped_linear_rounded
+from deepseek_attn.kernels.linear.linear import quantize_input
+from deepseek_attn.kernels.linear.tiles import HopperTiles, Tiles
+from tests.kernels.compiled_launches import CAPABILITIES, on_gpus
+from tests.kernels.linear.compiled_linear import compiled_launches
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+NAN = float("nan")
+# a rotated value at a tie may round the other way, and then to another FP8 value
+LIMIT = {BF16: 2e-3, F16: 1e-3, F32: 1e-4}
+
+
+def relative(got, expected):
+    return float((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+
+
+def table(positions, rope_dim):
+    angle = torch.rand(positions, rope_dim // 2) * 2 * math.pi
+    return torch.cat([angle.cos(), angle.sin()], dim=1)
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["rounded", "unrounded"])
+def test_reference(fp8):
+    """Head by head, pair by pair."""
+    M, H, d, groups, rank, rope_dim = 3, 4, 64, 2, 10, 16
+    o, positions, cos_sin = torch.randn(M, H, d), torch.tensor([5, 0, 5]), table(9, rope_dim)
+    weight, scale = quantize_fp8_block(torch.randn(groups * rank, H // groups * d))
+    got = reference.grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8)
+    turned = o.double()
+    for t in range(M):
+        for h in range(H):
+            for pair in range(rope_dim // 2):
+                cos, sin = cos_sin[positions[t], pair], cos_sin[positions[t], rope_dim // 2 + pair]
+                k = d - rope_dim + 2 * pair
+                a, b = o[t, h, k].double(), o[t, h, k + 1].double()
+                turned[t, h, k], turned[t, h, k + 1] = a * cos + b * sin, b * cos - a * sin
+    x = turned.view(M, groups, -1)
+    if fp8:
+        x = fake_quant_fp8(x.float(), 128).double()
+    dense = weight.double() * scale.double()[0, 0]
+    for g in range(groups):
+        expected = x[:, g] @ dense[g * rank : (g + 1) * rank].T
+        torch.testing.assert_close(got[:, g * rank : (g + 1) * rank].double(), expected, rtol=1e-4, atol=2e-3)
+
+
+META = {"device": "meta"}
+
+
+PROJECTIONS = [(M, inputs) for M in (20, 1, 300) for inputs in ("rounded", "unrounded")]
+
+
+@pytest.mark.parametrize(("arch", "projection"), on_gpus(PROJECTIONS, [(20, "rounded")]), ids=str)
+def test_compiles(arch, projection, monkeypatch):
+    M, fp8 = projection[0], projection[1] == "rounded"
+    o, weight = torch.empty(M, 64, 512, dtype=BF16, **META), torch.empty(8192, 4096, dtype=torch.float8_e4m3fn, **META)
+    scale, cos_sin = torch.empty(64, 32, **META), torch.empty(4096, 64, **META)
+    positions = torch.empty(M, dtype=torch.int64, **META)
+    kernels = compiled_launches(
+        monkeypatch, CAPABILITIES[arch], lambda: grouped_linear(o, weight, scale, 8, positions, cos_sin, fp8)
+    )
+    assert len(kernels) == 2
+
+
+def test_what_cannot_be_computed_is_refused():
+    o, cos_sin = torch.randn(3, 4, 64), table(9, 16)
+    weight, scale = quantize_fp8_block(torch.randn(20, 128))
+    with pytest.raises(ValueError, match="multiple of 3 heads"):
+        grouped_linear(o, weight, scale, 3)
+    with pytest.raises(ValueError, match="give both, or neither"):
+        grouped_linear(o, weight, scale, 2, torch.zeros(3).long())
+    with pytest.raises(ValueError, match=r"positions must be integers \[3\]"):
+        grouped_linear(o, weight, scale, 2, torch.zeros(2).long(), cos_sin)
+    with pytest.raises(ValueError, match="cos_sin must be a contiguous float32"):
+        grouped_linear(o, weight, scale, 2, torch.zeros(3).long(), cos_sin.double())
+    with pytest.raises(ValueError, match=r"contiguous \[N, 64\]"):
+        grouped_linear(o, weight, scale, 4)
+    with pytest.raises(ValueError, match="20 rows cannot be cut into 8 groups"):
+        grouped_linear(torch.randn(3, 16, 64), weight, scale, 8)
+
+
+# --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
+
+
+def problem(M, H, d, groups, rank, rope_dim, dtype=BF16, spare=3):
+    """Heads within a larger tensor that is NaN elsewhere, as attention pads them."""
+    whole = torch.full((M, H + spare, d), NAN, dtype=dtype)
+    whole[:, :H] = torch.randn(M, H, d)
+    weight, scale = quantize_fp8_block(torch.randn(groups * rank, H // groups * d))
+    return whole[:, :H], weight, scale, groups, torch.randint(999, (M,)), table(999, rope_dim)
+
+
+SHAPES = {
+    "flash": (64, 512, 8, 1024, 64),
+    "pro": (128, 512, 16, 1024, 64),
+    "odd": (12, 128, 3, 200, 32),
+    "small heads": (32, 64, 4, 72, 64),
+}
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["rounded", "unrounded"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("M", [1, 3, 7, 33, 130, 1026])
+def test_shapes(gpu, M, shape, fp8):
+    arguments = problem(M, *SHAPES[shape])
+    got, expected = grouped_linear(*arguments, fp8), reference.grouped_linear(*arguments, fp8)
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    assert relative(got, expected) <= LIMIT[BF16]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("fp8", [True, False], ids=["rounded", "unrounded"])
+def test_dtypes(gpu, fp8, dtype):
+    for M in (2, 40, 130):
+        arguments = problem(M, 16, 128, 4, 128, 64, dtype)
+        assert relative(grouped_linear(*arguments, fp8), reference.grouped_linear(*arguments, fp8)) <= LIMIT[dtype]
+
+
+@pytest.mark.parametrize("M", [2, 40, 130])
+def test_without_rotation(gpu, M):
+    o, weight, scale, groups, *_ = problem(M, 16, 128, 4, 128, 64)
+    for fp8 in (True, False):
+        got = grouped_linear(o, weight, scale, groups, fp8_input=fp8)
+        assert relative(got, reference.grouped_linear(o, weight, scale, groups, fp8_input=fp8)) <= LIMIT[BF16]
+
+
+@pytest.mark.parametrize("tiles", [Tiles(8), Tiles(16, 128, 4), Tiles(64, 64, 3), Tiles(128, 128, warps=8)], ids=str)
+def test_every_cut(gpu, tiles):
+    for M in (1, 20, 129):
+        arguments = problem(M, 32, 128, 4, 136, 64)
+        for fp8 in (True, False):
+            got = grouped_linear(*arguments, fp8, tiles=tiles)
+            assert relative(got, reference.grouped_linear(*arguments, fp8)) <= LIMIT[BF16]
+
+
+@pytest.mark.parametrize("tiles", [
+    HopperTiles(128, 16, 128, 16, stages=3), HopperTiles(64, 64, 64, 32, 2, stages=3),
+    HopperTiles(128, 128, 128, 64, 4, stages=4),
+], ids=str)  # fmt: skip
+def test_every_hopper_cut(gpu, tiles):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    for M in (9, 20, 129):
+        arguments = problem(M, 32, 128, 4, 256, 64)
+        got = grouped_linear(*arguments, True, tiles=tiles)
+        assert relative(got, reference.grouped_linear(*arguments, True)) <= LIMIT[BF16]
+
+
+@pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "raw"])
+@pytest.mark.parametrize("M", [9, 16, 17, 33, 64, 100, 128, 129, 200])
+def test_the_output_rounded_on_the_way(gpu, M, pow2):
+    """Bit by bit what rounding the output gives: zeros, values of all magnitudes, NaN and infinities."""
+    o, weight, *rest = problem(M, 16, 128, 4, 256, 64)
+    o *= torch.logspace(-6, 6, M, device=o.device)[:, None, None]
+    o[1], o[2, 3, 5], o[3, 9, 7] = 0, NAN, float("inf")
+    weight = weight.clone()
+    weight[:128] = 0
+    out, rounded = grouped_linear_rounded(o.to(BF16), weight, *rest, True, pow2)
+    if torch.cuda.get_device_capability() != (9, 0):
+        assert rounded is None
+        return
+    assert torch.equal(out.nan_to_num(7), grouped_linear(o.to(BF16), weight, *rest, True, pow2).nan_to_num(7))
+    q, scale = quantize_input(out, pow2)
+    assert torch.equal(rounded[1].nan_to_num(7), scale.nan_to_num(7))
+    finite = scale.isfinite().repeat_interleave(128, 1)
+    assert torch.equal(rounded[0].view(torch.uint8)[finite], q.view(torch.uint8)[finite])
+    assert scale[2].isnan().any()
+
+
+def test_strides_and_zero_rows(gpu):
+    o, *rest = problem(20, 16, 128, 4, 128, 64)
+    turned = o.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(grouped_linear(turned, *rest, True), grouped_linear(o, *rest, True))
+    weight, scale, groups, positions, cos_sin = rest
+    assert grouped_linear(o[:0], weight, scale, groups, positions[:0], cos_sin, True).shape == (0, 512)
+
+
+@pytest.mark.parametrize("M", [1, 20, 130])
+def test_fifty_launches_are_bit_identical(gpu, M):
+    arguments = problem(M, 64, 512, 8, 1024, 64)
+    first = grouped_linear(*arguments, True)
+    for _ in range(50):
+        assert torch.equal(grouped_linear(*arguments, True), first)
+
+
+@pytest.mark.parametrize("M", [1, 20, 130])
+def test_replays_of_a_graph(gpu, M):
+    o, *rest = problem(M, 64, 512, 8, 1024, 64)
+    grouped_linear(o, *rest, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = grouped_linear(o, *rest, True)
+    for _ in range(3):
+        o.copy_(torch.randn(o.shape))
+        out.fill_(NAN)
+        graph.replay()
+        assert relative(out, reference.grouped_linear(o, *rest, True)) <= LIMIT[BF16]

@@ -1,0 +1,384 @@
+"""The linear ops: the reference against scalar loops, the Triton kernels compiled everywhere and run on a GPU."""
+
+import pytest
+import torch
+
+from deepseek_attn.kernels.common.quant import quantize_fp8_block
+from deepseek_attn.kernels.linear import reference
+from deepseek_attn.kernels.linear.reference import Segment
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from deepseek_attn.kernels.linear.launch import dot_plan
+from deepseek_attn.kernels.linear.linear import _neighbours, multi_linear, quantize_input
+from deepseek_attn.kernels.linear.tiles import HopperTiles, Tiles, choose_tiles, cublas_is_faster
+from tests.kernels.compiled_launches import CAPABILITIES, on_gpus
+from tests.kernels.linear.compiled_linear import compiled_launches
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+NAN = float("nan")
+# results of the same quantised inputs: sums in another order, then at most one rounding
+LIMIT = {BF16: 1.5e-3, F16: 4e-4, F32: 2e-5}
+
+
+def relative(got, expected):
+    return float((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+
+
+def fp8_weight(n, k):
+    return quantize_fp8_block(torch.randn(n, k))
+
+
+def awkward(M, K, dtype=BF16):
+    """Rows of all magnitudes: ordinary ones, zeros, tiny ones, a power of two times 448."""
+    x = torch.randn(M, K) * torch.logspace(-2, 2, M).unsqueeze(1)
+    x[::7] = 0
+    x[1::7] *= 1e-7
+    x[2::7, 5] = 448.0 * 4
+    return x.to(dtype)
+
+
+# --- the reference, by its definition ---
+
+
+def test_reference_of_segments():
+    x = awkward(9, 256, F32)
+    weight, scale = fp8_weight(130, 256)
+    plain = torch.randn(20, 256)
+    q, q_scale = reference.quantize_input(x)
+    assert (q_scale.shape, q_scale.stride()) == ((9, 2), (1, 9))
+    expected = torch.zeros(9, 130, dtype=torch.float64)
+    for block in range(2):
+        k = slice(128 * block, 128 * block + 128)
+        product = q[:, k].double() @ weight[:, k].double().T
+        expected += product * q_scale[:, block, None] * scale[:, block].repeat_interleave(128)[:130]
+    got = reference.multi_linear(x, [Segment(weight, scale, True), Segment(plain, out_dtype=BF16)])
+    torch.testing.assert_close(got[0].double(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(got[1], (x @ plain.T).to(BF16))
+    given = reference.multi_linear(x, [Segment(weight, scale, True)], quantized=(q, q_scale))
+    assert torch.equal(given[0], got[0])
+    unrounded = reference.multi_linear(x, [Segment(weight, scale, False)])[0]
+    assert relative(unrounded, got[0]) > 1e-3
+
+
+# --- every kernel compiles for every generation, on any machine ---
+
+META = {"device": "meta"}
+
+
+def meta_segments(K, scaled=(), plain=(), **options):
+    segments = []
+    for n in scaled:
+        grid = torch.empty(-(-n // 128), -(-K // 128), **META)
+        segments.append(Segment(torch.empty(n, K, dtype=torch.float8_e4m3fn, **META), grid, **options))
+    return segments + [Segment(torch.empty(n, K, dtype=BF16, **META), None, False, F32) for n in plain]
+
+
+C4A = {"scaled": (1024, 512), "plain": (1024, 1024, 256, 256, 64)}
+PRODUCTS = {
+    "one token": (1, BF16, meta_segments(4096, **C4A, fp8_input=True)),
+    "33 tokens": (33, BF16, meta_segments(4096, **C4A, fp8_input=True)),
+    "300 tokens": (300, BF16, meta_segments(1024, (32768, 8192), fp8_input=True)),
+    "unrounded input": (9, BF16, meta_segments(1024, (4096,))),
+    "unrounded input, 300 tokens": (300, BF16, meta_segments(1024, (4096,))),
+    "float32 results": (5, BF16, meta_segments(1024, (512,), fp8_input=True, out_dtype=F32)),
+    "float32 input": (16, F32, meta_segments(4096, (512,), (129280,))),
+    "float32 input, 40 tokens": (40, F32, meta_segments(4096, (512,), (129280,))),
+    "many rows": (20, BF16, meta_segments(1024, (32768, 8192), fp8_input=True)),
+}
+
+
+@pytest.mark.parametrize(("arch", "product"), on_gpus(PRODUCTS, ["33 tokens"]))
+def test_products_compile(arch, product, monkeypatch):
+    M, dtype, segments = PRODUCTS[product]
+    x = torch.empty(M, segments[0].weight.shape[1], dtype=dtype, **META)
+    kernels = compiled_launches(monkeypatch, CAPABILITIES[arch], lambda: multi_linear(x, segments))
+    assert len(kernels) == (2 if segments[0].fp8_input and M > 8 else 1)
+    for kernel in kernels:
+        assert ("griddepcontrol" in kernel.asm["ptx"]) == (CAPABILITIES[arch] >= (9, 0))
+        assert "e4m3" not in kernel.asm["ptx"] or arch != "sm80"
+    if CAPABILITIES[arch] >= (9, 0) and M <= 8:
+        before = kernels[0].asm["ptx"].partition("griddepcontrol.wait")[0]
+        assert "ld.global" in before, "the first weights are asked for while the launch ahead still runs"
+    if arch == "sm90" and M > 8 and segments[0].fp8_input:
+        assert "f32.e4m3.e4m3" in kernels[0].asm["ptx"]
+        assert "cvt.rn.satfinite.e4m3x2" in kernels[1].asm["ptx"]
+
+
+def test_factors_hold_what_they_are_given():
+    """No product rounds its factors, and float32 results never come from 14-bit sums."""
+    import triton.language as tl
+
+    fp8 = torch.float8_e4m3fn
+    assert dot_plan(BF16, fp8, True, BF16, True) == (tl.float8e4nv, 1, None)
+    assert dot_plan(BF16, fp8, True, F32, True)[0] == tl.float16
+    assert dot_plan(BF16, fp8, True, BF16, False)[0] == tl.float16
+    assert dot_plan(BF16, fp8, False, BF16, True) == (tl.bfloat16, 1, None)
+    assert dot_plan(F32, fp8, False, F32, True) == (tl.bfloat16, 3, None)
+    assert dot_plan(F32, BF16, False, F32, True) == (tl.bfloat16, 3, None)
+    assert dot_plan(BF16, F32, False, F32, True) == (tl.float32, 1, "tf32x3")
+    assert dot_plan(F16, BF16, False, F32, True) == (tl.float32, 1, "tf32x3")
+
+
+@pytest.mark.parametrize("K", [128, 640, 1024, 1536, 2048, 4096, 7168, 16384])
+def test_shares_are_whole_and_alike_for_few_tokens(K):
+    for rows, plain in ((1536, 2624), (40960, 0), (4096, 0), (0, 129280), (40, 40)):
+        cuts = {M: choose_tiles(M, K, rows, plain, (9, 0), 132, 1, 2) for M in (*range(1, 33), 33, 64, 100, 4096)}
+        for few in (range(1, 9), range(9, 33)):
+            assert len({(cuts[M].splits, cuts[M].plain_splits) for M in few}) == 1
+            assert all(cuts[M].tokens >= M for M in few)
+        for cut in cuts.values():
+            for splits, channels in ((cut.splits, 128), (cut.plain_splits, cut.plain_channels)):
+                share = -(-K // (splits * channels))
+                assert share * (splits - 1) * channels < K, "a share without channels"
+
+
+def test_cublas_takes_what_is_large():
+    for M, N, K in ((128, 32768, 1024), (512, 4096, 8192), (4096, 512, 4096)):
+        assert cublas_is_faster(M, N, K, fp8=True)
+    for M, N, K in ((8, 32768, 1024), (64, 512, 4096), (256, 1024, 4096), (4096, 64, 4096)):
+        assert not cublas_is_faster(M, N, K, fp8=False)
+
+
+# --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
+
+
+def check(x, segments, pow2=True, **options):
+    # the result may land where earlier ones lay: those are NaN
+    poison = [torch.full((len(x), len(s.weight)), NAN, dtype=s.out_dtype or x.dtype, device=x.device) for s in segments]
+    del poison
+    got = multi_linear(x, segments, pow2, **options)
+    expected = reference.multi_linear(x, segments, pow2)
+    for mine, other in zip(got, expected, strict=True):
+        assert (mine.shape, mine.dtype) == (other.shape, other.dtype)
+        if mine.numel():
+            assert relative(mine, other) <= LIMIT[mine.dtype]  # false for NaN
+    return got
+
+
+TOKENS = [1, 2, 3, 5, 9, 17, 33, 129, 1026]
+
+
+@pytest.mark.parametrize("M", TOKENS)
+@pytest.mark.parametrize(("K", "scaled", "plain"), [
+    (4096, (1024, 512), (1024, 256, 64)), (1536, (200, 72, 130), (70,)), (8192, (1024,), ()),
+], ids=str)  # fmt: skip
+def test_segments(gpu, K, scaled, plain, M):
+    segments = [Segment(*fp8_weight(n, K), True) for n in scaled]
+    segments += [Segment(torch.randn(n, K).to(BF16), None, False, F32) for n in plain]
+    check(awkward(M, K), segments)
+
+
+def test_neighbours():
+    a, b, c = torch.randn(9, 4).to(BF16).split([2, 3, 4])
+    alone, scaled = torch.randn(5, 4).to(BF16), Segment(*fp8_weight(128, 128))
+    plain = [Segment(w, None, False, F32) for w in (a, b, c)]
+    assert _neighbours(plain) == [(0, [2, 3, 4])]
+    assert _neighbours([scaled, *plain[:2], scaled, plain[2]]) == [(0, [128]), (1, [2, 3]), (3, [128]), (4, [4])]
+    assert _neighbours([plain[1], plain[0], plain[2]]) == [(0, [3]), (1, [2]), (2, [4])]
+    assert _neighbours([plain[0], Segment(b), Segment(c), Segment(alone)]) == [(0, [2]), (1, [3, 4]), (3, [5])]
+    assert _neighbours([]) == []
+
+
+@pytest.mark.parametrize("M", [1, 40, 700, 2049])
+def test_weights_that_lie_together(gpu, M):
+    plain = torch.randn(1024 + 512 + 64, 2048).to(BF16).split([1024, 512, 64])
+    segments = [Segment(*fp8_weight(512, 2048), True), *(Segment(w, None, False, F32) for w in plain)]
+    check(awkward(M, 2048), segments)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("M", [1, 33, 130])
+def test_every_dtype(gpu, M, dtype):
+    x = torch.randn(M, 256).to(dtype)
+    segments = [Segment(*fp8_weight(200, 256), fp8, out) for fp8 in (True, False) for out in (None, F32)]
+    segments += [Segment(torch.randn(70, 256).to(w), None, False, out) for w in (F32, BF16, F16) for out in (None, F32)]
+    check(x, segments)
+
+
+@pytest.mark.parametrize("M", [1, 9, 130])
+def test_raw_scales(gpu, M):
+    segments = [Segment(*fp8_weight(n, 1024), True) for n in (256, 512)]
+    x = torch.randn(M, 1024).to(BF16)
+    got = multi_linear(x, segments, False)
+    for mine, other in zip(got, reference.multi_linear(x, segments, False), strict=True):
+        assert relative(mine, other) <= 4e-3  # the reference rounds the products with raw scales to bfloat16
+    assert relative(got[0], multi_linear(x, segments, True)[0]) > 1e-3
+
+
+@pytest.mark.parametrize("K", [160, 72, 40])
+def test_channels_that_are_no_multiple_of_a_block(gpu, K):
+    segments = [Segment(*fp8_weight(130, K)), Segment(torch.randn(33, K).to(BF16))]
+    check(torch.randn(7, K).to(BF16), segments)
+
+
+EVERY_CUT = [
+    Tiles(8),
+    Tiles(16, 128, 4, 64, 8),
+    Tiles(16, splits=8, plain_splits=2, stages=3),
+    Tiles(32, 64, 3, 64, 5),
+    Tiles(64, 128, 2, 128, 2, 128, 8, 3),
+    Tiles(128, 128, warps=8, stages=3),
+    Tiles(8, 128, warps=8),
+]
+
+
+@pytest.mark.parametrize("tiles", EVERY_CUT, ids=str)
+def test_every_cut(gpu, tiles):
+    segments = [Segment(*fp8_weight(n, 2048), True) for n in (300, 512)]
+    segments += [Segment(torch.randn(n, 2048).to(BF16), None, False, F32) for n in (200, 64)]
+    for M in (1, 7, 40, 129):
+        x = awkward(M, 2048)
+        for quantized in (None, quantize_input(x)):
+            check(x, segments, tiles=tiles, quantized=quantized)
+
+
+EVERY_HOPPER_CUT = [
+    HopperTiles(128, 16, 64, 16, stages=3),
+    HopperTiles(64, 32, 64, 32, 4, 8, stages=4, spare=1),
+    HopperTiles(64, 64, 64, 32, 3, 5, stages=4),
+    HopperTiles(128, 64, 64, 64, 8, 2, stages=2),
+    HopperTiles(128, 128, 128, 64, 2, 4, stages=4),
+    HopperTiles(64, 128, 64, 64, 16, 16, stages=7),
+    HopperTiles(128, 8, 128, 8, stages=3, spare=1),
+]
+
+
+@pytest.mark.parametrize("tiles", EVERY_HOPPER_CUT, ids=str)
+def test_every_hopper_cut(gpu, tiles):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    for K, scaled, plain in ((2048, (320, 128, 512), (192, 64)), (640, (192,), ()), (1152, (1024,), (64, 128, 256))):
+        segments = [Segment(*fp8_weight(n, K), True) for n in scaled]
+        segments += [Segment(torch.randn(n, K).to(BF16), None, False, F32) for n in plain]
+        for M in (2, 17, 33, 100, 129):
+            x = awkward(M, K)
+            check(x, segments, tiles=tiles, quantized=quantize_input(x))
+
+
+def test_strided_input(gpu):
+    segments = [Segment(*fp8_weight(256, 512), True), Segment(torch.randn(64, 512).to(BF16))]
+    whole = torch.full((80, 1024), NAN, dtype=BF16)
+    for M in (3, 20, 80):
+        whole[:M, 256:768] = torch.randn(M, 512)
+        check(whole[:M, 256:768], segments)
+        whole[:M, 256:768] = NAN
+    check(torch.randn(512, 5).to(BF16).T, segments)
+
+
+def test_zero_rows_and_zero_segments(gpu):
+    segments = [Segment(*fp8_weight(256, 512), True), Segment(torch.randn(64, 512).to(BF16), None, False, F32)]
+    outs = check(torch.empty(0, 512, dtype=BF16), segments)
+    assert [tuple(out.shape) for out in outs] == [(0, 256), (0, 64)]
+    assert multi_linear(torch.randn(3, 512), []) == []
+    q, scale = quantize_input(torch.empty(0, 512, dtype=BF16))
+    assert (q.shape, scale.shape) == ((0, 512), (0, 4))
+
+
+@pytest.mark.parametrize("M", [1, 20, 100])
+def test_nan_and_infinity_stay_visible(gpu, M):
+    x = torch.randn(M, 512).to(BF16)
+    x[0, 7], x[M // 2, 300] = NAN, float("inf")
+    out, plain = multi_linear(x, [Segment(*fp8_weight(256, 512), True), Segment(torch.randn(64, 512).to(BF16))])
+    for row in {0, M // 2}:
+        assert out[row].isnan().all()
+        assert not plain[row].isfinite().any()
+    clean = [row for row in range(M) if row not in (0, M // 2)]
+    assert out[clean].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "raw"])
+def test_the_quantiser_gives_the_same_bytes(gpu, pow2, dtype):
+    for M, K in ((1, 128), (3, 1024), (65, 1536), (129, 384), (513, 7168)):
+        x = awkward(M, K, dtype)
+        (q, scale), (expected, expected_scale) = quantize_input(x, pow2), reference.quantize_input(x, pow2)
+        assert torch.equal(q.view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(scale, expected_scale)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_the_quantiser_takes_rows_anywhere(gpu, dtype):
+    """Pairs of channels are read as one word, wherever rows begin."""
+    whole = torch.randn(20, 771).to(dtype)
+    for x in (whole[:, 1:769], whole[:, 2:770], whole[:1, 3:771], whole[::2, :768]):
+        (q, scale), (expected, expected_scale) = quantize_input(x), reference.quantize_input(x)
+        assert torch.equal(q.view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(scale, expected_scale)
+
+
+def test_every_bfloat16_value_is_rounded_alike(gpu):
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    x = bits.view(BF16)
+    x = x[x.isfinite()].view(-1, 128)
+    # neighbours share a scale in the rows; in the columns, values of all magnitudes do
+    for rows in (x, x[:384].T.contiguous()):
+        (q, scale), (expected, expected_scale) = quantize_input(rows), reference.quantize_input(rows)
+        assert torch.equal(q.view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(scale, expected_scale)
+
+
+@pytest.mark.parametrize("M", [1, 8, 20, 70, 128, 200])
+def test_fifty_launches_are_bit_identical(gpu, M):
+    x = torch.randn(M, 4096).to(BF16)
+    segments = [Segment(*fp8_weight(n, 4096), True) for n in (1024, 512)]
+    segments += [Segment(torch.randn(n, 4096).to(BF16), None, False, F32) for n in (1024, 64)]
+    first = multi_linear(x, segments)
+    for _ in range(50):
+        for mine, other in zip(multi_linear(x, segments), first, strict=True):
+            assert torch.equal(mine, other)
+
+
+def test_a_row_does_not_depend_on_the_others(gpu):
+    most = 64 if torch.cuda.get_device_capability() == (9, 0) else 32
+    x = torch.randn(most, 4096).to(BF16)
+    segments = [Segment(*fp8_weight(512, 4096), True), Segment(torch.randn(256, 4096).to(BF16), None, False, F32)]
+    whole = multi_linear(x, segments)
+    for M in (9, 16, 17, 31, most // 2 + 1):
+        for mine, other in zip(multi_linear(x[:M], segments), whole, strict=True):
+            assert torch.equal(mine, other[:M])
+
+
+@pytest.mark.parametrize("M", [1, 20, 200])
+def test_replays_of_a_graph(gpu, M):
+    x = torch.randn(M, 4096).to(BF16)
+    segments = [Segment(*fp8_weight(512, 4096), True), Segment(torch.randn(64, 4096).to(BF16), None, False, F32)]
+    multi_linear(x, segments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = multi_linear(x, segments)
+    for _ in range(3):
+        x.copy_(torch.randn(M, 4096))
+        for out in outs:
+            out.fill_(NAN)
+        graph.replay()
+        for mine, other in zip(outs, reference.multi_linear(x, segments), strict=True):
+            assert relative(mine, other) <= LIMIT[mine.dtype]
+
+
+def test_a_weight_over_two_gib(gpu):
+    weight = torch.zeros(600_000, 4096, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    weight.view(torch.uint8)[-128:] = fp8_weight(128, 4096)[0].view(torch.uint8)
+    grid = torch.ones(-(-600_000 // 128), 32)
+    x = torch.randn(2, 4096).to(BF16)
+    got = multi_linear(x, [Segment(weight, grid, True)])[0][:, -128:]
+    expected = reference.multi_linear(x, [Segment(weight[-128:], torch.ones(1, 32), True)])[0]
+    assert relative(got, expected) <= LIMIT[BF16]
+
+
+def test_what_cannot_be_computed_is_refused():
+    x, weight, scale = torch.randn(3, 256), *fp8_weight(130, 256)
+    with pytest.raises(ValueError, match=r"x must be \[M, K\] float32"):
+        multi_linear(x.double(), [])
+    with pytest.raises(ValueError, match=r"\[N, 256\], got \(130, 128\)"):
+        multi_linear(x, [Segment(torch.randn(130, 128))])
+    with pytest.raises(ValueError, match=r"scale \[1, 2\] does not fit weight \[130, 256\]: expected \[2, 2\]"):
+        multi_linear(x, [Segment(weight, scale[:1])])
+    with pytest.raises(ValueError, match=r"torch.uint8.*packed FP4"):
+        multi_linear(x, [Segment(weight.view(torch.uint8), scale)])
+    with pytest.raises(ValueError, match="FP8 inputs need a multiple of 128 channels, got 160"):
+        multi_linear(torch.randn(3, 160), [Segment(*fp8_weight(10, 160), True)])
+    with pytest.raises(ValueError, match=r"quantised x must be \(3, 256\)"):
+        multi_linear(x, [Segment(weight, scale, True)], quantized=(x, x))
+    with pytest.raises(ValueError, match="multiple of 128 channels"):
+        quantize_input(torch.randn(3, 200))

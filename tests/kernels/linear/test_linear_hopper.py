@@ -1,0 +1,109 @@
+"""The linear kernel for Hopper: what it takes, how it is cut, and that the compiler leaves its pipeline as it is."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from deepseek_attn.kernels.linear import launch_hopper as linear_hopper
+from deepseek_attn.kernels.linear.launch import room_for_rounded
+from deepseek_attn.kernels.linear.launch_hopper import fits_hopper, launch_hopper
+from deepseek_attn.kernels.linear.tiles import HopperTiles, choose_hopper_tiles
+from tests.kernels.compiled_launches import EVERYTHING, ptxas_report
+from tests.kernels.linear.compiled_linear import compiled_launches
+
+BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+C4A = (4096, (1024, 512), (1024, 1024, 256, 256, 64))
+# name: channels, rows of FP8 weights, of plain ones, groups, rounded outputs
+LAUNCHES = {
+    "x of C4A": (*C4A, 1, False),
+    "queries": (1024, (32768, 8192), (), 1, False),
+    "wo_a": (4096, (8192,), (), 8, False),
+    "wo_a, rounded": (4096, (8192,), (), 8, True),
+    "wo_b": (8192, (4096,), (), 1, False),
+    "Pro, queries": (1536, (65536, 8192), (), 1, False),
+    "odd blocks": (640, (192, 64), (128,), 1, False),
+}
+
+
+def launch(M, K, scaled, plain, groups, rounded, device="meta"):
+    def empty(*shape, dtype=F32):
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    q, scale = room_for_rounded(M, K * groups, groups, torch.device(device))
+    weights = [(empty(n, K, dtype=FP8), empty(n // 128, K // 128), empty(M, n, dtype=BF16)) for n in scaled]
+    plain_weights = [(empty(n, K, dtype=BF16), empty(M, n)) for n in plain]
+    target = (empty(M, scaled[0], dtype=FP8), empty(scaled[0] // 128, M).t()) if rounded else None
+    x = empty(M, K * groups, dtype=BF16)
+    quantized = q if groups > 1 else q[0], scale.t()
+    launch_hopper(x, weights, plain_weights, quantized, groups=groups, rounded=target)
+
+
+# every number of columns for two launches, and for each other launch one of them in turn
+WHOLE = LAUNCHES if EVERYTHING else ("x of C4A", "odd blocks")
+CUTS = [(name, M) for name in WHOLE for M in (16, 32, 64, 128)]
+if not EVERYTHING:
+    CUTS += [("queries", 16), ("wo_a", 32), ("wo_a, rounded", 64), ("wo_b", 128), ("Pro, queries", 64)]
+
+
+@pytest.mark.parametrize(("name", "M"), CUTS)
+def test_compiles_without_waits_between_the_products_of_a_block(name, M, monkeypatch, tmp_path):
+    """ptxas waits for each product by itself where it cannot follow which registers are under way."""
+    (kernel,) = compiled_launches(monkeypatch, (9, 0), lambda: launch(M, *LAUNCHES[name]))
+    ptx = kernel.asm["ptx"]
+    before, after = ptx.partition("griddepcontrol.wait")[::2]
+    assert "cp.async.bulk.tensor" in before + after
+    assert "f32.e4m3.e4m3" in ptx
+    assert "setmaxnreg" in ptx
+    # both factors come from shared memory: a register factor could be overwritten while it is read
+    dots = [line for line in kernel.asm["ttgir"].splitlines() if "ttng.warp_group_dot " in line]
+    assert dots
+    assert all("!ttg.memdesc" in line.rpartition(" : ")[2].split(" * ")[0] for line in dots)
+    assert "serialized" not in ptxas_report(kernel, tmp_path)
+
+
+def test_which_launches_it_takes(monkeypatch):
+    monkeypatch.setattr(linear_hopper, "gpu", lambda device: (capability, 132))
+
+    def fits(M=20, K=1024, scaled=(256,), plain=(64,), x=BF16, out=BF16, weight=BF16, rounded=True, groups=0, offset=0):
+        q, scale = room_for_rounded(M, K, 1, torch.device("cpu"))
+        storage = torch.empty(M * K + offset, dtype=x)
+        fp8 = [(torch.empty(n, K, dtype=FP8), torch.empty(1), torch.empty(M, n, dtype=out)) for n in scaled]
+        others = [(torch.empty(n, K, dtype=weight), torch.empty(M, n)) for n in plain]
+        quantized = (q[0], scale.t()) if rounded else None
+        return fits_hopper(storage[offset:].view(M, K), fp8, others, quantized, groups)
+
+    capability = (9, 0)
+    assert fits()
+    assert fits(x=F16, weight=F16, out=F16)
+    assert fits(plain=())
+    assert fits(M=21, groups=128, plain=())
+    assert fits(scaled=(64,) * 3, plain=(64,) * 5)
+    others = [
+        {"M": 8},
+        {"scaled": ()},
+        {"scaled": (64,) * 4},
+        {"plain": (64,) * 6},
+        {"plain": (70,)},
+        {"scaled": (72,)},
+    ]
+    others += [{"x": F32}, {"weight": F32}, {"out": F32}, {"rounded": False}, {"groups": 64}, {"offset": 1}]
+    assert not any(fits(**other) for other in others)
+    capability = (10, 0)
+    assert not fits()
+
+
+@pytest.mark.parametrize("K", [128, 640, 1024, 1536, 4096, 7168, 16384])
+def test_cuts(K):
+    """9 to 64 tokens are summed alike, and 65 to 128; nobody has more than its share of resources."""
+    for rows, plain in ((1536, 2624), (1536, 0), (40960, 0), (4096, 0), (64, 64)):
+        for rounded in (False, True):
+            cuts = {M: choose_hopper_tiles(M, K, rows, plain, 132, rounded) for M in (*range(9, 129), 129, 256, 4096)}
+            for few in (range(9, 65), range(65, 129)):
+                assert len({(cuts[M].splits, cuts[M].plain_splits) for M in few}) == 1
+            for M, cut in cuts.items():
+                assert isinstance(cut, HopperTiles)
+                assert cut.tokens >= min(M, 64) // (1 + rounded)
+                assert cut.rows // cut.own_rows * (cut.tokens // cut.own_tokens) in (1, 2)
+                assert cut.own_rows == 128 or not rounded
+                assert 2 <= cut.stages * (128 * (cut.rows + cut.tokens)) // 1024 <= 216 // (1 + cut.spare)

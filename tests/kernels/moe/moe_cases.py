@@ -1,0 +1,44 @@
+"""Random routed experts in every format of their weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from deepseek_attn.kernels.moe import reference
+
+FORMATS = ("fp4", "fp8", "plain")
+
+
+class Case(NamedTuple):
+    """Arguments of ``moe_experts``."""
+
+    x: torch.Tensor
+    experts: torch.Tensor
+    weights: torch.Tensor
+    w1: reference.Stack
+    w3: reference.Stack
+    w2: reference.Stack
+
+    def of(self, tokens):
+        return self._replace(x=self.x[tokens], experts=self.experts[tokens], weights=self.weights[tokens])
+
+
+def stack(experts, rows, width, fmt, dtype=torch.bfloat16, device=None):
+    """One projection; scales differ from row to row, block to block and expert to expert."""
+    if fmt == "fp4":
+        packed = torch.randint(256, (experts, rows, width // 2), dtype=torch.uint8, device=device)
+        return packed, torch.randint(119, 123, (experts, rows, width // 32), dtype=torch.uint8, device=device)
+    values = torch.randn(experts, rows, width, device=device)
+    if fmt == "plain":
+        return (values * width**-0.5 * 2).to(dtype), None
+    grid = (experts, -(-rows // 128), -(-width // 128))
+    return (values * 60).clamp(-448, 448).to(torch.float8_e4m3fn), torch.rand(grid, device=device) * 1e-3 + 1e-4
+
+
+def make_case(tokens, hidden, inner, experts, k, fmt, dtype=torch.bfloat16, device=None):
+    stacks = [stack(experts, *size, fmt, dtype, device) for size in ((inner, hidden), (inner, hidden), (hidden, inner))]
+    chosen = torch.rand(tokens, experts, device=device).topk(k).indices
+    x = torch.randn(tokens, hidden, device=device).to(dtype)
+    return Case(x, chosen, torch.rand(tokens, k, device=device) + 0.1, *stacks)

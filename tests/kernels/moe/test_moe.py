@@ -1,0 +1,332 @@
+"""Routed experts in Triton: compiled for every GPU generation, and on a GPU against plain torch."""
+
+import os
+import re
+
+import pytest
+import torch
+
+from deepseek_attn.kernels.moe import reference
+from tests.kernels.moe.moe_cases import FORMATS, make_case, stack
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+import triton
+import triton.language as tl
+
+from deepseek_attn.kernels.moe import experts as moe
+from deepseek_attn.kernels.moe import experts_triton as moe_kernels
+from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NAN = float("nan")
+# Both round the gate, the up projection, the hidden values and the outputs to the dtype of x.
+LIMIT = {torch.bfloat16: 4e-3, torch.float32: 2e-5}
+
+
+# --- what is launched, on any machine ---
+
+EXPERTS = {
+    "fp4, one token": ("fp4", torch.bfloat16, 1),
+    "fp4, 4096 tokens": ("fp4", torch.bfloat16, 4096),
+    "fp8, 300 tokens": ("fp8", torch.bfloat16, 300),
+    "fp8, float32": ("fp8", torch.float32, 3),
+    "float32": ("plain", torch.float32, 3),
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
+@pytest.mark.parametrize(("arch", "experts"), on_gpus(EXPERTS, ["fp4, 4096 tokens", "fp8, 300 tokens"]))
+def test_every_launch_compiles(monkeypatch, arch, experts):
+    fmt, dtype, T = EXPERTS[experts]
+    case = make_case(T, 512, 256, 32, 6, fmt, dtype, "meta")
+    plan = moe.choose_plan(fmt, dtype, fmt != "plain", True, CAPABILITIES[arch])
+    add, out = torch.empty(2, T, 512, dtype=dtype, device="meta")
+
+    def run():
+        moe._run(*case, 10.0, False, True, add, out, plan, None, CAPABILITIES[arch])
+
+    found = compiled_launches(monkeypatch, [moe], arch, run)
+    expected = {"grouped_product_kernel", "combine_kernel"}
+    expected |= {"prepare_kernel"} if fmt != "plain" else set()
+    expected |= {"count_kernel", "place_kernel"} if T * 6 > moe.MAX_SLOTS else set()
+    assert set(found) == expected
+    fp8_product = re.compile(r"\b(wgmma|mma|tcgen05)\.\S*(e4m3|f8f6f4)")
+    native = any(fp8_product.search(kernel.asm["ptx"]) for kernel in found["grouped_product_kernel"])
+    assert native == (fmt == "fp8" and dtype == torch.bfloat16 and arch != "sm80")
+    if arch == "sm90" and T > 1:
+        for kernel in found["grouped_product_kernel"]:
+            assert "wgmma" in kernel.asm["ptx"]
+            assert_registers_are_waited_for(kernel.asm["ttgir"])
+
+
+def assert_registers_are_waited_for(ttgir):
+    """A factor in registers is read while the tensor cores work: the next tile may only be unpacked after a wait."""
+    dots = re.findall(r"(%\w+) = ttng\.warp_group_dot %[^\n]* : tensor<\S+ #ttg\.dot_op", ttgir)
+    for dot in dots:
+        assert re.search(rf"warp_group_dot_wait {dot},", ttgir), f"{dot} is still running at the end of the loop"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_swiglu_compiles(monkeypatch, arch):
+    gate, up = torch.empty(2, 7, 64, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(moe, "_capability", lambda device: CAPABILITIES[arch])
+    monkeypatch.setattr(moe, "_on_gpu", lambda x: True)
+    assert compiled_launches(monkeypatch, [moe], arch, lambda: moe.swiglu(gate, up, 10.0))
+
+
+def test_products_are_computed_in_what_holds_their_factors():
+    plan, bf16, f32 = moe.choose_plan, torch.bfloat16, torch.float32
+    assert plan("plain", f32, True, True, (9, 0)) == moe.Plan("plain", f32, False, False)
+    assert plan("fp8", bf16, True, False, (9, 0)) == moe.Plan("fp8", torch.float8_e4m3fn, True, True)
+    assert plan("fp8", bf16, True, True, (8, 0)) == moe.Plan("fp8", bf16, True, False)
+    assert plan("fp8", f32, True, False, (8, 0)).dtype == f32
+    assert plan("fp8", f32, True, True, (9, 0)) == moe.Plan("fp8", bf16, True, False)
+    assert plan("fp8", f32, True, False, (9, 0)).dtype == f32
+    assert plan("fp4", f32, True, True, (9, 0)) == moe.Plan("fp4", bf16, True, False)
+    assert plan("fp4", f32, True, False, (9, 0)).dtype == f32
+    assert plan("fp4", f32, False, True, (9, 0)) == moe.Plan("fp4", f32, False, False)
+
+
+def test_bad_arguments_are_named(monkeypatch):
+    monkeypatch.setattr(moe, "_on_gpu", lambda x: True)
+    case = make_case(3, 128, 64, 4, 2, "fp4")
+    for bad, message in (
+        (case._replace(x=case.x.double()), r"x must be \[T, D\] float32, bfloat16 or float16"),
+        (case._replace(experts=case.experts[:2]), r"must be \[3, k\] for x \(3, 128\)"),
+        (case._replace(weights=case.weights.double()), r"weights float32, got torch.int64, torch.float64"),
+        (case._replace(w2=stack(4, 64, 128, "fp4")), r"contiguous \[4, 128, in\]"),
+        (case._replace(w1=stack(4, 64, 128, "fp8")), r"in one format, got \['fp8', 'fp4', 'fp4'\]"),
+        (case._replace(w1=(case.w1[0], case.w1[1].float())), r"a quantised stack is float8_e4m3fn"),
+        (case._replace(w1=(case.w1[0], None)), r"a weight without scales must have the dtype of x"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            moe.moe_experts(*bad, 10.0)
+    with pytest.raises(ValueError, match=r"add must be \(3, 128\)"):
+        moe.moe_experts(*case, 10.0, add=case.x[:2])
+
+
+# --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
+
+
+def relative(got, expected):
+    return float((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+
+
+def run(case, op=moe.moe_experts, limit=4.0, fp8_input=True, **options):
+    return op(*case, limit, fp8_input=fp8_input, **options)
+
+
+@pytest.mark.parametrize(("pairs", "experts", "tile"), [(5, 3, 8), (64, 7, 16), (300, 256, 16), (6000, 5, 64)])
+def test_pairs_are_grouped_by_expert(gpu, pairs, experts, tile):
+    for chosen in (torch.randint(experts, (pairs, 1)), torch.full((pairs, 1), experts - 1)):
+        found, owners = moe.group_pairs(chosen, experts, tile, False)
+        found = found.view(-1, tile)
+        used = int((owners >= 0).sum())
+        assert owners[:used].ge(0).all()
+        assert owners[used:].eq(-1).all()
+        for expert in range(experts):
+            rows = found[:used][owners[:used] == expert].flatten()
+            mine = (chosen.flatten() == expert).nonzero().flatten()
+            assert rows[: len(mine)].tolist() == mine.tolist()
+            assert rows[len(mine) :].eq(-1).all()
+            assert len(rows) - len(mine) < tile
+
+
+SHAPES = {"even": (512, 256, 32, 6), "odd": (384, 128, 7, 3)}
+TOKENS = (1, 7, 33, 129, 600)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_experts_of_every_format(gpu, fmt, dtype, shape):
+    hidden, inner, experts, k = shape
+    case = make_case(max(TOKENS), hidden, inner, experts, k, fmt, dtype)
+    expected = run(case, reference.moe_experts)
+    for T in TOKENS if dtype == torch.bfloat16 else (2, 129):
+        # sums are rounded otherwise: some hidden values fall on the other side of an FP8 step
+        rounding = 20 if fmt == "fp8" else 1
+        assert relative(run(case.of(slice(T))), expected[:T]) <= LIMIT[dtype] * rounding
+    add = torch.randn_like(case.x)
+    got = run(case, add=add, weigh_output=True, limit=0.0)
+    assert got.dtype == dtype
+    assert relative(got, run(case, reference.moe_experts, add=add, weigh_output=True, limit=0.0)) <= 2e-2
+
+
+@pytest.mark.parametrize(("fp8_input", "pow2"), [(False, True), (True, False)], ids=["plain_input", "raw_scales"])
+@pytest.mark.parametrize("fmt", ["fp4", "fp8"])
+def test_other_inputs(gpu, fmt, fp8_input, pow2):
+    for dtype in (torch.bfloat16, torch.float32):
+        case = make_case(40, 384, 128, 7, 3, fmt, dtype)
+        options = {"fp8_input": fp8_input, "pow2": pow2}
+        # a scale that is no power of two moves with the largest value, and every rounding of its group with it
+        limit = 2e-2 if fmt == "fp8" and fp8_input and dtype == torch.bfloat16 else 6e-3
+        assert relative(run(case, **options), run(case, reference.moe_experts, **options)) <= limit
+
+
+def test_widths_that_tiles_do_not_divide(gpu):
+    case = make_case(50, 376, 130, 5, 2, "plain")
+    assert relative(run(case), run(case, reference.moe_experts)) <= LIMIT[torch.bfloat16]
+
+
+@pytest.mark.parametrize("T", [1, 4, 200, 900])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_same_bits_every_time(gpu, fmt, T):
+    case = make_case(T, 512, 256, 32, 6, fmt)
+    first = run(case)
+    assert all(torch.equal(run(case), first) for _ in range(50))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_token_does_not_depend_on_the_others(gpu, fmt):
+    """Bit for bit within one cut of the launches, whatever shares its expert."""
+    case = make_case(100, 512, 256, 32, 6, fmt)
+    case.experts[:60, 0] = 3
+    together, cut = run(case), moe.choose_tiles(600, 32, plan_of(fmt), torch.cuda.get_device_capability())
+    order = torch.randperm(100)
+    assert torch.equal(run(case.of(order)), together[order])
+    for part in (slice(1), slice(9), slice(30, 100)):
+        assert torch.equal(run(case.of(part), tiles=cut), together[part])
+        assert relative(run(case.of(part)), together[part]) <= 2e-3
+
+
+def plan_of(fmt):
+    return moe.choose_plan(fmt, torch.bfloat16, True, True, torch.cuda.get_device_capability())
+
+
+def test_the_order_of_choices_does_not_matter(gpu):
+    case = make_case(90, 512, 256, 32, 6, "fp4")
+    flipped = case._replace(experts=case.experts.flip(1), weights=case.weights.flip(1))
+    assert torch.equal(run(flipped), run(case))
+
+
+@pytest.mark.parametrize("T", [3, 100])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_only_chosen_experts_are_read(gpu, fmt, T):
+    """Of the others, weights and scales are NaN; all tokens may share an expert, or choose one twice."""
+    case = make_case(T, 384, 128, 9, 2, fmt)
+    for experts in (case.experts % 2, torch.ones_like(case.experts)):
+        now = case._replace(experts=experts)
+        before = run(now)
+        poisoned = []
+        for weight, scale in (case.w1, case.w3, case.w2):
+            weight, scale = weight.clone(), None if scale is None else scale.clone()
+            weight.view(torch.uint8)[2:] = 0xFF
+            if scale is not None:
+                scale.view(torch.uint8)[2:] = 0xFF
+            poisoned.append((weight, scale))
+        assert torch.equal(run(now._replace(w1=poisoned[0], w3=poisoned[1], w2=poisoned[2])), before)
+        assert before.isfinite().all()
+
+
+@pytest.mark.parametrize("T", [1, 3, 100])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_experts_of_another_rank_add_nothing(gpu, fmt, T):
+    """The sum over two halves of the experts is that over all; a token may have none here."""
+    case = make_case(T, 384, 128, 8, 2, fmt)
+    case.experts[0] = torch.tensor([1, 3])
+    add, total = torch.randn_like(case.x), torch.zeros(T, 384)
+    for first in (0, 4):
+        here = case.experts - first
+        here = torch.where((here >= 0) & (here < 4), here, -1)
+        stacks = [(w[first : first + 4], None if s is None else s[first : first + 4]) for w, s in case[3:]]
+        part = case._replace(experts=here, w1=stacks[0], w3=stacks[1], w2=stacks[2])
+        for weigh in (False, True):
+            got = run(part, add=add, weigh_output=weigh, spread=8)
+            expected = run(part, reference.moe_experts, add=add, weigh_output=weigh, spread=8)
+            assert relative(got, expected) <= LIMIT[torch.bfloat16] * (20 if fmt == "fp8" else 1)
+        total += run(part, spread=8)
+        assert (here[0] >= 0).any() or not run(part)[0].any()
+    assert relative(total, run(case)) <= 1e-2
+
+
+def test_a_nan_stays_in_its_token(gpu):
+    for fmt in FORMATS:
+        case = make_case(70, 384, 128, 7, 3, fmt)
+        clean = run(case)
+        case.x[5, 17] = NAN
+        out = run(case)
+        assert out[5].isnan().all()
+        kept = torch.arange(70) != 5
+        assert torch.equal(out[kept], clean[kept])
+
+
+def test_strided_inputs_and_no_tokens(gpu):
+    case = make_case(12, 512, 256, 32, 6, "fp4")
+    wide = torch.full((12, 1024), NAN).bfloat16()
+    wide[:, ::2] = case.x
+    rows = torch.full((24, 512), NAN).bfloat16()
+    rows[::2] = case.x
+    for x in (wide[:, ::2], rows[::2]):
+        assert torch.equal(run(case._replace(x=x)), run(case))
+    empty = run(case.of(slice(0)))
+    assert (empty.shape, empty.dtype) == ((0, 512), torch.float32)
+
+
+def test_many_tokens_take_several_passes(gpu, monkeypatch):
+    case = make_case(130, 384, 128, 7, 3, "fp4")
+    expected = run(case, add=case.x)
+    monkeypatch.setattr(moe, "TOKENS", 50)
+    assert relative(run(case, add=case.x), expected) <= 1e-3
+
+
+@pytest.mark.parametrize("T", [2, 80])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_captured_graph_serves_any_routing(gpu, fmt, T):
+    first, second = (make_case(T, 384, 128, 7, 3, fmt) for _ in range(2))
+    second = first._replace(x=second.x, experts=torch.full_like(first.experts, 4), weights=second.weights)
+    expected = run(second)
+    run(first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(first)
+    for mine, other in zip(first[:3], second[:3], strict=True):
+        mine.copy_(other)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+@triton.jit
+def unpack_all_kernel(w_ptr, scale_ptr, even_ptr, odd_ptr):
+    row, byte = tl.arange(0, 16), tl.arange(0, 256)
+    w = tl.load(w_ptr + row[:, None] * 256 + byte[None, :])
+    scale = tl.load(scale_ptr + row[:, None] * 16 + tl.arange(0, 16)[None, :])
+    even, odd = moe_kernels.unpack_fp4(w, scale)
+    tl.store(even_ptr + row[:, None] * 256 + byte[None, :], even)
+    tl.store(odd_ptr + row[:, None] * 256 + byte[None, :], odd)
+
+
+def test_fp4_is_unpacked_exactly(gpu):
+    """Every byte under every scale that bfloat16 has room for."""
+    w = torch.arange(256).to(torch.uint8).repeat(16, 1)
+    for start in range(0, 256, 16):
+        scale = torch.arange(start, start + 16).to(torch.uint8)[:, None].repeat(1, 16)
+        even, odd = torch.empty(2, 16, 256, dtype=torch.bfloat16)
+        unpack_all_kernel[(1,)](w, scale, even, odd)
+        # on a CPU: a GPU's power is not exact
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64, device="cpu")
+        values = torch.cat([values, -values]) * 2.0**-moe_kernels.FP4_BIAS
+        power = 2.0 ** (scale[:, :1].cpu().double() - 127)
+        fits = ((scale[:, 0] >= 59) & (scale[:, 0] <= 192)).cpu()
+        for got, nibble in ((even, w & 15), (odd, w >> 4)):
+            expected = values[nibble.cpu().long()] * power
+            assert torch.equal(got.cpu().double()[fits], expected[fits])
+            too_large = (scale[:, 0] > 192).cpu()
+            assert not got[too_large].float().isfinite()[:, (w[0] & 0x77) == 0x77].any()
+
+
+def test_swiglu(gpu):
+    gate, up = torch.randn(2, 33, 100) * 8
+    gate[0, 0], up[1, 1] = NAN, NAN
+    for dtype, limit in ((torch.float32, 0.0), (torch.bfloat16, 5.0)):
+        got = moe.swiglu(gate.to(dtype), up.to(dtype), limit, dtype)
+        expected = reference.swiglu(gate.to(dtype), up.to(dtype), limit, dtype)
+        assert got.dtype == dtype
+        assert got[0, 0].isnan()
+        assert got[1, 1].isnan()
+        torch.testing.assert_close(
+            got, expected, equal_nan=True, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+        )
+    assert moe.swiglu(gate[:0], up[:0], 5.0).shape == (0, 100)

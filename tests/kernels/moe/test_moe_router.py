@@ -1,0 +1,174 @@
+"""The router: its plain-torch version against loops, and the Triton one against that."""
+
+import math
+
+import pytest
+import torch
+
+from deepseek_attn.kernels.moe import reference
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from deepseek_attn.kernels.common import float32_product
+from deepseek_attn.kernels.moe import router as moe_router
+from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus
+
+NAN = float("nan")
+SCORES = {
+    "sqrtsoftplus": lambda row: [math.sqrt(math.log1p(math.exp(v))) for v in row],
+    "sigmoid": lambda row: [1 / (1 + math.exp(-v)) for v in row],
+    "softmax": lambda row: [math.exp(v) / sum(math.exp(u) for u in row) for v in row],
+}
+
+
+def slowly(x, weight, topk, score, factor, normalize, bias=None, groups=(1, 1), choice=None):
+    """The choice written out, in float64: sets of experts with their weights."""
+    n, kept = groups
+    rows = []
+    for t, logits in enumerate((x.double() @ weight.double().T).tolist()):
+        scores = SCORES[score](logits)
+        biased = scores if bias is None else [s + b for s, b in zip(scores, bias.tolist(), strict=True)]
+        size = len(scores) // n
+        two_best = [sum(sorted(biased[g * size : (g + 1) * size])[-2:]) for g in range(n)]
+        best = sorted(range(n), key=lambda g: -two_best[g])[:kept]
+        allowed = [e for e in range(len(scores)) if e // size in best]
+        chosen = sorted(allowed, key=lambda e: -biased[e])[:topk]
+        if choice is not None:
+            chosen = choice[0][choice[1][t]].tolist()
+        total = sum(scores[e] for e in chosen) if normalize else 1
+        rows.append({e: scores[e] / total * factor for e in chosen})
+    return rows
+
+
+def check(got, expected, topk):
+    experts, weights = got
+    assert (experts.dtype, weights.dtype) == (torch.int64, torch.float32)
+    for ids, values, row in zip(experts.tolist(), weights.tolist(), expected, strict=True):
+        assert len(set(ids)) == topk
+        assert set(ids) == set(row)
+        for e, value in zip(ids, values, strict=True):
+            assert value == pytest.approx(row[e], rel=2e-5)
+
+
+def route_op(where):
+    return {"torch": reference.moe_route, "triton": moe_router.moe_route}[where]
+
+
+@pytest.fixture(params=["torch", "triton"])
+def route(request):
+    if request.param == "triton":
+        request.getfixturevalue("gpu")
+    return route_op(request.param)
+
+
+SHAPES = {"V4": (256, 6, (1, 1)), "V3": (64, 8, (8, 4)), "odd": (7, 3, (1, 1)), "two groups": (12, 3, (2, 1))}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_against_loops(route, shape, score, dtype):
+    E, topk, groups = shape
+    weight, bias = torch.randn(E, 96) * 0.2, torch.randn(E) * 0.1
+    x = torch.randn(21, 96).to(dtype)
+    for normalize in (True, False):
+        options = {"bias": bias, "groups": groups}
+        got = route(x, weight, topk, score, 2.5, normalize, **options)
+        check(got, slowly(x, weight, topk, score, 2.5, normalize, **options), topk)
+    table, ids = torch.rand(50, E).topk(topk).indices.contiguous(), torch.randint(50, (21,))
+    got = route(x, weight, topk, score, 1.5, True, choice=(table, ids))
+    assert torch.equal(got[0], table[ids])
+    check(got, slowly(x, weight, topk, score, 1.5, True, choice=(table, ids)), topk)
+
+
+def test_the_lower_id_wins_a_tie(route):
+    x, weight = torch.zeros(3, 64), torch.randn(32, 64)
+    bias = torch.zeros(32)
+    bias[[20, 3, 9]] = 1.0
+    bias[5] = -0.0
+    assert route(x, weight, 6, "sigmoid", 1.0, True, bias)[0].tolist() == [[3, 9, 20, 0, 1, 2]] * 3
+    bias[:] = 0
+    assert route(x, weight, 5, "sigmoid", 1.0, True, bias, (8, 2))[0].tolist() == [[0, 1, 2, 3, 4]] * 3
+
+
+@pytest.mark.parametrize("T", [1, 17, 511, 512, 2000])
+def test_many_tokens(gpu, T):
+    """A token's experts and weights have the same bits in every batch, on both sides of the split."""
+    for E, D, groups in ((256, 4096, (1, 1)), (384, 1000, (1, 1)), (256, 520, (8, 4))):
+        weight, bias = torch.randn(E, D) * D**-0.5, torch.randn(E) * 0.1
+        x = torch.randn(T, D).bfloat16()
+        experts, weights = moe_router.moe_route(x, weight, 6, "sqrtsoftplus", 1.5, True, bias, groups)
+        expected = reference.moe_route(x.double(), weight, 6, "sqrtsoftplus", 1.5, True, bias, groups)
+        same = (experts.sort().values == expected[0].sort().values).all(1)
+        assert same.float().mean() > 0.995
+        order, expected_order = experts.argsort(), expected[0].argsort()
+        got, wanted = weights.gather(1, order)[same], expected[1].gather(1, expected_order)[same]
+        torch.testing.assert_close(got, wanted, rtol=2e-5, atol=0)
+        few = moe_router.moe_route(x[:3], weight, 6, "sqrtsoftplus", 1.5, True, bias, groups)
+        assert torch.equal(few[0], experts[:3])
+        torch.testing.assert_close(few[1], weights[:3], rtol=1e-5, atol=0)
+        for _ in range(5):
+            again = moe_router.moe_route(x, weight, 6, "sqrtsoftplus", 1.5, True, bias, groups)
+            assert torch.equal(again[0], experts)
+            assert torch.equal(again[1], weights)
+
+
+def test_a_nan_gives_experts_that_exist(gpu):
+    x, weight = torch.randn(4, 128), torch.randn(256, 128)
+    x[1] = NAN
+    x[2, 5] = float("inf")
+    experts, weights = moe_router.moe_route(x, weight, 8, "sqrtsoftplus", 1.0, True, torch.zeros(256), (8, 4))
+    assert experts.ge(0).all()
+    assert experts.lt(256).all()
+    assert all(len(set(row)) == 8 for row in experts.tolist())
+    assert weights[1].isnan().all()
+    assert weights[0].isfinite().all()
+
+
+def test_no_tokens_and_strides(gpu):
+    weight, wide = torch.randn(16, 64), torch.randn(5, 128)
+    experts, weights = moe_router.moe_route(wide[:0, :64], weight, 3, "sigmoid", 1.0, True)
+    assert (experts.shape, weights.shape) == ((0, 3), (0, 3))
+    for x in (wide[:, ::2], wide[:, 64:]):
+        got = moe_router.moe_route(x, weight, 3, "sigmoid", 1.0, True)
+        assert torch.equal(got[0], moe_router.moe_route(x.contiguous(), weight, 3, "sigmoid", 1.0, True)[0])
+
+
+def test_bad_arguments_are_named(monkeypatch):
+    monkeypatch.setattr(moe_router, "_on_gpu", lambda x: True)
+    x, weight = torch.randn(4, 64), torch.randn(16, 64)
+    for call, message in (
+        ((x.int(), weight, 3, "sigmoid"), r"x must be \[T, D\] of floats"),
+        ((x, weight[:, ::2], 3, "sigmoid"), r"contiguous float32 \[E, 64\]"),
+        ((x, weight, 3, "relu"), "unknown score 'relu': supported are sqrtsoftplus, sigmoid, softmax"),
+        ((x, weight, 17, "sigmoid"), "17 of 16 experts in the best 1 of 1 groups"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            moe_router.moe_route(*call, 1.0, True)
+    with pytest.raises(ValueError, match="3 of 16 experts in the best 1 of 3 groups"):
+        moe_router.moe_route(x, weight, 3, "sigmoid", 1.0, True, groups=(3, 1))
+    with pytest.raises(ValueError, match=r"the bias must be contiguous float32 \[16\]"):
+        moe_router.moe_route(x, weight, 3, "sigmoid", 1.0, True, torch.zeros(15))
+    with pytest.raises(ValueError, match=r"a contiguous table \[V, 3\]"):
+        moe_router.moe_route(x, weight, 3, "sigmoid", 1.0, True, choice=(torch.zeros(9, 2), torch.zeros(4)))
+
+
+TOKENS = {1: torch.bfloat16, 4096: torch.bfloat16, 40: torch.float32}
+
+
+@pytest.mark.parametrize(("arch", "T"), on_gpus(TOKENS, [4096]))
+def test_it_compiles(monkeypatch, arch, T):
+    dtype = TOKENS[T]
+    monkeypatch.setattr(moe_router, "_on_gpu", lambda x: True)
+    for module in (moe_router, float32_product):
+        monkeypatch.setattr(module, "early_launch", lambda device: CAPABILITIES[arch][0] >= 9)
+    x, weight = torch.empty(T, 512, dtype=dtype, device="meta"), torch.empty(64, 512, device="meta")
+    options = {"groups": (8, 4), "bias": torch.empty(64, device="meta")} if T == 40 else {}
+    found = compiled_launches(
+        monkeypatch,
+        [moe_router, float32_product],
+        arch,
+        lambda: moe_router.moe_route(x, weight, 6, "sqrtsoftplus", 1.5, True, **options),
+    )
+    assert set(found) == {"product_kernel", "select_kernel"} | ({"cut_kernel"} if T == 4096 else set())
+    assert ("griddepcontrol" in found["select_kernel"][0].asm["ptx"]) == (CAPABILITIES[arch][0] >= 9)

@@ -1,0 +1,145 @@
+"""Joining ranks: what is refused, the command line under torchrun, and a rank that dies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from deepseek_attn.checkpoint import RandomSource, SafetensorsSource, TensorInfo, read_weight, write_checkpoint
+from deepseek_attn.checkpoint.source import stored_shards
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.layers.linear import dequantize_weight
+from deepseek_attn.layers.parallel import Parallel, RankFailed, check_launch, check_split, launched
+from deepseek_attn.layers.weights import Shard
+from deepseek_attn.runner.model_runner import ModelRunner
+from tests.layers.parallel import cases
+
+DYING = """
+import sys
+from deepseek_attn.parallel import launched
+with launched(2, "cpu", timeout_seconds=60) as (parallel, _):
+    if parallel.rank == 1:
+        raise ValueError("this rank stops here")
+    parallel.sum(__import__("torch").ones(3))
+"""
+
+
+def torchrun(world: int, *command: str) -> list[str]:
+    """``--standalone`` finds a free port."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    return [*run, *command]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    config = cases.v4_config()
+    return write_checkpoint(RandomSource(config, 4), config, tmp_path_factory.mktemp("checkpoint") / "model")
+
+
+def test_the_command_line_under_torchrun(checkpoint):
+    flags = ["generate", "--model", str(checkpoint), "--token-ids", "5,9,17,4,200", "--max-tokens", "8", "--ignore-eos"]
+    flags += ["--device", "cpu", "--temperature", "0"]
+    module = [sys.executable, "-m", "deepseek_attn"]
+    alone = subprocess.run([*module, *flags], capture_output=True, timeout=120, check=True).stdout
+    command = torchrun(2, "-m", "deepseek_attn", *flags, "--tensor-parallel", "2")
+    shared = subprocess.run(command, capture_output=True, timeout=240, check=True, stdin=subprocess.DEVNULL).stdout
+    assert shared == alone
+    assert shared.strip()
+
+
+def test_a_rank_that_dies_ends_the_others():
+    start = time.monotonic()
+    done = subprocess.run(torchrun(2, "--no-python", sys.executable, "-c", DYING), capture_output=True, timeout=120)
+    assert done.returncode != 0
+    assert b"this rank stops here" in done.stderr
+    assert time.monotonic() - start < 50
+
+
+def test_impossible_splits_are_listed_together():
+    config = ModelConfig.from_preset("v4_flash")
+    for world in (1, 2, 4, 8):
+        check_split(config, Parallel(0, world))
+    with pytest.raises(ValueError, match=r"split over 3 ranks(.*\n)+.*n_routed_experts = 256.*(.*\n)+.*o_groups = 8"):
+        check_split(config, Parallel(0, 3))
+    with pytest.raises(ValueError, match=r"2048 would leave 64 per rank, which FP8 blocks of 128") as raised:
+        check_split(config, Parallel(0, 32))
+    assert "o_groups = 8 is no multiple of 32" in str(raised.value)
+    check_split(config.replace(o_groups=1), Parallel(0, 4, dp_attention=True))
+    with pytest.raises(ValueError, match="o_groups = 1"):
+        check_split(config.replace(o_groups=1), Parallel(0, 4))
+    v32 = ModelConfig.from_preset("v32")
+    check_split(v32, Parallel(0, 8))
+    with pytest.raises(ValueError, match="intermediate_size = 18432 would leave 576"):
+        check_split(v32, Parallel(0, 32))
+
+
+def test_a_runner_refuses_before_it_loads(checkpoint):
+    with pytest.raises(ValueError, match="num_attention_heads = 4 is no multiple of 3"):
+        ModelRunner.from_pretrained(checkpoint, parallel=Parallel(0, 3), device="cpu")
+
+
+def test_launches_that_do_not_fit(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert check_launch(1, "cpu") == (0, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"2 ranks were asked for, and 1 processes.*torchrun --nproc-per-node 2"):
+        check_launch(2, "cpu")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="1 ranks were asked for, and 2 processes"):
+        check_launch(1, "cpu")
+    with pytest.raises(ValueError, match="each has a GPU of its own"):
+        check_launch(2, "cuda:1")
+
+
+def test_alone_nothing_is_exchanged(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with launched(1, "cpu") as (parallel, device):
+        x = torch.randn(3, 4)
+        assert parallel.sum(x) is x
+        assert parallel.gather_columns(x) is x
+        assert parallel.share(5) == 5
+        assert parallel.shard(0, 10) is None
+        assert parallel.fresh_seed() is None
+        assert device == torch.device("cpu")
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("expert_dtype", ["fp4", "fp8", "bf16"])
+def test_a_part_is_that_part_of_the_whole(tmp_path, expert_dtype):
+    config = cases.v4_config()
+    source = RandomSource(config, 1, expert_dtype=expert_dtype)
+    directory = write_checkpoint(source, source.config, tmp_path / "model")
+    with SafetensorsSource(directory) as files:
+        for name in ("layers.0.ffn.experts.1.w2.weight", "layers.0.attn.wo_b.weight", "embed.weight"):
+            whole = dequantize_weight(*read_weight(files, name))
+            for dim, size in enumerate(whole.shape):
+                for reader in (files, source):
+                    if size % 128 == 0 or name == "embed.weight":
+                        unit = size // (size // 128 or 4) if size % 128 == 0 else size // 4
+                        shard = Shard(dim, size - unit, unit)
+                        part = dequantize_weight(*read_weight(reader, name, shard))
+                        assert torch.equal(part, whole.narrow(dim, size - unit, unit))
+
+
+def test_an_error_within_a_step_ends_one_of_several_ranks():
+    """Engines go on after any Exception; the other ranks would wait for ever."""
+    for parallel, kind in ((Parallel.single(), MemoryError), (Parallel(1, 2), RankFailed)):
+        with pytest.raises(kind, match="full"), parallel.together():
+            raise MemoryError("memory is full")
+    assert not issubclass(RankFailed, Exception)
+
+
+def test_parts_that_cut_a_block():
+    with pytest.raises(ValueError, match=r"64 rows or columns from 64 on.*whole blocks of 128"):
+        stored_shards(TensorInfo("F8_E4M3", (256, 256), 256 * 256), Shard(0, 64, 64))
+    with pytest.raises(ValueError, match="whole blocks of 32"):
+        stored_shards(TensorInfo("I8", (256, 128), 256 * 128), Shard(1, 16, 16))
+    assert stored_shards(TensorInfo("I8", (256, 128), 256 * 128), Shard(0, 3, 5)) == (Shard(0, 3, 5), Shard(0, 3, 5))
+    assert stored_shards(TensorInfo("I8", (256, 128), 256 * 128), Shard(1, 64, 32)) == (
+        Shard(1, 32, 16),
+        Shard(1, 2, 1),
+    )

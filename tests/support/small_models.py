@@ -1,0 +1,105 @@
+"""Small models, prompts and comparisons that the tests of the whole model share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from deepseek_attn.attention.layer import DeepseekV4MLAAttention
+from deepseek_attn.checkpoint import CheckpointSource, RandomSource
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.models.moe import Gate
+from deepseek_attn.runner.model_runner import ModelRunner
+from tests.support.oracle_output import OracleOutput
+
+TOLERANCE = 1e-4  # of the largest logit; float32 programs that agree differ by about 2e-6
+NEAR_TIE = 4e-6  # closer choices than this may fall differently: scores of two float32 programs differ by up to 6e-7
+
+# The widths of FP8 linears (multiples of 128) and records (64 channels without rotation), and little else.
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "o_groups": 2,
+    "o_lora_rank": 64,
+    "n_routed_experts": 4,
+    "index_topk": 6,
+    "sliding_window": 20,
+    "hc_mult": 2,
+    "num_hash_layers": 1,
+    "max_position_embeddings": 4096,
+}
+
+
+def small_config(ratios: list[int], mtp: int = 0, **changes) -> ModelConfig:
+    """A small model with one backbone layer per entry of ``ratios``."""
+    schedule = {"compress_ratios": [*ratios, *[0] * mtp], "num_nextn_predict_layers": mtp}
+    hashed = {"num_hash_layers": min(SMALL["num_hash_layers"], len(ratios) - 1)}
+    changes = SMALL | hashed | {"num_hidden_layers": len(ratios)} | schedule | changes
+    return ModelConfig.from_preset("tiny").replace(**changes)
+
+
+def small_runner(config: ModelConfig, source: CheckpointSource | None = None, **options) -> ModelRunner:
+    options = {"max_model_len": 640, "max_num_seqs": 16, "max_num_batched_tokens": 4096} | options
+    return ModelRunner.from_source(config, source or RandomSource(config, 0), progress=False, device="cpu", **options)
+
+
+def prompt(config: ModelConfig, length: int, seed: int = 0) -> list[int]:
+    """Random tokens; prompts of one seed are prefixes of each other."""
+    generator = random.Random(seed)
+    return [generator.randrange(config.vocab_size) for _ in range(length)]
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE, what: str = "") -> None:
+    """The largest difference is at most ``tolerance`` times the largest expected magnitude."""
+    assert actual.shape == expected.shape, f"{what} {tuple(actual.shape)} != {tuple(expected.shape)}"
+    if not expected.numel():
+        return
+    difference, scale = (actual - expected).abs(), float(expected.abs().max())
+    worst = float(difference.max()) / scale
+    assert worst <= tolerance, (
+        f"{what} differs by {worst:.1e} of the largest value, at row {int(difference.amax(1).argmax())}"
+    )
+
+
+def assert_no_near_tie(output: OracleOutput) -> None:
+    """A test's prompt must not leave a choice to rounding. If it does: use another seed."""
+    assert output.router_gap > NEAR_TIE, f"experts {output.router_gap:.1e} apart: use another seed"
+    assert output.index_gap > NEAR_TIE, f"entries {output.index_gap:.1e} apart: use another seed"
+
+
+@contextmanager
+def recorded_choices(runner: ModelRunner) -> Iterator[OracleOutput]:
+    """Experts of all steps inside, and compressed entries of the last one, by layer."""
+    found = OracleOutput()
+
+    def gate_hook(layer: int):
+        def hook(module, args, result):
+            experts = result[0].sort(-1).values
+            found.experts[layer] = torch.cat([found.experts.get(layer, experts[:0]), experts])
+
+        return hook
+
+    def attention_hook(layer: int):
+        def hook(module, args, result):
+            if module.indexer is not None:
+                rows = module.topk_indices_buffer[: len(args[0])]
+                entries = torch.arange(int(module.step.positions.max() + 1) // module.spec.ratio)
+                found.entries[layer] = (rows.unsqueeze(2) == entries).any(1)
+
+        return hook
+
+    hooks = []
+    for index, block in runner.model.layers.items():
+        for module in block.modules():
+            hook = {Gate: gate_hook, DeepseekV4MLAAttention: attention_hook}.get(type(module))
+            if hook:
+                hooks.append(module.register_forward_hook(hook(int(index))))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()

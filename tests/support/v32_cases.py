@@ -1,0 +1,69 @@
+"""Small models of DeepSeek-V3.2 and V3, and what they choose."""
+
+from __future__ import annotations
+
+import torch
+
+from deepseek_attn.checkpoint import RandomSource
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.v32 import DeepseekV32Config
+from deepseek_attn.models.moe import GroupLimitedGate
+from deepseek_attn.runner.model_runner import ModelRunner
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "index_topk": 12,
+    "max_position_embeddings": 4096,
+}
+
+
+def small(model_type: str = "deepseek_v32", **changes) -> DeepseekV32Config:
+    changes = SMALL | {"num_nextn_predict_layers": 0} | changes
+    if model_type == "deepseek_v3":
+        del changes["index_topk"]
+    return ModelConfig.from_preset("tiny_v32").replace(model_type=model_type, **changes)
+
+
+def make_runner(config, source=None, **options) -> ModelRunner:
+    options = {"max_model_len": 640, "max_num_seqs": 16, "max_num_batched_tokens": 2400} | options
+    return ModelRunner.from_source(config, source or RandomSource(config, 0), progress=False, device="cpu", **options)
+
+
+def poison(runner: ModelRunner) -> None:
+    """Every byte that no token wrote becomes NaN, as float32, bf16 and e4m3 alike."""
+    for pool in runner.pools:
+        pool.tensor.fill_(0xFF)
+
+
+class recorded:
+    """Hooks that keep the experts and the tokens that a single prompt's step chooses, by layer."""
+
+    def __init__(self, runner: ModelRunner, experts: dict, entries: dict):
+        self.hooks = []
+        for name, module in runner.model.named_modules():
+            layer = ".".join(name.split(".")[:2])
+            if isinstance(module, GroupLimitedGate):
+                hook = lambda m, a, r, layer=layer: experts.update({layer: r[0].sort(-1).values})  # noqa: E731
+            elif name.endswith(".indexer"):
+                hook = lambda m, a, r, layer=layer: entries.update({layer: as_mask(a[3])})  # noqa: E731
+            else:
+                continue
+            self.hooks.append(module.register_forward_hook(hook))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for hook in self.hooks:
+            hook.remove()
+
+
+def as_mask(rows: torch.Tensor) -> torch.Tensor:
+    return (rows.unsqueeze(2) == torch.arange(len(rows))).any(1)
