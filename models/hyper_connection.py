@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.hyper_connection import reference
 from deepseek_attn.utils.tracing import traced
 
@@ -57,7 +57,7 @@ def _numbers(config: ModelConfig) -> tuple[float, float, int]:
 
 
 def _ops(streams: torch.Tensor) -> ModuleType:
-    if not triton_for(streams):
+    if not runs_triton(streams):
         return reference
     from deepseek_attn.kernels.hyper_connection import hyper_connection
 

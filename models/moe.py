@@ -10,7 +10,7 @@ import torch
 from deepseek_attn.config.model import AnyConfig, LayerSpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
-from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.moe import reference
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import Linear, multi_linear
@@ -169,7 +169,7 @@ class MoE(CheckpointModule):
 
 
 def _route_op(x: torch.Tensor) -> Callable:
-    if not triton_for(x):
+    if not runs_triton(x):
         return reference.moe_route
     from deepseek_attn.kernels.moe.router import moe_route
 
@@ -177,7 +177,7 @@ def _route_op(x: torch.Tensor) -> Callable:
 
 
 def _experts_ops(x: torch.Tensor) -> ModuleType:
-    if not triton_for(x):
+    if not runs_triton(x):
         return reference
     from deepseek_attn.kernels.moe import experts as moe
 

@@ -173,7 +173,7 @@ def layer_times(runner: ModelRunner, batch: int, context: int) -> dict[str, floa
         "experts_us": sum(experts[spec.hash_routing] for spec in specs),
         "blocks_us": sum(blocks[spec.kind, spec.hash_routing] for spec in specs),
         "head_us": median(lambda i: model.logits(streams[i])),
-        "choice_us": median(lambda i: op_for(logits, "most_likely")(logits)),
+        "choice_us": median(lambda i: op_for(logits, "greedy_tokens")(logits)),
     }
 
 

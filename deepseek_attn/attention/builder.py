@@ -26,7 +26,7 @@ from deepseek_attn.cache.layout import (
     state_rows,
 )
 from deepseek_attn.config.model import LayerSpec
-from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.indices import reference
 from deepseek_attn.kernels.insert.compress_reference import CompressBatch
 
@@ -234,7 +234,7 @@ def count_decodes(query_lens: torch.Tensor, threshold: int) -> int:
 def index_op(tensor: torch.Tensor, name: str) -> Callable[..., Any]:
     """The index builder ``name`` for tensors like this one: the Triton kernel, or plain torch."""
     return getattr(
-        import_module("deepseek_attn.kernels.indices.step_indices") if triton_for(tensor) else reference, name
+        import_module("deepseek_attn.kernels.indices.step_indices") if runs_triton(tensor) else reference, name
     )
 
 

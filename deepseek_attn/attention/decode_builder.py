@@ -14,7 +14,7 @@ from deepseek_attn.attention.builder import compress_batch, index_width
 from deepseek_attn.attention.metadata import DeepseekSparseMLAMetadata, DeepseekSparseSWAMetadata, StepMetadata
 from deepseek_attn.cache.layout import STATE, WINDOW, WINDOW_PAGE, CacheLayout, entries_per_page, ratio_group
 from deepseek_attn.config.model import LayerSpec
-from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.indices.reference import EntryGroup, StepIndices
 from deepseek_attn.kernels.indices.reference import decode_step_indices as reference_indices
 
@@ -131,7 +131,7 @@ class _DecodeMetadata:
 
 def indices_op(tensor: torch.Tensor) -> Callable[..., StepIndices]:
     """The index builder for tensors like this one: the Triton kernel, or plain torch."""
-    if triton_for(tensor):
+    if runs_triton(tensor):
         from deepseek_attn.kernels.indices.step_indices import decode_step_indices
 
         return decode_step_indices

@@ -11,7 +11,7 @@ from deepseek_attn.attention.metadata import StepMetadata
 from deepseek_attn.cache.pools import Pool
 from deepseek_attn.config.model import AnyConfig, LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
-from deepseek_attn.kernels.common.dispatch import op_for, triton_for
+from deepseek_attn.kernels.common.dispatch import op_for, runs_triton
 from deepseek_attn.kernels.common.quant import fake_quant_fp4, fake_quant_fp8, hadamard
 from deepseek_attn.kernels.indexer.reference import index_scores, topk_indices
 from deepseek_attn.layers.linear import Linear
@@ -67,7 +67,7 @@ class LightningIndexer(CheckpointModule):
 
     def fused(self, index_q: torch.Tensor) -> bool:
         """Whether Triton kernels take it from the projected queries on."""
-        return triton_for(index_q) and self.head_dim == FUSED_HEAD_DIM
+        return runs_triton(index_q) and self.head_dim == FUSED_HEAD_DIM
 
     def query_arguments(self, index_q: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor) -> tuple:
         """Arguments of the op `index_query`: projected ``index_q [T, heads * head_dim]`` and ``weights [T, heads]``."""
@@ -187,7 +187,7 @@ class Indexer(LightningIndexer):
         meta, swa, pool = step.sparse[self.spec.ratio], step.swa, self.compressor.pool
         visible = step.visible_of(self.spec.ratio)
         if not self.fused(index_q):
-            q = self.rotated(index_q, step.turns_of(self.rope))
+            q = self.rotated(index_q, step.freqs_cis_of(self.rope))
             starts, counts = swa.query_start_loc_cpu.tolist(), self.entries(step)
             self.select(q, weights * self.scale, visible, starts, counts, pool, meta.block_table, out)
             return
@@ -200,5 +200,5 @@ class Indexer(LightningIndexer):
                 keys = pool, table, swa.token_to_req_indices[rows], width
                 self.select_fused(q[rows], weights[rows], visible[rows], *keys, out[rows], slots)
 
-    def rotated(self, index_q: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        return self.quantized(apply_rope(index_q.unflatten(-1, (self.heads, self.head_dim)), turns))
+    def rotated(self, index_q: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
+        return self.quantized(apply_rope(index_q.unflatten(-1, (self.heads, self.head_dim)), freqs_cis))

@@ -14,7 +14,7 @@ from deepseek_attn.config.model import LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
 from deepseek_attn.kernels.common.dispatch import op_for
-from deepseek_attn.layers.linear import GroupedLinear, Linear, join_weights, multi_linear, room_for_quantized
+from deepseek_attn.layers.linear import GroupedLinear, Linear, empty_quantized, join_weights, multi_linear
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm, Shard
@@ -138,17 +138,17 @@ class DeepseekV4MLAAttention(CheckpointModule):
         with stage("project"):
             qr, kv, *projections = multi_linear(x, self.input_linears)
         query_linears = self.query_linears(step)
-        qr_rounded = room_for_quantized(qr, query_linears)
-        qr, kv = self.insert(qr, kv, projections, positions, qr_rounded)
+        qr_fp8 = empty_quantized(qr, query_linears)
+        qr, kv = self.insert(qr, kv, projections, positions, qr_fp8)
         with stage("project"):
-            q, *index_q = multi_linear(qr, query_linears, qr_rounded and qr_rounded[:2])
+            q, *index_q = multi_linear(qr, query_linears, qr_fp8 and qr_fp8[:2])
             q, index_queries = self.queries(q, positions, index_q, projections)
         if self.indexer is not None:
             self.select(index_q, projections[-1], step, index_queries)
         with stage("attend"):
             output = self.impl.forward_mqa(self, q, kv, positions)
         with stage("output"):
-            z, quantized = self.wo_a.project_rounded(output[:, : self.num_heads], positions, self.rope.cos_sin)
+            z, quantized = self.wo_a.project_quantized(output[:, : self.num_heads], positions, self.rope.cos_sin)
             (y,) = multi_linear(z, [self.wo_b], quantized)
         return self.parallel.sum(y)
 
@@ -178,13 +178,13 @@ class DeepseekV4MLAAttention(CheckpointModule):
         kv: torch.Tensor,
         projections: list[torch.Tensor],
         positions: torch.Tensor,
-        qr_rounded: tuple[torch.Tensor, torch.Tensor, bool] | None = None,
+        qr_fp8: tuple[torch.Tensor, torch.Tensor, bool] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes all that the new tokens add to the caches, so that it is there before any query reads.
 
         Args:
             projections: values and scores of each compressor in turn.
-            qr_rounded: where the normed query latent goes once more, rounded to FP8; that of `insert_tokens`.
+            qr_fp8: where the normed query latent goes once more, rounded to FP8; that of `insert_tokens`.
 
         Returns:
             The normed query latent, and the normed and rotated key.
@@ -197,7 +197,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         pairs = zip(projections[0::2], projections[1::2], strict=False)
         parts = [compressor.part(*pair) for compressor, pair in zip(self.compressors, pairs, strict=False)]
         batch = self.step.compressor[spec.ratio, spec.overlap] if parts else None
-        return op_for(qr, "insert_tokens")(rows, parts, batch, qr_rounded)
+        return op_for(qr, "insert_tokens")(rows, parts, batch, qr_fp8)
 
     def queries(
         self,

@@ -104,7 +104,7 @@ class StepMetadata:
     Attributes:
         positions: int64 ``[T]``.
         sparse: by ratio; compressor: by (ratio, overlap).
-        turns: rotations at ``positions`` by rotary table, filled by the first layer that needs them.
+        freqs_cis: rotations at ``positions`` by rotary table, filled by the first layer that needs them.
         visible: entries that each token sees, by ratio; selected: those it reads, by (ratio, top-k); filled likewise.
     """
 
@@ -112,15 +112,15 @@ class StepMetadata:
     swa: DeepseekSparseSWAMetadata
     sparse: dict[int, DeepseekSparseMLAMetadata]
     compressor: dict[tuple[int, bool], CompressBatch]
-    turns: dict[RotaryTable, torch.Tensor] = field(default_factory=dict)
+    freqs_cis: dict[RotaryTable, torch.Tensor] = field(default_factory=dict)
     visible: dict[int, torch.Tensor] = field(default_factory=dict)
     selected: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
-    def turns_of(self, rope: RotaryTable) -> torch.Tensor:
+    def freqs_cis_of(self, rope: RotaryTable) -> torch.Tensor:
         """``rope.at(positions)``, computed once per step."""
-        if rope not in self.turns:
-            self.turns[rope] = rope.at(self.positions)
-        return self.turns[rope]
+        if rope not in self.freqs_cis:
+            self.freqs_cis[rope] = rope.at(self.positions)
+        return self.freqs_cis[rope]
 
     def visible_of(self, ratio: int) -> torch.Tensor:
         """Entries that each token sees: int64 ``[T]``, 0 for padding."""

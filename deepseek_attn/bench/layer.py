@@ -12,7 +12,7 @@ import torch
 from deepseek_attn.attention.metadata import StepMetadata
 from deepseek_attn.bench.timing import Spread, captured, kernels_of, time_calls
 from deepseek_attn.cache.manager import SequenceCache
-from deepseek_attn.kernels.common.dispatch import plain_torch
+from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.runner.graphs import DecodeStep, DeviceTables
 from deepseek_attn.runner.model_runner import ModelRunner
 
@@ -121,7 +121,7 @@ def time_layer(
             metadata_us = host_microseconds(lambda: runner.step_metadata(caches, [tokens] * batch), repeats)
         shape = (INPUT_SETS, batch * tokens, runner.config.hidden_size)
         inputs = torch.randn(shape, device=runner.device).to(runner.dtype)
-        with torch.inference_mode(), plain_torch(runner.plain):
+        with torch.inference_mode(), reference_ops(runner.plain):
             if graph:
                 replay = captured([lambda x=x: block.attend(x, step) for x in inputs])
                 times = [t / INPUT_SETS for t in time_calls(lambda _: replay.replay(), runner.device, repeats, warmup)]

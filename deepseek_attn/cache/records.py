@@ -81,7 +81,7 @@ class Fp8DsMlaRecord(Record):
 
     nope_dim: int = 448
     rope_dim: int = 64
-    name = "fp8_ds_mla"
+    name = "fp8_v4"
 
     def __post_init__(self):
         if self.nope_dim < 64 or self.nope_dim % 64 or self.rope_dim < 0:

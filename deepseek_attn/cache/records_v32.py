@@ -52,7 +52,7 @@ class Fp8DsMlaV32Record(Record):
     latent_dim: int = 512
     rope_dim: int = 64
     scale_rule: str = "raw"
-    name = "fp8_ds_mla_v32"
+    name = "fp8_v32"
 
     _RULES: ClassVar[dict[str, tuple[float, bool]]] = {
         # rule: (lower clamp of amax, power of two)

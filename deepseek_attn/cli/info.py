@@ -51,7 +51,7 @@ def collect() -> dict:
 
     from deepseek_attn.config.options import pick_device
     from deepseek_attn.impls import describe_impls
-    from deepseek_attn.v32.backends import flashinfer_adapter as flashinfer_door
+    from deepseek_attn.v32.backends import flashinfer_adapter as flashinfer_adapter
     from deepseek_attn.v32.backends.kernels import describe_kernels
 
     device = pick_device(None)
@@ -62,7 +62,7 @@ def collect() -> dict:
         "packages": {"deepseek-attn": version("deepseek-attn"), **{name: version(name) for name in PACKAGES}},
         "device": str(device),
         "backends": described(describe_impls(device)),
-        "v32_backends": described([*describe_kernels(device), ("flashinfer", *flashinfer_door.supported(device))]),
+        "v32_backends": described([*describe_kernels(device), ("flashinfer", *flashinfer_adapter.supported(device))]),
     }
 
 

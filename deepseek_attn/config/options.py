@@ -114,7 +114,7 @@ def as_list(values: Iterable, what: str) -> list:
 
 
 @contextmanager
-def room_for(what: str, remedy: str) -> Iterator[None]:
+def explain_out_of_memory(what: str, remedy: str) -> Iterator[None]:
     """ValueError, with the remedy, where memory runs out inside."""
     try:
         yield

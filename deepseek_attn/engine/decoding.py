@@ -13,7 +13,7 @@ import torch
 
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import sample
-from deepseek_attn.kernels.sampling.reference import NO_TOKEN
+from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 from deepseek_attn.runner.model_runner import StepOutput
 
 Work = list[tuple[Request, int]]
@@ -96,7 +96,7 @@ def greedily(chosen: dict[Request, list[int]]) -> Accepted:
     """The most likely tokens that a step found itself; a request whose logits are broken fails alone."""
     accepted = Accepted()
     for request, tokens in chosen.items():
-        if NO_TOKEN in tokens:
+        if INVALID_TOKEN in tokens:
             accepted.failures[request] = BROKEN_LOGITS
         else:
             accepted.tokens[request] = tokens

@@ -20,9 +20,9 @@ from deepseek_attn.cache.manager import OutOfPages
 from deepseek_attn.engine.decoding import BROKEN_LOGITS, Accepted, NextToken, Work, all_greedy, is_ready
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import CounterGenerator, sample
-from deepseek_attn.kernels.sampling.reference import NO_TOKEN
+from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 from deepseek_attn.runner.model_runner import ModelRunner, StepOutput
-from deepseek_attn.utils.device import Arriving
+from deepseek_attn.utils.device import AsyncHostCopy
 
 
 @dataclass
@@ -93,7 +93,7 @@ class MTPSpeculation(NextToken):
         if runner.graphs is not None:
             runner.graphs.most_tokens = max(runner.graphs.most_tokens, self.decode_tokens)
         self._guesses: dict[Request, list[int]] = {}
-        self._arriving: tuple[list[Request], Arriving] | None = None  # guesses that nobody has waited for yet
+        self._arriving: tuple[list[Request], AsyncHostCopy] | None = None  # guesses that nobody has waited for yet
 
     def options(self, work: Work) -> dict[str, Any]:
         # rows of prompts go through the MTP layer with the step: what they read may be freed after it
@@ -137,14 +137,14 @@ class MTPSpeculation(NextToken):
         sound = rows.amax(-1).isfinite()
         draws = [ahead(request.generator, i) for request, i in owners]
         tokens = sample(torch.where(sound[:, None], rows, 0.0), [request.params for request, _ in owners], draws)
-        chosen = iter(torch.where(sound, tokens, NO_TOKEN).tolist())
+        chosen = iter(torch.where(sound, tokens, INVALID_TOKEN).tolist())
         return [sound_part([next(chosen) for _ in turn.chosen]) for turn in turns]
 
     def _draft(self, turns: list[_Turn]) -> None:
         """Fills the MTP layer's rows of what was computed, and guesses the tokens after the newest one."""
         batch = [(turn.request.sequence, turn.first, turn.streams, turn.tokens) for turn in turns]
         guesses = self.runner.draft(batch, self._room(turns)).tokens
-        self._arriving = [turn.request for turn in turns], Arriving(guesses)
+        self._arriving = [turn.request for turn in turns], AsyncHostCopy(guesses)
 
     def _room(self, turns: list[_Turn]) -> int:
         """How many guesses there are pages and positions for: later ones write rows past the last computed token."""
@@ -162,7 +162,7 @@ class MTPSpeculation(NextToken):
 
 def sound_part(tokens: list[int]) -> list[int]:
     """The tokens before the first one whose logits are broken."""
-    return tokens[: tokens.index(NO_TOKEN)] if NO_TOKEN in tokens else tokens
+    return tokens[: tokens.index(INVALID_TOKEN)] if INVALID_TOKEN in tokens else tokens
 
 
 def check(turn: _Turn, tokens: list[int], accepted: Accepted) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from deepseek_attn.kernels.attention import gather_reference as gather
-from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.indices import reference as indices
 
 
@@ -23,7 +23,7 @@ def dequantize_and_gather_k_cache(
 ) -> None:
     """See `kernels.attention.gather_reference.dequantize_and_gather_k_cache`."""
     op = gather.dequantize_and_gather_k_cache
-    if triton_for(out):
+    if runs_triton(out):
         from deepseek_attn.kernels.attention.gather import dequantize_and_gather_k_cache as op
     op(out, record, pool, seq_lens, gather_lens, block_table, block_size, offset)
 
@@ -42,7 +42,7 @@ def combine_topk_swa_indices(
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.indices.reference.combine_topk_swa_indices`."""
     op = indices.combine_topk_swa_indices
-    if triton_for(topk_indices):
+    if runs_triton(topk_indices):
         from deepseek_attn.kernels.indices.step_indices import combine_topk_swa_indices as op
     return op(topk_indices, query_start_loc, seq_lens, gather_lens, window, ratio, topk, M, N, is_valid)
 
@@ -52,6 +52,6 @@ def compute_global_topk_indices_and_lens(
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.indices.reference.compute_global_topk_indices_and_lens`."""
     op = indices.compute_global_topk_indices_and_lens
-    if triton_for(topk_indices):
+    if runs_triton(topk_indices):
         from deepseek_attn.kernels.indices.step_indices import compute_global_topk_indices_and_lens as op
     return op(topk_indices, token_to_req, block_table, block_size, is_valid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.linear.reference import Segment
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.weights import CheckpointModule
@@ -61,7 +61,7 @@ class Head(CheckpointModule):
         """The columns of this rank."""
         if self.weight.dtype == torch.float32:
             return F.linear(x.float(), self.weight)
-        if triton_for(x):
+        if runs_triton(x):
             from deepseek_attn.kernels.linear.linear import multi_linear
 
             return multi_linear(x, [Segment(self.weight, out_dtype=torch.float32)])[0]

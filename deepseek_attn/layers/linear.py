@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from deepseek_attn.config.numerics import Numerics
-from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.common.norm_rope import rms_norm
 from deepseek_attn.kernels.linear import reference
 from deepseek_attn.kernels.linear import reference as grouped_reference
@@ -49,11 +49,11 @@ __all__ = [
     "WeightSlot",
     "checkpoint_slots",
     "dequantize_weight",
+    "empty_quantized",
     "join_weights",
     "multi_linear",
     "quantized_input",
     "rms_norm",
-    "room_for_quantized",
 ]
 
 
@@ -166,14 +166,14 @@ class GroupedLinear(Linear):
         op = None if self.scale is None else triton_op(self, "grouped_linear")
         return (op or grouped_reference).grouped_linear(*self._arguments(o, positions, cos_sin))
 
-    def project_rounded(
+    def project_quantized(
         self, o: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """`project`, and the output as `multi_linear` takes it ``quantized``, where that takes no further launch."""
         op = None if self.scale is None else triton_op(self, "grouped_linear")
         if op is None:
             return self.project(o, positions, cos_sin), None
-        return op.grouped_linear_rounded(*self._arguments(o, positions, cos_sin))
+        return op.grouped_linear_quantized(*self._arguments(o, positions, cos_sin))
 
     def _arguments(self, o: torch.Tensor, positions: torch.Tensor | None, cos_sin: torch.Tensor | None) -> tuple:
         return o, self.weight, self.scale, self.groups, positions, cos_sin, self.fp8_input, self.pow2_scales
@@ -201,7 +201,7 @@ def multi_linear(
     return outs
 
 
-def room_for_quantized(x: torch.Tensor, linears: Sequence[Linear]) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
+def empty_quantized(x: torch.Tensor, linears: Sequence[Linear]) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
     """Where another op should write x once more as ``quantized``, and whether the scales are powers of two.
 
     None where the layers do not round their input to FP8, or do that on the way.
@@ -209,7 +209,7 @@ def room_for_quantized(x: torch.Tensor, linears: Sequence[Linear]) -> tuple[torc
     if any(triton_op(linear, "linear") is None or not linear.fp8_input or linear.scale is None for linear in linears):
         return None
     op = triton_op(linears[0], "linear")
-    return (*op.room_for_quantized(x), linears[0].pow2_scales) if len(x) > op.QUANTIZE_ABOVE else None
+    return (*op.empty_quantized(x), linears[0].pow2_scales) if len(x) > op.QUANTIZE_ABOVE else None
 
 
 def triton_op(linear: Linear, name: str) -> ModuleType | None:
@@ -220,7 +220,7 @@ def triton_op(linear: Linear, name: str) -> ModuleType | None:
     """
     weight, scale = linear.weight, linear.scale
     wanted = (torch.bfloat16, torch.float16) if scale is None else (torch.float8_e4m3fn,)
-    if not triton_for(weight) or weight.dtype not in wanted:
+    if not runs_triton(weight) or weight.dtype not in wanted:
         return None
     if scale is not None and scale.dtype != torch.float32:
         return None

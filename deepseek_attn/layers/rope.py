@@ -13,7 +13,7 @@ import math
 import torch
 
 from deepseek_attn.config.model import RopeSpec
-from deepseek_attn.kernels.common.norm_rope import apply_rope, turns_at
+from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at
 
 
 def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
@@ -23,8 +23,8 @@ def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
         return freqs
 
     def correction(rotations: float) -> float:
-        turns = spec.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return spec.dim * math.log(turns) / (2 * math.log(spec.theta))
+        freqs_cis = spec.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return spec.dim * math.log(freqs_cis) / (2 * math.log(spec.theta))
 
     low = max(math.floor(correction(spec.beta_fast)), 0)
     high = min(math.ceil(correction(spec.beta_slow)), spec.dim - 1)
@@ -48,7 +48,7 @@ class RotaryTable:
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """``cos + i sin`` at ``positions [T]``: complex64 ``[T, dim / 2]``."""
-        return turns_at(self.cos_sin, positions)
+        return freqs_cis_at(self.cos_sin, positions)
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor, inverse: bool = False) -> torch.Tensor:
         """Rotates ``x [T, ..., d]`` at ``positions [T]``; see `apply_rope`."""

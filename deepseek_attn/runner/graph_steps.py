@@ -24,7 +24,7 @@ class DecodeStep:
 
     Attributes:
         streams, logits, tokens: results of the last run, for every row, padding included; overwritten by the next.
-            tokens: int64, the most likely one (the first of several), or `NO_TOKEN` where the largest logit is not
+            tokens: int64, the most likely one (the first of several), or `INVALID_TOKEN` where the largest logit is not
             finite.
         inputs: int64, all that `set` fills, in one array.
         graph: the captured step; None while it runs eagerly.
@@ -91,7 +91,7 @@ class DecodeStep:
         """Computes the step, eagerly."""
         self.streams = self.model(self.token_ids, self.positions, self.metadata())
         self.logits = self.model.logits(self.streams)
-        self.tokens = op_for(self.logits, "most_likely")(self.logits)
+        self.tokens = op_for(self.logits, "greedy_tokens")(self.logits)
 
     def capture(self, pool) -> int:
         """Records the step as a CUDA graph and returns the device memory that took.
@@ -174,7 +174,7 @@ class DraftStep(DecodeStep):
         self.logits = logits = self.model.draft_logits(states)
         positions, valid, tables = self.positions[self._ends], self._valid[self._ends].bool(), self.block_tables()
         while True:
-            found.append(op_for(logits, "most_likely")(logits).clamp_(min=0))  # of broken logits any token
+            found.append(op_for(logits, "greedy_tokens")(logits).clamp_(min=0))  # of broken logits any token
             if len(found) == self.drafts:
                 break
             positions = positions + 1

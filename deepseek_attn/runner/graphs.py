@@ -18,7 +18,7 @@ from deepseek_attn.cache.manager import SequenceCache
 from deepseek_attn.config.model import LayerSpec
 from deepseek_attn.runner.device_tables import DeviceTables
 from deepseek_attn.runner.graph_steps import DecodeStep, DraftStep
-from deepseek_attn.utils.device import Arriving, to_device
+from deepseek_attn.utils.device import AsyncHostCopy, to_device
 
 FIRST_LENGTH = 8192  # graphs serve lengths up to a power of four times this: index rows are as wide as the longest
 
@@ -37,7 +37,7 @@ class DecodeRun:
     rows: list[list[int]]
     starts: list[int]
     versions: list[int]
-    _chosen: Arriving
+    _chosen: AsyncHostCopy
 
     def tokens(self) -> list[list[int]]:
         """The most likely token after each row (`DecodeStep.tokens`) by sequence. Waits for the device."""
@@ -162,14 +162,14 @@ class DecodeGraphs:
         fed = [place[id(cache)] for cache in caches]
         step = self.step(len(caches), 1, longest)
         step.set([[0]] * len(caches), [cache.num_tokens for cache in caches], self.tables.rows(caches))
-        torch.clamp(before.last(fed), min=0, out=step.token_ids[: len(caches)])  # NO_TOKEN has no embedding
+        torch.clamp(before.last(fed), min=0, out=step.token_ids[: len(caches)])  # INVALID_TOKEN has no embedding
         run = self._start(step, caches, [[row] for row in range(len(caches))])
         self.ahead = _Ahead(run, before, fed)
 
     def _start(self, step: DecodeStep, caches: list[SequenceCache], rows: list[list[int]]) -> DecodeRun:
         step.run()
         starts, versions = [cache.num_tokens for cache in caches], [cache.version for cache in caches]
-        return DecodeRun(step, caches, rows, starts, versions, Arriving(step.tokens))
+        return DecodeRun(step, caches, rows, starts, versions, AsyncHostCopy(step.tokens))
 
     def draft(
         self,

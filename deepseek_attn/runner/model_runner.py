@@ -23,12 +23,12 @@ from deepseek_attn.config.options import (
     DEFAULT_MAX_MODEL_LEN,
     as_list,
     check_sizes,
+    explain_out_of_memory,
     is_integer,
     pick_device,
     pick_dtype,
-    room_for,
 )
-from deepseek_attn.kernels.common.dispatch import plain_torch
+from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.models.block import AttentionStack, layer_specs
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
@@ -180,7 +180,9 @@ class ModelRunner:
             layout = layout_of(model)
         model.eval()
         sizes = f"{layout.nbytes():,} bytes of caches for max_num_seqs={max_num_seqs} and max_model_len={max_model_len}"
-        with room_for(sizes, "lower these, or set kv_cache_bytes; `deepseek-attn plan` adds up what they take"):
+        with explain_out_of_memory(
+            sizes, "lower these, or set kv_cache_bytes; `deepseek-attn plan` adds up what they take"
+        ):
             pools = CachePools(layout, device)
         workspace = Workspace(device)
         runner = cls(
@@ -198,7 +200,7 @@ class ModelRunner:
     def _bind(self, family: Family) -> None:
         """Gives the layers their caches and reserves the largest scratch memory any of them can need."""
         tokens = f"scratch memory of steps of max_num_batched_tokens={self.layout.max_num_batched_tokens}"
-        with room_for(tokens, "lower it"):
+        with explain_out_of_memory(tokens, "lower it"):
             family.bind(self.model, self.pools, self.workspace)
         self.workspace.lock()
         self.plain, self.graph_problem = family.plain, family.graph_problem()
@@ -318,7 +320,7 @@ class ModelRunner:
         lengths, run = [n for _, n in rows], None
         counts = lengths if all_logits else [min(n, last) for n in lengths]
         # inference mode takes 14 % off a single-token step on a CPU; what leaves this method are ordinary tensors
-        with self.parallel.together(), plain_torch(self.plain):
+        with self.parallel.together(), reference_ops(self.plain):
             with torch.inference_mode():
                 if self.graphs is not None and self.graphs.takes(lengths):
                     run, states, logits = self._run_decode(rows, logits=not greedy, streams=streams or mtp)
@@ -392,7 +394,7 @@ class ModelRunner:
         x = torch.zeros(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
         ids = torch.zeros(0, dtype=torch.int64, device=self.device)
         while self.parallel.agree(0, self.device):
-            with plain_torch(self.plain):
+            with reference_ops(self.plain):
                 for module in self.model.layers.modules():
                     if isinstance(module, MoE):
                         module(x, ids)
@@ -409,7 +411,7 @@ class ModelRunner:
                 There must be pages for these positions and for ``drafts - 1`` more, and rows of all earlier ones.
             drafts: tokens to guess for each sequence; after the first from the MTP layer's own streams.
         """
-        with self.parallel.together(), plain_torch(self.plain):
+        with self.parallel.together(), reference_ops(self.plain):
             return draft_tokens(self, batch, drafts)
 
     @traced("metadata")

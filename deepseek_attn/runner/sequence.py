@@ -79,7 +79,7 @@ class StepOutput:
             are there instead.
         mtp_logits: the same from the MTP layer, for new tokens whose next token is known; None if not asked for.
         streams: what the backbone computed for the tokens of ``logits``; None if not asked for.
-        tokens: waits for the device and returns the most likely token after each of these rows, `NO_TOKEN` where the
+        tokens: waits for the device and returns the greedy token after each of these rows, `INVALID_TOKEN` where the
             largest logit is not finite. None unless it was asked for, and where the logits have to be looked at.
     """
 

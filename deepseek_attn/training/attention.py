@@ -37,23 +37,23 @@ def attend(attn: DeepseekV4MLAAttention, x: torch.Tensor, precision: torch.autoc
         select: read the entries that the indexer selects, as a running model does; otherwise all of them.
     """
     batch, length, _ = x.shape
-    turns = attn.rope.at(torch.arange(length, device=x.device).repeat(batch))
+    freqs_cis = attn.rope.at(torch.arange(length, device=x.device).repeat(batch))
     entries = compressed(attn.compressor, x, precision) if attn.compressor else None
     with precision:
         qr = rms_norm(F.linear(x, attn.wq_a.weight), attn.eps, attn.q_norm.weight)
         q = rms_norm(F.linear(qr, attn.wq_b.weight).view(batch * length, attn.num_heads, -1), attn.eps)
-        q = apply_rope(q, turns).view(batch, length, attn.num_heads, -1)
+        q = apply_rope(q, freqs_cis).view(batch, length, attn.num_heads, -1)
         kv = rms_norm(F.linear(x, attn.wkv.weight), attn.eps, attn.kv_norm.weight)
-        kv = apply_rope(kv.flatten(0, 1), turns).view(batch, length, -1)
+        kv = apply_rope(kv.flatten(0, 1), freqs_cis).view(batch, length, -1)
     readable = scores = None
     if entries is not None:
         readable = visible_entries(length, attn.compress_ratio, x.device)
         if attn.indexer is not None:
-            scores = index_scores(attn.indexer, x.detach(), qr.detach(), turns, precision)
+            scores = index_scores(attn.indexer, x.detach(), qr.detach(), freqs_cis, precision)
             readable = selected(scores, readable, attn.indexer.topk) if select else readable
     o, mass = windowed_attention(q, kv, entries, readable, attn.attn_sink, attn.window_size, attn.scale, precision)
     with precision:
-        o = apply_rope(o.flatten(0, 1), turns, inverse=True).view(batch, length, attn.o_groups, -1)
+        o = apply_rope(o.flatten(0, 1), freqs_cis, inverse=True).view(batch, length, attn.o_groups, -1)
         weight = attn.wo_a.weight.view(attn.o_groups, -1, o.shape[-1])
         z = torch.einsum("bsgi,goi->bsgo", o, weight)
         y = F.linear(z.flatten(2), attn.wo_b.weight)
@@ -93,14 +93,14 @@ def visible_entries(length: int, ratio: int, device: torch.device) -> torch.Tens
 
 
 def index_scores(
-    indexer: Indexer, x: torch.Tensor, qr: torch.Tensor, turns: torch.Tensor, precision: torch.autocast
+    indexer: Indexer, x: torch.Tensor, qr: torch.Tensor, freqs_cis: torch.Tensor, precision: torch.autocast
 ) -> torch.Tensor:
     """The indexer's scores ``[B, S, E]``: ``sum_h weight[t, h] * relu(q[t, h] . key[e])``."""
     batch, length, _ = x.shape
     keys = compressed(indexer.compressor, x, precision)
     with precision:
         q = F.linear(qr, indexer.wq_b.weight).view(batch * length, indexer.heads, indexer.head_dim)
-        q = apply_rope(q, turns).view(batch, length * indexer.heads, indexer.head_dim)
+        q = apply_rope(q, freqs_cis).view(batch, length * indexer.heads, indexer.head_dim)
         weights = F.linear(x, indexer.weights_proj.weight) * indexer.scale
         products = (q @ keys.to(q.dtype).mT).relu().view(batch * length, indexer.heads, -1)
         return torch.bmm(weights.reshape(batch * length, 1, -1), products).view(batch, length, -1).float()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepseek_attn.kernels.common.dispatch import plain_torch
+from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.kernels.moe.reference import swiglu
 from deepseek_attn.models.block import Block, collapse_streams
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
@@ -55,7 +55,7 @@ class DenseModel(nn.Module):
         flat = token_ids.flatten()
         streams = F.embedding(flat, model.embed.weight).unsqueeze(1).repeat(1, config.hc_mult, 1)
         index_loss, loads = streams.new_zeros(()), []
-        with plain_torch():
+        with reference_ops():
             for block in model.layers.values():
                 streams, loss = self.attention(block, streams, (batch, length), precision, select)
                 index_loss = index_loss if loss is None else index_loss + loss

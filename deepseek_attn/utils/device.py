@@ -12,7 +12,7 @@ def to_device(values: list[int], device: torch.device, dtype: torch.dtype = torc
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
-class Arriving:
+class AsyncHostCopy:
     """Values of a tensor on their way to the host. The tensor may be overwritten by what is launched later."""
 
     def __init__(self, tensor: torch.Tensor):

@@ -135,15 +135,15 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
         Returns:
             ``[T, hidden_size]`` in the dtype of ``x``.
         """
-        turns = step.turns_of(self.rope)
+        freqs_cis = step.freqs_cis_of(self.rope)
         with stage("project"):
             qr = self.q_norm(self.wq_a(x))
             q = self.wq_b(qr).unflatten(-1, (self.num_heads, -1))
-            q_nope, q_pe = apply_rope(q, turns).split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+            q_nope, q_pe = apply_rope(q, freqs_cis).split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
             latent, k_pe = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
             query = torch.cat([self._k_up_proj(q_nope), q_pe], dim=-1)
         with stage("insert"):
-            rows = torch.cat([self.kv_norm(latent), apply_rope(k_pe, turns)], dim=-1)
+            rows = torch.cat([self.kv_norm(latent), apply_rope(k_pe, freqs_cis)], dim=-1)
             self.latent_cache.insert(step.slot_mapping, rows)
         attend = self.attend_to_all if self.indexer is None else self.attend_to_selected
         attended = attend(query, x, qr, step)

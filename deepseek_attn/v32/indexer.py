@@ -67,8 +67,8 @@ class TokenIndexer(LightningIndexer):
             x: ``[T, hidden_size]``, the attention input; qr: ``[T, q_lora_rank]``, the normed query latent.
             out: int32 ``[T, index_topk]``: positions in the request, ascending, then -1.
         """
-        turns = step.turns_of(self.rope)
-        self.pool.insert(step.slot_mapping, self.keys(x, turns))
+        freqs_cis = step.freqs_cis_of(self.rope)
+        self.pool.insert(step.slot_mapping, self.keys(x, freqs_cis))
         if max(step.cached_lens_cpu.tolist()) <= self.topk:
             select_everything(step.visible, out)
         else:
@@ -89,15 +89,15 @@ class TokenIndexer(LightningIndexer):
             q, weights = op_for(index_q, "index_query")(*self.query_arguments(index_q, weights, step.positions))
             self.select_fused(q, weights, step.visible, *keys, out)
             return
-        q = self.rotated(index_q, step.turns_of(self.rope))
+        q = self.rotated(index_q, step.freqs_cis_of(self.rope))
         starts = step.query_start_loc_cpu.tolist()
         self.select(q, weights * self.scale, step.visible, starts, counts, self.pool, step.block_table, out)
 
-    def rotated(self, index_q: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        q = apply_rope_half_split(index_q.unflatten(-1, (self.heads, self.head_dim)), turns)
+    def rotated(self, index_q: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
+        q = apply_rope_half_split(index_q.unflatten(-1, (self.heads, self.head_dim)), freqs_cis)
         return self.quantized(q)
 
-    def keys(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    def keys(self, x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
         """``[T, head_dim]``, rotated; the cache rounds them."""
-        k = apply_rope_half_split(self.k_norm(self.wk(x)), turns)
+        k = apply_rope_half_split(self.k_norm(self.wk(x)), freqs_cis)
         return hadamard(k) if self.numerics.index_hadamard else k

@@ -26,7 +26,7 @@ class TokenStepMetadata:
         query_start_loc_cpu: int32 ``[B + 1]``; seq_lens_cpu: int32 ``[B]``.
         cached_lens_cpu: int64 ``[B]``, tokens whose rows are in the caches: padding, at the end of a request, is not.
         attention: the sparse backend's metadata; None for a model without an indexer.
-        turns: rotations at ``positions`` by rotary table, filled by the first layer that needs them.
+        freqs_cis: rotations at ``positions`` by rotary table, filled by the first layer that needs them.
     """
 
     positions: torch.Tensor
@@ -37,13 +37,13 @@ class TokenStepMetadata:
     seq_lens_cpu: torch.Tensor
     cached_lens_cpu: torch.Tensor
     attention: FlashMLASparseMetadata | None
-    turns: dict[RotaryTable, torch.Tensor] = field(default_factory=dict)
+    freqs_cis: dict[RotaryTable, torch.Tensor] = field(default_factory=dict)
 
-    def turns_of(self, rope: RotaryTable) -> torch.Tensor:
+    def freqs_cis_of(self, rope: RotaryTable) -> torch.Tensor:
         """``rope.at(positions)``, computed once per step."""
-        if rope not in self.turns:
-            self.turns[rope] = rope.at(self.positions)
-        return self.turns[rope]
+        if rope not in self.freqs_cis:
+            self.freqs_cis[rope] = rope.at(self.positions)
+        return self.freqs_cis[rope]
 
 
 class TokenMetadataBuilder:

@@ -1,4 +1,4 @@
-"""Gluon device code of `sparse_attention` for Hopper: 64 heads over ``fp8_ds_mla`` pages, its warps specialised.
+"""Gluon device code of `sparse_attention` for Hopper: 64 heads over ``fp8_v4`` pages, its warps specialised.
 
 The same contract and arguments as ``attend_kernel``. Four warps decode tiles of 64 keys into shared memory, four
 compute logits and weights, eight hold the output ``[64, DIM]`` in registers and multiply weights with keys. Two decoded

@@ -257,13 +257,13 @@ def _entry_shape(out: Tensor, record: Any, pool: Tensor, block_table: Tensor, n:
     raw = torch.bfloat16
     if record.name == "plain":
         raw, coded, group, raw_at, entry = record.dtype, 0, 64, 0, record.entry_bytes
-    elif record.name == "fp8_ds_mla":
+    elif record.name == "fp8_v4":
         coded, group, raw_at, entry = record.nope_dim, 64, record.nope_dim, record.row_bytes[0]
-    elif record.name == "fp8_ds_mla_v32":
+    elif record.name == "fp8_v32":
         coded, group, entry = record.latent_dim, 128, record.entry_bytes
         raw_at = coded + coded // group * 4
     else:
-        raise ValueError(f"records that are gathered are plain, fp8_ds_mla and fp8_ds_mla_v32, got {record.name!r}")
+        raise ValueError(f"records that are gathered are plain, fp8_v4 and fp8_v32, got {record.name!r}")
     unit = 4 if group == 128 else raw.itemsize
     if pool.stride(0) % unit or pool.data_ptr() % unit:
         raise ValueError(

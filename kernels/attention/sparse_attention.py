@@ -99,15 +99,15 @@ def sparse_attention_paged(
 ) -> tuple[Tensor, Tensor]:
     """Same as `reference.sparse_attention_paged`, for one or two pools of one record.
 
-    Records are plain rows, ``fp8_ds_mla`` (V4) and ``fp8_ds_mla_v32`` (V3.2).
+    Records are plain rows, ``fp8_v4`` (V4) and ``fp8_v32`` (V3.2).
 
     Args:
         out: like the result, to write to.
         tiles: how to cut the launch; by default chosen from shapes alone.
 
     Notes:
-        ``fp8_ds_mla`` is decoded to float16 unless q is float32: keys and queries must lie within +-65504. (V4's are
-        normalised: at most 23 times a norm weight.) ``fp8_ds_mla_v32`` is decoded to bfloat16, as FlashMLA does.
+        ``fp8_v4`` is decoded to float16 unless q is float32: keys and queries must lie within +-65504. (V4's are
+        normalised: at most 23 times a norm weight.) ``fp8_v32`` is decoded to bfloat16, as FlashMLA does.
     """
     if not 1 <= len(pools) <= 2:
         raise ValueError(f"one or two pools share a softmax, got {len(pools)}")
@@ -128,16 +128,16 @@ def sparse_attention_paged(
 
 
 def _format(record: Any) -> _Format:
-    if record.name == "fp8_ds_mla":
+    if record.name == "fp8_v4":
         nope, rope, most = record.nope_dim, record.rope_dim, 512  # 8 scale bytes are read at once
         made = _Format(nope, nope + 2 * rope, nope, 64)
-    elif record.name == "fp8_ds_mla_v32":
+    elif record.name == "fp8_v32":
         nope, rope, most = record.latent_dim, record.rope_dim, 1 << 16
         made = _Format(nope, record.entry_bytes, nope + nope // 32, 128)
     elif record.name == "plain":
         return _Format(record.dim, record.dim)
     else:
-        raise ValueError(f"records that are read are plain, fp8_ds_mla and fp8_ds_mla_v32, got {record.name!r}")
+        raise ValueError(f"records that are read are plain, fp8_v4 and fp8_v32, got {record.name!r}")
     if nope > most or rope % 16:
         raise ValueError(
             f"{record.name} is read with up to {most} quantised and a multiple of 16 rotated channels, got {record}"
@@ -151,7 +151,7 @@ def _paged_keys(record: Any, pool: Tensor, n: int, indices: Tensor, lens: Tensor
             f"a pool of {n} entries per page must be uint8 [pages, at least {n * record.entry_bytes}] with contiguous "
             f"pages, got {tuple(pool.shape)} {pool.dtype}, strides {pool.stride()}"
         )
-    unit = record.dtype.itemsize if record.name == "plain" else 8 if record.name == "fp8_ds_mla" else 4
+    unit = record.dtype.itemsize if record.name == "plain" else 8 if record.name == "fp8_v4" else 4
     if pool.stride(0) % unit or pool.data_ptr() % unit:
         raise ValueError(
             f"pages of {record.name} must start at multiples of {unit} bytes, got a page stride of {pool.stride(0)} "

@@ -18,18 +18,18 @@ _HOMES = {
     "queries": ("indexer.queries", "indexer.reference"),
     "query_norm_rope": ("insert.query_norm_rope", "insert.reference"),
     "index_query": ("indexer.index_query", "indexer.reference"),
-    "most_likely": ("sampling.argmax", "sampling.reference"),
+    "greedy_tokens": ("sampling.argmax", "sampling.reference"),
 }
 
 
-def triton_for(tensor: torch.Tensor) -> bool:
+def runs_triton(tensor: torch.Tensor) -> bool:
     """True for a tensor on an NVIDIA GPU of compute capability 8.0 or later, with Triton installed."""
     return tensor.is_cuda and not _plain and _runs_on(tensor.device)
 
 
 def op_for(tensor: torch.Tensor, name: str) -> Callable[..., Any]:
     """The op ``name`` for tensors like this one: the Triton wrapper, or its plain-torch reference."""
-    return _op("deepseek_attn.kernels." + _HOMES[name][0 if triton_for(tensor) else 1], name)
+    return _op("deepseek_attn.kernels." + _HOMES[name][0 if runs_triton(tensor) else 1], name)
 
 
 @cache
@@ -38,7 +38,7 @@ def _op(package: str, name: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def plain_torch(wanted: bool = True) -> Iterator[None]:
+def reference_ops(wanted: bool = True) -> Iterator[None]:
     """Inside, every op runs in plain torch, also on a GPU: what ``backend="reference"`` means."""
     global _plain
     before, _plain = _plain, _plain or wanted

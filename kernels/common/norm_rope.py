@@ -13,29 +13,29 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     return (y if weight is None else y * weight).to(x.dtype)
 
 
-def turns_at(cos_sin: Tensor, positions: Tensor) -> Tensor:
+def freqs_cis_at(cos_sin: Tensor, positions: Tensor) -> Tensor:
     """``cos + i sin`` at ``positions [T]``: complex64 ``[T, n]`` of a float32 table ``[max_positions, 2 n]``."""
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
     return torch.complex(cos, sin)
 
 
-def apply_rope(x: Tensor, turns: Tensor, inverse: bool = False) -> Tensor:
+def apply_rope(x: Tensor, freqs_cis: Tensor, inverse: bool = False) -> Tensor:
     """Rotates the pairs ``(2i, 2i + 1)`` of the last channels: (a, b) -> (a cos - b sin, a sin + b cos).
 
     Args:
         x: ``[T, ..., d]``; the first ``d - 2 n`` channels pass through.
-        turns: complex64 ``[T, n]`` from `turns_at`.
+        freqs_cis: complex64 ``[T, n]`` from `freqs_cis_at`.
         inverse: rotate by the negative angle.
 
     Returns:
         A new tensor of the same shape and dtype: float32 arithmetic, one rounding.
     """
-    tokens, pairs = turns.shape
-    turns = (turns.conj() if inverse else turns).view(tokens, *(1,) * (x.dim() - 2), pairs)
+    tokens, pairs = freqs_cis.shape
+    freqs_cis = (freqs_cis.conj() if inverse else freqs_cis).view(tokens, *(1,) * (x.dim() - 2), pairs)
     out = x.clone()
     tail = out[..., x.shape[-1] - 2 * pairs :]
     # a copy even of contiguous float32: complex views need an even offset, and an odd nope width gives an odd one
     pairs32 = tail.to(torch.float32, copy=True, memory_format=torch.contiguous_format).unflatten(-1, (-1, 2))
-    rotated = torch.view_as_complex(pairs32) * turns
+    rotated = torch.view_as_complex(pairs32) * freqs_cis
     tail.copy_(torch.view_as_real(rotated).flatten(-2))
     return out

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-RECORDS = ("plain", "fp8_ds_mla", "index_fp8", "index_fp4")  # device code knows them by number
+RECORDS = ("plain", "fp8_v4", "index_fp8", "index_fp4")  # device code knows them by number
 _PLAIN, _FP8_DS_MLA, _INDEX_FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 # the interpreter truncates where hardware rounds, so that there everything is rounded by integer arithmetic
@@ -53,7 +53,7 @@ def normed_rows(x, weight, eps, D: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def row_turns(position, cos_sin_ptr, max_positions, D: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr):
+def row_cos_sin(position, cos_sin_ptr, max_positions, D: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr):
     """Cosines and sines ``[R, BLOCK / 2]`` of rows at ``position [R]``, for `rotated_rows`: no turn where unknown."""
     pair = tl.arange(0, BLOCK // 2) - (D - ROPE) // 2
     known = ((pair >= 0) & (pair < ROPE // 2))[None, :] & ((position >= 0) & (position < max_positions))[:, None]
@@ -62,14 +62,14 @@ def row_turns(position, cos_sin_ptr, max_positions, D: tl.constexpr, ROPE: tl.co
 
 
 @triton.jit
-def rotated_rows(y, turns, D: tl.constexpr, ROPE: tl.constexpr, DTYPE: tl.constexpr):
-    """Rotates the pairs of the last ``ROPE`` channels by `row_turns`; both D and ROPE are even."""
+def rotated_rows(y, freqs_cis, D: tl.constexpr, ROPE: tl.constexpr, DTYPE: tl.constexpr):
+    """Rotates the pairs of the last ``ROPE`` channels by `row_cos_sin`; both D and ROPE are even."""
     R: tl.constexpr = y.shape[0]
     BLOCK: tl.constexpr = y.shape[1]
     a, b = tl.split(tl.reshape(y, (R, BLOCK // 2, 2)))
     pair = tl.arange(0, BLOCK // 2) - (D - ROPE) // 2
     turned = ((pair >= 0) & (pair < ROPE // 2))[None, :]
-    cos, sin = turns
+    cos, sin = freqs_cis
     new_a, new_b = a * cos - b * sin, a * sin + b * cos
     y = tl.reshape(tl.join(tl.where(turned, new_a, a), tl.where(turned, new_b, b)), (R, BLOCK))
     return round_to(y, DTYPE)
@@ -230,13 +230,13 @@ def entry_constants(record: Any, pool: Tensor, page_entries: int) -> dict[str, A
             f"got {tuple(pool.shape)} {pool.dtype}, strides {pool.stride()}"
         )
     dtype = record.dtype if record.name == "plain" else torch.bfloat16
-    unit = {"plain": dtype.itemsize, "fp8_ds_mla": 2, "index_fp8": 4, "index_fp4": 1}[record.name]
+    unit = {"plain": dtype.itemsize, "fp8_v4": 2, "index_fp8": 4, "index_fp4": 1}[record.name]
     if pool.stride(0) % unit or pool.data_ptr() % unit:
         raise ValueError(
             f"pages of {record.name} must start at multiples of {unit} bytes, got a page stride of {pool.stride(0)} "
             f"and an address of {pool.data_ptr()}"
         )
-    nope = record.nope_dim if record.name == "fp8_ds_mla" else record.dim
+    nope = record.nope_dim if record.name == "fp8_v4" else record.dim
     return {"N": page_entries, "NOPE": nope, "RECORD": RECORDS.index(record.name), "PLAIN": TRITON_DTYPES[dtype]}
 
 

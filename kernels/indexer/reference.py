@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
-from deepseek_attn.kernels.common.norm_rope import apply_rope, turns_at
+from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at
 from deepseek_attn.kernels.common.quant import dequantize_fp4, hadamard, quantize_fp4, quantize_fp8
 from deepseek_attn.kernels.insert.reference import query_norm_rope
 
@@ -136,9 +136,9 @@ def index_query(
     if fmt not in FORMATS:
         raise ValueError(f"index keys are {', '.join(FORMATS)}, got {fmt!r}")
     T, heads = weights.shape
-    turns = turns_at(cos_sin, positions)
+    freqs_cis = freqs_cis_at(cos_sin, positions)
     q = q.view(T, heads, -1)
-    q = apply_rope_half_split(q, turns) if half_split else apply_rope(q, turns)
+    q = apply_rope_half_split(q, freqs_cis) if half_split else apply_rope(q, freqs_cis)
     if rotate:
         q = hadamard(q)
     weights = weights.float() * scale
@@ -150,16 +150,16 @@ def index_query(
     return _fp4_in_fp8(q, weights)
 
 
-def apply_rope_half_split(x: Tensor, turns: Tensor) -> Tensor:
+def apply_rope_half_split(x: Tensor, freqs_cis: Tensor) -> Tensor:
     """Rotates the pairs ``(i, i + n)`` of the first ``2 n`` channels: what the indexer of DeepSeek-V3.2 does.
 
     Args and result as in `norm_rope.apply_rope`; here the last ``d - 2 n`` channels pass through.
     """
-    tokens, pairs = turns.shape
-    turns = turns.view(tokens, *(1,) * (x.dim() - 2), pairs)
+    tokens, pairs = freqs_cis.shape
+    freqs_cis = freqs_cis.view(tokens, *(1,) * (x.dim() - 2), pairs)
     out = x.clone()
     head = out[..., : 2 * pairs]
-    rotated = torch.complex(*head.float().chunk(2, dim=-1)) * turns
+    rotated = torch.complex(*head.float().chunk(2, dim=-1)) * freqs_cis
     head.copy_(torch.cat([rotated.real, rotated.imag], dim=-1))
     return out
 

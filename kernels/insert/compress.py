@@ -27,7 +27,7 @@ from deepseek_attn.kernels.common.row_ops import (
     row_block,
 )
 from deepseek_attn.kernels.insert.compress_reference import CompressBatch, CompressPart, check_part
-from deepseek_attn.kernels.insert.compress_triton import PartShape, Pooling, keep_token, pool_windows
+from deepseek_attn.kernels.insert.compress_triton import PartShape, Pooling, pool_windows, store_state_row
 
 WORKERS = 528  # programs that pool at most: four for each multiprocessor of an H200
 
@@ -80,9 +80,9 @@ def _compress_kernel(
         r = program // PARTS // HOW.ROWS
         t = tl.load(batch[2] + r + 1).to(tl.int64) - 1 - program // PARTS % HOW.ROWS
         if t >= tl.load(batch[2] + r):
-            keep_token(t, program % PARTS, parts, batch, SHAPES, HOW)
+            store_state_row(t, program % PARTS, parts, batch, SHAPES, HOW)
     else:
-        keep_token((program // PARTS).to(tl.int64), program % PARTS, parts, batch, SHAPES, HOW)
+        store_state_row((program // PARTS).to(tl.int64), program % PARTS, parts, batch, SHAPES, HOW)
 
 
 def compress_and_insert(parts: Sequence[CompressPart], batch: CompressBatch) -> None:

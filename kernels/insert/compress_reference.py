@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
-from deepseek_attn.kernels.common.norm_rope import apply_rope, rms_norm, turns_at
+from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at, rms_norm
 from deepseek_attn.kernels.common.quant import hadamard
 
 
@@ -227,5 +227,5 @@ def _gather_slots(
 def _finished(part: CompressPart, pooled: Tensor, positions: Tensor) -> Tensor:
     """Norm, rotation at the window's first position and, for indexer keys, the Hadamard rotation."""
     entry = rms_norm(pooled.to(part.dtype), part.eps, part.norm_weight)
-    entry = apply_rope(entry, turns_at(part.cos_sin, positions))
+    entry = apply_rope(entry, freqs_cis_at(part.cos_sin, positions))
     return hadamard(entry) if part.hadamard else entry

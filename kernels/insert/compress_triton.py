@@ -13,7 +13,7 @@ from deepseek_attn.kernels.common.row_ops import (
     normed_rows,
     rotated_rows,
     round_to,
-    row_turns,
+    row_cos_sin,
     row_weight,
     store_rows,
 )
@@ -70,7 +70,7 @@ class Pooling:
 
 
 @triton.jit
-def keep_token(t, which, parts, batch, SHAPES: tl.constexpr, HOW: tl.constexpr):
+def store_state_row(t, which, parts, batch, SHAPES: tl.constexpr, HOW: tl.constexpr):
     """Copies the projections of token ``t`` for compressor ``which`` to their row of the ring.
 
     A row, or a half of it, that a window of this step reads is left to the program that reads it (`_renew`).
@@ -205,13 +205,13 @@ def _renew(rows, t, ahead, lane, part, batch, channel, D: tl.constexpr, HOW: tl.
 
 
 @triton.jit
-def _finish(pooled, slot, weight, turns, part, P: tl.constexpr, SHAPES: tl.constexpr, NATIVE_FP8: tl.constexpr):
+def _finish(pooled, slot, weight, freqs_cis, part, P: tl.constexpr, SHAPES: tl.constexpr, NATIVE_FP8: tl.constexpr):
     """Norm, rotation at the window's first position, Hadamard rotation if there is one, and the pool."""
     D: tl.constexpr = SHAPES[P].D
     BLOCK: tl.constexpr = SHAPES[P].BLOCK
     DTYPE: tl.constexpr = SHAPES[P].DTYPE
     y = normed_rows(round_to(pooled, DTYPE), weight, part[12], D, DTYPE)
-    y = rotated_rows(y, turns, D, SHAPES[P].ROPE, DTYPE)
+    y = rotated_rows(y, freqs_cis, D, SHAPES[P].ROPE, DTYPE)
     if SHAPES[P].STAGES:
         y = hadamard_rows(y, BLOCK, SHAPES[P].STAGES, DTYPE)
     store_rows(y, slot, part[10], part[11], SHAPES[P].N, D, SHAPES[P].NOPE, BLOCK, SHAPES[P].RECORD, SHAPES[P].PLAIN,
@@ -260,7 +260,7 @@ def _pool(
     slot = tl.load(batch[5] + t, mask=t < end, other=-1).to(tl.int64)
     # asked for ahead of the rows, these cost no time of their own
     weight = row_weight(part[7], D, BLOCK)
-    turns = row_turns(pos // RATIO * RATIO, part[8], part[9], D, SHAPES[P].ROPE, BLOCK)
+    freqs_cis = row_cos_sin(pos // RATIO * RATIO, part[8], part[9], D, SHAPES[P].ROPE, BLOCK)
     rows = _rows((t < end, pos, t, prefix, ring), part, D, HOW)
     whole = tl.arange(0, BLOCK)
     first = t - (HOW.POOLED - 1)
@@ -272,7 +272,7 @@ def _pool(
             _renew(rows, first, length - 1 - pos + (HOW.POOLED - 1), lane, part, batch, whole, D, HOW)
         mine = (t < end)[:, None] & (whole < D)[None, :]
         pooled = tl.where(mine, acc / tl.where(mine, total, 1.0), 0.0)
-        _finish(pooled, slot, weight, turns, part, P, SHAPES, NATIVE_FP8)
+        _finish(pooled, slot, weight, freqs_cis, part, P, SHAPES, NATIVE_FP8)
     else:
         lane = tl.arange(0, HOW.LANES)
         at = e * len(SHAPES) + P
@@ -291,7 +291,7 @@ def _pool(
         if tl.atomic_add(room[1] + at, 1, sem="acq_rel") == tl.cdiv(SHAPES[P].JOBS, chunks) - 1:
             tl.store(room[1] + at, 0)
             pooled = tl.load(row + whole, mask=whole < D, other=0, cache_modifier=".cg")
-            _finish(pooled[None, :], slot, weight, turns, part, P, SHAPES, NATIVE_FP8)
+            _finish(pooled[None, :], slot, weight, freqs_cis, part, P, SHAPES, NATIVE_FP8)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.row_ops import begin
 from deepseek_attn.kernels.insert.compress import choose_tiles, compress_and_insert, compress_launch, is_long
 from deepseek_attn.kernels.insert.compress_reference import CompressBatch, CompressPart
-from deepseek_attn.kernels.insert.compress_triton import keep_token, pool_windows
+from deepseek_attn.kernels.insert.compress_triton import pool_windows, store_state_row
 from deepseek_attn.kernels.insert.norm_rope_insert import insert_key, norm_latent, norm_rope_insert, row_launch
 
 
@@ -46,25 +46,25 @@ def _insert_tokens_kernel(
         elif which == 1:
             norm_latent(t, rows, SHAPE, NATIVE_FP8)
         else:
-            keep_token(t, which - 2, parts, batch, SHAPES, HOW)
+            store_state_row(t, which - 2, parts, batch, SHAPES, HOW)
 
 
 def insert_tokens(
     rows: tuple,
     parts: Sequence[CompressPart],
     batch: CompressBatch | None,
-    qr_rounded: tuple[Tensor, Tensor, bool] | None = None,
+    qr_fp8: tuple[Tensor, Tensor, bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same as `reference.insert_tokens`: one launch for steps of few tokens per request, as decode steps are."""
     tokens = len(rows[0])
     # a row must be summed alike in every step, so that both ways have as many warps
     warps = choose_tiles(batch.pooled_tokens).warps if parts else None
     if not parts or tokens == 0 or is_long(batch):
-        outs = norm_rope_insert(*rows, qr_rounded=qr_rounded, warps=warps)
+        outs = norm_rope_insert(*rows, qr_fp8=qr_fp8, warps=warps)
         if parts:
             compress_and_insert(parts, batch)
         return outs
-    row_arguments, shape, outs = row_launch(*rows, qr_rounded=qr_rounded)
+    row_arguments, shape, outs = row_launch(*rows, qr_fp8=qr_fp8)
     launch = compress_launch(parts, batch)
     _insert_tokens_kernel[(launch.workers + tokens * (2 + len(parts)),)](
         row_arguments,

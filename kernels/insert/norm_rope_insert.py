@@ -24,7 +24,7 @@ from deepseek_attn.kernels.common.row_ops import (
     normed_rows,
     rotated_rows,
     row_block,
-    row_turns,
+    row_cos_sin,
     row_weight,
     store_rows,
 )
@@ -63,8 +63,8 @@ def insert_key(t, rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
     slot = tl.load(rows[13] + t + one).to(tl.int64)
     x = _row(rows[0] + t * rows[1], D, BLOCK)
     weight = row_weight(rows[2], D, BLOCK)
-    turns = row_turns(position, rows[11], rows[12], D, ROPE, BLOCK)
-    y = rotated_rows(normed_rows(x, weight, rows[14], D, DTYPE), turns, D, ROPE, DTYPE)
+    freqs_cis = row_cos_sin(position, rows[11], rows[12], D, ROPE, BLOCK)
+    y = rotated_rows(normed_rows(x, weight, rows[14], D, DTYPE), freqs_cis, D, ROPE, DTYPE)
     _store_row(rows[3] + t * rows[4], y, D, BLOCK, DTYPE)
     store_rows(y, slot, rows[15], rows[16], N, D, NOPE, BLOCK, RECORD, PLAIN, NATIVE_FP8)
 
@@ -117,7 +117,7 @@ def norm_rope_insert(
     slots: Tensor,
     qr_out: Tensor | None = None,
     kv_out: Tensor | None = None,
-    qr_rounded: tuple[Tensor, Tensor, bool] | None = None,
+    qr_fp8: tuple[Tensor, Tensor, bool] | None = None,
     warps: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same as `reference.norm_rope_insert`, for rows whose channels are contiguous and an even number.
@@ -126,9 +126,7 @@ def norm_rope_insert(
         warps: of a program, ``WARPS`` by default. Sums depend on it.
     """
     cache = (record, pool, page_entries, slots)
-    rows, shape, outs = row_launch(
-        qr, kv, q_weight, kv_weight, eps, cos_sin, positions, *cache, qr_out, kv_out, qr_rounded
-    )
+    rows, shape, outs = row_launch(qr, kv, q_weight, kv_weight, eps, cos_sin, positions, *cache, qr_out, kv_out, qr_fp8)
     if len(positions):
         early = len(positions) <= EARLY_ROWS and early_launch(kv.device)
         _norm_rope_insert_kernel[(len(positions), 2)](
@@ -156,7 +154,7 @@ def row_launch(
     slots: Tensor,
     qr_out: Tensor | None = None,
     kv_out: Tensor | None = None,
-    qr_rounded: tuple[Tensor, Tensor, bool] | None = None,
+    qr_fp8: tuple[Tensor, Tensor, bool] | None = None,
 ) -> tuple[tuple, tuple, tuple[Tensor, Tensor]]:
     """Arguments ``rows`` and constant ``SHAPE`` of `insert_key` and `norm_latent`, and the outputs they write.
 
@@ -185,8 +183,8 @@ def row_launch(
     key = (kv, kv.stride(0), kv_weight, kv_out, kv_out.stride(0))
     latent = (qr, qr.stride(0), q_weight, qr_out, qr_out.stride(0))
     rows = (*key, *latent, positions, cos_sin, cos_sin.shape[0], slots, eps, pool, pool.stride(0))
-    if qr_rounded is not None:
-        q, scale, _ = qr_rounded
+    if qr_fp8 is not None:
+        q, scale, _ = qr_fp8
         if lora % 128 or q.shape != qr.shape or scale.shape != (T, lora // 128) or (T > 1 and scale.stride(0) != 1):
             raise ValueError(
                 f"a rounded latent of {tuple(qr.shape)} needs a multiple of 128 channels and scales [{T}, "
@@ -196,5 +194,5 @@ def row_launch(
         rows += (fp8_view(q), q.stride(0), scale, scale.stride(1))
     key_shape = (dim, entry["NOPE"], cos_sin.shape[1], block, entry["N"], entry["RECORD"], entry["PLAIN"])
     latent_shape = (lora, triton.next_power_of_2(lora), TRITON_DTYPES[qr.dtype])
-    latent_shape += (qr_rounded is not None, qr_rounded is not None and qr_rounded[2])
+    latent_shape += (qr_fp8 is not None, qr_fp8 is not None and qr_fp8[2])
     return rows, (*key_shape, TRITON_DTYPES[kv.dtype], *latent_shape), (qr_out, kv_out)

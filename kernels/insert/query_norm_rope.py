@@ -15,7 +15,7 @@ from deepseek_attn.kernels.common.row_ops import (
     normed_rows,
     rotated_rows,
     row_block,
-    row_turns,
+    row_cos_sin,
 )
 
 HEADS = 4  # heads of a program, one per warp: a head is summed alike in every batch
@@ -33,10 +33,10 @@ def norm_heads(t, block, rows, SHAPE: tl.constexpr):
     channel = tl.arange(0, BLOCK)
     column = (channel < D)[None, :]
     position = tl.load(rows[2] + t) + tl.zeros_like(head)
-    turns = row_turns(position, rows[1], rows[5], D, ROPE, BLOCK)
+    freqs_cis = row_cos_sin(position, rows[1], rows[5], D, ROPE, BLOCK)
     row = rows[0] + t * rows[8] + head * D
     x = tl.load(row[:, None] + channel[None, :], mask=column & (head < rows[6])[:, None], other=0).to(tl.float32)
-    y = rotated_rows(normed_rows(x, None, rows[4], D, DTYPE), turns, D, ROPE, DTYPE)
+    y = rotated_rows(normed_rows(x, None, rows[4], D, DTYPE), freqs_cis, D, ROPE, DTYPE)
     out = rows[3] + t * rows[9] + head * rows[10]
     tl.store(out[:, None] + channel[None, :], y.to(DTYPE), mask=column & (head < rows[7])[:, None])
 

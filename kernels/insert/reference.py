@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.common.norm_rope import apply_rope, rms_norm, turns_at
+from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at, rms_norm
 from deepseek_attn.kernels.insert.compress_reference import CompressBatch, CompressPart, compress_and_insert
 from deepseek_attn.kernels.linear.reference import quantize_input
 
@@ -21,19 +21,19 @@ def insert_tokens(
     rows: tuple,
     parts: Sequence[CompressPart],
     batch: CompressBatch | None,
-    qr_rounded: tuple[Tensor, Tensor, bool] | None = None,
+    qr_fp8: tuple[Tensor, Tensor, bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`norm_rope_insert` and `compress_and_insert` of a layer.
 
     Args:
         rows: the arguments of `norm_rope_insert`.
         parts, batch: those of `compress_and_insert`; no parts for layers with the window only.
-        qr_rounded: that of `norm_rope_insert`.
+        qr_fp8: that of `norm_rope_insert`.
 
     Returns:
         What `norm_rope_insert` does.
     """
-    outs = norm_rope_insert(*rows, qr_rounded=qr_rounded)
+    outs = norm_rope_insert(*rows, qr_fp8=qr_fp8)
     if parts:
         compress_and_insert(parts, batch)
     return outs
@@ -53,7 +53,7 @@ def norm_rope_insert(
     slots: Tensor,
     qr_out: Tensor | None = None,
     kv_out: Tensor | None = None,
-    qr_rounded: tuple[Tensor, Tensor, bool] | None = None,
+    qr_fp8: tuple[Tensor, Tensor, bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Normalises ``qr`` and ``kv``, rotates ``kv`` and stores it.
 
@@ -64,7 +64,7 @@ def norm_rope_insert(
         record, pool, page_entries: byte layout, uint8 ``[pages, page bytes]`` and entries per page of the cache.
         slots: int64 ``[T]`` where a row of ``kv`` is stored; -1 for rows that are padding, which store nothing.
         qr_out, kv_out: where to write the results.
-        qr_rounded: where to write the first once more, rounded as `reference.linear.quantize_input` does: FP8
+        qr_fp8: where to write the first once more, rounded as `reference.linear.quantize_input` does: FP8
             ``[T, q_lora]`` and scales ``[T, q_lora / 128]`` with stride 1 along the rows; and whether these are powers
             of two.
 
@@ -73,12 +73,12 @@ def norm_rope_insert(
         ones again after the rotation; what is stored is ``record.encode`` of the rounded row.
     """
     qr_normed = rms_norm(qr, eps, q_weight)
-    kv_rotated = apply_rope(rms_norm(kv, eps, kv_weight), turns_at(cos_sin, positions))
+    kv_rotated = apply_rope(rms_norm(kv, eps, kv_weight), freqs_cis_at(cos_sin, positions))
     record.insert(pool, page_entries, slots, kv_rotated)
     qr_out = qr_normed if qr_out is None else qr_out.copy_(qr_normed)
     kv_out = kv_rotated if kv_out is None else kv_out.copy_(kv_rotated)
-    if qr_rounded is not None:
-        q, scale, pow2 = qr_rounded
+    if qr_fp8 is not None:
+        q, scale, pow2 = qr_fp8
         for target, value in zip((q, scale), quantize_input(qr_normed, pow2), strict=True):
             target.copy_(value)
     return qr_out, kv_out
@@ -112,6 +112,6 @@ def query_norm_rope(
             f"need q [T, heads * d] and padded_heads >= heads >= 1, got {tuple(q.shape)}, {heads} heads, "
             f"{padded_heads} padded"
         )
-    rows = apply_rope(rms_norm(q.unflatten(-1, (heads, -1)), eps), turns_at(cos_sin, positions))
+    rows = apply_rope(rms_norm(q.unflatten(-1, (heads, -1)), eps), freqs_cis_at(cos_sin, positions))
     rows = torch.nn.functional.pad(rows, (0, 0, 0, padded_heads - heads)) if padded_heads > heads else rows
     return rows if out is None else out.copy_(rows)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.linear.launch import launch_products, quantize, whole_rows
 from deepseek_attn.kernels.linear.launch_hopper import fits_hopper, launch_hopper
-from deepseek_attn.kernels.linear.linear import check_scaled_weight, room_for_quantized, scaled_mm, scaled_mm_fits
+from deepseek_attn.kernels.linear.linear import check_scaled_weight, empty_quantized, scaled_mm, scaled_mm_fits
 from deepseek_attn.kernels.linear.tiles import QUANTIZE_ABOVE, HopperTiles, Tiles, cublas_is_faster
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,7 +36,7 @@ def grouped_linear(
     return _grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2, tiles, False)[0]
 
 
-def grouped_linear_rounded(
+def grouped_linear_quantized(
     o: Tensor,
     weight: Tensor,
     scale: Tensor,
@@ -86,7 +86,7 @@ def _grouped_linear(
     if large and scaled_mm_fits(block, out.dtype):
         return _by_cublas(*quantized, weight, scale, groups), None
     if isinstance(tiles, HopperTiles) or (tiles is None and hopper):
-        rounded = room_for_quantized(out) if rounds else None
+        rounded = empty_quantized(out) if rounds else None
         launch_hopper(x, scaled, [], quantized, groups=groups, rounded=rounded, pow2=pow2, tiles=tiles)
         return out, rounded
     launch_products(x, scaled, [], fp8_input=fp8_input, pow2=pow2, quantized=quantized, groups=groups, tiles=tiles)

@@ -98,8 +98,8 @@ def launch_products(
     q, q_scale = (x, x) if quantized is None else quantized
     if quantized is not None:
         q = fp8_view(q)
-    part = room_for_shares(x, count * m_tiles, splits, tiles.rows * tiles.tokens)
-    plain_part = room_for_shares(x, plain_count * m_tiles, plain_splits, tiles.plain_rows * tiles.tokens)
+    part = empty_partials(x, count * m_tiles, splits, tiles.rows * tiles.tokens)
+    plain_part = empty_partials(x, plain_count * m_tiles, plain_splits, tiles.plain_rows * tiles.tokens)
     counters = counters_of(x.device) if max(splits, plain_splits) > 1 else x
     multi_linear_kernel[(m_tiles * (count * splits + plain_count * plain_splits),)](
         x,
@@ -161,7 +161,7 @@ def quantize(
     """
     capability, _ = gpu(x.device)
     M, channels = x.shape
-    out, scale = room_for_rounded(M, channels, groups, x.device, torch.float8_e4m3fn if fp8 else x.dtype)
+    out, scale = empty_quantized_rows(M, channels, groups, x.device, torch.float8_e4m3fn if fp8 else x.dtype)
     if M == 0:
         return out, scale.t()
     if x.stride(0) % 2 or x.data_ptr() % (2 * x.itemsize):
@@ -197,7 +197,7 @@ def quantize(
     return out, scale.t()
 
 
-def room_for_rounded(
+def empty_quantized_rows(
     M: int, channels: int, groups: int, device: torch.device, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
     """``[groups, M, channels / groups]`` and for FP8 the scales ``[channels / 128, M]``, with room for `whole_rows`."""
@@ -238,6 +238,6 @@ def first_tiles(sizes: Sequence[int], rows: int) -> tuple[tuple[int, ...], int]:
     return tuple(firsts), count
 
 
-def room_for_shares(x: Tensor, tiles: int, splits: int, size: int) -> Tensor:
+def empty_partials(x: Tensor, tiles: int, splits: int, size: int) -> Tensor:
     """Room for the shares of each tile, where there are several."""
     return torch.empty(tiles * splits * size if splits > 1 else 1, dtype=torch.float32, device=x.device)

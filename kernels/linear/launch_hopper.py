@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
-from deepseek_attn.kernels.linear.launch import first_tiles, gpu, room_for_shares
+from deepseek_attn.kernels.linear.launch import empty_partials, first_tiles, gpu
 from deepseek_attn.kernels.linear.linear_hopper import linear_hopper_kernel
 from deepseek_attn.kernels.linear.tiles import QUANTIZE_ABOVE, HopperTiles, choose_hopper_tiles
 
@@ -104,8 +104,8 @@ def launch_hopper(
         tuple(out for *_, out in scaled),
         tuple(out for _, out in plain),
         *(rounded or (None, None)),
-        room_for_shares(x, count * m_tiles, splits, size),
-        room_for_shares(x, plain_count * m_tiles, plain_splits, size),
+        empty_partials(x, count * m_tiles, splits, size),
+        empty_partials(x, plain_count * m_tiles, plain_splits, size),
         counters_of(x.device) if max(splits, plain_splits) > 1 else q_scale,
         M,
         jobs,

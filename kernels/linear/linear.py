@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from deepseek_attn.kernels.linear.launch import gpu, launch_products, quantize, room_for_rounded, whole_rows
+from deepseek_attn.kernels.linear.launch import empty_quantized_rows, gpu, launch_products, quantize, whole_rows
 from deepseek_attn.kernels.linear.launch_hopper import fits_hopper, launch_hopper
 from deepseek_attn.kernels.linear.reference import FP8_INPUT_GROUP, Segment
 from deepseek_attn.kernels.linear.tiles import QUANTIZE_ABOVE, HopperTiles, Tiles, cublas_is_faster
@@ -86,9 +86,9 @@ def quantize_input(x: Tensor, pow2: bool = True) -> tuple[Tensor, Tensor]:
     return q[0], scale
 
 
-def room_for_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+def empty_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """Where another op can write ``x [M, K]`` as `quantize_input` would."""
-    q, scale = room_for_rounded(*x.shape, 1, x.device)
+    q, scale = empty_quantized_rows(*x.shape, 1, x.device)
     return q[0], scale.t()
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepseek_attn.kernels.common.norm_rope import apply_rope, turns_at
+from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at
 from deepseek_attn.kernels.common.quant import (
     decode_e8m0,
     dequantize_fp4,
@@ -122,7 +122,7 @@ def grouped_linear(
         ``[M, groups * N]`` in the dtype of ``o``. The rotated heads are rounded to that dtype as well.
     """
     if positions is not None:
-        o = apply_rope(o, turns_at(cos_sin, positions), inverse=True)
+        o = apply_rope(o, freqs_cis_at(cos_sin, positions), inverse=True)
     x = o.reshape(len(o), groups, -1)
     quantized = scale is not None
     x32 = quantized_input(x, fp8_input, pow2) if quantized else x

@@ -1,4 +1,4 @@
-"""Triton kernels of `reference.most_likely`: parts of a row, many at a time, then the largest of the parts."""
+"""Triton kernels of `reference.greedy_tokens`: parts of a row, many at a time, then the largest of the parts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepseek_attn.kernels.sampling.reference import NO_TOKEN
+from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 
 PART = 1024  # logits of a program
 
 
-def most_likely(logits: Tensor) -> Tensor:
-    """Same as `reference.most_likely.most_likely`."""
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """Same as `reference.greedy_tokens.greedy_tokens`."""
     if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.shape[1]:
         raise ValueError(f"logits must be float32 [T, vocab], got {logits.dtype} {list(logits.shape)}")
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -25,7 +25,7 @@ def most_likely(logits: Tensor) -> Tensor:
     if rows:
         part_kernel[(parts, rows)](logits, peaks, places, logits.stride(0), vocab, PART=PART, num_warps=4)
         width = triton.next_power_of_2(parts)
-        row_kernel[(rows,)](peaks, places, tokens, parts, NONE=NO_TOKEN, WIDTH=width, num_warps=4)
+        row_kernel[(rows,)](peaks, places, tokens, parts, NONE=INVALID_TOKEN, WIDTH=width, num_warps=4)
     return tokens
 
 

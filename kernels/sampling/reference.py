@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NO_TOKEN = -1  # in place of a token where logits are broken
+INVALID_TOKEN = -1  # in place of a token where logits are broken
 
 
-def most_likely(logits: Tensor) -> Tensor:
+def greedy_tokens(logits: Tensor) -> Tensor:
     """int64 ``[T]``: the first of the largest of each row of ``logits``, float32 ``[T, vocab]``.
 
-    `NO_TOKEN` where a row holds NaN or +inf, or nothing but -inf.
+    `INVALID_TOKEN` where a row holds NaN or +inf, or nothing but -inf.
     """
     peak, token = logits.max(dim=-1)  # NaN if any is NaN
-    return torch.where(peak.isfinite(), token, NO_TOKEN)
+    return torch.where(peak.isfinite(), token, INVALID_TOKEN)

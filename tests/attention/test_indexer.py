@@ -5,7 +5,7 @@ import torch
 
 from deepseek_attn.attention.indexer import Indexer
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.kernels.common.dispatch import plain_torch, triton_for
+from deepseek_attn.kernels.common.dispatch import reference_ops, runs_triton
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.v32.indexer import TokenIndexer
 
@@ -14,7 +14,7 @@ NUMERICS = ["exact", "official", "serving"]
 
 @pytest.fixture
 def gpu(device):
-    if not triton_for(torch.empty(0, device=device)):
+    if not runs_triton(torch.empty(0, device=device)):
         pytest.skip("needs a GPU with Triton: DEEPSEEK_ATTN_TEST_DEVICE=cuda")
     return device
 
@@ -27,7 +27,7 @@ def compare(selections, kind, monkeypatch):
         assert self.fused(index_q)
         original(self, index_q, weights, step, out, *slots)
         plain = torch.full_like(out, 2**31 - 1)
-        with plain_torch():
+        with reference_ops():
             original(self, index_q, weights, step, plain)
         selections.append((out.clone(), plain))
 

@@ -341,7 +341,7 @@ def test_decode_and_prefill_read_the_same_quantised_keys(kind, numerics, device)
         request = layer.request(60 if kind != "C128A" else 134)
         layer.run([request], chunks)
         outputs.append(torch.cat(request.outputs))
-    assert layer.attn.swa_cache.record.name == "fp8_ds_mla"
+    assert layer.attn.swa_cache.record.name == "fp8_v4"
     error = (outputs[0] - outputs[1]).abs().amax() / outputs[0].abs().mean()
     assert error < 0.05
     assert outputs[0].isfinite().all()

@@ -16,7 +16,7 @@ from deepseek_attn.attention.metadata import StepInput
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.impls import get_impl
-from deepseek_attn.kernels.common.dispatch import plain_torch
+from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.kernels.common.norm_rope import apply_rope
 from deepseek_attn.kernels.insert import compress_reference as compress
 from deepseek_attn.runner.model_runner import ModelRunner
@@ -136,12 +136,12 @@ def test_phase_of_compressed_entries(stack, ratio, kind, monkeypatch):
     """An entry is rotated at its window's first token, also when it pools the window before."""
     layer, plain = stack.layer(ratio), []
 
-    def recorded(x, turns):
+    def recorded(x, freqs_cis):
         plain.append(x.clone())
-        return apply_rope(x, turns)
+        return apply_rope(x, freqs_cis)
 
     monkeypatch.setattr(compress, "apply_rope", recorded)
-    with plain_torch():
+    with reference_ops():
         stack.forward(ratio, FAR)
     assert len(plain) == len(layer.compressors)
     before = plain[0 if kind == "compressed" else 1]

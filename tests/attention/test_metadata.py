@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from deepseek_attn.attention import metadata
+from deepseek_attn.attention import builder as metadata_builder
 from deepseek_attn.attention.builder import MetadataBuilder, active_width, count_decodes
 from deepseek_attn.attention.metadata import StepInput
 from deepseek_attn.cache.layout import STATE, WINDOW, entries_per_page, make_layout, ratio_group, state_rows
@@ -366,9 +366,9 @@ def test_indices_are_built_once_for_all_layers_of_a_kind(monkeypatch):
         "slot_mapping_from_positions",
         "get_compressed_slot_mapping",
     ):
-        original = getattr(metadata.reference, name)
+        original = getattr(metadata_builder.reference, name)
         counted = lambda *args, _name=name, _original=original: calls.append(_name) or _original(*args)  # noqa: E731
-        monkeypatch.setattr(metadata.reference, name, counted)
+        monkeypatch.setattr(metadata_builder.reference, name, counted)
     meta = builder.build(BATCHES["mixed"].step(builder))
     assert calls.count("compute_swa_indices_and_lens") == calls.count("slot_mapping_from_positions") == 1
     assert calls.count("build_c128a_topk_indices") == 2  # decode and prefill

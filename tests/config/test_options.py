@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepseek_attn.config.options import parse_device, pick_device, room_for
+from deepseek_attn.config.options import explain_out_of_memory, parse_device, pick_device
 from deepseek_attn.runner.model_runner import ModelRunner
 
 SIZES = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64}
@@ -90,7 +90,10 @@ def test_devices(monkeypatch):
 
 
 def test_only_a_lack_of_memory_is_explained():
-    with pytest.raises(ValueError, match="out of memory for caches: lower them"), room_for("caches", "lower them"):
+    with (
+        pytest.raises(ValueError, match="out of memory for caches: lower them"),
+        explain_out_of_memory("caches", "lower them"),
+    ):
         raise torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(RuntimeError, match="a bug"), room_for("caches", "lower them"):
+    with pytest.raises(RuntimeError, match="a bug"), explain_out_of_memory("caches", "lower them"):
         raise RuntimeError("a bug")

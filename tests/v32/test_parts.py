@@ -39,16 +39,16 @@ def test_half_split_rotates_the_first_channels(shape):
 
 
 def test_half_split_is_the_interleaved_rotation_of_permuted_channels():
-    x, turns = torch.randn(6, 8), RotaryTable(SPEC, 50).at(torch.arange(6))
+    x, freqs_cis = torch.randn(6, 8), RotaryTable(SPEC, 50).at(torch.arange(6))
     order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-    torch.testing.assert_close(apply_rope_half_split(x, turns)[:, order], apply_rope(x[:, order], turns))
+    torch.testing.assert_close(apply_rope_half_split(x, freqs_cis)[:, order], apply_rope(x[:, order], freqs_cis))
 
 
 def test_half_split_keeps_bfloat16():
-    x, turns = torch.randn(6, 2, 16).bfloat16(), RotaryTable(SPEC, 50).at(torch.arange(6))
-    out = apply_rope_half_split(x, turns)
+    x, freqs_cis = torch.randn(6, 2, 16).bfloat16(), RotaryTable(SPEC, 50).at(torch.arange(6))
+    out = apply_rope_half_split(x, freqs_cis)
     assert out.dtype == torch.bfloat16
-    assert torch.equal(out, apply_rope_half_split(x.float(), turns).bfloat16())
+    assert torch.equal(out, apply_rope_half_split(x.float(), freqs_cis).bfloat16())
 
 
 def gate(bias: list[float], **changes) -> GroupLimitedGate:

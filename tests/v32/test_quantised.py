@@ -91,7 +91,7 @@ def test_quantised_chunks(model_type, chunk):
 def test_quantised_caches_hold_fp8_entries():
     runner = make_runner(small(), numerics="official")
     pools = {(pool.spec.layer, pool.spec.kind): pool.record for pool in runner.pools}
-    assert {record.name for record in pools.values()} == {"fp8_ds_mla_v32", "index_fp8"}
+    assert {record.name for record in pools.values()} == {"fp8_v32", "index_fp8"}
     assert pools["layers.0", "latent"].scale_rule == "official"
 
 

@@ -13,7 +13,7 @@ from deepseek_attn.cache.records import Fp8DsMlaRecord, Record
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.impls import flash_mla
 from deepseek_attn.impls.base import AttentionSpec
-from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.common.dispatch import runs_triton
 
 V4, V32 = Fp8DsMlaRecord(448, 64), Fp8DsMlaV32Record()
 D_V = 512
@@ -35,7 +35,7 @@ PREFILLS = ((4096, 64, 128), (4096, 64, 640), (4096, 128, 1152), (512, 64, 640))
 
 def cases(device: torch.device) -> list[OpCase]:
     """The rows that can run on ``device``: all of them on a GPU that the Triton kernels know, else none."""
-    if not triton_for(torch.empty(0, device=device)):
+    if not runs_triton(torch.empty(0, device=device)):
         return []
     rows = [_decode(name, *row, T, device) for name, row in DECODES.items() for T in BATCHES]
     return rows + [_prefill(*shape, device) for shape in PREFILLS]

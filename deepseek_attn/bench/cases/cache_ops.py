@@ -8,7 +8,7 @@ from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.cache.layout import entries_per_page
 from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp8Record, PlainRecord, Record
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
-from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.indices import reference as indices
 from deepseek_attn.kernels.indices.reference import EntryGroup
 from deepseek_attn.kernels.insert import reference as norm_rope_insert
@@ -23,7 +23,7 @@ EPS = 1e-6
 
 def cases(device: torch.device) -> list[OpCase]:
     """The rows that can run on ``device``: all of them on a GPU that the Triton kernels know, else none."""
-    if not triton_for(torch.empty(0, device=device)):
+    if not runs_triton(torch.empty(0, device=device)):
         return []
     rows = [_norm_rope_insert(T) for T in TOKENS]
     rows += [_query_norm_rope(T, H) for H in (64, 128) for T in TOKENS]

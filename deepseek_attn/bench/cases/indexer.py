@@ -6,7 +6,7 @@ import torch
 
 from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.cache.records import Record, make_index_record
-from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.indexer import reference as reference_query
 from deepseek_attn.kernels.indexer import reference as reference_topk
 
@@ -18,7 +18,7 @@ def cases(device: torch.device) -> list[OpCase]:
 
     None where the Triton kernels cannot run.
     """
-    if not triton_for(torch.empty(0, device=device)):
+    if not runs_triton(torch.empty(0, device=device)):
         return []
     decodes = ((1, 32768), (1, 262144), (8, 32768), (8, 262144), (32, 32768), (128, 2048), (128, 32768))
     rows = ((1, 2048), (1, 32768), (1, 262144), (8, 262144), (64, 32768), (128, 2048), (256, 32768))

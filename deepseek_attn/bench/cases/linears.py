@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.linear.reference import Segment
 
 TOKENS = (1, 8, 32, 128, 4096)
@@ -15,7 +15,7 @@ TOKENS = (1, 8, 32, 128, 4096)
 
 def cases(device: torch.device) -> list[OpCase]:
     """The rows that can run on ``device``: all of them on a GPU that the Triton kernels know, else none."""
-    if not triton_for(torch.empty(0, device=device)):
+    if not runs_triton(torch.empty(0, device=device)):
         return []
     rows = []
     for preset in ("v4_flash", "v4_pro"):

@@ -8,7 +8,7 @@ import torch
 
 from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.config.model import AnyConfig, ModelConfig
-from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.moe import reference
 
 TOKENS = (1, 8, 32, 128, 4096)
@@ -17,7 +17,7 @@ Stack = tuple[torch.Tensor, torch.Tensor]
 
 def cases(device: torch.device) -> list[OpCase]:
     """The rows that can run on ``device``: all of them on a GPU that the Triton kernels know, else none."""
-    if not triton_for(torch.empty(0, device=device)):
+    if not runs_triton(torch.empty(0, device=device)):
         return []
     rows = []
     for preset, weights in (("v4_flash", "fp4"), ("v4_pro", "fp4"), ("v32", "fp8")):

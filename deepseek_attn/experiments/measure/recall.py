@@ -82,7 +82,7 @@ def measure_recall(runner: ModelRunner, prompts: list[list[int]]) -> list[dict[s
 def add_queries(total: LayerRecall, layer: DeepseekV4MLAAttention, x: torch.Tensor) -> None:
     """Adds the queries of ``x [T, hidden_size]``, the input of a layer that has just computed one new sequence."""
     step, spec, count = layer.step, layer.spec, len(x)
-    turns = step.turns_of(layer.rope)
+    turns = step.freqs_cis_of(layer.rope)
     q, _ = layer.queries(layer.wq_b(layer.q_norm(layer.wq_a(x))), step.positions)
     q = q[:, : layer.num_heads].float()
     keys = apply_rope(layer.kv_norm(layer.wkv(x)), turns).float()

@@ -123,7 +123,7 @@ class FlashInferMLASparseMetadataBuilder(SparseMLAMetadataBuilder):
 class FlashInferMLASparseImpl(SparseMLAImpl):
     """Sparse MLA where every token, of a prefill or a decode, is one query over its own list of slots.
 
-    Calls FlashInfer where `flashinfer_door.supported` says so, and Triton or plain torch with the same arguments
+    Calls FlashInfer where `flashinfer_adapter.supported` says so, and Triton or plain torch with the same arguments
     elsewhere.
 
     Args:

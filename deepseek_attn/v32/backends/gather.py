@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepseek_attn.cache.records_v32 import KV_CACHE_DTYPES, pool_view, record_of
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
-from deepseek_attn.kernels.common.dispatch import triton_for
+from deepseek_attn.kernels.common.dispatch import runs_triton
 
 
 def concat_and_cache_mla(
@@ -85,7 +85,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     if batch_size == 0 or dst.shape[0] == 0:
         return
     pool, n = pool_view(src_cache), src_cache.shape[1]
-    if triton_for(dst):
+    if runs_triton(dst):
         from deepseek_attn.kernels.attention.gather import gather_packed
 
         gather_packed(dst, record, pool, n, block_table, seq_lens, workspace_starts)

@@ -105,23 +105,23 @@ class FlashMLAKernels:
     pads_heads = True
 
     def __init__(self):
-        self._door = importlib.import_module("deepseek_attn.impls.flash_mla")
+        self._adapter = importlib.import_module("deepseek_attn.impls.flash_mla")
 
     def supported(self, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:
-        return self._door.supported(device, spec)
+        return self._adapter.supported(device, spec)
 
     def get_mla_metadata(self, *args, **kwargs) -> tuple[Any, None]:
-        return self._door.new_schedule(), None
+        return self._adapter.new_schedule(), None
 
     def flash_mla_with_kvcache(self, q, k_cache, indices, head_dim_v, softmax_scale, kernel_metadata=None):
         cache = k_cache.squeeze(2)
-        pages = self._door.Pages(pool_view(cache), cache.shape[1], indices)
+        pages = self._adapter.Pages(pool_view(cache), cache.shape[1], indices)
         schedule = None if kernel_metadata is None else kernel_metadata.scheduler_metadata
-        out, lse = self._door.sparse_decode(q, [pages], softmax_scale, schedule=schedule)
+        out, lse = self._adapter.sparse_decode(q, [pages], softmax_scale, schedule=schedule)
         return out, lse.transpose(1, 2)
 
     def flash_mla_sparse_fwd(self, q, kv, indices, sm_scale, d_v):
-        return self._door.sparse_prefill(q, kv.squeeze(1), indices.squeeze(1), sm_scale)
+        return self._adapter.sparse_prefill(q, kv.squeeze(1), indices.squeeze(1), sm_scale)
 
 
 class TritonKernels:

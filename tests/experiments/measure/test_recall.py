@@ -21,10 +21,10 @@ def captured(runner, tokens):
 
     def hook(layer, args, output):
         x, step = args[0], layer.step
-        turns, ratio = layer.rope.at(args[1]), layer.compress_ratio
+        freqs_cis, ratio = layer.rope.at(args[1]), layer.compress_ratio
         q = layer.wq_b(layer.q_norm(layer.wq_a(x))).view(len(x), layer.num_heads, layer.head_dim)
-        q = apply_rope(q * (q.square().mean(-1, keepdim=True) + layer.eps).rsqrt(), turns)
-        keys = apply_rope(layer.kv_norm(layer.wkv(x)), turns)
+        q = apply_rope(q * (q.square().mean(-1, keepdim=True) + layer.eps).rsqrt(), freqs_cis)
+        keys = apply_rope(layer.kv_norm(layer.wkv(x)), freqs_cis)
         entries, selected = keys[:0], None
         if ratio:
             table = step.sparse[ratio].block_table[0]

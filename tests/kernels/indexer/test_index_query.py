@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from deepseek_attn.kernels.common.norm_rope import apply_rope, turns_at
+from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at
 from deepseek_attn.kernels.common.quant import fake_quant_fp4, fake_quant_fp8, hadamard
 from deepseek_attn.kernels.indexer import reference
 from deepseek_attn.kernels.indexer.reference import index_scores
@@ -38,7 +38,7 @@ def in_order(q, fmt):
 def test_reference_is_rope_hadamard_and_rounding(fmt, rotate, dtype):
     q, weights, cos_sin, positions = make(5, 3, dtype)
     got, factor = reference.index_query(q, weights, cos_sin, positions, 0.25, fmt, rotate)
-    plain = apply_rope(q.view(5, 3, 128), turns_at(cos_sin, positions))
+    plain = apply_rope(q.view(5, 3, 128), freqs_cis_at(cos_sin, positions))
     plain = hadamard(plain) if rotate else plain
     expected = {"plain": plain, "fp8": fake_quant_fp8(plain, 128), "fp4": fake_quant_fp4(plain)}[fmt]
     assert got.dtype == (dtype if fmt == "plain" else torch.float8_e4m3fn)
@@ -50,7 +50,7 @@ def test_half_split_pairs_are_of_the_first_channels():
     got, _ = reference.index_query(q, weights, cos_sin, positions, 1.0, "plain", half_split=True)
     order = torch.stack([torch.arange(32), torch.arange(32) + 32], 1).flatten()
     shuffled = torch.cat([q.view(4, 2, 128)[..., 64:], q.view(4, 2, 128)[..., order]], -1)
-    expected = apply_rope(shuffled, turns_at(cos_sin, positions))
+    expected = apply_rope(shuffled, freqs_cis_at(cos_sin, positions))
     torch.testing.assert_close(got[..., 64:], expected[..., :64])
     torch.testing.assert_close(got[..., order], expected[..., 64:])
 

@@ -18,7 +18,7 @@ from tests.kernels.compiled_launches import CAPABILITIES, on_gpus, target_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
 
-RECORDS = {"plain": (0, tl.bfloat16), "fp8_ds_mla": (1, tl.bfloat16), "index_fp8": (2, tl.bfloat16),
+RECORDS = {"plain": (0, tl.bfloat16), "fp8_v4": (1, tl.bfloat16), "index_fp8": (2, tl.bfloat16),
            "index_fp4": (3, tl.bfloat16)}  # fmt: skip
 
 
@@ -90,12 +90,12 @@ def compress_constants(layer, arch):
     return {"SHAPES": tuple(shapes), "HOW": how, "NATIVE_FP8": arch != "sm80", "PDL": CAPABILITIES[arch] >= (9, 0)}
 
 
-@pytest.mark.parametrize(("arch", "record"), on_gpus(RECORDS, ["fp8_ds_mla"]))
+@pytest.mark.parametrize(("arch", "record"), on_gpus(RECORDS, ["fp8_v4"]))
 def test_norm_rope_insert(arch, record):
     constants = {"SHAPE": row_shape(record), "NATIVE_FP8": arch != "sm80", "PDL": CAPABILITIES[arch] >= (9, 0)}
     asm = compiled(norm_rope_insert._norm_rope_insert_kernel, {"rows": ROW}, constants, arch)
     assert asm["cubin"]
-    assert ("e4m3" in asm["ptx"]) == (arch != "sm80" and record in ("fp8_ds_mla", "index_fp8"))
+    assert ("e4m3" in asm["ptx"]) == (arch != "sm80" and record in ("fp8_v4", "index_fp8"))
 
 
 @pytest.mark.parametrize(("arch", "scales"), on_gpus(["pow2", "raw"], ["pow2"]))
@@ -144,7 +144,7 @@ def test_compress(arch, layer):
 
 @pytest.mark.parametrize(("arch", "layer"), on_gpus(["C4A, fp8 keys", "C128A"], ["C128A"]))
 def test_insert_tokens(arch, layer):
-    constants = compress_constants(layer, arch) | {"SHAPE": row_shape("fp8_ds_mla")}
+    constants = compress_constants(layer, arch) | {"SHAPE": row_shape("fp8_v4")}
     kinds = {"rows": ROW, "parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH, "room": ROOM}
     assert compiled(insert_tokens._insert_tokens_kernel, kinds, constants, arch)["cubin"]
 

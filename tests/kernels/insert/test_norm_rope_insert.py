@@ -159,7 +159,7 @@ def test_the_latent_is_also_rounded_for_fp8_linears(insert, device, lora, pow2):
     q = torch.full((13, lora + 16), 0x7F, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     scales = torch.full((lora // 128, 16), float("nan"), device=device)
     expected = case.run(insert)[0]
-    got, _ = case.run(insert, qr_rounded=(q[:, :lora], scales[:, :13].t(), pow2))
+    got, _ = case.run(insert, qr_fp8=(q[:, :lora], scales[:, :13].t(), pow2))
     assert torch.equal(got.isnan(), expected.isnan())
     assert torch.equal(got.nan_to_num(), expected.nan_to_num())
     q_expected, scale_expected = quantize_input(expected, pow2)

@@ -10,7 +10,7 @@ from deepseek_attn.kernels.linear import reference
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.linear.grouped_linear import grouped_linear, grouped_linear_rounded
+from deepseek_attn.kernels.linear.grouped_linear import grouped_linear, grouped_linear_quantized
 from deepseek_attn.kernels.linear.linear import quantize_input
 from deepseek_attn.kernels.linear.tiles import HopperTiles, Tiles
 from tests.kernels.compiled_launches import CAPABILITIES, on_gpus
@@ -166,7 +166,7 @@ def test_the_output_rounded_on_the_way(gpu, M, pow2):
     o[1], o[2, 3, 5], o[3, 9, 7] = 0, NAN, float("inf")
     weight = weight.clone()
     weight[:128] = 0
-    out, rounded = grouped_linear_rounded(o.to(BF16), weight, *rest, True, pow2)
+    out, rounded = grouped_linear_quantized(o.to(BF16), weight, *rest, True, pow2)
     if torch.cuda.get_device_capability() != (9, 0):
         assert rounded is None
         return

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.linear import launch_hopper as linear_hopper
-from deepseek_attn.kernels.linear.launch import room_for_rounded
+from deepseek_attn.kernels.linear.launch import empty_quantized_rows
 from deepseek_attn.kernels.linear.launch_hopper import fits_hopper, launch_hopper
 from deepseek_attn.kernels.linear.tiles import HopperTiles, choose_hopper_tiles
 from tests.kernels.compiled_launches import EVERYTHING, ptxas_report
@@ -30,7 +30,7 @@ def launch(M, K, scaled, plain, groups, rounded, device="meta"):
     def empty(*shape, dtype=F32):
         return torch.empty(*shape, dtype=dtype, device=device)
 
-    q, scale = room_for_rounded(M, K * groups, groups, torch.device(device))
+    q, scale = empty_quantized_rows(M, K * groups, groups, torch.device(device))
     weights = [(empty(n, K, dtype=FP8), empty(n // 128, K // 128), empty(M, n, dtype=BF16)) for n in scaled]
     plain_weights = [(empty(n, K, dtype=BF16), empty(M, n)) for n in plain]
     target = (empty(M, scaled[0], dtype=FP8), empty(scaled[0] // 128, M).t()) if rounded else None
@@ -66,7 +66,7 @@ def test_which_launches_it_takes(monkeypatch):
     monkeypatch.setattr(linear_hopper, "gpu", lambda device: (capability, 132))
 
     def fits(M=20, K=1024, scaled=(256,), plain=(64,), x=BF16, out=BF16, weight=BF16, rounded=True, groups=0, offset=0):
-        q, scale = room_for_rounded(M, K, 1, torch.device("cpu"))
+        q, scale = empty_quantized_rows(M, K, 1, torch.device("cpu"))
         storage = torch.empty(M * K + offset, dtype=x)
         fp8 = [(torch.empty(n, K, dtype=FP8), torch.empty(1), torch.empty(M, n, dtype=out)) for n in scaled]
         others = [(torch.empty(n, K, dtype=weight), torch.empty(M, n)) for n in plain]

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from deepseek_attn.kernels.sampling import reference
-from deepseek_attn.kernels.sampling.reference import NO_TOKEN
+from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.sampling import argmax as most_likely
+from deepseek_attn.kernels.sampling import argmax as greedy_tokens
 
 NAN, INF = float("nan"), float("inf")
 
@@ -44,26 +44,26 @@ def cases(device):
 
 def test_equals_plain_torch(gpu):
     for name, logits in cases(gpu):
-        expected = reference.most_likely(logits)
-        found = most_likely.most_likely(logits)
+        expected = reference.greedy_tokens(logits)
+        found = greedy_tokens.greedy_tokens(logits)
         assert found.dtype == expected.dtype == torch.int64
         assert torch.equal(found, expected), name
 
 
 def test_plain_torch():
     logits = torch.tensor([[0, 3, 3, 1], [-INF, -2, -INF, -INF], [0, NAN, 9, 0], [0, INF, 0, 0], [-INF] * 4])
-    assert reference.most_likely(logits).tolist() == [1, 1, NO_TOKEN, NO_TOKEN, NO_TOKEN]
-    assert reference.most_likely(torch.empty(0, 5)).tolist() == []
+    assert reference.greedy_tokens(logits).tolist() == [1, 1, INVALID_TOKEN, INVALID_TOKEN, INVALID_TOKEN]
+    assert reference.greedy_tokens(torch.empty(0, 5)).tolist() == []
 
 
 def test_refuses_what_is_no_logits():
     with pytest.raises(ValueError, match="float32"):
-        most_likely.most_likely(torch.zeros(3, 4, dtype=torch.bfloat16))
+        greedy_tokens.greedy_tokens(torch.zeros(3, 4, dtype=torch.bfloat16))
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
 @pytest.mark.parametrize("arch", CAPABILITIES)
 def test_compiles(arch, monkeypatch):
     logits = torch.empty(32, 129280, device="meta")
-    found = compiled_launches(monkeypatch, [most_likely], arch, lambda: most_likely.most_likely(logits))
+    found = compiled_launches(monkeypatch, [greedy_tokens], arch, lambda: greedy_tokens.greedy_tokens(logits))
     assert set(found) == {"part_kernel", "row_kernel"}

@@ -9,7 +9,7 @@ import torch
 from deepseek_attn.impls.base import AttentionSpec
 from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
 from deepseek_attn.v32.backends import DeviceCapability, FlashInferMLASparseBackend
-from deepseek_attn.v32.backends import flashinfer_adapter as flashinfer_door
+from deepseek_attn.v32.backends import flashinfer_adapter as flashinfer_adapter
 from deepseek_attn.v32.backends.flashinfer_adapter import (
     FUNCTION,
     MODULE,
@@ -133,26 +133,26 @@ def test_where_it_runs(monkeypatch):
         False,
         "FlashInfer's sparse MLA needs an NVIDIA GPU; the device is cpu",
     )
-    assert flashinfer_door.pick(torch.device("cpu")) is reference_trtllm_decode
-    assert flashinfer_door.workspace_buffer("cpu").numel() == 0
+    assert flashinfer_adapter.pick(torch.device("cpu")) is reference_trtllm_decode
+    assert flashinfer_adapter.workspace_buffer("cpu").numel() == 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert flashinfer_door.supported("cuda")[1].endswith("needs compute capability 10.x; this GPU has 9.0")
+    assert flashinfer_adapter.supported("cuda")[1].endswith("needs compute capability 10.x; this GPU has 9.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     function = object()
-    monkeypatch.setattr(flashinfer_door, "_load", lambda: (function, ""))
-    assert flashinfer_door.supported("cuda") == (True, "flashinfer on compute capability 10.0")
-    assert flashinfer_door.pick(torch.device("cuda")) is function
+    monkeypatch.setattr(flashinfer_adapter, "_load", lambda: (function, ""))
+    assert flashinfer_adapter.supported("cuda") == (True, "flashinfer on compute capability 10.0")
+    assert flashinfer_adapter.pick(torch.device("cuda")) is function
     tiny = AttentionSpec(4, 192, 64)
-    assert flashinfer_door.supported("cuda", tiny)[1].endswith("this model has 192, 64")
+    assert flashinfer_adapter.supported("cuda", tiny)[1].endswith("this model has 192, 64")
     for triton, other in ((True, triton_trtllm_decode), (False, reference_trtllm_decode)):
         answer = classmethod(lambda cls, device, spec=None, triton=triton: (triton, "as this test has it"))
         monkeypatch.setattr(DeepseekV4TritonSparseImpl, "supported", answer)
-        assert flashinfer_door.pick(torch.device("cuda"), tiny) is other
+        assert flashinfer_adapter.pick(torch.device("cuda"), tiny) is other
     exact = AttentionSpec(4, 576, 64, "plain", torch.float32)
-    assert "not torch.float32" in flashinfer_door.supported("cuda", exact)[1]
-    monkeypatch.setattr(flashinfer_door, "_load", lambda: (None, "the package flashinfer is not installed"))
-    assert flashinfer_door.supported("cuda") == (False, "the package flashinfer is not installed")
+    assert "not torch.float32" in flashinfer_adapter.supported("cuda", exact)[1]
+    monkeypatch.setattr(flashinfer_adapter, "_load", lambda: (None, "the package flashinfer is not installed"))
+    assert flashinfer_adapter.supported("cuda") == (False, "the package flashinfer is not installed")
 
 
 @pytest.mark.parametrize(
@@ -168,15 +168,15 @@ def test_why_flashinfer_cannot_be_imported(error, message, monkeypatch):
     def fail(name):
         raise error
 
-    monkeypatch.setattr(flashinfer_door.importlib, "import_module", fail)
-    function, reason = flashinfer_door._load.__wrapped__()
+    monkeypatch.setattr(flashinfer_adapter.importlib, "import_module", fail)
+    function, reason = flashinfer_adapter._load.__wrapped__()
     assert function is None
     assert re.search(message, reason)
 
 
 def test_a_flashinfer_without_the_function(monkeypatch):
-    monkeypatch.setattr(flashinfer_door.importlib, "import_module", lambda name: SimpleNamespace())
-    assert f"has no {FUNCTION}" in flashinfer_door._load.__wrapped__()[1]
+    monkeypatch.setattr(flashinfer_adapter.importlib, "import_module", lambda name: SimpleNamespace())
+    assert f"has no {FUNCTION}" in flashinfer_adapter._load.__wrapped__()[1]
 
 
 def test_reference_refuses_other_shapes():
@@ -206,8 +206,8 @@ def test_triton_takes_flashinfers_place(heads, topk, device):
     usable, reason = DeepseekV4TritonSparseImpl.supported(device)
     if not usable:
         pytest.skip(reason)
-    if not flashinfer_door.supported(device)[0]:
-        assert flashinfer_door.pick(device) is triton_trtllm_decode
+    if not flashinfer_adapter.supported(device)[0]:
+        assert flashinfer_adapter.pick(device) is triton_trtllm_decode
     tokens, pages = 37, 50
     cache = torch.full((pages * 64, 576), float("nan"), device=device)
     live = torch.randperm(pages * 64, device=device)[:2200]

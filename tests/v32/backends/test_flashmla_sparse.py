@@ -403,7 +403,7 @@ def test_flashmla_is_called_through_its_door(monkeypatch, seed):
     """The calls bind to the door's signatures and say the same as the reference's."""
 
     def sparse_decode(*args, **kwargs):
-        call = inspect.signature(door_decode).bind(*args, **kwargs).arguments
+        call = inspect.signature(adapter_decode).bind(*args, **kwargs).arguments
         (page,) = call["pages"]
         assert call["schedule"] is plan
         q, indices = call["q"].flatten(0, 1), page.indices.flatten(0, 1)
@@ -414,10 +414,10 @@ def test_flashmla_is_called_through_its_door(monkeypatch, seed):
         return out.unflatten(0, call["q"].shape[:2]), lse.unflatten(0, call["q"].shape[:2])
 
     def sparse_prefill(*args, **kwargs):
-        call = inspect.signature(door_prefill).bind(*args, **kwargs).arguments
+        call = inspect.signature(adapter_prefill).bind(*args, **kwargs).arguments
         return sparse_attention(call["q"], call["kv"], call["indices"], call["scale"], d_v=128)
 
-    door_decode, door_prefill, plan = door.sparse_decode, door.sparse_prefill, object()
+    adapter_decode, adapter_prefill, plan = door.sparse_decode, door.sparse_prefill, object()
     monkeypatch.setattr(door, "sparse_decode", sparse_decode)
     monkeypatch.setattr(door, "sparse_prefill", sparse_prefill)
     monkeypatch.setattr(door, "new_schedule", lambda: plan)
