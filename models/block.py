@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
-from deepseek_attn.attention.metadata import StepMetadata
 from deepseek_attn.config.model import AnyConfig, LayerSpec, ModelConfig, RopeSpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import V32LayerSpec
 from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
+from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm

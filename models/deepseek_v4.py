@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from deepseek_attn.attention.metadata import StepMetadata
+from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.layers.embedding import Embedding, Head
 from deepseek_attn.layers.weights import CheckpointModule
 from deepseek_attn.models.block import Block, BuildContext, collapse_streams, declare_stream_head

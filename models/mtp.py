@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_attn.attention.metadata import StepMetadata
 from deepseek_attn.config.model import LayerSpec
+from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.weights import RMSNorm
 from deepseek_attn.models.block import Block, BuildContext, collapse_streams, declare_stream_head

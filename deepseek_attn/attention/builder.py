@@ -10,12 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from deepseek_attn.attention.metadata import (
-    DeepseekSparseMLAMetadata,
-    DeepseekSparseSWAMetadata,
-    StepInput,
-    StepMetadata,
-)
 from deepseek_attn.cache.layout import (
     STATE,
     WINDOW,
@@ -26,9 +20,33 @@ from deepseek_attn.cache.layout import (
     state_rows,
 )
 from deepseek_attn.config.model import LayerSpec
+from deepseek_attn.impls.metadata import (
+    DeepseekSparseMLAMetadata,
+    DeepseekSparseSWAMetadata,
+    StepMetadata,
+)
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.indices import reference
 from deepseek_attn.kernels.insert.compress_reference import CompressBatch
+
+
+@dataclass
+class StepInput:
+    """A scheduled batch, on the CPU. Requests with ``decode_threshold`` or fewer new tokens come first.
+
+    Attributes:
+        query_lens: new tokens of each request, int64 ``[B]``.
+        seq_lens: length of each request after the step, int64 ``[B]``.
+        block_tables: int32 ``[B, pages]`` by group (window, state, ratioR).
+        token_valid: bool ``[T]`` or None: rows that are padding write nothing and see nothing.
+        decode_threshold: requests of at most this many new tokens count as decodes.
+    """
+
+    query_lens: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: dict[str, torch.Tensor]
+    token_valid: torch.Tensor | None = None
+    decode_threshold: int = 1
 
 
 class MetadataBuilder:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from deepseek_attn.attention.builder import compress_batch, index_width
-from deepseek_attn.attention.metadata import DeepseekSparseMLAMetadata, DeepseekSparseSWAMetadata, StepMetadata
 from deepseek_attn.cache.layout import STATE, WINDOW, WINDOW_PAGE, CacheLayout, entries_per_page, ratio_group
 from deepseek_attn.config.model import LayerSpec
+from deepseek_attn.impls.metadata import DeepseekSparseMLAMetadata, DeepseekSparseSWAMetadata, StepMetadata
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.indices.reference import EntryGroup, StepIndices
 from deepseek_attn.kernels.indices.reference import decode_step_indices as reference_indices

@@ -7,10 +7,10 @@ from itertools import pairwise
 import torch
 
 from deepseek_attn.attention.compressor import Compressor
-from deepseek_attn.attention.metadata import StepMetadata
 from deepseek_attn.cache.pools import Pool
 from deepseek_attn.config.model import AnyConfig, LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.common.dispatch import op_for, runs_triton
 from deepseek_attn.kernels.common.quant import fake_quant_fp4, fake_quant_fp8, hadamard
 from deepseek_attn.kernels.indexer.reference import index_scores, topk_indices

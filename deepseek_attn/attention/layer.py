@@ -8,11 +8,11 @@ import torch
 
 from deepseek_attn.attention.compressor import Compressor
 from deepseek_attn.attention.indexer import Indexer, select_everything
-from deepseek_attn.attention.metadata import StepMetadata
 from deepseek_attn.cache.pools import CachePools, Pool
 from deepseek_attn.config.model import LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
+from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.common.dispatch import op_for
 from deepseek_attn.layers.linear import GroupedLinear, Linear, empty_quantized, join_weights, multi_linear
 from deepseek_attn.layers.parallel import Parallel

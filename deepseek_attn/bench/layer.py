@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from deepseek_attn.attention.metadata import StepMetadata
 from deepseek_attn.bench.timing import Spread, captured, kernels_of, time_calls
 from deepseek_attn.cache.manager import SequenceCache
+from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.runner.graphs import DecodeStep, DeviceTables
 from deepseek_attn.runner.model_runner import ModelRunner

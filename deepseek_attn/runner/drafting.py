@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepseek_attn.attention.metadata import StepInput
+from deepseek_attn.attention.builder import StepInput
 from deepseek_attn.runner.graphs import Guesses
 from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.utils.tracing import traced

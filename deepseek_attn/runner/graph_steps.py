@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from deepseek_attn.attention.decode_builder import DecodeBatch, build_decode_metadata
-from deepseek_attn.attention.metadata import StepMetadata
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.config.model import LayerSpec
+from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.common.dispatch import op_for
 from deepseek_attn.runner.device_tables import DeviceTables
 

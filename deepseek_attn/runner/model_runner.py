@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from deepseek_attn.attention.metadata import StepInput, StepMetadata
+from deepseek_attn.attention.builder import StepInput
 from deepseek_attn.cache.files import load_cache, make_fingerprint
 from deepseek_attn.cache.layout import CacheLayout, make_layout
 from deepseek_attn.cache.manager import CacheManager, OutOfPages, SequenceCache
@@ -28,6 +28,7 @@ from deepseek_attn.config.options import (
     pick_device,
     pick_dtype,
 )
+from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.models.block import AttentionStack, layer_specs

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepseek_attn.attention.metadata import StepInput
+from deepseek_attn.attention.builder import StepInput
 from deepseek_attn.cache.layout import TOKENS, TOKENS_PAGE
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.v32.backends import step as v32

@@ -6,13 +6,14 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 import torch
 
 MIN_CAPABILITY = (8, 0)  # bf16 and tf32 tensor cores
-_plain = False
+_reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 _HOMES = {
     "insert_tokens": ("insert.insert_tokens", "insert.reference"),
     "queries": ("indexer.queries", "indexer.reference"),
@@ -24,7 +25,7 @@ _HOMES = {
 
 def runs_triton(tensor: torch.Tensor) -> bool:
     """True for a tensor on an NVIDIA GPU of compute capability 8.0 or later, with Triton installed."""
-    return tensor.is_cuda and not _plain and _runs_on(tensor.device)
+    return tensor.is_cuda and not _reference_only.get() and _runs_on(tensor.device)
 
 
 def op_for(tensor: torch.Tensor, name: str) -> Callable[..., Any]:
@@ -38,14 +39,16 @@ def _op(package: str, name: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def reference_ops(wanted: bool = True) -> Iterator[None]:
-    """Inside, every op runs in plain torch, also on a GPU: what ``backend="reference"`` means."""
-    global _plain
-    before, _plain = _plain, _plain or wanted
+def reference_ops(enabled: bool = True) -> Iterator[None]:
+    """Runs every op called in this context by its torch reference, on a GPU too (``backend="reference"``, training).
+
+    Scoped to the thread or task that enters it, as `torch.nn.attention.sdpa_kernel` is: other runners keep theirs.
+    """
+    token = _reference_only.set(_reference_only.get() or enabled)
     try:
         yield
     finally:
-        _plain = before
+        _reference_only.reset(token)
 
 
 @cache

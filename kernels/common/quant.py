@@ -14,6 +14,7 @@ Notes:
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,20 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MANTISSA = 0x007FFFFF
 _SMALLEST = 0x00400000  # float32 bits of 2**-127, e8m0 byte 0
+
+
+class QuantizedRows(NamedTuple):
+    """Rows quantised to FP8 per token and 128 channels: the input of FP8 linears.
+
+    Attributes:
+        values: float8_e4m3fn ``[M, K]``, rows contiguous.
+        scale: float32 ``[M, K / 128]`` with stride 1 along the rows, as cuBLAS takes it.
+        pow2_scales: the scales are powers of two.
+    """
+
+    values: Tensor
+    scale: Tensor
+    pow2_scales: bool = True
 
 
 def pow2ceil(v: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ import math
 import pytest
 import torch
 
-from deepseek_attn.attention.builder import MetadataBuilder
-from deepseek_attn.attention.metadata import StepInput
+from deepseek_attn.attention.builder import MetadataBuilder, StepInput
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.impls import get_impl

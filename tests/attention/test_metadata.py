@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from deepseek_attn.attention import builder as metadata_builder
-from deepseek_attn.attention.builder import MetadataBuilder, active_width, count_decodes
-from deepseek_attn.attention.metadata import StepInput
+from deepseek_attn.attention.builder import MetadataBuilder, StepInput, active_width, count_decodes
 from deepseek_attn.cache.layout import STATE, WINDOW, entries_per_page, make_layout, ratio_group, state_rows
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import get_numerics

@@ -110,7 +110,8 @@ def is_aligned(value):
 
 def type_name(value):
     if isinstance(value, tuple):
-        return tuple(type_name(part) for part in value)
+        parts = [type_name(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{NAMES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
     if isinstance(value, torch.Tensor):

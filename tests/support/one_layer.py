@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepseek_attn.attention.builder import MetadataBuilder
-from deepseek_attn.attention.metadata import StepInput
+from deepseek_attn.attention.builder import MetadataBuilder, StepInput
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.runner.model_runner import ModelRunner
 

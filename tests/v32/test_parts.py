@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from deepseek_attn.attention.metadata import StepInput
+from deepseek_attn.attention.builder import StepInput
 from deepseek_attn.cache.layout import make_layout
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig, RopeSpec

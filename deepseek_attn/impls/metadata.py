@@ -15,25 +15,6 @@ from deepseek_attn.layers.rope import RotaryTable
 
 
 @dataclass
-class StepInput:
-    """A scheduled batch, on the CPU. Requests with ``decode_threshold`` or fewer new tokens come first.
-
-    Attributes:
-        query_lens: new tokens of each request, int64 ``[B]``.
-        seq_lens: length of each request after the step, int64 ``[B]``.
-        block_tables: int32 ``[B, pages]`` by group (window, state, ratioR).
-        token_valid: bool ``[T]`` or None: rows that are padding write nothing and see nothing.
-        decode_threshold: requests of at most this many new tokens count as decodes.
-    """
-
-    query_lens: torch.Tensor
-    seq_lens: torch.Tensor
-    block_tables: dict[str, torch.Tensor]
-    token_valid: torch.Tensor | None = None
-    decode_threshold: int = 1
-
-
-@dataclass
 class DeepseekSparseSWAMetadata:
     """Window part of a step. ``D`` decode requests with ``Dt`` tokens come before ``R`` prefill requests with ``Rt``.
 
