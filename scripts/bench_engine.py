@@ -37,7 +37,7 @@ from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
-from deepseek_attn.kernels.common.dispatch import op_for
+from deepseek_attn.kernels.sampling import greedy_tokens
 from deepseek_attn.runner.graph_steps import DecodeStep
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
@@ -173,7 +173,7 @@ def layer_times(runner: ModelRunner, batch: int, context: int) -> dict[str, floa
         "experts_us": sum(experts[spec.hash_routing] for spec in specs),
         "blocks_us": sum(blocks[spec.kind, spec.hash_routing] for spec in specs),
         "head_us": median(lambda i: model.logits(streams[i])),
-        "choice_us": median(lambda i: op_for(logits, "greedy_tokens")(logits)),
+        "choice_us": median(lambda i: greedy_tokens(logits)),
     }
 
 

@@ -13,7 +13,7 @@ import torch
 
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import sample
-from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
+from deepseek_attn.kernels.sampling import INVALID_TOKEN
 from deepseek_attn.runner.model_runner import StepOutput
 
 Work = list[tuple[Request, int]]

@@ -20,7 +20,7 @@ from deepseek_attn.cache.manager import OutOfPages
 from deepseek_attn.engine.decoding import BROKEN_LOGITS, Accepted, NextToken, Work, all_greedy, is_ready
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import CounterGenerator, sample
-from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
+from deepseek_attn.kernels.sampling import INVALID_TOKEN
 from deepseek_attn.runner.model_runner import ModelRunner, StepOutput
 from deepseek_attn.utils.device import AsyncHostCopy
 

@@ -15,7 +15,7 @@ from deepseek_attn.attention.decode_builder import DecodeBatch, build_decode_met
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.config.model import LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.kernels.common.dispatch import op_for
+from deepseek_attn.kernels.sampling import greedy_tokens
 from deepseek_attn.runner.device_tables import DeviceTables
 
 
@@ -91,7 +91,7 @@ class DecodeStep:
         """Computes the step, eagerly."""
         self.streams = self.model(self.token_ids, self.positions, self.metadata())
         self.logits = self.model.logits(self.streams)
-        self.tokens = op_for(self.logits, "greedy_tokens")(self.logits)
+        self.tokens = greedy_tokens(self.logits)
 
     def capture(self, pool) -> int:
         """Records the step as a CUDA graph and returns the device memory that took.
@@ -174,7 +174,7 @@ class DraftStep(DecodeStep):
         self.logits = logits = self.model.draft_logits(states)
         positions, valid, tables = self.positions[self._ends], self._valid[self._ends].bool(), self.block_tables()
         while True:
-            found.append(op_for(logits, "greedy_tokens")(logits).clamp_(min=0))  # of broken logits any token
+            found.append(greedy_tokens(logits).clamp_(min=0))  # of broken logits any token
             if len(found) == self.drafts:
                 break
             positions = positions + 1

@@ -19,7 +19,6 @@ _HOMES = {
     "queries": ("indexer.queries", "indexer.reference"),
     "query_norm_rope": ("insert.query_norm_rope", "insert.reference"),
     "index_query": ("indexer.index_query", "indexer.reference"),
-    "greedy_tokens": ("sampling.argmax", "sampling.reference"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of `reference.greedy_tokens`: parts of a row, many at a time, then the largest of the parts."""
+"""Greedy tokens in Triton: one launch reduces parts of each row, a second one reduces the parts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
+from deepseek_attn.kernels.sampling import INVALID_TOKEN
 
-PART = 1024  # logits of a program
+PART = 1024  # logits per program
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """Same as `reference.greedy_tokens.greedy_tokens`."""
+    """See `deepseek_attn.kernels.sampling.greedy_tokens`."""
     if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.shape[1]:
         raise ValueError(f"logits must be float32 [T, vocab], got {logits.dtype} {list(logits.shape)}")
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -31,6 +31,7 @@ def greedy_tokens(logits: Tensor) -> Tensor:
 
 @triton.jit
 def part_kernel(logits, peaks, places, row_stride, vocab, PART: tl.constexpr):
+    """Maximum of a part of a row, and its first place."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = part * PART + tl.arange(0, PART)
     x = tl.load(logits + row * row_stride + column, mask=column < vocab, other=float("-inf"))
@@ -44,6 +45,7 @@ def part_kernel(logits, peaks, places, row_stride, vocab, PART: tl.constexpr):
 
 @triton.jit
 def row_kernel(peaks, places, tokens, parts, NONE: tl.constexpr, WIDTH: tl.constexpr):
+    """Token of a row from the maxima of its parts; ``NONE`` for a row whose maximum is not finite."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, WIDTH)
     inside = part < parts

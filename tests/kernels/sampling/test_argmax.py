@@ -5,13 +5,12 @@ import os
 import pytest
 import torch
 
-from deepseek_attn.kernels.sampling import reference
-from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
+from deepseek_attn.kernels.sampling import INVALID_TOKEN, reference
 from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.sampling import argmax as greedy_tokens
+from deepseek_attn.kernels.sampling import argmax
 
 NAN, INF = float("nan"), float("inf")
 
@@ -45,7 +44,7 @@ def cases(device):
 def test_equals_plain_torch(gpu):
     for name, logits in cases(gpu):
         expected = reference.greedy_tokens(logits)
-        found = greedy_tokens.greedy_tokens(logits)
+        found = argmax.greedy_tokens(logits)
         assert found.dtype == expected.dtype == torch.int64
         assert torch.equal(found, expected), name
 
@@ -58,12 +57,12 @@ def test_plain_torch():
 
 def test_refuses_what_is_no_logits():
     with pytest.raises(ValueError, match="float32"):
-        greedy_tokens.greedy_tokens(torch.zeros(3, 4, dtype=torch.bfloat16))
+        argmax.greedy_tokens(torch.zeros(3, 4, dtype=torch.bfloat16))
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
 @pytest.mark.parametrize("arch", CAPABILITIES)
 def test_compiles(arch, monkeypatch):
     logits = torch.empty(32, 129280, device="meta")
-    found = compiled_launches(monkeypatch, [greedy_tokens], arch, lambda: greedy_tokens.greedy_tokens(logits))
+    found = compiled_launches(monkeypatch, [argmax], arch, lambda: argmax.greedy_tokens(logits))
     assert set(found) == {"part_kernel", "row_kernel"}
