@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 
+import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -19,22 +19,28 @@ NAMES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv",
     torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
-EVERYTHING = os.environ.get("DEEPSEEK_ATTN_COMPILE") == "all"
-TURNS = ("sm90", "sm120", "sm80", "sm100", "sm89")
+MAIN = ("sm90", "sm80")  # with and without FP8 conversions, tensor descriptors and early launches
 
 
-def on_gpus(variants, everywhere):
-    """(arch, variant) pairs for a test that compiles, which is what takes time in all tests.
+def on_gpus(variants=None, main=()):
+    """Cases ``(arch, variant)`` of a test that compiles, or ``arch`` alone where there are no variants.
 
-    Variants in ``everywhere``, which together launch every kernel of the test, are compiled for every GPU. The others
-    are compiled for one GPU each, which they take in turns, and with ``DEEPSEEK_ATTN_COMPILE=all`` for every GPU.
+    ``make test`` compiles the variants in ``main``, which together launch every kernel of the test, for two GPUs; a
+    test without variants for one. All other variants and GPUs are marked ``compile_all`` and left to ``make test-all``.
     """
-    assert set(everywhere) <= set(variants)
-    if EVERYTHING:
-        everywhere = list(variants)
-    pairs = [(arch, variant) for variant in everywhere for arch in CAPABILITIES]
-    others = [variant for variant in variants if variant not in everywhere]
-    return pairs + [(TURNS[i % len(TURNS)], variant) for i, variant in enumerate(others)]
+    if variants is None:
+        return only_first(CAPABILITIES, ["sm90"])
+    assert main
+    assert set(main) <= set(variants)
+    pairs = [(arch, variant) for variant in variants for arch in CAPABILITIES]
+    return only_first(pairs, [(arch, variant) for variant in main for arch in MAIN])
+
+
+def only_first(cases, first):
+    """``cases``, of which ``make test`` compiles those in ``first`` alone."""
+    assert set(first) <= set(cases)
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)),
+                         marks=[] if case in first else pytest.mark.compile_all) for case in cases]  # fmt: skip
 
 
 def target_of(arch):

@@ -16,13 +16,13 @@ from deepseek_attn.kernels.attention.attend_triton import attend_kernel
 from deepseek_attn.kernels.attention.sparse_attention import sparse_attention_paged
 from deepseek_attn.kernels.attention.tiles import Tiles, choose_tiles, pieces
 from tests.kernels.attention.test_sparse_attention_compile import compiled
-from tests.kernels.compiled_launches import CAPABILITIES, SHARED
+from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus
 
 RECORD = Fp8DsMlaV32Record()
 SCALE = 576**-0.5
 
 
-@pytest.mark.parametrize("arch", CAPABILITIES)
+@pytest.mark.parametrize("arch", on_gpus())
 def test_v32_entries_compile(arch):
     tiles = choose_tiles(64, 128, 576, 2048, torch.bfloat16, False, CAPABILITIES[arch], 132)
     starts, widths = pieces(512, 576, tiles.piece)

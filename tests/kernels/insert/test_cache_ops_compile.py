@@ -108,7 +108,7 @@ def test_norm_rope_insert_with_a_rounded_latent(arch, scales):
     assert ("e4m3" in asm["ptx"]) == (arch != "sm80")
 
 
-@pytest.mark.parametrize("arch", CAPABILITIES)
+@pytest.mark.parametrize("arch", on_gpus())
 def test_query_norm_rope(arch):
     constants = {"SHAPE": HEAD_SHAPE, "PDL": CAPABILITIES[arch] >= (9, 0)}
     asm = compiled(query_norm_rope._query_norm_rope_kernel, {"rows": HEADS}, constants, arch)
@@ -125,7 +125,7 @@ def test_index_query(arch, fmt):
     assert ("e4m3x2" in asm["ptx"]) == (native and fmt != "plain")
 
 
-@pytest.mark.parametrize("arch", CAPABILITIES)
+@pytest.mark.parametrize("arch", on_gpus())
 def test_queries(arch):
     native = arch != "sm80"
     constants = {"SHAPE": HEAD_SHAPE, "INDEX_SHAPE": index_shape("fp8", native), "PDL": CAPABILITIES[arch] >= (9, 0)}
@@ -154,7 +154,7 @@ ENTRIES = {"plain": (1024, 0, 64, 0, 512), "V4": (576, 448, 64, 448, 64), "V3.2"
 GATHERS = [(record, place) for record in ENTRIES for place in ("workspace", "packed")]
 
 
-@pytest.mark.parametrize(("arch", "gathered"), on_gpus(GATHERS, [("V4", "workspace"), ("V4", "packed")]), ids=" ".join)
+@pytest.mark.parametrize(("arch", "gathered"), on_gpus(GATHERS, [("V4", "workspace"), ("V4", "packed")]), ids=str)
 def test_gather(arch, gathered):
     record, packed = gathered[0], gathered[1] == "packed"
     kernel = gather._gather_packed_kernel if packed else gather._gather_kernel
@@ -185,7 +185,7 @@ INDICES = {
 
 
 @pytest.mark.parametrize("name", INDICES)
-@pytest.mark.parametrize("arch", CAPABILITIES)
+@pytest.mark.parametrize("arch", on_gpus())
 def test_step_indices(arch, name):
     kernel = getattr(step_indices_kernels, name)
     kinds = STEP | ({"out_ptr": "*i64"} if name == "token_slots_kernel" else {})
