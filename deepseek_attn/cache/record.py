@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+from deepseek_attn.kernels.common.device import FLOATS
 
 
 class Record(ABC):

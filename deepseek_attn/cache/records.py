@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepseek_attn.cache.record import FLOATS, Record, as_bytes, checked_slots, round_up
+from deepseek_attn.cache.record import Record, as_bytes, checked_slots, round_up
+from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.quant import (
     decode_e8m0,
     dequantize_fp4,

@@ -29,6 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from deepseek_attn.kernels.attention.attend_hopper_keys import decode, lengths
 from deepseek_attn.kernels.attention.softmax_hopper import weigh_tile
 from deepseek_attn.kernels.common.gluon import barrier, reinterpret
+from deepseek_attn.kernels.common.triton_types import LOG2E
 
 
 @gluon.jit
@@ -67,7 +68,7 @@ def _weigh(
     else:
         if HAS_SINK:
             sink = gl.load(sink_ptr + head, mask=head < H, other=float("-inf")).to(gl.float32)
-            whole += gl.exp2(sink * 1.4426950408889634 - gl.where(lonely, 0.0, peak))
+            whole += gl.exp2(sink * LOG2E - gl.where(lonely, 0.0, peak))
         gl.store(lse_ptr + t * H + head, gl.where(lonely, float("inf"), lse * 0.6931471805599453), mask=head < H)
     factors.store(gl.where(lonely, 0.0, 1 / whole))
     barrier()

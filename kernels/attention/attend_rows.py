@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.attention.attend_rows_hopper import attend_rows_hopper_kernel
+from deepseek_attn.kernels.common.device import LOG2E
 
-_LOG2E = 1.4426950408889634
 MIN_HEADS = 17
 """A program computes 64 heads, however few there are."""
 
@@ -60,7 +60,7 @@ def attend_rows_hopper(
         lse,
         H,
         items,
-        scale * _LOG2E,
+        scale * LOG2E,
         indices.shape[1],
         kv.shape[0],
         kv.stride(0),

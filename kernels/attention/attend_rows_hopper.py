@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deepseek_attn.kernels.attention.softmax_hopper import weigh_tile
 from deepseek_attn.kernels.common.gluon import barrier, copy_to_shared
+from deepseek_attn.kernels.common.triton_types import LOG2E
 
 BLOCK = gl.constexpr(64)  # keys of a tile
 
@@ -124,7 +125,7 @@ def _weigh(
         whole = total
         if HAS_SINK:
             sink = gl.load(sink_ptr + head, mask=head < heads, other=float("-inf")).to(gl.float32)
-            whole += gl.exp2(sink * 1.4426950408889634 - gl.where(lonely, 0.0, peak))
+            whole += gl.exp2(sink * LOG2E - gl.where(lonely, 0.0, peak))
         lse = gl.where(lonely, float("inf"), (peak + gl.log2(total)) * 0.6931471805599453)
         gl.store(lse_ptr + t * heads + head, lse, mask=head < heads)
         mbarrier.wait(read, (k & 1) ^ 1)

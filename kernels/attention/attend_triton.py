@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from deepseek_attn.kernels.common.row_ops import begin
+from deepseek_attn.kernels.common.triton_types import LOG2E
 
 
 @triton.jit
@@ -219,7 +220,7 @@ def attend_kernel(
         tl.store(lse_ptr + (t * splits + split) * H + head, lse, mask=head < H)
     else:
         if HAS_SINK:
-            sink = tl.load(sink_ptr + head, mask=head < H, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+            sink = tl.load(sink_ptr + head, mask=head < H, other=float("-inf")).to(tl.float32) * LOG2E
             weight += tl.exp2(sink - tl.where(lonely, 0.0, peak))
         lse = tl.where(lonely, float("inf"), lse * 0.6931471805599453)
         row_out = out_ptr + t * out_stride_t + head * out_stride_h
@@ -265,7 +266,7 @@ def combine_kernel(
     total = tl.sum(share, 0)
     weight = total
     if HAS_SINK:
-        weight += tl.exp2(tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634 - shift)
+        weight += tl.exp2(tl.load(sink_ptr + head).to(tl.float32) * LOG2E - shift)
     value = tl.sum(part * share[:, None], 0)
     value = tl.where(lonely, 0.0, value / weight)
     out = out_ptr + t * out_stride_t + head * out_stride_h + channel

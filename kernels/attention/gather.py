@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepseek_attn.kernels.common.row_ops import FLOATS, TRITON_DTYPES, from_e4m3, from_e8m0, native_fp8, round_to
+from deepseek_attn.kernels.common.device import FLOATS, has_native_fp8
+from deepseek_attn.kernels.common.row_ops import from_e4m3, from_e8m0, round_to
+from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 ROWS, WARPS = 4, 2  # of a program: 85 to 92 % of the bandwidth of a copy on an H200
 
@@ -282,5 +284,5 @@ def _entry_shape(out: Tensor, record: Any, pool: Tensor, block_table: Tensor, n:
         DTYPE=TRITON_DTYPES[out.dtype],
         CODED_BLOCK=block,
         RAW_BLOCK=0 if coded and record.dim <= block else triton.next_power_of_2(record.dim - coded),
-        NATIVE_FP8=native_fp8(out.device),
+        NATIVE_FP8=has_native_fp8(out.device),
     )

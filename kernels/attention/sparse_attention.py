@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from deepseek_attn.kernels.attention.attend_hopper import attend_hopper_kernel
 from deepseek_attn.kernels.attention.attend_rows import attend_rows_hopper, fits_hopper
 from deepseek_attn.kernels.attention.attend_triton import attend_kernel, combine_kernel
 from deepseek_attn.kernels.attention.tiles import Tiles, choose_tiles, dot_dtype, pieces
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_LOG2E = 1.4426950408889634
+from deepseek_attn.kernels.common.device import FLOATS, LOG2E, gpu
+from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ def sparse_attention(
         tiles: how to cut the launch; by default chosen from shapes alone.
     """
     _check_query(q, sink, indices, lens)
-    if kv.dim() != 2 or kv.shape[1] != q.shape[2] or kv.stride(1) != 1 or kv.dtype not in _FLOATS:
+    if kv.dim() != 2 or kv.shape[1] != q.shape[2] or kv.stride(1) != 1 or kv.dtype not in FLOATS:
         raise ValueError(
             f"kv must be [N, {q.shape[2]}] float32, bfloat16 or float16 with contiguous rows for q {tuple(q.shape)}, "
             f"got {tuple(kv.shape)} {kv.dtype}, strides {kv.stride()}"
@@ -81,9 +77,9 @@ def sparse_attention(
     if not 0 < d_v <= q.shape[2]:
         raise ValueError(f"d_v must be in 1 .. {q.shape[2]}, got {d_v}")
     indices = _rows_contiguous(indices)
-    if tiles is None and fits_hopper(q, kv, indices, d_v, *_gpu(q.device)):
+    if tiles is None and fits_hopper(q, kv, indices, d_v, *gpu(q.device)):
         out = _checked_out(q, d_v, out)
-        return out, attend_rows_hopper(q, kv, indices, scale, sink, lens, out, _gpu(q.device)[1])
+        return out, attend_rows_hopper(q, kv, indices, scale, sink, lens, out, gpu(q.device).multiprocessors)
     keys = _Keys(kv, 1, kv.stride(0), kv.shape[0], indices, lens)
     return _attend(q, [keys], _Format(q.shape[2], q.shape[2]), scale, sink, d_v, out, tiles)
 
@@ -180,7 +176,7 @@ def _attend(
     if not keys or out.numel() == 0:
         return out.zero_(), lse.fill_(float("inf"))
     q = q if q.stride(2) == 1 else q.contiguous()
-    capability, processors = _gpu(q.device)
+    capability, processors = gpu(q.device)
     dtype = dot_dtype(q.dtype, keys[0].pool.dtype, form.group)
     if tiles is None:
         width = sum(source.indices.shape[1] for source in keys)
@@ -261,7 +257,7 @@ def _launch(
         part,
         part_lse,
         H,
-        scale * _LOG2E,
+        scale * LOG2E,
         first.indices.shape[1],
         second.indices.shape[1],
         first.limit,
@@ -303,7 +299,7 @@ def _launch(
         FP8=form.group > 0,
         GROUP=form.group,
         NATIVE_FP8=capability >= (8, 9),
-        DTYPE=_TRITON_DTYPES[dtype],
+        DTYPE=TRITON_DTYPES[dtype],
         PRECISION="tf32x3" if dtype == torch.float32 else None,
         BLOCK_H=tiles.heads,
         BLOCK_N=tiles.keys,
@@ -313,12 +309,6 @@ def _launch(
         num_stages=tiles.stages,
         launch_pdl=capability[0] >= 9,
     )
-
-
-@cache
-def _gpu(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of multiprocessors."""
-    return torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _rows_contiguous(indices: Tensor) -> Tensor:
@@ -335,7 +325,7 @@ def _checked_out(q: Tensor, d_v: int, out: Tensor | None) -> Tensor:
 
 
 def _check_query(q: Tensor, sink: Tensor | None, indices: Tensor, lens: Tensor | None) -> None:
-    if q.dim() != 3 or q.dtype not in _FLOATS or q.device.type != "cuda":
+    if q.dim() != 3 or q.dtype not in FLOATS or q.device.type != "cuda":
         raise ValueError(
             f"q must be [T, H, d] float32, bfloat16 or float16 on a GPU, got {tuple(q.shape)} {q.dtype} on {q.device}"
         )

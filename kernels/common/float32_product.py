@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deepseek_attn.kernels.common.row_ops import early_launch
+from deepseek_attn.kernels.common.device import supports_pdl
 
 GROUPS = 8  # of shares; the shares of a group are added up first
 MANY = 512  # rows from which a program goes through a whole group, and the weight is cut before
@@ -137,7 +137,7 @@ def float32_product(x: Tensor, weight: Tensor, share: int, squares: bool = False
         share: channels of a share, a multiple of 64.
         squares: one more column, the sum of squares of x.
     """
-    (T, K), N, early = x.shape, len(weight), early_launch(x.device)
+    (T, K), N, early = x.shape, len(weight), supports_pdl(x.device)
     many, bfloat16 = T >= MANY, x.dtype == torch.bfloat16
     shares = triton.cdiv(K, share)
     inner = triton.cdiv(shares, GROUPS)

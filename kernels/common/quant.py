@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from deepseek_attn.kernels.common.device import FLOATS
+
 FP8_MAX = 448.0
 FP4_MAX = 6.0
 FP8_FLOOR = 1e-4  # smallest amax of an FP8 group: an all-zero group has scale 2**-22, byte 105
@@ -27,7 +29,6 @@ FP4_FLOOR = 6.0 * 2.0**-126  # smallest amax of an FP4 group: scale 2**-126, byt
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MANTISSA = 0x007FFFFF
 _SMALLEST = 0x00400000  # float32 bits of 2**-127, e8m0 byte 0
 
@@ -268,5 +269,5 @@ def _check_even(group: int) -> None:
 
 
 def _check_float(x: Tensor) -> None:
-    if x.dtype not in _FLOATS:
+    if x.dtype not in FLOATS:
         raise ValueError(f"expected float32, bfloat16 or float16 values, got {x.dtype}")

@@ -7,7 +7,6 @@ equal to the reference's.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
+
 RECORDS = ("plain", "fp8_v4", "index_fp8", "index_fp4")  # device code knows them by number
 _PLAIN, _FP8_DS_MLA, _INDEX_FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -261,14 +260,3 @@ def begin(PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-
-
-@cache
-def early_launch(device: torch.device) -> bool:
-    """Whether a launch may begin before the one ahead has ended (programmatic dependent launch: from 9.0 on)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def native_fp8(device: torch.device) -> bool:
-    """Whether the GPU converts to e4m3 itself: from compute capability 8.9 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

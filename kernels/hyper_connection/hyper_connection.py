@@ -10,8 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
+from deepseek_attn.kernels.common.device import supports_pdl
 from deepseek_attn.kernels.common.float32_product import float32_product
-from deepseek_attn.kernels.common.row_ops import early_launch
 from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import collapse_kernel, post_kernel
 
 SHARE = 512  # channels of the flattened streams that are summed before they are added to the others
@@ -36,7 +36,7 @@ def hc_pre(
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Same as `reference.hyper_connection.hc_post`."""
     _check_post(y, streams, post, comb)
-    (T, m, D), early = streams.shape, early_launch(streams.device)
+    (T, m, D), early = streams.shape, supports_pdl(streams.device)
     streams, y = streams.contiguous(), y.contiguous()
     out = torch.empty_like(streams)
     if T:
@@ -82,7 +82,7 @@ def _collapse(
     norm: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Input of the sublayer, post and comb; the latter two only with ``iterations``."""
-    (T, m, D), early = streams.shape, early_launch(streams.device)
+    (T, m, D), early = streams.shape, supports_pdl(streams.device)
     x = torch.empty(T, D, dtype=streams.dtype, device=streams.device)
     post = torch.empty(T, m, dtype=torch.float32, device=streams.device)
     comb = torch.empty(T, m, m, dtype=torch.float32, device=streams.device)

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepseek_attn.kernels.common.device import has_native_fp8, supports_pdl
 from deepseek_attn.kernels.common.fp8 import round_e4m3
-from deepseek_attn.kernels.common.row_ops import begin, early_launch
+from deepseek_attn.kernels.common.row_ops import begin
 from deepseek_attn.kernels.indexer.reference import FORMATS
 
 _FP4_FLOOR = tl.constexpr(6.0 * 2.0**-126)
@@ -155,7 +156,7 @@ def index_query(
     """
     rows, shape, outs, blocks = index_launch(q, weights, cos_sin, positions, scale, fmt, rotate, half_split)
     if len(q) and blocks:
-        early = early_launch(q.device)
+        early = supports_pdl(q.device)
         _index_query_kernel[(len(q), blocks)](rows, SHAPE=shape, PDL=early, num_warps=WARPS, launch_pdl=early)
     return outs
 
@@ -192,7 +193,7 @@ def index_launch(
         )
     out = torch.empty(T, H, _DIM, dtype=q.dtype if fmt == "plain" else torch.float8_e4m3fn, device=q.device)
     weights_out = torch.empty(T, H, dtype=torch.float32, device=q.device)
-    native = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 9)
+    native = has_native_fp8(q.device)
     heads = 16 if T < 64 else 32
     target = out if native or fmt == "plain" else out.view(torch.uint8)
     inputs = (q, weights, cos_sin, positions)

@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepseek_attn.kernels.common.device import FLOATS, gpu
+from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.indexer.index_scores_hopper import BLOCK, DIM, HEADS, TOKENS, index_scores_hopper_kernel
 from deepseek_attn.kernels.indexer.index_scores_triton import index_scores_kernel
 
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _KINDS = {"index_fp8": "fp8", "index_fp4": "fp4", "plain": "plain"}
 
 
@@ -66,12 +67,12 @@ def paged_index_scores(
     T, H, dim = q.shape
     if out.numel() == 0 or block_table.numel() == 0:
         return out
-    capability, processors = _gpu(q.device)
+    capability, processors = gpu(q.device)
     native = capability >= (8, 9)
     if kind == "plain":
         pool = pool.view(record.dtype)
         same = q.dtype == record.dtype
-        dtype = _DTYPES[q.dtype if same else torch.float32]
+        dtype = TRITON_DTYPES[q.dtype if same else torch.float32]
     else:
         dtype = tl.float8e4nv if native else tl.float16
         if kind == "fp8" and native:
@@ -154,14 +155,6 @@ def hopper_parts(T: int, width: int, processors: int) -> int:
     return min(choice, key=lambda parts: triton.cdiv(groups * parts, processors) * (triton.cdiv(tiles, parts) + 8))
 
 
-@cache
-def _gpu(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of multiprocessors; those of the oldest GPU for the CPU (Triton's interpreter)."""
-    if device.type != "cuda":
-        return (8, 0), 1
-    return torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _checked(
     q: Tensor,
     weights: Tensor,
@@ -177,7 +170,7 @@ def _checked(
     kind = _KINDS.get(record.name)
     if kind is None:
         raise ValueError(f"index keys are records {', '.join(_KINDS)}, got {record.name}")
-    dtypes = tuple(_DTYPES) if kind == "plain" else (torch.float8_e4m3fn,)
+    dtypes = FLOATS if kind == "plain" else (torch.float8_e4m3fn,)
     if q.dim() != 3 or q.dtype not in dtypes or not q.is_contiguous() or q.shape[2] != record.dim:
         raise ValueError(
             f"{record.name} keys need contiguous q [T, H, {record.dim}] of {' or '.join(map(str, dtypes))}, as "

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepseek_attn.kernels.common.row_ops import begin, early_launch
+from deepseek_attn.kernels.common.device import supports_pdl
+from deepseek_attn.kernels.common.row_ops import begin
 from deepseek_attn.kernels.indexer.index_query import WARPS, index_heads, index_launch
 from deepseek_attn.kernels.insert.query_norm_rope import HEADS, head_launch, norm_heads
 
@@ -28,7 +29,7 @@ def queries(heads: tuple, index: tuple) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Same as `reference.queries`, for what `query_norm_rope` and `index_query` take."""
     rows, shape, out, blocks = head_launch(*heads)
     index_rows, index_shape, index_outs, index_blocks = index_launch(*index)
-    tokens, early = len(out), early_launch(out.device)
+    tokens, early = len(out), supports_pdl(out.device)
     if len(index_outs[0]) != tokens:
         raise ValueError(f"queries of {tokens} tokens, and of {len(index_outs[0])} for the indexer: must be the same")
     if tokens:

@@ -6,14 +6,13 @@ The device code is in `topk_kernels`; this file checks arguments and decides how
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 from torch import Tensor
 
 from deepseek_attn.kernels.common.counters import counters_of
-from deepseek_attn.kernels.common.row_ops import early_launch
+from deepseek_attn.kernels.common.device import gpu, supports_pdl
 from deepseek_attn.kernels.indexer.topk_triton import select_kernel
 
 _MAX_K = 4096
@@ -65,11 +64,11 @@ def topk_indices(
     if out.numel() == 0:
         return out
     if cut is None:
-        cut = choose_cut(T, W, k, _processors(scores.device))
+        cut = choose_cut(T, W, k, gpu(scores.device).multiprocessors)
     paged = out_slots is not None
     # a pointer is needed even where a flag says that it is not read
     table, requests, slots = (block_table, token_to_req, out_slots) if paged else (out, lens, out)
-    pdl = early_launch(scores.device)
+    pdl = supports_pdl(scores.device)
     programs = T * cut.parts if cut.room < W else 0
     groups = torch.empty(programs, cut.room + cut.tile // 4, dtype=torch.int32, device=scores.device)
     kept = torch.empty(programs, 2, cut.room, dtype=torch.int32, device=scores.device)
@@ -126,11 +125,6 @@ def choose_cut(T: int, W: int, k: int, processors: int) -> Cut:
     # a row's sample should have 32 scores that reach the bound
     sample = min(max(room, triton.next_power_of_2(64 * W // room)), 8192)
     return Cut(parts, tile, max(sample, 128 * warps), room, warps, {4: 128, 8: 80}.get(warps) if many else None)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _checked(

@@ -18,14 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
-from deepseek_attn.kernels.common.row_ops import (
-    TRITON_DTYPES,
-    begin,
-    early_launch,
-    entry_constants,
-    native_fp8,
-    row_block,
-)
+from deepseek_attn.kernels.common.device import has_native_fp8, supports_pdl
+from deepseek_attn.kernels.common.row_ops import begin, entry_constants, row_block
+from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.insert.compress_reference import CompressBatch, CompressPart, check_part
 from deepseek_attn.kernels.insert.compress_triton import PartShape, Pooling, pool_windows, store_state_row
 
@@ -151,7 +146,7 @@ def compress_launch(parts: Sequence[CompressPart], batch: CompressBatch) -> Laun
         is_long(batch),
         max(128, triton.next_power_of_2(requests)),
     )
-    constants = {"SHAPES": shapes, "HOW": how, "NATIVE_FP8": native_fp8(device), "PDL": early_launch(device)}
+    constants = {"SHAPES": shapes, "HOW": how, "NATIVE_FP8": has_native_fp8(device), "PDL": supports_pdl(device)}
     return Launch(
         (tuple(map(_part_arguments, parts)), step, room, workers, requests),
         constants,

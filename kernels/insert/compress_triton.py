@@ -17,8 +17,7 @@ from deepseek_attn.kernels.common.row_ops import (
     row_weight,
     store_rows,
 )
-
-LOG2E = tl.constexpr(1.4426950408889634)
+from deepseek_attn.kernels.common.triton_types import LOG2E
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepseek_attn.kernels.common.device import FLOATS, fp8_view, has_native_fp8, supports_pdl
 from deepseek_attn.kernels.common.fp8 import quantize_groups
 from deepseek_attn.kernels.common.row_ops import (
-    FLOATS,
-    TRITON_DTYPES,
     begin,
-    early_launch,
     entry_constants,
-    native_fp8,
     normed_rows,
     rotated_rows,
     row_block,
@@ -28,7 +25,7 @@ from deepseek_attn.kernels.common.row_ops import (
     row_weight,
     store_rows,
 )
-from deepseek_attn.kernels.linear.launch import fp8_view
+from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 WARPS = 1
 EARLY_ROWS = 256  # up to which the launch may begin early: with 4096 rows it takes 12.0 us then instead of 9.6
@@ -128,11 +125,11 @@ def norm_rope_insert(
     cache = (record, pool, page_entries, slots)
     rows, shape, outs = row_launch(qr, kv, q_weight, kv_weight, eps, cos_sin, positions, *cache, qr_out, kv_out, qr_fp8)
     if len(positions):
-        early = len(positions) <= EARLY_ROWS and early_launch(kv.device)
+        early = len(positions) <= EARLY_ROWS and supports_pdl(kv.device)
         _norm_rope_insert_kernel[(len(positions), 2)](
             rows,
             SHAPE=shape,
-            NATIVE_FP8=native_fp8(kv.device),
+            NATIVE_FP8=has_native_fp8(kv.device),
             PDL=early,
             num_warps=warps or WARPS,
             launch_pdl=early,

@@ -7,16 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepseek_attn.kernels.common.row_ops import (
-    FLOATS,
-    TRITON_DTYPES,
-    begin,
-    early_launch,
-    normed_rows,
-    rotated_rows,
-    row_block,
-    row_cos_sin,
-)
+from deepseek_attn.kernels.common.device import FLOATS, supports_pdl
+from deepseek_attn.kernels.common.row_ops import begin, normed_rows, rotated_rows, row_block, row_cos_sin
+from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 HEADS = 4  # heads of a program, one per warp: a head is summed alike in every batch
 
@@ -59,7 +52,7 @@ def query_norm_rope(
     """Same as `reference.query_norm_rope`, for rows whose channels are contiguous and heads of an even width."""
     rows, shape, out, blocks = head_launch(q, heads, eps, cos_sin, positions, padded_heads, out)
     if len(q):
-        early = early_launch(q.device)
+        early = supports_pdl(q.device)
         _query_norm_rope_kernel[(len(q), blocks)](rows, SHAPE=shape, PDL=early, num_warps=HEADS, launch_pdl=early)
     return out
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.linear.launch import launch_products, quantize, whole_rows
 from deepseek_attn.kernels.linear.launch_hopper import fits_hopper, launch_hopper
 from deepseek_attn.kernels.linear.linear import check_scaled_weight, empty_quantized, scaled_mm, scaled_mm_fits
 from deepseek_attn.kernels.linear.tiles import QUANTIZE_ABOVE, HopperTiles, Tiles, cublas_is_faster
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def grouped_linear(
@@ -107,7 +106,7 @@ def _by_cublas(q: Tensor, q_scale: Tensor, weight: Tensor, scale: Tensor, groups
 
 
 def _checked_shape(o: Tensor, groups: int, positions: Tensor | None, cos_sin: Tensor | None) -> tuple[int, int, int]:
-    if o.dim() != 3 or o.dtype not in _FLOATS or o.shape[1] % groups:
+    if o.dim() != 3 or o.dtype not in FLOATS or o.shape[1] % groups:
         raise ValueError(
             f"o must be [M, H, d] float32, bfloat16 or float16 with a multiple of {groups} heads, got "
             f"{tuple(o.shape)} {o.dtype}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
@@ -11,25 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
+from deepseek_attn.kernels.common.device import fp8_view, gpu
+from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.linear.linear_triton import multi_linear_kernel
 from deepseek_attn.kernels.linear.quantize_triton import quantize_input_kernel
 from deepseek_attn.kernels.linear.tiles import Tiles, choose_tiles
 
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ROWS = 4  # cuBLAS's block-scaled product takes multiples of so many rows
-
-
-@cache
-def gpu(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of multiprocessors. Triton's interpreter, on a CPU, passes for a small GPU."""
-    if device.type != "cuda":
-        return (8, 0), 4
-    return torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def fp8_view(tensor: Tensor) -> Tensor:
-    """An FP8 tensor as kernels take it: as bytes where the GPU has no FP8."""
-    return tensor if gpu(tensor.device)[0] >= (8, 9) else tensor.view(torch.uint8)
 
 
 def dot_plan(x: torch.dtype, weight: torch.dtype, fp8_input: bool, out: torch.dtype, native: bool) -> tuple:
@@ -43,7 +30,7 @@ def dot_plan(x: torch.dtype, weight: torch.dtype, fp8_input: bool, out: torch.dt
             return (tl.float8e4nv if native and out != torch.float32 else tl.float16), 1, None
         return (tl.float16, 1, None) if x == torch.float16 else (tl.bfloat16, 1 if x == torch.bfloat16 else 3, None)
     if weight == x and x != torch.float32:
-        return _TRITON_DTYPES[x], 1, None
+        return TRITON_DTYPES[x], 1, None
     if weight == torch.bfloat16 and x == torch.float32:
         return tl.bfloat16, 3, None
     return tl.float32, 1, "tf32x3"
@@ -159,7 +146,7 @@ def quantize(
 
     Scales are float32 ``[M, groups * K / 128]`` with strides 1 and M rounded up: there is room for `whole_rows`.
     """
-    capability, _ = gpu(x.device)
+    capability = gpu(x.device).capability
     M, channels = x.shape
     out, scale = empty_quantized_rows(M, channels, groups, x.device, torch.float8_e4m3fn if fp8 else x.dtype)
     if M == 0:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
-from deepseek_attn.kernels.linear.launch import empty_partials, first_tiles, gpu
+from deepseek_attn.kernels.common.device import gpu
+from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
+from deepseek_attn.kernels.linear.launch import empty_partials, first_tiles
 from deepseek_attn.kernels.linear.linear_hopper import linear_hopper_kernel
 from deepseek_attn.kernels.linear.tiles import QUANTIZE_ABOVE, HopperTiles, choose_hopper_tiles
 
@@ -20,7 +21,7 @@ _BYTES = gl.NVMMASharedLayout(128, 8, 2)
 _PLAIN = gl.NVMMASharedLayout(128, 16, 2)
 _SCALES = gl.NVMMASharedLayout(0, 32, 2)
 _WEIGHTS, _PLAIN_WEIGHTS = 3, 5  # that a launch takes
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def fits_hopper(
@@ -35,7 +36,7 @@ def fits_hopper(
     It needs compute capability 9.0, a rounded input, outputs of 16 bits from FP8 weights (their sums have no more),
     plain weights of the dtype of x, weights of multiples of 64 rows, and 16-byte steps wherever TMA reads.
     """
-    if gpu(x.device)[0] != (9, 0) or x.dtype not in _DTYPES or quantized is None or len(x) <= QUANTIZE_ABOVE:
+    if gpu(x.device).capability != (9, 0) or x.dtype not in _DTYPES or quantized is None or len(x) <= QUANTIZE_ABOVE:
         return False
     if not scaled or len(scaled) > _WEIGHTS or len(plain) > _PLAIN_WEIGHTS or group_rows % 128:
         return False
@@ -71,7 +72,7 @@ def launch_hopper(
     """
     q, q_scale = quantized
     M, K = q.shape[-2:]
-    _, processors = gpu(x.device)
+    processors = gpu(x.device).multiprocessors
     stride = q.stride(0) // q.stride(1) if groups > 1 else 0
     if groups > 1:
         q = q.as_strided((stride * (groups - 1) + M, K), (q.stride(1), 1))
@@ -114,7 +115,7 @@ def launch_hopper(
         CUT=(K, tiles.rows, tiles.tokens, tiles.own_rows, tiles.own_tokens, tiles.stages),
         SCALED=(sizes, firsts, count, splits, group_rows),
         PLAIN=(plain_sizes, plain_firsts, plain_count, plain_splits),
-        DTYPE=_DTYPES[x.dtype],
+        DTYPE=TRITON_DTYPES[x.dtype],
         POW2=pow2,
         REGISTERS=min(240, (registers * (owners + 1) - 40) // owners // 8 * 8),
         num_warps=4,

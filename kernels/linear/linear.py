@@ -15,12 +15,12 @@ import torch
 import triton
 from torch import Tensor
 
-from deepseek_attn.kernels.linear.launch import empty_quantized_rows, gpu, launch_products, quantize, whole_rows
+from deepseek_attn.kernels.common.device import FLOATS, gpu
+from deepseek_attn.kernels.linear.launch import empty_quantized_rows, launch_products, quantize, whole_rows
 from deepseek_attn.kernels.linear.launch_hopper import fits_hopper, launch_hopper
 from deepseek_attn.kernels.linear.reference import FP8_INPUT_GROUP, Segment
 from deepseek_attn.kernels.linear.tiles import QUANTIZE_ABOVE, HopperTiles, Tiles, cublas_is_faster
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TOGETHER_FROM = 256  # rows; with 128, the five plain projections of a C4A layer take 1.6 us longer as one product
 
 
@@ -96,7 +96,7 @@ def scaled_mm_fits(weight: Tensor, out_dtype: torch.dtype) -> bool:
     """Whether cuBLAS's block-scaled FP8 product takes this FP8 weight, for some number of rows."""
     return (
         out_dtype == torch.bfloat16
-        and gpu(weight.device)[0] == (9, 0)
+        and gpu(weight.device).capability == (9, 0)
         and weight.shape[0] % 128 == 0
         and weight.shape[1] % 512 == 0  # a row of scales is a multiple of 16 bytes
     )
@@ -145,7 +145,7 @@ def _neighbours(segments: Sequence[Segment]) -> list[tuple[int, list[int]]]:
 def _product(x: Tensor, segment: Segment, quantized: tuple[Tensor, Tensor] | None) -> Tensor | None:
     """The output of a segment by cuBLAS, or None where it has no such product or would take longer."""
     weight, out_dtype = segment.weight, segment.out_dtype or x.dtype
-    hopper = gpu(x.device)[0] == (9, 0) and out_dtype != torch.float32
+    hopper = gpu(x.device).capability == (9, 0) and out_dtype != torch.float32
     if not cublas_is_faster(len(x), *weight.shape, fp8=segment.scale is not None, hopper=hopper):
         return None
     if segment.scale is not None:
@@ -167,7 +167,7 @@ def _empty(x: Tensor, segment: Segment) -> Tensor:
 
 
 def _check_input(x: Tensor) -> None:
-    if x.dim() != 2 or x.dtype not in _FLOATS:
+    if x.dim() != 2 or x.dtype not in FLOATS:
         raise ValueError(f"x must be [M, K] float32, bfloat16 or float16, got {tuple(x.shape)} {x.dtype}")
 
 
@@ -175,12 +175,12 @@ def _check_segment(segment: Segment, x: Tensor) -> None:
     weight, scale = segment.weight, segment.scale
     if scale is not None:
         check_scaled_weight(weight, scale, x.shape[1], segment.fp8_input)
-    elif weight.dtype not in _FLOATS or weight.shape[1:] != x.shape[1:] or not weight.is_contiguous():
+    elif weight.dtype not in FLOATS or weight.shape[1:] != x.shape[1:] or not weight.is_contiguous():
         raise ValueError(
             f"a weight without a scale must be a contiguous float32, bfloat16 or float16 [N, {x.shape[1]}], got "
             f"{tuple(weight.shape)} {weight.dtype}, strides {weight.stride()}"
         )
-    if segment.out_dtype not in (None, *_FLOATS):
+    if segment.out_dtype not in (None, *FLOATS):
         raise ValueError(f"outputs are float32, bfloat16 or float16, got {segment.out_dtype}")
 
 

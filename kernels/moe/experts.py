@@ -5,13 +5,13 @@ The device code is in `moe_kernels`; this file checks arguments and decides how 
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepseek_attn.kernels.common.device import FLOATS, gpu, supports_pdl
+from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.moe.experts_triton import (
     combine_kernel,
     count_kernel,
@@ -25,7 +25,6 @@ from deepseek_attn.kernels.moe.plan import Plan, Tiles, choose_plan, choose_tile
 Stack = tuple[Tensor, Tensor | None]
 MAX_SLOTS = 64  # pairs up to which the product kernels group them by themselves
 TOKENS = 8192  # of one pass: what lies between the products would take 6 GB for 65536 tokens of V4-Flash
-_FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def moe_experts(
@@ -59,7 +58,7 @@ def moe_experts(
     out = torch.empty(T, D, dtype=torch.float32 if add is None else x.dtype, device=x.device)
     x = x if x.stride(1) == 1 else x.contiguous()
     experts, weights = experts.contiguous(), weights.contiguous()
-    capability = _capability(x.device)
+    capability = gpu(x.device).capability
     plan = choose_plan(format, x.dtype, fp8_input, pow2, capability)
     for start in range(0, T, TOKENS):
         part = slice(start, start + TOKENS)
@@ -76,7 +75,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
     if out.numel():
-        early = _capability(gate.device)[0] >= 9
+        early = supports_pdl(gate.device)
         block = 1024 if out.numel() > 1 << 18 else 256
         swiglu_kernel[(triton.cdiv(out.numel(), block),)](
             gate,
@@ -248,7 +247,7 @@ def _product(
         WEIGH=weigh,
         X_SCALED=plan.scaled,
         NATIVE_FP8=native,
-        DTYPE=_FLOATS.get(plan.dtype, tl.float8e4nv),
+        DTYPE=TRITON_DTYPES.get(plan.dtype, tl.float8e4nv),
         PRECISION="tf32x3" if plan.dtype == torch.float32 else None,
         SLOTS=triton.next_power_of_2(pairs) if groups is None else 0,
         TILE=tiles.pairs,
@@ -273,18 +272,13 @@ def _on_gpu(x: Tensor) -> bool:
     return x.device.type == "cuda"
 
 
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
 def _check(x: Tensor, experts: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, add: Tensor | None) -> str:
     """The format of the weights.
 
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """
-    if x.dim() != 2 or x.dtype not in _FLOATS or not _on_gpu(x):
+    if x.dim() != 2 or x.dtype not in FLOATS or not _on_gpu(x):
         raise ValueError(
             f"x must be [T, D] float32, bfloat16 or float16 on a GPU, got {tuple(x.shape)} {x.dtype} on {x.device}"
         )

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 
+from deepseek_attn.kernels.common.device import supports_pdl
 from deepseek_attn.kernels.common.float32_product import float32_product, summed
-from deepseek_attn.kernels.common.row_ops import early_launch
 
 SHARE = 256  # channels that are summed before they are added to the others
 _SCORES = ("sqrtsoftplus", "sigmoid", "softmax")
@@ -136,7 +136,7 @@ def moe_route(
     weights = torch.empty(T, topk, dtype=torch.float32, device=x.device)
     if T == 0:
         return experts, weights
-    early = early_launch(x.device)
+    early = supports_pdl(x.device)
     logits = float32_product(x, weight, SHARE)
     table, token_ids = (experts, experts) if choice is None else choice
     select_kernel[(T,)](

@@ -13,6 +13,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from deepseek_attn.kernels.common import device as device_facts
+from deepseek_attn.kernels.common.device import GPU
+
 CAPABILITIES = {"sm80": (8, 0), "sm89": (8, 9), "sm90": (9, 0), "sm100": (10, 0), "sm120": (12, 0)}
 SHARED = {"sm80": 163, "sm89": 99, "sm90": 227, "sm100": 227, "sm120": 99}  # KiB that a program may use
 NAMES = {
@@ -41,6 +44,12 @@ def only_first(cases, first):
     assert set(first) <= set(cases)
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)),
                          marks=[] if case in first else pytest.mark.compile_all) for case in cases]  # fmt: skip
+
+
+def pass_for_gpu(monkeypatch, capability, *modules):
+    """Makes every device a GPU of this capability: for `kernels.common.device`, and ``modules`` that import `gpu`."""
+    for module in (device_facts, *modules):
+        monkeypatch.setattr(module, "gpu", lambda device: GPU(capability, 132))
 
 
 def target_of(arch):

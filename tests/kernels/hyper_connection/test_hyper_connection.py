@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.common import float32_product
 from deepseek_attn.kernels.hyper_connection import hyper_connection as hc
-from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus
+from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu
 
 NAN = float("nan")
 LIMIT = {torch.bfloat16: 3e-3, torch.float32: 1e-5}
@@ -120,8 +120,7 @@ STEPS = {"one token": (1, torch.bfloat16), "4096": (4096, torch.bfloat16), "floa
 def test_it_compiles(monkeypatch, arch, step):
     T, dtype = STEPS[step]
     monkeypatch.setattr(hc, "_on_gpu", lambda x: True)
-    for module in (hc, float32_product):
-        monkeypatch.setattr(module, "early_launch", lambda device: CAPABILITIES[arch][0] >= 9)
+    pass_for_gpu(monkeypatch, CAPABILITIES[arch])
     (y, streams, post, comb), pre = make(T, 4, 4096, dtype, "meta")
     found = compiled_launches(monkeypatch, [hc, float32_product], arch, lambda: both(y, streams, post, comb, *pre))
     cuts = T == 4096 and dtype == torch.bfloat16

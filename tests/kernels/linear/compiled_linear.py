@@ -13,8 +13,7 @@ KERNELS = ("multi_linear_kernel", "linear_hopper_kernel", "quantize_input_kernel
 def compiled_launches(monkeypatch, capability, call):
     """The compiled launches of ``call()`` on a GPU of that capability: products, then what quantises their input."""
     modules = (linear_launch, linear_hopper)
-    for module in modules:
-        monkeypatch.setattr(module, "gpu", lambda device: (capability, 132))
+    launches.pass_for_gpu(monkeypatch, capability, *modules)
     arch = next(arch for arch, of_arch in CAPABILITIES.items() if of_arch == capability)
     found = launches.compiled_launches(monkeypatch, modules, arch, call)
     return [kernel for name in KERNELS for kernel in found.get(name, [])]

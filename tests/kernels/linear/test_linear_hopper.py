@@ -9,7 +9,7 @@ from deepseek_attn.kernels.linear import launch_hopper as linear_hopper
 from deepseek_attn.kernels.linear.launch import empty_quantized_rows
 from deepseek_attn.kernels.linear.launch_hopper import fits_hopper, launch_hopper
 from deepseek_attn.kernels.linear.tiles import HopperTiles, choose_hopper_tiles
-from tests.kernels.compiled_launches import only_first, ptxas_report
+from tests.kernels.compiled_launches import only_first, pass_for_gpu, ptxas_report
 from tests.kernels.linear.compiled_linear import compiled_launches
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -60,8 +60,6 @@ def test_compiles_without_waits_between_the_products_of_a_block(name, M, monkeyp
 
 
 def test_which_launches_it_takes(monkeypatch):
-    monkeypatch.setattr(linear_hopper, "gpu", lambda device: (capability, 132))
-
     def fits(M=20, K=1024, scaled=(256,), plain=(64,), x=BF16, out=BF16, weight=BF16, rounded=True, groups=0, offset=0):
         q, scale = empty_quantized_rows(M, K, 1, torch.device("cpu"))
         storage = torch.empty(M * K + offset, dtype=x)
@@ -70,7 +68,7 @@ def test_which_launches_it_takes(monkeypatch):
         quantized = (q[0], scale.t()) if rounded else None
         return fits_hopper(storage[offset:].view(M, K), fp8, others, quantized, groups)
 
-    capability = (9, 0)
+    pass_for_gpu(monkeypatch, (9, 0), linear_hopper)
     assert fits()
     assert fits(x=F16, weight=F16, out=F16)
     assert fits(plain=())
@@ -86,7 +84,7 @@ def test_which_launches_it_takes(monkeypatch):
     ]
     others += [{"x": F32}, {"weight": F32}, {"out": F32}, {"rounded": False}, {"groups": 64}, {"offset": 1}]
     assert not any(fits(**other) for other in others)
-    capability = (10, 0)
+    pass_for_gpu(monkeypatch, (10, 0), linear_hopper)
     assert not fits()
 
 

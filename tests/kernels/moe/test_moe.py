@@ -16,7 +16,7 @@ import triton.language as tl
 
 from deepseek_attn.kernels.moe import experts as moe
 from deepseek_attn.kernels.moe import experts_triton as moe_kernels
-from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus
+from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAN = float("nan")
@@ -71,7 +71,7 @@ def assert_registers_are_waited_for(ttgir):
 @pytest.mark.parametrize("arch", on_gpus())
 def test_swiglu_compiles(monkeypatch, arch):
     gate, up = torch.empty(2, 7, 64, dtype=torch.bfloat16, device="meta")
-    monkeypatch.setattr(moe, "_capability", lambda device: CAPABILITIES[arch])
+    pass_for_gpu(monkeypatch, CAPABILITIES[arch], moe)
     monkeypatch.setattr(moe, "_on_gpu", lambda x: True)
     assert compiled_launches(monkeypatch, [moe], arch, lambda: moe.swiglu(gate, up, 10.0))
 

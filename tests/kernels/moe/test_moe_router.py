@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.common import float32_product
 from deepseek_attn.kernels.moe import router as moe_router
-from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus
+from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu
 
 NAN = float("nan")
 SCORES = {
@@ -160,8 +160,7 @@ TOKENS = {1: torch.bfloat16, 4096: torch.bfloat16, 40: torch.float32}
 def test_it_compiles(monkeypatch, arch, T):
     dtype = TOKENS[T]
     monkeypatch.setattr(moe_router, "_on_gpu", lambda x: True)
-    for module in (moe_router, float32_product):
-        monkeypatch.setattr(module, "early_launch", lambda device: CAPABILITIES[arch][0] >= 9)
+    pass_for_gpu(monkeypatch, CAPABILITIES[arch])
     x, weight = torch.empty(T, 512, dtype=dtype, device="meta"), torch.empty(64, 512, device="meta")
     options = {"groups": (8, 4), "bias": torch.empty(64, device="meta")} if T == 40 else {}
     found = compiled_launches(
