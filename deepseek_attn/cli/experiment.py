@@ -59,6 +59,6 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"numbers: {folder / 'report.json'}; for the page with plots, {MATPLOTLIB_HINT}, then `experiment report`"
         )
-    for unit, reason in failed:
-        print(f"failed: {unit.name}: {reason}")
+    for failure in failed:
+        print(f"failed: {failure.unit.name}: {failure.reason}")
     return 1 if failed else 0

@@ -41,10 +41,8 @@ class Experiment:
         device: None takes the first GPU if there is one, else the CPU.
         jobs: worker processes that train at the same time; timings always run alone.
         limit_s: seconds after which a piece of work is given up; None never.
-        origin: what `load_experiment` was given, as an absolute path or a shipped name.
     """
 
-    origin: str
     name: str
     title: str
     base: ModelConfig
@@ -76,20 +74,23 @@ def load_experiment(path: str | Path) -> Experiment:
     Raises:
         ValueError: no such file, broken JSON, or one error that lists everything that is wrong with the experiment.
     """
-    file, origin = Path(path), str(Path(path).resolve())
+    file = Path(path)
     if not file.is_file() and str(path) in shipped_experiments():
-        file, origin = resources.files("deepseek_attn.configs").joinpath("experiments", f"{path}.json"), str(path)
+        file = Path(str(resources.files("deepseek_attn.configs").joinpath("experiments", f"{path}.json")))
     elif not file.is_file():
         raise ValueError(f"{str(path)!r} is no file and no shipped experiment ({', '.join(shipped_experiments())})")
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"experiment {path}: not valid JSON ({error})") from error
-    return read_experiment(raw, origin, Path(str(file)).parent)
+    return read_experiment(raw, str(path), file.parent)
 
 
 def read_experiment(raw: Any, origin: str, folder: Path) -> Experiment:
-    """Checks a decoded experiment; ``folder`` is what relative paths start from.
+    """Checks a decoded experiment.
+
+    Args:
+        origin: names the experiment in errors; folder: where relative paths start.
 
     Raises:
         ValueError: one error that lists every problem.
@@ -117,7 +118,7 @@ def read_experiment(raw: Any, origin: str, folder: Path) -> Experiment:
         reader.problem("nothing to measure: at least one of cost, model_time, train, checkpoint is needed")
     reader.raise_if_problems(origin)
     title = str(raw.get("title", name))
-    return Experiment(origin, str(name), title, base, tuple(variants), tuple(seeds), device, jobs, limit_s, **sections)
+    return Experiment(str(name), title, base, tuple(variants), tuple(seeds), device, jobs, limit_s, **sections)
 
 
 def _read_base(reader: FieldReader, folder: Path) -> ModelConfig | None:

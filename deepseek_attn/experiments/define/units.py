@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from deepseek_attn.config.model import LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import get_numerics
-from deepseek_attn.experiments.define.config import Experiment
 from deepseek_attn.experiments.define.variant import Variant
 
+if TYPE_CHECKING:  # it imports torch, and worker processes receive units before they do
+    from deepseek_attn.experiments.define.config import Experiment
+
 FORMAT = 1  # of the records: raise it when their meaning changes, and old ones are made again
+
+ReportProgress = Callable[[float], None]  # called with the part of a unit that is done, in [0, 1]
+Kind = Literal["cost", "layer_time", "model_time", "reference", "checkpoint", "tokens", "train"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,17 +27,21 @@ class Unit:
     """One piece of work.
 
     Attributes:
-        kind: ``cost``, ``layer_time``, ``model_time``, ``reference``, ``checkpoint``, ``tokens`` or ``train``.
         name: for people; path: of its record, inside the folder of results, without ``.json``.
         inputs: all that its result depends on.
         alone: nothing else may run beside it, because it measures time or others wait for it.
+        variant: None for ``reference`` and ``tokens``; layer: of ``layer_time``; task, seed: of ``train``.
     """
 
-    kind: str
+    kind: Kind
     name: str
     path: str
     inputs: Mapping[str, Any]
     alone: bool = False
+    variant: Variant | None = None
+    layer: int | None = None
+    task: str | None = None
+    seed: int | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -42,7 +51,7 @@ class Unit:
 
 
 def make_units(experiment: Experiment, device: str) -> list[Unit]:
-    """All units, those that run alone first; ``device`` is part of what times and training depend on."""
+    """All units, those that run alone first; ``device`` is an input of times and trainings."""
     units = [*_cost_units(experiment, device), *_model_time_units(experiment, device)]
     units += [*_checkpoint_units(experiment, device), *_train_units(experiment, device)]
     return sorted(units, key=lambda unit: not unit.alone)
@@ -62,10 +71,8 @@ def _cost_units(experiment: Experiment, device: str) -> list[Unit]:
         return []
     shared = {"model": cost.model.to_dict(), "numerics": cost.numerics, "contexts": cost.contexts}
     for variant in experiment.variants:
-        inputs = {"variant": _changes(variant), **shared}
-        units.append(
-            Unit("cost", f"{variant.name}: bytes and FLOPs", f"variants/{variant.slug}/cost", inputs, alone=True)
-        )
+        inputs, name = {"variant": asdict(variant), **shared}, f"{variant.name}: bytes and FLOPs"
+        units.append(Unit("cost", name, f"variants/{variant.slug}/cost", inputs, alone=True, variant=variant))
         config, numerics = variant.config(cost.model), variant.numerics(get_numerics(cost.numerics))
         for spec in config.layers:
             kinds.setdefault(layer_key(spec, config, numerics.kv_record), (variant, spec))
@@ -73,10 +80,11 @@ def _cost_units(experiment: Experiment, device: str) -> list[Unit]:
         return units
     names = ("time_up_to", "batch", "prefill", "repeats")
     sizes = {"device": device, **{name: getattr(cost, name) for name in names}}
-    # few entries first: what takes longest, or does not fit, comes when the rest is there
+    # high ratios first: layers with many entries take longest, or do not fit
     for key, (variant, spec) in sorted(kinds.items(), key=lambda item: (-item[1][1].ratio or -math.inf, item[0])):
         inputs = {"key": key, "variant": variant.name, "layer": spec.index, **shared, **sizes}
-        units.append(Unit("layer_time", f"times of a {key} layer", f"layers/{key.lower()}", inputs, alone=True))
+        name, path = f"times of a {key} layer", f"layers/{key.lower()}"
+        units.append(Unit("layer_time", name, path, inputs, alone=True, variant=variant, layer=spec.index))
     return units
 
 
@@ -87,7 +95,7 @@ def _model_time_units(experiment: Experiment, device: str) -> list[Unit]:
     return [
         Unit(
             "model_time", f"{variant.name}: times of a step", f"variants/{variant.slug}/model_time",
-            {"variant": _changes(variant), **shared}, alone=True,
+            {"variant": asdict(variant), **shared}, alone=True, variant=variant,
         )
         for variant in experiment.variants
     ]  # fmt: skip
@@ -99,8 +107,8 @@ def _checkpoint_units(experiment: Experiment, device: str) -> list[Unit]:
     shared = {"device": device, **asdict(experiment.checkpoint)}
     units = [Unit("reference", "the checkpoint's own schedule", "checkpoint/own", shared, alone=True)]
     for variant in experiment.variants:
-        inputs = {"variant": _changes(variant), **shared}
-        units.append(Unit("checkpoint", f"{variant.name}: checkpoint", f"variants/{variant.slug}/checkpoint", inputs))
+        inputs, path = {"variant": asdict(variant), **shared}, f"variants/{variant.slug}/checkpoint"
+        units.append(Unit("checkpoint", f"{variant.name}: checkpoint", path, inputs, variant=variant))
     return units
 
 
@@ -123,9 +131,6 @@ def _train_units(experiment: Experiment, device: str) -> list[Unit]:
             inputs |= {"tokens": text} if task == "text" else {}
             for variant in experiment.variants:
                 name, path = f"{variant.name}: {task}, seed {seed}", f"variants/{variant.slug}/{task}-seed{seed}"
-                units.append(Unit("train", name, path, {"variant": _changes(variant), **inputs}))
+                all_inputs = {"variant": asdict(variant), **inputs}
+                units.append(Unit("train", name, path, all_inputs, variant=variant, task=task, seed=seed))
     return units
-
-
-def _changes(variant: Variant) -> dict[str, Any]:
-    return asdict(variant)

@@ -6,7 +6,6 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.options import pick_dtype
 from deepseek_attn.experiments.define.settings import CostSettings, ModelTimeSettings
+from deepseek_attn.experiments.define.units import ReportProgress
 from deepseek_attn.models.block import attention_layers
 from deepseek_attn.runner.model_runner import ModelRunner, Sequence
 from deepseek_attn.runner.planner import index_logits_bytes, workspace_bytes
@@ -26,8 +26,6 @@ from deepseek_attn.runner.planner import index_logits_bytes, workspace_bytes
 SLOW = 0.2  # seconds of a step: one measurement is enough
 MODES = ("decode", "prefill")
 SHARE = 0.6  # of the free memory that a measurement may take: the rest is for weights and intermediate results
-
-Report = Callable[[float], None]  # called with the part that is done, in [0, 1]
 
 
 def free_memory(device: torch.device) -> int:
@@ -40,7 +38,12 @@ def free_memory(device: torch.device) -> int:
 
 
 def time_layer_kind(
-    config: ModelConfig, numerics: Numerics, layer: int, settings: CostSettings, device: torch.device, progress: Report
+    config: ModelConfig,
+    numerics: Numerics,
+    layer: int,
+    settings: CostSettings,
+    device: torch.device,
+    progress: ReportProgress,
 ) -> dict[str, Any]:
     """Decode and prefill times of one attention layer with random weights, at every context.
 
@@ -108,7 +111,7 @@ def _room(device: torch.device) -> float:
 
 
 def time_model(
-    config: ModelConfig, numerics: Numerics, settings: ModelTimeSettings, device: torch.device, progress: Report
+    config: ModelConfig, numerics: Numerics, settings: ModelTimeSettings, device: torch.device, progress: ReportProgress
 ) -> dict[str, Any]:
     """Times of whole steps of a model with random weights: ``decode_ms`` of a batch, ``prefill_ms`` of one sequence.
 

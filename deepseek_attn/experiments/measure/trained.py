@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from safetensors.torch import load_file
 
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.experiments.define.settings import TaskSettings, TrainSettings
+from deepseek_attn.experiments.define.units import ReportProgress
 from deepseek_attn.experiments.measure.quality import by_position, next_token_loss
 from deepseek_attn.experiments.measure.recall import measure_recall
 from deepseek_attn.runner.model_runner import ModelRunner
@@ -45,7 +45,7 @@ def train_variant(
     seed: int,
     device: torch.device,
     folder: Path,
-    progress: Callable[[float], None],
+    progress: ReportProgress,
 ) -> dict[str, Any]:
     """Trains one model on one task and measures it.
 

@@ -1,146 +1,218 @@
-"""Worker processes that share a list of units; see `worker` for their side."""
+"""Worker processes that share a queue of units."""
 
 from __future__ import annotations
 
-import json
 import os
-import selectors
-import subprocess
+import signal
 import sys
 import time
+import traceback
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from threading import RLock, Thread
 
-from deepseek_attn.experiments.define.units import Unit
-from deepseek_attn.experiments.run.clock import Clock
+from tqdm import tqdm
+
+from deepseek_attn.experiments.define.units import ReportProgress, Unit
+
+PROGRESS_S = 0.5  # between two messages about a unit's progress
+
+Task = Callable[[Unit, ReportProgress], object]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A worker's message: its unit has been running for ``seconds``, and ``part`` of it is done, in [0, 1]."""
+
+    part: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A worker's message: its unit ended after ``seconds``; ``error`` says why it failed."""
+
+    seconds: float
+    error: str | None = None
 
 
 class Pool:
-    """Runs units in ``clock.jobs`` processes.
+    """Runs ``task(unit, report)`` for each unit in ``jobs`` processes, or by itself if the unit is ``alone``.
 
     Args:
-        arguments: of each worker; logs: folder for what they print.
-        finished: called with each unit, its seconds and, if it failed, why.
-        limit_s: a unit that takes longer has failed, and its process is ended; None lets it take its time.
+        task: pickled once per process, so a module's function or a partial of one.
+        logs: folder for what the processes print.
+        running: called with a unit and its progress.
+        finished: called with a unit and how it ended: done, failed with an error, or lost with its process.
+        limit_s: a unit that takes longer has failed, and its process is killed; None waits for ever.
     """
 
     def __init__(
         self,
-        arguments: tuple[str, ...],
+        task: Task,
         logs: Path,
-        clock: Clock,
-        finished: Callable[[Unit, float, str | None], None],
+        jobs: int,
+        running: Callable[[Unit, Running], None],
+        finished: Callable[[Unit, Finished], None],
         limit_s: float | None = None,
     ):
-        self.command = [sys.executable, "-m", "deepseek_attn.experiments.run.worker", *arguments]
-        self.logs, self.clock, self.finished, self.limit_s = logs, clock, finished, limit_s
-        self.selector = selectors.DefaultSelector()
+        self.task, self.logs, self.jobs, self.limit_s = task, logs, jobs, limit_s
+        self.running, self.finished = running, finished
         self.workers: list[Worker] = []
 
     def run(self, units: list[Unit]) -> None:
-        """Returns when every unit is done or has failed; stops the workers whatever happens.
+        """Returns when every unit is done or has failed; ends the processes whatever happens.
 
         Raises:
             RuntimeError: a process ended before it could do anything.
         """
-        queue = list(units)
+        queue = deque(units)
         try:
-            for number in range(self.clock.jobs):
-                self._start(self.logs / f"worker{number}.txt")
-            while self.workers:
-                for key, _ in self.selector.select(timeout=1.0):
-                    self._serve(key.data, queue)
-                self._end_late_ones()
-                self.clock.show()
+            while self._assign(queue):
+                ready = wait([worker.connection for worker in self.workers], timeout=1.0)
+                for worker in [worker for worker in self.workers if worker.connection in ready]:
+                    self._receive(worker)
+                for worker in self.workers:
+                    if self._is_late(worker):
+                        worker.process.kill()  # the end of its connection reports the unit
         finally:
-            for worker in self.workers:
-                worker.stop()
-            self.selector.close()
+            while self.workers:
+                self.workers.pop().stop()
 
-    def _start(self, log: Path) -> None:
-        worker = Worker(self.command, log, self.clock.jobs)
+    def _assign(self, queue: deque[Unit]) -> bool:
+        """Gives out as many units as may run now, starting processes as needed; False once nothing is left."""
+        while True:
+            busy = [worker.unit for worker in self.workers if worker.unit is not None]
+            if not queue:
+                return bool(busy)
+            limit = 1 if any(unit.alone for unit in (queue[0], *busy)) else self.jobs
+            if len(busy) >= limit:
+                return True
+            idle = next((worker for worker in self.workers if worker.unit is None), None) or self._start()
+            idle.give(queue.popleft())
+
+    def _start(self) -> Worker:
+        used = {worker.log for worker in self.workers}
+        names = (self.logs / f"worker{number}.txt" for number in range(self.jobs))
+        worker = Worker(self.task, next(log for log in names if log not in used))
         self.workers.append(worker)
-        self.selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
+        return worker
 
-    def _serve(self, worker: Worker, queue: list[Unit]) -> None:
-        for message in worker.read():
-            if "progress" in message:
-                self.clock.progress(worker.unit, message["progress"])
-                continue
-            worker.idle = True
-            if worker.unit is not None:
-                self._finish(worker, message.get("error"))
-        if worker.ended:
-            self._lost(worker)
-            if queue:
-                self._start(worker.log)
-        elif worker.idle:
-            unit = queue.pop(0) if queue else None
-            if unit is not None:
-                self.clock.started(unit)
-            worker.give(unit)
+    def _receive(self, worker: Worker) -> None:
+        try:
+            message = worker.connection.recv()
+        except (EOFError, OSError):
+            self._lose(worker)
+            return
+        unit, worker.started = worker.unit, True
+        if isinstance(message, Running):
+            worker.began = worker.began or time.monotonic()
+            self.running(unit, message)
+        else:
+            worker.unit = worker.began = None
+            self.finished(unit, message)
 
-    def _end_late_ones(self) -> None:
-        for worker in self.workers:
-            if worker.unit is not None and self.limit_s and time.monotonic() - worker.start > self.limit_s:
-                worker.process.kill()
+    def _is_late(self, worker: Worker) -> bool:
+        return self.limit_s is not None and worker.seconds > self.limit_s
 
-    def _finish(self, worker: Worker, error: str | None) -> None:
-        unit, worker.unit = worker.unit, None
-        self.finished(unit, time.monotonic() - worker.start, error)
-
-    def _lost(self, worker: Worker) -> None:
-        """A worker's output has ended: expected once it has nothing to do, else its unit has failed."""
-        self.selector.unregister(worker.process.stdout)
+    def _lose(self, worker: Worker) -> None:
+        """Reports the unit of a process that has ended as failed; another process takes its place if there is work."""
         self.workers.remove(worker)
+        late, seconds = self._is_late(worker), worker.seconds
+        worker.process.join(timeout=10)
         code = worker.stop()
-        if worker.unit is not None:
-            late = self.limit_s is not None and time.monotonic() - worker.start > self.limit_s
-            why = f"not done after {self.limit_s} s" if late else f"the worker process ended with code {code}"
-            self._finish(worker, f"{why}; see {worker.log}")
-        elif not worker.started:
+        if not worker.started:
             raise RuntimeError(f"a worker process ended with code {code} before it began; see {worker.log}")
+        if worker.unit is not None:
+            why = f"not done after {self.limit_s} s" if late else f"the worker process ended with code {code}"
+            self.finished(worker.unit, Finished(seconds, f"{why}; see {worker.log}"))
 
 
 class Worker:
-    """One worker process; see `worker` for what it reads and writes."""
+    """The pool's side of one process.
 
-    def __init__(self, command: list[str], log: Path, jobs: int):
+    Attributes:
+        unit: what it does; None while it is idle.
+        began: when the process said that the unit runs, by the monotonic clock; imports come before.
+        started: the process has said something.
+    """
+
+    def __init__(self, task: Task, log: Path):
         log.parent.mkdir(parents=True, exist_ok=True)
-        self.log, self.unit, self.start = log, None, 0.0
-        self.idle = self.started = self.ended = False
-        self._rest = b""
-        threads = str(max(1, (os.cpu_count() or 1) // jobs))
-        environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUNBUFFERED": "1"}
-        with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment
-            )
-        os.set_blocking(self.process.stdout.fileno(), False)
+        self.log, self.started = log, False
+        self.unit: Unit | None = None
+        self.began: float | None = None
+        context = get_context("spawn")  # a forked process could not use CUDA
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs, log), daemon=True)
+        self.process.start()
+        theirs.close()  # the process has the only one, so that its end closes the connection
+        self._send(task)
 
-    def give(self, unit: Unit | None) -> None:
-        """The next unit, or none: then the process ends by itself."""
-        self.idle, self.started = False, True
-        if unit is None:
-            self.process.stdin.close()
-            return
-        self.unit, self.start = unit, time.monotonic()
-        with suppress(BrokenPipeError):  # if it has just died, the end of its output says so
-            self.process.stdin.write(f"{unit.path}\n".encode())
-            self.process.stdin.flush()
+    @property
+    def seconds(self) -> float:
+        """How long the unit has been running."""
+        return 0.0 if self.began is None else time.monotonic() - self.began
 
-    def read(self) -> list[dict]:
-        """The messages that have come; notes when there will be no more."""
-        data = self.process.stdout.read()
-        self.ended = data == b""
-        *lines, self._rest = (self._rest + (data or b"")).split(b"\n")
-        return [json.loads(line) for line in lines if line]
+    def give(self, unit: Unit) -> None:
+        self.unit = unit
+        self._send(unit)
 
-    def stop(self) -> int:
+    def _send(self, value: object) -> None:
+        with suppress(OSError):  # the process has died: the end of its connection says so
+            self.connection.send(value)
+
+    def stop(self) -> int | None:
         """Ends the process if it still runs; returns its exit code."""
-        if self.process.poll() is None and not self.ended:
-            self.process.terminate()
-        code = self.process.wait()
-        self.process.stdout.close()
-        return code
+        self.process.terminate()
+        self.process.join()
+        self.connection.close()
+        return self.process.exitcode
+
+
+def work(connection: Connection, log: Path) -> None:
+    """Main function of a worker process: receives the task, then does units until the connection closes.
+
+    Its imports, and those of the task, come after this function has redirected the output to ``log``.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the pool ends this one
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.stdout.reconfigure(line_buffering=True)
+    tqdm.set_lock(RLock())  # its default is a semaphore, which outlives a process that is killed
+    Thread(target=_end_with_pool, daemon=True).start()
+    with suppress(EOFError, ConnectionError):  # the pool is gone
+        task: Task = connection.recv()
+        while True:
+            _do(task, connection.recv(), connection)
+
+
+def _end_with_pool() -> None:
+    """Ends this process when the pool's is gone, whatever the unit does, even if that process was killed."""
+    wait([parent_process().sentinel])
+    os._exit(1)
+
+
+def _do(task: Task, unit: Unit, connection: Connection) -> None:
+    start = last = time.monotonic()
+
+    def report(part: float) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PROGRESS_S:
+            last = time.monotonic()
+            connection.send(Running(part, last - start))
+
+    error = None
+    connection.send(Running(0.0, 0.0))
+    try:
+        task(unit, report)
+    except Exception as problem:
+        traceback.print_exc()
+        error = f"{type(problem).__name__}: {problem}"
+    connection.send(Finished(time.monotonic() - start, error))

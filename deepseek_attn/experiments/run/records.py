@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deepseek_attn.experiments.define.results import Record
 from deepseek_attn.experiments.define.units import Unit
 from deepseek_attn.utils.files import write_text
 
@@ -20,9 +22,9 @@ def record_path(folder: Path, unit: Unit) -> Path:
     return folder / "records" / f"{unit.path}.json"
 
 
-def write_record(folder: Path, unit: Unit, result: dict[str, Any], seconds: float) -> None:
-    """Keeps what a unit found, with what it was asked and how long it took."""
-    record = {
+def write_record(folder: Path, unit: Unit, result: Mapping[str, Any], seconds: float) -> None:
+    """Keeps the result of a unit, with its inputs and how long it took."""
+    record: Record = {
         "kind": unit.kind,
         "name": unit.name,
         "fingerprint": unit.fingerprint,
@@ -33,7 +35,7 @@ def write_record(folder: Path, unit: Unit, result: dict[str, Any], seconds: floa
     write_json(record_path(folder, unit), record)
 
 
-def read_record(folder: Path, unit: Unit) -> dict[str, Any] | None:
+def read_record(folder: Path, unit: Unit) -> Record | None:
     """The record of a unit; None if it is absent, unreadable or made from other inputs."""
     try:
         record = json.loads(record_path(folder, unit).read_text(encoding="utf-8"))

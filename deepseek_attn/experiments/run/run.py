@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tqdm import tqdm
 
 from deepseek_attn.checkpoint.write import check_new_directory
 from deepseek_attn.experiments.define.config import Experiment
 from deepseek_attn.experiments.define.units import Unit, make_units
-from deepseek_attn.experiments.run.clock import Clock
-from deepseek_attn.experiments.run.pool import Pool
+from deepseek_attn.experiments.run.pool import Finished, Pool
+from deepseek_attn.experiments.run.progress import Progress
 from deepseek_attn.experiments.run.records import read_record
+from deepseek_attn.experiments.run.work import Work
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A unit that has no result, and why."""
+
+    unit: Unit
+    reason: str
 
 
 @dataclass
 class Outcome:
-    """What a run did: units already done before, done now, and (unit, reason) of those that failed."""
+    """What a run did: units already done before, done now, and failed."""
 
     skipped: list[Unit] = field(default_factory=list)
     done: list[Unit] = field(default_factory=list)
-    failed: list[tuple[Unit, str]] = field(default_factory=list)
+    failed: list[Failure] = field(default_factory=list)
 
 
-def run_experiment(
-    experiment: Experiment, folder: Path, device: str, *, resume: bool, say: Callable[[str], None] = print
-) -> Outcome:
-    """Does every unit that has no record yet.
+def run_experiment(experiment: Experiment, folder: Path, device: str, *, resume: bool) -> Outcome:
+    """Does every unit that has no record yet, and prints a line for each.
 
     Args:
         folder: of the results; made if absent.
+        device: of every worker process.
         resume: go on with what is there; else the folder must be empty.
-        say: shows one line of progress.
 
     Raises:
         ValueError: ``folder`` is not empty and ``resume`` is off, or it cannot be made.
@@ -42,29 +50,24 @@ def run_experiment(
         )
     if not resume or not folder.is_dir():
         check_new_directory(folder)
-    outcome = Outcome()
-    units = make_units(experiment, device)
-    for unit in units:
-        if read_record(folder, unit) is not None:
-            outcome.skipped.append(unit)
-    skipped = {unit.path for unit in outcome.skipped}
-    left = [unit for unit in units if unit.path not in skipped]
-    say(f"{experiment.name}: {len(units)} pieces of work, {len(skipped)} done before, {len(left)} to do on {device}")
-    clock = Clock(left)
+    outcome, left = Outcome(), []
+    for unit in make_units(experiment, device):
+        (left if read_record(folder, unit) is None else outcome.skipped).append(unit)
+    count, skipped = len(left), len(outcome.skipped)
+    print(f"{experiment.name}: {count + skipped} pieces of work, {skipped} done before, {count} to do on {device}")
+    jobs = min(experiment.jobs, max(1, sum(not unit.alone for unit in left)))
+    progress = Progress(left, jobs)
 
-    def finished(unit: Unit, seconds: float, error: str | None) -> None:
-        count = clock.finished(unit, seconds)
-        if error is None:
+    def finished(unit: Unit, end: Finished) -> None:
+        progress.finished(unit, end.seconds)
+        if end.error is None:
             outcome.done.append(unit)
         else:
-            outcome.failed.append((unit, error))
-        state = f"{seconds:.1f} s" if error is None else f"FAILED: {error}"
-        say(f"[{count}/{clock.total}] {unit.name} ({state}){clock.note()}")
+            outcome.failed.append(Failure(unit, end.error))
+        state = f"{end.seconds:.1f} s" if end.error is None else f"FAILED: {end.error}"
+        tqdm.write(f"[{count - len(progress.left)}/{count}] {unit.name} ({state}){progress.note()}")
 
-    for alone in (True, False):
-        part = [unit for unit in left if unit.alone is alone]
-        if part:
-            clock.jobs = 1 if alone else min(experiment.jobs, len(part))
-            command = (experiment.origin, str(folder), device)
-            Pool(command, folder / "logs", clock, finished, experiment.limit_s).run(part)
+    with progress.bar:
+        work = Work(experiment, folder, device, jobs)
+        Pool(work, folder / "logs", jobs, progress.running, finished, experiment.limit_s).run(left)
     return outcome

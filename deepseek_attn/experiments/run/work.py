@@ -1,8 +1,11 @@
-"""Does one unit: from its kind to the function that measures it."""
+"""What a worker process does with a unit: measures it, and writes the record."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,75 +14,62 @@ import torch
 from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.config.options import pick_dtype
 from deepseek_attn.experiments.define.config import Experiment
-from deepseek_attn.experiments.define.units import Unit
-from deepseek_attn.experiments.measure import checkpoint, timing
+from deepseek_attn.experiments.define.units import ReportProgress, Unit
+from deepseek_attn.experiments.measure.checkpoint import measure_own, measure_variant
 from deepseek_attn.experiments.measure.costs import count_costs
+from deepseek_attn.experiments.measure.timing import time_layer_kind, time_model
 from deepseek_attn.experiments.measure.trained import train_variant, write_tokens
+from deepseek_attn.experiments.run.records import write_record
 
 
-def perform(
-    unit: Unit, experiment: Experiment, device: torch.device, folder: Path, progress: Callable[[float], None]
-) -> dict[str, Any]:
-    """The result of a unit, as JSON values.
+@dataclass(frozen=True)
+class Work:
+    """The task of the worker processes of one experiment.
 
-    Args:
-        folder: of the experiment's results; progress: called with the part that is done, in [0, 1].
-
-    Raises:
-        ValueError: the unit cannot be done, and why.
+    Attributes:
+        folder: of the results; device: of every process; jobs: how many share the CPUs.
     """
-    return WORK[unit.kind](unit, experiment, device, folder, progress)
 
+    experiment: Experiment
+    folder: Path
+    device: str
+    jobs: int
 
-def _variant(unit: Unit, experiment: Experiment):
-    return experiment.variant(unit.inputs["variant"]["name"])
+    def __call__(self, unit: Unit, report: ReportProgress) -> None:
+        """Measures ``unit`` and writes its record.
 
+        Raises:
+            ValueError: the unit cannot be measured, and why.
+        """
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // (1 if unit.alone else self.jobs)))
+        start = time.monotonic()
+        result = self.measure(unit, report)
+        write_record(self.folder, unit, result, time.monotonic() - start)
 
-def _cost(unit, experiment, device, folder, progress) -> dict[str, Any]:
-    settings, variant = experiment.cost, _variant(unit, experiment)
-    numerics = variant.numerics(get_numerics(settings.numerics))
-    config = variant.config(settings.model)
-    return count_costs(config, numerics, pick_dtype(None, device), settings.contexts)
-
-
-def _layer_time(unit, experiment, device, folder, progress) -> dict[str, Any]:
-    settings, variant = experiment.cost, experiment.variant(unit.inputs["variant"])
-    numerics = variant.numerics(get_numerics(settings.numerics))
-    config = variant.config(settings.model)
-    return timing.time_layer_kind(config, numerics, unit.inputs["layer"], settings, device, progress)
-
-
-def _model_time(unit, experiment, device, folder, progress) -> dict[str, Any]:
-    variant = _variant(unit, experiment)
-    numerics = variant.numerics(get_numerics("exact"))
-    return timing.time_model(variant.config(experiment.base), numerics, experiment.model_time, device, progress)
-
-
-def _reference(unit, experiment, device, folder, progress) -> dict[str, Any]:
-    return checkpoint.measure_own(experiment.checkpoint, device, folder / "records" / "checkpoint")
-
-
-def _checkpoint(unit, experiment, device, folder, progress) -> dict[str, Any]:
-    place = folder / "records" / "checkpoint"
-    return checkpoint.measure_variant(_variant(unit, experiment), experiment.checkpoint, device, place)
-
-
-def _tokens(unit, experiment, device, folder, progress) -> dict[str, Any]:
-    return write_tokens(experiment.train, experiment.base.vocab_size, folder / "records" / "text")
-
-
-def _train(unit, experiment, device, folder, progress) -> dict[str, Any]:
-    config, inputs = _variant(unit, experiment).config(experiment.base), unit.inputs
-    place = folder / "records" / "text"
-    return train_variant(config, experiment.train, inputs["task"], inputs["seed"], device, place, progress)
-
-
-WORK = {
-    "cost": _cost,
-    "layer_time": _layer_time,
-    "model_time": _model_time,
-    "reference": _reference,
-    "checkpoint": _checkpoint,
-    "tokens": _tokens,
-    "train": _train,
-}
+    def measure(self, unit: Unit, report: ReportProgress) -> Mapping[str, Any]:
+        """The result of a unit, see `deepseek_attn.experiments.define.results`."""
+        experiment, variant, device = self.experiment, unit.variant, torch.device(self.device)
+        records = self.folder / "records"
+        match unit.kind:
+            case "reference":
+                return measure_own(experiment.checkpoint, device, records / "checkpoint")
+            case "tokens":
+                return write_tokens(experiment.train, experiment.base.vocab_size, records / "text")
+            case "checkpoint":
+                return measure_variant(variant, experiment.checkpoint, device, records / "checkpoint")
+            case "cost":
+                cost = experiment.cost
+                numerics = variant.numerics(get_numerics(cost.numerics))
+                return count_costs(variant.config(cost.model), numerics, pick_dtype(None, device), cost.contexts)
+            case "layer_time":
+                cost = experiment.cost
+                numerics = variant.numerics(get_numerics(cost.numerics))
+                return time_layer_kind(variant.config(cost.model), numerics, unit.layer, cost, device, report)
+            case "model_time":
+                config, numerics = variant.config(experiment.base), variant.numerics(get_numerics("exact"))
+                return time_model(config, numerics, experiment.model_time, device, report)
+            case "train":
+                config, text = variant.config(experiment.base), records / "text"
+                return train_variant(config, experiment.train, unit.task, unit.seed, device, text, report)
+        raise ValueError(f"unknown kind of unit {unit.kind!r}")

@@ -1,0 +1,148 @@
+"""What units find: the JSON of a record's ``result`` by kind of unit, and the record around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NotRequired, TypedDict
+
+
+class Record(TypedDict):
+    """One JSON file per unit. ``fingerprint`` is `Unit.fingerprint`: a record of other inputs does not count."""
+
+    kind: str
+    name: str
+    fingerprint: str
+    seconds: float
+    inputs: dict[str, Any]
+    result: Mapping[str, Any]  # one of the classes below, by ``kind``
+
+
+class LayerCost(TypedDict):
+    """Bytes of one layer's caches: ``per_token`` (marginal), of which index keys, and ``fixed`` per sequence."""
+
+    layer: int
+    kind: str
+    overlap: bool
+    indexer: bool
+    per_token: float
+    index_per_token: float
+    fixed: int
+
+
+class QueryCost(TypedDict):
+    """Cache bytes that the last token of a context reads in one layer, and its FLOPs (a multiply-add is two)."""
+
+    keys: NotRequired[int]
+    sequence_bytes: NotRequired[int]
+    read_bytes: int
+    projection_flops: NotRequired[int]
+    attention_flops: NotRequired[int]
+    index_flops: NotRequired[int]
+    flops: int
+
+
+class ContextCost(TypedDict):
+    """Sums over the layers at one context length; ``sequence_bytes`` are exact, in whole pages."""
+
+    context: int
+    sequence_bytes: int
+    read_bytes: int
+    flops: int
+    by_layer: list[QueryCost]
+
+
+class CostResult(TypedDict):
+    """Kind ``cost``."""
+
+    per_token: float
+    fixed: int
+    layers: list[LayerCost]
+    contexts: list[ContextCost]
+
+
+class StepTimes(TypedDict):
+    """Median milliseconds, and the 10th and 90th percentile; None at a context that is not timed, with a ``reason``."""
+
+    context: int
+    decode_ms: float | None
+    decode_low: float | None
+    decode_high: float | None
+    prefill_ms: float | None
+    prefill_low: NotRequired[float | None]
+    prefill_high: NotRequired[float | None]
+    reason: NotRequired[str]
+
+
+class TimesResult(TypedDict):
+    """Kinds ``layer_time``, with the layer's ``backend``, and ``model_time``; ``device``: the GPU's name or ``cpu``."""
+
+    times: list[StepTimes]
+    backend: NotRequired[str | None]
+    device: str
+
+
+class PositionRow(TypedDict):
+    """Means over the ``tokens`` at positions in [start, end)."""
+
+    start: int
+    end: int
+    tokens: int
+    loss: float
+    kl: NotRequired[float]
+    top1: NotRequired[float]
+
+
+class RecallRow(TypedDict):
+    """What one layer keeps of attention, see `LayerRecall`; None where no query has a choice."""
+
+    layer: int
+    kind: str
+    token_mass: float | None
+    entry_mass: float | None
+    index_recall: float | None
+    index_recall_of_chance: float | None
+
+
+class CheckpointResult(TypedDict, total=False):
+    """Kinds ``reference`` and ``checkpoint``: all but ``reason``, or only a ``reason`` why it cannot be measured.
+
+    ``loss`` and ``kl`` in nats, ``top1`` agreement in [0, 1].
+    """
+
+    reason: str
+    schedule: list[int]
+    tokens: int
+    loss: float
+    kl: float
+    top1: float
+    by_position: list[PositionRow]
+    layers: list[RecallRow]
+
+
+class TokensResult(TypedDict):
+    """Kind ``tokens``."""
+
+    tokens: int
+    vocab_size: int
+
+
+class LengthRow(TypedDict):
+    """Quality at one sequence length, through the paged caches."""
+
+    seq_len: int
+    loss: float
+    accuracy: float
+
+
+class TrainedResult(TypedDict):
+    """Kind ``train``: ``losses`` of the training as [step, loss], ``metrics`` on held-out data."""
+
+    metrics: dict[str, float]
+    steps: int
+    losses: list[list[float]]
+    parameters: int
+    by_length: list[LengthRow]
+    by_position: list[PositionRow]
+    layers: list[RecallRow]
+    train_seconds: float
+    tokens_per_second: float
