@@ -121,7 +121,7 @@ def time_layer(
             metadata_us = host_microseconds(lambda: runner.step_metadata(caches, [tokens] * batch), repeats)
         shape = (INPUT_SETS, batch * tokens, runner.config.hidden_size)
         inputs = torch.randn(shape, device=runner.device).to(runner.dtype)
-        with torch.inference_mode(), reference_ops(runner.plain):
+        with torch.inference_mode(), reference_ops(runner.reference_only):
             if graph:
                 replay = captured([lambda x=x: block.attend(x, step) for x in inputs])
                 times = [t / INPUT_SETS for t in time_calls(lambda _: replay.replay(), runner.device, repeats, warmup)]

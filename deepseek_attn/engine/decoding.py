@@ -7,14 +7,13 @@ the sequences, so that a request has more than one token pending, and `accept` t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import sample
 from deepseek_attn.kernels.sampling import INVALID_TOKEN
-from deepseek_attn.runner.model_runner import StepOutput
+from deepseek_attn.runner import StepOptions, StepOutput
 
 Work = list[tuple[Request, int]]
 BROKEN_LOGITS = "the model's logits hold NaN or infinity: check the weights and numerics"
@@ -49,11 +48,11 @@ class NextToken:
     mtp = False
     may_go_ahead = True
 
-    def options(self, work: Work) -> dict[str, Any]:
+    def options(self, work: Work) -> StepOptions:
         """What `ModelRunner.step` is asked for, beside the batch."""
         if not all_greedy(work):
-            return {}
-        return {"greedy": True, "ahead": [request.sequence for request in self.going_on(work)]}
+            return StepOptions()
+        return StepOptions(greedy=True, next_step=tuple(request.sequence for request in self.going_on(work)))
 
     def going_on(self, work: Work) -> list[Request]:
         """Requests whose next step reads the most likely token of this one; none if some other step may come next."""
@@ -68,12 +67,12 @@ class NextToken:
 
     def accept(self, work: Work, output: StepOutput) -> Accepted:
         """Chooses the tokens of requests that have none pending; one whose logits are broken fails alone."""
+        if not any(is_ready(request) for request, _ in work):
+            return Accepted()  # without waiting for the device
         if output.tokens is not None:
             chosen = zip(work, output.tokens(), strict=True)
             return greedily({request: tokens for (request, _), tokens in chosen if is_ready(request)})
         ready = [(request, rows) for (request, _), rows in zip(work, output.logits, strict=True) if is_ready(request)]
-        if not ready:
-            return Accepted()
         try:
             return Accepted(self._sample(ready))
         except RuntimeError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +15,7 @@ from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.scheduler import Scheduler
 from deepseek_attn.engine.stats import EngineStats, StepStats
-from deepseek_attn.runner.model_runner import ModelRunner, StepOutput
+from deepseek_attn.runner import ModelRunner, StepOutput
 from deepseek_attn.text.tokenizer import Tokenizer
 
 
@@ -150,14 +150,12 @@ class Engine:
 
     def _run(self, work: Work) -> StepOutput:
         batch = [(request.sequence, n) for request, n in work]
-        return self.runner.step(batch, **self.decoder.options(work))
+        return self.runner.step(batch, self.decoder.options(work))
 
     def _run_alone(self, request: Request, n: int) -> StepOutput:
         """The same for one request, always with logits."""
         options = self.decoder.options([(request, n)])
-        for name in ("greedy", "ahead"):
-            options.pop(name, None)
-        return self.runner.step([(request.sequence, n)], **options)
+        return self.runner.step([(request.sequence, n)], replace(options, greedy=False, next_step=()))
 
     def _shrink(self, work: Work, error: Exception) -> None:
         """After a step ran out of memory: smaller steps from now on, until a single token is too much."""
@@ -187,8 +185,8 @@ class Engine:
                 continue
             done.append((request, n))
             merged.logits += output.logits
-            if output.streams is not None:
-                merged.streams = [*(merged.streams or []), *output.streams]
+            if output.hidden_states is not None:
+                merged.hidden_states = [*(merged.hidden_states or []), *output.hidden_states]
         return done, merged
 
     def _rewind(self, request: Request, n: int) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from deepseek_attn.engine.decoding import BROKEN_LOGITS, Accepted, NextToken, Wo
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import CounterGenerator, sample
 from deepseek_attn.kernels.sampling import INVALID_TOKEN
-from deepseek_attn.runner.model_runner import ModelRunner, StepOutput
+from deepseek_attn.runner import ModelRunner, StepOptions, StepOutput
 from deepseek_attn.utils.device import AsyncHostCopy
 
 
@@ -95,10 +94,10 @@ class MTPSpeculation(NextToken):
         self._guesses: dict[Request, list[int]] = {}
         self._arriving: tuple[list[Request], AsyncHostCopy] | None = None  # guesses that nobody has waited for yet
 
-    def options(self, work: Work) -> dict[str, Any]:
+    def options(self, work: Work) -> StepOptions:
         # rows of prompts go through the MTP layer with the step: what they read may be freed after it
         prompts = any(request.sequence.num_computed < request.certain_length - 1 for request, _ in work)
-        return {"last": self.decode_tokens, "streams": True, "mtp": prompts, "greedy": all_greedy(work)}
+        return StepOptions(last=self.decode_tokens, hidden_states=True, mtp=prompts, greedy=all_greedy(work))
 
     def propose(self, running: list[Request]) -> None:
         if self._arriving is not None:
@@ -114,10 +113,12 @@ class MTPSpeculation(NextToken):
 
     def accept(self, work: Work, output: StepOutput) -> Accepted:
         accepted = Accepted()
+        if not any(is_ready(request) for request, _ in work):
+            return accepted  # without waiting for the device
         found = output.logits if output.tokens is None else output.tokens()
         turns = [
             _Turn.of(request, chosen, streams)
-            for (request, _), chosen, streams in zip(work, found, output.streams, strict=True)
+            for (request, _), chosen, streams in zip(work, found, output.hidden_states, strict=True)
             if is_ready(request)
         ]
         tokens = self._sample(turns) if output.tokens is None else [sound_part(turn.chosen) for turn in turns]

@@ -8,6 +8,7 @@ where everything is written again before it is read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,14 +40,26 @@ class DecodeRun:
     versions: list[int]
     _chosen: AsyncHostCopy
 
-    def tokens(self) -> list[list[int]]:
-        """The most likely token after each row (`DecodeStep.tokens`) by sequence. Waits for the device."""
+    def wait_for_tokens(self) -> list[list[int]]:
+        """The greedy token after each row (`DecodeStep.tokens`) by sequence. Waits for the device."""
         values = self._chosen.wait()
         return [[values[row] for row in rows] for rows in self.rows]
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of these rows of one of the step's results, which the next run of the step overwrites."""
-        rows = [row for rows in self.rows for row in rows]
+    def tokens(self, counts: list[int]) -> Callable[[], list[list[int]]]:
+        """Call what is returned for the greedy tokens after the last ``counts`` rows of each sequence; it waits."""
+        return lambda: [tokens[-n:] for tokens, n in zip(self.wait_for_tokens(), counts, strict=True)]
+
+    def hidden_states(self, counts: list[int]) -> torch.Tensor:
+        """Of the last ``counts`` rows of each sequence, a copy: the next run of the step overwrites its results."""
+        return self._gather(self.step.streams, counts)
+
+    def logits(self, counts: list[int] | None = None) -> torch.Tensor:
+        """Of the last ``counts`` rows of each sequence (None: all of them), a copy."""
+        return self._gather(self.step.logits, counts)
+
+    def _gather(self, tensor: torch.Tensor, counts: list[int] | None) -> torch.Tensor:
+        counts = [len(rows) for rows in self.rows] if counts is None else counts
+        rows = [row for rows, n in zip(self.rows, counts, strict=True) for row in rows[-n:]]
         if rows == list(range(len(rows))):
             return tensor[: len(rows)].clone()
         return tensor[to_device(rows, tensor.device)]
@@ -76,7 +89,7 @@ class _Ahead:
 
     def taken(self, caches: list[SequenceCache], token_ids: list[list[int]]) -> DecodeRun | None:
         """The run, if the next step of these sequences is in it: nothing of theirs has changed since."""
-        tokens, place = self.before.tokens(), {id(cache): i for i, cache in enumerate(self.run.caches)}
+        tokens, place = self.before.wait_for_tokens(), {id(cache): i for i, cache in enumerate(self.run.caches)}
         chosen = [place.get(id(cache)) for cache in caches]
         for i, cache, ids in zip(chosen, caches, token_ids, strict=True):
             if i is None or ids != tokens[self.fed[i]][-1:]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -39,11 +40,14 @@ from deepseek_attn.models.moe import MoE
 from deepseek_attn.runner.drafting import draft_logits, draft_tokens
 from deepseek_attn.runner.graphs import DecodeGraphs, DecodeRun, Guesses
 from deepseek_attn.runner.scoring import score_prompts
-from deepseek_attn.runner.sequence import Sequence, StepOutput, check_batch, tail_rows
-from deepseek_attn.utils.device import to_device
+from deepseek_attn.runner.sequence import Sequence
+from deepseek_attn.runner.step import Batch, EagerStep, StepOptions, StepOutput, check_batch
 from deepseek_attn.utils.tracing import traced
 from deepseek_attn.utils.workspace import Workspace
 from deepseek_attn.v32.step_metadata import TokenStepMetadata
+
+T = TypeVar("T")
+DEFAULT_OPTIONS = StepOptions()
 
 
 @dataclass
@@ -55,7 +59,7 @@ class ModelRunner:
         report: what the loader read and what it ignored, by rule.
         prefixes: prefixes that engines keep for later requests; None without ``max_snapshots``.
         graphs: decode steps over persistent tensors, captured as CUDA graphs; None: every step is eager.
-        plain: every op runs in plain torch (``backend="reference"``).
+        reference_only: every op runs in plain torch (``backend="reference"``).
         graph_problem: why decode steps cannot be captured here; empty where they can.
         parallel: the ranks that share the model; each has a runner of its own.
     """
@@ -72,7 +76,7 @@ class ModelRunner:
     manager: CacheManager = field(repr=False)
     prefixes: PrefixCache | None = field(default=None, repr=False)
     graphs: DecodeGraphs | None = field(default=None, repr=False)
-    plain: bool = False
+    reference_only: bool = False
     graph_problem: str = ""
     parallel: Parallel = field(default_factory=Parallel.single)
 
@@ -204,7 +208,7 @@ class ModelRunner:
         with explain_out_of_memory(tokens, "lower it"):
             family.bind(self.model, self.pools, self.workspace)
         self.workspace.lock()
-        self.plain, self.graph_problem = family.plain, family.graph_problem()
+        self.reference_only, self.graph_problem = family.plain, family.graph_problem()
         self._builder = family.metadata_builder(self.model, self.pools, mtp=False)
         self.mtp_builder = family.metadata_builder(self.model, self.pools, mtp=True)
 
@@ -284,97 +288,64 @@ class ModelRunner:
 
     @traced("model")
     @torch.no_grad()
-    def step(
-        self,
-        batch: list[tuple[Sequence, int]],
-        *,
-        all_logits: bool = False,
-        mtp: bool = False,
-        last: int = 1,
-        streams: bool = False,
-        greedy: bool = False,
-        ahead: Iterable[Sequence] = (),
-    ) -> StepOutput:
+    def step(self, batch: Batch, options: StepOptions = DEFAULT_OPTIONS) -> StepOutput:
         """Computes the next ``n`` pending tokens of each sequence.
 
         Args:
             batch: (sequence, n) with 1 <= n <= its pending tokens; each sequence at most once; any order.
-            all_logits: logits of every new token instead of the last ones of each sequence.
-            last: logits of up to so many new tokens at the end of each sequence.
-            streams: also return what the backbone computed for these tokens, for `draft`.
-            mtp: also run the MTP layer over the new tokens. Its cache must hold every earlier token, so ask for it in
-                every step; a token whose next one is not known yet is left out of it.
-            greedy: only the most likely tokens are of interest: a decode step over persistent tensors then returns
-                ``tokens`` and no logits.
-            ahead: with ``greedy``, sequences of the batch that will most likely go on with these tokens, and with
-                nothing else in the next step: that step is started at once, where it can be.
+            options: what is returned; default: logits of the last new token of each sequence.
 
         Raises:
             ValueError: a batch that cannot be computed; OutOfPages: no room. Either way nothing was changed.
         """
-        self._check_batch(batch, mtp)
+        self._check_batch(batch, options)
         order = sorted(range(len(batch)), key=lambda i: batch[i][1] > 1)  # decodes first; stable
-        rows = [batch[i] for i in order]
+        rows, back = [batch[i] for i in order], sorted(range(len(order)), key=order.__getitem__)
+
+        def in_batch_order(values: Iterable[T]) -> list[T]:
+            values = list(values)
+            return [values[i] for i in back]
+
         self.manager.reserve([(sequence.cache, n) for sequence, n in rows])
         if self.parallel.dp_attention:
             self.parallel.agree(sum(n for _, n in rows), self.device)
-        lengths, run = [n for _, n in rows], None
-        counts = lengths if all_logits else [min(n, last) for n in lengths]
-        # inference mode takes 14 % off a single-token step on a CPU; what leaves this method are ordinary tensors
-        with self.parallel.together(), reference_ops(self.plain):
+        lengths, output = [n for _, n in rows], StepOutput()
+        counts = lengths if options.all_logits else [min(n, options.last) for n in lengths]
+        with self.parallel.together(), reference_ops(self.reference_only):
+            # inference mode takes 14 % off a single-token step on a CPU; what leaves this method are ordinary tensors
             with torch.inference_mode():
-                if self.graphs is not None and self.graphs.takes(lengths):
-                    run, states, logits = self._run_decode(rows, logits=not greedy, streams=streams or mtp)
-                else:
-                    states, logits = self._run_eagerly(rows), None
-            drafts = draft_logits(self, rows, states) if mtp else None
-            if counts != lengths:
-                kept = to_device(tail_rows(lengths, counts), self.device)
-                states, logits = (x if x is None else x[kept] for x in (states, logits))
-            if run is None:
-                logits = self.model.logits(states)
-            elif logits is not None:
-                logits = logits.clone()
+                results = self._compute(rows)
+            if options.mtp:
+                drafts = draft_logits(self, rows, results.hidden_states(lengths))
+                output.mtp_logits = in_batch_order(drafts)
+            if options.hidden_states:
+                output.hidden_states = in_batch_order(results.hidden_states(counts).clone().split(counts))
+            if options.greedy:
+                wait = results.tokens(counts)
+                output.tokens = lambda: in_batch_order(wait())
+            else:
+                output.logits = in_batch_order(results.logits(counts).split(counts))
         for sequence, n in rows:
             self.manager.commit(sequence.cache, n)
-        if run is not None and greedy:
-            self._go_ahead(run, [sequence.cache for sequence in ahead])
-        back = sorted(range(len(order)), key=order.__getitem__)
+        if options.greedy and isinstance(results, DecodeRun):
+            self._launch_next_step(results, [sequence.cache for sequence in options.next_step])
+        return output
 
-        def by_request(values) -> list:
-            return [values[i] for i in back]
-
-        def tokens() -> list[list[int]]:
-            return by_request([chosen[-n:] for chosen, n in zip(run.tokens(), counts, strict=True)])
-
-        return StepOutput(
-            None if logits is None else by_request(logits.split(counts)),
-            drafts and by_request(drafts),
-            by_request(states.clone().split(counts)) if streams else None,
-            None if logits is not None else tokens,
-        )
-
-    def _run_eagerly(self, rows: list[tuple[Sequence, int]]) -> torch.Tensor:
-        """Streams of the new tokens."""
+    def _compute(self, rows: Batch) -> EagerStep | DecodeRun:
+        """The step over persistent tensors where they hold it, eagerly elsewhere."""
+        caches, lengths = [sequence.cache for sequence, _ in rows], [n for _, n in rows]
+        token_ids = [seq.token_ids[seq.num_computed : seq.num_computed + n] for seq, n in rows]
+        if self.graphs is not None and self.graphs.takes(lengths):
+            return self.graphs.run(caches, token_ids)
         if self.graphs is not None:
-            self.graphs.ahead = None  # something else came
-        ids = [token for seq, n in rows for token in seq.token_ids[seq.num_computed : seq.num_computed + n]]
-        token_ids = torch.tensor(ids, device=self.device)
-        meta = self.step_metadata([sequence.cache for sequence, _ in rows], [n for _, n in rows])
-        return self.model(token_ids, meta.positions, meta)
-
-    def _run_decode(
-        self, rows: list[tuple[Sequence, int]], logits: bool, streams: bool
-    ) -> tuple[DecodeRun, torch.Tensor | None, torch.Tensor | None]:
-        """A decode step over persistent tensors, with streams and logits of the new tokens if they are needed."""
-        tokens = [seq.token_ids[seq.num_computed : seq.num_computed + n] for seq, n in rows]
-        run = self.graphs.run([seq.cache for seq, _ in rows], tokens)
-        # copies: the next step writes to the same memory
-        return run, run.gather(run.step.streams) if streams else None, run.gather(run.step.logits) if logits else None
+            self.graphs.ahead = None  # another step came than the one that was launched
+        ids = torch.tensor([token for tokens in token_ids for token in tokens], device=self.device)
+        meta = self.step_metadata(caches, lengths)
+        return EagerStep(self.model, lengths, self.model(ids, meta.positions, meta))
 
     @torch.inference_mode()
-    def _go_ahead(self, run: DecodeRun, caches: list[SequenceCache]) -> None:
-        """Starts the next step of these sequences if there is room for it."""
+    def _launch_next_step(self, run: DecodeRun, caches: list[SequenceCache]) -> None:
+        """Launches the step after ``run`` for these sequences if there are pages for it."""
         if not caches:
             return
         try:
@@ -395,7 +366,7 @@ class ModelRunner:
         x = torch.zeros(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
         ids = torch.zeros(0, dtype=torch.int64, device=self.device)
         while self.parallel.agree(0, self.device):
-            with reference_ops(self.plain):
+            with reference_ops(self.reference_only):
                 for module in self.model.layers.modules():
                     if isinstance(module, MoE):
                         module(x, ids)
@@ -412,7 +383,7 @@ class ModelRunner:
                 There must be pages for these positions and for ``drafts - 1`` more, and rows of all earlier ones.
             drafts: tokens to guess for each sequence; after the first from the MTP layer's own streams.
         """
-        with self.parallel.together(), reference_ops(self.plain):
+        with self.parallel.together(), reference_ops(self.reference_only):
             return draft_tokens(self, batch, drafts)
 
     @traced("metadata")
@@ -437,10 +408,10 @@ class ModelRunner:
     def block_tables(self, caches: list[SequenceCache]) -> dict[str, torch.Tensor]:
         return {group: self.manager.block_table(caches, group) for group in self.layout.pages}
 
-    def _check_batch(self, batch: list[tuple[Sequence, int]], mtp: bool) -> None:
+    def _check_batch(self, batch: Batch, options: StepOptions) -> None:
         if isinstance(self.model, AttentionStack):
             raise ValueError("this runner holds attention layers only (attention_only=True): load the model to run it")
-        if mtp and not self.has_mtp:
+        if options.mtp and not self.has_mtp:
             raise ValueError(
                 "there is no MTP layer: the checkpoint has none, only some layers were loaded, or attention is "
                 "data-parallel"

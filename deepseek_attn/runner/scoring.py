@@ -11,6 +11,7 @@ from tqdm import tqdm
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.config.options import is_integer
 from deepseek_attn.runner.sequence import Sequence
+from deepseek_attn.runner.step import StepOptions
 
 if TYPE_CHECKING:
     from deepseek_attn.runner.model_runner import ModelRunner
@@ -30,12 +31,13 @@ def score_prompts(
     sequences = [runner.sequence(prompt) for prompt in prompts]
     outputs: list[list[torch.Tensor]] = [[] for _ in sequences]
     drafts: list[list[torch.Tensor]] = [[] for _ in sequences]
+    options = StepOptions(all_logits=True, mtp=mtp)
     bar = tqdm(total=sum(len(s.token_ids) for s in sequences), unit="tok", disable=None if progress else True)
     try:
         with bar:
             while pending := [i for i, s in enumerate(sequences) if s.num_pending]:
                 work = plan_chunks([(i, sequences[i]) for i in pending], chunk_size, runner.layout)
-                out = runner.step([(sequences[i], n) for i, n in work], all_logits=True, mtp=mtp)
+                out = runner.step([(sequences[i], n) for i, n in work], options)
                 for position, (i, n) in enumerate(work):
                     outputs[i].append(out.logits[position].cpu())
                     if mtp:

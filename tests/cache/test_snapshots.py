@@ -15,7 +15,7 @@ from deepseek_attn.cache.prefix import BlockKeys, PrefixCache
 from deepseek_attn.cache.snapshots import SnapshotStore
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.runner.model_runner import ModelRunner, Sequence
+from deepseek_attn.runner import ModelRunner, Sequence, StepOptions
 from tests.support.small_models import prompt, small_config, small_runner
 
 NUMERICS = ("exact", "official", "serving")
@@ -38,7 +38,7 @@ def compute(runner: ModelRunner, sequence: Sequence, *sizes: int, mtp: bool = Tr
     """Logits, and those of the MTP layer, of the next tokens."""
     parts = []
     for n in sizes:
-        out = runner.step([(sequence, n)], all_logits=True, mtp=mtp)
+        out = runner.step([(sequence, n)], StepOptions(all_logits=True, mtp=mtp))
         parts += [out.logits[0], *(out.mtp_logits or [])]
     return torch.cat(parts)
 

@@ -18,7 +18,7 @@ from deepseek_attn.cache.prefix import PrefixCache
 from deepseek_attn.cache.records import PlainRecord
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
-from deepseek_attn.runner.model_runner import ModelRunner, Sequence, StepOutput
+from deepseek_attn.runner import ModelRunner, Sequence, StepOptions, StepOutput
 
 PRIME = 65521  # numbers below it are exact in float32, and their products in int64
 VOCAB = 512
@@ -101,7 +101,7 @@ class FakeRunner:
     def oracle(self, tokens: list[int]) -> int:
         return oracle_token(tokens, self.layout.window, self.layers)
 
-    def step(self, batch: list[tuple[Sequence, int]], *, all_logits: bool = False, mtp: bool = False) -> StepOutput:
+    def step(self, batch: list[tuple[Sequence, int]], options: StepOptions | None = None) -> StepOutput:
         assert sum(n for _, n in batch) <= self.layout.max_num_batched_tokens
         assert len(batch) <= self.layout.max_num_seqs
         assert len({id(sequence) for sequence, _ in batch}) == len(batch)

@@ -13,9 +13,9 @@ from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
+from deepseek_attn.runner import ModelRunner, StepOptions
 from deepseek_attn.runner.graph_steps import DecodeStep, DraftStep
 from deepseek_attn.runner.graphs import DecodeGraphs
-from deepseek_attn.runner.model_runner import ModelRunner
 
 OPTIONS = {"max_model_len": 300, "max_num_seqs": 5, "max_num_batched_tokens": 256}
 
@@ -174,7 +174,7 @@ def test_what_has_changed_is_computed_again(runner, runs, change):
     tokens = [[int(logits.argmax())]]
     for _ in range(5):
         sequence.append(tokens[0][-1])
-        output = runner.step([(sequence, 1)], greedy=True, ahead=[sequence])
+        output = runner.step([(sequence, 1)], StepOptions(greedy=True, next_step=(sequence,)))
         assert output.logits is None
         tokens = output.tokens()
     assert runner.is_ahead
@@ -184,13 +184,13 @@ def test_what_has_changed_is_computed_again(runner, runs, change):
         sequence.append(tokens[0][-1])
     if sequence.num_pending > 1:
         runner.step([(sequence, sequence.num_pending - 1)])
-    found = runner.step([(sequence, 1)], greedy=True).tokens()
+    found = runner.step([(sequence, 1)], StepOptions(greedy=True)).tokens()
     assert len(runs) == (change != "nothing")
     text = sequence.token_ids
     assert found == [[int(runner.score([text])[0][-1].argmax())]]
     if change == "fork":
         fork.append(tokens[0][-1])
-        assert runner.step([(fork, 1)], greedy=True).tokens() == found
+        assert runner.step([(fork, 1)], StepOptions(greedy=True)).tokens() == found
         fork.free()
     sequence.free()
 
@@ -207,7 +207,7 @@ def test_drawn_tokens_wait(runner, runs):
 def test_no_page_left(runner, runs, monkeypatch):
     """Room for each step, and never for the one after it."""
     expected = generate(runner, PROMPTS, [greedy(20)] * 4)
-    go_ahead = runner._go_ahead
+    launch = runner._launch_next_step
 
     def full(batch):
         raise OutOfPages("full")
@@ -215,10 +215,10 @@ def test_no_page_left(runner, runs, monkeypatch):
     def tight(run, caches):
         with monkeypatch.context() as patch:
             patch.setattr(runner.manager, "reserve", full)
-            go_ahead(run, caches)
+            launch(run, caches)
         assert not runner.is_ahead
 
-    monkeypatch.setattr(runner, "_go_ahead", tight)
+    monkeypatch.setattr(runner, "_launch_next_step", tight)
     assert generate(runner, PROMPTS, [greedy(20)] * 4) == expected
     assert len(runs) == 2 * 19
 

@@ -381,7 +381,7 @@ def test_step_statistics():
 class Guess(NextToken):
     """Drafts two tokens, right or wrong, and keeps what the model confirms: what speculation does."""
 
-    decode_tokens, all_logits = 3, True
+    decode_tokens = 3
 
     def __init__(self, oracle):
         self.oracle, self.accepted = oracle, 0

@@ -98,10 +98,10 @@ def test_a_request_that_fails_on_the_way_fails_alone(llm, free_pages, monkeypatc
     expected = [completion.token_ids for completion in llm.generate(batch, params)]
     step = llm.runner.step
 
-    def broken(work, **options):
+    def broken(work, options):
         if any(len(sequence.token_ids) == 22 for sequence, _ in work):
             raise RuntimeError("no more than 21 tokens of this one")
-        return step(work, **options)
+        return step(work, options)
 
     monkeypatch.setattr(llm.runner, "step", broken)
     completions = llm.generate(batch[1:2] + batch[2:], params)

@@ -272,8 +272,8 @@ def test_broken_logits_fail_one_request_where_they_would_without(llm, plain, bro
     guess_from(monkeypatch, llm.runner, [p + c.token_ids for p, c in zip(prompts, expected, strict=True)])
     step = llm.runner.step
 
-    def poisoned(batch, **options):
-        output = step(batch, **options)
+    def poisoned(batch, options):
+        output = step(batch, options)
         for (sequence, _), logits in zip(batch, output.logits, strict=True):
             row = broken - sequence.num_computed
             if sequence.token_ids[:30] == prompts[0] and -len(logits) <= row < 0:
@@ -307,11 +307,11 @@ def test_steps_too_small_for_guesses(llm, plain, limit, monkeypatch):
     guess_from(monkeypatch, llm.runner, [p + c.token_ids for p, c in zip(prompts, expected, strict=True)])
     step, calls = llm.runner.step, []
 
-    def small(batch, **options):
+    def small(batch, options):
         calls.append(batch)
         if len(calls) > 2 and sum(n for _, n in batch) > limit:
             raise torch.OutOfMemoryError("full")
-        return step(batch, **options)
+        return step(batch, options)
 
     monkeypatch.setattr(llm.runner, "step", small)
     assert llm.generate(prompts, greedy(9)) == expected
@@ -323,9 +323,9 @@ def test_a_step_that_fails_is_repeated_one_by_one(llm, plain, monkeypatch):
     guess_from(monkeypatch, llm.runner, [p + c.token_ids for p, c in zip(prompts, expected, strict=True)])
     step, calls = llm.runner.step, []
 
-    def fails_together(batch, **options):
+    def fails_together(batch, options):
         calls.append(batch)
-        output = step(batch, **options) if len(calls) != 3 else None
+        output = step(batch, options) if len(calls) != 3 else None
         if output is None:
             raise RuntimeError("the third step")
         return output

@@ -14,7 +14,7 @@ import torch
 from deepseek_attn.cache.layout import WINDOW
 from deepseek_attn.cache.records import Record
 from deepseek_attn.checkpoint import RandomSource
-from deepseek_attn.runner.model_runner import ModelRunner, Sequence
+from deepseek_attn.runner import ModelRunner, Sequence, StepOptions
 from tests.support.invariance_cases import (
     COMPRESSED,
     KINDS,
@@ -314,7 +314,7 @@ def test_rows_reordered_between_steps():
     outputs = [[] for _ in sequences]
     with pages_returned(runner):
         for batch in plan:
-            logits = runner.step([(sequences[i], n) for i, n in batch], all_logits=True).logits
+            logits = runner.step([(sequences[i], n) for i, n in batch], StepOptions(all_logits=True)).logits
             for (i, _), rows in zip(batch, logits, strict=True):
                 outputs[i].append(rows)
         for sequence in sequences:

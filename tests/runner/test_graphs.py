@@ -54,8 +54,8 @@ def decode(runner: ModelRunner, graphs: DecodeGraphs, sequences: list, counts: l
     ids = [s.token_ids[s.num_computed : s.num_computed + n] for s, n in zip(sequences, counts, strict=True)]
     with torch.inference_mode():
         run = graphs.run(caches, ids)
-        logits = run.gather(run.step.logits)
-    assert [token for tokens in run.tokens() for token in tokens] == logits.argmax(-1).tolist()
+        logits = run.logits()
+    assert [token for tokens in run.wait_for_tokens() for token in tokens] == logits.argmax(-1).tolist()
     for cache, n in zip(caches, counts, strict=True):
         runner.manager.commit(cache, n)
     return list(logits.split(counts))
@@ -112,7 +112,7 @@ def test_replays_equal_eager_steps(device, each):
         for steps in (eager, replayed):  # the second run writes what the first one wrote
             with torch.inference_mode():
                 run = steps.run(caches, ids)
-                found.append(run.gather(run.step.logits))
+                found.append(run.logits())
         assert found[0].isfinite().all()
         assert torch.equal(*found)
         for cache, n in zip(caches, counts, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepseek_attn.runner import StepOptions
 from tests.support.invariance_cases import (
     KINDS,
     MIXED,
@@ -39,7 +40,7 @@ def test_truncate_to_every_length(start):
             sequence.truncate(n)
             assert sequence.num_computed == n, "within the rollback nothing is computed again"
             extend(sequence, suffix)
-        steps = [runner.step([(s, k) for s in sequences], all_logits=True).logits for k in (1, 1, 1, 3)]
+        steps = [runner.step([(s, k) for s in sequences], StepOptions(all_logits=True)).logits for k in (1, 1, 1, 3)]
         for sequence in sequences:
             sequence.free()
     expected = runner.score([tokens[:n] + suffix for n, suffix in zip(lengths, suffixes, strict=True)])
@@ -140,7 +141,7 @@ def test_fork_in_one_batch():
         family = [parent, parent.fork(), parent.fork()]
         for sequence, suffix in zip(family, suffixes, strict=True):
             extend(sequence, suffix)
-        rows = [runner.step([(s, n) for s in family], all_logits=True).logits for n in (1, 1, 1, 2)]
+        rows = [runner.step([(s, n) for s in family], StepOptions(all_logits=True)).logits for n in (1, 1, 1, 2)]
         for sequence in family:
             sequence.free()
     for i, suffix in enumerate(suffixes):

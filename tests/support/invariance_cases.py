@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from deepseek_attn.runner.model_runner import ModelRunner, Sequence
+from deepseek_attn.runner import ModelRunner, Sequence, StepOptions
 from tests.support.small_models import small_config, small_runner
 
 COMPRESSED = (4, 128)  # ratios of published checkpoints, tested in every way; the others in some
@@ -34,7 +34,7 @@ def pages_returned(runner: ModelRunner) -> Iterator[None]:
 
 def advance(runner: ModelRunner, sequence: Sequence, sizes: list[int]) -> torch.Tensor:
     """Logits of the next ``sum(sizes)`` tokens, computed in steps of these sizes."""
-    return torch.cat([runner.step([(sequence, n)], all_logits=True).logits[0] for n in sizes])
+    return torch.cat([runner.step([(sequence, n)], StepOptions(all_logits=True)).logits[0] for n in sizes])
 
 
 def extend(sequence: Sequence, tokens: list[int]) -> None:

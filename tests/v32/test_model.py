@@ -10,6 +10,7 @@ import torch
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.v32 import DeepseekV32Config
+from deepseek_attn.runner import StepOptions
 from tests.support.oracle_v32 import NaiveOracle, Tensors, TransformersV32Oracle
 from tests.support.small_models import assert_close, assert_no_near_tie, prompt
 from tests.support.v32_cases import make_runner, poison, recorded, small
@@ -224,7 +225,7 @@ def test_ragged_batches_equal_prompts_alone(model_type, seed):
             running[i] = runner.sequence(prompts[i])
         chosen = draw.sample(sorted(running), draw.randint(1, len(running)))
         batch = [(running[i], draw.choice([1, 1, draw.randint(1, running[i].num_pending)])) for i in chosen]
-        for i, rows in zip(chosen, runner.step(batch, all_logits=True).logits, strict=True):
+        for i, rows in zip(chosen, runner.step(batch, StepOptions(all_logits=True)).logits, strict=True):
             got[i].append(rows)
         for i in chosen:
             if not running[i].num_pending:
@@ -268,7 +269,7 @@ def test_truncate_goes_back_any_distance_without_computing_again(model_type, len
     assert sequence.num_computed == length
     for token in other[length:]:
         sequence.append(token)
-    logits = runner.step([(sequence, 130 - length)], all_logits=True).logits[0]
+    logits = runner.step([(sequence, 130 - length)], StepOptions(all_logits=True)).logits[0]
     assert_close(logits, runner.score([tokens[:length] + other[length:]])[0][length:])
 
 
@@ -284,7 +285,7 @@ def test_forks_share_pages_until_they_write(model_type):
     for a, b in zip(left, right, strict=True):
         parent.append(a)
         child.append(b)
-    got = runner.step([(parent, 40), (child, 40)], all_logits=True).logits
+    got = runner.step([(parent, 40), (child, 40)], StepOptions(all_logits=True)).logits
     assert_close(got[0], runner.score([tokens + left])[0][100:])
     assert_close(got[1], runner.score([tokens + right])[0][100:])
 

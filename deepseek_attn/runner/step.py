@@ -1,0 +1,141 @@
+"""One step of `ModelRunner`: what it is asked for, what it returns, and a step that was computed eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from deepseek_attn.cache.layout import CacheLayout
+from deepseek_attn.kernels.sampling import greedy_tokens
+from deepseek_attn.runner.sequence import Sequence
+from deepseek_attn.utils.device import AsyncHostCopy, to_device
+
+Batch = list[tuple[Sequence, int]]  # (sequence, new tokens)
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step returns, and what it computes beside the backbone.
+
+    Attributes:
+        last: results are for the last ``last`` new tokens of each sequence, fewer where it has fewer.
+        all_logits: results are for every new token; ``last`` is ignored.
+        greedy: return the greedy token after each of these tokens instead of its logits.
+        hidden_states: also return the hidden states of these tokens, for `ModelRunner.draft`.
+        mtp: also run the MTP layer over the new tokens. Its cache must hold every earlier token, so ask for it in every
+            step; a token whose next token is not known yet is left out of it.
+        next_step: with ``greedy``, sequences of the batch whose next step most likely computes the token chosen here
+            and nothing else: that step is launched at once, before the host has read the token, where decode steps run
+            over persistent tensors and pages are free.
+    """
+
+    last: int = 1
+    all_logits: bool = False
+    greedy: bool = False
+    hidden_states: bool = False
+    mtp: bool = False
+    next_step: tuple[Sequence, ...] = ()
+
+
+@dataclass
+class StepOutput:
+    """Results of one step: lists with one item per request, in the order of the batch.
+
+    Attributes:
+        logits: float32 ``[n, vocab_size]``, ``n`` as `StepOptions.last` and ``all_logits`` say; None with ``greedy``.
+        tokens: call it for the greedy tokens after the same ``n`` tokens, `INVALID_TOKEN` where the largest logit is
+            not finite; it waits for the device. None without ``greedy``.
+        hidden_states: ``[n, ...]`` of the same tokens, as the backbone returns them; None without ``hidden_states``.
+        mtp_logits: float32 ``[m, vocab_size]`` of the MTP layer, for all new tokens whose next token is known; None
+            without ``mtp``.
+    """
+
+    logits: list[torch.Tensor] | None = None
+    tokens: Callable[[], list[list[int]]] | None = None
+    hidden_states: list[torch.Tensor] | None = None
+    mtp_logits: list[torch.Tensor] | None = None
+
+
+class StepResults(Protocol):
+    """A computed step; ``counts[i]``: of request ``i``, results for that many of its last new tokens."""
+
+    def hidden_states(self, counts: list[int]) -> torch.Tensor:
+        """``[sum(counts), ...]``, request after request."""
+        ...
+
+    def logits(self, counts: list[int]) -> torch.Tensor:
+        """Float32 ``[sum(counts), vocab_size]``."""
+        ...
+
+    def tokens(self, counts: list[int]) -> Callable[[], list[list[int]]]:
+        """Starts to copy the greedy tokens to the host; call what is returned to wait for them."""
+        ...
+
+
+class HasLogits(Protocol):
+    """A model with an output head."""
+
+    def logits(self, hidden_states: torch.Tensor, /) -> torch.Tensor: ...
+
+
+@dataclass
+class EagerStep:
+    """`StepResults` of a step that ran without persistent tensors.
+
+    Attributes:
+        lengths: new tokens of each request; states: hidden states of all of them, ``[sum(lengths), ...]``.
+    """
+
+    model: HasLogits
+    lengths: list[int]
+    states: torch.Tensor
+
+    def hidden_states(self, counts: list[int]) -> torch.Tensor:
+        return self._last_rows(counts)
+
+    def logits(self, counts: list[int]) -> torch.Tensor:
+        return self.model.logits(self._last_rows(counts))
+
+    def tokens(self, counts: list[int]) -> Callable[[], list[list[int]]]:
+        logits = self.logits(counts)
+        copy = AsyncHostCopy(greedy_tokens(logits))
+
+        def wait() -> list[list[int]]:
+            values = iter(copy.wait())
+            return [[next(values) for _ in range(n)] for n in counts]
+
+        return wait
+
+    def _last_rows(self, counts: list[int]) -> torch.Tensor:
+        if counts == self.lengths:
+            return self.states
+        return self.states[to_device(last_rows(self.lengths, counts), self.states.device)]
+
+
+def last_rows(lengths: list[int], counts: list[int]) -> list[int]:
+    """Row numbers of the last ``counts[i]`` of the ``lengths[i]`` consecutive rows of each request."""
+    rows, end = [], 0
+    for length, count in zip(lengths, counts, strict=True):
+        end += length
+        rows += range(end - count, end)
+    return rows
+
+
+def check_batch(batch: Batch, layout: CacheLayout) -> None:
+    """ValueError if (sequence, new tokens) pairs cannot be one step of a runner with this layout."""
+    if not batch:
+        raise ValueError("empty batch")
+    if len({id(sequence) for sequence, _ in batch}) < len(batch):
+        raise ValueError("a sequence appears twice in the batch")
+    for sequence, n in batch:
+        if not 1 <= n <= sequence.num_pending:
+            raise ValueError(f"{n} tokens asked of a sequence with {sequence.num_pending} pending tokens")
+    total, limit = sum(n for _, n in batch), layout.max_num_batched_tokens
+    if total > limit or len(batch) > layout.max_num_seqs:
+        raise ValueError(
+            f"a step of {total} tokens in {len(batch)} sequences exceeds max_num_batched_tokens={limit} or "
+            f"max_num_seqs={layout.max_num_seqs}"
+        )
