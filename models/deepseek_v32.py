@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from deepseek_attn.config.v32 import V32LayerSpec
+from deepseek_attn.kernels.common.norm_rope import rms_norm
 from deepseek_attn.layers.embedding import Embedding, Head
-from deepseek_attn.layers.linear import Linear, rms_norm
+from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
 from deepseek_attn.models.block import BuildContext
 from deepseek_attn.models.moe import MLP, MoE

@@ -27,7 +27,7 @@ from deepseek_attn.checkpoint.recipes import DRAW, Recipe
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
-from deepseek_attn.layers.linear import FP4_GROUP
+from deepseek_attn.kernels.linear import FP4_GROUP
 from deepseek_attn.layers.parallel import Parallel, launched
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner

@@ -14,6 +14,7 @@ from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.common.dispatch import op_for
+from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.layers.linear import GroupedLinear, Linear, empty_quantized, join_weights, multi_linear
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable
@@ -141,7 +142,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         qr_fp8 = empty_quantized(qr, query_linears)
         qr, kv = self.insert(qr, kv, projections, positions, qr_fp8)
         with stage("project"):
-            q, *index_q = multi_linear(qr, query_linears, qr_fp8 and qr_fp8[:2])
+            q, *index_q = multi_linear(qr, query_linears, qr_fp8)
             q, index_queries = self.queries(q, positions, index_q, projections)
         if self.indexer is not None:
             self.select(index_q, projections[-1], step, index_queries)
@@ -178,13 +179,13 @@ class DeepseekV4MLAAttention(CheckpointModule):
         kv: torch.Tensor,
         projections: list[torch.Tensor],
         positions: torch.Tensor,
-        qr_fp8: tuple[torch.Tensor, torch.Tensor, bool] | None = None,
+        qr_fp8: QuantizedRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes all that the new tokens add to the caches, so that it is there before any query reads.
 
         Args:
             projections: values and scores of each compressor in turn.
-            qr_fp8: where the normed query latent goes once more, rounded to FP8; that of `insert_tokens`.
+            qr_fp8: also receives the normed query latent, quantised to FP8.
 
         Returns:
             The normed query latent, and the normed and rotated key.

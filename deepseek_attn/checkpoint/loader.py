@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from deepseek_attn.checkpoint.names import CanonicalSource
 from deepseek_attn.checkpoint.source import FP4_DTYPES, CheckpointSource, TensorInfo, read_weight, scale_name
-from deepseek_attn.layers.linear import FP4_GROUP, FP8_BLOCK
+from deepseek_attn.kernels.linear import FP4_GROUP, FP8_BLOCK
 from deepseek_attn.layers.weights import WeightSlot, checkpoint_slots
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")

@@ -16,7 +16,7 @@ from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.kernels.common.quant import encode_e8m0, quantize_fp4_weight, quantize_fp8_block
-from deepseek_attn.layers.linear import FP4_GROUP, FP8_BLOCK
+from deepseek_attn.kernels.linear import FP4_GROUP, FP8_BLOCK
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from deepseek_attn.kernels.common.quant import decode_e8m0, encode_e8m0
-from deepseek_attn.layers.linear import FP4_GROUP, FP8_BLOCK, dequantize_weight
+from deepseek_attn.kernels.linear import FP4_GROUP, FP8_BLOCK, dequantize_weight
 from deepseek_attn.layers.weights import Shard
 
 INDEX_FILE = "model.safetensors.index.json"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.linear.reference import Segment
+from deepseek_attn.kernels.linear import Segment, multi_linear
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.weights import CheckpointModule
 from deepseek_attn.utils.tracing import traced
@@ -59,14 +57,4 @@ class Head(CheckpointModule):
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """The columns of this rank."""
-        if self.weight.dtype == torch.float32:
-            return F.linear(x.float(), self.weight)
-        if runs_triton(x):
-            from deepseek_attn.kernels.linear.linear import multi_linear
-
-            return multi_linear(x, [Segment(self.weight, out_dtype=torch.float32)])[0]
-        x = x.float()
-        return torch.cat([F.linear(x, rows.float()) for rows in self.weight.split(HEAD_ROWS)], dim=-1)
-
-
-HEAD_ROWS = 16384  # vocabulary rows upcast to float32 at once
+        return multi_linear(x, [Segment(self.weight, out_dtype=torch.float32)])[0]

@@ -8,11 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from deepseek_attn.config.numerics import Numerics
-from deepseek_attn.kernels.linear.reference import (
-    dequantize_weight,
-    quantized_input,
-)
-from deepseek_attn.layers.weights import CheckpointModule, WeightSlot, _parameter, check_fp8_input, to_stored
+from deepseek_attn.kernels.linear import dequantize_weight, quantized_input
+from deepseek_attn.layers.weights import CheckpointModule, WeightSlot, check_fp8_input, parameter, to_stored
 
 
 class ExpertLinear(CheckpointModule):
@@ -56,8 +53,8 @@ class ExpertLinear(CheckpointModule):
         if scale is not None and self.fp8_input:
             check_fp8_input(self.in_features)
         if self.weight is None:
-            self.weight = _parameter(weight.new_empty((self.experts, *weight.shape)))
-            self.scale = None if scale is None else _parameter(scale.new_empty((self.experts, *scale.shape)))
+            self.weight = parameter(weight.new_empty((self.experts, *weight.shape)))
+            self.scale = None if scale is None else parameter(scale.new_empty((self.experts, *scale.shape)))
         if weight.dtype != self.weight.dtype:
             raise ValueError(
                 f"expert {self.first + index} has a {weight.dtype} weight, other experts of the layer "

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.options import parse_device
 from deepseek_attn.config.v32 import DeepseekV32Config
-from deepseek_attn.kernels.linear.reference import FP8_BLOCK
+from deepseek_attn.kernels.linear import FP8_BLOCK
 from deepseek_attn.layers.weights import Shard
 
 TIMEOUT_SECONDS = 600.0  # of one collective: ranks wait that long for one that loads or has died

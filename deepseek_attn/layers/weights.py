@@ -9,10 +9,7 @@ import torch
 from torch import nn
 
 from deepseek_attn.kernels.common.norm_rope import rms_norm
-from deepseek_attn.kernels.linear.reference import (
-    FP8_INPUT_GROUP,
-    dequantize_weight,
-)
+from deepseek_attn.kernels.linear import FP8_INPUT_GROUP, dequantize_weight
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class CheckpointModule(nn.Module):
         self.register_parameter(name, None)
 
         def load(tensor: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-            setattr(self, name, _parameter(tensor.to(self._device, dtype)))
+            setattr(self, name, parameter(tensor.to(self._device, dtype)))
 
         self._declared[name] = WeightSlot(tuple(shape), kind, load, shard)
 
@@ -104,7 +101,7 @@ class RMSNorm(CheckpointModule):
         return rms_norm(x, self.eps, self.weight)
 
 
-def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+def parameter(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.row_ops import begin
 from deepseek_attn.kernels.insert.compress import choose_tiles, compress_and_insert, compress_launch, is_long
 from deepseek_attn.kernels.insert.compress_reference import CompressBatch, CompressPart
@@ -53,7 +54,7 @@ def insert_tokens(
     rows: tuple,
     parts: Sequence[CompressPart],
     batch: CompressBatch | None,
-    qr_fp8: tuple[Tensor, Tensor, bool] | None = None,
+    qr_fp8: QuantizedRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same as `reference.insert_tokens`: one launch for steps of few tokens per request, as decode steps are."""
     tokens = len(rows[0])

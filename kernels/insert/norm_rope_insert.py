@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS, fp8_view, has_native_fp8, supports_pdl
 from deepseek_attn.kernels.common.fp8 import quantize_groups
+from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.row_ops import (
     begin,
     entry_constants,
@@ -81,7 +82,7 @@ def norm_latent(t, rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 @triton.jit
 def _store_rounded(t, y, rows, LORA: tl.constexpr, BLOCK: tl.constexpr, NATIVE_FP8: tl.constexpr, POW2: tl.constexpr):
-    """Stores ``y [1, BLOCK]`` as the input of an FP8 linear, as `linear_kernels.quantize_input_kernel` does."""
+    """Stores ``y [1, BLOCK]`` as the input of an FP8 linear, as `quantize_triton.quantize_input_kernel` does."""
     group = tl.arange(0, BLOCK // 128)
     groups = tl.reshape(y.to(tl.float32), (BLOCK // 128, 128))
     value, scale = quantize_groups(groups, POW2, NATIVE_FP8, rows[17].dtype.element_ty)
@@ -114,7 +115,7 @@ def norm_rope_insert(
     slots: Tensor,
     qr_out: Tensor | None = None,
     kv_out: Tensor | None = None,
-    qr_fp8: tuple[Tensor, Tensor, bool] | None = None,
+    qr_fp8: QuantizedRows | None = None,
     warps: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same as `reference.norm_rope_insert`, for rows whose channels are contiguous and an even number.
@@ -151,7 +152,7 @@ def row_launch(
     slots: Tensor,
     qr_out: Tensor | None = None,
     kv_out: Tensor | None = None,
-    qr_fp8: tuple[Tensor, Tensor, bool] | None = None,
+    qr_fp8: QuantizedRows | None = None,
 ) -> tuple[tuple, tuple, tuple[Tensor, Tensor]]:
     """Arguments ``rows`` and constant ``SHAPE`` of `insert_key` and `norm_latent`, and the outputs they write.
 
@@ -181,7 +182,7 @@ def row_launch(
     latent = (qr, qr.stride(0), q_weight, qr_out, qr_out.stride(0))
     rows = (*key, *latent, positions, cos_sin, cos_sin.shape[0], slots, eps, pool, pool.stride(0))
     if qr_fp8 is not None:
-        q, scale, _ = qr_fp8
+        q, scale = qr_fp8.values, qr_fp8.scale
         if lora % 128 or q.shape != qr.shape or scale.shape != (T, lora // 128) or (T > 1 and scale.stride(0) != 1):
             raise ValueError(
                 f"a rounded latent of {tuple(qr.shape)} needs a multiple of 128 channels and scales [{T}, "
@@ -191,5 +192,5 @@ def row_launch(
         rows += (fp8_view(q), q.stride(0), scale, scale.stride(1))
     key_shape = (dim, entry["NOPE"], cos_sin.shape[1], block, entry["N"], entry["RECORD"], entry["PLAIN"])
     latent_shape = (lora, triton.next_power_of_2(lora), TRITON_DTYPES[qr.dtype])
-    latent_shape += (qr_fp8 is not None, qr_fp8 is not None and qr_fp8[2])
+    latent_shape += (qr_fp8 is not None, qr_fp8 is not None and qr_fp8.pow2_scales)
     return rows, (*key_shape, TRITON_DTYPES[kv.dtype], *latent_shape), (qr_out, kv_out)

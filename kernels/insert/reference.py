@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at, rms_norm
+from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.insert.compress_reference import CompressBatch, CompressPart, compress_and_insert
 from deepseek_attn.kernels.linear.reference import quantize_input
 
@@ -21,7 +22,7 @@ def insert_tokens(
     rows: tuple,
     parts: Sequence[CompressPart],
     batch: CompressBatch | None,
-    qr_fp8: tuple[Tensor, Tensor, bool] | None = None,
+    qr_fp8: QuantizedRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`norm_rope_insert` and `compress_and_insert` of a layer.
 
@@ -53,7 +54,7 @@ def norm_rope_insert(
     slots: Tensor,
     qr_out: Tensor | None = None,
     kv_out: Tensor | None = None,
-    qr_fp8: tuple[Tensor, Tensor, bool] | None = None,
+    qr_fp8: QuantizedRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Normalises ``qr`` and ``kv``, rotates ``kv`` and stores it.
 
@@ -64,9 +65,7 @@ def norm_rope_insert(
         record, pool, page_entries: byte layout, uint8 ``[pages, page bytes]`` and entries per page of the cache.
         slots: int64 ``[T]`` where a row of ``kv`` is stored; -1 for rows that are padding, which store nothing.
         qr_out, kv_out: where to write the results.
-        qr_fp8: where to write the first once more, rounded as `reference.linear.quantize_input` does: FP8
-            ``[T, q_lora]`` and scales ``[T, q_lora / 128]`` with stride 1 along the rows; and whether these are powers
-            of two.
+        qr_fp8: also receives the normalised ``qr``, quantised as `kernels.linear.quantize_input` does.
 
     Returns:
         ``(qr_out, kv_out)``, like ``qr`` and ``kv``. Values are rounded to the dtype after the norm, and the rotated
@@ -78,9 +77,9 @@ def norm_rope_insert(
     qr_out = qr_normed if qr_out is None else qr_out.copy_(qr_normed)
     kv_out = kv_rotated if kv_out is None else kv_out.copy_(kv_rotated)
     if qr_fp8 is not None:
-        q, scale, pow2 = qr_fp8
-        for target, value in zip((q, scale), quantize_input(qr_normed, pow2), strict=True):
-            target.copy_(value)
+        latent = quantize_input(qr_normed, qr_fp8.pow2_scales)
+        qr_fp8.values.copy_(latent.values)
+        qr_fp8.scale.copy_(latent.scale)
     return qr_out, kv_out
 
 

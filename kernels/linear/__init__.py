@@ -1,1 +1,185 @@
-"""Linear layers over plain, FP8-block and packed-FP4 weights."""
+"""Linear layers over plain, FP8-block and packed-FP4 weights: projections of one input, and block-diagonal products.
+
+Triton computes with bfloat16 and float16 weights and with FP8 weights under float32 scales. Float32 weights are left
+to `torch.nn.functional.linear`, and packed FP4 ones to the reference: published checkpoints have FP4 in routed experts
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.linear.formats import (
+    FP4_GROUP,
+    FP8_BLOCK,
+    FP8_INPUT_GROUP,
+    Segment,
+    dequantize_weight,
+    quantized_input,
+)
+
+__all__ = [
+    "FP4_GROUP",
+    "FP8_BLOCK",
+    "FP8_INPUT_GROUP",
+    "QUANTIZE_ABOVE",
+    "QuantizedRows",
+    "Segment",
+    "dequantize_weight",
+    "empty_quantized",
+    "grouped_linear",
+    "grouped_linear_quantized",
+    "multi_linear",
+    "quantize_input",
+    "quantized_input",
+]
+
+QUANTIZE_ABOVE = 8  # tokens up to which each Triton program quantises the part of the input that it reads
+
+
+def multi_linear(
+    x: Tensor, segments: Sequence[Segment], pow2_scales: bool = True, quantized: QuantizedRows | None = None
+) -> list[Tensor]:
+    """``x W^T`` for each segment, summed in float32 and rounded once.
+
+    On a GPU all segments that Triton computes are one launch where there are few tokens; with many, large products are
+    cuBLAS's. Plain weights that are adjacent in memory may become one product.
+
+    Args:
+        x: ``[M, K]`` float32, bfloat16 or float16.
+        segments: projections from the same ``K``; none gives an empty list.
+        pow2_scales: scales of FP8 inputs are powers of two.
+        quantized: ``quantize_input(x, pow2_scales)``, if the caller has it already.
+
+    Returns:
+        ``[M, N]`` for each segment, in its ``out_dtype`` or the dtype of x. A token with NaN or infinity has NaN in all
+        outputs of segments with FP8 inputs.
+
+    Raises:
+        ValueError: on a GPU, shapes, dtypes or strides that the kernels do not take; FP8 inputs whose ``K`` is no
+            multiple of 128.
+
+    Notes:
+        Triton sums FP8 products of one 128-channel block as the tensor cores do: on compute capability 9.0 with about
+        14 bits, unless the output is float32.
+    """
+    outs = [None if _in_triton(segment) else _in_torch(x, segment, pow2_scales, quantized) for segment in segments]
+    fused = [segment for segment, out in zip(segments, outs, strict=True) if out is None]
+    if fused:
+        from deepseek_attn.kernels.linear.linear import multi_linear as op
+
+        found = iter(op(x, fused, pow2_scales, quantized))
+        outs = [next(found) if out is None else out for out in outs]
+    return outs
+
+
+def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
+    """Quantises the input of FP8 linears per token and 128 channels.
+
+    Args:
+        x: ``[M, K]`` float32, bfloat16 or float16, K a multiple of 128.
+        pow2_scales: round scales up to powers of two ("ue8m0"), as V4 does; otherwise ``amax / 448``.
+
+    Returns:
+        float8_e4m3fn ``[M, K]`` and float32 scales ``[M, K / 128]`` with stride 1 along the rows. A group that holds
+        NaN or infinity dequantises to NaN; in Triton its scale is NaN.
+
+    Raises:
+        ValueError: K is no multiple of 128, or x has another rank or dtype.
+    """
+    if runs_triton(x):
+        from deepseek_attn.kernels.linear.linear import quantize_input as op
+    else:
+        from deepseek_attn.kernels.linear.reference import quantize_input as op
+    return op(x, pow2_scales)
+
+
+def empty_quantized(x: Tensor, segments: Sequence[Segment], pow2_scales: bool = True) -> QuantizedRows | None:
+    """Allocates FP8 values and scales that the op which writes ``x [M, K]`` fills as well, for `multi_linear`.
+
+    None where that saves nothing: a segment does not read FP8 inputs or is not computed by Triton, or there are so few
+    tokens that the products quantise on the way.
+    """
+    if len(x) <= QUANTIZE_ABOVE or not all(_in_triton(segment) and segment.reads_fp8 for segment in segments):
+        return None
+    from deepseek_attn.kernels.linear.launch import empty_quantized_rows
+
+    return empty_quantized_rows(*x.shape, x.device, pow2_scales)
+
+
+def grouped_linear(
+    o: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    groups: int,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    fp8_input: bool = False,
+    pow2_scales: bool = True,
+) -> Tensor:
+    """``z[t, g] = W[g] o[t, g]``: inverse RoPE of attention's output, then a block-diagonal product.
+
+    Heads go to the groups in order, and ``W = weight.view(groups, N, K)``.
+
+    Args:
+        o: ``[M, H, d]`` float32, bfloat16 or float16, H a multiple of ``groups``; ``K = H / groups * d``.
+        weight, scale: ``[groups * N, K]``, as in `Segment`.
+        positions: int64 ``[M]``, positions at which the last channels of each head are rotated back; None leaves them.
+            On a GPU, tokens at negative positions are not rotated.
+        cos_sin: float32 ``[positions, rope_dim]``, cosines then sines of the pairs ``(2i, 2i + 1)``.
+        fp8_input: quantise the rotated heads to FP8 per token and 128 channels; for a quantised weight only.
+        pow2_scales: scales of FP8 inputs are powers of two.
+
+    Returns:
+        ``[M, groups * N]`` in the dtype of ``o``. The rotated heads are rounded to that dtype as well.
+
+    Raises:
+        ValueError: on a GPU, shapes or dtypes that do not fit; positions without cos_sin or the reverse.
+    """
+    if scale is not None and _in_triton(Segment(weight, scale)):
+        from deepseek_attn.kernels.linear.grouped import grouped_linear as op
+    else:
+        from deepseek_attn.kernels.linear.reference import grouped_linear as op
+    return op(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales)
+
+
+def grouped_linear_quantized(
+    o: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    groups: int,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    fp8_input: bool = False,
+    pow2_scales: bool = True,
+) -> tuple[Tensor, QuantizedRows | None]:
+    """`grouped_linear`, and ``quantize_input(output, pow2_scales)`` where that needs no further launch, else None."""
+    if scale is not None and _in_triton(Segment(weight, scale)):
+        from deepseek_attn.kernels.linear.grouped import grouped_linear_quantized as op
+
+        return op(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales)
+    return grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales), None
+
+
+def _in_triton(segment: Segment) -> bool:
+    """Whether the Triton kernels compute with this weight, where it is."""
+    weight, scale = segment.weight, segment.scale
+    if not runs_triton(weight):
+        return False
+    if scale is None:
+        return weight.dtype in (torch.bfloat16, torch.float16)
+    return weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
+
+
+def _in_torch(x: Tensor, segment: Segment, pow2_scales: bool, quantized: QuantizedRows | None) -> Tensor:
+    if segment.scale is None and segment.out_dtype is None:
+        return F.linear(x, segment.weight)
+    from deepseek_attn.kernels.linear.reference import multi_linear as op
+
+    return op(x, [segment], pow2_scales, quantized)[0]

@@ -1,8 +1,9 @@
-"""Launches of the kernels of `linear_kernels`, shared by `linear` and `grouped_linear`; arguments are checked there."""
+"""Launches of `linear_triton` and `quantize_triton`, shared by `linear` and `grouped_linear`, which check arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,94 +12,125 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
 from deepseek_attn.kernels.common.device import fp8_view, gpu
+from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
+from deepseek_attn.kernels.linear.launch_config import LaunchConfig, choose_config
 from deepseek_attn.kernels.linear.linear_triton import multi_linear_kernel
 from deepseek_attn.kernels.linear.quantize_triton import quantize_input_kernel
-from deepseek_attn.kernels.linear.tiles import Tiles, choose_tiles
 
-_ROWS = 4  # cuBLAS's block-scaled product takes multiples of so many rows
+ROW_MULTIPLE = 4  # cuBLAS's block-scaled product takes multiples of this many rows
 
 
-def dot_plan(x: torch.dtype, weight: torch.dtype, fp8_input: bool, out: torch.dtype, native: bool) -> tuple:
-    """(dtype of the factors, parts that x is cut into, precision) of a product.
+class FP8Product(NamedTuple):
+    """``out [M, N] = x weight^T`` with an FP8 ``weight [N, K]`` under block scales."""
 
-    Every choice multiplies without rounding: float16 and bfloat16 hold e4m3, and three bfloat16 hold a float32. Sums of
-    FP8 products keep about 14 bits on compute capability 9.0, too few for a float32 output.
+    weight: Tensor
+    scale: Tensor
+    out: Tensor
+
+
+class PlainProduct(NamedTuple):
+    """``out [M, N] = x weight^T`` with a ``weight [N, K]`` of a float dtype."""
+
+    weight: Tensor
+    out: Tensor
+
+
+class Products(NamedTuple):
+    """What one launch computes from one input: FP8 weights of one kind, then plain weights of one kind.
+
+    Attributes:
+        fp8, plain: the products; weights and outputs of each list have the same dtypes.
+        fp8_input: the FP8 weights' input is quantised to FP8.
+    """
+
+    fp8: Sequence[FP8Product]
+    plain: Sequence[PlainProduct] = ()
+    fp8_input: bool = True
+
+
+class DotPlan(NamedTuple):
+    """How a product multiplies.
+
+    Attributes:
+        dtype: of the factors.
+        parts: values of that dtype which x is split into.
+        precision: ``input_precision`` of `tl.dot`; None is the default.
+    """
+
+    dtype: tl.dtype
+    parts: int = 1
+    precision: str | None = None
+
+
+def dot_plan(x: torch.dtype, weight: torch.dtype, fp8_input: bool, out: torch.dtype, native: bool) -> DotPlan:
+    """How to multiply an input and a weight of these dtypes; ``native``: the GPU multiplies e4m3 itself.
+
+    No choice rounds the factors: float16 and bfloat16 hold e4m3, and three bfloat16 hold a float32. Sums of FP8
+    products keep about 14 bits on compute capability 9.0, too few for a float32 output.
     """
     if weight == torch.float8_e4m3fn:
         if fp8_input:
-            return (tl.float8e4nv if native and out != torch.float32 else tl.float16), 1, None
-        return (tl.float16, 1, None) if x == torch.float16 else (tl.bfloat16, 1 if x == torch.bfloat16 else 3, None)
+            return DotPlan(tl.float8e4nv if native and out != torch.float32 else tl.float16)
+        return DotPlan(tl.float16) if x == torch.float16 else DotPlan(tl.bfloat16, 1 if x == torch.bfloat16 else 3)
     if weight == x and x != torch.float32:
-        return TRITON_DTYPES[x], 1, None
+        return DotPlan(TRITON_DTYPES[x])
     if weight == torch.bfloat16 and x == torch.float32:
-        return tl.bfloat16, 3, None
-    return tl.float32, 1, "tf32x3"
+        return DotPlan(tl.bfloat16, 3)
+    return DotPlan(tl.float32, 1, "tf32x3")
 
 
 def launch_products(
     x: Tensor,
-    scaled: Sequence[tuple[Tensor, Tensor, Tensor]],
-    plain: Sequence[tuple[Tensor, Tensor]],
+    products: Products,
     *,
-    fp8_input: bool,
-    pow2: bool,
-    quantized: tuple[Tensor, Tensor] | None = None,
+    pow2_scales: bool,
+    quantized: QuantizedRows | None = None,
     groups: int = 1,
-    tiles: Tiles | None = None,
+    config: LaunchConfig | None = None,
 ) -> None:
-    """Computes products of one input with FP8 weights and with plain ones, all of either kind alike, in one launch.
+    """Computes ``products`` of one input in one launch.
 
     Args:
-        x: ``[M, groups * K]``; scaled: (weight ``[N, K]``, scale, out ``[M, N]``); plain: (weight, out).
-        fp8_input: the FP8 weights' input is rounded.
-        quantized: it is already: (``[groups, M, K]`` or ``[M, K]``, scales).
-        groups: the one FP8 weight is block-diagonal in so many blocks.
+        x: ``[M, groups * K]``.
+        quantized: x quantised already, ``[M, K]`` or ``[groups, M, K]``; with None, programs quantise what they read.
+        groups: number of diagonal blocks of the FP8 weight, which is then the only one.
     """
-    capability, processors = gpu(x.device)
-    native = capability >= (8, 9)
+    fp8, plain, fp8_input = products
+    capability, multiprocessors = gpu(x.device)
+    native, pdl = capability >= (8, 9), capability >= (9, 0)
     M, K = x.shape[0], x.shape[1] // groups
-    if tiles is None:
-        rows, plain_rows = (sum(len(weight) for weight, *_ in part) for part in (scaled, plain))
+    sizes, plain_sizes = ([len(product.weight) for product in part] for part in (fp8, plain))
+    if config is None:
         item = x.itemsize if quantized is None or not fp8_input else 1
-        plain_item = max([x.itemsize] + [weight.itemsize for weight, _ in plain])
-        tiles = choose_tiles(M, K, rows, plain_rows, capability, processors, item, plain_item)
+        plain_item = max([x.itemsize] + [product.weight.itemsize for product in plain])
+        config = choose_config(M, K, sum(sizes), sum(plain_sizes), capability, multiprocessors, item, plain_item)
     mode = "plain" if not fp8_input else "quantize" if quantized is None else "quantized"
-    dtype, parts, precision = tl.float16, 1, None
-    plain_dtype, plain_parts, plain_precision = tl.float16, 1, None
-    if scaled:
-        dtype, parts, precision = dot_plan(x.dtype, scaled[0][0].dtype, fp8_input, scaled[0][2].dtype, native)
+    dot = plain_dot = DotPlan(tl.float16)
+    if fp8:
+        dot = dot_plan(x.dtype, fp8[0].weight.dtype, fp8_input, fp8[0].out.dtype, native)
     if plain:
-        plan = dot_plan(x.dtype, plain[0][0].dtype, False, plain[0][1].dtype, native)
-        plain_dtype, plain_parts, plain_precision = plan
-    group_rows = scaled[0][0].shape[0] // groups if groups > 1 else 0
-    sizes = tuple(weight.shape[0] for weight, *_ in scaled)
-    firsts, count = first_tiles(sizes, tiles.rows)
-    if groups > 1:
-        count = groups * triton.cdiv(group_rows, tiles.rows)
-    plain_sizes = tuple(weight.shape[0] for weight, _ in plain)
-    plain_firsts, plain_count = first_tiles(plain_sizes, tiles.plain_rows)
-    m_tiles = triton.cdiv(M, tiles.tokens)
-    splits, plain_splits = tiles.splits, tiles.plain_splits
-    if (count + plain_count) * m_tiles > COUNTERS:
+        plain_dot = dot_plan(x.dtype, plain[0].weight.dtype, False, plain[0].out.dtype, native)
+    tiling, plain_tiling = tile_weights(sizes, config.rows, groups), tile_weights(plain_sizes, config.plain_rows)
+    m_tiles = triton.cdiv(M, config.tokens)
+    splits, plain_splits = config.splits, config.plain_splits
+    if (tiling.tiles + plain_tiling.tiles) * m_tiles > COUNTERS:
         splits = plain_splits = 1
-    q, q_scale = (x, x) if quantized is None else quantized
-    if quantized is not None:
-        q = fp8_view(q)
-    part = empty_partials(x, count * m_tiles, splits, tiles.rows * tiles.tokens)
-    plain_part = empty_partials(x, plain_count * m_tiles, plain_splits, tiles.plain_rows * tiles.tokens)
+    q, q_scale = (x, x) if quantized is None else (fp8_view(quantized.values), quantized.scale)
+    partials = empty_partials(x, tiling.tiles * m_tiles, splits, config.rows * config.tokens)
+    plain_partials = empty_partials(x, plain_tiling.tiles * m_tiles, plain_splits, config.plain_rows * config.tokens)
     counters = counters_of(x.device) if max(splits, plain_splits) > 1 else x
-    multi_linear_kernel[(m_tiles * (count * splits + plain_count * plain_splits),)](
+    multi_linear_kernel[(m_tiles * (tiling.tiles * splits + plain_tiling.tiles * plain_splits),)](
         x,
         q,
         q_scale,
-        tuple(fp8_view(weight) for weight, _, _ in scaled),
-        tuple(scale for _, scale, _ in scaled),
-        tuple(out for *_, out in scaled),
-        tuple(weight for weight, _ in plain),
-        tuple(out for _, out in plain),
-        part,
-        plain_part,
+        tuple(fp8_view(product.weight) for product in fp8),
+        tuple(product.scale for product in fp8),
+        tuple(product.out for product in fp8),
+        tuple(product.weight for product in plain),
+        tuple(product.out for product in plain),
+        partials,
+        plain_partials,
         counters,
         M,
         x.stride(0),
@@ -108,123 +140,140 @@ def launch_products(
         q.stride(0) if groups > 1 else 0,
         K // 128 * q_scale.stride(1),
         K=K,
-        SIZES=sizes,
-        FIRSTS=firsts,
-        TILES=count,
+        SIZES=tiling.sizes,
+        FIRSTS=tiling.firsts,
+        TILES=tiling.tiles,
         SPLITS=splits,
-        PLAIN_SIZES=plain_sizes,
-        PLAIN_FIRSTS=plain_firsts,
-        PLAIN_TILES=plain_count,
+        PLAIN_SIZES=plain_tiling.sizes,
+        PLAIN_FIRSTS=plain_tiling.firsts,
+        PLAIN_TILES=plain_tiling.tiles,
         PLAIN_SPLITS=plain_splits,
-        GROUP_ROWS=group_rows,
+        GROUP_ROWS=tiling.group_rows,
         INPUT=mode,
-        POW2=pow2,
+        POW2=pow2_scales,
         NATIVE_FP8=native,
-        DTYPE=dtype,
-        PARTS=parts,
-        PRECISION=precision,
-        PLAIN_DTYPE=plain_dtype,
-        PLAIN_PARTS=plain_parts,
-        PLAIN_PRECISION=plain_precision,
-        BLOCK_M=tiles.tokens,
-        BLOCK_N=tiles.rows,
-        PLAIN_BLOCK_N=tiles.plain_rows,
-        PLAIN_BLOCK_K=tiles.plain_channels,
-        STAGES=tiles.stages,
-        EARLY=tiles.early,
-        PDL=capability[0] >= 9,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        launch_pdl=capability[0] >= 9,
+        DTYPE=dot.dtype,
+        PARTS=dot.parts,
+        PRECISION=dot.precision,
+        PLAIN_DTYPE=plain_dot.dtype,
+        PLAIN_PARTS=plain_dot.parts,
+        PLAIN_PRECISION=plain_dot.precision,
+        BLOCK_M=config.tokens,
+        BLOCK_N=config.rows,
+        PLAIN_BLOCK_N=config.plain_rows,
+        PLAIN_BLOCK_K=config.plain_channels,
+        STAGES=config.stages,
+        EARLY=config.prefetched_blocks,
+        PDL=pdl,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        launch_pdl=pdl,
     )
 
 
-def quantize(
-    x: Tensor, groups: int, pow2: bool, rope: tuple[Tensor, Tensor, int] | None = None, fp8: bool = True
-) -> tuple[Tensor, Tensor]:
-    """``x [M, groups * K]``, rotated back by ``rope``, as ``[groups, M, K]``: FP8 and its scales, or the dtype of x.
+class Rope(NamedTuple):
+    """An inverse rotation of heads: ``positions [M]``, table ``cos_sin [positions, rope_dim]``, channels of a head."""
 
-    Scales are float32 ``[M, groups * K / 128]`` with strides 1 and M rounded up: there is room for `whole_rows`.
+    positions: Tensor
+    cos_sin: Tensor
+    head_dim: int
+
+
+def quantize_rows(x: Tensor, pow2_scales: bool, groups: int | None = None, rope: Rope | None = None) -> QuantizedRows:
+    """``x [M, channels]``, rotated back by ``rope``, as FP8 in the memory of `empty_quantized_rows`."""
+    quantized = empty_quantized_rows(*x.shape, x.device, pow2_scales, groups)
+    _launch_quantize(x, quantized.values, quantized.scale.t(), pow2_scales, rope)
+    return quantized
+
+
+def rotate_rows(x: Tensor, rope: Rope) -> Tensor:
+    """``x [M, channels]`` rotated back by ``rope``, in its dtype."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch_quantize(x, out, None, True, rope)
+    return out
+
+
+def _launch_quantize(x: Tensor, out: Tensor, scale: Tensor | None, pow2_scales: bool, rope: Rope | None) -> None:
+    """Writes ``x [M, channels]`` to ``out [M, channels]`` or ``[groups, M, channels / groups]``.
+
+    In its dtype; or as FP8, with ``scale [channels / 128, M]``.
     """
-    capability = gpu(x.device).capability
-    M, channels = x.shape
-    out, scale = empty_quantized_rows(M, channels, groups, x.device, torch.float8_e4m3fn if fp8 else x.dtype)
-    if M == 0:
-        return out, scale.t()
+    if not len(x):
+        return
+    capability, (M, channels) = gpu(x.device).capability, x.shape
     if x.stride(0) % 2 or x.data_ptr() % (2 * x.itemsize):
         x = x.clone(memory_format=torch.contiguous_format)  # pairs of channels are read as one word
     positions, cos_sin, head_dim = rope or (x, x, 1)
     block_m, block_k, warps = (2, 256, 4) if M <= 64 else (8, 512, 4) if rope is None else (4, 512, 2)
     block_k = min(block_k, max(128, triton.next_power_of_2(channels)))
-    early = capability[0] >= 9
+    pdl = capability >= (9, 0)
     quantize_input_kernel[(triton.cdiv(M, block_m), triton.cdiv(channels, block_k))](
         x,
-        fp8_view(out) if fp8 else out,
-        scale,
+        out if scale is None else fp8_view(out),
+        out if scale is None else scale,
         positions,
         cos_sin,
         M,
         x.stride(0),
-        out.stride(1),
-        out.stride(0),
-        scale.stride(0),
+        out.stride(-2),
+        out.stride(0) if out.dim() == 3 else 0,
+        0 if scale is None else scale.stride(0),
         K=channels,
-        GROUP_K=channels // groups,
-        QUANTIZE=fp8,
-        POW2=pow2,
+        GROUP_K=out.shape[-1],
+        QUANTIZE=scale is not None,
+        POW2=pow2_scales,
         NATIVE_FP8=capability >= (8, 9),
         ROPE_DIM=0 if rope is None else cos_sin.shape[1],
         HEAD_DIM=head_dim,
         BLOCK_M=block_m,
         BLOCK_K=block_k,
-        PDL=early,
+        PDL=pdl,
         num_warps=warps,
-        launch_pdl=early,
+        launch_pdl=pdl,
     )
-    return out, scale.t()
 
 
 def empty_quantized_rows(
-    M: int, channels: int, groups: int, device: torch.device, dtype: torch.dtype = torch.float8_e4m3fn
-) -> tuple[Tensor, Tensor]:
-    """``[groups, M, channels / groups]`` and for FP8 the scales ``[channels / 128, M]``, with room for `whole_rows`."""
-    rows = triton.cdiv(M, _ROWS) * _ROWS
-    out = torch.empty(groups, rows, channels // groups, dtype=dtype, device=device)
-    scales = channels // 128 if dtype == torch.float8_e4m3fn else 0
-    return out[:, :M], torch.empty(scales, rows, dtype=torch.float32, device=device)[:, :M]
+    M: int, channels: int, device: torch.device, pow2_scales: bool = True, groups: int | None = None
+) -> QuantizedRows:
+    """Allocates values ``[M, channels]``, or ``[groups, M, channels / groups]``, and scales ``[M, channels / 128]``.
 
-
-def whole_rows(q: Tensor, q_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """``q [M, K]`` and its scales with more rows, up to what cuBLAS takes; what these hold is of no account.
-
-    The rows behind the tensors are used where they are, as `quantize` leaves them.
+    The memory has rows up to a multiple of ``ROW_MULTIPLE``, for `cublas.padded_rows`.
     """
-    extra = -len(q) % _ROWS
-    if not extra:
-        return q, q_scale
-    rows, K, groups = len(q) + extra, q.shape[1], q_scale.shape[1]
-    fits = q_scale.stride(1) == rows and q.is_contiguous()
-    if fits and _room(q, rows * K) and _room(q_scale, rows * groups):
-        return q.as_strided((rows, K), (K, 1)), q_scale.as_strided((rows, groups), (1, rows))
-    padded = torch.zeros(rows, K, dtype=torch.uint8, device=q.device).view(q.dtype)
-    padded[: len(q)] = q
-    return padded, torch.nn.functional.pad(q_scale.t(), (0, extra)).t()
+    rows = triton.cdiv(M, ROW_MULTIPLE) * ROW_MULTIPLE
+    shape = (rows, channels) if groups is None else (groups, rows, channels // groups)
+    values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)[..., :M, :]
+    scale = torch.empty(channels // 128, rows, dtype=torch.float32, device=device)[:, :M].t()
+    return QuantizedRows(values, scale, pow2_scales)
 
 
-def _room(tensor: Tensor, size: int) -> bool:
-    """Whether ``size`` elements from the first of ``tensor`` on lie in its storage."""
-    return tensor.storage_offset() + size <= tensor.untyped_storage().nbytes() // tensor.itemsize
+class WeightTiles(NamedTuple):
+    """Tiles of consecutive weights.
+
+    Attributes:
+        sizes, firsts: rows of each weight, and its first tile.
+        tiles: number of all tiles.
+        group_rows: rows of a diagonal block of the only weight; 0 for dense weights.
+    """
+
+    sizes: tuple[int, ...]
+    firsts: tuple[int, ...]
+    tiles: int
+    group_rows: int
 
 
-def first_tiles(sizes: Sequence[int], rows: int) -> tuple[tuple[int, ...], int]:
-    """The first tile of each weight, and the number of all."""
-    firsts, count = [], 0
+def tile_weights(sizes: Sequence[int], rows: int, groups: int = 1) -> WeightTiles:
+    """Cuts weights of so many rows, or each of the ``groups`` of one weight, into tiles of ``rows``."""
+    if groups > 1:
+        group_rows = sizes[0] // groups
+        return WeightTiles(tuple(sizes), (0,), groups * triton.cdiv(group_rows, rows), group_rows)
+    firsts, tiles = [], 0
     for size in sizes:
-        firsts.append(count)
-        count += triton.cdiv(size, rows)
-    return tuple(firsts), count
+        firsts.append(tiles)
+        tiles += triton.cdiv(size, rows)
+    return WeightTiles(tuple(sizes), tuple(firsts), tiles, 0)
 
 
 def empty_partials(x: Tensor, tiles: int, splits: int, size: int) -> Tensor:
-    """Room for the shares of each tile, where there are several."""
+    """Scratch memory for the split-K partials of each tile; a single element where nothing is split."""
     return torch.empty(tiles * splits * size if splits > 1 else 1, dtype=torch.float32, device=x.device)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepseek_attn.kernels.linear.reference import dequantize_weight, quantized_input
+from deepseek_attn.kernels.linear import dequantize_weight, quantized_input
 
 # CPU matrix products round a row differently when there are fewer rows than a tile. Padding to whole tiles makes a
 # token's result independent of which other tokens chose the same expert.

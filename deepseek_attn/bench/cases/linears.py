@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.linear.reference import Segment
+from deepseek_attn.kernels.linear import Segment
 
 TOKENS = (1, 8, 32, 128, 4096)
 
@@ -66,7 +66,7 @@ def _product(label: str, M: int, K: int, fp8: list[int], plain: list[int]) -> Op
 
 
 def _grouped(label: str, M: int, config: ModelConfig) -> OpCase:
-    from deepseek_attn.kernels.linear.grouped_linear import grouped_linear
+    from deepseek_attn.kernels.linear.grouped import grouped_linear
 
     H, d, groups, rank = config.num_attention_heads, config.head_dim, config.o_groups, config.o_lora_rank
     K = H * d // groups

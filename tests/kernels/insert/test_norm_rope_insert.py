@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp4Record, IndexFp8Record, PlainRecord
+from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.insert import reference
 from deepseek_attn.kernels.insert import reference as query_reference
 from deepseek_attn.kernels.linear.reference import quantize_input
@@ -159,10 +160,10 @@ def test_the_latent_is_also_rounded_for_fp8_linears(insert, device, lora, pow2):
     q = torch.full((13, lora + 16), 0x7F, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     scales = torch.full((lora // 128, 16), float("nan"), device=device)
     expected = case.run(insert)[0]
-    got, _ = case.run(insert, qr_fp8=(q[:, :lora], scales[:, :13].t(), pow2))
+    got, _ = case.run(insert, qr_fp8=QuantizedRows(q[:, :lora], scales[:, :13].t(), pow2))
     assert torch.equal(got.isnan(), expected.isnan())
     assert torch.equal(got.nan_to_num(), expected.nan_to_num())
-    q_expected, scale_expected = quantize_input(expected, pow2)
+    q_expected, scale_expected, _ = quantize_input(expected, pow2)
     finite = expected.isfinite().all(1)
     assert torch.equal(q[:, :lora].view(torch.uint8)[finite], q_expected.view(torch.uint8)[finite])
     assert torch.equal(scales[:, :13].t()[finite], scale_expected[finite])

@@ -10,9 +10,9 @@ from deepseek_attn.kernels.linear import reference
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.linear.grouped_linear import grouped_linear, grouped_linear_quantized
+from deepseek_attn.kernels.linear.grouped import grouped_linear, grouped_linear_quantized
+from deepseek_attn.kernels.linear.launch_config import HopperLaunchConfig, LaunchConfig
 from deepseek_attn.kernels.linear.linear import quantize_input
-from deepseek_attn.kernels.linear.tiles import HopperTiles, Tiles
 from tests.kernels.compiled_launches import CAPABILITIES, on_gpus
 from tests.kernels.linear.compiled_linear import compiled_launches
 
@@ -135,25 +135,29 @@ def test_without_rotation(gpu, M):
         assert relative(got, reference.grouped_linear(o, weight, scale, groups, fp8_input=fp8)) <= LIMIT[BF16]
 
 
-@pytest.mark.parametrize("tiles", [Tiles(8), Tiles(16, 128, 4), Tiles(64, 64, 3), Tiles(128, 128, warps=8)], ids=str)
-def test_every_cut(gpu, tiles):
+@pytest.mark.parametrize(
+    "config",
+    [LaunchConfig(8), LaunchConfig(16, 128, 4), LaunchConfig(64, 64, 3), LaunchConfig(128, 128, warps=8)],
+    ids=str,
+)
+def test_every_configuration(gpu, config):
     for M in (1, 20, 129):
         arguments = problem(M, 32, 128, 4, 136, 64)
         for fp8 in (True, False):
-            got = grouped_linear(*arguments, fp8, tiles=tiles)
+            got = grouped_linear(*arguments, fp8, config=config)
             assert relative(got, reference.grouped_linear(*arguments, fp8)) <= LIMIT[BF16]
 
 
-@pytest.mark.parametrize("tiles", [
-    HopperTiles(128, 16, 128, 16, stages=3), HopperTiles(64, 64, 64, 32, 2, stages=3),
-    HopperTiles(128, 128, 128, 64, 4, stages=4),
+@pytest.mark.parametrize("config", [
+    HopperLaunchConfig(128, 16, 128, 16, stages=3), HopperLaunchConfig(64, 64, 64, 32, 2, stages=3),
+    HopperLaunchConfig(128, 128, 128, 64, 4, stages=4),
 ], ids=str)  # fmt: skip
-def test_every_hopper_cut(gpu, tiles):
+def test_every_hopper_configuration(gpu, config):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     for M in (9, 20, 129):
         arguments = problem(M, 32, 128, 4, 256, 64)
-        got = grouped_linear(*arguments, True, tiles=tiles)
+        got = grouped_linear(*arguments, True, config=config)
         assert relative(got, reference.grouped_linear(*arguments, True)) <= LIMIT[BF16]
 
 
@@ -171,10 +175,10 @@ def test_the_output_rounded_on_the_way(gpu, M, pow2):
         assert rounded is None
         return
     assert torch.equal(out.nan_to_num(7), grouped_linear(o.to(BF16), weight, *rest, True, pow2).nan_to_num(7))
-    q, scale = quantize_input(out, pow2)
-    assert torch.equal(rounded[1].nan_to_num(7), scale.nan_to_num(7))
+    q, scale, _ = quantize_input(out, pow2)
+    assert torch.equal(rounded.scale.nan_to_num(7), scale.nan_to_num(7))
     finite = scale.isfinite().repeat_interleave(128, 1)
-    assert torch.equal(rounded[0].view(torch.uint8)[finite], q.view(torch.uint8)[finite])
+    assert torch.equal(rounded.values.view(torch.uint8)[finite], q.view(torch.uint8)[finite])
     assert scale[2].isnan().any()
 
 

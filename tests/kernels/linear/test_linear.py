@@ -4,14 +4,19 @@ import pytest
 import torch
 
 from deepseek_attn.kernels.common.quant import quantize_fp8_block
-from deepseek_attn.kernels.linear import reference
-from deepseek_attn.kernels.linear.reference import Segment
+from deepseek_attn.kernels.linear import QuantizedRows, Segment, reference
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from deepseek_attn.kernels.linear.cublas import adjacent_weights
 from deepseek_attn.kernels.linear.launch import dot_plan
-from deepseek_attn.kernels.linear.linear import _neighbours, multi_linear, quantize_input
-from deepseek_attn.kernels.linear.tiles import HopperTiles, Tiles, choose_tiles, cublas_is_faster
+from deepseek_attn.kernels.linear.launch_config import (
+    HopperLaunchConfig,
+    LaunchConfig,
+    choose_config,
+    cublas_is_faster,
+)
+from deepseek_attn.kernels.linear.linear import multi_linear, quantize_input
 from tests.kernels.compiled_launches import CAPABILITIES, on_gpus
 from tests.kernels.linear.compiled_linear import compiled_launches
 
@@ -45,7 +50,7 @@ def test_reference_of_segments():
     x = awkward(9, 256, F32)
     weight, scale = fp8_weight(130, 256)
     plain = torch.randn(20, 256)
-    q, q_scale = reference.quantize_input(x)
+    q, q_scale, _ = quantized = reference.quantize_input(x)
     assert (q_scale.shape, q_scale.stride()) == ((9, 2), (1, 9))
     expected = torch.zeros(9, 130, dtype=torch.float64)
     for block in range(2):
@@ -55,7 +60,7 @@ def test_reference_of_segments():
     got = reference.multi_linear(x, [Segment(weight, scale, True), Segment(plain, out_dtype=BF16)])
     torch.testing.assert_close(got[0].double(), expected, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(got[1], (x @ plain.T).to(BF16))
-    given = reference.multi_linear(x, [Segment(weight, scale, True)], quantized=(q, q_scale))
+    given = reference.multi_linear(x, [Segment(weight, scale, True)], quantized=quantized)
     assert torch.equal(given[0], got[0])
     unrounded = reference.multi_linear(x, [Segment(weight, scale, False)])[0]
     assert relative(unrounded, got[0]) > 1e-3
@@ -121,16 +126,16 @@ def test_factors_hold_what_they_are_given():
 
 
 @pytest.mark.parametrize("K", [128, 640, 1024, 1536, 2048, 4096, 7168, 16384])
-def test_shares_are_whole_and_alike_for_few_tokens(K):
+def test_splits_are_not_empty_and_alike_for_few_tokens(K):
     for rows, plain in ((1536, 2624), (40960, 0), (4096, 0), (0, 129280), (40, 40)):
-        cuts = {M: choose_tiles(M, K, rows, plain, (9, 0), 132, 1, 2) for M in (*range(1, 33), 33, 64, 100, 4096)}
+        configs = {M: choose_config(M, K, rows, plain, (9, 0), 132, 1, 2) for M in (*range(1, 33), 33, 64, 100, 4096)}
         for few in (range(1, 9), range(9, 33)):
-            assert len({(cuts[M].splits, cuts[M].plain_splits) for M in few}) == 1
-            assert all(cuts[M].tokens >= M for M in few)
-        for cut in cuts.values():
-            for splits, channels in ((cut.splits, 128), (cut.plain_splits, cut.plain_channels)):
+            assert len({(configs[M].splits, configs[M].plain_splits) for M in few}) == 1
+            assert all(configs[M].tokens >= M for M in few)
+        for config in configs.values():
+            for splits, channels in ((config.splits, 128), (config.plain_splits, config.plain_channels)):
                 share = -(-K // (splits * channels))
-                assert share * (splits - 1) * channels < K, "a share without channels"
+                assert share * (splits - 1) * channels < K, "a split without channels"
 
 
 def test_cublas_takes_what_is_large():
@@ -169,19 +174,26 @@ def test_segments(gpu, K, scaled, plain, M):
     check(awkward(M, K), segments)
 
 
-def test_neighbours():
-    a, b, c = torch.randn(9, 4).to(BF16).split([2, 3, 4])
-    alone, scaled = torch.randn(5, 4).to(BF16), Segment(*fp8_weight(128, 128))
-    plain = [Segment(w, None, False, F32) for w in (a, b, c)]
-    assert _neighbours(plain) == [(0, [2, 3, 4])]
-    assert _neighbours([scaled, *plain[:2], scaled, plain[2]]) == [(0, [128]), (1, [2, 3]), (3, [128]), (4, [4])]
-    assert _neighbours([plain[1], plain[0], plain[2]]) == [(0, [3]), (1, [2]), (2, [4])]
-    assert _neighbours([plain[0], Segment(b), Segment(c), Segment(alone)]) == [(0, [2]), (1, [3, 4]), (3, [5])]
-    assert _neighbours([]) == []
+def test_adjacent_weights():
+    def runs(*segments):
+        return [(run.first, run.out_features) for run in adjacent_weights(segments)]
+
+    weights = torch.randn(9, 4).to(BF16).split([2, 3, 4])
+    a, b, c = (Segment(weight, None, False, F32) for weight in weights)
+    b_plain, c_plain = Segment(weights[1]), Segment(weights[2])
+    apart, fp8 = Segment(torch.randn(5, 4).to(BF16)), Segment(*fp8_weight(128, 128))
+    assert runs(a, b, c) == [(a, [2, 3, 4])]
+    assert runs(fp8, a, b, fp8, c) == [(fp8, [128]), (a, [2, 3]), (fp8, [128]), (c, [4])]
+    assert runs(b, a, c) == [(b, [3]), (a, [2]), (c, [4])]
+    assert runs(a, b_plain, c_plain, apart) == [(a, [2]), (b_plain, [3, 4]), (apart, [5])]
+    assert runs() == []
+    joined = adjacent_weights([fp8, b, c])[1].joined()
+    assert torch.equal(joined.weight, torch.cat(weights[1:]))
+    assert joined.out_dtype == F32
 
 
 @pytest.mark.parametrize("M", [1, 40, 700, 2049])
-def test_weights_that_lie_together(gpu, M):
+def test_adjacent_weights_as_one_product(gpu, M):
     plain = torch.randn(1024 + 512 + 64, 2048).to(BF16).split([1024, 512, 64])
     segments = [Segment(*fp8_weight(512, 2048), True), *(Segment(w, None, False, F32) for w in plain)]
     check(awkward(M, 2048), segments)
@@ -212,40 +224,40 @@ def test_channels_that_are_no_multiple_of_a_block(gpu, K):
     check(torch.randn(7, K).to(BF16), segments)
 
 
-EVERY_CUT = [
-    Tiles(8),
-    Tiles(16, 128, 4, 64, 8),
-    Tiles(16, splits=8, plain_splits=2, stages=3),
-    Tiles(32, 64, 3, 64, 5),
-    Tiles(64, 128, 2, 128, 2, 128, 8, 3),
-    Tiles(128, 128, warps=8, stages=3),
-    Tiles(8, 128, warps=8),
+CONFIGS = [
+    LaunchConfig(8),
+    LaunchConfig(16, 128, 4, 64, 8),
+    LaunchConfig(16, splits=8, plain_splits=2, stages=3),
+    LaunchConfig(32, 64, 3, 64, 5),
+    LaunchConfig(64, 128, 2, 128, 2, 128, 8, 3),
+    LaunchConfig(128, 128, warps=8, stages=3),
+    LaunchConfig(8, 128, warps=8),
 ]
 
 
-@pytest.mark.parametrize("tiles", EVERY_CUT, ids=str)
-def test_every_cut(gpu, tiles):
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_configuration(gpu, config):
     segments = [Segment(*fp8_weight(n, 2048), True) for n in (300, 512)]
     segments += [Segment(torch.randn(n, 2048).to(BF16), None, False, F32) for n in (200, 64)]
     for M in (1, 7, 40, 129):
         x = awkward(M, 2048)
         for quantized in (None, quantize_input(x)):
-            check(x, segments, tiles=tiles, quantized=quantized)
+            check(x, segments, config=config, quantized=quantized)
 
 
-EVERY_HOPPER_CUT = [
-    HopperTiles(128, 16, 64, 16, stages=3),
-    HopperTiles(64, 32, 64, 32, 4, 8, stages=4, spare=1),
-    HopperTiles(64, 64, 64, 32, 3, 5, stages=4),
-    HopperTiles(128, 64, 64, 64, 8, 2, stages=2),
-    HopperTiles(128, 128, 128, 64, 2, 4, stages=4),
-    HopperTiles(64, 128, 64, 64, 16, 16, stages=7),
-    HopperTiles(128, 8, 128, 8, stages=3, spare=1),
+HOPPER_CONFIGS = [
+    HopperLaunchConfig(128, 16, 64, 16, stages=3),
+    HopperLaunchConfig(64, 32, 64, 32, 4, 8, stages=4, spare=1),
+    HopperLaunchConfig(64, 64, 64, 32, 3, 5, stages=4),
+    HopperLaunchConfig(128, 64, 64, 64, 8, 2, stages=2),
+    HopperLaunchConfig(128, 128, 128, 64, 2, 4, stages=4),
+    HopperLaunchConfig(64, 128, 64, 64, 16, 16, stages=7),
+    HopperLaunchConfig(128, 8, 128, 8, stages=3, spare=1),
 ]
 
 
-@pytest.mark.parametrize("tiles", EVERY_HOPPER_CUT, ids=str)
-def test_every_hopper_cut(gpu, tiles):
+@pytest.mark.parametrize("config", HOPPER_CONFIGS, ids=str)
+def test_every_hopper_configuration(gpu, config):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     for K, scaled, plain in ((2048, (320, 128, 512), (192, 64)), (640, (192,), ()), (1152, (1024,), (64, 128, 256))):
@@ -253,7 +265,7 @@ def test_every_hopper_cut(gpu, tiles):
         segments += [Segment(torch.randn(n, K).to(BF16), None, False, F32) for n in plain]
         for M in (2, 17, 33, 100, 129):
             x = awkward(M, K)
-            check(x, segments, tiles=tiles, quantized=quantize_input(x))
+            check(x, segments, config=config, quantized=quantize_input(x))
 
 
 def test_strided_input(gpu):
@@ -271,7 +283,7 @@ def test_zero_rows_and_zero_segments(gpu):
     outs = check(torch.empty(0, 512, dtype=BF16), segments)
     assert [tuple(out.shape) for out in outs] == [(0, 256), (0, 64)]
     assert multi_linear(torch.randn(3, 512), []) == []
-    q, scale = quantize_input(torch.empty(0, 512, dtype=BF16))
+    q, scale, _ = quantize_input(torch.empty(0, 512, dtype=BF16))
     assert (q.shape, scale.shape) == ((0, 512), (0, 4))
 
 
@@ -292,7 +304,7 @@ def test_nan_and_infinity_stay_visible(gpu, M):
 def test_the_quantiser_gives_the_same_bytes(gpu, pow2, dtype):
     for M, K in ((1, 128), (3, 1024), (65, 1536), (129, 384), (513, 7168)):
         x = awkward(M, K, dtype)
-        (q, scale), (expected, expected_scale) = quantize_input(x, pow2), reference.quantize_input(x, pow2)
+        (q, scale, _), (expected, expected_scale, _) = quantize_input(x, pow2), reference.quantize_input(x, pow2)
         assert torch.equal(q.view(torch.uint8), expected.view(torch.uint8))
         assert torch.equal(scale, expected_scale)
 
@@ -302,7 +314,7 @@ def test_the_quantiser_takes_rows_anywhere(gpu, dtype):
     """Pairs of channels are read as one word, wherever rows begin."""
     whole = torch.randn(20, 771).to(dtype)
     for x in (whole[:, 1:769], whole[:, 2:770], whole[:1, 3:771], whole[::2, :768]):
-        (q, scale), (expected, expected_scale) = quantize_input(x), reference.quantize_input(x)
+        (q, scale, _), (expected, expected_scale, _) = quantize_input(x), reference.quantize_input(x)
         assert torch.equal(q.view(torch.uint8), expected.view(torch.uint8))
         assert torch.equal(scale, expected_scale)
 
@@ -313,7 +325,7 @@ def test_every_bfloat16_value_is_rounded_alike(gpu):
     x = x[x.isfinite()].view(-1, 128)
     # neighbours share a scale in the rows; in the columns, values of all magnitudes do
     for rows in (x, x[:384].T.contiguous()):
-        (q, scale), (expected, expected_scale) = quantize_input(rows), reference.quantize_input(rows)
+        (q, scale, _), (expected, expected_scale, _) = quantize_input(rows), reference.quantize_input(rows)
         assert torch.equal(q.view(torch.uint8), expected.view(torch.uint8))
         assert torch.equal(scale, expected_scale)
 
@@ -379,6 +391,6 @@ def test_what_cannot_be_computed_is_refused():
     with pytest.raises(ValueError, match="FP8 inputs need a multiple of 128 channels, got 160"):
         multi_linear(torch.randn(3, 160), [Segment(*fp8_weight(10, 160), True)])
     with pytest.raises(ValueError, match=r"quantised x must be \(3, 256\)"):
-        multi_linear(x, [Segment(weight, scale, True)], quantized=(x, x))
+        multi_linear(x, [Segment(weight, scale, True)], quantized=QuantizedRows(x, x))
     with pytest.raises(ValueError, match="multiple of 128 channels"):
         quantize_input(torch.randn(3, 200))

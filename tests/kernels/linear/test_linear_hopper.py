@@ -1,4 +1,4 @@
-"""The linear kernel for Hopper: what it takes, how it is cut, and that the compiler leaves its pipeline as it is."""
+"""The linear kernel for Hopper: what it supports, its configurations, and that ptxas keeps its pipeline."""
 
 import pytest
 import torch
@@ -6,41 +6,41 @@ import torch
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.linear import launch_hopper as linear_hopper
-from deepseek_attn.kernels.linear.launch import empty_quantized_rows
+from deepseek_attn.kernels.linear.launch import FP8Product, PlainProduct, Products, empty_quantized_rows
+from deepseek_attn.kernels.linear.launch_config import HopperLaunchConfig, choose_hopper_config
 from deepseek_attn.kernels.linear.launch_hopper import fits_hopper, launch_hopper
-from deepseek_attn.kernels.linear.tiles import HopperTiles, choose_hopper_tiles
 from tests.kernels.compiled_launches import only_first, pass_for_gpu, ptxas_report
 from tests.kernels.linear.compiled_linear import compiled_launches
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 C4A = (4096, (1024, 512), (1024, 1024, 256, 256, 64))
-# name: channels, rows of FP8 weights, of plain ones, groups, rounded outputs
+# name: channels, rows of FP8 weights, of plain ones, groups, whether the output is quantised as well
 LAUNCHES = {
     "x of C4A": (*C4A, 1, False),
     "queries": (1024, (32768, 8192), (), 1, False),
     "wo_a": (4096, (8192,), (), 8, False),
-    "wo_a, rounded": (4096, (8192,), (), 8, True),
+    "wo_a, quantised": (4096, (8192,), (), 8, True),
     "wo_b": (8192, (4096,), (), 1, False),
     "Pro, queries": (1536, (65536, 8192), (), 1, False),
     "odd blocks": (640, (192, 64), (128,), 1, False),
 }
 
 
-def launch(M, K, scaled, plain, groups, rounded, device="meta"):
+def launch(M, K, fp8_rows, plain_rows, groups, quantize_output):
     def empty(*shape, dtype=F32):
-        return torch.empty(*shape, dtype=dtype, device=device)
+        return torch.empty(*shape, dtype=dtype, device="meta")
 
-    q, scale = empty_quantized_rows(M, K * groups, groups, torch.device(device))
-    weights = [(empty(n, K, dtype=FP8), empty(n // 128, K // 128), empty(M, n, dtype=BF16)) for n in scaled]
-    plain_weights = [(empty(n, K, dtype=BF16), empty(M, n)) for n in plain]
-    target = (empty(M, scaled[0], dtype=FP8), empty(scaled[0] // 128, M).t()) if rounded else None
+    meta = torch.device("meta")
+    fp8 = [FP8Product(empty(n, K, dtype=FP8), empty(n // 128, K // 128), empty(M, n, dtype=BF16)) for n in fp8_rows]
+    plain = [PlainProduct(empty(n, K, dtype=BF16), empty(M, n)) for n in plain_rows]
+    output = empty_quantized_rows(M, fp8_rows[0], meta) if quantize_output else None
+    quantized = empty_quantized_rows(M, K * groups, meta, groups=groups if groups > 1 else None)
     x = empty(M, K * groups, dtype=BF16)
-    quantized = q if groups > 1 else q[0], scale.t()
-    launch_hopper(x, weights, plain_weights, quantized, groups=groups, rounded=target)
+    launch_hopper(x, Products(fp8, plain), quantized, groups=groups, quantized_output=output)
 
 
 TILINGS = [(name, M) for name in LAUNCHES for M in (16, 32, 64, 128)]
-MAIN = [("x of C4A", 16), ("odd blocks", 128), ("wo_a, rounded", 64)]  # fewest and most tokens; FP8 output
+MAIN = [("x of C4A", 16), ("odd blocks", 128), ("wo_a, quantised", 64)]  # fewest and most tokens; FP8 output
 
 
 @pytest.mark.parametrize(("name", "M"), only_first(TILINGS, MAIN))
@@ -60,45 +60,50 @@ def test_compiles_without_waits_between_the_products_of_a_block(name, M, monkeyp
 
 
 def test_which_launches_it_takes(monkeypatch):
-    def fits(M=20, K=1024, scaled=(256,), plain=(64,), x=BF16, out=BF16, weight=BF16, rounded=True, groups=0, offset=0):
-        q, scale = empty_quantized_rows(M, K, 1, torch.device("cpu"))
+    def fits(
+        M=20, K=1024, fp8=(256,), plain=(64,), x=BF16, out=BF16, weight=BF16, quantized=True, group_rows=0, offset=0
+    ):
         storage = torch.empty(M * K + offset, dtype=x)
-        fp8 = [(torch.empty(n, K, dtype=FP8), torch.empty(1), torch.empty(M, n, dtype=out)) for n in scaled]
-        others = [(torch.empty(n, K, dtype=weight), torch.empty(M, n)) for n in plain]
-        quantized = (q[0], scale.t()) if rounded else None
-        return fits_hopper(storage[offset:].view(M, K), fp8, others, quantized, groups)
+        products = Products(
+            [FP8Product(torch.empty(n, K, dtype=FP8), torch.empty(1), torch.empty(M, n, dtype=out)) for n in fp8],
+            [PlainProduct(torch.empty(n, K, dtype=weight), torch.empty(M, n)) for n in plain],
+        )
+        rows = empty_quantized_rows(M, K, torch.device("cpu")) if quantized else None
+        return fits_hopper(storage[offset:].view(M, K), products, rows, group_rows)
 
     pass_for_gpu(monkeypatch, (9, 0), linear_hopper)
     assert fits()
     assert fits(x=F16, weight=F16, out=F16)
     assert fits(plain=())
-    assert fits(M=21, groups=128, plain=())
-    assert fits(scaled=(64,) * 3, plain=(64,) * 5)
+    assert fits(M=21, group_rows=128, plain=())
+    assert fits(fp8=(64,) * 3, plain=(64,) * 5)
     others = [
         {"M": 8},
-        {"scaled": ()},
-        {"scaled": (64,) * 4},
+        {"fp8": ()},
+        {"fp8": (64,) * 4},
         {"plain": (64,) * 6},
         {"plain": (70,)},
-        {"scaled": (72,)},
+        {"fp8": (72,)},
     ]
-    others += [{"x": F32}, {"weight": F32}, {"out": F32}, {"rounded": False}, {"groups": 64}, {"offset": 1}]
+    others += [{"x": F32}, {"weight": F32}, {"out": F32}, {"quantized": False}, {"group_rows": 64}, {"offset": 1}]
     assert not any(fits(**other) for other in others)
     pass_for_gpu(monkeypatch, (10, 0), linear_hopper)
     assert not fits()
 
 
 @pytest.mark.parametrize("K", [128, 640, 1024, 1536, 4096, 7168, 16384])
-def test_cuts(K):
-    """9 to 64 tokens are summed alike, and 65 to 128; nobody has more than its share of resources."""
+def test_configurations(K):
+    """Results of 9 to 64 tokens are summed alike, and of 65 to 128; registers and shared memory suffice."""
     for rows, plain in ((1536, 2624), (1536, 0), (40960, 0), (4096, 0), (64, 64)):
-        for rounded in (False, True):
-            cuts = {M: choose_hopper_tiles(M, K, rows, plain, 132, rounded) for M in (*range(9, 129), 129, 256, 4096)}
+        for quantizes in (False, True):
+            tokens = (*range(9, 129), 129, 256, 4096)
+            configs = {M: choose_hopper_config(M, K, rows, plain, 132, quantizes) for M in tokens}
             for few in (range(9, 65), range(65, 129)):
-                assert len({(cuts[M].splits, cuts[M].plain_splits) for M in few}) == 1
-            for M, cut in cuts.items():
-                assert isinstance(cut, HopperTiles)
-                assert cut.tokens >= min(M, 64) // (1 + rounded)
-                assert cut.rows // cut.own_rows * (cut.tokens // cut.own_tokens) in (1, 2)
-                assert cut.own_rows == 128 or not rounded
-                assert 2 <= cut.stages * (128 * (cut.rows + cut.tokens)) // 1024 <= 216 // (1 + cut.spare)
+                assert len({(configs[M].splits, configs[M].plain_splits) for M in few}) == 1
+            for M, config in configs.items():
+                assert isinstance(config, HopperLaunchConfig)
+                assert config.tokens >= min(M, 64) // (1 + quantizes)
+                assert config.warpgroups in (1, 2)
+                assert config.warpgroup_rows == 128 or not quantizes
+                shared_kib = config.stages * (128 * (config.rows + config.tokens)) // 1024
+                assert 2 <= shared_kib <= 216 // (1 + config.spare)

@@ -12,7 +12,7 @@ import torch
 from deepseek_attn.checkpoint import RandomSource, SafetensorsSource, TensorInfo, read_weight, write_checkpoint
 from deepseek_attn.checkpoint.source import stored_shards
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.layers.linear import dequantize_weight
+from deepseek_attn.kernels.linear import dequantize_weight
 from deepseek_attn.layers.parallel import Parallel, RankFailed, check_launch, check_split, launched
 from deepseek_attn.layers.weights import Shard
 from deepseek_attn.runner.model_runner import ModelRunner

@@ -1,0 +1,51 @@
+"""Formats that linear layers compute with: plain weights, FP8 blocks, packed FP4, and FP8 inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.kernels.common.quant import decode_e8m0, dequantize_fp4, dequantize_fp8_block, fake_quant_fp8
+
+FP8_BLOCK = (128, 128)  # rows and columns of an FP8 weight that share a scale
+FP4_GROUP = 32  # input channels of an FP4 weight row that share a scale
+FP8_INPUT_GROUP = 128  # input channels of a token that share a scale
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One of several projections of the same input.
+
+    Attributes:
+        weight: ``[N, K]`` of a float dtype; or float8_e4m3fn; or packed FP4, uint8 ``[N, K / 2]``.
+        scale: float32 ``[ceil(N / 128), ceil(K / 128)]`` of an FP8 weight, e8m0 bytes ``[N, K / 32]`` of an FP4 one;
+            None for a plain weight.
+        fp8_input: quantise the input to FP8 per token and 128 channels; for quantised weights only.
+        out_dtype: of the output; None means that of the input.
+    """
+
+    weight: Tensor
+    scale: Tensor | None = None
+    fp8_input: bool = False
+    out_dtype: torch.dtype | None = None
+
+    @property
+    def reads_fp8(self) -> bool:
+        """The product reads its input quantised to FP8."""
+        return self.fp8_input and self.scale is not None
+
+
+def dequantize_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
+    """Float32 values of a stored weight: FP8 with a block grid, packed FP4 with e8m0 bytes, or plain."""
+    if scale is None:
+        return weight.float()
+    if weight.dtype == torch.uint8:
+        return dequantize_fp4(weight, decode_e8m0(scale), FP4_GROUP)
+    return dequantize_fp8_block(weight, scale, FP8_BLOCK)
+
+
+def quantized_input(x: Tensor, fp8: bool, pow2_scales: bool = True) -> Tensor:
+    """Float32 input of a linear; with ``fp8``, after a round trip through FP8 per token and 128 channels."""
+    return fake_quant_fp8(x, FP8_INPUT_GROUP, pow2_scales).float() if fp8 else x.float()

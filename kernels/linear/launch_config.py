@@ -1,0 +1,163 @@
+"""Launch configurations of linear products, and which products are cuBLAS's: from shapes, measured on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Tiling of a launch of `linear_triton`.
+
+    Attributes:
+        tokens, rows: tokens and weight rows of a program's tile; plain_rows: weight rows for plain weights.
+        splits, plain_splits: split-K, the number of programs that share the channels of a tile.
+        plain_channels: channels of a plain weight that a program reads at once (of an FP8 weight: 128).
+        warps, stages: of a program.
+        prefetched_blocks: blocks of weights that a program reads before the kernel ahead of it has ended.
+    """
+
+    tokens: int
+    rows: int = 64
+    splits: int = 1
+    plain_rows: int = 64
+    plain_splits: int = 1
+    plain_channels: int = 64
+    warps: int = 4
+    stages: int = 3
+    prefetched_blocks: int = 0
+
+
+def choose_config(
+    M: int,
+    K: int,
+    rows: int,
+    plain_rows: int,
+    capability: tuple[int, int],
+    multiprocessors: int,
+    item: int,
+    plain_item: int,
+) -> LaunchConfig:
+    """The fastest configuration measured.
+
+    Up to 32 tokens the time is that of reading the weights, and programs share the channels of few rows.
+
+    Args:
+        M, K: tokens and channels of the input.
+        rows, plain_rows: rows of all FP8 weights and of all plain ones.
+        capability, multiprocessors: of the GPU.
+        item: bytes of an input value as programs of FP8 weights read it; plain_item: the same for plain weights.
+    """
+    tokens, block, warps, stages, limit = next(n for n in (8, 16, 32, 64) if n >= min(M, 64)), 128, 4, 5, K // 512
+    if rows >= 32768 and M <= 32:
+        block, warps, splits, stages = (128, 8, 1, 3) if M <= 16 else (64, 4, 1, 3)
+        plain_splits = 1
+    elif M <= 8:
+        block, splits, stages = 64, _splits(4 * multiprocessors, triton.cdiv(rows + plain_rows, 64), limit), 3
+        plain_splits = splits
+    elif M <= 32:
+        splits = _splits(multiprocessors, triton.cdiv(rows + plain_rows, 128), limit)
+        plain_splits = min(2 * splits, max(limit, 1))
+    else:
+        tiles = triton.cdiv(M, tokens) * triton.cdiv(rows + 2 * plain_rows, 128)
+        splits = _splits(multiprocessors, tiles, limit // 2)
+        plain_splits = min(2 * splits, max(limit // 2, 1))
+    stage = max(128 * (block + tokens * item) * bool(rows), 64 * plain_item * (block + tokens) * bool(plain_rows))
+    # GPUs have 163 KiB of shared memory and more, or 99 KiB; some of it serves other ends
+    room = (80 if capability[0] == 12 or (8, 0) < capability < (9, 0) else 144) << 10
+    stages = max(2, min(stages, 1 + room // stage))
+    prefetched = 0
+    if M <= 8:
+        prefetched = 4 if triton.cdiv(K, 128) > 8 * splits else 2  # a program with much to read prefetches more
+    return LaunchConfig(
+        tokens, block, splits, block, plain_splits, warps=warps, stages=stages, prefetched_blocks=prefetched
+    )
+
+
+@dataclass(frozen=True)
+class HopperLaunchConfig:
+    """Tiling of a launch of `linear_hopper`.
+
+    Attributes:
+        rows, tokens: weight rows and tokens of a tile.
+        warpgroup_rows, warpgroup_tokens: of the part of a tile that a warpgroup multiplies; there are one or two.
+        splits, plain_splits: split-K, the number of jobs that share the channels of a tile.
+        stages: blocks of channels in flight.
+        spare: further programs that fit on a multiprocessor, so that the next kernel can start early.
+    """
+
+    rows: int
+    tokens: int
+    warpgroup_rows: int
+    warpgroup_tokens: int
+    splits: int = 1
+    plain_splits: int = 1
+    stages: int = 4
+    spare: int = 0
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that multiply a tile."""
+        return self.rows // self.warpgroup_rows * (self.tokens // self.warpgroup_tokens)
+
+
+def choose_hopper_config(
+    M: int, K: int, rows: int, plain_rows: int, multiprocessors: int, quantize_output: bool = False
+) -> HopperLaunchConfig:
+    """The fastest configuration measured; arguments are those of `choose_config`.
+
+    Partials of a tile cost 2 to 5 us to add up, so tiles are as small as it takes to give every multiprocessor one.
+
+    Args:
+        quantize_output: the output is quantised to FP8 as well, and so a warpgroup needs 128 rows.
+    """
+    tokens = next(n for n in (16, 32, 64, 128) if n >= min(M, 128))
+    block, spare = 128, 0
+    if quantize_output:
+        tokens //= 2
+        warpgroup_rows, warpgroup_tokens = 128, tokens // 2 if tokens > 16 else tokens
+        spare = tokens <= 16
+    elif plain_rows or triton.cdiv(M, tokens) * triton.cdiv(rows, 128) >= multiprocessors:
+        warpgroup_rows, warpgroup_tokens = (128, 64) if tokens == 128 else (64, tokens)
+    else:
+        block, warpgroup_rows, warpgroup_tokens = 64, 64, min(tokens, 64)
+        spare = tokens <= 32
+    room = (190 if plain_rows else 200) // (1 + spare) << 10
+    # a plain weight has twice as many blocks
+    tiles = triton.cdiv(M, tokens) * (triton.cdiv(rows, block) + 2 * triton.cdiv(plain_rows, block))
+    splits = 1 if quantize_output else max(1, min(multiprocessors // tiles, K // 512))
+    if plain_rows and tokens == 128:
+        splits = min(splits, 2)  # 2 and 4 took 17 and 25 us for C4A inputs; 4 and 8 took 31 us for fewer rows
+    return HopperLaunchConfig(
+        block,
+        tokens,
+        warpgroup_rows,
+        warpgroup_tokens,
+        splits,
+        2 * splits if splits > 1 else 1 + (tiles <= multiprocessors),
+        min(16, room // (128 * (block + tokens) + 4 * max(tokens, 32))),
+        int(spare),
+    )
+
+
+def cublas_is_faster(M: int, N: int, K: int, fp8: bool, hopper: bool = False) -> bool:
+    """Whether a product ``[M, K] x [K, N]`` takes cuBLAS less time than it adds to a launch of ours, in microseconds.
+
+    cuBLAS does not split K: its time is at least proportional to K.
+
+    Args:
+        fp8: the weight is FP8; hopper: `linear_hopper` would compute it if so.
+    """
+    hopper = hopper and fp8
+    if M <= 32 or (hopper and M <= 128):
+        return False
+    work = 2 * M * N * K
+    latency, rate, ours = (K / 370, 1.2e9, 0.6e9 if hopper else 0.3e9) if fp8 else (K / 700, 0.75e9, 0.25e9)
+    return 4 + max(latency, N * K / 4.2e6, work / rate) < max(N * K / 3e6, work / ours)
+
+
+def _splits(programs: int, tiles: int, limit: int) -> int:
+    """The largest power of two, at most ``limit``, that splits ``tiles`` into no more than ``programs``."""
+    return 1 << (max(1, min(programs // max(tiles, 1), limit)).bit_length() - 1)
