@@ -2,7 +2,7 @@
 
 DeepSeek-V4 checkpoints ship Python encoders (``encoding/``) rather than a Jinja chat template. Code that comes with a
 checkpoint is never executed here: plain system / user / assistant turns are encoded by `encode_messages`, and a Jinja
-template, where a checkpoint has one, is rendered by transformers.
+template, where a checkpoint has one, is rendered in a sandbox.
 
 A special token written out inside a message's content becomes that special token, as with DeepSeek's own encoder: the
 format is a string. Screen untrusted content before it gets here.
@@ -10,25 +10,19 @@ format is a string. Screen untrusted content before it gets here.
 
 from __future__ import annotations
 
-import json
+from functools import cache
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from deepseek_attn.text.tokenizer import Tokenizer
+from jinja2 import TemplateError
 
-BOS = "<｜begin▁of▁sentence｜>"
-EOS = "<｜end▁of▁sentence｜>"
+from deepseek_attn.text.template import plain_messages, render
+from deepseek_attn.text.tokenizer import BOS, CONFIG_FILE, EOS, TEMPLATE_FILE, Tokenizer, read_settings
+
 USER = "<｜User｜>"
 ASSISTANT = "<｜Assistant｜>"
 THINK = "<think>"
 END_THINK = "</think>"
-
-ROLES = ("system", "user", "assistant")
-REMEDY_ENCODER = (
-    "encode such a conversation with the encoder shipped with the checkpoint (its encoding/ folder) and pass the "
-    "resulting string or token ids as a plain prompt"
-)
 
 
 def encode_messages(messages: list[dict], thinking: bool = False) -> str:
@@ -52,21 +46,15 @@ def encode_messages(messages: list[dict], thinking: bool = False) -> str:
     Source: DeepSeek-V4 ``encoding/encoding_dsv4.py`` (without a reasoning-effort prefix, which differs between its
     revisions). Tokenize the result with ``add_special_tokens=False``.
     """
-    problems = _problems(messages)
-    if problems:
-        raise ValueError("these messages cannot be encoded:\n  - " + "\n  - ".join(problems))
-    last_user = max(i for i, message in enumerate(messages) if message["role"] == "user")
-    parts = [BOS]
-    for i, message in enumerate(messages):
-        opens_thinking = thinking and i >= last_user
-        if message["role"] == "system":
-            parts.append(message["content"])
-        elif message["role"] == "user":
-            parts += [USER, message["content"], ASSISTANT, THINK if opens_thinking else END_THINK]
-        else:
-            reasoning = (message.get("reasoning_content") or "") + END_THINK if opens_thinking else ""
-            parts += [reasoning, message["content"], EOS]
-    return "".join(parts)
+    try:
+        return render(_template(), plain_messages(messages), bos_token=BOS, eos_token=EOS, thinking=thinking)
+    except TemplateError as error:
+        raise ValueError(str(error)) from None
+
+
+@cache
+def _template() -> str:
+    return resources.files("deepseek_attn.text").joinpath("deepseek_v4.jinja").read_text(encoding="utf-8")
 
 
 def parse_completion(text: str, thinking: bool) -> tuple[str, str]:
@@ -100,7 +88,7 @@ def describe_chat_format(directory: str | Path) -> tuple[str, str]:
     not_run = "the checkpoint's encoding/ module is not run, since it is code that came with the checkpoint"
     template = _template_location(directory)
     if template:
-        explanation = f"chat template in {template}, rendered by transformers"
+        explanation = f"chat template in {template}, rendered in a sandbox"
         return "jinja", f"{explanation}; {not_run}" if has_encoder else explanation
     reason = not_run if has_encoder else "the checkpoint has no chat template"
     return "builtin", f"built-in DeepSeek-V4 encoding of system, user and assistant turns; {reason}"
@@ -122,10 +110,12 @@ def build_prompt(
             encoding, or the tokenizer lacks the special tokens of the built-in encoding.
     """
     kind, explanation = describe_chat_format(directory)
-    if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
-        _require_open_turn(messages[-1])
+    if plain_messages(messages)[-1].get("role") == "assistant":
+        raise ValueError(
+            "the last message is an assistant turn, so there is nothing to answer: end with a user message; to "
+            "continue a partial answer, pass encode_messages(messages[:-1]) plus that text as a plain prompt"
+        )
     if kind == "jinja":
-        _require_message_dicts(messages)
         return tokenizer.encode(tokenizer.apply_chat_template(messages, thinking)), explanation
     text = encode_messages(messages, thinking)
     missing = [token for token in (BOS, USER, ASSISTANT, THINK, END_THINK) if tokenizer.token_id(token) is None]
@@ -138,78 +128,7 @@ def build_prompt(
     return tokenizer.encode(text), explanation
 
 
-def _require_open_turn(last: dict) -> None:
-    if last.get("role") == "assistant":
-        raise ValueError(
-            "the last message is an assistant turn, so there is nothing to answer: end with a user message; to "
-            "continue a partial answer, pass encode_messages(messages[:-1]) plus that text as a plain prompt"
-        )
-
-
-def _require_message_dicts(messages: object) -> None:
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-        raise ValueError(f"messages must be a non-empty list of dicts with role and content, got {messages!r:.200}")
-
-
-def _problems(messages: object) -> list[str]:
-    """Everything that keeps ``messages`` from being encoded, each with its remedy."""
-    if not isinstance(messages, list) or not messages:
-        return [
-            f'messages must be a non-empty list such as [{{"role": "user", "content": "hi"}}], got {messages!r:.80}'
-        ]
-    problems = []
-    for i, message in enumerate(messages):
-        if isinstance(message, dict):
-            problems += [f"message {i}: {problem}" for problem in _message_problems(message)]
-        else:
-            problems.append(f"message {i}: expected a dict with role and content, got {type(message).__name__}")
-    return problems or _order_problems([message["role"] for message in messages])
-
-
-def _message_problems(message: dict) -> list[str]:
-    problems = []
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        problems.append(f"role {role!r} is not supported (supported: {', '.join(ROLES)}); {REMEDY_ENCODER}")
-    if not isinstance(content, str):
-        problems.append(f"content must be a string, got {type(content).__name__}; join text parts into one string")
-    reasoning = message.get("reasoning_content")
-    if reasoning and role != "assistant":
-        problems.append(f"reasoning_content belongs to assistant messages, not to role {role!r}; remove it")
-    elif reasoning and not isinstance(reasoning, str):
-        problems.append(f"reasoning_content must be a string, got {type(reasoning).__name__}")
-    extra = [key for key, value in message.items() if key not in ("role", "content", "reasoning_content") and value]
-    if extra:
-        problems.append(f"{', '.join(map(str, extra))} not supported by the built-in encoding; {REMEDY_ENCODER}")
-    return problems
-
-
-def _order_problems(roles: list[str]) -> list[str]:
-    """Problems of the order of turns: [system] user (assistant user)* [assistant]."""
-    problems = []
-    start = 1 if roles[0] == "system" else 0
-    for i, role in enumerate(roles[start:], start):
-        expected = "user" if (i - start) % 2 == 0 else "assistant"
-        if role == "system":
-            return [f"message {i}: a system message must be the first message; move its text there"]
-        if role != expected:
-            return [
-                f"message {i}: expected a turn of {expected!r}, got {role!r}: user and assistant turns alternate, "
-                "starting with user; join consecutive messages of one role into one"
-            ]
-    if "user" not in roles:
-        problems.append("there is no user message; add one")
-    return problems
-
-
 def _template_location(directory: Path) -> str | None:
-    if (directory / "chat_template.jinja").is_file():
-        return "chat_template.jinja"
-    config = directory / "tokenizer_config.json"
-    if not config.is_file():
-        return None
-    try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{config} is not valid JSON ({error}); fetch the file again") from error
-    return "tokenizer_config.json" if isinstance(content, dict) and content.get("chat_template") else None
+    if (directory / TEMPLATE_FILE).is_file():
+        return TEMPLATE_FILE
+    return CONFIG_FILE if read_settings(directory).get("chat_template") else None

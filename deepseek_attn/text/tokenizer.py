@@ -1,23 +1,38 @@
-"""Text <-> token ids: a thin wrapper over transformers' fast tokenizer, and streaming detokenization."""
+"""Text <-> token ids: the tokenizer of a checkpoint folder, and streaming detokenization."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-DEFAULT_BOS = "<｜begin▁of▁sentence｜>"
-DEFAULT_EOS = "<｜end▁of▁sentence｜>"
+import tokenizers
+from jinja2 import TemplateError
+from tokenizers import AddedToken
+from tokenizers.decoders import DecodeStream
+
+from deepseek_attn.text.template import plain_messages, render, with_reasoning
+
+BOS = "<｜begin▁of▁sentence｜>"
+EOS = "<｜end▁of▁sentence｜>"
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+# Keys of tokenizer_config.json that name a special token; a chat template may read each of them.
+SPECIAL_KEYS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 REPLACEMENT = "\ufffd"  # what incomplete or invalid UTF-8 decodes to
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint folder (``tokenizer.json``).
+    """The tokenizer of a checkpoint folder: ``tokenizer.json``, and the added tokens of ``tokenizer_config.json``.
 
     Special tokens are never added behind the caller's back: `encode` adds none, `encode_prompt` adds BOS, and the
     chat encoding writes its own.
 
     Attributes:
         directory: the folder.
+        backend: the tokenizer of the ``tokenizers`` library.
         bos_token, bos_token_id: begin of sentence, from ``tokenizer_config.json`` or DeepSeek's string.
         eos_token_id: end of sentence, or None. A model's config is the authority on what ends a turn.
 
@@ -27,33 +42,37 @@ class Tokenizer:
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
-        path = self.directory / "tokenizer.json"
+        path = self.directory / TOKENIZER_FILE
         if not path.is_file():
             raise ValueError(
                 f"no tokenizer.json in {self.directory}: copy tokenizer.json and tokenizer_config.json of the "
                 "checkpoint into this folder, or work with token ids"
             )
-        self._tokenizer = _load(self.directory)
-        self.bos_token = self._tokenizer.bos_token or DEFAULT_BOS
-        self.bos_token_id = self.token_id(self.bos_token)
-        self.eos_token_id = self.token_id(self._tokenizer.eos_token or DEFAULT_EOS)
-        if self.bos_token_id is None:
+        settings = read_settings(self.directory)
+        self.backend = _load(path, settings)
+        self._special = {key: _added_token(settings[key]).content for key in SPECIAL_KEYS if settings.get(key)}
+        self.bos_token = self._special.get("bos_token", BOS)
+        bos_token_id = self.token_id(self.bos_token)
+        self.eos_token_id = self.token_id(self._special.get("eos_token", EOS))
+        if bos_token_id is None:
             raise ValueError(
                 f"{path} has no token {self.bos_token!r} to begin a prompt with: set bos_token in "
                 "tokenizer_config.json to a token of this vocabulary"
             )
+        self.bos_token_id = bos_token_id
+        self._chat_template = _chat_template(self.directory, settings)
 
     def __len__(self) -> int:
         """Number of tokens, added tokens included."""
-        return len(self._tokenizer)
+        return self.backend.get_vocab_size()
 
     def token_id(self, token: str) -> int | None:
         """Id of the one token spelled ``token``, or None if the vocabulary has no such token."""
-        return self._tokenizer.backend_tokenizer.token_to_id(token)
+        return self.backend.token_to_id(token)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text`` and nothing else; special tokens spelled out in it become their ids."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a plain completion prompt: BOS, then ``text``; a BOS that begins ``text`` is not doubled."""
@@ -65,25 +84,20 @@ class Tokenizer:
         ids = [int(i) for i in ids]
         if ids and min(ids) < 0:
             raise ValueError(f"token ids must not be negative, got {min(ids)}: padding must be removed before decoding")
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(self, messages: list[dict], thinking: bool) -> str:
         """Render the checkpoint's Jinja chat template up to where generation starts.
 
         Raises:
             ValueError: there is no template, or it refuses the messages.
-            RuntimeError: jinja2 is not installed.
         """
-        if not self._tokenizer.chat_template:
+        if not self._chat_template:
             raise ValueError(f"the tokenizer in {self.directory} has no chat template; use chat.encode_messages")
+        messages = [with_reasoning(message) for message in plain_messages(messages)]
+        names = {**self._special, "thinking": thinking, "enable_thinking": thinking}
         try:
-            from jinja2 import TemplateError
-        except ImportError as error:
-            raise RuntimeError("rendering a chat template needs jinja2: pip install jinja2") from error
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, thinking=thinking, enable_thinking=thinking
-            )
+            return render(self._chat_template, messages, **names)
         except TemplateError as error:
             raise ValueError(
                 f"the chat template of {self.directory} refused the messages: {error}; change the messages to what "
@@ -94,79 +108,109 @@ class Tokenizer:
 class IncrementalDecoder:
     """Turns a stream of token ids into text, complete characters only.
 
-    The pieces of `push` and `flush` joined are the text of all ids. A character whose bytes are spread over several
-    tokens is held back until its last byte arrives.
-
-    Notes:
-        Each push decodes a window: the tokens behind the previous piece (context, for decoders whose output depends
-        on the preceding token) and those still pending. The window is at most ``MAX_WINDOW`` tokens for byte-level
-        tokenizers, so the total cost is linear in the number of tokens.
+    The pieces of `push` and `flush` joined are the text of all ids. Text is held back while it ends inside a
+    character, whose bytes may be spread over several tokens; at most ``MAX_HELD`` tokens of it, so that the cost of a
+    stream without any valid character is linear too.
     """
 
-    MAX_WINDOW = 16
+    MAX_HELD = 16
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = False):
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []
-        self._context = 0  # tokens at the start of the window whose text is out completely
-        self._emitted = 0  # characters of the window's text that are out
+        self._restart()
 
     def push(self, token_id: int) -> str:
         """Add one token; returns the text that is now certain (often one word, possibly empty)."""
-        self._window.append(int(token_id))
-        text = self._decode(self._window)
-        # Decoding replaces one truncated character by exactly one U+FFFD, so all but the last character is certain.
-        incomplete = text.endswith(REPLACEMENT)
-        certain = len(text) - 1 if incomplete else len(text)
-        piece = text[self._emitted : certain]
-        self._emitted = max(self._emitted, certain)
-        if not incomplete:
-            self._slide(self._context)
-            self._context = len(self._window)
-        elif len(self._window) > self.MAX_WINDOW:
-            self._cut(text)
-        return piece
+        self._held.append(int(token_id))
+        piece = self._stream.step(self._tokenizer.backend, int(token_id))
+        if piece is not None:
+            self._held.clear()
+            return piece
+        return self._release() if len(self._held) > self.MAX_HELD else ""
 
     def flush(self) -> str:
         """The text still held back, incomplete characters as U+FFFD; the decoder starts afresh."""
-        piece = self._decode(self._window)[self._emitted :]
-        self._window, self._context, self._emitted = [], 0, 0
-        return piece
+        text = self._decode(self._held)
+        self._restart()
+        return text
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, self._skip_special_tokens) if ids else ""
+    def _restart(self) -> None:
+        self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+        self._held: list[int] = []  # tokens since the last piece
 
-    def _slide(self, count: int) -> None:
-        """Forget ``count`` tokens at the start of a window whose whole text is out."""
-        self._window = self._window[count:]
-        self._emitted = len(self._decode(self._window))
-
-    def _cut(self, text: str) -> None:
-        """Shorten a window that ends in invalid bytes for long, where two characters meet.
+    def _release(self) -> str:
+        """The text of all held tokens but the last ones, which may begin a character: they start a new stream.
 
         A cut inside a character would show as one U+FFFD more. A character has at most four bytes, and so at most
         three cuts inside it.
         """
-        for cut in range(len(self._window) - 1, len(self._window) - 5, -1):
-            head, tail = self._decode(self._window[:cut]), self._decode(self._window[cut:])
+        held, text = self._held, self._decode(self._held)
+        self._restart()
+        if not text.endswith(REPLACEMENT):
+            return text
+        for cut in range(len(held) - 1, len(held) - 5, -1):
+            head, tail = self._decode(held[:cut]), self._decode(held[cut:])
             if tail and head + tail == text:
-                self._window, self._context = self._window[cut:], 0
-                self._emitted -= len(head)
-                return
+                return head + "".join(self.push(token) for token in held[cut:])
+        return text
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special_tokens)
 
 
-def _load(directory: Path):
-    # Imported here: transformers takes seconds to import, and only text needs it.
-    from transformers import PreTrainedTokenizerFast
-
-    # Not AutoTokenizer: DeepSeek configs may name LlamaTokenizerFast as the class, and whether that wins over a
-    # byte-level tokenizer.json depends on the transformers version. Here tokenizer.json always decides.
+def read_settings(directory: Path) -> dict[str, Any]:
+    """``tokenizer_config.json`` of a folder, {} without one; ValueError if it is not valid JSON."""
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        return {}
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); fetch the file again") from error
+    return settings if isinstance(settings, dict) else {}
+
+
+def _load(path: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
+    """``tokenizer.json`` with the tokens of the settings that it lacks; it adds, cuts and pads nothing by itself."""
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        named = [_added_token(settings[key], special=True) for key in SPECIAL_KEYS if settings.get(key)]
+        special = {token.content for token in named}
+        listed = sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+        listed = [_added_token(token) for _, token in listed]
+        for token in listed:
+            token.special = token.special or token.content in special
+        known = list(backend.get_added_tokens_decoder().values())
+        backend.add_tokens([token for token in listed if token not in known])
+        known = {token.content for token in backend.get_added_tokens_decoder().values()}
+        backend.add_tokens([token for token in named if token.content not in known])
     except Exception as error:  # the tokenizers library raises bare Exception for a file that it cannot parse
         raise ValueError(
-            f"cannot read the tokenizer in {directory}: {error}; fetch tokenizer.json and tokenizer_config.json again"
+            f"cannot read the tokenizer in {path.parent}: {error}; fetch tokenizer.json and tokenizer_config.json again"
         ) from error
-    tokenizer.model_max_length = int(1e30)  # the runner knows the limit; silence the tokenizer's own warning
-    return tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _added_token(token: str | dict[str, Any], **flags: bool) -> AddedToken:
+    """A token of the settings: its text, or a dict of text (``content``) and flags."""
+    fields = {"content": token} if isinstance(token, str) else token
+    return AddedToken(**{key: value for key, value in (fields | flags).items() if key != "__type"})
+
+
+def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
+    """``chat_template.jinja``, else ``chat_template`` of the settings: one template, or several with their names."""
+    if (directory / TEMPLATE_FILE).is_file():
+        return (directory / TEMPLATE_FILE).read_text(encoding="utf-8")
+    given = settings.get("chat_template")
+    if not isinstance(given, list):
+        return given
+    templates = {entry["name"]: entry["template"] for entry in given}
+    if "default" not in templates:
+        raise ValueError(
+            f"{directory / CONFIG_FILE} has chat templates {sorted(templates)} and none of them is the default: put "
+            f"one of them into {TEMPLATE_FILE}"
+        )
+    return templates["default"]

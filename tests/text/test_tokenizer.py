@@ -1,6 +1,7 @@
 """Tokenizer wrapper and streaming decoder, on a byte-level tokenizer with DeepSeek's special strings."""
 
 import json
+import random
 import subprocess
 import sys
 
@@ -121,9 +122,50 @@ def test_no_bos_token(tmp_path):
         Tokenizer(tmp_path)
 
 
-def test_module_import_is_light():
-    code = "import sys, deepseek_attn.text.tokenizer, deepseek_attn.text.chat; sys.exit('transformers' in sys.modules)"
+def test_transformers_is_not_imported(tmp_path):
+    write_tokenizer(tmp_path, chat_template="{{ messages[0].content }}")
+    code = (
+        "import sys\nfrom deepseek_attn.text.tokenizer import Tokenizer\n"
+        f"from deepseek_attn.text.chat import build_prompt\ndirectory = {str(tmp_path)!r}\n"
+        "build_prompt(Tokenizer(directory), directory, [{'role': 'user', 'content': 'hi'}])\n"
+        "sys.exit('transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def transformers_tokenizer(directory):
+    transformers = pytest.importorskip("transformers")
+    return transformers.PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
+
+
+ADDED = {"content": "<extra>", "lstrip": False, "rstrip": True, "normalized": False, "single_word": False}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"bos_token": {"__type": "AddedToken", **ADDED, "content": BOS}},
+        {"pad_token": "ab", "eos_token": "<new>"},
+        {"added_tokens_decoder": {"300": {**ADDED, "special": True}, "0": {**ADDED, "content": BOS, "special": True}}},
+        {"added_tokens_decoder": {"300": {**ADDED, "special": False}}, "sep_token": "<extra>"},
+    ],
+    ids=["plain", "as-dict", "specials-not-listed", "listed", "listed-as-text"],
+)
+def test_added_tokens_as_in_transformers(tmp_path, config):
+    write_tokenizer(tmp_path, **config)
+    raw = RawTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    raw.enable_truncation(2)
+    raw.enable_padding(length=64, pad_token=EOS)
+    raw.save(str(tmp_path / "tokenizer.json"))
+    ours, theirs = Tokenizer(tmp_path), transformers_tokenizer(tmp_path)
+    text = f"{BOS}cab<extra>  <new>{EOS} é"
+    ids = theirs.encode(text, add_special_tokens=False)
+    assert ours.encode(text) == ids
+    assert len(ours) == len(theirs)
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    for skip in (False, True):
+        assert ours.decode(ids, skip) == theirs.decode(ids, skip, clean_up_tokenization_spaces=False)
 
 
 @pytest.mark.parametrize("thinking", [False, True])
@@ -150,7 +192,7 @@ def test_jinja_template_is_rendered(tmp_path, place, variable, thinking):
     messages = [{"role": "user", "content": "hi"}]
     ids, explanation = build_prompt(Tokenizer(tmp_path), tmp_path, messages, thinking)
     assert ids == Tokenizer(tmp_path).encode(encode_messages(messages, thinking))
-    assert "rendered by transformers" in explanation
+    assert "rendered in a sandbox" in explanation
 
 
 def test_jinja_template_refuses(tmp_path, tokenizer):
@@ -159,6 +201,63 @@ def test_jinja_template_refuses(tmp_path, tokenizer):
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE.replace("VARIABLE", "thinking"))
     with pytest.raises(ValueError, match="refused the messages: no tools here"):
         build_prompt(Tokenizer(tmp_path), tmp_path, [{"role": "tool", "content": "4"}])
+
+
+CONVERSATION = [
+    {"role": "system", "content": "<b> & é", "name": None},
+    {"role": "user", "content": [{"type": "text", "text": "hi"}], "tool_calls": None},
+    {"role": "assistant", "content": None, "reasoning": "why", "tool_calls": [{"function": {"arguments": {"x": 1}}}]},
+    {"role": "user", "content": "bye"},
+]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ unk_token }}",
+        "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}",
+        "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}{{ tools }}{{ documents }}",
+        "{{ messages[2].tool_calls[0].function.arguments | tojson(sort_keys=true, separators=(',', ':')) }}",
+        "{{ strftime_now('%Y') }}{{ add_generation_prompt }}{{ thinking }}{{ enable_thinking }}",
+        "{% for m in messages %}{% if loop.index0 == 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+        "{% set x = 1 %}{% generation %}{{ messages[3].content }}{% set x = 2 %}{% endgeneration %}{{ x }}",
+        "{{ messages[2].reasoning_content }}{{ messages[2].thinking }}{{ messages[2].content is defined }}",
+        "{{ dict(a=1) }}{% for k, v in messages[0].items() %}{{ k }}{{ v }}{% endfor %}{{ messages[1].content[0] }}",
+    ],
+)
+@pytest.mark.parametrize("thinking", [False, True])
+def test_templates_render_as_in_transformers(tmp_path, template, thinking):
+    write_tokenizer(tmp_path, chat_template=template, pad_token=EOS)
+    expected = transformers_tokenizer(tmp_path).apply_chat_template(
+        CONVERSATION, tokenize=False, add_generation_prompt=True, thinking=thinking, enable_thinking=thinking
+    )
+    assert Tokenizer(tmp_path).apply_chat_template(CONVERSATION, thinking) == expected
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ raise_exception('no') }}", "{% if %}", "{{ x.y }}"],
+)
+def test_templates_that_do_what_they_must_not(tmp_path, template):
+    write_tokenizer(tmp_path, chat_template=template)
+    with pytest.raises(ValueError, match="refused the messages"):
+        Tokenizer(tmp_path).apply_chat_template(CONVERSATION, False)
+
+
+def test_values_that_are_not_json_do_not_reach_a_template(tmp_path):
+    write_tokenizer(tmp_path, chat_template="{{ messages }}")
+    with pytest.raises(ValueError, match="message 0: a Tokenizer cannot be encoded"):
+        Tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": [Tokenizer(tmp_path)]}], False)
+
+
+def test_several_templates(tmp_path):
+    named = [{"name": "rag", "template": "1"}, {"name": "default", "template": "2"}]
+    write_tokenizer(tmp_path, chat_template=named)
+    assert Tokenizer(tmp_path).apply_chat_template(CONVERSATION, False) == "2"
+    write_tokenizer(tmp_path, chat_template=named[:1])
+    with pytest.raises(ValueError, match=r"chat templates \['rag'\] and none of them is the default"):
+        Tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -197,24 +296,36 @@ def test_flush_releases_an_incomplete_character_and_starts_afresh(tokenizer):
     ids=["continuations", "invalid", "truncated4", "truncated3", "emoji-and-lead", "noise"],
 )
 def test_invalid_bytes_stream_like_the_whole(tokenizer, data):
-    """Random weights produce such streams for pages: the text must match, and the window must stay short."""
+    """Random weights produce such streams for pages: the text must match, and little of it be held back."""
     decoder = IncrementalDecoder(tokenizer)
-    pieces, longest = [], 0
-    for i in byte_ids(data):
-        pieces.append(decoder.push(i))
-        longest = max(longest, len(decoder._window))
-    assert "".join(pieces) + decoder.flush() == data.decode("utf-8", errors="replace")
-    assert longest <= 2 * IncrementalDecoder.MAX_WINDOW
+    pieces = [(decoder.push(i), len(decoder._held)) for i in byte_ids(data)]
+    assert "".join(piece for piece, _ in pieces) + decoder.flush() == data.decode("utf-8", errors="replace")
+    assert max(held for _, held in pieces) <= IncrementalDecoder.MAX_HELD
 
 
-def test_cost_is_linear(tokenizer, monkeypatch):
-    decoded = []
-    original = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids, skip=False: (decoded.append(len(ids)), original(ids, skip))[1])
-    decoder = IncrementalDecoder(tokenizer)
-    for i in byte_ids("word 中 ".encode() * 100):
+@pytest.mark.parametrize("skip", [False, True])
+def test_cost_is_linear(tokenizer, skip):
+    """Each push decodes what is held and the piece before it: neither may grow with the stream."""
+    decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip)
+    held = []
+    for i in byte_ids("word 中 ".encode() * 100) + [0] * 300 + byte_ids(b"\x80" * 300):
         decoder.push(i)
-    assert sum(decoded) < 12 * 900
+        held.append(len(decoder._held))
+    assert sum(held[:900]) < 900
+    assert max(held) <= IncrementalDecoder.MAX_HELD
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_streams_of_random_tokens_equal_the_whole(tokenizer, seed):
+    draw = random.Random(seed)
+    pieces = ["word", " 中", "🙂", "é", "\ufffd", BOS, EOS]
+    ids = []
+    for _ in range(200):
+        data = draw.choice(pieces)
+        ids += tokenizer.encode(data) if draw.random() < 0.5 else byte_ids(draw.randbytes(draw.randrange(5)))
+    for skip in (False, True):
+        decoder = IncrementalDecoder(tokenizer, skip)
+        assert "".join(map(decoder.push, ids)) + decoder.flush() == tokenizer.decode(ids, skip)
 
 
 def test_stream_can_skip_special_tokens(tokenizer):
