@@ -52,7 +52,7 @@ class DeviceSource(PublishedSource):
 
     def values(self, name: str, recipe: Recipe) -> torch.Tensor:
         with self.device:
-            return DRAW[recipe.kind][1](recipe, self._generator(name), self.config)
+            return DRAW[recipe.kind].values(recipe, self._generator(name), self.config)
 
     def _make(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         recipe = self._recipes[name]

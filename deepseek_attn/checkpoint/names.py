@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -88,6 +89,14 @@ def hf_name(published: str) -> str:
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
+class Origin(NamedTuple):
+    """The tensor of a source that holds a tensor: as part ``index`` of ``count`` equal ones."""
+
+    name: str
+    index: int
+    count: int
+
+
 class CanonicalSource(CheckpointSource):
     """Any source under published names, with one tensor per expert.
 
@@ -104,15 +113,15 @@ class CanonicalSource(CheckpointSource):
     def __init__(self, source: CheckpointSource, canonical: Callable[[str], str] = canonical_name):
         self.source = source
         self._entries: dict[str, TensorInfo] = {}
-        self._origins: dict[str, tuple[str, int, int]] = {}
+        self._origins: dict[str, Origin] = {}
         for name, info in source.entries().items():
-            for published, part_info, index, count in _expand(name, canonical(name), info):
+            for published, part_info, origin in _expand(name, canonical(name), info):
                 if published in self._origins:
                     raise ValueError(
-                        f"{self._origins[published][0]} and {name} are both {published}: remove one of them"
+                        f"{self.source_name(published)} and {name} are both {published}: remove one of them"
                     )
                 self._entries[published] = part_info
-                self._origins[published] = (name, index, count)
+                self._origins[published] = origin
 
     def entries(self) -> dict[str, TensorInfo]:
         return self._entries
@@ -120,24 +129,24 @@ class CanonicalSource(CheckpointSource):
     def read(self, name: str) -> torch.Tensor:
         if name not in self._origins:
             raise ValueError(f"no tensor {name} in the checkpoint")
-        origin, index, count = self._origins[name]
-        return self.source.read(origin) if count == 1 else self.source.read_part(origin, index, count)
+        origin = self._origins[name]
+        return self.source.read(origin.name) if origin.count == 1 else self.source.read_part(*origin)
 
     def read_shard(self, name: str, shard: Shard) -> torch.Tensor:
-        if name in self._origins and self._origins[name][2] == 1:
-            return self.source.read_shard(self._origins[name][0], shard)
+        if name in self._origins and self._origins[name].count == 1:
+            return self.source.read_shard(self._origins[name].name, shard)
         return super().read_shard(name, shard)
 
     def source_name(self, name: str) -> str:
         """What the wrapped source calls the tensor."""
-        return self._origins[name][0]
+        return self._origins[name].name
 
 
-def _expand(name: str, published: str, info: TensorInfo) -> list[tuple[str, TensorInfo, int, int]]:
-    """(published name, info, part index, part count) of everything the source tensor ``name`` holds."""
+def _expand(name: str, published: str, info: TensorInfo) -> list[tuple[str, TensorInfo, Origin]]:
+    """(published name, info, origin) of everything the source tensor ``name`` holds."""
     packed = PACKED.fullmatch(published)
     if packed is None:
-        return [(published, info, 0, 1)]
+        return [(published, info, Origin(name, 0, 1))]
     projections = ("w1", "w3") if packed["projection"] == "gate_up_proj" else ("w2",)
     if len(info.shape) != 3 or info.shape[1] % len(projections):
         raise ValueError(
@@ -148,7 +157,7 @@ def _expand(name: str, published: str, info: TensorInfo) -> list[tuple[str, Tens
     count = experts * len(projections)
     part = TensorInfo(info.dtype, (rows // len(projections), columns), info.nbytes // count if count else 0)
     parts = [f"{packed['experts']}.{e}.{p}.{packed['leaf'] or 'weight'}" for e in range(experts) for p in projections]
-    return [(part_name, part, index, count) for index, part_name in enumerate(parts)]
+    return [(part_name, part, Origin(name, index, count)) for index, part_name in enumerate(parts)]
 
 
 def hf_state_dict(source: CheckpointSource, to_hf: Callable[[str], str] = hf_name) -> dict[str, torch.Tensor]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -48,6 +48,13 @@ def published_tensors(config: AnyConfig) -> Iterator[tuple[str, Recipe]]:
     return style_of(config).tensors(config)
 
 
+class StoredWeight(NamedTuple):
+    """A weight as a checkpoint stores it, with its scale if it is quantised."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor | None
+
+
 class PublishedSource(CheckpointSource):
     """A checkpoint for ``config`` with the names, dtypes and shapes of a published one.
 
@@ -77,7 +84,7 @@ class PublishedSource(CheckpointSource):
         self._entries: dict[str, TensorInfo] = {}
         for name, recipe in self._recipes.items():
             self._entries.update(self._infos(name, recipe))
-        self._last: tuple[str, torch.Tensor, torch.Tensor | None] | None = None
+        self._last: tuple[str, StoredWeight] | None = None  # of which weight, scale included
 
     def entries(self) -> dict[str, TensorInfo]:
         return self._entries
@@ -89,14 +96,15 @@ class PublishedSource(CheckpointSource):
         base = name.removesuffix(self._style.scale) + "weight" if is_scale else name
         if self._last is None or self._last[0] != base:
             self._last = None  # the old pair is freed before the new one is made
-            self._last = (base, *self._make(base))
-        return self._last[2 if is_scale else 1]
+            self._last = (base, self._make(base))
+        stored = self._last[1]
+        return stored.scale if is_scale else stored.weight
 
     def _infos(self, name: str, recipe: Recipe) -> Iterator[tuple[str, TensorInfo]]:
         form = self._formats.get(recipe.kind)
         if form == "fp8":
             grid = tuple(-(-size // block) for size, block in zip(recipe.shape, FP8_BLOCK, strict=True))
-            stored, scale = _info("F8_E4M3", recipe.shape), _info(self._style.scale_dtype, grid)
+            stored, scale = TensorInfo.of("F8_E4M3", recipe.shape), TensorInfo.of(self._style.scale_dtype, grid)
         elif form == "fp4":
             rows, columns = recipe.shape
             if columns % FP4_GROUP:
@@ -104,9 +112,12 @@ class PublishedSource(CheckpointSource):
                     f"{name} has {columns} input features: FP4 experts need a multiple of {FP4_GROUP}; change "
                     "hidden_size or moe_intermediate_size, or use expert_dtype='fp8'"
                 )
-            stored, scale = _info("I8", (rows, columns // 2)), _info("F8_E8M0", (rows, columns // FP4_GROUP))
+            stored, scale = (
+                TensorInfo.of("I8", (rows, columns // 2)),
+                TensorInfo.of("F8_E8M0", (rows, columns // FP4_GROUP)),
+            )
         else:
-            stored, scale = _info(DRAW[recipe.kind][0], recipe.shape), None
+            stored, scale = TensorInfo.of(DRAW[recipe.kind].dtype, recipe.shape), None
         yield name, stored
         if scale is not None:
             yield name.removesuffix("weight") + self._style.scale, scale
@@ -115,21 +126,17 @@ class PublishedSource(CheckpointSource):
         """How the tensor is stored: ``fp8``, ``fp4``, or the dtype in its header, such as ``BF16``."""
         kind = self._recipes[name].kind
         form = self._formats.get(kind, "bf16")
-        return DRAW[kind][0] if form == "bf16" else form
+        return DRAW[kind].dtype if form == "bf16" else form
 
     @abstractmethod
     def values(self, name: str, recipe: Recipe) -> torch.Tensor:
         """What the tensor holds before it is stored: of ``recipe.shape``, on the CPU."""
 
-    def _make(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _make(self, name: str) -> StoredWeight:
         recipe = self._recipes[name]
         master = self.values(name, recipe)
         form = self._formats.get(recipe.kind)
         if form in ("fp8", "fp4"):
             weight, scale = (quantize_fp8_block if form == "fp8" else quantize_fp4_weight)(master)
-            return weight, encode_e8m0(scale) if self._style.scale_dtype == "F8_E8M0" else scale
-        return master.to(DTYPES[DRAW[recipe.kind][0]][0]), None
-
-
-def _info(dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-    return TensorInfo(dtype, tuple(shape), math.prod(shape) * DTYPES[dtype][1] // 8)
+            return StoredWeight(weight, encode_e8m0(scale) if self._style.scale_dtype == "F8_E8M0" else scale)
+        return StoredWeight(master.to(DTYPES[DRAW[recipe.kind].dtype].torch), None)

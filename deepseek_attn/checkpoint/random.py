@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from deepseek_attn.checkpoint.published import PublishedSource
+from deepseek_attn.checkpoint.published import PublishedSource, StoredWeight
 from deepseek_attn.checkpoint.recipes import DRAW, Recipe
 from deepseek_attn.config.model import AnyConfig
 
@@ -31,7 +31,7 @@ class RandomSource(PublishedSource):
     def values(self, name: str, recipe: Recipe) -> torch.Tensor:
         digest = hashlib.blake2b(f"{self.seed}:{recipe.same_as or name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        return DRAW[recipe.kind][1](recipe, generator, self.config)
+        return DRAW[recipe.kind].values(recipe, generator, self.config)
 
 
 class RepeatingSource(RandomSource):
@@ -43,7 +43,7 @@ class RepeatingSource(RandomSource):
 
     def __init__(self, config: AnyConfig, seed: int = 0, expert_dtype: str | None = None):
         super().__init__(config, seed, expert_dtype)
-        self._made: dict[Recipe, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._made: dict[Recipe, StoredWeight] = {}
 
     def values(self, name: str, recipe: Recipe) -> torch.Tensor:
         rows, *columns = recipe.shape
@@ -52,7 +52,7 @@ class RepeatingSource(RandomSource):
         drawn = super().values(name, replace(recipe, shape=(DRAWN_ROWS, *columns)))
         return torch.cat([drawn.roll(i, dims=-1) for i in range(-(-rows // DRAWN_ROWS))])[:rows]
 
-    def _make(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _make(self, name: str) -> StoredWeight:
         recipe = self._recipes[name]
         if recipe not in self._made:
             self._made[recipe] = super()._make(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -27,7 +28,19 @@ class Recipe:
     same_as: str | None = None
 
 
-def _normal(mean: float, std: float) -> Callable:
+class Draw(NamedTuple):
+    """Values of one kind of tensor.
+
+    Attributes:
+        dtype: dtype in the header, where the tensor is not quantised.
+        values: draws the tensor, float32 unless it is a table of expert ids.
+    """
+
+    dtype: str
+    values: Callable[[Recipe, torch.Generator, AnyConfig], torch.Tensor]
+
+
+def _normal(mean: float, std: float) -> Callable[[Recipe, torch.Generator, AnyConfig], torch.Tensor]:
     return lambda recipe, generator, config: torch.randn(recipe.shape, generator=generator).mul_(std).add_(mean)
 
 
@@ -45,22 +58,22 @@ def _expert_table(recipe: Recipe, generator: torch.Generator, config: AnyConfig)
     return torch.rand(vocab, config.n_routed_experts, generator=generator).topk(chosen, dim=-1).indices
 
 
-# kind -> (header dtype, draw). Biases, sinks and bases are far from zero, so that a wrong order of rows shows.
+# By kind. Biases, sinks and bases are far from zero, so that a wrong order of rows shows.
 DRAW = {
-    "quantized": ("BF16", _linear),
-    "expert": ("BF16", _linear),
-    "linear": ("BF16", _linear),
-    "embed": ("BF16", _normal(0.0, 1.0)),
-    "norm": ("BF16", _normal(1.0, 0.1)),
-    "ape": ("F32", _normal(0.0, 0.1)),
-    "sink": ("F32", _normal(0.0, 1.0)),
-    "hc_fn": ("F32", _normal(0.0, 0.02)),
-    "hc_base": ("F32", _normal(0.0, 0.5)),
-    "hc_scale": ("F32", _uniform),
-    "bias": ("F32", _normal(0.0, 0.1)),
-    "index_norm": ("F32", _normal(1.0, 0.1)),
-    "index_bias": ("F32", _normal(0.0, 0.2)),
-    "table": ("I64", _expert_table),
+    "quantized": Draw("BF16", _linear),
+    "expert": Draw("BF16", _linear),
+    "linear": Draw("BF16", _linear),
+    "embed": Draw("BF16", _normal(0.0, 1.0)),
+    "norm": Draw("BF16", _normal(1.0, 0.1)),
+    "ape": Draw("F32", _normal(0.0, 0.1)),
+    "sink": Draw("F32", _normal(0.0, 1.0)),
+    "hc_fn": Draw("F32", _normal(0.0, 0.02)),
+    "hc_base": Draw("F32", _normal(0.0, 0.5)),
+    "hc_scale": Draw("F32", _uniform),
+    "bias": Draw("F32", _normal(0.0, 0.1)),
+    "index_norm": Draw("F32", _normal(1.0, 0.1)),
+    "index_bias": Draw("F32", _normal(0.0, 0.2)),
+    "table": Draw("I64", _expert_table),
 }
 
 

@@ -1,20 +1,17 @@
-"""Where checkpoint tensors come from: the source protocol, and safetensors directories.
-
-A safetensors file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte offsets) and the
-bytes of all tensors. It is read here directly, so that a dtype which torch lacks is no obstacle and a part of a tensor
-costs only its own bytes.
-"""
+"""Where checkpoint tensors come from: the source protocol, and safetensors directories."""
 
 from __future__ import annotations
 
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from deepseek_attn.kernels.common.quant import decode_e8m0, encode_e8m0
 from deepseek_attn.kernels.linear import FP4_GROUP, FP8_BLOCK, dequantize_weight
@@ -24,22 +21,35 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors library
 
-# Header dtype -> (dtype of the tensor that `read` returns, bits per element). Scale bytes and packed nibbles stay
-# bytes: converting them as numbers would turn an exponent byte of 120 into 120.0 instead of 2**-7.
+
+class StoredDtype(NamedTuple):
+    """A dtype of safetensors files.
+
+    Attributes:
+        torch: dtype of the tensor that `CheckpointSource.read` returns.
+        bits: bits of one value.
+    """
+
+    torch: torch.dtype
+    bits: int
+
+
+# By the name that a header has for it. Scale bytes and packed nibbles stay bytes: converting them as numbers would turn
+# an exponent byte of 120 into 120.0 instead of 2**-7.
 DTYPES = {
-    "F64": (torch.float64, 64),
-    "F32": (torch.float32, 32),
-    "F16": (torch.float16, 16),
-    "BF16": (torch.bfloat16, 16),
-    "F8_E4M3": (torch.float8_e4m3fn, 8),
-    "F8_E8M0": (torch.uint8, 8),
-    "F4": (torch.uint8, 4),
-    "I64": (torch.int64, 64),
-    "I32": (torch.int32, 32),
-    "I16": (torch.int16, 16),
-    "I8": (torch.uint8, 8),
-    "U8": (torch.uint8, 8),
-    "BOOL": (torch.bool, 8),
+    "F64": StoredDtype(torch.float64, 64),
+    "F32": StoredDtype(torch.float32, 32),
+    "F16": StoredDtype(torch.float16, 16),
+    "BF16": StoredDtype(torch.bfloat16, 16),
+    "F8_E4M3": StoredDtype(torch.float8_e4m3fn, 8),
+    "F8_E8M0": StoredDtype(torch.uint8, 8),
+    "F4": StoredDtype(torch.uint8, 4),
+    "I64": StoredDtype(torch.int64, 64),
+    "I32": StoredDtype(torch.int32, 32),
+    "I16": StoredDtype(torch.int16, 16),
+    "I8": StoredDtype(torch.uint8, 8),
+    "U8": StoredDtype(torch.uint8, 8),
+    "BOOL": StoredDtype(torch.bool, 8),
 }
 FP4_DTYPES = ("I8", "U8", "F4")
 
@@ -58,6 +68,11 @@ class TensorInfo:
     shape: tuple[int, ...]
     nbytes: int
 
+    @classmethod
+    def of(cls, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+        """The header of a contiguous tensor; ``dtype`` is one of `DTYPES`."""
+        return cls(dtype, tuple(shape), math.prod(shape) * DTYPES[dtype].bits // 8)
+
 
 class CheckpointSource(ABC):
     """Named tensors with their headers, read one at a time."""
@@ -70,21 +85,27 @@ class CheckpointSource(ABC):
     def read(self, name: str) -> torch.Tensor:
         """One tensor on the CPU. F8_E8M0, I8 and U8 come as ``uint8``, F4 as ``uint8[..., n/2]``, others as are."""
 
+    def view(self, name: str) -> torch.Tensor:
+        """The same tensor for a short look: it may share memory with the source, so it must not be changed or kept."""
+        return self.read(name)
+
     def read_part(self, name: str, index: int, count: int) -> torch.Tensor:
         """The ``index``-th of ``count`` equal contiguous parts of a tensor, its first two dimensions merged."""
-        tensor = self.read(name).flatten(0, 1)
-        rows = tensor.shape[0] // count
-        return tensor[index * rows : (index + 1) * rows].clone()
+        tensor = self.view(name).flatten(0, 1)
+        size = tensor.shape[0] // count
+        return tensor.narrow(0, index * size, size).clone()
 
     def read_shard(self, name: str, shard: Shard) -> torch.Tensor:
         """A part of a tensor, in places of the tensor that `read` returns."""
-        return self.read(name).narrow(shard.dim, shard.start, shard.size).clone()
+        part = self.view(name).narrow(shard.dim, shard.start, shard.size)
+        return part.clone(memory_format=torch.contiguous_format)
 
 
 class SafetensorsSource(CheckpointSource):
     """A directory with ``model.safetensors.index.json`` and its shards, or with a single ``model.safetensors``.
 
-    All headers are read and checked at once; tensor data only when asked for. Usable as a context manager.
+    All headers are read and checked at once. Files are mapped into memory, so that reading a part of a tensor costs its
+    own bytes only. Usable as a context manager.
 
     Args:
         path: checkpoint directory.
@@ -95,9 +116,9 @@ class SafetensorsSource(CheckpointSource):
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._files = {}
+        self._files: dict[Path, safe_open] = {}
         self._entries: dict[str, TensorInfo] = {}
-        self._places: dict[str, tuple[Path, int]] = {}
+        self._shard_of: dict[str, Path] = {}
         for shard, listed in self._shards().items():
             self._add_shard(shard, listed)
 
@@ -105,30 +126,23 @@ class SafetensorsSource(CheckpointSource):
         return self._entries
 
     def read(self, name: str) -> torch.Tensor:
-        info = self._entry(name)
-        return self._read(name, info.shape, 0, info.nbytes)
+        return self.view(name).clone()
 
-    def read_part(self, name: str, index: int, count: int) -> torch.Tensor:
-        info = self._entry(name)
-        shape = (info.shape[0] * info.shape[1] // count, *info.shape[2:])
-        return self._read(name, shape, index * (info.nbytes // count), info.nbytes // count)
-
-    def read_shard(self, name: str, shard: Shard) -> torch.Tensor:
-        info = self._entry(name)
-        if len(info.shape) > 2 or info.dtype == "F4":
-            return super().read_shard(name, shard)
-        if shard.dim == 0:
-            row = info.nbytes // info.shape[0]
-            return self._read(name, shard.of(info.shape), shard.start * row, shard.size * row)
-        rows, columns = info.shape
-        item = info.nbytes // (rows * columns)
-        places = [((row * columns + shard.start) * item, shard.size * item) for row in range(rows)]
-        return self._read(name, shard.of(info.shape), *zip(*places, strict=True))
+    def view(self, name: str) -> torch.Tensor:
+        if name not in self._entries:
+            raise ValueError(f"no tensor {name} in {self.path}")
+        dtype = self._entries[name].dtype
+        if dtype not in DTYPES:
+            raise ValueError(f"{name} has dtype {dtype}: supported are {', '.join(DTYPES)}")
+        shard = self._shard_of[name]
+        if shard not in self._files:
+            self._files[shard] = safe_open(shard, framework="pt")
+        tensor = self._files[shard].get_tensor(name)
+        return tensor.view(torch.uint8) if DTYPES[dtype].torch == torch.uint8 else tensor
 
     def close(self) -> None:
-        """Closes the open shards; reading again opens them again."""
-        while self._files:
-            self._files.popitem()[1].close()
+        """Unmaps the shards; reading again maps them again."""
+        self._files.clear()
 
     def __enter__(self) -> SafetensorsSource:
         return self
@@ -136,7 +150,7 @@ class SafetensorsSource(CheckpointSource):
     def __exit__(self, *exc) -> None:
         self.close()
 
-    def _shards(self) -> dict[Path, set[str] | None]:
+    def _shards(self) -> Mapping[Path, set[str] | None]:
         """Shard -> the names that the index puts there (None: there is no index)."""
         if not self.path.exists():
             raise ValueError(f"checkpoint directory {self.path} does not exist")
@@ -167,43 +181,8 @@ class SafetensorsSource(CheckpointSource):
                 f"{shard} holds {len(unlisted)} tensors that {INDEX_FILE} does not put there, such as {unlisted[0]}: "
                 "index and shards are not of one checkpoint"
             )
-        for name, (info, offset) in sorted(tensors.items(), key=lambda item: item[1][1]):
-            self._entries[name] = info
-            self._places[name] = (shard, offset)
-
-    def _entry(self, name: str) -> TensorInfo:
-        if name not in self._entries:
-            raise ValueError(f"no tensor {name} in {self.path}")
-        return self._entries[name]
-
-    def _read(
-        self, name: str, shape: tuple[int, ...], start: int | Sequence[int], nbytes: int | Sequence[int]
-    ) -> torch.Tensor:
-        """Bytes of the tensor from ``start`` on, or several stretches of them one after the other."""
-        dtype = self._entries[name].dtype
-        if dtype not in DTYPES:
-            raise ValueError(f"{name} has dtype {dtype}: supported are {', '.join(DTYPES)}")
-        shard, offset = self._places[name]
-        starts, sizes = ([start], [nbytes]) if isinstance(start, int) else (start, nbytes)
-        data = torch.empty(sum(sizes), dtype=torch.uint8)
-        buffer = memoryview(data.numpy())
-        for first, size in zip(starts, sizes, strict=True):
-            self._fill(shard, offset + first, buffer[:size])
-            buffer = buffer[size:]
-        if dtype == "F4":
-            shape = (*shape[:-1], shape[-1] // 2)
-        return data.view(DTYPES[dtype][0]).reshape(shape)
-
-    def _fill(self, shard: Path, offset: int, buffer: memoryview) -> None:
-        if shard not in self._files:
-            self._files[shard] = open(shard, "rb", buffering=0)  # noqa: SIM115 (kept open until close)
-        file = self._files[shard]
-        file.seek(offset)
-        while buffer:
-            count = file.readinto(buffer)
-            if not count:
-                raise ValueError(f"truncated shard {shard}: it shrank while it was read")
-            buffer = buffer[count:]
+        self._entries |= tensors
+        self._shard_of |= dict.fromkeys(tensors, shard)
 
 
 def _read_index(index: Path) -> dict[Path, set[str]]:
@@ -226,11 +205,12 @@ def _read_index(index: Path) -> dict[Path, set[str]]:
     return dict(sorted(shards.items()))
 
 
-def read_header(shard: Path) -> dict[str, tuple[TensorInfo, int]]:
-    """The tensors of one safetensors file: name -> (info, byte offset in the file).
+def read_header(shard: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file, in the order of their bytes.
 
     Raises:
-        ValueError: the header cannot be read, or the file is shorter or longer than the header says.
+        ValueError: the header cannot be read or names a tensor twice; the file is shorter or longer than the header
+            says; or tensors overlap, leave gaps, or have another size than their dtype and shape.
     """
     found = shard.stat().st_size
     with open(shard, "rb") as file:
@@ -245,28 +225,38 @@ def read_header(shard: Path) -> dict[str, tuple[TensorInfo, int]]:
         if found < 8 + length:
             raise ValueError(f"truncated shard {shard}: expected at least {8 + length} bytes, found {found}")
         header = file.read(length)
-    tensors = _parse_header(shard, header)
-    expected = max((offset + info.nbytes for info, offset in tensors.values()), default=8 + length)
+    try:
+        fields = json.loads(header, object_pairs_hook=_without_duplicates)
+        ends = {name: tensor["data_offsets"][1] for name, tensor in fields.items() if name != "__metadata__"}
+        tensors = {name: _tensor_info(name, fields[name]) for name in sorted(ends, key=lambda name: ends[name])}
+        expected = 8 + length + max(ends.values(), default=0)
+        if found == expected:
+            safe_open(shard, framework="pt")  # checks that the tensors follow one another without gaps or overlaps
+    except SafetensorError as error:
+        raise ValueError(
+            f"broken header of shard {shard}: {error}; tensors must follow one another without gaps or overlaps"
+        ) from None
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(f"broken header of shard {shard}: {error!r}") from None
     if found != expected:
         what = "truncated shard" if found < expected else "bytes after the last tensor of shard"
         raise ValueError(f"{what} {shard}: expected {expected} bytes by its header, found {found}; fetch it again")
     return tensors
 
 
-def _parse_header(shard: Path, header: bytes) -> dict[str, tuple[TensorInfo, int]]:
-    tensors = {}
-    try:
-        for name, fields in json.loads(header).items():
-            if name == "__metadata__":
-                continue
-            begin, end = fields["data_offsets"]
-            info = TensorInfo(fields["dtype"], tuple(fields["shape"]), end - begin)
-            if info.dtype in DTYPES and info.nbytes * 8 != math.prod(info.shape) * DTYPES[info.dtype][1]:
-                raise ValueError(f"{name}: {info.nbytes} bytes for {info.dtype} {list(info.shape)}")
-            tensors[name] = (info, 8 + len(header) + begin)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"broken header of shard {shard}: {error!r}") from None
-    return tensors
+def _tensor_info(name: str, fields: dict[str, Any]) -> TensorInfo:
+    dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+    if dtype in DTYPES and TensorInfo.of(dtype, shape).nbytes != end - begin:
+        raise ValueError(f"{name}: {end - begin} bytes for {dtype} {list(shape)}")
+    return TensorInfo(dtype, shape, end - begin)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
+    return found
 
 
 def scale_name(name: str) -> str | None:
@@ -274,24 +264,30 @@ def scale_name(name: str) -> str | None:
     return name[: -len("weight")] + "scale" if name.endswith(".weight") else None
 
 
-def stored_shards(info: TensorInfo, shard: Shard) -> tuple[Shard, Shard]:
-    """Where a part of a logical weight lies in what is stored of it: in the weight, and in its scale if it has one.
+class StoredShards(NamedTuple):
+    """A part of a logical weight, in places of the stored weight and of its stored scale."""
+
+    weight: Shard
+    scale: Shard
+
+
+def stored_shards(info: TensorInfo, shard: Shard) -> StoredShards:
+    """Where the part ``shard`` of a logical weight lies in the stored tensors; without a scale, ``scale`` is unused.
 
     Raises:
         ValueError: the part cuts an FP8 block, an FP4 group or a byte in two.
     """
-    if info.dtype in FP4_DTYPES:
-        units = ((1, 1), (2, FP4_GROUP))[shard.dim]
+    per_weight = per_scale = 1  # logical values, along the dimension, that one stored value stands for
+    if info.dtype in FP4_DTYPES and shard.dim == 1:
+        per_weight, per_scale = 2, FP4_GROUP
     elif info.dtype == "F8_E4M3":
-        units = (1, FP8_BLOCK[shard.dim])
-    else:
-        units = (1, 1)
-    if any(value % unit for value in (shard.start, shard.size) for unit in units):
+        per_scale = FP8_BLOCK[shard.dim]
+    if any(value % unit for value in (shard.start, shard.size) for unit in (per_weight, per_scale)):
         raise ValueError(
             f"{shard.size} rows or columns from {shard.start} on of a {info.dtype} weight: a part must consist of "
-            f"whole blocks of {max(units)}; use fewer ranks"
+            f"whole blocks of {max(per_weight, per_scale)}; use fewer ranks"
         )
-    return tuple(Shard(shard.dim, shard.start // unit, shard.size // unit) for unit in units)
+    return StoredShards(*(Shard(shard.dim, shard.start // n, shard.size // n) for n in (per_weight, per_scale)))
 
 
 def read_weight(
@@ -313,8 +309,8 @@ def read_weight(
         stored = source.read(scale) if scale in entries else None
     else:
         places = stored_shards(entries[name], shard)
-        tensor = source.read_shard(name, places[0])
-        stored = source.read_shard(scale, places[1]) if scale in entries else None
+        tensor = source.read_shard(name, places.weight)
+        stored = source.read_shard(scale, places.scale) if scale in entries else None
     if stored is None:
         return tensor, None
     if entries[name].dtype not in FP4_DTYPES:

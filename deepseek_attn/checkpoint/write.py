@@ -90,7 +90,7 @@ def plan_shards(
 
 def _write_shard(path: Path, source: CheckpointSource, entries: dict[str, TensorInfo]) -> None:
     # Wide elements first, as the safetensors library does: then every tensor is aligned for its dtype.
-    names = sorted(entries, key=lambda name: -DTYPES[entries[name].dtype][1])
+    names = sorted(entries, key=lambda name: -DTYPES[entries[name].dtype].bits)
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in names:

@@ -196,7 +196,7 @@ def _load(path: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
 
 def _added_token(token: str | dict[str, Any], **flags: bool) -> AddedToken:
     """A token of the settings: its text, or a dict of text (``content``) and flags."""
-    fields = {"content": token} if isinstance(token, str) else token
+    fields: dict[str, Any] = {"content": token} if isinstance(token, str) else token
     return AddedToken(**{key: value for key, value in (fields | flags).items() if key != "__type"})
 
 

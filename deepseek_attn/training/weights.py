@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 
 import torch
 
@@ -63,7 +62,7 @@ class FreshSource(CheckpointSource):
         digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         if recipe.kind == "table":
-            return DRAW["table"][1](recipe, generator, self.config)
+            return DRAW["table"].values(recipe, generator, self.config)
         if recipe.kind == "hc_base":
             return self._stream_base(name, recipe.shape[0])
         constant = {"norm": 1.0, "ape": 0.0, "sink": 0.0, "bias": 0.0, "hc_scale": MIX}.get(recipe.kind)
@@ -72,8 +71,8 @@ class FreshSource(CheckpointSource):
         return torch.randn(recipe.shape, generator=generator) * self._std(name, recipe)
 
     def _info(self, recipe: Recipe) -> TensorInfo:
-        dtype = DRAW[recipe.kind][0] if recipe.kind == "table" else "F32"
-        return TensorInfo(dtype, recipe.shape, math.prod(recipe.shape) * DTYPES[dtype][1] // 8)
+        dtype = DRAW[recipe.kind].dtype if recipe.kind == "table" else "F32"
+        return TensorInfo.of(dtype, recipe.shape)
 
     def _std(self, name: str, recipe: Recipe) -> float:
         if recipe.kind in ("embed", "hc_fn") or name == "head.weight":
@@ -104,5 +103,5 @@ def rounded(values: torch.Tensor, form: str) -> torch.Tensor:
         matrices = plain if plain.dim() == 3 else plain.unsqueeze(0)
         stored = torch.stack([dequantize_fp8_block(*quantize_fp8_block(m)) for m in matrices]).view_as(plain)
     else:
-        stored = plain.to(DTYPES[form][0]).float()
+        stored = plain.to(DTYPES[form].torch).float()
     return values + (stored - plain)

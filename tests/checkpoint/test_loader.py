@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import deepseek_attn.checkpoint.source as source_module
 from deepseek_attn.checkpoint import (
@@ -297,9 +298,9 @@ def test_each_shard_is_opened_once_and_in_order(tmp_path, monkeypatch):
 
     def counting(file, *args, **kwargs):
         opened.append(file.name)
-        return open(file, *args, **kwargs)
+        return safe_open(file, *args, **kwargs)
 
-    monkeypatch.setattr(source_module, "open", counting, raising=False)
+    monkeypatch.setattr(source_module, "safe_open", counting)
     load(files)
     assert opened == [f"model-{i:05d}-of-00004.safetensors" for i in range(1, 5)]
 

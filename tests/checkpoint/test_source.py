@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from deepseek_attn.checkpoint import SafetensorsSource, read_float32, read_weight
 from deepseek_attn.kernels.common.quant import decode_e8m0, dequantize_fp4, dequantize_fp8_block
+from deepseek_attn.layers.weights import Shard
 from tests.checkpoint.fabricate import MemorySource, random_source, same_bits
 
 
@@ -166,6 +167,77 @@ def test_broken_checkpoints(directory, damage, message):
     with pytest.raises(ValueError, match=message) as raised:
         SafetensorsSource(path)
     assert "\n" not in str(raised.value)
+
+
+def entry(begin, end, dtype="F32", shape=None):
+    shape = [(end - begin) // 4] if shape is None else shape
+    return f'{{"dtype": "{dtype}", "shape": {json.dumps(shape)}, "data_offsets": [{begin}, {end}]}}'
+
+
+@pytest.mark.parametrize(
+    ("tensors", "size", "message"),
+    [
+        (f'"a": {entry(0, 8)}, "b": {entry(4, 12)}', 12, r"invalid offset for tensor `b`.*without gaps or overlaps"),
+        (f'"a": {entry(0, 4)}, "b": {entry(0, 4)}', 4, r"invalid offset for tensor `b`.*without gaps or overlaps"),
+        (f'"a": {entry(0, 4)}, "b": {entry(8, 12)}', 12, r"invalid offset for tensor `b`.*without gaps or overlaps"),
+        (f'"a": {entry(4, 8)}', 8, r"invalid offset for tensor `a`.*without gaps or overlaps"),
+        (f'"a": {entry(-4, 0)}', 0, r"invalid value: integer `-4`"),
+        (f'"a": {entry(4, 0, shape=[-1])}, "b": {entry(4, 8)}', 8, r"invalid value: integer `-1`"),
+        (f'"a": {entry(0, 4, shape=[-1])}', 4, r"a: 4 bytes for F32 \[-1\]"),
+        (f'"a": {entry(0, 4)}, "a": {entry(4, 8)}', 8, r"a is there twice"),
+        (f'"a": {entry(0, 4)}, "a": {entry(0, 4, "I32", [1])}', 4, r"a is there twice"),
+        ('"a": {"dtype": "F32", "shape": [1]}', 4, r"data_offsets"),
+    ],
+    ids=[
+        "overlap",
+        "same-place",
+        "hollow",
+        "hollow-start",
+        "negative-offset",
+        "backwards",
+        "negative-shape",
+        "twice",
+        "twice-in-one-place",
+        "without-offsets",
+    ],
+)
+def test_tensors_that_do_not_fill_the_file_one_by_one(tmp_path, tensors, size, message):
+    header = f"{{{tensors}}}".encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(size)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match=rf"broken header of shard .*model\.safetensors: .*{message}"):
+        SafetensorsSource(tmp_path)
+
+
+def test_a_tensor_in_two_shards(directory):
+    second = directory / "model-00002-of-00002.safetensors"
+    save_file({"c.weight": torch.zeros(4), "a.weight": torch.zeros(6)}, second)
+    with pytest.raises(ValueError, match=r"00002.safetensors holds 1 tensors .* does not put there, such as a.weight"):
+        SafetensorsSource(directory)
+
+
+@pytest.mark.parametrize("name", ["f32", "e8m0", "f4", "i8"])
+def test_what_was_read_is_the_readers_own(tmp_path, name):
+    """Files are mapped: neither a change of a tensor nor the end of the source may reach another tensor."""
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    with SafetensorsSource(tmp_path) as source:
+        whole, part, shard = source.read(name), source.read_part(name, 1, 2), source.read_shard(name, Shard(0, 1, 2))
+        expected = whole.clone()
+        for tensor in (whole, part, shard):
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes, "the rest of the file is kept alive"
+            tensor.view(torch.uint8).zero_()
+        assert same_bits(source.read(name), expected)
+
+
+@pytest.mark.parametrize("name", ["e8m0", "e4m3", "f4", "f32", "bf16", "i64", "u8"])
+def test_a_shard_reads_like_a_slice(tmp_path, name):
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    with SafetensorsSource(tmp_path) as source:
+        whole = source.read(name)
+        for dim in range(whole.dim()):
+            shard = source.read_shard(name, Shard(dim, 1, whole.shape[dim] - 2))
+            assert same_bits(shard, whole.narrow(dim, 1, whole.shape[dim] - 2).contiguous())
+            assert shard.is_contiguous()
 
 
 def test_truncation_says_how_much(directory):
