@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 
 from deepseek_attn.checkpoint.source import DTYPES, INDEX_FILE, CheckpointSource, TensorInfo
-from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.text.tokenizer_files import write_tokenizer
+from deepseek_attn.utils.files import appearing
 
 SHARD_BYTES = 5 * 10**9
 
 
 def write_checkpoint(
     source: CheckpointSource,
-    config: ModelConfig,
+    config: AnyConfig,
     directory: str | Path,
     *,
     shard_bytes: int = SHARD_BYTES,
@@ -51,7 +48,8 @@ def write_checkpoint(
     entries = source.entries()
     shards = plan_shards(entries, shard_bytes, num_shards)
     _check_token_ids(config)
-    with _appearing(Path(directory)) as folder:
+    check_new_directory(directory)
+    with appearing(Path(directory), directory=True) as folder:
         write_tokenizer(folder, config.vocab_size, config.max_position_embeddings, tokenizer)
         _write_json(folder / "config.json", config.to_dict())
         _write_json(folder / "generation_config.json", _generation_config(config))
@@ -109,28 +107,6 @@ def _write_shard(path: Path, source: CheckpointSource, entries: dict[str, Tensor
             file.write(memoryview(data.numpy()))
 
 
-@contextmanager
-def _appearing(directory: Path) -> Iterator[Path]:
-    """A temporary sibling that becomes ``directory`` if the block succeeds and vanishes otherwise."""
-    directory = directory.absolute()
-    check_new_directory(directory)
-    created = [parent for parent in directory.parents if not parent.exists()]
-    folder = None
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-        yield folder
-        folder.chmod(0o777 & ~_umask())
-        os.replace(folder, directory)
-    except BaseException:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        for parent in created:
-            if parent.exists() and not any(parent.iterdir()):
-                parent.rmdir()
-        raise
-
-
 def check_new_directory(directory: str | Path) -> None:
     """ValueError unless the directory is empty, or absent where it can be made."""
     directory = Path(directory)
@@ -142,13 +118,7 @@ def check_new_directory(directory: str | Path) -> None:
         raise ValueError(f"{directory} cannot be made: {place} {what}; choose another place")
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _check_token_ids(config: ModelConfig) -> None:
+def _check_token_ids(config: AnyConfig) -> None:
     if config.bos_token_id != 0 or config.eos_token_ids[0] != 1:
         raise ValueError(
             f"bos_token_id is {config.bos_token_id} and eos_token_id {config.eos_token_id}: the tokenizer that is "
@@ -156,7 +126,7 @@ def _check_token_ids(config: ModelConfig) -> None:
         )
 
 
-def _generation_config(config: ModelConfig) -> dict:
+def _generation_config(config: AnyConfig) -> dict:
     eos = list(config.eos_token_ids) if len(config.eos_token_ids) > 1 else config.eos_token_ids[0]
     return {
         "bos_token_id": config.bos_token_id,

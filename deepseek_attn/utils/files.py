@@ -1,8 +1,9 @@
-"""Files that appear complete or not at all."""
+"""Files and directories that appear complete or not at all."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,14 +14,29 @@ from safetensors.torch import save_file
 
 
 @contextmanager
-def appearing(path: Path) -> Iterator[Path]:
-    """A place beside ``path`` for a file that takes its name when the block succeeds and is removed otherwise."""
+def appearing(path: Path, directory: bool = False) -> Iterator[Path]:
+    """A place beside ``path`` to write to: renamed to ``path`` when the block succeeds, removed when it fails.
+
+    Args:
+        directory: make a directory there, and the missing folders above it; they vanish too when the block fails.
+    """
+    path = path.absolute()
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    made = [parent for parent in path.parents if directory and not parent.exists()]
     try:
+        if directory:
+            partial.mkdir(parents=True)
         yield partial
         os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    except BaseException:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)
+        for parent in made:
+            if parent.exists() and not any(parent.iterdir()):
+                parent.rmdir()
+        raise
 
 
 def write_text(path: Path, text: str) -> None:
