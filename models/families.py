@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from deepseek_attn.attention.builder import MetadataBuilder
-from deepseek_attn.attention.indexer import FUSED_HEAD_DIM
 from deepseek_attn.cache.layout import TOKENS_PAGE
 from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.checkpoint.names import CanonicalSource
@@ -19,6 +18,7 @@ from deepseek_attn.config.numerics import Numerics, numerics_for
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.impls import AttentionSpec, DeepseekV4SparseMLAAttentionImpl, get_impl
 from deepseek_attn.kernels.common.dispatch import problem_on
+from deepseek_attn.kernels.indexer import TRITON_HEAD_DIM
 from deepseek_attn.layers.parallel import Parallel, check_split
 from deepseek_attn.models import block, deepseek_v4, deepseek_v32
 from deepseek_attn.models.block import AttentionStack, BuildContext, attention_layers, layer_specs
@@ -120,9 +120,9 @@ class DeepseekV4Family(Family):
         if self.plain:
             return "backend 'reference' runs plain torch, which waits for the device within a step"
         selects = any(spec.has_indexer for spec in self.config.layers)
-        if selects and self.config.index_head_dim != FUSED_HEAD_DIM:
+        if selects and self.config.index_head_dim != TRITON_HEAD_DIM:
             return (
-                f"the indexer's kernels take heads of {FUSED_HEAD_DIM} channels, and index_head_dim is "
+                f"the indexer's kernels take heads of {TRITON_HEAD_DIM} channels, and index_head_dim is "
                 f"{self.config.index_head_dim}: plain torch takes their place, which waits for the device within a step"
             )
         return problem_on(self.device)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from deepseek_attn.attention.compressor import Compressor
-from deepseek_attn.attention.indexer import Indexer, select_everything
+from deepseek_attn.attention.indexer import Indexer, select_all
 from deepseek_attn.cache.pools import CachePools, Pool
 from deepseek_attn.config.model import LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
@@ -15,6 +15,7 @@ from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.common.dispatch import op_for
 from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.indexer import IndexQueries, queries
 from deepseek_attn.layers.linear import GroupedLinear, Linear, empty_quantized, join_weights, multi_linear
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable
@@ -163,7 +164,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
 
     def query_linears(self, step: StepMetadata) -> list[Linear]:
         """What projects the query latent: the queries and, unless every entry is read, those of the indexer."""
-        chooses = self.indexer is not None and self.indexer.has_choice(step)
+        chooses = self.indexer is not None and self.indexer.needs_topk(step)
         return [self.wq_b, self.indexer.wq_b] if chooses else [self.wq_b]
 
     @property
@@ -206,15 +207,14 @@ class DeepseekV4MLAAttention(CheckpointModule):
         positions: torch.Tensor,
         index_q: Sequence[torch.Tensor] = (),
         projections: Sequence[torch.Tensor] = (),
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    ) -> tuple[torch.Tensor, IndexQueries | None]:
         """``[T, padded_heads, head_dim]``: a weightless norm per head, then the rotation. Padding heads are zero.
 
         With kernels, the indexer's queries are made in the same launch, and returned as well.
         """
         heads = (q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
-        if index_q and self.indexer.fused(q):
-            index = self.indexer.query_arguments(index_q[0], projections[-1], positions)
-            return op_for(q, "queries")(heads, index)
+        if index_q and self.indexer.uses_triton(q):
+            return queries(heads, self.indexer.query_rows(index_q[0], projections[-1], positions))
         return op_for(q, "query_norm_rope")(*heads), None
 
     @traced("select")
@@ -223,14 +223,14 @@ class DeepseekV4MLAAttention(CheckpointModule):
         index_q: list[torch.Tensor],
         weights: torch.Tensor,
         step: StepMetadata,
-        queries: tuple[torch.Tensor, torch.Tensor] | None,
+        queries: IndexQueries | None,
     ) -> None:
         """Entries that each query reads, into ``topk_indices_buffer``; with kernels, slots of decode rows as well."""
         out = self.topk_indices_buffer[: len(weights)]
         self.decode_topk_slots = None
         if not index_q:
-            select_everything(step.visible_of(self.spec.ratio), out)
+            select_all(step.visible_of(self.spec.ratio), out)
             return
-        if self.indexer.fused(index_q[0]):
+        if self.indexer.uses_triton(index_q[0]):
             self.decode_topk_slots = out.new_empty(step.swa.num_decode_tokens, out.shape[1])
-        self.indexer.select_entries(index_q[0], weights, step, out, self.decode_topk_slots, queries)
+        self.indexer.select_topk(index_q[0], weights, step, out, self.decode_topk_slots, queries)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_attn.attention.indexer import logits_rows
+from deepseek_attn.attention.indexer import queries_per_block
 from deepseek_attn.cache.layout import (
     STATE,
     WINDOW,
@@ -170,7 +170,7 @@ def index_logits_bytes(config: AnyConfig, layout: CacheLayout) -> int:
     if not ratios:
         return 0
     entries = max(layout.max_model_len // min(ratios), 1)
-    return 4 * entries * min(logits_rows(entries), layout.max_num_batched_tokens)
+    return 4 * entries * min(queries_per_block(entries), layout.max_num_batched_tokens)
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:

@@ -15,7 +15,7 @@ from deepseek_attn.attention.compressor import Compressor
 from deepseek_attn.attention.indexer import Indexer
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 from deepseek_attn.kernels.common.norm_rope import rms_norm
-from deepseek_attn.kernels.indexer.reference import topk_indices
+from deepseek_attn.kernels.indexer import topk_indices
 from deepseek_attn.layers.rope import apply_rope
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from deepseek_attn.attention.indexer import LightningIndexer, select_everything
+from deepseek_attn.attention.indexer import LightningIndexer, select_all
 from deepseek_attn.cache.pools import Pool
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config
-from deepseek_attn.kernels.common.dispatch import op_for
+from deepseek_attn.kernels.common.norm_rope import apply_rope_half_split
 from deepseek_attn.kernels.common.quant import hadamard
-from deepseek_attn.kernels.indexer.reference import apply_rope_half_split
+from deepseek_attn.kernels.indexer import IndexQueries, PagedIndexKeys, index_select
 from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule
@@ -33,7 +33,7 @@ class LayerNorm(CheckpointModule):
         return F.layer_norm(x.float(), (self.dim,), self.weight, self.bias, self.eps).to(x.dtype)
 
 
-class TokenIndexer(LightningIndexer):
+class TokenIndexer(LightningIndexer[TokenStepMetadata]):
     """One key per token, from the attention input; the rotation is half-split and on the *first* channels.
 
     Attributes:
@@ -67,35 +67,25 @@ class TokenIndexer(LightningIndexer):
             x: ``[T, hidden_size]``, the attention input; qr: ``[T, q_lora_rank]``, the normed query latent.
             out: int32 ``[T, index_topk]``: positions in the request, ascending, then -1.
         """
-        freqs_cis = step.freqs_cis_of(self.rope)
-        self.pool.insert(step.slot_mapping, self.keys(x, freqs_cis))
+        self.pool.insert(step.slot_mapping, self.keys(x, step.freqs_cis_of(self.rope)))
         if max(step.cached_lens_cpu.tolist()) <= self.topk:
-            select_everything(step.visible, out)
+            select_all(step.visible, out)
         else:
-            self.select_entries(self.wq_b(qr), self.weights_proj(x), step, out)
+            self.select_topk(self.wq_b(qr), self.weights_proj(x), step, out)
 
-    def select_entries(
-        self, index_q: torch.Tensor, weights: torch.Tensor, step: TokenStepMetadata, out: torch.Tensor
+    def select_in_triton(
+        self, queries: IndexQueries, step: TokenStepMetadata, out: torch.Tensor, out_slots: torch.Tensor | None
     ) -> None:
-        """Writes the selected tokens of each query to ``out``, as `forward` does, once the keys are stored.
+        requests = step.attention.req_id_per_token[: len(queries.q)]
+        keys = PagedIndexKeys(self.pool.record, self.pool.tensor, self.pool.entries, step.block_table, requests)
+        width = max(step.cached_lens_cpu.tolist())
+        index_select(queries, keys, step.visible, self.topk, width, out, out_slots)
 
-        Args:
-            index_q: ``[T, heads * head_dim]``, projected by ``wq_b``; weights: float32 ``[T, heads]``, projected.
-        """
-        counts = step.cached_lens_cpu.tolist()
-        if self.fused(index_q):
-            requests = step.attention.req_id_per_token[: len(index_q)]
-            keys = self.pool, step.block_table, requests, max(counts)
-            q, weights = op_for(index_q, "index_query")(*self.query_arguments(index_q, weights, step.positions))
-            self.select_fused(q, weights, step.visible, *keys, out)
-            return
-        q = self.rotated(index_q, step.freqs_cis_of(self.rope))
-        starts = step.query_start_loc_cpu.tolist()
-        self.select(q, weights * self.scale, step.visible, starts, counts, self.pool, step.block_table, out)
-
-    def rotated(self, index_q: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
-        q = apply_rope_half_split(index_q.unflatten(-1, (self.heads, self.head_dim)), freqs_cis)
-        return self.quantized(q)
+    def select_in_torch(
+        self, q: torch.Tensor, weights: torch.Tensor, step: TokenStepMetadata, out: torch.Tensor
+    ) -> None:
+        starts, num_entries = step.query_start_loc_cpu.tolist(), step.cached_lens_cpu.tolist()
+        self.select_by_request(q, weights, step.visible, starts, num_entries, self.pool, step.block_table, out)
 
     def keys(self, x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
         """``[T, head_dim]``, rotated; the cache rounds them."""

@@ -16,9 +16,7 @@ MIN_CAPABILITY = (8, 0)  # bf16 and tf32 tensor cores
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 _HOMES = {
     "insert_tokens": ("insert.insert_tokens", "insert.reference"),
-    "queries": ("indexer.queries", "indexer.reference"),
     "query_norm_rope": ("insert.query_norm_rope", "insert.reference"),
-    "index_query": ("indexer.index_query", "indexer.reference"),
 }
 
 

@@ -39,3 +39,17 @@ def apply_rope(x: Tensor, freqs_cis: Tensor, inverse: bool = False) -> Tensor:
     rotated = torch.view_as_complex(pairs32) * freqs_cis
     tail.copy_(torch.view_as_real(rotated).flatten(-2))
     return out
+
+
+def apply_rope_half_split(x: Tensor, freqs_cis: Tensor) -> Tensor:
+    """Rotates the pairs ``(i, i + n)`` of the *first* ``2 n`` channels, as the indexer of DeepSeek-V3.2 does.
+
+    Arguments and result are those of `apply_rope`; the last ``d - 2 n`` channels pass through.
+    """
+    tokens, pairs = freqs_cis.shape
+    freqs_cis = freqs_cis.view(tokens, *(1,) * (x.dim() - 2), pairs)
+    out = x.clone()
+    head = out[..., : 2 * pairs]
+    rotated = torch.complex(*head.float().chunk(2, dim=-1)) * freqs_cis
+    head.copy_(torch.cat([rotated.real, rotated.imag], dim=-1))
+    return out

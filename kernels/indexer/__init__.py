@@ -1,1 +1,184 @@
-"""The lightning indexer: queries, scores, and their top-k."""
+"""The lightning indexer: its queries, the scores of cached keys, and the keys with the highest scores."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.indexer.types import (
+    KEY_FORMATS,
+    MAX_TRITON_TOPK,
+    TRITON_HEAD_DIM,
+    IndexQueries,
+    IndexQueryRows,
+    PagedIndexKeys,
+)
+
+__all__ = [
+    "KEY_FORMATS",
+    "MAX_TRITON_TOPK",
+    "TRITON_HEAD_DIM",
+    "IndexQueries",
+    "IndexQueryRows",
+    "PagedIndexKeys",
+    "index_query",
+    "index_scores",
+    "index_select",
+    "paged_index_scores",
+    "queries",
+    "topk_indices",
+]
+
+
+def index_query(rows: IndexQueryRows) -> IndexQueries:
+    """Applies RoPE, then the Hadamard matrix if asked for, quantises as the keys are, and folds scales into weights.
+
+    Notes:
+        Values of FP4 queries are held in e4m3, relative to the largest scale of their head, times 64: exact where the
+        scales of a head differ by up to ``2**14``. A head that holds a NaN or an infinity gets NaN values or a NaN
+        weight, in Triton always the weight. Zero rows are fine.
+
+    Raises:
+        ValueError: an unknown key format; on a GPU also heads of other than 128 channels, and tensors that disagree.
+    """
+    if runs_triton(rows.q):
+        from deepseek_attn.kernels.indexer.query import index_query as op
+    else:
+        from deepseek_attn.kernels.indexer.reference import index_query as op
+    return op(rows)
+
+
+def queries(heads: tuple, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
+    """`query_norm_rope` of the layer's heads and `index_query` of the indexer's, for the same tokens, in one launch.
+
+    Args:
+        heads: arguments of `query_norm_rope`; index: those of `index_query`.
+
+    Returns:
+        The result of each, equal to the bit to what either op returns alone.
+
+    Raises:
+        ValueError: different numbers of tokens, or what either op refuses.
+    """
+    if runs_triton(index.q):
+        from deepseek_attn.kernels.indexer.query import queries as op
+    else:
+        from deepseek_attn.kernels.indexer.reference import queries as op
+    return op(heads, index)
+
+
+def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    """Scores against contiguous keys, ``sum_h weights[t, h] * relu(q[t, h] . k[n])`` in float32; plain torch only.
+
+    Args:
+        q: ``[T, heads, dim]`` indexer queries; k: ``[N, dim]`` keys, shared by the heads; any float dtypes.
+        weights: ``[T, heads]``, every scale of ``q`` and ``k`` included.
+
+    Returns:
+        float32 ``[T, N]``; no column is masked. A NaN in a query or key is a NaN in its row or column only.
+
+    Raises:
+        ValueError: shapes that disagree.
+
+    Notes:
+        One matrix product per block of rows and keys; scratch is about 16 MiB (`reference.GEMM_BYTES`).
+    """
+    from deepseek_attn.kernels.indexer.reference import index_scores as op
+
+    return op(q, k, weights)
+
+
+def paged_index_scores(
+    queries: IndexQueries,
+    keys: PagedIndexKeys,
+    num_visible: Tensor,
+    width: int | None = None,
+    skip: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Scores of each query against the first ``num_visible[t]`` entries of its request, read from pages.
+
+    Args:
+        num_visible: integer ``[T]``, entries that a query may see.
+        width: columns of the result, by default all entries that fit the block table.
+        skip: rows that see this many entries or fewer get no scores, because all of them will be selected anyway.
+        out: float32 ``[T, width]`` with contiguous rows, to write to.
+
+    Returns:
+        float32 ``[T, width]``. Columns from ``num_visible[t]`` on, and rows without scores, are -inf in plain torch
+        and not written in Triton. A NaN key has a NaN score. A score does not depend on the rest of the batch.
+
+    Raises:
+        ValueError: tensors or a record that the kernels do not take.
+    """
+    if runs_triton(queries.q):
+        from deepseek_attn.kernels.indexer.scores import paged_index_scores as op
+    else:
+        from deepseek_attn.kernels.indexer.reference import paged_index_scores as op
+    return op(queries, keys, num_visible, width, skip, out)
+
+
+def topk_indices(
+    scores: Tensor,
+    lens: Tensor,
+    k: int,
+    out: Tensor | None = None,
+    keys: PagedIndexKeys | None = None,
+    out_slots: Tensor | None = None,
+) -> Tensor:
+    """Columns of the ``k`` highest scores among the first ``lens[t]`` columns of each row; exact.
+
+    Args:
+        scores: float ``[T, N]``; columns past the length may hold anything.
+        lens: integer ``[T]`` valid prefix length, clamped to ``0 .. N``.
+        out: int32 ``[T, k]`` with contiguous rows, to write to.
+        keys: the pages whose entries the columns are; needed for ``out_slots``.
+        out_slots: int32 ``[T, k]``, filled with the slots (page * entries + offset) of the selected columns, then -1.
+
+    Returns:
+        int32 ``[T, k]``: the selected columns in ascending order, then -1. A row with ``lens <= k`` selects all of its
+        columns.
+
+    Raises:
+        ValueError: shapes or dtypes that disagree, ``out_slots`` without ``keys``.
+
+    Notes:
+        Ties: the smaller index. NaN counts as -inf; such columns are valid and fill a row only after every other valid
+        column. A row depends on nothing but its own scores and length. Triton serves ``k`` up to `MAX_TRITON_TOPK`.
+    """
+    if runs_triton(scores) and k <= MAX_TRITON_TOPK:
+        from deepseek_attn.kernels.indexer.topk import topk_indices as op
+    else:
+        from deepseek_attn.kernels.indexer.reference import topk_indices as op
+    return op(scores, lens, k, out, keys, out_slots)
+
+
+def index_select(
+    queries: IndexQueries,
+    keys: PagedIndexKeys,
+    num_visible: Tensor,
+    k: int,
+    width: int | None = None,
+    out: Tensor | None = None,
+    out_slots: Tensor | None = None,
+) -> Tensor:
+    """The ``k`` entries with the highest scores among the first ``num_visible[t]`` of each query's request.
+
+    Args:
+        width: no query sees more entries; the others are those of `paged_index_scores` and `topk_indices`.
+
+    Returns:
+        int32 ``[T, k]``: entries local to the request, ascending, then -1.
+
+    Raises:
+        ValueError: what `paged_index_scores` or `topk_indices` refuse.
+
+    Notes:
+        In Triton it works on blocks of queries: scratch is 64 MiB of scores, or those of one query, and two thirds as
+        much for the selection; how many launches there are depends on shapes alone, and nothing waits for the GPU.
+    """
+    if runs_triton(queries.q):
+        from deepseek_attn.kernels.indexer.select import index_select as op
+    else:
+        from deepseek_attn.kernels.indexer.reference import index_select as op
+    return op(queries, keys, num_visible, k, width, out, out_slots)

@@ -1,4 +1,4 @@
-"""The indexers of whole layers on a GPU: the Triton path selects what plain torch selects, from the same caches."""
+"""The indexers of whole layers on a GPU: Triton and plain torch select the same entries of the same caches."""
 
 import pytest
 import torch
@@ -21,21 +21,21 @@ def gpu(device):
 
 def compare(selections, kind, monkeypatch):
     """Selects twice at every call, and keeps both selections."""
-    original = kind.select_entries
+    original = kind.select_topk
 
     def both(self, index_q, weights, step, out, *slots):
-        assert self.fused(index_q)
+        assert self.uses_triton(index_q)
         original(self, index_q, weights, step, out, *slots)
         plain = torch.full_like(out, 2**31 - 1)
         with reference_ops():
             original(self, index_q, weights, step, plain)
         selections.append((out.clone(), plain))
 
-    monkeypatch.setattr(kind, "select_entries", both)
+    monkeypatch.setattr(kind, "select_topk", both)
 
 
 def check(selections):
-    """As many entries, ascending, and but for a few that rounding swaps the same ones."""
+    """As many entries, ascending, and the same ones except for a few that rounding swaps."""
     common = total = 0
     for fused, plain in selections:
         assert torch.equal((fused >= 0).sum(1), (plain >= 0).sum(1))

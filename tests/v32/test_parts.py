@@ -12,7 +12,7 @@ from deepseek_attn.cache.layout import make_layout
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig, RopeSpec
 from deepseek_attn.config.numerics import get_numerics, numerics_for
-from deepseek_attn.kernels.indexer.reference import apply_rope_half_split
+from deepseek_attn.kernels.common.norm_rope import apply_rope_half_split
 from deepseek_attn.layers.rope import RotaryTable, apply_rope
 from deepseek_attn.layers.weights import checkpoint_slots
 from deepseek_attn.models.moe import GroupLimitedGate

@@ -5,10 +5,19 @@ from __future__ import annotations
 import torch
 
 from deepseek_attn.bench.cases.case import OpCase
-from deepseek_attn.cache.records import Record, make_index_record
+from deepseek_attn.cache.record import Record
+from deepseek_attn.cache.records import make_index_record
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.indexer import reference as reference_query
-from deepseek_attn.kernels.indexer import reference as reference_topk
+from deepseek_attn.kernels.indexer import (
+    IndexQueries,
+    IndexQueryRows,
+    PagedIndexKeys,
+    index_query,
+    index_select,
+    paged_index_scores,
+    reference,
+    topk_indices,
+)
 
 HEADS, DIM, PAGE = 64, 128, 64  # of DeepSeek-V4 Flash and Pro
 
@@ -36,27 +45,21 @@ def cases(device: torch.device) -> list[OpCase]:
     ]
 
 
-def _query(T: int, fmt: str) -> OpCase:
-    """``T`` queries, rotated and rounded; with the Hadamard matrix for FP4."""
+def _query(T: int, key_format: str) -> OpCase:
+    """``T`` queries, rotated and quantised; with the Hadamard matrix for FP4."""
 
-    def make(device: torch.device, seed: int) -> tuple[torch.Tensor, ...]:
+    def make(device: torch.device, seed: int) -> tuple[IndexQueryRows]:
         torch.manual_seed(seed)
         q = torch.randn(T, HEADS * DIM, device=device, dtype=torch.bfloat16)
         positions = torch.randint(4096, (T,), device=device)
-        return q, torch.randn(T, HEADS, device=device), torch.randn(4096, 64, device=device), positions
+        weights, cos_sin = torch.randn(T, HEADS, device=device), torch.randn(4096, 64, device=device)
+        return (IndexQueryRows(q, weights, cos_sin, positions, 0.01, key_format, hadamard=key_format == "fp4"),)
 
-    def ours(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        from deepseek_attn.kernels.indexer.index_query import index_query
-
-        return index_query(*args, 0.01, fmt, fmt == "fp4")
-
-    def plain(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return reference_query.index_query(*args, 0.01, fmt, fmt == "fp4")
-
-    return OpCase("index_query", f"{fmt} T={T}", make, {"triton": ours, "torch": plain}, T * HEADS * (3 * DIM + 8))
+    run = {"triton": index_query, "torch": reference.index_query}
+    return OpCase("index_query", f"{key_format} T={T}", make, run, T * HEADS * (3 * DIM + 8))
 
 
-def _keys_of(record: Record, B: int, entries: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _pool_of(record: Record, B: int, entries: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """A pool of random bytes that are numbers, and a table of its pages in random order."""
     pages = B * entries // PAGE
     pool = torch.randint(0, 0x70, (pages, record.page_bytes(PAGE)), dtype=torch.uint8, device=device)
@@ -65,30 +68,27 @@ def _keys_of(record: Record, B: int, entries: int, device: torch.device) -> tupl
     return pool, torch.randperm(pages, device=device).view(B, -1).int()
 
 
-def _score_inputs(T: int, B: int, entries: int, fmt: str, device: torch.device, seed: int) -> tuple:
+def _score_inputs(
+    T: int, B: int, entries: int, key_format: str, device: torch.device, seed: int
+) -> tuple[IndexQueries, PagedIndexKeys, torch.Tensor]:
     """Arguments of `paged_index_scores`: ``T / B`` queries of each request, which see ``entries`` entries."""
     torch.manual_seed(seed)
-    record = make_index_record(fmt, DIM)
-    pool, table = _keys_of(record, B, entries, device)
+    record = make_index_record(key_format, DIM)
+    pool, table = _pool_of(record, B, entries, device)
     q = torch.randn(T, HEADS, DIM, device=device).to(torch.float8_e4m3fn)
     requests = torch.arange(B, dtype=torch.int32, device=device).repeat_interleave(T // B)
-    visible = torch.full((T,), entries, device=device)
-    return q, torch.randn(T, HEADS, device=device), record, pool, PAGE, table, requests, visible
+    num_visible = torch.full((T,), entries, device=device)
+    queries = IndexQueries(q, torch.randn(T, HEADS, device=device))
+    return queries, PagedIndexKeys(record, pool, PAGE, table, requests), num_visible
 
 
-def _scores(T: int, B: int, entries: int, fmt: str) -> OpCase:
+def _scores(T: int, B: int, entries: int, key_format: str) -> OpCase:
     """Scores of ``T`` queries of ``B`` requests with ``entries`` keys each."""
-
-    def ours(*args) -> torch.Tensor:
-        from deepseek_attn.kernels.indexer.index_scores import paged_index_scores
-
-        return paged_index_scores(*args)
-
-    size = B * entries * make_index_record(fmt, DIM).entry_bytes + 4 * T * entries
+    size = B * entries * make_index_record(key_format, DIM).entry_bytes + 4 * T * entries
     flops = 2 * T * entries * HEADS * DIM
-    label = f"{fmt} {B}x{T // B} queries, {entries} entries"
-    return OpCase("index_scores", label, lambda device, seed: _score_inputs(T, B, entries, fmt, device, seed),
-                  {"triton": ours}, size, flops, "fp8")  # fmt: skip
+    label = f"{key_format} {B}x{T // B} queries, {entries} entries"
+    return OpCase("index_scores", label, lambda device, seed: _score_inputs(T, B, entries, key_format, device, seed),
+                  {"triton": paged_index_scores}, size, flops, "fp8")  # fmt: skip
 
 
 def _topk(T: int, entries: int, k: int) -> OpCase:
@@ -98,28 +98,18 @@ def _topk(T: int, entries: int, k: int) -> OpCase:
         torch.manual_seed(seed)
         return torch.randn(T, entries, device=device), torch.full((T,), entries, device=device)
 
-    def ours(scores: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
-        from deepseek_attn.kernels.indexer.topk import topk_indices
-
-        return topk_indices(scores, lens, k)
-
     run = {
-        "triton": ours,
+        "triton": lambda scores, lens: topk_indices(scores, lens, k),
         "torch.topk": lambda scores, lens: scores.topk(k, dim=1),
-        "torch": lambda scores, lens: reference_topk.topk_indices(scores, lens, k),
+        "torch": lambda scores, lens: reference.topk_indices(scores, lens, k),
     }
     return OpCase("topk", f"{T}x{entries} k={k}", make, run, 4 * T * (entries + k))
 
 
 def _select(T: int, B: int, entries: int) -> OpCase:
     """Scores and their top 512 in bounded memory."""
-
-    def ours(*args) -> torch.Tensor:
-        from deepseek_attn.kernels.indexer.index_select import index_select
-
-        return index_select(*args, 512)
-
     size = B * entries * make_index_record("fp8", DIM).entry_bytes + 4 * T * 512
     label = f"fp8 {B}x{T // B} queries, {entries} entries"
     return OpCase("index_select", label, lambda device, seed: _score_inputs(T, B, entries, "fp8", device, seed),
-                  {"triton": ours}, size, 2 * T * entries * HEADS * DIM, "fp8")  # fmt: skip
+                  {"triton": lambda *args: index_select(*args, 512)}, size, 2 * T * entries * HEADS * DIM,
+                  "fp8")  # fmt: skip

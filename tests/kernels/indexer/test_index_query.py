@@ -1,4 +1,4 @@
-"""Indexer queries: the plain-torch version against its parts, the Triton kernel against that."""
+"""Indexer queries: the torch reference against its parts, the Triton kernel against the reference."""
 
 import os
 
@@ -7,8 +7,7 @@ import torch
 
 from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at
 from deepseek_attn.kernels.common.quant import fake_quant_fp4, fake_quant_fp8, hadamard
-from deepseek_attn.kernels.indexer import reference
-from deepseek_attn.kernels.indexer.reference import index_scores
+from deepseek_attn.kernels.indexer import IndexQueryRows, index_scores, reference
 
 NAN, INF = float("nan"), float("inf")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -23,7 +22,7 @@ def make(T, H, dtype, device="cpu", rope=64):
 
 
 def values(q, factor):
-    """float32 queries times their share of the weight: what the scores see."""
+    """float32 queries times the scale that their weight holds: dequantised."""
     return q.float() * factor[..., None]
 
 
@@ -37,7 +36,7 @@ def in_order(q, fmt):
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_reference_is_rope_hadamard_and_rounding(fmt, rotate, dtype):
     q, weights, cos_sin, positions = make(5, 3, dtype)
-    got, factor = reference.index_query(q, weights, cos_sin, positions, 0.25, fmt, rotate)
+    got, factor = reference.index_query(IndexQueryRows(q, weights, cos_sin, positions, 0.25, fmt, rotate))
     plain = apply_rope(q.view(5, 3, 128), freqs_cis_at(cos_sin, positions))
     plain = hadamard(plain) if rotate else plain
     expected = {"plain": plain, "fp8": fake_quant_fp8(plain, 128), "fp4": fake_quant_fp4(plain)}[fmt]
@@ -47,7 +46,7 @@ def test_reference_is_rope_hadamard_and_rounding(fmt, rotate, dtype):
 
 def test_half_split_pairs_are_of_the_first_channels():
     q, weights, cos_sin, positions = make(4, 2, torch.float32)
-    got, _ = reference.index_query(q, weights, cos_sin, positions, 1.0, "plain", half_split=True)
+    got, _ = reference.index_query(IndexQueryRows(q, weights, cos_sin, positions, 1.0, "plain", half_split=True))
     order = torch.stack([torch.arange(32), torch.arange(32) + 32], 1).flatten()
     shuffled = torch.cat([q.view(4, 2, 128)[..., 64:], q.view(4, 2, 128)[..., order]], -1)
     expected = apply_rope(shuffled, freqs_cis_at(cos_sin, positions))
@@ -58,10 +57,10 @@ def test_half_split_pairs_are_of_the_first_channels():
 def test_scores_of_rounded_queries_need_no_scale_of_theirs():
     q, weights, cos_sin, positions = make(4, 3, torch.bfloat16)
     keys = torch.randn(20, 128)
-    plain, factor = reference.index_query(q, weights, cos_sin, positions, 0.1, "plain")
+    plain, factor = reference.index_query(IndexQueryRows(q, weights, cos_sin, positions, 0.1, "plain"))
     for fmt, rounded in (("fp8", fake_quant_fp8(plain, 128)), ("fp4", fake_quant_fp4(plain))):
-        args = reference.index_query(q, weights, cos_sin, positions, 0.1, fmt)
-        got = index_scores(in_order(args[0], fmt), keys, args[1])
+        quantized = reference.index_query(IndexQueryRows(q, weights, cos_sin, positions, 0.1, fmt))
+        got = index_scores(in_order(quantized.q, fmt), keys, quantized.weights)
         torch.testing.assert_close(got, index_scores(rounded.float(), keys, factor), rtol=1e-5, atol=1e-4)
 
 
@@ -69,7 +68,7 @@ def test_fp4_scales_far_apart_are_exact():
     q, weights, cos_sin, positions = make(1, 1, torch.float32)
     cos_sin[:] = torch.cat([torch.ones(32), torch.zeros(32)])
     q = q * 2.0 ** torch.tensor([0, -12, 1, -3]).repeat_interleave(32)
-    got, factor = reference.index_query(q, weights, cos_sin, positions, 1.0, "fp4")
+    got, factor = reference.index_query(IndexQueryRows(q, weights, cos_sin, positions, 1.0, "fp4"))
     assert torch.equal(values(in_order(got, "fp4"), factor / weights), fake_quant_fp4(q.view(1, 1, 128)))
 
 
@@ -78,9 +77,9 @@ def test_fp4_scales_far_apart_are_exact():
 def test_a_head_with_a_nan_or_an_infinity_does_not_pass_unseen(fmt, bad):
     q, weights, cos_sin, positions = make(3, 2, torch.float32)
     q[1, 5] = bad
-    got, factor = reference.index_query(q, weights, cos_sin, positions, 1.0, fmt)
-    spoilt = (got.float().isnan().any(-1) | factor.isnan()).tolist()
-    assert spoilt == [[False, False], [True, False], [False, False]]
+    got, factor = reference.index_query(IndexQueryRows(q, weights, cos_sin, positions, 1.0, fmt))
+    bad_heads = (got.float().isnan().any(-1) | factor.isnan()).tolist()
+    assert bad_heads == [[False, False], [True, False], [False, False]]
 
 
 # --- the kernel: on a GPU with DEEPSEEK_ATTN_TEST_DEVICE=cuda, in float32 also by TRITON_INTERPRET=1 ---
@@ -91,7 +90,7 @@ def kernel(device):
     pytest.importorskip("triton", reason="the package triton is not installed")
     if device.type != "cuda" and not INTERPRETED:
         pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
-    from deepseek_attn.kernels.indexer.index_query import index_query
+    from deepseek_attn.kernels.indexer.query import index_query
 
     return index_query
 
@@ -104,8 +103,8 @@ def test_kernel(kernel, device, fmt, rotate, half_split, dtype):
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("the interpreter rounds to bfloat16 towards zero")
     for T, H in ((1, 64), (9, 20), (70, 64)) if device.type == "cuda" else ((3, 5),):
-        args = *make(T, H, dtype, device), 0.125, fmt, rotate, half_split
-        (q, weights), (expected, expected_weights) = kernel(*args), reference.index_query(*args)
+        rows = IndexQueryRows(*make(T, H, dtype, device), 0.125, fmt, rotate, half_split)
+        (q, weights), (expected, expected_weights) = kernel(rows), reference.index_query(rows)
         assert q.dtype == expected.dtype
         # torch may round the products of a rotation once more: then a few values lie on the other side of a bound
         if INTERPRETED or fmt != "plain" or dtype != torch.float32:
@@ -123,43 +122,43 @@ def test_kernel(kernel, device, fmt, rotate, half_split, dtype):
 def test_kernel_shows_a_nan_and_an_infinity(kernel, device, fmt, bad):
     q, weights, cos_sin, positions = make(3, 2, torch.float32, device)
     q[1, 5] = bad
-    _, factor = kernel(q, weights, cos_sin, positions, 1.0, fmt)
+    _, factor = kernel(IndexQueryRows(q, weights, cos_sin, positions, 1.0, fmt))
     assert factor.isnan().tolist() == [[False, False], [True, False], [False, False]]
 
 
 def test_kernel_takes_strided_rows_and_padding_past_the_table(kernel, device):
     q, weights, cos_sin, positions = make(4, 2, torch.float32, device)
-    expected = kernel(q, weights, cos_sin, positions, 1.0, "fp8")
+    expected = kernel(IndexQueryRows(q, weights, cos_sin, positions, 1.0, "fp8"))
     whole, wide = torch.full((4, 300), NAN, device=device), torch.full((4, 9), NAN, device=device)
     whole[:, 3:259], wide[:, 1:3] = q, weights
     positions[3] = 10**6
-    got = kernel(whole[:, 3:259], wide[:, 1:3], cos_sin, positions, 1.0, "fp8")
-    assert torch.equal(got[0].view(torch.uint8)[:3], expected[0].view(torch.uint8)[:3])
-    assert torch.equal(got[1][:3], expected[1][:3])
+    got = kernel(IndexQueryRows(whole[:, 3:259], wide[:, 1:3], cos_sin, positions, 1.0, "fp8"))
+    assert torch.equal(got.q.view(torch.uint8)[:3], expected.q.view(torch.uint8)[:3])
+    assert torch.equal(got.weights[:3], expected.weights[:3])
 
 
 def test_kernel_takes_no_rows(kernel, device):
-    q, weights = kernel(*make(0, 2, torch.float32, device), 1.0, "fp4")
+    q, weights = kernel(IndexQueryRows(*make(0, 2, torch.float32, device), 1.0, "fp4"))
     assert (q.shape, weights.shape) == ((0, 2, 128), (0, 2))
 
 
 def test_kernel_refuses_what_it_cannot_take(kernel, device):
-    q, weights, cos_sin, positions = make(3, 2, torch.float32, device)
-    for words, args in {
-        "need q": (q[:, :200], weights, cos_sin, positions, 1.0, "fp8"),
-        "index keys are": (q, weights, cos_sin, positions, 1.0, "fp6"),
-        "need positions": (q, weights, cos_sin, positions[:2], 1.0, "fp8"),
-        "must be floats": (q.int(), weights, cos_sin, positions, 1.0, "fp8"),
+    rows = IndexQueryRows(*make(3, 2, torch.float32, device), 1.0, "fp8")
+    for words, change in {
+        "need q": {"q": rows.q[:, :200]},
+        "index keys are": {"key_format": "fp6"},
+        "need positions": {"positions": rows.positions[:2]},
+        "must be floats": {"q": rows.q.int()},
     }.items():
         with pytest.raises(ValueError, match=words):
-            kernel(*args)
+            kernel(rows._replace(**change))
 
 
 @pytest.mark.parametrize("T", [1, 5, 70])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_with_the_heads_of_the_layer_in_one_launch(kernel, device, fmt, T):
-    """Bit for bit what either op makes alone; padding heads are zero."""
-    from deepseek_attn.kernels.indexer.queries import queries
+    """Equal to the bit to what either op returns alone; padding heads are zero."""
+    from deepseek_attn.kernels.indexer.query import queries
     from deepseek_attn.kernels.insert.query_norm_rope import query_norm_rope
 
     if INTERPRETED and T > 5:
@@ -167,12 +166,12 @@ def test_with_the_heads_of_the_layer_in_one_launch(kernel, device, fmt, T):
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     q, weights, cos_sin, positions = make(T, 20, dtype, device)
     heads = torch.randn(T, 7 * 512, device=device).to(dtype), 7, 1e-6, cos_sin, positions, 9
-    index = q, weights, cos_sin, positions, 0.25, fmt
-    got, (index_q, index_weights) = queries(heads, index)
+    index = IndexQueryRows(q, weights, cos_sin, positions, 0.25, fmt)
+    got, index_queries = queries(heads, index)
     assert torch.equal(got, query_norm_rope(*heads))
     assert got[:, 7:].eq(0).all()
-    expected = kernel(*index)
-    assert torch.equal(index_q.view(torch.uint8), expected[0].view(torch.uint8))
-    assert torch.equal(index_weights, expected[1])
+    expected = kernel(index)
+    assert torch.equal(index_queries.q.view(torch.uint8), expected.q.view(torch.uint8))
+    assert torch.equal(index_queries.weights, expected.weights)
     with pytest.raises(ValueError, match=f"queries of {T} tokens, and of 0 for the indexer"):
-        queries(heads, (q[:0], weights[:0], cos_sin, positions[:0], 0.25, fmt))
+        queries(heads, index._replace(q=q[:0], weights=weights[:0], positions=positions[:0]))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import deepseek_attn.kernels.indexer.reference as module
-from deepseek_attn.kernels.indexer.reference import index_scores
+from deepseek_attn.kernels.indexer import index_scores
 
 
 def make(T, heads, dim, N, dtype=torch.float32):

@@ -12,9 +12,9 @@ import triton.language as tl
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from deepseek_attn.kernels.indexer.index_scores import choose_tiles, fits_hopper, hopper_parts
-from deepseek_attn.kernels.indexer.index_scores_hopper import index_scores_hopper_kernel
-from deepseek_attn.kernels.indexer.index_scores_triton import index_scores_kernel
+from deepseek_attn.kernels.indexer.scores import choose_config, fits_hopper, hopper_splits
+from deepseek_attn.kernels.indexer.scores_hopper import index_scores_hopper_kernel
+from deepseek_attn.kernels.indexer.scores_triton import index_scores_kernel
 from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus, only_first, target_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
@@ -26,18 +26,18 @@ SCORES = [(T, fmt) for T in (4096, 1) for fmt in FORMATS]
 def test_compiles(arch, scores):
     kernel = index_scores_kernel
     (T, fmt), native, names = scores, arch != "sm80", kernel.arg_names
-    tiles = choose_tiles(T, 1, 32768, False, CAPABILITIES[arch], 132)
-    constants = {"H": 64, "DIM": 128, "PAGE": 64, "RECORD": fmt, "NATIVE_FP8": native, "PRECISION": None}
+    config = choose_config(T, 1, 32768, False, CAPABILITIES[arch], 132)
+    constants = {"H": 64, "DIM": 128, "PAGE": 64, "KEY_FORMAT": fmt, "NATIVE_FP8": native, "PRECISION": None}
     constants["DTYPE"] = tl.bfloat16 if fmt == "plain" else tl.float8e4nv if native else tl.float16
-    constants |= {"TOKENS": tiles.tokens, "BLOCK_T": tiles.tokens, "BLOCK_H": 64, "BLOCK_D": 128}
-    constants |= {"BLOCK_N": tiles.keys, "STAGES": tiles.stages, "PDL": CAPABILITIES[arch] >= (9, 0)}
+    constants |= {"TOKENS": config.tokens, "BLOCK_T": config.tokens, "BLOCK_H": 64, "BLOCK_D": 128}
+    constants |= {"BLOCK_N": config.keys, "STAGES": config.num_stages, "PDL": CAPABILITIES[arch] >= (9, 0)}
     q = "*bf16" if fmt == "plain" else "*fp8e4nv" if native else "*u8"
     kinds = {"q_ptr": q, "pool_ptr": "*u8" if fmt == "fp4" else q, "weights_ptr": "*fp32", "out_ptr": "*fp32"}
-    kinds |= {"table_ptr": "*i32", "request_ptr": "*i32", "visible_ptr": "*i64"}
+    kinds |= {"block_table_ptr": "*i32", "token_to_req_ptr": "*i32", "num_visible_ptr": "*i64"}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "ptr" in name or "stride" in name}
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     compiled = triton.compile(source, target=target_of(arch), options=options)
     assert compiled.asm["cubin"]
     assert compiled.metadata.shared <= SHARED[arch] * 1024
@@ -49,7 +49,7 @@ def test_the_hopper_kernel_compiles(page):
     kernel = index_scores_hopper_kernel
     names, fp8 = kernel.arg_names, "*fp8e4nv"
     kinds = {"q_ptr": fp8, "pool_ptr": fp8, "weights_ptr": "*fp32", "out_ptr": "*fp32"}
-    kinds |= {"table_ptr": "*i32", "request_ptr": "*i32", "visible_ptr": "*i64", "PAGE": "constexpr"}
+    kinds |= {"block_table_ptr": "*i32", "token_to_req_ptr": "*i32", "num_visible_ptr": "*i64", "PAGE": "constexpr"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "ptr" in name or "stride" in name}
     signature = {name: kinds.get(name, "i32") for name in names}
     source = GluonASTSource(kernel, signature, {(names.index("PAGE"),): page}, aligned)
@@ -60,16 +60,23 @@ def test_the_hopper_kernel_compiles(page):
 
 
 def test_what_the_hopper_kernel_takes():
-    def fits(kind="fp8", T=4096, H=64, dim=128, B=1, width=2048, capability=(9, 0), page=8448):
+    def fits(key_format="fp8", T=4096, H=64, dim=128, B=1, width=2048, capability=(9, 0), page=8448):
         q = torch.empty(T, H, dim, dtype=torch.float8_e4m3fn)
-        return fits_hopper(kind, q, torch.empty(3, page, dtype=torch.uint8), B, width, capability, 132)
+        return fits_hopper(key_format, q, torch.empty(3, page, dtype=torch.uint8), B, width, capability, 132)
 
     assert fits()
     assert fits(T=64, width=262144, B=8)
-    others = [{"kind": "fp4"}, {"H": 32}, {"dim": 64}, {"B": 513}, {"capability": (10, 0)}, {"capability": (8, 9)}]
+    others = [
+        {"key_format": "fp4"},
+        {"H": 32},
+        {"dim": 64},
+        {"B": 513},
+        {"capability": (10, 0)},
+        {"capability": (8, 9)},
+    ]
     others += [{"T": 64}, {"page": 8452}]
     assert not any(fits(**other) for other in others)
-    assert [hopper_parts(T, W, 132) for T, W in ((4096, 32768), (512, 32768), (64, 262144), (4096, 2048))] == [
+    assert [hopper_splits(T, W, 132) for T, W in ((4096, 32768), (512, 32768), (64, 262144), (4096, 2048))] == [
         1,
         2,
         16,

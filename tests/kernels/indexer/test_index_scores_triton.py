@@ -1,12 +1,14 @@
-"""Indexer scores and selection over pages: plain torch against the formula, Triton against plain torch."""
+"""Indexer scores and selection over pages: the reference against the formula, Triton against the reference."""
 
 import os
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 
 from deepseek_attn.cache.records import make_index_record
+from deepseek_attn.kernels.indexer import IndexQueries, IndexQueryRows, PagedIndexKeys
 from deepseek_attn.kernels.indexer.reference import index_query
 from deepseek_attn.kernels.indexer.reference import index_select as reference_select
 from deepseek_attn.kernels.indexer.reference import paged_index_scores as reference_scores
@@ -53,11 +55,14 @@ class Batch:
         angles = torch.rand(50, min(32, dim // 4), device=device) * 6
         q, weights = torch.randn(T, H * dim, device=device).to(dtype), torch.randn(T, H, device=device)
         at = torch.randint(50, (T,), device=device)
-        self.q, self.weights = index_query(q, weights, torch.cat([angles.cos(), angles.sin()], 1), at, 0.1, fmt)
+        cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
+        self.q, self.weights = index_query(IndexQueryRows(q, weights, cos_sin, at, 0.1, fmt))
 
-    def args(self, rows=slice(None)):
-        q, weights = self.q[rows], self.weights[rows]
-        return q, weights, self.record, self.pool, self.n, self.table, self.requests[rows], self.visible[rows]
+    def args(self, tokens=slice(None)):
+        """Queries, keys and visible entries of these tokens: the first arguments of the ops."""
+        queries = IndexQueries(self.q[tokens], self.weights[tokens])
+        keys = PagedIndexKeys(self.record, self.pool, self.n, self.table, self.requests[tokens])
+        return queries, keys, self.visible[tokens]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -84,9 +89,9 @@ def ops(device):
     pytest.importorskip("triton", reason="the package triton is not installed")
     if device.type != "cuda" and not INTERPRETED:
         pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
-    from deepseek_attn.kernels.indexer import index_scores, index_select
+    from deepseek_attn.kernels.indexer import scores, select
 
-    return index_scores, index_select
+    return SimpleNamespace(scores=scores, select=select)
 
 
 @pytest.fixture
@@ -114,8 +119,8 @@ def test_small(ops, device, fmt):
         pytest.skip("Triton 3.6's interpreter cannot read the bounds of a loop with NumPy 2.4 or later")
     for tokens, keys in ((1, 16), (2, 32), (4, 16)):
         batch = Batch(fmt, [90, 0, 71], [1, 2, 4], 5, 32, device, stride=2, dtype=torch.float32)
-        tiles = ops[0].Tiles(tokens, keys, 1, 2)
-        got = ops[0].paged_index_scores(*batch.args(), skip=50, out=poisoned(batch), tiles=tiles)
+        config = ops.scores.ScoresLaunchConfig(tokens, keys, 1, 2)
+        got = ops.scores.paged_index_scores(*batch.args(), skip=50, out=poisoned(batch), config=config)
         check(got, reference_scores(*batch.args(), skip=50), 1e-5 if INTERPRETED else LIMIT)
 
 
@@ -127,7 +132,7 @@ def test_batches(ops, real_gpu, shape, n, H, fmt):
     lens, new = BATCHES[shape]
     batch = Batch(fmt, lens, new, H, n, real_gpu, 2200, stride=3)
     for skip in (0, 64):
-        got = ops[0].paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch))
+        got = ops.scores.paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch))
         check(got, reference_scores(*batch.args(), skip=skip))
 
 
@@ -135,7 +140,7 @@ def test_batches(ops, real_gpu, shape, n, H, fmt):
 @pytest.mark.parametrize("dim", [128, 48, 32])
 def test_plain_dtypes_and_dims(ops, real_gpu, dim, dtype):
     batch = Batch("plain", [50, 301], [1, 60], 10, 32, real_gpu, dtype=dtype, dim=dim)
-    got = ops[0].paged_index_scores(*batch.args(), out=poisoned(batch))
+    got = ops.scores.paged_index_scores(*batch.args(), out=poisoned(batch))
     check(got, reference_scores(*batch.args()), 1e-5 if dtype == torch.float32 else 1e-3)
 
 
@@ -146,19 +151,19 @@ def test_a_nan_key_has_no_number_for_a_score(ops, real_gpu):
         batch.record.insert(
             batch.pool, 64, torch.tensor([slot], device=real_gpu), torch.full((1, 128), NAN, device=real_gpu)
         )
-        got = ops[0].paged_index_scores(*batch.args(), out=poisoned(batch))[0, :198]
+        got = ops.scores.paged_index_scores(*batch.args(), out=poisoned(batch))[0, :198]
         assert got.isnan().nonzero().flatten().tolist() == [69]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_score_does_not_depend_on_the_batch(ops, real_gpu, fmt):
     batch = Batch(fmt, [2000, 1990], [40, 40], device=real_gpu)
-    whole = ops[0].paged_index_scores(*batch.args(), out=poisoned(batch))
+    whole = ops.scores.paged_index_scores(*batch.args(), out=poisoned(batch))
     for t in range(80):
-        alone = ops[0].paged_index_scores(*batch.args(slice(t, t + 1)), out=poisoned(batch)[:1])
+        alone = ops.scores.paged_index_scores(*batch.args(slice(t, t + 1)), out=poisoned(batch)[:1])
         assert torch.equal(whole[t].nan_to_num(), alone[0].nan_to_num())
     for _ in range(50):
-        again = ops[0].paged_index_scores(*batch.args(), out=poisoned(batch))
+        again = ops.scores.paged_index_scores(*batch.args(), out=poisoned(batch))
         assert torch.equal(whole.nan_to_num(), again.nan_to_num())
 
 
@@ -167,7 +172,7 @@ def test_pool_over_two_gib(ops, real_gpu, fmt):
     batch = Batch(fmt, [3000, 900], [1, 70], device=real_gpu, pages=58_000, stride=5 if fmt == "fp8" else 9)
     assert int(batch.table[:, :14].max()) > 57_000
     assert batch.pool.stride(0) * 57_000 > 2**31
-    got = ops[0].paged_index_scores(*batch.args(), out=poisoned(batch))
+    got = ops.scores.paged_index_scores(*batch.args(), out=poisoned(batch))
     check(got, reference_scores(*batch.args()))
 
 
@@ -179,22 +184,22 @@ def test_hopper_and_plain_kernels_give_the_same_bits(ops, real_gpu, shape, n, mo
     lens, new = BATCHES[shape]
     batch = Batch("fp8", lens, new, 64, n, real_gpu, 2200, stride=3)
     for skip in (0, 64):
-        plain = ops[0].paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch))
+        plain = ops.scores.paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch))
         with monkeypatch.context() as patch:
-            patch.setattr(ops[0], "fits_hopper", lambda *_: True)
-            for parts in (1, 3):
-                patch.setattr(ops[0], "hopper_parts", lambda *_, parts=parts: parts)
-                got = ops[0].paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch))
+            patch.setattr(ops.scores, "fits_hopper", lambda *_: True)
+            for splits in (1, 3):
+                patch.setattr(ops.scores, "hopper_splits", lambda *_, splits=splits: splits)
+                got = ops.scores.paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch))
                 check(got, reference_scores(*batch.args(), skip=skip))
                 assert torch.equal(got.nan_to_num(), plain.nan_to_num())
 
 
 def test_a_long_prompt(ops, real_gpu):
     batch = Batch("fp8", [7000], [1000], device=real_gpu)
-    got = ops[0].paged_index_scores(*batch.args(), out=poisoned(batch))
+    got = ops.scores.paged_index_scores(*batch.args(), out=poisoned(batch))
     check(got, reference_scores(*batch.args()))
     for t in (0, 501, 999):
-        alone = ops[0].paged_index_scores(*batch.args(slice(t, t + 1)), out=poisoned(batch)[:1])
+        alone = ops.scores.paged_index_scores(*batch.args(slice(t, t + 1)), out=poisoned(batch)[:1])
         assert torch.equal(got[t].nan_to_num(), alone[0].nan_to_num())
 
 
@@ -212,13 +217,13 @@ def agree(got, expected, scores, limit):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("shape", BATCHES)
 def test_selection(ops, real_gpu, shape, fmt, monkeypatch):
-    monkeypatch.setattr(ops[1], "SCORE_BYTES", 1 << 18)
+    monkeypatch.setattr(ops.select, "SCORE_BYTES", 1 << 18)
     lens, new = BATCHES[shape]
     batch = Batch(fmt, lens, new, device=real_gpu, pages=2200)
     for k in (7, 64, 512):
         out = torch.full((len(batch.q), k), HUGE, dtype=torch.int32, device=real_gpu)
         slots = torch.full_like(out, HUGE)
-        got = ops[1].index_select(*batch.args(), k, out=out, out_slots=slots)
+        got = ops.select.index_select(*batch.args(), k, out=out, out_slots=slots)
         agree(got, reference_select(*batch.args(), k), reference_scores(*batch.args()).cpu(), 1e-3)
         pages = batch.table[batch.requests.long()].gather(1, got.clamp(min=0).long() // 64)
         assert torch.equal(slots, torch.where(got >= 0, pages * 64 + got % 64, -1).int())
@@ -226,11 +231,11 @@ def test_selection(ops, real_gpu, shape, fmt, monkeypatch):
 
 def test_selection_in_a_graph(ops, real_gpu):
     batch = Batch("fp8", [3000, 40, 900], [2, 2, 2], device=real_gpu)
-    ops[1].index_select(*batch.args(), 64)
+    ops.select.index_select(*batch.args(), 64)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = ops[1].index_select(*batch.args(), 64)
+        got = ops.select.index_select(*batch.args(), 64)
     for shift in (0, 1000, 5000):
         batch.visible.sub_(shift).clamp_(min=0)
         batch.weights.neg_()
@@ -240,36 +245,24 @@ def test_selection_in_a_graph(ops, real_gpu):
 
 def test_nothing_to_score(ops, device):
     batch = Batch("fp8", [90, 7], [1, 2], 5, 32, device)
-    assert ops[0].paged_index_scores(*batch.args(slice(0, 0))).shape == (0, 128)
-    assert ops[0].paged_index_scores(*batch.args(), width=0).shape == (3, 0)
-    assert ops[1].index_select(*batch.args(slice(0, 0)), 4).shape == (0, 4)
+    assert ops.scores.paged_index_scores(*batch.args(slice(0, 0))).shape == (0, 128)
+    assert ops.scores.paged_index_scores(*batch.args(), width=0).shape == (3, 0)
+    assert ops.select.index_select(*batch.args(slice(0, 0)), 4).shape == (0, 4)
 
 
 def test_refuses_what_it_cannot_take(ops, device):
     batch = Batch("fp8", [90], [2], 5, 32, device)
-    q, weights, record, pool, n, table, requests, visible = batch.args()
+    queries, keys, visible = batch.args()
     other = make_index_record("fp8", 64)
     for words, args in {
-        "keys need contiguous q": (q.float(), weights, record, pool, n, table, requests, visible),
-        "need contiguous q": (q, weights, other, pool, n, table, requests, visible),
-        "weights must be": (q, weights.double(), record, pool, n, table, requests, visible),
-        "entries per page take": (q, weights, record, pool, 99, table, requests, visible),
-        "multiples of 4 bytes": (q, weights, record, pool[:, 1:], n, table, requests, visible),
-        "and width in": (q, weights, record, pool, n, table, requests, visible, 10_000),
-        "token_to_req and visible": (q, weights, record, pool, n, table, requests[:1], visible),
-        "out must be": (
-            q,
-            weights,
-            record,
-            pool,
-            n,
-            table,
-            requests,
-            visible,
-            64,
-            0,
-            torch.zeros(2, 63, device=device),
-        ),
+        "keys need contiguous q": (queries._replace(q=queries.q.float()), keys, visible),
+        "need contiguous q": (queries, keys._replace(record=other), visible),
+        "weights must be": (queries._replace(weights=queries.weights.double()), keys, visible),
+        "entries per page take": (queries, keys._replace(entries=99), visible),
+        "multiples of 4 bytes": (queries, keys._replace(pool=keys.pool[:, 1:]), visible),
+        "and width in": (queries, keys, visible, 10_000),
+        "token_to_req and num_visible": (queries, keys._replace(token_to_req=keys.token_to_req[:1]), visible),
+        "out must be": (queries, keys, visible, 64, 0, torch.zeros(2, 63, device=device)),
     }.items():
         with pytest.raises(ValueError, match=words):
-            ops[0].paged_index_scores(*args)
+            ops.scores.paged_index_scores(*args)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import deepseek_attn.kernels.indexer.reference as module
-from deepseek_attn.kernels.indexer.reference import topk_indices
+from deepseek_attn.kernels.indexer import topk_indices
 
 NAN, INF = float("nan"), float("inf")
 

@@ -5,15 +5,16 @@ import os
 import pytest
 import torch
 
-from deepseek_attn.kernels.indexer import reference
+from deepseek_attn.cache.records import make_index_record
+from deepseek_attn.kernels.indexer import PagedIndexKeys, reference
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 import triton
 from triton.compiler import ASTSource
 
-from deepseek_attn.kernels.indexer.topk import Cut, choose_cut, topk_indices
-from deepseek_attn.kernels.indexer.topk_triton import select_kernel
+from deepseek_attn.kernels.indexer.topk import TopkLaunchConfig, choose_config, topk_indices
+from deepseek_attn.kernels.indexer.topk_triton import topk_kernel
 from tests.kernels.compiled_launches import CAPABILITIES, on_gpus, target_of
 
 NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
@@ -32,7 +33,7 @@ KINDS = [
     "minus inf",
 ]
 KINDS += ["high sample", "low sample"]
-SMALL = [Cut(1, 256, 256, 256, 1), Cut(1, 128, 512, 256, 1), Cut(4, 128, 256, 256, 1)]
+SMALL = [TopkLaunchConfig(*tiling) for tiling in ((1, 256, 256, 256, 1), (1, 128, 512, 256, 1), (4, 128, 256, 256, 1))]
 
 
 # --- every kernel compiles for every generation, on any machine ---
@@ -45,33 +46,44 @@ SHAPES = [(4096, 2048, 512), (1, 262144, 512), (128, 32768, 512), (4096, 32768, 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
 def test_compiles(arch, shape):
     T, W, k = shape
-    cut = choose_cut(T, W, k, 132)
-    constants = {"K": k, "PARTS": cut.parts, "TILE": cut.tile, "BLOCK": cut.room // 2, "SAMPLE": cut.sample}
-    constants |= {"TARGET": cut.room // 2, "ROOM": cut.room, "R": 32 * cut.warps, "ALIGNED": True}
+    config = choose_config(T, W, k, 132)
+    constants = {
+        "K": k,
+        "SPLITS": config.splits,
+        "TILE": config.tile,
+        "BLOCK": config.capacity // 2,
+        "SAMPLE": config.sample,
+    }
+    constants |= {
+        "TARGET": config.capacity // 2,
+        "CAPACITY": config.capacity,
+        "R": 32 * config.num_warps,
+        "ALIGNED": True,
+    }
     constants |= {"PAGE": 64, "PDL": CAPABILITIES[arch] >= (9, 0)}
-    names = select_kernel.arg_names
+    names = topk_kernel.arg_names
     kinds = {name: "*i32" for name in names if name.endswith("_ptr")} | {"scores_ptr": "*fp32"}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-    source = ASTSource(select_kernel, signature, {(names.index(name),): value for name, value in constants.items()})
-    options = {"num_warps": cut.warps, "maxnreg": cut.registers}
+    source = ASTSource(topk_kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    options = {"num_warps": config.num_warps, "maxnreg": config.max_registers}
     kernel = triton.compile(source, target=target_of(arch), options=options)
     assert kernel.asm["cubin"]
     assert kernel.metadata.shared <= 99 * 1024
 
 
 @pytest.mark.parametrize("k", [1, 7, 64, 100, 192, 512, 513, 1024, 2048, 4096])
-def test_a_cut_has_room(k):
+def test_a_config_has_capacity(k):
     for T in (1, 2, 7, 32, 128, 512, 4096):
         for W in (1, 100, 1024, 2048, 4096, 32768, 300_000, 8_000_000):
-            cut = choose_cut(T, W, k, 132)
-            threads = 32 * cut.warps
-            assert cut.room - cut.room // 2 >= k  # a block of columns fits beside the best
-            assert 4 * threads <= cut.room // 2
+            config = choose_config(T, W, k, 132)
+            threads = 32 * config.num_warps
+            assert config.capacity - config.capacity // 2 >= k  # a block of columns fits beside the best k
+            assert 4 * threads <= config.capacity // 2
             # counts of a thread's columns are 16 bits of one number
-            assert max(cut.room, cut.tile) <= 16 * threads
-            assert cut.sample >= 4 * threads
-            assert cut.warps <= 32
-            assert cut.parts == 1 or (cut.parts * cut.tile <= W and T * cut.parts <= 264)
+            assert max(config.capacity, config.tile) <= 16 * threads
+            assert config.sample >= 4 * threads
+            assert config.num_warps <= 32
+            assert config.splits == 1 or (config.splits * config.tile <= W and T * config.splits <= 264)
 
 
 # --- the kernels: on a GPU with DEEPSEEK_ATTN_TEST_DEVICE=cuda, some by TRITON_INTERPRET=1 ---
@@ -131,12 +143,12 @@ def make(kind, T, W, k, device):
 
 
 @pytest.mark.parametrize("kind", ["nan", "constant", "high sample", "low sample"] if INTERPRETED else KINDS)
-@pytest.mark.parametrize("cut", SMALL, ids=str)
-def test_small_cuts(gpu, cut, kind):
+@pytest.mark.parametrize("config", SMALL, ids=str)
+def test_small_configs(gpu, config, kind):
     for W, k in ((65, 1), (64, 7), (300, 30), (577, 16)):
         scores, lens = make(kind, 10, W, k, gpu)
         out = torch.full((10, k), HUGE, dtype=torch.int32, device=gpu)
-        got = topk_indices(scores, lens, k, out=out, cut=cut)
+        got = topk_indices(scores, lens, k, out=out, config=config)
         assert torch.equal(got, reference.topk_indices(scores, lens, k))
         assert got.data_ptr() == out.data_ptr()
 
@@ -157,12 +169,13 @@ def test_slots(gpu):
     )
     table = torch.randint(60_000, (4, 2 * pages), dtype=torch.int32, device=gpu)[:, :pages]
     requests = torch.tensor([3, 0, 0, 2, 1, 3], device=gpu)
-    for cut in SMALL:
+    # the record and the pool are not read
+    keys = PagedIndexKeys(make_index_record("fp8", 128), torch.empty(0, 0, device=gpu), n, table, requests)
+    for config in SMALL:
         results = []
-        for op, options in ((topk_indices, {"cut": cut}), (reference.topk_indices, {})):
+        for op, options in ((topk_indices, {"config": config}), (reference.topk_indices, {})):
             slots = torch.full((T, k), HUGE, dtype=torch.int32, device=gpu)
-            paged = {"block_table": table, "token_to_req": requests, "page_entries": n, "out_slots": slots}
-            results.append((op(scores, lens.to(gpu), k, **paged, **options), slots))
+            results.append((op(scores, lens.to(gpu), k, keys=keys, out_slots=slots, **options), slots))
         assert torch.equal(results[0][0], results[1][0])
         assert torch.equal(results[0][1], results[1][1])
         assert int(results[0][1].max()) > n * pages
@@ -173,7 +186,7 @@ def test_strided_rows(gpu):
     whole[:, 7:77] = torch.randn(8, 70, device=gpu)
     lens = torch.full((8,), 70, device=gpu)
     out = torch.full((8, 12), HUGE, dtype=torch.int32, device=gpu)
-    topk_indices(whole[:, 7:77], lens, 9, out=out[:, 2:11], cut=SMALL[0])
+    topk_indices(whole[:, 7:77], lens, 9, out=out[:, 2:11], config=SMALL[0])
     assert torch.equal(out[:, 2:11], reference.topk_indices(whole[:, 7:77], lens, 9))
     assert out[:, [0, 1, 11]].eq(HUGE).all()
 
@@ -183,7 +196,7 @@ def test_nothing_to_select(gpu):
     assert topk_indices(torch.empty(0, 50, device=gpu), none, 7).shape == (0, 7)
     lens = torch.tensor([5, 5], device=gpu)
     assert topk_indices(torch.zeros(2, 5, device=gpu), lens, 0).shape == (2, 0)
-    assert topk_indices(torch.empty(2, 0, device=gpu), lens, 3, cut=SMALL[0]).eq(-1).all()
+    assert topk_indices(torch.empty(2, 0, device=gpu), lens, 3, config=SMALL[0]).eq(-1).all()
 
 
 def test_a_row_does_not_depend_on_the_batch(real_gpu):
@@ -240,5 +253,6 @@ def test_refuses_what_it_cannot_take(gpu):
     with pytest.raises(ValueError, match="out_slots need"):
         topk_indices(scores, lens, 4, out_slots=slots)
     table = torch.zeros(1, 1, dtype=torch.int32, device=gpu)
+    keys = PagedIndexKeys(make_index_record("fp8", 128), slots, 32, table, lens)
     with pytest.raises(ValueError, match="block_table must be"):
-        topk_indices(scores, lens, 4, None, table, lens, 32, slots)
+        topk_indices(scores, lens, 4, None, keys, slots)

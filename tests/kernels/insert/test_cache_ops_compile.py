@@ -11,7 +11,12 @@ import triton.language as tl
 from triton.compiler import ASTSource
 
 from deepseek_attn.kernels.attention import gather
-from deepseek_attn.kernels.indexer import index_query, queries
+from deepseek_attn.kernels.indexer.query_triton import (
+    IndexQueryArgs,
+    IndexQueryShape,
+    index_query_kernel,
+    queries_kernel,
+)
 from deepseek_attn.kernels.indices import step_indices_triton as step_indices_kernels
 from deepseek_attn.kernels.insert import compress, insert_tokens, norm_rope_insert, query_norm_rope
 from tests.kernels.compiled_launches import CAPABILITIES, on_gpus, target_of
@@ -46,13 +51,13 @@ HEADS = ("*bf16", "*fp32", "*i64", "*bf16", "fp32") + 6 * ("i32",)
 HEAD_SHAPE = (512, 64, 512, 4, tl.bfloat16)
 
 
-def index_rows(fmt, native):
+def index_args(fmt, native):
     out = "*bf16" if fmt == "plain" else "*fp8e4nv" if native else "*u8"
-    return ("*bf16", "*fp32", "*fp32", "*i64", out, "*fp32", "fp32", "i32", "i32", "i32")
+    return IndexQueryArgs("*bf16", "*fp32", "*fp32", "*i64", out, "*fp32", "fp32", "i32", "i32", "i32")
 
 
 def index_shape(fmt, native):
-    return 64, 128, 64, False, fmt == "fp4", 7, fmt, native, 16
+    return IndexQueryShape(64, 128, 64, False, fmt == "fp4", 7, fmt, native, 16)
 
 
 def row_shape(record):
@@ -120,7 +125,7 @@ def test_query_norm_rope(arch):
 def test_index_query(arch, fmt):
     native = arch != "sm80"
     constants = {"SHAPE": index_shape(fmt, native), "PDL": CAPABILITIES[arch] >= (9, 0)}
-    asm = compiled(index_query._index_query_kernel, {"rows": index_rows(fmt, native)}, constants, arch)
+    asm = compiled(index_query_kernel, {"args": index_args(fmt, native)}, constants, arch)
     assert asm["cubin"]
     assert ("e4m3x2" in asm["ptx"]) == (native and fmt != "plain")
 
@@ -129,8 +134,8 @@ def test_index_query(arch, fmt):
 def test_queries(arch):
     native = arch != "sm80"
     constants = {"SHAPE": HEAD_SHAPE, "INDEX_SHAPE": index_shape("fp8", native), "PDL": CAPABILITIES[arch] >= (9, 0)}
-    kinds = {"rows": HEADS, "index_rows": index_rows("fp8", native)}
-    assert compiled(queries._queries_kernel, kinds, constants, arch)["cubin"]
+    kinds = {"args": HEADS, "index_args": index_args("fp8", native)}
+    assert compiled(queries_kernel, kinds, constants, arch)["cubin"]
 
 
 @pytest.mark.parametrize(("arch", "layer"), on_gpus(COMPRESSED, ["C128A"]))

@@ -1,6 +1,6 @@
 """Triton device code of `paged_index_scores`.
 
-A program scores a share of a request's keys for a few tokens: a tile of keys is fetched once and multiplied with the
+A program scores one split of a request's keys for a few tokens: a tile of keys is loaded once and multiplied with the
 heads of each token in turn. Keys are the rows of a product and heads its columns, so that the sum over heads stays
 within a quarter of a warp.
 """
@@ -87,9 +87,9 @@ def _e2m1_to_fp16(value, shift):
 
 
 @triton.jit
-def _operand(value, AS_IT_IS: tl.constexpr, DTYPE: tl.constexpr):
-    """What tensor cores take: values, or e4m3 bytes where the GPU has no FP8, as ``DTYPE``."""
-    if AS_IT_IS:
+def _operand(value, IS_NUMBER: tl.constexpr, DTYPE: tl.constexpr):
+    """An operand of a product as ``DTYPE``, from numbers or, where the GPU has no FP8, from e4m3 bytes."""
+    if IS_NUMBER:
         return value.to(DTYPE)
     else:
         return decode_e4m3(value, False, DTYPE)
@@ -105,9 +105,9 @@ def index_scores_kernel(
     q_ptr,
     weights_ptr,
     pool_ptr,
-    table_ptr,
-    request_ptr,
-    visible_ptr,
+    block_table_ptr,
+    token_to_req_ptr,
+    num_visible_ptr,
     out_ptr,
     T,
     width,
@@ -118,7 +118,7 @@ def index_scores_kernel(
     H: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    RECORD: tl.constexpr,
+    KEY_FORMAT: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -132,14 +132,14 @@ def index_scores_kernel(
 ):
     begin(PDL)
     first_token = tl.program_id(0).to(tl.int64) * TOKENS
-    part = tl.program_id(1)
-    parts = tl.num_programs(1)
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
 
-    # every token's own request and length; those that need no scores have length 0
+    # request and length of each token; tokens that need no scores have length 0
     token = first_token + tl.arange(0, BLOCK_T)
-    mine = (tl.arange(0, BLOCK_T) < TOKENS) & (token < T)
-    requests = tl.load(request_ptr + token, mask=mine, other=-1)
-    lens = tl.minimum(tl.load(visible_ptr + token, mask=mine, other=0), width).to(tl.int32)
+    known = (tl.arange(0, BLOCK_T) < TOKENS) & (token < T)
+    requests = tl.load(token_to_req_ptr + token, mask=known, other=-1)
+    lens = tl.minimum(tl.load(num_visible_ptr + token, mask=known, other=0), width).to(tl.int32)
     lens = tl.where(lens > skip, lens, 0)
 
     head = tl.arange(0, BLOCK_H)
@@ -151,7 +151,7 @@ def index_scores_kernel(
         inside = (head < H) & (first_token + i < T)
         weights += (tl.load(weights_ptr + (first_token + i) * H + head, mask=inside, other=0.0),)
         query = q_ptr + ((first_token + i) * H + head)[:, None] * DIM
-        if RECORD == "fp4":
+        if KEY_FORMAT == "fp4":
             half = tl.arange(0, DIM // 2)
             even = query + half[None, :]
             mask = inside[:, None]
@@ -159,10 +159,10 @@ def index_scores_kernel(
             q_odd += (tl.trans(_operand(tl.load(even + DIM // 2, mask=mask, other=0.0), NATIVE_FP8, DTYPE)),)
         else:
             value = tl.load(query + channel[None, :], mask=inside[:, None] & (channel < DIM)[None, :], other=0.0)
-            q += (tl.trans(_operand(value, NATIVE_FP8 or RECORD == "plain", DTYPE)),)
+            q += (tl.trans(_operand(value, NATIVE_FP8 or KEY_FORMAT == "plain", DTYPE)),)
 
     for lead in range(TOKENS):
-        # the tokens of one request after another; mostly there is one request
+        # one request after another: the tokens that share it are scored together; mostly there is one
         request = tl.sum(tl.where(tl.arange(0, BLOCK_T) == lead, requests, 0), 0)
         earlier = (requests == request) & (tl.arange(0, BLOCK_T) < lead)
         n = tl.max(tl.where(requests == request, lens, 0), 0)
@@ -170,20 +170,22 @@ def index_scores_kernel(
         ends = ()
         for i in tl.static_range(TOKENS):
             ends += (tl.max(tl.where((tl.arange(0, BLOCK_T) == i) & (requests == request), lens, 0), 0),)
-        share = tl.cdiv(tl.cdiv(n, BLOCK_N), parts)
-        for tile in tl.range(part * share, tl.minimum((part + 1) * share, tl.cdiv(n, BLOCK_N)), num_stages=STAGES):
+        tiles = tl.cdiv(tl.cdiv(n, BLOCK_N), splits)
+        for tile in tl.range(split * tiles, tl.minimum((split + 1) * tiles, tl.cdiv(n, BLOCK_N)), num_stages=STAGES):
             entry = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            page = tl.load(table_ptr + request.to(tl.int64) * table_stride + entry // PAGE, mask=entry < n, other=0)
+            page = tl.load(
+                block_table_ptr + request.to(tl.int64) * table_stride + entry // PAGE, mask=entry < n, other=0
+            )
             start = pool_ptr + page.to(tl.int64) * page_stride
             offset = entry % PAGE
             valid = (entry < n)[:, None]
-            if RECORD == "fp8":
+            if KEY_FORMAT == "fp8":
                 row = start + offset * DIM
                 key = tl.load(row[:, None] + channel[None, :], mask=valid & (channel < DIM)[None, :], other=0.0)
                 key = _operand(key, NATIVE_FP8, DTYPE)
                 scale_ptr = (start + PAGE * DIM).to(tl.pointer_type(tl.float32)) + offset
                 scale = tl.load(scale_ptr, mask=entry < n, other=0.0)
-            elif RECORD == "fp4":
+            elif KEY_FORMAT == "fp4":
                 half = tl.arange(0, DIM // 2)
                 row = start + offset * (DIM // 2)
                 packed = tl.load(row[:, None] + half[None, :], mask=valid, other=0)
@@ -195,9 +197,9 @@ def index_scores_kernel(
                 key = key.to(DTYPE)
             for i in tl.static_range(TOKENS):
                 product = tl.dot(key, q[i], input_precision=PRECISION)
-                if RECORD == "fp4":
+                if KEY_FORMAT == "fp4":
                     product = tl.dot(odd, q_odd[i], product)
                 score = tl.sum(_relu(product) * weights[i][None, :], 1)
-                if RECORD != "plain":
+                if KEY_FORMAT != "plain":
                     score = score * scale
                 tl.store(out_ptr + (first_token + i) * out_stride + entry, score, mask=entry < ends[i])

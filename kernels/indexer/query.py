@@ -1,0 +1,111 @@
+"""Launches of `index_query` and `queries` in Triton."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from deepseek_attn.kernels.common.device import has_native_fp8, supports_pdl
+from deepseek_attn.kernels.indexer.query_triton import (
+    IndexQueryArgs,
+    IndexQueryShape,
+    index_query_kernel,
+    queries_kernel,
+)
+from deepseek_attn.kernels.indexer.types import KEY_FORMATS, TRITON_HEAD_DIM, IndexQueries, IndexQueryRows
+from deepseek_attn.kernels.insert.query_norm_rope import HEADS, head_launch
+
+NUM_WARPS = 4
+assert HEADS == NUM_WARPS  # the layer's heads and the indexer's are in one launch
+
+
+class IndexQueryLaunch(NamedTuple):
+    """What a launch needs: `IndexQueryArgs`, `IndexQueryShape`, blocks of heads per token, and the results."""
+
+    args: IndexQueryArgs
+    shape: IndexQueryShape
+    blocks: int
+    queries: IndexQueries
+
+
+def index_query(rows: IndexQueryRows) -> IndexQueries:
+    """`kernels.indexer.index_query` in Triton, for heads of 128 channels."""
+    launch = _index_launch(rows)
+    if len(rows.q) and launch.blocks:
+        pdl = supports_pdl(rows.q.device)
+        index_query_kernel[(len(rows.q), launch.blocks)](
+            launch.args, SHAPE=launch.shape, PDL=pdl, num_warps=NUM_WARPS, launch_pdl=pdl
+        )
+    return launch.queries
+
+
+def queries(heads: tuple, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
+    """`kernels.indexer.queries` in Triton, for rows that `query_norm_rope` and `index_query` take there."""
+    args, shape, out, blocks = head_launch(*heads)
+    launch = _index_launch(index)
+    tokens, pdl = len(out), supports_pdl(out.device)
+    if len(index.q) != tokens:
+        raise ValueError(f"queries of {tokens} tokens, and of {len(index.q)} for the indexer: must be the same")
+    if tokens:
+        queries_kernel[(tokens, blocks + launch.blocks)](
+            args,
+            launch.args,
+            blocks,
+            SHAPE=shape,
+            INDEX_SHAPE=launch.shape,
+            PDL=pdl,
+            num_warps=NUM_WARPS,
+            launch_pdl=pdl,
+        )
+    return out, launch.queries
+
+
+def _index_launch(rows: IndexQueryRows) -> IndexQueryLaunch:
+    """Checks the rows and allocates the results."""
+    q, weights, cos_sin, positions, fmt = rows.q, rows.weights, rows.cos_sin, rows.positions, rows.key_format
+    dim = TRITON_HEAD_DIM
+    if weights.dim() != 2 or q.dim() != 2 or q.shape != (weights.shape[0], dim * weights.shape[1]) or q.stride(1) != 1:
+        raise ValueError(
+            f"need q [T, heads * {dim}] with contiguous rows and weights [T, heads], got {tuple(q.shape)}, strides "
+            f"{q.stride()}, and {tuple(weights.shape)}"
+        )
+    if weights.stride(1) != 1 or not q.is_floating_point() or not weights.is_floating_point():
+        raise ValueError(f"q and weights must be floats in contiguous rows, got {q.dtype} and {weights.dtype}")
+    if fmt not in KEY_FORMATS:
+        raise ValueError(f"index keys are {', '.join(KEY_FORMATS)}, got {fmt!r}")
+    T, H = weights.shape
+    if positions.shape != (T,) or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
+        raise ValueError(
+            f"need positions [{T}] and a contiguous float32 cos_sin table, got {tuple(positions.shape)} and "
+            f"{tuple(cos_sin.shape)} {cos_sin.dtype}"
+        )
+    out = torch.empty(T, H, dim, dtype=q.dtype if fmt == "plain" else torch.float8_e4m3fn, device=q.device)
+    out_weights = torch.empty(T, H, dtype=torch.float32, device=q.device)
+    native = has_native_fp8(q.device)
+    args = IndexQueryArgs(
+        q,
+        weights,
+        cos_sin,
+        positions,
+        out=out if native or fmt == "plain" else out.view(torch.uint8),
+        out_weights=out_weights,
+        scale=rows.scale,
+        max_positions=cos_sin.shape[0],
+        q_stride=q.stride(0),
+        weights_stride=weights.stride(0),
+    )
+    shape = IndexQueryShape(
+        HEADS=H,
+        DIM=dim,
+        ROPE=cos_sin.shape[1],
+        HALF_SPLIT=rows.half_split,
+        HADAMARD=rows.hadamard,
+        STAGES=dim.bit_length() - 1,
+        KEY_FORMAT=fmt,
+        NATIVE_FP8=native,
+        BLOCK_H=16 if T < 64 else 32,
+    )
+    return IndexQueryLaunch(args, shape, triton.cdiv(H, shape.BLOCK_H), IndexQueries(out, out_weights))

@@ -1,0 +1,188 @@
+"""Triton device code of `index_query` and `queries`: RoPE, Hadamard matrix and quantisation in one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepseek_attn.kernels.common.fp8 import round_e4m3
+from deepseek_attn.kernels.common.row_ops import begin
+from deepseek_attn.kernels.insert.query_norm_rope import norm_heads
+
+_FP4_FLOOR = tl.constexpr(6.0 * 2.0**-126)
+
+
+class IndexQueryArgs(NamedTuple):
+    """Arguments of `index_heads` on the device: inputs of `IndexQueryRows`, outputs of `IndexQueries`.
+
+    Attributes:
+        out: the queries, as uint8 where the GPU has no FP8.
+        max_positions: rows of the ``cos_sin`` table.
+    """
+
+    q: Tensor
+    weights: Tensor
+    cos_sin: Tensor
+    positions: Tensor
+    out: Tensor
+    out_weights: Tensor
+    scale: float
+    max_positions: int
+    q_stride: int
+    weights_stride: int
+
+
+@dataclass(frozen=True)
+class IndexQueryShape:
+    """Compile-time constants of `index_heads`.
+
+    Attributes:
+        HEADS, DIM, ROPE: heads of a token, channels of a head, rotated channels.
+        HALF_SPLIT, HADAMARD, KEY_FORMAT: as in `IndexQueryRows`; STAGES: of the Hadamard product, ``log2(DIM)``.
+        NATIVE_FP8: the GPU converts to e4m3 itself.
+        BLOCK_H: heads of one program.
+    """
+
+    HEADS: int
+    DIM: int
+    ROPE: int
+    HALF_SPLIT: bool
+    HADAMARD: bool
+    STAGES: int
+    KEY_FORMAT: str
+    NATIVE_FP8: bool
+    BLOCK_H: int
+
+
+@triton.jit
+def _e4m3(x, NATIVE_FP8: tl.constexpr):
+    """float32 values of magnitude up to 448 to e4m3, or to its bytes where the GPU has no FP8."""
+    if NATIVE_FP8:
+        return x.to(tl.float8e4nv)
+    else:
+        # float16 has the same bits in its fields, for numbers 2**8 times smaller
+        bits = (round_e4m3(x) * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True)
+        sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+        return (((bits >> 7) & 0x7F) | sign).to(tl.uint8)
+
+
+@triton.jit
+def _pow2ceil(x):
+    """The smallest power of two that is >= x, for x >= 2**-127."""
+    return ((x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _inverse(x):
+    """1 / x of powers of two from 2**-126 to 2**126."""
+    return ((254 << 23) - x.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _e2m1(x):
+    """float32 values rounded to e2m1's, ties to the even code."""
+    a = tl.abs(x)
+    value = tl.where(a > 0.25, 0.5, 0.0) + tl.where(a >= 0.75, 0.5, 0.0) + tl.where(a > 1.25, 0.5, 0.0)
+    value += tl.where(a >= 1.75, 0.5, 0.0) + tl.where(a > 2.5, 1.0, 0.0) + tl.where(a >= 3.5, 1.0, 0.0)
+    value += tl.where(a > 5.0, 2.0, 0.0)
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _hadamard(x, ROWS: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr):
+    """``x [ROWS, DIM] @ H``, unscaled. A stage adds and subtracts neighbours, and makes the next bit the lowest."""
+    for _stage in tl.static_range(STAGES):
+        a, b = tl.split(tl.reshape(x, (ROWS, DIM // 2, 2)))
+        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (ROWS, DIM))
+    return x
+
+
+@triton.jit
+def index_heads(t, block, args, SHAPE: tl.constexpr):
+    """RoPE and quantisation of one block of heads of token ``t``: `IndexQueryArgs` and `IndexQueryShape`."""
+    HEADS: tl.constexpr = SHAPE.HEADS
+    DIM: tl.constexpr = SHAPE.DIM
+    ROPE: tl.constexpr = SHAPE.ROPE
+    KEY_FORMAT: tl.constexpr = SHAPE.KEY_FORMAT
+    NATIVE_FP8: tl.constexpr = SHAPE.NATIVE_FP8
+    BLOCK_H: tl.constexpr = SHAPE.BLOCK_H
+    head = block * BLOCK_H + tl.arange(0, BLOCK_H)
+    channel = tl.arange(0, DIM)
+    inside = (head < HEADS)[:, None]
+    row = args.q + t * args.q_stride + head[:, None] * DIM
+    value = tl.load(row + channel[None, :], mask=inside, other=0.0)
+    dtype = value.dtype
+    x = value.to(tl.float32)
+    # a row that is padding may be past the end
+    position = tl.minimum(tl.load(args.positions + t), args.max_positions - 1).to(tl.int64)
+    table = args.cos_sin + position * ROPE
+    if SHAPE.HALF_SPLIT:
+        rotary, second = channel < ROPE, channel >= ROPE // 2
+        partner = tl.where(second, channel - ROPE // 2, channel + ROPE // 2)
+        other = tl.load(row + partner[None, :], mask=inside & rotary[None, :], other=0.0).to(tl.float32)
+        cos = tl.load(table + channel % (ROPE // 2), mask=rotary, other=1.0)[None, :]
+        sin = tl.load(table + ROPE // 2 + channel % (ROPE // 2), mask=rotary, other=0.0)[None, :]
+        rotated = x * cos + tl.where(second[None, :], other, -other) * sin
+        x = tl.where(rotary[None, :], rotated.to(dtype).to(tl.float32), x)
+    else:
+        pair = tl.arange(0, DIM // 2) - (DIM - ROPE) // 2
+        cos = tl.load(table + pair, mask=pair >= 0, other=1.0)[None, :]
+        sin = tl.load(table + ROPE // 2 + pair, mask=pair >= 0, other=0.0)[None, :]
+        real, imaginary = tl.split(tl.reshape(x, (BLOCK_H, DIM // 2, 2)))
+        rotary = (pair >= 0)[None, :]
+        new_real = tl.where(rotary, real * cos - imaginary * sin, real)
+        new_imaginary = tl.where(rotary, real * sin + imaginary * cos, imaginary)
+        x = tl.reshape(tl.join(new_real, new_imaginary), (BLOCK_H, DIM)).to(dtype).to(tl.float32)
+    if SHAPE.HADAMARD:
+        x = (_hadamard(x, BLOCK_H, DIM, SHAPE.STAGES) * (DIM**-0.5)).to(dtype).to(tl.float32)
+    weights = (
+        tl.load(args.weights + t * args.weights_stride + head, mask=head < HEADS, other=0.0).to(tl.float32) * args.scale
+    )
+
+    out = args.out + (t * HEADS + head[:, None]) * DIM + channel[None, :]
+    # 0 for finite values, NaN for a NaN or an infinity: added to the weight, so that it cannot pass unseen
+    nan_guard = x * 0.0
+    if KEY_FORMAT == "fp8":
+        amax = tl.maximum(tl.max(tl.abs(x), 1), 1e-4)
+        factor = _pow2ceil(amax * 0.002232142857142857)
+        tl.store(out, _e4m3(x * _inverse(factor)[:, None], NATIVE_FP8), mask=inside)
+        weights = weights * factor + tl.sum(nan_guard, 1)
+    elif KEY_FORMAT == "fp4":
+        groups = tl.reshape(x, (BLOCK_H, DIM // 32, 32))
+        amax = tl.maximum(tl.max(tl.abs(groups), 2), _FP4_FLOOR)
+        factor = _pow2ceil(amax * 0.16666666666666666)
+        largest = tl.max(factor, 1)
+        shared = factor * _inverse(largest)[:, None] * 64.0
+        groups = _e2m1(groups * _inverse(factor)[:, :, None]) * shared[:, :, None]
+        value = tl.reshape(_e4m3(groups, NATIVE_FP8), (BLOCK_H, DIM // 2, 2))
+        even, odd = tl.split(value)
+        out = args.out + (t * HEADS + head[:, None]) * DIM + tl.arange(0, DIM // 2)[None, :]
+        tl.store(out, even, mask=inside)
+        tl.store(out + DIM // 2, odd, mask=inside)
+        weights = weights * (largest * 0.015625) + tl.sum(nan_guard, 1)
+    else:
+        tl.store(out, x.to(dtype), mask=inside)
+    tl.store(args.out_weights + t * HEADS + head, weights, mask=head < HEADS)
+
+
+@triton.jit
+def index_query_kernel(args, SHAPE: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    index_heads(tl.program_id(0).to(tl.int64), tl.program_id(1), args, SHAPE)
+
+
+@triton.jit
+def queries_kernel(args, index_args, blocks, SHAPE: tl.constexpr, INDEX_SHAPE: tl.constexpr, PDL: tl.constexpr):
+    """Program ``(t, i)``: block ``i`` of the layer's heads of token ``t``, from ``blocks`` on of the indexer's."""
+    begin(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    if block < blocks:
+        norm_heads(t, block, args, SHAPE)
+    else:
+        index_heads(t, block - blocks, index_args, INDEX_SHAPE)

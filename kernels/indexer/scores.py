@@ -1,0 +1,206 @@
+"""Launches of `paged_index_scores` in Triton and, on Hopper, in Gluon: checks, and how a launch is tiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepseek_attn.kernels.common.device import FLOATS, gpu
+from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
+from deepseek_attn.kernels.indexer.scores_hopper import BLOCK, DIM, HEADS, TOKENS, index_scores_hopper_kernel
+from deepseek_attn.kernels.indexer.scores_triton import index_scores_kernel
+from deepseek_attn.kernels.indexer.types import IndexQueries, PagedIndexKeys
+
+_KEY_FORMATS = {"index_fp8": "fp8", "index_fp4": "fp4", "plain": "plain"}  # by name of the record
+
+
+@dataclass(frozen=True)
+class ScoresLaunchConfig:
+    """Tiling of `index_scores_kernel`.
+
+    Attributes:
+        tokens: of one program; keys: of one tile; num_stages: tiles that are in flight.
+        splits: programs that share the keys of a request.
+    """
+
+    tokens: int
+    keys: int
+    num_stages: int
+    splits: int
+    num_warps: int = 4
+
+
+def paged_index_scores(
+    queries: IndexQueries,
+    keys: PagedIndexKeys,
+    num_visible: Tensor,
+    width: int | None = None,
+    skip: int = 0,
+    out: Tensor | None = None,
+    config: ScoresLaunchConfig | None = None,
+) -> Tensor:
+    """`kernels.indexer.paged_index_scores` in Triton; ``config``: by default chosen from shapes alone."""
+    q, pool, block_table = queries.q, keys.pool, keys.block_table
+    width = block_table.shape[1] * keys.entries if width is None else width
+    key_format, out = _checked(queries, keys, num_visible, width, out)
+    T, H, dim = q.shape
+    if out.numel() == 0 or block_table.numel() == 0:
+        return out
+    capability, processors = gpu(q.device)
+    native = capability >= (8, 9)
+    if key_format == "plain":
+        pool = pool.view(keys.record.dtype)
+        same = q.dtype == keys.record.dtype
+        dtype = TRITON_DTYPES[q.dtype if same else torch.float32]
+    else:
+        dtype = tl.float8e4nv if native else tl.float16
+        if key_format == "fp8" and native:
+            pool = pool.view(torch.float8_e4m3fn)
+        q = q if native else q.view(torch.uint8)
+    arguments = (
+        q,
+        queries.weights,
+        pool,
+        block_table,
+        keys.token_to_req,
+        num_visible,
+        out,
+        T,
+        width,
+        skip,
+        pool.stride(0),
+        block_table.stride(0),
+        out.stride(0),
+    )
+    if config is None and fits_hopper(key_format, q, pool, block_table.shape[0], width, capability, processors):
+        index_scores_hopper_kernel[(triton.cdiv(T, TOKENS.value), hopper_splits(T, width, processors))](
+            *arguments, PAGE=keys.entries, num_warps=4
+        )
+        return out
+    if config is None:
+        config = choose_config(T, block_table.shape[0], width, dtype == tl.float32, capability, processors)
+    index_scores_kernel[(triton.cdiv(T, config.tokens), config.splits)](
+        *arguments,
+        H=H,
+        DIM=dim,
+        PAGE=keys.entries,
+        KEY_FORMAT=key_format,
+        NATIVE_FP8=native,
+        DTYPE=dtype,
+        PRECISION="tf32x3" if dtype == tl.float32 else None,
+        TOKENS=config.tokens,
+        BLOCK_T=triton.next_power_of_2(config.tokens),
+        BLOCK_H=max(16, triton.next_power_of_2(H)),
+        BLOCK_D=max(32, triton.next_power_of_2(dim)),
+        BLOCK_N=config.keys,
+        STAGES=config.num_stages,
+        PDL=capability >= (9, 0),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        launch_pdl=capability >= (9, 0),
+    )
+    return out
+
+
+def choose_config(
+    T: int, B: int, width: int, exact: bool, capability: tuple[int, int], processors: int
+) -> ScoresLaunchConfig:
+    """Tiling for ``T`` queries of ``B`` requests over up to ``width`` keys, measured on an H200.
+
+    Args:
+        exact: products are float32; capability, processors: of the GPU.
+    """
+    if exact:
+        return ScoresLaunchConfig(1, 32, 1, max(1, min(8 * processors // T, triton.cdiv(width, 64))))
+    tokens = min(4, triton.cdiv(T, B))
+    keys = 64 if capability[0] != 9 else 128
+    # as many programs as run at a time, or twice as many: a last wave of few would take as long as a full one
+    resident = (4, 3, 3, 4)[tokens - 1] * processors
+    splits = max(1, min(resident // triton.cdiv(T, tokens), triton.cdiv(width, 2 * keys)))
+    return ScoresLaunchConfig(tokens, keys, 3, splits)
+
+
+def fits_hopper(
+    key_format: str, q: Tensor, pool: Tensor, B: int, width: int, capability: tuple[int, int], processors: int
+) -> bool:
+    """Whether the Hopper kernel supports these arguments of `paged_index_scores` and is faster.
+
+    It computes eight neighbouring tokens at a time, so requests should have as many, and enough work for the GPU.
+    """
+    T, H, dim = q.shape
+    aligned = all(tensor.data_ptr() % 16 == 0 and tensor.stride(0) % 16 == 0 for tensor in (q, pool))
+    work = triton.cdiv(T, TOKENS.value) * triton.cdiv(width, BLOCK.value)
+    return (
+        capability == (9, 0)
+        and key_format == "fp8"
+        and (H, dim) == (HEADS.value, DIM.value)
+        and TOKENS.value * B <= T
+        and work >= 96 * processors
+        and aligned
+    )
+
+
+@cache
+def hopper_splits(T: int, width: int, processors: int) -> int:
+    """Programs that share the keys of a request, so that all multiprocessors are busy to the end.
+
+    A multiprocessor runs one program; starting one takes as long as eight of its tiles of 64 keys.
+    """
+    groups, tiles = triton.cdiv(T, TOKENS.value), triton.cdiv(width, BLOCK.value)
+    choices = range(1, 1 + min(processors, max(1, tiles // 8)))
+    return min(choices, key=lambda n: triton.cdiv(groups * n, processors) * (triton.cdiv(tiles, n) + 8))
+
+
+def _checked(
+    queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor, width: int, out: Tensor | None
+) -> tuple[str, Tensor]:
+    """The format of the keys, and the result to write to."""
+    q, weights = queries
+    record, pool, page_entries, block_table, token_to_req = keys
+    key_format = _KEY_FORMATS.get(record.name)
+    if key_format is None:
+        raise ValueError(f"index keys are records {', '.join(_KEY_FORMATS)}, got {record.name}")
+    dtypes = FLOATS if key_format == "plain" else (torch.float8_e4m3fn,)
+    if q.dim() != 3 or q.dtype not in dtypes or not q.is_contiguous() or q.shape[2] != record.dim:
+        raise ValueError(
+            f"{record.name} keys need contiguous q [T, H, {record.dim}] of {' or '.join(map(str, dtypes))}, as "
+            f"index_query makes them, got {tuple(q.shape)} {q.dtype}, strides {q.stride()}"
+        )
+    if key_format == "fp4" and record.dim != 128:
+        raise ValueError(f"index_fp4 keys are scored for 128 channels, got {record.dim}: use reference.index_scores")
+    T, H, _ = q.shape
+    if weights.shape != (T, H) or weights.dtype != torch.float32 or not weights.is_contiguous():
+        raise ValueError(f"weights must be contiguous float32 [{T}, {H}], got {tuple(weights.shape)} {weights.dtype}")
+    aligned = pool.data_ptr() % 4 == 0 and pool.stride(0) % 4 == 0
+    if pool.dim() != 2 or pool.dtype != torch.uint8 or pool.stride(1) != 1 or not aligned:
+        raise ValueError(
+            f"a pool must be uint8 [pages, bytes] with contiguous pages at multiples of 4 bytes, got "
+            f"{tuple(pool.shape)} {pool.dtype}, strides {pool.stride()}"
+        )
+    if pool.shape[1] < page_entries * record.entry_bytes:
+        raise ValueError(
+            f"{page_entries} {record.name} entries per page take {page_entries * record.entry_bytes} bytes, and pages "
+            f"of the pool have {pool.shape[1]}"
+        )
+    if block_table.dim() != 2 or block_table.stride(1) != 1 or not 0 <= width <= block_table.shape[1] * page_entries:
+        raise ValueError(
+            f"block_table must be [B, P] with contiguous rows and width in 0 .. P * {page_entries}, got "
+            f"{tuple(block_table.shape)} and {width}"
+        )
+    if token_to_req.shape != (T,) or num_visible.shape != (T,):
+        raise ValueError(
+            f"token_to_req and num_visible must be [{T}], got {tuple(token_to_req.shape)}, {tuple(num_visible.shape)}"
+        )
+    if out is None:
+        out = torch.empty(T, width, dtype=torch.float32, device=q.device)
+    if out.shape != (T, width) or out.dtype != torch.float32 or (width > 1 and out.stride(1) != 1):
+        raise ValueError(
+            f"out must be float32 [{T}, {width}] with contiguous rows, got {tuple(out.shape)} {out.dtype}, strides "
+            f"{out.stride()}"
+        )
+    return key_format, out

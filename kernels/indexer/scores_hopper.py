@@ -1,0 +1,246 @@
+"""Gluon device code of `paged_index_scores` for Hopper: FP8 keys, 64 heads of 128 channels, specialised warps.
+
+Four warps copy tiles of 64 keys to shared memory. Each of four groups of four warps multiplies every tile with the
+heads of two tokens of its own and sums over the heads, while the tensor cores run another group's product.
+
+Barriers of each stage: ``full`` (the tile is in shared memory) and ``empty`` (all products that read it are done).
+
+Tried on an H200, 4096 queries over 32768 keys: 2172 us; with a maximum as ReLU 2248 us; two groups of four tokens
+2362 us; three groups of two 2848 us.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from deepseek_attn.kernels.common.gluon import barrier, copy_to_shared
+
+BLOCK = gl.constexpr(64)  # keys of a tile
+HEADS = gl.constexpr(64)
+DIM = gl.constexpr(128)
+GROUPS = gl.constexpr(4)  # of four warps that multiply
+GROUP_TOKENS = gl.constexpr(2)  # tokens of a group
+TOKENS = gl.constexpr(GROUPS.value * GROUP_TOKENS.value)
+PREFETCH = gl.constexpr(3)  # tiles whose copies to shared memory are in flight
+
+
+class TokenLengths(NamedTuple):
+    """Arguments from which the request and the number of scores of each token follow."""
+
+    token_to_req: Any
+    num_visible: Any
+    T: Any
+    width: Any
+    skip: Any
+
+
+class KeyPages(NamedTuple):
+    """The pool of keys and the block table."""
+
+    pool: Any
+    block_table: Any
+    page_stride: Any
+    table_stride: Any
+
+
+class TileStages(NamedTuple):
+    """Tiles of keys and their scales in shared memory, and the barriers of each stage."""
+
+    keys: Any
+    scales: Any
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def _length(lens, token):
+    """Entries to score of a token: none if all of them are selected anyway."""
+    n = gl.minimum(gl.load(lens.num_visible + token, mask=token < lens.T, other=0), lens.width).to(gl.int32)
+    return gl.where(n > lens.skip, n, 0)
+
+
+@gluon.jit
+def _token_run(first, lead, lens):
+    """The request of a program's token ``lead``; most entries, and end, of the run of tokens of that request."""
+    request = gl.load(lens.token_to_req + first + lead, mask=first + lead < lens.T, other=0)
+    n = gl.to_tensor(0)
+    end = lead
+    for i in gl.static_range(TOKENS):
+        other = gl.load(lens.token_to_req + first + i, mask=first + i < lens.T, other=0)
+        same = (i == end) & (other == request)
+        n = gl.where(same, gl.maximum(n, _length(lens, first + i)), n)
+        end = gl.where(same, i + 1, end)
+    return request, n, end
+
+
+@gluon.jit
+def _split(n):
+    """First tile, and end, of this program's split of ``n`` keys."""
+    tiles = (n + BLOCK - 1) // BLOCK
+    split = (tiles + gl.num_programs(1) - 1) // gl.num_programs(1)
+    return gl.minimum(gl.program_id(1) * split, tiles), gl.minimum((gl.program_id(1) + 1) * split, tiles)
+
+
+@gluon.jit
+def _publish(full):
+    """Arrives at ``full``: what asynchronous copies wrote becomes visible to the tensor cores."""
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(full)
+
+
+@gluon.jit
+def _copy(lens, pages, stages, PAGE: gl.constexpr, STAGES: gl.constexpr):
+    """Copies keys and their scales to shared memory, tile after tile."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, COPY)
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    row = gl.arange(0, BLOCK, layout=ROWS)
+    line = gl.arange(0, BLOCK, layout=LINE)
+    channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, COPY))
+    first = gl.program_id(0).to(gl.int64) * TOKENS
+    lead = gl.to_tensor(0)
+    i = gl.to_tensor(0)
+    while lead < TOKENS:
+        request, n, lead = _token_run(first, lead, lens)
+        table = pages.block_table + request.to(gl.int64) * pages.table_stride
+        tile, end = _split(n)
+        # page ids are loaded one tile ahead
+        page = gl.load(table + (tile * BLOCK + row) // PAGE, mask=tile * BLOCK + row < n, other=0)
+        line_page = gl.load(table + (tile * BLOCK + line) // PAGE, mask=tile * BLOCK + line < n, other=0)
+        while tile < end:
+            entry = tile * BLOCK + row
+            line_entry = tile * BLOCK + line
+            key = pages.pool + page.to(gl.int64) * pages.page_stride + (entry % PAGE) * DIM
+            scale = pages.pool + line_page.to(gl.int64) * pages.page_stride + PAGE * DIM
+            scale = scale.to(gl.pointer_type(gl.float32)) + line_entry % PAGE
+            stage = i % STAGES
+            mbarrier.wait(stages.empty.index(stage), ((i // STAGES) & 1) ^ 1)
+            copy_to_shared(stages.keys.index(stage), key[:, None] + channel[None, :], mask=(entry < n)[:, None])
+            copy_to_shared(stages.scales.index(stage), scale, mask=line_entry < n)
+            async_copy.commit_group()
+            if i >= PREFETCH:
+                async_copy.wait_group(PREFETCH)
+                _publish(stages.full.index((i - PREFETCH) % STAGES))
+            tile += 1
+            page = gl.load(table + (entry + BLOCK) // PAGE, mask=entry + BLOCK < n, other=0)
+            line_page = gl.load(table + (line_entry + BLOCK) // PAGE, mask=line_entry + BLOCK < n, other=0)
+            i += 1
+    async_copy.wait_group(0)
+    for j in gl.static_range(PREFETCH):
+        if i + j >= PREFETCH:
+            _publish(stages.full.index((i + j - PREFETCH) % STAGES))
+
+
+@gluon.jit
+def _score(GROUP: gl.constexpr, lens, q_ptr, weights_ptr, out_ptr, out_stride, queries, stages, STAGES: gl.constexpr):
+    """Scores of the program's tokens ``GROUP * GROUP_TOKENS`` to ``(GROUP + 1) * GROUP_TOKENS``."""
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GROUP_TOKENS * HEADS, 32])
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, PRODUCT)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    first = gl.program_id(0).to(gl.int64) * TOKENS
+    group_first = first + GROUP * GROUP_TOKENS
+    head = group_first * HEADS + gl.arange(0, GROUP_TOKENS * HEADS, layout=gl.SliceLayout(1, COPY))
+    channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, COPY))
+    copy_to_shared(
+        queries.index(GROUP), q_ptr + head[:, None] * DIM + channel[None, :], mask=(head < lens.T * HEADS)[:, None]
+    )
+    async_copy.commit_group()
+    head = group_first * HEADS + gl.arange(0, GROUP_TOKENS * HEADS, layout=COLUMNS)
+    weight = gl.load(weights_ptr + head, mask=head < lens.T * HEADS, other=0.0) * 0.5
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+
+    zeros = gl.zeros([BLOCK, GROUP_TOKENS * HEADS], gl.float32, layout=PRODUCT)
+    # the layout of [keys, tokens] that a sum over heads has
+    SCORES: gl.constexpr = gl.sum(gl.reshape(zeros, (BLOCK, GROUP_TOKENS, HEADS)), 2).type.layout
+    token = gl.arange(0, GROUP_TOKENS, layout=gl.SliceLayout(0, SCORES))
+    row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, SCORES))
+    target = out_ptr + (group_first + token)[None, :] * out_stride + row[:, None]
+    lead = gl.to_tensor(0)
+    i = gl.to_tensor(0)
+    while lead < TOKENS:
+        start = lead
+        _request, n, lead = _token_run(first, lead, lens)
+        position = GROUP * GROUP_TOKENS + token
+        ends = gl.where((position >= start) & (position < lead), _length(lens, group_first + token), 0)
+        tile, end = _split(n)
+        while tile < end:
+            stage = i % STAGES
+            mbarrier.wait(stages.full.index(stage), (i // STAGES) & 1)
+            product = warpgroup_mma(
+                stages.keys.index(stage), queries.index(GROUP).permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            scale = stages.scales.index(stage).load(gl.SliceLayout(1, PRODUCT))
+            product = warpgroup_mma_wait(0, deps=[product])
+            barrier()
+            mbarrier.arrive(stages.empty.index(stage))
+            product = (product + gl.abs(product)) * weight[None, :]  # twice a ReLU, at twice the rate of a maximum
+            score = gl.sum(gl.reshape(product, (BLOCK, GROUP_TOKENS, HEADS)), 2)
+            score = score * gl.convert_layout(scale, gl.SliceLayout(1, SCORES))[:, None]
+            entry = tile * BLOCK + row
+            gl.store(target + tile * BLOCK, score, mask=entry[:, None] < ends[None, :])
+            tile += 1
+            i += 1
+
+
+@gluon.jit(do_not_specialize=["T", "width", "skip"])
+def index_scores_hopper_kernel(
+    q_ptr,
+    weights_ptr,
+    pool_ptr,
+    block_table_ptr,
+    token_to_req_ptr,
+    num_visible_ptr,
+    out_ptr,
+    T,
+    width,
+    skip,
+    page_stride,
+    table_stride,
+    out_stride,
+    PAGE: gl.constexpr,
+):
+    """Program ``(i, j)``: split ``j`` of the keys, for tokens ``i * TOKENS`` on."""
+    STAGES: gl.constexpr = 8
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    queries = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, GROUP_TOKENS * HEADS, DIM], SHARED)
+    keys = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK, DIM], SHARED)
+    scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+
+    pages = KeyPages(pool_ptr, block_table_ptr, page_stride, table_stride)
+    lens = TokenLengths(token_to_req_ptr, num_visible_ptr, T, width, skip)
+    stages = TileStages(keys, scales, full, empty)
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    THIRD: gl.constexpr = 2
+    FOURTH: gl.constexpr = 3
+    # registers of a thread: 64 for a product and 32 for weights; a program has 65536
+    gl.warp_specialize(
+        [
+            (_score, (FIRST, lens, q_ptr, weights_ptr, out_ptr, out_stride, queries, stages, STAGES)),
+            (_score, (SECOND, lens, q_ptr, weights_ptr, out_ptr, out_stride, queries, stages, STAGES)),
+            (_score, (THIRD, lens, q_ptr, weights_ptr, out_ptr, out_stride, queries, stages, STAGES)),
+            (_score, (FOURTH, lens, q_ptr, weights_ptr, out_ptr, out_stride, queries, stages, STAGES)),
+            (_copy, (lens, pages, stages, PAGE, STAGES)),
+        ],
+        [4, 4, 4, 4],
+        [112, 112, 112, 32],
+    )

@@ -1,0 +1,69 @@
+"""Arguments and results of the indexer's ops."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from deepseek_attn.cache.record import Record
+
+KEY_FORMATS = ("plain", "fp8", "fp4")
+TRITON_HEAD_DIM = 128
+"""Channels of the heads that the Triton kernel of `index_query` takes."""
+MAX_TRITON_TOPK = 4096
+"""Most columns that the Triton kernel of `topk_indices` selects."""
+
+
+class IndexQueryRows(NamedTuple):
+    """Projected queries of the indexer, before RoPE and quantisation.
+
+    Attributes:
+        q: ``[T, heads * dim]``, the projected queries; weights: ``[T, heads]``, the projected head weights.
+        cos_sin: float32 ``[max_positions, rope_dim]``, cosines then sines; positions: ``[T]``.
+        scale: factor of the head weights.
+        key_format: how the keys are stored, and therefore the queries quantised: ``"plain"`` (not at all), ``"fp8"``
+            (e4m3 with one power-of-two scale per head) or ``"fp4"`` (e2m1 with a scale per 32 channels).
+        hadamard: multiply each head by a Hadamard matrix before it is quantised.
+        half_split: RoPE rotates the pairs ``(i, i + rope_dim / 2)`` of the first channels, as in DeepSeek-V3.2;
+            otherwise ``(2 i, 2 i + 1)`` of the last ones.
+    """
+
+    q: Tensor
+    weights: Tensor
+    cos_sin: Tensor
+    positions: Tensor
+    scale: float
+    key_format: str
+    hadamard: bool = False
+    half_split: bool = False
+
+
+class IndexQueries(NamedTuple):
+    """Queries as they are scored.
+
+    Attributes:
+        q: ``[T, heads, dim]``, float8_e4m3fn for FP8 and FP4 keys, else the dtype of the projection. For FP4 keys the
+            even channels come first, then the odd ones, as the bytes of such keys hold one of each.
+        weights: float32 ``[T, heads]``, every scale of ``q`` included.
+    """
+
+    q: Tensor
+    weights: Tensor
+
+
+class PagedIndexKeys(NamedTuple):
+    """Keys of the indexer in the pages of a pool.
+
+    Attributes:
+        record: the byte layout of an entry, ``index_fp8``, ``index_fp4`` or ``plain``.
+        pool: uint8 ``[pages, bytes]``; entries: per page.
+        block_table: int32 ``[B, P]``, the pages of each request.
+        token_to_req: ``[T]``, the request (row of the block table) of each query.
+    """
+
+    record: Record
+    pool: Tensor
+    entries: int
+    block_table: Tensor
+    token_to_req: Tensor
