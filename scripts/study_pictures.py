@@ -13,25 +13,25 @@ import json
 import re
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
-from deepseek_attn.experiments.report import plots
-from deepseek_attn.experiments.report.sections_quality import tasks, with_task
+from deepseek_attn.experiments.report.figures import Figure, Line, curves, lines, scatter
+from deepseek_attn.experiments.report.schema import Report, tasks, with_task
 
 
-def pictures(report: dict[str, Any]) -> dict[str, Any]:
-    """What to paint, by file name."""
-    found = {}
+def pictures(report: Report) -> list[Figure]:
+    """The plots, named as their files."""
+    found = []
     for front in report["fronts"]:
-        name = f"{front['quality']}-{front['cost']}".replace(" ", "-").replace("_", "-")
         if front["cost"] != "prefill_ms":
-            found[name] = plots.scatter(report, front)
+            name = f"{front['quality']}-{front['cost']}".replace(" ", "-").replace("_", "-")
+            found.append(Figure(name, name, scatter(report, front)))
     for task in tasks(report):
         variants = with_task(report, task)
         metric = "loss" if task == "text" else "accuracy"
-        rows = [(v, [(row["seq_len"], row[metric]) for row in v["tasks"][task]["by_length"]]) for v in variants]
-        found[f"{task}-by-length"] = plots.lines(rows, "tokens", f"{task} {metric}", log="x")
-        found[f"{task}-training"] = plots.curves(variants, task)
+        rows = [Line(v, [(row["seq_len"], row[metric]) for row in v["tasks"][task]["by_length"]]) for v in variants]
+        name = f"{task}-by-length"
+        found.append(Figure(name, name, lines(rows, "tokens", f"{task} {metric}", log="x")))
+        found.append(Figure(f"{task}-training", f"{task}-training", curves(variants, task)))
     return found
 
 
@@ -52,9 +52,9 @@ def main() -> None:
     except (OSError, ValueError) as error:
         parser.error(f"{args.report}: {error}")
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, paint in pictures(report).items():
-        (args.out / f"{name}.svg").write_text(standalone(plots.draw(paint, name, name)), encoding="utf-8")
-        print(args.out / f"{name}.svg")
+    for figure in pictures(report):
+        (args.out / f"{figure.name}.svg").write_text(standalone(figure.svg()), encoding="utf-8")
+        print(args.out / f"{figure.name}.svg")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,63 @@
-"""Pictures of benchmark rows."""
+"""Plots with matplotlib: bars of benchmark rows as a file, and SVG elements whose colours are CSS variables.
+
+An element shows ``var(--fg)``, ``var(--muted)`` and ``var(--c0)`` to ``var(--c23)``, so that the page around it chooses
+the colours of light and dark screens. matplotlib draws with marker colours, which are replaced afterwards.
+"""
 
 from __future__ import annotations
 
+import io
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-# what tells rows of one series apart, as far as the rows have it
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+HINT = "pip install 'deepseek-attn[experiments]'"
+
+FOREGROUND, MUTED = "#010203", "#040506"
+SERIES = tuple(f"#0a0b{index:02x}" for index in range(24))  # more series begin again
+VARIABLES = {FOREGROUND: "var(--fg)", MUTED: "var(--muted)"} | {
+    color: f"var(--c{index})" for index, color in enumerate(SERIES)
+}
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "deepseek-attn",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": FOREGROUND,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.color": FOREGROUND,
+    "xtick.color": FOREGROUND,
+    "ytick.color": FOREGROUND,
+    "grid.color": MUTED,
+    "grid.alpha": 0.25,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+}
+
+# keys that distinguish rows of one series, as far as the rows have them
 LABELS = ("op", "label", "implementation", "layer", "mode", "tokens", "batch", "context")
+
+
+def have_matplotlib() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def check_picture(path: Path) -> None:
+    """ValueError if matplotlib is missing, or does not write this kind of file."""
+    if not have_matplotlib():
+        raise ValueError(f"--plot needs matplotlib: {HINT}")
+    from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise ValueError(f"--plot {path}: it ends in none of {', '.join(f'.{kind}' for kind in sorted(kinds))}")
 
 
 def bar_chart(path: Path, rows: list[dict], series: tuple[str, ...]) -> None:
@@ -39,16 +91,39 @@ def bar_chart(path: Path, rows: list[dict], series: tuple[str, ...]) -> None:
     figure.savefig(path)
 
 
-def check_picture(path: Path) -> None:
-    """ValueError if matplotlib is missing, or does not write this kind of file."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'deepseek-attn[experiments]'") from None
-    kinds = Figure().canvas.get_supported_filetypes()
-    if path.suffix[1:].lower() not in kinds:
-        raise ValueError(f"--plot {path}: it ends in none of {', '.join(f'.{kind}' for kind in sorted(kinds))}")
-
-
 def row_label(row: dict, series: tuple[str, ...]) -> str:
     return " ".join(f"{row[name]}" for name in LABELS if name in row and (name not in series or name == "label"))
+
+
+def svg_element(paint: Callable[[Axes], None], label: str, name: str) -> str:
+    """One plot as an ``<svg>`` element with CSS colours, as wide as its container.
+
+    Args:
+        paint: draws on the axes; label: of the plot, for screen readers; name: prefix of the element's ids.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    if not have_matplotlib():
+        raise ValueError(f"plots need matplotlib, which is not installed: {HINT}")
+    from html import escape
+
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE):
+        figure = Figure(figsize=(5.2, 3.5))
+        paint(figure.subplots())
+        figure.tight_layout()
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" ', 1)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'(url\(|href=")#', rf"\1#{name}-", svg)
+    for color, variable in VARIABLES.items():
+        svg = svg.replace(color, variable)
+    return svg

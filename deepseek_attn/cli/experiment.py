@@ -27,10 +27,10 @@ def add_parser(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from deepseek_attn.bench.plots import HINT, have_matplotlib
     from deepseek_attn.config.options import pick_device
     from deepseek_attn.experiments.define.config import load_experiment
     from deepseek_attn.experiments.report.page import write_page
-    from deepseek_attn.experiments.report.plots import MATPLOTLIB_HINT, have_matplotlib
     from deepseek_attn.experiments.report.report import build_report
     from deepseek_attn.experiments.report.table import show_table
     from deepseek_attn.experiments.run.records import write_json
@@ -56,9 +56,7 @@ def run(args: argparse.Namespace) -> int:
         write_page(report, folder / "report.html")
         print(f"report: {folder / 'report.html'}")
     else:
-        print(
-            f"numbers: {folder / 'report.json'}; for the page with plots, {MATPLOTLIB_HINT}, then `experiment report`"
-        )
+        print(f"numbers: {folder / 'report.json'}; for the page with plots, {HINT}, then `experiment report`")
     for failure in failed:
         print(f"failed: {failure.unit.name}: {failure.reason}")
     return 1 if failed else 0

@@ -6,16 +6,15 @@ Every number in it is a value of the report's JSON, which is embedded at the end
 from __future__ import annotations
 
 import json
-from html import escape
-from importlib import resources
 from pathlib import Path
-from typing import Any
 
-from deepseek_attn.experiments.report import sections_cost as cost
-from deepseek_attn.experiments.report import sections_quality as quality
+from jinja2 import Environment, PackageLoader
+
+from deepseek_attn.bench.plots import SERIES
+from deepseek_attn.experiments.report import figures
+from deepseek_attn.experiments.report.schema import Report, recall_rows
+from deepseek_attn.experiments.report.table import show_length, show_number, summary
 from deepseek_attn.utils.files import write_text
-
-Report = dict[str, Any]
 
 
 def write_page(report: Report, path: Path) -> None:
@@ -24,21 +23,27 @@ def write_page(report: Report, path: Path) -> None:
 
 
 def make_page(report: Report) -> str:
-    """The whole page.
+    """The whole page, by ``page.html.jinja``.
 
     Raises:
         ValueError: matplotlib is not installed.
     """
-    style = resources.files("deepseek_attn.experiments.report").joinpath("page.css").read_text(encoding="utf-8")
-    parts = [quality.head, quality.summary, quality.scatters, quality.distance, quality.training]
-    parts += [cost.costs, cost.model_times, cost.layers, quality.checkpoint]
-    sections = [part(report) for part in parts]
-    data = json.dumps(report).replace("</", "<\\/")
-    title = escape(report["title"])
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(section for section in sections if section)
-        + f'\n</main>\n<script type="application/json" id="report">{data}</script>\n</body>\n</html>\n'
+    environment = Environment(
+        loader=PackageLoader("deepseek_attn.experiments.report", ""), autoescape=True, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters |= {"for_people": show_number, "tokens": show_length}
+    plots = {
+        section.__name__: [(figure.caption, figure.svg()) for figure in section(report)]
+        for section in (figures.fronts, figures.distances, figures.training, figures.costs, figures.layers)
+    }
+    return environment.get_template("page.html.jinja").render(
+        report=report,
+        summary=summary(report),
+        recall=list(recall_rows(report)),
+        plots=plots,
+        num_colors=len(SERIES),
+        cost_captions=figures.COST_CAPTIONS,
+        recall_captions=figures.RECALL_CAPTIONS,
+        data=json.dumps(report).replace("</", "<\\/"),
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
+
+from deepseek_attn.experiments.report.schema import Front, Report, Spread, VariantReport
 
 
-def qualities(report: dict[str, Any]) -> dict[str, bool]:
+def qualities(report: Report) -> dict[str, bool]:
     """Names of the qualities a report has, and whether higher is better: ``text loss``, ``recall accuracy``, ...
 
     ``checkpoint KL`` is the divergence from the checkpoint's own schedule.
@@ -19,7 +21,7 @@ def qualities(report: dict[str, Any]) -> dict[str, bool]:
     return found
 
 
-def quality_of(variant: dict[str, Any], name: str) -> dict[str, float] | None:
+def quality_of(variant: VariantReport, name: str) -> Spread | None:
     """``mean``, ``low`` and ``high`` of one quality; None if the variant has no such measurement."""
     if name == "checkpoint KL":
         value = variant.get("checkpoint", {}).get("kl")
@@ -28,13 +30,13 @@ def quality_of(variant: dict[str, Any], name: str) -> dict[str, float] | None:
     return variant.get("tasks", {}).get(task, {}).get(metric)
 
 
-def costs(report: dict[str, Any]) -> tuple[str, ...]:
+def costs(report: Report) -> tuple[str, ...]:
     """Names of the costs a report has: ``bytes_per_token``, ``decode_ms``, ``prefill_ms``."""
     names = ("bytes_per_token", "decode_ms", "prefill_ms")
     return tuple(name for name in names if context_of(report, name) is not None)
 
 
-def context_of(report: dict[str, Any], name: str) -> int | None:
+def context_of(report: Report, name: str) -> int | None:
     """The longest context at which every variant that has this cost at all has it; None if there is none."""
     lengths = [
         {row["context"] for row in variant.get("cost", {}).get("contexts", []) if row.get(name) is not None}
@@ -64,26 +66,39 @@ def front(points: dict[str, tuple[float, float]], higher: bool) -> list[str]:
     return sorted(kept, key=lambda name: points[name])
 
 
-def mark_front(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The front of every quality against every cost: ``quality``, ``cost``, ``context``, ``higher``, ``variants``."""
-    fronts = []
+def mark_front(report: Report) -> list[Front]:
+    """The front of every quality against every cost."""
+    fronts: list[Front] = []
     for quality, higher in qualities(report).items():
         for cost in costs(report):
-            context = context_of(report, cost)
-            points = {}
-            for variant in report["variants"]:
-                price, value = cost_at(variant, cost, context), quality_of(variant, quality)
-                if price is not None and value is not None:
-                    points[variant["name"]] = (price, value["mean"])
+            points = {p.variant["name"]: (p.cost, p.quality["mean"]) for p in measured(report, quality, cost)}
             if points:
-                names = front(points, higher)
+                names, context = front(points, higher), context_of(report, cost)
                 fronts.append(
                     {"quality": quality, "cost": cost, "context": context, "higher": higher, "variants": names}
                 )
     return fronts
 
 
-def cost_at(variant: dict[str, Any], name: str, context: int | None) -> float | None:
+class Point(NamedTuple):
+    """A variant by its cost and its quality."""
+
+    variant: VariantReport
+    cost: float
+    quality: Spread
+
+
+def measured(report: Report, quality: str, cost: str) -> list[Point]:
+    """The variants of which both are known, at the context that `context_of` says."""
+    context, points = context_of(report, cost), []
+    for variant in report["variants"]:
+        price, value = cost_at(variant, cost, context), quality_of(variant, quality)
+        if price is not None and value is not None:
+            points.append(Point(variant, price, value))
+    return points
+
+
+def cost_at(variant: VariantReport, name: str, context: int | None) -> float | None:
     """A cost of a variant at one context; None if it was not measured there."""
     rows = variant.get("cost", {}).get("contexts", [])
     return next((row[name] for row in rows if row["context"] == context), None)

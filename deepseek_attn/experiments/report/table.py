@@ -1,11 +1,11 @@
-"""The table of a report, as text for a terminal."""
+"""The main table of a report, and its text for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 from deepseek_attn.experiments.report.pareto import context_of, cost_at, costs, qualities, quality_of
+from deepseek_attn.experiments.report.schema import Report, VariantReport
 
 COST_NAMES = {"bytes_per_token": "KV bytes per token", "decode_ms": "decode ms", "prefill_ms": "prefill ms"}
 
@@ -29,35 +29,56 @@ def show_number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def summary(report: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    """Headers and rows of the main table: one row per variant, of ``(value, std)`` pairs after number and name."""
+class Cell(NamedTuple):
+    """A number of the main table, None where nothing was measured; ``std`` over seeds, where there are any."""
+
+    mean: float | None
+    std: float | None = None
+
+
+class SummaryRow(NamedTuple):
+    """``on_front``: the variant is on a Pareto front of a quality against bytes."""
+
+    variant: VariantReport
+    on_front: bool
+    cells: list[Cell]
+
+
+class Summary(NamedTuple):
+    """The main table: one row per variant; ``columns`` name the cells."""
+
+    columns: list[str]
+    rows: list[SummaryRow]
+
+
+def summary(report: Report) -> Summary:
+    """The costs and qualities of every variant."""
     names, wanted = costs(report), qualities(report)
     contexts = {name: context_of(report, name) for name in names}
-    headers = ["#", "variant", *(f"{COST_NAMES[name]} at {show_length(contexts[name])}" for name in names)]
-    headers += list(wanted)
+    columns = [*(f"{COST_NAMES[name]} at {show_length(contexts[name])}" for name in names), *wanted]
+    best = {name for front in report["fronts"] for name in front["variants"] if front["cost"] == "bytes_per_token"}
     rows = []
     for variant in report["variants"]:
-        prices = [(cost_at(variant, name, contexts[name]), None) for name in names]
+        cells = [Cell(cost_at(variant, name, contexts[name])) for name in names]
         found = [quality_of(variant, name) for name in wanted]
-        values = [(None, None) if value is None else (value["mean"], value.get("std")) for value in found]
-        rows.append([variant["number"], variant["name"], *prices, *values])
-    return headers, rows
+        cells += [Cell(None) if value is None else Cell(value["mean"], value.get("std")) for value in found]
+        rows.append(SummaryRow(variant, variant["name"] in best, cells))
+    return Summary(columns, rows)
 
 
-def show_table(report: dict[str, Any]) -> str:
-    """The main table as aligned text; ``*`` marks variants on a Pareto front of quality against bytes."""
-    headers, rows = summary(report)
-    best = {name for front in report["fronts"] if front["cost"] == "bytes_per_token" for name in front["variants"]}
-    lines = [[str(header) for header in headers]]
-    for number, name, *cells in rows:
-        texts = [f"{show_number(value)}{f' ± {show_number(std)}' if std else ''}" for value, std in cells]
-        lines.append([str(number), f"{name}{' *' if name in best else ''}", *texts])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
-    justify: list[Callable[[str, int], str]] = [str.rjust, str.ljust] + [str.rjust] * (len(headers) - 2)
-    shown = [
-        "  ".join(place(cell, width) for place, cell, width in zip(justify, line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
+def show_table(report: Report) -> str:
+    """The main table as aligned text; ``*`` marks variants on a Pareto front of a quality against bytes."""
+    table = summary(report)
+    lines = [["#", "variant", *table.columns]]
+    for variant, on_front, cells in table.rows:
+        texts = [f"{show_number(mean)}{f' ± {show_number(std)}' if std else ''}" for mean, std in cells]
+        lines.append([str(variant["number"]), f"{variant['name']}{' *' if on_front else ''}", *texts])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = []
+    for number, name, *texts in lines:
+        aligned = [number.rjust(widths[0]), name.ljust(widths[1])]
+        aligned += [text.rjust(width) for text, width in zip(texts, widths[2:], strict=True)]
+        shown.append("  ".join(aligned).rstrip())
     units = report["units"]
     note = f"{units['done']} of {units['total']} pieces of work done"
     return "\n".join([*shown, "", f"* on the Pareto front of a quality against bytes; {note}"])

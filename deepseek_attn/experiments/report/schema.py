@@ -1,0 +1,173 @@
+"""The JSON of a report, ``report.json``: what tables, plots and the page are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NotRequired, TypedDict
+
+from deepseek_attn.experiments.define.results import CheckpointResult, LengthRow, PositionRow, RecallRow, TimesResult
+
+
+class Spread(TypedDict):
+    """One number over the seeds; ``std`` is that of a sample, 0 for one value."""
+
+    mean: float
+    std: NotRequired[float]
+    low: float
+    high: float
+    values: NotRequired[list[float]]
+
+
+class ContextRow(TypedDict):
+    """Costs of a schedule at one context length; times are sums over its attention layers, None where not measured."""
+
+    context: int
+    sequence_bytes: int
+    bytes_per_token: float
+    read_bytes: int
+    flops: int
+    decode_ms: float | None
+    prefill_ms: float | None
+
+
+class LayerRow(TypedDict):
+    """Costs of one layer; reads, FLOPs and times at the longest context."""
+
+    layer: int
+    kind: str
+    per_token: float
+    fixed: int
+    read_bytes: int
+    flops: int
+    decode_ms: float | None
+    prefill_ms: float | None
+
+
+class Cost(TypedDict):
+    """Costs of a schedule: marginal bytes ``per_token``, ``fixed`` bytes per sequence."""
+
+    per_token: float
+    fixed: int
+    contexts: list[ContextRow]
+    layers: list[LayerRow]
+
+
+class TaskQuality(TypedDict):
+    """A schedule trained on one task, over seeds; ``curve`` has [step, mean, low, high] of the training loss."""
+
+    seeds: list[int]
+    parameters: int
+    steps: list[int]
+    loss: Spread
+    accuracy: Spread
+    curve: list[list[float]]
+    by_length: list[LengthRow]
+    by_position: list[PositionRow]
+    layers: list[RecallRow]
+
+
+class VariantReport(TypedDict):
+    """Everything known of one schedule, as far as it has been measured. ``number`` names it in plots."""
+
+    number: int
+    name: str
+    schedule: str
+    ratios: list[int]
+    window: int
+    long_range: bool
+    cost: NotRequired[Cost]
+    model_time: NotRequired[TimesResult]
+    checkpoint: NotRequired[CheckpointResult]
+    tasks: NotRequired[dict[str, TaskQuality]]
+
+
+class Front(TypedDict):
+    """A Pareto front of a quality against a cost at ``context`` tokens: names of ``variants``, cheapest first."""
+
+    quality: str
+    cost: str
+    context: int
+    higher: bool
+    variants: list[str]
+
+
+class Shape(TypedDict):
+    """The sizes of a model that a report names."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    head_dim: int
+    sliding_window: int
+    index_topk: int
+    vocab_size: int
+
+
+class CostModel(Shape):
+    """The model whose costs are counted, and how they are timed."""
+
+    name: str
+    numerics: str
+    batch: int
+    prefill: int
+    repeats: int
+
+
+class BeyondWindow(TypedDict):
+    """One task whose answers lie at least ``gap`` tokens back: the best schedule without and with compressed entries.
+
+    ``reach``: how far the former's layers pass information on, window x layers.
+    """
+
+    task: str
+    gap: int
+    window: int
+    reach: int
+    window_only: str
+    window_only_accuracy: Spread
+    best: str
+    best_accuracy: Spread
+
+
+class UnitCounts(TypedDict):
+    """How many pieces of work there are, how many are done and in how many seconds, and the names of the others."""
+
+    total: int
+    done: int
+    seconds: float
+    missing: list[str]
+
+
+class Report(TypedDict):
+    """The whole document; ``own`` is the quality of the checkpoint's own schedule."""
+
+    name: str
+    title: str
+    device: str
+    seeds: list[int]
+    base: Shape
+    cost_model: CostModel | None
+    units: UnitCounts
+    variants: list[VariantReport]
+    own: CheckpointResult | None
+    fronts: list[Front]
+    beyond_window: list[BeyondWindow]
+
+
+def tasks(report: Report) -> list[str]:
+    """Names of the tasks that any variant was trained on."""
+    return list(dict.fromkeys(task for variant in report["variants"] for task in variant.get("tasks", {})))
+
+
+def with_task(report: Report, task: str) -> list[VariantReport]:
+    """The variants that were trained on ``task``."""
+    return [variant for variant in report["variants"] if task in variant.get("tasks", {})]
+
+
+def recall_rows(report: Report) -> Iterator[tuple[str, VariantReport, RecallRow]]:
+    """What layers keep of attention: (task or ``checkpoint``, variant, one layer's row), source by source."""
+    for source in [*tasks(report), "checkpoint"]:
+        for variant in report["variants"]:
+            found = variant if source == "checkpoint" else variant.get("tasks", {})
+            for row in found.get(source, {}).get("layers", []):
+                yield source, variant, row
