@@ -17,6 +17,7 @@ from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.runner import ModelRunner, Sequence, StepOptions
 from tests.support.small_models import prompt, small_config, small_runner
+from tests.support.tiers import tiered
 
 NUMERICS = ("exact", "official", "serving")
 
@@ -58,7 +59,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("blocks", tiered([1, 3], [1]))
 @pytest.mark.parametrize(("family", "numerics"), [(f, q) for f, of in FAMILIES.items() for q in of])
 def test_going_on_from_a_snapshot(family, blocks, numerics):
     """Bit for bit, MTP included, in poisoned memory, and after the snapshot's donor has gone on and ended."""
@@ -267,7 +268,7 @@ def test_reclaimable_pages_are_those_that_only_snapshots_hold():
 # saved sequences
 
 
-@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("numerics", tiered(NUMERICS, ["exact", "serving"]))
 @pytest.mark.parametrize(("family", "length"), [("mixed", 3), ("mixed", 150), ("window", 90), ("v32", 70)])
 def test_a_saved_sequence_goes_on_in_another_runner(family, length, numerics, tmp_path):
     runner = runner_of(family, numerics)

@@ -16,6 +16,7 @@ import pytest
 
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.config.model import ModelConfig
+from tests.support.tiers import tiered
 
 COMMAND = [sys.executable, "-c", "import sys; from deepseek_attn.cli import main; sys.exit(main())"]
 
@@ -66,7 +67,7 @@ def read_until(descriptor: int, process: subprocess.Popen, enough) -> bytes:
     return found
 
 
-@pytest.mark.parametrize("times", [1, 3], ids=["once", "repeatedly"])
+@pytest.mark.parametrize("times", tiered([1, 3], [3]))
 def test_interrupted_generation(checkpoint, whole, times):
     command = generate(checkpoint, "--max-tokens", "30000")
     process = subprocess.Popen(

@@ -18,6 +18,7 @@ from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.graphs import DecodeGraphs, Guesses
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jobs, together, variants
+from tests.support.tiers import tiered
 
 LONGEST = 300
 TOLERANCE = 2e-5  # of the largest logit, between a step's rows and the same rows in steps of other sizes
@@ -72,7 +73,10 @@ V4_CASES = [("batched", 1), ("chunks", 2), ("prefixes", 2), ("pressure", 3), ("p
 CASES = [("tiny", *case) for case in V4_CASES] + [("tiny_v32", "batched", 1), ("tiny_v32", "everything", 3)]
 
 
-@pytest.mark.parametrize(("preset", "variant", "drafts"), CASES)
+QUICK = [("tiny", "prefixes", 2), ("tiny", "everything", 3), ("tiny_v32", "batched", 1)]
+
+
+@pytest.mark.parametrize(("preset", "variant", "drafts"), tiered(CASES, QUICK))
 def test_every_request_is_what_it_is_without(preset, variant, drafts, monkeypatch):
     """Greedy and sampled requests, with guesses of which three in five are right; the MTP rows behind them."""
     config, jobs, expected = workload(preset)
@@ -182,7 +186,7 @@ def use_persistent_tensors(llm, monkeypatch) -> DecodeGraphs:
     return graphs
 
 
-@pytest.mark.parametrize("right", [2, 3, 5], ids=["half", "most", "nearly-all"])
+@pytest.mark.parametrize("right", tiered([2, 3, 5], [2, 5]))
 def test_decode_steps_over_persistent_tensors(llm, plain, right, monkeypatch):
     """What CUDA graphs replay, run eagerly: turns of one to four tokens, padded to the longest of a step."""
     runner, graphs = llm.runner, use_persistent_tensors(llm, monkeypatch)
@@ -222,7 +226,7 @@ def test_sampled_tokens_are_those_of_the_seed(directory, plain, drafts, monkeypa
     assert 0.4 < llm.engine.stats.acceptance_rate < 1
 
 
-@pytest.mark.parametrize("place", range(1, 9))
+@pytest.mark.parametrize("place", tiered(range(1, 9), [1, 3, 4, 8]))
 def test_a_stop_token_among_accepted_guesses(llm, plain, place, monkeypatch):
     expected = plain.generate([prompt(30)], greedy(12))[0].token_ids
     guess_from(monkeypatch, llm.runner, [prompt(30) + expected])
@@ -243,7 +247,7 @@ def test_a_stop_string_among_accepted_guesses(llm, plain, monkeypatch):
     assert "".join(llm.stream("Grüße, 世界", greedy(24, stop=(stop,)))) == expected.text
 
 
-@pytest.mark.parametrize("count", range(1, 10))
+@pytest.mark.parametrize("count", tiered(range(1, 10), [1, 2, 5, 8]))
 def test_max_tokens_anywhere(llm, plain, count, monkeypatch):
     expected = plain.generate([prompt(30)], greedy(12))[0].token_ids
     guess_from(monkeypatch, llm.runner, [prompt(30) + expected])
@@ -253,7 +257,7 @@ def test_max_tokens_anywhere(llm, plain, count, monkeypatch):
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["eager", "persistent"])
-@pytest.mark.parametrize("length", range(189, 200))
+@pytest.mark.parametrize("length", tiered(range(189, 200), [190, 196, 199]))
 def test_max_model_len_anywhere(llm, plain, length, persistent, monkeypatch):
     expected = plain.generate([prompt(length)], greedy(50))[0]
     if persistent:
@@ -263,7 +267,7 @@ def test_max_model_len_anywhere(llm, plain, length, persistent, monkeypatch):
     assert length + len(expected.token_ids) == OPTIONS["max_model_len"]
 
 
-@pytest.mark.parametrize("broken", range(29, 37))
+@pytest.mark.parametrize("broken", tiered(range(29, 37), [29, 31, 34, 36]))
 def test_broken_logits_fail_one_request_where_they_would_without(llm, plain, broken, monkeypatch):
     """The row at a position is NaN: all tokens before it come out, whether it was a guess's row or not."""
     lengths = (30, 12, 21)

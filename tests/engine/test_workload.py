@@ -11,6 +11,7 @@ from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jobs, together, use_buckets, variants
+from tests.support.tiers import tiered
 
 LONGEST = 320
 
@@ -27,7 +28,10 @@ CASES = [("tiny", variant) for variant in ("batched", "chunks", "prefixes", "pre
 CASES += [("tiny_v32", "batched"), ("tiny_v32", "everything")]
 
 
-@pytest.mark.parametrize(("preset", "variant"), CASES)
+QUICK = [("tiny", "chunks"), ("tiny", "pressure"), ("tiny", "everything"), ("tiny_v32", "everything")]
+
+
+@pytest.mark.parametrize(("preset", "variant"), tiered(CASES, QUICK))
 def test_every_request_is_what_it_is_alone(preset, variant):
     config, jobs, expected = workload(preset)
     options = variants(config, LONGEST)[variant]
@@ -42,7 +46,10 @@ def test_every_request_is_what_it_is_alone(preset, variant):
     assert leaked(engine) == {}
 
 
-@pytest.mark.parametrize(("variant", "drafts"), [("batched", 0), ("prefixes", 2), ("everything", 0), ("everything", 2)])
+GREEDY = [("batched", 0), ("prefixes", 2), ("everything", 0), ("everything", 2)]
+
+
+@pytest.mark.parametrize(("variant", "drafts"), tiered(GREEDY, [("prefixes", 2), ("everything", 0)]))
 def test_greedy_requests_over_persistent_tensors(variant, drafts):
     """Decode steps of few sizes that choose the tokens themselves and start ahead, or check guesses."""
     config, jobs, expected = workload("tiny", greedy=1)

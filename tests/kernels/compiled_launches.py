@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 
-import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -15,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deepseek_attn.kernels.common import device as device_facts
 from deepseek_attn.kernels.common.device import GPU
+from tests.support.tiers import tiered
 
 CAPABILITIES = {"sm80": (8, 0), "sm89": (8, 9), "sm90": (9, 0), "sm100": (10, 0), "sm120": (12, 0)}
 SHARED = {"sm80": 163, "sm89": 99, "sm90": 227, "sm100": 227, "sm120": 99}  # KiB that a program may use
@@ -29,21 +29,14 @@ def on_gpus(variants=None, main=()):
     """Cases ``(arch, variant)`` of a test that compiles, or ``arch`` alone where there are no variants.
 
     ``make test`` compiles the variants in ``main``, which together launch every kernel of the test, for two GPUs; a
-    test without variants for one. All other variants and GPUs are marked ``compile_all`` and left to ``make test-all``.
+    test without variants for one. All other variants and GPUs are marked ``exhaustive`` and left to ``make test-all``.
     """
     if variants is None:
-        return only_first(CAPABILITIES, ["sm90"])
+        return tiered(CAPABILITIES, ["sm90"])
     assert main
     assert set(main) <= set(variants)
     pairs = [(arch, variant) for variant in variants for arch in CAPABILITIES]
-    return only_first(pairs, [(arch, variant) for variant in main for arch in MAIN])
-
-
-def only_first(cases, first):
-    """``cases``, of which ``make test`` compiles those in ``first`` alone."""
-    assert set(first) <= set(cases)
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)),
-                         marks=[] if case in first else pytest.mark.compile_all) for case in cases]  # fmt: skip
+    return tiered(pairs, [(arch, variant) for variant in main for arch in MAIN])
 
 
 def pass_for_gpu(monkeypatch, capability, *modules):

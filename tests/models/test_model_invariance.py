@@ -29,6 +29,7 @@ from tests.support.invariance_cases import (
 )
 from tests.support.oracle_dense import DenseOracle
 from tests.support.small_models import assert_close, assert_no_near_tie, prompt, small_config, small_runner
+from tests.support.tiers import tiered
 
 # how a prompt is cut into steps
 
@@ -59,7 +60,11 @@ CHUNKS = [(ratio, size) for ratio in COMPRESSED for size in (1, 2, 3, 5, 7, 16, 
 CHUNKS += [(ratio, size) for ratio in OTHERS for size in (1, 7, 64, 129, None)]
 
 
-@pytest.mark.parametrize(("ratio", "chunk_size"), CHUNKS, ids=str)
+QUICK = [(4, size) for size in (1, 3, 7, 64, 129, None)] + [(128, size) for size in (2, 63, 65, 127, None)]
+QUICK += [(0, 7), (2, 64), (8, 129), (16, 1), (16, None)]
+
+
+@pytest.mark.parametrize(("ratio", "chunk_size"), tiered(CHUNKS, QUICK), ids=str)
 def test_any_chunking_equals_one_prefill(ratio, chunk_size):
     """A ragged batch in chunks; None is the batch in one step."""
     runner, prompts, expected = shared_runner((ratio, ratio)), two_prompts(ratio), whole_prefills(ratio)
@@ -70,7 +75,7 @@ def test_any_chunking_equals_one_prefill(ratio, chunk_size):
         assert_close(logits, expected[n], what=f"{n} tokens in chunks of {chunk_size}")
 
 
-@pytest.mark.parametrize("split", [1, 3, 4, 5, 63, 64, 65, 127, 128, 129, 130, 131])
+@pytest.mark.parametrize("split", tiered([1, 3, 4, 5, 63, 64, 65, 127, 128, 129, 130, 131], [1, 3, 5, 64, 127, 129]))
 def test_mixed_layers_split_anywhere(split):
     runner = shared_runner(MIXED)
     tokens = prompt(runner.config, 140, seed=2)
@@ -104,8 +109,13 @@ def test_mtp_logits_in_chunks(chunk_size):
         assert_close(drafts[i], whole_drafts, what="MTP")
 
 
-@pytest.mark.parametrize("numerics", ["official", "serving"])
-@pytest.mark.parametrize("ratio", [0, 4, 128], ids=lambda ratio: f"ratio{ratio}")
+@pytest.mark.parametrize(
+    ("ratio", "numerics"),
+    tiered(
+        [(ratio, numerics) for ratio in (0, 4, 128) for numerics in ("official", "serving")],
+        [(0, "serving"), (4, "official"), (128, "serving")],
+    ),
+)
 def test_quantised_layer_token_by_token(ratio, numerics):
     """One layer only: where a rounding falls the other way, deeper random layers would amplify it."""
     runner = shared_runner((ratio,), numerics)
@@ -163,7 +173,13 @@ CUTS = {
 LAYERS = [(ratio, numerics) for ratio in COMPRESSED for numerics in NUMERICS]
 
 
-@pytest.mark.parametrize(("ratio", "numerics"), [*LAYERS, *((ratio, "serving") for ratio in OTHERS)])
+@pytest.mark.parametrize(
+    ("ratio", "numerics"),
+    tiered(
+        [*LAYERS, *((ratio, "serving") for ratio in OTHERS)],
+        [(4, "exact"), (4, "official"), (128, "serving"), (0, "serving"), (8, "serving")],
+    ),
+)
 def test_caches_do_not_depend_on_chunks(ratio, numerics, monkeypatch):
     """A first layer's cache inputs depend on tokens alone, and stored bytes on nothing but their own input row."""
 
@@ -191,7 +207,13 @@ def test_caches_do_not_depend_on_chunks(ratio, numerics, monkeypatch):
 # what comes later
 
 
-@pytest.mark.parametrize(("ratio", "numerics"), [*LAYERS, *((ratio, "exact") for ratio in OTHERS)])
+@pytest.mark.parametrize(
+    ("ratio", "numerics"),
+    tiered(
+        [*LAYERS, *((ratio, "exact") for ratio in OTHERS)],
+        [(4, "official"), (128, "exact"), (128, "serving"), (0, "exact"), (8, "exact")],
+    ),
+)
 def test_later_tokens_change_no_earlier_bit(ratio, numerics):
     runner = shared_runner((ratio, ratio), numerics)
     length = 2 * ratio + 6 if ratio == 128 else 70
@@ -225,7 +247,7 @@ def poison(runner: ModelRunner, live: tuple[Sequence, ...] = ()) -> None:
 SIZES = [61, 1, 1, 1, 66, 1, 1, 1, 1, 1, 5]  # prefill, decode, both again; crosses 64 and 128
 
 
-@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("numerics", tiered(NUMERICS, ["exact", "official"]))
 def test_poisoned_memory_changes_nothing(numerics):
     runner = shared_runner(KINDS[numerics], numerics)
     tokens, other = prompt(runner.config, sum(SIZES)), prompt(runner.config, 150, seed=1)
@@ -246,7 +268,7 @@ def test_poisoned_memory_changes_nothing(numerics):
         pool.tensor.zero_()
 
 
-@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("numerics", tiered(NUMERICS, ["exact", "serving"]))
 def test_poisoned_batch_and_mtp(numerics):
     """Prefills, chunks, and decodes of several lengths in one step, where short rows have columns to spare."""
     runner = shared_runner((0, 4), numerics, mtp=1)

@@ -18,9 +18,10 @@ from tests.support.invariance_cases import (
     shared_runner,
 )
 from tests.support.small_models import assert_close, prompt
+from tests.support.tiers import tiered
 
 
-@pytest.mark.parametrize("start", [1, 56, 74, 118, 184], ids=lambda start: f"from{start}")
+@pytest.mark.parametrize("start", tiered([1, 56, 74, 118, 184], [56, 74, 118]), ids=lambda start: f"from{start}")
 def test_truncate_to_every_length(start):
     """One sequence per length: decode 16 tokens past ``start``, go back, continue with other tokens.
 
@@ -50,7 +51,10 @@ def test_truncate_to_every_length(start):
 
 @pytest.mark.parametrize(
     ("length", "numerics"),
-    [(n, "exact") for n in (120, 123, 127, 128, 129, 135)] + [(n, q) for n in (127, 130) for q in NUMERICS[1:]],
+    tiered(
+        [(n, "exact") for n in (120, 123, 127, 128, 129, 135)] + [(n, q) for n in (127, 130) for q in NUMERICS[1:]],
+        [(120, "exact"), (128, "exact"), (135, "exact"), (127, "official"), (130, "serving")],
+    ),
 )
 def test_truncate_bit_for_bit(length, numerics):
     """The same steps with and without a detour that is taken back."""
@@ -103,7 +107,10 @@ FORKS = [(n, "exact") for n in (1, 3, 4, 5, 63, 64, 65, 127, 128, 130, 255)]
 FORKS += [(n, numerics) for n in (3, 64, 130) for numerics in ("official", "serving")]
 
 
-@pytest.mark.parametrize(("length", "numerics"), FORKS)
+QUICK = [(1, "exact"), (4, "exact"), (63, "exact"), (128, "exact"), (130, "official"), (64, "serving")]
+
+
+@pytest.mark.parametrize(("length", "numerics"), tiered(FORKS, QUICK))
 def test_fork(length, numerics):
     """Parent and child continue with different tokens, in turns; a grandchild outlives both."""
     runner = shared_runner(KINDS[numerics], numerics)

@@ -6,6 +6,7 @@ import pytest
 
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.training import make_task, train
+from tests.support.tiers import EXHAUSTIVE
 
 SMALL = {
     **{"num_nextn_predict_layers": 0, "num_hidden_layers": 2, "num_hash_layers": 0, "quantization_config": None},
@@ -28,6 +29,7 @@ def test_a_needle_beyond_the_windows(ratios, learned):
         assert result.metrics["accuracy"] < 0.3
 
 
+@EXHAUSTIVE
 def test_the_window_alone_sees_a_needle_inside_it():
     """So that the failure above is the distance's and not the model's."""
     config = ModelConfig.from_preset("tiny").replace(compress_ratios=[0, 0], **SMALL | {"sliding_window": 24})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import timeit
 from collections import Counter
 
 import pytest
@@ -67,15 +66,13 @@ def test_ranges_end_with_an_error():
     assert stage("next") is stage("one more")
 
 
-def test_a_disabled_stage_costs_less_than_a_microsecond():
-    def use():
-        with stage("off"):
-            pass
-
-    runs = 20_000
-    assert min(timeit.repeat(use, number=runs, repeat=5)) / runs < 1e-6
-    function = traced("off")(lambda: None)
-    assert min(timeit.repeat(function, number=runs, repeat=5)) / runs < 1e-6
+def test_a_disabled_stage_makes_nothing():
+    """One object for all stages, without a range of the profiler: what a step pays for its stages is a call."""
+    assert stage("off") is stage("another")
+    assert not isinstance(stage("off"), torch.profiler.record_function)
+    with torch.profiler.profile() as profiler:
+        assert traced("off")(abs)(-3) == 3
+    assert not profiler.key_averages()
 
 
 def test_a_trace_that_cannot_be_written(tmp_path):

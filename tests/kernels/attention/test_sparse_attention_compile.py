@@ -17,7 +17,8 @@ from deepseek_attn.kernels.attention.attend_rows import fits_hopper
 from deepseek_attn.kernels.attention.attend_rows_hopper import attend_rows_hopper_kernel
 from deepseek_attn.kernels.attention.attend_triton import attend_kernel, combine_kernel
 from deepseek_attn.kernels.attention.tiles import choose_tiles, dot_dtype, pieces
-from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus, only_first, ptxas_report
+from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus, ptxas_report
+from tests.support.tiers import tiered
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -77,7 +78,7 @@ def test_attention_compiles(arch, shape):
     assert native == (SHAPES[shape]["fp8"] and arch != "sm80")
 
 
-@pytest.mark.parametrize("dim", only_first([128, 512], [512]))
+@pytest.mark.parametrize("dim", tiered([128, 512], [512]))
 def test_the_hopper_kernel_compiles(dim):
     shape = SHAPES["fp8 pages, 64 heads"] | {"hopper": True, "dim": dim}
     kernel = compiled_attention((9, 0), **shape)
@@ -95,7 +96,7 @@ def test_products_of_the_hopper_kernel_overlap(tmp_path):
     assert spilled < 200  # per thread; far more if keys in flight are spilled
 
 
-@pytest.mark.parametrize(("dim", "dtype"), only_first([(128, "bf16"), (256, "fp16"), (512, "bf16")], [(512, "bf16")]))
+@pytest.mark.parametrize(("dim", "dtype"), tiered([(128, "bf16"), (256, "fp16"), (512, "bf16")], [(512, "bf16")]))
 def test_the_hopper_kernel_of_rows_compiles(dim, dtype):
     pointers = dict.fromkeys(("q_ptr", "kv_ptr", "out_ptr"), f"*{dtype}") | {"indices_ptr": "*i32", "lens_ptr": "*i32"}
     constants = {"DIM": dim, "HAS_LENS": True, "HAS_SINK": True}

@@ -15,7 +15,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from deepseek_attn.kernels.indexer.scores import choose_config, fits_hopper, hopper_splits
 from deepseek_attn.kernels.indexer.scores_hopper import index_scores_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_triton import index_scores_kernel
-from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus, only_first, target_of
+from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus, target_of
+from tests.support.tiers import tiered
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
 FORMATS = ("plain", "fp8", "fp4")
@@ -44,7 +45,7 @@ def test_compiles(arch, scores):
     assert ("e4m3" in compiled.asm["ptx"]) == (native and fmt != "plain") or arch == "sm100"
 
 
-@pytest.mark.parametrize("page", only_first([64, 32, 2], [64]))
+@pytest.mark.parametrize("page", tiered([64, 32, 2], [64]))
 def test_the_hopper_kernel_compiles(page):
     kernel = index_scores_hopper_kernel
     names, fp8 = kernel.arg_names, "*fp8e4nv"

@@ -9,8 +9,9 @@ from deepseek_attn.kernels.linear import launch_hopper as linear_hopper
 from deepseek_attn.kernels.linear.launch import FP8Product, PlainProduct, Products, empty_quantized_rows
 from deepseek_attn.kernels.linear.launch_config import HopperLaunchConfig, choose_hopper_config
 from deepseek_attn.kernels.linear.launch_hopper import fits_hopper, launch_hopper
-from tests.kernels.compiled_launches import only_first, pass_for_gpu, ptxas_report
+from tests.kernels.compiled_launches import pass_for_gpu, ptxas_report
 from tests.kernels.linear.compiled_linear import compiled_launches
+from tests.support.tiers import tiered
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 C4A = (4096, (1024, 512), (1024, 1024, 256, 256, 64))
@@ -43,7 +44,7 @@ TILINGS = [(name, M) for name in LAUNCHES for M in (16, 32, 64, 128)]
 MAIN = [("x of C4A", 16), ("odd blocks", 128), ("wo_a, quantised", 64)]  # fewest and most tokens; FP8 output
 
 
-@pytest.mark.parametrize(("name", "M"), only_first(TILINGS, MAIN))
+@pytest.mark.parametrize(("name", "M"), tiered(TILINGS, MAIN))
 def test_compiles_without_waits_between_the_products_of_a_block(name, M, monkeypatch, tmp_path):
     """ptxas waits for each product by itself where it cannot follow which registers are under way."""
     (kernel,) = compiled_launches(monkeypatch, (9, 0), lambda: launch(M, *LAUNCHES[name]))

@@ -109,7 +109,7 @@ def main(world: int, dp_attention: bool, directory: str, results: str) -> None:
     """A rank started by the tests (or torchrun): computes everything and writes it to ``results``."""
     from deepseek_attn.layers.parallel import launched
 
-    with launched(world, "cpu", dp_attention, timeout_seconds=120) as (parallel, _):
+    with launched(world, "cpu", dp_attention, timeout_seconds=900) as (parallel, _):
         torch.save(everything(Path(directory), parallel), Path(results) / f"{parallel.rank}.pt")
 
 

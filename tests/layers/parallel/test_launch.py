@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
 from deepseek_attn.checkpoint import RandomSource, SafetensorsSource, TensorInfo, read_weight, write_checkpoint
 from deepseek_attn.checkpoint.source import stored_shards
+from deepseek_attn.cli import main
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.kernels.linear import dequantize_weight
 from deepseek_attn.layers.parallel import Parallel, RankFailed, check_launch, check_split, launched
@@ -20,8 +20,8 @@ from tests.layers.parallel import cases
 
 DYING = """
 import sys
-from deepseek_attn.parallel import launched
-with launched(2, "cpu", timeout_seconds=60) as (parallel, _):
+from deepseek_attn.layers.parallel import launched
+with launched(2, "cpu", timeout_seconds=3600) as (parallel, _):
     if parallel.rank == 1:
         raise ValueError("this rank stops here")
     parallel.sum(__import__("torch").ones(3))
@@ -40,23 +40,22 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(RandomSource(config, 4), config, tmp_path_factory.mktemp("checkpoint") / "model")
 
 
-def test_the_command_line_under_torchrun(checkpoint):
+def test_the_command_line_under_torchrun(checkpoint, capsys):
     flags = ["generate", "--model", str(checkpoint), "--token-ids", "5,9,17,4,200", "--max-tokens", "8", "--ignore-eos"]
     flags += ["--device", "cpu", "--temperature", "0"]
-    module = [sys.executable, "-m", "deepseek_attn"]
-    alone = subprocess.run([*module, *flags], capture_output=True, timeout=120, check=True).stdout
+    assert main(flags) == 0
+    alone = capsys.readouterr().out.encode()
     command = torchrun(2, "-m", "deepseek_attn", *flags, "--tensor-parallel", "2")
-    shared = subprocess.run(command, capture_output=True, timeout=240, check=True, stdin=subprocess.DEVNULL).stdout
+    shared = subprocess.run(command, capture_output=True, timeout=900, check=True, stdin=subprocess.DEVNULL).stdout
     assert shared == alone
     assert shared.strip()
 
 
 def test_a_rank_that_dies_ends_the_others():
-    start = time.monotonic()
-    done = subprocess.run(torchrun(2, "--no-python", sys.executable, "-c", DYING), capture_output=True, timeout=120)
+    """The other rank would wait an hour for the sum; ``timeout`` ends a test that hangs."""
+    done = subprocess.run(torchrun(2, "--no-python", sys.executable, "-c", DYING), capture_output=True, timeout=900)
     assert done.returncode != 0
     assert b"this rank stops here" in done.stderr
-    assert time.monotonic() - start < 50
 
 
 def test_impossible_splits_are_listed_together():
