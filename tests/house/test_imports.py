@@ -47,7 +47,8 @@ KNOWN_CIRCLES: list[set[str]] = [
     {"deepseek_attn.cache.budget", "deepseek_attn.cache.layout"},
     {"deepseek_attn.attention.layer", "deepseek_attn.impls.base"},
     {f"deepseek_attn.kernels.sampling{name}" for name in ("", ".argmax", ".reference")},
-    {f"deepseek_attn.runner.{name}" for name in ("drafting", "model_runner", "scoring", "sequence")},
+    {f"deepseek_attn.runner.{name}" for name in ("drafting", "model_runner", "scoring", "sequence", "step")},
+    {f"deepseek_attn.kernels.linear{name}" for name in ("", ".grouped", ".launch_hopper", ".linear")},
     {"deepseek_attn.training.tasks", "deepseek_attn.training.text"},
 ]
 KNOWN_ROOMS: list[set[str]] = [{"attention", "impls"}]
