@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +22,13 @@ from deepseek_attn.impls.metadata import (
     DeepseekSparseSWAMetadata,
     StepMetadata,
 )
-from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.indices import reference
-from deepseek_attn.kernels.insert.compress_reference import CompressBatch
+from deepseek_attn.kernels.indices import (
+    build_c128a_topk_indices,
+    compute_swa_indices_and_lens,
+    get_compressed_slot_mapping,
+    slot_mapping_from_positions,
+)
+from deepseek_attn.kernels.insert import CompressBatch
 
 
 @dataclass
@@ -63,7 +64,7 @@ class MetadataBuilder:
         """
         batch = self._batch(step)
         positions, owners, table = batch.positions, batch.token_to_req, batch.tables[WINDOW]
-        slots = index_op(positions, "slot_mapping_from_positions")(positions, owners, table, WINDOW_PAGE)
+        slots = slot_mapping_from_positions(positions, owners, table, WINDOW_PAGE)
         if step.token_valid is not None:
             slots.masked_fill_(~batch.valid, -1)
         swa = self._window(batch, slots)
@@ -110,7 +111,7 @@ class MetadataBuilder:
 
     def _window(self, batch: _Batch, slots: torch.Tensor) -> DeepseekSparseSWAMetadata:
         tokens, decodes = batch.decode_tokens, batch.num_decodes
-        indices, lens = index_op(slots, "compute_swa_indices_and_lens")(
+        indices, lens = compute_swa_indices_and_lens(
             batch.positions[:tokens],
             batch.token_to_req[:tokens],
             batch.tables[WINDOW],
@@ -142,18 +143,17 @@ class MetadataBuilder:
     def _compressed(self, batch: _Batch, window_slots: torch.Tensor, ratio: int) -> DeepseekSparseMLAMetadata:
         positions, requests, valid = batch.positions, batch.token_to_req, batch.valid
         table, entries = batch.tables[ratio_group(ratio)], entries_per_page(ratio)
-        slots = index_op(positions, "get_compressed_slot_mapping")(
-            positions, window_slots, requests, table, entries, ratio
-        )
+        slots = get_compressed_slot_mapping(positions, window_slots, requests, table, entries, ratio)
         lens = batch.entry_lens[ratio]
         meta = DeepseekSparseMLAMetadata(ratio, table, entries, slots, batch.step.seq_lens, lens)
         if all(spec.has_indexer for spec in self.layers if spec.ratio == ratio):
             return meta
-        build = index_op(positions, "build_c128a_topk_indices")
         tokens, width = batch.decode_tokens, index_width(int(batch.step.seq_lens.max()), ratio, self.layout)
-        indices, lens = build(positions[:tokens], ratio, requests[:tokens], table, entries, valid[:tokens], width)
+        indices, lens = build_c128a_topk_indices(
+            positions[:tokens], ratio, requests[:tokens], table, entries, valid[:tokens], width
+        )
         meta.c128a_global_decode_topk_indices, meta.c128a_decode_topk_lens = indices.unsqueeze(1), lens
-        meta.c128a_prefill_topk_indices, _ = build(
+        meta.c128a_prefill_topk_indices, _ = build_c128a_topk_indices(
             positions[tokens:], ratio, None, None, entries, valid[tokens:], width
         )
         return meta
@@ -247,13 +247,6 @@ def count_decodes(query_lens: torch.Tensor, threshold: int) -> int:
             f"requests of up to {threshold} new tokens must come first; the query lengths are {query_lens.tolist()}"
         )
     return count
-
-
-def index_op(tensor: torch.Tensor, name: str) -> Callable[..., Any]:
-    """The index builder ``name`` for tensors like this one: the Triton kernel, or plain torch."""
-    return getattr(
-        import_module("deepseek_attn.kernels.indices.step_indices") if runs_triton(tensor) else reference, name
-    )
 
 
 def index_width(length: int, ratio: int, layout: CacheLayout) -> int:

@@ -1,4 +1,4 @@
-"""The compressor of a layer, or of its indexer: windows of tokens become one compressed entry each."""
+"""The compressor of a layer, or of its indexer: pools windows of tokens into one compressed entry each."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import torch
 from deepseek_attn.cache.pools import Pool
 from deepseek_attn.config.model import LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
-from deepseek_attn.kernels.insert.compress_reference import CompressPart
+from deepseek_attn.kernels.insert import CompressPart
 from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
 
 
 class Compressor(CheckpointModule):
-    """Compresses tokens into entries of ``head_dim`` channels; see `kernels.insert.compress_reference` for how.
+    """Compresses tokens into entries of ``head_dim`` channels; see `kernels.insert.compress_and_insert`.
 
     In the checkpoint: ``attn.compressor`` and ``attn.indexer.compressor``.
 
     Args:
         head_dim: channels of an entry: ``config.head_dim``, or ``config.index_head_dim`` for the indexer.
-        rotate: apply a Hadamard rotation to the entry before it is stored (indexer keys under official numerics).
+        rotate: multiply the entry by a Hadamard matrix before it is stored (indexer keys under official numerics).
     """
 
     def __init__(
@@ -45,22 +45,22 @@ class Compressor(CheckpointModule):
         self.state: Pool | None = None
 
     def bind(self, pool: Pool, state: Pool) -> None:
-        """Sets where entries and the projections of open windows go."""
+        """Sets the pools of entries and of the projections of open windows."""
         self.pool, self.state = pool, state
 
     def part(self, kv: torch.Tensor, score: torch.Tensor) -> CompressPart:
-        """This compressor over the projections ``wkv(x)`` and ``wgate(x)``, float32 ``[T, coff * head_dim]``."""
+        """This compressor with a step's projections ``wkv(x)`` and ``wgate(x)``, float32 ``[T, coff * head_dim]``."""
         return CompressPart(
-            kv,
-            score,
-            self.ape,
-            self.state.tensor,
-            self.norm.weight,
-            self.norm.eps,
-            self.rope.cos_sin,
-            self.pool.record,
-            self.pool.tensor,
-            self.pool.entries,
-            self.dtype,
-            self.rotate,
+            kv=kv,
+            score=score,
+            ape=self.ape,
+            state=self.state.tensor,
+            norm_weight=self.norm.weight,
+            eps=self.norm.eps,
+            cos_sin=self.rope.cos_sin,
+            record=self.pool.record,
+            pool=self.pool.tensor,
+            page_entries=self.pool.entries,
+            dtype=self.dtype,
+            hadamard=self.rotate,
         )

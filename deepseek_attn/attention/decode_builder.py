@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +13,7 @@ from deepseek_attn.attention.builder import compress_batch, index_width
 from deepseek_attn.cache.layout import STATE, WINDOW, WINDOW_PAGE, CacheLayout, entries_per_page, ratio_group
 from deepseek_attn.config.model import LayerSpec
 from deepseek_attn.impls.metadata import DeepseekSparseMLAMetadata, DeepseekSparseSWAMetadata, StepMetadata
-from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.indices.reference import EntryGroup, StepIndices
-from deepseek_attn.kernels.indices.reference import decode_step_indices as reference_indices
+from deepseek_attn.kernels.indices import EntryGroup, StepIndices, decode_step_indices
 
 
 @dataclass
@@ -63,7 +60,7 @@ class _DecodeMetadata:
         kinds = {(spec.ratio, spec.overlap): spec for spec in self.layers if not spec.swa_only}
         groups = [self.group(ratio) for ratio in sorted({ratio for ratio, _ in kinds})]
         batch = self.batch
-        indices = indices_op(batch.positions)(
+        indices = decode_step_indices(
             batch.positions,
             self.token_to_req,
             batch.valid,
@@ -107,8 +104,8 @@ class _DecodeMetadata:
             query_start_loc_cpu=self.starts_cpu,
             is_valid_token=batch.valid,
             token_to_req_indices=self.token_to_req,
-            decode_swa_indices=indices.swa_indices.unsqueeze(1),
-            decode_swa_lens=indices.swa_lens,
+            decode_swa_indices=indices.swa.indices.unsqueeze(1),
+            decode_swa_lens=indices.swa.lens,
             num_decodes=batch.requests,
             num_prefills=0,
             num_decode_tokens=len(batch.positions),
@@ -121,18 +118,9 @@ class _DecodeMetadata:
 
     def compressed(self, group: EntryGroup, indices: StepIndices) -> DeepseekSparseMLAMetadata:
         meta = DeepseekSparseMLAMetadata(
-            group.ratio, group.block_table, group.entries, indices.compressed_slots[group.ratio], self.seq_lens_cpu
+            group.ratio, group.block_table, group.block_size, indices.compressed_slots[group.ratio], self.seq_lens_cpu
         )
         if group.width:
             rows, lens = indices.entries[group.ratio]
             meta.c128a_global_decode_topk_indices, meta.c128a_decode_topk_lens = rows.unsqueeze(1), lens
         return meta
-
-
-def indices_op(tensor: torch.Tensor) -> Callable[..., StepIndices]:
-    """The index builder for tensors like this one: the Triton kernel, or plain torch."""
-    if runs_triton(tensor):
-        from deepseek_attn.kernels.indices.step_indices import decode_step_indices
-
-        return decode_step_indices
-    return reference_indices

@@ -13,9 +13,9 @@ from deepseek_attn.config.model import LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.kernels.common.dispatch import op_for
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.indexer import IndexQueries, queries
+from deepseek_attn.kernels.insert import CacheRows, LatentAndKey, QueryHeads, TokenRows, insert_tokens, query_norm_rope
 from deepseek_attn.layers.linear import GroupedLinear, Linear, empty_quantized, join_weights, multi_linear
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable
@@ -181,7 +181,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         projections: list[torch.Tensor],
         positions: torch.Tensor,
         qr_fp8: QuantizedRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> LatentAndKey:
         """Writes all that the new tokens add to the caches, so that it is there before any query reads.
 
         Args:
@@ -192,14 +192,14 @@ class DeepseekV4MLAAttention(CheckpointModule):
             The normed query latent, and the normed and rotated key.
         """
         cache, spec = self.swa_cache, self.spec
-        rows = (
-            qr, kv, self.q_norm.weight, self.kv_norm.weight, self.eps, self.rope.cos_sin, positions,
-            cache.record, cache.tensor, cache.entries, self.step.swa.slot_mapping,
-        )  # fmt: skip
+        rows = CacheRows(cache.record, cache.tensor, cache.entries, self.step.swa.slot_mapping)
+        tokens = TokenRows(
+            qr, kv, self.q_norm.weight, self.kv_norm.weight, self.eps, self.rope.cos_sin, positions, rows, qr_fp8
+        )
         pairs = zip(projections[0::2], projections[1::2], strict=False)
         parts = [compressor.part(*pair) for compressor, pair in zip(self.compressors, pairs, strict=False)]
         batch = self.step.compressor[spec.ratio, spec.overlap] if parts else None
-        return op_for(qr, "insert_tokens")(rows, parts, batch, qr_fp8)
+        return insert_tokens(tokens, parts, batch)
 
     def queries(
         self,
@@ -212,10 +212,10 @@ class DeepseekV4MLAAttention(CheckpointModule):
 
         With kernels, the indexer's queries are made in the same launch, and returned as well.
         """
-        heads = (q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
+        heads = QueryHeads(q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
         if index_q and self.indexer.uses_triton(q):
             return queries(heads, self.indexer.query_rows(index_q[0], projections[-1], positions))
-        return op_for(q, "query_norm_rope")(*heads), None
+        return query_norm_rope(heads), None
 
     @traced("select")
     def select(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepseek_attn.kernels.insert.compress_reference import CompressBatch
+from deepseek_attn.kernels.insert.types import CompressBatch
 from deepseek_attn.layers.rope import RotaryTable
 
 

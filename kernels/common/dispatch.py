@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
 
 import torch
 
 MIN_CAPABILITY = (8, 0)  # bf16 and tf32 tensor cores
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
-_HOMES = {
-    "insert_tokens": ("insert.insert_tokens", "insert.reference"),
-    "query_norm_rope": ("insert.query_norm_rope", "insert.reference"),
-}
 
 
 def runs_triton(tensor: torch.Tensor) -> bool:
     """True for a tensor on an NVIDIA GPU of compute capability 8.0 or later, with Triton installed."""
     return tensor.is_cuda and not _reference_only.get() and _runs_on(tensor.device)
-
-
-def op_for(tensor: torch.Tensor, name: str) -> Callable[..., Any]:
-    """The op ``name`` for tensors like this one: the Triton wrapper, or its plain-torch reference."""
-    return _op("deepseek_attn.kernels." + _HOMES[name][0 if runs_triton(tensor) else 1], name)
-
-
-@cache
-def _op(package: str, name: str) -> Callable[..., Any]:
-    return getattr(importlib.import_module(package), name)
 
 
 @contextmanager

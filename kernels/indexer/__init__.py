@@ -13,6 +13,7 @@ from deepseek_attn.kernels.indexer.types import (
     IndexQueryRows,
     PagedIndexKeys,
 )
+from deepseek_attn.kernels.insert.types import QueryHeads
 
 __all__ = [
     "KEY_FORMATS",
@@ -48,11 +49,11 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
     return op(rows)
 
 
-def queries(heads: tuple, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
+def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`query_norm_rope` of the layer's heads and `index_query` of the indexer's, for the same tokens, in one launch.
 
     Args:
-        heads: arguments of `query_norm_rope`; index: those of `index_query`.
+        heads: of `query_norm_rope`; index: of `index_query`.
 
     Returns:
         The result of each, equal to the bit to what either op returns alone.

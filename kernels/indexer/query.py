@@ -16,7 +16,8 @@ from deepseek_attn.kernels.indexer.query_triton import (
     queries_kernel,
 )
 from deepseek_attn.kernels.indexer.types import KEY_FORMATS, TRITON_HEAD_DIM, IndexQueries, IndexQueryRows
-from deepseek_attn.kernels.insert.query_norm_rope import HEADS, head_launch
+from deepseek_attn.kernels.insert.query_heads import HEADS, head_launch
+from deepseek_attn.kernels.insert.types import QueryHeads
 
 NUM_WARPS = 4
 assert HEADS == NUM_WARPS  # the layer's heads and the indexer's are in one launch
@@ -42,9 +43,9 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
     return launch.queries
 
 
-def queries(heads: tuple, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
+def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`kernels.indexer.queries` in Triton, for rows that `query_norm_rope` and `index_query` take there."""
-    args, shape, out, blocks = head_launch(*heads)
+    args, shape, out, blocks = head_launch(heads)
     launch = _index_launch(index)
     tokens, pdl = len(out), supports_pdl(out.device)
     if len(index.q) != tokens:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.fp8 import round_e4m3
 from deepseek_attn.kernels.common.row_ops import begin
-from deepseek_attn.kernels.insert.query_norm_rope import norm_heads
+from deepseek_attn.kernels.insert.norm_rope_triton import norm_heads
 
 _FP4_FLOOR = tl.constexpr(6.0 * 2.0**-126)
 

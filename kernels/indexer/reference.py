@@ -10,6 +10,7 @@ from deepseek_attn.kernels.common.norm_rope import apply_rope, apply_rope_half_s
 from deepseek_attn.kernels.common.quant import dequantize_fp4, hadamard, quantize_fp4, quantize_fp8
 from deepseek_attn.kernels.indexer.types import KEY_FORMATS, IndexQueries, IndexQueryRows, PagedIndexKeys
 from deepseek_attn.kernels.insert.reference import query_norm_rope
+from deepseek_attn.kernels.insert.types import QueryHeads
 
 GEMM_BYTES = 16 << 20
 KEYS_PER_BLOCK = 4096
@@ -35,9 +36,9 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
     return _fp4_in_fp8(q, weights)
 
 
-def queries(heads: tuple, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
+def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`kernels.indexer.queries` in plain torch: one op after the other."""
-    out, index_queries = query_norm_rope(*heads), index_query(index)
+    out, index_queries = query_norm_rope(heads), index_query(index)
     if len(out) != len(index.q):
         raise ValueError(f"queries of {len(out)} tokens, and of {len(index.q)} for the indexer: must be the same")
     return out, index_queries

@@ -1,8 +1,4 @@
-"""Triton kernels of `reference.indices`: a step's index tensors, built on the GPU from what is already there.
-
-Nothing waits for the device and shapes do not depend on values, so all of this can be part of a CUDA graph.
-`decode_step_indices` builds everything that a decode step needs in one launch.
-"""
+"""Launches of a step's index builders in Triton; `decode_step_indices` builds a decode step's indices in one launch."""
 
 from __future__ import annotations
 
@@ -12,8 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
-from deepseek_attn.kernels.indices.reference import EntryGroup, StepIndices, check_combine
+from deepseek_attn.kernels.indices.reference import check_combine, check_positive, check_rows
 from deepseek_attn.kernels.indices.step_indices_triton import (
+    BlockTable,
+    GroupOutputs,
+    GroupShape,
+    WindowOutputs,
     combine_kernel,
     decode_step_kernel,
     entries_kernel,
@@ -21,41 +21,38 @@ from deepseek_attn.kernels.indices.step_indices_triton import (
     token_slots_kernel,
     window_kernel,
 )
+from deepseek_attn.kernels.indices.types import EntryGroup, IndexRows, StepIndices
 
 TILE = 1024  # columns of an index row that a program writes at once
-TOKENS = 128  # tokens of a program where each has one slot
+TOKENS = 128  # tokens of a program, where each token has one slot
 
 
 def slot_mapping_from_positions(
     positions: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int
 ) -> Tensor:
-    """Same as `reference.indices.slot_mapping_from_positions`."""
+    """See `kernels.indices.slot_mapping_from_positions`."""
     return _token_slots(positions, None, token_to_req, block_table, block_size, 1)
 
 
 def get_compressed_slot_mapping(
-    positions: Tensor,
-    slot_mapping: Tensor,
-    token_to_req: Tensor,
-    block_table: Tensor,
-    entries_per_block: int,
-    ratio: int,
+    positions: Tensor, slot_mapping: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int, ratio: int
 ) -> Tensor:
-    """Same as `reference.indices.get_compressed_slot_mapping`."""
-    _check_ratio(ratio)
-    return _token_slots(positions, slot_mapping, token_to_req, block_table, entries_per_block, ratio)
+    """See `kernels.indices.get_compressed_slot_mapping`."""
+    check_positive("ratio", ratio)
+    return _token_slots(positions, slot_mapping, token_to_req, block_table, block_size, ratio)
 
 
 def _token_slots(
-    positions: Tensor, own: Tensor | None, token_to_req: Tensor, block_table: Tensor, n: int, ratio: int
+    positions: Tensor, own: Tensor | None, token_to_req: Tensor, block_table: Tensor, block_size: int, ratio: int
 ) -> Tensor:
-    _check_rows(positions, token_to_req, block_table, n)
+    """Slots of tokens, or with ``own``, their slots, of the compressed entries that they complete."""
+    check_rows(positions, token_to_req, block_table, block_size)
     T = len(positions)
     out = torch.empty(T, dtype=torch.int64, device=positions.device)
     if T:
         grid = (triton.cdiv(T, TOKENS),)
         table = _table(block_table)
-        token_slots_kernel[grid](positions, own, token_to_req, table, out, T, RATIO=ratio, N=n, TOKENS=TOKENS)
+        token_slots_kernel[grid](positions, own, token_to_req, table, out, T, RATIO=ratio, N=block_size, TOKENS=TOKENS)
     return out
 
 
@@ -66,10 +63,10 @@ def compute_swa_indices_and_lens(
     block_size: int,
     window: int,
     is_valid: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Same as `reference.indices.compute_swa_indices_and_lens`."""
-    _check_window(window)
-    _check_rows(positions, token_to_req, block_table, block_size)
+) -> IndexRows:
+    """See `kernels.indices.compute_swa_indices_and_lens`."""
+    check_positive("window", window)
+    check_rows(positions, token_to_req, block_table, block_size)
     out, lens = _row_outputs(len(positions), window, positions.device)
     if len(positions):
         tile = triton.next_power_of_2(window)
@@ -77,7 +74,7 @@ def compute_swa_indices_and_lens(
         window_kernel[(len(positions),)](
             positions, token_to_req, is_valid, table, out, lens, WINDOW=window, N=block_size, TILE=tile
         )
-    return out, lens
+    return IndexRows(out, lens)
 
 
 def build_c128a_topk_indices(
@@ -88,14 +85,14 @@ def build_c128a_topk_indices(
     block_size: int,
     is_valid: Tensor | None,
     width: int,
-) -> tuple[Tensor, Tensor]:
-    """Same as `reference.indices.build_c128a_topk_indices`."""
-    _check_ratio(ratio)
+) -> IndexRows:
+    """See `kernels.indices.build_c128a_topk_indices`."""
+    check_positive("ratio", ratio)
     paged = block_table is not None
     if paged and token_to_req is None:
         raise ValueError("token_to_req is needed with a block table")
     if paged:
-        _check_rows(positions, token_to_req, block_table, block_size)
+        check_rows(positions, token_to_req, block_table, block_size)
     T = len(positions)
     out, lens = _row_outputs(T, width, positions.device)
     if T:
@@ -113,14 +110,14 @@ def build_c128a_topk_indices(
             PAGED=paged,
             TILE=tile,
         )
-    return out, lens
+    return IndexRows(out, lens)
 
 
 def compute_global_topk_indices_and_lens(
     topk_indices: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int, is_valid: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Same as `reference.indices.compute_global_topk_indices_and_lens`."""
-    _check_rows(topk_indices, token_to_req, block_table, block_size)
+) -> IndexRows:
+    """See `kernels.indices.compute_global_topk_indices_and_lens`."""
+    check_rows(topk_indices, token_to_req, block_table, block_size)
     topk_indices = topk_indices if topk_indices.stride(1) == 1 else topk_indices.contiguous()
     T, K = topk_indices.shape
     out, lens = _row_outputs(T, K, topk_indices.device)
@@ -130,7 +127,7 @@ def compute_global_topk_indices_and_lens(
         global_kernel[(T,)](
             topk_indices, token_to_req, is_valid, table, out, lens, topk_indices.stride(0), K=K, N=block_size, TILE=tile
         )
-    return out, lens
+    return IndexRows(out, lens)
 
 
 def combine_topk_swa_indices(
@@ -144,8 +141,8 @@ def combine_topk_swa_indices(
     M: int,
     N: int,
     is_valid: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Same as `reference.indices.combine_topk_swa_indices`."""
+) -> IndexRows:
+    """See `kernels.indices.combine_topk_swa_indices`."""
     (T, K), c = topk_indices.shape, seq_lens.shape[0]
     check_combine(T, K, c, query_start_loc, gather_lens, window, ratio, topk, M)
     topk_indices = topk_indices if topk_indices.stride(1) == 1 else topk_indices.contiguous()
@@ -171,7 +168,7 @@ def combine_topk_swa_indices(
             TILE=min(TILE, triton.next_power_of_2(width)),
             REQUESTS=triton.next_power_of_2(c),
         )
-    return out, lens
+    return IndexRows(out, lens)
 
 
 def decode_step_indices(
@@ -183,20 +180,22 @@ def decode_step_indices(
     window: int,
     groups: Sequence[EntryGroup],
 ) -> StepIndices:
-    """Same as `reference.indices.decode_step_indices`, in one launch."""
-    _check_window(window)
+    """See `kernels.indices.decode_step_indices`."""
+    check_positive("window", window)
     T, device = len(positions), positions.device
-    for table, n in [(window_table, window_page), *((group.block_table, group.entries) for group in groups)]:
-        _check_rows(positions, token_to_req, table, n)
-    slot_mapping = torch.empty(T, dtype=torch.int64, device=device)
-    swa_indices, swa_lens = _row_outputs(T, window, device)
-    tables, outs, shapes, tasks = [], [], [], 1
+    for table, block_size in [
+        (window_table, window_page),
+        *((group.block_table, group.block_size) for group in groups),
+    ]:
+        check_rows(positions, token_to_req, table, block_size)
+    outs = WindowOutputs(torch.empty(T, dtype=torch.int64, device=device), *_row_outputs(T, window, device))
+    tables, group_outs, shapes, tasks = [], [], [], 1
     for group in groups:
-        _check_ratio(group.ratio)
+        check_positive("ratio", group.ratio)
         slots = torch.empty(T, dtype=torch.int64, device=device)
         tables.append(_table(group.block_table))
-        outs.append((slots, *_row_outputs(T, group.width, device)))
-        shapes.append((group.ratio, group.entries, group.width, tasks))
+        group_outs.append(GroupOutputs(slots, *_row_outputs(T, group.width, device)))
+        shapes.append(GroupShape(group.ratio, group.block_size, group.width, tasks))
         tasks += max(1, triton.cdiv(group.width, TILE))
     if T:
         decode_step_kernel[(T, tasks)](
@@ -204,47 +203,28 @@ def decode_step_indices(
             token_to_req,
             is_valid,
             _table(window_table),
-            (slot_mapping, swa_indices, swa_lens),
+            outs,
             tuple(tables),
-            tuple(outs),
+            tuple(group_outs),
             WINDOW=window,
             WINDOW_PAGE=window_page,
             WINDOW_TILE=triton.next_power_of_2(window),
             GROUPS=tuple(shapes),
             TILE=TILE,
         )
+    found = list(zip(groups, group_outs, strict=True))
     return StepIndices(
-        slot_mapping,
-        swa_indices,
-        swa_lens,
-        {group.ratio: out[0] for group, out in zip(groups, outs, strict=True)},
-        {group.ratio: out[1:] for group, out in zip(groups, outs, strict=True) if group.width},
+        outs.slot_mapping,
+        IndexRows(outs.indices, outs.lens),
+        {group.ratio: out.slots for group, out in found},
+        {group.ratio: IndexRows(out.entries, out.lens) for group, out in found if group.width},
     )
 
 
-def _table(block_table: Tensor) -> tuple:
-    """A block table as the kernels take it."""
-    return block_table, *block_table.stride(), *block_table.shape
+def _table(block_table: Tensor) -> BlockTable:
+    return BlockTable(block_table, *block_table.stride(), *block_table.shape)
 
 
 def _row_outputs(T: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     out = torch.empty(T, width, dtype=torch.int32, device=device)
     return out, torch.empty(T, dtype=torch.int32, device=device)
-
-
-def _check_rows(rows: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int) -> None:
-    if rows.shape[0] != token_to_req.shape[0] or block_table.dim() != 2 or block_size < 1:
-        raise ValueError(
-            f"need one request per row, a 2-D block table and block_size >= 1: got {rows.shape[0]} rows, "
-            f"token_to_req {tuple(token_to_req.shape)}, block_table {tuple(block_table.shape)}, block_size {block_size}"
-        )
-
-
-def _check_ratio(ratio: int) -> None:
-    if ratio < 1:
-        raise ValueError(f"ratio must be at least 1, got {ratio}")
-
-
-def _check_window(window: int) -> None:
-    if window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")

@@ -1,21 +1,63 @@
-"""Triton device code of `step_indices`: one program per row of indices, or per block of tokens with one slot each.
-
-Block tables are passed as ``(pointer, row stride, column stride, requests, pages)``.
-"""
+"""Triton device code of `step_indices`: one program per row of indices, or per block of tokens with one slot each."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+class BlockTable(NamedTuple):
+    """Page ids ``[requests, pages]`` and their strides."""
+
+    page_ids: Tensor
+    row_stride: int
+    column_stride: int
+    requests: int
+    pages: int
+
+
+class WindowOutputs(NamedTuple):
+    """Outputs of a decode step for the window: slots of tokens, rows of window slots and their lengths."""
+
+    slot_mapping: Tensor
+    indices: Tensor
+    lens: Tensor
+
+
+class GroupOutputs(NamedTuple):
+    """Outputs of a decode step for one ratio: compressed slots of tokens, rows of entries and their lengths."""
+
+    slots: Tensor
+    entries: Tensor
+    lens: Tensor
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """Constants of one ratio.
+
+    Attributes:
+        RATIO: tokens per entry; N: entries per page; WIDTH: columns of rows of entries, 0 for none.
+        FIRST_TASK: first of its programs among those of a token.
+    """
+
+    RATIO: int
+    N: int
+    WIDTH: int
+    FIRST_TASK: int
 
 
 @triton.jit
 def _slots(entry, req, table, N: tl.constexpr):
     """int64 slots of int64 entries ``[K]`` of request ``req`` (one, or one per entry); -1 where there is none."""
     block = entry // N
-    known = (entry >= 0) & (block < table[4]) & (req >= 0) & (req < table[3])
-    at = table[0] + (req * table[1] + block * table[2])
-    page = tl.load(at, mask=known, other=-1).to(tl.int64)
+    inside = (entry >= 0) & (block < table.pages) & (req >= 0) & (req < table.requests)
+    at = table.page_ids + (req * table.row_stride + block * table.column_stride)
+    page = tl.load(at, mask=inside, other=-1).to(tl.int64)
     return tl.where(page >= 0, page * N + entry % N, -1)
 
 
@@ -199,26 +241,14 @@ def combine_kernel(
 
 
 @triton.jit
-def _group_row(
-    t,
-    pos,
-    req,
-    valid,
-    own,
-    task,
-    table,
-    outs,
-    RATIO: tl.constexpr,
-    N: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _group_row(t, pos, req, valid, own, task, table, outs, GROUP: tl.constexpr, TILE: tl.constexpr):
     """Task 0 of a ratio: the slot that token ``t`` writes. Task i: the i-th tile of its row of entries, if any."""
     if task == 0:
-        written = ((pos + 1) % RATIO == 0) & (own >= 0)
-        tl.store(outs[0] + t, _slots(tl.where(written, pos // RATIO, -1), req, table, N))
-    if task >= 0 and task * TILE < WIDTH:
-        _entries_row(t, pos, req, valid, task * TILE, table, outs[1], outs[2], WIDTH, RATIO, N, True, TILE)
+        written = ((pos + 1) % GROUP.RATIO == 0) & (own >= 0)
+        tl.store(outs.slots + t, _slots(tl.where(written, pos // GROUP.RATIO, -1), req, table, GROUP.N))
+    if task >= 0 and task * TILE < GROUP.WIDTH:
+        _entries_row(t, pos, req, valid, task * TILE, table, outs.entries, outs.lens, GROUP.WIDTH, GROUP.RATIO, GROUP.N,
+                     True, TILE)  # fmt: skip
 
 
 @triton.jit
@@ -243,8 +273,8 @@ def decode_step_kernel(
     valid = _is_valid(valid_ptr, t)
     own = _slots(tl.where(valid, pos, -1), req, window_table, WINDOW_PAGE)
     if task == 0:
-        tl.store(window_outs[0] + t, own)
-        _window_row(t, pos, req, valid, window_table, window_outs[1], window_outs[2], WINDOW, WINDOW_PAGE, WINDOW_TILE)
+        tl.store(window_outs.slot_mapping + t, own)
+        _window_row(t, pos, req, valid, window_table, window_outs.indices, window_outs.lens, WINDOW, WINDOW_PAGE,
+                    WINDOW_TILE)  # fmt: skip
     for g in tl.static_range(len(GROUPS)):
-        _group_row(t, pos, req, valid, own, task - GROUPS[g][3], tables[g], outs[g], GROUPS[g][0], GROUPS[g][1],
-                   GROUPS[g][2], TILE)  # fmt: skip
+        _group_row(t, pos, req, valid, own, task - GROUPS[g].FIRST_TASK, tables[g], outs[g], GROUPS[g], TILE)

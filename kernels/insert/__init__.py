@@ -1,1 +1,112 @@
-"""Norm, RoPE and cache writes of new tokens, and the compressor."""
+"""Norm, RoPE and cache writes of a step's tokens, the compressor, and the norm and RoPE of queries.
+
+``insert_tokens`` is what a layer calls: ``norm_rope_insert`` and ``compress_and_insert`` in one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.insert.types import (
+    CacheRows,
+    ClosingWindows,
+    CompressBatch,
+    CompressPart,
+    LatentAndKey,
+    QueryHeads,
+    TokenRows,
+)
+
+__all__ = [
+    "CacheRows",
+    "ClosingWindows",
+    "CompressBatch",
+    "CompressPart",
+    "LatentAndKey",
+    "QueryHeads",
+    "TokenRows",
+    "compress_and_insert",
+    "insert_tokens",
+    "norm_rope_insert",
+    "query_norm_rope",
+]
+
+
+def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch: CompressBatch | None) -> LatentAndKey:
+    """`norm_rope_insert` of the tokens and `compress_and_insert` of all compressors: all cache writes of a layer.
+
+    In Triton one launch where no token of the step takes the ring row of a token that the step pools (decode steps).
+
+    Args:
+        compressors: the layer's own and its indexer's, or none (layers with the window only).
+        batch: of the compressors; None without any.
+    """
+    if runs_triton(tokens.qr):
+        from deepseek_attn.kernels.insert.insert import insert_tokens as op
+    else:
+        from deepseek_attn.kernels.insert.reference import insert_tokens as op
+    return op(tokens, compressors, batch)
+
+
+def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
+    """RMS norm of query latent and key, RoPE of the key, and its write into the cache.
+
+    The latent is ``rms_norm(qr, q_weight)``; the key is ``rms_norm(kv, kv_weight)`` with its last ``rope_dim`` channels
+    rotated at ``positions``. Arithmetic is float32, rounded to the dtype after the norm and again after the rotation;
+    ``cache.record.encode`` of the rounded key is stored. ``qr_fp8`` is ``quantize_fp8`` of the rounded latent per token
+    and 128 channels. Rows do not depend on one another; no tokens are fine; a slot of -1 stores nothing. NaN and
+    infinities stay visible: the entry of such a row decodes to NaN.
+
+    Returns:
+        Latent and key, in the dtypes of ``qr`` and ``kv``.
+
+    Raises:
+        ValueError: tensors that disagree or that the kernel does not support.
+    """
+    if runs_triton(tokens.qr):
+        from deepseek_attn.kernels.insert.norm_rope import norm_rope_insert as op
+    else:
+        from deepseek_attn.kernels.insert.reference import norm_rope_insert as op
+    return op(tokens)
+
+
+def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatch) -> None:
+    """Pools windows of tokens into one compressed entry each and stores it; stores the rows that open windows need.
+
+    Every token contributes a value and a score per channel. When a window of ``ratio`` tokens closes (``batch.slots``
+    is not -1), its values are pooled with a softmax of ``score + ape`` over its tokens, channel by channel. With
+    overlap an entry pools two windows: the first half of a token's channels feeds the *next* window's entry, the second
+    half its own; before the first token there is nothing to pool. The pooled row is normed, rotated at the position of
+    its window's first token, multiplied by a Hadamard matrix if asked, and stored; each step rounds to ``dtype``.
+
+    Each request has a ring of the ``rows`` last (value, score) rows, so that windows may span steps and up to
+    ``rows - coff * ratio`` tokens may be taken back. Entries are the same bits however tokens are split into steps.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that do not fit.
+    """
+    if runs_triton(batch.positions):
+        from deepseek_attn.kernels.insert.compress import compress_and_insert as op
+    else:
+        from deepseek_attn.kernels.insert.reference import compress_and_insert as op
+    op(compressors, batch)
+
+
+def query_norm_rope(heads: QueryHeads) -> Tensor:
+    """RMS norm without weight of each head, RoPE of its last ``rope_dim`` channels, and heads of zeros as padding.
+
+    Returns:
+        ``[T, padded_heads, d]`` in the dtype of ``q``, rounded after the norm and again after the rotation.
+
+    Raises:
+        ValueError: ``num_heads`` does not divide the columns of ``q``, or exceeds ``padded_heads``; tensors that
+            disagree or that the kernel does not support.
+    """
+    if runs_triton(heads.q):
+        from deepseek_attn.kernels.insert.query_heads import query_norm_rope as op
+    else:
+        from deepseek_attn.kernels.insert.reference import query_norm_rope as op
+    return op(heads)

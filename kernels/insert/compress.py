@@ -1,10 +1,10 @@
-"""Triton version of `reference.compress`: windows that close in a step are pooled and stored, open ones are kept.
+"""Launch of `kernels.insert.compress_and_insert` in Triton: closed windows are pooled and stored, open ones kept.
 
-Programs that pool look for the windows that close, from the lengths of the requests, so that none is started for each
-of many tokens. Short windows are pooled by one program, in float32 and channel by channel. Of long ones every program
-pools a few channels, and the last of them to arrive stores the entry: the norm takes all of its channels. The other
-programs keep a token's row in the ring of its request. In steps of more than ``rows - coff * ratio + 1`` tokens of a
-request such a row may be one that is pooled; then the program that pools it stores what comes in its place.
+Programs that pool find the windows that close from the lengths of the requests, so that no program is started per
+token. Short windows are pooled by one program, in float32 and channel by channel. Of long ones every program pools a
+few channels, and the last of them to arrive stores the entry: the norm takes all of its channels. The other programs
+store a token's row in the ring of its request. In steps of more than ``rows - coff * ratio + 1`` tokens of a request
+such a row may still hold a token that is pooled; then the program that pools it stores the new row afterwards.
 """
 
 from __future__ import annotations
@@ -15,25 +15,35 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
 from deepseek_attn.kernels.common.device import has_native_fp8, supports_pdl
 from deepseek_attn.kernels.common.row_ops import begin, entry_constants, row_block
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
-from deepseek_attn.kernels.insert.compress_reference import CompressBatch, CompressPart, check_part
-from deepseek_attn.kernels.insert.compress_triton import PartShape, Pooling, pool_windows, store_state_row
+from deepseek_attn.kernels.insert.compress_triton import (
+    BatchArguments,
+    PartArguments,
+    PartShape,
+    PoolingConfig,
+    Scratch,
+    pool_windows,
+    store_state_row,
+)
+from deepseek_attn.kernels.insert.reference import check_part
+from deepseek_attn.kernels.insert.types import CompressBatch, CompressPart
 
-WORKERS = 528  # programs that pool at most: four for each multiprocessor of an H200
+POOL_PROGRAMS = 528  # programs that pool at most: four for each multiprocessor of an H200
 
 
-class Tiles(NamedTuple):
+class LaunchConfig(NamedTuple):
     """How a window is pooled.
 
     Attributes:
-        warps: of a program; lanes: tokens that are summed side by side, and meet at the end; reads: tokens that a lane
-            reads at once; channels: of a program, 0 for all. With ``lanes`` of 1 a program pools them all.
-        values: channels of a program that pools whole windows, which takes several narrow ones.
+        warps: of a program; lanes: tokens that are summed side by side, and combined at the end; reads: tokens that a
+            lane loads at once; channels: of a program, 0 for all. With ``lanes`` of 1 a program pools all channels.
+        chunks: blocks of ``channels`` that a program pools at most.
+        values: channels of a program that pools whole windows, several narrow ones at once.
+        registers: limit per thread, None for the compiler's choice.
     """
 
     warps: int
@@ -45,127 +55,130 @@ class Tiles(NamedTuple):
     registers: int | None = None
 
 
-def choose_tiles(pooled_tokens: int) -> Tiles:
-    """The fastest on an H200. A window must be summed alike in every step, so that it depends on nothing else."""
+def launch_config(pooled_tokens: int) -> LaunchConfig:
+    """The fastest on an H200. Depends on nothing else: the order of a window's sum must be the same in every step."""
     if pooled_tokens <= 16:
-        return Tiles(4, 1, triton.next_power_of_2(pooled_tokens))
-    return Tiles(4, 16, 4, 32)
+        return LaunchConfig(4, 1, triton.next_power_of_2(pooled_tokens))
+    return LaunchConfig(4, 16, 4, 32)
 
 
-@triton.jit(do_not_specialize=["workers", "requests"])
-def _compress_kernel(
+@triton.jit(do_not_specialize=["pool_programs", "requests"])
+def compress_kernel(
     parts,
     batch,
-    room,
-    workers,
+    scratch,
+    pool_programs,
     requests,
     SHAPES: tl.constexpr,
-    HOW: tl.constexpr,
+    CONFIG: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first programs keep a token's row for one compressor each; the others are ``workers`` that pool."""
+    """The first programs store a token's ring row for one compressor each; the last ``pool_programs`` pool."""
     begin(PDL)
     PARTS: tl.constexpr = len(SHAPES)
     program = tl.program_id(0)
-    keepers = tl.num_programs(0) - workers
-    if program >= keepers:
-        pool_windows(program - keepers, workers, requests, parts, batch, room, SHAPES, HOW, NATIVE_FP8)
-    elif HOW.LONG:
-        r = program // PARTS // HOW.ROWS
-        t = tl.load(batch[2] + r + 1).to(tl.int64) - 1 - program // PARTS % HOW.ROWS
-        if t >= tl.load(batch[2] + r):
-            store_state_row(t, program % PARTS, parts, batch, SHAPES, HOW)
+    store_programs = tl.num_programs(0) - pool_programs
+    if program >= store_programs:
+        pool_windows(program - store_programs, pool_programs, requests, parts, batch, scratch, SHAPES, CONFIG,
+                     NATIVE_FP8)  # fmt: skip
+    elif CONFIG.REUSES_RING:
+        r = program // PARTS // CONFIG.ROWS
+        t = tl.load(batch.query_start_loc + r + 1).to(tl.int64) - 1 - program // PARTS % CONFIG.ROWS
+        if t >= tl.load(batch.query_start_loc + r):
+            store_state_row(t, program % PARTS, parts, batch, SHAPES, CONFIG)
     else:
-        store_state_row((program // PARTS).to(tl.int64), program % PARTS, parts, batch, SHAPES, HOW)
+        store_state_row((program // PARTS).to(tl.int64), program % PARTS, parts, batch, SHAPES, CONFIG)
 
 
-def compress_and_insert(parts: Sequence[CompressPart], batch: CompressBatch) -> None:
-    """Same as `reference.compress.compress_and_insert`, in one launch for all ``parts``."""
+def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatch) -> None:
+    """See `kernels.insert.compress_and_insert`: one launch for all compressors."""
     tokens, requests = len(batch.positions), len(batch.prefix_lens)
-    if tokens == 0 or not parts:
+    if tokens == 0 or not compressors:
         return
-    launch = compress_launch(parts, batch)
-    kept = (requests * batch.rows if is_long(batch) else tokens) * len(parts)
-    _compress_kernel[(kept + launch.workers,)](
+    launch = compress_launch(compressors, batch)
+    stored = (requests * batch.rows if reuses_ring_rows(batch) else tokens) * len(compressors)
+    compress_kernel[(stored + launch.pool_programs,)](
         *launch.arguments,
         **launch.constants,
-        num_warps=launch.warps,
-        maxnreg=launch.registers,
+        num_warps=launch.config.warps,
+        maxnreg=launch.config.registers,
         launch_pdl=launch.constants["PDL"],
     )
 
 
-def is_long(batch: CompressBatch) -> bool:
-    """Whether a token may take the ring row of one that a window of the step pools."""
+def reuses_ring_rows(batch: CompressBatch) -> bool:
+    """Whether a token may take the ring row of a token that a window of the step pools."""
     return batch.max_query_len > batch.rows - batch.pooled_tokens + 1
 
 
-class Launch(NamedTuple):
-    """Arguments and constants of `_compress_kernel`, its programs that pool, and the warps of each."""
+class CompressLaunch(NamedTuple):
+    """Arguments and constants that `compress_kernel` and `insert_tokens_kernel` share, and how they are launched."""
 
-    arguments: tuple
+    arguments: tuple[tuple[PartArguments, ...], BatchArguments, Scratch, int, int]
     constants: dict[str, Any]
-    workers: int
-    warps: int
-    registers: int | None
+    pool_programs: int
+    config: LaunchConfig
 
 
-def compress_launch(parts: Sequence[CompressPart], batch: CompressBatch) -> Launch:
-    """What the kernels here, and `insert_tokens`, are launched with.
+def compress_launch(compressors: Sequence[CompressPart], batch: CompressBatch) -> CompressLaunch:
+    """Checks the compressors, allocates scratch memory and divides the windows among programs.
 
     Raises:
         ValueError: compressors that do not fit the batch or that the kernel does not support.
     """
-    for part in parts:
+    for part in compressors:
         check_part(part, batch)
         _check_strides(part)
-    tiles, device = choose_tiles(batch.pooled_tokens), batch.positions.device
+    config, device = launch_config(batch.pooled_tokens), batch.positions.device
     tokens, requests = len(batch.positions), len(batch.prefix_lens)
-    blocks = [row_block(part.dim, part.cos_sin) for part in parts]
-    group = max(max(tiles.values // block, 1) for block in blocks) if tiles.lanes == 1 else 1
-    jobs = [group // max(tiles.values // block, 1) for block in blocks]
-    if tiles.lanes > 1:
-        jobs = [triton.cdiv(part.dim, tiles.channels) for part in parts]
-    shapes = tuple(map(_part_shape, parts, jobs))
-    step = (batch.positions, batch.token_to_req, batch.query_start_loc, batch.prefix_lens, batch.ring_pages)
-    step = (*step, batch.slots, batch.valid, batch.ring_pages.stride(0))
+    blocks = [row_block(part.dim, part.cos_sin) for part in compressors]
+    group = max(max(config.values // block, 1) for block in blocks) if config.lanes == 1 else 1
+    jobs = [group // max(config.values // block, 1) for block in blocks]
+    if config.lanes > 1:
+        jobs = [triton.cdiv(part.dim, config.channels) for part in compressors]
     groups = min(tokens, tokens // (batch.ratio * group) + requests)  # at most
-    room = _room(parts, groups, device) if tiles.lanes > 1 else (parts[0].kv, batch.token_to_req, 0)
-    workers = min(groups * sum(jobs), WORKERS)
-    how = Pooling(
-        batch.ratio,
-        batch.pooled_tokens,
-        batch.rows,
-        tiles.lanes,
-        tiles.reads,
-        tiles.channels,
-        tiles.chunks,
-        group,
-        sum(jobs),
-        is_long(batch),
-        max(128, triton.next_power_of_2(requests)),
+    programs = min(groups * sum(jobs), POOL_PROGRAMS)
+    step = BatchArguments(
+        batch.positions, batch.token_to_req, batch.query_start_loc, batch.prefix_lens, batch.ring_pages, batch.slots,
+        batch.valid, batch.ring_pages.stride(0),
+    )  # fmt: skip
+    scratch = Scratch(compressors[0].kv, batch.token_to_req, 0)  # not used
+    if config.lanes > 1:
+        scratch = empty_scratch(compressors, groups, device)
+    pooling = PoolingConfig(
+        RATIO=batch.ratio,
+        POOLED=batch.pooled_tokens,
+        ROWS=batch.rows,
+        LANES=config.lanes,
+        READS=config.reads,
+        CHANNELS=config.channels,
+        CHUNKS=config.chunks,
+        GROUP=group,
+        JOBS=sum(jobs),
+        REUSES_RING=reuses_ring_rows(batch),
+        REQUESTS=max(128, triton.next_power_of_2(requests)),
     )
-    constants = {"SHAPES": shapes, "HOW": how, "NATIVE_FP8": has_native_fp8(device), "PDL": supports_pdl(device)}
-    return Launch(
-        (tuple(map(_part_arguments, parts)), step, room, workers, requests),
-        constants,
-        workers,
-        tiles.warps,
-        tiles.registers,
-    )
+    arguments = (tuple(map(_part_arguments, compressors)), step, scratch, programs, requests)
+    constants = {
+        "SHAPES": tuple(map(_part_shape, compressors, jobs)),
+        "CONFIG": pooling,
+        "NATIVE_FP8": has_native_fp8(device),
+        "PDL": supports_pdl(device),
+    }
+    return CompressLaunch(arguments, constants, programs, config)
 
 
-def _room(parts: Sequence[CompressPart], groups: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Rows for what the programs of a window pool, counters of these programs, and the length of a row."""
-    width = max(part.dim for part in parts)
-    rows = groups * len(parts)
-    counters = counters_of(device) if rows <= COUNTERS else torch.zeros(rows, dtype=torch.int32, device=device)
-    return torch.empty(rows * width, dtype=torch.float32, device=device), counters, width
+def empty_scratch(compressors: Sequence[CompressPart], groups: int, device: torch.device) -> Scratch:
+    """A row of pooled channels and a counter for each window that programs share; counters are 0 between launches."""
+    width = max(part.dim for part in compressors)
+    rows = groups * len(compressors)
+    arrived = counters_of(device) if rows <= COUNTERS else torch.zeros(rows, dtype=torch.int32, device=device)
+    return Scratch(torch.empty(rows * width, dtype=torch.float32, device=device), arrived, width)
 
 
-def _part_arguments(part: CompressPart) -> tuple:
-    return (
+def _part_arguments(part: CompressPart) -> PartArguments:
+    return PartArguments(
         part.kv,
         part.score,
         part.ape,

@@ -1,116 +1,141 @@
-"""Everything that a step's tokens add to a layer: the token side of attention and its compressors.
-
-The token side of an attention layer: norms of the query latent and of the key, whose rotated row is also cached.
-
-Queries of an attention layer: a norm without weight per head, then the rotation."""
+"""Plain torch of the ops of this family."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
 from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at, rms_norm
-from deepseek_attn.kernels.common.quant import QuantizedRows
-from deepseek_attn.kernels.insert.compress_reference import CompressBatch, CompressPart, compress_and_insert
-from deepseek_attn.kernels.linear.reference import quantize_input
+from deepseek_attn.kernels.common.quant import hadamard, quantize_fp8
+from deepseek_attn.kernels.insert.types import (
+    ClosingWindows,
+    CompressBatch,
+    CompressPart,
+    LatentAndKey,
+    QueryHeads,
+    TokenRows,
+)
 
 
-def insert_tokens(
-    rows: tuple,
-    parts: Sequence[CompressPart],
-    batch: CompressBatch | None,
-    qr_fp8: QuantizedRows | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`norm_rope_insert` and `compress_and_insert` of a layer.
-
-    Args:
-        rows: the arguments of `norm_rope_insert`.
-        parts, batch: those of `compress_and_insert`; no parts for layers with the window only.
-        qr_fp8: that of `norm_rope_insert`.
-
-    Returns:
-        What `norm_rope_insert` does.
-    """
-    outs = norm_rope_insert(*rows, qr_fp8=qr_fp8)
-    if parts:
-        compress_and_insert(parts, batch)
+def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch: CompressBatch | None) -> LatentAndKey:
+    """See `kernels.insert.insert_tokens`."""
+    outs = norm_rope_insert(tokens)
+    if batch is not None:
+        compress_and_insert(compressors, batch)
     return outs
 
 
-def norm_rope_insert(
-    qr: Tensor,
-    kv: Tensor,
-    q_weight: Tensor,
-    kv_weight: Tensor,
-    eps: float,
-    cos_sin: Tensor,
-    positions: Tensor,
-    record: Any,
-    pool: Tensor,
-    page_entries: int,
-    slots: Tensor,
-    qr_out: Tensor | None = None,
-    kv_out: Tensor | None = None,
-    qr_fp8: QuantizedRows | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Normalises ``qr`` and ``kv``, rotates ``kv`` and stores it.
-
-    Args:
-        qr: ``[T, q_lora]``; kv: ``[T, d]``; float32, bfloat16 or float16.
-        q_weight, kv_weight: float32 norm weights ``[q_lora]`` and ``[d]``; eps: of both norms.
-        cos_sin: float32 ``[max_positions, rope_dim]``, cosines then sines; positions: int64 ``[T]``.
-        record, pool, page_entries: byte layout, uint8 ``[pages, page bytes]`` and entries per page of the cache.
-        slots: int64 ``[T]`` where a row of ``kv`` is stored; -1 for rows that are padding, which store nothing.
-        qr_out, kv_out: where to write the results.
-        qr_fp8: also receives the normalised ``qr``, quantised as `kernels.linear.quantize_input` does.
-
-    Returns:
-        ``(qr_out, kv_out)``, like ``qr`` and ``kv``. Values are rounded to the dtype after the norm, and the rotated
-        ones again after the rotation; what is stored is ``record.encode`` of the rounded row.
-    """
-    qr_normed = rms_norm(qr, eps, q_weight)
-    kv_rotated = apply_rope(rms_norm(kv, eps, kv_weight), freqs_cis_at(cos_sin, positions))
-    record.insert(pool, page_entries, slots, kv_rotated)
-    qr_out = qr_normed if qr_out is None else qr_out.copy_(qr_normed)
-    kv_out = kv_rotated if kv_out is None else kv_out.copy_(kv_rotated)
-    if qr_fp8 is not None:
-        latent = quantize_input(qr_normed, qr_fp8.pow2_scales)
-        qr_fp8.values.copy_(latent.values)
-        qr_fp8.scale.copy_(latent.scale)
-    return qr_out, kv_out
+def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
+    """See `kernels.insert.norm_rope_insert`."""
+    qr = rms_norm(tokens.qr, tokens.eps, tokens.q_weight)
+    kv = rms_norm(tokens.kv, tokens.eps, tokens.kv_weight)
+    kv = apply_rope(kv, freqs_cis_at(tokens.cos_sin, tokens.positions))
+    cache = tokens.cache
+    cache.record.insert(cache.pool, cache.page_entries, cache.slots, kv)
+    if tokens.qr_fp8 is not None:
+        values, scale = quantize_fp8(qr, 128, pow2=tokens.qr_fp8.pow2_scales)
+        tokens.qr_fp8.values.copy_(values)
+        tokens.qr_fp8.scale.copy_(scale)
+    return LatentAndKey(
+        qr if tokens.qr_out is None else tokens.qr_out.copy_(qr),
+        kv if tokens.kv_out is None else tokens.kv_out.copy_(kv),
+    )
 
 
-def query_norm_rope(
-    q: Tensor,
-    heads: int,
-    eps: float,
-    cos_sin: Tensor,
-    positions: Tensor,
-    padded_heads: int,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Normalises and rotates each head, and appends heads of zeros.
+def query_norm_rope(heads: QueryHeads) -> Tensor:
+    """See `kernels.insert.query_norm_rope`."""
+    check_heads(heads)
+    q = rms_norm(heads.q.unflatten(-1, (heads.num_heads, -1)), heads.eps)
+    q = apply_rope(q, freqs_cis_at(heads.cos_sin, heads.positions))
+    padding = heads.padded_heads - heads.num_heads
+    q = torch.nn.functional.pad(q, (0, 0, 0, padding)) if padding else q
+    return q if heads.out is None else heads.out.copy_(q)
 
-    Args:
-        q: ``[T, heads * d]`` float32, bfloat16 or float16.
-        cos_sin: float32 ``[max_positions, rope_dim]``, cosines then sines; positions: int64 ``[T]``.
-        padded_heads: heads of the result, at least ``heads``.
-        out: where to write the result.
 
-    Returns:
-        ``[T, padded_heads, d]`` in the dtype of ``q``, rounded after the norm and again after the rotation.
-
-    Raises:
-        ValueError: ``heads`` does not divide the columns, or exceeds ``padded_heads``.
-    """
-    if q.dim() != 2 or heads < 1 or q.shape[1] % heads or padded_heads < heads:
+def check_heads(heads: QueryHeads) -> None:
+    """Raises ValueError unless ``num_heads`` divides the columns of ``q`` and is at most ``padded_heads``."""
+    q, count, padded = heads.q, heads.num_heads, heads.padded_heads
+    if q.dim() != 2 or count < 1 or q.shape[1] % count or padded < count:
         raise ValueError(
-            f"need q [T, heads * d] and padded_heads >= heads >= 1, got {tuple(q.shape)}, {heads} heads, "
-            f"{padded_heads} padded"
+            f"need q [T, heads * d] and padded_heads >= heads >= 1, got {tuple(q.shape)}, {count} heads, "
+            f"{padded} padded"
         )
-    rows = apply_rope(rms_norm(q.unflatten(-1, (heads, -1)), eps), freqs_cis_at(cos_sin, positions))
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, padded_heads - heads)) if padded_heads > heads else rows
-    return rows if out is None else out.copy_(rows)
+
+
+def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatch) -> None:
+    """See `kernels.insert.compress_and_insert`."""
+    for part in compressors:
+        check_part(part, batch)
+    windows = batch.windows
+    for part in compressors:
+        score = part.score + part.ape[windows.phase]
+        state = part.state.view(-1, 2, part.kv.shape[1])
+        if len(windows.entry_slots):
+            entries = _finished(part, _pooled(part, score, state, windows), windows.entry_positions)
+            part.record.insert(part.pool, part.page_entries, windows.entry_slots, entries)
+        # after pooling: a ring row may still hold a token that a window closing in this step reads
+        state[windows.keep_rows] = torch.stack([part.kv[windows.keep], score[windows.keep]], dim=1)
+
+
+def check_part(part: CompressPart, batch: CompressBatch) -> None:
+    """Raises ValueError when the shapes of a compressor do not fit the batch."""
+    width = batch.pooled_tokens // batch.ratio * part.dim
+    tokens = len(batch.positions)
+    wanted = {
+        "kv": (part.kv, (tokens, width)),
+        "score": (part.score, (tokens, width)),
+        "ape": (part.ape, (batch.ratio, width)),
+        "state": (part.state, (part.state.shape[0], batch.rows, 2 * width)),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
+            raise ValueError(
+                f"{name} of a compressor of ratio {batch.ratio}, {part.dim} channels and rings of {batch.rows} rows "
+                f"must be float32 {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
+            )
+    if part.record.dim != part.dim:
+        raise ValueError(f"entries have {part.dim} channels, and the record holds {part.record.dim}")
+
+
+def _pooled(part: CompressPart, score: Tensor, state: Tensor, windows: ClosingWindows) -> Tensor:
+    """Softmax-weighted sums, float32 ``[E, d]``, of the windows that close in this step."""
+    count, slots = windows.flight.shape
+    parts = []
+    # an 8K-token chunk would otherwise gather 134 MB per layer
+    for start, end in row_blocks(count, rows_per_block(slots * part.dim * 4 * 4)):
+        rows = slice(start, end)
+        mine = (windows.from_state[:, 0] >= start) & (windows.from_state[:, 0] < end)
+        window, slot = (windows.from_state[mine] - torch.tensor([start, 0], device=score.device)).unbind(1)
+        earlier = state[windows.state_source[mine]]
+        values = _gather_slots(part, part.kv, windows.flight[rows], window, slot, earlier[:, 0])
+        scores = _gather_slots(part, score, windows.flight[rows], window, slot, earlier[:, 1])
+        absent = windows.absent[rows].unsqueeze(-1)
+        weights = scores.masked_fill(absent, float("-inf")).softmax(dim=1)
+        parts.append((weights * values.masked_fill(absent, 0.0)).sum(dim=1))
+    return torch.cat(parts)
+
+
+def _gather_slots(
+    part: CompressPart, flight: Tensor, index: Tensor, window: Tensor, slot: Tensor, earlier: Tensor
+) -> Tensor:
+    """``[windows, slots, d]``: rows of this step, then rows of earlier steps; each the half that the entry pools."""
+    dim = part.dim
+    if flight.shape[1] == dim:
+        gathered = flight[index]
+    else:
+        older, newer = index.chunk(2, dim=1)
+        gathered = torch.cat([flight[:, :dim][older], flight[:, dim:][newer]], dim=1)
+        own = (slot >= older.shape[1]).unsqueeze(-1)
+        earlier = torch.where(own, earlier[:, dim:], earlier[:, :dim])
+    gathered[window, slot] = earlier
+    return gathered
+
+
+def _finished(part: CompressPart, pooled: Tensor, positions: Tensor) -> Tensor:
+    """Norm, rotation at the window's first position and, for indexer keys, the Hadamard transform."""
+    entry = rms_norm(pooled.to(part.dtype), part.eps, part.norm_weight)
+    entry = apply_rope(entry, freqs_cis_at(part.cos_sin, positions))
+    return hadamard(entry) if part.hadamard else entry

@@ -17,7 +17,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.impls import get_impl
 from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.kernels.common.norm_rope import apply_rope
-from deepseek_attn.kernels.insert import compress_reference as compress
+from deepseek_attn.kernels.insert import reference as insert_reference
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.support.small_models import assert_close, prompt, small_config, small_runner
 
@@ -139,11 +139,11 @@ def test_phase_of_compressed_entries(stack, ratio, kind, monkeypatch):
         plain.append(x.clone())
         return apply_rope(x, freqs_cis)
 
-    monkeypatch.setattr(compress, "apply_rope", recorded)
+    monkeypatch.setattr(insert_reference, "apply_rope", recorded)
     with reference_ops():
         stack.forward(ratio, FAR)
-    assert len(plain) == len(layer.compressors)
-    before = plain[0 if kind == "compressed" else 1]
+    assert len(plain) == 2 + len(layer.compressors)  # the window key, entries, queries
+    before = plain[1 if kind == "compressed" else 2]
     entry, first = stack.entry(ratio, FAR, kind), FAR + 1 - ratio
     assert_close(entry, rotated(before, angles(stack.config, ratio, first)), FAR_TOLERANCE)
     for wrong in (first // ratio, FAR, first - ratio):

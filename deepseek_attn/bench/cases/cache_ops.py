@@ -9,11 +9,9 @@ from deepseek_attn.cache.layout import entries_per_page
 from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp8Record, PlainRecord, Record
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.indices import EntryGroup
 from deepseek_attn.kernels.indices import reference as indices
-from deepseek_attn.kernels.indices.reference import EntryGroup
-from deepseek_attn.kernels.insert import reference as norm_rope_insert
-from deepseek_attn.kernels.insert import reference as query_norm_rope
-from deepseek_attn.kernels.insert.compress_reference import CompressBatch, CompressPart
+from deepseek_attn.kernels.insert import CacheRows, CompressBatch, CompressPart, QueryHeads, TokenRows, reference
 
 TOKENS = (1, 8, 32, 128, 4096)
 HEAD, ROPE, Q_LORA, WINDOW, PAGE, POSITIONS = 512, 64, 1024, 128, 64, 1 << 17
@@ -45,7 +43,7 @@ def _pages(shape: tuple[int, ...], device: torch.device, g: torch.Generator) -> 
 
 
 def _norm_rope_insert(T: int) -> OpCase:
-    from deepseek_attn.kernels.insert import norm_rope_insert as fast
+    from deepseek_attn.kernels.insert.norm_rope import norm_rope_insert
 
     def make(device: torch.device, seed: int) -> tuple:
         g = torch.Generator(device).manual_seed(seed)
@@ -54,23 +52,24 @@ def _norm_rope_insert(T: int) -> OpCase:
         positions = torch.randint(POSITIONS, (T,), device=device, generator=g)
         slots = torch.randperm(T + PAGE, device=device, generator=g)[:T]
         pool = KV.allocate(T // PAGE + 2, PAGE, device)
-        return qr, kv, *weights, EPS, _table(device, g), positions, KV, pool, PAGE, slots
+        cache = CacheRows(KV, pool, PAGE, slots)
+        return (TokenRows(qr, kv, *weights, EPS, _table(device, g), positions, cache),)
 
-    run = {"triton": fast.norm_rope_insert, "torch": norm_rope_insert.norm_rope_insert}
+    run = {"triton": norm_rope_insert, "torch": reference.norm_rope_insert}
     size = T * (2 * 2 * (Q_LORA + HEAD) + KV.entry_bytes + 4 * ROPE)
     return OpCase("norm_rope_insert", f"T={T}", make, run, size)
 
 
 def _query_norm_rope(T: int, heads: int) -> OpCase:
-    from deepseek_attn.kernels.insert import query_norm_rope as fast
+    from deepseek_attn.kernels.insert.query_heads import query_norm_rope
 
     def make(device: torch.device, seed: int) -> tuple:
         g = torch.Generator(device).manual_seed(seed)
         q = torch.randn(T, heads * HEAD, device=device, generator=g).bfloat16()
         positions = torch.randint(POSITIONS, (T,), device=device, generator=g)
-        return q, heads, EPS, _table(device, g), positions, heads
+        return (QueryHeads(q, heads, EPS, _table(device, g), positions, heads),)
 
-    run = {"triton": fast.query_norm_rope, "torch": query_norm_rope.query_norm_rope}
+    run = {"triton": query_norm_rope, "torch": reference.query_norm_rope}
     return OpCase("query_norm_rope", f"{heads} heads T={T}", make, run, 4 * T * heads * HEAD)
 
 
@@ -96,26 +95,26 @@ def _compress_case(label: str, ratio: int, T: int, requests: int, positions: tor
     from deepseek_attn.kernels.insert.compress import compress_and_insert
 
     pooled = ratio * (2 if ratio == 4 else 1)
-    rows, each = pooled + 16, T // requests
+    rows, new = pooled + 16, T // requests
     closing = int(((positions + 1) % ratio == 0).sum())
 
     def make(device: torch.device, seed: int) -> tuple:
         g = torch.Generator(device).manual_seed(seed)
         parts = _compress_parts(ratio, T, requests + 1, rows, device, g)
         at = positions.to(device)
-        starts = torch.arange(requests + 1, device=device, dtype=torch.int32) * each
-        owners = torch.arange(T, device=device, dtype=torch.int32) // each
+        starts = torch.arange(requests + 1, device=device, dtype=torch.int32) * new
+        owners = torch.arange(T, device=device, dtype=torch.int32) // new
         rings = torch.randperm(requests, device=device, generator=g).int() + 1
         slots = torch.where((at + 1) % ratio == 0, torch.randperm(T, device=device, generator=g), -1)
         valid = torch.ones(T, dtype=torch.bool, device=device)
-        prefix = at.view(requests, each)[:, 0].int()
-        batch = CompressBatch(ratio, ratio == 4, rows, at, owners, starts, prefix, rings, slots, valid, each)
+        prefix = at.view(requests, new)[:, 0].int()
+        batch = CompressBatch(ratio, ratio == 4, rows, at, owners, starts, prefix, rings, slots, valid, new)
         # tensors by themselves, so that the size of a set is known
         return parts, batch, [tensor for part in parts for tensor in (part.kv, part.score, part.state)]
 
     run = {"triton": lambda parts, batch, _: compress_and_insert(parts, batch)}
     channels = HEAD + (INDEX.dim if ratio == 4 else 0)
-    kept = min(each, rows) * requests
+    kept = min(new, rows) * requests
     size = 8 * channels * (closing * pooled + 2 * kept * pooled // ratio)
     return OpCase("compress", label, make, run, size)
 
@@ -131,21 +130,22 @@ def _compress_prefill(T: int, ratio: int) -> OpCase:
 
 
 def _insert_tokens(T: int, ratio: int) -> OpCase:
-    """What `norm_rope_insert` and `compress` do, together, with one launch less."""
-    from deepseek_attn.kernels.insert import compress, insert_tokens
-    from deepseek_attn.kernels.insert import norm_rope_insert as rows_alone
+    """`norm_rope_insert` and `compress_and_insert` in one launch."""
+    from deepseek_attn.kernels.insert.compress import compress_and_insert
+    from deepseek_attn.kernels.insert.insert import insert_tokens
+    from deepseek_attn.kernels.insert.norm_rope import norm_rope_insert
 
     first, second = _norm_rope_insert(T), _compress_decode(T, ratio)
 
     def make(device: torch.device, seed: int) -> tuple:
-        return first.make(device, seed), *second.make(device, seed)
+        return *first.make(device, seed), *second.make(device, seed)
 
-    def two_launches(rows, parts, batch, _):
-        rows_alone.norm_rope_insert(*rows)
-        compress.compress_and_insert(parts, batch)
+    def two_launches(tokens, parts, batch, _):
+        norm_rope_insert(tokens)
+        compress_and_insert(parts, batch)
 
     run = {
-        "triton": lambda rows, parts, batch, _: insert_tokens.insert_tokens(rows, parts, batch),
+        "triton": lambda tokens, parts, batch, _: insert_tokens(tokens, parts, batch),
         "two launches": two_launches,
     }
     return OpCase("insert_tokens", f"C{ratio}A decode T={T}", make, run, first.bytes + second.bytes)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.indices.convert_reference import compact_valid, convert_req_index
+from deepseek_attn.kernels.indices import convert_req_index, convert_req_index_and_compact
 
 
 def triton_convert_req_index_to_global_index(
@@ -51,25 +48,14 @@ def triton_convert_req_index_to_global_index(
     Notes:
         Published versions disagree on what counts do to the row: this one packs valid entries to the front, in their
         order, and fills the rest with -1, because kernels that take a length read a prefix. Without counts nothing
-        moves. CUDA tensors go through a Triton kernel when Triton is installed; the torch form is bit-equal.
+        moves.
     """
     _check(req_id, block_table, token_indices, NUM_TOPK_TOKENS, BLOCK_N, slot_mapping)
     workspace = (None, None)
     if HAS_PREFILL_WORKSPACE:
         workspace = _checked_workspace(prefill_workspace_request_ids, prefill_workspace_starts, token_indices.shape[0])
-    if token_indices.is_cuda and _has_triton():
-        from deepseek_attn.kernels.indices import convert_req_index as triton_op
-
-        return triton_op.convert_req_index(
-            req_id, block_table, token_indices, BLOCK_SIZE, *workspace, slot_mapping, BLOCK_N, return_valid_counts
-        )
-    out = convert_req_index(req_id, block_table, token_indices, BLOCK_SIZE, *workspace, slot_mapping)
-    return compact_valid(out) if return_valid_counts else out
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    arguments = req_id, block_table, token_indices, BLOCK_SIZE, *workspace, slot_mapping, BLOCK_N
+    return convert_req_index_and_compact(*arguments) if return_valid_counts else convert_req_index(*arguments)
 
 
 def _check(

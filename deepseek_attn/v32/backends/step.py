@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.indices.reference import slot_mapping_from_positions
+from deepseek_attn.kernels.indices import slot_mapping_from_positions
 from deepseek_attn.v32.backends.config import to_device
 
 

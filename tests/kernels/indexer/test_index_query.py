@@ -159,16 +159,17 @@ def test_kernel_refuses_what_it_cannot_take(kernel, device):
 def test_with_the_heads_of_the_layer_in_one_launch(kernel, device, fmt, T):
     """Equal to the bit to what either op returns alone; padding heads are zero."""
     from deepseek_attn.kernels.indexer.query import queries
-    from deepseek_attn.kernels.insert.query_norm_rope import query_norm_rope
+    from deepseek_attn.kernels.insert import QueryHeads
+    from deepseek_attn.kernels.insert.query_heads import query_norm_rope
 
     if INTERPRETED and T > 5:
         pytest.skip("slow in the interpreter")
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     q, weights, cos_sin, positions = make(T, 20, dtype, device)
-    heads = torch.randn(T, 7 * 512, device=device).to(dtype), 7, 1e-6, cos_sin, positions, 9
+    heads = QueryHeads(torch.randn(T, 7 * 512, device=device).to(dtype), 7, 1e-6, cos_sin, positions, 9)
     index = IndexQueryRows(q, weights, cos_sin, positions, 0.25, fmt)
     got, index_queries = queries(heads, index)
-    assert torch.equal(got, query_norm_rope(*heads))
+    assert torch.equal(got, query_norm_rope(heads))
     assert got[:, 7:].eq(0).all()
     expected = kernel(index)
     assert torch.equal(index_queries.q.view(torch.uint8), expected.q.view(torch.uint8))

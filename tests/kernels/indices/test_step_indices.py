@@ -6,8 +6,7 @@ import random
 import pytest
 import torch
 
-from deepseek_attn.kernels.indices import reference
-from deepseek_attn.kernels.indices.reference import EntryGroup
+from deepseek_attn.kernels.indices import EntryGroup, reference
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -136,7 +135,7 @@ def test_a_decode_step_at_once(gpu, groups):
     arguments = positions, owners, valid, table_of(0, 7, 20, gpu), 64, 128, groups
     got, expected = step_indices.decode_step_indices(*arguments), reference.decode_step_indices(*arguments)
     same(got.slot_mapping, expected.slot_mapping)
-    same((got.swa_indices, got.swa_lens), (expected.swa_indices, expected.swa_lens))
+    same(got.swa, expected.swa)
     assert got.compressed_slots.keys() == expected.compressed_slots.keys()
     assert got.entries.keys() == expected.entries.keys()
     for ratio, slots in expected.compressed_slots.items():
@@ -154,9 +153,9 @@ def test_no_tokens_and_no_pages(gpu):
         for ops in (step_indices, reference):
             step = ops.decode_step_indices(positions, owners, valid, table, 64, 9, groups)
             assert step.slot_mapping.eq(-1).all()
-            assert step.swa_indices.shape == (tokens, 9)
-            assert step.swa_indices.eq(-1).all()
-            assert step.entries[4][0].shape == (tokens, 128)
+            assert step.swa.indices.shape == (tokens, 9)
+            assert step.swa.indices.eq(-1).all()
+            assert step.entries[4].indices.shape == (tokens, 128)
         topk = torch.zeros(tokens, 7, dtype=torch.int32, device=gpu)
         same(
             step_indices.compute_global_topk_indices_and_lens(topk, owners, table, 64, valid),
@@ -204,6 +203,6 @@ def test_in_a_graph(gpu):
         graph.replay()
         expected = reference.decode_step_indices(*arguments)
         same(got.slot_mapping, expected.slot_mapping)
-        same(got.swa_indices, expected.swa_indices)
+        same(got.swa.indices, expected.swa.indices)
         same(got.entries[128], expected.entries[128])
         same(got.compressed_slots[4], expected.compressed_slots[4])

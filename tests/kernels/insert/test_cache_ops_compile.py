@@ -1,6 +1,7 @@
 """The kernels around the caches compile for every GPU generation, on any machine."""
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -18,7 +19,8 @@ from deepseek_attn.kernels.indexer.query_triton import (
     queries_kernel,
 )
 from deepseek_attn.kernels.indices import step_indices_triton as step_indices_kernels
-from deepseek_attn.kernels.insert import compress, insert_tokens, norm_rope_insert, query_norm_rope
+from deepseek_attn.kernels.indices.step_indices_triton import GroupShape
+from deepseek_attn.kernels.insert import compress, compress_triton, insert, norm_rope_triton
 from tests.kernels.compiled_launches import CAPABILITIES, on_gpus, target_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
@@ -41,14 +43,18 @@ def pointers(kernel, **kinds):
     return {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")} | kinds
 
 
-ROW = ("*bf16", "i32", "*fp32", "*bf16", "i32", "*bf16", "i32", "*fp32", "*bf16", "i32", "*i64", "*fp32", "i32", "*i64",
-       "fp32", "*u8", "i64")  # fmt: skip
-PART = ("*fp32", "*fp32", "*fp32", "*fp32", "i32", "i32", "i64", "*fp32", "*fp32", "i32", "*u8", "i64", "fp32")
-BATCH = ("*i64", "*i32", "*i32", "*i32", "*i32", "*i64", "*i1", "i32")
+ROW = norm_rope_triton.TokenArguments(
+    "*bf16", "i32", "*fp32", "*bf16", "i32", "*bf16", "i32", "*fp32", "*bf16", "i32", "*i64", "*fp32", "i32", "*i64",
+    "fp32", "*u8", "i64", *4 * ("constexpr",),
+)  # fmt: skip
+PART = compress_triton.PartArguments(
+    "*fp32", "*fp32", "*fp32", "*fp32", "i32", "i32", "i64", "*fp32", "*fp32", "i32", "*u8", "i64", "fp32"
+)
+BATCH = compress_triton.BatchArguments("*i64", "*i32", "*i32", "*i32", "*i32", "*i64", "*i1", "i32")
 
 
-HEADS = ("*bf16", "*fp32", "*i64", "*bf16", "fp32") + 6 * ("i32",)
-HEAD_SHAPE = (512, 64, 512, 4, tl.bfloat16)
+HEADS = norm_rope_triton.HeadArguments("*bf16", "*fp32", "*i64", "*bf16", "fp32", *6 * ("i32",))
+HEAD_SHAPE = norm_rope_triton.HeadShape(512, 64, 512, 4, tl.bfloat16)
 
 
 def index_args(fmt, native):
@@ -63,10 +69,12 @@ def index_shape(fmt, native):
 def row_shape(record):
     number, plain = RECORDS[record]
     dim = 128 if record.startswith("index") else 512
-    return dim, dim - 64, 64, dim, 64, number, plain, tl.bfloat16, 1536, 2048, tl.bfloat16, False, False
+    return norm_rope_triton.TokenShape(
+        dim, dim - 64, 64, dim, 64, number, plain, tl.bfloat16, 1536, 2048, tl.bfloat16, False, False
+    )
 
 
-ROOM = ("*fp32", "*i32", "i32")
+SCRATCH = compress_triton.Scratch("*fp32", "*i32", "i32")
 
 
 # ratio, number of the record of index keys, prompts
@@ -83,32 +91,38 @@ COMPRESSED = {
 def compress_constants(layer, arch):
     """Of the shapes of V4: an entry, and for C4A an index key."""
     ratio, keys, long = COMPRESSED[layer]
-    tiles, jobs = compress.choose_tiles(128 if ratio == 128 else 8), 4 if ratio == 4 else 16
+    config, jobs = compress.launch_config(128 if ratio == 128 else 8), 4 if ratio == 4 else 16
     common = {"ROPE": 64, "DTYPE": tl.bfloat16, "PLAIN": tl.bfloat16, "N": 64}
-    shapes = [compress.PartShape(512, 512, STAGES=0, NOPE=448, RECORD=1, JOBS=jobs, **common)]
+    shapes = [compress_triton.PartShape(512, 512, STAGES=0, NOPE=448, RECORD=1, JOBS=jobs, **common)]
     if keys is not None:
-        key = compress.PartShape(128, 128, STAGES=7, NOPE=128, RECORD=keys, JOBS=1, **common)
+        key = compress_triton.PartShape(128, 128, STAGES=7, NOPE=128, RECORD=keys, JOBS=1, **common)
         shapes, jobs = [*shapes, key], jobs + 1
     pooled, group = (8, 4) if ratio == 4 else (128, 1)
-    tiling = (tiles.lanes, tiles.reads, tiles.channels, tiles.chunks)
-    how = compress.Pooling(ratio, pooled, pooled + 16, *tiling, group, jobs, long, 128)
-    return {"SHAPES": tuple(shapes), "HOW": how, "NATIVE_FP8": arch != "sm80", "PDL": CAPABILITIES[arch] >= (9, 0)}
+    tiling = (config.lanes, config.reads, config.channels, config.chunks)
+    pooling = compress_triton.PoolingConfig(ratio, pooled, pooled + 16, *tiling, group, jobs, long, 128)
+    return {
+        "SHAPES": tuple(shapes),
+        "CONFIG": pooling,
+        "NATIVE_FP8": arch != "sm80",
+        "PDL": CAPABILITIES[arch] >= (9, 0),
+    }
 
 
 @pytest.mark.parametrize(("arch", "record"), on_gpus(RECORDS, ["fp8_v4"]))
 def test_norm_rope_insert(arch, record):
     constants = {"SHAPE": row_shape(record), "NATIVE_FP8": arch != "sm80", "PDL": CAPABILITIES[arch] >= (9, 0)}
-    asm = compiled(norm_rope_insert._norm_rope_insert_kernel, {"rows": ROW}, constants, arch)
+    asm = compiled(norm_rope_triton.norm_rope_insert_kernel, {"rows": ROW}, constants, arch)
     assert asm["cubin"]
     assert ("e4m3" in asm["ptx"]) == (arch != "sm80" and record in ("fp8_v4", "index_fp8"))
 
 
 @pytest.mark.parametrize(("arch", "scales"), on_gpus(["pow2", "raw"], ["pow2"]))
-def test_norm_rope_insert_with_a_rounded_latent(arch, scales):
-    shape = (*row_shape("plain")[:-2], True, scales == "pow2")
+def test_norm_rope_insert_with_a_quantised_latent(arch, scales):
+    shape = replace(row_shape("plain"), QUANTIZE=True, POW2=scales == "pow2")
     constants = {"SHAPE": shape, "NATIVE_FP8": arch != "sm80", "PDL": False}
-    rounded = ("*u8" if arch == "sm80" else "*fp8e4nv", "i32", "*fp32", "i32")
-    asm = compiled(norm_rope_insert._norm_rope_insert_kernel, {"rows": ROW + rounded}, constants, arch)
+    fp8 = "*u8" if arch == "sm80" else "*fp8e4nv"
+    rows = ROW._replace(fp8=fp8, fp8_stride="i32", fp8_scale="*fp32", fp8_scale_stride="i32")
+    asm = compiled(norm_rope_triton.norm_rope_insert_kernel, {"rows": rows}, constants, arch)
     assert asm["cubin"]
     assert ("e4m3" in asm["ptx"]) == (arch != "sm80")
 
@@ -116,7 +130,7 @@ def test_norm_rope_insert_with_a_rounded_latent(arch, scales):
 @pytest.mark.parametrize("arch", on_gpus())
 def test_query_norm_rope(arch):
     constants = {"SHAPE": HEAD_SHAPE, "PDL": CAPABILITIES[arch] >= (9, 0)}
-    asm = compiled(query_norm_rope._query_norm_rope_kernel, {"rows": HEADS}, constants, arch)
+    asm = compiled(norm_rope_triton.query_norm_rope_kernel, {"rows": HEADS}, constants, arch)
     assert asm["cubin"]
     assert ("griddepcontrol.wait" in asm["ptx"]) == (CAPABILITIES[arch] >= (9, 0))
 
@@ -141,8 +155,8 @@ def test_queries(arch):
 @pytest.mark.parametrize(("arch", "layer"), on_gpus(COMPRESSED, ["C128A"]))
 def test_compress(arch, layer):
     constants = compress_constants(layer, arch)
-    kinds = {"parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH, "room": ROOM}
-    asm = compiled(compress._compress_kernel, kinds, constants, arch)
+    kinds = {"parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH, "scratch": SCRATCH}
+    asm = compiled(compress.compress_kernel, kinds, constants, arch)
     assert asm["cubin"]
     assert ("e4m3" in asm["ptx"]) == (arch != "sm80")
 
@@ -150,8 +164,8 @@ def test_compress(arch, layer):
 @pytest.mark.parametrize(("arch", "layer"), on_gpus(["C4A, fp8 keys", "C128A"], ["C128A"]))
 def test_insert_tokens(arch, layer):
     constants = compress_constants(layer, arch) | {"SHAPE": row_shape("fp8_v4")}
-    kinds = {"rows": ROW, "parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH, "room": ROOM}
-    assert compiled(insert_tokens._insert_tokens_kernel, kinds, constants, arch)["cubin"]
+    kinds = {"rows": ROW, "parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH, "scratch": SCRATCH}
+    assert compiled(insert.insert_tokens_kernel, kinds, constants, arch)["cubin"]
 
 
 # entry bytes, then of its coded part: values, values per scale; then where raw values begin, and how many
@@ -173,11 +187,13 @@ def test_gather(arch, gathered):
     assert compiled(kernel, kinds, constants, arch)["cubin"]
 
 
-TABLE = ("*i32", "i32", "i32", "i32", "i32")
+TABLE = step_indices_kernels.BlockTable("*i32", "i32", "i32", "i32", "i32")
+WINDOW_OUTS = step_indices_kernels.WindowOutputs("*i64", "*i32", "*i32")
+GROUP_OUTS = step_indices_kernels.GroupOutputs("*i64", "*i32", "*i32")
 STEP = {"positions_ptr": "*i64", "req_ptr": "*i32", "valid_ptr": "*i1", "table": TABLE, "lens_ptr": "*i32"}
 STEP |= {"out_ptr": "*i32", "topk_ptr": "*i32", "query_start_ptr": "*i32", "seq_lens_ptr": "*i32"}
-STEP |= {"gather_lens_ptr": "*i32", "own_ptr": "*i64", "window_table": TABLE, "window_outs": ("*i64", "*i32", "*i32")}
-STEP |= {"tables": (TABLE, TABLE), "outs": (("*i64", "*i32", "*i32"),) * 2}
+STEP |= {"gather_lens_ptr": "*i32", "own_ptr": "*i64", "window_table": TABLE, "window_outs": WINDOW_OUTS}
+STEP |= {"tables": (TABLE, TABLE), "outs": (GROUP_OUTS,) * 2}
 INDICES = {
     "token_slots_kernel": {"RATIO": 4, "N": 64, "TOKENS": 128},
     "window_kernel": {"WINDOW": 128, "N": 64, "TILE": 128},
@@ -185,7 +201,7 @@ INDICES = {
     "global_kernel": {"K": 512, "N": 64, "TILE": 512},
     "combine_kernel": {"WIDTH": 640, "WINDOW": 128, "RATIO": 4, "TOPK": 512, "TILE": 1024, "REQUESTS": 4},
     "decode_step_kernel": {"WINDOW": 128, "WINDOW_PAGE": 64, "WINDOW_TILE": 128, "TILE": 1024,
-                           "GROUPS": ((4, 64, 0, 1), (128, 32, 8192, 2))},
+                           "GROUPS": (GroupShape(4, 64, 0, 1), GroupShape(128, 32, 8192, 2))},
 }  # fmt: skip
 
 

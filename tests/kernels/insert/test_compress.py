@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp4Record, IndexFp8Record, PlainRecord
-from deepseek_attn.kernels.insert import compress_reference as reference
-from deepseek_attn.kernels.insert.compress_reference import CompressBatch, CompressPart
+from deepseek_attn.kernels.insert import CompressBatch, CompressPart, reference
 
 NAN = float("nan")
 EPS = 1e-6
@@ -209,9 +208,9 @@ def test_tokens_taken_back(op, device):
 
 @pytest.fixture
 def shared_windows(op, monkeypatch):
-    """Small tiles, so that several programs pool the channels of a window, and each takes several jobs.
+    """Small tiles: several programs pool the channels of a window, and each program several jobs.
 
-    Their scratch is full of NaN. Yields the counters, which have to be zero after each step.
+    Their scratch is full of NaN. Yields the counters, which must be zero after each step.
     """
     if op is reference.compress_and_insert:
         pytest.skip("plain torch has no programs")
@@ -219,13 +218,13 @@ def shared_windows(op, monkeypatch):
 
     counters = []
 
-    def room(parts, groups, device):
+    def empty_scratch(parts, groups, device):
         counters.append(torch.zeros(groups * len(parts), dtype=torch.int32, device=device))
-        return torch.full((groups * len(parts) * 80,), NAN, device=device), counters[-1], 80
+        return compress.Scratch(torch.full((groups * len(parts) * 80,), NAN, device=device), counters[-1], 80)
 
-    monkeypatch.setattr(compress, "choose_tiles", lambda pooled: compress.Tiles(4, 16, 4, 32))
-    monkeypatch.setattr(compress, "WORKERS", 5)
-    monkeypatch.setattr(compress, "_room", room)
+    monkeypatch.setattr(compress, "launch_config", lambda pooled_tokens: compress.LaunchConfig(4, 16, 4, 32))
+    monkeypatch.setattr(compress, "POOL_PROGRAMS", 5)
+    monkeypatch.setattr(compress, "empty_scratch", empty_scratch)
     return counters
 
 

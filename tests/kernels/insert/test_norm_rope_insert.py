@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp4Record, IndexFp8Record, PlainRecord
-from deepseek_attn.kernels.common.quant import QuantizedRows
-from deepseek_attn.kernels.insert import reference
-from deepseek_attn.kernels.insert import reference as query_reference
-from deepseek_attn.kernels.linear.reference import quantize_input
+from deepseek_attn.kernels.common.quant import QuantizedRows, quantize_fp8
+from deepseek_attn.kernels.insert import CacheRows, CompressBatch, CompressPart, QueryHeads, TokenRows, reference
 
 EPS, POSITIONS = 1e-6, 300
 RECORDS = {
@@ -41,7 +39,7 @@ def triton(request, device):
 @pytest.fixture
 def insert(triton):
     if triton:
-        from deepseek_attn.kernels.insert.norm_rope_insert import norm_rope_insert
+        from deepseek_attn.kernels.insert.norm_rope import norm_rope_insert
 
         return norm_rope_insert
     return reference.norm_rope_insert
@@ -50,10 +48,10 @@ def insert(triton):
 @pytest.fixture
 def queries(triton):
     if triton:
-        from deepseek_attn.kernels.insert.query_norm_rope import query_norm_rope
+        from deepseek_attn.kernels.insert.query_heads import query_norm_rope
 
         return query_norm_rope
-    return query_reference.query_norm_rope
+    return reference.query_norm_rope
 
 
 def rotary_table(rope, device):
@@ -103,10 +101,13 @@ class Case:
         pages = -(-3 * T // n)
         self.pool = torch.full((pages, 2 * self.size + 64), 0xAB, dtype=torch.uint8, device=device)[:, : self.size]
 
-    def run(self, op, **out):
+    def tokens(self, **out):
         weights = (self.q_weight, self.kv_weight)
-        cache = (self.record, self.pool, self.n, self.slots)
-        return op(self.qr, self.kv, *weights, EPS, self.table, self.positions, *cache, **out)
+        cache = CacheRows(self.record, self.pool, self.n, self.slots)
+        return TokenRows(self.qr, self.kv, *weights, EPS, self.table, self.positions, cache, **out)
+
+    def run(self, op, **out):
+        return op(self.tokens(**out))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
@@ -151,8 +152,8 @@ def test_strided_rows_and_given_outputs(insert, device):
 
 @pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "raw"])
 @pytest.mark.parametrize("lora", [128, 1536])
-def test_the_latent_is_also_rounded_for_fp8_linears(insert, device, lora, pow2):
-    """Bit by bit what rounding the output gives, in rows of a larger tensor."""
+def test_the_latent_is_also_quantised_for_fp8_linears(insert, device, lora, pow2):
+    """Equal to the bit to quantising the output, in rows of a larger tensor."""
     case = Case("V4", torch.bfloat16, device, T=13)
     case.qr = (torch.randn(13, lora) * torch.logspace(-9, 4, 13)[:, None]).to(device).bfloat16()
     case.qr[3], case.qr[5, 7], case.qr[6, 20] = 0, float("nan"), float("inf")
@@ -163,7 +164,7 @@ def test_the_latent_is_also_rounded_for_fp8_linears(insert, device, lora, pow2):
     got, _ = case.run(insert, qr_fp8=QuantizedRows(q[:, :lora], scales[:, :13].t(), pow2))
     assert torch.equal(got.isnan(), expected.isnan())
     assert torch.equal(got.nan_to_num(), expected.nan_to_num())
-    q_expected, scale_expected, _ = quantize_input(expected, pow2)
+    q_expected, scale_expected = quantize_fp8(expected, 128, pow2=pow2)
     finite = expected.isfinite().all(1)
     assert torch.equal(q[:, :lora].view(torch.uint8)[finite], q_expected.view(torch.uint8)[finite])
     assert torch.equal(scales[:, :13].t()[finite], scale_expected[finite])
@@ -215,14 +216,14 @@ def test_queries(queries, device, heads, padded, dtype):
     wide = torch.randn(7, heads * 128 + 16, device=device).to(dtype) * 5
     q, positions = wide[:, : heads * 128], torch.randint(POSITIONS, (7,), device=device)
     q[3] = 0
-    got = queries(q, heads, EPS, table, positions, padded)
+    got = queries(QueryHeads(q, heads, EPS, table, positions, padded))
     assert got.shape == (7, padded, 128)
     assert got[:, heads:].eq(0).all()
     for t in range(7):
         for h in range(heads):
             close(got[t, h], expected_row(q[t, h * 128 : h * 128 + 128], None, table, positions[t], dtype))
     out = torch.full((7, padded + 1, 128), float("nan"), device=device).to(dtype)
-    assert torch.equal(queries(q, heads, EPS, table, positions, padded, out[:, :padded]), got)
+    assert torch.equal(queries(QueryHeads(q, heads, EPS, table, positions, padded, out[:, :padded])), got)
     assert torch.equal(out[:, :padded], got)
     assert out[:, padded].isnan().all()
 
@@ -230,13 +231,13 @@ def test_queries(queries, device, heads, padded, dtype):
 def test_no_queries(queries, device):
     table = rotary_table(8, device)
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    assert queries(torch.empty(0, 48, device=device), 3, EPS, table, none, 4).shape == (0, 4, 16)
+    assert queries(QueryHeads(torch.empty(0, 48, device=device), 3, EPS, table, none, 4)).shape == (0, 4, 16)
 
 
 def test_refuses(device):
     pytest.importorskip("triton", reason="the package triton is not installed")
-    from deepseek_attn.kernels.insert.norm_rope_insert import norm_rope_insert
-    from deepseek_attn.kernels.insert.query_norm_rope import query_norm_rope
+    from deepseek_attn.kernels.insert.norm_rope import norm_rope_insert
+    from deepseek_attn.kernels.insert.query_heads import query_norm_rope
 
     wrong = {
         "contiguous rows and a weight of": {"q_weight": torch.ones(95)},
@@ -260,14 +261,14 @@ def test_refuses(device):
         "both must be even": (torch.zeros(2, 45), 3, EPS, table, none, 3),
     }.items():
         with pytest.raises(ValueError, match=message):
-            query_norm_rope(*arguments)
+            query_norm_rope(QueryHeads(*arguments))
 
 
 @pytest.mark.parametrize("name", ["V4", "index_fp4"])
 def test_fifty_launches_are_bit_identical(device, name):
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
-    from deepseek_attn.kernels.insert.norm_rope_insert import norm_rope_insert
+    from deepseek_attn.kernels.insert.norm_rope import norm_rope_insert
 
     case = Case(name, torch.bfloat16, device, T=300)
     first, stored = case.run(norm_rope_insert), None
@@ -281,11 +282,9 @@ def test_fifty_launches_are_bit_identical(device, name):
 
 @pytest.mark.parametrize("new", [1, 3, 9], ids=["decode", "speculative", "prefill"])
 def test_with_the_compressors_of_the_layer(triton, device, new):
-    """One launch or several: the same rows, entries and rings as from the ops by themselves."""
-    from deepseek_attn.kernels.insert import compress_reference as compress
-
+    """One launch or several: the same rows, entries and rings as from the separate ops."""
     if triton:
-        from deepseek_attn.kernels.insert.insert_tokens import insert_tokens
+        from deepseek_attn.kernels.insert.insert import insert_tokens
     else:
         from deepseek_attn.kernels.insert.reference import insert_tokens
     requests, ratio, rows = 5, 4, 11
@@ -298,7 +297,7 @@ def test_with_the_compressors_of_the_layer(triton, device, new):
     starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * new
     rings = torch.arange(requests, dtype=torch.int32, device=device)
     valid = torch.ones(tokens, dtype=torch.bool, device=device)
-    batch = compress.CompressBatch(ratio, True, rows, positions, owners, starts, prefix, rings, slots, valid, new)
+    batch = CompressBatch(ratio, True, rows, positions, owners, starts, prefix, rings, slots, valid, new)
     found = []
     for op in (insert_tokens, None):
         torch.manual_seed(1)
@@ -309,14 +308,12 @@ def test_with_the_compressors_of_the_layer(triton, device, new):
             state = torch.randn(requests, rows, 512, device=device)
             pool = torch.full((tokens, record.page_bytes(1)), 0xAB, dtype=torch.uint8, device=device)
             fixed = (torch.randn(ratio, 256, device=device), state, torch.ones(128, device=device), EPS, case.table)
-            parts.append(compress.CompressPart(kv, score, *fixed, record, pool, 1, torch.bfloat16))
-        rows_of = (case.qr, case.kv, case.q_weight, case.kv_weight, EPS, case.table, case.positions)
-        arguments = (*rows_of, case.record, case.pool, case.n, case.slots)
+            parts.append(CompressPart(kv, score, *fixed, record, pool, 1, torch.bfloat16))
         if op is None:
-            outs = reference.norm_rope_insert(*arguments)
-            compress.compress_and_insert(parts, batch)
+            outs = reference.norm_rope_insert(case.tokens())
+            reference.compress_and_insert(parts, batch)
         else:
-            outs = op(arguments, parts, batch)
+            outs = op(case.tokens(), parts, batch)
         entries = [part.record.gather(part.pool, 1, slots, torch.float32) for part in parts]
         found.append((*outs, *entries, *(part.state for part in parts), case.pool))
     for got, expected in zip(*found, strict=True):
@@ -329,14 +326,12 @@ def test_with_the_compressors_of_the_layer(triton, device, new):
 
 def test_window_only_layers_have_no_compressors(triton, device):
     if triton:
-        from deepseek_attn.kernels.insert.insert_tokens import insert_tokens
+        from deepseek_attn.kernels.insert.insert import insert_tokens
     else:
         from deepseek_attn.kernels.insert.reference import insert_tokens
     case = Case("V4", torch.bfloat16, device)
-    weights, cache = (case.q_weight, case.kv_weight), (case.record, case.pool, case.n, case.slots)
-    outs = insert_tokens((case.qr, case.kv, *weights, EPS, case.table, case.positions, *cache), [], None)
-    expected = reference.norm_rope_insert(
-        case.qr, case.kv, *weights, EPS, case.table, case.positions, case.record, case.pool.clone(), case.n, case.slots
-    )
-    close(outs[1].flatten(), expected[1].flatten())
-    close(outs[0].flatten(), expected[0].flatten())
+    outs = insert_tokens(case.tokens(), [], None)
+    case.pool = case.pool.clone()
+    expected = case.run(reference.norm_rope_insert)
+    close(outs.kv.flatten(), expected.kv.flatten())
+    close(outs.qr.flatten(), expected.qr.flatten())

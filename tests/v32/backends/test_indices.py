@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from deepseek_attn.kernels.indices.convert_reference import compact_valid, convert_req_index
+from deepseek_attn.kernels.indices.reference import compact_valid, convert_req_index
 from deepseek_attn.v32.backends import triton_convert_req_index_to_global_index as convert
 
 HUGE = 2**31 - 1
@@ -126,13 +126,14 @@ def test_triton_equals_torch(rows, topk, block_size, workspace, block_n, device)
     pytest.importorskip("triton", reason="Triton is not installed")
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
-    from deepseek_attn.kernels.indices.convert_req_index import convert_req_index as triton_convert
+    from deepseek_attn.kernels.indices import convert as triton_ops
 
     req, table, tokens, request_ids, starts, slots = (x.to(device) for x in random_case(rows, topk, block_size))
     extra = (request_ids, starts) if workspace else (None, None)
     for padding in (None, slots):
         expected = convert_req_index(req, table, tokens, block_size, *extra, padding)
-        assert torch.equal(triton_convert(req, table, tokens, block_size, *extra, padding, block_n), expected)
-        got = triton_convert(req, table, tokens, block_size, *extra, padding, block_n, counts=True)
+        arguments = req, table, tokens, block_size, *extra, padding, block_n
+        assert torch.equal(triton_ops.convert_req_index(*arguments), expected)
+        got = triton_ops.convert_req_index_and_compact(*arguments)
         for mine, other in zip(got, compact_valid(expected), strict=True):
             assert torch.equal(mine, other)

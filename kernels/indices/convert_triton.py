@@ -1,15 +1,13 @@
-"""Triton kernels of `reference.convert_req_index`: positions within a request to slots or workspace rows.
+"""Triton device code of `convert`: positions within a request to slots or workspace rows.
 
-One program converts a tile of ``BLOCK_N`` positions of one query. When counts are wanted, one program converts the
-whole row of a query instead, so that valid entries can be packed to the front in their order.
+One program converts a tile of ``BLOCK_N`` positions of one query. To compact a row, one program converts all of it, so
+that valid entries can be packed to the front in their order.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 
 @triton.jit
@@ -48,7 +46,7 @@ def _global_index(
 
 
 @triton.jit
-def _convert_req_index_to_global_index_kernel(
+def convert_kernel(
     req_id_ptr,
     block_table_ptr,
     token_indices_ptr,
@@ -90,7 +88,7 @@ def _convert_req_index_to_global_index_kernel(
 
 
 @triton.jit
-def _convert_and_compact_kernel(
+def convert_and_compact_kernel(
     req_id_ptr,
     block_table_ptr,
     token_indices_ptr,
@@ -141,48 +139,3 @@ def _convert_and_compact_kernel(
         tail = (column >= count) & (column < topk)
         tl.store(out_ptr + row * topk + column, tl.full((BLOCK_N,), -1, tl.int32), mask=tail)
     tl.store(counts_ptr + row, count)
-
-
-def convert_req_index(
-    req_id: Tensor,
-    block_table: Tensor,
-    token_indices: Tensor,
-    block_size: int,
-    workspace_request_ids: Tensor | None = None,
-    workspace_starts: Tensor | None = None,
-    slot_mapping: Tensor | None = None,
-    block_n: int = 128,
-    counts: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Same as `reference.convert_req_index`, followed by ``compact_valid`` when ``counts``.
-
-    Args:
-        block_n: positions per program, a power of two.
-    """
-    rows, topk = token_indices.shape
-    out = torch.empty(rows, topk, dtype=torch.int32, device=token_indices.device)
-    totals = torch.zeros(rows if counts else 0, dtype=torch.int32, device=token_indices.device)
-    if out.numel() == 0:
-        return (out, totals) if counts else out
-    workspace = workspace_request_ids is not None and workspace_starts is not None and workspace_starts.numel() > 0
-    # a pointer is needed even where a flag says that it is not read
-    inputs = (
-        req_id,
-        block_table,
-        token_indices,
-        workspace_request_ids if workspace else req_id,
-        workspace_starts if workspace else req_id,
-        req_id if slot_mapping is None else slot_mapping,
-    )
-    sizes = (*block_table.shape, topk, block_table.stride(0), token_indices.stride(0))
-    flags = {
-        "BLOCK_SIZE": block_size,
-        "BLOCK_N": block_n,
-        "HAS_PREFILL_WORKSPACE": workspace,
-        "HAS_SLOT_MAPPING": slot_mapping is not None,
-    }
-    if counts:
-        _convert_and_compact_kernel[(rows,)](*inputs, out, totals, *sizes, **flags)
-        return out, totals
-    _convert_req_index_to_global_index_kernel[(rows, triton.cdiv(topk, block_n))](*inputs, out, *sizes, **flags)
-    return out

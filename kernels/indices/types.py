@@ -1,0 +1,48 @@
+"""What the index builders take and return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class IndexRows(NamedTuple):
+    """Rows of indices: int32 ``[T, K]``, -1 for none, and int32 ``[T]`` how many columns of a row count."""
+
+    indices: Tensor
+    lens: Tensor
+
+
+@dataclass(frozen=True)
+class EntryGroup:
+    """Compressed entries of one ratio, as a decode step indexes them.
+
+    Attributes:
+        ratio: tokens per entry.
+        block_table: ``[B, pages]`` page ids; block_size: entries per page.
+        width: columns of the rows of all closed entries; 0 where no layer reads every entry.
+    """
+
+    ratio: int
+    block_table: Tensor
+    block_size: int
+    width: int
+
+
+@dataclass(frozen=True)
+class StepIndices:
+    """Index tensors of a step.
+
+    Attributes:
+        slot_mapping: int64 ``[T]`` slot of each token, -1 for padding.
+        swa: slots of the window, as `compute_swa_indices_and_lens`.
+        compressed_slots: by ratio, as `get_compressed_slot_mapping`.
+        entries: by ratio, as `build_c128a_topk_indices`, for groups with a width.
+    """
+
+    slot_mapping: Tensor
+    swa: IndexRows
+    compressed_slots: dict[int, Tensor]
+    entries: dict[int, IndexRows]

@@ -1,0 +1,206 @@
+"""What the ops of this family take: rows of a step's tokens, their queries, and the compressors of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.cache.record import Record
+from deepseek_attn.kernels.common.quant import QuantizedRows
+
+
+class CacheRows(NamedTuple):
+    """Where a step's rows are stored in a paged cache.
+
+    Attributes:
+        record: byte layout of an entry.
+        pool: uint8 ``[pages, page bytes]``.
+        page_entries: entries per page.
+        slots: int64 ``[T]``, ``page * page_entries + offset`` of each row; -1 for padding, which is not stored.
+    """
+
+    record: Record
+    pool: Tensor
+    page_entries: int
+    slots: Tensor
+
+
+class TokenRows(NamedTuple):
+    """Query latent and key of a step's tokens, as projected.
+
+    Attributes:
+        qr: ``[T, q_lora]``; kv: ``[T, d]``; float32, bfloat16 or float16 with contiguous rows, ``d`` even.
+        q_weight, kv_weight: float32 norm weights ``[q_lora]`` and ``[d]``; eps: of both norms.
+        cos_sin: float32 ``[max_positions, rope_dim]``, cosines then sines; positions: int64 ``[T]``.
+        cache: where rows of ``kv`` are stored.
+        qr_fp8: buffers for the normed latent quantised to FP8, ``q_lora`` a multiple of 128; None if nothing reads it.
+        qr_out, kv_out: buffers for the results; None allocates them.
+    """
+
+    qr: Tensor
+    kv: Tensor
+    q_weight: Tensor
+    kv_weight: Tensor
+    eps: float
+    cos_sin: Tensor
+    positions: Tensor
+    cache: CacheRows
+    qr_fp8: QuantizedRows | None = None
+    qr_out: Tensor | None = None
+    kv_out: Tensor | None = None
+
+
+class LatentAndKey(NamedTuple):
+    """Results of `norm_rope_insert`: the normed query latent ``[T, q_lora]`` and the normed, rotated key ``[T, d]``."""
+
+    qr: Tensor
+    kv: Tensor
+
+
+class QueryHeads(NamedTuple):
+    """Projected queries of a step's tokens.
+
+    Attributes:
+        q: ``[T, num_heads * d]`` float32, bfloat16 or float16 with contiguous rows, ``d`` even.
+        num_heads: heads in ``q``.
+        eps: of the norm.
+        cos_sin: float32 ``[max_positions, rope_dim]``, cosines then sines; positions: int64 ``[T]``.
+        padded_heads: heads of the result, at least ``num_heads``.
+        out: ``[T, padded_heads, d]`` buffer for the result; None allocates it.
+    """
+
+    q: Tensor
+    num_heads: int
+    eps: float
+    cos_sin: Tensor
+    positions: Tensor
+    padded_heads: int
+    out: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class CompressPart:
+    """One compressor of a layer: its projections of the step's tokens, and the pools it writes.
+
+    Attributes:
+        kv, score: float32 ``[T, coff * d]``, values and gate scores, the scores without ``ape``; ``coff`` is 2 with
+            overlap, else 1.
+        ape: float32 ``[ratio, coff * d]``, added to the scores by position within the window.
+        state: float32 ``[pages, rows, 2 * coff * d]``, a ring of (value, score with ``ape``) rows per request.
+        norm_weight: float32 ``[d]``; eps: of the entry's norm.
+        cos_sin: float32 ``[max_positions, rope_dim]``, cosines then sines.
+        record, pool, page_entries: byte layout of an entry, uint8 ``[pages, page bytes]``, entries per page.
+        dtype: what an entry is rounded to after pooling, after the norm and after the rotation.
+        hadamard: multiply the entry by a Hadamard matrix before it is stored.
+    """
+
+    kv: Tensor
+    score: Tensor
+    ape: Tensor
+    state: Tensor
+    norm_weight: Tensor
+    eps: float
+    cos_sin: Tensor
+    record: Record
+    pool: Tensor
+    page_entries: int
+    dtype: torch.dtype
+    hadamard: bool = False
+
+    @property
+    def dim(self) -> int:
+        return self.norm_weight.shape[0]
+
+
+@dataclass
+class CompressBatch:
+    """A step's tokens as the compressors of one (ratio, overlap) see them. All tensors are on the device.
+
+    Attributes:
+        ratio: tokens per window; overlap: an entry also pools the window before its own.
+        rows: rows of a request's ring, at least the ``coff * ratio`` tokens that an entry pools.
+        positions: int64 ``[T]``; token_to_req: int32 ``[T]``. Tokens of a request are consecutive.
+        query_start_loc: int32 ``[B + 1]`` first token of each request; padding rows count as tokens.
+        prefix_lens: int32 ``[B]`` length of each request before the step.
+        ring_pages: int32 ``[B]`` page of each request's ring in the state pools.
+        slots: int64 ``[T]`` compressed slot of the entry that a token completes, -1 for none.
+        valid: bool ``[T]``; padding rows complete no window and are not stored.
+        max_query_len: largest number of new tokens of a request, on the host.
+    """
+
+    ratio: int
+    overlap: bool
+    rows: int
+    positions: Tensor
+    token_to_req: Tensor
+    query_start_loc: Tensor
+    prefix_lens: Tensor
+    ring_pages: Tensor
+    slots: Tensor
+    valid: Tensor
+    max_query_len: int
+
+    @property
+    def pooled_tokens(self) -> int:
+        """Tokens that an entry pools."""
+        return (2 if self.overlap else 1) * self.ratio
+
+    @cached_property
+    def windows(self) -> ClosingWindows:
+        """Index tensors of the windows that close in this step, for the reference. Synchronises, once per batch."""
+        return _closing_windows(self)
+
+
+@dataclass(frozen=True)
+class ClosingWindows:
+    """Windows that close in a step, and where the projections of their tokens are.
+
+    Attributes:
+        phase: int64 ``[T]``, position within the window (row of ``ape``).
+        flight: int64 ``[E, G]``, row among this step's tokens of each of the ``G`` tokens of the ``E`` closing windows.
+        from_state: int64 ``[C, 2]``, (window, place in it) of tokens of earlier steps, and
+        state_source: int64 ``[C]``, their rows in the flattened state pool.
+        absent: bool ``[E, G]``, places before the first token (the older half of window 0).
+        entry_slots: int64 ``[E]`` compressed slots; entry_positions: int64 ``[E]`` rotary positions (first token).
+        keep, keep_rows: int64 ``[S]``, tokens of this step to store in the rings and their rows in the state pool.
+    """
+
+    phase: Tensor
+    flight: Tensor
+    from_state: Tensor
+    state_source: Tensor
+    absent: Tensor
+    entry_slots: Tensor
+    entry_positions: Tensor
+    keep: Tensor
+    keep_rows: Tensor
+
+
+def _closing_windows(batch: CompressBatch) -> ClosingWindows:
+    positions, rows, pooled = batch.positions, batch.rows, batch.pooled_tokens
+    token_to_req, prefix_lens = batch.token_to_req.long(), batch.prefix_lens.long()
+    ring = batch.ring_pages.long() * rows
+    closing = (batch.slots >= 0).nonzero().flatten()
+    offsets = torch.arange(pooled, device=positions.device) - pooled + 1
+    request = token_to_req[closing].unsqueeze(1)
+    wanted = positions[closing].unsqueeze(1) + offsets
+    earlier = (wanted >= 0) & (wanted < prefix_lens[request])
+    # the last rows of each request's new tokens stay for windows that are still open, or reopened by a rollback
+    last = batch.query_start_loc.long()[1:][token_to_req]
+    token = torch.arange(len(last), device=positions.device)
+    keep = ((token >= last - rows) & batch.valid).nonzero().flatten()
+    return ClosingWindows(
+        phase=positions % batch.ratio,
+        flight=(closing.unsqueeze(1) + offsets).clamp(min=0),
+        from_state=earlier.nonzero(),
+        state_source=(ring[request] + wanted % rows)[earlier],
+        absent=wanted < 0,
+        entry_slots=batch.slots[closing],
+        entry_positions=positions[closing] // batch.ratio * batch.ratio,
+        keep=keep,
+        keep_rows=ring[token_to_req[keep]] + positions[keep] % rows,
+    )
