@@ -3,46 +3,62 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deepseek_attn.cli.options import add_numerics_options, check_output
 
-FAMILIES = ("attention", "cache_ops", "hyper_connection", "indexer", "linears", "moe")
+if TYPE_CHECKING:
+    import torch
+
+    from deepseek_attn.bench.cases.case import OpCase
+    from deepseek_attn.config.model import AnyConfig
+    from deepseek_attn.runner.model_runner import ModelRunner
 
 
-def add_parser(subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="time ops, layers and models",
         description="Time parts of a model on this machine, with random data. The last line is one JSON document.",
     )
     what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    op = what.add_parser("op", help="single ops, beside other implementations and the machine's ceilings")
-    op.add_argument("--ops", type=names, metavar="LIST", help="names of ops, or parts of names (default: all)")
-    op.add_argument("--rows", type=names, metavar="LIST", help="parts of the rows' labels (default: all)")
+    op = what.add_parser(
+        "op", help="single ops, compared with other implementations and with this machine's peak rates"
+    )
+    op.add_argument("--ops", type=names, metavar="LIST", help="op names or parts of them (default: all)")
+    op.add_argument("--rows", type=names, metavar="LIST", help="parts of row labels (default: all)")
     op.set_defaults(run=run_ops)
     layer = what.add_parser("layer", help="one attention layer, from hidden states to the output projection")
     layer.add_argument("--layers", type=numbers, metavar="LIST", help="layer numbers (default: the first of each kind)")
-    layer.add_argument("--prefill", type=numbers, default=[], metavar="LIST", help="also prompts of these lengths")
+    layer.add_argument(
+        "--prefill", type=numbers, default=[], metavar="LIST", help="also time prefills of these lengths"
+    )
     layer.add_argument("--backends", type=names, default=["auto"], metavar="LIST", help="default: auto")
     layer.set_defaults(run=run_layer)
     model = what.add_parser("model", help="one decode step of a model, from token ids to logits")
     model.add_argument("--layers", type=numbers, metavar="LIST", help="layer numbers (default: all)")
-    model.add_argument("--experts", type=int, metavar="N", help="as many experts per layer (default: the model's)")
+    model.add_argument("--experts", type=int, metavar="N", help="routed experts per layer (default: the model's)")
     model.add_argument("--backend", default="auto", help="default: auto")
     model.set_defaults(run=run_model)
     for part in (layer, model):
         part.add_argument("--model", default="tiny", metavar="NAME|FILE", help="preset or config.json (default: tiny)")
-        part.add_argument("--batch", type=numbers, default=[1, 8], metavar="LIST", help="decode batches (default: 1,8)")
-        part.add_argument("--context", type=numbers, default=[1024], metavar="LIST", help="lengths (default: 1024)")
-        part.add_argument("--graph", action="store_true", help="replay CUDA graphs of what is timed")
-        part.add_argument("--kernels", action="store_true", help="list the kernels: launches and times (GPU)")
+        part.add_argument(
+            "--batch", type=numbers, default=[1, 8], metavar="LIST", help="batch sizes of decode steps (default: 1,8)"
+        )
+        part.add_argument(
+            "--context", type=numbers, default=[1024], metavar="LIST", help="context lengths (default: 1024)"
+        )
+        part.add_argument("--graph", action="store_true", help="time replays of CUDA graphs")
+        part.add_argument("--kernels", action="store_true", help="list the kernels with launches and times (GPU)")
         add_numerics_options(part)
     for part in (op, layer, model):
         part.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
-        part.add_argument("--repeats", type=int, default=20, help="runs of each; the median counts (default: 20)")
+        part.add_argument(
+            "--repeats", type=int, default=20, help="runs per measurement, of which the median counts (default: 20)"
+        )
         part.add_argument("--plot", type=Path, metavar="FILE", help="also draw the times (.svg, .png, .pdf)")
 
 
@@ -65,7 +81,7 @@ def run_ops(args: argparse.Namespace) -> None:
 
     check_flags(args)
     device = pick_device(args.device)
-    cases = [case for family in FAMILIES for case in rows_of(family, device)]
+    cases = list(op_cases(device))
     if not cases:
         raise ValueError(f"no op can be timed: {problem_on(device) or 'plain torch was asked for'}")
     wanted = [
@@ -93,9 +109,12 @@ def run_ops(args: argparse.Namespace) -> None:
     finish(args, {"benchmark": "op", "device": str(device), "ceilings": limits}, rows, ("op", "label"))
 
 
-def rows_of(family: str, device) -> list:
-    """The rows of one file of ``opbench`` that can run on ``device``."""
-    return importlib.import_module(f"deepseek_attn.bench.cases.{family}").cases(device)
+def op_cases(device: torch.device) -> Iterator[OpCase]:
+    """The rows of the op benchmark that can run on ``device``, family by family."""
+    from deepseek_attn.bench.cases import attention, cache_ops, hyper_connection, indexer, linears, moe
+
+    for family in (attention, cache_ops, hyper_connection, indexer, linears, moe):
+        yield from family.cases(device)
 
 
 def run_layer(args: argparse.Namespace) -> None:
@@ -170,7 +189,7 @@ def run_model(args: argparse.Namespace) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """What would otherwise show only when times have been taken, or under the name of another option."""
+    """ValueError for sizes and files that would fail only after the timing, or under another option's name."""
     if args.repeats < 1:
         raise ValueError(f"--repeats {args.repeats}: at least 1 run")
     for flag in ("batch", "context", "prefill"):
@@ -192,7 +211,7 @@ def print_kernels(timing) -> None:
         print(f"    {microseconds:>9.1f} us {count:>6.1f} x  {name[:100]}")
 
 
-def settings(runner) -> dict:
+def settings(runner: ModelRunner) -> dict[str, str]:
     return {
         "numerics": runner.numerics.name,
         "dtype": str(runner.dtype).removeprefix("torch."),
@@ -201,7 +220,7 @@ def settings(runner) -> dict:
 
 
 def finish(args: argparse.Namespace, run: dict, rows: list[dict], series: tuple[str, ...]) -> None:
-    """The JSON line and, if it was asked for, the plot: one bar per row, one colour per series."""
+    """Prints the JSON line and, with ``--plot``, draws one bar per row, one colour per series."""
     from deepseek_attn.cli.info import collect
 
     if args.plot:
@@ -212,8 +231,8 @@ def finish(args: argparse.Namespace, run: dict, rows: list[dict], series: tuple[
     print(json.dumps({**run, "rows": rows, "environment": facts}))
 
 
-def first_of_each_kind(config) -> list[int]:
-    """The first layer of each kind of attention."""
+def first_of_each_kind(config: AnyConfig) -> list[int]:
+    """Numbers of the first layer of each kind of attention."""
     kinds: dict[str, int] = {}
     for spec in config.layers:
         kinds.setdefault(spec.kind, spec.index)

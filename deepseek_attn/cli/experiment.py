@@ -1,4 +1,4 @@
-"""``deepseek-attn experiment``: run, resume and report compress-ratio experiments."""
+"""``deepseek-attn experiment``: runs, resumes and reports compress-ratio experiments."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import argparse
 from pathlib import Path
 
 
-def add_parser(subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "experiment",
         help="compare compress-ratio schedules",
-        description="Measure what schedules cost and what they lose, and write a report.",
+        description="Measure the cost and quality of compress-ratio schedules, and write a report.",
     )
     what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     helps = {
-        "run": "do everything, into an empty folder",
-        "resume": "go on where a run was interrupted",
-        "report": "write the report again from what has been done",
+        "run": "run all measurements, into an empty folder",
+        "resume": "run the measurements that are missing or failed",
+        "report": "write the report again from the results in the folder",
     }
     for name, text in helps.items():
         command = what.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")

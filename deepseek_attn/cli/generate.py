@@ -19,33 +19,44 @@ if TYPE_CHECKING:
 DEFAULT_PROMPT = "Once upon a time"
 
 
-def add_parser(subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("generate", help="complete a prompt", description="Complete a prompt, streaming.")
-    parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: the small one that comes along)")
+    parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: the small one in the package)")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="text; `-` or nothing with input piped in reads standard input")
+    source.add_argument("--prompt", help="text; `-`, or no prompt with piped input, reads standard input")
     source.add_argument("--token-ids", metavar="IDS", help="comma-separated token ids instead of text")
     source.add_argument(
-        "--prompts", metavar="FILE", help="one prompt per line (text, JSON string or list of ids); JSON lines come out"
+        "--prompts",
+        metavar="FILE",
+        help="one prompt per line (text, JSON string or list of token ids); prints JSON lines",
     )
-    parser.add_argument("--chat", action="store_true", help="treat the prompt as a user's turn of a conversation")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user message in the chat format")
     parser.add_argument("--system", help="system message (with --chat)")
-    parser.add_argument("--thinking", action="store_true", help="let the model reason before it answers (with --chat)")
+    parser.add_argument("--thinking", action="store_true", help="thinking mode: reason before answering (with --chat)")
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=64, help="at most this many new tokens (default: 64)")
+    sampling.add_argument("--max-tokens", type=int, default=64, help="maximum number of new tokens (default: 64)")
     sampling.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
-    sampling.add_argument("--top-k", type=int, default=0, help="keep the K likeliest tokens (default: all)")
+    sampling.add_argument("--top-k", type=int, default=0, help="sample from the K most likely tokens (default: all)")
     sampling.add_argument(
-        "--top-p", type=float, default=1.0, help="keep the likeliest tokens of this mass (default: 1)"
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the most likely tokens up to this probability mass (default: 1)",
     )
     sampling.add_argument("--seed", type=int, help="makes sampling reproducible")
     sampling.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable"
+        "--stop", action="append", default=[], metavar="TEXT", help="stop before this text; repeatable"
     )
-    sampling.add_argument("--stop-token-id", action="append", type=int, default=[], metavar="ID", help="repeatable")
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sentence token")
+    sampling.add_argument(
+        "--stop-token-id", action="append", type=int, default=[], metavar="ID", help="stop after this token; repeatable"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
     parser.add_argument(
-        "--speculate", type=int, default=0, metavar="N", help="guess N tokens per step with the MTP layer; same text"
+        "--speculate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="speculative decoding: N draft tokens per step by the MTP layer, same output",
     )
     add_runner_options(parser)
     add_ranks_option(parser)
@@ -60,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def complete(args: argparse.Namespace, ranks: Parallel) -> int:
-    """Everything after joining the ranks, of which the first one reads the prompts."""
+    """Runs the command on every rank; rank 0 reads the prompts and shares them."""
     from deepseek_attn.engine.llm import LLM
     from deepseek_attn.engine.request import RequestFailed
     from deepseek_attn.engine.sampling import SamplingParams
@@ -130,7 +141,7 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
 
 
 def default_checkpoint() -> Path:
-    """The trained checkpoint that comes with the library and runs when no model is named (docs/training.md)."""
+    """The trained checkpoint in the package, used when no model is named (docs/training.md)."""
     directory = Path(str(resources.files("deepseek_attn.data").joinpath("small")))
     print(
         f"model: {directory} (a small DeepSeek-V4 that has read Jane Austen's novels: sentences, little sense)",

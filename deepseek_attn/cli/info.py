@@ -20,8 +20,12 @@ PACKAGES = (
 )
 
 
-def add_parser(subparsers) -> None:
-    parser = subparsers.add_parser("info", help="machine, versions, backends", description="What runs here, and why.")
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "info",
+        help="machine, versions, backends",
+        description="This machine, installed versions, and which attention impls run here and why.",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     parser.set_defaults(run=run)
 
@@ -51,7 +55,7 @@ def collect() -> dict:
 
     from deepseek_attn.config.options import pick_device
     from deepseek_attn.impls import describe_impls
-    from deepseek_attn.v32.backends import flashinfer_adapter as flashinfer_adapter
+    from deepseek_attn.v32.backends import flashinfer_adapter
     from deepseek_attn.v32.backends.kernels import describe_kernels
 
     device = pick_device(None)

@@ -7,15 +7,15 @@ import argparse
 from deepseek_attn.cli.options import show_bytes
 
 
-def add_parser(subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "make-checkpoint",
         help="random weights in the published format",
         description="Write a checkpoint with random weights: shards, index, config and tokenizer.",
     )
     parser.add_argument("--config", default="tiny", metavar="NAME|FILE", help="preset or config.json (default: tiny)")
-    parser.add_argument("--out", required=True, metavar="DIR", help="directory to make; must be absent or empty")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory to write; must be absent or empty")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     parser.add_argument("--shards", type=int, metavar="N", help="number of shards (default: by size, at least 2)")
     parser.set_defaults(run=run)
 

@@ -1,4 +1,4 @@
-"""Watching a run: ``--stats`` prints what steps did, ``--profile`` writes a trace."""
+"""``--stats`` prints statistics of engine steps, ``--profile`` writes a trace."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ if TYPE_CHECKING:
 
 
 def add_observe_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("watching")
+    group = parser.add_argument_group("statistics and traces")
     group.add_argument(
         "--stats",
         nargs="?",
         type=float,
         const=0.0,
         metavar="SECONDS",
-        help="print a line per step, or every so many seconds, to standard error",
+        help="print statistics to standard error after every step, or every SECONDS",
     )
-    group.add_argument(
-        "--profile", metavar="FILE", help="write a Chrome trace with a range per stage (Perfetto shows it)"
-    )
+    group.add_argument("--profile", metavar="FILE", help="write a Chrome trace with a range per stage, for Perfetto")
 
 
 @contextmanager
 def observed(engine: Engine, args: argparse.Namespace) -> Iterator[None]:
-    """Prints statistics and writes the trace of what the engine does inside, as the flags say."""
+    """Prints statistics and writes a trace of the engine's steps inside the block, as the flags say."""
     from deepseek_attn.utils.tracing import profile
 
     if args.stats is not None and not args.stats >= 0:
@@ -48,7 +46,7 @@ def observed(engine: Engine, args: argparse.Namespace) -> Iterator[None]:
 
 
 def stats_printer(interval: float, out: TextIO) -> Callable[[StepStats], None]:
-    """Prints a line about the steps since the last line, at most one in ``interval`` seconds."""
+    """A step callback that prints a line about the steps since the last line, at most every ``interval`` seconds."""
     from deepseek_attn.engine.stats import EngineStats
 
     sums, steps, last = EngineStats(), 0, time.perf_counter()
@@ -65,7 +63,7 @@ def stats_printer(interval: float, out: TextIO) -> Callable[[StepStats], None]:
 
 
 def describe_steps(number: int, sums: EngineStats, last: StepStats) -> str:
-    """One line: speed and what was done since the last line, and how things stand now."""
+    """One line: throughput and tokens since the last line, and the current load of batch and pools."""
     parts = [
         f"step {number}: {sums.tokens_per_second:.0f} tok/s",
         f"{sums.prefill_tokens} prompt + {sums.decode_tokens} decode tokens",
@@ -75,7 +73,7 @@ def describe_steps(number: int, sums: EngineStats, last: StepStats) -> str:
     if sums.cached_tokens:
         parts.append(f"prefix hits {sums.hit_rate:.0%}")
     if sums.drafted:
-        parts.append(f"drafts accepted {sums.acceptance_rate:.0%}")
+        parts.append(f"acceptance rate {sums.acceptance_rate:.0%}")
     if sums.preempted:
         parts.append(f"{sums.preempted} preempted")
     return ", ".join(parts)
@@ -86,7 +84,7 @@ def describe_run(stats: EngineStats) -> str:
     text = f"{stats.generated} tokens in {stats.steps} steps and {stats.seconds:.2f} s"
     if stats.drafted:
         text += (
-            f"; {stats.accepted} of {stats.drafted} drafts accepted ({stats.acceptance_rate:.0%}), "
+            f"; {stats.accepted} of {stats.drafted} draft tokens accepted ({stats.acceptance_rate:.0%}), "
             f"{stats.tokens_per_turn:.2f} tokens per request and step"
         )
     return text

@@ -6,10 +6,11 @@ import argparse
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 
 def add_runner_options(parser: argparse.ArgumentParser) -> None:
-    """How a model is loaded and run; `runner_options` reads them back."""
+    """Options of how a model is loaded and run; `runner_options` reads them back."""
     group = parser.add_argument_group("running")
     group.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     add_numerics_options(group)
@@ -17,7 +18,7 @@ def add_runner_options(parser: argparse.ArgumentParser) -> None:
     add_limits(group)
 
 
-def add_numerics_options(parser) -> None:
+def add_numerics_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--numerics", choices=("exact", "official", "serving"), help="default: exact on a CPU, serving on a GPU"
     )
@@ -27,34 +28,37 @@ def add_numerics_options(parser) -> None:
 LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_snapshots", "kv_cache_bytes")
 
 
-def add_limits(parser) -> None:
+def add_limits(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
-        "--max-model-len", type=int, metavar="N", help="longest sequence (default: the model's, up to 32768)"
+        "--max-model-len", type=int, metavar="N", help="maximum sequence length (default: the model's, up to 32768)"
     )
-    parser.add_argument(
-        "--max-num-seqs", type=int, default=8, metavar="N", help="sequences at the same time (default: 8)"
-    )
+    parser.add_argument("--max-num-seqs", type=int, default=8, metavar="N", help="sequences per batch (default: 8)")
     parser.add_argument(
         "--max-num-batched-tokens", type=int, default=2048, metavar="N", help="new tokens per step (default: 2048)"
     )
     parser.add_argument(
-        "--max-snapshots", type=int, default=0, metavar="N", help="prefixes kept for later requests (default: 0)"
+        "--max-snapshots",
+        type=int,
+        default=0,
+        metavar="N",
+        help="snapshots in the prefix cache (default: 0, no prefix cache)",
     )
     parser.add_argument(
         "--kv-cache-bytes",
         type=memory_size,
         metavar="BYTES",
-        help="memory of all caches, for instance 20GB (default: all sequences at their longest)",
+        help="memory of all KV caches, for instance 20GB (default: every sequence at its maximum length)",
     )
 
 
-def runner_options(args: argparse.Namespace) -> dict:
+def runner_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `ModelRunner.from_pretrained`."""
     names = ("device", "numerics", "dtype", "backend", "parallel", *LIMITS)
     return {name: getattr(args, name, None) for name in names}
 
 
 def check_output(flag: str, path: Path) -> None:
-    """ValueError, before anything is computed, if no file can be written there."""
+    """Raises ValueError, before anything is computed, if no file can be written at ``path``."""
     if path.is_dir():
         raise ValueError(f"{flag} {path}: it is a folder; name a file")
     if not path.parent.is_dir():

@@ -1,4 +1,4 @@
-"""``deepseek-attn plan``: bytes of the caches before anything is allocated."""
+"""``deepseek-attn plan``: bytes of the KV caches, without allocating them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import json
 from deepseek_attn.cli.options import add_limits, add_numerics_options, parse_bytes, show_bytes
 
 
-def add_parser(subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "plan",
-        help="cache bytes per layer, sequence and token",
-        description="Bytes of the caches: fixed per sequence, marginal per token, and what fits in a given memory.",
+        help="KV cache bytes per layer, sequence and token",
+        description="KV cache bytes: fixed per sequence, marginal per token, and what fits in a given memory.",
     )
     parser.add_argument(
         "--model", default="tiny", metavar="DIR|NAME", help="checkpoint, config.json or preset (default: tiny)"
@@ -20,7 +20,7 @@ def add_parser(subparsers) -> None:
     add_numerics_options(parser)
     add_limits(parser)
     parser.add_argument(
-        "--memory", metavar="BYTES", help="memory for caches and scratch, for instance 80GB: what fits in it?"
+        "--memory", metavar="BYTES", help="memory for caches and workspace, for instance 80GB: prints what fits"
     )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     parser.set_defaults(run=run)
@@ -83,7 +83,7 @@ def table(facts: dict) -> str:
         f"numerics {facts['numerics']}, dtype {facts['dtype']}, {facts['max_num_seqs']} sequences of up to "
         f"{facts['max_model_len']} tokens, {facts['max_num_batched_tokens']} new tokens per step",
         "",
-        f"{'layer':<12}{'kind':<8}{'fixed per sequence':>20}{'per token':>14}{'of it index keys':>20}",
+        f"{'layer':<12}{'kind':<8}{'fixed per sequence':>20}{'per token':>14}{'index keys of it':>20}",
     ]
     for layer in facts["layers"]:
         lines.append(
@@ -94,11 +94,11 @@ def table(facts: dict) -> str:
     lines.append("")
     names = {
         "caches": "all caches (exact)",
-        "shared": "  of it shared: null pages, window pages of a step",
-        "snapshots": "  of it for prefixes that are kept",
-        "workspace": "workspace: gathered keys, selected entries",
-        "index_logits": "index scores, at their peak",
-        "rope": "rotary tables",
+        "shared": "  shared part: null pages, window pages of a step",
+        "snapshots": "  prefix cache part",
+        "workspace": "workspace: gathered keys, top-k indices",
+        "index_logits": "index scores, peak",
+        "rope": "RoPE tables",
         "total": "total without weights",
     }
     lines += [f"{label:<52}{show_bytes(facts[key]):>10}{facts[key]:>18,} B" for key, label in names.items()]
@@ -107,7 +107,7 @@ def table(facts: dict) -> str:
     if "memory" in facts:
         lines += [
             "",
-            f"in {show_bytes(facts['memory'])} of caches and scratch fit:",
+            f"in {show_bytes(facts['memory'])} of caches and workspace fit:",
             f"  {facts['sequences_that_fit']} sequences of {facts['max_model_len']} tokens, or",
             f"  {facts['max_num_seqs']} sequences of {facts['tokens_that_fit']} tokens (at most what the model allows)",
         ]

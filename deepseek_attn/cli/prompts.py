@@ -1,4 +1,4 @@
-"""``deepseek-attn generate --prompts FILE``: many prompts in one run, one JSON line each."""
+"""``deepseek-attn generate --prompts FILE``: a batch of prompts, one JSON line each."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parse_line(line: str) -> str | list[int]:
 
 
 def complete_all(llm: LLM, prompts: list, params: SamplingParams, args: argparse.Namespace) -> int:
-    """Completes the prompts with a progress bar and prints a JSON line for each, in order; 1 if any failed."""
+    """Completes the prompts with a progress bar and prints a JSON line for each, in order; returns 1 if any failed."""
     if args.chat:
         prompts = [llm.chat_prompt(messages(args, prompt), args.thinking)[0] for prompt in prompts]
     completions = llm.generate(prompts, [params] * len(prompts), progress=True)
@@ -66,10 +66,10 @@ def record(index: int, completion: Completion) -> dict:
 
 
 def messages(args: argparse.Namespace, prompt: str | list[int]) -> list[dict]:
-    """A user's turn after the system message, if there is one.
+    """The chat messages of a prompt: the system message, if there is one, and the user's.
 
     Raises:
-        ValueError: token ids, which are run as they are.
+        ValueError: the prompt is token ids, which take no chat format.
     """
     if not isinstance(prompt, str):
         raise ValueError("--chat takes text; token ids are run as they are")

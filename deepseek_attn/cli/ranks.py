@@ -1,4 +1,4 @@
-"""``--tensor-parallel``: one model on several GPUs, each with a process that torchrun has started."""
+"""``--tensor-parallel``: one model on several GPUs, with one rank per GPU started by torchrun."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def add_ranks_option(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="share the model among N GPUs; start it with `torchrun --nproc-per-node N -m deepseek_attn`",
+        help="shard the model over N GPUs; start with `torchrun --nproc-per-node N -m deepseek_attn`",
     )
 
 
 @contextmanager
 def joined_ranks(args: argparse.Namespace) -> Iterator[Parallel]:
-    """Joins the ranks that ``--tensor-parallel`` asks for, and notes them in ``args`` for `runner_options`.
+    """Joins the ranks of ``--tensor-parallel``, and sets ``args.parallel`` and ``args.device`` for `runner_options`.
 
-    Only rank 0 prints or writes files, but what goes wrong on another rank is still reported by it.
+    Only rank 0 prints and writes files; the other ranks still report their errors.
     """
     from deepseek_attn.layers.parallel import launched
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from deepseek_attn.cli.options import add_runner_options, check_output, runner_options
 
 
-def add_parser(subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "score",
         help="logits of given tokens",
@@ -22,7 +22,9 @@ def add_parser(subparsers) -> None:
         "--chunk-size", type=int, metavar="N", help="new tokens per sequence and step (1: token by token)"
     )
     parser.add_argument(
-        "--mtp", action="store_true", help='also write "i.mtp" [len_i - 1, vocab]: row t knows the token at t + 1'
+        "--mtp",
+        action="store_true",
+        help='also write the MTP logits "i.mtp" [len_i - 1, vocab]; row t has also seen token t + 1',
     )
     parser.add_argument("--layers", metavar="LIST", help="run only these backbone layers, for instance 0,1,2")
     add_runner_options(parser)
@@ -35,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
 
     if args.mtp and args.layers:
         raise ValueError(
-            "--mtp needs the whole model: the MTP layer reads the streams of the last layer; drop --layers"
+            "--mtp needs the whole model: the MTP layer reads the hidden states of the last layer; drop --layers"
         )
     out = Path(args.out)
     check_output("--out", out)

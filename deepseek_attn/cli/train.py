@@ -10,25 +10,32 @@ from pathlib import Path
 FACTS_FILE = "training.json"  # beside the checkpoint: how it was made
 
 
-def add_parser(subparsers) -> None:
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "train",
         help="train a small model from scratch",
         description="Train a small model and write it as a checkpoint. The last line is one JSON document.",
     )
     parser.add_argument("--config", default="small", metavar="NAME|FILE", help="preset or config.json (default: small)")
-    parser.add_argument("--out", metavar="DIR", help="where the checkpoint goes; must be absent or empty")
+    parser.add_argument("--out", metavar="DIR", help="checkpoint directory to write; must be absent or empty")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--text", nargs="+", metavar="FILE", help="UTF-8 text to learn (default: the sample text)")
-    what.add_argument("--task", choices=("recall", "needle", "copy"), help="learn a long-range task instead of text")
-    parser.add_argument("--gap", type=int, default=64, help="tokens that a task puts before its question (default: 64)")
+    what.add_argument("--text", nargs="+", metavar="FILE", help="UTF-8 text to train on (default: the sample text)")
+    what.add_argument("--task", choices=("recall", "needle", "copy"), help="train on a long-range task instead of text")
+    parser.add_argument(
+        "--gap", type=int, default=64, help="tokens between a task's facts and its question (default: 64)"
+    )
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps (default: 600)")
-    parser.add_argument("--batch", type=int, default=32, help="sequences of a step (default: 32)")
-    parser.add_argument("--seq-len", type=int, default=512, help="tokens of a sequence (default: 512)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    parser.add_argument("--batch", type=int, default=32, help="sequences per step (default: 32)")
+    parser.add_argument("--seq-len", type=int, default=512, help="tokens per sequence (default: 512)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: 0)")
     parser.add_argument("--lr", type=float, default=0.004, help="peak learning rate (default: 0.004)")
-    parser.add_argument("--weight-decay", type=float, default=1.0, help="of the matrices (default: 1.0)")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop after this long, the schedule included")
+    parser.add_argument("--weight-decay", type=float, default=1.0, help="weight decay of the matrices (default: 1.0)")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="end the training, learning rate schedule included, within this time",
+    )
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     parser.set_defaults(run=run)
 

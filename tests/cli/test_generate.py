@@ -99,10 +99,10 @@ def test_speculation_gives_the_same_text_and_says_how_it_went(checkpoint, capsys
     assert generate(checkpoint, *flags, greedy=False) == 0
     plain = capsys.readouterr()
     assert generate(checkpoint, *flags, "--speculate", "2", greedy=False) == 0
-    guessed = capsys.readouterr()
-    assert guessed.out == plain.out
-    assert "drafts" not in plain.err
-    assert "drafts accepted" in guessed.err.splitlines()[-1]
+    drafted = capsys.readouterr()
+    assert drafted.out == plain.out
+    assert "draft" not in plain.err
+    assert "draft tokens accepted" in drafted.err.splitlines()[-1]
 
 
 def test_a_line_per_step_and_a_trace(checkpoint, tmp_path, capsys):
@@ -126,12 +126,12 @@ def test_lines_every_so_often_sum_up_steps():
     watch(StepStats(seconds=2, prefill_tokens=90, decode_tokens=10, running=3, drafted=8, accepted=6, **step))
     assert out.getvalue() == (
         "step 1: 50 tok/s, 90 prompt + 10 decode tokens, 3 running, 0 waiting, pools 100%, prefix hits 25%, "
-        "drafts accepted 75%, 1 preempted\n"
+        "acceptance rate 75%, 1 preempted\n"
     )
 
 
 def test_the_last_line():
     stats = EngineStats(steps=5, seconds=2.0, generated=11, verified=4, drafted=8, accepted=6)
     assert describe_run(stats) == (
-        "11 tokens in 5 steps and 2.00 s; 6 of 8 drafts accepted (75%), 2.50 tokens per request and step"
+        "11 tokens in 5 steps and 2.00 s; 6 of 8 draft tokens accepted (75%), 2.50 tokens per request and step"
     )

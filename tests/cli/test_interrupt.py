@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import pty
 import signal
@@ -15,6 +16,7 @@ import time
 import pytest
 
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
+from deepseek_attn.cli import main
 from deepseek_attn.config.model import ModelConfig
 from tests.support.tiers import tiered
 
@@ -35,8 +37,10 @@ def generate(checkpoint, *flags: str) -> list[str]:
 @pytest.fixture(scope="module")
 def whole(checkpoint) -> str:
     """What is printed when nothing interrupts."""
-    command = generate(checkpoint, "--max-tokens", "120")
-    return subprocess.run(command, capture_output=True, check=True, stdin=subprocess.DEVNULL).stdout.decode()
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(generate(checkpoint, "--max-tokens", "120")[len(COMMAND) :]) == 0
+    return out.getvalue()
 
 
 def alive(group: int) -> bool:
@@ -117,12 +121,11 @@ def test_interrupted_on_a_terminal(checkpoint):
 
 
 def test_a_request_that_fails_is_one_message(checkpoint, capsys, monkeypatch):
-    from deepseek_attn.cli import main
     from deepseek_attn.runner.model_runner import ModelRunner
 
     def broken(self, *args, **kwargs):
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(ModelRunner, "step", broken)
-    assert main(generate(checkpoint)[3:]) == 1
+    assert main(generate(checkpoint)[len(COMMAND) :]) == 1
     assert "the request failed: RuntimeError: the device is gone" in capsys.readouterr().err
