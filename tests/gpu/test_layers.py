@@ -1,39 +1,28 @@
-"""Attention on a GPU against float32 torch: FlashMLA's kernels on hostile inputs, and whole layers through the caches.
-
-    python scripts/check_gpu.py --out h200_attention_check.json
-
-The last line of stdout is the summary as JSON; the exit status is 1 if anything is outside its limit. Every case draws
-random data, fills what nothing may read with NaN, and compares with float32 torch on the same cached bytes.
-"""
+"""Whole V4 layers on a GPU, through their caches: attention against the reference impl in float32 on the same bytes."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
-from gpu_checks import Report, relative
-from gpu_checks_flashmla import check_decode, check_prefill, check_v32
 from torch import Tensor
 
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.config.numerics import PRESETS
-from deepseek_attn.config.options import pick_device
-from deepseek_attn.impls import flash_mla, get_impl
+from deepseek_attn.config.numerics import PRESETS, Numerics
 from deepseek_attn.impls.reference import DeepseekV4ReferenceSparseImpl
 from deepseek_attn.models.block import attention_layers
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.utils.workspace import Workspace
+from tests.gpu.report import on_cpu_too, relative
 
 LAYER_LIMIT = 6e-3  # output of a whole layer with plain bf16 linears, the attention impl exchanged
 # The same with FP8 linears: attention that differs by 2e-3 falls on other sides of e4m3's steps (9 % wide) for 3 % of
 # the values, twice: sqrt(2 * 0.03) * 0.09.
 FP8_LAYER_LIMIT = 3e-2
 PLAIN_LINEARS = replace(PRESETS["exact"], kv_record="fp8_ds_mla", index_record="fp8")
+TINY = ModelConfig.from_preset("tiny_gpu")
 
 
 class Beside:
@@ -125,100 +114,84 @@ def layer_runs(
         yield f"mixed at {context}", [(s, n) for s, n in zip(sequences, [1] * (len(prefill) - 1) + [200], strict=True)]
 
 
-def check_layers(
-    report: Report, section: str, config: ModelConfig, layers: list[int], numerics, device, backend, runs: dict, **sizes
-) -> None:
-    started = time.time()
-    torch.manual_seed(0)
-    options = {"max_num_seqs": len(runs["prefill"]), "max_rollback": 4} | sizes
-    options |= {"device": device, "dtype": "bfloat16", "numerics": numerics, "backend": backend}
-    runner = ModelRunner.from_config(config, layers=layers, attention_only=True, **options)
-    impl = attention_layers(runner.model)[0].impl
-    limit = FP8_LAYER_LIMIT if runner.numerics.fp8_activations else LAYER_LIMIT
-    print(f"{section}: {impl.name}, {len(layers)} layers loaded in {time.time() - started:.0f} s", flush=True)
-    for step, (name, rows) in enumerate(layer_runs(runner, **runs)):
-        errors, whole = both_impls(runner, rows, impl, 100 * step)
-        for layer, error, difference in zip(attention_layers(runner.model), errors, whole, strict=True):
-            label = f"{layer.spec.kind} {layer.num_heads} heads, {name}"
-            report.add(section, label, error)
-            report.add(section, label + ", whole layer", difference, limit)
+@dataclass(frozen=True)
+class Layers:
+    """Layers of a model, and the steps that they run.
+
+    Attributes:
+        prefill: new tokens per request of a first step; contexts: lengths after which steps run once more.
+    """
+
+    section: str
+    config: ModelConfig
+    layers: list[int]
+    numerics: str | Numerics
+    prefill: list[int]
+    contexts: list[int] = field(default_factory=list)
+    decodes: int = 1
+    max_model_len: int = 4096
+    max_num_batched_tokens: int = 1200
 
 
-def check_models(report: Report, device, backend, quick: bool) -> None:
-    tiny = ModelConfig.from_preset("tiny_gpu")
-    runs = {"contexts": [], "prefill": [700, 129, 2, 300] if not quick else [30, 9], "decodes": 3}
-    sizes = {"max_model_len": 4096, "max_num_batched_tokens": 1200}
-    for heads in (8, 64, 128) if not quick else (8,):
-        config = tiny.replace(
-            num_attention_heads=heads, num_hidden_layers=5, compress_ratios=[0, 4, 128, 16, 4, 0], index_topk=64
-        )
-        check_layers(report, "tiny_gpu", config, [0, 1, 2, 3], PLAIN_LINEARS, device, backend, runs, **sizes)
-    check_model(report, tiny, device, backend, quick)
-    if quick:
-        return
-    runs = {"contexts": [131_000, 1_048_300], "prefill": [600, 250], "decodes": 1}
+def tiny(heads: int, **changes) -> Layers:
+    ratios = [0, 4, 128, 16, 4, 0]
+    config = TINY.replace(num_attention_heads=heads, num_hidden_layers=5, compress_ratios=ratios, index_topk=64)
+    steps = {"prefill": [700, 129, 2, 300], "decodes": 3} | changes
+    return Layers("tiny_gpu", config, [0, 1, 2, 3], PLAIN_LINEARS, **steps)
+
+
+def published(preset: str, layers: list[int]) -> Layers:
     sizes = {"max_model_len": 1 << 20, "max_num_batched_tokens": 1024}
-    for preset, layers in (("v4_flash", [0, 2, 3]), ("v4_pro", [0, 2])):
-        check_layers(report, preset, ModelConfig.from_preset(preset), layers, "serving", device, backend, runs, **sizes)
+    config = ModelConfig.from_preset(preset)
+    return Layers(preset, config, layers, "serving", [600, 250], [131_000, 1_048_300], **sizes)
 
 
-def check_model(report: Report, config: ModelConfig, device, backend, quick: bool) -> None:
-    """A whole model with its MTP layer, prompts in chunks; beside each attention call, the reference."""
-    options = {"max_model_len": 4096, "max_num_batched_tokens": 600, "device": device, "dtype": "bfloat16"}
-    runner = ModelRunner.from_config(config, numerics="serving", backend=backend, **options)
+LAYERS = {f"tiny, {heads} heads": tiny(heads) for heads in (8, 64, 128)}
+LAYERS |= {"v4_flash": published("v4_flash", [0, 2, 3]), "v4_pro": published("v4_pro", [0, 2])}
+LAYERS["short"] = tiny(8, prefill=[30, 9], decodes=1)
+
+
+@pytest.mark.parametrize("name", on_cpu_too(LAYERS, ["short"]))
+def test_layers(report, checked, name):
+    case = LAYERS[name]
+    runner = ModelRunner.from_config(
+        case.config, layers=case.layers, attention_only=True, device=checked, dtype="bfloat16", numerics=case.numerics,
+        backend=backend(checked), max_num_seqs=len(case.prefill), max_rollback=4, max_model_len=case.max_model_len,
+        max_num_batched_tokens=case.max_num_batched_tokens,
+    )  # fmt: skip
+    layers = attention_layers(runner.model)
+    impl = layers[0].impl
+    limit = FP8_LAYER_LIMIT if runner.numerics.fp8_activations else LAYER_LIMIT
+    for step, (what, rows) in enumerate(layer_runs(runner, case.contexts, case.prefill, case.decodes)):
+        errors, whole = both_impls(runner, rows, impl, 100 * step)
+        for layer, error, difference in zip(layers, errors, whole, strict=True):
+            label = f"{layer.spec.kind} {layer.num_heads} heads, {what}"
+            report.add(case.section, label, error)
+            report.add(case.section, label + ", whole layer", difference, limit)
+    assert not report.failed
+
+
+def backend(device: torch.device) -> str:
+    return "flashmla" if device.type == "cuda" else "reference"
+
+
+ONE = TINY.replace(num_hidden_layers=1, num_hash_layers=0, compress_ratios=[4, 0])
+PROMPTS = [(TINY, (900, 130, 1, 517), 129), (ONE, (40, 3), 17)]
+
+
+@pytest.mark.parametrize(("config", "lengths", "chunk"), on_cpu_too(PROMPTS, PROMPTS[1:]), ids=["whole", "one layer"])
+def test_a_model_with_its_mtp_layer(report, checked, config, lengths, chunk):
+    """Prompts in chunks; beside each attention call, the reference."""
+    options = {"max_model_len": 4096, "max_num_batched_tokens": 600, "device": checked, "dtype": "bfloat16"}
+    runner = ModelRunner.from_config(config, numerics="serving", backend=backend(checked), **options)
     layers = attention_layers(runner.model)
     beside = Beside(layers[0].impl)
     for layer in layers:
         layer.impl = beside
-    lengths, chunk = ((40, 3), 17) if quick else ((900, 130, 1, 517), 129)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
     logits, drafts = runner.score_mtp(prompts, chunk)
-    report.add(
-        "model", f"tiny_gpu with MTP, chunks of {chunk}: worst of {len(beside.errors)} calls", max(beside.errors)
-    )
-    report.add("model", "logits are finite", float(not all(bool(x.isfinite().all()) for x in logits + drafts)), 0.0)
-
-
-def machine(device) -> dict:
-    found = flash_mla.flavour()
-    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else str(device)
-    return {"device": name, "torch": torch.__version__, "flash_mla": f"{found.name} {found.version}"}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", help="JSON file for all results")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--backend", default="flashmla", help="the impl that whole layers run (default: flashmla)")
-    parser.add_argument(
-        "--skip", action="append", default=[], choices=("kernels", "layers"), help="a part to leave out; repeatable"
-    )
-    parser.add_argument("--quick", action="store_true", help="a few small cases of each kind")
-    options = parser.parse_args(arguments)
-    try:
-        get_impl(options.backend, pick_device(options.device))
-    except ValueError as error:
-        parser.error(str(error))
-    report, started = Report(), time.time()
-    torch.manual_seed(0)
-    if "kernels" not in options.skip:
-        check_decode(report, options.device, options.quick)
-        check_prefill(report, options.device, options.quick)
-        check_v32(report, options.device, options.quick)
-    if "layers" not in options.skip:
-        check_models(report, options.device, options.backend, options.quick)
-    summary = machine(options.device) | report.summary() | {"seconds": round(time.time() - started, 1)}
-    if options.out:
-        command = " ".join(["python scripts/check_gpu.py", *(arguments or sys.argv[1:])]).replace(options.out, "FILE")
-        with open(options.out, "w") as file:
-            rows = ",\n".join("  " + json.dumps(case) for case in report.cases)
-            file.write(
-                f'{{"command": {json.dumps(command)},\n"summary": {json.dumps(summary)},\n"cases": [\n{rows}\n]}}\n'
-            )
-    print(json.dumps(summary))
-    return 1 if summary["failed"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    worst = f"tiny_gpu with MTP, chunks of {chunk}: worst of {len(beside.errors)} calls"
+    report.add("model", worst, max(beside.errors))
+    assert not report.failed
+    assert all(bool(x.isfinite().all()) for x in logits + drafts)
