@@ -19,6 +19,7 @@ from deepseek_attn.kernels.linear.formats import (
     FP4_GROUP,
     FP8_BLOCK,
     FP8_INPUT_GROUP,
+    QUANTIZE_ABOVE,
     Segment,
     dequantize_weight,
     quantized_input,
@@ -39,8 +40,6 @@ __all__ = [
     "quantize_input",
     "quantized_input",
 ]
-
-QUANTIZE_ABOVE = 8  # tokens up to which each Triton program quantises the part of the input that it reads
 
 
 def multi_linear(

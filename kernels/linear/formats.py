@@ -12,6 +12,7 @@ from deepseek_attn.kernels.common.quant import decode_e8m0, dequantize_fp4, dequ
 FP8_BLOCK = (128, 128)  # rows and columns of an FP8 weight that share a scale
 FP4_GROUP = 32  # input channels of an FP4 weight row that share a scale
 FP8_INPUT_GROUP = 128  # input channels of a token that share a scale
+QUANTIZE_ABOVE = 8  # tokens up to which each Triton program quantises the part of the input that it reads
 
 
 @dataclass(frozen=True)

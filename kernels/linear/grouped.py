@@ -11,8 +11,8 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.quant import QuantizedRows
-from deepseek_attn.kernels.linear import QUANTIZE_ABOVE
 from deepseek_attn.kernels.linear.cublas import padded_rows, scaled_mm, scaled_mm_fits
+from deepseek_attn.kernels.linear.formats import QUANTIZE_ABOVE
 from deepseek_attn.kernels.linear.launch import (
     FP8Product,
     Products,

@@ -12,7 +12,7 @@ from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
-from deepseek_attn.kernels.linear import QUANTIZE_ABOVE
+from deepseek_attn.kernels.linear.formats import QUANTIZE_ABOVE
 from deepseek_attn.kernels.linear.launch import Products, empty_partials, tile_weights
 from deepseek_attn.kernels.linear.launch_config import HopperLaunchConfig, choose_hopper_config
 from deepseek_attn.kernels.linear.linear_hopper import linear_hopper_kernel

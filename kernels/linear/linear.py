@@ -16,9 +16,8 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.quant import QuantizedRows
-from deepseek_attn.kernels.linear import QUANTIZE_ABOVE
 from deepseek_attn.kernels.linear.cublas import products_by_cublas
-from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, Segment
+from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, QUANTIZE_ABOVE, Segment
 from deepseek_attn.kernels.linear.launch import FP8Product, PlainProduct, Products, launch_products, quantize_rows
 from deepseek_attn.kernels.linear.launch_config import HopperLaunchConfig, LaunchConfig
 from deepseek_attn.kernels.linear.launch_hopper import fits_hopper, launch_hopper

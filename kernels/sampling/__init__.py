@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 
-INVALID_TOKEN = -1  # in place of a token where a row of logits is broken
+__all__ = ["INVALID_TOKEN", "greedy_tokens"]
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:

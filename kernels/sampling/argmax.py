@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepseek_attn.kernels.sampling import INVALID_TOKEN
+from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 
 PART = 1024  # logits per program
 

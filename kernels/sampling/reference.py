@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.sampling import INVALID_TOKEN
+INVALID_TOKEN = -1  # in place of a token where a row of logits is broken
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:

@@ -46,9 +46,7 @@ KNOWN_UPWARD: set[tuple[str, str]] = {
 KNOWN_CIRCLES: list[set[str]] = [
     {"deepseek_attn.cache.budget", "deepseek_attn.cache.layout"},
     {"deepseek_attn.attention.layer", "deepseek_attn.impls.base"},
-    {f"deepseek_attn.kernels.sampling{name}" for name in ("", ".argmax", ".reference")},
     {f"deepseek_attn.runner.{name}" for name in ("drafting", "model_runner", "scoring", "sequence", "step")},
-    {f"deepseek_attn.kernels.linear{name}" for name in ("", ".grouped", ".launch_hopper", ".linear")},
     {"deepseek_attn.training.tasks", "deepseek_attn.training.text"},
 ]
 KNOWN_ROOMS: list[set[str]] = [{"attention", "impls"}]
@@ -169,7 +167,7 @@ def test_nothing_but_rooms():
 
 
 def test_imports_go_down():
-    assert upward(GRAPH, ROOMS) == KNOWN_UPWARD
+    assert upward(GRAPH, ROOMS) <= KNOWN_UPWARD
 
 
 def test_nothing_imports_the_package_itself_or_scripts():
@@ -185,14 +183,13 @@ def test_nothing_imports_the_package_itself_or_scripts():
 
 
 def test_no_circle_of_files():
-    assert [circle for circle in circles(GRAPH) if circle not in KNOWN_CIRCLES] == []
-    assert [circle for circle in KNOWN_CIRCLES if circle not in circles(GRAPH)] == []
+    assert [circle for circle in circles(GRAPH) if not any(circle <= known for known in KNOWN_CIRCLES)] == []
 
 
 def test_no_circle_of_rooms_or_folders():
-    assert circles(grouped(GRAPH, room)) == KNOWN_ROOMS
-    between_folders = grouped({m: n for m, n in GRAPH.items() if m != "deepseek_attn"}, folder)
-    assert circles(between_folders) == [{f"deepseek_attn.{name}" for name in circle} for circle in KNOWN_ROOMS]
+    assert [circle for circle in circles(grouped(GRAPH, room)) if circle not in KNOWN_ROOMS] == []
+    known = [{f"deepseek_attn.{name}" for name in circle} for circle in KNOWN_ROOMS]
+    assert [circle for circle in circles(grouped(GRAPH, folder)) if circle not in known] == []
 
 
 # the checks themselves
