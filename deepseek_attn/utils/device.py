@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
-def to_device(values: list[int], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """A tensor of ``values`` that nobody waits for: it is on the device when what is launched next gets there."""
-    if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+def to_device(
+    values: Sequence[int] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Copies values on the host to ``device`` asynchronously, from pinned memory and in stream order.
+
+    Args:
+        values: integers, which become a tensor of ``dtype``, or a CPU tensor, which keeps its own.
+    """
+    cuda = device.type == "cuda"
+    if not isinstance(values, torch.Tensor):
+        values = torch.tensor(values, dtype=dtype, pin_memory=cuda)
+    elif cuda:
+        values = values.pin_memory()
+    return values.to(device, non_blocking=cuda)
 
 
 class AsyncHostCopy:

@@ -20,20 +20,21 @@ from deepseek_attn.layers.rope import RotaryTable, apply_rope
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
 from deepseek_attn.utils.tracing import stage, traced
 from deepseek_attn.utils.workspace import Workspace
-from deepseek_attn.v32.backends import FlashInferMLASparseBackend, FlashMLASparseBackend, SparseMLAConfig
 from deepseek_attn.v32.backends.absorb import MLAAbsorption
+from deepseek_attn.v32.backends.backend import SparseMLABackend
+from deepseek_attn.v32.backends.config import SparseMLAConfig
 from deepseek_attn.v32.backends.impl import SparseMLAImpl
 from deepseek_attn.v32.indexer import TokenIndexer
 from deepseek_attn.v32.step_metadata import TokenStepMetadata
 
-LATENT_NORM_EPS = 1e-6  # of both latents' norms in DeepSeek's own code, whatever the config's rms_norm_eps is
+LATENT_NORM_EPS = 1e-6  # both latents' norms in DeepSeek's own code ignore the config's rms_norm_eps
 
 
 class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
-    """Multi-head attention whose keys and values are all made from one latent per token.
+    """Multi-head attention whose keys and values are projected from one latent per token, in absorbed form.
 
-    A key is ``[W_UK latent ; k_pe]`` and a value ``W_UV latent``, per head. Absorbed, ``W_UK`` moves to the query and
-    ``W_UV`` to the output: the heads then share the cached row ``[latent ; k_pe]`` as their one key.
+    Per head, a key is ``[W_UK latent ; k_pe]`` and a value ``W_UV latent``. Absorbed, ``W_UK`` is applied to the query
+    and ``W_UV`` to the output, so that all heads share the cached row ``[latent ; k_pe]`` as their key.
 
     Attributes:
         prefix: the layer's name, for instance ``layers.2``.
@@ -41,7 +42,7 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
         scale: softmax scale, YaRN's mscale included.
         indexer: None for a dense layer; its ``topk_indices_buffer`` is int32 ``[max_num_batched_tokens, index_topk]``.
         latent_cache: the layer's rows; kv_cache: the same memory as the backend's tensor ``[pages, 64, width]``.
-        impl: the sparse backend's part of the layer; None for a dense layer, and before `bind_caches`.
+        impl: the sparse backend's impl; None for a dense layer, and before `bind_caches`.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
 
     @property
     def backend_name(self) -> str:
-        """The kernels that attend; dense layers (no indexer) have plain torch only."""
+        """Name of the attention kernels; dense layers (no indexer) run in plain torch only."""
         if self.impl is None:
             return "reference"
         kernels = getattr(self.impl, "kernels", None)
@@ -88,11 +89,11 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
 
     @property
     def kv_b_proj(self) -> Linear:
-        """``wkv_b`` under the name that `process_weights_after_loading` takes it apart by."""
+        """``wkv_b`` under the name that `MLAAbsorption` reads."""
         return self.wkv_b
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Makes ``W_UK`` and ``W_UV`` and lets go of ``wkv_b``, which nothing else needs."""
+        """Extracts ``W_UK`` and ``W_UV`` from ``wkv_b`` and frees it: nothing else needs it."""
         super().process_weights_after_loading(act_dtype)
         self.wkv_b.weight = self.wkv_b.scale = None
 
@@ -101,10 +102,10 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
         pools: CachePools,
         workspace: Workspace,
         topk_indices_buffer: torch.Tensor | None,
-        backend: type[FlashMLASparseBackend] | type[FlashInferMLASparseBackend],
+        backend: type[SparseMLABackend],
         config: SparseMLAConfig | None,
     ) -> None:
-        """Gives the layer its pools, and a sparse layer its impl, which reserves the scratch memory it shares."""
+        """Sets the layer's pools and, in a sparse layer, makes its impl, which reserves its part of the workspace."""
         pool = self.latent_cache = pools.get(self.prefix, "latent")
         self.kv_cache = kv_cache_view(pool.record, pool.tensor, pool.entries)
         if self.indexer is None:
@@ -127,7 +128,7 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
 
     @traced("attention")
     def forward(self, x: torch.Tensor, step: TokenStepMetadata) -> torch.Tensor:
-        """Attention of new tokens over what their requests have cached, themselves included.
+        """Attention of new tokens over all cached tokens of their requests, the new ones included.
 
         Args:
             x: ``[T, hidden_size]``, normed hidden states of all requests, one after the other.
@@ -153,7 +154,11 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
     def attend_to_selected(
         self, query: torch.Tensor, x: torch.Tensor, qr: torch.Tensor, step: TokenStepMetadata
     ) -> torch.Tensor:
-        """Latents ``[T, heads, kv_lora_rank]`` that absorbed queries ``[T, heads, head_size]`` gather (V3.2)."""
+        """Attention over the tokens that the indexer selects (V3.2): latents ``[T, heads, kv_lora_rank]``.
+
+        Args:
+            query: ``[T, heads, head_size]``, absorbed; x, qr: inputs of the indexer.
+        """
         with stage("select"):
             self.indexer(x, qr, step, self.indexer.topk_indices_buffer[: len(x)])
         with stage("attend"):
@@ -163,14 +168,14 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
     def attend_to_all(
         self, query: torch.Tensor, x: torch.Tensor, qr: torch.Tensor, step: TokenStepMetadata
     ) -> torch.Tensor:
-        """The same over every token up to the query's own (V3)."""
-        parts = []
+        """Attention over every token up to the query's own (V3); arguments and result of `attend_to_selected`."""
+        outputs = []
         lengths, cached = step.seq_lens_cpu.tolist(), step.cached_lens_cpu.tolist()
         for request, (start, end) in enumerate(pairwise(step.query_start_loc_cpu.tolist())):
-            rows = request_entries(self.latent_cache, step.block_table[request], cached[request], query.dtype)
-            rows = F.pad(rows, (0, 0, 0, lengths[request] - cached[request]))
-            parts.append(causal_attention(query[start:end], rows, self.scale, self.kv_lora_rank))
-        return torch.cat(parts)
+            keys = request_entries(self.latent_cache, step.block_table[request], cached[request], query.dtype)
+            keys = F.pad(keys, (0, 0, 0, lengths[request] - cached[request]))
+            outputs.append(causal_attention(query[start:end], keys, self.scale, self.kv_lora_rank))
+        return torch.cat(outputs)
 
 
 def sparse_config(
@@ -181,10 +186,10 @@ def sparse_config(
     kernels: str = "auto",
     ranks: int = 1,
 ) -> SparseMLAConfig | None:
-    """Limits of a run for the sparse backend; None for a model without an indexer.
+    """Configuration of the sparse backend; None for a model without an indexer.
 
     Args:
-        kernels: the backend's kernels, ``auto`` or a name; ranks: how many share the heads.
+        kernels: the backend's kernels, ``auto`` or a name; ranks: among which the heads are split.
     """
     if not config.has_indexer:
         return None

@@ -17,7 +17,7 @@ from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule
 from deepseek_attn.v32.step_metadata import TokenStepMetadata
 
-K_NORM_EPS = 1e-6  # in DeepSeek-V3.2 inference/model.py, whatever the config's rms_norm_eps is
+K_NORM_EPS = 1e-6  # DeepSeek-V3.2 inference/model.py ignores the config's rms_norm_eps here
 
 
 class LayerNorm(CheckpointModule):
@@ -34,11 +34,11 @@ class LayerNorm(CheckpointModule):
 
 
 class TokenIndexer(LightningIndexer[TokenStepMetadata]):
-    """One key per token, from the attention input; the rotation is half-split and on the *first* channels.
+    """The indexer of DeepSeek-V3.2: one key per token, projected from the attention input.
 
     Attributes:
-        pool: the layer's index keys; topk_indices_buffer: int32 ``[max_num_batched_tokens, index_topk]``, shared by the
-            layers: a backend reads its first rows right after they are written. Both set by ``bind``.
+        pool: the layer's index keys; topk_indices_buffer: int32 ``[max_num_batched_tokens, index_topk]``, shared by all
+            layers: a layer's attention reads it right after the layer's indexer has written it. Both set by `bind`.
     """
 
     half_split = True
@@ -61,7 +61,7 @@ class TokenIndexer(LightningIndexer[TokenStepMetadata]):
         self.pool, self.topk_indices_buffer = pool, topk_indices_buffer
 
     def forward(self, x: torch.Tensor, qr: torch.Tensor, step: TokenStepMetadata, out: torch.Tensor) -> None:
-        """Stores the keys of new tokens, then writes the selected tokens of each query to ``out``.
+        """Writes the keys of new tokens to the cache, then the selected tokens of each query to ``out``.
 
         Args:
             x: ``[T, hidden_size]``, the attention input; qr: ``[T, q_lora_rank]``, the normed query latent.
@@ -69,7 +69,7 @@ class TokenIndexer(LightningIndexer[TokenStepMetadata]):
         """
         self.pool.insert(step.slot_mapping, self.keys(x, step.freqs_cis_of(self.rope)))
         if max(step.cached_lens_cpu.tolist()) <= self.topk:
-            select_all(step.visible, out)
+            select_all(step.num_visible, out)
         else:
             self.select_topk(self.wq_b(qr), self.weights_proj(x), step, out)
 
@@ -79,15 +79,15 @@ class TokenIndexer(LightningIndexer[TokenStepMetadata]):
         requests = step.attention.req_id_per_token[: len(queries.q)]
         keys = PagedIndexKeys(self.pool.record, self.pool.tensor, self.pool.entries, step.block_table, requests)
         width = max(step.cached_lens_cpu.tolist())
-        index_select(queries, keys, step.visible, self.topk, width, out, out_slots)
+        index_select(queries, keys, step.num_visible, self.topk, width, out, out_slots)
 
     def select_in_torch(
         self, q: torch.Tensor, weights: torch.Tensor, step: TokenStepMetadata, out: torch.Tensor
     ) -> None:
         starts, num_entries = step.query_start_loc_cpu.tolist(), step.cached_lens_cpu.tolist()
-        self.select_by_request(q, weights, step.visible, starts, num_entries, self.pool, step.block_table, out)
+        self.select_by_request(q, weights, step.num_visible, starts, num_entries, self.pool, step.block_table, out)
 
     def keys(self, x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
-        """``[T, head_dim]``, rotated; the cache rounds them."""
+        """Keys ``[T, head_dim]`` after norm and RoPE, not yet quantised: writing to the cache does that."""
         k = apply_rope_half_split(self.k_norm(self.wk(x)), freqs_cis)
         return hadamard(k) if self.numerics.index_hadamard else k

@@ -153,7 +153,7 @@ def test_step_metadata():
     )
     meta = TokenMetadataBuilder(None).build(step)
     assert meta.positions.tolist() == [69, 2, 3, 4]
-    assert meta.visible.tolist() == [70, 3, 4, 0]
+    assert meta.num_visible.tolist() == [70, 3, 4, 0]
     assert meta.slot_mapping.tolist() == [3 * 64 + 5, 5 * 64 + 2, 5 * 64 + 3, -1]
     assert meta.cached_lens_cpu.tolist() == [70, 4]
     assert meta.query_start_loc_cpu.tolist() == [0, 1, 4]

@@ -1,9 +1,9 @@
 """DeepSeek-V3.2's sparse MLA backends: FlashMLA sparse and FlashInfer sparse, their metadata and their impls.
 
-A backend is four classes. ``Backend`` says what is supported and names the others. ``MetadataBuilder.build`` turns a
-`StepInput` into ``Metadata``, once per step for all layers. ``Impl``, one per layer, attends.
+A backend is four classes. ``Backend`` declares what is supported and names the others. ``MetadataBuilder.build`` turns
+a `StepInput` into ``Metadata``, once per step for all layers. ``Impl``, one per layer, attends.
 
-What an attention layer does (``T`` token rows, ``H`` heads, 512 latent + 64 rotated values per key)::
+An attention layer makes these calls (``T`` token rows, ``H`` heads, 512 latent + 64 rotated values per key)::
 
     # once
     config  = SparseMLAConfig(num_heads=H, topk_tokens=K, max_model_len=..., kv_cache_dtype="fp8_ds_mla", ...)
@@ -19,23 +19,23 @@ What an attention layer does (``T`` token rows, ``H`` heads, 512 latent + 64 rot
 
     # each layer
     indexer.topk_indices_buffer[:T] = ...                          # before the attention of the same layer
-    impl.forward(layer, q, ckv, k_pe, kv_cache, meta, output)      # or the four steps that it is made of:
+    impl.forward(layer, q, ckv, k_pe, kv_cache, meta, output)      # or its four steps:
 
     concat_and_cache_mla(ckv, k_pe, kv_cache, meta.slot_mapping, config.kv_cache_dtype)
     latent, _ = impl.forward_mqa((impl._k_up_proj(q_nope), q_pe), kv_cache, meta, layer)
     output    = impl._v_up_proj(latent).flatten(1)
 
-What the layer must give:
+The layer provides:
 
 * ``indexer.topk_indices_buffer``: int32 ``[max_num_batched_tokens, K]``, any ``K``. Row ``t`` belongs to token row
   ``t`` of the batch and holds positions within the token's request, -1 for none, anywhere in the row; no position
   twice and none after the token. Dense attention is the row ``0 .. t``.
 * ``kv_cache``: ``[pages, n, 576]`` of the model's dtype (``"auto"``) or bf16, or uint8 ``[pages, n, 656]``; for a pool
   of the cache package, ``records_v32.kv_cache_view(record, pool.tensor, pool.entries)``. Every position that an index
-  names must have been written; what else the cache holds is never read into a result.
+  names must have been written; the rest of the cache never affects a result.
 * ``scale``: ``qk_head_dim ** -0.5`` times YaRN's ``mscale ** 2``.
-* batches with the decodes (up to ``config.reorder_batch_threshold`` new tokens) in front. Other orders are right too,
-  but what follows the first longer request is then treated as prefills.
+* batches with the decodes (up to ``config.reorder_batch_threshold`` new tokens) first. Other orders are correct too,
+  but all requests after the first longer one are then treated as prefills.
 * Of ``layer`` itself only FlashInfer's impl reads anything: ``_q_scale_float``, ``_k_scale_float``, ``_v_scale_float``,
   each 1 if absent.
 
@@ -44,14 +44,15 @@ layers of a model; its size is reserved when the first impl is made.
 """
 
 from deepseek_attn.v32.backends.absorb import dynamic_per_batched_tensor_quant
-from deepseek_attn.v32.backends.builder import FlashMLASparseMetadataBuilder
-from deepseek_attn.v32.backends.chunks import get_prefill_workspace_size, split_prefill_chunks
+from deepseek_attn.v32.backends.backend import SparseMLABackend
+from deepseek_attn.v32.backends.builder import FlashMLASparseMetadataBuilder, split_prefill_chunks
 from deepseek_attn.v32.backends.config import (
     MIN_HEADS_FOR_BF16_PREFILL,
     AttentionCGSupport,
     DeviceCapability,
     KVCacheSpec,
     SparseMLAConfig,
+    get_prefill_workspace_size,
 )
 from deepseek_attn.v32.backends.flashinfer_sparse import (
     FlashInferMLASparseBackend,
@@ -69,10 +70,12 @@ from deepseek_attn.v32.backends.step import (
     split_decodes_and_prefills,
 )
 
-BACKENDS = {backend.get_name(): backend for backend in (FlashMLASparseBackend, FlashInferMLASparseBackend)}
+BACKENDS: dict[str, type[SparseMLABackend]] = {
+    backend.get_name(): backend for backend in (FlashMLASparseBackend, FlashInferMLASparseBackend)
+}
 
 
-def get_backend(name: str) -> type[FlashMLASparseBackend] | type[FlashInferMLASparseBackend]:
+def get_backend(name: str) -> type[SparseMLABackend]:
     """The backend called ``name``.
 
     Raises:

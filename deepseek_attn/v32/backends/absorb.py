@@ -1,4 +1,4 @@
-"""Absorption: the per-head halves of ``kv_b_proj`` on the query and on the output, so that one latent is all keys.
+"""Absorption: each half of ``kv_b_proj`` moves to the query or the output, so that all heads share one latent key.
 
 Notation: ``N`` heads, ``P`` values per head without rotation, ``V`` values per head, ``L`` latent values. Row ``n`` of
 ``kv_b_proj.weight`` viewed as ``[N, P + V, L]`` holds ``W_UK[n]`` (rows ``0 .. P - 1``) and ``W_UV[n]`` (the rest).
@@ -14,10 +14,10 @@ WEIGHT_NAMES = ("weight", "qweight", "weight_packed")
 
 
 class MLAAbsorption:
-    """Mixin of impls that own ``W_UK`` and ``W_UV``.
+    """Mixin of classes that own ``W_UK`` and ``W_UV``.
 
     Attributes:
-        kv_b_proj: a linear ``[N * (P + V), L]``, or None where only latent queries are given.
+        kv_b_proj: a linear ``[N * (P + V), L]``, or None if all queries are latent already.
         W_UK: ``[L, N, P]``; W_UV: ``[L, N, V]``; both None before `process_weights_after_loading`.
     """
 
@@ -30,7 +30,7 @@ class MLAAbsorption:
     W_UV: Tensor | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Takes ``W_UK`` and ``W_UV`` out of ``kv_b_proj``, dequantised, in ``act_dtype``.
+        """Extracts ``W_UK`` and ``W_UV`` from ``kv_b_proj``, dequantised, in ``act_dtype``.
 
         Raises:
             AttributeError: ``kv_b_proj`` has none of the known weight attributes.
@@ -51,12 +51,12 @@ class MLAAbsorption:
         self.W_UV = both[..., self.qk_nope_head_dim :].contiguous()
 
     def _k_up_proj(self, q_nope: Tensor) -> Tensor:
-        """``[B, N, P]`` -> ``[B, N, L]``: queries against the latent, ``sum_p q[b, n, p] W_UK[l, n, p]``."""
+        """Latent queries, ``[B, N, P]`` -> ``[B, N, L]``: ``sum_p q[b, n, p] W_UK[l, n, p]``."""
         self._check_absorbed(q_nope, self.qk_nope_head_dim)
         return torch.bmm(q_nope.transpose(0, 1), self.W_UK.permute(1, 2, 0)).transpose(0, 1)
 
     def _v_up_proj(self, x: Tensor) -> Tensor:
-        """``[B, N, L]`` -> ``[B, N, V]``: values of attended latents, ``sum_l x[b, n, l] W_UV[l, n, v]``."""
+        """Values of attended latents, ``[B, N, L]`` -> ``[B, N, V]``: ``sum_l x[b, n, l] W_UV[l, n, v]``."""
         self._check_absorbed(x, self.kv_lora_rank)
         return torch.bmm(x.transpose(0, 1), self.W_UV.transpose(0, 1)).transpose(0, 1)
 
@@ -68,10 +68,10 @@ class MLAAbsorption:
 
 
 def dequantized_weight(layer: nn.Module, in_features: int) -> Tensor:
-    """The weight ``[out, in]`` of a linear, whatever it is stored as.
+    """The weight ``[out, in]`` of a linear in any format.
 
-    A float weight is taken as it is. A quantised one is read off the layer's answer to the identity matrix, so that
-    only the layer knows its format; rows of the identity survive FP8 rounding of inputs exactly.
+    A float weight is returned as it is. A quantised one is the layer's result for the identity matrix, so that only the
+    layer needs to know its format; FP8 quantisation of inputs keeps rows of the identity exactly.
 
     Raises:
         AttributeError: the layer has no ``weight``, ``qweight`` or ``weight_packed``.
@@ -86,12 +86,12 @@ def dequantized_weight(layer: nn.Module, in_features: int) -> Tensor:
         return weight.detach()
     identity = torch.eye(in_features, dtype=torch.float32, device=weight.device)
     with torch.no_grad():
-        answer = layer(identity)
-    return answer[0].t() if isinstance(answer, tuple) else answer.t()
+        columns = layer(identity)
+    return columns[0].t() if isinstance(columns, tuple) else columns.t()
 
 
 def dynamic_per_batched_tensor_quant(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
-    """Quantises a whole tensor, all its batches together, under one scale.
+    """Quantises a whole tensor, all batches together, with one scale.
 
     Returns:
         ``(q, scale)``: contiguous ``dtype`` like ``x``, and a float32 scalar with ``x ~ q * scale``; ``scale`` is

@@ -1,31 +1,31 @@
-"""Builds `FlashMLASparseMetadata` once per step. Nothing here waits for the device."""
+"""Builds a backend's metadata once per step, without waiting for the device."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from deepseek_attn.v32.backends.chunks import chunk_workspace_starts, split_prefill_chunks
-from deepseek_attn.v32.backends.config import (
-    AttentionCGSupport,
-    KVCacheSpec,
-    SparseMLAConfig,
-    device_capability,
-    to_device,
+from deepseek_attn.kernels.common.device import gpu
+from deepseek_attn.utils.device import to_device
+from deepseek_attn.v32.backends.config import AttentionCGSupport, KVCacheSpec, SparseMLAConfig
+from deepseek_attn.v32.backends.kernels import (
+    SparseMLAKernels,
+    compute_fp8_decode_padded_heads,
+    get_kernels,
+    max_num_sm_parts,
 )
-from deepseek_attn.v32.backends.heads import compute_fp8_decode_padded_heads, max_num_sm_parts
-from deepseek_attn.v32.backends.kernels import SparseMLAKernels, get_kernels
-from deepseek_attn.v32.backends.metadata import FlashMLASparseMetadata
+from deepseek_attn.v32.backends.metadata import FlashMLASparseMetadata, SparseMLAMetadata
 from deepseek_attn.v32.backends.step import StepInput, split_decodes_and_prefills
 
+Metadata = TypeVar("Metadata", bound=SparseMLAMetadata)
 FP8KernelMetadata = FlashMLASparseMetadata.FP8KernelMetadata
 FP8SeparatePrefillDecode = FlashMLASparseMetadata.FP8SeparatePrefillDecode
 
 
 class SparseMLAMetadataBuilder:
-    """What both backends' builders share: sizes and the buffer of request ids.
+    """Base of both backends' builders: sizes and the buffer of request ids.
 
     Attributes:
         reorder_batch_threshold: requests of up to this many new tokens are decodes and must come first.
@@ -60,19 +60,21 @@ class SparseMLAMetadataBuilder:
         self.req_id_per_token_buffer[: len(ids)].copy_(to_device(ids, self.device), non_blocking=True)
         return self.req_id_per_token_buffer[:rows]
 
-    def _common_fields(self, step: StepInput) -> dict:
-        return {
-            "num_reqs": step.num_reqs,
-            "max_query_len": step.max_query_len,
-            "max_seq_len": step.max_seq_len,
-            "num_actual_tokens": step.num_actual_tokens,
-            "query_start_loc": step.query_start_loc,
-            "slot_mapping": step.slot_mapping,
-            "block_table": step.block_table,
-            "req_id_per_token": self._fill_req_ids(step),
-            "block_size": self.kv_cache_spec.block_size,
-            "topk_tokens": self.topk_tokens,
-        }
+    def _metadata(self, step: StepInput, cls: type[Metadata], **fields: Any) -> Metadata:
+        """Metadata of the class ``cls`` with the fields that all backends have, and with ``fields``."""
+        return cls(
+            num_reqs=step.num_reqs,
+            max_query_len=step.max_query_len,
+            max_seq_len=step.max_seq_len,
+            num_actual_tokens=step.num_actual_tokens,
+            query_start_loc=step.query_start_loc,
+            slot_mapping=step.slot_mapping,
+            block_table=step.block_table,
+            req_id_per_token=self._fill_req_ids(step),
+            block_size=self.kv_cache_spec.block_size,
+            topk_tokens=self.topk_tokens,
+            **fields,
+        )
 
 
 class FlashMLASparseMetadataBuilder(SparseMLAMetadataBuilder):
@@ -83,13 +85,13 @@ class FlashMLASparseMetadataBuilder(SparseMLAMetadataBuilder):
         layer_names: layers that share the metadata.
         config: limits of the run and the choice between mixed and separate FP8 batches.
         device: where the metadata goes.
-        kernels: whose schedules to make; None for what `get_kernels` picks for the device.
+        kernels: the kernels whose schedules are made; None for those that `get_kernels` chooses for the device.
 
     Attributes:
         topk_tokens_tensor, max_model_len_tensor: int32 ``[max_num_seqs]`` constants; dummy_block_table: int32
-            ``[max_num_seqs, 1]``. The FP8 kernel takes them and reads none in sparse mode.
+            ``[max_num_seqs, 1]``. Arguments of the FP8 kernel that it does not read in sparse mode.
         tile_scheduler_metadata_buffer: int32 ``[max_num_sm_parts, 8]``; num_splits_buffer: int32
-            ``[max_num_seqs + 1]``. Kernels that allocate their own plan, as all that are supported do, need neither.
+            ``[max_num_seqs + 1]``. Not read by the supported kernels, which allocate their own schedule.
     """
 
     def __init__(
@@ -108,10 +110,9 @@ class FlashMLASparseMetadataBuilder(SparseMLAMetadataBuilder):
             kernels = get_kernels(config.kernels, self.device, config.attention_spec(kv_cache_spec))
         self.kernels = kernels
         self.prefill_workspace_rows = config.workspace_rows
-        capability = device_capability(self.device)
         cuda = self.device.type == "cuda"
-        self.sm_count = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 1
-        parts = max_num_sm_parts(self.sm_count, self.fp8_decode_padded_heads, capability.major if capability else 0)
+        self.sm_count = gpu(self.device).multiprocessors if cuda else 1
+        parts = max_num_sm_parts(self.sm_count, self.fp8_decode_padded_heads, gpu(self.device).capability[0])
         seqs = config.max_num_seqs
 
         def constant(shape: tuple[int, ...], value: int) -> Tensor:
@@ -129,8 +130,8 @@ class FlashMLASparseMetadataBuilder(SparseMLAMetadataBuilder):
         """Metadata of one step.
 
         Args:
-            common_prefix_len: tokens that all requests share; not used, the cache is read through indices.
-            fast_build: not used, there is only one way to build.
+            common_prefix_len: tokens that all requests share; not used, since the cache is read through indices.
+            fast_build: not used, since there is only one way to build.
 
         Raises:
             ValueError: more requests or rows than the run was sized for, or a prefill longer than the workspace.
@@ -138,7 +139,7 @@ class FlashMLASparseMetadataBuilder(SparseMLAMetadataBuilder):
         step = common_attn_metadata
         if step.num_reqs > self.config.max_num_seqs:
             raise ValueError(f"the step has {step.num_reqs} requests and max_num_seqs is {self.config.max_num_seqs}")
-        meta = FlashMLASparseMetadata(**self._common_fields(step))
+        meta = self._metadata(step, FlashMLASparseMetadata)
         if self.use_fp8_kv_cache:
             meta.fp8_use_mixed_batch = self.fp8_use_mixed_batch
             if self.fp8_use_mixed_batch:
@@ -215,3 +216,47 @@ class FlashMLASparseMetadataBuilder(SparseMLAMetadataBuilder):
             is_fp8_kvcache=True,
         )
         return FP8KernelMetadata(schedule, self.dummy_block_table[:batch], self.max_model_len_tensor[:batch])
+
+
+def split_prefill_chunks(seq_lens: Tensor, workspace_size: int, request_offset: int = 0) -> list[tuple[int, int]]:
+    """Groups consecutive requests into chunks whose tokens together fit in the workspace, as many as fit in each.
+
+    Args:
+        seq_lens: integer ``[R]`` on the CPU, context and new tokens of each request.
+        workspace_size: rows of the workspace.
+        request_offset: added to both ends of every range.
+
+    Returns:
+        ``(first, last)`` ranges, ``last`` exclusive. ``[10, 15, 20, 5]`` in 30 rows gives ``[(0, 2), (2, 4)]``.
+
+    Raises:
+        ValueError: a request alone is longer than the workspace.
+    """
+    chunks: list[tuple[int, int]] = []
+    first, used = 0, 0
+    lengths = seq_lens.tolist()
+    for index, length in enumerate(lengths):
+        if length > workspace_size:
+            raise ValueError(
+                f"request {index} has {length} tokens and the prefill workspace {workspace_size} rows: "
+                "raise prefill_workspace_rows or max_model_len"
+            )
+        if used + length > workspace_size:
+            chunks.append((first + request_offset, index + request_offset))
+            first, used = index, 0
+        used += length
+    if lengths:
+        chunks.append((first + request_offset, len(lengths) + request_offset))
+    return chunks
+
+
+def chunk_workspace_starts(seq_lens: Tensor, chunks: list[tuple[int, int]]) -> Tensor:
+    """First workspace row of each request, counted from its chunk's start: int32 ``[R]``.
+
+    ``[10, 15, 20, 5]`` in the chunks above starts at ``[0, 10, 0, 20]``.
+    """
+    lengths = seq_lens.long()
+    starts = lengths.cumsum(0) - lengths
+    for first, last in chunks:
+        starts[first:last] -= starts[first].clone()
+    return starts.int()

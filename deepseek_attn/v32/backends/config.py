@@ -1,4 +1,4 @@
-"""What the V3.2 backends need to know once: sizes of the run, the cache's shape, the device."""
+"""Limits of a run, shape of the cache, and what a sparse MLA backend declares."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 
 from deepseek_attn.cache.records_v32 import KV_CACHE_DTYPES
 from deepseek_attn.impls.base import AttentionSpec
-from deepseek_attn.v32.backends.chunks import get_prefill_workspace_size
 
 MIN_HEADS_FOR_BF16_PREFILL = 32
 """With fewer heads per rank, FP8 batches stay mixed: the BF16 prefill kernel would compute mostly padding heads."""
 
 FP8_MODES = ("auto", "mixed", "separate")
+WORKSPACE_REQUESTS = 5
+"""Requests of full length that the default prefill workspace holds."""
 
 
 class AttentionCGSupport(enum.Enum):
@@ -59,7 +60,7 @@ class SparseMLAConfig:
         max_model_len: most tokens of a request.
         max_num_seqs, max_num_batched_tokens: most requests and most token rows of a step, padding included.
         kv_cache_dtype: ``"auto"``, ``"bfloat16"`` or ``"fp8_ds_mla"``.
-        num_speculative_tokens: draft tokens verified per step; requests of up to one more new token count as decodes.
+        num_speculative_tokens: draft tokens verified per step; a decode has up to one more new token than that.
         fp8_mode: ``"mixed"`` (the FP8 kernel for every token), ``"separate"`` (decodes on the FP8 kernel, prefills
             gathered to BF16) or ``"auto"``: mixed below `MIN_HEADS_FOR_BF16_PREFILL` heads.
         prefill_workspace_rows: rows of gathered keys; None for `get_prefill_workspace_size`, bounded by what
@@ -104,7 +105,7 @@ class SparseMLAConfig:
 
     @property
     def fp8_use_mixed_batch(self) -> bool:
-        """Whether FP8 batches are one call of the decode kernel."""
+        """Whether an FP8 batch is one call of the decode kernel."""
         if self.fp8_mode == "auto":
             return self.num_heads < MIN_HEADS_FOR_BF16_PREFILL
         return self.fp8_mode == "mixed"
@@ -122,7 +123,7 @@ class SparseMLAConfig:
         return min(get_prefill_workspace_size(self.max_model_len), self.max_num_seqs * self.max_model_len)
 
     def attention_spec(self, kv_cache_spec: KVCacheSpec) -> AttentionSpec:
-        """What kernels are asked for."""
+        """Shapes and dtypes that the kernels must support."""
         record = "fp8_ds_mla" if self.use_fp8_kv_cache else "plain"
         return AttentionSpec(self.num_heads, kv_cache_spec.head_size, kv_cache_spec.rope_dim, record, self.dtype)
 
@@ -137,14 +138,6 @@ _LEAST = {
 }
 
 
-def device_capability(device: torch.device | str) -> DeviceCapability | None:
-    """Compute capability of a CUDA device, None for any other."""
-    device = torch.device(device)
-    return DeviceCapability(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies a CPU tensor to ``device`` without waiting: pinned and non-blocking for CUDA."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+def get_prefill_workspace_size(max_model_len: int) -> int:
+    """Rows of the prefill workspace: five requests of full length (944 MB at 163840 tokens and 576 bf16 values)."""
+    return WORKSPACE_REQUESTS * max_model_len

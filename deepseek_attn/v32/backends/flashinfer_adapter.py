@@ -1,4 +1,4 @@
-"""The only door to FlashInfer: whether its sparse MLA kernel runs here, and the same function in Triton and torch."""
+"""Adapter of FlashInfer: whether its sparse MLA kernel runs here, and the same function in Triton and torch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ TOPK_MULTIPLE = 4
 """Index rows are read 16 bytes at a time: ``sparse_mla_top_k`` must be a multiple of 4."""
 
 WORKSPACE_BYTES = 394 << 20
-"""What vLLM gives the kernel; it keeps semaphores in it and wants it zeroed once."""
+"""Size of the kernel's workspace, as vLLM allocates it. It holds semaphores and must be zeroed once."""
 
 
 @functools.cache
 def _load() -> tuple[TrtllmDecode | None, str]:
-    """The function, or None and the reason. Imported once, and only when a GPU that can run it asks."""
+    """FlashInfer's function, or None and the reason; imported once, and only on a GPU that can run it."""
     try:
         return getattr(importlib.import_module(MODULE), FUNCTION), ""
     except ModuleNotFoundError as error:
@@ -41,7 +41,7 @@ def _load() -> tuple[TrtllmDecode | None, str]:
 
 
 def supported(device: torch.device | str, spec: AttentionSpec | None = None) -> tuple[bool, str]:
-    """Whether FlashInfer's sparse MLA kernel runs on ``device``, for heads like those of ``spec``, and the reason."""
+    """Whether FlashInfer's sparse MLA kernel runs ``spec`` on ``device``, and the reason."""
     device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
         return False, f"FlashInfer's sparse MLA needs an NVIDIA GPU; the device is {device}"
@@ -60,7 +60,7 @@ def supported(device: torch.device | str, spec: AttentionSpec | None = None) -> 
 
 
 def pick(device: torch.device, spec: AttentionSpec | None = None) -> TrtllmDecode:
-    """FlashInfer's function where it runs; else the same in Triton where that runs, or `reference_trtllm_decode`."""
+    """Returns FlashInfer's function where it runs, else `triton_trtllm_decode` or `reference_trtllm_decode`."""
     if supported(device, spec)[0]:
         return _load()[0]
     return triton_trtllm_decode if DeepseekV4TritonSparseImpl.supported(device)[0] else reference_trtllm_decode
@@ -91,7 +91,7 @@ def reference_trtllm_decode(
     bmm2_scale: float = 1.0,
     attend: Callable[..., tuple[Tensor, Tensor]] = sparse_attention,
 ) -> Tensor:
-    """Sparse calls of FlashInfer's ``trtllm_batch_decode_with_kv_cache_mla`` in plain torch.
+    """FlashInfer's ``trtllm_batch_decode_with_kv_cache_mla`` for sparse calls, in plain torch.
 
     Args:
         query: ``[T, 1, heads, kv_lora_rank + qk_rope_head_dim]``.
@@ -99,7 +99,7 @@ def reference_trtllm_decode(
         workspace_buffer, qk_nope_head_dim, max_seq_len: not used.
         block_tables: int32 ``[T, 1, sparse_mla_top_k]`` slots (not pages); the first ``seq_lens [T]`` of a row count.
         bmm1_scale: factor of the logits; bmm2_scale: of the output.
-        attend: `sparse_attention`, or another of its contract.
+        attend: an implementation of `sparse_attention`.
 
     Returns:
         ``[T, 1, heads, kv_lora_rank]``.
@@ -118,7 +118,7 @@ def reference_trtllm_decode(
 
 
 def triton_trtllm_decode(*args, **kwargs) -> Tensor:
-    """`reference_trtllm_decode` with the Triton kernel, for GPUs that FlashInfer's does not run on."""
+    """`reference_trtllm_decode` with the Triton kernel, for GPUs on which FlashInfer's does not run."""
     from deepseek_attn.kernels.attention.sparse_attention import sparse_attention as attend
 
     return reference_trtllm_decode(*args, **kwargs, attend=attend)

@@ -1,4 +1,4 @@
-"""FlashInfer's sparse MLA (TRT-LLM kernels, Blackwell): backend, metadata builder and impl over a BF16 cache."""
+"""The FlashInfer backend of sparse MLA (TRT-LLM kernels, Blackwell): backend, builder and impl, over a BF16 cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepseek_attn.v32.backends import flashinfer_adapter as door
+from deepseek_attn.v32.backends import flashinfer_adapter
+from deepseek_attn.v32.backends.backend import SparseMLABackend
 from deepseek_attn.v32.backends.builder import SparseMLAMetadataBuilder
 from deepseek_attn.v32.backends.config import DeviceCapability
 from deepseek_attn.v32.backends.impl import SparseMLAImpl
@@ -17,10 +18,9 @@ from deepseek_attn.v32.backends.metadata import FlashInferMLASparseMetadata
 from deepseek_attn.v32.backends.step import StepInput
 
 
-class FlashInferMLASparseBackend:
-    """What FlashInfer's sparse MLA supports, and the classes that belong to it."""
+class FlashInferMLASparseBackend(SparseMLABackend):
+    """Names the classes of the FlashInfer backend and declares what FlashInfer's own kernel supports."""
 
-    accept_output_buffer: ClassVar[bool] = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16"]
 
@@ -43,18 +43,6 @@ class FlashInferMLASparseBackend:
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[int]:
         return [32, 64]
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return [576]
-
-    @classmethod
-    def is_mla(cls) -> bool:
-        return True
-
-    @classmethod
-    def is_sparse(cls) -> bool:
-        return True
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
@@ -80,8 +68,8 @@ class FlashInferMLASparseBackend:
         """Why a model cannot use the backend, or None if it can.
 
         Args:
-            hf_text_config: the model's config; None (nothing known about the model) is accepted.
-            The others are checked one by one elsewhere and are not used here.
+            hf_text_config: the model's config; None (unknown) is accepted.
+            The others have checks of their own and are not used here.
         """
         if hf_text_config is None:
             return None
@@ -96,17 +84,17 @@ class FlashInferMLASparseBackend:
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """``[blocks, block_size, head_size]``; the kernel sees one head in front of ``block_size`` ("HND")."""
+        """Shape of a layer's cache, ``[blocks, block_size, head_size]``; the kernel's view adds a head dim ("HND")."""
         return num_blocks, block_size, head_size
 
     @staticmethod
     def supported(device: torch.device | str) -> tuple[bool, str]:
         """Whether FlashInfer's kernel runs on ``device``, and the reason. The impl serves either way."""
-        return door.supported(device)
+        return flashinfer_adapter.supported(device)
 
 
 class FlashInferMLASparseMetadataBuilder(SparseMLAMetadataBuilder):
-    """Metadata of `FlashInferMLASparseImpl`: nothing but the batch and its request ids."""
+    """Builds the metadata of `FlashInferMLASparseImpl`: the batch and its request ids."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: StepInput, fast_build: bool = False
@@ -117,29 +105,30 @@ class FlashInferMLASparseMetadataBuilder(SparseMLAMetadataBuilder):
             ValueError: more rows than the run was sized for.
         """
         step = common_attn_metadata
-        return FlashInferMLASparseMetadata(**self._common_fields(step), seq_lens=step.seq_lens)
+        return self._metadata(step, FlashInferMLASparseMetadata, seq_lens=step.seq_lens)
 
 
 class FlashInferMLASparseImpl(SparseMLAImpl):
     """Sparse MLA where every token, of a prefill or a decode, is one query over its own list of slots.
 
-    Calls FlashInfer where `flashinfer_adapter.supported` says so, and Triton or plain torch with the same arguments
-    elsewhere.
+    Calls FlashInfer's function where `flashinfer_adapter.supported`, else the same function in Triton or plain torch.
 
     Args:
-        run: the function to call in place of either, with FlashInfer's arguments.
+        run: a function to call instead of these, with FlashInfer's arguments.
         Others: see `SparseMLAImpl`; the cache must not be FP8.
     """
 
     backend_cls = FlashInferMLASparseBackend
 
-    def __init__(self, *args, run: door.TrtllmDecode | None = None, **mla_args):
+    def __init__(self, *args, run: flashinfer_adapter.TrtllmDecode | None = None, **mla_args):
         super().__init__(*args, **mla_args)
         if self.config.use_fp8_kv_cache:
             raise NotImplementedError(
                 "FlashInfer's sparse MLA reads BF16 caches: use kv_cache_dtype 'auto' or 'bfloat16', or FLASHMLA_SPARSE"
             )
-        self.run = door.pick(self.topk_indices_buffer.device, self.attention_spec()) if run is None else run
+        self.run = (
+            flashinfer_adapter.pick(self.topk_indices_buffer.device, self.attention_spec()) if run is None else run
+        )
         self._workspace_buffer: Tensor | None = None
         self.bmm1_scale: float | None = None
         self.bmm2_scale: float | None = None
@@ -162,8 +151,8 @@ class FlashInferMLASparseImpl(SparseMLAImpl):
             ``(out, None)``: ``[T, heads, 512]``. Rows of padding and rows that see nothing are 0.
 
         Notes:
-            The kernel's answer for a row of no slots is not documented, so such a row names slot 0 once and its result
-            is replaced by zeros.
+            The kernel's result for a row without slots is not documented, so such a row reads slot 0 and its result is
+            replaced by zeros.
         """
         q = self._concat_query(q)
         if q.shape[0] == 0:
@@ -178,9 +167,9 @@ class FlashInferMLASparseImpl(SparseMLAImpl):
             return_valid_counts=True,
             slot_mapping=attn_metadata.slot_mapping[: len(q)],
         )
-        slots = F.pad(slots, (0, -slots.shape[1] % door.TOPK_MULTIPLE), value=-1)
-        lonely = counts == 0
-        slots[:, :1].masked_fill_(lonely[:, None], 0)
+        slots = F.pad(slots, (0, -slots.shape[1] % flashinfer_adapter.TOPK_MULTIPLE), value=-1)
+        empty = counts == 0
+        slots[:, :1].masked_fill_(empty[:, None], 0)
         self._prepare(layer, q.device)
         out = self.run(
             query=q.unsqueeze(1),
@@ -197,13 +186,13 @@ class FlashInferMLASparseImpl(SparseMLAImpl):
             sparse_mla_top_k=slots.shape[1],
         )
         out = out.view(-1, self.num_heads, self.kv_lora_rank)
-        return out.masked_fill(lonely[:, None, None], 0), None
+        return out.masked_fill(empty[:, None, None], 0), None
 
     def _prepare(self, layer: Any, device: torch.device) -> None:
-        """What only the first call can know: the layer's scales, and the workspace that all layers share."""
+        """Sets, at the first call, the scales from the layer and the workspace, which all layers share."""
         if self._workspace_buffer is not None:
             return
-        self._workspace_buffer = door.workspace_buffer(device)
+        self._workspace_buffer = flashinfer_adapter.workspace_buffer(device)
 
         def factor(name: str) -> float:
             return float(getattr(layer, name, 1.0))

@@ -1,4 +1,4 @@
-"""FlashMLA's sparse MLA: backend and impl over a BF16 cache or a cache of 656-byte FP8 entries."""
+"""The FlashMLA backend of sparse MLA: backend and impl, over a BF16 cache or a cache of 656-byte FP8 entries."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.cache.records_v32 import fp8_entry_bytes
+from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.utils.workspace import Workspace
+from deepseek_attn.v32.backends.backend import SparseMLABackend
 from deepseek_attn.v32.backends.builder import FlashMLASparseMetadataBuilder
-from deepseek_attn.v32.backends.config import DeviceCapability, device_capability
+from deepseek_attn.v32.backends.config import DeviceCapability
 from deepseek_attn.v32.backends.gather import cp_gather_and_upconvert_fp8_kv_cache
-from deepseek_attn.v32.backends.heads import compute_fp8_decode_padded_heads, compute_prefill_padded_heads
 from deepseek_attn.v32.backends.impl import SparseMLAImpl
 from deepseek_attn.v32.backends.indices import triton_convert_req_index_to_global_index
-from deepseek_attn.v32.backends.kernels import SparseMLAKernels, get_kernels
+from deepseek_attn.v32.backends.kernels import (
+    SparseMLAKernels,
+    compute_fp8_decode_padded_heads,
+    compute_prefill_padded_heads,
+    get_kernels,
+)
 from deepseek_attn.v32.backends.metadata import FlashMLASparseMetadata
 from deepseek_attn.v32.backends.step import reshape_attn_output_for_spec_decode, reshape_query_for_spec_decode
 
@@ -28,14 +34,13 @@ FP8KernelMetadata = FlashMLASparseMetadata.FP8KernelMetadata
 FP8SeparatePrefillDecode = FlashMLASparseMetadata.FP8SeparatePrefillDecode
 
 
-class FlashMLASparseBackend:
-    """What `FlashMLASparseImpl` supports with FlashMLA's own kernels, and the classes that belong to it.
+class FlashMLASparseBackend(SparseMLABackend):
+    """Names the classes of the FlashMLA backend and declares what FlashMLA's own kernels support.
 
     Notes:
-        The plain-torch kernels take any device, head size and float dtype beside these.
+        The plain-torch kernels support any device, head size and float dtype as well.
     """
 
-    accept_output_buffer: ClassVar[bool] = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "fp8_ds_mla"]
 
@@ -58,18 +63,6 @@ class FlashMLASparseBackend:
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[int]:
         return [64]
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return [576]
-
-    @classmethod
-    def is_mla(cls) -> bool:
-        return True
-
-    @classmethod
-    def is_sparse(cls) -> bool:
-        return True
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
@@ -96,15 +89,15 @@ class FlashMLASparseBackend:
 
 
 class FlashMLASparseImpl(SparseMLAImpl):
-    """Sparse MLA of one layer over its cache, absorbed: each query reads the tokens that the indexer chose for it.
+    """Sparse MLA of one layer over its cache, absorbed: each query reads the tokens that the indexer selected for it.
 
     Three modes. A BF16 cache: the prefill kernel reads the cache itself, for every token. An FP8 cache, mixed batch:
     the FP8 kernel for every token. An FP8 cache, separate: the FP8 kernel for decodes; prefills gather their requests
-    to a BF16 workspace, chunk by chunk. The builder's config chooses between the last two.
+    to a BF16 workspace, chunk by chunk. The config chooses between the last two.
 
     Args:
-        workspace: where chunks are gathered, shared by the layers; None for one of the impl's own.
-        kernels: which kernels to call; None for what the config asks for.
+        workspace: holds gathered chunks, shared by the layers; None for one of the impl's own.
+        kernels: the kernels to call; None for those that the config names.
         Others: see `SparseMLAImpl`.
 
     Attributes:
@@ -117,8 +110,7 @@ class FlashMLASparseImpl(SparseMLAImpl):
         super().__init__(*args, **mla_args)
         device = self.topk_indices_buffer.device
         self.kernels = get_kernels(self.config.kernels, device, self.attention_spec()) if kernels is None else kernels
-        capability = device_capability(device)
-        self.prefill_padding = 128 if capability is not None and capability.major == 10 else 64
+        self.prefill_padding = 128 if gpu(device).capability[0] == 10 else 64
         if self.kernels.pads_heads:
             _warn_of_padding(self.num_heads, compute_prefill_padded_heads(self.num_heads, self.prefill_padding))
         self.workspace = workspace
@@ -160,14 +152,14 @@ class FlashMLASparseImpl(SparseMLAImpl):
     def _forward_bf16_kv(
         self, q: Tensor, kv_cache: Tensor, topk_indices: Tensor, attn_metadata: FlashMLASparseMetadata
     ) -> Tensor:
-        """Slots are rows of the cache seen as one tensor."""
+        """The BF16 kernel over the cache viewed as rows: a slot is a row."""
         indices = self._convert(topk_indices, attn_metadata)
         return self._bf16_flash_mla_kernel(q, self._flat_cache(kv_cache), indices)
 
     def _forward_fp8_kv(
         self, q: Tensor, kv_cache: Tensor, topk_indices: Tensor, attn_metadata: FlashMLASparseMetadata
     ) -> Tensor:
-        """Mixed or separate, as the metadata was built."""
+        """Mixed or separate, as in the metadata."""
         if attn_metadata.fp8_use_mixed_batch:
             return self._forward_fp8_kv_mixed_batch(q, kv_cache, topk_indices, attn_metadata)
         return self._forward_fp8_kv_separate_prefill_decode(q, kv_cache, topk_indices, attn_metadata)
@@ -192,7 +184,7 @@ class FlashMLASparseImpl(SparseMLAImpl):
             return self._decode(q, kv_cache, indices, fp8.decode)
         decodes, chunks = fp8.num_decode_tokens, fp8.prefill.chunks
         if not decodes and len(chunks) == 1 and chunks[0].tokens_slice == slice(0, q.shape[0]):
-            return self._prefill_chunk(q, kv_cache, indices, chunks[0])  # nothing to copy it to
+            return self._prefill_chunk(q, kv_cache, indices, chunks[0])  # the kernel's result is the output
         out = q.new_empty(q.shape[0], self.num_heads, self.kv_lora_rank)
         if fp8.decode is not None:
             out[:decodes] = self._decode(q[:decodes], kv_cache, indices[:decodes], fp8.decode)
@@ -209,7 +201,7 @@ class FlashMLASparseImpl(SparseMLAImpl):
         return self._bf16_flash_mla_kernel(q, self._gather_chunk(kv_cache, chunk), indices)
 
     def _gather_chunk(self, kv_cache: Tensor, chunk: FP8SeparatePrefillDecode.Prefill.Chunk) -> Tensor:
-        """The chunk's requests as bf16 ``[rows, 1, 576]`` in the workspace."""
+        """Gathers the chunk's requests to the workspace: bf16 ``[rows, 1, 576]``."""
         rows = self._prefill_workspace()[: chunk.chunk_tot_seqlen]
         cp_gather_and_upconvert_fp8_kv_cache(
             kv_cache,
@@ -225,8 +217,8 @@ class FlashMLASparseImpl(SparseMLAImpl):
     def _decode(
         self, q: Tensor, kv_cache: Tensor, indices: Tensor, decode: FP8SeparatePrefillDecode.Decode | None
     ) -> Tensor:
-        """Rows of decodes as ``[requests, query length, heads, 576]``."""
-        if decode is None:  # nothing but padding
+        """The FP8 kernel for the rows of decodes, as ``[requests, query length, heads, 576]``."""
+        if decode is None:  # padding rows only
             return q.new_zeros(q.shape[0], self.num_heads, self.kv_lora_rank)
         requests = q.shape[0] // decode.decode_query_len
         queries = reshape_query_for_spec_decode(q, requests)
@@ -259,7 +251,7 @@ class FlashMLASparseImpl(SparseMLAImpl):
         """The BF16 kernel on ``q [T, heads, 576]``, keys ``[N, 1, 576]`` and rows ``[T, K]``.
 
         Notes:
-            Heads are independent, so what pads them does not matter; they are zeros, not left uninitialised.
+            Padding heads are zeros, which is not needed for the result: heads are independent.
         """
         if self.kernels.pads_heads:
             q = _pad_heads(q, compute_prefill_padded_heads(self.num_heads, self.prefill_padding))
@@ -274,7 +266,7 @@ class FlashMLASparseImpl(SparseMLAImpl):
         attn_metadata: FlashMLASparseMetadata,
         prefill: FP8SeparatePrefillDecode.Prefill | None = None,
     ) -> Tensor:
-        """Positions to slots; those of prefill tokens to rows of their chunk's workspace."""
+        """Converts positions to slots, and those of prefill tokens to rows of their chunk's workspace."""
         rows = topk_indices.shape[0]
         return triton_convert_req_index_to_global_index(
             attn_metadata.req_id_per_token[:rows],
@@ -295,7 +287,7 @@ class FlashMLASparseImpl(SparseMLAImpl):
 
 @functools.cache
 def _warn_of_padding(num_heads: int, padded_heads: int) -> None:
-    """Says once per head count that the kernels compute more heads than the model has."""
+    """Warns, once per head count, that the kernels compute more heads than the model has."""
     if num_heads < padded_heads:
         logger.warning(
             "FlashMLA runs %d heads for the %d of this rank: the others are padding", padded_heads, num_heads

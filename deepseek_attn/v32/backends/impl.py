@@ -1,4 +1,4 @@
-"""What the sparse MLA impls share: the constructor, the queries, the indexer's rows and the whole forward."""
+"""Base of the sparse MLA impls: constructor, queries, top-k indices, and the whole forward of a layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from deepseek_attn.impls.base import AttentionSpec
 from deepseek_attn.v32.backends.absorb import MLAAbsorption
 from deepseek_attn.v32.backends.config import SparseMLAConfig
 from deepseek_attn.v32.backends.gather import concat_and_cache_mla
-from deepseek_attn.v32.backends.metadata import FlashInferMLASparseMetadata, FlashMLASparseMetadata
-
-Metadata = FlashMLASparseMetadata | FlashInferMLASparseMetadata
+from deepseek_attn.v32.backends.metadata import SparseMLAMetadata
 
 
 class SparseMLAImpl(MLAAbsorption, ABC):
@@ -31,11 +29,11 @@ class SparseMLAImpl(MLAAbsorption, ABC):
         topk_indice_buffer: not used; the buffer is the indexer's.
         indexer: an object with ``topk_indices_buffer``, int32 ``[max_num_batched_tokens, K]``: row ``t`` holds the
             positions, within its request, that token row ``t`` of the batch reads, -1 for none, each at most once and
-            none after the token. It may be shared by layers that run one after the other.
+            none after the token. Layers that run one after the other may share it.
         config: limits of the run; required.
         kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: dims of the model.
-        kv_b_proj: the up-projection that `process_weights_after_loading` takes apart; None if the caller does it.
-        scale_rule: of FP8 entries that `forward` writes, see `Fp8DsMlaV32Record`.
+        kv_b_proj: the up-projection whose halves `process_weights_after_loading` extracts; None if the caller does.
+        scale_rule: of the FP8 entries that `forward` writes, see `Fp8DsMlaV32Record`.
         mla_args: other facts about the layer (``q_lora_rank``, ``qk_head_dim`` ...); not used.
 
     Raises:
@@ -100,7 +98,7 @@ class SparseMLAImpl(MLAAbsorption, ABC):
         self.topk_indices_buffer: Tensor = indexer.topk_indices_buffer
 
     def attention_spec(self) -> AttentionSpec:
-        """What the impl asks of kernels."""
+        """Shapes and dtypes that the kernels must support."""
         record = "fp8_ds_mla" if self.config.use_fp8_kv_cache else "plain"
         return AttentionSpec(self.num_heads, self.head_size, self.qk_rope_head_dim, record, self.config.dtype)
 
@@ -116,7 +114,7 @@ class SparseMLAImpl(MLAAbsorption, ABC):
         k_c_normed: Tensor,
         k_pe: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Metadata | None,
+        attn_metadata: SparseMLAMetadata | None,
         output: Tensor,
     ) -> Tensor:
         """One layer's attention: writes the cache, absorbs the queries, attends, and expands the values.
@@ -144,8 +142,8 @@ class SparseMLAImpl(MLAAbsorption, ABC):
             raise ValueError(f"queries must be [T, {self.num_heads}, {self.head_size}], got {list(q.shape)}")
         return q
 
-    def _topk_indices(self, rows: int, attn_metadata: Metadata) -> Tensor:
-        """The indexer's rows of this batch, int32 ``[rows, K]``."""
+    def _topk_indices(self, rows: int, attn_metadata: SparseMLAMetadata) -> Tensor:
+        """The top-k indices of this batch, int32 ``[rows, K]``."""
         if not attn_metadata.num_actual_tokens <= rows <= len(attn_metadata.slot_mapping):
             raise ValueError(
                 f"{rows} query rows, but the step has {attn_metadata.num_actual_tokens} tokens in "
@@ -156,7 +154,7 @@ class SparseMLAImpl(MLAAbsorption, ABC):
         return self.topk_indices_buffer[:rows]
 
     def _flat_cache(self, kv_cache: Tensor) -> Tensor:
-        """A cache of plain rows as ``[slots, 1, head_size]``, without copying."""
+        """View of a cache of plain rows as ``[slots, 1, head_size]``."""
         if kv_cache.dim() != 3 or kv_cache.shape[2] != self.head_size or not kv_cache.is_contiguous():
             raise ValueError(
                 f"a cache of plain rows must be contiguous [pages, entries, {self.head_size}], got "

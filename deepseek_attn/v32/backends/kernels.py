@@ -1,11 +1,10 @@
 """Sparse MLA kernels under one interface: FlashMLA's where they run, Triton on other GPUs, plain torch elsewhere.
 
-All take the same caches and indices and return the same tensors, so the impls do not know which they call.
+All take the same caches and indices and return the same tensors, so an impl does not depend on which it calls.
 """
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from deepseek_attn.cache.records import Record
 from deepseek_attn.cache.records_v32 import pool_view, record_of
+from deepseek_attn.impls import flash_mla
 from deepseek_attn.impls.base import AttentionSpec
 from deepseek_attn.kernels.attention.reference import sparse_attention, sparse_attention_paged
 from deepseek_attn.kernels.common.dispatch import problem_on
@@ -21,7 +21,7 @@ from deepseek_attn.kernels.common.dispatch import problem_on
 
 @dataclass
 class FlashMLASchedMeta:
-    """Plan holder of kernels that need no plan. FlashMLA has a class of its own with these fields."""
+    """The schedule of kernels that need none, always empty. FlashMLA has a class of its own with these fields."""
 
     have_initialized: bool = False
     config: Any = None
@@ -38,9 +38,11 @@ class SparseMLAKernels(Protocol):
 
     def supported(self, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:
         """Whether the kernels run ``spec`` on ``device``, and the reason."""
+        ...
 
     def get_mla_metadata(self, *args, **kwargs) -> tuple[Any, None]:
-        """An empty plan, filled by the first `flash_mla_with_kvcache` call that is given it."""
+        """An empty schedule, filled by the first `flash_mla_with_kvcache` call that is given it."""
+        ...
 
     def flash_mla_with_kvcache(
         self, q: Tensor, k_cache: Tensor, indices: Tensor, head_dim_v: int, softmax_scale: float, kernel_metadata: Any
@@ -56,6 +58,7 @@ class SparseMLAKernels(Protocol):
         Returns:
             ``(out [b, s_q, heads, head_dim_v], lse float32 [b, heads, s_q])``; a query without keys gets 0 and +inf.
         """
+        ...
 
     def flash_mla_sparse_fwd(
         self, q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int
@@ -70,6 +73,7 @@ class SparseMLAKernels(Protocol):
         Returns:
             ``(out [T, heads, d_v], lse float32 [T, heads])``; a query without keys gets 0 and +inf.
         """
+        ...
 
 
 class ReferenceKernels:
@@ -104,24 +108,21 @@ class FlashMLAKernels:
     name = "flashmla"
     pads_heads = True
 
-    def __init__(self):
-        self._adapter = importlib.import_module("deepseek_attn.impls.flash_mla")
-
     def supported(self, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:
-        return self._adapter.supported(device, spec)
+        return flash_mla.supported(device, spec)
 
     def get_mla_metadata(self, *args, **kwargs) -> tuple[Any, None]:
-        return self._adapter.new_schedule(), None
+        return flash_mla.new_schedule(), None
 
     def flash_mla_with_kvcache(self, q, k_cache, indices, head_dim_v, softmax_scale, kernel_metadata=None):
         cache = k_cache.squeeze(2)
-        pages = self._adapter.Pages(pool_view(cache), cache.shape[1], indices)
+        pages = flash_mla.Pages(pool_view(cache), cache.shape[1], indices)
         schedule = None if kernel_metadata is None else kernel_metadata.scheduler_metadata
-        out, lse = self._adapter.sparse_decode(q, [pages], softmax_scale, schedule=schedule)
+        out, lse = flash_mla.sparse_decode(q, [pages], softmax_scale, schedule=schedule)
         return out, lse.transpose(1, 2)
 
     def flash_mla_sparse_fwd(self, q, kv, indices, sm_scale, d_v):
-        return self._adapter.sparse_prefill(q, kv.squeeze(1), indices.squeeze(1), sm_scale)
+        return flash_mla.sparse_prefill(q, kv.squeeze(1), indices.squeeze(1), sm_scale)
 
 
 class TritonKernels:
@@ -157,8 +158,12 @@ class TritonKernels:
         return attend(q, kv.squeeze(1), indices.squeeze(1), sm_scale, d_v=d_v)
 
 
-_KERNELS = {"flashmla": FlashMLAKernels, "triton": TritonKernels, "reference": ReferenceKernels}
-"""In order of preference."""
+KERNELS: dict[str, type[SparseMLAKernels]] = {
+    "flashmla": FlashMLAKernels,
+    "triton": TritonKernels,
+    "reference": ReferenceKernels,
+}
+"""In order of preference. Neither a class nor an instance imports a kernel package; calls do."""
 
 
 def get_kernels(name: str, device: torch.device | str, spec: AttentionSpec | None = None) -> SparseMLAKernels:
@@ -169,10 +174,10 @@ def get_kernels(name: str, device: torch.device | str, spec: AttentionSpec | Non
     """
     device = torch.device(device)
     if name == "auto":
-        return next(k for k in (make() for make in _KERNELS.values()) if k.supported(device, spec)[0])
-    if name not in _KERNELS:
-        raise ValueError(f"unknown sparse MLA kernels {name!r}: supported are auto, {', '.join(_KERNELS)}")
-    kernels = _KERNELS[name]()
+        return next(k for k in (kernels() for kernels in KERNELS.values()) if k.supported(device, spec)[0])
+    if name not in KERNELS:
+        raise ValueError(f"unknown sparse MLA kernels {name!r}: supported are auto, {', '.join(KERNELS)}")
+    kernels = KERNELS[name]()
     usable, reason = kernels.supported(device, spec)
     if not usable:
         raise ValueError(f"sparse MLA kernels {name!r} cannot run on {device}: {reason}; 'auto' picks some that can")
@@ -181,12 +186,12 @@ def get_kernels(name: str, device: torch.device | str, spec: AttentionSpec | Non
 
 def describe_kernels(device: torch.device | str, spec: AttentionSpec | None = None) -> list[tuple[str, bool, str]]:
     """(name, usable on ``device``, reason) of all kernels."""
-    return [(name, *make().supported(torch.device(device), spec)) for name, make in _KERNELS.items()]
+    return [(name, *kernels().supported(torch.device(device), spec)) for name, kernels in KERNELS.items()]
 
 
 @dataclass(frozen=True)
 class _Bf16Reads:
-    """Entries as the kernels see them: dequantised, then rounded to bf16."""
+    """Reads entries as the FP8 kernels do: dequantised, then rounded to bf16."""
 
     record: Record
 
@@ -197,10 +202,25 @@ class _Bf16Reads:
 def _used_columns(indices: Tensor) -> Tensor | None:
     """Columns up to the last valid index, int32 ``[T]``; None on a GPU, where the reference takes all columns.
 
-    Lets the reference skip the tail of short rows: 0.11 s instead of 0.64 s for a prompt of 256 tokens at ``K = 2048``
+    The reference then skips the tail of short rows: 0.11 s instead of 0.64 s for a prompt of 256 tokens at ``K = 2048``
     (16 heads, one core).
     """
     if indices.device.type != "cpu" or indices.shape[1] == 0:
         return None
     columns = torch.arange(1, indices.shape[1] + 1, dtype=torch.int32)
     return torch.where(indices >= 0, columns, 0).amax(1)
+
+
+def compute_fp8_decode_padded_heads(num_heads: int) -> int:
+    """Query heads of the FP8 kernel after padding: 64 or 128, which is its limit."""
+    return 64 if num_heads <= 64 else 128
+
+
+def compute_prefill_padded_heads(num_heads: int, prefill_padding: int) -> int:
+    """Query heads of the BF16 kernel after padding: ``prefill_padding`` (64, on SM100 128), or 128 for more heads."""
+    return prefill_padding if num_heads <= prefill_padding else 128
+
+
+def max_num_sm_parts(sm_count: int, padded_heads: int, capability_major: int) -> int:
+    """Most parts of a schedule of the FP8 kernel on a GPU with ``sm_count`` multiprocessors."""
+    return sm_count if capability_major == 10 else sm_count // max(1, padded_heads // 64)

@@ -1,16 +1,16 @@
-"""One step's metadata, shared by all layers: what `FlashMLASparseImpl` and `FlashInferMLASparseImpl` read."""
+"""One step's metadata, shared by all layers, for `FlashMLASparseImpl` and for `FlashInferMLASparseImpl`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 
 @dataclass
-class FlashMLASparseMetadata:
-    """A step for `FlashMLASparseImpl`. ``B`` requests, ``rows`` token rows with the padding at their end.
+class SparseMLAMetadata:
+    """One step for any backend: ``B`` requests, ``rows`` token rows with the padding at their end.
 
     Attributes:
         num_reqs, max_query_len, max_seq_len: of the batch.
@@ -21,18 +21,37 @@ class FlashMLASparseMetadata:
         req_id_per_token: int32 ``[rows]``, a view of the builder's buffer: the next step overwrites it. Padding rows
             hold 0.
         block_size: tokens per page; topk_tokens: width of the indexer's rows.
+    """
+
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+    num_actual_tokens: int
+    query_start_loc: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    req_id_per_token: Tensor
+    block_size: int = 64
+    topk_tokens: int = 2048
+
+
+@dataclass
+class FlashMLASparseMetadata(SparseMLAMetadata):
+    """A step for `FlashMLASparseImpl`.
+
+    Attributes:
         fp8_extra_metadata: None for a BF16 cache; `FP8KernelMetadata` when ``fp8_use_mixed_batch``;
             `FP8SeparatePrefillDecode` otherwise.
     """
 
     @dataclass
     class FP8KernelMetadata:
-        """What the FP8 kernel wants beside queries, cache and indices.
+        """Arguments of the FP8 kernel besides queries, cache and indices.
 
         Attributes:
-            scheduler_metadata: the kernel's plan holder, fresh each step and shared by the layers.
-            dummy_block_table: int32 ``[n, 1]``; cache_lens: int32 ``[n]``, all ``max_model_len``. The kernel takes them
-                and ignores them in sparse mode.
+            scheduler_metadata: the kernel's schedule, fresh each step and shared by the layers.
+            dummy_block_table: int32 ``[n, 1]``; cache_lens: int32 ``[n]``, all ``max_model_len``. The kernel does not
+                read them in sparse mode.
         """
 
         scheduler_metadata: Any
@@ -90,37 +109,16 @@ class FlashMLASparseMetadata:
         decode: FlashMLASparseMetadata.FP8SeparatePrefillDecode.Decode | None = None
         prefill: FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill | None = None
 
-    num_reqs: int
-    max_query_len: int
-    max_seq_len: int
-    num_actual_tokens: int
-    query_start_loc: Tensor
-    slot_mapping: Tensor
-    block_table: Tensor
-    req_id_per_token: Tensor
-    block_size: int = 64
-    topk_tokens: int = 2048
     fp8_extra_metadata: FP8SeparatePrefillDecode | FP8KernelMetadata | None = None
     fp8_use_mixed_batch: bool = False
 
 
 @dataclass
-class FlashInferMLASparseMetadata:
+class FlashInferMLASparseMetadata(SparseMLAMetadata):
     """A step for `FlashInferMLASparseImpl`: every token row is a query of its own.
 
     Attributes:
         seq_lens: int32 ``[B]``, context and new tokens.
-        The others are those of `FlashMLASparseMetadata`.
     """
 
-    num_reqs: int
-    max_query_len: int
-    max_seq_len: int
-    num_actual_tokens: int
-    query_start_loc: Tensor
-    slot_mapping: Tensor
-    block_table: Tensor
-    req_id_per_token: Tensor
-    seq_lens: Tensor
-    block_size: int = 64
-    topk_tokens: int = 2048
+    seq_lens: Tensor = field(kw_only=True)

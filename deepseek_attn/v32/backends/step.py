@@ -1,4 +1,4 @@
-"""A scheduled batch as the V3.2 metadata builders take it, and how decodes are told from prefills."""
+"""A scheduled batch, the input of the V3.2 metadata builders, and where its prefills start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.indices import slot_mapping_from_positions
-from deepseek_attn.v32.backends.config import to_device
+from deepseek_attn.utils.device import to_device
 
 
 @dataclass
@@ -26,7 +26,7 @@ class StepInput:
         num_actual_tokens: rows that are tokens, ``query_start_loc_cpu[-1]``.
         num_padded_tokens: rows, with the padding at their end.
         max_query_len, max_seq_len: largest of the batch.
-        is_prefilling: bool ``[B]`` on the CPU, requests whose prompt is not finished; None if not told apart.
+        is_prefilling: bool ``[B]`` on the CPU, requests whose prompt is not finished; None if unknown.
     """
 
     query_start_loc: Tensor
@@ -103,7 +103,7 @@ def split_decodes_and_prefills(
     require_uniform: bool = False,
     treat_short_extends_as_decodes: bool = True,
 ) -> tuple[int, int, int, int]:
-    """Finds where the prefills of a batch start.
+    """Counts the decodes and prefills of a batch.
 
     The batch must be ordered: decodes, short extends, long extends, prefills. The first request that is no decode, and
     all after it, are prefills.
@@ -134,7 +134,7 @@ def split_decodes_and_prefills(
         is_prefill = (query_lens != first) & (query_lens != 0)
     else:
         is_prefill = query_lens > decode_threshold
-    if not treat_short_extends_as_decodes:
+    if not treat_short_extends_as_decodes and prefilling is not None:
         is_prefill = is_prefill | prefilling
     if not bool(is_prefill.any()):
         return step.num_reqs, 0, step.num_actual_tokens, 0
@@ -144,14 +144,14 @@ def split_decodes_and_prefills(
 
 
 def reshape_query_for_spec_decode(query: Tensor, batch_size: int) -> Tensor:
-    """``[N, heads, dim]`` rows of ``batch_size`` requests with equally many tokens as ``[B, N / B, heads, dim]``."""
+    """Reshapes queries ``[N, heads, dim]`` of ``B`` requests of equal length to ``[B, N / B, heads, dim]``."""
     if batch_size < 1 or query.dim() != 3 or query.shape[0] % batch_size:
         raise ValueError(f"cannot share {list(query.shape)} query rows equally among {batch_size} requests")
     return query.unflatten(0, (batch_size, query.shape[0] // batch_size))
 
 
 def reshape_attn_output_for_spec_decode(attn_output: Tensor) -> Tensor:
-    """``[B, S, heads, dim]`` as ``[B * S, heads, dim]``; three dimensions stay as they are."""
+    """Reshapes ``[B, S, heads, dim]`` to ``[B * S, heads, dim]``; a tensor of three dimensions is returned as it is."""
     if attn_output.dim() == 3:
         return attn_output
     if attn_output.dim() != 4:

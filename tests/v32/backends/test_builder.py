@@ -14,12 +14,12 @@ from deepseek_attn.v32.backends import (
     SparseMLAConfig,
     StepInput,
 )
-from deepseek_attn.v32.backends.heads import (
+from deepseek_attn.v32.backends.kernels import (
+    FlashMLASchedMeta,
     compute_fp8_decode_padded_heads,
     compute_prefill_padded_heads,
     max_num_sm_parts,
 )
-from deepseek_attn.v32.backends.kernels import FlashMLASchedMeta
 
 TABLE = torch.arange(80, dtype=torch.int32).view(8, 10)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepseek_attn.v32.backends import SparseMLAConfig, get_prefill_workspace_size, split_prefill_chunks
-from deepseek_attn.v32.backends.chunks import chunk_workspace_starts
+from deepseek_attn.v32.backends.builder import chunk_workspace_starts
 
 
 @pytest.mark.parametrize(
