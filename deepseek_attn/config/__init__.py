@@ -1,5 +1,19 @@
 """Model configs of all families, compress-ratio schedules, numerics and run options."""
 
-from deepseek_attn.config.model import AnyConfig, LayerSpec, ModelConfig
+from deepseek_attn.config.common import RopeSpec
+from deepseek_attn.config.model import AnyConfig, LayerSpec, ModelConfig, preset_names
+from deepseek_attn.config.numerics import Numerics, get_numerics, numerics_for
+from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 
-__all__ = ["AnyConfig", "LayerSpec", "ModelConfig"]
+__all__ = [
+    "AnyConfig",
+    "DeepseekV32Config",
+    "LayerSpec",
+    "ModelConfig",
+    "Numerics",
+    "RopeSpec",
+    "V32LayerSpec",
+    "get_numerics",
+    "numerics_for",
+    "preset_names",
+]

@@ -8,6 +8,16 @@ from typing import Any, ClassVar
 
 from deepseek_attn.config.fields import REQUIRED, FieldReader
 
+# Values with one supported setting. They carry no information once checked, so configs do not keep them.
+FIXED_VALUES = {
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+}
+# Of these and of a family's own, keys that only transformers writes.
+UNPUBLISHED = ("mlp_bias", "rope_interleave", "indexer_rope_interleave")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -32,6 +42,13 @@ class RopeSpec:
     original_max_position_embeddings: int = 0
     beta_fast: float = 32
     beta_slow: float = 1
+
+    @classmethod
+    def scaled(cls, theta: float, dim: int, scaling: Mapping[str, Any] | None) -> RopeSpec:
+        """With the YaRN scaling that `read_yarn` returns; plain rope for None and for a factor of 1."""
+        if scaling is None or scaling["factor"] == 1.0:
+            return cls(theta, dim)
+        return cls(theta, dim, **{key: scaling[key] for key in cls.YARN_KEYS})
 
     @property
     def yarn(self) -> bool:
@@ -78,3 +95,34 @@ def read_yarn(reader: FieldReader, label: str, raw: Mapping[str, Any] | None) ->
     if raw.get("attention_factor", 1.0) not in (1.0, None):
         reader.problem(f"{label}.attention_factor is {raw['attention_factor']!r}: DeepSeek does not scale cos and sin")
     return scaling
+
+
+def read_formats(reader: FieldReader) -> dict[str, Any]:
+    """Returns ``dtype`` and ``quantization_config``, the latter as a copy."""
+    quantization = reader.mapping("quantization_config")
+    dtype = reader.agreed("dtype", {key: reader.raw.get(key) for key in ("torch_dtype", "dtype")}, "bfloat16")
+    if quantization is not None:
+        reader.as_choice("quantization_config.quant_method", quantization.get("quant_method", "fp8"), ("fp8",))
+    kept = None if quantization is None else dict(quantization)
+    return {"dtype": reader.as_choice("dtype", dtype, DTYPES), "quantization_config": kept}
+
+
+def known(values: Mapping[str, Any], *keys: str) -> tuple[int, ...] | None:
+    """The values of ``keys``; None if one of them is missing or was wrong, which has been reported."""
+    found = tuple(values[key] for key in keys)
+    return None if None in found else found
+
+
+def check_rope_dim(reader: FieldReader, dim: int | None) -> int | None:
+    """Returns ``qk_rope_head_dim`` as it is."""
+    if dim is not None and dim % 2:
+        reader.problem(f"qk_rope_head_dim is {dim}: rotary channels come in pairs, expected an even number")
+    return dim
+
+
+def check_index_head(reader: FieldReader, values: Mapping[str, Any], why: str = "") -> None:
+    """The indexer rotates part of its heads, and multiplies them by a Hadamard matrix; ``why`` ends the messages."""
+    if (pair := known(values, "qk_rope_head_dim", "index_head_dim")) and pair[0] > pair[1]:
+        reader.problem(f"qk_rope_head_dim {pair[0]} is above index_head_dim {pair[1]}{why}")
+    if (size := known(values, "index_head_dim")) and size[0] & (size[0] - 1):
+        reader.problem(f"index_head_dim {size[0]} is not a power of two (Hadamard rotation){why}")

@@ -8,16 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from deepseek_attn.config.base import ConfigBase, LayerBase
 from deepseek_attn.config.common import RopeSpec
-from deepseek_attn.config.schedule import Branch, published_branch
+from deepseek_attn.config.schedule import published_branch
 from deepseek_attn.config.v4_reader import FIXED, read_v4
 from deepseek_attn.config.v32 import DeepseekV32Config
 
 
 @dataclass(frozen=True)
-class LayerSpec:
+class LayerSpec(LayerBase):
     """What distinguishes one layer from another.
 
     Attributes:
@@ -53,14 +54,9 @@ class LayerSpec:
         """``"SWA"``, or ``"C4A"``, ``"C128A"``, ... after the ratio."""
         return "SWA" if self.ratio == 0 else f"C{self.ratio}A"
 
-    @property
-    def name(self) -> str:
-        """Prefix of the layer's tensors in a checkpoint: ``layers.3`` or ``mtp.0``."""
-        return f"{'mtp' if self.is_mtp else 'layers'}.{self.index}"
-
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(ConfigBase):
     """A checked DeepSeek-V4 configuration; fields have the names of the published ``config.json``.
 
     Make one with ``from_dict``, ``from_pretrained`` or ``from_preset``, and variants with ``replace``. These read the
@@ -71,6 +67,9 @@ class ModelConfig:
     ``expert_dtype`` "fp4" when there is a ``quantization_config``, else None. All others are required; unknown keys are
     dropped.
 
+    ``replace``: overrides by ratio stay in force for a new schedule, those by layer must fit it; a smaller
+    ``num_hidden_layers`` alone keeps the first layers; ``quantization_config=None`` also drops ``expert_dtype``.
+
     The schedule is any list of ratios >= 0 in ``compress_ratios``, backbone layers first. As in DeepSeek's
     inference/model.py, ratio 4 means overlapping windows and an indexer, every other ratio neither. Two keys of our own
     override that: ``compress_overlap`` and ``compress_indexer``, each a list with one bool per backbone layer or an
@@ -78,6 +77,10 @@ class ModelConfig:
     ``layer_types`` the name decides: ``compressed_sparse_attention`` has both whatever its rate, and
     ``heavily_compressed_attention`` neither.
     """
+
+    OPTIONAL: ClassVar = (
+        *("compress_overlap", "compress_indexer", "rope_scaling", "quantization_config", "expert_dtype"),
+    )
 
     model_type: str
     vocab_size: int
@@ -122,10 +125,6 @@ class ModelConfig:
     @property
     def nope_head_dim(self) -> int:
         return self.head_dim - self.qk_rope_head_dim
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
 
     @property
     def softmax_scale(self) -> float:
@@ -177,21 +176,16 @@ class ModelConfig:
         raw = _decode(resources.files("deepseek_attn.configs").joinpath(f"{name}.json").read_bytes(), f"preset {name}")
         return cls.from_dict(raw, origin=f"preset {name}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the config as a published ``config.json`` object; ``from_dict`` gives an equal config back."""
-        out = {"architectures": ["DeepseekV4ForCausalLM"], **FIXED, "attention_dropout": 0.0, "initializer_range": 0.02}
-        del out["mlp_bias"]
-        out.update({name: getattr(self, name) for name in self.__dataclass_fields__})
-        for name in ("layers", "mtp_layers"):
-            del out[name]
-        out["torch_dtype"] = out.pop("dtype")
-        if isinstance(self.eos_token_id, tuple):
-            out["eos_token_id"] = list(self.eos_token_id)
-        out["compress_ratios"] = [layer.ratio for layer in self.all_layers]
+    def constants(self) -> dict[str, Any]:
+        return {"architectures": ["DeepseekV4ForCausalLM"], **FIXED}
+
+    def schedule(self) -> dict[str, Any]:
         rule = [published_branch(layer.ratio) for layer in self.layers]
-        out["compress_overlap"] = self._override([x.overlap for x in self.layers], [b.overlap for b in rule])
-        out["compress_indexer"] = self._override([x.has_indexer for x in self.layers], [b.has_indexer for b in rule])
-        return copy.deepcopy({key: value for key, value in out.items() if value is not None})
+        return {
+            "compress_ratios": [layer.ratio for layer in self.all_layers],
+            "compress_overlap": self._override([x.overlap for x in self.layers], [b.overlap for b in rule]),
+            "compress_indexer": self._override([x.has_indexer for x in self.layers], [b.has_indexer for b in rule]),
+        }
 
     def _override(self, values: list[bool], rule: list[bool]) -> dict[str, bool] | list[bool] | None:
         """The shortest override: None if the rule holds, by ratio if layers of one ratio agree, else by layer."""
@@ -203,31 +197,11 @@ class ModelConfig:
                 return values
         return {ratio: value for ratio, value in by_ratio.items() if value != (ratio == "4")}
 
-    def replace(self, **changes: Any) -> ModelConfig:
-        """Returns a checked copy with keys of the published ``config.json`` changed.
-
-        The schedule changes through ``compress_ratios``, ``compress_overlap`` and ``compress_indexer``; overrides by
-        ratio stay in force for a new schedule, those by layer must fit it. A smaller ``num_hidden_layers`` alone keeps
-        the first layers. ``quantization_config=None`` also drops ``expert_dtype``.
-
-        Raises:
-            ValueError: a key that does not exist, or a config that is invalid after the change.
-        """
-        raw = self.to_dict()
-        optional = {"compress_overlap", "compress_indexer", "rope_scaling", "quantization_config", "expert_dtype"}
-        known = set(raw) | optional | {"dtype"}
-        unknown = sorted(set(changes) - known)
-        if unknown:
-            raise ValueError(
-                f"replace: no such config keys: {', '.join(unknown)}; there are {', '.join(sorted(known))}"
-            )
-        if "dtype" in changes:
-            del raw["torch_dtype"]
+    def adapt(self, raw: dict[str, Any], changes: Mapping[str, Any]) -> None:
         if "num_hidden_layers" in changes and "compress_ratios" not in changes:
             self._shorten(raw, changes["num_hidden_layers"])
         if changes.get("quantization_config", raw) is None:
             raw.pop("expert_dtype", None)
-        return type(self).from_dict(raw | changes, origin=f"{self.model_type} with {', '.join(changes)} changed")
 
     def _shorten(self, raw: dict[str, Any], num_layers: Any) -> None:
         keep = num_layers if type(num_layers) is int and num_layers > 0 else self.num_hidden_layers
@@ -243,7 +217,27 @@ AnyConfig = ModelConfig | DeepseekV32Config
 
 def _make_v4(raw: Mapping[str, Any], origin: str) -> ModelConfig:
     fields, branches = read_v4(raw, origin)
-    return ModelConfig(**copy.deepcopy(fields), layers=_backbone_specs(fields, branches), mtp_layers=_mtp_specs(fields))
+    dim, scaling = fields["qk_rope_head_dim"], fields["rope_scaling"]
+    plain, compressed = (
+        RopeSpec(fields["rope_theta"], dim),
+        RopeSpec.scaled(fields["compress_rope_theta"], dim, scaling),
+    )
+    layers = tuple(
+        LayerSpec(
+            index=i,
+            ratio=branch.ratio,
+            overlap=branch.overlap,
+            has_indexer=branch.has_indexer,
+            rope=compressed if branch.ratio else plain,
+            hash_routing=i < fields["num_hash_layers"],
+        )
+        for i, branch in enumerate(branches)
+    )
+    mtp_layers = tuple(
+        LayerSpec(i, ratio=0, overlap=False, has_indexer=False, rope=plain, hash_routing=False, is_mtp=True)
+        for i in range(fields["num_nextn_predict_layers"])
+    )
+    return ModelConfig(**copy.deepcopy(fields), layers=layers, mtp_layers=mtp_layers)
 
 
 # What makes a config of each model_type from (decoded JSON, origin).
@@ -258,38 +252,6 @@ def preset_names() -> list[str]:
     """Names that ``ModelConfig.from_preset`` accepts."""
     files = (entry.name for entry in resources.files("deepseek_attn.configs").iterdir())
     return sorted(name[: -len(".json")] for name in files if name.endswith(".json"))
-
-
-def _backbone_specs(fields: Mapping[str, Any], branches: list[Branch]) -> tuple[LayerSpec, ...]:
-    plain, compressed = _rope_specs(fields)
-    return tuple(
-        LayerSpec(
-            index=i,
-            ratio=branch.ratio,
-            overlap=branch.overlap,
-            has_indexer=branch.has_indexer,
-            rope=compressed if branch.ratio else plain,
-            hash_routing=i < fields["num_hash_layers"],
-        )
-        for i, branch in enumerate(branches)
-    )
-
-
-def _mtp_specs(fields: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
-    plain, _ = _rope_specs(fields)
-    return tuple(
-        LayerSpec(i, ratio=0, overlap=False, has_indexer=False, rope=plain, hash_routing=False, is_mtp=True)
-        for i in range(fields["num_nextn_predict_layers"])
-    )
-
-
-def _rope_specs(fields: Mapping[str, Any]) -> tuple[RopeSpec, RopeSpec]:
-    """Rope of window-only layers, and of layers with a compressed branch (other base, and YaRN if configured)."""
-    dim, scaling = fields["qk_rope_head_dim"], dict(fields["rope_scaling"] or {"factor": 1.0})
-    scaling.pop("type", None)
-    if scaling["factor"] == 1.0:
-        scaling = {}
-    return RopeSpec(fields["rope_theta"], dim), RopeSpec(fields["compress_rope_theta"], dim, **scaling)
 
 
 def _decode(data: bytes, origin: str) -> Any:

@@ -17,7 +17,8 @@ class Numerics:
         quantized_weights: keep FP8 / FP4 weights as stored; otherwise they are dequantised to the model dtype at load.
         fp8_activations: inputs of linears with quantised weights are rounded to FP8 per token and 128 channels.
         fp8_wo_a_input: the same for the grouped output projection ``wo_a``, which DeepSeek's own code runs in bf16.
-        kv_record: ``"plain"`` rows in the model dtype, or ``"fp8_ds_mla"`` records (584 bytes for head_dim 512).
+        kv_record: ``"plain"`` rows in the model dtype, or ``"fp8_ds_mla"`` records, which are
+            ``fp8_v4`` (584 bytes for 512 channels) or ``fp8_v32`` (656 bytes for 576) by the model family.
         index_hadamard: rotate indexer queries and keys by a Hadamard matrix before they are quantised.
         index_record: ``"plain"``, ``"fp4"`` (groups of 32, 68 bytes) or ``"fp8"`` (one scale per key, 132 bytes).
         pow2_activation_scales: FP8 scales of linear inputs are powers of two (``scale_fmt`` ue8m0). A model decides

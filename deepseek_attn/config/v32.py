@@ -5,35 +5,40 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from deepseek_attn.config.common import DTYPES, RopeSpec, read_tokens, read_yarn
+from deepseek_attn.config.base import ConfigBase, LayerBase
+from deepseek_attn.config.common import (
+    FIXED_VALUES,
+    RopeSpec,
+    check_index_head,
+    check_rope_dim,
+    known,
+    read_formats,
+    read_tokens,
+    read_yarn,
+)
 from deepseek_attn.config.fields import FieldReader
 
-ARCHITECTURES = {"deepseek_v32": "DeepseekV32ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group", "max_position_embeddings"),
 )
+ARCHITECTURES = {"deepseek_v32": "DeepseekV32ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
 INDEX_SIZES = ("index_n_heads", "index_head_dim", "index_topk")
-# Values with one supported setting. They carry no information once checked, so the config does not keep them.
 FIXED = {
     "moe_layer_freq": 1,
     "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
+    **FIXED_VALUES,
     "rope_interleave": True,
     "indexer_rope_interleave": False,
 }
 
 
 @dataclass(frozen=True)
-class V32LayerSpec:
+class V32LayerSpec(LayerBase):
     """What distinguishes one layer from another.
 
     Attributes:
@@ -56,26 +61,24 @@ class V32LayerSpec:
         """``"DSA"`` (sparse attention behind an indexer) or ``"MLA"`` (dense)."""
         return "DSA" if self.has_indexer else "MLA"
 
-    @property
-    def name(self) -> str:
-        """Name of the layer in the model and in the caches: ``layers.3`` or ``mtp.0``."""
-        return f"{'mtp' if self.is_mtp else 'layers'}.{self.index}"
-
 
 @dataclass(frozen=True)
-class DeepseekV32Config:
+class DeepseekV32Config(ConfigBase):
     """A checked configuration of the V3 family; fields have the names of the published ``config.json``.
 
     Made by ``ModelConfig.from_dict``, ``from_pretrained`` and ``from_preset``, which look at ``model_type``; variants
     come from ``replace``. The spelling that transformers writes (``rope_parameters``, ``mlp_layer_types``) is read too.
     Absent keys default to ``num_nextn_predict_layers`` 0, ``first_k_dense_replace`` 0, ``rms_norm_eps`` 1e-6,
     ``norm_topk_prob`` true, ``n_shared_experts`` 1, ``bos_token_id`` 0, ``eos_token_id`` 1, ``torch_dtype`` bfloat16
-    and no rope scaling; all others are required. Unknown keys are dropped.
+    and no rope scaling; all others are required. Unknown keys are dropped. ``replace(model_type="deepseek_v3")`` drops
+    the indexer's keys.
 
     Attributes:
         index_n_heads, index_head_dim, index_topk: the indexer's; None for ``deepseek_v3``.
         layers, mtp_layers: one spec per layer.
     """
+
+    OPTIONAL: ClassVar = ("rope_scaling", "quantization_config", *INDEX_SIZES)
 
     model_type: str
     vocab_size: int
@@ -147,10 +150,6 @@ class DeepseekV32Config:
         return (self.quantization_config or {}).get("scale_fmt") == "ue8m0"
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
-
-    @property
     def all_layers(self) -> tuple[V32LayerSpec, ...]:
         return self.layers + self.mtp_layers
 
@@ -163,40 +162,19 @@ class DeepseekV32Config:
         """
         return cls(**copy.deepcopy(read_v32(raw, origin)))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the config as a published ``config.json`` object; ``from_dict`` gives an equal config back."""
-        out = {"architectures": [ARCHITECTURES[self.model_type]], **FIXED}
-        for key in ("mlp_bias", "rope_interleave", "indexer_rope_interleave"):
-            del out[key]  # transformers' own; absent from published configs
-        out |= {"attention_dropout": 0.0, "initializer_range": 0.02, "num_key_value_heads": self.num_attention_heads}
-        out.update({f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("layers", "mtp_layers")})
-        out["torch_dtype"] = out.pop("dtype")
-        if isinstance(self.eos_token_id, tuple):
-            out["eos_token_id"] = list(self.eos_token_id)
-        return copy.deepcopy({key: value for key, value in out.items() if value is not None})
+    def constants(self) -> dict[str, Any]:
+        return {
+            "architectures": [ARCHITECTURES[self.model_type]],
+            **FIXED,
+            "num_key_value_heads": self.num_attention_heads,
+        }
 
-    def replace(self, **changes: Any) -> DeepseekV32Config:
-        """Returns a checked copy with keys of the published ``config.json`` changed; None removes an optional one.
-
-        Changing ``model_type`` to ``deepseek_v3`` drops the indexer's keys.
-
-        Raises:
-            ValueError: a key that does not exist, or a config that is invalid after the change.
-        """
-        raw = self.to_dict()
-        known = set(raw) | {"rope_scaling", "quantization_config", "dtype", *INDEX_SIZES}
-        unknown = sorted(set(changes) - known)
-        if unknown:
-            raise ValueError(
-                f"replace: no such config keys: {', '.join(unknown)}; there are {', '.join(sorted(known))}"
-            )
-        if "dtype" in changes:
-            del raw["torch_dtype"]
+    def adapt(self, raw: dict[str, Any], changes: Mapping[str, Any]) -> None:
         if "num_attention_heads" in changes:
             del raw["num_key_value_heads"]
         if changes.get("model_type") == "deepseek_v3":
-            raw = {key: value for key, value in raw.items() if key not in INDEX_SIZES}
-        return self.from_dict(raw | changes, origin=f"{self.model_type} with {', '.join(changes)} changed")
+            for key in INDEX_SIZES:
+                raw.pop(key, None)
 
 
 def read_v32(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
@@ -220,7 +198,7 @@ def read_v32(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
     values["routed_scaling_factor"] = reader.number("routed_scaling_factor")
     values["rms_norm_eps"] = reader.number("rms_norm_eps", 1e-6)
     values["num_nextn_predict_layers"] = reader.integer("num_nextn_predict_layers", 0, minimum=0)
-    values.update(_read_rope(reader), **read_tokens(reader, values["vocab_size"]), **_read_formats(reader))
+    values.update(_read_rope(reader), **read_tokens(reader, values["vocab_size"]), **read_formats(reader))
     _check_relations(reader, values)
     reader.raise_if_problems(origin)
     return values | _layers(values)
@@ -287,30 +265,14 @@ def _read_scaling(reader: FieldReader, label: str, raw: Mapping[str, Any] | None
     return scaling
 
 
-def _read_formats(reader: FieldReader) -> dict[str, Any]:
-    quantization = reader.mapping("quantization_config")
-    dtype = reader.agreed("dtype", {key: reader.raw.get(key) for key in ("torch_dtype", "dtype")}, "bfloat16")
-    if quantization is not None:
-        reader.as_choice("quantization_config.quant_method", quantization.get("quant_method", "fp8"), ("fp8",))
-        block = reader.as_list("quantization_config.weight_block_size", quantization.get("weight_block_size"))
-        if block is not None and block != [128, 128]:
-            reader.problem(f"quantization_config.weight_block_size is {block!r}: supported is [128, 128]")
-    kept = None if quantization is None else dict(quantization)
-    return {"dtype": reader.as_choice("dtype", dtype, DTYPES), "quantization_config": kept}
-
-
 def _check_relations(reader: FieldReader, values: Mapping[str, Any]) -> None:
-    def known(*keys: str) -> tuple[int, ...] | None:
-        found = tuple(values[key] for key in keys)
-        return None if None in found else found
-
-    if (rope := known("qk_rope_head_dim")) and rope[0] % 2:
-        reader.problem(f"qk_rope_head_dim is {rope[0]}: rotary channels come in pairs, expected an even number")
-    if (pair := known("qk_rope_head_dim", "index_head_dim")) and pair[0] > pair[1]:
-        reader.problem(f"qk_rope_head_dim {pair[0]} is above index_head_dim {pair[1]}")
-    if (size := known("index_head_dim")) and size[0] & (size[0] - 1):
-        reader.problem(f"index_head_dim {size[0]} is not a power of two (Hadamard rotation)")
-    _check_groups(reader, known("n_routed_experts", "n_group", "topk_group", "num_experts_per_tok"))
+    check_rope_dim(reader, values["qk_rope_head_dim"])
+    check_index_head(reader, values)
+    block = (values["quantization_config"] or {}).get("weight_block_size")
+    block = reader.as_list("quantization_config.weight_block_size", block)
+    if block is not None and block != [128, 128]:
+        reader.problem(f"quantization_config.weight_block_size is {block!r}: supported is [128, 128]")
+    _check_groups(reader, known(values, "n_routed_experts", "n_group", "topk_group", "num_experts_per_tok"))
 
 
 def _check_groups(reader: FieldReader, sizes: tuple[int, ...] | None) -> None:
@@ -330,10 +292,7 @@ def _check_groups(reader: FieldReader, sizes: tuple[int, ...] | None) -> None:
 
 
 def _layers(values: Mapping[str, Any]) -> dict[str, tuple[V32LayerSpec, ...]]:
-    scaling = {key: value for key, value in (values["rope_scaling"] or {}).items() if key in RopeSpec.YARN_KEYS}
-    if scaling.get("factor") == 1.0:
-        scaling = {}
-    rope = RopeSpec(values["rope_theta"], values["qk_rope_head_dim"], **scaling)
+    rope = RopeSpec.scaled(values["rope_theta"], values["qk_rope_head_dim"], values["rope_scaling"])
     indexer = values["index_topk"] is not None
     return {
         "layers": tuple(

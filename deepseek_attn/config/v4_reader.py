@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepseek_attn.config.common import DTYPES, read_tokens, read_yarn
+from deepseek_attn.config.common import (
+    FIXED_VALUES,
+    check_index_head,
+    check_rope_dim,
+    known,
+    read_formats,
+    read_tokens,
+    read_yarn,
+)
 from deepseek_attn.config.fields import FieldReader
 from deepseek_attn.config.schedule import Branch, read_branches, read_num_hash_layers
 
@@ -19,15 +27,7 @@ SIZES = (
     *("o_groups", "o_lora_rank", "sliding_window", "index_n_heads", "index_head_dim", "index_topk"),
     *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "hc_mult", "max_position_embeddings"),
 )
-# Values with one supported setting. They carry no information once checked, so ModelConfig does not keep them.
-FIXED = {
-    "num_key_value_heads": 1,
-    "topk_method": "noaux_tc",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-}
+FIXED = {"num_key_value_heads": 1, **FIXED_VALUES}
 
 
 def read_v4(raw: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], list[Branch]]:
@@ -72,22 +72,14 @@ def _read_numbers(reader: FieldReader) -> dict[str, Any]:
 
 def _read_formats(reader: FieldReader) -> dict[str, Any]:
     """Storage formats. ``expert_dtype`` absent means FP4 in a quantised checkpoint, as in the first published ones."""
-    quantization = reader.mapping("quantization_config")
-    dtype = reader.agreed("dtype", {key: reader.raw.get(key) for key in ("torch_dtype", "dtype")}, "bfloat16")
-    if quantization is not None:
-        method = quantization.get("quant_method", "fp8")
-        reader.as_choice("quantization_config.quant_method", method, ("fp8",))
+    formats = read_formats(reader)
+    quantization = formats["quantization_config"]
     spellings = {
         "expert_dtype": reader.raw.get("expert_dtype"),
-        "quantization_config.expert_dtype": (quantization or {}).get("expert_dtype"),
+        "quantization_config.expert_dtype": (quantization or {}).pop("expert_dtype", None),
     }
     expert_dtype = reader.agreed("expert_dtype", spellings, None if quantization is None else "fp4")
-    kept = None if quantization is None else {k: v for k, v in quantization.items() if k != "expert_dtype"}
-    return {
-        "dtype": reader.as_choice("dtype", dtype, DTYPES),
-        "expert_dtype": reader.as_choice("expert_dtype", expert_dtype, ("fp4", "fp8")),
-        "quantization_config": kept,
-    }
+    return formats | {"expert_dtype": reader.as_choice("expert_dtype", expert_dtype, ("fp4", "fp8"))}
 
 
 # rotary embedding
@@ -144,30 +136,21 @@ def _read_rope_dim(reader: FieldReader, fractions: Mapping[str, Any], head_dim: 
         return None  # head_dim is absent or wrong, which has been reported
     spellings = {"qk_rope_head_dim": dim, f"partial_rotary_factor {fraction} * head_dim {head_dim}": from_fraction}
     dim = reader.as_integer("qk_rope_head_dim", reader.agreed("qk_rope_head_dim", spellings))
-    if dim is not None and dim % 2:
-        reader.problem(f"qk_rope_head_dim is {dim}: rotary channels come in pairs, expected an even number")
-    return dim
+    return check_rope_dim(reader, dim)
 
 
 # rules between fields
 
 
 def _check_relations(reader: FieldReader, fields: Mapping[str, Any], branches: list[Branch]) -> None:
-    def known(*keys: str) -> tuple[int, ...] | None:
-        values = tuple(fields[key] for key in keys)
-        return None if None in values else values
-
-    if (pair := known("num_attention_heads", "o_groups")) and pair[0] % pair[1]:
+    if (pair := known(fields, "num_attention_heads", "o_groups")) and pair[0] % pair[1]:
         reader.problem(f"num_attention_heads {pair[0]} is not a multiple of o_groups {pair[1]}")
-    if (pair := known("num_experts_per_tok", "n_routed_experts")) and pair[0] > pair[1]:
+    if (pair := known(fields, "num_experts_per_tok", "n_routed_experts")) and pair[0] > pair[1]:
         reader.problem(f"num_experts_per_tok {pair[0]} is above n_routed_experts {pair[1]}")
-    if (pair := known("qk_rope_head_dim", "head_dim")) and pair[0] > pair[1]:
+    if (pair := known(fields, "qk_rope_head_dim", "head_dim")) and pair[0] > pair[1]:
         reader.problem(f"qk_rope_head_dim {pair[0]} is above head_dim {pair[1]}")
     indexed = [i for i, branch in enumerate(branches) if branch.has_indexer]
     if not indexed:
         return
     where = f"layer {indexed[0]} has" if len(indexed) == 1 else f"{len(indexed)} layers (first: {indexed[0]}) have"
-    if (pair := known("qk_rope_head_dim", "index_head_dim")) and pair[0] > pair[1]:
-        reader.problem(f"qk_rope_head_dim {pair[0]} is above index_head_dim {pair[1]}, and {where} an indexer")
-    if (size := known("index_head_dim")) and size[0] & (size[0] - 1):
-        reader.problem(f"index_head_dim {size[0]} is not a power of two (Hadamard rotation), and {where} an indexer")
+    check_index_head(reader, fields, f", and {where} an indexer")

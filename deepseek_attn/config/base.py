@@ -1,0 +1,85 @@
+"""What the configs of all model families can do: be written, changed and compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from deepseek_attn.config.common import UNPUBLISHED, RopeSpec
+
+
+class LayerBase:
+    """What the layer specs of all families have."""
+
+    index: int
+    has_indexer: bool
+    rope: RopeSpec
+    is_mtp: bool
+
+    @property
+    def name(self) -> str:
+        """Name of the layer in the model and in the caches: ``layers.3`` or ``mtp.0``."""
+        return f"{'mtp' if self.is_mtp else 'layers'}.{self.index}"
+
+
+class ConfigBase:
+    """A dataclass whose fields are keys of the published ``config.json``, but for ``layers`` and ``mtp_layers``.
+
+    Attributes:
+        OPTIONAL: keys that ``to_dict`` may leave out and ``replace`` takes.
+    """
+
+    OPTIONAL: ClassVar[tuple[str, ...]]
+
+    model_type: str
+    eos_token_id: int | tuple[int, ...]
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], origin: str = "dict") -> Any:
+        """Builds a config from decoded JSON; the ValueError that lists every problem calls it ``origin``."""
+        raise NotImplementedError
+
+    def constants(self) -> dict[str, Any]:
+        """Keys of the published ``config.json`` that no field holds; in it they come first."""
+        raise NotImplementedError
+
+    def schedule(self) -> dict[str, Any]:
+        """Keys that hold what ``layers`` say; None for keys to leave out."""
+        return {}
+
+    def adapt(self, raw: dict[str, Any], changes: Mapping[str, Any]) -> None:
+        """Takes out of ``raw``, the keys of this config, what cannot stay beside ``changes``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the config as a published ``config.json`` object; ``from_dict`` gives an equal config back."""
+        out = {key: value for key, value in self.constants().items() if key not in UNPUBLISHED}
+        out |= {"attention_dropout": 0.0, "initializer_range": 0.02}
+        out |= {name: value for name, value in vars(self).items() if name not in ("layers", "mtp_layers")}
+        out["torch_dtype"] = out.pop("dtype")
+        if isinstance(self.eos_token_id, tuple):
+            out["eos_token_id"] = list(self.eos_token_id)
+        out |= self.schedule()
+        return copy.deepcopy({key: value for key, value in out.items() if value is not None})
+
+    def replace(self, **changes: Any) -> Any:
+        """Returns a checked copy with keys of the published ``config.json`` changed; None removes an optional one.
+
+        Raises:
+            ValueError: a key that does not exist, or a config that is invalid after the change.
+        """
+        raw = self.to_dict()
+        known = {*raw, *self.OPTIONAL, "dtype"}
+        unknown = sorted(set(changes) - known)
+        if unknown:
+            raise ValueError(
+                f"replace: no such config keys: {', '.join(unknown)}; there are {', '.join(sorted(known))}"
+            )
+        if "dtype" in changes:
+            del raw["torch_dtype"]
+        self.adapt(raw, changes)
+        return type(self).from_dict(raw | changes, origin=f"{self.model_type} with {', '.join(changes)} changed")
