@@ -1,4 +1,4 @@
-"""A sequence's caches in a safetensors file, with a fingerprint of all that their bytes depend on.
+"""A sequence's caches in a safetensors file, with a fingerprint of everything that their bytes depend on.
 
 Tensors: ``token_ids`` int64 ``[n]``, and for each pool ``layers.N/kind`` with the pages that the sequence holds, in
 order: uint8 ``[pages, page_bytes]``, or float32 ``[pages, entries, width]`` for states. The header's metadata says
@@ -65,7 +65,7 @@ def load_cache(path: str | Path, manager: CacheManager, fingerprint: dict[str, s
 
     Raises:
         ValueError: no such file, not such a file, or made by another model, numerics or layout; which is named.
-        OutOfPages: no room. Either way nothing was changed.
+        OutOfPages: too few free pages. Either way nothing was changed.
     """
     if not Path(path).is_file():
         raise ValueError(f"no saved sequence at {str(path)!r}")

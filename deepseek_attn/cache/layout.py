@@ -1,7 +1,7 @@
-"""Which pools a model needs, and how large: decided once, read by the allocator and by the planner.
+"""Which pools a model needs, and their sizes: read by the allocator and by the planner.
 
 Every kind of cache is paged, and page 0 of each group is a null page: freed window pages and padded rows point at it,
-so that there is always somewhere legal to read and write.
+which keeps every read and write legal.
 
     group      holds                                     one page                        grows with
     window     K = V of the last tokens, every layer     64 tokens                       nothing (fixed per sequence)
@@ -11,17 +11,17 @@ so that there is always somewhere legal to read and write.
     tokens     latent rows (+ indexer keys) of V3.2      64 tokens                       tokens
 
 DeepSeek-V4 has the first three, DeepSeek-V3.2 only the last. Pools hold ``max_num_seqs`` sequences of ``max_model_len``
-tokens at once, or, with ``kv_cache_bytes``, what that many bytes hold (`budget`).
+tokens at once, or, with ``kv_cache_bytes``, what that many bytes hold (`CacheLayout.fit_pages`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from deepseek_attn.cache.budget import fit_pages
 from deepseek_attn.cache.records import Record, make_index_record, make_kv_record
 from deepseek_attn.cache.records_v32 import LATENT_GROUP, make_v32_record
 from deepseek_attn.config.model import AnyConfig, LayerSpec
@@ -44,6 +44,13 @@ def entries_per_page(ratio: int) -> int:
 def state_rows(spec: LayerSpec, max_rollback: int) -> int:
     """Rows of a compressor's ring: the open window, the one before it if windows overlap, and the rollback."""
     return spec.coff * spec.ratio + max_rollback
+
+
+class Span(NamedTuple):
+    """Tokens that a page of a group stands for, and tokens that one of its entries stands for."""
+
+    page_tokens: int
+    ratio: int
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,7 @@ class CacheLayout:
     @property
     def growing(self) -> dict[str, int]:
         """Tokens of a page of each group whose pages a sequence keeps, so that it needs more as it grows."""
-        return {group: span for group, (span, _) in self.spans.items() if group != WINDOW}
+        return {group: span.page_tokens for group, span in self.spans.items() if group != WINDOW}
 
     @property
     def capacity(self) -> int | None:
@@ -127,11 +134,43 @@ class CacheLayout:
         return tuple(int(group[len("ratio") :]) for group in self.pages if group.startswith("ratio"))
 
     @property
-    def spans(self) -> dict[str, tuple[int, int]]:
-        """(tokens of a page, tokens of an entry) of each group whose pages follow the tokens."""
-        fixed = {WINDOW: (WINDOW_PAGE, 1), TOKENS: (TOKENS_PAGE, 1)}
+    def spans(self) -> dict[str, Span]:
+        """Of each group whose pages follow the tokens."""
+        fixed = {WINDOW: Span(WINDOW_PAGE, 1), TOKENS: Span(TOKENS_PAGE, 1)}
         spans = {group: span for group, span in fixed.items() if group in self.pages}
-        return spans | {ratio_group(r): (r * entries_per_page(r), r) for r in self.ratios}
+        return spans | {ratio_group(r): Span(r * entries_per_page(r), r) for r in self.ratios}
+
+    def fit_pages(self, kv_cache_bytes: int) -> CacheLayout:
+        """The layout with as many pages in the groups that grow with the tokens as ``kv_cache_bytes`` hold.
+
+        The same number of tokens fits into each of these groups, with one page more per sequence and snapshot, which
+        its last tokens fill only in part. Sequences then compete for pages: together they can be longer than what fits.
+
+        Raises:
+            ValueError: not even one sequence of ``max_model_len`` tokens fits beside the fixed groups.
+        """
+        page_bytes = {group: sum(p.page_bytes for p in self.pools if p.group == group) for group in self.growing}
+        fixed = self.nbytes() - sum(self.pages[group] * size for group, size in page_bytes.items())
+        part_full = self.max_num_seqs + self.max_snapshots
+
+        def pages_for(tokens: int) -> dict[str, int]:
+            return {group: 1 + part_full + tokens // span for group, span in self.growing.items()}
+
+        def cost(tokens: int) -> int:
+            return fixed + sum(pages * page_bytes[group] for group, pages in pages_for(tokens).items())
+
+        least = cost(self.max_model_len)
+        if kv_cache_bytes < least:
+            raise ValueError(
+                f"kv_cache_bytes={kv_cache_bytes} is too little: one sequence of max_model_len={self.max_model_len} "
+                f"tokens, and what max_num_seqs={self.max_num_seqs} sequences hold whatever their length, take {least} "
+                "bytes; raise kv_cache_bytes, or lower max_model_len, max_num_seqs or max_snapshots"
+            )
+        low, high = self.max_model_len, self.max_model_len + kv_cache_bytes if page_bytes else 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if cost(middle) <= kv_cache_bytes else (low, middle - 1)
+        return replace(self, pages=self.pages | pages_for(low))
 
 
 def window_pages_per_sequence(window: int, max_rollback: int) -> int:
@@ -183,7 +222,7 @@ def make_layout(
         layout = CacheLayout(
             pools, pages, 0, max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback, max_snapshots
         )
-        return layout if kv_cache_bytes is None else fit_pages(layout, kv_cache_bytes)
+        return layout if kv_cache_bytes is None else layout.fit_pages(kv_cache_bytes)
     kv_record = make_kv_record(numerics.kv_record, config.nope_head_dim, config.qk_rope_head_dim, dtype)
     index_record = make_index_record(numerics.index_record, config.index_head_dim, dtype)
     pools: list[PoolSpec] = []
@@ -212,7 +251,7 @@ def make_layout(
         pages[STATE] = 1 + max_num_seqs
     limits = (max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback, max_snapshots)
     layout = CacheLayout(tuple(pools), pages, config.sliding_window, *limits)
-    return layout if kv_cache_bytes is None else fit_pages(layout, kv_cache_bytes)
+    return layout if kv_cache_bytes is None else layout.fit_pages(kv_cache_bytes)
 
 
 def _token_pools(

@@ -45,23 +45,23 @@ class PageAllocator:
 
 @dataclass
 class SequenceCache:
-    """What one sequence holds in the pools.
+    """The pages that one sequence holds, and how far they are filled.
 
     Attributes:
         num_tokens: tokens whose entries are in the caches.
         low_water: smallest length that `truncate` can go back to in place.
         tables: physical page of each logical page, by group; 0 where a window page was freed.
         version: counts the changes of ``tables``, for copies of them that are kept elsewhere.
-        own, room: between these lengths pages are known to be there and to be nobody else's; most steps need no other
-            look.
+        owned_from, owned_to: lengths for which pages are already allocated and exclusive; lets `CacheManager.reserve`
+            return early.
     """
 
     num_tokens: int = 0
     low_water: int = 0
     tables: dict[str, list[int]] = field(default_factory=dict)
     version: int = field(default=0, compare=False)
-    own: int = field(default=0, compare=False)
-    room: int = field(default=0, compare=False)
+    owned_from: int = field(default=0, compare=False)
+    owned_to: int = field(default=0, compare=False)
 
 
 class OutOfPages(RuntimeError):
@@ -112,7 +112,7 @@ class CacheManager:
             raise OutOfPages(f"the {group} pool has {allocator.available} free pages, {sum(held)} are needed")
         cache.tables[group] = [allocator.allocate() if wanted else NULL_PAGE for wanted in held]
         cache.version += 1
-        cache.room = 0
+        cache.owned_to = 0
 
     def release_table(self, cache: SequenceCache, group: str) -> None:
         """Returns a sequence's pages of one group."""
@@ -121,18 +121,18 @@ class CacheManager:
                 self._allocators[group].release(page)
         cache.tables[group] = []
         cache.version += 1
-        cache.room = 0
+        cache.owned_to = 0
 
     def create(self) -> SequenceCache:
         return SequenceCache(tables={group: [] for group in self.layout.pages})
 
     def reserve(self, batch: list[tuple[SequenceCache, int]]) -> None:
-        """Makes room for the next ``n`` tokens of each sequence: new pages, and copies of shared ones.
+        """Gives each sequence the pages of its next ``n`` tokens: new ones, and copies of shared ones.
 
         Raises:
             OutOfPages: nothing was changed; names the pool, what is needed and what is free.
         """
-        batch = [(cache, n) for cache, n in batch if cache.num_tokens + n > cache.room]
+        batch = [(cache, n) for cache, n in batch if cache.num_tokens + n > cache.owned_to]
         leaving: Counter[tuple[str, int]] = Counter()
         plans = [
             (cache, group, *self._pages_to_write(cache, group, n, leaving))
@@ -156,16 +156,16 @@ class CacheManager:
             table.extend(allocator.allocate() for _ in range(new))
             cache.version += bool(copies or new)
         for cache, n in batch:
-            if cache.num_tokens > cache.room:
-                cache.own = cache.num_tokens
-            cache.room = min(
+            if cache.num_tokens > cache.owned_to:
+                cache.owned_from = cache.num_tokens
+            cache.owned_to = min(
                 self._end(cache.num_tokens + n, group) * span + ratio - 1
                 for group, (span, ratio) in self._spans.items()
             )
 
     def _end(self, tokens: int, group: str) -> int:
-        """Pages of a group that a sequence of ``tokens`` tokens has written to."""
-        # an entry is written by the last token of its window, so only closed windows need room
+        """Number of pages of a group that a sequence of ``tokens`` tokens has written to."""
+        # an entry is written by the last token of its window, so only closed windows need pages
         span, ratio = self._spans[group]
         return -(-(tokens // ratio * ratio) // span)
 
@@ -174,7 +174,7 @@ class CacheManager:
     ) -> tuple[list[int], int]:
         """(logical pages to copy because a fork shares them, number of new pages) for the next ``n`` tokens.
 
-        ``leaving`` counts the sequences of the batch that get a copy of a (group, page). The last one that holds a page
+        ``leaving`` counts the sequences of the batch that get a copy of a (group, page). The last holder of a page
         writes in place: forks that fill the pools can then all write in one step.
         """
         table, allocator = cache.tables[group], self._allocators[group]
@@ -182,7 +182,7 @@ class CacheManager:
         if group == STATE:
             first, last = 0, 1
         else:
-            first, last = start // self._spans[group][0], self._end(end, group)
+            first, last = start // self._spans[group].page_tokens, self._end(end, group)
         copies = []
         for index in range(first, min(last, len(table))):
             page = table[index]
@@ -199,7 +199,7 @@ class CacheManager:
         self.raise_low_water(cache, cache.num_tokens - self.layout.max_rollback)
 
     def raise_low_water(self, cache: SequenceCache, length: int) -> None:
-        """Gives up going back to fewer than ``length`` tokens, and frees the window pages that only that needs."""
+        """Rules out truncation to fewer than ``length`` tokens, and frees the window pages that only it needs."""
         cache.low_water = max(cache.low_water, length)
         dead = (cache.low_water - self.layout.window + 1) // WINDOW_PAGE
         table = cache.tables[WINDOW]
@@ -223,8 +223,8 @@ class CacheManager:
             self.free(cache)
             return 0
         cache.num_tokens = n
-        if n < cache.own:
-            cache.room = 0
+        if n < cache.owned_from:
+            cache.owned_to = 0
         for group, (span, _) in self._spans.items():
             table, keep = cache.tables[group], -(-n // span)
             if len(table) <= keep:
@@ -234,7 +234,7 @@ class CacheManager:
                     self._allocators[group].release(page)
             del table[keep:]
             cache.version += 1
-            cache.room = 0
+            cache.owned_to = 0
         return n
 
     def fork(self, cache: SequenceCache) -> SequenceCache:
@@ -243,14 +243,14 @@ class CacheManager:
             for page in table:
                 if page != NULL_PAGE:
                     self._allocators[group].share(page)
-        cache.room = 0
+        cache.owned_to = 0
         return SequenceCache(cache.num_tokens, cache.low_water, {g: list(t) for g, t in cache.tables.items()})
 
     def free(self, cache: SequenceCache) -> None:
         """Returns all pages; the sequence is empty afterwards and can be used again."""
         for group in cache.tables:
             self.release_table(cache, group)
-        cache.num_tokens = cache.low_water = cache.own = cache.room = 0
+        cache.num_tokens = cache.low_water = cache.owned_from = cache.owned_to = 0
         cache.version += 1
 
     def block_table(self, caches: list[SequenceCache], group: str) -> torch.Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from deepseek_attn.cache.layout import CacheLayout, PoolSpec
+from deepseek_attn.cache.record import Record
 
 
 @dataclass
@@ -27,7 +29,7 @@ class Pool:
         return self.spec.entries
 
     @property
-    def record(self):
+    def record(self) -> Record | None:
         return self.spec.record
 
     def insert(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
@@ -55,9 +57,10 @@ class CachePools:
             self._pools[spec.layer, spec.kind] = Pool(spec, tensor, carried)
 
     def get(self, layer: str, kind: str) -> Pool | None:
+        """The pool of a layer (``layers.N`` or ``mtp.N``) and kind (`PoolSpec.kind`); None if it has none."""
         return self._pools.get((layer, kind))
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Pool]:
         return iter(self._pools.values())
 
     def nbytes(self) -> int:

@@ -1,7 +1,7 @@
-"""Prefix cache: which snapshot a new prompt can start from, and which one goes when room is needed.
+"""Prefix cache: which snapshot a new prompt can start from, and which one is evicted when slots run out.
 
-Tokens are hashed block by block (`SnapshotStore` says what a block is), each block with all that came before it, so one
-look-up finds the longest prefix that is kept. Where caches keep all tokens (DeepSeek-V3.2), a snapshot serves every
+Tokens are hashed in blocks of `CacheLayout.snapshot_block`, each block with all tokens before it, so one look-up finds
+the longest prefix that is kept. Where caches keep all tokens (DeepSeek-V3.2), a snapshot serves every
 block it covers. Elsewhere it serves its own length only, and the cache also says how far the tokens were seen before:
 a prompt that stops there once leaves a snapshot for all that share as much with it.
 """
@@ -50,12 +50,12 @@ def _digest(before: bytes, tokens: list[int]) -> bytes:
 
 @dataclass
 class Match:
-    """What is known of a prompt.
+    """How much of a prompt is in the prefix cache.
 
     Attributes:
-        snapshot: where it can start; None: nowhere but at its beginning.
-        length: tokens that need not be computed.
-        seen: tokens at its beginning, at least ``length``, that another sequence had too: worth a snapshot.
+        snapshot: the snapshot to start from; None: compute the prompt from its first token.
+        length: prompt tokens that need not be computed.
+        seen: leading prompt tokens, at least ``length``, that another sequence had too: worth a snapshot.
     """
 
     snapshot: Snapshot | None = None
@@ -66,11 +66,11 @@ class Match:
 @dataclass(eq=False)
 class _Entry:
     snapshot: Snapshot
-    keys: list[bytes]  # those of its blocks that led to it first
+    keys: list[bytes]  # of those of its blocks that no earlier snapshot had
 
 
 class PrefixCache:
-    """Snapshots by the tokens they stand for; the least recently used one goes first."""
+    """Snapshots by the tokens of their prefix; eviction is least recently used first."""
 
     def __init__(self, manager: CacheManager):
         self.manager, self.layout = manager, manager.layout

@@ -1,4 +1,4 @@
-"""What every cache record can do: entries written to and read from a paged pool of bytes.
+"""Cache records: entries written to and read from a paged pool of bytes, whatever their format.
 
 A pool is a uint8 tensor ``[num_pages, page_bytes]``. Its last dimension is contiguous; its page stride is free, so a
 pool may be a slice of a larger allocation that interleaves the pages of several layers. A page of ``n`` entries is
@@ -161,6 +161,7 @@ def _page_offset(slots: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def checked_slots(slots: Tensor, capacity: int) -> Tensor:
+    """``slots`` as int64; ValueError for another dtype and, on the CPU, for a slot that is not below ``capacity``."""
     if slots.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"slots are int64 or int32, got {slots.dtype}")
     if slots.device.type == "cpu" and slots.numel() and int(slots.max()) >= capacity:

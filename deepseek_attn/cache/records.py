@@ -1,4 +1,4 @@
-"""The formats of cache entries: how values become bytes and back. What they share is in `record`."""
+"""Formats of cache entries: plain, V4's FP8 K = V, FP8 and FP4 index keys. `records_v32` has V3.2's latents."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PlainRecord(Record):
 
 @dataclass(frozen=True)
 class Fp8DsMlaRecord(Record):
-    """FlashMLA's V4 record ``fp8_ds_mla``: e4m3 values, a scale per 64, rope values in bf16. 584 bytes for 448 + 64.
+    """FlashMLA's V4 record, ``fp8_v4``: e4m3 values, a scale per 64, rope values in bf16. 584 bytes for 448 + 64.
 
     ===========================================  ====================================================
     bytes of a page (448 + 64)                   content

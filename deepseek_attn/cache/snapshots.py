@@ -1,8 +1,8 @@
-"""Snapshots: what a later sequence needs to go on from a prefix, and nothing else.
+"""Snapshots: the cache contents that a later sequence needs to continue from a prefix.
 
 A snapshot is taken at a multiple of ``layout.snapshot_block`` tokens, which every ratio and the window's page divide.
-No compression window is open there, so that of the state ring only what overlapping windows read again is kept (their
-last ``ratio`` rows, in `Pool.carried`), and of the window the pages with its last ``window - 1`` tokens. Compressed
+No compression window is open there. Kept are: of the state ring, the last ``ratio`` rows where windows overlap (in
+`Pool.carried`); of the sliding window, the pages with its last ``window - 1`` tokens. Compressed
 entries, index keys and latent rows are shared by reference count, as between forks.
 """
 
@@ -14,15 +14,16 @@ import torch
 
 from deepseek_attn.cache.layout import STATE
 from deepseek_attn.cache.manager import CacheManager, OutOfPages, SequenceCache
+from deepseek_attn.cache.pools import Pool
 
 
 @dataclass(eq=False)
 class Snapshot:
-    """A prefix that is kept.
+    """A kept prefix.
 
     Attributes:
         cache: its pages; no state page.
-        slot: where its state rows are in each `Pool.carried`.
+        slot: index of its state rows in each `Pool.carried`.
     """
 
     cache: SequenceCache
@@ -95,7 +96,7 @@ class SnapshotStore:
         self.manager.free(snapshot.cache)
         self.manager.free_snapshots.append(snapshot.slot)
 
-    def _rows(self, pool, length: int) -> torch.Tensor:
+    def _rows(self, pool: Pool, length: int) -> torch.Tensor:
         """Ring rows of the last ``carry`` tokens before ``length``."""
         tokens = torch.arange(length - pool.spec.carry, length, device=pool.tensor.device)
         return tokens % pool.entries

@@ -21,10 +21,10 @@ class DeviceTables:
 
     def __init__(self, layout: CacheLayout, device: torch.device):
         self.null_row = layout.max_num_seqs
-        widths = {group: -(-layout.max_model_len // span) for group, (span, _) in layout.spans.items()}
+        widths = {group: -(-layout.max_model_len // span.page_tokens) for group, span in layout.spans.items()}
         if STATE in layout.pages:
             widths[STATE] = 1
-        self.spans = {group: span for group, (span, _) in layout.spans.items()}
+        self.spans = {group: span.page_tokens for group, span in layout.spans.items()}
         self.tables = {
             group: torch.full((self.null_row + 1, width), NULL_PAGE, dtype=torch.int32, device=device)
             for group, width in widths.items()

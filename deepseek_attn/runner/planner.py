@@ -126,7 +126,7 @@ def bytes_per_token(pool: PoolSpec, layout: CacheLayout) -> float:
     """Marginal bytes per token of a pool: its page over the tokens that a page covers; 0 for fixed pools."""
     if pool.group in (WINDOW, STATE):
         return 0.0
-    return pool.page_bytes / layout.spans[pool.group][0]
+    return pool.page_bytes / layout.spans[pool.group].page_tokens
 
 
 def fixed_pages(pool: PoolSpec, layout: CacheLayout) -> int:

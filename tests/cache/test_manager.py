@@ -238,13 +238,13 @@ def test_truncate_within_a_page_needs_no_other_look():
     advance(manager, cache, range(70))
     manager.reserve([(cache, 3)])
     manager.commit(cache, 3)
-    version, room = cache.version, cache.room
+    version, owned_to = cache.version, cache.owned_to
     manager.truncate(cache, 71)
-    assert (cache.version, cache.room) == (version, room)
-    assert room >= 73
+    assert (cache.version, cache.owned_to) == (version, owned_to)
+    assert owned_to >= 73
     manager.truncate(cache, 70 - 6)  # further back than this sequence was looked at, and over the border of a page
     assert cache.version > version
-    assert cache.room == 0
+    assert cache.owned_to == 0
 
 
 @pytest.mark.parametrize("ratio", [3, 4])

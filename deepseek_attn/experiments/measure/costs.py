@@ -64,7 +64,7 @@ def sequence_bytes(pool: PoolSpec, layout: CacheLayout, context: int) -> int:
     """Bytes of the pages of one pool that a sequence of ``context`` tokens holds."""
     pages = fixed_pages(pool, layout)
     if pool.group in layout.spans and pool.kind != "window":
-        pages = compressed_pages(context, layout.spans[pool.group][1])
+        pages = compressed_pages(context, layout.spans[pool.group].ratio)
     return pages * pool.page_bytes
 
 
