@@ -241,8 +241,9 @@ def combine_kernel(
 
 
 @triton.jit
-def _group_row(t, pos, req, valid, own, task, table, outs, GROUP: tl.constexpr, TILE: tl.constexpr):
+def _group_row(t, pos, req, valid, own, task, table, outs, G: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
     """Task 0 of a ratio: the slot that token ``t`` writes. Task i: the i-th tile of its row of entries, if any."""
+    GROUP: tl.constexpr = GROUPS[G]  # an element of a constexpr tuple is no constexpr argument in Triton 3.6
     if task == 0:
         written = ((pos + 1) % GROUP.RATIO == 0) & (own >= 0)
         tl.store(outs.slots + t, _slots(tl.where(written, pos // GROUP.RATIO, -1), req, table, GROUP.N))
@@ -277,4 +278,4 @@ def decode_step_kernel(
         _window_row(t, pos, req, valid, window_table, window_outs.indices, window_outs.lens, WINDOW, WINDOW_PAGE,
                     WINDOW_TILE)  # fmt: skip
     for g in tl.static_range(len(GROUPS)):
-        _group_row(t, pos, req, valid, own, task - GROUPS[g].FIRST_TASK, tables[g], outs[g], GROUPS[g], TILE)
+        _group_row(t, pos, req, valid, own, task - GROUPS[g].FIRST_TASK, tables[g], outs[g], g, GROUPS, TILE)

@@ -300,10 +300,11 @@ def _pool(
 
     The last program to pool chunks of a window stores its entry.
     """
-    D: tl.constexpr = SHAPES[P].D
-    BLOCK: tl.constexpr = SHAPES[P].BLOCK
+    SHAPE: tl.constexpr = SHAPES[P]  # an element of a constexpr tuple is no constexpr argument in Triton 3.6
+    D: tl.constexpr = SHAPE.D
+    BLOCK: tl.constexpr = SHAPE.BLOCK
     RATIO: tl.constexpr = CONFIG.RATIO
-    N: tl.constexpr = CONFIG.GROUP // SHAPES[P].JOBS if CONFIG.LANES == 1 else 1
+    N: tl.constexpr = CONFIG.GROUP // SHAPE.JOBS if CONFIG.LANES == 1 else 1
     request, nth, ring = group
     prefix = tl.load(batch.prefix_lens + request)
     start = tl.load(batch.query_start_loc + request)
@@ -316,7 +317,7 @@ def _pool(
     slot = tl.load(batch.slots + t, mask=t < end, other=-1).to(tl.int64)
     # issued ahead of the rows, these loads cost no time of their own
     weight = row_weight(part.norm_weight, D, BLOCK)
-    freqs_cis = row_cos_sin(pos // RATIO * RATIO, part.cos_sin, part.max_positions, D, SHAPES[P].ROPE, BLOCK)
+    freqs_cis = row_cos_sin(pos // RATIO * RATIO, part.cos_sin, part.max_positions, D, SHAPE.ROPE, BLOCK)
     rows = _window_rows(t < end, pos, t, prefix, ring, part, CONFIG)
     whole = tl.arange(0, BLOCK)
     first = t - (CONFIG.POOLED - 1)
@@ -329,13 +330,13 @@ def _pool(
                                  CONFIG)  # fmt: skip
         inside = (t < end)[:, None] & (whole < D)[None, :]
         pooled = tl.where(inside, acc / tl.where(inside, total, 1.0), 0.0)
-        _store_entry(pooled, slot, weight, freqs_cis, part, SHAPES[P], NATIVE_FP8)
+        _store_entry(pooled, slot, weight, freqs_cis, part, SHAPE, NATIVE_FP8)
     else:
         lane = tl.arange(0, CONFIG.LANES)
         at = e * len(SHAPES) + P
         row = scratch.pooled + at.to(tl.int64) * scratch.width
         chunk = place * chunks
-        while chunk < tl.minimum(place * chunks + chunks, SHAPES[P].JOBS):
+        while chunk < tl.minimum(place * chunks + chunks, SHAPE.JOBS):
             channel = chunk * CONFIG.CHANNELS + tl.arange(0, CONFIG.CHANNELS)
             peak, total, acc = _weighted_sums(rows, lane, part, channel, D, CONFIG)
             if CONFIG.REUSES_RING and tl.max(rows.first_new, 0) > 0:
@@ -346,10 +347,10 @@ def _pool(
             tl.store(row + channel, tl.sum(acc * decay, 0) / tl.sum(total * decay, 0), mask=channel < D)
             chunk += 1
         tl.debug_barrier()  # all of the program's channels are written before its arrival is counted
-        if tl.atomic_add(scratch.arrived + at, 1, sem="acq_rel") == tl.cdiv(SHAPES[P].JOBS, chunks) - 1:
+        if tl.atomic_add(scratch.arrived + at, 1, sem="acq_rel") == tl.cdiv(SHAPE.JOBS, chunks) - 1:
             tl.store(scratch.arrived + at, 0)
             pooled = tl.load(row + whole, mask=whole < D, other=0, cache_modifier=".cg")
-            _store_entry(pooled[None, :], slot, weight, freqs_cis, part, SHAPES[P], NATIVE_FP8)
+            _store_entry(pooled[None, :], slot, weight, freqs_cis, part, SHAPE, NATIVE_FP8)
 
 
 @triton.jit
