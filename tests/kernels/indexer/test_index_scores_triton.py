@@ -170,7 +170,7 @@ def test_a_score_does_not_depend_on_the_batch(ops, real_gpu, fmt):
 @pytest.mark.parametrize("fmt", ["fp8", "fp4"])
 def test_pool_over_two_gib(ops, real_gpu, fmt):
     batch = Batch(fmt, [3000, 900], [1, 70], device=real_gpu, pages=58_000, stride=5 if fmt == "fp8" else 9)
-    assert int(batch.table[:, :14].max()) > 57_000
+    assert int(batch.table[1, 14]) > 57_000, "the last page that the second request reads"
     assert batch.pool.stride(0) * 57_000 > 2**31
     got = ops.scores.paged_index_scores(*batch.args(), out=poisoned(batch))
     check(got, reference_scores(*batch.args()))
