@@ -95,11 +95,12 @@ def row_label(row: dict, series: tuple[str, ...]) -> str:
     return " ".join(f"{row[name]}" for name in LABELS if name in row and (name not in series or name == "label"))
 
 
-def svg_element(paint: Callable[[Axes], None], label: str, name: str) -> str:
+def svg_element(paint: Callable[[Axes], None], label: str, name: str, inches: tuple[float, float] = (5.2, 3.5)) -> str:
     """One plot as an ``<svg>`` element with CSS colours, as wide as its container.
 
     Args:
         paint: draws on the axes; label: of the plot, for screen readers; name: prefix of the element's ids.
+        inches: width and height that its text is laid out for.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -112,7 +113,7 @@ def svg_element(paint: Callable[[Axes], None], label: str, name: str) -> str:
     from matplotlib.figure import Figure
 
     with rc_context(STYLE):
-        figure = Figure(figsize=(5.2, 3.5))
+        figure = Figure(figsize=inches)
         paint(figure.subplots())
         figure.tight_layout()
         buffer = io.StringIO()

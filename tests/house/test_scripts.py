@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
 COMMANDS = sorted(path.name for path in SCRIPTS.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
 
 
@@ -35,6 +38,17 @@ def test_each_says_how_it_is_called(run, capsys, name):
 
 
 def test_a_report_that_is_none(run, capsys, tmp_path):
-    assert run("study_pictures.py", str(tmp_path / "report.json"), str(tmp_path / "out")) == 2
+    assert run("pictures.py", "study", str(tmp_path / "report.json"), str(tmp_path / "out")) == 2
     assert "No such file" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_picture_of_decode_times_is_that_of_the_measurements(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(SCRIPTS)
+    pictures = importlib.import_module("pictures")
+    data = ROOT / "docs" / "data"
+    picture = pictures.standalone(pictures.decode_picture(data))
+    words = re.compile(r"theirs \d+|batch \d+")
+    assert len(words.findall(picture)) == 48
+    assert words.findall(picture) == words.findall((data / "decode.svg").read_text(encoding="utf-8"))
