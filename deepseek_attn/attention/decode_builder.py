@@ -1,6 +1,7 @@
-"""A decode step's metadata from tensors that are already on the device: fixed shapes, no sync, fit for a CUDA graph.
+"""Builds a decode step's metadata from tensors that are already on the device, for CUDA graphs.
 
-`MetadataBuilder` makes the same from a scheduled batch on the CPU, for steps of any shape.
+Shapes are fixed and nothing waits for the device. `MetadataBuilder` builds the same from a scheduled batch on the CPU,
+for steps of any shape.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from deepseek_attn.attention.builder import compress_batch, index_width
-from deepseek_attn.cache.layout import STATE, WINDOW, WINDOW_PAGE, CacheLayout, entries_per_page, ratio_group
+from deepseek_attn.attention.builder import StepTensors, assemble, entry_groups
+from deepseek_attn.cache.layout import WINDOW, WINDOW_PAGE, CacheLayout
 from deepseek_attn.config.model import LayerSpec
-from deepseek_attn.impls.metadata import DeepseekSparseMLAMetadata, DeepseekSparseSWAMetadata, StepMetadata
-from deepseek_attn.kernels.indices import EntryGroup, StepIndices, decode_step_indices
+from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.kernels.indices import decode_step_indices
 
 
 @dataclass
@@ -21,106 +23,55 @@ class DecodeBatch:
     """``B`` requests with ``n`` rows each. Padding comes last: rows of a request, and requests of padding alone.
 
     Attributes:
-        positions: int64 ``[B * n]``, below ``max_len``; of a padded row: no smaller than those of its request.
+        positions: int64 ``[B * n]``, below ``max_len``; of a padding row: no smaller than those of its request.
         valid: bool ``[B * n]``.
         tables: int32 ``[B, pages]`` by group, wide enough for ``max_len`` tokens.
         max_len: no request is longer after the step.
     """
 
-    positions: torch.Tensor
-    valid: torch.Tensor
-    tables: dict[str, torch.Tensor]
+    positions: Tensor
+    valid: Tensor
+    tables: dict[str, Tensor]
     max_len: int
-
-    @property
-    def requests(self) -> int:
-        return len(self.tables[WINDOW])
 
 
 def build_decode_metadata(layers: tuple[LayerSpec, ...], layout: CacheLayout, batch: DecodeBatch) -> StepMetadata:
-    """Metadata of a decode step for a set of layers; equal to what `MetadataBuilder` makes of the same batch."""
-    return _DecodeMetadata(layers, layout, batch).build()
+    """Metadata of a decode step for a set of layers.
 
-
-class _DecodeMetadata:
-    def __init__(self, layers: tuple[LayerSpec, ...], layout: CacheLayout, batch: DecodeBatch):
-        self.layers, self.layout, self.batch = layers, layout, batch
-        device, requests, tokens = batch.positions.device, batch.requests, len(batch.positions)
-        self.each = tokens // requests
-        self.starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * self.each
-        self.token_to_req = torch.arange(tokens, dtype=torch.int32, device=device) // self.each
-        rows = batch.positions.view(requests, self.each)
-        self.prefix_lens, self.seq_lens = rows[:, 0], rows[:, -1] + 1
-        # a graph has no CPU side; plain torch versions of the ops ask for it
-        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        self.seq_lens_cpu = None if captured else self.seq_lens.cpu()
-        self.starts_cpu = None if captured else self.starts.cpu()
-
-    def build(self) -> StepMetadata:
-        kinds = {(spec.ratio, spec.overlap): spec for spec in self.layers if not spec.swa_only}
-        groups = [self.group(ratio) for ratio in sorted({ratio for ratio, _ in kinds})]
-        batch = self.batch
-        indices = decode_step_indices(
-            batch.positions,
-            self.token_to_req,
-            batch.valid,
-            batch.tables[WINDOW],
-            WINDOW_PAGE,
-            self.layout.window,
-            groups,
-        )
-        compressor = {
-            kind: compress_batch(
-                spec,
-                self.layout,
-                batch.positions,
-                self.token_to_req,
-                self.starts,
-                self.prefix_lens.int(),
-                batch.tables[STATE][:, 0],
-                indices.compressed_slots[spec.ratio],
-                batch.valid,
-                self.each,
-            )
-            for kind, spec in kinds.items()
-        }
-        sparse = {group.ratio: self.compressed(group, indices) for group in groups}
-        return StepMetadata(batch.positions, self.window(indices), sparse, compressor)
-
-    def group(self, ratio: int) -> EntryGroup:
-        reads_all = any(not spec.has_indexer for spec in self.layers if spec.ratio == ratio)
-        width = index_width(self.batch.max_len, ratio, self.layout) if reads_all else 0
-        return EntryGroup(ratio, self.batch.tables[ratio_group(ratio)], entries_per_page(ratio), width)
-
-    def window(self, indices: StepIndices) -> DeepseekSparseSWAMetadata:
-        batch = self.batch
-        none = batch.positions.new_empty(0, dtype=torch.int32)
-        return DeepseekSparseSWAMetadata(
-            block_table=batch.tables[WINDOW],
-            slot_mapping=indices.slot_mapping,
-            block_size=WINDOW_PAGE,
-            seq_lens=self.seq_lens.int(),
-            query_start_loc=self.starts,
-            query_start_loc_cpu=self.starts_cpu,
-            is_valid_token=batch.valid,
-            token_to_req_indices=self.token_to_req,
-            decode_swa_indices=indices.swa.indices.unsqueeze(1),
-            decode_swa_lens=indices.swa.lens,
-            num_decodes=batch.requests,
-            num_prefills=0,
-            num_decode_tokens=len(batch.positions),
-            num_prefill_tokens=0,
-            prefill_seq_lens=none,
-            prefill_gather_lens=none,
-            prefill_seq_lens_cpu=torch.empty(0, dtype=torch.int32),
-            prefill_gather_lens_cpu=torch.empty(0, dtype=torch.int32),
-        )
-
-    def compressed(self, group: EntryGroup, indices: StepIndices) -> DeepseekSparseMLAMetadata:
-        meta = DeepseekSparseMLAMetadata(
-            group.ratio, group.block_table, group.block_size, indices.compressed_slots[group.ratio], self.seq_lens_cpu
-        )
-        if group.width:
-            rows, lens = indices.entries[group.ratio]
-            meta.c128a_global_decode_topk_indices, meta.c128a_decode_topk_lens = rows.unsqueeze(1), lens
-        return meta
+    Field by field equal to what `MetadataBuilder` builds for the same batch, up to two things by design: index rows of
+    layers that read every entry are as wide as ``max_len`` needs, and while a CUDA graph is captured the CPU copies
+    ``query_start_loc_cpu`` and ``seq_lens_cpu`` are empty, because a capture cannot read from the device. Only plain
+    torch versions of the ops read them in a decode step.
+    """
+    positions, device = batch.positions, batch.positions.device
+    requests, tokens = len(batch.tables[WINDOW]), len(positions)
+    rows_per_request = tokens // requests
+    query_start_loc = torch.arange(requests + 1, dtype=torch.int32, device=device) * rows_per_request
+    token_to_req = torch.arange(tokens, dtype=torch.int32, device=device) // rows_per_request
+    rows = positions.view(requests, rows_per_request)
+    seq_lens = rows[:, -1] + 1
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    none, none_cpu = positions.new_empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+    step = StepTensors(
+        tables=batch.tables,
+        positions=positions,
+        token_to_req=token_to_req,
+        valid=batch.valid,
+        query_start_loc=query_start_loc,
+        query_start_loc_cpu=none_cpu.int() if captured else query_start_loc.cpu(),
+        prefix_lens=rows[:, 0].int(),
+        seq_lens=seq_lens.int(),
+        seq_lens_cpu=none_cpu if captured else seq_lens.cpu(),
+        num_decodes=requests,
+        num_decode_tokens=tokens,
+        max_query_len=rows_per_request,
+        prefill_seq_lens=none,
+        prefill_seq_lens_cpu=none_cpu,
+        prefill_gather_lens=none,
+        prefill_gather_lens_cpu=none_cpu,
+    )
+    groups = entry_groups(layers, layout, batch.tables, batch.max_len)
+    indices = decode_step_indices(
+        positions, token_to_req, batch.valid, batch.tables[WINDOW], WINDOW_PAGE, layout.window, groups
+    )
+    return assemble(layers, layout, step, indices, {})

@@ -20,7 +20,7 @@ class DeepseekSparseSWAMetadata:
 
     Attributes:
         block_table: int32 ``[B, pages]``; slot_mapping: int64 ``[T]``; block_size: tokens per window page.
-        seq_lens: int32 ``[B]``; query_start_loc: int32 ``[B + 1]``, also on the CPU.
+        seq_lens: int32 ``[B]``; query_start_loc: int32 ``[B + 1]``, also on the CPU (empty while a graph is captured).
         is_valid_token: bool ``[T]``; token_to_req_indices: int32 ``[T]``.
         decode_swa_indices, decode_swa_lens: int32 ``[Dt, 1, window]`` slots and ``[Dt]`` counts.
         prefill_seq_lens, prefill_gather_lens: int32 ``[R]``, lengths and window rows to gather
@@ -60,11 +60,11 @@ class DeepseekSparseMLAMetadata:
     Attributes:
         block_table: int32 ``[B, pages]``; block_size: entries per page.
         slot_mapping: int64 ``[T]``, the compressed slot that a token's entry goes to, -1 if it closes no window.
-        seq_lens_cpu: int64 ``[B]``.
+        seq_lens_cpu: int64 ``[B]``; empty while a CUDA graph is captured.
         prefill_entry_lens: int32 ``[R]`` entries of each prefill request after the step; None in a decode step.
         c128a_global_decode_topk_indices: int32 ``[Dt, 1, K']`` slots of every visible entry (layers without indexer).
         c128a_decode_topk_lens: int32 ``[Dt]``.
-        c128a_prefill_topk_indices: int32 ``[Rt, K']`` entries 0..n-1, local to the request.
+        c128a_prefill_topk_indices: int32 ``[Rt, K']`` entries 0..n-1, local to the request; None in a decode step.
     """
 
     ratio: int

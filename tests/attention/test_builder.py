@@ -1,16 +1,19 @@
-"""A step's index tensors against plain loops over requests and tokens."""
+"""A step's metadata against plain loops over requests and tokens, and of one builder against the other."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
 
 from deepseek_attn.attention import builder as metadata_builder
-from deepseek_attn.attention.builder import MetadataBuilder, StepInput, active_width, count_decodes
+from deepseek_attn.attention.builder import MetadataBuilder, StepInput, active_width, count_decodes, upload_vectors
+from deepseek_attn.attention.decode_builder import DecodeBatch, build_decode_metadata
 from deepseek_attn.cache.layout import STATE, WINDOW, entries_per_page, make_layout, ratio_group, state_rows
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import get_numerics
+from deepseek_attn.impls.metadata import DeepseekSparseMLAMetadata, DeepseekSparseSWAMetadata, StepMetadata
+from deepseek_attn.kernels.insert import CompressBatch
 
 GARBAGE = 2**31 - 1  # page id of table entries that nothing may look at
 
@@ -167,8 +170,9 @@ def test_indices_of_layers_that_read_every_entry(builder, batch, ratio):
     table = batch.table(ratio_group(ratio), ratio * entries)
     visible = [(p + 1) // ratio if ok else 0 for (_, p), ok in zip(batch.tokens, batch.valid, strict=True)]
     decode, prefill = meta.c128a_global_decode_topk_indices, meta.c128a_prefill_topk_indices
-    width = prefill.shape[1]
+    width = decode.shape[2]
     assert decode.shape == (tokens, 1, width)
+    assert (prefill is None) == (decode_requests(batch) == len(batch.requests))
     assert width % 128 == 0
     for t, (r, _) in enumerate(batch.tokens):
         own = range(visible[t])
@@ -177,7 +181,20 @@ def test_indices_of_layers_that_read_every_entry(builder, batch, ratio):
         else:
             assert prefill[t - tokens].tolist() == padded(list(own), width)
     assert meta.c128a_decode_topk_lens.tolist() == visible[:tokens]
-    assert decode.dtype == prefill.dtype == meta.c128a_decode_topk_lens.dtype == torch.int32
+    assert decode.dtype == meta.c128a_decode_topk_lens.dtype == torch.int32
+    if prefill is not None:
+        assert prefill.shape == (len(batch.tokens) - tokens, width)
+        assert prefill.dtype == torch.int32
+
+
+@pytest.mark.parametrize("ratio", [4, 16, 128])
+def test_entries_of_prefill_requests(builder, batch, ratio):
+    meta, decodes = builder.build(batch.step(builder)).sparse[ratio], decode_requests(batch)
+    lens = [(p + q) // ratio for p, q in batch.requests[decodes:]]
+    assert (meta.prefill_entry_lens is None) == (not lens)
+    if lens:
+        assert meta.prefill_entry_lens.tolist() == lens
+        assert meta.prefill_entry_lens.dtype == torch.int32
 
 
 def test_layers_with_an_indexer_need_no_precomputed_entries(builder):
@@ -374,3 +391,88 @@ def test_indices_are_built_once_for_all_layers_of_a_kind(monkeypatch):
     assert calls.count("get_compressed_slot_mapping") <= 4  # two ratios, for entries and for the compressor
     assert set(meta.sparse) == {4, 128}
     assert set(meta.compressor) == {(4, True), (128, False)}
+
+
+# the builder of decode steps on the device
+
+FIELDS = {
+    StepMetadata: {"positions", "swa", "sparse", "compressor", "freqs_cis", "visible", "selected"},
+    DeepseekSparseSWAMetadata: {
+        "block_table", "slot_mapping", "block_size", "seq_lens", "query_start_loc", "query_start_loc_cpu",
+        "is_valid_token", "token_to_req_indices", "decode_swa_indices", "decode_swa_lens", "num_decodes",
+        "num_prefills", "num_decode_tokens", "num_prefill_tokens", "prefill_seq_lens", "prefill_gather_lens",
+        "prefill_seq_lens_cpu", "prefill_gather_lens_cpu", "tile_scheds", "prefill_indices",
+    },
+    DeepseekSparseMLAMetadata: {
+        "ratio", "block_table", "block_size", "slot_mapping", "seq_lens_cpu", "prefill_entry_lens",
+        "c128a_global_decode_topk_indices", "c128a_decode_topk_lens", "c128a_prefill_topk_indices",
+    },
+    CompressBatch: {
+        "ratio", "overlap", "rows", "positions", "token_to_req", "query_start_loc", "prefix_lens", "ring_pages",
+        "slots", "valid", "max_query_len",
+    },
+}  # fmt: skip
+
+DECODES = {
+    "one_row_each": Batch([(0, 1), (127, 1), (1000, 1), (12, 1)]),
+    "one_request": Batch([(255, 1)]),
+    "three_rows_each": Batch([(125, 3), (0, 3), (253, 3), (62, 3)], threshold=3),
+    "padding_rows": Batch([(125, 3), (0, 3), (6, 3)], threshold=3, invalid=(2, 4, 5)),
+    "padding_requests": Batch([(130, 2), (0, 2), (0, 2)], threshold=2, invalid=(2, 3, 4, 5)),
+    "only_padding": Batch([(0, 1), (0, 1)], invalid=(0, 1)),
+}
+
+
+def same(name, got, expected):
+    """Equal in type, dtype, device, shape and value, down to the fields of dataclasses and the items of dicts."""
+    assert type(got) is type(expected), name
+    if type(got) in FIELDS:
+        assert {f.name for f in fields(got)} == FIELDS[type(got)], name
+        for field in FIELDS[type(got)]:
+            same(f"{name}.{field}", getattr(got, field), getattr(expected, field))
+    elif isinstance(got, dict):
+        assert got.keys() == expected.keys(), name
+        for key in got:
+            same(f"{name}[{key}]", got[key], expected[key])
+    elif isinstance(got, torch.Tensor):
+        assert (got.dtype, got.device, got.shape) == (expected.dtype, expected.device, expected.shape), name
+        assert torch.equal(got, expected), name
+    else:
+        assert got == expected, name
+
+
+@pytest.mark.parametrize("ratios", [(0, 4, 128, 16, 4), (0,), (4, 4), (128, 0)], ids=str)
+@pytest.mark.parametrize("batch", DECODES.values(), ids=DECODES)
+def test_both_builders_agree_in_every_field(device, batch, ratios):
+    builder = make_builder(ratios, device=device)
+    step = batch.step(builder)
+    expected = builder.build(step)
+    tables = {group: table.to(device) for group, table in step.block_tables.items()}
+    positions = torch.tensor([position for _, position in batch.tokens], device=device)
+    valid, longest = torch.tensor(batch.valid, device=device), int(step.seq_lens.max())
+    got = build_decode_metadata(builder.layers, builder.layout, DecodeBatch(positions, valid, tables, longest))
+    same("step", got, expected)
+    assert set(got.sparse) == {ratio for ratio in ratios if ratio}
+
+
+def test_the_device_builder_makes_rows_as_wide_as_the_longest_request_may_get():
+    builder, batch = make_builder(max_model_len=8000), Batch([(5, 1), (30, 1)])
+    tables = {group: torch.tensor(batch.table(group, 64 if group == WINDOW else None)) for group in ("window", STATE)}
+    tables |= {ratio_group(r): torch.ones(2, 16, dtype=torch.int32) for r in builder.layout.ratios}
+    step = DecodeBatch(torch.tensor([5, 30]), torch.ones(2, dtype=torch.bool), tables, 4000)
+    meta = build_decode_metadata(builder.layers, builder.layout, step).sparse[16]
+    assert meta.c128a_global_decode_topk_indices.shape == (2, 1, 256)  # 250 entries
+    assert meta.c128a_decode_topk_lens.tolist() == [0, 1]
+
+
+def test_vectors_are_uploaded_together():
+    """The first keeps 64 bits; each of the others starts at a multiple of 16 bytes."""
+    wide = torch.tensor([2**40 + 3, -5, 7])
+    vectors = [torch.tensor([1, 2, 3]), torch.tensor([], dtype=torch.int64), torch.tensor([2**31 - 1])]
+    first, others = upload_vectors(wide, vectors, torch.device("cpu"))
+    assert first.dtype == torch.int64
+    assert first.tolist() == wide.tolist()
+    assert [other.tolist() for other in others] == [vector.tolist() for vector in vectors]
+    assert all(other.dtype == torch.int32 for other in others)
+    start = first.data_ptr()
+    assert all((other.data_ptr() - start) % 16 == 0 for other in others if len(other))
