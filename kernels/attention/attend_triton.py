@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from deepseek_attn.kernels.common.fp8 import decode_e4m3
 from deepseek_attn.kernels.common.row_ops import begin
 from deepseek_attn.kernels.common.triton_types import LOG2E
 
@@ -18,17 +19,6 @@ from deepseek_attn.kernels.common.triton_types import LOG2E
 @triton.jit
 def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.zeros((ROWS, COLUMNS), tl.float32)
-
-
-@triton.jit
-def _decode_e4m3(byte, NATIVE_FP8: tl.constexpr):
-    """e4m3 bytes to float16, exactly."""
-    if NATIVE_FP8:
-        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    # the same bits in float16's fields, whose exponent is biased by 8 more; NaN would become a number
-    bits = ((byte & 0x80).to(tl.int16) << 8) | ((byte & 0x7F).to(tl.int16) << 7)
-    value = bits.to(tl.float16, bitcast=True) * 256.0
-    return tl.where((byte & 0x7F) == 0x7F, float("nan"), value.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
@@ -58,9 +48,9 @@ def _load_piece(
         # a scale that is no power of two: rounded to bfloat16, as other readers of these entries round
         at = (row + LIMIT).to(tl.pointer_type(tl.float32)) + START // 128
         scale = tl.load(at, mask=valid, other=0)
-        value = (_decode_e4m3(value, NATIVE_FP8).to(tl.float32) * scale[:, None]).to(tl.bfloat16)
+        value = (decode_e4m3(value, NATIVE_FP8, tl.float16).to(tl.float32) * scale[:, None]).to(tl.bfloat16)
     elif FP8:
-        value = _decode_e4m3(value, NATIVE_FP8)
+        value = decode_e4m3(value, NATIVE_FP8, tl.float16)
         group = START // 64 + tl.arange(0, WIDTH // 64)
         byte = (scales[:, None] >> (8 * group)[None, :]).to(tl.int32) & 0xFF
         scale = (byte << 23).to(tl.float32, bitcast=True)

@@ -1,4 +1,8 @@
-"""Triton device functions for e4m3 values under float32 scales, as `reference.quant` defines them."""
+"""Triton device functions for e4m3 and e2m1 values and their scales, as `kernels.common.quant` defines them.
+
+Formats: e4m3 is FP8 with a largest value of 448, e2m1 FP4 with a largest value of 6, e8m0 a byte that is the exponent
+of a power of two. GPUs without FP8 (``NATIVE_FP8`` false) convert by integer arithmetic, with equal results.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,24 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 @triton.jit
 def decode_e4m3(value, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr):
-    """e4m3 values, or their bytes where the GPU has no FP8, as ``DTYPE``; exactly."""
+    """e4m3 values or their bytes (always bytes where the GPU has no FP8) as ``DTYPE``; exactly."""
     if NATIVE_FP8:
+        if value.dtype == tl.uint8:
+            value = value.to(tl.float8e4nv, bitcast=True)
         return value.to(DTYPE)
     else:
         # the same bits in float16's fields, whose exponent is biased by 8 more; NaN would become a number
         bits = ((value & 0x80).to(tl.int16) << 8) | ((value & 0x7F).to(tl.int16) << 7)
         number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         return tl.where((value & 0x7F) == 0x7F, float("nan"), number).to(DTYPE)
+
+
+@triton.jit
+def decode_e8m0(byte):
+    """Bytes of e8m0 as float32 powers of two: 0 is 2**-127, 255 is NaN."""
+    bits = byte.to(tl.int32) << 23
+    bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, bits))
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -34,14 +48,64 @@ def round_e4m3(x):
 
 
 @triton.jit
-def encode_e4m3(x):
-    """Bytes of float32 values that are e4m3 values."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    normal = (magnitude >> 20) - (120 << 3)
-    subnormal = (magnitude.to(tl.float32, bitcast=True) * 512.0).to(tl.int32)
-    code = tl.where(magnitude < 0x3C800000, subnormal, tl.minimum(normal, 0x7F))
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+def quantize_e4m3(x, NATIVE_FP8: tl.constexpr):
+    """float32 rounded to bytes of e4m3: to nearest, ties to even, saturating at 448; NaN stays NaN."""
+    if NATIVE_FP8:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+        # below 2**-6 codes are multiples of 2**-9, the last place of 2**14
+        small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(size < 0x3C800000, small, normal)
+        code = tl.where(x == x, code, 0x7F)
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def quantize_e2m1(x):
+    """float32 rounded to e2m1 codes ``sign << 3 | code``, int32: to nearest, ties to the even code, saturating at 6."""
+    a = tl.abs(x)
+    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
+    code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
+    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def round_e2m1(x):
+    """float32 rounded to the nearest e2m1 value, ties to the even code, saturating at 6; still float32."""
+    a = tl.abs(x)
+    value = tl.where(a > 0.25, 0.5, 0.0) + tl.where(a >= 0.75, 0.5, 0.0) + tl.where(a > 1.25, 0.5, 0.0)
+    value += tl.where(a >= 1.75, 0.5, 0.0) + tl.where(a > 2.5, 1.0, 0.0) + tl.where(a >= 3.5, 1.0, 0.0)
+    value += tl.where(a > 5.0, 2.0, 0.0)
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pow2_ceil(x):
+    """The smallest power of two that is >= x, for x >= 2**-127."""
+    return ((x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_pow2(x):
+    """1 / x of powers of two from 2**-126 to 2**126."""
+    return ((254 << 23) - x.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pow2_scales(x, FLOOR: tl.constexpr, MAX: tl.constexpr):
+    """e8m0 bytes (int32) and inverse scales of groups ``x [..., n]``: the power of two at or above ``amax / MAX``."""
+    # as integers, magnitudes are ordered and NaN is the largest: a group that holds one gets byte 255
+    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, x.shape.__len__() - 1).to(tl.float32, bitcast=True)
+    amax = tl.where(amax < FLOOR, FLOOR, amax)
+    bits = (amax * (1.0 / MAX)).to(tl.int32, bitcast=True)
+    byte = tl.where(bits > 0x7F800000, 255, (bits + 0x7FFFFF) >> 23)
+    inverse = ((254 - byte) << 23).to(tl.float32, bitcast=True)
+    inverse = tl.where(byte < 255, inverse, tl.where(bits > 0x7F800000, amax, 0.0))
+    return byte, inverse
 
 
 @triton.jit
@@ -83,7 +147,7 @@ def e4m3_pairs(first, second, NATIVE_FP8: tl.constexpr):
             "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [first, second], dtype=tl.int16, is_pure=True, pack=1
         )
     else:
-        low, high = encode_e4m3(round_e4m3(first)).to(tl.int16), encode_e4m3(round_e4m3(second)).to(tl.int16)
+        low, high = quantize_e4m3(first, False).to(tl.int16), quantize_e4m3(second, False).to(tl.int16)
         return low | (high << 8)
 
 
@@ -98,8 +162,8 @@ def quantize_groups(x, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.c
     value = scaled(x, tl.broadcast_to(tl.expand_dims(factor, axis), x.shape), POW2)
     if NATIVE_FP8:
         value = value.to(tl.float8e4nv)
+    elif DTYPE == tl.uint8:  # noqa: SIM300
+        value = quantize_e4m3(value, False)
     else:
         value = round_e4m3(value)
-        if DTYPE == tl.uint8:  # noqa: SIM300
-            value = encode_e4m3(value)
     return value.to(DTYPE), scale

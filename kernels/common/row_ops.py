@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deepseek_attn.kernels.common.fp8 import pow2_scales, quantize_e2m1, quantize_e4m3
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 RECORDS = ("plain", "fp8_v4", "index_fp8", "index_fp4")  # device code knows them by number
@@ -89,64 +90,6 @@ def hadamard_rows(y, BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.conste
 
 
 @triton.jit
-def to_e4m3(x, NATIVE_FP8: tl.constexpr):
-    """float32 as bytes of e4m3: to nearest, ties to even, saturating at 448."""
-    if NATIVE_FP8:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        bits = x.to(tl.int32, bitcast=True)
-        size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
-        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-        # below 2**-6 codes are multiples of 2**-9, the last place of 2**14
-        small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        code = tl.where(size < 0x3C800000, small, normal)
-        code = tl.where(x == x, code, 0x7F)
-        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
-
-
-@triton.jit
-def from_e4m3(byte, NATIVE_FP8: tl.constexpr):
-    """Bytes of e4m3 as float32, exactly."""
-    if NATIVE_FP8:
-        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        code = byte.to(tl.int32)
-        # the same bits in float32's fields, whose exponent is biased by 120 more
-        value = (((code & 0x80) << 24) | ((code & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
-        return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
-
-
-@triton.jit
-def from_e8m0(byte):
-    """Bytes of e8m0 as float32 powers of two: 0 is 2**-127, 255 is NaN."""
-    bits = byte.to(tl.int32) << 23
-    bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, bits))
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def to_e2m1(x):
-    """float32 as e2m1 codes ``sign << 3 | code``, int32; at a tie the even code."""
-    a = tl.abs(x)
-    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
-    code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
-    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
-
-
-@triton.jit
-def pow2_scales(x, FLOOR: tl.constexpr, MAX: tl.constexpr):
-    """e8m0 bytes (int32) and inverse scales of groups ``x [..., n]``: the power of two at or above ``amax / MAX``."""
-    # as integers, magnitudes are ordered and NaN is the largest: a group that holds one gets byte 255
-    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, x.shape.__len__() - 1).to(tl.float32, bitcast=True)
-    amax = tl.where(amax < FLOOR, FLOOR, amax)
-    bits = (amax * (1.0 / MAX)).to(tl.int32, bitcast=True)
-    byte = tl.where(bits > 0x7F800000, 255, (bits + 0x7FFFFF) >> 23)
-    inverse = ((254 - byte) << 23).to(tl.float32, bitcast=True)
-    inverse = tl.where(byte < 255, inverse, tl.where(bits > 0x7F800000, amax, 0.0))
-    return byte, inverse
-
-
-@triton.jit
 def store_rows(
     y,
     slot,
@@ -179,7 +122,7 @@ def store_rows(
         SCALES: tl.constexpr = (NOPE // 64 + 7) // 8 * 8
         groups = tl.reshape(y, (R, BLOCK // 64, 64))
         byte, inverse = pow2_scales(groups, 1e-4, 448.0)
-        code = to_e4m3(tl.reshape(groups * inverse[:, :, None], (R, BLOCK)), NATIVE_FP8)
+        code = quantize_e4m3(tl.reshape(groups * inverse[:, :, None], (R, BLOCK)), NATIVE_FP8)
         row = page + entry * WIDTH
         tl.store(row[:, None] + channel[None, :], code, mask=used & (channel < NOPE)[None, :])
         rope = (row + NOPE).to(tl.pointer_type(tl.bfloat16))
@@ -195,14 +138,14 @@ def store_rows(
     elif RECORD == _INDEX_FP8:
         y = round_to(y, tl.bfloat16)
         byte, inverse = pow2_scales(y, 1e-4, 448.0)
-        code = to_e4m3(y * inverse[:, None], NATIVE_FP8)
+        code = quantize_e4m3(y * inverse[:, None], NATIVE_FP8)
         tl.store((page + entry * D)[:, None] + channel[None, :], code, mask=used & (channel < D)[None, :])
         bits = tl.where(byte == 255, tl.where(inverse == 0, 0x7F800000, 0x7FC00000), byte << 23)
         tl.store((page + N * D).to(tl.pointer_type(tl.int32)) + entry, bits, mask=slot >= 0)
     else:
         groups = tl.reshape(round_to(y, tl.bfloat16), (R, BLOCK // 32, 32))
         byte, inverse = pow2_scales(groups, 6.0 * 2.0**-126, 6.0)
-        code = to_e2m1(groups * inverse[:, :, None])
+        code = quantize_e2m1(groups * inverse[:, :, None])
         low, high = tl.split(tl.reshape(code, (R, BLOCK // 2, 2)))
         pair = tl.arange(0, BLOCK // 2)
         row = page + entry * (D // 2)

@@ -91,7 +91,7 @@ def _index_launch(rows: IndexQueryRows) -> IndexQueryLaunch:
         weights,
         cos_sin,
         positions,
-        out=out if native or fmt == "plain" else out.view(torch.uint8),
+        out=out if fmt == "plain" else out.view(torch.uint8),
         out_weights=out_weights,
         scale=rows.scale,
         max_positions=cos_sin.shape[0],

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepseek_attn.kernels.common.fp8 import round_e4m3
-from deepseek_attn.kernels.common.row_ops import begin
+from deepseek_attn.kernels.common.fp8 import inverse_pow2, pow2_ceil, quantize_e4m3, round_e2m1
+from deepseek_attn.kernels.common.row_ops import begin, hadamard_rows
 from deepseek_attn.kernels.insert.norm_rope_triton import norm_heads
 
 _FP4_FLOOR = tl.constexpr(6.0 * 2.0**-126)
@@ -20,7 +20,7 @@ class IndexQueryArgs(NamedTuple):
     """Arguments of `index_heads` on the device: inputs of `IndexQueryRows`, outputs of `IndexQueries`.
 
     Attributes:
-        out: the queries, as uint8 where the GPU has no FP8.
+        out: the queries; FP8 as uint8 bytes.
         max_positions: rows of the ``cos_sin`` table.
     """
 
@@ -56,50 +56,6 @@ class IndexQueryShape:
     KEY_FORMAT: str
     NATIVE_FP8: bool
     BLOCK_H: int
-
-
-@triton.jit
-def _e4m3(x, NATIVE_FP8: tl.constexpr):
-    """float32 values of magnitude up to 448 to e4m3, or to its bytes where the GPU has no FP8."""
-    if NATIVE_FP8:
-        return x.to(tl.float8e4nv)
-    else:
-        # float16 has the same bits in its fields, for numbers 2**8 times smaller
-        bits = (round_e4m3(x) * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True)
-        sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-        return (((bits >> 7) & 0x7F) | sign).to(tl.uint8)
-
-
-@triton.jit
-def _pow2ceil(x):
-    """The smallest power of two that is >= x, for x >= 2**-127."""
-    return ((x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _inverse(x):
-    """1 / x of powers of two from 2**-126 to 2**126."""
-    return ((254 << 23) - x.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _e2m1(x):
-    """float32 values rounded to e2m1's, ties to the even code."""
-    a = tl.abs(x)
-    value = tl.where(a > 0.25, 0.5, 0.0) + tl.where(a >= 0.75, 0.5, 0.0) + tl.where(a > 1.25, 0.5, 0.0)
-    value += tl.where(a >= 1.75, 0.5, 0.0) + tl.where(a > 2.5, 1.0, 0.0) + tl.where(a >= 3.5, 1.0, 0.0)
-    value += tl.where(a > 5.0, 2.0, 0.0)
-    sign = x.to(tl.int32, bitcast=True) & -0x80000000
-    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _hadamard(x, ROWS: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr):
-    """``x [ROWS, DIM] @ H``, unscaled. A stage adds and subtracts neighbours, and makes the next bit the lowest."""
-    for _stage in tl.static_range(STAGES):
-        a, b = tl.split(tl.reshape(x, (ROWS, DIM // 2, 2)))
-        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (ROWS, DIM))
-    return x
 
 
 @triton.jit
@@ -139,7 +95,7 @@ def index_heads(t, block, args, SHAPE: tl.constexpr):
         new_imaginary = tl.where(rotary, real * sin + imaginary * cos, imaginary)
         x = tl.reshape(tl.join(new_real, new_imaginary), (BLOCK_H, DIM)).to(dtype).to(tl.float32)
     if SHAPE.HADAMARD:
-        x = (_hadamard(x, BLOCK_H, DIM, SHAPE.STAGES) * (DIM**-0.5)).to(dtype).to(tl.float32)
+        x = hadamard_rows(x, DIM, SHAPE.STAGES, dtype)
     weights = (
         tl.load(args.weights + t * args.weights_stride + head, mask=head < HEADS, other=0.0).to(tl.float32) * args.scale
     )
@@ -149,17 +105,17 @@ def index_heads(t, block, args, SHAPE: tl.constexpr):
     nan_guard = x * 0.0
     if KEY_FORMAT == "fp8":
         amax = tl.maximum(tl.max(tl.abs(x), 1), 1e-4)
-        factor = _pow2ceil(amax * 0.002232142857142857)
-        tl.store(out, _e4m3(x * _inverse(factor)[:, None], NATIVE_FP8), mask=inside)
+        factor = pow2_ceil(amax * 0.002232142857142857)
+        tl.store(out, quantize_e4m3(x * inverse_pow2(factor)[:, None], NATIVE_FP8), mask=inside)
         weights = weights * factor + tl.sum(nan_guard, 1)
     elif KEY_FORMAT == "fp4":
         groups = tl.reshape(x, (BLOCK_H, DIM // 32, 32))
         amax = tl.maximum(tl.max(tl.abs(groups), 2), _FP4_FLOOR)
-        factor = _pow2ceil(amax * 0.16666666666666666)
+        factor = pow2_ceil(amax * 0.16666666666666666)
         largest = tl.max(factor, 1)
-        shared = factor * _inverse(largest)[:, None] * 64.0
-        groups = _e2m1(groups * _inverse(factor)[:, :, None]) * shared[:, :, None]
-        value = tl.reshape(_e4m3(groups, NATIVE_FP8), (BLOCK_H, DIM // 2, 2))
+        shared = factor * inverse_pow2(largest)[:, None] * 64.0
+        groups = round_e2m1(groups * inverse_pow2(factor)[:, :, None]) * shared[:, :, None]
+        value = tl.reshape(quantize_e4m3(groups, NATIVE_FP8), (BLOCK_H, DIM // 2, 2))
         even, odd = tl.split(value)
         out = args.out + (t * HEADS + head[:, None]) * DIM + tl.arange(0, DIM // 2)[None, :]
         tl.store(out, even, mask=inside)

@@ -10,16 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deepseek_attn.kernels.common.fp8 import decode_e4m3
+from deepseek_attn.kernels.common.fp8 import decode_e4m3, decode_e8m0
 from deepseek_attn.kernels.common.row_ops import begin
-
-
-@triton.jit
-def _exponent(byte):
-    """Powers of two of e8m0 bytes as float32; byte 255 is NaN."""
-    bits = tl.where(byte == 0, 0x00400000, byte << 23)
-    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-
 
 # Four e2m1 values in the low halves of four bytes to e4m3, with a byte each that says what is added to the exponent,
 # times 8: 48 for the same value, 0 for zero. With c = value without sign: (c << 2) + byte, but c = 1 has no mantissa
@@ -74,7 +66,7 @@ def _fp4_keys(packed, scales, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
         low, high = low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
     else:
         low, high = _e2m1_to_fp16(packed, shift), _e2m1_to_fp16(packed >> 4, shift)
-    return low.to(DTYPE), high.to(DTYPE), _exponent(largest) * 0.015625
+    return low.to(DTYPE), high.to(DTYPE), decode_e8m0(largest) * 0.015625
 
 
 @triton.jit

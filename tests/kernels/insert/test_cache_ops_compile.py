@@ -57,8 +57,8 @@ HEADS = norm_rope_triton.HeadArguments("*bf16", "*fp32", "*i64", "*bf16", "fp32"
 HEAD_SHAPE = norm_rope_triton.HeadShape(512, 64, 512, 4, tl.bfloat16)
 
 
-def index_args(fmt, native):
-    out = "*bf16" if fmt == "plain" else "*fp8e4nv" if native else "*u8"
+def index_args(fmt):
+    out = "*bf16" if fmt == "plain" else "*u8"
     return IndexQueryArgs("*bf16", "*fp32", "*fp32", "*i64", out, "*fp32", "fp32", "i32", "i32", "i32")
 
 
@@ -139,7 +139,7 @@ def test_query_norm_rope(arch):
 def test_index_query(arch, fmt):
     native = arch != "sm80"
     constants = {"SHAPE": index_shape(fmt, native), "PDL": CAPABILITIES[arch] >= (9, 0)}
-    asm = compiled(index_query_kernel, {"args": index_args(fmt, native)}, constants, arch)
+    asm = compiled(index_query_kernel, {"args": index_args(fmt)}, constants, arch)
     assert asm["cubin"]
     assert ("e4m3x2" in asm["ptx"]) == (native and fmt != "plain")
 
@@ -148,7 +148,7 @@ def test_index_query(arch, fmt):
 def test_queries(arch):
     native = arch != "sm80"
     constants = {"SHAPE": HEAD_SHAPE, "INDEX_SHAPE": index_shape("fp8", native), "PDL": CAPABILITIES[arch] >= (9, 0)}
-    kinds = {"args": HEADS, "index_args": index_args("fp8", native)}
+    kinds = {"args": HEADS, "index_args": index_args("fp8")}
     assert compiled(queries_kernel, kinds, constants, arch)["cubin"]
 
 
