@@ -22,6 +22,7 @@ from torch import Tensor
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord
 from deepseek_attn.impls import flash_mla
+from deepseek_attn.kernels.attention import PagedKeys
 from deepseek_attn.kernels.attention.reference import sparse_attention_paged as reference
 from deepseek_attn.kernels.attention.sparse_attention import sparse_attention_paged
 
@@ -60,13 +61,13 @@ def input_sets(pools: list[Tensor], batch: int, heads: int, keys: tuple[int, ...
         sources = []
         for pool, width in zip(pools, keys, strict=False):
             indices = torch.randint(PAGES * ENTRIES, (batch, width), device="cuda", dtype=torch.int32)
-            sources.append(flash_mla.Pages(pool, ENTRIES, indices, torch.full_like(indices[:, 0], width)))
+            sources.append(PagedKeys(RECORD, pool, ENTRIES, indices, torch.full_like(indices[:, 0], width)))
         sets.append((q, sources))
     return sets
 
 
-def pools_of(sources: list[flash_mla.Pages], rows: slice = slice(None)) -> list[tuple]:
-    return [(RECORD, s.pool, s.entries, s.indices[rows], s.lens[rows]) for s in sources]
+def pools_of(sources: list[PagedKeys], rows: slice = slice(None)) -> list[PagedKeys]:
+    return [s._replace(indices=s.indices[rows], lens=s.lens[rows]) for s in sources]
 
 
 def time_us(run: Callable[[tuple], object], sets: list[tuple], replays: int) -> tuple[float, float]:

@@ -44,6 +44,10 @@ class DeepseekV4MLAAttention(CheckpointModule):
         step: metadata of the running step; None while warming up.
     """
 
+    attn_sink: torch.Tensor
+    swa_cache: Pool  # with the workspace, set by `bind_caches`
+    workspace: Workspace
+
     def __init__(
         self,
         config: ModelConfig,
@@ -85,12 +89,11 @@ class DeepseekV4MLAAttention(CheckpointModule):
         if spec.has_indexer:
             self.indexer = Indexer(config, spec, rope, numerics, dtype, device)
 
+        self.index_topk = None if self.indexer is None else self.indexer.topk
         self.step: StepMetadata | None = None
-        self.swa_cache: Pool | None = None
         self.kv_cache: Pool | None = None
         self.topk_indices_buffer: torch.Tensor | None = None
         self.decode_topk_slots: torch.Tensor | None = None
-        self.workspace: Workspace | None = None
         self.max_model_len = self.max_num_batched_tokens = 0
 
     def process_weights_after_loading(self) -> None:

@@ -22,12 +22,17 @@ class Record(ABC):
     Attributes:
         name: name of the format.
         dim: values per entry.
+        nope_dim, rope_dim: of FP8 keys: quantised values, which come first, and rotated ones, in bfloat16.
+        dtype: of values that are stored as they are.
         row_bytes: bytes per entry of each part, in the order of the parts in a page.
         page_align: page sizes are rounded up to a multiple of this many bytes.
     """
 
     name: str
     dim: int
+    nope_dim: int = 0
+    rope_dim: int = 0
+    dtype: torch.dtype = torch.bfloat16
     page_align: int = 1
 
     @property

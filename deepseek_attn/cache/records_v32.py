@@ -69,6 +69,10 @@ class Fp8DsMlaV32Record(Record):
             raise ValueError(f"unknown scale rule {self.scale_rule!r}: supported are {', '.join(self._RULES)}")
 
     @property
+    def nope_dim(self) -> int:
+        return self.latent_dim
+
+    @property
     def dim(self) -> int:
         return self.latent_dim + self.rope_dim
 

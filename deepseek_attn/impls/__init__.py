@@ -1,40 +1,40 @@
-"""Attention impls by name. Each is imported only when it is asked for."""
+"""Attention impls by name. Importing them needs no GPU and no optional package: each says what it lacks here."""
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 
-from deepseek_attn.impls.base import AttentionSpec, DeepseekV4SparseMLAAttentionImpl
+from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, DeepseekV4SparseMLAAttentionImpl
+from deepseek_attn.impls.flashmla import DeepseekV4FlashMLASparseImpl
+from deepseek_attn.impls.mixed import DeepseekV4MixedSparseImpl
+from deepseek_attn.impls.reference import DeepseekV4ReferenceSparseImpl
+from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
 
-# in order of preference for backend="auto"; the last one runs everywhere
-_IMPLS = {
-    "mixed": ("deepseek_attn.impls.mixed", "DeepseekV4MixedSparseImpl"),
-    "flashmla": ("deepseek_attn.impls.flashmla", "DeepseekV4FlashMLASparseImpl"),
-    "triton": ("deepseek_attn.impls.triton", "DeepseekV4TritonSparseImpl"),
-    "reference": ("deepseek_attn.impls.reference", "DeepseekV4ReferenceSparseImpl"),
-}
-_HOMES = {attribute: module for module, attribute in _IMPLS.values()}
+__all__ = [
+    "AttentionLayer",
+    "AttentionSpec",
+    "DeepseekV4FlashMLASparseImpl",
+    "DeepseekV4MixedSparseImpl",
+    "DeepseekV4ReferenceSparseImpl",
+    "DeepseekV4SparseMLAAttentionImpl",
+    "DeepseekV4TritonSparseImpl",
+    "describe_impls",
+    "get_impl",
+    "impl_names",
+]
 
-
-def __getattr__(name: str):
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+IMPLS: tuple[type[DeepseekV4SparseMLAAttentionImpl], ...] = (
+    DeepseekV4MixedSparseImpl,
+    DeepseekV4FlashMLASparseImpl,
+    DeepseekV4TritonSparseImpl,
+    DeepseekV4ReferenceSparseImpl,
+)
+"""In order of preference for ``backend="auto"``; the last one runs everywhere."""
 
 
 def impl_names() -> tuple[str, ...]:
-    return tuple(_IMPLS)
-
-
-def _load(name: str) -> type[DeepseekV4SparseMLAAttentionImpl]:
-    module, attribute = _IMPLS[name]
-    return getattr(importlib.import_module(module), attribute)
+    """Names of all impls, in order of preference."""
+    return tuple(impl.name for impl in IMPLS)
 
 
 def get_impl(
@@ -47,10 +47,10 @@ def get_impl(
     """
     device = torch.device(device)
     if name == "auto":
-        return next(impl for impl in map(_load, _IMPLS) if impl.supported(device, spec)[0])
-    if name not in _IMPLS:
-        raise ValueError(f"unknown backend {name!r}: supported are auto, {', '.join(_IMPLS)}")
-    impl = _load(name)
+        return next(impl for impl in IMPLS if impl.supported(device, spec)[0])
+    impl = next((impl for impl in IMPLS if impl.name == name), None)
+    if impl is None:
+        raise ValueError(f"unknown backend {name!r}: supported are auto, {', '.join(impl_names())}")
     usable, reason = impl.supported(device, spec)
     if not usable:
         raise ValueError(f"backend {name!r} cannot run on {device}: {reason}; backend='auto' picks one that can")
@@ -61,4 +61,4 @@ def describe_impls(
     device: torch.device | str = "cpu", spec: AttentionSpec | None = None
 ) -> list[tuple[str, bool, str]]:
     """(name, usable on ``device`` for layers like ``spec``, reason) of every impl, in order of preference."""
-    return [(name, *_load(name).supported(torch.device(device), spec)) for name in _IMPLS]
+    return [(impl.name, *impl.supported(torch.device(device), spec)) for impl in IMPLS]

@@ -1,4 +1,4 @@
-"""The only door to FlashMLA: which flavour is installed, what it can do here, and what its kernels must be given.
+"""The adapter to FlashMLA: which flavour is installed, whether it runs here, and the calls of its kernels.
 
 Three flavours install the import name ``flash_mla``:
 
@@ -6,8 +6,8 @@ Three flavours install the import name ``flash_mla``:
 * upstream (git): without them since its 2026.09.30 release, which serves V4.1 caches on SM100 only.
 * vLLM's fork (git): the kernels write into ``out=``.
 
-Nothing is imported until a CUDA device asks. Shapes below: ``T`` queries, ``H`` heads, ``d`` 512 (V4) or 576 (V3.2).
-Values are the first 512 channels of a key. Both functions return the log-sum-exp in natural log, without the sink.
+Nothing is imported before `supported` is called for a CUDA device. Shapes below: ``T`` queries, ``H`` heads, ``d`` 512
+(V4) or 576 (V3.2). Values are the first 512 channels of a key.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from deepseek_attn.impls.base import AttentionSpec
+from deepseek_attn.impls.base import AttentionSpec
+from deepseek_attn.kernels.attention import PagedKeys
 
 HEADS = (64, 128)  # what the kernels are compiled for
 ENTRY_BYTES = {512: 584, 576: 656}  # cache bytes per entry, by head_dim
@@ -40,38 +40,20 @@ class Flavour:
 
     Attributes:
         name: ``sgl-flash-mla``, ``upstream`` or ``vllm``; version: as the package says.
-        use_legacy: the kernels are asked for with ``use_legacy=True``; takes_out: they write into ``out=``.
+        use_legacy: kernels are called with ``use_legacy=True``; supports_out: they write into ``out=``.
         problem: why it cannot serve V3.2 and V4 caches; empty if it can.
     """
 
     name: str = "none"
     version: str = "unknown"
     use_legacy: bool = False
-    takes_out: bool = False
+    supports_out: bool = False
     problem: str = ""
 
     def options(self, out: Tensor | None) -> dict[str, Any]:
-        """Arguments of a kernel call that only some flavours know."""
+        """Keyword arguments of a kernel call that only some flavours have."""
         options: dict[str, Any] = {"use_legacy": True} if self.use_legacy else {}
-        return options | ({"out": out} if self.takes_out else {})
-
-
-@dataclass(frozen=True)
-class Pages:
-    """Keys in a paged pool and which of them each query reads.
-
-    Attributes:
-        pool: uint8 ``[pages, >= page bytes]``, 584-byte (page-separated) or 656-byte (one after the other) entries;
-            the page stride is free.
-        entries: per page.
-        indices: int32 ``[T, K]`` slots (page * entries + offset), -1 for none. Only -1: slots are not checked.
-        lens: int32 ``[T]`` columns to look at, or None for all.
-    """
-
-    pool: Tensor
-    entries: int
-    indices: Tensor
-    lens: Tensor | None = None
+        return options | ({"out": out} if self.supports_out else {})
 
 
 def _module() -> Any:
@@ -163,7 +145,7 @@ def new_schedule() -> Any:
 
 def sparse_decode(
     q: Tensor,
-    pages: Sequence[Pages],
+    keys: Sequence[PagedKeys],
     scale: float,
     sink: Tensor | None = None,
     schedule: Any = None,
@@ -173,7 +155,8 @@ def sparse_decode(
 
     Args:
         q: bfloat16 ``[T, H, d]``; or ``[b, s, H, d]``, with indices ``[b, s, K]`` and lengths ``[b]``.
-        pages: the keys. V3.2 (``d`` 576) reads one pool, V4 (512) one or two.
+        keys: one pool of ``fp8_v32`` records for V3.2 (``d`` 576), one or two of ``fp8_v4`` for V4 (512); int32
+            indices and lens. Only -1 stands for no key: slots are not checked.
         scale: factor of the logits.
         sink: float32 ``[H]``, or ``[H']`` with ``H' < H`` if the last heads are padding; a logit that takes weight but
             has no value.
@@ -193,32 +176,33 @@ def sparse_decode(
     flat = q.dim() == 3
     q4 = q.unsqueeze(1) if flat else q
     _check_query(q4, sink, out, q.shape[:-1])
-    if not 1 <= len(pages) <= (2 if q.shape[-1] == 512 else 1):
-        raise ValueError(f"head_dim {q.shape[-1]} reads {'one or two pools' if flat else 'one pool'}, got {len(pages)}")
+    if not 1 <= len(keys) <= (2 if q.shape[-1] == 512 else 1):
+        raise ValueError(f"head_dim {q.shape[-1]} reads {'one or two pools' if flat else 'one pool'}, got {len(keys)}")
     if q.numel() == 0:
         return _result(_empty(q, out), q.new_empty(q.shape[:-1], dtype=torch.float32), out)
     batch, queries, heads, dim = q4.shape
     width = padded_heads(heads)
-    caches = [_cache_view(page, dim, q.device) for page in pages]
-    keys = [_decode_indices(page, batch, queries, dim, flat) for page in pages]
+    first, *extra = [_pool_arguments(part, batch, queries, dim, q.device, flat) for part in keys]
     found = flavour()
-    extra = {"extra_k_cache": caches[1], "extra_indices_in_kvcache": keys[1][0]} if len(pages) == 2 else {}
-    if extra and keys[1][1] is not None:
-        extra["extra_topk_length"] = keys[1][1]
+    options: dict[str, Any] = {}
+    if extra:
+        options = {"extra_k_cache": extra[0].cache, "extra_indices_in_kvcache": extra[0].indices}
+        if extra[0].lens is not None:
+            options["extra_topk_length"] = extra[0].lens
     direct = _direct_out(found, out, heads, width)
     result, lse = _module().flash_mla_with_kvcache(
         _pad_heads(q4, width),
-        caches[0],
+        first.cache,
         block_table=None,
         cache_seqlens=None,
         head_dim_v=VALUE_DIM,
         tile_scheduler_metadata=new_schedule() if schedule is None else schedule,
         softmax_scale=scale,
         is_fp8_kvcache=True,
-        indices=keys[0][0],
-        topk_length=keys[0][1],
+        indices=first.indices,
+        topk_length=first.lens,
         attn_sink=_pad_sink(sink, width),
-        **extra,
+        **options,
         **found.options(None if direct is None else direct.view(batch, queries, heads, VALUE_DIM)),
     )
     result, lse = result[:, :, :heads], lse.transpose(1, 2)[:, :, :heads]
@@ -235,7 +219,7 @@ def sparse_prefill(
     sink: Tensor | None = None,
     lens: Tensor | None = None,
     out: Tensor | None = None,
-    no_tails: bool = False,
+    masked_tails: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each query over rows of a bfloat16 workspace (requests lie flat; indices are offset by request).
 
@@ -245,7 +229,7 @@ def sparse_prefill(
         indices: int32 ``[T, K]`` rows of ``kv``; negative or ``>= N`` for none.
         scale, sink, out: as in `sparse_decode`.
         lens: int32 ``[T]`` columns to look at, or None for all. What is past them may be any row, NaN included.
-        no_tails: all indices past the lengths are -1 already.
+        masked_tails: indices past the lengths are -1 already.
 
     Returns:
         ``(out, lse)`` as in `sparse_decode`.
@@ -266,7 +250,7 @@ def sparse_prefill(
     width, found = padded_heads(heads), flavour()
     direct = _direct_out(found, out, heads, width)
     # a valid index past the length to a row of NaN can, rarely, reach the output: so there is none
-    indices = _pad_width(indices if no_tails else _without_tail(indices, lens), PREFILL_WIDTH)
+    indices = _pad_width(indices if masked_tails else _without_tail(indices, lens), PREFILL_WIDTH)
     result, _, lse = _module().flash_mla_sparse_fwd(
         _pad_heads(q, width),
         kv.unsqueeze(1),
@@ -300,29 +284,40 @@ def _check_indices(indices: Tensor, rows: tuple[int, ...], lens: Tensor | None, 
         raise ValueError(f"lens must be int32 [{batch}], got {tuple(lens.shape)} {lens.dtype}")
 
 
-def _cache_view(page: Pages, dim: int, device: torch.device) -> Tensor:
+class _PoolArguments(NamedTuple):
+    """One pool as the decode kernel takes it: ``cache [pages, n, 1, bytes]``, ``indices [b, s, K]``, ``lens [b]``."""
+
+    cache: Tensor
+    indices: Tensor
+    lens: Tensor | None
+
+
+def _pool_arguments(
+    keys: PagedKeys, batch: int, queries: int, dim: int, device: torch.device, flat: bool
+) -> _PoolArguments:
+    """Checked and padded arguments; V3.2's kernel takes no lengths, so there the indices past them become -1."""
+    cache = _cache_view(keys, dim, device)
+    _check_indices(keys.indices, (batch,) if flat else (batch, queries), keys.lens, batch)
+    indices = keys.indices.unsqueeze(1) if flat else keys.indices
+    if dim == 576:
+        return _PoolArguments(cache, _pad_width(_without_tail(indices, keys.lens), DECODE_WIDTH), None)
+    return _PoolArguments(cache, _pad_width(indices, DECODE_WIDTH), _contiguous(keys.lens))
+
+
+def _cache_view(keys: PagedKeys, dim: int, device: torch.device) -> Tensor:
     """The pool as the kernels take it: ``[pages, n, 1, bytes]``; for V4 the row stride only names the format."""
-    pool, row = page.pool, ENTRY_BYTES[dim]
+    pool, row = keys.pool, ENTRY_BYTES[dim]
     stride = pool.stride(0)
-    if pool.dtype != torch.uint8 or pool.dim() != 2 or pool.stride(1) != 1 or pool.shape[1] < page.entries * row:
+    if pool.dtype != torch.uint8 or pool.dim() != 2 or pool.stride(1) != 1 or pool.shape[1] < keys.entries * row:
         raise ValueError(
-            f"a pool must be uint8 [pages, at least {page.entries} x {row} bytes], got {tuple(pool.shape)} {pool.dtype}"
+            f"a pool must be uint8 [pages, at least {keys.entries} x {row} bytes], got {tuple(pool.shape)} {pool.dtype}"
         )
     if device.type == "cuda" and _capability(device)[0] == 10 and (stride % ROW_BYTES[dim] or pool.data_ptr() % 16):
         raise ValueError(
             f"on this GPU pages must be a multiple of {ROW_BYTES[dim]} bytes apart and start at 16-byte aligned "
             f"addresses: got a page stride of {stride} bytes"
         )
-    return pool.as_strided((pool.shape[0], page.entries, 1, row), (stride, row, row, 1))
-
-
-def _decode_indices(page: Pages, batch: int, queries: int, dim: int, flat: bool) -> tuple[Tensor, Tensor | None]:
-    """Padded indices ``[b, s, K]`` and the lengths to pass along."""
-    _check_indices(page.indices, (batch,) if flat else (batch, queries), page.lens, batch)
-    indices = page.indices.unsqueeze(1) if flat else page.indices
-    if dim == 576:
-        return _pad_width(_without_tail(indices, page.lens), DECODE_WIDTH), None
-    return _pad_width(indices, DECODE_WIDTH), _contiguous(page.lens)
+    return pool.as_strided((pool.shape[0], keys.entries, 1, row), (stride, row, row, 1))
 
 
 def _without_tail(indices: Tensor, lens: Tensor | None) -> Tensor:
@@ -355,7 +350,7 @@ def _contiguous(lens: Tensor | None) -> Tensor | None:
 
 def _direct_out(found: Flavour, out: Tensor | None, heads: int, padded: int) -> Tensor | None:
     """``out`` itself if the kernel can write to it."""
-    return out if found.takes_out and out is not None and heads == padded and out.is_contiguous() else None
+    return out if found.supports_out and out is not None and heads == padded and out.is_contiguous() else None
 
 
 def _empty(q: Tensor, out: Tensor | None) -> Tensor:

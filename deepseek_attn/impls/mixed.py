@@ -1,17 +1,20 @@
-"""The mixed impl of Hopper GPUs: for each call the faster of FlashMLA's kernel and the Triton one, by its shapes."""
+"""The mixed impl for Hopper GPUs: by the shapes of a call, the faster of FlashMLA's and the Triton kernel."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from deepseek_attn.impls import flash_mla
-from deepseek_attn.impls.base import AttentionSpec, DeepseekV4SparseMLAAttentionImpl
+from deepseek_attn.impls.base import AttentionLayer, AttentionSpec
 from deepseek_attn.impls.flashmla import DeepseekV4FlashMLASparseImpl
+from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
+from deepseek_attn.kernels.attention import PagedKeys
 
 
-class DeepseekV4MixedSparseImpl(DeepseekV4FlashMLASparseImpl):
-    """Decode in Triton but for large batches of 128 heads; prefill of 64 and 128 heads on FlashMLA; no padded heads.
+class DeepseekV4MixedSparseImpl(SplitAttentionImpl):
+    """Decode: Triton, except 128 heads at large batch (FlashMLA). Prefill: FlashMLA for 64 and 128 heads. No padding.
 
     Notes:
         The choice depends on shapes alone, so a captured graph keeps it and stays right for any lengths. It was
@@ -36,17 +39,15 @@ class DeepseekV4MixedSparseImpl(DeepseekV4FlashMLASparseImpl):
         return True, "FlashMLA or Triton, by the shapes of a call"
 
     @classmethod
-    def padded_heads(cls, num_heads: int) -> int:
-        return num_heads
+    def attend_pages(cls, layer: AttentionLayer, q: Tensor, keys: list[PagedKeys], output: Tensor | None) -> Tensor:
+        width = sum(part.indices.shape[1] for part in keys)
+        flashmla = decodes_on_flashmla(q.shape[0], q.shape[1], width)
+        return _impl(flashmla).attend_pages(layer, q, keys, output)
 
     @classmethod
-    def attend_pages(cls, layer, q, sources, output) -> torch.Tensor:
-        keys = sum(source.indices.shape[1] for source in sources)
-        flashmla = decodes_on_flashmla(q.shape[0], q.shape[1], keys)
-        return _impl(flashmla).attend_pages(layer, q, sources, output)
-
-    @classmethod
-    def attend_rows(cls, layer, q, kv, indices, lens, output) -> torch.Tensor:
+    def attend_rows(
+        cls, layer: AttentionLayer, q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, output: Tensor | None
+    ) -> Tensor:
         return _impl(q.shape[1] in flash_mla.HEADS).attend_rows(layer, q, kv, indices, lens, output)
 
 
@@ -62,5 +63,5 @@ def decodes_on_flashmla(queries: int, heads: int, keys: int) -> bool:
     return queries > (8 if window or long else 32)
 
 
-def _impl(flashmla: bool) -> type[DeepseekV4SparseMLAAttentionImpl]:
+def _impl(flashmla: bool) -> type[SplitAttentionImpl]:
     return DeepseekV4FlashMLASparseImpl if flashmla else DeepseekV4TritonSparseImpl

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from deepseek_attn.impls.base import AttentionSpec
+from deepseek_attn.impls.base import AttentionLayer, AttentionSpec
 from deepseek_attn.impls.flow import SplitAttentionImpl
-from deepseek_attn.kernels.attention.reference import sparse_attention, sparse_attention_paged
+from deepseek_attn.kernels.attention import PagedKeys, reference
 
 
 class DeepseekV4ReferenceSparseImpl(SplitAttentionImpl):
@@ -19,11 +20,11 @@ class DeepseekV4ReferenceSparseImpl(SplitAttentionImpl):
         return True, "plain torch, any device"
 
     @classmethod
-    def attend_pages(cls, layer, q, sources, output) -> torch.Tensor:
-        out, _ = sparse_attention_paged(q, [source.as_source() for source in sources], layer.scale, layer.attn_sink)
-        return out if output is None else output.copy_(out)
+    def attend_pages(cls, layer: AttentionLayer, q: Tensor, keys: list[PagedKeys], output: Tensor | None) -> Tensor:
+        return reference.sparse_attention_paged(q, keys, layer.scale, layer.attn_sink, out=output)[0]
 
     @classmethod
-    def attend_rows(cls, layer, q, kv, indices, lens, output) -> torch.Tensor:
-        out, _ = sparse_attention(q, kv, indices, layer.scale, layer.attn_sink, lens)
-        return out if output is None else output.copy_(out)
+    def attend_rows(
+        cls, layer: AttentionLayer, q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, output: Tensor | None
+    ) -> Tensor:
+        return reference.sparse_attention(q, kv, indices, layer.scale, layer.attn_sink, lens, out=output)[0]

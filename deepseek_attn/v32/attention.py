@@ -13,7 +13,7 @@ from deepseek_attn.cache.pools import CachePools, Pool
 from deepseek_attn.cache.records_v32 import kv_cache_view
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
-from deepseek_attn.kernels.attention.dense_reference import causal_attention
+from deepseek_attn.kernels.attention import causal_attention
 from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable, apply_rope

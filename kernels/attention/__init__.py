@@ -1,1 +1,187 @@
-"""Sparse attention over pages and over gathered rows, and the gather itself."""
+"""Attention of queries over lists of keys, and gathering keys out of cache pages. A key is also its value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.common.records import CacheRecord
+
+
+class PagedKeys(NamedTuple):
+    """Keys that each of ``T`` queries reads from one pool of cache pages.
+
+    Attributes:
+        record: byte layout of an entry: ``plain``, ``fp8_v4`` or ``fp8_v32``.
+        pool: uint8 ``[pages, at least entries * record.entry_bytes]`` with contiguous pages; the page stride is free.
+        entries: per page.
+        indices: integer ``[T, K]`` slots, ``page * entries + offset``; -1 for none.
+        lens: integer ``[T]`` leading columns of ``indices`` that count, or None for all.
+    """
+
+    record: CacheRecord
+    pool: Tensor
+    entries: int
+    indices: Tensor
+    lens: Tensor | None = None
+
+
+def sparse_attention(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    scale: float,
+    sink: Tensor | None = None,
+    lens: Tensor | None = None,
+    d_v: int | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each query over the rows of ``kv`` that its row of ``indices`` names.
+
+    With ``p = scale * q . k`` over the valid keys: ``lse = ln sum exp(p)`` and
+    ``out = sum exp(p) v / (sum exp(p) + exp(sink))``, accumulated in float32.
+
+    Args:
+        q: ``[T, H, d]`` float32, bfloat16 or float16.
+        kv: ``[N, d]`` keys with contiguous rows of a float dtype; the first ``d_v`` channels are the values.
+        indices: integer ``[T, K]`` rows of ``kv``. Invalid: negative, ``>= N``, or in a column ``>= lens[t]``.
+        scale: factor of the logits.
+        sink: float ``[H]``, a logit per head that joins the denominator only. +inf gives 0, -inf changes nothing.
+        lens: integer ``[T]`` leading columns that count, or None for all.
+        d_v: value channels, or None for ``d``.
+        out: ``[T, H, d_v]`` like ``q`` with contiguous channels, to write to.
+
+    Returns:
+        ``(out, lse)``: ``[T, H, d_v]`` in ``q.dtype`` and float32 ``[T, H]``, natural log, without the sink. A query
+        without a valid key gets ``out = 0``, ``lse = +inf``.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that disagree.
+
+    Notes:
+        A row named twice counts twice. A NaN in a valid key reaches the output; rows that no valid index names have no
+        effect, NaN included.
+    """
+    if runs_triton(q):
+        from deepseek_attn.kernels.attention.sparse_attention import sparse_attention as op
+    else:
+        from deepseek_attn.kernels.attention.reference import sparse_attention as op
+    return op(q, kv, indices, scale, sink, lens, d_v, out)
+
+
+def sparse_attention_paged(
+    q: Tensor,
+    keys: Sequence[PagedKeys],
+    scale: float,
+    sink: Tensor | None = None,
+    d_v: int | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`sparse_attention` over entries of one or two pools of one record, under one softmax.
+
+    Args:
+        keys: for V4 the window, then compressed entries.
+        q, scale, sink, d_v, out: as in `sparse_attention`; ``d`` is ``record.dim``.
+
+    Returns:
+        ``(out, lse)`` as in `sparse_attention`.
+
+    Raises:
+        ValueError: shapes, dtypes, strides or records that disagree or are not supported.
+
+    Notes:
+        Invalid slots are never read. ``fp8_v32`` entries are rounded to bfloat16, as FlashMLA does. On a GPU ``fp8_v4``
+        entries are decoded to float16 unless ``q`` is float32: keys and queries must lie within +-65504. (V4's are
+        normalised: at most 23 times a norm weight.) The launch depends on shapes alone, so a captured CUDA graph
+        serves any lengths.
+    """
+    if runs_triton(q):
+        from deepseek_attn.kernels.attention.sparse_attention import sparse_attention_paged as op
+    else:
+        from deepseek_attn.kernels.attention.reference import sparse_attention_paged as op
+    return op(q, keys, scale, sink, d_v, out)
+
+
+def causal_attention(q: Tensor, kv: Tensor, scale: float, d_v: int | None = None) -> Tensor:
+    """Causal attention of the last ``n`` tokens of one request over all of its keys, in float32; plain torch only.
+
+    Args:
+        q: ``[n, H, d]`` of positions ``N - n .. N - 1``.
+        kv: ``[N, d]`` keys of positions ``0 .. N - 1``; the first ``d_v`` channels are the values.
+        scale: factor of the logits.
+        d_v: value channels, or None for ``d``.
+
+    Returns:
+        ``[n, H, d_v]`` in ``q.dtype``.
+
+    Raises:
+        ValueError: fewer keys than queries, or shapes that disagree.
+    """
+    from deepseek_attn.kernels.attention.reference import causal_attention as op
+
+    return op(q, kv, scale, d_v)
+
+
+def dequantize_and_gather_k_cache(
+    out: Tensor,
+    record: CacheRecord,
+    pool: Tensor,
+    seq_lens: Tensor,
+    gather_lens: Tensor | None,
+    block_table: Tensor,
+    block_size: int,
+    offset: int,
+) -> None:
+    """Copies the last ``gather_lens[r]`` entries of each request to ``out[r, offset:]``, in order, dequantised.
+
+    Args:
+        out: ``[b, M, dim]`` workspace with contiguous rows of a float dtype; rows that are not written keep their
+            values.
+        record, pool: byte layout and pages, as in `PagedKeys`; block_size: entries per page.
+        seq_lens: int ``[b]`` entries (not tokens) of each request.
+        gather_lens: int ``[b]`` entries to copy, or None for all.
+        block_table: int32 ``[b, pages]`` page ids; a negative page gives zeros.
+        offset: first row written in each request's part of the workspace.
+
+    Raises:
+        ValueError: shapes that disagree, or a record or pool that is not supported. The reference, which reads lengths
+            on the host, also refuses lengths that exceed a request, the workspace or the block table; on a GPU, where
+            nothing waits, rows that do not fit are not copied and entries beyond the block table become zeros.
+    """
+    if runs_triton(out):
+        from deepseek_attn.kernels.attention.gather import dequantize_and_gather_k_cache as op
+    else:
+        from deepseek_attn.kernels.attention.reference import dequantize_and_gather_k_cache as op
+    op(out, record, pool, seq_lens, gather_lens, block_table, block_size, offset)
+
+
+def gather_packed(
+    out: Tensor,
+    record: CacheRecord,
+    pool: Tensor,
+    block_size: int,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    starts: Tensor,
+) -> None:
+    """Copies whole requests, one behind the other: ``out[starts[r] + i]`` becomes entry ``i`` of request ``r``.
+
+    Args:
+        out: ``[N, dim]``; values are rounded to its dtype, rows of no request keep theirs.
+        record, pool, block_size, block_table, seq_lens: as in `dequantize_and_gather_k_cache`.
+        starts: int32 ``[b]`` first rows, ascending, without overlap.
+
+    Raises:
+        ValueError: shapes that disagree, or a record or pool that is not supported.
+
+    Notes:
+        Lengths stay on the device. Entries beyond ``out`` or the block table are not copied.
+    """
+    if runs_triton(out):
+        from deepseek_attn.kernels.attention.gather import gather_packed as op
+    else:
+        from deepseek_attn.kernels.attention.reference import gather_packed as op
+    op(out, record, pool, block_size, block_table, seq_lens, starts)

@@ -1,4 +1,4 @@
-"""Attention of each query over its own list of keys, with an optional sink; keys are also the values."""
+"""The ops of `kernels.attention` in plain torch, on any device. Scratch is bounded: see `SCRATCH_BYTES`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.attention.gather_reference import GathersRows
+from deepseek_attn.kernels.attention import PagedKeys
 from deepseek_attn.kernels.common.blocks import SCRATCH_BYTES, row_blocks, rows_per_block
+from deepseek_attn.kernels.common.records import CacheRecord
 
 WIDTH_STEP = 64
 """On the CPU a row is computed at its length rounded up to this many columns, not at the width of the index tensor."""
@@ -28,29 +29,9 @@ def sparse_attention(
     sink: Tensor | None = None,
     lens: Tensor | None = None,
     d_v: int | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attends each query to the rows of ``kv`` that its index row names.
-
-    With ``p = scale * q . k`` over the valid keys: ``lse = ln sum exp(p)`` and
-    ``out = sum exp(p) v / (sum exp(p) + exp(sink))``, in float32.
-
-    Args:
-        q: ``[T, H, dk]``.
-        kv: ``[N, dk]`` keys; the first ``d_v`` dims are the values.
-        indices: integer ``[T, K]`` rows of ``kv``. Invalid: negative, ``>= N``, or in a column ``>= lens[t]``.
-        scale: factor of the logits.
-        sink: float32 ``[H]`` logit that takes weight but has no value, or None. +inf gives 0, -inf changes nothing.
-        lens: integer ``[T]`` columns to look at, or None for all.
-        d_v: value dims, or None for ``dk``.
-
-    Returns:
-        ``(out, lse)``: ``[T, H, d_v]`` in ``q.dtype`` and float32 ``[T, H]``, natural log, without the sink.
-
-    Notes:
-        A row named twice counts twice. A query without a valid key gets ``out = 0``, ``lse = +inf``. Rows that no
-        valid index names have no effect, NaN included. Scratch stays within ``blocks.SCRATCH_BYTES`` as long as one
-        query's keys and logits do.
-    """
+    """`kernels.attention.sparse_attention` in float32 torch."""
     _check_query(q, sink)
     if kv.dim() != 2 or kv.shape[1] != q.shape[2]:
         raise ValueError(f"kv must be [N, {q.shape[2]}] for q {tuple(q.shape)}, got {tuple(kv.shape)}")
@@ -60,55 +41,47 @@ def sparse_attention(
         kv = kv.float()
         budget -= kv.numel() * 4
 
-    def fetch(rows: Tensor, valid: Tensor, out: Tensor) -> None:
+    def fetch(rows: Tensor, valid: Tensor, fetched: Tensor) -> None:
         # Invalid columns read the row's first valid key again: finite unless that key is not, and their weight is 0.
         spare = rows.gather(1, valid.byte().argmax(1, keepdim=True))
         rows = torch.where(valid, rows, spare.clamp(0, kv.shape[0] - 1)).flatten()
-        if kv.dtype == torch.float32 and out.is_contiguous():
-            torch.index_select(kv, 0, rows, out=out.view(-1, kv.shape[1]))
+        if kv.dtype == torch.float32 and fetched.is_contiguous():
+            torch.index_select(kv, 0, rows, out=fetched.view(-1, kv.shape[1]))
         else:
-            out.copy_(kv.index_select(0, rows).view(out.shape))
+            fetched.copy_(kv.index_select(0, rows).view(fetched.shape))
 
-    return _attend(q, [_Source(indices, lens, kv.shape[0], fetch)], scale, sink, d_v, budget)
+    return _written(_attend(q, [_Source(indices, lens, kv.shape[0], fetch)], scale, sink, d_v, budget), out)
 
 
 @torch.no_grad()
 def sparse_attention_paged(
     q: Tensor,
-    pools: Sequence[tuple[GathersRows, Tensor, int, Tensor, Tensor | None]],
+    keys: Sequence[PagedKeys],
     scale: float,
     sink: Tensor | None = None,
     d_v: int | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`sparse_attention` over cache slots of several paged pools under one softmax.
-
-    Args:
-        q: ``[T, H, d]``.
-        pools: ``(record, pool, n, indices, lens)`` each: byte layout, pages, entries per page, integer slots
-            ``[T, K_i]`` and integer ``[T]`` columns to look at (or None). Keys are concatenated in this order.
-        scale, sink, d_v: as in `sparse_attention`.
-
-    Returns:
-        ``(out, lse)`` as in `sparse_attention`.
-
-    Notes:
-        Slots of invalid columns are never read. The rest is as in `sparse_attention`.
-    """
+    """`kernels.attention.sparse_attention_paged` in float32 torch."""
     _check_query(q, sink)
     d_v = _value_dim(q, d_v)
-    sources = [
-        _Source(indices, lens, pool.shape[0] * n, _paged_fetch(record, pool, n))
-        for record, pool, n, indices, lens in pools
-    ]
+    sources = [_Source(part.indices, part.lens, part.pool.shape[0] * part.entries, _paged_fetch(part)) for part in keys]
     # Decoding a record makes a few temporaries as large as the keys.
-    return _attend(q, sources, scale, sink, d_v, SCRATCH_BYTES // 4)
+    return _written(_attend(q, sources, scale, sink, d_v, SCRATCH_BYTES // 4), out)
 
 
-def _paged_fetch(record: GathersRows, pool: Tensor, n: int) -> Callable[[Tensor, Tensor, Tensor], None]:
-    def fetch(slots: Tensor, valid: Tensor, out: Tensor) -> None:
-        out.copy_(record.gather(pool, n, slots.masked_fill(~valid, -1), torch.float32))
+def _paged_fetch(keys: PagedKeys) -> Callable[[Tensor, Tensor, Tensor], None]:
+    dtype = torch.bfloat16 if keys.record.name == "fp8_v32" else torch.float32
+
+    def fetch(slots: Tensor, valid: Tensor, fetched: Tensor) -> None:
+        fetched.copy_(keys.record.gather(keys.pool, keys.entries, slots.masked_fill(~valid, -1), dtype))
 
     return fetch
+
+
+def _written(result: tuple[Tensor, Tensor], out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``(out, lse)``, copied to the caller's ``out`` if there is one."""
+    return result if out is None else (out.copy_(result[0]), result[1])
 
 
 @dataclass(frozen=True)
@@ -229,11 +202,11 @@ def _softmax_block(
     weights = logits.sub_(peak).exp_()
     total = weights.sum(2, keepdim=True)
     lse = (peak + total.log()).squeeze(2)
-    # exp(lse) / (exp(lse) + exp(sink)) is the share of the weight that the keys get.
-    share = 1 / total if sink is None else torch.sigmoid(lse - sink.float())[:, :, None] / total
-    out = torch.bmm(weights, keys[:, :, :d_v]).mul_(share)
-    lonely = ~valid.any(1)
-    return out.masked_fill_(lonely[:, None, None], 0), lse.masked_fill_(lonely[:, None], float("inf"))
+    # exp(lse) / (exp(lse) + exp(sink)) is the part of the weight that the keys get.
+    factor = 1 / total if sink is None else torch.sigmoid(lse - sink.float())[:, :, None] / total
+    out = torch.bmm(weights, keys[:, :, :d_v]).mul_(factor)
+    keyless = ~valid.any(1)
+    return out.masked_fill_(keyless[:, None, None], 0), lse.masked_fill_(keyless[:, None], float("inf"))
 
 
 def _check_query(q: Tensor, sink: Tensor | None) -> None:
@@ -256,3 +229,83 @@ def _check_source(q: Tensor, source: _Source) -> None:
         raise ValueError(f"indices must be [{T}, K] for q {tuple(q.shape)}, got {tuple(source.indices.shape)}")
     if source.lens is not None and source.lens.shape != (T,):
         raise ValueError(f"lens must be [{T}] for q {tuple(q.shape)}, got {tuple(source.lens.shape)}")
+
+
+@torch.no_grad()
+def causal_attention(q: Tensor, kv: Tensor, scale: float, d_v: int | None = None) -> Tensor:
+    """`kernels.attention.causal_attention`."""
+    n, heads, dim = q.shape
+    if kv.dim() != 2 or kv.shape[1] != dim or kv.shape[0] < n:
+        raise ValueError(f"kv must be [N >= {n}, {dim}] for q {tuple(q.shape)}, got {tuple(kv.shape)}")
+    d_v = dim if d_v is None else d_v
+    out = q.new_empty(n, heads, d_v)
+    keys, first = kv.float(), len(kv) - n
+    column = torch.arange(len(kv), device=q.device)
+    for start, end in row_blocks(n, rows_per_block(8 * heads * len(kv))):
+        seen = first + end
+        logits = (q[start:end].float().flatten(0, 1) @ keys[:seen].t()).mul_(scale).view(end - start, heads, seen)
+        hidden = column[:seen] > (first + torch.arange(start, end, device=q.device)).unsqueeze(1)
+        weights = logits.masked_fill_(hidden.unsqueeze(1), float("-inf")).softmax(-1)
+        out[start:end] = (weights.flatten(0, 1) @ keys[:seen, :d_v]).view(end - start, heads, d_v).to(q.dtype)
+    return out
+
+
+def dequantize_and_gather_k_cache(
+    out: Tensor,
+    record: CacheRecord,
+    pool: Tensor,
+    seq_lens: Tensor,
+    gather_lens: Tensor | None,
+    block_table: Tensor,
+    block_size: int,
+    offset: int,
+) -> None:
+    """`kernels.attention.dequantize_and_gather_k_cache`; lengths are read on the host, once per call."""
+    b, M, dim = out.shape
+    lens = seq_lens if gather_lens is None else gather_lens
+    if seq_lens.shape != (b,) or lens.shape != (b,) or block_table.dim() != 2 or block_table.shape[0] != b:
+        raise ValueError(
+            f"out has {b} requests: got seq_lens {tuple(seq_lens.shape)}, gather_lens {tuple(lens.shape)}, "
+            f"block_table {tuple(block_table.shape)}"
+        )
+    seq_list, len_list = seq_lens.tolist(), lens.tolist()
+    _check_lengths(seq_list, len_list, M - offset, block_table.shape[1] * block_size)
+    per_block = rows_per_block(dim * 16)
+    for r, (seq_len, length) in enumerate(zip(seq_list, len_list, strict=True)):
+        for start, end in row_blocks(length, per_block):
+            pos = torch.arange(seq_len - length + start, seq_len - length + end, device=out.device)
+            slots = block_table[r, pos // block_size].long() * block_size + pos % block_size
+            out[r, offset + start : offset + end] = record.gather(pool, block_size, slots, out.dtype)
+
+
+def _check_lengths(seq_lens: list[int], gather_lens: list[int], room: int, table_entries: int) -> None:
+    for r, (seq_len, length) in enumerate(zip(seq_lens, gather_lens, strict=True)):
+        if not 0 <= length <= seq_len:
+            raise ValueError(f"request {r}: cannot gather {length} of {seq_len} entries")
+        if length > room:
+            raise ValueError(f"request {r}: {length} entries do not fit in {room} workspace rows")
+        if seq_len > table_entries and length > 0:
+            raise ValueError(f"request {r}: {seq_len} entries, but its block table covers {table_entries}")
+
+
+def gather_packed(
+    out: Tensor,
+    record: CacheRecord,
+    pool: Tensor,
+    block_size: int,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    starts: Tensor,
+) -> None:
+    """`kernels.attention.gather_packed`; does not wait for the device."""
+    starts, lens = starts.long(), seq_lens.long()
+    for first, last in row_blocks(out.shape[0] if len(lens) else 0, rows_per_block(out.shape[1] * 8)):
+        row = torch.arange(first, last, device=out.device)
+        request = (torch.searchsorted(starts, row, right=True) - 1).clamp_min(0)
+        position = row - starts[request]
+        inside = (position >= 0) & (position < lens[request])
+        block = (position // block_size).clamp(0, block_table.shape[1] - 1)
+        page = block_table[request, block].long()
+        slots = torch.where(inside & (page >= 0), page * block_size + position % block_size, -1)
+        values = record.gather(pool, block_size, slots, out.dtype)
+        out[first:last] = torch.where(inside[:, None], values, out[first:last])

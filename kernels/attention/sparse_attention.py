@@ -1,33 +1,47 @@
 """Attention of each query over its own list of keys in Triton, for any GPU from compute capability 8.0 on.
 
-Keys are read where they are: rows of a workspace, or entries of one or two paged pools. The device code is in
-`sparse_attention_kernels`; this file checks arguments and decides how a launch is cut.
+Keys are read in place: rows of a workspace, or entries of one or two paged pools. This file checks arguments and
+launches; `launch_config` chooses among `attend_triton` (any GPU), `attend_hopper` (``fp8_v4`` pages) and
+`attend_rows_hopper` (rows).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from deepseek_attn.kernels.attention import PagedKeys
 from deepseek_attn.kernels.attention.attend_hopper import attend_hopper_kernel
-from deepseek_attn.kernels.attention.attend_rows import attend_rows_hopper, fits_hopper
+from deepseek_attn.kernels.attention.attend_rows_hopper import attend_rows_hopper_kernel
 from deepseek_attn.kernels.attention.attend_triton import attend_kernel, combine_kernel
-from deepseek_attn.kernels.attention.tiles import Tiles, choose_tiles, dot_dtype, pieces
-from deepseek_attn.kernels.common.device import FLOATS, LOG2E, gpu
+from deepseek_attn.kernels.attention.launch_config import (
+    LaunchConfig,
+    choose_config,
+    dot_dtype,
+    pieces,
+    rows_hopper_jobs,
+    supports_rows_hopper,
+)
+from deepseek_attn.kernels.common.device import FLOATS, LOG2E, gpu, has_native_fp8, supports_pdl
+from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 
 @dataclass(frozen=True)
 class _Keys:
-    """Where keys are: entries of pages of ``n``, ``stride`` elements of ``pool`` apart."""
+    """Checked keys as the kernels read them.
+
+    Attributes:
+        pool: elements of the keys' dtype, or bytes; stride: from one page of ``entries`` to the next, in elements.
+        limit: entries in the pool; indices, lens: as in `PagedKeys`, rows contiguous.
+    """
 
     pool: Tensor
-    n: int
+    entries: int
     stride: int
     limit: int
     indices: Tensor
@@ -35,8 +49,8 @@ class _Keys:
 
 
 @dataclass(frozen=True)
-class _Format:
-    """How the channels of an entry lie.
+class _EntryLayout:
+    """Where the channels of an entry are.
 
     Attributes:
         nope: channels before the rotated ones, or all of them.
@@ -59,14 +73,9 @@ def sparse_attention(
     lens: Tensor | None = None,
     d_v: int | None = None,
     out: Tensor | None = None,
-    tiles: Tiles | None = None,
+    config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Same as `reference.sparse_attention`, for ``kv`` with contiguous rows of a float dtype.
-
-    Args:
-        out: like the result, to write to.
-        tiles: how to cut the launch; by default chosen from shapes alone.
-    """
+    """`kernels.attention.sparse_attention`; ``config`` overrides the choice of a launch configuration."""
     _check_query(q, sink, indices, lens)
     if kv.dim() != 2 or kv.shape[1] != q.shape[2] or kv.stride(1) != 1 or kv.dtype not in FLOATS:
         raise ValueError(
@@ -77,138 +86,112 @@ def sparse_attention(
     if not 0 < d_v <= q.shape[2]:
         raise ValueError(f"d_v must be in 1 .. {q.shape[2]}, got {d_v}")
     indices = _rows_contiguous(indices)
-    if tiles is None and fits_hopper(q, kv, indices, d_v, *gpu(q.device)):
-        out = _checked_out(q, d_v, out)
-        return out, attend_rows_hopper(q, kv, indices, scale, sink, lens, out, gpu(q.device).multiprocessors)
+    if config is None and supports_rows_hopper(q, kv, indices, d_v, gpu(q.device)):
+        return _launch_rows_hopper(q, kv, indices, scale, sink, lens, _checked_out(q, d_v, out))
     keys = _Keys(kv, 1, kv.stride(0), kv.shape[0], indices, lens)
-    return _attend(q, [keys], _Format(q.shape[2], q.shape[2]), scale, sink, d_v, out, tiles)
+    return _attend(q, [keys], _EntryLayout(q.shape[2], q.shape[2]), scale, sink, d_v, out, config)
 
 
 def sparse_attention_paged(
     q: Tensor,
-    pools: Sequence[tuple[Any, Tensor, int, Tensor, Tensor | None]],
+    keys: Sequence[PagedKeys],
     scale: float,
     sink: Tensor | None = None,
     d_v: int | None = None,
     out: Tensor | None = None,
-    tiles: Tiles | None = None,
+    config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Same as `reference.sparse_attention_paged`, for one or two pools of one record.
-
-    Records are plain rows, ``fp8_v4`` (V4) and ``fp8_v32`` (V3.2).
-
-    Args:
-        out: like the result, to write to.
-        tiles: how to cut the launch; by default chosen from shapes alone.
-
-    Notes:
-        ``fp8_v4`` is decoded to float16 unless q is float32: keys and queries must lie within +-65504. (V4's are
-        normalised: at most 23 times a norm weight.) ``fp8_v32`` is decoded to bfloat16, as FlashMLA does.
-    """
-    if not 1 <= len(pools) <= 2:
-        raise ValueError(f"one or two pools share a softmax, got {len(pools)}")
-    record = pools[0][0]
-    if any(other != record for other, *_ in pools):
-        raise ValueError(f"all pools must hold the same record, got {[other for other, *_ in pools]}")
-    form = _format(record)
-    keys = []
-    for _, pool, n, indices, lens in pools:
-        _check_query(q, sink, indices, lens)
-        keys.append(_paged_keys(record, pool, n, _rows_contiguous(indices), lens))
+    """`kernels.attention.sparse_attention_paged`; ``config`` as in `sparse_attention`."""
+    if not 1 <= len(keys) <= 2:
+        raise ValueError(f"one or two pools share a softmax, got {len(keys)}")
+    record = keys[0].record
+    if any(part.record != record for part in keys):
+        raise ValueError(f"all pools must hold the same record, got {[part.record for part in keys]}")
+    layout = _entry_layout(record)
+    for part in keys:
+        _check_query(q, sink, part.indices, part.lens)
+    parts = [_checked_keys(part) for part in keys]
     if record.dim != q.shape[2]:
         raise ValueError(f"the record holds {record.dim} channels and q {tuple(q.shape)} has {q.shape[2]}")
     d_v = record.dim if d_v is None else d_v
     if not 0 < d_v <= record.dim:
         raise ValueError(f"d_v must be in 1 .. {record.dim}, got {d_v}")
-    return _attend(q, keys, form, scale, sink, d_v, out, tiles)
+    return _attend(q, parts, layout, scale, sink, d_v, out, config)
 
 
-def _format(record: Any) -> _Format:
+def _entry_layout(record: CacheRecord) -> _EntryLayout:
+    nope, rope = record.nope_dim, record.rope_dim
+    if record.name == "plain":
+        return _EntryLayout(record.dim, record.dim)
     if record.name == "fp8_v4":
-        nope, rope, most = record.nope_dim, record.rope_dim, 512  # 8 scale bytes are read at once
-        made = _Format(nope, nope + 2 * rope, nope, 64)
+        layout, most = _EntryLayout(nope, nope + 2 * rope, nope, 64), 512  # 8 scale bytes are read at once
     elif record.name == "fp8_v32":
-        nope, rope, most = record.latent_dim, record.rope_dim, 1 << 16
-        made = _Format(nope, record.entry_bytes, nope + nope // 32, 128)
-    elif record.name == "plain":
-        return _Format(record.dim, record.dim)
+        layout, most = _EntryLayout(nope, record.entry_bytes, nope + nope // 32, 128), 1 << 16
     else:
         raise ValueError(f"records that are read are plain, fp8_v4 and fp8_v32, got {record.name!r}")
     if nope > most or rope % 16:
         raise ValueError(
             f"{record.name} is read with up to {most} quantised and a multiple of 16 rotated channels, got {record}"
         )
-    return made
+    return layout
 
 
-def _paged_keys(record: Any, pool: Tensor, n: int, indices: Tensor, lens: Tensor | None) -> _Keys:
-    if pool.dim() != 2 or pool.dtype != torch.uint8 or pool.stride(1) != 1 or pool.shape[1] < n * record.entry_bytes:
-        raise ValueError(
-            f"a pool of {n} entries per page must be uint8 [pages, at least {n * record.entry_bytes}] with contiguous "
-            f"pages, got {tuple(pool.shape)} {pool.dtype}, strides {pool.stride()}"
-        )
+def _checked_keys(keys: PagedKeys) -> _Keys:
+    record, pool, n = keys.record, keys.pool, keys.entries
     unit = record.dtype.itemsize if record.name == "plain" else 8 if record.name == "fp8_v4" else 4
-    if pool.stride(0) % unit or pool.data_ptr() % unit:
-        raise ValueError(
-            f"pages of {record.name} must start at multiples of {unit} bytes, got a page stride of {pool.stride(0)} "
-            f"and an address of {pool.data_ptr()}"
-        )
-    typed = pool
+    check_pool(record, pool, n, unit)
     if record.name == "plain":
-        typed = pool[:, : pool.shape[1] // unit * unit].view(record.dtype)
-    return _Keys(typed, n, typed.stride(0), pool.shape[0] * n, indices, lens)
+        pool = pool[:, : pool.shape[1] // unit * unit].view(record.dtype)
+    return _Keys(pool, n, pool.stride(0), pool.shape[0] * n, _rows_contiguous(keys.indices), keys.lens)
 
 
 def _attend(
     q: Tensor,
     keys: list[_Keys],
-    form: _Format,
+    layout: _EntryLayout,
     scale: float,
     sink: Tensor | None,
     d_v: int,
     out: Tensor | None,
-    tiles: Tiles | None,
+    config: LaunchConfig | None,
 ) -> tuple[Tensor, Tensor]:
     T, H, dim = q.shape
     out = _checked_out(q, d_v, out)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
-    keys = [source for source in keys if source.indices.shape[1] and source.limit]
+    keys = [part for part in keys if part.indices.shape[1] and part.limit]
     if not keys or out.numel() == 0:
         return out.zero_(), lse.fill_(float("inf"))
     q = q if q.stride(2) == 1 else q.contiguous()
-    capability, processors = gpu(q.device)
-    dtype = dot_dtype(q.dtype, keys[0].pool.dtype, form.group)
-    if tiles is None:
-        width = sum(source.indices.shape[1] for source in keys)
-        hopper = form.group == 64 and dtype == torch.float16 and dim - form.nope == 64 and dim in (128, 256, 512)
-        tiles = choose_tiles(T, H, dim, width, dtype, hopper, capability, processors)
-    if tiles.splits == 1:
-        _launch(q, keys, form, dtype, scale, sink, d_v, out, out, lse, tiles, capability)
+    dtype = dot_dtype(q.dtype, keys[0].pool.dtype, layout.group)
+    if config is None:
+        width = sum(part.indices.shape[1] for part in keys)
+        hopper = layout.group == 64 and dtype == torch.float16 and dim - layout.nope == 64 and dim in (128, 256, 512)
+        config = choose_config(T, H, dim, width, dtype, hopper, gpu(q.device))
+    if config.splits == 1:
+        _launch(q, keys, layout, dtype, scale, sink, d_v, out, out, lse, config)
         return out, lse
-    part_dtype = torch.float16 if dtype == torch.float16 else torch.float32
-    part = torch.empty(T, tiles.splits, H, d_v, dtype=part_dtype, device=q.device)
-    part_lse = torch.empty(T, tiles.splits, H, dtype=torch.float32, device=q.device)
-    _launch(q, keys, form, dtype, scale, sink, d_v, out, part, part_lse, tiles, capability)
-    _combine(part, part_lse, sink, out, lse, capability)
+    partial_dtype = torch.float16 if dtype == torch.float16 else torch.float32
+    partials = torch.empty(T, config.splits, H, d_v, dtype=partial_dtype, device=q.device)
+    partial_lse = torch.empty(T, config.splits, H, dtype=torch.float32, device=q.device)
+    _launch(q, keys, layout, dtype, scale, sink, d_v, out, partials, partial_lse, config)
+    _combine(partials, partial_lse, sink, out, lse)
     return out, lse
 
 
-def _combine(
-    part: Tensor, part_lse: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor, capability: tuple[int, int]
-) -> None:
-    """Combines shares ``part [T, splits, H, d_v]`` in a fixed order.
+def _combine(partials: Tensor, partial_lse: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    """Combines split-K partials ``[T, splits, H, d_v]`` in a fixed order.
 
-    A warp holds whole columns of shares: with more warps, which sum across, 8 queries of 64 heads in 10 shares took
+    A warp holds whole columns of partials: with more warps, which sum across, 8 queries of 64 heads in 10 splits took
     17.9 us (4 warps) and 26.9 us (8 warps), attention included, instead of 13.4 us.
     """
-    T, splits, H, d_v = part.shape
+    T, splits, H, d_v = partials.shape
     warps = 1 if 16 < splits <= 65 else 2
     block_s = triton.next_power_of_2(splits)
     block_d = min(triton.next_power_of_2(d_v), 256 * warps, max(64, 4096 * warps // block_s))
-    early = capability[0] >= 9  # programs are launched before the shares are there, and wait for them
+    pdl = supports_pdl(out.device)  # programs are launched before the partials are there, and wait for them
     combine_kernel[(T, H, triton.cdiv(d_v, block_d))](
-        part,
-        part_lse,
+        partials,
+        partial_lse,
         lse if sink is None else sink,
         out,
         lse,
@@ -220,31 +203,30 @@ def _combine(
         HAS_SINK=sink is not None,
         BLOCK_S=block_s,
         BLOCK_D=block_d,
-        PDL=early,
+        PDL=pdl,
         num_warps=warps,
-        launch_pdl=early,
+        launch_pdl=pdl,
     )
 
 
 def _launch(
     q: Tensor,
     keys: list[_Keys],
-    form: _Format,
+    layout: _EntryLayout,
     dtype: torch.dtype,
     scale: float,
     sink: Tensor | None,
     d_v: int,
     out: Tensor,
-    part: Tensor,
-    part_lse: Tensor,
-    tiles: Tiles,
-    capability: tuple[int, int],
+    partials: Tensor,
+    partial_lse: Tensor,
+    config: LaunchConfig,
 ) -> None:
-    """Launches the attention of each share of the keys, into ``part`` (which is ``out`` if there is one share)."""
+    """Attends each split of the keys, into ``partials`` (which is ``out`` if there is one split)."""
     T, H, dim = q.shape
     first, second = keys[0], keys[-1]
-    split = tiles.splits > 1
-    grid = (T, tiles.splits, triton.cdiv(H, tiles.heads))
+    pdl = supports_pdl(q.device)
+    grid = (T, config.splits, triton.cdiv(H, config.heads))
     arguments = (
         q,
         first.pool,
@@ -253,9 +235,9 @@ def _launch(
         second.indices,
         first.indices if first.lens is None else first.lens,
         second.indices if second.lens is None else second.lens,
-        part_lse if sink is None else sink,
-        part,
-        part_lse,
+        partial_lse if sink is None else sink,
+        partials,
+        partial_lse,
         H,
         scale * LOG2E,
         first.indices.shape[1],
@@ -272,20 +254,20 @@ def _launch(
         out.stride(1),
     )
     flags = {
-        "NOPE": form.nope,
-        "N0": first.n,
-        "N1": second.n,
+        "NOPE": layout.nope,
+        "N0": first.entries,
+        "N1": second.entries,
         "POOLS": len(keys),
         "HAS_LENS0": first.lens is not None,
         "HAS_LENS1": second.lens is not None,
         "HAS_SINK": sink is not None,
-        "SPLIT": split,
+        "SPLIT": config.splits > 1,
     }
-    if tiles.hopper:
-        grid = (T * triton.cdiv(H, tiles.heads), tiles.splits)
+    if config.hopper:
+        grid = (T * triton.cdiv(H, config.heads), config.splits)
         attend_hopper_kernel[grid](*arguments, **flags, num_warps=8, launch_pdl=True)
         return
-    starts, widths = pieces(form.nope, dim, tiles.piece)
+    starts, widths = pieces(layout.nope, dim, config.piece)
     attend_kernel[grid](
         *arguments,
         **flags,
@@ -294,21 +276,54 @@ def _launch(
         STARTS=starts,
         WIDTHS=widths,
         V_PIECES=sum(start < d_v for start in starts),
-        ROW=form.row,
-        ROPE=form.rope,
-        FP8=form.group > 0,
-        GROUP=form.group,
-        NATIVE_FP8=capability >= (8, 9),
+        ROW=layout.row,
+        ROPE=layout.rope,
+        FP8=layout.group > 0,
+        GROUP=layout.group,
+        NATIVE_FP8=has_native_fp8(q.device),
         DTYPE=TRITON_DTYPES[dtype],
         PRECISION="tf32x3" if dtype == torch.float32 else None,
-        BLOCK_H=tiles.heads,
-        BLOCK_N=tiles.keys,
-        STAGES=tiles.stages,
-        PDL=capability[0] >= 9,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        launch_pdl=capability[0] >= 9,
+        BLOCK_H=config.heads,
+        BLOCK_N=config.keys,
+        STAGES=config.stages,
+        PDL=pdl,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        launch_pdl=pdl,
     )
+
+
+def _launch_rows_hopper(
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, sink: Tensor | None, lens: Tensor | None, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    T, H, dim = q.shape
+    lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
+    jobs = rows_hopper_jobs(T, H)
+    attend_rows_hopper_kernel[(min(jobs, gpu(q.device).multiprocessors),)](
+        q,
+        kv,
+        indices,
+        indices if lens is None else lens,
+        lse if sink is None else sink,
+        out,
+        lse,
+        H,
+        jobs,
+        scale * LOG2E,
+        indices.shape[1],
+        kv.shape[0],
+        kv.stride(0),
+        indices.stride(0),
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        DIM=dim,
+        HAS_LENS=lens is not None,
+        HAS_SINK=sink is not None,
+        num_warps=8,
+    )
+    return out, lse
 
 
 def _rows_contiguous(indices: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.fp8 import pow2_scales, quantize_e2m1, quantize_e4m3
+from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 RECORDS = ("plain", "fp8_v4", "index_fp8", "index_fp4")  # device code knows them by number
@@ -157,27 +158,17 @@ def store_rows(
         tl.store(scales[:, None] + group[None, :], byte.to(tl.uint8), mask=inside)
 
 
-def entry_constants(record: Any, pool: Tensor, page_entries: int) -> dict[str, Any]:
+def entry_constants(record: CacheRecord, pool: Tensor, page_entries: int) -> dict[str, Any]:
     """What `store_rows` needs to know about a pool: its constants ``N, NOPE, RECORD, PLAIN``.
 
     Raises:
         ValueError: a record or a pool that is not supported.
     """
-    need = page_entries * record.entry_bytes
     if record.name not in RECORDS:
         raise ValueError(f"records that are written are {', '.join(RECORDS)}, got {record.name!r}")
-    if pool.dim() != 2 or pool.dtype != torch.uint8 or pool.stride(1) != 1 or pool.shape[1] < need:
-        raise ValueError(
-            f"a pool of {page_entries} entries per page must be uint8 [pages, at least {need}] with contiguous pages, "
-            f"got {tuple(pool.shape)} {pool.dtype}, strides {pool.stride()}"
-        )
     dtype = record.dtype if record.name == "plain" else torch.bfloat16
     unit = {"plain": dtype.itemsize, "fp8_v4": 2, "index_fp8": 4, "index_fp4": 1}[record.name]
-    if pool.stride(0) % unit or pool.data_ptr() % unit:
-        raise ValueError(
-            f"pages of {record.name} must start at multiples of {unit} bytes, got a page stride of {pool.stride(0)} "
-            f"and an address of {pool.data_ptr()}"
-        )
+    check_pool(record, pool, page_entries, unit)
     nope = record.nope_dim if record.name == "fp8_v4" else record.dim
     return {"N": page_entries, "NOPE": nope, "RECORD": RECORDS.index(record.name), "PLAIN": TRITON_DTYPES[dtype]}
 

@@ -5,7 +5,7 @@ import torch
 
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.impls import flow
-from deepseek_attn.impls.flow import plan_prefill_chunks
+from deepseek_attn.impls.prefill import plan_prefill_chunks
 from deepseek_attn.utils.workspace import Workspace, aligned_bytes
 from tests.support.one_layer import KINDS, WINDOW, Layer, Request
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord
+from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.impls import flash_mla
+from deepseek_attn.kernels.attention import PagedKeys
 from deepseek_attn.kernels.attention.reference import sparse_attention, sparse_attention_paged
 from tests.gpu.report import INF, Report, on_cpu_too
 
-RECORD = Fp8DsMlaRecord(448, 64)
+RECORD, V32 = Fp8DsMlaRecord(448, 64), Fp8DsMlaV32Record()
 
 
 class Pool(NamedTuple):
@@ -27,7 +29,7 @@ class Pool(NamedTuple):
     lens: bool = True
 
 
-def make_pages(T: int, shape: Pool, device) -> flash_mla.Pages:
+def make_pages(T: int, shape: Pool, device) -> PagedKeys:
     """A NaN pool with about 2T + 600 live slots, the very last among them; index rows have holes and, past their
     length, a slot of NaN. Row 0 sees nothing."""
     K, n, pages = shape.width, shape.entries, shape.pages
@@ -44,14 +46,13 @@ def make_pages(T: int, shape: Pool, device) -> flash_mla.Pages:
     counts[0], counts[-1] = 0, K
     if not shape.lens:
         indices[0] = -1
-        return flash_mla.Pages(pool, n, indices, None)
+        return PagedKeys(RECORD, pool, n, indices, None)
     past = torch.arange(K, device=device) >= counts[:, None]
-    return flash_mla.Pages(pool, n, indices.masked_fill(past, dead), counts)
+    return PagedKeys(RECORD, pool, n, indices.masked_fill(past, dead), counts)
 
 
-def paged_reference(q: Tensor, pages: list[flash_mla.Pages], scale: float, sink: Tensor | None):
-    pools = [(RECORD, page.pool, page.entries, page.indices, page.lens) for page in pages]
-    return sparse_attention_paged(q.float(), pools, scale, sink)
+def paged_reference(q: Tensor, pages: list[PagedKeys], scale: float, sink: Tensor | None):
+    return sparse_attention_paged(q.float(), pages, scale, sink)
 
 
 SCALE = 512**-0.5
@@ -88,7 +89,7 @@ def test_decode(report, checked, name):
 
 
 @pytest.fixture
-def batch(checked) -> tuple[Tensor, list[flash_mla.Pages], Tensor]:
+def batch(checked) -> tuple[Tensor, list[PagedKeys], Tensor]:
     """33 queries of 64 heads, their pages, and sinks, some of them out of the ordinary."""
     pages = [make_pages(33, Pool(128, 64, 99), checked), make_pages(33, Pool(512, 64, 301), checked)]
     q, sink = torch.randn(33, 64, 512, device=checked).bfloat16(), torch.randn(64, device=checked)
@@ -114,15 +115,15 @@ def test_decode_launches_are_bit_identical(report, batch):
 def test_decode_of_three_queries_per_row(report, batch):
     """Rows of three queries share a length, so their indices must name live slots all along."""
     q, pages, sink = batch
-    pages = [flash_mla.Pages(p.pool, p.entries, live_indices(p), p.lens[::3].repeat_interleave(3)) for p in pages]
-    rows = [flash_mla.Pages(p.pool, p.entries, p.indices.view(11, 3, -1), p.lens[::3].contiguous()) for p in pages]
+    pages = [p._replace(indices=live_indices(p), lens=p.lens[::3].repeat_interleave(3)) for p in pages]
+    rows = [p._replace(indices=p.indices.view(11, 3, -1), lens=p.lens[::3].contiguous()) for p in pages]
     out, lse = flash_mla.sparse_decode(q.view(11, 3, 64, 512), rows, SCALE, sink)
     expected = paged_reference(q, pages, SCALE, sink)
     report.compare("decode", "3 queries per row", (out.flatten(0, 1), lse.flatten(0, 1)), expected)
     assert not report.failed
 
 
-def live_indices(page: flash_mla.Pages) -> Tensor:
+def live_indices(page: PagedKeys) -> Tensor:
     """New indices in the shape of the old ones. The last row's length is its width, so all it names is live or -1."""
     row = page.indices[-1]
     return row[torch.randint(len(row), page.indices.shape, device=row.device)]
@@ -131,7 +132,7 @@ def live_indices(page: flash_mla.Pages) -> Tensor:
 def test_decode_as_a_graph(report, batch):
     """Capture with a new plan, replay with other lengths, indices and queries."""
     q, pages, sink = batch
-    pages = [flash_mla.Pages(p.pool, p.entries, live_indices(p), p.lens.clone()) for p in pages]
+    pages = [p._replace(indices=live_indices(p), lens=p.lens.clone()) for p in pages]
     flash_mla.sparse_decode(q, pages, SCALE, sink)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -217,10 +218,10 @@ def test_decode_of_v32_pages(report, checked, pow2, heads, K, T):
     lens = torch.randint(0, K + 1, (T,), device=checked, dtype=torch.int32)
     lens[0] = 0
     expected = sparse_attention(q.float(), keys, indices, 0.1352, None, lens, 512)
-    got = flash_mla.sparse_decode(q, [flash_mla.Pages(pool, 64, indices, lens)], 0.1352)
+    got = flash_mla.sparse_decode(q, [PagedKeys(V32, pool, 64, indices, lens)], 0.1352)
     name = f"656 B pages, {'power-of-two' if pow2 else 'raw'} scales, {K} keys, {heads} heads"
     report.compare("v32", name, got, expected)
     masked = torch.where(torch.arange(K, device=checked) < lens[:, None], indices, -1)
-    out, lse = flash_mla.sparse_decode(q[None], [flash_mla.Pages(pool, 64, masked[None])], 0.1352)
+    out, lse = flash_mla.sparse_decode(q[None], [PagedKeys(V32, pool, 64, masked[None])], 0.1352)
     report.compare("v32", name + ", one row", (out[0], lse[0]), expected)
     assert not report.failed

@@ -1,4 +1,4 @@
-"""The FlashMLA door: what it finds, what it refuses, and what it hands to the kernels.
+"""The FlashMLA adapter: which flavour it finds, what it refuses, and the arguments it passes to the kernels.
 
 The kernels are stand-ins on the CPU and, on a GPU that has them, the installed ones.
 """
@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord
+from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.impls import flash_mla
 from deepseek_attn.impls.base import AttentionSpec
+from deepseek_attn.kernels.attention import PagedKeys
 from deepseek_attn.kernels.attention.reference import sparse_attention, sparse_attention_paged
 from tests.support import fake_flash_mla
 
-RECORD = Fp8DsMlaRecord(448, 64)
+RECORD, V32 = Fp8DsMlaRecord(448, 64), Fp8DsMlaV32Record()
 INF = float("inf")
 CUDA = torch.device("cuda")
 
@@ -92,7 +94,7 @@ def test_a_broken_package_is_a_reason_not_an_error(install, monkeypatch, error, 
 def test_flavours_are_told_apart(install, flavour, name, legacy, out):
     install(fake_flash_mla.make(flavour))
     found = flash_mla.flavour()
-    assert (found.name, found.version, found.use_legacy, found.takes_out, found.problem) == (
+    assert (found.name, found.version, found.use_legacy, found.supports_out, found.problem) == (
         name, "1.2.3", legacy, out, "",
     )  # fmt: skip
     assert flash_mla.supported(CUDA) == (True, f"{name} 1.2.3 on compute capability 9.0")
@@ -182,12 +184,11 @@ def paged_keys(T, K, pages, n, stride=None, lens=True):
         indices = torch.where(torch.arange(K) >= counts[:, None], dead.int(), indices)
     else:
         indices[0] = -1
-    return flash_mla.Pages(poisoned_pool(pages, n, live, stride), n, indices, counts if lens else None)
+    return PagedKeys(RECORD, poisoned_pool(pages, n, live, stride), n, indices, counts if lens else None)
 
 
 def reference(q, pages, scale, sink):
-    pools = [(RECORD, page.pool, page.entries, page.indices, page.lens) for page in pages]
-    return sparse_attention_paged(q, pools, scale, sink)
+    return sparse_attention_paged(q, pages, scale, sink)
 
 
 def check(got, expected, lse=1e-4):
@@ -250,8 +251,8 @@ def test_decode_of_several_queries_per_row(kernels):
     page = paged_keys(6, 100, 9, 64, lens=False)
     indices = page.indices.view(2, 3, 100)
     lens = torch.tensor([100, 40], dtype=torch.int32)
-    out, lse = flash_mla.sparse_decode(q, [flash_mla.Pages(page.pool, 64, indices, lens)], 0.05)
-    flat = flash_mla.Pages(page.pool, 64, page.indices, lens.repeat_interleave(3))
+    out, lse = flash_mla.sparse_decode(q, [PagedKeys(RECORD, page.pool, 64, indices, lens)], 0.05)
+    flat = PagedKeys(RECORD, page.pool, 64, page.indices, lens.repeat_interleave(3))
     expected = reference(q.flatten(0, 1), [flat], 0.05, None)
     check((out.flatten(0, 1), lse.flatten(0, 1)), expected)
     assert lse.shape == (2, 3, 16)
@@ -271,14 +272,14 @@ def test_a_schedule_is_reused_and_a_stale_one_is_what_the_stand_in_refuses(fake)
     for _ in range(2):
         flash_mla.sparse_decode(q, [page], 0.05, schedule=schedule)
     assert fake.calls.schedules == 1
-    shorter = flash_mla.Pages(page.pool, 64, page.indices, (page.lens - 1).clamp(min=0))
+    shorter = PagedKeys(RECORD, page.pool, 64, page.indices, (page.lens - 1).clamp(min=0))
     with pytest.raises(AssertionError, match="stale plan"):
         flash_mla.sparse_decode(q, [shorter], 0.05, schedule=schedule)
 
 
 def test_zero_rows_and_empty_workspaces_never_launch(kernels):
     pool = poisoned_pool(3, 64, torch.arange(4))
-    pages = [flash_mla.Pages(pool, 64, torch.empty(0, 64, dtype=torch.int32), torch.empty(0, dtype=torch.int32))]
+    pages = [PagedKeys(RECORD, pool, 64, torch.empty(0, 64, dtype=torch.int32), torch.empty(0, dtype=torch.int32))]
     out, lse = flash_mla.sparse_decode(torch.empty(0, 8, 512, dtype=torch.bfloat16), pages, 0.05, torch.zeros(8))
     assert (out.shape, lse.shape) == ((0, 8, 512), (0, 8))
     empty = torch.empty(0, 512, dtype=torch.bfloat16)
@@ -312,10 +313,10 @@ def test_v32_decode_masks_by_index_because_its_kernel_takes_no_lengths(kernels, 
     pool, keys = v32_pool(9, 64, live, pow2)
     q = torch.randn(4, heads, 576).bfloat16()
     indices, lens = live[torch.randint(300, (4, 100))].int(), torch.tensor([100, 0, 65, 1]).int()
-    out, lse = flash_mla.sparse_decode(q, [flash_mla.Pages(pool, 64, indices, lens)], 0.1)
+    out, lse = flash_mla.sparse_decode(q, [PagedKeys(V32, pool, 64, indices, lens)], 0.1)
     check((out, lse), sparse_attention(q, keys, indices, 0.1, None, lens, 512))
     with pytest.raises(ValueError, match="one"):
-        flash_mla.sparse_decode(q, [flash_mla.Pages(pool, 64, indices, lens)] * 2, 0.1)
+        flash_mla.sparse_decode(q, [PagedKeys(V32, pool, 64, indices, lens)] * 2, 0.1)
 
 
 @pytest.mark.parametrize("dim", [512, 576], ids=["V4", "V3.2"])
@@ -371,7 +372,8 @@ def test_sm100_needs_pages_a_multiple_of_576_apart(fake, monkeypatch):
 )
 def test_decode_says_what_it_was_given(fake, change, word):
     q = change.get("q", torch.zeros(3, 8, 512, dtype=torch.bfloat16))
-    page = flash_mla.Pages(
+    page = PagedKeys(
+        RECORD,
         change.get("pool", torch.zeros(3, 37440, dtype=torch.uint8)),
         64,
         change.get("indices", torch.zeros(3, 64, dtype=torch.int32)),

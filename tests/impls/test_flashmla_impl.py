@@ -15,6 +15,7 @@ from deepseek_attn.impls import (
     describe_impls,
     flash_mla,
     get_impl,
+    prefill,
 )
 from deepseek_attn.impls.reference import DeepseekV4ReferenceSparseImpl
 from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
@@ -246,9 +247,8 @@ def test_requests_that_share_no_workspace_write_to_one_tensor(fake, monkeypatch)
 def test_window_layers_merge_their_indices_once_a_step(fake, monkeypatch):
     machine = runner([0, 0, 4, 4, 128, 128], "flashmla", config={"num_hash_layers": 1})
     merged = []
-    merge = DeepseekV4FlashMLASparseImpl.merge_indices
-    counted = staticmethod(lambda *args: merged.append(args[5]) or merge(*args))
-    monkeypatch.setattr(DeepseekV4FlashMLASparseImpl, "merge_indices", counted)
+    merge = prefill.combine_topk_swa_indices
+    monkeypatch.setattr(prefill, "combine_topk_swa_indices", lambda *args: merged.append(args[5]) or merge(*args))
     machine.score([prompt(machine.config, 150, 0)])
     assert merged == [0, 4, 4, 128]
 

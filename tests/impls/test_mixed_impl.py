@@ -70,9 +70,9 @@ def test_a_call_goes_to_one_kernel_with_all_its_arguments(monkeypatch, T, heads,
             record = classmethod(lambda cls, *args, impl=impl, method=method: calls.append((impl.name, method, args)))
             monkeypatch.setattr(impl, method, record)
     q, output, layer = torch.zeros(T, heads, 512), torch.zeros(T, heads, 512), object()
-    sources = [SimpleNamespace(indices=torch.zeros(T, 100)), SimpleNamespace(indices=torch.zeros(T, 28))]
-    DeepseekV4MixedSparseImpl.attend_pages(layer, q, sources, output)
-    assert calls == [(name, "attend_pages", (layer, q, sources, output))]
+    keys = [SimpleNamespace(indices=torch.zeros(T, 100)), SimpleNamespace(indices=torch.zeros(T, 28))]
+    DeepseekV4MixedSparseImpl.attend_pages(layer, q, keys, output)
+    assert calls == [(name, "attend_pages", (layer, q, keys, output))]
     DeepseekV4MixedSparseImpl.attend_rows(layer, q, q, 1, 2, output)
     assert calls[1] == ("flashmla" if heads in (64, 128) else "triton", "attend_rows", (layer, q, q, 1, 2, output))
 

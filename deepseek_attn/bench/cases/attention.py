@@ -13,6 +13,7 @@ from deepseek_attn.cache.records import Fp8DsMlaRecord, Record
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.impls import flash_mla
 from deepseek_attn.impls.base import AttentionSpec
+from deepseek_attn.kernels.attention import PagedKeys, sparse_attention, sparse_attention_paged
 from deepseek_attn.kernels.common.dispatch import runs_triton
 
 V4, V32 = Fp8DsMlaRecord(448, 64), Fp8DsMlaV32Record()
@@ -42,40 +43,34 @@ def cases(device: torch.device) -> list[OpCase]:
 
 
 def _decode(name: str, record: Record, heads: int, widths: tuple[int, ...], T: int, device: torch.device) -> OpCase:
-    from deepseek_attn.kernels.attention.sparse_attention import sparse_attention_paged
-
     scale = record.dim**-0.5
 
     def make(device: torch.device, seed: int) -> tuple:
         g = torch.Generator(device).manual_seed(seed)
         q = torch.randn(T, heads, record.dim, device=device, generator=g).bfloat16()
         sink = torch.randn(heads, device=device, generator=g) if record is V4 else None
-        slots = [torch.randint(PAGE * PAGES, (T, K), device=device, generator=g, dtype=torch.int32) for K in widths]
-        return q, sink, slots, [torch.full((T,), K, device=device, dtype=torch.int32) for K in widths]
+        keys = []
+        for i, K in enumerate(widths):
+            slots = torch.randint(PAGE * PAGES, (T, K), device=device, generator=g, dtype=torch.int32)
+            lens = torch.full((T,), K, device=device, dtype=torch.int32)
+            keys.append(PagedKeys(record, _pool(record, i, device), PAGE, slots, lens))
+        return q, sink, keys
 
-    def sources(slots: list[Tensor], lens: list[Tensor]) -> list[tuple]:
-        pools = [_pool(record, i, slots[0].device) for i in range(len(slots))]
-        return [(pool, PAGE, *lists) for pool, *lists in zip(pools, slots, lens, strict=True)]
+    def triton(q: Tensor, sink: Tensor | None, keys: list[PagedKeys]) -> Tensor:
+        return sparse_attention_paged(q, keys, scale, sink, d_v=D_V)[0]
 
-    def ours(q: Tensor, sink: Tensor | None, *lists: list[Tensor]) -> Tensor:
-        pools = [(record, *source) for source in sources(*lists)]
-        return sparse_attention_paged(q, pools, scale, sink, d_v=D_V)[0]
+    schedule = cache(flash_mla.new_schedule)  # made by the first call; lengths are the same in all
 
-    schedule = cache(flash_mla.new_schedule)  # planned by the first call; lengths are the same in all
+    def flashmla(q: Tensor, sink: Tensor | None, keys: list[PagedKeys]) -> Tensor:
+        return flash_mla.sparse_decode(q, keys, scale, sink, schedule())[0]
 
-    def theirs(q: Tensor, sink: Tensor | None, *lists: list[Tensor]) -> Tensor:
-        pages = [flash_mla.Pages(*source) for source in sources(*lists)]
-        return flash_mla.sparse_decode(q, pages, scale, sink, schedule())[0]
-
-    keys = sum(widths)
-    size = T * (record.entry_bytes * keys + 2 * heads * (record.dim + D_V) + 4 * keys)
-    run = _with_flash_mla(ours, theirs, AttentionSpec(heads, record.dim), device)
-    return OpCase("sparse_attention", f"{name} B={T}", make, run, size, 2 * T * heads * keys * (record.dim + D_V))
+    width = sum(widths)
+    size = T * (record.entry_bytes * width + 2 * heads * (record.dim + D_V) + 4 * width)
+    run = _with_flash_mla(triton, flashmla, AttentionSpec(heads, record.dim), device)
+    return OpCase("sparse_attention", f"{name} B={T}", make, run, size, 2 * T * heads * width * (record.dim + D_V))
 
 
 def _prefill(T: int, heads: int, width: int, device: torch.device) -> OpCase:
-    from deepseek_attn.kernels.attention.sparse_attention import sparse_attention
-
     rows, scale = 16384, D_V**-0.5
 
     def make(device: torch.device, seed: int) -> tuple:
@@ -92,9 +87,11 @@ def _prefill(T: int, heads: int, width: int, device: torch.device) -> OpCase:
     )
 
 
-def _with_flash_mla(ours: Callable, theirs: Callable, spec: AttentionSpec, device: torch.device) -> dict[str, Callable]:
+def _with_flash_mla(
+    triton: Callable, flashmla: Callable, spec: AttentionSpec, device: torch.device
+) -> dict[str, Callable]:
     usable, _ = flash_mla.supported(device, spec)
-    return {"triton": ours} | ({"flashmla": theirs} if usable else {})
+    return {"triton": triton} | ({"flashmla": flashmla} if usable else {})
 
 
 @cache

@@ -202,7 +202,7 @@ def _combine(T: int, K: int = 512) -> OpCase:
 
 
 def _gather(label: str, record: Record, requests: int, length: int) -> OpCase:
-    from deepseek_attn.kernels.attention.gather import dequantize_and_gather_k_cache
+    from deepseek_attn.kernels.attention import dequantize_and_gather_k_cache
 
     def make(device: torch.device, seed: int) -> tuple:
         g = torch.Generator(device).manual_seed(seed)

@@ -124,7 +124,7 @@ class SparseMLAConfig:
 
     def attention_spec(self, kv_cache_spec: KVCacheSpec) -> AttentionSpec:
         """Shapes and dtypes that the kernels must support."""
-        record = "fp8_ds_mla" if self.use_fp8_kv_cache else "plain"
+        record = "fp8_v32" if self.use_fp8_kv_cache else "plain"
         return AttentionSpec(self.num_heads, kv_cache_spec.head_size, kv_cache_spec.rope_dim, record, self.dtype)
 
 

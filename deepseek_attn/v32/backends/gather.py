@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.cache.records_v32 import KV_CACHE_DTYPES, pool_view, record_of
-from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
-from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.attention import gather_packed
 
 
 def concat_and_cache_mla(
@@ -82,22 +81,5 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     record = record_of(src_cache, dst.shape[1] - rope_dim, rope_dim)
     if src_cache.dtype != torch.uint8:
         raise ValueError(f"src_cache must hold FP8 entries (uint8), got {src_cache.dtype}")
-    if batch_size == 0 or dst.shape[0] == 0:
-        return
     pool, n = pool_view(src_cache), src_cache.shape[1]
-    if runs_triton(dst):
-        from deepseek_attn.kernels.attention.gather import gather_packed
-
-        gather_packed(dst, record, pool, n, block_table, seq_lens, workspace_starts)
-        return
-    starts, lens = workspace_starts.long(), seq_lens.long()
-    for first, last in row_blocks(dst.shape[0], rows_per_block(dst.shape[1] * 8)):
-        row = torch.arange(first, last, device=dst.device)
-        request = (torch.searchsorted(starts, row, right=True) - 1).clamp_min(0)
-        position = row - starts[request]
-        inside = (position >= 0) & (position < lens[request])
-        block = (position // n).clamp(0, block_table.shape[1] - 1)
-        page = block_table[request, block].long()
-        slots = torch.where(inside & (page >= 0), page * n + position % n, -1)
-        values = record.gather(pool, n, slots, dst.dtype)
-        dst[first:last] = torch.where(inside[:, None], values, dst[first:last])
+    gather_packed(dst, record, pool, n, block_table, seq_lens, workspace_starts)

@@ -99,7 +99,7 @@ class SparseMLAImpl(MLAAbsorption, ABC):
 
     def attention_spec(self) -> AttentionSpec:
         """Shapes and dtypes that the kernels must support."""
-        record = "fp8_ds_mla" if self.config.use_fp8_kv_cache else "plain"
+        record = "fp8_v32" if self.config.use_fp8_kv_cache else "plain"
         return AttentionSpec(self.num_heads, self.head_size, self.qk_rope_head_dim, record, self.config.dtype)
 
     @abstractmethod

@@ -11,11 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepseek_attn.cache.records import Record
 from deepseek_attn.cache.records_v32 import pool_view, record_of
 from deepseek_attn.impls import flash_mla
 from deepseek_attn.impls.base import AttentionSpec
-from deepseek_attn.kernels.attention.reference import sparse_attention, sparse_attention_paged
+from deepseek_attn.kernels.attention import PagedKeys, reference, sparse_attention, sparse_attention_paged
 from deepseek_attn.kernels.common.dispatch import problem_on
 
 
@@ -91,15 +90,15 @@ class ReferenceKernels:
     def flash_mla_with_kvcache(self, q, k_cache, indices, head_dim_v, softmax_scale, kernel_metadata=None):
         b, s_q, heads, head_dim = q.shape
         cache = k_cache.squeeze(2)
-        record = _Bf16Reads(record_of(cache, head_dim_v, head_dim - head_dim_v))
+        record = record_of(cache, head_dim_v, head_dim - head_dim_v)
         slots = indices.flatten(0, 1)
-        pools = [(record, pool_view(cache), cache.shape[1], slots, _used_columns(slots))]
-        out, lse = sparse_attention_paged(q.flatten(0, 1), pools, softmax_scale, d_v=head_dim_v)
+        keys = PagedKeys(record, pool_view(cache), cache.shape[1], slots, _used_columns(slots))
+        out, lse = reference.sparse_attention_paged(q.flatten(0, 1), [keys], softmax_scale, d_v=head_dim_v)
         return out.unflatten(0, (b, s_q)), lse.view(b, s_q, heads).transpose(1, 2)
 
     def flash_mla_sparse_fwd(self, q, kv, indices, sm_scale, d_v):
         rows = indices.squeeze(1)
-        return sparse_attention(q, kv.squeeze(1), rows, sm_scale, lens=_used_columns(rows), d_v=d_v)
+        return reference.sparse_attention(q, kv.squeeze(1), rows, sm_scale, lens=_used_columns(rows), d_v=d_v)
 
 
 class FlashMLAKernels:
@@ -116,9 +115,10 @@ class FlashMLAKernels:
 
     def flash_mla_with_kvcache(self, q, k_cache, indices, head_dim_v, softmax_scale, kernel_metadata=None):
         cache = k_cache.squeeze(2)
-        pages = flash_mla.Pages(pool_view(cache), cache.shape[1], indices)
+        record = record_of(cache, head_dim_v, q.shape[-1] - head_dim_v)
+        keys = PagedKeys(record, pool_view(cache), cache.shape[1], indices)
         schedule = None if kernel_metadata is None else kernel_metadata.scheduler_metadata
-        out, lse = flash_mla.sparse_decode(q, [pages], softmax_scale, schedule=schedule)
+        out, lse = flash_mla.sparse_decode(q, [keys], softmax_scale, schedule=schedule)
         return out, lse.transpose(1, 2)
 
     def flash_mla_sparse_fwd(self, q, kv, indices, sm_scale, d_v):
@@ -134,7 +134,7 @@ class TritonKernels:
     def supported(self, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:
         if problem := problem_on(device):
             return False, problem
-        if spec is not None and spec.kv_record == "fp8_ds_mla" and spec.rope_dim % 16:
+        if spec is not None and spec.kv_record == "fp8_v32" and spec.rope_dim % 16:
             return False, f"its kernels read a multiple of 16 rotated values per key; this model has {spec.rope_dim}"
         major, minor = torch.cuda.get_device_capability(device)
         return True, f"Triton kernels on compute capability {major}.{minor}"
@@ -143,19 +143,15 @@ class TritonKernels:
         return FlashMLASchedMeta(), None
 
     def flash_mla_with_kvcache(self, q, k_cache, indices, head_dim_v, softmax_scale, kernel_metadata=None):
-        from deepseek_attn.kernels.attention.sparse_attention import sparse_attention_paged as attend
-
         b, s_q, heads, head_dim = q.shape
         cache = k_cache.squeeze(2)
         record = record_of(cache, head_dim_v, head_dim - head_dim_v)
-        pools = [(record, pool_view(cache), cache.shape[1], indices.flatten(0, 1), None)]
-        out, lse = attend(q.flatten(0, 1), pools, softmax_scale, d_v=head_dim_v)
+        keys = PagedKeys(record, pool_view(cache), cache.shape[1], indices.flatten(0, 1))
+        out, lse = sparse_attention_paged(q.flatten(0, 1), [keys], softmax_scale, d_v=head_dim_v)
         return out.unflatten(0, (b, s_q)), lse.view(b, s_q, heads).transpose(1, 2)
 
     def flash_mla_sparse_fwd(self, q, kv, indices, sm_scale, d_v):
-        from deepseek_attn.kernels.attention.sparse_attention import sparse_attention as attend
-
-        return attend(q, kv.squeeze(1), indices.squeeze(1), sm_scale, d_v=d_v)
+        return sparse_attention(q, kv.squeeze(1), indices.squeeze(1), sm_scale, d_v=d_v)
 
 
 KERNELS: dict[str, type[SparseMLAKernels]] = {
@@ -187,16 +183,6 @@ def get_kernels(name: str, device: torch.device | str, spec: AttentionSpec | Non
 def describe_kernels(device: torch.device | str, spec: AttentionSpec | None = None) -> list[tuple[str, bool, str]]:
     """(name, usable on ``device``, reason) of all kernels."""
     return [(name, *kernels().supported(torch.device(device), spec)) for name, kernels in KERNELS.items()]
-
-
-@dataclass(frozen=True)
-class _Bf16Reads:
-    """Reads entries as the FP8 kernels do: dequantised, then rounded to bf16."""
-
-    record: Record
-
-    def gather(self, pool: Tensor, n: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.record.gather(pool, n, slots, torch.bfloat16).to(dtype)
 
 
 def _used_columns(indices: Tensor) -> Tensor | None:

@@ -3,6 +3,7 @@
 import torch
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord
+from deepseek_attn.kernels.attention import PagedKeys
 
 V4 = Fp8DsMlaRecord(448, 64)
 TINY = Fp8DsMlaRecord(64, 64)
@@ -35,10 +36,10 @@ def hostile(T, K, live, dead):
 
 
 def make_pool(record, T, K, n, pages, stride=1):
-    """``(record, pool, n, indices, lens)``: live entries at odd slots of a pool that is NaN (0xFF) elsewhere."""
+    """Live entries at odd slots of a pool that is NaN (0xFF) elsewhere."""
     size = record.page_bytes(n)
     pool = torch.full((pages, size * stride), 0xFF, dtype=torch.uint8)[:, :size]
     live = torch.randint(pages * n // 2, (2 * T + 300,)).unique() * 2 + 1
     live = torch.cat([live[live < pages * n - 1], torch.tensor([pages * n - 1 - pages * n % 2])])
     record.insert(pool, n, live, torch.randn(len(live), record.dim) * 2)
-    return record, pool, n, *hostile(T, K, live, 0)
+    return PagedKeys(record, pool, n, *hostile(T, K, live, 0))

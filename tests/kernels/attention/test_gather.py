@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepseek_attn.kernels.attention.gather_reference import dequantize_and_gather_k_cache
+from deepseek_attn.kernels.attention.reference import dequantize_and_gather_k_cache
 
 
 class Rows:

@@ -7,7 +7,7 @@ import torch
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp8Record, PlainRecord
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record, kv_cache_view
-from deepseek_attn.kernels.attention.gather_reference import dequantize_and_gather_k_cache
+from deepseek_attn.kernels.attention.reference import dequantize_and_gather_k_cache
 from deepseek_attn.v32.backends.gather import cp_gather_and_upconvert_fp8_kv_cache
 
 pytest.importorskip("triton", reason="the package triton is not installed")

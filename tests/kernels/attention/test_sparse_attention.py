@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import deepseek_attn.kernels.attention.reference as module
+from deepseek_attn.kernels.attention import PagedKeys
 from deepseek_attn.kernels.attention.reference import sparse_attention, sparse_attention_paged
 
 NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
@@ -17,6 +18,8 @@ TOLERANCE = {
 
 class Rows:
     """Plain rows: a pool is ``[pages, n, dim]``."""
+
+    name = "plain"
 
     def gather(self, pool, n, slots, dtype):
         rows = pool.flatten(0, 1)[slots.clamp(min=0)].to(dtype)
@@ -189,7 +192,7 @@ def make_pools(T, d, sizes, seed=0):
         pool.view(-1, d)[live] = torch.randn(len(live), d, generator=generator)
         indices = live[torch.randint(0, len(live), (T, K), generator=generator)].int()
         lens = torch.randint(0, K + 1, (T,), generator=generator).int()
-        pools.append((Rows(), pool, n, poison(indices, lens, pages * n), lens))
+        pools.append(PagedKeys(Rows(), pool, n, poison(indices, lens, pages * n), lens))
     return pools
 
 
@@ -214,17 +217,21 @@ def test_paged_pools_share_one_softmax(sizes, dtype):
     q = torch.randn(11, 3, 16, generator=generator).to(dtype)
     sink = torch.randn(3, generator=generator)
     pools = make_pools(11, 16, sizes)
-    pools[0][4][:3], pools[-1][4][:2] = 0, 0  # rows without window, rows without anything
+    pools[0].lens[:3], pools[-1].lens[:2] = 0, 0  # rows without window, rows without anything
     check(sparse_attention_paged(q, pools, 0.25, sink), paged_oracle(q, pools, 0.25, sink), dtype)
-    pools = [(r, p, n, torch.where(torch.arange(i.shape[1]) < m[:, None], i, -1), None) for r, p, n, i, m in pools]
+    counted = [torch.arange(keys.indices.shape[1]) < keys.lens[:, None] for keys in pools]
+    pools = [
+        keys._replace(indices=torch.where(counts, keys.indices, -1), lens=None)
+        for keys, counts in zip(pools, counted, strict=True)
+    ]
     check(sparse_attention_paged(q, pools, 0.25), paged_oracle(q, pools, 0.25, None), dtype)
 
 
 def test_paged_pool_of_nothing_but_nan_is_not_read():
     q = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(2))
     window, other = make_pools(4, 16, [(8, 20), (4, 9)])
-    other[1].fill_(NAN)
-    other[4].zero_()
+    other.pool.fill_(NAN)
+    other.lens.zero_()
     torch.testing.assert_close(
         sparse_attention_paged(q, [window, other], 0.25), sparse_attention_paged(q, [window], 0.25)
     )
@@ -233,7 +240,7 @@ def test_paged_pool_of_nothing_but_nan_is_not_read():
 def test_paged_equals_plain():
     q, kv, indices, lens, sink = make(13, 2, 16, 60, 33)
     indices = poison(indices, lens, 60)
-    pools = [(Rows(), kv.view(12, 5, 16), 5, indices, lens)]
+    pools = [PagedKeys(Rows(), kv.view(12, 5, 16), 5, indices, lens)]
     torch.testing.assert_close(
         sparse_attention_paged(q, pools, 0.25, sink), sparse_attention(q, kv, indices, 0.25, sink, lens)
     )

@@ -13,10 +13,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from deepseek_attn.kernels.attention.attend_hopper import attend_hopper_kernel
-from deepseek_attn.kernels.attention.attend_rows import fits_hopper
 from deepseek_attn.kernels.attention.attend_rows_hopper import attend_rows_hopper_kernel
 from deepseek_attn.kernels.attention.attend_triton import attend_kernel, combine_kernel
-from deepseek_attn.kernels.attention.tiles import choose_tiles, dot_dtype, pieces
+from deepseek_attn.kernels.attention.launch_config import choose_config, dot_dtype, pieces, supports_rows_hopper
+from deepseek_attn.kernels.common.device import GPU
 from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus, ptxas_report
 from tests.support.tiers import tiered
 
@@ -37,8 +37,8 @@ def compiled(kernel, pointers, constants, capability, warps, stages=1):
 
 def compiled_attention(capability, T, H, q, keys, fp8, pools, dim=512, hopper=False):
     dtype, nope = dot_dtype(q, keys, 64 * fp8), dim - 64 if fp8 else dim
-    tiles = choose_tiles(T, H, dim, 640, dtype, hopper, capability, 132)
-    split = tiles.splits > 1
+    config = choose_config(T, H, dim, 640, dtype, hopper, GPU(capability, 132))
+    split = config.splits > 1
     out = dtype if split and dtype == torch.float16 else torch.float32 if split else q
     pool = "*u8" if fp8 else f"*{NAMES[keys]}"
     pointers = dict.fromkeys(("indices0_ptr", "indices1_ptr", "lens0_ptr", "lens1_ptr"), "*i32")
@@ -46,9 +46,9 @@ def compiled_attention(capability, T, H, q, keys, fp8, pools, dim=512, hopper=Fa
     pointers |= {"sink_ptr": "*fp32", "lse_ptr": "*fp32"}
     constants = {"NOPE": nope, "N0": 64, "N1": 2 if fp8 else 64, "POOLS": pools, "SPLIT": split, "HAS_SINK": True}
     constants |= {"HAS_LENS0": True, "HAS_LENS1": True}
-    if tiles.hopper:
+    if config.hopper:
         return compiled(attend_hopper_kernel, pointers, constants, capability, 8)
-    starts, widths = pieces(nope, dim, tiles.piece)
+    starts, widths = pieces(nope, dim, config.piece)
     constants |= {"DIM": dim, "D_V": dim, "STARTS": starts, "WIDTHS": widths, "V_PIECES": len(starts)}
     constants |= {"ROW": nope + 128 if fp8 else dim, "ROPE": nope, "FP8": fp8, "GROUP": 64 * fp8}
     constants |= {"NATIVE_FP8": capability >= (8, 9)}
@@ -56,9 +56,9 @@ def compiled_attention(capability, T, H, q, keys, fp8, pools, dim=512, hopper=Fa
         "DTYPE": triton.language.dtype(NAMES[dtype]),
         "PRECISION": "tf32x3" if dtype == torch.float32 else None,
     }
-    constants |= {"BLOCK_H": tiles.heads, "BLOCK_N": tiles.keys, "STAGES": tiles.stages}
+    constants |= {"BLOCK_H": config.heads, "BLOCK_N": config.keys, "STAGES": config.stages}
     constants["PDL"] = split and capability[0] >= 9
-    return compiled(attend_kernel, pointers, constants, capability, tiles.warps, tiles.stages)
+    return compiled(attend_kernel, pointers, constants, capability, config.warps, config.stages)
 
 
 SHAPES = {
@@ -113,7 +113,7 @@ def test_which_rows_the_hopper_kernel_takes():
     def fits(T=100, H=64, dim=512, kv_dim=512, d_v=512, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, width=640,
              capability=(9, 0), rows=200):  # fmt: skip
         q, kv = torch.empty(T, H, dim, dtype=dtype), torch.empty(rows, kv_dim, dtype=kv_dtype)
-        return fits_hopper(q, kv[:, :dim], torch.empty(T, width, dtype=torch.int32), d_v, capability, 132)
+        return supports_rows_hopper(q, kv[:, :dim], torch.empty(T, width, dtype=torch.int32), d_v, GPU(capability, 132))
 
     assert fits()
     assert fits(dtype=torch.float16, kv_dtype=torch.float16)
@@ -145,9 +145,9 @@ def test_splits_fill_the_gpu_and_leave_no_program_without_keys(capability):
     for T in (1, 3, 8, 100, 5000):
         for H in (1, 16, 64, 128):
             for width in (1, 128, 640, 8320):
-                tiles = choose_tiles(T, H, 512, width, torch.float16, capability[0] == 9, capability, 132)
-                blocks = -(-width // tiles.keys)
-                share = -(-blocks // tiles.splits)
-                assert 1 <= tiles.splits <= blocks
-                assert share * (tiles.splits - 1) < blocks
-                assert T * -(-H // tiles.heads) * tiles.splits <= max(2 * 132, T * -(-H // tiles.heads))
+                config = choose_config(T, H, 512, width, torch.float16, capability[0] == 9, GPU(capability, 132))
+                blocks = -(-width // config.keys)
+                share = -(-blocks // config.splits)
+                assert 1 <= config.splits <= blocks
+                assert share * (config.splits - 1) < blocks
+                assert T * -(-H // config.heads) * config.splits <= max(2 * 132, T * -(-H // config.heads))

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord, PlainRecord
-from deepseek_attn.kernels.attention import reference
+from deepseek_attn.kernels.attention import PagedKeys, reference
 from tests.kernels.attention.sparse_attention_cases import HUGE, INF, LIMIT, NAN, TINY, V4, check, hostile, make_pool
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from deepseek_attn.kernels.attention.launch_config import LaunchConfig
 from deepseek_attn.kernels.attention.sparse_attention import sparse_attention, sparse_attention_paged
-from deepseek_attn.kernels.attention.tiles import Tiles
 
 
 def paged(q, pools, sink, **options):
@@ -39,32 +39,35 @@ def test_page_sizes_and_dims(gpu, record, n):
     check(paged(q, pools[:1], None), paged_reference(q, pools[:1], None), LIMIT[q.dtype])
 
 
-EVERY_CUT = [
-    Tiles(16, 32, 4, 2),
-    Tiles(16, 16, 4, 1, 128, 9),
-    Tiles(16, 32, 8, 1, 128, 5),
-    Tiles(16, 64, 8, 2, 128, 3),
-    Tiles(32, 32, 8, 2, 64, 7),
-    Tiles(64, 64, 8, 2),
-    Tiles(64, 64, 8, 2, 128, 5),
-    Tiles(64, 64, 8, 1, 64, 1, True),
-    Tiles(64, 64, 8, 1, 64, 4, True),
-    Tiles(64, 64, 8, 1, 64, 130, True),
+CONFIGS = [
+    LaunchConfig(16, 32, 4, 2),
+    LaunchConfig(16, 16, 4, 1, 128, 9),
+    LaunchConfig(16, 32, 8, 1, 128, 5),
+    LaunchConfig(16, 64, 8, 2, 128, 3),
+    LaunchConfig(32, 32, 8, 2, 64, 7),
+    LaunchConfig(64, 64, 8, 2),
+    LaunchConfig(64, 64, 8, 2, 128, 5),
+    LaunchConfig(64, 64, 8, 1, 64, 1, True),
+    LaunchConfig(64, 64, 8, 1, 64, 4, True),
+    LaunchConfig(64, 64, 8, 1, 64, 130, True),
 ]
 
 
-@pytest.mark.parametrize("tiles", EVERY_CUT, ids=lambda t: f"{t.heads}x{t.keys}x{t.splits}{'g' * t.hopper}")
-def test_every_cut_gives_the_same(gpu, tiles):
-    if tiles.hopper and torch.cuda.get_device_capability() != (9, 0):
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda t: f"{t.heads}x{t.keys}x{t.splits}{'g' * t.hopper}")
+def test_every_configuration_gives_the_same(gpu, config):
+    if config.hopper and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the Gluon kernel is for compute capability 9.0")
     q, sink = torch.randn(21, 100, 512).bfloat16(), torch.randn(100)
     pools = [make_pool(V4, 21, 128, 64, 31, stride=3), make_pool(V4, 21, 700, 2, 999, stride=2)]
     expected = paged_reference(q, pools, sink)
     for _ in range(5):
-        check(paged(q, pools, sink, tiles=tiles), expected, LIMIT[q.dtype])
-    without = [(*pool[:3], torch.where(torch.arange(pool[3].shape[1]) < pool[4][:, None], pool[3], -1), None)
-               for pool in pools]  # fmt: skip
-    check(paged(q, without, sink, tiles=tiles), expected, LIMIT[q.dtype])
+        check(paged(q, pools, sink, config=config), expected, LIMIT[q.dtype])
+    counted = [torch.arange(keys.indices.shape[1]) < keys.lens[:, None] for keys in pools]
+    without = [
+        keys._replace(indices=torch.where(counts, keys.indices, -1), lens=None)
+        for keys, counts in zip(pools, counted, strict=True)
+    ]
+    check(paged(q, without, sink, config=config), expected, LIMIT[q.dtype])
 
 
 @pytest.mark.parametrize("H", [8, 64])
@@ -149,11 +152,11 @@ def test_keys_wider_than_values(gpu):
 def test_pool_over_two_gib(gpu):
     pages = 61_000
     pools = [make_pool(V4, 9, 128, 64, pages), make_pool(V4, 9, 512, 64, pages)]
-    assert pools[0][1].numel() > 2**31
-    assert int(pools[1][3][-1].clamp(max=pages * 64).amax()) // 64 > 57_000
+    assert pools[0].pool.numel() > 2**31
+    assert int(pools[1].indices[-1].clamp(max=pages * 64).amax()) // 64 > 57_000
     q, sink = torch.randn(9, 64, 512).bfloat16(), torch.randn(64)
-    for tiles in (None, Tiles(16, 64, 8, 2, 128, 4)):
-        check(paged(q, pools, sink, tiles=tiles), paged_reference(q, pools, sink), LIMIT[q.dtype])
+    for config in (None, LaunchConfig(16, 64, 8, 2, 128, 4)):
+        check(paged(q, pools, sink, config=config), paged_reference(q, pools, sink), LIMIT[q.dtype])
 
 
 def test_strided_queries_and_output(gpu):
@@ -188,7 +191,7 @@ def test_nan_in_a_key_that_is_attended_is_not_hidden(gpu, T):
     pool[2].fill_(0xFF)
     indices = torch.randint(128, (T, 200)).int()
     indices[0, 50] = 130
-    out, _ = paged(q, [(record, pool, 64, indices, None)], None)
+    out, _ = paged(q, [PagedKeys(record, pool, 64, indices)], None)
     assert out[0].isnan().all()
     assert out[1:].isfinite().all()
 
@@ -198,7 +201,7 @@ def test_empty(gpu, T, widths):
     q = torch.randn(T, 8, 512).bfloat16()
     pool = V4.allocate(5, 64, gpu)
     V4.insert(pool, 64, torch.arange(320), torch.randn(320, 512))
-    pools = [(V4, pool, 64, torch.randint(320, (T, K)).int(), None) for K in widths]
+    pools = [PagedKeys(V4, pool, 64, torch.randint(320, (T, K)).int()) for K in widths]
     out, lse = paged(q, pools, None)
     assert (out.shape, lse.shape) == ((T, 8, 512), (T, 8))
     check((out, lse), paged_reference(q, pools, None), LIMIT[q.dtype])
@@ -210,7 +213,7 @@ def test_empty(gpu, T, widths):
 @pytest.mark.parametrize("lens", [(128, 0), (0, 1024), (1, 1), (0, 0), (128, 1024)], ids=str)
 @pytest.mark.parametrize(("T", "H"), [(1, 64), (2, 128), (8, 128), (140, 64), (9, 16)], ids=str)
 def test_where_keys_end(gpu, T, H, lens):
-    """Shares without a key, pools without one, and the widest rows."""
+    """Splits without a key, pools without one, and the widest rows."""
     q, sink = torch.randn(T, H, 512).bfloat16(), torch.randn(H)
     pool = V4.allocate(20, 64, gpu)
     V4.insert(pool, 64, torch.arange(1280), torch.randn(1280, 512))
@@ -218,7 +221,7 @@ def test_where_keys_end(gpu, T, H, lens):
     for width, count in zip((128, 1024), lens, strict=True):
         indices = torch.randint(1280, (T, width)).int()
         indices[:, count:] = HUGE
-        pools.append((V4, pool, 64, indices, torch.full((T,), count).int()))
+        pools.append(PagedKeys(V4, pool, 64, indices, torch.full((T,), count).int()))
     check(paged(q, pools, sink), paged_reference(q, pools, sink), LIMIT[q.dtype])
 
 
@@ -243,11 +246,11 @@ def test_graph_replays_with_other_lengths_indices_and_queries(gpu, T, H):
     with torch.cuda.graph(graph):
         got = paged(q, pools, sink)
     for round_ in range(4):
-        for record, pool, n, indices, lens in pools:
-            other = make_pool(record, T, indices.shape[1], n, pool.shape[0])
-            pool.copy_(other[1])
-            indices.copy_(other[3])
-            lens.copy_(other[4] if round_ else torch.zeros_like(lens))
+        for keys in pools:
+            other = make_pool(keys.record, T, keys.indices.shape[1], keys.entries, keys.pool.shape[0])
+            keys.pool.copy_(other.pool)
+            keys.indices.copy_(other.indices)
+            keys.lens.copy_(other.lens if round_ else torch.zeros_like(keys.lens))
         q.normal_()
         graph.replay()
         check(got, paged_reference(q, pools, sink), LIMIT[q.dtype])
@@ -256,15 +259,15 @@ def test_graph_replays_with_other_lengths_indices_and_queries(gpu, T, H):
 def test_refuses_what_it_cannot_read(gpu):
     q, pool = torch.randn(2, 4, 512).bfloat16(), V4.allocate(3, 64, gpu)
     indices = torch.zeros(2, 5).int()
-    good = (V4, pool, 64, indices, None)
+    good = PagedKeys(V4, pool, 64, indices)
     other = (PlainRecord(512), PlainRecord(512).allocate(3, 64, gpu), 64, indices, None)
     wrong = {
         "one or two pools": [good] * 3,
         "same record": [good, other],
-        "a pool of 65 entries": [(V4, pool, 65, indices, None)],
-        "indices must be": [(V4, pool, 64, indices.float(), None)],
-        "lens must be": [(V4, pool, 64, indices, torch.zeros(3).int())],
-        "multiples of 8 bytes": [(V4, torch.empty(3, 37445, dtype=torch.uint8)[:, 5:], 64, indices, None)],
+        "a pool of 65 entries": [good._replace(entries=65)],
+        "indices must be": [good._replace(indices=indices.float())],
+        "lens must be": [good._replace(lens=torch.zeros(3).int())],
+        "multiples of 8 bytes": [good._replace(pool=torch.empty(3, 37445, dtype=torch.uint8)[:, 5:])],
     }
     for words, pools in wrong.items():
         with pytest.raises(ValueError, match=words):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record, kv_cache_view
-from deepseek_attn.kernels.attention import reference
+from deepseek_attn.kernels.attention import PagedKeys, reference
 from deepseek_attn.v32.backends.kernels import ReferenceKernels, TritonKernels
 from tests.kernels.attention.sparse_attention_cases import LIMIT, check, hostile, make_pool
 
@@ -13,8 +13,9 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 import triton
 
 from deepseek_attn.kernels.attention.attend_triton import attend_kernel
+from deepseek_attn.kernels.attention.launch_config import LaunchConfig, choose_config, pieces
 from deepseek_attn.kernels.attention.sparse_attention import sparse_attention_paged
-from deepseek_attn.kernels.attention.tiles import Tiles, choose_tiles, pieces
+from deepseek_attn.kernels.common.device import GPU
 from tests.kernels.attention.test_sparse_attention_compile import compiled
 from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus
 
@@ -24,8 +25,8 @@ SCALE = 576**-0.5
 
 @pytest.mark.parametrize("arch", on_gpus())
 def test_v32_entries_compile(arch):
-    tiles = choose_tiles(64, 128, 576, 2048, torch.bfloat16, False, CAPABILITIES[arch], 132)
-    starts, widths = pieces(512, 576, tiles.piece)
+    config = choose_config(64, 128, 576, 2048, torch.bfloat16, False, GPU(CAPABILITIES[arch], 132))
+    starts, widths = pieces(512, 576, config.piece)
     pointers = {"q_ptr": "*bf16", "pool0_ptr": "*u8", "pool1_ptr": "*u8", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
     pointers |= {"sink_ptr": "*fp32", "indices0_ptr": "*i32", "indices1_ptr": "*i32"}
     pointers |= {"lens0_ptr": "*i32", "lens1_ptr": "*i32"}
@@ -33,8 +34,8 @@ def test_v32_entries_compile(arch):
     constants |= {"V_PIECES": sum(start < 512 for start in starts), "N0": 64, "N1": 64, "POOLS": 1, "SPLIT": False}
     constants |= {"FP8": True, "GROUP": 128, "NATIVE_FP8": CAPABILITIES[arch] >= (8, 9), "PRECISION": None}
     constants |= {"DTYPE": triton.language.bfloat16, "HAS_SINK": False, "HAS_LENS0": False, "HAS_LENS1": False}
-    constants |= {"BLOCK_H": tiles.heads, "BLOCK_N": tiles.keys, "STAGES": tiles.stages, "PDL": False}
-    kernel = compiled(attend_kernel, pointers, constants, CAPABILITIES[arch], tiles.warps, tiles.stages)
+    constants |= {"BLOCK_H": config.heads, "BLOCK_N": config.keys, "STAGES": config.stages, "PDL": False}
+    kernel = compiled(attend_kernel, pointers, constants, CAPABILITIES[arch], config.warps, config.stages)
     assert kernel.metadata.shared <= SHARED[arch] * 1024
     assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80")
 
@@ -42,23 +43,12 @@ def test_v32_entries_compile(arch):
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
 
 
-class Rounded:
-    """Entries as kernels see them: decoded, then rounded to bfloat16."""
-
-    def __init__(self, record):
-        self.record = record
-
-    def gather(self, pool, n, slots, dtype):
-        return self.record.gather(pool, n, slots, torch.bfloat16).to(dtype)
-
-
 def run(q, pool, **options):
     return sparse_attention_paged(q, [pool], SCALE, d_v=options.pop("d_v", 512), **options)
 
 
 def expected_of(q, pool, d_v=512):
-    rounded = [(Rounded(pool[0]), *pool[1:])]
-    return reference.sparse_attention_paged(q.float(), rounded, SCALE, d_v=d_v)
+    return reference.sparse_attention_paged(q.float(), [pool], SCALE, d_v=d_v)
 
 
 @pytest.mark.parametrize("K", [1, 100, 512, 2048])
@@ -83,18 +73,20 @@ def test_small_dims_values_of_all_channels_and_odd_pages(gpu):
     check(run(q, pool, d_v=160), expected_of(q, pool, 160), LIMIT[q.dtype])
 
 
-@pytest.mark.parametrize("tiles", [Tiles(16, 32, 4, 2, 64, 3), Tiles(64, 64, 8, 1, 128), Tiles(32, 32, 8, 1, 64, 5)])
-def test_every_cut_of_v32_entries(gpu, tiles):
+@pytest.mark.parametrize(
+    "config", [LaunchConfig(16, 32, 4, 2, 64, 3), LaunchConfig(64, 64, 8, 1, 128), LaunchConfig(32, 32, 8, 1, 64, 5)]
+)
+def test_every_configuration_of_v32_entries(gpu, config):
     q, pool = torch.randn(21, 100, 576).bfloat16(), make_pool(RECORD, 21, 700, 64, 99, stride=3)
     for _ in range(3):
-        check(run(q, pool, tiles=tiles), expected_of(q, pool), LIMIT[q.dtype])
+        check(run(q, pool, config=config), expected_of(q, pool), LIMIT[q.dtype])
 
 
 def test_v32_pool_over_two_gib(gpu):
     pages = 60_000
     pool = make_pool(RECORD, 9, 512, 64, pages)
-    assert pool[1].numel() > 2**31
-    assert int(pool[3][-1].clamp(max=pages * 64 - 1).amax()) // 64 > 57_000
+    assert pool.pool.numel() > 2**31
+    assert int(pool.indices[-1].clamp(max=pages * 64 - 1).amax()) // 64 > 57_000
     q = torch.randn(9, 64, 576).bfloat16()
     check(run(q, pool), expected_of(q, pool), LIMIT[q.dtype])
 
@@ -125,6 +117,6 @@ def test_the_ends_of_e4m3_and_of_the_scales(gpu):
     byte = torch.arange(512) % 256
     pool[0, :512] = byte.where(byte % 128 != 127, 0).to(torch.uint8)  # every e4m3 but NaN
     indices = torch.arange(128).int().view(-1, 1)  # one key each: the output is the value
-    out, _ = run(torch.zeros(128, 4, 576).bfloat16(), (RECORD, pool, 64, indices, None))
+    out, _ = run(torch.zeros(128, 4, 576).bfloat16(), PagedKeys(RECORD, pool, 64, indices))
     values = RECORD.gather(pool, 64, torch.arange(128), torch.bfloat16)[:, :512]
     torch.testing.assert_close(out, values.unsqueeze(1).expand(-1, 4, -1), rtol=0, atol=0, equal_nan=True)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
-from deepseek_attn.kernels.attention import gather
+from deepseek_attn.kernels.attention import gather_triton
 from deepseek_attn.kernels.indexer.query_triton import (
     IndexQueryArgs,
     IndexQueryShape,
@@ -176,9 +176,9 @@ GATHERS = [(record, place) for record in ENTRIES for place in ("workspace", "pac
 @pytest.mark.parametrize(("arch", "gathered"), on_gpus(GATHERS, [("V4", "workspace"), ("V4", "packed")]), ids=str)
 def test_gather(arch, gathered):
     record, packed = gathered[0], gathered[1] == "packed"
-    kernel = gather._gather_packed_kernel if packed else gather._gather_kernel
+    kernel = gather_triton.gather_packed_kernel if packed else gather_triton.gather_kernel
     block = 0 if record == "V4" else ENTRIES[record][-1]
-    shape = gather.EntryShape(64, *ENTRIES[record], tl.bfloat16, tl.bfloat16, 512, block, arch != "sm80")
+    shape = gather_triton.EntryShape(64, *ENTRIES[record], tl.bfloat16, tl.bfloat16, 512, block, arch != "sm80")
     constants = {"SHAPE": shape, "ROWS": 8}
     if packed:
         constants["REQUESTS"] = 4

@@ -404,7 +404,7 @@ def test_flashmla_is_called_through_its_door(monkeypatch, seed):
 
     def sparse_decode(*args, **kwargs):
         call = inspect.signature(adapter_decode).bind(*args, **kwargs).arguments
-        (page,) = call["pages"]
+        (page,) = call["keys"]
         assert call["schedule"] is plan
         q, indices = call["q"].flatten(0, 1), page.indices.flatten(0, 1)
         cache = page.pool.view(len(page.pool), page.entries, -1)

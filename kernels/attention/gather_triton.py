@@ -1,0 +1,146 @@
+"""Triton device code of `gather`: entries of cache pages decoded into contiguous rows, a few rows a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from deepseek_attn.kernels.common.fp8 import decode_e4m3, decode_e8m0
+from deepseek_attn.kernels.common.row_ops import round_to
+
+
+@dataclass(frozen=True)
+class EntryShape:
+    """Where the parts of an entry are: ``CODED`` e4m3 values with a scale per ``GROUP``, then ``RAW`` unquantised ones.
+
+    Attributes:
+        N: entries of a page; ENTRY: bytes from one to the next; RAW_AT: first byte of the unquantised values, of
+            ``RAW_DTYPE``. A group of 64 has its e8m0 scale behind the entries of the page, one of 128 a float32 behind
+            the values.
+        DTYPE: of a decoded row; NATIVE_FP8: the GPU converts e4m3 itself.
+        CODED_BLOCK, RAW_BLOCK: tile widths of the parts; RAW_BLOCK is 0 where both fit in the first tile.
+    """
+
+    N: int
+    ENTRY: int
+    CODED: int
+    GROUP: int
+    RAW_AT: int
+    RAW: int
+    RAW_DTYPE: tl.dtype
+    DTYPE: tl.dtype
+    CODED_BLOCK: int
+    RAW_BLOCK: int
+    NATIVE_FP8: bool
+
+
+@triton.jit
+def _copy_rows(slot, out_row, wanted, pool_ptr, page_stride, SHAPE: tl.constexpr):
+    """Decodes entry ``slot[r]`` into the row that ``out_row[r]`` points at, where ``wanted``; zeros for slots < 0."""
+    R: tl.constexpr = slot.shape[0]
+    CODED: tl.constexpr = SHAPE.CODED
+    GROUP: tl.constexpr = SHAPE.GROUP
+    RAW: tl.constexpr = SHAPE.RAW
+    RAW_DTYPE: tl.constexpr = SHAPE.RAW_DTYPE
+    DTYPE: tl.constexpr = SHAPE.DTYPE
+    CODED_BLOCK: tl.constexpr = SHAPE.CODED_BLOCK
+    live = wanted & (slot >= 0)
+    page = pool_ptr + (slot // SHAPE.N) * page_stride
+    row = page + (slot % SHAPE.N) * SHAPE.ENTRY
+    raw = (row + SHAPE.RAW_AT).to(tl.pointer_type(RAW_DTYPE))
+    if CODED:
+        channel = tl.arange(0, CODED_BLOCK)
+        group = tl.arange(0, CODED_BLOCK // GROUP)
+        known = live[:, None] & (group < CODED // GROUP)[None, :]
+        if GROUP == 64:
+            scales = page + SHAPE.N * SHAPE.ENTRY + (slot % SHAPE.N) * ((CODED // GROUP + 7) // 8 * 8)
+            scale = decode_e8m0(tl.load(scales[:, None] + group[None, :], mask=known, other=127))
+        else:
+            scales = (row + CODED).to(tl.pointer_type(tl.float32))
+            scale = tl.load(scales[:, None] + group[None, :], mask=known, other=0)
+        inside = (channel < CODED)[None, :]
+        code = tl.load(row[:, None] + channel[None, :], mask=live[:, None] & inside, other=0)
+        value = decode_e4m3(code, SHAPE.NATIVE_FP8, tl.float32)
+        value = tl.reshape(value, (R, CODED_BLOCK // GROUP, GROUP)) * scale[:, :, None]
+        value = tl.reshape(value, (R, CODED_BLOCK))
+        if SHAPE.RAW_BLOCK == 0 and RAW:
+            rest = ((channel >= CODED) & (channel < CODED + RAW))[None, :]
+            kept = tl.load(raw[:, None] + (channel - CODED)[None, :], mask=live[:, None] & rest, other=0)
+            value = tl.where(rest, kept.to(tl.float32), value)
+            inside = inside | rest
+        value = round_to(tl.where(live[:, None], value, 0.0), DTYPE).to(DTYPE)
+        tl.store(out_row[:, None] + channel[None, :], value, mask=wanted[:, None] & inside)
+    if SHAPE.RAW_BLOCK:
+        channel = tl.arange(0, SHAPE.RAW_BLOCK)
+        inside = (channel < RAW)[None, :]
+        value = tl.load(raw[:, None] + channel[None, :], mask=live[:, None] & inside, other=0).to(tl.float32)
+        value = round_to(value, DTYPE).to(DTYPE)
+        tl.store(out_row[:, None] + (CODED + channel)[None, :], value, mask=wanted[:, None] & inside)
+
+
+@triton.jit
+def _page_slots(request, position, wanted, table_ptr, table_stride, pages, N: tl.constexpr):
+    """Slots of entries ``position`` of ``request``; -1 where the table has no page."""
+    block = position // N
+    at = table_ptr + request * table_stride + block
+    page = tl.load(at, mask=wanted & (block < pages), other=-1).to(tl.int64)
+    return tl.where(page >= 0, page * N + position % N, -1)
+
+
+@triton.jit(do_not_specialize=["room", "pages"])
+def gather_kernel(
+    out_ptr,
+    pool_ptr,
+    seq_lens_ptr,
+    gather_lens_ptr,
+    table_ptr,
+    room,
+    pages,
+    page_stride,
+    table_stride,
+    out_stride_r,
+    out_stride_row,
+    SHAPE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    r = tl.program_id(1).to(tl.int64)
+    seq_len = tl.load(seq_lens_ptr + r).to(tl.int64)
+    length = seq_len
+    if gather_lens_ptr is not None:
+        length = tl.load(gather_lens_ptr + r).to(tl.int64)
+    first = tl.program_id(0) * ROWS
+    if first < length:
+        row = first + tl.arange(0, ROWS)
+        wanted = (row < length) & (row < room)
+        slot = _page_slots(r, seq_len - length + row, wanted, table_ptr, table_stride, pages, SHAPE.N)
+        out_row = out_ptr + r * out_stride_r + row.to(tl.int64) * out_stride_row
+        _copy_rows(slot, out_row, wanted, pool_ptr, page_stride, SHAPE)
+
+
+@triton.jit(do_not_specialize=["rows", "requests", "pages"])
+def gather_packed_kernel(
+    out_ptr,
+    pool_ptr,
+    starts_ptr,
+    seq_lens_ptr,
+    table_ptr,
+    rows,
+    requests,
+    pages,
+    page_stride,
+    table_stride,
+    out_stride_row,
+    SHAPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    each = tl.arange(0, REQUESTS)
+    start = tl.load(starts_ptr + each, mask=each < requests, other=2147483647)
+    request = tl.maximum(tl.sum((start[None, :] <= row[:, None]).to(tl.int32), 1) - 1, 0)
+    position = row - tl.load(starts_ptr + request).to(tl.int64)
+    wanted = (row < rows) & (position >= 0) & (position < tl.load(seq_lens_ptr + request))
+    slot = _page_slots(request.to(tl.int64), position, wanted, table_ptr, table_stride, pages, SHAPE.N)
+    _copy_rows(slot, out_ptr + row * out_stride_row, wanted, pool_ptr, page_stride, SHAPE)
