@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
+from deepseek_attn.kernels.attention.types import PagedKeys
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.common.records import CacheRecord
 
-
-class PagedKeys(NamedTuple):
-    """Keys that each of ``T`` queries reads from one pool of cache pages.
-
-    Attributes:
-        record: byte layout of an entry: ``plain``, ``fp8_v4`` or ``fp8_v32``.
-        pool: uint8 ``[pages, at least entries * record.entry_bytes]`` with contiguous pages; the page stride is free.
-        entries: per page.
-        indices: integer ``[T, K]`` slots, ``page * entries + offset``; -1 for none.
-        lens: integer ``[T]`` leading columns of ``indices`` that count, or None for all.
-    """
-
-    record: CacheRecord
-    pool: Tensor
-    entries: int
-    indices: Tensor
-    lens: Tensor | None = None
+__all__ = [
+    "PagedKeys",
+    "causal_attention",
+    "dequantize_and_gather_k_cache",
+    "gather_packed",
+    "sparse_attention",
+    "sparse_attention_paged",
+]
 
 
 def sparse_attention(

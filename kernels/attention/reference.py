@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.attention import PagedKeys
+from deepseek_attn.kernels.attention.types import PagedKeys
 from deepseek_attn.kernels.common.blocks import SCRATCH_BYTES, row_blocks, rows_per_block
 from deepseek_attn.kernels.common.records import CacheRecord
 

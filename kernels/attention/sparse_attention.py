@@ -14,7 +14,6 @@ import torch
 import triton
 from torch import Tensor
 
-from deepseek_attn.kernels.attention import PagedKeys
 from deepseek_attn.kernels.attention.attend_hopper import attend_hopper_kernel
 from deepseek_attn.kernels.attention.attend_rows_hopper import attend_rows_hopper_kernel
 from deepseek_attn.kernels.attention.attend_triton import attend_kernel, combine_kernel
@@ -26,6 +25,7 @@ from deepseek_attn.kernels.attention.launch_config import (
     rows_hopper_jobs,
     supports_rows_hopper,
 )
+from deepseek_attn.kernels.attention.types import PagedKeys
 from deepseek_attn.kernels.common.device import FLOATS, LOG2E, gpu, has_native_fp8, supports_pdl
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
