@@ -72,8 +72,11 @@ class LightningIndexer(CheckpointModule, Generic[Step]):
         device: torch.device | str = "cpu",
     ):
         super().__init__(device)
+        heads, head_dim, topk = config.index_n_heads, config.index_head_dim, config.index_topk
+        if heads is None or head_dim is None or topk is None:
+            raise ValueError("an indexer needs a config with index_n_heads, index_head_dim and index_topk")
         self.rope, self.numerics = rope, numerics
-        self.heads, self.head_dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
+        self.heads, self.head_dim, self.topk = heads, head_dim, topk
         self.wq_b = Linear(config.q_lora_rank, self.heads * self.head_dim, numerics, dtype, device)
         self.weights_proj = Linear(config.hidden_size, self.heads, numerics, dtype, device, out_float32=True)
         self.scale = self.head_dim**-0.5 * self.heads**-0.5

@@ -1,7 +1,7 @@
-"""Records of DeepSeek-V3.2's latent cache: plain rows and the 656-byte FP8 row, both contiguous per token.
+"""Records of DeepSeek-V3.2's latent cache: plain entries and 656-byte FP8 entries, both contiguous per token.
 
-Unlike V4's pages, a page is ``n`` whole entries one after the other, so a pool is also a plain tensor
-``[pages, n, width]``: `kv_cache_view` and `pool_view` convert between the two without copying.
+Unlike V4's pages, a page is ``n`` whole entries one after the other, so a pool can be viewed as a tensor
+``[pages, n, width]``: `kv_cache_view` and `pool_view` convert between the two views.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Fp8DsMlaV32Record(Record):
     ``528 .. 655``                         64 bf16 rope values, not quantised
     =====================================  =======================================================
 
-    In general an entry is ``latent_dim + latent_dim / 32 + 2 * rope_dim`` bytes; pages have no padding. Rows are
-    rounded to bf16 first. Readers multiply by the stored float32, so entries of every rule can share a pool.
+    In general an entry is ``latent_dim + latent_dim / 32 + 2 * rope_dim`` bytes; pages have no padding. Values are
+    rounded to bf16 first. Readers multiply by the stored float32, so entries of different scale rules can share a pool.
 
     Attributes:
-        scale_rule: how the writer chooses a scale. ``"raw"`` (serving's ``concat_and_cache_mla``):
+        scale_rule: how a scale is chosen when writing. ``"raw"`` (serving's ``concat_and_cache_mla``):
             ``max(amax / 448, FLT_MIN)``. ``"pow2"`` (FlashMLA's tests, vLLM's fused writer): the power of two at or
             above ``max(amax / 448, 1e-4)``. ``"official"`` (DeepSeek-V3.2 inference/model.py): the power of two at or
             above ``max(amax, 1e-4) / 448``.
@@ -108,7 +108,7 @@ def make_v32_record(
     dtype: torch.dtype = torch.bfloat16,
     scale_rule: str = "raw",
 ) -> Record:
-    """Record for a ``kv_cache_dtype``: ``"auto"`` (plain rows of ``dtype``), ``"bfloat16"`` or ``"fp8_ds_mla"``."""
+    """The record of a ``kv_cache_dtype``; ``"auto"`` means plain entries of ``dtype``."""
     if kv_cache_dtype == "auto":
         return PlainRecord(latent_dim + rope_dim, dtype)
     if kv_cache_dtype == "bfloat16":
@@ -119,7 +119,7 @@ def make_v32_record(
 
 
 def kv_cache_view(record: Record, pool: Tensor, n: int) -> Tensor:
-    """A pool as the tensor that the V3.2 backends take, on the same memory.
+    """View of a pool as the tensor ``[pages, n, width]`` that the V3.2 backends take.
 
     Args:
         record: a `PlainRecord` or an `Fp8DsMlaV32Record`.
@@ -134,7 +134,7 @@ def kv_cache_view(record: Record, pool: Tensor, n: int) -> Tensor:
 
 
 def pool_view(kv_cache: Tensor) -> Tensor:
-    """The inverse of `kv_cache_view`: uint8 ``[pages, page bytes]`` of a ``[pages, n, width]`` cache, without copying.
+    """View of a cache ``[pages, n, width]`` as a pool, uint8 ``[pages, page bytes]``: the inverse of `kv_cache_view`.
 
     Raises:
         ValueError: the entries of a page are not contiguous.
@@ -148,7 +148,7 @@ def pool_view(kv_cache: Tensor) -> Tensor:
 
 
 def record_of(kv_cache: Tensor, latent_dim: int, rope_dim: int, scale_rule: str = "raw") -> Record:
-    """Record that a ``[pages, n, width]`` cache holds: FP8 if it is uint8, plain rows of its dtype otherwise."""
+    """The record of a cache ``[pages, n, width]``: FP8 if it is uint8, otherwise plain entries of its dtype."""
     if kv_cache.dtype == torch.uint8:
         record = Fp8DsMlaV32Record(latent_dim, rope_dim, scale_rule)
         width = record.entry_bytes

@@ -82,10 +82,7 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
     @property
     def backend_name(self) -> str:
         """Name of the attention kernels; dense layers (no indexer) run in plain torch only."""
-        if self.impl is None:
-            return "reference"
-        kernels = getattr(self.impl, "kernels", None)
-        return kernels.name if kernels is not None else "flashinfer"
+        return "reference" if self.impl is None else self.impl.kernel_name
 
     @property
     def kv_b_proj(self) -> Linear:
@@ -146,8 +143,7 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
         with stage("insert"):
             rows = torch.cat([self.kv_norm(latent), apply_rope(k_pe, freqs_cis)], dim=-1)
             self.latent_cache.insert(step.slot_mapping, rows)
-        attend = self.attend_to_all if self.indexer is None else self.attend_to_selected
-        attended = attend(query, x, qr, step)
+        attended = self.attend_to_all(query, step) if self.impl is None else self.attend_to_selected(query, x, qr, step)
         with stage("output"):
             return self.parallel.sum(self.wo(self._v_up_proj(attended).flatten(1)))
 
@@ -165,10 +161,8 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
             return self.impl.forward_mqa(query, self.kv_cache, step.attention, self)[0]
 
     @traced("attend")
-    def attend_to_all(
-        self, query: torch.Tensor, x: torch.Tensor, qr: torch.Tensor, step: TokenStepMetadata
-    ) -> torch.Tensor:
-        """Attention over every token up to the query's own (V3); arguments and result of `attend_to_selected`."""
+    def attend_to_all(self, query: torch.Tensor, step: TokenStepMetadata) -> torch.Tensor:
+        """Attention over every token up to the query's own (V3); shapes are those of `attend_to_selected`."""
         outputs = []
         lengths, cached = step.seq_lens_cpu.tolist(), step.cached_lens_cpu.tolist()
         for request, (start, end) in enumerate(pairwise(step.query_start_loc_cpu.tolist())):

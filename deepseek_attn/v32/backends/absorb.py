@@ -52,19 +52,21 @@ class MLAAbsorption:
 
     def _k_up_proj(self, q_nope: Tensor) -> Tensor:
         """Latent queries, ``[B, N, P]`` -> ``[B, N, L]``: ``sum_p q[b, n, p] W_UK[l, n, p]``."""
-        self._check_absorbed(q_nope, self.qk_nope_head_dim)
-        return torch.bmm(q_nope.transpose(0, 1), self.W_UK.permute(1, 2, 0)).transpose(0, 1)
+        W_UK = self._absorbed(self.W_UK, q_nope, self.qk_nope_head_dim)
+        return torch.bmm(q_nope.transpose(0, 1), W_UK.permute(1, 2, 0)).transpose(0, 1)
 
     def _v_up_proj(self, x: Tensor) -> Tensor:
         """Values of attended latents, ``[B, N, L]`` -> ``[B, N, V]``: ``sum_l x[b, n, l] W_UV[l, n, v]``."""
-        self._check_absorbed(x, self.kv_lora_rank)
-        return torch.bmm(x.transpose(0, 1), self.W_UV.transpose(0, 1)).transpose(0, 1)
+        W_UV = self._absorbed(self.W_UV, x, self.kv_lora_rank)
+        return torch.bmm(x.transpose(0, 1), W_UV.transpose(0, 1)).transpose(0, 1)
 
-    def _check_absorbed(self, x: Tensor, dim: int) -> None:
-        if self.W_UK is None:
+    def _absorbed(self, weight: Tensor | None, x: Tensor, dim: int) -> Tensor:
+        """The weight, if it has been extracted and fits ``x [B, N, dim]``."""
+        if weight is None:
             raise RuntimeError("W_UK and W_UV are not there yet: call process_weights_after_loading first")
         if x.dim() != 3 or x.shape[1:] != (self.num_heads, dim):
             raise ValueError(f"expected [B, {self.num_heads}, {dim}], got {list(x.shape)}")
+        return weight
 
 
 def dequantized_weight(layer: nn.Module, in_features: int) -> Tensor:

@@ -61,8 +61,9 @@ def supported(device: torch.device | str, spec: AttentionSpec | None = None) -> 
 
 def pick(device: torch.device, spec: AttentionSpec | None = None) -> TrtllmDecode:
     """Returns FlashInfer's function where it runs, else `triton_trtllm_decode` or `reference_trtllm_decode`."""
-    if supported(device, spec)[0]:
-        return _load()[0]
+    function = _load()[0] if supported(device, spec)[0] else None
+    if function is not None:
+        return function
     return triton_trtllm_decode if DeepseekV4TritonSparseImpl.supported(device)[0] else reference_trtllm_decode
 
 

@@ -133,6 +133,10 @@ class FlashInferMLASparseImpl(SparseMLAImpl):
         self.bmm1_scale: float | None = None
         self.bmm2_scale: float | None = None
 
+    @property
+    def kernel_name(self) -> str:
+        return "flashinfer"
+
     def forward_mqa(
         self,
         q: Tensor | tuple[Tensor, Tensor],

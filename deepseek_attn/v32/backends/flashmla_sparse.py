@@ -113,10 +113,13 @@ class FlashMLASparseImpl(SparseMLAImpl):
         self.prefill_padding = 128 if gpu(device).capability[0] == 10 else 64
         if self.kernels.pads_heads:
             _warn_of_padding(self.num_heads, compute_prefill_padded_heads(self.num_heads, self.prefill_padding))
-        self.workspace = workspace
+        self.workspace = Workspace(device) if workspace is None else workspace
         if self.config.use_fp8_kv_cache:
-            self.workspace = Workspace(device) if workspace is None else workspace
             self._prefill_workspace()
+
+    @property
+    def kernel_name(self) -> str:
+        return self.kernels.name
 
     @staticmethod
     def _compute_fp8_decode_padded_heads(num_heads: int) -> int:

@@ -102,6 +102,11 @@ class SparseMLAImpl(MLAAbsorption, ABC):
         record = "fp8_v32" if self.config.use_fp8_kv_cache else "plain"
         return AttentionSpec(self.num_heads, self.head_size, self.qk_rope_head_dim, record, self.config.dtype)
 
+    @property
+    @abstractmethod
+    def kernel_name(self) -> str:
+        """Name of the attention kernels."""
+
     @abstractmethod
     def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer=None) -> tuple[Tensor, None]:
         """Attention of latent queries; see the subclasses."""

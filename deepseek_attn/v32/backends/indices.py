@@ -1,4 +1,4 @@
-"""Index conversion: what the indexer selects, positions within a request, as slots or workspace rows."""
+"""Converts the tokens that the indexer selects, positions within a request, to cache slots or workspace rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def triton_convert_req_index_to_global_index(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Converts positions within a request to slots of the cache or to rows of the prefill workspace.
 
-    Per element: a position that is negative or beyond the block table gives -1; one of a prefill token (its request id
-    ``p >= 0``) gives ``prefill_workspace_starts[p] + position``; any other gives
+    A position that is negative or beyond the block table becomes -1. One of a prefill token, whose request id ``p`` is
+    0 or more, becomes ``prefill_workspace_starts[p] + position``. Any other becomes
     ``block_table[req, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE``.
 
     Args:
@@ -34,9 +34,9 @@ def triton_convert_req_index_to_global_index(
         NUM_TOPK_TOKENS: ``K``.
         BLOCK_N: positions per program of the Triton kernel, a power of two. ``K`` need not be a multiple of it.
         HAS_PREFILL_WORKSPACE: whether the next two are given and count.
-        prefill_workspace_request_ids: int32 ``[T]``, -1 for tokens that are no prefill tokens.
+        prefill_workspace_request_ids: int32 ``[T]``, -1 for tokens of decodes.
         prefill_workspace_starts: int32 ``[R]``.
-        return_valid_counts: also return how many entries of each row are valid, and move those to its front.
+        return_valid_counts: also return the number of valid entries of each row, and move these to its front.
         slot_mapping: int64 ``[T]`` or None; rows with a negative slot are padding and become -1.
 
     Returns:
@@ -46,16 +46,17 @@ def triton_convert_req_index_to_global_index(
         ValueError: dtypes or shapes that do not fit.
 
     Notes:
-        Published versions disagree on what counts do to the row: this one packs valid entries to the front, in their
-        order, and fills the rest with -1, because kernels that take a length read a prefix. Without counts nothing
-        moves.
+        Published versions disagree on whether counting reorders a row: this one packs valid entries to the front, in
+        their order, and fills the rest with -1, because kernels that take a length read a prefix. Without counts the
+        order stays.
     """
     _check(req_id, block_table, token_indices, NUM_TOPK_TOKENS, BLOCK_N, slot_mapping)
-    workspace = (None, None)
+    request_ids, starts = None, None
     if HAS_PREFILL_WORKSPACE:
-        workspace = _checked_workspace(prefill_workspace_request_ids, prefill_workspace_starts, token_indices.shape[0])
-    arguments = req_id, block_table, token_indices, BLOCK_SIZE, *workspace, slot_mapping, BLOCK_N
-    return convert_req_index_and_compact(*arguments) if return_valid_counts else convert_req_index(*arguments)
+        rows = token_indices.shape[0]
+        request_ids, starts = _checked_workspace(prefill_workspace_request_ids, prefill_workspace_starts, rows)
+    op = convert_req_index_and_compact if return_valid_counts else convert_req_index
+    return op(req_id, block_table, token_indices, BLOCK_SIZE, request_ids, starts, slot_mapping, BLOCK_N)
 
 
 def _check(
