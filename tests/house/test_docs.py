@@ -1,8 +1,9 @@
-"""What README.md and docs/ tell a reader to type exists: commands and their flags, scripts, links, files."""
+"""What the pages tell a reader to type or to open exists: commands, flags, scripts, links, files, functions."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from deepseek_attn.cli import make_parser
+from tests.house.test_imports import FLOORS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 IDS = [page.name for page in PAGES]
 
 
@@ -74,17 +76,71 @@ def test_links(page):
     assert not [target for target in targets if not (page.parent / target).exists()]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_files_and_folders_that_are_named(page):
+    """In inline code, from the root of the repository."""
+    text = page.read_text(encoding="utf-8")
+    names = re.findall(r"`((?:deepseek_attn|kernels|models|configs|scripts|tests|docs)/[\w./-]*)`", text)
+    assert not [name for name in names if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_targets_of_make(page):
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    named = re.findall(r"(?:^|`)make\s([a-z][a-z-]*)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert not set(named) - set(targets)
+
+
+STRUCTURE = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+
+
 def test_the_map_names_files_that_exist():
-    """Names in the tree of docs/structure.md, by their places in it."""
-    tree = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8").split("```")[1]
+    """Names in the tree of docs/structure.md, by their places in it; every room is there."""
+    tree = STRUCTURE.split("```")[1]
     folder, names = ROOT, []
     for line in tree.splitlines():
         indent = len(line) - len(line.lstrip())
         head = line.strip().split("  ")[0]
         if indent == 0 and head:
             folder = ROOT / head
-            names.append(folder)
-        elif indent == 2:
-            names += [folder / name for name in head.split(", ")]
-    assert len(names) > 30
-    assert not [str(name) for name in names if not list(name.parent.glob(name.name))]
+        if head:
+            names.append(folder if indent == 0 else folder / head)
+    assert not [str(name) for name in names if not name.exists()]
+    rooms = [path for folder in ("deepseek_attn", "kernels") for path in (ROOT / folder).iterdir() if path.is_dir()]
+    assert not [str(room) for room in rooms if room.name != "__pycache__" and room not in names]
+
+
+def defined(file: Path) -> set[str]:
+    """Functions, classes and their methods: ``f``, ``C``, ``C.f``."""
+    found = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+            found |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+    return found
+
+
+def test_every_stop_of_the_walk_is_there():
+    stops = re.findall(r"^\| \d+ \| `([^`]+)` \| `([^`]+)` \|", STRUCTURE, re.MULTILINE)
+    assert len(stops) >= 20
+    assert not [(file, name) for file, name in stops if name not in defined(ROOT / file)]
+
+
+def test_the_import_order_is_that_of_the_test():
+    order = re.search(r"\*\*Imports go one way\*\*[^:]*: (.*?)\. No files", STRUCTURE, re.DOTALL)[1]
+    floors = []
+    for floor in " ".join(order.split()).split(" < "):
+        families = re.search(r"kernels/\{([^}]*)\}", floor)
+        plain = re.sub(r"kernels/\{[^}]*\}", "", floor).replace("kernels/", "kernels.")
+        rooms = {name for name in re.split(r",\s*", plain) if name}
+        floors.append(rooms | {f"kernels.{name}" for name in (families[1].split(", ") if families else [])})
+    assert floors == [set(floor) - {"data"} for floor in FLOORS] + [{"scripts"}]
+
+
+def test_markers_and_variables_that_are_named():
+    """Environment variables of the pages are read somewhere."""
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    sources = [f for folder in ("deepseek_attn", "tests", "scripts") for f in (ROOT / folder).rglob("*.py")]
+    code = "".join(file.read_text(encoding="utf-8") for file in sources if file != Path(__file__))
+    assert not [name for name in set(re.findall(r"DEEPSEEK_ATTN_\w+", text)) if f'"{name}"' not in code]
+    assert "exhaustive" in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
