@@ -1,34 +1,38 @@
-"""One transformer block, and the parts around the stack of blocks."""
+"""V4's transformer block, and what models of all families are built from."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
-from deepseek_attn.config.model import AnyConfig, LayerSpec, ModelConfig, RopeSpec
+from deepseek_attn.config.model import AnyConfig, LayerSpec, RopeSpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import V32LayerSpec
 from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.layers.embedding import Embedding, Head
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
-from deepseek_attn.models.hyper_connection import hc_head, hc_post, hc_pre
+from deepseek_attn.models.hyper_connection import hc_post, hc_pre
 from deepseek_attn.models.moe import MoE
 from deepseek_attn.v32.attention import DeepseekV32MLAAttention
 
 
 @dataclass
 class BuildContext:
-    """What every part of a model is built with.
+    """What the parts of a model are built with.
 
     Attributes:
         impl: V4's attention impl; None for other families, whose layers get theirs with their caches.
         max_positions: length of the rotary tables.
         parallel: the ranks that share the model.
+        ropes: rotary tables built so far; see `rope`.
     """
 
     config: AnyConfig
@@ -48,7 +52,7 @@ class BuildContext:
 
 
 class Block(CheckpointModule):
-    """Attention and MoE, each between a collapse of the streams and their update."""
+    """Attention and MoE, each on an input collapsed from the residual streams (`hc_pre`), which `hc_post` updates."""
 
     def __init__(self, context: BuildContext, spec: LayerSpec, attention_only: bool = False):
         config, device = context.config, context.device
@@ -75,7 +79,7 @@ class Block(CheckpointModule):
     def forward(
         self, streams: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None
     ) -> torch.Tensor:
-        """``streams [T, hc_mult, hidden_size]`` -> the same shape."""
+        """``streams [T, hc_mult, hidden_size]``, ``token_ids`` and ``positions [T]`` -> new streams."""
         before_attn = self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, self.config, self.attn_norm.weight
         before_ffn = self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, self.config, self.ffn_norm.weight
         x, post, comb = hc_pre(streams, *before_attn)
@@ -84,11 +88,64 @@ class Block(CheckpointModule):
         return hc_post(self.ffn(x, token_ids), streams, post, comb)
 
 
-class AttentionStack(nn.Module):
-    """Only the attention layers and their norms: what testing a layer of a large checkpoint needs.
+class Backbone(CheckpointModule, ABC):
+    """Embedding, blocks and output head, and the MTP layers behind them. Built without weights: `load_model` fills it.
 
     Args:
-        block: the model's class of blocks.
+        layers: backbone layer numbers to build, in model order; None builds all of them.
+        mtp: also build the MTP layers.
+        block, mtp_layer: the family's classes.
+
+    What `forward` returns, "hidden states" ``[T, ...]``, is what `logits` and the MTP layer take: V4's residual streams
+    ``[T, hc_mult, hidden_size]``; of other families, states after the final norm ``[T, hidden_size]``.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        layers: list[int] | None,
+        mtp: bool,
+        block: type[CheckpointModule],
+        mtp_layer: type[CheckpointModule],
+    ):
+        config, device = context.config, context.device
+        super().__init__(device)
+        self.config = config
+        specs = config.layers if layers is None else [config.layers[i] for i in layers]
+        self.embed = Embedding(config.vocab_size, config.hidden_size, context.dtype, device, context.parallel)
+        self.layers = nn.ModuleDict({str(spec.index): block(context, spec) for spec in specs})
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
+        self.head = Head(config.vocab_size, config.hidden_size, context.dtype, device, context.parallel)
+        mtp_specs = config.mtp_layers if mtp else ()
+        self.mtp = nn.ModuleDict({str(i): mtp_layer(context, spec) for i, spec in enumerate(mtp_specs)})
+
+    @abstractmethod
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Float32 ``[T, vocab_size]`` for the next token."""
+
+    @abstractmethod
+    def draft_hidden_states(
+        self, hidden_states: torch.Tensor, next_token_ids: torch.Tensor, positions: torch.Tensor, step: Any
+    ) -> torch.Tensor:
+        """Hidden states of the MTP layer, for `draft_logits` and for drafting the token after.
+
+        Args:
+            hidden_states: of the backbone, or of the MTP layer for the token before.
+            next_token_ids: int64 ``[T]``, the token after each row; positions: int64 ``[T]`` of the rows themselves.
+            step: metadata of the MTP layer's caches.
+        """
+
+    @abstractmethod
+    def draft_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Float32 ``[T, vocab_size]`` for the token after next, from hidden states of the MTP layer."""
+
+
+class AttentionStack(nn.Module):
+    """Only the attention layers and their norms, to test or time a layer of a large checkpoint.
+
+    Args:
+        layers: layer numbers, in model order; None builds all of them.
+        block: the family's class of blocks.
     """
 
     def __init__(self, context: BuildContext, layers: list[int] | None, block: type[CheckpointModule]):
@@ -104,19 +161,5 @@ def attention_layers(model: nn.Module) -> list[DeepseekV4MLAAttention | Deepseek
 
 
 def layer_specs(model: nn.Module) -> tuple[LayerSpec, ...] | tuple[V32LayerSpec, ...]:
-    """What was built, in order."""
+    """Specs of the attention layers of a model, in order."""
     return tuple(layer.spec for layer in attention_layers(model))
-
-
-def declare_stream_head(module: CheckpointModule, config: ModelConfig, device: torch.device | str) -> None:
-    """Gives ``module`` what ends in one stream: a learned collapse (``hc_head_*``) and a norm."""
-    module.declare("hc_head_fn", (config.hc_mult, config.hc_mult * config.hidden_size), torch.float32)
-    module.declare("hc_head_base", (config.hc_mult,), torch.float32)
-    module.declare("hc_head_scale", (1,), torch.float32)
-    module.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
-
-
-def collapse_streams(module: CheckpointModule, streams: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """Streams ``[T, hc_mult, hidden_size]`` -> normed hidden states ``[T, hidden_size]``."""
-    head = module.hc_head_fn, module.hc_head_base, module.hc_head_scale
-    return hc_head(streams, *head, config, module.norm.weight)

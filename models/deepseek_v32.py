@@ -1,27 +1,25 @@
 """DeepSeek-V3.2 (and V3, V3.1) as a diagram: embedding -> blocks on one residual stream -> norm -> head.
 
 Parameter names are those of DeepSeek's inference code; ``checkpoint/names_v32.py`` has the checkpoint's. Tokens of all
-requests of a step lie flat, ``[T]``; what belongs to whom is in the step's metadata.
+requests of a step are concatenated, ``[T]``; the step's metadata says which request they belong to.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from deepseek_attn.config.v32 import V32LayerSpec
 from deepseek_attn.kernels.common.norm_rope import rms_norm
-from deepseek_attn.layers.embedding import Embedding, Head
 from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
-from deepseek_attn.models.block import BuildContext
+from deepseek_attn.models.block import Backbone, BuildContext
 from deepseek_attn.models.moe import MLP, MoE
 from deepseek_attn.v32.attention import DeepseekV32MLAAttention
 from deepseek_attn.v32.step_metadata import TokenStepMetadata
 
 
 class Block(CheckpointModule):
-    """Attention, then a dense MLP or experts. The residual is rounded only where it is stored."""
+    """Attention, then a dense MLP or experts. The residual is float32 between its sum and its norm."""
 
     def __init__(self, context: BuildContext, spec: V32LayerSpec, attention_only: bool = False):
         config, numerics, dtype, device = context.config, context.numerics, context.dtype, context.device
@@ -45,14 +43,17 @@ class Block(CheckpointModule):
     def forward(
         self, y: torch.Tensor, residual: torch.Tensor | None, token_ids: torch.Tensor, step: TokenStepMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``y [T, hidden_size]``, output of the sublayer before, and the residual it adds to -> the same after."""
+        """(output of the last sublayer ``y [T, hidden_size]``, residual that it adds to) -> the same of this block.
+
+        In the first block, the residual is None.
+        """
         x, residual = add_norm(self.attn_norm, y, residual)
         x, residual = add_norm(self.ffn_norm, self.attn(x, step), residual)
         return self.ffn(x, token_ids) if isinstance(self.ffn, MoE) else self.parallel.sum(self.ffn(x)), residual
 
 
 def add_norm(norm: RMSNorm, y: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of the unrounded float32 sum, the sum), both in the dtype of ``y``."""
+    """(norm of ``y + residual``, the sum): summed and normed in float32, each rounded once to the dtype of ``y``."""
     if residual is None:
         return norm(y), y
     total = y.float() + residual.float()
@@ -75,49 +76,44 @@ class MTPLayer(Block):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
 
     def draft(
-        self, states: torch.Tensor, embeddings: torch.Tensor, token_ids: torch.Tensor, step: TokenStepMetadata
+        self,
+        hidden_states: torch.Tensor,
+        next_embeddings: torch.Tensor,
+        next_token_ids: torch.Tensor,
+        step: TokenStepMetadata,
     ) -> torch.Tensor:
-        """States to draft on from ``states [T, hidden_size]`` and the ``embeddings`` of the token after each row."""
-        z = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(states)], dim=-1))
-        return add_norm(self.norm, *self(z, None, token_ids, step))[0]
+        """New hidden states from ``hidden_states [T, hidden_size]`` and the embeddings of the token after each row."""
+        z = self.eh_proj(torch.cat([self.enorm(next_embeddings), self.hnorm(hidden_states)], dim=-1))
+        return add_norm(self.norm, *self(z, None, next_token_ids, step))[0]
 
 
-class DeepseekV32(CheckpointModule):
-    """The whole model, or some of its layers. Built without weights; ``loader.load_model`` fills it.
-
-    Args:
-        layers: backbone layer numbers to build, in model order; None builds all of them.
-        mtp: also build the MTP layers.
-    """
+class DeepseekV32(Backbone):
+    """The whole model, or some of its layers; see `Backbone`. Its hidden states are those after the final norm."""
 
     def __init__(self, context: BuildContext, layers: list[int] | None = None, mtp: bool = True):
-        config, device = context.config, context.device
-        super().__init__(device)
-        specs = config.layers if layers is None else [config.layers[i] for i in layers]
-        self.embed = Embedding(config.vocab_size, config.hidden_size, context.dtype, device, context.parallel)
-        self.layers = nn.ModuleDict({str(spec.index): Block(context, spec) for spec in specs})
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
-        self.head = Head(config.vocab_size, config.hidden_size, context.dtype, device, context.parallel)
-        drafts = config.mtp_layers if mtp else ()
-        self.mtp = nn.ModuleDict({str(i): MTPLayer(context, spec) for i, spec in enumerate(drafts)})
+        super().__init__(context, layers, mtp, Block, MTPLayer)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: TokenStepMetadata) -> torch.Tensor:
-        """``token_ids``, ``positions`` int64 ``[T]`` -> states after the final norm, ``[T, hidden_size]``."""
+        """``token_ids``, ``positions`` int64 ``[T]`` -> hidden states after the final norm, ``[T, hidden_size]``."""
         y, residual = self.embed(token_ids), None
         for block in self.layers.values():
             y, residual = block(y, residual, token_ids, step)
         return add_norm(self.norm, y, residual)[0]
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Float32 ``[T, vocab_size]`` from states."""
-        return self.head(states)
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """See `Backbone.logits`."""
+        return self.head(hidden_states)
 
-    def draft_streams(
-        self, states: torch.Tensor, next_token_ids: torch.Tensor, positions: torch.Tensor, step: TokenStepMetadata
+    def draft_hidden_states(
+        self,
+        hidden_states: torch.Tensor,
+        next_token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: TokenStepMetadata,
     ) -> torch.Tensor:
-        """The MTP layer's states ``[T, hidden_size]``, for `draft_logits` and to draft on from."""
-        return self.mtp["0"].draft(states, self.embed(next_token_ids), next_token_ids, step)
+        """See `Backbone.draft_hidden_states`; positions are those of the step."""
+        return self.mtp["0"].draft(hidden_states, self.embed(next_token_ids), next_token_ids, step)
 
-    def draft_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """For the token after next, float32 ``[T, vocab_size]``, from the MTP layer's states."""
-        return self.head(states)
+    def draft_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """See `Backbone.draft_logits`."""
+        return self.head(hidden_states)

@@ -1,4 +1,4 @@
-"""What differs between model families when a runner is built: everything after that is the same."""
+"""Model families: what differs between them when a runner is built. Everything after that is the same."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from deepseek_attn.impls import AttentionSpec, DeepseekV4SparseMLAAttentionImpl,
 from deepseek_attn.kernels.common.dispatch import problem_on
 from deepseek_attn.kernels.indexer import TRITON_HEAD_DIM
 from deepseek_attn.layers.parallel import Parallel, check_split
+from deepseek_attn.layers.weights import CheckpointModule
 from deepseek_attn.models import block, deepseek_v4, deepseek_v32
 from deepseek_attn.models.block import AttentionStack, BuildContext, attention_layers, layer_specs
 from deepseek_attn.utils.workspace import Workspace
@@ -35,17 +36,17 @@ class Family(ABC):
     """A config with its numerics and backend settled.
 
     Attributes:
-        model_class, block_class: what `build` makes.
+        model_class, block_class: classes that `build` instantiates.
         impl: V4's attention impl; None for other families.
-        plain: every op runs in plain torch, as ``backend="reference"`` asks.
+        plain: every op runs as its torch reference (``backend="reference"``).
 
     Raises:
         ValueError: unknown numerics, a backend that is unknown or cannot run here, or a model that the ranks cannot
             share.
     """
 
-    model_class: type[nn.Module]
-    block_class: type[nn.Module]
+    model_class: type[deepseek_v4.DeepseekV4] | type[deepseek_v32.DeepseekV32]
+    block_class: type[CheckpointModule]
     impl: type[DeepseekV4SparseMLAAttentionImpl] | None = None
 
     def __init__(
@@ -66,7 +67,7 @@ class Family(ABC):
 
     @abstractmethod
     def choose_backend(self, backend: str, spec: AttentionSpec) -> None:
-        """Settles what runs attention, and refuses what cannot run here."""
+        """Chooses the attention backend; raises ValueError for one that is unknown or cannot run here."""
 
     def canonical(self, source: CheckpointSource) -> CanonicalSource:
         """A checkpoint under the names that the model's weight slots have."""
@@ -75,7 +76,7 @@ class Family(ABC):
     def build(self, layers: list[int] | None, attention_only: bool, max_positions: int) -> nn.Module:
         """The model without weights: all of it, or some layers, or only their attention.
 
-        There is no MTP layer with some layers, nor with data-parallel attention.
+        MTP layers are built with the whole model only, and not with data-parallel attention.
         """
         context = BuildContext(
             self.config, self.numerics, self.dtype, self.device, self.impl, max_positions, self.parallel
@@ -86,20 +87,20 @@ class Family(ABC):
 
     @abstractmethod
     def bind(self, model: nn.Module, pools: CachePools, workspace: Workspace) -> None:
-        """Gives the layers their caches and reserves the largest scratch memory any of them can need."""
+        """Gives the layers their caches and reserves the largest workspace that any of them can need."""
 
     @abstractmethod
     def metadata_builder(
         self, model: nn.Module, pools: CachePools, mtp: bool
     ) -> MetadataBuilder | TokenMetadataBuilder:
-        """What builds the metadata of a step for the backbone's layers, or for the MTP layers."""
+        """Builder of step metadata for the backbone's layers, or with ``mtp`` for the MTP layers."""
 
     def graph_problem(self) -> str:
         """Why decode steps cannot be captured as CUDA graphs; empty where they can."""
         return "only decode steps of DeepSeek-V4 are captured"
 
     def topk_buffer(self, model: nn.Module, pools: CachePools) -> torch.Tensor | None:
-        """Where indexers leave what they select, int32 ``[max_num_batched_tokens, index_topk]``; None without them."""
+        """Buffer for the indexers' top-k indices, int32 ``[max_num_batched_tokens, index_topk]``; None without any."""
         if all(layer.indexer is None for layer in attention_layers(model)):
             return None
         shape = (pools.layout.max_num_batched_tokens, self.config.index_topk)

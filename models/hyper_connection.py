@@ -1,14 +1,12 @@
-"""Manifold-constrained hyper-connections with what a model's config says; the ops are in ``kernels``."""
+"""Hyper-connections of a model's residual streams: ``kernels.hyper_connection`` with the constants of a config."""
 
 from __future__ import annotations
-
-from types import ModuleType
 
 import torch
 
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.hyper_connection import reference
+from deepseek_attn.kernels import hyper_connection as ops
+from deepseek_attn.layers.weights import CheckpointModule
 from deepseek_attn.utils.tracing import traced
 
 
@@ -21,22 +19,14 @@ def hc_pre(
     config: ModelConfig,
     norm: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Collapses the streams into a sublayer's input and decides how its output goes back.
-
-    Args:
-        streams: ``[T, m, D]``; fn, base, scale: checkpoint ``hc_attn_*`` or ``hc_ffn_*``.
-        norm: weight of the sublayer's RMS norm; the input is normed then.
-
-    Returns:
-        x ``[T, D]`` in the streams' dtype, post float32 ``[T, m]``, comb float32 ``[T, m, m]``.
-    """
-    return _ops(streams).hc_pre(streams, fn, base, scale, *_numbers(config), norm)
+    """`kernels.hyper_connection.hc_pre`: the sublayer's input ``[T, D]``, post ``[T, m]`` and comb ``[T, m, m]``."""
+    return ops.hc_pre(streams, fn, base, scale, config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters, norm)
 
 
 @traced("hc_post")
 def hc_post(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
-    """New streams from a sublayer's output ``y [T, D]``, and post and comb of its ``hc_pre``."""
-    return _ops(streams).hc_post(y, streams, post, comb)
+    """`kernels.hyper_connection.hc_post`: new streams from a sublayer's output ``y [T, D]``."""
+    return ops.hc_post(y, streams, post, comb)
 
 
 @traced("hc_head")
@@ -48,17 +38,18 @@ def hc_head(
     config: ModelConfig,
     norm: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Collapses the streams at the end of the model: ``[T, m, D]`` -> ``[T, D]``, normed if ``norm`` is given."""
-    return _ops(streams).hc_head(streams, fn, base, scale, *_numbers(config)[:2], norm)
+    """`kernels.hyper_connection.hc_head`: streams ``[T, m, D]`` -> ``[T, D]``, normed if ``norm`` is given."""
+    return ops.hc_head(streams, fn, base, scale, config.rms_norm_eps, config.hc_eps, norm)
 
 
-def _numbers(config: ModelConfig) -> tuple[float, float, int]:
-    return config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
+def declare_stream_head(module: CheckpointModule, config: ModelConfig) -> None:
+    """Declares the weights of `collapse_streams`, ``hc_head_*``, in ``module``."""
+    module.declare("hc_head_fn", (config.hc_mult, config.hc_mult * config.hidden_size), torch.float32)
+    module.declare("hc_head_base", (config.hc_mult,), torch.float32)
+    module.declare("hc_head_scale", (1,), torch.float32)
 
 
-def _ops(streams: torch.Tensor) -> ModuleType:
-    if not runs_triton(streams):
-        return reference
-    from deepseek_attn.kernels.hyper_connection import hyper_connection
-
-    return hyper_connection
+def collapse_streams(module: CheckpointModule, streams: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Streams ``[T, hc_mult, hidden_size]`` -> hidden states ``[T, hidden_size]`` after ``module.norm``."""
+    weights = module.hc_head_fn, module.hc_head_base, module.hc_head_scale
+    return hc_head(streams, *weights, config, module.norm.weight)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import ModuleType
 
 import torch
 
 from deepseek_attn.config.model import AnyConfig, LayerSpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
-from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.moe import reference
+from deepseek_attn.kernels.moe import UNGROUPED, ExpertGroups, ExpertStack, HashRouting, moe_experts, moe_route, swiglu
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import Linear, multi_linear
 from deepseek_attn.layers.parallel import Parallel
@@ -22,13 +20,13 @@ AnySpec = LayerSpec | V32LayerSpec
 
 
 class Gate(CheckpointModule):
-    """Chooses the experts of each token and their weights.
+    """The router: experts of each token and their weights.
 
-    Scored layers take the highest ``score + bias``; the bias steers the choice only. Hash layers look the choice up by
-    token id (``tid2eid``), and the gate still gives the weights.
+    Scored layers choose the highest ``score + bias``; the bias does not enter the weights. Hash layers look experts up
+    by token id (``tid2eid``), and scores only weigh them.
     """
 
-    groups = (1, 1)
+    groups = UNGROUPED
 
     def __init__(self, config: AnyConfig, spec: AnySpec, device: torch.device | str = "cpu"):
         super().__init__(device)
@@ -43,20 +41,16 @@ class Gate(CheckpointModule):
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``x [T, hidden_size]``, ``token_ids [T]`` -> expert ids ``[T, k]`` and float32 weights ``[T, k]``."""
-        chooses = {"choice": (self.tid2eid, token_ids)} if self.hash else {"bias": self.bias, "groups": self.groups}
-        route = _route_op(x)
-        return route(x, self.weight, self.topk, self.score, self.factor, self.normalize, **chooses)
+        bias, hashed = (None, HashRouting(self.tid2eid, token_ids)) if self.hash else (self.bias, None)
+        return moe_route(x, self.weight, self.topk, self.score, self.factor, self.normalize, bias, self.groups, hashed)
 
 
 class GroupLimitedGate(Gate):
-    """A gate of DeepSeek-V3: experts come from the best ``topk_group`` of ``n_group`` groups of consecutive experts.
-
-    A group counts as much as its two best experts together, bias included.
-    """
+    """A gate of DeepSeek-V3: experts come from the best ``topk_group`` of ``n_group`` groups; see `ExpertGroups`."""
 
     def __init__(self, config: DeepseekV32Config, spec: V32LayerSpec, device: torch.device | str = "cpu"):
         super().__init__(config, spec, device)
-        self.groups = (config.n_group, config.topk_group)
+        self.groups = ExpertGroups(config.n_group, config.topk_group)
 
 
 class MLP(CheckpointModule):
@@ -65,8 +59,8 @@ class MLP(CheckpointModule):
     Args:
         inner: width between the projections.
         limit: clamp of ``swiglu``.
-        split: gives this rank's part of a dimension of the inner width (see `Parallel.shard`); the output is then a
-            summand of the MLP's.
+        split: this rank's shard of a dimension of the inner width (see `Parallel.shard`); outputs then have to be
+            summed over the ranks.
     """
 
     def __init__(
@@ -87,7 +81,7 @@ class MLP(CheckpointModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = multi_linear(x, [self.w1, self.w3])
-        return self.w2(_experts_ops(x).swiglu(gate, up, self.limit, x.dtype))
+        return self.w2(swiglu(gate, up, self.limit, x.dtype))
 
 
 class Experts(CheckpointModule):
@@ -96,7 +90,7 @@ class Experts(CheckpointModule):
     Args:
         weigh_output: an expert's weight multiplies its output (DeepSeek-V3) instead of the input of ``w2`` (V4). The
             two differ by rounding.
-        shard: the experts kept here; None for all of them. The output is then the sum over these.
+        shard: the experts of this rank, over which outputs are summed; None for all of them.
     """
 
     def __init__(
@@ -125,20 +119,22 @@ class Experts(CheckpointModule):
     def forward(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, add: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Weighted sum of the chosen experts: ``x [T, D]``, ``experts``, ``weights [T, k]`` -> float32 ``[T, D]``.
+        """Weighted sum of each token's experts: ``x [T, D]``, ``experts`` and ``weights [T, k]`` -> float32 ``[T, D]``.
 
-        With ``add [T, D]``, that is added before the sum is rounded to the dtype of x.
+        With ``add [T, D]``, the dtype of x: the sum is rounded after the addition.
         """
         if self.shard:
             here = experts - self.shard.start
             experts = torch.where((here >= 0) & (here < self.shard.size), here, -1)
-        stacks = [(projection.weight, projection.scale) for projection in (self.w1, self.w3, self.w2)]
-        options = (self.limit, self.weigh_output, self.w1.fp8_input, self.w1.pow2_scales)
-        return _experts_ops(x).moe_experts(x, experts, weights, *stacks, *options, add=add, spread=self.count)
+        w1, w3, w2 = (ExpertStack(projection.weight, projection.scale) for projection in (self.w1, self.w3, self.w2))
+        fp8_input, pow2_scales = self.w1.fp8_input, self.w1.pow2_scales
+        return moe_experts(
+            x, experts, weights, w1, w3, w2, self.limit, self.weigh_output, fp8_input, pow2_scales, add, self.count
+        )
 
 
 class MoE(CheckpointModule):
-    """Routed experts plus the shared one. Of several ranks, each has some experts and a part of the shared one."""
+    """Routed experts plus the shared one. Of several ranks, each has some experts and a shard of the shared one."""
 
     def __init__(
         self,
@@ -162,23 +158,7 @@ class MoE(CheckpointModule):
     @traced("moe")
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """``x [T, hidden_size]``, ``token_ids [T]`` -> ``[T, hidden_size]``."""
-        rows = len(x)
+        num_tokens = len(x)
         x, token_ids = self.parallel.gather_tokens(x, token_ids)
         experts, weights = self.gate(x, token_ids)
-        return self.parallel.sum_experts(self.experts(x, experts, weights, self.shared_experts(x)), rows)
-
-
-def _route_op(x: torch.Tensor) -> Callable:
-    if not runs_triton(x):
-        return reference.moe_route
-    from deepseek_attn.kernels.moe.router import moe_route
-
-    return moe_route
-
-
-def _experts_ops(x: torch.Tensor) -> ModuleType:
-    if not runs_triton(x):
-        return reference
-    from deepseek_attn.kernels.moe import experts as moe
-
-    return moe
+        return self.parallel.sum_experts(self.experts(x, experts, weights, self.shared_experts(x)), num_tokens)

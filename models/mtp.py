@@ -1,4 +1,4 @@
-"""The multi-token-prediction layer: from position t and the token at t + 1, logits for t + 2."""
+"""V4's multi-token-prediction layer: from position t and the token at t + 1, logits for t + 2."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from deepseek_attn.config.model import LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.weights import RMSNorm
-from deepseek_attn.models.block import Block, BuildContext, collapse_streams, declare_stream_head
+from deepseek_attn.models.block import Block, BuildContext
+from deepseek_attn.models.hyper_connection import declare_stream_head
 
 
 class MTPLayer(Block):
-    """One more block on top of the backbone's streams, with its own window cache (checkpoint: ``mtp.N``).
+    """One more block on the backbone's streams, with its own window cache (checkpoint: ``mtp.N``).
 
-    Embedding and output head are the backbone's.
+    It has a norm and a collapse of its own streams; embedding and output head are the backbone's.
     """
 
     def __init__(self, context: BuildContext, spec: LayerSpec):
         config, device = context.config, context.device
         super().__init__(context, spec)
-        declare_stream_head(self, config, device)
+        declare_stream_head(self, config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
         self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
         self.e_proj = Linear(config.hidden_size, config.hidden_size, context.numerics, context.dtype, device)
@@ -34,21 +36,13 @@ class MTPLayer(Block):
         positions: torch.Tensor,
         step: StepMetadata | None,
     ) -> torch.Tensor:
-        """One draft step.
+        """New streams ``[T, hc_mult, hidden_size]``, for `collapse_streams` and the backbone's head.
 
         Args:
-            streams: ``[T, hc_mult, hidden_size]`` of the backbone after its last block (or of the previous draft step).
+            streams: ``[T, hc_mult, hidden_size]`` of the backbone after its last block, or of the previous draft step.
             next_embeddings: ``[T, hidden_size]``, embeddings of the token after each row.
             positions: int64 ``[T]`` of the rows themselves.
-
-        Returns:
-            New streams; `collapse` and the backbone's head turn them into logits.
         """
         e = self.e_proj(self.enorm(next_embeddings))
-        tokens, m, dim = streams.shape
-        h = self.h_proj(self.hnorm(streams).view(tokens * m, dim)).view(tokens, m, dim)
+        h = self.h_proj(self.hnorm(streams).flatten(0, 1)).view_as(streams)
         return self(e.unsqueeze(1) + h, next_token_ids, positions, step)
-
-    def collapse(self, streams: torch.Tensor) -> torch.Tensor:
-        """Draft streams -> normed hidden states ``[T, hidden_size]`` for the backbone's head."""
-        return collapse_streams(self, streams, self.config)

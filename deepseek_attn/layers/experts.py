@@ -1,4 +1,4 @@
-"""Linear layers of routed experts, stacked over the experts."""
+"""Linear layers of routed experts: one stacked weight for all experts of a rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ExpertLinear(CheckpointModule):
     Checkpoint tensors arrive one expert at a time; the first one decides the storage format and allocates the stack.
 
     Args:
-        experts: experts kept here; first: the number of the first of them in the checkpoint.
+        experts: number of experts of this rank; first: the checkpoint's number of the first of them.
     """
 
     def __init__(
@@ -42,6 +42,8 @@ class ExpertLinear(CheckpointModule):
         return iter(())  # `Experts` names them: the checkpoint counts experts before projections
 
     def expert_slot(self, index: int) -> WeightSlot:
+        """The slot of expert ``index`` of the checkpoint, which may be another rank's."""
+
         def load(weight: torch.Tensor, scale: torch.Tensor | None = None) -> None:
             self._load_expert(index - self.first, weight, scale)
 
@@ -65,7 +67,7 @@ class ExpertLinear(CheckpointModule):
             self.scale[index].copy_(scale)
 
     def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """``x [T, in_features]`` through one expert -> ``[T, out_features]`` in ``x.dtype``."""
+        """``x [T, in_features]`` through one expert -> ``[T, out_features]`` in the dtype of ``x``; in plain torch."""
         if self.scale is None:
             return F.linear(x, self.weight[expert])
         weight = dequantize_weight(self.weight[expert], self.scale[expert])

@@ -29,7 +29,7 @@ def draft_logits(runner: ModelRunner, rows: list[tuple[Sequence, int]], streams:
     valid, lengths = torch.tensor(known), [n for _, n in rows]
     meta = runner.mtp_builder.build(runner.step_input([sequence.cache for sequence, _ in rows], lengths, valid))
     next_ids = torch.tensor(following, device=runner.device)
-    logits = runner.model.draft_logits(runner.model.draft_streams(streams, next_ids, meta.positions, meta))
+    logits = runner.model.draft_logits(runner.model.draft_hidden_states(streams, next_ids, meta.positions, meta))
     return [part[mask.to(part.device)] for part, mask in zip(logits.split(lengths), valid.split(lengths), strict=True)]
 
 
@@ -55,7 +55,7 @@ def _draft_eagerly(runner: ModelRunner, batch: Rows, drafts: int) -> Guesses:
     while len(found) < drafts:
         step = StepInput(lengths, starts + lengths, runner.block_tables(caches), decode_threshold=int(lengths.max()))
         meta = runner.mtp_builder.build(step)
-        states = runner.model.draft_streams(states, next_ids, meta.positions, meta)
+        states = runner.model.draft_hidden_states(states, next_ids, meta.positions, meta)
         if not found:
             states = states[(lengths.cumsum(0) - 1).to(runner.device)]
         logits = runner.model.draft_logits(states)

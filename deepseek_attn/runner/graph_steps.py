@@ -170,7 +170,7 @@ class DraftStep(DecodeStep):
     def forward(self) -> None:
         """Computes the guesses, eagerly."""
         meta, found = self.metadata(), []
-        states = self.model.draft_streams(self.streams_in, self.token_ids, self.positions, meta)[self._ends]
+        states = self.model.draft_hidden_states(self.streams_in, self.token_ids, self.positions, meta)[self._ends]
         self.logits = logits = self.model.draft_logits(states)
         positions, valid, tables = self.positions[self._ends], self._valid[self._ends].bool(), self.block_tables()
         while True:
@@ -179,6 +179,6 @@ class DraftStep(DecodeStep):
                 break
             positions = positions + 1
             meta = build_decode_metadata(self.layers, self.layout, DecodeBatch(positions, valid, tables, self.max_len))
-            states = self.model.draft_streams(states, found[-1], positions, meta)
+            states = self.model.draft_hidden_states(states, found[-1], positions, meta)
             logits = self.model.draft_logits(states)
         self.guesses = torch.stack(found, dim=1)

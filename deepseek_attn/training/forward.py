@@ -11,9 +11,9 @@ from torch import nn
 
 from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.kernels.moe.reference import swiglu
-from deepseek_attn.models.block import Block, collapse_streams
+from deepseek_attn.models.block import Block
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
-from deepseek_attn.models.hyper_connection import hc_post, hc_pre
+from deepseek_attn.models.hyper_connection import collapse_streams, hc_post, hc_pre
 from deepseek_attn.models.moe import MoE
 from deepseek_attn.training.attention import attend
 

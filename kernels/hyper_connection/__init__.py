@@ -1,1 +1,97 @@
-"""Manifold-constrained hyper-connections."""
+"""Manifold-constrained hyper-connections: ``m`` residual streams, mixed around every sublayer.
+
+All of it is float32, without TF32: the mixing weights go through 20 rounds of Sinkhorn normalisation.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deepseek_attn.kernels.common.dispatch import runs_triton
+
+
+def hc_pre(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    rms_eps: float,
+    hc_eps: float,
+    iterations: int,
+    norm: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Collapses the streams into a sublayer's input, and computes how `hc_post` mixes its output back in.
+
+    With ``y = fn @ rms_norm(flatten(streams))`` split into pre, post and comb: the input is the sum of the streams
+    weighted by ``sigmoid(pre) + hc_eps``, post is ``2 sigmoid(post)``, and comb is made doubly stochastic. Each part is
+    scaled by its entry of ``scale`` and shifted by ``base`` before.
+
+    Args:
+        streams: ``[T, m, D]``.
+        fn, base, scale: float32 ``[(2 + m) m, m D]``, ``[(2 + m) m]`` and ``[3]`` (checkpoint: ``hc_attn_*``,
+            ``hc_ffn_*``; rows: m pre, m post, m x m comb).
+        rms_eps: of the norms.
+        hc_eps: added to gates and to the sums that Sinkhorn's rounds divide by.
+        iterations: Sinkhorn rounds.
+        norm: float32 ``[D]``, weight of the RMSNorm that follows; None leaves the input unnormed.
+
+    Returns:
+        x ``[T, D]`` in the streams' dtype, post float32 ``[T, m]``, comb float32 ``[T, m, m]``.
+
+    Raises:
+        ValueError: on a GPU, shapes or dtypes that do not fit.
+    """
+    if runs_triton(streams):
+        from deepseek_attn.kernels.hyper_connection.hyper_connection import hc_pre as op
+    else:
+        from deepseek_attn.kernels.hyper_connection.reference import hc_pre as op
+    return op(streams, fn, base, scale, rms_eps, hc_eps, iterations, norm)
+
+
+def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """New streams ``X'_k = post_k y + sum_j comb[j, k] X_j``: the sum runs over the first index of ``comb``.
+
+    Args:
+        y: ``[T, D]``, the sublayer's output; streams: ``[T, m, D]`` from before it.
+        post, comb: float32 ``[T, m]`` and ``[T, m, m]``, from the sublayer's `hc_pre`.
+
+    Returns:
+        ``[T, m, D]`` in the streams' dtype, rounded once.
+
+    Raises:
+        ValueError: on a GPU, shapes or dtypes that do not fit.
+    """
+    if runs_triton(streams):
+        from deepseek_attn.kernels.hyper_connection.hyper_connection import hc_post as op
+    else:
+        from deepseek_attn.kernels.hyper_connection.reference import hc_post as op
+    return op(y, streams, post, comb)
+
+
+def hc_head(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    rms_eps: float,
+    hc_eps: float,
+    norm: Tensor | None = None,
+) -> Tensor:
+    """Collapses the streams at the end of a model, as `hc_pre` does for a sublayer.
+
+    Args:
+        streams: ``[T, m, D]``.
+        fn, base, scale: float32 ``[m, m D]``, ``[m]`` and ``[1]`` (checkpoint: ``hc_head_*``).
+        rms_eps, hc_eps, norm: as in `hc_pre`.
+
+    Returns:
+        ``[T, D]`` in the streams' dtype.
+
+    Raises:
+        ValueError: on a GPU, shapes or dtypes that do not fit.
+    """
+    if runs_triton(streams):
+        from deepseek_attn.kernels.hyper_connection.hyper_connection import hc_head as op
+    else:
+        from deepseek_attn.kernels.hyper_connection.reference import hc_head as op
+    return op(streams, fn, base, scale, rms_eps, hc_eps, norm)

@@ -1,7 +1,7 @@
-"""Hyper-connections in Triton: a product with ``fn`` and a launch that collapses the streams, one that updates them.
+"""Hyper-connections in Triton: a product with ``fn``, a launch that collapses the streams, and one that updates them.
 
-Forming the new streams within the product took longer than a launch of its own, for any number of tokens. The device
-code is in `hyper_connection_kernels`.
+Updating the streams within the product took longer than a launch of its own, for any number of tokens. Device code:
+`hyper_connection_triton`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from deepseek_attn.kernels.common.device import supports_pdl
 from deepseek_attn.kernels.common.float32_product import float32_product
 from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import collapse_kernel, post_kernel
 
-SHARE = 512  # channels of the flattened streams that are summed before they are added to the others
-SINKHORN_TOKENS = 8
+SPLIT = 512  # channels of the flattened streams per split-K partial
+SINKHORN_TOKENS = 8  # of a program that computes combs
 
 
 def hc_pre(
@@ -28,13 +28,13 @@ def hc_pre(
     iterations: int,
     norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Same as `reference.hyper_connection.hc_pre`."""
+    """See `deepseek_attn.kernels.hyper_connection.hc_pre`."""
     _check(streams, fn, base, scale, norm, 3)
     return _collapse(streams.contiguous(), fn, base, scale, rms_eps, hc_eps, iterations, norm)
 
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """Same as `reference.hyper_connection.hc_post`."""
+    """See `deepseek_attn.kernels.hyper_connection.hc_post`."""
     _check_post(y, streams, post, comb)
     (T, m, D), early = streams.shape, supports_pdl(streams.device)
     streams, y = streams.contiguous(), y.contiguous()
@@ -66,7 +66,7 @@ def hc_head(
     hc_eps: float,
     norm: Tensor | None = None,
 ) -> Tensor:
-    """Same as `reference.hyper_connection.hc_head`."""
+    """See `deepseek_attn.kernels.hyper_connection.hc_head`."""
     _check(streams, fn, base, scale, norm, 1)
     return _collapse(streams.contiguous(), fn, base, scale, rms_eps, hc_eps, 0, norm)[0]
 
@@ -81,14 +81,14 @@ def _collapse(
     iterations: int,
     norm: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Input of the sublayer, post and comb; the latter two only with ``iterations``."""
+    """Input of the sublayer, post and comb; the latter two are left uninitialised with 0 ``iterations``."""
     (T, m, D), early = streams.shape, supports_pdl(streams.device)
     x = torch.empty(T, D, dtype=streams.dtype, device=streams.device)
     post = torch.empty(T, m, dtype=torch.float32, device=streams.device)
     comb = torch.empty(T, m, m, dtype=torch.float32, device=streams.device)
     if T == 0:
         return x, post, comb
-    mix = float32_product(streams.view(T, m * D), fn, SHARE, squares=True)
+    mix = float32_product(streams.view(T, m * D), fn, SPLIT, squares=True)
     collapse_kernel[(T + (triton.cdiv(T, SINKHORN_TOKENS) if iterations else 0),)](
         streams,
         mix.sums,

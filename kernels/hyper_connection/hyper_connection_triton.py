@@ -1,4 +1,4 @@
-"""Triton device code of `hyper_connection`: one kernel updates the streams, another one collapses them."""
+"""Triton device code of `hyper_connection`: a kernel that updates the streams, and one that collapses them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _balance(
     ITERATIONS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """post and comb of ``TOKENS`` tokens from ``first`` on: a sigmoid, and Sinkhorn's rounds."""
+    """Stores post (a sigmoid) and comb (Sinkhorn's rounds) of ``TOKENS`` tokens from ``first`` on."""
     token = first + tl.arange(0, TOKENS)
     known = token < T
     entry = tl.minimum(token, T - 1).to(tl.int64) * (ROWS + 1)
@@ -118,7 +118,10 @@ def collapse_kernel(
     TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first programs balance the combs of ``TOKENS`` tokens each; the others collapse one token each."""
+    """The first programs compute post and comb of ``TOKENS`` tokens each, the others collapse one token each.
+
+    ``sums``: split-K partials of the product with ``fn``, then of the sum of squares, ``ROWS + 1`` per token.
+    """
     program = tl.program_id(0)
     balancing = tl.num_programs(0) - T
     if PDL:

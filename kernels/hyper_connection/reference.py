@@ -1,8 +1,4 @@
-"""Manifold-constrained hyper-connections in plain torch: ``m`` residual streams, mixed around every sublayer.
-
-All of it is float32, and on GPUs the projection needs true float32 (no TF32): the mixing weights go through 20 rounds
-of Sinkhorn normalisation.
-"""
+"""Hyper-connections in plain torch."""
 
 from __future__ import annotations
 
@@ -60,17 +56,7 @@ def hc_pre(
     iterations: int,
     norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Collapses the streams into a sublayer's input and decides how its output goes back.
-
-    Args:
-        streams: ``[T, m, D]``; fn: ``[(2 + m) m, m D]``; base: ``[(2 + m) m]``; scale: ``[3]``, all three float32
-            (checkpoint: ``hc_attn_*``, ``hc_ffn_*``; rows: m pre, m post, m x m comb).
-        rms_eps: of the norms; hc_eps: added to gates and sums; iterations: Sinkhorn rounds.
-        norm: float32 ``[D]``, weight of the RMS norm that follows; the input is normed then.
-
-    Returns:
-        x ``[T, D]`` in the streams' dtype, post float32 ``[T, m]``, comb float32 ``[T, m, m]``.
-    """
+    """See `deepseek_attn.kernels.hyper_connection.hc_pre`."""
     m = streams.shape[1]
     scales = scale.repeat_interleave(_part_sizes(m, scale.device), output_size=len(base))
     logits = torch.addcmul(base, stream_mix(streams, fn, rms_eps), scales)
@@ -81,7 +67,7 @@ def hc_pre(
 
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """New streams ``X'_k = post_k y + sum_j comb[j, k] X_j``: the sum runs over the first index of ``comb``."""
+    """See `deepseek_attn.kernels.hyper_connection.hc_post`."""
     mixed = torch.bmm(comb.transpose(1, 2), streams.float())
     return torch.addcmul(mixed, post.unsqueeze(-1), y.float().unsqueeze(1)).to(streams.dtype)
 
@@ -95,7 +81,7 @@ def hc_head(
     hc_eps: float,
     norm: Tensor | None = None,
 ) -> Tensor:
-    """Collapses the streams at the end of the model: ``[T, m, D]`` -> ``[T, D]``, normed if ``norm`` is given."""
+    """See `deepseek_attn.kernels.hyper_connection.hc_head`."""
     mix = stream_mix(streams, fn, rms_eps)
     return _collapse(streams, torch.sigmoid(mix * scale + base) + hc_eps, rms_eps, norm)
 

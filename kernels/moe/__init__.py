@@ -1,1 +1,121 @@
-"""Routing, routed experts and SwiGLU."""
+"""Mixture of experts: the router, and the routed experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.moe.arguments import UNGROUPED, ExpertGroups, ExpertStack, HashRouting
+
+__all__ = [
+    "UNGROUPED",
+    "ExpertGroups",
+    "ExpertStack",
+    "HashRouting",
+    "moe_experts",
+    "moe_route",
+    "swiglu",
+]
+
+
+def moe_route(
+    x: Tensor,
+    weight: Tensor,
+    topk: int,
+    score: str,
+    factor: float,
+    normalize: bool,
+    bias: Tensor | None = None,
+    groups: ExpertGroups = UNGROUPED,
+    hashed: HashRouting | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Experts of each token, and their weights.
+
+    Args:
+        x: ``[T, D]``.
+        weight: float32 ``[E, D]``; products are float32 (no TF32).
+        topk: experts per token.
+        score: ``sqrtsoftplus``, ``sigmoid`` or ``softmax``.
+        factor: multiplies the weights; ``normalize``: they are divided by their sum first.
+        bias: float32 ``[E]``, added to the scores that choose experts, not to their weights.
+        groups: limits the choice; on a GPU their number is a power of two.
+        hashed: experts are looked up by token id instead, and scores only weigh them.
+
+    Returns:
+        expert ids int64 ``[T, topk]`` in order of falling score (of equal ones the lower id first), or as in the table;
+        float32 weights ``[T, topk]``.
+
+    Raises:
+        ValueError: on a GPU, shapes, dtypes or groups that do not fit. Token ids are not checked there.
+    """
+    if runs_triton(x):
+        from deepseek_attn.kernels.moe.router import moe_route as op
+    else:
+        from deepseek_attn.kernels.moe.reference import moe_route as op
+    return op(x, weight, topk, score, factor, normalize, bias, groups, hashed)
+
+
+def moe_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    w1: ExpertStack,
+    w3: ExpertStack,
+    w2: ExpertStack,
+    limit: float,
+    weigh_output: bool = False,
+    fp8_input: bool = False,
+    pow2_scales: bool = True,
+    add: Tensor | None = None,
+    num_routed: int | None = None,
+) -> Tensor:
+    """Weighted sum of ``w2(swiglu(w1 x, w3 x))`` over the experts of each token.
+
+    Args:
+        x: ``[T, D]`` float32, bfloat16 or float16.
+        experts: ids ``[T, k]`` in 0 .. E - 1, or -1 for an expert of another rank, which adds nothing.
+        weights: float32 ``[T, k]``.
+        w1, w3: stacks of ``[E, I, D]``; w2: of ``[E, D, I]``. All have one format.
+        limit: clamp of `swiglu`, 0 for none.
+        weigh_output: weights multiply the outputs of ``w2`` (DeepSeek-V3) instead of its inputs (V4). The two differ
+            by rounding.
+        fp8_input: quantise inputs of quantised weights to FP8 per token and 128 channels; scales are powers of two if
+            ``pow2_scales``.
+        add: ``[T, D]``, added to the sum before it is rounded.
+        num_routed: experts that the router chooses from, those of other ranks included; default: E. For speed only.
+
+    Returns:
+        Float32 ``[T, D]``; with ``add``, in the dtype of x. A token's experts add up in the order of their ids, so the
+        sum does not depend on the batch.
+
+    Raises:
+        ValueError: on a GPU, shapes, dtypes or formats that do not fit.
+
+    Notes:
+        In Triton, FP4 weights under scales from 2**-68 to 2**65 are exact; under larger ones they become infinite. FP8
+        products of a block of 128 channels are summed as the tensor cores do: on compute capability 9.0 with about 14
+        bits.
+    """
+    if runs_triton(x):
+        from deepseek_attn.kernels.moe.experts import moe_experts as op
+    else:
+        from deepseek_attn.kernels.moe.reference import moe_experts as op
+    return op(x, experts, weights, w1, w3, w2, limit, weigh_output, fp8_input, pow2_scales, add, num_routed)
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``silu(gate) * up`` in float32, rounded once to ``dtype``.
+
+    Args:
+        gate, up: of one shape.
+        limit: if not 0, ``up`` is clamped on both sides before, and ``gate`` from above only. NaN stays NaN.
+
+    Raises:
+        ValueError: on a GPU, different shapes.
+    """
+    if runs_triton(gate):
+        from deepseek_attn.kernels.moe.experts import swiglu as op
+    else:
+        from deepseek_attn.kernels.moe.reference import swiglu as op
+    return op(gate, up, limit, dtype)

@@ -1,9 +1,12 @@
 """Routed experts in Triton, from one token to thousands; no shape depends on the routing.
 
-The device code is in `moe_kernels`; this file checks arguments and decides how the launches are cut.
+Device code: `experts_triton`. A pair is a (token, expert) of the routing, numbered ``token * k + i``.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS, gpu, supports_pdl
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
+from deepseek_attn.kernels.moe.arguments import ExpertStack
 from deepseek_attn.kernels.moe.experts_triton import (
     combine_kernel,
     count_kernel,
@@ -20,38 +24,33 @@ from deepseek_attn.kernels.moe.experts_triton import (
     prepare_kernel,
     swiglu_kernel,
 )
-from deepseek_attn.kernels.moe.plan import Plan, Tiles, choose_plan, choose_tiles
+from deepseek_attn.kernels.moe.launch_config import LaunchConfig, Operands, choose_config, choose_operands
 
-Stack = tuple[Tensor, Tensor | None]
 MAX_SLOTS = 64  # pairs up to which the product kernels group them by themselves
-TOKENS = 8192  # of one pass: what lies between the products would take 6 GB for 65536 tokens of V4-Flash
+TOKENS = 8192  # per pass: intermediate results of 65536 tokens of V4-Flash would take 6 GB
 
 
 def moe_experts(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
-    w1: Stack,
-    w3: Stack,
-    w2: Stack,
+    w1: ExpertStack,
+    w3: ExpertStack,
+    w2: ExpertStack,
     limit: float,
     weigh_output: bool = False,
     fp8_input: bool = False,
-    pow2: bool = True,
+    pow2_scales: bool = True,
     add: Tensor | None = None,
-    spread: int | None = None,
-    tiles: tuple[Tiles, Tiles] | None = None,
+    num_routed: int | None = None,
+    config: LaunchConfig | None = None,
 ) -> Tensor:
-    """Same as `reference.moe.moe_experts`.
+    """See `deepseek_attn.kernels.moe.moe_experts`.
 
     Args:
-        tiles: of the products with w1 and w3, and with w2; by default chosen from shapes alone.
-
-    Notes:
-        FP4 weights under scales from 2**-68 to 2**65 are exact; under larger ones they become infinite. FP8 products of
-        one block of 128 channels are summed as the tensor cores do it: on compute capability 9.0 with about 14 bits.
+        config: of the products; by default chosen from shapes alone.
     """
-    format = _check(x, experts, weights, w1, w3, w2, add)
+    weight_format = _check(x, experts, weights, w1, w3, w2, add)
     T, D = x.shape
     if add is not None and add.stride(1) != 1:
         add = add.contiguous()
@@ -59,23 +58,24 @@ def moe_experts(
     x = x if x.stride(1) == 1 else x.contiguous()
     experts, weights = experts.contiguous(), weights.contiguous()
     capability = gpu(x.device).capability
-    plan = choose_plan(format, x.dtype, fp8_input, pow2, capability)
+    operands = choose_operands(weight_format, x.dtype, fp8_input, pow2_scales, capability)
     for start in range(0, T, TOKENS):
         part = slice(start, start + TOKENS)
-        chunk = (x[part], experts[part], weights[part], w1, w3, w2)
-        options = (limit, weigh_output, pow2, None if add is None else add[part], out[part])
-        _run(*chunk, *options, plan, tiles, capability, spread)
+        chosen = config or choose_config(experts[part].numel(), num_routed or len(w1.weight), operands, capability)
+        products = GroupedProducts.of(experts[part], weights[part], len(w1.weight), limit, operands, chosen, capability)
+        added = None if add is None else add[part]
+        products.run(x[part], w1, w3, w2, weigh_output, pow2_scales, added, out[part])
     return out
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Same as `reference.moe.swiglu`."""
+    """See `deepseek_attn.kernels.moe.swiglu`."""
     if gate.shape != up.shape or not _on_gpu(gate):
         raise ValueError(f"gate and up must have one shape, on a GPU, got {tuple(gate.shape)} and {tuple(up.shape)}")
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
     if out.numel():
-        early = supports_pdl(gate.device)
+        pdl = supports_pdl(gate.device)
         block = 1024 if out.numel() > 1 << 18 else 256
         swiglu_kernel[(triton.cdiv(out.numel(), block),)](
             gate,
@@ -85,95 +85,27 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
             out.numel(),
             CLAMP=limit > 0,
             BLOCK=block,
-            PDL=early,
+            PDL=pdl,
             num_warps=block // 256,
-            launch_pdl=early,
+            launch_pdl=pdl,
         )
     return out
 
 
-def _run(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    w1: Stack,
-    w3: Stack,
-    w2: Stack,
-    limit: float,
-    weigh_output: bool,
-    pow2: bool,
-    add: Tensor | None,
-    out: Tensor,
-    plan: Plan,
-    tiles: tuple[Tiles, Tiles] | None,
-    capability: tuple[int, int],
-    spread: int | None = None,
-) -> None:
-    """All launches of one pass, into ``out [T, D]``."""
-    (T, k), D, E = experts.shape, x.shape[1], len(w1[0])
-    pairs, inner, early = T * k, w1[0].shape[1], capability[0] >= 9
-    first, second = tiles or choose_tiles(pairs, spread or E, plan, capability)
-    if first.pairs != second.pairs:
-        raise ValueError(f"both products share one grouping of pairs, got tiles of {first.pairs} and {second.pairs}")
-    groups = group_pairs(experts, E, first.pairs, early) if pairs > MAX_SLOTS else None
-    hidden = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    parts = torch.empty(pairs, D, dtype=x.dtype, device=x.device)
-    options = (experts, weights, groups, limit, plan, capability)
-    _product(*_prepared(x, plan, pow2, early), w1, w3, hidden, k, not weigh_output, first, *options)
-    _product(*_prepared(hidden, plan, pow2, early), w2, None, parts, 1, False, second, *options)
-    block = 512 if T * D > 1 << 18 else 128
-    combine_kernel[(T, triton.cdiv(D, block))](
-        parts,
-        experts,
-        weights,
-        parts if add is None else add,
-        out,
-        0 if add is None else add.stride(0),
-        D=D,
-        TOPK=k,
-        TOPK_PADDED=triton.next_power_of_2(k),
-        WEIGH=weigh_output,
-        ADD=add is not None,
-        BLOCK=block,
-        PDL=early,
-        num_warps=block // 128,
-        launch_pdl=early,
-    )
+class PairTiles(NamedTuple):
+    """Pairs in tiles that share an expert.
 
-
-def _prepared(x: Tensor, plan: Plan, pow2: bool, early: bool) -> tuple[Tensor, Tensor | None]:
-    """Inputs of a product ``[R, K]`` in the form that it reads, and their scales."""
-    if not plan.prepares:
-        return x, None
-    R, K = x.shape
-    values = torch.empty(R, K, dtype=plan.dtype, device=x.device)
-    scale = torch.empty(R, triton.cdiv(K, 128), dtype=torch.float32, device=x.device) if plan.scaled else None
-    block = min(triton.next_power_of_2(K), 512 if R * K < 1 << 18 else 1024)
-    prepare_kernel[(R, triton.cdiv(K, block))](
-        x,
-        values,
-        values if scale is None else scale,
-        x.stride(0),
-        K=K,
-        BLOCK=block,
-        QUANTIZE=plan.quantize,
-        POW2=pow2,
-        SCALED=plan.scaled,
-        EVENS_FIRST=plan.format == "fp4",
-        PDL=early,
-        num_warps=max(1, block // 256),
-        launch_pdl=early,
-    )
-    return values, scale
-
-
-def group_pairs(experts: Tensor, count: int, tile: int, early: bool) -> tuple[Tensor, Tensor]:
-    """Pairs of ``experts [T, k]`` in tiles that share an expert.
-
-    Returns:
-        (pairs int32 ``[tiles * tile]``, -1 where a tile is not full; expert of each tile int32, -1 for unused tiles).
-        There are as many tiles as the worst routing needs.
+    Attributes:
+        pairs: int32 ``[tiles * tile size]``, -1 where a tile is not full.
+        expert: int32 ``[tiles]``, the expert of each tile; -1 for unused tiles.
     """
+
+    pairs: Tensor
+    expert: Tensor
+
+
+def group_pairs(experts: Tensor, count: int, tile: int, pdl: bool) -> PairTiles:
+    """Groups the pairs of ``experts [T, k]``, of ``count`` experts; there are tiles enough for any routing."""
     pairs = experts.numel()
     full = min(pairs, count)
     tiles = full + (pairs - full) // tile
@@ -182,7 +114,7 @@ def group_pairs(experts: Tensor, count: int, tile: int, early: bool) -> tuple[Te
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=experts.device)
     block = min(triton.next_power_of_2(pairs), 4096)
     warps = max(1, min(8, block // 256))
-    options = {"BLOCK": block, "PDL": early, "num_warps": warps, "launch_pdl": early}
+    options = {"BLOCK": block, "PDL": pdl, "num_warps": warps, "launch_pdl": pdl}
     count_kernel[(count,)](experts, counts, pairs, **options)
     place_kernel[(count,)](
         experts,
@@ -196,72 +128,161 @@ def group_pairs(experts: Tensor, count: int, tile: int, early: bool) -> tuple[Te
         TILE=tile,
         **options,
     )
-    return sorted_pairs, tile_expert
+    return PairTiles(sorted_pairs, tile_expert)
 
 
-def _product(
-    x: Tensor,
-    x_scale: Tensor | None,
-    a: Stack,
-    b: Stack | None,
-    out: Tensor,
-    k: int,
-    weigh: bool,
-    tiles: Tiles,
-    experts: Tensor,
-    weights: Tensor,
-    groups: tuple[Tensor, Tensor] | None,
-    limit: float,
-    plan: Plan,
-    capability: tuple[int, int],
-) -> None:
-    """Launches ``out[pair] = a[expert] x[pair // k]``, or ``swiglu`` of the products with a and b."""
-    pairs, N = out.shape
-    native, early = capability >= (8, 9), capability[0] >= 9
-    sorted_pairs, tile_expert = (experts, experts) if groups is None else groups
-    gated = b is not None
-    a, a_scale = _operands(a, native)
-    b, b_scale = _operands(b, native) if gated else (a, a_scale)
-    count = pairs if groups is None else len(tile_expert)
-    grouped_product_kernel[(triton.cdiv(2 * N if gated else N, tiles.rows), count)](
-        x,
-        x if x_scale is None else x_scale,
-        a,
-        b,
-        a_scale,
-        b_scale,
-        out,
-        experts,
-        weights,
-        sorted_pairs,
-        tile_expert,
-        pairs,
-        x.stride(0),
-        float(limit),
-        N=N,
-        K=x.shape[1],
-        TOPK=k,
-        FORMAT=plan.format,
-        GATED=gated,
-        CLAMP=limit > 0,
-        WEIGH=weigh,
-        X_SCALED=plan.scaled,
-        NATIVE_FP8=native,
-        DTYPE=TRITON_DTYPES.get(plan.dtype, tl.float8e4nv),
-        PRECISION="tf32x3" if plan.dtype == torch.float32 else None,
-        SLOTS=triton.next_power_of_2(pairs) if groups is None else 0,
-        TILE=tiles.pairs,
-        BLOCK_N=tiles.rows,
-        BLOCK_K=tiles.channels,
-        STAGES=tiles.stages,
-        PDL=early,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        launch_pdl=early,
-    )
+@dataclass(frozen=True)
+class GroupedProducts:
+    """Both products of one pass over tokens, and what they have in common.
+
+    Attributes:
+        experts, weights: the routing, ``[T, k]``.
+        tiles: pairs by expert; None for so few that the kernels group them.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    tiles: PairTiles | None
+    limit: float
+    operands: Operands
+    config: LaunchConfig
+    capability: tuple[int, int]
+
+    @classmethod
+    def of(
+        cls,
+        experts: Tensor,
+        weights: Tensor,
+        count: int,
+        limit: float,
+        operands: Operands,
+        config: LaunchConfig,
+        capability: tuple[int, int],
+    ) -> GroupedProducts:
+        """Groups the pairs of a routing over ``count`` experts."""
+        many = experts.numel() > MAX_SLOTS
+        tiles = group_pairs(experts, count, config.pairs, capability >= (9, 0)) if many else None
+        return cls(experts, weights, tiles, limit, operands, config, capability)
+
+    def run(
+        self,
+        x: Tensor,
+        w1: ExpertStack,
+        w3: ExpertStack,
+        w2: ExpertStack,
+        weigh_output: bool,
+        pow2_scales: bool,
+        add: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Launches everything from ``x [T, D]`` to ``out [T, D]``."""
+        (T, D), k, pdl = x.shape, self.experts.shape[1], self.capability >= (9, 0)
+        hidden = torch.empty(T * k, w1.weight.shape[1], dtype=x.dtype, device=x.device)
+        parts = torch.empty(T * k, D, dtype=x.dtype, device=x.device)
+        self._product(self._prepared(x, pow2_scales), w1, w3, hidden, k, not weigh_output)
+        self._product(self._prepared(hidden, pow2_scales), w2, None, parts, 1, False)
+        block = 512 if T * D > 1 << 18 else 128
+        combine_kernel[(T, triton.cdiv(D, block))](
+            parts,
+            self.experts,
+            self.weights,
+            parts if add is None else add,
+            out,
+            0 if add is None else add.stride(0),
+            D=D,
+            TOPK=k,
+            TOPK_PADDED=triton.next_power_of_2(k),
+            WEIGH=weigh_output,
+            ADD=add is not None,
+            BLOCK=block,
+            PDL=pdl,
+            num_warps=block // 128,
+            launch_pdl=pdl,
+        )
+
+    def _prepared(self, x: Tensor, pow2_scales: bool) -> tuple[Tensor, Tensor | None]:
+        """(inputs of a product ``[R, K]`` in the form that it reads, their scales)."""
+        operands, pdl = self.operands, self.capability >= (9, 0)
+        if not operands.needs_prepared_input:
+            return x, None
+        R, K = x.shape
+        values = torch.empty(R, K, dtype=operands.dtype, device=x.device)
+        scale = torch.empty(R, triton.cdiv(K, 128), dtype=torch.float32, device=x.device) if operands.scaled else None
+        block = min(triton.next_power_of_2(K), 512 if R * K < 1 << 18 else 1024)
+        prepare_kernel[(R, triton.cdiv(K, block))](
+            x,
+            values,
+            values if scale is None else scale,
+            x.stride(0),
+            K=K,
+            BLOCK=block,
+            QUANTIZE=operands.quantize,
+            POW2=pow2_scales,
+            SCALED=operands.scaled,
+            EVENS_FIRST=operands.weights == "fp4",
+            PDL=pdl,
+            num_warps=max(1, block // 256),
+            launch_pdl=pdl,
+        )
+        return values, scale
+
+    def _product(
+        self,
+        inputs: tuple[Tensor, Tensor | None],
+        a: ExpertStack,
+        b: ExpertStack | None,
+        out: Tensor,
+        k: int,
+        weigh: bool,
+    ) -> None:
+        """Launches ``out[pair] = a[expert] x[pair // k]``, or ``swiglu`` of the products with a and b."""
+        x, x_scale = inputs
+        pairs, N = out.shape
+        native, pdl = self.capability >= (8, 9), self.capability >= (9, 0)
+        operands, config, tiles = self.operands, self.config, self.tiles or PairTiles(self.experts, self.experts)
+        a_weight, a_scale = _arguments(a, native)
+        b_weight, b_scale = _arguments(b or a, native)
+        count = pairs if self.tiles is None else len(tiles.expert)
+        grouped_product_kernel[(triton.cdiv(N if b is None else 2 * N, config.rows), count)](
+            x,
+            x if x_scale is None else x_scale,
+            a_weight,
+            b_weight,
+            a_scale,
+            b_scale,
+            out,
+            self.experts,
+            self.weights,
+            tiles.pairs,
+            tiles.expert,
+            pairs,
+            x.stride(0),
+            float(self.limit),
+            N=N,
+            K=x.shape[1],
+            TOPK=k,
+            FORMAT=operands.weights,
+            GATED=b is not None,
+            CLAMP=self.limit > 0,
+            WEIGH=weigh,
+            X_SCALED=operands.scaled,
+            NATIVE_FP8=native,
+            DTYPE=TRITON_DTYPES.get(operands.dtype, tl.float8e4nv),
+            PRECISION="tf32x3" if operands.dtype == torch.float32 else None,
+            SLOTS=triton.next_power_of_2(pairs) if self.tiles is None else 0,
+            TILE=config.pairs,
+            BLOCK_N=config.rows,
+            BLOCK_K=config.channels,
+            STAGES=config.stages,
+            PDL=pdl,
+            num_warps=config.warps,
+            num_stages=config.stages,
+            launch_pdl=pdl,
+        )
 
 
-def _operands(stack: Stack, native: bool) -> tuple[Tensor, Tensor]:
+def _arguments(stack: ExpertStack, native: bool) -> tuple[Tensor, Tensor]:
+    """Weight and scale as kernels take them: FP8 as bytes where the GPU has none, the weight for a missing scale."""
     weight, scale = stack
     if weight.dtype == torch.float8_e4m3fn and not native:
         weight = weight.view(torch.uint8)
@@ -272,7 +293,9 @@ def _on_gpu(x: Tensor) -> bool:
     return x.device.type == "cuda"
 
 
-def _check(x: Tensor, experts: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, add: Tensor | None) -> str:
+def _check(
+    x: Tensor, experts: Tensor, weights: Tensor, w1: ExpertStack, w3: ExpertStack, w2: ExpertStack, add: Tensor | None
+) -> str:
     """The format of the weights.
 
     Raises:
@@ -291,10 +314,10 @@ def _check(x: Tensor, experts: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2
         raise ValueError(f"experts must be int32 or int64 and weights float32, got {experts.dtype}, {weights.dtype}")
     if add is not None and add.shape != x.shape:
         raise ValueError(f"add must be {tuple(x.shape)} like x, got {tuple(add.shape)}")
-    E, inner, _ = w1[0].shape
-    formats = [_check_stack(*w1, E, inner, x), _check_stack(*w3, E, inner, x), _check_stack(*w2, E, x.shape[1], x)]
+    E, inner, _ = w1.weight.shape
+    formats = [_check_stack(w1, E, inner, x), _check_stack(w3, E, inner, x), _check_stack(w2, E, x.shape[1], x)]
     widths = [
-        weight.shape[2] * (2 if name == "fp4" else 1) for name, (weight, _) in zip(formats, (w1, w3, w2), strict=True)
+        stack.weight.shape[2] * (2 if name == "fp4" else 1) for name, stack in zip(formats, (w1, w3, w2), strict=True)
     ]
     if len(set(formats)) > 1 or widths != [x.shape[1], x.shape[1], inner]:
         raise ValueError(
@@ -304,7 +327,8 @@ def _check(x: Tensor, experts: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2
     return formats[0]
 
 
-def _check_stack(weight: Tensor, scale: Tensor | None, E: int, rows: int, x: Tensor) -> str:
+def _check_stack(stack: ExpertStack, E: int, rows: int, x: Tensor) -> str:
+    weight, scale = stack
     if weight.dim() != 3 or weight.shape[:2] != (E, rows) or not weight.is_contiguous():
         raise ValueError(
             f"a stack of {E} experts with {rows} outputs must be contiguous [{E}, {rows}, in], got "

@@ -1,6 +1,6 @@
-"""The router of a mixture of experts in Triton: scores in true float32, then the choice of each token.
+"""The router of a mixture of experts in Triton: scores in true float32, then the experts of each token.
 
-One launch multiplies shares of the channels, a second one adds them up and chooses.
+One launch computes split-K partials of the scores, a second one adds them up and selects.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevic
 
 from deepseek_attn.kernels.common.device import supports_pdl
 from deepseek_attn.kernels.common.float32_product import float32_product, summed
+from deepseek_attn.kernels.moe.arguments import UNGROUPED, ExpertGroups, HashRouting
 
-SHARE = 256  # channels that are summed before they are added to the others
+SPLIT = 256  # channels per split-K partial
 _SCORES = ("sqrtsoftplus", "sigmoid", "softmax")
 
 
@@ -120,16 +121,11 @@ def moe_route(
     factor: float,
     normalize: bool,
     bias: Tensor | None = None,
-    groups: tuple[int, int] = (1, 1),
-    choice: tuple[Tensor, Tensor] | None = None,
+    groups: ExpertGroups = UNGROUPED,
+    hashed: HashRouting | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Same as `reference.moe.moe_route`.
-
-    Notes:
-        ``n`` of ``groups`` is a power of two. Token ids of ``choice`` are not checked: those of padded rows must be in
-        the table, too.
-    """
-    _check(x, weight, topk, score, bias, groups, choice)
+    """See `deepseek_attn.kernels.moe.moe_route`."""
+    _check(x, weight, topk, score, bias, groups, hashed)
     T, E = len(x), len(weight)
     x = x if x.stride(1) == 1 else x.contiguous()
     experts = torch.empty(T, topk, dtype=torch.int64, device=x.device)
@@ -137,8 +133,8 @@ def moe_route(
     if T == 0:
         return experts, weights
     early = supports_pdl(x.device)
-    logits = float32_product(x, weight, SHARE)
-    table, token_ids = (experts, experts) if choice is None else choice
+    logits = float32_product(x, weight, SPLIT)
+    table, token_ids = hashed or (experts, experts)
     select_kernel[(T,)](
         logits.sums,
         weight if bias is None else bias,
@@ -157,9 +153,9 @@ def moe_route(
         SCORE=score,
         NORMALIZE=normalize,
         HAS_BIAS=bias is not None,
-        LOOKUP=choice is not None,
-        GROUPS=groups[0],
-        KEPT=groups[1],
+        LOOKUP=hashed is not None,
+        GROUPS=groups.num_groups,
+        KEPT=groups.kept,
         PDL=early,
         num_warps=1,
         launch_pdl=early,
@@ -177,8 +173,8 @@ def _check(
     topk: int,
     score: str,
     bias: Tensor | None,
-    groups: tuple[int, int],
-    choice: tuple[Tensor, Tensor] | None,
+    groups: ExpertGroups,
+    hashed: HashRouting | None,
 ) -> None:
     if x.dim() != 2 or not _on_gpu(x) or not x.is_floating_point():
         raise ValueError(f"x must be [T, D] of floats on a GPU, got {tuple(x.shape)} {x.dtype} on {x.device}")
@@ -197,10 +193,10 @@ def _check(
         )
     if bias is not None and (bias.shape != (E,) or bias.dtype != torch.float32 or not bias.is_contiguous()):
         raise ValueError(f"the bias must be contiguous float32 [{E}], got {tuple(bias.shape)} {bias.dtype}")
-    if choice is not None:
-        table, ids = choice
+    if hashed is not None:
+        table, ids = hashed
         if table.shape[1:] != (topk,) or not table.is_contiguous() or ids.shape != (len(x),) or ids.stride(0) != 1:
             raise ValueError(
-                f"choice must be a contiguous table [V, {topk}] and contiguous token ids [{len(x)}], got "
+                f"hash routing needs a contiguous table [V, {topk}] and contiguous token ids [{len(x)}], got "
                 f"{tuple(table.shape)} and {tuple(ids.shape)}"
             )

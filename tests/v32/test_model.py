@@ -307,7 +307,7 @@ def test_mtp_equals_the_formulas(tiny, naive, chunk):
 
 
 def test_mtp_drafts_go_on_from_their_own_states(tiny):
-    """`draft_streams` takes what it returned: states after a norm, like the backbone's."""
+    """`draft_hidden_states` takes what it returned: states after a norm, like the backbone's."""
     tokens = torch.tensor(tiny.prompts[0][:20])
     runner = make_runner(tiny.config, tiny.source)
     sequence = runner.sequence(tokens.tolist())
@@ -316,6 +316,6 @@ def test_mtp_drafts_go_on_from_their_own_states(tiny):
     states = runner.model(tokens, meta.positions, meta)
     assert torch.equal(runner.model.logits(states), runner.model.head(states))
     meta = runner.mtp_builder.build(runner.step_input([sequence.cache], [20]))
-    drafted = runner.model.draft_streams(states, tokens.roll(-1), meta.positions, meta)
+    drafted = runner.model.draft_hidden_states(states, tokens.roll(-1), meta.positions, meta)
     assert drafted.shape == states.shape
     assert torch.equal(runner.model.draft_logits(drafted), runner.model.head(drafted))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 
 from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.hyper_connection import reference
+from deepseek_attn.kernels.hyper_connection import hc_post, hc_pre, reference
 
 TOKENS = (1, 8, 32, 128, 4096)
 
@@ -19,46 +18,40 @@ def cases(device: torch.device) -> list[OpCase]:
     """The rows that can run on ``device``: all of them on a GPU that the Triton kernels know, else none."""
     if not runs_triton(torch.empty(0, device=device)):
         return []
-    from deepseek_attn.kernels.hyper_connection import hyper_connection
-
-    def call(ops: ModuleType, op: str, config: ModelConfig) -> Callable:
-        numbers = (config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
-        return {
-            "hc_pre": lambda y, streams, post, comb, *fn, norm: ops.hc_pre(streams, *fn, *numbers, norm),
-            "hc_post": lambda y, streams, post, comb, *fn, norm: ops.hc_post(y, streams, post, comb),
-        }[op]
-
     rows = []
     for preset in ("v4_flash", "v4_pro"):
         config = ModelConfig.from_pretrained(preset)
         for T in TOKENS:
-            for op in ("hc_pre", "hc_post"):
-                ours, torchs = call(hyper_connection, op, config), call(reference, op, config)
-                run = {"triton": _with_norm(ours), "torch": _with_norm(torchs)}
-                rows.append(OpCase(op, f"{preset} T={T}", _maker(T, config), run, bytes=_bytes(op, T, config)))
+            rows += [_pre(f"{preset} T={T}", T, config), _post(f"{preset} T={T}", T, config)]
     return rows
 
 
-def _with_norm(op: Callable) -> Callable:
-    return lambda *args: op(*args[:-1], norm=args[-1])
-
-
-def _maker(T: int, config: ModelConfig) -> Callable[[torch.device, int], tuple]:
+def _pre(label: str, T: int, config: ModelConfig) -> OpCase:
     m, D = config.hc_mult, config.hidden_size
-    rows = (2 + m) * m
+    rows, numbers = (2 + m) * m, (config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
 
     def make(device: torch.device, seed: int) -> tuple:
-        g = torch.Generator(device).manual_seed(seed)
-        shapes = ((T, D), (T, m, D), (T, m), (T, m, m), (rows, m * D), (rows,), (3,), (D,))
-        y, streams, *rest = (torch.randn(*shape, device=device, generator=g) for shape in shapes)
-        return y.bfloat16(), streams.bfloat16(), *rest
+        fn, base, scale, norm = _random(device, seed, (rows, m * D), (rows,), (3,), (D,))
+        return _random(device, seed + 1, (T, m, D))[0].bfloat16(), fn, base, scale, norm
 
-    return make
+    def run(op: Callable) -> Callable:
+        return lambda streams, fn, base, scale, norm: op(streams, fn, base, scale, *numbers, norm)
+
+    size = 2 * T * m * D + 2 * T * D + 4 * rows * m * D
+    return OpCase("hc_pre", label, make, {"triton": run(hc_pre), "torch": run(reference.hc_pre)}, bytes=size)
 
 
-def _bytes(op: str, T: int, config: ModelConfig) -> int:
-    """Streams and rows are bfloat16; what mixes them is float32 and read once."""
+def _post(label: str, T: int, config: ModelConfig) -> OpCase:
     m, D = config.hc_mult, config.hidden_size
-    row, streams = 2 * T * D, 2 * T * m * D
-    fn = 4 * (2 + m) * m * m * D
-    return {"hc_pre": streams + row + fn, "hc_post": 2 * streams + row}[op]
+
+    def make(device: torch.device, seed: int) -> tuple:
+        y, streams, post, comb = _random(device, seed, (T, D), (T, m, D), (T, m), (T, m, m))
+        return y.bfloat16(), streams.bfloat16(), post, comb
+
+    size = 4 * T * m * D + 2 * T * D
+    return OpCase("hc_post", label, make, {"triton": hc_post, "torch": reference.hc_post}, bytes=size)
+
+
+def _random(device: torch.device, seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    g = torch.Generator(device).manual_seed(seed)
+    return [torch.randn(*shape, device=device, generator=g) for shape in shapes]

@@ -1,4 +1,4 @@
-"""Rows of the linear layers of V4: what of a layer shares a launch, the grouped projection, the rounding of inputs."""
+"""Rows of V4's linear layers: projections that share a launch, the grouped projection, quantised inputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.linear import Segment
+from deepseek_attn.kernels.linear import Segment, grouped_linear, multi_linear, quantize_input
 
 TOKENS = (1, 8, 32, 128, 4096)
 
@@ -45,8 +45,6 @@ def _products(config: ModelConfig) -> dict[str, tuple[int, list[int], list[int]]
 
 
 def _product(label: str, M: int, K: int, fp8: list[int], plain: list[int]) -> OpCase:
-    from deepseek_attn.kernels.linear.linear import multi_linear
-
     def make(device: torch.device, seed: int) -> tuple:
         g = torch.Generator(device).manual_seed(seed)
         x = torch.randn(M, K, device=device, generator=g).bfloat16()
@@ -66,8 +64,6 @@ def _product(label: str, M: int, K: int, fp8: list[int], plain: list[int]) -> Op
 
 
 def _grouped(label: str, M: int, config: ModelConfig) -> OpCase:
-    from deepseek_attn.kernels.linear.grouped import grouped_linear
-
     H, d, groups, rank = config.num_attention_heads, config.head_dim, config.o_groups, config.o_lora_rank
     K = H * d // groups
 
@@ -93,8 +89,6 @@ def _grouped(label: str, M: int, config: ModelConfig) -> OpCase:
 
 
 def _quantize(label: str, M: int, K: int) -> OpCase:
-    from deepseek_attn.kernels.linear.linear import quantize_input
-
     def make(device: torch.device, seed: int) -> tuple:
         g = torch.Generator(device).manual_seed(seed)
         return (torch.randn(M, K, device=device, generator=g).bfloat16(),)

@@ -9,10 +9,9 @@ import torch
 from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.moe import reference
+from deepseek_attn.kernels.moe import ExpertGroups, ExpertStack, moe_experts, moe_route, reference
 
 TOKENS = (1, 8, 32, 128, 4096)
-Stack = tuple[torch.Tensor, torch.Tensor]
 
 
 def cases(device: torch.device) -> list[OpCase]:
@@ -29,10 +28,8 @@ def cases(device: torch.device) -> list[OpCase]:
 
 
 def _router(label: str, T: int, config: AnyConfig) -> OpCase:
-    from deepseek_attn.kernels.moe.router import moe_route
-
     E, D, k = config.n_routed_experts, config.hidden_size, config.num_experts_per_tok
-    groups = (getattr(config, "n_group", 1), getattr(config, "topk_group", 1))
+    groups = ExpertGroups(getattr(config, "n_group", 1), getattr(config, "topk_group", 1))
     options = (k, config.scoring_func, config.routed_scaling_factor, config.norm_topk_prob)
 
     def make(device: torch.device, seed: int) -> tuple:
@@ -48,8 +45,6 @@ def _router(label: str, T: int, config: AnyConfig) -> OpCase:
 
 
 def _experts(label: str, T: int, config: AnyConfig, weights: str) -> OpCase:
-    from deepseek_attn.kernels.moe.experts import moe_experts
-
     E, D, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     k, limit = config.num_experts_per_tok, config.swiglu_limit
 
@@ -73,16 +68,15 @@ def _experts(label: str, T: int, config: AnyConfig, weights: str) -> OpCase:
 
 
 @cache
-def _stack(experts: int, rows: int, width: int, weights: str, device: torch.device, number: int = 0) -> Stack:
+def _stack(experts: int, rows: int, width: int, weights: str, device: torch.device, number: int = 0) -> ExpertStack:
     """One projection of all experts. The rows share them: they take 3 GB in V4-Flash, far more than the L2."""
     g = torch.Generator(device).manual_seed(number)
     if weights == "fp4":
         packed = torch.randint(256, (experts, rows, width // 2), dtype=torch.uint8, device=device, generator=g)
-        return packed, torch.randint(
-            118, 123, (experts, rows, width // 32), dtype=torch.uint8, device=device, generator=g
-        )
+        scale_shape = (experts, rows, width // 32)
+        return ExpertStack(packed, torch.randint(118, 123, scale_shape, dtype=torch.uint8, device=device, generator=g))
     dense = torch.empty(experts, rows, width, dtype=torch.float8_e4m3fn, device=device)
     for expert in dense:
         expert.copy_(torch.randn(rows, width, device=device, generator=g).mul_(60).clamp_(-448, 448))
     grid = (experts, -(-rows // 128), -(-width // 128))
-    return dense, torch.rand(grid, device=device, generator=g) * 4e-4 + 1e-4
+    return ExpertStack(dense, torch.rand(grid, device=device, generator=g) * 4e-4 + 1e-4)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from deepseek_attn.kernels.moe import reference
+from deepseek_attn.kernels.moe import ExpertStack
 
 FORMATS = ("fp4", "fp8", "plain")
 
@@ -17,9 +17,9 @@ class Case(NamedTuple):
     x: torch.Tensor
     experts: torch.Tensor
     weights: torch.Tensor
-    w1: reference.Stack
-    w3: reference.Stack
-    w2: reference.Stack
+    w1: ExpertStack
+    w3: ExpertStack
+    w2: ExpertStack
 
     def of(self, tokens):
         return self._replace(x=self.x[tokens], experts=self.experts[tokens], weights=self.weights[tokens])
@@ -29,12 +29,14 @@ def stack(experts, rows, width, fmt, dtype=torch.bfloat16, device=None):
     """One projection; scales differ from row to row, block to block and expert to expert."""
     if fmt == "fp4":
         packed = torch.randint(256, (experts, rows, width // 2), dtype=torch.uint8, device=device)
-        return packed, torch.randint(119, 123, (experts, rows, width // 32), dtype=torch.uint8, device=device)
+        scale = torch.randint(119, 123, (experts, rows, width // 32), dtype=torch.uint8, device=device)
+        return ExpertStack(packed, scale)
     values = torch.randn(experts, rows, width, device=device)
     if fmt == "plain":
-        return (values * width**-0.5 * 2).to(dtype), None
+        return ExpertStack((values * width**-0.5 * 2).to(dtype))
     grid = (experts, -(-rows // 128), -(-width // 128))
-    return (values * 60).clamp(-448, 448).to(torch.float8_e4m3fn), torch.rand(grid, device=device) * 1e-3 + 1e-4
+    dense = (values * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return ExpertStack(dense, torch.rand(grid, device=device) * 1e-3 + 1e-4)
 
 
 def make_case(tokens, hidden, inner, experts, k, fmt, dtype=torch.bfloat16, device=None):

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from deepseek_attn.kernels.moe import reference
+from deepseek_attn.kernels.moe import ExpertStack, reference
 from tests.kernels.moe.moe_cases import FORMATS, make_case, stack
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -40,11 +40,14 @@ EXPERTS = {
 def test_every_launch_compiles(monkeypatch, arch, experts):
     fmt, dtype, T = EXPERTS[experts]
     case = make_case(T, 512, 256, 32, 6, fmt, dtype, "meta")
-    plan = moe.choose_plan(fmt, dtype, fmt != "plain", True, CAPABILITIES[arch])
+    capability = CAPABILITIES[arch]
+    operands = moe.choose_operands(fmt, dtype, fmt != "plain", True, capability)
+    config = moe.choose_config(T * 6, 32, operands, capability)
     add, out = torch.empty(2, T, 512, dtype=dtype, device="meta")
 
     def run():
-        moe._run(*case, 10.0, False, True, add, out, plan, None, CAPABILITIES[arch])
+        products = moe.GroupedProducts.of(case.experts, case.weights, 32, 10.0, operands, config, capability)
+        products.run(case.x, case.w1, case.w3, case.w2, False, True, add, out)
 
     found = compiled_launches(monkeypatch, [moe], arch, run)
     expected = {"grouped_product_kernel", "combine_kernel"}
@@ -77,16 +80,16 @@ def test_swiglu_compiles(monkeypatch, arch):
 
 
 def test_products_are_computed_in_what_holds_their_factors():
-    plan, bf16, f32 = moe.choose_plan, torch.bfloat16, torch.float32
-    assert plan("plain", f32, True, True, (9, 0)) == moe.Plan("plain", f32, False, False)
-    assert plan("fp8", bf16, True, False, (9, 0)) == moe.Plan("fp8", torch.float8_e4m3fn, True, True)
-    assert plan("fp8", bf16, True, True, (8, 0)) == moe.Plan("fp8", bf16, True, False)
-    assert plan("fp8", f32, True, False, (8, 0)).dtype == f32
-    assert plan("fp8", f32, True, True, (9, 0)) == moe.Plan("fp8", bf16, True, False)
-    assert plan("fp8", f32, True, False, (9, 0)).dtype == f32
-    assert plan("fp4", f32, True, True, (9, 0)) == moe.Plan("fp4", bf16, True, False)
-    assert plan("fp4", f32, True, False, (9, 0)).dtype == f32
-    assert plan("fp4", f32, False, True, (9, 0)) == moe.Plan("fp4", f32, False, False)
+    choose, bf16, f32 = moe.choose_operands, torch.bfloat16, torch.float32
+    assert choose("plain", f32, True, True, (9, 0)) == moe.Operands("plain", f32, False, False)
+    assert choose("fp8", bf16, True, False, (9, 0)) == moe.Operands("fp8", torch.float8_e4m3fn, True, True)
+    assert choose("fp8", bf16, True, True, (8, 0)) == moe.Operands("fp8", bf16, True, False)
+    assert choose("fp8", f32, True, False, (8, 0)).dtype == f32
+    assert choose("fp8", f32, True, True, (9, 0)) == moe.Operands("fp8", bf16, True, False)
+    assert choose("fp8", f32, True, False, (9, 0)).dtype == f32
+    assert choose("fp4", f32, True, True, (9, 0)) == moe.Operands("fp4", bf16, True, False)
+    assert choose("fp4", f32, True, False, (9, 0)).dtype == f32
+    assert choose("fp4", f32, False, True, (9, 0)) == moe.Operands("fp4", f32, False, False)
 
 
 def test_bad_arguments_are_named(monkeypatch):
@@ -98,8 +101,8 @@ def test_bad_arguments_are_named(monkeypatch):
         (case._replace(weights=case.weights.double()), r"weights float32, got torch.int64, torch.float64"),
         (case._replace(w2=stack(4, 64, 128, "fp4")), r"contiguous \[4, 128, in\]"),
         (case._replace(w1=stack(4, 64, 128, "fp8")), r"in one format, got \['fp8', 'fp4', 'fp4'\]"),
-        (case._replace(w1=(case.w1[0], case.w1[1].float())), r"a quantised stack is float8_e4m3fn"),
-        (case._replace(w1=(case.w1[0], None)), r"a weight without scales must have the dtype of x"),
+        (case._replace(w1=case.w1._replace(scale=case.w1.scale.float())), r"a quantised stack is float8_e4m3fn"),
+        (case._replace(w1=ExpertStack(case.w1.weight)), r"a weight without scales must have the dtype of x"),
     ):
         with pytest.raises(ValueError, match=message):
             moe.moe_experts(*bad, 10.0)
@@ -160,7 +163,7 @@ def test_experts_of_every_format(gpu, fmt, dtype, shape):
 def test_other_inputs(gpu, fmt, fp8_input, pow2):
     for dtype in (torch.bfloat16, torch.float32):
         case = make_case(40, 384, 128, 7, 3, fmt, dtype)
-        options = {"fp8_input": fp8_input, "pow2": pow2}
+        options = {"fp8_input": fp8_input, "pow2_scales": pow2}
         # a scale that is no power of two moves with the largest value, and every rounding of its group with it
         limit = 2e-2 if fmt == "fp8" and fp8_input and dtype == torch.bfloat16 else 6e-3
         assert relative(run(case, **options), run(case, reference.moe_experts, **options)) <= limit
@@ -181,19 +184,17 @@ def test_the_same_bits_every_time(gpu, fmt, T):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_token_does_not_depend_on_the_others(gpu, fmt):
-    """Bit for bit within one cut of the launches, whatever shares its expert."""
+    """Bit for bit within one launch configuration, whatever shares its expert."""
     case = make_case(100, 512, 256, 32, 6, fmt)
     case.experts[:60, 0] = 3
-    together, cut = run(case), moe.choose_tiles(600, 32, plan_of(fmt), torch.cuda.get_device_capability())
+    capability = torch.cuda.get_device_capability()
+    operands = moe.choose_operands(fmt, torch.bfloat16, True, True, capability)
+    together, config = run(case), moe.choose_config(600, 32, operands, capability)
     order = torch.randperm(100)
     assert torch.equal(run(case.of(order)), together[order])
     for part in (slice(1), slice(9), slice(30, 100)):
-        assert torch.equal(run(case.of(part), tiles=cut), together[part])
+        assert torch.equal(run(case.of(part), config=config), together[part])
         assert relative(run(case.of(part)), together[part]) <= 2e-3
-
-
-def plan_of(fmt):
-    return moe.choose_plan(fmt, torch.bfloat16, True, True, torch.cuda.get_device_capability())
 
 
 def test_the_order_of_choices_does_not_matter(gpu):
@@ -216,7 +217,7 @@ def test_only_chosen_experts_are_read(gpu, fmt, T):
             weight.view(torch.uint8)[2:] = 0xFF
             if scale is not None:
                 scale.view(torch.uint8)[2:] = 0xFF
-            poisoned.append((weight, scale))
+            poisoned.append(ExpertStack(weight, scale))
         assert torch.equal(run(now._replace(w1=poisoned[0], w3=poisoned[1], w2=poisoned[2])), before)
         assert before.isfinite().all()
 
@@ -231,13 +232,16 @@ def test_experts_of_another_rank_add_nothing(gpu, fmt, T):
     for first in (0, 4):
         here = case.experts - first
         here = torch.where((here >= 0) & (here < 4), here, -1)
-        stacks = [(w[first : first + 4], None if s is None else s[first : first + 4]) for w, s in case[3:]]
+        stacks = [
+            ExpertStack(w[first : first + 4], None if s is None else s[first : first + 4])
+            for w, s in (case.w1, case.w3, case.w2)
+        ]
         part = case._replace(experts=here, w1=stacks[0], w3=stacks[1], w2=stacks[2])
         for weigh in (False, True):
-            got = run(part, add=add, weigh_output=weigh, spread=8)
-            expected = run(part, reference.moe_experts, add=add, weigh_output=weigh, spread=8)
+            got = run(part, add=add, weigh_output=weigh, num_routed=8)
+            expected = run(part, reference.moe_experts, add=add, weigh_output=weigh, num_routed=8)
             assert relative(got, expected) <= LIMIT[torch.bfloat16] * (20 if fmt == "fp8" else 1)
-        total += run(part, spread=8)
+        total += run(part, num_routed=8)
         assert (here[0] >= 0).any() or not run(part)[0].any()
     assert relative(total, run(case)) <= 1e-2
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from deepseek_attn.kernels.moe import reference
+from deepseek_attn.kernels.moe import UNGROUPED, ExpertGroups, HashRouting, reference
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -21,7 +21,7 @@ SCORES = {
 }
 
 
-def slowly(x, weight, topk, score, factor, normalize, bias=None, groups=(1, 1), choice=None):
+def slowly(x, weight, topk, score, factor, normalize, bias=None, groups=UNGROUPED, hashed=None):
     """The choice written out, in float64: sets of experts with their weights."""
     n, kept = groups
     rows = []
@@ -33,8 +33,8 @@ def slowly(x, weight, topk, score, factor, normalize, bias=None, groups=(1, 1), 
         best = sorted(range(n), key=lambda g: -two_best[g])[:kept]
         allowed = [e for e in range(len(scores)) if e // size in best]
         chosen = sorted(allowed, key=lambda e: -biased[e])[:topk]
-        if choice is not None:
-            chosen = choice[0][choice[1][t]].tolist()
+        if hashed is not None:
+            chosen = hashed.table[hashed.token_ids[t]].tolist()
         total = sum(scores[e] for e in chosen) if normalize else 1
         rows.append({e: scores[e] / total * factor for e in chosen})
     return rows
@@ -61,7 +61,12 @@ def route(request):
     return route_op(request.param)
 
 
-SHAPES = {"V4": (256, 6, (1, 1)), "V3": (64, 8, (8, 4)), "odd": (7, 3, (1, 1)), "two groups": (12, 3, (2, 1))}
+SHAPES = {
+    "V4": (256, 6, UNGROUPED),
+    "V3": (64, 8, ExpertGroups(8, 4)),
+    "odd": (7, 3, UNGROUPED),
+    "two groups": (12, 3, ExpertGroups(2, 1)),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
@@ -76,9 +81,9 @@ def test_against_loops(route, shape, score, dtype):
         got = route(x, weight, topk, score, 2.5, normalize, **options)
         check(got, slowly(x, weight, topk, score, 2.5, normalize, **options), topk)
     table, ids = torch.rand(50, E).topk(topk).indices.contiguous(), torch.randint(50, (21,))
-    got = route(x, weight, topk, score, 1.5, True, choice=(table, ids))
+    got = route(x, weight, topk, score, 1.5, True, hashed=HashRouting(table, ids))
     assert torch.equal(got[0], table[ids])
-    check(got, slowly(x, weight, topk, score, 1.5, True, choice=(table, ids)), topk)
+    check(got, slowly(x, weight, topk, score, 1.5, True, hashed=HashRouting(table, ids)), topk)
 
 
 def test_the_lower_id_wins_a_tie(route):
@@ -88,13 +93,13 @@ def test_the_lower_id_wins_a_tie(route):
     bias[5] = -0.0
     assert route(x, weight, 6, "sigmoid", 1.0, True, bias)[0].tolist() == [[3, 9, 20, 0, 1, 2]] * 3
     bias[:] = 0
-    assert route(x, weight, 5, "sigmoid", 1.0, True, bias, (8, 2))[0].tolist() == [[0, 1, 2, 3, 4]] * 3
+    assert route(x, weight, 5, "sigmoid", 1.0, True, bias, ExpertGroups(8, 2))[0].tolist() == [[0, 1, 2, 3, 4]] * 3
 
 
 @pytest.mark.parametrize("T", [1, 17, 511, 512, 2000])
 def test_many_tokens(gpu, T):
     """A token's experts and weights have the same bits in every batch, on both sides of the split."""
-    for E, D, groups in ((256, 4096, (1, 1)), (384, 1000, (1, 1)), (256, 520, (8, 4))):
+    for E, D, groups in ((256, 4096, UNGROUPED), (384, 1000, UNGROUPED), (256, 520, ExpertGroups(8, 4))):
         weight, bias = torch.randn(E, D) * D**-0.5, torch.randn(E) * 0.1
         x = torch.randn(T, D).bfloat16()
         experts, weights = moe_router.moe_route(x, weight, 6, "sqrtsoftplus", 1.5, True, bias, groups)
@@ -117,7 +122,9 @@ def test_a_nan_gives_experts_that_exist(gpu):
     x, weight = torch.randn(4, 128), torch.randn(256, 128)
     x[1] = NAN
     x[2, 5] = float("inf")
-    experts, weights = moe_router.moe_route(x, weight, 8, "sqrtsoftplus", 1.0, True, torch.zeros(256), (8, 4))
+    experts, weights = moe_router.moe_route(
+        x, weight, 8, "sqrtsoftplus", 1.0, True, torch.zeros(256), ExpertGroups(8, 4)
+    )
     assert experts.ge(0).all()
     assert experts.lt(256).all()
     assert all(len(set(row)) == 8 for row in experts.tolist())
@@ -146,11 +153,11 @@ def test_bad_arguments_are_named(monkeypatch):
         with pytest.raises(ValueError, match=message):
             moe_router.moe_route(*call, 1.0, True)
     with pytest.raises(ValueError, match="3 of 16 experts in the best 1 of 3 groups"):
-        moe_router.moe_route(x, weight, 3, "sigmoid", 1.0, True, groups=(3, 1))
+        moe_router.moe_route(x, weight, 3, "sigmoid", 1.0, True, groups=ExpertGroups(3, 1))
     with pytest.raises(ValueError, match=r"the bias must be contiguous float32 \[16\]"):
         moe_router.moe_route(x, weight, 3, "sigmoid", 1.0, True, torch.zeros(15))
     with pytest.raises(ValueError, match=r"a contiguous table \[V, 3\]"):
-        moe_router.moe_route(x, weight, 3, "sigmoid", 1.0, True, choice=(torch.zeros(9, 2), torch.zeros(4)))
+        moe_router.moe_route(x, weight, 3, "sigmoid", 1.0, True, hashed=HashRouting(torch.zeros(9, 2), torch.zeros(4)))
 
 
 TOKENS = {1: torch.bfloat16, 4096: torch.bfloat16, 40: torch.float32}
@@ -162,7 +169,7 @@ def test_it_compiles(monkeypatch, arch, T):
     monkeypatch.setattr(moe_router, "_on_gpu", lambda x: True)
     pass_for_gpu(monkeypatch, CAPABILITIES[arch])
     x, weight = torch.empty(T, 512, dtype=dtype, device="meta"), torch.empty(64, 512, device="meta")
-    options = {"groups": (8, 4), "bias": torch.empty(64, device="meta")} if T == 40 else {}
+    options = {"groups": ExpertGroups(8, 4), "bias": torch.empty(64, device="meta")} if T == 40 else {}
     found = compiled_launches(
         monkeypatch,
         [moe_router, float32_product],

@@ -1,0 +1,44 @@
+"""Arguments of the mixture-of-experts ops that have several parts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class ExpertGroups(NamedTuple):
+    """Group-limited routing: experts come from the ``kept`` best of ``num_groups`` groups of consecutive experts.
+
+    A group counts as much as its two best experts together, bias included.
+    """
+
+    num_groups: int
+    kept: int
+
+
+UNGROUPED = ExpertGroups(1, 1)
+
+
+class HashRouting(NamedTuple):
+    """Experts by token id: row ``token_ids[t]`` of ``table``.
+
+    Attributes:
+        table: int64 ``[vocab_size, topk]``; token_ids: int64 ``[T]``, padding included in the table's range.
+    """
+
+    table: Tensor
+    token_ids: Tensor
+
+
+class ExpertStack(NamedTuple):
+    """One projection of all experts.
+
+    Attributes:
+        weight: ``[E, out, in]`` of a float dtype; or float8_e4m3fn; or packed FP4, uint8 ``[E, out, in / 2]``.
+        scale: float32 ``[E, ceil(out / 128), ceil(in / 128)]`` of FP8 weights, e8m0 bytes ``[E, out, in / 32]`` of FP4
+            ones; None for plain weights.
+    """
+
+    weight: Tensor
+    scale: Tensor | None = None

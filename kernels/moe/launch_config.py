@@ -1,0 +1,80 @@
+"""Formats and launch configurations of the products of `moe_experts`: from formats and shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Tiling of a grouped product.
+
+    Attributes:
+        pairs, rows, channels: of a program's tile: (token, expert) pairs of one expert, weight rows, channels at once.
+        warps, stages: of a program.
+    """
+
+    pairs: int
+    rows: int
+    channels: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the products multiply.
+
+    Attributes:
+        weights: format of the weights, ``plain``, ``fp8`` or ``fp4``.
+        dtype: of both factors.
+        quantize: inputs are quantised to FP8; scaled: and stay e4m3 with float32 scales.
+    """
+
+    weights: str
+    dtype: torch.dtype
+    quantize: bool
+    scaled: bool
+
+    @property
+    def needs_prepared_input(self) -> bool:
+        """Inputs are converted by a launch of their own."""
+        return self.quantize or self.weights == "fp4"
+
+
+def choose_operands(
+    weights: str, dtype: torch.dtype, fp8_input: bool, pow2_scales: bool, capability: tuple[int, int]
+) -> Operands:
+    """Bfloat16 or FP8 factors where they hold weights and inputs of ``dtype`` exactly, else float32."""
+    if weights == "plain":
+        return Operands(weights, dtype, False, False)
+    # sums of FP8 products keep about 14 bits on compute capability 9.0: too few for float32 results
+    if weights == "fp8" and fp8_input and capability >= (8, 9) and dtype != torch.float32:
+        return Operands(weights, torch.float8_e4m3fn, True, True)
+    # e4m3 times a power of two is exact in bfloat16
+    exact = dtype == torch.bfloat16 or (fp8_input and pow2_scales)
+    return Operands(weights, torch.bfloat16 if exact else torch.float32, fp8_input, False)
+
+
+def choose_config(pairs: int, experts: int, operands: Operands, capability: tuple[int, int]) -> LaunchConfig:
+    """The fastest configuration measured on an H200 for ``pairs`` spread evenly over ``experts``."""
+    if operands.dtype == torch.float32:
+        return LaunchConfig(16, 64, 64, 4, 2)
+    load = pairs / experts
+    if capability[0] not in (9, 10):  # less shared memory, or narrower tensor cores
+        if load <= 24:
+            return LaunchConfig(16 if load <= 12 else 32, 64, 128, 4, 2)
+        return LaunchConfig(64, 128, 64, 8, 2)
+    if operands.weights == "fp4":
+        if load <= 6:
+            return LaunchConfig(8, 64, 512, 4, 2) if pairs <= 8 else LaunchConfig(8, 64, 256, 4, 4)
+        if load <= 24:
+            return LaunchConfig(16, 64, 256, 4, 3)
+        return LaunchConfig(64 if load <= 48 else 128, 64, 128, 4, 3)
+    if load <= 12:
+        return LaunchConfig(16, 64, 128, 4, 4)
+    if load <= 24:
+        return LaunchConfig(32, 128, 128, 4, 3)
+    return LaunchConfig(64, 128, 128 if operands.scaled else 64, 4, 4)
