@@ -36,12 +36,12 @@ _ATTENTION = re.compile(r"attn\..+|attn_norm\.weight")
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What became of a checkpoint.
+    """The outcome of a load.
 
     Attributes:
-        loaded: published names of the tensors that entered the model, scales included.
+        loaded: published names of the tensors that were loaded, scales included.
         ignored: rule -> published names of the tensors that it excluded.
-        bytes: stored bytes of what was loaded; of a tensor that ranks share, its part.
+        bytes: stored bytes of the loaded tensors; of a sharded tensor, those of this rank's shard.
         mtp_loaded: the MTP layers of the model have weights. False when the model has none, when the checkpoint has
             none (transformers drops them) or has a DSpark drafter in their place, and for partial loads.
     """
@@ -85,7 +85,7 @@ def load_slots(
     attention_only: bool = False,
     progress: bool = True,
 ) -> LoadReport:
-    """``load_model`` for slots that are not those of one module."""
+    """`load_model` for any slots by published name."""
     source = source if isinstance(source, CanonicalSource) else CanonicalSource(source)
     entries = source.entries()
     selection = Selection.make(slots, entries, layers, attention_only)
@@ -103,7 +103,7 @@ def load_slots(
 
 @dataclass(frozen=True)
 class Selection:
-    """Which names a load leaves out, and by which rule.
+    """The rules by which a load excludes tensors.
 
     Attributes:
         layers: backbone layers to load; None means all.
@@ -165,12 +165,12 @@ def _source_rule(name: str, selection: Selection) -> str | None:
 
 @dataclass
 class Problems:
-    """Problems by kind, raised together."""
+    """Problems by kind, for one error that lists all of them."""
 
     found: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, kind: str, what: str) -> None:
-        self.found.setdefault(kind, []).append(what)
+    def add(self, kind: str, text: str) -> None:
+        self.found.setdefault(kind, []).append(text)
 
     def raise_if_any(self) -> None:
         if not self.found:
@@ -185,7 +185,7 @@ class Problems:
 def _account(
     slots: dict[str, WeightSlot], source: CanonicalSource, selection: Selection
 ) -> tuple[list[tuple[str, ...]], dict[str, tuple[str, ...]]]:
-    """Checks all headers: ((weight,) or (weight, scale) to load in source order, ignored names by rule)."""
+    """Checks all headers; returns what to load, in source order, and the ignored names by rule."""
     entries = source.entries()
     scales = {scale_name(name): name for name in slots if scale_name(name)}
     problems, ignored, names = Problems(), {}, []
@@ -209,10 +209,10 @@ def _account(
 
 
 def _check(problems: Problems, slot: WeightSlot, source: CanonicalSource, name: str) -> tuple[str, ...]:
-    """Reports what is wrong with the tensor of a slot; returns the names to read for it."""
+    """Checks the tensor of a slot and its scale; returns their names."""
     entries = source.entries()
     info, shown, shape = entries[name], _shown(source, name), list(slot.shape)
-    scale = scale_name(name)
+    scale = scale_name(name) or ""
     if slot.quantizable and info.dtype == "F8_E4M3":
         grid = [-(-size // block) for size, block in zip(shape, FP8_BLOCK, strict=True)]
         _check_shape(problems, shown, info, shape)
@@ -261,7 +261,7 @@ def _shown(source: CanonicalSource, name: str) -> str:
 
 
 def _loaded_bytes(slot: WeightSlot, pair: tuple[str, ...], entries: dict[str, TensorInfo]) -> int:
-    """Stored bytes of a tensor and its scale, or of the part that is loaded."""
+    """Stored bytes of a tensor and its scale, or of this rank's shard of them."""
     total = sum(entries[name].nbytes for name in pair)
     return total if slot.shard is None else total * slot.shard.size // slot.shape[slot.shard.dim]
 

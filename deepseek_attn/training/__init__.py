@@ -1,13 +1,13 @@
-"""Training small V4 models: the same modules and parameter names that run, driven without caches so that they have
-gradients.
+"""Training of small V4 models: the modules of `models`, run without caches so that everything has a gradient.
 
-`forward` is the differentiable path, `tasks` and `text` say what is learned, `loop.train` learns it, and `save` writes
-the result as a published checkpoint.
+`forward` and `attention` are the differentiable path, `task`, `tasks` and `text` the data, `loop` and `step` the
+optimisation, `weights` the initial values, and `save` writes the result as a published checkpoint.
 """
 
 from deepseek_attn.training.loop import TrainResult, evaluate, train
 from deepseek_attn.training.save import TrainedSource, save_checkpoint
-from deepseek_attn.training.tasks import AssociativeRecall, Batch, CopyAcross, Needle, Task, make_task
+from deepseek_attn.training.task import Batch, Task
+from deepseek_attn.training.tasks import AssociativeRecall, CopyAcross, Needle, make_task
 from deepseek_attn.training.text import TextTask, sample_text
 
 __all__ = [

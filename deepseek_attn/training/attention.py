@@ -1,11 +1,12 @@
-"""The V4 attention layer over whole sequences, without caches: what has gradients.
+"""The V4 attention layer over whole sequences, without caches: differentiable.
 
-Same parameters and formulas as `DeepseekV4MLAAttention`; only the place where keys lie differs. Shapes: ``B`` sequences
-of ``S`` tokens, ``H`` heads, ``D`` channels of a key, ``E`` compressed entries.
+Parameters and formulas of `DeepseekV4MLAAttention`, with keys in plain tensors instead of caches. Shapes: ``B``
+sequences of ``S`` tokens, ``H`` heads, ``D`` channels of a key, ``E`` compressed entries.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -22,14 +23,14 @@ from deepseek_attn.layers.rope import apply_rope
 class Attended(NamedTuple):
     """Attributes:
     output: ``[B, S, hidden_size]``.
-    index_loss: how far the indexer's scores are from where attention went, a scalar; None without an indexer.
+    index_loss: divergence of the indexer's softmax from attention, a scalar; None without an indexer.
     """
 
     output: torch.Tensor
     index_loss: torch.Tensor | None
 
 
-def attend(attn: DeepseekV4MLAAttention, x: torch.Tensor, precision: torch.autocast, select: bool) -> Attended:
+def attend(attn: DeepseekV4MLAAttention, x: torch.Tensor, precision: AbstractContextManager, select: bool) -> Attended:
     """Attention of ``x [B, S, hidden_size]``, normed.
 
     Args:
@@ -60,7 +61,7 @@ def attend(attn: DeepseekV4MLAAttention, x: torch.Tensor, precision: torch.autoc
     return Attended(y, None if scores is None else index_loss(scores, mass, readable))
 
 
-def compressed(module: Compressor, x: torch.Tensor, precision: torch.autocast) -> torch.Tensor | None:
+def compressed(module: Compressor, x: torch.Tensor, precision: AbstractContextManager) -> torch.Tensor | None:
     """Entries ``[B, S // ratio, head_dim]`` of all windows that are complete; None if there are none."""
     batch, length, _ = x.shape
     ratio, dim, count = module.spec.ratio, module.head_dim, length // module.spec.ratio
@@ -87,13 +88,13 @@ def shifted(windows: torch.Tensor, first: float) -> torch.Tensor:
 
 
 def visible_entries(length: int, ratio: int, device: torch.device) -> torch.Tensor:
-    """Bool ``[1, S, S // ratio]``: entry e exists for query t once its window is complete, ``e < (t + 1) // ratio``."""
+    """Bool ``[1, S, S // ratio]``: query t sees entry e once its window is complete, ``e < (t + 1) // ratio``."""
     closed = (torch.arange(length, device=device) + 1) // ratio
     return (torch.arange(length // ratio, device=device) < closed.unsqueeze(1)).unsqueeze(0)
 
 
 def index_scores(
-    indexer: Indexer, x: torch.Tensor, qr: torch.Tensor, freqs_cis: torch.Tensor, precision: torch.autocast
+    indexer: Indexer, x: torch.Tensor, qr: torch.Tensor, freqs_cis: torch.Tensor, precision: AbstractContextManager
 ) -> torch.Tensor:
     """The indexer's scores ``[B, S, E]``: ``sum_h weight[t, h] * relu(q[t, h] . key[e])``."""
     batch, length, _ = x.shape
@@ -140,7 +141,7 @@ def windowed_attention(
     sink: torch.Tensor,
     window: int,
     scale: float,
-    precision: torch.autocast,
+    precision: AbstractContextManager,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One softmax over the window, the readable entries and the sink.
 

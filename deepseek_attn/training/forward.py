@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -64,29 +64,41 @@ class DenseModel(nn.Module):
             logits = F.linear(collapse_streams(model, streams, config).float(), model.head.weight.float())
         return Dense(logits.view(batch, length, -1), index_loss, torch.stack(loads))
 
-    def precision(self, device: torch.device) -> torch.autocast | nullcontext:
+    def precision(self, device: torch.device) -> AbstractContextManager:
+        """Context of matrix products."""
         if self.dtype == torch.float32:
             return nullcontext()
         # without the cache of cast weights, which a captured graph must not keep
         return torch.autocast(device.type, self.dtype, cache_enabled=False)
 
-    def attention(self, block: Block, streams: torch.Tensor, shape: tuple[int, int], precision, select: bool):
+    def attention(
+        self,
+        block: Block,
+        streams: torch.Tensor,
+        shape: tuple[int, int],
+        precision: AbstractContextManager,
+        select: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         config = block.config
         x, post, comb = hc_pre(streams, block.hc_attn_fn, block.hc_attn_base, block.hc_attn_scale, config)
         y, loss = attend(block.attn, block.attn_norm(x).view(*shape, -1), precision, select)
         return hc_post(y.flatten(0, 1), streams, post, comb), loss
 
-    def experts(self, block: Block, streams: torch.Tensor, token_ids: torch.Tensor, precision):
+    def experts(
+        self, block: Block, streams: torch.Tensor, token_ids: torch.Tensor, precision: AbstractContextManager
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         x, post, comb = hc_pre(streams, block.hc_ffn_fn, block.hc_ffn_base, block.hc_ffn_scale, block.config)
         y, load = mixture(block.ffn, block.ffn_norm(x), token_ids, precision)
         return hc_post(y, streams, post, comb), load
 
 
-def mixture(moe: MoE, x: torch.Tensor, token_ids: torch.Tensor, precision) -> tuple[torch.Tensor, torch.Tensor]:
+def mixture(
+    moe: MoE, x: torch.Tensor, token_ids: torch.Tensor, precision: AbstractContextManager
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``moe`` over ``x [T, hidden_size]`` -> ``[T, hidden_size]`` and the share of tokens per expert ``[experts]``.
 
-    Every expert computes every token, and weights of 0 drop what was not chosen: for the few, narrow experts of a small
-    model that is three plain matrix products, faster than sorting rows by expert.
+    Every expert computes every token, with weight 0 where it was not chosen: for the few, narrow experts of a small
+    model, three plain matrix products are faster than sorting tokens by expert.
     """
     chosen, share = moe.gate(x, token_ids)
     weights = torch.zeros(len(x), moe.experts.count, device=x.device).scatter(1, chosen, share)

@@ -17,25 +17,25 @@ from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.training.forward import DenseModel
 from deepseek_attn.training.save import TrainedSource
 from deepseek_attn.training.step import TrainingStep
-from deepseek_attn.training.tasks import Task
+from deepseek_attn.training.task import Task
 from deepseek_attn.training.weights import FreshSource, build_model
 
 WARMUP = 0.05  # share of the training in which the learning rate rises
-DENSE_SHARE = 0.5  # share that reads all entries with unrounded weights, see `train`
+DENSE_SHARE = 0.5  # share that reads all entries with unquantised weights, see `train`
 REPORT_EVERY = 20
 EVALUATION_SEED = 20_000  # far from the seeds of training batches
 
 
 @dataclass
 class TrainResult:
-    """A trained model and how it got there.
+    """A trained model with the record of its training.
 
     Attributes:
-        model: float32 weights, before they are rounded to what a checkpoint stores.
+        model: float32 weights, not yet quantised.
         losses: (step, loss of that step's batch), every 20 steps and at the end.
-        metrics: ``loss`` and ``accuracy`` on the task's test split, with weights as they are stored and entries as the
-            indexers select them: what a runner that loads the checkpoint will find.
-        seconds: of the steps alone.
+        metrics: ``loss`` and ``accuracy`` on the task's test split, with weights as a checkpoint stores them and
+            entries as the indexers select them: what a runner gets from the checkpoint.
+        seconds: time of the optimizer steps, without initialisation and evaluation.
     """
 
     config: ModelConfig
@@ -47,11 +47,11 @@ class TrainResult:
     tokens_per_second: float
 
     def source(self) -> TrainedSource:
-        """The weights as a checkpoint, without files."""
+        """The weights as a checkpoint source, without files."""
         return TrainedSource(self.model, self.config)
 
     def runner(self, **options) -> ModelRunner:
-        """A runner that has loaded that checkpoint; options of `ModelRunner.from_source`."""
+        """A runner with these weights; ``options`` are those of `ModelRunner.from_source`."""
         return ModelRunner.from_source(self.config, self.source(), progress=False, **options)
 
 
@@ -73,9 +73,9 @@ def train(
 ) -> TrainResult:
     """Trains a model from scratch.
 
-    In the first part every query reads all visible entries, and indexers learn where attention goes. In the second part
-    the model is what will run: entries come from the indexers' top-k, and weights are rounded as the checkpoint stores
-    them (FP8, FP4, BF16), gradients passing straight through. The learning rate rises, then falls linearly to 0.
+    In the first part every query reads all visible entries, and indexers learn the distribution of attention over them.
+    In the second part entries come from the indexers' top-k, and weights are quantised as the checkpoint stores them
+    (FP8, FP4, BF16), with straight-through gradients. The learning rate rises, then falls linearly to 0.
 
     Args:
         config: without an MTP layer; ``vocab_size`` at least the task's.
@@ -118,6 +118,7 @@ def train(
 
 
 def check(config: ModelConfig, task: Task, steps: int, batch: int, seq_len: int, dense_share: float) -> None:
+    """ValueError, with all problems, for sizes that `train` cannot use."""
     if not isinstance(config, ModelConfig):
         raise ValueError(f"cannot train a {config.model_type}: only DeepSeek-V4 has a differentiable path here")
     problems = []
@@ -136,6 +137,7 @@ def check(config: ModelConfig, task: Task, steps: int, batch: int, seq_len: int,
 
 
 def check_rates(lr: float, weight_decay: float, budget_s: float | None) -> None:
+    """ValueError, with all problems, for values that an optimizer cannot use."""
     problems = []
     if not 0.0 < lr < math.inf:
         problems.append(f"lr is {lr}: a finite number above 0 is needed")

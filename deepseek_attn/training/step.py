@@ -9,19 +9,19 @@ from torch import nn
 from deepseek_attn.models.moe import Gate
 from deepseek_attn.training.forward import DenseModel
 from deepseek_attn.training.save import TrainedSource
-from deepseek_attn.training.tasks import Batch
+from deepseek_attn.training.task import Batch
 
 BETAS = (0.9, 0.95)
 MAX_NORM = 1.0
-BALANCE = 1e-3  # how far a step moves the router's bias against an uneven load
-EAGER_STEPS = 3  # before a graph is captured: they allocate what it will use
+BALANCE = 1e-3  # change of the router's bias per step, against an uneven load
+EAGER_STEPS = 3  # before a graph is captured: they allocate the memory that it replays with
 
 
 class TrainingStep:
     """Loss, gradients, update and expert balance of one batch.
 
     Args:
-        source: says how the model's weights are stored, for the stage in which they are rounded.
+        source: how the model's weights are stored, for the stage in which they are quantised.
         batch, seq_len: the size of every batch.
         weight_decay: AdamW's, of the matrices.
     """
@@ -49,12 +49,12 @@ class TrainingStep:
         self.loss = torch.zeros((), device=device)
 
     def set_stage(self, served: bool) -> None:
-        """``served``: entries are selected and weights rounded, as when the model runs."""
+        """``served``: entries are selected and weights quantised, as when the model is served."""
         if served != self.served:
             self.served, self.graph, self.eager = served, None, 0
 
     def run(self, batch: Batch, rate: float) -> torch.Tensor:
-        """Trains on one batch; the loss is on the device and valid until the next step."""
+        """Trains on one batch and returns its loss, a scalar on the device that the next step overwrites."""
         self.tokens.copy_(batch.tokens, non_blocking=True)
         self.mask.copy_(batch.mask, non_blocking=True)
         for group in self.optimizer.param_groups:
@@ -74,7 +74,7 @@ class TrainingStep:
         return self.loss
 
     def work(self) -> None:
-        """The step itself."""
+        """Forward, backward, optimizer update and expert balance, on the batch in ``tokens`` and ``mask``."""
         self.optimizer.zero_grad(set_to_none=True)
         weights = {f"model.{k}": v for k, v in self.source.rounded_parameters().items()} if self.served else {}
         result = torch.func.functional_call(self.dense, weights, (self.tokens[:, :-1], self.served))
@@ -109,7 +109,7 @@ class TrainingStep:
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict]:
-    """Matrices decay; embeddings, norms, sinks and what mixes the streams do not."""
+    """AdamW groups: matrices decay; embeddings, norms, sinks and hyper-connections do not."""
     decay, keep = [], []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:

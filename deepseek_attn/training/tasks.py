@@ -1,61 +1,28 @@
-"""What small models learn: token batches with the positions that count, real text or long-range tasks."""
+"""Tasks by name, and the synthetic ones: facts to remember over a long range."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import NamedTuple
+from abc import abstractmethod
 
 import torch
 
-BOS, MARK = 0, 2  # 1 is the end of a sentence, which no task needs
+from deepseek_attn.training.task import BOS, Batch, Task
+from deepseek_attn.training.text import TextTask
+
+MARK = 2  # 1 is the end of a sentence, which no task needs
 FIRST_SYMBOL = 3
 
 
-class Batch(NamedTuple):
-    """One batch on the CPU.
-
-    Attributes:
-        tokens: int64 ``[B, S + 1]``; a model reads the first ``S`` and predicts the last ``S``.
-        mask: bool ``[B, S + 1]``: tokens that count as predictions. The first one never does.
-    """
-
-    tokens: torch.Tensor
-    mask: torch.Tensor
-
-
-class Task(ABC):
-    """A source of batches. Loss and accuracy (how often the likeliest token is the right one) are over the mask.
-
-    Attributes:
-        name: for reports.
-        vocab_size: ids of its tokens are below this.
-    """
-
-    name: str
-    vocab_size: int
-
-    @abstractmethod
-    def batch(self, size: int, seq_len: int, generator: torch.Generator, split: str = "train") -> Batch:
-        """``size`` sequences of ``seq_len`` predictions, drawn with a CPU generator.
-
-        Args:
-            split: ``"train"`` or ``"test"``: text that is held out. Synthetic tasks draw both from one distribution.
-
-        Raises:
-            ValueError: ``seq_len`` is too short for the task.
-        """
-
-
 class SyntheticTask(Task):
-    """Something to remember, then ``gap`` or more tokens of filler, then a question about it.
+    """Facts, then at least ``gap`` tokens of filler, then questions about the facts.
 
-    Filler is random symbols, so that it cannot be ignored by its look alone; keys and answers come from their own
-    ranges. A window shorter than the gap holds no answer: what a model reads farther away decides whether it finds one.
+    Filler is random tokens; keys and values have token ranges of their own. A sliding window shorter than the gap holds
+    no answer, which then has to come from compressed entries.
 
     Args:
         vocab_size: of the model.
-        gap: tokens between what is to be remembered and the question, at least.
-        symbols: how many tokens are keys, and how many values; the rest is filler. Default: an eighth each. Fewer are
+        gap: minimal number of tokens between the facts and the question.
+        symbols: number of key tokens and of value tokens; all others are filler. Default: an eighth each. Fewer are
             learned sooner.
     """
 
@@ -80,29 +47,29 @@ class SyntheticTask(Task):
 
     @abstractmethod
     def write(self, tokens: torch.Tensor, mask: torch.Tensor, generator: torch.Generator) -> None:
-        """Puts facts and questions into ``tokens`` (BOS and filler so far) and marks the answers in ``mask``."""
+        """Writes facts and questions into ``tokens``, which holds BOS and filler, and marks the answers in ``mask``."""
 
     def _draw(self, symbols: range, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
         return torch.randint(symbols.start, symbols.stop, shape, generator=generator)
 
     def _different(self, symbols: range, size: int, count: int, generator: torch.Generator) -> torch.Tensor:
-        """``[size, count]`` symbols, different from each other in a row."""
+        """``[size, count]`` symbols, distinct within each row."""
         order = torch.rand(size, len(symbols), generator=generator).argsort(1)[:, :count]
         return order + symbols.start
 
-    def _room(self, seq_len: int, needed: int) -> int:
-        """Tokens between BOS and the question that are free for the facts."""
-        room = seq_len - needed - self.gap
-        if room < needed:
+    def _fact_tokens(self, seq_len: int, needed: int) -> int:
+        """Number of tokens between BOS and the gap before the question, ``needed`` of which the facts take."""
+        free = seq_len - needed - self.gap
+        if free < needed:
             raise ValueError(
                 f"task {self.name}: {seq_len} tokens do not hold facts and questions of {needed} tokens each and a gap "
                 f"of {self.gap}; sequences of {2 * needed + self.gap} tokens are the shortest"
             )
-        return room
+        return free
 
 
 class AssociativeRecall(SyntheticTask):
-    """``pairs`` times key and value at the beginning; after the gap, keys in another order, each to be answered.
+    """``pairs`` key-value pairs at the beginning; after the gap, the keys in another order, each to be answered.
 
     Source: multi-query associative recall (Arora et al., "Zoology", 2023).
     """
@@ -117,7 +84,7 @@ class AssociativeRecall(SyntheticTask):
 
     def write(self, tokens: torch.Tensor, mask: torch.Tensor, generator: torch.Generator) -> None:
         size, total = tokens.shape
-        self._room(total - 1, 2 * self.pairs)
+        self._fact_tokens(total - 1, 2 * self.pairs)
         keys = self._different(self.keys, size, self.pairs, generator)
         values = self._draw(self.values, (size, self.pairs), generator)
         tokens[:, 1 : 1 + 2 * self.pairs] = torch.stack([keys, values], 2).flatten(1)
@@ -134,8 +101,7 @@ class Needle(SyntheticTask):
 
     def write(self, tokens: torch.Tensor, mask: torch.Tensor, generator: torch.Generator) -> None:
         size, total = tokens.shape
-        room = self._room(total - 1, 3)
-        place = torch.randint(1, room - 1, (size, 1), generator=generator) + torch.arange(3)
+        place = torch.randint(1, self._fact_tokens(total - 1, 3) - 1, (size, 1), generator=generator) + torch.arange(3)
         key, value = self._draw(self.keys, (size, 1), generator), self._draw(self.values, (size, 1), generator)
         fact = torch.cat([torch.full_like(key, MARK), key, value], 1)
         tokens.scatter_(1, place, fact)
@@ -154,7 +120,7 @@ class CopyAcross(SyntheticTask):
 
     def write(self, tokens: torch.Tensor, mask: torch.Tensor, generator: torch.Generator) -> None:
         size, total = tokens.shape
-        self._room(total - 1, self.length + 1)
+        self._fact_tokens(total - 1, self.length + 1)
         values = self._draw(self.values, (size, self.length), generator)
         tokens[:, 1] = tokens[:, -self.length - 1] = MARK
         tokens[:, 2 : 2 + self.length] = tokens[:, -self.length :] = values
@@ -172,8 +138,6 @@ def make_task(name: str, vocab_size: int, **options) -> Task:
         ValueError: no such task, or an option out of range.
     """
     if name == "text":
-        from deepseek_attn.training.text import TextTask
-
         return TextTask.from_text(vocab_size=vocab_size, **options)
     if name not in SYNTHETIC:
         raise ValueError(f"no task {name!r}: there are text, {', '.join(SYNTHETIC)}")

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from deepseek_attn.text.tokenizer_files import train_tokenizer
-from deepseek_attn.training.tasks import BOS, Batch, Task
+from deepseek_attn.training.task import BOS, Batch, Task
 
 TEST_SHARE = 0.02
 
@@ -26,7 +26,7 @@ class TextTask(Task):
     Args:
         token_ids: the whole text.
         vocab_size: of the model.
-        tokenizer: what made the ids, kept for whoever wants to read the result.
+        tokenizer: the tokenizer of ``token_ids``, kept for decoding.
 
     Raises:
         ValueError: an id that is not below ``vocab_size``.
@@ -45,10 +45,10 @@ class TextTask(Task):
     def from_text(
         cls, text: str | None = None, *, vocab_size: int, tokenizer: Tokenizer | None = None, characters: int = 0
     ) -> TextTask:
-        """Reads ``text`` (default: the sample) with ``tokenizer``, or with one trained on it.
+        """Tokenizes ``text`` (default: the sample) with ``tokenizer``, or with one trained on it.
 
         Args:
-            characters: use only so many characters of the text, from the beginning; 0 for all.
+            characters: use the first ``characters`` characters of the text; 0 for all.
         """
         text = sample_text() if text is None else text
         text = text[:characters] if characters else text

@@ -1,4 +1,4 @@
-"""Weights of models in training: where they start, and how they look once a checkpoint has stored them."""
+"""Weights of models in training: initial values, and the round trip through a checkpoint's storage formats."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def build_model(config: ModelConfig, source: CheckpointSource, device: torch.dev
 
 
 class FreshSource(CheckpointSource):
-    """Where training starts: float32 values, drawn tensor by tensor from ``(seed, name)``."""
+    """Initial values: float32, drawn tensor by tensor from ``(seed, name)``."""
 
     def __init__(self, config: ModelConfig, seed: int = 0):
         self.config, self.seed = config, seed

@@ -24,7 +24,7 @@ def to_device(
 
 
 class AsyncHostCopy:
-    """Values of a tensor on their way to the host. The tensor may be overwritten by what is launched later."""
+    """Copies a tensor to the host asynchronously, in stream order: work launched later may overwrite the tensor."""
 
     def __init__(self, tensor: torch.Tensor):
         self._host = tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor.clone()
@@ -34,7 +34,7 @@ class AsyncHostCopy:
         self._values: list | None = None
 
     def wait(self) -> list:
-        """The values as (nested) lists, once they are here."""
+        """Waits for the copy; returns the values as (nested) lists."""
         if self._values is None:
             if self._arrived is not None:
                 self._arrived.synchronize()

@@ -1,4 +1,4 @@
-"""The one scratch arena: reserved while warming up, then locked; views are handed out and never outlive a call."""
+"""The scratch arena that all layers share: grown during warm-up, then locked. Its views are valid within one call."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ ALIGNMENT = 256
 
 
 class Workspace:
-    """A byte buffer that layers share. Contents are undefined; views of different calls alias.
+    """A byte buffer on one device. Contents are undefined; views of different calls alias.
 
-    Before `lock`, a request that does not fit grows the buffer; afterwards it is an error, because a captured graph or
-    a concurrent view would be left pointing at freed memory.
+    Before `lock`, a request that does not fit grows the buffer; afterwards it is an error, because captured graphs hold
+    the buffer's address.
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
@@ -22,13 +22,15 @@ class Workspace:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def nbytes(self) -> int:
+        """Current size in bytes."""
         return self._buffer.numel()
 
     def lock(self) -> None:
+        """Fixes size and address."""
         self.locked = True
 
     def get(self, *requests: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
-        """Views for all ``(shape, dtype)`` at once, none of which overlap, each 256-byte aligned within the buffer.
+        """One view per ``(shape, dtype)``; they do not overlap, and each is 256-byte aligned within the buffer.
 
         Raises:
             RuntimeError: locked, and the buffer is too small.
@@ -50,5 +52,5 @@ class Workspace:
 
 
 def aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes that a view of this shape takes in the arena."""
+    """Bytes of a view of this shape in the arena, rounded up to the alignment."""
     return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT

@@ -7,7 +7,8 @@ import torch
 
 from deepseek_attn.text.tokenizer_files import make_tokenizer
 from deepseek_attn.training import AssociativeRecall, CopyAcross, Needle, TextTask, make_task, sample_text
-from deepseek_attn.training.tasks import BOS, MARK
+from deepseek_attn.training.task import BOS
+from deepseek_attn.training.tasks import MARK
 
 LENGTH, GAP = 120, 50
 
