@@ -1,17 +1,16 @@
-"""Gluon device code of `sparse_attention` for Hopper: 64 heads over ``fp8_v4`` pages, its warps specialised.
+"""Gluon device code of `sparse_attention_paged` for Hopper: 64 heads over ``fp8_v4`` pages, warp-specialised.
 
 The same contract and arguments as ``attend_kernel``. Four warps decode tiles of 64 keys into shared memory, four
 compute logits and weights, eight hold the output ``[64, DIM]`` in registers and multiply weights with keys. Two decoded
 tiles are in flight.
 
-Barriers, for each of the two stages: ``full`` (keys are there), ``ready`` (weights are there), ``empty`` (both were
-used). ``queried``: queries are there; ``final``: normalisers are there.
+Barriers, for each of the two stages: ``full`` (keys are in shared memory), ``ready`` (weights are), ``empty`` (both
+were read). ``queried``: queries are in shared memory; ``final``: normalisers are.
 
-What was measured on an H200, in cycles of a tile: decoding 1100, the first product 1170, weights 700 to 1000, the
-second product 1500. The decoding warps set the pace, 4700 with the loads they wait for. Without the registers that each
-kind of warp is given below, ptxas waits for every single product (``wgmma`` serialised) or spills what is in flight:
-such a version took 1.6 times as long. Rescaling the output only where a peak rose by more than 256 times, and leaving
-out the requests to the L2, changed nothing (both within 2 %).
+Measured on an H200, in cycles per tile: decoding 1100, the first product 1170, weights 700 to 1000, the second product
+1500. The decoding warps set the pace, 4700 with the loads they wait for. Without the register limits below, ptxas waits
+for every single product (``wgmma`` serialised) or spills accumulators: 1.6 times as slow. Rescaling the output only
+where a peak rose by more than 256 times, and leaving out the L2 prefetches, changed nothing (both within 2 %).
 """
 
 from __future__ import annotations
@@ -48,29 +47,29 @@ def _weigh(
     peak = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, LOGITS))
     total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, LOGITS))
     mbarrier.wait(queried, 0)
-    n = gl.to_tensor(0)
+    iteration = gl.to_tensor(0)
     for _tile in range(split, tiles, splits):
-        stage = n & 1
-        mbarrier.wait(full.index(stage), (n >> 1) & 1)
+        stage = iteration & 1
+        mbarrier.wait(full.index(stage), (iteration >> 1) & 1)
         fence_async_shared()  # keys were written by ordinary stores
         logits = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         masked = bias.index(stage).load(gl.SliceLayout(0, LOGITS))
         logits = warpgroup_mma_wait(0, deps=[logits])
         logits = logits * scale_log2 + masked[None, :]
         peak, total = weigh_tile(logits, peak, total, stage, weights, decays, ready)
-        n += 1
+        iteration += 1
     head = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LOGITS))
     lonely = total == 0  # false for NaN: a NaN in a key that is attended stays visible
-    whole = total
+    denominator = total
     lse = gl.where(lonely, float("-inf"), peak + gl.log2(total))
     if SPLIT:
         gl.store(lse_ptr + (t * splits + split) * H + head, lse, mask=head < H)
     else:
         if HAS_SINK:
             sink = gl.load(sink_ptr + head, mask=head < H, other=float("-inf")).to(gl.float32)
-            whole += gl.exp2(sink * LOG2E - gl.where(lonely, 0.0, peak))
+            denominator += gl.exp2(sink * LOG2E - gl.where(lonely, 0.0, peak))
         gl.store(lse_ptr + t * H + head, gl.where(lonely, float("inf"), lse * 0.6931471805599453), mask=head < H)
-    factors.store(gl.where(lonely, 0.0, 1 / whole))
+    factors.store(gl.where(lonely, 0.0, 1 / denominator))
     barrier()
     mbarrier.arrive(final)
 
@@ -80,7 +79,7 @@ def _accumulate(
     work, where, q, out, queries, keys, weights, decays, factors, barriers,
     DIM: gl.constexpr, SPLIT: gl.constexpr, POOLS: gl.constexpr, HAS_LENS0: gl.constexpr, HAS_LENS1: gl.constexpr,
 ):  # fmt: skip
-    """Brings the queries, then the sum of weights times keys, and the output."""
+    """Loads the tile of queries, sums weights times keys, and stores the output."""
     t, split, splits, first_head, H = work
     q_ptr, q_stride_t, q_stride_h = q
     out_ptr, out_stride_t, out_stride_h = out
@@ -91,25 +90,25 @@ def _accumulate(
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
     channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, WIDE))
     q_row = q_ptr + t * q_stride_t + (first_head + row) * q_stride_h
-    asking = gl.load(q_row[:, None] + channel[None, :], mask=(first_head + row < H)[:, None], other=0)
+    q_tile = gl.load(q_row[:, None] + channel[None, :], mask=(first_head + row < H)[:, None], other=0)
     _len0, _len1, _tiles0, tiles = lengths(t, where, POOLS, HAS_LENS0, HAS_LENS1)
-    queries.store(asking.to(gl.float16))
+    queries.store(q_tile.to(gl.float16))
     fence_async_shared()
     barrier()
     mbarrier.arrive(queried)
 
     acc = gl.zeros([64, DIM], gl.float32, layout=OUT)
-    n = gl.to_tensor(0)
+    iteration = gl.to_tensor(0)
     for _tile in range(split, tiles, splits):
-        stage = n & 1
-        mbarrier.wait(ready.index(stage), (n >> 1) & 1)
+        stage = iteration & 1
+        mbarrier.wait(ready.index(stage), (iteration >> 1) & 1)
         acc = acc * decays.index(stage).load(ROWS)[:, None]
         fence_async_shared()
         acc = warpgroup_mma(weights.index(stage), keys.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         barrier()  # both warpgroups have read the keys
         mbarrier.arrive(empty.index(stage))
-        n += 1
+        iteration += 1
     mbarrier.wait(final, 0)
     factor = factors.load(ROWS)
     if SPLIT:
@@ -118,7 +117,7 @@ def _accumulate(
     else:
         row_out = out_ptr + t * out_stride_t + first_head * out_stride_h
         out_stride = out_stride_h
-    # nothing reads queries any more; they lie in memory like the output, which is written in whole lines from there
+    # the queries are no longer read: their memory stages the output, so that whole lines are written
     result = reinterpret(queries, out_ptr.dtype.element_ty, [64, DIM], gl.NVMMASharedLayout(128, 16, 2))
     result.store((acc * factor[:, None]).to(out_ptr.dtype.element_ty))
     barrier()
@@ -164,7 +163,7 @@ def attend_hopper_kernel(
     DIM: gl.constexpr = NOPE + 64
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # programs of a query's other heads lie side by side, since they read the same keys
+    # programs of a query's head blocks are neighbours, since they read the same keys
     blocks = (H + 63) // 64
     splits = gl.num_programs(1)
     t = (gl.program_id(0) // blocks).to(gl.int64)

@@ -1,4 +1,4 @@
-"""Gluon device code of `sparse_attention_hopper`: which keys a program reads, and their bytes decoded to float16."""
+"""Gluon device code of `attend_hopper`: the slots of a program's keys, and their bytes decoded to float16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepseek_attn.kernels.common.gluon import barrier, reinterpret
 
 @gluon.jit
 def lengths(t, where, POOLS: gl.constexpr, HAS_LENS0: gl.constexpr, HAS_LENS1: gl.constexpr):
-    """Columns to look at in either pool, tiles of the first pool, and all tiles.
+    """Columns that count in each pool, tiles of the first pool, and all tiles.
 
     Of two pools the first has as many tiles as its rows are wide, so that where tiles lie does not depend on lengths.
     """
@@ -33,8 +33,8 @@ def lengths(t, where, POOLS: gl.constexpr, HAS_LENS0: gl.constexpr, HAS_LENS1: g
 
 
 @gluon.jit
-def _ask(tile, rows, POOLS: gl.constexpr, layout: gl.constexpr):
-    """Asks for the slots of a tile, whatever the lengths; -1 past the rows' width."""
+def _load_slots(tile, rows, POOLS: gl.constexpr, layout: gl.constexpr):
+    """Loads the slots of a tile, whatever the lengths; -1 past the width of the index rows."""
     indices0, indices1, width0, width1, _len0, _len1, _limit0, _limit1, tiles0 = rows
     column = tile * 64 + gl.arange(0, 64, layout=layout)
     row = indices0
@@ -114,7 +114,7 @@ def _fetch(
 
 @gluon.jit
 def _prefetch(slot, tile, tiles0, pools, N0: gl.constexpr, N1: gl.constexpr, NOPE: gl.constexpr, POOLS: gl.constexpr):
-    """Asks the L2 for keys, a tile before they are loaded."""
+    """Prefetches keys into the L2, a tile before they are loaded."""
     row, _ = _address(gl.maximum(slot, 0), tile, tiles0, pools, N0, N1, NOPE, POOLS)
     QUAD: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     row = gl.convert_layout(row.to(gl.int64, bitcast=True), gl.SliceLayout(1, QUAD))
@@ -194,21 +194,21 @@ def decode(
     ROWS: gl.constexpr = gl.SliceLayout(1, RAW)
     len0, len1, tiles0, tiles = lengths(t, where, POOLS, HAS_LENS0, HAS_LENS1)
     rows = (indices0, indices1, width0, width1, len0, len1, limit0, limit1, tiles0)
-    slot = _valid(_ask(split, rows, POOLS, ROWS), split, rows, POOLS, ROWS)
-    asked = _ask(split + splits, rows, POOLS, ROWS)
+    slot = _valid(_load_slots(split, rows, POOLS, ROWS), split, rows, POOLS, ROWS)
+    next_slots = _load_slots(split + splits, rows, POOLS, ROWS)
     pieces, scales = _fetch(slot, split, tiles0, pools, N0, N1, NOPE, POOLS, RAW)
     pairs = reinterpret(keys, gl.int32, [2, 64, NOPE // 2 + 32], gl.NVMMASharedLayout(128, 32, 2))
-    n = gl.to_tensor(0)
+    iteration = gl.to_tensor(0)
     for tile in range(split, tiles, splits):
-        stage = n & 1
-        following = _valid(asked, tile + splits, rows, POOLS, ROWS)
+        stage = iteration & 1
+        following = _valid(next_slots, tile + splits, rows, POOLS, ROWS)
         _prefetch(following, tile + splits, tiles0, pools, N0, N1, NOPE, POOLS)
-        mbarrier.wait(empty.index(stage), ((n >> 1) & 1) ^ 1)
+        mbarrier.wait(empty.index(stage), ((iteration >> 1) & 1) ^ 1)
         bias.index(stage).store(gl.where(slot >= 0, 0.0, float("-inf")))
         _store(pieces, scales, pairs.index(stage), NOPE)
         barrier()
         mbarrier.arrive(full.index(stage))
-        asked = _ask(tile + 2 * splits, rows, POOLS, ROWS)  # before the keys, since loads return in order
+        next_slots = _load_slots(tile + 2 * splits, rows, POOLS, ROWS)  # before the keys, since loads return in order
         pieces, scales = _fetch(following, tile + splits, tiles0, pools, N0, N1, NOPE, POOLS, RAW)
         slot = following
-        n += 1
+        iteration += 1

@@ -1,14 +1,14 @@
-"""Gluon device code of `sparse_attention` for Hopper: 64 heads over rows of a workspace, its warps specialised.
+"""Gluon device code of `sparse_attention` for Hopper: 64 heads over rows of a workspace, warp-specialised.
 
-Four warps copy tiles of 64 rows to shared memory, four compute logits and weights, eight hold the output
-``[64, DIM]`` in registers and multiply weights with keys. Two tiles are in flight, and a program goes from one item (64
-heads of a query) to the next without draining that pipeline.
+Persistent: a program computes job after job (64 heads of a query) without draining its pipeline. Four warps copy tiles
+of 64 rows to shared memory, four compute logits and weights, eight hold the output ``[64, DIM]`` in registers and
+multiply weights with keys. Two tiles are in flight.
 
-Barriers, for each of the two stages: ``full`` (keys are there), ``ready`` (weights are there), ``empty`` (both were
-used). For each item: ``final`` (normalisers are there) and ``read`` (they were read).
+Barriers, for each of the two stages: ``full`` (keys are in shared memory), ``ready`` (weights are), ``empty`` (both
+were read). For each job: ``final`` (normalisers are in shared memory) and ``read`` (they were read).
 
-Tried on an H200, 4096 queries of 64 heads over 640 keys: 879 us; tiles of 32 keys in four stages 989 us; logits of the
-next tile before the weights of this one 1115 us.
+Measured on an H200, 4096 queries of 64 heads over 640 keys: 879 us; tiles of 32 keys in four stages 989 us; logits of
+the next tile before the weights of this one 1115 us.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ BLOCK = gl.constexpr(64)  # keys of a tile
 
 
 @gluon.jit
-def _item(item, heads, lens_ptr, width, HAS_LENS: gl.constexpr):
-    """The query, the first of 64 heads and the number of columns to look at."""
+def _job(job, heads, lens_ptr, width, HAS_LENS: gl.constexpr):
+    """The query of a job, the first of its 64 heads and the number of columns that count."""
     blocks = (heads + 63) // 64
-    t = (item // blocks).to(gl.int64)
+    t = (job // blocks).to(gl.int64)
     count = width
     if HAS_LENS:
         count = gl.maximum(gl.minimum(gl.load(lens_ptr + t), width), 0).to(gl.int32)
-    return t, item % blocks * 64, count
+    return t, job % blocks * 64, count
 
 
 @gluon.jit
 def _copy(work, rows, keys, bias, full, empty, DIM: gl.constexpr, HAS_LENS: gl.constexpr):
     """Copies rows of keys, tile after tile; ``bias`` is -inf where there is no key."""
-    heads, items, lens_ptr, width = work
+    heads, jobs, lens_ptr, width = work
     kv_ptr, kv_stride, limit, indices_ptr, indices_stride = rows
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     column = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, COPY))
     channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, COPY))
-    n = gl.to_tensor(0)
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        t, _head, count = _item(item, heads, lens_ptr, width, HAS_LENS)
+    iteration = gl.to_tensor(0)
+    for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
+        t, _head, count = _job(job, heads, lens_ptr, width, HAS_LENS)
         index_row = indices_ptr + t * indices_stride
         slot = gl.load(index_row + column, mask=column < count, other=-1)
         for start in range(0, count, BLOCK):
-            stage = n & 1
+            stage = iteration & 1
             valid = (slot >= 0) & (slot < limit)
             row = kv_ptr + gl.where(valid, slot, 0).to(gl.int64) * kv_stride
             masked = gl.where(valid, 0.0, float("-inf"))
-            mbarrier.wait(empty.index(stage), ((n >> 1) & 1) ^ 1)
+            mbarrier.wait(empty.index(stage), ((iteration >> 1) & 1) ^ 1)
             copy_to_shared(
                 keys.index(stage), row[:, None] + channel[None, :], mask=valid[:, None]
             )  # zeros where there is no key
@@ -69,7 +69,7 @@ def _copy(work, rows, keys, bias, full, empty, DIM: gl.constexpr, HAS_LENS: gl.c
             bias.index(stage).store(masked)
             barrier()
             mbarrier.arrive(full.index(stage))
-            n += 1
+            iteration += 1
 
 
 @gluon.jit
@@ -88,8 +88,8 @@ def _weigh(
     HAS_LENS: gl.constexpr,
     HAS_SINK: gl.constexpr,
 ):
-    """Logits and weights of each tile, and the normalisers of each item."""
-    heads, items, lens_ptr, width = work
+    """Logits and weights of each tile, and the normalisers of each job."""
+    heads, jobs, lens_ptr, width = work
     q_ptr, q_stride_t, q_stride_h, scale_log2 = q
     sink_ptr, lse_ptr = norms
     full, _empty, ready, final, read = barriers
@@ -98,10 +98,10 @@ def _weigh(
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
     channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, COPY))
     zeros = gl.zeros([64, BLOCK], gl.float32, layout=LOGITS)
-    n = gl.to_tensor(0)
-    k = gl.to_tensor(0)
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        t, first_head, count = _item(item, heads, lens_ptr, width, HAS_LENS)
+    iteration = gl.to_tensor(0)
+    job_count = gl.to_tensor(0)
+    for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
+        t, first_head, count = _job(job, heads, lens_ptr, width, HAS_LENS)
         q_row = q_ptr + t * q_stride_t + (first_head + row) * q_stride_h
         copy_to_shared(queries, q_row[:, None] + channel[None, :], mask=(first_head + row < heads)[:, None])
         async_copy.commit_group()
@@ -111,66 +111,66 @@ def _weigh(
         peak = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, LOGITS))
         total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, LOGITS))
         for _start in range(0, count, BLOCK):
-            stage = n & 1
-            mbarrier.wait(full.index(stage), (n >> 1) & 1)
+            stage = iteration & 1
+            mbarrier.wait(full.index(stage), (iteration >> 1) & 1)
             fence_async_shared()  # keys were written by ordinary copies
             logits = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
             attended = bias.index(stage).load(gl.SliceLayout(0, LOGITS)) == 0
             logits = warpgroup_mma_wait(0, deps=[logits])
             logits = gl.where(attended[None, :], logits * scale_log2, float("-inf"))
             peak, total = weigh_tile(logits, peak, total, stage, weights, decays, ready)
-            n += 1
+            iteration += 1
         head = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LOGITS))
         lonely = total == 0  # false for NaN: a NaN in a key that is attended stays visible
-        whole = total
+        denominator = total
         if HAS_SINK:
             sink = gl.load(sink_ptr + head, mask=head < heads, other=float("-inf")).to(gl.float32)
-            whole += gl.exp2(sink * LOG2E - gl.where(lonely, 0.0, peak))
+            denominator += gl.exp2(sink * LOG2E - gl.where(lonely, 0.0, peak))
         lse = gl.where(lonely, float("inf"), (peak + gl.log2(total)) * 0.6931471805599453)
         gl.store(lse_ptr + t * heads + head, lse, mask=head < heads)
-        mbarrier.wait(read, (k & 1) ^ 1)
-        factors.store(gl.where(lonely, 0.0, 1 / whole))
+        mbarrier.wait(read, (job_count & 1) ^ 1)
+        factors.store(gl.where(lonely, 0.0, 1 / denominator))
         barrier()
         mbarrier.arrive(final)
-        k += 1
+        job_count += 1
 
 
 @gluon.jit
 def _accumulate(work, out, keys, weights, decays, factors, barriers, DIM: gl.constexpr, HAS_LENS: gl.constexpr):
-    """The sum of weights times keys of each item, and its output."""
-    heads, items, lens_ptr, width = work
+    """The sum of weights times keys of each job, and its output."""
+    heads, jobs, lens_ptr, width = work
     out_ptr, out_stride_t, out_stride_h = out
     _full, empty, ready, final, read = barriers
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DIM // 4, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
     row = gl.arange(0, 64, layout=ROWS)
     channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, OUT))
-    n = gl.to_tensor(0)
-    k = gl.to_tensor(0)
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        t, first_head, count = _item(item, heads, lens_ptr, width, HAS_LENS)
+    iteration = gl.to_tensor(0)
+    job_count = gl.to_tensor(0)
+    for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
+        t, first_head, count = _job(job, heads, lens_ptr, width, HAS_LENS)
         acc = gl.zeros([64, DIM], gl.float32, layout=OUT)
         for _start in range(0, count, BLOCK):
-            stage = n & 1
-            mbarrier.wait(ready.index(stage), (n >> 1) & 1)
+            stage = iteration & 1
+            mbarrier.wait(ready.index(stage), (iteration >> 1) & 1)
             acc = acc * decays.index(stage).load(ROWS)[:, None]
             fence_async_shared()
             acc = warpgroup_mma(weights.index(stage), keys.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             barrier()  # both warpgroups have read the keys
             mbarrier.arrive(empty.index(stage))
-            n += 1
-        mbarrier.wait(final, k & 1)
+            iteration += 1
+        mbarrier.wait(final, job_count & 1)
         factor = factors.load(ROWS)
         barrier()
         mbarrier.arrive(read)
         at = out_ptr + t * out_stride_t + (first_head + row) * out_stride_h
         value = (acc * factor[:, None]).to(out_ptr.dtype.element_ty)
         gl.store(at[:, None] + channel[None, :], value, mask=(first_head + row < heads)[:, None])
-        k += 1
+        job_count += 1
 
 
-@gluon.jit(do_not_specialize=["H", "width", "limit", "items"])
+@gluon.jit(do_not_specialize=["H", "width", "limit", "jobs"])
 def attend_rows_hopper_kernel(
     q_ptr,
     kv_ptr,
@@ -180,7 +180,7 @@ def attend_rows_hopper_kernel(
     out_ptr,
     lse_ptr,
     H,
-    items,
+    jobs,
     scale_log2,
     width,
     limit,
@@ -194,7 +194,7 @@ def attend_rows_hopper_kernel(
     HAS_LENS: gl.constexpr,
     HAS_SINK: gl.constexpr,
 ):
-    """Persistent: ``items`` are blocks of 64 heads of queries. Rows and queries are of one 16-bit dtype."""
+    """``jobs`` are blocks of 64 heads of a query. Rows and queries are of one 16-bit dtype."""
     STAGES: gl.constexpr = 2
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -217,7 +217,7 @@ def attend_rows_hopper_kernel(
     mbarrier.init(final, count=1)
     mbarrier.init(read, count=1)
 
-    work = (H, items, lens_ptr, width)
+    work = (H, jobs, lens_ptr, width)
     rows = (kv_ptr, kv_stride, limit, indices_ptr, indices_stride)
     q = (q_ptr, q_stride_t, q_stride_h, scale_log2)
     norms = (sink_ptr, lse_ptr)

@@ -1,9 +1,9 @@
-"""Triton device code of `sparse_attention`: one kernel attends, a second one combines the shares of a query's keys.
+"""Portable device code of `sparse_attention`: one kernel attends, a second one combines split-K partials.
 
-A program of the first kernel attends one tile of heads of one query to a share of its keys (split-KV). A key is K and
-V at once, so a tile of keys is fetched, decoded and put into shared memory once, for both products. Rows of keys are
-cut into pieces whose widths are powers of two, since that is what Triton loads: 448 + 64 channels are eight pieces of
-64, or 128 + 128 + 128 + 64 + 64. Queries and accumulators are cut alike.
+A program of the first kernel attends one tile of heads of one query to one split of its keys. A key is also its value,
+so a tile of keys is loaded, decoded and put into shared memory once, for both products. The channels of a key are
+divided into pieces whose widths are powers of two, which Triton needs: 448 + 64 channels are eight pieces of 64, or
+128 + 128 + 128 + 64 + 64. Queries and accumulators are divided likewise.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _load_piece(
 ):
     """Keys ``[BLOCK_N, WIDTH]`` of channels from ``START`` on; zeros where not ``valid`` and from ``LIMIT`` on.
 
-    ``row`` points at the keys. A scale is for ``GROUP`` channels: ``scales`` holds those of 64 as bytes in one int64;
-    those of 128 are float32, after the ``LIMIT`` values of the key.
+    ``row`` points at the keys. ``GROUP`` channels share a scale: e8m0 bytes in one int64 ``scales`` for groups of 64,
+    float32 behind the ``LIMIT`` values of the key for groups of 128.
     """
     column = tl.arange(0, WIDTH)
     mask = valid[:, None]
@@ -45,7 +45,7 @@ def _load_piece(
         mask = mask & (START + column < LIMIT)[None, :]
     value = tl.load(row[:, None] + (START + column)[None, :], mask=mask, other=0)
     if FP8 and GROUP == 128:
-        # a scale that is no power of two: rounded to bfloat16, as other readers of these entries round
+        # a scale that is no power of two: the product is rounded to bfloat16, as FlashMLA rounds it
         at = (row + LIMIT).to(tl.pointer_type(tl.float32)) + START // 128
         scale = tl.load(at, mask=valid, other=0)
         value = (decode_e4m3(value, NATIVE_FP8, tl.float16).to(tl.float32) * scale[:, None]).to(tl.bfloat16)
@@ -114,6 +114,7 @@ def attend_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Attends heads of query ``program 0`` to split ``program 1`` of its keys; without SPLIT the result is final."""
     END: tl.constexpr = NOPE if FP8 else DIM
     t = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -131,17 +132,17 @@ def attend_kernel(
             len1 = tl.minimum(tl.load(lens1_ptr + t), width1).to(tl.int32)
         tiles += tl.cdiv(tl.maximum(len1, 0), BLOCK_N)
     splits = tl.num_programs(1)
-    share = tl.cdiv(tiles, splits)
-    first = split * share
-    last = tl.minimum(first + share, tiles)
+    tiles_per_split = tl.cdiv(tiles, splits)
+    first = split * tiles_per_split
+    last = tl.minimum(first + tiles_per_split, tiles)
 
     q_row = q_ptr + t * q_stride_t + head * q_stride_h
-    q = ()
+    q_tile = ()
     acc = ()
     for i in tl.static_range(len(WIDTHS)):
         channel = STARTS[i] + tl.arange(0, WIDTHS[i])
         inside = (head < H)[:, None] & (channel < DIM)[None, :]
-        q += (tl.load(q_row[:, None] + channel[None, :], mask=inside, other=0).to(DTYPE),)
+        q_tile += (tl.load(q_row[:, None] + channel[None, :], mask=inside, other=0).to(DTYPE),)
     for i in tl.static_range(V_PIECES):
         acc += (_zeros(BLOCK_H, WIDTHS[i]),)
     peak = tl.full((BLOCK_H,), float("-inf"), tl.float32)
@@ -186,7 +187,7 @@ def attend_kernel(
                 key = _load_piece(rope, scales, valid, STARTS[i], WIDTHS[i], DIM, False, GROUP, NATIVE_FP8, DTYPE)
             else:
                 key = _load_piece(row, scales, valid, STARTS[i], WIDTHS[i], END, FP8, GROUP, NATIVE_FP8, DTYPE)
-            logits = tl.dot(q[i], tl.trans(key), logits, input_precision=PRECISION)
+            logits = tl.dot(q_tile[i], tl.trans(key), logits, input_precision=PRECISION)
             keys += (key,)
 
         logits = tl.where(valid[None, :], logits * scale_log2, float("-inf"))
@@ -204,18 +205,18 @@ def attend_kernel(
 
     lonely = total == 0  # false for NaN: a NaN in a key that is attended stays visible
     lse = tl.where(lonely, float("-inf"), peak + tl.log2(total))
-    weight = total
+    denominator = total
     if SPLIT:
         row_out = out_ptr + ((t * splits + split) * H + head) * D_V
         tl.store(lse_ptr + (t * splits + split) * H + head, lse, mask=head < H)
     else:
         if HAS_SINK:
             sink = tl.load(sink_ptr + head, mask=head < H, other=float("-inf")).to(tl.float32) * LOG2E
-            weight += tl.exp2(sink - tl.where(lonely, 0.0, peak))
+            denominator += tl.exp2(sink - tl.where(lonely, 0.0, peak))
         lse = tl.where(lonely, float("inf"), lse * 0.6931471805599453)
         row_out = out_ptr + t * out_stride_t + head * out_stride_h
         tl.store(lse_ptr + t * H + head, lse, mask=head < H)
-    factor = tl.where(lonely, 0.0, 1 / weight)
+    factor = tl.where(lonely, 0.0, 1 / denominator)
     for i in tl.static_range(V_PIECES):
         channel = STARTS[i] + tl.arange(0, WIDTHS[i])
         mask = (head < H)[:, None] & (channel < D_V)[None, :]
@@ -225,8 +226,8 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["H", "splits"])
 def combine_kernel(
-    part_ptr,
-    part_lse_ptr,
+    partials_ptr,
+    partial_lse_ptr,
     sink_ptr,
     out_ptr,
     lse_ptr,
@@ -240,25 +241,26 @@ def combine_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Combines the partials of a query's head, weighted by their log-sum-exps (base 2), in a fixed order."""
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, BLOCK_S)
     channel = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = (t * splits + split) * H + head
     begin(PDL)
-    part_lse = tl.load(part_lse_ptr + row, mask=split < splits, other=float("-inf"))
+    partial_lse = tl.load(partial_lse_ptr + row, mask=split < splits, other=float("-inf"))
     inside = (split < splits)[:, None] & (channel < D_V)[None, :]
-    part = tl.load(part_ptr + row[:, None] * D_V + channel[None, :], mask=inside, other=0).to(tl.float32)
-    peak = tl.max(part_lse, 0)
+    partials = tl.load(partials_ptr + row[:, None] * D_V + channel[None, :], mask=inside, other=0).to(tl.float32)
+    peak = tl.max(partial_lse, 0)
     lonely = peak == float("-inf")
     shift = tl.where(lonely, 0.0, peak)
-    share = tl.exp2(part_lse - shift)
-    total = tl.sum(share, 0)
-    weight = total
+    weights = tl.exp2(partial_lse - shift)
+    total = tl.sum(weights, 0)
+    denominator = total
     if HAS_SINK:
-        weight += tl.exp2(tl.load(sink_ptr + head).to(tl.float32) * LOG2E - shift)
-    value = tl.sum(part * share[:, None], 0)
-    value = tl.where(lonely, 0.0, value / weight)
+        denominator += tl.exp2(tl.load(sink_ptr + head).to(tl.float32) * LOG2E - shift)
+    value = tl.sum(partials * weights[:, None], 0)
+    value = tl.where(lonely, 0.0, value / denominator)
     out = out_ptr + t * out_stride_t + head * out_stride_h + channel
     tl.store(out, value.to(out_ptr.dtype.element_ty), mask=channel < D_V)
     lse = tl.where(lonely, float("inf"), (peak + tl.log2(total)) * 0.6931471805599453)

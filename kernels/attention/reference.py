@@ -205,8 +205,8 @@ def _softmax_block(
     # exp(lse) / (exp(lse) + exp(sink)) is the part of the weight that the keys get.
     factor = 1 / total if sink is None else torch.sigmoid(lse - sink.float())[:, :, None] / total
     out = torch.bmm(weights, keys[:, :, :d_v]).mul_(factor)
-    keyless = ~valid.any(1)
-    return out.masked_fill_(keyless[:, None, None], 0), lse.masked_fill_(keyless[:, None], float("inf"))
+    lonely = ~valid.any(1)
+    return out.masked_fill_(lonely[:, None, None], 0), lse.masked_fill_(lonely[:, None], float("inf"))
 
 
 def _check_query(q: Tensor, sink: Tensor | None) -> None:

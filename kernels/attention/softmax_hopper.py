@@ -1,4 +1,4 @@
-"""Gluon device code that both attention kernels for Hopper have in common: a step of the running softmax."""
+"""Gluon device code shared by both attention kernels for Hopper: one tile of the online softmax."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from deepseek_attn.kernels.common.gluon import barrier
 
 @gluon.jit
 def weigh_tile(logits, peak, total, stage, weights, decays, ready):
-    """Leaves a tile's weights, and what earlier ones are to be multiplied by, to the warps that add up keys.
+    """Stores a tile's weights, and the factors that rescale earlier tiles, for the warps that accumulate the output.
 
     Args:
-        logits: ``[64, keys]``, to base 2. peak, total: ``[64]``, of the tiles so far.
-        weights, decays, ready: of both stages, of which this tile has ``stage``.
+        logits: ``[64, keys]``, to base 2; peak, total: ``[64]`` running maximum and sum of the tiles so far.
+        weights, decays, ready: buffers and barriers of both stages, of which this tile has ``stage``.
 
     Returns:
-        The peak and the total with this tile.
+        ``(peak, total)`` with this tile.
     """
     new_peak = gl.maximum(peak, gl.max(logits, 1))
     shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)

@@ -1,4 +1,4 @@
-"""Counters: the programs of a launch count how many shares of a result are there, and the last adds them up."""
+"""Counters of split-K launches: programs count the finished partial sums of a tile, and the last one adds them."""
 
 from __future__ import annotations
 

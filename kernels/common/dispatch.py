@@ -1,4 +1,4 @@
-"""Whether the Triton kernels can take a tensor; where they cannot, the plain-torch version of the op runs."""
+"""Whether Triton kernels run on a tensor's device; elsewhere an op runs its plain-torch reference."""
 
 from __future__ import annotations
 

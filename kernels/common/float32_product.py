@@ -1,7 +1,7 @@
-"""Products of rows with a float32 weight in true float32, on bfloat16 tensor cores; no op of its own.
+"""Products of rows with a float32 weight in true float32, on bfloat16 tensor cores; a part of other ops.
 
-A float32 is the sum of three bfloat16 values, exactly, and products of bfloat16 are exact in float32. The channels are
-cut into shares; the kernel that uses the product adds them up (`summed`), in one order whatever the number of rows.
+A float32 is the sum of three bfloat16 values, exactly, and products of bfloat16 are exact in float32. Split-K: the
+kernel that uses the product adds the partial sums (`summed`), in an order that does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.device import supports_pdl
 
-GROUPS = 8  # of shares; the shares of a group are added up first
-MANY = 512  # rows from which a program goes through a whole group, and the weight is cut before
+GROUPS = 8  # of splits; the partial sums of a group are added first
+MANY = 512  # rows from which a program computes a whole group, and the weight is split into bfloat16 values before
 
 
 @dataclass(frozen=True)
-class Shares:
-    """A product as sums over shares of the channels.
+class PartialSums:
+    """A product as partial sums over splits of the channels.
 
     Attributes:
-        sums: float32 ``[shares, T, columns]``; inner: shares that are added up before the others.
+        sums: float32 ``[splits, T, columns]``; inner: consecutive splits that are added before the others.
     """
 
     sums: Tensor
@@ -33,7 +33,7 @@ class Shares:
 
 
 @triton.jit
-def _cut_float32(w):
+def _split_float32(w):
     """(first, second, third) bfloat16 values that add up to float32 ``w``."""
     first = w.to(tl.bfloat16)
     rest = w - first.to(tl.float32)
@@ -43,12 +43,12 @@ def _cut_float32(w):
 
 @triton.jit
 def cut_kernel(w_ptr, parts_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The three values of each of ``size`` float32, into ``parts [3, size]``."""
+    """Writes the three bfloat16 values of each of ``size`` float32 to ``parts [3, size]``."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    first, second, third = _cut_float32(tl.load(w_ptr + at, mask=at < size, other=0))
+    first, second, third = _split_float32(tl.load(w_ptr + at, mask=at < size, other=0))
     tl.store(parts_ptr + at, first, mask=at < size)
     tl.store(parts_ptr + size + at, second, mask=at < size)
     tl.store(parts_ptr + 2 * size + at, third, mask=at < size)
@@ -64,42 +64,42 @@ def product_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SHARE: tl.constexpr,
+    SPLIT: tl.constexpr,
     INNER: tl.constexpr,
-    CUT: tl.constexpr,
+    IN_PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sums over ``INNER`` shares of ``SHARE`` channels; in column ``N``, if there is one, of the squares of x.
+    """Sums over ``INNER`` splits of ``SPLIT`` channels; in column ``N``, if there is one, of the squares of x.
 
-    ``CUT``: the weight is bfloat16 ``[3, N, K]``.
+    ``IN_PARTS``: the weight is bfloat16 ``[3, N, K]``.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    share = tl.program_id(2)
+    split = tl.program_id(2)
     w_row = weight_ptr + tl.minimum(column, N - 1).to(tl.int64) * K
     x_row = x_ptr + tl.minimum(token, T - 1).to(tl.int64) * x_stride
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    begin = share * INNER * SHARE
+    begin = split * INNER * SPLIT
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
-    for start in tl.range(begin, tl.minimum(begin + INNER * SHARE, K), BLOCK_K):
+    for start in tl.range(begin, tl.minimum(begin + INNER * SPLIT, K), BLOCK_K):
         channel = start + tl.arange(0, BLOCK_K)
         inside = (channel < K)[None, :]
         x = tl.load(x_row[:, None] + channel[None, :], mask=inside, other=0)
-        if CUT:
+        if IN_PARTS:
             third = tl.load(w_row[:, None] + (2 * N * K + channel)[None, :], mask=inside, other=0)
             second = tl.load(w_row[:, None] + (N * K + channel)[None, :], mask=inside, other=0)
             first = tl.load(w_row[:, None] + channel[None, :], mask=inside, other=0)
         else:
             first = tl.load(w_row[:, None] + channel[None, :], mask=inside, other=0)
             if x.dtype == tl.bfloat16:
-                first, second, third = _cut_float32(first)
+                first, second, third = _split_float32(first)
         if x.dtype == tl.bfloat16:
             product = tl.dot(x, tl.trans(third))
             product = tl.dot(x, tl.trans(second), product)
@@ -108,52 +108,50 @@ def product_kernel(
             acc += tl.dot(x.to(tl.float32), tl.trans(first), input_precision="ieee")
         if COLUMNS > N:
             squares += x.to(tl.float32) * x.to(tl.float32)
-        if INNER > 1 and (start + BLOCK_K) % SHARE == 0:
+        if INNER > 1 and (start + BLOCK_K) % SPLIT == 0:
             total += acc
             acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     total += acc
-    row = sums_ptr + (share * T + token).to(tl.int64) * COLUMNS
+    row = sums_ptr + (split * T + token).to(tl.int64) * COLUMNS
     tl.store(row[:, None] + column[None, :], total, mask=(token < T)[:, None] & (column < N)[None, :])
     if COLUMNS > N and tl.program_id(0) == 0:
         tl.store(row + N, tl.sum(squares, 1), mask=token < T)
 
 
 @triton.jit
-def summed(sums_ptr, at, stride, SHARES: tl.constexpr, INNER: tl.constexpr):
-    """Adds up the entries ``at`` of ``SHARES`` shares, ``stride`` apart: ``INNER`` at a time, then those."""
+def summed(sums_ptr, at, stride, SPLITS: tl.constexpr, INNER: tl.constexpr):
+    """Adds the entries ``at`` of ``SPLITS`` partial sums, ``stride`` apart: groups of ``INNER``, then the groups."""
     total = tl.zeros(at.shape, tl.float32)
-    for first in tl.static_range(0, SHARES, INNER):
-        some = tl.load(sums_ptr + first * stride + at)
-        for share in tl.static_range(first + 1, min(first + INNER, SHARES)):
-            some += tl.load(sums_ptr + share * stride + at)
-        total += some
+    for first in tl.static_range(0, SPLITS, INNER):
+        group = tl.load(sums_ptr + first * stride + at)
+        for split in tl.static_range(first + 1, min(first + INNER, SPLITS)):
+            group += tl.load(sums_ptr + split * stride + at)
+        total += group
     return total
 
 
-def float32_product(x: Tensor, weight: Tensor, share: int, squares: bool = False) -> Shares:
+def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False) -> PartialSums:
     """``x weight^T`` of ``x [T, K]`` with contiguous rows and a contiguous float32 ``weight [N, K]``.
 
     Args:
-        share: channels of a share, a multiple of 64.
-        squares: one more column, the sum of squares of x.
+        split: channels per partial sum, a multiple of 64.
+        squares: add a column, the sum of squares of x.
     """
-    (T, K), N, early = x.shape, len(weight), supports_pdl(x.device)
+    (T, K), N, pdl = x.shape, len(weight), supports_pdl(x.device)
     many, bfloat16 = T >= MANY, x.dtype == torch.bfloat16
-    shares = triton.cdiv(K, share)
-    inner = triton.cdiv(shares, GROUPS)
-    program_shares = inner if many else 1
+    splits = triton.cdiv(K, split)
+    inner = triton.cdiv(splits, GROUPS)
+    program_splits = inner if many else 1
     columns = N + squares
-    sums = torch.empty(triton.cdiv(shares, program_shares), T, columns, dtype=torch.float32, device=x.device)
+    sums = torch.empty(triton.cdiv(splits, program_splits), T, columns, dtype=torch.float32, device=x.device)
     if T == 0:
-        return Shares(sums, 1 if many else inner)
-    cuts = many and bfloat16
-    if cuts:
+        return PartialSums(sums, 1 if many else inner)
+    in_parts = many and bfloat16
+    if in_parts:
         parts = torch.empty(3, N, K, dtype=torch.bfloat16, device=x.device)
-        cut_kernel[(triton.cdiv(N * K, 1024),)](
-            weight, parts, N * K, BLOCK=1024, PDL=early, num_warps=4, launch_pdl=early
-        )
+        cut_kernel[(triton.cdiv(N * K, 1024),)](weight, parts, N * K, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl)
         weight = parts
-    block_t, block_n, stages = _tiles(T, N, cuts)
+    block_t, block_n, stages = _tiles(T, N, in_parts)
     product_kernel[(triton.cdiv(N, block_n), triton.cdiv(T, block_t), len(sums))](
         x,
         weight,
@@ -163,22 +161,22 @@ def float32_product(x: Tensor, weight: Tensor, share: int, squares: bool = False
         N=N,
         K=K,
         COLUMNS=columns,
-        SHARE=share,
-        INNER=program_shares,
-        CUT=cuts,
+        SPLIT=split,
+        INNER=program_splits,
+        IN_PARTS=in_parts,
         BLOCK_T=block_t,
         BLOCK_N=block_n,
         BLOCK_K=64 if bfloat16 else 32,
-        PDL=early,
+        PDL=pdl,
         num_warps=4,
         num_stages=stages,
-        launch_pdl=early,
+        launch_pdl=pdl,
     )
-    return Shares(sums, 1 if many else inner)
+    return PartialSums(sums, 1 if many else inner)
 
 
-def _tiles(T: int, N: int, cuts: bool) -> tuple[int, int, int]:
+def _tiles(T: int, N: int, in_parts: bool) -> tuple[int, int, int]:
     """Rows and columns of a program's tile, and its stages."""
-    if cuts:
+    if in_parts:
         return 128, 32 if N <= 32 else 64, 3
     return (16 if T <= 16 else 32), 32, 3

@@ -1,4 +1,4 @@
-"""Device code that ops on rows share: RMS norm, rotation, quantisation, and writing an entry into a page.
+"""Device code shared by ops on rows: RMS norm, RoPE, Hadamard matrix, and writing an entry into a page.
 
 Rows are tiles ``[R, BLOCK]`` of float32 values that are exact in the row's dtype; channels from ``D`` on are zero.
 Arithmetic follows ``reference.norm_rope`` and ``reference.quant`` step by step: the bytes of a quantised row are
@@ -19,7 +19,7 @@ from deepseek_attn.kernels.common.fp8 import pow2_scales, quantize_e2m1, quantiz
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
-RECORDS = ("plain", "fp8_v4", "index_fp8", "index_fp4")  # device code knows them by number
+RECORDS = ("plain", "fp8_v4", "index_fp8", "index_fp4")  # in device code by position
 _PLAIN, _FP8_DS_MLA, _INDEX_FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 # the interpreter truncates where hardware rounds, so that there everything is rounded by integer arithmetic
@@ -39,7 +39,7 @@ def round_to(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def row_weight(weight_ptr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """The weight of a norm, for `normed_rows`. Ahead of the rows it costs no time of its own."""
+    """Loads the weight of a norm, for `normed_rows`; before the rows are loaded, its latency is hidden."""
     channel = tl.arange(0, BLOCK)
     return tl.load(weight_ptr + channel, mask=channel < D, other=0)
 
@@ -55,7 +55,7 @@ def normed_rows(x, weight, eps, D: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def row_cos_sin(position, cos_sin_ptr, max_positions, D: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Cosines and sines ``[R, BLOCK / 2]`` of rows at ``position [R]``, for `rotated_rows`: no turn where unknown."""
+    """Cosines and sines ``[R, BLOCK / 2]`` at ``position [R]``, for `rotated_rows`; identity outside the table."""
     pair = tl.arange(0, BLOCK // 2) - (D - ROPE) // 2
     known = ((pair >= 0) & (pair < ROPE // 2))[None, :] & ((position >= 0) & (position < max_positions))[:, None]
     row = cos_sin_ptr + position.to(tl.int64)[:, None] * ROPE + pair[None, :]
@@ -69,10 +69,10 @@ def rotated_rows(y, freqs_cis, D: tl.constexpr, ROPE: tl.constexpr, DTYPE: tl.co
     BLOCK: tl.constexpr = y.shape[1]
     a, b = tl.split(tl.reshape(y, (R, BLOCK // 2, 2)))
     pair = tl.arange(0, BLOCK // 2) - (D - ROPE) // 2
-    turned = ((pair >= 0) & (pair < ROPE // 2))[None, :]
+    rotated = ((pair >= 0) & (pair < ROPE // 2))[None, :]
     cos, sin = freqs_cis
     new_a, new_b = a * cos - b * sin, a * sin + b * cos
-    y = tl.reshape(tl.join(tl.where(turned, new_a, a), tl.where(turned, new_b, b)), (R, BLOCK))
+    y = tl.reshape(tl.join(tl.where(rotated, new_a, a), tl.where(rotated, new_b, b)), (R, BLOCK))
     return round_to(y, DTYPE)
 
 
@@ -159,7 +159,7 @@ def store_rows(
 
 
 def entry_constants(record: CacheRecord, pool: Tensor, page_entries: int) -> dict[str, Any]:
-    """What `store_rows` needs to know about a pool: its constants ``N, NOPE, RECORD, PLAIN``.
+    """Constants ``N, NOPE, RECORD, PLAIN`` of `store_rows` for a pool.
 
     Raises:
         ValueError: a record or a pool that is not supported.
@@ -190,7 +190,7 @@ def row_block(dim: int, cos_sin: Tensor) -> int:
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Lets the next launch come, and waits for the one before: what follows may read and write anything."""
+    """Lets the next launch start (PDL) and waits for the one before; memory may be used only afterwards."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

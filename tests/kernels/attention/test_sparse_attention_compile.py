@@ -127,7 +127,7 @@ def test_which_rows_the_hopper_kernel_takes():
 
 @pytest.mark.parametrize("arch", on_gpus())
 def test_the_combine_kernel_compiles(arch):
-    pointers = {"part_ptr": "*fp16", "part_lse_ptr": "*fp32", "sink_ptr": "*fp32", "out_ptr": "*bf16"}
+    pointers = {"partials_ptr": "*fp16", "partial_lse_ptr": "*fp32", "sink_ptr": "*fp32", "out_ptr": "*bf16"}
     pdl = CAPABILITIES[arch][0] >= 9
     constants = {"D_V": 512, "HAS_SINK": True, "BLOCK_S": 16, "BLOCK_D": 512, "PDL": pdl}
     kernel = compiled(combine_kernel, pointers | {"lse_ptr": "*fp32"}, constants, CAPABILITIES[arch], 4)
