@@ -134,11 +134,11 @@ def padded_heads(num_heads: int) -> int:
 
 
 def new_schedule() -> Any:
-    """An empty plan holder. The first `sparse_decode` that is given it plans; later ones reuse the plan.
+    """An empty schedule. The first `sparse_decode` that is given it fills it; later ones reuse it.
 
     Notes:
         Reuse it only while shapes *and the values of all lengths* stay the same: the kernel does not check the values,
-        and a stale plan gives wrong results.
+        and a stale schedule gives wrong results.
     """
     return _module().get_mla_metadata()[0]
 
@@ -160,7 +160,7 @@ def sparse_decode(
         scale: factor of the logits.
         sink: float32 ``[H]``, or ``[H']`` with ``H' < H`` if the last heads are padding; a logit that takes weight but
             has no value.
-        schedule: from `new_schedule`; None plans for this call alone.
+        schedule: from `new_schedule`; None makes one for this call alone.
         out: bfloat16 ``[T, H, 512]`` to write to.
 
     Returns:

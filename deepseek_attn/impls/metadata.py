@@ -1,7 +1,7 @@
-"""One step's batch as index tensors: built once, shared by all layers of a kind.
+"""Metadata of one step: lengths, block tables and index tensors, built once and shared by all layers of a kind.
 
-Nothing here depends on a layer's weights, so window indices, compressed slots and the indices of layers that read every
-compressed entry are built once per step. Names follow the field's: ``decode_swa_indices``, ``c128a_...``.
+``T`` tokens of ``B`` requests: ``D`` decode requests with ``Dt`` tokens come before ``R`` prefill requests with ``Rt``
+tokens. Per-step tensors are on the device, except fields ending in ``_cpu``. Field names are vLLM's.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from deepseek_attn.layers.rope import RotaryTable
 
 @dataclass
 class DeepseekSparseSWAMetadata:
-    """Window part of a step. ``D`` decode requests with ``Dt`` tokens come before ``R`` prefill requests with ``Rt``.
+    """Batch layout of a step and its sliding-window part, for all layers.
 
     Attributes:
-        block_table: int32 ``[B, pages]``; slot_mapping: int64 ``[T]``; block_size: tokens per window page.
+        block_table: int32 ``[B, pages]`` of the window caches; block_size: tokens per page.
+        slot_mapping: int64 ``[T]``, the slot of each token's key; -1 for padding.
         seq_lens: int32 ``[B]``; query_start_loc: int32 ``[B + 1]``, also on the CPU (empty while a graph is captured).
-        is_valid_token: bool ``[T]``; token_to_req_indices: int32 ``[T]``.
-        decode_swa_indices, decode_swa_lens: int32 ``[Dt, 1, window]`` slots and ``[Dt]`` counts.
-        prefill_seq_lens, prefill_gather_lens: int32 ``[R]``, lengths and window rows to gather
-            (``query_len + min(prefix_len, window - 1)``); the CPU copies bound workspaces without a sync.
-        tile_scheds: plans of the decode kernel by layer kind, ``(ratio, has_indexer)``: ``(0, False)`` window only,
-            ``(4, True)`` C4A, ``(128, False)`` C128A. The impl makes each at the first layer of its kind.
-        prefill_indices: workspace rows that prefill queries read, for layers that all read the same; by ratio and
-            chunk of requests. The impl fills it likewise.
+        is_valid_token: bool ``[T]``, false for padding; token_to_req_indices: int32 ``[T]``, the request of each token.
+        decode_swa_indices, decode_swa_lens: int32 ``[Dt, 1, window]`` slots and ``[Dt]`` counts of the window's keys.
+        prefill_seq_lens: int32 ``[R]``; prefill_gather_lens: int32 ``[R]`` window keys to gather,
+            ``query_len + min(prefix_len, window - 1)``; with CPU copies, so that sizing a workspace needs no sync.
+        tile_scheds: schedules of FlashMLA's decode kernel by layer kind ``(ratio, has_indexer)``: ``(0, False)`` window
+            only, ``(4, True)`` C4A, ``(128, False)`` C128A; filled by the impl at the first layer of each kind.
+        prefill_indices: workspace rows that prefill tokens read in layers without an indexer, by (ratio, chunk of
+            requests); filled by the impl likewise.
     """
 
     block_table: torch.Tensor
@@ -50,7 +51,7 @@ class DeepseekSparseSWAMetadata:
     prefill_seq_lens_cpu: torch.Tensor
     prefill_gather_lens_cpu: torch.Tensor
     tile_scheds: dict[tuple[int, bool], object] = field(default_factory=dict)
-    prefill_indices: dict[object, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    prefill_indices: dict[tuple[int, object], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass
@@ -59,7 +60,7 @@ class DeepseekSparseMLAMetadata:
 
     Attributes:
         block_table: int32 ``[B, pages]``; block_size: entries per page.
-        slot_mapping: int64 ``[T]``, the compressed slot that a token's entry goes to, -1 if it closes no window.
+        slot_mapping: int64 ``[T]``, the slot of the entry that a token completes; -1 if it completes none.
         seq_lens_cpu: int64 ``[B]``; empty while a CUDA graph is captured.
         prefill_entry_lens: int32 ``[R]`` entries of each prefill request after the step; None in a decode step.
         c128a_global_decode_topk_indices: int32 ``[Dt, 1, K']`` slots of every visible entry (layers without indexer).
@@ -84,9 +85,10 @@ class StepMetadata:
 
     Attributes:
         positions: int64 ``[T]``.
-        sparse: by ratio; compressor: by (ratio, overlap).
-        freqs_cis: rotations at ``positions`` by rotary table, filled by the first layer that needs them.
-        visible: entries that each token sees, by ratio; selected: those it reads, by (ratio, top-k); filled likewise.
+        sparse: compressed part, by ratio; compressor: batch of the compressors, by (ratio, overlap).
+        freqs_cis: rotations at ``positions`` by rotary table; filled by the first layer that needs them.
+        visible: number of entries that each token sees, by ratio; selected: that it reads, by (ratio, top-k); filled
+            likewise.
     """
 
     positions: torch.Tensor
@@ -104,13 +106,13 @@ class StepMetadata:
         return self.freqs_cis[rope]
 
     def visible_of(self, ratio: int) -> torch.Tensor:
-        """Entries that each token sees: int64 ``[T]``, 0 for padding."""
+        """Number of compressed entries that each token sees: int64 ``[T]``, 0 for padding."""
         if ratio not in self.visible:
             self.visible[ratio] = ((self.positions + 1) // ratio).masked_fill_(~self.swa.is_valid_token, 0)
         return self.visible[ratio]
 
     def selected_of(self, ratio: int, topk: int) -> torch.Tensor:
-        """How many of its entries each token reads when the best ``topk`` are selected: int32 ``[T]``."""
+        """Number of entries that each token reads when the best ``topk`` are selected: int32 ``[T]``."""
         if (ratio, topk) not in self.selected:
             self.selected[ratio, topk] = self.visible_of(ratio).clamp(max=topk).int()
         return self.selected[ratio, topk]
