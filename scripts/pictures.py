@@ -47,7 +47,7 @@ def pictures(report: Report) -> list[Figure]:
     for task in tasks(report):
         variants = with_task(report, task)
         metric = "loss" if task == "text" else "accuracy"
-        rows = [Line(v, [(row["seq_len"], row[metric]) for row in v["tasks"][task]["by_length"]]) for v in variants]
+        rows = [Line(v, [(row["seq_len"], row[metric]) for row in q["by_length"]]) for v, q in variants]
         name = f"{task}-by-length"
         found.append(Figure(name, name, lines(rows, "tokens", f"{task} {metric}", log="x")))
         found.append(Figure(f"{task}-training", f"{task}-training", curves(variants, task)))

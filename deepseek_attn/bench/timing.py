@@ -36,12 +36,7 @@ def time_calls(run: Callable[[int], object], device: torch.device, repeats: int,
     for index in range(warmup):
         run(index)
     if device.type != "cuda":
-        times = []
-        for index in range(repeats):
-            start = time.perf_counter()
-            run(index)
-            times.append((time.perf_counter() - start) * 1e6)
-        return times
+        return [time_until_done(lambda index=index: run(index), device) for index in range(repeats)]
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     marks[0].record()
     for index in range(repeats):
@@ -49,6 +44,17 @@ def time_calls(run: Callable[[int], object], device: torch.device, repeats: int,
         marks[index + 1].record()
     torch.cuda.synchronize(device)
     return [before.elapsed_time(after) * 1e3 for before, after in pairwise(marks)]
+
+
+def time_until_done(call: Callable[[], object], device: torch.device) -> float:
+    """Microseconds by the clock from the start of ``call`` until ``device`` has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) * 1e6
 
 
 def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:

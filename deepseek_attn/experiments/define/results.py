@@ -29,16 +29,21 @@ class LayerCost(TypedDict):
     fixed: int
 
 
-class QueryCost(TypedDict):
-    """Cache bytes that the last token of a context reads in one layer, and its FLOPs (a multiply-add is two)."""
+class LayerQuery(TypedDict):
+    """What the last token of a context reads in one layer, and its FLOPs (a multiply-add is two)."""
 
-    keys: NotRequired[int]
-    sequence_bytes: NotRequired[int]
+    keys: int
     read_bytes: int
-    projection_flops: NotRequired[int]
-    attention_flops: NotRequired[int]
-    index_flops: NotRequired[int]
+    projection_flops: int
+    attention_flops: int
+    index_flops: int
     flops: int
+
+
+class QueryCost(LayerQuery):
+    """The same, and the bytes of the layer's cache for the whole sequence."""
+
+    sequence_bytes: int
 
 
 class ContextCost(TypedDict):

@@ -1,4 +1,4 @@
-"""What an experiment measures: one small record of settings per section of its JSON."""
+"""Settings of an experiment: one dataclass per section of its JSON."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def read_sections(reader: FieldReader, folder: Path) -> dict[str, Any]:
 
 
 class _Section:
-    """Typed reads of one section; remembers which keys it was asked for, the others are problems."""
+    """Typed reads of one section; keys that no read names are problems."""
 
     def __init__(self, reader: FieldReader, name: str, raw: Mapping[str, Any], folder: Path):
         self.reader, self.name, self.raw, self.folder, self.asked = reader, name, raw, folder, []
@@ -129,9 +129,10 @@ class _Section:
         value = self.raw.get(key)
         return default if value is None else value
 
-    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int | None:
+    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        """An integer of at least ``minimum``; 0 stands for a wrong value, whose problem the reader has."""
         value = self.value(key, default, required=default is None)
-        return self.reader.as_integer(f"{self.name}.{key}", value, minimum)
+        return self.reader.as_integer(f"{self.name}.{key}", value, minimum) or 0
 
     def integers(self, key: str, required: bool = True) -> tuple[int, ...]:
         values = self.value(key, required=required) or []
@@ -184,7 +185,8 @@ def _train(section: _Section) -> TrainSettings:
         reader.problem(f"train.tasks is {tasks!r}: expected an object from task to its options")
         tasks = {}
     shared = {key: section.value(key) for key in ("steps", "batch", "seq_len", "lr")}
-    found = {str(name): _task(section, str(name), options, shared) for name, options in tasks.items()}
+    parsed = {str(name): _task(section, str(name), options, shared) for name, options in tasks.items()}
+    found = {name: task for name, task in parsed.items() if task is not None}
     budget = section.value("budget_s")
     reader.as_number("train.budget_s", budget)
     seq_lens = section.integers("seq_lens", required=False)

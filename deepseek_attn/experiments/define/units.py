@@ -11,6 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from deepseek_attn.config.model import LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import get_numerics
+from deepseek_attn.experiments.define.settings import (
+    CheckpointSettings,
+    CostSettings,
+    ModelTimeSettings,
+    TrainSettings,
+)
 from deepseek_attn.experiments.define.variant import Variant
 
 if TYPE_CHECKING:  # it imports torch, and worker processes receive units before they do
@@ -22,6 +28,69 @@ ReportProgress = Callable[[float], None]  # called with the part of a unit that 
 Kind = Literal["cost", "layer_time", "model_time", "reference", "checkpoint", "tokens", "train"]
 
 
+@dataclass(frozen=True)
+class CostJob:
+    """Counts bytes and FLOPs of a variant of ``settings.model``."""
+
+    variant: Variant
+    settings: CostSettings
+
+
+@dataclass(frozen=True)
+class LayerTimeJob:
+    """Times layer ``layer`` of a variant of ``settings.model``, for all layers that cost the same."""
+
+    variant: Variant
+    settings: CostSettings
+    layer: int
+
+
+@dataclass(frozen=True)
+class ModelTimeJob:
+    """Times whole steps of a variant of ``base``."""
+
+    variant: Variant
+    settings: ModelTimeSettings
+    base: ModelConfig
+
+
+@dataclass(frozen=True)
+class ReferenceJob:
+    """Measures the checkpoint under its own schedule."""
+
+    settings: CheckpointSettings
+
+
+@dataclass(frozen=True)
+class CheckpointJob:
+    """Measures the checkpoint under a variant's schedule."""
+
+    variant: Variant
+    settings: CheckpointSettings
+
+
+@dataclass(frozen=True)
+class TokensJob:
+    """Tokenises the text of the text task, once for all runs."""
+
+    settings: TrainSettings
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """Trains a variant of ``base`` on one task with one seed, and measures it."""
+
+    variant: Variant
+    settings: TrainSettings
+    base: ModelConfig
+    task: str
+    seed: int
+
+
+Job = CostJob | LayerTimeJob | ModelTimeJob | ReferenceJob | CheckpointJob | TokensJob | TrainJob
+
+
 @dataclass(frozen=True, eq=False)
 class Unit:
     """One piece of work.
@@ -30,18 +99,15 @@ class Unit:
         name: for people; path: of its record, inside the folder of results, without ``.json``.
         inputs: all that its result depends on.
         alone: nothing else may run beside it, because it measures time or others wait for it.
-        variant: None for ``reference`` and ``tokens``; layer: of ``layer_time``; task, seed: of ``train``.
+        job: what to do, by ``kind``.
     """
 
     kind: Kind
     name: str
     path: str
     inputs: Mapping[str, Any]
+    job: Job
     alone: bool = False
-    variant: Variant | None = None
-    layer: int | None = None
-    task: str | None = None
-    seed: int | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -72,7 +138,7 @@ def _cost_units(experiment: Experiment, device: str) -> list[Unit]:
     shared = {"model": cost.model.to_dict(), "numerics": cost.numerics, "contexts": cost.contexts}
     for variant in experiment.variants:
         inputs, name = {"variant": asdict(variant), **shared}, f"{variant.name}: bytes and FLOPs"
-        units.append(Unit("cost", name, f"variants/{variant.slug}/cost", inputs, alone=True, variant=variant))
+        units.append(Unit("cost", name, f"variants/{variant.slug}/cost", inputs, CostJob(variant, cost), alone=True))
         config, numerics = variant.config(cost.model), variant.numerics(get_numerics(cost.numerics))
         for spec in config.layers:
             kinds.setdefault(layer_key(spec, config, numerics.kv_record), (variant, spec))
@@ -84,31 +150,32 @@ def _cost_units(experiment: Experiment, device: str) -> list[Unit]:
     for key, (variant, spec) in sorted(kinds.items(), key=lambda item: (-item[1][1].ratio or -math.inf, item[0])):
         inputs = {"key": key, "variant": variant.name, "layer": spec.index, **shared, **sizes}
         name, path = f"times of a {key} layer", f"layers/{key.lower()}"
-        units.append(Unit("layer_time", name, path, inputs, alone=True, variant=variant, layer=spec.index))
+        units.append(Unit("layer_time", name, path, inputs, LayerTimeJob(variant, cost, spec.index), alone=True))
     return units
 
 
 def _model_time_units(experiment: Experiment, device: str) -> list[Unit]:
-    if experiment.model_time is None:
+    settings, base = experiment.model_time, experiment.base
+    if settings is None:
         return []
-    shared = {"base": experiment.base.to_dict(), "device": device, **asdict(experiment.model_time)}
-    return [
-        Unit(
-            "model_time", f"{variant.name}: times of a step", f"variants/{variant.slug}/model_time",
-            {"variant": asdict(variant), **shared}, alone=True, variant=variant,
-        )
-        for variant in experiment.variants
-    ]  # fmt: skip
+    shared, units = {"base": base.to_dict(), "device": device, **asdict(settings)}, []
+    for variant in experiment.variants:
+        inputs, name = {"variant": asdict(variant), **shared}, f"{variant.name}: times of a step"
+        job = ModelTimeJob(variant, settings, base)
+        units.append(Unit("model_time", name, f"variants/{variant.slug}/model_time", inputs, job, alone=True))
+    return units
 
 
 def _checkpoint_units(experiment: Experiment, device: str) -> list[Unit]:
-    if experiment.checkpoint is None:
+    settings = experiment.checkpoint
+    if settings is None:
         return []
-    shared = {"device": device, **asdict(experiment.checkpoint)}
-    units = [Unit("reference", "the checkpoint's own schedule", "checkpoint/own", shared, alone=True)]
+    shared, own = {"device": device, **asdict(settings)}, "the checkpoint's own schedule"
+    units = [Unit("reference", own, "checkpoint/own", shared, ReferenceJob(settings), alone=True)]
     for variant in experiment.variants:
         inputs, path = {"variant": asdict(variant), **shared}, f"variants/{variant.slug}/checkpoint"
-        units.append(Unit("checkpoint", f"{variant.name}: checkpoint", path, inputs, variant=variant))
+        job = CheckpointJob(variant, settings)
+        units.append(Unit("checkpoint", f"{variant.name}: checkpoint", path, inputs, job))
     return units
 
 
@@ -124,13 +191,14 @@ def _train_units(experiment: Experiment, device: str) -> list[Unit]:
     units = []
     if "text" in settings.tasks:
         text |= settings.tasks["text"].options
-        units.append(Unit("tokens", "tokens of the text", "text/tokens", text, alone=True))
+        job = TokensJob(settings, base.vocab_size)
+        units.append(Unit("tokens", "tokens of the text", "text/tokens", text, job, alone=True))
     for seed in experiment.seeds:
         for task, own in settings.tasks.items():
             inputs = {"task": task, "seed": seed, "settings": asdict(own), **shared}
             inputs |= {"tokens": text} if task == "text" else {}
             for variant in experiment.variants:
                 name, path = f"{variant.name}: {task}, seed {seed}", f"variants/{variant.slug}/{task}-seed{seed}"
-                all_inputs = {"variant": asdict(variant), **inputs}
-                units.append(Unit("train", name, path, all_inputs, variant=variant, task=task, seed=seed))
+                job = TrainJob(variant, settings, base, task, seed)
+                units.append(Unit("train", name, path, {"variant": asdict(variant), **inputs}, job))
     return units

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -11,6 +10,7 @@ from safetensors.torch import load_file
 from deepseek_attn.checkpoint.random import RandomSource
 from deepseek_attn.checkpoint.source import CheckpointSource, SafetensorsSource
 from deepseek_attn.config.model import ModelConfig, preset_names
+from deepseek_attn.experiments.define.results import CheckpointResult
 from deepseek_attn.experiments.define.settings import CheckpointSettings
 from deepseek_attn.experiments.define.variant import Variant
 from deepseek_attn.experiments.measure.quality import compare
@@ -27,9 +27,15 @@ SEED = 0  # of the weights of a preset
 
 
 def open_source(settings: CheckpointSettings) -> tuple[ModelConfig, CheckpointSource]:
-    """Config without MTP layers, and tensors: of a checkpoint directory, or random ones for a preset."""
+    """Config without MTP layers, and the tensors of a checkpoint directory, or random ones for a preset.
+
+    Raises:
+        ValueError: the model is no DeepSeek-V4.
+    """
     directory = Path(settings.model)
     config = ModelConfig.from_pretrained(settings.model)
+    if not isinstance(config, ModelConfig):
+        raise ValueError(f"checkpoint.model: {settings.model} is {config.model_type}; schedules are DeepSeek-V4's")
     source = SafetensorsSource(directory) if directory.is_dir() else RandomSource(config, SEED)
     ratios = [spec.ratio for spec in config.layers]
     return config.replace(num_nextn_predict_layers=0, compress_ratios=ratios), source
@@ -47,7 +53,7 @@ def read_prompts(settings: CheckpointSettings, config: ModelConfig) -> list[list
     if settings.model in preset_names():
         ids = [byte % config.vocab_size for byte in text.encode()[: settings.max_tokens]]
     else:
-        # a token is at most some tens of characters: no need to encode a whole book for its first lines
+        # a token has at most some tens of characters: only the start of a book is encoded
         ids = Tokenizer(settings.model).encode(text[: 40 * settings.max_tokens])[: settings.max_tokens]
     size = settings.seq_len - 1
     prompts = [[config.bos_token_id, *ids[i : i + size]] for i in range(0, len(ids), size)]
@@ -74,7 +80,7 @@ def make_runner(config: ModelConfig, source: CheckpointSource, device: torch.dev
     )  # fmt: skip
 
 
-def measure_own(settings: CheckpointSettings, device: torch.device, folder: Path) -> dict[str, Any]:
+def measure_own(settings: CheckpointSettings, device: torch.device, folder: Path) -> CheckpointResult:
     """Quality under the checkpoint's own schedule; leaves its logits in ``folder`` for those of variants."""
     config, source = open_source(settings)
     prompts = read_prompts(settings, config)
@@ -93,7 +99,7 @@ def measure_own(settings: CheckpointSettings, device: torch.device, folder: Path
 
 def measure_variant(
     variant: Variant, settings: CheckpointSettings, device: torch.device, folder: Path
-) -> dict[str, Any]:
+) -> CheckpointResult:
     """Quality of the checkpoint under ``variant``, against the logits that `measure_own` left in ``folder``.
 
     Returns:

@@ -1,8 +1,6 @@
-"""What a schedule costs, counted: cache bytes, and bytes read and FLOPs of one query, per layer and context."""
+"""Counted costs of a schedule: cache bytes, and bytes read and FLOPs of one query, per layer and context."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -10,25 +8,19 @@ from deepseek_attn.cache.layout import CacheLayout, PoolSpec, compressed_pages, 
 from deepseek_attn.cache.records import make_index_record, make_kv_record
 from deepseek_attn.config.model import LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.experiments.define.results import ContextCost, CostResult, LayerCost, LayerQuery, QueryCost
 from deepseek_attn.runner.planner import bytes_per_token, fixed_pages
 
 
-def count_costs(
-    config: ModelConfig, numerics: Numerics, dtype: torch.dtype, contexts: tuple[int, ...]
-) -> dict[str, Any]:
+def count_costs(config: ModelConfig, numerics: Numerics, dtype: torch.dtype, contexts: tuple[int, ...]) -> CostResult:
     """Costs of every layer and their sums.
 
     Args:
         dtype: of plain records; contexts: tokens of a sequence, the querying one included.
-
-    Returns:
-        ``per_token`` bytes (marginal), ``fixed`` bytes per sequence, ``layers`` with both, and ``contexts``: for each
-        length ``sequence_bytes`` (exact, whole pages), ``read_bytes`` and ``flops`` of one query in all attention
-        layers, and the same ``by_layer``.
     """
     layout = make_layout(config, numerics, dtype, max(contexts), 1, 1, layers=config.layers)
     pools = {spec.name: [pool for pool in layout.pools if pool.layer == spec.name] for spec in config.layers}
-    layers = []
+    layers: list[LayerCost] = []
     for spec in config.layers:
         by_kind = {pool.kind: bytes_per_token(pool, layout) for pool in pools[spec.name]}
         layers.append(
@@ -50,14 +42,25 @@ def count_costs(
     }
 
 
-def _at(config, numerics, dtype, layout, pools, context: int) -> dict[str, Any]:
-    rows = []
+def _at(
+    config: ModelConfig,
+    numerics: Numerics,
+    dtype: torch.dtype,
+    layout: CacheLayout,
+    pools: dict[str, list[PoolSpec]],
+    context: int,
+) -> ContextCost:
+    rows: list[QueryCost] = []
     for spec in config.layers:
         cached = sum(sequence_bytes(pool, layout, context) for pool in pools[spec.name])
-        query = query_costs(spec, config, numerics, dtype, context)
-        rows.append({"sequence_bytes": cached, **query})
-    sums = {key: sum(row[key] for row in rows) for key in ("sequence_bytes", "read_bytes", "flops")}
-    return {"context": context, **sums, "by_layer": rows}
+        rows.append({"sequence_bytes": cached, **query_costs(spec, config, numerics, dtype, context)})
+    return {
+        "context": context,
+        "sequence_bytes": sum(row["sequence_bytes"] for row in rows),
+        "read_bytes": sum(row["read_bytes"] for row in rows),
+        "flops": sum(row["flops"] for row in rows),
+        "by_layer": rows,
+    }
 
 
 def sequence_bytes(pool: PoolSpec, layout: CacheLayout, context: int) -> int:
@@ -70,17 +73,17 @@ def sequence_bytes(pool: PoolSpec, layout: CacheLayout, context: int) -> int:
 
 def query_costs(
     spec: LayerSpec, config: ModelConfig, numerics: Numerics, dtype: torch.dtype, context: int
-) -> dict[str, Any]:
+) -> LayerQuery:
     """Cache bytes that the last of ``context`` tokens reads in one layer, and the layer's FLOPs for it.
 
     A multiply-add is two FLOPs. ``flops`` is the sum of ``projection_flops`` (inputs, output and compressor),
-    ``attention_flops`` and ``index_flops`` (scores of every visible entry; none where all of them are read anyway).
+    ``attention_flops`` and ``index_flops`` (scores of every visible entry; 0 where all entries are read without them).
     """
     kv_record = make_kv_record(numerics.kv_record, config.nope_head_dim, config.qk_rope_head_dim, dtype)
     index_record = make_index_record(numerics.index_record, config.index_head_dim, dtype)
     visible = context // spec.ratio if spec.ratio else 0
-    chooses = spec.has_indexer and visible > config.index_topk
-    selected = config.index_topk if chooses else visible
+    needs_topk = spec.has_indexer and visible > config.index_topk
+    selected = config.index_topk if needs_topk else visible
     keys = min(context, config.sliding_window) + selected
     width = config.num_attention_heads * config.head_dim
     index_width = config.index_n_heads * config.index_head_dim
@@ -91,11 +94,11 @@ def query_costs(
         weights += 2 * hidden * spec.coff * config.head_dim
     if spec.has_indexer:
         weights += 2 * hidden * spec.coff * config.index_head_dim
-    index = visible * index_width + rank * index_width + hidden * config.index_n_heads if chooses else 0
+    index = visible * index_width + rank * index_width + hidden * config.index_n_heads if needs_topk else 0
     attention = 4 * width * keys
     return {
         "keys": keys,
-        "read_bytes": keys * kv_record.entry_bytes + (visible * index_record.entry_bytes if chooses else 0),
+        "read_bytes": keys * kv_record.entry_bytes + (visible * index_record.entry_bytes if needs_topk else 0),
         "projection_flops": 2 * weights,
         "attention_flops": attention,
         "index_flops": 2 * index,

@@ -1,11 +1,11 @@
-"""How much a changed schedule changes a model's predictions: loss, divergence and agreement, by position."""
+"""Differences between the predictions of two models: loss, KL divergence and top-1 agreement, by position."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
+
+from deepseek_attn.experiments.define.results import CheckpointResult, PositionRow
 
 
 def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -14,13 +14,13 @@ def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def divergence(own: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """KL(own || logits) in nats, float32 ``[T]``, and where the likeliest token is the same, bool ``[T]``."""
+    """KL(own || logits) in nats, float32 ``[T]``, and whether the argmax is the same, bool ``[T]``."""
     own, logits = own.float().log_softmax(-1), logits.float().log_softmax(-1)
     return (own.exp() * (own - logits)).sum(-1), own.argmax(-1) == logits.argmax(-1)
 
 
-def compare(own: list[torch.Tensor], found: list[torch.Tensor], prompts: list[list[int]]) -> dict[str, Any]:
-    """Quality of ``found`` logits ``[len, vocab]`` of each prompt, against the ``own`` ones.
+def compare(own: list[torch.Tensor], found: list[torch.Tensor], prompts: list[list[int]]) -> CheckpointResult:
+    """Quality of the logits ``found``, ``[len, vocab]`` per prompt, relative to those of the ``own`` schedule.
 
     Returns:
         ``loss`` in nats per token, ``kl`` in nats, ``top1`` agreement in [0, 1], and ``by_position``: the same for
@@ -34,13 +34,16 @@ def compare(own: list[torch.Tensor], found: list[torch.Tensor], prompts: list[li
         same.append(same_of.float())
         positions.append(torch.arange(len(prompt) - 1))
     values = {"loss": torch.cat(loss), "kl": torch.cat(kl), "top1": torch.cat(same)}
+    means = {name: float(value.double().mean()) for name, value in values.items()}
     return {
-        **{name: float(value.double().mean()) for name, value in values.items()},
+        "loss": means["loss"],
+        "kl": means["kl"],
+        "top1": means["top1"],
         "by_position": by_position(torch.cat(positions), values),
     }
 
 
-def by_position(positions: torch.Tensor, values: dict[str, torch.Tensor], first: int = 32) -> list[dict[str, Any]]:
+def by_position(positions: torch.Tensor, values: dict[str, torch.Tensor], first: int = 32) -> list[PositionRow]:
     """Means of ``values [N]`` over positions in [0, first), [first, 2 first), [2 first, 4 first), ..."""
     rows, start, end = [], 0, first
     while len(positions) and start <= int(positions.max()):

@@ -1,18 +1,18 @@
-"""What of dense attention a layer keeps: mass recalled by its window and entries, and recall of its indexer.
+"""The part of dense attention that a layer keeps: mass on its window and entries, and recall of its indexer.
 
-Everything is computed from a layer's own queries, keys and cached entries, in float32 and in blocks of queries, while a
-runner computes a sequence.
+Computed from a layer's own queries, keys and cached entries, in float32 and in blocks of queries, while a runner
+computes a sequence.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from deepseek_attn.attention.indexer import request_entries
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
+from deepseek_attn.experiments.define.results import RecallRow
 from deepseek_attn.layers.rope import apply_rope
 from deepseek_attn.models.block import attention_layers
 from deepseek_attn.runner.model_runner import ModelRunner
@@ -22,14 +22,14 @@ BLOCK_BYTES = 64 << 20  # of one block of scores
 
 @dataclass
 class LayerRecall:
-    """Sums of one layer over queries.
+    """Values of one layer per query, as parts ``[queries]`` in [0, 1].
 
     Attributes:
-        token_mass: dense attention over every earlier token, of which the part that the layer can see: in its window,
-            or in a window of tokens that an entry it reads was made of.
-        entry_mass: of the layer's attention to all of its visible entries, the part on those that the indexer selects.
-        found: of the ``index_topk`` entries with most attention, the part that the indexer selects; chance: the same
-            for a random choice. These three are over queries that have more entries than they may read.
+        token_mass: part of dense attention over all earlier tokens that falls on tokens the layer sees: those in its
+            window, and those that the entries it reads were compressed from.
+        entry_mass: part of the layer's attention over all visible entries that falls on the selected ones.
+        found: part of the ``index_topk`` entries with the largest attention that the indexer selects; chance: the
+            same for a random selection. These three are over queries with more visible entries than ``index_topk``.
     """
 
     token_mass: list[torch.Tensor] = field(default_factory=list)
@@ -38,7 +38,7 @@ class LayerRecall:
     chance: list[torch.Tensor] = field(default_factory=list)
 
     def means(self) -> dict[str, float | None]:
-        """Means over queries; None where there is no query that chooses."""
+        """Means over queries; None where no query needs a top-k."""
         values = {"token_mass": self.token_mass, "entry_mass": self.entry_mass}
         values |= {"index_recall": self.found, "index_recall_of_chance": self.chance}
         joined = {name: torch.cat(parts) if parts else torch.empty(0) for name, parts in values.items()}
@@ -46,11 +46,11 @@ class LayerRecall:
 
 
 @torch.no_grad()
-def measure_recall(runner: ModelRunner, prompts: list[list[int]]) -> list[dict[str, Any]]:
+def measure_recall(runner: ModelRunner, prompts: list[list[int]]) -> list[RecallRow]:
     """Recall of every layer over ``prompts``, each computed in one step.
 
     Returns:
-        One row per layer: ``layer``, ``kind`` and what `LayerRecall` describes, as means over all queries.
+        One row per layer, with the means of `LayerRecall` over all queries.
 
     Raises:
         ValueError: a prompt longer than a step of the runner.
@@ -80,14 +80,16 @@ def measure_recall(runner: ModelRunner, prompts: list[list[int]]) -> list[dict[s
 
 
 def add_queries(total: LayerRecall, layer: DeepseekV4MLAAttention, x: torch.Tensor) -> None:
-    """Adds the queries of ``x [T, hidden_size]``, the input of a layer that has just computed one new sequence."""
+    """Adds the queries of ``x [T, hidden_size]``: the input of ``layer``, which has just computed one new sequence."""
     step, spec, count = layer.step, layer.spec, len(x)
-    turns = step.freqs_cis_of(layer.rope)
+    assert step is not None
+    freqs_cis = step.freqs_cis_of(layer.rope)
     q, _ = layer.queries(layer.wq_b(layer.q_norm(layer.wq_a(x))), step.positions)
     q = q[:, : layer.num_heads].float()
-    keys = apply_rope(layer.kv_norm(layer.wkv(x)), turns).float()
+    keys = apply_rope(layer.kv_norm(layer.wkv(x)), freqs_cis).float()
     ratio, entries = spec.ratio, keys[:0]
     if ratio:
+        assert layer.kv_cache is not None
         entries = request_entries(layer.kv_cache, step.sparse[ratio].block_table[0], count // ratio, x.dtype).float()
     selected = layer.topk_indices_buffer[:count] if layer.indexer is not None else None
     sink, position = layer.attn_sink.float(), torch.arange(count, device=x.device)
@@ -101,16 +103,16 @@ def add_queries(total: LayerRecall, layer: DeepseekV4MLAAttention, x: torch.Tens
         dense = _mass(q[rows], keys, position <= at, sink, layer.scale)
         seen = near | _covered(reads, spec.ratio, spec.overlap, count)
         total.token_mass.append(((dense * seen).sum(1) / dense.sum(1)).cpu())
-        choosing = visible.sum(1) > selected.shape[1] if selected is not None else None
-        if choosing is not None and choosing.any():
+        needs_topk = visible.sum(1) > selected.shape[1] if selected is not None else None
+        if needs_topk is not None and needs_topk.any():
             both = torch.cat([entries, keys])
             allowed = torch.cat([visible, (position <= at) & near], dim=1)
             mass = _mass(q[rows], both, allowed, sink, layer.scale)[:, : len(entries)]
-            _add_choice(total, mass[choosing], reads[choosing], visible[choosing], selected.shape[1])
+            _add_topk(total, mass[needs_topk], reads[needs_topk], visible[needs_topk], selected.shape[1])
 
 
 def _mass(q: torch.Tensor, keys: torch.Tensor, allowed: torch.Tensor, sink: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention weights ``[rows, keys]`` of ``q [rows, heads, d]``, summed over the heads; a sink takes its share."""
+    """Attention weights ``[rows, keys]`` of ``q [rows, heads, d]``, summed over the heads, with attention sinks."""
     scores = torch.einsum("thd,kd->thk", q, keys) * scale
     scores = scores.masked_fill(~allowed.unsqueeze(1), float("-inf"))
     sinks = sink[:, None].expand(len(q), -1, 1)
@@ -118,14 +120,14 @@ def _mass(q: torch.Tensor, keys: torch.Tensor, allowed: torch.Tensor, sink: torc
 
 
 def _chosen(selected: torch.Tensor, count: int) -> torch.Tensor:
-    """Bool ``[rows, count]`` from entry numbers ``[rows, k]``, of which negative ones are none."""
+    """Bool ``[rows, count]`` of the entries in ``selected [rows, k]``; negative entries are padding."""
     chosen = torch.zeros(len(selected), count + 1, dtype=torch.bool, device=selected.device)
     chosen.scatter_(1, torch.where(selected < 0, count, selected).long(), True)
     return chosen[:, :count]
 
 
 def _covered(reads: torch.Tensor, ratio: int, overlap: bool, tokens: int) -> torch.Tensor:
-    """Bool ``[rows, tokens]``: tokens that an entry of ``reads [rows, entries]`` was made of."""
+    """Bool ``[rows, tokens]``: tokens that the entries of ``reads [rows, entries]`` were compressed from."""
     if not reads.shape[1]:
         return torch.zeros(len(reads), tokens, dtype=torch.bool, device=reads.device)
     if overlap:
@@ -134,7 +136,7 @@ def _covered(reads: torch.Tensor, ratio: int, overlap: bool, tokens: int) -> tor
     return torch.nn.functional.pad(spread, (0, tokens - spread.shape[1]))
 
 
-def _add_choice(total: LayerRecall, mass: torch.Tensor, reads: torch.Tensor, visible: torch.Tensor, topk: int) -> None:
+def _add_topk(total: LayerRecall, mass: torch.Tensor, reads: torch.Tensor, visible: torch.Tensor, topk: int) -> None:
     """Adds queries with more than ``topk`` visible entries: ``mass [rows, entries]`` is 0 where not visible."""
     best = torch.zeros_like(reads).scatter_(1, mass.masked_fill(~visible, -1.0).topk(topk, dim=1).indices, True)
     total.entry_mass.append(((mass * reads).sum(1) / mass.sum(1).clamp(min=1e-30)).cpu())

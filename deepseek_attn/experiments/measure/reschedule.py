@@ -1,4 +1,4 @@
-"""A checkpoint under another schedule, without training: its own weights where they fit, derived ones where not.
+"""A checkpoint under another schedule, without training: its own weights where shapes agree, else derived ones.
 
 For each compressor whose ratio or overlap changes:
 
@@ -28,7 +28,7 @@ _BRANCH = re.compile(r"layers\.(\d+)\.attn\.(compressor|indexer)\..+")
 
 
 class RescheduledSource(CheckpointSource):
-    """The tensors of ``source``, a checkpoint of config ``own``, as a model of ``config`` wants them.
+    """The tensors of ``source``, a checkpoint of config ``own``, for a model of ``config``.
 
     Args:
         config: ``own`` with another schedule, overlap or indexer.
@@ -43,13 +43,13 @@ class RescheduledSource(CheckpointSource):
         gained = gained_indexers(own, config)
         if gained:
             raise ValueError(f"layers {gained} have no indexer in this checkpoint, and one cannot be derived")
-        self._made: dict[str, torch.Tensor] = {}
+        self._derived: dict[str, torch.Tensor] = {}
         for old, new in pairs:
             if new.ratio and (old.ratio, old.overlap) != (new.ratio, new.overlap):
                 self._derive(old, new)
         keep = {spec.index: spec for spec in config.layers}
         self._entries = {name: info for name, info in self.source.entries().items() if _wanted(name, keep)}
-        for name, tensor in self._made.items():
+        for name, tensor in self._derived.items():
             self._entries[name] = TensorInfo("F32", tuple(tensor.shape), tensor.numel() * 4)
             self._entries.pop(name.removesuffix("weight") + "scale", None)
 
@@ -57,7 +57,7 @@ class RescheduledSource(CheckpointSource):
         return self._entries
 
     def read(self, name: str) -> torch.Tensor:
-        return self._made[name] if name in self._made else self.source.read(name)
+        return self._derived[name] if name in self._derived else self.source.read(name)
 
     def _derive(self, old: LayerSpec, new: LayerSpec) -> None:
         layer = f"layers.{new.index}.attn"
@@ -74,9 +74,9 @@ class RescheduledSource(CheckpointSource):
                 norm = read_float32(self.source, f"{layer}.kv_norm.weight")
             had = old.overlap and old.ratio > 0
             for leaf, weight in parts.items():
-                self._made[f"{name}.{leaf}"] = _halves(weight, had, new.overlap, 0.0)
-            self._made[f"{name}.ape"] = _halves(ape.T, had, new.overlap, NO_WEIGHT).T.contiguous()
-            self._made[f"{name}.norm.weight"] = norm
+                self._derived[f"{name}.{leaf}"] = _halves(weight, had, new.overlap, 0.0)
+            self._derived[f"{name}.ape"] = _halves(ape.T, had, new.overlap, NO_WEIGHT).T.contiguous()
+            self._derived[f"{name}.norm.weight"] = norm
 
 
 def gained_indexers(own: ModelConfig, config: ModelConfig) -> list[int]:
@@ -101,7 +101,7 @@ def _resample(ape: torch.Tensor, ratio: int) -> torch.Tensor:
 
 
 def _halves(weight: torch.Tensor, had: bool, wants: bool, fill: float) -> torch.Tensor:
-    """Rows ``[2 dim, ...]`` (for the next window, for the own one) or ``[dim, ...]``: drops or adds the first half."""
+    """Drops or adds the first half, for the next window, of ``weight``: ``[2 dim, ...]`` with it or ``[dim, ...]``."""
     if had and not wants:
         return weight.chunk(2)[1].contiguous()
     if wants and not had:

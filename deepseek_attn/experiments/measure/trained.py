@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
 
 from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.experiments.define.results import TokensResult, TrainedResult
 from deepseek_attn.experiments.define.settings import TaskSettings, TrainSettings
 from deepseek_attn.experiments.define.units import ReportProgress
 from deepseek_attn.experiments.measure.quality import by_position, next_token_loss
@@ -22,10 +23,10 @@ EVALUATION_SEED = 10_007  # of the batches that `trained` draws; training draws 
 RECALL_PROMPTS = 2
 
 
-def write_tokens(settings: TrainSettings, vocab_size: int, folder: Path) -> dict[str, Any]:
-    """Reads the text of the text task once for all runs: token ids into ``folder``."""
+def write_tokens(settings: TrainSettings, vocab_size: int, folder: Path) -> TokensResult:
+    """Tokenises the text of the text task once for all runs, and writes the token ids into ``folder``."""
     text = None if settings.text is None else Path(settings.text).read_text(encoding="utf-8")
-    task = make_task("text", vocab_size, text=text, **settings.tasks["text"].options)
+    task = TextTask.from_text(text, vocab_size=vocab_size, **settings.tasks["text"].options)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / TOKENS_FILE, {"ids": task.ids.int()})
     return {"tokens": len(task.ids), "vocab_size": vocab_size}
@@ -46,13 +47,8 @@ def train_variant(
     device: torch.device,
     folder: Path,
     progress: ReportProgress,
-) -> dict[str, Any]:
-    """Trains one model on one task and measures it.
-
-    Returns:
-        ``losses`` of the training; ``metrics`` on held-out data; ``by_length`` the same at other lengths, through the
-        paged caches; ``by_position`` the loss of tokens by their position; ``layers``: see `measure_recall`.
-    """
+) -> TrainedResult:
+    """Trains one model on one task with one seed, and measures it on held-out data."""
     own = settings.tasks[name]
     task = open_task(name, own, config.vocab_size, folder)
     result = train(
@@ -69,9 +65,10 @@ def train_variant(
     by_length, positions = [], []
     for length in lengths:
         scored = score_task(runner, task, own.batch, length)
-        by_length.append({"seq_len": length, **scored.pop("metrics")})
+        loss, accuracy = (float(values.double().mean()) for values in (scored.losses, scored.correct))
+        by_length.append({"seq_len": length, "loss": loss, "accuracy": accuracy})
         if length == own.seq_len:
-            positions = by_position(scored["positions"], {"loss": scored["losses"]})
+            positions = by_position(scored.positions, {"loss": scored.losses})
     prompts = task.batch(RECALL_PROMPTS, own.seq_len, generator(), "test").tokens.tolist()
     return {
         "metrics": result.metrics,
@@ -90,15 +87,21 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(EVALUATION_SEED)
 
 
-def score_task(runner: ModelRunner, task: Task, size: int, length: int) -> dict[str, Any]:
-    """Held-out sequences through the caches: ``metrics`` over what counts, and loss and position of what does."""
+class Scored(NamedTuple):
+    """The tokens of a task that count, ``[N]``: loss in nats, whether the argmax is right, position."""
+
+    losses: torch.Tensor
+    correct: torch.Tensor
+    positions: torch.Tensor
+
+
+def score_task(runner: ModelRunner, task: Task, size: int, length: int) -> Scored:
+    """Scores ``size`` held-out sequences of ``length`` tokens through the caches."""
     tokens, mask = task.batch(size, length, generator(), "test")
-    losses, right, positions = [], [], []
+    losses, correct, positions = [], [], []
     for row, logits in enumerate(runner.score(tokens.tolist())):
         counted = mask[row, 1:]
         losses.append(next_token_loss(logits, tokens[row])[counted])
-        right.append((logits[:-1].argmax(-1) == tokens[row, 1:])[counted])
+        correct.append((logits[:-1].argmax(-1) == tokens[row, 1:])[counted])
         positions.append(torch.arange(length)[counted])
-    losses, right = torch.cat(losses), torch.cat(right)
-    metrics = {"loss": float(losses.double().mean()), "accuracy": float(right.double().mean())}
-    return {"metrics": metrics, "losses": losses, "positions": torch.cat(positions)}
+    return Scored(torch.cat(losses), torch.cat(correct), torch.cat(positions))

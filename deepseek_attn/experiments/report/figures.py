@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from deepseek_attn.bench.plots import MUTED, SERIES, svg_element
 from deepseek_attn.experiments.report.pareto import measured
-from deepseek_attn.experiments.report.schema import Front, Report, VariantReport, recall_rows, tasks, with_task
+from deepseek_attn.experiments.report.schema import Front, Report, Trained, VariantReport, recall_rows, tasks, with_task
 from deepseek_attn.experiments.report.table import COST_NAMES, show_length
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def distances(report: Report) -> list[Figure]:
     """Quality of trained models at other lengths, and loss by position in the sequence."""
     figures = []
     for task in tasks(report):
-        metric, variants = "loss" if task == "text" else "accuracy", with_task(report, task)
-        qualities = [(variant, variant["tasks"][task]) for variant in variants]
+        metric, qualities = "loss" if task == "text" else "accuracy", with_task(report, task)
         lengths = [Line(v, [(row["seq_len"], row[metric]) for row in quality["by_length"]]) for v, quality in qualities]
         losses = [Line(v, [(row["end"], row["loss"]) for row in quality["by_position"]]) for v, quality in qualities]
         if len(lengths[0].points) > 1:
@@ -150,7 +149,7 @@ def lines(series: list[Line], x: str, y: str, *, log: str = "", whole: bool = Fa
             axes.set_xticks(ticks, [show_length(int(tick)) for tick in ticks])
             axes.minorticks_off()
         if whole:
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.locator_params("x", integer=True)
         if "y" in log:
             axes.set_yscale("log")
         axes.set_xlabel(x)
@@ -159,12 +158,12 @@ def lines(series: list[Line], x: str, y: str, *, log: str = "", whole: bool = Fa
     return paint
 
 
-def curves(variants: list[VariantReport], task: str) -> Callable[[Axes], None]:
+def curves(variants: list[Trained], task: str) -> Callable[[Axes], None]:
     """Loss curves of one task: mean over seeds, and a band from the lowest to the highest."""
 
     def paint(axes: Axes) -> None:
-        for variant in variants:
-            steps, mean, low, high = zip(*variant["tasks"][task]["curve"], strict=True)
+        for variant, quality in variants:
+            steps, mean, low, high = zip(*quality["curve"], strict=True)
             color = color_of(variant)
             axes.plot(steps, mean, color=color, linewidth=1.2)
             axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)

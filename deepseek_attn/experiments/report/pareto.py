@@ -72,8 +72,9 @@ def mark_front(report: Report) -> list[Front]:
     for quality, higher in qualities(report).items():
         for cost in costs(report):
             points = {p.variant["name"]: (p.cost, p.quality["mean"]) for p in measured(report, quality, cost)}
-            if points:
-                names, context = front(points, higher), context_of(report, cost)
+            context = context_of(report, cost)
+            if points and context is not None:
+                names = front(points, higher)
                 fronts.append(
                     {"quality": quality, "cost": cost, "context": context, "higher": higher, "variants": names}
                 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,15 @@ from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.experiments.define.config import Experiment
 from deepseek_attn.experiments.define.results import CostResult, TimesResult, TrainedResult
 from deepseek_attn.experiments.define.settings import CostSettings
-from deepseek_attn.experiments.define.units import Unit, layer_key, make_units
+from deepseek_attn.experiments.define.units import (
+    CheckpointJob,
+    CostJob,
+    ModelTimeJob,
+    TrainJob,
+    Unit,
+    layer_key,
+    make_units,
+)
 from deepseek_attn.experiments.define.variant import Variant
 from deepseek_attn.experiments.report.pareto import mark_front
 from deepseek_attn.experiments.report.schema import (
@@ -33,7 +40,7 @@ def build_report(experiment: Experiment, folder: Path, device: str) -> Report:
     """All numbers of an experiment as far as it has been run."""
     units = make_units(experiment, device)
     records = {unit.path: record for unit in units if (record := read_record(folder, unit)) is not None}
-    results = {path: record["result"] for path, record in records.items()}
+    results: dict[str, Any] = {path: record["result"] for path, record in records.items()}
     report: Report = {
         "name": experiment.name,
         "title": experiment.title,
@@ -61,16 +68,30 @@ def build_report(experiment: Experiment, folder: Path, device: str) -> Report:
 
 
 def _shape(config: ModelConfig) -> Shape:
-    return {name: getattr(config, name) for name in Shape.__annotations__}
+    return {
+        "num_hidden_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "head_dim": config.head_dim,
+        "sliding_window": config.sliding_window,
+        "index_topk": config.index_topk,
+        "vocab_size": config.vocab_size,
+    }
 
 
 def _cost_model(cost: CostSettings) -> CostModel:
-    sizes = {"numerics": cost.numerics, "batch": cost.batch, "prefill": cost.prefill, "repeats": cost.repeats}
-    return {"name": cost.name, **_shape(cost.model), **sizes}
+    return {
+        "name": cost.name,
+        **_shape(cost.model),
+        "numerics": cost.numerics,
+        "batch": cost.batch,
+        "prefill": cost.prefill,
+        "repeats": cost.repeats,
+    }
 
 
 def _variant(
-    number: int, variant: Variant, experiment: Experiment, units: list[Unit], results: Mapping[str, Any]
+    number: int, variant: Variant, experiment: Experiment, units: list[Unit], results: dict[str, Any]
 ) -> VariantReport:
     config = variant.config(experiment.base)
     values: VariantReport = {
@@ -83,24 +104,24 @@ def _variant(
     }
     runs: dict[str, dict[int, TrainedResult]] = {}
     for unit in units:
-        if unit.variant is not variant or unit.path not in results:
+        if unit.path not in results:
             continue
         result = results[unit.path]
-        match unit.kind:
-            case "cost":
-                values["cost"] = _cost(result, variant, experiment.cost, results)
-            case "model_time":
+        match unit.job:
+            case CostJob(of, settings) if of is variant:
+                values["cost"] = _cost(result, variant, settings, results)
+            case ModelTimeJob(of) if of is variant:
                 values["model_time"] = result
-            case "checkpoint":
+            case CheckpointJob(of) if of is variant:
                 values["checkpoint"] = result
-            case "train":
-                runs.setdefault(unit.task, {})[unit.seed] = result
-    if runs:
+            case TrainJob(of) as job if of is variant:
+                runs.setdefault(job.task, {})[job.seed] = result
+    if runs and experiment.train is not None:
         values["tasks"] = {task: _runs(runs[task]) for task in experiment.train.tasks if task in runs}
     return values
 
 
-def _cost(counted: CostResult, variant: Variant, settings: CostSettings, results: Mapping[str, Any]) -> Cost:
+def _cost(counted: CostResult, variant: Variant, settings: CostSettings, results: dict[str, Any]) -> Cost:
     """Counted costs, and times of a layer of each kind summed over the schedule."""
     config = variant.config(settings.model)
     record = variant.numerics(get_numerics(settings.numerics)).kv_record
@@ -113,7 +134,7 @@ def _cost(counted: CostResult, variant: Variant, settings: CostSettings, results
         row["bytes_per_token"] = at["sequence_bytes"] / at["context"]
         for mode in ("decode_ms", "prefill_ms"):
             times = [None if layer is None else layer["times"][index][mode] for layer in timed]
-            row[mode] = None if None in times else sum(times)
+            row[mode] = None if None in times else sum(filter(None, times))
         contexts.append(row)
     layers = []
     for layer, longest, times in zip(counted["layers"], counted["contexts"][-1]["by_layer"], timed, strict=True):
@@ -155,7 +176,7 @@ def spread(values: list[float]) -> Spread:
 def _curve(curves: list[list[list[float]]]) -> list[list[float]]:
     """``[step, mean, low, high]`` at the steps that all curves have."""
     steps = sorted(set.intersection(*({step for step, _ in curve} for curve in curves)))
-    tables = [dict(map(tuple, curve)) for curve in curves]
+    tables = [{point[0]: point[1] for point in curve} for curve in curves]
     rows = []
     for step in steps:
         found = [table[step] for table in tables]
@@ -180,21 +201,21 @@ def _beyond_window(report: Report, experiment: Experiment) -> list[BeyondWindow]
     """For each task with a gap: the best window-only variant and the best one with compressed entries."""
     rows: list[BeyondWindow] = []
     for task, settings in (experiment.train.tasks if experiment.train else {}).items():
-        ranked = sorted(with_task(report, task), key=lambda variant: -variant["tasks"][task]["accuracy"]["mean"])
-        near = next((variant for variant in ranked if not variant["long_range"]), None)
-        far = next((variant for variant in ranked if variant["long_range"]), None)
+        ranked = sorted(with_task(report, task), key=lambda trained: -trained.quality["accuracy"]["mean"])
+        near = next((trained for trained in ranked if not trained.variant["long_range"]), None)
+        far = next((trained for trained in ranked if trained.variant["long_range"]), None)
         if "gap" not in settings.options or near is None or far is None:
             continue
         rows.append(
             {
                 "task": task,
                 "gap": settings.options["gap"],
-                "window": near["window"],
-                "reach": near["window"] * len(near["ratios"]),
-                "window_only": near["name"],
-                "window_only_accuracy": near["tasks"][task]["accuracy"],
-                "best": far["name"],
-                "best_accuracy": far["tasks"][task]["accuracy"],
+                "window": near.variant["window"],
+                "reach": near.variant["window"] * len(near.variant["ratios"]),
+                "window_only": near.variant["name"],
+                "window_only_accuracy": near.quality["accuracy"],
+                "best": far.variant["name"],
+                "best_accuracy": far.quality["accuracy"],
             }
         )
     return rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NotRequired, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 from deepseek_attn.experiments.define.results import CheckpointResult, LengthRow, PositionRow, RecallRow, TimesResult
 
@@ -159,15 +159,23 @@ def tasks(report: Report) -> list[str]:
     return list(dict.fromkeys(task for variant in report["variants"] for task in variant.get("tasks", {})))
 
 
-def with_task(report: Report, task: str) -> list[VariantReport]:
+class Trained(NamedTuple):
+    """A variant that was trained on a task, and how well it does."""
+
+    variant: VariantReport
+    quality: TaskQuality
+
+
+def with_task(report: Report, task: str) -> list[Trained]:
     """The variants that were trained on ``task``."""
-    return [variant for variant in report["variants"] if task in variant.get("tasks", {})]
+    found = [(variant, variant.get("tasks", {}).get(task)) for variant in report["variants"]]
+    return [Trained(variant, quality) for variant, quality in found if quality is not None]
 
 
 def recall_rows(report: Report) -> Iterator[tuple[str, VariantReport, RecallRow]]:
     """What layers keep of attention: (task or ``checkpoint``, variant, one layer's row), source by source."""
     for source in [*tasks(report), "checkpoint"]:
         for variant in report["variants"]:
-            found = variant if source == "checkpoint" else variant.get("tasks", {})
-            for row in found.get(source, {}).get("layers", []):
+            found = variant.get("checkpoint") if source == "checkpoint" else variant.get("tasks", {}).get(source)
+            for row in (found or {}).get("layers", []):
                 yield source, variant, row

@@ -110,6 +110,7 @@ class Pool:
             self._lose(worker)
             return
         unit, worker.started = worker.unit, True
+        assert unit is not None  # an idle worker sends nothing
         if isinstance(message, Running):
             worker.began = worker.began or time.monotonic()
             self.running(unit, message)
@@ -181,10 +182,10 @@ def work(connection: Connection, log: Path) -> None:
     Its imports, and those of the task, come after this function has redirected the output to ``log``.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the pool ends this one
-    with log.open("ab") as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
-    sys.stdout.reconfigure(line_buffering=True)
+    file = log.open("a", buffering=1, encoding="utf-8")
+    for descriptor in (1, 2):  # of native code
+        os.dup2(file.fileno(), descriptor)
+    sys.stdout = sys.stderr = file
     tqdm.set_lock(RLock())  # its default is a semaphore, which outlives a process that is killed
     Thread(target=_end_with_pool, daemon=True).start()
     with suppress(EOFError, ConnectionError):  # the pool is gone
@@ -195,7 +196,9 @@ def work(connection: Connection, log: Path) -> None:
 
 def _end_with_pool() -> None:
     """Ends this process when the pool's is gone, whatever the unit does, even if that process was killed."""
-    wait([parent_process().sentinel])
+    pool = parent_process()
+    assert pool is not None
+    wait([pool.sentinel])
     os._exit(1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from deepseek_attn.experiments.define.results import Record
 from deepseek_attn.experiments.define.units import Unit
@@ -42,4 +42,4 @@ def read_record(folder: Path, unit: Unit) -> Record | None:
     except (OSError, json.JSONDecodeError, UnicodeDecodeError):
         return None
     matches = isinstance(record, dict) and record.get("fingerprint") == unit.fingerprint
-    return record if matches and isinstance(record.get("result"), dict) else None
+    return cast(Record, record) if matches and isinstance(record.get("result"), dict) else None

@@ -68,6 +68,6 @@ def run_experiment(experiment: Experiment, folder: Path, device: str, *, resume:
         tqdm.write(f"[{count - len(progress.left)}/{count}] {unit.name} ({state}){progress.note()}")
 
     with progress.bar:
-        work = Work(experiment, folder, device, jobs)
+        work = Work(folder, device, jobs)
         Pool(work, folder / "logs", jobs, progress.running, finished, experiment.limit_s).run(left)
     return outcome

@@ -13,8 +13,17 @@ import torch
 
 from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.config.options import pick_dtype
-from deepseek_attn.experiments.define.config import Experiment
-from deepseek_attn.experiments.define.units import ReportProgress, Unit
+from deepseek_attn.experiments.define.units import (
+    CheckpointJob,
+    CostJob,
+    LayerTimeJob,
+    ModelTimeJob,
+    ReferenceJob,
+    ReportProgress,
+    TokensJob,
+    TrainJob,
+    Unit,
+)
 from deepseek_attn.experiments.measure.checkpoint import measure_own, measure_variant
 from deepseek_attn.experiments.measure.costs import count_costs
 from deepseek_attn.experiments.measure.timing import time_layer_kind, time_model
@@ -24,13 +33,12 @@ from deepseek_attn.experiments.run.records import write_record
 
 @dataclass(frozen=True)
 class Work:
-    """The task of the worker processes of one experiment.
+    """The task of an experiment's worker processes.
 
     Attributes:
         folder: of the results; device: of every process; jobs: how many share the CPUs.
     """
 
-    experiment: Experiment
     folder: Path
     device: str
     jobs: int
@@ -49,27 +57,23 @@ class Work:
 
     def measure(self, unit: Unit, report: ReportProgress) -> Mapping[str, Any]:
         """The result of a unit, see `deepseek_attn.experiments.define.results`."""
-        experiment, variant, device = self.experiment, unit.variant, torch.device(self.device)
-        records = self.folder / "records"
-        match unit.kind:
-            case "reference":
-                return measure_own(experiment.checkpoint, device, records / "checkpoint")
-            case "tokens":
-                return write_tokens(experiment.train, experiment.base.vocab_size, records / "text")
-            case "checkpoint":
-                return measure_variant(variant, experiment.checkpoint, device, records / "checkpoint")
-            case "cost":
-                cost = experiment.cost
-                numerics = variant.numerics(get_numerics(cost.numerics))
-                return count_costs(variant.config(cost.model), numerics, pick_dtype(None, device), cost.contexts)
-            case "layer_time":
-                cost = experiment.cost
-                numerics = variant.numerics(get_numerics(cost.numerics))
-                return time_layer_kind(variant.config(cost.model), numerics, unit.layer, cost, device, report)
-            case "model_time":
-                config, numerics = variant.config(experiment.base), variant.numerics(get_numerics("exact"))
-                return time_model(config, numerics, experiment.model_time, device, report)
-            case "train":
-                config, text = variant.config(experiment.base), records / "text"
-                return train_variant(config, experiment.train, unit.task, unit.seed, device, text, report)
-        raise ValueError(f"unknown kind of unit {unit.kind!r}")
+        device, records = torch.device(self.device), self.folder / "records"
+        match unit.job:
+            case CostJob(variant, settings):
+                config, numerics = variant.config(settings.model), variant.numerics(get_numerics(settings.numerics))
+                return count_costs(config, numerics, pick_dtype(None, device), settings.contexts)
+            case LayerTimeJob(variant, settings, layer):
+                config, numerics = variant.config(settings.model), variant.numerics(get_numerics(settings.numerics))
+                return time_layer_kind(config, numerics, layer, settings, device, report)
+            case ModelTimeJob(variant, settings, base):
+                numerics = variant.numerics(get_numerics("exact"))
+                return time_model(variant.config(base), numerics, settings, device, report)
+            case ReferenceJob(settings):
+                return measure_own(settings, device, records / "checkpoint")
+            case CheckpointJob(variant, settings):
+                return measure_variant(variant, settings, device, records / "checkpoint")
+            case TokensJob(settings, vocab_size):
+                return write_tokens(settings, vocab_size, records / "text")
+            case TrainJob(variant, settings, base, task, seed):
+                config = variant.config(base)
+                return train_variant(config, settings, task, seed, device, records / "text", report)

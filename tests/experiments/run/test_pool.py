@@ -31,14 +31,14 @@ def running(unit, state):
         print(*(worker.process.pid for worker in pool.workers), flush=True)
 
 if __name__ == "__main__":
-    units = [Unit("train", f"hang/{i}", f"hang/{i}", {}) for i in range(3)]
+    units = [Unit("train", f"hang/{i}", f"hang/{i}", {}, None) for i in range(3)]
     pool = Pool(act, Path(sys.argv[1]), 2, running, print)
     pool.run(units)
 """
 
 
 def make(path, alone=False):
-    return Unit("train", path, path, {"path": path}, alone)
+    return Unit("train", path, path, {"path": path}, None, alone)
 
 
 def run(tmp_path, paths, jobs=1, task=act, limit_s=None, alone=()):
@@ -125,7 +125,7 @@ def test_no_process_outlives_a_run_that_is_ended(tmp_path, how):
 
 
 def test_time_left_follows_what_was_seen():
-    units = [make("a"), make("b"), make("c"), Unit("cost", "d", "d", {}, alone=True)]
+    units = [make("a"), make("b"), make("c"), Unit("cost", "d", "d", {}, None, alone=True)]
     progress = Progress(units, jobs=2)
     assert progress.remaining() == (0.0, False)
     progress.finished(units[0], 10.0)
@@ -159,7 +159,7 @@ def test_a_record_counts_only_whole_and_for_its_own_inputs(tmp_path):
     assert read_record(tmp_path, unit) is None
     write_record(tmp_path, unit, {"loss": 1.5}, 2.0)
     assert read_record(tmp_path, unit)["result"] == {"loss": 1.5}
-    assert read_record(tmp_path, Unit("train", "v/x", "v/x", {"path": "other"})) is None
+    assert read_record(tmp_path, Unit("train", "v/x", "v/x", {"path": "other"}, None)) is None
     path = record_path(tmp_path, unit)
     path.write_text(path.read_text()[:-5])
     assert read_record(tmp_path, unit) is None
