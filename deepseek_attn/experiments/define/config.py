@@ -117,6 +117,8 @@ def read_experiment(raw: Any, origin: str, folder: Path) -> Experiment:
     if not any(sections.values()):
         reader.problem("nothing to measure: at least one of cost, model_time, train, checkpoint is needed")
     reader.raise_if_problems(origin)
+    assert base is not None
+    assert jobs is not None
     title = str(raw.get("title", name))
     return Experiment(str(name), title, base, tuple(variants), tuple(seeds), device, jobs, limit_s, **sections)
 

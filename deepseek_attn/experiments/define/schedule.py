@@ -12,7 +12,7 @@ def expand_schedule(pattern: str, num_layers: int) -> list[int]:
 
     Args:
         pattern: comma-separated items. An item is a ratio or a parenthesised list of items, and may be repeated:
-            ``4x3`` and ``(4,128)x3`` three times, ``4*`` and ``(4,128)*`` as often as the other items leave room for.
+            ``4x3`` and ``(4,128)x3`` three times, ``4*`` and ``(4,128)*`` as often as fills the remaining layers.
             At most one item has a star; its last repetition may be cut short, so that ``(4,128)*`` fits any length.
 
     Raises:
@@ -29,12 +29,12 @@ def expand_schedule(pattern: str, num_layers: int) -> list[int]:
     stars = [ratios for ratios, star in items if star]
     if len(stars) > 1:
         raise _broken(pattern, "only one item can have a star")
-    room = num_layers - fixed
-    if room < 0 or (not stars and room):
+    remaining = num_layers - fixed
+    if remaining < 0 or (not stars and remaining):
         raise ValueError(f"schedule {pattern!r} names {fixed} layers, and the model has {num_layers}")
     schedule: list[int] = []
     for ratios, star in items:
-        schedule += (ratios * -(-room // len(ratios)))[:room] if star else ratios
+        schedule += (ratios * -(-remaining // len(ratios)))[:remaining] if star else ratios
     return schedule
 
 
