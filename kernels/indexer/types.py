@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from deepseek_attn.cache.record import Record
+from deepseek_attn.kernels.common.records import CacheRecord
 
 KEY_FORMATS = ("plain", "fp8", "fp4")
 TRITON_HEAD_DIM = 128
@@ -62,7 +62,7 @@ class PagedIndexKeys(NamedTuple):
         token_to_req: ``[T]``, the request (row of the block table) of each query.
     """
 
-    record: Record
+    record: CacheRecord
     pool: Tensor
     entries: int
     block_table: Tensor

@@ -52,7 +52,7 @@ def naive(tiny) -> list:
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_v32_equals_transformers(tiny, length):
-    """In a batch of all lengths, and alone: up to 16 tokens the indexer has nothing to leave out."""
+    """In a batch of all lengths, and alone: up to 16 tokens the indexer selects all."""
     which = LENGTHS.index(length) % 2
     for logits in (tiny.scores[length], tiny.runner.score([tiny.prompts[which][:length]])[0]):
         assert_close(logits, tiny.references[which][:length])

@@ -144,7 +144,7 @@ def test_a_plan_is_what_a_runner_allocates(model_type, numerics):
 
 
 def test_step_metadata():
-    """Two requests, a decode in front; the last token of the second is padding."""
+    """A decode, then a longer request whose last token is padding."""
     step = StepInput(
         query_lens=torch.tensor([1, 3]),
         seq_lens=torch.tensor([70, 5]),

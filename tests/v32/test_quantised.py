@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and V3 in quantised numerics: rounded where they say, and nowhere else."""
+"""DeepSeek-V3.2 and V3 in quantised numerics: quantised where the numerics say, and nowhere else."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("numerics", ["official", "serving"])
 def test_quantised_selection(numerics):
-    """The first layer's choice of tokens under the same roundings: equal but for a rounding here and there."""
+    """The first layer's selection of tokens with the same quantisation: equal except for a few near-ties."""
     config = small()
     source, tokens = RandomSource(config, 0), prompt(config, 200)
     exact, rounded = (NaiveOracle(config, source, numerics=name)(tokens).entries[0] for name in ("exact", numerics))

@@ -107,7 +107,9 @@ class FlashMLASparseMetadataBuilder(SparseMLAMetadataBuilder):
         self.fp8_use_mixed_batch = config.fp8_use_mixed_batch
         self.fp8_decode_padded_heads = compute_fp8_decode_padded_heads(self.num_heads)
         if kernels is None:
-            kernels = get_kernels(config.kernels, self.device, config.attention_spec(kv_cache_spec))
+            kernels = get_kernels(
+                config.kernels, self.device, config.attention_spec(kv_cache_spec.head_size, kv_cache_spec.rope_dim)
+            )
         self.kernels = kernels
         self.prefill_workspace_rows = config.workspace_rows
         cuda = self.device.type == "cuda"

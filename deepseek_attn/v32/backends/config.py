@@ -122,10 +122,10 @@ class SparseMLAConfig:
             return self.prefill_workspace_rows
         return min(get_prefill_workspace_size(self.max_model_len), self.max_num_seqs * self.max_model_len)
 
-    def attention_spec(self, kv_cache_spec: KVCacheSpec) -> AttentionSpec:
+    def attention_spec(self, head_size: int, rope_dim: int) -> AttentionSpec:
         """Shapes and dtypes that the kernels must support."""
         record = "fp8_v32" if self.use_fp8_kv_cache else "plain"
-        return AttentionSpec(self.num_heads, kv_cache_spec.head_size, kv_cache_spec.rope_dim, record, self.dtype)
+        return AttentionSpec(self.num_heads, head_size, rope_dim, record, self.dtype)
 
 
 _LEAST = {

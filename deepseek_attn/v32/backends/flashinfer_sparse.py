@@ -126,9 +126,10 @@ class FlashInferMLASparseImpl(SparseMLAImpl):
             raise NotImplementedError(
                 "FlashInfer's sparse MLA reads BF16 caches: use kv_cache_dtype 'auto' or 'bfloat16', or FLASHMLA_SPARSE"
             )
-        self.run = (
-            flashinfer_adapter.pick(self.topk_indices_buffer.device, self.attention_spec()) if run is None else run
-        )
+        if run is None:
+            spec = self.config.attention_spec(self.head_size, self.qk_rope_head_dim)
+            run = flashinfer_adapter.pick(self.topk_indices_buffer.device, spec)
+        self.run = run
         self._workspace_buffer: Tensor | None = None
         self.bmm1_scale: float | None = None
         self.bmm2_scale: float | None = None

@@ -109,7 +109,10 @@ class FlashMLASparseImpl(SparseMLAImpl):
     def __init__(self, *args, workspace: Workspace | None = None, kernels: SparseMLAKernels | None = None, **mla_args):
         super().__init__(*args, **mla_args)
         device = self.topk_indices_buffer.device
-        self.kernels = get_kernels(self.config.kernels, device, self.attention_spec()) if kernels is None else kernels
+        if kernels is None:
+            spec = self.config.attention_spec(self.head_size, self.qk_rope_head_dim)
+            kernels = get_kernels(self.config.kernels, device, spec)
+        self.kernels = kernels
         self.prefill_padding = 128 if gpu(device).capability[0] == 10 else 64
         if self.kernels.pads_heads:
             _warn_of_padding(self.num_heads, compute_prefill_padded_heads(self.num_heads, self.prefill_padding))

@@ -1,4 +1,4 @@
-"""Writing entries of the V3.2 cache, and reading a chunk of requests into the BF16 workspace."""
+"""Writes entries of the V3.2 cache, and gathers a chunk of requests to the BF16 workspace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def concat_and_cache_mla(
         slot_mapping: int64 ``[T']``, ``T' <= T``: slots (page * n + offset) of the first ``T'`` tokens; negative ones
             are skipped.
         kv_cache_dtype: ``"auto"``, ``"bfloat16"`` or ``"fp8_ds_mla"``; must be what the cache holds.
-        scale: scale of per-tensor FP8 caches in other implementations; not used, no supported cache has one.
+        scale: not used; per-tensor FP8 caches of other implementations have it, and none of the caches here.
         scale_rule: of FP8 entries, see `Fp8DsMlaV32Record`.
 
     Raises:
@@ -56,7 +56,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     batch_size: int,
     rope_dim: int = 64,
 ) -> None:
-    """Reads whole requests out of an FP8 cache: ``dst[workspace_starts[r] + i]`` is entry ``i`` of request ``r``.
+    """Gathers whole requests from an FP8 cache: ``dst[workspace_starts[r] + i]`` becomes entry ``i`` of request ``r``.
 
     Args:
         src_cache: uint8 ``[pages, n, entry bytes]``.

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepseek_attn.impls.base import AttentionSpec
 from deepseek_attn.v32.backends.absorb import MLAAbsorption
 from deepseek_attn.v32.backends.config import SparseMLAConfig
 from deepseek_attn.v32.backends.gather import concat_and_cache_mla
@@ -96,11 +95,6 @@ class SparseMLAImpl(MLAAbsorption, ABC):
         self.kv_b_proj, self.scale_rule = kv_b_proj, scale_rule
         self.indexer = indexer
         self.topk_indices_buffer: Tensor = indexer.topk_indices_buffer
-
-    def attention_spec(self) -> AttentionSpec:
-        """Shapes and dtypes that the kernels must support."""
-        record = "fp8_v32" if self.config.use_fp8_kv_cache else "plain"
-        return AttentionSpec(self.num_heads, self.head_size, self.qk_rope_head_dim, record, self.config.dtype)
 
     @property
     @abstractmethod

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import deepseek_attn.kernels.indexer.reference as module
-from deepseek_attn.kernels.indexer import topk_indices
+from deepseek_attn.cache.records import make_index_record
+from deepseek_attn.kernels.indexer import PagedIndexKeys, topk_indices
 
 NAN, INF = float("nan"), float("inf")
 
@@ -82,3 +83,15 @@ def test_zero_rows_columns_and_k():
 def test_refuses_wrong_shapes():
     with pytest.raises(ValueError, match="lens"):
         topk_indices(torch.zeros(2, 5), torch.tensor([5]), 1)
+    with pytest.raises(ValueError, match="out_slots need keys"):
+        topk_indices(torch.zeros(2, 5), torch.tensor([5, 5]), 1, out_slots=torch.zeros(2, 1, dtype=torch.int32))
+
+
+def test_slots_of_the_selected_columns():
+    scores, lens = torch.tensor([[1.0, 5.0, 3.0, 4.0], [1.0, 2.0, 9.0, 9.0]]), torch.tensor([4, 1])
+    table = torch.tensor([[7, 2], [5, 0]], dtype=torch.int32)
+    # the record and the pool are not read
+    keys = PagedIndexKeys(make_index_record("fp8", 128), torch.empty(0, 0), 2, table, torch.tensor([1, 0]))
+    slots = torch.empty(2, 2, dtype=torch.int32)
+    assert topk_indices(scores, lens, 2, keys=keys, out_slots=slots).tolist() == [[1, 3], [0, -1]]
+    assert slots.tolist() == [[5 * 2 + 1, 0 * 2 + 1], [7 * 2, -1]]

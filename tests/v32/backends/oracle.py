@@ -1,4 +1,4 @@
-"""Independent answers: bytes of a 656-byte entry by scalar arithmetic, and dense attention by loops in float64."""
+"""Independent results: bytes of a 656-byte entry by scalar arithmetic, and dense attention by loops in float64."""
 
 import math
 import struct
@@ -80,7 +80,7 @@ class Case:
 
 
 def make_case(query_lens, seq_lens, heads, kv_cache_dtype, topk=24, latent=128, rope=64, pad=0, seed=0, q_dtype=None):
-    """Pages in random order; what is unwritten is NaN; topk rows have holes, some are lonely, padding rows are junk."""
+    """Pages in random order; unwritten entries are NaN; top-k rows have holes or are empty, padding rows are junk."""
     g = torch.Generator().manual_seed(seed)
     dtype = torch.uint8 if kv_cache_dtype == "fp8_ds_mla" else torch.bfloat16
     dtype = torch.float32 if kv_cache_dtype == "auto" else dtype
@@ -116,7 +116,7 @@ def make_case(query_lens, seq_lens, heads, kv_cache_dtype, topk=24, latent=128, 
 
 
 def seen(rows, latent, kv_cache_dtype):
-    """What a reader of the cache gets for ``rows``."""
+    """The values that a reader of the cache gets for ``rows``."""
     if kv_cache_dtype == "auto":
         return rows
     rows = rows.bfloat16()

@@ -1,4 +1,4 @@
-"""Absorbed projections equal the naive form, whatever kv_b_proj is stored as."""
+"""Absorbed projections equal the naive form for every format of kv_b_proj."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ class Layer(MLAAbsorption):
 
 
 class Packed(nn.Module):
-    """A linear whose weight nobody but itself can read."""
+    """A linear whose weight is in a format of its own."""
 
     def __init__(self, name, weight, answer_is_tuple=False):
         super().__init__()
@@ -33,7 +33,7 @@ class Packed(nn.Module):
 
 
 def stored(kind, weight):
-    """(a layer that holds ``weight`` in some way, what it then holds)."""
+    """A layer that holds ``weight`` in the format ``kind``, and the values that it then holds."""
     if kind in ("qweight", "weight_packed"):
         return Packed(kind, weight, kind == "qweight"), weight
     if kind == "nn.Linear":

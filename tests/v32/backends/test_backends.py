@@ -1,4 +1,4 @@
-"""What the backends say about themselves, and that they need nothing that is not installed."""
+"""What the backends declare, and that importing them needs no optional package."""
 
 import subprocess
 import sys

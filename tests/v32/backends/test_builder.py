@@ -1,4 +1,4 @@
-"""Every metadata field on decodes, prefills, both, speculative lengths and padding, and no look at the device."""
+"""Every metadata field on decodes, prefills, both, draft tokens and padding; building never waits for the device."""
 
 from dataclasses import fields
 

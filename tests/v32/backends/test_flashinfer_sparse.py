@@ -1,4 +1,4 @@
-"""FlashInferMLASparseImpl: its answers against dense attention, and its call against FlashInfer's signature."""
+"""FlashInferMLASparseImpl: its results against dense attention, and its call against FlashInfer's signature."""
 
 import re
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ BATCHES = [([1, 1, 1, 5, 33], [70, 1, 200, 130, 33]), ([2, 2], [70, 9]), ([40], 
 
 
 class Recorder:
-    """Stands in for FlashInfer: keeps the arguments and answers like the reference."""
+    """Stands in for FlashInfer: records the arguments and returns what the reference returns."""
 
     def __init__(self):
         self.calls = []
@@ -105,7 +105,7 @@ def test_the_call_binds_to_the_installed_package(seed):
             assert known[name] == default, f"the default of {name} changed"
 
 
-def test_lonely_and_padding_rows_are_zero_even_if_slot_zero_is_nan(seed):
+def test_empty_and_padding_rows_are_zero_even_if_slot_zero_is_nan(seed):
     case = make_case([1, 9], [70, 80], 4, "auto", pad=3, seed=seed)
     case.cache[0] = NAN
     case.topk[10:] = 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import deepseek_attn.impls.flash_mla as door
+import deepseek_attn.impls.flash_mla as adapter
 import deepseek_attn.v32.backends.flashmla_sparse as module
 from deepseek_attn.cache.records_v32 import record_of
 from deepseek_attn.kernels.attention.reference import sparse_attention
@@ -400,7 +400,7 @@ def test_which_kernels_run():
 
 
 def test_flashmla_is_called_through_its_door(monkeypatch, seed):
-    """The calls bind to the door's signatures and say the same as the reference's."""
+    """The calls bind to the adapter's signatures and return what the reference returns."""
 
     def sparse_decode(*args, **kwargs):
         call = inspect.signature(adapter_decode).bind(*args, **kwargs).arguments
@@ -417,10 +417,10 @@ def test_flashmla_is_called_through_its_door(monkeypatch, seed):
         call = inspect.signature(adapter_prefill).bind(*args, **kwargs).arguments
         return sparse_attention(call["q"], call["kv"], call["indices"], call["scale"], d_v=128)
 
-    adapter_decode, adapter_prefill, plan = door.sparse_decode, door.sparse_prefill, object()
-    monkeypatch.setattr(door, "sparse_decode", sparse_decode)
-    monkeypatch.setattr(door, "sparse_prefill", sparse_prefill)
-    monkeypatch.setattr(door, "new_schedule", lambda: plan)
+    adapter_decode, adapter_prefill, plan = adapter.sparse_decode, adapter.sparse_prefill, object()
+    monkeypatch.setattr(adapter, "sparse_decode", sparse_decode)
+    monkeypatch.setattr(adapter, "sparse_prefill", sparse_prefill)
+    monkeypatch.setattr(adapter, "new_schedule", lambda: plan)
     for mode in MODES:
         case = make_case([2, 2, 5], [70, 9, 9], 16, MODES[mode][0], seed=seed)
         check(run(case, mode, {"num_speculative_tokens": 1}, kernels=FlashMLAKernels()), case)

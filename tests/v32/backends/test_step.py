@@ -1,4 +1,4 @@
-"""Telling decodes from prefills, and the reshapes of speculative decoding."""
+"""Where the prefills of a batch start, and the reshapes of speculative decoding."""
 
 import pytest
 import torch
