@@ -38,7 +38,7 @@ class Family(ABC):
     Attributes:
         model_class, block_class: classes that `build` instantiates.
         impl: V4's attention impl; None for other families.
-        plain: every op runs as its torch reference (``backend="reference"``).
+        reference_only: every op runs as its torch reference (``backend="reference"``).
 
     Raises:
         ValueError: unknown numerics, a backend that is unknown or cannot run here, or a model that the ranks cannot
@@ -61,7 +61,7 @@ class Family(ABC):
         self.config, self.dtype, self.device = config, dtype, device
         self.parallel = parallel or Parallel.single()
         check_split(config, self.parallel)
-        self.plain = backend == "reference"
+        self.reference_only = backend == "reference"
         self.numerics = numerics_for(config, numerics)
         self.choose_backend(backend, AttentionSpec.of(config, self.numerics, dtype, self.parallel.token_ranks))
 
@@ -73,7 +73,9 @@ class Family(ABC):
         """A checkpoint under the names that the model's weight slots have."""
         return CanonicalSource(source)
 
-    def build(self, layers: list[int] | None, attention_only: bool, max_positions: int) -> nn.Module:
+    def build(
+        self, layers: list[int] | None, attention_only: bool, max_positions: int
+    ) -> deepseek_v4.DeepseekV4 | deepseek_v32.DeepseekV32 | AttentionStack:
         """The model without weights: all of it, or some layers, or only their attention.
 
         MTP layers are built with the whole model only, and not with data-parallel attention.
@@ -118,7 +120,7 @@ class DeepseekV4Family(Family):
     def graph_problem(self) -> str:
         if self.parallel.dp_attention:
             return "ranks with data-parallel attention settle the size of each step on the CPU"
-        if self.plain:
+        if self.reference_only:
             return "backend 'reference' runs plain torch, which waits for the device within a step"
         selects = any(spec.has_indexer for spec in self.config.layers)
         if selects and self.config.index_head_dim != TRITON_HEAD_DIM:

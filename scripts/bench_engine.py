@@ -9,7 +9,7 @@ and its MTP layer. Modes:
     waiting      graphs; a step starts when the tokens of the one before it have been read
     graphs       graphs; a step starts before the tokens of the one before it have been read, as engines do by default
     prefixes     the same, and 7 of 8 prompt tokens come from the prefix cache
-    speculation  graphs, one guess of the MTP layer per step: at chance with random weights, so this is what it costs
+    speculation  graphs, one draft of the MTP layer per step: at chance with random weights, so this is what it costs
 
 Device time is that of the very steps that the engine ran while all requests decoded: after the run their CUDA graphs
 are replayed with their inputs, one behind the other. Host overhead is the share of the engine's time for these steps
@@ -178,9 +178,9 @@ def layer_times(runner: ModelRunner, batch: int, context: int) -> dict[str, floa
 
 
 class Waiting(NextToken):
-    """Starts no step before the tokens of the one before it are there."""
+    """Launches no step before the tokens of the one before it have been read."""
 
-    def going_on(self, work) -> list:
+    def next_step(self, work, runner) -> list:
         return []
 
 
@@ -217,8 +217,7 @@ def main() -> None:
         max_num_seqs=max(args.batch), max_num_batched_tokens=4096, max_snapshots=8,
     )  # fmt: skip
     if runner.graphs is not None:  # no more sizes than are measured
-        sizes = runner.model, runner.backbone_layers, runner.layout, runner.device
-        runner.graphs = DecodeGraphs(*sizes, batches=args.batch, draft_layers=runner.mtp_layers)
+        runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device, batches=args.batch)
     print(f"{time.perf_counter() - started:.0f} s to make the model", flush=True)
     graphs, prefixes = runner.graphs, runner.prefixes
     rows, layers = [], []
@@ -249,7 +248,7 @@ def main() -> None:
                 row["same_as_waiting"] = sum(a == b for a, b in zip(tokens, waited, strict=True))
             prefixes.clear()
             if graphs is not None:
-                graphs.most_tokens = 1  # of an engine without guesses
+                graphs.max_query_len = 1  # of an engine without speculation
             rows.append(row)
             host = "" if row["host_share"] is None else f"{row['host_share']:.1%}"
             values = (

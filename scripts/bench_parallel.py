@@ -164,7 +164,7 @@ class Bench:
         """Requests through the engine: prompts, decode steps and sampling."""
         runner, args = self.full, self.args
         if graph:
-            runner.graphs = DecodeGraphs(runner.model, runner.backbone_layers, runner.layout, runner.device)
+            runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device)
         batch = max(args.batch)
         texts = self.prompts([args.prompt] * batch)
         engine = Engine(runner)

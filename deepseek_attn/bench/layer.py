@@ -13,8 +13,9 @@ from deepseek_attn.bench.timing import Spread, captured, kernels_of, time_calls
 from deepseek_attn.cache.manager import SequenceCache
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.common.dispatch import reference_ops
-from deepseek_attn.runner.graphs import DecodeStep, DeviceTables
-from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.runner import ModelRunner
+from deepseek_attn.runner.device_tables import DeviceTables
+from deepseek_attn.runner.graph_steps import StepSize, StepTensors
 
 INPUT_SETS = 4  # hidden states in turn, so that no run meets the very inputs of the one before
 FILL_ROWS = 1 << 16
@@ -159,8 +160,8 @@ def static_metadata(runner: ModelRunner, caches: list[SequenceCache]) -> StepMet
     longest = max(cache.num_tokens for cache in caches) + 1
     tables = DeviceTables(runner.layout, runner.device)
     layers = tuple(block.attn.spec for block in runner.model.layers.values())
-    step = DecodeStep(None, layers, runner.layout, tables, len(caches), 1, longest)
-    step.set([[0]] * len(caches), [cache.num_tokens for cache in caches], tables.rows(caches))
+    step = StepTensors(layers, runner.layout, tables, StepSize(len(caches), 1, longest))
+    step.set_inputs([[0]] * len(caches), [cache.num_tokens for cache in caches], tables.rows(caches))
     return step.metadata()
 
 

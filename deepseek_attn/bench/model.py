@@ -61,12 +61,10 @@ def time_model(
     launches, kernels = None, ()
     try:
         runner.manager.reserve([(cache, 1) for cache in caches])
-        steps = DecodeGraphs(
-            runner.model, runner.backbone_layers, runner.layout, runner.device, batches=[batch], capture=graph
-        )
-        step = steps.step(batch, 1, context)
+        steps = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[batch], capture=graph)
+        step = steps.step(steps.size_for([1] * batch, context))
         tokens = [[(7 * i) % runner.config.vocab_size] for i in range(batch)]
-        step.set(tokens, [cache.num_tokens for cache in caches], steps.tables.rows(caches))
+        step.set_inputs(tokens, [cache.num_tokens for cache in caches], steps.tables.rows(caches))
         times = time_calls(lambda _: step.run(), runner.device, repeats, warmup)
         if graph and count_kernels:
             kernels = tuple(kernels_of(step.graph.replay))

@@ -85,6 +85,6 @@ def describe_run(stats: EngineStats) -> str:
     if stats.drafted:
         text += (
             f"; {stats.accepted} of {stats.drafted} draft tokens accepted ({stats.acceptance_rate:.0%}), "
-            f"{stats.tokens_per_turn:.2f} tokens per request and step"
+            f"{stats.tokens_per_step:.2f} tokens per request and step"
         )
     return text

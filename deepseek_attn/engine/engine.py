@@ -24,7 +24,7 @@ class RequestOutput:
     """What one step did for one request.
 
     Attributes:
-        computed: tokens of it that went through the model, rejected drafts left out.
+        computed: its tokens that went through the model, rejected drafts left out.
         token_ids, text: new tokens, and the text that is now certain.
     """
 
@@ -39,7 +39,7 @@ class Engine:
 
     Args:
         tokenizer: makes text of tokens; None: token ids only.
-        decoder: what decoding requests compute and what is made of it.
+        decoder: how requests decode: one token per step, or speculation.
 
     Attributes:
         last_step: what the last step did; stats: the sums over all steps.
@@ -110,12 +110,13 @@ class Engine:
         """
         started, stats = time.perf_counter(), StepStats()
         self.last_step = stats
-        # while the next step of the running requests is on its way, others wait for it, but not for one more
-        on_its_way = bool(self.scheduler.running) and self.runner.is_ahead
-        if not on_its_way:
+        # A decode step that is launched already comes first: waiting requests are admitted after it. Then no further
+        # step is launched early while one of them could start, so that it waits for one step, not for many.
+        next_step_launched = bool(self.scheduler.running) and self.runner.next_step_launched
+        if not next_step_launched:
             self.scheduler.admit(stats)
-        self.decoder.may_go_ahead = not (on_its_way and self.scheduler.has_candidate)
-        work, output = self._compute(stats)
+        async_allowed = not (next_step_launched and self.scheduler.has_candidate)
+        work, output = self._compute(stats, async_allowed)
         count_tokens(stats, work, self.decoder.decode_tokens)
         accepted = self.decoder.accept(work, output) if work else Accepted()
         count_drafts(stats, accepted)
@@ -132,15 +133,15 @@ class Engine:
             self.on_step(stats)
         return outputs
 
-    def _compute(self, stats: StepStats) -> tuple[Work, StepOutput]:
-        """Runs the next batch that there is room for; requests that cannot be run at all fail on the way."""
+    def _compute(self, stats: StepStats, async_allowed: bool) -> tuple[Work, StepOutput]:
+        """Runs the next batch that there are pages for; requests that cannot be run at all fail on the way."""
         while self.scheduler.running:
             self.decoder.propose(self.scheduler.running)
             work = self.scheduler.plan(self.decoder.decode_tokens, stats)
             try:
-                return work, self._run(work)
+                return work, self._run(work, async_allowed)
             except OutOfPages as error:
-                if not self.scheduler.make_room(stats):
+                if not self.scheduler.free_pages(stats):
                     self._fail(work[0][0], str(error))
             except (torch.OutOfMemoryError, MemoryError) as error:
                 self._shrink(work, error)
@@ -148,14 +149,14 @@ class Engine:
                 return self._run_each(work, error)
         return [], StepOutput([])
 
-    def _run(self, work: Work) -> StepOutput:
+    def _run(self, work: Work, async_allowed: bool) -> StepOutput:
         batch = [(request.sequence, n) for request, n in work]
-        return self.runner.step(batch, self.decoder.options(work))
+        return self.runner.step(batch, self.decoder.options(work, self.runner, async_allowed))
 
     def _run_alone(self, request: Request, n: int) -> StepOutput:
         """The same for one request, always with logits."""
-        options = self.decoder.options([(request, n)])
-        return self.runner.step([(request.sequence, n)], replace(options, greedy=False, next_step=()))
+        options = self.decoder.options([(request, n)], self.runner, async_allowed=False)
+        return self.runner.step([(request.sequence, n)], replace(options, greedy=False))
 
     def _shrink(self, work: Work, error: Exception) -> None:
         """After a step ran out of memory: smaller steps from now on, until a single token is too much."""
@@ -213,8 +214,8 @@ class Engine:
                     self.scheduler.remove(request)
                     self.stats.finished[request.finish_reason] += 1
                     break
-            drafts, right = accepted.verified.get(request, (0, 0))
-            outputs.append(RequestOutput(request, n - drafts + right, tuple(taken), "".join(texts)))
+            drafts, num_accepted = accepted.verified.get(request, (0, 0))
+            outputs.append(RequestOutput(request, n - drafts + num_accepted, tuple(taken), "".join(texts)))
         return outputs
 
     def _remember(self, request: Request) -> None:
@@ -252,7 +253,7 @@ def count_tokens(stats: StepStats, work: Work, decode_tokens: int) -> None:
 def count_drafts(stats: StepStats, accepted: Accepted) -> None:
     counts = accepted.verified.values()
     stats.verified, stats.drafted = len(counts), sum(drafts for drafts, _ in counts)
-    stats.accepted = sum(right for _, right in counts)
+    stats.accepted = sum(num_accepted for _, num_accepted in counts)
 
 
 def describe(error: Exception) -> str:

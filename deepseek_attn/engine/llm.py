@@ -12,7 +12,7 @@ from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Completion, Request, RequestFailed
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
-from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.runner import ModelRunner
 from deepseek_attn.text.chat import build_prompt
 from deepseek_attn.text.tokenizer import Tokenizer
 
@@ -24,7 +24,7 @@ class LLM:
 
     Args:
         directory: a checkpoint with ``config.json``, safetensors shards and, for text prompts, ``tokenizer.json``.
-        speculate: tokens that the MTP layer guesses per step; the text is the same, and comes in fewer steps.
+        speculate: tokens that the MTP layer drafts per step; the text is the same, in fewer steps.
         options: those of `ModelRunner.from_pretrained`. With ``parallel``, every rank makes an LLM and the same calls;
             with data-parallel attention, the calls of each have prompts of its own.
 

@@ -1,4 +1,4 @@
-"""One request on its way: its sequence, its sampling, and the text that has come out."""
+"""One request: its sequence, its sampling parameters, and the text generated so far."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from deepseek_attn.cache.prefix import BlockKeys
 from deepseek_attn.engine.sampling import CounterGenerator, SamplingParams, make_generator
 from deepseek_attn.engine.stopping import StopChecker
-from deepseek_attn.runner.model_runner import ModelRunner, Sequence
+from deepseek_attn.runner import ModelRunner, Sequence
 from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -43,20 +43,19 @@ class Request:
     """A request, from its prompt to its end.
 
     Attributes:
-        sequence: its tokens and caches. Tokens stay when a preemption takes the caches away.
         prompt_token_ids: as given when it was refused, so that its completion can show them.
         keys: names of its prefixes in the prefix cache.
         shared: tokens at its beginning that other requests had too; a step stops there once to leave a snapshot.
         kept_blocks: blocks of tokens that have been offered to the prefix cache.
         cached_tokens: tokens that came from the prefix cache when it first started.
-        preemptions: times that it lost its caches to others.
+        preemptions: number of times it was preempted.
     """
 
-    sequence: Sequence | None
+    _sequence: Sequence | None
     prompt_token_ids: list[int]
     params: SamplingParams
     generator: CounterGenerator
-    stop: StopChecker | None
+    _stop: StopChecker | None
     keys: BlockKeys | None = None
     text: list[str] = field(default_factory=list)
     finish_reason: str | None = None
@@ -92,19 +91,33 @@ class Request:
         return cls(None, prompt, params, make_generator(params), None, finish_reason="error", error=error)
 
     @property
+    def sequence(self) -> Sequence:
+        """Tokens and caches; tokens stay when a preemption takes the caches. RuntimeError for a refused request."""
+        if self._sequence is None:
+            raise RuntimeError("a request that was refused has no sequence")
+        return self._sequence
+
+    @property
+    def stop(self) -> StopChecker:
+        """When it ends, and its number of tokens. RuntimeError for a refused request."""
+        if self._stop is None:
+            raise RuntimeError("a request that was refused generates nothing")
+        return self._stop
+
+    @property
     def prompt_length(self) -> int:
         return len(self.prompt_token_ids)
 
     @property
-    def certain_length(self) -> int:
+    def confirmed_length(self) -> int:
         """Tokens of the prompt and those that were sampled: beyond them, ``token_ids`` holds drafts."""
         return self.prompt_length + self.stop.count
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that it still takes at most."""
-        room = self.sequence.runner.layout.max_model_len - self.certain_length
-        return min(self.params.max_tokens - self.stop.count, room)
+        """Tokens that it may still generate."""
+        within_limit = self.sequence.limits.max_model_len - self.confirmed_length
+        return min(self.params.max_tokens - self.stop.count, within_limit)
 
     @property
     def finished(self) -> bool:
@@ -113,7 +126,7 @@ class Request:
     def push(self, token_id: int) -> str:
         """Takes one sampled token; returns the text that is now certain. Frees the caches at the end."""
         text, reason = self.stop.push(token_id)
-        if reason is None and len(self.sequence.token_ids) + 1 >= self.sequence.runner.layout.max_model_len:
+        if reason is None and len(self.sequence.token_ids) + 1 >= self.sequence.limits.max_model_len:
             text, reason = text + self.stop.abort(), "length"
         self.sequence.token_ids.append(token_id)
         self.text.append(text)
@@ -123,22 +136,22 @@ class Request:
         return text
 
     def end(self, reason: str, error: str | None = None) -> None:
-        """Ends it from outside; text that was held back for a stop string comes out, and the caches are free."""
+        """Ends it from outside: emits text that was held back for a stop string, and frees the caches."""
         self.text.append(self.stop.abort())
         self.finish_reason, self.error = reason, error
         self.release()
 
     def release(self) -> None:
-        """Frees the caches, and takes out drafts; the other tokens stay."""
+        """Frees the caches and removes drafts; the other tokens stay."""
         self.sequence.free()
         self.drop_drafts()
 
     def drop_drafts(self) -> None:
-        """Takes out drafts that no step has confirmed."""
-        del self.sequence.token_ids[self.certain_length :]
+        """Removes drafts that no step has verified."""
+        del self.sequence.token_ids[self.confirmed_length :]
 
     def completion(self) -> Completion:
-        generated = self.sequence.token_ids[self.prompt_length : self.certain_length] if self.sequence else []
+        generated = self.sequence.token_ids[self.prompt_length : self.confirmed_length] if self._sequence else []
         return Completion(
             self.prompt_token_ids,
             generated,

@@ -1,4 +1,4 @@
-"""Scheduler: which requests have pages, how many of their tokens the next step computes, and who makes room.
+"""Scheduler: which requests run, how many of their tokens the next step computes, and who is preempted.
 
 Requests run in the order they came, as many as have room for all of their tokens so far. Pages are taken step by step,
 so running requests can outgrow the pools together: first the prefix cache gives up snapshots, then the request that
@@ -33,7 +33,7 @@ class Scheduler:
         self.running: list[Request] = []
 
     def remove(self, request: Request) -> None:
-        """Forgets a request that has ended."""
+        """Drops a request that has ended."""
         (self.running if request in self.running else self.waiting).remove(request)
 
     def never_fits(self, request: Request) -> str | None:
@@ -49,7 +49,7 @@ class Scheduler:
 
     @property
     def has_candidate(self) -> bool:
-        """Whether a request waits that could start if there are pages for it."""
+        """Whether a waiting request could start if there are pages for it."""
         return bool(self.waiting) and len(self.running) < self.layout.max_num_seqs
 
     @traced("schedule")
@@ -160,7 +160,7 @@ class Scheduler:
             end = end // block * block
         return end - start
 
-    def make_room(self, stats: StepStats) -> bool:
+    def free_pages(self, stats: StepStats) -> bool:
         """Frees pages by one snapshot or by preempting one request; False if only one request is left."""
         if self.prefixes is not None and self.prefixes.evict():
             stats.evicted += 1

@@ -1,11 +1,12 @@
-"""Speculative decoding with the MTP layer: it guesses the next tokens, and one step of the model checks them all.
+"""Speculative decoding: the MTP layer drafts the next tokens, and one step of the model verifies all of them.
 
-A guess stays if it is the very token that would have been sampled there: the sampler runs on the model's own logits,
-row by row, with the random numbers that each row would have used. So text is the same as without speculation, greedy or
-not, and what a temperature draws keeps its distribution (a guess ``d`` is accepted with the probability ``p(d)``).
+A draft is accepted if it is the very token that would have been sampled there: the sampler runs on the model's own
+logits, row by row, with the random numbers that each row would have used. So the text is the same as without
+speculation, greedy or not, and sampled tokens keep their distribution (a draft ``d`` is accepted with the probability
+``p(d)``).
 
-The MTP layer pairs a token's streams with the token after it. Its row of a request's last token therefore waits until
-the next token is sampled; everything that a request computed in a step is drafted from right after that.
+The MTP layer pairs a token's hidden states with the token after it. So the MTP row of a request's last token is
+computed once the next token is sampled, together with the drafts after it.
 """
 
 from __future__ import annotations
@@ -21,61 +22,79 @@ from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import CounterGenerator, sample
 from deepseek_attn.kernels.sampling import INVALID_TOKEN
 from deepseek_attn.runner import ModelRunner, StepOptions, StepOutput
+from deepseek_attn.runner.drafting import DraftRows
 from deepseek_attn.utils.device import AsyncHostCopy
 
 
 @dataclass
-class _Turn:
-    """Rows of a request whose next token is to be chosen: its last certain token, then its guesses.
+class _Verification:
+    """The last confirmed token of a request and its drafts: one row each, after which a token is chosen.
 
     Attributes:
-        chosen: the most likely token after each row, or its logits; streams: one row each.
-        first: position of the first one.
-        tokens: what comes after each row that stays.
+        hidden_states: one row each.
+        first: position of the first row.
+        tokens: tokens after the rows up to the last accepted draft, once they are known.
     """
 
     request: Request
-    chosen: list[int] | torch.Tensor
-    streams: torch.Tensor
+    hidden_states: torch.Tensor
     first: int
     tokens: list[int]
 
     @classmethod
-    def of(cls, request: Request, chosen: list[int] | torch.Tensor, streams: torch.Tensor) -> _Turn:
+    def of(cls, request: Request, hidden_states: torch.Tensor) -> _Verification:
         """Leaves out rows of a prompt before its last one: their next token is known."""
-        first = request.certain_length - 1
-        rows = len(request.sequence.token_ids) - first
-        return cls(request, chosen[-rows:], streams[-rows:], first, [])
+        first = request.confirmed_length - 1
+        return cls(request, hidden_states[first - len(request.sequence.token_ids) :], first, [])
 
     @property
-    def guesses(self) -> list[int]:
+    def rows(self) -> int:
+        return len(self.hidden_states)
+
+    @property
+    def drafts(self) -> list[int]:
         return self.request.sequence.token_ids[self.first + 1 :]
 
-    def keep(self, tokens: list[int]) -> None:
-        """Takes back the guesses after those that lead to ``tokens``.
+    def verify(self, tokens: list[int], accepted: Accepted) -> bool:
+        """Accepts the drafts that are equal to the sampled ``tokens``, and the token after them; False if none is."""
+        if not tokens:
+            accepted.failures[self.request] = BROKEN_LOGITS
+            return False
+        drafts = self.drafts
+        right = next((i for i, draft in enumerate(drafts) if tokens[i : i + 1] != [draft]), len(drafts))
+        if drafts:
+            accepted.verified[self.request] = len(drafts), right
+        self._keep(tokens[: right + 1])
+        if not self.request.params.greedy:
+            self.request.generator.position += len(self.tokens)
+        accepted.tokens[self.request] = self.tokens
+        return True
 
-        Tokens of right guesses leave ``token_ids`` too: the engine appends them, and looks for stops on the way.
+    def _keep(self, tokens: list[int]) -> None:
+        """Takes back the rejected drafts.
+
+        Accepted drafts leave ``token_ids`` too: the engine appends them one by one, and checks for stops.
         """
         sequence = self.request.sequence
         sequence.truncate(self.first + len(tokens))
         del sequence.token_ids[self.first + 1 :]
-        self.tokens, self.streams = tokens, self.streams[: len(tokens)]
+        self.tokens, self.hidden_states = tokens, self.hidden_states[: len(tokens)]
 
 
 class MTPSpeculation(NextToken):
-    """Decodes with ``num_drafts`` guesses of the MTP layer per request and step.
+    """Decodes with ``num_drafts`` drafts of the MTP layer per request and step.
 
-    Guesses after the first come from the MTP layer's own streams.
+    Drafts after the first come from the MTP layer's own hidden states.
 
     Raises:
-        ValueError: a model without an MTP layer, or more guesses than a step can take or take back.
+        ValueError: a model without an MTP layer, or more drafts than a step can compute or take back.
     """
 
     mtp = True
 
     def __init__(self, runner: ModelRunner, num_drafts: int = 1):
         layout = runner.layout
-        # a step that broke off can be repeated in place if it had at most max_rollback tokens of a request
+        # a step that failed can be repeated in place if it had at most max_rollback tokens of a request
         limit = min(layout.max_rollback, layout.max_num_batched_tokens) - 1
         if not runner.has_mtp:
             raise ValueError(
@@ -90,66 +109,67 @@ class MTPSpeculation(NextToken):
         self.runner, self.num_drafts = runner, num_drafts
         self.decode_tokens = 1 + num_drafts
         if runner.graphs is not None:
-            runner.graphs.most_tokens = max(runner.graphs.most_tokens, self.decode_tokens)
-        self._guesses: dict[Request, list[int]] = {}
-        self._arriving: tuple[list[Request], AsyncHostCopy] | None = None  # guesses that nobody has waited for yet
+            runner.graphs.max_query_len = max(runner.graphs.max_query_len, self.decode_tokens)
+        self._drafts: dict[Request, list[int]] = {}
+        self._arriving: tuple[list[Request], AsyncHostCopy] | None = None  # drafts that are not read yet
 
-    def options(self, work: Work) -> StepOptions:
+    def options(self, work: Work, runner: ModelRunner, async_allowed: bool) -> StepOptions:
         # rows of prompts go through the MTP layer with the step: what they read may be freed after it
-        prompts = any(request.sequence.num_computed < request.certain_length - 1 for request, _ in work)
-        return StepOptions(last=self.decode_tokens, hidden_states=True, mtp=prompts, greedy=all_greedy(work))
+        prompts = any(request.sequence.num_computed < request.confirmed_length - 1 for request, _ in work)
+        greedy = all_greedy(work, runner)
+        return StepOptions(last=self.decode_tokens, hidden_states=True, mtp=prompts, greedy=greedy)
 
     def propose(self, running: list[Request]) -> None:
         if self._arriving is not None:
-            requests, guesses = self._arriving
-            self._guesses |= zip(requests, guesses.wait(), strict=True)
+            requests, drafts = self._arriving
+            self._drafts |= zip(requests, drafts.wait(), strict=True)
             self._arriving = None
-        here = set(running)
-        self._guesses = {request: guesses for request, guesses in self._guesses.items() if request in here}
+        still_running = set(running)
+        self._drafts = {request: drafts for request, drafts in self._drafts.items() if request in still_running}
         for request in running:
-            guesses = self._guesses.pop(request, [])
+            drafts = self._drafts.pop(request, [])
             if request.sequence.num_pending == 1:
-                request.sequence.token_ids += guesses[: max(0, request.tokens_left - 1)]
+                request.sequence.token_ids += drafts[: max(0, request.tokens_left - 1)]
 
     def accept(self, work: Work, output: StepOutput) -> Accepted:
         accepted = Accepted()
         if not any(is_ready(request) for request, _ in work):
             return accepted  # without waiting for the device
-        found = output.logits if output.tokens is None else output.tokens()
-        turns = [
-            _Turn.of(request, chosen, streams)
-            for (request, _), chosen, streams in zip(work, found, output.hidden_states, strict=True)
-            if is_ready(request)
-        ]
-        tokens = self._sample(turns) if output.tokens is None else [sound_part(turn.chosen) for turn in turns]
-        turns = [turn for turn, after in zip(turns, tokens, strict=True) if check(turn, after, accepted)]
-        turns = [turn for turn in turns if turn.request.tokens_left > len(turn.tokens)]
-        if turns:
-            with suppress(torch.OutOfMemoryError, MemoryError):  # what was sampled stands, with guesses or without
-                self._draft(turns)
+        places = [i for i, (request, _) in enumerate(work) if is_ready(request)]
+        hidden_states = output.hidden_states or []
+        ready = [_Verification.of(work[i][0], hidden_states[i]) for i in places]
+        if output.tokens is not None:
+            greedy = output.tokens()
+            tokens = [greedy[i][-v.rows :] for i, v in zip(places, ready, strict=True)]
+        else:
+            logits = output.logits or []
+            tokens = self._sample(ready, [logits[i][-v.rows :] for i, v in zip(places, ready, strict=True)])
+        verified = [v for v, after in zip(ready, tokens, strict=True) if v.verify(before_invalid(after), accepted)]
+        unfinished = [v for v in verified if v.request.tokens_left > len(v.tokens)]
+        if unfinished:
+            with suppress(torch.OutOfMemoryError, MemoryError):  # sampled tokens stand, with drafts or without
+                self._draft(unfinished)
         return accepted
 
-    def _sample(self, turns: list[_Turn]) -> list[list[int]]:
-        """What comes after each row of each turn, up to a row whose logits are broken."""
-        if not turns:
-            return []
-        rows = torch.cat([turn.chosen for turn in turns])
-        owners = [(turn.request, i) for turn in turns for i in range(len(turn.chosen))]
-        sound = rows.amax(-1).isfinite()
-        draws = [ahead(request.generator, i) for request, i in owners]
-        tokens = sample(torch.where(sound[:, None], rows, 0.0), [request.params for request, _ in owners], draws)
-        chosen = iter(torch.where(sound, tokens, INVALID_TOKEN).tolist())
-        return [sound_part([next(chosen) for _ in turn.chosen]) for turn in turns]
+    def _sample(self, ready: list[_Verification], logits: list[torch.Tensor]) -> list[list[int]]:
+        """The token after each row of each request, `INVALID_TOKEN` where the logits are broken."""
+        rows = torch.cat(logits)
+        owners = [(v.request, i) for v in ready for i in range(v.rows)]
+        finite = rows.amax(-1).isfinite()
+        generators = [advanced(request.generator, i) for request, i in owners]
+        tokens = sample(torch.where(finite[:, None], rows, 0.0), [request.params for request, _ in owners], generators)
+        chosen = iter(torch.where(finite, tokens, INVALID_TOKEN).tolist())
+        return [[next(chosen) for _ in range(v.rows)] for v in ready]
 
-    def _draft(self, turns: list[_Turn]) -> None:
-        """Fills the MTP layer's rows of what was computed, and guesses the tokens after the newest one."""
-        batch = [(turn.request.sequence, turn.first, turn.streams, turn.tokens) for turn in turns]
-        guesses = self.runner.draft(batch, self._room(turns)).tokens
-        self._arriving = [turn.request for turn in turns], AsyncHostCopy(guesses)
+    def _draft(self, verified: list[_Verification]) -> None:
+        """Fills the MTP layer's rows of the confirmed tokens, and drafts the tokens after the newest one."""
+        batch = [DraftRows(v.request.sequence, v.first, v.hidden_states, v.tokens) for v in verified]
+        drafts = self.runner.draft(batch, self._num_drafts_that_fit(verified)).tokens
+        self._arriving = [v.request for v in verified], AsyncHostCopy(drafts)
 
-    def _room(self, turns: list[_Turn]) -> int:
-        """How many guesses there are pages and positions for: later ones write rows past the last computed token."""
-        sequences = [turn.request.sequence for turn in turns]
+    def _num_drafts_that_fit(self, verified: list[_Verification]) -> int:
+        """Drafts that have pages and positions: those after the first write rows past the last computed token."""
+        sequences = [v.request.sequence for v in verified]
         extra = self.num_drafts - 1
         if max(sequence.num_computed for sequence in sequences) + extra > self.runner.layout.max_model_len:
             return 1
@@ -161,29 +181,13 @@ class MTPSpeculation(NextToken):
         return self.num_drafts
 
 
-def sound_part(tokens: list[int]) -> list[int]:
-    """The tokens before the first one whose logits are broken."""
+def before_invalid(tokens: list[int]) -> list[int]:
+    """The tokens before the first `INVALID_TOKEN`: rows after one with broken logits do not count."""
     return tokens[: tokens.index(INVALID_TOKEN)] if INVALID_TOKEN in tokens else tokens
 
 
-def check(turn: _Turn, tokens: list[int], accepted: Accepted) -> bool:
-    """Keeps the guesses that are what was sampled, and the token after them; False if there is none."""
-    if not tokens:
-        accepted.failures[turn.request] = BROKEN_LOGITS
-        return False
-    guesses = turn.guesses
-    right = next((i for i, guess in enumerate(guesses) if tokens[i : i + 1] != [guess]), len(guesses))
-    if guesses:
-        accepted.verified[turn.request] = len(guesses), right
-    turn.keep(tokens[: right + 1])
-    if not turn.request.params.greedy:
-        turn.request.generator.position += len(turn.tokens)
-    accepted.tokens[turn.request] = turn.tokens
-    return True
-
-
-def ahead(generator: CounterGenerator, draws: int) -> CounterGenerator:
-    """The random numbers of ``generator`` after ``draws`` more of them."""
+def advanced(generator: CounterGenerator, draws: int) -> CounterGenerator:
+    """A copy of ``generator`` after ``draws`` more random numbers."""
     copy = CounterGenerator(generator.key)
     copy.position = generator.position + draws
     return copy

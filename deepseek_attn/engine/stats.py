@@ -18,7 +18,7 @@ class StepStats:
         admitted, finished, preempted: requests that started, ended, or lost their caches to others.
         queried_tokens, cached_tokens: of the admitted requests, tokens in all and those that the prefix cache had.
         evicted: snapshots that were dropped for want of room.
-        verified: requests whose drafts were checked; drafted, accepted: their drafts, and those that stayed.
+        verified: requests whose drafts were verified; drafted, accepted: their drafts, and the accepted ones.
         pages: (held, all) pages by group, after the step; snapshots hold pages too.
     """
 
@@ -106,12 +106,12 @@ class EngineStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the checked drafts that stayed."""
+        """Share of the verified drafts that were accepted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
-    def tokens_per_turn(self) -> float:
-        """New tokens of a request in a step that checked drafts of it: those that stayed, and the model's own."""
+    def tokens_per_step(self) -> float:
+        """New tokens per request and step that verified drafts: the accepted drafts, and the model's own token."""
         return 1 + self.accepted / self.verified if self.verified else 1.0
 
     @property

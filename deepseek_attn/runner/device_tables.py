@@ -1,4 +1,4 @@
-"""Small copies to and from the device that nobody waits for, and block tables that captured decode steps find there."""
+"""Block tables on the device, at fixed addresses, where captured decode steps read them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from deepseek_attn.utils.device import to_device
 
 
 class DeviceTables:
-    """Block tables of sequences on the device, a row each; the last row is all null pages, for padding.
+    """Block tables of sequences on the device, one row each; the last row is all null pages, for padding.
 
     Attributes:
         tables: int32 ``[max_num_seqs + 1, pages]`` by group, pages of the longest sequence.
+        null_row: row of padding.
+        spans: tokens per page by group, the state group left out.
     """
 
     def __init__(self, layout: CacheLayout, device: torch.device):
         self.null_row = layout.max_num_seqs
-        widths = {group: -(-layout.max_model_len // span.page_tokens) for group, span in layout.spans.items()}
+        self.spans = {group: span.page_tokens for group, span in layout.spans.items()}
+        widths = {group: -(-layout.max_model_len // span) for group, span in self.spans.items()}
         if STATE in layout.pages:
             widths[STATE] = 1
-        self.spans = {group: span.page_tokens for group, span in layout.spans.items()}
         self.tables = {
             group: torch.full((self.null_row + 1, width), NULL_PAGE, dtype=torch.int32, device=device)
             for group, width in widths.items()
@@ -32,7 +34,7 @@ class DeviceTables:
         self._rows: OrderedDict[int, _Row] = OrderedDict()
 
     def rows(self, caches: list[SequenceCache]) -> list[int]:
-        """The rows of these sequences, brought up to date. The least recently used give theirs to new ones."""
+        """Table rows of these sequences, brought up to date. A new sequence takes the least recently used row."""
         for cache in caches:
             if id(cache) in self._rows:
                 self._rows.move_to_end(id(cache))
@@ -56,7 +58,7 @@ class DeviceTables:
         return row.number
 
     def _upload(self, group: str, row: _Row, pages: list[int]) -> None:
-        """Copies what changed: everything from the first page that differs."""
+        """Copies everything from the first page that differs."""
         known = row.pages.get(group, [])
         if known == pages[: len(known)] and len(known) == len(pages):
             return
@@ -69,7 +71,7 @@ class DeviceTables:
 
 @dataclass
 class _Row:
-    """What of a sequence's tables is on the device. Holding the sequence keeps its id from being given to another."""
+    """The pages of a sequence that are on the device. Holding the sequence keeps its id from being reused."""
 
     number: int
     cache: SequenceCache

@@ -1,66 +1,104 @@
-"""What the MTP layer is asked for: logits of a step's own tokens, and guesses of what comes after them."""
+"""MTP drafting: draft logits for a step's own tokens, and draft tokens after them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from deepseek_attn.attention.builder import StepInput
-from deepseek_attn.runner.graphs import Guesses
+from deepseek_attn.attention.builder import MetadataBuilder, StepInput
+from deepseek_attn.cache.manager import CacheManager
+from deepseek_attn.models.deepseek_v4 import DeepseekV4
+from deepseek_attn.models.deepseek_v32 import DeepseekV32
+from deepseek_attn.runner.graphs import DecodeGraphs, DraftTokens
 from deepseek_attn.runner.sequence import Sequence
+from deepseek_attn.runner.step import Batch, block_tables, step_input
 from deepseek_attn.utils.tracing import traced
-
-if TYPE_CHECKING:
-    from deepseek_attn.runner.model_runner import ModelRunner
-
-Rows = list[tuple[Sequence, int, torch.Tensor, list[int]]]
+from deepseek_attn.v32.step_metadata import TokenMetadataBuilder
 
 
-@traced("mtp")
-def draft_logits(runner: ModelRunner, rows: list[tuple[Sequence, int]], streams: torch.Tensor) -> list[torch.Tensor]:
-    """MTP logits of a step's tokens that have a next token; the others take part as padding."""
-    following, known = [], []
-    for sequence, n in rows:
-        start = sequence.num_computed + 1
-        tokens = sequence.token_ids[start : start + n]
-        following += tokens + [0] * (n - len(tokens))
-        known += [True] * len(tokens) + [False] * (n - len(tokens))
-    valid, lengths = torch.tensor(known), [n for _, n in rows]
-    meta = runner.mtp_builder.build(runner.step_input([sequence.cache for sequence, _ in rows], lengths, valid))
-    next_ids = torch.tensor(following, device=runner.device)
-    logits = runner.model.draft_logits(runner.model.draft_hidden_states(streams, next_ids, meta.positions, meta))
-    return [part[mask.to(part.device)] for part, mask in zip(logits.split(lengths), valid.split(lengths), strict=True)]
+class DraftRows(NamedTuple):
+    """Consecutive tokens of a sequence whose next tokens are known by now.
+
+    Attributes:
+        start: position of the first one.
+        hidden_states: ``[n, ...]`` of the backbone, as a step with `StepOptions.hidden_states` returned them.
+        next_ids: the token after each, ``n`` of them.
+    """
+
+    sequence: Sequence
+    start: int
+    hidden_states: torch.Tensor
+    next_ids: list[int]
 
 
-def draft_tokens(runner: ModelRunner, batch: Rows, drafts: int) -> Guesses:
-    """`ModelRunner.draft`: over persistent tensors where it can be, eagerly elsewhere."""
-    counts = [len(following) for *_, following in batch]
-    if runner.graphs is None or not runner.graphs.takes_drafts(counts):
-        return _draft_eagerly(runner, batch, drafts)
-    with torch.inference_mode():
-        caches, starts = [sequence.cache for sequence, *_ in batch], [start for _, start, _, _ in batch]
-        streams = torch.cat([streams for _, _, streams, _ in batch])
-        return runner.graphs.draft(caches, starts, streams, [following for *_, following in batch], drafts)
+@dataclass(frozen=True)
+class Drafter:
+    """The MTP layer of a model that has one.
 
+    Attributes:
+        builder: builds the metadata of the MTP layer's own caches.
+    """
 
-def _draft_eagerly(runner: ModelRunner, batch: Rows, drafts: int) -> Guesses:
-    order = sorted(range(len(batch)), key=lambda i: len(batch[i][3]) > 1)  # decodes first; stable
-    rows = [batch[i] for i in order]
-    caches = [sequence.cache for sequence, *_ in rows]
-    lengths = torch.tensor([len(following) for *_, following in rows])
-    starts = torch.tensor([start for _, start, _, _ in rows])
-    next_ids = torch.tensor([token for *_, following in rows for token in following], device=runner.device)
-    states, found, first = torch.cat([streams for _, _, streams, _ in rows]), [], None
-    while len(found) < drafts:
-        step = StepInput(lengths, starts + lengths, runner.block_tables(caches), decode_threshold=int(lengths.max()))
-        meta = runner.mtp_builder.build(step)
-        states = runner.model.draft_hidden_states(states, next_ids, meta.positions, meta)
-        if not found:
-            states = states[(lengths.cumsum(0) - 1).to(runner.device)]
-        logits = runner.model.draft_logits(states)
-        first, next_ids = logits if first is None else first, logits.argmax(-1)
-        found.append(next_ids)
-        starts, lengths = starts + lengths, torch.ones_like(lengths)
-    back = torch.tensor(order).argsort().to(runner.device)
-    return Guesses(torch.stack(found, dim=1)[back], first[back])
+    model: DeepseekV4 | DeepseekV32
+    builder: MetadataBuilder | TokenMetadataBuilder
+    manager: CacheManager
+    device: torch.device
+
+    @traced("mtp")
+    def step_logits(self, rows: Batch, hidden_states: torch.Tensor) -> list[torch.Tensor]:
+        """MTP logits of a step's tokens that have a next token, by request; the others take part as padding.
+
+        Args:
+            rows: the step's batch, not committed yet; hidden_states: of all its tokens, one request after the other.
+        """
+        next_ids, known = [], []
+        for sequence, n in rows:
+            start = sequence.num_computed + 1
+            tokens = sequence.token_ids[start : start + n]
+            next_ids += tokens + [0] * (n - len(tokens))
+            known += [True] * len(tokens) + [False] * (n - len(tokens))
+        valid, lengths = torch.tensor(known), [n for _, n in rows]
+        meta = self.builder.build(step_input(self.manager, [sequence.cache for sequence, _ in rows], lengths, valid))
+        ids = torch.tensor(next_ids, device=self.device)
+        logits = self.model.draft_logits(self.model.draft_hidden_states(hidden_states, ids, meta.positions, meta))
+        masks = valid.split(lengths)
+        return [part[mask.to(part.device)] for part, mask in zip(logits.split(lengths), masks, strict=True)]
+
+    def draft(self, batch: list[DraftRows], num_drafts: int, graphs: DecodeGraphs | None) -> DraftTokens:
+        """`ModelRunner.draft`: over persistent tensors where they hold it, eagerly elsewhere."""
+        if graphs is None or not graphs.supports_drafts([len(rows.next_ids) for rows in batch]):
+            return self._draft_eagerly(batch, num_drafts)
+        with torch.inference_mode():
+            return graphs.draft(
+                [rows.sequence.cache for rows in batch],
+                [rows.start for rows in batch],
+                torch.cat([rows.hidden_states for rows in batch]),
+                [rows.next_ids for rows in batch],
+                num_drafts,
+            )
+
+    def _draft_eagerly(self, batch: list[DraftRows], num_drafts: int) -> DraftTokens:
+        order = sorted(range(len(batch)), key=lambda i: len(batch[i].next_ids) > 1)  # decodes first; stable
+        ordered = [batch[i] for i in order]
+        caches = [rows.sequence.cache for rows in ordered]
+        lengths = torch.tensor([len(rows.next_ids) for rows in ordered])
+        starts = torch.tensor([rows.start for rows in ordered])
+        next_ids = torch.tensor([token for rows in ordered for token in rows.next_ids], device=self.device)
+        states = torch.cat([rows.hidden_states for rows in ordered])
+        drafts: list[torch.Tensor] = []
+        first_logits = None
+        while len(drafts) < num_drafts:
+            tables = block_tables(self.manager, caches)
+            step = StepInput(lengths, starts + lengths, tables, decode_threshold=int(lengths.max()))
+            meta = self.builder.build(step)
+            states = self.model.draft_hidden_states(states, next_ids, meta.positions, meta)
+            if first_logits is None:
+                states = states[(lengths.cumsum(0) - 1).to(self.device)]
+            logits = self.model.draft_logits(states)
+            first_logits, next_ids = logits if first_logits is None else first_logits, logits.argmax(-1)
+            drafts.append(next_ids)
+            starts, lengths = starts + lengths, torch.ones_like(lengths)
+        back = torch.tensor(order).argsort().to(self.device)
+        return DraftTokens(torch.stack(drafts, dim=1)[back], first_logits[back])

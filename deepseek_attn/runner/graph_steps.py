@@ -1,75 +1,82 @@
-"""Steps over persistent tensors, and CUDA graphs of them: decode steps of the backbone, guesses of the MTP layer.
+"""Steps over persistent tensors, and CUDA graphs of them: decode steps of the backbone, drafts of the MTP layer.
 
 A captured graph reads its inputs from the same addresses at every replay. So block tables live on the device, a row per
-sequence, and a step uploads one small array: token ids, positions and the rows of the sequences in the batch.
+sequence, and a step uploads one small array: token ids, positions and the table rows of the sequences in the batch.
 """
 
 from __future__ import annotations
 
 import gc
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from deepseek_attn.attention.decode_builder import DecodeBatch, build_decode_metadata
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.config.model import LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.sampling import greedy_tokens
+from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.runner.device_tables import DeviceTables
 
 
-class DecodeStep:
-    """One decode step of a model for ``requests`` requests of ``each`` rows, none longer than ``max_len`` tokens.
+class StepSize(NamedTuple):
+    """Shape of a step: ``requests`` of ``rows_per_request`` token rows, none longer than ``max_len`` after it."""
+
+    requests: int
+    rows_per_request: int
+    max_len: int
+
+    @property
+    def rows(self) -> int:
+        return self.requests * self.rows_per_request
+
+
+class StepTensors:
+    """The inputs of a step of one size on the device, and the metadata made of them.
+
+    Args:
+        layers: specs of the layers that the metadata is for.
+        extra_inputs: lengths of further int64 inputs.
 
     Attributes:
-        streams, logits, tokens: results of the last run, for every row, padding included; overwritten by the next.
-            tokens: int64, the most likely one (the first of several), or `INVALID_TOKEN` where the largest logit is not
-            finite.
-        inputs: int64, all that `set` fills, in one array.
-        graph: the captured step; None while it runs eagerly.
+        inputs: int64, all that `set_inputs` fills, in one array.
+        token_ids, positions, valid: int64 ``[rows]``, views of it; table_rows: ``[requests]``; extra: the others.
     """
 
     def __init__(
         self,
-        model: nn.Module,
         layers: tuple[LayerSpec, ...],
         layout: CacheLayout,
         tables: DeviceTables,
-        requests: int,
-        each: int,
-        max_len: int,
+        size: StepSize,
+        extra_inputs: tuple[int, ...] = (),
     ):
-        self.model, self.layers, self.layout, self.tables = model, layers, layout, tables
-        self.requests, self.each, self.max_len = requests, each, max_len
+        self.layers, self.layout, self.tables, self.size = layers, layout, tables, size
         self.device = next(iter(tables.tables.values())).device
-        # one array and one copy: token ids, positions, validity, rows of the block tables, and what a subclass adds
-        sizes = [requests * each] * 3 + [requests] + self.more_inputs()
-        self.inputs = torch.zeros(sum(sizes), dtype=torch.int64, device=self.device)
-        self.token_ids, self.positions, self._valid, self._rows, *self._more = self.inputs.split(sizes)
-        self.streams = self.logits = self.tokens = None
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.set([], [], [])
+        lengths = [size.rows, size.rows, size.rows, size.requests, *extra_inputs]
+        self.inputs = torch.zeros(sum(lengths), dtype=torch.int64, device=self.device)
+        self.token_ids, self.positions, self.valid, self.table_rows, *self.extra = self.inputs.split(lengths)
+        self.set_inputs([], [], [])
 
-    def more_inputs(self) -> list[int]:
-        """Lengths of further int64 inputs."""
-        return []
+    def set_inputs(self, token_ids: list[list[int]], starts: list[int], rows: list[int], *extra: list[int]) -> None:
+        """Fills the inputs in one asynchronous copy, ordered after the runs launched before.
 
-    def set(self, token_ids: list[list[int]], starts: list[int], rows: list[int], *more: list[int]) -> None:
-        """Fills the inputs: tokens of each request (1 to ``each``), position of its first, its row of the tables.
-
-        Does not wait for the device, so runs that are on their way keep their inputs.
+        Args:
+            token_ids: of each request, 1 to ``rows_per_request``; starts: position of its first token.
+            rows: its row of the block tables.
+            extra: values of the further inputs.
         """
-        each, missing, last = self.each, self.requests - len(token_ids), self.max_len - 1
-        offsets = range(each)
-        ids = [token for ids in token_ids for token in ids + [0] * (each - len(ids))] + [0] * (missing * each)
-        # rows of padding stay where there are tables, and angles for them
-        positions = [min(start + i, last) for start in starts + [0] * missing for i in offsets]
-        valid = [i < len(ids) for ids in token_ids for i in offsets] + [False] * (missing * each)
-        rows = rows + [self.tables.null_row] * missing
-        flat = ids + positions + valid + rows
-        for values, part in zip(more, self._more, strict=False):
-            flat += values + [0] * (len(part) - len(values))
+        per_request, last = self.size.rows_per_request, self.size.max_len - 1
+        missing, offsets = self.size.requests - len(token_ids), range(per_request)
+        flat = [token for ids in token_ids for token in ids + [0] * (per_request - len(ids))]
+        flat += [0] * (missing * per_request)
+        # padded rows stay at positions for which there are tables and rotations
+        flat += [min(start + i, last) for start in starts + [0] * missing for i in offsets]
+        flat += [i < len(ids) for ids in token_ids for i in offsets] + [False] * (missing * per_request)
+        flat += rows + [self.tables.null_row] * missing
+        for values, tensor in zip(extra, self.extra, strict=False):
+            flat += values + [0] * (len(tensor) - len(values))
         flat += [0] * (len(self.inputs) - len(flat))
         host = torch.tensor(flat, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self.inputs.copy_(host, non_blocking=True)
@@ -78,27 +85,54 @@ class DecodeStep:
         """Tables of the batch, as wide as the longest request may need."""
         tables = {}
         for group, table in self.tables.tables.items():
-            pages = -(-self.max_len // self.tables.spans[group]) if group in self.tables.spans else 1
-            tables[group] = table[:, :pages].index_select(0, self._rows)
+            pages = -(-self.size.max_len // self.tables.spans[group]) if group in self.tables.spans else 1
+            tables[group] = table[:, :pages].index_select(0, self.table_rows)
         return tables
 
     def metadata(self) -> StepMetadata:
         """Metadata from the inputs as they are on the device."""
-        batch = DecodeBatch(self.positions, self._valid.bool(), self.block_tables(), self.max_len)
+        batch = DecodeBatch(self.positions, self.valid.bool(), self.block_tables(), self.size.max_len)
         return build_decode_metadata(self.layers, self.layout, batch)
+
+
+class DecodeStep(StepTensors):
+    """A decode step of the backbone.
+
+    Attributes:
+        hidden_states, logits, tokens: results of the last run for every row, padding included; overwritten by the next.
+            tokens: int64, `greedy_tokens` of the logits.
+        graph: the captured step; None while it runs eagerly.
+    """
+
+    hidden_states: torch.Tensor
+    logits: torch.Tensor
+    tokens: torch.Tensor
+
+    def __init__(
+        self,
+        model: DeepseekV4,
+        layers: tuple[LayerSpec, ...],
+        layout: CacheLayout,
+        tables: DeviceTables,
+        size: StepSize,
+        extra_inputs: tuple[int, ...] = (),
+    ):
+        super().__init__(layers, layout, tables, size, extra_inputs)
+        self.model = model
+        self.graph: torch.cuda.CUDAGraph | None = None
 
     def forward(self) -> None:
         """Computes the step, eagerly."""
-        self.streams = self.model(self.token_ids, self.positions, self.metadata())
-        self.logits = self.model.logits(self.streams)
+        self.hidden_states = self.model(self.token_ids, self.positions, self.metadata())
+        self.logits = self.model.logits(self.hidden_states)
         self.tokens = greedy_tokens(self.logits)
 
-    def capture(self, pool) -> int:
-        """Records the step as a CUDA graph and returns the device memory that took.
+    def capture(self, pool: tuple[int, int] | None) -> int:
+        """Captures the step as a CUDA graph in a memory pool; returns the bytes of device memory that this reserved.
 
-        What runs to warm up is padding, which writes nothing.
+        The warm-up run computes padding only, which writes nothing.
         """
-        self.set([], [], [])
+        self.set_inputs([], [], [])
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -110,13 +144,14 @@ class DecodeStep:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: NCCL's watchdog thread asks about events, which would end a capture that watches all threads
+        # thread_local: NCCL's watchdog thread queries events, which would end a capture that watches all threads
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self.forward()
         self.graph = graph
         return torch.cuda.memory_reserved() - before
 
     def run(self) -> None:
+        """Computes the step: replays the graph if there is one."""
         if self.graph is None:
             self.forward()
         else:
@@ -124,61 +159,65 @@ class DecodeStep:
 
 
 class DraftStep(DecodeStep):
-    """The MTP layer over rows whose next token is known, and its guesses of ``drafts`` tokens after each request's.
+    """The MTP layer over rows whose next token is known, then ``num_drafts`` draft tokens after each request's last.
 
-    Guesses after the first come from the MTP layer's own streams; each writes a row of its caches behind the request.
+    Drafts after the first come from the MTP layer's own hidden states; each writes a row of its caches past the
+    request's last token.
 
     Args:
         layers: specs of the MTP layers.
 
     Attributes:
-        logits: of the first guess, ``[requests, vocab_size]``.
-        guesses: int64 ``[requests, drafts]``.
+        logits: those of the first draft, ``[requests, vocab_size]``.
+        drafts: int64 ``[requests, num_drafts]``.
     """
+
+    drafts: torch.Tensor
 
     def __init__(
         self,
-        model: nn.Module,
+        model: DeepseekV4,
         layers: tuple[LayerSpec, ...],
         layout: CacheLayout,
         tables: DeviceTables,
-        requests: int,
-        each: int,
-        max_len: int,
-        drafts: int,
+        size: StepSize,
+        num_drafts: int,
     ):
-        self.drafts, self.guesses = drafts, None
-        super().__init__(model, layers, layout, tables, requests, each, max_len)
+        super().__init__(model, layers, layout, tables, size, extra_inputs=(size.rows, size.requests))
+        self.num_drafts = num_drafts
+        self._source_rows, self._last_rows = self.extra
         weight, config = model.embed.weight, model.config
-        shape = (requests * each, config.hc_mult, config.hidden_size)
-        self.streams_in = torch.zeros(shape, dtype=weight.dtype, device=self.device)
-        self._sources, self._ends = self._more
+        shape = (size.rows, config.hc_mult, config.hidden_size)
+        self.backbone_states = torch.zeros(shape, dtype=weight.dtype, device=self.device)
 
-    def more_inputs(self) -> list[int]:
-        return [self.requests * self.each, self.requests]
-
-    def set_rows(self, streams: torch.Tensor, next_ids: list[list[int]], starts: list[int], rows: list[int]) -> None:
-        """Fills the inputs; ``streams`` has those of all requests' rows, one after the other."""
-        sources, ends, row = [], [], 0
+    def set_draft_inputs(
+        self, hidden_states: torch.Tensor, next_ids: list[list[int]], starts: list[int], rows: list[int]
+    ) -> None:
+        """Fills the inputs; ``hidden_states`` holds the rows of all requests, one request after the other."""
+        per_request, sources, last_rows, row = self.size.rows_per_request, [], [], 0
         for request, ids in enumerate(next_ids):
-            sources += [*range(row, row + len(ids)), *[row] * (self.each - len(ids))]
+            sources += [*range(row, row + len(ids)), *[row] * (per_request - len(ids))]
             row += len(ids)
-            ends.append(request * self.each + len(ids) - 1)
-        self.set(next_ids, starts, rows, sources, ends)
-        torch.index_select(streams, 0, self._sources, out=self.streams_in)
+            last_rows.append(request * per_request + len(ids) - 1)
+        self.set_inputs(next_ids, starts, rows, sources, last_rows)
+        torch.index_select(hidden_states, 0, self._source_rows, out=self.backbone_states)
 
     def forward(self) -> None:
-        """Computes the guesses, eagerly."""
+        """Computes the drafts, eagerly."""
         meta, found = self.metadata(), []
-        states = self.model.draft_hidden_states(self.streams_in, self.token_ids, self.positions, meta)[self._ends]
+        states = self.model.draft_hidden_states(self.backbone_states, self.token_ids, self.positions, meta)[
+            self._last_rows
+        ]
         self.logits = logits = self.model.draft_logits(states)
-        positions, valid, tables = self.positions[self._ends], self._valid[self._ends].bool(), self.block_tables()
+        positions, valid = self.positions[self._last_rows], self.valid[self._last_rows].bool()
+        tables = self.block_tables()
         while True:
-            found.append(greedy_tokens(logits).clamp_(min=0))  # of broken logits any token
-            if len(found) == self.drafts:
+            found.append(greedy_tokens(logits).clamp_(min=0))  # INVALID_TOKEN has no embedding
+            if len(found) == self.num_drafts:
                 break
             positions = positions + 1
-            meta = build_decode_metadata(self.layers, self.layout, DecodeBatch(positions, valid, tables, self.max_len))
+            batch = DecodeBatch(positions, valid, tables, self.size.max_len)
+            meta = build_decode_metadata(self.layers, self.layout, batch)
             states = self.model.draft_hidden_states(states, found[-1], positions, meta)
             logits = self.model.draft_logits(states)
-        self.guesses = torch.stack(found, dim=1)
+        self.drafts = torch.stack(found, dim=1)

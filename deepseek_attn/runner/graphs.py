@@ -1,9 +1,9 @@
-"""Decode steps of a runner by size: which are captured, what they return, and steps that start before they are asked.
+"""Decode steps of a runner by size: captured when a size is first met, and launched before they are asked for.
 
-A step that reads the tokens of the one before it can start on the device before the host has seen them. `go_ahead`
-starts it, and `run` returns its results if what it is asked for turns out to be that step, or a part of it. Whatever
-else happens instead, nothing has to be taken back: a step writes only behind the computed tokens of its sequences,
-where everything is written again before it is read.
+A decode step that reads the greedy tokens of the step before it can run on the device before the host has read them
+(asynchronous scheduling). `DecodeGraphs.launch_next_step` launches it, and `run` returns its results if the step asked
+for next is that one, or a subset of its sequences. Otherwise nothing has to be undone: a step writes only past the
+computed tokens of its sequences, where everything is written again before it is read.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.cache.manager import SequenceCache
-from deepseek_attn.config.model import LayerSpec
+from deepseek_attn.models.block import layer_specs
+from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.runner.device_tables import DeviceTables
-from deepseek_attn.runner.graph_steps import DecodeStep, DraftStep
+from deepseek_attn.runner.graph_steps import DecodeStep, DraftStep, StepSize
 from deepseek_attn.utils.device import AsyncHostCopy, to_device
 
-FIRST_LENGTH = 8192  # graphs serve lengths up to a power of four times this: index rows are as wide as the longest
+FIRST_LENGTH = 8192  # sizes by length: this times a power of 4, because index rows are as wide as the longest request
 
 
 @dataclass
 class DecodeRun:
-    """A run of a `DecodeStep` that may still be on its way.
+    """A launched run of a `DecodeStep`, perhaps not finished on the device: `StepResults` of a decode step.
 
     Attributes:
-        caches: the sequences; rows: which of the step's rows are theirs, padding left out.
-        starts, versions: length and `SequenceCache.version` of each when the step was started.
+        caches: the sequences; rows: the step's rows of each sequence, padding left out.
+        starts, versions: length and `SequenceCache.version` of each sequence when the step was launched.
     """
 
     step: DecodeStep
@@ -38,11 +38,18 @@ class DecodeRun:
     rows: list[list[int]]
     starts: list[int]
     versions: list[int]
-    _chosen: AsyncHostCopy
+    _host_tokens: AsyncHostCopy
+
+    @classmethod
+    def launch(cls, step: DecodeStep, caches: list[SequenceCache], rows: list[list[int]]) -> DecodeRun:
+        """Runs the step on its inputs and starts to copy its tokens to the host."""
+        step.run()
+        starts, versions = [cache.num_tokens for cache in caches], [cache.version for cache in caches]
+        return cls(step, caches, rows, starts, versions, AsyncHostCopy(step.tokens))
 
     def wait_for_tokens(self) -> list[list[int]]:
-        """The greedy token after each row (`DecodeStep.tokens`) by sequence. Waits for the device."""
-        values = self._chosen.wait()
+        """The greedy token after each row by sequence. Waits for the device."""
+        values = self._host_tokens.wait()
         return [[values[row] for row in rows] for rows in self.rows]
 
     def tokens(self, counts: list[int]) -> Callable[[], list[list[int]]]:
@@ -51,7 +58,7 @@ class DecodeRun:
 
     def hidden_states(self, counts: list[int]) -> torch.Tensor:
         """Of the last ``counts`` rows of each sequence, a copy: the next run of the step overwrites its results."""
-        return self._gather(self.step.streams, counts)
+        return self._gather(self.step.hidden_states, counts)
 
     def logits(self, counts: list[int] | None = None) -> torch.Tensor:
         """Of the last ``counts`` rows of each sequence (None: all of them), a copy."""
@@ -64,166 +71,167 @@ class DecodeRun:
             return tensor[: len(rows)].clone()
         return tensor[to_device(rows, tensor.device)]
 
-    def last(self, chosen: list[int]) -> torch.Tensor:
-        """The most likely token after the last row of each of these sequences, int64 on the device."""
-        rows = [self.rows[i][-1] for i in chosen]
+    def last_tokens(self, requests: list[int]) -> torch.Tensor:
+        """The greedy token after the last row of each of these sequences, int64 on the device."""
+        rows = [self.rows[i][-1] for i in requests]
         if rows == list(range(len(rows))):
             return self.step.tokens[: len(rows)]
         return self.step.tokens[to_device(rows, self.step.device)]
 
-    def part(self, chosen: list[int]) -> DecodeRun:
-        """The run as if it had been asked for some of its sequences only."""
+    def subset(self, requests: list[int]) -> DecodeRun:
+        """The same run, with the results of some of its sequences only."""
         caches, rows, starts, versions = (
-            [values[i] for i in chosen] for values in (self.caches, self.rows, self.starts, self.versions)
+            [values[i] for i in requests] for values in (self.caches, self.rows, self.starts, self.versions)
         )
-        return DecodeRun(self.step, caches, rows, starts, versions, self._chosen)
+        return DecodeRun(self.step, caches, rows, starts, versions, self._host_tokens)
 
 
 @dataclass
-class _Ahead:
-    """A step that was started with the tokens of the one before it; fed: which of its tokens each sequence got."""
+class PrelaunchedStep:
+    """A step that was launched on the tokens of the one before it.
+
+    Attributes:
+        previous: the run before; input_requests: for each sequence of ``run``, its place in ``previous``.
+    """
 
     run: DecodeRun
-    before: DecodeRun
-    fed: list[int]
+    previous: DecodeRun
+    input_requests: list[int]
 
-    def taken(self, caches: list[SequenceCache], token_ids: list[list[int]]) -> DecodeRun | None:
-        """The run, if the next step of these sequences is in it: nothing of theirs has changed since."""
-        tokens, place = self.before.wait_for_tokens(), {id(cache): i for i, cache in enumerate(self.run.caches)}
-        chosen = [place.get(id(cache)) for cache in caches]
-        for i, cache, ids in zip(chosen, caches, token_ids, strict=True):
-            if i is None or ids != tokens[self.fed[i]][-1:]:
+    def reuse_if_matches(self, caches: list[SequenceCache], token_ids: list[list[int]]) -> DecodeRun | None:
+        """The run, if it computed this very step: the same tokens, and sequences that have not changed since."""
+        tokens, place = self.previous.wait_for_tokens(), {id(cache): i for i, cache in enumerate(self.run.caches)}
+        requests: list[int] = []
+        for cache, ids in zip(caches, token_ids, strict=True):
+            i = place.get(id(cache))
+            if i is None or ids != tokens[self.input_requests[i]][-1:]:
                 return None
             if self.run.starts[i] != cache.num_tokens or self.run.versions[i] != cache.version:
                 return None
-        return self.run if chosen == list(range(len(self.run.caches))) else self.run.part(chosen)
+            requests.append(i)
+        return self.run if requests == list(range(len(self.run.caches))) else self.run.subset(requests)
 
 
 @dataclass
-class Guesses:
-    """What the MTP layer guessed: tokens, int64 ``[B, drafts]``, and the logits of the first ones, ``[B, vocab]``."""
+class DraftTokens:
+    """Drafts of the MTP layer: tokens, int64 ``[B, num_drafts]``, and the logits of the first ones, ``[B, vocab]``."""
 
     tokens: torch.Tensor
     logits: torch.Tensor
 
 
 class DecodeGraphs:
-    """Decode steps of a runner's backbone, and of its MTP layer, by size, captured when a size is first met.
+    """Decode steps of a model, and drafts of its MTP layer, by size; each is captured when its size is first met.
 
     Args:
-        layers: specs of the backbone's layers; draft_layers: those of the MTP layers, without which `draft` has none.
-        batches: numbers of requests that have a graph; a step takes the smallest that holds it.
+        batches: numbers of requests that have a graph; a step uses the smallest that holds it.
         capture: False runs the same steps eagerly, on any device.
 
     Attributes:
         nbytes: device memory that the graphs and their tables took so far.
-        most_tokens: new tokens of a sequence in one step at most: 1, and the guesses where there is speculation.
-        ahead: a step that has been started before it was asked for; None: there is none.
+        max_query_len: new tokens of a sequence in one step at most: 1, and the drafts where there is speculation.
+        prelaunched: a step that was launched before it was asked for, or None.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        layers: tuple[LayerSpec, ...],
+        model: DeepseekV4,
         layout: CacheLayout,
         device: torch.device,
         batches: list[int] | None = None,
         capture: bool = True,
-        draft_layers: tuple[LayerSpec, ...] = (),
     ):
-        self.model, self.layout, self.device = model, layout, device
-        self.layers, self.draft_layers = layers, draft_layers
+        self.model, self.layout = model, layout
+        self.layers = tuple(spec for spec in layer_specs(model) if not spec.is_mtp)
+        self.draft_layers = tuple(spec for spec in layer_specs(model) if spec.is_mtp)
         self.batches = sorted(batches or batch_sizes(layout.max_num_seqs))
-        self.most_tokens = 1
-        self.ahead: _Ahead | None = None
+        self.max_query_len = 1
+        self.prelaunched: PrelaunchedStep | None = None
         self.tables = DeviceTables(layout, device)
         self.nbytes = self.tables.nbytes()
         self._capture = capture and device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._capture else None
-        self._steps: dict[tuple[int, ...], DecodeStep] = {}
+        self._decode_steps: dict[StepSize, DecodeStep] = {}
+        self._draft_steps: dict[tuple[StepSize, int], DraftStep] = {}
 
-    def takes(self, counts: list[int]) -> bool:
-        """Whether a step with these numbers of new tokens runs here: small enough, and nobody has a prompt to read."""
-        return len(counts) <= self.batches[-1] and max(counts) <= self.most_tokens
+    def supports(self, query_lens: list[int]) -> bool:
+        """Whether a step with these numbers of new tokens runs here: a decode step, and not too many requests."""
+        return len(query_lens) <= self.batches[-1] and max(query_lens) <= self.max_query_len
 
-    def takes_drafts(self, counts: list[int]) -> bool:
+    def supports_drafts(self, query_lens: list[int]) -> bool:
         """Whether the MTP layer runs here over these numbers of rows."""
-        return bool(self.draft_layers) and self.takes(counts)
+        return bool(self.draft_layers) and self.supports(query_lens)
 
     def run(self, caches: list[SequenceCache], token_ids: list[list[int]]) -> DecodeRun:
-        """One step of the next tokens of each sequence, whose pages are reserved."""
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None and (run := ahead.taken(caches, token_ids)):
+        """One step over the next tokens of each sequence, whose pages are reserved."""
+        prelaunched, self.prelaunched = self.prelaunched, None
+        if prelaunched is not None and (run := prelaunched.reuse_if_matches(caches, token_ids)):
             return run
-        counts = [len(ids) for ids in token_ids]
-        longest = max(cache.num_tokens + n for cache, n in zip(caches, counts, strict=True))
-        step = self.step(len(caches), self.each(counts), longest)
-        step.set(token_ids, [cache.num_tokens for cache in caches], self.tables.rows(caches))
-        rows = [[request * step.each + i for i in range(n)] for request, n in enumerate(counts)]
-        return self._start(step, caches, rows)
+        query_lens = [len(ids) for ids in token_ids]
+        longest = max(cache.num_tokens + n for cache, n in zip(caches, query_lens, strict=True))
+        step = self.step(self.size_for(query_lens, longest))
+        step.set_inputs(token_ids, [cache.num_tokens for cache in caches], self.tables.rows(caches))
+        first_rows = [request * step.size.rows_per_request for request in range(len(caches))]
+        rows = [list(range(first, first + n)) for first, n in zip(first_rows, query_lens, strict=True)]
+        return DecodeRun.launch(step, caches, rows)
 
-    def go_ahead(self, before: DecodeRun, caches: list[SequenceCache]) -> None:
-        """Starts the step after ``before`` for some of its sequences, whose tokens have been committed.
+    def launch_next_step(self, previous: DecodeRun, caches: list[SequenceCache]) -> None:
+        """Launches the step after ``previous`` for some of its sequences, whose tokens have been committed.
 
-        There must be pages for one more token of each. A size that has no graph yet is left for later.
+        There must be pages for one more token of each. A size without a graph is not captured for it.
         """
-        longest = max(cache.num_tokens for cache in caches) + 1
-        key = self._key(len(caches), 1, longest)
-        if key not in self._steps and self._capture:
+        query_lens, longest = [1] * len(caches), max(cache.num_tokens for cache in caches) + 1
+        size = self.size_for(query_lens, longest)
+        if size not in self._decode_steps and self._capture:
             return
-        place = {id(cache): i for i, cache in enumerate(before.caches)}
-        fed = [place[id(cache)] for cache in caches]
-        step = self.step(len(caches), 1, longest)
-        step.set([[0]] * len(caches), [cache.num_tokens for cache in caches], self.tables.rows(caches))
-        torch.clamp(before.last(fed), min=0, out=step.token_ids[: len(caches)])  # INVALID_TOKEN has no embedding
-        run = self._start(step, caches, [[row] for row in range(len(caches))])
-        self.ahead = _Ahead(run, before, fed)
-
-    def _start(self, step: DecodeStep, caches: list[SequenceCache], rows: list[list[int]]) -> DecodeRun:
-        step.run()
-        starts, versions = [cache.num_tokens for cache in caches], [cache.version for cache in caches]
-        return DecodeRun(step, caches, rows, starts, versions, AsyncHostCopy(step.tokens))
+        place = {id(cache): i for i, cache in enumerate(previous.caches)}
+        input_requests = [place[id(cache)] for cache in caches]
+        step = self.step(size)
+        step.set_inputs([[0]] * len(caches), [cache.num_tokens for cache in caches], self.tables.rows(caches))
+        # INVALID_TOKEN has no embedding
+        torch.clamp(previous.last_tokens(input_requests), min=0, out=step.token_ids[: len(caches)])
+        run = DecodeRun.launch(step, caches, [[row] for row in range(len(caches))])
+        self.prelaunched = PrelaunchedStep(run, previous, input_requests)
 
     def draft(
         self,
         caches: list[SequenceCache],
         starts: list[int],
-        streams: torch.Tensor,
+        hidden_states: torch.Tensor,
         next_ids: list[list[int]],
-        drafts: int,
-    ) -> Guesses:
-        """The MTP layer over rows from ``starts``, and guesses; for what it takes see `ModelRunner.draft`."""
-        counts = [len(ids) for ids in next_ids]
-        longest = max(start + n for start, n in zip(starts, counts, strict=True)) + drafts - 1
-        key = (*self._key(len(caches), self.each(counts), longest), drafts)
-        if key not in self._steps:
-            step = DraftStep(self.model, self.draft_layers, self.layout, self.tables, *key)
-            self._steps[key] = self._captured(step)
-        step = self._steps[key]
-        step.set_rows(streams, next_ids, starts, self.tables.rows(caches))
+        num_drafts: int,
+    ) -> DraftTokens:
+        """The MTP layer over rows from ``starts``, then drafts; arguments as in `DraftRows`, request after request."""
+        query_lens = [len(ids) for ids in next_ids]
+        longest = max(start + n for start, n in zip(starts, query_lens, strict=True)) + num_drafts - 1
+        size = self.size_for(query_lens, longest)
+        step = self._draft_steps.get((size, num_drafts))
+        if step is None:
+            step = DraftStep(self.model, self.draft_layers, self.layout, self.tables, size, num_drafts)
+            self._capture_step(step)
+            self._draft_steps[size, num_drafts] = step
+        step.set_draft_inputs(hidden_states, next_ids, starts, self.tables.rows(caches))
         step.run()
-        return Guesses(step.guesses[: len(caches)], step.logits[: len(caches)])
+        return DraftTokens(step.drafts[: len(caches)], step.logits[: len(caches)])
 
-    def each(self, counts: list[int]) -> int:
-        """Rows of a request in a step for these numbers of tokens."""
-        return 1 if max(counts) == 1 else max(self.most_tokens, *counts)
+    def step(self, size: StepSize) -> DecodeStep:
+        """The step of this size, made and captured if it is new."""
+        step = self._decode_steps.get(size)
+        if step is None:
+            step = DecodeStep(self.model, self.layers, self.layout, self.tables, size)
+            self._capture_step(step)
+            self._decode_steps[size] = step
+        return step
 
-    def step(self, requests: int, each: int, longest: int) -> DecodeStep:
-        """The smallest step that holds this, made and captured if it is new."""
-        key = self._key(requests, each, longest)
-        if key not in self._steps:
-            step = DecodeStep(self.model, self.layers, self.layout, self.tables, *key)
-            self._steps[key] = self._captured(step)
-        return self._steps[key]
+    def size_for(self, query_lens: list[int], longest: int) -> StepSize:
+        """The smallest size that holds these numbers of new tokens and sequences up to ``longest`` after the step."""
+        requests = next(size for size in self.batches if size >= len(query_lens))
+        rows_per_request = 1 if max(query_lens) == 1 else max(self.max_query_len, *query_lens)
+        return StepSize(requests, rows_per_request, length_bucket(longest, self.layout.max_model_len))
 
-    def _key(self, requests: int, each: int, longest: int) -> tuple[int, int, int]:
-        size = next(size for size in self.batches if size >= requests)
-        return size, each, length_bucket(longest, self.layout.max_model_len)
-
-    def _captured(self, step: DecodeStep) -> DecodeStep:
+    def _capture_step(self, step: DecodeStep) -> None:
         if self._capture:
             self.nbytes += step.capture(self._pool)
-        return step
 
 
 def batch_sizes(limit: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from tqdm import tqdm
@@ -11,14 +11,23 @@ from tqdm import tqdm
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.config.options import is_integer
 from deepseek_attn.runner.sequence import Sequence
-from deepseek_attn.runner.step import StepOptions
+from deepseek_attn.runner.step import Batch, StepOptions, StepOutput
 
-if TYPE_CHECKING:
-    from deepseek_attn.runner.model_runner import ModelRunner
+
+class Scorer(Protocol):
+    """What `score_prompts` calls: a `ModelRunner`."""
+
+    layout: CacheLayout
+
+    def sequence(self, token_ids: Iterable[int]) -> Sequence: ...
+
+    def step(self, batch: Batch, options: StepOptions) -> StepOutput: ...
+
+    def wait_for_ranks(self) -> None: ...
 
 
 def score_prompts(
-    runner: ModelRunner,
+    runner: Scorer,
     prompts: Iterable[Iterable[int]],
     chunk_size: int | None = None,
     *,
@@ -29,8 +38,8 @@ def score_prompts(
     if chunk_size is not None and (not is_integer(chunk_size) or chunk_size < 1):
         raise ValueError(f"chunk_size={chunk_size!r}: must be an integer of at least 1")
     sequences = [runner.sequence(prompt) for prompt in prompts]
-    outputs: list[list[torch.Tensor]] = [[] for _ in sequences]
-    drafts: list[list[torch.Tensor]] = [[] for _ in sequences]
+    logits: list[list[torch.Tensor]] = [[] for _ in sequences]
+    mtp_logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     options = StepOptions(all_logits=True, mtp=mtp)
     bar = tqdm(total=sum(len(s.token_ids) for s in sequences), unit="tok", disable=None if progress else True)
     try:
@@ -39,9 +48,10 @@ def score_prompts(
                 work = plan_chunks([(i, sequences[i]) for i in pending], chunk_size, runner.layout)
                 out = runner.step([(sequences[i], n) for i, n in work], options)
                 for position, (i, n) in enumerate(work):
-                    outputs[i].append(out.logits[position].cpu())
-                    if mtp:
-                        drafts[i].append(out.mtp_logits[position].cpu())
+                    if out.logits is not None:
+                        logits[i].append(out.logits[position].cpu())
+                    if out.mtp_logits is not None:
+                        mtp_logits[i].append(out.mtp_logits[position].cpu())
                     if not sequences[i].num_pending:
                         sequences[i].free()
                         sequences[i].token_ids.clear()
@@ -50,7 +60,7 @@ def score_prompts(
         for sequence in sequences:
             sequence.free()
     runner.wait_for_ranks()
-    return [torch.cat(parts) for parts in outputs], [torch.cat(parts) for parts in drafts] if mtp else []
+    return [torch.cat(chunks) for chunks in logits], [torch.cat(chunks) for chunks in mtp_logits] if mtp else []
 
 
 def plan_chunks(

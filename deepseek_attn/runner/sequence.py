@@ -2,29 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from deepseek_attn.cache.files import save_cache
-from deepseek_attn.cache.manager import SequenceCache
+from deepseek_attn.cache.files import load_cache, save_cache
+from deepseek_attn.cache.manager import CacheManager, SequenceCache
+from deepseek_attn.config.options import as_list, is_integer
 
-if TYPE_CHECKING:
-    from deepseek_attn.runner.model_runner import ModelRunner
+
+@dataclass(frozen=True)
+class TokenLimits:
+    """Which tokens a sequence may hold, and how many.
+
+    Attributes:
+        max_model_len: longest sequence that the caches were made for.
+        max_position_embeddings: the model's own limit, named in the error message.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    max_position_embeddings: int
+
+    def check_token(self, token: int) -> int:
+        """The token as an int; ValueError if it is not in the vocabulary."""
+        if not is_integer(token) or not 0 <= token < self.vocab_size:
+            raise ValueError(f"token id {token!r} is not in the vocabulary: ids are integers in [0, {self.vocab_size})")
+        return int(token)
+
+    def check_length(self, length: int) -> None:
+        """ValueError if ``length`` tokens are too many."""
+        if length > self.max_model_len:
+            raise ValueError(
+                f"a sequence of {length} tokens exceeds max_model_len={self.max_model_len}; raise max_model_len "
+                f"(the model's limit is {self.max_position_embeddings})"
+            )
 
 
 @dataclass(eq=False)
 class Sequence:
-    """Tokens of one request and what of them is in the caches.
+    """Tokens of one request, and how many of them are in the caches.
 
     Attributes:
         token_ids: all tokens so far, prompt and generated.
-        cache: pages of the first ``num_computed`` tokens.
+        cache: pages of the first ``num_computed`` tokens, which ``manager`` gave.
+        fingerprint: digests of what cached bytes depend on (`make_fingerprint`); called when the sequence is saved.
     """
 
-    runner: ModelRunner
     token_ids: list[int]
     cache: SequenceCache
+    manager: CacheManager
+    limits: TokenLimits
+    fingerprint: Callable[[], dict[str, str]]
+
+    @classmethod
+    def create(
+        cls,
+        token_ids: Iterable[int],
+        manager: CacheManager,
+        limits: TokenLimits,
+        fingerprint: Callable[[], dict[str, str]],
+        cache: SequenceCache | None = None,
+    ) -> Sequence:
+        """A checked sequence; ``cache``: pages of tokens that are computed already, default: none.
+
+        Raises:
+            ValueError: no tokens, a token outside the vocabulary, or more than ``max_model_len``.
+        """
+        ids = [limits.check_token(token) for token in as_list(token_ids, "a prompt: token ids")]
+        if not ids:
+            raise ValueError("empty prompt: at least one token is needed (a plain prompt begins with the BOS token)")
+        limits.check_length(len(ids))
+        return cls(ids, manager.create() if cache is None else cache, manager, limits, fingerprint)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, manager: CacheManager, limits: TokenLimits, fingerprint: Callable[[], dict[str, str]]
+    ) -> Sequence:
+        """Reads what `save` wrote; see `ModelRunner.load_sequence`."""
+        token_ids, cache = load_cache(path, manager, fingerprint())
+        try:
+            limits.check_length(len(token_ids))
+        except ValueError:
+            manager.free(cache)
+            raise
+        return cls(token_ids, cache, manager, limits, fingerprint)
 
     @property
     def num_computed(self) -> int:
@@ -37,8 +99,8 @@ class Sequence:
 
     def append(self, token_id: int) -> None:
         """Adds one token, to be computed by a later step."""
-        self.runner.check_length(len(self.token_ids) + 1)
-        self.token_ids.append(self.runner.check_token(token_id))
+        self.limits.check_length(len(self.token_ids) + 1)
+        self.token_ids.append(self.limits.check_token(token_id))
 
     def truncate(self, length: int) -> None:
         """Goes back to the first ``length`` tokens, exactly as if the others had never been.
@@ -49,18 +111,18 @@ class Sequence:
         if not 0 <= length <= len(self.token_ids):
             raise ValueError(f"truncate({length}) of a sequence of {len(self.token_ids)} tokens")
         if length < self.num_computed:
-            self.runner.manager.truncate(self.cache, length)
+            self.manager.truncate(self.cache, length)
         del self.token_ids[length:]
 
     def fork(self) -> Sequence:
         """A second sequence with the same tokens; pages are shared until one of the two writes to them."""
-        return Sequence(self.runner, list(self.token_ids), self.runner.manager.fork(self.cache))
+        cache = self.manager.fork(self.cache)
+        return Sequence(list(self.token_ids), cache, self.manager, self.limits, self.fingerprint)
 
     def save(self, path: str | Path) -> None:
         """Writes tokens and caches to a safetensors file, for `ModelRunner.load_sequence`."""
-        runner = self.runner
-        save_cache(path, runner.pools, self.cache, self.token_ids, runner.fingerprint())
+        save_cache(path, self.manager.pools, self.cache, self.token_ids, self.fingerprint())
 
     def free(self) -> None:
         """Returns all pages. The tokens stay; computing them again starts from the first."""
-        self.runner.manager.free(self.cache)
+        self.manager.free(self.cache)

@@ -8,7 +8,9 @@ from typing import Protocol
 
 import torch
 
+from deepseek_attn.attention.builder import StepInput
 from deepseek_attn.cache.layout import CacheLayout
+from deepseek_attn.cache.manager import CacheManager, SequenceCache
 from deepseek_attn.kernels.sampling import greedy_tokens
 from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.utils.device import AsyncHostCopy, to_device
@@ -122,6 +124,20 @@ def last_rows(lengths: list[int], counts: list[int]) -> list[int]:
         end += length
         rows += range(end - count, end)
     return rows
+
+
+def step_input(
+    manager: CacheManager, caches: list[SequenceCache], query_lens: list[int], token_valid: torch.Tensor | None = None
+) -> StepInput:
+    """What metadata builders take: the next ``query_lens`` tokens of sequences with pages for them."""
+    lens = torch.tensor(query_lens)
+    computed = torch.tensor([cache.num_tokens for cache in caches])
+    return StepInput(lens, computed + lens, block_tables(manager, caches), token_valid)
+
+
+def block_tables(manager: CacheManager, caches: list[SequenceCache]) -> dict[str, torch.Tensor]:
+    """int32 ``[len(caches), pages]`` by group, on the CPU."""
+    return {group: manager.block_table(caches, group) for group in manager.layout.pages}
 
 
 def check_batch(batch: Batch, layout: CacheLayout) -> None:

@@ -232,7 +232,7 @@ def test_truncate_to_the_present_length_changes_nothing():
 
 
 def test_truncate_within_a_page_needs_no_other_look():
-    """Guesses that are taken back: tables on the device stay as they are, and the pages are known to be there."""
+    """Drafts that are taken back: tables on the device stay as they are, and the pages are known to be there."""
     manager = make_manager(window=64, max_rollback=5)
     cache = manager.create()
     advance(manager, cache, range(70))

@@ -83,7 +83,7 @@ def test_going_on_from_a_snapshot(family, blocks, numerics):
     donor.free()
     poison_free_pages(runner, [snapshot.cache])
     for suffix, expected in zip((suffixes[1], suffixes[0]), (cold[1], cold[0]), strict=True):
-        sequence = Sequence(runner, tokens[:length] + suffix, store.restore(snapshot))
+        sequence = runner.sequence(tokens[:length] + suffix, store.restore(snapshot))
         assert sequence.num_computed == length
         assert torch.equal(compute(runner, sequence, *sizes), expected)
         sequence.free()
@@ -114,7 +114,7 @@ def test_restored_sequences_roll_back_no_further_than_the_snapshot():
     compute(runner, sequence, 128, mtp=False)
     snapshot = store.take(sequence.cache)
     expected = compute(runner, sequence, 2, 10, mtp=False)[2:]
-    again = Sequence(runner, list(tokens), store.restore(snapshot))
+    again = runner.sequence(tokens, store.restore(snapshot))
     compute(runner, again, 2, 10, mtp=False)
     again.truncate(130)
     assert again.num_computed == 130
@@ -240,7 +240,7 @@ def test_where_all_tokens_are_kept_any_block_can_be_reused():
         other = [*tokens[:seen], (tokens[seen] + 1) % 96, *tokens[seen + 1 :]]
         match = cache.match(BlockKeys(64).upto(other, 199))
         assert match.length == seen // 64 * 64
-        sequence = Sequence(runner, other, cache.start(match))
+        sequence = runner.sequence(other, cache.start(match))
         rest = compute(runner, sequence, sequence.num_pending, mtp=False)
         cold = runner.sequence(other)
         compute(runner, cold, match.length, mtp=False)
@@ -258,7 +258,7 @@ def test_reclaimable_pages_are_those_that_only_snapshots_hold():
     free = runner.manager.available_pages()
     assert cache.reclaimable() == {group: before[group] - free[group] for group in before}
     match = cache.match(BlockKeys(128).upto(tokens, 383))
-    sequence = Sequence(runner, tokens, cache.start(match))
+    sequence = runner.sequence(tokens, cache.start(match))
     held = sum(runner.manager.held_pages(sequence.cache).values()) - 1  # the state page is its own
     assert sum(cache.reclaimable().values()) == sum(before.values()) - sum(free.values()) - held
     sequence.free()

@@ -6,6 +6,7 @@ page or row that is wrong, stale or missing changes the next token. `oracle_toke
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +19,8 @@ from deepseek_attn.cache.prefix import PrefixCache
 from deepseek_attn.cache.records import PlainRecord
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
-from deepseek_attn.runner import ModelRunner, Sequence, StepOptions, StepOutput
+from deepseek_attn.runner import Sequence, StepOptions, StepOutput
+from deepseek_attn.runner.sequence import TokenLimits
 
 PRIME = 65521  # numbers below it are exact in float32, and their products in int64
 VOCAB = 512
@@ -56,7 +58,7 @@ class FakeRunner:
     """What an engine needs of a `ModelRunner`.
 
     Attributes:
-        most_tokens: a step of more runs out of memory.
+        max_tokens: a step of more runs out of memory.
     """
 
     config: ModelConfig
@@ -65,12 +67,9 @@ class FakeRunner:
     manager: CacheManager
     layers: list[tuple[int, int]]
     prefixes: PrefixCache | None = None
-    most_tokens: int = 1 << 30
+    max_tokens: int = 1 << 30
     graphs: None = None
-    is_ahead: bool = False
-    sequence = ModelRunner.sequence
-    check_token = ModelRunner.check_token
-    check_length = ModelRunner.check_length
+    next_step_launched: bool = False
 
     @classmethod
     def create(cls, ratios=(4, 16), window=13, pages=None, max_rollback=5, **options) -> FakeRunner:
@@ -98,6 +97,10 @@ class FakeRunner:
         manager = CacheManager(pools)
         return cls(config, layout, pools, manager, layers, PrefixCache(manager) if layout.max_snapshots else None)
 
+    def sequence(self, token_ids: Iterable[int]) -> Sequence:
+        limits = TokenLimits(self.config.vocab_size, self.layout.max_model_len, self.config.max_position_embeddings)
+        return Sequence.create(token_ids, self.manager, limits, dict)
+
     def oracle(self, tokens: list[int]) -> int:
         return oracle_token(tokens, self.layout.window, self.layers)
 
@@ -106,7 +109,7 @@ class FakeRunner:
         assert len(batch) <= self.layout.max_num_seqs
         assert len({id(sequence) for sequence, _ in batch}) == len(batch)
         self.manager.reserve([(sequence.cache, n) for sequence, n in batch])
-        if sum(n for _, n in batch) > self.most_tokens:
+        if sum(n for _, n in batch) > self.max_tokens:
             self._compute(*batch[-1])  # some had been written when memory ran out
             raise torch.OutOfMemoryError("fake memory is full")
         logits = [self._compute(sequence, n) for sequence, n in batch]

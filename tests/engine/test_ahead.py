@@ -1,4 +1,4 @@
-"""Decode steps that start before the tokens of the step before have been read: the same tokens, no step twice."""
+"""Asynchronous scheduling: decode steps launched before the tokens of the step before are read; the same tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner import ModelRunner, StepOptions
-from deepseek_attn.runner.graph_steps import DecodeStep, DraftStep
+from deepseek_attn.runner.graph_steps import DecodeStep, DraftStep, StepSize
 from deepseek_attn.runner.graphs import DecodeGraphs
 from tests.support.tiers import tiered
 
@@ -22,9 +22,9 @@ OPTIONS = {"max_model_len": 300, "max_num_seqs": 5, "max_num_batched_tokens": 25
 
 
 class Waiting(NextToken):
-    """Starts nothing ahead."""
+    """Launches no step before the tokens of the one before it have been read."""
 
-    def going_on(self, work) -> list:
+    def next_step(self, work, runner) -> list:
         return []
 
 
@@ -42,8 +42,8 @@ def machine():
 def runner(machine, monkeypatch):
     """Every page is back when a test is over."""
     before = machine.manager.available_pages()
-    sizes = machine.model, machine.backbone_layers, machine.layout, machine.device
-    monkeypatch.setattr(machine, "graphs", DecodeGraphs(*sizes, batches=[2, 5], draft_layers=machine.mtp_layers))
+    graphs = DecodeGraphs(machine.model, machine.layout, machine.device, batches=[2, 5])
+    monkeypatch.setattr(machine, "graphs", graphs)
     monkeypatch.setattr(machine, "prefixes", None)
     yield machine
     assert machine.manager.available_pages() == before
@@ -86,20 +86,20 @@ def test_one_run_a_step_over_page_borders(runner, runs):
     expected = generate(runner, PROMPTS, [greedy(n) for n in lengths], Waiting())
     waited = len(runs)
     assert generate(runner, PROMPTS, [greedy(n) for n in lengths]) == expected
-    assert len(runs) - waited == waited  # requests that reach max_tokens leave the step ahead before it starts
+    assert len(runs) - waited == waited  # a request that reaches max_tokens is not in the step launched early
     runner.graphs = None
     assert generate(runner, PROMPTS, [greedy(n) for n in lengths]) == expected
 
 
-def test_the_next_step_is_on_its_way(runner, runs):
+def test_the_next_step_is_launched_early(runner, runs):
     engine = Engine(runner)
     request = engine.add_request(PROMPTS[2], greedy(6))
     engine.step()
-    assert not runner.is_ahead
+    assert not runner.next_step_launched
     for ran in (2, 3, 4, 5):
         engine.step()
         assert len(runs) == ran
-        assert runner.is_ahead == (len(request.completion().token_ids) < 6)
+        assert runner.next_step_launched == (len(request.completion().token_ids) < 6)
     engine.step()
     assert len(runs) == 5
     assert request.finished
@@ -127,7 +127,7 @@ def test_others_come_and_go(runner, runs):
     ran = len(runs)
     second = [engine.add_request(p, greedy(30)) for p in PROMPTS[2:]]
     engine.step()
-    assert len(runs) == ran  # the step that was on its way is used
+    assert len(runs) == ran  # the step that was launched early is used
     assert engine.last_step.decodes == 2
     assert engine.last_step.prefills == 0
     engine.step()
@@ -143,13 +143,13 @@ def test_others_come_and_go(runner, runs):
 
 
 def test_nobody_left(runner):
-    """The only request is cancelled while a step of it is on its way; the next one starts at once."""
+    """The only request is cancelled while a step of it is launched; the next one starts at once."""
     expected = generate(runner, PROMPTS[1:2], [greedy(9)])
     engine = Engine(runner)
     request = engine.add_request(PROMPTS[0], greedy(30))
     for _ in range(4):
         engine.step()
-    assert runner.is_ahead
+    assert runner.next_step_launched
     engine.cancel(request)
     request = engine.add_request(PROMPTS[1], greedy(9))
     engine.step()
@@ -169,7 +169,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_has_changed_is_computed_again(runner, runs, change):
-    """A sequence that is driven by hand, with something else than the step that is on its way."""
+    """A sequence that is driven by hand, with another step than the one that was launched early."""
     sequence = runner.sequence(PROMPTS[3])
     logits = runner.step([(sequence, sequence.num_pending)]).logits[0]
     tokens = [[int(logits.argmax())]]
@@ -178,7 +178,7 @@ def test_what_has_changed_is_computed_again(runner, runs, change):
         output = runner.step([(sequence, 1)], StepOptions(greedy=True, next_step=(sequence,)))
         assert output.logits is None
         tokens = output.tokens()
-    assert runner.is_ahead
+    assert runner.next_step_launched
     runs.clear()
     fork = CHANGES[change](sequence)
     if not sequence.num_pending:
@@ -197,7 +197,7 @@ def test_what_has_changed_is_computed_again(runner, runs, change):
 
 
 def test_drawn_tokens_wait(runner, runs):
-    """One request that draws: the host has to choose, so nothing starts ahead."""
+    """One request that samples: the host has to choose, so no step is launched early."""
     params = [greedy(9), SamplingParams(temperature=1, seed=3, max_tokens=9, ignore_eos=True)]
     found = generate(runner, PROMPTS[:2], params)
     assert len(runs) == 8
@@ -217,7 +217,7 @@ def test_no_page_left(runner, runs, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(runner.manager, "reserve", full)
             launch(run, caches)
-        assert not runner.is_ahead
+        assert not runner.next_step_launched
 
     monkeypatch.setattr(runner, "_launch_next_step", tight)
     assert generate(runner, PROMPTS, [greedy(20)] * 4) == expected
@@ -225,7 +225,7 @@ def test_no_page_left(runner, runs, monkeypatch):
 
 
 def test_snapshots_of_what_was_generated(runner, runs, monkeypatch):
-    """Before the prefix cache shares pages nothing starts ahead: the next step would have to copy them."""
+    """No step is launched early before the prefix cache shares pages: it would have to copy them."""
     params = [greedy(n) for n in (10, 70, 20, 8)]  # two fill a block of 128 tokens
     expected = generate(runner, PROMPTS, params)
     ran = len(runs)
@@ -261,31 +261,30 @@ def test_broken_logits_fail_alone(runner, monkeypatch):
     assert found[:2] + found[3:] == expected[:2] + expected[3:]
 
 
-@pytest.mark.parametrize("drafts", tiered([1, 3], [3]))
-def test_guesses_over_persistent_tensors(runner, runs, drafts, monkeypatch):
-    """The MTP layer's guesses, captured or not, are those of eager passes, and the tokens are those without guesses."""
+@pytest.mark.parametrize("num_drafts", tiered([1, 3], [3]))
+def test_drafts_over_persistent_tensors(runner, runs, num_drafts, monkeypatch):
+    """The MTP layer's drafts, captured or not, are those of eager passes; the tokens are those without speculation."""
     expected, draft, found = generate(runner, PROMPTS, [greedy(20)] * 4), runner.draft, []
 
     def recorded(*args):
-        guesses = draft(*args)
-        found.append(guesses.tokens.tolist())
-        return guesses
+        drafts = draft(*args)
+        found.append(drafts.tokens.tolist())
+        return drafts
 
     monkeypatch.setattr(runner, "draft", recorded)
-    assert generate(runner, PROMPTS, [greedy(20)] * 4, MTPSpeculation(runner, drafts)) == expected
+    assert generate(runner, PROMPTS, [greedy(20)] * 4, MTPSpeculation(runner, num_drafts)) == expected
     assert any(isinstance(step, DraftStep) for step in runs)
     persistent, found, runner.graphs = found, [], None
     runs.clear()
-    assert generate(runner, PROMPTS, [greedy(20)] * 4, MTPSpeculation(runner, drafts)) == expected
+    assert generate(runner, PROMPTS, [greedy(20)] * 4, MTPSpeculation(runner, num_drafts)) == expected
     assert not runs
     assert found == persistent
 
 
-def test_padded_rows_of_guesses_write_nothing(runner):
-    steps = DraftStep(
-        runner.model, runner.mtp_layers, runner.layout, runner.graphs.tables, requests=3, each=2, max_len=300, drafts=3
-    )
+def test_padded_rows_of_drafts_write_nothing(runner):
+    size = StepSize(requests=3, rows_per_request=2, max_len=300)
+    step = DraftStep(runner.model, runner.mtp_layers, runner.layout, runner.graphs.tables, size, num_drafts=3)
     before = [pool.tensor.clone() for pool in runner.pools]
     with torch.inference_mode():
-        steps.run()
+        step.run()
     assert all(torch.equal(a, pool.tensor) for a, pool in zip(before, runner.pools, strict=True))

@@ -9,7 +9,7 @@ from deepseek_attn.cache.layout import STATE, WINDOW, ratio_group
 from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
-from deepseek_attn.runner.model_runner import Sequence
+from deepseek_attn.runner import Sequence
 from tests.engine.fake_runner import BROKEN, NOT_FINITE, FakeRunner
 
 C4, C16 = ratio_group(4), ratio_group(16)
@@ -195,7 +195,7 @@ def test_pages_held_by_others_are_no_reason_to_stop():
 
 def test_out_of_memory_makes_smaller_steps():
     runner = FakeRunner.create()
-    runner.most_tokens = 30
+    runner.max_tokens = 30
     engine = Engine(runner)
     requests = [engine.add_request(tokens(n), greedy()) for n in (200, 40, 1)]
     finish(engine)
@@ -206,7 +206,7 @@ def test_out_of_memory_makes_smaller_steps():
 
 def test_out_of_memory_for_one_token_fails_that_request():
     runner = FakeRunner.create()
-    runner.most_tokens = 0
+    runner.max_tokens = 0
     engine = Engine(runner)
     requests = [engine.add_request(tokens(20), greedy()) for _ in range(2)]
     finish(engine)

@@ -151,7 +151,7 @@ def test_long_answers_outgrow_the_pools(variant):
 def test_steps_that_run_out_of_memory(most, ratios):
     """Steps become smaller; what was half written does no harm."""
     fuzz = Fuzz(most, {"ratios": ratios, "max_snapshots": 4, "max_rollback": 5})
-    fuzz.runner.most_tokens = most
+    fuzz.runner.max_tokens = most
     fuzz.run(30)
     fuzz.check_outputs()
     fuzz.check_nothing_is_left()

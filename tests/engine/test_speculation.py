@@ -1,7 +1,7 @@
 """Speculative decoding: the same tokens in fewer steps, and MTP caches that are those of a teacher-forced run.
 
-Random weights guess nothing right, so `guess_from` puts known continuations in place of the MTP layer's guesses. The
-layer still runs, and writes its caches.
+Drafts of random weights are never right, so `draft_from` puts known continuations in place of the MTP layer's drafts.
+The layer still runs, and writes its caches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from deepseek_attn import LLM, ModelConfig, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.speculation import MTPSpeculation
-from deepseek_attn.runner.graphs import DecodeGraphs, Guesses
+from deepseek_attn.runner.graphs import DecodeGraphs, DraftTokens
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jobs, together, variants
 from tests.support.tiers import tiered
@@ -32,8 +32,8 @@ def workload(preset: str):
     return config, jobs, alone(runner, jobs)
 
 
-def guess_from(monkeypatch, runner, texts, right=lambda position: True):
-    """Guesses are the tokens of ``texts`` where ``right(position)``, and wrong tokens elsewhere."""
+def draft_from(monkeypatch, runner, texts, right=lambda position: True):
+    """Drafts are the tokens of ``texts`` where ``right(position)``, and wrong tokens elsewhere."""
     draft = runner.draft
 
     def known(sequence, position):
@@ -42,28 +42,28 @@ def guess_from(monkeypatch, runner, texts, right=lambda position: True):
             return 1
         return text[position] if right(position) else (text[position] + 1) % runner.config.vocab_size
 
-    def replaced(batch, drafts=1):
-        found = draft(batch, drafts)
-        assert found.tokens.shape == (len(batch), drafts)
+    def replaced(batch, num_drafts=1):
+        found = draft(batch, num_drafts)
+        assert found.tokens.shape == (len(batch), num_drafts)
         tokens = [
-            [known(sequence, start + len(following) + 1 + i) for i in range(drafts)]
-            for sequence, start, _, following in batch
+            [known(rows.sequence, rows.start + len(rows.next_ids) + 1 + i) for i in range(num_drafts)] for rows in batch
         ]
-        return Guesses(torch.tensor(tokens), found.logits)
+        return DraftTokens(torch.tensor(tokens), found.logits)
 
     monkeypatch.setattr(runner, "draft", replaced)
 
 
 def record_drafts(monkeypatch, runner):
-    """Collects (tokens, logits) of the first guess of every turn: what the MTP layer says after those tokens."""
+    """Collects (tokens, logits) of the first draft of every step: the MTP layer's logits after those tokens."""
     draft, found = runner.draft, []
 
-    def recorded(batch, drafts=1):
-        guesses = draft(batch, drafts)
-        for row, (sequence, start, _, following) in enumerate(batch):
-            assert start + len(following) == sequence.num_computed
-            found.append(([*sequence.token_ids[: start + 1], *following], guesses.logits[row].clone()))
-        return guesses
+    def recorded(batch, num_drafts=1):
+        drafts = draft(batch, num_drafts)
+        for rows, logits in zip(batch, drafts.logits, strict=True):
+            sequence, start = rows.sequence, rows.start
+            assert start + len(rows.next_ids) == sequence.num_computed
+            found.append(([*sequence.token_ids[: start + 1], *rows.next_ids], logits.clone()))
+        return drafts
 
     monkeypatch.setattr(runner, "draft", recorded)
     return found
@@ -78,13 +78,13 @@ QUICK = [("tiny", "prefixes", 2), ("tiny", "everything", 3), ("tiny_v32", "batch
 
 @pytest.mark.parametrize(("preset", "variant", "drafts"), tiered(CASES, QUICK))
 def test_every_request_is_what_it_is_without(preset, variant, drafts, monkeypatch):
-    """Greedy and sampled requests, with guesses of which three in five are right; the MTP rows behind them."""
+    """Greedy and sampled requests, with drafts of which three in five are right; the MTP rows behind them."""
     config, jobs, expected = workload(preset)
     options = variants(config, LONGEST)[variant]
     runner = ModelRunner.from_config(config, device="cpu", numerics="exact", **options)
     drafted = record_drafts(monkeypatch, runner)
     texts = [job.prompt + tokens for job, tokens in zip(jobs, expected, strict=True)]
-    guess_from(monkeypatch, runner, texts, right=lambda position: position * 7 % 5 < 3)
+    draft_from(monkeypatch, runner, texts, right=lambda position: position * 7 % 5 < 3)
     engine = Engine(runner, decoder=MTPSpeculation(runner, drafts))
     requests = together(engine, jobs, preempt=variant in PREEMPTED)
     assert differences(requests, jobs, expected) == []
@@ -128,7 +128,7 @@ def plain(directory):
 
 @pytest.fixture
 def llm(directory):
-    """Three guesses per step; every page is back when a test is over."""
+    """Three drafts per step; every page is back when a test is over."""
     llm = LLM(directory, speculate=3, **OPTIONS)
     before = llm.runner.manager.available_pages()
     yield llm
@@ -144,32 +144,32 @@ def greedy(count, **options):
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **options)
 
 
-def test_right_guesses_are_all_accepted(llm, plain, monkeypatch):
+def test_right_drafts_are_all_accepted(llm, plain, monkeypatch):
     expected = plain.generate([prompt(30)], greedy(25))[0].token_ids
-    guess_from(monkeypatch, llm.runner, [prompt(30) + expected])
+    draft_from(monkeypatch, llm.runner, [prompt(30) + expected])
     assert llm.generate([prompt(30)], greedy(25))[0].token_ids == expected
     stats = llm.engine.stats
     # the prompt gives one token, then each step gives four
     assert (stats.steps, stats.verified, stats.drafted, stats.accepted) == (1 + 6, 6, 18, 18)
-    assert (stats.acceptance_rate, stats.tokens_per_turn, stats.generated) == (1.0, 4.0, 25)
+    assert (stats.acceptance_rate, stats.tokens_per_step, stats.generated) == (1.0, 4.0, 25)
 
 
-def test_wrong_guesses_cost_nothing_but_work(llm, plain, monkeypatch):
+def test_wrong_drafts_cost_nothing_but_work(llm, plain, monkeypatch):
     expected = plain.generate([prompt(30)], greedy(9))[0].token_ids
-    guess_from(monkeypatch, llm.runner, [prompt(30) + expected], right=lambda position: False)
+    draft_from(monkeypatch, llm.runner, [prompt(30) + expected], right=lambda position: False)
     assert llm.generate([prompt(30)], greedy(9))[0].token_ids == expected
     stats = llm.engine.stats
-    # as many steps as without; two, one and no guess fit before max_tokens in the last three
+    # as many steps as without; two, one and no draft fit before max_tokens in the last three
     assert (stats.steps, stats.verified, stats.drafted, stats.accepted) == (9, 7, 5 * 3 + 2 + 1, 0)
-    assert (stats.acceptance_rate, stats.tokens_per_turn, stats.generated) == (0.0, 1.0, 9)
+    assert (stats.acceptance_rate, stats.tokens_per_step, stats.generated) == (0.0, 1.0, 9)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 41, 43, 83])
-def test_guesses_after_prompts_that_end_in_few_tokens(llm, plain, length, monkeypatch):
-    """The last tokens of a prompt, as few as a turn with guesses has, are not taken for one."""
+def test_drafts_after_prompts_that_end_in_few_tokens(llm, plain, length, monkeypatch):
+    """The last tokens of a prompt, as few as a verification has, are not taken for one."""
     expected = plain.generate([prompt(length)], greedy(8))[0].token_ids
     drafted = record_drafts(monkeypatch, llm.runner)
-    guess_from(monkeypatch, llm.runner, [prompt(length) + expected], right=lambda position: position % 3)
+    draft_from(monkeypatch, llm.runner, [prompt(length) + expected], right=lambda position: position % 3)
     assert llm.generate([prompt(length)], greedy(8))[0].token_ids == expected
     assert len(drafted) >= 3
     for tokens, logits in drafted:
@@ -179,24 +179,24 @@ def test_guesses_after_prompts_that_end_in_few_tokens(llm, plain, length, monkey
 
 def use_persistent_tensors(llm, monkeypatch) -> DecodeGraphs:
     runner = llm.runner
-    sizes = runner.model, runner.backbone_layers, runner.layout, runner.device
-    graphs = DecodeGraphs(*sizes, capture=False, draft_layers=runner.mtp_layers)
-    graphs.most_tokens = llm.engine.decoder.decode_tokens
+    graphs = DecodeGraphs(runner.model, runner.layout, runner.device, capture=False)
+    graphs.max_query_len = llm.engine.decoder.decode_tokens
     monkeypatch.setattr(runner, "graphs", graphs)
     return graphs
 
 
 @pytest.mark.parametrize("right", tiered([2, 3, 5], [2, 5]))
 def test_decode_steps_over_persistent_tensors(llm, plain, right, monkeypatch):
-    """What CUDA graphs replay, run eagerly: turns of one to four tokens, padded to the longest of a step."""
+    """What CUDA graphs replay, run eagerly: verifications of one to four tokens, padded to the longest of a step."""
     runner, graphs = llm.runner, use_persistent_tensors(llm, monkeypatch)
     prompts = [prompt(n, n) for n in (60, 3, 41)]
     expected = plain.generate(prompts, greedy(20))
     drafted = record_drafts(monkeypatch, runner)
     texts = [p + c.token_ids for p, c in zip(prompts, expected, strict=True)]
-    guess_from(monkeypatch, runner, texts, right=lambda position: position % right)
+    draft_from(monkeypatch, runner, texts, right=lambda position: position % right)
     assert llm.generate(prompts, greedy(20)) == expected
-    assert graphs._steps
+    assert graphs._decode_steps
+    assert graphs._draft_steps
     for tokens, logits in drafted:
         truth = plain.runner.score_mtp([tokens])[1][0][-1]
         assert float((logits - truth).abs().max()) < TOLERANCE * float(truth.abs().max())
@@ -204,7 +204,7 @@ def test_decode_steps_over_persistent_tensors(llm, plain, right, monkeypatch):
 
 def test_progress_counts_tokens_that_stay(llm, plain, monkeypatch):
     expected = plain.generate([prompt(30)], greedy(25))[0].token_ids
-    guess_from(monkeypatch, llm.runner, [prompt(30) + expected], right=lambda position: position % 3)
+    draft_from(monkeypatch, llm.runner, [prompt(30) + expected], right=lambda position: position % 3)
     outputs = [output for step in llm.engine.run([llm.engine.add_request(prompt(30), greedy(25))]) for output in step]
     assert sum(output.computed for output in outputs) == 30 + 25 - 1
     assert [token for output in outputs for token in output.token_ids] == expected
@@ -221,26 +221,26 @@ def test_sampled_tokens_are_those_of_the_seed(directory, plain, drafts, monkeypa
     expected = [completion.token_ids for completion in plain.generate(prompts, params)]
     llm = LLM(directory, speculate=drafts, **OPTIONS)
     texts = [ids + tokens for ids, tokens in zip(prompts, expected, strict=True)]
-    guess_from(monkeypatch, llm.runner, texts, right=lambda position: position % 4)
+    draft_from(monkeypatch, llm.runner, texts, right=lambda position: position % 4)
     assert [completion.token_ids for completion in llm.generate(prompts, params)] == expected
     assert 0.4 < llm.engine.stats.acceptance_rate < 1
 
 
 @pytest.mark.parametrize("place", tiered(range(1, 9), [1, 3, 4, 8]))
-def test_a_stop_token_among_accepted_guesses(llm, plain, place, monkeypatch):
+def test_a_stop_token_among_accepted_drafts(llm, plain, place, monkeypatch):
     expected = plain.generate([prompt(30)], greedy(12))[0].token_ids
-    guess_from(monkeypatch, llm.runner, [prompt(30) + expected])
+    draft_from(monkeypatch, llm.runner, [prompt(30) + expected])
     [completion] = llm.generate([prompt(30)], greedy(12, stop_token_ids=(expected[place],)))
     assert completion.token_ids == expected[: expected.index(expected[place]) + 1]
     assert completion.finish_reason == "stop"
     assert llm.engine.stats.generated == len(completion.token_ids)
 
 
-def test_a_stop_string_among_accepted_guesses(llm, plain, monkeypatch):
+def test_a_stop_string_among_accepted_drafts(llm, plain, monkeypatch):
     [whole] = plain.generate("Grüße, 世界", greedy(24))
     stop = whole.text[5:7]
     expected = plain.generate("Grüße, 世界", greedy(24, stop=(stop,)))[0]
-    guess_from(monkeypatch, llm.runner, [whole.prompt_token_ids + whole.token_ids])
+    draft_from(monkeypatch, llm.runner, [whole.prompt_token_ids + whole.token_ids])
     [completion] = llm.generate("Grüße, 世界", greedy(24, stop=(stop,)))
     assert completion == expected
     assert completion.finish_reason == "stop"
@@ -250,7 +250,7 @@ def test_a_stop_string_among_accepted_guesses(llm, plain, monkeypatch):
 @pytest.mark.parametrize("count", tiered(range(1, 10), [1, 2, 5, 8]))
 def test_max_tokens_anywhere(llm, plain, count, monkeypatch):
     expected = plain.generate([prompt(30)], greedy(12))[0].token_ids
-    guess_from(monkeypatch, llm.runner, [prompt(30) + expected])
+    draft_from(monkeypatch, llm.runner, [prompt(30) + expected])
     [completion] = llm.generate([prompt(30)], greedy(count))
     assert (completion.token_ids, completion.finish_reason) == (expected[:count], "length")
     assert llm.engine.stats.steps == 1 + -(-(count - 1) // 4)
@@ -262,18 +262,18 @@ def test_max_model_len_anywhere(llm, plain, length, persistent, monkeypatch):
     expected = plain.generate([prompt(length)], greedy(50))[0]
     if persistent:
         use_persistent_tensors(llm, monkeypatch)
-    guess_from(monkeypatch, llm.runner, [prompt(length) + expected.token_ids + [1] * 9])
+    draft_from(monkeypatch, llm.runner, [prompt(length) + expected.token_ids + [1] * 9])
     assert llm.generate([prompt(length)], greedy(50)) == [expected]
     assert length + len(expected.token_ids) == OPTIONS["max_model_len"]
 
 
 @pytest.mark.parametrize("broken", tiered(range(29, 37), [29, 31, 34, 36]))
 def test_broken_logits_fail_one_request_where_they_would_without(llm, plain, broken, monkeypatch):
-    """The row at a position is NaN: all tokens before it come out, whether it was a guess's row or not."""
+    """The row at a position is NaN: all tokens before it come out, whether it was a draft's row or not."""
     lengths = (30, 12, 21)
     prompts = [prompt(n, n) for n in lengths]
     expected = plain.generate(prompts, greedy(12))
-    guess_from(monkeypatch, llm.runner, [p + c.token_ids for p, c in zip(prompts, expected, strict=True)])
+    draft_from(monkeypatch, llm.runner, [p + c.token_ids for p, c in zip(prompts, expected, strict=True)])
     step = llm.runner.step
 
     def poisoned(batch, options):
@@ -292,7 +292,7 @@ def test_broken_logits_fail_one_request_where_they_would_without(llm, plain, bro
     assert completions[1:] == expected[1:]
 
 
-def test_no_memory_for_guesses(llm, plain, monkeypatch):
+def test_no_memory_for_drafts(llm, plain, monkeypatch):
     expected = plain.generate([prompt(30)], greedy(8))
 
     def fail(batch, drafts):
@@ -304,11 +304,11 @@ def test_no_memory_for_guesses(llm, plain, monkeypatch):
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
-def test_steps_too_small_for_guesses(llm, plain, limit, monkeypatch):
-    """Memory runs out in every step of more than ``limit`` tokens, when guesses are on their way already."""
+def test_steps_too_small_for_drafts(llm, plain, limit, monkeypatch):
+    """Memory runs out in every step of more than ``limit`` tokens, when drafts are proposed already."""
     prompts = [prompt(30), prompt(2)]
     expected = plain.generate(prompts, greedy(9))
-    guess_from(monkeypatch, llm.runner, [p + c.token_ids for p, c in zip(prompts, expected, strict=True)])
+    draft_from(monkeypatch, llm.runner, [p + c.token_ids for p, c in zip(prompts, expected, strict=True)])
     step, calls = llm.runner.step, []
 
     def small(batch, options):
@@ -324,7 +324,7 @@ def test_steps_too_small_for_guesses(llm, plain, limit, monkeypatch):
 def test_a_step_that_fails_is_repeated_one_by_one(llm, plain, monkeypatch):
     prompts = [prompt(30), prompt(5, 1)]
     expected = plain.generate(prompts, greedy(12))
-    guess_from(monkeypatch, llm.runner, [p + c.token_ids for p, c in zip(prompts, expected, strict=True)])
+    draft_from(monkeypatch, llm.runner, [p + c.token_ids for p, c in zip(prompts, expected, strict=True)])
     step, calls = llm.runner.step, []
 
     def fails_together(batch, options):

@@ -51,7 +51,7 @@ GREEDY = [("batched", 0), ("prefixes", 2), ("everything", 0), ("everything", 2)]
 
 @pytest.mark.parametrize(("variant", "drafts"), tiered(GREEDY, [("prefixes", 2), ("everything", 0)]))
 def test_greedy_requests_over_persistent_tensors(variant, drafts):
-    """Decode steps of few sizes that choose the tokens themselves and start ahead, or check guesses."""
+    """Decode steps of few sizes that choose the tokens themselves and are launched early, or verify drafts."""
     config, jobs, expected = workload("tiny", greedy=1)
     runner = ModelRunner.from_config(config, device="cpu", numerics="exact", **variants(config, LONGEST)[variant])
     use_buckets(runner)

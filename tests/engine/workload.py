@@ -148,8 +148,7 @@ def variants(config, longest: int) -> dict[str, dict]:
 
 def use_buckets(runner: ModelRunner) -> None:
     """Decode steps over persistent tensors, for three sizes of batches."""
-    sizes = runner.model, runner.backbone_layers, runner.layout, runner.device
-    runner.graphs = DecodeGraphs(*sizes, batches=[1, 3, SEQS], capture=False, draft_layers=runner.mtp_layers)
+    runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[1, 3, SEQS], capture=False)
 
 
 def main() -> int:
@@ -159,8 +158,8 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", help="only these, with commas between them")
-    parser.add_argument("--drafts", type=int, default=0, help="guess so many tokens per step (default: none)")
-    parser.add_argument("--greedy", type=float, default=0.8, help="share of greedy requests; 1: steps start ahead")
+    parser.add_argument("--drafts", type=int, default=0, help="draft tokens per request and step (default: none)")
+    parser.add_argument("--greedy", type=float, default=0.8, help="share of greedy requests (default: 0.8)")
     parser.add_argument("--buckets", action="store_true", help="decode over persistent tensors, as CUDA graphs do")
     args = parser.parse_args()
     runner = ModelRunner.from_config(

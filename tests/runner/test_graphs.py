@@ -10,8 +10,10 @@ import torch
 
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.runner.graphs import DecodeGraphs, DeviceTables, batch_sizes, length_bucket
-from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.runner import ModelRunner
+from deepseek_attn.runner.device_tables import DeviceTables
+from deepseek_attn.runner.graph_steps import StepSize
+from deepseek_attn.runner.graphs import DecodeGraphs, batch_sizes, length_bucket
 from tests.support.oracle_transformers import TransformersOracle
 from tests.support.small_models import assert_no_near_tie, prompt
 
@@ -44,7 +46,7 @@ def decided_texts(config: ModelConfig) -> list[list[int]]:
 
 
 def graphs_of(runner: ModelRunner) -> DecodeGraphs:
-    return DecodeGraphs(runner.model, runner.backbone_layers, runner.layout, runner.device, batches=[2, 5])
+    return DecodeGraphs(runner.model, runner.layout, runner.device, batches=[2, 5])
 
 
 def decode(runner: ModelRunner, graphs: DecodeGraphs, sequences: list, counts: list[int]) -> list[torch.Tensor]:
@@ -61,8 +63,8 @@ def decode(runner: ModelRunner, graphs: DecodeGraphs, sequences: list, counts: l
     return list(logits.split(counts))
 
 
-@pytest.mark.parametrize("each", [1, 3], ids=["one token", "up to three tokens"])
-def test_equals_ordinary_steps(runner, each):
+@pytest.mark.parametrize("most", [1, 3], ids=["one token", "up to three tokens"])
+def test_equals_ordinary_steps(runner, most):
     """Sequences of many lengths, over page borders; some leave, some join, batches change size."""
     lengths = (1, 62, 130, 255, 300)
     texts = [text[: n + 40] for n, text in zip(lengths, decided_texts(runner.config), strict=True)]
@@ -73,12 +75,12 @@ def test_equals_ordinary_steps(runner, each):
         while sequence.num_pending:
             runner.step([(sequence, min(sequence.num_pending, 256))])
         sequence.token_ids.extend(text[-40:])
-    generator = torch.Generator().manual_seed(each)
+    generator = torch.Generator().manual_seed(most)
     while pending := [i for i, s in enumerate(sequences) if s.num_pending]:
         size = int(torch.randint(1, len(pending) + 1, (1,), generator=generator))
         chosen = [pending[i] for i in torch.randperm(len(pending), generator=generator)[:size].tolist()]
         counts = [
-            min(sequences[i].num_pending, int(torch.randint(1, each + 1, (1,), generator=generator))) for i in chosen
+            min(sequences[i].num_pending, int(torch.randint(1, most + 1, (1,), generator=generator))) for i in chosen
         ]
         before = [sequences[i].num_computed for i in chosen]
         results = decode(runner, graphs, [sequences[i] for i in chosen], counts)
@@ -90,8 +92,8 @@ def test_equals_ordinary_steps(runner, each):
             assert error < limit, f"sequence {i} at {start}"
 
 
-@pytest.mark.parametrize("each", [1, 3], ids=["one token", "three tokens"])
-def test_replays_equal_eager_steps(device, each):
+@pytest.mark.parametrize("most", [1, 3], ids=["one token", "three tokens"])
+def test_replays_equal_eager_steps(device, most):
     """The same bits, in the numerics that serve, with padded rows and lengths and tables that change."""
     if device.type == "cpu":
         pytest.skip("CUDA graphs need a GPU")
@@ -101,10 +103,10 @@ def test_replays_equal_eager_steps(device, each):
     for sequence in sequences:
         runner.step([(sequence, sequence.num_pending)])
         sequence.token_ids.extend(random_ids(12, vocab))
-    sizes = runner.model, runner.backbone_layers, runner.layout, device, [5]
+    sizes = runner.model, runner.layout, device, [5]
     replayed, eager = DecodeGraphs(*sizes), DecodeGraphs(*sizes, capture=False)
     for chosen in ([0, 1, 2, 3], [3, 1], [2, 0, 3], [1]):
-        counts = [1 + (i + each) % each for i in range(len(chosen))]
+        counts = [1 + (i + most) % most for i in range(len(chosen))]
         caches = [sequences[i].cache for i in chosen]
         runner.manager.reserve(list(zip(caches, counts, strict=True)))
         ids = [sequences[i].token_ids[sequences[i].num_computed :][:n] for i, n in zip(chosen, counts, strict=True)]
@@ -123,8 +125,8 @@ def test_padded_rows_write_nothing(runner):
     sequence = runner.sequence(random_ids(131, runner.config.vocab_size))
     runner.step([(sequence, 130)])
     graphs = graphs_of(runner)
-    step = graphs.step(5, 2, 300)
-    step.set([], [], [])
+    step = graphs.step(StepSize(requests=5, rows_per_request=2, max_len=700))
+    step.set_inputs([], [], [])
     before = [pool.tensor.clone() for pool in runner.pools]
     with torch.inference_mode():
         step.run()

@@ -11,6 +11,7 @@ from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.runner import StepOptions
+from deepseek_attn.runner.step import step_input
 from tests.support.oracle_v32 import NaiveOracle, Tensors, TransformersV32Oracle
 from tests.support.small_models import assert_close, assert_no_near_tie, prompt
 from tests.support.v32_cases import make_runner, poison, recorded, small
@@ -315,7 +316,7 @@ def test_mtp_drafts_go_on_from_their_own_states(tiny):
     meta = runner.step_metadata([sequence.cache], [20])
     states = runner.model(tokens, meta.positions, meta)
     assert torch.equal(runner.model.logits(states), runner.model.head(states))
-    meta = runner.mtp_builder.build(runner.step_input([sequence.cache], [20]))
+    meta = runner.drafter.builder.build(step_input(runner.manager, [sequence.cache], [20]))
     drafted = runner.model.draft_hidden_states(states, tokens.roll(-1), meta.positions, meta)
     assert drafted.shape == states.shape
     assert torch.equal(runner.model.draft_logits(drafted), runner.model.head(drafted))

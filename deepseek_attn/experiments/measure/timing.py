@@ -21,7 +21,7 @@ from deepseek_attn.experiments.define.results import TimesResult
 from deepseek_attn.experiments.define.settings import CostSettings, ModelTimeSettings
 from deepseek_attn.experiments.define.units import ReportProgress
 from deepseek_attn.models.block import attention_layers
-from deepseek_attn.runner.model_runner import ModelRunner, Sequence
+from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.planner import index_logits_bytes, workspace_bytes
 
 SLOW = 0.2  # seconds of a step: one measurement is enough
@@ -150,7 +150,7 @@ def time_model(
 def _time_prefill(runner: ModelRunner, new: int, context: int) -> float:
     """Milliseconds of a step of the last ``new`` of ``context`` tokens."""
     ids = [index % runner.config.vocab_size for index in range(context)]
-    sequence = Sequence(runner, ids, past(runner, context - new))
+    sequence = runner.sequence(ids, past(runner, context - new))
     microseconds = time_until_done(lambda: runner.step([(sequence, new)]), runner.device)
     sequence.free()
     return microseconds / 1e3

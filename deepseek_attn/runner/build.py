@@ -1,0 +1,208 @@
+"""Building a runner: checks, the model with its weights, caches, scratch memory, and CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from deepseek_attn.attention.builder import MetadataBuilder
+from deepseek_attn.cache.layout import CacheLayout, make_layout
+from deepseek_attn.cache.manager import CacheManager
+from deepseek_attn.cache.pools import CachePools
+from deepseek_attn.cache.prefix import PrefixCache
+from deepseek_attn.checkpoint.loader import LoadReport, load_model
+from deepseek_attn.checkpoint.source import CheckpointSource
+from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.options import (
+    DEFAULT_MAX_MODEL_LEN,
+    as_list,
+    check_sizes,
+    explain_out_of_memory,
+    pick_device,
+    pick_dtype,
+)
+from deepseek_attn.layers.parallel import Parallel
+from deepseek_attn.models.block import AttentionStack, layer_specs
+from deepseek_attn.models.deepseek_v4 import DeepseekV4
+from deepseek_attn.models.deepseek_v32 import DeepseekV32
+from deepseek_attn.models.families import Family, get_family
+from deepseek_attn.runner.drafting import Drafter
+from deepseek_attn.runner.graphs import DecodeGraphs
+from deepseek_attn.runner.sequence import TokenLimits
+from deepseek_attn.utils.workspace import Workspace
+from deepseek_attn.v32.step_metadata import TokenMetadataBuilder
+
+Model = DeepseekV4 | DeepseekV32 | AttentionStack
+
+
+@dataclass
+class LoadedModel:
+    """A loaded model with its caches and all that its steps need.
+
+    Attributes:
+        report: what the loader read and what it ignored, by rule.
+        layout: pools and their sizes; `pools` is what was allocated from it.
+        builder: builds the metadata of the backbone's steps.
+        drafter: runs the MTP layer; None without one.
+        prefixes: prefixes that engines keep for later requests; None without ``max_snapshots``.
+        graphs: decode steps over persistent tensors, captured as CUDA graphs; None: every step is eager.
+        reference_only: every op runs in plain torch (``backend="reference"``).
+        graph_problem: why decode steps cannot be captured here; empty where they can.
+        parallel: the ranks that share the model; each has a runner of its own.
+    """
+
+    config: AnyConfig
+    numerics: Numerics
+    dtype: torch.dtype
+    device: torch.device
+    model: Model
+    report: LoadReport
+    layout: CacheLayout
+    pools: CachePools = field(repr=False)
+    workspace: Workspace = field(repr=False)
+    manager: CacheManager = field(repr=False)
+    limits: TokenLimits = field(repr=False)
+    builder: MetadataBuilder | TokenMetadataBuilder = field(repr=False)
+    drafter: Drafter | None = field(repr=False)
+    prefixes: PrefixCache | None = field(repr=False)
+    graphs: DecodeGraphs | None = field(repr=False)
+    reference_only: bool
+    graph_problem: str
+    parallel: Parallel
+
+
+Runner = TypeVar("Runner", bound=LoadedModel)
+
+
+def build_runner(
+    cls: type[Runner],
+    config: AnyConfig,
+    source: CheckpointSource,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    numerics: str | Numerics | None = None,
+    backend: str = "auto",
+    layers: Iterable[int] | None = None,
+    attention_only: bool = False,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 2048,
+    max_rollback: int = 16,
+    max_snapshots: int = 0,
+    kv_cache_bytes: int | None = None,
+    cuda_graphs: bool | None = None,
+    parallel: Parallel | None = None,
+    progress: bool = True,
+) -> Runner:
+    """Builds the model, loads it tensor by tensor, allocates the caches and reserves scratch memory.
+
+    Args:
+        device: default: the first GPU if there is one, else the CPU.
+        dtype: default: float32 on a CPU, bfloat16 on a GPU.
+        numerics: ``exact``, ``official`` or ``serving``; default: exact on a CPU, serving on a GPU.
+        backend: attention impl, ``auto`` or a name that ``deepseek-attn info`` lists.
+        layers: backbone layers to load; the others (and the MTP layer) are left out of the model.
+        attention_only: load attention layers and their norms, nothing else.
+        max_model_len: longest sequence; default: the model's, at most 32768.
+        max_num_seqs: sequences with pages at the same time, each up to ``max_model_len``.
+        max_num_batched_tokens: new tokens of one step, over all sequences.
+        max_rollback: tokens that ``truncate`` takes back without recomputing.
+        max_snapshots: prefixes that an engine keeps for later requests; 0 turns prefix reuse off.
+        kv_cache_bytes: bytes of all caches; default: what ``max_num_seqs`` sequences of ``max_model_len`` need.
+        cuda_graphs: replay decode steps as CUDA graphs, captured when a size is first met; default: where every op
+            of the step has a kernel.
+        parallel: the ranks to share the model with (`parallel.launched`), all of which must do the same calls;
+            default: none.
+
+    Raises:
+        ValueError: listing what is wrong with the options, or with the tensors of ``source``.
+    """
+    device = pick_device(device)
+    dtype = pick_dtype(dtype, device)
+    numerics = numerics or ("serving" if device.type == "cuda" else "exact")
+    parallel = parallel or Parallel.single()
+    family = get_family(config, numerics, dtype, device, backend, parallel)
+    limit = config.max_position_embeddings
+    max_model_len = min(limit, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
+    layers = None if layers is None else as_list(layers, "layers: numbers of layers")
+    sizes = (max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
+    check_sizes(config, layers, *sizes, max_snapshots, kv_cache_bytes)
+
+    def layout_of(model: nn.Module) -> CacheLayout:
+        return make_layout(config, family.numerics, dtype, *sizes, layer_specs(model), max_snapshots, kv_cache_bytes)
+
+    model = family.build(layers, attention_only, max_model_len)
+    layout = layout_of(model)
+    report = load_model(
+        model, family.canonical(source), layers=layers, attention_only=attention_only, progress=progress
+    )
+    if not isinstance(model, AttentionStack) and not report.mtp_loaded and len(model.mtp):
+        model.mtp.clear()
+        layout = layout_of(model)
+    model.eval()
+    pools = _allocate_caches(layout, device)
+    manager = CacheManager(pools)
+    workspace = _bind_layers(family, model, pools)
+    drafter = None
+    if not isinstance(model, AttentionStack) and len(model.mtp):
+        drafter = Drafter(model, family.metadata_builder(model, pools, mtp=True), manager, device)
+    return cls(
+        config=config,
+        numerics=family.numerics,
+        dtype=dtype,
+        device=device,
+        model=model,
+        report=report,
+        layout=layout,
+        pools=pools,
+        workspace=workspace,
+        manager=manager,
+        limits=TokenLimits(config.vocab_size, max_model_len, limit),
+        builder=family.metadata_builder(model, pools, mtp=False),
+        drafter=drafter,
+        prefixes=PrefixCache(manager) if max_snapshots else None,
+        graphs=_decode_graphs(cuda_graphs, model, layout, device, family.graph_problem()),
+        reference_only=family.reference_only,
+        graph_problem=family.graph_problem(),
+        parallel=parallel,
+    )
+
+
+def _allocate_caches(layout: CacheLayout, device: torch.device) -> CachePools:
+    sizes = (
+        f"{layout.nbytes():,} bytes of caches for max_num_seqs={layout.max_num_seqs} and "
+        f"max_model_len={layout.max_model_len}"
+    )
+    with explain_out_of_memory(
+        sizes, "lower these, or set kv_cache_bytes; `deepseek-attn plan` adds up what they take"
+    ):
+        return CachePools(layout, device)
+
+
+def _bind_layers(family: Family, model: Model, pools: CachePools) -> Workspace:
+    """Gives the layers their caches, and a workspace of the largest scratch memory any of them can need."""
+    workspace = Workspace(family.device)
+    tokens = f"scratch memory of steps of max_num_batched_tokens={pools.layout.max_num_batched_tokens}"
+    with explain_out_of_memory(tokens, "lower it"):
+        family.bind(model, pools, workspace)
+    workspace.lock()
+    return workspace
+
+
+def _decode_graphs(
+    wanted: bool | None, model: Model, layout: CacheLayout, device: torch.device, problem: str
+) -> DecodeGraphs | None:
+    """Decode steps as CUDA graphs, or None: ``wanted`` None: where they can be; True: ValueError where they cannot."""
+    if isinstance(model, AttentionStack):
+        problem = "there are attention layers only (attention_only=True)"
+    if wanted and problem:
+        raise ValueError(f"cuda_graphs=True: {problem}; leave it out to run every step eagerly")
+    if problem or wanted is False or not isinstance(model, DeepseekV4):
+        return None
+    return DecodeGraphs(model, layout, device)
