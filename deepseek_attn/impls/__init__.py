@@ -1,4 +1,4 @@
-"""Attention impls by name. Importing them needs no GPU and no optional package: each says what it lacks here."""
+"""Attention impls by name. Importing them needs no GPU and no optional package; `supported` says why one cannot run."""
 
 from __future__ import annotations
 

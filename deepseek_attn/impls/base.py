@@ -1,4 +1,4 @@
-"""What an attention impl is: classmethods that turn queries and caches into attention output."""
+"""The interface of attention impls, and of the layers they attend for."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from deepseek_attn.impls.base import AttentionSpec
 from deepseek_attn.kernels.attention import PagedKeys
 
-HEADS = (64, 128)  # what the kernels are compiled for
+HEADS = (64, 128)  # head counts that the kernels are compiled for
 ENTRY_BYTES = {512: 584, 576: 656}  # cache bytes per entry, by head_dim
 ROW_BYTES = {512: 576, 576: 656}  # rows that SM100 sees a pool as: the page stride is a multiple
 VALUE_DIM = 512
@@ -62,7 +62,7 @@ def _module() -> Any:
 
 @lru_cache(maxsize=1)
 def flavour() -> Flavour:
-    """The installed flavour, imported once. Never raises: what is wrong is in ``problem``."""
+    """The installed flavour, imported once. Never raises: see ``problem``."""
     try:
         module = _module()
     except ModuleNotFoundError as error:
@@ -156,10 +156,10 @@ def sparse_decode(
     Args:
         q: bfloat16 ``[T, H, d]``; or ``[b, s, H, d]``, with indices ``[b, s, K]`` and lengths ``[b]``.
         keys: one pool of ``fp8_v32`` records for V3.2 (``d`` 576), one or two of ``fp8_v4`` for V4 (512); int32
-            indices and lens. Only -1 stands for no key: slots are not checked.
+            indices and lens, -1 for no key.
         scale: factor of the logits.
-        sink: float32 ``[H]``, or ``[H']`` with ``H' < H`` if the last heads are padding; a logit that takes weight but
-            has no value.
+        sink: float32 ``[H]``, or ``[H']`` with ``H' < H`` if the last heads are padding; a logit per head
+            that joins the denominator only.
         schedule: from `new_schedule`; None makes one for this call alone.
         out: bfloat16 ``[T, H, 512]`` to write to.
 
@@ -170,8 +170,8 @@ def sparse_decode(
         ValueError: shapes, dtypes or strides that the kernel does not take.
 
     Notes:
-        Slots must lie in the pool: the kernel reads whatever address they give. Lengths are per row of the batch
-        (``b``) and columns past them are ignored; V3.2's kernel takes no lengths, so there those columns become -1.
+        Slots must lie in the pool: the kernel does not check them. Lengths are per row of the batch
+        (``b``) and columns past them are ignored; V3.2's kernel has no lengths: these columns become -1.
     """
     flat = q.dim() == 3
     q4 = q.unsqueeze(1) if flat else q
@@ -249,7 +249,7 @@ def sparse_prefill(
         return _result(_empty(q, out).zero_(), lse, out)
     width, found = padded_heads(heads), flavour()
     direct = _direct_out(found, out, heads, width)
-    # a valid index past the length to a row of NaN can, rarely, reach the output: so there is none
+    # past the lengths, a valid index of a row of NaN can (rarely) reach the output
     indices = _pad_width(indices if masked_tails else _without_tail(indices, lens), PREFILL_WIDTH)
     result, _, lse = _module().flash_mla_sparse_fwd(
         _pad_heads(q, width),
@@ -285,7 +285,7 @@ def _check_indices(indices: Tensor, rows: tuple[int, ...], lens: Tensor | None, 
 
 
 class _PoolArguments(NamedTuple):
-    """One pool as the decode kernel takes it: ``cache [pages, n, 1, bytes]``, ``indices [b, s, K]``, ``lens [b]``."""
+    """Decode kernel arguments of one pool: ``cache [pages, n, 1, bytes]``, ``indices [b, s, K]``, ``lens [b]``."""
 
     cache: Tensor
     indices: Tensor
@@ -295,7 +295,7 @@ class _PoolArguments(NamedTuple):
 def _pool_arguments(
     keys: PagedKeys, batch: int, queries: int, dim: int, device: torch.device, flat: bool
 ) -> _PoolArguments:
-    """Checked and padded arguments; V3.2's kernel takes no lengths, so there the indices past them become -1."""
+    """Checked and padded arguments; V3.2's kernel has no lengths: indices past them become -1."""
     cache = _cache_view(keys, dim, device)
     _check_indices(keys.indices, (batch,) if flat else (batch, queries), keys.lens, batch)
     indices = keys.indices.unsqueeze(1) if flat else keys.indices
@@ -305,7 +305,7 @@ def _pool_arguments(
 
 
 def _cache_view(keys: PagedKeys, dim: int, device: torch.device) -> Tensor:
-    """The pool as the kernels take it: ``[pages, n, 1, bytes]``; for V4 the row stride only names the format."""
+    """The pool as ``[pages, n, 1, bytes]``; for V4 the kernel only recognises the format by the row stride."""
     pool, row = keys.pool, ENTRY_BYTES[dim]
     stride = pool.stride(0)
     if pool.dtype != torch.uint8 or pool.dim() != 2 or pool.stride(1) != 1 or pool.shape[1] < keys.entries * row:

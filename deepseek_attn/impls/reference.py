@@ -11,7 +11,7 @@ from deepseek_attn.kernels.attention import PagedKeys, reference
 
 
 class DeepseekV4ReferenceSparseImpl(SplitAttentionImpl):
-    """Attention in float32 torch: what the other impls are measured against."""
+    """Attention in float32 torch, which the other impls are tested against."""
 
     name = "reference"
 

@@ -38,7 +38,7 @@ class EntryShape:
 
 @triton.jit
 def _copy_rows(slot, out_row, wanted, pool_ptr, page_stride, SHAPE: tl.constexpr):
-    """Decodes entry ``slot[r]`` into the row that ``out_row[r]`` points at, where ``wanted``; zeros for slots < 0."""
+    """Decodes entry ``slot[r]`` to the row at ``out_row[r]`` where ``wanted[r]``; zeros for slots < 0."""
     R: tl.constexpr = slot.shape[0]
     CODED: tl.constexpr = SHAPE.CODED
     GROUP: tl.constexpr = SHAPE.GROUP
@@ -82,21 +82,21 @@ def _copy_rows(slot, out_row, wanted, pool_ptr, page_stride, SHAPE: tl.constexpr
 
 @triton.jit
 def _page_slots(request, position, wanted, table_ptr, table_stride, pages, N: tl.constexpr):
-    """Slots of entries ``position`` of ``request``; -1 where the table has no page."""
+    """Slots of the entries at ``position`` of ``request``; -1 where the block table has no page."""
     block = position // N
     at = table_ptr + request * table_stride + block
     page = tl.load(at, mask=wanted & (block < pages), other=-1).to(tl.int64)
     return tl.where(page >= 0, page * N + position % N, -1)
 
 
-@triton.jit(do_not_specialize=["room", "pages"])
+@triton.jit(do_not_specialize=["max_rows", "pages"])
 def gather_kernel(
     out_ptr,
     pool_ptr,
     seq_lens_ptr,
     gather_lens_ptr,
     table_ptr,
-    room,
+    max_rows,
     pages,
     page_stride,
     table_stride,
@@ -113,7 +113,7 @@ def gather_kernel(
     first = tl.program_id(0) * ROWS
     if first < length:
         row = first + tl.arange(0, ROWS)
-        wanted = (row < length) & (row < room)
+        wanted = (row < length) & (row < max_rows)
         slot = _page_slots(r, seq_len - length + row, wanted, table_ptr, table_stride, pages, SHAPE.N)
         out_row = out_ptr + r * out_stride_r + row.to(tl.int64) * out_stride_row
         _copy_rows(slot, out_row, wanted, pool_ptr, page_stride, SHAPE)

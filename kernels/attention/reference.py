@@ -86,7 +86,7 @@ def _written(result: tuple[Tensor, Tensor], out: Tensor | None) -> tuple[Tensor,
 
 @dataclass(frozen=True)
 class _Source:
-    """Keys of one kv tensor or pool: ``fetch(rows int64 [r, w], valid [r, w], out float32 [r, w, d])`` reads them."""
+    """Keys of one kv tensor or pool; ``fetch(rows int64 [r, w], valid [r, w], out float32 [r, w, d])`` reads them."""
 
     indices: Tensor
     lens: Tensor | None
@@ -135,7 +135,7 @@ def _attend_one(
 ) -> tuple[Tensor, Tensor]:
     """`_attend` for a single query on a CPU: only its valid keys are fetched, so nothing needs masking.
 
-    Decoding one request is bound by the number of small operations, and this takes half as many.
+    Decoding one request is bound by the number of small operations; these are half as many.
     """
     _, H, d = q.shape
     keys = []
@@ -157,7 +157,7 @@ def _attend_one(
 
 
 def _width_groups(sources: list[_Source], T: int, device: torch.device) -> Iterator[tuple[Tensor, list[int]]]:
-    """Rows that are computed together, with the columns taken of each source; rows without any column are left out.
+    """Queries that are computed together, with the columns of each source; queries without any column are left out.
 
     The grouping depends on each row's lengths alone. On a GPU all rows are one group: lengths would need a sync.
     """
@@ -278,12 +278,12 @@ def dequantize_and_gather_k_cache(
             out[r, offset + start : offset + end] = record.gather(pool, block_size, slots, out.dtype)
 
 
-def _check_lengths(seq_lens: list[int], gather_lens: list[int], room: int, table_entries: int) -> None:
+def _check_lengths(seq_lens: list[int], gather_lens: list[int], max_rows: int, table_entries: int) -> None:
     for r, (seq_len, length) in enumerate(zip(seq_lens, gather_lens, strict=True)):
         if not 0 <= length <= seq_len:
             raise ValueError(f"request {r}: cannot gather {length} of {seq_len} entries")
-        if length > room:
-            raise ValueError(f"request {r}: {length} entries do not fit in {room} workspace rows")
+        if length > max_rows:
+            raise ValueError(f"request {r}: {length} entries do not fit in {max_rows} workspace rows")
         if seq_len > table_entries and length > 0:
             raise ValueError(f"request {r}: {seq_len} entries, but its block table covers {table_entries}")
 

@@ -110,7 +110,7 @@ def pow2_scales(x, FLOOR: tl.constexpr, MAX: tl.constexpr):
 
 @triton.jit
 def group_scales(amax, POW2: tl.constexpr):
-    """Scales of groups, float32, and the factors that `scaled` takes; by the rule of ``reference.quant``.
+    """Float32 scales of groups, and the factors for `scaled`, by the rule of `kernels.common.quant.quantize_fp8`.
 
     ``amax`` holds the bits of the largest magnitudes as int32: on these, a NaN is larger than every number. A group
     that holds a NaN or an infinity gets the scale NaN.
@@ -129,7 +129,7 @@ def group_scales(amax, POW2: tl.constexpr):
 
 @triton.jit
 def scaled(x, factor, POW2: tl.constexpr):
-    """float32 ``x`` under the factors of its groups, broadcast to it: what is rounded to e4m3."""
+    """float32 ``x`` divided by its scales, ready to be rounded to e4m3; ``factor`` from `group_scales`, broadcast."""
     if POW2:
         return x * factor
     else:

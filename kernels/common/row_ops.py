@@ -1,7 +1,7 @@
 """Device code shared by ops on rows: RMS norm, RoPE, Hadamard matrix, and writing an entry into a page.
 
 Rows are tiles ``[R, BLOCK]`` of float32 values that are exact in the row's dtype; channels from ``D`` on are zero.
-Arithmetic follows ``reference.norm_rope`` and ``reference.quant`` step by step: the bytes of a quantised row are
+Arithmetic follows `kernels.common.norm_rope` and `kernels.common.quant` step by step: the bytes of a quantised row are
 equal to the reference's.
 """
 
@@ -78,7 +78,7 @@ def rotated_rows(y, freqs_cis, D: tl.constexpr, ROPE: tl.constexpr, DTYPE: tl.co
 
 @triton.jit
 def hadamard_rows(y, BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr):
-    """``y @ H * BLOCK**-0.5`` for ``BLOCK = 2**STAGES`` channels, summed as ``reference.quant.hadamard`` does.
+    """``y @ H * BLOCK**-0.5`` for ``BLOCK = 2**STAGES`` channels, summed as `kernels.common.quant.hadamard` does.
 
     A stage adds and subtracts neighbours and puts sums before differences: the lowest bit of the channel becomes the
     highest, so that after all stages every channel is back in its place.

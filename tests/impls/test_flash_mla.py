@@ -24,7 +24,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture
 def install(monkeypatch):
-    """Installs a stand-in, or nothing for None, on what then looks like a machine with a Hopper GPU."""
+    """Installs a stand-in, or nothing for None, on a machine that then appears to have a Hopper GPU."""
 
     def put(module):
         flash_mla.flavour.cache_clear()

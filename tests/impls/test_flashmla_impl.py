@@ -48,7 +48,7 @@ def runner(ratios, backend, mtp=0, numerics=FP8_CACHE, config=None, **options):
 
 
 class Beside:
-    """An impl that also runs the reference, in float32, on what it is given.
+    """An impl that also runs the reference, in float32, on the same arguments.
 
     Logits of two bf16 runs cannot be compared strictly: a rounding can change an expert or a selected entry.
     """
@@ -109,8 +109,8 @@ def test_auto_picks_flashmla_where_its_kernels_fit_the_layer(monkeypatch, spec, 
     monkeypatch.setitem(sys.modules, "flash_mla", fake_flash_mla.make("sgl"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flash_mla, "_capability", lambda device: (9, 0))
-    # what is left of the list, whether or not this machine has Triton
-    refuse = classmethod(lambda cls, device, spec=None: (False, "not asked about here"))
+    # the rest of the list, whether or not this machine has Triton
+    refuse = classmethod(lambda cls, device, spec=None: (False, "not part of this test"))
     monkeypatch.setattr(DeepseekV4TritonSparseImpl, "supported", refuse)
     flash_mla.flavour.cache_clear()
     assert get_impl("auto", GPU, spec).name == chosen

@@ -1,4 +1,4 @@
-"""The mixed impl: where it runs, its place among the impls, and which kernel a call goes to."""
+"""The mixed impl: where it runs, its place among the impls, and which kernel serves a call."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ SPEC = AttentionSpec(64, 512)
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """What looks like a GPU of a given compute capability with triton, and with FlashMLA if wanted."""
+    """Pretends a GPU of a given compute capability, with or without triton and FlashMLA."""
 
     def put(capability, flashmla=True, triton=True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

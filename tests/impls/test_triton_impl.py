@@ -12,7 +12,7 @@ GPU = torch.device("cuda")
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """What looks like a machine with triton and a GPU of a given compute capability, and without FlashMLA."""
+    """Pretends a GPU of a given compute capability, with triton and without FlashMLA."""
 
     def put(*capability):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

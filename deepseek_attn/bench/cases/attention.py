@@ -96,7 +96,7 @@ def _with_flash_mla(
 
 @cache
 def _pool(record: Record, number: int, device: torch.device) -> Tensor:
-    """A pool of random entries that all rows share: what a row reads is in its slots."""
+    """A pool of random entries that all cases share."""
     g = torch.Generator(device).manual_seed(number)
     pool = record.allocate(PAGES, PAGE, device)
     for slots in torch.arange(PAGES * PAGE, device=device).split(1 << 15):

@@ -1,4 +1,4 @@
-"""Inputs of the GPU tests of sparse attention that punish what a kernel must not read, and how results are compared."""
+"""Hostile inputs for the GPU tests of sparse attention: memory that must not be read is NaN; and comparisons."""
 
 import torch
 
@@ -25,7 +25,7 @@ def check(got, expected, limit):
 
 
 def hostile(T, K, live, dead):
-    """Indices into ``live`` with holes, and what a row must not look at past its length: ``dead`` and huge ones."""
+    """Indices into ``live`` with holes; past a row's length, ``dead`` and huge ones that must not be read."""
     indices = live[torch.randint(len(live), (T, K))].int()
     indices[:, -1] = live[-1]
     indices[:, 2::5] = torch.tensor([-1, -2, HUGE, -HUGE]).int()[torch.arange(len(range(2, K, 5))) % 4]

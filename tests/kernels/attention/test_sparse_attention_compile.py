@@ -1,4 +1,4 @@
-"""Every kernel of sparse attention compiles for every GPU generation, on any machine; how launches are cut."""
+"""Every kernel of sparse attention compiles for every GPU generation, on any machine; launch configurations."""
 
 import re
 

@@ -399,7 +399,7 @@ def test_which_kernels_run():
         get_kernels("cuda", "cpu")
 
 
-def test_flashmla_is_called_through_its_door(monkeypatch, seed):
+def test_flashmla_is_called_through_its_adapter(monkeypatch, seed):
     """The calls bind to the adapter's signatures and return what the reference returns."""
 
     def sparse_decode(*args, **kwargs):

@@ -1,0 +1,46 @@
+"""What impls read of a layer is `AttentionLayer`, no more."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from deepseek_attn.impls import AttentionLayer, DeepseekV4ReferenceSparseImpl
+from tests.support.one_layer import KINDS, Layer
+
+ATTRIBUTES = {*AttentionLayer.__annotations__, "workspace_rows"}
+
+
+class OnlyTheProtocol:
+    """A layer of which nothing but the attributes of `AttentionLayer` can be read, and nothing set."""
+
+    def __init__(self, layer):
+        vars(self)["layer"] = layer
+
+    def __getattr__(self, name):
+        assert name in ATTRIBUTES, f"{name} is not in AttentionLayer"
+        return getattr(vars(self)["layer"], name)
+
+    def __setattr__(self, name, value):
+        raise AssertionError(f"an impl sets {name}: impls hold no state")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_impl_needs_no_more_of_a_layer_than_the_protocol(kind):
+    layer, calls = Layer(kind), []
+
+    def forward_mqa(attention, *args):
+        calls.append(attention)
+        return DeepseekV4ReferenceSparseImpl.forward_mqa(OnlyTheProtocol(attention), *args)
+
+    layer.attn.impl = SimpleNamespace(forward_mqa=forward_mqa)
+    requests = [layer.request(n) for n in (40, 150)]
+    layer.run(requests, [30, 1, 1, 5])
+    for request in requests:
+        layer.check(request)
+    layer.attn(requests[0].x[:3], requests[0].x.new_zeros(3).long(), None)
+    assert len(calls) > 4
+
+
+def test_every_attribute_of_the_protocol_is_on_the_layer():
+    layer = Layer(next(iter(KINDS))).attn
+    assert [name for name in ATTRIBUTES if not hasattr(layer, name)] == []
