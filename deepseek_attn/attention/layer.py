@@ -1,8 +1,8 @@
-"""The V4 attention layer: projections, caches, impl, output projection."""
+"""The V4 attention layer: project, insert into the caches, select entries, attend, project the output."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,13 +15,48 @@ from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.indexer import IndexQueries, queries
-from deepseek_attn.kernels.insert import CacheRows, LatentAndKey, QueryHeads, TokenRows, insert_tokens, query_norm_rope
+from deepseek_attn.kernels.insert import (
+    CacheRows,
+    CompressPart,
+    LatentAndKey,
+    QueryHeads,
+    TokenRows,
+    insert_tokens,
+    query_norm_rope,
+)
 from deepseek_attn.layers.linear import GroupedLinear, Linear, empty_quantized, join_weights, multi_linear
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm, Shard
 from deepseek_attn.utils.tracing import stage, traced
 from deepseek_attn.utils.workspace import Workspace
+
+
+class InputProjections(NamedTuple):
+    """Projections of the layer's input.
+
+    Attributes:
+        qr: ``[T, q_lora_rank]``, the query latent; kv: ``[T, head_dim]``, the key, which is also the value.
+        compressors: the layer's compressor and its indexer's, each with its values and gate scores; may be empty.
+        index_weights: float32 ``[T, index_n_heads]``; None without an indexer.
+    """
+
+    qr: torch.Tensor
+    kv: torch.Tensor
+    compressors: list[CompressPart]
+    index_weights: torch.Tensor | None
+
+
+class QueryProjections(NamedTuple):
+    """Projections of the query latent, in the order of `DeepseekV4MLAAttention.query_linears`.
+
+    Attributes:
+        q: ``[T, num_heads * head_dim]``.
+        index_q: ``[T, index_n_heads * index_head_dim]``; None unless the indexer has to select.
+    """
+
+    q: torch.Tensor
+    index_q: torch.Tensor | None = None
 
 
 class DeepseekV4MLAAttention(CheckpointModule):
@@ -38,10 +73,12 @@ class DeepseekV4MLAAttention(CheckpointModule):
         num_heads, o_groups: heads and output groups of this rank; keys and indexers are the same on all ranks.
         attn_sink: float32 ``[heads]``, a logit per head that joins the softmax denominator only.
         padded_heads: heads of the tensors handed to the impl.
-        topk_indices_buffer: int32 ``[max_num_batched_tokens, index_topk]`` selected by the indexer; None without one.
-        decode_topk_slots: int32 ``[Dt, index_topk]``, the slots of what decode rows selected; None if only the entries
-            are known.
-        step: metadata of the running step; None while warming up.
+        topk_indices_buffer: int32 ``[max_num_batched_tokens, index_topk]``, entries that the indexer selected; None
+            without one.
+        step: metadata of the running step; None while warming up. This, ``decode_topk_slots`` and the content of
+            ``topk_indices_buffer`` are all that a call sets; impls read them (`impls.base.AttentionLayer`).
+        decode_topk_slots: int32 ``[Dt, index_topk]``, slots of the entries that decode tokens selected; None if only
+            ``topk_indices_buffer`` is filled.
     """
 
     attn_sink: torch.Tensor
@@ -97,7 +134,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         self.max_model_len = self.max_num_batched_tokens = 0
 
     def process_weights_after_loading(self) -> None:
-        """Lets one product compute all that compressors and indexer project the layer's input with."""
+        """Joins the weights of `input_linears`, so that one GEMM can compute all of them."""
         join_weights(self.input_linears)
 
     def bind_caches(self, pools: CachePools, workspace: Workspace, topk_indices_buffer: torch.Tensor | None) -> None:
@@ -115,7 +152,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
 
     @property
     def backend_name(self) -> str:
-        """The impl that attends."""
+        """Name of the impl."""
         return self.impl.name
 
     def workspace_rows(self) -> int:
@@ -141,34 +178,21 @@ class DeepseekV4MLAAttention(CheckpointModule):
             self.impl.forward_mqa(self, q, q[:, 0], positions)
             return torch.zeros_like(x)
         with stage("project"):
-            qr, kv, *projections = multi_linear(x, self.input_linears)
+            inputs = self.project(x)
         query_linears = self.query_linears(step)
-        qr_fp8 = empty_quantized(qr, query_linears)
-        qr, kv = self.insert(qr, kv, projections, positions, qr_fp8)
+        qr_fp8 = empty_quantized(inputs.qr, query_linears)
+        qr, kv = self.insert(inputs, positions, step, qr_fp8)
         with stage("project"):
-            q, *index_q = multi_linear(qr, query_linears, qr_fp8)
-            q, index_queries = self.queries(q, positions, index_q, projections)
+            projected = QueryProjections(*multi_linear(qr, query_linears, qr_fp8))
+            q, index_queries = self.queries(projected, inputs.index_weights, positions)
         if self.indexer is not None:
-            self.select(index_q, projections[-1], step, index_queries)
+            self.select(self.indexer, projected.index_q, inputs.index_weights, index_queries, step)
         with stage("attend"):
             output = self.impl.forward_mqa(self, q, kv, positions)
         with stage("output"):
-            z, quantized = self.wo_a.project_quantized(output[:, : self.num_heads], positions, self.rope.cos_sin)
-            (y,) = multi_linear(z, [self.wo_b], quantized)
+            z, z_fp8 = self.wo_a.project_quantized(output[:, : self.num_heads], positions, self.rope.cos_sin)
+            (y,) = multi_linear(z, [self.wo_b], z_fp8)
         return self.parallel.sum(y)
-
-    @property
-    def input_linears(self) -> list[Linear]:
-        """Everything that projects the layer's input: query latent, key, then values and scores of the compressors."""
-        linears = [self.wq_a, self.wkv]
-        for compressor in self.compressors:
-            linears += [compressor.wkv, compressor.wgate]
-        return linears if self.indexer is None else [*linears, self.indexer.weights_proj]
-
-    def query_linears(self, step: StepMetadata) -> list[Linear]:
-        """What projects the query latent: the queries and, unless every entry is read, those of the indexer."""
-        chooses = self.indexer is not None and self.indexer.needs_topk(step)
-        return [self.wq_b, self.indexer.wq_b] if chooses else [self.wq_b]
 
     @property
     def compressors(self) -> list[Compressor]:
@@ -176,64 +200,82 @@ class DeepseekV4MLAAttention(CheckpointModule):
         own = [] if self.compressor is None else [self.compressor]
         return own if self.indexer is None else [*own, self.indexer.compressor]
 
+    @property
+    def input_linears(self) -> list[Linear]:
+        """Projections of the layer's input, in the order in which `project` takes their results."""
+        linears = [self.wq_a, self.wkv]
+        for compressor in self.compressors:
+            linears += [compressor.wkv, compressor.wgate]
+        return linears if self.indexer is None else [*linears, self.indexer.weights_proj]
+
+    def project(self, x: torch.Tensor) -> InputProjections:
+        """Projections of ``x [T, hidden_size]``."""
+        results = iter(multi_linear(x, self.input_linears))
+        qr, kv = next(results), next(results)
+        parts = [compressor.part(kv=next(results), score=next(results)) for compressor in self.compressors]
+        return InputProjections(qr, kv, parts, next(results, None))
+
+    def query_linears(self, step: StepMetadata) -> list[Linear]:
+        """Projections of the query latent: the queries, and those of the indexer unless it selects every entry."""
+        if self.indexer is not None and self.indexer.needs_topk(step):
+            return [self.wq_b, self.indexer.wq_b]
+        return [self.wq_b]
+
     @traced("insert")
     def insert(
-        self,
-        qr: torch.Tensor,
-        kv: torch.Tensor,
-        projections: list[torch.Tensor],
-        positions: torch.Tensor,
-        qr_fp8: QuantizedRows | None = None,
+        self, inputs: InputProjections, positions: torch.Tensor, step: StepMetadata, qr_fp8: QuantizedRows | None
     ) -> LatentAndKey:
-        """Writes all that the new tokens add to the caches, so that it is there before any query reads.
+        """Writes the new tokens to all caches, before any query reads them.
 
         Args:
-            projections: values and scores of each compressor in turn.
             qr_fp8: also receives the normed query latent, quantised to FP8.
 
         Returns:
             The normed query latent, and the normed and rotated key.
         """
-        cache, spec = self.swa_cache, self.spec
-        rows = CacheRows(cache.record, cache.tensor, cache.entries, self.step.swa.slot_mapping)
+        pool, compressors = self.swa_cache, inputs.compressors
         tokens = TokenRows(
-            qr, kv, self.q_norm.weight, self.kv_norm.weight, self.eps, self.rope.cos_sin, positions, rows, qr_fp8
+            qr=inputs.qr,
+            kv=inputs.kv,
+            q_weight=self.q_norm.weight,
+            kv_weight=self.kv_norm.weight,
+            eps=self.eps,
+            cos_sin=self.rope.cos_sin,
+            positions=positions,
+            cache=CacheRows(pool.record, pool.tensor, pool.entries, step.swa.slot_mapping),
+            qr_fp8=qr_fp8,
         )
-        pairs = zip(projections[0::2], projections[1::2], strict=False)
-        parts = [compressor.part(*pair) for compressor, pair in zip(self.compressors, pairs, strict=False)]
-        batch = self.step.compressor[spec.ratio, spec.overlap] if parts else None
-        return insert_tokens(tokens, parts, batch)
+        batch = step.compressor[self.spec.ratio, self.spec.overlap] if compressors else None
+        return insert_tokens(tokens, compressors, batch)
+
+    def query_heads(self, q: torch.Tensor, positions: torch.Tensor) -> QueryHeads:
+        """Projected queries ``[T, num_heads * head_dim]`` as the ops take them, padded to ``padded_heads``."""
+        return QueryHeads(q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
 
     def queries(
-        self,
-        q: torch.Tensor,
-        positions: torch.Tensor,
-        index_q: Sequence[torch.Tensor] = (),
-        projections: Sequence[torch.Tensor] = (),
+        self, projected: QueryProjections, index_weights: torch.Tensor | None, positions: torch.Tensor
     ) -> tuple[torch.Tensor, IndexQueries | None]:
-        """``[T, padded_heads, head_dim]``: a weightless norm per head, then the rotation. Padding heads are zero.
-
-        With kernels, the indexer's queries are made in the same launch, and returned as well.
-        """
-        heads = QueryHeads(q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
-        if index_q and self.indexer.uses_triton(q):
-            return queries(heads, self.indexer.query_rows(index_q[0], projections[-1], positions))
+        """Normed and rotated queries ``[T, padded_heads, head_dim]``; in Triton the indexer's in the same launch."""
+        heads, index_q = self.query_heads(projected.q, positions), projected.index_q
+        if self.indexer is not None and index_q is not None and self.indexer.uses_triton(index_q):
+            return queries(heads, self.indexer.query_rows(index_q, index_weights, positions))
         return query_norm_rope(heads), None
 
     @traced("select")
     def select(
         self,
-        index_q: list[torch.Tensor],
-        weights: torch.Tensor,
+        indexer: Indexer,
+        index_q: torch.Tensor | None,
+        index_weights: torch.Tensor,
+        index_queries: IndexQueries | None,
         step: StepMetadata,
-        queries: IndexQueries | None,
     ) -> None:
-        """Entries that each query reads, into ``topk_indices_buffer``; with kernels, slots of decode rows as well."""
-        out = self.topk_indices_buffer[: len(weights)]
+        """Writes the entries that each query reads to ``topk_indices_buffer``; in Triton also the slots for decodes."""
+        out = self.topk_indices_buffer[: len(index_weights)]
         self.decode_topk_slots = None
-        if not index_q:
+        if index_q is None:
             select_all(step.visible_of(self.spec.ratio), out)
             return
-        if self.indexer.uses_triton(index_q[0]):
+        if indexer.uses_triton(index_q):
             self.decode_topk_slots = out.new_empty(step.swa.num_decode_tokens, out.shape[1])
-        self.indexer.select_topk(index_q[0], weights, step, out, self.decode_topk_slots, queries)
+        indexer.select_topk(index_q, index_weights, step, out, self.decode_topk_slots, index_queries)

@@ -13,6 +13,7 @@ import torch
 from deepseek_attn.attention.indexer import request_entries
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 from deepseek_attn.experiments.define.results import RecallRow
+from deepseek_attn.kernels.insert import query_norm_rope
 from deepseek_attn.layers.rope import apply_rope
 from deepseek_attn.models.block import attention_layers
 from deepseek_attn.runner.model_runner import ModelRunner
@@ -84,7 +85,7 @@ def add_queries(total: LayerRecall, layer: DeepseekV4MLAAttention, x: torch.Tens
     step, spec, count = layer.step, layer.spec, len(x)
     assert step is not None
     freqs_cis = step.freqs_cis_of(layer.rope)
-    q, _ = layer.queries(layer.wq_b(layer.q_norm(layer.wq_a(x))), step.positions)
+    q = query_norm_rope(layer.query_heads(layer.wq_b(layer.q_norm(layer.wq_a(x))), step.positions))
     q = q[:, : layer.num_heads].float()
     keys = apply_rope(layer.kv_norm(layer.wkv(x)), freqs_cis).float()
     ratio, entries = spec.ratio, keys[:0]
