@@ -23,6 +23,10 @@ class Compressor(CheckpointModule):
         rotate: multiply the entry by a Hadamard matrix before it is stored (indexer keys under official numerics).
     """
 
+    ape: torch.Tensor
+    pool: Pool  # with the state pool, set by `bind`
+    state: Pool
+
     def __init__(
         self,
         config: ModelConfig,
@@ -41,8 +45,6 @@ class Compressor(CheckpointModule):
         self.wgate = Linear(config.hidden_size, width, numerics, dtype, device, out_float32=True)
         self.declare("ape", (spec.ratio, width), torch.float32)
         self.norm = RMSNorm(head_dim, config.rms_norm_eps, device)
-        self.pool: Pool | None = None
-        self.state: Pool | None = None
 
     def bind(self, pool: Pool, state: Pool) -> None:
         """Sets the pools of entries and of the projections of open windows."""

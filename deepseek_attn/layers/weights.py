@@ -92,6 +92,8 @@ class RMSNorm(CheckpointModule):
         eps: added to the mean square (``rms_norm_eps``).
     """
 
+    weight: torch.Tensor
+
     def __init__(self, dim: int, eps: float, device: torch.device | str = "cpu"):
         super().__init__(device)
         self.eps = eps
