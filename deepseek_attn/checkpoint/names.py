@@ -16,11 +16,25 @@ import torch
 from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo, read_float32, scale_name
 from deepseek_attn.layers.weights import Shard
 
+Rules = tuple[tuple[str, str], ...]
+
 # (transformers, published), as whole dotted segments. Read downwards to get published names, upwards to get
 # transformers' names; the order matters where one rule makes what another one reads.
-RULES = (
-    (".lm_head.", ".head."),
+BLOCK_RULES: Rules = (
     (".embed_tokens.", ".embed."),
+    (".input_layernorm.", ".attn_norm."),
+    (".post_attention_layernorm.", ".ffn_norm."),
+    (".self_attn.", ".attn."),
+    (".mlp.", ".ffn."),
+)
+EXPERT_RULES: Rules = (
+    (".gate.e_score_correction_bias.", ".gate.bias."),
+    (".gate_proj.", ".w1."),
+    (".down_proj.", ".w2."),
+    (".up_proj.", ".w3."),
+)
+RULES: Rules = (
+    (".lm_head.", ".head."),
     (".hc_head.hc_fn.", ".hc_head_fn."),
     (".hc_head.hc_base.", ".hc_head_base."),
     (".hc_head.hc_scale.", ".hc_head_scale."),
@@ -30,10 +44,7 @@ RULES = (
     (".ffn_hc.fn.", ".hc_ffn_fn."),
     (".ffn_hc.base.", ".hc_ffn_base."),
     (".ffn_hc.scale.", ".hc_ffn_scale."),
-    (".input_layernorm.", ".attn_norm."),
-    (".post_attention_layernorm.", ".ffn_norm."),
-    (".self_attn.", ".attn."),
-    (".mlp.", ".ffn."),
+    *BLOCK_RULES,
     (".sinks.", ".attn_sink."),
     (".q_a_proj.", ".wq_a."),
     (".q_a_norm.", ".q_norm."),
@@ -47,10 +58,10 @@ RULES = (
     (".indexer.compressor.scorer.weights_proj.", ".indexer.weights_proj."),
     (".compressor.gate_proj.", ".compressor.wgate."),
     (".compressor.kv_norm.", ".compressor.norm."),
-    (".gate.e_score_correction_bias.", ".gate.bias."),
-    (".gate_proj.", ".w1."),
-    (".down_proj.", ".w2."),
-    (".up_proj.", ".w3."),
+    *EXPERT_RULES,
+)
+# Of packed experts and of scales, which are written one way only.
+READ_ONLY_RULES: Rules = (
     (".gate_up_proj_scale_inv.", ".gate_up_proj.scale."),
     (".down_proj_scale_inv.", ".w2.scale."),
     (".weight_scale_inv.", ".scale."),
@@ -68,10 +79,21 @@ def canonical_name(name: str) -> str:
     Accepts the names of transformers, a ``model.`` prefix, and ``self_attn``, ``mlp``, ``weight_scale_inv`` and
     ``e_score_correction_bias`` in otherwise published names. Packed experts stay packed (see ``CanonicalSource``).
     """
-    dotted = f".{name.removeprefix('model.')}."
-    for other, published in (*RULES, SAVED_KV_NORM):
-        dotted = dotted.replace(other, published)
+    return rename(name.removeprefix("model."), (*RULES, *READ_ONLY_RULES, SAVED_KV_NORM))
+
+
+def rename(name: str, rules: Rules) -> str:
+    """``name`` with the rules applied that fit, from the first to the last."""
+    dotted = f".{name}."
+    for stored, published in rules:
+        dotted = dotted.replace(stored, published)
     return dotted[1:-1]
+
+
+def rename_back(published: str, rules: Rules) -> str:
+    """The inverse of `rename`; a scale gets the name that transformers gives it."""
+    name = rename(published, tuple((ours, stored) for stored, ours in reversed(rules)))
+    return name.removesuffix("scale") + "weight_scale_inv" if published.endswith(".scale") else name
 
 
 def hf_name(published: str) -> str:
@@ -80,12 +102,7 @@ def hf_name(published: str) -> str:
     Experts get one name each (``…mlp.experts.3.gate_proj.weight``); a transformers module has them packed, see
     ``hf_state_dict``.
     """
-    dotted = f".{published}."
-    for other, name in reversed(RULES[:-3]):
-        dotted = dotted.replace(name, other)
-    name = dotted[1:-1]
-    if name.endswith(".scale") and published.endswith(".scale"):
-        name = name.removesuffix("scale") + "weight_scale_inv"
+    name = rename_back(published, RULES)
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 
+from deepseek_attn.checkpoint.names import BLOCK_RULES, EXPERT_RULES, READ_ONLY_RULES, Rules, rename, rename_back
+
 # (checkpoint, model), as whole dotted segments. The indexer's own ``wq_b`` has that name in both.
-RULES = (
-    (".embed_tokens.", ".embed."),
-    (".input_layernorm.", ".attn_norm."),
-    (".post_attention_layernorm.", ".ffn_norm."),
-    (".self_attn.", ".attn."),
+RULES: Rules = (
+    *BLOCK_RULES,
     (".attn.q_a_proj.", ".attn.wq_a."),
     (".attn.q_a_layernorm.", ".attn.q_norm."),
     (".attn.q_b_proj.", ".attn.wq_b."),
@@ -21,17 +20,7 @@ RULES = (
     (".attn.kv_a_layernorm.", ".attn.kv_norm."),
     (".attn.kv_b_proj.", ".attn.wkv_b."),
     (".attn.o_proj.", ".attn.wo."),
-    (".mlp.", ".ffn."),
-    (".gate.e_score_correction_bias.", ".gate.bias."),
-    (".gate_proj.", ".w1."),
-    (".down_proj.", ".w2."),
-    (".up_proj.", ".w3."),
-)
-# Of packed experts and of scales, which are written one way only.
-READ_ONLY_RULES = (
-    (".gate_up_proj_scale_inv.", ".gate_up_proj.scale."),
-    (".down_proj_scale_inv.", ".w2.scale."),
-    (".weight_scale_inv.", ".scale."),
+    *EXPERT_RULES,
 )
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _MTP = re.compile(r"mtp\.(\d+)\.(.+)")
@@ -39,10 +28,9 @@ _MTP = re.compile(r"mtp\.(\d+)\.(.+)")
 
 def canonical_name_v32(name: str, num_hidden_layers: int) -> str:
     """The model's name of a checkpoint tensor; unknown names come back with the rules applied that fit."""
-    dotted = f".{name.removeprefix('model.')}."
-    for stored, ours in (*RULES, *READ_ONLY_RULES):
-        dotted = dotted.replace(stored, ours)
-    name = "head.weight" if dotted == ".lm_head.weight." else dotted[1:-1]
+    name = rename(name.removeprefix("model."), (*RULES, *READ_ONLY_RULES))
+    if name == "lm_head.weight":
+        return "head.weight"
     layer = _LAYER.fullmatch(name)
     if layer is None or int(layer[1]) < num_hidden_layers:
         return name
@@ -58,10 +46,4 @@ def published_name_v32(name: str, num_hidden_layers: int) -> str:
     if mtp is not None:
         rest = "shared_head.norm.weight" if mtp[2] == "norm.weight" else mtp[2]
         name = f"layers.{num_hidden_layers + int(mtp[1])}.{rest}"
-    dotted = f".{name}."
-    for stored, ours in reversed(RULES):
-        dotted = dotted.replace(ours, stored)
-    name = dotted[1:-1]
-    if name.endswith(".scale"):
-        name = name.removesuffix("scale") + "weight_scale_inv"
-    return f"model.{name}"
+    return f"model.{rename_back(name, RULES)}"

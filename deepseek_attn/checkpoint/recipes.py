@@ -77,6 +77,13 @@ DRAW = {
 }
 
 
+def mlp(hidden: int, inner: int, kind: str, gain: float = 1.0) -> Iterator[tuple[str, Recipe]]:
+    """The three matrices of a gated MLP; ``gain`` on w1 and w3 is undone in w2."""
+    yield "w1.weight", Recipe(kind, (inner, hidden), gain)
+    yield "w2.weight", Recipe(kind, (hidden, inner), gain**-2)
+    yield "w3.weight", Recipe(kind, (inner, hidden), gain)
+
+
 def prefixed(prefix: str, tensors: Iterator[tuple[str, Recipe]]) -> Iterator[tuple[str, Recipe]]:
     """The same tensors under ``prefix.``."""
     for name, recipe in tensors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from deepseek_attn.checkpoint.names_v32 import published_name_v32
-from deepseek_attn.checkpoint.recipes import Recipe, prefixed
+from deepseek_attn.checkpoint.recipes import Recipe, mlp, prefixed
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 
 
@@ -41,13 +41,13 @@ def _block(config: DeepseekV32Config, layer: V32LayerSpec) -> Iterator[tuple[str
     yield from prefixed("attn", _attention(config))
     yield "ffn_norm.weight", Recipe("norm", (hidden,))
     if layer.dense_ffn:
-        yield from prefixed("ffn", _mlp(hidden, config.intermediate_size, "quantized"))
+        yield from prefixed("ffn", mlp(hidden, config.intermediate_size, "quantized"))
         return
     yield "ffn.gate.weight", Recipe("linear", (config.n_routed_experts, hidden))
     yield "ffn.gate.bias", Recipe("bias", (config.n_routed_experts,))
     for index in range(config.n_routed_experts):
-        yield from prefixed(f"ffn.experts.{index}", _mlp(hidden, inner, "expert"))
-    yield from prefixed("ffn.shared_experts", _mlp(hidden, inner * config.n_shared_experts, "quantized"))
+        yield from prefixed(f"ffn.experts.{index}", mlp(hidden, inner, "expert"))
+    yield from prefixed("ffn.shared_experts", mlp(hidden, inner * config.n_shared_experts, "quantized"))
 
 
 def _attention(config: DeepseekV32Config) -> Iterator[tuple[str, Recipe]]:
@@ -66,9 +66,3 @@ def _attention(config: DeepseekV32Config) -> Iterator[tuple[str, Recipe]]:
         yield "indexer.k_norm.weight", Recipe("index_norm", (config.index_head_dim,))
         yield "indexer.k_norm.bias", Recipe("index_bias", (config.index_head_dim,))
         yield "indexer.weights_proj.weight", Recipe("linear", (config.index_n_heads, hidden))
-
-
-def _mlp(hidden: int, inner: int, kind: str) -> Iterator[tuple[str, Recipe]]:
-    yield "w1.weight", Recipe(kind, (inner, hidden))
-    yield "w2.weight", Recipe(kind, (hidden, inner))
-    yield "w3.weight", Recipe(kind, (inner, hidden))

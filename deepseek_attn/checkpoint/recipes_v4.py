@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deepseek_attn.checkpoint.recipes import Recipe, prefixed
+from deepseek_attn.checkpoint.recipes import Recipe, mlp, prefixed
 from deepseek_attn.config.model import LayerSpec, ModelConfig
 
 CLAMPED_GAIN = 4.0  # w1, w3 of every second expert: |w x| then passes the clamp at 10 about once in a hundred
@@ -62,7 +62,7 @@ def _compressor(config: ModelConfig, layer: LayerSpec, dim: int) -> Iterator[tup
 
 
 def _moe(config: ModelConfig, layer: LayerSpec) -> Iterator[tuple[str, Recipe]]:
-    experts, hidden = config.n_routed_experts, config.hidden_size
+    experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     yield "gate.weight", Recipe("linear", (experts, hidden))
     if layer.hash_routing:
         yield "gate.tid2eid", Recipe("table", (config.vocab_size, config.num_experts_per_tok))
@@ -70,15 +70,8 @@ def _moe(config: ModelConfig, layer: LayerSpec) -> Iterator[tuple[str, Recipe]]:
         yield "gate.bias", Recipe("bias", (experts,))
     for index in range(experts):
         gain = CLAMPED_GAIN if index % 2 else 1.0
-        yield from prefixed(f"experts.{index}", _expert(config, "expert", gain))
-    yield from prefixed("shared_experts", _expert(config, "quantized", CLAMPED_GAIN))
-
-
-def _expert(config: ModelConfig, kind: str, gain: float) -> Iterator[tuple[str, Recipe]]:
-    inner, hidden = config.moe_intermediate_size, config.hidden_size
-    yield "w1.weight", Recipe(kind, (inner, hidden), gain)
-    yield "w2.weight", Recipe(kind, (hidden, inner), gain**-2)
-    yield "w3.weight", Recipe(kind, (inner, hidden), gain)
+        yield from prefixed(f"experts.{index}", mlp(hidden, inner, "expert", gain))
+    yield from prefixed("shared_experts", mlp(hidden, inner, "quantized", CLAMPED_GAIN))
 
 
 def _hc_head(config: ModelConfig) -> Iterator[tuple[str, Recipe]]:
