@@ -10,21 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 
 import torch
 
 VARIABLE = "DEEPSEEK_ATTN_TRACE"  # "1" switches ranges on at import, for instance under Nsight Systems
-
-
-class _NoRange:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error) -> None:
-        pass
 
 
 class _Range:
@@ -44,7 +36,7 @@ class _Range:
         self._record.__exit__(*error)
 
 
-_NO_RANGE = _NoRange()
+_NO_RANGE = nullcontext()
 _on = os.environ.get(VARIABLE) == "1"
 
 
