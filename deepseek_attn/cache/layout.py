@@ -11,7 +11,7 @@ which keeps every read and write legal.
     tokens     latent rows (+ indexer keys) of V3.2      64 tokens                       tokens
 
 DeepSeek-V4 has the first three, DeepSeek-V3.2 only the last. Pools hold ``max_num_seqs`` sequences of ``max_model_len``
-tokens at once, or, with ``kv_cache_bytes``, what that many bytes hold (`CacheLayout.fit_pages`).
+tokens at once or, with ``kv_cache_bytes``, as many tokens as fit (`CacheLayout.fit_pages`).
 """
 
 from __future__ import annotations
@@ -206,9 +206,9 @@ def make_layout(
         max_num_batched_tokens: tokens of one step; their window entries need pages until the step ends.
         max_rollback: tokens that ``truncate`` can take back without recomputing.
         layers: the layers that are present (default: all, MTP layers included).
-        max_snapshots: prefixes kept for reuse, with pages and rows of their own for what does not grow with tokens.
-        kv_cache_bytes: bytes of all pools together. The window and state groups keep their size; what grows with the
-            tokens gets what is left, less or more than all sequences need at their longest.
+        max_snapshots: prefixes kept for reuse; each has window pages and state rows of its own.
+        kv_cache_bytes: bytes of all pools together. The window and state groups keep their size; the groups that grow
+            with the tokens share the rest, which may be less or more than all sequences need at ``max_model_len``.
 
     Raises:
         ValueError: the record of ``numerics`` does not fit the head dimensions, or ``kv_cache_bytes`` does not hold

@@ -130,7 +130,7 @@ class CacheManager:
         """Gives each sequence the pages of its next ``n`` tokens: new ones, and copies of shared ones.
 
         Raises:
-            OutOfPages: nothing was changed; names the pool, what is needed and what is free.
+            OutOfPages: nothing was changed; names the pool with its needed and its free pages.
         """
         batch = [(cache, n) for cache, n in batch if cache.num_tokens + n > cache.owned_to]
         leaving: Counter[tuple[str, int]] = Counter()

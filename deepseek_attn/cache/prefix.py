@@ -66,7 +66,7 @@ class Match:
 @dataclass(eq=False)
 class _Entry:
     snapshot: Snapshot
-    keys: list[bytes]  # of those of its blocks that no earlier snapshot had
+    keys: list[bytes]  # of its blocks that no earlier snapshot had
 
 
 class PrefixCache:
@@ -82,7 +82,7 @@ class PrefixCache:
         return len(self._entries)
 
     def match(self, keys: list[bytes]) -> Match:
-        """The longest kept prefix among ``keys``, which are those of a prompt's prefixes."""
+        """The longest kept prefix of a prompt; ``keys`` are the keys of its prefixes, shortest first."""
         block, found = self.layout.snapshot_block, Match()
         for count in range(len(keys), 0, -1):
             key = keys[count - 1]

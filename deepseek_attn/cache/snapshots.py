@@ -46,7 +46,7 @@ class SnapshotStore:
         return not self.manager.free_snapshots
 
     def take(self, cache: SequenceCache, length: int | None = None) -> Snapshot:
-        """Keeps the first ``length`` tokens of a sequence (default: all of them), which goes on as before.
+        """Keeps the first ``length`` tokens of a sequence (default: all of them), which stays usable.
 
         Raises:
             ValueError: a length that is not a multiple of ``snapshot_block``, or that the caches have moved past; or

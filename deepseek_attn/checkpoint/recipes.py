@@ -16,7 +16,7 @@ class Recipe:
     """How a tensor is drawn.
 
     Attributes:
-        kind: key of ``DRAW``, which says the distribution and the dtype of what is not quantised.
+        kind: key of ``DRAW``: the distribution, and the dtype of tensors that are not quantised.
         shape: logical shape.
         gain: factor on a linear weight.
         same_as: name of a tensor that this one is a copy of; None for most.

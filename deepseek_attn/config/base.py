@@ -49,11 +49,11 @@ class ConfigBase:
         raise NotImplementedError
 
     def schedule(self) -> dict[str, Any]:
-        """Keys that hold what ``layers`` say; None for keys to leave out."""
+        """Keys of the published ``config.json`` that follow from ``layers``; keys of value None are left out."""
         return {}
 
     def adapt(self, raw: dict[str, Any], changes: Mapping[str, Any]) -> None:
-        """Takes out of ``raw``, the keys of this config, what cannot stay beside ``changes``."""
+        """Removes or shortens keys of ``raw``, this config's own, that contradict ``changes``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the config as a published ``config.json`` object; ``from_dict`` gives an equal config back."""

@@ -1,4 +1,4 @@
-"""Where and how large a runner is: defaults, and one error for everything that is wrong with what was asked."""
+"""Device, dtype and sizes of a runner: defaults, and one error that lists all wrong options."""
 
 from __future__ import annotations
 

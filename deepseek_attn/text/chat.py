@@ -97,7 +97,7 @@ def describe_chat_format(directory: str | Path) -> tuple[str, str]:
 def build_prompt(
     tokenizer: Tokenizer, directory: str | Path, messages: list[dict], thinking: bool = False
 ) -> tuple[list[int], str]:
-    """Encode messages for generation with what `describe_chat_format` chooses.
+    """Encode messages for generation, in the format that `describe_chat_format` names.
 
     A Jinja template gets ``thinking`` and ``enable_thinking`` (templates differ in the name they read) and judges
     roles and keys itself.

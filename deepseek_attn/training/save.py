@@ -53,6 +53,6 @@ def save_checkpoint(
     """Writes a checkpoint directory in the published format; see `write_checkpoint` for what it refuses.
 
     Args:
-        tokenizer: what made the text's token ids; None writes a byte-level one.
+        tokenizer: the tokenizer of the training text; None writes a byte-level one.
     """
     return write_checkpoint(TrainedSource(model, config), config, directory, num_shards=2, tokenizer=tokenizer)

@@ -110,7 +110,7 @@ class Needle(SyntheticTask):
 
 
 class CopyAcross(SyntheticTask):
-    """``length`` values at the beginning, and after the gap a mark that asks for all of them in the same order."""
+    """``length`` values at the beginning; after the gap, a mark and the same values in the same order."""
 
     name = "copy"
 
