@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import deepseek_attn.kernels.attention as kernels
 import deepseek_attn.kernels.attention.reference as module
 from deepseek_attn.kernels.attention import PagedKeys
 from deepseek_attn.kernels.attention.reference import sparse_attention, sparse_attention_paged
@@ -250,6 +251,22 @@ def test_paged_empty():
     pools = make_pools(0, 8, [(4, 6), (2, 3)])
     out, lse = sparse_attention_paged(torch.empty(0, 3, 8), pools, 1.0)
     assert (out.shape, lse.shape) == ((0, 3, 8), (0, 3))
+
+
+def test_the_public_ops_pass_every_argument_on_and_write_to_out():
+    q, kv, indices, lens, sink = make(13, 2, 16, 60, 33)
+    indices = poison(indices, lens, 60)
+    expected = sparse_attention(q, kv, indices, 0.25, sink, lens, 12)
+    keys = [PagedKeys(Rows(), kv.view(12, 5, 16), 5, indices, lens)]
+    calls = {
+        "rows": lambda out: kernels.sparse_attention(q, kv, indices, 0.25, sink, lens, 12, out),
+        "pages": lambda out: kernels.sparse_attention_paged(q, keys, 0.25, sink, 12, out),
+    }
+    for call in calls.values():
+        torch.testing.assert_close(call(None), expected)
+        out = torch.full((13, 2, 24), NAN)[..., :12]
+        assert call(out)[0] is out
+        torch.testing.assert_close(out, expected[0])
 
 
 @pytest.mark.parametrize("wrong", ["kv", "indices", "lens", "sink", "d_v"])
