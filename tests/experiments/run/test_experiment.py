@@ -14,6 +14,7 @@ import pytest
 from deepseek_attn.cli import main
 from deepseek_attn.experiments.define.config import load_experiment
 from deepseek_attn.experiments.define.units import make_units
+from deepseek_attn.experiments.run.pool import Finished, Pool
 
 TIMES = re.compile(r".*(_ms|_low|_high|seconds|tokens_per_second)$")
 
@@ -62,17 +63,29 @@ def running(pid):
         return False
 
 
+class PoolHere(Pool):
+    """Runs the units in this process, which has imported torch already; `test_pool` is about worker processes."""
+
+    def run(self, units):
+        for unit in units:
+            self.task(unit, lambda part: None)
+            self.finished(unit, Finished(0.0))
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """(experiment, folder) of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("experiment")
     file = experiment(folder)
-    assert main(["experiment", "run", str(file), "--out", str(folder / "out")]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepseek_attn.experiments.run.run.Pool", PoolHere)
+        assert main(["experiment", "run", str(file), "--out", str(folder / "out")]) == 0
     return file, folder / "out"
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at processes in /proc")
-def test_killed_and_resumed_gives_the_same_report(finished, tmp_path, capsys):
+def test_killed_and_resumed_gives_the_same_report(finished, tmp_path, capsys, monkeypatch):
+    """A worker process does the units until the kill."""
     file, whole = finished
     out = tmp_path / "out"
     first = out / "records" / "checkpoint" / "own.json"
@@ -93,6 +106,7 @@ def test_killed_and_resumed_gives_the_same_report(finished, tmp_path, capsys):
     before = {path: path.stat().st_mtime_ns for path in (out / "records").rglob("*.json")}
     assert first in before
     assert len(before) < total, "nothing was left to do: it was killed too late"
+    monkeypatch.setattr("deepseek_attn.experiments.run.run.Pool", PoolHere)
     assert main(["experiment", "resume", str(file), "--out", str(out)]) == 0
     assert f"{total} pieces of work, {len(before)} done before" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in before} == before
