@@ -16,6 +16,7 @@ from deepseek_attn.kernels.linear.formats import QUANTIZE_ABOVE
 from deepseek_attn.kernels.linear.launch import Products, empty_partials, tile_weights
 from deepseek_attn.kernels.linear.launch_config import HopperLaunchConfig, choose_hopper_config
 from deepseek_attn.kernels.linear.linear_hopper import linear_hopper_kernel
+from deepseek_attn.kernels.linear.linear_hopper_products import Tiling, Weights
 
 _BYTES = gl.NVMMASharedLayout(128, 8, 2)
 _PLAIN = gl.NVMMASharedLayout(128, 16, 2)
@@ -104,9 +105,20 @@ def launch_hopper(
         jobs,
         stride,
         0 if quantized_output is None else quantized_output.scale.stride(1),
-        CUT=(K, config.rows, config.tokens, config.warpgroup_rows, config.warpgroup_tokens, config.stages),
-        SCALED=(tiling.sizes, tiling.firsts, tiling.tiles, splits, tiling.group_rows),
-        PLAIN=(plain_tiling.sizes, plain_tiling.firsts, plain_tiling.tiles, plain_splits),
+        TILING=Tiling(
+            K=K,
+            ROWS=config.rows,
+            TOKENS=config.tokens,
+            PART_ROWS=config.warpgroup_rows,
+            PART_TOKENS=config.warpgroup_tokens,
+            ROW_STEP=config.warpgroup_rows % config.rows,
+            TOKEN_STEP=config.warpgroup_tokens % config.tokens,
+            WARPGROUPS=config.warpgroups,
+            STAGES=config.stages,
+            SCALES=max(config.tokens, 32),
+        ),
+        FP8=Weights(tiling.sizes, tiling.firsts, tiling.tiles, splits, tiling.group_rows),
+        PLAIN=Weights(plain_tiling.sizes, plain_tiling.firsts, plain_tiling.tiles, plain_splits, 0),
         DTYPE=TRITON_DTYPES[x.dtype],
         POW2=quantized_output is None or quantized_output.pow2_scales,
         REGISTERS=min(240, (registers * (config.warpgroups + 1) - 40) // config.warpgroups // 8 * 8),

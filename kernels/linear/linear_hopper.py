@@ -1,15 +1,18 @@
-"""Gluon device code of `linear_hopper`: products of one input with several weights on Hopper's tensor cores.
+"""Gluon device code of `launch_hopper`: products of one input with several weights on Hopper's tensor cores.
 
-A job is a tile of ``ROWS`` rows of a weight by ``TOKENS`` tokens, over all channels or one share of them. One warp asks
-for blocks of 128 bytes of channels of both, ``STAGES`` of them ahead, the first ones of the weight before the launch
+A job is a tile of ``ROWS`` rows of a weight by ``TOKENS`` tokens, over all channels or one split of them. One warp
+loads blocks of 128 bytes of channels of both, up to ``STAGES`` ahead, the first ones of the weight before the kernel
 ahead has ended. One or two warpgroups multiply: the weight is the left factor, of which tensor cores take 64 rows at
-once. Products with an FP8 weight are fresh for each block, and added under its scales. Factors come from shared memory.
+once. FP8 products have a fresh accumulator for each block, which is added under the block's scales. Factors come from
+shared memory.
 
-Tried on an H200, 128 tokens: the input kept in shared memory by programs that go through tiles of 64 rows of ``wq_b``
-21.3 us instead of 20.0; without loading the input at all 19.5; without adding the products 16.6.
+Tried on an H200, 128 tokens: keeping the input in shared memory in programs that iterate over tiles of 64 rows of
+``wq_b``, 21.3 us instead of 20.0; without loading the input at all 19.5; without adding the products 16.6.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,7 +20,31 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.gluon import load_tile, reinterpret
-from deepseek_attn.kernels.linear.linear_hopper_products import PLAIN_LAYOUT, finish, sum_plain, sum_scaled
+from deepseek_attn.kernels.linear.linear_hopper_products import (
+    PLAIN_LAYOUT,
+    Buffers,
+    PartPlace,
+    QuantizedOutput,
+    finish,
+    sum_plain,
+    sum_scaled,
+)
+
+
+class Inputs(NamedTuple):
+    """Tensor descriptors of the input: quantised, its scales, plain."""
+
+    q: Any
+    scale: Any
+    x: Any
+
+
+class Partials(NamedTuple):
+    """Scratch memory for split-K partials of FP8 and of plain products, and counters of those that have arrived."""
+
+    fp8: Any
+    plain: Any
+    counters: Any
 
 
 @gluon.jit
@@ -31,31 +58,36 @@ def _pick(values, firsts: gl.constexpr, tile):
 
 @gluon.jit
 def _pick_constant(values: gl.constexpr, firsts: gl.constexpr, tile):
-    value = gl.to_tensor(values[0])
+    """`_pick` of constants."""
+    FIRST: gl.constexpr = values[0]
+    value = gl.to_tensor(FIRST)
     for i in gl.static_range(1, len(firsts)):
         value = gl.where(tile >= firsts[i], values[i], value)
     return value
 
 
 @gluon.jit
-def _turns(job, end):
-    """How often a program goes from one job to its next until ``end``."""
+def _num_jobs(job, end):
+    """Jobs of this program from ``job`` to ``end``."""
     programs = gl.num_programs(0)
     return gl.maximum(end - job + programs - 1, 0) // programs
 
 
 @gluon.jit
-def _share(job, m_tiles, BLOCKS: gl.constexpr, SPLITS: gl.constexpr):
-    """Tile and share of a job among those of its kind, the first block and the end of the share."""
-    SHARE: gl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
+def _split_of(job, m_tiles, BLOCKS: gl.constexpr, SPLITS: gl.constexpr):
+    """(tile, split, first block of the split, end of the split) of a job among those of its kind."""
+    SPLIT: gl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     tile = job // m_tiles // SPLITS
     split = job // m_tiles % SPLITS
-    return tile, split, split * SHARE, gl.minimum(split * SHARE + SHARE, BLOCKS)
+    return tile, split, split * SPLIT, gl.minimum(split * SPLIT + SPLIT, BLOCKS)
 
 
 @gluon.jit
-def _rows(tile, SIZES: gl.constexpr, FIRSTS: gl.constexpr, GROUP_ROWS: gl.constexpr, ROWS: gl.constexpr):
-    """The first row of a tile, the last one of its weight or group, and the group."""
+def _rows_of(tile, WEIGHTS: gl.constexpr, ROWS: gl.constexpr):
+    """(first row of a tile, last row of its weight or group, the group)."""
+    SIZES: gl.constexpr = WEIGHTS.SIZES
+    FIRSTS: gl.constexpr = WEIGHTS.FIRSTS
+    GROUP_ROWS: gl.constexpr = WEIGHTS.GROUP_ROWS
     if GROUP_ROWS > 0:
         GROUP_TILES: gl.constexpr = (GROUP_ROWS + ROWS - 1) // ROWS
         group = tile // GROUP_TILES
@@ -66,8 +98,9 @@ def _rows(tile, SIZES: gl.constexpr, FIRSTS: gl.constexpr, GROUP_ROWS: gl.conste
 
 
 @gluon.jit
-def _ask_weight(descs, tile, row, block, full, buffer, FIRSTS: gl.constexpr, FP8: gl.constexpr, DTYPE: gl.constexpr):
-    """Asks for a block of the weight that holds ``tile``."""
+def _load_weight(descs, tile, row, block, full, buffer, WEIGHTS: gl.constexpr, FP8: gl.constexpr, DTYPE: gl.constexpr):
+    """Starts to load a block of the weight that holds ``tile``."""
+    FIRSTS: gl.constexpr = WEIGHTS.FIRSTS
     channel = block * (128 if FP8 else 64)
     if not FP8:
         buffer = reinterpret(buffer, DTYPE, [buffer.shape[0], 64], PLAIN_LAYOUT)
@@ -84,57 +117,52 @@ def _load(
     jobs,
     first_job,
     n,
-    ahead,
+    prefetched,
     m_tiles,
     inputs,
-    weights,
+    descs,
     group_stride,
     buffers,
-    CUT: gl.constexpr,
-    SIZES: gl.constexpr,
-    FIRSTS: gl.constexpr,
-    SPLITS: gl.constexpr,
-    GROUP_ROWS: gl.constexpr,
+    TILING: gl.constexpr,
+    WEIGHTS: gl.constexpr,
     FP8: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Asks for the blocks of the jobs of one kind that are this program's; returns what the next kind starts from."""
-    ROWS: gl.constexpr = CUT[1]
-    TOKENS: gl.constexpr = CUT[2]
-    STAGES: gl.constexpr = CUT[5]
-    BLOCKS: gl.constexpr = CUT[0] // 128 if FP8 else (CUT[0] + 63) // 64
-    SCALES: gl.constexpr = 4 * (TOKENS if TOKENS > 32 else 32) if FP8 else 0
-    BYTES: gl.constexpr = (ROWS + TOKENS) * 128 + SCALES
-    w_buffer, x_buffer, scale_buffer, full, empty = buffers
-    for _i in range(_turns(job, jobs)):
+    """Loads the blocks of this program's jobs of one kind; returns what the next kind starts from."""
+    ROWS: gl.constexpr = TILING.ROWS
+    TOKENS: gl.constexpr = TILING.TOKENS
+    STAGES: gl.constexpr = TILING.STAGES
+    SPLITS: gl.constexpr = WEIGHTS.SPLITS
+    BLOCKS: gl.constexpr = TILING.K // 128 if FP8 else (TILING.K + 63) // 64
+    BYTES: gl.constexpr = (ROWS + TOKENS) * 128 + (4 * TILING.SCALES if FP8 else 0)
+    for _i in range(_num_jobs(job, jobs)):
         token = job % m_tiles * TOKENS
-        tile, _split, first, end = _share(job - first_job, m_tiles, BLOCKS, SPLITS)
-        row, _last, group = _rows(tile, SIZES, FIRSTS, GROUP_ROWS, ROWS)
-        ahead = gl.minimum(ahead, end - first)
-        for i in range(ahead):
-            mbarrier.expect(full.index(i), BYTES)
-            _ask_weight(weights, tile, row, first + i, full.index(i), w_buffer.index(i), FIRSTS, FP8, DTYPE)
-        if ahead > 0:
+        tile, _split, first, end = _split_of(job - first_job, m_tiles, BLOCKS, SPLITS)
+        row, _last, group = _rows_of(tile, WEIGHTS, ROWS)
+        prefetched = gl.minimum(prefetched, end - first)
+        for i in range(prefetched):
+            full = buffers.full.index(i)
+            mbarrier.expect(full, BYTES)
+            _load_weight(descs, tile, row, first + i, full, buffers.weight.index(i), WEIGHTS, FP8, DTYPE)
+        if prefetched > 0:
             gdc_wait()
         for block in range(first, end):
             stage = n % STAGES
-            filled = full.index(stage)
-            if block >= first + ahead:
-                mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
-                mbarrier.expect(filled, BYTES)
-                _ask_weight(weights, tile, row, block, filled, w_buffer.index(stage), FIRSTS, FP8, DTYPE)
+            full = buffers.full.index(stage)
+            if block >= first + prefetched:
+                mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
+                mbarrier.expect(full, BYTES)
+                _load_weight(descs, tile, row, block, full, buffers.weight.index(stage), WEIGHTS, FP8, DTYPE)
             if FP8:
-                place = [group * group_stride + token, block * 128]
-                load_tile(inputs[0], place, filled, x_buffer.index(stage))
-                place = [group * BLOCKS + block, token]
-                load_tile(inputs[1], place, filled, scale_buffer.index(stage))
+                load_tile(inputs.q, [group * group_stride + token, block * 128], full, buffers.x.index(stage))
+                load_tile(inputs.scale, [group * BLOCKS + block, token], full, buffers.scales.index(stage))
             else:
-                buffer = reinterpret(x_buffer.index(stage), DTYPE, [TOKENS, 64], PLAIN_LAYOUT)
-                load_tile(inputs[2], [token, block * 64], filled, buffer)
+                buffer = reinterpret(buffers.x.index(stage), DTYPE, [TOKENS, 64], PLAIN_LAYOUT)
+                load_tile(inputs.x, [token, block * 64], full, buffer)
             n += 1
-        ahead = 0
+        prefetched = 0
         job += gl.num_programs(0)
-    return job, n, ahead
+    return job, n, prefetched
 
 
 @gluon.jit
@@ -142,34 +170,29 @@ def _load_all(
     jobs,
     M,
     inputs,
-    weights,
-    plain_weights,
+    fp8_descs,
+    plain_descs,
     group_stride,
     buffers,
-    CUT: gl.constexpr,
-    SCALED: gl.constexpr,
+    TILING: gl.constexpr,
+    FP8: gl.constexpr,
     PLAIN: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Asks for the blocks of all jobs of this program in turn."""
-    SIZES: gl.constexpr = SCALED[0]
-    FIRSTS: gl.constexpr = SCALED[1]
-    PLAIN_SIZES: gl.constexpr = PLAIN[0]
-    PLAIN_FIRSTS: gl.constexpr = PLAIN[1]
-    m_tiles = (M + CUT[2] - 1) // CUT[2]
-    scaled_jobs = m_tiles * SCALED[2] * SCALED[3]
+    """Loads the blocks of all jobs of this program in order."""
+    m_tiles = (M + TILING.TOKENS - 1) // TILING.TOKENS
+    fp8_jobs = m_tiles * FP8.TILES * FP8.SPLITS
     job = gl.program_id(0)
     n = job * 0
-    ahead = n + CUT[5]  # blocks of weights that are asked for before the launch ahead has ended
-    if SCALED[2] > 0:
-        job, n, ahead = _load(
-            job, scaled_jobs, 0, n, ahead, m_tiles, inputs, weights, group_stride, buffers, CUT, SIZES, FIRSTS,
-            SCALED[3], SCALED[4], True, DTYPE,
-        )  # fmt: skip
-    if PLAIN[2] > 0:
+    prefetched = n + TILING.STAGES  # blocks of weights that are loaded before the kernel ahead has ended
+    if FP8.TILES > 0:
+        job, n, prefetched = _load(
+            job, fp8_jobs, 0, n, prefetched, m_tiles, inputs, fp8_descs, group_stride, buffers, TILING, FP8, True, DTYPE
+        )
+    if PLAIN.TILES > 0:
         _load(
-            job, jobs, scaled_jobs, n, ahead, m_tiles, inputs, plain_weights, group_stride, buffers, CUT, PLAIN_SIZES,
-            PLAIN_FIRSTS, PLAIN[3], 0, False, DTYPE,
+            job, jobs, fp8_jobs, n, prefetched, m_tiles, inputs, plain_descs, group_stride, buffers, TILING, PLAIN,
+            False, DTYPE,
         )  # fmt: skip
 
 
@@ -180,67 +203,65 @@ def _multiply_all(
     scales,
     outs,
     plain_outs,
-    rounded,
-    parts,
+    quantized_output,
+    partials,
     buffers,
-    OWNER: gl.constexpr,
-    CUT: gl.constexpr,
-    SCALED: gl.constexpr,
+    WARPGROUP: gl.constexpr,
+    TILING: gl.constexpr,
+    FP8: gl.constexpr,
     PLAIN: gl.constexpr,
     DTYPE: gl.constexpr,
     POW2: gl.constexpr,
 ):
-    """The part of each tile that belongs to warpgroup ``OWNER``: some of its rows, or some of its tokens."""
-    K: gl.constexpr = CUT[0]
-    ROWS: gl.constexpr = CUT[1]
-    TOKENS: gl.constexpr = CUT[2]
-    SIZES: gl.constexpr = SCALED[0]
-    FIRSTS: gl.constexpr = SCALED[1]
-    TILES: gl.constexpr = SCALED[2]
-    PLAIN_SIZES: gl.constexpr = PLAIN[0]
-    PLAIN_FIRSTS: gl.constexpr = PLAIN[1]
-    OWN_ROWS: gl.constexpr = CUT[3]
-    OWN_TOKENS: gl.constexpr = CUT[4]
-    STAGES: gl.constexpr = CUT[5]
-    OWNERS: gl.constexpr = ROWS // OWN_ROWS * (TOKENS // OWN_TOKENS)
-    ROW: gl.constexpr = OWNER * OWN_ROWS if ROWS > OWN_ROWS else 0
-    TOKEN: gl.constexpr = OWNER * OWN_TOKENS if TOKENS > OWN_TOKENS else 0
-    SCALES: gl.constexpr = TOKENS if TOKENS > 32 else 32
-    OWN: gl.constexpr = (ROW, TOKEN, OWN_ROWS, OWN_TOKENS, STAGES, SCALES)
-    part_ptr, plain_part_ptr, counter_ptr = parts
+    """The part of each tile of this program that belongs to ``WARPGROUP``: some of its rows, or some of its tokens."""
+    K: gl.constexpr = TILING.K
+    ROWS: gl.constexpr = TILING.ROWS
+    TOKENS: gl.constexpr = TILING.TOKENS
+    WARPGROUPS: gl.constexpr = TILING.WARPGROUPS
+    ROW: gl.constexpr = WARPGROUP * TILING.ROW_STEP
+    TOKEN: gl.constexpr = WARPGROUP * TILING.TOKEN_STEP
+    SIZES: gl.constexpr = FP8.SIZES
+    FIRSTS: gl.constexpr = FP8.FIRSTS
+    TILES: gl.constexpr = FP8.TILES
+    SPLITS: gl.constexpr = FP8.SPLITS
+    PLAIN_SIZES: gl.constexpr = PLAIN.SIZES
+    PLAIN_FIRSTS: gl.constexpr = PLAIN.FIRSTS
+    PLAIN_SPLITS: gl.constexpr = PLAIN.SPLITS
     m_tiles = (M + TOKENS - 1) // TOKENS
-    scaled_jobs = m_tiles * TILES * SCALED[3]
+    fp8_jobs = m_tiles * TILES * SPLITS
     job = gl.program_id(0)
     n = job * 0
     gdc_wait()
     if TILES > 0:
-        for _i in range(_turns(job, scaled_jobs)):
-            tile, split, first, end = _share(job, m_tiles, K // 128, SCALED[3])
-            start, last_row, _group = _rows(tile, SIZES, FIRSTS, SCALED[4], ROWS)
+        for _i in range(_num_jobs(job, fp8_jobs)):
+            tile, split, first, end = _split_of(job, m_tiles, K // 128, SPLITS)
+            start, last_row, _group = _rows_of(tile, FP8, ROWS)
             scale_row = _pick(scales, FIRSTS, tile) + (start + ROW) // 128 * (K // 128)
-            sums = sum_scaled(buffers, n, first, end, scale_row, OWN)
-            number = (tile * m_tiles + job % m_tiles) * OWNERS + OWNER
-            place = (part_ptr, counter_ptr + number, number, split)
-            corner = (start + ROW, last_row, job % m_tiles * TOKENS + TOKEN, M)
-            out = (_pick(outs, FIRSTS, tile), _pick_constant(SIZES, FIRSTS, tile))
-            finish(sums, out, rounded, place, corner, SCALED[3], POW2)
+            acc = sum_scaled(buffers, n, first, end, scale_row, WARPGROUP, TILING)
+            number = (tile * m_tiles + job % m_tiles) * WARPGROUPS + WARPGROUP
+            counter = partials.counters + number
+            place = PartPlace(start + ROW, last_row, job % m_tiles * TOKENS + TOKEN, M, number, split)
+            out = _pick(outs, FIRSTS, tile)
+            stride = _pick_constant(SIZES, FIRSTS, tile)
+            finish(acc, out, stride, quantized_output, partials.fp8, counter, place, SPLITS, POW2)
             n += end - first
             job += gl.num_programs(0)
-    if PLAIN[2] > 0:
-        for _i in range(_turns(job, jobs)):
-            tile, split, first, end = _share(job - scaled_jobs, m_tiles, (K + 63) // 64, PLAIN[3])
-            start, last_row, _group = _rows(tile, PLAIN_SIZES, PLAIN_FIRSTS, 0, ROWS)
-            sums = sum_plain(buffers, n, first, end, OWN, DTYPE)
-            number = (tile * m_tiles + job % m_tiles) * OWNERS + OWNER
-            place = (plain_part_ptr, counter_ptr + m_tiles * TILES * OWNERS + number, number, split)
-            corner = (start + ROW, last_row, job % m_tiles * TOKENS + TOKEN, M)
-            out = (_pick(plain_outs, PLAIN_FIRSTS, tile), _pick_constant(PLAIN_SIZES, PLAIN_FIRSTS, tile))
-            finish(sums, out, (None, None, 0), place, corner, PLAIN[3], POW2)
+    if PLAIN.TILES > 0:
+        for _i in range(_num_jobs(job, jobs)):
+            tile, split, first, end = _split_of(job - fp8_jobs, m_tiles, (K + 63) // 64, PLAIN_SPLITS)
+            start, last_row, _group = _rows_of(tile, PLAIN, ROWS)
+            acc = sum_plain(buffers, n, first, end, WARPGROUP, TILING, DTYPE)
+            number = (tile * m_tiles + job % m_tiles) * WARPGROUPS + WARPGROUP
+            counter = partials.counters + m_tiles * TILES * WARPGROUPS + number
+            place = PartPlace(start + ROW, last_row, job % m_tiles * TOKENS + TOKEN, M, number, split)
+            out = _pick(plain_outs, PLAIN_FIRSTS, tile)
+            stride = _pick_constant(PLAIN_SIZES, PLAIN_FIRSTS, tile)
+            finish(acc, out, stride, QuantizedOutput(None, None, 0), partials.plain, counter, place, PLAIN_SPLITS, POW2)
             n += end - first
             job += gl.num_programs(0)
 
 
-@gluon.jit(do_not_specialize=["M", "jobs", "group_stride", "rounded_scale_stride"])
+@gluon.jit(do_not_specialize=["M", "jobs", "group_stride", "quantized_scale_stride"])
 def linear_hopper_kernel(
     q_desc,
     scale_desc,
@@ -256,63 +277,62 @@ def linear_hopper_kernel(
     scales,
     outs,
     plain_outs,
-    rounded_ptr,
-    rounded_scale_ptr,
-    part_ptr,
-    plain_part_ptr,
-    counter_ptr,
+    quantized_ptr,
+    quantized_scale_ptr,
+    partials_ptr,
+    plain_partials_ptr,
+    counters_ptr,
     M,
     jobs,
     group_stride,
-    rounded_scale_stride,
-    CUT: gl.constexpr,
-    SCALED: gl.constexpr,
+    quantized_scale_stride,
+    TILING: gl.constexpr,
+    FP8: gl.constexpr,
     PLAIN: gl.constexpr,
     DTYPE: gl.constexpr,
     POW2: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Persistent: ``jobs`` tiles and shares of FP8 weights, then of plain ones.
+    """Persistent kernel: ``jobs`` tiles and splits of FP8 weights, then of plain ones.
 
     Args:
-        q_desc, scale_desc: rounded input ``[M, K]`` and its scales ``[K / 128, M]``; x_desc: the plain one, ``DTYPE``.
+        q_desc, scale_desc: quantised input ``[M, K]`` and its scales ``[K / 128, M]``; x_desc: the plain one.
         w0, ..., p0, ...: FP8 weights and plain ones. scales, outs: tuples by FP8 weight; plain_outs: by plain one.
-        rounded_ptr, rounded_scale_ptr: the output once more, rounded to FP8; or None.
+        quantized_ptr, quantized_scale_ptr: the output quantised to FP8 as well, and its scales; or None.
         group_stride: rows from the input of one group to the next.
-        CUT: K, rows and tokens of a tile, rows and tokens of a warpgroup, stages.
-        SCALED: sizes, first tiles, number of tiles, splits, rows of a group; PLAIN: the first four for plain weights.
+        TILING: `Tiling`; FP8, PLAIN: `Weights` of either kind.
+        POW2: scales of the quantised output are powers of two.
         REGISTERS: of a thread of the second warpgroup.
     """
     gdc_launch_dependents()
-    ROWS: gl.constexpr = CUT[1]
-    TOKENS: gl.constexpr = CUT[2]
-    OWNERS: gl.constexpr = ROWS // CUT[3] * (TOKENS // CUT[4])
-    STAGES: gl.constexpr = CUT[5]
+    STAGES: gl.constexpr = TILING.STAGES
+    WARPGROUPS: gl.constexpr = TILING.WARPGROUPS
+    ROWS: gl.constexpr = TILING.ROWS
+    TOKENS: gl.constexpr = TILING.TOKENS
+    SCALES: gl.constexpr = TILING.SCALES
     BYTES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     w_buffer = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, 128], BYTES)
     x_buffer = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TOKENS, 128], BYTES)
-    # TMA writes at multiples of 128 bytes
-    SCALES: gl.constexpr = TOKENS if TOKENS > 32 else 32
     scale_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, SCALES], gl.NVMMASharedLayout(0, 32, 2))
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=OWNERS)
+        mbarrier.init(empty.index(i), count=WARPGROUPS)
     fence_async_shared()
-    inputs = (q_desc, scale_desc, x_desc)
-    weights = (w0, w1, w2)
-    plain_weights = (p0, p1, p2, p3, p4)
-    buffers = (w_buffer, x_buffer, scale_buffer, full, empty)
-    parts = (part_ptr, plain_part_ptr, counter_ptr)
-    rounded = (rounded_ptr, rounded_scale_ptr, rounded_scale_stride)
+    inputs = Inputs(q_desc, scale_desc, x_desc)
+    fp8_descs = (w0, w1, w2)
+    plain_descs = (p0, p1, p2, p3, p4)
+    buffers = Buffers(w_buffer, x_buffer, scale_buffer, full, empty)
+    partials = Partials(partials_ptr, plain_partials_ptr, counters_ptr)
+    quantized_output = QuantizedOutput(quantized_ptr, quantized_scale_ptr, quantized_scale_stride)
     # fmt: off
-    if OWNERS == 1:
+    if WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (_multiply_all, (jobs, M, scales, outs, plain_outs, rounded, parts, buffers, 0, CUT, SCALED, PLAIN,
-                                 DTYPE, POW2)),
-                (_load_all, (jobs, M, inputs, weights, plain_weights, group_stride, buffers, CUT, SCALED, PLAIN,
+                (_multiply_all, (jobs, M, scales, outs, plain_outs, quantized_output, partials, buffers, 0, TILING, FP8,
+                                 PLAIN, DTYPE, POW2)),
+                (_load_all, (jobs, M, inputs, fp8_descs, plain_descs, group_stride, buffers, TILING, FP8, PLAIN,
                              DTYPE)),
             ],
             [1],
@@ -321,11 +341,11 @@ def linear_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply_all, (jobs, M, scales, outs, plain_outs, rounded, parts, buffers, 0, CUT, SCALED, PLAIN,
-                                 DTYPE, POW2)),
-                (_multiply_all, (jobs, M, scales, outs, plain_outs, rounded, parts, buffers, 1, CUT, SCALED, PLAIN,
-                                 DTYPE, POW2)),
-                (_load_all, (jobs, M, inputs, weights, plain_weights, group_stride, buffers, CUT, SCALED, PLAIN,
+                (_multiply_all, (jobs, M, scales, outs, plain_outs, quantized_output, partials, buffers, 0, TILING, FP8,
+                                 PLAIN, DTYPE, POW2)),
+                (_multiply_all, (jobs, M, scales, outs, plain_outs, quantized_output, partials, buffers, 1, TILING, FP8,
+                                 PLAIN, DTYPE, POW2)),
+                (_load_all, (jobs, M, inputs, fp8_descs, plain_descs, group_stride, buffers, TILING, FP8, PLAIN,
                              DTYPE)),
             ],
             [4, 1],
