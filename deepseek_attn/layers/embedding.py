@@ -11,7 +11,7 @@ from deepseek_attn.utils.tracing import traced
 
 
 class Embedding(CheckpointModule):
-    """Rows by token id. Ranks with the same tokens have some rows each, and sum up what they find."""
+    """Embedding of token ids. Tensor-parallel ranks hold a shard of the rows each; outputs are summed over ranks."""
 
     def __init__(
         self,
@@ -27,6 +27,7 @@ class Embedding(CheckpointModule):
         self.declare("weight", (vocab, dim), dtype, shard=self.shard)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 ``[T]`` -> ``[T, dim]``."""
         if self.shard is None:
             return self.weight[token_ids]
         row = token_ids - self.shard.start
@@ -36,7 +37,7 @@ class Embedding(CheckpointModule):
 
 
 class Head(CheckpointModule):
-    """Output projection in float32, whatever the model dtype. Ranks with the same tokens compute some columns each."""
+    """Output projection with float32 results, whatever the model dtype. Tensor-parallel ranks split the vocabulary."""
 
     def __init__(
         self,
@@ -56,5 +57,5 @@ class Head(CheckpointModule):
         return self.parallel.gather_columns(self.project(x))
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """The columns of this rank."""
+        """Logits of this rank's shard of the vocabulary, float32 ``[T, shard]``."""
         return multi_linear(x, [Segment(self.weight, out_dtype=torch.float32)])[0]

@@ -1,13 +1,13 @@
-"""Several processes, one GPU each, that run one model together over torch.distributed.
+"""Tensor-parallel and data-parallel ranks: processes with one GPU each that run one model over torch.distributed.
 
 Two ways to share the work, over the same ranks:
 
 * **Tensor parallel** (the default). Every rank has the same tokens. Attention heads with their sinks and output groups,
-  routed experts, the inner width of shared experts and dense MLPs, and the vocabulary are split; each sublayer ends in
-  one sum over the ranks. What has one head only (keys, caches, compressors, indexers) is on every rank.
-* **Data-parallel attention**. Every rank has requests of its own and all weights of attention, so no cache is kept
-  twice. Experts are split as before: before them the ranks gather all tokens, and after them each gets its own sums
-  back. `Parallel.agree` makes the ranks take their steps together, those without work included.
+  routed experts, the inner width of shared experts and dense MLPs, and the vocabulary are sharded; each sublayer ends
+  in one all-reduce. Parts with one head only (keys, caches, compressors, indexers) are replicated.
+* **Data-parallel attention**. Every rank has requests of its own and all weights of attention, so that no cache is
+  replicated. Experts are sharded as before: an all-gather of tokens before them, a reduce-scatter of sums after them.
+  `Parallel.agree` keeps the ranks in step, those without work included.
 
 Sums over ranks add up in another order than on one, and in the dtype of the model: results agree with those of one
 process to rounding, not bit for bit. All ranks have the same bits, so tensor-parallel ranks choose the same tokens.
@@ -32,7 +32,7 @@ from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.kernels.linear import FP8_BLOCK
 from deepseek_attn.layers.weights import Shard
 
-TIMEOUT_SECONDS = 600.0  # of one collective: ranks wait that long for one that loads or has died
+TIMEOUT_SECONDS = 600.0  # of one collective: how long ranks wait for one that still loads or has died
 # torch 2.13 has new names for these
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -45,14 +45,14 @@ class RankFailed(BaseException):
 
 @dataclass
 class Parallel:
-    """The place of this process among the ranks, and what it exchanges with them.
+    """The rank of this process, and the collectives it takes part in.
 
-    Made by `launched` under torchrun; `single` is a process alone, for which every method gives its argument back.
+    Made by `launched` under torchrun. `single` is a process alone, for which every collective is the identity.
 
     Attributes:
-        rank, world: number of this process, and of processes.
+        rank, world: number of this rank, and number of ranks.
         dp_attention: data-parallel attention.
-        step_rows: tokens of the rank that has most in the running step; set by `agree`.
+        step_rows: largest number of tokens of any rank in the running step; set by `agree`.
     """
 
     rank: int = 0
@@ -67,19 +67,19 @@ class Parallel:
 
     @property
     def token_ranks(self) -> int:
-        """Ranks that compute the same tokens: they share heads and vocabulary."""
+        """Number of ranks that compute the same tokens: they shard heads and vocabulary."""
         return 1 if self.dp_attention else self.world
 
     def shard(self, dim: int, total: int) -> Shard | None:
-        """This rank's part of what all ranks share; None for all of it."""
+        """This rank's shard of dimension ``dim`` of size ``total``, over all ranks; None for all of it."""
         return None if self.world == 1 else Shard(dim, self.rank * (total // self.world), total // self.world)
 
     def token_shard(self, dim: int, total: int) -> Shard | None:
-        """This rank's part of what ranks with the same tokens share; None for all of it."""
+        """This rank's shard among the ranks with the same tokens; None for all of it."""
         return None if self.token_ranks == 1 else self.shard(dim, total)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks that have the same tokens. May overwrite ``x``."""
+        """All-reduce over the ranks that have the same tokens. May overwrite ``x``."""
         if self.token_ranks > 1 and x.numel():
             x = x.contiguous()
             dist.all_reduce(x)
@@ -96,13 +96,13 @@ class Parallel:
         return parts.view(self.world, rows, columns).transpose(0, 1).reshape(rows, self.world * columns)
 
     def gather_tokens(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Before experts: the tokens of all ranks, ``step_rows`` of each, zeros where a rank has fewer."""
+        """Before experts: all-gather of the tokens of all ranks, each padded with zeros to ``step_rows``."""
         if not self.dp_attention:
             return x, token_ids
         return self._gather_rows(x), self._gather_rows(token_ids)
 
     def sum_experts(self, y: torch.Tensor, rows: int) -> torch.Tensor:
-        """After experts: sums over all ranks, of this rank's ``rows`` tokens. May overwrite ``y``."""
+        """After experts: sums over all ranks for this rank's ``rows`` tokens. May overwrite ``y``."""
         if not self.dp_attention:
             return self.sum(y)
         own = y.new_empty(self.step_rows, y.shape[1])

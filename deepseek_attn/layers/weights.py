@@ -1,4 +1,8 @@
-"""Weights as modules own them: slots that checkpoint tensors enter, shards, and RMSNorm."""
+"""Modules that own weights: slots for checkpoint tensors, shards of ranks, and RMSNorm.
+
+A module declares the checkpoint tensors it owns; the loader hands each of them to its `WeightSlot`. The storage format
+(dequantised, FP8 blocks, packed FP4) is decided there, so that the loader knows nothing about numerics.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +18,29 @@ from deepseek_attn.kernels.linear import FP8_INPUT_GROUP, dequantize_weight
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a tensor that one rank keeps: ``size`` values of dimension ``dim`` from ``start`` on."""
+    """One rank's part of a tensor: ``size`` values of dimension ``dim`` from ``start`` on."""
 
     dim: int
     start: int
     size: int
 
     def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the part of a tensor of ``shape``."""
+        """Shape of the shard of a tensor of ``shape``."""
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
 class WeightSlot:
-    """One place a checkpoint tensor enters a model.
+    """Where a checkpoint tensor enters a model.
 
     Attributes:
         shape: logical shape (unpacked) of the whole tensor.
         kind: ``"linear"`` (may arrive quantised, with a scale), ``"float"`` or ``"int"``.
         load: ``load(weight, scale)``. ``weight`` is a float tensor of ``shape``; or ``float8_e4m3fn`` of ``shape``
             with a float32 128 x 128 block grid as ``scale``; or packed FP4 ``uint8[out, in / 2]`` with
-            ``uint8[out, in / 32]`` e8m0 bytes as ``scale``. With a shard, that part of each.
-        shard: the part that this rank keeps; None for all of it.
-        elsewhere: another rank keeps the tensor, and ``load`` is not called.
+            ``uint8[out, in / 32]`` e8m0 bytes as ``scale``. With a shard, the shard of each.
+        shard: this rank's part; None for all of it.
+        elsewhere: the tensor belongs to another rank, and ``load`` is not called.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +51,7 @@ class WeightSlot:
 
     @property
     def quantizable(self) -> bool:
+        """Whether the checkpoint may store the tensor quantised."""
         return self.kind == "linear"
 
 
@@ -61,7 +66,7 @@ class CheckpointModule(nn.Module):
     def declare(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str = "float", shard: Shard | None = None
     ) -> None:
-        """Declares the tensor ``name`` of this module, kept in ``dtype``: all of it, or a ``shard``."""
+        """Declares the tensor ``name`` of this module, stored in ``dtype``: all of it, or a ``shard``."""
         self.register_parameter(name, None)
 
         def load(tensor: torch.Tensor, scale: torch.Tensor | None = None) -> None:
@@ -100,17 +105,19 @@ class RMSNorm(CheckpointModule):
         self.declare("weight", (dim,), torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [..., dim]`` -> the same shape and dtype."""
         return rms_norm(x, self.eps, self.weight)
 
 
 def parameter(tensor: torch.Tensor) -> nn.Parameter:
+    """A parameter without gradient."""
     return nn.Parameter(tensor, requires_grad=False)
 
 
 def to_stored(
     weight: torch.Tensor, scale: torch.Tensor | None, keep_quantized: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a linear weight is kept as: moved as it is, or dequantised to ``dtype`` on the target device."""
+    """(weight, scale) of a linear as stored on ``device``: unchanged, or dequantised to ``dtype`` with scale None."""
     if scale is None:
         return weight.to(device, dtype), None
     weight, scale = weight.to(device), scale.to(device)
@@ -120,6 +127,7 @@ def to_stored(
 
 
 def check_fp8_input(in_features: int) -> None:
+    """Raises ValueError if FP8 inputs cannot have ``in_features`` channels."""
     if in_features % FP8_INPUT_GROUP:
         raise ValueError(
             f"an FP8 linear with {in_features} input features: FP8 activations need a multiple of {FP8_INPUT_GROUP}; "

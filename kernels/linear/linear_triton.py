@@ -1,8 +1,8 @@
 """Triton device code of `linear` and `grouped_linear`: products of one input with several weights, in one launch.
 
-A program computes ``W x^T`` for a tile of weight rows and a tile of tokens, over all channels or one share of them. The
+A program computes ``W x^T`` for a tile of weight rows and a tile of tokens, over all channels or one split of them. The
 weight is the left factor: Hopper's tensor cores take at least 64 rows there and as few as 8 on the right, where the
-tokens of a decode step are. Shares are added in their order by the program that arrives last.
+tokens of a decode step are. Split-K partials are added in order by the program that arrives last.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _pick_constant(values: tl.constexpr, firsts: tl.constexpr, tile):
 
 @triton.jit
 def _multiply(w, x, acc, DTYPE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """``acc + w x^T``; with ``PARTS``, x is cut into so many values of ``DTYPE``: three bfloat16 hold a float32."""
+    """``acc + w x^T``, x split into a sum of ``PARTS`` values of ``DTYPE``: three bfloat16 hold a float32."""
     rest = x
     for i in tl.static_range(PARTS):
         part = rest.to(DTYPE)
@@ -100,7 +100,7 @@ def _finish(
     out_stride,
     SPLITS: tl.constexpr,
 ):
-    """Stores a tile. Of several shares, the last to arrive adds them up in their order and clears the counter."""
+    """Stores a tile. Of several split-K partials, the last to arrive adds them in order and resets the counter."""
     BLOCK_N: tl.constexpr = acc.shape[0]
     BLOCK_M: tl.constexpr = acc.shape[1]
     row = start + tl.arange(0, BLOCK_N)
@@ -113,7 +113,7 @@ def _finish(
         entry = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         part = part_ptr + tile.to(tl.int64) * (SPLITS * BLOCK_N * BLOCK_M) + entry
         tl.store(part + split * (BLOCK_N * BLOCK_M), acc)
-        tl.debug_barrier()  # the whole program's share is written before its arrival is counted
+        tl.debug_barrier()  # the whole program's partial is written before its arrival is counted
         if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SPLITS - 1:
             total = tl.load(part, cache_modifier=".cg")
             for i in tl.static_range(1, SPLITS):
@@ -130,7 +130,7 @@ def _program(
     PARTS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Share ``job % SPLITS`` of tile ``job // SPLITS`` of the weights of one kind."""
+    """Split ``job % SPLITS`` of tile ``job // SPLITS`` of the weights of one kind."""
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SHARE: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     tile = job // SPLITS
@@ -159,7 +159,7 @@ def _program(
     ahead = ()
     AHEAD: tl.constexpr = EARLY if EARLY < SHARE else SHARE
     if PDL:
-        # weights wait for nothing: the first of them come while the launch before this one still runs
+        # weights depend on no kernel: the first are loaded while the kernel before this one still runs
         for i in tl.static_range(AHEAD):
             ahead += (_rows(weight_row, (first + i) * BLOCK_K + lane, K, K % BLOCK_K == 0 and BLOCKS % SHARE == 0),)
         gdc_wait()
@@ -231,10 +231,10 @@ def multi_linear_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """FP8 weights ``SIZES[i] x K``, then plain ones ``PLAIN_SIZES[i] x K``; each kind is cut alike.
+    """Products with FP8 weights ``SIZES[i] x K``, then with plain ones ``PLAIN_SIZES[i] x K``.
 
-    Weight i of a kind starts at tile ``FIRSTS[i]`` of the kind's ``TILES``. With ``GROUP_ROWS`` the one weight is
-    block-diagonal: each so many rows have an input of their own, ``x_group_stride`` elements after the one before.
+    Weight i of a kind starts at tile ``FIRSTS[i]`` of the kind's ``TILES``. With ``GROUP_ROWS`` the only weight is
+    block-diagonal: each group of that many rows has an input of its own, ``x_group_stride`` elements after the last.
     """
     if PDL:
         gdc_launch_dependents()

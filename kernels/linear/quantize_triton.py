@@ -1,4 +1,4 @@
-"""Triton kernel that rounds the input of FP8 linears, rotated back before if it is attention's output.
+"""Triton kernel that quantises the input of FP8 linears; attention's output is rotated back before.
 
 Channels are read in pairs, as words of twice the size: a rotation then needs nothing of another thread, and all loads
 and stores are 16 bytes wide.
@@ -57,7 +57,7 @@ def quantize_input_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``x [M, K]``, rotated back if ``ROPE_DIM``, rounded to FP8 per 128 channels if ``QUANTIZE``.
+    """``x [M, K]``, rotated back if ``ROPE_DIM``, quantised to FP8 per 128 channels if ``QUANTIZE``.
 
     Channels go to ``out [K / GROUP_K, M, GROUP_K]`` and scales to ``[K / 128, scale_stride]``, a row per 128 channels.
     Positions below 0 are not rotated; ``cos_sin [positions, ROPE_DIM]`` is of the last channels of a head.

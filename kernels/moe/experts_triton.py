@@ -1,6 +1,6 @@
 """Triton device code of `moe_experts`: rows are grouped by expert, and each group meets its expert's weights once.
 
-A pair is one (token, expert) of the routing, numbered ``token * k + i``; with expert -1, it adds nothing. A program of
+A pair is a (token, expert) of the routing, numbered ``token * k + i``; with expert -1, it adds nothing. A program of
 the product computes ``W x^T`` for a tile of weight rows and a tile of pairs that share an expert. The weight is the
 left factor: Hopper's tensor cores take at least 64 rows there and as few as 8 on the right, where an expert has few
 pairs.
@@ -79,7 +79,7 @@ def prepare_kernel(
     EVENS_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Inputs of a product, rows ``[R, K]``: rounded to FP8 per 128 channels, evens first.
+    """Converts inputs of a product ``[R, K]``: quantised to FP8 per 128 channels, even channels first.
 
     Values in float32 are rounded and written in the dtype of ``out_ptr``; if ``SCALED``, e4m3 values and their float32
     scales ``[R, K / 128]`` are written instead.
@@ -112,7 +112,7 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def count_kernel(experts_ptr, counts_ptr, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """How many pairs each expert has; program e counts those of expert e."""
+    """Counts the pairs of each expert; program e those of expert e."""
     expert = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -138,9 +138,9 @@ def place_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Gives each expert whole tiles of ``TILE`` places and lists its pairs there, in order, then -1.
+    """Assigns whole tiles of ``TILE`` places to each expert, filled with its pairs in order, then -1.
 
-    ``tile_expert`` ``[tiles]``: whose tile it is, -1 for those left over.
+    ``tile_expert [tiles]``: the expert of each tile, -1 for unused ones.
     """
     expert = tl.program_id(0)
     if PDL:
@@ -173,8 +173,8 @@ def place_kernel(
 def _tile_of(experts_ptr, sorted_ptr, tile_expert_ptr, tile, pairs, TILE: tl.constexpr, SLOTS: tl.constexpr):
     """(expert or -1, pairs ``[TILE]`` or -1) of a tile.
 
-    With ``SLOTS``, a tile is a pair: it has work if the pairs of its expert before it fill whole tiles, and then takes
-    the next ``TILE`` of them. That needs no launch before it, and suits few pairs.
+    With ``SLOTS``, there is a tile for each pair: if the earlier pairs of the pair's expert fill whole tiles, it holds
+    the next ``TILE`` pairs of that expert, else nothing. That needs no launch before, and suits few pairs.
     """
     if SLOTS == 0:
         expert = tl.load(tile_expert_ptr + tile).to(tl.int32)
