@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
-from deepseek_attn.bench.timing import Spread, captured, kernels_of, time_calls
+from deepseek_attn.bench.timing import KernelTiming, captured, kernels_of, time_calls
 from deepseek_attn.cache.manager import SequenceCache
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.common.dispatch import reference_ops
@@ -21,20 +21,17 @@ INPUT_SETS = 4  # hidden states in turn, so that no run meets the very inputs of
 FILL_ROWS = 1 << 16
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One measurement.
+@dataclass(frozen=True, kw_only=True)
+class LayerTiming(KernelTiming):
+    """One step of an attention layer.
 
     Attributes:
-        layer, kind: which layer; backend: what it ran on.
+        layer, kind: which layer; backend: its attention impl.
         mode: ``decode`` (one new token per sequence) or ``prefill``.
         graph: replayed as a CUDA graph; otherwise called from Python.
         batch: sequences; tokens: new tokens of each; context: length of each after the step.
-        microseconds: median of the runs; low, high: the 10th and 90th percentile.
         metadata_us: host time to build the step's metadata, once for all layers of a kind, median; 0 for a graph of
             decode steps, which makes its own.
-        launches: kernels of one step of the layer; None if they were not counted.
-        kernels: (name, launches, microseconds) of each kernel of the layer, if they were counted.
     """
 
     layer: str
@@ -45,15 +42,7 @@ class Timing:
     batch: int
     tokens: int
     context: int
-    microseconds: float
-    low: float
-    high: float
     metadata_us: float
-    launches: float | None = None
-    kernels: tuple[tuple[str, float, float], ...] = ()
-
-    def row(self) -> dict:
-        return asdict(self)
 
 
 def fill_caches(runner: ModelRunner, seed: int = 0) -> None:
@@ -93,7 +82,7 @@ def time_layer(
     warmup: int = 3,
     graph: bool = False,
     count_kernels: bool = False,
-) -> Timing:
+) -> LayerTiming:
     """Times layer ``layer`` of a runner that holds attention layers.
 
     Args:
@@ -137,11 +126,10 @@ def time_layer(
     finally:
         for cache in caches:
             runner.manager.free(cache)
-    spread = Spread.of(times)
-    return Timing(
-        block.attn.prefix, block.attn.spec.kind, block.attn.backend_name, "decode" if tokens == 1 else "prefill", graph,
-        batch, tokens, context, spread.median, spread.low, spread.high, metadata_us,
-        sum(n for _, n, _ in kernels) if kernels else None, kernels,
+    return LayerTiming.of(
+        times, layer=block.attn.prefix, kind=block.attn.spec.kind, backend=block.attn.backend_name,
+        mode="decode" if tokens == 1 else "prefill", graph=graph, batch=batch, tokens=tokens, context=context,
+        metadata_us=metadata_us, launches=sum(n for _, n, _ in kernels) if kernels else None, kernels=kernels,
     )  # fmt: skip
 
 

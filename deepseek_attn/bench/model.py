@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import statistics
+from dataclasses import dataclass
 
 import torch
 
 from deepseek_attn.bench.layer import check_sizes, past
-from deepseek_attn.bench.timing import Spread, kernels_of, time_calls
+from deepseek_attn.bench.timing import KernelTiming, kernels_of, time_calls
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
 
 
-@dataclass(frozen=True)
-class ModelTiming:
-    """One measurement of a decode step, from token ids to logits; sampling is not part of it.
+@dataclass(frozen=True, kw_only=True)
+class ModelTiming(KernelTiming):
+    """A decode step, from token ids to logits; sampling is not part of it.
 
     Attributes:
         graph: replayed as a CUDA graph; otherwise called from Python.
         batch: sequences, one new token each; context: length of each after the step.
-        microseconds: median of the runs; low, high: the 10th and 90th percentile.
         tokens_per_second: of all sequences together.
-        launches: kernels of a step; None if they were not counted.
-        kernels: (name, launches, microseconds) of each, if they were counted.
     """
 
     graph: bool
     batch: int
     context: int
-    microseconds: float
-    low: float
-    high: float
     tokens_per_second: float
-    launches: float | None = None
-    kernels: tuple[tuple[str, float, float], ...] = ()
-
-    def row(self) -> dict:
-        return asdict(self)
 
 
 @torch.inference_mode()
@@ -72,6 +62,7 @@ def time_model(
     finally:
         for cache in caches:
             runner.manager.free(cache)
-    spread = Spread.of(times)
-    rate = batch / (spread.median * 1e-6)
-    return ModelTiming(graph, batch, context, spread.median, spread.low, spread.high, rate, launches, kernels)
+    rate = batch / (statistics.median(times) * 1e-6)
+    return ModelTiming.of(
+        times, graph=graph, batch=batch, context=context, tokens_per_second=rate, launches=launches, kernels=kernels
+    )

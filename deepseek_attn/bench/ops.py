@@ -1,43 +1,37 @@
-"""Timing single ops: each row of ``opbench``, every implementation of it on the same data."""
+"""Timing single ops: each row of ``bench/cases``, every implementation of it on the same data."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
 from deepseek_attn.bench.cases.case import OpCase
-from deepseek_attn.bench.timing import Spread, time_calls, time_graph
+from deepseek_attn.bench.timing import Timing, time_calls, time_graph
 
 L2_BYTES = 64 << 20
 MAX_SETS = 64
 
 
-@dataclass(frozen=True)
-class OpTiming:
-    """One measurement.
+@dataclass(frozen=True, kw_only=True)
+class OpTiming(Timing):
+    """One implementation of an op on data of one shape.
 
     Attributes:
-        op, label: which row; implementation: what ran.
-        microseconds: median of the runs; low, high: the 10th and 90th percentile.
-        bytes_per_second, flops_per_second: what the row counts, divided by the median.
-        share: of the GPU's ceiling: the larger of bytes against a copy and operations against a matrix product; None
-            without ceilings.
+        op, label: which row; implementation: which of its implementations.
+        bytes_per_second, flops_per_second: the row's bytes and operations, divided by the median.
+        share: of the GPU's peak rates: the larger of bytes against a copy and operations against a matrix product; None
+            without peak rates.
     """
 
     op: str
     label: str
     implementation: str
-    microseconds: float
-    low: float
-    high: float
     bytes_per_second: float
     flops_per_second: float
     share: float | None
-
-    def row(self) -> dict:
-        return asdict(self)
 
 
 def time_case(
@@ -56,13 +50,16 @@ def time_case(
             times = time_graph([lambda s=s, run=run: run(*s) for s in sets], repeats)
         else:
             times = time_calls(lambda _, run=run: run(*sets[0]), device, repeats)
-        spread = Spread.of(times)
-        seconds = spread.median * 1e-6
-        rates = case.bytes / seconds, case.flops / seconds
+        seconds = statistics.median(times) * 1e-6
+        bytes_per_second, flops_per_second = case.bytes / seconds, case.flops / seconds
         share = None
         if ceilings:
-            share = max(rates[0] / ceilings["copy"], rates[1] / ceilings.get(case.unit, ceilings["bf16"]))
-        yield OpTiming(case.op, case.label, name, spread.median, spread.low, spread.high, *rates, share)
+            compute = flops_per_second / ceilings.get(case.unit, ceilings["bf16"])
+            share = max(bytes_per_second / ceilings["copy"], compute)
+        yield OpTiming.of(
+            times, op=case.op, label=case.label, implementation=name, bytes_per_second=bytes_per_second,
+            flops_per_second=flops_per_second, share=share,
+        )  # fmt: skip
 
 
 def tensors(arguments: tuple) -> Iterator[torch.Tensor]:

@@ -1,13 +1,14 @@
-"""How long something takes: calls by the clock or by events, kernels by replays of a CUDA graph; what a GPU can do."""
+"""Timing: calls by the clock or by CUDA events, kernels by replays of a CUDA graph; a GPU's peak rates; tables."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Any, Self
 
 import torch
 
@@ -15,20 +16,73 @@ COPY_BYTES = 1 << 31
 MATRIX = 8192
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median and the 10th and 90th percentile of some times, in microseconds."""
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One measurement, in microseconds; subclasses say of what.
 
-    median: float
+    Attributes:
+        microseconds: median of the runs; low, high: the 10th and 90th percentile.
+    """
+
+    microseconds: float
     low: float
     high: float
 
     @classmethod
-    def of(cls, microseconds: list[float]) -> Spread:
-        if len(microseconds) == 1:
-            return cls(*microseconds * 3)
-        tenths = statistics.quantiles(microseconds, n=10, method="inclusive")
-        return cls(statistics.median(microseconds), tenths[0], tenths[-1])
+    def of(cls, times: list[float], **facts: Any) -> Self:
+        """The record of runs that took ``times`` microseconds each; ``facts``: the fields of the subclass."""
+        median, low, high = times * 3 if len(times) == 1 else _percentiles(times)
+        return cls(microseconds=median, low=low, high=high, **facts)
+
+    def row(self) -> dict[str, Any]:
+        """The fields by name, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTiming(Timing):
+    """A measurement whose kernels may have been counted.
+
+    Attributes:
+        launches: kernels of one run; None if they were not counted.
+        kernels: (name, launches, microseconds) of each kernel, if they were counted.
+    """
+
+    launches: float | None = None
+    kernels: tuple[tuple[str, float, float], ...] = ()
+
+
+class Table:
+    """A table that is printed line by line.
+
+    Args:
+        columns: by title, the format of the values with their width: ``"<26"``, ``">11.1f"``.
+    """
+
+    def __init__(self, columns: dict[str, str]):
+        self.formats = list(columns.values())
+        self._widths = [spec.split(".")[0].rstrip("%df") for spec in self.formats]
+        self._print(format(title, width) for title, width in zip(columns, self._widths, strict=True))
+
+    def add(self, *values: object) -> None:
+        """Prints a line; None leaves a cell empty."""
+        cells = zip(values, self.formats, self._widths, strict=True)
+        self._print(format("", width) if value is None else format(value, spec) for value, spec, width in cells)
+
+    def _print(self, cells: Iterable[str]) -> None:
+        print("".join(cells), flush=True)
+
+
+def print_kernels(timing: KernelTiming) -> None:
+    """A line per kernel, if they were counted."""
+    for name, count, microseconds in timing.kernels:
+        print(f"    {microseconds:>9.1f} us {count:>6.1f} x  {name[:100]}")
+
+
+def _percentiles(times: list[float]) -> tuple[float, float, float]:
+    """Median, 10th and 90th percentile."""
+    tenths = statistics.quantiles(times, n=10, method="inclusive")
+    return statistics.median(times), tenths[0], tenths[-1]
 
 
 def time_calls(run: Callable[[int], object], device: torch.device, repeats: int, warmup: int = 3) -> list[float]:

@@ -75,7 +75,7 @@ def names(text: str) -> list[str]:
 
 def run_ops(args: argparse.Namespace) -> None:
     from deepseek_attn.bench.ops import time_case
-    from deepseek_attn.bench.timing import ceilings
+    from deepseek_attn.bench.timing import Table, ceilings
     from deepseek_attn.config.options import pick_device
     from deepseek_attn.kernels.common.dispatch import problem_on
 
@@ -95,17 +95,17 @@ def run_ops(args: argparse.Namespace) -> None:
         raise ValueError(f"no row matches --ops {args.ops} --rows {args.rows}; the ops are {known}")
     limits = ceilings(device) if device.type == "cuda" else None
     rows = []
-    print(f"{'op':<26}{'row':<40}{'ran':<12}{'us':>11}{'10 %':>10}{'90 %':>10}{'GB/s':>8}{'TFLOP/s':>9}{'share':>7}")
+    table = Table({
+        "op": "<26", "row": "<40", "ran": "<12", "us": ">11.1f", "10 %": ">10.1f", "90 %": ">10.1f", "GB/s": ">8.0f",
+        "TFLOP/s": ">9.1f", "share": ">7.0%",
+    })  # fmt: skip
     for case in wanted:
         for timing in time_case(case, device, args.repeats, limits):
             rows.append(timing.row())
-            share = "" if timing.share is None else f"{timing.share:.0%}"
-            print(
-                f"{timing.op:<26}{timing.label:<40}{timing.implementation:<12}{timing.microseconds:>11.1f}"
-                f"{timing.low:>10.1f}{timing.high:>10.1f}{timing.bytes_per_second / 1e9:>8.0f}"
-                f"{timing.flops_per_second / 1e12:>9.1f}{share:>7}",
-                flush=True,
-            )
+            table.add(
+                timing.op, timing.label, timing.implementation, timing.microseconds, timing.low, timing.high,
+                timing.bytes_per_second / 1e9, timing.flops_per_second / 1e12, timing.share,
+            )  # fmt: skip
     finish(args, {"benchmark": "op", "device": str(device), "ceilings": limits}, rows, ("op", "label"))
 
 
@@ -121,6 +121,7 @@ def run_layer(args: argparse.Namespace) -> None:
     import torch
 
     from deepseek_attn.bench.layer import fill_caches, time_layer
+    from deepseek_attn.bench.timing import Table, print_kernels
     from deepseek_attn.config.model import ModelConfig
     from deepseek_attn.runner.model_runner import ModelRunner
 
@@ -130,8 +131,10 @@ def run_layer(args: argparse.Namespace) -> None:
     steps = [(batch, 1, context) for context in args.context for batch in args.batch]
     steps += [(1, n, max(context, n)) for context in args.context for n in args.prefill]
     rows = []
-    head = f"{'layer':<12}{'kind':<7}{'backend':<22}{'mode':<9}{'tokens':>7}{'batch':>6}{'context':>9}"
-    print(f"{head}{'us':>11}{'10 %':>11}{'90 %':>11}{'launches':>10}")
+    table = Table({
+        "layer": "<12", "kind": "<7", "backend": "<22", "mode": "<9", "tokens": ">7", "batch": ">6", "context": ">9",
+        "us": ">11.1f", "10 %": ">11.1f", "90 %": ">11.1f", "launches": ">10.0f",
+    })  # fmt: skip
     for layer in layers:
         for backend in args.backends:
             torch.manual_seed(0)
@@ -147,12 +150,10 @@ def run_layer(args: argparse.Namespace) -> None:
                     runner, layer, batch, tokens, context, args.repeats, graph=args.graph, count_kernels=args.kernels
                 )
                 rows.append(timing.row())
-                print(
-                    f"{timing.layer:<12}{timing.kind:<7}{timing.backend:<22}{timing.mode:<9}{tokens:>7}{batch:>6}"
-                    f"{context:>9}{timing.microseconds:>11.1f}{timing.low:>11.1f}{timing.high:>11.1f}"
-                    f"{launches(timing):>10}",
-                    flush=True,
-                )
+                table.add(
+                    timing.layer, timing.kind, timing.backend, timing.mode, tokens, batch, context,
+                    timing.microseconds, timing.low, timing.high, timing.launches,
+                )  # fmt: skip
                 print_kernels(timing)
     finish(args, {"benchmark": "layer", "model": args.model, **settings(runner)}, rows, ("kind", "backend", "context"))
 
@@ -160,6 +161,7 @@ def run_layer(args: argparse.Namespace) -> None:
 def run_model(args: argparse.Namespace) -> None:
     from deepseek_attn.bench.layer import fill_caches
     from deepseek_attn.bench.model import time_model
+    from deepseek_attn.bench.timing import Table, print_kernels
     from deepseek_attn.config.model import ModelConfig
     from deepseek_attn.runner.model_runner import ModelRunner
 
@@ -173,16 +175,18 @@ def run_model(args: argparse.Namespace) -> None:
     )  # fmt: skip
     fill_caches(runner)
     rows = []
-    print(f"{'batch':>6}{'context':>9}{'graph':>7}{'us':>11}{'10 %':>11}{'90 %':>11}{'tokens/s':>11}{'launches':>10}")
+    table = Table({
+        "batch": ">6", "context": ">9", "graph": ">7", "us": ">11.1f", "10 %": ">11.1f", "90 %": ">11.1f",
+        "tokens/s": ">11.1f", "launches": ">10.0f",
+    })  # fmt: skip
     for context in args.context:
         for batch in args.batch:
             timing = time_model(runner, batch, context, args.repeats, graph=args.graph, count_kernels=args.kernels)
             rows.append(timing.row())
-            print(
-                f"{batch:>6}{context:>9}{'yes' if args.graph else 'no':>7}{timing.microseconds:>11.1f}"
-                f"{timing.low:>11.1f}{timing.high:>11.1f}{timing.tokens_per_second:>11.1f}{launches(timing):>10}",
-                flush=True,
-            )
+            table.add(
+                batch, context, "yes" if args.graph else "no", timing.microseconds, timing.low, timing.high,
+                timing.tokens_per_second, timing.launches,
+            )  # fmt: skip
             print_kernels(timing)
     run = {"layers": len(runner.backbone_layers), "experts": config.n_routed_experts, **settings(runner)}
     finish(args, {"benchmark": "model", "model": args.model, **run}, rows, ("graph", "context"))
@@ -200,15 +204,6 @@ def check_flags(args: argparse.Namespace) -> None:
 
         check_output("--plot", args.plot)
         check_picture(args.plot)
-
-
-def launches(timing) -> str:
-    return "" if timing.launches is None else f"{timing.launches:.0f}"
-
-
-def print_kernels(timing) -> None:
-    for name, count, microseconds in timing.kernels:
-        print(f"    {microseconds:>9.1f} us {count:>6.1f} x  {name[:100]}")
 
 
 def settings(runner: ModelRunner) -> dict[str, str]:

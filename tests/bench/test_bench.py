@@ -10,7 +10,7 @@ import torch
 from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.bench.layer import fill_caches, past, time_layer
 from deepseek_attn.bench.ops import time_case
-from deepseek_attn.bench.timing import Spread
+from deepseek_attn.bench.timing import Table, Timing
 from deepseek_attn.cli import main
 from deepseek_attn.runner.model_runner import ModelRunner
 
@@ -173,7 +173,19 @@ def test_an_op_is_timed_on_sets_that_exceed_the_cache(device):
         assert timing.share == pytest.approx(timing.bytes_per_second / 1e12)
 
 
-def test_spread():
-    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
-    assert Spread.of([1.0, 2.0]) == Spread(1.5, pytest.approx(1.1), pytest.approx(1.9))
-    assert Spread.of([float(i) for i in range(101)]) == Spread(50.0, pytest.approx(10.0), pytest.approx(90.0))
+def test_percentiles():
+    assert Timing.of([3.0]) == Timing(microseconds=3.0, low=3.0, high=3.0)
+    assert Timing.of([1.0, 2.0]) == Timing(microseconds=1.5, low=pytest.approx(1.1), high=pytest.approx(1.9))
+    expected = Timing(microseconds=50.0, low=pytest.approx(10.0), high=pytest.approx(90.0))
+    assert Timing.of([float(i) for i in range(101)]) == expected
+
+
+def test_a_table_keeps_its_columns(capsys):
+    table = Table({"op": "<6", "us": ">8.1f", "share": ">7.0%"})
+    table.add("copy", 12.34, 0.5)
+    table.add("matmul", 1234.5, None)
+    assert capsys.readouterr().out.splitlines() == [
+        "op          us  share",
+        "copy      12.3    50%",
+        "matmul  1234.5       ",
+    ]

@@ -31,8 +31,6 @@ def run(monkeypatch):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_says_how_it_is_called(run, capsys, name):
-    if name == "bench_attention.py":
-        pytest.importorskip("triton")
     assert run(name, "--help") == 0
     assert capsys.readouterr().out.startswith(f"usage: {name}")
 

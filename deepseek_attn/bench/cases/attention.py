@@ -28,6 +28,7 @@ DECODES = {  # heads, keys of the window and of the compressed pool
     "C4A Pro": (V4, 128, (128, 1024)),
     "C128A 1M Pro": (V4, 128, (128, 8192)),
     "C4A Flash, 8 of 64 heads": (V4, 8, (128, 512)),
+    "C4A Pro, 16 of 128 heads": (V4, 16, (128, 1024)),
     "V3.2": (V32, 128, (2048,)),
 }
 BATCHES = (1, 8, 32, 128, 256)

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from deepseek_attn.bench.layer import Timing, fill_caches, past, time_layer
-from deepseek_attn.bench.model import ModelTiming
+from deepseek_attn.bench.layer import fill_caches, past, time_layer
 from deepseek_attn.bench.model import time_model as time_decode
-from deepseek_attn.bench.timing import time_until_done
+from deepseek_attn.bench.timing import Timing, time_until_done
 from deepseek_attn.cache.layout import make_layout
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import Numerics
@@ -99,7 +98,7 @@ def _time_layer(runner: ModelRunner, layer: int, settings: CostSettings, mode: s
     return _milliseconds(mode, timing)
 
 
-def _milliseconds(mode: str, timing: Timing | ModelTiming) -> dict[str, float]:
+def _milliseconds(mode: str, timing: Timing) -> dict[str, float]:
     return {f"{mode}_ms": timing.microseconds / 1e3, f"{mode}_low": timing.low / 1e3, f"{mode}_high": timing.high / 1e3}
 
 
