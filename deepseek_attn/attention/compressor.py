@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from deepseek_attn.cache.pools import Pool
 from deepseek_attn.config.model import LayerSpec, ModelConfig
@@ -23,7 +24,7 @@ class Compressor(CheckpointModule):
         rotate: multiply the entry by a Hadamard matrix before it is stored (indexer keys under official numerics).
     """
 
-    ape: torch.Tensor
+    ape: Tensor
     pool: Pool  # with the state pool, set by `bind`
     state: Pool
 
@@ -50,7 +51,7 @@ class Compressor(CheckpointModule):
         """Sets the pools of entries and of the projections of open windows."""
         self.pool, self.state = pool, state
 
-    def part(self, kv: torch.Tensor, score: torch.Tensor) -> CompressPart:
+    def part(self, kv: Tensor, score: Tensor) -> CompressPart:
         """This compressor with a step's projections ``wkv(x)`` and ``wgate(x)``, float32 ``[T, coff * head_dim]``."""
         return CompressPart(
             kv=kv,

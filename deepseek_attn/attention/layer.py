@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepseek_attn.attention.compressor import Compressor
 from deepseek_attn.attention.indexer import Indexer, select_all
@@ -41,10 +42,10 @@ class InputProjections(NamedTuple):
         index_weights: float32 ``[T, index_n_heads]``; None without an indexer.
     """
 
-    qr: torch.Tensor
-    kv: torch.Tensor
+    qr: Tensor
+    kv: Tensor
     compressors: list[CompressPart]
-    index_weights: torch.Tensor | None
+    index_weights: Tensor | None
 
 
 class QueryProjections(NamedTuple):
@@ -55,8 +56,8 @@ class QueryProjections(NamedTuple):
         index_q: ``[T, index_n_heads * index_head_dim]``; None unless the indexer has to select.
     """
 
-    q: torch.Tensor
-    index_q: torch.Tensor | None = None
+    q: Tensor
+    index_q: Tensor | None = None
 
 
 class DeepseekV4MLAAttention(CheckpointModule):
@@ -81,7 +82,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
             ``topk_indices_buffer`` is filled.
     """
 
-    attn_sink: torch.Tensor
+    attn_sink: Tensor
     swa_cache: Pool  # with the workspace, set by `bind_caches`
     workspace: Workspace
 
@@ -129,15 +130,15 @@ class DeepseekV4MLAAttention(CheckpointModule):
         self.index_topk = None if self.indexer is None else self.indexer.topk
         self.step: StepMetadata | None = None
         self.kv_cache: Pool | None = None
-        self.topk_indices_buffer: torch.Tensor | None = None
-        self.decode_topk_slots: torch.Tensor | None = None
+        self.topk_indices_buffer: Tensor | None = None
+        self.decode_topk_slots: Tensor | None = None
         self.max_model_len = self.max_num_batched_tokens = 0
 
     def process_weights_after_loading(self) -> None:
         """Joins the weights of `input_linears`, so that one GEMM can compute all of them."""
         join_weights(self.input_linears)
 
-    def bind_caches(self, pools: CachePools, workspace: Workspace, topk_indices_buffer: torch.Tensor | None) -> None:
+    def bind_caches(self, pools: CachePools, workspace: Workspace, topk_indices_buffer: Tensor | None) -> None:
         """Gives the layer its pools and the scratch memory it shares with other layers."""
         layout = pools.layout
         self.max_model_len, self.max_num_batched_tokens = layout.max_model_len, layout.max_num_batched_tokens
@@ -161,7 +162,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         return entries + self.window_size + self.max_num_batched_tokens
 
     @traced("attention")
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None) -> torch.Tensor:
+    def forward(self, x: Tensor, positions: Tensor, step: StepMetadata | None) -> Tensor:
         """Attention of new tokens over everything their requests have cached, themselves included.
 
         Args:
@@ -208,7 +209,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
             linears += [compressor.wkv, compressor.wgate]
         return linears if self.indexer is None else [*linears, self.indexer.weights_proj]
 
-    def project(self, x: torch.Tensor) -> InputProjections:
+    def project(self, x: Tensor) -> InputProjections:
         """Projections of ``x [T, hidden_size]``."""
         results = iter(multi_linear(x, self.input_linears))
         qr, kv = next(results), next(results)
@@ -223,15 +224,11 @@ class DeepseekV4MLAAttention(CheckpointModule):
 
     @traced("insert")
     def insert(
-        self, inputs: InputProjections, positions: torch.Tensor, step: StepMetadata, qr_fp8: QuantizedRows | None
+        self, inputs: InputProjections, positions: Tensor, step: StepMetadata, qr_fp8: QuantizedRows | None
     ) -> LatentAndKey:
         """Writes the new tokens to all caches, before any query reads them.
 
-        Args:
-            qr_fp8: also receives the normed query latent, quantised to FP8.
-
-        Returns:
-            The normed query latent, and the normed and rotated key.
+        Returns the normed query latent, which ``qr_fp8`` also receives in FP8, and the normed and rotated key.
         """
         pool, compressors = self.swa_cache, inputs.compressors
         tokens = TokenRows(
@@ -248,13 +245,13 @@ class DeepseekV4MLAAttention(CheckpointModule):
         batch = step.compressor[self.spec.ratio, self.spec.overlap] if compressors else None
         return insert_tokens(tokens, compressors, batch)
 
-    def query_heads(self, q: torch.Tensor, positions: torch.Tensor) -> QueryHeads:
+    def query_heads(self, q: Tensor, positions: Tensor) -> QueryHeads:
         """Projected queries ``[T, num_heads * head_dim]`` as the ops take them, padded to ``padded_heads``."""
         return QueryHeads(q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
 
     def queries(
-        self, projected: QueryProjections, index_weights: torch.Tensor | None, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, IndexQueries | None]:
+        self, projected: QueryProjections, index_weights: Tensor | None, positions: Tensor
+    ) -> tuple[Tensor, IndexQueries | None]:
         """Normed and rotated queries ``[T, padded_heads, head_dim]``; in Triton the indexer's in the same launch."""
         heads, index_q = self.query_heads(projected.q, positions), projected.index_q
         if self.indexer is not None and index_q is not None and self.indexer.uses_triton(index_q):
@@ -265,17 +262,17 @@ class DeepseekV4MLAAttention(CheckpointModule):
     def select(
         self,
         indexer: Indexer,
-        index_q: torch.Tensor | None,
-        index_weights: torch.Tensor,
-        index_queries: IndexQueries | None,
+        index_q: Tensor | None,
+        weights: Tensor,
+        queries: IndexQueries | None,
         step: StepMetadata,
     ) -> None:
         """Writes the entries that each query reads to ``topk_indices_buffer``; in Triton also the slots for decodes."""
-        out = self.topk_indices_buffer[: len(index_weights)]
+        out = self.topk_indices_buffer[: len(weights)]
         self.decode_topk_slots = None
         if index_q is None:
             select_all(step.visible_of(self.spec.ratio), out)
             return
         if indexer.uses_triton(index_q):
             self.decode_topk_slots = out.new_empty(step.swa.num_decode_tokens, out.shape[1])
-        indexer.select_topk(index_q, index_weights, step, out, self.decode_topk_slots, index_queries)
+        indexer.select_topk(index_q, weights, step, out, self.decode_topk_slots, queries)

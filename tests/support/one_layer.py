@@ -1,7 +1,7 @@
 """One attention layer alone, driven by hand, and a dense computation of every query to compare it with.
 
 This is how to unit-test a layer: ``ModelRunner.from_config(..., attention_only=True, layers=[i])`` builds it with its
-caches, a ``MetadataBuilder`` turns a hand-made ``StepInput`` into what the layer reads.
+caches, a ``MetadataBuilder`` builds the metadata of a hand-made ``StepInput``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Request:
 
 
 class Layer:
-    """One attention layer with NaN in everything that nobody has written."""
+    """One attention layer; every byte of its caches that no step has written is NaN."""
 
     def __init__(self, kind="SWA", device="cpu", config=None, **options):
         config = config or small_config()
@@ -65,7 +65,7 @@ class Layer:
         return Request(x, self.runner.manager.create())
 
     def poison(self):
-        """Scratch memory means nothing between calls."""
+        """Overwrites scratch memory, whose content must not matter between calls."""
         (everything,) = self.runner.workspace.get(((self.runner.workspace.nbytes(),), torch.uint8))
         everything.fill_(NAN_BYTE)
         if self.attn.topk_indices_buffer is not None:
@@ -99,7 +99,7 @@ class Layer:
             self.runner.manager.commit(request.cache, n)
 
     def run(self, requests, chunks, threshold=1):
-        """Computes all requests together, each in chunks of these sizes (the last one repeats)."""
+        """Computes all requests together, each in chunks of these sizes; the last size repeats."""
         index = 0
         while pending := [r for r in requests if r.left]:
             size = chunks[min(index, len(chunks) - 1)]
