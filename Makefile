@@ -14,13 +14,13 @@ demo: $(READY)
 	$(BIN)/deepseek-attn generate --prompt "Once upon a time" --temperature 0 --max-tokens 48
 
 test: $(READY) check
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-all: test exhaustive
 
 # more sizes and variants, and every variant of every kernel compiled for every GPU generation
 exhaustive: $(READY)
-	$(BIN)/python -m pytest -n auto -m exhaustive
+	$(BIN)/python -m pytest -n auto --dist worksteal -m exhaustive
 
 check: $(READY)
 	$(BIN)/ruff check .
