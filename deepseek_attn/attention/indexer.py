@@ -112,7 +112,7 @@ class LightningIndexer(CheckpointModule, Generic[Step]):
         Args:
             index_q: ``[T, heads * head_dim]``, projected by ``wq_b``; weights: float32 ``[T, heads]``, projected.
             out: int32 ``[T, index_topk]``: entries local to the request, ascending, then -1.
-            out_slots: int32 ``[Dt, index_topk]``, with Triton only: the slots of what decode tokens selected.
+            out_slots: int32 ``[Dt, index_topk]``, with Triton only: the cache slots that decode tokens select.
             queries: the result of the op `index_query`, where the caller has it already.
         """
         if self.uses_triton(index_q):
@@ -136,7 +136,7 @@ class LightningIndexer(CheckpointModule, Generic[Step]):
         """
 
     def rounded_queries(self, index_q: Tensor, freqs_cis: Tensor) -> Tensor:
-        """Queries ``[T, heads, head_dim]`` after RoPE, Hadamard matrix and rounding to FP8 or FP4, in their dtype."""
+        """Queries ``[T, heads, head_dim]`` after RoPE and Hadamard matrix, quantised and dequantised."""
         rotate = apply_rope_half_split if self.half_split else apply_rope
         q = rotate(index_q.unflatten(-1, (self.heads, self.head_dim)), freqs_cis)
         if self.numerics.index_hadamard:

@@ -42,8 +42,12 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
         scale: softmax scale, YaRN's mscale included.
         indexer: None for a dense layer; its ``topk_indices_buffer`` is int32 ``[max_num_batched_tokens, index_topk]``.
         latent_cache: the layer's rows; kv_cache: the same memory as the backend's tensor ``[pages, 64, width]``.
+            Both are set by `bind_caches`.
         impl: the sparse backend's impl; None for a dense layer, and before `bind_caches`.
     """
+
+    latent_cache: Pool
+    kv_cache: torch.Tensor
 
     def __init__(
         self,
@@ -75,8 +79,6 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
         self.wkv_b = linear(self.kv_lora_rank, heads * (self.qk_nope_head_dim + self.v_head_dim), split=0)
         self.wo = linear(heads * self.v_head_dim, config.hidden_size, split=1)
         self.indexer = TokenIndexer(config, rope, numerics, dtype, device) if spec.has_indexer else None
-        self.latent_cache: Pool | None = None
-        self.kv_cache: torch.Tensor | None = None
         self.impl: SparseMLAImpl | None = None
 
     @property

@@ -42,6 +42,8 @@ class TokenIndexer(LightningIndexer[TokenStepMetadata]):
     """
 
     half_split = True
+    pool: Pool
+    topk_indices_buffer: torch.Tensor
 
     def __init__(
         self,
@@ -54,8 +56,6 @@ class TokenIndexer(LightningIndexer[TokenStepMetadata]):
         super().__init__(config, rope, numerics, dtype, device)
         self.wk = Linear(config.hidden_size, self.head_dim, numerics, dtype, device)
         self.k_norm = LayerNorm(self.head_dim, K_NORM_EPS, device)
-        self.pool: Pool | None = None
-        self.topk_indices_buffer: torch.Tensor | None = None
 
     def bind(self, pool: Pool, topk_indices_buffer: torch.Tensor) -> None:
         self.pool, self.topk_indices_buffer = pool, topk_indices_buffer

@@ -32,7 +32,7 @@ __all__ = [
 
 
 def index_query(rows: IndexQueryRows) -> IndexQueries:
-    """Applies RoPE, then the Hadamard matrix if asked for, quantises as the keys are, and folds scales into weights.
+    """Applies RoPE and, if requested, the Hadamard matrix; quantises to the keys' format; folds scales into weights.
 
     Notes:
         Values of FP4 queries are held in e4m3, relative to the largest scale of their head, times 64: exact where the
@@ -59,7 +59,7 @@ def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
         The result of each, equal to the bit to what either op returns alone.
 
     Raises:
-        ValueError: different numbers of tokens, or what either op refuses.
+        ValueError: different numbers of tokens, or arguments that either op refuses.
     """
     if runs_triton(index.q):
         from deepseek_attn.kernels.indexer.query import queries as op
@@ -172,7 +172,7 @@ def index_select(
         int32 ``[T, k]``: entries local to the request, ascending, then -1.
 
     Raises:
-        ValueError: what `paged_index_scores` or `topk_indices` refuse.
+        ValueError: arguments that `paged_index_scores` or `topk_indices` refuses.
 
     Notes:
         In Triton it works on blocks of queries: scratch is 64 MiB of scores, or those of one query, and two thirds as

@@ -113,8 +113,8 @@ def index_heads(t, block, args, SHAPE: tl.constexpr):
         amax = tl.maximum(tl.max(tl.abs(groups), 2), _FP4_FLOOR)
         factor = pow2_ceil(amax * 0.16666666666666666)
         largest = tl.max(factor, 1)
-        shared = factor * inverse_pow2(largest)[:, None] * 64.0
-        groups = round_e2m1(groups * inverse_pow2(factor)[:, :, None]) * shared[:, :, None]
+        relative = factor * inverse_pow2(largest)[:, None] * 64.0
+        groups = round_e2m1(groups * inverse_pow2(factor)[:, :, None]) * relative[:, :, None]
         value = tl.reshape(quantize_e4m3(groups, NATIVE_FP8), (BLOCK_H, DIM // 2, 2))
         even, odd = tl.split(value)
         out = args.out + (t * HEADS + head[:, None]) * DIM + tl.arange(0, DIM // 2)[None, :]

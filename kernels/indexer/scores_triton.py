@@ -13,9 +13,9 @@ import triton.language as tl
 from deepseek_attn.kernels.common.fp8 import decode_e4m3, decode_e8m0
 from deepseek_attn.kernels.common.row_ops import begin
 
-# Four e2m1 values in the low halves of four bytes to e4m3, with a byte each that says what is added to the exponent,
-# times 8: 48 for the same value, 0 for zero. With c = value without sign: (c << 2) + byte, but c = 1 has no mantissa
-# (it is 0.5) and c = 0 no exponent.
+# Converts four e2m1 values, in the low halves of four bytes, to e4m3. A byte for each holds 8 times the number that is
+# added to its exponent: 48 for the same value, 0 for zero. For a value c without sign: (c << 2) + byte, but
+# c = 1 (0.5) has no mantissa and c = 0 no exponent.
 _E2M1_TO_E4M3 = tl.constexpr("""
 {{
     .reg .b32 c, sign, one, two, mask;

@@ -3,7 +3,7 @@
 Scores become int32 keys of the same order. A search finds the k-th highest key by counting the keys that reach a value.
 Counting is cheap for few keys, so a row is thinned out first: a sample of the row gives a bound that about ``TARGET``
 scores reach, and one pass over the row keeps these candidates. If there are too many, the best K of them give a new
-bound; if there are too few, the row is read again without a bound. So the result is exact whatever the sample was.
+bound; if there are too few, the row is read again without a bound. So the result is exact for every sample.
 
 Several programs may split a row. The last of them to finish selects among the candidates of all of them.
 """

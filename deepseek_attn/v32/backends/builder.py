@@ -84,7 +84,7 @@ class FlashMLASparseMetadataBuilder(SparseMLAMetadataBuilder):
         kv_cache_spec: page size and width of the cache.
         layer_names: layers that share the metadata.
         config: limits of the run and the choice between mixed and separate FP8 batches.
-        device: where the metadata goes.
+        device: of the metadata.
         kernels: the kernels whose schedules are made; None for those that `get_kernels` chooses for the device.
 
     Attributes:

@@ -25,7 +25,7 @@ def concat_and_cache_mla(
         kv_cache: ``[pages, n, latent + rope]`` of a float dtype, or uint8 ``[pages, n, entry bytes]``.
         slot_mapping: int64 ``[T']``, ``T' <= T``: slots (page * n + offset) of the first ``T'`` tokens; negative ones
             are skipped.
-        kv_cache_dtype: ``"auto"``, ``"bfloat16"`` or ``"fp8_ds_mla"``; must be what the cache holds.
+        kv_cache_dtype: ``"auto"``, ``"bfloat16"`` or ``"fp8_ds_mla"``: the format of the cache.
         scale: not used; per-tensor FP8 caches of other implementations have it, and none of the caches here.
         scale_rule: of FP8 entries, see `Fp8DsMlaV32Record`.
 
@@ -60,7 +60,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
 
     Args:
         src_cache: uint8 ``[pages, n, entry bytes]``.
-        dst: ``[N, latent + rope]``, bf16; values are rounded to its dtype. Rows of no request keep what they held.
+        dst: ``[N, latent + rope]``, bf16; values are rounded to its dtype. Rows of no request keep their values.
         block_table: int32 ``[batch_size, pages]``.
         seq_lens: int32 ``[batch_size]``; workspace_starts: int32 ``[batch_size]``, ascending, without overlap.
 

@@ -70,11 +70,11 @@ class SparseMLAImpl(MLAAbsorption, ABC):
             "logits_soft_cap": logits_soft_cap,
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
         }
-        asked = [name for name, value in features.items() if value is not None]
-        if asked or attn_type != "decoder" or num_kv_heads != 1:
+        given = [name for name, value in features.items() if value is not None]
+        if given or attn_type != "decoder" or num_kv_heads != 1:
             raise NotImplementedError(
                 f"sparse MLA is decoder attention with one latent head and none of {', '.join(features)}: got "
-                f"attn_type {attn_type!r}, {num_kv_heads} kv heads, {', '.join(asked) or 'none of them'}"
+                f"attn_type {attn_type!r}, {num_kv_heads} kv heads, {', '.join(given) or 'none of them'}"
             )
         if indexer is None or config is None:
             raise ValueError("sparse MLA needs an indexer (it reads indexer.topk_indices_buffer) and a config")
