@@ -9,7 +9,7 @@ computed tokens of its sequences, where everything is written again before it is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -80,10 +80,13 @@ class DecodeRun:
 
     def subset(self, requests: list[int]) -> DecodeRun:
         """The same run, with the results of some of its sequences only."""
-        caches, rows, starts, versions = (
-            [values[i] for i in requests] for values in (self.caches, self.rows, self.starts, self.versions)
+        return replace(
+            self,
+            caches=[self.caches[i] for i in requests],
+            rows=[self.rows[i] for i in requests],
+            starts=[self.starts[i] for i in requests],
+            versions=[self.versions[i] for i in requests],
         )
-        return DecodeRun(self.step, caches, rows, starts, versions, self._host_tokens)
 
 
 @dataclass
