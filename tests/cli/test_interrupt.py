@@ -63,7 +63,7 @@ def listen_on_terminal() -> None:
 
 def read_until(descriptor: int, process: subprocess.Popen, enough) -> bytes:
     """What a process writes, until ``enough`` says so."""
-    found, deadline = b"", time.monotonic() + 240
+    found, deadline = b"", time.monotonic() + 900
     while not enough(found):
         assert time.monotonic() < deadline, found
         assert process.poll() is None, found
@@ -82,7 +82,7 @@ def test_interrupted_generation(checkpoint, whole, times):
     for _ in range(times):
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.02)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 130
     assert b"Traceback" not in err
     assert b"KeyboardInterrupt" not in err
@@ -102,7 +102,7 @@ def test_interrupted_on_a_terminal(checkpoint):
     )  # fmt: skip
     shown = read_until(leader, process, lambda text: len(text) > 100)
     os.write(leader, b"\x03")  # Ctrl-C, which the terminal turns into the signal
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 900
     while process.poll() is None and time.monotonic() < deadline:
         os.set_blocking(leader, False)
         try:

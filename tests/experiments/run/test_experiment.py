@@ -91,7 +91,7 @@ def test_killed_and_resumed_gives_the_same_report(finished, tmp_path, capsys, mo
     first = out / "records" / "checkpoint" / "own.json"
     command = [sys.executable, "-m", "deepseek_attn", "experiment", "run", str(file), "--out", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 900
     while not first.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

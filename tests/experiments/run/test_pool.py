@@ -87,9 +87,9 @@ def test_errors_and_crashes_cost_their_own_unit_only(tmp_path, jobs):
 
 
 def test_a_unit_that_hangs_is_given_up(tmp_path):
-    results = run(tmp_path, ["hang/0", "ok/1"], limit_s=1.5)
+    results = run(tmp_path, ["hang/0", "ok/1"], limit_s=4.0)
     assert results["ok/1"] is None
-    assert "not done after 1.5 s" in results["hang/0"]
+    assert "not done after 4.0 s" in results["hang/0"]
 
 
 def test_a_worker_that_cannot_start_is_an_error(tmp_path):
@@ -115,10 +115,10 @@ def test_no_process_outlives_a_run_that_is_ended(tmp_path, how):
         os.killpg(process.pid, signal.SIGINT)
     else:
         process.kill()
-    _, errors = process.communicate(timeout=240)
+    _, errors = process.communicate(timeout=900)
     if how == "Ctrl-C":
         assert errors.count("KeyboardInterrupt") == 1, "a worker has something to say of Ctrl-C"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 900
     while any(map(running, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(running, workers))
