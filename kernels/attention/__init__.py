@@ -57,7 +57,7 @@ def sparse_attention(
         effect, NaN included.
     """
     if runs_triton(q):
-        from deepseek_attn.kernels.attention.sparse_attention import sparse_attention as op
+        from deepseek_attn.kernels.attention.attend import sparse_attention as op
     else:
         from deepseek_attn.kernels.attention.reference import sparse_attention as op
     return op(q, kv, indices, scale, sink, lens, d_v, out)
@@ -90,7 +90,7 @@ def sparse_attention_paged(
         serves any lengths.
     """
     if runs_triton(q):
-        from deepseek_attn.kernels.attention.sparse_attention import sparse_attention_paged as op
+        from deepseek_attn.kernels.attention.attend import sparse_attention_paged as op
     else:
         from deepseek_attn.kernels.attention.reference import sparse_attention_paged as op
     return op(q, keys, scale, sink, d_v, out)

@@ -169,6 +169,20 @@ def test_nothing_imports_the_package_itself_or_scripts():
     assert not wrong
 
 
+def test_no_op_has_the_name_of_a_file_beside_it():
+    """Importing the file would put the module in the place of the family's function."""
+    families = [module for module in MODULES if re.fullmatch(r"deepseek_attn\.kernels\.\w+", module)]
+    ops = {
+        f"{family}.{node.name}"
+        for family in families
+        if package_of(family) == family.split(".")
+        for node in syntax(family).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert "deepseek_attn.kernels.linear.multi_linear" in ops
+    assert not ops & set(MODULES)
+
+
 def test_no_circle_of_files():
     assert circles(GRAPH) == []
 

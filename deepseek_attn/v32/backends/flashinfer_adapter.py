@@ -120,6 +120,6 @@ def reference_trtllm_decode(
 
 def triton_trtllm_decode(*args, **kwargs) -> Tensor:
     """`reference_trtllm_decode` with the Triton kernel, for GPUs on which FlashInfer's does not run."""
-    from deepseek_attn.kernels.attention.sparse_attention import sparse_attention as attend
+    from deepseek_attn.kernels.attention.attend import sparse_attention as attend
 
     return reference_trtllm_decode(*args, **kwargs, attend=attend)

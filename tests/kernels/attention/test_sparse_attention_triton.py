@@ -9,8 +9,8 @@ from tests.kernels.attention.sparse_attention_cases import HUGE, INF, LIMIT, NAN
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from deepseek_attn.kernels.attention.attend import sparse_attention, sparse_attention_paged
 from deepseek_attn.kernels.attention.launch_config import LaunchConfig
-from deepseek_attn.kernels.attention.sparse_attention import sparse_attention, sparse_attention_paged
 
 
 def paged(q, pools, sink, **options):

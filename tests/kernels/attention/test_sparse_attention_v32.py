@@ -12,9 +12,9 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 import triton
 
+from deepseek_attn.kernels.attention.attend import sparse_attention_paged
 from deepseek_attn.kernels.attention.attend_triton import attend_kernel
 from deepseek_attn.kernels.attention.launch_config import LaunchConfig, choose_config, pieces
-from deepseek_attn.kernels.attention.sparse_attention import sparse_attention_paged
 from deepseek_attn.kernels.common.device import GPU
 from tests.kernels.attention.test_sparse_attention_compile import compiled
 from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus
