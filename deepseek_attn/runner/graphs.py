@@ -26,7 +26,7 @@ FIRST_LENGTH = 8192  # sizes by length: this times a power of 4, because index r
 
 @dataclass
 class DecodeRun:
-    """A launched run of a `DecodeStep`, perhaps not finished on the device: `StepResults` of a decode step.
+    """A launched run of a `DecodeStep`, perhaps not finished on the device; methods as `EagerStep` has them.
 
     Attributes:
         caches: the sequences; rows: the step's rows of each sequence, padding left out.

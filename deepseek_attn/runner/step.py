@@ -61,22 +61,6 @@ class StepOutput:
     mtp_logits: list[torch.Tensor] | None = None
 
 
-class StepResults(Protocol):
-    """A computed step; ``counts[i]``: of request ``i``, results for that many of its last new tokens."""
-
-    def hidden_states(self, counts: list[int]) -> torch.Tensor:
-        """``[sum(counts), ...]``, request after request."""
-        ...
-
-    def logits(self, counts: list[int]) -> torch.Tensor:
-        """Float32 ``[sum(counts), vocab_size]``."""
-        ...
-
-    def tokens(self, counts: list[int]) -> Callable[[], list[list[int]]]:
-        """Starts to copy the greedy tokens to the host; call what is returned to wait for them."""
-        ...
-
-
 class HasLogits(Protocol):
     """A model with an output head."""
 
@@ -85,7 +69,9 @@ class HasLogits(Protocol):
 
 @dataclass
 class EagerStep:
-    """`StepResults` of a step that ran without persistent tensors.
+    """A step that was computed without persistent tensors; `DecodeRun` has the same methods.
+
+    ``counts[i]``: of request ``i``, results for that many of its last new tokens, one request after the other.
 
     Attributes:
         lengths: new tokens of each request; states: hidden states of all of them, ``[sum(lengths), ...]``.
@@ -102,6 +88,7 @@ class EagerStep:
         return self.model.logits(self._last_rows(counts))
 
     def tokens(self, counts: list[int]) -> Callable[[], list[list[int]]]:
+        """Starts to copy the greedy tokens to the host; call what is returned to wait for them."""
         logits = self.logits(counts)
         copy = AsyncHostCopy(greedy_tokens(logits))
 

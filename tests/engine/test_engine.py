@@ -378,7 +378,7 @@ def test_step_statistics():
     assert total.tokens_per_second == 122 / total.seconds
 
 
-class Guess(NextToken):
+class TwoDrafts(NextToken):
     """Drafts two tokens, right or wrong, and keeps what the model confirms: what speculation does."""
 
     decode_tokens = 3
@@ -411,7 +411,7 @@ class Guess(NextToken):
 @pytest.mark.parametrize("pages", [None, {C4: 4}], ids=["roomy", "short"])
 def test_a_decoder_that_takes_several_tokens_per_step(pages):
     runner = FakeRunner.create(max_snapshots=4, pages=pages)
-    decoder = Guess(runner.oracle)
+    decoder = TwoDrafts(runner.oracle)
     engine = Engine(runner, decoder=decoder)
     lengths = (250, 7, 240)
     requests = [engine.add_request(tokens(n), greedy(40)) for n in lengths]
