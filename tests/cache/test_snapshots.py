@@ -323,8 +323,9 @@ def test_broken_files(tmp_path):
     save_file({"x": torch.zeros(1)}, tmp_path / "other")
     with pytest.raises(ValueError, match="its format is None"):
         runner.load_sequence(tmp_path / "other")
-    long = runner_of("mixed").sequence(prompt(runner.config, 120))
-    compute(long.runner, long, 120, mtp=False)
+    roomier = runner_of("mixed")
+    long = roomier.sequence(prompt(runner.config, 120))
+    compute(roomier, long, 120, mtp=False)
     long.save(tmp_path / "long")
     long.free()
     before = runner.manager.available_pages()

@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
@@ -228,6 +229,8 @@ CONVERSATION = [
 )
 @pytest.mark.parametrize("thinking", [False, True])
 def test_templates_render_as_in_transformers(tmp_path, template, thinking):
+    if version("transformers") < "5.23":
+        pytest.skip("transformers before 5.23 hands absent values of messages to templates")
     write_tokenizer(tmp_path, chat_template=template, pad_token=EOS)
     expected = transformers_tokenizer(tmp_path).apply_chat_template(
         CONVERSATION, tokenize=False, add_generation_prompt=True, thinking=thinking, enable_thinking=thinking

@@ -72,7 +72,7 @@ def test_a_disabled_stage_makes_nothing():
     assert not isinstance(stage("off"), torch.profiler.record_function)
     with torch.profiler.profile() as profiler:
         assert traced("off")(abs)(-3) == 3
-    assert not profiler.key_averages()
+    assert "off" not in [event.key for event in profiler.key_averages()]
 
 
 def test_a_trace_that_cannot_be_written(tmp_path):

@@ -260,7 +260,7 @@ def test_refuses_what_it_cannot_read(gpu):
     q, pool = torch.randn(2, 4, 512).bfloat16(), V4.allocate(3, 64, gpu)
     indices = torch.zeros(2, 5).int()
     good = PagedKeys(V4, pool, 64, indices)
-    other = (PlainRecord(512), PlainRecord(512).allocate(3, 64, gpu), 64, indices, None)
+    other = PagedKeys(PlainRecord(512), PlainRecord(512).allocate(3, 64, gpu), 64, indices)
     wrong = {
         "one or two pools": [good] * 3,
         "same record": [good, other],
