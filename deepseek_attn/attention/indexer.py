@@ -2,56 +2,25 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from itertools import pairwise
-from typing import Generic, Protocol, TypeVar
-
 import torch
 from torch import Tensor
 
 from deepseek_attn.attention.compressor import Compressor
-from deepseek_attn.cache.pools import Pool
 from deepseek_attn.config.model import AnyConfig, LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.common.norm_rope import apply_rope_half_split
-from deepseek_attn.kernels.common.quant import fake_quant_fp4, fake_quant_fp8, hadamard
 from deepseek_attn.kernels.indexer import (
-    TRITON_HEAD_DIM,
     IndexQueries,
     IndexQueryRows,
     PagedIndexKeys,
-    index_query,
-    index_scores,
     index_select,
-    topk_indices,
 )
 from deepseek_attn.layers.linear import Linear
-from deepseek_attn.layers.rope import RotaryTable, apply_rope
+from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule
 
-SCORE_BYTES = 64 << 20
-"""Most bytes of float32 scores that plain torch holds at a time: a chunk is scored in blocks of queries."""
 
-
-def queries_per_block(num_entries: int) -> int:
-    """Queries that plain torch scores at once against ``num_entries`` keys, within `SCORE_BYTES`; at least one."""
-    return max(1, SCORE_BYTES // (4 * max(num_entries, 1)))
-
-
-class IndexedStep(Protocol):
-    """What the indexers of all models read of a step."""
-
-    positions: Tensor
-
-    def freqs_cis_of(self, rope: RotaryTable) -> Tensor: ...
-
-
-Step = TypeVar("Step", bound=IndexedStep)
-
-
-class LightningIndexer(CheckpointModule, Generic[Step]):
+class LightningIndexer(CheckpointModule):
     """Scores cached keys with small heads of its own and selects the best ``index_topk`` of them for each query.
 
     ``score[t, e] = sum_h weight[t, h] * relu(q[t, h] . key[e])``, over the entries that query ``t`` may see. All
@@ -81,10 +50,6 @@ class LightningIndexer(CheckpointModule, Generic[Step]):
         self.weights_proj = Linear(config.hidden_size, self.heads, numerics, dtype, device, out_float32=True)
         self.scale = self.head_dim**-0.5 * self.heads**-0.5
 
-    def uses_triton(self, x: Tensor) -> bool:
-        """Whether Triton kernels do everything after the projections for tensors like ``x``, or plain torch does."""
-        return runs_triton(x) and self.head_dim == TRITON_HEAD_DIM
-
     def query_rows(self, index_q: Tensor, weights: Tensor, positions: Tensor) -> IndexQueryRows:
         """Argument of the op `index_query`: projected ``index_q [T, heads * head_dim]`` and ``weights [T, heads]``."""
         return IndexQueryRows(
@@ -98,81 +63,6 @@ class LightningIndexer(CheckpointModule, Generic[Step]):
             half_split=self.half_split,
         )
 
-    def select_topk(
-        self,
-        index_q: Tensor,
-        weights: Tensor,
-        step: Step,
-        out: Tensor,
-        out_slots: Tensor | None = None,
-        queries: IndexQueries | None = None,
-    ) -> None:
-        """Writes the selected entries of each query to ``out``. The keys of new tokens must be in the cache.
-
-        Args:
-            index_q: ``[T, heads * head_dim]``, projected by ``wq_b``; weights: float32 ``[T, heads]``, projected.
-            out: int32 ``[T, index_topk]``: entries local to the request, ascending, then -1.
-            out_slots: int32 ``[Dt, index_topk]``, with Triton only: the cache slots that decode tokens select.
-            queries: the result of the op `index_query`, where the caller has it already.
-        """
-        if self.uses_triton(index_q):
-            self.select_in_triton(
-                queries or index_query(self.query_rows(index_q, weights, step.positions)), step, out, out_slots
-            )
-        else:
-            q = self.rounded_queries(index_q, step.freqs_cis_of(self.rope))
-            self.select_in_torch(q, weights * self.scale, step, out)
-
-    @abstractmethod
-    def select_in_triton(self, queries: IndexQueries, step: Step, out: Tensor, out_slots: Tensor | None) -> None:
-        """`select_topk` by the op `index_select`: nothing waits for the GPU, launches depend on shapes alone."""
-
-    @abstractmethod
-    def select_in_torch(self, q: Tensor, weights: Tensor, step: Step, out: Tensor) -> None:
-        """`select_topk` in plain torch.
-
-        Args:
-            q: ``[T, heads, head_dim]``, of `rounded_queries`; weights: float32 ``[T, heads]``, scaled.
-        """
-
-    def rounded_queries(self, index_q: Tensor, freqs_cis: Tensor) -> Tensor:
-        """Queries ``[T, heads, head_dim]`` after RoPE and Hadamard matrix, quantised and dequantised."""
-        rotate = apply_rope_half_split if self.half_split else apply_rope
-        q = rotate(index_q.unflatten(-1, (self.heads, self.head_dim)), freqs_cis)
-        if self.numerics.index_hadamard:
-            q = hadamard(q)
-        if self.numerics.index_record == "fp4":
-            return fake_quant_fp4(q)
-        if self.numerics.index_record == "fp8":
-            return fake_quant_fp8(q, self.head_dim)
-        return q
-
-    def select_by_request(
-        self,
-        q: Tensor,
-        weights: Tensor,
-        num_visible: Tensor,
-        query_starts: list[int],
-        num_entries: list[int],
-        pool: Pool,
-        block_table: Tensor,
-        out: Tensor,
-    ) -> None:
-        """Scores request by request, in blocks of queries, and writes the selection to ``out``, in plain torch.
-
-        Args:
-            q, weights: those of `select_in_torch`; num_visible: ``[T]``, entries that a query may see.
-            query_starts: first token of each request, and the end; num_entries: entries in the cache, by request.
-            pool, block_table: the keys.
-        """
-        for request, (start, end) in enumerate(pairwise(query_starts)):
-            keys = request_entries(pool, block_table[request], num_entries[request], q.dtype)
-            block = queries_per_block(len(keys))
-            for first in range(start, end, block):
-                rows = slice(first, min(first + block, end))
-                scores = index_scores(q[rows], keys, weights[rows])
-                out[rows] = topk_indices(scores, num_visible[rows], self.topk)
-
 
 def select_all(num_visible: Tensor, out: Tensor) -> None:
     """Selects every entry: the first ``num_visible [T]`` ones of each query into ``out [T, index_topk]``, then -1."""
@@ -180,14 +70,7 @@ def select_all(num_visible: Tensor, out: Tensor) -> None:
     out.copy_(torch.where(column < num_visible.unsqueeze(1), column, -1))
 
 
-def request_entries(pool: Pool, pages: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """The first ``count`` entries ``[count, dim]`` of the request with these pages."""
-    entries = torch.arange(count, device=pages.device)
-    slots = pages.long()[entries // pool.entries] * pool.entries + entries % pool.entries
-    return pool.gather(slots, dtype)
-
-
-class Indexer(LightningIndexer[StepMetadata]):
+class Indexer(LightningIndexer):
     """The indexer of DeepSeek-V4: keys are compressed entries, made by a compressor of its own."""
 
     def __init__(
@@ -206,43 +89,34 @@ class Indexer(LightningIndexer[StepMetadata]):
         )
 
     def needs_topk(self, step: StepMetadata) -> bool:
-        """Whether a query may see more entries than are selected; with Triton decided without lengths on the CPU."""
-        if self.uses_triton(step.positions):
-            return self.table_entries(step) > self.topk
-        return max(self.num_entries(step)) > self.topk
+        """Whether a query may see more entries than are selected: more than that fit the pages of the block table."""
+        return self.table_entries(step) > self.topk
 
     def table_entries(self, step: StepMetadata) -> int:
         """Entries that fit the pages of the block table, and so the most that a request can have."""
         meta = step.sparse[self.spec.ratio]
         return meta.block_table.shape[1] * meta.block_size
 
-    def num_entries(self, step: StepMetadata) -> list[int]:
-        """Entries that each request has in the cache."""
-        meta = step.sparse[self.spec.ratio]
-        return (meta.seq_lens_cpu // meta.ratio).tolist()
+    def select_topk(self, queries: IndexQueries, step: StepMetadata, out: Tensor, out_slots: Tensor) -> None:
+        """Writes the selected entries of each query to ``out``. The keys of new tokens must be in the cache.
 
-    def select_in_triton(
-        self, queries: IndexQueries, step: StepMetadata, out: Tensor, out_slots: Tensor | None
-    ) -> None:
-        """Decodes, then prefills: columns of the scores are bounded by the block table, or by the longest prefill."""
+        Decodes, then prefills: the width of their scores is bounded by the block table, or by the longest prefill.
+
+        Args:
+            out: int32 ``[T, index_topk]``: entries local to the request, ascending, then -1.
+            out_slots: int32 ``[Dt, index_topk]``, the slots of what decode tokens selected.
+        """
         meta, swa, pool = step.sparse[self.spec.ratio], step.swa, self.compressor.pool
         num_visible = step.visible_of(self.spec.ratio)
 
-        def select(rows: slice, block_table: Tensor, width: int, slots: Tensor | None) -> None:
-            if rows.start < rows.stop:
-                requests = swa.token_to_req_indices[rows]
+        def select(tokens: slice, block_table: Tensor, width: int, slots: Tensor | None) -> None:
+            if tokens.start < tokens.stop:
+                requests = swa.token_to_req_indices[tokens]
                 keys = PagedIndexKeys(pool.record, pool.tensor, pool.entries, block_table, requests)
-                selected = IndexQueries(queries.q[rows], queries.weights[rows])
-                index_select(selected, keys, num_visible[rows], self.topk, width, out[rows], slots)
+                selected = IndexQueries(queries.q[tokens], queries.weights[tokens])
+                index_select(selected, keys, num_visible[tokens], self.topk, width, out[tokens], slots)
 
-        decodes, tokens = swa.num_decode_tokens, len(queries.q)
+        decodes, num_tokens = swa.num_decode_tokens, len(queries.q)
         select(slice(0, decodes), meta.block_table[: swa.num_decodes], self.table_entries(step), out_slots)
         longest = int(swa.prefill_seq_lens_cpu.max()) // meta.ratio if swa.num_prefills else 0
-        select(slice(decodes, tokens), meta.block_table, longest, None)
-
-    def select_in_torch(self, q: Tensor, weights: Tensor, step: StepMetadata, out: Tensor) -> None:
-        meta, starts = step.sparse[self.spec.ratio], step.swa.query_start_loc_cpu.tolist()
-        num_visible = step.visible_of(self.spec.ratio)
-        self.select_by_request(
-            q, weights, num_visible, starts, self.num_entries(step), self.compressor.pool, meta.block_table, out
-        )
+        select(slice(decodes, num_tokens), meta.block_table, longest, None)

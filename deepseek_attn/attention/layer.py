@@ -74,6 +74,8 @@ class DeepseekV4MLAAttention(CheckpointModule):
         num_heads, o_groups: heads and output groups of this rank; keys and indexers are the same on all ranks.
         attn_sink: float32 ``[heads]``, a logit per head that joins the softmax denominator only.
         padded_heads: heads of the tensors handed to the impl.
+        compressors: the layer's own, then its indexer's; input_linears: the projections of the layer's input, in the
+            order in which `project` takes their results.
         topk_indices_buffer: int32 ``[max_num_batched_tokens, index_topk]``, entries that the indexer selected; None
             without one.
         step: metadata of the running step; None while warming up. This, ``decode_topk_slots`` and the content of
@@ -126,6 +128,12 @@ class DeepseekV4MLAAttention(CheckpointModule):
             self.compressor = Compressor(config, spec, self.head_dim, rope, numerics, dtype, device)
         if spec.has_indexer:
             self.indexer = Indexer(config, spec, rope, numerics, dtype, device)
+        self.compressors = [self.compressor] if self.compressor is not None else []
+        self.compressors += [self.indexer.compressor] if self.indexer is not None else []
+        self.input_linears = [self.wq_a, self.wkv]
+        for compressor in self.compressors:
+            self.input_linears += [compressor.wkv, compressor.wgate]
+        self.input_linears += [self.indexer.weights_proj] if self.indexer is not None else []
 
         self.index_topk = None if self.indexer is None else self.indexer.topk
         self.step: StepMetadata | None = None
@@ -187,27 +195,13 @@ class DeepseekV4MLAAttention(CheckpointModule):
             projected = QueryProjections(*multi_linear(qr, query_linears, qr_fp8))
             q, index_queries = self.queries(projected, inputs.index_weights, positions)
         if self.indexer is not None:
-            self.select(self.indexer, projected.index_q, inputs.index_weights, index_queries, step)
+            self.select(self.indexer, index_queries, step)
         with stage("attend"):
             output = self.impl.forward_mqa(self, q, kv, positions)
         with stage("output"):
             z, z_fp8 = self.wo_a.project_quantized(output[:, : self.num_heads], positions, self.rope.cos_sin)
             (y,) = multi_linear(z, [self.wo_b], z_fp8)
         return self.parallel.sum(y)
-
-    @property
-    def compressors(self) -> list[Compressor]:
-        """The layer's own compressor, then its indexer's."""
-        own = [] if self.compressor is None else [self.compressor]
-        return own if self.indexer is None else [*own, self.indexer.compressor]
-
-    @property
-    def input_linears(self) -> list[Linear]:
-        """Projections of the layer's input, in the order in which `project` takes their results."""
-        linears = [self.wq_a, self.wkv]
-        for compressor in self.compressors:
-            linears += [compressor.wkv, compressor.wgate]
-        return linears if self.indexer is None else [*linears, self.indexer.weights_proj]
 
     def project(self, x: Tensor) -> InputProjections:
         """Projections of ``x [T, hidden_size]``."""
@@ -252,27 +246,19 @@ class DeepseekV4MLAAttention(CheckpointModule):
     def queries(
         self, projected: QueryProjections, index_weights: Tensor | None, positions: Tensor
     ) -> tuple[Tensor, IndexQueries | None]:
-        """Normed and rotated queries ``[T, padded_heads, head_dim]``; in Triton the indexer's in the same launch."""
-        heads, index_q = self.query_heads(projected.q, positions), projected.index_q
-        if self.indexer is not None and index_q is not None and self.indexer.uses_triton(index_q):
-            return queries(heads, self.indexer.query_rows(index_q, index_weights, positions))
-        return query_norm_rope(heads), None
+        """Normed and rotated queries ``[T, padded_heads, head_dim]``, and the indexer's if it needs them."""
+        heads = self.query_heads(projected.q, positions)
+        if self.indexer is None or projected.index_q is None:
+            return query_norm_rope(heads), None
+        return queries(heads, self.indexer.query_rows(projected.index_q, index_weights, positions))
 
     @traced("select")
-    def select(
-        self,
-        indexer: Indexer,
-        index_q: Tensor | None,
-        weights: Tensor,
-        queries: IndexQueries | None,
-        step: StepMetadata,
-    ) -> None:
-        """Writes the entries that each query reads to ``topk_indices_buffer``; in Triton also the slots for decodes."""
-        out = self.topk_indices_buffer[: len(weights)]
-        self.decode_topk_slots = None
-        if index_q is None:
+    def select(self, indexer: Indexer, queries: IndexQueries | None, step: StepMetadata) -> None:
+        """Writes the entries that each query reads to ``topk_indices_buffer``, and their slots for decode tokens."""
+        out = self.topk_indices_buffer[: len(step.positions)]
+        if queries is None:
+            self.decode_topk_slots = None
             select_all(step.visible_of(self.spec.ratio), out)
-            return
-        if indexer.uses_triton(index_q):
+        else:
             self.decode_topk_slots = out.new_empty(step.swa.num_decode_tokens, out.shape[1])
-        indexer.select_topk(index_q, weights, step, out, self.decode_topk_slots, queries)
+            indexer.select_topk(queries, step, out, self.decode_topk_slots)

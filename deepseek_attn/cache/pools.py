@@ -40,6 +40,11 @@ class Pool:
         """Reads ``slots [...]`` as ``[..., dim]``; negative slots give zeros."""
         return self.spec.record.gather(self.tensor, self.entries, slots, dtype)
 
+    def gather_request(self, pages: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first ``count`` rows ``[count, dim]`` of a request with these ``pages``."""
+        entry = torch.arange(count, device=pages.device)
+        return self.gather(pages.long()[entry // self.entries] * self.entries + entry % self.entries, dtype)
+
 
 class CachePools:
     """Every pool of a layout, allocated on one device and zeroed."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import torch
 
 from deepseek_attn.kernels.insert.types import CompressBatch
-from deepseek_attn.layers.rope import RotaryTable
 
 
 @dataclass
@@ -86,24 +85,16 @@ class StepMetadata:
     Attributes:
         positions: int64 ``[T]``.
         sparse: compressed part, by ratio; compressor: batch of the compressors, by (ratio, overlap).
-        freqs_cis: rotations at ``positions`` by rotary table; filled by the first layer that needs them.
-        visible: number of entries that each token sees, by ratio; selected: that it reads, by (ratio, top-k); filled
-            likewise.
+        visible: number of entries that each token sees, by ratio; selected: that it reads, by (ratio, top-k). Filled
+            by the first layer that needs them.
     """
 
     positions: torch.Tensor
     swa: DeepseekSparseSWAMetadata
     sparse: dict[int, DeepseekSparseMLAMetadata]
     compressor: dict[tuple[int, bool], CompressBatch]
-    freqs_cis: dict[RotaryTable, torch.Tensor] = field(default_factory=dict)
     visible: dict[int, torch.Tensor] = field(default_factory=dict)
     selected: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-
-    def freqs_cis_of(self, rope: RotaryTable) -> torch.Tensor:
-        """``rope.at(positions)``, computed once per step."""
-        if rope not in self.freqs_cis:
-            self.freqs_cis[rope] = rope.at(self.positions)
-        return self.freqs_cis[rope]
 
     def visible_of(self, ratio: int) -> torch.Tensor:
         """Number of compressed entries that each token sees: int64 ``[T]``, 0 for padding."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_attn.attention.indexer import queries_per_block
 from deepseek_attn.cache.layout import (
     STATE,
     WINDOW,
@@ -23,6 +22,7 @@ from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
+from deepseek_attn.kernels.indexer import SCORE_BYTES
 from deepseek_attn.utils.workspace import aligned_bytes
 from deepseek_attn.v32.attention import sparse_config
 
@@ -170,7 +170,7 @@ def index_logits_bytes(config: AnyConfig, layout: CacheLayout) -> int:
     if not ratios:
         return 0
     entries = max(layout.max_model_len // min(ratios), 1)
-    return 4 * entries * min(queries_per_block(entries), layout.max_num_batched_tokens)
+    return 4 * entries * min(max(SCORE_BYTES // (4 * entries), 1), layout.max_num_batched_tokens)
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:

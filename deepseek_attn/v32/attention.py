@@ -7,7 +7,6 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from deepseek_attn.attention.indexer import request_entries
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.cache.pools import CachePools, Pool
 from deepseek_attn.cache.records_v32 import kv_cache_view
@@ -168,7 +167,7 @@ class DeepseekV32MLAAttention(CheckpointModule, MLAAbsorption):
         outputs = []
         lengths, cached = step.seq_lens_cpu.tolist(), step.cached_lens_cpu.tolist()
         for request, (start, end) in enumerate(pairwise(step.query_start_loc_cpu.tolist())):
-            keys = request_entries(self.latent_cache, step.block_table[request], cached[request], query.dtype)
+            keys = self.latent_cache.gather_request(step.block_table[request], cached[request], query.dtype)
             keys = F.pad(keys, (0, 0, 0, lengths[request] - cached[request]))
             outputs.append(causal_attention(query[start:end], keys, self.scale, self.kv_lora_rank))
         return torch.cat(outputs)

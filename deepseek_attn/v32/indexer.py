@@ -11,7 +11,7 @@ from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.kernels.common.norm_rope import apply_rope_half_split
 from deepseek_attn.kernels.common.quant import hadamard
-from deepseek_attn.kernels.indexer import IndexQueries, PagedIndexKeys, index_select
+from deepseek_attn.kernels.indexer import PagedIndexKeys, index_query, index_select
 from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule
@@ -33,7 +33,7 @@ class LayerNorm(CheckpointModule):
         return F.layer_norm(x.float(), (self.dim,), self.weight, self.bias, self.eps).to(x.dtype)
 
 
-class TokenIndexer(LightningIndexer[TokenStepMetadata]):
+class TokenIndexer(LightningIndexer):
     """The indexer of DeepSeek-V3.2: one key per token, projected from the attention input.
 
     Attributes:
@@ -68,24 +68,14 @@ class TokenIndexer(LightningIndexer[TokenStepMetadata]):
             out: int32 ``[T, index_topk]``: positions in the request, ascending, then -1.
         """
         self.pool.insert(step.slot_mapping, self.keys(x, step.freqs_cis_of(self.rope)))
-        if max(step.cached_lens_cpu.tolist()) <= self.topk:
+        longest = max(step.cached_lens_cpu.tolist())
+        if longest <= self.topk:
             select_all(step.num_visible, out)
-        else:
-            self.select_topk(self.wq_b(qr), self.weights_proj(x), step, out)
-
-    def select_in_triton(
-        self, queries: IndexQueries, step: TokenStepMetadata, out: torch.Tensor, out_slots: torch.Tensor | None
-    ) -> None:
-        requests = step.attention.req_id_per_token[: len(queries.q)]
+            return
+        queries = index_query(self.query_rows(self.wq_b(qr), self.weights_proj(x), step.positions))
+        requests = step.attention.req_id_per_token[: len(x)]
         keys = PagedIndexKeys(self.pool.record, self.pool.tensor, self.pool.entries, step.block_table, requests)
-        width = max(step.cached_lens_cpu.tolist())
-        index_select(queries, keys, step.num_visible, self.topk, width, out, out_slots)
-
-    def select_in_torch(
-        self, q: torch.Tensor, weights: torch.Tensor, step: TokenStepMetadata, out: torch.Tensor
-    ) -> None:
-        starts, num_entries = step.query_start_loc_cpu.tolist(), step.cached_lens_cpu.tolist()
-        self.select_by_request(q, weights, step.num_visible, starts, num_entries, self.pool, step.block_table, out)
+        index_select(queries, keys, step.num_visible, self.topk, longest, out)
 
     def keys(self, x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
         """Keys ``[T, head_dim]`` after norm and RoPE, not yet quantised: writing to the cache does that."""

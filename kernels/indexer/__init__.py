@@ -8,6 +8,7 @@ from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.indexer.types import (
     KEY_FORMATS,
     MAX_TRITON_TOPK,
+    SCORE_BYTES,
     TRITON_HEAD_DIM,
     IndexQueries,
     IndexQueryRows,
@@ -18,6 +19,7 @@ from deepseek_attn.kernels.insert.types import QueryHeads
 __all__ = [
     "KEY_FORMATS",
     "MAX_TRITON_TOPK",
+    "SCORE_BYTES",
     "TRITON_HEAD_DIM",
     "IndexQueries",
     "IndexQueryRows",
@@ -40,9 +42,9 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
         weight, in Triton always the weight. Zero rows are fine.
 
     Raises:
-        ValueError: an unknown key format; on a GPU also heads of other than 128 channels, and tensors that disagree.
+        ValueError: an unknown key format; in Triton also tensors that disagree. Triton serves heads of 128 channels.
     """
-    if runs_triton(rows.q):
+    if runs_triton(rows.q) and rows.q.shape[1] == rows.weights.shape[1] * TRITON_HEAD_DIM:
         from deepseek_attn.kernels.indexer.query import index_query as op
     else:
         from deepseek_attn.kernels.indexer.reference import index_query as op
@@ -61,7 +63,7 @@ def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
     Raises:
         ValueError: different numbers of tokens, or arguments that either op refuses.
     """
-    if runs_triton(index.q):
+    if runs_triton(index.q) and index.q.shape[1] == index.weights.shape[1] * TRITON_HEAD_DIM:
         from deepseek_attn.kernels.indexer.query import queries as op
     else:
         from deepseek_attn.kernels.indexer.reference import queries as op
@@ -112,7 +114,7 @@ def paged_index_scores(
     Raises:
         ValueError: tensors or a record that the kernels do not take.
     """
-    if runs_triton(queries.q):
+    if runs_triton(queries.q) and queries.q.shape[2] == TRITON_HEAD_DIM:
         from deepseek_attn.kernels.indexer.scores import paged_index_scores as op
     else:
         from deepseek_attn.kernels.indexer.reference import paged_index_scores as op
@@ -175,10 +177,10 @@ def index_select(
         ValueError: arguments that `paged_index_scores` or `topk_indices` refuses.
 
     Notes:
-        In Triton it works on blocks of queries: scratch is 64 MiB of scores, or those of one query, and two thirds as
-        much for the selection; how many launches there are depends on shapes alone, and nothing waits for the GPU.
+        Scores are computed for a block of queries at a time, within `SCORE_BYTES` or for one query. In Triton the
+        selection takes two thirds as much again, launches depend on shapes alone, and nothing waits for the GPU.
     """
-    if runs_triton(queries.q):
+    if runs_triton(queries.q) and queries.q.shape[2] == TRITON_HEAD_DIM and k <= MAX_TRITON_TOPK:
         from deepseek_attn.kernels.indexer.select import index_select as op
     else:
         from deepseek_attn.kernels.indexer.reference import index_select as op

@@ -8,7 +8,13 @@ from torch import Tensor
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
 from deepseek_attn.kernels.common.norm_rope import apply_rope, apply_rope_half_split, freqs_cis_at
 from deepseek_attn.kernels.common.quant import dequantize_fp4, hadamard, quantize_fp4, quantize_fp8
-from deepseek_attn.kernels.indexer.types import KEY_FORMATS, IndexQueries, IndexQueryRows, PagedIndexKeys
+from deepseek_attn.kernels.indexer.types import (
+    KEY_FORMATS,
+    SCORE_BYTES,
+    IndexQueries,
+    IndexQueryRows,
+    PagedIndexKeys,
+)
 from deepseek_attn.kernels.insert.reference import query_norm_rope
 from deepseek_attn.kernels.insert.types import QueryHeads
 
@@ -93,11 +99,7 @@ def paged_index_scores(
     lens = num_visible.clamp(max=width)
     lens = torch.where(lens > skip, lens, 0).tolist()
     for t, (request, n) in enumerate(zip(keys.token_to_req.tolist(), lens, strict=True)):
-        entry = torch.arange(n, device=q.device)
-        slots = keys.block_table[request].long()[entry // keys.entries] * keys.entries + entry % keys.entries
-        k = keys.record.gather(keys.pool, keys.entries, slots, torch.float32)
-        k = even_odd(k) if keys.record.name == "index_fp4" else k
-        out[t, :n] = index_scores(q[t : t + 1].float(), k, weights[t : t + 1])[0]
+        out[t, :n] = index_scores(q[t : t + 1].float(), _gather_keys(keys, request, n), weights[t : t + 1])[0]
     return out
 
 
@@ -110,9 +112,34 @@ def index_select(
     out: Tensor | None = None,
     out_slots: Tensor | None = None,
 ) -> Tensor:
-    """`kernels.indexer.index_select` in plain torch."""
-    scores = paged_index_scores(queries, keys, num_visible, width, k)
-    return topk_indices(scores, num_visible, k, out, keys, out_slots)
+    """`kernels.indexer.index_select` in plain torch: the keys of a request are gathered once for all its queries."""
+    q, weights = queries
+    out = torch.empty(len(q), k, dtype=torch.int32, device=q.device) if out is None else out
+    requests, counts = keys.token_to_req.unique_consecutive(return_counts=True)
+    first = 0
+    for request, count in zip(requests.tolist(), counts.tolist(), strict=True):
+        stop = first + count
+        visible = max(int(num_visible[first:stop].max()), 0)
+        entries = _gather_keys(keys, request, visible) if visible > k else None  # else every entry is selected
+        for start, end in row_blocks(count, rows_per_block(4 * max(visible, 1), SCORE_BYTES)):
+            tokens = slice(first + start, first + end)
+            if entries is None:
+                scores = torch.zeros(end - start, visible, device=q.device)
+            else:
+                scores = index_scores(q[tokens].float(), entries, weights[tokens])
+            block_keys = keys._replace(token_to_req=keys.token_to_req[tokens])
+            slots = None if out_slots is None else out_slots[tokens]
+            topk_indices(scores, num_visible[tokens], k, out[tokens], block_keys, slots)
+        first = stop
+    return out
+
+
+def _gather_keys(keys: PagedIndexKeys, request: int, count: int) -> Tensor:
+    """Float32 keys of the first ``count`` entries of a request, channels in the order of its queries."""
+    entry = torch.arange(count, device=keys.pool.device)
+    slots = keys.block_table[request].long()[entry // keys.entries] * keys.entries + entry % keys.entries
+    found = keys.record.gather(keys.pool, keys.entries, slots, torch.float32)
+    return even_odd(found) if keys.record.name == "index_fp4" else found
 
 
 @torch.no_grad()

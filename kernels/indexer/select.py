@@ -8,9 +8,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
 from deepseek_attn.kernels.indexer.scores import paged_index_scores
 from deepseek_attn.kernels.indexer.topk import topk_indices
-from deepseek_attn.kernels.indexer.types import IndexQueries, PagedIndexKeys
-
-SCORE_BYTES = 64 << 20  # scores of one block of queries
+from deepseek_attn.kernels.indexer.types import SCORE_BYTES, IndexQueries, PagedIndexKeys
 
 
 def index_select(

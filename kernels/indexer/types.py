@@ -11,6 +11,8 @@ from deepseek_attn.kernels.common.records import CacheRecord
 KEY_FORMATS = ("plain", "fp8", "fp4")
 TRITON_HEAD_DIM = 128
 """Channels of the heads that the Triton kernel of `index_query` takes."""
+SCORE_BYTES = 64 << 20
+"""Most bytes of float32 scores that `index_select` holds at a time."""
 MAX_TRITON_TOPK = 4096
 """Most columns that the Triton kernel of `topk_indices` selects."""
 

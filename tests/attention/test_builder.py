@@ -396,7 +396,7 @@ def test_indices_are_built_once_for_all_layers_of_a_kind(monkeypatch):
 # the builder of decode steps on the device
 
 FIELDS = {
-    StepMetadata: {"positions", "swa", "sparse", "compressor", "freqs_cis", "visible", "selected"},
+    StepMetadata: {"positions", "swa", "sparse", "compressor", "visible", "selected"},
     DeepseekSparseSWAMetadata: {
         "block_table", "slot_mapping", "block_size", "seq_lens", "query_start_loc", "query_start_loc_cpu",
         "is_valid_token", "token_to_req_indices", "decode_swa_indices", "decode_swa_lens", "num_decodes",

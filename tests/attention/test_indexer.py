@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from deepseek_attn.attention.indexer import Indexer
+from deepseek_attn.attention import indexer
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.kernels.common.dispatch import reference_ops, runs_triton
 from deepseek_attn.runner.model_runner import ModelRunner
-from deepseek_attn.v32.indexer import TokenIndexer
+from deepseek_attn.v32 import indexer as v32_indexer
 
 NUMERICS = ["exact", "official", "serving"]
 
@@ -19,19 +19,18 @@ def gpu(device):
     return device
 
 
-def compare(selections, kind, monkeypatch):
-    """Selects twice at every call, and keeps both selections."""
-    original = kind.select_topk
+def compare(selections, module, monkeypatch):
+    """Selects twice at every call, in Triton and in plain torch, and keeps both selections."""
+    original = module.index_select
 
-    def both(self, index_q, weights, step, out, *slots):
-        assert self.uses_triton(index_q)
-        original(self, index_q, weights, step, out, *slots)
-        plain = torch.full_like(out, 2**31 - 1)
+    def both(queries, keys, num_visible, k, width, out, *slots):
+        assert runs_triton(queries.q)
+        original(queries, keys, num_visible, k, width, out, *slots)
         with reference_ops():
-            original(self, index_q, weights, step, plain)
+            plain = original(queries, keys, num_visible, k, width)
         selections.append((out.clone(), plain))
 
-    monkeypatch.setattr(kind, "select_topk", both)
+    monkeypatch.setattr(module, "index_select", both)
 
 
 def check(selections):
@@ -49,10 +48,10 @@ def check(selections):
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)
-@pytest.mark.parametrize(("preset", "kind"), [("tiny", Indexer), ("tiny_v32", TokenIndexer)])
-def test_prefills_and_decodes_together(gpu, preset, kind, numerics, monkeypatch):
+@pytest.mark.parametrize(("preset", "module"), [("tiny", indexer), ("tiny_v32", v32_indexer)])
+def test_prefills_and_decodes_together(gpu, preset, module, numerics, monkeypatch):
     selections = []
-    compare(selections, kind, monkeypatch)
+    compare(selections, module, monkeypatch)
     config = ModelConfig.from_preset(preset)
     options = {"max_model_len": 1200, "max_num_seqs": 8, "max_num_batched_tokens": 1024, "cuda_graphs": False}
     runner = ModelRunner.from_config(config, device=gpu, numerics=numerics, **options)

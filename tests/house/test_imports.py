@@ -321,16 +321,6 @@ def test_no_file_names_paths_of_a_machine():
     assert not found
 
 
-@pytest.mark.parametrize(
-    "family", sorted(path.parent for path in (ROOT / "kernels").glob("*/__init__.py")), ids=lambda path: path.name
-)
-def test_no_op_is_named_like_a_module_of_its_family(family):
-    """Importing the module would put it in the place of the function, for whoever imports the op after that."""
-    tree = ast.parse((family / "__init__.py").read_text(encoding="utf-8"))
-    ops = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    assert not ops & {path.stem for path in family.glob("*.py")}
-
-
 ALONE = """
 import importlib.abc, sys
 

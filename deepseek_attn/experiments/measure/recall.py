@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepseek_attn.attention.indexer import request_entries
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 from deepseek_attn.experiments.define.results import RecallRow
 from deepseek_attn.kernels.insert import query_norm_rope
@@ -84,14 +83,14 @@ def add_queries(total: LayerRecall, layer: DeepseekV4MLAAttention, x: torch.Tens
     """Adds the queries of ``x [T, hidden_size]``: the input of ``layer``, which has just computed one new sequence."""
     step, spec, count = layer.step, layer.spec, len(x)
     assert step is not None
-    freqs_cis = step.freqs_cis_of(layer.rope)
+    freqs_cis = layer.rope.at(step.positions)
     q = query_norm_rope(layer.query_heads(layer.wq_b(layer.q_norm(layer.wq_a(x))), step.positions))
     q = q[:, : layer.num_heads].float()
     keys = apply_rope(layer.kv_norm(layer.wkv(x)), freqs_cis).float()
     ratio, entries = spec.ratio, keys[:0]
     if ratio:
         assert layer.kv_cache is not None
-        entries = request_entries(layer.kv_cache, step.sparse[ratio].block_table[0], count // ratio, x.dtype).float()
+        entries = layer.kv_cache.gather_request(step.sparse[ratio].block_table[0], count // ratio, x.dtype).float()
     selected = layer.topk_indices_buffer[:count] if layer.indexer is not None else None
     sink, position = layer.attn_sink.float(), torch.arange(count, device=x.device)
     block = max(1, BLOCK_BYTES // (4 * layer.num_heads * (count + len(entries))))

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from deepseek_attn import ModelConfig
-from deepseek_attn.attention.indexer import request_entries
 from deepseek_attn.experiments.measure.quality import by_position, compare
 from deepseek_attn.experiments.measure.recall import measure_recall
 from deepseek_attn.layers.rope import apply_rope
@@ -28,7 +27,7 @@ def captured(runner, tokens):
         entries, selected = keys[:0], None
         if ratio:
             table = step.sparse[ratio].block_table[0]
-            entries = request_entries(layer.kv_cache, table, len(x) // ratio, torch.float32)
+            entries = layer.kv_cache.gather_request(table, len(x) // ratio, torch.float32)
         if layer.indexer is not None:
             selected = [{e for e in row if e >= 0} for row in layer.topk_indices_buffer[: len(x)].tolist()]
         found[layer.spec.index] = (layer, q.double(), keys.double(), entries.double(), selected)

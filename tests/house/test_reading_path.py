@@ -1,0 +1,82 @@
+"""A reader follows one token through one layer, from `attention.forward` to the contracts of its ops, in 400 lines.
+
+Counted as a reader meets them: the source of every function of the library that a call passes, docstrings included. A
+function of ``kernels/`` is where the reader stops: its contract (the function of its name in the family's
+``__init__.py``) is one screen of text, and nothing below it has to be read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import CodeType, FrameType
+
+import pytest
+import torch
+
+from deepseek_attn import ModelRunner
+
+ROOT = Path(__file__).parents[2]
+LINES = 400
+SCREEN = 50  # lines of a contract
+
+
+def contract_of(code: CodeType) -> object:
+    """The public function of the family that an op's code belongs to; where a reader stops."""
+    family = Path(code.co_filename).relative_to(ROOT / "kernels").parts[0]
+    return getattr(import_module(f"deepseek_attn.kernels.{family}"), code.co_name, code)
+
+
+def functions_passed(call: Callable[[], object]) -> dict[str, int]:
+    """Lines of each function of the library that ``call`` enters, and of the contracts of the ops that it calls."""
+    found: dict[object, CodeType] = {}
+    below = 0  # calls inside an op
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal below
+        code = frame.f_code
+        if event == "return" and below:
+            below -= 1
+        elif event == "call" and below:
+            below += 1
+        elif event == "call" and code.co_filename.startswith(str(ROOT / "kernels")):
+            found[contract_of(code)] = code
+            below = 1
+        elif event == "call" and code.co_filename.startswith((str(ROOT / "deepseek_attn"), str(ROOT / "models"))):
+            found[code] = code
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return {
+        f"{Path(code.co_filename).relative_to(ROOT)} {code.co_qualname}": len(inspect.getsourcelines(source)[0])
+        for source, code in found.items()
+        if "<locals>" not in code.co_qualname or code.co_name == "run"  # inner functions are lines of the outer one
+    }
+
+
+@pytest.mark.parametrize("kind", ["SWA", "C4A", "C128A"])
+@pytest.mark.parametrize(("computed", "new"), [(200, 1), (64, 40)], ids=["decode", "prefill"])
+def test_from_forward_to_the_contracts_of_ops(kind, computed, new):
+    runner = ModelRunner.from_config("tiny", max_model_len=256, max_num_seqs=1, device="cpu")
+    layer = next(block.attn for block in runner.model.layers.values() if block.attn.spec.kind == kind)
+    cache = runner.manager.create()
+    runner.manager.reserve([(cache, computed)])
+    runner.manager.commit(cache, computed)
+    runner.manager.reserve([(cache, new)])
+    step = runner.step_metadata([cache], [new])
+    x = torch.randn(new, runner.config.hidden_size)
+    with torch.inference_mode():
+        layer(x, step.positions, step)  # imports what is imported at the first call
+        passed = functions_passed(lambda: layer(x, step.positions, step))
+    assert any("attention/layer.py" in name and "forward" in name for name in passed)
+    assert {"insert_tokens", "multi_linear", "grouped_linear_quantized"} <= {name.split()[-1] for name in passed}
+    contracts = {name: lines for name, lines in passed.items() if name.startswith("kernels")}
+    assert all(lines <= SCREEN for lines in contracts.values()), contracts
+    total = sum(passed.values()) - sum(contracts.values())
+    assert total <= LINES, "\n".join([f"{total} lines", *(f"{n:4d} {name}" for name, n in passed.items())])
