@@ -7,11 +7,29 @@ tokens of a decode step are. Split-K partials are added in order by the program 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.fp8 import decode_e4m3, quantize_groups
+
+
+class Inputs(NamedTuple):
+    """Pointers to the input's tokens: in a float dtype, in FP8, and the scales of FP8 ones."""
+
+    plain: tl.tensor
+    quantized: tl.tensor
+    scale: tl.tensor
+
+
+class Strides(NamedTuple):
+    """Elements between tokens of each of the `Inputs` (of ``scale``: between blocks of channels), or between groups."""
+
+    plain: tl.tensor
+    quantized: tl.tensor
+    scale: tl.tensor
 
 
 @triton.jit
@@ -61,12 +79,12 @@ def _add_block(
     """``acc`` and the product of one block of channels."""
     channel = block * lane.shape[0] + lane
     if INPUT == "quantized":
-        x = tl.load(inputs[1] + token[:, None] * strides[1] + channel[None, :])
-        x_scale = tl.load(inputs[2] + token + block * strides[2])
+        x = tl.load(inputs.quantized + token[:, None] * strides.quantized + channel[None, :])
+        x_scale = tl.load(inputs.scale + token + block * strides.scale)
         if not NATIVE_FP8:
             x = decode_e4m3(x, NATIVE_FP8, DTYPE)
     else:
-        x = _rows(inputs[0] + token * strides[0], channel, K, K % lane.shape[0] == 0)
+        x = _rows(inputs.plain + token * strides.plain, channel, K, K % lane.shape[0] == 0)
         if INPUT == "quantize":
             x, x_scale = quantize_groups(x.to(tl.float32), POW2, NATIVE_FP8, DTYPE)
     if FP8:
@@ -132,7 +150,7 @@ def _program(
 ):  # fmt: skip
     """Split ``job % SPLITS`` of tile ``job // SPLITS`` of the weights of one kind."""
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    SHARE: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
+    SPLIT_BLOCKS: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     tile = job // SPLITS
     split = job % SPLITS
     weight_ptr = tl.multiple_of(_pick(weights, FIRSTS, tile), 16)
@@ -146,34 +164,36 @@ def _program(
         group = tile // GROUP_TILES
         start = group * GROUP_ROWS + tile % GROUP_TILES * BLOCK_N
         last_row = (group + 1) * GROUP_ROWS - 1
-        inputs = (
-            inputs[0] + group.to(tl.int64) * group_strides[0],
-            inputs[1] + group.to(tl.int64) * group_strides[1],
-            inputs[2] + group.to(tl.int64) * group_strides[2],
+        inputs = Inputs(
+            inputs.plain + group.to(tl.int64) * group_strides.plain,
+            inputs.quantized + group.to(tl.int64) * group_strides.quantized,
+            inputs.scale + group.to(tl.int64) * group_strides.scale,
         )
     # rows and tokens past the end repeat the last one, and are not stored
     row = tl.minimum(start + tl.arange(0, BLOCK_N), last_row)
     weight_row = weight_ptr + row.to(tl.int64) * K
     lane = tl.arange(0, BLOCK_K)
-    first = split * SHARE
-    ahead = ()
-    AHEAD: tl.constexpr = EARLY if EARLY < SHARE else SHARE
+    first = split * SPLIT_BLOCKS
+    prefetched = ()
+    PREFETCHED: tl.constexpr = EARLY if EARLY < SPLIT_BLOCKS else SPLIT_BLOCKS
     if PDL:
         # weights depend on no kernel: the first are loaded while the kernel before this one still runs
-        for i in tl.static_range(AHEAD):
-            ahead += (_rows(weight_row, (first + i) * BLOCK_K + lane, K, K % BLOCK_K == 0 and BLOCKS % SHARE == 0),)
+        for i in tl.static_range(PREFETCHED):
+            prefetched += (
+                _rows(weight_row, (first + i) * BLOCK_K + lane, K, K % BLOCK_K == 0 and BLOCKS % SPLIT_BLOCKS == 0),
+            )
         gdc_wait()
     token = tl.minimum(m_tile * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if PDL:
-        for i in tl.static_range(AHEAD):
+        for i in tl.static_range(PREFETCHED):
             if first + i < BLOCKS:
                 acc = _add_block(
-                    acc, ahead[i], first + i, lane, row, token, start, inputs, strides, scale_ptr,
+                    acc, prefetched[i], first + i, lane, row, token, start, inputs, strides, scale_ptr,
                     K, BLOCKS, GROUP_ROWS, FP8, INPUT, POW2, NATIVE_FP8, DTYPE, PARTS, PRECISION,
                 )  # fmt: skip
-        first += AHEAD
-    for block in tl.range(first, tl.minimum(split * SHARE + SHARE, BLOCKS), num_stages=STAGES):
+        first += PREFETCHED
+    for block in tl.range(first, tl.minimum(split * SPLIT_BLOCKS + SPLIT_BLOCKS, BLOCKS), num_stages=STAGES):
         w = _rows(weight_row, block * BLOCK_K + lane, K, K % BLOCK_K == 0)
         acc = _add_block(
             acc, w, block, lane, row, token, start, inputs, strides, scale_ptr,
@@ -241,8 +261,8 @@ def multi_linear_kernel(
     m_tiles = tl.cdiv(M, BLOCK_M)
     m_tile = tl.program_id(0) % m_tiles
     job = tl.program_id(0) // m_tiles
-    inputs, strides = (x_ptr, q_ptr, q_scale_ptr), (x_stride, q_stride, q_scale_stride)
-    group_strides = (x_group_stride, q_group_stride, q_scale_group_stride)
+    inputs, strides = Inputs(x_ptr, q_ptr, q_scale_ptr), Strides(x_stride, q_stride, q_scale_stride)
+    group_strides = Strides(x_group_stride, q_group_stride, q_scale_group_stride)
     if PLAIN_TILES == 0 or (TILES > 0 and job < TILES * SPLITS):
         _program(
             job, m_tile, m_tiles, M, inputs, strides, group_strides, weights, scales, outs, part_ptr, counter_ptr,
