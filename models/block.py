@@ -1,4 +1,4 @@
-"""V4's transformer block, and what models of all families are built from."""
+"""V4's transformer block, and base classes of the models of all families."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from deepseek_attn.v32.attention import DeepseekV32MLAAttention
 
 @dataclass
 class BuildContext:
-    """What the parts of a model are built with.
+    """Arguments that the modules of a model are built with.
 
     Attributes:
         impl: V4's attention impl; None for other families, whose layers get theirs with their caches.
@@ -96,7 +96,7 @@ class Backbone(CheckpointModule, ABC):
         mtp: also build the MTP layers.
         block, mtp_layer: the family's classes.
 
-    What `forward` returns, "hidden states" ``[T, ...]``, is what `logits` and the MTP layer take: V4's residual streams
+    `forward` returns "hidden states" ``[T, ...]``, the input of `logits` and of the MTP layer: V4's residual streams
     ``[T, hc_mult, hidden_size]``; of other families, states after the final norm ``[T, hidden_size]``.
     """
 

@@ -63,7 +63,7 @@ def add_norm(norm: RMSNorm, y: torch.Tensor, residual: torch.Tensor | None) -> t
 class MTPLayer(Block):
     """Multi-token prediction: from position t and the token at t + 1, logits for t + 2.
 
-    One more block with caches of its own; ``norm`` is the checkpoint's ``shared_head.norm``, embedding and head are the
+    One more block with separate caches; ``norm`` is the checkpoint's ``shared_head.norm``, embedding and head are the
     backbone's.
     """
 

@@ -1,4 +1,4 @@
-"""Model families: what differs between them when a runner is built. Everything after that is the same."""
+"""Model families: the choices of a runner's construction that depend on the family."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class DeepseekV32Family(Family):
     """DeepSeek-V3.2, and V3 / V3.1 without an indexer.
 
     Backends: ``auto``, ``reference``, ``triton`` or ``flashmla`` (kernels of the FlashMLA sparse backend), or
-    ``flashinfer``. Dense models have one implementation and take any of these.
+    ``flashinfer``. Dense models have one implementation and accept any of these.
     """
 
     model_class, block_class = deepseek_v32.DeepseekV32, deepseek_v32.Block

@@ -13,9 +13,9 @@ from deepseek_attn.models.hyper_connection import declare_stream_head
 
 
 class MTPLayer(Block):
-    """One more block on the backbone's streams, with its own window cache (checkpoint: ``mtp.N``).
+    """One more block on the backbone's streams, with a separate window cache (checkpoint: ``mtp.N``).
 
-    It has a norm and a collapse of its own streams; embedding and output head are the backbone's.
+    It has separate weights for norm and collapse of its streams; embedding and output head are the backbone's.
     """
 
     def __init__(self, context: BuildContext, spec: LayerSpec):

@@ -277,4 +277,4 @@ def active_width(entries: int, limit: int) -> int:
     return min(width, -(-max(limit, 1) // INDEX_ALIGN) * INDEX_ALIGN)
 
 
-INDEX_ALIGN = 128  # sparse prefill kernels take index rows in multiples of this
+INDEX_ALIGN = 128  # sparse prefill kernels need index rows of multiples of this

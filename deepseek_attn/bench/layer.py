@@ -17,7 +17,7 @@ from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.device_tables import DeviceTables
 from deepseek_attn.runner.graph_steps import StepSize, StepTensors
 
-INPUT_SETS = 4  # hidden states in turn, so that no run meets the very inputs of the one before
+INPUT_SETS = 4  # sets of hidden states, in rotation: no run repeats the inputs of the previous one
 FILL_ROWS = 1 << 16
 
 
@@ -31,7 +31,7 @@ class LayerTiming(KernelTiming):
         graph: replayed as a CUDA graph; otherwise called from Python.
         batch: sequences; tokens: new tokens of each; context: length of each after the step.
         metadata_us: host time to build the step's metadata, once for all layers of a kind, median; 0 for a graph of
-            decode steps, which makes its own.
+            decode steps, which builds it on the device.
     """
 
     layer: str
@@ -87,7 +87,7 @@ def time_layer(
 
     Args:
         batch: sequences; tokens: new tokens of each; context: their length after the step, at least ``tokens``.
-        graph: replay a CUDA graph of calls with several inputs, which no host holds up. Prefill calls share a step's
+        graph: replay a CUDA graph of calls with several inputs, without host overhead. Prefill calls share a step's
             metadata, with the index rows that the first layer of a kind makes for all.
         count_kernels: also list the kernels, on a GPU.
 

@@ -18,7 +18,7 @@ MATRIX = 8192
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One measurement, in microseconds; subclasses say of what.
+    """One timing, in microseconds; subclasses add the facts of the run.
 
     Attributes:
         microseconds: median of the runs; low, high: the 10th and 90th percentile.
@@ -156,7 +156,7 @@ def kernels_of(call: Callable[[], object], repeats: int = 5) -> list[tuple[str, 
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """What the GPU reaches now: bytes/s of a copy (read and written), FLOP/s of bf16 and FP8 products of 8192^3."""
+    """Measured peak rates: bytes/s of a copy (read and written), FLOP/s of bf16 and FP8 products of 8192^3."""
     rates = {"copy": _copy_rate(device)}
     a, b = (torch.randn(MATRIX, MATRIX, device=device).bfloat16() for _ in range(2))
     rates["bf16"] = 2 * MATRIX**3 / _best(lambda: a @ b)

@@ -24,7 +24,7 @@ from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.utils.files import write_tensors
 
 FORMAT = "deepseek-attn sequence 1"
-SAMPLES = 256  # bytes of each weight that go into the fingerprint: all of a large model would take minutes to read
+SAMPLES = 256  # bytes of each weight that go into the fingerprint: reading all of a large model would be minutes
 
 
 def make_fingerprint(
@@ -61,10 +61,10 @@ def save_cache(
 
 
 def load_cache(path: str | Path, manager: CacheManager, fingerprint: dict[str, str]) -> tuple[list[int], SequenceCache]:
-    """Token ids and a cache with pages of its own.
+    """Token ids, and a new cache with the pages read from the file.
 
     Raises:
-        ValueError: no such file, not such a file, or made by another model, numerics or layout; which is named.
+        ValueError: no such file, not a saved sequence, or made by another model, numerics or layout; which is named.
         OutOfPages: too few free pages. Either way nothing was changed.
     """
     if not Path(path).is_file():

@@ -204,9 +204,9 @@ def make_layout(
 
     Args:
         max_num_batched_tokens: tokens of one step; their window entries need pages until the step ends.
-        max_rollback: tokens that ``truncate`` can take back without recomputing.
+        max_rollback: tokens that ``truncate`` can roll back without recomputing.
         layers: the layers that are present (default: all, MTP layers included).
-        max_snapshots: prefixes kept for reuse; each has window pages and state rows of its own.
+        max_snapshots: prefixes kept for reuse; each has separate window pages and state rows.
         kv_cache_bytes: bytes of all pools together. The window and state groups keep their size; the groups that grow
             with the tokens share the rest, which may be less or more than all sequences need at ``max_model_len``.
 

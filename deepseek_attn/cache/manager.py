@@ -102,7 +102,7 @@ class CacheManager:
         return self._allocators[group].references(page)
 
     def allocate_table(self, cache: SequenceCache, group: str, held: list[bool]) -> None:
-        """Gives an empty table of a sequence a page of its own wherever ``held``, and the null page elsewhere.
+        """Gives an empty table of a sequence a new page wherever ``held``, and the null page elsewhere.
 
         Raises:
             OutOfPages: nothing was changed.

@@ -2,7 +2,7 @@
 
 Tokens are hashed in blocks of `CacheLayout.snapshot_block`, each block with all tokens before it, so one look-up finds
 the longest prefix that is kept. Where caches keep all tokens (DeepSeek-V3.2), a snapshot serves every
-block it covers. Elsewhere it serves its own length only, and the cache also says how far the tokens were seen before:
+block it covers. Elsewhere it serves exactly its length, and the cache also says how far the tokens were seen before:
 a prompt that stops there once leaves a snapshot for all that share as much with it.
 """
 

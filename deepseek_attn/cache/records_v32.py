@@ -26,7 +26,7 @@ _FLT_MIN = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Fp8DsMlaV32Record(Record):
-    """FlashMLA's V3.2 record ``fp8_ds_mla``: e4m3 latent, float32 scales, rope values in bf16. 656 bytes for 512 + 64.
+    """FlashMLA's V3.2 record ``fp8_v32``: e4m3 latent, float32 scales, rope values in bf16. 656 bytes for 512 + 64.
 
     =====================================  =======================================================
     bytes of an entry (512 + 64)           content
@@ -119,7 +119,7 @@ def make_v32_record(
 
 
 def kv_cache_view(record: Record, pool: Tensor, n: int) -> Tensor:
-    """View of a pool as the tensor ``[pages, n, width]`` that the V3.2 backends take.
+    """View of a pool as the tensor ``[pages, n, width]`` that the V3.2 backends read.
 
     Args:
         record: a `PlainRecord` or an `Fp8DsMlaV32Record`.

@@ -19,7 +19,7 @@ from deepseek_attn.layers.weights import Shard
 Rules = tuple[tuple[str, str], ...]
 
 # (transformers, published), as whole dotted segments. Read downwards to get published names, upwards to get
-# transformers' names; the order matters where one rule makes what another one reads.
+# transformers' names; the order matters where one rule produces the input of another.
 BLOCK_RULES: Rules = (
     (".embed_tokens.", ".embed."),
     (".input_layernorm.", ".attn_norm."),
@@ -69,7 +69,7 @@ READ_ONLY_RULES: Rules = (
 # transformers 5.23 writes the layer's kv_norm by the rule that is meant for the compressor's.
 SAVED_KV_NORM = (".attn.norm.", ".attn.kv_norm.")
 EXPERT = re.compile(r"(?P<layer>.+)\.experts\.(?P<expert>\d+)\.(?P<projection>w[123])\.weight")
-# What `canonical_name` makes of packed experts: a projection without an expert number.
+# Packed experts under `canonical_name`: a projection without an expert number.
 PACKED = re.compile(r"(?P<experts>.+\.experts)\.(?P<projection>gate_up_proj|w2)(?:\.(?P<leaf>weight|scale))?")
 
 
@@ -155,7 +155,7 @@ class CanonicalSource(CheckpointSource):
         return super().read_shard(name, shard)
 
     def source_name(self, name: str) -> str:
-        """What the wrapped source calls the tensor."""
+        """Name of the tensor in the wrapped source."""
         return self._origins[name].name
 
 

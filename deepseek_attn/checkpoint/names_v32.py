@@ -39,7 +39,7 @@ def canonical_name_v32(name: str, num_hidden_layers: int) -> str:
 
 
 def published_name_v32(name: str, num_hidden_layers: int) -> str:
-    """What a published checkpoint (and transformers) calls a tensor of the model: the inverse of the above."""
+    """Name of a model tensor in published checkpoints and in transformers: the inverse of the above."""
     if name == "head.weight":
         return "lm_head.weight"
     mtp = _MTP.fullmatch(name)

@@ -1,4 +1,4 @@
-"""Checkpoints in exactly the published format, whatever their values come from."""
+"""Checkpoints in exactly the published format, with values from any source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deepseek_attn.kernels.linear import FP4_GROUP, FP8_BLOCK
 
 @dataclass(frozen=True)
 class Style:
-    """What the published checkpoints of a family look like.
+    """Format of the published checkpoints of a family.
 
     Attributes:
         tensors: gives name and recipe of every tensor, scales excepted.
@@ -130,7 +130,7 @@ class PublishedSource(CheckpointSource):
 
     @abstractmethod
     def values(self, name: str, recipe: Recipe) -> torch.Tensor:
-        """What the tensor holds before it is stored: of ``recipe.shape``, on the CPU."""
+        """Values of the tensor before they are quantised: of ``recipe.shape``, on the CPU."""
 
     def _make(self, name: str) -> StoredWeight:
         recipe = self._recipes[name]

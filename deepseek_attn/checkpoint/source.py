@@ -1,4 +1,4 @@
-"""Where checkpoint tensors come from: the source protocol, and safetensors directories."""
+"""Sources of checkpoint tensors: the source protocol, and safetensors directories."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FP4_DTYPES = ("I8", "U8", "F4")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What the header of a checkpoint says about one tensor.
+    """Entry of one tensor in the header of a checkpoint.
 
     Attributes:
         dtype: dtype as the safetensors header spells it, such as ``"F8_E4M3"``.
@@ -275,7 +275,7 @@ def stored_shards(info: TensorInfo, shard: Shard) -> StoredShards:
     """Where the part ``shard`` of a logical weight lies in the stored tensors; without a scale, ``scale`` is unused.
 
     Raises:
-        ValueError: the part cuts an FP8 block, an FP4 group or a byte in two.
+        ValueError: the part splits an FP8 block, an FP4 group or a byte.
     """
     per_weight = per_scale = 1  # logical values, along the dimension, that one stored value stands for
     if info.dtype in FP4_DTYPES and shard.dim == 1:
@@ -293,7 +293,7 @@ def stored_shards(info: TensorInfo, shard: Shard) -> StoredShards:
 def read_weight(
     source: CheckpointSource, name: str, shard: Shard | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A tensor of published name with its scale, as a ``WeightSlot`` takes them; or a part of both.
+    """A tensor of published name with its scale, as a ``WeightSlot`` loads them; or a part of both.
 
     Returns:
         (tensor, None) when there is no scale; (``float8_e4m3fn``, float32 block grid); or (packed FP4 ``uint8``, e8m0

@@ -1,4 +1,4 @@
-"""What the configs of all model families can do: be written, changed and compared."""
+"""Base class of the configs of all model families: conversion to JSON, changes and comparison."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepseek_attn.config.common import UNPUBLISHED, RopeSpec
 
 
 class LayerBase:
-    """What the layer specs of all families have."""
+    """Base class of the layer specs of all families."""
 
     index: int
     has_indexer: bool
@@ -24,10 +24,10 @@ class LayerBase:
 
 
 class ConfigBase:
-    """A dataclass whose fields are keys of the published ``config.json``, but for ``layers`` and ``mtp_layers``.
+    """A dataclass whose fields are keys of the published ``config.json``, except ``layers`` and ``mtp_layers``.
 
     Attributes:
-        OPTIONAL: keys that ``to_dict`` may leave out and ``replace`` takes.
+        OPTIONAL: keys that ``to_dict`` may leave out and ``replace`` accepts.
     """
 
     OPTIONAL: ClassVar[tuple[str, ...]]

@@ -1,4 +1,4 @@
-"""What the configs of all model families share: the rotary embedding, token ids and the YaRN keys."""
+"""Keys that the configs of all model families share: the rotary embedding, token ids and the YaRN keys."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from deepseek_attn.config.v32 import DeepseekV32Config
 
 @dataclass(frozen=True)
 class LayerSpec(LayerBase):
-    """What distinguishes one layer from another.
+    """Configuration of one layer.
 
     Attributes:
         index: position among the backbone layers, or among the MTP layers when ``is_mtp``.
@@ -240,7 +240,7 @@ def _make_v4(raw: Mapping[str, Any], origin: str) -> ModelConfig:
     return ModelConfig(**copy.deepcopy(fields), layers=layers, mtp_layers=mtp_layers)
 
 
-# What makes a config of each model_type from (decoded JSON, origin).
+# Constructor of the config of each model_type, from (decoded JSON, origin).
 MODEL_TYPES: dict[str, Callable[[Mapping[str, Any], str], AnyConfig]] = {
     "deepseek_v4": _make_v4,
     "deepseek_v32": DeepseekV32Config.from_dict,

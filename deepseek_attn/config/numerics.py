@@ -10,7 +10,7 @@ from deepseek_attn.config.v32 import DeepseekV32Config
 
 @dataclass(frozen=True)
 class Numerics:
-    """What is quantised, and where.
+    """Which tensors are quantised, and to which format.
 
     Attributes:
         name: preset name.

@@ -39,7 +39,7 @@ FIXED = {
 
 @dataclass(frozen=True)
 class V32LayerSpec(LayerBase):
-    """What distinguishes one layer from another.
+    """Configuration of one layer.
 
     Attributes:
         index: position among the backbone layers, or among the MTP layers when ``is_mtp``.

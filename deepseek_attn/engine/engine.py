@@ -21,7 +21,7 @@ from deepseek_attn.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What one step did for one request.
+    """Result of one step for one request.
 
     Attributes:
         computed: its tokens that went through the model, rejected drafts left out.
@@ -42,8 +42,8 @@ class Engine:
         decoder: how requests decode: one token per step, or speculation.
 
     Attributes:
-        last_step: what the last step did; stats: the sums over all steps.
-        on_step: called with ``last_step`` after every step; None: nobody watches.
+        last_step: statistics of the last step; stats: the sums over all steps.
+        on_step: called with ``last_step`` after every step; None: no callback.
         prefixes: the runner's snapshots, which requests start from; None without ``max_snapshots``.
     """
 
@@ -134,7 +134,7 @@ class Engine:
         return outputs
 
     def _compute(self, stats: StepStats, async_allowed: bool) -> tuple[Work, StepOutput]:
-        """Runs the next batch that there are pages for; requests that cannot be run at all fail on the way."""
+        """Runs the next batch that there are pages for; requests that can never run fail."""
         while self.scheduler.running:
             self.decoder.propose(self.scheduler.running)
             work = self.scheduler.plan(self.decoder.decode_tokens, stats)
@@ -168,7 +168,7 @@ class Engine:
         self.scheduler.max_num_batched_tokens = max(1, total // 2)
 
     def _run_each(self, work: Work, error: Exception) -> tuple[Work, StepOutput]:
-        """After a step failed: every request again, alone, as far as the step would have taken it."""
+        """After a step failed: every request again, alone, up to where the step would have computed it."""
         if len(work) == 1:
             self._fail(work[0][0], describe(error))
             return [], StepOutput([])
@@ -181,8 +181,8 @@ class Engine:
             try:
                 while (left := target - request.sequence.num_computed) > 0:
                     output = self._run_alone(request, min(left, self.scheduler.max_num_batched_tokens))
-            except Exception as own:
-                self._fail(request, describe(own))
+            except Exception as request_error:
+                self._fail(request, describe(request_error))
                 continue
             done.append((request, n))
             merged.logits += output.logits
@@ -206,16 +206,16 @@ class Engine:
                 continue
             self._remember(request)
             tokens, texts = accepted.tokens.get(request, []), []
-            taken = []
             for token in tokens:
                 texts.append(request.push(token))
-                taken.append(token)
                 if request.finished:
                     self.scheduler.remove(request)
                     self.stats.finished[request.finish_reason] += 1
                     break
             drafts, num_accepted = accepted.verified.get(request, (0, 0))
-            outputs.append(RequestOutput(request, n - drafts + num_accepted, tuple(taken), "".join(texts)))
+            outputs.append(
+                RequestOutput(request, n - drafts + num_accepted, tuple(tokens[: len(texts)]), "".join(texts))
+            )
         return outputs
 
     def _remember(self, request: Request) -> None:

@@ -26,13 +26,13 @@ class LLM:
         directory: a checkpoint with ``config.json``, safetensors shards and, for text prompts, ``tokenizer.json``.
         speculate: tokens that the MTP layer drafts per step; the text is the same, in fewer steps.
         options: those of `ModelRunner.from_pretrained`. With ``parallel``, every rank makes an LLM and the same calls;
-            with data-parallel attention, the calls of each have prompts of its own.
+            with data-parallel attention, the calls of each rank have different prompts.
 
     Raises:
         ValueError: the checkpoint or the options are wrong, or there is no MTP layer to speculate with.
 
     Attributes:
-        engine: what runs the requests, with its statistics; prefixes are kept from one call to the next.
+        engine: runs the requests and keeps statistics; prefixes are kept from one call to the next.
         runner: the loaded model; tokenizer: None when the checkpoint has no ``tokenizer.json`` (token ids only).
     """
 
@@ -51,10 +51,10 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[Completion]:
-        """Completes one prompt or many, batched as the caches allow. One that fails on the way fails alone.
+        """Completes one prompt or many, batched as the caches allow. One that fails does so alone.
 
         Args:
-            prompts: text (BOS is put in front) or token ids (taken as they are); or a list of these.
+            prompts: text (BOS is put in front) or token ids (used unchanged); or a list of these.
             params: one for all prompts, or one each.
             progress: show a bar over prompt and generated tokens, on a terminal.
 
@@ -87,7 +87,7 @@ class LLM:
             progress: while a prompt of several steps is read, show a bar on the terminal; it is gone before the text.
 
         Raises:
-            ValueError: the prompt cannot be run. RequestFailed: something went wrong on the way.
+            ValueError: the prompt cannot be run. RequestFailed: the request failed while it ran.
         """
         request = self._request(prompt, params or SamplingParams(), 0)
         several = request.prompt_length > self.runner.layout.max_num_batched_tokens

@@ -14,7 +14,7 @@ from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
 
 @dataclass(frozen=True)
 class Completion:
-    """What a request produced.
+    """Output of a request.
 
     Attributes:
         prompt_token_ids: the prompt as the model saw it.
@@ -92,7 +92,7 @@ class Request:
 
     @property
     def sequence(self) -> Sequence:
-        """Tokens and caches; tokens stay when a preemption takes the caches. RuntimeError for a refused request."""
+        """Tokens and caches; tokens stay when a preemption frees the caches. RuntimeError for a refused request."""
         if self._sequence is None:
             raise RuntimeError("a request that was refused has no sequence")
         return self._sequence

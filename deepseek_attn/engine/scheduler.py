@@ -1,8 +1,8 @@
 """Scheduler: which requests run, how many of their tokens the next step computes, and who is preempted.
 
-Requests run in the order they came, as many as have room for all of their tokens so far. Pages are taken step by step,
-so running requests can outgrow the pools together: first the prefix cache gives up snapshots, then the request that
-was admitted last gives up its pages, waits at the front, and computes its tokens again later.
+Requests run in the order they came, as many as have pages for all of their tokens so far. Pages are allocated per step,
+so running requests can outgrow the pools together: then snapshots are evicted from the prefix cache, and if none is
+left, the request that was admitted last is preempted: it waits at the front, and computes its tokens again later.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Scheduler:
 
     @traced("schedule")
     def admit(self, stats: StepStats) -> None:
-        """Starts waiting requests, in order, while there is room for them."""
+        """Starts waiting requests, in order, while there are enough pages."""
         while self.waiting and len(self.running) < self.layout.max_num_seqs:
             request = self.waiting[0]
             match = self._match(request)
-            if self.running and not self._has_room(request, match):
+            if self.running and not self._fits(request, match):
                 return
             self.waiting.popleft()
             self.running.append(request)
@@ -85,7 +85,7 @@ class Scheduler:
         tokens = request.sequence.token_ids
         return self.prefixes.match(request.keys.upto(tokens, len(tokens) - 1))  # one token at least is computed
 
-    def _has_room(self, request: Request, match: Match) -> bool:
+    def _fits(self, request: Request, match: Match) -> bool:
         """Whether there are pages for the tokens so far of all running requests and of this one."""
         needed = Counter(self._still_needed(request))
         needed.subtract({group: match.length // span for group, span in self.layout.growing.items()})
@@ -126,8 +126,8 @@ class Scheduler:
     def _better_later(self, request: Request, beginnings: set[bytes], stats: StepStats) -> bool:
         """Whether a prompt that starts now would compute what another one computes in this very step.
 
-        Requests that were admitted together are looked up again when their turn comes: the first may have left a
-        snapshot by then.
+        Requests that were admitted together are looked up again before their first chunk: the first request may
+        have left a snapshot by then.
 
         Args:
             beginnings: first blocks of the prompts that start in this step with nothing; this one is added.
@@ -171,7 +171,7 @@ class Scheduler:
         return True
 
     def preempt(self, request: Request, stats: StepStats) -> None:
-        """Takes a request's pages; it waits at the front, and computes its tokens again."""
+        """Frees a request's pages; it waits at the front, and computes its tokens again."""
         self.running.remove(request)
         request.release()
         request.preemptions += 1

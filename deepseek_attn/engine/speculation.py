@@ -71,7 +71,7 @@ class _Verification:
         return True
 
     def _keep(self, tokens: list[int]) -> None:
-        """Takes back the rejected drafts.
+        """Rolls back the rejected drafts.
 
         Accepted drafts leave ``token_ids`` too: the engine appends them one by one, and checks for stops.
         """
@@ -87,7 +87,7 @@ class MTPSpeculation(NextToken):
     Drafts after the first come from the MTP layer's own hidden states.
 
     Raises:
-        ValueError: a model without an MTP layer, or more drafts than a step can compute or take back.
+        ValueError: a model without an MTP layer, or more drafts than a step can compute or roll back.
     """
 
     mtp = True
@@ -114,7 +114,7 @@ class MTPSpeculation(NextToken):
         self._arriving: tuple[list[Request], AsyncHostCopy] | None = None  # drafts that are not read yet
 
     def options(self, work: Work, runner: ModelRunner, async_allowed: bool) -> StepOptions:
-        # rows of prompts go through the MTP layer with the step: what they read may be freed after it
+        # prompt rows go through the MTP layer within the step: pages that they read may be freed after it
         prompts = any(request.sequence.num_computed < request.confirmed_length - 1 for request, _ in work)
         greedy = all_greedy(work, runner)
         return StepOptions(last=self.decode_tokens, hidden_states=True, mtp=prompts, greedy=greedy)
@@ -147,7 +147,7 @@ class MTPSpeculation(NextToken):
         verified = [v for v, after in zip(ready, tokens, strict=True) if v.verify(before_invalid(after), accepted)]
         unfinished = [v for v in verified if v.request.tokens_left > len(v.tokens)]
         if unfinished:
-            with suppress(torch.OutOfMemoryError, MemoryError):  # sampled tokens stand, with drafts or without
+            with suppress(torch.OutOfMemoryError, MemoryError):  # sampled tokens are kept, with drafts or without
                 self._draft(unfinished)
         return accepted
 

@@ -1,4 +1,4 @@
-"""What a step did, and the sums over all steps."""
+"""Statistics of a step, and their sums over all steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StepStats:
         running, waiting: requests after the step.
         admitted, finished, preempted: requests that started, ended, or lost their caches to others.
         queried_tokens, cached_tokens: of the admitted requests, tokens in all and those that the prefix cache had.
-        evicted: snapshots that were dropped for want of room.
+        evicted: snapshots that were evicted from the prefix cache.
         verified: requests whose drafts were verified; drafted, accepted: their drafts, and the accepted ones.
         pages: (held, all) pages by group, after the step; snapshots hold pages too.
     """
@@ -52,7 +52,7 @@ class StepStats:
 
     @property
     def pool_use(self) -> float:
-        """Share of the pages of the fullest pool that are held."""
+        """Fraction of the pages of the fullest pool that are in use."""
         return max((held / pages for held, pages in self.pages.values() if pages), default=0.0)
 
 
@@ -77,7 +77,7 @@ class EngineStats:
 
     Attributes:
         finished: requests by finish reason.
-        evicted: snapshots dropped for want of room.
+        evicted: snapshots evicted from the prefix cache.
     """
 
     steps: int = 0
@@ -101,12 +101,12 @@ class EngineStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the tokens of admitted requests that the prefix cache had."""
+        """Fraction of the tokens of admitted requests that were in the prefix cache."""
         return self.cached_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the verified drafts that were accepted."""
+        """Fraction of the verified drafts that were accepted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property

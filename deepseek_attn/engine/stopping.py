@@ -10,7 +10,7 @@ from deepseek_attn.text.tokenizer import IncrementalDecoder
 
 
 class StopStep(NamedTuple):
-    """What one token led to: text to emit now, and why the request ended (None: it goes on)."""
+    """Result of one token: text to emit now, and why the request ended (None: it has not)."""
 
     text: str
     reason: str | None
@@ -25,7 +25,7 @@ class StopChecker:
     Args:
         params: the request's sampling parameters.
         eos_token_ids: ids that end a turn (checkpoint field ``eos_token_id``); ignored if ``params.ignore_eos``.
-        decoder: turns ids into text. None works on ids only; text is then empty and stop strings are refused.
+        decoder: decodes ids to text. None works on ids only; text is then empty and stop strings are refused.
 
     Raises:
         ValueError: stop strings without a decoder.

@@ -1,5 +1,5 @@
 """Compress-ratio experiments: what a schedule costs and what it loses, from a config file to a report.
 
-``config`` reads and checks an experiment, ``units`` splits it into pieces of work, ``run`` does them (in ``worker``
-processes) and keeps one record of each, ``report`` turns records into numbers and ``page`` shows the numbers.
+``define`` reads and checks an experiment and splits it into units of work, ``measure`` measures one unit, ``run`` runs
+all units in worker processes and keeps one record of each, ``report`` makes numbers, plots and a page of the records.
 """

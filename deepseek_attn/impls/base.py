@@ -42,7 +42,7 @@ class AttentionSpec:
 
 
 class AttentionLayer(Protocol):
-    """Everything that impls read of a layer. What a call sets on the layer comes last; the rest is set once."""
+    """Attributes of a layer that impls read. Those that each call sets come last; the others are set once."""
 
     scale: float
     """Softmax scale."""

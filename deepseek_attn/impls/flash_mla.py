@@ -36,7 +36,7 @@ INSTALL = "pip install 'deepseek-attn[flash-mla]'"
 
 @dataclass(frozen=True)
 class Flavour:
-    """What ``import flash_mla`` finds.
+    """The installed package ``flash_mla``.
 
     Attributes:
         name: ``sgl-flash-mla``, ``upstream`` or ``vllm``; version: as the package says.
@@ -167,7 +167,7 @@ def sparse_decode(
         ``(out, lse)``: ``[T, H, 512]`` and float32 ``[T, H]``. A query without a key gets 0 and +inf.
 
     Raises:
-        ValueError: shapes, dtypes or strides that the kernel does not take.
+        ValueError: shapes, dtypes or strides that the kernel does not support.
 
     Notes:
         Slots must lie in the pool: the kernel does not check them. Lengths are per row of the batch
@@ -228,14 +228,14 @@ def sparse_prefill(
         kv: bfloat16 ``[N, d]``.
         indices: int32 ``[T, K]`` rows of ``kv``; negative or ``>= N`` for none.
         scale, sink, out: as in `sparse_decode`.
-        lens: int32 ``[T]`` columns to look at, or None for all. What is past them may be any row, NaN included.
+        lens: int32 ``[T]`` columns to look at, or None for all. Columns past them may hold any row, NaN included.
         masked_tails: indices past the lengths are -1 already.
 
     Returns:
         ``(out, lse)`` as in `sparse_decode`.
 
     Raises:
-        ValueError: shapes, dtypes or strides that the kernel does not take.
+        ValueError: shapes, dtypes or strides that the kernel does not support.
     """
     if q.dim() != 3:
         raise ValueError(f"q must be [T, H, d], got {tuple(q.shape)}")

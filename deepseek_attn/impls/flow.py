@@ -19,7 +19,7 @@ class SplitAttentionImpl(DeepseekV4SparseMLAAttentionImpl):
     """Splits decode from prefill, and prefill into chunks of requests that fit the workspace.
 
     A subclass attends over pages (`attend_pages`) and over gathered rows (`attend_rows`). Where one such call covers
-    all tokens, it also decides where the result lies; several write to rows of one tensor.
+    all tokens, it also chooses the output tensor; several calls write to rows of one tensor.
     """
 
     @classmethod
@@ -42,7 +42,7 @@ class SplitAttentionImpl(DeepseekV4SparseMLAAttentionImpl):
         """`sparse_attention` with the layer's scale and sinks over rows of ``kv [N, head_dim]``.
 
         Args:
-            indices: int32 ``[T, K]``, -1 past the lengths ``lens`` int32 ``[T]``; rows that none names hold anything.
+            indices: int32 ``[T, K]``, -1 past the lengths ``lens`` int32 ``[T]``; other rows may hold anything.
             q, output: and the result, as in `attend_pages`.
         """
 

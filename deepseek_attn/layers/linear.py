@@ -20,7 +20,7 @@ class Linear(CheckpointModule):
     own FP8 linear does. Sums are float32; the output has the dtype of the input, or float32 with ``out_float32``.
 
     A ``shard`` of the weight's rows computes that part of the outputs (``out_features`` of them). A shard of its
-    columns takes that part of the inputs (``in_features``); its outputs have to be summed over the ranks.
+    columns reads that part of the inputs (``in_features``); its outputs have to be summed over the ranks.
 
     Raises:
         ValueError: when a quantised weight is loaded whose ``in_features`` the formats do not divide.
@@ -81,8 +81,8 @@ def join_weights(linears: Sequence[Linear]) -> None:
     linears = [linear for linear in linears if linear.weight is not None and linear.scale is None]
     if len({linear.weight.dtype for linear in linears}) != 1:
         return
-    parts = torch.cat([linear.weight for linear in linears]).split([len(linear.weight) for linear in linears])
-    for linear, part in zip(linears, parts, strict=True):
+    views = torch.cat([linear.weight for linear in linears]).split([len(linear.weight) for linear in linears])
+    for linear, part in zip(linears, views, strict=True):
         linear.weight = parameter(part)
 
 
@@ -148,8 +148,8 @@ def multi_linear(
 
 
 def empty_quantized(x: torch.Tensor, linears: Sequence[Linear]) -> QuantizedRows | None:
-    """Allocates FP8 values and scales for the op that writes ``x`` to fill as well; `multi_linear` takes them.
+    """Allocates FP8 values and scales for the op that writes ``x`` to fill as well; `multi_linear` reads them.
 
-    None if these layers take no FP8 input, or quantise it on the way (see `kernels.linear.empty_quantized`).
+    None if these layers take no FP8 input, or quantise it themselves (see `kernels.linear.empty_quantized`).
     """
     return ops.empty_quantized(x, [linear.segment for linear in linears], linears[0].pow2_scales)

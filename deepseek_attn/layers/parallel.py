@@ -5,7 +5,7 @@ Two ways to share the work, over the same ranks:
 * **Tensor parallel** (the default). Every rank has the same tokens. Attention heads with their sinks and output groups,
   routed experts, the inner width of shared experts and dense MLPs, and the vocabulary are sharded; each sublayer ends
   in one all-reduce. Parts with one head only (keys, caches, compressors, indexers) are replicated.
-* **Data-parallel attention**. Every rank has requests of its own and all weights of attention, so that no cache is
+* **Data-parallel attention**. Every rank has different requests and all weights of attention, so that no cache is
   replicated. Experts are sharded as before: an all-gather of tokens before them, a reduce-scatter of sums after them.
   `Parallel.agree` keeps the ranks in step, those without work included.
 
@@ -32,7 +32,7 @@ from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.kernels.linear import FP8_BLOCK
 from deepseek_attn.layers.weights import Shard
 
-TIMEOUT_SECONDS = 600.0  # of one collective: how long ranks wait for one that still loads or has died
+TIMEOUT_SECONDS = 600.0  # of one collective: ranks wait this long for one that is still loading or has died
 # torch 2.13 has new names for these
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -90,10 +90,10 @@ class Parallel:
         if self.token_ranks == 1:
             return x
         rows, columns = x.shape
-        parts = x.new_empty(self.world * rows, columns)
+        gathered = x.new_empty(self.world * rows, columns)
         if rows:
-            _all_gather(parts, x.contiguous())
-        return parts.view(self.world, rows, columns).transpose(0, 1).reshape(rows, self.world * columns)
+            _all_gather(gathered, x.contiguous())
+        return gathered.view(self.world, rows, columns).transpose(0, 1).reshape(rows, self.world * columns)
 
     def gather_tokens(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Before experts: all-gather of the tokens of all ranks, each padded with zeros to ``step_rows``."""
@@ -105,9 +105,9 @@ class Parallel:
         """After experts: sums over all ranks for this rank's ``rows`` tokens. May overwrite ``y``."""
         if not self.dp_attention:
             return self.sum(y)
-        own = y.new_empty(self.step_rows, y.shape[1])
-        _reduce_scatter(own, y.contiguous())
-        return own[:rows]
+        summed = y.new_empty(self.step_rows, y.shape[1])
+        _reduce_scatter(summed, y.contiguous())
+        return summed[:rows]
 
     def _gather_rows(self, x: torch.Tensor) -> torch.Tensor:
         padded = x.new_zeros(self.step_rows, *x.shape[1:])
@@ -128,7 +128,7 @@ class Parallel:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around what ranks do together: an error inside becomes `RankFailed`. A process alone keeps the error."""
+        """Context of work that all ranks do: an error inside becomes `RankFailed`; with one rank it stays as it is."""
         try:
             yield
         except Exception as error:
@@ -137,7 +137,7 @@ class Parallel:
             raise RankFailed(f"rank {self.rank} of {self.world} failed within a step: {error}") from error
 
     def fresh_seed(self) -> int | None:
-        """A random seed that ranks with the same tokens have in common; None where each may have its own."""
+        """A random seed that ranks with the same tokens have in common; None where each may have a different one."""
         if self.token_ranks == 1:
             return None
         self._seed += 1
@@ -210,7 +210,7 @@ def check_launch(world: int, device: torch.device | str | None) -> tuple[int, to
 
 
 def check_split(config: AnyConfig, parallel: Parallel) -> None:
-    """Refuses a model that cannot be split over so many ranks.
+    """Checks that a model can be split over the ranks.
 
     Raises:
         ValueError: everything that does not divide, with the numbers.
@@ -237,7 +237,7 @@ def check_split(config: AnyConfig, parallel: Parallel) -> None:
 
 
 def _token_splits(config: AnyConfig, block: int) -> list[tuple[str, int, int]]:
-    """(name, total, unit that divides a rank's part) of what tensor-parallel ranks split beside experts."""
+    """(name, total, unit that divides a rank's part) of each dimension that ranks split, besides experts."""
     heads = config.num_attention_heads
     found = [("num_attention_heads", heads, 1), ("vocab_size", config.vocab_size, 1)]
     if isinstance(config, DeepseekV32Config):

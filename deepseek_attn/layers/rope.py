@@ -23,8 +23,9 @@ def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
         return freqs
 
     def correction(rotations: float) -> float:
-        freqs_cis = spec.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return spec.dim * math.log(freqs_cis) / (2 * math.log(spec.theta))
+        """Index, not rounded, of the pair that makes ``rotations`` over the original context."""
+        inverse_frequency = spec.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return spec.dim * math.log(inverse_frequency) / (2 * math.log(spec.theta))
 
     low = max(math.floor(correction(spec.beta_fast)), 0)
     high = min(math.ceil(correction(spec.beta_slow)), spec.dim - 1)

@@ -42,7 +42,7 @@ Model = DeepseekV4 | DeepseekV32 | AttentionStack
 
 @dataclass
 class LoadedModel:
-    """A loaded model with its caches and all that its steps need.
+    """A loaded model with its caches and all state that its steps need.
 
     Attributes:
         report: what the loader read and what it ignored, by rule.
@@ -53,7 +53,7 @@ class LoadedModel:
         graphs: decode steps over persistent tensors, captured as CUDA graphs; None: every step is eager.
         reference_only: every op runs in plain torch (``backend="reference"``).
         graph_problem: why decode steps cannot be captured here; empty where they can.
-        parallel: the ranks that share the model; each has a runner of its own.
+        parallel: the ranks that share the model; each has its runner.
     """
 
     config: AnyConfig
@@ -112,8 +112,8 @@ def build_runner(
         max_model_len: longest sequence; default: the model's, at most 32768.
         max_num_seqs: sequences with pages at the same time, each up to ``max_model_len``.
         max_num_batched_tokens: new tokens of one step, over all sequences.
-        max_rollback: tokens that ``truncate`` takes back without recomputing.
-        max_snapshots: prefixes that an engine keeps for later requests; 0 turns prefix reuse off.
+        max_rollback: tokens that ``truncate`` rolls back without recomputing.
+        max_snapshots: prefixes that an engine keeps for later requests; 0 disables prefix reuse.
         kv_cache_bytes: bytes of all caches; default: what ``max_num_seqs`` sequences of ``max_model_len`` need.
         cuda_graphs: replay decode steps as CUDA graphs, captured when a size is first met; default: where every op
             of the step has a kernel.

@@ -1,8 +1,8 @@
-"""Decode steps of a runner by size: captured when a size is first met, and launched before they are asked for.
+"""Decode steps of a runner by size: captured when a size is first met, and launched before they are requested.
 
 A decode step that reads the greedy tokens of the step before it can run on the device before the host has read them
-(asynchronous scheduling). `DecodeGraphs.launch_next_step` launches it, and `run` returns its results if the step asked
-for next is that one, or a subset of its sequences. Otherwise nothing has to be undone: a step writes only past the
+(asynchronous scheduling). `DecodeGraphs.launch_next_step` launches it, and `run` returns its results if that step is
+requested next, or a subset of its sequences. Otherwise nothing has to be undone: a step writes only past the
 computed tokens of its sequences, where everything is written again before it is read.
 """
 
@@ -53,7 +53,7 @@ class DecodeRun:
         return [[values[row] for row in rows] for rows in self.rows]
 
     def tokens(self, counts: list[int]) -> Callable[[], list[list[int]]]:
-        """Call what is returned for the greedy tokens after the last ``counts`` rows of each sequence; it waits."""
+        """Returns a function that waits for the greedy tokens after the last ``counts`` rows of each sequence."""
         return lambda: [tokens[-n:] for tokens, n in zip(self.wait_for_tokens(), counts, strict=True)]
 
     def hidden_states(self, counts: list[int]) -> torch.Tensor:
@@ -133,7 +133,7 @@ class DecodeGraphs:
     Attributes:
         nbytes: device memory that the graphs and their tables took so far.
         max_query_len: new tokens of a sequence in one step at most: 1, and the drafts where there is speculation.
-        prelaunched: a step that was launched before it was asked for, or None.
+        prelaunched: a step that was launched before it was requested, or None.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class ModelRunner(LoadedModel):
 
     @property
     def next_step_launched(self) -> bool:
-        """Whether a decode step was launched before it was asked for."""
+        """Whether a decode step was launched before it was requested."""
         return self.graphs is not None and self.graphs.prelaunched is not None
 
     @property
@@ -101,13 +101,13 @@ class ModelRunner(LoadedModel):
         """A sequence that `Sequence.save` wrote, with its caches: nothing is computed again.
 
         Raises:
-            ValueError: not such a file, or one of another model, numerics or layout, or longer than ``max_model_len``.
-            OutOfPages: no room. Either way nothing was changed.
+            ValueError: no saved sequence, or of another model, numerics or layout, or longer than ``max_model_len``.
+            OutOfPages: too few free pages. Either way nothing was changed.
         """
         return Sequence.load(path, self.manager, self.limits, self.fingerprint)
 
     def fingerprint(self) -> dict[str, str]:
-        """Digests of what cached bytes depend on: ``model``, ``numerics`` and ``layout``."""
+        """Digests of everything that cached bytes depend on: ``model``, ``numerics`` and ``layout``."""
         return make_fingerprint(self.config, self.numerics, self.dtype, self.layout, self.model)
 
     @traced("model")
@@ -120,7 +120,7 @@ class ModelRunner(LoadedModel):
             options: what is returned; default: logits of the last new token of each sequence.
 
         Raises:
-            ValueError: a batch that cannot be computed; OutOfPages: no room. Either way nothing was changed.
+            ValueError: a batch that cannot be computed; OutOfPages: too few free pages. Either way nothing was changed.
         """
         model = self._whole_model()
         if options.mtp:
@@ -139,7 +139,7 @@ class ModelRunner(LoadedModel):
         lengths, output = [n for _, n in rows], StepOutput()
         counts = lengths if options.all_logits else [min(n, options.last) for n in lengths]
         with self.parallel.together(), reference_ops(self.reference_only):
-            # inference mode takes 14 % off a single-token step on a CPU; what leaves this method are ordinary tensors
+            # inference mode takes 14 % off a single-token step on a CPU; its results are ordinary tensors
             with torch.inference_mode():
                 results = self._compute(model, rows)
             if options.mtp:
@@ -165,7 +165,7 @@ class ModelRunner(LoadedModel):
         if self.graphs is not None and self.graphs.supports(lengths):
             return self.graphs.run(caches, token_ids)
         if self.graphs is not None:
-            self.graphs.prelaunched = None  # another step came than the one that was launched
+            self.graphs.prelaunched = None  # a different step than the launched one
         ids = torch.tensor([token for tokens in token_ids for token in tokens], device=self.device)
         meta = self.step_metadata(caches, lengths)
         return EagerStep(model, lengths, model(ids, meta.positions, meta))

@@ -46,7 +46,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a runner with these limits allocates.
+    """Bytes that a runner with these limits allocates.
 
     Attributes:
         layers: per layer; fixed, per_token: sums over the layers.

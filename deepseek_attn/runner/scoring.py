@@ -15,7 +15,7 @@ from deepseek_attn.runner.step import Batch, StepOptions, StepOutput
 
 
 class Scorer(Protocol):
-    """What `score_prompts` calls: a `ModelRunner`."""
+    """The methods of `ModelRunner` that `score_prompts` calls."""
 
     layout: CacheLayout
 
@@ -34,7 +34,7 @@ def score_prompts(
     mtp: bool = False,
     progress: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What `ModelRunner.score` and, with ``mtp``, `ModelRunner.score_mtp` return; the second list is empty without."""
+    """Result of `ModelRunner.score`; of `ModelRunner.score_mtp` with ``mtp``, without it the second list is empty."""
     if chunk_size is not None and (not is_integer(chunk_size) or chunk_size < 1):
         raise ValueError(f"chunk_size={chunk_size!r}: must be an integer of at least 1")
     sequences = [runner.sequence(prompt) for prompt in prompts]

@@ -46,7 +46,7 @@ class Sequence:
     Attributes:
         token_ids: all tokens so far, prompt and generated.
         cache: pages of the first ``num_computed`` tokens, which ``manager`` gave.
-        fingerprint: digests of what cached bytes depend on (`make_fingerprint`); called when the sequence is saved.
+        fingerprint: digests of all that cached bytes depend on (`make_fingerprint`); called when the sequence is saved.
     """
 
     token_ids: list[int]

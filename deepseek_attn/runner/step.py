@@ -1,4 +1,4 @@
-"""One step of `ModelRunner`: what it is asked for, what it returns, and a step that was computed eagerly."""
+"""One step of `ModelRunner`: its options, its results, and a step that was computed eagerly."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Batch = list[tuple[Sequence, int]]  # (sequence, new tokens)
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What a step returns, and what it computes beside the backbone.
+    """Results that a step returns, and computations besides the backbone.
 
     Attributes:
         last: results are for the last ``last`` new tokens of each sequence, fewer where it has fewer.
         all_logits: results are for every new token; ``last`` is ignored.
         greedy: return the greedy token after each of these tokens instead of its logits.
         hidden_states: also return the hidden states of these tokens, for `ModelRunner.draft`.
-        mtp: also run the MTP layer over the new tokens. Its cache must hold every earlier token, so ask for it in every
+        mtp: also run the MTP layer over the new tokens. Its cache must hold every earlier token, so set it in every
             step; a token whose next token is not known yet is left out of it.
         next_step: with ``greedy``, sequences of the batch whose next step most likely computes the token chosen here
             and nothing else: that step is launched at once, before the host has read the token, where decode steps run
@@ -88,7 +88,7 @@ class EagerStep:
         return self.model.logits(self._last_rows(counts))
 
     def tokens(self, counts: list[int]) -> Callable[[], list[list[int]]]:
-        """Starts to copy the greedy tokens to the host; call what is returned to wait for them."""
+        """Starts to copy the greedy tokens to the host; returns a function that waits for them."""
         logits = self.logits(counts)
         copy = AsyncHostCopy(greedy_tokens(logits))
 
@@ -116,7 +116,7 @@ def last_rows(lengths: list[int], counts: list[int]) -> list[int]:
 def step_input(
     manager: CacheManager, caches: list[SequenceCache], query_lens: list[int], token_valid: torch.Tensor | None = None
 ) -> StepInput:
-    """What metadata builders take: the next ``query_lens`` tokens of sequences with pages for them."""
+    """Input of the metadata builders: the next ``query_lens`` tokens of sequences with pages for them."""
     lens = torch.tensor(query_lens)
     computed = torch.tensor([cache.num_tokens for cache in caches])
     return StepInput(lens, computed + lens, block_tables(manager, caches), token_valid)

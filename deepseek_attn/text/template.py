@@ -30,7 +30,7 @@ class GenerationBlocks(Extension):
 
 
 def render(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
-    """Renders what `plain_messages` returned, up to where generation starts.
+    """Renders the messages that `plain_messages` returned, up to where generation starts.
 
     Args:
         variables: further names that the template reads, such as ``bos_token`` and ``thinking``.

@@ -1,4 +1,4 @@
-"""What a training task is: a source of token batches with the positions that count."""
+"""Training tasks: a source of token batches with the positions that count."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from deepseek_attn.models.block import BuildContext
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 
 EMBED_STD, HEAD_STD, STREAM_STD = 0.3, 0.02, 0.02
-# Streams start as plain residuals: each sublayer reads mostly one of them, writes to all, and mixes them hardly.
+# Streams start as plain residuals: each sublayer reads mostly one of them, writes to all, and barely mixes them.
 PICK, KEEP, MIX = 2.0, 3.0, 0.1
 # These write into the streams; smaller by the number of sublayers, so that the streams do not grow with depth.
 OUTPUTS = ("wo_b.weight", "w2.weight")

@@ -13,7 +13,7 @@ def to_device(
     """Copies values on the host to ``device`` asynchronously, from pinned memory and in stream order.
 
     Args:
-        values: integers, which become a tensor of ``dtype``, or a CPU tensor, which keeps its own.
+        values: integers, which become a tensor of ``dtype``, or a CPU tensor, which keeps its dtype.
     """
     cuda = device.type == "cuda"
     if not isinstance(values, torch.Tensor):

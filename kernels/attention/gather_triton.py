@@ -137,8 +137,8 @@ def gather_packed_kernel(
     REQUESTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    each = tl.arange(0, REQUESTS)
-    start = tl.load(starts_ptr + each, mask=each < requests, other=2147483647)
+    r = tl.arange(0, REQUESTS)
+    start = tl.load(starts_ptr + r, mask=r < requests, other=2147483647)
     request = tl.maximum(tl.sum((start[None, :] <= row[:, None]).to(tl.int32), 1) - 1, 0)
     position = row - tl.load(starts_ptr + request).to(tl.int64)
     wanted = (row < rows) & (position >= 0) & (position < tl.load(seq_lens_ptr + request))

@@ -1,4 +1,4 @@
-"""What the attention ops take together."""
+"""Argument types of the attention ops."""
 
 from __future__ import annotations
 

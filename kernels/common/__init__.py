@@ -1,1 +1,1 @@
-"""What kernel families share: choice of implementation, device primitives, quantisation."""
+"""Code that kernel families share: choice of implementation, device primitives, quantisation."""

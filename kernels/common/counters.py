@@ -12,7 +12,7 @@ _stream_rows: dict[tuple[torch.device, int], int] = {}
 
 
 def counters_of(device: torch.device) -> Tensor:
-    """``COUNTERS`` zeros, int32; each launch leaves them zero. A stream has its own.
+    """``COUNTERS`` zeros, int32; each launch leaves them zero. One set per stream.
 
     Two graphs captured on one stream must not be replayed at the same time.
     """

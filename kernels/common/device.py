@@ -35,10 +35,10 @@ def has_native_fp8(device: torch.device) -> bool:
 
 
 def supports_pdl(device: torch.device) -> bool:
-    """Whether a kernel may start before the one ahead has ended (programmatic dependent launch): from 9.0 on."""
+    """Whether a kernel may start before the previous one has ended (programmatic dependent launch): from 9.0 on."""
     return gpu(device).capability >= (9, 0)
 
 
 def fp8_view(tensor: Tensor) -> Tensor:
-    """An FP8 tensor as kernels take it: as bytes (uint8) where the GPU has no FP8."""
+    """An FP8 tensor as kernels read it: as bytes (uint8) where the GPU has no FP8."""
     return tensor if has_native_fp8(tensor.device) else tensor.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Products of rows with a float32 weight in true float32, on bfloat16 tensor cores; a part of other ops.
+"""Products of rows with a float32 weight in true float32, on bfloat16 tensor cores; other ops call it.
 
 A float32 is the sum of three bfloat16 values, exactly, and products of bfloat16 are exact in float32. Split-K: the
 kernel that uses the product adds the partial sums (`summed`), in an order that does not depend on the number of rows.
@@ -42,16 +42,16 @@ def _split_float32(w):
 
 
 @triton.jit
-def cut_kernel(w_ptr, parts_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Writes the three bfloat16 values of each of ``size`` float32 to ``parts [3, size]``."""
+def split_weight_kernel(w_ptr, terms_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Writes the three bfloat16 values of each of ``size`` float32 to ``terms [3, size]``."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     first, second, third = _split_float32(tl.load(w_ptr + at, mask=at < size, other=0))
-    tl.store(parts_ptr + at, first, mask=at < size)
-    tl.store(parts_ptr + size + at, second, mask=at < size)
-    tl.store(parts_ptr + 2 * size + at, third, mask=at < size)
+    tl.store(terms_ptr + at, first, mask=at < size)
+    tl.store(terms_ptr + size + at, second, mask=at < size)
+    tl.store(terms_ptr + 2 * size + at, third, mask=at < size)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -66,7 +66,7 @@ def product_kernel(
     COLUMNS: tl.constexpr,
     SPLIT: tl.constexpr,
     INNER: tl.constexpr,
-    IN_PARTS: tl.constexpr,
+    PRESPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -74,7 +74,7 @@ def product_kernel(
 ):
     """Sums over ``INNER`` splits of ``SPLIT`` channels; in column ``N``, if there is one, of the squares of x.
 
-    ``IN_PARTS``: the weight is bfloat16 ``[3, N, K]``.
+    ``PRESPLIT``: the weight is bfloat16 ``[3, N, K]``.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -92,7 +92,7 @@ def product_kernel(
         channel = start + tl.arange(0, BLOCK_K)
         inside = (channel < K)[None, :]
         x = tl.load(x_row[:, None] + channel[None, :], mask=inside, other=0)
-        if IN_PARTS:
+        if PRESPLIT:
             third = tl.load(w_row[:, None] + (2 * N * K + channel)[None, :], mask=inside, other=0)
             second = tl.load(w_row[:, None] + (N * K + channel)[None, :], mask=inside, other=0)
             first = tl.load(w_row[:, None] + channel[None, :], mask=inside, other=0)
@@ -146,12 +146,14 @@ def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False
     sums = torch.empty(triton.cdiv(splits, program_splits), T, columns, dtype=torch.float32, device=x.device)
     if T == 0:
         return PartialSums(sums, 1 if many else inner)
-    in_parts = many and bfloat16
-    if in_parts:
-        parts = torch.empty(3, N, K, dtype=torch.bfloat16, device=x.device)
-        cut_kernel[(triton.cdiv(N * K, 1024),)](weight, parts, N * K, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl)
-        weight = parts
-    block_t, block_n, stages = _tiles(T, N, in_parts)
+    presplit = many and bfloat16
+    if presplit:
+        terms = torch.empty(3, N, K, dtype=torch.bfloat16, device=x.device)
+        split_weight_kernel[(triton.cdiv(N * K, 1024),)](
+            weight, terms, N * K, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl
+        )
+        weight = terms
+    block_t, block_n, stages = _tiles(T, N, presplit)
     product_kernel[(triton.cdiv(N, block_n), triton.cdiv(T, block_t), len(sums))](
         x,
         weight,
@@ -163,7 +165,7 @@ def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False
         COLUMNS=columns,
         SPLIT=split,
         INNER=program_splits,
-        IN_PARTS=in_parts,
+        PRESPLIT=presplit,
         BLOCK_T=block_t,
         BLOCK_N=block_n,
         BLOCK_K=64 if bfloat16 else 32,
@@ -175,8 +177,8 @@ def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False
     return PartialSums(sums, 1 if many else inner)
 
 
-def _tiles(T: int, N: int, in_parts: bool) -> tuple[int, int, int]:
+def _tiles(T: int, N: int, presplit: bool) -> tuple[int, int, int]:
     """Rows and columns of a program's tile, and its stages."""
-    if in_parts:
+    if presplit:
         return 128, 32 if N <= 32 else 64, 3
     return (16 if T <= 16 else 32), 32, 3

@@ -1,4 +1,4 @@
-"""What Gluon has under one name in Triton 3.6 and under another in later versions."""
+"""Gluon functions whose names differ between Triton 3.6 and later versions."""
 
 from __future__ import annotations
 

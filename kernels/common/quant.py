@@ -38,7 +38,7 @@ class QuantizedRows(NamedTuple):
 
     Attributes:
         values: float8_e4m3fn ``[M, K]``, rows contiguous.
-        scale: float32 ``[M, K / 128]`` with stride 1 along the rows, as cuBLAS takes it.
+        scale: float32 ``[M, K / 128]`` with stride 1 along the rows, as cuBLAS reads it.
         pow2_scales: the scales are powers of two.
     """
 

@@ -1,4 +1,4 @@
-"""What kernels read of a cache record."""
+"""Cache records as kernels see them: byte layout and a check of pools."""
 
 from __future__ import annotations
 

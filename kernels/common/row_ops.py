@@ -20,7 +20,7 @@ from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 RECORDS = ("plain", "fp8_v4", "index_fp8", "index_fp4")  # in device code by position
-_PLAIN, _FP8_DS_MLA, _INDEX_FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_PLAIN, _FP8_V4, _INDEX_FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 # the interpreter truncates where hardware rounds, so that there everything is rounded by integer arithmetic
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -107,7 +107,7 @@ def store_rows(
     """Writes row r as the entry ``slot[r]`` (int64; nothing if negative) of a pool of bytes, ``N`` entries a page.
 
     ``RECORD`` is the record's place in `RECORDS`, ``PLAIN`` the dtype of plain records, ``NOPE`` the quantised channels
-    of fp8_ds_mla.
+    of fp8_v4.
     """
     R: tl.constexpr = y.shape[0]
     channel = tl.arange(0, BLOCK)
@@ -117,7 +117,7 @@ def store_rows(
     if RECORD == _PLAIN:
         row = page.to(tl.pointer_type(PLAIN)) + entry * D
         tl.store(row[:, None] + channel[None, :], round_to(y, PLAIN).to(PLAIN), mask=used & (channel < D)[None, :])
-    elif RECORD == _FP8_DS_MLA:
+    elif RECORD == _FP8_V4:
         y = round_to(y, tl.bfloat16)
         WIDTH: tl.constexpr = NOPE + 2 * (D - NOPE)
         SCALES: tl.constexpr = (NOPE // 64 + 7) // 8 * 8

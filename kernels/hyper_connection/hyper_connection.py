@@ -1,6 +1,6 @@
 """Hyper-connections in Triton: a product with ``fn``, a launch that collapses the streams, and one that updates them.
 
-Updating the streams within the product took longer than a launch of its own, for any number of tokens. Device code:
+Updating the streams within the product was slower than in a separate launch, for any number of tokens. Device code:
 `hyper_connection_triton`.
 """
 
@@ -107,7 +107,7 @@ def _collapse(
         M_PADDED=triton.next_power_of_2(m),
         ROWS=len(base),
         ROWS_PADDED=triton.next_power_of_2(len(base) + 1),
-        SHARES=len(mix.sums),
+        SPLITS=len(mix.sums),
         INNER=mix.inner,
         ITERATIONS=iterations,
         NORM=norm is not None,

@@ -59,7 +59,7 @@ def _balance(
     M: tl.constexpr,
     M_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
-    SHARES: tl.constexpr,
+    SPLITS: tl.constexpr,
     INNER: tl.constexpr,
     ITERATIONS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -68,17 +68,17 @@ def _balance(
     token = first + tl.arange(0, TOKENS)
     known = token < T
     entry = tl.minimum(token, T - 1).to(tl.int64) * (ROWS + 1)
-    rms = _rms_scale(summed(sums_ptr, entry + ROWS, T * (ROWS + 1), SHARES, INNER), M * D, rms_eps)
+    rms = _rms_scale(summed(sums_ptr, entry + ROWS, T * (ROWS + 1), SPLITS, INNER), M * D, rms_eps)
     i = tl.arange(0, M_PADDED)
     one = (i < M)[None, :]
     gate = M + tl.minimum(i, M - 1)[None, :]
-    mix = summed(sums_ptr, entry[:, None] + gate, T * (ROWS + 1), SHARES, INNER) * rms[:, None]
+    mix = summed(sums_ptr, entry[:, None] + gate, T * (ROWS + 1), SPLITS, INNER) * rms[:, None]
     post = 2 / (1 + tl.exp(-(mix * tl.load(scale_ptr + 1) + tl.load(base_ptr + gate))))
     tl.store(post_ptr + token[:, None] * M + i[None, :], post, mask=known[:, None] & one)
 
     both = ((i < M)[:, None] & (i < M)[None, :])[None, :, :]
     cell = tl.where(both, 2 * M + i[None, :, None] * M + i[None, None, :], 0)
-    logits = summed(sums_ptr, entry[:, None, None] + cell, T * (ROWS + 1), SHARES, INNER) * rms[:, None, None]
+    logits = summed(sums_ptr, entry[:, None, None] + cell, T * (ROWS + 1), SPLITS, INNER) * rms[:, None, None]
     logits = logits * tl.load(scale_ptr + 2) + tl.load(base_ptr + cell)
     logits = tl.where(both, logits, float("-inf"))
     top = tl.max(logits, 2)
@@ -111,7 +111,7 @@ def collapse_kernel(
     M_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     ROWS_PADDED: tl.constexpr,
-    SHARES: tl.constexpr,
+    SPLITS: tl.constexpr,
     INNER: tl.constexpr,
     ITERATIONS: tl.constexpr,
     NORM: tl.constexpr,
@@ -142,7 +142,7 @@ def collapse_kernel(
             M,
             M_PADDED,
             ROWS,
-            SHARES,
+            SPLITS,
             INNER,
             ITERATIONS,
             TOKENS,
@@ -152,7 +152,7 @@ def collapse_kernel(
     channel = tl.arange(0, D_PADDED)
     inside = channel < D
     row = tl.arange(0, ROWS_PADDED)
-    sums = summed(sums_ptr, t * (ROWS + 1) + tl.minimum(row, ROWS), T * (ROWS + 1), SHARES, INNER)
+    sums = summed(sums_ptr, t * (ROWS + 1) + tl.minimum(row, ROWS), T * (ROWS + 1), SPLITS, INNER)
     rms = _rms_scale(tl.sum(tl.where(row == ROWS, sums, 0), 0), M * D, rms_eps)
     logits = sums * rms * tl.load(scale_ptr) + tl.load(base_ptr + row, mask=row < M, other=0)
     pre = 1 / (1 + tl.exp(-logits)) + hc_eps

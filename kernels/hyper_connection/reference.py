@@ -17,10 +17,10 @@ def stream_mix(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """A nearly doubly stochastic ``[T, m, m]`` from logits: rows by softmax, then columns, then both in turn."""
+    """A nearly doubly stochastic ``[T, m, m]`` from logits: softmax of rows, then columns and rows in alternation."""
     m = logits.shape[-1]
     same_row, same_column, floor = _sum_matrices(m, eps, logits.device)
-    # one product gives the sums already spread over the entries they divide: 1024 tokens take 0.5 ms instead of 2.0
+    # one product gives the sums already spread over the entries they divide: 0.5 ms instead of 2.0 for 1024 tokens
     mix = logits.softmax(-1).flatten(1) + eps
     mix = mix / torch.addmm(floor, mix, same_column)
     for _ in range(iterations - 1):

@@ -134,7 +134,7 @@ def build_c128a_topk_indices(
             result is the entries themselves, local to the request (prefill).
         block_size: entries per page.
         is_valid: bool ``[T]``, or None for all valid; invalid tokens get -1 everywhere and length 0.
-        width: columns of the result; longer rows are cut.
+        width: columns of the result; longer rows are truncated.
 
     Returns:
         Indices ``[T, width]`` and lengths.
@@ -207,7 +207,7 @@ def combine_topk_swa_indices(
 
     Notes:
         ``n_c = min((pos + 1) // ratio, topk)`` follows from the position alone: the first ``n_c`` columns of a
-        ``topk_indices`` row are taken to be the valid ones, later columns are never read. A negative entry among the
+        ``topk_indices`` row are assumed to be the valid ones, later columns are never read. A negative entry among the
         first ``n_c`` stays a hole (-1) and still counts in the length. Invalid rows, and those past the last query, get
         -1 and length 0.
 

@@ -61,7 +61,7 @@ def _arguments(
     workspace_starts: Tensor | None,
     slot_mapping: Tensor | None,
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
-    """Tensors, sizes and constants of both kernels; ``req_id`` stands for tensors that a flag says are not read."""
+    """Tensors, sizes and constants of both kernels; ``req_id`` is passed in place of tensors that the flags disable."""
     has_workspace = workspace_starts is not None and workspace_starts.numel() > 0 and workspace_request_ids is not None
     inputs = (
         req_id,

@@ -43,16 +43,23 @@ def get_compressed_slot_mapping(
 
 
 def _token_slots(
-    positions: Tensor, own: Tensor | None, token_to_req: Tensor, block_table: Tensor, block_size: int, ratio: int
+    positions: Tensor,
+    token_slots: Tensor | None,
+    token_to_req: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    ratio: int,
 ) -> Tensor:
-    """Slots of tokens, or with ``own``, their slots, of the compressed entries that they complete."""
+    """Slots of tokens; with ``token_slots``, slots of the compressed entries that they complete."""
     check_rows(positions, token_to_req, block_table, block_size)
     T = len(positions)
     out = torch.empty(T, dtype=torch.int64, device=positions.device)
     if T:
         grid = (triton.cdiv(T, TOKENS),)
         table = _table(block_table)
-        token_slots_kernel[grid](positions, own, token_to_req, table, out, T, RATIO=ratio, N=block_size, TOKENS=TOKENS)
+        token_slots_kernel[grid](
+            positions, token_slots, token_to_req, table, out, T, RATIO=ratio, N=block_size, TOKENS=TOKENS
+        )
     return out
 
 

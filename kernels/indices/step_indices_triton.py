@@ -112,14 +112,22 @@ def _entries_row(
 
 @triton.jit(do_not_specialize=["T"])
 def token_slots_kernel(
-    positions_ptr, own_ptr, req_ptr, table, out_ptr, T, RATIO: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr
+    positions_ptr,
+    token_slots_ptr,
+    req_ptr,
+    table,
+    out_ptr,
+    T,
+    RATIO: tl.constexpr,
+    N: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside = t < T
     pos = tl.load(positions_ptr + t, mask=inside, other=-1).to(tl.int64)
     req = tl.load(req_ptr + t, mask=inside, other=-1).to(tl.int64)
-    if own_ptr is not None:
-        written = ((pos + 1) % RATIO == 0) & (tl.load(own_ptr + t, mask=inside, other=-1) >= 0)
+    if token_slots_ptr is not None:
+        written = ((pos + 1) % RATIO == 0) & (tl.load(token_slots_ptr + t, mask=inside, other=-1) >= 0)
         pos = tl.where(written & (pos >= 0), pos // RATIO, -1)
     tl.store(out_ptr + t, _slots(pos, req, table, N), mask=inside)
 
@@ -241,11 +249,13 @@ def combine_kernel(
 
 
 @triton.jit
-def _group_row(t, pos, req, valid, own, task, table, outs, G: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
+def _group_row(
+    t, pos, req, valid, token_slot, task, table, outs, G: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr
+):
     """Task 0 of a ratio: the slot that token ``t`` writes. Task i: the i-th tile of its row of entries, if any."""
     GROUP: tl.constexpr = GROUPS[G]  # an element of a constexpr tuple is no constexpr argument in Triton 3.6
     if task == 0:
-        written = ((pos + 1) % GROUP.RATIO == 0) & (own >= 0)
+        written = ((pos + 1) % GROUP.RATIO == 0) & (token_slot >= 0)
         tl.store(outs.slots + t, _slots(tl.where(written, pos // GROUP.RATIO, -1), req, table, GROUP.N))
     if task >= 0 and task * TILE < GROUP.WIDTH:
         _entries_row(t, pos, req, valid, task * TILE, table, outs.entries, outs.lens, GROUP.WIDTH, GROUP.RATIO, GROUP.N,
@@ -272,10 +282,10 @@ def decode_step_kernel(
     pos = tl.load(positions_ptr + t).to(tl.int64)
     req = tl.load(req_ptr + t).to(tl.int64)
     valid = _is_valid(valid_ptr, t)
-    own = _slots(tl.where(valid, pos, -1), req, window_table, WINDOW_PAGE)
+    token_slot = _slots(tl.where(valid, pos, -1), req, window_table, WINDOW_PAGE)
     if task == 0:
-        tl.store(window_outs.slot_mapping + t, own)
+        tl.store(window_outs.slot_mapping + t, token_slot)
         _window_row(t, pos, req, valid, window_table, window_outs.indices, window_outs.lens, WINDOW, WINDOW_PAGE,
                     WINDOW_TILE)  # fmt: skip
     for g in tl.static_range(len(GROUPS)):
-        _group_row(t, pos, req, valid, own, task - GROUPS[g].FIRST_TASK, tables[g], outs[g], g, GROUPS, TILE)
+        _group_row(t, pos, req, valid, token_slot, task - GROUPS[g].FIRST_TASK, tables[g], outs[g], g, GROUPS, TILE)

@@ -1,4 +1,4 @@
-"""What the index builders take and return."""
+"""Arguments and results of the index builders."""
 
 from __future__ import annotations
 

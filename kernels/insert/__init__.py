@@ -38,7 +38,7 @@ __all__ = [
 def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch: CompressBatch | None) -> LatentAndKey:
     """`norm_rope_insert` of the tokens and `compress_and_insert` of all compressors: all cache writes of a layer.
 
-    In Triton one launch where no token of the step takes the ring row of a token that the step pools (decode steps).
+    One Triton launch where no token of the step overwrites the ring row of a token that it pools (decode steps).
 
     Args:
         compressors: the layer's own and its indexer's, or none (layers with the window only).
@@ -80,10 +80,11 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
     is not -1), its values are pooled with a softmax of ``score + ape`` over its tokens, channel by channel. With
     overlap an entry pools two windows: the first half of a token's channels feeds the *next* window's entry, the second
     half its own; before the first token there is nothing to pool. The pooled row is normed, rotated at the position of
-    its window's first token, multiplied by a Hadamard matrix if asked, and stored; each step rounds to ``dtype``.
+    its window's first token, with ``hadamard`` multiplied by a Hadamard matrix, and stored; each step rounds to
+    ``dtype``.
 
     Each request has a ring of the ``rows`` last (value, score) rows, so that windows may span steps and up to
-    ``rows - coff * ratio`` tokens may be taken back. Entries are the same bits however tokens are split into steps.
+    ``rows - coff * ratio`` tokens may be rolled back. Entries are the same bits however tokens are split into steps.
 
     Raises:
         ValueError: shapes, dtypes or strides that do not fit.

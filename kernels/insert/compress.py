@@ -2,7 +2,7 @@
 
 Programs that pool find the windows that close from the lengths of the requests, so that no program is started per
 token. Short windows are pooled by one program, in float32 and channel by channel. Of long ones every program pools a
-few channels, and the last of them to arrive stores the entry: the norm takes all of its channels. The other programs
+few channels, and the last of them to arrive stores the entry: the norm needs all of its channels. The other programs
 store a token's row in the ring of its request. In steps of more than ``rows - coff * ratio + 1`` tokens of a request
 such a row may still hold a token that is pooled; then the program that pools it stores the new row afterwards.
 """
@@ -108,7 +108,7 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
 
 
 def reuses_ring_rows(batch: CompressBatch) -> bool:
-    """Whether a token may take the ring row of a token that a window of the step pools."""
+    """Whether a token may overwrite the ring row of a token that a window of the step pools."""
     return batch.max_query_len > batch.rows - batch.pooled_tokens + 1
 
 

@@ -53,7 +53,7 @@ class BatchArguments(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Where the programs that share a window meet: pooled rows, counters of arrived programs, length of a row."""
+    """Memory of the programs that share a window: pooled rows, counters of arrived programs, length of a row."""
 
     pooled: Tensor
     arrived: Tensor
@@ -82,7 +82,7 @@ class PartShape:
     """Constants of one compressor.
 
     Attributes:
-        D: channels of an entry; BLOCK: the power of two that a tile of them takes.
+        D: channels of an entry; BLOCK: tile of them, a power of two.
         ROPE: rotated channels; STAGES: of the Hadamard transform, 0 for none; DTYPE: what an entry is rounded to.
         N, NOPE, RECORD, PLAIN: of the pool, see `row_ops.entry_constants`.
         JOBS: work items of a group of windows, or of the channels of one window.
@@ -108,7 +108,7 @@ class PoolingConfig:
         RATIO: tokens per window; POOLED: tokens that an entry pools; ROWS: of a ring.
         LANES, READS, CHANNELS: see `compress.LaunchConfig`; CHUNKS: blocks of ``CHANNELS`` that a job pools at most.
         GROUP: consecutive windows of a request that form one group; JOBS: of a group, over all compressors.
-        REUSES_RING: a token of the step may take the ring row of a token that a window of the step pools.
+        REUSES_RING: a token of the step may overwrite the ring row of a token that a window of the step pools.
         REQUESTS: a power of two, at least the number of requests.
     """
 
@@ -315,7 +315,7 @@ def _pool(
     pos = (prefix // RATIO + nth + 1) * RATIO - 1
     t = start + pos - prefix
     slot = tl.load(batch.slots + t, mask=t < end, other=-1).to(tl.int64)
-    # issued ahead of the rows, these loads cost no time of their own
+    # issued before the rows are loaded, these loads add no time
     weight = row_weight(part.norm_weight, D, BLOCK)
     freqs_cis = row_cos_sin(pos // RATIO * RATIO, part.cos_sin, part.max_positions, D, SHAPE.ROPE, BLOCK)
     rows = _window_rows(t < end, pos, t, prefix, ring, part, CONFIG)
@@ -379,7 +379,7 @@ def pool_windows(
     total = tl.sum(groups, 0)
     if total > 0:
         chunks = 1
-        if CONFIG.LANES > 1:  # a job takes more of a window where there are enough of them
+        if CONFIG.LANES > 1:  # with many windows, a job pools several chunks of one
             chunks = tl.minimum(tl.maximum(total * CONFIG.JOBS // pool_programs, 1), CONFIG.CHUNKS)
         jobs_per_group = 0
         for p in tl.static_range(len(SHAPES)):

@@ -32,7 +32,7 @@ def insert_tokens_kernel(
     NATIVE_FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first ``pool_programs`` pool, which takes longest; each token has one for its key, latent and parts."""
+    """The first ``pool_programs`` pool windows, the longest work; then per token: key, latent, a ring row per part."""
     begin(PDL)
     program = tl.program_id(0)
     if program < pool_programs:

@@ -55,7 +55,7 @@ class TokenShape:
 
     Attributes:
         D: channels of a key; NOPE, N, RECORD, PLAIN: of the pool, see `row_ops.entry_constants`.
-        ROPE: rotated channels; BLOCK: the power of two that a tile of ``D`` channels takes; DTYPE: of a key.
+        ROPE: rotated channels; BLOCK: tile of ``D`` channels, a power of two; DTYPE: of a key.
         LORA, LORA_BLOCK, LORA_DTYPE: channels, tile and dtype of a latent.
         QUANTIZE: also store the latent as FP8; POW2: with scales that are powers of two.
     """

@@ -128,8 +128,8 @@ def _gather_slots(
     else:
         older, newer = index.chunk(2, dim=1)
         gathered = torch.cat([flight[:, :dim][older], flight[:, dim:][newer]], dim=1)
-        own = (slot >= older.shape[1]).unsqueeze(-1)
-        earlier = torch.where(own, earlier[:, dim:], earlier[:, :dim])
+        newer_half = (slot >= older.shape[1]).unsqueeze(-1)
+        earlier = torch.where(newer_half, earlier[:, dim:], earlier[:, :dim])
     gathered[window, slot] = earlier
     return gathered
 

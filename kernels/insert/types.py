@@ -1,4 +1,4 @@
-"""What the ops of this family take: rows of a step's tokens, their queries, and the compressors of a layer."""
+"""Arguments and results of this family's ops: rows of a step's tokens, their queries, compressors of a layer."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class CompressPart:
         norm_weight: float32 ``[d]``; eps: of the entry's norm.
         cos_sin: float32 ``[max_positions, rope_dim]``, cosines then sines.
         record, pool, page_entries: byte layout of an entry, uint8 ``[pages, page bytes]``, entries per page.
-        dtype: what an entry is rounded to after pooling, after the norm and after the rotation.
+        dtype: to which an entry is rounded after pooling, after the norm and after the rotation.
         hadamard: multiply the entry by a Hadamard matrix before it is stored.
     """
 
@@ -121,7 +121,7 @@ class CompressBatch:
     """A step's tokens as the compressors of one (ratio, overlap) see them. All tensors are on the device.
 
     Attributes:
-        ratio: tokens per window; overlap: an entry also pools the window before its own.
+        ratio: tokens per window; overlap: an entry also pools the previous window.
         rows: rows of a request's ring, at least the ``coff * ratio`` tokens that an entry pools.
         positions: int64 ``[T]``; token_to_req: int32 ``[T]``. Tokens of a request are consecutive.
         query_start_loc: int32 ``[B + 1]`` first token of each request; padding rows count as tokens.

@@ -61,7 +61,7 @@ def multi_linear(
         outputs of segments with FP8 inputs.
 
     Raises:
-        ValueError: on a GPU, shapes, dtypes or strides that the kernels do not take; FP8 inputs whose ``K`` is no
+        ValueError: on a GPU, shapes, dtypes or strides that the kernels do not support; FP8 inputs whose ``K`` is no
             multiple of 128.
 
     Notes:
@@ -103,7 +103,7 @@ def empty_quantized(x: Tensor, segments: Sequence[Segment], pow2_scales: bool = 
     """Allocates FP8 values and scales that the op which writes ``x [M, K]`` fills as well, for `multi_linear`.
 
     None where that saves nothing: a segment does not read FP8 inputs or is not computed by Triton, or there are so few
-    tokens that the products quantise on the way.
+    tokens that the products quantise their input as they read it.
     """
     if len(x) <= QUANTIZE_ABOVE or not all(_in_triton(segment) and segment.reads_fp8 for segment in segments):
         return None

@@ -1,4 +1,4 @@
-"""Products by cuBLAS where that takes less time than our kernels: plain ones, and block-scaled FP8 ones on Hopper."""
+"""Products by cuBLAS where that is faster than our kernels: plain ones, and block-scaled FP8 ones on Hopper."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOIN_FROM = 256  # tokens; with 128, the five plain projections of a C4A layer t
 
 
 def products_by_cublas(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRows | None) -> list[Tensor | None]:
-    """Outputs of ``segments`` by cuBLAS; None where it has no such product or would take longer.
+    """Outputs of ``segments`` by cuBLAS; None where it has no such product or would be slower.
 
     Plain weights that are adjacent in memory are one product, whose columns are the outputs.
     """
@@ -32,7 +32,7 @@ def products_by_cublas(x: Tensor, segments: Sequence[Segment], quantized: Quanti
 
 @dataclass(frozen=True)
 class WeightRun:
-    """Consecutive segments whose plain weights are adjacent in memory; any other segment is a run of its own.
+    """Consecutive segments whose plain weights are adjacent in memory; any other segment is a run by itself.
 
     Attributes:
         first: the first of them.
@@ -67,7 +67,7 @@ def adjacent_weights(segments: Sequence[Segment]) -> list[WeightRun]:
 
 
 def _product(x: Tensor, segment: Segment, quantized: QuantizedRows | None) -> Tensor | None:
-    """The output of a segment by cuBLAS, or None where it has no such product or would take longer."""
+    """The output of a segment by cuBLAS, or None where it has no such product or would be slower."""
     weight, out_dtype = segment.weight, segment.out_dtype or x.dtype
     hopper = gpu(x.device).capability == (9, 0) and out_dtype != torch.float32
     if not cublas_is_faster(len(x), *weight.shape, fp8=segment.scale is not None, hopper=hopper):
@@ -87,7 +87,7 @@ def _product(x: Tensor, segment: Segment, quantized: QuantizedRows | None) -> Te
 
 
 def scaled_mm_fits(weight: Tensor, out_dtype: torch.dtype) -> bool:
-    """Whether cuBLAS's block-scaled FP8 product takes this FP8 weight, for some number of rows."""
+    """Whether cuBLAS's block-scaled FP8 product supports this FP8 weight, for some number of rows."""
     return (
         out_dtype == torch.bfloat16
         and gpu(weight.device).capability == (9, 0)
@@ -102,9 +102,9 @@ def scaled_mm(rows: QuantizedRows, weight: Tensor, scale: Tensor, out: Tensor) -
 
 
 def padded_rows(rows: QuantizedRows) -> QuantizedRows:
-    """``rows`` with up to three more rows of any content: cuBLAS takes multiples of ``ROW_MULTIPLE``.
+    """``rows`` with up to three more rows of any content: cuBLAS needs multiples of ``ROW_MULTIPLE``.
 
-    Copies nothing where the storage behind the tensors has room, as in `launch.empty_quantized_rows`.
+    Copies nothing where the storage of the tensors is long enough, as in `launch.empty_quantized_rows`.
     """
     values, scale, _ = rows
     extra = -len(values) % ROW_MULTIPLE

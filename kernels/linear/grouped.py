@@ -41,7 +41,7 @@ def grouped_linear(
     """See `deepseek_attn.kernels.linear.grouped_linear`; for FP8 weights.
 
     Args:
-        config: of the launch; by default chosen from shapes, and cuBLAS computes what is large.
+        config: of the launch; by default chosen from shapes, and cuBLAS computes large products.
     """
     return _grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, config, False)[0]
 
@@ -77,13 +77,13 @@ def _grouped_linear(
     K, N = H // groups * d, weight.shape[0]
     check_fp8_weight(weight, scale, K, fp8_input)
     if N % groups:
-        raise ValueError(f"a weight of {N} rows cannot be cut into {groups} groups")
+        raise ValueError(f"a weight of {N} rows cannot be divided into {groups} groups")
     x = o.flatten(1) if o.stride(1) == d and o.stride(2) == 1 else o.contiguous().flatten(1)
     out = torch.empty(M, N, dtype=o.dtype, device=o.device)
     if M == 0:
         return out, None
     rope = None if positions is None or cos_sin is None else Rope(positions, cos_sin, d)
-    # not on the way, as `linear` quantises: each head is read by many programs, and that took 5 us more for 8 tokens
+    # not in the product, unlike `linear`: many programs read each head, which took 5 us more for 8 tokens
     quantized = None
     if fp8_input and (rope is not None or M > QUANTIZE_ABOVE):
         quantized = quantize_rows(x, pow2_scales, groups, rope)

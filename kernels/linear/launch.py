@@ -18,7 +18,7 @@ from deepseek_attn.kernels.linear.launch_config import LaunchConfig, choose_conf
 from deepseek_attn.kernels.linear.linear_triton import multi_linear_kernel
 from deepseek_attn.kernels.linear.quantize_triton import quantize_input_kernel
 
-ROW_MULTIPLE = 4  # cuBLAS's block-scaled product takes multiples of this many rows
+ROW_MULTIPLE = 4  # cuBLAS's block-scaled product needs a multiple of this many rows
 
 
 class FP8Product(NamedTuple):
@@ -37,7 +37,7 @@ class PlainProduct(NamedTuple):
 
 
 class Products(NamedTuple):
-    """What one launch computes from one input: FP8 weights of one kind, then plain weights of one kind.
+    """Products that one launch computes from one input: FP8 weights of one kind, then plain weights of one kind.
 
     Attributes:
         fp8, plain: the products; weights and outputs of each list have the same dtypes.
@@ -93,7 +93,7 @@ def launch_products(
 
     Args:
         x: ``[M, groups * K]``.
-        quantized: x quantised already, ``[M, K]`` or ``[groups, M, K]``; with None, programs quantise what they read.
+        quantized: x quantised already, ``[M, K]`` or ``[groups, M, K]``; None: programs quantise as they read.
         groups: number of diagonal blocks of the FP8 weight, which is then the only one.
     """
     fp8, plain, fp8_input = products
@@ -263,7 +263,7 @@ class WeightTiles(NamedTuple):
 
 
 def tile_weights(sizes: Sequence[int], rows: int, groups: int = 1) -> WeightTiles:
-    """Cuts weights of so many rows, or each of the ``groups`` of one weight, into tiles of ``rows``."""
+    """Tiles of ``rows`` rows over weights of ``sizes`` rows, or over each of the ``groups`` of one weight."""
     if groups > 1:
         group_rows = sizes[0] // groups
         return WeightTiles(tuple(sizes), (0,), groups * triton.cdiv(group_rows, rows), group_rows)

@@ -16,7 +16,7 @@ class LaunchConfig:
         splits, plain_splits: split-K, the number of programs that share the channels of a tile.
         plain_channels: channels of a plain weight that a program reads at once (of an FP8 weight: 128).
         warps, stages: of a program.
-        prefetched_blocks: blocks of weights that a program reads before the kernel ahead of it has ended.
+        prefetched_blocks: blocks of weights that a program reads before the previous kernel has ended.
     """
 
     tokens: int
@@ -65,9 +65,9 @@ def choose_config(
         splits = _splits(multiprocessors, tiles, limit // 2)
         plain_splits = min(2 * splits, max(limit // 2, 1))
     stage = max(128 * (block + tokens * item) * bool(rows), 64 * plain_item * (block + tokens) * bool(plain_rows))
-    # GPUs have 163 KiB of shared memory and more, or 99 KiB; some of it serves other ends
-    room = (80 if capability[0] == 12 or (8, 0) < capability < (9, 0) else 144) << 10
-    stages = max(2, min(stages, 1 + room // stage))
+    # GPUs have 163 KiB of shared memory and more, or 99 KiB; some of it is used otherwise
+    shared_bytes = (80 if capability[0] == 12 or (8, 0) < capability < (9, 0) else 144) << 10
+    stages = max(2, min(stages, 1 + shared_bytes // stage))
     prefetched = 0
     if M <= 8:
         prefetched = 4 if triton.cdiv(K, 128) > 8 * splits else 2  # a program with much to read prefetches more
@@ -108,7 +108,7 @@ def choose_hopper_config(
 ) -> HopperLaunchConfig:
     """The fastest configuration measured; arguments are those of `choose_config`.
 
-    Partials of a tile cost 2 to 5 us to add up, so tiles are as small as it takes to give every multiprocessor one.
+    Partials of a tile cost 2 to 5 us to add up, so tiles are just small enough to give every multiprocessor one.
 
     Args:
         quantize_output: the output is quantised to FP8 as well, and so a warpgroup needs 128 rows.
@@ -124,7 +124,7 @@ def choose_hopper_config(
     else:
         block, warpgroup_rows, warpgroup_tokens = 64, 64, min(tokens, 64)
         spare = tokens <= 32
-    room = (190 if plain_rows else 200) // (1 + spare) << 10
+    shared_bytes = (190 if plain_rows else 200) // (1 + spare) << 10
     # a plain weight has twice as many blocks
     tiles = triton.cdiv(M, tokens) * (triton.cdiv(rows, block) + 2 * triton.cdiv(plain_rows, block))
     splits = 1 if quantize_output else max(1, min(multiprocessors // tiles, K // 512))
@@ -137,13 +137,13 @@ def choose_hopper_config(
         warpgroup_tokens,
         splits,
         2 * splits if splits > 1 else 1 + (tiles <= multiprocessors),
-        min(16, room // (128 * (block + tokens) + 4 * max(tokens, 32))),
+        min(16, shared_bytes // (128 * (block + tokens) + 4 * max(tokens, 32))),
         int(spare),
     )
 
 
 def cublas_is_faster(M: int, N: int, K: int, fp8: bool, hopper: bool = False) -> bool:
-    """Whether a product ``[M, K] x [K, N]`` takes cuBLAS less time than it adds to a launch of ours, in microseconds.
+    """Whether cuBLAS computes ``[M, K] x [K, N]`` in less time than it adds to a launch of ours; times in microseconds.
 
     cuBLAS does not split K: its time is at least proportional to K.
 

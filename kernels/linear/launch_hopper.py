@@ -1,4 +1,4 @@
-"""Launches of `linear_hopper`: which products it takes, and how. `linear` and `grouped_linear` check arguments."""
+"""Launches of `linear_hopper`: which products it supports, and how. `linear` and `grouped_linear` check arguments."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from deepseek_attn.kernels.linear.linear_hopper_products import Tiling, Weights
 _BYTES = gl.NVMMASharedLayout(128, 8, 2)
 _PLAIN = gl.NVMMASharedLayout(128, 16, 2)
 _SCALES = gl.NVMMASharedLayout(0, 32, 2)
-_MAX_FP8, _MAX_PLAIN = 3, 5  # weights that a launch takes
+_MAX_FP8, _MAX_PLAIN = 3, 5  # weights per launch, at most
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def fits_hopper(x: Tensor, products: Products, quantized: QuantizedRows | None, group_rows: int = 0) -> bool:
-    """Whether `launch_hopper` takes these arguments, with ``group_rows`` weight rows per group (0: not grouped).
+    """Whether `launch_hopper` supports these arguments, with ``group_rows`` weight rows per group (0: not grouped).
 
     It needs compute capability 9.0, a quantised input, outputs of 16 bits from FP8 weights (their sums have no more),
     plain weights of the dtype of x, weights of multiples of 64 rows, and 16-byte steps wherever TMA reads.

@@ -1,6 +1,6 @@
 """Linear layers in Triton, for any GPU from compute capability 8.0 on: several projections of one input in one launch.
 
-With few tokens a launch reads the weights at memory speed, and quantises its input on the way. With more, the input is
+With few tokens a launch reads the weights at memory speed and quantises its input itself. With more, the input is
 quantised once for all; with many, large products are left to cuBLAS. Device code: `linear_triton`, and for quantised
 inputs on Hopper `linear_hopper`.
 """
@@ -33,7 +33,7 @@ def multi_linear(
     """See `deepseek_attn.kernels.linear.multi_linear`; for plain and FP8 weights.
 
     Args:
-        config: of the launches; by default chosen from shapes, and cuBLAS computes what is large.
+        config: of the launches; by default chosen from shapes, and cuBLAS computes large products.
     """
     _check_input(x)
     for segment in segments:
@@ -60,10 +60,10 @@ def multi_linear(
 def _launches(todo: Sequence[tuple[Segment, Tensor]]) -> Iterator[Products]:
     """Packs segments and their outputs into as few launches as the kernels allow.
 
-    A launch takes FP8 weights of one kind and plain weights of one kind, where a kind is what the compiled kernel
+    A launch has FP8 weights of one kind and plain weights of one kind, where a kind is all that the compiled kernel
     depends on: the dtypes of weight and output, and whether the input is quantised. So everything that projects the
     input of a layer is one launch: query latent and key in FP8, with compressors and index weights in bfloat16. Each
-    kind of FP8 weights is paired with one of plain weights, in order; a kind left over has a launch of its own.
+    kind of FP8 weights is paired with one of plain weights, in order; a kind left over has a separate launch.
     """
     fp8: dict[tuple, list[FP8Product]] = {}
     plain: dict[tuple, list[PlainProduct]] = {}

@@ -1,8 +1,8 @@
 """Gluon device code of `launch_hopper`: products of one input with several weights on Hopper's tensor cores.
 
 A job is a tile of ``ROWS`` rows of a weight by ``TOKENS`` tokens, over all channels or one split of them. One warp
-loads blocks of 128 bytes of channels of both, up to ``STAGES`` ahead, the first ones of the weight before the kernel
-ahead has ended. One or two warpgroups multiply: the weight is the left factor, of which tensor cores take 64 rows at
+loads blocks of 128 bytes of channels of both, up to ``STAGES`` ahead, the first ones of the weight before the previous
+kernel has ended. One or two warpgroups multiply: the weight is the left factor, of which tensor cores take 64 rows at
 once. FP8 products have a fresh accumulator for each block, which is added under the block's scales. Factors come from
 shared memory.
 
@@ -128,7 +128,7 @@ def _load(
     FP8: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Loads the blocks of this program's jobs of one kind; returns what the next kind starts from."""
+    """Loads the blocks of this program's jobs of one kind; returns (job, n, prefetched) for the next kind."""
     ROWS: gl.constexpr = TILING.ROWS
     TOKENS: gl.constexpr = TILING.TOKENS
     STAGES: gl.constexpr = TILING.STAGES
@@ -184,7 +184,7 @@ def _load_all(
     fp8_jobs = m_tiles * FP8.TILES * FP8.SPLITS
     job = gl.program_id(0)
     n = job * 0
-    prefetched = n + TILING.STAGES  # blocks of weights that are loaded before the kernel ahead has ended
+    prefetched = n + TILING.STAGES  # blocks of weights that are loaded before the previous kernel has ended
     if FP8.TILES > 0:
         job, n, prefetched = _load(
             job, fp8_jobs, 0, n, prefetched, m_tiles, inputs, fp8_descs, group_stride, buffers, TILING, FP8, True, DTYPE

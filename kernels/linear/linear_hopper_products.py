@@ -19,7 +19,7 @@ _INFINITY_BITS = gl.constexpr(0x7F800000)
 
 @dataclass(frozen=True)
 class Tiling:
-    """Constants of a launch. In lists, Triton 3.6 takes fields only after they are bound to a constexpr name.
+    """Constants of a launch. Triton 3.6 accepts a field in a list only when it is bound to a constexpr name.
 
     Attributes:
         K: channels of the input.
@@ -254,7 +254,7 @@ def finish(
             for i in gl.static_range(PARTS):
                 value = gl.zeros_like(acc[i])
                 for j in gl.static_range(SPLITS):
-                    # its own partial is still in registers
+                    # this split's partial is still in registers
                     other = gl.load(
                         partials + (j * PARTS + i) * SIZE, mask=place.split != j, other=0, cache_modifier=".cg"
                     )

@@ -1,6 +1,6 @@
-"""Triton kernel that quantises the input of FP8 linears; attention's output is rotated back before.
+"""Triton kernel that quantises the input of FP8 linears, and first rotates attention's output back.
 
-Channels are read in pairs, as words of twice the size: a rotation then needs nothing of another thread, and all loads
+Channels are read in pairs, as words of twice the size: a rotation then needs no value of another thread, and all loads
 and stores are 16 bytes wide.
 """
 
@@ -74,12 +74,12 @@ def quantize_input_kernel(
     first, second = _halves(tl.load(words, mask=inside, other=0), DTYPE)
     if ROPE_DIM > 0:
         position = tl.load(positions_ptr + token, mask=row < M, other=0)[:, None]
-        turn = (pair % (HEAD_DIM // 2) - (HEAD_DIM - ROPE_DIM) // 2)[None, :]
-        rotated = (position >= 0) & (turn >= 0)
-        table = cos_sin_ptr + position * ROPE_DIM + turn
+        rotary_pair = (pair % (HEAD_DIM // 2) - (HEAD_DIM - ROPE_DIM) // 2)[None, :]
+        rotated = (position >= 0) & (rotary_pair >= 0)
+        table = cos_sin_ptr + position * ROPE_DIM + rotary_pair
         cos = tl.load(table, mask=rotated, other=1.0)
         sin = tl.load(table + ROPE_DIM // 2, mask=rotated, other=0.0)
-        # pairs that stay are selected: NaN must not reach its neighbour by a zero sine
+        # unrotated pairs are selected, not multiplied: NaN must not reach the other channel through a zero sine
         real = tl.where(sin == 0, first * cos, first * cos + second * sin)
         imaginary = tl.where(sin == 0, second * cos, second * cos - first * sin)
         first, second = round_to(real, DTYPE), round_to(imaginary, DTYPE)

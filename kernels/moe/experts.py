@@ -27,7 +27,7 @@ from deepseek_attn.kernels.moe.experts_triton import (
 from deepseek_attn.kernels.moe.launch_config import LaunchConfig, Operands, choose_config, choose_operands
 
 MAX_SLOTS = 64  # pairs up to which the product kernels group them by themselves
-TOKENS = 8192  # per pass: intermediate results of 65536 tokens of V4-Flash would take 6 GB
+TOKENS = 8192  # per pass: intermediate results of 65536 tokens of V4-Flash would need 6 GB
 
 
 def moe_experts(
@@ -133,7 +133,7 @@ def group_pairs(experts: Tensor, count: int, tile: int, pdl: bool) -> PairTiles:
 
 @dataclass(frozen=True)
 class GroupedProducts:
-    """Both products of one pass over tokens, and what they have in common.
+    """Both products of one pass over tokens, and their common arguments.
 
     Attributes:
         experts, weights: the routing, ``[T, k]``.
@@ -178,15 +178,15 @@ class GroupedProducts:
         """Launches everything from ``x [T, D]`` to ``out [T, D]``."""
         (T, D), k, pdl = x.shape, self.experts.shape[1], self.capability >= (9, 0)
         hidden = torch.empty(T * k, w1.weight.shape[1], dtype=x.dtype, device=x.device)
-        parts = torch.empty(T * k, D, dtype=x.dtype, device=x.device)
+        pair_outputs = torch.empty(T * k, D, dtype=x.dtype, device=x.device)
         self._product(self._prepared(x, pow2_scales), w1, w3, hidden, k, not weigh_output)
-        self._product(self._prepared(hidden, pow2_scales), w2, None, parts, 1, False)
+        self._product(self._prepared(hidden, pow2_scales), w2, None, pair_outputs, 1, False)
         block = 512 if T * D > 1 << 18 else 128
         combine_kernel[(T, triton.cdiv(D, block))](
-            parts,
+            pair_outputs,
             self.experts,
             self.weights,
-            parts if add is None else add,
+            pair_outputs if add is None else add,
             out,
             0 if add is None else add.stride(0),
             D=D,
@@ -282,7 +282,7 @@ class GroupedProducts:
 
 
 def _arguments(stack: ExpertStack, native: bool) -> tuple[Tensor, Tensor]:
-    """Weight and scale as kernels take them: FP8 as bytes where the GPU has none, the weight for a missing scale."""
+    """Weight and scale as kernels read them: FP8 as bytes where the GPU has none, the weight for a missing scale."""
     weight, scale = stack
     if weight.dtype == torch.float8_e4m3fn and not native:
         weight = weight.view(torch.uint8)

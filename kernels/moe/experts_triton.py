@@ -1,4 +1,4 @@
-"""Triton device code of `moe_experts`: rows are grouped by expert, and each group meets its expert's weights once.
+"""Triton device code of `moe_experts`: rows are grouped by expert, each group times its expert's weights.
 
 A pair is a (token, expert) of the routing, numbered ``token * k + i``; with expert -1, it adds nothing. A program of
 the product computes ``W x^T`` for a tile of weight rows and a tile of pairs that share an expert. The weight is the
@@ -149,16 +149,16 @@ def place_kernel(
     other = tl.arange(0, E_PADDED)
     needed = (tl.load(counts_ptr + other, mask=other < E, other=0) + TILE - 1) // TILE
     first = tl.sum(tl.where(other < expert, needed, 0), 0)
-    own = tl.sum(tl.where(other == expert, needed, 0), 0)
-    for start in tl.range(0, own, 32):
+    expert_tiles = tl.sum(tl.where(other == expert, needed, 0), 0)
+    for start in tl.range(0, expert_tiles, 32):
         tile = start + tl.arange(0, 32)
-        tl.store(tile_expert_ptr + first + tile, expert, mask=tile < own)
+        tl.store(tile_expert_ptr + first + tile, expert, mask=tile < expert_tiles)
     if expert == E - 1:
-        for start in tl.range(first + own, tiles, BLOCK):
+        for start in tl.range(first + expert_tiles, tiles, BLOCK):
             tile = start + tl.arange(0, BLOCK)
             tl.store(tile_expert_ptr + tile, -1, mask=tile < tiles)
     place = first * TILE
-    if own > 0:
+    if expert_tiles > 0:
         for start in tl.range(0, pairs, BLOCK):
             pair = start + tl.arange(0, BLOCK)
             mine = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == expert
@@ -166,7 +166,7 @@ def place_kernel(
             tl.store(sorted_ptr + place + rank, pair, mask=mine)
             place += tl.sum(mine.to(tl.int32), 0)
         rest = place + tl.arange(0, TILE)
-        tl.store(sorted_ptr + rest, -1, mask=rest < (first + own) * TILE)
+        tl.store(sorted_ptr + rest, -1, mask=rest < (first + expert_tiles) * TILE)
 
 
 @triton.jit
@@ -250,7 +250,7 @@ def grouped_product_kernel(
 ):
     """``out[pair] = W[expert] x[pair // TOPK]``, rows of ``N``.
 
-    ``GATED``: a tile holds rows of both stacks in turn, and ``out = swiglu(a x, b x)``, times the pair's weight if
+    ``GATED``: a tile alternates rows of both stacks, and ``out = swiglu(a x, b x)``, times the pair's weight if
     ``WEIGH``.
     """
     if PDL:
@@ -290,7 +290,7 @@ def grouped_product_kernel(
             even, odd = unpack_fp4(w, scale)
             x_even = tl.load(x_row[:, None] + column[None, :], mask=inside, other=0)
             x_odd = tl.load(x_row[:, None] + (BYTES + column)[None, :], mask=inside, other=0)
-            # a sum of its own: the tensor cores must be done with these registers before the next tile is unpacked
+            # a separate sum: the tensor cores must be done with these registers before the next tile is unpacked
             product = tl.dot(even.to(DTYPE), tl.trans(x_even.to(DTYPE)), input_precision=PRECISION)
             acc += tl.dot(odd.to(DTYPE), tl.trans(x_odd.to(DTYPE)), product, input_precision=PRECISION)
         acc *= _FP4_FACTOR
@@ -318,7 +318,7 @@ def grouped_product_kernel(
                     factor = factor * x_scale[None, :]
                 acc += product * factor
             elif DTYPE == tl.float32:  # noqa: SIM300
-                acc += tl.dot(w, tl.trans(x), input_precision=PRECISION)  # its own sum, for the reason above
+                acc += tl.dot(w, tl.trans(x), input_precision=PRECISION)  # a separate sum, for the reason above
             else:
                 acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
     known = pair >= 0
@@ -339,7 +339,7 @@ def grouped_product_kernel(
 
 @triton.jit
 def combine_kernel(
-    parts_ptr,
+    pair_outputs_ptr,
     experts_ptr,
     weights_ptr,
     add_ptr,
@@ -353,7 +353,7 @@ def combine_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``out[t] = sum over pairs of t, in the order of their experts, of parts[pair] [* weight]``, plus ``add``."""
+    """``out[t] = sum over pairs of t, in order of expert, of pair_outputs[pair] [* weight]``, plus ``add``."""
     t = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < D
@@ -368,7 +368,7 @@ def combine_kernel(
     for place in tl.static_range(TOPK):
         pair = t * TOPK + tl.sum(tl.where(rank == place, i, 0), 0)
         here = tl.sum(tl.where(rank == place, expert, 0), 0) >= 0
-        part = tl.load(parts_ptr + pair * D + channel, mask=inside & here, other=0).to(tl.float32)
+        part = tl.load(pair_outputs_ptr + pair * D + channel, mask=inside & here, other=0).to(tl.float32)
         if WEIGH:
             part *= tl.load(weights_ptr + pair, mask=here, other=0)
         total += part

@@ -25,7 +25,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class Operands:
-    """What the products multiply.
+    """Formats and dtypes of the factors of a grouped product.
 
     Attributes:
         weights: format of the weights, ``plain``, ``fp8`` or ``fp4``.
@@ -40,7 +40,7 @@ class Operands:
 
     @property
     def needs_prepared_input(self) -> bool:
-        """Inputs are converted by a launch of their own."""
+        """Inputs are converted by a separate launch."""
         return self.quantize or self.weights == "fp4"
 
 

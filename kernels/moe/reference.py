@@ -121,8 +121,8 @@ def moe_experts(
         rows[place] = x[tokens]
         weight = weights.new_zeros(len(rows), 1)
         weight[place] = weights.flatten()[order].unsqueeze(1)
-        parts = run(rows, segments, weight)[place]
-        out = torch.zeros(x.shape, device=x.device).index_add_(0, tokens, parts)
+        pair_outputs = run(rows, segments, weight)[place]
+        out = torch.zeros(x.shape, device=x.device).index_add_(0, tokens, pair_outputs)
     return out if add is None else (out + add).to(x.dtype)
 
 

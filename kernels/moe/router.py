@@ -38,7 +38,7 @@ def _sort_key(value, index):
 
 
 @triton.jit
-def _take(key):
+def _pop_largest(key):
     """Index of the largest key, and the keys without it."""
     best = tl.max(key, 0)
     return 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), tl.where(key == best, -(1 << 63), key)
@@ -56,7 +56,7 @@ def select_kernel(
     factor,
     E: tl.constexpr,
     E_PADDED: tl.constexpr,
-    SHARES: tl.constexpr,
+    SPLITS: tl.constexpr,
     INNER: tl.constexpr,
     TOPK: tl.constexpr,
     TOPK_PADDED: tl.constexpr,
@@ -75,7 +75,7 @@ def select_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    logits = summed(sums_ptr, t * E + tl.minimum(expert, E - 1), T * E, SHARES, INNER)
+    logits = summed(sums_ptr, t * E + tl.minimum(expert, E - 1), T * E, SPLITS, INNER)
     scores = _score(logits, inside, SCORE)
     i = tl.arange(0, TOPK_PADDED)
     chosen = tl.zeros((TOPK_PADDED,), tl.int32)
@@ -97,12 +97,12 @@ def select_kernel(
             group_key = _sort_key(tl.max(members, 0) + second, g)
             keep = tl.zeros((E_PADDED,), tl.int1)
             for _ in tl.static_range(KEPT):
-                winner, group_key = _take(group_key)
+                winner, group_key = _pop_largest(group_key)
                 keep = keep | (group == winner)
             biased = tl.where(keep, biased, float("-inf"))
         key = tl.where(inside, _sort_key(biased, expert), -(1 << 63))
         for place in tl.static_range(TOPK):
-            winner, key = _take(key)
+            winner, key = _pop_largest(key)
             chosen = tl.where(i == place, winner, chosen)
     for place in tl.static_range(TOPK):
         winner = tl.sum(tl.where(i == place, chosen, 0), 0)
@@ -146,7 +146,7 @@ def moe_route(
         float(factor),
         E=E,
         E_PADDED=triton.next_power_of_2(E),
-        SHARES=len(logits.sums),
+        SPLITS=len(logits.sums),
         INNER=logits.inner,
         TOPK=topk,
         TOPK_PADDED=triton.next_power_of_2(topk),

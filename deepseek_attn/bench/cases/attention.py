@@ -36,7 +36,7 @@ PREFILLS = ((4096, 64, 128), (4096, 64, 640), (4096, 128, 1152), (512, 64, 640))
 
 
 def cases(device: torch.device) -> list[OpCase]:
-    """The rows that can run on ``device``: all of them on a GPU that the Triton kernels know, else none."""
+    """The rows that can run on ``device``: all of them on a GPU that the Triton kernels support, else none."""
     if not runs_triton(torch.empty(0, device=device)):
         return []
     rows = [_decode(name, *row, T, device) for name, row in DECODES.items() for T in BATCHES]

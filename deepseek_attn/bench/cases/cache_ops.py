@@ -20,7 +20,7 @@ EPS = 1e-6
 
 
 def cases(device: torch.device) -> list[OpCase]:
-    """The rows that can run on ``device``: all of them on a GPU that the Triton kernels know, else none."""
+    """The rows that can run on ``device``: all of them on a GPU that the Triton kernels support, else none."""
     if not runs_triton(torch.empty(0, device=device)):
         return []
     rows = [_norm_rope_insert(T) for T in TOKENS]
@@ -120,7 +120,7 @@ def _compress_case(label: str, ratio: int, T: int, requests: int, positions: tor
 
 
 def _compress_decode(T: int, ratio: int) -> OpCase:
-    """One token per request, at every phase of a window in turn."""
+    """One token per request, at each phase of a window."""
     positions = 4 * ratio - 1 + torch.arange(T) * (4 * ratio + 1)
     return _compress_case(f"C{ratio}A decode T={T}", ratio, T, T, positions)
 

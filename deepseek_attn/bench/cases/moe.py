@@ -15,7 +15,7 @@ TOKENS = (1, 8, 32, 128, 4096)
 
 
 def cases(device: torch.device) -> list[OpCase]:
-    """The rows that can run on ``device``: all of them on a GPU that the Triton kernels know, else none."""
+    """The rows that can run on ``device``: all of them on a GPU that the Triton kernels support, else none."""
     if not runs_triton(torch.empty(0, device=device)):
         return []
     rows = []

@@ -1,1 +1,1 @@
-"""What an experiment is: its config, its variants and the units of work they make."""
+"""Definition of an experiment: its config, its variants and the units of work they make."""

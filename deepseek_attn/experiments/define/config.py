@@ -1,4 +1,4 @@
-"""An experiment as a JSON file: a base model, variants, and what to measure of them."""
+"""An experiment as a JSON file: a base model, variants, and their measurements."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Experiment:
         name: file name of the results; title: heading of the report.
         base: the model that variants change.
         seeds: of weights and data, for everything that is trained.
-        device: None takes the first GPU if there is one, else the CPU.
+        device: None: the first GPU if there is one, else the CPU.
         jobs: worker processes that train at the same time; timings always run alone.
         limit_s: seconds after which a piece of work is given up; None never.
     """
@@ -187,7 +187,7 @@ def _check_fit(
     """Every variant must fit the base and, where costs are counted for another model, that one.
 
     Args:
-        base_runs: the base is timed, so that its caches must take the variant's record too.
+        base_runs: the base is timed, so that its caches must support the variant's record too.
     """
     models = {"base": (base, "exact" if base_runs else None)}
     if cost is not None:

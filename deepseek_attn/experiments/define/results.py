@@ -1,4 +1,4 @@
-"""What units find: the JSON of a record's ``result`` by kind of unit, and the record around it."""
+"""Results of units: the JSON of a record's ``result`` by kind of unit, and the record around it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LayerCost(TypedDict):
 
 
 class LayerQuery(TypedDict):
-    """What the last token of a context reads in one layer, and its FLOPs (a multiply-add is two)."""
+    """Bytes that the last token of a context reads in one layer, and its FLOPs (a multiply-add is two)."""
 
     keys: int
     read_bytes: int
@@ -98,7 +98,7 @@ class PositionRow(TypedDict):
 
 
 class RecallRow(TypedDict):
-    """What one layer keeps of attention, see `LayerRecall`; None where no query has a choice."""
+    """Attention recall of one layer, see `LayerRecall`; None where no query has a choice."""
 
     layer: int
     kind: str

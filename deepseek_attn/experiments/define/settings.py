@@ -57,7 +57,7 @@ class ModelTimeSettings:
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """One task that models are trained on, and how: ``options`` are the task's own, such as ``gap``."""
+    """One task that models are trained on, and how: ``options`` are those of the task, such as ``gap``."""
 
     steps: int
     batch: int
@@ -72,8 +72,8 @@ class TrainSettings:
 
     Attributes:
         tasks: by name, of ``text``, ``recall``, ``needle``, ``copy``.
-        text: a file to take the text from; None takes the text that comes with the library.
-        budget_s: a run ends after so many seconds, whatever its steps; None lets it finish.
+        text: a text file; None: the text that comes with the library.
+        budget_s: time limit of a run in seconds, whatever its steps; None: no limit.
         eval_batches: batches of the held-out split that quality is measured on.
         seq_lens: other lengths that the trained model is evaluated at.
     """
@@ -91,10 +91,10 @@ class CheckpointSettings:
 
     Attributes:
         model: a checkpoint directory, by default the one that comes with the library; or a preset for random weights.
-        text: a text file; None takes the part of the library's sample text that no training reads. Tokenised by the
+        text: a text file; None: the part of the library's sample text that no training reads. Tokenised by the
             checkpoint's tokenizer.
         max_tokens: how much of the text.
-        seq_len: it is cut into sequences of this length.
+        seq_len: length of the sequences that the text is split into.
     """
 
     model: str
@@ -194,7 +194,7 @@ def _train(section: _Section) -> TrainSettings:
 
 
 def _task(section: _Section, name: str, options: Any, shared: Mapping[str, Any]) -> TaskSettings | None:
-    """One task: sizes of its own or those of the section, the rest is for the task."""
+    """One task: its sizes, by default those of the section, and its options."""
     reader, label = section.reader, f"train.tasks.{name}"
     if name not in TASKS or not isinstance(options, Mapping):
         reader.problem(f"{label} is {options!r}: expected one of {', '.join(TASKS)} with an object of options")

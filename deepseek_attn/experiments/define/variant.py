@@ -1,4 +1,4 @@
-"""One variant of a model: a schedule by pattern, and what else of its long-range branch may change."""
+"""One variant of a model: a schedule by pattern, and other changes to its long-range branch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a unit of an experiment measures: bytes, times, recall and text loss."""
+"""Measurements of the units of an experiment: bytes, times, recall and text loss."""

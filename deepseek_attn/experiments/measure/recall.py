@@ -1,4 +1,4 @@
-"""The part of dense attention that a layer keeps: mass on its window and entries, and recall of its indexer.
+"""Fraction of dense attention that a layer retains: mass on its window and entries, and recall of its indexer.
 
 Computed from a layer's own queries, keys and cached entries, in float32 and in blocks of queries, while a runner
 computes a sequence.

@@ -94,7 +94,7 @@ def costs(report: Report) -> list[Figure]:
 
 
 def layers(report: Report) -> list[Figure]:
-    """What each layer keeps of attention, for every trained task and for the checkpoint."""
+    """Attention recall of each layer, for every trained task and for the checkpoint."""
     figures = []
     for source in [*tasks(report), "checkpoint"]:
         for name, caption in RECALL_CAPTIONS.items():

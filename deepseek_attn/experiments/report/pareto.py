@@ -1,4 +1,4 @@
-"""Which variants are worth their cost: those that no other one beats in both cost and quality."""
+"""Pareto fronts: variants that no other variant beats in both cost and quality."""
 
 from __future__ import annotations
 

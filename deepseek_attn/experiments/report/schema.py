@@ -1,4 +1,4 @@
-"""The JSON of a report, ``report.json``: what tables, plots and the page are made from."""
+"""The JSON of a report, ``report.json``: the input of tables, plots and the page."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def with_task(report: Report, task: str) -> list[Trained]:
 
 
 def recall_rows(report: Report) -> Iterator[tuple[str, VariantReport, RecallRow]]:
-    """What layers keep of attention: (task or ``checkpoint``, variant, one layer's row), source by source."""
+    """Attention recall of layers: (task or ``checkpoint``, variant, one layer's row), source by source."""
     for source in [*tasks(report), "checkpoint"]:
         for variant in report["variants"]:
             found = variant.get("checkpoint") if source == "checkpoint" else variant.get("tasks", {}).get(source)

@@ -26,7 +26,7 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """What a run did: units already done before, done now, and failed."""
+    """Outcome of a run: units already done before, done now, and failed."""
 
     skipped: list[Unit] = field(default_factory=list)
     done: list[Unit] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a worker process does with a unit: measures it, and writes the record."""
+"""The task of a worker process: measures a unit and writes its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sparse MLA backend declares: its name, its classes and what it supports."""
+"""Declaration of a sparse MLA backend: its name, its classes and what it supports."""
 
 from __future__ import annotations
 

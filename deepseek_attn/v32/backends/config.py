@@ -1,4 +1,4 @@
-"""Limits of a run, shape of the cache, and what a sparse MLA backend declares."""
+"""Limits of a run, shape of the cache, and requirements on the kernels of a sparse MLA backend."""
 
 from __future__ import annotations
 

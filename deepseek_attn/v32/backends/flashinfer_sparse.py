@@ -69,7 +69,7 @@ class FlashInferMLASparseBackend(SparseMLABackend):
 
         Args:
             hf_text_config: the model's config; None (unknown) is accepted.
-            The others have checks of their own and are not used here.
+            The others are checked elsewhere and not used here.
         """
         if hf_text_config is None:
             return None
@@ -109,7 +109,7 @@ class FlashInferMLASparseMetadataBuilder(SparseMLAMetadataBuilder):
 
 
 class FlashInferMLASparseImpl(SparseMLAImpl):
-    """Sparse MLA where every token, of a prefill or a decode, is one query over its own list of slots.
+    """Sparse MLA where every token, of a prefill or a decode, is one query over its list of slots.
 
     Calls FlashInfer's function where `flashinfer_adapter.supported`, else the same function in Triton or plain torch.
 

@@ -96,7 +96,7 @@ class FlashMLASparseImpl(SparseMLAImpl):
     to a BF16 workspace, chunk by chunk. The config chooses between the last two.
 
     Args:
-        workspace: holds gathered chunks, shared by the layers; None for one of the impl's own.
+        workspace: holds gathered chunks, shared by the layers; None: the impl makes one.
         kernels: the kernels to call; None for those that the config names.
         Others: see `SparseMLAImpl`.
 

@@ -1,6 +1,6 @@
 """Sparse MLA kernels under one interface: FlashMLA's where they run, Triton on other GPUs, plain torch elsewhere.
 
-All take the same caches and indices and return the same tensors, so an impl does not depend on which it calls.
+All read the same caches and indices and return the same tensors, so an impl does not depend on which it calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deepseek_attn.kernels.common.dispatch import problem_on
 
 @dataclass
 class FlashMLASchedMeta:
-    """The schedule of kernels that need none, always empty. FlashMLA has a class of its own with these fields."""
+    """The schedule of kernels that need none, always empty. FlashMLA has its class with these fields."""
 
     have_initialized: bool = False
     config: Any = None
@@ -186,7 +186,7 @@ def describe_kernels(device: torch.device | str, spec: AttentionSpec | None = No
 
 
 def _used_columns(indices: Tensor) -> Tensor | None:
-    """Columns up to the last valid index, int32 ``[T]``; None on a GPU, where the reference takes all columns.
+    """Columns up to the last valid index, int32 ``[T]``; None on a GPU, where the reference reads all columns.
 
     The reference then skips the tail of short rows: 0.11 s instead of 0.64 s for a prompt of 256 tokens at ``K = 2048``
     (16 heads, one core).
@@ -208,5 +208,5 @@ def compute_prefill_padded_heads(num_heads: int, prefill_padding: int) -> int:
 
 
 def max_num_sm_parts(sm_count: int, padded_heads: int, capability_major: int) -> int:
-    """Most parts of a schedule of the FP8 kernel on a GPU with ``sm_count`` multiprocessors."""
+    """Largest number of parts of a schedule of the FP8 kernel on a GPU with ``sm_count`` multiprocessors."""
     return sm_count if capability_major == 10 else sm_count // max(1, padded_heads // 64)

@@ -115,7 +115,7 @@ class FlashMLASparseMetadata(SparseMLAMetadata):
 
 @dataclass
 class FlashInferMLASparseMetadata(SparseMLAMetadata):
-    """A step for `FlashInferMLASparseImpl`: every token row is a query of its own.
+    """A step for `FlashInferMLASparseImpl`: every token row is one query.
 
     Attributes:
         seq_lens: int32 ``[B]``, context and new tokens.

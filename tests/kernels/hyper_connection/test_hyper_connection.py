@@ -123,5 +123,7 @@ def test_it_compiles(monkeypatch, arch, step):
     pass_for_gpu(monkeypatch, CAPABILITIES[arch])
     (y, streams, post, comb), pre = make(T, 4, 4096, dtype, "meta")
     found = compiled_launches(monkeypatch, [hc, float32_product], arch, lambda: both(y, streams, post, comb, *pre))
-    cuts = T == 4096 and dtype == torch.bfloat16
-    assert set(found) == {"post_kernel", "product_kernel", "collapse_kernel"} | ({"cut_kernel"} if cuts else set())
+    splits_weight = T == 4096 and dtype == torch.bfloat16
+    assert set(found) == {"post_kernel", "product_kernel", "collapse_kernel"} | (
+        {"split_weight_kernel"} if splits_weight else set()
+    )

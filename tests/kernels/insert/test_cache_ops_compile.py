@@ -192,7 +192,7 @@ WINDOW_OUTS = step_indices_kernels.WindowOutputs("*i64", "*i32", "*i32")
 GROUP_OUTS = step_indices_kernels.GroupOutputs("*i64", "*i32", "*i32")
 STEP = {"positions_ptr": "*i64", "req_ptr": "*i32", "valid_ptr": "*i1", "table": TABLE, "lens_ptr": "*i32"}
 STEP |= {"out_ptr": "*i32", "topk_ptr": "*i32", "query_start_ptr": "*i32", "seq_lens_ptr": "*i32"}
-STEP |= {"gather_lens_ptr": "*i32", "own_ptr": "*i64", "window_table": TABLE, "window_outs": WINDOW_OUTS}
+STEP |= {"gather_lens_ptr": "*i32", "token_slots_ptr": "*i64", "window_table": TABLE, "window_outs": WINDOW_OUTS}
 STEP |= {"tables": (TABLE, TABLE), "outs": (GROUP_OUTS,) * 2}
 INDICES = {
     "token_slots_kernel": {"RATIO": 4, "N": 64, "TOKENS": 128},

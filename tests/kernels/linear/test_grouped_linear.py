@@ -86,7 +86,7 @@ def test_what_cannot_be_computed_is_refused():
         grouped_linear(o, weight, scale, 2, torch.zeros(3).long(), cos_sin.double())
     with pytest.raises(ValueError, match=r"contiguous \[N, 64\]"):
         grouped_linear(o, weight, scale, 4)
-    with pytest.raises(ValueError, match="20 rows cannot be cut into 8 groups"):
+    with pytest.raises(ValueError, match="20 rows cannot be divided into 8 groups"):
         grouped_linear(torch.randn(3, 16, 64), weight, scale, 8)
 
 

@@ -176,5 +176,5 @@ def test_it_compiles(monkeypatch, arch, T):
         arch,
         lambda: moe_router.moe_route(x, weight, 6, "sqrtsoftplus", 1.5, True, **options),
     )
-    assert set(found) == {"product_kernel", "select_kernel"} | ({"cut_kernel"} if T == 4096 else set())
+    assert set(found) == {"product_kernel", "select_kernel"} | ({"split_weight_kernel"} if T == 4096 else set())
     assert ("griddepcontrol" in found["select_kernel"][0].asm["ptx"]) == (CAPABILITIES[arch][0] >= 9)
