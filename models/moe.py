@@ -124,8 +124,8 @@ class Experts(CheckpointModule):
         With ``add [T, D]``, the dtype of x: the sum is rounded after the addition.
         """
         if self.shard:
-            here = experts - self.shard.start
-            experts = torch.where((here >= 0) & (here < self.shard.size), here, -1)
+            local = experts - self.shard.start
+            experts = torch.where((local >= 0) & (local < self.shard.size), local, -1)
         w1, w3, w2 = (ExpertStack(projection.weight, projection.scale) for projection in (self.w1, self.w3, self.w2))
         fp8_input, pow2_scales = self.w1.fp8_input, self.w1.pow2_scales
         return moe_experts(

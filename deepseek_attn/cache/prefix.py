@@ -50,7 +50,7 @@ def _digest(before: bytes, tokens: list[int]) -> bytes:
 
 @dataclass
 class Match:
-    """How much of a prompt is in the prefix cache.
+    """The part of a prompt that is in the prefix cache.
 
     Attributes:
         snapshot: the snapshot to start from; None: compute the prompt from its first token.

@@ -31,7 +31,7 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:
-    """`parse_device` of a device that is here.
+    """`parse_device`, for a device that exists on this machine.
 
     Raises:
         ValueError: it is not.

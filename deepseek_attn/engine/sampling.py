@@ -29,7 +29,7 @@ class SamplingParams:
         seed: None draws a fresh seed; an integer makes the request reproducible.
         stop_token_ids: tokens that end the request, besides EOS.
         stop: strings that end the request; the text ends before the string. A single string is accepted.
-        ignore_eos: go on after EOS (benchmarks).
+        ignore_eos: continue after EOS (benchmarks).
 
     Raises:
         ValueError: listing every parameter that is out of range.

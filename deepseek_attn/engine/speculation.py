@@ -1,6 +1,6 @@
 """Speculative decoding: the MTP layer drafts the next tokens, and one step of the model verifies all of them.
 
-A draft is accepted if it is the very token that would have been sampled there: the sampler runs on the model's own
+A draft is accepted if it is the token that would have been sampled there: the sampler runs on the model's own
 logits, row by row, with the random numbers that each row would have used. So the text is the same as without
 speculation, greedy or not, and sampled tokens keep their distribution (a draft ``d`` is accepted with the probability
 ``p(d)``).

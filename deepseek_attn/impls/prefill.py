@@ -31,7 +31,7 @@ class PrefillChunk:
 
     @property
     def requests(self) -> slice:
-        """Its requests, among those that prefill."""
+        """Slice of its requests among the prefill requests."""
         return slice(self.first, self.last)
 
     @property

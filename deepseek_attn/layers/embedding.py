@@ -31,9 +31,9 @@ class Embedding(CheckpointModule):
         if self.shard is None:
             return self.weight[token_ids]
         row = token_ids - self.shard.start
-        here = (row >= 0) & (row < self.shard.size)
+        in_shard = (row >= 0) & (row < self.shard.size)
         found = self.weight[row.clamp(0, self.shard.size - 1)]
-        return self.parallel.sum(found.masked_fill(~here.unsqueeze(-1), 0))
+        return self.parallel.sum(found.masked_fill(~in_shard.unsqueeze(-1), 0))
 
 
 class Head(CheckpointModule):

@@ -68,16 +68,16 @@ class ModelRunner(LoadedModel):
             )
         return cls.from_source(config, RandomSource(config, seed), progress=False, **options)
 
-    from_source = classmethod(build_runner)  # config and any `CheckpointSource`; all options are there
+    from_source = classmethod(build_runner)  # from a config and any `CheckpointSource`; lists all options
 
     @property
     def backbone_layers(self) -> tuple:
-        """Specs of the layers that are here, the MTP layers left out."""
+        """Specs of the loaded layers, without MTP layers."""
         return tuple(spec for spec in layer_specs(self.model) if not spec.is_mtp)
 
     @property
     def mtp_layers(self) -> tuple:
-        """Specs of the MTP layers that are here."""
+        """Specs of the MTP layers that are loaded."""
         return tuple(spec for spec in layer_specs(self.model) if spec.is_mtp)
 
     @property
@@ -246,7 +246,7 @@ class ModelRunner(LoadedModel):
         Args:
             prompts: token-id lists, of any lengths.
             chunk_size: new tokens per sequence and step; default: as many as ``max_num_batched_tokens`` allows.
-                1 goes token by token, through the decode path.
+                1: token by token, through the decode path.
 
         Returns:
             For each prompt float32 ``[len, vocab_size]`` on the CPU.

@@ -80,11 +80,13 @@ class Plan:
 
     @property
     def snapshots(self) -> int:
-        """The part of ``caches`` that is there for kept prefixes: window and part-full pages, and state rows."""
+        """The part of ``caches`` for kept prefixes: window and part-full pages, and state rows."""
         layout = self.layout
         pages = {ratio_group(ratio): 1 for ratio in layout.ratios} | {WINDOW: snapshot_window_pages(layout.window)}
-        each = sum(pages.get(pool.group, 0) * pool.page_bytes + pool.snapshot_bytes for pool in layout.pools)
-        return layout.max_snapshots * each
+        bytes_per_snapshot = sum(
+            pages.get(pool.group, 0) * pool.page_bytes + pool.snapshot_bytes for pool in layout.pools
+        )
+        return layout.max_snapshots * bytes_per_snapshot
 
     @property
     def total(self) -> int:

@@ -16,7 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # a message's reasoning, by whatever name it came
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
 
 
 class GenerationBlocks(Extension):

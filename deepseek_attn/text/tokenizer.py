@@ -28,7 +28,7 @@ class Tokenizer:
     """The tokenizer of a checkpoint folder: ``tokenizer.json``, and the added tokens of ``tokenizer_config.json``.
 
     Special tokens are never added behind the caller's back: `encode` adds none, `encode_prompt` adds BOS, and the
-    chat encoding writes its own.
+    chat encoding writes those that it needs.
 
     Attributes:
         directory: the folder.
@@ -149,10 +149,10 @@ class IncrementalDecoder:
         self._restart()
         if not text.endswith(REPLACEMENT):
             return text
-        for cut in range(len(held) - 1, len(held) - 5, -1):
-            head, tail = self._decode(held[:cut]), self._decode(held[cut:])
+        for split in range(len(held) - 1, len(held) - 5, -1):
+            head, tail = self._decode(held[:split]), self._decode(held[split:])
             if tail and head + tail == text:
-                return head + "".join(self.push(token) for token in held[cut:])
+                return head + "".join(self.push(token) for token in held[split:])
         return text
 
     def _decode(self, ids: list[int]) -> str:

@@ -89,8 +89,8 @@ class AssociativeRecall(SyntheticTask):
         values = self._draw(self.values, (size, self.pairs), generator)
         tokens[:, 1 : 1 + 2 * self.pairs] = torch.stack([keys, values], 2).flatten(1)
         order = torch.rand(size, self.pairs, generator=generator).argsort(1)
-        asked = torch.stack([keys.gather(1, order), values.gather(1, order)], 2).flatten(1)
-        tokens[:, total - 2 * self.pairs :] = asked
+        questions = torch.stack([keys.gather(1, order), values.gather(1, order)], 2).flatten(1)
+        tokens[:, total - 2 * self.pairs :] = questions
         mask[:, total - 2 * self.pairs + 1 :: 2] = True
 
 

@@ -188,7 +188,7 @@ def _combine(partials: Tensor, partial_lse: Tensor, sink: Tensor | None, out: Te
     warps = 1 if 16 < splits <= 65 else 2
     block_s = triton.next_power_of_2(splits)
     block_d = min(triton.next_power_of_2(d_v), 256 * warps, max(64, 4096 * warps // block_s))
-    pdl = supports_pdl(out.device)  # programs are launched before the partials are there, and wait for them
+    pdl = supports_pdl(out.device)  # programs are launched before the partials are written, and wait for them
     combine_kernel[(T, H, triton.cdiv(d_v, block_d))](
         partials,
         partial_lse,

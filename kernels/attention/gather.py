@@ -90,7 +90,7 @@ def gather_packed(
 
 
 def _entry_shape(out: Tensor, record: CacheRecord, pool: Tensor, block_table: Tensor, n: int) -> EntryShape:
-    """How `_copy_rows` finds the parts of an entry."""
+    """Constants of `_copy_rows` for a record; checks ``out`` and ``pool``."""
     if out.dtype not in FLOATS or out.shape[-1] != record.dim or out.stride(-1) != 1 or block_table.stride(1) != 1:
         raise ValueError(
             f"out must have contiguous rows of {record.dim} float32, bfloat16 or float16 values and block_table "

@@ -171,8 +171,8 @@ def _width_groups(sources: list[_Source], T: int, device: torch.device) -> Itera
     widths = torch.tensor(full).repeat(T, 1)
     for i, source in enumerate(sources):
         if source.lens is not None:
-            rounded = (source.lens.long().clamp(min=0) + WIDTH_STEP - 1) // WIDTH_STEP * WIDTH_STEP
-            widths[:, i] = rounded.clamp(max=full[i])
+            aligned = (source.lens.long().clamp(min=0) + WIDTH_STEP - 1) // WIDTH_STEP * WIDTH_STEP
+            widths[:, i] = aligned.clamp(max=full[i])
     groups, group_of = widths.unique(dim=0, return_inverse=True)
     for g, group in enumerate(groups.tolist()):
         if sum(group) > 0:

@@ -36,7 +36,7 @@ POOL_PROGRAMS = 528  # programs that pool at most: four for each multiprocessor 
 
 
 class LaunchConfig(NamedTuple):
-    """How a window is pooled.
+    """Launch configuration of pooling.
 
     Attributes:
         warps: of a program; lanes: tokens that are summed side by side, and combined at the end; reads: tokens that a

@@ -50,7 +50,7 @@ class Products(NamedTuple):
 
 
 class DotPlan(NamedTuple):
-    """How a product multiplies.
+    """Dtype and precision of a product.
 
     Attributes:
         dtype: of the factors.
@@ -64,7 +64,7 @@ class DotPlan(NamedTuple):
 
 
 def dot_plan(x: torch.dtype, weight: torch.dtype, fp8_input: bool, out: torch.dtype, native: bool) -> DotPlan:
-    """How to multiply an input and a weight of these dtypes; ``native``: the GPU multiplies e4m3 itself.
+    """`DotPlan` of an input and a weight of these dtypes; ``native``: the GPU multiplies e4m3 itself.
 
     No choice rounds the factors: float16 and bfloat16 hold e4m3, and three bfloat16 hold a float32. Sums of FP8
     products keep about 14 bits on compute capability 9.0, too few for a float32 output.

@@ -105,10 +105,10 @@ def _load_weight(descs, tile, row, block, full, buffer, WEIGHTS: gl.constexpr, F
     if not FP8:
         buffer = reinterpret(buffer, DTYPE, [buffer.shape[0], 64], PLAIN_LAYOUT)
     for i in gl.static_range(len(FIRSTS)):
-        here = tile >= FIRSTS[i]
+        has_tile = tile >= FIRSTS[i]
         if i + 1 < len(FIRSTS):
-            here = here & (tile < FIRSTS[i + 1])
-        load_tile(descs[i], [row, channel], full, buffer, pred=here)
+            has_tile = has_tile & (tile < FIRSTS[i + 1])
+        load_tile(descs[i], [row, channel], full, buffer, pred=has_tile)
 
 
 @gluon.jit

@@ -54,10 +54,10 @@ def _multiply(w, x, acc, DTYPE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl
     """``acc + w x^T``, x split into a sum of ``PARTS`` values of ``DTYPE``: three bfloat16 hold a float32."""
     rest = x
     for i in tl.static_range(PARTS):
-        part = rest.to(DTYPE)
-        acc = tl.dot(w, tl.trans(part), acc, input_precision=PRECISION)
+        term = rest.to(DTYPE)
+        acc = tl.dot(w, tl.trans(term), acc, input_precision=PRECISION)
         if i + 1 < PARTS:
-            rest = rest.to(tl.float32) - part.to(tl.float32)
+            rest = rest.to(tl.float32) - term.to(tl.float32)
     return acc
 
 
@@ -107,7 +107,7 @@ def _add_block(
 def _finish(
     acc,
     out_ptr,
-    part_ptr,
+    partials_ptr,
     counter_ptr,
     start,
     last_row,
@@ -129,20 +129,20 @@ def _finish(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
     else:
         entry = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        part = part_ptr + tile.to(tl.int64) * (SPLITS * BLOCK_N * BLOCK_M) + entry
-        tl.store(part + split * (BLOCK_N * BLOCK_M), acc)
+        partial = partials_ptr + tile.to(tl.int64) * (SPLITS * BLOCK_N * BLOCK_M) + entry
+        tl.store(partial + split * (BLOCK_N * BLOCK_M), acc)
         tl.debug_barrier()  # the whole program's partial is written before its arrival is counted
         if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SPLITS - 1:
-            total = tl.load(part, cache_modifier=".cg")
+            total = tl.load(partial, cache_modifier=".cg")
             for i in tl.static_range(1, SPLITS):
-                total += tl.load(part + i * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+                total += tl.load(partial + i * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
             tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inside)
             tl.store(counter_ptr + tile, 0)
 
 
 @triton.jit
 def _program(
-    job, m_tile, m_tiles, M, inputs, strides, group_strides, weights, scales, outs, part_ptr, counter_ptr,
+    job, m_tile, m_tiles, M, inputs, strides, group_strides, weights, scales, outs, partials_ptr, counter_ptr,
     K: tl.constexpr, SIZES: tl.constexpr, FIRSTS: tl.constexpr, SPLITS: tl.constexpr, GROUP_ROWS: tl.constexpr,
     FP8: tl.constexpr, INPUT: tl.constexpr, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -200,7 +200,18 @@ def _program(
             K, BLOCKS, GROUP_ROWS, FP8, INPUT, POW2, NATIVE_FP8, DTYPE, PARTS, PRECISION,
         )  # fmt: skip
     _finish(
-        acc, out_ptr, part_ptr, counter_ptr, start, last_row, m_tile, M, tile * m_tiles + m_tile, split, size, SPLITS
+        acc,
+        out_ptr,
+        partials_ptr,
+        counter_ptr,
+        start,
+        last_row,
+        m_tile,
+        M,
+        tile * m_tiles + m_tile,
+        split,
+        size,
+        SPLITS,
     )
 
 
@@ -214,8 +225,8 @@ def multi_linear_kernel(
     outs,
     plain_weights,
     plain_outs,
-    part_ptr,
-    plain_part_ptr,
+    partials_ptr,
+    plain_partials_ptr,
     counter_ptr,
     M,
     x_stride,
@@ -254,7 +265,7 @@ def multi_linear_kernel(
     """Products with FP8 weights ``SIZES[i] x K``, then with plain ones ``PLAIN_SIZES[i] x K``.
 
     Weight i of a kind starts at tile ``FIRSTS[i]`` of the kind's ``TILES``. With ``GROUP_ROWS`` the only weight is
-    block-diagonal: each group of that many rows has an input of its own, ``x_group_stride`` elements after the last.
+    block-diagonal: each group of that many rows has a separate input, ``x_group_stride`` elements after the last.
     """
     if PDL:
         gdc_launch_dependents()
@@ -265,14 +276,14 @@ def multi_linear_kernel(
     group_strides = Strides(x_group_stride, q_group_stride, q_scale_group_stride)
     if PLAIN_TILES == 0 or (TILES > 0 and job < TILES * SPLITS):
         _program(
-            job, m_tile, m_tiles, M, inputs, strides, group_strides, weights, scales, outs, part_ptr, counter_ptr,
+            job, m_tile, m_tiles, M, inputs, strides, group_strides, weights, scales, outs, partials_ptr, counter_ptr,
             K, SIZES, FIRSTS, SPLITS, GROUP_ROWS, True, INPUT, POW2, NATIVE_FP8, DTYPE, PARTS, PRECISION,
             BLOCK_M, BLOCK_N, 128, STAGES, EARLY, PDL,
         )  # fmt: skip
     else:
         _program(
             job - TILES * SPLITS, m_tile, m_tiles, M, inputs, strides, group_strides, plain_weights, plain_outs,
-            plain_outs, plain_part_ptr, counter_ptr + TILES * m_tiles,
+            plain_outs, plain_partials_ptr, counter_ptr + TILES * m_tiles,
             K, PLAIN_SIZES, PLAIN_FIRSTS, PLAIN_SPLITS, 0, False, "plain", POW2, NATIVE_FP8, PLAIN_DTYPE, PLAIN_PARTS,
             PLAIN_PRECISION, BLOCK_M, PLAIN_BLOCK_N, PLAIN_BLOCK_K, STAGES, EARLY, PDL,
         )  # fmt: skip

@@ -367,10 +367,10 @@ def combine_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for place in tl.static_range(TOPK):
         pair = t * TOPK + tl.sum(tl.where(rank == place, i, 0), 0)
-        here = tl.sum(tl.where(rank == place, expert, 0), 0) >= 0
-        part = tl.load(pair_outputs_ptr + pair * D + channel, mask=inside & here, other=0).to(tl.float32)
+        is_local = tl.sum(tl.where(rank == place, expert, 0), 0) >= 0
+        part = tl.load(pair_outputs_ptr + pair * D + channel, mask=inside & is_local, other=0).to(tl.float32)
         if WEIGH:
-            part *= tl.load(weights_ptr + pair, mask=here, other=0)
+            part *= tl.load(weights_ptr + pair, mask=is_local, other=0)
         total += part
     if ADD:
         total += tl.load(add_ptr + t * add_stride + channel, mask=inside, other=0).to(tl.float32)

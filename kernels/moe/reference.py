@@ -104,17 +104,17 @@ def moe_experts(
         out = project(w2, hidden.to(rows.dtype)).float()
         return out * weight if weigh_output else out
 
-    here = experts >= 0
-    if not here.any():
+    is_local = experts >= 0
+    if not is_local.any():
         out = torch.zeros(x.shape, device=x.device)
     elif len(x) == 1:  # nothing to sort or to pad
         order = experts[0].argsort(stable=True)
-        order = order[here[0, order]]
+        order = order[is_local[0, order]]
         segments = [(expert, i, i + 1) for i, expert in enumerate(experts[0, order].tolist())]
         out = run(x.expand(len(segments), -1), segments, weights[0, order, None]).sum(0, keepdim=True)
     else:
         order = experts.flatten().argsort(stable=True)
-        order = order[here.flatten()[order]]
+        order = order[is_local.flatten()[order]]
         tokens = order // experts.shape[1]
         place, segments = _lay_out(experts.flatten()[order], len(w1.weight))
         rows = x.new_zeros(segments[-1][2], x.shape[1])

@@ -1,4 +1,4 @@
-"""Greedy tokens in Triton: one launch reduces parts of each row, a second one reduces the parts."""
+"""Greedy tokens in Triton: one launch reduces blocks of each row, a second one reduces the blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 
-PART = 1024  # logits per program
+BLOCK = 1024  # logits per program
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
@@ -18,39 +18,39 @@ def greedy_tokens(logits: Tensor) -> Tensor:
         raise ValueError(f"logits must be float32 [T, vocab], got {logits.dtype} {list(logits.shape)}")
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, vocab = logits.shape
-    parts = triton.cdiv(vocab, PART)
-    peaks = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
-    places = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    blocks = triton.cdiv(vocab, BLOCK)
+    peaks = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
+    places = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        part_kernel[(parts, rows)](logits, peaks, places, logits.stride(0), vocab, PART=PART, num_warps=4)
-        width = triton.next_power_of_2(parts)
-        row_kernel[(rows,)](peaks, places, tokens, parts, NONE=INVALID_TOKEN, WIDTH=width, num_warps=4)
+        block_kernel[(blocks, rows)](logits, peaks, places, logits.stride(0), vocab, BLOCK=BLOCK, num_warps=4)
+        width = triton.next_power_of_2(blocks)
+        row_kernel[(rows,)](peaks, places, tokens, blocks, NONE=INVALID_TOKEN, WIDTH=width, num_warps=4)
     return tokens
 
 
 @triton.jit
-def part_kernel(logits, peaks, places, row_stride, vocab, PART: tl.constexpr):
-    """Maximum of a part of a row, and its first place."""
-    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    column = part * PART + tl.arange(0, PART)
+def block_kernel(logits, peaks, places, row_stride, vocab, BLOCK: tl.constexpr):
+    """Maximum of a block of a row, and its first place."""
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * row_stride + column, mask=column < vocab, other=float("-inf"))
     x = tl.where(x == x, x, float("inf"))  # NaN breaks a row as infinity does
     peak = tl.max(x)
     place = tl.min(tl.where(x == peak, column, vocab))
-    at = row * tl.num_programs(0) + part
+    at = row * tl.num_programs(0) + block
     tl.store(peaks + at, peak)
     tl.store(places + at, place)
 
 
 @triton.jit
-def row_kernel(peaks, places, tokens, parts, NONE: tl.constexpr, WIDTH: tl.constexpr):
-    """Token of a row from the maxima of its parts; ``NONE`` for a row whose maximum is not finite."""
+def row_kernel(peaks, places, tokens, blocks, NONE: tl.constexpr, WIDTH: tl.constexpr):
+    """Token of a row from the maxima of its blocks; ``NONE`` for a row whose maximum is not finite."""
     row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, WIDTH)
-    inside = part < parts
-    x = tl.load(peaks + row * parts + part, mask=inside, other=float("-inf"))
-    place = tl.load(places + row * parts + part, mask=inside, other=2147483647)
+    block = tl.arange(0, WIDTH)
+    inside = block < blocks
+    x = tl.load(peaks + row * blocks + block, mask=inside, other=float("-inf"))
+    place = tl.load(places + row * blocks + block, mask=inside, other=2147483647)
     peak = tl.max(x)
     token = tl.min(tl.where(x == peak, place, 2147483647))
     sound = (peak < float("inf")) & (peak > float("-inf"))

@@ -120,10 +120,10 @@ class _Section:
     """Typed reads of one section; keys that no read names are problems."""
 
     def __init__(self, reader: FieldReader, name: str, raw: Mapping[str, Any], folder: Path):
-        self.reader, self.name, self.raw, self.folder, self.asked = reader, name, raw, folder, []
+        self.reader, self.name, self.raw, self.folder, self.read_keys = reader, name, raw, folder, []
 
     def value(self, key: str, default: Any = None, required: bool = False) -> Any:
-        self.asked.append(key)
+        self.read_keys.append(key)
         if required and self.raw.get(key) is None:
             self.reader.missing(f"{self.name}.{key}")
         value = self.raw.get(key)
@@ -150,8 +150,8 @@ class _Section:
         return str(inside if inside.exists() else value)
 
     def finish(self) -> None:
-        for key in sorted(set(self.raw) - set(self.asked)):
-            self.reader.problem(f"unknown key {self.name}.{key}: there are {', '.join(self.asked)}")
+        for key in sorted(set(self.raw) - set(self.read_keys)):
+            self.reader.problem(f"unknown key {self.name}.{key}: there are {', '.join(self.read_keys)}")
 
 
 def _cost(section: _Section) -> CostSettings | None:
@@ -206,12 +206,12 @@ def _task(section: _Section, name: str, options: Any, shared: Mapping[str, Any])
             reader.missing(f"{label}.{key} (or train.{key})")
         reader.as_integer(f"{label}.{key}", values[key])
     reader.as_number(f"{label}.lr", values["lr"])
-    own = {key: value for key, value in options.items() if key not in shared}
-    for key, value in own.items():
+    task_options = {key: value for key, value in options.items() if key not in shared}
+    for key, value in task_options.items():
         if key not in TASK_OPTIONS[name]:
             reader.problem(f"unknown key {label}.{key}: there are {', '.join((*shared, *TASK_OPTIONS[name]))}")
         reader.as_integer(f"{label}.{key}", value, 0)
-    return TaskSettings(**values, options=own)
+    return TaskSettings(**values, options=task_options)
 
 
 def _checkpoint(section: _Section) -> CheckpointSettings:

@@ -1,4 +1,4 @@
-"""The pieces of work of an experiment: each leaves one record, and is done when that record is there."""
+"""The pieces of work of an experiment: each writes one record, and is done when the record exists."""
 
 from __future__ import annotations
 
@@ -170,8 +170,8 @@ def _checkpoint_units(experiment: Experiment, device: str) -> list[Unit]:
     settings = experiment.checkpoint
     if settings is None:
         return []
-    shared, own = {"device": device, **asdict(settings)}, "the checkpoint's own schedule"
-    units = [Unit("reference", own, "checkpoint/own", shared, ReferenceJob(settings), alone=True)]
+    shared, label = {"device": device, **asdict(settings)}, "the checkpoint's own schedule"
+    units = [Unit("reference", label, "checkpoint/own", shared, ReferenceJob(settings), alone=True)]
     for variant in experiment.variants:
         inputs, path = {"variant": asdict(variant), **shared}, f"variants/{variant.slug}/checkpoint"
         job = CheckpointJob(variant, settings)
@@ -194,8 +194,8 @@ def _train_units(experiment: Experiment, device: str) -> list[Unit]:
         job = TokensJob(settings, base.vocab_size)
         units.append(Unit("tokens", "tokens of the text", "text/tokens", text, job, alone=True))
     for seed in experiment.seeds:
-        for task, own in settings.tasks.items():
-            inputs = {"task": task, "seed": seed, "settings": asdict(own), **shared}
+        for task, task_settings in settings.tasks.items():
+            inputs = {"task": task, "seed": seed, "settings": asdict(task_settings), **shared}
             inputs |= {"tokens": text} if task == "text" else {}
             for variant in experiment.variants:
                 name, path = f"{variant.name}: {task}, seed {seed}", f"variants/{variant.slug}/{task}-seed{seed}"

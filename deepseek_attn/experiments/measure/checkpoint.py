@@ -105,12 +105,12 @@ def measure_variant(
     Returns:
         As `measure_own`; or only a ``reason``, where the variant needs weights that cannot be derived.
     """
-    own, source = open_source(settings)
-    config = variant.config(own)
-    if gained := gained_indexers(own, config):
+    base, source = open_source(settings)
+    config = variant.config(base)
+    if gained := gained_indexers(base, config):
         return {"reason": f"layers {gained} have no trained indexer in this checkpoint"}
-    prompts = read_prompts(settings, own)
-    runner = make_runner(config, RescheduledSource(source, own, config), device, max(map(len, prompts)))
+    prompts = read_prompts(settings, base)
+    runner = make_runner(config, RescheduledSource(source, base, config), device, max(map(len, prompts)))
     reference = load_file(folder / OWN_LOGITS)
     expected = [reference[str(i)] for i in range(len(prompts))]
     return {

@@ -19,7 +19,7 @@ from deepseek_attn.training import Task, TextTask, make_task, train
 from deepseek_attn.utils.files import write_tensors
 
 TOKENS_FILE = "tokens.safetensors"
-EVALUATION_SEED = 10_007  # of the batches that `trained` draws; training draws with its own seed
+EVALUATION_SEED = 10_007  # of the batches that `trained` draws; training draws with another seed
 RECALL_PROMPTS = 2
 
 
@@ -49,27 +49,27 @@ def train_variant(
     progress: ReportProgress,
 ) -> TrainedResult:
     """Trains one model on one task with one seed, and measures it on held-out data."""
-    own = settings.tasks[name]
-    task = open_task(name, own, config.vocab_size, folder)
+    setup = settings.tasks[name]
+    task = open_task(name, setup, config.vocab_size, folder)
     result = train(
-        config, task, steps=own.steps, batch=own.batch, seq_len=own.seq_len, seed=seed, device=device, lr=own.lr,
-        budget_s=settings.budget_s, test_batches=settings.eval_batches,
-        progress=lambda step, loss: progress(0.9 * step / own.steps),
+        config, task, steps=setup.steps, batch=setup.batch, seq_len=setup.seq_len, seed=seed, device=device,
+        lr=setup.lr, budget_s=settings.budget_s, test_batches=settings.eval_batches,
+        progress=lambda step, loss: progress(0.9 * step / setup.steps),
     )  # fmt: skip
-    lengths = sorted({own.seq_len, *settings.seq_lens})
+    lengths = sorted({setup.seq_len, *settings.seq_lens})
     longest = max(lengths) + 1
     runner = result.runner(
-        device=device, numerics="exact", dtype="float32", max_model_len=longest, max_num_seqs=own.batch,
+        device=device, numerics="exact", dtype="float32", max_model_len=longest, max_num_seqs=setup.batch,
         max_num_batched_tokens=max(4096, longest),
     )  # fmt: skip
     by_length, positions = [], []
     for length in lengths:
-        scored = score_task(runner, task, own.batch, length)
+        scored = score_task(runner, task, setup.batch, length)
         loss, accuracy = (float(values.double().mean()) for values in (scored.losses, scored.correct))
         by_length.append({"seq_len": length, "loss": loss, "accuracy": accuracy})
-        if length == own.seq_len:
+        if length == setup.seq_len:
             positions = by_position(scored.positions, {"loss": scored.losses})
-    prompts = task.batch(RECALL_PROMPTS, own.seq_len, generator(), "test").tokens.tolist()
+    prompts = task.batch(RECALL_PROMPTS, setup.seq_len, generator(), "test").tokens.tolist()
     return {
         "metrics": result.metrics,
         "steps": result.steps,

@@ -39,7 +39,7 @@ def run_experiment(experiment: Experiment, folder: Path, device: str, *, resume:
     Args:
         folder: of the results; made if absent.
         device: of every worker process.
-        resume: go on with what is there; else the folder must be empty.
+        resume: continue from existing records; else the folder must be empty.
 
     Raises:
         ValueError: ``folder`` is not empty and ``resume`` is off, or it cannot be made.

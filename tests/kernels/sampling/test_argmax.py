@@ -65,4 +65,4 @@ def test_refuses_what_is_no_logits():
 def test_compiles(arch, monkeypatch):
     logits = torch.empty(32, 129280, device="meta")
     found = compiled_launches(monkeypatch, [argmax], arch, lambda: argmax.greedy_tokens(logits))
-    assert set(found) == {"part_kernel", "row_kernel"}
+    assert set(found) == {"block_kernel", "row_kernel"}
