@@ -46,7 +46,7 @@ class LayerTiming(KernelTiming):
 
 
 def fill_caches(runner: ModelRunner, seed: int = 0) -> None:
-    """Random entries in every pool: what a layer reads at a long context, without computing it."""
+    """Fills every pool with random entries, in place of computing a long context."""
     generator = torch.Generator(runner.device).manual_seed(seed)
 
     def normal(rows: int, width: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ SAMPLES = 256  # bytes of each weight that go into the fingerprint: reading all 
 def make_fingerprint(
     config: AnyConfig, numerics: Numerics, dtype: torch.dtype, layout: CacheLayout, model: nn.Module
 ) -> dict[str, str]:
-    """Digests by what they cover: ``model`` (config and samples of every weight), ``numerics``, ``layout``."""
+    """Digests by their subject: ``model`` (config and samples of every weight), ``numerics``, ``layout``."""
     weights = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)

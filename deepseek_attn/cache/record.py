@@ -96,7 +96,7 @@ class Record(ABC):
         source = torch.where(written, torch.arange(slots.shape[0], device=slots.device), first)
         page, offset = _page_offset(slots[source], n)
         for view, part in zip(self._views(pool, n), self.encode(rows), strict=True):
-            # With no row to write at all, every row becomes what slot 0 already holds.
+            # With no row to write at all, every row becomes the present content of slot 0.
             content = torch.where(written.any(), part[source], view[:1, 0])
             _store(view, page, offset, content)
 

@@ -25,7 +25,7 @@ class Style:
 
     Attributes:
         tensors: gives name and recipe of every tensor, scales excepted.
-        scale: takes the place of ``weight`` in the name of a scale; scale_dtype: its dtype in the header.
+        scale: replaces ``weight`` in the name of a scale; scale_dtype: its dtype in the header.
         expert_dtypes: formats of experts, the published one first.
     """
 
@@ -63,7 +63,7 @@ class PublishedSource(CheckpointSource):
 
     Args:
         config: the model; ``self.config`` is the same with ``expert_dtype`` as given.
-        expert_dtype: ``"fp4"`` (V4 only), ``"fp8"`` or ``"bf16"``; None takes it from the config.
+        expert_dtype: ``"fp4"`` (V4 only), ``"fp8"`` or ``"bf16"``; None: that of the config.
 
     Raises:
         ValueError: an unsupported ``expert_dtype``, or FP4 experts whose width 32 does not divide.

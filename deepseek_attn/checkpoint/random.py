@@ -17,7 +17,7 @@ DRAWN_ROWS = 4096
 class RandomSource(PublishedSource):
     """A random checkpoint for ``config``.
 
-    Each tensor is drawn from a generator seeded by ``(seed, name)``, so it does not depend on what was read before.
+    Each tensor is drawn from a generator seeded by ``(seed, name)``, so it does not depend on earlier reads.
 
     Args:
         config, expert_dtype: see `PublishedSource`.

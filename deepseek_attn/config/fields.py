@@ -13,7 +13,7 @@ class FieldReader:
     """Reads keys of one config and remembers everything that is wrong with them.
 
     A getter returns the checked value, or ``None`` where it recorded a problem; JSON ``null`` counts as an absent key.
-    ``as_*`` methods check a value that was found elsewhere; ``label`` is what the message calls it.
+    ``as_*`` methods check a value that was found elsewhere; ``label`` is its name in the message.
 
     Args:
         raw: the decoded JSON object.

@@ -23,7 +23,7 @@ class LayerSpec(LayerBase):
 
     Attributes:
         index: position among the backbone layers, or among the MTP layers when ``is_mtp``.
-        ratio: tokens per compressed entry; 0 means sliding window only. 1 means what it says, one compressed entry per
+        ratio: tokens per compressed entry; 0 means sliding window only. 1 means one compressed entry per
             token (other ports of DeepSeek-V4 read 1 as "no compression"; no published V4 checkpoint has it).
         overlap: an entry also pools the window of ``ratio`` tokens before its own.
         has_indexer: queries read the ``index_topk`` entries that a lightning indexer picks, otherwise all entries.

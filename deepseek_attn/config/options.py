@@ -106,7 +106,7 @@ def is_integer(value: object) -> bool:
 
 
 def as_list(values: Iterable, what: str) -> list:
-    """The values as a list; ValueError, with ``what`` they are, where there is only one thing."""
+    """The values as a list; ValueError, which calls them ``what``, for a single value."""
     try:
         return list(values)
     except TypeError:

@@ -249,7 +249,7 @@ def _read_rope(reader: FieldReader) -> dict[str, Any]:
 def _read_scaling(reader: FieldReader, label: str, raw: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """YaRN with its attention factor, which scales the logits and leaves cos and sin alone.
 
-    That is what equal ``mscale`` and ``mscale_all_dim`` mean. Without them, or when they differ, libraries scale cos
+    Equal ``mscale`` and ``mscale_all_dim`` mean that. Without them, or when they differ, libraries scale cos
     and sin instead, which is another model.
     """
     scaling = read_yarn(reader, label, raw)

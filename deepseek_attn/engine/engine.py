@@ -219,7 +219,7 @@ class Engine:
         return outputs
 
     def _remember(self, request: Request) -> None:
-        """Offers what a request has computed to the prefix cache, where its length allows that."""
+        """Offers the computed tokens of a request to the prefix cache, where its length allows that."""
         if self.prefixes is None:
             return
         layout, sequence = self.runner.layout, request.sequence
@@ -237,7 +237,7 @@ class Engine:
         self._report(RequestOutput(request))
 
     def _report(self, output: RequestOutput) -> None:
-        """Keeps what ended outside of a step's batch for the step's outputs."""
+        """Keeps a request that ended outside of a step's batch, for the step's outputs."""
         self.stats.finished[output.request.finish_reason] += 1
         self._ended.append(output)
 

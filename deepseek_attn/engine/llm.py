@@ -143,7 +143,7 @@ class LLM:
 
 
 def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
-    """A list of prompts, whether one or several were given; ValueError for what is neither."""
+    """A list of prompts, whether one or several were given; ValueError for any other value."""
     if isinstance(prompts, str):
         return [prompts]
     try:

@@ -117,7 +117,7 @@ def sample(
 ) -> torch.Tensor:
     """Choose the next token of each row.
 
-    Order: temperature, then top-k, then top-p over what top-k kept. Exactly ``top_k`` tokens are kept and ties go to
+    Order: temperature, then top-k, then top-p over the remaining ones. Exactly ``top_k`` tokens are kept and ties go to
     the lower index; at least one token always is.
 
     Args:
@@ -168,7 +168,7 @@ def _draw_filtered(logits, peak, params, uniform) -> torch.Tensor:
     mass = _weights(ordered, peak, params).cumsum(dim=-1)
     vocab = logits.shape[1]
     last = torch.tensor([[min(p.top_k or vocab, vocab) - 1] for p in params], device=logits.device)
-    total = mass.gather(-1, last)  # what top-k keeps
+    total = mass.gather(-1, last)  # of the tokens that top-k keeps
     top_p = _column([p.top_p for p in params], logits)
     needed = torch.where(top_p < 1, (top_p * total).ceil().to(torch.int64), total)
     last = torch.searchsorted(mass, torch.minimum(needed, total).clamp(min=1))

@@ -124,7 +124,7 @@ class Scheduler:
         return work
 
     def _better_later(self, request: Request, beginnings: set[bytes], stats: StepStats) -> bool:
-        """Whether a prompt that starts now would compute what another one computes in this very step.
+        """Whether a prompt that starts now would compute the same tokens as another one in this step.
 
         Requests that were admitted together are looked up again before their first chunk: the first request may
         have left a snapshot by then.

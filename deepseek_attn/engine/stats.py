@@ -73,7 +73,7 @@ SUMS = (
 
 @dataclass
 class EngineStats:
-    """Sums over the steps of an engine; the fields mean what they do in `StepStats`.
+    """Sums over the steps of an engine; fields as in `StepStats`.
 
     Attributes:
         finished: requests by finish reason.

@@ -73,7 +73,7 @@ class StopChecker:
         return StopStep(text, self.reason)
 
     def _scan(self, text: str) -> str:
-        """Append ``text`` to what is held back, and return what is certain to lie before any stop string."""
+        """Append ``text`` to the text held back, and return the part that certainly precedes any stop string."""
         text, self._held = self._held + text, ""
         matches = [(start + len(stop), start) for stop in self._params.stop if (start := text.find(stop)) >= 0]
         if matches:

@@ -45,8 +45,8 @@ class LoadedModel:
     """A loaded model with its caches and all state that its steps need.
 
     Attributes:
-        report: what the loader read and what it ignored, by rule.
-        layout: pools and their sizes; `pools` is what was allocated from it.
+        report: tensors that were loaded, and ignored ones by rule.
+        layout: pools and their sizes; `pools` are allocated from it.
         builder: builds the metadata of the backbone's steps.
         drafter: runs the MTP layer; None without one.
         prefixes: prefixes that engines keep for later requests; None without ``max_snapshots``.
@@ -114,7 +114,7 @@ def build_runner(
         max_num_batched_tokens: new tokens of one step, over all sequences.
         max_rollback: tokens that ``truncate`` rolls back without recomputing.
         max_snapshots: prefixes that an engine keeps for later requests; 0 disables prefix reuse.
-        kv_cache_bytes: bytes of all caches; default: what ``max_num_seqs`` sequences of ``max_model_len`` need.
+        kv_cache_bytes: bytes of all caches; default: enough for ``max_num_seqs`` sequences of ``max_model_len``.
         cuda_graphs: replay decode steps as CUDA graphs, captured when a size is first met; default: where every op
             of the step has a kernel.
         parallel: the ranks to share the model with (`parallel.launched`), all of which must do the same calls;

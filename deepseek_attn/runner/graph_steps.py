@@ -139,7 +139,7 @@ class DecodeStep(StepTensors):
             self.forward()  # compiles kernels and makes cached constants, neither of which a capture may do
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        # as the capture does, so that only what it reserves itself is counted
+        # as the capture does, so that only memory that the capture itself reserves is counted
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()

@@ -117,7 +117,7 @@ class ModelRunner(LoadedModel):
 
         Args:
             batch: (sequence, n) with 1 <= n <= its pending tokens; each sequence at most once; any order.
-            options: what is returned; default: logits of the last new token of each sequence.
+            options: results to return; default: logits of the last new token of each sequence.
 
         Raises:
             ValueError: a batch that cannot be computed; OutOfPages: too few free pages. Either way nothing was changed.

@@ -50,7 +50,7 @@ class Plan:
 
     Attributes:
         layers: per layer; fixed, per_token: sums over the layers.
-        caches: bytes of all pools, exactly what `CachePools` allocates.
+        caches: bytes of all pools, exactly those that `CachePools` allocates.
         shared: the part of ``caches`` that belongs to no sequence: null pages, and window pages of the running step.
         workspace: bytes reserved for gathered keys and selected indices.
         index_logits: peak bytes of the indexer's scores while they exist.

@@ -79,7 +79,7 @@ class Sequence:
     def load(
         cls, path: str | Path, manager: CacheManager, limits: TokenLimits, fingerprint: Callable[[], dict[str, str]]
     ) -> Sequence:
-        """Reads what `save` wrote; see `ModelRunner.load_sequence`."""
+        """Reads a file that `save` wrote; see `ModelRunner.load_sequence`."""
         token_ids, cache = load_cache(path, manager, fingerprint())
         try:
             limits.check_length(len(token_ids))

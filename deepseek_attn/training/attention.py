@@ -34,7 +34,7 @@ def attend(attn: DeepseekV4MLAAttention, x: torch.Tensor, precision: AbstractCon
     """Attention of ``x [B, S, hidden_size]``, normed.
 
     Args:
-        precision: context for matrix products; what V4 computes in float32 stays outside.
+        precision: context for matrix products; operations that V4 computes in float32 are outside of it.
         select: read the entries that the indexer selects, as a running model does; otherwise all of them.
     """
     batch, length, _ = x.shape
@@ -120,7 +120,7 @@ def selected(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Te
 
 
 def index_loss(scores: torch.Tensor, mass: torch.Tensor, readable: torch.Tensor) -> torch.Tensor:
-    """Mean divergence of the indexer's softmax from the attention that entries got, both over what a query could read.
+    """Mean divergence of the indexer's softmax from the attention that entries got, both over readable entries.
 
     Source: DeepSeek-V3.2 (section 2.1.1): attention summed over the heads and normalised is the target of the indexer.
     Neither the target nor the indexer's inputs pass a gradient on, so the language model's own loss is untouched.

@@ -34,7 +34,7 @@ class TrainResult:
         model: float32 weights, not yet quantised.
         losses: (step, loss of that step's batch), every 20 steps and at the end.
         metrics: ``loss`` and ``accuracy`` on the task's test split, with weights as a checkpoint stores them and
-            entries as the indexers select them: what a runner gets from the checkpoint.
+            entries as the indexers select them, as in a runner.
         seconds: time of the optimizer steps, without initialisation and evaluation.
     """
 

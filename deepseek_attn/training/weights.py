@@ -25,7 +25,7 @@ OUTPUTS = ("wo_b.weight", "w2.weight")
 
 
 def build_model(config: ModelConfig, source: CheckpointSource, device: torch.device, max_positions: int) -> DeepseekV4:
-    """The backbone in float32, loaded from any checkpoint; its float parameters ask for gradients.
+    """The backbone in float32, loaded from any checkpoint; its float parameters require gradients.
 
     The router's bias does not: it steers the choice of experts only, and `balance` sets it.
 

@@ -105,18 +105,18 @@ def sparse_attention_paged(
     if not 1 <= len(keys) <= 2:
         raise ValueError(f"one or two pools share a softmax, got {len(keys)}")
     record = keys[0].record
-    if any(part.record != record for part in keys):
-        raise ValueError(f"all pools must hold the same record, got {[part.record for part in keys]}")
+    if any(pool_keys.record != record for pool_keys in keys):
+        raise ValueError(f"all pools must hold the same record, got {[pool_keys.record for pool_keys in keys]}")
     layout = _entry_layout(record)
-    for part in keys:
-        _check_query(q, sink, part.indices, part.lens)
-    parts = [_checked_keys(part) for part in keys]
+    for pool_keys in keys:
+        _check_query(q, sink, pool_keys.indices, pool_keys.lens)
+    checked_keys = [_checked_keys(pool_keys) for pool_keys in keys]
     if record.dim != q.shape[2]:
         raise ValueError(f"the record holds {record.dim} channels and q {tuple(q.shape)} has {q.shape[2]}")
     d_v = record.dim if d_v is None else d_v
     if not 0 < d_v <= record.dim:
         raise ValueError(f"d_v must be in 1 .. {record.dim}, got {d_v}")
-    return _attend(q, parts, layout, scale, sink, d_v, out, config)
+    return _attend(q, checked_keys, layout, scale, sink, d_v, out, config)
 
 
 def _entry_layout(record: CacheRecord) -> _EntryLayout:
@@ -158,13 +158,13 @@ def _attend(
     T, H, dim = q.shape
     out = _checked_out(q, d_v, out)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
-    keys = [part for part in keys if part.indices.shape[1] and part.limit]
+    keys = [pool_keys for pool_keys in keys if pool_keys.indices.shape[1] and pool_keys.limit]
     if not keys or out.numel() == 0:
         return out.zero_(), lse.fill_(float("inf"))
     q = q if q.stride(2) == 1 else q.contiguous()
     dtype = dot_dtype(q.dtype, keys[0].pool.dtype, layout.group)
     if config is None:
-        width = sum(part.indices.shape[1] for part in keys)
+        width = sum(pool_keys.indices.shape[1] for pool_keys in keys)
         hopper = layout.group == 64 and dtype == torch.float16 and dim - layout.nope == 64 and dim in (128, 256, 512)
         config = choose_config(T, H, dim, width, dtype, hopper, gpu(q.device))
     if config.splits == 1:

@@ -83,7 +83,7 @@ class PartShape:
 
     Attributes:
         D: channels of an entry; BLOCK: tile of them, a power of two.
-        ROPE: rotated channels; STAGES: of the Hadamard transform, 0 for none; DTYPE: what an entry is rounded to.
+        ROPE: rotated channels; STAGES: of the Hadamard transform, 0 for none; DTYPE: to which an entry is rounded.
         N, NOPE, RECORD, PLAIN: of the pool, see `row_ops.entry_constants`.
         JOBS: work items of a group of windows, or of the channels of one window.
     """
@@ -239,7 +239,7 @@ def _overwrite_ring_rows(rows, t, following, lane, part, batch, channel, D: tl.c
     """
     W: tl.constexpr = CONFIG.POOLED // CONFIG.RATIO * D
     column = channel[None, :]
-    tl.debug_barrier()  # the whole program has read what is overwritten
+    tl.debug_barrier()  # the whole program has read the rows before they are overwritten
     for first in range(0, CONFIG.POOLED, CONFIG.LANES):
         place = first + lane
         later = (following - place) // CONFIG.ROWS * CONFIG.ROWS  # the last token to have the same row of the ring

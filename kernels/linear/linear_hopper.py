@@ -2,7 +2,7 @@
 
 A job is a tile of ``ROWS`` rows of a weight by ``TOKENS`` tokens, over all channels or one split of them. One warp
 loads blocks of 128 bytes of channels of both, up to ``STAGES`` ahead, the first ones of the weight before the previous
-kernel has ended. One or two warpgroups multiply: the weight is the left factor, of which tensor cores take 64 rows at
+kernel has ended. One or two warpgroups multiply: the weight is the left factor, of which tensor cores read 64 rows at
 once. FP8 products have a fresh accumulator for each block, which is added under the block's scales. Factors come from
 shared memory.
 

@@ -1,7 +1,7 @@
 """Triton device code of `linear` and `grouped_linear`: products of one input with several weights, in one launch.
 
 A program computes ``W x^T`` for a tile of weight rows and a tile of tokens, over all channels or one split of them. The
-weight is the left factor: Hopper's tensor cores take at least 64 rows there and as few as 8 on the right, where the
+weight is the left factor: Hopper's tensor cores need at least 64 rows there and as few as 8 on the right, where the
 tokens of a decode step are. Split-K partials are added in order by the program that arrives last.
 """
 

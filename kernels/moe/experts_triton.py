@@ -2,7 +2,7 @@
 
 A pair is a (token, expert) of the routing, numbered ``token * k + i``; with expert -1, it adds nothing. A program of
 the product computes ``W x^T`` for a tile of weight rows and a tile of pairs that share an expert. The weight is the
-left factor: Hopper's tensor cores take at least 64 rows there and as few as 8 on the right, where an expert has few
+left factor: Hopper's tensor cores need at least 64 rows there and as few as 8 on the right, where an expert has few
 pairs.
 
 FP4 weights become bfloat16 by moving bits, their scale (a power of two) multiplied in: both exact, so the products sum

@@ -15,7 +15,7 @@ KV_RECORDS = ("plain", "fp8_ds_mla")
 
 @dataclass(frozen=True)
 class Variant:
-    """Changes to a base model; None keeps what the base says.
+    """Changes to a base model; None keeps the value of the base.
 
     Attributes:
         name: shown in the report, unique in an experiment.

@@ -29,7 +29,7 @@ SHARE = 0.6  # of the free memory, for caches and workspace; the rest is for wei
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on ``device`` now, after giving back what earlier measurements left behind."""
+    """Bytes that can be allocated on ``device`` now, after freeing the memory of earlier measurements."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ from deepseek_attn.experiments.report.table import COST_NAMES, show_length
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# by names of a report's costs: titles of plots, and what is plotted against the context
+# by names of a report's costs: titles of plots, and the quantity plotted against the context
 FRONT_TITLES = {"bytes_per_token": "KV bytes per token", "decode_ms": "decode time", "prefill_ms": "prefill time"}
 COST_CAPTIONS = {
     "sequence_bytes": "cache bytes of a sequence",

@@ -46,7 +46,7 @@ class Pool:
 
     Args:
         task: pickled once per process, so a module's function or a partial of one.
-        logs: folder for what the processes print.
+        logs: folder for the output of the processes.
         running: called with a unit and its progress.
         finished: called with a unit and how it ended: done, failed with an error, or lost with its process.
         limit_s: a unit that takes longer has failed, and its process is killed; None waits for ever.
@@ -138,7 +138,7 @@ class Worker:
     """The pool's side of one process.
 
     Attributes:
-        unit: what it does; None while it is idle.
+        unit: the running unit; None while it is idle.
         began: when the process said that the unit runs, by the monotonic clock; imports come before.
         started: the process has said something.
     """
