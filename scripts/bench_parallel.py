@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from deepseek_attn.bench.layer import fill_caches
 from deepseek_attn.bench.model import time_model
-from deepseek_attn.checkpoint.published import PublishedSource
+from deepseek_attn.checkpoint.published import PublishedSource, StoredWeight
 from deepseek_attn.checkpoint.recipes import DRAW, Recipe
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.engine.engine import Engine
@@ -54,7 +54,7 @@ class DeviceSource(PublishedSource):
         with self.device:
             return DRAW[recipe.kind].values(recipe, self._generator(name), self.config)
 
-    def _make(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _make(self, name: str) -> StoredWeight:
         recipe = self._recipes[name]
         if self.stored_as(name) != "fp4":
             return super()._make(name)
@@ -62,7 +62,7 @@ class DeviceSource(PublishedSource):
         options = {"dtype": torch.uint8, "device": self.device}
         packed = torch.randint(256, (rows, columns // 2), generator=self._generator(name), **options)
         exponent = round(torch.tensor(columns**-0.5 * recipe.gain / FP4_RMS).log2().item())
-        return packed, torch.full((rows, columns // FP4_GROUP), 127 + exponent, **options)
+        return StoredWeight(packed, torch.full((rows, columns // FP4_GROUP), 127 + exponent, **options))
 
 
 class Bench:

@@ -206,10 +206,12 @@ def v32_pool(pages: int, n: int, live: Tensor, pow2: bool) -> tuple[Tensor, Tens
     return pool.view(pages, n * 656), keys
 
 
-V32 = [(pow2, *shape) for pow2 in (True, False) for shape in ((16, 100, 5), (64, 64, 9), (128, 2048, 33), (128, 1, 3))]
+V32_CASES = [
+    (pow2, *shape) for pow2 in (True, False) for shape in ((16, 100, 5), (64, 64, 9), (128, 2048, 33), (128, 1, 3))
+]
 
 
-@pytest.mark.parametrize(("pow2", "heads", "K", "T"), on_cpu_too(V32, [(True, 16, 100, 5), (False, 16, 100, 5)]))
+@pytest.mark.parametrize(("pow2", "heads", "K", "T"), on_cpu_too(V32_CASES, [(True, 16, 100, 5), (False, 16, 100, 5)]))
 def test_decode_of_v32_pages(report, checked, pow2, heads, K, T):
     live = torch.randperm(199 * 64, device=checked)[:5000]
     pool, keys = v32_pool(199, 64, live, pow2)

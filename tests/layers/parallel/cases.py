@@ -12,6 +12,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.llm import LLM
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.layers.parallel import Parallel
+from deepseek_attn.layers.weights import Shard
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.support.small_models import small_config
 
@@ -39,13 +40,22 @@ def prompts(config, lengths=(140, 9, 33)) -> list[list[int]]:
 
 
 class CountingSource(SafetensorsSource):
-    """Counts the bytes that are read from the files, headers left out."""
+    """Counts the bytes that are copied out of the mapped files."""
 
     total = 0
 
-    def _fill(self, shard, offset, buffer) -> None:
-        self.total += len(buffer)
-        super()._fill(shard, offset, buffer)
+    def read(self, name: str) -> torch.Tensor:
+        return self._counted(super().read(name))
+
+    def read_part(self, name: str, index: int, count: int) -> torch.Tensor:
+        return self._counted(super().read_part(name, index, count))
+
+    def read_shard(self, name: str, shard: Shard) -> torch.Tensor:
+        return self._counted(super().read_shard(name, shard))
+
+    def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.total += tensor.untyped_storage().nbytes()
+        return tensor
 
 
 def scores(family: str, parallel: Parallel, numerics: str = "exact") -> dict:
