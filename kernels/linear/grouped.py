@@ -38,11 +38,7 @@ def grouped_linear(
     pow2_scales: bool = True,
     config: LaunchConfig | HopperLaunchConfig | None = None,
 ) -> Tensor:
-    """See `deepseek_attn.kernels.linear.grouped_linear`; for FP8 weights.
-
-    Args:
-        config: of the launch; by default chosen from shapes, and cuBLAS computes large products.
-    """
+    """See `deepseek_attn.kernels.linear.grouped_linear`; for FP8 weights. ``config`` overrides cuBLAS and tiling."""
     return _grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, config, False)[0]
 
 

@@ -30,11 +30,7 @@ def multi_linear(
     quantized: QuantizedRows | None = None,
     config: LaunchConfig | HopperLaunchConfig | None = None,
 ) -> list[Tensor]:
-    """See `deepseek_attn.kernels.linear.multi_linear`; for plain and FP8 weights.
-
-    Args:
-        config: of the launches; by default chosen from shapes, and cuBLAS computes large products.
-    """
+    """See `deepseek_attn.kernels.linear.multi_linear`; no FP4 weights. ``config`` overrides cuBLAS and tiling."""
     _check_input(x)
     for segment in segments:
         _check_segment(segment, x)

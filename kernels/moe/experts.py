@@ -45,11 +45,7 @@ def moe_experts(
     num_routed: int | None = None,
     config: LaunchConfig | None = None,
 ) -> Tensor:
-    """See `deepseek_attn.kernels.moe.moe_experts`.
-
-    Args:
-        config: of the products; by default chosen from shapes alone.
-    """
+    """See `deepseek_attn.kernels.moe.moe_experts`; ``config`` overrides the tiling of the products."""
     weight_format = _check(x, experts, weights, w1, w3, w2, add)
     T, D = x.shape
     if add is not None and add.stride(1) != 1:
