@@ -18,7 +18,7 @@ from deepseek_attn.config.numerics import Numerics, numerics_for
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.impls import AttentionSpec, DeepseekV4SparseMLAAttentionImpl, get_impl
 from deepseek_attn.kernels.common.dispatch import problem_on
-from deepseek_attn.kernels.indexer import TRITON_HEAD_DIM
+from deepseek_attn.kernels.indexer import MAX_TRITON_TOPK, TRITON_HEAD_DIM
 from deepseek_attn.layers.parallel import Parallel, check_split
 from deepseek_attn.layers.weights import CheckpointModule
 from deepseek_attn.models import block, deepseek_v4, deepseek_v32
@@ -127,6 +127,11 @@ class DeepseekV4Family(Family):
             return (
                 f"the indexer's kernels take heads of {TRITON_HEAD_DIM} channels, and index_head_dim is "
                 f"{self.config.index_head_dim}: plain torch takes their place, which waits for the device within a step"
+            )
+        if selects and self.config.index_topk > MAX_TRITON_TOPK:
+            return (
+                f"the indexer's kernels select up to {MAX_TRITON_TOPK} entries, and index_topk is "
+                f"{self.config.index_topk}: plain torch takes their place, which waits for the device within a step"
             )
         return problem_on(self.device)
 

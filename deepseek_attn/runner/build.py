@@ -152,6 +152,7 @@ def build_runner(
     drafter = None
     if not isinstance(model, AttentionStack) and len(model.mtp):
         drafter = Drafter(model, family.metadata_builder(model, pools, mtp=True), manager, device)
+    problem = family.graph_problem()
     return cls(
         config=config,
         numerics=family.numerics,
@@ -167,9 +168,9 @@ def build_runner(
         builder=family.metadata_builder(model, pools, mtp=False),
         drafter=drafter,
         prefixes=PrefixCache(manager) if max_snapshots else None,
-        graphs=_decode_graphs(cuda_graphs, model, layout, device, family.graph_problem()),
+        graphs=_decode_graphs(cuda_graphs, model, layout, device, problem),
         reference_only=family.reference_only,
-        graph_problem=family.graph_problem(),
+        graph_problem=problem,
         parallel=parallel,
     )
 

@@ -44,7 +44,7 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
     Raises:
         ValueError: an unknown key format; in Triton also tensors that disagree. Triton serves heads of 128 channels.
     """
-    if runs_triton(rows.q) and rows.q.shape[1] == rows.weights.shape[1] * TRITON_HEAD_DIM:
+    if _in_triton(rows):
         from deepseek_attn.kernels.indexer.query import index_query as op
     else:
         from deepseek_attn.kernels.indexer.reference import index_query as op
@@ -63,7 +63,7 @@ def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
     Raises:
         ValueError: different numbers of tokens, or arguments that either op refuses.
     """
-    if runs_triton(index.q) and index.q.shape[1] == index.weights.shape[1] * TRITON_HEAD_DIM:
+    if _in_triton(index):
         from deepseek_attn.kernels.indexer.query import queries as op
     else:
         from deepseek_attn.kernels.indexer.reference import queries as op
@@ -114,7 +114,7 @@ def paged_index_scores(
     Raises:
         ValueError: tensors or a record that the kernels do not take.
     """
-    if runs_triton(queries.q) and queries.q.shape[2] == TRITON_HEAD_DIM:
+    if _scored_in_triton(queries):
         from deepseek_attn.kernels.indexer.scores import paged_index_scores as op
     else:
         from deepseek_attn.kernels.indexer.reference import paged_index_scores as op
@@ -178,10 +178,20 @@ def index_select(
 
     Notes:
         Scores are computed for a block of queries at a time, within `SCORE_BYTES` or for one query. In Triton the
-        selection takes two thirds as much again, launches depend on shapes alone, and nothing waits for the GPU.
+        selection takes two thirds as much again, launches depend on shapes alone, and nothing waits for the GPU. Triton
+        serves heads of 128 channels and ``k`` up to `MAX_TRITON_TOPK`; plain torch, for others, waits for lengths.
     """
-    if runs_triton(queries.q) and queries.q.shape[2] == TRITON_HEAD_DIM and k <= MAX_TRITON_TOPK:
+    if _scored_in_triton(queries) and k <= MAX_TRITON_TOPK:
         from deepseek_attn.kernels.indexer.select import index_select as op
     else:
         from deepseek_attn.kernels.indexer.reference import index_select as op
     return op(queries, keys, num_visible, k, width, out, out_slots)
+
+
+def _in_triton(rows: IndexQueryRows) -> bool:
+    """Whether the Triton kernel takes these heads, where they are."""
+    return runs_triton(rows.q) and rows.q.shape[1] == rows.weights.shape[1] * TRITON_HEAD_DIM
+
+
+def _scored_in_triton(queries: IndexQueries) -> bool:
+    return runs_triton(queries.q) and queries.q.shape[2] == TRITON_HEAD_DIM

@@ -195,7 +195,8 @@ def test_where_steps_cannot_be_captured(preset, options, reason):
     assert runner.graphs is None
 
 
-def test_an_indexer_without_kernels_is_not_captured():
-    config = ModelConfig.from_preset("tiny").replace(index_head_dim=64)
-    with pytest.raises(ValueError, match=r"cuda_graphs=True: .*index_head_dim is 64"):
+@pytest.mark.parametrize(("field", "value"), [("index_head_dim", 64), ("index_topk", 4097)])
+def test_an_indexer_without_kernels_is_not_captured(field, value):
+    config = ModelConfig.from_preset("tiny_gpu").replace(**{field: value})
+    with pytest.raises(ValueError, match=rf"cuda_graphs=True: .*{field} is {value}"):
         ModelRunner.from_config(config, device="cpu", cuda_graphs=True, **OPTIONS)
