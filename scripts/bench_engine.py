@@ -247,8 +247,7 @@ def main() -> None:
             elif mode in ("graphs", "speculation") and "waiting" in args.modes:
                 row["same_as_waiting"] = sum(a == b for a, b in zip(tokens, waited, strict=True))
             prefixes.clear()
-            if graphs is not None:
-                graphs.max_query_len = 1  # of an engine without speculation
+            runner.decode_query_len = 1  # of an engine without speculation
             rows.append(row)
             host = "" if row["host_share"] is None else f"{row['host_share']:.1%}"
             values = (

@@ -93,23 +93,9 @@ class MTPSpeculation(NextToken):
     mtp = True
 
     def __init__(self, runner: ModelRunner, num_drafts: int = 1):
-        layout = runner.layout
-        # a step that failed can be repeated in place if it had at most max_rollback tokens of a request
-        limit = min(layout.max_rollback, layout.max_num_batched_tokens) - 1
-        if not runner.has_mtp:
-            raise ValueError(
-                "speculation needs an MTP layer, and this model has none (num_nextn_predict_layers is 0, or only some "
-                "layers were loaded); leave it out"
-            )
-        if isinstance(num_drafts, bool) or not isinstance(num_drafts, int) or not 1 <= num_drafts <= limit:
-            raise ValueError(
-                f"{num_drafts!r} drafts per step: supported are 1 to {limit}, one less than "
-                f"max_rollback={layout.max_rollback} and max_num_batched_tokens={layout.max_num_batched_tokens} allow"
-            )
+        runner.expect_drafts(num_drafts)
         self.runner, self.num_drafts = runner, num_drafts
         self.decode_tokens = 1 + num_drafts
-        if runner.graphs is not None:
-            runner.graphs.max_query_len = max(runner.graphs.max_query_len, self.decode_tokens)
         self._drafts: dict[Request, list[int]] = {}
         self._arriving: tuple[list[Request], AsyncHostCopy] | None = None  # drafts that are not read yet
 

@@ -54,6 +54,8 @@ class LoadedModel:
         reference_only: every op runs in plain torch (``backend="reference"``).
         graph_problem: why decode steps cannot be captured here; empty where they can.
         parallel: the ranks that share the model; each has its runner.
+        decode_query_len: a request of at most this many new tokens is a decode: it attends over pages in place, and its
+            step may run over persistent tensors. 1, or 1 + drafts after `ModelRunner.expect_drafts`.
     """
 
     config: AnyConfig
@@ -74,6 +76,7 @@ class LoadedModel:
     reference_only: bool
     graph_problem: str
     parallel: Parallel
+    decode_query_len: int = 1
 
 
 Runner = TypeVar("Runner", bound=LoadedModel)

@@ -47,7 +47,7 @@ class Drafter:
     device: torch.device
 
     @traced("mtp")
-    def step_logits(self, rows: Batch, hidden_states: torch.Tensor) -> list[torch.Tensor]:
+    def step_logits(self, rows: Batch, hidden_states: torch.Tensor, decode_query_len: int) -> list[torch.Tensor]:
         """MTP logits of a step's tokens that have a next token, by request; the others take part as padding.
 
         Args:
@@ -60,16 +60,19 @@ class Drafter:
             next_ids += tokens + [0] * (n - len(tokens))
             known += [True] * len(tokens) + [False] * (n - len(tokens))
         valid, lengths = torch.tensor(known), [n for _, n in rows]
-        meta = self.builder.build(step_input(self.manager, [sequence.cache for sequence, _ in rows], lengths, valid))
+        caches = [sequence.cache for sequence, _ in rows]
+        meta = self.builder.build(step_input(self.manager, caches, lengths, decode_query_len, valid))
         ids = torch.tensor(next_ids, device=self.device)
         logits = self.model.draft_logits(self.model.draft_hidden_states(hidden_states, ids, meta.positions, meta))
         masks = valid.split(lengths)
         return [part[mask.to(part.device)] for part, mask in zip(logits.split(lengths), masks, strict=True)]
 
-    def draft(self, batch: list[DraftRows], num_drafts: int, graphs: DecodeGraphs | None) -> DraftTokens:
+    def draft(
+        self, batch: list[DraftRows], num_drafts: int, decode_query_len: int, graphs: DecodeGraphs | None
+    ) -> DraftTokens:
         """`ModelRunner.draft`: over persistent tensors where they hold it, eagerly elsewhere."""
-        if graphs is None or not graphs.supports_drafts([len(rows.next_ids) for rows in batch]):
-            return self._draft_eagerly(batch, num_drafts)
+        if graphs is None or not graphs.supports_drafts([len(rows.next_ids) for rows in batch], decode_query_len):
+            return self._draft_eagerly(batch, num_drafts, decode_query_len)
         with torch.inference_mode():
             return graphs.draft(
                 [rows.sequence.cache for rows in batch],
@@ -77,10 +80,11 @@ class Drafter:
                 torch.cat([rows.hidden_states for rows in batch]),
                 [rows.next_ids for rows in batch],
                 num_drafts,
+                decode_query_len,
             )
 
-    def _draft_eagerly(self, batch: list[DraftRows], num_drafts: int) -> DraftTokens:
-        order = sorted(range(len(batch)), key=lambda i: len(batch[i].next_ids) > 1)  # decodes first; stable
+    def _draft_eagerly(self, batch: list[DraftRows], num_drafts: int, decode_query_len: int) -> DraftTokens:
+        order = sorted(range(len(batch)), key=lambda i: len(batch[i].next_ids) > decode_query_len)
         ordered = [batch[i] for i in order]
         caches = [rows.sequence.cache for rows in ordered]
         lengths = torch.tensor([len(rows.next_ids) for rows in ordered])
@@ -91,7 +95,7 @@ class Drafter:
         first_logits = None
         while len(drafts) < num_drafts:
             tables = block_tables(self.manager, caches)
-            step = StepInput(lengths, starts + lengths, tables, decode_threshold=int(lengths.max()))
+            step = StepInput(lengths, starts + lengths, tables, decode_threshold=decode_query_len)
             meta = self.builder.build(step)
             states = self.model.draft_hidden_states(states, next_ids, meta.positions, meta)
             if first_logits is None:

@@ -132,7 +132,6 @@ class DecodeGraphs:
 
     Attributes:
         nbytes: device memory that the graphs and their tables took so far.
-        max_query_len: new tokens of a sequence in one step at most: 1, and the drafts where there is speculation.
         prelaunched: a step that was launched before it was requested, or None.
     """
 
@@ -148,7 +147,6 @@ class DecodeGraphs:
         self.layers = tuple(spec for spec in layer_specs(model) if not spec.is_mtp)
         self.draft_layers = tuple(spec for spec in layer_specs(model) if spec.is_mtp)
         self.batches = sorted(batches or batch_sizes(layout.max_num_seqs))
-        self.max_query_len = 1
         self.prelaunched: PrelaunchedStep | None = None
         self.tables = DeviceTables(layout, device)
         self.nbytes = self.tables.nbytes()
@@ -157,22 +155,22 @@ class DecodeGraphs:
         self._decode_steps: dict[StepSize, DecodeStep] = {}
         self._draft_steps: dict[tuple[StepSize, int], DraftStep] = {}
 
-    def supports(self, query_lens: list[int]) -> bool:
-        """Whether a step with these numbers of new tokens runs here: a decode step, and not too many requests."""
-        return len(query_lens) <= self.batches[-1] and max(query_lens) <= self.max_query_len
+    def supports(self, query_lens: list[int], decode_query_len: int) -> bool:
+        """Whether a step with these numbers of new tokens runs here: decodes only, and not too many of them."""
+        return len(query_lens) <= self.batches[-1] and max(query_lens) <= decode_query_len
 
-    def supports_drafts(self, query_lens: list[int]) -> bool:
+    def supports_drafts(self, query_lens: list[int], decode_query_len: int) -> bool:
         """Whether the MTP layer runs here over these numbers of rows."""
-        return bool(self.draft_layers) and self.supports(query_lens)
+        return bool(self.draft_layers) and self.supports(query_lens, decode_query_len)
 
-    def run(self, caches: list[SequenceCache], token_ids: list[list[int]]) -> DecodeRun:
-        """One step over the next tokens of each sequence, whose pages are reserved."""
+    def run(self, caches: list[SequenceCache], token_ids: list[list[int]], decode_query_len: int = 1) -> DecodeRun:
+        """One step over the next tokens of each sequence, whose pages are reserved; see `size_for`."""
         prelaunched, self.prelaunched = self.prelaunched, None
         if prelaunched is not None and (run := prelaunched.reuse_if_matches(caches, token_ids)):
             return run
         query_lens = [len(ids) for ids in token_ids]
         longest = max(cache.num_tokens + n for cache, n in zip(caches, query_lens, strict=True))
-        step = self.step(self.size_for(query_lens, longest))
+        step = self.step(self.size_for(query_lens, longest, decode_query_len))
         step.set_inputs(token_ids, [cache.num_tokens for cache in caches], self.tables.rows(caches))
         first_rows = [request * step.size.rows_per_request for request in range(len(caches))]
         rows = [list(range(first, first + n)) for first, n in zip(first_rows, query_lens, strict=True)]
@@ -203,11 +201,12 @@ class DecodeGraphs:
         hidden_states: torch.Tensor,
         next_ids: list[list[int]],
         num_drafts: int,
+        decode_query_len: int = 1,
     ) -> DraftTokens:
         """The MTP layer over rows from ``starts``, then drafts; arguments as in `DraftRows`, request after request."""
         query_lens = [len(ids) for ids in next_ids]
         longest = max(start + n for start, n in zip(starts, query_lens, strict=True)) + num_drafts - 1
-        size = self.size_for(query_lens, longest)
+        size = self.size_for(query_lens, longest, decode_query_len)
         step = self._draft_steps.get((size, num_drafts))
         if step is None:
             step = DraftStep(self.model, self.draft_layers, self.layout, self.tables, size, num_drafts)
@@ -226,10 +225,14 @@ class DecodeGraphs:
             self._decode_steps[size] = step
         return step
 
-    def size_for(self, query_lens: list[int], longest: int) -> StepSize:
-        """The smallest size that holds these numbers of new tokens and sequences up to ``longest`` after the step."""
+    def size_for(self, query_lens: list[int], longest: int, decode_query_len: int = 1) -> StepSize:
+        """The smallest size that holds these numbers of new tokens and sequences up to ``longest`` after the step.
+
+        Requests have one row each, or ``decode_query_len``, of which some may be padding. Padding costs little, because
+        a decode step's time is that of reading the weights, which requests grouped by their rows would do per group.
+        """
         requests = next(size for size in self.batches if size >= len(query_lens))
-        rows_per_request = 1 if max(query_lens) == 1 else max(self.max_query_len, *query_lens)
+        rows_per_request = 1 if max(query_lens) == 1 else max(decode_query_len, *query_lens)
         return StepSize(requests, rows_per_request, length_bucket(longest, self.layout.max_model_len))
 
     def _capture_step(self, step: DecodeStep) -> None:

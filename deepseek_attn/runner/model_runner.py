@@ -89,6 +89,27 @@ class ModelRunner(LoadedModel):
     def has_mtp(self) -> bool:
         return self.drafter is not None
 
+    def expect_drafts(self, num_drafts: int) -> None:
+        """From now on a verification, ``1 + num_drafts`` new tokens of a request, is a decode.
+
+        Raises:
+            ValueError: no MTP layer, or more drafts than a step can compute or `Sequence.truncate` take back.
+        """
+        # a step that failed can be repeated in place if it had at most max_rollback tokens of a request
+        limit = min(self.layout.max_rollback, self.layout.max_num_batched_tokens) - 1
+        if not self.has_mtp:
+            raise ValueError(
+                "speculation needs an MTP layer, and this model has none (num_nextn_predict_layers is 0, or only some "
+                "layers were loaded); leave it out"
+            )
+        if isinstance(num_drafts, bool) or not isinstance(num_drafts, int) or not 1 <= num_drafts <= limit:
+            raise ValueError(
+                f"{num_drafts!r} drafts per step: supported are 1 to {limit}, one less than "
+                f"max_rollback={self.layout.max_rollback} and "
+                f"max_num_batched_tokens={self.layout.max_num_batched_tokens} allow"
+            )
+        self.decode_query_len = max(self.decode_query_len, 1 + num_drafts)
+
     def sequence(self, token_ids: Iterable[int], cache: SequenceCache | None = None) -> Sequence:
         """A new sequence; nothing is computed yet, or the first tokens are, and ``cache`` holds their pages.
 
@@ -126,7 +147,7 @@ class ModelRunner(LoadedModel):
         if options.mtp:
             self._need_drafter()
         check_batch(batch, self.layout)
-        order = sorted(range(len(batch)), key=lambda i: batch[i][1] > 1)  # decodes first; stable
+        order = sorted(range(len(batch)), key=lambda i: batch[i][1] > self.decode_query_len)  # stable
         rows, back = [batch[i] for i in order], sorted(range(len(order)), key=order.__getitem__)
 
         def in_batch_order(values: Iterable[T]) -> list[T]:
@@ -143,7 +164,7 @@ class ModelRunner(LoadedModel):
             with torch.inference_mode():
                 results = self._compute(model, rows)
             if options.mtp:
-                drafts = self._need_drafter().step_logits(rows, results.hidden_states(lengths))
+                drafts = self._need_drafter().step_logits(rows, results.hidden_states(lengths), self.decode_query_len)
                 output.mtp_logits = in_batch_order(drafts)
             if options.hidden_states:
                 output.hidden_states = in_batch_order(results.hidden_states(counts).clone().split(counts))
@@ -162,8 +183,8 @@ class ModelRunner(LoadedModel):
         """The step over persistent tensors where they hold it, eagerly elsewhere."""
         caches, lengths = [sequence.cache for sequence, _ in rows], [n for _, n in rows]
         token_ids = [seq.token_ids[seq.num_computed : seq.num_computed + n] for seq, n in rows]
-        if self.graphs is not None and self.graphs.supports(lengths):
-            return self.graphs.run(caches, token_ids)
+        if self.graphs is not None and self.graphs.supports(lengths, self.decode_query_len):
+            return self.graphs.run(caches, token_ids, self.decode_query_len)
         if self.graphs is not None:
             self.graphs.prelaunched = None  # a different step than the launched one
         ids = torch.tensor([token for tokens in token_ids for token in tokens], device=self.device)
@@ -211,7 +232,7 @@ class ModelRunner(LoadedModel):
             num_drafts: draft tokens per sequence; after the first from the MTP layer's own hidden states.
         """
         with self.parallel.together(), reference_ops(self.reference_only):
-            return self._need_drafter().draft(batch, num_drafts, self.graphs)
+            return self._need_drafter().draft(batch, num_drafts, self.decode_query_len, self.graphs)
 
     @traced("metadata")
     def step_metadata(
@@ -220,10 +241,11 @@ class ModelRunner(LoadedModel):
         """Metadata for the next ``query_lens`` tokens of sequences with pages for them: to drive layers by hand.
 
         Args:
-            query_lens: new tokens of each sequence; single-token sequences come first.
+            query_lens: new tokens of each sequence. Decodes come first: those of at most ``decode_query_len``, which is
+                1 unless drafts are expected.
             token_valid: bool ``[T]`` on the CPU; rows that are padding write nothing and see nothing.
         """
-        return self.builder.build(step_input(self.manager, caches, query_lens, token_valid))
+        return self.builder.build(step_input(self.manager, caches, query_lens, self.decode_query_len, token_valid))
 
     def _whole_model(self) -> DeepseekV4 | DeepseekV32:
         if isinstance(self.model, AttentionStack):

@@ -114,12 +114,19 @@ def last_rows(lengths: list[int], counts: list[int]) -> list[int]:
 
 
 def step_input(
-    manager: CacheManager, caches: list[SequenceCache], query_lens: list[int], token_valid: torch.Tensor | None = None
+    manager: CacheManager,
+    caches: list[SequenceCache],
+    query_lens: list[int],
+    decode_query_len: int,
+    token_valid: torch.Tensor | None = None,
 ) -> StepInput:
-    """Input of the metadata builders: the next ``query_lens`` tokens of sequences with pages for them."""
+    """Input of the metadata builders: the next ``query_lens`` tokens of sequences with pages for them.
+
+    Decodes, of at most ``decode_query_len`` tokens, come first.
+    """
     lens = torch.tensor(query_lens)
     computed = torch.tensor([cache.num_tokens for cache in caches])
-    return StepInput(lens, computed + lens, block_tables(manager, caches), token_valid)
+    return StepInput(lens, computed + lens, block_tables(manager, caches), token_valid, decode_query_len)
 
 
 def block_tables(manager: CacheManager, caches: list[SequenceCache]) -> dict[str, torch.Tensor]:

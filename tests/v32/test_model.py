@@ -316,7 +316,7 @@ def test_mtp_drafts_go_on_from_their_own_states(tiny):
     meta = runner.step_metadata([sequence.cache], [20])
     states = runner.model(tokens, meta.positions, meta)
     assert torch.equal(runner.model.logits(states), runner.model.head(states))
-    meta = runner.drafter.builder.build(step_input(runner.manager, [sequence.cache], [20]))
+    meta = runner.drafter.builder.build(step_input(runner.manager, [sequence.cache], [20], 1))
     drafted = runner.model.draft_hidden_states(states, tokens.roll(-1), meta.positions, meta)
     assert drafted.shape == states.shape
     assert torch.equal(runner.model.draft_logits(drafted), runner.model.head(drafted))
