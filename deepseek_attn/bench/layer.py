@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from deepseek_attn.bench.floors import StepShape, Work, attention_work
 from deepseek_attn.bench.timing import KernelTiming, captured, kernels_of, time_calls
 from deepseek_attn.cache.manager import SequenceCache
 from deepseek_attn.impls.metadata import StepMetadata
@@ -26,23 +28,31 @@ class LayerTiming(KernelTiming):
     """One step of an attention layer.
 
     Attributes:
-        layer, kind: which layer; backend: its attention impl.
+        layer, kind: which layer; backend: its attention impl; instances: layers of that kind that took turns.
         mode: ``decode`` (one new token per sequence) or ``prefill``.
         graph: replayed as a CUDA graph; otherwise called from Python.
         batch: sequences; tokens: new tokens of each; context: length of each after the step.
         metadata_us: host time to build the step's metadata, once for all layers of a kind, median; 0 for a graph of
             decode steps, which builds it on the device.
+        work: bytes and products that the call cannot do without.
+        floor_us: the least time of ``work`` at the peak rates that were given; bound: ``bytes`` or ``flops``, whichever
+            takes longer; over_floor: the median divided by ``floor_us``. All None without peak rates.
     """
 
     layer: str
     kind: str
     backend: str
+    instances: int
     mode: str
     graph: bool
     batch: int
     tokens: int
     context: int
     metadata_us: float
+    work: Work
+    floor_us: float | None = None
+    bound: str | None = None
+    over_floor: float | None = None
 
 
 def fill_caches(runner: ModelRunner, seed: int = 0) -> None:
@@ -74,7 +84,7 @@ def past(runner: ModelRunner, length: int) -> SequenceCache:
 
 def time_layer(
     runner: ModelRunner,
-    layer: int,
+    layers: int | Sequence[int],
     batch: int,
     tokens: int,
     context: int,
@@ -82,24 +92,32 @@ def time_layer(
     warmup: int = 3,
     graph: bool = False,
     count_kernels: bool = False,
+    rates: Mapping[str, float] | None = None,
 ) -> LayerTiming:
-    """Times layer ``layer`` of a runner that holds attention layers.
+    """Times one call of an attention layer of a runner that holds attention layers.
 
     Args:
+        layers: the layer, or several of one kind that take turns, each with weights and caches of its own. On a GPU
+            several, of more bytes than its L2 cache, find no weights there, as in a model.
         batch: sequences; tokens: new tokens of each; context: their length after the step, at least ``tokens``.
         graph: replay a CUDA graph of calls with several inputs, without host overhead. Prefill calls share a step's
             metadata, with the index rows that the first layer of a kind makes for all.
         count_kernels: also list the kernels, on a GPU.
+        rates: peak rates of the machine (`bench.timing.ceilings`), for the floor.
 
     Raises:
-        ValueError: sizes that the runner was not made for, or a graph of something that has none.
+        ValueError: sizes that the runner was not made for, layers of several kinds, or a graph of something that has
+            none.
     """
     check_sizes(runner, batch, tokens, context)
     if count_kernels and runner.device.type != "cuda":
         raise ValueError("kernels are listed on a GPU")
     if graph and runner.graph_problem:
         raise ValueError(f"a layer's calls cannot be captured as a CUDA graph here: {runner.graph_problem}")
-    block = runner.model.layers[str(layer)]
+    blocks = [runner.model.layers[str(layer)] for layer in ([layers] if isinstance(layers, int) else layers)]
+    kinds = {block.attn.spec.kind for block in blocks}
+    if len(kinds) != 1:
+        raise ValueError(f"layers {layers} are of the kinds {', '.join(sorted(kinds))}: one kind is timed at a time")
     caches = [past(runner, context - tokens) for _ in range(batch)]
     kernels = ()
     try:
@@ -109,28 +127,39 @@ def time_layer(
         metadata_us = 0.0
         if not static:
             metadata_us = host_microseconds(lambda: runner.step_metadata(caches, [tokens] * batch), repeats)
-        shape = (INPUT_SETS, batch * tokens, runner.config.hidden_size)
-        inputs = torch.randn(shape, device=runner.device).to(runner.dtype)
+        count = len(blocks) * math.ceil(INPUT_SETS / len(blocks))
+        inputs = torch.randn(count, batch * tokens, runner.config.hidden_size, device=runner.device).to(runner.dtype)
+        calls = [lambda i=i: blocks[i % len(blocks)].attend(inputs[i], step) for i in range(count)]
         with torch.inference_mode(), reference_ops(runner.reference_only):
             if graph:
-                replay = captured([lambda x=x: block.attend(x, step) for x in inputs])
-                times = [t / INPUT_SETS for t in time_calls(lambda _: replay.replay(), runner.device, repeats, warmup)]
+                replay = captured(calls)
+                times = [t / count for t in time_calls(lambda _: replay.replay(), runner.device, repeats, warmup)]
                 found = kernels_of(replay.replay) if count_kernels else []
-                kernels = tuple((name, n / INPUT_SETS, us / INPUT_SETS) for name, n, us in found)
+                kernels = tuple((name, n / count, us / count) for name, n, us in found)
             else:
-                times = time_calls(
-                    lambda index: block.attend(inputs[index % INPUT_SETS], step), runner.device, repeats, warmup
-                )
+                times = time_calls(lambda index: calls[index % count](), runner.device, repeats, warmup)
                 if count_kernels:
-                    kernels = tuple(kernels_of(lambda: block.attend(inputs[0], step)))
+                    kernels = tuple(kernels_of(calls[0]))
     finally:
         for cache in caches:
             runner.manager.free(cache)
+    attn = blocks[0].attn
+    shape = StepShape(batch, tokens, context)
+    work = attention_work(runner.config, attn.spec, runner.numerics, runner.dtype, runner.layout, shape)
     return LayerTiming.of(
-        times, layer=block.attn.prefix, kind=block.attn.spec.kind, backend=block.attn.backend_name,
+        times, layer=attn.prefix, kind=attn.spec.kind, backend=attn.backend_name, instances=len(blocks),
         mode="decode" if tokens == 1 else "prefill", graph=graph, batch=batch, tokens=tokens, context=context,
         metadata_us=metadata_us, launches=sum(n for _, n, _ in kernels) if kernels else None, kernels=kernels,
+        work=work, **over_floor(work, statistics.median(times), rates),
     )  # fmt: skip
+
+
+def over_floor(work: Work, microseconds: float, rates: Mapping[str, float] | None) -> dict[str, float | str]:
+    """The fields ``floor_us``, ``bound`` and ``over_floor`` of a timing; none without peak rates."""
+    if rates is None:
+        return {}
+    floor = work.floor(rates)
+    return {"floor_us": floor.microseconds, "bound": floor.bound, "over_floor": microseconds / floor.microseconds}
 
 
 def host_microseconds(call: Callable[[], object], repeats: int) -> float:

@@ -36,6 +36,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     layer.add_argument(
         "--prefill", type=numbers, default=[], metavar="LIST", help="also time prefills of these lengths"
     )
+    layer.add_argument(
+        "--instances", type=int, default=1, metavar="N",
+        help="layers of a kind that take turns, so that no call finds its weights in the L2 cache (default: 1)",
+    )  # fmt: skip
     layer.add_argument("--backends", type=names, default=["auto"], metavar="LIST", help="default: auto")
     layer.set_defaults(run=run_layer)
     model = what.add_parser("model", help="one decode step of a model, from token ids to logits")
@@ -121,41 +125,50 @@ def run_layer(args: argparse.Namespace) -> None:
     import torch
 
     from deepseek_attn.bench.layer import fill_caches, time_layer
-    from deepseek_attn.bench.timing import Table, print_kernels
+    from deepseek_attn.bench.timing import Table, ceilings, print_kernels
+    from deepseek_attn.checkpoint.random import RepeatingSource
     from deepseek_attn.config.model import ModelConfig
+    from deepseek_attn.config.options import pick_device
     from deepseek_attn.runner.model_runner import ModelRunner
 
     check_flags(args)
-    config = ModelConfig.from_pretrained(args.model)
-    layers = args.layers or first_of_each_kind(config)
+    device, config = pick_device(args.device), ModelConfig.from_pretrained(args.model)
+    groups = [instances(config, layer, args.instances) for layer in args.layers or first_of_each_kind(config)]
+    limits = ceilings(device) if device.type == "cuda" else None
     steps = [(batch, 1, context) for context in args.context for batch in args.batch]
     steps += [(1, n, max(context, n)) for context in args.context for n in args.prefill]
     rows = []
     table = Table({
         "layer": "<12", "kind": "<7", "backend": "<22", "mode": "<9", "tokens": ">7", "batch": ">6", "context": ">9",
-        "us": ">11.1f", "10 %": ">11.1f", "90 %": ">11.1f", "launches": ">10.0f",
+        "us": ">11.1f", "10 %": ">11.1f", "90 %": ">11.1f", "floor": ">9.1f", "ratio": ">7.2f", "bound": ">7",
+        "launches": ">10.0f",
     })  # fmt: skip
-    for layer in layers:
+    for group in groups:
+        source = RepeatingSource(config)
         for backend in args.backends:
             torch.manual_seed(0)
-            runner = ModelRunner.from_config(
-                config, layers=[layer], attention_only=True, backend=backend,
-                device=args.device, numerics=args.numerics, dtype=args.dtype,
+            runner = None  # its memory is free before the next one is made
+            runner = ModelRunner.from_source(
+                config, source, layers=group, attention_only=True, backend=backend,
+                device=device, numerics=args.numerics, dtype=args.dtype, progress=False,
                 max_model_len=max(context for _, _, context in steps),
                 max_num_seqs=max(args.batch), max_num_batched_tokens=max([*args.batch, *args.prefill, 256]),
             )  # fmt: skip
             fill_caches(runner)
             for batch, tokens, context in steps:
                 timing = time_layer(
-                    runner, layer, batch, tokens, context, args.repeats, graph=args.graph, count_kernels=args.kernels
-                )
+                    runner, group, batch, tokens, context, args.repeats, graph=args.graph, count_kernels=args.kernels,
+                    rates=limits,
+                )  # fmt: skip
                 rows.append(timing.row())
                 table.add(
                     timing.layer, timing.kind, timing.backend, timing.mode, tokens, batch, context,
-                    timing.microseconds, timing.low, timing.high, timing.launches,
+                    timing.microseconds, timing.low, timing.high, timing.floor_us, timing.over_floor, timing.bound,
+                    timing.launches,
                 )  # fmt: skip
                 print_kernels(timing)
-    finish(args, {"benchmark": "layer", "model": args.model, **settings(runner)}, rows, ("kind", "backend", "context"))
+    run = {"benchmark": "layer", "model": args.model, "ceilings": limits, **settings(runner)}
+    finish(args, run, rows, ("kind", "backend", "context"))
 
 
 def run_model(args: argparse.Namespace) -> None:
@@ -196,6 +209,8 @@ def check_flags(args: argparse.Namespace) -> None:
     """ValueError for sizes and files that would fail only after the timing, or under another option's name."""
     if args.repeats < 1:
         raise ValueError(f"--repeats {args.repeats}: at least 1 run")
+    if getattr(args, "instances", 1) < 1:
+        raise ValueError(f"--instances {args.instances}: at least 1 layer")
     for flag in ("batch", "context", "prefill"):
         if any(n < 1 for n in getattr(args, flag, [])):
             raise ValueError(f"--{flag} {','.join(map(str, getattr(args, flag)))}: numbers of at least 1")
@@ -224,6 +239,14 @@ def finish(args: argparse.Namespace, run: dict, rows: list[dict], series: tuple[
         bar_chart(args.plot, rows, series)
     facts = {key: value for key, value in collect().items() if "backends" not in key}
     print(json.dumps({**run, "rows": rows, "environment": facts}))
+
+
+def instances(config: AnyConfig, layer: int, count: int) -> list[int]:
+    """Layer ``layer`` and the next ones of its kind, ``count`` in all, or as many as there are."""
+    if not 0 <= layer < len(config.layers):
+        return [layer]  # the runner says that there is no such layer
+    kind = config.layers[layer].kind
+    return [layer, *(spec.index for spec in config.layers if spec.kind == kind and spec.index != layer)][:count]
 
 
 def first_of_each_kind(config: AnyConfig) -> list[int]:

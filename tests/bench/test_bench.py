@@ -36,6 +36,42 @@ def test_time_layer(preset, layer, device):
     assert runner.manager.available_pages() == before
 
 
+@pytest.mark.parametrize(("preset", "layers"), [("tiny", (1, 3)), ("tiny_v32", (0, 1, 2))])
+def test_instances_take_turns(preset, layers, device):
+    runner = ModelRunner.from_config(preset, layers=layers, device=device, **OPTIONS)
+    fill_caches(runner)
+    seen = []
+    for layer in layers:
+        attention = runner.model.layers[str(layer)].attn
+        attention.register_forward_hook(lambda module, args, out: seen.append((module.prefix, args[0].clone())))
+    timing = time_layer(runner, layers, batch=2, tokens=1, context=300, repeats=6, warmup=0)
+    assert (timing.layer, timing.instances) == (f"layers.{layers[0]}", len(layers))
+    assert [name for name, _ in seen] == [f"layers.{layers[i % len(layers)]}" for i in range(6)]
+    assert not torch.equal(seen[0][1], seen[len(layers)][1])  # nor does an instance see one input twice
+
+
+def test_instances_are_of_one_kind():
+    runner = ModelRunner.from_config("tiny", layers=[0, 1], device="cpu", **OPTIONS)
+    with pytest.raises(ValueError, match="are of the kinds C4A, SWA: one kind"):
+        time_layer(runner, [0, 1], batch=1, tokens=1, context=10)
+
+
+def test_a_timing_stands_beside_its_floor(device):
+    runner = ModelRunner.from_config("tiny_v32", layers=[0], device=device, **OPTIONS)
+    rates = {"copy": 1e9, "bf16": 1e15, "fp8": 1e15}
+    timing = time_layer(runner, 0, batch=2, tokens=1, context=300, repeats=3, rates=rates)
+    assert timing.floor_us == pytest.approx(sum(timing.work.bytes.values()) / 1e3)
+    assert timing.over_floor == pytest.approx(timing.microseconds / timing.floor_us)
+    assert timing.bound == "bytes"
+    row = json.loads(json.dumps(timing.row()))
+    assert row["work"]["bytes"]["output"] == 2 * 256 * runner.dtype.itemsize
+    assert {product["name"] for product in row["work"]["products"]} == {"projections", "index scores", "attention"}
+    slow = time_layer(runner, 0, batch=2, tokens=1, context=300, repeats=1, rates={"copy": 1e15, "bf16": 1e9})
+    assert slow.bound == "flops"
+    assert slow.floor_us == pytest.approx(slow.work.total_flops / 1e3)
+    assert time_layer(runner, 0, batch=2, tokens=1, context=300, repeats=1).over_floor is None
+
+
 def test_fill_caches_leaves_no_entry_empty(device):
     runner = ModelRunner.from_config("tiny", layers=[1], device=device, numerics="serving", dtype="bfloat16", **OPTIONS)
     fill_caches(runner)
@@ -90,20 +126,26 @@ def test_command(model, kinds, capsys):
         "30",
         "--repeats",
         "2",
+        "--instances",
+        "2",
     ]
     assert main([*args, "--device", "cpu"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {row["instances"] for row in report["rows"]} == {2}
     assert [row["kind"] for row in report["rows"]] == [kind for kind in kinds for _ in range(4)]
     assert {(row["mode"], row["batch"], row["context"]) for row in report["rows"]} == {
         ("decode", 2, 150), ("decode", 2, 40), ("prefill", 1, 150), ("prefill", 1, 40),
     }  # fmt: skip
     assert report["environment"]["packages"]["torch"]
+    assert report["ceilings"] is None  # they are a GPU's
+    assert all(row["work"]["bytes"]["weights"] > 0 and row["over_floor"] is None for row in report["rows"])
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--repeats", "0"], "--repeats 0"),
+        (["--instances", "0"], "--instances 0"),
         (["--layers", "99"], "layers [99] do not exist"),
         (["--backends", "magic"], "unknown backend 'magic'"),
         (["--model", "nothing"], "'nothing'"),

@@ -1,0 +1,251 @@
+"""Floors: the bytes and products that a part of a model cannot do without, and the time that they take at peak rates.
+
+Bytes are counted once each: weights as the checkpoint's format stores them (where the numerics keep it), cached entries
+that were there before the step, new entries, input and output. What an implementation reads twice, or writes and reads
+again in between, is not in a floor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+
+from deepseek_attn.cache.layout import CacheLayout, PoolSpec
+from deepseek_attn.checkpoint.names_v32 import canonical_name_v32
+from deepseek_attn.checkpoint.published import published_tensors
+from deepseek_attn.checkpoint.recipes import Recipe
+from deepseek_attn.config.model import AnyConfig, LayerSpec
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
+from deepseek_attn.kernels.linear import FP8_BLOCK
+
+AnySpec = LayerSpec | V32LayerSpec
+Tensors = tuple[tuple[str, Recipe], ...]
+SELECTION = ("indexer.wq_b.", "indexer.weights_proj.")  # weights that are read only where queries have to select
+
+
+@dataclass(frozen=True)
+class Product:
+    """Matrix products of one kind.
+
+    Attributes:
+        name: ``projections``, ``index scores`` or ``attention``; unit: ``bf16`` or ``fp8``, the rate that bounds them.
+        flops: a multiplication with its addition is two.
+    """
+
+    name: str
+    unit: str
+    flops: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a part of a model has to move and to compute.
+
+    Attributes:
+        bytes: by what they are (``weights``, ``index keys``, ``selected entries``, ``output``, ...).
+    """
+
+    bytes: dict[str, int]
+    products: tuple[Product, ...] = ()
+
+    def __add__(self, other: Work) -> Work:
+        """The work of both, one after the other."""
+        flops = Counter()
+        for product in (*self.products, *other.products):
+            flops[product.name, product.unit] += product.flops
+        merged = tuple(Product(name, unit, count) for (name, unit), count in flops.items())
+        return Work(dict(Counter(self.bytes) + Counter(other.bytes)), merged)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+    @property
+    def total_flops(self) -> int:
+        return sum(product.flops for product in self.products)
+
+    def floor(self, rates: Mapping[str, float]) -> Floor:
+        """The least time of this work at ``rates``: ``copy`` in bytes/s, ``bf16`` and ``fp8`` in FLOP/s.
+
+        A machine without an FP8 rate computes FP8 products at its bf16 rate.
+        """
+        seconds = sum(product.flops / rates.get(product.unit, rates["bf16"]) for product in self.products)
+        return Floor(self.total_bytes / rates["copy"] * 1e6, seconds * 1e6)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Microseconds that the bytes and the products of some work take at peak rates, each alone."""
+
+    bytes_us: float
+    flops_us: float
+
+    @property
+    def microseconds(self) -> float:
+        return max(self.bytes_us, self.flops_us)
+
+    @property
+    def bound(self) -> str:
+        """``bytes`` or ``flops``, whichever takes longer."""
+        return "bytes" if self.bytes_us >= self.flops_us else "flops"
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """``batch`` requests with ``tokens`` new tokens each, which have ``context`` tokens after the step."""
+
+    batch: int
+    tokens: int
+    context: int
+
+    @property
+    def before(self) -> int:
+        """Tokens of a request that were cached before the step."""
+        return self.context - self.tokens
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.tokens
+
+
+def attention_work(
+    config: AnyConfig, spec: AnySpec, numerics: Numerics, dtype: torch.dtype, layout: CacheLayout, shape: StepShape
+) -> Work:
+    """Work of one attention layer, from normed hidden states to the output projection.
+
+    Args:
+        dtype: of hidden states, and of weights that are not quantised.
+        layout: holds the layer's pools.
+
+    Notes:
+        Queries of one request are taken to select different entries, as far as there are different ones.
+        Without more visible entries than ``index_topk`` nothing has to be selected, and nothing is scored.
+    """
+    selection = _Selection.of(config, spec, layout, shape)
+    tensors = attention_tensors(config, spec.name)
+    if not selection.scored:
+        tensors = tuple((name, recipe) for name, recipe in tensors if not name.startswith(SELECTION))
+    activations = shape.rows * config.hidden_size * dtype.itemsize
+    work = weights_work(config, tensors, numerics, dtype, shape.rows)
+    for pool in layout.pools:
+        if pool.layer == spec.name:
+            work += Work(pool_bytes(pool, layout, selection, shape))
+    work += Work({"input": activations, "output": activations}, selection.products(config, numerics))
+    return work
+
+
+def weights_work(config: AnyConfig, tensors: Tensors, numerics: Numerics, dtype: torch.dtype, rows: int) -> Work:
+    """Work of reading ``tensors`` once and multiplying ``rows`` token rows with each matrix among them.
+
+    FP8 weights count with a float32 scale per block, vectors as float32.
+    """
+    quantized = numerics.quantized_weights and config.quantization_config is not None
+    size, flops = 0, Counter()
+    for name, recipe in tensors:
+        count = prod(recipe.shape)
+        if recipe.kind not in ("quantized", "linear"):
+            size += 4 * count
+            continue
+        fp8 = quantized and recipe.kind == "quantized"
+        blocks = prod(-(-n // block) for n, block in zip(recipe.shape, FP8_BLOCK, strict=True))
+        size += count + 4 * blocks if fp8 else count * dtype.itemsize
+        flops["fp8" if fp8 and fp8_product(name, numerics) else "bf16"] += 2 * rows * count
+    return Work({"weights": size}, tuple(Product("projections", unit, count) for unit, count in flops.items()))
+
+
+def fp8_product(name: str, numerics: Numerics) -> bool:
+    """Whether a quantised weight is multiplied with FP8 inputs.
+
+    V3.2's ``wkv_b`` is not: absorbed into queries and outputs, it is dequantised first.
+    """
+    if name.startswith("wo_a."):
+        return numerics.fp8_wo_a_input
+    return numerics.fp8_activations and not name.startswith("wkv_b.")
+
+
+@lru_cache(maxsize=64)
+def attention_tensors(config: AnyConfig, layer: str) -> Tensors:
+    """Name within the attention of ``layer`` (``layers.3``) and recipe of each of its tensors, scales excepted."""
+    prefix, found = f"{layer}.attn.", []
+    for name, recipe in published_tensors(config):
+        if "attn." in name:
+            if isinstance(config, DeepseekV32Config):
+                name = canonical_name_v32(name, config.num_hidden_layers)
+            if name.startswith(prefix):
+                found.append((name.removeprefix(prefix), recipe))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """What the new tokens of all requests read.
+
+    Attributes:
+        window_keys: keys of the window, all queries together; entries: entries of the layer's compressed or latent
+            pool; scored: entries that they have to score.
+        entries_per_request: different entries that a request's queries read at most.
+    """
+
+    window_keys: int
+    entries: int
+    scored: int
+    entries_per_request: int
+
+    @classmethod
+    def of(cls, config: AnyConfig, spec: AnySpec, layout: CacheLayout, shape: StepShape) -> _Selection:
+        lengths = range(shape.before + 1, shape.context + 1)  # of the request, as each new token sees it
+        window = sum(min(layout.window, length) for length in lengths)
+        ratio = entry_ratio(layout, spec.name)
+        visible = [length // ratio for length in lengths] if ratio else []
+        read, scored = visible, 0
+        if spec.has_indexer:
+            read = [min(count, config.index_topk) for count in visible]
+            scored = sum(count for count in visible if count > config.index_topk)
+        return cls(shape.batch * window, shape.batch * sum(read), shape.batch * scored, sum(read))
+
+    def products(self, config: AnyConfig, numerics: Numerics) -> tuple[Product, ...]:
+        keys, value_dim = self.window_keys + self.entries, config.head_dim
+        if isinstance(config, DeepseekV32Config):
+            value_dim = config.kv_lora_rank
+        flops = 2 * config.num_attention_heads * (config.head_dim + value_dim) * keys
+        products = (Product("attention", "bf16", flops),)
+        if self.scored:
+            unit = "bf16" if numerics.index_record == "plain" else "fp8"
+            score = 2 * config.index_n_heads * config.index_head_dim
+            products = (Product("index scores", unit, score * self.scored), *products)
+        return products
+
+
+def pool_bytes(pool: PoolSpec, layout: CacheLayout, selection: _Selection, shape: StepShape) -> dict[str, int]:
+    """Bytes that a step reads from one pool, and writes to it, by what they are.
+
+    Compression reads the raw projections of a window only if it closes in the step, and keeps those that a later
+    window needs.
+    """
+    ratio = entry_ratio(layout, pool.layer)
+    if pool.record is None:
+        row, opened, closed = pool.width * 4, shape.before // ratio * ratio, shape.context // ratio * ratio
+        read = min(shape.before, shape.before - opened + pool.carry) if closed > shape.before else 0
+        kept = min(shape.tokens, shape.context - closed + pool.carry)
+        return {"compressor state": shape.batch * (read + kept) * row}
+    entry = pool.record.entry_bytes
+    if pool.kind == "window":
+        read, new = min(layout.window - 1, shape.before), min(layout.window, shape.tokens)
+        return {"window": shape.batch * read * entry, "new entries": shape.batch * new * entry}
+    cached, after = shape.before // ratio, shape.context // ratio
+    written = {"new entries": shape.batch * (after - cached) * entry}
+    if pool.kind == "index":
+        return written | {"index keys": shape.batch * cached * entry if selection.scored else 0}
+    return written | {"selected entries": shape.batch * min(cached, selection.entries_per_request) * entry}
+
+
+def entry_ratio(layout: CacheLayout, layer: str) -> int:
+    """Tokens per entry of a layer's compressed or latent pool; 0 for a layer that reads its window only."""
+    groups: Iterable[str] = (pool.group for pool in layout.pools if pool.layer == layer and pool.kind != "window")
+    return next((layout.spans[group].ratio for group in groups if group in layout.spans), 0)
