@@ -39,11 +39,10 @@ def time_case(
 ) -> Iterator[OpTiming]:
     """Times every implementation of a row: replays of a CUDA graph with one call per input set, or calls on a CPU.
 
-    Input sets together exceed the L2 cache, so that no call finds its data there.
+    What the calls on all input sets read exceeds the L2 cache, so that no call finds its data there (`num_sets`).
     """
     first = case.make(device, 0)
-    size = max(1, sum(t.nbytes for t in tensors(first)))
-    count = 1 if device.type == "cpu" else min(MAX_SETS, 1 + L2_BYTES // size)
+    count = 1 if device.type == "cpu" else num_sets(case, first)
     sets = [first] + [case.make(device, seed) for seed in range(1, count)]
     for name, run in case.run.items():
         if device.type == "cuda":
@@ -60,6 +59,16 @@ def time_case(
             times, op=case.op, label=case.label, implementation=name, bytes_per_second=bytes_per_second,
             flops_per_second=flops_per_second, share=share,
         )  # fmt: skip
+
+
+def num_sets(case: OpCase, arguments: tuple) -> int:
+    """Input sets that together exceed the L2 cache, at most `MAX_SETS`.
+
+    A set counts with the bytes that a call must move: it may hold a tensor of which a call reads only a part, and which
+    other sets share, such as a pool of cached entries.
+    """
+    size = min(case.bytes, sum(t.nbytes for t in tensors(arguments)))
+    return min(MAX_SETS, 1 + L2_BYTES // max(1, size))
 
 
 def tensors(arguments: tuple) -> Iterator[torch.Tensor]:

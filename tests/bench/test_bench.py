@@ -9,7 +9,7 @@ import torch
 
 from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.bench.layer import fill_caches, past, time_layer
-from deepseek_attn.bench.ops import time_case
+from deepseek_attn.bench.ops import num_sets, time_case
 from deepseek_attn.bench.timing import Table, Timing
 from deepseek_attn.cli import main
 from deepseek_attn.runner.model_runner import ModelRunner
@@ -213,6 +213,14 @@ def test_an_op_is_timed_on_sets_that_exceed_the_cache(device):
     for timing in found:
         assert timing.bytes_per_second == pytest.approx((8 << 20) / timing.microseconds * 1e6)
         assert timing.share == pytest.approx(timing.bytes_per_second / 1e12)
+
+
+@pytest.mark.parametrize(("moved", "held", "expected"), [
+    (1 << 20, 1 << 28, 64), (1 << 22, 1 << 28, 17), (1 << 28, 1 << 22, 17), (1 << 28, 1 << 28, 1),
+])  # fmt: skip
+def test_a_shared_pool_does_not_stand_for_what_a_call_reads(moved, held, expected):
+    case = OpCase("read", "", lambda device, seed: (), {}, bytes=moved)
+    assert num_sets(case, (torch.empty(held, dtype=torch.uint8),)) == expected
 
 
 def test_percentiles():

@@ -31,7 +31,8 @@ def cases(device: torch.device) -> list[OpCase]:
     rows += [_decode_step(T, length) for T, length in ((1, 8192), (128, 8192), (128, 1 << 17), (8, 1 << 20))]
     rows += [_global(T) for T in (1, 128)] + [_combine(T) for T in (512, 4096)]
     records = {"fp8_ds_mla": KV, "V3.2": Fp8DsMlaV32Record(512, ROPE), "bf16": PlainRecord(HEAD)}
-    return rows + [_gather(label, record, 4, 16384) for label, record in records.items()]
+    rows += [_gather(label, record, 4, 16384) for label, record in records.items()]
+    return rows + [_gather("V3.2", records["V3.2"], requests, length) for requests, length in ((1, 131072), (32, 8192))]
 
 
 def _table(device: torch.device, g: torch.Generator) -> torch.Tensor:
