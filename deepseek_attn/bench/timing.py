@@ -155,6 +155,45 @@ def kernels_of(call: Callable[[], object], repeats: int = 5) -> list[tuple[str, 
     return [(name, launches[name] / repeats, total / repeats) for name, total in times.most_common()]
 
 
+class GraphReplays:
+    """Keeps which CUDA graphs are replayed in its context, so that they can be timed without their host.
+
+    Attributes:
+        graphs: one entry per replay, in order.
+    """
+
+    def __init__(self):
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+
+    def __enter__(self) -> Self:
+        self._replay = replay = torch.cuda.CUDAGraph.replay
+
+        def recorded(graph: torch.cuda.CUDAGraph) -> None:
+            self.graphs.append(graph)
+            replay(graph)
+
+        torch.cuda.CUDAGraph.replay = recorded
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.CUDAGraph.replay = self._replay
+
+    def device_seconds(self, first: int, last: int) -> float:
+        """What the replays from ``first`` to before ``last`` take one behind the other, on their last inputs.
+
+        They write to the caches what they wrote before: no sequence may still need them.
+        """
+        marks = []
+        for graph in self.graphs[first:last]:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            graph.replay()
+            after.record()
+            marks.append((before, after))
+        torch.cuda.synchronize()
+        return sum(before.elapsed_time(after) for before, after in marks) * 1e-3
+
+
 def ceilings(device: torch.device) -> dict[str, float]:
     """Measured peak rates: bytes/s of a copy (read and written), FLOP/s of bf16 and FP8 products of 8192^3."""
     rates = {"copy": _copy_rate(device)}

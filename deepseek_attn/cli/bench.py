@@ -1,10 +1,11 @@
-"""``deepseek-attn bench op|layer|model``: times of ops, attention layers and whole decode steps on this machine."""
+"""``deepseek-attn bench op|layer|model|engine``: times of ops, layers, decode steps and decoding on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     model.add_argument("--layers", type=numbers, metavar="LIST", help="layer numbers (default: all)")
     model.add_argument("--experts", type=int, metavar="N", help="routed experts per layer (default: the model's)")
     model.add_argument("--backend", default="auto", help="default: auto")
+    model.add_argument("--eager", action="store_true", help="with --graph: time the same steps without graphs, too")
     model.set_defaults(run=run_model)
+    add_engine_parser(what)
     for part in (layer, model):
         part.add_argument("--model", default="tiny", metavar="NAME|FILE", help="preset or config.json (default: tiny)")
         part.add_argument(
@@ -64,6 +67,34 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
             "--repeats", type=int, default=20, help="runs per measurement, of which the median counts (default: 20)"
         )
         part.add_argument("--plot", type=Path, metavar="FILE", help="also draw the times (.svg, .png, .pdf)")
+
+
+def add_engine_parser(what: argparse._SubParsersAction) -> None:
+    engine = what.add_parser("engine", help="greedy decoding with and without drafts of the MTP layer, in turns")
+    engine.add_argument(
+        "--model", metavar="DIR|NAME|FILE",
+        help="checkpoint, or a preset or config.json to fill with random weights (default: the small checkpoint in the "
+        "package)",
+    )  # fmt: skip
+    engine.add_argument("--layers", type=int, metavar="N", help="first N layers of a preset or config.json")
+    engine.add_argument("--experts", type=int, metavar="N", help="routed experts per layer of a preset or config.json")
+    engine.add_argument("--backend", default="auto", help="default: auto")
+    engine.add_argument(
+        "--batch", type=numbers, default=[1, 8, 32], metavar="LIST", help="requests at a time (default: 1,8,32)"
+    )
+    engine.add_argument(
+        "--drafts", type=numbers, default=[1, 2, 3], metavar="LIST",
+        help="drafts per step, each beside none (default: 1,2,3)",
+    )  # fmt: skip
+    engine.add_argument("--eager", action="store_true", help="where steps are CUDA graphs: also time them without")
+    engine.add_argument("--prompt", type=int, default=64, metavar="N", help="tokens of a prompt (default: 64)")
+    engine.add_argument("--tokens", type=int, default=128, metavar="N", help="new tokens of a request (default: 128)")
+    engine.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+    engine.add_argument(
+        "--repeats", type=int, default=3, help="runs of each, of which the median counts, after one more (default: 3)"
+    )
+    add_numerics_options(engine)
+    engine.set_defaults(run=run_engine, plot=None)
 
 
 def numbers(text: str) -> list[int]:
@@ -192,17 +223,82 @@ def run_model(args: argparse.Namespace) -> None:
         "batch": ">6", "context": ">9", "graph": ">7", "us": ">11.1f", "10 %": ">11.1f", "90 %": ">11.1f",
         "tokens/s": ">11.1f", "launches": ">10.0f",
     })  # fmt: skip
-    for context in args.context:
-        for batch in args.batch:
-            timing = time_model(runner, batch, context, args.repeats, graph=args.graph, count_kernels=args.kernels)
-            rows.append(timing.row())
-            table.add(
-                batch, context, "yes" if args.graph else "no", timing.microseconds, timing.low, timing.high,
-                timing.tokens_per_second, timing.launches,
-            )  # fmt: skip
-            print_kernels(timing)
+    ways = [True, False] if args.graph and args.eager else [args.graph]
+    for context, batch, graph in product(args.context, args.batch, ways):
+        timing = time_model(runner, batch, context, args.repeats, graph=graph, count_kernels=args.kernels)
+        rows.append(timing.row())
+        table.add(
+            batch, context, "yes" if graph else "no", timing.microseconds, timing.low, timing.high,
+            timing.tokens_per_second, timing.launches,
+        )  # fmt: skip
+        print_kernels(timing)
     run = {"layers": len(runner.backbone_layers), "experts": config.n_routed_experts, **settings(runner)}
     finish(args, {"benchmark": "model", "model": args.model, **run}, rows, ("graph", "context"))
+
+
+def run_engine(args: argparse.Namespace) -> None:
+    from deepseek_attn.bench.engine import Variant, random_prompts, text_prompts, time_engine
+    from deepseek_attn.bench.timing import Table
+    from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
+
+    check_flags(args)
+    directory = checkpoint_directory(args)
+    runner = engine_runner(args, directory)
+    drafts = [n for n in args.drafts if n > 0]
+    variants = [Variant(), *map(Variant, drafts)]
+    if args.eager and runner.graphs is not None:
+        variants.append(Variant(graphs=False))
+    rows = []
+    table = Table({
+        "batch": ">6", "drafts": ">8", "graph": ">7", "tokens/s": ">11.1f", "ratio": ">7.2f", "step us": ">11.1f",
+        "tokens/step": ">13.2f", "breaks even": ">13.2f", "accepted": ">10.0%", "pays from": ">11.0%", "host": ">7.1%",
+    })  # fmt: skip
+    for batch in args.batch:
+        if directory is not None and (directory / TOKENIZER_FILE).is_file():
+            prompts = text_prompts(Tokenizer(directory), batch, args.prompt)
+        else:
+            prompts = list(random_prompts(runner.config.vocab_size, batch, args.prompt))
+        for timing in time_engine(runner, prompts, variants, args.tokens, args.repeats):
+            rows.append(timing.row())
+            table.add(
+                batch, timing.drafts, "yes" if timing.graphs else "no", timing.tokens_per_second, timing.speedup,
+                timing.step_us, timing.tokens_per_step, timing.break_even_tokens_per_step, timing.acceptance_rate,
+                timing.break_even_acceptance, timing.host_share,
+            )  # fmt: skip
+    run = {
+        "benchmark": "engine", "model": args.model or "small", "layers": len(runner.backbone_layers),
+        "experts": runner.config.n_routed_experts, "prompt": args.prompt, "tokens": args.tokens, **settings(runner),
+    }  # fmt: skip
+    finish(args, run, rows, ("drafts",))
+
+
+def checkpoint_directory(args: argparse.Namespace) -> Path | None:
+    """The checkpoint to time; None for a preset or a config.json, which gets random weights."""
+    from deepseek_attn.cli.generate import default_checkpoint
+
+    if args.model is not None and not Path(args.model).is_dir():
+        return None
+    if args.layers is not None or args.experts is not None:
+        raise ValueError("--layers and --experts cut a preset or a config.json (--model NAME), not a checkpoint")
+    return default_checkpoint() if args.model is None else Path(args.model)
+
+
+def engine_runner(args: argparse.Namespace, directory: Path | None) -> ModelRunner:
+    """The runner of a checkpoint, or of a config with random weights, with as much cache as the requests need."""
+    from deepseek_attn.bench.engine import cut_config
+    from deepseek_attn.checkpoint.random import RepeatingSource
+    from deepseek_attn.config.model import ModelConfig
+    from deepseek_attn.runner.model_runner import ModelRunner
+
+    options = {
+        "device": args.device, "numerics": args.numerics, "dtype": args.dtype, "backend": args.backend,
+        "max_model_len": args.prompt + args.tokens + max(args.drafts), "max_num_seqs": max(args.batch),
+        "max_num_batched_tokens": max(2048, max(args.batch) * (1 + max(args.drafts))),
+    }  # fmt: skip
+    if directory is not None:
+        return ModelRunner.from_pretrained(directory, **options)
+    config = cut_config(ModelConfig.from_pretrained(args.model), args.layers, args.experts)
+    return ModelRunner.from_source(config, RepeatingSource(config), progress=False, **options)
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -211,6 +307,11 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--repeats {args.repeats}: at least 1 run")
     if getattr(args, "instances", 1) < 1:
         raise ValueError(f"--instances {args.instances}: at least 1 layer")
+    for flag in ("prompt", "tokens"):
+        if getattr(args, flag, 2) < 2:
+            raise ValueError(f"--{flag} {getattr(args, flag)}: at least 2 tokens")
+    if any(n < 0 for n in getattr(args, "drafts", [])):
+        raise ValueError(f"--drafts {','.join(map(str, args.drafts))}: numbers of at least 0")
     for flag in ("batch", "context", "prefill"):
         if any(n < 1 for n in getattr(args, flag, [])):
             raise ValueError(f"--{flag} {','.join(map(str, getattr(args, flag)))}: numbers of at least 1")

@@ -254,6 +254,7 @@ def count_drafts(stats: StepStats, accepted: Accepted) -> None:
     counts = accepted.verified.values()
     stats.verified, stats.drafted = len(counts), sum(drafts for drafts, _ in counts)
     stats.accepted = sum(num_accepted for _, num_accepted in counts)
+    stats.verifications.update(counts)
 
 
 def describe(error: Exception) -> str:

@@ -19,6 +19,7 @@ class StepStats:
         queried_tokens, cached_tokens: of the admitted requests, tokens in all and those that the prefix cache had.
         evicted: snapshots that were evicted from the prefix cache.
         verified: requests whose drafts were verified; drafted, accepted: their drafts, and the accepted ones.
+        verifications: how many requests had these (drafts, accepted drafts).
         pages: (held, all) pages by group, after the step; snapshots hold pages too.
     """
 
@@ -39,6 +40,7 @@ class StepStats:
     verified: int = 0
     drafted: int = 0
     accepted: int = 0
+    verifications: Counter[tuple[int, int]] = field(default_factory=Counter)
     pages: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -92,12 +94,14 @@ class EngineStats:
     verified: int = 0
     drafted: int = 0
     accepted: int = 0
+    verifications: Counter[tuple[int, int]] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
 
     def add(self, step: StepStats) -> None:
         self.steps += 1
         for name in SUMS:
             setattr(self, name, getattr(self, name) + getattr(step, name))
+        self.verifications.update(step.verifications)
 
     @property
     def hit_rate(self) -> float:
@@ -108,6 +112,17 @@ class EngineStats:
     def acceptance_rate(self) -> float:
         """Fraction of the verified drafts that were accepted."""
         return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Fraction of the first, second, ... drafts after a confirmed token that were accepted."""
+        longest = max((drafts for drafts, _ in self.verifications), default=0)
+        rates = []
+        for position in range(longest):
+            drafted = sum(count for (drafts, _), count in self.verifications.items() if drafts > position)
+            accepted = sum(count for (_, right), count in self.verifications.items() if right > position)
+            rates.append(accepted / drafted)
+        return rates
 
     @property
     def tokens_per_step(self) -> float:

@@ -34,7 +34,7 @@ def check_flags(words: list[str]) -> str:
     """What is wrong with a command of ``deepseek-attn``, without its values."""
     parser, words = make_parser(), words[1:]
     while words and subparsers(parser):
-        names = words.pop(0).split("|")  # bench op|layer|model
+        names = words.pop(0).split("|")  # bench op|layer|model|engine
         unknown = [name for name in names if name not in subparsers(parser)]
         if unknown:
             return f"no command {unknown}"
@@ -53,7 +53,7 @@ def test_commands(page):
 def test_commands_are_found():
     found = commands((ROOT / "README.md").read_text(encoding="utf-8"), "deepseek-attn ")
     assert len(found) >= 12
-    assert any(words[1:3] == ["bench", "op|layer|model"] for words in found)
+    assert any(words[1:3] == ["bench", "op|layer|model|engine"] for words in found)
     assert any("--max-model-len" in words for words in found), "inline code that goes over two lines"
     assert check_flags(["deepseek-attn", "generate", "--prompts", "FILE", "--nonsense"]) == "no flags ['--nonsense']"
     assert check_flags(["deepseek-attn", "serve"]) == "no command ['serve']"
