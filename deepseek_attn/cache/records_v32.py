@@ -7,7 +7,7 @@ Unlike V4's pages, a page is ``n`` whole entries one after the other, so a pool 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,17 @@ LATENT_GROUP = 128
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla")
 
 _FLT_MIN = torch.finfo(torch.float32).tiny
+
+
+class ScaleRule(NamedTuple):
+    """How the scale of a group is chosen: arguments of `kernels.common.quant.quantize_fp8`.
+
+    Attributes:
+        floor: lower clamp of the group's largest magnitude; pow2: round the scale up to a power of two.
+    """
+
+    floor: float
+    pow2: bool
 
 
 @dataclass(frozen=True)
@@ -54,11 +65,10 @@ class Fp8DsMlaV32Record(Record):
     scale_rule: str = "raw"
     name = "fp8_v32"
 
-    _RULES: ClassVar[dict[str, tuple[float, bool]]] = {
-        # rule: (lower clamp of amax, power of two)
-        "raw": (FP8_MAX * _FLT_MIN, False),
-        "pow2": (FP8_MAX * 1e-4, True),
-        "official": (FP8_FLOOR, True),
+    _RULES: ClassVar[dict[str, ScaleRule]] = {
+        "raw": ScaleRule(FP8_MAX * _FLT_MIN, False),
+        "pow2": ScaleRule(FP8_MAX * 1e-4, True),
+        "official": ScaleRule(FP8_FLOOR, True),
     }
 
     def __post_init__(self):
@@ -67,6 +77,11 @@ class Fp8DsMlaV32Record(Record):
             raise ValueError(f"{self.name} needs latent_dim a positive multiple of 128 and rope_dim >= 0, got {got}")
         if self.scale_rule not in self._RULES:
             raise ValueError(f"unknown scale rule {self.scale_rule!r}: supported are {', '.join(self._RULES)}")
+
+    @property
+    def rule(self) -> ScaleRule:
+        """What ``scale_rule`` names."""
+        return self._RULES[self.scale_rule]
 
     @property
     def nope_dim(self) -> int:
@@ -82,8 +97,7 @@ class Fp8DsMlaV32Record(Record):
 
     def encode(self, rows: Tensor) -> tuple[Tensor, ...]:
         rows = rows.to(torch.bfloat16)
-        floor, pow2 = self._RULES[self.scale_rule]
-        q, scale = quantize_fp8(rows[:, : self.latent_dim], LATENT_GROUP, floor, pow2)
+        q, scale = quantize_fp8(rows[:, : self.latent_dim], LATENT_GROUP, self.rule.floor, self.rule.pow2)
         return (torch.cat([as_bytes(q), as_bytes(scale), as_bytes(rows[:, self.latent_dim :])], dim=1),)
 
     def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:

@@ -109,13 +109,13 @@ def pow2_scales(x, FLOOR: tl.constexpr, MAX: tl.constexpr):
 
 
 @triton.jit
-def group_scales(amax, POW2: tl.constexpr):
+def group_scales(amax, POW2: tl.constexpr, FLOOR_BITS: tl.constexpr = _FLOOR_BITS):
     """Float32 scales of groups, and the factors for `scaled`, by the rule of `kernels.common.quant.quantize_fp8`.
 
     ``amax`` holds the bits of the largest magnitudes as int32: on these, a NaN is larger than every number. A group
-    that holds a NaN or an infinity gets the scale NaN.
+    that holds a NaN or an infinity gets the scale NaN. ``FLOOR_BITS`` are those of the smallest largest magnitude.
     """
-    bits = tl.maximum(amax, _FLOOR_BITS)
+    bits = tl.maximum(amax, FLOOR_BITS)
     if POW2:
         bits = (bits.to(tl.float32, bitcast=True) * 0.002232142857142857).to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFFF) & ~0x7FFFFF

@@ -1,6 +1,7 @@
 """Norm, RoPE and cache writes of a step's tokens, the compressor, and the norm and RoPE of queries.
 
-``insert_tokens`` is what a layer calls: ``norm_rope_insert`` and ``compress_and_insert`` in one launch.
+``insert_tokens`` is what a V4 layer calls: ``norm_rope_insert`` and ``compress_and_insert`` in one launch. V3.2 layers,
+which keep every token, call ``insert_latents``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from deepseek_attn.kernels.insert.types import (
     ClosingWindows,
     CompressBatch,
     CompressPart,
+    IndexKeyRows,
     LatentAndKey,
+    LatentTokens,
     QueryHeads,
     TokenRows,
 )
@@ -25,10 +28,13 @@ __all__ = [
     "ClosingWindows",
     "CompressBatch",
     "CompressPart",
+    "IndexKeyRows",
     "LatentAndKey",
+    "LatentTokens",
     "QueryHeads",
     "TokenRows",
     "compress_and_insert",
+    "insert_latents",
     "insert_tokens",
     "norm_rope_insert",
     "query_norm_rope",
@@ -49,6 +55,30 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
     else:
         from deepseek_attn.kernels.insert.reference import insert_tokens as op
     return op(tokens, compressors, batch)
+
+
+def insert_latents(tokens: LatentTokens) -> Tensor:
+    """All cache writes of a V3.2 layer: norms and RoPE of latent, rotary key and index key, in one launch on a GPU.
+
+    The query latent is ``rms_norm(qr, q_weight)``. The row written to ``cache`` is ``rms_norm(latent, kv_weight)``
+    beside the rotary key, which is not normed but rotated at ``positions`` in pairs ``(2 i, 2 i + 1)``. An index key is
+    layer-normed with weight and bias, rotated in pairs ``(i, i + rope_dim / 2)`` of its *first* ``rope_dim`` channels
+    and, with ``hadamard``, multiplied by a Hadamard matrix. Arithmetic is float32, rounded to the dtype after each of
+    these steps; ``record.encode`` of the rounded rows is stored, and nothing of rows whose slot is -1. ``qr_fp8`` is
+    ``quantize_fp8`` of the rounded query latent per token and 128 channels. Rows do not depend on one another; no
+    tokens are fine. NaN and infinities stay visible: the entry of such a row decodes to NaN.
+
+    Returns:
+        The normed query latent ``[T, q_lora_rank]`` in the dtype of ``qr``.
+
+    Raises:
+        ValueError: tensors that disagree or that the kernel does not support.
+    """
+    if runs_triton(tokens.qr):
+        from deepseek_attn.kernels.insert.latents import insert_latents as op
+    else:
+        from deepseek_attn.kernels.insert.reference import insert_latents as op
+    return op(tokens)
 
 
 def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from deepseek_attn.kernels.common.device import FLOATS, fp8_view, has_native_fp8, supports_pdl
+from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.row_ops import entry_constants, row_block
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.insert.norm_rope_triton import TokenArguments, TokenShape, norm_rope_insert_kernel
@@ -64,12 +65,7 @@ def token_launch(tokens: TokenRows) -> TokenLaunch:
     )  # fmt: skip
     fp8 = tokens.qr_fp8
     if fp8 is not None:
-        rows = rows._replace(
-            fp8=fp8_view(fp8.values),
-            fp8_stride=fp8.values.stride(0),
-            fp8_scale=fp8.scale,
-            fp8_scale_stride=fp8.scale.stride(1),
-        )
+        rows = rows._replace(**quantized_arguments(fp8))
     shape = TokenShape(
         D=kv.shape[1],
         ROPE=tokens.cos_sin.shape[1],
@@ -85,6 +81,16 @@ def token_launch(tokens: TokenRows) -> TokenLaunch:
     return TokenLaunch(rows, shape, LatentAndKey(qr_out, kv_out))
 
 
+def quantized_arguments(buffers: QuantizedRows) -> dict[str, Any]:
+    """Arguments of `norm_latent` for the latent's values and scales in FP8."""
+    return {
+        "fp8": fp8_view(buffers.values),
+        "fp8_stride": buffers.values.stride(0),
+        "fp8_scale": buffers.scale,
+        "fp8_scale_stride": buffers.scale.stride(1),
+    }
+
+
 def _check(tokens: TokenRows) -> None:
     (T, lora), dim, slots = tokens.qr.shape, tokens.kv.shape[1], tokens.cache.slots
     for name, x, weight in (("qr", tokens.qr, tokens.q_weight), ("kv", tokens.kv, tokens.kv_weight)):
@@ -98,9 +104,13 @@ def _check(tokens: TokenRows) -> None:
             f"need {T} positions and slots and a record of {dim} values, got {tuple(tokens.positions.shape)}, "
             f"{tuple(slots.shape)} and {tokens.cache.record.dim}"
         )
-    if tokens.qr_fp8 is None:
-        return
-    q, scale = tokens.qr_fp8.values, tokens.qr_fp8.scale
+    if tokens.qr_fp8 is not None:
+        check_quantized(tokens.qr_fp8, T, lora)
+
+
+def check_quantized(buffers: QuantizedRows, T: int, lora: int) -> None:
+    """Raises ValueError unless ``buffers`` hold ``T`` query latents of ``lora`` channels, quantised."""
+    q, scale = buffers.values, buffers.scale
     if lora % 128 or q.shape != (T, lora) or scale.shape != (T, lora // 128) or (T > 1 and scale.stride(0) != 1):
         raise ValueError(
             f"a quantised latent of {(T, lora)} needs a multiple of 128 channels and scales [{T}, "

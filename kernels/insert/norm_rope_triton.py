@@ -103,13 +103,15 @@ class HeadShape:
 
 
 @triton.jit
-def _load_row(row_ptr, D: tl.constexpr, BLOCK: tl.constexpr):
+def load_row(row_ptr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """``D`` values as float32 ``[1, BLOCK]``, zeros behind them."""
     channel = tl.arange(0, BLOCK)[None, :]
     return tl.load(row_ptr + channel, mask=channel < D, other=0).to(tl.float32)
 
 
 @triton.jit
-def _store_row(row_ptr, y, D: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+def store_row(row_ptr, y, D: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """Stores the first ``D`` values of ``y [1, BLOCK]`` as ``DTYPE``."""
     channel = tl.arange(0, BLOCK)[None, :]
     tl.store(row_ptr + channel, y.to(DTYPE), mask=channel < D)
 
@@ -125,24 +127,27 @@ def insert_key(t, rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
     # all loads are issued before the first result is needed
     position = tl.load(rows.positions + t + one)
     slot = tl.load(rows.slots + t + one).to(tl.int64)
-    x = _load_row(rows.kv + t * rows.kv_stride, D, BLOCK)
+    x = load_row(rows.kv + t * rows.kv_stride, D, BLOCK)
     weight = row_weight(rows.kv_weight, D, BLOCK)
     freqs_cis = row_cos_sin(position, rows.cos_sin, rows.max_positions, D, ROPE, BLOCK)
     y = rotated_rows(normed_rows(x, weight, rows.eps, D, DTYPE), freqs_cis, D, ROPE, DTYPE)
-    _store_row(rows.kv_out + t * rows.kv_out_stride, y, D, BLOCK, DTYPE)
+    store_row(rows.kv_out + t * rows.kv_out_stride, y, D, BLOCK, DTYPE)
     store_rows(y, slot, rows.pool, rows.page_stride, SHAPE.N, D, SHAPE.NOPE, BLOCK, SHAPE.RECORD, SHAPE.PLAIN,
                NATIVE_FP8)  # fmt: skip
 
 
 @triton.jit
 def norm_latent(t, rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Norm of the query latent of token ``t``, and the normed row quantised to FP8 with ``SHAPE.QUANTIZE``."""
+    """Norm of the query latent of token ``t``, and the normed row quantised to FP8 with ``SHAPE.QUANTIZE``.
+
+    ``rows`` and ``SHAPE`` may be any tuples with the fields of `TokenArguments` and `TokenShape` that this reads.
+    """
     LORA: tl.constexpr = SHAPE.LORA
     BLOCK: tl.constexpr = SHAPE.LORA_BLOCK
     DTYPE: tl.constexpr = SHAPE.LORA_DTYPE
-    x = _load_row(rows.qr + t * rows.qr_stride, LORA, BLOCK)
+    x = load_row(rows.qr + t * rows.qr_stride, LORA, BLOCK)
     y = normed_rows(x, row_weight(rows.q_weight, LORA, BLOCK), rows.eps, LORA, DTYPE)
-    _store_row(rows.qr_out + t * rows.qr_out_stride, y, LORA, BLOCK, DTYPE)
+    store_row(rows.qr_out + t * rows.qr_out_stride, y, LORA, BLOCK, DTYPE)
     if SHAPE.QUANTIZE:
         _store_quantized(t, y.to(DTYPE), rows, LORA, BLOCK, NATIVE_FP8, SHAPE.POW2)
 

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
-from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at, rms_norm
-from deepseek_attn.kernels.common.quant import hadamard, quantize_fp8
+from deepseek_attn.kernels.common.norm_rope import apply_rope, apply_rope_half_split, freqs_cis_at, rms_norm
+from deepseek_attn.kernels.common.quant import QuantizedRows, hadamard, quantize_fp8
 from deepseek_attn.kernels.insert.types import (
     ClosingWindows,
     CompressBatch,
     CompressPart,
     LatentAndKey,
+    LatentTokens,
     QueryHeads,
     TokenRows,
 )
@@ -35,14 +36,35 @@ def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
     kv = apply_rope(kv, freqs_cis_at(tokens.cos_sin, tokens.positions))
     cache = tokens.cache
     cache.record.insert(cache.pool, cache.page_entries, cache.slots, kv)
-    if tokens.qr_fp8 is not None:
-        values, scale = quantize_fp8(qr, 128, pow2=tokens.qr_fp8.pow2_scales)
-        tokens.qr_fp8.values.copy_(values)
-        tokens.qr_fp8.scale.copy_(scale)
+    _store_quantized(qr, tokens.qr_fp8)
     return LatentAndKey(
         qr if tokens.qr_out is None else tokens.qr_out.copy_(qr),
         kv if tokens.kv_out is None else tokens.kv_out.copy_(kv),
     )
+
+
+def insert_latents(tokens: LatentTokens) -> Tensor:
+    """See `kernels.insert.insert_latents`."""
+    freqs_cis, cache, index = freqs_cis_at(tokens.cos_sin, tokens.positions), tokens.cache, tokens.index
+    qr = rms_norm(tokens.qr, tokens.eps, tokens.q_weight)
+    rank = len(tokens.kv_weight)
+    latent = rms_norm(tokens.kv[:, :rank], tokens.eps, tokens.kv_weight)
+    rows = torch.cat([latent, apply_rope(tokens.kv[:, rank:], freqs_cis)], dim=-1)
+    cache.record.insert(cache.pool, cache.page_entries, cache.slots, rows)
+    if index is not None:
+        k = torch.nn.functional.layer_norm(index.k.float(), index.weight.shape, index.weight, index.bias, index.eps)
+        k = apply_rope_half_split(k.to(index.k.dtype), freqs_cis)
+        k = hadamard(k) if index.hadamard else k
+        index.cache.record.insert(index.cache.pool, index.cache.page_entries, index.cache.slots, k)
+    _store_quantized(qr, tokens.qr_fp8)
+    return qr if tokens.qr_out is None else tokens.qr_out.copy_(qr)
+
+
+def _store_quantized(rows: Tensor, buffers: QuantizedRows | None) -> None:
+    if buffers is not None:
+        values, scale = quantize_fp8(rows, 128, pow2=buffers.pow2_scales)
+        buffers.values.copy_(values)
+        buffers.scale.copy_(scale)
 
 
 def query_norm_rope(heads: QueryHeads) -> Tensor:

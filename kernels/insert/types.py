@@ -61,6 +61,52 @@ class LatentAndKey(NamedTuple):
     kv: Tensor
 
 
+class IndexKeyRows(NamedTuple):
+    """Index keys of a step's tokens, as projected: one per token (V3.2).
+
+    Attributes:
+        k: ``[T, index_head_dim]`` float32, bfloat16 or float16 with contiguous rows.
+        weight, bias: float32 ``[index_head_dim]`` of the layer norm; eps: its epsilon.
+        hadamard: multiply the rotated key by a Hadamard matrix; ``index_head_dim`` is then a power of two.
+        cache: where the keys are stored; records ``plain``, ``index_fp8`` or ``index_fp4``.
+    """
+
+    k: Tensor
+    weight: Tensor
+    bias: Tensor
+    eps: float
+    hadamard: bool
+    cache: CacheRows
+
+
+class LatentTokens(NamedTuple):
+    """Query latent, key latent with rotary key, and index key of a step's tokens, as projected (V3.2).
+
+    Attributes:
+        qr: ``[T, q_lora_rank]``; kv: ``[T, kv_lora_rank + rope_dim]``, the latent, then the rotary key; float32,
+            bfloat16 or float16 with contiguous rows, which may be columns of one product.
+        q_weight, kv_weight: float32 norm weights ``[q_lora_rank]`` and ``[kv_lora_rank]``; eps: of both norms.
+        cos_sin: float32 ``[max_positions, rope_dim]``, cosines then sines; positions: int64 ``[T]``.
+        cache: where latent and rotary key are stored; records ``plain`` or ``fp8_v32``.
+        index: the index keys; None for a layer without an indexer.
+        qr_fp8: buffers for the normed latent quantised to FP8, ``q_lora_rank`` a multiple of 128; None if nothing
+            reads it.
+        qr_out: buffer for the result; None allocates it.
+    """
+
+    qr: Tensor
+    kv: Tensor
+    q_weight: Tensor
+    kv_weight: Tensor
+    eps: float
+    cos_sin: Tensor
+    positions: Tensor
+    cache: CacheRows
+    index: IndexKeyRows | None = None
+    qr_fp8: QuantizedRows | None = None
+    qr_out: Tensor | None = None
+
+
 class QueryHeads(NamedTuple):
     """Projected queries of a step's tokens.
 

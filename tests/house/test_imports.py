@@ -21,7 +21,7 @@ TEXT = {".py", ".md", ".toml", ".json", ".cfg", ".yml", ".yaml", ".txt", ".sh", 
 FLOORS = (
     ("config", "utils", "text", "data", "kernels.common", "kernels.indices"),
     ("cache",),
-    ("kernels.attention", "kernels.linear", "kernels.hyper_connection", "kernels.sampling"),
+    ("kernels.attention", "kernels.linear", "kernels.latent", "kernels.hyper_connection", "kernels.sampling"),
     ("layers", "kernels.insert", "kernels.moe", "impls"),
     ("checkpoint",),
     ("kernels.indexer",),

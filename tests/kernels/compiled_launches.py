@@ -124,4 +124,6 @@ def type_name(value):
         return f"tensordesc<{NAMES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
     if isinstance(value, torch.Tensor):
         return "*" + NAMES[value.dtype]
+    if value is None:
+        return "constexpr"
     return "fp32" if isinstance(value, float) else "i32"

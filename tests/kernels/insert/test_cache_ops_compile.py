@@ -7,11 +7,13 @@ import pytest
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+import torch
 import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
 from deepseek_attn.kernels.attention import gather_triton
+from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.indexer.query_triton import (
     IndexQueryArgs,
     IndexQueryShape,
@@ -20,8 +22,9 @@ from deepseek_attn.kernels.indexer.query_triton import (
 )
 from deepseek_attn.kernels.indices import step_indices_triton as step_indices_kernels
 from deepseek_attn.kernels.indices.step_indices_triton import GroupShape
-from deepseek_attn.kernels.insert import compress, compress_triton, insert, norm_rope_triton
-from tests.kernels.compiled_launches import CAPABILITIES, on_gpus, target_of
+from deepseek_attn.kernels.insert import compress, compress_triton, insert, latents, norm_rope_triton
+from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu, target_of
+from tests.kernels.insert.test_insert_latents import LAYERS, make
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
 
@@ -125,6 +128,18 @@ def test_norm_rope_insert_with_a_quantised_latent(arch, scales):
     asm = compiled(norm_rope_triton.norm_rope_insert_kernel, {"rows": rows}, constants, arch)
     assert asm["cubin"]
     assert ("e4m3" in asm["ptx"]) == (arch != "sm80")
+
+
+@pytest.mark.parametrize(("arch", "layer"), on_gpus(LAYERS, ["V3.2"]))
+def test_insert_latents(monkeypatch, arch, layer):
+    pass_for_gpu(monkeypatch, CAPABILITIES[arch])
+    tokens = make(layer, torch.bfloat16, torch.device("cpu"))
+    if tokens.qr.shape[1] % 128 == 0:
+        values, scale = torch.empty(tokens.qr.shape, dtype=torch.uint8), torch.empty(tokens.qr.shape[1] // 128, 9).t()
+        tokens = tokens._replace(qr_fp8=QuantizedRows(values.view(torch.float8_e4m3fn), scale))
+    found = compiled_launches(monkeypatch, [latents], arch, lambda: latents.insert_latents(tokens))
+    (kernel,) = found["insert_latents_kernel"]
+    assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80" and layer not in ("plain", "odd"))
 
 
 @pytest.mark.parametrize("arch", on_gpus())

@@ -1,0 +1,216 @@
+"""Triton device code of `insert_latents`: one program per row that a token adds to a V3.2 layer.
+
+How a row is summed does not depend on the other rows of the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepseek_attn.kernels.common.fp8 import group_scales, quantize_e4m3, scaled
+from deepseek_attn.kernels.common.row_ops import (
+    begin,
+    hadamard_rows,
+    normed_rows,
+    rotated_rows,
+    round_to,
+    row_cos_sin,
+    row_weight,
+    store_rows,
+)
+from deepseek_attn.kernels.insert.norm_rope_triton import load_row, norm_latent
+
+
+class LatentArguments(NamedTuple):
+    """Runtime arguments of `insert_latent` and `norm_latent`: tensors of `LatentTokens`, each with its row stride."""
+
+    kv: Tensor
+    kv_stride: int
+    kv_weight: Tensor
+    qr: Tensor
+    qr_stride: int
+    q_weight: Tensor
+    qr_out: Tensor
+    qr_out_stride: int
+    positions: Tensor
+    cos_sin: Tensor
+    max_positions: int
+    slots: Tensor
+    eps: float
+    pool: Tensor
+    page_stride: int
+    fp8: Tensor | None = None
+    fp8_stride: int | None = None
+    fp8_scale: Tensor | None = None
+    fp8_scale_stride: int | None = None
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Constants of `insert_latent` and `norm_latent`.
+
+    Attributes:
+        LATENT, ROPE: channels of a key latent and of its rotary key; LATENT_BLOCK, ROPE_BLOCK: their tiles.
+        DTYPE: of both; N: entries of a page.
+        FP8: entries are ``fp8_v32`` records; SCALE_POW2, SCALE_FLOOR: their scale rule, as in `group_scales`.
+        PLAIN: dtype of other entries.
+        LORA, LORA_BLOCK, LORA_DTYPE: channels, tile and dtype of a query latent.
+        QUANTIZE: also store the query latent as FP8; POW2: with scales that are powers of two.
+    """
+
+    LATENT: int
+    LATENT_BLOCK: int
+    ROPE: int
+    ROPE_BLOCK: int
+    DTYPE: Any
+    N: int
+    FP8: bool
+    SCALE_POW2: bool
+    SCALE_FLOOR: int
+    PLAIN: Any
+    LORA: int
+    LORA_BLOCK: int
+    LORA_DTYPE: Any
+    QUANTIZE: bool
+    POW2: bool
+
+
+class IndexKeyArguments(NamedTuple):
+    """Runtime arguments of `insert_index_key`: tensors of `IndexKeyRows`."""
+
+    k: Tensor
+    k_stride: int
+    weight: Tensor
+    bias: Tensor
+    eps: float
+    slots: Tensor
+    pool: Tensor
+    page_stride: int
+
+
+@dataclass(frozen=True)
+class IndexKeyShape:
+    """Constants of `insert_index_key`.
+
+    Attributes:
+        D: channels of a key; BLOCK: its tile; STAGES: of the Hadamard product, ``log2(D)``, or 0 for none.
+        DTYPE: of a key; NOPE, N, RECORD, PLAIN: of the pool, see `row_ops.entry_constants`.
+    """
+
+    D: int
+    BLOCK: int
+    STAGES: int
+    DTYPE: Any
+    NOPE: int
+    N: int
+    RECORD: int
+    PLAIN: Any
+
+
+@triton.jit
+def insert_latent(t, rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Norm of the latent of token ``t``, rotation of its rotary key, and the cache write of both."""
+    LATENT: tl.constexpr = SHAPE.LATENT
+    BLOCK: tl.constexpr = SHAPE.LATENT_BLOCK
+    ROPE: tl.constexpr = SHAPE.ROPE
+    ROPE_BLOCK: tl.constexpr = SHAPE.ROPE_BLOCK
+    DTYPE: tl.constexpr = SHAPE.DTYPE
+    PLAIN: tl.constexpr = SHAPE.PLAIN
+    one = tl.arange(0, 1)
+    # all loads are issued before the first result is needed
+    position = tl.load(rows.positions + t + one)
+    slot = tl.load(rows.slots + t + one).to(tl.int64)
+    row = rows.kv + t * rows.kv_stride
+    x = load_row(row, LATENT, BLOCK)
+    pe = load_row(row + LATENT, ROPE, ROPE_BLOCK)
+    weight = row_weight(rows.kv_weight, LATENT, BLOCK)
+    freqs_cis = row_cos_sin(position, rows.cos_sin, rows.max_positions, ROPE, ROPE, ROPE_BLOCK)
+    latent = normed_rows(x, weight, rows.eps, LATENT, DTYPE)
+    pe = rotated_rows(pe, freqs_cis, ROPE, ROPE, DTYPE)
+
+    used = (slot >= 0)[:, None]
+    page = (rows.pool + (slot // SHAPE.N) * rows.page_stride)[:, None]
+    entry = (slot % SHAPE.N)[:, None]
+    rope = tl.arange(0, ROPE_BLOCK)[None, :]
+    if SHAPE.FP8:
+        GROUPS: tl.constexpr = BLOCK // 128
+        SCALES_END: tl.constexpr = LATENT + LATENT // 32
+        start = page + entry * (SCALES_END + 2 * ROPE)
+        groups = tl.reshape(round_to(latent, tl.bfloat16), (GROUPS, 128))
+        amax = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+        scale, factor = group_scales(amax, SHAPE.SCALE_POW2, SHAPE.SCALE_FLOOR)
+        value = scaled(groups, tl.broadcast_to(factor[:, None], (GROUPS, 128)), SHAPE.SCALE_POW2)
+        group = tl.arange(0, GROUPS)[:, None]
+        channel = group * 128 + tl.arange(0, 128)[None, :]
+        tl.store(start + channel, quantize_e4m3(value, NATIVE_FP8), mask=used & (channel < LATENT))
+        scales = (start + LATENT).to(tl.pointer_type(tl.float32)) + group
+        tl.store(scales, scale[:, None], mask=used & (group < LATENT // 128))
+        tail = (start + SCALES_END).to(tl.pointer_type(tl.bfloat16))
+        tl.store(tail + rope, round_to(pe, tl.bfloat16).to(tl.bfloat16), mask=used & (rope < ROPE))
+    else:
+        start = page.to(tl.pointer_type(PLAIN)) + entry * (LATENT + ROPE)
+        channel = tl.arange(0, BLOCK)[None, :]
+        tl.store(start + channel, round_to(latent, PLAIN).to(PLAIN), mask=used & (channel < LATENT))
+        tl.store(start + LATENT + rope, round_to(pe, PLAIN).to(PLAIN), mask=used & (rope < ROPE))
+
+
+@triton.jit
+def insert_index_key(t, rows, index, SHAPE: tl.constexpr, ROPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Layer norm, half-split rotation, Hadamard matrix and cache write of the index key of token ``t``."""
+    D: tl.constexpr = SHAPE.D
+    BLOCK: tl.constexpr = SHAPE.BLOCK
+    DTYPE: tl.constexpr = SHAPE.DTYPE
+    HALF: tl.constexpr = ROPE // 2
+    one = tl.arange(0, 1)
+    channel = tl.arange(0, BLOCK)
+    inside = channel < D
+    rotary = channel < ROPE
+    second = channel >= HALF
+    # the other channel of a pair is read and normed again: it is another thread's
+    partner = tl.where(second, channel - HALF, channel + HALF)
+    row = index.k + t * index.k_stride
+    x = tl.load(row + channel, mask=inside, other=0).to(tl.float32)
+    other = tl.load(row + partner, mask=rotary, other=0).to(tl.float32)
+    position = tl.load(rows.positions + t + one)
+    slot = tl.load(index.slots + t + one).to(tl.int64)
+    weight, bias = row_weight(index.weight, D, BLOCK), row_weight(index.bias, D, BLOCK)
+    other_weight = tl.load(index.weight + partner, mask=rotary, other=0)
+    other_bias = tl.load(index.bias + partner, mask=rotary, other=0)
+    known = rotary & (position >= 0) & (position < rows.max_positions)
+    table = rows.cos_sin + position.to(tl.int64) * ROPE + channel % HALF
+    cos = tl.load(table, mask=known, other=1)
+    sin = tl.load(table + HALF, mask=known, other=0)
+
+    mean = tl.sum(x, 0) / D
+    centred = tl.where(inside, x - mean, 0)
+    factor = tl.rsqrt(tl.sum(centred * centred, 0) / D + index.eps)
+    y = round_to(centred * factor * weight + bias, DTYPE)
+    other = round_to((other - mean) * factor * other_weight + other_bias, DTYPE)
+    rotated = y * cos + tl.where(second, other, -other) * sin
+    y = round_to(tl.where(rotary, rotated, y), DTYPE)[None, :]
+    if SHAPE.STAGES > 0:
+        y = hadamard_rows(y, BLOCK, SHAPE.STAGES, DTYPE)
+    store_rows(y, slot, index.pool, index.page_stride, SHAPE.N, D, SHAPE.NOPE, BLOCK, SHAPE.RECORD, SHAPE.PLAIN,
+               NATIVE_FP8)  # fmt: skip
+
+
+@triton.jit
+def insert_latents_kernel(
+    rows, index, SHAPE: tl.constexpr, INDEX_SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr, PDL: tl.constexpr
+):
+    """Grid ``(tokens, 2 or 3)``: the cached row, the query latent and, with ``INDEX_SHAPE``, the index key."""
+    begin(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    kind = tl.program_id(1)
+    if kind == 0:
+        insert_latent(t, rows, SHAPE, NATIVE_FP8)
+    elif kind == 1:
+        norm_latent(t, rows, SHAPE, NATIVE_FP8)
+    else:
+        if INDEX_SHAPE is not None:
+            insert_index_key(t, rows, index, INDEX_SHAPE, SHAPE.ROPE, NATIVE_FP8)

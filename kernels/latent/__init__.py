@@ -1,0 +1,67 @@
+"""Projections into and out of the latent space that all heads share (V3.2): queries before attention, values after it.
+
+Both weights are halves of the checkpoint's ``kv_b_proj [heads, nope + v_head_dim, rank]``: with ``W_UK`` applied to the
+query and ``W_UV`` to the output, attention runs over cached latents ("absorbed"). With few tokens a launch reads its
+weight once, at memory speed; with many, cuBLAS multiplies.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.latent.types import LatentQueries, ProjectedValues
+
+__all__ = ["LatentQueries", "ProjectedValues", "absorb_queries", "project_values", "project_values_quantized"]
+
+
+def absorb_queries(queries: LatentQueries) -> Tensor:
+    """Per head ``[q_nope W_UK, rope(q_pe)]``: queries for cached latents and rotary keys, and heads of zeros behind.
+
+    ``rope`` rotates the pairs ``(2 i, 2 i + 1)`` at ``positions``, in float32. Sums are float32; both parts are rounded
+    to the dtype once.
+
+    Returns:
+        ``[T, padded_heads, rank + rope_dim]`` in the dtype of ``q``.
+
+    Raises:
+        ValueError: shapes or dtypes that disagree, or that the kernel does not support.
+    """
+    if runs_triton(queries.q):
+        from deepseek_attn.kernels.latent.absorb import absorb_queries as op
+    else:
+        from deepseek_attn.kernels.latent.reference import absorb_queries as op
+    return op(queries)
+
+
+def project_values(latents: Tensor, weight: Tensor) -> Tensor:
+    """Values of attended latents, head by head: ``out[t, h] = W_UV[h] latents[t, h]``, summed in float32.
+
+    Args:
+        latents: ``[T, at least heads, rank]`` with contiguous channels; further heads (padding) are not read.
+        weight: ``W_UV [heads, v_head_dim, rank]`` in the dtype of ``latents``, any strides; on a GPU fastest with
+            contiguous ``rank`` channels, as the checkpoint has them.
+
+    Returns:
+        ``[T, heads * v_head_dim]``, contiguous, in the dtype of ``latents``.
+
+    Raises:
+        ValueError: shapes or dtypes that disagree.
+    """
+    if runs_triton(latents):
+        from deepseek_attn.kernels.latent.values import project_values as op
+    else:
+        from deepseek_attn.kernels.latent.reference import project_values as op
+    return op(latents, weight)
+
+
+def project_values_quantized(latents: Tensor, weight: Tensor, pow2_scales: bool = True) -> ProjectedValues:
+    """`project_values`, and ``kernels.linear.quantize_input(values, pow2_scales)`` where that needs no further launch.
+
+    That is on a GPU with few tokens, if ``v_head_dim`` is 128: a head is then one group of channels.
+    """
+    if runs_triton(latents):
+        from deepseek_attn.kernels.latent.values import project_values_quantized as op
+    else:
+        from deepseek_attn.kernels.latent.reference import project_values_quantized as op
+    return op(latents, weight, pow2_scales)

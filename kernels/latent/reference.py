@@ -1,0 +1,72 @@
+"""Plain torch of the ops of this family, and the checks that all implementations share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at
+from deepseek_attn.kernels.latent.types import LatentQueries, ProjectedValues
+
+
+def absorb_queries(queries: LatentQueries) -> Tensor:
+    """See `kernels.latent.absorb_queries`."""
+    check_queries(queries)
+    heads, nope, _ = queries.weight.shape
+    q = apply_rope(queries.q.unflatten(-1, (heads, -1)), freqs_cis_at(queries.cos_sin, queries.positions))
+    latent = torch.bmm(q[..., :nope].transpose(0, 1), queries.weight).transpose(0, 1)
+    rows = torch.cat([latent, q[..., nope:]], dim=-1)
+    padding = queries.padded_heads - heads
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, padding)) if padding else rows
+    return rows if queries.out is None else queries.out.copy_(rows)
+
+
+def project_values(latents: Tensor, weight: Tensor) -> Tensor:
+    """See `kernels.latent.project_values`."""
+    check_latents(latents, weight)
+    values = torch.bmm(latents[:, : len(weight)].transpose(0, 1), weight.transpose(1, 2))
+    return values.transpose(0, 1).flatten(1)
+
+
+def project_values_quantized(latents: Tensor, weight: Tensor, pow2_scales: bool = True) -> ProjectedValues:
+    """See `kernels.latent.project_values_quantized`."""
+    return ProjectedValues(project_values(latents, weight), None)
+
+
+def check_queries(queries: LatentQueries) -> None:
+    """Raises ValueError unless queries, weight, table and positions fit together."""
+    q, weight, cos_sin, positions, padded_heads, out = queries
+    if weight.dim() != 3 or weight.dtype != q.dtype or not q.is_floating_point():
+        raise ValueError(
+            f"weight must be [heads, nope, rank] in the dtype of q, got {tuple(weight.shape)} {weight.dtype} for "
+            f"{q.dtype}"
+        )
+    (heads, nope, rank), rope = weight.shape, cos_sin.shape[1]
+    if q.dim() != 2 or q.shape[1] != heads * (nope + rope) or q.stride(1) != 1 or padded_heads < heads:
+        raise ValueError(
+            f"need q [T, {heads} * ({nope} + {rope})] with contiguous rows and padded_heads >= {heads}, got "
+            f"{tuple(q.shape)}, strides {q.stride()}, and {padded_heads}"
+        )
+    if positions.shape != (len(q),) or rope % 2 or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
+        raise ValueError(
+            f"need {len(q)} positions and a contiguous float32 cos_sin table of an even number of channels, got "
+            f"{tuple(positions.shape)} and {tuple(cos_sin.shape)} {cos_sin.dtype}"
+        )
+    shape = (len(q), padded_heads, rank + rope)
+    if out is not None and (out.shape != shape or out.dtype != q.dtype or out.stride(2) != 1):
+        raise ValueError(f"out must be {shape} {q.dtype} with contiguous channels, got {tuple(out.shape)} {out.dtype}")
+
+
+def check_latents(latents: Tensor, weight: Tensor) -> None:
+    """Raises ValueError unless latents have the heads and channels of the weight."""
+    if weight.dim() != 3 or weight.dtype != latents.dtype or not latents.is_floating_point():
+        raise ValueError(
+            f"weight must be [heads, v_head_dim, rank] in the dtype of the latents, got {tuple(weight.shape)} "
+            f"{weight.dtype} for {latents.dtype}"
+        )
+    heads, _, rank = weight.shape
+    if latents.dim() != 3 or latents.shape[1] < heads or latents.shape[2] != rank or latents.stride(2) != 1:
+        raise ValueError(
+            f"latents must be [T, at least {heads}, {rank}] with contiguous channels, got {tuple(latents.shape)}, "
+            f"strides {latents.stride()}"
+        )

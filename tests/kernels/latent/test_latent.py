@@ -1,0 +1,214 @@
+"""Projections into and out of the latent space: torch reference against float64, Triton kernels against it."""
+
+import os
+
+import pytest
+import torch
+
+from deepseek_attn.kernels.common.quant import quantize_fp8
+from deepseek_attn.kernels.latent import LatentQueries, reference
+
+NAN = float("nan")
+POSITIONS = 70
+# heads, channels without rotation, rotated ones, latent ones, padded heads
+SHAPES = {
+    "V3.2": (4, 128, 64, 512, 7),
+    "odd": (3, 20, 6, 40, 5),
+    "alone": (1, 128, 64, 512, 1),
+    "wide": (2, 192, 32, 96, 2),
+}
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture(params=["torch", "triton"])
+def ops(request, device):
+    """The three ops; with a last argument, a launch configuration."""
+    if request.param == "torch":
+        return reference
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
+    from types import SimpleNamespace
+
+    from deepseek_attn.kernels.latent import absorb, values
+
+    return SimpleNamespace(
+        absorb_queries=absorb.absorb_queries,
+        project_values=values.project_values,
+        project_values_quantized=values.project_values_quantized,
+    )
+
+
+def halves(shape, dtype, device, v=None):
+    """``W_UK [heads, nope, rank]`` and ``W_UV [heads, v, rank]``, views of one weight as the checkpoint has it."""
+    heads, nope, _, rank, _ = SHAPES[shape]
+    both = (torch.randn(heads, nope + (v or nope), rank, device=device) * rank**-0.5).to(dtype)
+    return both[:, :nope], both[:, nope:]
+
+
+def make_queries(shape, dtype, device, T=9):
+    heads, nope, rope, _, padded = SHAPES[shape]
+    wide = torch.randn(T, heads * (nope + rope) + 16, device=device).to(dtype)
+    angles = torch.rand(POSITIONS, rope // 2, device=device) * 6
+    table = torch.cat([angles.cos(), angles.sin()], 1)
+    positions = torch.randint(POSITIONS, (T,), device=device)
+    return LatentQueries(wide[:, :-16], halves(shape, dtype, device)[0], table, positions, padded)
+
+
+def expected_queries(queries):
+    """Float64, head by head and pair by pair."""
+    q, weight, table, positions, padded, _ = (x.double().cpu() if torch.is_tensor(x) else x for x in queries)
+    (heads, nope, rank), rope = weight.shape, table.shape[1]
+    out = torch.zeros(len(q), padded, rank + rope, dtype=torch.float64)
+    for t in range(len(q)):
+        cos, sin = table[int(positions[t])].chunk(2)
+        for h in range(heads):
+            head = q[t, h * (nope + rope) : (h + 1) * (nope + rope)]
+            out[t, h, :rank] = (head[:nope, None] * weight[h]).sum(0)
+            a, b = head[nope::2], head[nope + 1 :: 2]
+            out[t, h, rank::2], out[t, h, rank + 1 :: 2] = a * cos - b * sin, a * sin + b * cos
+    return out
+
+
+def close(got, expected):
+    """Relative to the size of a head: sums of products of rounded factors differ in their last place."""
+    size = expected.abs().amax(-1, keepdim=True)
+    assert got.isfinite().all()
+    assert ((got.double().cpu() - expected).abs() <= LIMIT[got.dtype] * size).all()
+
+
+@pytest.mark.parametrize("T", [1, 9, 33, 130])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_queries(ops, device, shape, dtype, T):
+    queries = make_queries(shape, dtype, device, T)
+    got = ops.absorb_queries(queries)
+    assert (got.shape, got.dtype) == (
+        (T, queries.padded_heads, queries.weight.shape[2] + queries.cos_sin.shape[1]),
+        dtype,
+    )
+    close(got, expected_queries(queries))
+    assert got[:, len(queries.weight) :].eq(0).all()
+
+
+@pytest.mark.parametrize("T", [5, 130])
+def test_queries_are_written_to_a_given_buffer(ops, device, T):
+    queries = make_queries("V3.2", torch.float16, device, T)
+    out = torch.full((T, 9, 576), NAN, device=device, dtype=torch.float16)
+    got = ops.absorb_queries(queries._replace(out=out[:, :7]))
+    assert got.data_ptr() == out.data_ptr()
+    assert torch.equal(out[:, :7], ops.absorb_queries(queries))
+    assert out[:, 7:].isnan().all()
+
+
+@pytest.mark.parametrize("T", [5, 130])
+def test_any_strides_of_the_weights(ops, device, T):
+    """The layout of `MLAAbsorption`, ``[rank, heads, channels]``, gives what the checkpoint's gives."""
+    queries = make_queries("V3.2", torch.float16, device, T)
+    other = queries.weight.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    close(ops.absorb_queries(queries._replace(weight=other)), ops.absorb_queries(queries).double().cpu())
+    latents, weight = torch.randn(T, 4, 512, device=device).half(), halves("V3.2", torch.float16, device)[1]
+    other = weight.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    close(ops.project_values(latents, other), ops.project_values(latents, weight).double().cpu())
+
+
+def test_no_rank_is_left_out(ops, device):
+    """A single weight reaches a single output."""
+    queries = make_queries("odd", torch.float16, device, T=2)
+    for nope, latent in ((0, 39), (19, 0)):
+        weight = torch.zeros_like(queries.weight)
+        weight[1, nope, latent] = 2
+        got = ops.absorb_queries(queries._replace(weight=weight))[..., :40]
+        expected = torch.zeros_like(got)
+        expected[:, 1, latent] = 2 * queries.q[:, 26 + nope]
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("T", [1, 9, 33, 130])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values(ops, device, shape, dtype, T):
+    heads, _, _, rank, padded = SHAPES[shape]
+    latents = torch.full((T, padded, rank), NAN, device=device).to(dtype)
+    latents[:, :heads] = torch.randn(T, heads, rank, device=device).to(dtype)
+    weight = halves(shape, dtype, device, v=48)[1]
+    got = ops.project_values(latents, weight)
+    assert (got.shape, got.dtype) == ((T, heads * 48), dtype)
+    expected = (latents[:, :heads, None].double() * weight.double()).sum(-1)
+    close(got.unflatten(1, (heads, 48)), expected.cpu())
+
+
+@pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "raw"])
+@pytest.mark.parametrize("T", [1, 9, 60, 130])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_values_are_also_quantised(ops, device, dtype, T, pow2):
+    latents = (torch.randn(T, 5, 512, device=device) * torch.logspace(-3, 2, T, device=device)[:, None, None]).to(dtype)
+    latents[0, 1] = 0
+    weight = halves("V3.2", dtype, device, v=128)[1][:3]
+    values, quantized = ops.project_values_quantized(latents, weight, pow2)
+    close(values.unflatten(1, (3, 128)), (latents[:, :3, None].double() * weight.double()).sum(-1).cpu())
+    if quantized is None:
+        assert ops is reference or T > 64
+        return
+    codes, scale = quantize_fp8(values, 128, pow2=pow2)
+    assert quantized.pow2_scales == pow2
+    assert quantized.scale.stride(0) == 1 or T == 1
+    assert torch.equal(quantized.values.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(quantized.scale, scale)
+
+
+def test_values_that_are_not_finite_stay_visible(ops, device):
+    latents, weight = torch.randn(7, 5, 512, device=device).half(), halves("V3.2", torch.float16, device, v=128)[1][:3]
+    latents[2, 2, 100], latents[4, 0, 7], latents[5, 3] = NAN, float("inf"), NAN
+    values, quantized = ops.project_values_quantized(latents, weight)
+    values = values.unflatten(1, (3, 128))
+    hurt = torch.zeros(7, 3, dtype=torch.bool, device=device)
+    hurt[2, 2] = hurt[4, 0] = True
+    assert torch.equal(~values.isfinite().all(-1), hurt)
+    if quantized is not None:
+        decoded = quantized.values.float().unflatten(1, (3, 128)) * quantized.scale.unsqueeze(-1)
+        assert torch.equal(decoded.isnan().all(-1), hurt)
+
+
+def test_tokens_do_not_depend_on_the_batch(ops, device):
+    """Within the tokens that one launch computes in one way."""
+    queries, latents = make_queries("V3.2", torch.float16, device, T=8), torch.randn(8, 4, 512, device=device).half()
+    weight = halves("V3.2", torch.float16, device)[1]
+    rows, values = ops.absorb_queries(queries), ops.project_values(latents, weight)
+    for t in range(8):
+        row = slice(t, t + 1)
+        alone = queries._replace(q=queries.q[row], positions=queries.positions[row])
+        close(ops.absorb_queries(alone), rows[row].double().cpu())
+        close(ops.project_values(latents[row], weight), values[row].double().cpu())
+
+
+def test_no_tokens(ops, device):
+    queries = make_queries("V3.2", torch.bfloat16, device, T=0)
+    assert ops.absorb_queries(queries).shape == (0, 7, 576)
+    weight = halves("V3.2", torch.bfloat16, device)[1]
+    assert ops.project_values(torch.empty(0, 4, 512, device=device).bfloat16(), weight).shape == (0, 512)
+    values, _ = ops.project_values_quantized(torch.empty(0, 4, 512, device=device).bfloat16(), weight)
+    assert values.shape == (0, 512)
+
+
+def test_refuses():
+    queries = make_queries("odd", torch.bfloat16, "cpu")
+    wrong = {
+        "weight must be .heads, nope, rank. in the dtype of q": {"weight": queries.weight.float()},
+        "need q .T, 3 . .20 . 6.": {"q": queries.q[:, :-1]},
+        "padded_heads >= 3": {"padded_heads": 2},
+        "9 positions": {"positions": queries.positions[:8]},
+        "out must be .9, 5, 46.": {"out": torch.empty(9, 5, 45, dtype=torch.bfloat16)},
+    }
+    for message, change in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            reference.absorb_queries(queries._replace(**change))
+    latents, weight = torch.zeros(2, 3, 40), torch.zeros(3, 8, 40)
+    for message, arguments in {
+        "weight must be .heads, v_head_dim, rank.": (latents, weight.half()),
+        "latents must be .T, at least 3, 40.": (latents[:, :2], weight),
+        "with contiguous channels": (latents.transpose(1, 2).contiguous().transpose(1, 2), weight),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            reference.project_values(*arguments)
