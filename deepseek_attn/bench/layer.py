@@ -29,7 +29,7 @@ class LayerTiming(KernelTiming):
 
     Attributes:
         layer, kind: which layer; backend: its attention impl; instances: layers of that kind that took turns.
-        mode: ``decode`` (one new token per sequence) or ``prefill``.
+        mode: ``decode`` (up to ``decode_query_len`` new tokens per sequence, which is 1 without drafts) or ``prefill``.
         graph: replayed as a CUDA graph; otherwise called from Python.
         batch: sequences; tokens: new tokens of each; context: length of each after the step.
         metadata_us: host time to build the step's metadata, once for all layers of a kind, median; 0 for a graph of
@@ -122,8 +122,9 @@ def time_layer(
     kernels = ()
     try:
         runner.manager.reserve([(cache, tokens) for cache in caches])
-        static = graph and tokens == 1
-        step = static_metadata(runner, caches) if static else runner.step_metadata(caches, [tokens] * batch)
+        decode = tokens <= runner.decode_query_len
+        static = graph and decode
+        step = static_metadata(runner, caches, tokens) if static else runner.step_metadata(caches, [tokens] * batch)
         metadata_us = 0.0
         if not static:
             metadata_us = host_microseconds(lambda: runner.step_metadata(caches, [tokens] * batch), repeats)
@@ -148,7 +149,7 @@ def time_layer(
     work = attention_work(runner.config, attn.spec, runner.numerics, runner.dtype, runner.layout, shape)
     return LayerTiming.of(
         times, layer=attn.prefix, kind=attn.spec.kind, backend=attn.backend_name, instances=len(blocks),
-        mode="decode" if tokens == 1 else "prefill", graph=graph, batch=batch, tokens=tokens, context=context,
+        mode="decode" if decode else "prefill", graph=graph, batch=batch, tokens=tokens, context=context,
         metadata_us=metadata_us, launches=sum(n for _, n, _ in kernels) if kernels else None, kernels=kernels,
         work=work, **over_floor(work, statistics.median(times), rates),
     )  # fmt: skip
@@ -172,13 +173,16 @@ def host_microseconds(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def static_metadata(runner: ModelRunner, caches: list[SequenceCache]) -> StepMetadata:
-    """Metadata of a decode step of sequences whose pages are reserved, in tensors that a graph can read."""
-    longest = max(cache.num_tokens for cache in caches) + 1
+def static_metadata(runner: ModelRunner, caches: list[SequenceCache], tokens: int = 1) -> StepMetadata:
+    """Metadata of a decode step of ``tokens`` new tokens of each sequence, in tensors that a graph can read.
+
+    Their pages must be reserved.
+    """
+    longest = max(cache.num_tokens for cache in caches) + tokens
     tables = DeviceTables(runner.layout, runner.device)
     layers = tuple(block.attn.spec for block in runner.model.layers.values())
-    step = StepTensors(layers, runner.layout, tables, StepSize(len(caches), 1, longest))
-    step.set_inputs([[0]] * len(caches), [cache.num_tokens for cache in caches], tables.rows(caches))
+    step = StepTensors(layers, runner.layout, tables, StepSize(len(caches), tokens, longest))
+    step.set_inputs([[0] * tokens] * len(caches), [cache.num_tokens for cache in caches], tables.rows(caches))
     return step.metadata()
 
 

@@ -38,6 +38,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--prefill", type=numbers, default=[], metavar="LIST", help="also time prefills of these lengths"
     )
     layer.add_argument(
+        "--query-tokens", type=numbers, default=[1], metavar="LIST",
+        help="new tokens of a request in a decode step: 1 and the drafts (default: 1)",
+    )  # fmt: skip
+    layer.add_argument(
         "--instances", type=int, default=1, metavar="N",
         help="layers of a kind that take turns, so that no call finds its weights in the L2 cache (default: 1)",
     )  # fmt: skip
@@ -166,7 +170,8 @@ def run_layer(args: argparse.Namespace) -> None:
     device, config = pick_device(args.device), ModelConfig.from_pretrained(args.model)
     groups = [instances(config, layer, args.instances) for layer in args.layers or first_of_each_kind(config)]
     limits = ceilings(device) if device.type == "cuda" else None
-    steps = [(batch, 1, context) for context in args.context for batch in args.batch]
+    sizes = product(args.context, args.query_tokens, args.batch)
+    steps = [(batch, tokens, context) for context, tokens, batch in sizes]
     steps += [(1, n, max(context, n)) for context in args.context for n in args.prefill]
     rows = []
     table = Table({
@@ -183,8 +188,10 @@ def run_layer(args: argparse.Namespace) -> None:
                 config, source, layers=group, attention_only=True, backend=backend,
                 device=device, numerics=args.numerics, dtype=args.dtype, progress=False,
                 max_model_len=max(context for _, _, context in steps),
-                max_num_seqs=max(args.batch), max_num_batched_tokens=max([*args.batch, *args.prefill, 256]),
+                max_num_seqs=max(args.batch),
+                max_num_batched_tokens=max([max(args.batch) * max(args.query_tokens), *args.prefill, 256]),
             )  # fmt: skip
+            runner.decode_query_len = max(args.query_tokens)
             fill_caches(runner)
             for batch, tokens, context in steps:
                 timing = time_layer(
@@ -312,9 +319,10 @@ def check_flags(args: argparse.Namespace) -> None:
             raise ValueError(f"--{flag} {getattr(args, flag)}: at least 2 tokens")
     if any(n < 0 for n in getattr(args, "drafts", [])):
         raise ValueError(f"--drafts {','.join(map(str, args.drafts))}: numbers of at least 0")
-    for flag in ("batch", "context", "prefill"):
-        if any(n < 1 for n in getattr(args, flag, [])):
-            raise ValueError(f"--{flag} {','.join(map(str, getattr(args, flag)))}: numbers of at least 1")
+    for flag in ("batch", "context", "prefill", "query-tokens"):
+        values = getattr(args, flag.replace("-", "_"), [])
+        if any(n < 1 for n in values):
+            raise ValueError(f"--{flag} {','.join(map(str, values))}: numbers of at least 1")
     if args.plot:
         from deepseek_attn.bench.plots import check_picture
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepseek_attn.bench.cases.case import OpCase
-from deepseek_attn.bench.layer import fill_caches, past, time_layer
+from deepseek_attn.bench.layer import fill_caches, past, static_metadata, time_layer
 from deepseek_attn.bench.ops import num_sets, time_case
 from deepseek_attn.bench.timing import Table, Timing
 from deepseek_attn.cli import main
@@ -48,6 +48,31 @@ def test_instances_take_turns(preset, layers, device):
     assert (timing.layer, timing.instances) == (f"layers.{layers[0]}", len(layers))
     assert [name for name, _ in seen] == [f"layers.{layers[i % len(layers)]}" for i in range(6)]
     assert not torch.equal(seen[0][1], seen[len(layers)][1])  # nor does an instance see one input twice
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny_v32"])
+def test_a_verification_is_a_decode(preset, device):
+    runner = ModelRunner.from_config(preset, layers=[1], device=device, **OPTIONS)
+    runner.decode_query_len = 4
+    fill_caches(runner)
+    seen = []
+    runner.model.layers["1"].attn.register_forward_hook(lambda module, args, out: seen.append(args[-1].positions))
+    timing = time_layer(runner, 1, batch=2, tokens=4, context=300, repeats=2, warmup=0)
+    assert (timing.mode, timing.tokens, timing.batch) == ("decode", 4, 2)
+    assert [positions.tolist() for positions in seen] == [[296, 297, 298, 299] * 2] * 2
+    assert timing.work.bytes["input"] == 8 * 256 * runner.dtype.itemsize
+    assert time_layer(runner, 1, batch=2, tokens=5, context=300, repeats=1).mode == "prefill"
+
+
+def test_metadata_of_a_graph_is_that_of_the_step(device):
+    runner = ModelRunner.from_config("tiny", layers=[1], device=device, **OPTIONS)
+    runner.decode_query_len = 3
+    caches = [past(runner, length) for length in (297, 40)]
+    runner.manager.reserve([(cache, 3) for cache in caches])
+    found, expected = static_metadata(runner, caches, 3), runner.step_metadata(caches, [3, 3])
+    assert found.positions.tolist() == expected.positions.tolist() == [297, 298, 299, 40, 41, 42]
+    assert found.swa.slot_mapping.tolist() == expected.swa.slot_mapping.tolist()
+    assert found.swa.num_decode_tokens == expected.swa.num_decode_tokens == 6
 
 
 def test_instances_are_of_one_kind():
@@ -145,6 +170,7 @@ def test_command(model, kinds, capsys):
     ("args", "message"),
     [
         (["--repeats", "0"], "--repeats 0"),
+        (["--query-tokens", "2,0"], "--query-tokens 2,0: numbers of at least 1"),
         (["--instances", "0"], "--instances 0"),
         (["--layers", "99"], "layers [99] do not exist"),
         (["--backends", "magic"], "unknown backend 'magic'"),
