@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepseek_attn.config.model import AnyConfig
 
 FACTS_FILE = "training.json"  # beside the checkpoint: how it was made
 
@@ -31,6 +36,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--lr", type=float, default=0.004, help="peak learning rate (default: 0.004)")
     parser.add_argument("--weight-decay", type=float, default=1.0, help="weight decay of the matrices (default: 1.0)")
     parser.add_argument(
+        "--mtp-steps", type=int, metavar="N", help="steps of the MTP layer, after the others (default: --steps)"
+    )
+    parser.add_argument("--mtp-lr", type=float, metavar="LR", help="its peak learning rate (default: --lr)")
+    parser.add_argument("--mtp-depth", type=int, metavar="N", help="drafts it is trained to make (default: 3)")
+    parser.add_argument(
         "--budget",
         type=float,
         metavar="SECONDS",
@@ -43,11 +53,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> None:
     from deepseek_attn.checkpoint.write import check_new_directory
     from deepseek_attn.config.model import ModelConfig
-    from deepseek_attn.training import TextTask, make_task, save_checkpoint, train
+    from deepseek_attn.training import MtpTraining, TextTask, make_task, save_checkpoint, train
 
     if args.out:
         check_new_directory(args.out)
     config = ModelConfig.from_pretrained(args.config)
+    mtp = MtpTraining(**mtp_options(args, config)).filled(args.steps, args.lr, args.weight_decay)
     if args.task:
         task = make_task(args.task, config.vocab_size, gap=args.gap)
     else:
@@ -61,17 +72,37 @@ def run(args: argparse.Namespace) -> None:
         **sizes,
         device=args.device,
         budget_s=args.budget,
+        mtp=mtp,
         progress=lambda step, loss: show(args.steps, step, loss),
     )
     print(file=sys.stderr)
     facts = {"config": args.config, "task": task.name} | sizes | {"steps": result.steps}
     facts |= {"seconds": round(result.seconds, 1), "tokens_per_second": round(result.tokens_per_second)}
-    facts |= {"test": result.metrics, "losses": [(step, round(loss, 4)) for step, loss in result.losses]}
+    facts |= {"test": result.metrics, "losses": rounded(result.losses)}
+    if result.mtp:
+        record = {"steps": result.mtp.done, "seconds": round(result.mtp.seconds, 1)}
+        facts["mtp"] = asdict(mtp) | record | {"losses": rounded(result.mtp.losses)}
     if args.out:
         folder = save_checkpoint(result.model, config, args.out, getattr(task, "tokenizer", None))
         (folder / FACTS_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
     print(json.dumps(facts))
 
 
+def mtp_options(args: argparse.Namespace, config: AnyConfig) -> dict[str, float]:
+    """The flags of the MTP layer's training that were given."""
+    flags = {"steps": args.mtp_steps, "lr": args.mtp_lr, "depth": args.mtp_depth}
+    given = {name: value for name, value in flags.items() if value is not None}
+    if given and not config.num_nextn_predict_layers:
+        names = ", ".join(f"--mtp-{name}" for name in given)
+        raise ValueError(f"{names} need a config with an MTP layer: num_nextn_predict_layers is 0")
+    return given
+
+
+def rounded(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    return [(step, round(loss, 4)) for step, loss in losses]
+
+
 def show(steps: int, step: int, loss: float) -> None:
-    print(f"\rstep {step} of {steps}: loss {loss:.3f} ", end="", file=sys.stderr, flush=True)
+    """Steps past ``steps`` are the MTP layer's."""
+    what = f"step {step} of {steps}" if step <= steps else f"MTP step {step - steps}"
+    print(f"\r{what}: loss {loss:.3f} ", end="", file=sys.stderr, flush=True)

@@ -1,10 +1,10 @@
 """Training of small V4 models: the modules of `models`, run without caches so that everything has a gradient.
 
-`forward` and `attention` are the differentiable path, `task`, `tasks` and `text` the data, `loop` and `step` the
-optimisation, `weights` the initial values, and `save` writes the result as a published checkpoint.
+`forward`, `attention` and `drafts` are the differentiable path, `task`, `tasks` and `text` the data, `loop` and `step`
+the optimisation, `weights` the initial values, and `save` writes the result as a published checkpoint.
 """
 
-from deepseek_attn.training.loop import TrainResult, evaluate, train
+from deepseek_attn.training.loop import MtpTraining, TrainResult, evaluate, train, train_mtp
 from deepseek_attn.training.save import TrainedSource, save_checkpoint
 from deepseek_attn.training.task import Batch, Task
 from deepseek_attn.training.tasks import AssociativeRecall, CopyAcross, Needle, make_task
@@ -14,6 +14,7 @@ __all__ = [
     "AssociativeRecall",
     "Batch",
     "CopyAcross",
+    "MtpTraining",
     "Needle",
     "Task",
     "TextTask",
@@ -24,4 +25,5 @@ __all__ = [
     "sample_text",
     "save_checkpoint",
     "train",
+    "train_mtp",
 ]

@@ -37,28 +37,84 @@ def attend(attn: DeepseekV4MLAAttention, x: torch.Tensor, precision: AbstractCon
         precision: context for matrix products; operations that V4 computes in float32 are outside of it.
         select: read the entries that the indexer selects, as a running model does; otherwise all of them.
     """
+    length = x.shape[1]
+    entries = compressed(attn.compressor, x, precision) if attn.compressor else None
+    rows = project(attn, x, precision)
+    readable = scores = None
+    if entries is not None:
+        readable = visible_entries(length, attn.compress_ratio, x.device)
+        if attn.indexer is not None:
+            scores = index_scores(attn.indexer, x.detach(), rows.qr.detach(), rows.freqs_cis, precision)
+            readable = selected(scores, readable, attn.indexer.topk) if select else readable
+    window, sink = attn.window_size, attn.attn_sink
+    o, mass = windowed_attention(rows.q, rows.kv, entries, readable, sink, window, attn.scale, precision)
+    y = project_output(attn, o, rows.freqs_cis, precision)
+    return Attended(y, None if scores is None else index_loss(scores, mass, readable))
+
+
+def attend_drafts(
+    attn: DeepseekV4MLAAttention, x: torch.Tensor, earlier: list[torch.Tensor], precision: AbstractContextManager
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one draft step of an MTP layer, for drafts that end at every row.
+
+    At step d, row p belongs to the drafting that began at row p - d: rows up to there have the keys of step 0, and rows
+    p - d + j after it those of step j, as in the window cache of a runner that drafts.
+
+    Args:
+        x: ``[B, S, hidden_size]``, normed inputs of this step.
+        earlier: keys ``[B, S, D]`` of each step before it.
+
+    Returns:
+        ``[B, S, hidden_size]``, and the keys of this step. Rows before row d belong to no drafting: their values are
+        finite and mean nothing.
+    """
+    rows = project(attn, x, precision)
+    keys = [*earlier, rows.kv]
+    own = None
+    if earlier:
+        newest = keys[:0:-1][: attn.window_size]
+        own = torch.stack([kv if j == 0 else delayed(kv, j) for j, kv in enumerate(newest)], 2)
+    o, _ = windowed_attention(
+        rows.q, keys[0], None, None, attn.attn_sink, attn.window_size, attn.scale, precision, own, len(earlier)
+    )
+    return project_output(attn, o, rows.freqs_cis, precision), rows.kv
+
+
+class Projected(NamedTuple):
+    """Attributes:
+    q: ``[B, S, H, D]``; kv: ``[B, S, D]``; qr: ``[B, S, q_lora_rank]``, what the queries are made of.
+    freqs_cis: the rotations of all rows, ``[B * S, ...]``.
+    """
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    qr: torch.Tensor
+    freqs_cis: torch.Tensor
+
+
+def project(attn: DeepseekV4MLAAttention, x: torch.Tensor, precision: AbstractContextManager) -> Projected:
+    """Queries and keys of ``x [B, S, hidden_size]``."""
     batch, length, _ = x.shape
     freqs_cis = attn.rope.at(torch.arange(length, device=x.device).repeat(batch))
-    entries = compressed(attn.compressor, x, precision) if attn.compressor else None
     with precision:
         qr = rms_norm(F.linear(x, attn.wq_a.weight), attn.eps, attn.q_norm.weight)
         q = rms_norm(F.linear(qr, attn.wq_b.weight).view(batch * length, attn.num_heads, -1), attn.eps)
         q = apply_rope(q, freqs_cis).view(batch, length, attn.num_heads, -1)
         kv = rms_norm(F.linear(x, attn.wkv.weight), attn.eps, attn.kv_norm.weight)
         kv = apply_rope(kv.flatten(0, 1), freqs_cis).view(batch, length, -1)
-    readable = scores = None
-    if entries is not None:
-        readable = visible_entries(length, attn.compress_ratio, x.device)
-        if attn.indexer is not None:
-            scores = index_scores(attn.indexer, x.detach(), qr.detach(), freqs_cis, precision)
-            readable = selected(scores, readable, attn.indexer.topk) if select else readable
-    o, mass = windowed_attention(q, kv, entries, readable, attn.attn_sink, attn.window_size, attn.scale, precision)
+    return Projected(q, kv, qr, freqs_cis)
+
+
+def project_output(
+    attn: DeepseekV4MLAAttention, o: torch.Tensor, freqs_cis: torch.Tensor, precision: AbstractContextManager
+) -> torch.Tensor:
+    """``o [B, S, H, D]`` of all heads -> ``[B, S, hidden_size]``."""
+    batch, length = o.shape[:2]
     with precision:
         o = apply_rope(o.flatten(0, 1), freqs_cis, inverse=True).view(batch, length, attn.o_groups, -1)
         weight = attn.wo_a.weight.view(attn.o_groups, -1, o.shape[-1])
         z = torch.einsum("bsgi,goi->bsgo", o, weight)
-        y = F.linear(z.flatten(2), attn.wo_b.weight)
-    return Attended(y, None if scores is None else index_loss(scores, mass, readable))
+        return F.linear(z.flatten(2), attn.wo_b.weight)
 
 
 def compressed(module: Compressor, x: torch.Tensor, precision: AbstractContextManager) -> torch.Tensor | None:
@@ -85,6 +141,11 @@ def compressed(module: Compressor, x: torch.Tensor, precision: AbstractContextMa
 def shifted(windows: torch.Tensor, first: float) -> torch.Tensor:
     """Each window's predecessor, along dimension 1; ``first`` everywhere in the one that has none."""
     return torch.cat([torch.full_like(windows[:, :1], first), windows[:, :-1]], 1)
+
+
+def delayed(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """The row ``count`` before each, along dimension 1; zeros where there is none."""
+    return torch.cat([torch.zeros_like(rows[:, :count]), rows[:, : max(0, rows.shape[1] - count)]], 1)
 
 
 def visible_entries(length: int, ratio: int, device: torch.device) -> torch.Tensor:
@@ -142,6 +203,8 @@ def windowed_attention(
     window: int,
     scale: float,
     precision: AbstractContextManager,
+    own: torch.Tensor | None = None,
+    replaced: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One softmax over the window, the readable entries and the sink.
 
@@ -149,6 +212,8 @@ def windowed_attention(
 
     Args:
         q: ``[B, S, H, D]``; kv: ``[B, S, D]``, keys and values; entries: ``[B, E, D]``, readable: bool ``[B, S, E]``.
+        own: ``[B, S, n, D]``, keys and values that a query alone reads, in place of the newest ``replaced`` rows of its
+            window; only without entries.
 
     Returns:
         ``[B, S, H, D]``, and the float32 attention that each entry got, summed over the heads, ``[B, S, E]``.
@@ -161,27 +226,36 @@ def windowed_attention(
     with precision:
         queries = F.pad(q, (0, 0, 0, 0, 0, pad)).view(batch * blocks, window * heads, dim)
         near = (queries @ keys.mT).view(batch, blocks, window, heads, 2 * window)
-        near = near.masked_fill(~window_mask(blocks, window, q.device), float("-inf"))
+        near = near.masked_fill(~window_mask(blocks, window, q.device, replaced), float("-inf"))
         logits = [near.view(batch, -1, heads, 2 * window)[:, :length]]
         if entries is not None:
             far = (q.flatten(1, 2) @ entries.to(q.dtype).mT).view(batch, length, heads, -1)
             logits.append(far.masked_fill(~readable.unsqueeze(2), float("-inf")))
+        if own is not None:
+            logits.append(q @ own.mT)
     logits = [part.float() * scale for part in logits] + [sink.view(1, 1, heads, 1).expand(batch, length, heads, 1)]
     weights = torch.cat(logits, -1).softmax(-1)
-    near, far, _ = weights.split([2 * window, 0 if entries is None else entries.shape[1], 1], -1)
+    beside = own.shape[2] if own is not None else 0 if entries is None else entries.shape[1]
+    near, far, _ = weights.split([2 * window, beside, 1], -1)
     with precision:
         rows = F.pad(near, (0, 0, 0, 0, 0, pad)).reshape(batch * blocks, window * heads, 2 * window)
         o = (rows.to(q.dtype) @ keys).view(batch, -1, heads, dim)[:, :length]
+        if own is not None:
+            return o + far.to(q.dtype) @ own, None
         if entries is None:
             return o, None
         o = o + (far.to(q.dtype).flatten(1, 2) @ entries.to(q.dtype)).view(batch, length, heads, dim)
     return o, far.sum(2)
 
 
-def window_mask(blocks: int, window: int, device: torch.device) -> torch.Tensor:
-    """Bool ``[blocks, window, 1, 2 window]``: which keys of the block before and its own a query of a block sees."""
+def window_mask(blocks: int, window: int, device: torch.device, replaced: int = 0) -> torch.Tensor:
+    """Bool ``[blocks, window, 1, 2 window]``: which keys of the block before and its own a query of a block sees.
+
+    Args:
+        replaced: the newest keys of each query's window that it does not see.
+    """
     query = torch.arange(window, device=device).unsqueeze(1)
     key = torch.arange(2 * window, device=device)
-    seen = (key > query) & (key <= query + window)
+    seen = (key > query) & (key <= query + window - replaced)
     exists = (torch.arange(blocks, device=device) > 0).view(-1, 1, 1) | (key >= window)
     return (seen & exists).unsqueeze(2)

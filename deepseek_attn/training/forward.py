@@ -23,18 +23,20 @@ class Dense(NamedTuple):
     logits: float32 ``[B, S, vocab_size]``.
     index_loss: sum over the layers with an indexer, a scalar.
     loads: float32 ``[layers, experts]``: the share of tokens that each expert of a layer got.
+    streams: float32 ``[B * S, hc_mult, hidden_size]`` after the last block, what an MTP layer reads.
     """
 
     logits: torch.Tensor
     index_loss: torch.Tensor
     loads: torch.Tensor
+    streams: torch.Tensor
 
 
 class DenseModel(nn.Module):
     """Drives a model's own modules over ``[B, S]`` tokens, every operation differentiable.
 
     Args:
-        model: the whole backbone, its weights dequantised; an MTP layer is not run.
+        model: the whole backbone, its weights dequantised; an MTP layer is left to `drafts.DraftModel`.
         dtype: of matrix products; bfloat16 for speed on a GPU. Hyper-connections, router, norms, softmax and logits are
             float32 in any case.
     """
@@ -62,7 +64,7 @@ class DenseModel(nn.Module):
                 streams, load = self.experts(block, streams, flat, precision)
                 loads.append(load)
             logits = F.linear(collapse_streams(model, streams, config).float(), model.head.weight.float())
-        return Dense(logits.view(batch, length, -1), index_loss, torch.stack(loads))
+        return Dense(logits.view(batch, length, -1), index_loss, torch.stack(loads), streams)
 
     def precision(self, device: torch.device) -> AbstractContextManager:
         """Context of matrix products."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -14,16 +14,55 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.options import pick_device
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.training.drafts import DraftModel, count_accepted, draft_losses
 from deepseek_attn.training.forward import DenseModel
 from deepseek_attn.training.save import TrainedSource
-from deepseek_attn.training.step import TrainingStep
+from deepseek_attn.training.step import BackboneStep, MtpStep
 from deepseek_attn.training.task import Task
 from deepseek_attn.training.weights import FreshSource, build_model
 
 WARMUP = 0.05  # share of the training in which the learning rate rises
 DENSE_SHARE = 0.5  # share that reads all entries with unquantised weights, see `train`
 REPORT_EVERY = 20
+MTP_SEED = 10_000  # added to the seed of the backbone's batches
 EVALUATION_SEED = 20_000  # far from the seeds of training batches
+
+
+@dataclass(frozen=True)
+class MtpTraining:
+    """How the MTP layer of a model is trained, behind the finished backbone.
+
+    Attributes:
+        steps: optimizer steps; None: as many as the backbone's.
+        lr, weight_decay: peak learning rate, and weight decay of the matrices; None: the backbone's.
+        depth: drafts that are trained, one after the other; deeper ones work too, less well.
+        greedy_share: weight of hitting the backbone's likeliest token, against matching its distribution.
+    """
+
+    steps: int | None = None
+    lr: float | None = None
+    weight_decay: float | None = None
+    depth: int = 3
+    greedy_share: float = 0.5
+
+    def filled(self, steps: int, lr: float, weight_decay: float) -> MtpTraining:
+        """With the backbone's values where there is None."""
+        defaults = {"steps": steps, "lr": lr, "weight_decay": weight_decay}
+        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The record of some optimizer steps.
+
+    Attributes:
+        losses: (step, loss of that step's batch), every 20 steps and at the end.
+        seconds: without initialisation and evaluation.
+    """
+
+    done: int
+    losses: list[tuple[int, float]]
+    seconds: float
 
 
 @dataclass
@@ -34,8 +73,9 @@ class TrainResult:
         model: float32 weights, not yet quantised.
         losses: (step, loss of that step's batch), every 20 steps and at the end.
         metrics: ``loss`` and ``accuracy`` on the task's test split, with weights as a checkpoint stores them and
-            entries as the indexers select them, as in a runner.
-        seconds: time of the optimizer steps, without initialisation and evaluation.
+            entries as the indexers select them, as in a runner; with an MTP layer also those of `evaluate`.
+        seconds: time of the optimizer steps of the backbone, without initialisation and evaluation.
+        mtp: steps of the MTP layer, whose losses are divergences from the backbone (see `evaluate`); None without one.
     """
 
     config: ModelConfig
@@ -45,6 +85,7 @@ class TrainResult:
     steps: int
     seconds: float
     tokens_per_second: float
+    mtp: Steps | None = field(default=None, repr=False)
 
     def source(self) -> TrainedSource:
         """The weights as a checkpoint source, without files."""
@@ -69,6 +110,7 @@ def train(
     budget_s: float | None = None,
     dense_share: float = DENSE_SHARE,
     test_batches: int = 8,
+    mtp: MtpTraining | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> TrainResult:
     """Trains a model from scratch.
@@ -77,44 +119,103 @@ def train(
     In the second part entries come from the indexers' top-k, and weights are quantised as the checkpoint stores them
     (FP8, FP4, BF16), with straight-through gradients. The learning rate rises, then falls linearly to 0.
 
+    The MTP layer of a config that has one is trained after that, see `train_mtp`; the backbone is what it would be
+    without one.
+
     Args:
-        config: without an MTP layer; ``vocab_size`` at least the task's.
+        config: with one MTP layer or none; ``vocab_size`` at least the task's.
         steps: optimizer steps, fewer if ``budget_s`` ends first.
         batch, seq_len: sequences of a step, and predictions of each.
         seed: of weights and batches. On a CPU the same seed gives the same model; a GPU adds rounding noise.
         device: default: the first GPU if there is one. On a GPU matrix products are bfloat16.
         lr: peak learning rate.
         weight_decay: of the matrices; a text that is read many times wants more (1.0) than fresh data.
-        budget_s: seconds that the steps may take; the schedule follows the clock where that is ahead of the steps.
+        budget_s: seconds that the steps may take; the schedule follows the clock where that is ahead of the steps. The
+            MTP layer's steps get their share by number.
         dense_share: share of the training that is its first part.
         test_batches: batches of the evaluation at the end.
-        progress: called with (steps done, loss) every 20 steps.
+        mtp: how the MTP layer is trained; None: `MtpTraining`'s defaults. Without an MTP layer it is not used.
+        progress: called with (steps done, loss) every 20 steps; steps of the MTP layer count on.
 
     Raises:
-        ValueError: sizes that do not fit each other, or a config with an MTP layer.
+        ValueError: sizes that do not fit each other, or a config with several MTP layers.
     """
+    mtp = (mtp or MtpTraining()).filled(steps, lr, weight_decay)
     check(config, task, steps, batch, seq_len, dense_share)
     check_rates(lr, weight_decay, budget_s)
+    if config.mtp_layers:
+        check_mtp(mtp, seq_len)
+        budget_s = budget_s * steps / (steps + mtp.steps) if budget_s else None
     device = pick_device(device)
     model = build_model(config, FreshSource(config, seed), device, max_positions=seq_len)
     dense = DenseModel(model, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    step = TrainingStep(dense, TrainedSource(model, config), batch, seq_len, weight_decay, device)
+    step = BackboneStep(dense, TrainedSource(model, config), batch, seq_len, weight_decay, device)
     generator = torch.Generator().manual_seed(seed)
+
+    def run(share: float, rate: float) -> torch.Tensor:
+        step.set_stage(served=share >= dense_share)
+        return step.run(task.batch(batch, seq_len, generator), rate)
+
+    trained = run_steps(run, steps, lr, budget_s, progress)
+    drafts = None
+    if config.mtp_layers:
+        later = None if progress is None else lambda done, loss: progress(trained.done + done, loss)
+        budget_s = budget_s * mtp.steps / steps if budget_s else None
+        drafts = train_mtp(dense, config, task, mtp, batch, seq_len, seed=seed, budget_s=budget_s, progress=later)
+    metrics = evaluate(dense, config, task, test_batches, batch, seq_len, depth=mtp.depth)
+    speed = trained.done * batch * seq_len / trained.seconds
+    return TrainResult(config, model, trained.losses, metrics, trained.done, trained.seconds, speed, drafts)
+
+
+def train_mtp(
+    dense: DenseModel,
+    config: ModelConfig,
+    task: Task,
+    mtp: MtpTraining,
+    batch: int,
+    seq_len: int,
+    *,
+    seed: int = 0,
+    budget_s: float | None = None,
+    progress: Callable[[int, float], None] | None = None,
+) -> Steps:
+    """Trains the MTP layer of a model whose backbone is finished and stays as it is.
+
+    Its drafts imitate the backbone, because a draft is accepted if it is what the backbone chooses: see `draft_losses`.
+    Weights are quantised as the checkpoint stores them, and entries selected, from the first step on.
+
+    Args:
+        mtp: with no value None, see `MtpTraining.filled`.
+        seed, budget_s, progress: see `train`.
+    """
+    device = dense.model.embed.weight.device
+    source = TrainedSource(dense.model, config)
+    step = MtpStep(dense, source, batch, seq_len, mtp.weight_decay, device, mtp.depth, mtp.greedy_share)
+    generator = torch.Generator().manual_seed(MTP_SEED + seed)
+    return run_steps(
+        lambda _, rate: step.run(task.batch(batch, seq_len, generator), rate), mtp.steps, mtp.lr, budget_s, progress
+    )
+
+
+def run_steps(
+    run: Callable[[float, float], torch.Tensor],
+    steps: int,
+    lr: float,
+    budget_s: float | None,
+    progress: Callable[[int, float], None] | None,
+) -> Steps:
+    """Calls ``run(share of the training that is done, learning rate)``, which returns the loss, step by step."""
     losses, done, share = [], 0, 0.0
     start = time.monotonic()
     while done < steps and share < 1.0:
-        step.set_stage(served=share >= dense_share)
-        rate = lr * min(1.0, (share + 1 / steps) / WARMUP) * (1.0 - share)
-        loss = step.run(task.batch(batch, seq_len, generator), rate)
+        loss = run(share, lr * min(1.0, (share + 1 / steps) / WARMUP) * (1.0 - share))
         done += 1
         if done % REPORT_EVERY == 0 or done == steps:
             losses.append((done, float(loss)))
             if progress is not None:
                 progress(*losses[-1])
         share = max(done / steps, (time.monotonic() - start) / budget_s if budget_s else 0.0)
-    seconds = time.monotonic() - start
-    metrics = evaluate(dense, config, task, test_batches, batch, seq_len)
-    return TrainResult(config, model, losses, metrics, done, seconds, done * batch * seq_len / seconds)
+    return Steps(done, losses, time.monotonic() - start)
 
 
 def check(config: ModelConfig, task: Task, steps: int, batch: int, seq_len: int, dense_share: float) -> None:
@@ -136,34 +237,78 @@ def check(config: ModelConfig, task: Task, steps: int, batch: int, seq_len: int,
     task.batch(1, seq_len, torch.Generator(), "test")  # a split that is too short must show before the training
 
 
-def check_rates(lr: float, weight_decay: float, budget_s: float | None) -> None:
-    """ValueError, with all problems, for values that an optimizer cannot use."""
+def check_rates(lr: float, weight_decay: float, budget_s: float | None, prefix: str = "") -> None:
+    """ValueError, with all problems, for values that an optimizer cannot use; ``prefix`` is of their names."""
     problems = []
     if not 0.0 < lr < math.inf:
-        problems.append(f"lr is {lr}: a finite number above 0 is needed")
+        problems.append(f"{prefix}lr is {lr}: a finite number above 0 is needed")
     if not 0.0 <= weight_decay < math.inf:
-        problems.append(f"weight_decay is {weight_decay}: a finite number of at least 0 is needed")
+        problems.append(f"{prefix}weight_decay is {weight_decay}: a finite number of at least 0 is needed")
     if budget_s is not None and not budget_s > 0.0:
         problems.append(f"budget_s is {budget_s}: more than 0 seconds are needed")
     if problems:
         raise ValueError("cannot train: " + "; ".join(problems))
 
 
+def check_mtp(mtp: MtpTraining, seq_len: int) -> None:
+    """ValueError, with all problems, for values that the MTP layer cannot be trained with."""
+    problems = []
+    if mtp.steps < 1:
+        problems.append(
+            f"mtp.steps is {mtp.steps}: at least 1 is needed; a config with num_nextn_predict_layers=0 has no MTP layer"
+        )
+    if not 1 <= mtp.depth < seq_len:
+        problems.append(f"mtp.depth is {mtp.depth}: at least 1 is needed, and less than seq_len={seq_len}")
+    if not 0.0 <= mtp.greedy_share <= 1.0:
+        problems.append(f"mtp.greedy_share is {mtp.greedy_share}: it is between 0 and 1")
+    if problems:
+        raise ValueError("cannot train: " + "; ".join(problems))
+    check_rates(mtp.lr, mtp.weight_decay, None, "mtp.")
+
+
 @torch.no_grad()
 def evaluate(
-    dense: DenseModel, config: ModelConfig, task: Task, batches: int, batch: int, seq_len: int, split: str = "test"
+    dense: DenseModel,
+    config: ModelConfig,
+    task: Task,
+    batches: int,
+    batch: int,
+    seq_len: int,
+    split: str = "test",
+    depth: int = 3,
 ) -> dict[str, float]:
-    """``loss`` (nats per counted token) and ``accuracy`` of a model as it will be stored and run."""
+    """``loss`` (nats per counted token) and ``accuracy`` of a model as it will be stored and run.
+
+    With an MTP layer also ``mtp_loss``, the divergence of ``depth`` drafts from the backbone's distribution (nats, mean
+    of the drafts), and ``acceptance_1``, ``acceptance_2``, ...: how often that draft is what the backbone chooses, both
+    greedily, where the drafts before it were. The text goes on as it is written, whatever was chosen.
+    """
     generator = torch.Generator().manual_seed(EVALUATION_SEED)
-    names = {f"model.{name}": value for name, value in TrainedSource(dense.model, config).rounded_parameters().items()}
     device = dense.model.embed.weight.device
+    weights = TrainedSource(dense.model, config).rounded_parameters()
+    drafting = DraftModel(dense)
     total = torch.zeros(3, dtype=torch.float64, device=device)
+    divergence = torch.zeros((), dtype=torch.float64, device=device)
+    accepted = torch.zeros(depth, 2, dtype=torch.float64, device=device)
     for _ in range(batches):
         tokens, mask = (part.to(device) for part in task.batch(batch, seq_len, generator, split))
-        logits = torch.func.functional_call(dense, names, (tokens[:, :-1],)).logits
+        if config.mtp_layers:
+            names = {f"dense.model.{name}": value for name, value in weights.items()}
+            drafts = torch.func.functional_call(drafting, names, (tokens[:, :-1], depth))
+            logits = drafts.backbone
+            divergence += draft_losses(drafts, mask[:, 2:], 0.0)[1]
+            accepted += count_accepted(drafts, mask[:, 2:])
+        else:
+            names = {f"model.{name}": value for name, value in weights.items()}
+            logits = torch.func.functional_call(dense, names, (tokens[:, :-1],)).logits
         targets, counted = tokens[:, 1:], mask[:, 1:]
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         right = logits.argmax(-1) == targets
         total += torch.stack([loss[counted.flatten()].sum(), right[counted].sum(), counted.sum()]).double()
     loss, right, count = total.tolist()
-    return {"loss": loss / count, "accuracy": right / count}
+    metrics = {"loss": loss / count, "accuracy": right / count}
+    if config.mtp_layers:
+        metrics["mtp_loss"] = divergence.item() / batches
+        for draft, (right, tried) in enumerate(accepted.tolist(), 1):
+            metrics[f"acceptance_{draft}"] = right / max(tried, 1.0)
+    return metrics

@@ -15,6 +15,8 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.training.weights import rounded
 
+MTP = "mtp."  # begins the names of an MTP layer's tensors
+
 
 class TrainedSource(PublishedSource):
     """The weights of a model in training as the checkpoint that stores them."""
@@ -28,10 +30,16 @@ class TrainedSource(PublishedSource):
         values = self.model.get_parameter(parameter).detach()
         return (values if expert is None else values[expert]).cpu()
 
-    def rounded_parameters(self) -> dict[str, torch.Tensor]:
-        """Parameters as a runner would load them, by name; gradients reach the model's own."""
+    def rounded_parameters(self, backbone: bool = True, mtp: bool = True) -> dict[str, torch.Tensor]:
+        """Parameters as a runner would load them, by name; gradients reach the model's own.
+
+        Args:
+            backbone, mtp: with those of the backbone, with those of the MTP layer.
+        """
         result = {}
         for name in self._recipes:
+            if not (mtp if name.startswith(MTP) else backbone):
+                continue
             parameter, expert = parameter_name(name)
             values = self.model.get_parameter(parameter)
             if not expert and values.is_floating_point():

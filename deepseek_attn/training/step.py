@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.models.moe import Gate
+from deepseek_attn.training.drafts import DraftModel, draft_losses
 from deepseek_attn.training.forward import DenseModel
-from deepseek_attn.training.save import TrainedSource
+from deepseek_attn.training.save import MTP, TrainedSource
 from deepseek_attn.training.task import Batch
 
 BETAS = (0.9, 0.95)
@@ -17,41 +23,48 @@ BALANCE = 1e-3  # change of the router's bias per step, against an uneven load
 EAGER_STEPS = 3  # before a graph is captured: they allocate the memory that it replays with
 
 
-class TrainingStep:
+class Objective(NamedTuple):
+    """Attributes:
+    minimised: what gradients are taken of, a scalar.
+    reported: the loss in reports, a scalar.
+    loads: float32 ``[layers, experts]``: the share of tokens that each expert got.
+    """
+
+    minimised: torch.Tensor
+    reported: torch.Tensor
+    loads: torch.Tensor
+
+
+class TrainingStep(ABC):
     """Loss, gradients, update and expert balance of one batch.
 
     Args:
-        source: how the model's weights are stored, for the stage in which they are quantised.
+        model, mtp: what learns: the MTP layer of the model, or all the rest.
         batch, seq_len: the size of every batch.
         weight_decay: AdamW's, of the matrices.
     """
 
     def __init__(
-        self,
-        dense: DenseModel,
-        source: TrainedSource,
-        batch: int,
-        seq_len: int,
-        weight_decay: float,
-        device: torch.device,
+        self, model: DeepseekV4, mtp: bool, batch: int, seq_len: int, weight_decay: float, device: torch.device
     ):
-        self.dense, self.source, self.device = dense, source, device
+        self.device = device
         self.tokens = torch.zeros(batch, seq_len + 1, dtype=torch.int64, device=device)
         self.mask = torch.zeros(batch, seq_len + 1, dtype=torch.bool, device=device)
-        self.gates = [module for module in dense.modules() if isinstance(module, Gate)]
-        self.parameters = [p for p in dense.parameters() if p.requires_grad]
+        self.gates = [module for module in (model.mtp if mtp else model.layers).modules() if isinstance(module, Gate)]
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad and name.startswith(MTP) == mtp}
+        self.parameters = list(named.values())
         captured = device.type == "cuda"
         rate = torch.zeros((), device=device) if captured else 0.0
         self.optimizer = torch.optim.AdamW(
-            parameter_groups(dense, weight_decay), lr=rate, betas=BETAS, fused=captured, capturable=captured
+            parameter_groups(named, weight_decay), lr=rate, betas=BETAS, fused=captured, capturable=captured
         )
-        self.served: bool | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.eager = 0
         self.loss = torch.zeros((), device=device)
 
-    def set_stage(self, served: bool) -> None:
-        """``served``: entries are selected and weights quantised, as when the model is served."""
-        if served != self.served:
-            self.served, self.graph, self.eager = served, None, 0
+    @abstractmethod
+    def objective(self) -> Objective:
+        """Of the batch in ``tokens`` and ``mask``. On a GPU it must not wait for the device."""
 
     def run(self, batch: Batch, rate: float) -> torch.Tensor:
         """Trains on one batch and returns its loss, a scalar on the device that the next step overwrites."""
@@ -69,23 +82,19 @@ class TrainingStep:
             self.on_side_stream()
         else:
             if self.graph is None:
-                self.capture()
+                self.graph = self.capture()
             self.graph.replay()
         return self.loss
 
     def work(self) -> None:
         """Forward, backward, optimizer update and expert balance, on the batch in ``tokens`` and ``mask``."""
         self.optimizer.zero_grad(set_to_none=True)
-        weights = {f"model.{k}": v for k, v in self.source.rounded_parameters().items()} if self.served else {}
-        result = torch.func.functional_call(self.dense, weights, (self.tokens[:, :-1], self.served))
-        targets, counted = self.tokens[:, 1:].flatten(), self.mask[:, 1:].flatten()
-        losses = F.cross_entropy(result.logits.flatten(0, 1), targets, reduction="none")
-        loss = (losses * counted).sum() / counted.sum()
-        (loss + result.index_loss).backward()
+        minimised, reported, loads = self.objective()
+        minimised.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
         self.optimizer.step()
-        self.balance(result.loads)
-        self.loss.copy_(loss.detach())
+        self.balance(loads)
+        self.loss.copy_(reported.detach())
 
     def on_side_stream(self) -> None:
         stream = torch.cuda.Stream(self.device)
@@ -94,11 +103,12 @@ class TrainingStep:
             self.work()
         torch.cuda.current_stream(self.device).wait_stream(stream)
 
-    def capture(self) -> None:
+    def capture(self) -> torch.cuda.CUDAGraph:
         self.optimizer.zero_grad(set_to_none=True)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             self.work()
+        return graph
 
     @torch.no_grad()
     def balance(self, loads: torch.Tensor) -> None:
@@ -108,11 +118,77 @@ class TrainingStep:
                 gate.bias += BALANCE * torch.sign(load.mean() - load)
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict]:
-    """AdamW groups: matrices decay; embeddings, norms, sinks and hyper-connections do not."""
+class BackboneStep(TrainingStep):
+    """A step of the backbone on the next token, beside which its indexers learn.
+
+    Args:
+        source: how the model's weights are stored, for the stage in which they are quantised.
+    """
+
+    def __init__(
+        self,
+        dense: DenseModel,
+        source: TrainedSource,
+        batch: int,
+        seq_len: int,
+        weight_decay: float,
+        device: torch.device,
+    ):
+        super().__init__(dense.model, False, batch, seq_len, weight_decay, device)
+        self.dense, self.source = dense, source
+        self.served: bool | None = None
+
+    def set_stage(self, served: bool) -> None:
+        """``served``: entries are selected and weights quantised, as when the model is served."""
+        if served != self.served:
+            self.served, self.graph, self.eager = served, None, 0
+
+    def objective(self) -> Objective:
+        weights = self.source.rounded_parameters(mtp=False) if self.served else {}
+        names = {f"model.{name}": value for name, value in weights.items()}
+        result = torch.func.functional_call(self.dense, names, (self.tokens[:, :-1], self.served))
+        targets, counted = self.tokens[:, 1:].flatten(), self.mask[:, 1:].flatten()
+        losses = F.cross_entropy(result.logits.flatten(0, 1), targets, reduction="none")
+        loss = (losses * counted).sum() / counted.sum()
+        return Objective(loss + result.index_loss, loss, result.loads)
+
+
+class MtpStep(TrainingStep):
+    """A step of the MTP layer behind a backbone that is finished: both as they are served.
+
+    Args:
+        source: how the model's weights are stored. Those of the backbone are rounded once, here.
+        depth: drafts that are trained; greedy_share: see `draft_losses`.
+    """
+
+    def __init__(
+        self,
+        dense: DenseModel,
+        source: TrainedSource,
+        batch: int,
+        seq_len: int,
+        weight_decay: float,
+        device: torch.device,
+        depth: int,
+        greedy_share: float,
+    ):
+        super().__init__(dense.model, True, batch, seq_len, weight_decay, device)
+        self.drafting, self.source, self.depth, self.greedy_share = DraftModel(dense), source, depth, greedy_share
+        with torch.no_grad():
+            self.backbone = source.rounded_parameters(mtp=False)
+
+    def objective(self) -> Objective:
+        weights = self.backbone | self.source.rounded_parameters(backbone=False)
+        names = {f"dense.model.{name}": value for name, value in weights.items()}
+        drafts = torch.func.functional_call(self.drafting, names, (self.tokens[:, :-1], self.depth))
+        minimised, reported = draft_losses(drafts, self.mask[:, 2:], self.greedy_share)
+        return Objective(minimised, reported, drafts.loads)
+
+
+def parameter_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict]:
+    """AdamW groups of parameters by name: matrices decay; embeddings, norms, sinks and hyper-connections do not."""
     decay, keep = [], []
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            mixes = "hc_" in name or name.endswith((".ape", "embed.weight"))
-            (decay if parameter.dim() > 1 and not mixes else keep).append(parameter)
+    for name, parameter in parameters.items():
+        mixes = "hc_" in name or name.endswith((".ape", "embed.weight"))
+        (decay if parameter.dim() > 1 and not mixes else keep).append(parameter)
     return [{"params": decay, "weight_decay": weight_decay}, {"params": keep, "weight_decay": 0.0}]

@@ -25,23 +25,28 @@ OUTPUTS = ("wo_b.weight", "w2.weight")
 
 
 def build_model(config: ModelConfig, source: CheckpointSource, device: torch.device, max_positions: int) -> DeepseekV4:
-    """The backbone in float32, loaded from any checkpoint; its float parameters require gradients.
+    """The model in float32, loaded from any checkpoint; its float parameters require gradients.
 
     The router's bias does not: it steers the choice of experts only, and `balance` sets it.
 
     Raises:
-        ValueError: the config has an MTP layer, which training leaves out, or ``source`` does not fit.
+        ValueError: the config has several MTP layers, or ``source`` does not fit, or lacks the MTP layer.
     """
-    if config.mtp_layers:
+    if len(config.mtp_layers) > 1:
         raise ValueError(
-            f"num_nextn_predict_layers is {len(config.mtp_layers)}: training has no MTP layer; "
-            "use config.replace(num_nextn_predict_layers=0)"
+            f"num_nextn_predict_layers is {len(config.mtp_layers)}: only one MTP layer is trained, and it makes all "
+            "drafts; use config.replace(num_nextn_predict_layers=1)"
         )
     context = BuildContext(
         config, get_numerics("exact"), torch.float32, device, DeepseekV4ReferenceSparseImpl, max_positions
     )
-    model = DeepseekV4(context, mtp=False)
-    load_model(model, source, progress=False)
+    model = DeepseekV4(context)
+    report = load_model(model, source, progress=False)
+    if config.mtp_layers and not report.mtp_loaded:
+        raise ValueError(
+            "num_nextn_predict_layers is 1, but the checkpoint has no MTP layer; use "
+            "config.replace(num_nextn_predict_layers=0)"
+        )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.is_floating_point() and not name.endswith("gate.bias"))
     return model
@@ -84,7 +89,8 @@ class FreshSource(CheckpointSource):
         m = self.config.hc_mult
         if rows == m:  # the end of the model reads all streams alike
             return torch.zeros(m)
-        layer = int(name.split(".")[1])
+        part, layer = name.split(".")[:2]
+        layer = int(layer) + (self.config.num_hidden_layers if part == "mtp" else 0)
         pre = torch.full((m,), -PICK)
         pre[(2 * layer + ("ffn" in name)) % m] = PICK
         return torch.cat([pre, torch.zeros(m), (KEEP * torch.eye(m)).flatten()])
