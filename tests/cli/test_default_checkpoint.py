@@ -17,7 +17,7 @@ from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.tokenizer import Tokenizer
 from deepseek_attn.training import sample_text
 
-MAX_BYTES = 12 * 10**6
+MAX_BYTES = 14 * 10**6
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +25,15 @@ def directory():
     return default_checkpoint()
 
 
+def backbone(config: ModelConfig) -> ModelConfig:
+    """The config without an MTP layer."""
+    return config.replace(num_nextn_predict_layers=0, compress_ratios=[spec.ratio for spec in config.layers])
+
+
 def test_it_is_small_and_in_the_published_format(directory):
     assert sum(file.stat().st_size for file in directory.iterdir()) < MAX_BYTES
     config = ModelConfig.from_pretrained(directory)
-    assert config == ModelConfig.from_preset("small")
+    assert backbone(config) == backbone(ModelConfig.from_preset("small"))
     with SafetensorsSource(directory) as source:
         entries = source.entries()
     assert entries["layers.1.ffn.experts.0.w1.weight"].dtype == "I8"
