@@ -70,6 +70,8 @@ class FreshSource(CheckpointSource):
             return DRAW["table"].values(recipe, generator, self.config)
         if recipe.kind == "hc_base":
             return self._stream_base(name, recipe.shape[0])
+        if name.endswith("h_proj.weight"):  # an MTP layer starts on the backbone's own streams: it learns faster
+            return torch.eye(recipe.shape[0])
         constant = {"norm": 1.0, "ape": 0.0, "sink": 0.0, "bias": 0.0, "hc_scale": MIX}.get(recipe.kind)
         if constant is not None:
             return torch.full(recipe.shape, constant)
