@@ -150,9 +150,9 @@ def run_ops(args: argparse.Namespace) -> None:
 
 def op_cases(device: torch.device) -> Iterator[OpCase]:
     """The rows of the op benchmark that can run on ``device``, family by family."""
-    from deepseek_attn.bench.cases import attention, cache_ops, hyper_connection, indexer, linears, moe
+    from deepseek_attn.bench.cases import attention, cache_ops, hyper_connection, indexer, latent, linears, moe
 
-    for family in (attention, cache_ops, hyper_connection, indexer, linears, moe):
+    for family in (attention, cache_ops, hyper_connection, indexer, latent, linears, moe):
         yield from family.cases(device)
 
 
