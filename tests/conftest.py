@@ -1,12 +1,16 @@
-"""Fixtures of all tests: a device, and a seed of its own for each test."""
+"""Fixtures of all tests: a device, a seed of its own for each test, and a report that a run on a GPU may write."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.report import RESULTS, Case, Report
 
 # Small products gain nothing from more threads, and test workers would fight over the cores; so would their children.
 # One number of threads also means the same last bits in every process.
@@ -28,3 +32,31 @@ def seed(request: pytest.FixtureRequest) -> int:
     value = int.from_bytes(hashlib.sha256(request.node.nodeid.encode()).digest()[:4], "little")
     torch.manual_seed(value)
     return value
+
+
+EVERYTHING = Report()  # what this process, and the workers that it started, have found
+
+
+@pytest.fixture
+def report() -> Iterator[Report]:
+    """Collects the errors of a test, which ends with ``assert not report.failed``."""
+    report = Report()
+    yield report
+    EVERYTHING.extend(report)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Writes the errors of all tests to the file named by ``DEEPSEEK_ATTN_GPU_RESULTS``; a worker passes its on."""
+    worker = getattr(session.config, "workeroutput", None)
+    if worker is not None:
+        worker["report"] = [tuple(case) for case in EVERYTHING]
+    elif RESULTS in os.environ:
+        arguments = " ".join(session.config.invocation_params.args)
+        command = f"DEEPSEEK_ATTN_TEST_DEVICE={os.environ.get('DEEPSEEK_ATTN_TEST_DEVICE', 'cpu')} {RESULTS}=FILE"
+        EVERYTHING.sort()
+        EVERYTHING.write(Path(os.environ[RESULTS]), f"{command} pytest {arguments}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    EVERYTHING.extend(Case(*case) for case in getattr(node, "workeroutput", {}).get("report", []))

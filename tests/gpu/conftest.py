@@ -1,43 +1,22 @@
-"""Checks that need a GPU and FlashMLA. Without them a small part runs on a CPU, against a stand-in.
+"""Checks of attention that need a GPU and FlashMLA. Without them a small part runs on a CPU, against a stand-in.
 
     DEEPSEEK_ATTN_TEST_DEVICE=cuda DEEPSEEK_ATTN_GPU_RESULTS=errors.json pytest tests/gpu
 
 Every case draws random data, fills what nothing may read with NaN, and compares with float32 torch on the same cached
-bytes. ``DEEPSEEK_ATTN_GPU_RESULTS`` names a file for all errors; leave ``-n`` out then.
+bytes. ``DEEPSEEK_ATTN_GPU_RESULTS`` names a file for all errors.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+import gc
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
 
-from deepseek_attn.impls import flash_mla
-from tests.gpu.report import Report
+from deepseek_attn.impls import flash_mla, get_impl
 from tests.support import fake_flash_mla
-
-RESULTS = "DEEPSEEK_ATTN_GPU_RESULTS"
-COMMAND = f"DEEPSEEK_ATTN_TEST_DEVICE=cuda {RESULTS}=FILE pytest tests/gpu"
-
-
-@pytest.fixture(scope="session")
-def everything() -> Iterator[Report]:
-    report = Report()
-    yield report
-    if RESULTS in os.environ:
-        report.write(Path(os.environ[RESULTS]), COMMAND)
-
-
-@pytest.fixture
-def report(everything: Report) -> Iterator[Report]:
-    """Collects the errors of a test, which ends with ``assert not report.failed``."""
-    report = Report()
-    yield report
-    everything += report
+from tests.support.report import ON_CPU
 
 
 @pytest.fixture
@@ -48,10 +27,44 @@ def checked(device: torch.device, request: pytest.FixtureRequest, monkeypatch) -
         pytest.skip(reason)
     if not usable:
         device = torch.device("cpu")
-        monkeypatch.setitem(sys.modules, "flash_mla", fake_flash_mla.make("sgl"))
+        fake_flash_mla.install(monkeypatch)
     flash_mla.flavour.cache_clear()
     yield device
     monkeypatch.undo()
     flash_mla.flavour.cache_clear()
     if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def on_backends(
+    backends: Iterable[str], cases: Iterable[str], reference: Iterable[str], stand_in: Iterable[str] = ()
+) -> list:
+    """(backend, case) for ``parametrize``: each of ``cases`` on each backend that the device has.
+
+    Args:
+        reference: cases that run in plain torch.
+        stand_in: cases that FlashMLA's stand-in computes on a CPU where FlashMLA does not run.
+    """
+    on_device = [(backend, case) for backend in backends for case in cases]
+    on_cpu = [("reference", case) for case in reference] + [("flashmla", case) for case in stand_in]
+    return on_device + [pytest.param(*both, marks=ON_CPU) for both in on_cpu]
+
+
+@pytest.fixture
+def machine(device: torch.device, backend: str, request: pytest.FixtureRequest, monkeypatch) -> Iterator[torch.device]:
+    """The device of the tests if ``backend`` runs there; else a CPU, for what `on_backends` runs on one."""
+    try:
+        get_impl(backend, device)
+    except ValueError as error:
+        if request.node.get_closest_marker("on_cpu") is None:
+            pytest.skip(str(error))
+        device = torch.device("cpu")
+        fake_flash_mla.install(monkeypatch)
+        monkeypatch.setattr(flash_mla, "supported", lambda device, spec=None: (True, "a stand-in"))
+    flash_mla.flavour.cache_clear()
+    yield device
+    monkeypatch.undo()
+    flash_mla.flavour.cache_clear()
+    if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.impls import flash_mla
 from deepseek_attn.kernels.attention import PagedKeys
 from deepseek_attn.kernels.attention.reference import sparse_attention, sparse_attention_paged
-from tests.gpu.report import INF, Report, on_cpu_too
+from tests.support.report import INF, Report, on_cpu_too
 
 RECORD, V32 = Fp8DsMlaRecord(448, 64), Fp8DsMlaV32Record()
 

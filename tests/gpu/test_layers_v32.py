@@ -1,26 +1,25 @@
-"""V3.2 layers on a GPU: the backend's attention against float32 torch on the same cached bytes and selected indices.
+"""Whole V3.2 layers on a GPU, through hostile caches, with each impl: every query against float32 torch.
 
-Layers have V3.2's dimensions and random weights. 656-byte entries written on the GPU are compared with those written on
+Layers have V3.2's heads and random weights. 656-byte entries written on the GPU are compared with those written on
 the CPU, byte for byte.
 """
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
-from deepseek_attn.bench.layer import fill_caches, past
 from deepseek_attn.cache.records_v32 import make_v32_record
+from deepseek_attn.checkpoint.random import RepeatingSource
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.runner.model_runner import ModelRunner
-from deepseek_attn.v32.backends.kernels import get_kernels
-from tests.gpu.report import INF, on_cpu_too, relative
+from tests.gpu.conftest import on_backends
+from tests.gpu.drive import PLAIN_LINEARS, Drive, Layers, Limits, Step, decodes, run_layers
+from tests.support.oracle_layer import V32LayerOracle
+from tests.support.report import Report
 
-CACHES = {"fp8": "serving", "bf16": "exact"}
-
-
+BACKENDS = ("flashmla", "triton")
+PLAIN = Limits(layer=1.5e-2)  # each linear, norm and rotation rounds to bf16
+SERVING = Limits(layer=2e-1, keys=7e-2, selected=1e-1)  # the inputs of linears are rounded to e4m3: 2.7e-2 each
 V32 = ModelConfig.from_preset("v32").replace(num_hidden_layers=1, first_k_dense_replace=1)
 
 
@@ -41,57 +40,80 @@ def test_entries_are_the_bytes_of_a_cpu(report, device, rule):
     assert not report.failed
 
 
-STEPS = {
-    "decode of 8": [(None, 1)] * 8,
-    "prefill 1, 63, 700, 2000": [(None, 1), (None, 63), (None, 700), (None, 2000)],
-    "decode and prefill mixed": [(None, 1), (37, 1), (None, 130), (0, 65), (5, 300)],
-    "from nothing": [(0, 3), (0, 1025)],
-}  # (computed tokens, None for the context of the case; new tokens)
-SHORT = {"decode": [(None, 1)] * 3, "mixed": [(None, 1), (3, 1), (0, 9), (5, 30)]}
-CASES = [(cache, heads, context) for cache in CACHES for heads in (16, 64, 128) for context in (1500, 70000)]
-SMALL = [(cache, 4, 40) for cache in CACHES]
+STEPS = [
+    Step("prefill 3, 1025, 64, 1", [3, 1025, 64, 1]),
+    Step("mixed", [1, 1, 1, 600]),
+    decodes(1, 1, 1, 1),
+    decodes(2, 2, 2, 2),
+    decodes(3, 3, 3, 3),
+    decodes(4, 4, 4, 4),
+    decodes(3, 1, 4, 2),
+    Step("drafts of 4 1 3 beside a prompt", [4, 1, 3, 150], threshold=4),
+    Step("decode with padding", [1, 3, 2, 1], threshold=4, padding=(1, 4)),
+    Step("padding beside a prompt", [1, 2, 2, 90], threshold=4, padding=(3,)),
+]
+FAR = [decodes(1, 1, 1, 1), decodes(4, 4, 4, 4), Step("mixed", [1, 63, 700, 2000], threshold=4)]
 
 
-@pytest.mark.parametrize(("cache", "heads", "context"), on_cpu_too(CASES + SMALL, SMALL))
-def test_layers(report, checked, cache, heads, context):
-    """Decode, ragged prefill and mixed steps after ``context`` tokens."""
-    small = heads == 4
-    config = (ModelConfig.from_preset("tiny_v32") if small else V32).replace(num_attention_heads=heads)
-    runner = ModelRunner.from_config(
-        config, layers=[0], attention_only=True, device=checked, dtype="bfloat16", numerics=CACHES[cache],
-        backend="flashmla" if checked.type == "cuda" and not small else "reference",
-        max_model_len=256 if small else max(context + 4096, 8192), max_num_seqs=8, max_num_batched_tokens=4096,
-    )  # fmt: skip
-    fill_caches(runner)
-    block = runner.model.layers["0"]
-    errors = beside_reference(block.attn.impl, checked)
-    for name, requests in (SHORT if small else STEPS).items():
-        requests = sorted(requests, key=lambda request: request[1] > 1)
-        caches = [past(runner, context if length is None else length) for length, _ in requests]
-        lens = [n for _, n in requests]
-        runner.manager.reserve(list(zip(caches, lens, strict=True)))
-        step = runner.step_metadata(caches, lens)
-        x = torch.randn(sum(lens), config.hidden_size, device=checked).to(runner.dtype)
-        with torch.no_grad():
-            out = block.attend(x, step)
-        error = errors.pop() if bool(out.isfinite().all()) else INF
-        report.add("v32 layers", f"{cache} cache, {heads} heads, context {context}, {name}", error)
-        for item in caches:
-            runner.manager.free(item)
+def layers(heads: int, topk: int = 2048, hidden: int = 2048, **options) -> Layers:
+    config = V32.replace(num_attention_heads=heads, index_topk=topk, hidden_size=hidden)
+    options = {"numerics": PLAIN_LINEARS, "limits": PLAIN, "far": {1501: FAR, 70_001: FAR}} | options
+    sizes = {"max_model_len": 81_920, "max_num_batched_tokens": 4096, "source": RepeatingSource}
+    return Layers("v32", config, [0], STEPS, **sizes | options)
+
+
+SERVED = {"numerics": "serving", "limits": SERVING}
+CASES = {f"{heads} heads, top-{k}": layers(heads, k) for heads, k in ((8, 333), (16, 2048), (64, 2047), (128, 2048))}
+CASES |= {f"{heads} heads, bf16 cache": layers(heads, numerics="exact") for heads in (16, 128)}
+CASES |= {f"{heads} heads, pools of 2.2 GiB": layers(heads, 777, spread=2200 << 20) for heads in (16, 128)}
+CASES |= {"as served": layers(128, hidden=7168, **SERVED)}
+
+
+def short(**options) -> Layers:
+    config = ModelConfig.from_preset("tiny_v32").replace(num_hidden_layers=1, first_k_dense_replace=1, index_topk=13)
+    steps = [
+        Step("prefill", [150, 30, 3]), Step("mixed", [1, 1, 20]), decodes(1, 1, 1), decodes(2, 4, 3, padding=(1, 3)),
+        Step("drafts beside a prompt", [2, 70, 1], threshold=4),
+    ]  # fmt: skip
+    far = {1001: [Step("mixed", [3, 17, 1], threshold=4)]}
+    options = {"numerics": PLAIN_LINEARS, "limits": PLAIN} | options
+    return Layers("v32", config, [0], steps, max_model_len=2048, far=far, **options)
+
+
+SHORT = {"short": short(spread=1 << 20), "short, bf16 cache": short(numerics="exact"), "short serving": short(**SERVED)}
+
+
+@pytest.mark.parametrize(("backend", "name"), on_backends(BACKENDS, CASES, SHORT))
+def test_layers(report, machine, backend, name, monkeypatch):
+    run_layers((CASES | SHORT)[name], name, backend, machine, report, monkeypatch)
     assert not report.failed
 
 
-def beside_reference(impl, device: torch.device) -> list[float]:
-    """Errors of the calls of ``impl`` from now on, against the torch kernels on float32 queries."""
-    errors: list[float] = []
-    reference, attend = copy.copy(impl), impl.forward_mqa
-    reference.kernels = get_kernels("reference", device)
+def test_mistakes_are_found(device, monkeypatch):
+    """The oracle with one mistake finds the same in a right layer: one token of one query, or positions."""
 
-    def both(query, kv_cache, meta, layer):
-        out, lse = attend(query, kv_cache, meta, layer)
-        expected, _ = reference.forward_mqa(query.float(), kv_cache, meta, layer)
-        errors.append(relative(out, expected))
-        return out, lse
+    def found(**mistakes) -> set[str]:
+        torch.manual_seed(0)
+        report = Report()
+        drive = Drive.of(short(), "wrong", "reference", device, report)
+        drive.start(3)
+        for name, mistake in mistakes.items():
+            monkeypatch.setattr(V32LayerOracle, name, mistake)
+        for step in short().steps[:3]:
+            drive.step(step)
+        monkeypatch.undo()
+        return {case.section.split()[-1] for case in report if not case.passed}
 
-    impl.forward_mqa = both
-    return errors
+    call, rotate = V32LayerOracle.__call__, V32LayerOracle.rotate
+
+    def other_token(self, x, tokens, selected):
+        selected = selected.clone()
+        selected[-1, 0] = (selected[-1, 0] + 1) % tokens.positions[-1]
+        return call(self, x, tokens, selected)
+
+    def later(self, x, positions, inverse=False):
+        return rotate(self, x, positions + 1, inverse)
+
+    assert found() == set()
+    assert found(__call__=other_token) == {"layer"}
+    assert "written" in found(rotate=later)

@@ -6,6 +6,7 @@ plan: there it raises AssertionError.
 
 from __future__ import annotations
 
+import sys
 import types
 from dataclasses import dataclass, field
 
@@ -30,6 +31,11 @@ class Calls:
     decode: list[dict] = field(default_factory=list)
     prefill: list[dict] = field(default_factory=list)
     schedules: int = 0
+
+
+def install(monkeypatch, flavour: str = "sgl") -> None:
+    """Puts a stand-in where ``import flash_mla`` finds it."""
+    monkeypatch.setitem(sys.modules, "flash_mla", make(flavour))
 
 
 def make(flavour: str) -> types.ModuleType:

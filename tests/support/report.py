@@ -1,4 +1,7 @@
-"""What the checks on a GPU found: each error beside its limit, kept for the file that a run may write."""
+"""What checks of attention found: each error beside its limit, kept for the file that a run on a GPU may write.
+
+DEEPSEEK_ATTN_TEST_DEVICE=cuda DEEPSEEK_ATTN_GPU_RESULTS=errors.json pytest tests/gpu tests/kernels/attention
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from torch import Tensor
 
 from deepseek_attn.impls import flash_mla
 
+RESULTS = "DEEPSEEK_ATTN_GPU_RESULTS"
 LIMIT = 4e-3  # relative to float32; the kernels round weights and output to bf16
 LSE_LIMIT = 1e-4
 INF = float("inf")
+ON_CPU = pytest.mark.on_cpu
 
 
 class Case(NamedTuple):
@@ -36,10 +41,10 @@ class Report(list[Case]):
         self.append(Case(section, case, error, limit))
 
     def compare(self, section: str, case: str, got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-        """Of (output, log-sum-exp) pairs."""
-        self.add(section, case, relative(got[0], expected[0]))
+        """Of (output, log-sum-exp) pairs ``[T, H, d]`` and ``[T, H]``: the worst row of each."""
+        self.add(section, case, worst_row(got[0], expected[0]))
         finite = expected[1].isfinite()
-        same = bool((got[1].isfinite() == finite).all())
+        same = bool((got[1].isposinf() == expected[1].isposinf()).all())  # NaN is neither
         worst = (got[1] - expected[1])[finite].abs().max() if bool(finite.any()) else torch.zeros(())
         self.add(section, case + " lse", float(worst) if same else INF, LSE_LIMIT)
 
@@ -48,24 +53,28 @@ class Report(list[Case]):
         return [f"{case.section}: {case.case}: {case.error:.2e} > {case.limit:.0e}" for case in self if not case.passed]
 
     def write(self, path: Path, command: str) -> None:
-        """As JSON: the command, a summary with the worst relative error of each section, and all cases."""
-        worst: dict[str, float] = {}
+        """As JSON: the command, a summary with the worst error of each section and limit, and all cases."""
+        worst: dict[str, dict[str, float]] = {}
         for case in self:
-            if case.limit == LIMIT:
-                worst[case.section] = max(worst.get(case.section, 0.0), case.error)
+            limits = worst.setdefault(case.section, {})
+            limits[f"{case.limit:g}"] = max(limits.get(f"{case.limit:g}", 0.0), case.error)
         found = flash_mla.flavour()
         summary = {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
                    "torch": torch.__version__, "flash_mla": f"{found.name} {found.version}",
-                   "cases": len(self), "failed": self.failed, "worst_relative_error": worst}  # fmt: skip
+                   "cases": len(self), "failed": self.failed, "worst_error_by_limit": worst}  # fmt: skip
         rows = ",\n".join("  " + json.dumps(case._asdict() | {"passed": case.passed}) for case in self)
         path.write_text(
             f'{{"command": {json.dumps(command)},\n"summary": {json.dumps(summary)},\n"cases": [\n{rows}\n]}}\n'
         )
 
 
-def relative(actual: Tensor, expected: Tensor) -> float:
-    difference = (actual.double() - expected.double()).norm()
-    return float(difference / expected.double().norm().clamp(min=1e-30))
+def worst_row(actual: Tensor, expected: Tensor) -> float:
+    """The largest relative error of a row ``[...]`` of ``[T, ...]``; infinite where zeros were expected and are not."""
+    if not len(expected):
+        return 0.0
+    actual, expected = actual.flatten(1).double(), expected.flatten(1).double()
+    difference, size = (actual - expected).norm(dim=1), expected.norm(dim=1)
+    return float(torch.where(size > 0, difference / size, torch.where(difference == 0, 0.0, INF + difference)).max())
 
 
 def on_cpu_too(cases: Iterable, small: Iterable) -> list:
@@ -73,6 +82,6 @@ def on_cpu_too(cases: Iterable, small: Iterable) -> list:
     cases, small = list(cases), list(small)
     assert all(case in cases for case in small)
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.on_cpu if case in small else ())
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=ON_CPU if case in small else ())
         for case in cases
     ]
