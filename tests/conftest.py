@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if worker is not None:
         worker["report"] = [tuple(case) for case in EVERYTHING]
     elif RESULTS in os.environ:
-        arguments = " ".join(session.config.invocation_params.args)
+        arguments = shlex.join(session.config.invocation_params.args)
         command = f"DEEPSEEK_ATTN_TEST_DEVICE={os.environ.get('DEEPSEEK_ATTN_TEST_DEVICE', 'cpu')} {RESULTS}=FILE"
         EVERYTHING.sort()
         EVERYTHING.write(Path(os.environ[RESULTS]), f"{command} pytest {arguments}")
