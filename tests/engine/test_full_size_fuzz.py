@@ -132,7 +132,7 @@ def test_every_text_is_that_of_the_request_alone(report, device, family, numeric
     assert stats.preempted > 3
     assert stats.cached_tokens > 0
     assert stats.finished["abort"] > 3
-    assert not drafts or 0.2 < stats.acceptance_rate < 0.95
+    assert not drafts or 0.1 < stats.acceptance_rate < 0.95
 
 
 def preempt_every(engine: Engine, steps: int) -> None:

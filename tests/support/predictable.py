@@ -15,9 +15,13 @@ HEADS = {"head.weight": "embed.weight", "lm_head.weight": "model.embed_tokens.we
 
 
 class PredictableSource(RandomSource):
-    """Random weights; rows of the head are the embeddings of the tokens before, times ``certainty``, and noise."""
+    """Random weights; rows of the head are the embeddings of the tokens before, times a factor, and noise.
 
-    certainty = 0.8
+    Attributes:
+        certainty: the factor at one channel. Noise grows with the root of the number of channels, agreement with it.
+    """
+
+    certainty = 9.0
 
     def values(self, name: str, recipe: Recipe) -> torch.Tensor:
         values = super().values(name, recipe)
@@ -25,7 +29,7 @@ class PredictableSource(RandomSource):
         if name in HEADS or of_mtp:
             embeddings = "model.embed_tokens.weight" if of_mtp else HEADS[name]
             same = super().values(embeddings, self._recipes[embeddings])
-            return values + self.certainty * values.std() / same.std() * same.roll(1, 0)
+            return values + self.certainty * same.shape[1] ** -0.5 * values.std() / same.std() * same.roll(1, 0)
         if name.endswith((".e_proj.weight", ".eh_proj.weight")):  # the embedding of the next token reaches the head
             values[:, : len(values)] += torch.eye(len(values))
         return values
