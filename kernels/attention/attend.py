@@ -1,8 +1,8 @@
 """Attention of each query over its own list of keys in Triton, for any GPU from compute capability 8.0 on.
 
 Keys are read in place: rows of a workspace, or entries of one or two paged pools. This file checks arguments and
-launches; `launch_config` chooses among `attend_triton` (any GPU), `attend_hopper` (``fp8_v4`` pages) and
-`attend_rows_hopper` (rows).
+launches; `launch_config` chooses among `attend_triton` (any GPU), `attend_hopper` (``fp8_v4`` pages),
+`attend_v32_hopper` (``fp8_v32`` pages) and `attend_rows_hopper` (rows).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from deepseek_attn.kernels.attention.attend_hopper import attend_hopper_kernel
 from deepseek_attn.kernels.attention.attend_rows_hopper import attend_rows_hopper_kernel
 from deepseek_attn.kernels.attention.attend_triton import attend_kernel, combine_kernel
+from deepseek_attn.kernels.attention.attend_v32_hopper import attend_v32_hopper_kernel
 from deepseek_attn.kernels.attention.launch_config import (
     LaunchConfig,
     choose_config,
@@ -165,7 +166,7 @@ def _attend(
     dtype = dot_dtype(q.dtype, keys[0].pool.dtype, layout.group)
     if config is None:
         width = sum(pool_keys.indices.shape[1] for pool_keys in keys)
-        hopper = layout.group == 64 and dtype == torch.float16 and dim - layout.nope == 64 and dim in (128, 256, 512)
+        hopper = _fits_hopper(keys, layout, dtype, sink, dim, d_v)
         config = choose_config(T, H, dim, width, dtype, hopper, gpu(q.device))
     if config.splits == 1:
         _launch(q, keys, layout, dtype, scale, sink, d_v, out, out, lse, config)
@@ -176,6 +177,23 @@ def _attend(
     _launch(q, keys, layout, dtype, scale, sink, d_v, out, partials, partial_lse, config)
     _combine(partials, partial_lse, sink, out, lse)
     return out, lse
+
+
+def _fits_hopper(
+    keys: list[_Keys], layout: _EntryLayout, dtype: torch.dtype, sink: Tensor | None, dim: int, d_v: int
+) -> bool:
+    """Whether `attend_hopper_kernel` or `attend_v32_hopper_kernel` supports these arguments.
+
+    The latter reads entries 16 bytes at a time, which are aligned where pages are.
+    """
+    if dim - layout.nope != 64:
+        return False
+    if layout.group == 64:
+        return dtype == torch.float16 and dim in (128, 256, 512)
+    if layout.group != 128 or dtype != torch.bfloat16 or layout.nope not in (256, 512) or d_v != layout.nope:
+        return False
+    first = keys[0]
+    return len(keys) == 1 and sink is None and first.pool.data_ptr() % 16 == 0 and first.stride % 16 == 0
 
 
 def _combine(partials: Tensor, partial_lse: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor) -> None:
@@ -265,6 +283,33 @@ def _launch(
     }
     if config.hopper:
         grid = (T * triton.cdiv(H, config.heads), config.splits)
+    if config.hopper and layout.group == 128:
+        attend_v32_hopper_kernel[grid](
+            q,
+            first.pool,
+            first.indices,
+            first.indices if first.lens is None else first.lens,
+            partials,
+            partial_lse,
+            H,
+            scale * LOG2E,
+            first.indices.shape[1],
+            first.limit,
+            first.stride,
+            first.indices.stride(0),
+            q.stride(0),
+            q.stride(1),
+            out.stride(0),
+            out.stride(1),
+            NOPE=layout.nope,
+            N=first.entries,
+            HAS_LENS=first.lens is not None,
+            SPLIT=config.splits > 1,
+            num_warps=8,
+            launch_pdl=True,
+        )
+        return
+    if config.hopper:
         attend_hopper_kernel[grid](*arguments, **flags, num_warps=8, launch_pdl=True)
         return
     starts, widths = pieces(layout.nope, dim, config.piece)

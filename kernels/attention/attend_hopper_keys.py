@@ -142,13 +142,13 @@ def _store(pieces, scales, keys, NOPE: gl.constexpr):
             is_pure=True,
             pack=1,
         )
-        values += (_interleave(low, high),)
+        values += (interleave(low, high),)
     values += (_halves(pieces[NOPE // 64]),)
-    keys.store(_side_by_side(values, 0, NOPE // 64 + 1))
+    keys.store(side_by_side(values, 0, NOPE // 64 + 1))
 
 
 @gluon.jit
-def _interleave(low, high):
+def interleave(low, high):
     """``[low0, high0, low1, ...]``: the words of a thread stay with it."""
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     return gl.convert_layout(gl.reshape(gl.join(low, high), (low.shape[0], 2 * low.shape[1])), PAIRS)
@@ -169,13 +169,13 @@ def _halves(pair):
 
 
 @gluon.jit
-def _side_by_side(values, START: gl.constexpr, COUNT: gl.constexpr):
+def side_by_side(values, START: gl.constexpr, COUNT: gl.constexpr):
     """``COUNT`` (a power of two) tensors ``[n, w]`` as one ``[n, COUNT * w]``, without moving data."""
     if COUNT == 1:
         return values[START]
     else:
-        left = _side_by_side(values, START, COUNT // 2)
-        right = _side_by_side(values, START + COUNT // 2, COUNT // 2)
+        left = side_by_side(values, START, COUNT // 2)
+        right = side_by_side(values, START + COUNT // 2, COUNT // 2)
         return gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), (left.shape[0], 2 * left.shape[1]))
 
 

@@ -16,12 +16,12 @@ MIN_ROWS_HOPPER_HEADS = 17
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Configuration of a launch of `attend_kernel` or `attend_hopper_kernel`.
+    """Configuration of a launch of `attend_kernel`, `attend_hopper_kernel` or `attend_v32_hopper_kernel`.
 
     Attributes:
         heads, keys: of a tile; warps, stages: of a program; piece: channels of a piece.
         splits: programs among which a query's keys are split (split-K).
-        hopper: launch ``attend_hopper_kernel``, whose tiles are 64 heads and 64 keys.
+        hopper: launch ``attend_hopper_kernel`` or ``attend_v32_hopper_kernel``, whose tiles are 64 heads and 64 keys.
     """
 
     heads: int
@@ -64,15 +64,15 @@ def dot_dtype(q: torch.dtype, keys: torch.dtype, group: int = 0) -> torch.dtype:
 def choose_config(T: int, H: int, dim: int, width: int, dtype: torch.dtype, hopper: bool, gpu: GPU) -> LaunchConfig:
     """The fastest configuration measured on an H200 for ``T`` queries of ``H`` heads over up to ``width`` keys.
 
-    Depends on shapes alone, so that a captured graph serves any lengths. ``hopper``: `attend_hopper_kernel` supports
-    the record and dtype.
+    Depends on shapes alone, so that a captured graph serves any lengths. ``hopper``: a kernel for Hopper supports the
+    record and dtype.
     """
     small = H > 16 and T * _cdiv(H, 16) * _cdiv(width, 64) <= 80
     if dtype == torch.float32:
         config = LaunchConfig(16, 16, 4, 1)
     elif gpu.capability[0] != 9:
         config = LaunchConfig(16, 32, 4, 2) if H <= 16 or dim > 512 else LaunchConfig(32, 32, 8, 2)
-    elif hopper and not small:
+    elif hopper and not small and dim <= 512:
         config = LaunchConfig(64, 64, 8, 1, hopper=True)
     elif dim > 512:
         config = LaunchConfig(16, 32, 8, 1) if H <= 16 else LaunchConfig(64, 64, 8, 1, 128)

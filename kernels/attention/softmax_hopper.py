@@ -1,4 +1,4 @@
-"""Gluon device code shared by both attention kernels for Hopper: one tile of the online softmax."""
+"""Gluon device code shared by the attention kernels for Hopper: one tile of the online softmax."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from deepseek_attn.kernels.common.gluon import barrier
+
+
+@gluon.jit
+def soften(logits, peak, total):
+    """A tile's weights ``[64, keys]``, the factors that rescale earlier tiles, and ``(peak, total)`` with this tile."""
+    new_peak = gl.maximum(peak, gl.max(logits, 1))
+    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    decay = gl.exp2(peak - shift)
+    weight = gl.exp2(logits - shift[:, None])
+    return weight, decay, new_peak, total * decay + gl.sum(weight, 1)
 
 
 @gluon.jit
@@ -20,14 +30,10 @@ def weigh_tile(logits, peak, total, stage, weights, decays, ready):
     Returns:
         ``(peak, total)`` with this tile.
     """
-    new_peak = gl.maximum(peak, gl.max(logits, 1))
-    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    decay = gl.exp2(peak - shift)
-    weight = gl.exp2(logits - shift[:, None])
-    total = total * decay + gl.sum(weight, 1)
+    weight, decay, peak, total = soften(logits, peak, total)
     weights.index(stage).store(weight.to(weights.dtype))
     decays.index(stage).store(decay)
     fence_async_shared()
     barrier()
     mbarrier.arrive(ready.index(stage))
-    return new_peak, total
+    return peak, total

@@ -29,7 +29,7 @@ def compiled(kernel, pointers, constants, capability, warps, stages=1):
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "stride" in name or "ptr" in name}
-    source = GluonASTSource if kernel in (attend_hopper_kernel, attend_rows_hopper_kernel) else ASTSource
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
     source = source(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     return triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
