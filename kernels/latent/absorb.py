@@ -59,7 +59,7 @@ def absorb_queries(queries: LatentQueries, config: AbsorbConfig | None = None) -
     config = config or choose_config(T)
     dtype = TRITON_DTYPES[q.dtype]
     rows = AbsorbArguments(
-        q, q.stride(0), weight, *weight.stride(), cos_sin, cos_sin.shape[0], positions,
+        q, q.stride(0), weight, cos_sin, cos_sin.shape[0], positions,
         out, out.stride(0), out.stride(1), T, heads, padded_heads,
     )  # fmt: skip
     shape = AbsorbShape(
@@ -68,6 +68,9 @@ def absorb_queries(queries: LatentQueries, config: AbsorbConfig | None = None) -
         ROPE=rope,
         ROPE_BLOCK=row_block(rope, cos_sin),
         RANK=rank,
+        HEAD_STRIDE=weight.stride(0),
+        NOPE_STRIDE=weight.stride(1),
+        RANK_STRIDE=weight.stride(2),
         BLOCK_RANK=config.rank,
         BLOCK_T=config.tokens,
         BLOCK_H=8,

@@ -14,18 +14,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deepseek_attn.kernels.common.row_ops import begin, rotated_rows, row_cos_sin
+from deepseek_attn.kernels.common.row_ops import begin, rotated_rows, round_to, row_cos_sin
 
 
 class AbsorbArguments(NamedTuple):
-    """Runtime arguments: tensors of `LatentQueries` with their strides."""
+    """Runtime arguments: tensors of `LatentQueries`, with strides but for the weight's."""
 
     q: Tensor
     q_stride: int
     weight: Tensor
-    weight_head_stride: int
-    weight_nope_stride: int
-    weight_rank_stride: int
     cos_sin: Tensor
     max_positions: int
     positions: Tensor
@@ -42,6 +39,7 @@ class AbsorbShape:
     """Constants: channels of a query's parts and of the latent, tiles of them and of tokens, and the dtype.
 
     Attributes:
+        HEAD_STRIDE, NOPE_STRIDE, RANK_STRIDE: of the weight.
         BLOCK_RANK: latent channels of a program; BLOCK_T: tokens; BLOCK_H: heads of a program that only rotates.
         DOT: dtype of the factors of products; that of the queries, but float32 in the interpreter.
     """
@@ -51,6 +49,9 @@ class AbsorbShape:
     ROPE: int
     ROPE_BLOCK: int
     RANK: int
+    HEAD_STRIDE: int
+    NOPE_STRIDE: int
+    RANK_STRIDE: int
     BLOCK_RANK: int
     BLOCK_T: int
     BLOCK_H: int
@@ -73,7 +74,7 @@ def _rotate(rows, t, head, inside, SHAPE: tl.constexpr):
     y = rotated_rows(x.to(tl.float32), freqs_cis, ROPE, ROPE, SHAPE.DTYPE)
     target = rows.out + t * rows.out_stride + head * rows.out_head_stride + SHAPE.RANK
     stored = (inside & (head < rows.padded_heads))[:, None] & columns
-    tl.store(target[:, None] + channel[None, :], y.to(rows.out.dtype.element_ty), mask=stored)
+    tl.store(target[:, None] + channel[None, :], y.to(SHAPE.DTYPE), mask=stored)
 
 
 @triton.jit
@@ -89,9 +90,9 @@ def absorb_queries_kernel(rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
     latent = block * SHAPE.BLOCK_RANK + tl.arange(0, SHAPE.BLOCK_RANK)
     nope = tl.arange(0, SHAPE.NOPE_BLOCK)
     # the weight depends on no kernel: it is loaded while the kernel before this one still runs
-    w_row = rows.weight + head.to(tl.int64) * rows.weight_head_stride + nope * rows.weight_nope_stride
+    w_row = rows.weight + head.to(tl.int64) * SHAPE.HEAD_STRIDE + nope * SHAPE.NOPE_STRIDE
     w_inside = (nope < SHAPE.NOPE)[:, None] & (latent < tl.where(head < rows.heads, RANK, 0))[None, :]
-    w = tl.load(w_row[:, None] + latent[None, :] * rows.weight_rank_stride, mask=w_inside, other=0)
+    w = tl.load(w_row[:, None] + latent[None, :] * SHAPE.RANK_STRIDE, mask=w_inside, other=0)
     if PDL:
         gdc_wait()
     token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -103,7 +104,7 @@ def absorb_queries_kernel(rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
     acc = tl.dot(tl.trans(w.to(SHAPE.DOT)), tl.trans(q.to(SHAPE.DOT)))
     out = rows.out + t * rows.out_stride + head * rows.out_head_stride
     stored = inside[:, None] & (latent < RANK)[None, :]
-    tl.store(out[:, None] + latent[None, :], tl.trans(acc).to(rows.out.dtype.element_ty), mask=stored)
+    tl.store(out[:, None] + latent[None, :], round_to(tl.trans(acc), SHAPE.DTYPE).to(SHAPE.DTYPE), mask=stored)
     if block == 0:
         _rotate(rows, token, head + tl.zeros_like(token), inside, SHAPE)
 

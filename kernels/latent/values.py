@@ -82,9 +82,7 @@ def _project(latents: Tensor, weight: Tensor, buffers: QuantizedRows | None, con
         torch.bmm(latents[:, :heads].transpose(0, 1), weight.transpose(1, 2), out=values)
         return out
     config = config or choose_config(T, buffers is not None)
-    rows = ValueArguments(
-        latents, latents.stride(0), latents.stride(1), weight, *weight.stride(), out, out.stride(0), T
-    )
+    rows = ValueArguments(latents, latents.stride(0), latents.stride(1), weight, out, out.stride(0), T)
     if buffers is not None:
         rows = rows._replace(
             fp8=fp8_view(buffers.values),
@@ -98,6 +96,9 @@ def _project(latents: Tensor, weight: Tensor, buffers: QuantizedRows | None, con
         V=dim,
         BLOCK_V=config.values,
         RANK=rank,
+        HEAD_STRIDE=weight.stride(0),
+        VALUE_STRIDE=weight.stride(1),
+        RANK_STRIDE=weight.stride(2),
         BLOCK_RANK=config.rank,
         BLOCK_T=config.tokens,
         EARLY=min(config.early, blocks),

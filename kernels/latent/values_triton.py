@@ -18,15 +18,12 @@ from deepseek_attn.kernels.common.row_ops import round_to
 
 
 class ValueArguments(NamedTuple):
-    """Runtime arguments: latents, weight, values and their FP8 copy, each with its strides."""
+    """Runtime arguments: latents, weight, values and their FP8 copy, with strides but for the weight's."""
 
     latents: Tensor
     latents_stride: int
     latents_head_stride: int
     weight: Tensor
-    weight_head_stride: int
-    weight_value_stride: int
-    weight_rank_stride: int
     out: Tensor
     out_stride: int
     tokens: int
@@ -41,6 +38,7 @@ class ValueShape:
     """Constants: channels of a value and of a latent, and tiles of them and of tokens.
 
     Attributes:
+        HEAD_STRIDE, VALUE_STRIDE, RANK_STRIDE: of the weight.
         EARLY: blocks of latent channels whose weights are loaded before the previous kernel has ended.
         QUANTIZE: also store the values as FP8, a head in one group; POW2: with scales that are powers of two.
         DTYPE: of the values; DOT: of the factors of products: the same, but float32 in the interpreter.
@@ -49,6 +47,9 @@ class ValueShape:
     V: int
     BLOCK_V: int
     RANK: int
+    HEAD_STRIDE: int
+    VALUE_STRIDE: int
+    RANK_STRIDE: int
     BLOCK_RANK: int
     BLOCK_T: int
     EARLY: int
@@ -60,14 +61,18 @@ class ValueShape:
 
 @triton.jit
 def _weights(rows, head, value, rank, SHAPE: tl.constexpr):
-    row = rows.weight + head.to(tl.int64) * rows.weight_head_stride + value * rows.weight_value_stride
+    row = rows.weight + head.to(tl.int64) * SHAPE.HEAD_STRIDE + value * SHAPE.VALUE_STRIDE
     inside = (value < SHAPE.V)[:, None] & (rank < SHAPE.RANK)[None, :]
-    return tl.load(row[:, None] + rank[None, :] * rows.weight_rank_stride, mask=inside, other=0)
+    return tl.load(row[:, None] + rank[None, :] * SHAPE.RANK_STRIDE, mask=inside, other=0)
 
 
 @triton.jit
-def _add_product(acc, w, x_row, inside, rank, SHAPE: tl.constexpr):
-    x = tl.load(x_row[:, None] + rank[None, :], mask=inside[:, None] & (rank < SHAPE.RANK)[None, :], other=0)
+def _latents(x_row, inside, rank, SHAPE: tl.constexpr):
+    return tl.load(x_row[:, None] + rank[None, :], mask=inside[:, None] & (rank < SHAPE.RANK)[None, :], other=0)
+
+
+@triton.jit
+def _add_product(acc, w, x, SHAPE: tl.constexpr):
     return tl.dot(w.to(SHAPE.DOT), tl.trans(x.to(SHAPE.DOT)), acc)
 
 
@@ -97,10 +102,10 @@ def project_values_kernel(rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr, P
     x_row = rows.latents + t * rows.latents_stride + head * rows.latents_head_stride
     acc = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
     for i in tl.static_range(EARLY):
-        acc = _add_product(acc, early[i], x_row, inside, i * BLOCK_RANK + lane, SHAPE)
+        acc = _add_product(acc, early[i], _latents(x_row, inside, i * BLOCK_RANK + lane, SHAPE), SHAPE)
     for start in tl.range(EARLY * BLOCK_RANK, SHAPE.RANK, BLOCK_RANK, num_stages=STAGES):
         w = _weights(rows, head, value, start + lane, SHAPE)
-        acc = _add_product(acc, w, x_row, inside, start + lane, SHAPE)
+        acc = _add_product(acc, w, _latents(x_row, inside, start + lane, SHAPE), SHAPE)
     y = round_to(tl.trans(acc), SHAPE.DTYPE)
     stored = inside[:, None] & (value < V)[None, :]
     out = rows.out + t * rows.out_stride + head * V
