@@ -39,8 +39,9 @@ def insert(request, device):
 
 
 def empty_pool(record, T, device):
+    """Pages with gaps behind each and one before the first."""
     pages, size = -(-3 * T // PAGE) + 1, record.page_bytes(PAGE)
-    return torch.full((pages, 2 * size + 64), 0xAB, dtype=torch.uint8, device=device)[:, :size]
+    return torch.full((pages + 1, 2 * size + 64), 0xAB, dtype=torch.uint8, device=device)[1:, :size]
 
 
 def make(layer, dtype, device, T=9):
@@ -147,6 +148,7 @@ def test_stored_bytes_are_the_record_of_the_rows(insert, device, layer):
         cache.record.insert(expected, PAGE, cache.slots, values)
         assert torch.equal(cache.pool, expected)
         assert cache.pool._base[:, cache.pool.shape[1] :].eq(0xAB).all(), "between pages"
+        assert cache.pool._base[0].eq(0xAB).all(), "before the first page"
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
