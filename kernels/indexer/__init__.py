@@ -15,6 +15,7 @@ from deepseek_attn.kernels.indexer.types import (
     PagedIndexKeys,
 )
 from deepseek_attn.kernels.insert.types import QueryHeads
+from deepseek_attn.kernels.latent.types import LatentQueries
 
 __all__ = [
     "KEY_FORMATS",
@@ -27,6 +28,7 @@ __all__ = [
     "index_query",
     "index_scores",
     "index_select",
+    "latent_queries",
     "paged_index_scores",
     "queries",
     "topk_indices",
@@ -68,6 +70,25 @@ def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
     else:
         from deepseek_attn.kernels.indexer.reference import queries as op
     return op(heads, index)
+
+
+def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
+    """`absorb_queries` of a V3.2 layer and `index_query` of its indexer, for the same tokens; few in one launch.
+
+    Args:
+        queries: of `kernels.latent.absorb_queries`; index: of `index_query`.
+
+    Returns:
+        The result of each, equal to the bit to what either op returns alone.
+
+    Raises:
+        ValueError: different numbers of tokens, or arguments that either op refuses.
+    """
+    if _in_triton(index):
+        from deepseek_attn.kernels.indexer.query import latent_queries as op
+    else:
+        from deepseek_attn.kernels.indexer.reference import latent_queries as op
+    return op(queries, index)
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:

@@ -13,11 +13,14 @@ from deepseek_attn.kernels.indexer.query_triton import (
     IndexQueryArgs,
     IndexQueryShape,
     index_query_kernel,
+    latent_queries_kernel,
     queries_kernel,
 )
 from deepseek_attn.kernels.indexer.types import KEY_FORMATS, TRITON_HEAD_DIM, IndexQueries, IndexQueryRows
 from deepseek_attn.kernels.insert.query_heads import HEADS, head_launch
 from deepseek_attn.kernels.insert.types import QueryHeads
+from deepseek_attn.kernels.latent.absorb import absorb_launch, absorb_queries
+from deepseek_attn.kernels.latent.types import LatentQueries
 
 NUM_WARPS = 4
 assert HEADS == NUM_WARPS  # the layer's heads and the indexer's are in one launch
@@ -62,6 +65,32 @@ def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
             launch_pdl=pdl,
         )
     return out, launch.queries
+
+
+def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
+    """`kernels.indexer.latent_queries` in Triton, for rows that `absorb_queries` and `index_query` take there."""
+    tokens = len(queries.q)
+    if len(index.q) != tokens:
+        raise ValueError(f"queries of {tokens} tokens, and of {len(index.q)} for the indexer: must be the same")
+    absorbed, launch = absorb_launch(queries), _index_launch(index)
+    if not absorbed.few or absorbed.warps != NUM_WARPS:
+        return absorb_queries(queries._replace(out=absorbed.out)), index_query(index)
+    pdl = supports_pdl(absorbed.out.device)
+    programs = absorbed.programs * absorbed.token_blocks + tokens * launch.blocks
+    if tokens:
+        latent_queries_kernel[(programs,)](
+            absorbed.rows,
+            launch.args,
+            absorbed.programs,
+            absorbed.token_blocks,
+            launch.blocks,
+            SHAPE=absorbed.shape,
+            INDEX_SHAPE=launch.shape,
+            PDL=pdl,
+            num_warps=NUM_WARPS,
+            launch_pdl=pdl,
+        )
+    return absorbed.out, launch.queries
 
 
 def _index_launch(rows: IndexQueryRows) -> IndexQueryLaunch:

@@ -8,10 +8,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.fp8 import inverse_pow2, pow2_ceil, quantize_e4m3, round_e2m1
 from deepseek_attn.kernels.common.row_ops import begin, hadamard_rows
 from deepseek_attn.kernels.insert.norm_rope_triton import norm_heads
+from deepseek_attn.kernels.latent.absorb_triton import absorb_head
 
 _FP4_FLOOR = tl.constexpr(6.0 * 2.0**-126)
 
@@ -142,3 +144,21 @@ def queries_kernel(args, index_args, blocks, SHAPE: tl.constexpr, INDEX_SHAPE: t
         norm_heads(t, block, args, SHAPE)
     else:
         index_heads(t, block - blocks, index_args, INDEX_SHAPE)
+
+
+@triton.jit
+def latent_queries_kernel(
+    rows, index_args, programs, token_blocks, index_blocks, SHAPE: tl.constexpr, INDEX_SHAPE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """First ``programs`` of `absorb_head` for each of ``token_blocks``, then ``index_blocks`` of heads per token."""
+    if PDL:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    if program < programs * token_blocks:
+        absorb_head(program % programs, program // programs, rows, SHAPE, PDL)
+    else:
+        if PDL:
+            gdc_wait()
+        program -= programs * token_blocks
+        index_heads((program // index_blocks).to(tl.int64), program % index_blocks, index_args, INDEX_SHAPE)

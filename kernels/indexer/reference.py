@@ -17,6 +17,8 @@ from deepseek_attn.kernels.indexer.types import (
 )
 from deepseek_attn.kernels.insert.reference import query_norm_rope
 from deepseek_attn.kernels.insert.types import QueryHeads
+from deepseek_attn.kernels.latent.reference import absorb_queries
+from deepseek_attn.kernels.latent.types import LatentQueries
 
 GEMM_BYTES = 16 << 20
 KEYS_PER_BLOCK = 4096
@@ -27,9 +29,9 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
     """`kernels.indexer.index_query` in plain torch."""
     if rows.key_format not in KEY_FORMATS:
         raise ValueError(f"index keys are {', '.join(KEY_FORMATS)}, got {rows.key_format!r}")
-    T, heads = rows.weights.shape
+    heads = rows.weights.shape[1]
     freqs_cis = freqs_cis_at(rows.cos_sin, rows.positions)
-    q = rows.q.view(T, heads, -1)
+    q = rows.q.unflatten(1, (heads, -1))
     q = apply_rope_half_split(q, freqs_cis) if rows.half_split else apply_rope(q, freqs_cis)
     if rows.hadamard:
         q = hadamard(q)
@@ -45,6 +47,14 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
 def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`kernels.indexer.queries` in plain torch: one op after the other."""
     out, index_queries = query_norm_rope(heads), index_query(index)
+    if len(out) != len(index.q):
+        raise ValueError(f"queries of {len(out)} tokens, and of {len(index.q)} for the indexer: must be the same")
+    return out, index_queries
+
+
+def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
+    """`kernels.indexer.latent_queries` in plain torch: one op after the other."""
+    out, index_queries = absorb_queries(queries), index_query(index)
     if len(out) != len(index.q):
         raise ValueError(f"queries of {len(out)} tokens, and of {len(index.q)} for the indexer: must be the same")
     return out, index_queries

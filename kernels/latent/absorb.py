@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -43,8 +44,48 @@ def choose_config(T: int) -> AbsorbConfig:
     return AbsorbConfig(64, tokens, 4)
 
 
+class AbsorbLaunch(NamedTuple):
+    """What launches need: arguments and constants of `absorb_triton`, and the result.
+
+    Attributes:
+        programs, token_blocks: grid of `absorb_queries_kernel`; warps: of a program.
+        few: that kernel computes everything; otherwise cuBLAS multiplies.
+    """
+
+    rows: AbsorbArguments
+    shape: AbsorbShape
+    out: Tensor
+    programs: int
+    token_blocks: int
+    warps: int
+    few: bool
+
+
 def absorb_queries(queries: LatentQueries, config: AbsorbConfig | None = None) -> Tensor:
     """See `kernels.latent.absorb_queries`; ``config`` overrides the choice of launches."""
+    rows, shape, out, programs, token_blocks, warps, few = absorb_launch(queries, config)
+    if not out.numel():
+        return out
+    pdl = supports_pdl(out.device)
+    if few:
+        absorb_queries_kernel[(programs, token_blocks)](rows, SHAPE=shape, PDL=pdl, num_warps=warps, launch_pdl=pdl)
+        return out
+    # cuBLAS writes into the rows of the result, and the rotation fills what is left of them
+    heads, nope, rank = queries.weight.shape
+    latents = out[:, :heads, :rank].transpose(0, 1)
+    torch.bmm(queries.q.unflatten(-1, (heads, -1))[..., :nope].transpose(0, 1), queries.weight, out=latents)
+    rotate_queries_kernel[(len(out), triton.cdiv(out.shape[1], shape.BLOCK_H))](
+        rows, SHAPE=shape, PADDED=out.shape[1] > heads, PDL=False, num_warps=4
+    )
+    return out
+
+
+def absorb_launch(queries: LatentQueries, config: AbsorbConfig | None = None) -> AbsorbLaunch:
+    """Checks the tensors and allocates the result if it is not given.
+
+    Raises:
+        ValueError: tensors that disagree or that the kernel does not support.
+    """
     check_queries(queries)
     q, weight, cos_sin, positions, padded_heads, out = queries
     (heads, nope, rank), T = weight.shape, len(q)
@@ -53,8 +94,6 @@ def absorb_queries(queries: LatentQueries, config: AbsorbConfig | None = None) -
     rope = cos_sin.shape[1]
     if out is None:
         out = torch.empty(T, padded_heads, rank + rope, dtype=q.dtype, device=q.device)
-    if not T or not padded_heads:
-        return out
     few = config is not None or (T <= MAX_TOKENS and nope <= MAX_NOPE and q.dtype in HALVES)
     config = config or choose_config(T)
     dtype = TRITON_DTYPES[q.dtype]
@@ -77,15 +116,5 @@ def absorb_queries(queries: LatentQueries, config: AbsorbConfig | None = None) -
         DTYPE=dtype,
         DOT=tl.float32 if triton.knobs.runtime.interpret else dtype,
     )
-    pdl = supports_pdl(q.device)
-    if few:
-        grid = (padded_heads * triton.cdiv(rank, config.rank), triton.cdiv(T, config.tokens))
-        absorb_queries_kernel[grid](rows, SHAPE=shape, PDL=pdl, num_warps=config.warps, launch_pdl=pdl)
-        return out
-    # cuBLAS writes into the rows of the result, and the rotation fills what is left of them
-    latents = out[:, :heads, :rank].transpose(0, 1)
-    torch.bmm(q.unflatten(-1, (heads, -1))[..., :nope].transpose(0, 1), weight, out=latents)
-    rotate_queries_kernel[(T, triton.cdiv(padded_heads, shape.BLOCK_H))](
-        rows, SHAPE=shape, PADDED=padded_heads > heads, PDL=False, num_warps=4
-    )
-    return out
+    programs, token_blocks = padded_heads * triton.cdiv(rank, config.rank), triton.cdiv(T, config.tokens)
+    return AbsorbLaunch(rows, shape, out, programs, token_blocks, config.warps, few)

@@ -78,15 +78,13 @@ def _rotate(rows, t, head, inside, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def absorb_queries_kernel(rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
-    """Grid ``(padded heads * blocks of latent channels, blocks of tokens)``; the first block of a head also rotates."""
-    if PDL:
-        gdc_launch_dependents()
+def absorb_head(program, token_block, rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
+    """A block of latent channels of a head, for a block of tokens; the first block of a head also rotates."""
     RANK: tl.constexpr = SHAPE.RANK
     BLOCK_T: tl.constexpr = SHAPE.BLOCK_T
     BLOCKS: tl.constexpr = (RANK + SHAPE.BLOCK_RANK - 1) // SHAPE.BLOCK_RANK
-    head = tl.program_id(0) // BLOCKS
-    block = tl.program_id(0) % BLOCKS
+    head = program // BLOCKS
+    block = program % BLOCKS
     latent = block * SHAPE.BLOCK_RANK + tl.arange(0, SHAPE.BLOCK_RANK)
     nope = tl.arange(0, SHAPE.NOPE_BLOCK)
     # the weight depends on no kernel: it is loaded while the kernel before this one still runs
@@ -95,7 +93,7 @@ def absorb_queries_kernel(rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
     w = tl.load(w_row[:, None] + latent[None, :] * SHAPE.RANK_STRIDE, mask=w_inside, other=0)
     if PDL:
         gdc_wait()
-    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token = token_block * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = token < rows.tokens
     t = token.to(tl.int64)
     q_row = rows.q + t * rows.q_stride + head * (SHAPE.NOPE + SHAPE.ROPE)
@@ -107,6 +105,14 @@ def absorb_queries_kernel(rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
     tl.store(out[:, None] + latent[None, :], round_to(tl.trans(acc), SHAPE.DTYPE).to(SHAPE.DTYPE), mask=stored)
     if block == 0:
         _rotate(rows, token, head + tl.zeros_like(token), inside, SHAPE)
+
+
+@triton.jit
+def absorb_queries_kernel(rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
+    """Grid ``(padded heads * blocks of latent channels, blocks of tokens)``."""
+    if PDL:
+        gdc_launch_dependents()
+    absorb_head(tl.program_id(0), tl.program_id(1), rows, SHAPE, PDL)
 
 
 @triton.jit

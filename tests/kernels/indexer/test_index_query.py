@@ -176,3 +176,30 @@ def test_with_the_heads_of_the_layer_in_one_launch(kernel, device, fmt, T):
     assert torch.equal(index_queries.weights, expected.weights)
     with pytest.raises(ValueError, match=f"queries of {T} tokens, and of 0 for the indexer"):
         queries(heads, index._replace(q=q[:0], weights=weights[:0], positions=positions[:0]))
+
+
+@pytest.mark.parametrize("T", [0, 1, 9, 70])
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
+def test_with_the_latent_queries_of_the_layer(request, device, triton, T):
+    """Few tokens in one launch, many in several: equal to the bit to what either op returns alone."""
+    from deepseek_attn.kernels.latent import LatentQueries
+    from deepseek_attn.kernels.latent import reference as latent
+
+    op, absorb, index_query = reference.latent_queries, latent.absorb_queries, reference.index_query
+    if triton:
+        index_query = request.getfixturevalue("kernel")
+        from deepseek_attn.kernels.indexer.query import latent_queries as op
+        from deepseek_attn.kernels.latent.absorb import absorb_queries as absorb
+    q, weights, cos_sin, positions = make(T, 20, torch.float16, device)
+    heads = torch.randn(T, 3 * 192, device=device).half()
+    queries = LatentQueries(heads, torch.randn(3, 128, 96, device=device).half(), cos_sin, positions, 5)
+    index = IndexQueryRows(q, weights, cos_sin, positions, 0.25, "fp8", half_split=True)
+    got, index_queries = op(queries, index)
+    assert torch.equal(got, absorb(queries))
+    assert got[:, 3:].eq(0).all()
+    expected = index_query(index)
+    assert torch.equal(index_queries.q.view(torch.uint8), expected.q.view(torch.uint8))
+    assert torch.equal(index_queries.weights, expected.weights)
+    other = index._replace(q=q.new_zeros(T + 1, 2560), weights=weights.new_zeros(T + 1, 20))
+    with pytest.raises(ValueError, match=f"queries of {T} tokens, and of {T + 1} for the indexer"):
+        op(queries, other._replace(positions=positions.new_zeros(T + 1)))

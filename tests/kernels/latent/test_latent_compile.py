@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from deepseek_attn.kernels.indexer import IndexQueryRows, query
 from deepseek_attn.kernels.latent import LatentQueries, absorb, values
 from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu
 
@@ -36,6 +37,18 @@ def test_absorb_queries(monkeypatch, arch, step):
     if arch == "sm90" and few:
         loads, wait = kernel.asm["ptx"].index("ld.global"), kernel.asm["ptx"].index("griddepcontrol.wait")
         assert loads < wait, "weights are loaded before the previous kernel has ended"
+
+
+@pytest.mark.parametrize("arch", on_gpus())
+def test_latent_queries(monkeypatch, arch):
+    pass_for_gpu(monkeypatch, CAPABILITIES[arch])
+    table, positions = of(4096, 64, dtype=torch.float32), of(8, dtype=torch.int64)
+    queries = LatentQueries(of(8, 128 * 192), of(128, 256, 512)[:, :128], table, positions, 128)
+    weights = of(8, 64, dtype=torch.float32)
+    index = IndexQueryRows(of(8, 64 * 128), weights, table, positions, 0.1, "fp8", half_split=True)
+    found = compiled_launches(monkeypatch, [query], arch, lambda: query.latent_queries(queries, index))
+    (kernel,) = found["latent_queries_kernel"]
+    assert kernel.asm["ptx"].count("griddepcontrol.wait") == (2 if CAPABILITIES[arch] >= (9, 0) else 0)
 
 
 @pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["decode"]))
