@@ -80,8 +80,10 @@ def describe_steps(number: int, sums: EngineStats, last: StepStats) -> str:
 
 
 def describe_run(stats: EngineStats) -> str:
-    """One line about all steps of an engine."""
+    """One line about all steps of an engine, prompts included."""
     text = f"{stats.generated} tokens in {stats.steps} steps and {stats.seconds:.2f} s"
+    if stats.seconds:
+        text += f", {stats.generated / stats.seconds:.1f} tokens/s"
     if stats.drafted:
         text += (
             f"; {stats.accepted} of {stats.drafted} draft tokens accepted ({stats.acceptance_rate:.0%}), "

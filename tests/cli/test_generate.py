@@ -133,5 +133,6 @@ def test_lines_every_so_often_sum_up_steps():
 def test_the_last_line():
     stats = EngineStats(steps=5, seconds=2.0, generated=11, verified=4, drafted=8, accepted=6)
     assert describe_run(stats) == (
-        "11 tokens in 5 steps and 2.00 s; 6 of 8 draft tokens accepted (75%), 2.50 tokens per request and step"
+        "11 tokens in 5 steps and 2.00 s, 5.5 tokens/s; "
+        "6 of 8 draft tokens accepted (75%), 2.50 tokens per request and step"
     )
