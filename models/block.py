@@ -13,7 +13,7 @@ from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 from deepseek_attn.config.model import AnyConfig, LayerSpec, RopeSpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import V32LayerSpec
-from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
+from deepseek_attn.impls.base import SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.layers.embedding import Embedding, Head
 from deepseek_attn.layers.parallel import Parallel
@@ -29,7 +29,7 @@ class BuildContext:
     """Arguments that the modules of a model are built with.
 
     Attributes:
-        impl: V4's attention impl; None for other families, whose layers get theirs with their caches.
+        impl: the attention impl of layers that have one; dense ones (V3) run in plain torch.
         max_positions: length of the rotary tables.
         parallel: the ranks that share the model.
         ropes: rotary tables built so far; see `rope`.
@@ -39,7 +39,7 @@ class BuildContext:
     numerics: Numerics
     dtype: torch.dtype
     device: torch.device
-    impl: type[DeepseekV4SparseMLAAttentionImpl] | None
+    impl: type[SparseMLAAttentionImpl] | None
     max_positions: int
     parallel: Parallel = field(default_factory=Parallel.single)
     ropes: dict[RopeSpec, RotaryTable] = field(default_factory=dict)

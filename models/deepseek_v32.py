@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 
 from deepseek_attn.config.v32 import V32LayerSpec
+from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.common.norm_rope import rms_norm
 from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
 from deepseek_attn.models.block import Backbone, BuildContext
 from deepseek_attn.models.moe import MLP, MoE
 from deepseek_attn.v32.attention import DeepseekV32MLAAttention
-from deepseek_attn.v32.step_metadata import TokenStepMetadata
 
 
 class Block(CheckpointModule):
@@ -26,7 +26,8 @@ class Block(CheckpointModule):
         super().__init__(device)
         self.parallel = parallel = context.parallel
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
-        self.attn = DeepseekV32MLAAttention(config, spec, context.rope(spec), numerics, dtype, device, parallel)
+        rope, impl = context.rope(spec), context.impl
+        self.attn = DeepseekV32MLAAttention(config, spec, rope, numerics, dtype, device, impl, parallel)
         if attention_only:
             return
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
@@ -36,19 +37,19 @@ class Block(CheckpointModule):
         else:
             self.ffn = MoE(config, spec, numerics, dtype, device, parallel)
 
-    def attend(self, x: torch.Tensor, step: TokenStepMetadata) -> torch.Tensor:
+    def attend(self, x: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """The attention layer alone, on normed ``x [T, hidden_size]``."""
-        return self.attn(x, step)
+        return self.attn(x, step.positions, step)
 
     def forward(
-        self, y: torch.Tensor, residual: torch.Tensor | None, token_ids: torch.Tensor, step: TokenStepMetadata
+        self, y: torch.Tensor, residual: torch.Tensor | None, token_ids: torch.Tensor, step: StepMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(output of the last sublayer ``y [T, hidden_size]``, residual that it adds to) -> the same of this block.
 
         In the first block, the residual is None.
         """
         x, residual = add_norm(self.attn_norm, y, residual)
-        x, residual = add_norm(self.ffn_norm, self.attn(x, step), residual)
+        x, residual = add_norm(self.ffn_norm, self.attn(x, step.positions, step), residual)
         return self.ffn(x, token_ids) if isinstance(self.ffn, MoE) else self.parallel.sum(self.ffn(x)), residual
 
 
@@ -80,7 +81,7 @@ class MTPLayer(Block):
         hidden_states: torch.Tensor,
         next_embeddings: torch.Tensor,
         next_token_ids: torch.Tensor,
-        step: TokenStepMetadata,
+        step: StepMetadata,
     ) -> torch.Tensor:
         """New hidden states from ``hidden_states [T, hidden_size]`` and the embeddings of the token after each row."""
         z = self.eh_proj(torch.cat([self.enorm(next_embeddings), self.hnorm(hidden_states)], dim=-1))
@@ -93,7 +94,7 @@ class DeepseekV32(Backbone):
     def __init__(self, context: BuildContext, layers: list[int] | None = None, mtp: bool = True):
         super().__init__(context, layers, mtp, Block, MTPLayer)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: TokenStepMetadata) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """``token_ids``, ``positions`` int64 ``[T]`` -> hidden states after the final norm, ``[T, hidden_size]``."""
         y, residual = self.embed(token_ids), None
         for block in self.layers.values():
@@ -109,7 +110,7 @@ class DeepseekV32(Backbone):
         hidden_states: torch.Tensor,
         next_token_ids: torch.Tensor,
         positions: torch.Tensor,
-        step: TokenStepMetadata,
+        step: StepMetadata,
     ) -> torch.Tensor:
         """See `Backbone.draft_hidden_states`; positions are those of the step."""
         return self.mtp["0"].draft(hidden_states, self.embed(next_token_ids), next_token_ids, step)

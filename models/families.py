@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 
 import torch
 from torch import nn
 
 from deepseek_attn.attention.builder import MetadataBuilder
-from deepseek_attn.cache.layout import TOKENS_PAGE
+from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.checkpoint.names import CanonicalSource
 from deepseek_attn.checkpoint.names_v32 import canonical_name_v32
@@ -16,7 +16,10 @@ from deepseek_attn.checkpoint.source import CheckpointSource
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics, numerics_for
 from deepseek_attn.config.v32 import DeepseekV32Config
-from deepseek_attn.impls import AttentionSpec, DeepseekV4SparseMLAAttentionImpl, get_impl
+from deepseek_attn.impls import DEEPSEEK_V4_IMPLS, AttentionSpec, Impls, combine_phases, get_impl
+from deepseek_attn.impls.flow import SplitAttentionImpl
+from deepseek_attn.impls.options import AttentionOptions
+from deepseek_attn.impls.prefill import default_workspace_rows, prefill_reads_pages, workspace_rows_per_request
 from deepseek_attn.kernels.common.dispatch import problem_on
 from deepseek_attn.kernels.indexer import MAX_TRITON_TOPK, TRITON_HEAD_DIM
 from deepseek_attn.layers.parallel import Parallel, check_split
@@ -24,20 +27,17 @@ from deepseek_attn.layers.weights import CheckpointModule
 from deepseek_attn.models import block, deepseek_v4, deepseek_v32
 from deepseek_attn.models.block import AttentionStack, BuildContext, attention_layers, layer_specs
 from deepseek_attn.utils.workspace import Workspace
-from deepseek_attn.v32.attention import sparse_config
-from deepseek_attn.v32.backends import KVCacheSpec, SparseMLAConfig, get_backend
-from deepseek_attn.v32.backends.kernels import get_kernels
-from deepseek_attn.v32.step_metadata import TokenMetadataBuilder
-
-V32_BACKENDS = ("auto", "flashmla", "triton", "flashinfer", "reference")
+from deepseek_attn.v32.backends import SPARSE_MLA_IMPLS, FlashMLASparseBackend
 
 
 class Family(ABC):
-    """A config with its numerics and backend settled.
+    """A config with its numerics and attention settled.
 
     Attributes:
         model_class, block_class: classes that `build` instantiates.
-        impl: V4's attention impl; None for other families.
+        impls: attention impls of the family; builder_class: builds the metadata of its steps.
+        impl: the chosen impl; None for a model whose layers have none (V3).
+        mixed: prefill queries read cache pages in place.
         reference_only: every op runs as its torch reference (``backend="reference"``).
 
     Raises:
@@ -47,7 +47,8 @@ class Family(ABC):
 
     model_class: type[deepseek_v4.DeepseekV4] | type[deepseek_v32.DeepseekV32]
     block_class: type[CheckpointModule]
-    impl: type[DeepseekV4SparseMLAAttentionImpl] | None = None
+    impls: Impls
+    builder_class: type[MetadataBuilder] = MetadataBuilder
 
     def __init__(
         self,
@@ -55,19 +56,27 @@ class Family(ABC):
         numerics: str | Numerics,
         dtype: torch.dtype,
         device: torch.device,
-        backend: str,
+        options: AttentionOptions,
         parallel: Parallel | None = None,
     ):
-        self.config, self.dtype, self.device = config, dtype, device
+        self.config, self.dtype, self.device, self.options = config, dtype, device, options
         self.parallel = parallel or Parallel.single()
         check_split(config, self.parallel)
-        self.reference_only = backend == "reference"
+        self.reference_only = options.reference_only
         self.numerics = numerics_for(config, numerics)
-        self.choose_backend(backend, AttentionSpec.of(config, self.numerics, dtype, self.parallel.token_ranks))
+        self.spec = AttentionSpec.of(config, self.numerics, dtype, self.parallel.token_ranks)
+        self.impl = self.choose_impl()
+        self.mixed = prefill_reads_pages(options.fp8_mode, self.spec)
 
-    @abstractmethod
-    def choose_backend(self, backend: str, spec: AttentionSpec) -> None:
-        """Chooses the attention backend; raises ValueError for one that is unknown or cannot run here."""
+    def choose_impl(self) -> type[SplitAttentionImpl] | None:
+        """The impl that the options name; ValueError for one that is unknown or cannot run here."""
+
+        def find(name: str) -> type[SplitAttentionImpl]:
+            return get_impl(name, self.device, self.spec, self.impls)
+
+        options = self.options
+        decode, prefill = options.decode_backend or options.backend, options.prefill_backend or options.backend
+        return combine_phases(find(decode), find(prefill))
 
     def canonical(self, source: CheckpointSource) -> CanonicalSource:
         """A checkpoint under the names that the model's weight slots have."""
@@ -87,40 +96,37 @@ class Family(ABC):
             return AttentionStack(context, layers, self.block_class)
         return self.model_class(context, layers, mtp=layers is None and not self.parallel.dp_attention)
 
-    @abstractmethod
+    def workspace_rows(self, model: nn.Module, layout: CacheLayout) -> int:
+        """Rows of the prefill workspace; 0 where prefill reads pages. ValueError for options that cannot be."""
+        ratios = [spec.ratio for spec in layer_specs(model)]
+        self.options.check(0 if self.mixed else workspace_rows_per_request(ratios, layout), layout.max_model_len)
+        if self.mixed or self.impl is None:
+            return 0
+        return self.options.prefill_workspace_rows or default_workspace_rows(ratios, layout)
+
     def bind(self, model: nn.Module, pools: CachePools, workspace: Workspace) -> None:
         """Gives the layers their caches and reserves the largest workspace that any of them can need."""
+        buffer, rows = self.topk_buffer(model, pools), self.workspace_rows(model, pools.layout)
+        position = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for layer in attention_layers(model):
+            layer.process_weights_after_loading()
+            layer.bind_caches(pools, workspace, buffer, rows)
+            if layer.impl is not None:
+                q = torch.zeros(1, layer.padded_heads, layer.head_dim, dtype=self.dtype, device=self.device)
+                layer.impl.forward_mqa(layer, q, q[:, 0], position)
 
-    @abstractmethod
-    def metadata_builder(
-        self, model: nn.Module, pools: CachePools, mtp: bool
-    ) -> MetadataBuilder | TokenMetadataBuilder:
+    def metadata_builder(self, model: nn.Module, pools: CachePools, mtp: bool) -> MetadataBuilder:
         """Builder of step metadata for the backbone's layers, or with ``mtp`` for the MTP layers."""
+        specs = tuple(spec for spec in layer_specs(model) if spec.is_mtp == mtp)
+        return self.builder_class(specs, pools.layout, self.device, self.mixed)
 
     def graph_problem(self) -> str:
         """Why decode steps cannot be captured as CUDA graphs; empty where they can."""
-        return "only decode steps of DeepSeek-V4 are captured"
-
-    def topk_buffer(self, model: nn.Module, pools: CachePools) -> torch.Tensor | None:
-        """Buffer for the indexers' top-k indices, int32 ``[max_num_batched_tokens, index_topk]``; None without any."""
-        if all(layer.indexer is None for layer in attention_layers(model)):
-            return None
-        shape = (pools.layout.max_num_batched_tokens, self.config.index_topk)
-        return torch.full(shape, -1, dtype=torch.int32, device=self.device)
-
-
-class DeepseekV4Family(Family):
-    """DeepSeek-V4. Backends: those of `impls`."""
-
-    model_class, block_class = deepseek_v4.DeepseekV4, block.Block
-
-    def choose_backend(self, backend: str, spec: AttentionSpec) -> None:
-        self.impl = get_impl(backend, self.device, spec)
-
-    def graph_problem(self) -> str:
         if self.parallel.dp_attention:
             return "ranks with data-parallel attention settle the size of each step on the CPU"
-        if self.reference_only:
+        if self.impl is None:
+            return "dense attention (DeepSeek-V3) runs in plain torch, which waits for the device within a step"
+        if "reference" in self.impl.name.split("+"):
             return "backend 'reference' runs plain torch, which waits for the device within a step"
         selects = any(spec.has_indexer for spec in self.config.layers)
         if selects and self.config.index_head_dim != TRITON_HEAD_DIM:
@@ -135,63 +141,31 @@ class DeepseekV4Family(Family):
             )
         return problem_on(self.device)
 
-    def bind(self, model: nn.Module, pools: CachePools, workspace: Workspace) -> None:
-        buffer = self.topk_buffer(model, pools)
-        position = torch.zeros(1, dtype=torch.int64, device=self.device)
-        for layer in attention_layers(model):
-            layer.process_weights_after_loading()
-            layer.bind_caches(pools, workspace, buffer)
-            q = torch.zeros(1, layer.padded_heads, layer.head_dim, dtype=self.dtype, device=self.device)
-            layer.impl.forward_mqa(layer, q, q[:, 0], position)
+    def topk_buffer(self, model: nn.Module, pools: CachePools) -> torch.Tensor | None:
+        """Buffer for the indexers' top-k indices, int32 ``[max_num_batched_tokens, index_topk]``; None without any."""
+        if all(layer.indexer is None for layer in attention_layers(model)):
+            return None
+        shape = (pools.layout.max_num_batched_tokens, self.config.index_topk)
+        return torch.full(shape, -1, dtype=torch.int32, device=self.device)
 
-    def metadata_builder(self, model: nn.Module, pools: CachePools, mtp: bool) -> MetadataBuilder:
-        return MetadataBuilder(tuple(s for s in layer_specs(model) if s.is_mtp == mtp), pools.layout, self.device)
+
+class DeepseekV4Family(Family):
+    """DeepSeek-V4."""
+
+    model_class, block_class, impls = deepseek_v4.DeepseekV4, block.Block, DEEPSEEK_V4_IMPLS
 
 
 class DeepseekV32Family(Family):
-    """DeepSeek-V3.2, and V3 / V3.1 without an indexer.
+    """DeepSeek-V3.2, and V3 / V3.1 without an indexer, whose dense attention has one implementation for any backend."""
 
-    Backends: ``auto``, ``reference``, ``triton`` or ``flashmla`` (kernels of the FlashMLA sparse backend), or
-    ``flashinfer``. Dense models have one implementation and accept any of these.
-    """
+    model_class, block_class, impls = deepseek_v32.DeepseekV32, deepseek_v32.Block, SPARSE_MLA_IMPLS
+    builder_class = FlashMLASparseBackend.get_builder_cls()
 
-    model_class, block_class = deepseek_v32.DeepseekV32, deepseek_v32.Block
-
-    def choose_backend(self, backend: str, spec: AttentionSpec) -> None:
-        if backend not in V32_BACKENDS:
-            raise ValueError(
-                f"unknown backend {backend!r} for {self.config.model_type}: supported are {', '.join(V32_BACKENDS)}"
-            )
-        flashinfer = backend == "flashinfer"
-        if flashinfer and self.numerics.kv_record != "plain":
-            raise ValueError(
-                f"backend 'flashinfer' reads plain latents, and numerics {self.numerics.name!r} stores FP8 ones: use "
-                "numerics='exact' or backend='auto'"
-            )
-        self.backend = get_backend("FLASHINFER_MLA_SPARSE" if flashinfer else "FLASHMLA_SPARSE")
-        self.kernels = "auto" if flashinfer else backend
-        get_kernels(self.kernels, self.device, spec)
+    def choose_impl(self) -> type[SplitAttentionImpl] | None:
+        return super().choose_impl() if self.config.has_indexer else None
 
     def canonical(self, source: CheckpointSource) -> CanonicalSource:
         return CanonicalSource(source, lambda name: canonical_name_v32(name, self.config.num_hidden_layers))
-
-    def bind(self, model: nn.Module, pools: CachePools, workspace: Workspace) -> None:
-        buffer, sparse = self.topk_buffer(model, pools), self.sparse_config(pools)
-        for layer in attention_layers(model):
-            layer.process_weights_after_loading(self.dtype)
-            layer.bind_caches(pools, workspace, buffer, self.backend, sparse)
-
-    def metadata_builder(self, model: nn.Module, pools: CachePools, mtp: bool) -> TokenMetadataBuilder:
-        if not self.config.has_indexer:
-            return TokenMetadataBuilder(None, self.device)
-        names = [spec.name for spec in layer_specs(model) if spec.is_mtp == mtp]
-        spec = KVCacheSpec(TOKENS_PAGE, self.config.head_dim, self.config.qk_rope_head_dim)
-        backend = self.backend.get_builder_cls()(spec, names, self.sparse_config(pools), self.device)
-        return TokenMetadataBuilder(backend, self.device)
-
-    def sparse_config(self, pools: CachePools) -> SparseMLAConfig | None:
-        ranks = self.parallel.token_ranks
-        return sparse_config(self.config, self.numerics, self.dtype, pools.layout, self.kernels, ranks)
 
 
 def get_family(
@@ -199,9 +173,9 @@ def get_family(
     numerics: str | Numerics,
     dtype: torch.dtype,
     device: torch.device,
-    backend: str,
+    options: AttentionOptions,
     parallel: Parallel | None = None,
 ) -> Family:
     """The family of a config; see `Family` for what it refuses."""
     family = DeepseekV32Family if isinstance(config, DeepseekV32Config) else DeepseekV4Family
-    return family(config, numerics, dtype, device, backend, parallel)
+    return family(config, numerics, dtype, device, options, parallel)

@@ -1,30 +1,33 @@
 """Builds a step's metadata from a scheduled batch on the CPU.
 
-`decode_builder` builds the same for decode steps from tensors on the device; both end in `assemble`.
+`decode_builder` builds the same for decode steps from tensors on the device; both end in `add_pages`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.cache.layout import (
+    PAGE_TOKENS,
     STATE,
+    TOKENS,
     WINDOW,
     WINDOW_PAGE,
     CacheLayout,
-    entries_per_page,
-    ratio_group,
+    entry_pages,
     state_rows,
 )
 from deepseek_attn.config.model import LayerSpec
+from deepseek_attn.config.v32 import V32LayerSpec
 from deepseek_attn.impls.metadata import (
     DeepseekSparseMLAMetadata,
     DeepseekSparseSWAMetadata,
+    FlashMLASparseMetadata,
     StepMetadata,
 )
 from deepseek_attn.kernels.indices import (
@@ -37,6 +40,8 @@ from deepseek_attn.kernels.indices import (
 )
 from deepseek_attn.kernels.insert import CompressBatch
 
+LayerSpecs = tuple[LayerSpec, ...] | tuple[V32LayerSpec, ...]
+
 
 @dataclass
 class StepInput:
@@ -45,9 +50,9 @@ class StepInput:
     Attributes:
         query_lens: new tokens of each request, int64 ``[B]``.
         seq_lens: length of each request after the step, int64 ``[B]``.
-        block_tables: int32 ``[B, pages]`` by group (window, state, ratioR).
+        block_tables: int32 ``[B, pages]`` by group of pages (`cache.layout`).
         token_valid: bool ``[T]`` or None for all valid; padding rows write nothing and see nothing.
-        decode_threshold: requests of at most this many new tokens count as decodes.
+        decode_threshold: requests of at most this many new tokens count as decodes: 1 + drafts.
     """
 
     query_lens: Tensor
@@ -57,109 +62,95 @@ class StepInput:
     decode_threshold: int = 1
 
 
-@dataclass
-class StepTensors:
-    """A step's tensors on the device, except fields ending in ``_cpu``. Names as in the metadata.
+class MetadataBuilder:
+    """Builds a step's metadata for a set of layers.
 
-    Attributes:
-        tables: int32 ``[B, pages]`` by group.
-        positions: int64 ``[T]``; token_to_req: int32 ``[T]``; valid: bool ``[T]``.
-        query_start_loc: int32 ``[B + 1]``; prefix_lens, seq_lens: int32 ``[B]``, lengths before and after the step.
-        max_query_len: new tokens of a request at most.
-        prefill_entry_lens: int32 ``[R]`` by ratio. Fields of prefills are empty in a decode step.
+    Args:
+        mixed: prefill queries read cache pages in place, as decode queries do: every request counts as a decode.
+            Otherwise their keys are gathered to a workspace first.
     """
 
-    tables: Mapping[str, Tensor]
-    positions: Tensor
-    token_to_req: Tensor
-    valid: Tensor
-    query_start_loc: Tensor
-    query_start_loc_cpu: Tensor
-    prefix_lens: Tensor
-    seq_lens: Tensor
-    seq_lens_cpu: Tensor
-    num_decodes: int
-    num_decode_tokens: int
-    max_query_len: int
-    prefill_seq_lens: Tensor
-    prefill_seq_lens_cpu: Tensor
-    prefill_gather_lens: Tensor
-    prefill_gather_lens_cpu: Tensor
-    prefill_entry_lens: dict[int, Tensor] = field(default_factory=dict)
-
-
-class MetadataBuilder:
-    """Builds a step's metadata for a set of layers."""
-
-    def __init__(self, layers: tuple[LayerSpec, ...], layout: CacheLayout, device: torch.device | str = "cpu"):
-        self.layers, self.layout, self.device = layers, layout, torch.device(device)
+    def __init__(
+        self, layers: LayerSpecs, layout: CacheLayout, device: torch.device | str = "cpu", mixed: bool = False
+    ):
+        self.layers, self.layout, self.device, self.mixed = layers, layout, torch.device(device), mixed
 
     def build(self, batch: StepInput) -> StepMetadata:
         """Metadata of one step: tensors per request are uploaded, tensors per token are built on the device.
 
         Raises:
-            ValueError: a decode request after a prefill request.
+            ValueError: a decode request after a prefill request; sequences longer than ``max_model_len``.
         """
-        step = self._upload(batch)
-        groups = entry_groups(self.layers, self.layout, step.tables, int(batch.seq_lens.max()))
-        slots = slot_mapping_from_positions(step.positions, step.token_to_req, step.tables[WINDOW], WINDOW_PAGE)
-        if batch.token_valid is not None:
-            slots.masked_fill_(~step.valid, -1)
-        tokens = step.num_decode_tokens
-        positions, token_to_req, valid = step.positions[:tokens], step.token_to_req[:tokens], step.valid[:tokens]
-        swa = compute_swa_indices_and_lens(
-            positions, token_to_req, step.tables[WINDOW], WINDOW_PAGE, self.layout.window, valid
-        )
-        compressed, entries, prefill_entries = {}, {}, {}
-        for g in groups:
-            compressed[g.ratio] = get_compressed_slot_mapping(
-                step.positions, slots, step.token_to_req, g.block_table, g.block_size, g.ratio
+        longest = int(batch.seq_lens.max())
+        if longest > self.layout.max_model_len:
+            raise ValueError(
+                f"a sequence of {longest} tokens exceeds max_model_len={self.layout.max_model_len}, for which caches "
+                "and rotary tables were made: raise max_model_len"
             )
-            if g.width:
-                entries[g.ratio] = build_c128a_topk_indices(
-                    positions, g.ratio, token_to_req, g.block_table, g.block_size, valid, g.width
-                )
-            if g.width and len(step.prefill_seq_lens):
-                prefill_entries[g.ratio] = build_c128a_topk_indices(
-                    step.positions[tokens:], g.ratio, None, None, g.block_size, step.valid[tokens:], g.width
-                ).indices
-        indices = StepIndices(slots, swa, compressed, entries)
-        return assemble(self.layers, self.layout, step, indices, prefill_entries)
+        step = self._rows(batch)
+        groups = entry_groups(self.layers, self.layout, step.block_tables, longest)
+        indices, prefill_entries = self._indices(step, groups)
+        return add_pages(step, self.layers, self.layout, groups, indices, prefill_entries)
 
-    def _upload(self, batch: StepInput) -> StepTensors:
+    def _rows(self, batch: StepInput) -> StepMetadata:
+        """The step's rows, lengths and block tables; `add_pages` adds the rest."""
         query_lens, seq_lens = batch.query_lens, batch.seq_lens
-        decodes = count_decodes(query_lens, batch.decode_threshold)
+        decodes = len(query_lens) if self.mixed else count_decodes(query_lens, batch.decode_threshold)
         starts, prefix_lens = F.pad(query_lens.cumsum(0), (1, 0)), seq_lens - query_lens
         prefill_seq_lens = seq_lens[decodes:]
-        gather_lens = query_lens[decodes:] + prefix_lens[decodes:].clamp(max=self.layout.window - 1)
-        ratios = sorted({spec.ratio for spec in self.layers if not spec.swa_only}) if len(prefill_seq_lens) else []
+        gather_lens = query_lens[decodes:] + prefix_lens[decodes:].clamp(max=max(self.layout.window - 1, 0))
+        ratios = sorted({spec.ratio for spec in self.layers if spec.ratio}) if len(prefill_seq_lens) else []
         vectors = [starts, prefix_lens, seq_lens, prefill_seq_lens, gather_lens]
         vectors += [prefill_seq_lens // ratio for ratio in ratios]
         first_positions, sent = upload_vectors(prefix_lens - starts[:-1], vectors, self.device)
-        query_start_loc, prefix_lens, seq_lens, prefill_seq_lens, prefill_gather_lens, *entry_lens = sent
+        query_start_loc, prefix_lens, sent_seq_lens, sent_prefill_seq_lens, prefill_gather_lens, *entry_lens = sent
         requests = torch.arange(len(query_lens), dtype=torch.int32, device=self.device)
         token_to_req = requests.repeat_interleave(query_start_loc.diff(), output_size=int(starts[-1]))
         positions = torch.arange(len(token_to_req), device=self.device) + first_positions[token_to_req]
-        valid = batch.token_valid
-        return StepTensors(
-            tables={group: self._to(table) for group, table in batch.block_tables.items()},
+        valid, decode_lens = batch.token_valid, query_lens[:decodes]
+        return StepMetadata(
             positions=positions,
-            token_to_req=token_to_req,
-            valid=torch.ones_like(positions, dtype=torch.bool) if valid is None else self._to(valid),
+            token_to_req_indices=token_to_req,
+            is_valid_token=torch.ones_like(positions, dtype=torch.bool) if valid is None else self._to(valid),
             query_start_loc=query_start_loc,
             query_start_loc_cpu=starts.int(),
             prefix_lens=prefix_lens,
-            seq_lens=seq_lens,
-            seq_lens_cpu=batch.seq_lens,
+            seq_lens=sent_seq_lens,
+            seq_lens_cpu=seq_lens,
             num_decodes=decodes,
             num_decode_tokens=int(starts[decodes]),
             max_query_len=int(query_lens.max()),
-            prefill_seq_lens=prefill_seq_lens,
-            prefill_seq_lens_cpu=batch.seq_lens[decodes:],
+            decode_query_len=int(decode_lens[0]) if decodes and bool((decode_lens == decode_lens[0]).all()) else 0,
+            prefill_seq_lens=sent_prefill_seq_lens,
+            prefill_seq_lens_cpu=prefill_seq_lens,
             prefill_gather_lens=prefill_gather_lens,
             prefill_gather_lens_cpu=gather_lens,
             prefill_entry_lens=dict(zip(ratios, entry_lens, strict=True)),
+            block_tables={group: self._to(table) for group, table in batch.block_tables.items()},
         )
+
+    def _indices(self, step: StepMetadata, groups: list[EntryGroup]) -> tuple[StepIndices, dict[int, Tensor]]:
+        """Index tensors of the step, and by ratio the entries of prefill tokens of layers that read every entry."""
+        positions, token_to_req, valid = step.positions, step.token_to_req_indices, step.is_valid_token
+        slots, tokens, swa = token_slots(step), step.num_decode_tokens, None
+        at, requests, exists = positions[:tokens], token_to_req[:tokens], valid[:tokens]  # decode tokens
+        if WINDOW in step.block_tables:
+            table, window = step.block_tables[WINDOW], self.layout.window
+            swa = compute_swa_indices_and_lens(at, requests, table, WINDOW_PAGE, window, exists)
+        compressed, entries, prefill_entries = {}, {}, {}
+        for g in groups:
+            compressed[g.ratio] = get_compressed_slot_mapping(
+                positions, slots, token_to_req, g.block_table, g.block_size, g.ratio
+            )
+            if g.width:
+                entries[g.ratio] = build_c128a_topk_indices(
+                    at, g.ratio, requests, g.block_table, g.block_size, exists, g.width
+                )
+            if g.width and step.num_prefills:
+                prefill_entries[g.ratio] = build_c128a_topk_indices(
+                    positions[tokens:], g.ratio, None, None, g.block_size, valid[tokens:], g.width
+                ).indices
+        return StepIndices(slots, swa, compressed, entries), prefill_entries
 
     def _to(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -178,85 +169,81 @@ def upload_vectors(wide: Tensor, vectors: list[Tensor], device: torch.device) ->
     return first.view(torch.int64), others
 
 
+def token_slots(step: StepMetadata) -> Tensor:
+    """Slot of each token in the pages that hold every token (V4: of the window), int64 ``[T]``; -1 for padding."""
+    group = WINDOW if WINDOW in step.block_tables else TOKENS
+    slots = slot_mapping_from_positions(
+        step.positions, step.token_to_req_indices, step.block_tables[group], PAGE_TOKENS[group]
+    )
+    return slots.masked_fill_(~step.is_valid_token, -1)
+
+
 def entry_groups(
-    layers: tuple[LayerSpec, ...], layout: CacheLayout, tables: Mapping[str, Tensor], max_seq_len: int
+    layers: LayerSpecs, layout: CacheLayout, tables: Mapping[str, Tensor], max_seq_len: int
 ) -> list[EntryGroup]:
     """Block table, page size and width of the index rows of each ratio, in a step of up to ``max_seq_len`` tokens."""
     groups = []
-    for ratio in sorted({spec.ratio for spec in layers if not spec.swa_only}):
-        reads_all = any(not spec.has_indexer for spec in layers if spec.ratio == ratio)
-        width = active_width(max_seq_len // ratio, layout.max_model_len // ratio) if reads_all else 0
-        groups.append(EntryGroup(ratio, tables[ratio_group(ratio)], entries_per_page(ratio), width))
+    for ratio in sorted({spec.ratio for spec in layers if spec.ratio}):
+        specs = [spec for spec in layers if spec.ratio == ratio]
+        pages = entry_pages(specs[0])
+        listed = any(spec.lists_entries for spec in specs)
+        width = active_width(max_seq_len // ratio, layout.max_model_len // ratio) if listed else 0
+        groups.append(EntryGroup(ratio, tables[pages.group], pages.entries, width))
     return groups
 
 
-def assemble(
-    layers: tuple[LayerSpec, ...],
+def add_pages(
+    step: StepMetadata,
+    layers: LayerSpecs,
     layout: CacheLayout,
-    step: StepTensors,
+    groups: list[EntryGroup],
     indices: StepIndices,
     prefill_entries: Mapping[int, Tensor],
 ) -> StepMetadata:
-    """Metadata of a step from its tensors and indices.
+    """Adds to a step's rows what its layers read and write: window, pages of entries, compressor batches.
 
     Args:
         indices: slots of all tokens; rows of window slots and of entries of decode tokens.
         prefill_entries: by ratio, int32 ``[Rt, K']`` entries of prefill tokens of layers that read every entry.
     """
-    swa = DeepseekSparseSWAMetadata(
-        block_table=step.tables[WINDOW],
-        slot_mapping=indices.slot_mapping,
-        block_size=WINDOW_PAGE,
-        seq_lens=step.seq_lens,
-        query_start_loc=step.query_start_loc,
-        query_start_loc_cpu=step.query_start_loc_cpu,
-        is_valid_token=step.valid,
-        token_to_req_indices=step.token_to_req,
-        decode_swa_indices=indices.swa.indices.unsqueeze(1),
-        decode_swa_lens=indices.swa.lens,
-        num_decodes=step.num_decodes,
-        num_prefills=len(step.seq_lens) - step.num_decodes,
-        num_decode_tokens=step.num_decode_tokens,
-        num_prefill_tokens=len(step.positions) - step.num_decode_tokens,
-        prefill_seq_lens=step.prefill_seq_lens,
-        prefill_gather_lens=step.prefill_gather_lens,
-        prefill_seq_lens_cpu=step.prefill_seq_lens_cpu,
-        prefill_gather_lens_cpu=step.prefill_gather_lens_cpu,
-    )
-    sparse = {}
-    for ratio, slots in indices.compressed_slots.items():
-        entries = indices.entries.get(ratio)
-        sparse[ratio] = DeepseekSparseMLAMetadata(
-            ratio=ratio,
-            block_table=step.tables[ratio_group(ratio)],
-            block_size=entries_per_page(ratio),
-            slot_mapping=slots,
-            seq_lens_cpu=step.seq_lens_cpu,
-            prefill_entry_lens=step.prefill_entry_lens.get(ratio),
+    if indices.swa is not None:
+        step.swa = DeepseekSparseSWAMetadata(
+            block_table=step.block_tables[WINDOW],
+            slot_mapping=indices.slot_mapping,
+            block_size=WINDOW_PAGE,
+            decode_swa_indices=indices.swa.indices.unsqueeze(1),
+            decode_swa_lens=indices.swa.lens,
+        )
+    for g in groups:
+        pages = FlashMLASparseMetadata(g.ratio, g.block_table, g.block_size, indices.compressed_slots[g.ratio])
+        if indices.swa is None:
+            step.sparse[g.ratio] = pages
+            continue
+        entries = indices.entries.get(g.ratio)
+        step.sparse[g.ratio] = DeepseekSparseMLAMetadata(
+            **vars(pages),
             c128a_global_decode_topk_indices=None if entries is None else entries.indices.unsqueeze(1),
             c128a_decode_topk_lens=None if entries is None else entries.lens,
-            c128a_prefill_topk_indices=prefill_entries.get(ratio),
+            c128a_prefill_topk_indices=prefill_entries.get(g.ratio),
         )
-    compressor = {
-        (spec.ratio, spec.overlap): CompressBatch(
+    for spec in {(s.ratio, s.overlap): s for s in layers if s.compresses}.values():
+        step.compressor[spec.ratio, spec.overlap] = CompressBatch(
             ratio=spec.ratio,
             overlap=spec.overlap,
             rows=state_rows(spec, layout.max_rollback),
             positions=step.positions,
-            token_to_req=step.token_to_req,
+            token_to_req=step.token_to_req_indices,
             query_start_loc=step.query_start_loc,
             prefix_lens=step.prefix_lens,
-            ring_pages=step.tables[STATE][:, 0],
+            ring_pages=step.block_tables[STATE][:, 0],
             slots=indices.compressed_slots[spec.ratio],
-            valid=step.valid,
+            valid=step.is_valid_token,
             max_query_len=step.max_query_len,
         )
-        for spec in {(s.ratio, s.overlap): s for s in layers if not s.swa_only}.values()
-    }
-    return StepMetadata(step.positions, swa, sparse, compressor)
+    return step
 
 
-def count_decodes(query_lens: torch.Tensor, threshold: int) -> int:
+def count_decodes(query_lens: Tensor, threshold: int) -> int:
     """Number of leading requests with at most ``threshold`` new tokens.
 
     Raises:

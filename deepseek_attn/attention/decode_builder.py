@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepseek_attn.attention.builder import StepTensors, assemble, entry_groups
+from deepseek_attn.attention.builder import LayerSpecs, add_pages, entry_groups, token_slots
 from deepseek_attn.cache.layout import WINDOW, WINDOW_PAGE, CacheLayout
-from deepseek_attn.config.model import LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.kernels.indices import decode_step_indices
+from deepseek_attn.kernels.indices import EntryGroup, StepIndices, decode_step_indices
 
 
 @dataclass
@@ -35,7 +34,7 @@ class DecodeBatch:
     max_len: int
 
 
-def build_decode_metadata(layers: tuple[LayerSpec, ...], layout: CacheLayout, batch: DecodeBatch) -> StepMetadata:
+def build_decode_metadata(layers: LayerSpecs, layout: CacheLayout, batch: DecodeBatch) -> StepMetadata:
     """Metadata of a decode step for a set of layers.
 
     Field by field equal to what `MetadataBuilder` builds for the same batch, up to two things by design: index rows of
@@ -43,20 +42,18 @@ def build_decode_metadata(layers: tuple[LayerSpec, ...], layout: CacheLayout, ba
     ``query_start_loc_cpu`` and ``seq_lens_cpu`` are empty, because a capture cannot read from the device. Only plain
     torch versions of the ops read them in a decode step.
     """
-    positions, device = batch.positions, batch.positions.device
-    requests, tokens = len(batch.tables[WINDOW]), len(positions)
+    positions, device, tables = batch.positions, batch.positions.device, batch.tables
+    requests, tokens = len(next(iter(tables.values()))), len(positions)
     rows_per_request = tokens // requests
     query_start_loc = torch.arange(requests + 1, dtype=torch.int32, device=device) * rows_per_request
-    token_to_req = torch.arange(tokens, dtype=torch.int32, device=device) // rows_per_request
     rows = positions.view(requests, rows_per_request)
     seq_lens = rows[:, -1] + 1
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     none, none_cpu = positions.new_empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
-    step = StepTensors(
-        tables=batch.tables,
+    step = StepMetadata(
         positions=positions,
-        token_to_req=token_to_req,
-        valid=batch.valid,
+        token_to_req_indices=torch.arange(tokens, dtype=torch.int32, device=device) // rows_per_request,
+        is_valid_token=batch.valid,
         query_start_loc=query_start_loc,
         query_start_loc_cpu=none_cpu.int() if captured else query_start_loc.cpu(),
         prefix_lens=rows[:, 0].int(),
@@ -65,13 +62,28 @@ def build_decode_metadata(layers: tuple[LayerSpec, ...], layout: CacheLayout, ba
         num_decodes=requests,
         num_decode_tokens=tokens,
         max_query_len=rows_per_request,
+        decode_query_len=rows_per_request,
         prefill_seq_lens=none,
         prefill_seq_lens_cpu=none_cpu,
         prefill_gather_lens=none,
         prefill_gather_lens_cpu=none_cpu,
+        prefill_entry_lens={},
+        block_tables=tables,
     )
-    groups = entry_groups(layers, layout, batch.tables, batch.max_len)
-    indices = decode_step_indices(
-        positions, token_to_req, batch.valid, batch.tables[WINDOW], WINDOW_PAGE, layout.window, groups
+    groups = entry_groups(layers, layout, tables, batch.max_len)
+    return add_pages(step, layers, layout, groups, _indices(step, layout, groups), {})
+
+
+def _indices(step: StepMetadata, layout: CacheLayout, groups: list[EntryGroup]) -> StepIndices:
+    if WINDOW not in step.block_tables:  # V3.2: one slot per token, and no index rows before the indexer's
+        slots = token_slots(step)
+        return StepIndices(slots, None, {group.ratio: slots for group in groups}, {})
+    return decode_step_indices(
+        step.positions,
+        step.token_to_req_indices,
+        step.is_valid_token,
+        step.block_tables[WINDOW],
+        WINDOW_PAGE,
+        layout.window,
+        groups,
     )
-    return assemble(layers, layout, step, indices, {})

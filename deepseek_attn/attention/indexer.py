@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.attention.compressor import Compressor
+from deepseek_attn.cache.pools import Pool
 from deepseek_attn.config.model import AnyConfig, LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.metadata import StepMetadata
@@ -28,9 +29,12 @@ class LightningIndexer(CheckpointModule):
 
     Attributes:
         half_split: RoPE rotates the pairs ``(i, i + n)`` of the first channels, not ``(2 i, 2 i + 1)`` of the last.
+        ratio: tokens per key; pool: the layer's cached keys.
     """
 
     half_split = False
+    ratio: int
+    pool: Pool
 
     def __init__(
         self,
@@ -63,6 +67,43 @@ class LightningIndexer(CheckpointModule):
             half_split=self.half_split,
         )
 
+    def needs_topk(self, step: StepMetadata) -> bool:
+        """Whether a query may see more entries than are selected: more than that fit the pages of the block table."""
+        return self.table_entries(step) > self.topk
+
+    def table_entries(self, step: StepMetadata) -> int:
+        """Entries that fit the pages of the block table, and so the most that a request can have."""
+        meta = step.sparse[self.ratio]
+        return meta.block_table.shape[1] * meta.block_size
+
+    def select_topk(self, queries: IndexQueries, step: StepMetadata, out: Tensor) -> Tensor:
+        """Writes the selected entries of each query to ``out``. The keys of new tokens must be in the cache.
+
+        Decodes, then prefills: the width of their scores is bounded by the block table, or by the longest prefill.
+
+        Args:
+            out: int32 ``[T, index_topk]``: entries local to the request, ascending, then -1.
+
+        Returns:
+            int32 ``[Dt, index_topk]``, the slots of what decode tokens selected.
+        """
+        meta, pool = step.sparse[self.ratio], self.pool
+        num_visible = step.visible_of(self.ratio)
+        out_slots = out.new_empty(step.num_decode_tokens, out.shape[1])
+
+        def select(tokens: slice, block_table: Tensor, width: int, slots: Tensor | None) -> None:
+            if tokens.start < tokens.stop:
+                requests = step.token_to_req_indices[tokens]
+                keys = PagedIndexKeys(pool.record, pool.tensor, pool.entries, block_table, requests)
+                selected = IndexQueries(queries.q[tokens], queries.weights[tokens])
+                index_select(selected, keys, num_visible[tokens], self.topk, width, out[tokens], slots)
+
+        decodes, num_tokens = step.num_decode_tokens, len(queries.q)
+        select(slice(0, decodes), meta.block_table[: step.num_decodes], self.table_entries(step), out_slots)
+        longest = int(step.prefill_seq_lens_cpu.max()) // meta.ratio if step.num_prefills else 0
+        select(slice(decodes, num_tokens), meta.block_table, longest, None)
+        return out_slots
+
 
 def select_all(num_visible: Tensor, out: Tensor) -> None:
     """Selects every entry: the first ``num_visible [T]`` ones of each query into ``out [T, index_topk]``, then -1."""
@@ -83,40 +124,11 @@ class Indexer(LightningIndexer):
         device: torch.device | str = "cpu",
     ):
         super().__init__(config, rope, numerics, dtype, device)
-        self.spec = spec
+        self.ratio = spec.ratio
         self.compressor = Compressor(
             config, spec, self.head_dim, rope, numerics, dtype, device, rotate=numerics.index_hadamard
         )
 
-    def needs_topk(self, step: StepMetadata) -> bool:
-        """Whether a query may see more entries than are selected: more than that fit the pages of the block table."""
-        return self.table_entries(step) > self.topk
-
-    def table_entries(self, step: StepMetadata) -> int:
-        """Entries that fit the pages of the block table, and so the most that a request can have."""
-        meta = step.sparse[self.spec.ratio]
-        return meta.block_table.shape[1] * meta.block_size
-
-    def select_topk(self, queries: IndexQueries, step: StepMetadata, out: Tensor, out_slots: Tensor) -> None:
-        """Writes the selected entries of each query to ``out``. The keys of new tokens must be in the cache.
-
-        Decodes, then prefills: the width of their scores is bounded by the block table, or by the longest prefill.
-
-        Args:
-            out: int32 ``[T, index_topk]``: entries local to the request, ascending, then -1.
-            out_slots: int32 ``[Dt, index_topk]``, the slots of what decode tokens selected.
-        """
-        meta, swa, pool = step.sparse[self.spec.ratio], step.swa, self.compressor.pool
-        num_visible = step.visible_of(self.spec.ratio)
-
-        def select(tokens: slice, block_table: Tensor, width: int, slots: Tensor | None) -> None:
-            if tokens.start < tokens.stop:
-                requests = swa.token_to_req_indices[tokens]
-                keys = PagedIndexKeys(pool.record, pool.tensor, pool.entries, block_table, requests)
-                selected = IndexQueries(queries.q[tokens], queries.weights[tokens])
-                index_select(selected, keys, num_visible[tokens], self.topk, width, out[tokens], slots)
-
-        decodes, num_tokens = swa.num_decode_tokens, len(queries.q)
-        select(slice(0, decodes), meta.block_table[: swa.num_decodes], self.table_entries(step), out_slots)
-        longest = int(swa.prefill_seq_lens_cpu.max()) // meta.ratio if swa.num_prefills else 0
-        select(slice(decodes, num_tokens), meta.block_table, longest, None)
+    @property
+    def pool(self) -> Pool:
+        return self.compressor.pool

@@ -12,7 +12,7 @@ from deepseek_attn.attention.indexer import Indexer, select_all
 from deepseek_attn.cache.pools import CachePools, Pool
 from deepseek_attn.config.model import LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
-from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
+from deepseek_attn.impls.base import SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.indexer import IndexQueries, queries
@@ -78,6 +78,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
             order in which `project` takes their results.
         topk_indices_buffer: int32 ``[max_num_batched_tokens, index_topk]``, entries that the indexer selected; None
             without one.
+        prefill_workspace_rows: rows of gathered keys that the workspace holds; 0 if prefill reads pages in place.
         step: metadata of the running step; None while warming up. This, ``decode_topk_slots`` and the content of
             ``topk_indices_buffer`` are all that a call sets; impls read them (`impls.base.AttentionLayer`).
         decode_topk_slots: int32 ``[Dt, index_topk]``, slots of the entries that decode tokens selected; None if only
@@ -96,7 +97,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         numerics: Numerics,
         dtype: torch.dtype,
         device: torch.device | str,
-        impl: type[DeepseekV4SparseMLAAttentionImpl],
+        impl: type[SparseMLAAttentionImpl],
         parallel: Parallel | None = None,
     ):
         super().__init__(device)
@@ -105,7 +106,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         self.prefix, self.compress_ratio = spec.name, spec.ratio
         heads, groups, ranks = config.num_attention_heads, config.o_groups, parallel.token_ranks
         self.num_heads, self.o_groups = heads // ranks, groups // ranks
-        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
+        self.head_dim, self.value_dim, self.eps = config.head_dim, config.head_dim, config.rms_norm_eps
         self.window_size, self.scale = config.sliding_window, config.softmax_scale
         self.padded_heads = impl.padded_heads(self.num_heads)
         width, shard = heads * self.head_dim, parallel.token_shard
@@ -140,17 +141,21 @@ class DeepseekV4MLAAttention(CheckpointModule):
         self.kv_cache: Pool | None = None
         self.topk_indices_buffer: Tensor | None = None
         self.decode_topk_slots: Tensor | None = None
-        self.max_model_len = self.max_num_batched_tokens = 0
+        self.prefill_workspace_rows = 0
 
     def process_weights_after_loading(self) -> None:
         """Joins the weights of `input_linears`, so that one GEMM can compute all of them."""
         join_weights(self.input_linears)
 
-    def bind_caches(self, pools: CachePools, workspace: Workspace, topk_indices_buffer: Tensor | None) -> None:
+    def bind_caches(
+        self,
+        pools: CachePools,
+        workspace: Workspace,
+        topk_indices_buffer: Tensor | None,
+        prefill_workspace_rows: int,
+    ) -> None:
         """Gives the layer its pools and the scratch memory it shares with other layers."""
-        layout = pools.layout
-        self.max_model_len, self.max_num_batched_tokens = layout.max_model_len, layout.max_num_batched_tokens
-        self.workspace = workspace
+        self.workspace, self.prefill_workspace_rows = workspace, prefill_workspace_rows
         self.swa_cache = pools.get(self.prefix, "window")
         self.kv_cache = pools.get(self.prefix, "compressed")
         if self.compressor is not None:
@@ -163,11 +168,6 @@ class DeepseekV4MLAAttention(CheckpointModule):
     def backend_name(self) -> str:
         """Name of the impl."""
         return self.impl.name
-
-    def workspace_rows(self) -> int:
-        """Rows of gathered keys that one request of any length can need: its entries, its window and its new tokens."""
-        entries = -(-self.max_model_len // self.compress_ratio) if self.compress_ratio else 0
-        return entries + self.window_size + self.max_num_batched_tokens
 
     @traced("attention")
     def forward(self, x: Tensor, positions: Tensor, step: StepMetadata | None) -> Tensor:
@@ -260,5 +260,4 @@ class DeepseekV4MLAAttention(CheckpointModule):
             self.decode_topk_slots = None
             select_all(step.visible_of(self.spec.ratio), out)
         else:
-            self.decode_topk_slots = out.new_empty(step.swa.num_decode_tokens, out.shape[1])
-            indexer.select_topk(queries, step, out, self.decode_topk_slots)
+            self.decode_topk_slots = indexer.select_topk(queries, step, out)

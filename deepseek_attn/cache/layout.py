@@ -30,6 +30,7 @@ from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 
 WINDOW_PAGE = TOKENS_PAGE = 64
 WINDOW, STATE, TOKENS = "window", "state", "tokens"
+PAGE_TOKENS = {WINDOW: WINDOW_PAGE, TOKENS: TOKENS_PAGE}  # of the groups with an entry per token
 
 
 def ratio_group(ratio: int) -> str:
@@ -39,6 +40,20 @@ def ratio_group(ratio: int) -> str:
 def entries_per_page(ratio: int) -> int:
     """Compressed entries of one page. At least 32: two-entry pages (256 tokens of C128A) are 48 % padding."""
     return max(32, 256 // ratio)
+
+
+class EntryPages(NamedTuple):
+    """The group of pages that holds a layer's entries, and entries per page."""
+
+    group: str
+    entries: int
+
+
+def entry_pages(spec: LayerSpec | V32LayerSpec) -> EntryPages:
+    """Where a layer with entries (``ratio`` above 0) keeps them."""
+    if isinstance(spec, V32LayerSpec):
+        return EntryPages(TOKENS, TOKENS_PAGE)
+    return EntryPages(ratio_group(spec.ratio), entries_per_page(spec.ratio))
 
 
 def state_rows(spec: LayerSpec, max_rollback: int) -> int:
@@ -136,8 +151,7 @@ class CacheLayout:
     @property
     def spans(self) -> dict[str, Span]:
         """Of each group whose pages follow the tokens."""
-        fixed = {WINDOW: Span(WINDOW_PAGE, 1), TOKENS: Span(TOKENS_PAGE, 1)}
-        spans = {group: span for group, span in fixed.items() if group in self.pages}
+        spans = {group: Span(tokens, 1) for group, tokens in PAGE_TOKENS.items() if group in self.pages}
         return spans | {ratio_group(r): Span(r * entries_per_page(r), r) for r in self.ratios}
 
     def fit_pages(self, kv_cache_bytes: int) -> CacheLayout:
@@ -230,7 +244,7 @@ def make_layout(
         pools.append(PoolSpec(spec.name, "window", WINDOW, WINDOW_PAGE, kv_record))
         if spec.swa_only:
             continue
-        group, entries = ratio_group(spec.ratio), entries_per_page(spec.ratio)
+        group, entries = entry_pages(spec)
         rows, width, carry = state_rows(spec, max_rollback), 2 * spec.coff, (spec.coff - 1) * spec.ratio
         pools.append(PoolSpec(spec.name, "compressed", group, entries, kv_record))
         pools.append(PoolSpec(spec.name, "state", STATE, rows, width=width * config.head_dim, carry=carry))

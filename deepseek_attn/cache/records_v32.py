@@ -1,7 +1,6 @@
 """Records of DeepSeek-V3.2's latent cache: plain entries and 656-byte FP8 entries, both contiguous per token.
 
-Unlike V4's pages, a page is ``n`` whole entries one after the other, so a pool can be viewed as a tensor
-``[pages, n, width]``: `kv_cache_view` and `pool_view` convert between the two views.
+Unlike V4's pages, a page is ``n`` whole entries one after the other, without padding.
 """
 
 from __future__ import annotations
@@ -130,48 +129,3 @@ def make_v32_record(
     if kv_cache_dtype == "fp8_ds_mla":
         return Fp8DsMlaV32Record(latent_dim, rope_dim, scale_rule)
     raise ValueError(f"unknown kv_cache_dtype {kv_cache_dtype!r}: supported are {', '.join(KV_CACHE_DTYPES)}")
-
-
-def kv_cache_view(record: Record, pool: Tensor, n: int) -> Tensor:
-    """View of a pool as the tensor ``[pages, n, width]`` that the V3.2 backends read.
-
-    Args:
-        record: a `PlainRecord` or an `Fp8DsMlaV32Record`.
-        pool: uint8 ``[pages, >= page_bytes(n)]``.
-        n: entries per page.
-
-    Returns:
-        ``[pages, n, dim]`` of the record's dtype, or uint8 ``[pages, n, entry_bytes]`` for FP8.
-    """
-    pages = pool[:, : record.page_bytes(n)].unflatten(1, (n, record.entry_bytes))
-    return pages.view(record.dtype) if isinstance(record, PlainRecord) else pages
-
-
-def pool_view(kv_cache: Tensor) -> Tensor:
-    """View of a cache ``[pages, n, width]`` as a pool, uint8 ``[pages, page bytes]``: the inverse of `kv_cache_view`.
-
-    Raises:
-        ValueError: the entries of a page are not contiguous.
-    """
-    if kv_cache.dim() != 3 or kv_cache.stride(2) != 1 or kv_cache.stride(1) != kv_cache.shape[2]:
-        raise ValueError(
-            "a cache is [pages, entries, width] with contiguous entries within a page: got "
-            f"{list(kv_cache.shape)} with strides {list(kv_cache.stride())}"
-        )
-    return kv_cache.view(torch.uint8).flatten(1)
-
-
-def record_of(kv_cache: Tensor, latent_dim: int, rope_dim: int, scale_rule: str = "raw") -> Record:
-    """The record of a cache ``[pages, n, width]``: FP8 if it is uint8, otherwise plain entries of its dtype."""
-    if kv_cache.dtype == torch.uint8:
-        record = Fp8DsMlaV32Record(latent_dim, rope_dim, scale_rule)
-        width = record.entry_bytes
-    else:
-        record = PlainRecord(latent_dim + rope_dim, kv_cache.dtype)
-        width = record.dim
-    if kv_cache.dim() != 3 or kv_cache.shape[2] != width:
-        raise ValueError(
-            f"a {kv_cache.dtype} cache of {latent_dim} latent and {rope_dim} rope values is [pages, entries, {width}], "
-            f"got {list(kv_cache.shape)}"
-        )
-    return record

@@ -55,8 +55,7 @@ def collect() -> dict:
 
     from deepseek_attn.config.options import pick_device
     from deepseek_attn.impls import describe_impls
-    from deepseek_attn.v32.backends import flashinfer_adapter
-    from deepseek_attn.v32.backends.kernels import describe_kernels
+    from deepseek_attn.v32.backends import SPARSE_MLA_IMPLS
 
     device = pick_device(None)
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -66,7 +65,7 @@ def collect() -> dict:
         "packages": {"deepseek-attn": version("deepseek-attn"), **{name: version(name) for name in PACKAGES}},
         "device": str(device),
         "backends": described(describe_impls(device)),
-        "v32_backends": described([*describe_kernels(device), ("flashinfer", *flashinfer_adapter.supported(device))]),
+        "v32_backends": described(describe_impls(device, impls=SPARSE_MLA_IMPLS)),
     }
 
 

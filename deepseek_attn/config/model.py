@@ -50,6 +50,16 @@ class LayerSpec(LayerBase):
         return self.ratio == 0
 
     @property
+    def compresses(self) -> bool:
+        """Entries come from a compressor."""
+        return self.ratio > 0
+
+    @property
+    def lists_entries(self) -> bool:
+        """Index rows name every visible entry: nothing selects among them."""
+        return self.ratio > 0 and not self.has_indexer
+
+    @property
     def kind(self) -> str:
         """``"SWA"``, or ``"C4A"``, ``"C128A"``, ... after the ratio."""
         return "SWA" if self.ratio == 0 else f"C{self.ratio}A"

@@ -47,6 +47,8 @@ class V32LayerSpec(LayerBase):
         has_indexer: queries read the ``index_topk`` tokens that a lightning indexer picks, otherwise all of them.
         rope: the rotary embedding, the same for all layers.
         is_mtp: a multi-token-prediction layer (``model.layers.{num_hidden_layers + index}`` in a checkpoint).
+        ratio: one entry per token, in step metadata; compresses, overlap: no entry pools several tokens.
+        lists_entries: without an indexer, keys are gathered whole and no index rows are made.
     """
 
     index: int
@@ -55,6 +57,10 @@ class V32LayerSpec(LayerBase):
     rope: RopeSpec
     is_mtp: bool = False
     hash_routing: ClassVar[bool] = False
+    ratio: ClassVar[int] = 1
+    compresses: ClassVar[bool] = False
+    overlap: ClassVar[bool] = False
+    lists_entries: ClassVar[bool] = False
 
     @property
     def kind(self) -> str:

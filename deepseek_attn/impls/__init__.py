@@ -2,44 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, DeepseekV4SparseMLAAttentionImpl
+from deepseek_attn.impls.base import (
+    AttentionLayer,
+    AttentionSpec,
+    DeepseekV4SparseMLABackend,
+    SparseMLAAttentionImpl,
+    SparseMLABackend,
+)
 from deepseek_attn.impls.flashmla import DeepseekV4FlashMLASparseImpl
+from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.impls.mixed import DeepseekV4MixedSparseImpl
 from deepseek_attn.impls.reference import DeepseekV4ReferenceSparseImpl
 from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
 
 __all__ = [
+    "DEEPSEEK_V4_IMPLS",
     "AttentionLayer",
     "AttentionSpec",
     "DeepseekV4FlashMLASparseImpl",
     "DeepseekV4MixedSparseImpl",
     "DeepseekV4ReferenceSparseImpl",
-    "DeepseekV4SparseMLAAttentionImpl",
+    "DeepseekV4SparseMLABackend",
     "DeepseekV4TritonSparseImpl",
+    "Impls",
+    "SparseMLAAttentionImpl",
+    "SparseMLABackend",
+    "combine_phases",
     "describe_impls",
     "get_impl",
     "impl_names",
 ]
 
-IMPLS: tuple[type[DeepseekV4SparseMLAAttentionImpl], ...] = (
+Impls = Sequence[type[SplitAttentionImpl]]
+
+DEEPSEEK_V4_IMPLS: Impls = (
     DeepseekV4MixedSparseImpl,
     DeepseekV4FlashMLASparseImpl,
     DeepseekV4TritonSparseImpl,
     DeepseekV4ReferenceSparseImpl,
 )
-"""In order of preference for ``backend="auto"``; the last one runs everywhere."""
+"""In order of preference for ``backend="auto"``; the last one runs everywhere. `v32.backends` has DeepSeek-V3.2's."""
 
 
-def impl_names() -> tuple[str, ...]:
-    """Names of all impls, in order of preference."""
-    return tuple(impl.name for impl in IMPLS)
+def impl_names(impls: Impls = DEEPSEEK_V4_IMPLS) -> tuple[str, ...]:
+    """Names of the impls, in order of preference."""
+    return tuple(impl.name for impl in impls)
 
 
 def get_impl(
-    name: str, device: torch.device | str = "cpu", spec: AttentionSpec | None = None
-) -> type[DeepseekV4SparseMLAAttentionImpl]:
+    name: str,
+    device: torch.device | str = "cpu",
+    spec: AttentionSpec | None = None,
+    impls: Impls = DEEPSEEK_V4_IMPLS,
+) -> type[SplitAttentionImpl]:
     """The impl called ``name``, or for ``"auto"`` the first that runs on ``device`` (for layers like ``spec``).
 
     Raises:
@@ -47,18 +66,34 @@ def get_impl(
     """
     device = torch.device(device)
     if name == "auto":
-        return next(impl for impl in IMPLS if impl.supported(device, spec)[0])
-    impl = next((impl for impl in IMPLS if impl.name == name), None)
+        return next(impl for impl in impls if impl.supported(device, spec)[0])
+    impl = next((impl for impl in impls if impl.name == name), None)
     if impl is None:
-        raise ValueError(f"unknown backend {name!r}: supported are auto, {', '.join(impl_names())}")
+        raise ValueError(f"unknown backend {name!r}: supported are auto, {', '.join(impl_names(impls))}")
     usable, reason = impl.supported(device, spec)
     if not usable:
         raise ValueError(f"backend {name!r} cannot run on {device}: {reason}; backend='auto' picks one that can")
     return impl
 
 
+def combine_phases(decode: type[SplitAttentionImpl], prefill: type[SplitAttentionImpl]) -> type[SplitAttentionImpl]:
+    """The impl that decodes as one impl does and prefills as another, of the same backend; without head padding."""
+    if decode is prefill:
+        return decode
+
+    class PhasesImpl(decode):
+        name = f"{decode.name}+{prefill.name}"
+        attend_rows = prefill.attend_rows
+
+        @classmethod
+        def padded_heads(cls, num_heads: int) -> int:
+            return num_heads  # each kernel pads as it needs
+
+    return PhasesImpl
+
+
 def describe_impls(
-    device: torch.device | str = "cpu", spec: AttentionSpec | None = None
+    device: torch.device | str = "cpu", spec: AttentionSpec | None = None, impls: Impls = DEEPSEEK_V4_IMPLS
 ) -> list[tuple[str, bool, str]]:
     """(name, usable on ``device`` for layers like ``spec``, reason) of every impl, in order of preference."""
-    return [(impl.name, *impl.supported(torch.device(device), spec)) for impl in IMPLS]
+    return [(impl.name, *impl.supported(torch.device(device), spec)) for impl in impls]

@@ -1,4 +1,4 @@
-"""The interface of attention impls, and of the layers they attend for."""
+"""The interfaces of attention: backends, their impls, and the layers that impls attend for."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class AttentionSpec:
         num_heads, head_dim: of the queries; rope_dim: rotated channels at the end of each head.
         kv_record: how K = V is stored: ``plain`` rows, ``fp8_v4`` or ``fp8_v32`` records.
         dtype: of queries and output.
+        qk_nope_head_dim: channels of a head before absorption (V3.2); None for V4, whose queries are not absorbed.
+        sparse: an indexer selects the entries, or a window bounds them; False for V3, which reads all tokens.
     """
 
     num_heads: int
@@ -31,37 +33,61 @@ class AttentionSpec:
     rope_dim: int = 64
     kv_record: str = "fp8_v4"
     dtype: torch.dtype = torch.bfloat16
+    qk_nope_head_dim: int | None = None
+    sparse: bool = True
 
     @classmethod
     def of(cls, config: AnyConfig, numerics: Numerics, dtype: torch.dtype, ranks: int = 1) -> AttentionSpec:
         """The spec of every layer of a model whose heads are sharded over ``ranks``."""
+        v4 = isinstance(config, ModelConfig)
         record = "plain"
         if numerics.kv_record == "fp8_ds_mla":  # vLLM's name for both records
-            record = "fp8_v4" if isinstance(config, ModelConfig) else "fp8_v32"
-        return cls(config.num_attention_heads // ranks, config.head_dim, config.qk_rope_head_dim, record, dtype)
+            record = "fp8_v4" if v4 else "fp8_v32"
+        return cls(
+            num_heads=config.num_attention_heads // ranks,
+            head_dim=config.head_dim,
+            rope_dim=config.qk_rope_head_dim,
+            kv_record=record,
+            dtype=dtype,
+            qk_nope_head_dim=None if v4 else config.qk_nope_head_dim,
+            sparse=v4 or config.has_indexer,
+        )
+
+    @property
+    def value_dim(self) -> int:
+        """Leading channels of a key that are its value: all of them, or without the rotated ones (V3.2)."""
+        return self.head_dim if self.qk_nope_head_dim is None else self.head_dim - self.rope_dim
 
 
 class AttentionLayer(Protocol):
-    """Attributes of a layer that impls read. Those that each call sets come last; the others are set once."""
+    """Attributes of a layer that impls read. Those that each call sets come last; the others are set once.
+
+    DeepSeek-V4's layers have a window and, with a compress ratio, compressed entries. DeepSeek-V3.2's have one entry
+    per token (``compress_ratio`` 1), no window and no sinks.
+    """
 
     scale: float
     """Softmax scale."""
-    attn_sink: Tensor
-    """float32 ``[heads]``: a logit per head that joins the softmax denominator only."""
+    attn_sink: Tensor | None
+    """float32 ``[heads]``: a logit per head that joins the softmax denominator only; None for a model without sinks."""
     head_dim: int
-    """Channels of a query head, and of a key, which is also the value."""
+    """Channels of a query head, and of a key."""
+    value_dim: int
+    """Leading channels of a key that are its value: ``head_dim`` in V4, 512 of 576 in V3.2."""
     window_size: int
-    """Keys in the sliding window, the query's own included."""
+    """Keys in the sliding window, the query's own included; 0 without a window."""
     compress_ratio: int
-    """Tokens per compressed entry; 0 for a layer that reads the window only."""
+    """Tokens per entry of ``kv_cache``; 0 for a layer that reads the window only."""
     index_topk: int | None
-    """Compressed entries that the layer's indexer selects per token; None for a layer without an indexer."""
-    swa_cache: Pool
-    """Keys of the window, one per token."""
+    """Entries that the layer's indexer selects per token; None for a layer without an indexer."""
+    swa_cache: Pool | None
+    """Keys of the window, one per token; None without a window."""
     kv_cache: Pool | None
-    """Compressed entries; None for a compress ratio of 0."""
+    """Entries; None for a compress ratio of 0."""
     workspace: Workspace
     """Scratch memory shared by all layers."""
+    prefill_workspace_rows: int
+    """Rows of gathered keys that the workspace holds; 0 if prefill reads cache pages in place."""
     step: StepMetadata | None
     """Set by each call: metadata of the running step; None while warming up."""
     topk_indices_buffer: Tensor | None
@@ -70,26 +96,72 @@ class AttentionLayer(Protocol):
     """Set by each call: int32 ``[Dt, index_topk]``, cache slots of the decode tokens' selected entries; None if the
     layer has only written ``topk_indices_buffer``."""
 
-    def workspace_rows(self) -> int:
-        """Rows of gathered keys that one request of any length can need."""
-        ...
+
+class SparseMLABackend(ABC):
+    """Declares what a backend's impls support, whatever their kernels: asked before any of them is chosen.
+
+    Attributes:
+        supported_dtypes: of queries; supported_kv_records: records of entries.
+    """
+
+    supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16, torch.float32)
+    supported_kv_records: ClassVar[tuple[str, ...]]
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str:
+        """The backend's name."""
+
+    @classmethod
+    def problem(cls, spec: AttentionSpec) -> str:
+        """Why no impl of the backend serves layers like ``spec``; empty if some may."""
+        if spec.kv_record not in cls.supported_kv_records:
+            records = " and ".join(cls.supported_kv_records)
+            return f"it reads {records} records, and the KV record here is {spec.kv_record!r}"
+        if spec.dtype not in cls.supported_dtypes:
+            return f"it takes queries of {', '.join(map(str, cls.supported_dtypes))}, not {spec.dtype}"
+        return ""
 
 
-class DeepseekV4SparseMLAAttentionImpl(ABC):
-    """Abstract impl of V4 sparse attention. Impls hold no state: all of it is on the layer they are given.
+class DeepseekV4SparseMLABackend(SparseMLABackend):
+    """DeepSeek-V4: a window and compressed entries under one softmax, with sinks."""
+
+    supported_kv_records = ("plain", "fp8_v4")
+
+    @staticmethod
+    def get_name() -> str:
+        return "DEEPSEEK_V4_SPARSE_MLA"
+
+    @classmethod
+    def problem(cls, spec: AttentionSpec) -> str:
+        if spec.qk_nope_head_dim is not None:
+            return "it is for DeepSeek-V4, and this model's queries are absorbed (DeepSeek-V3)"
+        return super().problem(spec)
+
+
+class SparseMLAAttentionImpl(ABC):
+    """Abstract impl of sparse attention. Impls hold no state: all of it is on the layer they are given.
 
     Attributes:
         name: the name users choose it by.
-        PREFILL_CHUNK_SIZE: prefill requests of full length that the workspace holds at once.
+        backend_cls: the backend it belongs to, which declares what all its impls support.
+        PREFILL_CHUNK_SIZE: prefill requests of full length that the workspace holds by default.
     """
 
     name: ClassVar[str]
+    backend_cls: ClassVar[type[SparseMLABackend]]
     PREFILL_CHUNK_SIZE: ClassVar[int] = 4
 
     @classmethod
-    @abstractmethod
     def supported(cls, device: torch.device, spec: AttentionSpec | None = None) -> tuple[bool, str]:
         """Whether the impl can run on ``device``, for layers like ``spec`` if one is given, and the reason."""
+        problem = cls.backend_cls.problem(spec) if spec is not None else ""
+        return (False, problem) if problem else cls.kernels_supported(torch.device(device), spec)
+
+    @classmethod
+    @abstractmethod
+    def kernels_supported(cls, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:
+        """`supported` for the impl's kernels alone, for a spec that the backend supports."""
 
     @classmethod
     def padded_heads(cls, num_heads: int) -> int:
@@ -104,10 +176,11 @@ class DeepseekV4SparseMLAAttentionImpl(ABC):
         """Attention of ``q`` over the caches of ``layer``, which already hold the step's own keys.
 
         Args:
-            q: ``[T, padded_heads, head_dim]``, rotated; decode tokens before prefill tokens (``layer.step.swa``).
+            q: ``[T, padded_heads, head_dim]``, rotated; decode tokens before prefill tokens (``layer.step``).
             kv: ``[T, head_dim]`` keys of the same tokens, and positions: int64 ``[T]``. Today's impls read both from
                 the caches and metadata; an impl that attends to a step's own keys before they are cached needs them.
-            output: like ``q``, to write to; None lets the impl return a kernel's own result without a copy.
+            output: ``[T, padded_heads, value_dim]`` in the dtype of ``q``, to write to; None lets the impl return a
+                kernel's own result without a copy.
 
         Returns:
             ``output``, or without one a tensor of its shape and dtype with contiguous channels. Rows of padding tokens

@@ -1,4 +1,4 @@
-"""The FlashMLA impl: FP8 pages for decode, bf16 rows for prefill, on Hopper and datacenter Blackwell GPUs."""
+"""Attention by FlashMLA: FP8 pages for decode, bf16 rows for prefill, on Hopper and datacenter Blackwell GPUs."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.impls import flash_mla
-from deepseek_attn.impls.base import AttentionLayer, AttentionSpec
+from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, DeepseekV4SparseMLABackend
 from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.kernels.attention import PagedKeys
 
 
-class DeepseekV4FlashMLASparseImpl(SplitAttentionImpl):
-    """Decode: one FP8 kernel over window and compressed pools, with sinks. Prefill: gather, merge, bf16 kernel.
+class FlashMLAKernels(SplitAttentionImpl):
+    """Decode: the FP8 kernel over one or two pools, with sinks. Rows, gathered or of a bf16 cache: the bf16 kernel.
 
     Notes:
         The decode kernel's schedule depends on shapes and lengths only: the first layer of each kind makes it once per
-        step, in ``step.swa.tile_scheds``. A graph must be captured with an empty ``tile_scheds``: the schedule is then
+        step, in ``step.tile_scheds``. A graph must be captured with an empty ``tile_scheds``: the schedule is then
         part of the graph, and a replay makes it from its own lengths.
     """
 
     name = "flashmla"
 
     @classmethod
-    def supported(cls, device: torch.device, spec: AttentionSpec | None = None) -> tuple[bool, str]:
+    def kernels_supported(cls, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:
         usable, reason = flash_mla.supported(device, spec)
-        if usable and spec is not None and spec.kv_record != "fp8_v4":
+        if usable and spec is not None and spec.kv_record == "plain" and spec.qk_nope_head_dim is None:
             return False, (
-                f"its decode kernel reads fp8_ds_mla records and the KV record here is {spec.kv_record!r}: numerics "
-                "'serving' and 'official' store fp8_ds_mla"
+                "its decode kernel reads fp8_ds_mla records and the KV record here is 'plain': numerics 'serving' and "
+                "'official' store fp8_ds_mla"
             )
         return usable, reason
 
@@ -38,11 +38,25 @@ class DeepseekV4FlashMLASparseImpl(SplitAttentionImpl):
 
     @classmethod
     def attend_pages(cls, layer: AttentionLayer, q: Tensor, keys: list[PagedKeys], output: Tensor | None) -> Tensor:
-        assert layer.step is not None  # a warm-up does not attend
-        schedules, kind = layer.step.swa.tile_scheds, (layer.compress_ratio, layer.index_topk is not None)
+        step, first = layer.step, keys[0]
+        assert step is not None  # a warm-up does not attend
+        if first.record.name == "plain":  # V3.2's bf16 cache: a slot is a row
+            rows = first.pool.view(q.dtype).view(-1, layer.head_dim)
+            return flash_mla.sparse_prefill(
+                q, rows, first.indices, layer.scale, layer.attn_sink, first.lens, output, masked_tails=True
+            )[0]
+        schedules, kind = step.tile_scheds, (layer.compress_ratio, layer.index_topk is not None)
         if kind not in schedules:
             schedules[kind] = flash_mla.new_schedule()
-        return flash_mla.sparse_decode(q, keys, layer.scale, layer.attn_sink, schedules[kind], output)[0]
+        schedule = schedules[kind]
+        if first.record.name == "fp8_v4":
+            return flash_mla.sparse_decode(q, keys, layer.scale, layer.attn_sink, schedule, output)[0]
+        # V3.2's kernel has no lengths (rows end with -1), and takes the queries of a request together
+        queries = step.decode_query_len or len(q)
+        pages = first._replace(indices=first.indices.unflatten(0, (-1, queries)), lens=None)
+        out = None if output is None else output.unflatten(0, (-1, queries))
+        q = q.unflatten(0, (-1, queries))
+        return flash_mla.sparse_decode(q, [pages], layer.scale, layer.attn_sink, schedule, out)[0].flatten(0, 1)
 
     @classmethod
     def attend_rows(
@@ -50,3 +64,9 @@ class DeepseekV4FlashMLASparseImpl(SplitAttentionImpl):
     ) -> Tensor:
         scale, sink = layer.scale, layer.attn_sink
         return flash_mla.sparse_prefill(q, kv, indices, scale, sink, lens, output, masked_tails=True)[0]
+
+
+class DeepseekV4FlashMLASparseImpl(FlashMLAKernels):
+    """DeepSeek-V4 on FlashMLA."""
+
+    backend_cls = DeepseekV4SparseMLABackend

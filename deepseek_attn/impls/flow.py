@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.cache.pools import Pool
-from deepseek_attn.impls.base import AttentionLayer, DeepseekV4SparseMLAAttentionImpl
+from deepseek_attn.impls.base import AttentionLayer, SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.prefill import PrefillChunk, gather_keys, merged_indices, plan_prefill_chunks
 from deepseek_attn.kernels.attention import PagedKeys
 from deepseek_attn.kernels.indices import compute_global_topk_indices_and_lens
 
 
-class SplitAttentionImpl(DeepseekV4SparseMLAAttentionImpl):
+class SplitAttentionImpl(SparseMLAAttentionImpl):
     """Splits decode from prefill, and prefill into chunks of requests that fit the workspace.
 
     A subclass attends over pages (`attend_pages`) and over gathered rows (`attend_rows`). Where one such call covers
@@ -50,19 +50,18 @@ class SplitAttentionImpl(DeepseekV4SparseMLAAttentionImpl):
     def forward_mqa(
         cls, layer: AttentionLayer, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor | None = None
     ) -> Tensor:
-        if output is not None and (output.shape != q.shape or output.dtype != q.dtype):
-            raise ValueError(
-                f"output must be like q, {tuple(q.shape)} {q.dtype}: got {tuple(output.shape)} {output.dtype}"
-            )
+        shape = (*q.shape[:2], layer.value_dim)
+        if output is not None and (output.shape != shape or output.dtype != q.dtype):
+            raise ValueError(f"output must be {shape} {q.dtype}: got {tuple(output.shape)} {output.dtype}")
         if layer.step is None:  # warm-up: reserve the largest workspace that any step of this layer can need
-            layer.workspace.get(((cls.PREFILL_CHUNK_SIZE, layer.workspace_rows(), layer.head_dim), q.dtype))
-            return torch.zeros_like(q) if output is None else output.zero_()
-        decode, prefill = layer.step.swa.num_decode_tokens, layer.step.swa.num_prefill_tokens
+            layer.workspace.get(((layer.prefill_workspace_rows, layer.head_dim), q.dtype))
+            return q.new_zeros(shape) if output is None else output.zero_()
+        decode, prefill = layer.step.num_decode_tokens, layer.step.num_prefill_tokens
         if decode and not prefill:
             return cls._forward_decode(layer, layer.step, q, output)
         if prefill and not decode:
             return cls._forward_prefill(layer, layer.step, q, output)
-        output = torch.empty_like(q) if output is None else output
+        output = q.new_empty(shape) if output is None else output
         if prefill:
             cls._forward_prefill(layer, layer.step, q[decode:], output[decode:])
             cls._forward_decode(layer, layer.step, q[:decode], output[:decode])
@@ -70,9 +69,11 @@ class SplitAttentionImpl(DeepseekV4SparseMLAAttentionImpl):
 
     @classmethod
     def _forward_decode(cls, layer: AttentionLayer, step: StepMetadata, q: Tensor, output: Tensor | None) -> Tensor:
-        """One softmax over the window's pages and the compressed pages."""
-        swa = step.swa
-        keys = [_paged_keys(layer.swa_cache, swa.decode_swa_indices.squeeze(1), swa.decode_swa_lens)]
+        """One softmax over the window's pages and the pages of entries."""
+        keys = []
+        if layer.swa_cache is not None and step.swa is not None:
+            swa = step.swa
+            keys.append(_paged_keys(layer.swa_cache, swa.decode_swa_indices.squeeze(1), swa.decode_swa_lens))
         if layer.kv_cache is not None:
             keys.append(_paged_keys(layer.kv_cache, *_decode_topk(layer, step)))
         return cls.attend_pages(layer, q, keys, output)
@@ -80,14 +81,14 @@ class SplitAttentionImpl(DeepseekV4SparseMLAAttentionImpl):
     @classmethod
     def _forward_prefill(cls, layer: AttentionLayer, step: StepMetadata, q: Tensor, output: Tensor | None) -> Tensor:
         """Prefill in chunks of as many requests as share the workspace."""
-        swa = step.swa
-        capacity = cls.PREFILL_CHUNK_SIZE * layer.workspace_rows()
-        seq_lens, gather_lens = swa.prefill_seq_lens_cpu, swa.prefill_gather_lens_cpu
-        chunks = plan_prefill_chunks(seq_lens, gather_lens, layer.compress_ratio, capacity)
+        seq_lens, gather_lens = step.prefill_seq_lens_cpu, step.prefill_gather_lens_cpu
+        if not layer.window_size:
+            gather_lens = torch.zeros_like(gather_lens)
+        chunks = plan_prefill_chunks(seq_lens, gather_lens, layer.compress_ratio, layer.prefill_workspace_rows)
         if len(chunks) == 1:
             return cls._prefill_chunk(layer, step, chunks[0], slice(0, len(q)), q, output)
-        output = torch.empty_like(q) if output is None else output
-        query_starts = (swa.query_start_loc_cpu[swa.num_decodes :] - swa.num_decode_tokens).tolist()
+        output = q.new_empty(*q.shape[:2], layer.value_dim) if output is None else output
+        query_starts = (step.query_start_loc_cpu[step.num_decodes :] - step.num_decode_tokens).tolist()
         for chunk in chunks:
             tokens = slice(query_starts[chunk.first], query_starts[chunk.last])
             if tokens.start < tokens.stop:
@@ -116,16 +117,16 @@ def _paged_keys(pool: Pool, indices: Tensor, lens: Tensor) -> PagedKeys:
 
 
 def _decode_topk(layer: AttentionLayer, step: StepMetadata) -> tuple[Tensor, Tensor]:
-    """Slots ``[Dt, K]`` and counts ``[Dt]`` of the compressed entries that decode queries read."""
-    swa, sparse, tokens = step.swa, step.sparse[layer.compress_ratio], step.swa.num_decode_tokens
+    """Slots ``[Dt, K]`` and counts ``[Dt]`` of the entries that decode queries read."""
+    sparse, tokens = step.sparse[layer.compress_ratio], step.num_decode_tokens
     if layer.index_topk is None:
         return sparse.c128a_global_decode_topk_indices.squeeze(1), sparse.c128a_decode_topk_lens
     if layer.decode_topk_slots is not None:
         return layer.decode_topk_slots, step.selected_of(layer.compress_ratio, layer.index_topk)[:tokens]
     return compute_global_topk_indices_and_lens(
         layer.topk_indices_buffer[:tokens],
-        swa.token_to_req_indices[:tokens],
+        step.token_to_req_indices[:tokens],
         sparse.block_table,
         sparse.block_size,
-        swa.is_valid_token[:tokens],
+        step.is_valid_token[:tokens],
     )

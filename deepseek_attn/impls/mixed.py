@@ -1,4 +1,4 @@
-"""The mixed impl for Hopper GPUs: by the shapes of a call, the faster of FlashMLA's and the Triton kernel."""
+"""Attention on Hopper GPUs: by the shapes of a call, the faster of FlashMLA's and the Triton kernel."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.impls import flash_mla
-from deepseek_attn.impls.base import AttentionLayer, AttentionSpec
-from deepseek_attn.impls.flashmla import DeepseekV4FlashMLASparseImpl
+from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, DeepseekV4SparseMLABackend
+from deepseek_attn.impls.flashmla import FlashMLAKernels
 from deepseek_attn.impls.flow import SplitAttentionImpl
-from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
+from deepseek_attn.impls.triton import TritonKernels
 from deepseek_attn.kernels.attention import PagedKeys
 
 
-class DeepseekV4MixedSparseImpl(SplitAttentionImpl):
+class MixedKernels(SplitAttentionImpl):
     """Decode: Triton, except 128 heads at large batch (FlashMLA). Prefill: FlashMLA for 64 and 128 heads. No padding.
 
     Notes:
@@ -25,9 +25,9 @@ class DeepseekV4MixedSparseImpl(SplitAttentionImpl):
     name = "mixed"
 
     @classmethod
-    def supported(cls, device: torch.device, spec: AttentionSpec | None = None) -> tuple[bool, str]:
-        for impl in (DeepseekV4FlashMLASparseImpl, DeepseekV4TritonSparseImpl):
-            usable, reason = impl.supported(device, spec)
+    def kernels_supported(cls, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:
+        for kernels in (FlashMLAKernels, TritonKernels):
+            usable, reason = kernels.kernels_supported(device, spec)
             if not usable:
                 return False, f"it needs both FlashMLA and Triton: {reason}"
         capability = torch.cuda.get_device_capability(device)
@@ -42,13 +42,13 @@ class DeepseekV4MixedSparseImpl(SplitAttentionImpl):
     def attend_pages(cls, layer: AttentionLayer, q: Tensor, keys: list[PagedKeys], output: Tensor | None) -> Tensor:
         width = sum(part.indices.shape[1] for part in keys)
         flashmla = decodes_on_flashmla(q.shape[0], q.shape[1], width)
-        return _impl(flashmla).attend_pages(layer, q, keys, output)
+        return _kernels(flashmla).attend_pages(layer, q, keys, output)
 
     @classmethod
     def attend_rows(
         cls, layer: AttentionLayer, q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, output: Tensor | None
     ) -> Tensor:
-        return _impl(q.shape[1] in flash_mla.HEADS).attend_rows(layer, q, kv, indices, lens, output)
+        return _kernels(q.shape[1] in flash_mla.HEADS).attend_rows(layer, q, kv, indices, lens, output)
 
 
 def decodes_on_flashmla(queries: int, heads: int, keys: int) -> bool:
@@ -63,5 +63,11 @@ def decodes_on_flashmla(queries: int, heads: int, keys: int) -> bool:
     return queries > (8 if window or long else 32)
 
 
-def _impl(flashmla: bool) -> type[SplitAttentionImpl]:
-    return DeepseekV4FlashMLASparseImpl if flashmla else DeepseekV4TritonSparseImpl
+def _kernels(flashmla: bool) -> type[SplitAttentionImpl]:
+    return FlashMLAKernels if flashmla else TritonKernels
+
+
+class DeepseekV4MixedSparseImpl(MixedKernels):
+    """DeepSeek-V4 on both."""
+
+    backend_cls = DeepseekV4SparseMLABackend

@@ -1,16 +1,48 @@
-"""Chunks of prefill requests: how many share the workspace, their keys in it, and the rows that queries read."""
+"""Prefill over gathered keys: when, the workspace's size, chunks of requests that share it, and their index rows."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from deepseek_attn.impls.base import AttentionLayer
+from deepseek_attn.cache.layout import CacheLayout
+from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.attention import dequantize_and_gather_k_cache
 from deepseek_attn.kernels.indices import combine_topk_swa_indices
+
+MIN_HEADS_FOR_BF16_PREFILL = 32
+"""With fewer heads per rank, V3.2's prefill reads FP8 pages: the BF16 kernel would compute mostly padding heads."""
+
+
+def prefill_reads_pages(fp8_mode: str, spec: AttentionSpec) -> bool:
+    """Whether prefill queries read cache pages in place, as decode queries do, instead of gathered rows.
+
+    Args:
+        fp8_mode: ``mixed``: they do; ``separate``: they do not; ``auto``: V3.2's do where its cache is not FP8 (its
+            pages are rows that the prefill kernel reads as they are) or heads are few. V4's do not: a gathered key
+            serves many queries.
+    """
+    if fp8_mode != "auto":
+        return fp8_mode == "mixed"
+    if spec.qk_nope_head_dim is None:
+        return False
+    return spec.kv_record == "plain" or spec.num_heads < MIN_HEADS_FOR_BF16_PREFILL
+
+
+def workspace_rows_per_request(ratios: Iterable[int], layout: CacheLayout) -> int:
+    """Rows of gathered keys that one request of any length can need: its entries, its window and its new tokens."""
+    entries = max(-(-layout.max_model_len // ratio) if ratio else 0 for ratio in ratios)
+    return entries + (layout.window + layout.max_num_batched_tokens if layout.window else 0)
+
+
+def default_workspace_rows(ratios: Iterable[int], layout: CacheLayout) -> int:
+    """Rows of the prefill workspace: ``PREFILL_CHUNK_SIZE`` requests of full length, fewer if fewer run."""
+    requests = min(SparseMLAAttentionImpl.PREFILL_CHUNK_SIZE, layout.max_num_seqs)
+    return requests * workspace_rows_per_request(ratios, layout)
 
 
 @dataclass(frozen=True)
@@ -18,7 +50,7 @@ class PrefillChunk:
     """Prefill requests ``first`` to ``last`` (exclusive) that share the workspace.
 
     Attributes:
-        N: workspace rows for compressed entries per request; window_rows: rows for window keys behind them.
+        N: workspace rows for entries per request; window_rows: rows for window keys behind them.
     """
 
     first: int
@@ -59,16 +91,17 @@ def plan_prefill_chunks(seq_lens: Tensor, gather_lens: Tensor, ratio: int, capac
 
 
 def gather_keys(layer: AttentionLayer, step: StepMetadata, chunk: PrefillChunk, kv: Tensor) -> None:
-    """Fills ``kv [requests, rows_per_request, head_dim]``: compressed entries from row 0, the window from row ``N``."""
-    swa, requests = step.swa, chunk.requests
-    batch = slice(swa.num_decodes + chunk.first, swa.num_decodes + chunk.last)
+    """Fills ``kv [requests, rows_per_request, head_dim]``: entries from row 0, the window from row ``N``."""
+    requests, batch = chunk.requests, slice(step.num_decodes + chunk.first, step.num_decodes + chunk.last)
     if layer.kv_cache is not None:
         sparse, pool = step.sparse[layer.compress_ratio], layer.kv_cache
-        lens, table = sparse.prefill_entry_lens[requests], sparse.block_table[batch]
+        lens, table = step.prefill_entry_lens[layer.compress_ratio][requests], sparse.block_table[batch]
         dequantize_and_gather_k_cache(kv, pool.record, pool.tensor, lens, None, table, sparse.block_size, 0)
-    pool, table = layer.swa_cache, swa.block_table[batch]
-    lens, window_lens = swa.prefill_seq_lens[requests], swa.prefill_gather_lens[requests]
-    dequantize_and_gather_k_cache(kv, pool.record, pool.tensor, lens, window_lens, table, swa.block_size, chunk.N)
+    if layer.swa_cache is not None and step.swa is not None:
+        pool, table = layer.swa_cache, step.swa.block_table[batch]
+        lens, window_lens = step.prefill_seq_lens[requests], step.prefill_gather_lens[requests]
+        page = step.swa.block_size
+        dequantize_and_gather_k_cache(kv, pool.record, pool.tensor, lens, window_lens, table, page, chunk.N)
 
 
 def merged_indices(
@@ -78,33 +111,32 @@ def merged_indices(
 
     Without an indexer they are equal for all layers of a ratio, and are kept in the step's metadata.
     """
-    swa, ratio = step.swa, layer.compress_ratio
-    shared = swa.prefill_indices.get((ratio, chunk))
+    ratio = layer.compress_ratio
+    shared = step.prefill_indices.get((ratio, chunk))
     if layer.index_topk is None and shared is not None:
         return shared
     topk, requests = _prefill_topk(layer, step), chunk.requests
     merged = combine_topk_swa_indices(
         topk[tokens],
-        swa.query_start_loc[swa.num_decodes + chunk.first : swa.num_decodes + chunk.last + 1],
-        swa.prefill_seq_lens[requests],
-        swa.prefill_gather_lens[requests],
+        step.query_start_loc[step.num_decodes + chunk.first : step.num_decodes + chunk.last + 1],
+        step.prefill_seq_lens[requests],
+        step.prefill_gather_lens[requests],
         layer.window_size,
         ratio,
         topk.shape[1],
         chunk.rows_per_request,
         chunk.N,
-        swa.is_valid_token[swa.num_decode_tokens :][tokens],
+        step.is_valid_token[step.num_decode_tokens :][tokens],
     )
     if layer.index_topk is None:
-        swa.prefill_indices[ratio, chunk] = merged
+        step.prefill_indices[ratio, chunk] = merged
     return merged
 
 
 def _prefill_topk(layer: AttentionLayer, step: StepMetadata) -> Tensor:
     """Entries ``[Rt, K]``, local to their request, that prefill tokens read; ``K`` is 0 for window-only layers."""
-    swa = step.swa
     if not layer.compress_ratio:
-        return torch.empty(swa.num_prefill_tokens, 0, dtype=torch.int32, device=swa.slot_mapping.device)
+        return torch.empty(step.num_prefill_tokens, 0, dtype=torch.int32, device=step.positions.device)
     if layer.index_topk is None:
         return step.sparse[layer.compress_ratio].c128a_prefill_topk_indices
-    return layer.topk_indices_buffer[swa.num_decode_tokens :][: swa.num_prefill_tokens]
+    return layer.topk_indices_buffer[step.num_decode_tokens :][: step.num_prefill_tokens]

@@ -1,18 +1,18 @@
-"""The Triton impl: decode reads pages of any record, prefill gathered rows; on any GPU Triton compiles for."""
+"""Attention in Triton: decode reads pages of any record, prefill gathered rows; on any GPU Triton compiles for."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from deepseek_attn.impls.base import AttentionLayer, AttentionSpec
+from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, DeepseekV4SparseMLABackend
 from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.kernels.attention import PagedKeys, sparse_attention, sparse_attention_paged
 from deepseek_attn.kernels.common.dispatch import problem_on
 
 
-class DeepseekV4TritonSparseImpl(SplitAttentionImpl):
-    """Attention in Triton: 584-byte pages and plain rows, 1 to 128 heads and more, float32, bfloat16 and float16.
+class TritonKernels(SplitAttentionImpl):
+    """Pages of every record and plain rows, 1 to 128 heads and more, float32, bfloat16 and float16.
 
     Notes:
         Launches depend on shapes alone, so a captured graph serves any lengths and block tables. ``fp8_v4`` entries are
@@ -22,31 +22,39 @@ class DeepseekV4TritonSparseImpl(SplitAttentionImpl):
     name = "triton"
 
     @classmethod
-    def supported(cls, device: torch.device, spec: AttentionSpec | None = None) -> tuple[bool, str]:
-        device = torch.device(device)
+    def kernels_supported(cls, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:
         if problem := problem_on(device):
             return False, problem
-        if spec is not None and spec.kv_record == "fp8_v4" and (problem := _record_problem(spec)):
+        if spec is not None and (problem := _record_problem(spec)):
             return False, problem
         capability = torch.cuda.get_device_capability(device)
         return True, f"Triton kernels on compute capability {capability[0]}.{capability[1]}"
 
     @classmethod
     def attend_pages(cls, layer: AttentionLayer, q: Tensor, keys: list[PagedKeys], output: Tensor | None) -> Tensor:
-        return sparse_attention_paged(q, keys, layer.scale, layer.attn_sink, out=output)[0]
+        return sparse_attention_paged(q, keys, layer.scale, layer.attn_sink, layer.value_dim, output)[0]
 
     @classmethod
     def attend_rows(
         cls, layer: AttentionLayer, q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, output: Tensor | None
     ) -> Tensor:
-        return sparse_attention(q, kv, indices, layer.scale, layer.attn_sink, lens, out=output)[0]
+        scale, sink = layer.scale, layer.attn_sink
+        return sparse_attention(q, kv, indices, scale, sink, lens, layer.value_dim, output)[0]
+
+
+class DeepseekV4TritonSparseImpl(TritonKernels):
+    """DeepSeek-V4 in Triton."""
+
+    backend_cls = DeepseekV4SparseMLABackend
 
 
 def _record_problem(spec: AttentionSpec) -> str:
     nope = spec.head_dim - spec.rope_dim
-    if nope > 512 or spec.rope_dim % 16:
+    if spec.kv_record == "fp8_v4" and (nope > 512 or spec.rope_dim % 16):
         return (
             "its kernels read fp8_ds_mla records with up to 512 quantised channels and a multiple of 16 rotated ones; "
             f"this model has {nope} and {spec.rope_dim}"
         )
+    if spec.kv_record == "fp8_v32" and spec.rope_dim % 16:
+        return f"its kernels read a multiple of 16 rotated channels per key; this model has {spec.rope_dim}"
     return ""

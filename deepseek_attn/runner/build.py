@@ -26,6 +26,7 @@ from deepseek_attn.config.options import (
     pick_device,
     pick_dtype,
 )
+from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.models.block import AttentionStack, layer_specs
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
@@ -35,7 +36,6 @@ from deepseek_attn.runner.drafting import Drafter
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.sequence import TokenLimits
 from deepseek_attn.utils.workspace import Workspace
-from deepseek_attn.v32.step_metadata import TokenMetadataBuilder
 
 Model = DeepseekV4 | DeepseekV32 | AttentionStack
 
@@ -69,7 +69,7 @@ class LoadedModel:
     workspace: Workspace = field(repr=False)
     manager: CacheManager = field(repr=False)
     limits: TokenLimits = field(repr=False)
-    builder: MetadataBuilder | TokenMetadataBuilder = field(repr=False)
+    builder: MetadataBuilder = field(repr=False)
     drafter: Drafter | None = field(repr=False)
     prefixes: PrefixCache | None = field(repr=False)
     graphs: DecodeGraphs | None = field(repr=False)
@@ -91,6 +91,10 @@ def build_runner(
     dtype: torch.dtype | str | None = None,
     numerics: str | Numerics | None = None,
     backend: str = "auto",
+    decode_backend: str | None = None,
+    prefill_backend: str | None = None,
+    fp8_mode: str = "auto",
+    prefill_workspace_rows: int | None = None,
     layers: Iterable[int] | None = None,
     attention_only: bool = False,
     max_model_len: int | None = None,
@@ -109,7 +113,7 @@ def build_runner(
         device: default: the first GPU if there is one, else the CPU.
         dtype: default: float32 on a CPU, bfloat16 on a GPU.
         numerics: ``exact``, ``official`` or ``serving``; default: exact on a CPU, serving on a GPU.
-        backend: attention impl, ``auto`` or a name that ``deepseek-attn info`` lists.
+        backend, decode_backend, prefill_backend, fp8_mode, prefill_workspace_rows: see `AttentionOptions`.
         layers: backbone layers to load; the others (and the MTP layer) are left out of the model.
         attention_only: load attention layers and their norms, nothing else.
         max_model_len: longest sequence; default: the model's, at most 32768.
@@ -130,7 +134,8 @@ def build_runner(
     dtype = pick_dtype(dtype, device)
     numerics = numerics or ("serving" if device.type == "cuda" else "exact")
     parallel = parallel or Parallel.single()
-    family = get_family(config, numerics, dtype, device, backend, parallel)
+    attention = AttentionOptions(backend, decode_backend, prefill_backend, fp8_mode, prefill_workspace_rows)
+    family = get_family(config, numerics, dtype, device, attention, parallel)
     limit = config.max_position_embeddings
     max_model_len = min(limit, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
     layers = None if layers is None else as_list(layers, "layers: numbers of layers")
@@ -142,6 +147,7 @@ def build_runner(
 
     model = family.build(layers, attention_only, max_model_len)
     layout = layout_of(model)
+    family.workspace_rows(model, layout)  # refuses options before weights are loaded
     report = load_model(
         model, family.canonical(source), layers=layers, attention_only=attention_only, progress=progress
     )
@@ -207,6 +213,6 @@ def _decode_graphs(
         problem = "there are attention layers only (attention_only=True)"
     if wanted and problem:
         raise ValueError(f"cuda_graphs=True: {problem}; leave it out to run every step eagerly")
-    if problem or wanted is False or not isinstance(model, DeepseekV4):
+    if problem or wanted is False or isinstance(model, AttentionStack):
         return None
     return DecodeGraphs(model, layout, device)

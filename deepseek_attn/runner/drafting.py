@@ -15,7 +15,6 @@ from deepseek_attn.runner.graphs import DecodeGraphs, DraftTokens
 from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.runner.step import Batch, block_tables, step_input
 from deepseek_attn.utils.tracing import traced
-from deepseek_attn.v32.step_metadata import TokenMetadataBuilder
 
 
 class DraftRows(NamedTuple):
@@ -42,7 +41,7 @@ class Drafter:
     """
 
     model: DeepseekV4 | DeepseekV32
-    builder: MetadataBuilder | TokenMetadataBuilder
+    builder: MetadataBuilder
     manager: CacheManager
     device: torch.device
 

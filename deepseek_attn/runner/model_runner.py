@@ -26,7 +26,6 @@ from deepseek_attn.runner.scoring import score_prompts
 from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.runner.step import Batch, EagerStep, StepOptions, StepOutput, check_batch, step_input
 from deepseek_attn.utils.tracing import traced
-from deepseek_attn.v32.step_metadata import TokenStepMetadata
 
 T = TypeVar("T")
 DEFAULT_OPTIONS = StepOptions()
@@ -237,7 +236,7 @@ class ModelRunner(LoadedModel):
     @traced("metadata")
     def step_metadata(
         self, caches: list[SequenceCache], query_lens: list[int], token_valid: torch.Tensor | None = None
-    ) -> StepMetadata | TokenStepMetadata:
+    ) -> StepMetadata:
         """Metadata for the next ``query_lens`` tokens of sequences with pages for them: to drive layers by hand.
 
         Args:

@@ -20,11 +20,10 @@ from deepseek_attn.cache.layout import (
 )
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
-from deepseek_attn.config.v32 import DeepseekV32Config
-from deepseek_attn.impls.base import DeepseekV4SparseMLAAttentionImpl
+from deepseek_attn.impls.base import AttentionSpec
+from deepseek_attn.impls.prefill import default_workspace_rows, prefill_reads_pages
 from deepseek_attn.kernels.indexer import SCORE_BYTES
 from deepseek_attn.utils.workspace import aligned_bytes
-from deepseek_attn.v32.attention import sparse_config
 
 
 @dataclass(frozen=True)
@@ -138,37 +137,21 @@ def fixed_pages(pool: PoolSpec, layout: CacheLayout) -> int:
     return 1 if pool.group == STATE else 0
 
 
-def workspace_bytes(config: AnyConfig, numerics: Numerics, dtype: torch.dtype, layout: CacheLayout) -> int:
-    """Largest reservation of any layer, and the buffer for selected entries."""
-    if isinstance(config, DeepseekV32Config):
-        return _latent_workspace_bytes(config, numerics, dtype, layout)
-    ratios = [spec.ratio for spec in config.all_layers]
-    entries = max(-(-layout.max_model_len // ratio) if ratio else 0 for ratio in ratios)
-    rows = entries + layout.window + layout.max_num_batched_tokens
-    requests = DeepseekV4SparseMLAAttentionImpl.PREFILL_CHUNK_SIZE
-    gathered = aligned_bytes((requests, rows, config.head_dim), dtype)
-    has_indexer = any(spec.has_indexer for spec in config.all_layers)
-    return gathered + (layout.max_num_batched_tokens * config.index_topk * 4 if has_indexer else 0)
-
-
-def _latent_workspace_bytes(
-    config: DeepseekV32Config, numerics: Numerics, dtype: torch.dtype, layout: CacheLayout
+def workspace_bytes(
+    config: AnyConfig, numerics: Numerics, dtype: torch.dtype, layout: CacheLayout, ranks: int = 1
 ) -> int:
-    """Rows that FP8 latents are gathered to for prefills, and the buffer for selected tokens."""
-    sparse = sparse_config(config, numerics, dtype, layout)
-    if sparse is None:
-        return 0
-    fp8 = sparse.use_fp8_kv_cache
-    gathered = aligned_bytes((sparse.workspace_rows, config.head_dim), torch.bfloat16) if fp8 else 0
-    return gathered + layout.max_num_batched_tokens * config.index_topk * 4
+    """Rows that the keys of prefill requests are gathered to, and the buffer for selected entries."""
+    spec = AttentionSpec.of(config, numerics, dtype, ranks)
+    gathers = spec.sparse and not prefill_reads_pages("auto", spec)
+    rows = default_workspace_rows([layer.ratio for layer in config.all_layers], layout) if gathers else 0
+    has_indexer = any(layer.has_indexer for layer in config.all_layers)
+    buffer = layout.max_num_batched_tokens * config.index_topk * 4 if has_indexer else 0
+    return aligned_bytes((rows, config.head_dim), dtype) + buffer
 
 
 def index_logits_bytes(config: AnyConfig, layout: CacheLayout) -> int:
     """Peak of the scores of one block of queries against the longest context."""
-    if isinstance(config, DeepseekV32Config):
-        ratios = [1] if config.has_indexer else []
-    else:
-        ratios = [spec.ratio for spec in config.all_layers if spec.has_indexer]
+    ratios = [spec.ratio for spec in config.all_layers if spec.has_indexer]
     if not ratios:
         return 0
     entries = max(layout.max_model_len // min(ratios), 1)

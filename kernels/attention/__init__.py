@@ -14,7 +14,6 @@ __all__ = [
     "PagedKeys",
     "causal_attention",
     "dequantize_and_gather_k_cache",
-    "gather_packed",
     "sparse_attention",
     "sparse_attention_paged",
 ]
@@ -147,32 +146,3 @@ def dequantize_and_gather_k_cache(
     else:
         from deepseek_attn.kernels.attention.reference import dequantize_and_gather_k_cache as op
     op(out, record, pool, seq_lens, gather_lens, block_table, block_size, offset)
-
-
-def gather_packed(
-    out: Tensor,
-    record: CacheRecord,
-    pool: Tensor,
-    block_size: int,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    starts: Tensor,
-) -> None:
-    """Copies whole requests, one behind the other: ``out[starts[r] + i]`` becomes entry ``i`` of request ``r``.
-
-    Args:
-        out: ``[N, dim]``; values are rounded to its dtype, rows of no request keep theirs.
-        record, pool, block_size, block_table, seq_lens: as in `dequantize_and_gather_k_cache`.
-        starts: int32 ``[b]`` first rows, ascending, without overlap.
-
-    Raises:
-        ValueError: shapes that disagree, or a record or pool that is not supported.
-
-    Notes:
-        Lengths stay on the device. Entries beyond ``out`` or the block table are not copied.
-    """
-    if runs_triton(out):
-        from deepseek_attn.kernels.attention.gather import gather_packed as op
-    else:
-        from deepseek_attn.kernels.attention.reference import gather_packed as op
-    op(out, record, pool, block_size, block_table, seq_lens, starts)

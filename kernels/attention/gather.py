@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from deepseek_attn.kernels.attention.gather_triton import EntryShape, gather_kernel, gather_packed_kernel
+from deepseek_attn.kernels.attention.gather_triton import EntryShape, gather_kernel
 from deepseek_attn.kernels.common.device import FLOATS, has_native_fp8
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
@@ -49,41 +49,6 @@ def dequantize_and_gather_k_cache(
         out.stride(0),
         out.stride(1),
         ROWS=ROWS,
-        SHAPE=shape,
-        num_warps=WARPS,
-    )
-
-
-def gather_packed(
-    out: Tensor,
-    record: CacheRecord,
-    pool: Tensor,
-    block_size: int,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    starts: Tensor,
-) -> None:
-    """`kernels.attention.gather_packed`."""
-    b = len(seq_lens)
-    if starts.shape != (b,) or block_table.dim() != 2 or block_table.shape[0] != b:
-        raise ValueError(f"{b} seq_lens, but starts {tuple(starts.shape)} and block_table {tuple(block_table.shape)}")
-    shape = _entry_shape(out, record, pool, block_table, block_size)
-    if b == 0 or out.shape[0] == 0:
-        return
-    gather_packed_kernel[(triton.cdiv(out.shape[0], ROWS),)](
-        out,
-        pool,
-        starts,
-        seq_lens,
-        block_table,
-        out.shape[0],
-        b,
-        block_table.shape[1],
-        pool.stride(0),
-        block_table.stride(0),
-        out.stride(0),
-        ROWS=ROWS,
-        REQUESTS=triton.next_power_of_2(b),
         SHAPE=shape,
         num_warps=WARPS,
     )

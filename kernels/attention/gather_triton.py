@@ -117,30 +117,3 @@ def gather_kernel(
         slot = _page_slots(r, seq_len - length + row, wanted, table_ptr, table_stride, pages, SHAPE.N)
         out_row = out_ptr + r * out_stride_r + row.to(tl.int64) * out_stride_row
         _copy_rows(slot, out_row, wanted, pool_ptr, page_stride, SHAPE)
-
-
-@triton.jit(do_not_specialize=["rows", "requests", "pages"])
-def gather_packed_kernel(
-    out_ptr,
-    pool_ptr,
-    starts_ptr,
-    seq_lens_ptr,
-    table_ptr,
-    rows,
-    requests,
-    pages,
-    page_stride,
-    table_stride,
-    out_stride_row,
-    SHAPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    REQUESTS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    r = tl.arange(0, REQUESTS)
-    start = tl.load(starts_ptr + r, mask=r < requests, other=2147483647)
-    request = tl.maximum(tl.sum((start[None, :] <= row[:, None]).to(tl.int32), 1) - 1, 0)
-    position = row - tl.load(starts_ptr + request).to(tl.int64)
-    wanted = (row < rows) & (position >= 0) & (position < tl.load(seq_lens_ptr + request))
-    slot = _page_slots(request.to(tl.int64), position, wanted, table_ptr, table_stride, pages, SHAPE.N)
-    _copy_rows(slot, out_ptr + row * out_stride_row, wanted, pool_ptr, page_stride, SHAPE)

@@ -286,26 +286,3 @@ def _check_lengths(seq_lens: list[int], gather_lens: list[int], max_rows: int, t
             raise ValueError(f"request {r}: {length} entries do not fit in {max_rows} workspace rows")
         if seq_len > table_entries and length > 0:
             raise ValueError(f"request {r}: {seq_len} entries, but its block table covers {table_entries}")
-
-
-def gather_packed(
-    out: Tensor,
-    record: CacheRecord,
-    pool: Tensor,
-    block_size: int,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    starts: Tensor,
-) -> None:
-    """`kernels.attention.gather_packed`; does not wait for the device."""
-    starts, lens = starts.long(), seq_lens.long()
-    for first, last in row_blocks(out.shape[0] if len(lens) else 0, rows_per_block(out.shape[1] * 8)):
-        row = torch.arange(first, last, device=out.device)
-        request = (torch.searchsorted(starts, row, right=True) - 1).clamp_min(0)
-        position = row - starts[request]
-        inside = (position >= 0) & (position < lens[request])
-        block = (position // block_size).clamp(0, block_table.shape[1] - 1)
-        page = block_table[request, block].long()
-        slots = torch.where(inside & (page >= 0), page * block_size + position % block_size, -1)
-        values = record.gather(pool, block_size, slots, out.dtype)
-        out[first:last] = torch.where(inside[:, None], values, out[first:last])

@@ -22,8 +22,6 @@ __all__ = [
     "combine_topk_swa_indices",
     "compute_global_topk_indices_and_lens",
     "compute_swa_indices_and_lens",
-    "convert_req_index",
-    "convert_req_index_and_compact",
     "decode_step_indices",
     "get_compressed_slot_mapping",
     "slot_mapping_from_positions",
@@ -219,56 +217,3 @@ def combine_topk_swa_indices(
     else:
         from deepseek_attn.kernels.indices.reference import combine_topk_swa_indices as op
     return op(topk_indices, query_start_loc, seq_lens, gather_lens, window, ratio, topk, M, N, is_valid)
-
-
-def convert_req_index(
-    req_id: Tensor,
-    block_table: Tensor,
-    token_indices: Tensor,
-    block_size: int,
-    workspace_request_ids: Tensor | None = None,
-    workspace_starts: Tensor | None = None,
-    slot_mapping: Tensor | None = None,
-    block_n: int = 128,
-) -> Tensor:
-    """Converts positions within a request to cache slots, or for some queries to rows of the prefill workspace.
-
-    Args:
-        req_id: ``[T]`` row of ``block_table`` of each query.
-        block_table: ``[B, pages]`` page ids; a negative one means no page.
-        token_indices: ``[T, K]`` positions within the request; negative ones are invalid, and so are those beyond the
-            block table.
-        block_size: entries per page.
-        workspace_request_ids: ``[T]`` row of ``workspace_starts`` of each query, or -1 for queries that get slots.
-        workspace_starts: ``[R]`` first workspace row of a request: such a query gets ``start + position``.
-        slot_mapping: ``[T]``; queries with a negative slot are padding and get -1 everywhere.
-        block_n: positions per program in Triton, a power of two.
-
-    Returns:
-        int32 ``[T, K]``, -1 for invalid positions.
-    """
-    if runs_triton(token_indices):
-        from deepseek_attn.kernels.indices.convert import convert_req_index as op
-    else:
-        from deepseek_attn.kernels.indices.reference import convert_req_index as op
-    workspace = workspace_request_ids, workspace_starts
-    return op(req_id, block_table, token_indices, block_size, *workspace, slot_mapping, block_n)
-
-
-def convert_req_index_and_compact(
-    req_id: Tensor,
-    block_table: Tensor,
-    token_indices: Tensor,
-    block_size: int,
-    workspace_request_ids: Tensor | None = None,
-    workspace_starts: Tensor | None = None,
-    slot_mapping: Tensor | None = None,
-    block_n: int = 128,
-) -> IndexRows:
-    """`convert_req_index`, with the valid indices of each row moved to its front in their order, and their number."""
-    if runs_triton(token_indices):
-        from deepseek_attn.kernels.indices.convert import convert_req_index_and_compact as op
-    else:
-        from deepseek_attn.kernels.indices.reference import convert_req_index_and_compact as op
-    workspace = workspace_request_ids, workspace_starts
-    return op(req_id, block_table, token_indices, block_size, *workspace, slot_mapping, block_n)

@@ -143,62 +143,6 @@ def slot_mapping_from_positions(
     return _entry_slots(positions.long()[:, None], token_to_req, block_table, block_size)[:, 0]
 
 
-def convert_req_index(
-    req_id: Tensor,
-    block_table: Tensor,
-    token_indices: Tensor,
-    block_size: int,
-    workspace_request_ids: Tensor | None = None,
-    workspace_starts: Tensor | None = None,
-    slot_mapping: Tensor | None = None,
-    block_n: int = 128,
-) -> Tensor:
-    """See `kernels.indices.convert_req_index`."""
-    requests, pages = block_table.shape
-    token = token_indices.long()
-    block = torch.div(token, block_size, rounding_mode="floor")
-    valid = (token >= 0) & (block < pages)
-    if slot_mapping is not None:
-        valid &= (slot_mapping >= 0)[:, None]
-    if requests == 0 or pages == 0 or token.numel() == 0:
-        return torch.full_like(token_indices, -1, dtype=torch.int32)
-    request = req_id.long()[:, None]
-    page = block_table[request.clamp(0, requests - 1), block.clamp(0, pages - 1)].long()
-    paged = valid & (page >= 0) & (request >= 0) & (request < requests)
-    out = torch.where(paged, page * block_size + token % block_size, -1)
-    if workspace_request_ids is not None and workspace_starts is not None and workspace_starts.numel():
-        prefill = workspace_request_ids.long()
-        start = workspace_starts.long()[prefill.clamp(0, workspace_starts.shape[0] - 1)]
-        rows = torch.where(valid, start[:, None] + token, -1)
-        out = torch.where((prefill >= 0)[:, None], rows, out)
-    return out.int()
-
-
-def convert_req_index_and_compact(
-    req_id: Tensor,
-    block_table: Tensor,
-    token_indices: Tensor,
-    block_size: int,
-    workspace_request_ids: Tensor | None = None,
-    workspace_starts: Tensor | None = None,
-    slot_mapping: Tensor | None = None,
-    block_n: int = 128,
-) -> IndexRows:
-    """See `kernels.indices.convert_req_index_and_compact`."""
-    workspace = workspace_request_ids, workspace_starts
-    return compact_valid(convert_req_index(req_id, block_table, token_indices, block_size, *workspace, slot_mapping))
-
-
-def compact_valid(indices: Tensor) -> IndexRows:
-    """Moves the entries of int32 ``indices [T, K]`` that are not -1 to the front of each row, in their order."""
-    width = indices.shape[1]
-    valid = indices >= 0
-    place = valid.long().cumsum(1) - 1
-    out = indices.new_full((indices.shape[0], width + 1), -1)
-    out.scatter_(1, place.masked_fill(~valid, width), indices)
-    return IndexRows(out[:, :width].contiguous(), valid.sum(1, dtype=torch.int32))
-
-
 def check_combine(
     T: int,
     K: int,
@@ -218,8 +162,11 @@ def check_combine(
         )
     if T > 0 and c == 0:
         raise ValueError(f"{T} query rows but no request: seq_lens is empty")
-    if window < 1 or ratio < 0 or topk < 0:
-        raise ValueError(f"need window >= 1, ratio >= 0, topk >= 0: got window={window}, ratio={ratio}, topk={topk}")
+    if min(window, ratio, topk) < 0 or not window + ratio:
+        raise ValueError(
+            "need window, ratio and topk >= 0, and a window or a ratio: got "
+            f"window={window}, ratio={ratio}, topk={topk}"
+        )
     if topk > K:
         raise ValueError(f"topk_indices has {K} columns but topk = {topk}: pad the rows with -1")
     if c * M > INT32_MAX:

@@ -37,12 +37,12 @@ class StepIndices:
 
     Attributes:
         slot_mapping: int64 ``[T]`` slot of each token, -1 for padding.
-        swa: slots of the window, as `compute_swa_indices_and_lens`.
+        swa: slots of the window, as `compute_swa_indices_and_lens`; None for a model without one.
         compressed_slots: by ratio, as `get_compressed_slot_mapping`.
         entries: by ratio, as `build_c128a_topk_indices`, for groups with a width.
     """
 
     slot_mapping: Tensor
-    swa: IndexRows
+    swa: IndexRows | None
     compressed_slots: dict[int, Tensor]
     entries: dict[int, IndexRows]

@@ -46,8 +46,8 @@ def test_decode_steps_of_several_tokens(kind, device):
     layer = Layer(kind, device)
     requests = [layer.request(n) for n in (40, 29, 150)]
     layer.step([(requests[0], 3), (requests[1], 20), (requests[2], 126)], threshold=3)
-    swa = layer.attn.step.swa
-    assert (swa.num_decodes, swa.num_decode_tokens, swa.num_prefills) == (1, 3, 2)
+    step = layer.attn.step
+    assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (1, 3, 2)
     layer.run(requests, [3, 2, 1, 3], threshold=3)
     for request in requests:
         layer.check(request)
@@ -247,7 +247,7 @@ def test_warm_up_reserves_the_workspace_and_gives_zeros(kind, device):
     assert out.eq(0).all()
     ratio = layer.attn.compress_ratio
     rows = (-(-420 // ratio) if ratio else 0) + WINDOW + 300
-    assert layer.attn.workspace_rows() == rows
+    assert layer.attn.prefill_workspace_rows == 4 * rows
     assert layer.attn.workspace.nbytes() == aligned_bytes((4, rows, 32), torch.float32)
     assert layer.runner.workspace.locked
     assert layer.runner.workspace.nbytes() == layer.attn.workspace.nbytes()
@@ -257,9 +257,10 @@ def test_warm_up_reserves_the_workspace_and_gives_zeros(kind, device):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefills_that_need_several_chunks_of_the_workspace(kind, monkeypatch):
-    layer = Layer(kind, max_model_len=200, max_num_batched_tokens=100, max_num_seqs=9)
-    capacity = layer.attn.workspace_rows()
-    monkeypatch.setattr(layer.attn.impl, "PREFILL_CHUNK_SIZE", 1)
+    ratio = Layer(kind).attn.compress_ratio
+    capacity = (-(-200 // ratio) if ratio else 0) + WINDOW + 100
+    sizes = {"max_model_len": 200, "max_num_batched_tokens": 100, "max_num_seqs": 9}
+    layer = Layer(kind, prefill_workspace_rows=capacity, **sizes)
     plans = []
     monkeypatch.setattr(
         flow, "plan_prefill_chunks", lambda *args: plans.append(plan_prefill_chunks(*args)) or plans[-1]

@@ -19,7 +19,7 @@ from deepseek_attn.checkpoint import (
 )
 from deepseek_attn.checkpoint.loader import load_model, load_slots
 from deepseek_attn.config.numerics import get_numerics
-from deepseek_attn.impls import DeepseekV4SparseMLAAttentionImpl
+from deepseek_attn.impls import SparseMLAAttentionImpl
 from deepseek_attn.layers.weights import RMSNorm, WeightSlot, checkpoint_slots
 from deepseek_attn.models.block import BuildContext
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
@@ -345,7 +345,7 @@ def test_a_module_is_filled():
 def test_the_model_is_filled_from_a_random_checkpoint(numerics):
     config = tiny()
     build = partial(BuildContext, config, get_numerics(numerics), torch.float32, torch.device("cpu"))
-    model = DeepseekV4(build(DeepseekV4SparseMLAAttentionImpl, 64))
+    model = DeepseekV4(build(SparseMLAAttentionImpl, 64))
     slots = checkpoint_slots(model)
     expected = recording_slots(config)[0]
     assert {name: slot.shape for name, slot in slots.items()} == {name: slot.shape for name, slot in expected.items()}

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from deepseek_attn.impls import AttentionSpec, DeepseekV4MixedSparseImpl, flash_mla, get_impl
-from deepseek_attn.impls.flashmla import DeepseekV4FlashMLASparseImpl
+from deepseek_attn.impls.flashmla import FlashMLAKernels
 from deepseek_attn.impls.mixed import decodes_on_flashmla
-from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
+from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl, TritonKernels
 
 GPU = torch.device("cuda")
 SPEC = AttentionSpec(64, 512)
@@ -65,7 +65,7 @@ def test_small_batches_stay_in_triton(heads, keys, most):
 )
 def test_a_call_goes_to_one_kernel_with_all_its_arguments(monkeypatch, T, heads, name):
     calls = []
-    for impl in (DeepseekV4FlashMLASparseImpl, DeepseekV4TritonSparseImpl):
+    for impl in (FlashMLAKernels, TritonKernels):
         for method in ("attend_pages", "attend_rows"):
             record = classmethod(lambda cls, *args, impl=impl, method=method: calls.append((impl.name, method, args)))
             monkeypatch.setattr(impl, method, record)

@@ -9,6 +9,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.models.moe import GroupLimitedGate
 from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.v32.attention import DeepseekV32MLAAttention
 
 SMALL = {
     "vocab_size": 96,
@@ -51,8 +52,8 @@ class recorded:
             layer = ".".join(name.split(".")[:2])
             if isinstance(module, GroupLimitedGate):
                 hook = lambda m, a, r, layer=layer: experts.update({layer: r[0].sort(-1).values})  # noqa: E731
-            elif name.endswith(".indexer"):
-                hook = lambda m, a, r, layer=layer: entries.update({layer: as_mask(a[3])})  # noqa: E731
+            elif name.endswith(".attn") and module.indexer is not None:
+                hook = lambda m, a, r, layer=layer: entries.update({layer: chosen(m, len(r))})  # noqa: E731
             else:
                 continue
             self.hooks.append(module.register_forward_hook(hook))
@@ -65,5 +66,7 @@ class recorded:
             hook.remove()
 
 
-def as_mask(rows: torch.Tensor) -> torch.Tensor:
+def chosen(layer: DeepseekV32MLAAttention, tokens: int) -> torch.Tensor:
+    """Bool ``[tokens, tokens]``: which tokens each token's query reads."""
+    rows = layer.topk_indices_buffer[:tokens]
     return (rows.unsqueeze(2) == torch.arange(len(rows))).any(1)

@@ -132,7 +132,7 @@ def test_some_layers_or_their_attention_only():
 
 
 def test_unknown_backends_are_refused():
-    with pytest.raises(ValueError, match=r"unknown backend 'tritonn' for deepseek_v32: .*flashinfer"):
+    with pytest.raises(ValueError, match=r"unknown backend 'tritonn': supported are auto, .*flashinfer"):
         make_runner(small(), backend="tritonn")
 
 

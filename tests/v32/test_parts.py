@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, is_dataclass
 
 import pytest
 import torch
 
 from deepseek_attn.attention.builder import StepInput
+from deepseek_attn.attention.decode_builder import DecodeBatch, build_decode_metadata
 from deepseek_attn.cache.layout import make_layout
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig, RopeSpec
@@ -18,8 +20,8 @@ from deepseek_attn.layers.weights import checkpoint_slots
 from deepseek_attn.models.moe import GroupLimitedGate
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.planner import make_plan
+from deepseek_attn.v32.backends import FlashMLASparseMetadata, FlashMLASparseMetadataBuilder
 from deepseek_attn.v32.indexer import LayerNorm
-from deepseek_attn.v32.step_metadata import TokenMetadataBuilder
 
 SPEC = RopeSpec(10000.0, 8)
 
@@ -143,21 +145,60 @@ def test_a_plan_is_what_a_runner_allocates(model_type, numerics):
     assert plan.per_token * 64 == sum(pool.spec.page_bytes for pool in runner.pools)
 
 
-def test_step_metadata():
-    """A decode, then a longer request whose last token is padding."""
+@pytest.mark.parametrize("mixed", [False, True])
+def test_step_metadata(mixed):
+    """Two decodes, then a longer request whose last token is padding."""
+    config = ModelConfig.from_preset("tiny_v32")
+    layout = make_layout(config, get_numerics("serving"), torch.bfloat16, 130, 3, 64)
+    builder = FlashMLASparseMetadataBuilder(config.layers, layout, mixed=mixed)
     step = StepInput(
-        query_lens=torch.tensor([1, 3]),
-        seq_lens=torch.tensor([70, 5]),
-        block_tables={"tokens": torch.tensor([[7, 3], [5, 0]], dtype=torch.int32)},
-        token_valid=torch.tensor([True, True, True, False]),
+        query_lens=torch.tensor([1, 2, 4]),
+        seq_lens=torch.tensor([70, 65, 6]),
+        block_tables={"tokens": torch.tensor([[7, 3], [2, 9], [5, 0]], dtype=torch.int32)},
+        token_valid=torch.tensor([True] * 6 + [False]),
+        decode_threshold=2,
     )
-    meta = TokenMetadataBuilder(None).build(step)
-    assert meta.positions.tolist() == [69, 2, 3, 4]
-    assert meta.num_visible.tolist() == [70, 3, 4, 0]
-    assert meta.slot_mapping.tolist() == [3 * 64 + 5, 5 * 64 + 2, 5 * 64 + 3, -1]
-    assert meta.cached_lens_cpu.tolist() == [70, 4]
-    assert meta.query_start_loc_cpu.tolist() == [0, 1, 4]
-    assert meta.attention is None
+    meta = builder.build(step)
+    assert meta.positions.tolist() == [69, 63, 64, 2, 3, 4, 5]
+    assert meta.visible_of(1).tolist() == [70, 64, 65, 3, 4, 5, 0]
+    assert meta.selected_of(1, 16).tolist() == [16, 16, 16, 3, 4, 5, 0]
+    assert set(meta.sparse) == {1}
+    assert type(meta.sparse[1]) is FlashMLASparseMetadata
+    slots = [3 * 64 + 5, 2 * 64 + 63, 9 * 64, 5 * 64 + 2, 5 * 64 + 3, 5 * 64 + 4, -1]
+    assert meta.sparse[1].slot_mapping.tolist() == slots
+    assert (meta.sparse[1].block_size, meta.swa, meta.compressor) == (64, None, {})
+    assert (meta.num_decodes, meta.num_decode_tokens, meta.num_prefills) == ((3, 7, 0) if mixed else (2, 3, 1))
+    assert meta.decode_query_len == 0
+    assert {ratio: lens.tolist() for ratio, lens in meta.prefill_entry_lens.items()} == ({} if mixed else {1: [6]})
+
+
+def test_decode_metadata_on_the_device_is_that_of_the_scheduled_batch():
+    config = ModelConfig.from_preset("tiny_v32")
+    layout = make_layout(config, get_numerics("serving"), torch.bfloat16, 130, 3, 64)
+    table = {"tokens": torch.tensor([[7, 3], [2, 9]], dtype=torch.int32)}
+    valid = torch.tensor([True, True, True, False])
+    step = StepInput(torch.tensor([2, 2]), torch.tensor([70, 65]), table, valid, decode_threshold=2)
+    expected = FlashMLASparseMetadataBuilder(config.layers, layout).build(step)
+    batch = DecodeBatch(torch.tensor([68, 69, 63, 64]), valid, table, 70)
+    assert_same_step(build_decode_metadata(config.layers, layout, batch), expected)
+    assert expected.decode_query_len == 2
+
+
+def assert_same_step(got, expected):
+    for field in fields(expected):
+        a, b = getattr(got, field.name), getattr(expected, field.name)
+        if is_dataclass(b):
+            assert_same_step(a, b)
+        elif isinstance(b, dict) and b and is_dataclass(next(iter(b.values()))):
+            assert a.keys() == b.keys()
+            for key in b:
+                assert type(a[key]) is type(b[key])
+                assert_same_step(a[key], b[key])
+        elif isinstance(b, torch.Tensor):
+            assert a.dtype == b.dtype, field.name
+            assert torch.equal(a, b), field.name
+        elif not isinstance(b, dict):
+            assert a == b, field.name
 
 
 def test_official_numerics_of_each_family():

@@ -1,4 +1,4 @@
-"""Adapter of FlashInfer: whether its sparse MLA kernel runs here, and the same function in Triton and torch."""
+"""Adapter of FlashInfer: whether its sparse MLA kernel runs here, and the same function on other devices."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.impls.base import AttentionSpec
-from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
-from deepseek_attn.kernels.attention.reference import sparse_attention
+from deepseek_attn.kernels.attention import sparse_attention
 
 TrtllmDecode = Callable[..., Tensor]
 
@@ -19,6 +18,7 @@ FUNCTION = "trtllm_batch_decode_with_kv_cache_mla"
 MODULE = "flashinfer.decode"
 INSTALL = "pip install flashinfer-python"
 HEAD_DIM, ROPE_DIM = 576, 64
+DTYPES = (torch.bfloat16, torch.float16)
 TOPK_MULTIPLE = 4
 """Index rows are read 16 bytes at a time: ``sparse_mla_top_k`` must be a multiple of 4."""
 
@@ -53,31 +53,19 @@ def supported(device: torch.device | str, spec: AttentionSpec | None = None) -> 
             False,
             f"its kernel takes 576 values per key, 64 rotated; this model has {spec.head_dim}, {spec.rope_dim}",
         )
-    if spec is not None and spec.dtype not in (torch.bfloat16, torch.float16):
+    if spec is not None and spec.dtype not in DTYPES:
         return False, f"its kernel takes bfloat16 or float16 queries, not {spec.dtype}"
-    function, problem = _load()
-    return function is not None, problem or f"flashinfer on compute capability {major}.{minor}"
+    found, problem = _load()
+    return found is not None, problem or f"flashinfer on compute capability {major}.{minor}"
 
 
-def pick(device: torch.device, spec: AttentionSpec | None = None) -> TrtllmDecode:
-    """Returns FlashInfer's function where it runs, else `triton_trtllm_decode` or `reference_trtllm_decode`."""
-    function = _load()[0] if supported(device, spec)[0] else None
-    if function is not None:
-        return function
-    return triton_trtllm_decode if DeepseekV4TritonSparseImpl.supported(device)[0] else reference_trtllm_decode
+def pick(device: torch.device, dtype: torch.dtype) -> TrtllmDecode:
+    """FlashInfer's function where it runs, else `trtllm_decode`."""
+    found = _load()[0] if supported(device)[0] and dtype in DTYPES else None
+    return found or trtllm_decode
 
 
-def workspace_buffer(device: torch.device) -> Tensor:
-    """The zeroed scratch buffer that all layers on ``device`` share; empty where FlashInfer does not run."""
-    return _workspace_buffer(torch.device(device), WORKSPACE_BYTES if supported(device)[0] else 0)
-
-
-@functools.cache
-def _workspace_buffer(device: torch.device, size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.uint8, device=device)
-
-
-def reference_trtllm_decode(
+def trtllm_decode(
     query: Tensor,
     kv_cache: Tensor,
     workspace_buffer: Tensor,
@@ -90,9 +78,8 @@ def reference_trtllm_decode(
     sparse_mla_top_k: int,
     bmm1_scale: float = 1.0,
     bmm2_scale: float = 1.0,
-    attend: Callable[..., tuple[Tensor, Tensor]] = sparse_attention,
 ) -> Tensor:
-    """FlashInfer's ``trtllm_batch_decode_with_kv_cache_mla`` for sparse calls, in plain torch.
+    """FlashInfer's ``trtllm_batch_decode_with_kv_cache_mla`` for sparse calls, in Triton or plain torch.
 
     Args:
         query: ``[T, 1, heads, kv_lora_rank + qk_rope_head_dim]``.
@@ -100,7 +87,6 @@ def reference_trtllm_decode(
         workspace_buffer, qk_nope_head_dim, max_seq_len: not used.
         block_tables: int32 ``[T, 1, sparse_mla_top_k]`` slots (not pages); the first ``seq_lens [T]`` of a row count.
         bmm1_scale: factor of the logits; bmm2_scale: of the output.
-        attend: an implementation of `sparse_attention`.
 
     Returns:
         ``[T, 1, heads, kv_lora_rank]``.
@@ -111,15 +97,16 @@ def reference_trtllm_decode(
             f"need query [T, 1, heads, dim], block_tables [T, 1, {sparse_mla_top_k}] and seq_lens [T]: got "
             f"{list(query.shape)}, {list(block_tables.shape)}, {list(seq_lens.shape)}"
         )
-    dim = kv_lora_rank + qk_rope_head_dim
-    out, _ = attend(
-        query.squeeze(1), kv_cache.reshape(-1, dim), block_tables.squeeze(1), bmm1_scale, None, seq_lens, kv_lora_rank
-    )
+    rows = kv_cache.reshape(-1, kv_lora_rank + qk_rope_head_dim)
+    out, _ = sparse_attention(query.squeeze(1), rows, block_tables.squeeze(1), bmm1_scale, None, seq_lens, kv_lora_rank)
     return (out * bmm2_scale if bmm2_scale != 1.0 else out).unsqueeze(1)
 
 
-def triton_trtllm_decode(*args, **kwargs) -> Tensor:
-    """`reference_trtllm_decode` with the Triton kernel, for GPUs on which FlashInfer's does not run."""
-    from deepseek_attn.kernels.attention.attend import sparse_attention as attend
+def workspace_buffer(device: torch.device) -> Tensor:
+    """The zeroed scratch buffer that all layers on ``device`` share; empty where FlashInfer does not run."""
+    return _workspace_buffer(torch.device(device), WORKSPACE_BYTES if supported(device)[0] else 0)
 
-    return reference_trtllm_decode(*args, **kwargs, attend=attend)
+
+@functools.cache
+def _workspace_buffer(device: torch.device, size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=device)

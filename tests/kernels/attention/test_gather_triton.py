@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp8Record, PlainRecord
-from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record, kv_cache_view
+from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.kernels.attention.reference import dequantize_and_gather_k_cache
-from deepseek_attn.v32.backends.gather import cp_gather_and_upconvert_fp8_kv_cache
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -79,21 +78,6 @@ def test_what_does_not_fit_is_left_out(gpu):
     out.fill_(7)
     gather.dequantize_and_gather_k_cache(out[:2], record, pool, seq_lens, None, table[:, :2].contiguous(), 4, 0)
     assert out[0, 8:].eq(0).all()
-
-
-@pytest.mark.parametrize("n", [2, 64])
-def test_packed(gpu, n):
-    record, lengths = RECORDS["V3.2"], [65, 0, 3, 130, 1]
-    pool, table = make_cache(record, lengths, n, gpu, stride=1)
-    starts = torch.tensor([3, 68, 70, 90, 230], dtype=torch.int32, device=gpu)
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=gpu)
-    got, expected = torch.full((2, 240, 576), 7.0, dtype=torch.bfloat16, device=gpu)
-    gather.gather_packed(got, record, pool, n, table, seq_lens, starts)
-    cache = kv_cache_view(record, pool, n)
-    cp_gather_and_upconvert_fp8_kv_cache(cache, expected, table, seq_lens, starts, 5)
-    assert torch.equal(got, expected)
-    assert got[:3].eq(7).all()
-    assert got[73:90].eq(7).all()
 
 
 def test_every_byte(gpu):

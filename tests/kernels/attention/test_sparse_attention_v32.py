@@ -5,10 +5,9 @@ import re
 import pytest
 import torch
 
-from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record, kv_cache_view
+from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.kernels.attention import PagedKeys, reference
-from deepseek_attn.v32.backends.kernels import ReferenceKernels, TritonKernels
-from tests.kernels.attention.sparse_attention_cases import LIMIT, check, hostile, make_pool
+from tests.kernels.attention.sparse_attention_cases import LIMIT, check, make_pool
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -132,25 +131,6 @@ def test_v32_pool_over_two_gib(gpu):
     assert int(pool.indices[-1].clamp(max=pages * 64 - 1).amax()) // 64 > 57_000
     q = torch.randn(9, 64, 576).bfloat16()
     check(run(q, pool), expected_of(q, pool), LIMIT[q.dtype])
-
-
-def test_the_kernels_of_the_backend_agree(gpu):
-    record, pool, n, slots, lens = make_pool(RECORD, 12, 256, 64, 60)
-    slots = torch.where((slots < 0) | (slots >= 60 * 64) | (torch.arange(256) >= lens[:, None]), -1, slots)
-    slots[1] = -1
-    cache = kv_cache_view(record, pool, n).unsqueeze(2)
-    q = torch.randn(4, 3, 20, 576).bfloat16()
-    arguments = q, cache, slots.view(4, 3, -1), 512, SCALE
-    got, expected = (kernels.flash_mla_with_kvcache(*arguments) for kernels in (TritonKernels(), ReferenceKernels()))
-    torch.testing.assert_close(got[0], expected[0], rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(got[1], expected[1], rtol=1e-4, atol=1e-4)
-    kv, rows = torch.randn(99, 1, 576).bfloat16(), hostile(12, 130, torch.arange(99), 3)[0].clamp(-1, 98)
-    q = q.flatten(0, 1)
-    got, expected = (
-        kernels.flash_mla_sparse_fwd(q, kv, rows.unsqueeze(1), SCALE, 512)
-        for kernels in (TritonKernels(), ReferenceKernels())
-    )
-    torch.testing.assert_close(got[0], expected[0], rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("H", [1, 70, 128])

@@ -185,20 +185,16 @@ def test_insert_tokens(arch, layer):
 
 # entry bytes, then of its coded part: values, values per scale; then where raw values begin, and how many
 ENTRIES = {"plain": (1024, 0, 64, 0, 512), "V4": (576, 448, 64, 448, 64), "V3.2": (656, 512, 128, 528, 64)}
-GATHERS = [(record, place) for record in ENTRIES for place in ("workspace", "packed")]
 
 
-@pytest.mark.parametrize(("arch", "gathered"), on_gpus(GATHERS, [("V4", "workspace"), ("V4", "packed")]), ids=str)
-def test_gather(arch, gathered):
-    record, packed = gathered[0], gathered[1] == "packed"
-    kernel = gather_triton.gather_packed_kernel if packed else gather_triton.gather_kernel
+@pytest.mark.parametrize(("arch", "record"), on_gpus(list(ENTRIES), ["V4"]), ids=str)
+def test_gather(arch, record):
+    kernel = gather_triton.gather_kernel
     block = 0 if record == "V4" else ENTRIES[record][-1]
     shape = gather_triton.EntryShape(64, *ENTRIES[record], tl.bfloat16, tl.bfloat16, 512, block, arch != "sm80")
     constants = {"SHAPE": shape, "ROWS": 8}
-    if packed:
-        constants["REQUESTS"] = 4
     kinds = pointers(kernel, out_ptr="*bf16", pool_ptr="*u8", table_ptr="*i32")
-    kinds |= dict.fromkeys(("seq_lens_ptr", "gather_lens_ptr", "starts_ptr"), "*i32")
+    kinds |= dict.fromkeys(("seq_lens_ptr", "gather_lens_ptr"), "*i32")
     assert compiled(kernel, kinds, constants, arch)["cubin"]
 
 
