@@ -74,8 +74,7 @@ class Family(ABC):
         def find(name: str) -> type[SplitAttentionImpl]:
             return get_impl(name, self.device, self.spec, self.impls)
 
-        options = self.options
-        decode, prefill = options.decode_backend or options.backend, options.prefill_backend or options.backend
+        decode, prefill = self.options.phases
         return combine_phases(find(decode), find(prefill))
 
     def canonical(self, source: CheckpointSource) -> CanonicalSource:
@@ -126,7 +125,7 @@ class Family(ABC):
             return "ranks with data-parallel attention settle the size of each step on the CPU"
         if self.impl is None:
             return "dense attention (DeepSeek-V3) runs in plain torch, which waits for the device within a step"
-        if "reference" in self.impl.name.split("+"):
+        if "reference" in self.options.phases:
             return "backend 'reference' runs plain torch, which waits for the device within a step"
         selects = any(spec.has_indexer for spec in self.config.layers)
         if selects and self.config.index_head_dim != TRITON_HEAD_DIM:

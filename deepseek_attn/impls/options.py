@@ -29,10 +29,14 @@ class AttentionOptions:
     prefill_workspace_rows: int | None = None
 
     @property
+    def phases(self) -> tuple[str, str]:
+        """Names of the impls of decode and of prefill."""
+        return self.decode_backend or self.backend, self.prefill_backend or self.backend
+
+    @property
     def reference_only(self) -> bool:
         """Every op runs in plain torch."""
-        phases = self.decode_backend or self.backend, self.prefill_backend or self.backend
-        return phases == ("reference", "reference")
+        return self.phases == ("reference", "reference")
 
     def check(self, rows_per_request: int, max_model_len: int) -> None:
         """ValueError, with all problems, for options that no impl can follow.

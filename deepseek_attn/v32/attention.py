@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,17 @@ from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.attention import causal_attention
-from deepseek_attn.layers.linear import Linear
+from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.indexer import index_query
+from deepseek_attn.kernels.insert import CacheRows, LatentTokens, insert_latents
+from deepseek_attn.kernels.latent import (
+    LatentQueries,
+    ProjectedValues,
+    absorb_queries,
+    project_values,
+    project_values_quantized,
+)
+from deepseek_attn.layers.linear import Linear, empty_quantized, join_weights, multi_linear
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
@@ -24,6 +35,32 @@ from deepseek_attn.v32.backends import SparseMLAImpl
 from deepseek_attn.v32.indexer import TokenIndexer
 
 LATENT_NORM_EPS = 1e-6  # both latents' norms in DeepSeek's own code ignore the config's rms_norm_eps
+
+
+class InputProjections(NamedTuple):
+    """Projections of the layer's input, in the order of `DeepseekV32MLAAttention.input_linears`.
+
+    Attributes:
+        qr: ``[T, q_lora_rank]``, the query latent; kv: ``[T, head_dim]``, the key latent, then the rotary key.
+        index_k: ``[T, index_head_dim]``; index_weights: float32 ``[T, index_n_heads]``; None without an indexer.
+    """
+
+    qr: Tensor
+    kv: Tensor
+    index_k: Tensor | None = None
+    index_weights: Tensor | None = None
+
+
+class QueryProjections(NamedTuple):
+    """Projections of the query latent, in the order of `DeepseekV32MLAAttention.query_linears`.
+
+    Attributes:
+        q: ``[T, num_heads * qk_head_dim]``.
+        index_q: ``[T, index_n_heads * index_head_dim]``; None unless the indexer has to select.
+    """
+
+    q: Tensor
+    index_q: Tensor | None = None
 
 
 class DeepseekV32MLAAttention(CheckpointModule):
@@ -37,8 +74,9 @@ class DeepseekV32MLAAttention(CheckpointModule):
         prefix: the layer's name, for instance ``layers.2``.
         num_heads: heads of this rank; padded_heads: of the tensors handed to the impl.
         scale: softmax scale, YaRN's mscale included.
-        W_UK: ``[kv_lora_rank, heads, qk_nope_head_dim]``, W_UV: ``[kv_lora_rank, heads, v_head_dim]``: the halves of
-            ``wkv_b``, set by `process_weights_after_loading`.
+        W_UK: ``[num_heads, qk_nope_head_dim, kv_lora_rank]``, W_UV: ``[num_heads, v_head_dim, kv_lora_rank]``: the
+            halves of ``wkv_b``, set by `process_weights_after_loading`.
+        input_linears: the projections of the layer's input, in the order of `InputProjections`.
         kv_cache: the layer's rows, set by `bind_caches`.
         indexer, impl: None for a dense layer, which runs in plain torch.
         topk_indices_buffer: int32 ``[max_num_batched_tokens, index_topk]``, shared by all layers.
@@ -91,6 +129,9 @@ class DeepseekV32MLAAttention(CheckpointModule):
         self.wkv_b = linear(config.kv_lora_rank, heads * (self.qk_nope_head_dim + self.v_head_dim), split=0)
         self.wo = linear(heads * self.v_head_dim, config.hidden_size, split=1)
         self.indexer = TokenIndexer(config, rope, numerics, dtype, device) if spec.has_indexer else None
+        self.input_linears = [self.wq_a, self.wkv_a]
+        if self.indexer is not None:
+            self.input_linears += [self.indexer.wk, self.indexer.weights_proj]
         self.index_topk = None if self.indexer is None else self.indexer.topk
         self.step: StepMetadata | None = None
         self.topk_indices_buffer: Tensor | None = None
@@ -103,19 +144,18 @@ class DeepseekV32MLAAttention(CheckpointModule):
         return "reference" if self.impl is None else self.impl.name
 
     def process_weights_after_loading(self) -> None:
-        """Extracts ``W_UK`` and ``W_UV`` from ``wkv_b`` and frees it: nothing else needs it.
+        """Takes ``W_UK`` and ``W_UV`` out of ``wkv_b``, dequantised, and joins the weights of `input_linears`.
 
         A quantised weight is dequantised as the layer's result for the identity matrix, whose rows FP8 keeps exactly.
         """
-        wkv_b = self.wkv_b
-        weight = wkv_b.weight
+        wkv_b, weight = self.wkv_b, self.wkv_b.weight.detach()
         if wkv_b.scale is not None:
             with torch.no_grad():
                 weight = wkv_b(torch.eye(wkv_b.in_features, dtype=torch.float32, device=weight.device)).t()
-        both = weight.detach().t().to(wkv_b.dtype).unflatten(1, (self.num_heads, -1))
-        self.W_UK = both[..., : self.qk_nope_head_dim].contiguous()
-        self.W_UV = both[..., self.qk_nope_head_dim :].contiguous()
+        per_head = weight.to(wkv_b.dtype).contiguous().view(self.num_heads, -1, self.value_dim)
+        self.W_UK, self.W_UV = per_head[:, : self.qk_nope_head_dim], per_head[:, self.qk_nope_head_dim :]
         wkv_b.weight = wkv_b.scale = None
+        join_weights(self.input_linears)
 
     def bind_caches(
         self,
@@ -144,54 +184,81 @@ class DeepseekV32MLAAttention(CheckpointModule):
         """
         self.step = step
         with stage("project"):
-            qr = self.q_norm(self.wq_a(x))
-            latent, k_pe = self.wkv_a(x).split([self.value_dim, self.qk_rope_head_dim], dim=-1)
-        with stage("insert"):
-            rows = torch.cat([self.kv_norm(latent), self.rope.rotate(k_pe, positions)], dim=-1)
-            self.kv_cache.insert(step.sparse[1].slot_mapping, rows)
-            if self.indexer is not None:
-                self.indexer.insert(x, positions, step)
+            inputs = InputProjections(*multi_linear(x, self.input_linears))
+        query_linears = self.query_linears(step)
+        qr_fp8 = empty_quantized(inputs.qr, query_linears)
+        qr = self.insert(inputs, positions, step, qr_fp8)
         with stage("project"):
-            query = self.absorb(self.wq_b(qr), positions)
+            projected = QueryProjections(*multi_linear(qr, query_linears, qr_fp8))
+            query = self.absorb(projected.q, positions)
         if self.indexer is not None:
-            self.select(self.indexer, x, qr, step)
+            self.select(self.indexer, projected.index_q, inputs.index_weights, step)
         with stage("attend"):
             if self.impl is None:
                 latents = self.attend_to_all(query, step)
             else:
-                latents = self.impl.forward_mqa(self, query, rows, positions)
+                latents = self.impl.forward_mqa(self, query, inputs.kv, positions)
         with stage("output"):
-            return self.parallel.sum(self.wo(self.project_values(latents)))
+            values, values_fp8 = self.values(latents)
+            (y,) = multi_linear(values, [self.wo], values_fp8)
+        return self.parallel.sum(y)
+
+    def query_linears(self, step: StepMetadata) -> list[Linear]:
+        """Projections of the query latent: the queries, and those of the indexer unless it selects every token."""
+        if self.indexer is not None and self.indexer.needs_topk(step):
+            return [self.wq_b, self.indexer.wq_b]
+        return [self.wq_b]
+
+    @traced("insert")
+    def insert(
+        self, inputs: InputProjections, positions: Tensor, step: StepMetadata, qr_fp8: QuantizedRows | None
+    ) -> Tensor:
+        """Writes the new tokens to all caches. Returns the normed query latent, which ``qr_fp8`` receives in FP8."""
+        slots = step.sparse[1].slot_mapping
+        tokens = LatentTokens(
+            qr=inputs.qr,
+            kv=inputs.kv,
+            q_weight=self.q_norm.weight,
+            kv_weight=self.kv_norm.weight,
+            eps=LATENT_NORM_EPS,
+            cos_sin=self.rope.cos_sin,
+            positions=positions,
+            cache=CacheRows(self.kv_cache.record, self.kv_cache.tensor, self.kv_cache.entries, slots),
+            index=None if self.indexer is None else self.indexer.key_rows(inputs.index_k, slots),
+            qr_fp8=qr_fp8,
+        )
+        return insert_latents(tokens)
 
     def absorb(self, q: Tensor, positions: Tensor) -> Tensor:
-        """Absorbed queries ``[W_UK q_nope ; rotated q_pe]``, ``[T, padded_heads, head_dim]``.
-
-        Args:
-            q: ``[T, num_heads * (qk_nope_head_dim + qk_rope_head_dim)]``, as projected.
-        """
-        q_nope, q_pe = q.unflatten(-1, (self.num_heads, -1)).split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
-        latents = torch.bmm(q_nope.transpose(0, 1), self.W_UK.permute(1, 2, 0)).transpose(0, 1)
-        query = torch.cat([latents, self.rope.rotate(q_pe, positions)], dim=-1)
-        return F.pad(query, (0, 0, 0, self.padded_heads - self.num_heads))
+        """Absorbed queries ``[T, padded_heads, head_dim]`` of ``q [T, num_heads * qk_head_dim]``, as projected."""
+        return absorb_queries(LatentQueries(q, self.W_UK, self.rope.cos_sin, positions, self.padded_heads))
 
     def project_values(self, latents: Tensor) -> Tensor:
         """Values ``[T, num_heads * v_head_dim]`` of attended latents ``[T, padded_heads, kv_lora_rank]``."""
-        latents = latents[:, : self.num_heads]
-        return torch.bmm(latents.transpose(0, 1), self.W_UV.transpose(0, 1)).transpose(0, 1).flatten(1)
+        return project_values(latents, self.W_UV)
+
+    def values(self, latents: Tensor) -> ProjectedValues:
+        """`project_values`, quantised for ``wo`` where that takes FP8 inputs and costs no launch."""
+        if self.wo.scale is None or not self.wo.fp8_input:
+            return ProjectedValues(self.project_values(latents), None)
+        return project_values_quantized(latents, self.W_UV, self.wo.pow2_scales)
 
     @traced("select")
-    def select(self, indexer: TokenIndexer, x: Tensor, qr: Tensor, step: StepMetadata) -> None:
+    def select(
+        self, indexer: TokenIndexer, index_q: Tensor | None, index_weights: Tensor | None, step: StepMetadata
+    ) -> None:
         """Writes the tokens that each query reads to ``topk_indices_buffer``, and their slots for decode tokens.
 
         Args:
-            x, qr: inputs of the indexer's projections.
+            index_q: ``[T, index_n_heads * index_head_dim]``; None if every token is selected.
         """
-        out = self.topk_indices_buffer[: len(x)]
-        if indexer.needs_topk(step):
-            self.decode_topk_slots = indexer.select_topk(indexer.queries(x, qr, step), step, out)
-        else:
+        out = self.topk_indices_buffer[: len(step.positions)]
+        if index_q is None or index_weights is None:
             self.decode_topk_slots = None
             select_all(step.visible_of(1), out)
+        else:
+            queries = index_query(indexer.query_rows(index_q, index_weights, step.positions))
+            self.decode_topk_slots = indexer.select_topk(queries, step, out)
 
     def attend_to_all(self, query: Tensor, step: StepMetadata) -> Tensor:
         """Attention over every token up to the query's own (V3): ``[T, heads, kv_lora_rank]``.

@@ -56,8 +56,8 @@ def test_decode_and_prefill_compute_the_same(kind, padded):
             if n:
                 layer.step([(request, n)], threshold=0)
         rounds = [one_round(layer, requests, counts, threshold, padded) for counts in ROUNDS]
-        swa = layer.attn.step.swa
-        assert (swa.num_decodes, swa.num_prefills) == ((5, 0) if threshold else (0, 5))
+        step = layer.attn.step
+        assert (step.num_decodes, step.num_prefills) == ((5, 0) if threshold else (0, 5))
         for request in requests:
             request.x = request.x[: request.cache.num_tokens]
             layer.check(request)
@@ -88,9 +88,9 @@ class Rows:
 
         def counted_build(builder, batch):
             meta, lengths = build(builder, batch), batch.query_lens.tolist()
-            decodes = meta.swa.num_decodes
-            assert meta.swa.num_decode_tokens == sum(lengths[:decodes])
-            assert meta.swa.num_prefill_tokens == sum(lengths[decodes:])
+            decodes = meta.num_decodes
+            assert meta.num_decode_tokens == sum(lengths[:decodes])
+            assert meta.num_prefill_tokens == sum(lengths[decodes:])
             self.steps.append((lengths[:decodes], lengths[decodes:], 0))
             return meta
 

@@ -184,7 +184,7 @@ def test_sizes():
         ("tiny_gpu", {}, "NVIDIA GPU"),
         ("tiny_gpu", {"backend": "reference"}, "plain torch"),
         ("tiny_gpu", {"attention_only": True}, "attention layers only"),
-        ("tiny_v32", {}, "only decode steps of DeepSeek-V4"),
+        ("tiny_v32", {}, "NVIDIA GPU"),
     ],
 )
 def test_where_steps_cannot_be_captured(preset, options, reason):
