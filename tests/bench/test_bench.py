@@ -72,7 +72,7 @@ def test_metadata_of_a_graph_is_that_of_the_step(device):
     found, expected = static_metadata(runner, caches, 3), runner.step_metadata(caches, [3, 3])
     assert found.positions.tolist() == expected.positions.tolist() == [297, 298, 299, 40, 41, 42]
     assert found.swa.slot_mapping.tolist() == expected.swa.slot_mapping.tolist()
-    assert found.swa.num_decode_tokens == expected.swa.num_decode_tokens == 6
+    assert found.num_decode_tokens == expected.num_decode_tokens == 6
 
 
 def test_instances_are_of_one_kind():

@@ -180,8 +180,8 @@ class Drive:
         token_valid = valid if step.padding else None
         batch = StepInput(lens, prefix + lens, tables, token_valid, decode_threshold=step.threshold)
         meta = runner.builder.build(batch)
-        if (swa := getattr(meta, "swa", None)) is not None:
-            assert swa.num_decode_tokens == int(lens[lens <= step.threshold].sum())
+        decodes = lens if runner.builder.mixed else lens[lens <= step.threshold]
+        assert meta.num_decode_tokens == int(decodes.sum())
         for index, block in runner.model.layers.items():
             x = torch.randn(len(valid), runner.config.hidden_size, device=runner.device).to(runner.dtype)
             x[~tokens.valid] = float("nan")
@@ -227,10 +227,7 @@ class Watched:
 
 def selection_of(attn) -> Tensor | None:
     """The buffer in which a layer's indexer leaves what it selected; None without an indexer."""
-    if attn.indexer is None:
-        return None
-    buffer = getattr(attn, "topk_indices_buffer", None)
-    return attn.indexer.topk_indices_buffer if buffer is None else buffer
+    return attn.topk_indices_buffer
 
 
 def selected_by(attn, tokens: int) -> Tensor | None:

@@ -140,10 +140,9 @@ class InModel(Watched):
     """A `Watched` impl in a running model: the tokens are those of the step's metadata."""
 
     def forward_mqa(self, layer, q: Tensor, kv: Tensor, positions: Tensor) -> Tensor:
-        swa = layer.step.swa
-        tables = {"window": swa.block_table.long()}
-        tables |= {f"ratio{ratio}": part.block_table.long() for ratio, part in layer.step.sparse.items()}
-        self.tokens = Tokens(positions, swa.token_to_req_indices.long(), swa.is_valid_token, tables)
+        step = layer.step
+        tables = {group: table.long() for group, table in step.block_tables.items()}
+        self.tokens = Tokens(positions, step.token_to_req_indices.long(), step.is_valid_token, tables)
         out = super().forward_mqa(layer, q, kv, positions)
         self.errors.append(self.error)
         return out

@@ -17,7 +17,7 @@ from tests.gpu.drive import PLAIN_LINEARS, Drive, Layers, Limits, Step, decodes,
 from tests.support.oracle_layer import V32LayerOracle
 from tests.support.report import Report
 
-BACKENDS = ("flashmla", "triton")
+BACKENDS = ("flashmla", "triton", "mixed")
 PLAIN = Limits(layer=1.5e-2)  # each linear, norm and rotation rounds to bf16
 SERVING = Limits(layer=2e-1, keys=7e-2, selected=1e-1)  # the inputs of linears are rounded to e4m3: 2.7e-2 each
 V32 = ModelConfig.from_preset("v32").replace(num_hidden_layers=1, first_k_dense_replace=1)

@@ -68,11 +68,8 @@ def test_decode_and_prefill_compute_the_same(kind, padded):
         assert torch.equal(pool.tensor.view(torch.uint8), other.tensor.view(torch.uint8))
 
 
-OPTIONS = {"max_model_len": 300, "max_num_seqs": 4, "max_num_batched_tokens": 40}
-FAMILIES = [
-    "tiny",
-    pytest.param("tiny_v32", marks=pytest.mark.skip(reason="V3.2's layers have step metadata of their own")),
-]
+OPTIONS = {"fp8_mode": "separate", "max_model_len": 300, "max_num_seqs": 4, "max_num_batched_tokens": 40}
+FAMILIES = ["tiny", "tiny_v32"]
 
 
 class Rows:
