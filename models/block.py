@@ -119,6 +119,11 @@ class Backbone(CheckpointModule, ABC):
         mtp_specs = config.mtp_layers if mtp else ()
         self.mtp = nn.ModuleDict({str(i): mtp_layer(context, spec) for i, spec in enumerate(mtp_specs)})
 
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of the hidden states of one token."""
+        return (self.config.hidden_size,)
+
     @abstractmethod
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Float32 ``[T, vocab_size]`` for the next token."""

@@ -28,6 +28,10 @@ class DeepseekV4(Backbone):
             streams = block(streams, token_ids, positions, step)
         return streams
 
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return (self.config.hc_mult, self.config.hidden_size)
+
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See `Backbone.logits`."""
         return self.head(collapse_streams(self, hidden_states, self.config))

@@ -194,12 +194,12 @@ class CacheManager:
     def commit(self, cache: SequenceCache, n: int) -> None:
         """Counts ``n`` computed tokens and frees window pages that no query and no rollback can reach any more."""
         cache.num_tokens += n
-        if WINDOW not in cache.tables:
-            return
         self.raise_low_water(cache, cache.num_tokens - self.layout.max_rollback)
 
     def raise_low_water(self, cache: SequenceCache, length: int) -> None:
         """Rules out truncation to fewer than ``length`` tokens, and frees the window pages that only it needs."""
+        if WINDOW not in cache.tables:
+            return
         cache.low_water = max(cache.low_water, length)
         dead = (cache.low_water - self.layout.window + 1) // WINDOW_PAGE
         table = cache.tables[WINDOW]
@@ -210,12 +210,15 @@ class CacheManager:
             table[index] = NULL_PAGE
             cache.version += 1
 
-    def truncate(self, cache: SequenceCache, n: int) -> int:
+    def truncate(self, cache: SequenceCache, n: int, keep_pages: bool = False) -> int:
         """Forgets all tokens from ``n`` on. Returns how many stay computed: ``n``, or 0 if that was too far back.
 
         Within ``max_rollback`` tokens of the longest length reached, everything a later token can read is still there.
         Further back the window entries are gone, and the caller computes the sequence again from its tokens. Caches
         without a window (DeepSeek-V3.2) go back any number of tokens.
+
+        Args:
+            keep_pages: pages past ``n`` stay reserved.
         """
         if not 0 <= n <= cache.num_tokens:
             raise ValueError(f"truncate({n}) of a sequence with {cache.num_tokens} computed tokens")
@@ -227,7 +230,7 @@ class CacheManager:
             cache.owned_to = 0
         for group, (span, _) in self._spans.items():
             table, keep = cache.tables[group], -(-n // span)
-            if len(table) <= keep:
+            if len(table) <= keep or keep_pages:
                 continue
             for page in table[keep:]:
                 if page != NULL_PAGE:

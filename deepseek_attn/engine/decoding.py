@@ -6,7 +6,7 @@ a request has more than one token pending, and `accept` then decides which of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -54,12 +54,21 @@ class NextToken:
             async_allowed: the next step may be launched before the tokens of this one have been read.
         """
         if not all_greedy(work, runner):
-            return StepOptions()
+            return self.options_with_logits(work)
         requests = self.next_step(work, runner) if async_allowed else []
-        return StepOptions(greedy=True, next_step=tuple(request.sequence for request in requests))
+        next_step = tuple((request.sequence, request.max_computed) for request in requests)
+        return replace(self.greedy_options(work, runner), next_step=next_step)
+
+    def options_with_logits(self, work: Work) -> StepOptions:
+        """Options of a step whose tokens are chosen from logits, request by request."""
+        return StepOptions()
+
+    def greedy_options(self, work: Work, runner: ModelRunner) -> StepOptions:
+        """Options of a step in which the runner chooses all tokens."""
+        return StepOptions(greedy=True)
 
     def next_step(self, work: Work, runner: ModelRunner) -> list[Request]:
-        """Requests whose next step computes the greedy token of this one; none if the next step may be another."""
+        """Requests whose next step computes what this one chooses; none if the next step may be another."""
         if any(request.sequence.num_pending > n or leaves_snapshot(runner, request, n) for request, n in work):
             return []
         return [request for request, _ in work if request.tokens_left > 1]
@@ -110,9 +119,12 @@ def all_greedy(work: Work, runner: ModelRunner) -> bool:
 
 
 def leaves_snapshot(runner: ModelRunner, request: Request, n: int) -> bool:
-    """Whether the prefix cache may share a request's pages after ``n`` more tokens: its next step then copies them."""
-    length = request.sequence.num_computed + n
-    return runner.prefixes is not None and not length % runner.layout.snapshot_block
+    """Whether the prefix cache may share a request's pages after a step of ``n`` tokens, of which some may be drafts.
+
+    Its next step then copies them.
+    """
+    first, block = request.sequence.num_computed + 1, runner.layout.snapshot_block
+    return runner.prefixes is not None and -first % block < n
 
 
 def is_ready(request: Request) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -141,7 +141,7 @@ class Engine:
             try:
                 return work, self._run(work, async_allowed)
             except OutOfPages as error:
-                if not self.scheduler.free_pages(stats):
+                if not (self.scheduler.drop_drafts() or self.scheduler.free_pages(stats)):
                     self._fail(work[0][0], str(error))
             except (torch.OutOfMemoryError, MemoryError) as error:
                 self._shrink(work, error)
@@ -155,8 +155,7 @@ class Engine:
 
     def _run_alone(self, request: Request, n: int) -> StepOutput:
         """The same for one request, always with logits."""
-        options = self.decoder.options([(request, n)], self.runner, async_allowed=False)
-        return self.runner.step([(request.sequence, n)], replace(options, greedy=False))
+        return self.runner.step([(request.sequence, n)], self.decoder.options_with_logits([(request, n)]))
 
     def _shrink(self, work: Work, error: Exception) -> None:
         """After a step ran out of memory: smaller steps from now on, until a single token is too much."""

@@ -120,6 +120,11 @@ class Request:
         return min(self.params.max_tokens - self.stop.count, within_limit)
 
     @property
+    def max_computed(self) -> int:
+        """Tokens that can ever be computed: the last one that it generates is not."""
+        return self.confirmed_length + self.tokens_left - 1
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 

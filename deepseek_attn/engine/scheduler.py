@@ -160,6 +160,13 @@ class Scheduler:
             end = end // block * block
         return end - start
 
+    def drop_drafts(self) -> bool:
+        """Drops all drafts that wait to be verified, so that no request loses its caches for them; False: none."""
+        lengths = [len(request.sequence.token_ids) for request in self.running]
+        for request in self.running:
+            request.drop_drafts()
+        return lengths != [len(request.sequence.token_ids) for request in self.running]
+
     def free_pages(self, stats: StepStats) -> bool:
         """Frees pages by one snapshot or by preempting one request; False if only one request is left."""
         if self.prefixes is not None and self.prefixes.evict():

@@ -6,18 +6,20 @@ speculation, greedy or not, and sampled tokens keep their distribution (a draft 
 ``p(d)``).
 
 The MTP layer pairs a token's hidden states with the token after it. So the MTP row of a request's last token is
-computed once the next token is sampled, together with the drafts after it.
+computed once the next token is sampled, together with the drafts after it. Where all requests are greedy and decode
+steps run over persistent tensors, this is part of the step (`DecodeStep`), so that the next step can start before the
+host has read any token; elsewhere `accept` asks the runner for it.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from deepseek_attn.cache.manager import OutOfPages
-from deepseek_attn.engine.decoding import BROKEN_LOGITS, Accepted, NextToken, Work, all_greedy, is_ready
+from deepseek_attn.engine.decoding import BROKEN_LOGITS, Accepted, NextToken, Work, is_ready
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import CounterGenerator, sample
 from deepseek_attn.kernels.sampling import INVALID_TOKEN
@@ -31,25 +33,22 @@ class _Verification:
     """The last confirmed token of a request and its drafts: one row each, after which a token is chosen.
 
     Attributes:
-        hidden_states: one row each.
-        first: position of the first row.
+        place: of the request in the step.
+        first: position of the first row; rows of a prompt before its last one are left out, their next token is known.
+        rows: number of rows.
         tokens: tokens after the rows up to the last accepted draft, once they are known.
     """
 
     request: Request
-    hidden_states: torch.Tensor
+    place: int
     first: int
-    tokens: list[int]
+    rows: int
+    tokens: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, request: Request, hidden_states: torch.Tensor) -> _Verification:
-        """Leaves out rows of a prompt before its last one: their next token is known."""
+    def of(cls, request: Request, place: int) -> _Verification:
         first = request.confirmed_length - 1
-        return cls(request, hidden_states[first - len(request.sequence.token_ids) :], first, [])
-
-    @property
-    def rows(self) -> int:
-        return len(self.hidden_states)
+        return cls(request, place, first, len(request.sequence.token_ids) - first)
 
     @property
     def drafts(self) -> list[int]:
@@ -76,9 +75,9 @@ class _Verification:
         Accepted drafts leave ``token_ids`` too: the engine appends them one by one, and checks for stops.
         """
         sequence = self.request.sequence
-        sequence.truncate(self.first + len(tokens))
+        sequence.truncate(self.first + len(tokens), keep_pages=True)
         del sequence.token_ids[self.first + 1 :]
-        self.tokens, self.hidden_states = tokens, self.hidden_states[: len(tokens)]
+        self.tokens = tokens
 
 
 class MTPSpeculation(NextToken):
@@ -99,11 +98,21 @@ class MTPSpeculation(NextToken):
         self._drafts: dict[Request, list[int]] = {}
         self._arriving: tuple[list[Request], AsyncHostCopy] | None = None  # drafts that are not read yet
 
-    def options(self, work: Work, runner: ModelRunner, async_allowed: bool) -> StepOptions:
+    def options_with_logits(self, work: Work) -> StepOptions:
         # prompt rows go through the MTP layer within the step: pages that they read may be freed after it
-        prompts = any(request.sequence.num_computed < request.confirmed_length - 1 for request, _ in work)
-        greedy = all_greedy(work, runner)
-        return StepOptions(last=self.decode_tokens, hidden_states=True, mtp=prompts, greedy=greedy)
+        return StepOptions(last=self.decode_tokens, hidden_states=True, mtp=has_prompts(work))
+
+    def greedy_options(self, work: Work, runner: ModelRunner) -> StepOptions:
+        if self._drafts_within_step(work, runner):
+            return StepOptions(last=self.decode_tokens, greedy=True, drafts=self.num_drafts)
+        return replace(self.options_with_logits(work), greedy=True)
+
+    def next_step(self, work: Work, runner: ModelRunner) -> list[Request]:
+        return super().next_step(work, runner) if self._drafts_within_step(work, runner) else []
+
+    def _drafts_within_step(self, work: Work, runner: ModelRunner) -> bool:
+        """Whether a greedy step verifies drafts and nothing else, where the runner can draft the next ones in it."""
+        return not has_prompts(work) and runner.graphs.supports([n for _, n in work], self.decode_tokens)
 
     def propose(self, running: list[Request]) -> None:
         if self._arriving is not None:
@@ -121,20 +130,22 @@ class MTPSpeculation(NextToken):
         accepted = Accepted()
         if not any(is_ready(request) for request, _ in work):
             return accepted  # without waiting for the device
-        places = [i for i, (request, _) in enumerate(work) if is_ready(request)]
-        hidden_states = output.hidden_states or []
-        ready = [_Verification.of(work[i][0], hidden_states[i]) for i in places]
+        ready = [_Verification.of(request, i) for i, (request, _) in enumerate(work) if is_ready(request)]
         if output.tokens is not None:
             greedy = output.tokens()
-            tokens = [greedy[i][-v.rows :] for i, v in zip(places, ready, strict=True)]
+            tokens = [greedy[v.place][-v.rows :] for v in ready]
         else:
             logits = output.logits or []
-            tokens = self._sample(ready, [logits[i][-v.rows :] for i, v in zip(places, ready, strict=True)])
+            tokens = self._sample(ready, [logits[v.place][-v.rows :] for v in ready])
         verified = [v for v, after in zip(ready, tokens, strict=True) if v.verify(before_invalid(after), accepted)]
         unfinished = [v for v in verified if v.request.tokens_left > len(v.tokens)]
-        if unfinished:
+        if output.drafts is not None:
+            drafts = output.drafts()
+            self._drafts |= {v.request: drafts[v.place] for v in unfinished}
+        elif unfinished:
+            states = output.hidden_states or []
             with suppress(torch.OutOfMemoryError, MemoryError):  # sampled tokens are kept, with drafts or without
-                self._draft(unfinished)
+                self._draft(unfinished, [states[v.place][-v.rows :][: len(v.tokens)] for v in unfinished])
         return accepted
 
     def _sample(self, ready: list[_Verification], logits: list[torch.Tensor]) -> list[list[int]]:
@@ -147,9 +158,10 @@ class MTPSpeculation(NextToken):
         chosen = iter(torch.where(finite, tokens, INVALID_TOKEN).tolist())
         return [[next(chosen) for _ in range(v.rows)] for v in ready]
 
-    def _draft(self, verified: list[_Verification]) -> None:
+    def _draft(self, verified: list[_Verification], hidden_states: list[torch.Tensor]) -> None:
         """Fills the MTP layer's rows of the confirmed tokens, and drafts the tokens after the newest one."""
-        batch = [DraftRows(v.request.sequence, v.first, v.hidden_states, v.tokens) for v in verified]
+        pairs = zip(verified, hidden_states, strict=True)
+        batch = [DraftRows(v.request.sequence, v.first, states, v.tokens) for v, states in pairs]
         drafts = self.runner.draft(batch, self._num_drafts_that_fit(verified)).tokens
         self._arriving = [v.request for v in verified], AsyncHostCopy(drafts)
 
@@ -165,6 +177,11 @@ class MTPSpeculation(NextToken):
         except OutOfPages:
             return 1
         return self.num_drafts
+
+
+def has_prompts(work: Work) -> bool:
+    """Whether some rows of a step have a next token that is known already."""
+    return any(request.sequence.num_computed < request.confirmed_length - 1 for request, _ in work)
 
 
 def before_invalid(tokens: list[int]) -> list[int]:

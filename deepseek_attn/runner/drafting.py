@@ -70,7 +70,7 @@ class Drafter:
         self, batch: list[DraftRows], num_drafts: int, decode_query_len: int, graphs: DecodeGraphs | None
     ) -> DraftTokens:
         """`ModelRunner.draft`: over persistent tensors where they hold it, eagerly elsewhere."""
-        if graphs is None or not graphs.supports_drafts([len(rows.next_ids) for rows in batch], decode_query_len):
+        if graphs is None or not graphs.supports([len(rows.next_ids) for rows in batch], decode_query_len):
             return self._draft_eagerly(batch, num_drafts, decode_query_len)
         with torch.inference_mode():
             return graphs.draft(

@@ -1,27 +1,36 @@
 """Decode steps of a runner by size: captured when a size is first met, and launched before they are requested.
 
-A decode step that reads the greedy tokens of the step before it can run on the device before the host has read them
-(asynchronous scheduling). `DecodeGraphs.launch_next_step` launches it, and `run` returns its results if that step is
-requested next, or a subset of its sequences. Otherwise nothing has to be undone: a step writes only past the
-computed tokens of its sequences, where everything is written again before it is read.
+A decode step reads what the step before it has left on the device: the newest token of each request, drafts of the
+tokens after it, and their position. So it can run before the host has read any of this (asynchronous scheduling).
+`DecodeGraphs.launch_next_step` launches it, and `run` returns its results if that step is requested next, or a subset
+of its sequences. Otherwise nothing has to be undone: a step writes only past the computed tokens of its sequences,
+where everything is written again before it is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.cache.manager import SequenceCache
-from deepseek_attn.models.block import layer_specs
-from deepseek_attn.models.deepseek_v4 import DeepseekV4
+from deepseek_attn.models.block import Backbone
 from deepseek_attn.runner.device_tables import DeviceTables
-from deepseek_attn.runner.graph_steps import DecodeStep, DraftStep, StepSize
+from deepseek_attn.runner.graph_steps import CapturedStep, DecodeStep, DraftStep, StepSize
 from deepseek_attn.utils.device import AsyncHostCopy, to_device
 
+Step = TypeVar("Step", bound=CapturedStep)
 FIRST_LENGTH = 8192  # sizes by length: this times a power of 4, because index rows are as wide as the longest request
+
+
+class NextInputs(NamedTuple):
+    """Inputs that a step has left for the one after it: the newest token with drafts, and the newest one's position."""
+
+    token_ids: list[int]
+    start: int
 
 
 @dataclass
@@ -29,32 +38,42 @@ class DecodeRun:
     """A launched run of a `DecodeStep`, perhaps not finished on the device; methods as `EagerStep` has them.
 
     Attributes:
-        caches: the sequences; rows: the step's rows of each sequence, padding left out.
-        starts, versions: length and `SequenceCache.version` of each sequence when the step was launched.
+        caches: the sequences; places: their numbers among the step's requests.
+        lengths: rows of each sequence, padding left out.
+        versions: `SequenceCache.version` of each when the step was launched.
     """
 
     step: DecodeStep
     caches: list[SequenceCache]
-    rows: list[list[int]]
-    starts: list[int]
+    places: list[int]
+    lengths: list[int]
     versions: list[int]
-    _host_tokens: AsyncHostCopy
+    _host_results: AsyncHostCopy
 
     @classmethod
-    def launch(cls, step: DecodeStep, caches: list[SequenceCache], rows: list[list[int]]) -> DecodeRun:
-        """Runs the step on its inputs and starts to copy its tokens to the host."""
+    def launch(cls, step: DecodeStep, caches: list[SequenceCache], lengths: list[int]) -> DecodeRun:
+        """Runs the step on its inputs and starts to copy its results to the host."""
         step.run()
-        starts, versions = [cache.num_tokens for cache in caches], [cache.version for cache in caches]
-        return cls(step, caches, rows, starts, versions, AsyncHostCopy(step.tokens))
+        versions = [cache.version for cache in caches]
+        return cls(step, caches, list(range(len(caches))), lengths, versions, AsyncHostCopy(step.results))
 
     def wait_for_tokens(self) -> list[list[int]]:
         """The greedy token after each row by sequence. Waits for the device."""
-        values = self._host_tokens.wait()
-        return [[values[row] for row in rows] for rows in self.rows]
+        values = self._host_results.wait()
+        return [values[place][:n] for place, n in zip(self.places, self.lengths, strict=True)]
+
+    def wait_for_next_inputs(self) -> list[NextInputs]:
+        """What the step has left for the one after it, by sequence. Waits for the device."""
+        values, first = self._host_results.wait(), self.step.size.rows_per_request
+        return [NextInputs(values[place][first:-1], values[place][-1]) for place in self.places]
 
     def tokens(self, counts: list[int]) -> Callable[[], list[list[int]]]:
         """Returns a function that waits for the greedy tokens after the last ``counts`` rows of each sequence."""
         return lambda: [tokens[-n:] for tokens, n in zip(self.wait_for_tokens(), counts, strict=True)]
+
+    def drafts(self) -> list[list[int]]:
+        """The tokens that the step drafted for each sequence. Waits for the device."""
+        return [inputs.token_ids[1:] for inputs in self.wait_for_next_inputs()]
 
     def hidden_states(self, counts: list[int]) -> torch.Tensor:
         """Of the last ``counts`` rows of each sequence, a copy: the next run of the step overwrites its results."""
@@ -62,57 +81,61 @@ class DecodeRun:
 
     def logits(self, counts: list[int] | None = None) -> torch.Tensor:
         """Of the last ``counts`` rows of each sequence (None: all of them), a copy."""
-        return self._gather(self.step.logits, counts)
+        return self._gather(self.step.logits, self.lengths if counts is None else counts)
 
-    def _gather(self, tensor: torch.Tensor, counts: list[int] | None) -> torch.Tensor:
-        counts = [len(rows) for rows in self.rows] if counts is None else counts
-        rows = [row for rows, n in zip(self.rows, counts, strict=True) for row in rows[-n:]]
-        if rows == list(range(len(rows))):
-            return tensor[: len(rows)].clone()
-        return tensor[to_device(rows, tensor.device)]
+    def _gather(self, tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        ends = [p * self.step.size.rows_per_request + n for p, n in zip(self.places, self.lengths, strict=True)]
+        return select(tensor, [row for end, n in zip(ends, counts, strict=True) for row in range(end - n, end)]).clone()
 
-    def last_tokens(self, requests: list[int]) -> torch.Tensor:
-        """The greedy token after the last row of each of these sequences, int64 on the device."""
-        rows = [self.rows[i][-1] for i in requests]
-        if rows == list(range(len(rows))):
-            return self.step.tokens[: len(rows)]
-        return self.step.tokens[to_device(rows, self.step.device)]
-
-    def subset(self, requests: list[int]) -> DecodeRun:
+    def subset(self, requests: list[int], lengths: list[int]) -> DecodeRun:
         """The same run, with the results of some of its sequences only."""
         return replace(
             self,
             caches=[self.caches[i] for i in requests],
-            rows=[self.rows[i] for i in requests],
-            starts=[self.starts[i] for i in requests],
+            places=[self.places[i] for i in requests],
+            lengths=lengths,
             versions=[self.versions[i] for i in requests],
         )
 
 
+def select(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Some rows of a tensor; a view where they are the first ones."""
+    if rows == list(range(len(rows))):
+        return tensor[: len(rows)]
+    return tensor[to_device(rows, tensor.device)]
+
+
 @dataclass
 class PrelaunchedStep:
-    """A step that was launched on the tokens of the one before it.
+    """A step that was launched on what the one before it had left on the device.
 
     Attributes:
         previous: the run before; input_requests: for each sequence of ``run``, its place in ``previous``.
+        limits: for each sequence, positions from there on were padding.
     """
 
     run: DecodeRun
     previous: DecodeRun
     input_requests: list[int]
+    limits: list[int]
 
-    def reuse_if_matches(self, caches: list[SequenceCache], token_ids: list[list[int]]) -> DecodeRun | None:
+    def reuse_if_matches(
+        self, caches: list[SequenceCache], token_ids: list[list[int]], num_drafts: int
+    ) -> DecodeRun | None:
         """The run, if it computed this very step: the same tokens, and sequences that have not changed since."""
-        tokens, place = self.previous.wait_for_tokens(), {id(cache): i for i, cache in enumerate(self.run.caches)}
+        if self.run.step.size.num_drafts != num_drafts:
+            return None
+        inputs, place = self.previous.wait_for_next_inputs(), {id(cache): i for i, cache in enumerate(self.run.caches)}
         requests: list[int] = []
         for cache, ids in zip(caches, token_ids, strict=True):
             i = place.get(id(cache))
-            if i is None or ids != tokens[self.input_requests[i]][-1:]:
+            if i is None or self.run.versions[i] != cache.version:
                 return None
-            if self.run.starts[i] != cache.num_tokens or self.run.versions[i] != cache.version:
+            launched, start = inputs[self.input_requests[i]]
+            if start != cache.num_tokens or ids != launched[: max(0, self.limits[i] - start)]:
                 return None
             requests.append(i)
-        return self.run if requests == list(range(len(self.run.caches))) else self.run.subset(requests)
+        return self.run.subset(requests, [len(ids) for ids in token_ids])
 
 
 @dataclass
@@ -137,15 +160,13 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: DeepseekV4,
+        model: Backbone,
         layout: CacheLayout,
         device: torch.device,
         batches: list[int] | None = None,
         capture: bool = True,
     ):
         self.model, self.layout = model, layout
-        self.layers = tuple(spec for spec in layer_specs(model) if not spec.is_mtp)
-        self.draft_layers = tuple(spec for spec in layer_specs(model) if spec.is_mtp)
         self.batches = sorted(batches or batch_sizes(layout.max_num_seqs))
         self.prelaunched: PrelaunchedStep | None = None
         self.tables = DeviceTables(layout, device)
@@ -153,46 +174,56 @@ class DecodeGraphs:
         self._capture = capture and device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._capture else None
         self._decode_steps: dict[StepSize, DecodeStep] = {}
-        self._draft_steps: dict[tuple[StepSize, int], DraftStep] = {}
+        self._draft_steps: dict[StepSize, DraftStep] = {}
 
     def supports(self, query_lens: list[int], decode_query_len: int) -> bool:
         """Whether a step with these numbers of new tokens runs here: decodes only, and not too many of them."""
         return len(query_lens) <= self.batches[-1] and max(query_lens) <= decode_query_len
 
-    def supports_drafts(self, query_lens: list[int], decode_query_len: int) -> bool:
-        """Whether the MTP layer runs here over these numbers of rows."""
-        return bool(self.draft_layers) and self.supports(query_lens, decode_query_len)
+    def run(
+        self,
+        caches: list[SequenceCache],
+        token_ids: list[list[int]],
+        decode_query_len: int = 1,
+        num_drafts: int = 0,
+        limits: list[int] | None = None,
+    ) -> DecodeRun:
+        """One step over the next tokens of each sequence, whose pages are reserved; see `size_for`.
 
-    def run(self, caches: list[SequenceCache], token_ids: list[list[int]], decode_query_len: int = 1) -> DecodeRun:
-        """One step over the next tokens of each sequence, whose pages are reserved; see `size_for`."""
+        Args:
+            num_drafts: tokens to draft after the newest one; then ``token_ids`` are a token and drafts of those after.
+            limits: lengths up to which the sequences have pages for drafts.
+        """
         prelaunched, self.prelaunched = self.prelaunched, None
-        if prelaunched is not None and (run := prelaunched.reuse_if_matches(caches, token_ids)):
+        if prelaunched is not None and (run := prelaunched.reuse_if_matches(caches, token_ids, num_drafts)):
             return run
-        query_lens = [len(ids) for ids in token_ids]
-        longest = max(cache.num_tokens + n for cache, n in zip(caches, query_lens, strict=True))
-        step = self.step(self.size_for(query_lens, longest, decode_query_len))
-        step.set_inputs(token_ids, [cache.num_tokens for cache in caches], self.tables.rows(caches))
-        first_rows = [request * step.size.rows_per_request for request in range(len(caches))]
-        rows = [list(range(first, first + n)) for first, n in zip(first_rows, query_lens, strict=True)]
-        return DecodeRun.launch(step, caches, rows)
+        query_lens, starts = [len(ids) for ids in token_ids], [cache.num_tokens for cache in caches]
+        longest = max(start + n for start, n in zip(starts, query_lens, strict=True))
+        step = self.step(self.size_for(query_lens, max([longest, *(limits or [])]), decode_query_len, num_drafts))
+        step.set_inputs(token_ids, starts, self.tables.rows(caches), limits=limits)
+        return DecodeRun.launch(step, caches, query_lens)
 
-    def launch_next_step(self, previous: DecodeRun, caches: list[SequenceCache]) -> None:
+    def launch_next_step(self, previous: DecodeRun, caches: list[SequenceCache], limits: list[int]) -> None:
         """Launches the step after ``previous`` for some of its sequences, whose tokens have been committed.
 
-        There must be pages for one more token of each. A size without a graph is not captured for it.
+        A size without a graph is not captured for it.
+
+        Args:
+            limits: lengths up to which the sequences may grow and have pages.
         """
-        query_lens, longest = [1] * len(caches), max(cache.num_tokens for cache in caches) + 1
-        size = self.size_for(query_lens, longest)
+        num_drafts = previous.step.size.num_drafts
+        size = self.size_for([1 + num_drafts] * len(caches), max(limits), num_drafts=num_drafts)
         if size not in self._decode_steps and self._capture:
             return
         place = {id(cache): i for i, cache in enumerate(previous.caches)}
         input_requests = [place[id(cache)] for cache in caches]
-        step = self.step(size)
-        step.set_inputs([[0]] * len(caches), [cache.num_tokens for cache in caches], self.tables.rows(caches))
-        # INVALID_TOKEN has no embedding
-        torch.clamp(previous.last_tokens(input_requests), min=0, out=step.token_ids[: len(caches)])
-        run = DecodeRun.launch(step, caches, [[row] for row in range(len(caches))])
-        self.prelaunched = PrelaunchedStep(run, previous, input_requests)
+        step, none = self.step(size), [0] * len(caches)
+        step.set_inputs([[]] * len(caches), none, self.tables.rows(caches), ends=limits, limits=limits)
+        sources = [previous.places[i] for i in input_requests]
+        step.token_ids.view(size.requests, -1)[: len(caches)] = select(previous.step.next_ids, sources)
+        step.starts[: len(caches)] = select(previous.step.next_starts, sources)
+        run = DecodeRun.launch(step, caches, none)
+        self.prelaunched = PrelaunchedStep(run, previous, input_requests, limits)
 
     def draft(
         self,
@@ -206,38 +237,36 @@ class DecodeGraphs:
         """The MTP layer over rows from ``starts``, then drafts; arguments as in `DraftRows`, request after request."""
         query_lens = [len(ids) for ids in next_ids]
         longest = max(start + n for start, n in zip(starts, query_lens, strict=True)) + num_drafts - 1
-        size = self.size_for(query_lens, longest, decode_query_len)
-        step = self._draft_steps.get((size, num_drafts))
-        if step is None:
-            step = DraftStep(self.model, self.draft_layers, self.layout, self.tables, size, num_drafts)
-            self._capture_step(step)
-            self._draft_steps[size, num_drafts] = step
+        size = self.size_for(query_lens, longest, decode_query_len)._replace(num_drafts=num_drafts)
+        if size not in self._draft_steps:
+            self._draft_steps[size] = self._captured(DraftStep(self.model, self.layout, self.tables, size))
+        step = self._draft_steps[size]
         step.set_draft_inputs(hidden_states, next_ids, starts, self.tables.rows(caches))
         step.run()
         return DraftTokens(step.drafts[: len(caches)], step.logits[: len(caches)])
 
     def step(self, size: StepSize) -> DecodeStep:
         """The step of this size, made and captured if it is new."""
-        step = self._decode_steps.get(size)
-        if step is None:
-            step = DecodeStep(self.model, self.layers, self.layout, self.tables, size)
-            self._capture_step(step)
-            self._decode_steps[size] = step
-        return step
+        if size not in self._decode_steps:
+            self._decode_steps[size] = self._captured(DecodeStep(self.model, self.layout, self.tables, size))
+        return self._decode_steps[size]
 
-    def size_for(self, query_lens: list[int], longest: int, decode_query_len: int = 1) -> StepSize:
+    def size_for(self, query_lens: list[int], longest: int, decode_query_len: int = 1, num_drafts: int = 0) -> StepSize:
         """The smallest size that holds these numbers of new tokens and sequences up to ``longest`` after the step.
 
         Requests have one row each, or ``decode_query_len``, of which some may be padding. Padding costs little, because
         a decode step's time is that of reading the weights, which requests grouped by their rows would do per group.
+        In a step that drafts, requests have as many rows as the next one verifies.
         """
         requests = next(size for size in self.batches if size >= len(query_lens))
-        rows_per_request = 1 if max(query_lens) == 1 else max(decode_query_len, *query_lens)
-        return StepSize(requests, rows_per_request, length_bucket(longest, self.layout.max_model_len))
+        rows = 1 if max(query_lens) == 1 else max(decode_query_len, *query_lens)
+        length = length_bucket(longest, self.layout.max_model_len)
+        return StepSize(requests, 1 + num_drafts if num_drafts else rows, length, num_drafts)
 
-    def _capture_step(self, step: DecodeStep) -> None:
+    def _captured(self, step: Step) -> Step:
         if self._capture:
             self.nbytes += step.capture(self._pool)
+        return step
 
 
 def batch_sizes(limit: int) -> list[int]:

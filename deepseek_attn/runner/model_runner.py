@@ -153,15 +153,18 @@ class ModelRunner(LoadedModel):
             values = list(values)
             return [values[i] for i in back]
 
+        lengths = [n for _, n in rows]
+        if options.drafts and (self.graphs is None or not self.graphs.supports(lengths, 1 + options.drafts)):
+            raise ValueError("StepOptions.drafts: this step does not run over persistent tensors; call draft after it")
         self.manager.reserve([(sequence.cache, n) for sequence, n in rows])
         if self.parallel.dp_attention:
             self.parallel.agree(sum(n for _, n in rows), self.device)
-        lengths, output = [n for _, n in rows], StepOutput()
+        output = StepOutput()
         counts = lengths if options.all_logits else [min(n, options.last) for n in lengths]
         with self.parallel.together(), reference_ops(self.reference_only):
             # inference mode takes 14 % off a single-token step on a CPU; its results are ordinary tensors
             with torch.inference_mode():
-                results = self._compute(model, rows)
+                results = self._compute(model, rows, options.drafts)
             if options.mtp:
                 drafts = self._need_drafter().step_logits(rows, results.hidden_states(lengths), self.decode_query_len)
                 output.mtp_logits = in_batch_order(drafts)
@@ -170,37 +173,67 @@ class ModelRunner(LoadedModel):
             if options.greedy:
                 wait = results.tokens(counts)
                 output.tokens = lambda: in_batch_order(wait())
+                if options.drafts and isinstance(results, DecodeRun):
+                    drafted = results.drafts
+                    output.drafts = lambda: in_batch_order(drafted())
             else:
                 output.logits = in_batch_order(results.logits(counts).split(counts))
         for sequence, n in rows:
             self.manager.commit(sequence.cache, n)
         if options.greedy and isinstance(results, DecodeRun):
-            self._launch_next_step(results, [sequence.cache for sequence in options.next_step])
+            self._launch_next_step(results, [(sequence.cache, most) for sequence, most in options.next_step])
         return output
 
-    def _compute(self, model: DeepseekV4 | DeepseekV32, rows: Batch) -> EagerStep | DecodeRun:
+    def _compute(self, model: DeepseekV4 | DeepseekV32, rows: Batch, num_drafts: int) -> EagerStep | DecodeRun:
         """The step over persistent tensors where they hold it, eagerly elsewhere."""
         caches, lengths = [sequence.cache for sequence, _ in rows], [n for _, n in rows]
         token_ids = [seq.token_ids[seq.num_computed : seq.num_computed + n] for seq, n in rows]
         if self.graphs is not None and self.graphs.supports(lengths, self.decode_query_len):
-            return self.graphs.run(caches, token_ids, self.decode_query_len)
+            limits = self._reserve_drafts(caches, lengths, num_drafts) if num_drafts else None
+            return self.graphs.run(caches, token_ids, self.decode_query_len, num_drafts, limits)
         if self.graphs is not None:
             self.graphs.prelaunched = None  # a different step than the launched one
         ids = torch.tensor([token for tokens in token_ids for token in tokens], device=self.device)
         meta = self.step_metadata(caches, lengths)
         return EagerStep(model, lengths, model(ids, meta.positions, meta))
 
-    @torch.inference_mode()
-    def _launch_next_step(self, run: DecodeRun, caches: list[SequenceCache]) -> None:
-        """Launches the step after ``run`` for these sequences if there are pages for it."""
-        if not caches or self.graphs is None:
-            return
+    def _reserve_drafts(self, caches: list[SequenceCache], lengths: list[int], num_drafts: int) -> list[int]:
+        """Reserves pages for what drafting writes past the new tokens; returns the lengths up to which there are any.
+
+        The draft after the newest token needs no row past it, the next one needs one.
+        """
+        ends = [cache.num_tokens + n for cache, n in zip(caches, lengths, strict=True)]
+        limits = [min(end + num_drafts - 1, self.layout.max_model_len) for end in ends]
         try:
-            self.manager.reserve([(cache, 1) for cache in caches])
+            self.manager.reserve([(c, limit - c.num_tokens) for c, limit in zip(caches, limits, strict=True)])
+        except OutOfPages:
+            return ends
+        return limits
+
+    @torch.inference_mode()
+    def _launch_next_step(self, run: DecodeRun, batch: list[tuple[SequenceCache, int]]) -> None:
+        """Launches the step after ``run`` for (sequence, most tokens that will be computed of it).
+
+        Which of the run's drafts are right is not known: there must be pages as if all were, and the caches must go
+        back as if none was, past what the launched step writes over.
+        """
+        if not batch or self.graphs is None:
+            return
+        num_drafts = run.step.size.num_drafts
+        if 2 * num_drafts > self.layout.max_rollback:
+            return
+        # after all drafts: the next step's rows, and those of its drafts after the first
+        ahead = 1 + num_drafts + max(0, num_drafts - 1)
+        limits = [min(most, cache.num_tokens + ahead) for cache, most in batch]
+        caches = [cache for cache, _ in batch]
+        try:
+            self.manager.reserve([(c, max(0, limit - c.num_tokens)) for c, limit in zip(caches, limits, strict=True)])
         except OutOfPages:
             return
+        for cache in caches:
+            self.manager.raise_low_water(cache, cache.num_tokens + num_drafts - self.layout.max_rollback)
         with self.parallel.together():
-            self.graphs.launch_next_step(run, caches)
+            self.graphs.launch_next_step(run, caches, limits)
 
     @torch.inference_mode()
     def wait_for_ranks(self) -> None:

@@ -102,16 +102,19 @@ class Sequence:
         self.limits.check_length(len(self.token_ids) + 1)
         self.token_ids.append(self.limits.check_token(token_id))
 
-    def truncate(self, length: int) -> None:
+    def truncate(self, length: int, keep_pages: bool = False) -> None:
         """Goes back to the first ``length`` tokens, exactly as if the others had never been.
 
         Up to ``max_rollback`` tokens back the caches are kept; further back the window's entries are gone, and the next
         step computes the sequence again from its first token.
+
+        Args:
+            keep_pages: pages of the other tokens stay reserved for those that will take their place.
         """
         if not 0 <= length <= len(self.token_ids):
             raise ValueError(f"truncate({length}) of a sequence of {len(self.token_ids)} tokens")
         if length < self.num_computed:
-            self.manager.truncate(self.cache, length)
+            self.manager.truncate(self.cache, length, keep_pages)
         del self.token_ids[length:]
 
     def fork(self) -> Sequence:

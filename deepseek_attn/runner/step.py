@@ -29,9 +29,13 @@ class StepOptions:
         hidden_states: also return the hidden states of these tokens, for `ModelRunner.draft`.
         mtp: also run the MTP layer over the new tokens. Its cache must hold every earlier token, so set it in every
             step; a token whose next token is not known yet is left out of it.
-        next_step: with ``greedy``, sequences of the batch whose next step most likely computes the token chosen here
-            and nothing else: that step is launched at once, before the host has read the token, where decode steps run
-            over persistent tensors and pages are free.
+        drafts: with ``greedy``, a sequence's new tokens after the first are drafts of the MTP layer, and this many
+            tokens are drafted after the newest one, in the same step. Only where decode steps run over persistent
+            tensors; elsewhere, ask for ``hidden_states`` and call `ModelRunner.draft`.
+        next_step: with ``greedy``, sequences of the batch whose next step most likely computes the token chosen here,
+            its drafts and nothing else, each with the most tokens that will ever be computed of it: that step is
+            launched at once, before the host has read the token, where decode steps run over persistent tensors and
+            pages are free.
     """
 
     last: int = 1
@@ -39,7 +43,8 @@ class StepOptions:
     greedy: bool = False
     hidden_states: bool = False
     mtp: bool = False
-    next_step: tuple[Sequence, ...] = ()
+    drafts: int = 0
+    next_step: tuple[tuple[Sequence, int], ...] = ()
 
 
 @dataclass
@@ -50,6 +55,7 @@ class StepOutput:
         logits: float32 ``[n, vocab_size]``, ``n`` as `StepOptions.last` and ``all_logits`` say; None with ``greedy``.
         tokens: call it for the greedy tokens after the same ``n`` tokens, `INVALID_TOKEN` where the largest logit is
             not finite; it waits for the device. None without ``greedy``.
+        drafts: call it for the tokens that `StepOptions.drafts` asked for; None without.
         hidden_states: ``[n, ...]`` of the same tokens, as the backbone returns them; None without ``hidden_states``.
         mtp_logits: float32 ``[m, vocab_size]`` of the MTP layer, for all new tokens whose next token is known; None
             without ``mtp``.
@@ -57,6 +63,7 @@ class StepOutput:
 
     logits: list[torch.Tensor] | None = None
     tokens: Callable[[], list[list[int]]] | None = None
+    drafts: Callable[[], list[list[int]]] | None = None
     hidden_states: list[torch.Tensor] | None = None
     mtp_logits: list[torch.Tensor] | None = None
 

@@ -14,7 +14,7 @@ from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner import ModelRunner, StepOptions
-from deepseek_attn.runner.graph_steps import DecodeStep, DraftStep, StepSize
+from deepseek_attn.runner.graph_steps import CapturedStep, DecodeStep, DraftStep, StepSize
 from deepseek_attn.runner.graphs import DecodeGraphs
 from tests.support.tiers import tiered
 
@@ -52,8 +52,8 @@ def runner(machine, monkeypatch):
 @pytest.fixture
 def runs(monkeypatch):
     """Steps that were run, in order."""
-    found, run = [], DecodeStep.run
-    monkeypatch.setattr(DecodeStep, "run", lambda step: (found.append(step), run(step))[1])
+    found, run = [], CapturedStep.run
+    monkeypatch.setattr(CapturedStep, "run", lambda step: (found.append(step), run(step))[1])
     return found
 
 
@@ -175,7 +175,7 @@ def test_what_has_changed_is_computed_again(runner, runs, change):
     tokens = [[int(logits.argmax())]]
     for _ in range(5):
         sequence.append(tokens[0][-1])
-        output = runner.step([(sequence, 1)], StepOptions(greedy=True, next_step=(sequence,)))
+        output = runner.step([(sequence, 1)], StepOptions(greedy=True, next_step=((sequence, 300),)))
         assert output.logits is None
         tokens = output.tokens()
     assert runner.next_step_launched
@@ -264,16 +264,15 @@ def test_broken_logits_fail_alone(runner, monkeypatch):
 @pytest.mark.parametrize("num_drafts", tiered([1, 3], [3]))
 def test_drafts_over_persistent_tensors(runner, runs, num_drafts, monkeypatch):
     """The MTP layer's drafts, captured or not, are those of eager passes; the tokens are those without speculation."""
-    expected, draft, found = generate(runner, PROMPTS, [greedy(20)] * 4), runner.draft, []
+    expected, step, found = generate(runner, PROMPTS, [greedy(20)] * 4), runner.step, []
 
-    def recorded(*args):
-        drafts = draft(*args)
-        found.append(drafts.tokens.tolist())
-        return drafts
+    def recorded(batch, options):
+        found.append([sequence.token_ids[sequence.num_computed :][:n] for sequence, n in batch])
+        return step(batch, options)
 
-    monkeypatch.setattr(runner, "draft", recorded)
+    monkeypatch.setattr(runner, "step", recorded)
     assert generate(runner, PROMPTS, [greedy(20)] * 4, MTPSpeculation(runner, num_drafts)) == expected
-    assert any(isinstance(step, DraftStep) for step in runs)
+    assert {(type(step), step.size.num_drafts) for step in runs[-9:]} == {(DecodeStep, num_drafts)}
     persistent, found, runner.graphs = found, [], None
     runs.clear()
     assert generate(runner, PROMPTS, [greedy(20)] * 4, MTPSpeculation(runner, num_drafts)) == expected
@@ -282,8 +281,8 @@ def test_drafts_over_persistent_tensors(runner, runs, num_drafts, monkeypatch):
 
 
 def test_padded_rows_of_drafts_write_nothing(runner):
-    size = StepSize(requests=3, rows_per_request=2, max_len=300)
-    step = DraftStep(runner.model, runner.mtp_layers, runner.layout, runner.graphs.tables, size, num_drafts=3)
+    size = StepSize(requests=3, rows_per_request=2, max_len=300, num_drafts=3)
+    step = DraftStep(runner.model, runner.layout, runner.graphs.tables, size)
     before = [pool.tensor.clone() for pool in runner.pools]
     with torch.inference_mode():
         step.run()

@@ -15,6 +15,7 @@ from deepseek_attn import LLM, ModelConfig, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.speculation import MTPSpeculation
+from deepseek_attn.runner.graph_steps import CapturedStep, DecodeStep
 from deepseek_attn.runner.graphs import DecodeGraphs, DraftTokens
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jobs, together, variants
@@ -32,15 +33,36 @@ def workload(preset: str):
     return config, jobs, alone(runner, jobs)
 
 
-def draft_from(monkeypatch, runner, texts, right=lambda position: True):
-    """Drafts are the tokens of ``texts`` where ``right(position)``, and wrong tokens elsewhere."""
-    draft = runner.draft
+def texts_of(texts, next_ids, rows, last_rows):
+    """For each request of `CapturedStep.draft`, which of ``texts`` it computes, and the place of its newest token."""
+    per_request = len(next_ids) // len(last_rows)
+    for request, row in enumerate(last_rows.tolist()):
+        first = request * per_request
+        chosen, start = next_ids[first : row + 1].tolist(), int(rows.positions[first]) + 1
+        newest = start + len(chosen) - 1
+        yield next((t for t in texts if rows.valid[first] and t[start : newest + 1] == chosen), []), newest
 
-    def known(sequence, position):
-        text = next((t for t in texts if t[: len(sequence.token_ids)] == sequence.token_ids), [])
+
+def draft_from(monkeypatch, runner, texts, right=lambda position: True):
+    """Drafts are the tokens of ``texts`` where ``right(position)``, and wrong tokens elsewhere.
+
+    Whether the host asks for them or a step over persistent tensors makes them itself.
+    """
+    draft, draft_in_step = runner.draft, CapturedStep.draft
+
+    def token(text, position):
         if position >= len(text):
             return 1
         return text[position] if right(position) else (text[position] + 1) % runner.config.vocab_size
+
+    def known(sequence, position):
+        return token(next((t for t in texts if t[: len(sequence.token_ids)] == sequence.token_ids), []), position)
+
+    def replaced_in_step(step, hidden_states, next_ids, rows, last_rows):
+        found, logits = draft_in_step(step, hidden_states, next_ids, rows, last_rows)
+        for request, (text, newest) in enumerate(texts_of(texts, next_ids, rows, last_rows)):
+            found[request] = torch.tensor([token(text, newest + 1 + i) for i in range(found.shape[1])])
+        return found, logits
 
     def replaced(batch, num_drafts=1):
         found = draft(batch, num_drafts)
@@ -51,11 +73,24 @@ def draft_from(monkeypatch, runner, texts, right=lambda position: True):
         return DraftTokens(torch.tensor(tokens), found.logits)
 
     monkeypatch.setattr(runner, "draft", replaced)
+    monkeypatch.setattr(CapturedStep, "draft", replaced_in_step)
 
 
-def record_drafts(monkeypatch, runner):
-    """Collects (tokens, logits) of the first draft of every step: the MTP layer's logits after those tokens."""
-    draft, found = runner.draft, []
+def record_drafts(monkeypatch, runner, texts=()):
+    """Collects (tokens, logits) of the first draft of every step: the MTP layer's logits after those tokens.
+
+    Those within steps over persistent tensors are found where they compute one of ``texts``.
+    """
+    draft, draft_in_step, found = runner.draft, CapturedStep.draft, []
+
+    def recorded_in_step(step, hidden_states, next_ids, rows, last_rows):
+        drafts, logits = draft_in_step(step, hidden_states, next_ids, rows, last_rows)
+        for (text, newest), row in zip(texts_of(texts, next_ids, rows, last_rows), logits, strict=True):
+            if text and isinstance(step, DecodeStep):
+                found.append((text[: newest + 1], row.clone()))
+        return drafts, logits
+
+    monkeypatch.setattr(CapturedStep, "draft", recorded_in_step)
 
     def recorded(batch, num_drafts=1):
         drafts = draft(batch, num_drafts)
@@ -190,12 +225,13 @@ def test_decode_steps_over_persistent_tensors(llm, plain, right, monkeypatch):
     runner, graphs = llm.runner, use_persistent_tensors(llm, monkeypatch)
     prompts = [prompt(n, n) for n in (60, 3, 41)]
     expected = plain.generate(prompts, greedy(20))
-    drafted = record_drafts(monkeypatch, runner)
     texts = [p + c.token_ids for p, c in zip(prompts, expected, strict=True)]
+    drafted = record_drafts(monkeypatch, runner, texts)
     draft_from(monkeypatch, runner, texts, right=lambda position: position % right)
     assert llm.generate(prompts, greedy(20)) == expected
-    assert graphs._decode_steps
+    assert {size.num_drafts for size in graphs._decode_steps} == {3}
     assert graphs._draft_steps
+    assert len(drafted) > 20
     for tokens, logits in drafted:
         truth = plain.runner.score_mtp([tokens])[1][0][-1]
         assert float((logits - truth).abs().max()) < TOLERANCE * float(truth.abs().max())
