@@ -181,9 +181,9 @@ def static_metadata(runner: ModelRunner, caches: list[SequenceCache], tokens: in
     longest = max(cache.num_tokens for cache in caches) + tokens
     tables = DeviceTables(runner.layout, runner.device)
     layers = tuple(block.attn.spec for block in runner.model.layers.values())
-    step = StepTensors(layers, runner.layout, tables, StepSize(len(caches), tokens, longest))
+    step = StepTensors(runner.layout, tables, StepSize(len(caches), tokens, longest))
     step.set_inputs([[0] * tokens] * len(caches), [cache.num_tokens for cache in caches], tables.rows(caches))
-    return step.metadata()
+    return step.metadata(layers, step.rows(), step.block_tables())
 
 
 def check_sizes(runner: ModelRunner, batch: int, tokens: int, context: int) -> None:
