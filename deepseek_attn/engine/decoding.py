@@ -74,7 +74,7 @@ class NextToken:
         return [request for request, _ in work if request.tokens_left > 1]
 
     def propose(self, running: list[Request]) -> None:
-        """Called before each attempt at a step; may append drafts to requests that have none."""
+        """Called before each step; may append drafts to requests that have none."""
 
     def accept(self, work: Work, output: StepOutput) -> Accepted:
         """Chooses the tokens of requests that have none pending; one whose logits are broken fails alone."""

@@ -135,8 +135,8 @@ class Engine:
 
     def _compute(self, stats: StepStats, async_allowed: bool) -> tuple[Work, StepOutput]:
         """Runs the next batch that there are pages for; requests that can never run fail."""
+        self.decoder.propose(self.scheduler.running)
         while self.scheduler.running:
-            self.decoder.propose(self.scheduler.running)
             work = self.scheduler.plan(self.decoder.decode_tokens, stats)
             try:
                 return work, self._run(work, async_allowed)
