@@ -16,7 +16,7 @@ from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.attention import causal_attention
 from deepseek_attn.kernels.common.quant import QuantizedRows
-from deepseek_attn.kernels.indexer import index_query
+from deepseek_attn.kernels.indexer import IndexQueries, latent_queries
 from deepseek_attn.kernels.insert import CacheRows, LatentTokens, insert_latents
 from deepseek_attn.kernels.latent import (
     LatentQueries,
@@ -190,9 +190,9 @@ class DeepseekV32MLAAttention(CheckpointModule):
         qr = self.insert(inputs, positions, step, qr_fp8)
         with stage("project"):
             projected = QueryProjections(*multi_linear(qr, query_linears, qr_fp8))
-            query = self.absorb(projected.q, positions)
+            query, index_queries = self.queries(projected, inputs.index_weights, positions)
         if self.indexer is not None:
-            self.select(self.indexer, projected.index_q, inputs.index_weights, step)
+            self.select(self.indexer, index_queries, step)
         with stage("attend"):
             if self.impl is None:
                 latents = self.attend_to_all(query, step)
@@ -229,9 +229,22 @@ class DeepseekV32MLAAttention(CheckpointModule):
         )
         return insert_latents(tokens)
 
+    def latent_queries(self, q: Tensor, positions: Tensor) -> LatentQueries:
+        """Projected queries ``[T, num_heads * qk_head_dim]`` as the ops take them, padded to ``padded_heads``."""
+        return LatentQueries(q, self.W_UK, self.rope.cos_sin, positions, self.padded_heads)
+
     def absorb(self, q: Tensor, positions: Tensor) -> Tensor:
         """Absorbed queries ``[T, padded_heads, head_dim]`` of ``q [T, num_heads * qk_head_dim]``, as projected."""
-        return absorb_queries(LatentQueries(q, self.W_UK, self.rope.cos_sin, positions, self.padded_heads))
+        return absorb_queries(self.latent_queries(q, positions))
+
+    def queries(
+        self, projected: QueryProjections, index_weights: Tensor | None, positions: Tensor
+    ) -> tuple[Tensor, IndexQueries | None]:
+        """Absorbed queries, and the indexer's if it has to select."""
+        if self.indexer is None or projected.index_q is None or index_weights is None:
+            return self.absorb(projected.q, positions), None
+        index = self.indexer.query_rows(projected.index_q, index_weights, positions)
+        return latent_queries(self.latent_queries(projected.q, positions), index)
 
     def project_values(self, latents: Tensor) -> Tensor:
         """Values ``[T, num_heads * v_head_dim]`` of attended latents ``[T, padded_heads, kv_lora_rank]``."""
@@ -244,20 +257,13 @@ class DeepseekV32MLAAttention(CheckpointModule):
         return project_values_quantized(latents, self.W_UV, self.wo.pow2_scales)
 
     @traced("select")
-    def select(
-        self, indexer: TokenIndexer, index_q: Tensor | None, index_weights: Tensor | None, step: StepMetadata
-    ) -> None:
-        """Writes the tokens that each query reads to ``topk_indices_buffer``, and their slots for decode tokens.
-
-        Args:
-            index_q: ``[T, index_n_heads * index_head_dim]``; None if every token is selected.
-        """
+    def select(self, indexer: TokenIndexer, queries: IndexQueries | None, step: StepMetadata) -> None:
+        """Writes the tokens that each query reads to ``topk_indices_buffer``, and their slots for decode tokens."""
         out = self.topk_indices_buffer[: len(step.positions)]
-        if index_q is None or index_weights is None:
+        if queries is None:
             self.decode_topk_slots = None
             select_all(step.visible_of(1), out)
         else:
-            queries = index_query(indexer.query_rows(index_q, index_weights, step.positions))
             self.decode_topk_slots = indexer.select_topk(queries, step, out)
 
     def attend_to_all(self, query: Tensor, step: StepMetadata) -> Tensor:
