@@ -173,10 +173,14 @@ def _width_groups(sources: list[_Source], T: int, device: torch.device) -> Itera
         if source.lens is not None:
             aligned = (source.lens.long().clamp(min=0) + WIDTH_STEP - 1) // WIDTH_STEP * WIDTH_STEP
             widths[:, i] = aligned.clamp(max=full[i])
-    groups, group_of = widths.unique(dim=0, return_inverse=True)
-    for g, group in enumerate(groups.tolist()):
+    if torch.equal(widths, widths[:1].expand_as(widths)):  # the few rows of a decode step, as a rule
+        groups, members = widths[:1], [rows]
+    else:
+        groups, group_of = widths.unique(dim=0, return_inverse=True)
+        members = [rows[group_of == g] for g in range(len(groups))]
+    for group, its_rows in zip(groups.tolist(), members, strict=True):
         if sum(group) > 0:
-            yield rows[group_of == g], group
+            yield its_rows, group
 
 
 def _fetch(sources: list[_Source], rows: Tensor | slice, widths: list[int], keys: Tensor) -> Tensor:
