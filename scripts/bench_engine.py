@@ -9,7 +9,7 @@ and its MTP layer. Modes:
     waiting      graphs; a step starts when the tokens of the one before it have been read
     graphs       graphs; a step starts before the tokens of the one before it have been read, as engines do by default
     prefixes     the same, and 7 of 8 prompt tokens come from the prefix cache
-    speculation  graphs, one draft of the MTP layer per step: at chance with random weights, so this is what it costs
+    speculation  graphs, drafts of the MTP layer: at chance with random weights, so this is what they cost
 
 Device time is that of the very steps that the engine ran while all requests decoded: after the run their CUDA graphs
 are replayed with their inputs, one behind the other. Host overhead is the share of the engine's time for these steps
@@ -38,7 +38,7 @@ from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.kernels.sampling import greedy_tokens
-from deepseek_attn.runner.graph_steps import DecodeStep
+from deepseek_attn.runner.graph_steps import CapturedStep
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
 
@@ -67,21 +67,21 @@ class Recorder:
     """Keeps the inputs of every captured step that runs, to replay it later."""
 
     def __init__(self):
-        self.runs: list[tuple[DecodeStep, torch.Tensor]] = []
+        self.runs: list[tuple[CapturedStep, torch.Tensor]] = []
 
     def __enter__(self) -> Recorder:
-        self._run = run = DecodeStep.run
+        self._run = run = CapturedStep.run
 
-        def recorded(step: DecodeStep) -> None:
+        def recorded(step: CapturedStep) -> None:
             if step.graph is not None:
                 self.runs.append((step, step.inputs.clone()))
             run(step)
 
-        DecodeStep.run = recorded
+        CapturedStep.run = recorded
         return self
 
     def __exit__(self, *error) -> None:
-        DecodeStep.run = self._run
+        CapturedStep.run = self._run
 
     def device_seconds(self, first: int, last: int) -> float:
         """What the runs from ``first`` to before ``last`` take on the device."""
@@ -186,7 +186,7 @@ class Waiting(NextToken):
 
 def row_of(runner: ModelRunner, mode: str, batch: int, args: argparse.Namespace) -> dict:
     """One row of the result; see the top for the modes."""
-    decoder = {"waiting": Waiting, "speculation": lambda: MTPSpeculation(runner)}.get(mode, NextToken)()
+    decoder = {"waiting": Waiting, "speculation": lambda: MTPSpeculation(runner, args.drafts)}.get(mode, NextToken)()
     engine, vocab = Engine(runner, decoder=decoder), runner.config.vocab_size
     shared = args.prompt * 7 // 8 if mode == "prefixes" else 0
     prompts = random_prompts(batch, shared, args.prompt - shared, vocab, batch)
@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of each prompt (default: 2048)")
     parser.add_argument("--tokens", type=int, default=64, help="generated tokens of each (default: 64)")
+    parser.add_argument("--drafts", type=int, default=1, help="per step and request, in speculation (default: 1)")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="default: all of them")
     parser.add_argument("--device")
     parser.add_argument("--out", type=Path, help="write the JSON here as well")
@@ -227,6 +228,7 @@ def main() -> None:
         "layers": args.layers,
         "experts": config.n_routed_experts,
         "prompt": args.prompt,
+        "drafts": args.drafts,
         "rows": rows,
         "layers_alone": layers,
         "environment": {key: value for key, value in collect().items() if "backends" not in key},

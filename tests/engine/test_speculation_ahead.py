@@ -319,9 +319,37 @@ CHANGES = {
     "another token": lambda sequence: sequence.token_ids.__setitem__(-2, (sequence.token_ids[-2] + 1) % 200),
     "fewer drafts": lambda sequence: sequence.token_ids.pop(),
     "truncate": lambda sequence: sequence.truncate(sequence.num_computed - 2),
+    "the same tokens earlier": lambda sequence: earlier(sequence),
     "free": lambda sequence: sequence.free(),
     "fork": lambda sequence: sequence.fork().free(),
 }
+
+
+def earlier(sequence) -> None:
+    """The tokens that are pending, in the place of two computed ones."""
+    pending = sequence.token_ids[sequence.num_computed :]
+    sequence.truncate(sequence.num_computed - 2)
+    sequence.token_ids += pending
+
+
+def test_rows_of_drafts_end_where_pages_do(runner):
+    """The MTP layer's rows of drafts after the first, which lie past the request's last row, up to its limit."""
+    runner.expect_drafts(3)
+    pool = runner.pools.get(runner.mtp_layers[0].name, "window")
+    for limit in (60, 61, 62):  # the prompt's 59 tokens and one more, then none, one or two rows of drafts
+        sequence = runner.sequence(prompt(60, 3))
+        runner.step([(sequence, 59)], StepOptions(mtp=True))
+        runner.manager.reserve([(sequence.cache, 5)])
+        page = sequence.cache.tables["window"][0]
+        rows = pool.tensor.view(len(pool.tensor), pool.entries, -1)
+        rows[page, 59:] = 0  # what the round before left
+        before = rows.clone()
+        with torch.inference_mode():
+            run = runner.graphs.run([sequence.cache], [[sequence.token_ids[59]]], 4, num_drafts=3, limits=[limit])
+        assert len(run.drafts()[0]) == 3
+        changed = (rows != before).any(2).nonzero().tolist()
+        assert changed == [[page, position] for position in range(59, limit)]
+        sequence.free()
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -92,9 +92,13 @@ def test_equals_ordinary_steps(runner, most):
             assert error < limit, f"sequence {i} at {start}"
 
 
+@pytest.mark.parametrize("drafts", [0, 2], ids=["no drafts", "two drafts"])
 @pytest.mark.parametrize("most", [1, 3], ids=["one token", "three tokens"])
-def test_replays_equal_eager_steps(device, most):
-    """The same bits, in the numerics that serve, with padded rows and lengths and tables that change."""
+def test_replays_equal_eager_steps(device, most, drafts):
+    """The same bits, in the numerics that serve, with padded rows and lengths and tables that change.
+
+    With drafts, also the inputs that a step leaves for the one after it.
+    """
     if device.type == "cpu":
         pytest.skip("CUDA graphs need a GPU")
     runner = make_runner(device, "serving", "bfloat16")
@@ -108,15 +112,18 @@ def test_replays_equal_eager_steps(device, most):
     for chosen in ([0, 1, 2, 3], [3, 1], [2, 0, 3], [1]):
         counts = [1 + (i + most) % most for i in range(len(chosen))]
         caches = [sequences[i].cache for i in chosen]
-        runner.manager.reserve(list(zip(caches, counts, strict=True)))
+        runner.manager.reserve([(cache, n + drafts) for cache, n in zip(caches, counts, strict=True)])
         ids = [sequences[i].token_ids[sequences[i].num_computed :][:n] for i, n in zip(chosen, counts, strict=True)]
-        found = []
+        limits = [cache.num_tokens + n + drafts for cache, n in zip(caches, counts, strict=True)]
+        found, left = [], []
         for steps in (eager, replayed):  # the second run writes what the first one wrote
             with torch.inference_mode():
-                run = steps.run(caches, ids)
+                run = steps.run(caches, ids, num_drafts=drafts, limits=limits)
                 found.append(run.logits())
+                left.append(run.wait_for_next_inputs())
         assert found[0].isfinite().all()
         assert torch.equal(*found)
+        assert left[0] == left[1]
         for cache, n in zip(caches, counts, strict=True):
             runner.manager.commit(cache, n)
 
