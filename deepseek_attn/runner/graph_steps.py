@@ -209,8 +209,8 @@ class DecodeStep(CapturedStep):
     """A decode step of the backbone, and the inputs of the step after it.
 
     With ``num_drafts``, a request's rows are its newest token and drafts of the tokens after it. Those that are equal
-    to the greedy tokens before them are right. The MTP layer then runs over the rows up to the last right draft, and
-    drafts the tokens after the newest one.
+    to the greedy tokens before them are right. The MTP layer then runs over the rows and drafts the tokens after the
+    newest one; what it writes for wrong drafts is written again before it is read.
 
     Attributes: results of the last run, overwritten by the next.
         hidden_states, logits, tokens: for every row, padding included; tokens: int64, `greedy_tokens` of the logits.
@@ -241,8 +241,6 @@ class DecodeStep(CapturedStep):
         self.next_ids = next_ids.view(shape).gather(1, last[:, None])
         self.next_starts = self.starts + last + 1
         if size.num_drafts:
-            confirmed = rows.positions.view(shape) < self.next_starts[:, None]
-            rows = Rows(rows.positions, rows.valid & confirmed.flatten())
             last_rows = torch.arange(0, size.rows, size.rows_per_request, device=self.device) + last
             drafts, _ = self.draft(self.hidden_states, next_ids, rows, last_rows)
             self.next_ids = torch.cat([self.next_ids, drafts], dim=1)
