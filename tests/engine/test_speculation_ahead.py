@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import lru_cache
+from itertools import product
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from deepseek_attn.runner import ModelRunner, StepOptions
 from deepseek_attn.runner.graph_steps import CapturedStep, DecodeStep, right_drafts
 from deepseek_attn.runner.graphs import DecodeGraphs
 from tests.engine.test_speculation import draft_from
-from tests.engine.workload import differences, leaked, make_jobs, together, use_buckets, variants
+from tests.engine.workload import alone, differences, leaked, make_jobs, together, use_buckets, variants
 from tests.support.invariance_cases import MIXED, SAME
 from tests.support.small_models import assert_close, small_config, small_runner
 from tests.support.tiers import tiered
@@ -437,16 +439,28 @@ def test_right_drafts():
 
 LONGEST = 220
 VARIANTS = ["batched", "chunks", "prefixes", "pressure", "preempted", "everything"]
-FUZZ = [(variant, drafts, share) for variant in VARIANTS for drafts in (1, 2, 3, 7) for share in (1.0, 0.8)]
-QUICK = [("everything", 3, 1.0), ("pressure", 2, 0.8), ("preempted", 7, 1.0), ("prefixes", 1, 1.0)]
+FUZZ = list(product(["tiny", "tiny_v32"], VARIANTS, (1, 2, 3, 7), (1.0, 0.8)))
+QUICK = [
+    ("tiny", "everything", 3, 1.0),
+    ("tiny", "pressure", 2, 0.8),
+    ("tiny", "preempted", 7, 1.0),
+    ("tiny", "prefixes", 1, 1.0),
+    ("tiny_v32", "everything", 3, 1.0),
+    ("tiny_v32", "prefixes", 7, 0.8),
+]
 
 
-@pytest.mark.parametrize(("variant", "drafts", "share"), tiered(FUZZ, QUICK))
-def test_random_workloads(machine, variant, drafts, share, monkeypatch):
+@lru_cache(maxsize=2)
+def one_by_one(preset: str) -> ModelRunner:
+    return ModelRunner.from_config(preset, device="cpu", numerics="exact", max_num_seqs=1, max_model_len=LONGEST + 64)
+
+
+@pytest.mark.parametrize(("preset", "variant", "drafts", "share"), tiered(FUZZ, QUICK))
+def test_random_workloads(preset, variant, drafts, share, monkeypatch):
     """Arrivals, cancellations, preemptions, shared prefixes, few pages; greedy requests, perhaps with sampled ones."""
-    config = machine.config
+    config = one_by_one(preset).config
     jobs = make_jobs(14, LONGEST, config.vocab_size, seed=drafts, greedy=share)
-    expected = [alone_tokens(machine, job, index) for index, job in enumerate(jobs)]
+    expected = alone(one_by_one(preset), jobs)
     runner = ModelRunner.from_config(config, device="cpu", numerics="exact", **variants(config, LONGEST)[variant])
     use_buckets(runner)
     texts = [job.prompt + tokens for job, tokens in zip(jobs, expected, strict=True)]
@@ -456,11 +470,3 @@ def test_random_workloads(machine, variant, drafts, share, monkeypatch):
     assert differences(requests, jobs, expected) == []
     assert leaked(engine) == {}
     assert engine.stats.accepted > 0
-
-
-def alone_tokens(runner, job, index) -> list[int]:
-    engine = Engine(runner)
-    engine.prefixes = engine.scheduler.prefixes = None
-    request = engine.add_request(job.prompt, job.params, index=index)
-    finish(engine)
-    return request.completion().token_ids
