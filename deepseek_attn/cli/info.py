@@ -20,6 +20,17 @@ PACKAGES = (
 )
 
 
+ATTENTION_DEFAULTS = (
+    "Attention options of ModelRunner, LLM and the commands, with their defaults:",
+    "  backend=auto                 the first impl below that runs; decode_backend and prefill_backend: of one phase",
+    "  fp8_mode=auto                separate: keys of prefill requests are gathered to rows of the model's dtype;",
+    "                               mixed: prefill reads cache pages in place, as decode does. auto is separate, and",
+    "                               mixed for V3.2 with fewer than 32 heads per rank or a cache that is not FP8",
+    "  prefill_workspace_rows=None  rows for gathered keys: 4 requests of max_model_len (fewer with max_num_seqs)",
+    "  cuda_graphs=None             decode steps are CUDA graphs where every op of a step has a kernel",
+)
+
+
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "info",
@@ -43,6 +54,9 @@ def run(args: argparse.Namespace) -> None:
         print("GPU       none")
     for name, version in facts["packages"].items():
         print(f"{name:<18}{version or 'not installed'}")
+    print()
+    for line in ATTENTION_DEFAULTS:
+        print(line)
     for title, key in (("DeepSeek-V4", "backends"), ("DeepSeek-V3.2", "v32_backends")):
         print(f"\n{title} attention on {facts['device']} (auto picks the first that runs):")
         for backend in facts[key]:
@@ -64,13 +78,9 @@ def collect() -> dict:
         "gpus": [{"name": g.name, "memory": g.total_memory, "capability": f"{g.major}{g.minor}"} for g in gpus],
         "packages": {"deepseek-attn": version("deepseek-attn"), **{name: version(name) for name in PACKAGES}},
         "device": str(device),
-        "backends": described(describe_impls(device)),
-        "v32_backends": described(describe_impls(device, impls=SPARSE_MLA_IMPLS)),
+        "backends": [impl._asdict() for impl in describe_impls(device)],
+        "v32_backends": [impl._asdict() for impl in describe_impls(device, impls=SPARSE_MLA_IMPLS)],
     }
-
-
-def described(backends: list[tuple[str, bool, str]]) -> list[dict]:
-    return [{"name": name, "usable": usable, "reason": reason} for name, usable, reason in backends]
 
 
 def version(package: str) -> str | None:

@@ -14,8 +14,30 @@ def add_runner_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("running")
     group.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     add_numerics_options(group)
-    group.add_argument("--backend", default="auto", help="attention impl: auto, or a name that `info` lists")
+    add_attention_options(group)
     add_limits(group)
+
+
+ATTENTION = ("backend", "decode_backend", "prefill_backend", "fp8_mode", "prefill_workspace_rows")
+
+
+def add_attention_options(parser: argparse._ActionsContainer) -> None:
+    """Options of `AttentionOptions`; ``deepseek-attn info`` explains their defaults."""
+    parser.add_argument("--backend", default="auto", help="attention impl: auto, or a name that `info` lists")
+    for phase in ("decode", "prefill"):
+        parser.add_argument(f"--{phase}-backend", metavar="BACKEND", help=f"impl of {phase} (default: --backend)")
+    parser.add_argument(
+        "--fp8-mode",
+        choices=("auto", "mixed", "separate"),
+        default="auto",
+        help="prefill reads cache pages in place (mixed) or gathers them to rows first (separate); default: auto",
+    )
+    parser.add_argument(
+        "--prefill-workspace-rows",
+        type=int,
+        metavar="N",
+        help="rows that keys of prefill requests are gathered to (default: 4 requests of full length)",
+    )
 
 
 def add_numerics_options(parser: argparse._ActionsContainer) -> None:
@@ -53,8 +75,9 @@ def add_limits(parser: argparse._ActionsContainer) -> None:
 
 def runner_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `ModelRunner.from_pretrained`."""
-    names = ("device", "numerics", "dtype", "backend", "parallel", *LIMITS)
-    return {name: getattr(args, name, None) for name in names}
+    names = ("device", "numerics", "dtype", *ATTENTION, "parallel", *LIMITS)
+    options = {name: getattr(args, name, None) for name in names}
+    return options | {"fp8_mode": options["fp8_mode"] or "auto"}
 
 
 def check_output(flag: str, path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -227,6 +228,7 @@ AnyConfig = ModelConfig | DeepseekV32Config
 
 def _make_v4(raw: Mapping[str, Any], origin: str) -> ModelConfig:
     fields, branches = read_v4(raw, origin)
+    _warn_of_ratio_1([i for i, branch in enumerate(branches) if branch.ratio == 1], origin)
     dim, scaling = fields["qk_rope_head_dim"], fields["rope_scaling"]
     plain, compressed = (
         RopeSpec(fields["rope_theta"], dim),
@@ -248,6 +250,16 @@ def _make_v4(raw: Mapping[str, Any], origin: str) -> ModelConfig:
         for i in range(fields["num_nextn_predict_layers"])
     )
     return ModelConfig(**copy.deepcopy(fields), layers=layers, mtp_layers=mtp_layers)
+
+
+def _warn_of_ratio_1(layers: list[int], origin: str) -> None:
+    if layers:
+        warnings.warn(
+            f"config ({origin}): the compress ratio of layers {layers} is 1. Here that is a compressor with one entry "
+            "per token, whose weights the checkpoint must hold; other ports of DeepSeek-V4 write 1 for layers without "
+            "compression, which is 0 here: write 0 for layers that read the window only",
+            stacklevel=2,
+        )
 
 
 # Constructor of the config of each model_type, from (decoded JSON, origin).

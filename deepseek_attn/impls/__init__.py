@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -92,8 +93,18 @@ def combine_phases(decode: type[SplitAttentionImpl], prefill: type[SplitAttentio
     return PhasesImpl
 
 
+class ImplDescription(NamedTuple):
+    """An impl's name, its backend's, whether it runs, and the reason."""
+
+    name: str
+    backend: str
+    usable: bool
+    reason: str
+
+
 def describe_impls(
     device: torch.device | str = "cpu", spec: AttentionSpec | None = None, impls: Impls = DEEPSEEK_V4_IMPLS
-) -> list[tuple[str, bool, str]]:
-    """(name, usable on ``device`` for layers like ``spec``, reason) of every impl, in order of preference."""
-    return [(impl.name, *impl.supported(torch.device(device), spec)) for impl in impls]
+) -> list[ImplDescription]:
+    """Every impl, in order of preference: whether it runs on ``device`` for layers like ``spec``, and why."""
+    device = torch.device(device)
+    return [ImplDescription(impl.name, impl.backend_cls.get_name(), *impl.supported(device, spec)) for impl in impls]

@@ -14,12 +14,11 @@ from deepseek_attn.kernels.attention import PagedKeys
 
 
 class MixedKernels(SplitAttentionImpl):
-    """Decode: Triton, except 128 heads at large batch (FlashMLA). Prefill: FlashMLA for 64 and 128 heads. No padding.
+    """Decode: Triton, except where many queries or heads favour FlashMLA. Prefill: FlashMLA for 64 and 128 heads.
 
     Notes:
         The choice depends on shapes alone, so a captured graph keeps it and stays right for any lengths. It was
-        measured on an H200 (`docs/performance.md`), so the impl is for Hopper. With other head counts than FlashMLA is
-        compiled for, Triton was faster at every batch.
+        measured on an H200 (`docs/performance.md`), so the impl is for Hopper.
     """
 
     name = "mixed"
@@ -40,8 +39,10 @@ class MixedKernels(SplitAttentionImpl):
 
     @classmethod
     def attend_pages(cls, layer: AttentionLayer, q: Tensor, keys: list[PagedKeys], output: Tensor | None) -> Tensor:
-        width = sum(part.indices.shape[1] for part in keys)
-        flashmla = decodes_on_flashmla(q.shape[0], q.shape[1], width)
+        if keys[0].record.name == "fp8_v32":
+            flashmla = decodes_v32_on_flashmla(q.shape[0], q.shape[1])
+        else:
+            flashmla = decodes_on_flashmla(q.shape[0], q.shape[1], sum(part.indices.shape[1] for part in keys))
         return _kernels(flashmla).attend_pages(layer, q, keys, output)
 
     @classmethod
@@ -61,6 +62,14 @@ def decodes_on_flashmla(queries: int, heads: int, keys: int) -> bool:
         return False
     window, long = keys <= 128, keys > 2048
     return queries > (8 if window or long else 32)
+
+
+def decodes_v32_on_flashmla(queries: int, heads: int) -> bool:
+    """`decodes_on_flashmla` for V3.2's records, whose conversion costs Triton more: every query reads up to 2048.
+
+    Head counts that FlashMLA is not compiled for pay for padding, and win later.
+    """
+    return queries >= {64: 8, 128: 4}.get(heads, 32)
 
 
 def _kernels(flashmla: bool) -> type[SplitAttentionImpl]:

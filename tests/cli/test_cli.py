@@ -99,6 +99,7 @@ def test_info_json_names_every_backend_with_a_reason(capsys):
     assert {"reference"} <= {backend["name"] for backend in facts["backends"]}
     assert {"flashmla", "reference", "flashinfer"} <= {backend["name"] for backend in facts["v32_backends"]}
     assert all(backend["reason"] for backend in facts["backends"] + facts["v32_backends"])
+    assert {backend["backend"] for backend in facts["v32_backends"]} == {"FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE"}
     assert main(["info"]) == 0
     assert "reference" in capsys.readouterr().out
 

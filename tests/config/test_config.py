@@ -299,3 +299,18 @@ def test_replace_revalidates_and_refuses_unknown_keys():
         tiny.replace(index_topk=0, o_groups=3)
     with pytest.raises(ValueError, match="no such config keys: index_top_k"):
         tiny.replace(index_top_k=4)
+
+
+def test_a_ratio_of_1_is_explained():
+    """Other ports write 1 for layers without compression, and the tensors would then be missing."""
+    config = ModelConfig.from_preset("tiny")
+    ratios = [0, 1, 4, 1][: config.num_hidden_layers] + [0] * (config.num_hidden_layers - 4)
+    with pytest.warns(UserWarning, match=r"the compress ratio of layers \[1, 3\] is 1\..*one entry per token.*write 0"):
+        changed = config.replace(compress_ratios=ratios)
+    assert [spec.ratio for spec in changed.layers][:4] == [0, 1, 4, 1]
+
+
+def test_other_ratios_do_not_warn(recwarn):
+    for preset in ("tiny", "v4_flash", "v4_pro", "v32"):
+        ModelConfig.from_preset(preset)
+    assert not recwarn.list

@@ -339,7 +339,7 @@ assert not torch.cuda.is_available()
 for name in deepseek_attn.__all__:
     getattr(deepseek_attn, name)
 from deepseek_attn.impls import describe_impls, get_impl
-for name, usable, reason in describe_impls("cpu"):
+for name, _, usable, reason in describe_impls("cpu"):
     print("impl", name, usable, reason)
 assert get_impl("auto").supported(torch.device("cpu"))[0]
 runner = deepseek_attn.ModelRunner.from_config("tiny", layers=[1], max_model_len=64, max_num_seqs=1)

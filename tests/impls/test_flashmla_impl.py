@@ -88,7 +88,7 @@ def test_public_names_come_without_a_gpu():
 
 def test_a_cpu_gets_the_reference_and_says_why_not_flashmla():
     assert get_impl("auto", CPU) is DeepseekV4ReferenceSparseImpl
-    described = {name: (usable, reason) for name, usable, reason in describe_impls(CPU)}
+    described = {name: (usable, reason) for name, _, usable, reason in describe_impls(CPU)}
     assert described["flashmla"] == (False, "FlashMLA needs an NVIDIA GPU; the device is cpu")
     assert described["reference"][0]
     with pytest.raises(ValueError, match="backend 'flashmla' cannot run on cpu: FlashMLA needs an NVIDIA GPU"):
@@ -114,7 +114,7 @@ def test_auto_picks_flashmla_where_its_kernels_fit_the_layer(monkeypatch, spec, 
     monkeypatch.setattr(DeepseekV4TritonSparseImpl, "supported", refuse)
     flash_mla.flavour.cache_clear()
     assert get_impl("auto", GPU, spec).name == chosen
-    described = {name: (usable, why) for name, usable, why in describe_impls(GPU, spec)}
+    described = {name: (usable, why) for name, _, usable, why in describe_impls(GPU, spec)}
     assert described["flashmla"][0] == (chosen == "flashmla")
     assert reason in described["flashmla"][1]
     flash_mla.flavour.cache_clear()

@@ -8,8 +8,9 @@ import torch
 
 from deepseek_attn.impls import AttentionSpec, DeepseekV4MixedSparseImpl, flash_mla, get_impl
 from deepseek_attn.impls.flashmla import FlashMLAKernels
-from deepseek_attn.impls.mixed import decodes_on_flashmla
+from deepseek_attn.impls.mixed import decodes_on_flashmla, decodes_v32_on_flashmla
 from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl, TritonKernels
+from deepseek_attn.v32.backends import MixedMLASparseImpl
 
 GPU = torch.device("cuda")
 SPEC = AttentionSpec(64, 512)
@@ -70,11 +71,28 @@ def test_a_call_goes_to_one_kernel_with_all_its_arguments(monkeypatch, T, heads,
             record = classmethod(lambda cls, *args, impl=impl, method=method: calls.append((impl.name, method, args)))
             monkeypatch.setattr(impl, method, record)
     q, output, layer = torch.zeros(T, heads, 512), torch.zeros(T, heads, 512), object()
-    keys = [SimpleNamespace(indices=torch.zeros(T, 100)), SimpleNamespace(indices=torch.zeros(T, 28))]
+    record = SimpleNamespace(name="fp8_v4")
+    keys = [SimpleNamespace(record=record, indices=torch.zeros(T, width)) for width in (100, 28)]
     DeepseekV4MixedSparseImpl.attend_pages(layer, q, keys, output)
     assert calls == [(name, "attend_pages", (layer, q, keys, output))]
     DeepseekV4MixedSparseImpl.attend_rows(layer, q, q, 1, 2, output)
     assert calls[1] == ("flashmla" if heads in (64, 128) else "triton", "attend_rows", (layer, q, q, 1, 2, output))
+
+
+@pytest.mark.parametrize(("heads", "most"), [(16, 31), (64, 7), (100, 31), (128, 3)])
+def test_queries_of_v32_change_over_earlier(heads, most):
+    assert [decodes_v32_on_flashmla(T, heads) for T in (1, most, most + 1, 512)] == [False, False, True, True]
+
+
+def test_v32_records_have_a_rule_of_their_own(monkeypatch):
+    calls = []
+    for impl in (FlashMLAKernels, TritonKernels):
+        record = classmethod(lambda cls, *args, impl=impl: calls.append(impl.name))
+        monkeypatch.setattr(impl, "attend_pages", record)
+    for name in ("fp8_v4", "fp8_v32"):
+        keys = [SimpleNamespace(record=SimpleNamespace(name=name), indices=torch.zeros(40, 2048))]
+        MixedMLASparseImpl.attend_pages(object(), torch.zeros(40, 64, 576), keys, None)
+    assert calls == ["triton", "flashmla"]
 
 
 def test_heads_are_not_padded():
