@@ -72,7 +72,11 @@ def choose_config(T: int, H: int, dim: int, width: int, dtype: torch.dtype, hopp
         config = LaunchConfig(16, 16, 4, 1)
     elif gpu.capability[0] != 9:
         config = LaunchConfig(16, 32, 4, 2) if H <= 16 or dim > 512 else LaunchConfig(32, 32, 8, 2)
-    elif hopper and not small and dim <= 512:
+    elif hopper and dim > 512:
+        # at 1 query of 16 heads 9.7 us instead of 10.2; at 4 queries 13.2 instead of 12.1
+        one = T == 1 and H <= 16
+        config = LaunchConfig(16, 32, 4, 2, 128) if one else LaunchConfig(64, 64, 8, 1, hopper=True)
+    elif hopper and not small:
         config = LaunchConfig(64, 64, 8, 1, hopper=True)
     elif dim > 512:
         config = LaunchConfig(16, 32, 8, 1) if H <= 16 else LaunchConfig(64, 64, 8, 1, 128)

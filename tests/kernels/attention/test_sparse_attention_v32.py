@@ -25,11 +25,13 @@ from tests.support.tiers import tiered
 
 RECORD = Fp8DsMlaV32Record()
 SCALE = 576**-0.5
+PORTABLE = {"128 heads": (64, 128, False), "one query": (1, 16, True)}  # queries, heads; Hopper's kernel takes the keys
 
 
-@pytest.mark.parametrize("arch", on_gpus())
-def test_v32_entries_compile(arch):
-    config = choose_config(64, 128, 576, 2048, torch.bfloat16, False, GPU(CAPABILITIES[arch], 132))
+@pytest.mark.parametrize(("arch", "shape"), on_gpus(PORTABLE, PORTABLE))
+def test_v32_entries_compile(arch, shape):
+    T, H, hopper = PORTABLE[shape]
+    config = choose_config(T, H, 576, 2048, torch.bfloat16, hopper, GPU(CAPABILITIES[arch], 132))
     starts, widths = pieces(512, 576, config.piece)
     pointers = {"q_ptr": "*bf16", "pool0_ptr": "*u8", "pool1_ptr": "*u8", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
     pointers |= {"sink_ptr": "*fp32", "indices0_ptr": "*i32", "indices1_ptr": "*i32"}
@@ -42,6 +44,28 @@ def test_v32_entries_compile(arch):
     kernel = compiled(attend_kernel, pointers, constants, CAPABILITIES[arch], config.warps, config.stages)
     assert kernel.metadata.shared <= SHARED[arch] * 1024
     assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80")
+
+
+def v32_config(T, H, hopper=True):
+    return choose_config(T, H, 576, 2048, torch.bfloat16, hopper, GPU((9, 0), 132))
+
+
+@pytest.mark.parametrize(
+    ("T", "H", "splits"),
+    [(2, 16, 32), (8, 16, 16), (32, 16, 4), (128, 16, 1), (1, 64, 32), (8, 64, 16), (1, 128, 32), (4, 128, 16),
+     (8, 128, 8), (32, 128, 2), (128, 128, 1), (5000, 128, 1)],
+)  # fmt: skip
+def test_how_hopper_attends(T, H, splits):
+    """As measured on an H200: the warp-specialised kernel, in as many splits as multiprocessors run at once."""
+    config = v32_config(T, H)
+    assert config.hopper
+    assert config.splits == splits
+    assert T * -(-H // 64) * splits <= max(132, T * -(-H // 64))
+
+
+def test_one_query_of_few_heads_and_other_keys_stay_portable():
+    assert v32_config(1, 16) == LaunchConfig(16, 32, 4, 2, 128, 64)
+    assert not any(v32_config(T, H, hopper=False).hopper for T in (1, 8, 128) for H in (16, 128))
 
 
 @pytest.mark.parametrize(("nope", "split"), tiered([(512, True), (512, False), (256, True)], [(512, True)]))
@@ -133,8 +157,9 @@ def test_v32_pool_over_two_gib(gpu):
     check(run(q, pool), expected_of(q, pool), LIMIT[q.dtype])
 
 
-@pytest.mark.parametrize("H", [1, 70, 128])
-@pytest.mark.parametrize("config", HOPPER)
+@pytest.mark.parametrize(
+    ("config", "H"), tiered([(c, H) for c in HOPPER for H in (1, 70, 128)], [(HOPPER[0], 70), (HOPPER[2], 128)])
+)
 def test_the_hopper_kernel_of_other_sizes(gpu, config, H):
     """Heads and columns that fill no tile, one column, smaller latents, odd pages, rows that are parts of others."""
     skip_unless_it_runs(config)
