@@ -19,7 +19,6 @@ from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.impls import DEEPSEEK_V4_IMPLS, AttentionSpec, Impls, combine_phases, get_impl
 from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.impls.options import AttentionOptions
-from deepseek_attn.impls.prefill import default_workspace_rows, prefill_reads_pages, workspace_rows_per_request
 from deepseek_attn.kernels.common.dispatch import problem_on
 from deepseek_attn.kernels.indexer import MAX_TRITON_TOPK, TRITON_HEAD_DIM
 from deepseek_attn.layers.parallel import Parallel, check_split
@@ -66,7 +65,7 @@ class Family(ABC):
         self.numerics = numerics_for(config, numerics)
         self.spec = AttentionSpec.of(config, self.numerics, dtype, self.parallel.token_ranks)
         self.impl = self.choose_impl()
-        self.mixed = prefill_reads_pages(options.fp8_mode, self.spec)
+        self.mixed = options.prefill_reads_pages(self.spec)
 
     def choose_impl(self) -> type[SplitAttentionImpl] | None:
         """The impl that the options name; ValueError for one that is unknown or cannot run here."""
@@ -96,12 +95,8 @@ class Family(ABC):
         return self.model_class(context, layers, mtp=layers is None and not self.parallel.dp_attention)
 
     def workspace_rows(self, model: nn.Module, layout: CacheLayout) -> int:
-        """Rows of the prefill workspace; 0 where prefill reads pages. ValueError for options that cannot be."""
-        ratios = [spec.ratio for spec in layer_specs(model)]
-        self.options.check(0 if self.mixed else workspace_rows_per_request(ratios, layout), layout.max_model_len)
-        if self.mixed or self.impl is None:
-            return 0
-        return self.options.prefill_workspace_rows or default_workspace_rows(ratios, layout)
+        """Rows of the prefill workspace; see `AttentionOptions.workspace_rows`."""
+        return self.options.workspace_rows(self.spec, [spec.ratio for spec in layer_specs(model)], layout)
 
     def bind(self, model: nn.Module, pools: CachePools, workspace: Workspace) -> None:
         """Gives the layers their caches and reserves the largest workspace that any of them can need."""

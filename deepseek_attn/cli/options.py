@@ -26,6 +26,10 @@ def add_attention_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--backend", default="auto", help="attention impl: auto, or a name that `info` lists")
     for phase in ("decode", "prefill"):
         parser.add_argument(f"--{phase}-backend", metavar="BACKEND", help=f"impl of {phase} (default: --backend)")
+    add_prefill_options(parser)
+
+
+def add_prefill_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--fp8-mode",
         choices=("auto", "mixed", "separate"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from deepseek_attn.cli.options import add_limits, add_numerics_options, parse_bytes, show_bytes
+from deepseek_attn.cli.options import add_limits, add_numerics_options, add_prefill_options, parse_bytes, show_bytes
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -19,6 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add_numerics_options(parser)
     add_limits(parser)
+    add_prefill_options(parser)
     parser.add_argument(
         "--memory", metavar="BYTES", help="memory for caches and workspace, for instance 80GB: prints what fits"
     )
@@ -36,6 +37,7 @@ def collect(args: argparse.Namespace) -> dict:
     from deepseek_attn.config.model import ModelConfig
     from deepseek_attn.config.numerics import numerics_for
     from deepseek_attn.config.options import DEFAULT_MAX_MODEL_LEN, DTYPES, check_sizes, pick_device, pick_dtype
+    from deepseek_attn.impls.options import AttentionOptions
     from deepseek_attn.runner import planner
 
     config, device = ModelConfig.from_pretrained(args.model), pick_device(None)
@@ -48,8 +50,9 @@ def collect(args: argparse.Namespace) -> dict:
     def plan_for(max_model_len: int, max_num_seqs: int, kv_cache_bytes: int | None = None) -> planner.Plan:
         limits = (max_model_len, max_num_seqs, args.max_num_batched_tokens)
         return planner.make_plan(
-            config, numerics, dtype, *limits, max_snapshots=args.max_snapshots, kv_cache_bytes=kv_cache_bytes
-        )
+            config, numerics, dtype, *limits, max_snapshots=args.max_snapshots, kv_cache_bytes=kv_cache_bytes,
+            attention=AttentionOptions(fp8_mode=args.fp8_mode, prefill_workspace_rows=args.prefill_workspace_rows),
+        )  # fmt: skip
 
     plan = plan_for(length, args.max_num_seqs, args.kv_cache_bytes)
     facts = {

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.config.options import is_integer
+from deepseek_attn.impls.base import AttentionSpec, SparseMLAAttentionImpl
+from deepseek_attn.impls.prefill import prefill_reads_pages, workspace_rows_per_request
 
 FP8_MODES = ("auto", "mixed", "separate")
 
@@ -38,22 +42,33 @@ class AttentionOptions:
         """Every op runs in plain torch."""
         return self.phases == ("reference", "reference")
 
-    def check(self, rows_per_request: int, max_model_len: int) -> None:
-        """ValueError, with all problems, for options that no impl can follow.
+    def prefill_reads_pages(self, spec: AttentionSpec) -> bool:
+        """Whether prefill queries read cache pages in place, as decode queries do, instead of gathered rows."""
+        return prefill_reads_pages(self.fp8_mode, spec)
+
+    def workspace_rows(self, spec: AttentionSpec, ratios: Iterable[int], layout: CacheLayout) -> int:
+        """Rows of the prefill workspace; 0 where prefill reads pages.
 
         Args:
-            rows_per_request: rows that one request of ``max_model_len`` tokens may need.
+            ratios: of the layers.
+
+        Raises:
+            ValueError: with all problems, for options that no impl can follow.
         """
-        problems = []
+        ratios, rows, problems, least = list(ratios), self.prefill_workspace_rows, [], 0
         if self.fp8_mode not in FP8_MODES:
             problems.append(f"fp8_mode={self.fp8_mode!r}: supported are {', '.join(FP8_MODES)}")
-        rows = self.prefill_workspace_rows
+        elif spec.sparse and not self.prefill_reads_pages(spec):
+            least = workspace_rows_per_request(ratios, layout)
         if rows is not None and not is_integer(rows):
             problems.append(f"prefill_workspace_rows={rows!r}: must be an integer")
-        elif rows is not None and rows < rows_per_request:
+        elif rows is not None and rows < least:
             problems.append(
-                f"prefill_workspace_rows={rows}: one request of max_model_len={max_model_len} needs "
-                f"{rows_per_request}; raise it, lower max_model_len or max_num_batched_tokens, or take fp8_mode='mixed'"
+                f"prefill_workspace_rows={rows}: one request of max_model_len={layout.max_model_len} needs {least}; "
+                "raise it, lower max_model_len or max_num_batched_tokens, or take fp8_mode='mixed'"
             )
         if problems:
             raise ValueError("invalid options:\n  - " + "\n  - ".join(problems))
+        if not least:
+            return 0
+        return min(SparseMLAAttentionImpl.PREFILL_CHUNK_SIZE, layout.max_num_seqs) * least if rows is None else rows

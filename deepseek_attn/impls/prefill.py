@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.cache.layout import CacheLayout
-from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, SparseMLAAttentionImpl
+from deepseek_attn.impls.base import AttentionLayer, AttentionSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.attention import dequantize_and_gather_k_cache
 from deepseek_attn.kernels.indices import combine_topk_swa_indices
@@ -37,12 +37,6 @@ def workspace_rows_per_request(ratios: Iterable[int], layout: CacheLayout) -> in
     """Rows of gathered keys that one request of any length can need: its entries, its window and its new tokens."""
     entries = max(-(-layout.max_model_len // ratio) if ratio else 0 for ratio in ratios)
     return entries + (layout.window + layout.max_num_batched_tokens if layout.window else 0)
-
-
-def default_workspace_rows(ratios: Iterable[int], layout: CacheLayout) -> int:
-    """Rows of the prefill workspace: ``PREFILL_CHUNK_SIZE`` requests of full length, fewer if fewer run."""
-    requests = min(SparseMLAAttentionImpl.PREFILL_CHUNK_SIZE, layout.max_num_seqs)
-    return requests * workspace_rows_per_request(ratios, layout)
 
 
 @dataclass(frozen=True)

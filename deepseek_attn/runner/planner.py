@@ -21,9 +21,11 @@ from deepseek_attn.cache.layout import (
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.base import AttentionSpec
-from deepseek_attn.impls.prefill import default_workspace_rows, prefill_reads_pages
+from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.indexer import SCORE_BYTES
 from deepseek_attn.utils.workspace import aligned_bytes
+
+DEFAULT_ATTENTION = AttentionOptions()
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ def make_plan(
     max_rollback: int = 16,
     max_snapshots: int = 0,
     kv_cache_bytes: int | None = None,
+    attention: AttentionOptions = DEFAULT_ATTENTION,
 ) -> Plan:
     """Plan of a runner with the given limits; allocates nothing."""
     limits = (max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
@@ -117,7 +120,7 @@ def make_plan(
         layout,
         tuple(layers),
         layout.nbytes(),
-        workspace_bytes(config, numerics, dtype, layout),
+        workspace_bytes(config, numerics, dtype, layout, attention),
         index_logits_bytes(config, layout),
         sum(max_model_len * rope.dim * 4 for rope in ropes),
     )
@@ -138,12 +141,15 @@ def fixed_pages(pool: PoolSpec, layout: CacheLayout) -> int:
 
 
 def workspace_bytes(
-    config: AnyConfig, numerics: Numerics, dtype: torch.dtype, layout: CacheLayout, ranks: int = 1
+    config: AnyConfig,
+    numerics: Numerics,
+    dtype: torch.dtype,
+    layout: CacheLayout,
+    attention: AttentionOptions = DEFAULT_ATTENTION,
 ) -> int:
     """Rows that the keys of prefill requests are gathered to, and the buffer for selected entries."""
-    spec = AttentionSpec.of(config, numerics, dtype, ranks)
-    gathers = spec.sparse and not prefill_reads_pages("auto", spec)
-    rows = default_workspace_rows([layer.ratio for layer in config.all_layers], layout) if gathers else 0
+    spec = AttentionSpec.of(config, numerics, dtype)
+    rows = attention.workspace_rows(spec, [layer.ratio for layer in config.all_layers], layout)
     has_indexer = any(layer.has_indexer for layer in config.all_layers)
     buffer = layout.max_num_batched_tokens * config.index_topk * 4 if has_indexer else 0
     return aligned_bytes((rows, config.head_dim), dtype) + buffer

@@ -10,8 +10,10 @@ import torch
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import PRESETS, numerics_for
+from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.planner import largest, make_plan, sequences_that_fit, tokens_that_fit
+from deepseek_attn.utils.workspace import aligned_bytes
 
 LIMITS = {"max_model_len": 1031, "max_num_seqs": 3, "max_num_batched_tokens": 200}
 
@@ -131,3 +133,19 @@ def test_largest(bound, limit):
 def test_million_tokens_keep_index_scores_bounded():
     plan = make_plan(ModelConfig.from_preset("v4_pro"), PRESETS["serving"], torch.bfloat16, 1 << 20, 1, 8192)
     assert plan.index_logits <= 64 << 20
+
+
+@pytest.mark.parametrize(
+    "attention", [AttentionOptions(fp8_mode="mixed"), AttentionOptions(prefill_workspace_rows=2500)]
+)
+@pytest.mark.parametrize("preset", ["tiny", "tiny_v32"])
+def test_options_of_attention_change_the_workspace_as_in_a_runner(preset, attention):
+    config, sizes = ModelConfig.from_preset(preset), (1000, 3, 128)
+    plan = make_plan(config, PRESETS["exact"], torch.float32, *sizes, attention=attention)
+    runner = ModelRunner.from_config(
+        config, device="cpu", max_model_len=1000, max_num_seqs=3, max_num_batched_tokens=128,
+        fp8_mode=attention.fp8_mode, prefill_workspace_rows=attention.prefill_workspace_rows,
+    )  # fmt: skip
+    assert plan.workspace == runner.workspace.nbytes() + 128 * config.index_topk * 4
+    if attention.fp8_mode == "auto" and preset == "tiny":
+        assert runner.workspace.nbytes() == aligned_bytes((2500, config.head_dim), torch.float32)
