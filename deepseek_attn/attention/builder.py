@@ -25,7 +25,6 @@ from deepseek_attn.cache.layout import (
 from deepseek_attn.config.model import LayerSpec
 from deepseek_attn.config.v32 import V32LayerSpec
 from deepseek_attn.impls.metadata import (
-    DeepseekSparseMLAMetadata,
     DeepseekSparseSWAMetadata,
     FlashMLASparseMetadata,
     StepMetadata,
@@ -215,13 +214,12 @@ def add_pages(
             decode_swa_lens=indices.swa.lens,
         )
     for g in groups:
-        pages = FlashMLASparseMetadata(g.ratio, g.block_table, g.block_size, indices.compressed_slots[g.ratio])
-        if indices.swa is None:
-            step.sparse[g.ratio] = pages
-            continue
         entries = indices.entries.get(g.ratio)
-        step.sparse[g.ratio] = DeepseekSparseMLAMetadata(
-            **vars(pages),
+        step.sparse[g.ratio] = FlashMLASparseMetadata(
+            ratio=g.ratio,
+            block_table=g.block_table,
+            block_size=g.block_size,
+            slot_mapping=indices.compressed_slots[g.ratio],
             c128a_global_decode_topk_indices=None if entries is None else entries.indices.unsqueeze(1),
             c128a_decode_topk_lens=None if entries is None else entries.lens,
             c128a_prefill_topk_indices=prefill_entries.get(g.ratio),

@@ -39,24 +39,16 @@ class FlashMLASparseMetadata:
     Attributes:
         block_table: int32 ``[B, pages]``; block_size: entries per page.
         slot_mapping: int64 ``[T]``, the slot of the entry that a token completes; -1 if it completes none.
+        c128a_global_decode_topk_indices: int32 ``[Dt, 1, K']`` slots of every visible entry (layers without indexer).
+        c128a_decode_topk_lens: int32 ``[Dt]``.
+        c128a_prefill_topk_indices: int32 ``[Rt, K']`` entries 0..n-1, local to the request; None in a decode step. All
+            three are None where every layer has an indexer.
     """
 
     ratio: int
     block_table: Tensor
     block_size: int
     slot_mapping: Tensor
-
-
-@dataclass
-class DeepseekSparseMLAMetadata(FlashMLASparseMetadata):
-    """Compressed part of a V4 step, with the index rows of layers that read every entry.
-
-    Attributes:
-        c128a_global_decode_topk_indices: int32 ``[Dt, 1, K']`` slots of every visible entry (layers without indexer).
-        c128a_decode_topk_lens: int32 ``[Dt]``.
-        c128a_prefill_topk_indices: int32 ``[Rt, K']`` entries 0..n-1, local to the request; None in a decode step.
-    """
-
     c128a_global_decode_topk_indices: Tensor | None = None
     c128a_decode_topk_lens: Tensor | None = None
     c128a_prefill_topk_indices: Tensor | None = None

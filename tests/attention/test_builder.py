@@ -12,7 +12,7 @@ from deepseek_attn.attention.decode_builder import DecodeBatch, build_decode_met
 from deepseek_attn.cache.layout import STATE, WINDOW, entries_per_page, make_layout, ratio_group, state_rows
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import get_numerics
-from deepseek_attn.impls.metadata import DeepseekSparseMLAMetadata, DeepseekSparseSWAMetadata, StepMetadata
+from deepseek_attn.impls.metadata import DeepseekSparseSWAMetadata, FlashMLASparseMetadata, StepMetadata
 from deepseek_attn.kernels.insert import CompressBatch
 
 GARBAGE = 2**31 - 1  # page id of table entries that nothing may look at
@@ -417,7 +417,7 @@ FIELDS = {
     DeepseekSparseSWAMetadata: {
         "block_table", "slot_mapping", "block_size", "decode_swa_indices", "decode_swa_lens",
     },
-    DeepseekSparseMLAMetadata: {
+    FlashMLASparseMetadata: {
         "ratio", "block_table", "block_size", "slot_mapping", "c128a_global_decode_topk_indices",
         "c128a_decode_topk_lens", "c128a_prefill_topk_indices",
     },
