@@ -15,11 +15,14 @@ from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.attention import causal_attention
-from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.common.quant import QuantizedRows, decode_e8m0
 from deepseek_attn.kernels.indexer import IndexQueries, latent_queries
 from deepseek_attn.kernels.insert import CacheRows, LatentTokens, insert_latents
 from deepseek_attn.kernels.latent import (
+    WEIGHT_BLOCK,
     LatentQueries,
+    LatentWeight,
     ProjectedValues,
     absorb_queries,
     project_values,
@@ -75,7 +78,7 @@ class DeepseekV32MLAAttention(CheckpointModule):
         num_heads: heads of this rank; padded_heads: of the tensors handed to the impl.
         scale: softmax scale, YaRN's mscale included.
         W_UK: ``[num_heads, qk_nope_head_dim, kv_lora_rank]``, W_UV: ``[num_heads, v_head_dim, kv_lora_rank]``: the
-            halves of ``wkv_b``, set by `process_weights_after_loading`.
+            halves of ``wkv_b``, set by `process_weights_after_loading`; on a GPU FP8 where the checkpoint's are.
         input_linears: the projections of the layer's input, in the order of `InputProjections`.
         kv_cache: the layer's rows, set by `bind_caches`.
         indexer, impl: None for a dense layer, which runs in plain torch.
@@ -87,8 +90,8 @@ class DeepseekV32MLAAttention(CheckpointModule):
     swa_cache: None = None
     window_size = 0
     compress_ratio = 1
-    W_UK: Tensor
-    W_UV: Tensor
+    W_UK: LatentWeight
+    W_UV: LatentWeight
     kv_cache: Pool  # with the workspace, set by `bind_caches`
     workspace: Workspace
 
@@ -144,18 +147,34 @@ class DeepseekV32MLAAttention(CheckpointModule):
         return "reference" if self.impl is None else self.impl.name
 
     def process_weights_after_loading(self) -> None:
-        """Takes ``W_UK`` and ``W_UV`` out of ``wkv_b``, dequantised, and joins the weights of `input_linears`.
+        """Takes ``W_UK`` and ``W_UV`` out of ``wkv_b``, and joins the weights of `input_linears`.
 
-        A quantised weight is dequantised as the layer's result for the identity matrix, whose rows FP8 keeps exactly.
+        Where Triton runs, a weight whose blocks belong to one head's half each stays FP8: half the bytes of a decode
+        step. Any other is dequantised, as the layer's result for the identity matrix, whose rows FP8 keeps exactly.
         """
-        wkv_b, weight = self.wkv_b, self.wkv_b.weight.detach()
-        if wkv_b.scale is not None:
+        wkv_b, weight, scale = self.wkv_b, self.wkv_b.weight.detach(), self.wkv_b.scale
+        if scale is not None and runs_triton(weight) and self.keeps_fp8(weight):
+            weight, scale = weight.contiguous(), decode_e8m0(scale.detach())
+        elif scale is not None:
             with torch.no_grad():
                 weight = wkv_b(torch.eye(wkv_b.in_features, dtype=torch.float32, device=weight.device)).t()
-        per_head = weight.to(wkv_b.dtype).contiguous().view(self.num_heads, -1, self.value_dim)
-        self.W_UK, self.W_UV = per_head[:, : self.qk_nope_head_dim], per_head[:, self.qk_nope_head_dim :]
+            scale = None
+        self.W_UK, self.W_UV = self.halves(weight if scale is not None else weight.to(wkv_b.dtype).contiguous(), scale)
         wkv_b.weight = wkv_b.scale = None
         join_weights(self.input_linears)
+
+    def keeps_fp8(self, weight: Tensor) -> bool:
+        """Whether blocks of a quantised ``wkv_b`` are of one head's keys or values each."""
+        sizes = (self.qk_nope_head_dim, self.v_head_dim, self.value_dim)
+        return weight.dtype == torch.float8_e4m3fn and not any(size % WEIGHT_BLOCK for size in sizes)
+
+    def halves(self, weight: Tensor, scale: Tensor | None) -> tuple[LatentWeight, LatentWeight]:
+        """Views of ``wkv_b [num_heads * (nope + v_head_dim), kv_lora_rank]`` and of its scales: keys, values."""
+        nope, rows = self.qk_nope_head_dim, weight.unflatten(0, (self.num_heads, -1))
+        if scale is None:
+            return LatentWeight(rows[:, :nope]), LatentWeight(rows[:, nope:])
+        blocks, scales = nope // WEIGHT_BLOCK, scale.unflatten(0, (self.num_heads, -1))
+        return LatentWeight(rows[:, :nope], scales[:, :blocks]), LatentWeight(rows[:, nope:], scales[:, blocks:])
 
     def bind_caches(
         self,

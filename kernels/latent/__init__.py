@@ -2,7 +2,8 @@
 
 Both weights are halves of the checkpoint's ``kv_b_proj [heads, nope + v_head_dim, rank]``: with ``W_UK`` applied to the
 query and ``W_UV`` to the output, attention runs over cached latents ("absorbed"). With few tokens a launch reads its
-weight once, at memory speed; with many, cuBLAS multiplies.
+weight once, at memory speed; with many, cuBLAS multiplies. An FP8 weight stays FP8: launches for few tokens convert it
+in registers, cuBLAS is handed a plain copy that lives as long as the call.
 """
 
 from __future__ import annotations
@@ -10,9 +11,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.latent.types import LatentQueries, ProjectedValues
+from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK, LatentQueries, LatentWeight, ProjectedValues
 
-__all__ = ["LatentQueries", "ProjectedValues", "absorb_queries", "project_values", "project_values_quantized"]
+__all__ = [
+    "WEIGHT_BLOCK",
+    "LatentQueries",
+    "LatentWeight",
+    "ProjectedValues",
+    "absorb_queries",
+    "project_values",
+    "project_values_quantized",
+]
 
 
 def absorb_queries(queries: LatentQueries) -> Tensor:
@@ -34,13 +43,12 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
     return op(queries)
 
 
-def project_values(latents: Tensor, weight: Tensor) -> Tensor:
+def project_values(latents: Tensor, weight: LatentWeight) -> Tensor:
     """Values of attended latents, head by head: ``out[t, h] = W_UV[h] latents[t, h]``, summed in float32.
 
     Args:
         latents: ``[T, at least heads, rank]`` with contiguous channels; further heads (padding) are not read.
-        weight: ``W_UV [heads, v_head_dim, rank]`` in the dtype of ``latents``, any strides; on a GPU fastest with
-            contiguous ``rank`` channels, as the checkpoint has them.
+        weight: ``W_UV [heads, v_head_dim, rank]``, FP8 or in the dtype of ``latents``.
 
     Returns:
         ``[T, heads * v_head_dim]``, contiguous, in the dtype of ``latents``.
@@ -55,7 +63,7 @@ def project_values(latents: Tensor, weight: Tensor) -> Tensor:
     return op(latents, weight)
 
 
-def project_values_quantized(latents: Tensor, weight: Tensor, pow2_scales: bool = True) -> ProjectedValues:
+def project_values_quantized(latents: Tensor, weight: LatentWeight, pow2_scales: bool = True) -> ProjectedValues:
     """`project_values`, and ``kernels.linear.quantize_input(values, pow2_scales)`` where that needs no further launch.
 
     That is on a GPU with few tokens, if ``v_head_dim`` is 128: a head is then one group of channels.

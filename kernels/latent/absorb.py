@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepseek_attn.kernels.common.device import FLOATS, supports_pdl
+from deepseek_attn.kernels.common.device import FLOATS, has_native_fp8, supports_pdl
 from deepseek_attn.kernels.common.row_ops import row_block
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.latent.absorb_triton import (
@@ -20,13 +20,11 @@ from deepseek_attn.kernels.latent.absorb_triton import (
     rotate_queries_kernel,
 )
 from deepseek_attn.kernels.latent.reference import check_queries
-from deepseek_attn.kernels.latent.types import LatentQueries
+from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK, LatentQueries
+from deepseek_attn.kernels.latent.weights import dequantize_weight, fits_one_launch, scale_constants, stored_rows
 
-MAX_TOKENS = 64
-"""Tokens up to which one launch computes everything."""
 MAX_NOPE = 256
 """Channels without rotation that a program multiplies at once."""
-HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,8 @@ def absorb_queries(queries: LatentQueries, config: AbsorbConfig | None = None) -
     # cuBLAS writes into the rows of the result, and the rotation fills what is left of them
     heads, nope, rank = queries.weight.shape
     latents = out[:, :heads, :rank].transpose(0, 1)
-    torch.bmm(queries.q.unflatten(-1, (heads, -1))[..., :nope].transpose(0, 1), queries.weight, out=latents)
+    weight = dequantize_weight(queries.weight, out.dtype)
+    torch.bmm(queries.q.unflatten(-1, (heads, -1))[..., :nope].transpose(0, 1), weight, out=latents)
     rotate_queries_kernel[(len(out), triton.cdiv(out.shape[1], shape.BLOCK_H))](
         rows, SHAPE=shape, PADDED=out.shape[1] > heads, PDL=False, num_warps=4
     )
@@ -97,27 +96,31 @@ def absorb_launch(queries: LatentQueries, config: AbsorbConfig | None = None) ->
     rope = cos_sin.shape[1]
     if out is None:
         out = torch.empty(T, padded_heads, rank + rope, dtype=q.dtype, device=q.device)
-    few = config is not None or (T <= MAX_TOKENS and nope <= MAX_NOPE and q.dtype in HALVES)
+    few = config is not None or (nope <= MAX_NOPE and fits_one_launch(q, weight))
     config = config or choose_config(T)
+    if weight.scale is not None and config.rank > WEIGHT_BLOCK:
+        raise ValueError(f"a tile of an FP8 weight has one scale: up to {WEIGHT_BLOCK} latent channels, got {config}")
     dtype = TRITON_DTYPES[q.dtype]
     rows = AbsorbArguments(
-        q, q.stride(0), weight, cos_sin, cos_sin.shape[0], positions,
-        out, out.stride(0), out.stride(1), T, heads, padded_heads,
+        q, q.stride(0), stored_rows(weight), cos_sin, cos_sin.shape[0], positions,
+        out, out.stride(0), out.stride(1), T, heads, padded_heads, weight.scale,
     )  # fmt: skip
     shape = AbsorbShape(
         NOPE=nope,
-        NOPE_BLOCK=max(16, triton.next_power_of_2(nope)),
+        NOPE_BLOCK=max(16, triton.next_power_of_2(nope)) if weight.scale is None else WEIGHT_BLOCK,
         ROPE=rope,
         ROPE_BLOCK=row_block(rope, cos_sin),
         RANK=rank,
-        HEAD_STRIDE=weight.stride(0),
-        NOPE_STRIDE=weight.stride(1),
-        RANK_STRIDE=weight.stride(2),
+        HEAD_STRIDE=weight.rows.stride(0),
+        NOPE_STRIDE=weight.rows.stride(1),
+        RANK_STRIDE=weight.rows.stride(2),
         BLOCK_RANK=config.rank,
         BLOCK_T=config.tokens,
         BLOCK_H=8,
         DTYPE=dtype,
         DOT=tl.float32 if triton.knobs.runtime.interpret else dtype,
+        NATIVE_FP8=has_native_fp8(q.device),
+        **scale_constants(weight),
     )
     programs, token_blocks = padded_heads * triton.cdiv(rank, config.rank), triton.cdiv(T, config.tokens)
     return AbsorbLaunch(rows, shape, out, programs, token_blocks, config.warps, few)

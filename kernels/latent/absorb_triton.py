@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.row_ops import begin, rotated_rows, round_to, row_cos_sin
+from deepseek_attn.kernels.latent.weights_triton import block_scale, dequantized
 
 
 class AbsorbArguments(NamedTuple):
@@ -32,6 +33,7 @@ class AbsorbArguments(NamedTuple):
     tokens: int
     heads: int
     padded_heads: int
+    scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class AbsorbShape:
     """Constants: channels of a query's parts and of the latent, tiles of them and of tokens, and the dtype.
 
     Attributes:
-        HEAD_STRIDE, NOPE_STRIDE, RANK_STRIDE: of the weight.
+        NOPE_BLOCK: channels without rotation that are multiplied at once.
+        HEAD_STRIDE, NOPE_STRIDE, RANK_STRIDE: of the weight; SCALE_*_STRIDE: of its scale, if it is FP8.
         BLOCK_RANK: latent channels of a program; BLOCK_T: tokens; BLOCK_H: heads of a program that only rotates.
         DOT: dtype of the factors of products; that of the queries, but float32 in the interpreter.
     """
@@ -57,6 +60,11 @@ class AbsorbShape:
     BLOCK_H: int
     DTYPE: Any
     DOT: Any
+    FP8_WEIGHT: bool
+    SCALE_HEAD_STRIDE: int
+    SCALE_ROW_STRIDE: int
+    SCALE_RANK_STRIDE: int
+    NATIVE_FP8: bool
 
 
 @triton.jit
@@ -82,24 +90,40 @@ def absorb_head(program, token_block, rows, SHAPE: tl.constexpr, PDL: tl.constex
     """A block of latent channels of a head, for a block of tokens; the first block of a head also rotates."""
     RANK: tl.constexpr = SHAPE.RANK
     BLOCK_T: tl.constexpr = SHAPE.BLOCK_T
-    BLOCKS: tl.constexpr = (RANK + SHAPE.BLOCK_RANK - 1) // SHAPE.BLOCK_RANK
+    BLOCK_RANK: tl.constexpr = SHAPE.BLOCK_RANK
+    BLOCKS: tl.constexpr = (RANK + BLOCK_RANK - 1) // BLOCK_RANK
     head = program // BLOCKS
     block = program % BLOCKS
-    latent = block * SHAPE.BLOCK_RANK + tl.arange(0, SHAPE.BLOCK_RANK)
-    nope = tl.arange(0, SHAPE.NOPE_BLOCK)
+    latent = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
+    NOPE: tl.constexpr = SHAPE.NOPE
+    NOPE_BLOCK: tl.constexpr = SHAPE.NOPE_BLOCK
     # the weight depends on no kernel: it is loaded while the kernel before this one still runs
-    w_row = rows.weight + head.to(tl.int64) * SHAPE.HEAD_STRIDE + nope * SHAPE.NOPE_STRIDE
-    w_inside = (nope < SHAPE.NOPE)[:, None] & (latent < tl.where(head < rows.heads, RANK, 0))[None, :]
-    w = tl.load(w_row[:, None] + latent[None, :] * SHAPE.RANK_STRIDE, mask=w_inside, other=0)
+    weights = ()
+    for start in tl.static_range(0, NOPE, NOPE_BLOCK):
+        nope = start + tl.arange(0, NOPE_BLOCK)
+        w_row = rows.weight + head.to(tl.int64) * SHAPE.HEAD_STRIDE + nope * SHAPE.NOPE_STRIDE
+        w_inside = (nope < NOPE)[:, None] & (latent < tl.where(head < rows.heads, RANK, 0))[None, :]
+        weights += (tl.load(w_row[:, None] + latent[None, :] * SHAPE.RANK_STRIDE, mask=w_inside, other=0.0),)
+    if SHAPE.FP8_WEIGHT:
+        plain = ()
+        for start in tl.static_range(0, NOPE, NOPE_BLOCK):
+            scale = block_scale(rows.scale, head, start, block * BLOCK_RANK, head < rows.heads, SHAPE)
+            w = weights[start // NOPE_BLOCK]
+            plain += (dequantized(w, scale, SHAPE.DTYPE, SHAPE.DOT, SHAPE.NATIVE_FP8),)
+    else:
+        plain = weights
     if PDL:
         gdc_wait()
     token = token_block * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = token < rows.tokens
     t = token.to(tl.int64)
     q_row = rows.q + t * rows.q_stride + head * (SHAPE.NOPE + SHAPE.ROPE)
-    q_inside = (token < tl.where(head < rows.heads, rows.tokens, 0))[:, None] & (nope < SHAPE.NOPE)[None, :]
-    q = tl.load(q_row[:, None] + nope[None, :], mask=q_inside, other=0)
-    acc = tl.dot(tl.trans(w.to(SHAPE.DOT)), tl.trans(q.to(SHAPE.DOT)))
+    acc = tl.zeros((BLOCK_RANK, BLOCK_T), tl.float32)
+    for start in tl.static_range(0, NOPE, NOPE_BLOCK):
+        nope = start + tl.arange(0, NOPE_BLOCK)
+        q_inside = (token < tl.where(head < rows.heads, rows.tokens, 0))[:, None] & (nope < NOPE)[None, :]
+        q = tl.load(q_row[:, None] + nope[None, :], mask=q_inside, other=0)
+        acc = tl.dot(tl.trans(plain[start // NOPE_BLOCK].to(SHAPE.DOT)), tl.trans(q.to(SHAPE.DOT)), acc)
     out = rows.out + t * rows.out_stride + head * rows.out_head_stride
     stored = inside[:, None] & (latent < RANK)[None, :]
     tl.store(out[:, None] + latent[None, :], round_to(tl.trans(acc), SHAPE.DTYPE).to(SHAPE.DTYPE), mask=stored)

@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at
-from deepseek_attn.kernels.latent.types import LatentQueries, ProjectedValues
+from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK, LatentQueries, LatentWeight, ProjectedValues
+
+
+def dequantize_weight(weight: LatentWeight, dtype: torch.dtype) -> Tensor:
+    """``[heads, rows, rank]`` of ``dtype``: float32 products of values and their blocks' scales, rounded once."""
+    rows, scale = weight
+    if scale is None:
+        return rows
+    scale = scale.repeat_interleave(WEIGHT_BLOCK, 1).repeat_interleave(WEIGHT_BLOCK, 2)
+    return rows.float().mul_(scale).to(dtype)
 
 
 def absorb_queries(queries: LatentQueries) -> Tensor:
@@ -14,21 +23,22 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
     check_queries(queries)
     heads, nope, _ = queries.weight.shape
     q = apply_rope(queries.q.unflatten(-1, (heads, -1)), freqs_cis_at(queries.cos_sin, queries.positions))
-    latent = torch.bmm(q[..., :nope].transpose(0, 1), queries.weight).transpose(0, 1)
+    latent = torch.bmm(q[..., :nope].transpose(0, 1), dequantize_weight(queries.weight, q.dtype)).transpose(0, 1)
     rows = torch.cat([latent, q[..., nope:]], dim=-1)
     padding = queries.padded_heads - heads
     rows = torch.nn.functional.pad(rows, (0, 0, 0, padding)) if padding else rows
     return rows if queries.out is None else queries.out.copy_(rows)
 
 
-def project_values(latents: Tensor, weight: Tensor) -> Tensor:
+def project_values(latents: Tensor, weight: LatentWeight) -> Tensor:
     """See `kernels.latent.project_values`."""
     check_latents(latents, weight)
-    values = torch.bmm(latents[:, : len(weight)].transpose(0, 1), weight.transpose(1, 2))
+    w = dequantize_weight(weight, latents.dtype)
+    values = torch.bmm(latents[:, : len(w)].transpose(0, 1), w.transpose(1, 2))
     return values.transpose(0, 1).flatten(1)
 
 
-def project_values_quantized(latents: Tensor, weight: Tensor, pow2_scales: bool = True) -> ProjectedValues:
+def project_values_quantized(latents: Tensor, weight: LatentWeight, pow2_scales: bool = True) -> ProjectedValues:
     """See `kernels.latent.project_values_quantized`."""
     return ProjectedValues(project_values(latents, weight), None)
 
@@ -36,11 +46,7 @@ def project_values_quantized(latents: Tensor, weight: Tensor, pow2_scales: bool 
 def check_queries(queries: LatentQueries) -> None:
     """Raises ValueError unless queries, weight, table and positions fit together."""
     q, weight, cos_sin, positions, padded_heads, out = queries
-    if weight.dim() != 3 or weight.dtype != q.dtype or not q.is_floating_point():
-        raise ValueError(
-            f"weight must be [heads, nope, rank] in the dtype of q, got {tuple(weight.shape)} {weight.dtype} for "
-            f"{q.dtype}"
-        )
+    _check_weight("[heads, nope, rank] in the dtype of q", weight, q)
     (heads, nope, rank), rope = weight.shape, cos_sin.shape[1]
     if q.dim() != 2 or q.shape[1] != heads * (nope + rope) or q.stride(1) != 1 or padded_heads < heads:
         raise ValueError(
@@ -57,16 +63,31 @@ def check_queries(queries: LatentQueries) -> None:
         raise ValueError(f"out must be {shape} {q.dtype} with contiguous channels, got {tuple(out.shape)} {out.dtype}")
 
 
-def check_latents(latents: Tensor, weight: Tensor) -> None:
+def check_latents(latents: Tensor, weight: LatentWeight) -> None:
     """Raises ValueError unless latents have the heads and channels of the weight."""
-    if weight.dim() != 3 or weight.dtype != latents.dtype or not latents.is_floating_point():
-        raise ValueError(
-            f"weight must be [heads, v_head_dim, rank] in the dtype of the latents, got {tuple(weight.shape)} "
-            f"{weight.dtype} for {latents.dtype}"
-        )
+    _check_weight("[heads, v_head_dim, rank] in the dtype of the latents", weight, latents)
     heads, _, rank = weight.shape
     if latents.dim() != 3 or latents.shape[1] < heads or latents.shape[2] != rank or latents.stride(2) != 1:
         raise ValueError(
             f"latents must be [T, at least {heads}, {rank}] with contiguous channels, got {tuple(latents.shape)}, "
             f"strides {latents.stride()}"
+        )
+
+
+def _check_weight(expected: str, weight: LatentWeight, x: Tensor) -> None:
+    rows, scale = weight
+    if rows.dim() != 3 or not x.is_floating_point() or (scale is None and rows.dtype != x.dtype):
+        raise ValueError(
+            f"weight must be {expected}, or FP8 with block scales, got {tuple(rows.shape)} {rows.dtype} for {x.dtype}"
+        )
+    if scale is None:
+        return
+    heads, height, rank = rows.shape
+    grid = (heads, height // WEIGHT_BLOCK, rank // WEIGHT_BLOCK)
+    fits = not height % WEIGHT_BLOCK and not rank % WEIGHT_BLOCK and scale.shape == grid
+    if not fits or rows.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32:
+        raise ValueError(
+            f"an FP8 weight is float8_e4m3fn with rows and rank multiples of {WEIGHT_BLOCK} and a float32 scale per "
+            f"{WEIGHT_BLOCK} x {WEIGHT_BLOCK} of a head, got {tuple(rows.shape)} {rows.dtype} and {tuple(scale.shape)} "
+            f"{scale.dtype}; dequantise it"
         )

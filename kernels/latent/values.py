@@ -13,14 +13,11 @@ from deepseek_attn.kernels.common.device import FLOATS, fp8_view, has_native_fp8
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.latent.reference import check_latents
-from deepseek_attn.kernels.latent.types import ProjectedValues
+from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK, LatentWeight, ProjectedValues
 from deepseek_attn.kernels.latent.values_triton import ValueArguments, ValueShape, project_values_kernel
+from deepseek_attn.kernels.latent.weights import dequantize_weight, fits_one_launch, scale_constants, stored_rows
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP
 from deepseek_attn.kernels.linear.launch import empty_quantized_rows
-
-MAX_TOKENS = 64
-"""Tokens up to which one launch computes everything."""
-HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -41,9 +38,11 @@ class ValueConfig:
     stages: int = 3
 
 
-def choose_config(T: int, quantize: bool) -> ValueConfig:
+def choose_config(T: int, quantize: bool, fp8_weight: bool = False) -> ValueConfig:
     """For ``T`` tokens, the fastest measured on an H200: as many weights in flight as registers hold."""
     tokens = next(n for n in (8, 16, 32, 64) if n >= min(T, 64))
+    if fp8_weight:  # a tile has one scale; four are in flight
+        return ValueConfig(128, 128, tokens, 4, 8) if quantize else ValueConfig(64, 128, tokens, 4, 4)
     if quantize:
         return ValueConfig(128, 512, tokens, 1, 8) if tokens <= 32 else ValueConfig(128, 128, tokens, 4, 8)
     if tokens <= 16:
@@ -51,27 +50,25 @@ def choose_config(T: int, quantize: bool) -> ValueConfig:
     return ValueConfig(64, 128, tokens, 2 if tokens == 32 else 4, 4)
 
 
-def project_values(latents: Tensor, weight: Tensor, config: ValueConfig | None = None) -> Tensor:
+def project_values(latents: Tensor, weight: LatentWeight, config: ValueConfig | None = None) -> Tensor:
     """See `kernels.latent.project_values`; ``config`` overrides the choice of a launch."""
     return _project(latents, weight, None, config)
 
 
 def project_values_quantized(
-    latents: Tensor, weight: Tensor, pow2_scales: bool = True, config: ValueConfig | None = None
+    latents: Tensor, weight: LatentWeight, pow2_scales: bool = True, config: ValueConfig | None = None
 ) -> ProjectedValues:
     """See `kernels.latent.project_values_quantized`; ``config`` overrides the choice of a launch."""
     T, (heads, dim, _) = len(latents), weight.shape
     buffers = None
-    if dim == FP8_INPUT_GROUP and (config is not None or _in_one_launch(latents)):
+    if dim == FP8_INPUT_GROUP and (config is not None or fits_one_launch(latents, weight)):
         buffers = empty_quantized_rows(T, heads * dim, latents.device, pow2_scales)
     return ProjectedValues(_project(latents, weight, buffers, config), buffers)
 
 
-def _in_one_launch(latents: Tensor) -> bool:
-    return len(latents) <= MAX_TOKENS and latents.dtype in HALVES
-
-
-def _project(latents: Tensor, weight: Tensor, buffers: QuantizedRows | None, config: ValueConfig | None) -> Tensor:
+def _project(
+    latents: Tensor, weight: LatentWeight, buffers: QuantizedRows | None, config: ValueConfig | None
+) -> Tensor:
     check_latents(latents, weight)
     if latents.dtype not in FLOATS:
         raise ValueError(f"latents are float32, bfloat16 or float16, got {latents.dtype}")
@@ -79,12 +76,18 @@ def _project(latents: Tensor, weight: Tensor, buffers: QuantizedRows | None, con
     out = torch.empty(T, heads * dim, dtype=latents.dtype, device=latents.device)
     if not out.numel():
         return out
-    if config is None and not _in_one_launch(latents):
+    if config is None and not fits_one_launch(latents, weight):
         values = out.unflatten(1, (heads, dim)).transpose(0, 1)
-        torch.bmm(latents[:, :heads].transpose(0, 1), weight.transpose(1, 2), out=values)
+        plain = dequantize_weight(weight, latents.dtype)
+        torch.bmm(latents[:, :heads].transpose(0, 1), plain.transpose(1, 2), out=values)
         return out
-    config = config or choose_config(T, buffers is not None)
-    rows = ValueArguments(latents, latents.stride(0), latents.stride(1), weight, out, out.stride(0), T)
+    config = config or choose_config(T, buffers is not None, weight.scale is not None)
+    if weight.scale is not None and max(config.values, config.rank) > WEIGHT_BLOCK:
+        raise ValueError(f"a tile of an FP8 weight has one scale: up to {WEIGHT_BLOCK} x {WEIGHT_BLOCK}, got {config}")
+    stored = stored_rows(weight)
+    rows = ValueArguments(
+        latents, latents.stride(0), latents.stride(1), stored, out, out.stride(0), T, scale=weight.scale
+    )
     if buffers is not None:
         rows = rows._replace(
             fp8=fp8_view(buffers.values),
@@ -98,9 +101,9 @@ def _project(latents: Tensor, weight: Tensor, buffers: QuantizedRows | None, con
         V=dim,
         BLOCK_V=config.values,
         RANK=rank,
-        HEAD_STRIDE=weight.stride(0),
-        VALUE_STRIDE=weight.stride(1),
-        RANK_STRIDE=weight.stride(2),
+        HEAD_STRIDE=stored.stride(0),
+        VALUE_STRIDE=stored.stride(1),
+        RANK_STRIDE=stored.stride(2),
         BLOCK_RANK=config.rank,
         BLOCK_T=config.tokens,
         EARLY=min(config.early, blocks),
@@ -108,6 +111,7 @@ def _project(latents: Tensor, weight: Tensor, buffers: QuantizedRows | None, con
         POW2=buffers is not None and buffers.pow2_scales,
         DTYPE=dtype,
         DOT=tl.float32 if triton.knobs.runtime.interpret else dtype,
+        **scale_constants(weight),
     )
     pdl = supports_pdl(latents.device)
     project_values_kernel[(heads * triton.cdiv(dim, config.values), triton.cdiv(T, config.tokens))](

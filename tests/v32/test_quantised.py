@@ -10,6 +10,7 @@ import torch
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import get_numerics
+from deepseek_attn.v32 import attention
 from tests.support.oracle_v32 import NaiveOracle, Tensors, float32_weights
 from tests.support.small_models import assert_close, prompt
 from tests.support.v32_cases import make_runner, recorded, small
@@ -50,6 +51,24 @@ def test_quantised_numerics_round_where_they_say(model_type, numerics):
     assert distance(logits[0], exact.logits) > 0.05
     assert distance(logits[0], rounded.logits) < 0.002
     assert distance(drafts[0], rounded.mtp_logits) < 0.02
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("widths", [(128, 128, 128), (128, 256, 256), (64, 128, 128)])
+def test_absorbed_weights_stay_fp8_where_kernels_read_it(monkeypatch, widths, dtype):
+    """Equal to the bit to what dequantised ones give; blocks that lie in keys and values alike are dequantised."""
+    names = ("qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
+    config = small(index_topk=128, num_attention_heads=3, **dict(zip(names, widths, strict=True)))
+    source, tokens = RandomSource(config, 0), prompt(config, 30)
+    logits, kept = [], []
+    for runs in (False, True):
+        monkeypatch.setattr(attention, "runs_triton", lambda tensor, runs=runs: runs)
+        runner = make_runner(config, source, numerics="official", dtype=dtype)
+        logits.append(runner.score([tokens])[0])
+        layers = [m for m in runner.model.modules() if isinstance(m, attention.DeepseekV32MLAAttention)]
+        kept.append({half.scale is not None for layer in layers for half in (layer.W_UK, layer.W_UV)})
+    assert kept == [{False}, {widths[0] == 128}]
+    assert torch.equal(*logits)
 
 
 def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -10,7 +10,14 @@ from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.insert import CacheRows, IndexKeyRows, LatentTokens, insert_latents
 from deepseek_attn.kernels.insert import reference as insert_reference
-from deepseek_attn.kernels.latent import LatentQueries, absorb_queries, project_values, reference
+from deepseek_attn.kernels.latent import (
+    WEIGHT_BLOCK,
+    LatentQueries,
+    LatentWeight,
+    absorb_queries,
+    project_values,
+    reference,
+)
 
 HEADS, NOPE, ROPE, RANK, VALUES = 128, 128, 64, 512, 128  # of DeepSeek-V3.2
 Q_LORA, INDEX_DIM = 1536, 128
@@ -26,10 +33,12 @@ def cases(device: torch.device) -> list[OpCase]:
     return [make_case(T) for make_case in (_absorb, _project, _insert) for T in TOKENS]
 
 
-def _weight(outputs: int, device: torch.device, g: torch.Generator) -> torch.Tensor:
-    """A half of ``kv_b_proj``: rows of the other half lie between the heads."""
-    both = torch.randn(HEADS, NOPE + VALUES, RANK, device=device, generator=g) * RANK**-0.5
-    return both.bfloat16()[:, :outputs]
+def _weight(outputs: int, device: torch.device, g: torch.Generator) -> LatentWeight:
+    """A half of ``kv_b_proj`` as the checkpoint has it, FP8: rows of the other half lie between the heads."""
+    both = torch.randn(HEADS, NOPE + VALUES, RANK, device=device, generator=g).to(torch.float8_e4m3fn)
+    grid = (HEADS, (NOPE + VALUES) // WEIGHT_BLOCK, RANK // WEIGHT_BLOCK)
+    scale = torch.rand(grid, device=device, generator=g) * RANK**-0.5
+    return LatentWeight(both[:, :outputs], scale[:, : outputs // WEIGHT_BLOCK])
 
 
 def _table(device: torch.device, g: torch.Generator) -> torch.Tensor:
@@ -43,18 +52,18 @@ def _absorb(T: int) -> OpCase:
         positions = torch.randint(POSITIONS, (T,), device=device, generator=g)
         return (LatentQueries(q, _weight(NOPE, device, g), _table(device, g), positions, HEADS),)
 
-    size = 2 * HEADS * (NOPE * RANK + T * (NOPE + ROPE + RANK + ROPE)) + T * (4 * ROPE + 8)
+    size = HEADS * (NOPE * RANK + 2 * T * (NOPE + ROPE + RANK + ROPE)) + T * (4 * ROPE + 8)
     run = {"triton": absorb_queries, "torch": reference.absorb_queries}
     return OpCase("absorb_queries", f"V3.2 T={T}", make, run, size, 2 * T * HEADS * NOPE * RANK)
 
 
 def _project(T: int) -> OpCase:
-    def make(device: torch.device, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def make(device: torch.device, seed: int) -> tuple[torch.Tensor, LatentWeight]:
         g = torch.Generator(device).manual_seed(seed)
         latents = torch.randn(T, HEADS, RANK, device=device, generator=g).bfloat16()
         return latents, _weight(VALUES, device, g)
 
-    size = 2 * HEADS * (VALUES * RANK + T * (RANK + VALUES))
+    size = HEADS * (VALUES * RANK + 2 * T * (RANK + VALUES))
     run = {"triton": project_values, "torch": reference.project_values}
     return OpCase("project_values", f"V3.2 T={T}", make, run, size, 2 * T * HEADS * VALUES * RANK)
 

@@ -178,11 +178,12 @@ def test_with_the_heads_of_the_layer_in_one_launch(kernel, device, fmt, T):
         queries(heads, index._replace(q=q[:0], weights=weights[:0], positions=positions[:0]))
 
 
-@pytest.mark.parametrize("T", [0, 1, 9, 70])
+@pytest.mark.parametrize("T", [0, 1, 9, 70, 130])
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
 @pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
-def test_with_the_latent_queries_of_the_layer(request, device, triton, T):
+def test_with_the_latent_queries_of_the_layer(request, device, triton, fp8, T):
     """Few tokens in one launch, many in several: equal to the bit to what either op returns alone."""
-    from deepseek_attn.kernels.latent import LatentQueries
+    from deepseek_attn.kernels.latent import LatentQueries, LatentWeight
     from deepseek_attn.kernels.latent import reference as latent
 
     op, absorb, index_query = reference.latent_queries, latent.absorb_queries, reference.index_query
@@ -192,7 +193,11 @@ def test_with_the_latent_queries_of_the_layer(request, device, triton, T):
         from deepseek_attn.kernels.latent.absorb import absorb_queries as absorb
     q, weights, cos_sin, positions = make(T, 20, torch.float16, device)
     heads = torch.randn(T, 3 * 192, device=device).half()
-    queries = LatentQueries(heads, torch.randn(3, 128, 96, device=device).half(), cos_sin, positions, 5)
+    weight = LatentWeight(torch.randn(3, 128, 96, device=device).half())
+    if fp8:
+        rows = torch.randn(3, 128, 256, device=device).to(torch.float8_e4m3fn)
+        weight = LatentWeight(rows, torch.rand(3, 1, 2, device=device))
+    queries = LatentQueries(heads, weight, cos_sin, positions, 5)
     index = IndexQueryRows(q, weights, cos_sin, positions, 0.25, "fp8", half_split=True)
     got, index_queries = op(queries, index)
     assert torch.equal(got, absorb(queries))

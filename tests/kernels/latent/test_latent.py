@@ -1,12 +1,14 @@
 """Projections into and out of the latent space: torch reference against float64, Triton kernels against it."""
 
+import itertools
+import math
 import os
 
 import pytest
 import torch
 
 from deepseek_attn.kernels.common.quant import quantize_fp8
-from deepseek_attn.kernels.latent import LatentQueries, reference
+from deepseek_attn.kernels.latent import LatentQueries, LatentWeight, reference
 
 NAN = float("nan")
 POSITIONS = 70
@@ -31,20 +33,27 @@ def ops(request, device):
         pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
     from types import SimpleNamespace
 
-    from deepseek_attn.kernels.latent import absorb, values
+    from deepseek_attn.kernels.latent import absorb, values, weights
 
     return SimpleNamespace(
+        dequantize_weight=weights.dequantize_weight,
         absorb_queries=absorb.absorb_queries,
         project_values=values.project_values,
         project_values_quantized=values.project_values_quantized,
     )
 
 
+@pytest.fixture
+def dequantize(ops):
+    """`dequantize_weight` of the implementation under test."""
+    return ops.dequantize_weight
+
+
 def halves(shape, dtype, device, v=None):
-    """``W_UK [heads, nope, rank]`` and ``W_UV [heads, v, rank]``, views of one weight as the checkpoint has it."""
+    """Plain ``W_UK [heads, nope, rank]`` and ``W_UV [heads, v, rank]``, views of one weight as in a checkpoint."""
     heads, nope, _, rank, _ = SHAPES[shape]
     both = (torch.randn(heads, nope + (v or nope), rank, device=device) * rank**-0.5).to(dtype)
-    return both[:, :nope], both[:, nope:]
+    return LatentWeight(both[:, :nope]), LatentWeight(both[:, nope:])
 
 
 def make_queries(shape, dtype, device, T=9):
@@ -59,6 +68,7 @@ def make_queries(shape, dtype, device, T=9):
 def expected_queries(queries):
     """Float64, head by head and pair by pair."""
     q, weight, table, positions, padded, _ = (x.double().cpu() if torch.is_tensor(x) else x for x in queries)
+    weight = reference.dequantize_weight(weight, queries.q.dtype).double().cpu()
     (heads, nope, rank), rope = weight.shape, table.shape[1]
     out = torch.zeros(len(q), padded, rank + rope, dtype=torch.float64)
     for t in range(len(q)):
@@ -89,7 +99,7 @@ def test_queries(ops, device, shape, dtype, T):
         dtype,
     )
     close(got, expected_queries(queries))
-    assert got[:, len(queries.weight) :].eq(0).all()
+    assert got[:, queries.weight.shape[0] :].eq(0).all()
 
 
 @pytest.mark.parametrize("T", [5, 130])
@@ -106,20 +116,20 @@ def test_queries_are_written_to_a_given_buffer(ops, device, T):
 def test_any_strides_of_the_weights(ops, device, T):
     """The layout of `MLAAbsorption`, ``[rank, heads, channels]``, gives what the checkpoint's gives."""
     queries = make_queries("V3.2", torch.float16, device, T)
-    other = queries.weight.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    close(ops.absorb_queries(queries._replace(weight=other)), ops.absorb_queries(queries).double().cpu())
+    other = queries.weight.rows.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    close(ops.absorb_queries(queries._replace(weight=LatentWeight(other))), ops.absorb_queries(queries).double().cpu())
     latents, weight = torch.randn(T, 4, 512, device=device).half(), halves("V3.2", torch.float16, device)[1]
-    other = weight.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    close(ops.project_values(latents, other), ops.project_values(latents, weight).double().cpu())
+    other = weight.rows.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    close(ops.project_values(latents, LatentWeight(other)), ops.project_values(latents, weight).double().cpu())
 
 
 def test_no_rank_is_left_out(ops, device):
     """A single weight reaches a single output."""
     queries = make_queries("odd", torch.float16, device, T=2)
     for nope, latent in ((0, 39), (19, 0)):
-        weight = torch.zeros_like(queries.weight)
+        weight = torch.zeros_like(queries.weight.rows)
         weight[1, nope, latent] = 2
-        got = ops.absorb_queries(queries._replace(weight=weight))[..., :40]
+        got = ops.absorb_queries(queries._replace(weight=LatentWeight(weight)))[..., :40]
         expected = torch.zeros_like(got)
         expected[:, 1, latent] = 2 * queries.q[:, 26 + nope]
         assert torch.equal(got, expected)
@@ -135,7 +145,7 @@ def test_values(ops, device, shape, dtype, T):
     weight = halves(shape, dtype, device, v=48)[1]
     got = ops.project_values(latents, weight)
     assert (got.shape, got.dtype) == ((T, heads * 48), dtype)
-    expected = (latents[:, :heads, None].double() * weight.double()).sum(-1)
+    expected = (latents[:, :heads, None].double() * weight.rows.double()).sum(-1)
     close(got.unflatten(1, (heads, 48)), expected.cpu())
 
 
@@ -145,9 +155,10 @@ def test_values(ops, device, shape, dtype, T):
 def test_values_are_also_quantised(ops, device, dtype, T, pow2):
     latents = (torch.randn(T, 5, 512, device=device) * torch.logspace(-3, 2, T, device=device)[:, None, None]).to(dtype)
     latents[0, 1] = 0
-    weight = halves("V3.2", dtype, device, v=128)[1][:3]
+    weight = halves("V3.2", dtype, device, v=128)[1]
+    weight = LatentWeight(weight.rows[:3])
     values, quantized = ops.project_values_quantized(latents, weight, pow2)
-    close(values.unflatten(1, (3, 128)), (latents[:, :3, None].double() * weight.double()).sum(-1).cpu())
+    close(values.unflatten(1, (3, 128)), (latents[:, :3, None].double() * weight.rows.double()).sum(-1).cpu())
     if quantized is None:
         assert ops is reference or T > 64
         return
@@ -159,7 +170,8 @@ def test_values_are_also_quantised(ops, device, dtype, T, pow2):
 
 
 def test_values_that_are_not_finite_stay_visible(ops, device):
-    latents, weight = torch.randn(7, 5, 512, device=device).half(), halves("V3.2", torch.float16, device, v=128)[1][:3]
+    latents, weight = torch.randn(7, 5, 512, device=device).half(), halves("V3.2", torch.float16, device, v=128)[1]
+    weight = LatentWeight(weight.rows[:3])
     latents[2, 2, 100], latents[4, 0, 7], latents[5, 3] = NAN, float("inf"), NAN
     values, quantized = ops.project_values_quantized(latents, weight)
     values = values.unflatten(1, (3, 128))
@@ -195,7 +207,7 @@ def test_no_tokens(ops, device):
 def test_refuses():
     queries = make_queries("odd", torch.bfloat16, "cpu")
     wrong = {
-        "weight must be .heads, nope, rank. in the dtype of q": {"weight": queries.weight.float()},
+        "weight must be .heads, nope, rank. in the dtype of q": {"weight": LatentWeight(queries.weight.rows.float())},
         "need q .T, 3 . .20 . 6.": {"q": queries.q[:, :-1]},
         "padded_heads >= 3": {"padded_heads": 2},
         "9 positions": {"positions": queries.positions[:8]},
@@ -204,11 +216,102 @@ def test_refuses():
     for message, change in wrong.items():
         with pytest.raises(ValueError, match=message):
             reference.absorb_queries(queries._replace(**change))
-    latents, weight = torch.zeros(2, 3, 40), torch.zeros(3, 8, 40)
+    latents, weight = torch.zeros(2, 3, 40), LatentWeight(torch.zeros(3, 8, 40))
     for message, arguments in {
-        "weight must be .heads, v_head_dim, rank.": (latents, weight.half()),
+        "weight must be .heads, v_head_dim, rank.": (latents, LatentWeight(weight.rows.half())),
         "latents must be .T, at least 3, 40.": (latents[:, :2], weight),
         "with contiguous channels": (latents.transpose(1, 2).contiguous().transpose(1, 2), weight),
     }.items():
         with pytest.raises(ValueError, match=message):
             reference.project_values(*arguments)
+
+
+# --- FP8 weights with block scales ---
+
+# heads, channels without rotation, rotated ones, latent ones, padded heads, value channels
+FP8_SHAPES = {
+    "V3.2": (3, 128, 64, 512, 5, 128),
+    "two blocks": (2, 256, 32, 128, 2, 256),
+    "alone": (1, 128, 8, 256, 4, 384),
+}
+
+
+def fp8_halves(shape, device, scales=(-6, 3)):
+    """Every e4m3 number but NaN, under scales over many binades that are no powers of two, apart in one tensor."""
+    heads, nope, _, rank, _, v = FP8_SHAPES[shape]
+    codes = torch.randint(0, 256, (heads, nope + v, rank), dtype=torch.uint8)
+    codes[codes % 128 == 127] = 0
+    rows = codes.to(device).view(torch.float8_e4m3fn)
+    grid = (heads, (nope + v) // 128, rank // 128)
+    scale = (torch.rand(grid) + 0.5) * torch.logspace(*scales, math.prod(grid)).view(grid)
+    scale = scale.to(device)
+    return LatentWeight(rows[:, :nope], scale[:, : nope // 128]), LatentWeight(rows[:, nope:], scale[:, nope // 128 :])
+
+
+def by_hand(weight, dtype):
+    """The plain weight, block by block."""
+    rows, scale = weight.rows.float(), weight.scale
+    out = torch.full_like(rows, NAN)
+    for h, i, j in itertools.product(*map(range, scale.shape)):
+        block = h, slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+        out[block] = rows[block] * scale[h, i, j]
+    return LatentWeight(out.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", FP8_SHAPES)
+def test_fp8_weights_stand_for_plain_ones(dequantize, device, shape, dtype):
+    for weight in fp8_halves(shape, device, (-6, 1)):
+        assert torch.equal(dequantize(weight, dtype), by_hand(weight, dtype).rows)
+
+
+@pytest.mark.parametrize("T", [1, 9, 40, 70, 130])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", FP8_SHAPES)
+def test_fp8_weights_give_what_plain_ones_give(ops, device, shape, dtype, T):
+    """Against float64 sums over the plain weights."""
+    heads, nope, rope, rank, padded, v = FP8_SHAPES[shape]
+    keys, values = fp8_halves(shape, device, (-4, -3))
+    angles = torch.rand(POSITIONS, rope // 2, device=device) * 6
+    table = torch.cat([angles.cos(), angles.sin()], 1)
+    positions = torch.randint(POSITIONS, (T,), device=device)
+    q = torch.randn(T, heads * (nope + rope), device=device).to(dtype)
+    queries = LatentQueries(q, keys, table, positions, padded)
+    got = ops.absorb_queries(queries)
+    close(got, expected_queries(queries._replace(weight=by_hand(keys, dtype))))
+    assert got[:, heads:].eq(0).all()
+    latents = torch.full((T, padded, rank), NAN, device=device).to(dtype)
+    latents[:, :heads] = torch.randn(T, heads, rank, device=device).to(dtype)
+    expected = (latents[:, :heads, None].double() * by_hand(values, dtype).rows.double()).sum(-1).cpu()
+    close(ops.project_values(latents, values).unflatten(1, (heads, v)), expected)
+    projected, quantized = ops.project_values_quantized(latents, values)
+    close(projected.unflatten(1, (heads, v)), expected)
+    if quantized is not None:
+        codes, scale = quantize_fp8(projected, 128)
+        assert torch.equal(quantized.values.view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(quantized.scale, scale)
+
+
+def test_a_nan_of_an_fp8_weight_stays_visible(ops, device):
+    values = fp8_halves("V3.2", device, (-4, -3))[1]
+    values.rows.view(torch.uint8)[1, 70, 300] = 0x7F
+    values.scale[2, 0, 1] = NAN
+    out = ops.project_values(torch.ones(3, 3, 512, device=device).bfloat16(), values).unflatten(1, (3, 128))
+    hurt = torch.zeros(3, 3, 128, dtype=torch.bool, device=device)
+    hurt[:, 1, 70] = hurt[:, 2] = True
+    assert torch.equal(out.isnan(), hurt)
+
+
+def test_refuses_fp8_weights_with_other_blocks():
+    weight = fp8_halves("V3.2", "cpu")[1]
+    latents = torch.zeros(2, 3, 512)
+    for wrong in (
+        weight._replace(scale=weight.scale[:, :, :3]),
+        weight._replace(scale=weight.scale.double()),
+        weight._replace(rows=weight.rows.view(torch.uint8)),
+        LatentWeight(weight.rows[:, :100], weight.scale),
+    ):
+        with pytest.raises(ValueError, match="an FP8 weight is float8_e4m3fn with rows and rank multiples of 128"):
+            reference.project_values(latents, wrong)
+    with pytest.raises(ValueError, match=r"weight must be .heads, v_head_dim, rank."):
+        reference.project_values(latents, LatentWeight(weight.rows))

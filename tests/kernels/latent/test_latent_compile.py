@@ -1,6 +1,8 @@
 """The kernels of latent projections compile for every GPU generation, on any machine."""
 
+import itertools
 import os
+import re
 
 import pytest
 import torch
@@ -8,8 +10,9 @@ import torch
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.indexer import IndexQueryRows, query
-from deepseek_attn.kernels.latent import LatentQueries, absorb, values
-from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu
+from deepseek_attn.kernels.latent import LatentQueries, LatentWeight, absorb, values, weights
+from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu, ptxas_report
+from tests.support.tiers import tiered
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
 
@@ -18,51 +21,95 @@ def of(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def half(heads, fp8, part):
+    """A half of V3.2's ``kv_b_proj``."""
+    both = of(heads, 256, 512, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    scale = of(heads, 2, 4, dtype=torch.float32)[:, part : part + 1] if fp8 else None
+    return LatentWeight(both[:, 128 * part : 128 * part + 128], scale)
+
+
 # tokens, and how many heads
 STEPS = {"decode": (1, 128), "batch": (64, 128), "tensor parallel": (8, 16), "prefill": (300, 96)}
 
 
 @pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["decode", "prefill"]))
-def test_absorb_queries(monkeypatch, arch, step):
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+def test_absorb_queries(monkeypatch, arch, step, fp8):
     pass_for_gpu(monkeypatch, CAPABILITIES[arch])
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out: out)
     tokens, heads = STEPS[step]
     queries = LatentQueries(
-        of(tokens, heads * 192), of(heads, 256, 512)[:, :128], of(4096, 64, dtype=torch.float32),
+        of(tokens, heads * 192), half(heads, fp8, 0), of(4096, 64, dtype=torch.float32),
         of(tokens, dtype=torch.int64), 128,
     )  # fmt: skip
-    found = compiled_launches(monkeypatch, [absorb], arch, lambda: absorb.absorb_queries(queries))
+    found = compiled_launches(monkeypatch, [absorb, weights], arch, lambda: absorb.absorb_queries(queries))
     few = step != "prefill"
-    assert list(found) == ["absorb_queries_kernel" if few else "rotate_queries_kernel"]
-    (kernel,) = found.popitem()[1]
+    names = ["absorb_queries_kernel"] if few else ["dequantize_kernel"] * fp8 + ["rotate_queries_kernel"]
+    assert list(found) == names
+    (kernel,) = found[names[0]]
+    if fp8:
+        assert_reads_fp8(kernel, arch)
     if arch == "sm90" and few:
         loads, wait = kernel.asm["ptx"].index("ld.global"), kernel.asm["ptx"].index("griddepcontrol.wait")
         assert loads < wait, "weights are loaded before the previous kernel has ended"
 
 
+def assert_reads_fp8(kernel, arch):
+    """16 bytes at a time; converted by the GPU where it can."""
+    assert re.search(r"ld\.global[.\w:]*\.v4\.b32", kernel.asm["ptx"])
+    assert ("e4m3x2" in kernel.asm["ptx"]) == (arch != "sm80")
+
+
 @pytest.mark.parametrize("arch", on_gpus())
-def test_latent_queries(monkeypatch, arch):
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+def test_latent_queries(monkeypatch, arch, fp8):
     pass_for_gpu(monkeypatch, CAPABILITIES[arch])
     table, positions = of(4096, 64, dtype=torch.float32), of(8, dtype=torch.int64)
-    queries = LatentQueries(of(8, 128 * 192), of(128, 256, 512)[:, :128], table, positions, 128)
-    weights = of(8, 64, dtype=torch.float32)
-    index = IndexQueryRows(of(8, 64 * 128), weights, table, positions, 0.1, "fp8", half_split=True)
+    queries = LatentQueries(of(8, 128 * 192), half(128, fp8, 0), table, positions, 128)
+    index_weights = of(8, 64, dtype=torch.float32)
+    index = IndexQueryRows(of(8, 64 * 128), index_weights, table, positions, 0.1, "fp8", half_split=True)
     found = compiled_launches(monkeypatch, [query], arch, lambda: query.latent_queries(queries, index))
     (kernel,) = found["latent_queries_kernel"]
     assert kernel.asm["ptx"].count("griddepcontrol.wait") == (2 if CAPABILITIES[arch] >= (9, 0) else 0)
 
 
 @pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["decode"]))
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("quantize", [True, False], ids=["quantised", "plain"])
-def test_project_values(monkeypatch, arch, step, quantize):
+def test_project_values(monkeypatch, arch, step, quantize, fp8):
     pass_for_gpu(monkeypatch, CAPABILITIES[arch])
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out: out)
     tokens, heads = STEPS[step]
     op = values.project_values_quantized if quantize else values.project_values
-    call = lambda: op(of(tokens, 128, 512), of(heads, 256, 512)[:, 128:])  # noqa: E731
-    found = compiled_launches(monkeypatch, [values], arch, call)
+    call = lambda: op(of(tokens, 128, 512), half(heads, fp8, 1))  # noqa: E731
+    found = compiled_launches(monkeypatch, [values, weights], arch, call)
     if step == "prefill":
-        assert not found
+        assert list(found) == ["dequantize_kernel"] * fp8
         return
     (kernel,) = found["project_values_kernel"]
-    assert ("e4m3" in kernel.asm["ptx"]) == (quantize and arch != "sm80")
+    assert ("e4m3" in kernel.asm["ptx"]) == ((quantize or fp8) and arch != "sm80")
+    if fp8:
+        assert_reads_fp8(kernel, arch)
     if arch == "sm90":
         assert kernel.asm["ptx"].index("ld.global") < kernel.asm["ptx"].index("griddepcontrol.wait")
+
+
+@pytest.mark.parametrize("T", tiered([1, 8, 16, 32, 64, 128], [128]))
+def test_every_tile_for_hopper(monkeypatch, T, tmp_path):
+    """Weights that wait in registers for the previous kernel are not spilled."""
+    pass_for_gpu(monkeypatch, CAPABILITIES["sm90"])
+    queries = LatentQueries(
+        of(T, 128 * 192), half(128, True, 0), of(4096, 64, dtype=torch.float32), of(T, dtype=torch.int64), 128
+    )
+    latents, weight = of(T, 128, 512), half(128, True, 1)
+
+    def call():
+        absorb.absorb_queries(queries)
+        values.project_values(latents, weight)
+        values.project_values_quantized(latents, weight)
+
+    found = compiled_launches(monkeypatch, [absorb, values, weights], "sm90", call)
+    assert list(found) == ["absorb_queries_kernel", "project_values_kernel"]
+    for kernel in itertools.chain(*found.values()):
+        report = ptxas_report(kernel, tmp_path)
+        assert " 0 bytes spill stores" in report, report
