@@ -10,6 +10,8 @@ import torch
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import get_numerics
+from deepseek_attn.kernels.common.quant import dequantize_fp8_block
+from deepseek_attn.kernels.latent.reference import dequantize_weight
 from deepseek_attn.v32 import attention
 from tests.support.oracle_v32 import NaiveOracle, Tensors, float32_weights
 from tests.support.small_models import assert_close, prompt
@@ -69,6 +71,16 @@ def test_absorbed_weights_stay_fp8_where_kernels_read_it(monkeypatch, widths, dt
         kept.append({half.scale is not None for layer in layers for half in (layer.W_UK, layer.W_UV)})
     assert kept == [{False}, {widths[0] == 128}]
     assert torch.equal(*logits)
+
+
+def test_halves_of_a_quantised_weight_keep_their_scales():
+    config = small(qk_nope_head_dim=128, v_head_dim=256, kv_lora_rank=256, num_attention_heads=3, index_topk=128)
+    layer = next(m for m in make_runner(config).model.modules() if isinstance(m, attention.DeepseekV32MLAAttention))
+    weight, scale = torch.randn(3 * 384, 256).to(torch.float8_e4m3fn), torch.rand(9, 2)
+    expected = dequantize_fp8_block(weight, scale).view(3, 384, 256).split([128, 256], 1)
+    for half, plain in zip(layer.halves(weight, scale), expected, strict=True):
+        assert half.rows.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+        assert torch.equal(dequantize_weight(half, torch.float32), plain)
 
 
 def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:

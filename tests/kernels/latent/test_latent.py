@@ -9,6 +9,7 @@ import torch
 
 from deepseek_attn.kernels.common.quant import quantize_fp8
 from deepseek_attn.kernels.latent import LatentQueries, LatentWeight, reference
+from tests.support.tiers import tiered
 
 NAN = float("nan")
 POSITIONS = 70
@@ -265,9 +266,12 @@ def test_fp8_weights_stand_for_plain_ones(dequantize, device, shape, dtype):
         assert torch.equal(dequantize(weight, dtype), by_hand(weight, dtype).rows)
 
 
-@pytest.mark.parametrize("T", [1, 9, 40, 70, 130])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", FP8_SHAPES)
+FP8_CASES = list(itertools.product(FP8_SHAPES, [torch.bfloat16, torch.float16], [1, 9, 40, 70, 130]))
+FP8_MAIN = [("V3.2", torch.bfloat16, 1), ("V3.2", torch.float16, 70), ("V3.2", torch.bfloat16, 130),
+            ("two blocks", torch.bfloat16, 9), ("alone", torch.float16, 40)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "dtype", "T"), tiered(FP8_CASES, FP8_MAIN))
 def test_fp8_weights_give_what_plain_ones_give(ops, device, shape, dtype, T):
     """Against float64 sums over the plain weights."""
     heads, nope, rope, rank, padded, v = FP8_SHAPES[shape]
