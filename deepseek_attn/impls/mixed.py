@@ -69,7 +69,7 @@ def decodes_v32_on_flashmla(queries: int, heads: int) -> bool:
 
     Head counts that FlashMLA is not compiled for pay for padding, and win later.
     """
-    return queries >= {64: 8, 128: 4}.get(heads, 32)
+    return queries >= {64: 8, 128: 2}.get(heads, 32)
 
 
 def _kernels(flashmla: bool) -> type[SplitAttentionImpl]:

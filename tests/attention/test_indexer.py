@@ -7,7 +7,6 @@ from deepseek_attn.attention import indexer
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.kernels.common.dispatch import reference_ops, runs_triton
 from deepseek_attn.runner.model_runner import ModelRunner
-from deepseek_attn.v32 import indexer as v32_indexer
 
 NUMERICS = ["exact", "official", "serving"]
 
@@ -19,9 +18,9 @@ def gpu(device):
     return device
 
 
-def compare(selections, module, monkeypatch):
+def compare(selections, monkeypatch):
     """Selects twice at every call, in Triton and in plain torch, and keeps both selections."""
-    original = module.index_select
+    original = indexer.index_select
 
     def both(queries, keys, num_visible, k, width, out, *slots):
         assert runs_triton(queries.q)
@@ -30,7 +29,7 @@ def compare(selections, module, monkeypatch):
             plain = original(queries, keys, num_visible, k, width)
         selections.append((out.clone(), plain))
 
-    monkeypatch.setattr(module, "index_select", both)
+    monkeypatch.setattr(indexer, "index_select", both)
 
 
 def check(selections):
@@ -48,10 +47,10 @@ def check(selections):
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)
-@pytest.mark.parametrize(("preset", "module"), [("tiny", indexer), ("tiny_v32", v32_indexer)])
-def test_prefills_and_decodes_together(gpu, preset, module, numerics, monkeypatch):
+@pytest.mark.parametrize("preset", ["tiny", "tiny_v32"])
+def test_prefills_and_decodes_together(gpu, preset, numerics, monkeypatch):
     selections = []
-    compare(selections, module, monkeypatch)
+    compare(selections, monkeypatch)
     config = ModelConfig.from_preset(preset)
     options = {"max_model_len": 1200, "max_num_seqs": 8, "max_num_batched_tokens": 1024, "cuda_graphs": False}
     runner = ModelRunner.from_config(config, device=gpu, numerics=numerics, **options)

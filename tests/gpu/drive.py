@@ -54,7 +54,7 @@ class Limits:
 
     layer: float
     keys: float = 5e-2
-    selected: float = 3e-2
+    selected: float = 4e-2
     attention: float = LIMIT
 
 

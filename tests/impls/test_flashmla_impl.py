@@ -11,6 +11,7 @@ from deepseek_attn.config.numerics import PRESETS
 from deepseek_attn.impls import (
     AttentionSpec,
     DeepseekV4FlashMLASparseImpl,
+    DeepseekV4MixedSparseImpl,
     SparseMLAAttentionImpl,
     describe_impls,
     flash_mla,
@@ -111,7 +112,8 @@ def test_auto_picks_flashmla_where_its_kernels_fit_the_layer(monkeypatch, spec, 
     monkeypatch.setattr(flash_mla, "_capability", lambda device: (9, 0))
     # the rest of the list, whether or not this machine has Triton
     refuse = classmethod(lambda cls, device, spec=None: (False, "not part of this test"))
-    monkeypatch.setattr(DeepseekV4TritonSparseImpl, "supported", refuse)
+    for impl in (DeepseekV4TritonSparseImpl, DeepseekV4MixedSparseImpl):
+        monkeypatch.setattr(impl, "supported", refuse)
     flash_mla.flavour.cache_clear()
     assert get_impl("auto", GPU, spec).name == chosen
     described = {name: (usable, why) for name, _, usable, why in describe_impls(GPU, spec)}

@@ -79,7 +79,7 @@ def test_a_call_goes_to_one_kernel_with_all_its_arguments(monkeypatch, T, heads,
     assert calls[1] == ("flashmla" if heads in (64, 128) else "triton", "attend_rows", (layer, q, q, 1, 2, output))
 
 
-@pytest.mark.parametrize(("heads", "most"), [(16, 31), (64, 7), (100, 31), (128, 3)])
+@pytest.mark.parametrize(("heads", "most"), [(16, 31), (64, 7), (100, 31), (128, 1)])
 def test_queries_of_v32_change_over_earlier(heads, most):
     assert [decodes_v32_on_flashmla(T, heads) for T in (1, most, most + 1, 512)] == [False, False, True, True]
 
