@@ -110,11 +110,8 @@ class DeepseekV32MLAAttention(CheckpointModule):
         self.parallel = parallel = parallel or Parallel.single()
         self.spec, self.rope, self.prefix, self.scale = spec, rope, spec.name, config.softmax_scale
         heads = config.num_attention_heads
-        self.num_heads, self.head_dim, self.value_dim = (
-            heads // parallel.token_ranks,
-            config.head_dim,
-            config.kv_lora_rank,
-        )
+        self.num_heads = heads // parallel.token_ranks
+        self.head_dim, self.value_dim = config.head_dim, config.kv_lora_rank
         self.qk_rope_head_dim, self.qk_nope_head_dim = config.qk_rope_head_dim, config.qk_nope_head_dim
         self.v_head_dim = config.v_head_dim
         self.impl = impl if spec.has_indexer else None
