@@ -10,7 +10,8 @@ from deepseek_attn.kernels.linear import dequantize_weight, quantized_input
 from deepseek_attn.kernels.moe.arguments import UNGROUPED, ExpertGroups, ExpertStack, HashRouting
 
 # CPU matrix products round a row differently when there are fewer rows than a tile. Padding to whole tiles makes a
-# token's result independent of which other tokens chose the same expert.
+# token's result independent of which other tokens chose the same expert. So do products of one row at a time, which are
+# faster for the few rows of a decode step.
 ROW_TILE = 16
 
 SCORES = {
@@ -107,21 +108,22 @@ def moe_experts(
     is_local = experts >= 0
     if not is_local.any():
         out = torch.zeros(x.shape, device=x.device)
-    elif len(x) == 1:  # nothing to sort or to pad
-        order = experts[0].argsort(stable=True)
-        order = order[is_local[0, order]]
-        segments = [(expert, i, i + 1) for i, expert in enumerate(experts[0, order].tolist())]
-        out = run(x.expand(len(segments), -1), segments, weights[0, order, None]).sum(0, keepdim=True)
     else:
         order = experts.flatten().argsort(stable=True)
         order = order[is_local.flatten()[order]]
-        tokens = order // experts.shape[1]
-        place, segments = _lay_out(experts.flatten()[order], len(w1.weight))
-        rows = x.new_zeros(segments[-1][2], x.shape[1])
-        rows[place] = x[tokens]
-        weight = weights.new_zeros(len(rows), 1)
-        weight[place] = weights.flatten()[order].unsqueeze(1)
-        pair_outputs = run(rows, segments, weight)[place]
+        tokens, expert_of_pair = order // experts.shape[1], experts.flatten()[order]
+        pair_weights = weights.flatten()[order].unsqueeze(1)
+        # a quantised expert is dequantised for each of its segments
+        if len(x) == 1 or (w1.scale is None and experts.numel() <= ROW_TILE):
+            segments = [(expert, i, i + 1) for i, expert in enumerate(expert_of_pair.tolist())]
+            pair_outputs = run(x[tokens], segments, pair_weights)
+        else:
+            place, segments = _lay_out(expert_of_pair, len(w1.weight))
+            rows = x.new_zeros(segments[-1][2], x.shape[1])
+            rows[place] = x[tokens]
+            weight = pair_weights.new_zeros(len(rows), 1)
+            weight[place] = pair_weights
+            pair_outputs = run(rows, segments, weight)[place]
         out = torch.zeros(x.shape, device=x.device).index_add_(0, tokens, pair_outputs)
     return out if add is None else (out + add).to(x.dtype)
 

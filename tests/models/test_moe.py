@@ -215,7 +215,11 @@ def test_the_clamp_matters_in_these_tests():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("name", "fmt"), [("exact", "plain"), ("official", "fp4"), ("serving", "fp8")])
 def test_a_token_gets_the_same_bits_in_every_batch(name, fmt, dtype):
-    """Beside another one, in another order, and with 1 to 40 tokens on the same expert."""
+    """Beside others, in another order, and with 1 to 40 tokens on the same expert.
+
+    A single token is not padded to a tile, nor are up to 16 (token, expert) pairs of plain weights: the rows of a
+    verification are computed as a single token's.
+    """
     module = Experts(config(), get_numerics(name), dtype)
     load(module, fmt)
     x, experts, weights = routed(60)
@@ -224,13 +228,15 @@ def test_a_token_gets_the_same_bits_in_every_batch(name, fmt, dtype):
     experts[:40, 1:] = torch.tensor([0, 5])
     together = module(x, experts, weights)
     for t in (0, 7, 38, 39, 58):
-        pair = slice(t, t + 2)
-        assert torch.equal(module(x[pair], experts[pair], weights[pair]), together[pair])
-        alone = module(x[t : t + 1], experts[t : t + 1], weights[t : t + 1])[0]  # not padded to a tile
-        torch.testing.assert_close(alone, together[t], rtol=1e-2, atol=1e-2 * together[t].abs().max().item())
+        for few in (slice(t, t + 1), slice(t, t + 2)):
+            part = module(x[few], experts[few], weights[few])
+            if len(part) == 1 or fmt == "plain":
+                torch.testing.assert_close(part, together[few], rtol=1e-2, atol=1e-2 * together[few].abs().max().item())
+            else:
+                assert torch.equal(part, together[few])
     order = torch.randperm(60)
     assert torch.equal(module(x[order], experts[order], weights[order]), together[order])
-    for count in (2, 15, 16, 17, 33):
+    for count in (6, 15, 16, 17, 33):
         assert torch.equal(module(x[:count], experts[:count], weights[:count]), together[:count])
 
 
