@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepseek_attn.kernels.common.device import FLOATS, fp8_view, has_native_fp8, supports_pdl
+from deepseek_attn.kernels.common.device import FLOATS, fp8_view, gpu, has_native_fp8, supports_pdl
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.latent.reference import check_latents
@@ -38,9 +38,15 @@ class ValueConfig:
     stages: int = 3
 
 
-def choose_config(T: int, quantize: bool, fp8_weight: bool = False) -> ValueConfig:
-    """For ``T`` tokens, the fastest measured on an H200: as many weights in flight as registers hold."""
+def choose_config(T: int, quantize: bool, fp8_weight: bool, capability: tuple[int, int]) -> ValueConfig:
+    """For ``T`` tokens, the fastest measured on an H200: as many weights in flight as registers hold.
+
+    Elsewhere than on compute capability 9 and 10 a whole head, as quantising needs, goes through shared memory tile by
+    tile: there is no earlier launch to gain from (8.x), or 99 KiB for weights that pass from registers to a product.
+    """
     tokens = next(n for n in (8, 16, 32, 64) if n >= min(T, 64))
+    if quantize and capability[0] not in (9, 10):
+        return ValueConfig(128, 128, tokens, 0, 8, stages=2)
     if fp8_weight:  # a tile has one scale; four are in flight
         return ValueConfig(128, 128, tokens, 4, 8) if quantize else ValueConfig(64, 128, tokens, 4, 4)
     if quantize:
@@ -81,7 +87,7 @@ def _project(
         plain = dequantize_weight(weight, latents.dtype)
         torch.bmm(latents[:, :heads].transpose(0, 1), plain.transpose(1, 2), out=values)
         return out
-    config = config or choose_config(T, buffers is not None, weight.scale is not None)
+    config = config or choose_config(T, buffers is not None, weight.scale is not None, gpu(latents.device).capability)
     if weight.scale is not None and max(config.values, config.rank) > WEIGHT_BLOCK:
         raise ValueError(f"a tile of an FP8 weight has one scale: up to {WEIGHT_BLOCK} x {WEIGHT_BLOCK}, got {config}")
     stored = stored_rows(weight)

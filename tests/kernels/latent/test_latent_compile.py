@@ -55,8 +55,8 @@ def test_absorb_queries(monkeypatch, arch, step, fp8):
 
 
 def assert_reads_fp8(kernel, arch):
-    """16 bytes at a time; converted by the GPU where it can."""
-    assert re.search(r"ld\.global[.\w:]*\.v4\.b32", kernel.asm["ptx"])
+    """16 bytes at a time, into registers or shared memory; converted by the GPU where it can."""
+    assert re.search(r"ld\.global[.\w:]*\.v4\.b32|cp\.async\.cg\.shared\.global", kernel.asm["ptx"])
     assert ("e4m3x2" in kernel.asm["ptx"]) == (arch != "sm80")
 
 
@@ -77,7 +77,7 @@ def test_latent_queries(monkeypatch, arch, fp8):
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("quantize", [True, False], ids=["quantised", "plain"])
 def test_project_values(monkeypatch, arch, step, quantize, fp8):
-    pass_for_gpu(monkeypatch, CAPABILITIES[arch])
+    pass_for_gpu(monkeypatch, CAPABILITIES[arch], values)
     monkeypatch.setattr(torch, "bmm", lambda a, b, out: out)
     tokens, heads = STEPS[step]
     op = values.project_values_quantized if quantize else values.project_values
@@ -97,7 +97,7 @@ def test_project_values(monkeypatch, arch, step, quantize, fp8):
 @pytest.mark.parametrize("T", tiered([1, 8, 16, 32, 64, 128], [128]))
 def test_every_tile_for_hopper(monkeypatch, T, tmp_path):
     """Weights that wait in registers for the previous kernel are not spilled."""
-    pass_for_gpu(monkeypatch, CAPABILITIES["sm90"])
+    pass_for_gpu(monkeypatch, CAPABILITIES["sm90"], values)
     queries = LatentQueries(
         of(T, 128 * 192), half(128, True, 0), of(4096, 64, dtype=torch.float32), of(T, dtype=torch.int64), 128
     )
