@@ -23,11 +23,11 @@ import gc
 import json
 import statistics
 import time
-from importlib import resources
 from pathlib import Path
 
 import torch
 
+from deepseek_attn.bench.engine import cut_config
 from deepseek_attn.bench.layer import past, static_metadata
 from deepseek_attn.bench.timing import time_graph
 from deepseek_attn.checkpoint.random import RepeatingSource
@@ -45,15 +45,6 @@ from deepseek_attn.runner.model_runner import ModelRunner
 MODES = ("eager", "waiting", "graphs", "prefixes", "speculation")
 SETS = 4  # inputs of a part that is timed alone
 SETTLED = 8  # first steps in which all requests decode do not count
-
-
-def cut_config(preset: str, layers: int, experts: int | None) -> ModelConfig:
-    """A preset with its first ``layers`` layers, its MTP layer, and perhaps fewer experts."""
-    raw = json.loads(resources.files("deepseek_attn.configs").joinpath(f"{preset}.json").read_text())
-    raw["compress_ratios"] = raw["compress_ratios"][:layers] + raw["compress_ratios"][-1:]
-    raw["num_hidden_layers"] = layers
-    raw["n_routed_experts"] = experts or raw["n_routed_experts"]
-    return ModelConfig.from_dict(raw, f"{preset}, {layers} layers")
 
 
 def random_prompts(count: int, shared: int, own: int, vocab: int, seed: int) -> list[list[int]]:
@@ -212,7 +203,7 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--out", type=Path, help="write the JSON here as well")
     args = parser.parse_args()
-    started, config = time.perf_counter(), cut_config(args.preset, args.layers, args.experts)
+    started, config = time.perf_counter(), cut_config(ModelConfig.from_preset(args.preset), args.layers, args.experts)
     runner = ModelRunner.from_source(
         config, RepeatingSource(config), device=args.device, max_model_len=args.prompt + args.tokens + 64,
         max_num_seqs=max(args.batch), max_num_batched_tokens=4096, max_snapshots=8,

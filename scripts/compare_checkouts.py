@@ -101,7 +101,7 @@ class Layers:
 
 
 def replay_times(graphs: list[torch.cuda.CUDAGraph], repeats: int) -> list[list[float]]:
-    """Microseconds of each replay of each graph, in turns."""
+    """Microseconds of each replay of each graph, alternately."""
     times: list[list[float]] = [[] for _ in graphs]
     for index in range(repeats + 3):
         for graph, found in zip(graphs, times, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,19 @@ from deepseek_attn.kernels.indexer import (
 from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule
+from deepseek_attn.utils.tracing import traced
+
+
+class QueryProjections(NamedTuple):
+    """Projections of the query latent, in the order of `query_linears`.
+
+    Attributes:
+        q: ``[T, outputs of wq_b]``, the attention queries of the rank's heads.
+        index_q: ``[T, index_n_heads * index_head_dim]``; None unless the indexer has to select.
+    """
+
+    q: Tensor
+    index_q: Tensor | None = None
 
 
 class LightningIndexer(CheckpointModule):
@@ -76,6 +91,22 @@ class LightningIndexer(CheckpointModule):
         meta = step.sparse[self.ratio]
         return meta.block_table.shape[1] * meta.block_size
 
+    @traced("select")
+    def select(self, queries: IndexQueries | None, step: StepMetadata, out: Tensor) -> Tensor | None:
+        """Writes the entries that each query reads to ``out``: all that it may see if there are no index queries.
+
+        Args:
+            queries: those of all tokens; None if `needs_topk` is false.
+            out: int32 ``[T, index_topk]``: entries local to the request, ascending, then -1.
+
+        Returns:
+            What `select_topk` returns; None without index queries.
+        """
+        if queries is None:
+            select_all(step.visible_of(self.ratio), out)
+            return None
+        return self.select_topk(queries, step, out)
+
     def select_topk(self, queries: IndexQueries, step: StepMetadata, out: Tensor) -> Tensor:
         """Writes the selected entries of each query to ``out``. The keys of new tokens must be in the cache.
 
@@ -103,6 +134,13 @@ class LightningIndexer(CheckpointModule):
         longest = int(step.prefill_seq_lens_cpu.max()) // meta.ratio if step.num_prefills else 0
         select(slice(decodes, num_tokens), meta.block_table, longest, None)
         return out_slots
+
+
+def query_linears(wq_b: Linear, indexer: LightningIndexer | None, step: StepMetadata) -> list[Linear]:
+    """Projections of the query latent: the queries, and those of the indexer unless it selects every entry."""
+    if indexer is not None and indexer.needs_topk(step):
+        return [wq_b, indexer.wq_b]
+    return [wq_b]
 
 
 def select_all(num_visible: Tensor, out: Tensor) -> None:

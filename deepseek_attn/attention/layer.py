@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.attention.compressor import Compressor
-from deepseek_attn.attention.indexer import Indexer, select_all
+from deepseek_attn.attention.indexer import Indexer, QueryProjections, query_linears
 from deepseek_attn.cache.pools import CachePools, Pool
 from deepseek_attn.config.model import LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
@@ -46,18 +46,6 @@ class InputProjections(NamedTuple):
     kv: Tensor
     compressors: list[CompressPart]
     index_weights: Tensor | None
-
-
-class QueryProjections(NamedTuple):
-    """Projections of the query latent, in the order of `DeepseekV4MLAAttention.query_linears`.
-
-    Attributes:
-        q: ``[T, num_heads * head_dim]``.
-        index_q: ``[T, index_n_heads * index_head_dim]``; None unless the indexer has to select.
-    """
-
-    q: Tensor
-    index_q: Tensor | None = None
 
 
 class DeepseekV4MLAAttention(CheckpointModule):
@@ -188,14 +176,15 @@ class DeepseekV4MLAAttention(CheckpointModule):
             return torch.zeros_like(x)
         with stage("project"):
             inputs = self.project(x)
-        query_linears = self.query_linears(step)
-        qr_fp8 = empty_quantized(inputs.qr, query_linears)
+        linears = query_linears(self.wq_b, self.indexer, step)
+        qr_fp8 = empty_quantized(inputs.qr, linears)
         qr, kv = self.insert(inputs, positions, step, qr_fp8)
         with stage("project"):
-            projected = QueryProjections(*multi_linear(qr, query_linears, qr_fp8))
+            projected = QueryProjections(*multi_linear(qr, linears, qr_fp8))
             q, index_queries = self.queries(projected, inputs.index_weights, positions)
         if self.indexer is not None:
-            self.select(self.indexer, index_queries, step)
+            selected = self.topk_indices_buffer[: len(step.positions)]
+            self.decode_topk_slots = self.indexer.select(index_queries, step, selected)
         with stage("attend"):
             output = self.impl.forward_mqa(self, q, kv, positions)
         with stage("output"):
@@ -209,12 +198,6 @@ class DeepseekV4MLAAttention(CheckpointModule):
         qr, kv = next(results), next(results)
         parts = [compressor.part(kv=next(results), score=next(results)) for compressor in self.compressors]
         return InputProjections(qr, kv, parts, next(results, None))
-
-    def query_linears(self, step: StepMetadata) -> list[Linear]:
-        """Projections of the query latent: the queries, and those of the indexer unless it selects every entry."""
-        if self.indexer is not None and self.indexer.needs_topk(step):
-            return [self.wq_b, self.indexer.wq_b]
-        return [self.wq_b]
 
     @traced("insert")
     def insert(
@@ -251,13 +234,3 @@ class DeepseekV4MLAAttention(CheckpointModule):
         if self.indexer is None or projected.index_q is None:
             return query_norm_rope(heads), None
         return queries(heads, self.indexer.query_rows(projected.index_q, index_weights, positions))
-
-    @traced("select")
-    def select(self, indexer: Indexer, queries: IndexQueries | None, step: StepMetadata) -> None:
-        """Writes the entries that each query reads to ``topk_indices_buffer``, and their slots for decode tokens."""
-        out = self.topk_indices_buffer[: len(step.positions)]
-        if queries is None:
-            self.decode_topk_slots = None
-            select_all(step.visible_of(self.spec.ratio), out)
-        else:
-            self.decode_topk_slots = indexer.select_topk(queries, step, out)

@@ -98,7 +98,7 @@ class EngineTiming:
 def time_engine(
     runner: ModelRunner, prompts: list[list[int]], variants: list[Variant], num_tokens: int, rounds: int = 3
 ) -> list[EngineTiming]:
-    """Times greedy decoding of ``num_tokens`` tokens after each prompt, all prompts at once, in turns of the variants.
+    """Times greedy decoding of ``num_tokens`` tokens after each prompt, all prompts at once, the variants alternately.
 
     Every variant runs once before, which compiles kernels and captures graphs.
 

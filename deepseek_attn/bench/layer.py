@@ -28,7 +28,7 @@ class LayerTiming(KernelTiming):
     """One step of an attention layer.
 
     Attributes:
-        layer, kind: which layer; backend: its attention impl; instances: layers of that kind that took turns.
+        layer, kind: which layer; backend: its attention impl; instances: layers of that kind that alternated.
         mode: ``decode`` (up to ``decode_query_len`` new tokens per sequence, which is 1 without drafts) or ``prefill``.
         graph: replayed as a CUDA graph; otherwise called from Python.
         batch: sequences; tokens: new tokens of each; context: length of each after the step.
@@ -97,7 +97,7 @@ def time_layer(
     """Times one call of an attention layer of a runner that holds attention layers.
 
     Args:
-        layers: the layer, or several of one kind that take turns, each with weights and caches of its own. On a GPU
+        layers: the layer, or several of one kind that alternate, each with weights and caches of its own. On a GPU
             several, of more bytes than its L2 cache, find no weights there, as in a model.
         batch: sequences; tokens: new tokens of each; context: their length after the step, at least ``tokens``.
         graph: replay a CUDA graph of calls with several inputs, without host overhead. Prefill calls share a step's

@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     layer.add_argument(
         "--instances", type=int, default=1, metavar="N",
-        help="layers of a kind that take turns, so that no call finds its weights in the L2 cache (default: 1)",
+        help="layers of a kind that alternate, so that no call finds its weights in the L2 cache (default: 1)",
     )  # fmt: skip
     layer.add_argument("--backends", type=names, default=["auto"], metavar="LIST", help="default: auto")
     layer.set_defaults(run=run_layer)
@@ -74,7 +74,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def add_engine_parser(what: argparse._SubParsersAction) -> None:
-    engine = what.add_parser("engine", help="greedy decoding with and without drafts of the MTP layer, in turns")
+    engine = what.add_parser("engine", help="greedy decoding with and without drafts of the MTP layer, alternately")
     engine.add_argument(
         "--model", metavar="DIR|NAME|FILE",
         help="checkpoint, or a preset or config.json to fill with random weights (default: the small checkpoint in the "

@@ -145,7 +145,12 @@ class CapturedStep(StepTensors, ABC):
         """Computes the step, eagerly."""
 
     def draft(
-        self, hidden_states: torch.Tensor, next_ids: torch.Tensor, rows: Rows, last_rows: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        next_ids: torch.Tensor,
+        rows: Rows,
+        last_rows: torch.Tensor,
+        tables: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The MTP layer over rows whose next token is known, then ``num_drafts`` tokens after each request's last row.
 
@@ -155,11 +160,12 @@ class CapturedStep(StepTensors, ABC):
         Args:
             hidden_states: ``[rows, ...]`` of the backbone; next_ids: int64 ``[rows]``, the token after each row.
             last_rows: int64 ``[requests]``, the last row of each request that is no padding.
+            tables: `block_tables` of the batch.
 
         Returns:
             int64 ``[requests, num_drafts]``, and the logits of the first drafts, float32 ``[requests, vocab]``.
         """
-        tables, found = self.block_tables(), []
+        found: list[torch.Tensor] = []
         while len(found) < self.size.num_drafts:
             meta = self.metadata(self.draft_layers, rows, tables)
             states = self.model.draft_hidden_states(hidden_states, next_ids, meta.positions, meta)
@@ -228,9 +234,9 @@ class DecodeStep(CapturedStep):
 
     def forward(self) -> None:
         """Computes the step, eagerly."""
-        size, rows = self.size, self.rows()
+        size, rows, tables = self.size, self.rows(), self.block_tables()
         shape = (size.requests, size.rows_per_request)
-        meta = self.metadata(self.layers, rows, self.block_tables())
+        meta = self.metadata(self.layers, rows, tables)
         self.hidden_states = self.model(self.token_ids, meta.positions, meta)
         self.logits = self.model.logits(self.hidden_states)
         self.tokens = greedy_tokens(self.logits)
@@ -242,7 +248,7 @@ class DecodeStep(CapturedStep):
         self.next_starts = self.starts + last + 1
         if size.num_drafts:
             last_rows = torch.arange(0, size.rows, size.rows_per_request, device=self.device) + last
-            drafts, _ = self.draft(self.hidden_states, next_ids, rows, last_rows)
+            drafts, _ = self.draft(self.hidden_states, next_ids, rows, last_rows, tables)
             self.next_ids = torch.cat([self.next_ids, drafts], dim=1)
         self.results = torch.cat([self.tokens.view(shape), self.next_ids, self.next_starts[:, None]], dim=1)
 
@@ -289,4 +295,7 @@ class DraftStep(CapturedStep):
         torch.index_select(hidden_states, 0, self._source_rows, out=self.backbone_states)
 
     def forward(self) -> None:
-        self.drafts, self.logits = self.draft(self.backbone_states, self.token_ids, self.rows(), self._last_rows)
+        tables = self.block_tables()
+        self.drafts, self.logits = self.draft(
+            self.backbone_states, self.token_ids, self.rows(), self._last_rows, tables
+        )

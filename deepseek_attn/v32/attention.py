@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepseek_attn.attention.indexer import select_all
+from deepseek_attn.attention.indexer import QueryProjections, query_linears
 from deepseek_attn.cache.pools import CachePools, Pool
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
@@ -52,18 +52,6 @@ class InputProjections(NamedTuple):
     kv: Tensor
     index_k: Tensor | None = None
     index_weights: Tensor | None = None
-
-
-class QueryProjections(NamedTuple):
-    """Projections of the query latent, in the order of `DeepseekV32MLAAttention.query_linears`.
-
-    Attributes:
-        q: ``[T, num_heads * qk_head_dim]``.
-        index_q: ``[T, index_n_heads * index_head_dim]``; None unless the indexer has to select.
-    """
-
-    q: Tensor
-    index_q: Tensor | None = None
 
 
 class DeepseekV32MLAAttention(CheckpointModule):
@@ -201,14 +189,15 @@ class DeepseekV32MLAAttention(CheckpointModule):
         self.step = step
         with stage("project"):
             inputs = InputProjections(*multi_linear(x, self.input_linears))
-        query_linears = self.query_linears(step)
-        qr_fp8 = empty_quantized(inputs.qr, query_linears)
+        linears = query_linears(self.wq_b, self.indexer, step)
+        qr_fp8 = empty_quantized(inputs.qr, linears)
         qr = self.insert(inputs, positions, step, qr_fp8)
         with stage("project"):
-            projected = QueryProjections(*multi_linear(qr, query_linears, qr_fp8))
+            projected = QueryProjections(*multi_linear(qr, linears, qr_fp8))
             query, index_queries = self.queries(projected, inputs.index_weights, positions)
         if self.indexer is not None:
-            self.select(self.indexer, index_queries, step)
+            selected = self.topk_indices_buffer[: len(step.positions)]
+            self.decode_topk_slots = self.indexer.select(index_queries, step, selected)
         with stage("attend"):
             if self.impl is None:
                 latents = self.attend_to_all(query, step)
@@ -218,12 +207,6 @@ class DeepseekV32MLAAttention(CheckpointModule):
             values, values_fp8 = self.values(latents)
             (y,) = multi_linear(values, [self.wo], values_fp8)
         return self.parallel.sum(y)
-
-    def query_linears(self, step: StepMetadata) -> list[Linear]:
-        """Projections of the query latent: the queries, and those of the indexer unless it selects every token."""
-        if self.indexer is not None and self.indexer.needs_topk(step):
-            return [self.wq_b, self.indexer.wq_b]
-        return [self.wq_b]
 
     @traced("insert")
     def insert(
@@ -271,16 +254,6 @@ class DeepseekV32MLAAttention(CheckpointModule):
         if self.wo.scale is None or not self.wo.fp8_input:
             return ProjectedValues(self.project_values(latents), None)
         return project_values_quantized(latents, self.W_UV, self.wo.pow2_scales)
-
-    @traced("select")
-    def select(self, indexer: TokenIndexer, queries: IndexQueries | None, step: StepMetadata) -> None:
-        """Writes the tokens that each query reads to ``topk_indices_buffer``, and their slots for decode tokens."""
-        out = self.topk_indices_buffer[: len(step.positions)]
-        if queries is None:
-            self.decode_topk_slots = None
-            select_all(step.visible_of(1), out)
-        else:
-            self.decode_topk_slots = indexer.select_topk(queries, step, out)
 
     def attend_to_all(self, query: Tensor, step: StepMetadata) -> Tensor:
         """Attention over every token up to the query's own (V3): ``[T, heads, kv_lora_rank]``.

@@ -16,6 +16,7 @@ from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner import ModelRunner, StepOptions
 from deepseek_attn.runner.graph_steps import CapturedStep, DecodeStep, DraftStep, StepSize
 from deepseek_attn.runner.graphs import DecodeGraphs
+from tests.support.requests import finish, greedy, prompt
 from tests.support.tiers import tiered
 
 OPTIONS = {"max_model_len": 300, "max_num_seqs": 5, "max_num_batched_tokens": 256}
@@ -55,19 +56,6 @@ def runs(monkeypatch):
     found, run = [], CapturedStep.run
     monkeypatch.setattr(CapturedStep, "run", lambda step: (found.append(step), run(step))[1])
     return found
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(10, 260, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def greedy(count: int, **options) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=count, **{"ignore_eos": True, **options})
-
-
-def finish(engine: Engine) -> None:
-    while engine.has_unfinished:
-        engine.step()
 
 
 def generate(runner, prompts, params, decoder=None) -> list[list[int]]:

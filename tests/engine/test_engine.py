@@ -11,23 +11,13 @@ from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.runner import Sequence
 from tests.engine.fake_runner import BROKEN, NOT_FINITE, FakeRunner
+from tests.support.requests import finish, greedy
 
 C4, C16 = ratio_group(4), ratio_group(16)
 
 
-def greedy(max_tokens: int = 5) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-
-
 def tokens(n: int, first: int = 10) -> list[int]:
     return [2 + (first + i * 37) % 450 for i in range(n)]
-
-
-def finish(engine: Engine) -> list:
-    outputs = []
-    while engine.has_unfinished:
-        outputs += engine.step()
-    return outputs
 
 
 def expected(engine: Engine, prompt: list[int], count: int) -> list[int]:
@@ -125,8 +115,8 @@ def test_sampling_goes_on_where_it_was_after_a_preemption(monkeypatch):
 )
 def test_a_bad_request_fails_alone(prompt, message):
     engine = Engine(FakeRunner.create())
-    good = engine.add_request(tokens(9), greedy())
-    bad = engine.add_request(prompt, greedy())
+    good = engine.add_request(tokens(9), greedy(5))
+    bad = engine.add_request(prompt, greedy(5))
     assert bad.finish_reason == "error"
     assert message in bad.error
     outputs = finish(engine)
@@ -159,9 +149,9 @@ def test_a_request_that_breaks_the_step_fails_alone(broken, at):
 
 def test_a_prompt_that_no_pool_can_hold_fails_at_once():
     engine = Engine(FakeRunner.create(pages={C4: 3}))
-    bad = engine.add_request(tokens(800), greedy())
+    bad = engine.add_request(tokens(800), greedy(5))
     assert bad.error == "800 tokens need 4 pages of the ratio4 pool, which has 2; raise kv_cache_bytes"
-    good = engine.add_request(tokens(500), greedy())
+    good = engine.add_request(tokens(500), greedy(5))
     finish(engine)
     assert good.finish_reason == "length"
 
@@ -197,7 +187,7 @@ def test_out_of_memory_makes_smaller_steps():
     runner = FakeRunner.create()
     runner.max_tokens = 30
     engine = Engine(runner)
-    requests = [engine.add_request(tokens(n), greedy()) for n in (200, 40, 1)]
+    requests = [engine.add_request(tokens(n), greedy(5)) for n in (200, 40, 1)]
     finish(engine)
     assert engine.scheduler.max_num_batched_tokens == 18  # 150, 75, 37, 18
     for request, n in zip(requests, (200, 40, 1), strict=True):
@@ -208,7 +198,7 @@ def test_out_of_memory_for_one_token_fails_that_request():
     runner = FakeRunner.create()
     runner.max_tokens = 0
     engine = Engine(runner)
-    requests = [engine.add_request(tokens(20), greedy()) for _ in range(2)]
+    requests = [engine.add_request(tokens(20), greedy(5)) for _ in range(2)]
     finish(engine)
     assert all("out of memory for a single token: fake memory is full" in request.error for request in requests)
     assert pages_free(engine)
@@ -216,7 +206,7 @@ def test_out_of_memory_for_one_token_fails_that_request():
 
 def test_a_keyboard_interrupt_is_no_failure_of_a_request():
     engine = Engine(FakeRunner.create())
-    request = engine.add_request(tokens(20), greedy())
+    request = engine.add_request(tokens(20), greedy(5))
 
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt

@@ -19,6 +19,7 @@ from deepseek_attn.runner.graph_steps import CapturedStep, DecodeStep
 from deepseek_attn.runner.graphs import DecodeGraphs, DraftTokens
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jobs, together, variants
+from tests.support.requests import greedy, prompt
 from tests.support.tiers import tiered
 
 LONGEST = 300
@@ -168,15 +169,6 @@ def llm(directory):
     before = llm.runner.manager.available_pages()
     yield llm
     assert llm.runner.manager.available_pages() == before
-
-
-def prompt(length, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(10, 260, (length,), generator=generator).tolist()
-
-
-def greedy(count, **options):
-    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **options)
 
 
 def test_right_drafts_are_all_accepted(llm, plain, monkeypatch):

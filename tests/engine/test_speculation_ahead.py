@@ -25,6 +25,7 @@ from deepseek_attn.runner.graphs import DecodeGraphs
 from tests.engine.test_speculation import draft_from
 from tests.engine.workload import alone, differences, leaked, make_jobs, together, use_buckets, variants
 from tests.support.invariance_cases import MIXED, SAME
+from tests.support.requests import finish, greedy, prompt
 from tests.support.small_models import assert_close, small_config, small_runner
 from tests.support.tiers import tiered
 
@@ -60,19 +61,6 @@ def runs(monkeypatch):
 
     monkeypatch.setattr(CapturedStep, "run", counted)
     return found
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(10, 260, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def greedy(count: int, **options) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=count, **{"ignore_eos": True, **options})
-
-
-def finish(engine: Engine) -> None:
-    while engine.has_unfinished:
-        engine.step()
 
 
 def generate(runner, params, drafts=0, prompts=None):

@@ -85,6 +85,14 @@ def decodes(*lens: int, **options) -> Step:
     return Step(f"decode of {' '.join(map(str, lens))}", list(lens), threshold=max(lens), **options)
 
 
+# steps of every kind, small enough for a CPU, and one far into the sequences
+SHORT = [
+    Step("prefill", [150, 30, 3]), Step("mixed", [1, 1, 20]), decodes(1, 1, 1), decodes(2, 4, 3, padding=(1, 3)),
+    Step("drafts beside a prompt", [2, 70, 1], threshold=4),
+]  # fmt: skip
+SHORT_FAR = {1001: [Step("mixed", [3, 17, 1], threshold=4)]}
+
+
 @dataclass
 class Drive:
     """A runner of attention layers, and sequences whose caches are all it knows.

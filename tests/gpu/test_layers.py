@@ -16,7 +16,19 @@ from deepseek_attn.checkpoint.random import RepeatingSource
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.gpu.conftest import on_backends
-from tests.gpu.drive import NAN_BYTE, PLAIN_LINEARS, Drive, Layers, Limits, Step, Watched, decodes, run_layers
+from tests.gpu.drive import (
+    NAN_BYTE,
+    PLAIN_LINEARS,
+    SHORT,
+    SHORT_FAR,
+    Drive,
+    Layers,
+    Limits,
+    Step,
+    Watched,
+    decodes,
+    run_layers,
+)
 from tests.support.oracle_layer import Tokens, V4LayerOracle
 from tests.support.report import Report
 
@@ -61,12 +73,8 @@ LAYERS = {f"tiny, {heads} heads, top-{k}": tiny(heads, k) for heads, k in ((8, 7
 HUGE = {"layers": [1], "spread": 2200 << 20}  # C4A has a pool of each kind
 LAYERS |= {f"pools of 2.2 GiB, {heads} heads": tiny(heads, 63, **HUGE) for heads in (8, 64, 128)}
 LAYERS |= {"v4_flash": published("v4_flash", [0, 2, 3]), "v4_pro": published("v4_pro", [0, 2])}
-SHORT = [
-    Step("prefill", [150, 30, 3]), Step("mixed", [1, 1, 20]), decodes(1, 1, 1), decodes(2, 4, 3, padding=(1, 3)),
-    Step("drafts beside a prompt", [2, 70, 1], threshold=4),
-]  # fmt: skip
 SMALL = {
-    "short": tiny(8, 7, steps=SHORT, far={1001: [Step("mixed", [3, 17, 1], threshold=4)]}, spread=1 << 20),
+    "short": tiny(8, 7, steps=SHORT, far=SHORT_FAR, spread=1 << 20),
     "short serving": tiny(8, 7, steps=SHORT[:3], far={}, numerics="serving", limits=SERVING),
 }
 

@@ -13,7 +13,7 @@ from deepseek_attn.cache.records_v32 import make_v32_record
 from deepseek_attn.checkpoint.random import RepeatingSource
 from deepseek_attn.config.model import ModelConfig
 from tests.gpu.conftest import on_backends
-from tests.gpu.drive import PLAIN_LINEARS, Drive, Layers, Limits, Step, decodes, run_layers
+from tests.gpu.drive import PLAIN_LINEARS, SHORT, SHORT_FAR, Drive, Layers, Limits, Step, decodes, run_layers
 from tests.support.oracle_layer import V32LayerOracle
 from tests.support.report import Report
 
@@ -71,21 +71,16 @@ CASES |= {"as served": layers(128, hidden=7168, **SERVED)}
 
 def short(**options) -> Layers:
     config = ModelConfig.from_preset("tiny_v32").replace(num_hidden_layers=1, first_k_dense_replace=1, index_topk=13)
-    steps = [
-        Step("prefill", [150, 30, 3]), Step("mixed", [1, 1, 20]), decodes(1, 1, 1), decodes(2, 4, 3, padding=(1, 3)),
-        Step("drafts beside a prompt", [2, 70, 1], threshold=4),
-    ]  # fmt: skip
-    far = {1001: [Step("mixed", [3, 17, 1], threshold=4)]}
     options = {"numerics": PLAIN_LINEARS, "limits": PLAIN} | options
-    return Layers("v32", config, [0], steps, max_model_len=2048, far=far, **options)
+    return Layers("v32", config, [0], SHORT, max_model_len=2048, far=SHORT_FAR, **options)
 
 
-SHORT = {"short": short(spread=1 << 20), "short, bf16 cache": short(numerics="exact"), "short serving": short(**SERVED)}
+SMALL = {"short": short(spread=1 << 20), "short, bf16 cache": short(numerics="exact"), "short serving": short(**SERVED)}
 
 
-@pytest.mark.parametrize(("backend", "name"), on_backends(BACKENDS, CASES, SHORT))
+@pytest.mark.parametrize(("backend", "name"), on_backends(BACKENDS, CASES, SMALL))
 def test_layers(report, machine, backend, name, monkeypatch):
-    run_layers((CASES | SHORT)[name], name, backend, machine, report, monkeypatch)
+    run_layers((CASES | SMALL)[name], name, backend, machine, report, monkeypatch)
     assert not report.failed
 
 
@@ -99,7 +94,7 @@ def test_mistakes_are_found(device, monkeypatch):
         drive.start(3)
         for name, mistake in mistakes.items():
             monkeypatch.setattr(V32LayerOracle, name, mistake)
-        for step in short().steps[:3]:
+        for step in SHORT[:3]:
             drive.step(step)
         monkeypatch.undo()
         return {case.section.split()[-1] for case in report if not case.passed}

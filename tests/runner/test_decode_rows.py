@@ -9,13 +9,13 @@ import torch
 
 from deepseek_attn.attention.builder import MetadataBuilder
 from deepseek_attn.engine.engine import Engine
-from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.impls import flow
 from deepseek_attn.runner import ModelRunner, StepOptions
 from deepseek_attn.runner.drafting import DraftRows
 from deepseek_attn.runner.graphs import DecodeGraphs
 from tests.support.one_layer import Layer
+from tests.support.requests import greedy, prompt
 from tests.support.tiers import tiered
 
 LENGTHS = (124, 60, 9, 0, 254)  # windows of 4 and 128 tokens close inside the next rows, pages of 64 end there
@@ -104,14 +104,6 @@ class Rows:
         return sum(gathers for _, _, gathers in self.steps)
 
 
-def greedy(count: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-
-
-def prompt(length: int) -> list[int]:
-    return torch.randint(10, 260, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-
-
 @pytest.mark.parametrize("preset", FAMILIES)
 @pytest.mark.parametrize("drafts", tiered([1, 2, 3, 7], [3]))
 def test_rows_of_a_running_engine(preset, drafts, monkeypatch):
@@ -119,7 +111,7 @@ def test_rows_of_a_running_engine(preset, drafts, monkeypatch):
     runner = ModelRunner.from_config(preset, device="cpu", **OPTIONS)
     engine = Engine(runner, decoder=MTPSpeculation(runner, drafts))
     rows = Rows(monkeypatch)
-    first = [engine.add_request(prompt(n), greedy(40)) for n in (1, 17)]
+    first = [engine.add_request(prompt(n, n), greedy(40)) for n in (1, 17)]
     engine.step()
     assert {(tuple(d), tuple(p)) for d, p, _ in rows.steps[:2]} == {((1,), (17,))}  # the backbone, then the MTP layer
     assert rows.gathers == 1 + len(runner.backbone_layers)  # a layer each, once for the chunk of 17
@@ -130,7 +122,7 @@ def test_rows_of_a_running_engine(preset, drafts, monkeypatch):
         assert verified == ([1 + drafts] * 2, [], 0)
         assert drafted[0] == ([1, 1], [], 0)  # no draft of random weights was right
         assert drafted[1:] == [([1, 1], [], 0)] * (drafts - 1)
-    second = engine.add_request(prompt(60), greedy(5))
+    second = engine.add_request(prompt(60, 60), greedy(5))
     mixed = []
     while second.sequence.num_pending > 1 + drafts or not second.sequence.num_computed:
         rows.steps.clear()
@@ -152,7 +144,7 @@ def test_ragged_lengths_in_one_step(monkeypatch):
     """Any order of requests; those of up to four tokens are decodes, in a step's own MTP pass and in drafts too."""
     runner = ModelRunner.from_config("tiny", device="cpu", **OPTIONS)
     lengths = (9, 3, 1, 4)
-    texts = [prompt(20 + n) for n in lengths]
+    texts = [prompt(20 + n, 20 + n) for n in lengths]
     expected = runner.score(texts)
     expected_mtp = runner.score_mtp(texts)[1]
     runner.expect_drafts(3)

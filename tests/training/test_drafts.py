@@ -141,7 +141,7 @@ def test_rounded_weights_cover_the_mtp_layer():
 
 
 def test_the_mtp_layer_starts_as_a_layer_after_the_last():
-    """Its sublayers take turns with those before it in which stream they read, and the streams are the backbone's."""
+    """Its sublayers alternate with those before it in which stream they read, and the streams are the backbone's."""
     small = config(hc_mult=4)
     source = FreshSource(small, 0)
     picked = [int(source.read(f"mtp.0.hc_{part}_base")[:4].argmax()) for part in ("attn", "ffn")]
