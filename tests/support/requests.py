@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_attn.engine.engine import Engine
-from deepseek_attn.engine.request import RequestOutput
+from deepseek_attn.engine.engine import Engine, RequestOutput
 from deepseek_attn.engine.sampling import SamplingParams
 
 
