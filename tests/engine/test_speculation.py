@@ -59,8 +59,8 @@ def draft_from(monkeypatch, runner, texts, right=lambda position: True):
     def known(sequence, position):
         return token(next((t for t in texts if t[: len(sequence.token_ids)] == sequence.token_ids), []), position)
 
-    def replaced_in_step(step, hidden_states, next_ids, rows, last_rows):
-        found, logits = draft_in_step(step, hidden_states, next_ids, rows, last_rows)
+    def replaced_in_step(step, hidden_states, next_ids, rows, last_rows, tables):
+        found, logits = draft_in_step(step, hidden_states, next_ids, rows, last_rows, tables)
         for request, (text, newest) in enumerate(texts_of(texts, next_ids, rows, last_rows)):
             found[request] = torch.tensor([token(text, newest + 1 + i) for i in range(found.shape[1])])
         return found, logits
@@ -84,8 +84,8 @@ def record_drafts(monkeypatch, runner, texts=()):
     """
     draft, draft_in_step, found = runner.draft, CapturedStep.draft, []
 
-    def recorded_in_step(step, hidden_states, next_ids, rows, last_rows):
-        drafts, logits = draft_in_step(step, hidden_states, next_ids, rows, last_rows)
+    def recorded_in_step(step, hidden_states, next_ids, rows, last_rows, tables):
+        drafts, logits = draft_in_step(step, hidden_states, next_ids, rows, last_rows, tables)
         for (text, newest), row in zip(texts_of(texts, next_ids, rows, last_rows), logits, strict=True):
             if text and isinstance(step, DecodeStep):
                 found.append((text[: newest + 1], row.clone()))
