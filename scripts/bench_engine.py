@@ -41,6 +41,7 @@ from deepseek_attn.kernels.sampling import greedy_tokens
 from deepseek_attn.runner.graph_steps import CapturedStep
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.utils.files import write_text
 
 MODES = ("eager", "waiting", "graphs", "prefixes", "speculation")
 SETS = 4  # inputs of a part that is timed alone
@@ -254,7 +255,7 @@ def main() -> None:
             if graphs is not None:
                 result["graph_bytes"] = graphs.nbytes
             if args.out:  # after every row, so that a run that is cut off leaves what it has
-                args.out.write_text(json.dumps(result, indent=1) + "\n")
+                write_text(args.out, json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
 
 

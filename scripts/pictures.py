@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from deepseek_attn.bench.plots import FOREGROUND, MUTED, SERIES, svg_element
 from deepseek_attn.experiments.report.figures import Figure, Line, curves, lines, scatter
 from deepseek_attn.experiments.report.schema import Report, tasks, with_task
+from deepseek_attn.utils.files import write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,7 +129,7 @@ def read(path: Path) -> dict:
 
 def write(path: Path, svg: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(standalone(svg), encoding="utf-8")
+    write_text(path, standalone(svg))
     print(path)
 
 

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepseek_attn.utils.files import appearing
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -88,7 +90,8 @@ def bar_chart(path: Path, rows: list[dict], series: tuple[str, ...]) -> None:
     axes.set_xlabel("microseconds")
     if len(colours) <= 12:
         axes.legend(fontsize=8)
-    figure.savefig(path)
+    with appearing(path) as partial:
+        figure.savefig(partial)
 
 
 def row_label(row: dict, series: tuple[str, ...]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ def write_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     num_shards: int | None = None,
     tokenizer: Tokenizer | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes ``source`` as a checkpoint directory, one tensor in memory at a time.
 
@@ -37,6 +39,7 @@ def write_checkpoint(
         shard_bytes: size aimed at per shard; there are at least two shards.
         num_shards: exact number of shards, of about equal size, instead.
         tokenizer: written as ``tokenizer.json``; None for a byte-level one.
+        texts: text of more files, by name.
 
     Returns:
         The directory.
@@ -60,6 +63,8 @@ def write_checkpoint(
             weight_map.update(dict.fromkeys(names, file))
         total = sum(info.nbytes for info in entries.values())
         _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        for name, text in (texts or {}).items():
+            (folder / name).write_text(text, encoding="utf-8")
     return Path(directory)
 
 
@@ -116,6 +121,8 @@ def check_new_directory(directory: str | Path) -> None:
     if not place.is_dir() or not os.access(place, os.W_OK):
         what = "cannot be written to" if place.is_dir() else "is a file"
         raise ValueError(f"{directory} cannot be made: {place} {what}; choose another place")
+    if os.path.ismount(directory):
+        raise ValueError(f"{directory} is a mount point, which cannot appear as a whole: name a new folder in it")
 
 
 def _check_token_ids(config: AnyConfig) -> None:

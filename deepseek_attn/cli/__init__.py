@@ -10,15 +10,23 @@ import argparse
 import os
 import signal
 import sys
+from contextlib import suppress
+from types import FrameType
 
 from deepseek_attn.cli import bench, experiment, generate, info, make_checkpoint, plan, score, train
+from deepseek_attn.cli.options import Parser
 
 COMMANDS = (generate, score, info, plan, bench, make_checkpoint, train, experiment)
+BROKEN_PIPE = 128 + 13  # the exit code of a process that SIGPIPE ends
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal other than SIGINT asks the process to end; its number is the argument."""
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; a parsed namespace's ``run(namespace)`` runs the command."""
-    parser = argparse.ArgumentParser(prog="deepseek-attn", description="Run DeepSeek checkpoints.")
+    parser = Parser(prog="deepseek-attn", description="Run DeepSeek checkpoints.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
@@ -26,19 +34,80 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns the exit code (2: wrong input, 130: interrupted)."""
+    """Runs one command.
+
+    Args:
+        argv: None for those of the process, which then also ends by SIGTERM and SIGHUP as by Ctrl-C.
+
+    Returns:
+        the exit code. 1: something failed; 2: wrong input, or an output that cannot be written; 128 + n: ended by
+        signal n, or by SIGPIPE because the reader of the output is gone.
+    """
+    stops = handle_signals() if argv is None else []
     try:
-        args = make_parser().parse_args(argv)
-        return args.run(args) or 0
-    except KeyboardInterrupt:
-        if argv is None:  # the process is about to exit: another Ctrl-C must not interrupt the interpreter's shutdown
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        print(file=sys.stderr)
-        return 130
+        try:
+            args = make_parser().parse_args(argv)
+            return args.run(args) or 0
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except KeyboardInterrupt as stop:
+        for number in stops:  # the process is about to exit: nothing must interrupt the interpreter's shutdown
+            signal.signal(number, signal.SIG_IGN)
+        say("")
+        return 128 + (stop.args[0] if isinstance(stop, Terminated) else signal.SIGINT)
     except BrokenPipeError:
-        # the reader of the output is gone; the interpreter must not fail again when it flushes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except (ValueError, OSError) as error:
-        print(f"deepseek-attn {args.command}: error: {error}", file=sys.stderr)
+        return BROKEN_PIPE
+    except Exception as error:
+        message = explanation(error)
+        if message is None:
+            raise
+        say(f"deepseek-attn {args.command}: error: {message}")
         return 2
+    finally:
+        drop_unwritten_output()
+
+
+def handle_signals() -> list[int]:
+    """Lets the signals that end a process end it as Ctrl-C does, so that files and processes are cleaned up.
+
+    Signals that are ignored (``nohup``) or handled stay so. A rank ends at once: it may wait for others in a
+    collective, where Python handles no signal.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # text that the terminal's encoding lacks is written as escapes
+            stream.reconfigure(errors="backslashreplace")
+    names = ("SIGTERM", "SIGHUP") if os.environ.get("WORLD_SIZE", "1") == "1" else ()
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    numbers = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, terminate)
+    return [signal.SIGINT, *numbers]
+
+
+def terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated(number)
+
+
+def explanation(error: Exception) -> str | None:
+    """The message of an error that a user can correct; None for any other."""
+    if isinstance(error, (ValueError, OSError)):
+        return str(error)
+    from deepseek_attn.config.options import is_out_of_memory  # imports torch
+
+    reason = str(error).split("\n")[0]
+    return f"out of memory: use smaller sizes ({reason})" if is_out_of_memory(error) else None
+
+
+def say(message: str) -> None:
+    with suppress(OSError):  # standard error may be closed or full, too
+        print(message, file=sys.stderr)
+
+
+def drop_unwritten_output() -> None:
+    """Where standard output cannot be written, the interpreter must not fail again when it ends."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import reprlib
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepseek_attn.cli.options import add_numerics_options, check_output
+from deepseek_attn.cli.options import add_numerics_options, integer
 
 if TYPE_CHECKING:
     import torch
@@ -103,13 +104,16 @@ def add_engine_parser(what: argparse._SubParsersAction) -> None:
 
 def numbers(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: write integers with commas between them") from None
+        return [integer(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)}: write integers with commas between them") from None
 
 
 def names(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}: write names with commas between them")
+    return found
 
 
 def run_ops(args: argparse.Namespace) -> None:
@@ -325,8 +329,9 @@ def check_flags(args: argparse.Namespace) -> None:
             raise ValueError(f"--{flag} {','.join(map(str, values))}: numbers of at least 1")
     if args.plot:
         from deepseek_attn.bench.plots import check_picture
+        from deepseek_attn.utils.files import check_output
 
-        check_output("--plot", args.plot)
+        check_output(args.plot, "--plot")
         check_picture(args.plot)
 
 

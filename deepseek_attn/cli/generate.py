@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepseek_attn.cli.observe import add_observe_options, observed
-from deepseek_attn.cli.options import add_runner_options, runner_options
+from deepseek_attn.cli.options import add_runner_options, read_text, runner_options
 from deepseek_attn.cli.prompts import complete_all, messages, read_prompts
 from deepseek_attn.cli.ranks import add_ranks_option, joined_ranks
 
@@ -23,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("generate", help="complete a prompt", description="Complete a prompt, streaming.")
     parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: the small one in the package)")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="text; `-`, or no prompt with piped input, reads standard input")
+    source.add_argument("--prompt", type=str, help="text; `-`, or no prompt with piped input, reads standard input")
     source.add_argument("--token-ids", metavar="IDS", help="comma-separated token ids instead of text")
     source.add_argument(
         "--prompts",
@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="one prompt per line (text, JSON string or list of token ids); prints JSON lines",
     )
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user message in the chat format")
-    parser.add_argument("--system", help="system message (with --chat)")
+    parser.add_argument("--system", type=str, help="system message (with --chat)")
     parser.add_argument("--thinking", action="store_true", help="thinking mode: reason before answering (with --chat)")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", type=int, default=64, help="maximum number of new tokens (default: 64)")
@@ -45,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     sampling.add_argument("--seed", type=int, help="makes sampling reproducible")
     sampling.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="stop before this text; repeatable"
+        "--stop", type=str, action="append", default=[], metavar="TEXT", help="stop before this text; repeatable"
     )
     sampling.add_argument(
         "--stop-token-id", action="append", type=int, default=[], metavar="ID", help="stop after this token; repeatable"
@@ -91,6 +91,10 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
         prompt = read_prompts(args.prompts) if args.prompts else read_prompt(args)
     prompt = ranks.share(prompt)
     llm = LLM(args.model or default_checkpoint(), speculate=args.speculate, **runner_options(args))
+    vocab_size = llm.runner.config.vocab_size
+    for token in args.stop_token_id:
+        if token >= vocab_size:
+            raise ValueError(f"--stop-token-id {token}: the vocabulary has {vocab_size} tokens")
     if args.prompts:
         with observed(llm.engine, args):
             return complete_all(llm, prompt, params, args)
@@ -112,7 +116,9 @@ def check_flags(args: argparse.Namespace) -> None:
     problems = []
     if not args.chat:
         problems += [
-            f"{flag} needs --chat" for flag, on in (("--system", args.system), ("--thinking", args.thinking)) if on
+            f"{flag} needs --chat"
+            for flag, on in (("--system", args.system is not None), ("--thinking", args.thinking))
+            if on
         ]
     elif args.token_ids is not None:
         problems.append("--chat takes text; --token-ids are run as they are")
@@ -129,7 +135,7 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
             raise ValueError(f"--token-ids {args.token_ids!r}: write integers with commas between them") from None
     prompt = args.prompt
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
-        piped = sys.stdin.read()
+        piped = read_text("--prompt", "-")
         # with no --prompt, an empty standard input (a script, a service) is not a request for an empty prompt
         prompt = piped if piped or prompt == "-" else None
     if prompt is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
+import reprlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +85,48 @@ def runner_options(args: argparse.Namespace) -> dict[str, Any]:
     return options | {"fp8_mode": options["fp8_mode"] or "auto"}
 
 
-def check_output(flag: str, path: Path) -> None:
-    """Raises ValueError, before anything is computed, if no file can be written at ``path``."""
-    if path.is_dir():
-        raise ValueError(f"{flag} {path}: it is a folder; name a file")
-    if not path.parent.is_dir():
-        raise ValueError(f"{flag} {path}: the folder {str(path.parent)!r} does not exist")
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{flag} {path}: the folder {str(path.parent)!r} cannot be written to")
+def integer(text: str) -> int:
+    """Type of a flag: an integer that 64 bits hold, since larger ones are no size of anything."""
+    try:
+        value = int(text)
+        if abs(value) < 2**64:
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is no integer of 64 bits")
+
+
+def nonempty(text: str) -> str:
+    """Type of a flag that names something: a file, a preset, a device."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; give a value, or leave the flag out")
+    return text
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser, as are those of its commands, whose flags are `nonempty` texts and `integer`s of 64 bits.
+
+    A flag with ``type=str`` may be empty.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.register("type", None, nonempty)
+        self.register("type", int, integer)
+
+
+def read_text(flag: str, path: str) -> str:
+    """The UTF-8 text of a file that a flag names; ``-`` reads standard input.
+
+    Raises:
+        ValueError: it cannot be read, or is not UTF-8 text.
+    """
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {path}: not UTF-8 text ({error})") from error
 
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -100,9 +135,10 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "m
 def parse_bytes(text: str) -> int:
     """``80GB``, ``141e9``, ``24GiB`` -> bytes."""
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]{1,2})?)\s*([kmgt]i?)?b?\s*", text.lower())
-    if not match:
-        raise ValueError(f"{text!r} is no amount of memory: write for instance 80GB or 24GiB")
-    return int(float(match[1]) * UNITS[match[2] or ""])
+    size = float(match[1]) * UNITS[match[2] or ""] if match else 0.0
+    if not 1 <= size < 2**63:
+        raise ValueError(f"{reprlib.repr(text)} is no amount of memory: write for instance 80GB or 24GiB")
+    return int(size)
 
 
 def memory_size(text: str) -> int:

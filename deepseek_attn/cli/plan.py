@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from deepseek_attn.cli.options import add_limits, add_numerics_options, add_prefill_options, parse_bytes, show_bytes
+from deepseek_attn.cli.options import add_limits, add_numerics_options, add_prefill_options, memory_size, show_bytes
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -21,8 +21,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add_limits(parser)
     add_prefill_options(parser)
     parser.add_argument(
-        "--memory", metavar="BYTES", help="memory for caches and workspace, for instance 80GB: prints what fits"
-    )
+        "--memory", type=memory_size, metavar="BYTES",
+        help="memory for caches and workspace, for instance 80GB: prints what fits",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     parser.set_defaults(run=run)
 
@@ -74,8 +75,7 @@ def collect(args: argparse.Namespace) -> dict:
         "total": plan.total,
     }
     if args.memory is not None:
-        memory = parse_bytes(args.memory)
-        facts["memory"] = memory
+        memory = facts["memory"] = args.memory
         facts["sequences_that_fit"] = planner.sequences_that_fit(plan_for, memory, length)
         facts["tokens_that_fit"] = planner.tokens_that_fit(plan_for, memory, args.max_num_seqs, limit)
     return facts

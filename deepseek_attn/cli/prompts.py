@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from deepseek_attn.cli.options import read_text
 
 if TYPE_CHECKING:
     from deepseek_attn.engine.llm import LLM
@@ -23,13 +26,7 @@ def read_prompts(path: str) -> list[str | list[int]]:
     Raises:
         ValueError: the file is missing, is not UTF-8 text, or holds no prompt.
     """
-    try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--prompts {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--prompts {path}: not UTF-8 text ({error})") from error
-    prompts = [parse_line(line) for line in text.split("\n") if line.strip()]
+    prompts = [parse_line(line) for line in read_text("--prompts", path).split("\n") if line.strip()]
     if not prompts:
         raise ValueError(f"--prompts {path}: no prompt; write one per line")
     return prompts
@@ -46,12 +43,34 @@ def parse_line(line: str) -> str | list[int]:
 
 
 def complete_all(llm: LLM, prompts: list, params: SamplingParams, args: argparse.Namespace) -> int:
-    """Completes the prompts with a progress bar and prints a JSON line for each, in order; returns 1 if any failed."""
+    """Completes the prompts with a progress bar and prints a JSON line for each; returns 1 if any failed.
+
+    Lines are in order, each printed when its prompt and those before it are done. Where the run breaks off, those that
+    are done behind an unfinished prompt follow.
+    """
     if args.chat:
         prompts = [llm.chat_prompt(messages(args, prompt), args.thinking)[0] for prompt in prompts]
-    completions = llm.generate(prompts, [params] * len(prompts), progress=True)
-    for index, completion in enumerate(completions):
-        print(json.dumps(record(index, completion), ensure_ascii=False))
+    done: dict[int, Completion] = {}
+    printed = 0
+
+    def show(index: int) -> None:
+        line = json.dumps(record(index, done.pop(index)), ensure_ascii=False)
+        tqdm.write(line, file=sys.stdout)  # above the bar
+        sys.stdout.flush()
+
+    def finished(index: int, completion: Completion) -> None:
+        nonlocal printed
+        done[index] = completion
+        while printed in done:
+            show(printed)
+            printed += 1
+
+    try:
+        completions = llm.generate(prompts, [params] * len(prompts), progress=True, finished=finished)
+    except KeyboardInterrupt:
+        for index in sorted(done):
+            show(index)
+        raise
     return int(any(completion.error for completion in completions))
 
 

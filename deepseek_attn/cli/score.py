@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from deepseek_attn.cli.options import add_runner_options, check_output, runner_options
+from deepseek_attn.cli.options import add_runner_options, runner_options
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -33,14 +33,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from deepseek_attn.runner.model_runner import ModelRunner
-    from deepseek_attn.utils.files import write_tensors
+    from deepseek_attn.utils.files import check_output, write_tensors
 
     if args.mtp and args.layers:
         raise ValueError(
             "--mtp needs the whole model: the MTP layer reads the hidden states of the last layer; drop --layers"
         )
     out = Path(args.out)
-    check_output("--out", out)
+    check_output(out, "--out")
     prompts = read_token_lists(Path(args.token_ids))
     runner = ModelRunner.from_pretrained(args.model, layers=parse_layers(args.layers), **runner_options(args))
     if args.mtp:

@@ -6,8 +6,9 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from deepseek_attn.cli.options import read_text
 
 if TYPE_CHECKING:
     from deepseek_attn.config.model import AnyConfig
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     if args.task:
         task = make_task(args.task, config.vocab_size, gap=args.gap)
     else:
-        text = "\n\n".join(Path(file).read_text(encoding="utf-8") for file in args.text) if args.text else None
+        text = "\n\n".join(read_text("--text", file) for file in args.text) if args.text else None
         task = TextTask.from_text(text, vocab_size=config.vocab_size)
         print(f"text: {len(task.ids)} tokens, {len(task.parts['test'])} of them held out", file=sys.stderr)
     sizes = {name: getattr(args, name) for name in ("steps", "batch", "seq_len", "seed", "lr", "weight_decay")}
@@ -83,8 +84,8 @@ def run(args: argparse.Namespace) -> None:
         record = {"steps": result.mtp.done, "seconds": round(result.mtp.seconds, 1)}
         facts["mtp"] = asdict(mtp) | record | {"losses": rounded(result.mtp.losses)}
     if args.out:
-        folder = save_checkpoint(result.model, config, args.out, getattr(task, "tokenizer", None))
-        (folder / FACTS_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        tokenizer = getattr(task, "tokenizer", None)
+        save_checkpoint(result.model, config, args.out, tokenizer, {FACTS_FILE: json.dumps(facts) + "\n"})
     print(json.dumps(facts))
 
 

@@ -25,7 +25,7 @@ def parse_device(device: torch.device | str | None) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError):
         found = None
-    if found is None or found.type not in ("cpu", "cuda"):
+    if found is None or found.type not in ("cpu", "cuda") or (found.type == "cpu" and found.index):
         raise ValueError(f"device {str(device)!r}: supported are cpu, cuda and cuda:N")
     return found
 
@@ -118,7 +118,13 @@ def explain_out_of_memory(what: str, remedy: str) -> Iterator[None]:
     """ValueError, with the remedy, where memory runs out inside."""
     try:
         yield
-    except RuntimeError as error:  # of the CPU's allocator; a GPU's is a subclass
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    except Exception as error:
+        if not is_out_of_memory(error):
             raise
         raise ValueError(f"out of memory for {what}: {remedy}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, or a size was asked for that no address space has."""
+    signs = ("can't allocate memory", "Storage size calculation overflowed", "Overflow when unpacking long")
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(sign in str(error) for sign in signs)

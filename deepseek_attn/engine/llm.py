@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +50,7 @@ class LLM:
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        finished: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         """Completes one prompt or many, batched as the caches allow. One that fails does so alone.
 
@@ -57,6 +58,7 @@ class LLM:
             prompts: text (BOS is put in front) or token ids (used unchanged); or a list of these.
             params: one for all prompts, or one each.
             progress: show a bar over prompt and generated tokens, on a terminal.
+            finished: called with the place and the completion of each prompt as soon as it is done.
 
         Raises:
             ValueError: a prompt cannot be run; it is named by its place, and nothing has been generated.
@@ -73,10 +75,15 @@ class LLM:
         requests = [
             self._request(prompt, p, index) for index, (prompt, p) in enumerate(zip(prompts, params, strict=True))
         ]
+        places = {request: place for place, request in enumerate(requests)}
         total = sum(request.prompt_length + request.params.max_tokens - 1 for request in requests)
         with tqdm(total=total, unit="tok", disable=None if progress else True) as bar:
             for outputs in self.engine.run(map(self.engine.submit, requests)):
                 bar.update(sum(output.computed for output in outputs))
+                for request in [output.request for output in outputs if output.request.finished]:
+                    place = places.pop(request, None)
+                    if finished is not None and place is not None:
+                        finished(place, request.completion())
         self.runner.wait_for_ranks()
         return [request.completion() for request in requests]
 

@@ -71,7 +71,17 @@ class Tokenizer:
         return self.backend.token_to_id(token)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text`` and nothing else; special tokens spelled out in it become their ids."""
+        """Token ids of ``text`` and nothing else; special tokens spelled out in it become their ids.
+
+        Raises:
+            ValueError: a lone surrogate in ``text``, which no UTF-8 text has.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"character {error.start} of the text is {text[error.start]!r}, a lone surrogate"
+            ) from None
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:

@@ -89,7 +89,8 @@ def write_tokenizer(
             f"the tokenizer has {size} tokens for vocab_size {vocab_size}, BOS {tokenizer.token_to_id(BOS)} and EOS "
             f"{tokenizer.token_to_id(EOS)}: at most vocab_size tokens, {BOS!r} as 0 and {EOS!r} as 1 are needed"
         )
-    tokenizer.save(str(directory / "tokenizer.json"))
+    # not its own `save`, whose errors are plain exceptions
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     settings = {
         "add_bos_token": False,
         "add_eos_token": False,

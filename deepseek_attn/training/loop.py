@@ -24,6 +24,7 @@ from deepseek_attn.training.weights import FreshSource, build_model
 WARMUP = 0.05  # share of the training in which the learning rate rises
 DENSE_SHARE = 0.5  # share that reads all entries with unquantised weights, see `train`
 REPORT_EVERY = 20
+MAX_RATE = 1e6  # of learning rate and weight decay: an optimizer's float32 steps are finite below
 MTP_SEED = 10_000  # added to the seed of the backbone's batches
 EVALUATION_SEED = 20_000  # far from the seeds of training batches
 
@@ -204,7 +205,11 @@ def run_steps(
     budget_s: float | None,
     progress: Callable[[int, float], None] | None,
 ) -> Steps:
-    """Calls ``run(share of the training that is done, learning rate)``, which returns the loss, step by step."""
+    """Calls ``run(share of the training that is done, learning rate)``, which returns the loss, step by step.
+
+    Raises:
+        ValueError: the loss is not finite.
+    """
     losses, done, share = [], 0, 0.0
     start = time.monotonic()
     while done < steps and share < 1.0:
@@ -212,6 +217,8 @@ def run_steps(
         done += 1
         if done % REPORT_EVERY == 0 or done == steps:
             losses.append((done, float(loss)))
+            if not math.isfinite(losses[-1][1]):
+                raise ValueError(f"the loss is {losses[-1][1]} after {done} steps: lower the learning rate")
             if progress is not None:
                 progress(*losses[-1])
         share = max(done / steps, (time.monotonic() - start) / budget_s if budget_s else 0.0)
@@ -240,10 +247,12 @@ def check(config: ModelConfig, task: Task, steps: int, batch: int, seq_len: int,
 def check_rates(lr: float, weight_decay: float, budget_s: float | None, prefix: str = "") -> None:
     """ValueError, with all problems, for values that an optimizer cannot use; ``prefix`` is of their names."""
     problems = []
-    if not 0.0 < lr < math.inf:
-        problems.append(f"{prefix}lr is {lr}: a finite number above 0 is needed")
-    if not 0.0 <= weight_decay < math.inf:
-        problems.append(f"{prefix}weight_decay is {weight_decay}: a finite number of at least 0 is needed")
+    if not 0.0 < lr < MAX_RATE:
+        problems.append(f"{prefix}lr is {lr}: a number above 0 and below {MAX_RATE:g} is needed")
+    if not 0.0 <= weight_decay < MAX_RATE:
+        problems.append(
+            f"{prefix}weight_decay is {weight_decay}: a number of at least 0 and below {MAX_RATE:g} is needed"
+        )
     if budget_s is not None and not budget_s > 0.0:
         problems.append(f"budget_s is {budget_s}: more than 0 seconds are needed")
     if problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -56,11 +57,17 @@ def parameter_name(published: str) -> tuple[str, int | None]:
 
 
 def save_checkpoint(
-    model: DeepseekV4, config: ModelConfig, directory: str | Path, tokenizer: Tokenizer | None = None
+    model: DeepseekV4,
+    config: ModelConfig,
+    directory: str | Path,
+    tokenizer: Tokenizer | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes a checkpoint directory in the published format; see `write_checkpoint` for what it refuses.
 
     Args:
         tokenizer: the tokenizer of the training text; None writes a byte-level one.
+        texts: text of more files, by name.
     """
-    return write_checkpoint(TrainedSource(model, config), config, directory, num_shards=2, tokenizer=tokenizer)
+    source = TrainedSource(model, config)
+    return write_checkpoint(source, config, directory, num_shards=2, tokenizer=tokenizer, texts=texts)

@@ -29,13 +29,15 @@ class TextTask(Task):
         tokenizer: the tokenizer of ``token_ids``, kept for decoding.
 
     Raises:
-        ValueError: an id that is not below ``vocab_size``.
+        ValueError: no ids, or one that is not below ``vocab_size``.
     """
 
     name = "text"
 
     def __init__(self, token_ids: list[int], vocab_size: int, tokenizer: Tokenizer | None = None):
         self.ids, self.vocab_size, self.tokenizer = torch.tensor(token_ids), vocab_size, tokenizer
+        if not token_ids:
+            raise ValueError("the text is empty: there is nothing to train on")
         if int(self.ids.max()) >= vocab_size:
             raise ValueError(f"token id {int(self.ids.max())} is not below vocab_size {vocab_size}")
         held_out = int(len(token_ids) * TEST_SHARE)

@@ -1,46 +1,99 @@
-"""Files and directories that appear complete or not at all."""
+"""Output files and directories that are written whole or not at all.
+
+One rule for every output. A regular file is replaced, and keeps its mode; a new one has the mode that the umask leaves.
+A symbolic link is followed. A device or a pipe is written to.
+
+An output that is not complete is in a folder beside its final place, locked by the process that writes it. The folder
+of a process that was killed is removed when the next output is written beside it.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+try:
+    from fcntl import LOCK_EX, LOCK_NB, flock
+except ImportError:  # not a POSIX system: what a killed process leaves stays there
+    flock = None
+
+UNFINISHED = ".deepseek-attn-partial"  # end of the names of folders with outputs that are not complete
+LOCK = ".deepseek-attn-lock"
+
+
+def check_output(path: str | Path, name: str) -> None:
+    """Raises ValueError, before anything is computed, if no file can be written at ``path``.
+
+    Args:
+        name: begins the message, for instance an option of the command line.
+    """
+    try:
+        _find_target(Path(path))
+    except OSError as error:
+        raise ValueError(f"{name} {path}: {error.strerror}; name a file in an existing, writable folder") from error
+
 
 @contextmanager
 def appearing(path: Path, directory: bool = False) -> Iterator[Path]:
-    """A place beside ``path`` to write to: renamed to ``path`` when the block succeeds, removed when it fails.
+    """A path to write to, of the same name in another folder: it becomes ``path`` when the block succeeds.
+
+    Nothing is left when the block fails.
 
     Args:
-        directory: make a directory there, and the missing folders above it; they vanish too when the block fails.
+        directory: make a directory there, and the missing folders above ``path``. An empty directory is replaced.
+
+    Raises:
+        ValueError: nothing can be written there, with the reason; also for an OSError of a write in the block.
     """
-    path = path.absolute()
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    made = [parent for parent in path.parents if directory and not parent.exists()]
-    try:
-        if directory:
-            partial.mkdir(parents=True)
-        yield partial
-        os.replace(partial, path)
-    except BaseException:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
-        for parent in made:
-            if parent.exists() and not any(parent.iterdir()):
-                parent.rmdir()
-        raise
+    path = Path(path)
+    place = Path(os.path.realpath(path))
+    made = [parent for parent in place.parents if directory and not parent.exists()]
+    with ExitStack() as stack:
+        folder = None
+        try:
+            if directory:
+                place.parent.mkdir(parents=True, exist_ok=True)
+            target = place if directory else _find_target(path)
+            if target is None:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            else:
+                folder = stack.enter_context(_locked_folder(place))
+            partial = folder / place.name
+            if directory:
+                partial.mkdir()
+            yield partial
+            if target is None:
+                with partial.open("rb") as data, path.open("wb") as file:
+                    shutil.copyfileobj(data, file)
+            else:
+                if target.exists():
+                    partial.chmod(stat.S_IMODE(target.stat().st_mode))
+                elif not directory:  # a native writer may have chosen a mode of its own
+                    partial.chmod(stat.S_IMODE((folder / LOCK).stat().st_mode))
+                os.replace(partial, target)
+        except BaseException as error:
+            stack.close()
+            for parent in made:
+                with suppress(OSError):
+                    parent.rmdir()
+            if isinstance(error, OSError) and _is_of_output(error, folder):
+                reason = error.strerror or error
+                raise ValueError(f"{str(path)!r} cannot be written: {reason}") from error
+            raise
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes UTF-8 text; OSError if it cannot be written."""
+    """Writes UTF-8 text; ValueError if it cannot be written there, with the reason."""
     with appearing(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -51,8 +104,66 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
     Raises:
         ValueError: it cannot be written there, with the reason.
     """
-    try:
-        with appearing(path) as partial:
+    with appearing(path) as partial:
+        try:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{str(path)!r} cannot be written: {error}") from error
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+
+
+def _find_target(path: Path) -> Path | None:
+    """The regular file to make or replace, behind symbolic links; None for a device or pipe, which is written to.
+
+    Raises:
+        OSError: no file can be written there.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = None
+    if mode is not None and stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    if mode is not None and stat.S_ISSOCK(mode):
+        raise OSError(errno.ENXIO, "it is a socket")
+    if mode is not None and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, "it cannot be written to")
+    if mode is not None and not stat.S_ISREG(mode):
+        return None
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, f"the folder {str(path.parent)!r} does not exist")
+    if not os.access(target.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, f"the folder {str(target.parent)!r} cannot be written to")
+    return target
+
+
+@contextmanager
+def _locked_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside ``target`` until the block ends; removes those of killed processes."""
+    for folder in target.parent.glob(f".*{UNFINISHED}"):
+        _remove_unlocked(folder)
+    while True:
+        folder = Path(tempfile.mkdtemp(UNFINISHED, f".{target.name[:40]}.", target.parent))
+        try:
+            with (folder / LOCK).open("w") as lock:
+                if flock is not None:
+                    with suppress(OSError):  # a file system without locks
+                        flock(lock, LOCK_EX)
+                if (folder / LOCK).exists():  # not removed by another process before it was locked
+                    yield folder
+                    return
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_unlocked(folder: Path) -> None:
+    # it stays if a process that is writing to it has the lock
+    with suppress(OSError), (folder / LOCK).open("r+") as lock:
+        if flock is not None:
+            flock(lock, LOCK_EX | LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_of_output(error: OSError, folder: Path | None) -> bool:
+    """Whether an error of the system is about the output, and not about a file that was read for it."""
+    return folder is None or error.filename is None or str(error.filename).startswith(str(folder))

@@ -8,13 +8,17 @@ none of this Python: its kernels appear in ``model`` only.
 
 from __future__ import annotations
 
+import gzip
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 
 import torch
+
+from deepseek_attn.utils.files import appearing, check_output
 
 VARIABLE = "DEEPSEEK_ATTN_TRACE"  # "1" switches ranges on at import, for instance under Nsight Systems
 
@@ -79,12 +83,28 @@ def profile(path: str | Path) -> Iterator[None]:
     Raises:
         ValueError: nothing can be written to ``path``; nothing has run yet.
     """
-    path = Path(path)
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"no trace can be written to {str(path)!r}: name a file in an existing, writable folder")
+    check_output(path, "trace")
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with ranges(), torch.profiler.profile(activities=activities) as profiler:
-        yield
-    profiler.export_chrome_trace(str(path))
+    profiler = torch.profiler.profile(activities=activities)
+    try:
+        with ranges(), profiler:
+            yield
+    finally:  # what broke the block off may be what the trace should show
+        with appearing(Path(path)) as partial:
+            _export(profiler, partial)
+
+
+def _export(profiler: torch.profiler.profile, path: Path) -> None:
+    """Writes the trace, compressed if the name ends in ``.gz``; OSError if not all of it can be written.
+
+    The profiler's own compression hides that it could not write, and so does its export, but for the missing file.
+    """
+    plain = path.with_suffix("") if path.suffix == ".gz" else path
+    profiler.export_chrome_trace(str(plain))
+    if not plain.exists():
+        raise OSError("the profiler could not write all of the trace; is there space for it?")
+    if plain != path:
+        with plain.open("rb") as data, gzip.open(path, "wb") as file:
+            shutil.copyfileobj(data, file)
