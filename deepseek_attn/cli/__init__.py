@@ -44,9 +44,11 @@ def main(argv: list[str] | None = None) -> int:
         signal n, or by SIGPIPE because the reader of the output is gone.
     """
     stops = handle_signals() if argv is None else []
+    program = "deepseek-attn"
     try:
         try:
             args = make_parser().parse_args(argv)
+            program += f" {args.command}"
             return args.run(args) or 0
         finally:
             if sys.stdout is not None:
@@ -62,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         message = explanation(error)
         if message is None:
             raise
-        say(f"deepseek-attn {args.command}: error: {message}")
+        say(f"{program}: error: {message}")
         return 2
     finally:
         drop_unwritten_output()

@@ -114,6 +114,11 @@ class Parser(argparse.ArgumentParser):
         self.register("type", None, nonempty)
         self.register("type", int, integer)
 
+    def add_subparsers(self, **kwargs: Any) -> argparse._SubParsersAction:
+        action = super().add_subparsers(**kwargs)
+        action.type = str  # of all that follows the command's name
+        return action
+
 
 def read_text(flag: str, path: str) -> str:
     """The UTF-8 text of a file that a flag names; ``-`` reads standard input.

@@ -68,7 +68,7 @@ def appearing(path: Path, directory: bool = False) -> Iterator[Path]:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             else:
                 folder = stack.enter_context(_locked_folder(place))
-            partial = folder / place.name
+            partial = folder / (place if directory else path).name
             if directory:
                 partial.mkdir()
             yield partial
@@ -119,7 +119,7 @@ def _find_target(path: Path) -> Path | None:
     """
     try:
         mode = path.stat().st_mode
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         mode = None
     if mode is not None and stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "it is a folder")

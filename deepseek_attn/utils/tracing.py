@@ -83,7 +83,7 @@ def profile(path: str | Path) -> Iterator[None]:
     Raises:
         ValueError: nothing can be written to ``path``; nothing has run yet.
     """
-    check_output(path, "trace")
+    check_output(path, "no trace can be written to")
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)

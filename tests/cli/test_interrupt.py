@@ -1,10 +1,13 @@
-"""Ctrl-C on a running command: exit code 130, no traceback, what was printed stays, no process is left."""
+"""Ctrl-C and other signals that end a command: exit code, no traceback, what is done is printed, no process is left."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import io
+import itertools
+import json
 import os
 import pty
 import signal
@@ -17,7 +20,10 @@ import pytest
 
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import main
+from deepseek_attn.cli.prompts import complete_all
 from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.engine.request import Completion
+from deepseek_attn.engine.sampling import SamplingParams
 from tests.support.tiers import tiered
 
 COMMAND = [sys.executable, "-c", "import sys; from deepseek_attn.cli import main; sys.exit(main())"]
@@ -129,3 +135,83 @@ def test_a_request_that_fails_is_one_message(checkpoint, capsys, monkeypatch):
     monkeypatch.setattr(ModelRunner, "step", broken)
     assert main(generate(checkpoint)[len(COMMAND) :]) == 1
     assert "the request failed: RuntimeError: the device is gone" in capsys.readouterr().err
+
+
+@pytest.fixture
+def as_process(monkeypatch):
+    """Runs a command as the process does, with its arguments and its signal handlers."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def run(command: list[str]) -> int:
+        monkeypatch.setattr(sys, "argv", ["deepseek-attn", *command])
+        return main()
+
+    yield run
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("name", tiered(["SIGINT", "SIGTERM", "SIGHUP"], ["SIGTERM"]))
+def test_a_signal_keeps_the_prompts_that_are_done(checkpoint, tmp_path, capsys, monkeypatch, as_process, name):
+    from deepseek_attn.runner.model_runner import ModelRunner
+
+    (tmp_path / "prompts").write_text("a\nb\nc\n")
+    flags = ("--max-tokens", "3", "--temperature", "0", "--ignore-eos", "--max-num-seqs", "1", "--device", "cpu")
+    command = ["generate", "--model", str(checkpoint), "--prompts", str(tmp_path / "prompts"), *flags]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["index"] for line in lines] == [0, 1, 2]
+    number, compute, steps = getattr(signal, name), ModelRunner.step, itertools.count()
+
+    def step(self, *args):
+        if next(steps) == 7:  # two prompts are done, of three steps each
+            os.kill(os.getpid(), number)
+        return compute(self, *args)
+
+    monkeypatch.setattr(ModelRunner, "step", step)
+    assert as_process(command) == 128 + number
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == lines[:2]
+    assert "Traceback" not in captured.err
+
+
+def test_prompts_behind_an_unfinished_one_are_printed_too(capsys):
+    class Interrupted:
+        def generate(self, prompts, params, *, progress, finished):
+            for index in (3, 0, 2):
+                finished(index, Completion([], [index], "", "length"))
+            assert [json.loads(line)["index"] for line in capsys.readouterr().out.splitlines()] == [0]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        complete_all(Interrupted(), ["x"] * 4, SamplingParams(), argparse.Namespace(chat=False))
+    assert [json.loads(line)["index"] for line in capsys.readouterr().out.splitlines()] == [2, 3]
+
+
+def test_a_signal_that_is_ignored_stays_so(monkeypatch, as_process):
+    """As under ``nohup``, and for the ranks of a model, which may hang in a collective."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert as_process(["plan"]) == 0
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert as_process(["plan"]) == 0
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.exhaustive
+def test_a_terminated_checkpoint_leaves_nothing(tmp_path):
+    command = [*COMMAND, "make-checkpoint", "--config", "small", "--out", str(tmp_path / "new" / "model")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+    deadline = time.monotonic() + 900
+    while not list(tmp_path.glob("new/.model*")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.terminate()
+    _, err = process.communicate(timeout=900)
+    assert process.returncode == 143
+    assert err == b"\n"
+    assert list(tmp_path.iterdir()) == []

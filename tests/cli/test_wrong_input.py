@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -25,6 +26,10 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ids.json").write_text("[[1, 2, 3]]")
     (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "bytes").write_bytes(b"h\xe9llo\n")
+    (tmp_path / "surrogate").write_text('"good"\n"a\\ud800"\n')
+    (tmp_path / "link").symlink_to("link")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").write_text("mine")
     return tmp_path
@@ -58,6 +63,17 @@ SCORE = ("--token-ids", "ids.json", "--out", "o.safetensors")
         (("--token-ids", "none", "--out", "o"), "--token-ids none: No such file"),
         ((*SCORE, "--device", "banana"), "device 'banana': supported are cpu, cuda and cuda:N"),
         ((*SCORE, "--device", "meta"), "device 'meta': supported are cpu, cuda and cuda:N"),
+        ((*SCORE, "--device", "cpu:3"), "device 'cpu:3': supported are cpu, cuda and cuda:N"),
+        ((*SCORE, "--device", ""), "argument --device: it is empty"),
+        ((*SCORE, "--model", ""), "argument --model: it is empty"),
+        (("--token-ids", "ids.json", "--out", ""), "argument --out: it is empty"),
+        ((*SCORE, "--kv-cache-bytes", "1e99"), "'1e99' is no amount of memory"),
+        ((*SCORE, "--kv-cache-bytes", "9" * 5000), "99' is no amount of memory"),
+        ((*SCORE, "--kv-cache-bytes", "0"), "'0' is no amount of memory"),
+        ((*SCORE, "--max-model-len", "9" * 25), f"argument --max-model-len: '{'9' * 25}' is no integer of 64 bits"),
+        ((*SCORE, "--max-model-len", "9" * 5000), "is no integer of 64 bits"),
+        ((*SCORE, "--max-model-len", "99999"), "max_model_len=99999 exceeds the model's"),
+        ((*SCORE, "--prefill-workspace-rows", str(2**63 - 1)), "out of memory"),
         ((*SCORE, "--kv-cache-bytes", "1e400GB"), "'1e400GB' is no amount of memory"),
         ((*SCORE, "--kv-cache-bytes", "1.2.3GB"), "'1.2.3GB' is no amount of memory"),
         ((*SCORE, "--max-num-seqs", "99999999999"), "bytes of caches for max_num_seqs=99999999999"),
@@ -78,6 +94,15 @@ def test_score(checkpoint, place, capsys, flags, message):
         (("--prompt", "x", "--speculate", "-1"), "-1 drafts per step: supported are 1 to 15"),
         (("--prompt", "x" * 99, "--max-model-len", "20"), "a sequence of 100 tokens exceeds max_model_len=20"),
         (("--prompt", "x", "--profile", "no/trace.json"), "name a file in an existing, writable folder"),
+        (("--prompt", "x", "--profile", "link"), "Too many levels of symbolic links"),
+        (("--prompts", ""), "argument --prompts: it is empty"),
+        (("--prompts", "surrogate"), "prompt 1: character 1 of the text is '\\ud800', a lone surrogate"),
+        (("--prompt", "\udc80"), "character 0 of the text is '\\udc80', a lone surrogate"),
+        (("--chat", "--prompt", "x", "--system", "\udc80"), "a lone surrogate"),
+        (("--prompts", "bytes"), "--prompts bytes: not UTF-8 text"),
+        (("--prompt", "x", "--system", ""), "--system needs --chat"),
+        (("--prompt", "x", "--stop-token-id", "99999"), "--stop-token-id 99999: the vocabulary has"),
+        (("--prompt", "x", "--temperature", "nan"), "temperature=nan: must be a finite number"),
     ],
 )
 def test_generate(checkpoint, place, capsys, flags, message):
@@ -96,6 +121,16 @@ def test_generate(checkpoint, place, capsys, flags, message):
         ("bench layer --context 5,-1", "--context 5,-1: numbers of at least 1"),
         ("bench layer --plot no/times.svg", "--plot no/times.svg: the folder 'no' does not exist"),
         ("bench layer --plot times.doc", "--plot times.doc: it ends in none of"),
+        ("bench layer --backends ,", "argument --backends: ',': write names with commas between them"),
+        (f"bench layer --batch 1,{'9' * 5000}", "write integers with commas between them"),
+        (f"bench layer --context 5 --batch {2**62}", "out of memory"),
+        ("plan --memory 0", "argument --memory: '0' is no amount of memory"),
+        ("plan --memory 0.5", "argument --memory: '0.5' is no amount of memory"),
+        ("plan --kv-cache-bytes 1e99", "'1e99' is no amount of memory"),
+        ("train --text bytes", "--text bytes: not UTF-8 text"),
+        ("train --text empty", "the text is empty"),
+        ("train --task copy --lr 1e99", "lr is 1e+99: a number above 0 and below"),
+        ("train --task copy --batch 9999999999999", "out of memory: use smaller sizes"),
         ("train --out full", "not an empty directory"),
         ("train --out file/new", "is a file; choose another place"),
         ("train --text none", "No such file"),
@@ -106,6 +141,13 @@ def test_generate(checkpoint, place, capsys, flags, message):
 )
 def test_other_commands(place, capsys, command, message):
     assert message in refused(capsys, place, *command.split())
+
+
+def test_a_checkpoint_cannot_replace_a_mount_point(place, capsys, monkeypatch):
+    (place / "volume").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == "volume")
+    message = refused(capsys, place, "make-checkpoint", "--out", "volume")
+    assert "volume is a mount point, which cannot appear as a whole: name a new folder in it" in message
 
 
 def test_a_file_that_cannot_be_written(checkpoint, place, capsys, monkeypatch):

@@ -1,14 +1,37 @@
-"""Files and directories appear complete or not at all."""
+"""Files and directories appear complete or not at all, where their path leads."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
 
 import pytest
+import torch
+from safetensors.torch import load, load_file
 
-from deepseek_attn.utils.files import appearing, write_text
+from deepseek_attn.utils.files import appearing, check_output, write_tensors, write_text
+
+TENSORS = {"a": torch.arange(3)}
+
+
+@pytest.fixture
+def umask():
+    before = os.umask(0o027)
+    yield
+    os.umask(before)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 def test_a_file_is_replaced_whole(tmp_path):
     path = tmp_path / "a.txt"
     write_text(path, "old")
     with appearing(path) as partial:
+        assert partial.name == path.name
         partial.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new"
@@ -31,16 +54,169 @@ def test_a_failure_keeps_the_old_file(tmp_path, error):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_in_a_missing_folder_is_an_error(tmp_path):
-    with pytest.raises(OSError, match="absent"):
-        write_text(tmp_path / "absent" / "a.txt", "x")
+def test_only_errors_about_the_output_are_called_so(tmp_path):
+    def read_while_writing():
+        with appearing(tmp_path / "a"):
+            (tmp_path / "none").read_text()
+
+    def write_in_vain():
+        with appearing(tmp_path / "a"), open("/dev/full", "w") as full:
+            full.write("x" * 100_000)
+
+    with pytest.raises(FileNotFoundError, match="none"):
+        read_while_writing()
+    with pytest.raises(ValueError, match=r"a' cannot be written: No space left on device"):
+        write_in_vain()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_has_the_permissions_of_any_other(tmp_path):
+@pytest.mark.parametrize("write", [lambda path: write_text(path, "x"), lambda path: write_tensors(path, TENSORS)])
+def test_modes(tmp_path, umask, write):
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.touch()
+    old.chmod(0o604)
+    write(new)
+    write(old)
+    assert (mode(new), mode(old)) == (0o640, 0o604)
+    assert old.stat().st_size
+
+
+def test_a_directory_has_the_permissions_of_any_other(tmp_path, umask):
     with appearing(tmp_path / "made" / "deep", directory=True) as partial:
         (partial / "a.txt").write_text("x")
     (tmp_path / "plain").mkdir()
+    (tmp_path / "empty").mkdir(0o705)
+    (tmp_path / "empty").chmod(0o705)
+    with appearing(tmp_path / "empty", directory=True) as partial:
+        (partial / "a.txt").write_text("x")
     assert (tmp_path / "made" / "deep" / "a.txt").read_text() == "x"
-    assert (tmp_path / "made" / "deep").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert mode(tmp_path / "made" / "deep") == mode(tmp_path / "plain") == 0o750
+    assert mode(tmp_path / "empty") == 0o705
     assert list((tmp_path / "made").iterdir()) == [tmp_path / "made" / "deep"]
+
+
+def test_a_directory_that_fails_leaves_no_folder_above_it(tmp_path):
+    def write_half():
+        with appearing(tmp_path / "made" / "deep", directory=True) as partial:
+            (partial / "a.txt").write_text("x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_half()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_links_are_followed(tmp_path, there):
+    (tmp_path / "folder").mkdir()
+    target, link = tmp_path / "folder" / "target", tmp_path / "link"
+    link.symlink_to("folder/target")
+    if there:
+        target.write_text("old")
+    write_text(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert list((tmp_path / "folder").iterdir()) == [target]
+
+
+def test_a_pipe_is_written_to(tmp_path):
+    pipe, found = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    write_tensors(pipe, TENSORS)
+    reader.join(timeout=60)
+    assert torch.equal(load(found[0])["a"], TENSORS["a"])
+    assert pipe.is_fifo()
+
+
+def test_a_device_is_written_to(tmp_path):
+    link = tmp_path / "device"
+    link.symlink_to("/dev/full")
+    with pytest.raises(ValueError, match="No space left on device"):
+        write_text(link, "x")
+    link.unlink()
+    link.symlink_to("/dev/null")
+    write_text(link, "x")
+    assert stat.S_ISCHR(link.stat().st_mode)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("absent/a", r"the folder '.*absent' does not exist"),
+        ("folder", "it is a folder"),
+        ("loop", "Too many levels of symbolic links"),
+        ("socket", "it is a socket"),
+        ("file/a", r"the folder '.*file' does not exist"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_paths_that_cannot_be_written_to(tmp_path, monkeypatch, name, reason):
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises(ValueError, match=f"--out .*: {reason}"):
+            check_output(name, "--out")
+        with pytest.raises(ValueError, match=f"cannot be written: {reason}"):
+            write_text(tmp_path / name, "x")
+        assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_read_only_file_is_kept(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    path.write_text("old")
+    monkeypatch.setattr(os, "access", lambda asked, mode: asked != path)  # also where root runs the test
+    with pytest.raises(ValueError, match="cannot be written"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+
+
+def killed_within(path, directory):
+    """A child process that ends, without any cleaning up, while it writes."""
+    child = os.fork()
+    if not child:
+        try:
+            with appearing(path, directory) as partial:
+                (partial / "half" if directory else partial).write_text("half")
+                os._exit(9)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("directory", [True, False])
+def test_what_a_killed_process_leaves_goes_at_the_next_output(tmp_path, directory):
+    killed_within(tmp_path / "killed", directory)
+    assert [path.name.startswith(".killed.") for path in tmp_path.iterdir()] == [True]
+    with appearing(tmp_path / "running") as partial:
+        partial.write_text("of the running one")
+        write_text(tmp_path / "other", "x")
+        assert len(list(tmp_path.iterdir())) == 2, "the folder of the running output stays, the other is gone"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "running"]
+
+
+def test_two_threads_write_the_same_file(tmp_path):
+    path, barrier = tmp_path / "a", threading.Barrier(2, timeout=60)
+
+    def write(text):
+        with appearing(path) as partial:
+            partial.write_text(text)
+            barrier.wait()
+
+    threads = [threading.Thread(target=write, args=(text,)) for text in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert path.read_text() in ("one", "two")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_tensors_and_their_metadata(tmp_path):
+    write_tensors(tmp_path / "a", {"t": torch.arange(6).view(2, 3).T}, {"key": "value"})
+    assert torch.equal(load_file(tmp_path / "a")["t"], torch.arange(6).view(2, 3).T)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import Counter
 
@@ -79,3 +80,20 @@ def test_a_trace_that_cannot_be_written(tmp_path):
     for path in (tmp_path, tmp_path / "missing" / "trace.json"):
         with pytest.raises(ValueError, match="no trace can be written"), profile(path):
             raise AssertionError("nothing may run")
+
+
+def test_the_trace_of_an_interrupted_block_is_written(tmp_path):
+    def interrupted():
+        with profile(tmp_path / "trace.json"), stage("model"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [name for name, _, _ in ranges_of(tmp_path / "trace.json")] == ["model"]
+
+
+def test_a_compressed_trace(tmp_path):
+    with profile(tmp_path / "trace.json.gz"), stage("model"):
+        pass
+    assert b"traceEvents" in gzip.decompress((tmp_path / "trace.json.gz").read_bytes())
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
