@@ -7,6 +7,7 @@ quick. An error that a user can correct is one message and exit code 2.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -77,7 +78,7 @@ def handle_signals() -> list[int]:
     collective, where Python handles no signal.
     """
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # text that the terminal's encoding lacks is written as escapes
+        if isinstance(stream, io.TextIOWrapper):  # text that the terminal's encoding lacks is written as escapes
             stream.reconfigure(errors="backslashreplace")
     names = ("SIGTERM", "SIGHUP") if os.environ.get("WORLD_SIZE", "1") == "1" else ()
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]

@@ -86,7 +86,7 @@ def appearing(path: Path, directory: bool = False) -> Iterator[Path]:
             for parent in made:
                 with suppress(OSError):
                     parent.rmdir()
-            if isinstance(error, OSError) and _is_of_output(error, folder):
+            if isinstance(error, OSError) and (folder is None or _is_about(error, path, folder)):
                 reason = error.strerror or error
                 raise ValueError(f"{str(path)!r} cannot be written: {reason}") from error
             raise
@@ -164,6 +164,7 @@ def _remove_unlocked(folder: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_of_output(error: OSError, folder: Path | None) -> bool:
+def _is_about(error: OSError, path: Path, folder: Path) -> bool:
     """Whether an error of the system is about the output, and not about a file that was read for it."""
-    return folder is None or error.filename is None or str(error.filename).startswith(str(folder))
+    name = error.filename
+    return name is None or str(name) == str(path) or str(name).startswith(str(folder))
