@@ -68,7 +68,7 @@ class Record(ABC):
         """Encodes ``rows`` and writes them at ``slots``; nothing else in the pool changes.
 
         Args:
-            pool: uint8 ``[num_pages, >= page_bytes(n)]``.
+            pool: uint8 ``[num_pages, >= n * entry_bytes]``.
             n: entries per page.
             slots: int64 or int32 ``[T]``, distinct where not negative. Rows of negative slots are not written.
             rows: ``[T, dim]`` float32, bfloat16 or float16.
@@ -104,7 +104,7 @@ class Record(ABC):
         """Reads and decodes entries.
 
         Args:
-            pool: uint8 ``[num_pages, >= page_bytes(n)]``.
+            pool: uint8 ``[num_pages, >= n * entry_bytes]``.
             n: entries per page.
             slots: int64 or int32, any shape. Negative slots give zeros, whatever the pool holds.
             dtype: float32, bfloat16 or float16.
@@ -140,7 +140,7 @@ class Record(ABC):
         return views
 
     def _check_pool(self, pool: Tensor, n: int) -> None:
-        need = self.page_bytes(n)
+        need = n * self.entry_bytes  # nothing touches padding, which a pool of another library may not have
         if pool.dtype != torch.uint8 or pool.dim() != 2:
             raise ValueError(f"a pool is uint8 [num_pages, page_bytes], got {pool.dtype} {list(pool.shape)}")
         if pool.shape[0] < 1 or pool.shape[1] < need:

@@ -28,6 +28,7 @@ def sparse_attention(
     lens: Tensor | None = None,
     d_v: int | None = None,
     out: Tensor | None = None,
+    max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each query over the rows of ``kv`` that its row of ``indices`` names.
 
@@ -43,6 +44,7 @@ def sparse_attention(
         lens: integer ``[T]`` leading columns that count, or None for all.
         d_v: value channels, or None for ``d``.
         out: ``[T, H, d_v]`` like ``q`` with contiguous channels, to write to.
+        max_logits: contiguous float32 ``[T, H]``, to write the largest ``p`` to; -inf without a valid key.
 
     Returns:
         ``(out, lse)``: ``[T, H, d_v]`` in ``q.dtype`` and float32 ``[T, H]``, natural log, without the sink. A query
@@ -59,7 +61,7 @@ def sparse_attention(
         from deepseek_attn.kernels.attention.attend import sparse_attention as op
     else:
         from deepseek_attn.kernels.attention.reference import sparse_attention as op
-    return op(q, kv, indices, scale, sink, lens, d_v, out)
+    return op(q, kv, indices, scale, sink, lens, d_v, out, max_logits)
 
 
 def sparse_attention_paged(

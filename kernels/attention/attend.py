@@ -26,7 +26,7 @@ from deepseek_attn.kernels.attention.launch_config import (
     rows_hopper_jobs,
     supports_rows_hopper,
 )
-from deepseek_attn.kernels.attention.types import PagedKeys
+from deepseek_attn.kernels.attention.types import PagedKeys, check_max_logits
 from deepseek_attn.kernels.common.device import FLOATS, LOG2E, gpu, has_native_fp8, supports_pdl
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
@@ -74,6 +74,7 @@ def sparse_attention(
     lens: Tensor | None = None,
     d_v: int | None = None,
     out: Tensor | None = None,
+    max_logits: Tensor | None = None,
     config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`kernels.attention.sparse_attention`; ``config`` overrides the choice of a launch configuration."""
@@ -83,14 +84,16 @@ def sparse_attention(
             f"kv must be [N, {q.shape[2]}] float32, bfloat16 or float16 with contiguous rows for q {tuple(q.shape)}, "
             f"got {tuple(kv.shape)} {kv.dtype}, strides {kv.stride()}"
         )
+    check_max_logits(q, max_logits)
     d_v = q.shape[2] if d_v is None else d_v
     if not 0 < d_v <= q.shape[2]:
         raise ValueError(f"d_v must be in 1 .. {q.shape[2]}, got {d_v}")
     indices = _rows_contiguous(indices)
     if config is None and supports_rows_hopper(q, kv, indices, d_v, gpu(q.device)):
-        return _launch_rows_hopper(q, kv, indices, scale, sink, lens, _checked_out(q, d_v, out))
+        return _launch_rows_hopper(q, kv, indices, scale, sink, lens, _checked_out(q, d_v, out), max_logits)
     keys = _Keys(kv, 1, kv.stride(0), kv.shape[0], indices, lens)
-    return _attend(q, [keys], _EntryLayout(q.shape[2], q.shape[2]), scale, sink, d_v, out, config)
+    layout = _EntryLayout(q.shape[2], q.shape[2])
+    return _attend(q, [keys], layout, scale, sink, d_v, out, config, max_logits)
 
 
 def sparse_attention_paged(
@@ -155,12 +158,15 @@ def _attend(
     d_v: int,
     out: Tensor | None,
     config: LaunchConfig | None,
+    max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     T, H, dim = q.shape
     out = _checked_out(q, d_v, out)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
     keys = [pool_keys for pool_keys in keys if pool_keys.indices.shape[1] and pool_keys.limit]
     if not keys or out.numel() == 0:
+        if max_logits is not None:
+            max_logits.fill_(float("-inf"))
         return out.zero_(), lse.fill_(float("inf"))
     q = q if q.stride(2) == 1 else q.contiguous()
     dtype = dot_dtype(q.dtype, keys[0].pool.dtype, layout.group)
@@ -169,13 +175,16 @@ def _attend(
         hopper = _fits_hopper(keys, layout, dtype, sink, dim, d_v)
         config = choose_config(T, H, dim, width, dtype, hopper, gpu(q.device))
     if config.splits == 1:
-        _launch(q, keys, layout, dtype, scale, sink, d_v, out, out, lse, config)
+        _launch(q, keys, layout, dtype, scale, sink, d_v, out, out, lse, max_logits, config)
         return out, lse
     partial_dtype = torch.float16 if dtype == torch.float16 else torch.float32
     partials = torch.empty(T, config.splits, H, d_v, dtype=partial_dtype, device=q.device)
     partial_lse = torch.empty(T, config.splits, H, dtype=torch.float32, device=q.device)
-    _launch(q, keys, layout, dtype, scale, sink, d_v, out, partials, partial_lse, config)
+    partial_max = None if max_logits is None else torch.empty_like(partial_lse)
+    _launch(q, keys, layout, dtype, scale, sink, d_v, out, partials, partial_lse, partial_max, config)
     _combine(partials, partial_lse, sink, out, lse)
+    if max_logits is not None:
+        torch.amax(partial_max, 1, out=max_logits)
     return out, lse
 
 
@@ -238,9 +247,13 @@ def _launch(
     out: Tensor,
     partials: Tensor,
     partial_lse: Tensor,
+    partial_max: Tensor | None,
     config: LaunchConfig,
 ) -> None:
-    """Attends each split of the keys, into ``partials`` (which is ``out`` if there is one split)."""
+    """Attends each split of the keys, into ``partials`` (which is ``out`` if there is one split).
+
+    ``partial_max``: as ``partial_lse``, for the largest logits; only without ``config.hopper``.
+    """
     T, H, dim = q.shape
     first, second = keys[0], keys[-1]
     pdl = supports_pdl(q.device)
@@ -315,6 +328,7 @@ def _launch(
     starts, widths = pieces(layout.nope, dim, config.piece)
     attend_kernel[grid](
         *arguments,
+        partial_max,
         **flags,
         DIM=dim,
         D_V=d_v,
@@ -339,7 +353,14 @@ def _launch(
 
 
 def _launch_rows_hopper(
-    q: Tensor, kv: Tensor, indices: Tensor, scale: float, sink: Tensor | None, lens: Tensor | None, out: Tensor
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    scale: float,
+    sink: Tensor | None,
+    lens: Tensor | None,
+    out: Tensor,
+    max_logits: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     T, H, dim = q.shape
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
@@ -363,6 +384,7 @@ def _launch_rows_hopper(
         q.stride(1),
         out.stride(0),
         out.stride(1),
+        max_logits,
         DIM=dim,
         HAS_LENS=lens is not None,
         HAS_SINK=sink is not None,
@@ -385,7 +407,8 @@ def _checked_out(q: Tensor, d_v: int, out: Tensor | None) -> Tensor:
 
 
 def _check_query(q: Tensor, sink: Tensor | None, indices: Tensor, lens: Tensor | None) -> None:
-    if q.dim() != 3 or q.dtype not in FLOATS or q.device.type != "cuda":
+    on_gpu = q.is_cuda or triton.knobs.runtime.interpret
+    if q.dim() != 3 or q.dtype not in FLOATS or not on_gpu:
         raise ValueError(
             f"q must be [T, H, d] float32, bfloat16 or float16 on a GPU, got {tuple(q.shape)} {q.dtype} on {q.device}"
         )

@@ -91,7 +91,7 @@ def _weigh(
     """Logits and weights of each tile, and the normalisers of each job."""
     heads, jobs, lens_ptr, width = work
     q_ptr, q_stride_t, q_stride_h, scale_log2 = q
-    sink_ptr, lse_ptr = norms
+    sink_ptr, lse_ptr, max_ptr = norms
     full, _empty, ready, final, read = barriers
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -128,6 +128,8 @@ def _weigh(
             denominator += gl.exp2(sink * LOG2E - gl.where(lonely, 0.0, peak))
         lse = gl.where(lonely, float("inf"), (peak + gl.log2(total)) * 0.6931471805599453)
         gl.store(lse_ptr + t * heads + head, lse, mask=head < heads)
+        if max_ptr is not None:
+            gl.store(max_ptr + t * heads + head, peak * 0.6931471805599453, mask=head < heads)
         mbarrier.wait(read, (job_count & 1) ^ 1)
         factors.store(gl.where(lonely, 0.0, 1 / denominator))
         barrier()
@@ -190,11 +192,12 @@ def attend_rows_hopper_kernel(
     q_stride_h,
     out_stride_t,
     out_stride_h,
+    max_ptr,
     DIM: gl.constexpr,
     HAS_LENS: gl.constexpr,
     HAS_SINK: gl.constexpr,
 ):
-    """``jobs`` are blocks of 64 heads of a query. Rows and queries are of one 16-bit dtype."""
+    """``jobs`` are blocks of 64 heads of a query. Rows and queries are of one 16-bit dtype; ``max_ptr`` may be None."""
     STAGES: gl.constexpr = 2
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -220,7 +223,7 @@ def attend_rows_hopper_kernel(
     work = (H, jobs, lens_ptr, width)
     rows = (kv_ptr, kv_stride, limit, indices_ptr, indices_stride)
     q = (q_ptr, q_stride_t, q_stride_h, scale_log2)
-    norms = (sink_ptr, lse_ptr)
+    norms = (sink_ptr, lse_ptr, max_ptr)
     out = (out_ptr, out_stride_t, out_stride_h)
     barriers = (full, empty, ready, final, read)
     # registers of a thread: 168 for the output; a program has 65536

@@ -89,6 +89,7 @@ def attend_kernel(
     q_stride_h,
     out_stride_t,
     out_stride_h,
+    max_ptr,
     DIM: tl.constexpr,
     D_V: tl.constexpr,
     NOPE: tl.constexpr,
@@ -114,7 +115,10 @@ def attend_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attends heads of query ``program 0`` to split ``program 1`` of its keys; without SPLIT the result is final."""
+    """Attends heads of query ``program 0`` to split ``program 1`` of its keys; without SPLIT the result is final.
+
+    ``max_ptr`` is None or where the largest logits go, which lie as ``lse_ptr``'s do.
+    """
     END: tl.constexpr = NOPE if FP8 else DIM
     t = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -206,6 +210,9 @@ def attend_kernel(
     lonely = total == 0  # false for NaN: a NaN in a key that is attended stays visible
     lse = tl.where(lonely, float("-inf"), peak + tl.log2(total))
     denominator = total
+    if max_ptr is not None:
+        row_max = max_ptr + ((t * splits + split) if SPLIT else t) * H + head
+        tl.store(row_max, peak * 0.6931471805599453, mask=head < H)
     if SPLIT:
         row_out = out_ptr + ((t * splits + split) * H + head) * D_V
         tl.store(lse_ptr + (t * splits + split) * H + head, lse, mask=head < H)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.attention.types import PagedKeys
+from deepseek_attn.kernels.attention.types import PagedKeys, check_max_logits
 from deepseek_attn.kernels.common.blocks import SCRATCH_BYTES, row_blocks, rows_per_block
 from deepseek_attn.kernels.common.records import CacheRecord
 
@@ -30,11 +31,13 @@ def sparse_attention(
     lens: Tensor | None = None,
     d_v: int | None = None,
     out: Tensor | None = None,
+    max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`kernels.attention.sparse_attention` in float32 torch."""
     _check_query(q, sink)
     if kv.dim() != 2 or kv.shape[1] != q.shape[2]:
         raise ValueError(f"kv must be [N, {q.shape[2]}] for q {tuple(q.shape)}, got {tuple(kv.shape)}")
+    check_max_logits(q, max_logits)
     d_v = _value_dim(q, d_v)
     budget = SCRATCH_BYTES
     if kv.dtype != torch.float32 and kv.numel() * 4 <= budget // 2:
@@ -50,7 +53,8 @@ def sparse_attention(
         else:
             fetched.copy_(kv.index_select(0, rows).view(fetched.shape))
 
-    return _written(_attend(q, [_Source(indices, lens, kv.shape[0], fetch)], scale, sink, d_v, budget), out)
+    source = _Source(indices, lens, kv.shape[0], fetch)
+    return _written(_attend(q, [source], scale, sink, d_v, budget, max_logits), out)
 
 
 @torch.no_grad()
@@ -103,15 +107,23 @@ class _Source:
 
 
 def _attend(
-    q: Tensor, sources: list[_Source], scale: float, sink: Tensor | None, d_v: int, budget: int
+    q: Tensor,
+    sources: list[_Source],
+    scale: float,
+    sink: Tensor | None,
+    d_v: int,
+    budget: int,
+    max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     T, H, d = q.shape
     for source in sources:
         _check_source(q, source)
     if T == 1 and q.device.type == "cpu":
-        return _attend_one(q, sources, scale, sink, d_v)
+        return _attend_one(q, sources, scale, sink, d_v, max_logits)
     out = q.new_zeros(T, H, d_v)
     lse = torch.full((T, H), float("inf"), dtype=torch.float32, device=q.device)
+    if max_logits is not None:
+        max_logits.fill_(float("-inf"))
     if q.device.type == "cpu":
         budget = min(budget, CPU_BLOCK_BYTES)
     for rows, widths in _width_groups(sources, T, q.device):
@@ -124,14 +136,16 @@ def _attend(
             block = slice(start, end) if len(rows) == T else rows[start:end]
             valid = _fetch(sources, block, widths, keys[: end - start])
             queries = q[block].float() * scale
-            block_out, block_lse = _softmax_block(queries, keys[: end - start], valid, logits[: end - start], sink, d_v)
-            out[block] = block_out.to(out.dtype)
-            lse[block] = block_lse
+            result = _softmax_block(queries, keys[: end - start], valid, logits[: end - start], sink, d_v)
+            out[block] = result.out.to(out.dtype)
+            lse[block] = result.lse
+            if max_logits is not None:
+                max_logits[block] = result.peak
     return out, lse
 
 
 def _attend_one(
-    q: Tensor, sources: list[_Source], scale: float, sink: Tensor | None, d_v: int
+    q: Tensor, sources: list[_Source], scale: float, sink: Tensor | None, d_v: int, max_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`_attend` for a single query on a CPU: only its valid keys are fetched, so nothing needs masking.
 
@@ -147,9 +161,13 @@ def _attend_one(
             source.fetch(rows[None], torch.ones(1, len(rows), dtype=torch.bool), part)
             keys.append(part[0])
     if not keys:
+        if max_logits is not None:
+            max_logits.fill_(float("-inf"))
         return q.new_zeros(1, H, d_v), torch.full((1, H), float("inf"))
     keys = keys[0] if len(keys) == 1 else torch.cat(keys)
     logits = (q[0].float() * scale) @ keys.t()
+    if max_logits is not None:
+        max_logits.copy_(logits.amax(1))
     lse = logits.logsumexp(1)
     total = lse if sink is None else torch.logaddexp(lse, sink.float())
     out = (logits - total[:, None]).exp() @ keys[:, :d_v]
@@ -196,9 +214,17 @@ def _fetch(sources: list[_Source], rows: Tensor | slice, widths: list[int], keys
     return valid
 
 
+class _BlockResult(NamedTuple):
+    """Float32 ``out [r, H, d_v]``, ``lse [r, H]`` and largest logit ``peak [r, H]`` of a block of queries."""
+
+    out: Tensor
+    lse: Tensor
+    peak: Tensor
+
+
 def _softmax_block(
     q: Tensor, keys: Tensor, valid: Tensor, logits: Tensor, sink: Tensor | None, d_v: int
-) -> tuple[Tensor, Tensor]:
+) -> _BlockResult:
     """Attention of scaled float32 ``q [r, H, d]`` over ``keys [r, W, d]``; ``logits [r, H, W]`` is scratch."""
     torch.bmm(q, keys.transpose(1, 2), out=logits)
     logits.masked_fill_(~valid[:, None], float("-inf"))
@@ -210,7 +236,8 @@ def _softmax_block(
     factor = 1 / total if sink is None else torch.sigmoid(lse - sink.float())[:, :, None] / total
     out = torch.bmm(weights, keys[:, :, :d_v]).mul_(factor)
     lonely = ~valid.any(1)
-    return out.masked_fill_(lonely[:, None, None], 0), lse.masked_fill_(lonely[:, None], float("inf"))
+    out, lse = out.masked_fill_(lonely[:, None, None], 0), lse.masked_fill_(lonely[:, None], float("inf"))
+    return _BlockResult(out, lse, peak.squeeze(2))
 
 
 def _check_query(q: Tensor, sink: Tensor | None) -> None:

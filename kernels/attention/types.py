@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.records import CacheRecord
@@ -25,3 +26,18 @@ class PagedKeys(NamedTuple):
     entries: int
     indices: Tensor
     lens: Tensor | None = None
+
+
+def check_max_logits(q: Tensor, max_logits: Tensor | None) -> None:
+    """Checks a buffer for the largest logit of each row of ``q [T, H, d]``.
+
+    Raises:
+        ValueError: it is no contiguous float32 ``[T, H]``.
+    """
+    if max_logits is not None and (
+        max_logits.shape != q.shape[:2] or max_logits.dtype != torch.float32 or not max_logits.is_contiguous()
+    ):
+        raise ValueError(
+            f"max_logits must be contiguous float32 {list(q.shape[:2])} for q {tuple(q.shape)}, got "
+            f"{list(max_logits.shape)} {max_logits.dtype}"
+        )

@@ -96,6 +96,24 @@ def test_without_lengths_only_the_indices_decide():
     check(sparse_attention(q, kv, indices.long(), 0.25), kv_oracle(q, kv, indices, 0.25))
 
 
+@pytest.mark.parametrize("T", [1, 9])
+def test_max_logits(T):
+    """Of a row with keys, of one without, and with a negative scale."""
+    q, kv, indices, lens, sink = make(T, 3, 32, 31, 63)
+    indices[:, :20] = poison(indices, lens, 31)[:, :20]
+    for count, scale in ((0, 0.3), (20, 0.3), (20, -0.3)):
+        lens[:] = torch.arange(T) % 7 if T > 1 else count
+        expected = torch.full((T, 3), -INF, dtype=torch.float64)
+        for t in range(T):
+            valid = [i for i in indices[t, : lens[t]].tolist() if 0 <= i < 31]
+            if valid:
+                expected[t] = (scale * q[t].double() @ kv[valid].double().T).amax(1)
+        found = torch.full((T, 3), NAN)
+        got = sparse_attention(q, kv, indices, scale, sink, lens, max_logits=found)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, sparse_attention(q, kv, indices, scale, sink, lens), rtol=0, atol=0)
+
+
 def test_nan_in_row_zero_does_not_leak():
     q, kv, indices, _, sink = make(6, 2, 16, 40, 9)
     indices = indices.clamp(min=2)
@@ -259,7 +277,7 @@ def test_the_public_ops_pass_every_argument_on_and_write_to_out():
     expected = sparse_attention(q, kv, indices, 0.25, sink, lens, 12)
     keys = [PagedKeys(Rows(), kv.view(12, 5, 16), 5, indices, lens)]
     calls = {
-        "rows": lambda out: kernels.sparse_attention(q, kv, indices, 0.25, sink, lens, 12, out),
+        "rows": lambda out: kernels.sparse_attention(q, kv, indices, 0.25, sink, lens, 12, out, torch.empty(13, 2)),
         "pages": lambda out: kernels.sparse_attention_paged(q, keys, 0.25, sink, 12, out),
     }
     for call in calls.values():
@@ -269,10 +287,11 @@ def test_the_public_ops_pass_every_argument_on_and_write_to_out():
         torch.testing.assert_close(out, expected[0])
 
 
-@pytest.mark.parametrize("wrong", ["kv", "indices", "lens", "sink", "d_v"])
+@pytest.mark.parametrize("wrong", ["kv", "indices", "lens", "sink", "d_v", "max_logits"])
 def test_refuses_wrong_shapes(wrong):
     q, kv, indices, lens, sink = make(4, 3, 8, 10, 5)
-    args = {"kv": kv, "indices": indices, "lens": lens, "sink": sink, "d_v": 8}
-    args[wrong] = {"kv": kv[:, :4], "indices": indices[:3], "lens": lens[:1], "sink": sink[:1], "d_v": 9}[wrong]
+    args = {"kv": kv, "indices": indices, "lens": lens, "sink": sink, "d_v": 8, "max_logits": torch.empty(4, 3)}
+    other = {"kv": kv[:, :4], "indices": indices[:3], "lens": lens[:1], "sink": sink[:1], "d_v": 9}
+    args[wrong] = (other | {"max_logits": torch.empty(3, 4).T})[wrong]
     with pytest.raises(ValueError, match=wrong):
         sparse_attention(q, scale=1.0, **args)

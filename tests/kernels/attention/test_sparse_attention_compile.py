@@ -28,14 +28,18 @@ def compiled(kernel, pointers, constants, capability, warps, stages=1):
     kinds = pointers | {"scale_log2": "fp32"}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "stride" in name or "ptr" in name}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if ("stride" in name or "ptr" in name) and name not in constants
+    }
     source = GluonASTSource if kernel.is_gluon() else ASTSource
     source = source(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     return triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
 
 
-def compiled_attention(capability, T, H, q, keys, fp8, pools, dim=512, hopper=False):
+def compiled_attention(capability, T, H, q, keys, fp8, pools, dim=512, hopper=False, max_logits=False):
     dtype, nope = dot_dtype(q, keys, 64 * fp8), dim - 64 if fp8 else dim
     config = choose_config(T, H, dim, 640, dtype, hopper, GPU(capability, 132))
     split = config.splits > 1
@@ -47,7 +51,9 @@ def compiled_attention(capability, T, H, q, keys, fp8, pools, dim=512, hopper=Fa
     constants = {"NOPE": nope, "N0": 64, "N1": 2 if fp8 else 64, "POOLS": pools, "SPLIT": split, "HAS_SINK": True}
     constants |= {"HAS_LENS0": True, "HAS_LENS1": True}
     if config.hopper:
+        assert not max_logits
         return compiled(attend_hopper_kernel, pointers, constants, capability, 8)
+    pointers, constants = with_max_logits(max_logits, pointers, constants)
     starts, widths = pieces(nope, dim, config.piece)
     constants |= {"DIM": dim, "D_V": dim, "STARTS": starts, "WIDTHS": widths, "V_PIECES": len(starts)}
     constants |= {"ROW": nope + 128 if fp8 else dim, "ROPE": nope, "FP8": fp8, "GROUP": 64 * fp8}
@@ -61,12 +67,18 @@ def compiled_attention(capability, T, H, q, keys, fp8, pools, dim=512, hopper=Fa
     return compiled(attend_kernel, pointers, constants, capability, config.warps, config.stages)
 
 
+def with_max_logits(wanted, pointers, constants):
+    return (pointers | {"max_ptr": "*fp32"}, constants) if wanted else (pointers, constants | {"max_ptr": None})
+
+
 SHAPES = {
     "fp8 pages, 8 heads": {"T": 1, "H": 8, "q": torch.bfloat16, "keys": torch.uint8, "fp8": True, "pools": 2},
     "fp8 pages, 64 heads": {"T": 256, "H": 64, "q": torch.bfloat16, "keys": torch.uint8, "fp8": True, "pools": 2},
     "bf16 rows, 64 heads": {"T": 256, "H": 64, "q": torch.bfloat16, "keys": torch.bfloat16, "fp8": False, "pools": 1},
     "float32 rows": {"T": 9, "H": 64, "q": torch.float32, "keys": torch.float32, "fp8": False, "pools": 1},
 }
+SHAPES["bf16 rows, max_logits"] = SHAPES["bf16 rows, 64 heads"] | {"max_logits": True}
+SHAPES["float32 rows, max_logits"] = SHAPES["float32 rows"] | {"max_logits": True}
 
 
 @pytest.mark.parametrize(("arch", "shape"), on_gpus(SHAPES, ["fp8 pages, 64 heads"]))
@@ -96,11 +108,17 @@ def test_products_of_the_hopper_kernel_overlap(tmp_path):
     assert spilled < 200  # per thread; far more if keys in flight are spilled
 
 
-@pytest.mark.parametrize(("dim", "dtype"), tiered([(128, "bf16"), (256, "fp16"), (512, "bf16")], [(512, "bf16")]))
-def test_the_hopper_kernel_of_rows_compiles(dim, dtype):
+@pytest.mark.parametrize(
+    ("dim", "dtype", "max_logits"),
+    tiered(
+        [(128, "bf16", False), (256, "fp16", True), (512, "bf16", False), (512, "bf16", True)], [(512, "bf16", True)]
+    ),
+)
+def test_the_hopper_kernel_of_rows_compiles(dim, dtype, max_logits):
     pointers = dict.fromkeys(("q_ptr", "kv_ptr", "out_ptr"), f"*{dtype}") | {"indices_ptr": "*i32", "lens_ptr": "*i32"}
     constants = {"DIM": dim, "HAS_LENS": True, "HAS_SINK": True}
     pointers |= {"sink_ptr": "*fp32", "lse_ptr": "*fp32"}
+    pointers, constants = with_max_logits(max_logits, pointers, constants)
     kernel = compiled(attend_rows_hopper_kernel, pointers, constants, (9, 0), 8)
     ptx = kernel.asm["ptx"]
     assert kernel.metadata.shared <= SHARED["sm90"] * 1024

@@ -1,5 +1,7 @@
 """The Triton kernels of sparse attention on a GPU, against float32 torch."""
 
+import os
+
 import pytest
 import torch
 
@@ -99,6 +101,36 @@ def test_workspace_rows(gpu, H, K, dtype):
     indices, lens = hostile(T, K, torch.arange(1, 2000, 2), 0)
     got = sparse_attention(q, kv, indices, 512**-0.5, sink, lens)
     check(got, reference.sparse_attention(q.float(), kv, indices, 512**-0.5, sink, lens), LIMIT[dtype])
+
+
+@pytest.mark.parametrize(("T", "H", "K", "config"), [
+    (1, 5, 33, None), (3, 20, 70, LaunchConfig(16, 16, 4, 1)), (3, 20, 70, LaunchConfig(16, 16, 4, 1, 64, 4)),
+], ids=str)  # fmt: skip
+def test_max_logits(device, T, H, K, config):
+    """In float32, which Triton's interpreter multiplies correctly; whole and split."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
+    q, kv = torch.randn(T, H, 80, device=device), torch.randn(300, 80, device=device)
+    indices, lens = (part.to(device) for part in hostile(T, K, torch.arange(299), 299))
+    kv[299] = NAN
+    found, expected = (torch.full((T, H), NAN, device=device) for _ in range(2))
+    got = sparse_attention(q, kv, indices, 0.2, None, lens, 64, max_logits=found, config=config)
+    check(got, reference.sparse_attention(q, kv, indices, 0.2, None, lens, 64, None, expected), LIMIT[q.dtype])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("T", "H", "d"), [(1, 8, 512), (9, 64, 576), (70, 64, 512), (300, 100, 512), (5, 128, 512)])
+def test_max_logits_change_no_bit_of_the_rest(gpu, T, H, d):
+    """On Hopper the two cases of many queries are `attend_rows_hopper_kernel`'s."""
+    q, kv, sink = torch.randn(T, H, d).bfloat16(), torch.randn(2001, d).bfloat16(), torch.randn(H)
+    indices, lens = hostile(T, 321, torch.arange(2000), 2000)
+    kv[2000] = NAN
+    found, expected = torch.full((T, H), NAN), torch.full((T, H), NAN)
+    got = sparse_attention(q, kv, indices, 0.05, sink, lens, 512, max_logits=found)
+    without = sparse_attention(q, kv, indices, 0.05, sink, lens, 512)
+    assert all(torch.equal(a, b) for a, b in zip(got, without, strict=True))
+    reference.sparse_attention(q.float(), kv, indices, 0.05, sink, lens, 512, None, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("T", "H", "dim", "dtype"), [
