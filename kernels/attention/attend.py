@@ -38,7 +38,7 @@ class _Keys:
 
     Attributes:
         pool: elements of the keys' dtype, or bytes; stride: from one page of ``entries`` to the next, in elements.
-        limit: entries in the pool; indices, lens: as in `PagedKeys`, rows contiguous.
+        limit: entries in the pool; indices, lens: as in `PagedKeys`, rows and lengths contiguous.
     """
 
     pool: Tensor
@@ -88,7 +88,7 @@ def sparse_attention(
     d_v = q.shape[2] if d_v is None else d_v
     if not 0 < d_v <= q.shape[2]:
         raise ValueError(f"d_v must be in 1 .. {q.shape[2]}, got {d_v}")
-    indices = _rows_contiguous(indices)
+    indices, lens, sink = _rows_contiguous(indices), _contiguous(lens), _contiguous(sink)
     if config is None and supports_rows_hopper(q, kv, indices, d_v, gpu(q.device)):
         return _launch_rows_hopper(q, kv, indices, scale, sink, lens, _checked_out(q, d_v, out), max_logits)
     keys = _Keys(kv, 1, kv.stride(0), kv.shape[0], indices, lens)
@@ -120,7 +120,7 @@ def sparse_attention_paged(
     d_v = record.dim if d_v is None else d_v
     if not 0 < d_v <= record.dim:
         raise ValueError(f"d_v must be in 1 .. {record.dim}, got {d_v}")
-    return _attend(q, checked_keys, layout, scale, sink, d_v, out, config)
+    return _attend(q, checked_keys, layout, scale, _contiguous(sink), d_v, out, config)
 
 
 def _entry_layout(record: CacheRecord) -> _EntryLayout:
@@ -146,7 +146,8 @@ def _checked_keys(keys: PagedKeys) -> _Keys:
     check_pool(record, pool, n, unit)
     if record.name == "plain":
         pool = pool[:, : pool.shape[1] // unit * unit].view(record.dtype)
-    return _Keys(pool, n, pool.stride(0), pool.shape[0] * n, _rows_contiguous(keys.indices), keys.lens)
+    indices, lens = _rows_contiguous(keys.indices), _contiguous(keys.lens)
+    return _Keys(pool, n, pool.stride(0), pool.shape[0] * n, indices, lens)
 
 
 def _attend(
@@ -395,6 +396,10 @@ def _launch_rows_hopper(
 
 def _rows_contiguous(indices: Tensor) -> Tensor:
     return indices if indices.stride(1) == 1 else indices.contiguous()
+
+
+def _contiguous(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.contiguous()
 
 
 def _checked_out(q: Tensor, d_v: int, out: Tensor | None) -> Tensor:

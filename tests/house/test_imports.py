@@ -22,7 +22,7 @@ FLOORS = (
     ("config", "utils", "text", "data", "kernels.common", "kernels.indices"),
     ("cache",),
     ("kernels.attention", "kernels.linear", "kernels.latent", "kernels.hyper_connection", "kernels.sampling"),
-    ("layers", "kernels.insert", "kernels.moe", "impls"),
+    ("layers", "kernels.insert", "kernels.moe", "impls", "flash_mla_api"),
     ("checkpoint",),
     ("kernels.indexer",),
     ("attention",),
@@ -342,6 +342,9 @@ from deepseek_attn.impls import describe_impls, get_impl
 for name, _, usable, reason in describe_impls("cpu"):
     print("impl", name, usable, reason)
 assert get_impl("auto").supported(torch.device("cpu"))[0]
+from deepseek_attn.flash_mla_api import flash_mla_sparse_fwd
+q, indices = torch.ones(2, 3, 512).bfloat16(), torch.zeros(2, 1, 1).int()
+assert flash_mla_sparse_fwd(q, q[:, :1], indices, 0.1)[0].eq(1).all()
 runner = deepseek_attn.ModelRunner.from_config("tiny", layers=[1], max_model_len=64, max_num_seqs=1)
 sequence = runner.sequence([0, 5, 9, 2, 7])
 logits = runner.step([(sequence, 5)]).logits[0]
