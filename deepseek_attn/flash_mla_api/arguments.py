@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -40,6 +43,17 @@ def check_tensor(
     raise ValueError(f"{name} must be {wanted}{place}, got {got}{hint}")
 
 
+def check_scalar(name: str, value: object, kind: type) -> None:
+    """Checks a plain ``bool`` or a finite ``Real``; tensors would have to be waited for.
+
+    Raises:
+        ValueError: something else.
+    """
+    if not isinstance(value, kind) or (isinstance(value, Real) and not math.isfinite(value)):
+        wanted = "True or False" if kind is bool else "a finite number"
+        raise ValueError(f"{name} must be {wanted}, got {value!r} ({type(value).__name__})")
+
+
 def check_query(q: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[str, ...], value_dim: int) -> None:
     """Checks queries ``[*shape, 512 or 576]``, and that values are the first 512 channels of keys.
 
@@ -49,7 +63,7 @@ def check_query(q: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[str, ..
     check_tensor("q", q, dtypes, (*shape, "512 or 576"), None)
     if q.shape[-1] not in KEY_DIMS:
         raise ValueError(f"q must have 512 (V4) or 576 (V3.2) channels per head, got {list(q.shape)}")
-    if value_dim != VALUE_DIM:
+    if not isinstance(value_dim, int) or value_dim != VALUE_DIM:
         raise ValueError(f"values are the first {VALUE_DIM} channels of a key, got a value dim of {value_dim}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from deepseek_attn.flash_mla_api.arguments import (
     check_out,
     check_query,
     check_row_lengths,
+    check_scalar,
     check_sink,
     check_tensor,
 )
@@ -94,6 +96,8 @@ def flash_mla_with_kvcache(
     dtypes = (torch.bfloat16, torch.float16) if indices is None else (torch.bfloat16,)
     check_query(q, dtypes, ("b", "s_q", "h_q"), head_dim_v)
     check_out(out, q)
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    check_scalar("softmax_scale", scale, Real)
     keys: _DenseKeys | _SparseKeys
     if indices is None:
         sparse_only = {
@@ -128,7 +132,7 @@ def flash_mla_with_kvcache(
         extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[2],
     )
     schedule.check(config)
-    result, lse = keys.attend(q, q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale, out)
+    result, lse = keys.attend(q, scale, out)
     schedule.note(config)
     return result.view(*q.shape[:3], VALUE_DIM) if out is None else out, lse.view(q.shape[:3]).transpose(1, 2)
 
@@ -141,6 +145,9 @@ def _check_modes(
     descale_q: Tensor | None,
     descale_k: Tensor | None,
 ) -> None:
+    check_scalar("causal", causal, bool)
+    if is_fp8_kvcache is not None:
+        check_scalar("is_fp8_kvcache", is_fp8_kvcache, bool)
     if sparse and causal:
         raise ValueError("causal=True is for dense decoding; with indices, leave out what a query must not see")
     if sparse and is_fp8_kvcache is False:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from deepseek_attn.flash_mla_api.arguments import (
     check_out,
     check_query,
     check_row_lengths,
+    check_scalar,
     check_sink,
     check_tensor,
 )
@@ -57,6 +60,7 @@ def flash_mla_sparse_fwd(
     s_q, h_q, d_qk = q.shape
     check_tensor("kv", kv, (torch.bfloat16,), ("s_kv", 1, d_qk), q.device)
     check_tensor("indices", indices, (torch.int32,), (s_q, 1, "topk"), q.device)
+    check_scalar("sm_scale", sm_scale, Real)
     check_sink(attn_sink, h_q, q.device)
     check_row_lengths("topk_length", topk_length, s_q, q.device)
     check_out(out, q)
