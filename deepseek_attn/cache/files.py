@@ -1,15 +1,21 @@
 """A sequence's caches in a safetensors file, with a fingerprint of everything that their bytes depend on.
 
-Tensors: ``token_ids`` int64 ``[n]``, and for each pool ``layers.N/kind`` with the pages that the sequence holds, in
-order: uint8 ``[pages, page_bytes]``, or float32 ``[pages, entries, width]`` for states. The header's metadata says
-how many tokens are computed, which logical pages are held, and the fingerprint.
+Tensors: ``token_ids`` int64 ``[n]``, and for each pool ``layers.N/kind`` with the pages that the sequence needs, in
+order: uint8 ``[pages, page_bytes]``, or float32 ``[pages, entries, width]`` for states. The header's metadata are
+strings: how many tokens are computed (``num_tokens``), how far `CacheManager.truncate` can go back (``low_water``), the
+fingerprint, and a digest of all of it. Which pages there are follows from the two numbers.
+
+A file is input: everything that it says is compared with what this model's caches would hold, before a page is
+allocated. The digest shows damage. A file that was made to deceive can hold any values, as any prompt can.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -17,14 +23,41 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from deepseek_attn.cache.layout import CacheLayout
-from deepseek_attn.cache.manager import NULL_PAGE, CacheManager, OutOfPages, SequenceCache
-from deepseek_attn.cache.pools import CachePools
+from deepseek_attn.cache.manager import NULL_PAGE, CacheManager, SequenceCache
+from deepseek_attn.cache.pools import Pool
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.utils.files import write_tensors
 
-FORMAT = "deepseek-attn sequence 1"
+FORMAT = "deepseek-attn sequence 2"
+FIELDS = ("format", "num_tokens", "low_water", "digest")  # of the metadata, beside the fingerprint
+DTYPES = {torch.int64: "I64", torch.uint8: "U8", torch.float32: "F32"}  # names in safetensors
 SAMPLES = 256  # bytes of each weight that go into the fingerprint: reading all of a large model would be minutes
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What the header of a safetensors file says of one tensor."""
+
+    dtype: str
+    shape: list[int]
+
+    @classmethod
+    def of(cls, file: safe_open, name: str) -> StoredTensor:
+        part = file.get_slice(name)
+        return cls(part.get_dtype(), part.get_shape())
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+
+@dataclass(frozen=True)
+class SavedSequence:
+    """What a file holds beside the pages, checked."""
+
+    token_ids: list[int]
+    num_tokens: int
+    low_water: int
 
 
 def make_fingerprint(
@@ -46,69 +79,126 @@ def make_fingerprint(
 
 
 def save_cache(
-    path: str | Path, pools: CachePools, cache: SequenceCache, token_ids: list[int], fingerprint: dict[str, str]
+    path: str | Path, manager: CacheManager, cache: SequenceCache, token_ids: list[int], fingerprint: dict[str, str]
 ) -> None:
     """Writes a file that is complete or not there at all; ValueError if it cannot be written there."""
     tensors = {"token_ids": torch.tensor(token_ids, dtype=torch.int64)}
-    held = {group: [page != NULL_PAGE for page in table] for group, table in cache.tables.items()}
-    for pool in pools:
-        pages = [page for page in cache.tables[pool.spec.group] if page != NULL_PAGE]
-        index = torch.tensor(pages, dtype=torch.int64, device=pool.tensor.device)
-        tensors[f"{pool.spec.layer}/{pool.spec.kind}"] = pool.tensor[index].cpu()
-    facts = {"num_tokens": cache.num_tokens, "low_water": cache.low_water, "held": held}
-    metadata = {"format": FORMAT, "cache": json.dumps(facts)} | fingerprint
-    write_tensors(Path(path), tensors, metadata)
+    live = manager.live_pages(cache.num_tokens, cache.low_water)
+    for pool in manager.pools:
+        group = pool.spec.group
+        index = _page_index([cache.tables[group][page] for page in live[group]], pool)
+        tensors[_name(pool)] = pool.tensor[index].cpu()
+    metadata = {"format": FORMAT, "num_tokens": str(cache.num_tokens), "low_water": str(cache.low_water)} | fingerprint
+    write_tensors(Path(path), tensors, metadata | {"digest": make_digest(metadata, sorted(tensors.items()))})
 
 
-def load_cache(path: str | Path, manager: CacheManager, fingerprint: dict[str, str]) -> tuple[list[int], SequenceCache]:
+def load_cache(
+    path: str | Path, manager: CacheManager, fingerprint: dict[str, str], vocab_size: int
+) -> tuple[list[int], SequenceCache]:
     """Token ids, and a new cache with the pages read from the file.
 
     Raises:
-        ValueError: no such file, not a saved sequence, or made by another model, numerics or layout; which is named.
+        ValueError: no such file; not a saved sequence, or a damaged one; made by another model, numerics, layout or
+            rank; a field or tensor that cannot be right. The message names it, what was given and what is expected.
         OutOfPages: too few free pages. Either way nothing was changed.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"no saved sequence at {str(path)!r}")
     try:
+        if not Path(path).is_file():
+            raise ValueError(f"no saved sequence at {str(path)!r}")
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise ValueError(f"{str(path)!r} is no saved sequence: its format is {metadata.get('format')!r}")
-            other = [name for name, digest in fingerprint.items() if metadata.get(name) != digest]
-            if other:
-                raise ValueError(
-                    f"{str(path)!r} was saved with another {' and another '.join(other)}: its bytes would be read "
-                    "wrongly; load it with what it was saved with, or compute the sequence again from its tokens"
-                )
-            facts = json.loads(metadata["cache"])
-            cache = _pages_for(manager, facts)
+            try:
+                saved = _check(file, manager, fingerprint, vocab_size)
+            except ValueError as error:
+                raise ValueError(f"{str(path)!r} cannot be loaded: {error}") from None
+            cache = manager.allocate_sequence(saved.num_tokens, saved.low_water)
             try:
                 for pool in manager.pools:
                     pages = [page for page in cache.tables[pool.spec.group] if page != NULL_PAGE]
-                    index = torch.tensor(pages, dtype=torch.int64, device=pool.tensor.device)
-                    stored = file.get_tensor(f"{pool.spec.layer}/{pool.spec.kind}")
-                    pool.tensor[index] = stored.to(pool.tensor.device)
-                return file.get_tensor("token_ids").tolist(), cache
+                    pool.tensor[_page_index(pages, pool)] = file.get_tensor(_name(pool)).to(pool.tensor.device)
             except BaseException:
                 manager.free(cache)
                 raise
-    except SafetensorError as error:
+            return saved.token_ids, cache
+    except (OSError, SafetensorError) as error:
         raise ValueError(f"{str(path)!r} cannot be read as safetensors: {error}") from error
 
 
-def _pages_for(manager: CacheManager, facts: dict) -> SequenceCache:
-    free = manager.available_pages()
-    for group, held in facts["held"].items():
-        if sum(held) > free[group]:
-            raise OutOfPages(
-                f"the {group} pool has {free[group]} free pages and the saved sequence needs {sum(held)}; free other "
-                "sequences first, or raise kv_cache_bytes"
-            )
-    cache = manager.create()
-    for group, held in facts["held"].items():
-        manager.allocate_table(cache, group, held)
-    cache.num_tokens, cache.low_water = facts["num_tokens"], facts["low_water"]
-    return cache
+def make_digest(metadata: dict[str, str], tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """SHA-256 of the metadata and of tensors in the order of their names."""
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.numpy())
+    return digest.hexdigest()
+
+
+def _check(file: safe_open, manager: CacheManager, fingerprint: dict[str, str], vocab_size: int) -> SavedSequence:
+    """The contents of a file whose header, sizes, token ids and digest are right; ValueError for the first wrong one.
+
+    Sizes come first: nothing is read whose size is not known to be right.
+    """
+    metadata = file.metadata() or {}
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"it is no saved sequence: its format is {metadata.get('format')!r:.80}, expected {FORMAT!r}")
+    _check_names("metadata", set(metadata), {*FIELDS, *fingerprint})
+    other = [subject for subject, digest in fingerprint.items() if metadata[subject] != digest]
+    if other:
+        raise ValueError(
+            f"it was saved with another {' and another '.join(other)}: its bytes would be read wrongly; load it with "
+            "what it was saved with, or compute the sequence again from its tokens"
+        )
+    layout, names = manager.layout, set(file.keys())
+    _check_names("tensors", names, {"token_ids", *map(_name, manager.pools)})
+    stored = {name: StoredTensor.of(file, name) for name in names}
+    ids = stored["token_ids"]
+    if ids.dtype != "I64" or len(ids.shape) != 1:
+        raise ValueError(f"token_ids is {ids}, expected I64 [n]")
+    [count] = ids.shape
+    if count > layout.max_model_len:
+        raise ValueError(f"token_ids: {count} tokens exceed max_model_len={layout.max_model_len}; raise max_model_len")
+    num_tokens = _number(metadata, "num_tokens", 0, count)
+    oldest = 0 if layout.keeps_all_tokens else num_tokens
+    low_water = _number(metadata, "low_water", max(0, oldest - layout.max_rollback), oldest)
+    live = manager.live_pages(num_tokens, low_water)
+    for pool in manager.pools:
+        shape = [len(live[pool.spec.group]), *pool.tensor.shape[1:]]
+        expected, given = StoredTensor(DTYPES[pool.tensor.dtype], shape), stored[_name(pool)]
+        if given != expected:
+            raise ValueError(f"{_name(pool)} is {given}, expected {expected} for num_tokens={num_tokens}")
+    written = metadata.pop("digest")
+    digest = make_digest(metadata, ((name, file.get_tensor(name)) for name in sorted(names)))
+    if written != digest:
+        raise ValueError(f"it is damaged: its digest is {written!r:.80}, that of its contents {digest!r}")
+    token_ids = file.get_tensor("token_ids").tolist()
+    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise ValueError(f"token_ids holds {wrong}, expected ids in [0, {vocab_size})")
+    return SavedSequence(token_ids, num_tokens, low_water)
+
+
+def _check_names(what: str, given: set[str], expected: set[str]) -> None:
+    problems = [
+        f"{problem} {', '.join(map(repr, sorted(names)[:5]))}"
+        for problem, names in (("missing", expected - given), ("unknown", given - expected))
+        if names
+    ]
+    if problems:
+        raise ValueError(f"its {what} do not fit this model: {'; '.join(problems):.400}")
+
+
+def _number(metadata: dict[str, str], name: str, least: int, most: int) -> int:
+    text = metadata[name]
+    if not re.fullmatch("[0-9]{1,15}", text) or not least <= int(text) <= most:
+        raise ValueError(f"{name} is {text!r:.80}, expected a whole number from {least} to {most}")
+    return int(text)
+
+
+def _name(pool: Pool) -> str:
+    return f"{pool.spec.layer}/{pool.spec.kind}"
+
+
+def _page_index(pages: list[int], pool: Pool) -> torch.Tensor:
+    return torch.tensor(pages, dtype=torch.int64, device=pool.tensor.device)
 
 
 def _digest(value) -> str:

@@ -109,7 +109,10 @@ class CacheManager:
         """
         allocator = self._allocators[group]
         if sum(held) > allocator.available:
-            raise OutOfPages(f"the {group} pool has {allocator.available} free pages, {sum(held)} are needed")
+            raise OutOfPages(
+                f"the {group} pool has {allocator.available} free pages and the sequence needs {sum(held)}; free other "
+                "sequences first, or raise kv_cache_bytes"
+            )
         cache.tables[group] = [allocator.allocate() if wanted else NULL_PAGE for wanted in held]
         cache.version += 1
         cache.owned_to = 0
@@ -125,6 +128,33 @@ class CacheManager:
 
     def create(self) -> SequenceCache:
         return SequenceCache(tables={group: [] for group in self.layout.pages})
+
+    def live_pages(self, num_tokens: int, low_water: int) -> dict[str, range]:
+        """Logical pages by group that a sequence needs; others of its tables are freed, or reserved for later tokens.
+
+        Args:
+            num_tokens, low_water: as in `SequenceCache`.
+        """
+        live = {group: range(self._end(num_tokens, group)) for group in self._spans}
+        if WINDOW in live:
+            live[WINDOW] = live[WINDOW][self._freed_window_pages(low_water) :]
+        return live | {group: range(min(num_tokens, 1)) for group in self.layout.pages if group == STATE}
+
+    def allocate_sequence(self, num_tokens: int, low_water: int) -> SequenceCache:
+        """A sequence with new pages for tokens whose entries the caller writes.
+
+        Raises:
+            OutOfPages: nothing was changed.
+        """
+        cache = self.create()
+        try:
+            for group, pages in self.live_pages(num_tokens, low_water).items():
+                self.allocate_table(cache, group, [page in pages for page in range(pages.stop)])
+        except BaseException:
+            self.free(cache)
+            raise
+        cache.num_tokens, cache.low_water = num_tokens, low_water
+        return cache
 
     def reserve(self, batch: list[tuple[SequenceCache, int]]) -> None:
         """Gives each sequence the pages of its next ``n`` tokens: new ones, and copies of shared ones.
@@ -201,14 +231,17 @@ class CacheManager:
         if WINDOW not in cache.tables:
             return
         cache.low_water = max(cache.low_water, length)
-        dead = (cache.low_water - self.layout.window + 1) // WINDOW_PAGE
-        table = cache.tables[WINDOW]
+        dead, table = self._freed_window_pages(cache.low_water), cache.tables[WINDOW]
         for index in reversed(range(min(dead, len(table)))):
             if table[index] == NULL_PAGE:
                 break  # and so are all before it
             self._allocators[WINDOW].release(table[index])
             table[index] = NULL_PAGE
             cache.version += 1
+
+    def _freed_window_pages(self, low_water: int) -> int:
+        """Number of window pages that no query from token ``low_water`` on can reach."""
+        return max(0, low_water - self.layout.window + 1) // WINDOW_PAGE
 
     def truncate(self, cache: SequenceCache, n: int, keep_pages: bool = False) -> int:
         """Forgets all tokens from ``n`` on. Returns how many stay computed: ``n``, or 0 if that was too far back.

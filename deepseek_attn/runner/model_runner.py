@@ -121,14 +121,16 @@ class ModelRunner(LoadedModel):
         """A sequence that `Sequence.save` wrote, with its caches: nothing is computed again.
 
         Raises:
-            ValueError: no saved sequence, or of another model, numerics or layout, or longer than ``max_model_len``.
+            ValueError: no saved sequence, a damaged one, one of another model, numerics, layout or rank, one longer
+                than ``max_model_len``, or one that contradicts itself; the message names the field.
             OutOfPages: too few free pages. Either way nothing was changed.
         """
         return Sequence.load(path, self.manager, self.limits, self.fingerprint)
 
     def fingerprint(self) -> dict[str, str]:
-        """Digests of everything that cached bytes depend on: ``model``, ``numerics`` and ``layout``."""
-        return make_fingerprint(self.config, self.numerics, self.dtype, self.layout, self.model)
+        """What cached bytes depend on: digests of ``model``, ``numerics`` and ``layout``, and the ``rank``."""
+        digests = make_fingerprint(self.config, self.numerics, self.dtype, self.layout, self.model)
+        return digests | {"rank": f"{self.parallel.rank} of {self.parallel.world}"}
 
     @traced("model")
     @torch.no_grad()

@@ -80,12 +80,7 @@ class Sequence:
         cls, path: str | Path, manager: CacheManager, limits: TokenLimits, fingerprint: Callable[[], dict[str, str]]
     ) -> Sequence:
         """Reads a file that `save` wrote; see `ModelRunner.load_sequence`."""
-        token_ids, cache = load_cache(path, manager, fingerprint())
-        try:
-            limits.check_length(len(token_ids))
-        except ValueError:
-            manager.free(cache)
-            raise
+        token_ids, cache = load_cache(path, manager, fingerprint(), limits.vocab_size)
         return cls(token_ids, cache, manager, limits, fingerprint)
 
     @property
@@ -123,8 +118,12 @@ class Sequence:
         return Sequence(list(self.token_ids), cache, self.manager, self.limits, self.fingerprint)
 
     def save(self, path: str | Path) -> None:
-        """Writes tokens and caches to a safetensors file, for `ModelRunner.load_sequence`."""
-        save_cache(path, self.manager.pools, self.cache, self.token_ids, self.fingerprint())
+        """Writes tokens and caches to a safetensors file, for `ModelRunner.load_sequence` on the same rank.
+
+        Raises:
+            ValueError: it cannot be written there; what was there before is unchanged.
+        """
+        save_cache(path, self.manager, self.cache, self.token_ids, self.fingerprint())
 
     def free(self) -> None:
         """Returns all pages. The tokens stay; computing them again starts from the first."""

@@ -112,6 +112,8 @@ class Fuzz:
         first_live = max(0, low - self.layout.window + 1) // WINDOW_PAGE
         pages = cache.tables[WINDOW]
         assert [p == NULL_PAGE for p in pages] == [i < first_live for i in range(len(pages))]
+        for group, live in self.manager.live_pages(len(values), low).items():
+            assert NULL_PAGE not in [cache.tables[group][page] for page in live]
         for ratio in self.layout.ratios:
             entries = [read(self.manager, cache, ratio_group(ratio), e) for e in range(len(values) // ratio)]
             assert entries == values[ratio - 1 :: ratio]

@@ -1,55 +1,18 @@
-"""Snapshots, the prefix cache and saved sequences: going on from one equals having computed it all."""
+"""Snapshots and the prefix cache: going on from one equals having computed it all."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from deepseek_attn.cache.layout import STATE, WINDOW
 from deepseek_attn.cache.manager import OutOfPages
 from deepseek_attn.cache.prefix import BlockKeys, PrefixCache
 from deepseek_attn.cache.snapshots import SnapshotStore
-from deepseek_attn.checkpoint import RandomSource
-from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.runner import ModelRunner, Sequence, StepOptions
-from tests.support.small_models import prompt, small_config, small_runner
+from deepseek_attn.runner import ModelRunner
+from tests.cache.runner_cases import NUMERICS, compute, poison_free_pages, runner_of
+from tests.support.small_models import prompt
 from tests.support.tiers import tiered
-
-NUMERICS = ("exact", "official", "serving")
-
-
-@lru_cache(maxsize=8)
-def runner_of(family: str, numerics: str = "exact", seed: int = 0, **options) -> ModelRunner:
-    if family == "v32":
-        config = ModelConfig.from_preset("tiny_v32")
-    else:
-        ratios = {"mixed": (0, 4, 128, 16), "overlap": (4,), "window": (0, 0)}[family]
-        config = small_config(list(ratios), mtp=1)
-    return small_runner(
-        config, RandomSource(config, seed), numerics=numerics,
-        **{"max_snapshots": 6, "max_num_seqs": 4, "max_model_len": 640} | options,
-    )  # fmt: skip
-
-
-def compute(runner: ModelRunner, sequence: Sequence, *sizes: int, mtp: bool = True) -> torch.Tensor:
-    """Logits, and those of the MTP layer, of the next tokens."""
-    parts = []
-    for n in sizes:
-        out = runner.step([(sequence, n)], StepOptions(all_logits=True, mtp=mtp))
-        parts += [out.logits[0], *(out.mtp_logits or [])]
-    return torch.cat(parts)
-
-
-def poison_free_pages(runner: ModelRunner, held: list) -> None:
-    for pool in runner.pools:
-        kept = {page for cache in held for page in cache.tables[pool.spec.group]}
-        free = [page for page in range(len(pool.tensor)) if page not in kept]
-        pool.tensor[free] = float("nan") if pool.tensor.is_floating_point() else 0xFF
-
 
 FAMILIES = {
     "mixed": NUMERICS,
@@ -263,94 +226,3 @@ def test_reclaimable_pages_are_those_that_only_snapshots_hold():
     assert sum(cache.reclaimable().values()) == sum(before.values()) - sum(free.values()) - held
     sequence.free()
     cache.clear()
-
-
-# saved sequences
-
-
-@pytest.mark.parametrize("numerics", tiered(NUMERICS, ["exact", "serving"]))
-@pytest.mark.parametrize(("family", "length"), [("mixed", 3), ("mixed", 150), ("window", 90), ("v32", 70)])
-def test_a_saved_sequence_goes_on_in_another_runner(family, length, numerics, tmp_path):
-    runner = runner_of(family, numerics)
-    tokens = prompt(runner.config, length + 20)
-    sequence = runner.sequence(tokens)
-    compute(runner, sequence, length)
-    sequence.save(tmp_path / "s.safetensors")
-    sizes = (7, 1, 1, 11)
-    expected = compute(runner, sequence, *sizes)
-    sequence.free()
-    other = runner_of(family, numerics, max_num_seqs=2, max_model_len=300)
-    loaded = other.load_sequence(tmp_path / "s.safetensors")
-    assert (loaded.token_ids, loaded.num_computed) == (tokens, length)
-    poison_free_pages(other, [loaded.cache])
-    assert torch.equal(compute(other, loaded, *sizes), expected)
-    loaded.free()
-    assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"]
-    for pool in other.pools:
-        pool.tensor.zero_()
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"seed": 1}, "another model:"),
-        ({"numerics": "serving"}, "another model and another numerics and another layout:"),
-        ({"max_rollback": 3}, "another layout:"),
-        ({"family": "overlap"}, "another model and another layout:"),
-    ],
-    ids=["weights", "numerics", "rollback", "config"],
-)
-def test_what_does_not_fit_is_refused(change, named, tmp_path):
-    runner = runner_of("mixed")
-    sequence = runner.sequence(prompt(runner.config, 70))
-    compute(runner, sequence, 70, mtp=False)
-    sequence.save(tmp_path / "s")
-    sequence.free()
-    other = runner_of(**{"family": "mixed"} | change)
-    before = other.manager.available_pages()
-    with pytest.raises(ValueError, match=named):
-        other.load_sequence(tmp_path / "s")
-    assert other.manager.available_pages() == before
-
-
-def test_broken_files(tmp_path):
-    runner = runner_of("mixed", max_model_len=100)
-    with pytest.raises(ValueError, match="no saved sequence at"):
-        runner.load_sequence(tmp_path / "absent")
-    (tmp_path / "text").write_text("not safetensors")
-    with pytest.raises(ValueError, match="cannot be read as safetensors"):
-        runner.load_sequence(tmp_path / "text")
-    save_file({"x": torch.zeros(1)}, tmp_path / "other")
-    with pytest.raises(ValueError, match="its format is None"):
-        runner.load_sequence(tmp_path / "other")
-    roomier = runner_of("mixed")
-    long = roomier.sequence(prompt(runner.config, 120))
-    compute(roomier, long, 120, mtp=False)
-    long.save(tmp_path / "long")
-    long.free()
-    before = runner.manager.available_pages()
-    with pytest.raises(ValueError, match="120 tokens exceeds max_model_len=100"):
-        runner.load_sequence(tmp_path / "long")
-    with safe_open(tmp_path / "long", framework="pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(tmp_path / "long")
-    del tensors["layers.1/state"]
-    save_file(tensors, tmp_path / "short", metadata)
-    with pytest.raises(ValueError, match="cannot be read"):
-        runner.load_sequence(tmp_path / "short")
-    assert runner.manager.available_pages() == before
-
-
-def test_no_room_to_load(tmp_path):
-    runner = runner_of("mixed")
-    sequence = runner.sequence(prompt(runner.config, 70))
-    compute(runner, sequence, 70, mtp=False)
-    sequence.save(tmp_path / "s")
-    others = [runner.sequence([5]) for _ in range(3)]
-    runner.step([(other, 1) for other in others])
-    before = runner.manager.available_pages()
-    with pytest.raises(OutOfPages, match="the state pool has 0 free pages"):
-        runner.load_sequence(tmp_path / "s")
-    assert runner.manager.available_pages() == before
-    for other in [sequence, *others]:
-        other.free()
