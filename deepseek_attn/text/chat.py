@@ -2,7 +2,7 @@
 
 DeepSeek-V4 checkpoints ship Python encoders (``encoding/``) rather than a Jinja chat template. Code that comes with a
 checkpoint is never executed here: plain system / user / assistant turns are encoded by `encode_messages`, and a Jinja
-template, where a checkpoint has one, is rendered in a sandbox.
+template, where a checkpoint has one, is rendered in a sandbox, in a process with little memory and CPU time.
 
 A special token written out inside a message's content becomes that special token, as with DeepSeek's own encoder: the
 format is a string. Screen untrusted content before it gets here.

@@ -12,7 +12,8 @@ from jinja2 import TemplateError
 from tokenizers import AddedToken
 from tokenizers.decoders import DecodeStream
 
-from deepseek_attn.text.template import plain_messages, render, with_reasoning
+from deepseek_attn.text.template import plain_messages, read_template, with_reasoning
+from deepseek_attn.text.template_process import render_untrusted
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -100,18 +101,18 @@ class Tokenizer:
         """Render the checkpoint's Jinja chat template up to where generation starts.
 
         Raises:
-            ValueError: there is no template, or it refuses the messages.
+            ValueError: there is no template, or it fails, refuses the messages or takes more than its process may.
         """
         if not self._chat_template:
             raise ValueError(f"the tokenizer in {self.directory} has no chat template; use chat.encode_messages")
         messages = [with_reasoning(message) for message in plain_messages(messages)]
         names = {**self._special, "thinking": thinking, "enable_thinking": thinking}
         try:
-            return render(self._chat_template, messages, **names)
+            return render_untrusted(self._chat_template, messages, **names)
         except TemplateError as error:
             raise ValueError(
-                f"the chat template of {self.directory} refused the messages: {error}; change the messages to what "
-                "the template supports, or pass a plain prompt"
+                f"the chat template of {self.directory} cannot render these messages: {error}; change the messages to "
+                "what the template supports, or pass a plain prompt"
             ) from error
 
 
@@ -213,14 +214,23 @@ def _added_token(token: str | dict[str, Any], **flags: bool) -> AddedToken:
 def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
     """``chat_template.jinja``, else ``chat_template`` of the settings: one template, or several with their names."""
     if (directory / TEMPLATE_FILE).is_file():
-        return (directory / TEMPLATE_FILE).read_text(encoding="utf-8")
+        return read_template(directory / TEMPLATE_FILE)
     given = settings.get("chat_template")
-    if not isinstance(given, list):
+    if given is None or isinstance(given, str):
         return given
-    templates = {entry["name"]: entry["template"] for entry in given}
+    try:
+        templates = {str(entry["name"]): entry["template"] for entry in given}
+        default = templates.get("default", "")
+        if not isinstance(default, str):
+            raise TypeError
+    except (TypeError, KeyError):
+        raise ValueError(
+            f"{directory / CONFIG_FILE} has chat_template={given!r:.80}: supported are a string, and a list of dicts "
+            "with name and template (strings)"
+        ) from None
     if "default" not in templates:
         raise ValueError(
             f"{directory / CONFIG_FILE} has chat templates {sorted(templates)} and none of them is the default: put "
             f"one of them into {TEMPLATE_FILE}"
         )
-    return templates["default"]
+    return default

@@ -1,0 +1,119 @@
+"""Chat templates of checkpoints, rendered in a process with little memory and CPU time.
+
+Jinja's sandbox keeps a template from reading and changing what it should not. It does not keep one from nested loops,
+from ``'a' * 10**10`` or from regular expressions that take hours, and no count of operations covers all that its
+filters and Python's methods can do. The operating system does, wherever the time or memory is spent. The process is
+started when first used, and renders one template after the other, so that only the first waits for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from deepseek_attn.text.template import render
+
+MAX_CPU_SECONDS = 10.0  # for one conversation; 10,000 messages take about 0.1
+MAX_MEMORY = 1 << 30  # bytes of address space of the process
+MAX_REQUEST = 1 << 26  # bytes of template and messages as JSON
+START = "import sys; sys.path[:] = sys.argv[1:]; from deepseek_attn.text.template_process import serve; serve()"
+
+
+def render_untrusted(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
+    """`template.render`, with bounds on time and memory.
+
+    Raises:
+        jinja2.TemplateError: as `template.render`; or it needs more than `MAX_CPU_SECONDS` or `MAX_MEMORY`.
+    """
+    try:
+        job = {"template": template, "messages": messages, "variables": variables, "seconds": MAX_CPU_SECONDS}
+        request = json.dumps(job).encode()  # ASCII, on one line
+    except (ValueError, RecursionError) as error:
+        raise TemplateError(f"the messages cannot be written as JSON: {error}") from error
+    if len(request) > MAX_REQUEST:
+        raise TemplateError(f"template and messages are {len(request):,} bytes of JSON; at most {MAX_REQUEST:,} fit")
+    reply = _process.exchange(request)
+    if "error" in reply:
+        raise TemplateError(reply["error"])
+    return reply["text"]
+
+
+class TemplateProcess:
+    """The process at the other end of two pipes: one line of JSON there, one back."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._running: subprocess.Popen | None = None
+
+    def exchange(self, request: bytes) -> dict[str, str]:
+        """Sends a request and waits for its ``text`` or ``error``."""
+        with self._lock:
+            try:
+                if self._running is None or self._running.poll() is not None:
+                    self._running = self._start()
+                self._running.stdin.write(request + b"\n")
+                self._running.stdin.flush()
+                line = self._running.stdout.readline()
+            except OSError as error:
+                self.stop()
+                return {"error": f"the process that renders chat templates cannot be used: {error}"}
+            except BaseException:  # an interrupted exchange leaves half a reply in the pipe
+                self.stop()
+                raise
+            return json.loads(line) if line else {"error": self._cause_of_death()}
+
+    def stop(self) -> None:
+        """Ends the process; the next request starts another."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.kill()
+            running.communicate()
+
+    def _start(self) -> subprocess.Popen:
+        path = [*sys.path, str(Path(__file__).parents[2])]  # an editable installation may be on no path
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", START, *path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, start_new_session=True,  # a session of its own gets no Ctrl-C
+        )  # fmt: skip
+
+    def _cause_of_death(self) -> str:
+        code = self._running.wait()
+        self.stop()
+        if code == -signal.SIGPROF:
+            return f"it takes more than {MAX_CPU_SECONDS:g} seconds of CPU time"
+        return f"the process that rendered it ended with exit code {code}"
+
+
+def serve() -> None:
+    """Answers requests from stdin until it is closed."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MAX_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_MEMORY, hard)
+    with suppress(OSError, ValueError):  # not on macOS, where CPU time is all that bounds a template
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    for request in sys.stdin.buffer:
+        job = json.loads(request)
+        signal.setitimer(signal.ITIMER_PROF, job["seconds"])  # SIGPROF ends the process, whatever it is doing
+        try:
+            reply = {"text": render(job["template"], job["messages"], **job["variables"])}
+        except TemplateError as error:
+            reply = {"error": error.message}
+        line = json.dumps(reply).encode()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(line + b"\n")
+        sys.stdout.buffer.flush()
+
+
+_process = TemplateProcess()
+atexit.register(_process.stop)
+os.register_at_fork(after_in_child=_process.__init__)  # a forked process must not read the replies to its parent
