@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -18,8 +21,8 @@ class PageAllocator:
     """Free list with reference counts; page 0 is never handed out."""
 
     def __init__(self, pages: int):
-        self._free = list(range(pages - 1, NULL_PAGE, -1))
-        self._references: dict[int, int] = {}
+        self._pages = pages
+        self.recount([])
 
     @property
     def available(self) -> int:
@@ -42,6 +45,11 @@ class PageAllocator:
             del self._references[page]
             self._free.append(page)
 
+    def recount(self, held: Iterable[int]) -> None:
+        """Sets counts and free list to what the holders of pages hold, each page once per holder."""
+        self._references: dict[int, int] = dict(Counter(held))
+        self._free = [page for page in range(self._pages - 1, NULL_PAGE, -1) if page not in self._references]
+
 
 @dataclass
 class SequenceCache:
@@ -49,11 +57,13 @@ class SequenceCache:
 
     Attributes:
         num_tokens: tokens whose entries are in the caches.
-        low_water: smallest length that `truncate` can go back to in place.
+        low_water: smallest length that `truncate` can go back to in place. Above ``num_tokens`` within a step that may
+            overwrite more than it could take back.
         tables: physical page of each logical page, by group; 0 where a window page was freed.
         version: counts the changes of ``tables``, for copies of them that are kept elsewhere.
         owned_from, owned_to: lengths for which pages are already allocated and exclusive; lets `CacheManager.reserve`
             return early.
+        carried: the row of each `Pool.carried` that a snapshot keeps; None for a sequence.
     """
 
     num_tokens: int = 0
@@ -62,27 +72,51 @@ class SequenceCache:
     version: int = field(default=0, compare=False)
     owned_from: int = field(default=0, compare=False)
     owned_to: int = field(default=0, compare=False)
+    carried: int | None = field(default=None, compare=False)
 
 
 class OutOfPages(RuntimeError):
     """A pool has no free page left; nothing was changed."""
 
 
+class _Change:
+    """Context of a change to who holds which page. ``broke_off`` stays True if an exception ends it, at any point."""
+
+    broke_off = False
+
+    def __enter__(self) -> None:
+        self.broke_off = True
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.broke_off = kind is not None
+
+
 class CacheManager:
     """Hands pages of all groups to sequences. Pages shared by forks are copied when one of them writes.
 
-    Attributes:
-        free_snapshots: rows of each `Pool.carried` that no snapshot uses.
+    The tables of all `SequenceCache` alive say who holds which page. Free lists and reference counts only follow from
+    them: they are counted again after a change that an exception (a `KeyboardInterrupt`, for one) has broken off, and
+    after a cache that held pages was garbage-collected.
     """
 
     def __init__(self, pools: CachePools):
         self.pools, self.layout = pools, pools.layout
         self._allocators = {group: PageAllocator(pages) for group, pages in self.layout.pages.items()}
         self._spans = self.layout.spans
-        self.free_snapshots = list(range(self.layout.max_snapshots))
+        self._free_snapshots = list(range(self.layout.max_snapshots))
+        self._change = _Change()
+        self._holders: dict[int, weakref.ref[SequenceCache]] = {}  # by id
+        self._collected: list[weakref.ref[SequenceCache]] = []
 
     def available_pages(self) -> dict[str, int]:
+        self._settle()
         return {group: allocator.available for group, allocator in self._allocators.items()}
+
+    @property
+    def free_snapshots(self) -> list[int]:
+        """Rows of each `Pool.carried` that no snapshot uses."""
+        self._settle()
+        return self._free_snapshots
 
     def pages_needed(self, tokens: int) -> dict[str, int]:
         """Pages by group that a sequence of ``tokens`` tokens holds between steps, when it shares none."""
@@ -99,6 +133,7 @@ class CacheManager:
 
     def references(self, group: str, page: int) -> int:
         """Sequences and snapshots that hold a page."""
+        self._settle()
         return self._allocators[group].references(page)
 
     def allocate_table(self, cache: SequenceCache, group: str, held: list[bool]) -> None:
@@ -107,24 +142,34 @@ class CacheManager:
         Raises:
             OutOfPages: nothing was changed.
         """
+        self._settle()
         allocator = self._allocators[group]
         if sum(held) > allocator.available:
             raise OutOfPages(
                 f"the {group} pool has {allocator.available} free pages and the sequence needs {sum(held)}; free other "
                 "sequences first, or raise kv_cache_bytes"
             )
-        cache.tables[group] = [allocator.allocate() if wanted else NULL_PAGE for wanted in held]
-        cache.version += 1
-        cache.owned_to = 0
+        with self._change:
+            self._register(cache)
+            cache.tables[group] = [allocator.allocate() if wanted else NULL_PAGE for wanted in held]
+            cache.version += 1
+            cache.owned_to = 0
 
     def release_table(self, cache: SequenceCache, group: str) -> None:
         """Returns a sequence's pages of one group."""
-        for page in cache.tables[group]:
-            if page != NULL_PAGE:
-                self._allocators[group].release(page)
-        cache.tables[group] = []
-        cache.version += 1
-        cache.owned_to = 0
+        self._settle()
+        with self._change:
+            self._release(group, cache.tables[group])
+            cache.tables[group] = []
+            cache.version += 1
+            cache.owned_to = 0
+
+    def carry(self, cache: SequenceCache) -> int:
+        """Gives a snapshot's cache a row of each `Pool.carried`, of which there must be a free one; returns it."""
+        self._settle()
+        with self._change:
+            cache.carried = self._free_snapshots.pop()
+        return cache.carried
 
     def create(self) -> SequenceCache:
         return SequenceCache(tables={group: [] for group in self.layout.pages})
@@ -162,6 +207,7 @@ class CacheManager:
         Raises:
             OutOfPages: nothing was changed; names the pool with its needed and its free pages.
         """
+        self._settle()
         batch = [(cache, n) for cache, n in batch if cache.num_tokens + n > cache.owned_to]
         leaving: Counter[tuple[str, int]] = Counter()
         plans = [
@@ -176,22 +222,24 @@ class CacheManager:
                     f"the {group} pool has {allocator.available} free pages and this step needs {needed}; "
                     "run fewer sequences at once, or raise kv_cache_bytes, max_num_seqs or max_model_len"
                 )
-        for cache, group, copies, new in plans:
-            table, allocator = cache.tables[group], self._allocators[group]
-            for index in copies:
-                page = allocator.allocate()
-                self.pools.copy_page(group, table[index], page)
-                allocator.release(table[index])
-                table[index] = page
-            table.extend(allocator.allocate() for _ in range(new))
-            cache.version += bool(copies or new)
-        for cache, n in batch:
-            if cache.num_tokens > cache.owned_to:
-                cache.owned_from = cache.num_tokens
-            cache.owned_to = min(
-                self._end(cache.num_tokens + n, group) * span + ratio - 1
-                for group, (span, ratio) in self._spans.items()
-            )
+        with self._change:
+            for cache, group, copies, new in plans:
+                self._register(cache)
+                table, allocator = cache.tables[group], self._allocators[group]
+                for index in copies:
+                    page = allocator.allocate()
+                    self.pools.copy_page(group, table[index], page)
+                    allocator.release(table[index])
+                    table[index] = page
+                table.extend(allocator.allocate() for _ in range(new))
+                cache.version += bool(copies or new)
+            for cache, n in batch:
+                if cache.num_tokens > cache.owned_to:
+                    cache.owned_from = cache.num_tokens
+                cache.owned_to = min(
+                    self._end(cache.num_tokens + n, group) * span + ratio - 1
+                    for group, (span, ratio) in self._spans.items()
+                )
 
     def _end(self, tokens: int, group: str) -> int:
         """Number of pages of a group that a sequence of ``tokens`` tokens has written to."""
@@ -221,6 +269,24 @@ class CacheManager:
                 copies.append(index)
         return copies, max(0, last - len(table))
 
+    @contextmanager
+    def all_or_nothing(self, batch: list[tuple[SequenceCache, int]]) -> Iterator[None]:
+        """Context in which the next ``n`` tokens of each sequence are computed and committed, or else none of them.
+
+        When an exception ends it, the sequences have the lengths that they had before; those that were to compute more
+        than `truncate` can take back have lost their caches, and are empty.
+        """
+        lengths = [cache.num_tokens for cache, _ in batch]
+        try:
+            for cache, n in batch:
+                if WINDOW in cache.tables:
+                    cache.low_water = max(cache.low_water, cache.num_tokens + n - self.layout.max_rollback)
+            yield
+        except BaseException:
+            for (cache, _), length in zip(batch, lengths, strict=True):
+                self.truncate(cache, length)
+            raise
+
     def commit(self, cache: SequenceCache, n: int) -> None:
         """Counts ``n`` computed tokens and frees window pages that no query and no rollback can reach any more."""
         cache.num_tokens += n
@@ -230,14 +296,16 @@ class CacheManager:
         """Rules out truncation to fewer than ``length`` tokens, and frees the window pages that only it needs."""
         if WINDOW not in cache.tables:
             return
+        self._settle()
         cache.low_water = max(cache.low_water, length)
         dead, table = self._freed_window_pages(cache.low_water), cache.tables[WINDOW]
-        for index in reversed(range(min(dead, len(table)))):
-            if table[index] == NULL_PAGE:
-                break  # and so are all before it
-            self._allocators[WINDOW].release(table[index])
-            table[index] = NULL_PAGE
-            cache.version += 1
+        with self._change:
+            for index in reversed(range(min(dead, len(table)))):
+                if table[index] == NULL_PAGE:
+                    break  # and so are all before it
+                self._allocators[WINDOW].release(table[index])
+                table[index] = NULL_PAGE
+                cache.version += 1
 
     def _freed_window_pages(self, low_water: int) -> int:
         """Number of window pages that no query from token ``low_water`` on can reach."""
@@ -258,36 +326,79 @@ class CacheManager:
         if n < cache.low_water:
             self.free(cache)
             return 0
-        cache.num_tokens = n
-        if n < cache.owned_from:
-            cache.owned_to = 0
-        for group, (span, _) in self._spans.items():
-            table, keep = cache.tables[group], -(-n // span)
-            if len(table) <= keep or keep_pages:
-                continue
-            for page in table[keep:]:
-                if page != NULL_PAGE:
-                    self._allocators[group].release(page)
-            del table[keep:]
-            cache.version += 1
-            cache.owned_to = 0
+        self._settle()
+        with self._change:
+            cache.num_tokens = n
+            if n < cache.owned_from:
+                cache.owned_to = 0
+            for group, (span, _) in self._spans.items():
+                table, keep = cache.tables[group], -(-n // span)
+                if len(table) <= keep or keep_pages:
+                    continue
+                self._release(group, table[keep:])
+                del table[keep:]
+                cache.version += 1
+                cache.owned_to = 0
         return n
 
     def fork(self, cache: SequenceCache) -> SequenceCache:
         """A second sequence with the same past. Shares every page until one of the two writes to it."""
-        for group, table in cache.tables.items():
-            for page in table:
-                if page != NULL_PAGE:
-                    self._allocators[group].share(page)
-        cache.owned_to = 0
-        return SequenceCache(cache.num_tokens, cache.low_water, {g: list(t) for g, t in cache.tables.items()})
+        self._settle()
+        with self._change:
+            tables = {group: list(table) for group, table in cache.tables.items()}
+            fork = SequenceCache(cache.num_tokens, cache.low_water, tables)
+            self._register(fork)
+            for group, table in tables.items():
+                for page in table:
+                    if page != NULL_PAGE:
+                        self._allocators[group].share(page)
+            cache.owned_to = 0
+        return fork
 
     def free(self, cache: SequenceCache) -> None:
         """Returns all pages; the sequence is empty afterwards and can be used again."""
-        for group in cache.tables:
-            self.release_table(cache, group)
-        cache.num_tokens = cache.low_water = cache.owned_from = cache.owned_to = 0
-        cache.version += 1
+        self._settle()
+        with self._change:
+            tables, carried, empty = cache.tables, cache.carried, {group: [] for group in cache.tables}
+            # at once: with some of its tables a cache could not go on
+            cache.tables, cache.num_tokens, cache.low_water, cache.carried = empty, 0, 0, None
+            cache.owned_from = cache.owned_to = 0
+            cache.version += 1
+            for group, table in tables.items():
+                self._release(group, table)
+            if carried is not None:
+                self._free_snapshots.append(carried)
+            self._holders.pop(id(cache), None)
+
+    def _release(self, group: str, pages: list[int]) -> None:
+        for page in pages:
+            if page != NULL_PAGE:
+                self._allocators[group].release(page)
+
+    def _register(self, cache: SequenceCache) -> None:
+        """Counts a cache among those that may hold pages."""
+        known = self._holders.get(id(cache))
+        if known is None or known() is None:
+            # the callback runs no bytecode, in which an interruption would be lost
+            self._holders[id(cache)] = weakref.ref(cache, self._collected.append)
+
+    def _settle(self) -> None:
+        """Before a change or a look at free pages: counts again who holds what, if that is not certain."""
+        if self._change.broke_off or self._collected:
+            self._recount()
+
+    def _recount(self) -> None:
+        self._collected.clear()
+        caches = [cache for holder in self._holders.values() if (cache := holder()) is not None]
+        self._holders = {id(cache): self._holders[id(cache)] for cache in caches}
+        for group, allocator in self._allocators.items():
+            allocator.recount(page for cache in caches for page in cache.tables[group] if page != NULL_PAGE)
+        carried = {cache.carried for cache in caches}
+        self._free_snapshots = [row for row in range(self.layout.max_snapshots) if row not in carried]
+        for cache in caches:  # a change may have ended before it said so
+            cache.version += 1
+            cache.owned_to = 0
+        self._change.broke_off = False
 
     def block_table(self, caches: list[SequenceCache], group: str) -> torch.Tensor:
         """int32 ``[len(caches), widest]``, padded with the null page."""

@@ -38,8 +38,9 @@ class BlockKeys:
         """
         length = min(length, len(token_ids) - self.lookahead)
         for end in range((len(self._keys) + 1) * self.block, length + 1, self.block):
-            before = self._chain[-1] if self._chain else b""
-            self._chain.append(_digest(before, token_ids[end - self.block : end]))
+            known = len(self._keys)
+            before = self._chain[known - 1] if known else b""
+            self._chain[known:] = [_digest(before, token_ids[end - self.block : end])]
             self._keys.append(_digest(self._chain[-1], token_ids[end : end + self.lookahead]))
         return self._keys[: max(length, 0) // self.block]
 
@@ -150,8 +151,10 @@ class PrefixCache:
         return {group: alone[group] for group in self.layout.pages}
 
     def _remove(self, key: bytes) -> None:
-        entry = self._entries.pop(key)
+        # in this order, nothing finds an entry that is partly removed
+        entry = self._entries[key]
         for known in entry.keys:
             if self._seen.get(known) is entry:
                 del self._seen[known]
+        del self._entries[key]
         self.store.drop(entry.snapshot)

@@ -22,12 +22,10 @@ class Snapshot:
     """A kept prefix.
 
     Attributes:
-        cache: its pages; no state page.
-        slot: index of its state rows in each `Pool.carried`.
+        cache: its pages, and instead of a state page the row of each `Pool.carried` with its state rows.
     """
 
     cache: SequenceCache
-    slot: int
 
     @property
     def num_tokens(self) -> int:
@@ -61,17 +59,17 @@ class SnapshotStore:
             )
         if self.full:
             raise ValueError(f"all of max_snapshots={self.layout.max_snapshots} are in use; drop one first")
-        slot = self.manager.free_snapshots.pop()
         kept = self.manager.fork(cache)
+        row = self.manager.carry(kept)
         if STATE in kept.tables:
             [page] = kept.tables[STATE]
             for pool in self._carrying:
-                pool.carried[slot].copy_(pool.tensor[page, self._rows(pool, length)])
+                pool.carried[row].copy_(pool.tensor[page, self._rows(pool, length)])
             self.manager.release_table(kept, STATE)
         self.manager.truncate(kept, length)  # also drops pages that were reserved for more
         if not self.layout.keeps_all_tokens:
             self.manager.raise_low_water(kept, length)
-        return Snapshot(kept, slot)
+        return Snapshot(kept)
 
     def restore(self, snapshot: Snapshot, length: int | None = None) -> SequenceCache:
         """A new sequence with the first ``length`` tokens of a snapshot (default: all of them) in its caches.
@@ -88,13 +86,12 @@ class SnapshotStore:
             self.manager.allocate_table(cache, STATE, [True])
             [page] = cache.tables[STATE]
             for pool in self._carrying:
-                pool.tensor[page, self._rows(pool, cache.num_tokens)] = pool.carried[snapshot.slot]
+                pool.tensor[page, self._rows(pool, cache.num_tokens)] = pool.carried[snapshot.cache.carried]
         return cache
 
     def drop(self, snapshot: Snapshot) -> None:
-        """Returns a snapshot's pages and its slot."""
+        """Returns a snapshot's pages and its row of each `Pool.carried`."""
         self.manager.free(snapshot.cache)
-        self.manager.free_snapshots.append(snapshot.slot)
 
     def _rows(self, pool: Pool, length: int) -> torch.Tensor:
         """Ring rows of the last ``carry`` tokens before ``length``."""

@@ -46,10 +46,10 @@ class DeviceTables:
     def _row(self, cache: SequenceCache) -> int:
         row = self._rows.get(id(cache))
         if row is None:
-            if len(self._rows) < self.null_row:
-                number = len(self._rows)
-            else:
-                number = self._rows.popitem(last=False)[1].number
+            if len(self._rows) >= self.null_row:
+                self._rows.popitem(last=False)
+            taken = {row.number for row in self._rows.values()}
+            number = next(number for number in range(self.null_row) if number not in taken)
             row = self._rows[id(cache)] = _Row(number, cache)
         if row.version != cache.version:
             for group, pages in cache.tables.items():
@@ -63,6 +63,7 @@ class DeviceTables:
         if known == pages[: len(known)] and len(known) == len(pages):
             return
         first = next((i for i, (a, b) in enumerate(zip(known, pages, strict=False)) if a != b), len(known))
+        row.pages[group] = known[:first]  # all that is certain until the copy has been launched
         if first < len(pages):
             table = self.tables[group]
             table[row.number, first : len(pages)] = to_device(pages[first:], table.device, torch.int32)

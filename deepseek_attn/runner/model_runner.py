@@ -143,6 +143,8 @@ class ModelRunner(LoadedModel):
 
         Raises:
             ValueError: a batch that cannot be computed; OutOfPages: too few free pages. Either way nothing was changed.
+            After any other exception, `KeyboardInterrupt` included, no token of the step counts as computed; sequences
+            that were to compute more than ``max_rollback`` tokens are computed again from their first one.
         """
         model = self._whole_model()
         if options.mtp:
@@ -158,32 +160,36 @@ class ModelRunner(LoadedModel):
         lengths = [n for _, n in rows]
         if options.drafts and (self.graphs is None or not self.graphs.supports(lengths, 1 + options.drafts)):
             raise ValueError("StepOptions.drafts: this step does not run over persistent tensors; call draft after it")
-        self.manager.reserve([(sequence.cache, n) for sequence, n in rows])
-        if self.parallel.dp_attention:
-            self.parallel.agree(sum(n for _, n in rows), self.device)
-        output = StepOutput()
-        counts = lengths if options.all_logits else [min(n, options.last) for n in lengths]
-        with self.parallel.together(), reference_ops(self.reference_only):
-            # inference mode takes 14 % off a single-token step on a CPU; its results are ordinary tensors
-            with torch.inference_mode():
-                results = self._compute(model, rows, options.drafts)
-            if options.mtp:
-                drafts = self._need_drafter().step_logits(rows, results.hidden_states(lengths), self.decode_query_len)
-                output.mtp_logits = in_batch_order(drafts)
-            if options.hidden_states:
-                output.hidden_states = in_batch_order(results.hidden_states(counts).clone().split(counts))
-            if options.greedy:
-                wait = results.tokens(counts)
-                output.tokens = lambda: in_batch_order(wait())
-                if options.drafts and isinstance(results, DecodeRun):
-                    drafted = results.drafts
-                    output.drafts = lambda: in_batch_order(drafted())
-            else:
-                output.logits = in_batch_order(results.logits(counts).split(counts))
-        for sequence, n in rows:
-            self.manager.commit(sequence.cache, n)
-        if options.greedy and isinstance(results, DecodeRun):
-            self._launch_next_step(results, [(sequence.cache, most) for sequence, most in options.next_step])
+        caches = [(sequence.cache, n) for sequence, n in rows]
+        self.manager.reserve(caches)
+        with self.manager.all_or_nothing(caches):
+            if self.parallel.dp_attention:
+                self.parallel.agree(sum(lengths), self.device)
+            output = StepOutput()
+            counts = lengths if options.all_logits else [min(n, options.last) for n in lengths]
+            with self.parallel.together(), reference_ops(self.reference_only):
+                # inference mode takes 14 % off a single-token step on a CPU; its results are ordinary tensors
+                with torch.inference_mode():
+                    results = self._compute(model, rows, options.drafts)
+                if options.mtp:
+                    drafts = self._need_drafter().step_logits(
+                        rows, results.hidden_states(lengths), self.decode_query_len
+                    )
+                    output.mtp_logits = in_batch_order(drafts)
+                if options.hidden_states:
+                    output.hidden_states = in_batch_order(results.hidden_states(counts).clone().split(counts))
+                if options.greedy:
+                    wait = results.tokens(counts)
+                    output.tokens = lambda: in_batch_order(wait())
+                    if options.drafts and isinstance(results, DecodeRun):
+                        drafted = results.drafts
+                        output.drafts = lambda: in_batch_order(drafted())
+                else:
+                    output.logits = in_batch_order(results.logits(counts).split(counts))
+            for cache, n in caches:
+                self.manager.commit(cache, n)
+            if options.greedy and isinstance(results, DecodeRun):
+                self._launch_next_step(results, [(sequence.cache, most) for sequence, most in options.next_step])
         return output
 
     def _compute(self, model: DeepseekV4 | DeepseekV32, rows: Batch, num_drafts: int) -> EagerStep | DecodeRun:

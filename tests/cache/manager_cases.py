@@ -20,14 +20,22 @@ NAN = float("nan")
 C4, C16 = ratio_group(4), ratio_group(16)
 
 
-def make_manager(window=13, max_model_len=600, max_num_seqs=3, max_num_batched_tokens=150, max_rollback=5, ratios=(4,)):
+def make_manager(
+    window=13,
+    max_model_len=600,
+    max_num_seqs=3,
+    max_num_batched_tokens=150,
+    max_rollback=5,
+    ratios=(4,),
+    max_snapshots=0,
+):
     """A manager over pools whose entries are one float wide, filled with NaN."""
     config = ModelConfig.from_preset("tiny").replace(
         num_hidden_layers=1 + len(ratios), num_hash_layers=0, compress_ratios=[0, *ratios], sliding_window=window,
         num_nextn_predict_layers=0,
     )  # fmt: skip
     limits = (max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
-    layout = make_layout(config, get_numerics("exact"), torch.float32, *limits)
+    layout = make_layout(config, get_numerics("exact"), torch.float32, *limits, max_snapshots=max_snapshots)
     slim = [
         replace(pool, record=PlainRecord(1, torch.float32)) if pool.record else replace(pool, width=1)
         for pool in layout.pools

@@ -108,13 +108,15 @@ class FakeRunner:
         assert sum(n for _, n in batch) <= self.layout.max_num_batched_tokens
         assert len(batch) <= self.layout.max_num_seqs
         assert len({id(sequence) for sequence, _ in batch}) == len(batch)
-        self.manager.reserve([(sequence.cache, n) for sequence, n in batch])
-        if sum(n for _, n in batch) > self.max_tokens:
-            self._compute(*batch[-1])  # some had been written when memory ran out
-            raise torch.OutOfMemoryError("fake memory is full")
-        logits = [self._compute(sequence, n) for sequence, n in batch]
-        for sequence, n in batch:
-            self.manager.commit(sequence.cache, n)
+        caches = [(sequence.cache, n) for sequence, n in batch]
+        self.manager.reserve(caches)
+        with self.manager.all_or_nothing(caches):
+            if sum(n for _, n in batch) > self.max_tokens:
+                self._compute(*batch[-1])  # some had been written when memory ran out
+                raise torch.OutOfMemoryError("fake memory is full")
+            logits = [self._compute(sequence, n) for sequence, n in batch]
+            for cache, n in caches:
+                self.manager.commit(cache, n)
         return StepOutput(logits)
 
     def _compute(self, sequence: Sequence, n: int) -> torch.Tensor:

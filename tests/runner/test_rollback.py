@@ -103,6 +103,30 @@ def test_truncate_pending_tokens():
     assert torch.equal(torch.cat(parts), fresh(runner, tokens, [70, 10]))
 
 
+def test_a_step_that_breaks_off():
+    """In the last layer: the step's tokens do not count, and sequences whose state it has overwritten start again."""
+    runner = shared_runner(MIXED)
+    rollback = runner.layout.max_rollback
+    sizes = {"within": rollback, "beyond": rollback + 1}
+    tokens = prompt(runner.config, 150, seed=4)
+    expected = fresh(runner, tokens, [101, 49])[101:]
+
+    def interrupt(module, args):
+        raise KeyboardInterrupt
+
+    with pages_returned(runner):
+        sequences = {name: runner.sequence(tokens) for name in sizes}
+        runner.step([(sequence, 101) for sequence in sequences.values()])
+        last = runner.model.layers[str(len(MIXED) - 1)]
+        with last.register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+            runner.step([(sequences[name], n) for name, n in sizes.items()])
+        assert {name: s.num_computed for name, s in sequences.items()} == {"within": 101, "beyond": 0}
+        advance(runner, sequences["beyond"], [101])
+        for name, sequence in sequences.items():
+            assert_close(advance(runner, sequence, [49]), expected, SAME, name)
+            sequence.free()
+
+
 FORKS = [(n, "exact") for n in (1, 3, 4, 5, 63, 64, 65, 127, 128, 130, 255)]
 FORKS += [(n, numerics) for n in (3, 64, 130) for numerics in ("official", "serving")]
 

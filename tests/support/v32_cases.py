@@ -40,7 +40,7 @@ def make_runner(config, source=None, **options) -> ModelRunner:
 def poison(runner: ModelRunner) -> None:
     """Every byte that no token wrote becomes NaN, as float32, bf16 and e4m3 alike."""
     for pool in runner.pools:
-        pool.tensor.fill_(0xFF)
+        pool.tensor.view(torch.uint8).fill_(0xFF)
 
 
 class recorded:
