@@ -10,6 +10,9 @@ Names are imported when they are first used, so that importing the package needs
 from __future__ import annotations
 
 import importlib
+import logging
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # a program that configures logging sees the messages
 
 __version__ = "0.1.0"
 

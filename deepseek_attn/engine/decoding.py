@@ -76,6 +76,9 @@ class NextToken:
     def propose(self, running: list[Request]) -> None:
         """Called before each step; may append drafts to requests that have none."""
 
+    def forget(self) -> None:
+        """Called after a step that broke off: drafts are gone."""
+
     def accept(self, work: Work, output: StepOutput) -> Accepted:
         """Chooses the tokens of requests that have none pending; one whose logits are broken fails alone."""
         if not any(is_ready(request) for request, _ in work):
@@ -98,7 +101,7 @@ class NextToken:
     def _sample(self, ready: list[tuple[Request, torch.Tensor]]) -> dict[Request, list[int]]:
         requests = [request for request, _ in ready]
         rows = torch.cat([rows for _, rows in ready])
-        tokens = sample(rows, [r.params for r in requests], [r.generator for r in requests]).tolist()
+        tokens = sample(rows, [r.params for r in requests], [r.random_numbers() for r in requests]).tolist()
         return {request: [token] for request, token in zip(requests, tokens, strict=True)}
 
 

@@ -1,9 +1,15 @@
-"""Engine: requests in, tokens out, step by step; a request that fails does so alone."""
+"""Engine: requests in, tokens out, step by step; a request that fails does so alone.
+
+Whatever breaks off a step, a `KeyboardInterrupt` at any point included, undoes it up to the tokens that requests have
+by then, from which everything else follows (`Engine._whole`). So the next step goes on with the same tokens.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +24,12 @@ from deepseek_attn.engine.stats import EngineStats, StepStats
 from deepseek_attn.runner import ModelRunner, StepOutput
 from deepseek_attn.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """Result of one step for one request.
+    """What happened to one request since the last step that returned.
 
     Attributes:
         computed: its tokens that went through the model, rejected drafts left out.
@@ -32,6 +40,14 @@ class RequestOutput:
     computed: int = 0
     token_ids: tuple[int, ...] = ()
     text: str = ""
+
+
+@dataclass
+class _Unreported:
+    """What a step has yet to report of a request: tokens from number ``start`` on, and ``computed`` of its output."""
+
+    start: int
+    computed: int = 0
 
 
 class Engine:
@@ -53,12 +69,13 @@ class Engine:
         self.scheduler = Scheduler(runner.manager, self.prefixes)
         self.stats, self.last_step = EngineStats(), StepStats()
         self.on_step: Callable[[StepStats], None] | None = None
-        self._ended: list[RequestOutput] = []
+        self._unreported: dict[Request, _Unreported] = {}
+        self._broke_off = False
 
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` still has something to do or to report."""
-        return bool(self.scheduler.waiting or self.scheduler.running or self._ended)
+        return bool(self.scheduler.waiting or self.scheduler.running or self._unreported)
 
     def add_request(self, prompt: Iterable[int], params: SamplingParams | None = None, *, index: int = 0) -> Request:
         """Queues a prompt of token ids. One that cannot be run comes back with an error, and `step` reports it.
@@ -66,48 +83,118 @@ class Engine:
         Args:
             index: with a seed in ``params``, requests of different index draw different random numbers.
         """
-        params = params or SamplingParams()
         try:
             request = Request.create(self.runner, self.tokenizer, prompt, params, index)
         except (ValueError, TypeError) as error:
-            request = Request.refused(prompt, params, str(error))
-            self._report(RequestOutput(request))
+            request = Request.refused(prompt, str(error))
+            self._count_ended(request)
             return request
         return self.submit(request)
 
     def submit(self, request: Request) -> Request:
-        """Queues a request that `Request.create` has made."""
-        request.keys = BlockKeys(self.runner.layout.snapshot_block, lookahead=int(self.decoder.mtp))
-        self.scheduler.waiting.append(request)
-        if reason := self.scheduler.never_fits(request):
-            self._fail(request, reason)
+        """Queues a request that `Request.create` has made for this engine's runner.
+
+        Raises:
+            ValueError: a request that was submitted before, has ended, or belongs to another runner.
+        """
+        if not isinstance(request, Request):
+            raise ValueError(f"a Request is needed, got {request!r}: add_request takes token ids")
+        if request.finished:
+            raise ValueError(f"the request has ended ({request.finish_reason}): make a new one with Request.create")
+        if request.keys is not None:
+            raise ValueError(
+                "the request was submitted before, here or to another engine: make another with Request.create"
+            )
+        if request.sequence.manager is not self.runner.manager:
+            raise ValueError("the request was made for another runner: make it with this engine's (Engine.runner)")
+        with self._whole():
+            request.keys = BlockKeys(self.runner.layout.snapshot_block, lookahead=int(self.decoder.mtp))
+            self.scheduler.waiting.append(request)
+            if reason := self.scheduler.never_fits(request):
+                self._fail(request, reason)
         return request
 
     def cancel(self, request: Request) -> bool:
-        """Ends a request between two steps and frees all it holds; False if it had ended already."""
+        """Ends a request between two steps and frees all it holds; False if it had ended already.
+
+        Raises:
+            ValueError: a request of another engine.
+        """
         if request.finished:
             return False
-        self.scheduler.remove(request)
-        request.end("abort")
-        self._report(RequestOutput(request))
+        if request not in self.scheduler:
+            raise ValueError("the request is of another engine, or was never submitted: only its engine can cancel it")
+        with self._whole():
+            self._end(request, "abort")
         return True
 
     def run(self, requests: Iterable[Request]) -> Iterator[list[RequestOutput]]:
-        """Steps until these requests have ended. Closing the generator early cancels those that have not."""
+        """Steps until these requests have ended; submits those that have not been.
+
+        Closing the generator early, or an exception, cancels those that have not ended.
+
+        Raises:
+            ValueError: a request of another engine, or one that cannot be submitted.
+        """
         requests = list(requests)
         try:
-            while any(not request.finished for request in requests) or self._ended:
+            own = {*self.scheduler.running, *self.scheduler.waiting}
+            for request in requests:
+                if not request.finished and request not in own:
+                    self.submit(request)
+            while any(not request.finished for request in requests) or self._unreported:
                 yield self.step()
         finally:
             for request in requests:
-                self.cancel(request)
+                if request in self.scheduler:
+                    self.cancel(request)
 
     def step(self) -> list[RequestOutput]:
         """Computes one batch: every decode, and as many prompt tokens as the budget leaves.
 
+        A step that raises, because it was interrupted or ``on_step`` failed, loses nothing: the next one goes on from
+        the tokens that there are, and returns what this one would have.
+
         Returns:
             What happened to each request that took part, failed, or was cancelled since the last step.
         """
+        with self._whole():
+            outputs = self._step()
+        reported = self._unreported
+        try:
+            self._unreported = {}
+            if self.on_step is not None:
+                self.on_step(self.last_step)
+            return outputs
+        except BaseException:
+            self._unreported = self._unreported | reported
+            raise
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Context of a change to requests: whatever exception ends it, `_restore` then makes up for what is missing."""
+        if self._broke_off:  # `_restore` was interrupted
+            self._restore()
+        self._broke_off = True
+        try:
+            yield
+        except BaseException:
+            self._restore()
+            raise
+        self._broke_off = False
+
+    def _restore(self) -> None:
+        """Brings everything in line with the tokens that requests have by now. May be interrupted and repeated."""
+        if self.runner.graphs is not None:
+            self.runner.graphs.prelaunched = None
+        self.decoder.forget()
+        self.scheduler.restore()
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            if request.finished:
+                self._count_ended(request)
+        self._broke_off = False
+
+    def _step(self) -> list[RequestOutput]:
         started, stats = time.perf_counter(), StepStats()
         self.last_step = stats
         # A decode step that is launched already comes first: waiting requests are admitted after it. Then no further
@@ -120,17 +207,22 @@ class Engine:
         count_tokens(stats, work, self.decoder.decode_tokens)
         accepted = self.decoder.accept(work, output) if work else Accepted()
         count_drafts(stats, accepted)
-        outputs = self._finish(work, accepted)
-        outputs, self._ended = [*outputs, *self._ended], []
-        stats.generated = sum(len(output.token_ids) for output in outputs)
+        self._take_tokens(work, accepted, stats)
+        outputs = [
+            RequestOutput(
+                request,
+                unreported.computed,
+                tuple(request.generated(unreported.start)),
+                "".join(request.text[unreported.start :]),
+            )
+            for request, unreported in self._unreported.items()
+        ]
         stats.finished = sum(output.request.finished for output in outputs)
         stats.running, stats.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         free, pages = self.runner.manager.available_pages(), self.runner.layout.pages
         stats.pages = {group: (pages[group] - 1 - free[group], pages[group] - 1) for group in pages}
         stats.seconds = time.perf_counter() - started
         self.stats.add(stats)
-        if self.on_step is not None:
-            self.on_step(stats)
         return outputs
 
     def _compute(self, stats: StepStats, async_allowed: bool) -> tuple[Work, StepOutput]:
@@ -138,15 +230,16 @@ class Engine:
         self.decoder.propose(self.scheduler.running)
         while self.scheduler.running:
             work = self.scheduler.plan(self.decoder.decode_tokens, stats)
+            ends = [request.sequence.num_computed + n for request, n in work]
             try:
                 return work, self._run(work, async_allowed)
             except OutOfPages as error:
                 if not (self.scheduler.drop_drafts() or self.scheduler.free_pages(stats)):
-                    self._fail(work[0][0], str(error))
+                    self._fail(work[0][0], str(error), error)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 self._shrink(work, error)
             except Exception as error:
-                return self._run_each(work, error)
+                return self._run_each(work, ends, error)
         return [], StepOutput([])
 
     def _run(self, work: Work, async_allowed: bool) -> StepOutput:
@@ -159,29 +252,25 @@ class Engine:
 
     def _shrink(self, work: Work, error: Exception) -> None:
         """After a step ran out of memory: smaller steps from now on, until a single token is too much."""
-        for request, n in work:
-            self._rewind(request, n)
         total = sum(n for _, n in work)
         if total == 1:
-            self._fail(work[0][0], f"out of memory for a single token: {error}")
+            self._fail(work[0][0], f"out of memory for a single token: {error}", error)
         self.scheduler.max_num_batched_tokens = max(1, total // 2)
 
-    def _run_each(self, work: Work, error: Exception) -> tuple[Work, StepOutput]:
+    def _run_each(self, work: Work, ends: list[int], error: Exception) -> tuple[Work, StepOutput]:
         """After a step failed: every request again, alone, up to where the step would have computed it."""
         if len(work) == 1:
-            self._fail(work[0][0], describe(error))
+            self._fail(work[0][0], describe(error), error)
             return [], StepOutput([])
-        targets = [(request, n, request.sequence.num_computed + n) for request, n in work]
-        for request, n in work:
-            self._rewind(request, n)
+        logger.warning("a step of %d requests failed, each runs alone now", len(work), exc_info=error)
         done: Work = []
         merged = StepOutput([])
-        for request, n, target in targets:
+        for (request, n), end in zip(work, ends, strict=True):
             try:
-                while (left := target - request.sequence.num_computed) > 0:
+                while (left := end - request.sequence.num_computed) > 0:
                     output = self._run_alone(request, min(left, self.scheduler.max_num_batched_tokens))
             except Exception as request_error:
-                self._fail(request, describe(request_error))
+                self._fail(request, describe(request_error), request_error)
                 continue
             done.append((request, n))
             merged.logits += output.logits
@@ -189,33 +278,21 @@ class Engine:
                 merged.hidden_states = [*(merged.hidden_states or []), *output.hidden_states]
         return done, merged
 
-    def _rewind(self, request: Request, n: int) -> None:
-        """Undoes a step that broke off: some layers may have written the state rows of ``n`` tokens, others not.
-
-        Up to ``max_rollback`` of them overwrite nothing that is read again; beyond that the caches are computed anew.
-        """
-        if n > self.runner.layout.max_rollback:
-            request.sequence.free()
-
-    def _finish(self, work: Work, accepted: Accepted) -> list[RequestOutput]:
-        outputs = []
+    def _take_tokens(self, work: Work, accepted: Accepted, stats: StepStats) -> None:
+        """Gives requests their new tokens, which from then on no interruption takes back."""
         for request, n in work:
             if request in accepted.failures:
                 self._fail(request, accepted.failures[request])
                 continue
             self._remember(request)
-            tokens, texts = accepted.tokens.get(request, []), []
-            for token in tokens:
-                texts.append(request.push(token))
-                if request.finished:
-                    self.scheduler.remove(request)
-                    self.stats.finished[request.finish_reason] += 1
-                    break
             drafts, num_accepted = accepted.verified.get(request, (0, 0))
-            outputs.append(
-                RequestOutput(request, n - drafts + num_accepted, tuple(tokens[: len(texts)]), "".join(texts))
-            )
-        return outputs
+            self._report(request).computed += n - drafts + num_accepted
+            for token in accepted.tokens.get(request, []):
+                request.push(token)
+                stats.generated += 1
+                if request.finished:
+                    self._count_ended(request)
+                    break
 
     def _remember(self, request: Request) -> None:
         """Offers the computed tokens of a request to the prefix cache, where its length allows that."""
@@ -230,15 +307,25 @@ class Engine:
             self.prefixes.keep(sequence.cache, keys)
             request.kept_blocks = len(keys)
 
-    def _fail(self, request: Request, error: str) -> None:
-        self.scheduler.remove(request)
-        request.end("error", error)
-        self._report(RequestOutput(request))
+    def _fail(self, request: Request, message: str, error: Exception | None = None) -> None:
+        logger.error("a request failed: %s", message, exc_info=error)
+        self._end(request, "error", message)
 
-    def _report(self, output: RequestOutput) -> None:
-        """Keeps a request that ended outside of a step's batch, for the step's outputs."""
-        self.stats.finished[output.request.finish_reason] += 1
-        self._ended.append(output)
+    def _end(self, request: Request, reason: str, error: str | None = None) -> None:
+        """Ends a request from outside."""
+        request.end(reason, error)
+        self._count_ended(request)
+
+    def _count_ended(self, request: Request) -> None:
+        """Drops a request that has ended, as the next outputs report."""
+        self._report(request)
+        self.stats.finished[request.finish_reason] += 1
+        if request in self.scheduler:
+            self.scheduler.remove(request)
+
+    def _report(self, request: Request) -> _Unreported:
+        """Has the next outputs report what becomes of a request from here on."""
+        return self._unreported.setdefault(request, _Unreported(request.num_generated))
 
 
 def count_tokens(stats: StepStats, work: Work, decode_tokens: int) -> None:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Completion, Request, RequestFailed
-from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.engine.sampling import SamplingParams, checked_params
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.text.chat import build_prompt
@@ -64,21 +64,19 @@ class LLM:
             ValueError: a prompt cannot be run; it is named by its place, and nothing has been generated.
         """
         prompts = as_list(prompts)
-        params = params if isinstance(params, list) else [params or SamplingParams()] * len(prompts)
+        params = params if isinstance(params, list) else [params] * len(prompts)
+        params = [checked_params(p, "SamplingParams, or a list of them") for p in params]
         if len(params) != len(prompts):
             raise ValueError(
                 f"{len(params)} sampling parameters for {len(prompts)} prompts: pass one, or one per prompt"
             )
-        wrong = [p for p in params if not isinstance(p, SamplingParams)]
-        if wrong:
-            raise ValueError(f"params: SamplingParams, or a list of them, got {wrong[0]!r}")
         requests = [
             self._request(prompt, p, index) for index, (prompt, p) in enumerate(zip(prompts, params, strict=True))
         ]
         places = {request: place for place, request in enumerate(requests)}
         total = sum(request.prompt_length + request.params.max_tokens - 1 for request in requests)
         with tqdm(total=total, unit="tok", disable=None if progress else True) as bar:
-            for outputs in self.engine.run(map(self.engine.submit, requests)):
+            for outputs in self.engine.run(requests):
                 bar.update(sum(output.computed for output in outputs))
                 for request in [output.request for output in outputs if output.request.finished]:
                     place = places.pop(request, None)
@@ -96,7 +94,7 @@ class LLM:
         Raises:
             ValueError: the prompt cannot be run. RequestFailed: the request failed while it ran.
         """
-        request = self._request(prompt, params or SamplingParams(), 0)
+        request = self._request(prompt, checked_params(params), 0)
         several = request.prompt_length > self.runner.layout.max_num_batched_tokens
         with tqdm(
             total=request.prompt_length,
@@ -106,7 +104,7 @@ class LLM:
             disable=None if progress and several else True,
         ) as bar:
             given = 0
-            for _ in self.engine.run([self.engine.submit(request)]):
+            for _ in self.engine.run([request]):
                 bar.update(request.sequence.num_computed - bar.n)
                 if request.text:
                     bar.close()

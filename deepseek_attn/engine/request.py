@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from deepseek_attn.cache.prefix import BlockKeys
-from deepseek_attn.engine.sampling import CounterGenerator, SamplingParams, make_generator
+from deepseek_attn.engine.sampling import CounterGenerator, SamplingParams, checked_params, make_generator
 from deepseek_attn.engine.stopping import StopChecker
 from deepseek_attn.runner import ModelRunner, Sequence
 from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
@@ -34,6 +34,9 @@ class Completion:
     cached_tokens: int = 0
 
 
+ENDED_FROM_OUTSIDE = ("abort", "error")
+
+
 class RequestFailed(RuntimeError):
     """A request ended with an error."""
 
@@ -42,8 +45,12 @@ class RequestFailed(RuntimeError):
 class Request:
     """A request, from its prompt to its end.
 
+    Its tokens up to ``confirmed_length`` and its ``finish_reason`` say where it stands. Caches, drafts, random numbers
+    and text follow from them, so that `restore` can bring them in line after an interruption at any point.
+
     Attributes:
         prompt_token_ids: as given when it was refused, so that its completion can show them.
+        text: a piece for each generated token, and one more if it was ended from outside.
         keys: names of its prefixes in the prefix cache.
         shared: tokens at its beginning that other requests had too; a step stops there once to leave a snapshot.
         kept_blocks: blocks of tokens that have been offered to the prefix cache.
@@ -56,6 +63,7 @@ class Request:
     params: SamplingParams
     generator: CounterGenerator
     _stop: StopChecker | None
+    _new_stop: Callable[[], StopChecker] | None = None
     keys: BlockKeys | None = None
     text: list[str] = field(default_factory=list)
     finish_reason: str | None = None
@@ -71,23 +79,31 @@ class Request:
         runner: ModelRunner,
         tokenizer: Tokenizer | None,
         prompt: Iterable[int],
-        params: SamplingParams,
+        params: SamplingParams | None,
         index: int = 0,
     ) -> Request:
         """Checks the prompt and starts a sequence; nothing is computed yet.
 
         Raises:
-            ValueError: the prompt cannot be run, or stop strings without a tokenizer.
+            ValueError: the prompt cannot be run, parameters of another type, or stop strings without a tokenizer.
         """
-        decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True) if tokenizer else None
-        stop = StopChecker(params, runner.config.eos_token_ids, decoder)
-        sequence = runner.sequence(prompt)
-        return cls(sequence, list(sequence.token_ids), params, make_generator(params, index), stop)
+        params = checked_params(params)
+
+        def new_stop() -> StopChecker:
+            decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True) if tokenizer else None
+            return StopChecker(params, runner.config.eos_token_ids, decoder)
+
+        stop, sequence = new_stop(), runner.sequence(prompt)
+        return cls(sequence, list(sequence.token_ids), params, make_generator(params, index), stop, new_stop)
 
     @classmethod
-    def refused(cls, prompt: Iterable[int], params: SamplingParams, error: str) -> Request:
+    def refused(cls, prompt: Iterable[int], error: str) -> Request:
         """A request that ended before it began."""
-        prompt = list(prompt) if isinstance(prompt, Iterable) else []
+        try:
+            prompt = list(prompt)
+        except TypeError:  # not iterable, or no more
+            prompt = []
+        params = SamplingParams()
         return cls(None, prompt, params, make_generator(params), None, finish_reason="error", error=error)
 
     @property
@@ -109,9 +125,18 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def num_generated(self) -> int:
+        return 0 if self._stop is None else self._stop.count
+
+    def generated(self, start: int = 0) -> list[int]:
+        """The generated tokens from number ``start`` on."""
+        first = self.prompt_length + start
+        return self.sequence.token_ids[first : self.confirmed_length] if self.num_generated else []
+
+    @property
     def confirmed_length(self) -> int:
         """Tokens of the prompt and those that were sampled: beyond them, ``token_ids`` holds drafts."""
-        return self.prompt_length + self.stop.count
+        return self.prompt_length + self.num_generated
 
     @property
     def tokens_left(self) -> int:
@@ -128,23 +153,46 @@ class Request:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def push(self, token_id: int) -> str:
-        """Takes one sampled token; returns the text that is now certain. Frees the caches at the end."""
-        text, reason = self.stop.push(token_id)
-        if reason is None and len(self.sequence.token_ids) + 1 >= self.sequence.limits.max_model_len:
-            text, reason = text + self.stop.abort(), "length"
+    def random_numbers(self, ahead: int = 0) -> CounterGenerator:
+        """Random numbers from that of the token ``ahead`` places after the next one: one per generated token."""
+        generator = CounterGenerator(self.generator.key)
+        generator.position = self.num_generated + ahead
+        return generator
+
+    def push(self, token_id: int) -> None:
+        """Takes one sampled token, when there are no drafts. Frees the caches at the end."""
         self.sequence.token_ids.append(token_id)
-        self.text.append(text)
-        if reason is not None:
-            self.finish_reason = reason
+        self.text.append(self._push_stop(self.stop, token_id))
+        if self.stop.reason is not None:
+            self.finish_reason = self.stop.reason
             self.sequence.free()
-        return text
+
+    def _push_stop(self, stop: StopChecker, token_id: int) -> str:
+        """The text that is certain after one more token, which from then on counts as generated."""
+        last = self.prompt_length + stop.count + 1 >= self.sequence.limits.max_model_len
+        return stop.push(token_id, last).text
 
     def end(self, reason: str, error: str | None = None) -> None:
         """Ends it from outside: emits text that was held back for a stop string, and frees the caches."""
-        self.text.append(self.stop.abort())
         self.finish_reason, self.error = reason, error
+        self.text.append(self.stop.abort())
         self.release()
+
+    def restore(self) -> None:
+        """After an interruption: brings caches and text in line with the generated tokens, and drops drafts."""
+        from_outside = self.finish_reason in ENDED_FROM_OUTSIDE
+        if len(self.text) != self.num_generated + from_outside:
+            stop = self._new_stop()
+            text = [self._push_stop(stop, token) for token in self.generated()]
+            text += [stop.abort()] if from_outside else []
+            self.text, self._stop = text, stop
+        self.finish_reason = self.finish_reason or self.stop.reason
+        sequence = self.sequence
+        if self.finished:
+            sequence.free()
+        else:  # the last token at least is computed again, for its logits; of a step that broke off, all are
+            sequence.manager.truncate(sequence.cache, min(sequence.num_computed, self.confirmed_length - 1))
+        self.drop_drafts()
 
     def release(self) -> None:
         """Frees the caches and removes drafts; the other tokens stay."""
@@ -156,10 +204,9 @@ class Request:
         del self.sequence.token_ids[self.confirmed_length :]
 
     def completion(self) -> Completion:
-        generated = self.sequence.token_ids[self.prompt_length : self.confirmed_length] if self._sequence else []
         return Completion(
             self.prompt_token_ids,
-            generated,
+            self.generated(),
             "".join(self.text),
             self.finish_reason or "abort",
             self.error,

@@ -84,6 +84,15 @@ class SamplingParams:
         return self.temperature == 0
 
 
+def checked_params(params: SamplingParams | None, supported: str = "SamplingParams") -> SamplingParams:
+    """``params``, the defaults for None; ValueError for anything else, which names what is ``supported``."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params: {supported}, got {params!r}")
+    return params
+
+
 class CounterGenerator:
     """Uniform random numbers as a pure function of (key, position): splitmix64 over a counter.
 

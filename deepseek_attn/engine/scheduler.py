@@ -32,9 +32,19 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
+    def __contains__(self, request: Request) -> bool:
+        return request in self.running or request in self.waiting
+
     def remove(self, request: Request) -> None:
         """Drops a request that has ended."""
         (self.running if request in self.running else self.waiting).remove(request)
+
+    def restore(self) -> None:
+        """After an interruption, which may have left a request on its way in both lists: it runs."""
+        running = set(self.running)
+        self.waiting = deque(request for request in self.waiting if request not in running)
+        for request in [*self.running, *self.waiting]:
+            request.restore()
 
     def never_fits(self, request: Request) -> str | None:
         """Why the pools could not hold a request's tokens even if it were alone; None if they can."""
@@ -60,8 +70,8 @@ class Scheduler:
             match = self._match(request)
             if self.running and not self._fits(request, match):
                 return
-            self.waiting.popleft()
             self.running.append(request)
+            self.waiting.popleft()
             stats.admitted += 1
             stats.queried_tokens += len(request.sequence.token_ids)
             self._start(request, match, stats)
@@ -179,8 +189,8 @@ class Scheduler:
 
     def preempt(self, request: Request, stats: StepStats) -> None:
         """Frees a request's pages; it waits at the front, and computes its tokens again."""
-        self.running.remove(request)
+        self.waiting.appendleft(request)
         request.release()
         request.preemptions += 1
-        self.waiting.appendleft(request)
+        self.running.remove(request)
         stats.preempted += 1

@@ -21,7 +21,7 @@ import torch
 from deepseek_attn.cache.manager import OutOfPages
 from deepseek_attn.engine.decoding import BROKEN_LOGITS, Accepted, NextToken, Work, is_ready
 from deepseek_attn.engine.request import Request
-from deepseek_attn.engine.sampling import CounterGenerator, sample
+from deepseek_attn.engine.sampling import sample
 from deepseek_attn.kernels.sampling import INVALID_TOKEN
 from deepseek_attn.runner import ModelRunner, StepOptions, StepOutput
 from deepseek_attn.runner.drafting import DraftRows
@@ -64,8 +64,6 @@ class _Verification:
         if drafts:
             accepted.verified[self.request] = len(drafts), right
         self._keep(tokens[: right + 1])
-        if not self.request.params.greedy:
-            self.request.generator.position += len(self.tokens)
         accepted.tokens[self.request] = self.tokens
         return True
 
@@ -126,6 +124,9 @@ class MTPSpeculation(NextToken):
             if request.sequence.num_pending == 1:
                 request.sequence.token_ids += drafts[: max(0, request.tokens_left - 1)]
 
+    def forget(self) -> None:
+        self._drafts, self._arriving = {}, None
+
     def accept(self, work: Work, output: StepOutput) -> Accepted:
         accepted = Accepted()
         if not any(is_ready(request) for request, _ in work):
@@ -153,7 +154,7 @@ class MTPSpeculation(NextToken):
         rows = torch.cat(logits)
         owners = [(v.request, i) for v in ready for i in range(v.rows)]
         finite = rows.amax(-1).isfinite()
-        generators = [advanced(request.generator, i) for request, i in owners]
+        generators = [request.random_numbers(i) for request, i in owners]
         tokens = sample(torch.where(finite[:, None], rows, 0.0), [request.params for request, _ in owners], generators)
         chosen = iter(torch.where(finite, tokens, INVALID_TOKEN).tolist())
         return [[next(chosen) for _ in range(v.rows)] for v in ready]
@@ -187,10 +188,3 @@ def has_prompts(work: Work) -> bool:
 def before_invalid(tokens: list[int]) -> list[int]:
     """The tokens before the first `INVALID_TOKEN`: rows after one with broken logits do not count."""
     return tokens[: tokens.index(INVALID_TOKEN)] if INVALID_TOKEN in tokens else tokens
-
-
-def advanced(generator: CounterGenerator, draws: int) -> CounterGenerator:
-    """A copy of ``generator`` after ``draws`` more random numbers."""
-    copy = CounterGenerator(generator.key)
-    copy.position = generator.position + draws
-    return copy

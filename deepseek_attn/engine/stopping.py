@@ -45,11 +45,11 @@ class StopChecker:
         self._stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
         self._held = ""
 
-    def push(self, token_id: int) -> StopStep:
+    def push(self, token_id: int, last: bool = False) -> StopStep:
         """Account for one generated token.
 
         The reason is ``"stop"`` (EOS, stop token or stop string, whose text is not emitted) or ``"length"``
-        (``max_tokens`` reached; what was held back is emitted).
+        (``max_tokens`` reached, or ``last``; what was held back is emitted).
         """
         if self.reason is not None:
             raise RuntimeError(f"the request has ended (reason {self.reason!r}); use a new StopChecker per request")
@@ -57,7 +57,7 @@ class StopChecker:
         if token_id in self._stop_ids:
             return self._finish("stop", "")
         text = self._scan(self._decoder.push(token_id)) if self._decoder else ""
-        if self.reason is None and self.count >= self._params.max_tokens:
+        if self.reason is None and (last or self.count >= self._params.max_tokens):
             return self._finish("length", text)
         return StopStep(text, self.reason)
 

@@ -8,6 +8,7 @@ import torch
 from deepseek_attn.cache.layout import STATE, WINDOW, ratio_group
 from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.runner import Sequence
 from tests.engine.fake_runner import BROKEN, NOT_FINITE, FakeRunner
@@ -218,6 +219,83 @@ def test_a_keyboard_interrupt_is_no_failure_of_a_request():
     assert request.finish_reason == "abort"
     assert not engine.has_unfinished or finish(engine)
     assert pages_free(engine)
+
+
+def test_parameters_of_another_type_are_refused():
+    engine = Engine(FakeRunner.create())
+    for params in ({}, {"max_tokens": 3}, 5, "greedy", [greedy(3)]):
+        bad = engine.add_request(tokens(9), params)
+        assert bad.error == f"params: SamplingParams, got {params!r}"
+        assert engine.has_unfinished
+        assert [output.request for output in engine.step()] == [bad]
+        assert not engine.has_unfinished
+    assert pages_free(engine)
+
+
+def test_a_request_runs_once_and_in_its_own_engine():
+    runner = FakeRunner.create()
+    engine, other, elsewhere = Engine(runner), Engine(runner), Engine(FakeRunner.create())
+    request = engine.submit(Request.create(runner, None, tokens(9), greedy(5)))
+    for wrong in (engine, other):
+        with pytest.raises(ValueError, match="submitted before"):
+            wrong.submit(request)
+    with pytest.raises(ValueError, match="submitted before"):
+        next(other.run([request]))
+    with pytest.raises(ValueError, match="of another engine"):
+        other.cancel(request)
+    with pytest.raises(ValueError, match="made for another runner"):
+        elsewhere.submit(Request.create(runner, None, tokens(9), greedy(5)))
+    with pytest.raises(ValueError, match="a Request is needed, got"):
+        engine.submit(tokens(9))
+    assert not other.has_unfinished
+    assert not elsewhere.has_unfinished
+    finish(engine)
+    assert request.completion().token_ids == expected(engine, tokens(9), 5)
+    for ended in (request, engine.add_request([], greedy(3))):
+        with pytest.raises(ValueError, match=r"has ended \((length|error)\)"):
+            engine.submit(ended)
+        assert not engine.cancel(ended)
+    finish(engine)
+    assert not engine.has_unfinished
+    assert pages_free(engine)
+
+
+def test_a_callback_that_raises_loses_no_outputs():
+    engine = Engine(FakeRunner.create())
+    request, failed, seen = engine.add_request(tokens(20), greedy(4)), engine.add_request([], greedy(4)), []
+
+    def on_step(stats):
+        seen.append(stats)
+        if len(seen) in (1, 2, 4):
+            raise OSError("no space left on device")
+
+    engine.on_step = on_step
+    outputs = []
+    while engine.has_unfinished:
+        try:
+            outputs.append(engine.step())
+        except OSError:
+            outputs.append([])
+    assert [len(step) for step in outputs] == [0, 0, 2, 0, 1]
+    reported = [token for step in outputs for output in step for token in output.token_ids]
+    assert reported == request.completion().token_ids == expected(engine, tokens(20), 4)
+    assert [output.request for output in outputs[2]] == [failed, request]
+    assert engine.stats.finished == {"error": 1, "length": 1}
+    assert engine.stats.generated == 4
+
+
+def test_a_failure_is_logged_with_its_traceback(caplog):
+    engine = Engine(FakeRunner.create())
+    engine.add_request([*tokens(5), BROKEN], greedy(3))
+    engine.add_request(tokens(5), greedy(3))
+    finish(engine)
+    records = {record.levelname: record for record in caplog.records}
+    assert set(records) == {"WARNING", "ERROR"}
+    for record in records.values():
+        assert record.name == "deepseek_attn.engine.engine"
+        assert record.exc_info[2] is not None
+        assert str(record.exc_info[1]) == "a broken token"
+    assert records["ERROR"].getMessage() == "a request failed: RuntimeError: a broken token"
 
 
 # cancellation

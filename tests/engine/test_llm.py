@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+import deepseek_attn.engine.engine
+import deepseek_attn.engine.llm
+import deepseek_attn.engine.request
+import deepseek_attn.engine.stopping
+import deepseek_attn.text.tokenizer
 from deepseek_attn import LLM, ModelConfig, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Request, RequestFailed
 from deepseek_attn.engine.stats import StepStats
+from tests.support.interruptions import InterruptBefore
 
 OPTIONS = {"device": "cpu", "max_model_len": 200, "max_num_seqs": 3, "max_num_batched_tokens": 40, "progress": False}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -92,6 +98,58 @@ def test_two_streams_at_once(llm, free_pages):
     assert ["".join(part) for part in pieces] == texts
 
 
+SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+USES = {
+    "generate": lambda llm: [c.token_ids for c in llm.generate([[5, 6, 7], [8] * 45], SHORT)],
+    "stream": lambda llm: list(llm.stream("abc", SHORT)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_interrupted_and_used_again(llm, free_pages, use):
+    """Before some line of the calls and of the engine: the calls' requests are gone, and others give the same."""
+    files = (deepseek_attn.engine.llm.__file__, deepseek_attn.engine.engine.__file__)
+    with InterruptBefore(files=files) as whole:
+        expected = USES[use](llm)
+    for line in list(whole.lines)[3::17]:
+        with InterruptBefore(line, files) as trace:
+            USES[use](llm)
+        assert trace.fired
+        assert not llm.engine.scheduler.running
+        assert not llm.engine.scheduler.waiting
+        assert llm.runner.manager.available_pages() == free_pages
+    assert USES[use](llm) == expected
+    assert not llm.engine.has_unfinished
+
+
+def test_text_of_interrupted_steps(llm, free_pages):
+    """Before lines that make text of tokens, which a stop string holds back in part."""
+    modules = (deepseek_attn.engine.request, deepseek_attn.engine.stopping, deepseek_attn.text.tokenizer)
+    files = tuple(module.__file__ for module in modules)
+    whole = llm.generate("abc", GREEDY)[0].text
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=(whole[1:4] + "no", whole[-1] + "no"))
+
+    def request():
+        return llm.engine.submit(Request.create(llm.runner, llm.tokenizer, llm.tokenizer.encode_prompt("abc"), params))
+
+    def generate(lines):
+        engine, found, pieces, steps = llm.engine, request(), [], []
+        while not found.finished:
+            with InterruptBefore(lines.pop(0) if lines else None, files) as trace:
+                pieces += [output.text for output in engine.step()]
+            steps.append(trace)
+        pieces += [output.text for output in engine.step()] if engine.has_unfinished else []
+        assert "".join(pieces) == found.completion().text == whole
+        return steps
+
+    lines = list(dict.fromkeys(line for step in generate([]) for line in step.lines))[::2]
+    assert len(lines) > 20
+    fired = 0
+    while lines:
+        fired += sum(step.fired for step in generate(lines))
+    assert fired > 15
+
+
 def test_a_request_that_fails_on_the_way_fails_alone(llm, free_pages, monkeypatch):
     batch = prompts(30, 20, 10)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -168,6 +226,7 @@ def test_a_bad_prompt_is_named_and_nothing_runs(llm, free_pages, prompt, message
     ("prompts", "params", "message"),
     [
         (5, None, "a prompt is text or a list of token ids, got 5"),
+        ("x", {}, "params: SamplingParams, or a list of them, got {}"),
         ("x", {"temperature": 0}, "params: SamplingParams, or a list of them, got {'temperature': 0}"),
         (["x", "y"], [SamplingParams()], "1 sampling parameters for 2 prompts"),
     ],

@@ -1,0 +1,202 @@
+"""Steps that an exception breaks off at any line: the next ones give the same tokens, and nothing is left behind."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import product
+
+import pytest
+
+from deepseek_attn.cache.layout import WINDOW, ratio_group
+from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.request import Request
+from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.engine.speculation import MTPSpeculation
+from deepseek_attn.runner.graphs import DecodeGraphs
+from tests.engine import fake_runner
+from tests.engine.fake_runner import FakeRunner
+from tests.support.interruptions import LIBRARY, InterruptBefore, Interrupted, Line
+from tests.support.invariance_cases import pages_returned
+from tests.support.predictable import PredictableSource
+from tests.support.requests import finish, greedy
+from tests.support.small_models import prompt, small_config, small_runner
+from tests.support.tiers import tiered
+from tests.support.v32_cases import poison, small
+
+Jobs = list[tuple[list[int], SamplingParams]]
+
+
+class Workload:
+    """The same requests again and again, one of which comes later; collects what steps return."""
+
+    def __init__(self, engine: Engine, jobs: Jobs, files: tuple[str, ...] = LIBRARY):
+        self.engine, self.jobs, self.files = engine, jobs, files
+        self.requests: list[Request] = []
+        self.reported: dict[Request, list[int]] = defaultdict(list)
+        self.steps = 0
+
+    def step(self, line: Line | None = None) -> InterruptBefore:
+        """One step, interrupted before a line if it gets there."""
+        if not self.engine.has_unfinished:
+            self.steps = 0
+            if self.engine.prefixes is not None:
+                self.engine.prefixes.clear()
+        for prompt_ids, params in {0: self.jobs[:-1], 3: self.jobs[-1:]}.get(self.steps, []):
+            self.requests.append(self.engine.add_request(prompt_ids, params))
+        self.steps += 1
+        outputs = []
+        with InterruptBefore(line, self.files) as trace:
+            outputs = self.engine.step()
+        for output in outputs:
+            self.reported[output.request] += output.token_ids
+        return trace
+
+    def run(self) -> dict[Line, None]:
+        """All requests to their end; returns the lines that have run."""
+        lines: dict[Line, None] = {}
+        while self.engine.has_unfinished or len(self.requests) < len(self.jobs):
+            lines |= self.step().lines
+        return lines
+
+    def interrupt(self, line: Line) -> bool:
+        """Steps until one was interrupted before the line; False if none gets there."""
+        return any(self.step(line).fired for _ in range(20))
+
+    def check(self, expected: list[list[int]]) -> None:
+        finish_reasons = {request.finish_reason for request in self.requests}
+        assert finish_reasons == {"length"}, [request.error for request in self.requests]
+        for request in self.requests:
+            job = next(i for i, (tokens, _) in enumerate(self.jobs) if tokens == request.prompt_token_ids)
+            assert request.completion().token_ids == expected[job]
+            assert self.reported[request] == expected[job]
+
+
+def interrupted_everywhere(make_engine, jobs: Jobs, every: int, files: tuple[str, ...] = LIBRARY) -> None:
+    """Interrupts steps before every ``every``-th line that they run, goes on, and compares all tokens."""
+    whole = Workload(make_engine(), jobs, files)
+    lines = list(whole.run())[every // 2 :: every]
+    expected = [request.completion().token_ids for request in whole.requests]
+    broken = Workload(make_engine(), jobs, files)
+    fired = [broken.interrupt(line) for line in lines]
+    while broken.engine.has_unfinished:
+        broken.step()
+    broken.check(expected)
+    assert sum(fired) > 0.9 * len(lines), "most lines run in every round"
+
+
+FAKES = {
+    "v4": {"max_snapshots": 3},
+    "v4 few pages": {"max_snapshots": 2, "pages": {ratio_group(4): 4, WINDOW: 12}},
+    "v32": {"ratios": None, "max_snapshots": 3},
+}
+
+
+def fake_jobs() -> Jobs:
+    first = [2 + i * 37 % 450 for i in range(200)]
+    return [(first, greedy(6)), (first[50:99], greedy(8)), (first[:140] + [9, 8, 7], greedy(3))]
+
+
+@pytest.mark.parametrize(
+    ("fake", "every"), tiered([*product(FAKES, [11]), *product(FAKES, [1])], [*product(FAKES, [11])])
+)
+def test_bookkeeping(fake, every):
+    """Every page and row that is wrong, stale or missing changes a fake's tokens."""
+    runner = FakeRunner.create(max_num_batched_tokens=90, **FAKES[fake])
+    with pages_returned(runner):
+        interrupted_everywhere(lambda: Engine(runner), fake_jobs(), every, (*LIBRARY, fake_runner.__file__))
+        runner.prefixes.clear()
+    assert len(runner.manager.free_snapshots) == runner.layout.max_snapshots
+
+
+MODELS = list(product(["v4", "v32"], [0, 2], [False, True]))
+
+
+@pytest.mark.parametrize(
+    ("family", "drafts", "persistent", "every"),
+    tiered(
+        [*((*model, 61) for model in MODELS), *((*model, 7) for model in MODELS)],
+        [("v4", 2, True, 61), ("v4", 0, False, 61), ("v32", 0, True, 61)],
+    ),
+)
+def test_models(family, drafts, persistent, every):
+    """Layers, sampling, commit, speculation, and steps over persistent tensors, which are launched early."""
+    config = small_config([4, 16], mtp=1) if family == "v4" else small(num_nextn_predict_layers=1)
+    runner = small_runner(
+        config, PredictableSource(config, 0), max_model_len=160, max_num_seqs=4, max_num_batched_tokens=61,
+        max_snapshots=2, max_rollback=6,
+    )  # fmt: skip
+    if persistent:
+        runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[2, 4], capture=False)
+    poison(runner)
+    drawn = SamplingParams(temperature=0 if persistent else 0.8, max_tokens=5, seed=5, ignore_eos=True)
+    first = prompt(config, 100, seed=1)
+    jobs = [(first, greedy(5)), (prompt(config, 20, seed=2), drawn), (first[:66] + [5, 6, 7], greedy(2))]
+
+    def make_engine() -> Engine:
+        return Engine(runner, decoder=MTPSpeculation(runner, drafts) if drafts else None)
+
+    with pages_returned(runner):
+        interrupted_everywhere(make_engine, jobs, every)
+        runner.prefixes.clear()
+
+
+def test_a_step_that_no_rollback_takes_back():
+    """The second part of a prompt, before each layer: the layers before have overwritten their state."""
+    config = small_config([4, 16, 0])
+    runner = small_runner(config, max_model_len=300, max_num_batched_tokens=61, max_rollback=4)
+    tokens = prompt(config, 120)
+
+    def generate(broken: int | None = None) -> list[int]:
+        engine, passes = Engine(runner), []
+
+        def interrupt(module, args):
+            passes.append(module)
+            if broken is not None and passes.count(module) == 2:
+                hook.remove()
+                raise KeyboardInterrupt
+
+        hook = runner.model.layers[str(broken or 0)].register_forward_pre_hook(interrupt)
+        request = engine.add_request(tokens, greedy(4))
+        engine.step()
+        if broken is not None:
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+            assert request.sequence.num_computed == 0
+        finish(engine)
+        hook.remove()
+        return request.completion().token_ids
+
+    with pages_returned(runner):
+        expected = generate()
+        assert [generate(layer) for layer in range(3)] == [expected] * 3
+
+
+def test_interrupted_again_while_it_makes_up(monkeypatch):
+    """A step that breaks off, and before each line of what restores its requests an exception once more."""
+    runner = FakeRunner.create(max_num_batched_tokens=90, max_snapshots=2)
+    compute, jobs = FakeRunner._compute, fake_jobs()
+
+    def interrupted(self, sequence, n):
+        compute(self, sequence, n)
+        raise Interrupted
+
+    whole = Workload(Engine(runner), jobs)
+    lines = whole.run()
+    expected = [request.completion().token_ids for request in whole.requests]
+    broken = Workload(Engine(runner), jobs)
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeRunner, "_compute", interrupted)
+        restoring = [line for line in broken.step().lines if line not in lines]
+    assert len(restoring) > 20
+    fired = 0
+    for line in restoring:
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeRunner, "_compute", interrupted)
+            fired += broken.step(line).fired
+        broken.step()
+    assert fired > 20
+    while broken.engine.has_unfinished:
+        broken.step()
+    broken.check(expected)
+    runner.prefixes.clear()
+    assert runner.manager.available_pages() == {group: n - 1 for group, n in runner.layout.pages.items()}
