@@ -13,7 +13,7 @@ from deepseek_attn.kernels.moe import UNGROUPED, ExpertGroups, ExpertStack, Hash
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import Linear, multi_linear
 from deepseek_attn.layers.parallel import Parallel
-from deepseek_attn.layers.weights import CheckpointModule, Shard, WeightSlot
+from deepseek_attn.layers.weights import CheckpointModule, Shard, WeightSlot, check_finite
 from deepseek_attn.utils.tracing import traced
 
 AnySpec = LayerSpec | V32LayerSpec
@@ -35,9 +35,19 @@ class Gate(CheckpointModule):
         self.hash = spec.hash_routing
         self.declare("weight", (config.n_routed_experts, config.hidden_size), torch.float32)
         if self.hash:
-            self.declare("tid2eid", (config.vocab_size, self.topk), torch.int64, kind="int")
+            self.num_experts, table = config.n_routed_experts, (config.vocab_size, self.topk)
+            self.declare("tid2eid", table, torch.int64, kind="int", check=self._check_table)
         else:
-            self.declare("bias", (config.n_routed_experts,), torch.float32)
+            self.declare("bias", (config.n_routed_experts,), torch.float32, check=check_finite)
+
+    def _check_table(self, table: torch.Tensor) -> None:
+        """Kernels index the experts' weights by the entries, unchecked."""
+        least, most = table.aminmax()
+        if least < 0 or most >= self.num_experts:
+            raise ValueError(
+                f"it names experts {int(least)} to {int(most)}, and n_routed_experts is {self.num_experts}: "
+                "experts are 0 to n_routed_experts - 1"
+            )
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``x [T, hidden_size]``, ``token_ids [T]`` -> expert ids ``[T, k]`` and float32 weights ``[T, k]``."""

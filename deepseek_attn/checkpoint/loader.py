@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import warnings
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from tqdm import tqdm
 
 from deepseek_attn.checkpoint.names import CanonicalSource
-from deepseek_attn.checkpoint.source import FP4_DTYPES, CheckpointSource, TensorInfo, read_weight, scale_name
+from deepseek_attn.checkpoint.published import published_tensors
+from deepseek_attn.checkpoint.source import FP4_DTYPES, CheckpointSource, TensorInfo, holds_nan, read_weight, scale_name
+from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.kernels.linear import FP4_GROUP, FP8_BLOCK
 from deepseek_attn.layers.weights import WeightSlot, checkpoint_slots
 
@@ -18,6 +22,8 @@ FLOAT_DTYPES = ("BF16", "F16", "F32")
 INT_DTYPES = ("I64", "I32", "I16", "U8")
 FP8_SCALE_DTYPES = ("F8_E8M0", "U8", "F32", "BF16")
 FP4_SCALE_DTYPES = ("F8_E8M0", "U8", "F32")
+# Kind of slot for a kind of recipe, where it is not "float"; a "linear" recipe may stand for a float slot too.
+SLOT_KINDS = {"quantized": "linear", "expert": "linear", "linear": "linear", "table": "int"}
 DRAFTER_MARK = "mtp.0.main_proj.weight"
 SHOWN = 10  # names listed per problem
 
@@ -52,12 +58,48 @@ class LoadReport:
     mtp_loaded: bool
 
 
+def check_headers(
+    config: AnyConfig, source: CanonicalSource, layers: Iterable[int] | None = None, attention_only: bool = False
+) -> None:
+    """Checks the headers of ``source`` against ``config`` before a model is built, so that no size is merely believed.
+
+    `load_model` checks them again, with the slots of the model. Where a config asks for far more tensors than there
+    are, most of them are not even listed.
+
+    Args:
+        layers, attention_only: see `load_model`.
+
+    Raises:
+        ValueError: one error that lists every tensor that is missing, unknown, or of another shape; or the first ones
+            that are missing.
+    """
+    entries = source.entries()
+    names = [f"{layer.name}.attn_norm.weight" for layer in config.all_layers]
+    selection = Selection.make(names, entries, layers, attention_only)
+    slots: dict[str, WeightSlot] = {}
+    missing = []
+    for published, recipe in published_tensors(config):
+        name = source.canonical(published)
+        if _source_rule(name, selection) is None:
+            slots[name] = WeightSlot(recipe.shape, SLOT_KINDS.get(recipe.kind, "float"), _not_loaded)
+            if name not in entries:
+                missing.append(name)
+        if len(missing) > len(entries):
+            Problems({"missing tensors, before the others were looked for": missing}).raise_if_any()
+    _account(slots, source, selection)
+
+
+def _not_loaded(weight: torch.Tensor, scale: torch.Tensor | None) -> None:
+    raise NotImplementedError
+
+
 def load_model(
     model: nn.Module,
     source: CheckpointSource,
     layers: Iterable[int] | None = None,
     attention_only: bool = False,
     progress: bool = True,
+    memory: int | None = None,
 ) -> LoadReport:
     """Fills the weight slots of ``model`` from ``source``, one tensor (with its scale) at a time.
 
@@ -71,11 +113,16 @@ def load_model(
         layers: load only these backbone layers, and the tensors outside layers; no MTP.
         attention_only: load only ``layers.N.attn.*`` and ``layers.N.attn_norm.weight``.
         progress: show a bar of bytes, if standard error is a terminal.
+        memory: bytes of the memory that the weights go to; None: not checked.
 
     Raises:
-        ValueError: one error that lists every problem found in the headers; or a value that a slot refuses, named.
+        ValueError: one error that lists every problem found in the headers; more bytes than ``memory``; or values that
+            a slot refuses (scales or router biases that are not finite, experts that do not exist), with their tensor.
+
+    Warns:
+        UserWarning: weights hold NaN; their tensors are named.
     """
-    return load_slots(checkpoint_slots(model), source, layers, attention_only, progress)
+    return load_slots(checkpoint_slots(model), source, layers, attention_only, progress, memory)
 
 
 def load_slots(
@@ -84,6 +131,7 @@ def load_slots(
     layers: Iterable[int] | None = None,
     attention_only: bool = False,
     progress: bool = True,
+    memory: int | None = None,
 ) -> LoadReport:
     """`load_model` for any slots by published name."""
     source = source if isinstance(source, CanonicalSource) else CanonicalSource(source)
@@ -91,12 +139,23 @@ def load_slots(
     selection = Selection.make(slots, entries, layers, attention_only)
     names, ignored = _account(slots, source, selection)
     sizes = {pair: _loaded_bytes(slots[pair[0]], pair, entries) for pair in names}
-    total = sum(sizes.values())
+    total, with_nan = sum(sizes.values()), []
+    if memory is not None and total > memory:
+        raise ValueError(
+            f"the weights have {total:,} bytes, and there is memory for {memory:,}: use more ranks, some of the layers "
+            "(layers=[...]), or another device"
+        )
     shown = None if progress else True  # None: tqdm shows the bar on a terminal only
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=shown) as bar:
         for pair in names:
-            _load(slots[pair[0]], source, pair[0])
+            if _load(slots[pair[0]], source, pair[0]):
+                with_nan.append(_shown(source, pair[0]))
             bar.update(sizes[pair])
+    if with_nan:
+        warnings.warn(
+            f"NaN in the checkpoint ({len(with_nan)}): {_listed(with_nan)}; logits that depend on them are NaN",
+            stacklevel=2,
+        )
     loaded = tuple(name for pair in names for name in pair)
     return LoadReport(loaded, ignored, total, any(name.startswith("mtp.") for name in loaded))
 
@@ -118,14 +177,19 @@ class Selection:
     @classmethod
     def make(
         cls,
-        slots: dict[str, WeightSlot],
+        names: Collection[str],
         entries: dict[str, TensorInfo],
         layers: Iterable[int] | None,
         attention_only: bool,
     ) -> Selection:
+        """The rules for a model whose slots have these ``names``; one name of each layer is enough.
+
+        Raises:
+            ValueError: the model does not have all of ``layers``.
+        """
         if layers is not None:
             layers = frozenset(layers)
-            present = {int(match[1]) for match in map(_LAYER.fullmatch, slots) if match}
+            present = {int(match[1]) for match in map(_LAYER.fullmatch, names) if match}
             if not layers <= present:
                 raise ValueError(f"layers {sorted(layers - present)} are not in the model: it has {sorted(present)}")
         has_layer = any(name.startswith("mtp.") and not _is_copy(name) for name in entries)
@@ -136,7 +200,7 @@ class Selection:
         elif layers is not None:
             mtp_rule = OTHER_LAYERS
         else:
-            mtp_rule = None if has_layer and any(name.startswith("mtp.") for name in slots) else MTP_UNUSED
+            mtp_rule = None if has_layer and any(name.startswith("mtp.") for name in names) else MTP_UNUSED
         return cls(layers, attention_only, mtp_rule)
 
     def rule(self, name: str) -> str | None:
@@ -177,9 +241,14 @@ class Problems:
             return
         lines = ["the checkpoint does not fit the model:"]
         for kind, items in self.found.items():
-            more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
-            lines.append(f"  - {kind} ({len(items)}): {', '.join(items[:SHOWN])}{more}")
+            lines.append(f"  - {kind} ({len(items)}): {_listed(items)}")
         raise ValueError("\n".join(lines))
+
+
+def _listed(items: list[str]) -> str:
+    """The first items, each cut to a bounded length."""
+    shown = [item if len(item) <= 300 else f"{item[:300]}..." for item in items[:SHOWN]]
+    return ", ".join(shown) + (f" and {len(items) - SHOWN} more" if len(items) > SHOWN else "")
 
 
 def _account(
@@ -266,9 +335,12 @@ def _loaded_bytes(slot: WeightSlot, pair: tuple[str, ...], entries: dict[str, Te
     return total if slot.shard is None else total * slot.shard.size // slot.shape[slot.shard.dim]
 
 
-def _load(slot: WeightSlot, source: CanonicalSource, name: str) -> None:
+def _load(slot: WeightSlot, source: CanonicalSource, name: str) -> bool:
+    """Fills a slot; returns whether the tensor holds a NaN."""
     # A function of its own, so that a tensor is released before the next one is read.
     try:
-        slot.load(*read_weight(source, name, slot.shard))
+        weight, scale = read_weight(source, name, slot.shard)
+        slot.load(weight, scale)
     except ValueError as error:
-        raise ValueError(f"cannot load {name}: {error}") from error
+        raise ValueError(f"cannot load {_shown(source, name)}: {error}") from error
+    return holds_nan(weight)

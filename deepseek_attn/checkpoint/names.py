@@ -121,14 +121,14 @@ class CanonicalSource(CheckpointSource):
     ``E`` tensors; each is read as its own part of the packed one.
 
     Args:
-        canonical: gives the published name of a source's name.
+        canonical: gives the published name of a source's name; an attribute too.
 
     Raises:
         ValueError: two tensors of the source have one published name, or packed experts do not split evenly.
     """
 
     def __init__(self, source: CheckpointSource, canonical: Callable[[str], str] = canonical_name):
-        self.source = source
+        self.source, self.canonical = source, canonical
         self._entries: dict[str, TensorInfo] = {}
         self._origins: dict[str, Origin] = {}
         for name, info in source.entries().items():
@@ -172,7 +172,9 @@ def _expand(name: str, published: str, info: TensorInfo) -> list[tuple[str, Tens
         )
     experts, rows, columns = info.shape
     count = experts * len(projections)
-    part = TensorInfo(info.dtype, (rows // len(projections), columns), info.nbytes // count if count else 0)
+    if not 0 < count <= info.nbytes:
+        raise ValueError(f"{name} has shape {list(info.shape)}, and {info.nbytes} bytes: packed experts are not empty")
+    part = TensorInfo(info.dtype, (rows // len(projections), columns), info.nbytes // count)
     parts = [f"{packed['experts']}.{e}.{p}.{packed['leaf'] or 'weight'}" for e in range(experts) for p in projections]
     return [(part_name, part, Origin(name, index, count)) for index, part_name in enumerate(parts)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.kernels.common.quant import encode_e8m0, quantize_fp4_weight, quantize_fp8_block
 from deepseek_attn.kernels.linear import FP4_GROUP, FP8_BLOCK
+from deepseek_attn.utils.device import total_memory
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class PublishedSource(CheckpointSource):
         expert_dtype: ``"fp4"`` (V4 only), ``"fp8"`` or ``"bf16"``; None: that of the config.
 
     Raises:
-        ValueError: an unsupported ``expert_dtype``, or FP4 experts whose width 32 does not divide.
+        ValueError: an unsupported ``expert_dtype``, FP4 experts whose width 32 does not divide, or a tensor that is
+            larger than this machine's memory.
     """
 
     def __init__(self, config: AnyConfig, expert_dtype: str | None = None):
@@ -81,6 +84,10 @@ class PublishedSource(CheckpointSource):
         self.config = config
         self._formats = {"quantized": "fp8" if quantized else "bf16", "expert": expert_dtype}
         self._recipes = dict(published_tensors(config))
+        largest = max(self._recipes, key=lambda name: math.prod(self._recipes[name].shape))
+        needed, memory = 4 * math.prod(self._recipes[largest].shape), total_memory(torch.device("cpu"))
+        if needed > memory:
+            raise ValueError(f"{largest} has {needed:,} bytes in float32, and there is memory for {memory:,}")
         self._entries: dict[str, TensorInfo] = {}
         for name, recipe in self._recipes.items():
             self._entries.update(self._infos(name, recipe))

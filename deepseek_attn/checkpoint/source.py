@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,11 +15,13 @@ from safetensors import SafetensorError, safe_open
 
 from deepseek_attn.kernels.common.quant import decode_e8m0, encode_e8m0
 from deepseek_attn.kernels.linear import FP4_GROUP, FP8_BLOCK, dequantize_weight
-from deepseek_attn.layers.weights import Shard
+from deepseek_attn.layers.weights import Shard, check_finite
+from deepseek_attn.utils.json_files import parse_json, read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors library
+SIZE_PROBLEMS = ("incomplete metadata", "invalid shape")  # in its errors where nothing but sizes is wrong
 
 
 class StoredDtype(NamedTuple):
@@ -171,47 +173,79 @@ class SafetensorsSource(CheckpointSource):
         absent = sorted((listed or set()) - tensors.keys())
         if absent:
             raise ValueError(
-                f"{INDEX_FILE} puts {absent[0]} in {shard}, but it is not there"
+                f"{INDEX_FILE} puts {_cut(absent[0])} in {shard}, but it is not there"
                 + (f" (nor are {len(absent) - 1} others)" if len(absent) > 1 else "")
                 + ": index and shards are not of one checkpoint"
             )
         unlisted = sorted(tensors.keys() - listed) if listed is not None else []
         if unlisted:
             raise ValueError(
-                f"{shard} holds {len(unlisted)} tensors that {INDEX_FILE} does not put there, such as {unlisted[0]}: "
-                "index and shards are not of one checkpoint"
+                f"{shard} holds {len(unlisted)} tensors that {INDEX_FILE} does not put there, such as "
+                f"{_cut(unlisted[0])}: index and shards are not of one checkpoint"
             )
         self._entries |= tensors
         self._shard_of |= dict.fromkeys(tensors, shard)
 
 
 def _read_index(index: Path) -> dict[Path, set[str]]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards: dict[Path, set[str]] = {}
-        for name, file in weight_map.items():
-            shards.setdefault(index.parent / file, set()).add(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"broken index {index}: expected JSON with a 'weight_map' of tensor -> file ({error!r})"
-        ) from None
-    if not shards:
-        raise ValueError(f"broken index {index}: its weight_map is empty")
+    what = f"broken index {index}"
+    content = read_json(index, what, MAX_HEADER_BYTES)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{what}: expected a JSON object whose 'weight_map' is an object of tensor -> file")
+    if not weight_map:
+        raise ValueError(f"{what}: its weight_map is empty")
+    shards: dict[Path, set[str]] = {}
+    for name, file in weight_map.items():
+        shards.setdefault(index.parent / file, set()).add(name)
     for shard in sorted(shards):
         if shard.parent != index.parent:
-            raise ValueError(f"broken index {index}: it names {shard}, which lies outside the checkpoint directory")
-        if not shard.is_file():
-            raise ValueError(f"shard {shard} is missing: {INDEX_FILE} puts {len(shards[shard])} tensors in it")
+            raise ValueError(f"{what}: it names {_cut(str(shard))}, which lies outside the checkpoint directory")
+        if not os.path.isfile(shard):  # unlike `Path.is_file`, False for a name that no file can have
+            raise ValueError(
+                f"shard {_cut(str(shard))} is missing: {INDEX_FILE} puts {len(shards[shard])} tensors in it"
+            )
     return dict(sorted(shards.items()))
 
 
 def read_header(shard: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file, in the order of their bytes.
 
+    The safetensors library checks it: types, sizes, and that tensors follow one another from the first byte to the
+    last. It keeps one of two entries of the same name, which is therefore looked for here.
+
     Raises:
         ValueError: the header cannot be read or names a tensor twice; the file is shorter or longer than the header
             says; or tensors overlap, leave gaps, or have another size than their dtype and shape.
     """
+    header, found = _header_bytes(shard)
+    what, problem = f"broken header of shard {shard}", ""
+    try:
+        safe_open(shard, framework="pt")
+    except SafetensorError as error:
+        problem = _cut(str(error))
+        if not any(kind in problem for kind in SIZE_PROBLEMS):
+            raise ValueError(f"{what}: {problem}; tensors must follow one another without gaps or overlaps") from None
+    fields = parse_json(header, what)  # of the right types, otherwise safe_open would have said so
+    fields.pop("__metadata__", None)
+    entries = sorted(fields.items(), key=lambda item: item[1]["data_offsets"][1])
+    tensors = {name: _tensor_info(f"{what}: {name}", entry) for name, entry in entries}
+    if problem:
+        expected = 8 + len(header) + max((entry["data_offsets"][1] for _, entry in entries), default=0)
+        what = "truncated shard" if found < expected else "bytes after the last tensor of shard"
+        raise ValueError(f"{what} {shard}: expected {expected} bytes by its header, found {found}; fetch it again")
+    return tensors
+
+
+def _tensor_info(what: str, fields: dict[str, Any]) -> TensorInfo:
+    dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+    if dtype in DTYPES and TensorInfo.of(dtype, shape).nbytes != end - begin:
+        raise ValueError(_cut(f"{what}: {end - begin} bytes for {dtype} {list(shape)}"))
+    return TensorInfo(dtype, shape, end - begin)
+
+
+def _header_bytes(shard: Path) -> tuple[bytes, int]:
+    """The header of a shard, not decoded, and the size of the file."""
     found = shard.stat().st_size
     with open(shard, "rb") as file:
         start = file.read(8)
@@ -224,39 +258,12 @@ def read_header(shard: Path) -> dict[str, TensorInfo]:
             raise ValueError(f"broken shard {shard}: its header would be {length} bytes; is it a safetensors file?")
         if found < 8 + length:
             raise ValueError(f"truncated shard {shard}: expected at least {8 + length} bytes, found {found}")
-        header = file.read(length)
-    try:
-        fields = json.loads(header, object_pairs_hook=_without_duplicates)
-        ends = {name: tensor["data_offsets"][1] for name, tensor in fields.items() if name != "__metadata__"}
-        tensors = {name: _tensor_info(name, fields[name]) for name in sorted(ends, key=lambda name: ends[name])}
-        expected = 8 + length + max(ends.values(), default=0)
-        if found == expected:
-            safe_open(shard, framework="pt")  # checks that the tensors follow one another without gaps or overlaps
-    except SafetensorError as error:
-        raise ValueError(
-            f"broken header of shard {shard}: {error}; tensors must follow one another without gaps or overlaps"
-        ) from None
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"broken header of shard {shard}: {error!r}") from None
-    if found != expected:
-        what = "truncated shard" if found < expected else "bytes after the last tensor of shard"
-        raise ValueError(f"{what} {shard}: expected {expected} bytes by its header, found {found}; fetch it again")
-    return tensors
+        return file.read(length), found
 
 
-def _tensor_info(name: str, fields: dict[str, Any]) -> TensorInfo:
-    dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
-    if dtype in DTYPES and TensorInfo.of(dtype, shape).nbytes != end - begin:
-        raise ValueError(f"{name}: {end - begin} bytes for {dtype} {list(shape)}")
-    return TensorInfo(dtype, shape, end - begin)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
-    return found
+def _cut(text: str) -> str:
+    """The beginning of a text that a message quotes."""
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def scale_name(name: str) -> str | None:
@@ -300,7 +307,7 @@ def read_weight(
         ``uint8`` bytes).
 
     Raises:
-        ValueError: an FP4 scale stored as numbers is not a power of two.
+        ValueError: a scale is not finite, or an FP4 scale stored as numbers is not a power of two.
     """
     entries = source.entries()
     scale = scale_name(name)
@@ -313,9 +320,31 @@ def read_weight(
         stored = source.read_shard(scale, places.scale) if scale in entries else None
     if stored is None:
         return tensor, None
+    try:
+        _check_scales(stored)
+    except ValueError as error:
+        raise ValueError(f"{scale}: {error}") from None
     if entries[name].dtype not in FP4_DTYPES:
         return tensor, decode_e8m0(stored)
     return tensor, stored if stored.dtype == torch.uint8 else encode_e8m0(stored)
+
+
+def _check_scales(stored: torch.Tensor) -> None:
+    """ValueError for scales that are not finite; e8m0 bytes have one such value, which is the largest."""
+    if stored.dtype != torch.uint8:
+        check_finite(stored)
+    elif stored.numel() and stored.amax() == 255:
+        raise ValueError("it holds the e8m0 byte 255, which is NaN")
+
+
+def holds_nan(tensor: torch.Tensor) -> bool:
+    """Whether a weight as `read_weight` returns it holds a NaN: a pass over its bytes, without temporary tensors."""
+    if not tensor.numel():
+        return False
+    if tensor.dtype == torch.float8_e4m3fn:  # bytes 0x7F and 0xFF
+        return bool(tensor.view(torch.int8).amax() == 0x7F) or bool(tensor.view(torch.uint8).amax() == 0xFF)
+    # infinities of both signs add up to NaN too
+    return tensor.is_floating_point() and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
 def read_float32(source: CheckpointSource, name: str) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from deepseek_attn.cli.options import read_text
+from deepseek_attn.utils.json_files import parse_json
 
 if TYPE_CHECKING:
     from deepseek_attn.engine.llm import LLM
@@ -35,7 +36,7 @@ def read_prompts(path: str) -> list[str | list[int]]:
 def parse_line(line: str) -> str | list[int]:
     line = line.removesuffix("\r")
     try:
-        value = json.loads(line)
+        value = parse_json(line, "prompt")
     except ValueError:
         return line
     ids = isinstance(value, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in value)

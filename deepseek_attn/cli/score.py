@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from deepseek_attn.cli.options import add_runner_options, runner_options
+from deepseek_attn.utils.json_files import read_json
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -56,11 +56,9 @@ def run(args: argparse.Namespace) -> None:
 def read_token_lists(path: Path) -> list[list[int]]:
     """The token-id lists of a JSON file; each must be a non-empty list of integers."""
     try:
-        lists = json.loads(path.read_text())
+        lists = read_json(path, f"--token-ids {path}", max_bytes=None)
     except OSError as error:
         raise ValueError(f"--token-ids {path}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"--token-ids {path}: not valid JSON ({error})") from error
     if not isinstance(lists, list) or not lists or not all(isinstance(ids, list) for ids in lists):
         raise ValueError(
             f"--token-ids {path}: expected a non-empty list of token-id lists, such as [[0, 17, 5], [0, 8]]"

@@ -18,6 +18,7 @@ FIXED_VALUES = {
 }
 # Of these and of a family's own, keys that only transformers writes.
 UNPUBLISHED = ("mlp_bias", "rope_interleave", "indexer_rope_interleave")
+MAX_EXPERTS = 2**16  # of all layers; published: 62 * 384
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -74,6 +75,14 @@ def read_tokens(reader: FieldReader, vocab_size: int | None) -> dict[str, Any]:
     return {"bos_token_id": bos, "eos_token_id": eos}
 
 
+def read_theta(reader: FieldReader, label: str, spellings: Mapping[str, Any]) -> float | None:
+    """A base of rotary frequencies: above 1, as frequencies fall from channel to channel."""
+    theta = reader.as_number(label, reader.agreed(label, spellings))
+    if theta is not None and theta <= 1:
+        reader.problem(f"{label} is {theta}: expected a number above 1")
+    return theta
+
+
 def read_yarn(reader: FieldReader, label: str, raw: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Returns the YaRN scaling under DeepSeek's key names, or None for plain rope."""
     if not raw:
@@ -111,6 +120,15 @@ def known(values: Mapping[str, Any], *keys: str) -> tuple[int, ...] | None:
     """The values of ``keys``; None if one of them is missing or was wrong, which has been reported."""
     found = tuple(values[key] for key in keys)
     return None if None in found else found
+
+
+def check_num_experts(reader: FieldReader, values: Mapping[str, Any]) -> None:
+    """Each expert of each layer has tensors of its own, whose names are listed before any of them is read."""
+    keys = ("n_routed_experts", "num_hidden_layers", "num_nextn_predict_layers")
+    if sizes := known(values, *keys):
+        experts, layers = sizes[0], sizes[1] + sizes[2]
+        if experts * layers > MAX_EXPERTS:
+            reader.problem(f"n_routed_experts {experts} in {layers} layers: supported are {MAX_EXPERTS} experts in all")
 
 
 def check_rope_dim(reader: FieldReader, dim: int | None) -> int | None:

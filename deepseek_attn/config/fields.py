@@ -7,6 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 REQUIRED = object()
+MAX_INTEGER = 2**31 - 1  # sizes and token ids are int32 on a GPU, and products of two fit in int64
+# Largest values of sizes that no tensor bounds, or that layers and tables are built by. Published are up to 61 layers,
+# one MTP layer, 20 iterations, 2048 indices, windows of 128 tokens and heads of 512 channels.
+MAXIMA = {
+    "num_hidden_layers": 1000,
+    "num_nextn_predict_layers": 100,
+    "hc_sinkhorn_iters": 1000,
+    "index_topk": 16_384,
+    "sliding_window": 65_536,
+    "head_dim": 4096,
+    "qk_rope_head_dim": 4096,
+}
+MIN_NUMBER, MAX_NUMBER = 1e-37, 1e37  # numbers are float32 in kernels
+SHOWN_PROBLEMS = 20
 
 
 class FieldReader:
@@ -25,7 +39,8 @@ class FieldReader:
         self._missing: list[str] = []
 
     def problem(self, text: str) -> None:
-        self.problems.append(text)
+        """Records a problem; of a long text, which quotes a long value, its two ends."""
+        self.problems.append(text if len(text) <= 600 else f"{text[:300]} ... {text[-200:]}")
 
     def missing(self, label: str) -> None:
         self._missing.append(label)
@@ -37,7 +52,11 @@ class FieldReader:
             problems.insert(0, f"missing required keys: {', '.join(self._missing)}")
         if problems:
             count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-            raise ValueError(f"invalid config ({origin}), {count}:" + "".join(f"\n  - {text}" for text in problems))
+            lines = [f"\n  - {text}" for text in problems[:SHOWN_PROBLEMS]]
+            more = len(problems) - SHOWN_PROBLEMS
+            raise ValueError(
+                f"invalid config ({origin}), {count}:{''.join(lines)}" + (f"\n  - and {more} more" if more > 0 else "")
+            )
 
     # values by key
 
@@ -83,17 +102,23 @@ class FieldReader:
         if value is None:
             return None
         if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
-            return value
+            if value <= MAXIMA.get(label, MAX_INTEGER):
+                return value
+            self.problem(f"{label} is {value!r}: supported is at most {MAXIMA.get(label, MAX_INTEGER)}")
+            return None
         kind = {0: "an integer >= 0", 1: "a positive integer"}.get(minimum, f"an integer >= {minimum}")
         self.problem(f"{label} is {value!r}: expected {kind}")
         return None
 
     def as_number(self, label: str, value: Any) -> float | None:
-        """Checks a positive finite number."""
+        """Checks a positive number that float32 holds."""
         if value is None:
             return None
         if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
-            return float(value)
+            if MIN_NUMBER <= value <= MAX_NUMBER:
+                return float(value)
+            self.problem(f"{label} is {value!r}: supported are numbers from {MIN_NUMBER} to {MAX_NUMBER}")
+            return None
         self.problem(f"{label} is {value!r}: expected a positive number")
         return None
 

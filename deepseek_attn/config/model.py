@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from deepseek_attn.config.common import RopeSpec
 from deepseek_attn.config.schedule import published_branch
 from deepseek_attn.config.v4_reader import FIXED, read_v4
 from deepseek_attn.config.v32 import DeepseekV32Config
+from deepseek_attn.utils.json_files import parse_json, read_json
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ class ModelConfig(ConfigBase):
             raise ValueError(f"invalid config ({origin}): expected a JSON object, got {type(raw).__name__}")
         model_type = raw.get("model_type")
         if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-            supported = ", ".join(repr(name) for name in MODEL_TYPES)
-            raise ValueError(f"invalid config ({origin}): model_type is {model_type!r}, supported is {supported}")
+            given, supported = repr(model_type)[:100], ", ".join(repr(name) for name in MODEL_TYPES)
+            raise ValueError(f"invalid config ({origin}): model_type is {given}, supported is {supported}")
         return MODEL_TYPES[model_type](raw, origin)
 
     @classmethod
@@ -177,15 +177,15 @@ class ModelConfig(ConfigBase):
             raise ValueError(f"no config.json in directory {str(path)!r}")
         elif not file.is_file():
             raise ValueError(f"{str(path)!r} is no directory, JSON file or preset ({', '.join(preset_names())})")
-        return cls.from_dict(_decode(file.read_bytes(), str(file)), origin=str(file))
+        return cls.from_dict(read_json(file, f"invalid config ({file})"), origin=str(file))
 
     @classmethod
     def from_preset(cls, name: str) -> AnyConfig:
         """Reads one of the configs that come with the library; ``preset_names()`` lists them."""
         if name not in preset_names():
             raise ValueError(f"unknown preset {name!r}: available are {', '.join(preset_names())}")
-        raw = _decode(resources.files("deepseek_attn.configs").joinpath(f"{name}.json").read_bytes(), f"preset {name}")
-        return cls.from_dict(raw, origin=f"preset {name}")
+        text = resources.files("deepseek_attn.configs").joinpath(f"{name}.json").read_bytes()
+        return cls.from_dict(parse_json(text, f"preset {name}"), origin=f"preset {name}")
 
     def constants(self) -> dict[str, Any]:
         return {"architectures": ["DeepseekV4ForCausalLM"], **FIXED}
@@ -274,13 +274,3 @@ def preset_names() -> list[str]:
     """Names that ``ModelConfig.from_preset`` accepts."""
     files = (entry.name for entry in resources.files("deepseek_attn.configs").iterdir())
     return sorted(name[: -len(".json")] for name in files if name.endswith(".json"))
-
-
-def _decode(data: bytes, origin: str) -> Any:
-    try:
-        return json.loads(data.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"invalid config ({origin}): not UTF-8 text at byte {error.start}") from error
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"invalid config ({origin}): broken JSON at {place}: {error.msg}") from error

@@ -66,11 +66,12 @@ def _branches_of_ratios(reader: FieldReader, num_layers: int | None) -> list[Bra
     ratios = reader.as_list("compress_ratios", reader.raw.get("compress_ratios"))
     if ratios is None:
         return None
-    bad = [i for i, r in enumerate(ratios) if isinstance(r, bool) or not isinstance(r, int) or r < 0]
-    for i in bad:
-        reader.problem(f"compress_ratios[{i}] is {ratios[i]!r}: expected an integer >= 0")
+    checked = [
+        reader.as_integer(f"compress_ratios[{i}]", "null" if ratio is None else ratio, minimum=0)
+        for i, ratio in enumerate(ratios)
+    ]
     _check_length(reader, "compress_ratios", ratios, num_layers, 0)
-    return None if bad else [published_branch(r) for r in ratios[:num_layers]]
+    return None if None in checked else [published_branch(ratio) for ratio in ratios[:num_layers]]
 
 
 def _branches_of_layer_types(reader: FieldReader, num_layers: int | None) -> list[Branch] | None:

@@ -13,9 +13,11 @@ from deepseek_attn.config.common import (
     FIXED_VALUES,
     RopeSpec,
     check_index_head,
+    check_num_experts,
     check_rope_dim,
     known,
     read_formats,
+    read_theta,
     read_tokens,
     read_yarn,
 )
@@ -247,7 +249,7 @@ def _read_rope(reader: FieldReader) -> dict[str, Any]:
         "rope_parameters": _read_scaling(reader, "rope_parameters", parameters),
     }
     return {
-        "rope_theta": reader.as_number("rope_theta", reader.agreed("rope_theta", thetas)),
+        "rope_theta": read_theta(reader, "rope_theta", thetas),
         "rope_scaling": reader.agreed("rope_scaling", scalings, None),
     }
 
@@ -272,6 +274,7 @@ def _read_scaling(reader: FieldReader, label: str, raw: Mapping[str, Any] | None
 
 
 def _check_relations(reader: FieldReader, values: Mapping[str, Any]) -> None:
+    check_num_experts(reader, values)
     check_rope_dim(reader, values["qk_rope_head_dim"])
     check_index_head(reader, values)
     block = (values["quantization_config"] or {}).get("weight_block_size")

@@ -13,9 +13,11 @@ from typing import Any
 from deepseek_attn.config.common import (
     FIXED_VALUES,
     check_index_head,
+    check_num_experts,
     check_rope_dim,
     known,
     read_formats,
+    read_theta,
     read_tokens,
     read_yarn,
 )
@@ -114,10 +116,8 @@ def _read_rope(reader: FieldReader, head_dim: int | None) -> dict[str, Any]:
         "rope_parameters.compress.partial_rotary_factor": compress.get("partial_rotary_factor"),
     }
     return {
-        "rope_theta": reader.as_number("rope_theta", reader.agreed("rope_theta", thetas)),
-        "compress_rope_theta": reader.as_number(
-            "compress_rope_theta", reader.agreed("compress_rope_theta", compress_thetas)
-        ),
+        "rope_theta": read_theta(reader, "rope_theta", thetas),
+        "compress_rope_theta": read_theta(reader, "compress_rope_theta", compress_thetas),
         "rope_scaling": reader.agreed("rope_scaling", scalings, None),
         "qk_rope_head_dim": _read_rope_dim(reader, fractions, head_dim),
     }
@@ -143,6 +143,7 @@ def _read_rope_dim(reader: FieldReader, fractions: Mapping[str, Any], head_dim: 
 
 
 def _check_relations(reader: FieldReader, fields: Mapping[str, Any], branches: list[Branch]) -> None:
+    check_num_experts(reader, fields)
     if (pair := known(fields, "num_attention_heads", "o_groups")) and pair[0] % pair[1]:
         reader.problem(f"num_attention_heads {pair[0]} is not a multiple of o_groups {pair[1]}")
     if (pair := known(fields, "num_experts_per_tok", "n_routed_experts")) and pair[0] > pair[1]:

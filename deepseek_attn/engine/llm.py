@@ -8,13 +8,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Completion, Request, RequestFailed
 from deepseek_attn.engine.sampling import SamplingParams, checked_params
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.text.chat import build_prompt
-from deepseek_attn.text.tokenizer import Tokenizer
+from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 Prompt = str | Iterable[int]
 
@@ -29,7 +30,8 @@ class LLM:
             with data-parallel attention, the calls of each rank have different prompts.
 
     Raises:
-        ValueError: the checkpoint or the options are wrong, or there is no MTP layer to speculate with.
+        ValueError: the checkpoint or the options are wrong, the tokenizer has ids beyond the model's vocabulary, or
+            there is no MTP layer to speculate with.
 
     Attributes:
         engine: runs the requests and keeps statistics; prefixes are kept from one call to the next.
@@ -38,9 +40,11 @@ class LLM:
 
     def __init__(self, directory: str | Path, *, speculate: int = 0, **options):
         self.directory = Path(directory)
+        self.tokenizer: Tokenizer | None = None
+        if (self.directory / TOKENIZER_FILE).is_file():
+            self.tokenizer = Tokenizer(self.directory)
+            self.tokenizer.check_ids(ModelConfig.from_pretrained(self.directory).vocab_size)
         self.runner = ModelRunner.from_pretrained(directory, **options)
-        has_tokenizer = (self.directory / "tokenizer.json").is_file()
-        self.tokenizer = Tokenizer(self.directory) if has_tokenizer else None
         decoder = MTPSpeculation(self.runner, speculate) if speculate else None
         self.engine = Engine(self.runner, self.tokenizer, decoder)
 

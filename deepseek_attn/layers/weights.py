@@ -64,12 +64,23 @@ class CheckpointModule(nn.Module):
         self._declared: dict[str, WeightSlot] = {}
 
     def declare(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str = "float", shard: Shard | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        kind: str = "float",
+        shard: Shard | None = None,
+        check: Callable[[torch.Tensor], None] = lambda tensor: None,
     ) -> None:
-        """Declares the tensor ``name`` of this module, stored in ``dtype``: all of it, or a ``shard``."""
+        """Declares the tensor ``name`` of this module, stored in ``dtype``: all of it, or a ``shard``.
+
+        Args:
+            check: raises ValueError for values that the module cannot compute with.
+        """
         self.register_parameter(name, None)
 
         def load(tensor: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+            check(tensor)
             setattr(self, name, parameter(tensor.to(self._device, dtype)))
 
         self._declared[name] = WeightSlot(tuple(shape), kind, load, shard)
@@ -124,6 +135,13 @@ def to_stored(
     if keep_quantized:
         return weight, scale
     return dequantize_weight(weight, scale).to(dtype), None
+
+
+def check_finite(tensor: torch.Tensor) -> None:
+    """Raises ValueError for a tensor that holds a NaN or an infinity."""
+    bad = tensor[~tensor.isfinite()]
+    if bad.numel():
+        raise ValueError(f"{bad.numel()} of {tensor.numel()} values are not finite, such as {bad[0].item()}")
 
 
 def check_fp8_input(in_features: int) -> None:

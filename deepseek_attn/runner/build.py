@@ -14,7 +14,7 @@ from deepseek_attn.cache.layout import CacheLayout, make_layout
 from deepseek_attn.cache.manager import CacheManager
 from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.cache.prefix import PrefixCache
-from deepseek_attn.checkpoint.loader import LoadReport, load_model
+from deepseek_attn.checkpoint.loader import LoadReport, check_headers, load_model
 from deepseek_attn.checkpoint.source import CheckpointSource
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
@@ -35,6 +35,7 @@ from deepseek_attn.models.families import Family, get_family
 from deepseek_attn.runner.drafting import Drafter
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.sequence import TokenLimits
+from deepseek_attn.utils.device import total_memory
 from deepseek_attn.utils.workspace import Workspace
 
 Model = DeepseekV4 | DeepseekV32 | AttentionStack
@@ -145,12 +146,12 @@ def build_runner(
     def layout_of(model: nn.Module) -> CacheLayout:
         return make_layout(config, family.numerics, dtype, *sizes, layer_specs(model), max_snapshots, kv_cache_bytes)
 
+    canonical = family.canonical(source)
+    check_headers(config, canonical, layers, attention_only)
     model = family.build(layers, attention_only, max_model_len)
     layout = layout_of(model)
     family.workspace_rows(model, layout)  # refuses options before weights are loaded
-    report = load_model(
-        model, family.canonical(source), layers=layers, attention_only=attention_only, progress=progress
-    )
+    report = load_model(model, canonical, layers, attention_only, progress, total_memory(device))
     if not isinstance(model, AttentionStack) and not report.mtp_loaded and len(model.mtp):
         model.mtp.clear()
         layout = layout_of(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from tokenizers.decoders import DecodeStream
 
 from deepseek_attn.text.template import plain_messages, read_template, with_reasoning
 from deepseek_attn.text.template_process import render_untrusted
+from deepseek_attn.utils.json_files import read_json
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -22,6 +22,7 @@ CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 # Keys of tokenizer_config.json that name a special token; a chat template may read each of them.
 SPECIAL_KEYS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 REPLACEMENT = "\ufffd"  # what incomplete or invalid UTF-8 decodes to
 
 
@@ -66,6 +67,16 @@ class Tokenizer:
     def __len__(self) -> int:
         """Number of tokens, added tokens included."""
         return self.backend.get_vocab_size()
+
+    def check_ids(self, vocab_size: int) -> None:
+        """ValueError for a token whose id is not in a vocabulary of ``vocab_size``."""
+        token, largest = max(self.backend.get_vocab().items(), key=lambda item: item[1])
+        if largest >= vocab_size:
+            raise ValueError(
+                f"the tokenizer in {self.directory} gives {token!r} the id {largest}, and the model's vocab_size is "
+                f"{vocab_size}: it is another model's tokenizer, or has tokens that were added later; take the "
+                "tokenizer.json and tokenizer_config.json that were published with the model"
+            )
 
     def token_id(self, token: str) -> int | None:
         """Id of the one token spelled ``token``, or None if the vocabulary has no such token."""
@@ -171,15 +182,14 @@ class IncrementalDecoder:
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """``tokenizer_config.json`` of a folder, {} without one; ValueError if it is not valid JSON."""
+    """``tokenizer_config.json`` of a folder, {} without one; ValueError if it holds no JSON object."""
     path = directory / CONFIG_FILE
     if not path.is_file():
         return {}
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); fetch the file again") from error
-    return settings if isinstance(settings, dict) else {}
+    settings = read_json(path, str(path))
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(settings).__name__}; fetch the file again")
+    return settings
 
 
 def _load(path: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
@@ -198,7 +208,8 @@ def _load(path: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
         backend.add_tokens([token for token in named if token.content not in known])
     except Exception as error:  # the tokenizers library raises bare Exception for a file that it cannot parse
         raise ValueError(
-            f"cannot read the tokenizer in {path.parent}: {error}; fetch tokenizer.json and tokenizer_config.json again"
+            f"cannot read the tokenizer in {path.parent}: {str(error)[:300]}; fetch tokenizer.json and "
+            "tokenizer_config.json again"
         ) from error
     backend.no_truncation()
     backend.no_padding()
@@ -208,7 +219,7 @@ def _load(path: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
 def _added_token(token: str | dict[str, Any], **flags: bool) -> AddedToken:
     """A token of the settings: its text, or a dict of text (``content``) and flags."""
     fields: dict[str, Any] = {"content": token} if isinstance(token, str) else token
-    return AddedToken(**{key: value for key, value in (fields | flags).items() if key != "__type"})
+    return AddedToken(**{key: value for key, value in (fields | flags).items() if key in TOKEN_FIELDS})
 
 
 def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:

@@ -1,10 +1,25 @@
-"""Copies between host and device that do not synchronise."""
+"""Copies between host and device that do not synchronise; the memory of a device."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory of a GPU; of a CPU, those that this process may have at most."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(physical, int(CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):  # no such file, or "max"
+        return physical
 
 
 def to_device(

@@ -20,6 +20,7 @@ from deepseek_attn.checkpoint import (
 from deepseek_attn.checkpoint.loader import load_model, load_slots
 from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.impls import SparseMLAAttentionImpl
+from deepseek_attn.kernels.common.quant import decode_e8m0
 from deepseek_attn.layers.weights import RMSNorm, WeightSlot, checkpoint_slots
 from deepseek_attn.models.block import BuildContext
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
@@ -354,3 +355,70 @@ def test_the_model_is_filled_from_a_random_checkpoint(numerics):
     report = load_model(model, source, progress=False)
     assert len(report.loaded) == len(source.entries())
     assert not [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
+
+
+def with_value(tensor, value):
+    """A copy whose last place holds ``value``: a number, or a byte of its bits."""
+    tensor = tensor.clone()
+    target = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    target.view(-1)[-1] = value
+    return tensor
+
+
+NAN_WEIGHTS = {
+    "fp8 0x7f": (f"{WQ_A}.weight", 0x7F),
+    "fp8 0xff": (f"{WQ_A}.weight", 0xFF),
+    "bf16": ("layers.2.attn_norm.weight", float("nan")),
+    "f32": ("layers.2.attn.attn_sink", float("nan")),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), NAN_WEIGHTS.values(), ids=NAN_WEIGHTS)
+def test_nan_is_loaded_with_a_warning(name, value):
+    source = random_source()
+    source.put(name, source.tensors[name][0].dtype, with_value(source.read(name), value))
+    source.put("norm.weight", "BF16", with_value(source.read("norm.weight"), float("nan")))
+    with pytest.warns(UserWarning, match="NaN") as caught:
+        _, filled = load(source)
+    assert [str(warning.message).split(";")[0] for warning in caught] == [
+        f"NaN in the checkpoint (2): {name}, norm.weight"
+    ]
+    assert same_bits(filled[name][0], source.read(name))
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_warning_of_infinities_and_large_values():
+    source = random_source()
+    norm = source.read("norm.weight")
+    norm[0], norm[1] = float("inf"), float("-inf")
+    source.put(f"{WQ_A}.weight", "F8_E4M3", with_value(source.read(f"{WQ_A}.weight"), 0xFE))
+    load(source)
+
+
+BAD_SCALES = {
+    "fp8 e8m0": (f"{WQ_A}.scale", "F8_E8M0", 255),
+    "fp8 u8": (f"{WQ_A}.scale", "U8", 255),
+    "fp8 f32": (f"{WQ_A}.scale", "F32", float("nan")),
+    "fp8 bf16": (f"{WQ_A}.scale", "BF16", float("inf")),
+    "fp4 e8m0": (f"{EXPERT}.scale", "F8_E8M0", 255),
+    "fp4 f32": (f"{EXPERT}.scale", "F32", float("nan")),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype", "value"), BAD_SCALES.values(), ids=BAD_SCALES)
+def test_scales_that_are_not_finite(name, dtype, value):
+    source = random_source()
+    numbers = {"F32": torch.float32, "BF16": torch.bfloat16}
+    stored = source.read(name)
+    if dtype in numbers:
+        stored = decode_e8m0(stored).to(numbers[dtype])
+    source.put(name, dtype, with_value(stored, value))
+    with pytest.raises(ValueError, match=rf"cannot load {name.removesuffix('scale')}weight: {name}: .*(finite|NaN)"):
+        load(source)
+
+
+def test_less_memory_than_weights():
+    source = random_source()
+    total = sum(info.nbytes for info in source.entries().values())
+    load(source, memory=total)
+    refused(source, f"the weights have {total:,} bytes, and there is memory for {total - 1:,}", memory=total - 1)

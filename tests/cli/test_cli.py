@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from deepseek_attn import ModelRunner
 from deepseek_attn.cli import main
 from deepseek_attn.cli.options import parse_bytes, show_bytes
+from deepseek_attn.cli.prompts import read_prompts
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +151,48 @@ def test_damaged_checkpoints(checkpoint, tmp_path, capsys, damage, message):
     assert not out.exists()
 
 
+NESTED = b"[" * 100_000
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json", "shard", "tokenizer_config.json"])
+def test_json_without_end_in_a_checkpoint(checkpoint, tmp_path, capsys, file):
+    for path in checkpoint.iterdir():
+        os.link(path, tmp_path / path.name)
+    data = NESTED
+    if file == "shard":
+        file, data = "model-00001-of-00002.safetensors", len(NESTED).to_bytes(8, "little") + NESTED
+    (tmp_path / file).unlink()
+    (tmp_path / file).write_bytes(data)
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "x", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("deepseek-attn generate: error: ")
+    assert file in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["plan", "--model"], ["make-checkpoint", "--out", "out", "--config"], ["experiment", "run", "--out", "out"]],
+    ids=lambda command: command[0],
+)
+def test_json_without_end(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nested.json").write_bytes(NESTED)
+    assert main([*command, "nested.json"]) == 2
+    assert "nested.json" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_prompts_of_brackets_are_text(tmp_path):
+    (tmp_path / "prompts").write_bytes(b"[1, 2]\n" + NESTED)
+    assert read_prompts(str(tmp_path / "prompts")) == [[1, 2], NESTED.decode()]
+
+
 @pytest.mark.parametrize(
     ("lists", "flags", "message"),
     [
         ("[[0, 1", [], "not valid JSON"),
+        ("[" * 100_000, [], "more than 64 objects or lists"),
         ([], [], "non-empty list"),
         ([[0], []], [], "list 1: it is empty"),
         ([[0, "a"]], [], "'a' is not an integer"),
@@ -168,7 +207,7 @@ def test_damaged_checkpoints(checkpoint, tmp_path, capsys, damage, message):
         ([[0]], ["--max-num-seqs", "0"], "max_num_seqs=0"),
         ([[0]], ["--max-model-len", "5000"], "exceeds the model's 4096"),
     ],
-    ids=lambda value: value if isinstance(value, str) else None,
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
 def test_wrong_score_input(checkpoint, tmp_path, capsys, lists, flags, message):
     code, out = score(checkpoint, tmp_path, lists, *flags)
@@ -191,7 +230,7 @@ def test_wrong_score_input(checkpoint, tmp_path, capsys, lists, flags, message):
         (["--prompt", "x", "--temperature", "-1", "--top-p", "0"], "top_p=0"),
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens=0"),
     ],
-    ids=lambda value: value if isinstance(value, str) else None,
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
 def test_wrong_generate_input(args, message, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -169,7 +169,7 @@ def test_files_that_cannot_be_read(tmp_path):
         ModelConfig.from_preset("huge")
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "deepseek_v4",\n "vocab_size": }')
-    with pytest.raises(ValueError, match=r"config\.json\): broken JSON at line 2, column 16"):
+    with pytest.raises(ValueError, match=r"config\.json\): not valid JSON at line 2, column 16"):
         ModelConfig.from_pretrained(tmp_path)
     file.write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ValueError, match=r"config\.json\): not UTF-8 text at byte 7"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 
@@ -10,7 +13,7 @@ import deepseek_attn.engine.llm
 import deepseek_attn.engine.request
 import deepseek_attn.engine.stopping
 import deepseek_attn.text.tokenizer
-from deepseek_attn import LLM, ModelConfig, SamplingParams
+from deepseek_attn import LLM, ModelConfig, ModelRunner, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Request, RequestFailed
@@ -242,6 +245,17 @@ def test_chat(llm, free_pages):
     assert "built-in" in explanation
     completion = llm.chat([{"role": "user", "content": "hi"}], GREEDY)
     assert completion.prompt_token_ids == ids
+
+
+def test_a_tokenizer_of_a_larger_vocabulary(llm, tmp_path, monkeypatch):
+    """Refused before weights are read."""
+    monkeypatch.setattr(ModelRunner, "from_pretrained", lambda *args, **options: pytest.fail("weights were read"))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(llm.directory / file, tmp_path)
+    config = llm.runner.config.replace(vocab_size=200)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    with pytest.raises(ValueError, match=r"gives .* the id \d+, and the model's vocab_size is 200"):
+        LLM(tmp_path, **OPTIONS)
 
 
 def test_without_a_tokenizer_only_ids(llm, free_pages, tmp_path):

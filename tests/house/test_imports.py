@@ -19,7 +19,7 @@ TEXT = {".py", ".md", ".toml", ".json", ".cfg", ".yml", ".yaml", ".txt", ".sh", 
 # Rooms by floor, from the ground up. A file imports from its own room, from rooms of floors below, and from rooms that
 # stand further left on its own floor; nothing else, not even inside a function or for a type checker.
 FLOORS = (
-    ("config", "utils", "text", "data", "kernels.common", "kernels.indices"),
+    ("utils", "config", "text", "data", "kernels.common", "kernels.indices"),
     ("cache",),
     ("kernels.attention", "kernels.linear", "kernels.latent", "kernels.hyper_connection", "kernels.sampling"),
     ("layers", "kernels.insert", "kernels.moe", "impls", "flash_mla_api"),

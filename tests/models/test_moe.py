@@ -52,6 +52,26 @@ def make_gate(cfg, hash_layer=False, device="cpu"):
     return gate
 
 
+@pytest.mark.parametrize("expert", [-1, EXPERTS, 2**40])
+def test_tables_of_experts_that_do_not_exist(expert):
+    """Kernels read the experts' weights at these places."""
+    cfg = config()
+    gate = make_gate(cfg, hash_layer=True)
+    table = gate.tid2eid.clone()
+    table[VOCAB - 1, 1] = expert
+    with pytest.raises(ValueError, match=rf"names experts .*{expert}.* and n_routed_experts is {EXPERTS}"):
+        dict(gate.slots())["tid2eid"].load(table, None)
+    assert int(gate.tid2eid.max()) < EXPERTS
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_biases_that_are_not_finite(value):
+    bias = torch.zeros(EXPERTS)
+    bias[2] = value
+    with pytest.raises(ValueError, match=f"1 of {EXPERTS} values are not finite, such as {value}"):
+        dict(make_gate(config()).slots())["bias"].load(bias, None)
+
+
 SCORES = {
     "sqrtsoftplus": lambda row: [math.sqrt(math.log1p(math.exp(v))) for v in row],
     "sigmoid": lambda row: [1 / (1 + math.exp(-v)) for v in row],

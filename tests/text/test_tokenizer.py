@@ -117,6 +117,39 @@ def test_errors(tmp_path):
         Tokenizer(tmp_path)
 
 
+def test_ids_outside_the_models_vocabulary(tokenizer):
+    tokenizer.check_ids(FIRST_BYTE + 257)
+    with pytest.raises(ValueError, match=rf"gives 'ab' the id {FIRST_BYTE + 256}, and the model's vocab_size is 262"):
+        tokenizer.check_ids(FIRST_BYTE + 256)
+
+
+@pytest.mark.parametrize("template", [1, 2.5, True, {"a": 1}, [1], [None], [{"name": "default"}], ["default"]])
+def test_chat_templates_that_are_none(tmp_path, template):
+    write_tokenizer(tmp_path, chat_template=template)
+    with pytest.raises(ValueError, match=r"config.json: chat_template is neither text nor a list of objects"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("settings", ["null", "[]", '"x"', "1", "[" * 100_000])
+def test_settings_that_are_no_object(tmp_path, settings):
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(ValueError, match=r"tokenizer_config.json: (expected a JSON object|more than 64)"):
+        Tokenizer(tmp_path)
+
+
+def test_template_file_that_is_no_text(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"ab\xff")
+    with pytest.raises(ValueError, match=r"chat_template.jinja: not UTF-8 text at byte 2"):
+        Tokenizer(tmp_path)
+
+
+def test_lone_surrogates(tokenizer):
+    with pytest.raises(ValueError, match="a lone surrogate"):
+        tokenizer.encode("a\ud800b")
+
+
 def test_no_bos_token(tmp_path):
     raw = RawTokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     raw.save(str(tmp_path / "tokenizer.json"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import resources
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ from deepseek_attn.experiments.define.settings import (
     read_sections,
 )
 from deepseek_attn.experiments.define.variant import KV_RECORDS, Variant, default_name
+from deepseek_attn.utils.json_files import read_json
 
 KEYS = (
     *("name", "title", "base", "base_changes", "variants", "grid", "seeds", "device", "jobs", "limit_s"),
     *("cost", "model_time", "train", "checkpoint"),
 )
+MAX_VARIANTS = 10_000
 VARIANT_KEYS = tuple(field.name for field in fields(Variant))
 
 
@@ -79,11 +81,7 @@ def load_experiment(path: str | Path) -> Experiment:
         file = Path(str(resources.files("deepseek_attn.configs").joinpath("experiments", f"{path}.json")))
     elif not file.is_file():
         raise ValueError(f"{str(path)!r} is no file and no shipped experiment ({', '.join(shipped_experiments())})")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"experiment {path}: not valid JSON ({error})") from error
-    return read_experiment(raw, str(path), file.parent)
+    return read_experiment(read_json(file, f"experiment {path}"), str(path), file.parent)
 
 
 def read_experiment(raw: Any, origin: str, folder: Path) -> Experiment:
@@ -146,6 +144,9 @@ def _read_variants(reader: FieldReader) -> list[Variant]:
         if not isinstance(values, list) or not values:
             reader.problem(f"grid.{key} is {values!r}: expected a list of values")
     axes = {key: values for key, values in grid.items() if isinstance(values, list) and values}
+    if (count := prod(map(len, axes.values()))) > MAX_VARIANTS:
+        reader.problem(f"grid has {count} cells: supported are {MAX_VARIANTS}")
+        axes = {}
     cells = [dict(zip(axes, cell, strict=True)) for cell in product(*axes.values())] if axes else []
     variants = [_read_variant(reader, f"variants[{i}]", fields) for i, fields in enumerate(listed)]
     variants += [_read_variant(reader, f"grid[{i}]", cell) for i, cell in enumerate(cells)]

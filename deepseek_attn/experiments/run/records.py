@@ -10,6 +10,7 @@ from typing import Any, cast
 from deepseek_attn.experiments.define.results import Record
 from deepseek_attn.experiments.define.units import Unit
 from deepseek_attn.utils.files import write_text
+from deepseek_attn.utils.json_files import read_json
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -38,8 +39,8 @@ def write_record(folder: Path, unit: Unit, result: Mapping[str, Any], seconds: f
 def read_record(folder: Path, unit: Unit) -> Record | None:
     """The record of a unit; None if it is absent, unreadable or made from other inputs."""
     try:
-        record = json.loads(record_path(folder, unit).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
+        record = read_json(record_path(folder, unit), "record", max_bytes=None)
+    except (OSError, ValueError):
         return None
     matches = isinstance(record, dict) and record.get("fingerprint") == unit.fingerprint
     return cast(Record, record) if matches and isinstance(record.get("result"), dict) else None

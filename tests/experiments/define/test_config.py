@@ -91,6 +91,12 @@ def test_nothing_to_do_is_a_problem(tmp_path):
     assert "nothing to measure" in str(caught.value)
 
 
+def test_grids_without_end(tmp_path):
+    axis = list(range(1, 1001))
+    with pytest.raises(ValueError, match="grid has 1000000000 cells: supported are 10000"):
+        read(tmp_path, grid={"index_topk": axis, "sliding_window": axis, "schedule": ["0"] * 1000})
+
+
 def test_files_are_found_by_path_and_by_name(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"base": "tiny", "variants": VARIANTS, "cost": COST}))
