@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 
 from deepseek_attn.cache.layout import WINDOW, ratio_group
+from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import SamplingParams
@@ -44,6 +45,7 @@ class Workload:
         for prompt_ids, params in {0: self.jobs[:-1], 3: self.jobs[-1:]}.get(self.steps, []):
             self.requests.append(self.engine.add_request(prompt_ids, params))
         self.steps += 1
+        assert self.steps < 200, "the engine makes no progress"
         outputs = []
         with InterruptBefore(line, self.files) as trace:
             outputs = self.engine.step()
@@ -174,24 +176,24 @@ def test_a_step_that_no_rollback_takes_back():
 def test_interrupted_again_while_it_makes_up(monkeypatch):
     """A step that breaks off, and before each line of what restores its requests an exception once more."""
     runner = FakeRunner.create(max_num_batched_tokens=90, max_snapshots=2)
-    compute, jobs = FakeRunner._compute, fake_jobs()
+    accept, jobs = NextToken.accept, fake_jobs()
 
-    def interrupted(self, sequence, n):
-        compute(self, sequence, n)
-        raise Interrupted
+    def interrupted(self, work, output):
+        accept(self, work, output)
+        raise Interrupted  # the tokens are computed, and no request has got them
 
     whole = Workload(Engine(runner), jobs)
     lines = whole.run()
     expected = [request.completion().token_ids for request in whole.requests]
     broken = Workload(Engine(runner), jobs)
     with monkeypatch.context() as patch:
-        patch.setattr(FakeRunner, "_compute", interrupted)
+        patch.setattr(NextToken, "accept", interrupted)
         restoring = [line for line in broken.step().lines if line not in lines]
     assert len(restoring) > 20
     fired = 0
     for line in restoring:
         with monkeypatch.context() as patch:
-            patch.setattr(FakeRunner, "_compute", interrupted)
+            patch.setattr(NextToken, "accept", interrupted)
             fired += broken.step(line).fired
         broken.step()
     assert fired > 20
