@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         try:
             args = make_parser().parse_args(argv)
+            args.command_line = sys.argv[1:] if argv is None else argv  # for processes that run the same command
             program += f" {args.command}"
             return args.run(args) or 0
         finally:

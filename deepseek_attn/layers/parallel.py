@@ -11,16 +11,23 @@ Two ways to share the work, over the same ranks:
 
 Sums over ranks add up in another order than on one, and in the dtype of the model: results agree with those of one
 process to rounding, not bit for bit. All ranks have the same bits, so tensor-parallel ranks choose the same tokens.
+
+Ranks trust each other: what they exchange is not encrypted, and objects are pickled. So they listen on the loopback
+interface where all are on one machine, and elsewhere on the interface that they are told.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
 import torch
@@ -31,23 +38,30 @@ from deepseek_attn.config.options import parse_device
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.kernels.linear import FP8_BLOCK
 from deepseek_attn.layers.weights import Shard
+from deepseek_attn.utils.processes import check_interface, check_timeout, end_with_parent
 
-TIMEOUT_SECONDS = 600.0  # of one collective: ranks wait this long for one that is still loading or has died
+logger = logging.getLogger(__name__)
+TIMEOUT_SECONDS = 600.0  # that a rank waits for the others in one collective: they may still be loading
+GRACE_SECONDS = 3.0  # in which the others can say why a collective failed, and a launcher can end this process
 # torch 2.13 has new names for these
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-LAUNCH = "torchrun --nproc-per-node {} -m deepseek_attn"
+LAUNCH = "torchrun --nproc-per-node {} SCRIPT"
 
 
 class RankFailed(BaseException):
     """A step failed on this rank while others wait for its part: the process must end, so nothing should catch it."""
 
 
+class OthersLost(RankFailed):
+    """A collective failed on this rank, most likely because another one has died, or does not take part."""
+
+
 @dataclass
 class Parallel:
     """The rank of this process, and the collectives it takes part in.
 
-    Made by `launched` under torchrun. `single` is a process alone, for which every collective is the identity.
+    Made by `launched`. `single` is a process alone, for which every collective is the identity.
 
     Attributes:
         rank, world: number of this rank, and number of ranks.
@@ -82,7 +96,7 @@ class Parallel:
         """All-reduce over the ranks that have the same tokens. May overwrite ``x``."""
         if self.token_ranks > 1 and x.numel():
             x = x.contiguous()
-            dist.all_reduce(x)
+            self._exchange(dist.all_reduce, x)
         return x
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,7 +106,7 @@ class Parallel:
         rows, columns = x.shape
         gathered = x.new_empty(self.world * rows, columns)
         if rows:
-            _all_gather(gathered, x.contiguous())
+            self._exchange(_all_gather, gathered, x.contiguous())
         return gathered.view(self.world, rows, columns).transpose(0, 1).reshape(rows, self.world * columns)
 
     def gather_tokens(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,14 +120,14 @@ class Parallel:
         if not self.dp_attention:
             return self.sum(y)
         summed = y.new_empty(self.step_rows, y.shape[1])
-        _reduce_scatter(summed, y.contiguous())
+        self._exchange(_reduce_scatter, summed, y.contiguous())
         return summed[:rows]
 
     def _gather_rows(self, x: torch.Tensor) -> torch.Tensor:
         padded = x.new_zeros(self.step_rows, *x.shape[1:])
         padded[: len(x)] = x
         everyone = x.new_empty(self.world * self.step_rows, *x.shape[1:])
-        _all_gather(everyone, padded)
+        self._exchange(_all_gather, everyone, padded)
         return everyone
 
     def agree(self, rows: int, device: torch.device) -> int:
@@ -122,7 +136,7 @@ class Parallel:
         Waits until every rank has begun one. 0: no rank has work left.
         """
         most = torch.tensor([rows], device=device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
+        self._exchange(dist.all_reduce, most, dist.ReduceOp.MAX)
         self.step_rows = int(most)
         return self.step_rows
 
@@ -147,8 +161,15 @@ class Parallel:
         """Rank 0's picklable ``value``, on every rank."""
         values = [value]
         if self.world > 1:
-            dist.broadcast_object_list(values)
+            self._exchange(dist.broadcast_object_list, values)
         return values[0]
+
+    def _exchange(self, collective: Callable, *args: Any) -> None:
+        try:
+            collective(*args)
+        except RuntimeError as error:
+            reason = str(error).partition(". ")[0]  # and not what torch advises
+            raise OthersLost(f"rank {self.rank} of {self.world} waited for the others: {reason}") from error
 
 
 @contextmanager
@@ -157,48 +178,171 @@ def launched(
     device: torch.device | str | None = None,
     dp_attention: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    interface: str | None = None,
+    rendezvous: str | None = None,
 ) -> Iterator[tuple[Parallel, torch.device]]:
-    """Joins the ranks that torchrun has started, over NCCL on GPUs and Gloo on CPUs; 1 is a process alone.
+    """Joins the ranks that a launcher has started, over NCCL on GPUs and Gloo on CPUs; 1 is a process alone.
 
-    An error inside leaves the others waiting: torchrun then ends them, and without it they fail after
-    ``timeout_seconds`` (over Gloo, as soon as this process is gone).
+    An error inside ends the ranks: the first one that fails raises it. Those that then fail because it is gone raise
+    ``SystemExit`` of status 1, so that only one message is seen; if a rank has died or hangs, one of the others raises
+    `RankFailed` with its number. Launchers end those that wait; without one they fail after ``timeout_seconds`` (over
+    Gloo, as soon as the failed process is gone).
 
     Args:
         world: ranks that are expected.
         device: default: GPU number ``LOCAL_RANK`` if there are GPUs, else the CPU.
+        timeout_seconds: that a rank waits for the others, while they join and in each collective.
+        interface: name of the network interface to listen on. Default: loopback if all ranks are on this machine, else
+            what ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` say.
+        rendezvous: URL of a place where the ranks meet (``file://...``); default: as torchrun says.
 
     Yields:
         the ranks, and the device of this one.
 
     Raises:
-        ValueError: not started by torchrun, or with another number of processes, or with fewer GPUs.
+        ValueError: not started by a launcher, or with another number of processes, or with fewer GPUs, or no such
+            interface or timeout.
     """
-    place, device = check_launch(world, device)
-    if world == 1:
+    rank, started = environment("RANK", 0), environment("WORLD_SIZE", 1)
+    if started == 1:
+        _, device = check_launch(world, device)
         yield Parallel.single(), device
         return
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.set_device(device)  # kernels and NCCL use the current one
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_seconds), device_id=device if cuda else None
-    )
-    parallel = Parallel(place, world, dp_attention)
-    parallel._seed = parallel.share(secrets.randbits(48))
-    yield parallel, device
-    # not after an error: NCCL would wait for collectives that never end
-    dist.destroy_process_group()
+    timeout = timedelta(seconds=check_timeout(timeout_seconds))
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which leaves ranks behind when it is killed
+        end_with_parent()
+    listen_on(interface)
+    try:
+        store = _meet(rank, started, timeout, rendezvous)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"rank {rank} of {started} met no others within {timeout_seconds:g} s: {error}") from error
+    with _one_message(store, rank, started, timeout_seconds):
+        rank, device = check_launch(world, device)
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(device)  # kernels and NCCL use the current one
+        try:
+            dist.init_process_group(
+                "nccl" if cuda else "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=world,
+                timeout=timeout, device_id=device if cuda else None,
+            )  # fmt: skip
+        except RuntimeError as error:
+            raise OthersLost(f"rank {rank} of {world} could not join the others: {error}") from error
+        try:
+            parallel = Parallel(rank, world, dp_attention)
+            parallel._seed = parallel.share(secrets.randbits(48))
+            yield parallel, device
+        except BaseException:
+            if not cuda:  # NCCL would wait for collectives that never end
+                dist.destroy_process_group()
+            raise
+        dist.destroy_process_group()
+
+
+def environment(name: str, default: int) -> int:
+    """An integer that torchrun sets; ValueError if it is none."""
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal():
+        raise ValueError(f"the environment variable {name} is {value!r}: torchrun sets it to an integer from 0 on")
+    return int(value)
+
+
+def listen_on(interface: str | None) -> None:
+    """Has the ranks of this process listen on a network interface; see `launched`."""
+    loopback = next((name for name in check_interface(interface) if name in ("lo", "lo0")), None)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if interface is not None:
+            os.environ[variable] = interface
+        elif loopback is not None and _on_one_machine():
+            os.environ.setdefault(variable, loopback)
+
+
+def _on_one_machine() -> bool:
+    """Whether all ranks run here, as their launcher says, or the address where they meet."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return environment("LOCAL_WORLD_SIZE", 1) == environment("WORLD_SIZE", 1)
+    return os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1")
+
+
+def _meet(rank: int, world: int, timeout: timedelta, rendezvous: str | None) -> dist.Store:
+    """The key-value store that all ranks have in common.
+
+    torchrun has one. Without it rank 0 serves one at ``MASTER_ADDR`` and ``MASTER_PORT``, on that address only unless
+    it is a name that means another one elsewhere.
+    """
+    by_hand = rendezvous is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if by_hand and rank == 0 and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        port = environment("MASTER_PORT", 0)
+        family, _, _, _, (address, *_) = socket.getaddrinfo(os.environ["MASTER_ADDR"], port, type=socket.SOCK_STREAM)[0]
+        if _on_one_machine() or not ip_address(address).is_loopback:
+            server = socket.create_server((address, port), family=family).detach()
+            return dist.TCPStore(address, port, world, True, timeout, wait_for_workers=False, master_listen_fd=server)
+    return next(dist.rendezvous(rendezvous or "env://", rank, world, timeout=timeout))[0]
+
+
+@contextmanager
+def _one_message(store: dist.Store, rank: int, world: int, timeout_seconds: float) -> Iterator[None]:
+    """The first rank that fails raises its error, the others `SystemExit`; for those that lost one, see `launched`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        lost = _silent_ranks(store, rank, world) if isinstance(error, OthersLost) else None
+        first = lost != [] and _is_first(store)
+        _wait_for_readers(store, world)
+        if not first:
+            logger.info("rank %d ends because another one failed", rank, exc_info=True)
+            raise SystemExit(1) from error
+        if lost is None:
+            raise
+        some = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
+        raise RankFailed(
+            f"{some} of {world} died (killed, out of memory?) or did not take part for {timeout_seconds:g} s "
+            f"(timeout_seconds, --rank-timeout); {error}"
+        ) from error
+
+
+def _is_first(store: dist.Store) -> bool:
+    """Whether this rank is the first that failed; also if the others cannot be asked."""
+    try:
+        return store.add("failed", 1) == 1
+    except RuntimeError:
+        return True
+
+
+def _silent_ranks(store: dist.Store, rank: int, world: int) -> list[int]:
+    """Ranks that do not say that they have lost others, some seconds after this one did; none if one failed."""
+    try:
+        store.set(f"lost others {rank}", "")
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline:
+            if store.check(["failed"]):
+                return []
+            time.sleep(0.05)
+        return [other for other in range(world) if not store.check([f"lost others {other}"])]
+    except RuntimeError:  # rank 0 served the store, and is gone
+        return [0]
+
+
+def _wait_for_readers(store: dist.Store, world: int) -> None:
+    """If this process serves the store, lets the other ranks read there for a while that one has failed."""
+    deadline = time.monotonic() + 2 * GRACE_SECONDS
+    with suppress(RuntimeError):
+        store.add("ended", 1)
+        while isinstance(store, dist.TCPStore) and store.add("ended", 0) < world and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 def check_launch(world: int, device: torch.device | str | None) -> tuple[int, torch.device]:
     """(rank, device) of this process; see `launched` for what it refuses."""
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    started = environment("WORLD_SIZE", 1)
     if world < 1 or started != world:
         raise ValueError(
             f"{world} ranks were asked for, and {started} processes were started: ask for {started} ranks, or start "
             f"`{LAUNCH.format(max(world, 1))} ...`"
         )
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    local = environment("LOCAL_RANK", 0)
     device = parse_device(device)
     if device.type == "cuda" and world > 1:
         if device.index is not None:
@@ -206,7 +350,7 @@ def check_launch(world: int, device: torch.device | str | None) -> tuple[int, to
         if local >= torch.cuda.device_count():
             raise ValueError(f"rank {local} of this host has no GPU: there are {torch.cuda.device_count()}")
         device = torch.device("cuda", local)
-    return int(os.environ.get("RANK", "0")), device
+    return environment("RANK", 0), device
 
 
 def check_split(config: AnyConfig, parallel: Parallel) -> None:

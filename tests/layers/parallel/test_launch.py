@@ -1,4 +1,4 @@
-"""Joining ranks: what is refused, the command line under torchrun, and a rank that dies."""
+"""Joining ranks: what is refused, and the command line as ranks, started by itself and by torchrun."""
 
 from __future__ import annotations
 
@@ -13,19 +13,11 @@ from deepseek_attn.checkpoint.source import stored_shards
 from deepseek_attn.cli import main
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.kernels.linear import dequantize_weight
-from deepseek_attn.layers.parallel import Parallel, RankFailed, check_launch, check_split, launched
+from deepseek_attn.layers.parallel import Parallel, RankFailed, check_launch, check_split, launched, listen_on
 from deepseek_attn.layers.weights import Shard
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.layers.parallel import cases
-
-DYING = """
-import sys
-from deepseek_attn.layers.parallel import launched
-with launched(2, "cpu", timeout_seconds=3600) as (parallel, _):
-    if parallel.rank == 1:
-        raise ValueError("this rank stops here")
-    parallel.sum(__import__("torch").ones(3))
-"""
+from tests.support.tiers import tiered
 
 
 def torchrun(world: int, *command: str) -> list[str]:
@@ -40,22 +32,17 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(RandomSource(config, 4), config, tmp_path_factory.mktemp("checkpoint") / "model")
 
 
-def test_the_command_line_under_torchrun(checkpoint, capsys):
+@pytest.mark.parametrize("launcher", tiered(["own", "torchrun"], ["own"]))
+def test_the_command_line_as_ranks(checkpoint, capsys, launcher):
     flags = ["generate", "--model", str(checkpoint), "--token-ids", "5,9,17,4,200", "--max-tokens", "8", "--ignore-eos"]
     flags += ["--device", "cpu", "--temperature", "0"]
     assert main(flags) == 0
     alone = capsys.readouterr().out.encode()
-    command = torchrun(2, "-m", "deepseek_attn", *flags, "--tensor-parallel", "2")
+    command = ["-m", "deepseek_attn", *flags, "--tensor-parallel", "2"]
+    command = [sys.executable, *command] if launcher == "own" else torchrun(2, *command)
     shared = subprocess.run(command, capture_output=True, timeout=900, check=True, stdin=subprocess.DEVNULL).stdout
     assert shared == alone
     assert shared.strip()
-
-
-def test_a_rank_that_dies_ends_the_others():
-    """The other rank would wait an hour for the sum; ``timeout`` ends a test that hangs."""
-    done = subprocess.run(torchrun(2, "--no-python", sys.executable, "-c", DYING), capture_output=True, timeout=900)
-    assert done.returncode != 0
-    assert b"this rank stops here" in done.stderr
 
 
 def test_impossible_splits_are_listed_together():
@@ -92,6 +79,28 @@ def test_launches_that_do_not_fit(monkeypatch):
         check_launch(1, "cpu")
     with pytest.raises(ValueError, match="each has a GPU of its own"):
         check_launch(2, "cuda:1")
+    monkeypatch.setenv("LOCAL_RANK", "-1")
+    with pytest.raises(ValueError, match=r"LOCAL_RANK is '-1': torchrun sets it"):
+        check_launch(2, "cpu")
+    for seconds in (0, -1, float("nan"), float("inf"), True, "9"):
+        with pytest.raises(ValueError, match="supported are 1 to 604800"), launched(2, "cpu", timeout_seconds=seconds):
+            pass
+    with pytest.raises(ValueError, match=r"no network interface 'eth99': this machine has .*lo"):
+        listen_on("eth99")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["100000"], "up to 64 ranks run on one machine"),
+        (["2", "--rank-timeout", "nan"], "a timeout of nan s: supported are 1 to 604800"),
+        (["2", "--rank-interface", "eth99"], "no network interface 'eth99'"),
+    ],
+)
+def test_ranks_that_are_not_started(monkeypatch, capsys, flags, message):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["generate", "--token-ids", "5", "--tensor-parallel", *flags]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_alone_nothing_is_exchanged(monkeypatch):

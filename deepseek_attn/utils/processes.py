@@ -1,0 +1,32 @@
+"""Processes that start others, and the network between them."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import socket
+import sys
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MAX_TIMEOUT_SECONDS = 7 * 86400
+
+
+def end_with_parent() -> None:
+    """Has the kernel (Linux) kill this process as soon as the one that started it is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def check_interface(name: str | None) -> list[str]:
+    """Names of this machine's network interfaces; ValueError if ``name`` is none of them."""
+    known = [interface for _, interface in socket.if_nameindex()]
+    if name is not None and name not in known:
+        raise ValueError(f"no network interface {name!r}: this machine has {', '.join(known)}")
+    return known
+
+
+def check_timeout(seconds: float) -> float:
+    """A time that processes wait for each other; ValueError if it is out of range."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 1 <= seconds <= MAX_TIMEOUT_SECONDS:
+        raise ValueError(f"a timeout of {seconds!r} s: supported are 1 to {MAX_TIMEOUT_SECONDS}")
+    return seconds
