@@ -251,11 +251,11 @@ class Engine:
         return self.runner.step([(request.sequence, n)], self.decoder.options_with_logits([(request, n)]))
 
     def _shrink(self, work: Work, error: Exception) -> None:
-        """After a step ran out of memory: smaller steps from now on, until a single token is too much."""
+        """After a step ran out of memory: smaller steps for a while, until a single token is too much."""
         total = sum(n for _, n in work)
         if total == 1:
             self._fail(work[0][0], f"out of memory for a single token: {error}", error)
-        self.scheduler.max_num_batched_tokens = max(1, total // 2)
+        self.scheduler.shrink(total)
 
     def _run_each(self, work: Work, ends: list[int], error: Exception) -> tuple[Work, StepOutput]:
         """After a step failed: every request again, alone, up to where the step would have computed it."""

@@ -15,6 +15,8 @@ from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.stats import StepStats
 from deepseek_attn.utils.tracing import traced
 
+PATIENCE = 32  # steps after one that ran out of memory, until larger ones are tried again
+
 
 class Scheduler:
     """Requests that wait and requests that run.
@@ -23,7 +25,7 @@ class Scheduler:
         prefixes: snapshots to start from; None: every request starts at its first token.
 
     Attributes:
-        max_num_batched_tokens: that of the layout, less after a step that ran out of memory.
+        max_num_batched_tokens: that of the layout, less for a while after a step that ran out of memory.
     """
 
     def __init__(self, manager: CacheManager, prefixes: PrefixCache | None):
@@ -31,6 +33,28 @@ class Scheduler:
         self.max_num_batched_tokens = self.layout.max_num_batched_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self._patience, self._steps, self._largest, self._planned = PATIENCE, 0, 0, 0
+
+    def shrink(self, tokens: int) -> None:
+        """After a step of ``tokens`` tokens ran out of memory: at most half as many, which `plan` doubles again later.
+
+        Where as many have succeeded since the last time, the shortage may pass, and larger steps are tried soon. Else
+        each failure doubles the number of steps until then, so that a prompt of any length ends between two failures,
+        which may cost it its caches.
+        """
+        if tokens <= self._largest:
+            self._patience = PATIENCE
+        elif self._largest:  # not right after another failure
+            self._patience *= 2
+        self.max_num_batched_tokens = max(1, tokens // 2)
+        self._steps, self._largest, self._planned = 0, 0, 0
+
+    def _grow(self) -> None:
+        """Counts a step of the planned size that did not run out of memory; after enough of them steps may grow."""
+        self._steps, self._largest = self._steps + 1, max(self._largest, self._planned)
+        if self._steps > self._patience:
+            self._steps = 0
+            self.max_num_batched_tokens = min(2 * self.max_num_batched_tokens, self.layout.max_num_batched_tokens)
 
     def __contains__(self, request: Request) -> bool:
         return request in self.running or request in self.waiting
@@ -116,6 +140,7 @@ class Scheduler:
     @traced("schedule")
     def plan(self, decode_tokens: int, stats: StepStats) -> list[tuple[Request, int]]:
         """(request, tokens) of the next step: every decode first, then prompts in order while the budget lasts."""
+        self._grow()
         budget, work, beginnings = self.max_num_batched_tokens, [], set()
         for request in sorted(self.running, key=lambda r: r.sequence.num_pending > decode_tokens):
             pending = request.sequence.num_pending
@@ -131,6 +156,7 @@ class Scheduler:
             if n:
                 work.append((request, n))
                 budget -= n
+        self._planned = sum(n for _, n in work)
         return work
 
     def _better_later(self, request: Request, beginnings: set[bytes], stats: StepStats) -> bool:

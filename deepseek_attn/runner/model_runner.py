@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +28,7 @@ from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.runner.step import Batch, EagerStep, StepOptions, StepOutput, check_batch, step_input
 from deepseek_attn.utils.tracing import traced
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 DEFAULT_OPTIONS = StepOptions()
 
@@ -240,8 +242,11 @@ class ModelRunner(LoadedModel):
             return
         for cache in caches:
             self.manager.raise_low_water(cache, cache.num_tokens + num_drafts - self.layout.max_rollback)
-        with self.parallel.together():
-            self.graphs.launch_next_step(run, caches, limits)
+        try:
+            with self.parallel.together():
+                self.graphs.launch_next_step(run, caches, limits)
+        except Exception:  # it is computed when it is requested, and then shows what is wrong
+            logger.debug("the next step could not be launched early", exc_info=True)
 
     @torch.inference_mode()
     def wait_for_ranks(self) -> None:

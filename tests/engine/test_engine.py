@@ -195,6 +195,42 @@ def test_out_of_memory_makes_smaller_steps():
         assert request.completion().token_ids == expected(engine, tokens(n), 5)
 
 
+def test_a_shortage_of_memory_that_passes_leaves_steps_as_large_as_before():
+    runner = FakeRunner.create()
+    engine = Engine(runner)
+    for _ in range(2):
+        engine.add_request(tokens(150), greedy(1))
+        finish(engine)
+        runner.max_tokens = 1
+        requests = [engine.add_request(tokens(n), greedy(300)) for n in (20, 7)]
+        engine.step()
+        assert engine.scheduler.max_num_batched_tokens == 1
+        runner.max_tokens = 150
+        finish(engine)
+        assert engine.scheduler.max_num_batched_tokens == 150
+        assert [request.finish_reason for request in requests] == ["length"] * 2
+
+
+def test_a_shortage_of_memory_that_stays_is_met_ever_more_rarely():
+    """A prompt loses its caches with each failure, and ends nevertheless."""
+    runner = FakeRunner.create()
+    runner.max_tokens, failures, step = 3, [], runner.step
+
+    def recorded(batch, options=None):
+        if sum(n for _, n in batch) > 3:
+            failures.append(engine.stats.steps)
+        return step(batch, options)
+
+    runner.step = recorded
+    engine = Engine(runner)
+    for _ in range(4):
+        request = engine.add_request(tokens(800), greedy(2))
+        finish(engine)
+        assert request.completion().token_ids == expected(engine, tokens(800), 2)
+    assert engine.stats.steps > 1000
+    assert len(failures) < 16
+
+
 def test_out_of_memory_for_one_token_fails_that_request():
     runner = FakeRunner.create()
     runner.max_tokens = 0

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from deepseek_attn.cache.layout import STATE, WINDOW, ratio_group
-from deepseek_attn.cache.manager import NULL_PAGE
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
 from tests.engine.fake_runner import BROKEN, NOT_FINITE, FakeRunner
+from tests.engine.workload import check_pages
 from tests.support.tiers import tiered
 
 VARIANTS = {
@@ -84,13 +84,8 @@ class Fuzz:
         self.check_accounts()
 
     def check_accounts(self) -> None:
-        """Pages in use are those that running sequences and snapshots hold."""
-        caches = [request.sequence.cache for request in self.engine.scheduler.running]
-        if self.engine.prefixes is not None:
-            caches += [entry.snapshot.cache for entry in self.engine.prefixes._entries.values()]
-        for group, free in self.runner.manager.available_pages().items():
-            held = {page for cache in caches for page in cache.tables[group]} - {NULL_PAGE}
-            assert len(held) == self.runner.layout.pages[group] - 1 - free, group
+        """Pages in use are those that sequences and snapshots hold, and the statistics say so."""
+        check_pages(self.engine)
         assert self.engine.last_step.pages == {
             group: (pages - 1 - self.runner.manager.available_pages()[group], pages - 1)
             for group, pages in self.runner.layout.pages.items()
@@ -155,4 +150,4 @@ def test_steps_that_run_out_of_memory(most, ratios):
     fuzz.run(30)
     fuzz.check_outputs()
     fuzz.check_nothing_is_left()
-    assert fuzz.engine.scheduler.max_num_batched_tokens <= most
+    assert fuzz.engine.scheduler.max_num_batched_tokens <= 2 * most  # larger steps are tried now and then

@@ -19,14 +19,22 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from deepseek_attn.cache.layout import CacheLayout, make_layout
 from deepseek_attn.config.model import AnyConfig, ModelConfig
-from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.runner.model_runner import ModelRunner
-from tests.engine.workload import Job, alone, differences, leaked, make_jobs, together, use_buckets
+from tests.engine.workload import (
+    Job,
+    alone,
+    cache_bytes,
+    differences,
+    leaked,
+    make_jobs,
+    together,
+    use_buckets,
+    worse_tokens,
+)
 from tests.support.predictable import PredictableSource
 from tests.support.tiers import EXHAUSTIVE
 
@@ -84,21 +92,6 @@ def workload(device: torch.device, family: str, numerics: str) -> tuple[ModelRun
     return runner, jobs, alone(runner, jobs)
 
 
-def cache_bytes(config: AnyConfig, size: Size, numerics: str) -> int:
-    """Bytes of caches for ``SEQS`` sequences, with pages for little more than one at its longest."""
-    chosen = options(size, numerics)
-    sizes = chosen["max_model_len"], SEQS, size.chunk
-
-    def layout() -> CacheLayout:
-        return make_layout(config, numerics_for(config, numerics), chosen["dtype"], *sizes, max_snapshots=SNAPSHOTS)
-
-    whole = layout()
-    tokens = chosen["max_model_len"] * 5 // 4
-    pages = {group: 1 + SEQS + whole.max_snapshots + tokens // span for group, span in whole.growing.items()}
-    surplus = sum(p.page_bytes * (whole.pages[p.group] - pages[p.group]) for p in whole.pools if p.group in pages)
-    return whole.nbytes() - surplus
-
-
 @EXHAUSTIVE
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize(("family", "numerics"), [(f, n) for n in ("exact", "serving") for f in ("v4", "v32")])
@@ -108,10 +101,13 @@ def test_every_text_is_that_of_the_request_alone(report, device, family, numeric
     size = size_of(device)
     config = size.configs[family]
     single, jobs, expected = workload(device, family, numerics)
+    chosen = options(size, numerics)
+    sizes = {"max_num_seqs": SEQS, "max_num_batched_tokens": size.chunk, "max_snapshots": SNAPSHOTS}
+    longest = chosen["max_model_len"]
+    limit = cache_bytes(config, numerics, chosen["dtype"], longest * 5 // 4, sizes | {"max_model_len": longest})
     runner = ModelRunner.from_source(
-        config, PredictableSource(config), device=device, max_num_seqs=SEQS, max_num_batched_tokens=size.chunk,
-        max_snapshots=SNAPSHOTS, kv_cache_bytes=cache_bytes(config, size, numerics), **options(size, numerics),
-    )  # fmt: skip
+        config, PredictableSource(config), device=device, kv_cache_bytes=limit, **sizes, **chosen
+    )
     if device.type == "cpu" and drafts % 2 == 0 and isinstance(runner.model, DeepseekV4):
         use_buckets(runner)
     engine = Engine(runner, decoder=MTPSpeculation(runner, drafts) if drafts else None)
@@ -123,7 +119,8 @@ def test_every_text_is_that_of_the_request_alone(report, device, family, numeric
     else:
         rest = [requests[index] for index in wrong]
         allowed = {"exact": (1e-3, 0.0), "serving": (0.1, 0.02)}[numerics]
-        found = share_of_worse_tokens(single, rest, sum(len(r.completion().token_ids) for r in requests), allowed[0])
+        generated = sum(len(request.completion().token_ids) for request in requests)
+        found = worse_tokens(single, rest, allowed[0]) / max(1, generated)
         name = f"{family}, {drafts} drafts: {len(wrong)} of {len(jobs)} texts differ; tokens worse by {allowed[0]:g}"
         report.add(f"fuzz {numerics}", name, found, allowed[1])
         assert not report.failed
@@ -147,17 +144,3 @@ def preempt_every(engine: Engine, steps: int) -> None:
         return outputs
 
     engine.step = then_preempt
-
-
-def share_of_worse_tokens(single: ModelRunner, requests: list, tokens: int, limit: float) -> float:
-    """Of ``tokens``, those whose logit in their own text is below the best one by ``limit`` of the range of logits."""
-    worse = 0
-    for request in requests:
-        text = request.sequence.token_ids
-        first = request.prompt_length
-        if len(text) > first:
-            (logits,) = single.score([text])
-            rows = logits[first - 1 : len(text) - 1].float()
-            best, own = rows.amax(1), rows.gather(1, torch.tensor(text[first:])[:, None])[:, 0]
-            worse += int(((best - own) / (best - rows.mean(1)) > limit).sum())
-    return worse / max(1, tokens)

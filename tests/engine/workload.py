@@ -11,11 +11,15 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from deepseek_attn.cache.layout import make_layout
+from deepseek_attn.cache.manager import NULL_PAGE, SequenceCache
+from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Request
@@ -110,12 +114,56 @@ def differences(requests: list[Request], jobs: list[Job], expected: list[list[in
     return wrong
 
 
+def worse_tokens(single: ModelRunner, requests: list[Request], limit: float) -> int:
+    """Generated tokens whose logit in their own text is below the best one by ``limit`` of the range of logits."""
+    worse = 0
+    for request in requests:
+        text = request.sequence.token_ids
+        first = request.prompt_length
+        if len(text) > first:
+            (logits,) = single.score([text])
+            rows = logits[first - 1 : len(text) - 1].float()
+            best, own = rows.amax(1), rows.gather(1, torch.tensor(text[first:])[:, None])[:, 0]
+            worse += int(((best - own) / (best - rows.mean(1)) > limit).sum())
+    return worse
+
+
+def check_pages(engine: Engine, outside: Iterable[SequenceCache] = ()) -> None:
+    """Every page in use has exactly the holders that are known: requests, kept prefixes and caches ``outside``."""
+    scheduler, manager = engine.scheduler, engine.runner.manager
+    caches = [request.sequence.cache for request in (*scheduler.running, *scheduler.waiting)]
+    if engine.prefixes is not None:
+        kept = [entry.snapshot for entry in engine.prefixes._entries.values()]
+        caches += [snapshot.cache for snapshot in kept]
+        slots = sorted([*manager.free_snapshots, *(snapshot.slot for snapshot in kept)])
+        assert slots == list(range(manager.layout.max_snapshots))
+    caches += outside
+    for group, free in manager.available_pages().items():
+        holders = Counter(page for cache in caches for page in cache.tables[group] if page != NULL_PAGE)
+        assert len(holders) == manager.layout.pages[group] - 1 - free, group
+        assert holders == {page: manager.references(group, page) for page in holders}, group
+
+
 def leaked(engine: Engine) -> dict[str, int]:
     """Pages by group that are still held once the prefix cache is empty."""
     if engine.prefixes is not None:
         engine.prefixes.clear()
     free = engine.runner.manager.available_pages()
     return {group: left for group, pages in engine.runner.layout.pages.items() if (left := pages - 1 - free[group])}
+
+
+def cache_bytes(config: AnyConfig, numerics: str, dtype: torch.dtype, tokens: int, sizes: dict[str, int]) -> int:
+    """Bytes of caches with pages for ``tokens`` tokens over all sequences, and one more for each sequence and snapshot.
+
+    Args:
+        sizes: ``max_model_len``, ``max_num_seqs``, ``max_num_batched_tokens``, and ``max_snapshots`` if there are any.
+    """
+    layout = make_layout(config, numerics_for(config, numerics), dtype, **sizes)
+    pages = {
+        group: 1 + layout.max_num_seqs + layout.max_snapshots + tokens // span for group, span in layout.growing.items()
+    }
+    surplus = sum(p.page_bytes * (layout.pages[p.group] - pages[p.group]) for p in layout.pools if p.group in pages)
+    return layout.nbytes() - surplus
 
 
 def variants(config, longest: int) -> dict[str, dict]:
@@ -125,14 +173,8 @@ def variants(config, longest: int) -> dict[str, dict]:
 
     def pressure(chosen: dict) -> dict:
         """Caches of two sequences at their longest, for eight."""
-        base = {"max_num_batched_tokens": 1024} | limits | chosen
-        sizes = (base["max_model_len"], SEQS, base["max_num_batched_tokens"])
-        numerics = numerics_for(config, "exact")
-        layout = make_layout(config, numerics, torch.float32, *sizes, max_snapshots=base.get("max_snapshots", 0))
-        tokens = 2 * base["max_model_len"]
-        pages = {group: 1 + SEQS + layout.max_snapshots + tokens // span for group, span in layout.growing.items()}
-        surplus = sum(p.page_bytes * (layout.pages[p.group] - pages[p.group]) for p in layout.pools if p.group in pages)
-        return {"kv_cache_bytes": layout.nbytes() - surplus}
+        sizes = {"max_num_batched_tokens": 1024} | limits | chosen
+        return {"kv_cache_bytes": cache_bytes(config, "exact", torch.float32, 2 * sizes["max_model_len"], sizes)}
 
     base = {"max_num_batched_tokens": 1024} | limits
     everything = chunks | prefixes
@@ -148,7 +190,8 @@ def variants(config, longest: int) -> dict[str, dict]:
 
 def use_buckets(runner: ModelRunner) -> None:
     """Decode steps over persistent tensors, for three sizes of batches."""
-    runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[1, 3, SEQS], capture=False)
+    batches = [1, 3, runner.layout.max_num_seqs]
+    runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device, batches=batches, capture=False)
 
 
 def main() -> int:
