@@ -20,11 +20,12 @@ _HOMES = {
     "ModelConfig": "deepseek_attn.config.model",
     "LayerSpec": "deepseek_attn.config.model",
     "ModelRunner": "deepseek_attn.runner.model_runner",
+    "LayerSession": "deepseek_attn.runner.session",
     "LLM": "deepseek_attn.engine.llm",
     "Engine": "deepseek_attn.engine.engine",
     "SamplingParams": "deepseek_attn.engine.sampling",
 }
-__all__ = ["LLM", "Engine", "LayerSpec", "ModelConfig", "ModelRunner", "SamplingParams"]
+__all__ = ["LLM", "Engine", "LayerSession", "LayerSpec", "ModelConfig", "ModelRunner", "SamplingParams"]
 
 
 def __getattr__(name: str):

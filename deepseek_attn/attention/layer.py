@@ -74,7 +74,8 @@ class DeepseekV4MLAAttention(CheckpointModule):
     """
 
     attn_sink: Tensor
-    swa_cache: Pool  # with the workspace, set by `bind_caches`
+    swa_cache: Pool  # with pools and workspace, set by `bind_caches`
+    pools: CachePools
     workspace: Workspace
 
     def __init__(
@@ -143,7 +144,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         prefill_workspace_rows: int,
     ) -> None:
         """Gives the layer its pools and the scratch memory it shares with other layers."""
-        self.workspace, self.prefill_workspace_rows = workspace, prefill_workspace_rows
+        self.pools, self.workspace, self.prefill_workspace_rows = pools, workspace, prefill_workspace_rows
         self.swa_cache = pools.get(self.prefix, "window")
         self.kv_cache = pools.get(self.prefix, "compressed")
         if self.compressor is not None:
@@ -174,6 +175,8 @@ class DeepseekV4MLAAttention(CheckpointModule):
             q = x.new_zeros(len(x), self.padded_heads, self.head_dim)
             self.impl.forward_mqa(self, q, q[:, 0], positions)
             return torch.zeros_like(x)
+        if step.batch is not None:
+            step.batch.begin(self.prefix, self.pools, x, positions)
         with stage("project"):
             inputs = self.project(x)
         linears = query_linears(self.wq_b, self.indexer, step)

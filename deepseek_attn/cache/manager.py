@@ -60,6 +60,9 @@ class SequenceCache:
         low_water: smallest length that `truncate` can go back to in place. Above ``num_tokens`` within a step that may
             overwrite more than it could take back.
         tables: physical page of each logical page, by group; 0 where a window page was freed.
+        manager: the manager whose pages these are.
+        uncommitted: of a sequence that is driven by `ModelRunner.step_metadata`: tokens that layers have computed and
+            `CacheManager.commit` has not counted. None for others, whose runner does both.
         version: counts the changes of ``tables``, for copies of them that are kept elsewhere.
         owned_from, owned_to: lengths for which pages are already allocated and exclusive; lets `CacheManager.reserve`
             return early.
@@ -69,6 +72,8 @@ class SequenceCache:
     num_tokens: int = 0
     low_water: int = 0
     tables: dict[str, list[int]] = field(default_factory=dict)
+    manager: CacheManager | None = field(default=None, compare=False, repr=False)
+    uncommitted: int | None = None
     version: int = field(default=0, compare=False)
     owned_from: int = field(default=0, compare=False)
     owned_to: int = field(default=0, compare=False)
@@ -172,7 +177,7 @@ class CacheManager:
         return cache.carried
 
     def create(self) -> SequenceCache:
-        return SequenceCache(tables={group: [] for group in self.layout.pages})
+        return SequenceCache(tables={group: [] for group in self.layout.pages}, manager=self)
 
     def live_pages(self, num_tokens: int, low_water: int) -> dict[str, range]:
         """Logical pages by group that a sequence needs; others of its tables are freed, or reserved for later tokens.
@@ -205,10 +210,18 @@ class CacheManager:
         """Gives each sequence the pages of its next ``n`` tokens: new ones, and copies of shared ones.
 
         Raises:
-            OutOfPages: nothing was changed; names the pool with its needed and its free pages.
+            ValueError: a negative ``n``, more than ``max_model_len`` tokens, or a sequence of another manager.
+            OutOfPages: names the pool with its needed and its free pages. Either way nothing was changed.
         """
         self._settle()
-        batch = [(cache, n) for cache, n in batch if cache.num_tokens + n > cache.owned_to]
+        batch = [(cache, n) for cache, n in batch if not 0 <= n <= cache.owned_to - cache.num_tokens]
+        for cache, n in batch:
+            self._check_owner(cache)
+            if n < 0 or cache.num_tokens + n > self.layout.max_model_len:
+                raise ValueError(
+                    f"reserve of {n} new tokens after {cache.num_tokens}: a sequence has 0 to "
+                    f"max_model_len={self.layout.max_model_len} tokens"
+                )
         leaving: Counter[tuple[str, int]] = Counter()
         plans = [
             (cache, group, *self._pages_to_write(cache, group, n, leaving))
@@ -286,9 +299,53 @@ class CacheManager:
             for (cache, _), length in zip(batch, lengths, strict=True):
                 self.truncate(cache, length)
             raise
+    def check_reserved(self, batch: list[tuple[SequenceCache, int]]) -> None:
+        """Refuses a step of the next ``n`` tokens of sequences whose pages or whose last step make it wrong.
+
+        Raises:
+            RuntimeError: pages that are not reserved, or a step before this one that was not committed.
+            ValueError: a sequence of another manager.
+        """
+        for cache, n in batch:
+            self._check_owner(cache)
+            self._check_committed(cache)
+            if cache.num_tokens + n > cache.owned_to:
+                raise RuntimeError(
+                    f"no pages for {n} new tokens after {cache.num_tokens}: call manager.reserve([(cache, {n})]) first"
+                )
+
+    def _check_owner(self, cache: SequenceCache) -> None:
+        if cache.manager is not self:
+            raise ValueError("this sequence belongs to another runner's caches: use the manager that created it")
+
+    def _check_committed(self, cache: SequenceCache) -> None:
+        if cache.uncommitted:
+            raise RuntimeError(
+                f"{cache.uncommitted} new tokens of this sequence were computed after {cache.num_tokens} and not "
+                f"committed: call manager.commit(cache, {cache.uncommitted}) after each step, or drop them with "
+                f"manager.truncate(cache, {cache.num_tokens})"
+            )
 
     def commit(self, cache: SequenceCache, n: int) -> None:
-        """Counts ``n`` computed tokens and frees window pages that no query and no rollback can reach any more."""
+        """Counts ``n`` computed tokens and frees window pages that no query and no rollback can reach any more.
+
+        Raises:
+            RuntimeError: tokens without pages, or not as many as layers have computed.
+            ValueError: a sequence of another manager. Either way nothing was changed.
+        """
+        if not 0 <= n <= cache.owned_to - cache.num_tokens or cache.manager is not self:
+            self._check_owner(cache)
+            raise RuntimeError(
+                f"commit of {n} tokens after {cache.num_tokens}, with pages reserved for "
+                f"{max(0, cache.owned_to - cache.num_tokens)}: reserve, compute and commit the same tokens, once"
+            )
+        if cache.uncommitted is not None:
+            if cache.uncommitted != n:
+                raise RuntimeError(
+                    f"commit of {n} tokens, of which layers have computed {cache.uncommitted} with the metadata of "
+                    "step_metadata: compute a step, then commit all its tokens; truncate drops some"
+                )
+            cache.uncommitted = 0
         cache.num_tokens += n
         self.raise_low_water(cache, cache.num_tokens - self.layout.max_rollback)
 
@@ -321,8 +378,12 @@ class CacheManager:
         Args:
             keep_pages: pages past ``n`` stay reserved.
         """
+        self._check_owner(cache)
         if not 0 <= n <= cache.num_tokens:
             raise ValueError(f"truncate({n}) of a sequence with {cache.num_tokens} computed tokens")
+        if cache.uncommitted:  # they have overwritten as much as committed ones
+            self.raise_low_water(cache, cache.num_tokens + cache.uncommitted - self.layout.max_rollback)
+        cache.uncommitted = None
         if n < cache.low_water:
             self.free(cache)
             return 0
@@ -343,10 +404,12 @@ class CacheManager:
 
     def fork(self, cache: SequenceCache) -> SequenceCache:
         """A second sequence with the same past. Shares every page until one of the two writes to it."""
+        self._check_owner(cache)
+        self._check_committed(cache)
         self._settle()
         with self._change:
             tables = {group: list(table) for group, table in cache.tables.items()}
-            fork = SequenceCache(cache.num_tokens, cache.low_water, tables)
+            fork = SequenceCache(cache.num_tokens, cache.low_water, tables, self)
             self._register(fork)
             for group, table in tables.items():
                 for page in table:
@@ -357,12 +420,14 @@ class CacheManager:
 
     def free(self, cache: SequenceCache) -> None:
         """Returns all pages; the sequence is empty afterwards and can be used again."""
+        self._check_owner(cache)
         self._settle()
         with self._change:
             tables, carried, empty = cache.tables, cache.carried, {group: [] for group in cache.tables}
             # at once: with some of its tables a cache could not go on
             cache.tables, cache.num_tokens, cache.low_water, cache.carried = empty, 0, 0, None
             cache.owned_from = cache.owned_to = 0
+            cache.uncommitted = None
             cache.version += 1
             for group, table in tables.items():
                 self._release(group, table)
@@ -395,9 +460,10 @@ class CacheManager:
             allocator.recount(page for cache in caches for page in cache.tables[group] if page != NULL_PAGE)
         carried = {cache.carried for cache in caches}
         self._free_snapshots = [row for row in range(self.layout.max_snapshots) if row not in carried]
-        for cache in caches:  # a change may have ended before it said so
-            cache.version += 1
-            cache.owned_to = 0
+        if self._change.broke_off:  # it may have ended before it said so
+            for cache in caches:
+                cache.version += 1
+                cache.owned_to = 0
         self._change.broke_off = False
 
     def block_table(self, caches: list[SequenceCache], group: str) -> torch.Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from deepseek_attn.impls.step_batch import StepBatch
 from deepseek_attn.kernels.insert.types import CompressBatch
 
 
@@ -78,6 +79,7 @@ class StepMetadata:
             requests); filled by the impl likewise.
         visible: number of entries that each token sees, by ratio; selected: that it reads, by (ratio, top-k). Filled
             by the first layer that needs them.
+        batch: what layers compare a call with; None in steps of a runner itself, which cannot mix them up.
     """
 
     positions: Tensor
@@ -105,6 +107,7 @@ class StepMetadata:
     prefill_indices: dict[tuple[int, object], tuple[Tensor, Tensor]] = field(default_factory=dict)
     visible: dict[int, Tensor] = field(default_factory=dict)
     selected: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    batch: StepBatch | None = None
 
     @property
     def num_prefills(self) -> int:

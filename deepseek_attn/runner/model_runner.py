@@ -15,6 +15,7 @@ from deepseek_attn.checkpoint.random import RandomSource
 from deepseek_attn.checkpoint.source import SafetensorsSource
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.impls.step_batch import StepBatch
 from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.models.block import AttentionStack, layer_specs
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
@@ -25,7 +26,15 @@ from deepseek_attn.runner.drafting import Drafter, DraftRows
 from deepseek_attn.runner.graphs import DecodeRun, DraftTokens
 from deepseek_attn.runner.scoring import score_prompts
 from deepseek_attn.runner.sequence import Sequence
-from deepseek_attn.runner.step import Batch, EagerStep, StepOptions, StepOutput, check_batch, step_input
+from deepseek_attn.runner.step import (
+    Batch,
+    EagerStep,
+    StepOptions,
+    StepOutput,
+    check_batch,
+    check_query_lens,
+    step_input,
+)
 from deepseek_attn.utils.tracing import traced
 
 logger = logging.getLogger(__name__)
@@ -204,7 +213,7 @@ class ModelRunner(LoadedModel):
         if self.graphs is not None:
             self.graphs.prelaunched = None  # a different step than the launched one
         ids = torch.tensor([token for tokens in token_ids for token in tokens], device=self.device)
-        meta = self.step_metadata(caches, lengths)
+        meta = self._metadata(caches, lengths, self.decode_query_len)
         return EagerStep(model, lengths, model(ids, meta.positions, meta))
 
     def _reserve_drafts(self, caches: list[SequenceCache], lengths: list[int], num_drafts: int) -> list[int]:
@@ -279,18 +288,53 @@ class ModelRunner(LoadedModel):
         with self.parallel.together(), reference_ops(self.reference_only):
             return self._need_drafter().draft(batch, num_drafts, self.decode_query_len, self.graphs)
 
-    @traced("metadata")
     def step_metadata(
-        self, caches: list[SequenceCache], query_lens: list[int], token_valid: torch.Tensor | None = None
+        self,
+        caches: list[SequenceCache],
+        query_lens: list[int],
+        token_valid: torch.Tensor | None = None,
+        decode_query_len: int | None = None,
     ) -> StepMetadata:
-        """Metadata for the next ``query_lens`` tokens of sequences with pages for them: to drive layers by hand.
+        """Metadata for the next ``query_lens`` tokens of sequences: to drive layers by hand; see `LayerSession`.
+
+        Each step is ``manager.reserve``, this, one call of each layer, ``manager.commit``. Layers take the metadata
+        once, while its sequences are as they are now; without the commit there is none for the next step.
 
         Args:
-            query_lens: new tokens of each sequence. Decodes come first: those of at most ``decode_query_len``, which is
-                1 unless drafts are expected.
+            query_lens: new tokens of each sequence. Decodes come first.
             token_valid: bool ``[T]`` on the CPU; rows that are padding write nothing and see nothing.
+            decode_query_len: a sequence of at most this many new tokens is a decode; default: the runner's, which is 1
+                unless drafts are expected.
+
+        Raises:
+            ValueError: lengths that are no step of this runner, or a prompt before a decode.
+            RuntimeError: pages that are not reserved, or a step before this one that was not committed.
         """
-        return self.builder.build(step_input(self.manager, caches, query_lens, self.decode_query_len, token_valid))
+        check_query_lens(caches, query_lens, self.layout)
+        self.manager.check_reserved(list(zip(caches, query_lens, strict=True)))
+        total, counts = sum(query_lens), list(query_lens)
+        if token_valid is not None:
+            if token_valid.shape != (total,) or token_valid.dtype != torch.bool or token_valid.is_cuda:
+                raise ValueError(
+                    f"token_valid is {list(token_valid.shape)} in {token_valid.dtype} on {token_valid.device}: it is "
+                    f"bool [{total}] on the CPU, one value per new token"
+                )
+            counts = [int(valid.sum()) for valid in token_valid.split(counts)]
+        decode_query_len = self.decode_query_len if decode_query_len is None else decode_query_len
+        step = self._metadata(caches, query_lens, decode_query_len, token_valid)
+        x_shape = (total, self.config.hidden_size)
+        step.batch = StepBatch(self.pools, list(caches), counts, x_shape, self.dtype, step.positions)
+        return step
+
+    @traced("metadata")
+    def _metadata(
+        self,
+        caches: list[SequenceCache],
+        query_lens: list[int],
+        decode_query_len: int,
+        token_valid: torch.Tensor | None = None,
+    ) -> StepMetadata:
+        return self.builder.build(step_input(self.manager, caches, query_lens, decode_query_len, token_valid))
 
     def _whole_model(self) -> DeepseekV4 | DeepseekV32:
         if isinstance(self.model, AttentionStack):

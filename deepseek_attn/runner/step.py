@@ -11,6 +11,7 @@ import torch
 from deepseek_attn.attention.builder import StepInput
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.cache.manager import CacheManager, SequenceCache
+from deepseek_attn.config.options import is_integer
 from deepseek_attn.kernels.sampling import greedy_tokens
 from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.utils.device import AsyncHostCopy, to_device
@@ -150,9 +151,32 @@ def check_batch(batch: Batch, layout: CacheLayout) -> None:
     for sequence, n in batch:
         if not 1 <= n <= sequence.num_pending:
             raise ValueError(f"{n} tokens asked of a sequence with {sequence.num_pending} pending tokens")
-    total, limit = sum(n for _, n in batch), layout.max_num_batched_tokens
-    if total > limit or len(batch) > layout.max_num_seqs:
+    check_size(sum(n for _, n in batch), len(batch), layout)
+
+
+def check_size(num_tokens: int, num_sequences: int, layout: CacheLayout) -> None:
+    """ValueError if a step is larger than its runner was made for."""
+    limit = layout.max_num_batched_tokens
+    if num_tokens > limit or num_sequences > layout.max_num_seqs:
         raise ValueError(
-            f"a step of {total} tokens in {len(batch)} sequences exceeds max_num_batched_tokens={limit} or "
+            f"a step of {num_tokens} tokens in {num_sequences} sequences exceeds max_num_batched_tokens={limit} or "
             f"max_num_seqs={layout.max_num_seqs}"
         )
+
+
+def check_query_lens(caches: list[SequenceCache], query_lens: list[int], layout: CacheLayout) -> None:
+    """ValueError if the next ``query_lens`` tokens of sequences cannot be one step of a runner with this layout."""
+    wrong = [n for n in query_lens if not is_integer(n) or n < 0]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} new tokens of a sequence: lengths are integers from 0")
+    if len(caches) != len(query_lens) or not sum(query_lens):
+        raise ValueError(
+            f"{len(query_lens)} lengths with {sum(query_lens)} new tokens in all, of {len(caches)} sequences: a step "
+            "has one length per sequence and at least one new token"
+        )
+    if len({id(cache) for cache in caches}) < len(caches):
+        raise ValueError("a sequence appears twice in a step: its new tokens are one chunk")
+    longest = max(cache.num_tokens + n for cache, n in zip(caches, query_lens, strict=True))
+    if longest > layout.max_model_len:
+        raise ValueError(f"a sequence of {longest} tokens exceeds max_model_len={layout.max_model_len}; raise it")
+    check_size(sum(query_lens), len(caches), layout)

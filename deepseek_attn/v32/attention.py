@@ -80,7 +80,8 @@ class DeepseekV32MLAAttention(CheckpointModule):
     compress_ratio = 1
     W_UK: LatentWeight
     W_UV: LatentWeight
-    kv_cache: Pool  # with the workspace, set by `bind_caches`
+    kv_cache: Pool  # with pools and workspace, set by `bind_caches`
+    pools: CachePools
     workspace: Workspace
 
     def __init__(
@@ -169,7 +170,7 @@ class DeepseekV32MLAAttention(CheckpointModule):
         prefill_workspace_rows: int,
     ) -> None:
         """Gives the layer its pools and the scratch memory it shares with other layers."""
-        self.workspace, self.prefill_workspace_rows = workspace, prefill_workspace_rows
+        self.pools, self.workspace, self.prefill_workspace_rows = pools, workspace, prefill_workspace_rows
         self.kv_cache = pools.get(self.prefix, "latent")
         if self.indexer is not None:
             self.indexer.bind(pools.get(self.prefix, "index"))
@@ -186,6 +187,8 @@ class DeepseekV32MLAAttention(CheckpointModule):
         Returns:
             ``[T, hidden_size]`` in the dtype of ``x``.
         """
+        if step.batch is not None:
+            step.batch.begin(self.prefix, self.pools, x, positions)
         self.step = step
         with stage("project"):
             inputs = InputProjections(*multi_linear(x, self.input_linears))

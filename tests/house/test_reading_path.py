@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from deepseek_attn import ModelRunner
+from deepseek_attn.runner.step import step_input
 
 ROOT = Path(__file__).parents[2]
 LINES = 400
@@ -69,7 +70,7 @@ def test_from_forward_to_the_contracts_of_ops(kind, computed, new):
     runner.manager.reserve([(cache, computed)])
     runner.manager.commit(cache, computed)
     runner.manager.reserve([(cache, new)])
-    step = runner.step_metadata([cache], [new])
+    step = runner.builder.build(step_input(runner.manager, [cache], [new], 1))
     x = torch.randn(new, runner.config.hidden_size)
     with torch.inference_mode():
         layer(x, step.positions, step)  # imports what is imported at the first call
