@@ -299,6 +299,7 @@ class CacheManager:
             for (cache, _), length in zip(batch, lengths, strict=True):
                 self.truncate(cache, length)
             raise
+
     def check_reserved(self, batch: list[tuple[SequenceCache, int]]) -> None:
         """Refuses a step of the next ``n`` tokens of sequences whose pages or whose last step make it wrong.
 

@@ -1,4 +1,4 @@
-"""One attention layer alone (`tests.support.one_layer`) against a dense computation of every query."""
+"""One attention layer alone (`tests.support.one_layer`) against `deepseek_attn.testing`'s reference."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.impls import flow
 from deepseek_attn.impls.prefill import plan_prefill_chunks
 from deepseek_attn.utils.workspace import Workspace, aligned_bytes
-from tests.support.one_layer import KINDS, WINDOW, Layer, Request
+from tests.support.one_layer import KINDS, WINDOW, Layer
 
 # against the dense computation
 
@@ -44,11 +44,12 @@ def test_requests_of_many_lengths_together(kind, chunks, device):
 def test_decode_steps_of_several_tokens(kind, device):
     """With a threshold of 3, up to 3 tokens of a request go through the decode path."""
     layer = Layer(kind, device)
+    layer.session.decode_query_len = 3
     requests = [layer.request(n) for n in (40, 29, 150)]
-    layer.step([(requests[0], 3), (requests[1], 20), (requests[2], 126)], threshold=3)
-    step = layer.attn.step
+    layer.step([(requests[0], 3), (requests[1], 20), (requests[2], 126)])
+    step = layer.session.step
     assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (1, 3, 2)
-    layer.run(requests, [3, 2, 1, 3], threshold=3)
+    layer.run(requests, [3, 2, 1, 3])
     for request in requests:
         layer.check(request)
 
@@ -59,13 +60,12 @@ def test_after_a_rollback_and_in_a_fork(kind, device):
     layer = Layer(kind, device)
     request = layer.request(150)
     layer.step([(request, 127)])
-    fork = Request(request.x.clone(), layer.runner.manager.fork(request.cache))
-    fork.outputs, fork.selected = list(request.outputs), list(request.selected)
+    fork = layer.fork(request)
     keep = len(fork.outputs)
     real, request.x = request.x, request.x.clone()
     request.x[127:132] = 50.0
     layer.step([(request, 5)])
-    assert layer.runner.manager.truncate(request.cache, 127) == 127
+    request.sequence.truncate(127)
     request.x = real
     del request.outputs[keep:], request.selected[keep:]
     fork.x[127:] = torch.randn_like(fork.x[127:])
@@ -203,7 +203,8 @@ def test_padding_tokens_at_the_end_of_a_prefill(kind, device):
     if layer.attn.indexer is not None:
         assert layer.attn.topk_indices_buffer[26:30].eq(-1).all()
         request.selected.append(layer.attn.topk_indices_buffer[:26].clone())
-    layer.runner.manager.commit(request.cache, 26)
+    layer.runner.manager.commit(request.sequence.cache, 26)
+    request.sequence.num_tokens = 26
     layer.run([request], [6, 1, 30])
     layer.check(request)
 
@@ -230,6 +231,7 @@ def test_an_infinite_sink_takes_all_the_weight_and_none():
     assert torch.cat(request.outputs).eq(0).all()
     layer = Layer("C4A")
     layer.attn.attn_sink.fill_(float("-inf"))
+    layer.reference.weights["attn_sink"] = layer.attn.attn_sink.double()
     request = layer.request(30)
     layer.run([request], [20, 1])
     layer.check(request)

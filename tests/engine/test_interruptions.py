@@ -14,6 +14,7 @@ from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.graphs import DecodeGraphs
+from deepseek_attn.testing import poison_caches
 from tests.engine import fake_runner
 from tests.engine.fake_runner import FakeRunner
 from tests.support.interruptions import LIBRARY, InterruptBefore, Interrupted, Line
@@ -22,7 +23,7 @@ from tests.support.predictable import PredictableSource
 from tests.support.requests import finish, greedy
 from tests.support.small_models import prompt, small_config, small_runner
 from tests.support.tiers import tiered
-from tests.support.v32_cases import poison, small
+from tests.support.v32_cases import small
 
 Jobs = list[tuple[list[int], SamplingParams]]
 
@@ -129,7 +130,7 @@ def test_models(family, drafts, persistent, every):
     )  # fmt: skip
     if persistent:
         runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[2, 4], capture=False)
-    poison(runner)
+    poison_caches(runner)
     drawn = SamplingParams(temperature=0 if persistent else 0.8, max_tokens=5, seed=5, ignore_eos=True)
     first = prompt(config, 100, seed=1)
     jobs = [(first, greedy(5)), (prompt(config, 20, seed=2), drawn), (first[:66] + [5, 6, 7], greedy(2))]

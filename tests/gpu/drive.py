@@ -22,10 +22,11 @@ from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import PRESETS, Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.testing import poison_caches, poison_scratch, relative_error
+from deepseek_attn.testing.random_layer import NAN_BYTE
 from tests.support.oracle_layer import Tokens, V4LayerOracle, V32LayerOracle
-from tests.support.report import INF, LIMIT, Report, worst_row
+from tests.support.report import INF, LIMIT, Report
 
-NAN_BYTE = 0xFF  # NaN as float32, bfloat16 and e4m3 alike
 MOST_PADDING = 2  # requests of a step that only fill up its batch
 PLAIN_LINEARS = replace(PRESETS["exact"], kv_record="fp8_ds_mla", index_record="fp8")
 
@@ -112,8 +113,7 @@ class Drive:
     def __post_init__(self):
         family = V32LayerOracle if isinstance(self.runner.config, DeepseekV32Config) else V4LayerOracle
         self.oracles = {i: family(self.runner, int(i), self.source) for i in self.runner.model.layers}
-        for pool in self.runner.pools:
-            pool.tensor.view(torch.uint8).fill_(NAN_BYTE)
+        poison_caches(self.runner)
 
     @classmethod
     def of(cls, case: Layers, name: str, backend: str, device: torch.device, report: Report) -> Drive:
@@ -157,14 +157,6 @@ class Drive:
                 slots = pages[entries // pool.entries] * pool.entries + entries % pool.entries
                 pool.insert(slots, torch.randn(len(entries), pool.record.dim, device=device))
 
-    def poison(self) -> None:
-        """Overwrites scratch memory, whose content must not matter between calls."""
-        (everything,) = self.runner.workspace.get(((self.runner.workspace.nbytes(),), torch.uint8))
-        everything.fill_(NAN_BYTE)
-        for block in self.runner.model.layers.values():
-            if (selection := selection_of(block.attn)) is not None:
-                selection.fill_(2**31 - 1)
-
     @torch.no_grad()
     def step(self, step: Step) -> None:
         """All layers on random hidden states of one step; the caches advance."""
@@ -193,7 +185,7 @@ class Drive:
         for index, block in runner.model.layers.items():
             x = torch.randn(len(valid), runner.config.hidden_size, device=runner.device).to(runner.dtype)
             x[~tokens.valid] = float("nan")
-            self.poison()
+            poison_scratch(runner)
             self.check(block, self.oracles[index], x, meta, tokens, step.name)
         for cache, n in own:
             manager.commit(cache, n)
@@ -208,7 +200,9 @@ class Drive:
         if watched is not None:
             attn.impl = watched.impl
             self.report.add(self.section, f"{label}: attention", watched.error, self.limits.attention)
-        self.report.add(f"{self.section} layer", label, worst_row(out, oracle(x, tokens, selected)), self.limits.layer)
+        self.report.add(
+            f"{self.section} layer", label, relative_error(out, oracle(x, tokens, selected)), self.limits.layer
+        )
         x = x.float().masked_fill(~tokens.valid[:, None], 0)
         for what, error in oracle.written(x, tokens).items():
             self.report.add(f"{self.section} written", f"{label}: {what}", error, self.limits.keys)
@@ -229,17 +223,13 @@ class Watched:
             raise AssertionError(f"{self.impl.name}: the result depends on where it is written")
         heads = slice(layer.num_heads)
         expected = self.oracle.attend(q[:, heads], self.tokens, selected_by(layer, len(q)))
-        self.error = worst_row(output[:, heads], expected)
+        self.error = relative_error(output[:, heads], expected)
         return own
 
 
-def selection_of(attn) -> Tensor | None:
-    """The buffer in which a layer's indexer leaves what it selected; None without an indexer."""
-    return attn.topk_indices_buffer
-
-
 def selected_by(attn, tokens: int) -> Tensor | None:
-    buffer = selection_of(attn)
+    """What the layer's indexer selected for the tokens of a step; None without an indexer."""
+    buffer = attn.topk_indices_buffer
     return None if buffer is None else buffer[:tokens].clone()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -14,6 +12,7 @@ from deepseek_attn.impls import flow
 from deepseek_attn.runner import ModelRunner, StepOptions
 from deepseek_attn.runner.drafting import DraftRows
 from deepseek_attn.runner.graphs import DecodeGraphs
+from deepseek_attn.testing import poison_scratch
 from tests.support.one_layer import Layer
 from tests.support.requests import greedy, prompt
 from tests.support.tiers import tiered
@@ -22,21 +21,26 @@ LENGTHS = (124, 60, 9, 0, 254)  # windows of 4 and 128 tokens close inside the n
 ROUNDS = [(4, 1, 3, 2, 4), (1, 4, 2, 3, 2), (2, 2, 4, 4, 1), (3, 3, 1, 1, 4)]
 
 
+@torch.no_grad()
 def one_round(layer: Layer, requests: list, counts: tuple[int, ...], threshold: int, padded: bool) -> torch.Tensor:
     """The next ``counts`` rows of each request, perhaps with padding behind them up to four."""
     lengths = [4 if padded else n for n in counts]
-    step = layer.step_input(list(zip(requests, lengths, strict=True)), threshold)
+    caches = [request.sequence.cache for request in requests]
+    layer.runner.manager.reserve(list(zip(caches, lengths, strict=True)))
     valid = torch.cat([torch.arange(length) < n for length, n in zip(lengths, counts, strict=True)])
-    x = torch.full((len(valid), layer.config.hidden_size), float("nan"))
-    x[valid] = torch.cat([r.x[r.cache.num_tokens :][:n] for r, n in zip(requests, counts, strict=True)])
-    out = layer.forward(x.nan_to_num(7.0), replace(step, token_valid=valid))[valid]
+    x = torch.full((len(valid), layer.runner.config.hidden_size), float("nan"))
+    x[valid] = torch.cat([r.x[r.sequence.num_tokens :][:n] for r, n in zip(requests, counts, strict=True)])
+    step = layer.runner.step_metadata(caches, lengths, valid, decode_query_len=threshold)
+    poison_scratch(layer.runner)
+    out = layer.attn(x.nan_to_num(7.0), step.positions, step)[valid]
     if layer.attn.indexer is not None:
         selected = layer.attn.topk_indices_buffer[: len(valid)][valid].split(counts)
         for request, entries in zip(requests, selected, strict=True):
             request.selected.append(entries)
     for request, rows, n in zip(requests, out.split(counts), counts, strict=True):
         request.outputs.append(rows)
-        layer.runner.manager.commit(request.cache, n)
+        layer.runner.manager.commit(request.sequence.cache, n)
+        request.sequence.num_tokens += n
     return out
 
 
@@ -51,15 +55,15 @@ def test_decode_and_prefill_compute_the_same(kind, padded):
     for threshold in (4, 0):
         torch.manual_seed(1)
         layer = Layer(kind)
+        layer.session.decode_query_len = 0
         requests = [layer.request(n + 12) for n in LENGTHS]
         for request, n in zip(requests, LENGTHS, strict=True):
             if n:
-                layer.step([(request, n)], threshold=0)
+                layer.step([(request, n)])
         rounds = [one_round(layer, requests, counts, threshold, padded) for counts in ROUNDS]
         step = layer.attn.step
         assert (step.num_decodes, step.num_prefills) == ((5, 0) if threshold else (0, 5))
         for request in requests:
-            request.x = request.x[: request.cache.num_tokens]
             layer.check(request)
         layers.append(layer)
         outputs.append(torch.cat(rounds))

@@ -1,19 +1,19 @@
 """DeepSeek-V4 by brute force: for each query the explicit list of what it may see, in float64, without any cache.
 
-Written from the model's definition as loops over layers, windows and queries. From the library it takes the config's
-values and the stored weights, nothing else. Covers what transformers cannot: any compress ratio, overlap and indexer
+Written from the model's definition as loops over layers, windows and queries; its attention is that of
+`deepseek_attn.testing.reference`. From the library's model it takes the config's values and the stored weights, nothing
+else. Covers what transformers cannot: any compress ratio, overlap and indexer
 independent of it, and the MTP layer.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn.functional as F
 
 from deepseek_attn.checkpoint import CheckpointSource, read_float32
 from deepseek_attn.config.model import LayerSpec, ModelConfig
+from deepseek_attn.testing.reference import V4LayerReference
 from tests.support.oracle_output import OracleOutput
 
 
@@ -23,6 +23,7 @@ class DenseOracle:
     def __init__(self, config: ModelConfig, source: CheckpointSource):
         self.config, self.source = config, source
         self.weights: dict[str, torch.Tensor] = {}
+        self.layers: dict[str, V4LayerReference] = {}
 
     def __call__(self, tokens: list[int]) -> OracleOutput:
         config, output = self.config, OracleOutput()
@@ -95,90 +96,13 @@ class DenseOracle:
 
     # attention
 
-    def rotate(self, spec: LayerSpec, x: torch.Tensor, position: int, sign: int = 1) -> torch.Tensor:
-        """Rotates the last ``qk_rope_head_dim`` channels, pairs of neighbours, at one position."""
-        dim = self.config.qk_rope_head_dim
-        angles = torch.tensor([sign * position * f for f in self.frequencies(spec.ratio)], dtype=torch.float64)
-        a, b = x[..., -dim::2], x[..., -dim + 1 :: 2]
-        y = x.clone()
-        y[..., -dim::2] = a * angles.cos() - b * angles.sin()
-        y[..., -dim + 1 :: 2] = a * angles.sin() + b * angles.cos()
-        return y
-
-    def frequencies(self, ratio: int) -> list[float]:
-        config, dim = self.config, self.config.qk_rope_head_dim
-        theta = config.compress_rope_theta if ratio else config.rope_theta
-        plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
-        yarn = config.rope_scaling
-        if not ratio or yarn is None or yarn["factor"] == 1:
-            return plain
-        length = yarn["original_max_position_embeddings"]
-
-        def index(turns: float) -> float:
-            return dim * math.log(length / (2 * math.pi * turns)) / (2 * math.log(theta))
-
-        low = max(math.floor(index(yarn["beta_fast"])), 0)
-        high = min(math.ceil(index(yarn["beta_slow"])), dim - 1)
-        ramp = [min(max((i - low) / (high - low or 0.001), 0), 1) for i in range(dim // 2)]
-        return [f * (r / yarn["factor"] + 1 - r) for f, r in zip(plain, ramp, strict=True)]
-
     def attention(self, spec: LayerSpec, x: torch.Tensor, output: OracleOutput) -> torch.Tensor:
-        config, name, count = self.config, f"{spec.name}.attn", len(x)
-        latent = self.norm(self.linear(f"{name}.wq_a", x), f"{name}.q_norm")
-        queries = self.norm(self.linear(f"{name}.wq_b", latent).view(count, config.num_attention_heads, -1))
-        keys = self.norm(self.linear(f"{name}.wkv", x), f"{name}.kv_norm")
-        keys = [self.rotate(spec, key, t) for t, key in enumerate(keys)]
-        entries = self.compress(spec, f"{name}.compressor", x) if spec.ratio else []
-        chosen = self.select(spec, x, latent, output) if spec.has_indexer else None
-        per_group = config.num_attention_heads // config.o_groups
-        wo_a = self[f"{name}.wo_a.weight"].view(config.o_groups, config.o_lora_rank, -1)
-        rows = []
-        for t in range(count):
-            seen = [keys[i] for i in range(t + 1) if t - i < config.sliding_window]
-            for w, entry in enumerate(entries):
-                closed = (w + 1) * spec.ratio <= t + 1
-                if closed and (chosen is None or chosen[t, w]):
-                    seen.append(entry)
-            q = self.rotate(spec, queries[t], t)
-            out = self.rotate(spec, self.softmax_sum(q, torch.stack(seen), self[f"{name}.attn_sink"]), t, sign=-1)
-            groups = out.view(config.o_groups, per_group * config.head_dim)
-            rows.append(torch.cat([wo_a[g] @ groups[g] for g in range(config.o_groups)]))
-        return self.linear(f"{name}.wo_b", torch.stack(rows))
-
-    def softmax_sum(self, q: torch.Tensor, keys: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
-        """``[H, d]``: keys, which are the values too, weighted by a softmax that the sink takes its share of."""
-        logits = torch.cat([q @ keys.T / math.sqrt(self.config.head_dim), sink.unsqueeze(1)], dim=1)
-        return logits.softmax(1)[:, :-1] @ keys
-
-    def compress(self, spec: LayerSpec, name: str, x: torch.Tensor) -> list[torch.Tensor]:
-        """One entry per closed window, each pooled channel by channel over its tokens."""
-        values, scores = self.linear(f"{name}.wkv", x), self.linear(f"{name}.wgate", x)
-        scores = scores + torch.stack([self[f"{name}.ape"][t % spec.ratio] for t in range(len(x))])
-        dim = len(self[f"{name}.norm.weight"])
-        entries = []
-        for first in range(0, len(x) - spec.ratio + 1, spec.ratio):
-            own = slice(first, first + spec.ratio)
-            value, score = values[own, -dim:], scores[own, -dim:]
-            if spec.overlap and first:
-                before = slice(first - spec.ratio, first)
-                value = torch.cat([values[before, :dim], value])
-                score = torch.cat([scores[before, :dim], score])
-            entry = self.norm((score.softmax(0) * value).sum(0), f"{name}.norm")
-            entries.append(self.rotate(spec, entry, first))
-        return entries
-
-    def select(self, spec: LayerSpec, x: torch.Tensor, latent: torch.Tensor, output: OracleOutput) -> torch.Tensor:
-        """Bool ``[T, entries]``: which entries a query reads."""
-        config, name = self.config, f"{spec.name}.attn.indexer"
-        keys = self.compress(spec, f"{name}.compressor", x)
+        layer = self.layers.setdefault(spec.name, V4LayerReference(self.config, self.source, spec))
+        if not spec.has_indexer:
+            return layer.attend(x, None)
         visible = (torch.arange(len(x)) + 1) // spec.ratio
-        keys = torch.stack(keys) if keys else torch.empty(0, config.index_head_dim, dtype=torch.float64)
-        queries = self.linear(f"{name}.wq_b", latent).view(len(x), config.index_n_heads, -1)
-        queries = torch.stack([self.rotate(spec, q, t) for t, q in enumerate(queries)])
-        weights = self.linear(f"{name}.weights_proj", x) / math.sqrt(config.index_head_dim * config.index_n_heads)
-        scores = torch.einsum("th,thn->tn", weights, (queries @ keys.T).clamp(min=0))
-        output.choose_entries(spec.index, scores, visible, config.index_topk)
-        return output.entries[spec.index]
+        output.choose_entries(spec.index, layer.index_scores(x), visible, self.config.index_topk)
+        return layer.attend(x, [set(row.nonzero()[:, 0].tolist()) for row in output.entries[spec.index]])
 
     # experts
 

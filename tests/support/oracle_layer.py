@@ -16,7 +16,8 @@ from deepseek_attn.cache.pools import Pool
 from deepseek_attn.checkpoint import CheckpointSource, read_float32
 from deepseek_attn.layers.rope import inverse_frequencies
 from deepseek_attn.runner.model_runner import ModelRunner
-from tests.support.report import INF, worst_row
+from deepseek_attn.testing import relative_error
+from tests.support.report import INF
 
 BLOCK_BYTES = 256 << 20
 
@@ -144,7 +145,7 @@ class V4LayerOracle(LayerOracle):
         x, valid, pool = x.float(), tokens.valid, self.pool("window")
         slots = tokens.slots(WINDOW, pool, tokens.positions[:, None])[valid, 0]
         kv = self.rotate(self.norm(self.linear("wkv", x), "kv_norm"), tokens.positions)[valid]
-        errors = {"window keys": worst_row(pool.gather(slots, torch.float32), kv)}
+        errors = {"window keys": relative_error(pool.gather(slots, torch.float32), kv)}
         if self.spec.ratio:
             errors["entries"] = self.entries_error("compressor", "compressed", x, tokens)
         if self.spec.has_indexer:
@@ -176,7 +177,7 @@ class V4LayerOracle(LayerOracle):
                 expected = self.rotate(self.norm(torch.stack(rows), f"{name}.norm"), wins * ratio)
                 pages = tokens.tables[group][request, wins // pool.entries]
                 got = pool.gather(pages * pool.entries + wins % pool.entries, torch.float32)
-                worst = max(worst, worst_row(got, expected))
+                worst = max(worst, relative_error(got, expected))
         return worst
 
     def regret(self, x: Tensor, tokens: Tokens, selected: Tensor) -> float:
@@ -230,9 +231,11 @@ class V32LayerOracle(LayerOracle):
         latent = self.norm(latent, "kv_a_layernorm", 1e-6)[valid]
         found = pool.gather(slots, torch.float32).split([config.kv_lora_rank, config.qk_rope_head_dim], 1)
         return {
-            "latents": worst_row(found[0], latent),
-            "rotated keys": worst_row(found[1], self.rotate(k_pe, tokens.positions)[valid]),
-            "index keys": worst_row(self.pool("index").gather(slots, torch.float32), self.index_keys(x, tokens)[valid]),
+            "latents": relative_error(found[0], latent),
+            "rotated keys": relative_error(found[1], self.rotate(k_pe, tokens.positions)[valid]),
+            "index keys": relative_error(
+                self.pool("index").gather(slots, torch.float32), self.index_keys(x, tokens)[valid]
+            ),
         }
 
     def index_keys(self, x: Tensor, tokens: Tokens) -> Tensor:

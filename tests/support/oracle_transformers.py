@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers import DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4HashRouter,
     DeepseekV4Indexer,
@@ -18,50 +18,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 from deepseek_attn.checkpoint import CheckpointSource, hf_state_dict
 from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.testing.transformers_layer import hf_config
 from tests.support.oracle_output import OracleOutput
-
-LAYER_TYPES = {
-    (False, False): "heavily_compressed_attention",
-    (True, True): "compressed_sparse_attention",
-}
-
-
-def hf_config(config: ModelConfig) -> DeepseekV4Config:
-    """The same model in transformers' words.
-
-    Raises:
-        ValueError: a schedule that transformers cannot express.
-    """
-    kinds, rates = [], {}
-    for spec in config.layers:
-        kind = LAYER_TYPES.get((spec.overlap, spec.has_indexer)) if spec.ratio else "sliding_attention"
-        if kind is None or (spec.ratio and rates.setdefault(kind, spec.ratio) != spec.ratio):
-            raise ValueError(f"transformers has no schedule with layer {spec}")
-        kinds.append(kind)
-    shared = (
-        *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "q_lora_rank"),
-        *("o_groups", "o_lora_rank", "sliding_window", "index_n_heads", "index_head_dim", "index_topk"),
-        *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "scoring_func"),
-        *("norm_topk_prob", "routed_scaling_factor", "swiglu_limit", "hc_mult", "hc_sinkhorn_iters", "hc_eps"),
-        *("rms_norm_eps", "rope_theta", "compress_rope_theta", "max_position_embeddings"),
-    )
-    fraction = config.qk_rope_head_dim / config.head_dim
-    main = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": fraction}
-    compress = main | {"rope_theta": config.compress_rope_theta}
-    if config.rope_scaling is not None:
-        scaling = {k: v for k, v in config.rope_scaling.items() if k != "type"}
-        compress |= scaling | {"rope_type": "yarn", "attention_factor": 1.0}
-    hashed = [spec.hash_routing for spec in config.layers]
-    return DeepseekV4Config(
-        **{name: getattr(config, name) for name in shared},
-        layer_types=kinds,
-        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 128} | rates,
-        mlp_layer_types=["hash_moe" if is_hash else "moe" for is_hash in hashed],
-        partial_rotary_factor=fraction,
-        rope_parameters={"main": main, "compress": compress},
-        num_nextn_predict_layers=0,
-        attn_implementation="eager",
-    )
 
 
 class TransformersOracle:

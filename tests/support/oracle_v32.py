@@ -11,10 +11,11 @@ import math
 
 import torch
 import torch.nn.functional as F
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DeepseekV32Config, DeepseekV32ForCausalLM
+from transformers import DeepseekV3ForCausalLM, DeepseekV32ForCausalLM
 
 from deepseek_attn.checkpoint import CheckpointSource, TensorInfo
 from deepseek_attn.config.v32 import DeepseekV32Config as Config
+from deepseek_attn.testing.transformers_layer import hf_config
 from tests.support.oracle_output import OracleOutput
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "F8_E8M0"}
@@ -57,10 +58,8 @@ class TransformersV32Oracle:
 
     def __init__(self, config: Config, source: CheckpointSource):
         sparse = config.model_type == "deepseek_v32"
-        raw = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "architectures")}
-        raw["torch_dtype"] = "float32"
-        hf_config = (DeepseekV32Config if sparse else DeepseekV3Config)(**raw, attn_implementation="eager")
-        self.model = (DeepseekV32ForCausalLM if sparse else DeepseekV3ForCausalLM)(hf_config).float().eval()
+        model_class = DeepseekV32ForCausalLM if sparse else DeepseekV3ForCausalLM
+        self.model = model_class(hf_config(config)).float().eval()
         state = pack_experts(float32_weights(source), config)
         missing, unexpected = self.model.load_state_dict(state, strict=False)
         unexpected = [name for name in unexpected if sparse or ".indexer." not in name]

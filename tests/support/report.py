@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.impls import flash_mla
+from deepseek_attn.testing import relative_error
 
 RESULTS = "DEEPSEEK_ATTN_GPU_RESULTS"
 LIMIT = 4e-3  # relative to float32; the kernels round weights and output to bf16
@@ -42,7 +43,7 @@ class Report(list[Case]):
 
     def compare(self, section: str, case: str, got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
         """Of (output, log-sum-exp) pairs ``[T, H, d]`` and ``[T, H]``: the worst row of each."""
-        self.add(section, case, worst_row(got[0], expected[0]))
+        self.add(section, case, relative_error(got[0], expected[0]))
         finite = expected[1].isfinite()
         same = bool((got[1].isposinf() == expected[1].isposinf()).all())  # NaN is neither
         worst = (got[1] - expected[1])[finite].abs().max() if bool(finite.any()) else torch.zeros(())
@@ -66,15 +67,6 @@ class Report(list[Case]):
         path.write_text(
             f'{{"command": {json.dumps(command)},\n"summary": {json.dumps(summary)},\n"cases": [\n{rows}\n]}}\n'
         )
-
-
-def worst_row(actual: Tensor, expected: Tensor) -> float:
-    """The largest relative error of a row ``[...]`` of ``[T, ...]``; infinite where zeros were expected and are not."""
-    if not len(expected):
-        return 0.0
-    actual, expected = actual.flatten(1).double(), expected.flatten(1).double()
-    difference, size = (actual - expected).norm(dim=1), expected.norm(dim=1)
-    return float(torch.where(size > 0, difference / size, torch.where(difference == 0, 0.0, INF + difference)).max())
 
 
 def on_cpu_too(cases: Iterable, small: Iterable) -> list:

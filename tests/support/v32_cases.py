@@ -37,12 +37,6 @@ def make_runner(config, source=None, **options) -> ModelRunner:
     return ModelRunner.from_source(config, source or RandomSource(config, 0), progress=False, device="cpu", **options)
 
 
-def poison(runner: ModelRunner) -> None:
-    """Every byte that no token wrote becomes NaN, as float32, bf16 and e4m3 alike."""
-    for pool in runner.pools:
-        pool.tensor.view(torch.uint8).fill_(0xFF)
-
-
 class recorded:
     """Hooks that keep the experts and the tokens that a single prompt's step chooses, by layer."""
 

@@ -12,6 +12,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.impls import AttentionSpec, get_impl
 from deepseek_attn.models.block import attention_layers
+from deepseek_attn.testing import poison_caches
 from deepseek_attn.v32.backends import (
     SPARSE_MLA_IMPLS,
     FlashInferMLASparseBackend,
@@ -23,7 +24,7 @@ from deepseek_attn.v32.backends import (
 from deepseek_attn.v32.backends.flashinfer_adapter import trtllm_decode
 from tests.support.oracle_v32 import NaiveOracle
 from tests.support.small_models import assert_close, prompt
-from tests.support.v32_cases import make_runner, poison, small
+from tests.support.v32_cases import make_runner, small
 
 SPEC = AttentionSpec(128, 576, 64, "fp8_v32", torch.bfloat16, qk_nope_head_dim=128)
 NUMERICS = {"plain": get_numerics("exact"), "fp8_v32": replace(get_numerics("exact"), kv_record="fp8_ds_mla")}
@@ -64,7 +65,7 @@ def test_modes_thresholds_and_chunks_give_one_result(kv_record, fp8_mode, thresh
     config, tokens = small(), [prompt(small(), n, seed) for seed, n in enumerate((90, 33, 70))]
     options = {"numerics": NUMERICS[kv_record], "max_model_len": 96, "prefill_workspace_rows": 100}
     runner = make_runner(config, fp8_mode=fp8_mode, **options)
-    poison(runner)
+    poison_caches(runner)
     chunks = [(40, 17, 5), (1, 1, 31), (3, 2, 3), (1, 3, 20), (2, 3, 3), (3, 1, 1)]
     logits, steps = compute(runner, tokens, chunks, threshold)
     whole = make_runner(config, fp8_mode="mixed", numerics=NUMERICS[kv_record])
@@ -107,7 +108,7 @@ def test_decode_and_prefill_paths_agree(numerics):
 @pytest.fixture
 def layer():
     runner = make_runner(small(qk_nope_head_dim=128), attention_only=True, layers=[0], max_num_seqs=2)
-    poison(runner)
+    poison_caches(runner)
     (layer,) = attention_layers(runner.model)
     return runner, layer
 

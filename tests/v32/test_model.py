@@ -12,9 +12,10 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.runner import StepOptions
 from deepseek_attn.runner.step import step_input
+from deepseek_attn.testing import poison_caches
 from tests.support.oracle_v32 import NaiveOracle, Tensors, TransformersV32Oracle
 from tests.support.small_models import assert_close, assert_no_near_tie, prompt
-from tests.support.v32_cases import make_runner, poison, recorded, small
+from tests.support.v32_cases import make_runner, recorded, small
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300, 600)
 
@@ -25,7 +26,7 @@ class Tiny:
     def __init__(self, config: DeepseekV32Config):
         self.config, self.source = config, RandomSource(config, 0)
         self.runner = make_runner(config, self.source)
-        poison(self.runner)
+        poison_caches(self.runner)
         self.prompts = [prompt(config, 600, seed) for seed in (1, 5)]  # without near-ties
         self.hf = TransformersV32Oracle(config, self.source)
         self.references = [self.hf(tokens) for tokens in self.prompts]
@@ -159,7 +160,7 @@ def test_random_configs(seed):
     assert_no_near_tie(reference)
     assert_close(TransformersV32Oracle(config, source)(tokens), reference.logits)
     runner = make_runner(config, source)
-    poison(runner)
+    poison_caches(runner)
     assert_close(runner.score([tokens])[0], reference.logits)
     assert_close(runner.score([tokens], chunk_size=37)[0], reference.logits)
     if config.mtp_layers:
@@ -206,7 +207,7 @@ def model_type(request) -> str:
 def test_chunks_equal_one_prefill(model_type, chunk):
     config = small(model_type)
     runner = make_runner(config)
-    poison(runner)
+    poison_caches(runner)
     tokens = prompt(config, 150)
     assert_close(runner.score([tokens], chunk_size=chunk)[0], runner.score([tokens])[0])
 
@@ -216,7 +217,7 @@ def test_ragged_batches_equal_prompts_alone(model_type, seed):
     """Chunks of random sizes, in random company, decodes beside prefills."""
     config, draw = small(model_type), random.Random(seed)
     runner = make_runner(config, max_num_seqs=4)
-    poison(runner)
+    poison_caches(runner)
     prompts = [prompt(config, draw.randint(1, 160), 10 * seed + i) for i in range(7)]
     expected = [runner.score([tokens])[0] for tokens in prompts]
     waiting, running, got = list(range(7)), {}, {i: [] for i in range(7)}
@@ -252,7 +253,7 @@ def test_what_is_not_written_is_not_read(model_type, numerics):
     config = small(model_type, num_nextn_predict_layers=1)
     tokens = prompt(config, 70)
     clean, dirty = make_runner(config, numerics=numerics), make_runner(config, numerics=numerics)
-    poison(dirty)
+    poison_caches(dirty)
     for chunk in (None, 9):
         for a, b in zip(clean.score_mtp([tokens], chunk), dirty.score_mtp([tokens], chunk), strict=True):
             assert torch.equal(a[0], b[0])

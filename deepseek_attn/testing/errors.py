@@ -1,0 +1,36 @@
+"""How far results are from a reference, and how far they may be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.config.numerics import Numerics
+
+# of one attention layer, relative: each linear, norm and rotation rounds its result
+BY_DTYPE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+QUANTIZED_CACHE = 5e-2  # values rounded to e4m3
+QUANTIZED_INPUTS = 2e-1  # and the inputs of each linear as well: 2.7e-2 each
+QUANTIZED_INDEX = {"fp8": 2e-1, "fp4": 5e-1}  # what an index score may lose by the record of index keys
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest relative error of a row ``[...]`` of ``[T, ...]``; infinite where zeros were expected and are not."""
+    if not len(expected):
+        return 0.0
+    actual, expected = (rows.detach().flatten(1).double().to(expected.device) for rows in (actual, expected))
+    difference, size = (actual - expected).norm(dim=1), expected.norm(dim=1)
+    zeros = torch.where(difference == 0, 0.0, torch.inf)
+    return float(torch.where(size > 0, difference / size, zeros + difference).max())
+
+
+def tolerance(dtype: torch.dtype, numerics: Numerics) -> float:
+    """The `relative_error` that an attention layer may have against `LayerReference`."""
+    if numerics.fp8_activations:
+        return QUANTIZED_INPUTS
+    return BY_DTYPE[dtype] if numerics.kv_record == "plain" else QUANTIZED_CACHE
+
+
+def selection_tolerance(dtype: torch.dtype, numerics: Numerics) -> float:
+    """The `LayerReference.selection_error` that an indexer may have."""
+    return QUANTIZED_INDEX.get(numerics.index_record, BY_DTYPE[dtype])

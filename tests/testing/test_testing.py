@@ -1,0 +1,107 @@
+"""`deepseek_attn.testing`: its example and fixture, the reference beside transformers, mistakes that it finds."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepseek_attn.checkpoint import RandomSource
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.testing import __main__ as example
+from deepseek_attn.testing import layer_reference, relative_error
+from deepseek_attn.testing.random_layer import NAN_BYTE
+from deepseek_attn.testing.transformers_layer import TransformersLayer
+from tests.house.test_imports import MODULES, imported_with, reachable
+from tests.support.tiers import tiered
+
+ROOT = Path(__file__).parents[2]
+V32 = ModelConfig.from_preset("tiny_v32")
+LAYERS = {
+    "SWA": (ModelConfig.from_preset("tiny"), 0),
+    "C4A": (ModelConfig.from_preset("tiny"), 1),
+    "C128A": (ModelConfig.from_preset("tiny"), 2),
+    "V3.2": (V32, 0),
+    "V3": (V32.replace(model_type="deepseek_v3"), 1),
+}
+EXACT = [(kind, "float32", "exact") for kind in LAYERS]
+OTHERS = [(kind, dtype, name) for kind in LAYERS for dtype, name in (("bfloat16", "exact"), ("bfloat16", "serving"))]
+OTHERS += [(kind, "float32", "official") for kind in LAYERS]
+
+
+def test_the_example(capsys):
+    """``python -m deepseek_attn.testing``, which README shows."""
+    runpy.run_path(example.__file__, run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    found = [re.fullmatch(r"(\w+): largest difference to transformers (\S+)", line).groups() for line in lines]
+    assert [kind for kind, _ in found] == ["SWA", "C4A", "C128A"]
+    assert all(0 < float(difference) < 1e-5 for _, difference in found)
+
+
+def test_the_example_is_that_of_the_page():
+    code = Path(example.__file__).read_text(encoding="utf-8").split('"""')[-1].strip()
+    assert f"```python\n{code}\n```" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("kind", "dtype", "numerics"), tiered(EXACT + OTHERS, [*EXACT, OTHERS[3]]))
+def test_random_layers(random_layer, kind, dtype, numerics):
+    """Prompts, chunks and decodes of two sequences through the fixture, within the tolerances of every dtype."""
+    layer = random_layer(*LAYERS[kind], device="cpu", dtype=dtype, numerics=numerics)
+    requests = [layer.request(n) for n in (141, 66)]
+    layer.run(requests, [60, 5, 1, 63])
+    for request in requests:
+        layer.check(request)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_reference_computes_what_transformers_does(kind):
+    config, index = LAYERS[kind]
+    source, x = RandomSource(config, 0), torch.randn(137, config.hidden_size)
+    expected = layer_reference(config, source, index)(x)
+    assert relative_error(TransformersLayer(config, source, index)(x), expected) < 2e-5
+
+
+@pytest.mark.parametrize("kind", ["C4A", "V3.2"])
+def test_a_wrong_result_and_a_wrong_selection_are_found(random_layer, kind):
+    layer = random_layer(*LAYERS[kind], device="cpu")
+    request = layer.request(120)
+    layer.run([request], [100, 20])
+    layer.check(request)
+    last, right = request.outputs[1], request.selected[1].clone()
+    request.outputs[1] = torch.cat([last[:-1], last[-1:] * 1.001])
+    with pytest.raises(AssertionError, match="relative error of a row is"):
+        layer.check(request)
+    request.outputs[1] = last
+    unread = next(e for e in range(25) if e not in right[-1])
+    for wrong in (unread, int(right[-1, 1]), 10**6):  # a worse entry, one twice, one that does not exist
+        request.selected[1] = right.clone()
+        request.selected[1][-1, 0] = wrong
+        with pytest.raises(AssertionError, match="selected entries score"):
+            layer.check(request)
+
+
+def test_what_nothing_has_written_is_poison(random_layer):
+    layer = random_layer(*LAYERS["C128A"], device="cpu")
+    request = layer.request(40)
+    layer.step([(request, 39)])
+    page = request.sequence.cache.tables["window"][0]
+    layer.runner.pools.get("layers.2", "window").tensor[page].fill_(NAN_BYTE)  # as if they had not been written
+    layer.step([(request, 1)])
+    assert request.outputs[-1].isnan().all()
+    with pytest.raises(AssertionError, match="nan"):
+        layer.check(request)
+
+
+def test_a_layer_that_does_not_exist():
+    with pytest.raises(ValueError, match="layer 9 does not exist: the model has layers 0 to"):
+        layer_reference(V32, RandomSource(V32, 0), 9)
+
+
+def test_importing_it_needs_no_pytest_and_no_transformers():
+    graph = {module: imported_with(module) for module in MODULES}
+    packages = {name.split(".")[0] for name in reachable(graph, "deepseek_attn.testing")}
+    assert not packages & {"pytest", "transformers"}
+    assert "pytest" in reachable(graph, "deepseek_attn.testing.fixtures")
