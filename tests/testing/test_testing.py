@@ -85,6 +85,7 @@ def test_a_wrong_result_and_a_wrong_selection_are_found(random_layer, kind):
 
 def test_what_nothing_has_written_is_poison(random_layer):
     layer = random_layer(*LAYERS["C128A"], device="cpu")
+    assert all(pool.tensor.view(torch.uint8).eq(NAN_BYTE).all() for pool in layer.runner.pools)
     request = layer.request(40)
     layer.step([(request, 39)])
     page = request.sequence.cache.tables["window"][0]
