@@ -20,7 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_TEMPLATE_BYTES = 1 << 20  # published templates have up to 30,000
+MAX_TEMPLATE_BYTES = 1 << 20  # of a template file
 MAX_CHARACTERS = 1 << 24  # of a rendered prompt: several times what a model with a million positions reads
 MAX_MESSAGE = 2000  # characters of an error message: a template can raise any text
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning

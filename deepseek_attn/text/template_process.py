@@ -24,7 +24,7 @@ from jinja2 import TemplateError
 
 from deepseek_attn.text.template import render
 
-MAX_CPU_SECONDS = 10.0  # for one conversation; 10,000 messages take about 0.1
+MAX_CPU_SECONDS = 10.0  # for one conversation
 MAX_MEMORY = 1 << 30  # bytes of address space of the process
 MAX_REQUEST = 1 << 26  # bytes of template and messages as JSON
 START = "import sys; sys.path[:] = sys.argv[1:]; from deepseek_attn.text.template_process import serve; serve()"
@@ -99,7 +99,7 @@ def serve() -> None:
     """Answers requests from stdin until it is closed."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = MAX_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_MEMORY, hard)
-    with suppress(OSError, ValueError):  # not on macOS, where CPU time is all that bounds a template
+    with suppress(OSError, ValueError):  # where a system has no such limit, CPU time alone bounds a template
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     for request in sys.stdin.buffer:
         job = json.loads(request)
