@@ -146,6 +146,11 @@ class ModelConfig(ConfigBase):
     def all_layers(self) -> tuple[LayerSpec, ...]:
         return self.layers + self.mtp_layers
 
+    @property
+    def compress_ratios(self) -> tuple[int, ...]:
+        """Compress ratio of each layer, MTP layers last, as ``replace(compress_ratios=...)`` takes them."""
+        return tuple(layer.ratio for layer in self.all_layers)
+
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], origin: str = "dict") -> AnyConfig:
         """Builds a config from decoded JSON in either spelling.
@@ -193,7 +198,7 @@ class ModelConfig(ConfigBase):
     def schedule(self) -> dict[str, Any]:
         rule = [published_branch(layer.ratio) for layer in self.layers]
         return {
-            "compress_ratios": [layer.ratio for layer in self.all_layers],
+            "compress_ratios": list(self.compress_ratios),
             "compress_overlap": self._override([x.overlap for x in self.layers], [b.overlap for b in rule]),
             "compress_indexer": self._override([x.has_indexer for x in self.layers], [b.has_indexer for b in rule]),
         }

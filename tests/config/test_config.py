@@ -269,6 +269,14 @@ def test_replace_schedule():
     assert ModelConfig.from_preset("tiny") == tiny
 
 
+@pytest.mark.parametrize("name", ["tiny", "v4_flash"])
+def test_compress_ratios_are_those_of_the_published_config(name):
+    config = ModelConfig.from_preset(name)
+    assert list(config.compress_ratios) == config.to_dict()["compress_ratios"]
+    assert len(config.compress_ratios) == config.num_hidden_layers + config.num_nextn_predict_layers
+    assert config.replace(compress_ratios=config.compress_ratios) == config
+
+
 def test_replace_keeps_overrides_by_ratio():
     config = ModelConfig.from_preset("tiny").replace(
         compress_ratios=[0, 16, 16, 4, 4, 0], compress_overlap={"16": True}
