@@ -11,10 +11,17 @@ from __future__ import annotations
 
 import importlib
 import logging
+from typing import TYPE_CHECKING
 
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # a program that configures logging sees the messages
+from deepseek_attn.utils.version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from deepseek_attn.config.model import LayerSpec, ModelConfig
+    from deepseek_attn.engine.engine import Engine
+    from deepseek_attn.engine.llm import LLM
+    from deepseek_attn.engine.sampling import SamplingParams
+    from deepseek_attn.runner.model_runner import ModelRunner
+    from deepseek_attn.runner.session import LayerSession
 
 _HOMES = {
     "ModelConfig": "deepseek_attn.config.model",
@@ -25,7 +32,8 @@ _HOMES = {
     "Engine": "deepseek_attn.engine.engine",
     "SamplingParams": "deepseek_attn.engine.sampling",
 }
-__all__ = ["LLM", "Engine", "LayerSession", "LayerSpec", "ModelConfig", "ModelRunner", "SamplingParams"]
+__all__ = ["LLM", "Engine", "LayerSession", "LayerSpec", "ModelConfig", "ModelRunner", "SamplingParams", "__version__"]
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # what is shown is the application's choice
 
 
 def __getattr__(name: str):

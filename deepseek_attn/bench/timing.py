@@ -1,11 +1,11 @@
-"""Timing: calls by the clock or by CUDA events, kernels by replays of a CUDA graph; a GPU's peak rates; tables."""
+"""Timing: calls by the clock or by CUDA events, kernels by replays of a CUDA graph; a GPU's peak rates."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Self
@@ -50,33 +50,6 @@ class KernelTiming(Timing):
 
     launches: float | None = None
     kernels: tuple[tuple[str, float, float], ...] = ()
-
-
-class Table:
-    """A table that is printed line by line.
-
-    Args:
-        columns: by title, the format of the values with their width: ``"<26"``, ``">11.1f"``.
-    """
-
-    def __init__(self, columns: dict[str, str]):
-        self.formats = list(columns.values())
-        self._widths = [spec.split(".")[0].rstrip("%df") for spec in self.formats]
-        self._print(format(title, width) for title, width in zip(columns, self._widths, strict=True))
-
-    def add(self, *values: object) -> None:
-        """Prints a line; None leaves a cell empty."""
-        cells = zip(values, self.formats, self._widths, strict=True)
-        self._print(format("", width) if value is None else format(value, spec) for value, spec, width in cells)
-
-    def _print(self, cells: Iterable[str]) -> None:
-        print("".join(cells), flush=True)
-
-
-def print_kernels(timing: KernelTiming) -> None:
-    """A line per kernel, if they were counted."""
-    for name, count, microseconds in timing.kernels:
-        print(f"    {microseconds:>9.1f} us {count:>6.1f} x  {name[:100]}")
 
 
 def _percentiles(times: list[float]) -> tuple[float, float, float]:

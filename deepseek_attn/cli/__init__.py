@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import logging
 import os
 import signal
 import sys
@@ -15,7 +16,9 @@ from contextlib import suppress
 from types import FrameType
 
 from deepseek_attn.cli import bench, experiment, generate, info, make_checkpoint, plan, score, train
+from deepseek_attn.cli.log import logged
 from deepseek_attn.cli.options import Parser
+from deepseek_attn.utils.version import __version__
 
 COMMANDS = (generate, score, info, plan, bench, make_checkpoint, train, experiment)
 BROKEN_PIPE = 128 + 13  # the exit code of a process that SIGPIPE ends
@@ -28,6 +31,7 @@ class Terminated(KeyboardInterrupt):
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; a parsed namespace's ``run(namespace)`` runs the command."""
     parser = Parser(prog="deepseek-attn", description="Run DeepSeek checkpoints.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
@@ -51,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
             args = make_parser().parse_args(argv)
             args.command_line = sys.argv[1:] if argv is None else argv  # for processes that run the same command
             program += f" {args.command}"
-            return args.run(args) or 0
+            with logged(getattr(args, "log_level", logging.WARNING)):
+                return args.run(args) or 0
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()

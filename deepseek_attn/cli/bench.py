@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepseek_attn.cli.options import add_numerics_options, integer
+from deepseek_attn.cli.table import Table, print_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +119,7 @@ def names(text: str) -> list[str]:
 
 def run_ops(args: argparse.Namespace) -> None:
     from deepseek_attn.bench.ops import time_case
-    from deepseek_attn.bench.timing import Table, ceilings
+    from deepseek_attn.bench.timing import ceilings
     from deepseek_attn.config.options import pick_device
     from deepseek_attn.kernels.common.dispatch import problem_on
 
@@ -164,7 +165,7 @@ def run_layer(args: argparse.Namespace) -> None:
     import torch
 
     from deepseek_attn.bench.layer import fill_caches, time_layer
-    from deepseek_attn.bench.timing import Table, ceilings, print_kernels
+    from deepseek_attn.bench.timing import ceilings
     from deepseek_attn.checkpoint.random import RepeatingSource
     from deepseek_attn.config.model import ModelConfig
     from deepseek_attn.config.options import pick_device
@@ -216,7 +217,6 @@ def run_layer(args: argparse.Namespace) -> None:
 def run_model(args: argparse.Namespace) -> None:
     from deepseek_attn.bench.layer import fill_caches
     from deepseek_attn.bench.model import time_model
-    from deepseek_attn.bench.timing import Table, print_kernels
     from deepseek_attn.config.model import ModelConfig
     from deepseek_attn.runner.model_runner import ModelRunner
 
@@ -249,7 +249,6 @@ def run_model(args: argparse.Namespace) -> None:
 
 def run_engine(args: argparse.Namespace) -> None:
     from deepseek_attn.bench.engine import Variant, random_prompts, text_prompts, time_engine
-    from deepseek_attn.bench.timing import Table
     from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
     check_flags(args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 
 
@@ -23,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         command.add_argument("config", metavar="CONFIG", help="an experiment's JSON file, or a shipped one by name")
         command.add_argument("--out", metavar="DIR", help="folder of the results (default: results/NAME)")
         command.add_argument("--device", help="cpu, cuda, cuda:1 (default: the experiment's, or a GPU if there is one)")
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, log_level=logging.INFO)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,12 +8,15 @@ import json
 import os
 import platform
 
+from deepseek_attn.utils.version import __version__
+
 PACKAGES = (
     "torch",
     "triton",
     "transformers",
     "tokenizers",
     "safetensors",
+    "huggingface-hub",
     "sgl-flash-mla",
     "flash-mla",
     "flashinfer-python",
@@ -76,7 +79,7 @@ def collect() -> dict:
     return {
         "machine": {"platform": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()},
         "gpus": [{"name": g.name, "memory": g.total_memory, "capability": f"{g.major}{g.minor}"} for g in gpus],
-        "packages": {"deepseek-attn": version("deepseek-attn"), **{name: version(name) for name in PACKAGES}},
+        "packages": {"deepseek-attn": __version__, **{name: version(name) for name in PACKAGES}},
         "device": str(device),
         "backends": [impl._asdict() for impl in describe_impls(device)],
         "v32_backends": [impl._asdict() for impl in describe_impls(device, impls=SPARSE_MLA_IMPLS)],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deepseek_attn.cli.options import show_bytes
+from deepseek_attn.utils.sizes import show_bytes
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:

@@ -152,12 +152,3 @@ def memory_size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def show_bytes(count: float) -> str:
-    """A number of bytes for people: 3 significant digits, decimal units."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if abs(count) < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

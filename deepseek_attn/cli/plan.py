@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from deepseek_attn.cli.options import add_limits, add_numerics_options, add_prefill_options, memory_size, show_bytes
+from deepseek_attn.cli.options import add_limits, add_numerics_options, add_prefill_options, memory_size
+from deepseek_attn.utils.sizes import show_bytes
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -35,9 +36,10 @@ def run(args: argparse.Namespace) -> None:
 
 def collect(args: argparse.Namespace) -> dict:
     """Everything that `plan` prints."""
+    from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN
     from deepseek_attn.config.model import ModelConfig
     from deepseek_attn.config.numerics import numerics_for
-    from deepseek_attn.config.options import DEFAULT_MAX_MODEL_LEN, DTYPES, check_sizes, pick_device, pick_dtype
+    from deepseek_attn.config.options import DTYPES, check_sizes, pick_device, pick_dtype
     from deepseek_attn.impls.options import AttentionOptions
     from deepseek_attn.runner import planner
 

@@ -10,8 +10,6 @@ import torch
 
 from deepseek_attn.config.model import AnyConfig
 
-DEFAULT_MAX_MODEL_LEN = 32768
-
 
 def parse_device(device: torch.device | str | None) -> torch.device:
     """The device of that name; None is a GPU if there is one, else the CPU.

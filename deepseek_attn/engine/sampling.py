@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deepseek_attn.config.defaults import DEFAULT_MAX_TOKENS
 from deepseek_attn.utils.tracing import traced
 
 WEIGHT_BITS = 44  # weights are integers up to 2**44; the sum over a vocabulary of 2**18 stays below 2**63
@@ -38,7 +39,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
-    max_tokens: int = 256
+    max_tokens: int = DEFAULT_MAX_TOKENS
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()

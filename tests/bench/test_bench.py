@@ -10,8 +10,9 @@ import torch
 from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.bench.layer import fill_caches, past, static_metadata, time_layer
 from deepseek_attn.bench.ops import num_sets, time_case
-from deepseek_attn.bench.timing import Table, Timing
+from deepseek_attn.bench.timing import Timing
 from deepseek_attn.cli import main
+from deepseek_attn.cli.table import Table
 from deepseek_attn.runner.model_runner import ModelRunner
 
 OPTIONS = {"max_model_len": 700, "max_num_seqs": 3, "max_num_batched_tokens": 64, "attention_only": True}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import deepseek_attn
 from deepseek_attn import ModelRunner
 from deepseek_attn.cli import main
-from deepseek_attn.cli.options import parse_bytes, show_bytes
+from deepseek_attn.cli.options import parse_bytes
 from deepseek_attn.cli.prompts import read_prompts
 
 
@@ -97,12 +101,25 @@ def test_info_json_names_every_backend_with_a_reason(capsys):
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert torch.__version__.startswith(facts["packages"]["torch"])
+    assert facts["packages"]["deepseek-attn"] == deepseek_attn.__version__
     assert {"reference"} <= {backend["name"] for backend in facts["backends"]}
     assert {"flashmla", "reference", "flashinfer"} <= {backend["name"] for backend in facts["v32_backends"]}
     assert all(backend["reason"] for backend in facts["backends"] + facts["v32_backends"])
     assert {backend["backend"] for backend in facts["v32_backends"]} == {"FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE"}
     assert main(["info"]) == 0
     assert "reference" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    """pyproject.toml takes the version from the same place."""
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"deepseek-attn {deepseek_attn.__version__}\n"
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["dynamic"] == ["version"]
+    module, _, name = project["tool"]["setuptools"]["dynamic"]["version"]["attr"].rpartition(".")
+    assert getattr(importlib.import_module(module), name) == deepseek_attn.__version__
 
 
 def test_plan_reports_what_is_allocated(checkpoint, capsys):
@@ -301,10 +318,3 @@ def test_parse_bytes(text, count):
 def test_parse_bytes_refuses(text):
     with pytest.raises(ValueError, match="no amount of memory"):
         parse_bytes(text)
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1234, "1.23 KB"), (5.85e9, "5.85 GB"), (2e12, "2 TB")]
-)
-def test_show_bytes(count, text):
-    assert show_bytes(count) == text

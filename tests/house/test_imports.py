@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import deepseek_attn
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"deepseek_attn": "deepseek_attn", "kernels": "deepseek_attn.kernels", "models": "deepseek_attn.models"}
 FOLDERS = ("benchmarks", "configs", "deepseek_attn", "docs", "examples", "kernels", "models", "scripts", "tests")
@@ -169,6 +171,25 @@ def test_nothing_imports_the_package_itself_or_scripts():
         or (name in ("deepseek_attn", "deepseek_attn.__main__") and module != EXAMPLE)
     ]
     assert not wrong
+
+
+def test_type_checkers_find_the_public_names():
+    """They do not follow the lazy look-up, so the same imports stand beside it."""
+    [block] = [node for node in syntax("deepseek_attn").body if isinstance(node, ast.If)]
+    found = {alias.name: node.module for node in block.body for alias in node.names}
+    assert found == deepseek_attn._HOMES
+    assert {*found, "__version__"} == set(deepseek_attn.__all__)
+
+
+def test_only_commands_print():
+    """The library logs to ``deepseek_attn``, or raises."""
+    printing = [
+        module
+        for module in MODULES
+        if room(module) not in ("cli", "__init__")  # whose docstring shows an example
+        if re.search(r"(?<![\w.])(print|tqdm\.write)\(", MODULES[module].read_text(encoding="utf-8"))
+    ]
+    assert not printing
 
 
 def test_no_op_has_the_name_of_a_file_beside_it():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from tqdm import tqdm
 
 from deepseek_attn.checkpoint.write import check_new_directory
 from deepseek_attn.experiments.define.config import Experiment
@@ -14,6 +13,8 @@ from deepseek_attn.experiments.run.pool import Finished, Pool
 from deepseek_attn.experiments.run.progress import Progress
 from deepseek_attn.experiments.run.records import read_record
 from deepseek_attn.experiments.run.work import Work
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Outcome:
 
 
 def run_experiment(experiment: Experiment, folder: Path, device: str, *, resume: bool) -> Outcome:
-    """Does every unit that has no record yet, and prints a line for each.
+    """Does every unit that has no record yet, and logs a line for each.
 
     Args:
         folder: of the results; made if absent.
@@ -54,7 +55,7 @@ def run_experiment(experiment: Experiment, folder: Path, device: str, *, resume:
     for unit in make_units(experiment, device):
         (left if read_record(folder, unit) is None else outcome.skipped).append(unit)
     count, skipped = len(left), len(outcome.skipped)
-    print(f"{experiment.name}: {count + skipped} pieces of work, {skipped} done before, {count} to do on {device}")
+    log.info(f"{experiment.name}: {count + skipped} pieces of work, {skipped} done before, {count} to do on {device}")
     jobs = min(experiment.jobs, max(1, sum(not unit.alone for unit in left)))
     progress = Progress(left, jobs)
 
@@ -65,7 +66,7 @@ def run_experiment(experiment: Experiment, folder: Path, device: str, *, resume:
         else:
             outcome.failed.append(Failure(unit, end.error))
         state = f"{end.seconds:.1f} s" if end.error is None else f"FAILED: {end.error}"
-        tqdm.write(f"[{count - len(progress.left)}/{count}] {unit.name} ({state}){progress.note()}")
+        log.info(f"[{count - len(progress.left)}/{count}] {unit.name} ({state}){progress.note()}")
 
     with progress.bar:
         work = Work(folder, device, jobs)

@@ -108,7 +108,7 @@ def test_killed_and_resumed_gives_the_same_report(finished, tmp_path, capsys, mo
     assert len(before) < total, "nothing was left to do: it was killed too late"
     monkeypatch.setattr("deepseek_attn.experiments.run.run.Pool", PoolHere)
     assert main(["experiment", "resume", str(file), "--out", str(out)]) == 0
-    assert f"{total} pieces of work, {len(before)} done before" in capsys.readouterr().out
+    assert f"{total} pieces of work, {len(before)} done before" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert without_times(records(out)) == without_times(records(whole))
     report, expected = (json.loads((folder / "report.json").read_text()) for folder in (out, whole))

@@ -1,0 +1,31 @@
+"""The library's log on standard error while a command runs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class AboveBars(logging.Handler):
+    """Writes each record as a line on standard error, above the progress bars that are there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+@contextmanager
+def logged(level: int) -> Iterator[None]:
+    """Shows records of at least this level of the logger ``deepseek_attn`` inside the block."""
+    logger, handler = logging.getLogger("deepseek_attn"), AboveBars()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
