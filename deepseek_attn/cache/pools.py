@@ -68,6 +68,10 @@ class CachePools:
     def __iter__(self) -> Iterator[Pool]:
         return iter(self._pools.values())
 
+    def clear(self) -> None:
+        """Drops the tensors; layers that are bound to some of them keep those."""
+        self._pools.clear()
+
     def nbytes(self) -> int:
         """Bytes of the allocated storage."""
         return sum(part.untyped_storage().nbytes() for pool in self for part in (pool.tensor, pool.carried))

@@ -37,7 +37,10 @@ class SnapshotStore:
 
     def __init__(self, manager: CacheManager):
         self.manager, self.layout = manager, manager.layout
-        self._carrying = [pool for pool in manager.pools if pool.spec.carry]
+
+    @property
+    def _carrying(self) -> list[Pool]:
+        return [pool for pool in self.manager.pools if pool.spec.carry]
 
     @property
     def full(self) -> bool:

@@ -17,6 +17,7 @@ from deepseek_attn.checkpoint.source import FP4_DTYPES, CheckpointSource, Tensor
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.kernels.linear import FP4_GROUP, FP8_BLOCK
 from deepseek_attn.layers.weights import WeightSlot, checkpoint_slots
+from deepseek_attn.utils.sizes import show_bytes
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 INT_DTYPES = ("I64", "I32", "I16", "U8")
@@ -40,7 +41,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _ATTENTION = re.compile(r"attn\..+|attn_norm\.weight")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadReport:
     """The outcome of a load.
 
@@ -56,6 +57,13 @@ class LoadReport:
     ignored: dict[str, tuple[str, ...]]
     bytes: int
     mtp_loaded: bool
+
+    def __repr__(self) -> str:
+        ignored = ", ".join(f"{len(names)} {rule}" for rule, names in self.ignored.items())
+        return (
+            f"LoadReport({len(self.loaded)} tensors, {show_bytes(self.bytes)}, ignored: {ignored or 'none'}, "
+            f"mtp_loaded={self.mtp_loaded})"
+        )
 
 
 def check_headers(

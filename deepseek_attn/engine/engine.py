@@ -22,6 +22,7 @@ from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.scheduler import Scheduler
 from deepseek_attn.engine.stats import EngineStats, StepStats
 from deepseek_attn.runner import ModelRunner, StepOutput
+from deepseek_attn.runner.sequence import TokenIds
 from deepseek_attn.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Engine:
         """Whether `step` still has something to do or to report."""
         return bool(self.scheduler.waiting or self.scheduler.running or self._unreported)
 
-    def add_request(self, prompt: Iterable[int], params: SamplingParams | None = None, *, index: int = 0) -> Request:
+    def add_request(self, prompt: TokenIds, params: SamplingParams | None = None, *, index: int = 0) -> Request:
         """Queues a prompt of token ids. One that cannot be run comes back with an error, and `step` reports it.
 
         Args:
@@ -256,6 +257,7 @@ class Engine:
         if total == 1:
             self._fail(work[0][0], f"out of memory for a single token: {error}", error)
         self.scheduler.shrink(total)
+        logger.warning("out of memory in a step of %d tokens: smaller steps for a while", total)
 
     def _run_each(self, work: Work, ends: list[int], error: Exception) -> tuple[Work, StepOutput]:
         """After a step failed: every request again, alone, up to where the step would have computed it."""

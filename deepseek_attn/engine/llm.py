@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
+from numbers import Number
 from pathlib import Path
+from typing import Any, Literal, Self, Unpack, overload
 
 from tqdm import tqdm
 
@@ -14,43 +16,80 @@ from deepseek_attn.engine.request import Completion, Request, RequestFailed
 from deepseek_attn.engine.sampling import SamplingParams, checked_params
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner import ModelRunner
+from deepseek_attn.runner.options import RunnerOptions, check_options, lists_options
+from deepseek_attn.runner.sequence import TokenIds
 from deepseek_attn.text.chat import build_prompt
 from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
-Prompt = str | Iterable[int]
+Prompt = str | TokenIds
+
+
+class TextStream(Iterator[str]):
+    """The text of a request, piece by piece, each as soon as it is certain. `close` ends the request early."""
+
+    def __init__(self, request: Request, pieces: Generator[str]):
+        self._request, self._pieces = request, pieces
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Cancels the request if it has not ended, and frees what it holds."""
+        self._pieces.close()
+
+    @property
+    def completion(self) -> Completion:
+        """Everything generated so far, and why it ended."""
+        return self._request.completion()
 
 
 class LLM:
-    """A checkpoint ready to generate.
+    """A checkpoint ready to generate; a context manager that closes it.
 
     Args:
-        directory: a checkpoint with ``config.json``, safetensors shards and, for text prompts, ``tokenizer.json``.
+        model: a directory with ``config.json``, safetensors shards and, for text prompts, ``tokenizer.json``.
         speculate: tokens that the MTP layer drafts per step; the text is the same, in fewer steps.
-        options: those of `ModelRunner.from_pretrained`. With ``parallel``, every rank makes an LLM and the same calls;
-            with data-parallel attention, the calls of each rank have different prompts.
+        options: see `RunnerOptions`. With ``parallel``, every rank makes an LLM and the same calls; with data-parallel
+            attention, the calls of each rank have different prompts.
 
     Raises:
         ValueError: the checkpoint or the options are wrong, the tokenizer has ids beyond the model's vocabulary, or
             there is no MTP layer to speculate with.
 
     Attributes:
+        directory: the checkpoint's folder.
         engine: runs the requests and keeps statistics; prefixes are kept from one call to the next.
         runner: the loaded model; tokenizer: None when the checkpoint has no ``tokenizer.json`` (token ids only).
     """
 
-    def __init__(self, directory: str | Path, *, speculate: int = 0, **options):
-        self.directory = Path(directory)
+    @lists_options
+    def __init__(self, model: str | Path, *, speculate: int = 0, **options: Unpack[RunnerOptions]):
+        check_options("LLM", options, "speculate")
+        self.directory = Path(model)
         self.tokenizer: Tokenizer | None = None
         if (self.directory / TOKENIZER_FILE).is_file():
             self.tokenizer = Tokenizer(self.directory)
             self.tokenizer.check_ids(ModelConfig.from_pretrained(self.directory).vocab_size)
-        self.runner = ModelRunner.from_pretrained(directory, **options)
+        self.runner = ModelRunner.from_pretrained(model, **options)
         decoder = MTPSpeculation(self.runner, speculate) if speculate else None
         self.engine = Engine(self.runner, self.tokenizer, decoder)
 
+    def __repr__(self) -> str:
+        return f"LLM({str(self.directory)!r}, {self.runner!r}, {self.tokenizer or 'no tokenizer'})"
+
+    def close(self) -> None:
+        """Frees the model, its caches and CUDA graphs (`ModelRunner.close`); later calls raise RuntimeError."""
+        self.runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
     def generate(
         self,
-        prompts: Prompt | list[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
         progress: bool = False,
@@ -59,7 +98,8 @@ class LLM:
         """Completes one prompt or many, batched as the caches allow. One that fails does so alone.
 
         Args:
-            prompts: text (BOS is put in front) or token ids (used unchanged); or a list of these.
+            prompts: text (BOS is put in front) or token ids (used unchanged, in a list, a NumPy array or a tensor); or
+                a list of these. Of a two-dimensional array each row is a prompt, whole: nothing is taken for padding.
             params: one for all prompts, or one each.
             progress: show a bar over prompt and generated tokens, on a terminal.
             finished: called with the place and the completion of each prompt as soon as it is done.
@@ -67,15 +107,15 @@ class LLM:
         Raises:
             ValueError: a prompt cannot be run; it is named by its place, and nothing has been generated.
         """
-        prompts = as_list(prompts)
-        params = params if isinstance(params, list) else [params] * len(prompts)
+        listed = as_prompts(prompts)
+        params = params if isinstance(params, list) else [params] * len(listed)
         params = [checked_params(p, "SamplingParams, or a list of them") for p in params]
-        if len(params) != len(prompts):
+        if len(params) != len(listed):
             raise ValueError(
-                f"{len(params)} sampling parameters for {len(prompts)} prompts: pass one, or one per prompt"
+                f"{len(params)} sampling parameters for {len(listed)} prompts: pass one, or one per prompt"
             )
         requests = [
-            self._request(prompt, p, index) for index, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+            self._request(prompt, p, index) for index, (prompt, p) in enumerate(zip(listed, params, strict=True))
         ]
         places = {request: place for place, request in enumerate(requests)}
         total = sum(request.prompt_length + request.params.max_tokens - 1 for request in requests)
@@ -89,16 +129,19 @@ class LLM:
         self.runner.wait_for_ranks()
         return [request.completion() for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, progress: bool = False) -> Iterator[str]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, progress: bool = False) -> TextStream:
         """Completes one prompt and yields its text piece by piece, each as soon as it is certain.
 
         Args:
             progress: while a prompt of several steps is read, show a bar on the terminal; it is gone before the text.
 
         Raises:
-            ValueError: the prompt cannot be run. RequestFailed: the request failed while it ran.
+            ValueError: the prompt cannot be run. RequestFailed, from the stream: the request failed while it ran.
         """
         request = self._request(prompt, checked_params(params), 0)
+        return TextStream(request, self._pieces(request, progress))
+
+    def _pieces(self, request: Request, progress: bool) -> Generator[str]:
         several = request.prompt_length > self.runner.layout.max_num_batched_tokens
         with tqdm(
             total=request.prompt_length,
@@ -120,15 +163,33 @@ class LLM:
         if request.error is not None:
             raise RequestFailed(request.error)
 
+    @overload
+    def chat(
+        self, messages: list[dict], params: SamplingParams | None = None, *, thinking: bool = False,
+        stream: Literal[False] = False,
+    ) -> Completion: ...  # fmt: skip
+
+    @overload
+    def chat(
+        self, messages: list[dict], params: SamplingParams | None = None, *, thinking: bool = False,
+        stream: Literal[True],
+    ) -> TextStream: ...  # fmt: skip
+
     def chat(
         self,
         messages: list[dict],
         params: SamplingParams | None = None,
         *,
         thinking: bool = False,
-    ) -> Completion:
-        """Answers a conversation of system, user and assistant turns; `parse_completion` splits off the reasoning."""
-        return self.generate([self.chat_prompt(messages, thinking)[0]], params)[0]
+        stream: bool = False,
+    ) -> Completion | TextStream:
+        """Answers a conversation of system, user and assistant turns; `parse_completion` splits off the reasoning.
+
+        Args:
+            stream: return the answer piece by piece, as `stream` does.
+        """
+        prompt, _ = self.chat_prompt(messages, thinking)
+        return self.stream(prompt, params) if stream else self.generate([prompt], params)[0]
 
     def chat_prompt(self, messages: list[dict], thinking: bool = False) -> tuple[list[int], str]:
         """Token ids of a conversation, and which chat encoding made them."""
@@ -136,7 +197,7 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams, index: int) -> Request:
         try:
-            if prompt == "":
+            if isinstance(prompt, str) and not prompt:
                 raise ValueError("empty prompt: write some text, or pass token ids")
             ids = self._need_tokenizer().encode_prompt(prompt) if isinstance(prompt, str) else prompt
             if params.seed is None:
@@ -151,12 +212,13 @@ class LLM:
         return self.tokenizer
 
 
-def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
-    """A list of prompts, whether one or several were given; ValueError for any other value."""
-    if isinstance(prompts, str):
-        return [prompts]
-    try:
-        prompts = list(prompts)
-    except TypeError:
-        raise ValueError(f"a prompt is text or a list of token ids, got {prompts!r}") from None
-    return prompts if not prompts or not isinstance(prompts[0], int) else [prompts]
+def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """A list of prompts, whether one or several were given; what can be neither is taken for one."""
+    single: Any = prompts
+    if isinstance(prompts, (str, bytes, bytearray, Mapping, Set)) or not isinstance(prompts, Iterable):
+        return [single]
+    if getattr(prompts, "ndim", 2) < 2:
+        return [single]
+    several: list[Any] = list(prompts)
+    is_token = bool(several) and (isinstance(several[0], Number) or getattr(several[0], "ndim", None) == 0)
+    return [several] if is_token else several

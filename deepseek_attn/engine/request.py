@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from deepseek_attn.cache.prefix import BlockKeys
 from deepseek_attn.engine.sampling import CounterGenerator, SamplingParams, checked_params, make_generator
 from deepseek_attn.engine.stopping import StopChecker
 from deepseek_attn.runner import ModelRunner, Sequence
+from deepseek_attn.runner.sequence import TokenIds
 from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -78,7 +79,7 @@ class Request:
         cls,
         runner: ModelRunner,
         tokenizer: Tokenizer | None,
-        prompt: Iterable[int],
+        prompt: TokenIds,
         params: SamplingParams | None,
         index: int = 0,
     ) -> Request:
@@ -97,7 +98,7 @@ class Request:
         return cls(sequence, list(sequence.token_ids), params, make_generator(params, index), stop, new_stop)
 
     @classmethod
-    def refused(cls, prompt: Iterable[int], error: str) -> Request:
+    def refused(cls, prompt: TokenIds, error: str) -> Request:
         """A request that ended before it began."""
         try:
             prompt = list(prompt)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
 import torch
 from torch import nn
@@ -16,10 +18,10 @@ from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.cache.prefix import PrefixCache
 from deepseek_attn.checkpoint.loader import LoadReport, check_headers, load_model
 from deepseek_attn.checkpoint.source import CheckpointSource
+from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.options import (
-    DEFAULT_MAX_MODEL_LEN,
     as_list,
     check_sizes,
     explain_out_of_memory,
@@ -36,14 +38,16 @@ from deepseek_attn.runner.drafting import Drafter
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.sequence import TokenLimits
 from deepseek_attn.utils.device import total_memory
+from deepseek_attn.utils.sizes import show_bytes
 from deepseek_attn.utils.workspace import Workspace
 
 Model = DeepseekV4 | DeepseekV32 | AttentionStack
+FREED = ("model", "pools", "workspace", "manager", "builder", "drafter", "prefixes", "graphs")  # by `close`
 
 
-@dataclass
+@dataclass(repr=False)
 class LoadedModel:
-    """A loaded model with its caches and all state that its steps need.
+    """A loaded model with its caches and all state that its steps need; a context manager that closes it.
 
     Attributes:
         report: tensors that were loaded, and ignored ones by rule.
@@ -57,6 +61,7 @@ class LoadedModel:
         parallel: the ranks that share the model; each has its runner.
         decode_query_len: a request of at most this many new tokens is a decode: it attends over pages in place, and its
             step may run over persistent tensors. 1, or 1 + drafts after `ModelRunner.expect_drafts`.
+        directory: the checkpoint's folder; None for weights from elsewhere.
     """
 
     config: AnyConfig
@@ -66,18 +71,71 @@ class LoadedModel:
     model: Model
     report: LoadReport
     layout: CacheLayout
-    pools: CachePools = field(repr=False)
-    workspace: Workspace = field(repr=False)
-    manager: CacheManager = field(repr=False)
-    limits: TokenLimits = field(repr=False)
-    builder: MetadataBuilder = field(repr=False)
-    drafter: Drafter | None = field(repr=False)
-    prefixes: PrefixCache | None = field(repr=False)
-    graphs: DecodeGraphs | None = field(repr=False)
+    pools: CachePools
+    workspace: Workspace
+    manager: CacheManager
+    limits: TokenLimits
+    builder: MetadataBuilder
+    drafter: Drafter | None
+    prefixes: PrefixCache | None
+    graphs: DecodeGraphs | None
     reference_only: bool
     graph_problem: str
     parallel: Parallel
     decode_query_len: int = 1
+    directory: Path | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return "model" not in vars(self)
+
+    def close(self) -> None:
+        """Frees weights, caches, scratch memory and CUDA graphs. Everything that needs them then raises RuntimeError.
+
+        Layers and tensors that are still referenced elsewhere stay; a sequence keeps its tokens only. Closing again
+        does nothing.
+        """
+        if self.closed:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a prelaunched step may still run
+        self.pools.clear()  # sequences and engines hold the manager, which holds the pools
+        for name in FREED:
+            del vars(self)[name]
+        gc.collect()  # modules refer to themselves
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        facts = [self.config.model_type]
+        if self.closed:
+            return f"{type(self).__name__}({facts[0]}, closed)"
+        specs = layer_specs(self.model)
+        num_mtp = sum(spec.is_mtp for spec in specs)
+        facts.append(f"{len(specs) - num_mtp} of {self.config.num_hidden_layers} layers")
+        if isinstance(self.model, AttentionStack):
+            facts.append("attention only")
+        facts.append(f"{num_mtp} MTP" if num_mtp else "no MTP")
+        facts += [str(self.dtype).removeprefix("torch."), f"{self.numerics.name} numerics", str(self.device)]
+        facts.append(f"{show_bytes(sum(p.nbytes for p in self.model.parameters()))} of weights")
+        facts.append(f"{show_bytes(self.layout.nbytes())} of caches")
+        if self.parallel.world > 1:
+            facts.append(f"rank {self.parallel.rank} of {self.parallel.world}")
+        return f"{type(self).__name__}({', '.join(facts)})"
+
+    if not TYPE_CHECKING:  # type checkers know which attributes there are
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in FREED:
+                raise RuntimeError("this model was closed, and its weights and caches are freed: load it again")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 Runner = TypeVar("Runner", bound=LoadedModel)
@@ -110,23 +168,7 @@ def build_runner(
 ) -> Runner:
     """Builds the model, loads it tensor by tensor, allocates the caches and reserves scratch memory.
 
-    Args:
-        device: default: the first GPU if there is one, else the CPU.
-        dtype: default: float32 on a CPU, bfloat16 on a GPU.
-        numerics: ``exact``, ``official`` or ``serving``; default: exact on a CPU, serving on a GPU.
-        backend, decode_backend, prefill_backend, fp8_mode, prefill_workspace_rows: see `AttentionOptions`.
-        layers: backbone layers to load; the others (and the MTP layer) are left out of the model.
-        attention_only: load attention layers and their norms, nothing else.
-        max_model_len: longest sequence; default: the model's, at most 32768.
-        max_num_seqs: sequences with pages at the same time, each up to ``max_model_len``.
-        max_num_batched_tokens: new tokens of one step, over all sequences.
-        max_rollback: tokens that ``truncate`` rolls back without recomputing.
-        max_snapshots: prefixes that an engine keeps for later requests; 0 disables prefix reuse.
-        kv_cache_bytes: bytes of all caches; default: enough for ``max_num_seqs`` sequences of ``max_model_len``.
-        cuda_graphs: replay decode steps as CUDA graphs, captured when a size is first met; default: where every op
-            of the step has a kernel.
-        parallel: the ranks to share the model with (`parallel.launched`), all of which must do the same calls;
-            default: none.
+    The keyword arguments are those of `RunnerOptions`.
 
     Raises:
         ValueError: listing what is wrong with the options, or with the tensors of ``source``.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 import torch
 
 from deepseek_attn.cache.files import make_fingerprint
 from deepseek_attn.cache.manager import OutOfPages, SequenceCache
 from deepseek_attn.checkpoint.random import RandomSource
-from deepseek_attn.checkpoint.source import SafetensorsSource
+from deepseek_attn.checkpoint.source import CheckpointSource, SafetensorsSource
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.step_batch import StepBatch
@@ -24,8 +24,9 @@ from deepseek_attn.models.moe import MoE
 from deepseek_attn.runner.build import LoadedModel, build_runner
 from deepseek_attn.runner.drafting import Drafter, DraftRows
 from deepseek_attn.runner.graphs import DecodeRun, DraftTokens
+from deepseek_attn.runner.options import RunnerOptions, check_options, lists_options
 from deepseek_attn.runner.scoring import score_prompts
-from deepseek_attn.runner.sequence import Sequence
+from deepseek_attn.runner.sequence import Sequence, TokenIds
 from deepseek_attn.runner.step import (
     Batch,
     EagerStep,
@@ -46,29 +47,36 @@ class ModelRunner(LoadedModel):
     """A loaded model that computes steps of sequences. Make one with `from_pretrained` or `from_config`."""
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path, *, progress: bool = True, **options) -> ModelRunner:
-        """Loads a checkpoint directory in the published format (or with transformers' tensor names).
+    @lists_options
+    def from_pretrained(cls, model: str | Path, **options: Unpack[RunnerOptions]) -> ModelRunner:
+        """Loads a checkpoint in the published format (or with transformers' tensor names).
 
         Args:
-            directory: holds ``config.json`` and safetensors shards.
-            progress: show a bar with the bytes read, on a terminal.
-            options: those of `build_runner`.
+            model: a directory that holds ``config.json`` and safetensors shards.
 
         Raises:
             ValueError: what is wrong with the directory, the config, the tensors or the options; nothing is allocated.
         """
-        directory = Path(directory)
+        check_options("from_pretrained", options)
+        directory = Path(model)
         if not directory.exists():
             raise ValueError(f"no checkpoint at {str(directory)!r}: the directory does not exist")
         if not directory.is_dir():
             raise ValueError(f"{str(directory)!r} is a file; a checkpoint is a directory with config.json and shards")
         config = ModelConfig.from_pretrained(directory)
         with SafetensorsSource(directory) as source:
-            return cls.from_source(config, source, progress=progress, **options)
+            runner = cls.from_source(config, source, **options)
+        runner.directory = directory
+        logger.info("loaded %s: %s, %s", directory, runner, runner.report)
+        return runner
 
     @classmethod
-    def from_config(cls, config: AnyConfig | str | Path, *, seed: int = 0, **options) -> ModelRunner:
+    @lists_options
+    def from_config(
+        cls, config: AnyConfig | str | Path, *, seed: int = 0, **options: Unpack[RunnerOptions]
+    ) -> ModelRunner:
         """Random weights for a config: the same tensors that ``make-checkpoint`` would write for this seed."""
+        check_options("from_config", options, "seed")
         if isinstance(config, (str, Path)):
             config = ModelConfig.from_pretrained(config)
         if not isinstance(config, AnyConfig):
@@ -76,9 +84,15 @@ class ModelRunner(LoadedModel):
                 f"config is a {type(config).__name__}: pass a preset's name, a path or a ModelConfig "
                 "(ModelConfig.from_dict makes one)"
             )
-        return cls.from_source(config, RandomSource(config, seed), progress=False, **options)
+        options.setdefault("progress", False)
+        return cls.from_source(config, RandomSource(config, seed), **options)
 
-    from_source = classmethod(build_runner)  # from a config and any `CheckpointSource`; lists all options
+    @classmethod
+    @lists_options
+    def from_source(cls, config: AnyConfig, source: CheckpointSource, **options: Unpack[RunnerOptions]) -> ModelRunner:
+        """A model of this config with the weights of any `CheckpointSource`."""
+        check_options("from_source", options)
+        return build_runner(cls, config, source, **options)
 
     @property
     def backbone_layers(self) -> tuple:
@@ -120,7 +134,7 @@ class ModelRunner(LoadedModel):
             )
         self.decode_query_len = max(self.decode_query_len, 1 + num_drafts)
 
-    def sequence(self, token_ids: Iterable[int], cache: SequenceCache | None = None) -> Sequence:
+    def sequence(self, token_ids: TokenIds, cache: SequenceCache | None = None) -> Sequence:
         """A new sequence; nothing is computed yet, or the first tokens are, and ``cache`` holds their pages.
 
         Raises:
@@ -350,7 +364,7 @@ class ModelRunner(LoadedModel):
         return self.drafter
 
     def score(
-        self, prompts: Iterable[Iterable[int]], chunk_size: int | None = None, *, progress: bool = False
+        self, prompts: Iterable[TokenIds], chunk_size: int | None = None, *, progress: bool = False
     ) -> list[torch.Tensor]:
         """Teacher-forced logits through the caches.
 
@@ -365,7 +379,7 @@ class ModelRunner(LoadedModel):
         return score_prompts(self, prompts, chunk_size, progress=progress)[0]
 
     def score_mtp(
-        self, prompts: Iterable[Iterable[int]], chunk_size: int | None = None, *, progress: bool = False
+        self, prompts: Iterable[TokenIds], chunk_size: int | None = None, *, progress: bool = False
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Like `score`, with the MTP layer's logits as a second list of float32 ``[len - 1, vocab_size]``.
 

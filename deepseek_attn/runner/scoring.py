@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.config.options import is_integer
-from deepseek_attn.runner.sequence import Sequence
+from deepseek_attn.runner.sequence import Sequence, TokenIds
 from deepseek_attn.runner.step import Batch, StepOptions, StepOutput
 
 
@@ -19,7 +19,7 @@ class Scorer(Protocol):
 
     layout: CacheLayout
 
-    def sequence(self, token_ids: Iterable[int]) -> Sequence: ...
+    def sequence(self, token_ids: TokenIds) -> Sequence: ...
 
     def step(self, batch: Batch, options: StepOptions) -> StepOutput: ...
 
@@ -28,7 +28,7 @@ class Scorer(Protocol):
 
 def score_prompts(
     runner: Scorer,
-    prompts: Iterable[Iterable[int]],
+    prompts: Iterable[TokenIds],
     chunk_size: int | None = None,
     *,
     mtp: bool = False,

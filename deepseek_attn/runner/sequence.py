@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from deepseek_attn.cache.files import load_cache, save_cache
 from deepseek_attn.cache.manager import CacheManager, SequenceCache
-from deepseek_attn.config.options import as_list, is_integer
+from deepseek_attn.config.options import is_integer
+
+TokenIds = Iterable[int] | np.ndarray | torch.Tensor
+TOKEN_IDS = "token ids of a prompt are a list or a one-dimensional array of integers"
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,22 @@ class TokenLimits:
             )
 
 
+def token_list(token_ids: TokenIds) -> list:
+    """The values of a list or another iterable, a one-dimensional NumPy array, or a tensor on any device.
+
+    Raises:
+        ValueError: an array of another shape, or anything else, such as bytes, a dict or a set.
+    """
+    if isinstance(token_ids, (np.ndarray, torch.Tensor)):
+        if token_ids.ndim != 1:
+            raise ValueError(f"{TOKEN_IDS}, got the shape {list(token_ids.shape)}")
+        return token_ids.tolist()
+    if isinstance(token_ids, (bytes, bytearray, Mapping, Set)) or not isinstance(token_ids, Iterable):
+        hint = " (messages go to LLM.chat)" if isinstance(token_ids, Mapping) else ""
+        raise ValueError(f"{TOKEN_IDS}, got {token_ids!r:.80}{hint}")
+    return [value.item() if isinstance(value, torch.Tensor) and not value.ndim else value for value in token_ids]
+
+
 @dataclass(eq=False)
 class Sequence:
     """Tokens of one request, and how many of them are in the caches.
@@ -58,7 +80,7 @@ class Sequence:
     @classmethod
     def create(
         cls,
-        token_ids: Iterable[int],
+        token_ids: TokenIds,
         manager: CacheManager,
         limits: TokenLimits,
         fingerprint: Callable[[], dict[str, str]],
@@ -69,7 +91,7 @@ class Sequence:
         Raises:
             ValueError: no tokens, a token outside the vocabulary, or more than ``max_model_len``.
         """
-        ids = [limits.check_token(token) for token in as_list(token_ids, "a prompt: token ids")]
+        ids = [limits.check_token(token) for token in token_list(token_ids)]
         if not ids:
             raise ValueError("empty prompt: at least one token is needed (a plain prompt begins with the BOS token)")
         limits.check_length(len(ids))

@@ -64,6 +64,11 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self._chat_template = _chat_template(self.directory, settings)
 
+    def __repr__(self) -> str:
+        return (
+            f"Tokenizer({str(self.directory)!r}, {len(self)} tokens, BOS {self.bos_token_id}, EOS {self.eos_token_id})"
+        )
+
     def __len__(self) -> int:
         """Number of tokens, added tokens included."""
         return self.backend.get_vocab_size()

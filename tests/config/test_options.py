@@ -46,8 +46,8 @@ def test_what_is_no_config(config):
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([1, 2, 3], "a prompt: token ids in a list are needed, got 1"),
-        (torch.tensor([1, 2]), r"a prompt: token ids in a list are needed, got tensor\(1\)"),
+        ([1, 2, 3], "token ids of a prompt are a list or a one-dimensional array of integers, got 1"),
+        (torch.tensor([1, 2]), r"one-dimensional array of integers, got the shape \[\]"),
         (["ab"], "token id 'a' is not in the vocabulary"),
         ([[1.0]], r"token id 1\.0 is not in the vocabulary"),
         ([[]], "empty prompt"),

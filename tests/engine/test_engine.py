@@ -110,7 +110,7 @@ def test_sampling_goes_on_where_it_was_after_a_preemption(monkeypatch):
         ([3, 512], "token id 512"),
         ([3, "a"], "token id 'a'"),
         ([3] * 901, "exceeds max_model_len=900"),
-        (None, "token ids in a list are needed, got None"),
+        (None, "a list or a one-dimensional array of integers, got None"),
     ],
     ids=["empty", "outside", "text", "long", "none"],
 )
@@ -184,13 +184,15 @@ def test_pages_held_by_others_are_no_reason_to_stop():
     assert good.finish_reason == "length"
 
 
-def test_out_of_memory_makes_smaller_steps():
+def test_out_of_memory_makes_smaller_steps(caplog):
     runner = FakeRunner.create()
     runner.max_tokens = 30
     engine = Engine(runner)
     requests = [engine.add_request(tokens(n), greedy(5)) for n in (200, 40, 1)]
     finish(engine)
     assert engine.scheduler.max_num_batched_tokens == 18  # 150, 75, 37, 18
+    assert [record.name for record in caplog.records] == ["deepseek_attn.engine.engine"] * 3
+    assert "out of memory in a step of 37 tokens: at most 18" in caplog.text
     for request, n in zip(requests, (200, 40, 1), strict=True):
         assert request.completion().token_ids == expected(engine, tokens(n), 5)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -228,7 +229,7 @@ def test_a_bad_prompt_is_named_and_nothing_runs(llm, free_pages, prompt, message
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
-        (5, None, "a prompt is text or a list of token ids, got 5"),
+        (5, None, "token ids of a prompt are a list or a one-dimensional array of integers, got 5"),
         ("x", {}, "params: SamplingParams, or a list of them, got {}"),
         ("x", {"temperature": 0}, "params: SamplingParams, or a list of them, got {'temperature': 0}"),
         (["x", "y"], [SamplingParams()], "1 sampling parameters for 2 prompts"),
@@ -237,6 +238,96 @@ def test_a_bad_prompt_is_named_and_nothing_runs(llm, free_pages, prompt, message
 def test_what_is_no_prompt_or_parameter(llm, prompts, params, message):
     with pytest.raises(ValueError, match=message):
         llm.generate(prompts, params)
+
+
+IDS = [61, 7, 200]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        np.array(IDS),
+        np.array(IDS, dtype=np.uint8),
+        np.array([61, 0, 7, 0, 200])[::2],
+        torch.tensor(IDS),
+        torch.tensor(IDS, dtype=torch.int32),
+        [np.int64(61), 7, np.int32(200)],
+        list(torch.tensor(IDS)),
+        range(61, 62),
+        iter(IDS),
+    ],
+    ids=lambda prompt: type(prompt).__name__,
+)
+def test_arrays_and_tensors_are_prompts(llm, free_pages, prompt):
+    [completion] = llm.generate(prompt, GREEDY)
+    assert completion == llm.generate([completion.prompt_token_ids], GREEDY)[0]
+    assert completion.prompt_token_ids in (IDS, [61])
+    assert {type(token) for token in completion.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_each_row_of_a_matrix_is_a_prompt(llm, free_pages, make):
+    completions = llm.generate(make([[1, 2, 3], [4, 5, 6]]), GREEDY)
+    assert completions == llm.generate([[1, 2, 3], [4, 5, 6]], GREEDY)
+    assert completions == llm.generate([make([1, 2, 3]), make([4, 5, 6])], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (np.array([1.0, 2.0]), r"token id 1\.0 is not in the vocabulary: ids are integers"),
+        (torch.tensor([1.0]), r"token id 1\.0 .*integers"),
+        (torch.tensor([True]), "token id True .*integers"),
+        ([1.0, 2.0], r"token id 1\.0 .*integers"),
+        (np.array([-1]), "token id -1 "),
+        (np.array(5), r"one-dimensional array of integers, got the shape \[\]"),
+        (np.zeros((1, 2, 2), int), r"got the shape \[2, 2\]"),
+        (b"text", "got b'text'"),
+        ({1, 2}, "got {1, 2}"),
+        ({"role": "user", "content": "x"}, "messages go to LLM.chat"),
+        ([{"role": "user", "content": "x"}], "messages go to LLM.chat"),
+    ],
+    ids=repr,
+)
+def test_values_that_are_no_prompts(llm, free_pages, prompt, message):
+    with pytest.raises(ValueError, match=f"prompt 0: .*{message}"):
+        llm.generate(prompt, GREEDY)
+
+
+def test_a_stream_refuses_its_prompt_at_once_and_knows_its_completion(llm, free_pages):
+    with pytest.raises(ValueError, match="token id 512"):
+        llm.stream([512])
+    stream = llm.stream("abc", GREEDY)
+    first = next(stream)
+    assert stream.completion.finish_reason == "abort", "it has not ended"
+    assert stream.completion.text == first
+    rest = list(stream)
+    assert stream.completion == llm.generate("abc", GREEDY)[0]
+    assert first + "".join(rest) == stream.completion.text
+
+
+def test_a_chat_streams(llm, free_pages):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    messages.append({"role": "user", "content": "and?"})
+    stream = llm.chat(messages, GREEDY, stream=True)
+    pieces = list(stream)
+    assert len(pieces) > 1
+    assert stream.completion == llm.chat(messages, GREEDY)
+    assert "".join(pieces) == stream.completion.text
+
+
+def test_closed(llm):
+    with LLM(llm.directory, **OPTIONS) as model:
+        expected = f"LLM({str(llm.directory)!r}, {model.runner!r}, Tokenizer({str(llm.directory)!r}, 270 tokens, "
+        assert repr(model).startswith(expected)
+        stream = model.stream("abc", GREEDY)
+        next(stream)
+    model.close()
+    for use in (lambda: model.generate("abc"), lambda: model.stream([1]), lambda: next(stream)):
+        with pytest.raises(RuntimeError, match="this model was closed, and its weights and caches are freed"):
+            use()
+    stream.close()
+    assert "closed" in repr(model)
 
 
 def test_chat(llm, free_pages):

@@ -14,7 +14,7 @@ from deepseek_attn.experiments.run.progress import Progress
 from deepseek_attn.experiments.run.records import read_record
 from deepseek_attn.experiments.run.work import Work
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ def run_experiment(experiment: Experiment, folder: Path, device: str, *, resume:
     for unit in make_units(experiment, device):
         (left if read_record(folder, unit) is None else outcome.skipped).append(unit)
     count, skipped = len(left), len(outcome.skipped)
-    log.info(f"{experiment.name}: {count + skipped} pieces of work, {skipped} done before, {count} to do on {device}")
+    logger.info(
+        f"{experiment.name}: {count + skipped} pieces of work, {skipped} done before, {count} to do on {device}"
+    )
     jobs = min(experiment.jobs, max(1, sum(not unit.alone for unit in left)))
     progress = Progress(left, jobs)
 
@@ -66,7 +68,7 @@ def run_experiment(experiment: Experiment, folder: Path, device: str, *, resume:
         else:
             outcome.failed.append(Failure(unit, end.error))
         state = f"{end.seconds:.1f} s" if end.error is None else f"FAILED: {end.error}"
-        log.info(f"[{count - len(progress.left)}/{count}] {unit.name} ({state}){progress.note()}")
+        logger.info(f"[{count - len(progress.left)}/{count}] {unit.name} ({state}){progress.note()}")
 
     with progress.bar:
         work = Work(folder, device, jobs)

@@ -1,0 +1,83 @@
+"""Options of a runner: the keyword arguments that `LLM` and the constructors of `ModelRunner` share."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypedDict, TypeVar
+
+import torch
+
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.layers.parallel import Parallel
+from deepseek_attn.runner.build import build_runner
+
+
+class RunnerOptions(TypedDict, total=False):
+    """Keyword arguments of `LLM`, `ModelRunner.from_pretrained`, `from_config` and `from_source`; each may be left out.
+
+    The defaults are those of `build_runner`; `help(LLM)` shows them.
+
+    Attributes:
+        device: default: the first GPU if there is one, else the CPU.
+        dtype: default: float32 on a CPU, bfloat16 on a GPU.
+        numerics: ``exact``, ``official`` or ``serving``; default: exact on a CPU, serving on a GPU.
+        backend, decode_backend, prefill_backend, fp8_mode, prefill_workspace_rows: see `AttentionOptions`.
+        layers: backbone layers to load; the others (and the MTP layer) are left out of the model.
+        attention_only: load attention layers and their norms, nothing else.
+        max_model_len: longest sequence; default: the model's, at most 32768.
+        max_num_seqs: sequences with pages at the same time, each up to ``max_model_len``.
+        max_num_batched_tokens: new tokens of one step, over all sequences.
+        max_rollback: tokens that ``truncate`` rolls back without recomputing.
+        max_snapshots: prefixes that an engine keeps for later requests; 0 disables prefix reuse.
+        kv_cache_bytes: bytes of all caches; default: enough for ``max_num_seqs`` sequences of ``max_model_len``.
+        cuda_graphs: replay decode steps as CUDA graphs, captured when a size is first met; default: where every op
+            of the step has a kernel.
+        parallel: the ranks to share the model with (`parallel.launched`), all of which must do the same calls;
+            default: none.
+        progress: show a bar with the bytes of the weights that are loaded, on a terminal.
+    """
+
+    device: torch.device | str | None
+    dtype: torch.dtype | str | None
+    numerics: str | Numerics | None
+    backend: str
+    decode_backend: str | None
+    prefill_backend: str | None
+    fp8_mode: str
+    prefill_workspace_rows: int | None
+    layers: Iterable[int] | None
+    attention_only: bool
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_rollback: int
+    max_snapshots: int
+    kv_cache_bytes: int | None
+    cuda_graphs: bool | None
+    parallel: Parallel | None
+    progress: bool
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def lists_options(function: F) -> F:
+    """Makes ``help`` and notebooks list a runner's options with their defaults in place of ``**options``."""
+    own = inspect.signature(function)
+    shared = [p for p in inspect.signature(build_runner).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    function.__signature__ = own.replace(parameters=[*parameters, *shared])  # type: ignore[attr-defined]
+    return function
+
+
+def check_options(where: str, options: Mapping[str, object], *others: str) -> None:
+    """Raises ValueError for names that are no options of a runner.
+
+    Args:
+        where: the function that was given ``options``, for the message; others: its own keyword arguments.
+    """
+    known = {*RunnerOptions.__annotations__, *others}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(f"{where}: no such options: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
