@@ -8,15 +8,18 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepseek_attn.cli.conversation import converse, show_answer
 from deepseek_attn.cli.observe import add_observe_options, observed
 from deepseek_attn.cli.options import add_runner_options, read_text, runner_options
-from deepseek_attn.cli.prompts import complete_all, messages, read_prompts
+from deepseek_attn.cli.prompts import complete_all, messages, read_messages, read_prompts
 from deepseek_attn.cli.ranks import add_ranks_option, joined_ranks
+from deepseek_attn.config.defaults import DEFAULT_MAX_TOKENS
 
 if TYPE_CHECKING:
     from deepseek_attn.layers.parallel import Parallel
 
 DEFAULT_PROMPT = "Once upon a time"
+CONVERSATION_SNAPSHOTS = 2  # the earlier turns, and the beginning that every turn shares
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -30,11 +33,25 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="FILE",
         help="one prompt per line (text, JSON string or list of token ids); prints JSON lines",
     )
-    parser.add_argument("--chat", action="store_true", help="send the prompt as a user message in the chat format")
+    source.add_argument(
+        "--messages",
+        metavar="FILE",
+        help='answer a conversation: JSON, such as [{"role": "user", "content": "hi"}]; `-` reads standard input',
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="send the prompt as a user message in the chat format; with no prompt, on a terminal: a conversation",
+    )
     parser.add_argument("--system", type=str, help="system message (with --chat)")
     parser.add_argument("--thinking", action="store_true", help="thinking mode: reason before answering (with --chat)")
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=64, help="maximum number of new tokens (default: 64)")
+    sampling.add_argument(
+        "--max-tokens",
+        type=int,
+        default=DEFAULT_MAX_TOKENS,
+        help=f"maximum number of new tokens (default: {DEFAULT_MAX_TOKENS})",
+    )
     sampling.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
     sampling.add_argument("--top-k", type=int, default=0, help="sample from the K most likely tokens (default: all)")
     sampling.add_argument(
@@ -86,34 +103,42 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
         stop_token_ids=tuple(args.stop_token_id),
         ignore_eos=args.ignore_eos,
     )
-    prompt = None
-    if ranks.rank == 0:
+    conversation, prompt, options = is_conversation(args), None, runner_options(args)
+    if conversation:
+        options["max_snapshots"] = args.max_snapshots or CONVERSATION_SNAPSHOTS
+    elif ranks.rank == 0:
         prompt = read_prompts(args.prompts) if args.prompts else read_prompt(args)
     prompt = ranks.share(prompt)
-    llm = LLM(args.model or default_checkpoint(), speculate=args.speculate, **runner_options(args))
+    llm = LLM(args.model or default_checkpoint(), speculate=args.speculate, **options)
     vocab_size = llm.runner.config.vocab_size
     for token in args.stop_token_id:
         if token >= vocab_size:
             raise ValueError(f"--stop-token-id {token}: the vocabulary has {vocab_size} tokens")
-    if args.prompts:
-        with observed(llm.engine, args):
+    with observed(llm.engine, args):
+        if args.prompts:
             return complete_all(llm, prompt, params, args)
-    if args.chat:
-        prompt, explanation = llm.chat_prompt(messages(args, prompt), args.thinking)
-        print(f"chat: {explanation}", file=sys.stderr)
-    try:
-        with observed(llm.engine, args):
-            for piece in llm.stream(prompt, params, progress=True):
-                print(piece, end="", flush=True)
-    except RequestFailed as error:
-        print(f"\ndeepseek-attn generate: the request failed: {error}", file=sys.stderr)
-        return 1
-    print()
+        if conversation:
+            return converse(llm, params, args)
+        if args.chat:
+            prompt, explanation = llm.chat_prompt(messages(args, prompt), args.thinking)
+            print(f"chat: {explanation}", file=sys.stderr)
+        try:
+            show_answer(llm.stream(prompt, params, progress=True), llm, params)
+        except RequestFailed as error:
+            print(f"\ndeepseek-attn generate: the request failed: {error}", file=sys.stderr)
+            return 1
     return 0
+
+
+def is_conversation(args: argparse.Namespace) -> bool:
+    """Whether turns are typed on this terminal: ``--chat`` without anything to answer."""
+    given = (args.prompt, args.token_ids, args.prompts, args.messages)
+    return args.chat and all(source is None for source in given) and sys.stdin.isatty()
 
 
 def check_flags(args: argparse.Namespace) -> None:
     problems = []
+    args.chat = args.chat or args.messages is not None
     if not args.chat:
         problems += [
             f"{flag} needs --chat"
@@ -122,12 +147,20 @@ def check_flags(args: argparse.Namespace) -> None:
         ]
     elif args.token_ids is not None:
         problems.append("--chat takes text; --token-ids are run as they are")
+    if args.messages is not None and args.system:
+        problems.append("--system beside --messages: write the system message into the file, as its first")
+    if args.tensor_parallel > 1 and is_conversation(args):
+        problems.append(
+            "a conversation on a terminal is one process: with --tensor-parallel, use --prompt or --messages"
+        )
     if problems:
         raise ValueError("; ".join(problems))
 
 
-def read_prompt(args: argparse.Namespace) -> str | list[int]:
-    """The prompt from the flags, from standard input, or the default one."""
+def read_prompt(args: argparse.Namespace) -> str | list[int] | list[dict]:
+    """The prompt or conversation from the flags, from standard input, or the default one."""
+    if args.messages is not None:
+        return read_messages(args.messages)
     if args.token_ids is not None:
         try:
             return [int(part) for part in args.token_ids.split(",")]

@@ -1,4 +1,4 @@
-"""``deepseek-attn generate --prompts FILE``: a batch of prompts, one JSON line each."""
+"""Prompts and chat messages from files, and ``deepseek-attn generate --prompts FILE``: one JSON line per prompt."""
 
 from __future__ import annotations
 
@@ -31,6 +31,20 @@ def read_prompts(path: str) -> list[str | list[int]]:
     if not prompts:
         raise ValueError(f"--prompts {path}: no prompt; write one per line")
     return prompts
+
+
+def read_messages(path: str) -> list[dict]:
+    """The chat messages of a JSON file; ``-`` reads standard input. ValueError if it is none, or not readable."""
+    from deepseek_attn.text.template import plain_messages
+
+    try:
+        found = json.loads(read_text("--messages", path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"--messages {path}: not valid JSON ({error})") from error
+    try:
+        return plain_messages(found)
+    except ValueError as error:
+        raise ValueError(f"--messages {path}: {error}") from error
 
 
 def parse_line(line: str) -> str | list[int]:
@@ -85,12 +99,14 @@ def record(index: int, completion: Completion) -> dict:
     return fields | ({"error": completion.error} if completion.error else {})
 
 
-def messages(args: argparse.Namespace, prompt: str | list[int]) -> list[dict]:
-    """The chat messages of a prompt: the system message, if there is one, and the user's.
+def messages(args: argparse.Namespace, prompt: str | list[int] | list[dict]) -> list[dict]:
+    """The chat messages of a prompt: the system message, if there is one, and the user's. Messages come back unchanged.
 
     Raises:
         ValueError: the prompt is token ids, which take no chat format.
     """
+    if isinstance(prompt, list) and isinstance(prompt[0], dict):
+        return prompt
     if not isinstance(prompt, str):
         raise ValueError("--chat takes text; token ids are run as they are")
     system = [{"role": "system", "content": args.system}] if args.system else []

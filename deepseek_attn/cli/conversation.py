@@ -1,0 +1,66 @@
+"""Answers as they stream, and ``deepseek-attn generate --chat`` on a terminal: a conversation."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepseek_attn.engine.llm import LLM, TextStream
+    from deepseek_attn.engine.request import Completion
+    from deepseek_attn.engine.sampling import SamplingParams
+
+
+def show_answer(stream: TextStream, llm: LLM, params: SamplingParams) -> Completion:
+    """Prints a stream as it comes, and on standard error why it ended if the model did not end it."""
+    for piece in stream:
+        print(piece, end="", flush=True)
+    print(flush=True)
+    completion = stream.completion
+    if completion.finish_reason == "length":
+        reached = len(completion.token_ids) >= params.max_tokens
+        limit = f"--max-tokens {params.max_tokens}" if reached else f"--max-model-len {llm.runner.layout.max_model_len}"
+        print(f"finish_reason: length ({limit})", file=sys.stderr)
+    return completion
+
+
+def converse(llm: LLM, params: SamplingParams, args: argparse.Namespace) -> int:
+    """Reads the user's turns line by line and answers each, with all turns before it.
+
+    Ctrl-C ends an answer, and the command where a turn is awaited; Ctrl-D ends the conversation. A turn that fails is
+    forgotten.
+    """
+    from deepseek_attn.engine.request import RequestFailed
+    from deepseek_attn.text.chat import describe_chat_format, parse_completion
+
+    with suppress(ImportError):
+        import readline  # noqa: F401 input() edits lines with it
+    print(f"chat: {describe_chat_format(llm.directory)[1]}", file=sys.stderr)
+    print("Ctrl-C ends an answer, Ctrl-D the conversation", file=sys.stderr)
+    turns = [{"role": "system", "content": args.system}] if args.system else []
+    while True:
+        try:
+            text = input("> " if sys.stdout.isatty() else "")
+        except EOFError:
+            print()
+            return 0
+        if not text.strip():
+            continue
+        asked = [*turns, {"role": "user", "content": text}]
+        try:
+            stream = llm.chat(asked, params, thinking=args.thinking, stream=True)
+            try:
+                completion = show_answer(stream, llm, params)
+            except KeyboardInterrupt as stop:
+                stream.close()
+                if type(stop) is not KeyboardInterrupt:  # of another signal, which ends the command
+                    raise
+                completion = stream.completion
+                print()
+        except (ValueError, RequestFailed) as error:
+            print(f"deepseek-attn generate: {error}", file=sys.stderr)
+            continue
+        reasoning, answer = parse_completion(completion.text, args.thinking)
+        turns = [*asked, {"role": "assistant", "content": answer, "reasoning_content": reasoning}]
