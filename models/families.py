@@ -11,7 +11,7 @@ from deepseek_attn.attention.builder import MetadataBuilder
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.checkpoint.names import CanonicalSource
-from deepseek_attn.checkpoint.names_v32 import canonical_name_v32
+from deepseek_attn.checkpoint.names_v32 import canonical_names
 from deepseek_attn.checkpoint.source import CheckpointSource
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics, numerics_for
@@ -78,7 +78,7 @@ class Family(ABC):
 
     def canonical(self, source: CheckpointSource) -> CanonicalSource:
         """A checkpoint under the names that the model's weight slots have."""
-        return CanonicalSource(source)
+        return CanonicalSource(source, canonical_names(self.config))
 
     def build(
         self, layers: list[int] | None, attention_only: bool, max_positions: int
@@ -157,9 +157,6 @@ class DeepseekV32Family(Family):
 
     def choose_impl(self) -> type[SplitAttentionImpl] | None:
         return super().choose_impl() if self.config.has_indexer else None
-
-    def canonical(self, source: CheckpointSource) -> CanonicalSource:
-        return CanonicalSource(source, lambda name: canonical_name_v32(name, self.config.num_hidden_layers))
 
 
 def get_family(

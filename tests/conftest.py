@@ -17,6 +17,8 @@ from tests.support.report import RESULTS, Case, Report
 # One number of threads also means the same last bits in every process.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+# No test downloads anything.
+os.environ["HF_HUB_OFFLINE"] = "1"
 # Kernels compile a fifth faster without the lines they come from.
 os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,9 +12,11 @@ from torch import nn
 from tqdm import tqdm
 
 from deepseek_attn.checkpoint.names import CanonicalSource
+from deepseek_attn.checkpoint.names_v32 import canonical_names
 from deepseek_attn.checkpoint.published import published_tensors
 from deepseek_attn.checkpoint.source import FP4_DTYPES, CheckpointSource, TensorInfo, holds_nan, read_weight, scale_name
 from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.options import is_integer
 from deepseek_attn.kernels.linear import FP4_GROUP, FP8_BLOCK
 from deepseek_attn.layers.weights import WeightSlot, checkpoint_slots
 from deepseek_attn.utils.sizes import show_bytes
@@ -221,6 +223,15 @@ class Selection:
         if self.attention_only and not (layer and _ATTENTION.fullmatch(layer[2])):
             return ATTENTION_ONLY
         return None
+
+
+def needed_tensors(config: AnyConfig, layers: Iterable[int] | None, attention_only: bool) -> Callable[[str], bool]:
+    """Whether a load of these layers reads a tensor, judged by its stored name: others need not be there."""
+    chosen = None if layers is None else frozenset(layer for layer in layers if is_integer(layer))
+    partial = chosen is not None or attention_only
+    selection = Selection(chosen, attention_only, OTHER_LAYERS if partial else None)
+    published = canonical_names(config)
+    return lambda name: selection.rule(published(name)) is None
 
 
 def _is_copy(name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,13 +111,15 @@ class SafetensorsSource(CheckpointSource):
 
     Args:
         path: checkpoint directory.
+        needed: whether a tensor of that name will be read; shards without any such tensor may be missing.
 
     Raises:
         ValueError: the directory, the index, a shard or a tensor that the index names is missing, broken or truncated.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, needed: Callable[[str], bool] = lambda name: True):
         self.path = Path(path)
+        self._needed = needed
         self._files: dict[Path, safe_open] = {}
         self._entries: dict[str, TensorInfo] = {}
         self._shard_of: dict[str, Path] = {}
@@ -161,7 +163,8 @@ class SafetensorsSource(CheckpointSource):
                 f"{self.path} is not a directory: give the directory that holds config.json and the shards"
             )
         if (self.path / INDEX_FILE).is_file():
-            return _read_index(self.path / INDEX_FILE)
+            shards = read_index(self.path / INDEX_FILE, self._needed)
+            return {shard: listed for shard, listed in shards.items() if shard.is_file()}
         if (self.path / SINGLE_FILE).is_file():
             return {self.path / SINGLE_FILE: None}
         others = len(list(self.path.glob("*.safetensors")))
@@ -187,7 +190,13 @@ class SafetensorsSource(CheckpointSource):
         self._shard_of |= dict.fromkeys(tensors, shard)
 
 
-def _read_index(index: Path) -> dict[Path, set[str]]:
+def read_index(index: Path, needed: Callable[[str], bool]) -> dict[Path, set[str]]:
+    """The shards that an index names, there or not, with the tensors in each.
+
+    Raises:
+        ValueError: the index is broken, empty, or names a file outside its folder, or a shard with a needed tensor is
+            missing.
+    """
     what = f"broken index {index}"
     content = read_json(index, what, MAX_HEADER_BYTES)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -201,7 +210,8 @@ def _read_index(index: Path) -> dict[Path, set[str]]:
     for shard in sorted(shards):
         if shard.parent != index.parent:
             raise ValueError(f"{what}: it names {_cut(str(shard))}, which lies outside the checkpoint directory")
-        if not os.path.isfile(shard):  # unlike `Path.is_file`, False for a name that no file can have
+        # unlike `Path.is_file`, False for a name that no file can have
+        if not os.path.isfile(shard) and any(map(needed, shards[shard])):
             raise ValueError(
                 f"shard {_cut(str(shard))} is missing: {INDEX_FILE} puts {len(shards[shard])} tensors in it"
             )

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepseek_attn.cli.options import add_numerics_options, integer
+from deepseek_attn.cli.options import HUB_ID, add_numerics_options, integer
 from deepseek_attn.cli.table import Table, print_kernels
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     model.set_defaults(run=run_model)
     add_engine_parser(what)
     for part in (layer, model):
-        part.add_argument("--model", default="tiny", metavar="NAME|FILE", help="preset or config.json (default: tiny)")
+        part.add_argument(
+            "--model", default="tiny", metavar="NAME|FILE|ID", help=f"preset, config.json or {HUB_ID} (default: tiny)"
+        )
         part.add_argument(
             "--batch", type=numbers, default=[1, 8], metavar="LIST", help="batch sizes of decode steps (default: 1,8)"
         )
@@ -78,9 +80,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def add_engine_parser(what: argparse._SubParsersAction) -> None:
     engine = what.add_parser("engine", help="greedy decoding with and without drafts of the MTP layer, alternately")
     engine.add_argument(
-        "--model", metavar="DIR|NAME|FILE",
-        help="checkpoint, or a preset or config.json to fill with random weights (default: the small checkpoint in the "
-        "package)",
+        "--model", metavar="DIR|ID|NAME|FILE",
+        help=f"checkpoint directory or {HUB_ID}, or a preset or config.json to fill with random weights (default: the "
+        "small checkpoint in the package)",
     )  # fmt: skip
     engine.add_argument("--layers", type=int, metavar="N", help="first N layers of a preset or config.json")
     engine.add_argument("--experts", type=int, metavar="N", help="routed experts per layer of a preset or config.json")
@@ -252,8 +254,7 @@ def run_engine(args: argparse.Namespace) -> None:
     from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
     check_flags(args)
-    directory = checkpoint_directory(args)
-    runner = engine_runner(args, directory)
+    runner = engine_runner(args, checkpoint_to_time(args))
     drafts = [n for n in args.drafts if n > 0]
     variants = [Variant(), *map(Variant, drafts)]
     if args.eager and runner.graphs is not None:
@@ -264,8 +265,8 @@ def run_engine(args: argparse.Namespace) -> None:
         "tokens/step": ">13.2f", "breaks even": ">13.2f", "accepted": ">10.0%", "pays from": ">11.0%", "host": ">7.1%",
     })  # fmt: skip
     for batch in args.batch:
-        if directory is not None and (directory / TOKENIZER_FILE).is_file():
-            prompts = text_prompts(Tokenizer(directory), batch, args.prompt)
+        if runner.directory is not None and (runner.directory / TOKENIZER_FILE).is_file():
+            prompts = text_prompts(Tokenizer(runner.directory), batch, args.prompt)
         else:
             prompts = list(random_prompts(runner.config.vocab_size, batch, args.prompt))
         for timing in time_engine(runner, prompts, variants, args.tokens, args.repeats):
@@ -282,18 +283,19 @@ def run_engine(args: argparse.Namespace) -> None:
     finish(args, run, rows, ("drafts",))
 
 
-def checkpoint_directory(args: argparse.Namespace) -> Path | None:
-    """The checkpoint to time; None for a preset or a config.json, which gets random weights."""
+def checkpoint_to_time(args: argparse.Namespace) -> str | Path | None:
+    """Folder or hub id of the checkpoint; None for a preset or a config.json, which gets random weights."""
     from deepseek_attn.cli.generate import default_checkpoint
+    from deepseek_attn.utils.hub import HubModel
 
-    if args.model is not None and not Path(args.model).is_dir():
+    if args.model is not None and not Path(args.model).is_dir() and HubModel.parse(args.model) is None:
         return None
     if args.layers is not None or args.experts is not None:
         raise ValueError("--layers and --experts cut a preset or a config.json (--model NAME), not a checkpoint")
-    return default_checkpoint() if args.model is None else Path(args.model)
+    return default_checkpoint() if args.model is None else args.model
 
 
-def engine_runner(args: argparse.Namespace, directory: Path | None) -> ModelRunner:
+def engine_runner(args: argparse.Namespace, checkpoint: str | Path | None) -> ModelRunner:
     """The runner of a checkpoint, or of a config with random weights, with as much cache as the requests need."""
     from deepseek_attn.bench.engine import cut_config
     from deepseek_attn.checkpoint.random import RepeatingSource
@@ -305,8 +307,8 @@ def engine_runner(args: argparse.Namespace, directory: Path | None) -> ModelRunn
         "max_model_len": args.prompt + args.tokens + max(args.drafts), "max_num_seqs": max(args.batch),
         "max_num_batched_tokens": max(2048, max(args.batch) * (1 + max(args.drafts))),
     }  # fmt: skip
-    if directory is not None:
-        return ModelRunner.from_pretrained(directory, **options)
+    if checkpoint is not None:
+        return ModelRunner.from_pretrained(checkpoint, **options)
     config = cut_config(ModelConfig.from_pretrained(args.model), args.layers, args.experts)
     return ModelRunner.from_source(config, RepeatingSource(config), progress=False, **options)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from deepseek_attn.cli.conversation import converse, show_answer
 from deepseek_attn.cli.observe import add_observe_options, observed
-from deepseek_attn.cli.options import add_runner_options, read_text, runner_options
+from deepseek_attn.cli.options import HUB_ID, add_runner_options, read_text, runner_options
 from deepseek_attn.cli.prompts import complete_all, messages, read_messages, read_prompts
 from deepseek_attn.cli.ranks import add_ranks_option, joined_ranks
 from deepseek_attn.config.defaults import DEFAULT_MAX_TOKENS
@@ -24,7 +24,9 @@ CONVERSATION_SNAPSHOTS = 2  # the earlier turns, and the beginning that every tu
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("generate", help="complete a prompt", description="Complete a prompt, streaming.")
-    parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: the small one in the package)")
+    parser.add_argument(
+        "--model", metavar="DIR|ID", help=f"checkpoint directory or {HUB_ID} (default: the small one in the package)"
+    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", type=str, help="text; `-`, or no prompt with piped input, reads standard input")
     source.add_argument("--token-ids", metavar="IDS", help="comma-separated token ids instead of text")

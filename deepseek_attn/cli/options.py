@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+HUB_ID = "hub id (org/name or org/name@revision)"  # in the help of --model
+
 
 def add_runner_options(parser: argparse.ArgumentParser) -> None:
     """Options of how a model is loaded and run; `runner_options` reads them back."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from deepseek_attn.cli.options import add_limits, add_numerics_options, add_prefill_options, memory_size
+from deepseek_attn.cli.options import HUB_ID, add_limits, add_numerics_options, add_prefill_options, memory_size
 from deepseek_attn.utils.sizes import show_bytes
 
 
@@ -16,7 +16,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         description="KV cache bytes: fixed per sequence, marginal per token, and what fits in a given memory.",
     )
     parser.add_argument(
-        "--model", default="tiny", metavar="DIR|NAME", help="checkpoint, config.json or preset (default: tiny)"
+        "--model",
+        default="tiny",
+        metavar="DIR|ID|NAME",
+        help=f"checkpoint directory, config.json, {HUB_ID} or preset (default: tiny)",
     )
     add_numerics_options(parser)
     add_limits(parser)

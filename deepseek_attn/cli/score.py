@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deepseek_attn.cli.options import add_runner_options, runner_options
+from deepseek_attn.cli.options import HUB_ID, add_runner_options, runner_options
 from deepseek_attn.utils.json_files import read_json
 
 
@@ -15,7 +15,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="logits of given tokens",
         description='Write the logits of given tokens: tensor "i" is float32 [len_i, vocab] for the i-th list.',
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory")
+    parser.add_argument("--model", required=True, metavar="DIR|ID", help=f"checkpoint directory or {HUB_ID}")
     parser.add_argument("--token-ids", required=True, metavar="FILE", help="JSON: a list of token-id lists")
     parser.add_argument("--out", required=True, metavar="FILE", help="safetensors file to write")
     parser.add_argument(

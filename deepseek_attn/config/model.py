@@ -15,6 +15,7 @@ from deepseek_attn.config.common import RopeSpec
 from deepseek_attn.config.schedule import published_branch
 from deepseek_attn.config.v4_reader import FIXED, read_v4
 from deepseek_attn.config.v32 import DeepseekV32Config
+from deepseek_attn.utils.hub import CONFIG_FILE, HubModel
 from deepseek_attn.utils.json_files import parse_json, read_json
 
 
@@ -170,18 +171,26 @@ class ModelConfig(ConfigBase):
     def from_pretrained(cls, path: str | Path) -> AnyConfig:
         """Reads a checkpoint directory (its ``config.json``), a JSON file, or a preset by name such as ``"tiny"``.
 
+        Of a hub id (``org/name``, ``org/name@revision``) it reads the copy in the local cache of huggingface_hub, where
+        only ``config.json`` is downloaded to.
+
         Raises:
             ValueError: nothing of the kind exists, the JSON is broken (with its line), or the config is invalid.
         """
         file = Path(path)
-        if (file / "config.json").is_file():
-            file = file / "config.json"
+        if (file / CONFIG_FILE).is_file():
+            file = file / CONFIG_FILE
         elif str(path) in preset_names() and not file.is_file():
             return cls.from_preset(str(path))
         elif file.is_dir():
             raise ValueError(f"no config.json in directory {str(path)!r}")
+        elif repo := HubModel.parse(path):
+            file = (repo.local_folder() or repo.download([CONFIG_FILE])) / CONFIG_FILE
         elif not file.is_file():
-            raise ValueError(f"{str(path)!r} is no directory, JSON file or preset ({', '.join(preset_names())})")
+            raise ValueError(
+                f"{str(path)!r} is no directory, JSON file or preset ({', '.join(preset_names())}), nor a hub id "
+                "(org/name)"
+            )
         return cls.from_dict(read_json(file, f"invalid config ({file})"), origin=str(file))
 
     @classmethod

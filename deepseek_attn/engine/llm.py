@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, Unpack, overload
 
 from tqdm import tqdm
 
+from deepseek_attn.checkpoint.hub import PretrainedSource
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Completion, Request, RequestFailed
@@ -47,7 +48,8 @@ class LLM:
     """A checkpoint ready to generate; a context manager that closes it.
 
     Args:
-        model: a directory with ``config.json``, safetensors shards and, for text prompts, ``tokenizer.json``.
+        model: a directory with ``config.json``, safetensors shards and, for text prompts, ``tokenizer.json``; or a
+            hub id, see `ModelRunner.from_pretrained`.
         speculate: tokens that the MTP layer drafts per step; the text is the same, in fewer steps.
         options: see `RunnerOptions`. With ``parallel``, every rank makes an LLM and the same calls; with data-parallel
             attention, the calls of each rank have different prompts.
@@ -65,7 +67,8 @@ class LLM:
     @lists_options
     def __init__(self, model: str | Path, *, speculate: int = 0, **options: Unpack[RunnerOptions]):
         check_options("LLM", options, "speculate")
-        self.directory = Path(model)
+        with PretrainedSource(model, options.get("layers"), options.get("attention_only", False)) as source:
+            self.directory = source.directory  # shards are not looked at here
         self.tokenizer: Tokenizer | None = None
         if (self.directory / TOKENIZER_FILE).is_file():
             self.tokenizer = Tokenizer(self.directory)

@@ -11,9 +11,11 @@ import torch
 
 from deepseek_attn.cache.files import make_fingerprint
 from deepseek_attn.cache.manager import OutOfPages, SequenceCache
+from deepseek_attn.checkpoint.hub import PretrainedSource
 from deepseek_attn.checkpoint.random import RandomSource
-from deepseek_attn.checkpoint.source import CheckpointSource, SafetensorsSource
+from deepseek_attn.checkpoint.source import CheckpointSource
 from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.config.options import as_list
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.step_batch import StepBatch
 from deepseek_attn.kernels.common.dispatch import reference_ops
@@ -36,6 +38,7 @@ from deepseek_attn.runner.step import (
     check_query_lens,
     step_input,
 )
+from deepseek_attn.utils.hub import HubModel
 from deepseek_attn.utils.tracing import traced
 
 logger = logging.getLogger(__name__)
@@ -52,22 +55,25 @@ class ModelRunner(LoadedModel):
         """Loads a checkpoint in the published format (or with transformers' tensor names).
 
         Args:
-            model: a directory that holds ``config.json`` and safetensors shards.
+            model: a directory that holds ``config.json`` and safetensors shards; or a hub id, ``org/name`` or
+                ``org/name@revision``: the copy in the local cache of huggingface_hub, else what ``layers`` need is
+                downloaded into it.
 
         Raises:
             ValueError: what is wrong with the directory, the config, the tensors or the options; nothing is allocated.
         """
         check_options("from_pretrained", options)
-        directory = Path(model)
-        if not directory.exists():
-            raise ValueError(f"no checkpoint at {str(directory)!r}: the directory does not exist")
-        if not directory.is_dir():
-            raise ValueError(f"{str(directory)!r} is a file; a checkpoint is a directory with config.json and shards")
-        config = ModelConfig.from_pretrained(directory)
-        with SafetensorsSource(directory) as source:
-            runner = cls.from_source(config, source, **options)
-        runner.directory = directory
-        logger.info("loaded %s: %s, %s", directory, runner, runner.report)
+        if options.get("layers") is not None:
+            options["layers"] = as_list(options["layers"], "layers: numbers of layers")
+        if HubModel.parse(model) is None:
+            if not Path(model).exists():
+                raise ValueError(f"no checkpoint at {str(model)!r}: the directory does not exist")
+            if not Path(model).is_dir():
+                raise ValueError(f"{str(model)!r} is a file; a checkpoint is a directory with config.json and shards")
+        with PretrainedSource(model, options.get("layers"), options.get("attention_only", False)) as source:
+            runner = cls.from_source(source.config, source, **options)
+        runner.directory = source.directory
+        logger.info("loaded %s: %s, %s", runner.directory, runner, runner.report)
         return runner
 
     @classmethod

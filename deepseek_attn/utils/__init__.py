@@ -1,1 +1,1 @@
-"""Files that appear whole or not at all, devices, processes, tracing, and the workspace."""
+"""Files that appear whole or not at all, JSON, downloads from the hub, devices, processes, tracing, the workspace."""

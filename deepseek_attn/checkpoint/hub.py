@@ -1,0 +1,85 @@
+"""Checkpoints by path or hub id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from deepseek_attn.checkpoint.loader import needed_tensors
+from deepseek_attn.checkpoint.source import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    CheckpointSource,
+    SafetensorsSource,
+    TensorInfo,
+    read_index,
+)
+from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.utils.hub import CONFIG_FILE, HubModel
+
+SMALL_FILES = (INDEX_FILE, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+class PretrainedSource(CheckpointSource):
+    """The tensors of a checkpoint by path or hub id. A context manager that unmaps its files.
+
+    ``org/name`` or ``org/name@revision`` is the local copy of a repository of the hub. A copy that has all the files is
+    taken as it is, without a look at the network; what is missing is downloaded: first the small files with the
+    index, and the shards when the tensors are asked for, so that wrong options are found before.
+
+    Args:
+        layers, attention_only: of which tensors will be read. Shards without such tensors may be missing, and are not
+            downloaded.
+
+    Raises:
+        ValueError: from all methods: files are missing, broken, or cannot be downloaded.
+    """
+
+    def __init__(self, model: str | Path, layers: Iterable[int] | None = None, attention_only: bool = False):
+        self.layers, self.attention_only, self._repo = layers, attention_only, HubModel.parse(model)
+        self._whole = layers is None and not attention_only
+        self.directory = self._small_files() if self._repo else Path(model)
+
+    @cached_property
+    def config(self) -> AnyConfig:
+        return ModelConfig.from_pretrained(self.directory)
+
+    def _small_files(self) -> Path:
+        """The folder of the local copy, with its config and index."""
+        folder = self._repo.local_folder()
+        if folder is None or not any((folder / file).is_file() for file in (INDEX_FILE, SINGLE_FILE)):
+            folder = self._repo.download([CONFIG_FILE], SMALL_FILES, self._whole)
+        return folder
+
+    @cached_property
+    def _opened(self) -> SafetensorsSource:
+        needed = needed_tensors(self.config, self.layers, self.attention_only)
+        if self._repo:
+            index, shards = self.directory / INDEX_FILE, [SINGLE_FILE]
+            if index.is_file():
+                listed = read_index(index, needed=lambda name: False)  # those that are missing come now
+                shards = [shard.name for shard, names in listed.items() if any(map(needed, names))]
+            absent = [shard for shard in shards if not (self.directory / shard).is_file()]
+            if absent:
+                self._repo.download(absent, whole=not index.is_file())
+        return SafetensorsSource(self.directory, needed)
+
+    def entries(self) -> dict[str, TensorInfo]:
+        return self._opened.entries()
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._opened.read(name)
+
+    def view(self, name: str) -> torch.Tensor:
+        return self._opened.view(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if "_opened" in vars(self):
+            self._opened.close()
