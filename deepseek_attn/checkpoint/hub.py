@@ -42,17 +42,17 @@ class PretrainedSource(CheckpointSource):
     def __init__(self, model: str | Path, layers: Iterable[int] | None = None, attention_only: bool = False):
         self.layers, self.attention_only, self._repo = layers, attention_only, HubModel.parse(model)
         self._whole = layers is None and not attention_only
-        self.directory = self._small_files() if self._repo else Path(model)
+        self.directory = Path(model) if self._repo is None else self._small_files(self._repo)
 
     @cached_property
     def config(self) -> AnyConfig:
         return ModelConfig.from_pretrained(self.directory)
 
-    def _small_files(self) -> Path:
+    def _small_files(self, repo: HubModel) -> Path:
         """The folder of the local copy, with its config and index."""
-        folder = self._repo.local_folder()
+        folder = repo.local_folder()
         if folder is None or not any((folder / file).is_file() for file in (INDEX_FILE, SINGLE_FILE)):
-            folder = self._repo.download([CONFIG_FILE], SMALL_FILES, self._whole)
+            folder = repo.download([CONFIG_FILE], SMALL_FILES, self._whole)
         return folder
 
     @cached_property

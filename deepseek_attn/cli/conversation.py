@@ -60,7 +60,7 @@ def converse(llm: LLM, params: SamplingParams, args: argparse.Namespace) -> int:
                 completion = stream.completion
                 print()
         except (ValueError, RequestFailed) as error:
-            print(f"deepseek-attn generate: {error}", file=sys.stderr)
+            print(f"\ndeepseek-attn generate: {error}", file=sys.stderr)
             continue
         reasoning, answer = parse_completion(completion.text, args.thinking)
         turns = [*asked, {"role": "assistant", "content": answer, "reasoning_content": reasoning}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -99,13 +99,13 @@ def record(index: int, completion: Completion) -> dict:
     return fields | ({"error": completion.error} if completion.error else {})
 
 
-def messages(args: argparse.Namespace, prompt: str | list[int] | list[dict]) -> list[dict]:
-    """The chat messages of a prompt: the system message, if there is one, and the user's. Messages come back unchanged.
+def messages(args: argparse.Namespace, prompt: Any) -> list[dict]:
+    """The chat messages of a prompt: the system message, if there is one, and the user's; those of ``--messages``.
 
     Raises:
         ValueError: the prompt is token ids, which take no chat format.
     """
-    if isinstance(prompt, list) and isinstance(prompt[0], dict):
+    if args.messages is not None:
         return prompt
     if not isinstance(prompt, str):
         raise ValueError("--chat takes text; token ids are run as they are")

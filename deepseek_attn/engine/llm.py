@@ -8,6 +8,8 @@ from numbers import Number
 from pathlib import Path
 from typing import Any, Literal, Self, Unpack, overload
 
+import numpy as np
+import torch
 from tqdm import tqdm
 
 from deepseek_attn.checkpoint.hub import PretrainedSource
@@ -220,8 +222,10 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     single: Any = prompts
     if isinstance(prompts, (str, bytes, bytearray, Mapping, Set)) or not isinstance(prompts, Iterable):
         return [single]
-    if getattr(prompts, "ndim", 2) < 2:
-        return [single]
+    if isinstance(prompts, (np.ndarray, torch.Tensor)):
+        texts = isinstance(prompts, np.ndarray) and prompts.dtype.kind in "OU"
+        if prompts.ndim == 0 or (prompts.ndim == 1 and not texts):
+            return [single]
     several: list[Any] = list(prompts)
     is_token = bool(several) and (isinstance(several[0], Number) or getattr(several[0], "ndim", None) == 0)
     return [several] if is_token else several

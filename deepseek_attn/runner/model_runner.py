@@ -63,14 +63,15 @@ class ModelRunner(LoadedModel):
             ValueError: what is wrong with the directory, the config, the tensors or the options; nothing is allocated.
         """
         check_options("from_pretrained", options)
-        if options.get("layers") is not None:
-            options["layers"] = as_list(options["layers"], "layers: numbers of layers")
+        layers = options.get("layers")
+        if layers is not None:
+            options["layers"] = layers = as_list(layers, "layers: numbers of layers")
         if HubModel.parse(model) is None:
             if not Path(model).exists():
                 raise ValueError(f"no checkpoint at {str(model)!r}: the directory does not exist")
             if not Path(model).is_dir():
                 raise ValueError(f"{str(model)!r} is a file; a checkpoint is a directory with config.json and shards")
-        with PretrainedSource(model, options.get("layers"), options.get("attention_only", False)) as source:
+        with PretrainedSource(model, layers, options.get("attention_only", False)) as source:
             runner = cls.from_source(source.config, source, **options)
         runner.directory = source.directory
         logger.info("loaded %s: %s, %s", runner.directory, runner, runner.report)

@@ -265,6 +265,11 @@ def test_arrays_and_tensors_are_prompts(llm, free_pages, prompt):
     assert {type(token) for token in completion.prompt_token_ids} == {int}
 
 
+@pytest.mark.parametrize("texts", [np.array(["abc", "de"]), np.array(["abc", "de"], dtype=object), ("abc", "de")])
+def test_an_array_of_texts_is_a_list_of_prompts(llm, free_pages, texts):
+    assert llm.generate(texts, GREEDY) == llm.generate(["abc", "de"], GREEDY)
+
+
 @pytest.mark.parametrize("make", [np.array, torch.tensor])
 def test_each_row_of_a_matrix_is_a_prompt(llm, free_pages, make):
     completions = llm.generate(make([[1, 2, 3], [4, 5, 6]]), GREEDY)
