@@ -227,5 +227,6 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
         if prompts.ndim == 0 or (prompts.ndim == 1 and not texts):
             return [single]
     several: list[Any] = list(prompts)
-    is_token = bool(several) and (isinstance(several[0], Number) or getattr(several[0], "ndim", None) == 0)
+    first = several[0] if several else None
+    is_token = isinstance(first, Number) or (isinstance(first, torch.Tensor) and not first.ndim)
     return [several] if is_token else several
