@@ -187,6 +187,7 @@ def test_only_commands_print():
         module
         for module in MODULES
         if room(module) not in ("cli", "__init__")  # whose docstring shows an example
+        and not module.endswith(".__main__")
         if re.search(r"(?<![\w.])(print|tqdm\.write)\(", MODULES[module].read_text(encoding="utf-8"))
     ]
     assert not printing
