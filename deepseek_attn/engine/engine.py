@@ -186,7 +186,7 @@ class Engine:
 
     def _restore(self) -> None:
         """Brings everything in line with the tokens that requests have by now. May be interrupted and repeated."""
-        if self.runner.graphs is not None:
+        if not self.runner.closed and self.runner.graphs is not None:
             self.runner.graphs.prelaunched = None
         self.decoder.forget()
         self.scheduler.restore()
@@ -257,7 +257,8 @@ class Engine:
         if total == 1:
             self._fail(work[0][0], f"out of memory for a single token: {error}", error)
         self.scheduler.shrink(total)
-        logger.warning("out of memory in a step of %d tokens: smaller steps for a while", total)
+        smaller = self.scheduler.max_num_batched_tokens
+        logger.warning("out of memory in a step of %d tokens: at most %d per step for a while", total, smaller)
 
     def _run_each(self, work: Work, ends: list[int], error: Exception) -> tuple[Work, StepOutput]:
         """After a step failed: every request again, alone, up to where the step would have computed it."""

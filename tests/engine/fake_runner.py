@@ -69,6 +69,7 @@ class FakeRunner:
     prefixes: PrefixCache | None = None
     max_tokens: int = 1 << 30
     graphs: None = None
+    closed: bool = False
     next_step_launched: bool = False
 
     @classmethod
