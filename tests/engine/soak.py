@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python -m tests.engine.soak --model v4 --drafts 1 --steps 100000 --out FILE
 
 Requests arrive, share prefixes, go on where others ended, are cancelled, preempted and refused; pages run short; steps
-fail and run out of memory; ``on_step`` raises; beside the engine a sequence is forked, saved, loaded and taken back.
-After every step each page has exactly the holders that it should have, and every request that ends has the tokens that
-it has alone. Every thousand steps the process's memory, the objects that live, and the time of steps are recorded.
+fail, are interrupted and run out of memory; ``on_step`` raises; beside the engine a sequence is forked, saved, loaded
+and taken back. After every step each page has exactly the holders that it should have, and every request that ends has
+the tokens that it has alone. Every thousand steps the process's memory, the objects that live, and the time of steps
+are recorded.
 
 The prompts of requests are drawn from a set whose answers are known. It changes slowly, so that prefixes are met again
 and also die out.
@@ -27,7 +28,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -101,12 +101,12 @@ class Faults:
     """Makes the next blocks of a model raise."""
 
     def __init__(self, model: torch.nn.Module):
-        self.left: list[Exception] = []
+        self.left: list[BaseException] = []
         self.wait = 0
         for block in model.layers.values():
             block.register_forward_pre_hook(self._before_block)
 
-    def arm(self, wait: int, errors: list[Exception]) -> None:
+    def arm(self, wait: int, errors: list[BaseException]) -> None:
         """After ``wait`` blocks, each further one raises one of ``errors`` until there are none left."""
         self.wait, self.left = wait, errors
 
@@ -227,8 +227,12 @@ class Soak:
         """One step, whose times are appended."""
         self.counts["step"] += 1
         wall_before, cpu_before = time.perf_counter(), time.process_time()
-        with suppress(CallbackFailed):
+        try:
             self.engine.step()
+        except CallbackFailed:
+            self.counts["on_step raised"] += 1
+        except KeyboardInterrupt:
+            self.counts["interrupted"] += 1
         wall.append(time.perf_counter() - wall_before)
         cpu.append(time.process_time() - cpu_before)
         self.faults.arm(0, [])  # a step over CUDA graphs runs no block
@@ -236,7 +240,6 @@ class Soak:
     def _on_step(self, stats: StepStats) -> None:
         if self._callback_raises:
             self._callback_raises = False
-            self.counts["on_step raised"] += 1
             raise CallbackFailed
 
     def check(self) -> None:
@@ -287,6 +290,8 @@ class Soak:
             self.faults.arm(rng.randrange(len(self.runner.model.layers)), errors)
         if chance(0.1):
             self.faults.arm(rng.randrange(len(self.runner.model.layers)), [MemoryError("fake memory is full")])
+        if chance(0.5):
+            self.faults.arm(rng.randrange(len(self.runner.model.layers)), [KeyboardInterrupt()])
         self._callback_raises = chance(0.5)
         if chance(0.5):
             self.known[rng.randrange(len(self.known))] = self._fresh()

@@ -135,8 +135,8 @@ def check_pages(engine: Engine, outside: Iterable[SequenceCache] = ()) -> None:
     if engine.prefixes is not None:
         kept = [entry.snapshot for entry in engine.prefixes._entries.values()]
         caches += [snapshot.cache for snapshot in kept]
-        slots = sorted([*manager.free_snapshots, *(snapshot.slot for snapshot in kept)])
-        assert slots == list(range(manager.layout.max_snapshots))
+        rows = sorted([*manager.free_snapshots, *(snapshot.cache.carried for snapshot in kept)])
+        assert rows == list(range(manager.layout.max_snapshots))
     caches += outside
     for group, free in manager.available_pages().items():
         holders = Counter(page for cache in caches for page in cache.tables[group] if page != NULL_PAGE)
