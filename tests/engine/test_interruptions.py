@@ -85,7 +85,7 @@ def interrupted_everywhere(make_engine, jobs: Jobs, every: int, files: tuple[str
     while broken.engine.has_unfinished:
         broken.step()
     broken.check(expected)
-    assert sum(fired) > 0.9 * len(lines), "most lines run in every round"
+    assert sum(fired) > 0.8 * len(lines), "most lines run in every round"
 
 
 FAKES = {
@@ -135,14 +135,14 @@ def test_models(family, drafts, persistent, every):
         config, (SometimesPredictable if drafts else RandomSource)(config, 0), max_model_len=160, max_num_seqs=4,
         max_num_batched_tokens=61, max_snapshots=2, max_rollback=6,
     )  # fmt: skip
-    if persistent:
-        runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[2, 4], capture=False)
     poison_caches(runner)
     drawn = SamplingParams(temperature=0 if persistent else 0.8, max_tokens=5, seed=5, ignore_eos=True)
     first = prompt(config, 100, seed=1)
     jobs = [(first, greedy(5)), (prompt(config, 20, seed=2), drawn), (first[:66] + [5, 6, 7], greedy(2))]
 
     def make_engine() -> Engine:
+        if persistent:
+            runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[2, 4], capture=False)
         return Engine(runner, decoder=MTPSpeculation(runner, drafts) if drafts else None)
 
     with pages_returned(runner):
