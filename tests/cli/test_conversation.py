@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 
 import pytest
 
 from deepseek_attn import LLM, ModelConfig, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
-from deepseek_attn.cli import main, make_parser
+from deepseek_attn.cli import Terminated, main, make_parser
 from deepseek_attn.engine.llm import LLM as Model
 
 MAX_TOKENS = 6
@@ -93,6 +94,19 @@ def test_an_answer_that_is_interrupted_stays_in_the_conversation(checkpoint, typ
     assert first
     start = "<｜begin▁of▁sentence｜><｜User｜>one<｜Assistant｜></think>"
     assert seen[2] == f"{start}{first}<｜end▁of▁sentence｜><｜User｜>two<｜Assistant｜></think>"
+
+
+def test_another_signal_ends_the_conversation_within_an_answer(checkpoint, typed, monkeypatch):
+    class Stream:
+        def __iter__(self):
+            raise Terminated(signal.SIGTERM)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(Model, "stream", lambda *args, **kwargs: Stream())
+    typed("one", "two")
+    assert generate(checkpoint, "--chat") == 128 + signal.SIGTERM
 
 
 def test_interrupted_where_a_turn_is_awaited(checkpoint, typed):
