@@ -128,7 +128,7 @@ def test_a_second_resume_has_nothing_to_do_and_writes_the_same_bytes(finished, c
     file, out = finished
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert main(["experiment", "resume", str(file), "--out", str(out)]) == 0
-    assert "0 to do" in capsys.readouterr().out
+    assert "0 to do" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
