@@ -126,7 +126,7 @@ def test_ids_outside_the_models_vocabulary(tokenizer):
 @pytest.mark.parametrize("template", [1, 2.5, True, {"a": 1}, [1], [None], [{"name": "default"}], ["default"]])
 def test_chat_templates_that_are_none(tmp_path, template):
     write_tokenizer(tmp_path, chat_template=template)
-    with pytest.raises(ValueError, match=r"config.json: chat_template is neither text nor a list of objects"):
+    with pytest.raises(ValueError, match=r"config.json has chat_template=.*: supported are a string, and a list of"):
         Tokenizer(tmp_path)
 
 
@@ -141,7 +141,7 @@ def test_settings_that_are_no_object(tmp_path, settings):
 def test_template_file_that_is_no_text(tmp_path):
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"ab\xff")
-    with pytest.raises(ValueError, match=r"chat_template.jinja: not UTF-8 text at byte 2"):
+    with pytest.raises(ValueError, match=r"chat_template.jinja cannot be read: .* in position 2"):
         Tokenizer(tmp_path)
 
 

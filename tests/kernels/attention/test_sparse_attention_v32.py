@@ -41,6 +41,7 @@ def test_v32_entries_compile(arch, shape):
     constants |= {"FP8": True, "GROUP": 128, "NATIVE_FP8": CAPABILITIES[arch] >= (8, 9), "PRECISION": None}
     constants |= {"DTYPE": triton.language.bfloat16, "HAS_SINK": False, "HAS_LENS0": False, "HAS_LENS1": False}
     constants |= {"BLOCK_H": config.heads, "BLOCK_N": config.keys, "STAGES": config.stages, "PDL": False}
+    constants |= {"max_ptr": None}
     kernel = compiled(attend_kernel, pointers, constants, CAPABILITIES[arch], config.warps, config.stages)
     assert kernel.metadata.shared <= SHARED[arch] * 1024
     assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80")
