@@ -33,7 +33,9 @@ with launched(2, "cpu", timeout_seconds=float(seconds)) as (parallel, _):
     parallel.sum(torch.ones(3))
     sockets = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
     rows = [line.split() for name in ("tcp", "tcp6") for line in open("/proc/net/" + name).readlines()[1:]]
-    print("listens", *{row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}, flush=True)
+    found = {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+    sys.stdout.write(" ".join(["listens", *found]) + "\\n")  # in one piece: ranks may share a pipe
+    sys.stdout.flush()
     if how == "all raise" or (how == "raise" and parallel.rank == 1):
         raise ValueError("this rank stops here")
     if how == "kill" and parallel.rank == 1:
@@ -173,6 +175,7 @@ def test_ranks_end_with_their_launcher():
     assert process.communicate(timeout=300) == ("", None)
 
 
+@EXHAUSTIVE
 def test_a_rank_that_raises_under_torchrun():
     """The other rank would wait an hour for the sum; ``timeout`` ends a test that hangs."""
     command = torchrun(2, "--no-python", sys.executable, "-c", RANK, "raise", "3600")
