@@ -37,10 +37,7 @@ def read_messages(path: str) -> list[dict]:
     """The chat messages of a JSON file; ``-`` reads standard input. ValueError if it is none, or not readable."""
     from deepseek_attn.text.template import plain_messages
 
-    try:
-        found = json.loads(read_text("--messages", path))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"--messages {path}: not valid JSON ({error})") from error
+    found = parse_json(read_text("--messages", path), f"--messages {path}")
     try:
         return plain_messages(found)
     except ValueError as error:

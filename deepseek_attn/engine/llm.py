@@ -13,7 +13,6 @@ import torch
 from tqdm import tqdm
 
 from deepseek_attn.checkpoint.hub import PretrainedSource
-from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Completion, Request, RequestFailed
 from deepseek_attn.engine.sampling import SamplingParams, checked_params
@@ -69,12 +68,13 @@ class LLM:
     @lists_options
     def __init__(self, model: str | Path, *, speculate: int = 0, **options: Unpack[RunnerOptions]):
         check_options("LLM", options, "speculate")
-        with PretrainedSource(model, options.get("layers"), options.get("attention_only", False)) as source:
-            self.directory = source.directory  # shards are not looked at here
+        # shards are not looked at here
+        source = PretrainedSource(model, options.get("layers"), options.get("attention_only", False))
+        self.directory = source.directory
         self.tokenizer: Tokenizer | None = None
         if (self.directory / TOKENIZER_FILE).is_file():
             self.tokenizer = Tokenizer(self.directory)
-            self.tokenizer.check_ids(ModelConfig.from_pretrained(self.directory).vocab_size)
+            self.tokenizer.check_ids(source.config.vocab_size)
         self.runner = ModelRunner.from_pretrained(model, **options)
         decoder = MTPSpeculation(self.runner, speculate) if speculate else None
         self.engine = Engine(self.runner, self.tokenizer, decoder)
