@@ -12,6 +12,7 @@ from deepseek_attn import LLM, ModelConfig, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import Terminated, main, make_parser
 from deepseek_attn.engine.llm import LLM as Model
+from tests.support.exit_codes import exit_code
 
 MAX_TOKENS = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -147,11 +148,7 @@ def test_wrong_messages(checkpoint, tmp_path, capsys, text, flags, message):
     path = tmp_path / "messages.json"
     if text is not None:
         path.write_text(text)
-    try:
-        code = generate(checkpoint, "--messages", str(path), *flags)
-    except SystemExit as end:
-        code = end.code
-    assert code == 2
+    assert exit_code(generate, checkpoint, "--messages", str(path), *flags) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""

@@ -13,6 +13,7 @@ from deepseek_attn.cli import main
 from deepseek_attn.cli.observe import describe_run, stats_printer
 from deepseek_attn.cli.prompts import parse_line
 from deepseek_attn.engine.stats import EngineStats, StepStats
+from tests.support.exit_codes import exit_code
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +85,7 @@ def test_wrong_input_is_one_message(checkpoint, tmp_path, capsys, content, flags
     path = tmp_path / "prompts.txt"
     if content is not None:
         path.write_bytes(content)
-    try:
-        code = generate(checkpoint, "--prompts", str(path), *flags)
-    except SystemExit as error:
-        code = error.code
-    assert code == 2
+    assert exit_code(generate, checkpoint, "--prompts", str(path), *flags) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""

@@ -9,6 +9,7 @@ import pytest
 
 from deepseek_attn.cli import main
 from deepseek_attn.config.model import ModelConfig
+from tests.support.exit_codes import exit_code
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +39,7 @@ def place(tmp_path, monkeypatch):
 def refused(capsys, place, *command: str) -> str:
     """The message of a command that fails as wrong input should."""
     before = sorted(place.rglob("*"))
-    try:
-        code = main(list(command))
-    except SystemExit as end:  # argparse
-        code = end.code
+    code = exit_code(main, list(command))
     captured = capsys.readouterr()
     assert code == 2
     assert "Traceback" not in captured.err
