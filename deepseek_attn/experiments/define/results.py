@@ -79,10 +79,14 @@ class StepTimes(TypedDict):
 
 
 class TimesResult(TypedDict):
-    """Kinds ``layer_time``, with the layer's ``backend``, and ``model_time``; ``device``: the GPU's name or ``cpu``."""
+    """Kinds ``layer_time``, with the layer's ``backend``, and ``model_time``; ``device``: the GPU's name or ``cpu``.
+
+    ``graph``: whether the decodes of ``model_time`` are replays of a CUDA graph.
+    """
 
     times: list[StepTimes]
     backend: NotRequired[str | None]
+    graph: NotRequired[bool]
     device: str
 
 

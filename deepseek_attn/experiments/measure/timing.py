@@ -143,7 +143,7 @@ def time_model(
         times = [_time_prefill(runner, new, context) for _ in range(settings.repeats + 2)][2:]
         rows.append({"context": context, **_milliseconds("decode", decode), "prefill_ms": statistics.median(times)})
         progress((done + 1) / len(settings.contexts))
-    return {"times": rows, "device": _device_name(device)}
+    return {"times": rows, "graph": graph, "device": _device_name(device)}
 
 
 def _time_prefill(runner: ModelRunner, new: int, context: int) -> float:
