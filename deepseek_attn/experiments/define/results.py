@@ -7,13 +7,17 @@ from typing import Any, NotRequired, TypedDict
 
 
 class Record(TypedDict):
-    """One JSON file per unit. ``fingerprint`` is `Unit.fingerprint`: a record of other inputs does not count."""
+    """One JSON file per unit. ``fingerprint`` is `Unit.fingerprint`: a record of other inputs does not count.
+
+    ``files``: `Unit.files`, where there are any.
+    """
 
     kind: str
     name: str
     fingerprint: str
     seconds: float
     inputs: dict[str, Any]
+    files: NotRequired[dict[str, str | None]]
     result: Mapping[str, Any]  # one of the classes below, by ``kind``
 
 

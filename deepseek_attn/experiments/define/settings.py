@@ -44,6 +44,11 @@ class CostSettings:
     prefill: int
     repeats: int
 
+    @property
+    def timed(self) -> tuple[int, ...]:
+        """Contexts that are timed where they fit."""
+        return tuple(context for context in self.contexts if context <= self.time_up_to)
+
 
 @dataclass(frozen=True)
 class ModelTimeSettings:

@@ -6,11 +6,12 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from deepseek_attn.config.model import LayerSpec, ModelConfig
+from deepseek_attn.config.model import LayerSpec, ModelConfig, preset_names
 from deepseek_attn.config.numerics import get_numerics
+from deepseek_attn.experiments.define.files import digest_of, name_of
 from deepseek_attn.experiments.define.settings import (
     CheckpointSettings,
     CostSettings,
@@ -97,8 +98,9 @@ class Unit:
 
     Attributes:
         name: for people; path: of its record, inside the folder of results, without ``.json``.
-        inputs: all that its result depends on.
+        inputs: all that its result depends on; files by their names, so that results may move between machines.
         alone: nothing else may run beside it, because it measures time or others wait for it.
+        files: digests of the files among the inputs, see `digest_of`.
         job: what to do, by ``kind``.
     """
 
@@ -108,6 +110,7 @@ class Unit:
     inputs: Mapping[str, Any]
     job: Job
     alone: bool = False
+    files: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -117,7 +120,8 @@ class Unit:
 
 
 def make_units(experiment: Experiment, device: str) -> list[Unit]:
-    """All units, those that run alone first; ``device`` is an input of times and trainings."""
+    """All units, those that run alone first; ``device`` is an input of all but costs, without a GPU's number."""
+    device = device.partition(":")[0]
     units = [*_cost_units(experiment, device), *_model_time_units(experiment, device)]
     units += [*_checkpoint_units(experiment, device), *_train_units(experiment, device)]
     return sorted(units, key=lambda unit: not unit.alone)
@@ -142,7 +146,7 @@ def _cost_units(experiment: Experiment, device: str) -> list[Unit]:
         config, numerics = variant.config(cost.model), variant.numerics(get_numerics(cost.numerics))
         for spec in config.layers:
             kinds.setdefault(layer_key(spec, config, numerics.kv_record), (variant, spec))
-    if not cost.time_up_to:
+    if not cost.timed:
         return units
     names = ("time_up_to", "batch", "prefill", "repeats")
     sizes = {"device": device, **{name: getattr(cost, name) for name in names}}
@@ -170,13 +174,20 @@ def _checkpoint_units(experiment: Experiment, device: str) -> list[Unit]:
     settings = experiment.checkpoint
     if settings is None:
         return []
-    shared, label = {"device": device, **asdict(settings)}, "the checkpoint's own schedule"
-    units = [Unit("reference", label, "checkpoint/own", shared, ReferenceJob(settings), alone=True)]
+    names = {"model": name_of(settings.model), "text": name_of(settings.text)}
+    shared, label = {"device": device, **asdict(settings), **names}, "the checkpoint's own schedule"
+    files = {} if settings.model in preset_names() else {"model": digest_of(settings.model)}
+    files |= _text_file(settings)
+    units = [Unit("reference", label, "checkpoint/own", shared, ReferenceJob(settings), alone=True, files=files)]
     for variant in experiment.variants:
         inputs, path = {"variant": asdict(variant), **shared}, f"variants/{variant.slug}/checkpoint"
         job = CheckpointJob(variant, settings)
-        units.append(Unit("checkpoint", f"{variant.name}: checkpoint", path, inputs, job))
+        units.append(Unit("checkpoint", f"{variant.name}: checkpoint", path, inputs, job, files=files))
     return units
+
+
+def _text_file(settings: CheckpointSettings | TrainSettings) -> dict[str, str | None]:
+    return {} if settings.text is None else {"text": digest_of(settings.text)}
 
 
 def _train_units(experiment: Experiment, device: str) -> list[Unit]:
@@ -187,18 +198,20 @@ def _train_units(experiment: Experiment, device: str) -> list[Unit]:
     base = experiment.base
     shared = {"base": base.to_dict(), "device": device, "budget_s": settings.budget_s}
     shared |= {"eval_batches": settings.eval_batches, "seq_lens": settings.seq_lens}
-    text = {"text": settings.text, "vocab_size": base.vocab_size}
-    units = []
+    text: dict[str, Any] = {"text": name_of(settings.text), "vocab_size": base.vocab_size}
+    units, files = [], {}
     if "text" in settings.tasks:
+        files = _text_file(settings)
         text |= settings.tasks["text"].options
         job = TokensJob(settings, base.vocab_size)
-        units.append(Unit("tokens", "tokens of the text", "text/tokens", text, job, alone=True))
+        units.append(Unit("tokens", "tokens of the text", "text/tokens", text, job, alone=True, files=files))
     for seed in experiment.seeds:
         for task, task_settings in settings.tasks.items():
             inputs = {"task": task, "seed": seed, "settings": asdict(task_settings), **shared}
             inputs |= {"tokens": text} if task == "text" else {}
+            read = files if task == "text" else {}
             for variant in experiment.variants:
                 name, path = f"{variant.name}: {task}, seed {seed}", f"variants/{variant.slug}/{task}-seed{seed}"
                 job = TrainJob(variant, settings, base, task, seed)
-                units.append(Unit("train", name, path, {"variant": asdict(variant), **inputs}, job))
+                units.append(Unit("train", name, path, {"variant": asdict(variant), **inputs}, job, files=read))
     return units

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from deepseek_attn.checkpoint.random import RandomSource
 from deepseek_attn.checkpoint.source import CheckpointSource, SafetensorsSource
 from deepseek_attn.config.model import ModelConfig, preset_names
+from deepseek_attn.experiments.define.files import read_text_file
 from deepseek_attn.experiments.define.results import CheckpointResult
 from deepseek_attn.experiments.define.settings import CheckpointSettings
 from deepseek_attn.experiments.define.variant import Variant
@@ -30,9 +31,13 @@ def open_source(settings: CheckpointSettings) -> tuple[ModelConfig, CheckpointSo
     """Config without MTP layers, and the tensors of a checkpoint directory, or random ones for a preset.
 
     Raises:
-        ValueError: the model is no DeepSeek-V4.
+        ValueError: the model is neither a directory nor a preset, or no DeepSeek-V4.
     """
     directory = Path(settings.model)
+    if not directory.is_dir() and settings.model not in preset_names():
+        raise ValueError(
+            f"checkpoint.model: {settings.model!r} is no directory here and no preset ({', '.join(preset_names())})"
+        )
     config = ModelConfig.from_pretrained(settings.model)
     if not isinstance(config, ModelConfig):
         raise ValueError(f"checkpoint.model: {settings.model} is {config.model_type}; schedules are DeepSeek-V4's")
@@ -67,9 +72,7 @@ def _read_text(path: str | None) -> str:
     if path is None:
         text = sample_text()
         return text[-int(len(text) * TEST_SHARE) :]
-    if not Path(path).is_file():
-        raise ValueError(f"checkpoint.text: {path!r} does not exist; name a UTF-8 text file")
-    return Path(path).read_text(encoding="utf-8")
+    return read_text_file(path, "checkpoint.text")
 
 
 def make_runner(config: ModelConfig, source: CheckpointSource, device: torch.device, length: int) -> ModelRunner:

@@ -50,7 +50,7 @@ def time_layer_kind(
     Contexts whose caches do not fit in memory, or beyond ``time_up_to``, have a ``reason`` instead of times.
     """
     dtype = pick_dtype(None, device)
-    wanted = [context for context in settings.contexts if context <= settings.time_up_to]
+    wanted = settings.timed
     fitting = [
         c for c in wanted if _bytes_needed(config, numerics, dtype, layer, c, settings) <= _available_bytes(device)
     ]

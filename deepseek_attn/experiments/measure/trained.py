@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.experiments.define.files import read_text_file
 from deepseek_attn.experiments.define.results import TokensResult, TrainedResult
 from deepseek_attn.experiments.define.settings import TaskSettings, TrainSettings
 from deepseek_attn.experiments.define.units import ReportProgress
@@ -25,7 +26,7 @@ RECALL_PROMPTS = 2
 
 def write_tokens(settings: TrainSettings, vocab_size: int, folder: Path) -> TokensResult:
     """Tokenises the text of the text task once for all runs, and writes the token ids into ``folder``."""
-    text = None if settings.text is None else Path(settings.text).read_text(encoding="utf-8")
+    text = None if settings.text is None else read_text_file(settings.text, "train.text")
     task = TextTask.from_text(text, vocab_size=vocab_size, **settings.tasks["text"].options)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / TOKENS_FILE, {"ids": task.ids.int()})

@@ -7,6 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepseek_attn.bench.plots import MUTED, SERIES, svg_element
+from deepseek_attn.experiments.report.axes import (
+    Mark,
+    draw_lines,
+    draw_points,
+    set_length_ticks,
+    set_scale,
+    set_whole_ticks,
+    write_numbers,
+)
 from deepseek_attn.experiments.report.pareto import measured
 from deepseek_attn.experiments.report.schema import Front, Report, Trained, VariantReport, recall_rows, tasks, with_task
 from deepseek_attn.experiments.report.table import COST_NAMES, show_length
@@ -108,8 +117,9 @@ def layers(report: Report) -> list[Figure]:
     return figures
 
 
-def color_of(variant: VariantReport) -> str:
-    return SERIES[(variant["number"] - 1) % len(SERIES)]
+def mark(variant: VariantReport, points: list[tuple[float, float]]) -> Mark:
+    """A variant in the colour that it has in all plots."""
+    return Mark(variant["number"], SERIES[(variant["number"] - 1) % len(SERIES)], points)
 
 
 def scatter(report: Report, front: Front) -> Callable[[Axes], None]:
@@ -117,15 +127,14 @@ def scatter(report: Report, front: Front) -> Callable[[Axes], None]:
     points = {point.variant["name"]: point for point in measured(report, front["quality"], front["cost"])}
 
     def paint(axes: Axes) -> None:
+        set_scale(axes, "x", [point.cost for point in points.values()])
         best = [points[name] for name in front["variants"]]
         axes.step([p.cost for p in best], [p.quality["mean"] for p in best], where="post", color=MUTED, zorder=1)
-        for name, (variant, cost, quality) in points.items():
-            color = color_of(variant)
-            fill = color if name in front["variants"] else "none"
-            axes.vlines(cost, quality["low"], quality["high"], color=color, zorder=2)
-            axes.scatter([cost], [quality["mean"]], s=42, facecolors=fill, edgecolors=color, zorder=3)
-            _number_at(axes, variant, (cost, quality["mean"]), xytext=(5, 4), fontsize=9, va="baseline")
-        axes.set_xscale("log")
+        marks = [mark(variant, [(cost, quality["mean"])]) for variant, cost, quality in points.values()]
+        for shown, (_, cost, quality) in zip(marks, points.values(), strict=True):
+            axes.vlines(cost, quality["low"], quality["high"], color=shown.color, zorder=2)
+        draw_points(axes, marks, 6.5, filled=[point.variant["number"] for point in best])
+        write_numbers(axes, marks, lift=5)
         axes.set_xlabel(f"{COST_NAMES[front['cost']]} at {show_length(front['context'])} tokens")
         axes.set_ylabel(front["quality"])
 
@@ -133,25 +142,24 @@ def scatter(report: Report, front: Front) -> Callable[[Axes], None]:
 
 
 def lines(series: list[Line], x: str, y: str, *, log: str = "", whole: bool = False) -> Callable[[Axes], None]:
-    """One line per variant, its number at the line's end; ``log`` names the logarithmic axes: ``"xy"``.
+    """One line per variant, its number at the line's end.
 
     Args:
+        log: axes that are logarithmic: ``"x"``, whose values are context lengths, or ``"xy"``.
         whole: ``x`` counts something, so that ticks are whole numbers.
     """
 
     def paint(axes: Axes) -> None:
-        for variant, points in series:
-            axes.plot(*zip(*points, strict=True), color=color_of(variant), marker="o", markersize=3, linewidth=1.4)
-            _number_at(axes, variant, points[-1])
+        marks = [mark(variant, points) for variant, points in series]
+        places = [point for _, points in series for point in points]
         if "x" in log:
-            axes.set_xscale("log", base=2)
-            ticks = sorted({place for _, points in series for place, _ in points})
-            axes.set_xticks(ticks, [show_length(int(tick)) for tick in ticks])
-            axes.minorticks_off()
-        if whole:
-            axes.locator_params("x", integer=True)
+            set_length_ticks(axes, [place for place, _ in places])
         if "y" in log:
-            axes.set_yscale("log")
+            set_scale(axes, "y", [value for _, value in places])
+        if whole:
+            set_whole_ticks(axes)
+        draw_lines(axes, marks, size=3)
+        write_numbers(axes, marks)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
 
@@ -162,20 +170,18 @@ def curves(variants: list[Trained], task: str) -> Callable[[Axes], None]:
     """Loss curves of one task: mean over seeds, and a band from the lowest to the highest."""
 
     def paint(axes: Axes) -> None:
+        set_whole_ticks(axes)
+        marks = []
         for variant, quality in variants:
             steps, mean, low, high = zip(*quality["curve"], strict=True)
-            color = color_of(variant)
-            axes.plot(steps, mean, color=color, linewidth=1.2)
-            axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
-            _number_at(axes, variant, (steps[-1], mean[-1]))
+            marks.append(mark(variant, list(zip(steps, mean, strict=True))))
+            if len(steps) > 1:
+                axes.fill_between(steps, low, high, color=marks[-1].color, alpha=0.15, linewidth=0)
+            else:
+                axes.vlines(steps, low, high, color=marks[-1].color)
+        draw_lines(axes, marks, width=1.2)
+        write_numbers(axes, marks)
         axes.set_xlabel("training step")
         axes.set_ylabel(f"{task}: training loss")
 
     return paint
-
-
-def _number_at(axes: Axes, variant: VariantReport, point: tuple[float, float], **style: object) -> None:
-    axes.annotate(
-        str(variant["number"]), point,
-        **{"xytext": (4, 0), "textcoords": "offset points", "fontsize": 8, "va": "center", **style},
-    )  # fmt: skip

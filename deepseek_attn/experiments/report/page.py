@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader
 from deepseek_attn.bench.plots import SERIES
 from deepseek_attn.experiments.report import figures
 from deepseek_attn.experiments.report.schema import Report, recall_rows
-from deepseek_attn.experiments.report.table import show_length, show_number, summary
+from deepseek_attn.experiments.report.table import show_length, show_number, summary, timing_note
 from deepseek_attn.utils.files import write_text
 
 
@@ -40,6 +40,7 @@ def make_page(report: Report) -> str:
     return environment.get_template("page.html.jinja").render(
         report=report,
         summary=summary(report),
+        timing_note=timing_note(report),
         recall=list(recall_rows(report)),
         plots=plots,
         num_colors=len(SERIES),

@@ -84,6 +84,8 @@ def _cost_model(cost: CostSettings) -> CostModel:
         "name": cost.name,
         **_shape(cost.model),
         "numerics": cost.numerics,
+        "contexts": list(cost.contexts),
+        "time_up_to": cost.time_up_to,
         "batch": cost.batch,
         "prefill": cost.prefill,
         "repeats": cost.repeats,

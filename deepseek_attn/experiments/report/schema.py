@@ -104,10 +104,12 @@ class Shape(TypedDict):
 
 
 class CostModel(Shape):
-    """The model whose costs are counted, and how they are timed."""
+    """The model whose costs are counted at all ``contexts``, and how they are timed at those up to ``time_up_to``."""
 
     name: str
     numerics: str
+    contexts: list[int]
+    time_up_to: int
     batch: int
     prefill: int
     repeats: int

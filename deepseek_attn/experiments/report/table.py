@@ -66,6 +66,17 @@ def summary(report: Report) -> Summary:
     return Summary(columns, rows)
 
 
+def timing_note(report: Report) -> str:
+    """Says which contexts ``time_up_to`` leaves without times; empty where it leaves none."""
+    cost = report["cost_model"]
+    if cost is None or cost["time_up_to"] >= max(cost["contexts"]):
+        return ""
+    limit = f"time_up_to is {cost['time_up_to']}"
+    if cost["time_up_to"] < min(cost["contexts"]):
+        return f"Nothing was timed: {limit}, and the shortest context has {min(cost['contexts'])} tokens."
+    return f"Contexts of more than {show_length(cost['time_up_to'])} tokens were counted, not timed: {limit}."
+
+
 def show_table(report: Report) -> str:
     """The main table as aligned text; ``*`` marks variants on a Pareto front of a quality against bytes."""
     table = summary(report)
@@ -81,4 +92,5 @@ def show_table(report: Report) -> str:
         shown.append("  ".join(aligned).rstrip())
     units = report["units"]
     note = f"{units['done']} of {units['total']} pieces of work done"
-    return "\n".join([*shown, "", f"* on the Pareto front of a quality against bytes; {note}"])
+    notes = [f"* on the Pareto front of a quality against bytes; {note}", timing_note(report)]
+    return "\n".join([*shown, "", *filter(None, notes)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,14 +35,33 @@ def write_record(folder: Path, unit: Unit, result: Mapping[str, Any], seconds: f
         "inputs": dict(unit.inputs),
         "result": result,
     }
+    if unit.files:
+        record["files"] = dict(unit.files)
     write_json(record_path(folder, unit), record)
 
 
 def read_record(folder: Path, unit: Unit) -> Record | None:
-    """The record of a unit; None if it is absent, unreadable or made from other inputs."""
+    """The record of a unit; None if it is absent, unreadable or made from other inputs.
+
+    A file that is not on this machine is taken to be the one that the record was made from.
+    """
     try:
         record = read_json(record_path(folder, unit), "record", max_bytes=None)
     except (OSError, ValueError):
         return None
-    matches = isinstance(record, dict) and record.get("fingerprint") == unit.fingerprint
-    return cast(Record, record) if matches and isinstance(record.get("result"), dict) else None
+    if not isinstance(record, dict) or not isinstance(record.get("result"), dict):
+        return None
+    files = record.get("files", {})
+    same = isinstance(files, dict) and files.keys() == unit.files.keys()
+    same = same and all(digest in (None, files[key]) for key, digest in unit.files.items())
+    return cast(Record, record) if same and record.get("fingerprint") == unit.fingerprint else None
+
+
+def recorded_device(folder: Path) -> str | None:
+    """The device that most records of a folder were measured on; None without any."""
+    devices: Counter[str | None] = Counter()
+    for path in (folder / "records").rglob("*.json"):
+        with suppress(OSError, ValueError, AttributeError, TypeError):
+            devices[read_json(path, "record", max_bytes=None)["inputs"].get("device")] += 1
+    del devices[None]
+    return max(devices, key=devices.__getitem__, default=None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepseek_attn.checkpoint.write import check_new_directory
+from deepseek_attn.config.options import pick_device
 from deepseek_attn.experiments.define.config import Experiment
 from deepseek_attn.experiments.define.units import Unit, make_units
 from deepseek_attn.experiments.run.pool import Finished, Pool
@@ -39,11 +40,11 @@ def run_experiment(experiment: Experiment, folder: Path, device: str, *, resume:
 
     Args:
         folder: of the results; made if absent.
-        device: of every worker process.
+        device: of every worker process; it must be on this machine where there is something left to do.
         resume: continue from existing records; else the folder must be empty.
 
     Raises:
-        ValueError: ``folder`` is not empty and ``resume`` is off, or it cannot be made.
+        ValueError: ``folder`` is not empty and ``resume`` is off, or it cannot be made; no such device.
     """
     if not resume and (folder / "records").exists():
         raise ValueError(
@@ -54,6 +55,8 @@ def run_experiment(experiment: Experiment, folder: Path, device: str, *, resume:
     outcome, left = Outcome(), []
     for unit in make_units(experiment, device):
         (left if read_record(folder, unit) is None else outcome.skipped).append(unit)
+    if left:
+        pick_device(device)
     count, skipped = len(left), len(outcome.skipped)
     logger.info(
         f"{experiment.name}: {count + skipped} pieces of work, {skipped} done before, {count} to do on {device}"

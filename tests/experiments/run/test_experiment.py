@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,11 @@ import pytest
 from deepseek_attn.cli import main
 from deepseek_attn.experiments.define.config import load_experiment
 from deepseek_attn.experiments.define.units import make_units
+from deepseek_attn.experiments.report.page import make_page
+from deepseek_attn.experiments.report.report import build_report
+from deepseek_attn.experiments.report.table import show_table
 from deepseek_attn.experiments.run.pool import Finished, Pool
+from deepseek_attn.experiments.run.records import write_record
 
 TIMES = re.compile(r".*(_ms|_low|_high|seconds|tokens_per_second)$")
 
@@ -132,6 +137,63 @@ def test_a_second_resume_has_nothing_to_do_and_writes_the_same_bytes(finished, c
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
+def test_results_that_were_moved_stay_done(finished, tmp_path, capsys, monkeypatch):
+    """On a machine whose device they do not come from, too, and with no option that names that one."""
+    file, out = finished
+    for path in (out / "records").rglob("*.json"):
+        assert not re.search(r'"[^"]*/(home|root|usr|work|tmp)/', path.read_text()), path
+    there, experiment = tmp_path / "moved", tmp_path / file.name
+    experiment.write_text(json.dumps(json.loads(file.read_text()) | {"device": None}))
+    shutil.copytree(out, there)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert main(["experiment", "resume", str(experiment), "--out", str(there)]) == 0
+    assert "0 to do on cpu" in capsys.readouterr().err
+    assert (there / "report.html").read_bytes() == (out / "report.html").read_bytes()
+
+
+def test_results_of_a_gpu_need_none_once_they_are_complete(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    file = experiment(tmp_path, device="cuda", cost=None, train=None)
+    for unit in make_units(load_experiment(file), "cuda"):
+        write_record(tmp_path / "out", unit, {"reason": "of this test"} if unit.kind == "checkpoint" else {}, 1.0)
+    assert main(["experiment", "resume", str(file), "--out", str(tmp_path / "out")]) == 0
+    assert "0 to do on cuda" in capsys.readouterr().err
+    next((tmp_path / "out" / "records" / "variants").rglob("*.json")).unlink()
+    assert main(["experiment", "resume", str(file), "--out", str(tmp_path / "out")]) == 2
+    assert "finds no CUDA GPU" in capsys.readouterr().err
+
+
+def test_nothing_is_left_of_an_older_report(finished, tmp_path, capsys, monkeypatch):
+    file, out = finished
+    shutil.copytree(out, tmp_path / "out")
+    (tmp_path / "out" / "variants" / "gone.json").write_text("{}")
+    monkeypatch.setattr("deepseek_attn.experiments.report.write.have_matplotlib", lambda: False)
+    assert main(["experiment", "report", str(file), "--out", str(tmp_path / "out")]) == 0
+    assert "for the page with plots, pip install" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "report.html").exists()
+    names = {path.name for path in (out / "variants").iterdir()}
+    assert {path.name for path in (tmp_path / "out" / "variants").iterdir()} == names
+
+
+@pytest.mark.parametrize(
+    ("time_up_to", "said"),
+    [
+        (0, "Nothing was timed: time_up_to is 0, and the shortest context has 64 tokens."),
+        (63, "Nothing was timed: time_up_to is 63, and the shortest context has 64 tokens."),
+        (64, "Contexts of more than 64 tokens were counted, not timed: time_up_to is 64."),
+        (256, None),
+    ],
+)
+def test_contexts_without_times_are_named(tmp_path, time_up_to, said):
+    cost = {"model": "tiny", "numerics": "exact", "contexts": [64, 256], "time_up_to": time_up_to}
+    small = load_experiment(experiment(tmp_path, cost=cost, train=None, checkpoint=None))
+    assert any(unit.kind == "layer_time" for unit in make_units(small, "cpu")) == (time_up_to >= 64)
+    report = build_report(small, tmp_path, "cpu")
+    for text in (show_table(report), make_page(report)):
+        assert (said in text) if said else ("timed: time_up_to" not in text)
+
+
 def test_a_failed_part_is_named_and_the_rest_is_done(tmp_path, capsys):
     file = experiment(
         tmp_path, variants=[{"schedule": "0,4*"}], checkpoint={"model": "tiny", "max_tokens": 40},
@@ -193,6 +255,23 @@ def test_every_number_of_the_page_is_in_the_json(finished):
     # cells without an exact value hold no number
     for cell in re.findall(r"<td(?: class=\"\w+\")?>([^<]*)</td>", text):
         assert not re.fullmatch(r"[\d.,]+", cell), cell
+
+
+def test_cells_of_the_first_tables_carry_their_columns(finished):
+    """On a phone their head is hidden."""
+    text = (finished[1] / "report.html").read_text()
+    tables = re.findall(r'<table class="cards">(.*?)</table>', text, flags=re.DOTALL)
+    assert len(tables) == 2
+    for table in tables:
+        heads = re.findall(r"<th[^>]*>([^<]*)</th>", table)
+        rows = re.findall(r"<tr>(.*?)</tr>", table.split("</thead>")[1], flags=re.DOTALL)
+        unnamed = heads.index("front") + 1 if "front" in heads else heads.index("task") + 1
+        assert rows
+        for row in rows:
+            cells = re.findall(r"<td([^>]*)>", row)
+            assert [re.findall(r'data-label="([^"]*)"', cell) for cell in cells] == [
+                [] if place < unnamed else [head] for place, head in enumerate(heads)
+            ]
 
 
 def test_the_page_stands_alone_and_takes_the_colours_of_its_reader(finished):
