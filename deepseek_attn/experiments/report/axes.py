@@ -20,6 +20,7 @@ NEAR = 2.0  # points (1/72 inch): what is nearer looks the same
 NUMBER_SIZE = 8  # points
 DASH = 8  # line widths: coincident lines show in turn for so long
 TICKS = 8  # labels of context lengths that an axis has room for
+LOGARITHMIC = 3.0  # factor between the ends of a logarithmic axis; on a shorter one few values are round
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -40,19 +41,30 @@ def show_tick(value: float, _place: int | None = None) -> str:
 
 
 def set_scale(axes: Axes, which: Literal["x", "y"], values: Iterable[float]) -> None:
-    """Makes an axis logarithmic where ``values`` span a decade or more: on a shorter one few ticks are round."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+    """Makes an axis logarithmic where ``values`` differ by a factor of `LOGARITHMIC`; few ticks, at round values."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
     axis, found = (axes.xaxis if which == "x" else axes.yaxis), list(values)
     low, high = min(found), max(found)
-    if low > 0 and high >= 10 * low:
+    if low > 0 and high >= LOGARITHMIC * low:
         (axes.set_xscale if which == "x" else axes.set_yscale)("log")
-        axis.set_major_locator(LogLocator(subs=(1.0,) if high >= 100 * low else (1.0, 2.0, 5.0)))
-        axis.set_minor_formatter(NullFormatter())
+        axis.set_major_locator(FixedLocator(log_ticks(low, high)))
+        axis.set_minor_locator(NullLocator())
     else:
         axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     if high - low > 1e-3 * max(abs(low), abs(high)):  # else neighbouring ticks would read the same
         axis.set_major_formatter(FuncFormatter(show_tick))
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Three to seven round values from ``low`` to ``high``, which differ by a factor of `LOGARITHMIC` at least."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks: list[float] = []
+    for digits in ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 5, 7)):
+        if len(ticks) < 3:
+            ticks = [digit * 10.0**decade for decade in decades for digit in digits]
+            ticks = [tick for tick in ticks if low <= tick <= high]
+    return ticks[:: math.ceil(len(ticks) / 7)]
 
 
 def set_length_ticks(axes: Axes, lengths: Iterable[float]) -> None:
@@ -106,7 +118,7 @@ def draw_points(axes: Axes, marks: Sequence[Mark], size: float, filled: Iterable
     """
     full = {mark.number for mark in marks} if filled is None else set(filled)
     for members in _coincident(axes, [(mark, point) for mark in marks for point in mark.points]):
-        step = min(3.0, 12 / len(members))
+        step = min(3.0, 8 / len(members))
         for ring, (mark, (x, y)) in enumerate(members):
             diameter = size + step * (len(members) - 1 - ring)
             face = mark.color if mark.number in full else "none"
@@ -128,7 +140,7 @@ def write_numbers(axes: Axes, marks: Sequence[Mark], lift: float = 0.0) -> None:
     taken = [(x - 4, x + 4, y) for x, y in ends]  # left, right and middle of what is there already, in points
     for (x, y), members in sorted(zip(ends, groups, strict=True), key=lambda found: found[0][1]):
         text, point = show_numbers(mark.number for mark, _ in members), members[0][1]
-        left, right = x + 5, x + 7 + 0.62 * NUMBER_SIZE * len(text)
+        left, right = x + 6, x + 8 + 0.62 * NUMBER_SIZE * len(text)
         for step in count():
             shift = (step + 1) // 2 * (1 if step % 2 else -1) * height / 2 + lift
             if all(left >= end or right <= start or abs(y + shift - at) >= height for start, end, at in taken):
@@ -137,7 +149,7 @@ def write_numbers(axes: Axes, marks: Sequence[Mark], lift: float = 0.0) -> None:
         color = members[0][0].color if len(members) == 1 else FOREGROUND
         leader = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2}
         axes.annotate(
-            text, point, xytext=(6, shift), textcoords="offset points", fontsize=NUMBER_SIZE, va="center", color=color,
+            text, point, xytext=(7, shift), textcoords="offset points", fontsize=NUMBER_SIZE, va="center", color=color,
             arrowprops=leader if abs(shift) > height else None,
         )  # fmt: skip
 

@@ -44,13 +44,25 @@ def assert_readable(ticks, at_least):
 
 @pytest.mark.parametrize(
     ("low", "high"),
-    [(2.85, 4.77), (61.0, 540.0), (100000, 100001), (123456, 998765), (7, 71), (4.4, 430), (3e5, 8e11), (0.0, 3.0)],
+    [
+        (2.85, 4.77),
+        (2.85, 22.39),
+        (1.01, 3.04),
+        (20, 61),
+        (61.0, 540.0),
+        (100000, 100001),
+        (123456, 998765),
+        (7, 71),
+        (4.4, 430),
+        (3e5, 8e11),
+        (0.0, 3.0),
+    ],
 )
 def test_ticks_of_a_cost_do_not_collide(axes, low, high):
     values = [low, low + (high - low) / 3, high]
     set_scale(axes, "x", values)
     axes.plot(values, values)
-    assert axes.get_xscale() == ("log" if low and high >= 10 * low else "linear")
+    assert axes.get_xscale() == ("log" if low and high >= 3 * low else "linear")
     assert_readable(shown_ticks(axes), 2)
 
 
