@@ -96,14 +96,14 @@ def draw_lines(axes: Axes, marks: Sequence[Mark], *, width: float = 1.4, size: f
         size: diameter of a point; 0: points show only where there is no line.
     """
     places = _places(axes, [point for mark in marks for point in mark.points])
-    sharing: dict[tuple[Point, Point], list[int]] = defaultdict(list)
+    sharing: dict[tuple[Point, Point], dict[int, None]] = defaultdict(dict)
     for mark in marks:
         for start, end in pairwise(mark.points):
-            sharing[places[start], places[end]].append(mark.number)
+            sharing[places[start], places[end]][mark.number] = None
     for mark in marks:
         for members, run in groupby(pairwise(mark.points), lambda pair: sharing[places[pair[0]], places[pair[1]]]):
             path = list(run)
-            turn, total = members.index(mark.number), len(members)
+            turn, total = list(members).index(mark.number), len(members)
             style = "-" if total == 1 else (turn * DASH, (DASH, DASH * (total - 1)))
             xs, ys = zip(path[0][0], *(end for _, end in path), strict=True)
             axes.plot(xs, ys, color=mark.color, linewidth=width, linestyle=style, dash_capstyle="butt")
