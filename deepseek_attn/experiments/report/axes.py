@@ -137,13 +137,15 @@ def write_numbers(axes: Axes, marks: Sequence[Mark], lift: float = 0.0) -> None:
     groups = _coincident(axes, [(mark, mark.points[-1]) for mark in marks])
     height = 1.15 * NUMBER_SIZE
     ends = [tuple(axes.transData.transform(members[0][1]) * 72 / axes.figure.dpi) for members in groups]
+    bottom = axes.bbox.y0 * 72 / axes.figure.dpi  # below are the labels of ticks
     taken = [(x - 4, x + 4, y) for x, y in ends]  # left, right and middle of what is there already, in points
     for (x, y), members in sorted(zip(ends, groups, strict=True), key=lambda found: found[0][1]):
         text, point = show_numbers(mark.number for mark, _ in members), members[0][1]
         left, right = x + 6, x + 8 + 0.62 * NUMBER_SIZE * len(text)
         for step in count():
             shift = (step + 1) // 2 * (1 if step % 2 else -1) * height / 2 + lift
-            if all(left >= end or right <= start or abs(y + shift - at) >= height for start, end, at in taken):
+            free = all(left >= end or right <= start or abs(y + shift - at) >= height for start, end, at in taken)
+            if free and (y + shift >= bottom or step == 0):
                 break
         taken.append((left, right, y + shift))
         color = members[0][0].color if len(members) == 1 else FOREGROUND
