@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import ExitStack
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING
 from deepseek_attn.cli.conversation import converse, show_answer
 from deepseek_attn.cli.observe import add_observe_options, observed
 from deepseek_attn.cli.options import HUB_ID, add_runner_options, read_text, runner_options
-from deepseek_attn.cli.prompts import complete_all, messages, read_messages, read_prompts
+from deepseek_attn.cli.prompts import messages, read_messages
 from deepseek_attn.cli.ranks import add_ranks_option, joined_ranks
 from deepseek_attn.config.defaults import DEFAULT_MAX_TOKENS
 
 if TYPE_CHECKING:
+    from deepseek_attn.engine.sampling import SamplingParams
     from deepseek_attn.layers.parallel import Parallel
 
 DEFAULT_PROMPT = "Once upon a time"
@@ -33,12 +35,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     source.add_argument(
         "--prompts",
         metavar="FILE",
-        help="one prompt per line (text, JSON string or list of token ids); prints JSON lines",
+        help="one prompt per line (text, JSON string or list of token ids; `-` reads standard input); prints a JSON "
+        "line for each as soon as it is done, with its index",
     )
     source.add_argument(
         "--messages",
         metavar="FILE",
         help='answer a conversation: JSON, such as [{"role": "user", "content": "hi"}]; `-` reads standard input',
+    )
+    parser.add_argument("--out", metavar="FILE", help="append the lines of --prompts to this file instead")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the prompts that have no line in --out, which is kept"
     )
     parser.add_argument(
         "--chat",
@@ -91,34 +98,28 @@ def run(args: argparse.Namespace) -> int:
 
 def complete(args: argparse.Namespace, ranks: Parallel) -> int:
     """Runs the command on every rank; rank 0 reads the prompts and shares them."""
+    from deepseek_attn.cli.batch import complete_all, open_batch
     from deepseek_attn.engine.llm import LLM
     from deepseek_attn.engine.request import RequestFailed
-    from deepseek_attn.engine.sampling import SamplingParams
 
-    params = SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        max_tokens=args.max_tokens,
-        seed=args.seed,
-        stop=tuple(args.stop),
-        stop_token_ids=tuple(args.stop_token_id),
-        ignore_eos=args.ignore_eos,
-    )
-    conversation, prompt, options = is_conversation(args), None, runner_options(args)
-    if conversation:
-        options["max_snapshots"] = args.max_snapshots or CONVERSATION_SNAPSHOTS
-    elif ranks.rank == 0:
-        prompt = read_prompts(args.prompts) if args.prompts else read_prompt(args)
-    prompt = ranks.share(prompt)
-    llm = LLM(args.model or default_checkpoint(), speculate=args.speculate, **options)
-    vocab_size = llm.runner.config.vocab_size
-    for token in args.stop_token_id:
-        if token >= vocab_size:
-            raise ValueError(f"--stop-token-id {token}: the vocabulary has {vocab_size} tokens")
-    with observed(llm.engine, args):
+    params = sampling_params(args)
+    conversation, prompt, batch, options = is_conversation(args), None, None, runner_options(args)
+    with ExitStack() as stack:
+        if conversation:
+            options["max_snapshots"] = args.max_snapshots or CONVERSATION_SNAPSHOTS
+        elif ranks.rank == 0 and args.prompts:
+            batch = stack.enter_context(open_batch(args, params))
+        elif ranks.rank == 0:
+            prompt = read_prompt(args)
+        prompt = ranks.share(prompt)
+        llm = LLM(args.model or default_checkpoint(), speculate=args.speculate, **options)
+        vocab_size = llm.runner.config.vocab_size
+        for token in args.stop_token_id:
+            if token >= vocab_size:
+                raise ValueError(f"--stop-token-id {token}: the vocabulary has {vocab_size} tokens")
+        stack.enter_context(observed(llm.engine, args))
         if args.prompts:
-            return complete_all(llm, prompt, params, args)
+            return complete_all(llm, batch, params, args, ranks)
         if conversation:
             return converse(llm, params, args)
         if args.chat:
@@ -130,6 +131,21 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
             print(f"\ndeepseek-attn generate: the request failed: {error}", file=sys.stderr)
             return 1
     return 0
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    from deepseek_attn.engine.sampling import SamplingParams
+
+    return SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        stop_token_ids=tuple(args.stop_token_id),
+        ignore_eos=args.ignore_eos,
+    )
 
 
 def is_conversation(args: argparse.Namespace) -> bool:
@@ -151,6 +167,10 @@ def check_flags(args: argparse.Namespace) -> None:
         problems.append("--chat takes text; --token-ids are run as they are")
     if args.messages is not None and args.system:
         problems.append("--system beside --messages: write the system message into the file, as its first")
+    if args.out is not None and args.prompts is None:
+        problems.append("--out is for the lines of --prompts")
+    if args.resume and args.out is None:
+        problems.append("--resume goes on from the lines of --out: name that file")
     if args.tensor_parallel > 1 and is_conversation(args):
         problems.append(
             "a conversation on a terminal is one process: with --tensor-parallel, use --prompt or --messages"

@@ -1,36 +1,22 @@
-"""Prompts and chat messages from files, and ``deepseek-attn generate --prompts FILE``: one JSON line per prompt."""
+"""Prompts and chat messages from files."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import errno
+import io
+import os
+import select
+import stat
 import sys
-from typing import TYPE_CHECKING, Any
-
-from tqdm import tqdm
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Self
 
 from deepseek_attn.cli.options import read_text
 from deepseek_attn.utils.json_files import parse_json
 
-if TYPE_CHECKING:
-    from deepseek_attn.engine.llm import LLM
-    from deepseek_attn.engine.request import Completion
-    from deepseek_attn.engine.sampling import SamplingParams
-
-
-def read_prompts(path: str) -> list[str | list[int]]:
-    """One prompt per line that is not blank: a JSON string, a JSON list of token ids, or plain text as it stands.
-
-    Args:
-        path: ``-`` reads standard input.
-
-    Raises:
-        ValueError: the file is missing, is not UTF-8 text, or holds no prompt.
-    """
-    prompts = [parse_line(line) for line in read_text("--prompts", path).split("\n") if line.strip()]
-    if not prompts:
-        raise ValueError(f"--prompts {path}: no prompt; write one per line")
-    return prompts
+CHUNK_BYTES = 1 << 16  # read at once from a file of prompts
 
 
 def read_messages(path: str) -> list[dict]:
@@ -44,6 +30,72 @@ def read_messages(path: str) -> list[dict]:
         raise ValueError(f"--messages {path}: {error}") from error
 
 
+class PromptLines(Iterator[str | list[int] | None]):
+    """One prompt per line that is not blank: a JSON string, a JSON list of token ids, or plain text as it stands.
+
+    Lines are read as they are taken. None: the next line of a stream is not there yet.
+
+    Args:
+        path: ``-`` reads standard input.
+
+    Raises:
+        ValueError: it cannot be read, or, when it is taken, a line is not UTF-8 text.
+
+    Attributes:
+        regular: a file that can be read again.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        try:
+            if path == "-" and sys.stdin is None:
+                raise OSError(errno.EBADF, "there is no standard input")
+            # not buffered: what has been read is in `_lines` and `_rest`, and select sees the remainder
+            self._file = io.FileIO(sys.stdin.fileno() if path == "-" else path, closefd=path != "-")
+            self.regular = path != "-" and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+        except OSError as error:
+            raise ValueError(f"--prompts {path}: {error.strerror or error}") from error
+        self._lines: deque[bytes] = deque()
+        self._rest, self._ended, self._number = bytearray(), False, 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+    def __next__(self) -> str | list[int] | None:
+        while True:
+            while self._lines:
+                self._number += 1
+                try:
+                    line = self._lines.popleft().decode()
+                except UnicodeDecodeError:
+                    raise ValueError(f"--prompts {self.path}: not UTF-8 text in line {self._number}") from None
+                if line.strip():
+                    return parse_line(line)
+            if self._ended:
+                raise StopIteration
+            if not self.regular and not select.select([self._file], [], [], 0)[0]:
+                return None
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            data = self._file.read(CHUNK_BYTES)
+        except OSError as error:
+            raise ValueError(f"--prompts {self.path}: {error.strerror}") from error
+        if data is None:  # a stream that does not block
+            return
+        self._ended = not data
+        whole, end, rest = data.rpartition(b"\n")
+        if end or self._ended:
+            self._lines.extend((bytes(self._rest) + whole).split(b"\n"))
+            self._rest = bytearray(rest)
+        else:
+            self._rest += rest
+
+
 def parse_line(line: str) -> str | list[int]:
     line = line.removesuffix("\r")
     try:
@@ -52,48 +104,6 @@ def parse_line(line: str) -> str | list[int]:
         return line
     ids = isinstance(value, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
     return value if ids or isinstance(value, str) else line
-
-
-def complete_all(llm: LLM, prompts: list, params: SamplingParams, args: argparse.Namespace) -> int:
-    """Completes the prompts with a progress bar and prints a JSON line for each; returns 1 if any failed.
-
-    Lines are in order, each printed when its prompt and those before it are done. Where the run breaks off, those that
-    are done behind an unfinished prompt follow.
-    """
-    if args.chat:
-        prompts = [llm.chat_prompt(messages(args, prompt), args.thinking)[0] for prompt in prompts]
-    done: dict[int, Completion] = {}
-    printed = 0
-
-    def show(index: int) -> None:
-        line = json.dumps(record(index, done.pop(index)), ensure_ascii=False)
-        tqdm.write(line, file=sys.stdout)  # above the bar
-        sys.stdout.flush()
-
-    def finished(index: int, completion: Completion) -> None:
-        nonlocal printed
-        done[index] = completion
-        while printed in done:
-            show(printed)
-            printed += 1
-
-    try:
-        completions = llm.generate(prompts, [params] * len(prompts), progress=True, finished=finished)
-    except KeyboardInterrupt:
-        for index in sorted(done):
-            show(index)
-        raise
-    return int(any(completion.error for completion in completions))
-
-
-def record(index: int, completion: Completion) -> dict:
-    fields = {
-        "index": index,
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-    }
-    return fields | ({"error": completion.error} if completion.error else {})
 
 
 def messages(args: argparse.Namespace, prompt: Any) -> list[dict]:

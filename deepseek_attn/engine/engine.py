@@ -26,6 +26,8 @@ from deepseek_attn.runner.sequence import TokenIds
 from deepseek_attn.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+IDLE_SECONDS = 0.01  # between two looks for a request where none is in flight
+END = object()
 
 
 @dataclass(frozen=True)
@@ -129,24 +131,44 @@ class Engine:
             self._end(request, "abort")
         return True
 
-    def run(self, requests: Iterable[Request]) -> Iterator[list[RequestOutput]]:
+    def run(
+        self, requests: Iterable[Request | None], max_in_flight: int | None = None
+    ) -> Iterator[list[RequestOutput]]:
         """Steps until these requests have ended; submits those that have not been.
 
         Closing the generator early, or an exception, cancels those that have not ended.
 
+        Args:
+            requests: None in place of one says that it is not there yet: the others go on, and it is asked for again.
+            max_in_flight: requests that are taken before one of them has ended; None: all, before the first step.
+
         Raises:
             ValueError: a request of another engine, or one that cannot be submitted.
         """
-        requests = list(requests)
+        source, held, more = iter(requests), [], True
+        own = {*self.scheduler.running, *self.scheduler.waiting}
         try:
-            own = {*self.scheduler.running, *self.scheduler.waiting}
-            for request in requests:
-                if not request.finished and request not in own:
-                    self.submit(request)
-            while any(not request.finished for request in requests) or self._unreported:
-                yield self.step()
+            while True:
+                while more and (max_in_flight is None or len(held) < max_in_flight):
+                    request = next(source, END)
+                    more = request is not END
+                    if not isinstance(request, Request):
+                        break
+                    held.append(request)
+                    known = request in own or (request.keys is not None and request in self.scheduler)
+                    if not request.finished and not known:
+                        self.submit(request)
+                if self._unreported or any(not request.finished for request in held):
+                    yield self.step()
+                elif held:  # they had ended before
+                    yield []
+                elif more:
+                    time.sleep(IDLE_SECONDS)
+                else:
+                    return
+                held = [request for request in held if not request.finished]
         finally:
-            for request in requests:
+            for request in held:
                 if request in self.scheduler:
                     self.cancel(request)
 

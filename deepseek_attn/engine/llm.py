@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
+from contextlib import closing
 from dataclasses import replace
 from numbers import Number
+from operator import length_hint
 from pathlib import Path
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, Literal, NamedTuple, Self, Unpack, overload
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from deepseek_attn.checkpoint.hub import PretrainedSource
+from deepseek_attn.config.options import is_integer
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Completion, Request, RequestFailed
 from deepseek_attn.engine.sampling import SamplingParams, checked_params
@@ -24,6 +28,20 @@ from deepseek_attn.text.chat import build_prompt
 from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 Prompt = str | TokenIds
+
+
+class IndexedPrompt(NamedTuple):
+    """A prompt with an index of its own, which names it in what `LLM.generate_iter` yields."""
+
+    index: int
+    prompt: Any
+
+
+class IndexedCompletion(NamedTuple):
+    """A prompt's completion, and its index."""
+
+    index: int
+    completion: Completion
 
 
 class TextStream(Iterator[str]):
@@ -98,7 +116,6 @@ class LLM:
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
         progress: bool = False,
-        finished: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         """Completes one prompt or many, batched as the caches allow. One that fails does so alone.
 
@@ -107,7 +124,6 @@ class LLM:
                 a list of these. Of a two-dimensional array each row is a prompt, whole: nothing is taken for padding.
             params: one for all prompts, or one each.
             progress: show a bar over prompt and generated tokens, on a terminal.
-            finished: called with the place and the completion of each prompt as soon as it is done.
 
         Raises:
             ValueError: a prompt cannot be run; it is named by its place, and nothing has been generated.
@@ -122,17 +138,83 @@ class LLM:
         requests = [
             self._request(prompt, p, index) for index, (prompt, p) in enumerate(zip(listed, params, strict=True))
         ]
-        places = {request: place for place, request in enumerate(requests)}
         total = sum(request.prompt_length + request.params.max_tokens - 1 for request in requests)
         with tqdm(total=total, unit="tok", disable=None if progress else True) as bar:
             for outputs in self.engine.run(requests):
                 bar.update(sum(output.computed for output in outputs))
-                for request in [output.request for output in outputs if output.request.finished]:
-                    place = places.pop(request, None)
-                    if finished is not None and place is not None:
-                        finished(place, request.completion())
         self.runner.wait_for_ranks()
         return [request.completion() for request in requests]
+
+    def generate_iter(
+        self,
+        prompts: Iterable[Prompt | IndexedPrompt | None],
+        params: SamplingParams | None = None,
+        *,
+        encode: Callable[[Any], Prompt] | None = None,
+        max_in_flight: int | None = None,
+        progress: bool = False,
+    ) -> Generator[IndexedCompletion]:
+        """Completes any number of prompts and yields ``(index, completion)`` of each as soon as it is done.
+
+        Prompts are taken as there is room for them, and nothing is kept of those that are done, so that memory is
+        bounded by the requests in flight. A prompt that cannot be run, or fails, has an ``error``; the others go on.
+        Closing the generator cancels those in flight.
+
+        Args:
+            prompts: as `generate` takes them. They count from 0 on, or have an index of their own (`IndexedPrompt`).
+                None in place of a prompt says that it is not there yet: the others go on, and it is asked for again.
+            params: for all prompts. With a seed, the tokens of a prompt depend on its index, not on the others.
+            encode: makes the prompt of an item, for instance of a chat message; a ValueError is that prompt's error.
+            max_in_flight: default: ``max_num_seqs``, as many as can run at the same time.
+            progress: show a bar over prompts with tokens per second, on a terminal.
+
+        Raises:
+            ValueError: a single prompt, or wrong parameters; nothing has been generated.
+        """
+        if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+            raise ValueError(f"an iterable of prompts is needed, got {prompts!r:.80}: generate and stream take one")
+        if max_in_flight is None:
+            max_in_flight = self.runner.layout.max_num_seqs
+        if not is_integer(max_in_flight) or max_in_flight < 1:
+            raise ValueError(f"max_in_flight={max_in_flight!r}: an integer of at least 1")
+        return self._completions(prompts, checked_params(params), encode, max_in_flight, progress)
+
+    def _completions(
+        self,
+        prompts: Iterable[Prompt | IndexedPrompt | None],
+        params: SamplingParams,
+        encode: Callable[[Any], Prompt] | None,
+        max_in_flight: int,
+        progress: bool,
+    ) -> Generator[IndexedCompletion]:
+        in_flight: dict[Request, int] = {}
+
+        def requests() -> Iterator[Request | None]:
+            place = 0
+            for item in prompts:
+                if item is None:
+                    yield None
+                    continue
+                index, prompt = item if isinstance(item, IndexedPrompt) else (place, item)
+                place += 1
+                try:
+                    request = self._make_request(encode(prompt) if encode else prompt, params, index)
+                except ValueError as error:
+                    request = Request.refused([], str(error))
+                in_flight[request] = index
+                yield request
+
+        bar = tqdm(total=length_hint(prompts) or None, unit="prompt", miniters=0, disable=None if progress else True)
+        with bar, closing(self.engine.run(requests(), max_in_flight)) as steps:
+            tokens, started = 0, time.perf_counter()
+            for outputs in steps:
+                tokens += sum(len(output.token_ids) for output in outputs if output.request in in_flight)
+                done = [request for request in in_flight if request.finished]
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tok/s", refresh=False)
+                bar.update(len(done))
+                for request in done:
+                    yield IndexedCompletion(in_flight.pop(request), request.completion())
+        self.runner.wait_for_ranks()
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, progress: bool = False) -> TextStream:
         """Completes one prompt and yields its text piece by piece, each as soon as it is certain.
@@ -202,14 +284,17 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams, index: int) -> Request:
         try:
-            if isinstance(prompt, str) and not prompt:
-                raise ValueError("empty prompt: write some text, or pass token ids")
-            ids = self._need_tokenizer().encode_prompt(prompt) if isinstance(prompt, str) else prompt
-            if params.seed is None:
-                params = replace(params, seed=self.runner.parallel.fresh_seed())
-            return Request.create(self.runner, self.tokenizer, ids, params, index)
+            return self._make_request(prompt, params, index)
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from error
+
+    def _make_request(self, prompt: Prompt, params: SamplingParams, index: int) -> Request:
+        if isinstance(prompt, str) and not prompt:
+            raise ValueError("empty prompt: write some text, or pass token ids")
+        ids = self._need_tokenizer().encode_prompt(prompt) if isinstance(prompt, str) else prompt
+        if params.seed is None:
+            params = replace(params, seed=self.runner.parallel.fresh_seed())
+        return Request.create(self.runner, self.tokenizer, ids, params, index)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

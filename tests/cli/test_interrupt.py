@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import io
@@ -20,10 +19,7 @@ import pytest
 
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import main
-from deepseek_attn.cli.prompts import complete_all
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.engine.request import Completion
-from deepseek_attn.engine.sampling import SamplingParams
 from tests.support.tiers import tiered
 
 COMMAND = [sys.executable, "-c", "import sys; from deepseek_attn.cli import main; sys.exit(main())"]
@@ -163,6 +159,7 @@ def test_a_signal_keeps_the_prompts_that_are_done(checkpoint, tmp_path, capsys, 
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["index"] for line in lines] == [0, 1, 2]
     number, compute, steps = getattr(signal, name), ModelRunner.step, itertools.count()
+    handler = signal.getsignal(number)
 
     def step(self, *args):
         if next(steps) == 7:  # two prompts are done, of three steps each
@@ -174,19 +171,13 @@ def test_a_signal_keeps_the_prompts_that_are_done(checkpoint, tmp_path, capsys, 
     captured = capsys.readouterr()
     assert captured.out.splitlines() == lines[:2]
     assert "Traceback" not in captured.err
-
-
-def test_prompts_behind_an_unfinished_one_are_printed_too(capsys):
-    class Interrupted:
-        def generate(self, prompts, params, *, progress, finished):
-            for index in (3, 0, 2):
-                finished(index, Completion([], [index], "", "length"))
-            assert [json.loads(line)["index"] for line in capsys.readouterr().out.splitlines()] == [0]
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        complete_all(Interrupted(), ["x"] * 4, SamplingParams(), argparse.Namespace(chat=False))
-    assert [json.loads(line)["index"] for line in capsys.readouterr().out.splitlines()] == [2, 3]
+    signal.signal(number, handler)
+    steps, out = itertools.count(), tmp_path / "out"
+    assert as_process([*command, "--out", str(out)]) == 128 + number
+    assert out.read_text().splitlines() == lines[:2]
+    assert f"{out}: 2 lines; --resume goes on with the other prompts" in capsys.readouterr().err
+    assert as_process([*command, "--out", str(out), "--resume"]) == 0
+    assert out.read_text().splitlines() == lines
 
 
 def test_a_signal_that_is_ignored_stays_so(monkeypatch, as_process):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import shutil
 from dataclasses import replace
@@ -18,9 +20,11 @@ import deepseek_attn.text.tokenizer
 from deepseek_attn import LLM, ModelConfig, ModelRunner, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.llm import IndexedPrompt
 from deepseek_attn.engine.request import Request, RequestFailed
 from deepseek_attn.engine.stats import StepStats
 from tests.support.interruptions import InterruptBefore
+from tests.support.tiers import tiered
 
 OPTIONS = {"device": "cpu", "max_model_len": 200, "max_num_seqs": 3, "max_num_batched_tokens": 40, "progress": False}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -77,6 +81,91 @@ def test_batch_equals_each_alone(llm, free_pages):
         assert len(together[index].token_ids) == p.max_tokens
 
 
+def test_each_prompt_as_soon_as_it_is_done(llm, free_pages):
+    """With the index that it would have in a list, or its own; the same tokens as in a list."""
+    batch = prompts(1, 97, 5, 41, 40, 130, 3)
+    params = SamplingParams(temperature=1, seed=7, max_tokens=6, ignore_eos=True)
+    found = list(llm.generate_iter(iter(batch), params))
+    found.sort(key=lambda done: done.index)
+    assert [done.completion for done in found] == llm.generate(batch, params)
+    own = [IndexedPrompt(5, batch[5]), IndexedPrompt(2, batch[2])]
+    assert list(llm.generate_iter(own, params)) == [found[5], found[2]]
+
+
+@pytest.mark.parametrize("max_in_flight", tiered([None, 1, 5], [None]))
+def test_prompts_are_taken_as_there_is_room_and_not_kept(llm, free_pages, max_in_flight):
+    taken, limit = [], max_in_flight or OPTIONS["max_num_seqs"]
+
+    def source():
+        for length in (5, 9, 3, 6, 4, 8, 7):
+            taken.append(length)
+            yield [10] * length
+
+    for done, _ in enumerate(llm.generate_iter(source(), replace(GREEDY, max_tokens=2), max_in_flight=max_in_flight)):
+        assert done < len(taken) <= done + limit
+        assert sum(type(value) is Request for value in gc.get_objects()) <= limit
+    assert len(taken) == 7
+
+
+def test_a_prompt_that_is_not_there_yet_keeps_no_other_waiting(llm, free_pages):
+    """As from a producer that sends the next prompt when it has the answer to the last one."""
+    answered = []
+
+    def source():
+        for number in range(3):
+            while len(answered) < number:
+                yield None
+            yield [10 + number]
+
+    for index, completion in llm.generate_iter(source(), replace(GREEDY, max_tokens=2)):
+        assert completion.prompt_token_ids == [10 + index]
+        answered.append(index)
+    assert answered == [0, 1, 2]
+
+
+def test_a_prompt_that_cannot_be_run_is_an_error_of_its_own(llm, free_pages):
+    def encode(item):
+        if item == "refused":
+            raise ValueError("not this one")
+        return item
+
+    params = replace(GREEDY, max_tokens=2)
+    wrong = {
+        "refused": "not this one",
+        "": "empty prompt",
+        (512,): "token id 512",
+        (0,) * 201: "max_model_len",
+        5: "got 5",
+    }
+    found = dict(llm.generate_iter([*wrong, [7, 8], *list(wrong) * 3, "abc"], params, encode=encode))
+    assert sorted(found) == list(range(22))
+    for index, message in enumerate(wrong.values()):
+        assert found[index].finish_reason == "error"
+        assert message in found[index].error
+    assert [found[5], found[21]] == llm.generate([[7, 8], "abc"], params)
+
+
+def test_closing_an_iteration_frees_its_pages(llm, free_pages):
+    with contextlib.closing(llm.generate_iter([[5] * 30, [6] * 60, [7], [8]], replace(GREEDY, max_tokens=2))) as found:
+        assert next(found).index == 0
+        assert llm.runner.manager.available_pages() != free_pages
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": "abc"}, "an iterable of prompts is needed, got 'abc'"),
+        ({"prompts": 5}, "an iterable of prompts is needed, got 5"),
+        ({"prompts": [], "max_in_flight": 0}, "max_in_flight=0: an integer of at least 1"),
+        ({"prompts": [], "max_in_flight": 1.5}, r"max_in_flight=1\.5"),
+        ({"prompts": [], "params": [SamplingParams()]}, "params: SamplingParams, got"),
+    ],
+)
+def test_wrong_arguments_of_an_iteration(llm, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        llm.generate_iter(**arguments)
+
+
 def test_stream_pieces_are_the_completion(llm, free_pages):
     pieces = list(llm.stream("Grüße, 世界", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)))
     [completion] = llm.generate("Grüße, 世界", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
@@ -106,6 +195,7 @@ def test_two_streams_at_once(llm, free_pages):
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 USES = {
     "generate": lambda llm: [c.token_ids for c in llm.generate([[5, 6, 7], [8] * 45], SHORT)],
+    "generate_iter": lambda llm: [c.token_ids for _, c in llm.generate_iter([[5], [8] * 45, [512], [6]], SHORT)],
     "stream": lambda llm: list(llm.stream("abc", SHORT)),
 }
 

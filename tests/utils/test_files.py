@@ -1,8 +1,10 @@
-"""Files and directories appear complete or not at all, where their path leads."""
+"""Files and directories appear complete or not at all, or grow by whole lines, where their path leads."""
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import socket
 import stat
 import threading
@@ -11,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load, load_file
 
-from deepseek_attn.utils.files import appearing, check_output, write_tensors, write_text
+from deepseek_attn.utils.files import appearing, appending, check_output, write_tensors, write_text
 
 TENSORS = {"a": torch.arange(3)}
 
@@ -164,6 +166,8 @@ def test_paths_that_cannot_be_written_to(tmp_path, monkeypatch, name, reason):
             check_output(name, "--out")
         with pytest.raises(ValueError, match=f"cannot be written: {reason}"):
             write_text(tmp_path / name, "x")
+        with pytest.raises(ValueError, match=f"cannot be written: {reason}"):
+            appended(tmp_path / name, "x")
         assert sorted(tmp_path.iterdir()) == before
 
 
@@ -220,3 +224,108 @@ def test_two_threads_write_the_same_file(tmp_path):
 def test_tensors_and_their_metadata(tmp_path):
     write_tensors(tmp_path / "a", {"t": torch.arange(6).view(2, 3).T}, {"key": "value"})
     assert torch.equal(load_file(tmp_path / "a")["t"], torch.arange(6).view(2, 3).T)
+
+
+BEGINNING = b'{"n": '
+
+
+def appended(path, *lines, go_on=False):
+    with appending(path, go_on, BEGINNING) as file:
+        found = list(file.lines())
+        for line in lines:
+            file.append(line)
+    return found
+
+
+def test_lines_are_appended_one_by_one(tmp_path, umask):
+    path = tmp_path / "a"
+    with appending(path, False, BEGINNING) as file:
+        for n in range(3):
+            file.append(f'{{"n": {n}}}')
+            assert path.read_text().endswith(f'{{"n": {n}}}\n')
+    assert mode(path) == 0o640
+    path.chmod(0o604)
+    assert appended(path, '{"n": "Grüße \udc80"}', go_on=True) == [b'{"n": 0}', b'{"n": 1}', b'{"n": 2}']
+    assert mode(path) == 0o604
+    assert json.loads(path.read_text(encoding="utf-8").splitlines()[3]) == {"n": "Grüße \udc80"}
+
+
+@pytest.mark.parametrize("cut", [1, 5, 9, 70_000])
+@pytest.mark.parametrize("whole", [0, 1, 3])
+def test_a_line_that_a_killed_process_began_is_dropped(tmp_path, whole, cut):
+    path = tmp_path / "a"
+    lines, torn = ['{"n": 5}\n'] * whole, ('{"n": "' + "x" * 100_000)[:cut]
+    path.write_text("".join(lines) + torn)
+    assert appended(path, go_on=True) == [b'{"n": 5}'] * whole
+    assert path.read_text() == "".join(lines) + torn, "nothing changes before there is a line to write"
+    assert appended(path, '{"n": 6}', '{"n": 7}', go_on=True) == [b'{"n": 5}'] * whole
+    assert path.read_text() == "".join(lines) + '{"n": 6}\n{"n": 7}\n'
+
+
+@pytest.mark.parametrize("text", ["x", "\n", "a note\n", '{"n": 1}\nmine', '{"index": 1}\n{"n"'])
+def test_a_file_of_another_kind_is_not_gone_on_from(tmp_path, text):
+    (tmp_path / "a").write_text(text)
+    with pytest.raises(ValueError, match="has a line that does not begin with"):
+        appended(tmp_path / "a", '{"n": 1}', go_on=True)
+    assert (tmp_path / "a").read_text() == text
+
+
+def test_a_file_with_lines_is_not_overwritten(tmp_path):
+    (tmp_path / "a").write_text('{"n": 1}\n')
+    with pytest.raises(ValueError, match=r"'.*a' is not empty: go on from its lines"):
+        appended(tmp_path / "a", '{"n": 1}')
+    assert (tmp_path / "a").read_text() == '{"n": 1}\n'
+    (tmp_path / "empty").touch()
+    assert appended(tmp_path / "empty") == []
+    assert (tmp_path / "empty").exists()
+
+
+def test_nothing_is_left_where_no_line_was_written(tmp_path):
+    with pytest.raises(KeyboardInterrupt), appending(tmp_path / "a", True, BEGINNING):
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_appends_at_a_time(tmp_path):
+    with appending(tmp_path / "a", False, BEGINNING) as file:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="another process is appending to it"):
+                appended(tmp_path / "a", go_on=True)
+        file.append('{"n": 1}')
+    assert appended(tmp_path / "a", go_on=True) == [b'{"n": 1}']
+
+
+@pytest.mark.parametrize("room", [0, 4])
+def test_a_full_disk_leaves_whole_lines(tmp_path, room):
+    path, line = tmp_path / "a", '{"n": "' + "x" * 50 + '"}'
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with appending(path, False, BEGINNING) as file:
+        file.append(line)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(line) + 1 + room, limits[1]))
+        try:
+            with pytest.raises(ValueError, match=r"a' cannot be written: File too large"):
+                file.append(line)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert path.read_text() == f"{line}\n"
+        file.append(line)
+    assert path.read_text() == f"{line}\n" * 2
+
+
+def test_lines_through_links_to_devices_and_pipes(tmp_path):
+    (tmp_path / "link").symlink_to("target")
+    assert appended(tmp_path / "link", '{"n": 1}') == []
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == '{"n": 1}\n'
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(ValueError, match="No space left on device"):
+        appended(tmp_path / "full", '{"n": 1}')
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="is a device or a pipe, which has no lines to go on from"):
+        appended(tmp_path / "pipe", go_on=True)
+    found = []
+    reader = threading.Thread(target=lambda: found.append((tmp_path / "pipe").read_text()), daemon=True)
+    reader.start()
+    assert appended(tmp_path / "pipe", '{"n": 1}', '{"n": 2}') == []
+    reader.join(timeout=60)
+    assert found == ['{"n": 1}\n{"n": 2}\n']

@@ -45,6 +45,25 @@ def test_the_command_line_as_ranks(checkpoint, capsys, launcher):
     assert shared.strip()
 
 
+@pytest.mark.exhaustive
+def test_the_prompts_of_rank_0(checkpoint, tmp_path, capsys):
+    """Ranks take each prompt at the same step; the first one writes the lines."""
+    (tmp_path / "prompts").write_text("[5, 9, 17]\n[4, 200]\n[999]\n[7]\n[8, 8, 8, 8]\n[1]\n")
+    flags = ["generate", "--model", str(checkpoint), "--max-tokens", "6", "--ignore-eos", "--device", "cpu"]
+    flags += ["--temperature", "0", "--max-num-seqs", "2"]
+    assert main([*flags, "--prompts", str(tmp_path / "prompts"), "--out", str(tmp_path / "alone")]) == 1
+    lines = (tmp_path / "alone").read_text().splitlines()
+    (tmp_path / "ranks").write_text(f"{lines[1]}\n")
+    command = [sys.executable, "-m", "deepseek_attn", *flags, "--tensor-parallel", "2", "--prompts", "-", "--resume"]
+    with (tmp_path / "prompts").open() as prompts:
+        found = subprocess.run(
+            [*command, "--out", str(tmp_path / "ranks")], capture_output=True, timeout=900, check=False, stdin=prompts
+        )
+    assert (found.returncode, found.stderr) == (1, b"")
+    assert found.stdout.decode() == capsys.readouterr().out.replace("alone", "ranks")
+    assert sorted((tmp_path / "ranks").read_text().splitlines()) == sorted(lines)
+
+
 def test_impossible_splits_are_listed_together():
     config = ModelConfig.from_preset("v4_flash")
     for world in (1, 2, 4, 8):

@@ -1,0 +1,187 @@
+"""``deepseek-attn generate --prompts FILE``: prompts one by one, and a JSON line for each as soon as it is done.
+
+A line is ``{"index": 3, "request": "4f0c...", "text": ..., "token_ids": ..., "finish_reason": ...}``, with an ``error``
+if the prompt failed. Lines stand in the order in which prompts end; ``index`` counts the prompts of the input from 0.
+``request`` is a digest of the prompt and of the flags for chat and sampling, by which ``--resume`` knows that a line is
+of the same request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from deepseek_attn.cli.prompts import PromptLines, messages
+from deepseek_attn.engine.llm import LLM, IndexedPrompt, Prompt
+from deepseek_attn.engine.request import Completion
+from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.utils.files import LineFile, appending
+from deepseek_attn.utils.json_files import parse_json
+
+if TYPE_CHECKING:
+    from deepseek_attn.layers.parallel import Parallel
+
+BEGINNING = b'{"index": '  # of every line
+
+
+@contextmanager
+def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Batch]:
+    """Opens the prompts and the output; what can be checked of both is, before a model is loaded.
+
+    Raises:
+        ValueError: one of the two cannot be used; with ``--resume``, a line of the output is of another prompt.
+    """
+    with PromptLines(args.prompts) as prompts:
+        if args.out is None:
+            yield Batch(args, params, prompts)
+            return
+        with appending(args.out, args.resume, BEGINNING) as out:
+            yield Batch(args, params, prompts, out)
+
+
+class Batch(Iterator[IndexedPrompt | None]):
+    """The prompts that have no line yet, and the output. None: the next prompt is not there yet.
+
+    Attributes:
+        lines: that the output has, or that were printed; errors: how many of them have an ``error``.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, params: SamplingParams, prompts: PromptLines, out: LineFile | None = None
+    ):
+        self._args, self._params, self._out = args, params, out
+        self.lines = self.errors = 0
+        self._done = self._read_done()
+        self._left = None
+        if prompts.regular:
+            with PromptLines(args.prompts) as again:
+                self._left = sum(1 for _ in self._pending(again, dict(self._done)))
+        self._pending_prompts = self._pending(prompts, self._done)
+        self._requests: dict[int, str] = {}  # digests of the prompts in flight, by their index
+
+    def __length_hint__(self) -> int:
+        return self._left or 0
+
+    def __next__(self) -> IndexedPrompt | None:
+        found = next(self._pending_prompts)
+        if found is None:
+            return None
+        prompt, self._requests[prompt.index] = found
+        return prompt
+
+    def _read_done(self) -> dict[int, str]:
+        """Digests of the requests that have a line, by index."""
+        done: dict[int, str] = {}
+        for number, line in enumerate(self._out.lines() if self._out else (), 1):
+            where = f"--out {self._args.out}: line {number}"
+            fields = parse_json(line, where)
+            index, request = (fields.get("index"), fields.get("request")) if isinstance(fields, dict) else (None, None)
+            if not isinstance(index, int) or not isinstance(request, str):
+                raise ValueError(f"{where}: no line of this command, with an index and a request: name another file")
+            if index in done:
+                raise ValueError(f"{where}: prompt {index} has another line already: remove one of them")
+            done[index] = request
+            self.lines, self.errors = self.lines + 1, self.errors + ("error" in fields)
+        return done
+
+    def _pending(self, prompts: PromptLines, done: dict[int, str]) -> Iterator[tuple[IndexedPrompt, str] | None]:
+        """Prompts that have no line, with their digests; takes the others out of ``done``."""
+        index = 0
+        for prompt in prompts:
+            if prompt is None:
+                yield None
+                continue
+            request = self._digest(prompt)
+            known = done.pop(index, None)
+            if known is None:
+                yield IndexedPrompt(index, prompt), request
+            elif known != request:
+                raise ValueError(
+                    f"--resume: the line of prompt {index} in {self._args.out} is of another prompt, or was made with "
+                    "other flags for chat or sampling: give the same ones, or name another --out"
+                )
+            index += 1
+        if done:
+            raise ValueError(
+                f"--resume: {self._args.out} has a line of prompt {min(done)}, and there are {index} prompts: give the "
+                "same ones, or name another --out"
+            )
+        if not index:
+            raise ValueError(f"--prompts {self._args.prompts}: no prompt; write one per line")
+
+    def _digest(self, prompt: str | list[int]) -> str:
+        chat = [self._args.system, self._args.thinking] if self._args.chat else None
+        asked = json.dumps([prompt, chat, asdict(self._params)])
+        return blake2b(asked.encode(), digest_size=8).hexdigest()
+
+    def write(self, index: int, completion: Completion) -> None:
+        """Writes the line of a prompt that is done."""
+        fields = {
+            "index": index,
+            "request": self._requests.pop(index),
+            "text": completion.text,
+            "token_ids": completion.token_ids,
+            "finish_reason": completion.finish_reason,
+        }
+        if completion.error:
+            fields["error"] = completion.error
+            self.errors += 1
+        line = json.dumps(fields, ensure_ascii=False)
+        if self._out is not None:
+            self._out.append(line)
+        else:
+            tqdm.write(line, file=sys.stdout)  # above the bar
+            sys.stdout.flush()
+        self.lines += 1
+
+
+def complete_all(
+    llm: LLM, batch: Batch | None, params: SamplingParams, args: argparse.Namespace, ranks: Parallel
+) -> int:
+    """Completes the prompts with a progress bar, and writes a line for each; returns 1 if any failed.
+
+    Args:
+        batch: None on all ranks but the first, which reads and writes.
+    """
+    prompts = batch if batch is not None and ranks.world == 1 else shared(batch, ranks)
+    try:
+        for index, completion in llm.generate_iter(prompts, params, encode=encoder(llm, args), progress=True):
+            if batch is not None:
+                batch.write(index, completion)
+    except KeyboardInterrupt:
+        if batch is not None and args.out is not None:
+            print(f"\n{args.out}: {batch.lines} lines; --resume goes on with the other prompts", file=sys.stderr)
+        raise
+    if batch is None:
+        return 0
+    if args.out is not None:
+        print(f"{batch.lines} prompts, {batch.errors} failed -> {args.out}")
+    return int(batch.errors > 0)
+
+
+def encoder(llm: LLM, args: argparse.Namespace) -> Callable[[Any], Prompt] | None:
+    """With ``--chat``: makes the token ids of a user's message."""
+    return (lambda prompt: llm.chat_prompt(messages(args, prompt), args.thinking)[0]) if args.chat else None
+
+
+def shared(batch: Batch | None, ranks: Parallel) -> Iterator[IndexedPrompt | None]:
+    """The prompts of rank 0, on every rank, at the same steps of all."""
+    end = False
+    while not end:
+        prompt = None
+        if batch is not None:
+            try:
+                prompt = next(batch)
+            except StopIteration:
+                end = True
+        end, prompt = ranks.share((end, prompt))
+        if not end:
+            yield prompt

@@ -1,0 +1,235 @@
+"""``generate --prompts``: a line for each prompt as soon as it is done, and ``--resume`` after any end."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from deepseek_attn.checkpoint import RandomSource, write_checkpoint
+from deepseek_attn.cli import main
+from deepseek_attn.cli.prompts import PromptLines
+from deepseek_attn.config.model import ModelConfig
+from tests.support.tiers import tiered
+
+PROMPTS = [
+    "Hello there",
+    "[5, 9, 17]",
+    '"two\\nlines"',
+    "Grüße",
+    "[1, 9999]",
+    "x",
+    "the last one",
+]  # the fifth is wrong
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    config = ModelConfig.from_preset("tiny").replace(num_hidden_layers=1, compress_ratios=[4, 0], num_hash_layers=0)
+    return write_checkpoint(RandomSource(config, 5), config, tmp_path_factory.mktemp("model") / "m")
+
+
+@pytest.fixture
+def command(checkpoint, tmp_path, monkeypatch):
+    """Arguments of the command in an empty folder with `PROMPTS`, whose tokens differ by the index of a prompt."""
+    monkeypatch.chdir(tmp_path)
+    write_prompts("prompts", PROMPTS)
+    return [
+        "generate", "--model", str(checkpoint), "--device", "cpu", "--max-tokens", "5", "--seed", "3", "--ignore-eos",
+        "--max-num-seqs", "2", "--max-model-len", "100", "--prompts", "prompts", "--out", "out",
+    ]  # fmt: skip
+
+
+def write_prompts(path: str, prompts: list[str]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write("\n".join(prompts))
+
+
+def lines_of(path: str = "out") -> list[str]:
+    with open(path, encoding="utf-8") as file:
+        return file.readlines()
+
+
+def by_index(lines: list[str]) -> list[dict]:
+    """Lines as values, in the order of the prompts; the first field of each is its index."""
+    assert all(line.startswith('{"index": ') and line.endswith("\n") for line in lines)
+    return sorted(map(json.loads, lines), key=lambda record: record["index"])
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoint, tmp_path_factory):
+    """The lines of a run that nothing interrupts."""
+    with pytest.MonkeyPatch.context() as patch:
+        run = command.__wrapped__(checkpoint, tmp_path_factory.mktemp("whole"), patch)
+        assert main(run) == 1
+        return lines_of()
+
+
+def test_lines_and_what_is_printed(command, whole, capsys):
+    assert main(command) == 1, "one prompt is wrong"
+    assert capsys.readouterr().out == "7 prompts, 1 failed -> out\n"
+    assert lines_of() == whole
+    records = by_index(whole)
+    assert [record["index"] for record in records] == list(range(7))
+    assert [record["index"] for record in records if "error" in record] == [4]
+    assert "token id 9999 is not in the vocabulary" in records[4]["error"]
+    assert main(command[:-2]) == 1
+    assert capsys.readouterr().out == "".join(whole)
+
+
+@pytest.mark.parametrize("where", tiered(["nothing", 0, 1, 7, 80, 230, 500, 900, -1, "all"], [80, "all"]))
+def test_resumed_after_a_kill_at_any_byte(command, whole, capsys, where):
+    """As many bytes as a killed process may have written."""
+    text = "".join(whole).encode()
+    if where != "nothing":
+        with open("out", "wb") as file:
+            file.write(text if where == "all" else text[:where])
+    assert main([*command, "--resume"]) == 1
+    assert by_index(lines_of()) == by_index(whole)
+    assert capsys.readouterr().out == "7 prompts, 1 failed -> out\n"
+
+
+def test_any_lines_may_be_there(command, whole):
+    """Their order, and which prompts have none, are all the same: lines with an error can be removed, to try again."""
+    with open("out", "w", encoding="utf-8") as file:
+        file.writelines(line for line in whole[::-1] if '"error"' not in line)
+    write_prompts("prompts", [*PROMPTS, "one more"])
+    assert main([*command, "--resume"]) == 1
+    assert by_index(lines_of())[:7] == by_index(whole)
+    assert [record["index"] for record in map(json.loads, lines_of()[6:])] == [4, 7]
+
+
+ONE = '{"index": 0, "request": "0", "text": ""}\n'
+
+
+@pytest.mark.parametrize(
+    ("prompts", "out", "flags", "message"),
+    [
+        (PROMPTS, None, [], "'out' is not empty: go on from its lines (--resume)"),
+        (["Hello", *PROMPTS[1:]], None, ["--resume"], "the line of prompt 0 in out is of another prompt"),
+        (PROMPTS, None, ["--resume", "--top-k", "3"], "or was made with other flags for chat or sampling"),
+        (PROMPTS, None, ["--resume", "--chat"], "or was made with other flags for chat or sampling"),
+        (PROMPTS[:3], None, ["--resume"], "out has a line of prompt 3, and there are 3 prompts"),
+        (PROMPTS, ONE * 2, ["--resume"], "--out out: line 2: prompt 0 has another line already"),
+        (PROMPTS, ONE + ONE[:20] + "\n", ["--resume"], "--out out: line 2: not valid JSON"),
+        (PROMPTS, '{"index": 0}\n', ["--resume"], "--out out: line 1: no line of this command"),
+        (PROMPTS, ONE + "[0, 1]\n", ["--resume"], "--out out: line 2: no line of this command"),
+        (PROMPTS, ONE.replace("0,", "-1,"), ["--resume"], "out has a line of prompt -1"),
+        (PROMPTS, "my notes", ["--resume"], "has a line that does not begin with"),
+    ],
+)
+def test_an_output_of_other_prompts_is_kept(command, whole, capsys, monkeypatch, prompts, out, flags, message):
+    monkeypatch.setattr("deepseek_attn.engine.llm.LLM.__init__", lambda *args, **options: pytest.fail("a model loads"))
+    write_prompts("prompts", prompts)
+    text = "".join(whole) if out is None else out
+    with open("out", "w", encoding="utf-8") as file:
+        file.write(text)
+    assert main([*command, *flags]) == 2
+    assert message in capsys.readouterr().err
+    with open("out", encoding="utf-8") as file:
+        assert file.read() == text
+
+
+def take(lines: PromptLines) -> list:
+    """What can be taken; ends with None where the next prompt is not there yet."""
+    found = []
+    for prompt in lines:
+        found.append(prompt)
+        if prompt is None:
+            break
+    return found
+
+
+def test_prompts_of_a_stream_come_line_by_line(monkeypatch):
+    ours, theirs = os.pipe()
+    monkeypatch.setattr(sys, "stdin", os.fdopen(ours))
+    with PromptLines("-") as lines:
+        assert not lines.regular
+        assert take(lines) == [None]
+        os.write(theirs, b"eins\r\n\n[1, 2]\nGr")
+        assert take(lines) == ["eins", [1, 2], None]
+        os.write(theirs, "üße".encode()[:1])
+        assert take(lines) == [None]
+        os.write(theirs, "üße".encode()[1:] + b"\n" + b"x" * 9000)
+        assert take(lines) == ["Grüße", None]
+        os.close(theirs)
+        assert take(lines) == ["x" * 9000]
+        assert take(lines) == []
+    sys.stdin.close()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_producer_that_waits_for_each_answer(command, whole, monkeypatch, resumed):
+    ours, theirs = os.pipe()
+    monkeypatch.setattr(sys, "stdin", os.fdopen(ours))
+    if resumed:
+        with open("out", "w", encoding="utf-8") as file:
+            file.writelines(line for line in whole if json.loads(line)["index"] < 3)
+    waited = []
+
+    def produce() -> None:
+        for count, prompt in enumerate(PROMPTS):
+            deadline = time.monotonic() + 120
+            while count and (not os.path.exists("out") or len(lines_of()) < count) and time.monotonic() < deadline:
+                time.sleep(0.002)
+            waited.append(time.monotonic() < deadline)
+            os.write(theirs, f"{prompt}\n".encode())
+        os.close(theirs)
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    command[command.index("prompts")] = "-"
+    assert main([*command, "--resume"]) == 1
+    producer.join()
+    assert all(waited)
+    assert by_index(lines_of()) == by_index(whole)
+    sys.stdin.close()
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:2], [*PROMPTS[:2], "other", *PROMPTS[3:]]])
+def test_other_prompts_in_a_stream_are_noticed_when_they_come(command, whole, capsys, monkeypatch, prompts):
+    write_prompts("prompts", prompts)
+    with open("prompts") as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        with open("out", "w", encoding="utf-8") as out:
+            out.writelines(line for line in whole if json.loads(line)["index"] > 1)
+        command[command.index("prompts")] = "-"
+        assert main([*command, "--resume"]) == 2
+    assert "--resume: " in capsys.readouterr().err
+    assert [record for record in by_index(lines_of()) if record not in by_index(whole)] == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_again_and_again(command, number):
+    """A process that a signal ends at random times loses no line, and the lines of all runs are those of one."""
+    write_prompts("prompts", [f"prompt number {i}" for i in range(60)])
+    assert main(command) == 0
+    expected = by_index(lines_of())
+    os.rename("out", "expected")
+    start, times = [sys.executable, "-m", "deepseek_attn", *command, "--resume"], random.Random(int(number))
+    code, ended = None, 0
+    while code != 0:
+        before = len(lines_of()) if os.path.exists("out") else 0
+        process = subprocess.Popen(
+            start, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+        while ended < 4 and process.poll() is None and (len(lines_of()) if os.path.exists("out") else 0) <= before:
+            time.sleep(0.005)
+        time.sleep(times.random() / 4)
+        if ended < 4:
+            process.send_signal(number)
+            ended += 1
+        _, err = process.communicate(timeout=900)
+        code = process.returncode
+        assert b"Traceback" not in err
+        assert code in (0, -signal.SIGKILL, 128 + number)
+    assert by_index(lines_of()) == expected
