@@ -26,6 +26,14 @@ CONVERSATION_SNAPSHOTS = 2  # the earlier turns, and the beginning that every tu
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("generate", help="complete a prompt", description="Complete a prompt, streaming.")
+    add_options(parser)
+    add_ranks_option(parser)
+    add_observe_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of what is completed and how, which ``scripts/ray_generate.py`` has too."""
     parser.add_argument(
         "--model", metavar="DIR|ID", help=f"checkpoint directory or {HUB_ID} (default: the small one in the package)"
     )
@@ -85,9 +93,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="speculative decoding: N draft tokens per step by the MTP layer, same output",
     )
     add_runner_options(parser)
-    add_ranks_option(parser)
-    add_observe_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

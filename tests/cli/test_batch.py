@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -233,3 +234,22 @@ def test_interrupted_again_and_again(command, number):
         assert b"Traceback" not in err
         assert code in (0, -signal.SIGKILL, 128 + number)
     assert by_index(lines_of()) == expected
+
+
+@pytest.mark.exhaustive
+def test_the_same_lines_from_actors(command, capfd):
+    """And the same rule for what is there already."""
+    pytest.importorskip("ray", reason="the package ray is not installed")
+    write_prompts("prompts", [*PROMPTS, *(f"prompt number {number}" for number in range(7, 16))])
+    assert main(command) == 1
+    expected = lines_of()
+    with open("out", "w", encoding="utf-8") as file:
+        file.writelines([*expected[:3], expected[3][:20]])
+    script = Path(__file__).parents[2] / "scripts" / "ray_generate.py"
+    start = [sys.executable, str(script), *command[1:], "--actors", "2", "--cpus", "0", "--resume"]
+    assert subprocess.run(start, timeout=900, check=False).returncode == 1, capfd.readouterr().err
+    assert by_index(lines_of()) == by_index(expected)
+    write_prompts("prompts", PROMPTS[::-1])
+    assert subprocess.run(start, timeout=900, check=False).returncode == 2
+    assert "is of another prompt" in capfd.readouterr().err
+    assert by_index(lines_of()) == by_index(expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -43,6 +44,27 @@ def test_the_command_line_as_ranks(checkpoint, capsys, launcher):
     shared = subprocess.run(command, capture_output=True, timeout=900, check=True, stdin=subprocess.DEVNULL).stdout
     assert shared == alone
     assert shared.strip()
+
+
+@pytest.mark.exhaustive
+def test_two_nodes(checkpoint, capsys):
+    """torchrun on each of two nodes, joined over the loopback."""
+    flags = ["generate", "--model", str(checkpoint), "--token-ids", "5,9,17,4,200", "--max-tokens", "8", "--ignore-eos"]
+    flags += ["--device", "cpu", "--temperature", "0"]
+    assert main(flags) == 0
+    alone = capsys.readouterr().out.encode()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    interface = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
+    run = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    run += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command = ["-m", "deepseek_attn", *flags, "--tensor-parallel", "2", "--rank-interface", interface]
+    nodes = [
+        subprocess.Popen([*run, "--node-rank", str(rank), *command], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        for rank in range(2)
+    ]
+    assert [node.communicate(timeout=900)[0] for node in nodes] == [alone, b""]
+    assert [node.returncode for node in nodes] == [0, 0]
 
 
 @pytest.mark.exhaustive

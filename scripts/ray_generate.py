@@ -1,0 +1,137 @@
+"""``deepseek-attn generate --prompts`` over several machines or GPUs: a Ray actor for each, with an LLM of its own.
+
+    pip install 'deepseek-attn[ray]'
+    python scripts/ray_generate.py --model DIR --prompts prompts.txt --out lines.jsonl --actors 8 --gpus 1 --resume
+
+Prompts are independent, so nothing is exchanged but prompts and completions. This process reads the prompts and writes
+the lines, by the code of the command: the same lines, rules and flags. Without ``--address`` or RAY_ADDRESS, Ray starts
+on this machine. The checkpoint is read at the same path, or by its hub id, on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deepseek_attn.cli.batch import Batch, encoder, open_batch
+from deepseek_attn.cli.generate import add_options, check_flags, default_checkpoint, sampling_params
+from deepseek_attn.cli.options import Parser, runner_options
+from deepseek_attn.engine.llm import LLM, IndexedCompletion, IndexedPrompt
+from deepseek_attn.engine.sampling import SamplingParams
+
+
+class Worker:
+    """An actor of two threads: `put` takes prompts while `completions` runs."""
+
+    def __init__(self, model: str | Path, options: dict[str, Any], args: argparse.Namespace):
+        self.llm = LLM(model, **options)
+        self.args = args
+        self.prompts: queue.SimpleQueue[IndexedPrompt | None] = queue.SimpleQueue()
+
+    def put(self, prompt: IndexedPrompt | None) -> None:
+        """Queues a prompt; None: it was the last one."""
+        self.prompts.put(prompt)
+
+    def completions(self, params: SamplingParams) -> Iterator[IndexedCompletion]:
+        yield from self.llm.generate_iter(self._queued(), params, encode=encoder(self.llm, self.args))
+
+    def _queued(self) -> Iterator[IndexedPrompt | None]:
+        while True:
+            try:
+                prompt = self.prompts.get_nowait()
+            except queue.Empty:
+                yield None  # not there yet
+                continue
+            if prompt is None:
+                return
+            yield prompt
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(description=__doc__.splitlines()[0].replace("``", ""))
+    add_options(parser)
+    group = parser.add_argument_group("actors")
+    group.add_argument(
+        "--actors", type=int, default=1, metavar="N", help="actors, each with the whole model (default: 1)"
+    )
+    group.add_argument("--gpus", type=float, default=0, metavar="N", help="GPUs of each actor (default: 0, on CPUs)")
+    group.add_argument("--cpus", type=float, default=1, metavar="N", help="CPUs of each actor (default: 1)")
+    group.add_argument("--address", help="of a running Ray cluster (default: RAY_ADDRESS, else a new one here)")
+    parser.set_defaults(tensor_parallel=1)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 1 if a prompt or an actor failed. ValueError: wrong flags, prompts or output."""
+    check_flags(args)
+    if args.prompts is None or args.actors < 1:
+        raise ValueError("--prompts FILE and at least one of --actors are needed")
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError(f"{error}: pip install 'deepseek-attn[ray]'") from error
+    params = sampling_params(args)
+    with open_batch(args, params) as batch:
+        ray.init(args.address, include_dashboard=False)
+        try:
+            complete_all(batch, params, args)
+        except ray.exceptions.RayError as error:
+            print(f"an actor failed: {error}\n--resume goes on with the prompts that have no line", file=sys.stderr)
+            return 1
+        finally:
+            ray.shutdown()
+        return int(batch.errors > 0)
+
+
+def complete_all(batch: Batch, params: SamplingParams, args: argparse.Namespace) -> None:
+    """Gives each actor as many prompts as it can run and as many again, and writes what they complete."""
+    import ray
+
+    model = args.model or default_checkpoint()
+    actor = ray.remote(num_gpus=args.gpus, num_cpus=args.cpus, max_concurrency=2)(Worker)
+    options = runner_options(args) | {"speculate": args.speculate}
+    workers = [actor.remote(model, options, args) for _ in range(args.actors)]
+    streams = {worker.completions.options(num_returns="streaming").remote(params): worker for worker in workers}
+    in_flight = dict.fromkeys(workers, 0)
+    ended = False
+    while streams:
+        while not ended and min(in_flight.values()) < 2 * args.max_num_seqs:
+            try:
+                prompt = next(batch)
+            except StopIteration:
+                ended = True
+                for worker in workers:
+                    worker.put.remote(None)
+                break
+            if prompt is None:
+                break
+            worker = min(workers, key=in_flight.__getitem__)
+            worker.put.remote(prompt)
+            in_flight[worker] += 1
+        for stream in ray.wait(list(streams), num_returns=1, timeout=0.1)[0]:
+            try:
+                index, completion = ray.get(next(stream))
+            except StopIteration:
+                del streams[stream]
+                continue
+            in_flight[streams[stream]] -= 1
+            batch.write(index, completion)
+
+
+def main() -> int:
+    parser = make_parser()
+    args = parser.parse_args()
+    try:
+        return run(args)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
