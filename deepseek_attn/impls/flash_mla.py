@@ -31,7 +31,7 @@ ENTRY_BYTES = {512: 584, 576: 656}  # cache bytes per entry, by head_dim
 ROW_BYTES = {512: 576, 576: 656}  # rows that SM100 sees a pool as: the page stride is a multiple
 VALUE_DIM = 512
 DECODE_WIDTH, PREFILL_WIDTH = 64, 128  # index rows are multiples of these
-INSTALL = "pip install 'deepseek-attn[flash-mla]'"
+INSTALL = "pip install --no-deps sgl-flash-mla==1.0.0"  # its metadata asks for a newer torch than it needs
 
 
 @dataclass(frozen=True)

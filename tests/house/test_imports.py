@@ -24,7 +24,7 @@ FLOORS = (
     ("utils", "config", "text", "data", "kernels.common", "kernels.indices"),
     ("cache",),
     ("kernels.attention", "kernels.linear", "kernels.latent", "kernels.hyper_connection", "kernels.sampling"),
-    ("layers", "kernels.insert", "kernels.moe", "impls", "flash_mla_api"),
+    ("layers", "kernels.insert", "kernels.moe", "impls", "flash_mla_api", "plugins"),
     ("checkpoint",),
     ("kernels.indexer",),
     ("attention",),
@@ -357,6 +357,9 @@ class Blocker(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Blocker())
 import deepseek_attn
+from deepseek_attn.plugins import sglang, vllm
+for plugin in (sglang, vllm):  # as every process of an engine does
+    plugin.register()
 assert "torch" not in sys.modules, "importing the package must be cheap"
 import torch
 assert not torch.cuda.is_available()

@@ -67,7 +67,7 @@ def test_not_installed_says_how_to_install(install):
     install(None)
     usable, reason = flash_mla.supported(CUDA)
     assert not usable
-    assert "not installed: pip install 'deepseek-attn[flash-mla]'" in reason
+    assert "not installed: pip install --no-deps sgl-flash-mla" in reason
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_upstream_without_sm90_names_the_release_and_the_remedy(install):
     usable, reason = flash_mla.supported(CUDA)
     assert not usable
     assert "2026.09.30" in reason
-    assert "deepseek-attn[flash-mla]" in reason
+    assert "pip install --no-deps sgl-flash-mla" in reason
 
 
 def test_upstream_of_dense_days_is_too_old(install):
