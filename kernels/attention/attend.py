@@ -232,6 +232,7 @@ def _combine(partials: Tensor, partial_lse: Tensor, sink: Tensor | None, out: Te
         BLOCK_S=block_s,
         BLOCK_D=block_d,
         PDL=pdl,
+        enable_fp_fusion=True,
         num_warps=warps,
         launch_pdl=pdl,
     )
@@ -319,12 +320,13 @@ def _launch(
             N=first.entries,
             HAS_LENS=first.lens is not None,
             SPLIT=config.splits > 1,
+            enable_fp_fusion=True,
             num_warps=8,
             launch_pdl=True,
         )
         return
     if config.hopper:
-        attend_hopper_kernel[grid](*arguments, **flags, num_warps=8, launch_pdl=True)
+        attend_hopper_kernel[grid](*arguments, **flags, enable_fp_fusion=True, num_warps=8, launch_pdl=True)
         return
     starts, widths = pieces(layout.nope, dim, config.piece)
     attend_kernel[grid](
@@ -347,6 +349,7 @@ def _launch(
         BLOCK_N=config.keys,
         STAGES=config.stages,
         PDL=pdl,
+        enable_fp_fusion=True,
         num_warps=config.warps,
         num_stages=config.stages,
         launch_pdl=pdl,
@@ -389,6 +392,7 @@ def _launch_rows_hopper(
         DIM=dim,
         HAS_LENS=lens is not None,
         HAS_SINK=sink is not None,
+        enable_fp_fusion=True,
         num_warps=8,
     )
     return out, lse

@@ -50,6 +50,7 @@ def dequantize_and_gather_k_cache(
         out.stride(1),
         ROWS=ROWS,
         SHAPE=shape,
+        enable_fp_fusion=True,
         num_warps=WARPS,
     )
 

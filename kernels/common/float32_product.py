@@ -150,7 +150,7 @@ def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False
     if presplit:
         terms = torch.empty(3, N, K, dtype=torch.bfloat16, device=x.device)
         split_weight_kernel[(triton.cdiv(N * K, 1024),)](
-            weight, terms, N * K, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl
+            weight, terms, N * K, BLOCK=1024, PDL=pdl, enable_fp_fusion=True, num_warps=4, launch_pdl=pdl
         )
         weight = terms
     block_t, block_n, stages = _tiles(T, N, presplit)
@@ -170,6 +170,7 @@ def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False
         BLOCK_N=block_n,
         BLOCK_K=64 if bfloat16 else 32,
         PDL=pdl,
+        enable_fp_fusion=True,
         num_warps=4,
         num_stages=stages,
         launch_pdl=pdl,

@@ -51,6 +51,7 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
             M=m,
             BLOCK=block,
             PDL=early,
+            enable_fp_fusion=True,
             num_warps=4 if block == 1024 else 2,
             launch_pdl=early,
         )
@@ -113,6 +114,7 @@ def _collapse(
         NORM=norm is not None,
         TOKENS=SINKHORN_TOKENS,
         PDL=early,
+        enable_fp_fusion=True,
         num_warps=8 if D > 1024 else 4,
         launch_pdl=early,
     )

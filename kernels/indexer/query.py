@@ -41,7 +41,7 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
     if len(rows.q) and launch.blocks:
         pdl = supports_pdl(rows.q.device)
         index_query_kernel[(len(rows.q), launch.blocks)](
-            launch.args, SHAPE=launch.shape, PDL=pdl, num_warps=NUM_WARPS, launch_pdl=pdl
+            launch.args, SHAPE=launch.shape, PDL=pdl, enable_fp_fusion=True, num_warps=NUM_WARPS, launch_pdl=pdl
         )
     return launch.queries
 
@@ -61,6 +61,7 @@ def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
             SHAPE=shape,
             INDEX_SHAPE=launch.shape,
             PDL=pdl,
+            enable_fp_fusion=True,
             num_warps=NUM_WARPS,
             launch_pdl=pdl,
         )
@@ -87,6 +88,7 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
             SHAPE=absorbed.shape,
             INDEX_SHAPE=launch.shape,
             PDL=pdl,
+            enable_fp_fusion=True,
             num_warps=NUM_WARPS,
             launch_pdl=pdl,
         )

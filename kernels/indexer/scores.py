@@ -79,7 +79,7 @@ def paged_index_scores(
     )
     if config is None and fits_hopper(key_format, q, pool, block_table.shape[0], width, capability, processors):
         index_scores_hopper_kernel[(triton.cdiv(T, TOKENS.value), hopper_splits(T, width, processors))](
-            *arguments, PAGE=keys.entries, num_warps=4
+            *arguments, PAGE=keys.entries, enable_fp_fusion=True, num_warps=4
         )
         return out
     if config is None:
@@ -100,6 +100,7 @@ def paged_index_scores(
         BLOCK_N=config.keys,
         STAGES=config.num_stages,
         PDL=capability >= (9, 0),
+        enable_fp_fusion=True,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         launch_pdl=capability >= (9, 0),

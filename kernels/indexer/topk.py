@@ -92,6 +92,7 @@ def topk_indices(
         ALIGNED=W % 4 == 0 and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0,
         PAGE=page_entries,
         PDL=pdl,
+        enable_fp_fusion=True,
         num_warps=config.num_warps,
         launch_pdl=pdl,
         maxnreg=config.max_registers,

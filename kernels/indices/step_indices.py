@@ -58,8 +58,9 @@ def _token_slots(
         grid = (triton.cdiv(T, TOKENS),)
         table = _table(block_table)
         token_slots_kernel[grid](
-            positions, token_slots, token_to_req, table, out, T, RATIO=ratio, N=block_size, TOKENS=TOKENS
-        )
+            positions, token_slots, token_to_req, table, out, T, RATIO=ratio, N=block_size, TOKENS=TOKENS,
+            enable_fp_fusion=True,
+        )  # fmt: skip
     return out
 
 
@@ -79,8 +80,9 @@ def compute_swa_indices_and_lens(
         tile = triton.next_power_of_2(window)
         table = _table(block_table)
         window_kernel[(len(positions),)](
-            positions, token_to_req, is_valid, table, out, lens, WINDOW=window, N=block_size, TILE=tile
-        )
+            positions, token_to_req, is_valid, table, out, lens, WINDOW=window, N=block_size, TILE=tile,
+            enable_fp_fusion=True,
+        )  # fmt: skip
     return IndexRows(out, lens)
 
 
@@ -116,6 +118,7 @@ def build_c128a_topk_indices(
             N=block_size,
             PAGED=paged,
             TILE=tile,
+            enable_fp_fusion=True,
         )
     return IndexRows(out, lens)
 
@@ -132,8 +135,9 @@ def compute_global_topk_indices_and_lens(
         tile = min(TILE, triton.next_power_of_2(max(K, 1)))
         table = _table(block_table)
         global_kernel[(T,)](
-            topk_indices, token_to_req, is_valid, table, out, lens, topk_indices.stride(0), K=K, N=block_size, TILE=tile
-        )
+            topk_indices, token_to_req, is_valid, table, out, lens, topk_indices.stride(0), K=K, N=block_size,
+            TILE=tile, enable_fp_fusion=True,
+        )  # fmt: skip
     return IndexRows(out, lens)
 
 
@@ -174,6 +178,7 @@ def combine_topk_swa_indices(
             TOPK=topk,
             TILE=min(TILE, triton.next_power_of_2(width)),
             REQUESTS=triton.next_power_of_2(c),
+            enable_fp_fusion=True,
         )
     return IndexRows(out, lens)
 
@@ -218,6 +223,7 @@ def decode_step_indices(
             WINDOW_TILE=triton.next_power_of_2(window),
             GROUPS=tuple(shapes),
             TILE=TILE,
+            enable_fp_fusion=True,
         )
     found = list(zip(groups, group_outs, strict=True))
     return StepIndices(

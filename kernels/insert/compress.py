@@ -101,6 +101,7 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
     compress_kernel[(stored + launch.pool_programs,)](
         *launch.arguments,
         **launch.constants,
+        enable_fp_fusion=True,
         num_warps=launch.config.warps,
         maxnreg=launch.config.registers,
         launch_pdl=launch.constants["PDL"],

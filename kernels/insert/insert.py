@@ -65,6 +65,7 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
         *compress.arguments,
         SHAPE=row.shape,
         **compress.constants,
+        enable_fp_fusion=True,
         num_warps=compress.config.warps,
         maxnreg=compress.config.registers,
         launch_pdl=compress.constants["PDL"],

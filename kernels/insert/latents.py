@@ -75,6 +75,7 @@ def insert_latents(tokens: LatentTokens, warps: int = WARPS) -> Tensor:
             INDEX_SHAPE=index_shape,
             NATIVE_FP8=has_native_fp8(qr.device),
             PDL=early,
+            enable_fp_fusion=True,
             num_warps=warps,
             launch_pdl=early,
         )

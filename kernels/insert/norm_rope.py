@@ -36,6 +36,7 @@ def norm_rope_insert(tokens: TokenRows, warps: int = WARPS) -> LatentAndKey:
             SHAPE=launch.shape,
             NATIVE_FP8=has_native_fp8(device),
             PDL=early,
+            enable_fp_fusion=True,
             num_warps=warps,
             launch_pdl=early,
         )

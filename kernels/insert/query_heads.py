@@ -33,7 +33,7 @@ def query_norm_rope(heads: QueryHeads) -> Tensor:
     if num_tokens:
         early = supports_pdl(heads.q.device)
         query_norm_rope_kernel[(num_tokens, launch.blocks)](
-            launch.rows, SHAPE=launch.shape, PDL=early, num_warps=HEADS, launch_pdl=early
+            launch.rows, SHAPE=launch.shape, PDL=early, enable_fp_fusion=True, num_warps=HEADS, launch_pdl=early
         )
     return launch.out
 

@@ -69,7 +69,9 @@ def absorb_queries(queries: LatentQueries, config: AbsorbConfig | None = None) -
         return out
     pdl = supports_pdl(out.device)
     if few:
-        absorb_queries_kernel[(programs, token_blocks)](rows, SHAPE=shape, PDL=pdl, num_warps=warps, launch_pdl=pdl)
+        absorb_queries_kernel[(programs, token_blocks)](
+            rows, SHAPE=shape, PDL=pdl, enable_fp_fusion=True, num_warps=warps, launch_pdl=pdl
+        )
         return out
     # cuBLAS writes into the rows of the result, and the rotation fills what is left of them
     heads, nope, rank = queries.weight.shape
@@ -77,7 +79,7 @@ def absorb_queries(queries: LatentQueries, config: AbsorbConfig | None = None) -
     weight = dequantize_weight(queries.weight, out.dtype)
     torch.bmm(queries.q.unflatten(-1, (heads, -1))[..., :nope].transpose(0, 1), weight, out=latents)
     rotate_queries_kernel[(len(out), triton.cdiv(out.shape[1], shape.BLOCK_H))](
-        rows, SHAPE=shape, PADDED=out.shape[1] > heads, PDL=False, num_warps=4
+        rows, SHAPE=shape, PADDED=out.shape[1] > heads, PDL=False, enable_fp_fusion=True, num_warps=4
     )
     return out
 

@@ -126,6 +126,7 @@ def _project(
         NATIVE_FP8=has_native_fp8(latents.device),
         PDL=pdl,
         STAGES=config.stages,
+        enable_fp_fusion=True,
         num_warps=config.warps,
         num_stages=config.stages,
         launch_pdl=pdl,

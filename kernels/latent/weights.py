@@ -67,6 +67,7 @@ def dequantize_weight(weight: LatentWeight, dtype: torch.dtype) -> Tensor:
             SHAPE=WeightShape(*rows.stride(), *scale.stride()),
             DTYPE=TRITON_DTYPES[dtype],
             NATIVE_FP8=has_native_fp8(rows.device),
+            enable_fp_fusion=True,
             num_warps=8,
         )
     return out

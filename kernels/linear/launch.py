@@ -165,6 +165,7 @@ def launch_products(
         STAGES=config.stages,
         EARLY=config.prefetched_blocks,
         PDL=pdl,
+        enable_fp_fusion=True,
         num_warps=config.warps,
         num_stages=config.stages,
         launch_pdl=pdl,
@@ -228,6 +229,7 @@ def _launch_quantize(x: Tensor, out: Tensor, scale: Tensor | None, pow2_scales: 
         BLOCK_M=block_m,
         BLOCK_K=block_k,
         PDL=pdl,
+        enable_fp_fusion=True,
         num_warps=warps,
         launch_pdl=pdl,
     )

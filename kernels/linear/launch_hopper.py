@@ -122,6 +122,7 @@ def launch_hopper(
         DTYPE=TRITON_DTYPES[x.dtype],
         POW2=quantized_output is None or quantized_output.pow2_scales,
         REGISTERS=min(240, (registers * (config.warpgroups + 1) - 40) // config.warpgroups // 8 * 8),
+        enable_fp_fusion=True,
         num_warps=4,
         maxnreg=registers,
         launch_pdl=True,

@@ -82,6 +82,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
             CLAMP=limit > 0,
             BLOCK=block,
             PDL=pdl,
+            enable_fp_fusion=True,
             num_warps=block // 256,
             launch_pdl=pdl,
         )
@@ -111,7 +112,7 @@ def group_pairs(experts: Tensor, count: int, tile: int, pdl: bool) -> PairTiles:
     block = min(triton.next_power_of_2(pairs), 4096)
     warps = max(1, min(8, block // 256))
     options = {"BLOCK": block, "PDL": pdl, "num_warps": warps, "launch_pdl": pdl}
-    count_kernel[(count,)](experts, counts, pairs, **options)
+    count_kernel[(count,)](experts, counts, pairs, enable_fp_fusion=True, **options)
     place_kernel[(count,)](
         experts,
         counts,
@@ -122,6 +123,7 @@ def group_pairs(experts: Tensor, count: int, tile: int, pdl: bool) -> PairTiles:
         E=count,
         E_PADDED=triton.next_power_of_2(count),
         TILE=tile,
+        enable_fp_fusion=True,
         **options,
     )
     return PairTiles(sorted_pairs, tile_expert)
@@ -192,6 +194,7 @@ class GroupedProducts:
             ADD=add is not None,
             BLOCK=block,
             PDL=pdl,
+            enable_fp_fusion=True,
             num_warps=block // 128,
             launch_pdl=pdl,
         )
@@ -217,6 +220,7 @@ class GroupedProducts:
             SCALED=operands.scaled,
             EVENS_FIRST=operands.weights == "fp4",
             PDL=pdl,
+            enable_fp_fusion=True,
             num_warps=max(1, block // 256),
             launch_pdl=pdl,
         )
@@ -271,6 +275,7 @@ class GroupedProducts:
             BLOCK_K=config.channels,
             STAGES=config.stages,
             PDL=pdl,
+            enable_fp_fusion=True,
             num_warps=config.warps,
             num_stages=config.stages,
             launch_pdl=pdl,

@@ -157,6 +157,7 @@ def moe_route(
         GROUPS=groups.num_groups,
         KEPT=groups.kept,
         PDL=early,
+        enable_fp_fusion=True,
         num_warps=1,
         launch_pdl=early,
     )

@@ -23,9 +23,13 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     places = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        block_kernel[(blocks, rows)](logits, peaks, places, logits.stride(0), vocab, BLOCK=BLOCK, num_warps=4)
+        block_kernel[(blocks, rows)](
+            logits, peaks, places, logits.stride(0), vocab, BLOCK=BLOCK, enable_fp_fusion=True, num_warps=4
+        )
         width = triton.next_power_of_2(blocks)
-        row_kernel[(rows,)](peaks, places, tokens, blocks, NONE=INVALID_TOKEN, WIDTH=width, num_warps=4)
+        row_kernel[(rows,)](
+            peaks, places, tokens, blocks, NONE=INVALID_TOKEN, WIDTH=width, enable_fp_fusion=True, num_warps=4
+        )
     return tokens
 
 

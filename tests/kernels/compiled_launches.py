@@ -90,7 +90,8 @@ def compiled_launches(monkeypatch, modules, arch, call):
 
 def compiled(kernel, args, keywords, arch):
     """The kernel, of Triton or Gluon, as a launch with these arguments compiles it."""
-    options = {"num_warps": keywords["num_warps"], "num_stages": keywords.get("num_stages", 3)}
+    options = {name: keywords[name] for name in ("num_warps", "enable_fp_fusion")}
+    options |= {"num_stages": keywords.get("num_stages", 3)}
     options |= {"maxnreg": keywords["maxnreg"]} if "maxnreg" in keywords else {}
     constants = {name: value for name, value in keywords.items() if name in kernel.arg_names}
     given = list(zip(kernel.params, args, strict=False))

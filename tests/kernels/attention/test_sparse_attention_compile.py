@@ -36,7 +36,9 @@ def compiled(kernel, pointers, constants, capability, warps, stages=1):
     source = GluonASTSource if kernel.is_gluon() else ASTSource
     source = source(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    return triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
+    return triton.compile(
+        source, target=target, options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    )
 
 
 def compiled_attention(capability, T, H, q, keys, fp8, pools, dim=512, hopper=False, max_logits=False):

@@ -38,7 +38,7 @@ def test_compiles(arch, scores):
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "ptr" in name or "stride" in name}
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=target_of(arch), options=options)
     assert compiled.asm["cubin"]
     assert compiled.metadata.shared <= SHARED[arch] * 1024
@@ -54,7 +54,7 @@ def test_the_hopper_kernel_compiles(page):
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "ptr" in name or "stride" in name}
     signature = {name: kinds.get(name, "i32") for name in names}
     source = GluonASTSource(kernel, signature, {(names.index("PAGE"),): page}, aligned)
-    compiled = triton.compile(source, target=target_of("sm90"), options={"num_warps": 4})
+    compiled = triton.compile(source, target=target_of("sm90"), options={"num_warps": 4, "enable_fp_fusion": True})
     assert compiled.metadata.shared <= SHARED["sm90"] * 1024
     assert "wgmma" in compiled.asm["ptx"]
     assert "cp.async.cg.shared.global" in compiled.asm["ptx"]  # 16 bytes at a time

@@ -65,7 +65,7 @@ def test_compiles(arch, shape):
     kinds = {name: "*i32" for name in names if name.endswith("_ptr")} | {"scores_ptr": "*fp32"}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     source = ASTSource(topk_kernel, signature, {(names.index(name),): value for name, value in constants.items()})
-    options = {"num_warps": config.num_warps, "maxnreg": config.max_registers}
+    options = {"num_warps": config.num_warps, "maxnreg": config.max_registers, "enable_fp_fusion": True}
     kernel = triton.compile(source, target=target_of(arch), options=options)
     assert kernel.asm["cubin"]
     assert kernel.metadata.shared <= 99 * 1024

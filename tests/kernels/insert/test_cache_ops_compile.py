@@ -38,7 +38,7 @@ def compiled(kernel, kinds, constants, arch, warps=4):
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values)
-    return triton.compile(source, target=target_of(arch), options={"num_warps": warps}).asm
+    return triton.compile(source, target=target_of(arch), options={"num_warps": warps, "enable_fp_fusion": True}).asm
 
 
 def pointers(kernel, **kinds):
