@@ -125,12 +125,14 @@ def test_loading_twice_changes_nothing_more(engine, caplog):
 
 OTHER = functions("*args", "q, k_cache, *, page_table", "q, kv, indices, sm_scale")
 MORE = functions("*args", "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, fast=0", "*q")
+TURNED = functions("*args", "k_cache, q, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata", "*q")
 REFUSALS = {
     "other version": ({"version": "0.4.9"}, "0.4.9 is installed"),
     "only looks like a known one": ({"version": "0.330.0"}, "0.330.0 is installed"),
     "neither 0 nor 1": ({"asked": "yes"}, "is 'yes': 1 asks for"),
     "other parameters": ({"flashmla": OTHER, "flash_mla_interface": OTHER}, "page_table"),
     "one parameter more": ({"flashmla": MORE, "flash_mla_interface": MORE}, "fast"),
+    "parameters in another order": ({"flashmla": TURNED, "flash_mla_interface": TURNED}, r"\(k_cache, q"),
     "no such functions": ({"flashmla": "", "flash_mla_interface": ""}, "has no"),
     "does not import": ({"flashmla": "import flash_mla_x", "flash_mla_interface": "import flash_mla_x"}, "flash_mla_x"),
 }
