@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from deepseek_attn.engine.engine import Engine
     from deepseek_attn.engine.llm import LLM
     from deepseek_attn.engine.sampling import SamplingParams
+    from deepseek_attn.inspect.inspection import inspect_attention
     from deepseek_attn.runner.model_runner import ModelRunner
     from deepseek_attn.runner.session import LayerSession
 
@@ -31,8 +32,19 @@ _HOMES = {
     "LLM": "deepseek_attn.engine.llm",
     "Engine": "deepseek_attn.engine.engine",
     "SamplingParams": "deepseek_attn.engine.sampling",
+    "inspect_attention": "deepseek_attn.inspect.inspection",
 }
-__all__ = ["LLM", "Engine", "LayerSession", "LayerSpec", "ModelConfig", "ModelRunner", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "Engine",
+    "LayerSession",
+    "LayerSpec",
+    "ModelConfig",
+    "ModelRunner",
+    "SamplingParams",
+    "__version__",
+    "inspect_attention",
+]
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # what is shown is the application's choice
 
 

@@ -12,6 +12,7 @@ from deepseek_attn.attention.indexer import Indexer, QueryProjections, query_lin
 from deepseek_attn.cache.pools import CachePools, Pool
 from deepseek_attn.config.model import LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.impls.attention_call import AttentionCall
 from deepseek_attn.impls.base import SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.common.quant import QuantizedRows
@@ -190,6 +191,8 @@ class DeepseekV4MLAAttention(CheckpointModule):
             self.decode_topk_slots = self.indexer.select(index_queries, step, selected)
         with stage("attend"):
             output = self.impl.forward_mqa(self, q, kv, positions)
+        if step.observer is not None:
+            step.observer(AttentionCall(self.prefix, q, kv, output, index_queries))
         with stage("output"):
             z, z_fp8 = self.wo_a.project_quantized(output[:, : self.num_heads], positions, self.rope.cos_sin)
             (y,) = multi_linear(z, [self.wo_b], z_fp8)

@@ -1,4 +1,4 @@
-"""The command line: ``deepseek-attn generate | score | info | plan | bench | make-checkpoint | train | experiment``.
+"""The command line, ``deepseek-attn COMMAND``.
 
 Each command is a module with ``add_parser(subparsers)`` that imports torch only when it runs, so that ``--help`` is
 quick. An error that a user can correct is one message and exit code 2.
@@ -15,12 +15,12 @@ import sys
 from contextlib import suppress
 from types import FrameType
 
-from deepseek_attn.cli import bench, experiment, generate, info, make_checkpoint, plan, score, train
+from deepseek_attn.cli import bench, experiment, generate, info, inspect, make_checkpoint, plan, score, train
 from deepseek_attn.cli.log import logged
 from deepseek_attn.cli.options import Parser
 from deepseek_attn.utils.version import __version__
 
-COMMANDS = (generate, score, info, plan, bench, make_checkpoint, train, experiment)
+COMMANDS = (generate, score, inspect, info, plan, bench, make_checkpoint, train, experiment)
 BROKEN_PIPE = 128 + 13  # the exit code of a process that SIGPIPE ends
 
 

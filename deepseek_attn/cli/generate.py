@@ -115,7 +115,7 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
         elif ranks.rank == 0 and args.prompts:
             batch = stack.enter_context(open_batch(args, params))
         elif ranks.rank == 0:
-            prompt = read_prompt(args)
+            prompt = read_input(args)
         prompt = ranks.share(prompt)
         llm = LLM(args.model or default_checkpoint(), speculate=args.speculate, **options)
         vocab_size = llm.runner.config.vocab_size
@@ -184,10 +184,13 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError("; ".join(problems))
 
 
-def read_prompt(args: argparse.Namespace) -> str | list[int] | list[dict]:
-    """The prompt or conversation from the flags, from standard input, or the default one."""
-    if args.messages is not None:
-        return read_messages(args.messages)
+def read_input(args: argparse.Namespace) -> str | list:
+    """The conversation of ``--messages``, or one prompt."""
+    return read_prompt(args) if args.messages is None else read_messages(args.messages)
+
+
+def read_prompt(args: argparse.Namespace) -> str | list[int]:
+    """The prompt of ``--prompt`` or ``--token-ids``, from standard input, or the default one."""
     if args.token_ids is not None:
         try:
             return [int(part) for part in args.token_ids.split(",")]

@@ -7,11 +7,12 @@ every model family: DeepSeek-V4 has a window and compressed entries, DeepSeek-V3
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from deepseek_attn.impls.attention_call import AttentionCall
 from deepseek_attn.impls.step_batch import StepBatch
 from deepseek_attn.kernels.insert.types import CompressBatch
 
@@ -80,6 +81,7 @@ class StepMetadata:
         visible: number of entries that each token sees, by ratio; selected: that it reads, by (ratio, top-k). Filled
             by the first layer that needs them.
         batch: what layers compare a call with; None in steps of a runner itself, which cannot mix them up.
+        observer: called by each layer once it has attended; None, as a rule: nobody watches.
     """
 
     positions: Tensor
@@ -108,6 +110,7 @@ class StepMetadata:
     visible: dict[int, Tensor] = field(default_factory=dict)
     selected: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     batch: StepBatch | None = None
+    observer: Callable[[AttentionCall], None] | None = None
 
     @property
     def num_prefills(self) -> int:

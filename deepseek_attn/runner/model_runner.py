@@ -190,7 +190,8 @@ class ModelRunner(LoadedModel):
             return [values[i] for i in back]
 
         lengths = [n for _, n in rows]
-        if options.drafts and (self.graphs is None or not self.graphs.supports(lengths, 1 + options.drafts)):
+        graphs = None if options.observer else self.graphs
+        if options.drafts and (graphs is None or not graphs.supports(lengths, 1 + options.drafts)):
             raise ValueError("StepOptions.drafts: this step does not run over persistent tensors; call draft after it")
         caches = [(sequence.cache, n) for sequence, n in rows]
         self.manager.reserve(caches)
@@ -202,7 +203,7 @@ class ModelRunner(LoadedModel):
             with self.parallel.together(), reference_ops(self.reference_only):
                 # inference mode takes 14 % off a single-token step on a CPU; its results are ordinary tensors
                 with torch.inference_mode():
-                    results = self._compute(model, rows, options.drafts)
+                    results = self._compute(model, rows, options)
                 if options.mtp:
                     drafts = self._need_drafter().step_logits(
                         rows, results.hidden_states(lengths), self.decode_query_len
@@ -224,17 +225,19 @@ class ModelRunner(LoadedModel):
                 self._launch_next_step(results, [(sequence.cache, most) for sequence, most in options.next_step])
         return output
 
-    def _compute(self, model: DeepseekV4 | DeepseekV32, rows: Batch, num_drafts: int) -> EagerStep | DecodeRun:
+    def _compute(self, model: DeepseekV4 | DeepseekV32, rows: Batch, options: StepOptions) -> EagerStep | DecodeRun:
         """The step over persistent tensors where they hold it, eagerly elsewhere."""
         caches, lengths = [sequence.cache for sequence, _ in rows], [n for _, n in rows]
         token_ids = [seq.token_ids[seq.num_computed : seq.num_computed + n] for seq, n in rows]
-        if self.graphs is not None and self.graphs.supports(lengths, self.decode_query_len):
-            limits = self._reserve_drafts(caches, lengths, num_drafts) if num_drafts else None
-            return self.graphs.run(caches, token_ids, self.decode_query_len, num_drafts, limits)
+        graphs = None if options.observer else self.graphs
+        if graphs is not None and graphs.supports(lengths, self.decode_query_len):
+            limits = self._reserve_drafts(caches, lengths, options.drafts) if options.drafts else None
+            return graphs.run(caches, token_ids, self.decode_query_len, options.drafts, limits)
         if self.graphs is not None:
             self.graphs.prelaunched = None  # a different step than the launched one
         ids = torch.tensor([token for tokens in token_ids for token in tokens], device=self.device)
         meta = self._metadata(caches, lengths, self.decode_query_len)
+        meta.observer = options.observer
         return EagerStep(model, lengths, model(ids, meta.positions, meta))
 
     def _reserve_drafts(self, caches: list[SequenceCache], lengths: list[int], num_drafts: int) -> list[int]:

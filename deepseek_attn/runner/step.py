@@ -12,6 +12,7 @@ from deepseek_attn.attention.builder import StepInput
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.cache.manager import CacheManager, SequenceCache
 from deepseek_attn.config.options import is_integer
+from deepseek_attn.impls.attention_call import AttentionCall
 from deepseek_attn.kernels.sampling import greedy_tokens
 from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.utils.device import AsyncHostCopy, to_device
@@ -37,6 +38,7 @@ class StepOptions:
             its drafts and nothing else, each with the most tokens that will ever be computed of it: that step is
             launched at once, before the host has read the token, where decode steps run over persistent tensors and
             pages are free.
+        observer: called by each attention layer of the backbone once it has attended. Such a step runs eagerly.
     """
 
     last: int = 1
@@ -46,6 +48,7 @@ class StepOptions:
     mtp: bool = False
     drafts: int = 0
     next_step: tuple[tuple[Sequence, int], ...] = ()
+    observer: Callable[[AttentionCall], None] | None = None
 
 
 @dataclass

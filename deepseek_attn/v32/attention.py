@@ -13,6 +13,7 @@ from deepseek_attn.attention.indexer import QueryProjections, query_linears
 from deepseek_attn.cache.pools import CachePools, Pool
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
+from deepseek_attn.impls.attention_call import AttentionCall
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.attention import causal_attention
 from deepseek_attn.kernels.common.dispatch import runs_triton
@@ -206,6 +207,8 @@ class DeepseekV32MLAAttention(CheckpointModule):
                 latents = self.attend_to_all(query, step)
             else:
                 latents = self.impl.forward_mqa(self, query, inputs.kv, positions)
+        if step.observer is not None:
+            step.observer(AttentionCall(self.prefix, query, inputs.kv, latents, index_queries))
         with stage("output"):
             values, values_fp8 = self.values(latents)
             (y,) = multi_linear(values, [self.wo], values_fp8)

@@ -5,16 +5,14 @@ Every number in it is a value of the report's JSON, which is embedded at the end
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-
-from jinja2 import Environment, PackageLoader
 
 from deepseek_attn.bench.plots import SERIES
 from deepseek_attn.experiments.report import figures
 from deepseek_attn.experiments.report.schema import Report, recall_rows
 from deepseek_attn.experiments.report.table import show_length, show_number, summary, timing_note
 from deepseek_attn.utils.files import write_text
+from deepseek_attn.utils.pages import page_templates, script_data
 
 
 def write_page(report: Report, path: Path) -> None:
@@ -28,10 +26,7 @@ def make_page(report: Report) -> str:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    environment = Environment(
-        loader=PackageLoader("deepseek_attn.experiments.report", ""), autoescape=True, trim_blocks=True,
-        lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
+    environment = page_templates("deepseek_attn.experiments.report")
     environment.filters |= {"for_people": show_number, "tokens": show_length}
     plots = {
         section.__name__: [(figure.caption, figure.svg()) for figure in section(report)]
@@ -46,5 +41,5 @@ def make_page(report: Report) -> str:
         num_colors=len(SERIES),
         cost_captions=figures.COST_CAPTIONS,
         recall_captions=figures.RECALL_CAPTIONS,
-        data=json.dumps(report).replace("</", "<\\/"),
+        data=script_data(report),
     )

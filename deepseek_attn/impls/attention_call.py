@@ -1,0 +1,25 @@
+"""One attention layer in one step, as `StepOptions.observer` is shown it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a layer attended with. The tensors are the step's own, to be read before the observer returns.
+
+    Attributes:
+        layer: its name, for instance ``layers.2``; the layer holds the step's metadata and its selection.
+        q, kv: arguments of `SparseMLAAttentionImpl.forward_mqa`; output: its result.
+        index_queries: the indexer's queries ``[T, heads, dim]`` and weights ``[T, heads]``; None where it had no entry
+            to leave out.
+    """
+
+    layer: str
+    q: Tensor
+    kv: Tensor
+    output: Tensor
+    index_queries: tuple[Tensor, Tensor] | None

@@ -1,0 +1,45 @@
+"""An inspection as one HTML file, without network, and as JSON beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepseek_attn.inspect.records import RECENT, Inspection
+from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
+from deepseek_attn.utils.files import appearing
+from deepseek_attn.utils.pages import page_templates, script_data
+
+
+def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+    """The text of each token; joined, the text of all. Of a character in several tokens only the last has it."""
+    decoder = IncrementalDecoder(tokenizer)
+    texts = [decoder.push(token) for token in token_ids]
+    if texts:
+        texts[-1] += decoder.flush()
+    return texts
+
+
+def make_page(inspection: Inspection, text: list[str] | None, title: str) -> str:
+    """The whole page, by ``page.html.jinja``.
+
+    Args:
+        text: of each token (`token_texts`), any strings; None shows token ids.
+    """
+    template = page_templates("deepseek_attn.inspect").get_template("page.html.jinja")
+    return template.render(title=title, found=inspection, recent=RECENT, data=script_data(inspection.to_json(text)))
+
+
+def write_page(
+    inspection: Inspection, path: Path, json_path: Path, text: list[str] | None = None, title: str = "What tokens read"
+) -> None:
+    """Writes the page and its JSON; each appears complete, and neither if one of them cannot be written.
+
+    Raises:
+        ValueError: which one cannot be written, with the reason.
+    """
+    data = json.dumps(inspection.to_json(text), allow_nan=False, separators=(",", ":"))
+    with appearing(json_path) as json_file, appearing(path) as page_file:
+        json_file.write_text(data, encoding="utf-8")
+        page_file.write_text(make_page(inspection, text, title), encoding="utf-8", errors="replace")
