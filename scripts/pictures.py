@@ -57,7 +57,7 @@ def pictures(report: Report) -> list[Figure]:
 
 def standalone(svg: str) -> str:
     """An ``<svg>`` element as a file: with the page's colours, light or dark as the reader's screen is."""
-    style = resources.files("deepseek_attn.experiments.report").joinpath("page.css").read_text(encoding="utf-8")
+    style = resources.files("deepseek_attn.utils").joinpath("style.css").read_text(encoding="utf-8")
     colours = style[: style.index("* {")]
     return re.sub(r"(<svg[^>]*>)", rf"\1<style>{colours}</style>", svg, count=1) + "\n"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from deepseek_attn.cli.generate import default_checkpoint, read_prompt
 from deepseek_attn.cli.options import HUB_ID, add_attention_options, add_numerics_options, runner_options
 from deepseek_attn.cli.score import parse_layers
+from deepseek_attn.config.defaults import DEFAULT_TOP_READS
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -34,7 +35,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "(default: all, or the last ones of a long prompt)",
     )
     parser.add_argument(
-        "--top", type=int, metavar="N", help="tokens and entries kept per query, layer and head (default: 12)"
+        "--top",
+        type=int,
+        default=DEFAULT_TOP_READS,
+        metavar="N",
+        help=f"tokens and entries kept per query, layer and head (default: {DEFAULT_TOP_READS})",
     )
     parser.add_argument("--layers", metavar="LIST", help="inspect only these layers, for instance 0,1,2 (default: all)")
     group = parser.add_argument_group("running")
@@ -50,13 +55,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> None:
     from deepseek_attn.checkpoint.hub import PretrainedSource
     from deepseek_attn.inspect import inspect_attention, token_texts, write_page
-    from deepseek_attn.inspect.inspection import TOP
+    from deepseek_attn.inspect.inspection import choose_reads
     from deepseek_attn.runner.model_runner import ModelRunner
     from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
     from deepseek_attn.utils.files import check_output
 
     out = Path(args.out)
     check_output(out, "--out")
+    if args.json is None and out.exists() and not out.is_file():
+        raise ValueError(f"--out {out}: it is no regular file; name one for the numbers too, by --json")
     json_path = Path(args.json) if args.json else out.with_suffix(".json")
     check_output(json_path, "--json")
     if os.path.realpath(out) == os.path.realpath(json_path):
@@ -66,19 +73,22 @@ def run(args: argparse.Namespace) -> None:
     layers, ranges = parse_layers(args.layers), parse_positions(args.queries)
     prompt, model = read_prompt(args), args.model or default_checkpoint()
     source = PretrainedSource(model)
-    tokenizer = None
+    config, tokenizer = source.config, None
     if (source.directory / TOKENIZER_FILE).is_file():
         tokenizer = Tokenizer(source.directory)
-        tokenizer.check_ids(source.config.vocab_size)
+        tokenizer.check_ids(config.vocab_size)
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError(f"{source.directory} has no tokenizer.json: give the prompt by --token-ids")
         prompt = tokenizer.encode_prompt(prompt)
     options = runner_options(args) | {"max_model_len": len(prompt), "max_num_seqs": 1, "max_snapshots": 0}
     queries = None if ranges is None else expand(ranges, len(prompt))
+    # wrong choices are found before the weights are loaded
+    choice = choose_reads(config, config.layers, len(prompt), queries, args.top, layers)
     runner = ModelRunner.from_pretrained(model, **options)
-    top = TOP if args.top is None else args.top
-    found = inspect_attention(runner, prompt, queries=queries, top=top, layers=layers, progress=True)
+    found = inspect_attention(
+        runner, prompt, queries=choice.queries, top=choice.top, layers=choice.layers, progress=True
+    )
     text = None if tokenizer is None else token_texts(tokenizer, prompt)
     write_page(found, out, json_path, text, f"What tokens read in {Path(model).name}")
     print(f"{len(found.queries)} of {len(prompt)} tokens, {len(found.layers)} layers -> {out}, {json_path}")
@@ -90,7 +100,7 @@ def parse_positions(text: str | None) -> list[range] | None:
         return None
     ranges = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(-?\d{1,18})(?:-(\d{1,18}))?\s*", part)
+        match = re.fullmatch(r"\s*(-?[0-9]{1,18})(?:-([0-9]{1,18}))?\s*", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
         if first > last or (match[2] and first < 0):
             raise ValueError(

@@ -7,7 +7,7 @@ at most `MAX_WEIGHTS` weights, however long the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from deepseek_attn.config.defaults import DEFAULT_TOP_READS
+from deepseek_attn.config.model import AnyConfig, LayerSpec, ModelConfig
 from deepseek_attn.config.options import as_list, is_integer
+from deepseek_attn.config.v32 import V32LayerSpec
 from deepseek_attn.impls.attention_call import AttentionCall
 from deepseek_attn.inspect.records import (
     RECENT,
@@ -34,7 +37,6 @@ from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.sequence import TokenIds
 from deepseek_attn.runner.step import StepOptions
 
-TOP = 12
 MAX_WEIGHTS = 200_000
 """Weights that are kept, over all chosen queries. A page of them has up to 6 MB, and 20 bytes per token."""
 INDEX_ROWS = 3  # what an `IndexRead` holds, in sets of ``top`` weights with their keys
@@ -45,7 +47,7 @@ def inspect_attention(
     token_ids: TokenIds,
     *,
     queries: Iterable[int] | None = None,
-    top: int = TOP,
+    top: int = DEFAULT_TOP_READS,
     layers: Iterable[int] | None = None,
     progress: bool = False,
 ) -> Inspection:
@@ -66,11 +68,13 @@ def inspect_attention(
     """
     if runner.parallel.world > 1:
         raise ValueError("each rank holds some of the heads: inspect with a runner on one rank, without `parallel`")
-    watched = _chosen_layers(runner, layers)
     sequence = runner.sequence(token_ids)
     try:
-        positions = _chosen_queries(len(sequence.token_ids), queries, top, watched)
-        records = {layer.prefix: LayerRecord(layer, frozenset(positions), top) for layer in watched}
+        length = len(sequence.token_ids)
+        choice = choose_reads(runner.config, runner.backbone_layers, length, queries, top, layers)
+        watched = [layer for layer in attention_layers(runner.model) if not layer.spec.is_mtp]
+        watched = [layer for layer in watched if layer.spec.index in choice.layers]
+        records = {layer.prefix: LayerRecord(layer, frozenset(choice.queries), top) for layer in watched}
 
         def observe(call: AttentionCall) -> None:
             if call.layer in records:
@@ -91,51 +95,72 @@ def inspect_attention(
             token_ids=list(sequence.token_ids),
             layers=[record.summary() for record in records.values()],
             queries=[
-                QueryRead(position, [record.reads[position] for record in records.values()]) for position in positions
+                QueryRead(position, [record.reads[position] for record in records.values()])
+                for position in choice.queries
             ],
         )
     finally:
         sequence.free()
 
 
-def _chosen_layers(runner: ModelRunner, layers: Iterable[int] | None) -> list[Layer]:
-    loaded = {layer.spec.index: layer for layer in attention_layers(runner.model) if not layer.spec.is_mtp}
-    wanted = list(loaded) if layers is None else as_list(layers, "layers: numbers of layers")
-    wrong = [layer for layer in wanted if not is_integer(layer) or layer not in loaded]
-    if wrong or not wanted or len(set(wanted)) < len(wanted):
-        raise ValueError(f"layers={wanted}: this runner holds layers {list(loaded)}; name at least one, each once")
-    return [loaded[layer] for layer in sorted(wanted)]
+@dataclass(frozen=True)
+class Choice:
+    """Reads to record: numbers of layers and positions of queries, both ascending, and keys of a kind per head."""
+
+    layers: list[int]
+    queries: list[int]
+    top: int
 
 
-def _chosen_queries(length: int, queries: Iterable[int] | None, top: int, layers: list[Layer]) -> list[int]:
-    """Positions in order; ValueError for those that do not exist, or more than `MAX_WEIGHTS` allows."""
+def choose_reads(
+    config: AnyConfig,
+    specs: Sequence[LayerSpec | V32LayerSpec],
+    length: int,
+    queries: Iterable[int] | None,
+    top: int,
+    layers: Iterable[int] | None,
+) -> Choice:
+    """Checks the arguments of `inspect_attention` for a sequence of ``length`` tokens, and fills in the defaults.
+
+    Args:
+        specs: of the layers that a runner holds.
+
+    Raises:
+        ValueError: layers or positions that do not exist, or more weights than `MAX_WEIGHTS`.
+    """
     if not is_integer(top) or top < 1:
         raise ValueError(f"top={top!r}: must be an integer of at least 1")
-    per_query = top * sum(map(_rows_per_query, layers))
+    held = {spec.index: spec for spec in specs}
+    watched = list(held) if layers is None else as_list(layers, "layers: numbers of layers")
+    wrong = [layer for layer in watched if not is_integer(layer) or layer not in held]
+    if wrong or not watched or len(set(watched)) < len(watched):
+        raise ValueError(f"layers={watched}: there are layers {list(held)}; name at least one, each once")
+    per_query = top * sum(_rows_per_query(config, held[layer]) for layer in watched)
     limit = MAX_WEIGHTS // per_query
-    remedy = f"choose fewer layers than {len(layers)} or a smaller top than {top}"
+    remedy = f"choose fewer layers than {len(watched)} or a smaller top than {top}"
     if not limit:
         raise ValueError(f"one query has {per_query} weights, and {MAX_WEIGHTS} are kept: {remedy}")
     if queries is None:
-        return list(range(max(0, length - limit), length))
-    wanted = as_list(queries, "queries: positions of tokens")
-    wrong = [position for position in wanted if not is_integer(position) or not -length <= position < length]
-    if wrong or not wanted:
-        given = f"{wrong[0]!r} is no position of a sequence of {length} tokens" if wrong else "there are none"
-        raise ValueError(f"queries: {given}; name integers from 0 to {length - 1}, or from the end -1 to -{length}")
-    positions = sorted({int(position) % length for position in wanted})
+        positions = list(range(max(0, length - limit), length))
+    else:
+        wanted = as_list(queries, "queries: positions of tokens")
+        outside = [position for position in wanted if not is_integer(position) or not -length <= position < length]
+        if outside or not wanted:
+            given = f"{outside[0]!r} is no position of a sequence of {length} tokens" if outside else "there are none"
+            raise ValueError(f"queries: {given}; name integers from 0 to {length - 1}, or from the end -1 to -{length}")
+        positions = sorted({int(position) % length for position in wanted})
     if len(positions) > limit:
         raise ValueError(
             f"{len(positions)} queries of {per_query} weights each: {MAX_WEIGHTS} weights are kept; choose at most "
             f"{limit} queries, or {remedy}"
         )
-    return positions
+    return Choice(sorted(watched), positions, top)
 
 
-def _rows_per_query(layer: Layer) -> int:
-    """Sets of ``top`` weights that are kept of one query."""
-    kinds = (layer.window_size > 0) + (layer.spec.ratio > 0)
-    return kinds * (layer.num_heads + 1) + INDEX_ROWS * (layer.indexer is not None)
+def _rows_per_query(config: AnyConfig, spec: LayerSpec | V32LayerSpec) -> int:
+    """Sets of ``top`` weights that are kept of one query in one layer."""
+    kinds = isinstance(config, ModelConfig) + (spec.ratio > 0)  # the window of V4, and entries
+    return kinds * (config.num_attention_heads + 1) + INDEX_ROWS * spec.has_indexer
 
 
 @dataclass

@@ -40,6 +40,7 @@ def write_page(
         ValueError: which one cannot be written, with the reason.
     """
     data = json.dumps(inspection.to_json(text), allow_nan=False, separators=(",", ":"))
-    with appearing(json_path) as json_file, appearing(path) as page_file:
-        json_file.write_text(data, encoding="utf-8")
+    with appearing(path) as page_file:
         page_file.write_text(make_page(inspection, text, title), encoding="utf-8", errors="replace")
+        with appearing(json_path) as json_file:
+            json_file.write_text(data, encoding="utf-8")

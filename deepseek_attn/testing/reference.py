@@ -142,15 +142,15 @@ class V4LayerReference(LayerReference):
             closed = [w for w in range(len(entries)) if (w + 1) * self.spec.ratio <= t + 1]
             read = [w for w in closed if reads is None or w in reads[t]]
             seen = torch.cat([keys[max(0, t + 1 - config.sliding_window) : t + 1], entries[read]])
-            rows.append(self.softmax_sum(queries[t], seen))
+            rows.append(self.weights_of(queries[t], seen) @ seen)
         out = self.rotate(torch.stack(rows), positions, sign=-1).reshape(len(x), config.o_groups, -1)
         wo_a = self["wo_a.weight"].view(config.o_groups, config.o_lora_rank, -1)
         return self.linear("wo_b", torch.einsum("tgi,goi->tgo", out, wo_a).flatten(1))
 
-    def softmax_sum(self, q: Tensor, keys: Tensor) -> Tensor:
-        """``[H, d]``: keys, which are the values too, weighted by a softmax that the sink takes its share of."""
+    def weights_of(self, q: Tensor, keys: Tensor) -> Tensor:
+        """``[H, K]``: softmax weights of the keys, which are the values too; the sink takes its share."""
         logits = torch.cat([q @ keys.T / math.sqrt(self.config.head_dim), self["attn_sink"].unsqueeze(1)], dim=1)
-        return logits.softmax(1)[:, :-1] @ keys
+        return logits.softmax(1)[:, :-1]
 
     def compress(self, name: str, x: Tensor) -> Tensor:
         """One entry per closed window, each pooled channel by channel over its tokens: ``[entries, d]``."""
@@ -203,9 +203,12 @@ class V32LayerReference(LayerReference):
         rows = []
         for t in range(len(x)):
             seen = [i for i in range(t + 1) if reads is None or i in reads[t]]
-            weights = (torch.einsum("hd,shd->hs", queries[t], keys[seen]) * self.softmax_scale()).softmax(1)
-            rows.append(torch.einsum("hs,shd->hd", weights, values[seen]).flatten())
+            rows.append(torch.einsum("hs,shd->hd", self.weights_of(queries[t], keys[seen]), values[seen]).flatten())
         return self.linear("wo", torch.stack(rows))
+
+    def weights_of(self, q: Tensor, keys: Tensor) -> Tensor:
+        """``[H, K]``: softmax weights of ``keys [K, H, d]``."""
+        return (torch.einsum("hd,shd->hs", q, keys) * self.softmax_scale()).softmax(1)
 
     def softmax_scale(self) -> float:
         """``qk_head_dim ** -0.5``, times YaRN's mscale squared."""

@@ -26,6 +26,7 @@ TRAIN = (
 )
 COMMANDS = {
     "score": f"{SCORE} logits",
+    "inspect": "inspect --model model --device cpu --token-ids 5,6,7 --out page.html",
     "trace": f"{GENERATE} trace.json",
     "trace.gz": f"{GENERATE} trace.json.gz",
     "plot": f"{BENCH} times.svg",
@@ -68,7 +69,7 @@ def disk_that_is_full_after(num_bytes: int):
 
 
 @pytest.mark.parametrize("num_bytes", tiered([0, 1, 9, 100, 3000, 5000], [100, 5000]))
-@pytest.mark.parametrize("name", tiered(COMMANDS, ["score", "trace", "trace.gz", "checkpoint"]))
+@pytest.mark.parametrize("name", tiered(COMMANDS, ["score", "inspect", "trace", "trace.gz", "checkpoint"]))
 def test_full_disk(here, capsys, name, num_bytes):
     command = COMMANDS[name].split()
     path = here / command[-1]
@@ -113,6 +114,17 @@ def test_the_facts_of_a_training_come_with_its_checkpoint(here, capsys):
 def test_score_leaves_one_file(here):
     assert main(COMMANDS["score"].split()) == 0
     assert load_file("logits")["0"].shape[0] == 3
+    assert not [path for path in here.iterdir() if path.name.startswith(".")]
+
+
+def test_inspect_leaves_a_page_and_its_numbers(here, capsys):
+    assert main([*COMMANDS["inspect"].split(), "--queries=0,-1", "--layers", "0"]) == 0
+    assert "2 of 3 tokens, 1 layers -> page.html, page.json" in capsys.readouterr().out
+    found = json.loads((here / "page.json").read_text())
+    assert [query["position"] for query in found["queries"]] == [0, 2]
+    assert len(found["text"]) == len(found["token_ids"]) == 3
+    page = (here / "page.html").read_text()
+    assert json.loads(page.split('id="data">')[1].split("</script>")[0]) == found
     assert not [path for path in here.iterdir() if path.name.startswith(".")]
 
 

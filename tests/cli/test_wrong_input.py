@@ -112,6 +112,37 @@ def test_generate(checkpoint, place, capsys, flags, message):
     assert message in refused(capsys, place, "generate", "--model", str(checkpoint), *flags)
 
 
+INSPECT = ("--prompt", "x y z", "--out", "o.html")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--prompt", "x", "--out", "full"), "--out full: it is a folder"),
+        (("--prompt", "x", "--out", "no/o.html"), "the folder 'no' does not exist"),
+        (("--prompt", "x", "--out", "o.json"), "--out o.json: the JSON is written to o.json"),
+        (("--prompt", "x", "--out", "/dev/null"), "--out /dev/null: it is no regular file; name one for the numbers"),
+        ((*INSPECT, "--json", "no/o"), "--json no/o: the folder 'no' does not exist"),
+        ((*INSPECT, "--json", "o.html"), "the JSON is written to o.html"),
+        ((*INSPECT, "--queries", "5-2"), "--queries '5-2': write positions and ranges"),
+        ((*INSPECT, "--queries", "1,,2"), "--queries '1,,2': write positions and ranges"),
+        ((*INSPECT, "--queries", "9" * 5000), "write positions and ranges"),
+        ((*INSPECT, "--queries", "0-999999999999"), "--queries: 999999999999 is no position of a prompt of 6 tokens"),
+        ((*INSPECT, "--queries=-7"), "--queries: -7 is no position"),
+        ((*INSPECT, "--top", "0"), "top=0: must be an integer of at least 1"),
+        ((*INSPECT, "--top", str(2**63)), "and 200000 are kept: choose fewer layers than 1 or a smaller top"),
+        ((*INSPECT, "--layers", "1"), "layers=[1]: there are layers [0]"),
+        ((*INSPECT, "--model", "none"), "no directory, JSON file or preset"),
+        ((*INSPECT, "--model", "full"), "config.json"),
+        (("--out", "o.html", "--prompt", "\udc80"), "character 0 of the text is '\\udc80', a lone surrogate"),
+        (("--out", "o.html", "--token-ids", "99999"), "token id 99999 is not in the vocabulary"),
+        (("--out", "o.html", "--token-ids", ",".join(["5"] * 9999)), "max_model_len=9999 exceeds the model's"),
+    ],
+)
+def test_inspect(checkpoint, place, capsys, flags, message):
+    assert message in refused(capsys, place, "inspect", "--model", str(checkpoint), *flags)
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [

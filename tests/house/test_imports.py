@@ -31,6 +31,7 @@ FLOORS = (
     ("v32",),
     ("models",),
     ("runner",),
+    ("inspect",),
     ("engine", "training", "bench", "testing"),
     ("experiments",),
     ("cli",),
