@@ -193,16 +193,12 @@ class LayerRecord:
         """Adds the queries of one call of the layer.
 
         Raises:
-            ValueError: weights that are not finite.
+            ValueError: weights or index scores that are not finite.
         """
         for block in query_blocks(self.layer, call):
             weights = block.weights()
             shares = self._block_shares(block, weights.keys, weights.sink)
-            if not bool(shares.isfinite().all()):
-                raise ValueError(
-                    f"{self.layer.prefix}: attention weights of tokens {int(block.positions[0])} to "
-                    f"{int(block.positions[-1])} are not finite; are the checkpoint's weights?"
-                )
+            self._check_finite(shares, block, "attention weights")
             self.shares += shares.double().sum(0).cpu()
             self.count += len(shares)
             output = call.output[block.rows, : self.layer.num_heads].float()
@@ -252,6 +248,13 @@ class LayerRecord:
             recent = (entries * (block.positions.unsqueeze(1) - token < RECENT).unsqueeze(1)).sum(2)
         return torch.stack([sink, window.sum(2), entries.sum(2), recent], dim=2)
 
+    def _check_finite(self, values: Tensor, block: QueryBlock, what: str) -> None:
+        if not bool(values.isfinite().all()):
+            raise ValueError(
+                f"{self.layer.prefix}: {what} of tokens {int(block.positions[0])} to {int(block.positions[-1])} are "
+                "not finite; are the checkpoint's weights?"
+            )
+
     def _as_shares(self, values: Tensor) -> Shares:
         sink, window, entries, recent = values.tolist()
         return Shares(sink, window, entries, None if self.layer.window_size else recent)
@@ -265,24 +268,29 @@ class LayerRecord:
         sums = [value.double().sum() for value in (quality.recall, quality.chance, quality.kept)]
         self.index += torch.stack(sums).cpu()
         self.index_count += len(quality.rows)
-        for place, row in enumerate(quality.rows.tolist()):
-            position = int(block.positions[row])
-            if position in self.queries:
-                scores = index_scores(self.layer, call, block.rows.start + row)
-                visible = len(scores)
-                weights, read, top = quality.dense[place, :visible], block.read[row, :visible], min(self.top, visible)
-                entries = torch.cat([scores.topk(top).indices, weights.topk(top).indices]).unique()
-                entries = entries[scores[entries].argsort(descending=True, stable=True)]
-                found[position] = IndexRead(
-                    visible=visible,
-                    lowest_selected=float(scores[read].min()),
-                    recall=float(quality.recall[place]),
-                    kept=float(quality.kept[place]),
-                    entries=entries.tolist(),
-                    scores=scores[entries].tolist(),
-                    dense_weights=weights[entries].tolist(),
-                    selected=read[entries].tolist(),
-                )
+        rows = quality.rows.tolist()
+        places = [place for place, row in enumerate(rows) if int(block.positions[row]) in self.queries]
+        if not places:
+            return found
+        all_scores = index_scores(self.layer, call, [block.rows.start + rows[place] for place in places])
+        for place, scores in zip(places, all_scores, strict=True):
+            row = rows[place]
+            visible = int(block.visible[row].sum())
+            self._check_finite(scores[:visible], block, "index scores")
+            scores, weights, read = scores[:visible], quality.dense[place, :visible], block.read[row, :visible]
+            top = min(self.top, visible)
+            entries = torch.cat([scores.topk(top).indices, weights.topk(top).indices]).unique()
+            entries = entries[scores[entries].argsort(descending=True, stable=True)]
+            found[int(block.positions[row])] = IndexRead(
+                visible=visible,
+                lowest_selected=float(scores[read].min()),
+                recall=float(quality.recall[place]),
+                kept=float(quality.kept[place]),
+                entries=entries.tolist(),
+                scores=scores[entries].tolist(),
+                dense_weights=weights[entries].tolist(),
+                selected=read[entries].tolist(),
+            )
         return found
 
 

@@ -162,16 +162,19 @@ def selection_quality(block: QueryBlock, topk: int | None) -> SelectionQuality |
     )
 
 
-def index_scores(layer: Layer, call: AttentionCall, row: int) -> Tensor:
-    """The indexer's scores of all entries that query ``row`` of the call sees, float32 ``[E]``; it had to select."""
+def index_scores(layer: Layer, call: AttentionCall, rows: list[int]) -> Tensor:
+    """The indexer's scores of the queries ``rows`` of a call, which had to leave entries out: float32 ``[m, E]``.
+
+    A query has scores for the entries that it sees; the others may be anything.
+    """
     step, indexer = _step(layer), layer.indexer
     assert indexer is not None
     assert call.index_queries is not None
-    visible, tokens = step.visible_of(indexer.ratio)[row : row + 1], slice(row, row + 1)
-    meta, pool = step.sparse[indexer.ratio], indexer.pool
-    keys = PagedIndexKeys(pool.record, pool.tensor, pool.entries, meta.block_table, step.token_to_req_indices[tokens])
-    queries = IndexQueries(*(part[tokens] for part in call.index_queries))
-    return paged_index_scores(queries, keys, visible, int(visible))[0]
+    visible, meta, pool = step.visible_of(indexer.ratio)[rows], step.sparse[indexer.ratio], indexer.pool
+    requests = step.token_to_req_indices[rows]
+    keys = PagedIndexKeys(pool.record, pool.tensor, pool.entries, meta.block_table, requests)
+    queries = IndexQueries(*(part[rows] for part in call.index_queries))
+    return paged_index_scores(queries, keys, visible, int(visible.max()))
 
 
 def _step(layer: Layer) -> StepMetadata:

@@ -101,15 +101,21 @@ def paged_index_scores(
     skip: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`kernels.indexer.paged_index_scores` in plain torch, a query at a time."""
+    """`kernels.indexer.paged_index_scores` in plain torch: keys are gathered once per request, scored by query."""
     q, weights = queries
     width = keys.block_table.shape[1] * keys.entries if width is None else width
     out = torch.empty(q.shape[0], width, dtype=torch.float32, device=q.device) if out is None else out
     out.fill_(float("-inf"))
     lens = num_visible.clamp(max=width)
     lens = torch.where(lens > skip, lens, 0).tolist()
-    for t, (request, n) in enumerate(zip(keys.token_to_req.tolist(), lens, strict=True)):
-        out[t, :n] = index_scores(q[t : t + 1].float(), _gather_keys(keys, request, n), weights[t : t + 1])[0]
+    requests, counts = keys.token_to_req.unique_consecutive(return_counts=True)
+    first = 0
+    for request, count in zip(requests.tolist(), counts.tolist(), strict=True):
+        stop = first + count
+        entries = _gather_keys(keys, request, max(lens[first:stop]))
+        for t in range(first, stop):
+            out[t, : lens[t]] = index_scores(q[t : t + 1].float(), entries[: lens[t]], weights[t : t + 1])[0]
+        first = stop
     return out
 
 

@@ -311,10 +311,13 @@ def test_as_many_of_the_last_tokens_as_are_kept(runner, monkeypatch):
     assert [query.position for query in found.queries] == list(range(LENGTH - 2000 // (5 * (3 * 5 + 3)), LENGTH))
 
 
-def test_weights_that_are_not_finite_are_refused_and_nothing_is_kept():
+@pytest.mark.parametrize("what", ["attention weights", "index scores"])
+def test_weights_that_are_not_finite_are_refused_and_nothing_is_kept(what):
     runner = make_runner("V4", 50)
-    attention_layers(runner.model)[1].attn_sink.data[0] = float("nan")
+    layer = attention_layers(runner.model)[1]
+    weights = layer.attn_sink if what == "attention weights" else layer.indexer.weights_proj.weight
+    weights.data[0] = float("nan")
     free = runner.manager.available_pages()
-    with pytest.raises(ValueError, match=r"layers\.1: attention weights of tokens 0 to .* are not finite"):
+    with pytest.raises(ValueError, match=rf"layers\.1: {what} of tokens 0 to .* are not finite"):
         inspect_attention(runner, tokens_of(runner))
     assert runner.manager.available_pages() == free
