@@ -84,9 +84,7 @@ def query_blocks(layer: Layer, call: AttentionCall, more_keys: int = 0) -> Itera
     first, end = int(step.positions[0]), int(step.positions[-1]) + 1
     window, ratio = layer.window_size, layer.spec.ratio
     oldest = max(0, first - window + 1) if window else end
-    dtype = call.q.dtype
-    if step.num_decode_tokens and layer.kv_cache is not None and layer.kv_cache.record.name == "fp8_v32":
-        dtype = torch.bfloat16  # as `sparse_attention_paged` reads such records
+    dtype = call.q.dtype  # holds the values of every record that a runner writes exactly
     tokens, entries = call.q.new_empty(2, 0, layer.head_dim, dtype=torch.float32)
     if window:
         tokens = _window_keys(layer, step, oldest, end, dtype).float()
