@@ -11,6 +11,7 @@ from deepseek_attn.experiments.measure.reschedule import RescheduledSource
 from deepseek_attn.impls.prefill import PrefillChunk
 from deepseek_attn.inspect.records import RECENT
 from deepseek_attn.models.block import attention_layers
+from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.testing import layer_reference
 from tests.support import small_models, v32_cases
 from tests.support.tiers import tiered
@@ -267,6 +268,16 @@ def test_a_runner_goes_on_as_before():
         logits += runner.step([(sequence, LENGTH - 40)]).logits
         sequence.free()
     assert torch.equal(*logits)
+
+
+def test_steps_over_persistent_tensors_are_computed_eagerly(monkeypatch):
+    """A replayed step would call no observer: nothing would be recorded."""
+    runner = make_runner("V4", 1)
+    tokens = tokens_of(runner)[:9]
+    expected = inspect_attention(runner, tokens)
+    monkeypatch.setattr(runner, "graphs", DecodeGraphs(runner.model, runner.layout, runner.device, batches=[1]))
+    assert runner.graphs.supports([1], runner.decode_query_len)
+    assert inspect_attention(runner, tokens) == expected
 
 
 WRONG = [
