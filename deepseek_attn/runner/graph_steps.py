@@ -188,9 +188,11 @@ class CapturedStep(StepTensors, ABC):
         self.set_inputs([], [], [])
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.forward()  # compiles kernels and makes cached constants, neither of which a capture may do
-        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                self.forward()  # compiles kernels and makes cached constants, neither of which a capture may do
+        finally:  # what breaks it off may free tensors that the stream still writes
+            torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         # as the capture does, so that only memory that the capture itself reserves is counted
         gc.collect()

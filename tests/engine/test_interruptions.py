@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import product
 
 import pytest
+import torch
 
 from deepseek_attn.cache.layout import WINDOW, ratio_group
 from deepseek_attn.checkpoint import RandomSource
@@ -15,9 +17,11 @@ from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.graphs import DecodeGraphs
+from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.testing import poison_caches
 from tests.engine import fake_runner
 from tests.engine.fake_runner import FakeRunner
+from tests.engine.test_full_size_fuzz import large
 from tests.support.interruptions import LIBRARY, InterruptBefore, Interrupted, Line
 from tests.support.invariance_cases import pages_returned
 from tests.support.predictable import PredictableSource
@@ -75,13 +79,27 @@ class Workload:
             assert self.reported[request] == expected[job]
 
 
-def interrupted_everywhere(make_engine, jobs: Jobs, every: int, files: tuple[str, ...] = LIBRARY) -> None:
-    """Interrupts steps before every ``every``-th line that they run, goes on, and compares all tokens."""
+def interrupted_everywhere(
+    make_engine, jobs: Jobs, every: int, files: tuple[str, ...] = LIBRARY, drop_graphs: Callable[[], None] | None = None
+) -> None:
+    """Interrupts steps before every ``every``-th line that they run, goes on, and compares all tokens.
+
+    Args:
+        drop_graphs: called where no step runs a line any more, because it runs only while a step is captured.
+    """
     whole = Workload(make_engine(), jobs, files)
     lines = list(whole.run())[every // 2 :: every]
     expected = [request.completion().token_ids for request in whole.requests]
     broken = Workload(make_engine(), jobs, files)
-    fired = [broken.interrupt(line) for line in lines]
+
+    def interrupt(line: Line) -> bool:
+        fired = broken.interrupt(line)
+        if not fired and drop_graphs is not None:
+            drop_graphs()
+            fired = broken.interrupt(line)
+        return fired
+
+    fired = [interrupt(line) for line in lines]
     while broken.engine.has_unfinished:
         broken.step()
     broken.check(expected)
@@ -147,6 +165,38 @@ def test_models(family, drafts, persistent, every):
 
     with pages_returned(runner):
         interrupted_everywhere(make_engine, jobs, every)
+        runner.prefixes.clear()
+
+
+GRAPHS = list(product(["v4", "v32"], [0, 2]))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("family", "drafts", "every"), [(*model, 11) for model in GRAPHS])
+def test_captured_graphs(family, drafts, every, device):
+    """The same on a GPU, where decode steps are captured, replayed and launched early; captures break off too."""
+    if device.type == "cpu":
+        pytest.skip("needs a GPU: test_models runs the same steps without a capture")
+    config = large().configs[family]
+    assert config.num_nextn_predict_layers
+    runner = ModelRunner.from_source(
+        config, (SometimesPredictable if drafts else RandomSource)(config, 0), device=device, numerics="exact",
+        dtype=torch.float32, max_model_len=160, max_num_seqs=4, max_num_batched_tokens=61, max_snapshots=2,
+        max_rollback=6, cuda_graphs=False, progress=False,
+    )  # fmt: skip
+    poison_caches(runner)
+    first = prompt(config, 100, seed=1)
+    jobs = [(first, greedy(5)), (prompt(config, 20, seed=2), greedy(5)), (first[:66] + [5, 6, 7], greedy(2))]
+
+    def capture_anew() -> None:
+        runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[2, 4])
+
+    def make_engine() -> Engine:
+        capture_anew()
+        return Engine(runner, decoder=MTPSpeculation(runner, drafts) if drafts else None)
+
+    with pages_returned(runner):
+        interrupted_everywhere(make_engine, jobs, every, drop_graphs=capture_anew)
         runner.prefixes.clear()
 
 
