@@ -10,7 +10,7 @@ import torch
 
 from deepseek_attn.config.v32 import V32LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.kernels.common.norm_rope import rms_norm
+from deepseek_attn.kernels.norm import add_rms_norm
 from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
 from deepseek_attn.models.block import Backbone, BuildContext
@@ -54,11 +54,11 @@ class Block(CheckpointModule):
 
 
 def add_norm(norm: RMSNorm, y: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of ``y + residual``, the sum): summed and normed in float32, each rounded once to the dtype of ``y``."""
+    """(norm of ``y + residual``, the sum), as `add_rms_norm`; of ``y`` alone without a residual."""
     if residual is None:
         return norm(y), y
-    total = y.float() + residual.float()
-    return rms_norm(total, norm.eps, norm.weight).to(y.dtype), total.to(y.dtype)
+    x, total = add_rms_norm(y, residual, norm.eps, norm.weight)
+    return x, total
 
 
 class MTPLayer(Block):

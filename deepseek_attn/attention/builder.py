@@ -171,10 +171,9 @@ def upload_vectors(wide: Tensor, vectors: list[Tensor], device: torch.device) ->
 def token_slots(step: StepMetadata) -> Tensor:
     """Slot of each token in the pages that hold every token (V4: of the window), int64 ``[T]``; -1 for padding."""
     group = WINDOW if WINDOW in step.block_tables else TOKENS
-    slots = slot_mapping_from_positions(
-        step.positions, step.token_to_req_indices, step.block_tables[group], PAGE_TOKENS[group]
+    return slot_mapping_from_positions(
+        step.positions, step.token_to_req_indices, step.block_tables[group], PAGE_TOKENS[group], step.is_valid_token
     )
-    return slots.masked_fill_(~step.is_valid_token, -1)
 
 
 def entry_groups(

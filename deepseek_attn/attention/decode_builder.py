@@ -6,6 +6,7 @@ for steps of any shape.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,25 @@ from torch import Tensor
 from deepseek_attn.attention.builder import LayerSpecs, add_pages, entry_groups, token_slots
 from deepseek_attn.cache.layout import WINDOW, WINDOW_PAGE, CacheLayout
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.kernels.indices import EntryGroup, StepIndices, decode_step_indices
+from deepseek_attn.kernels.indices import DecodeRows, EntryGroup, StepIndices, decode_step_indices
+
+
+@dataclass(frozen=True)
+class RowOwners:
+    """Which rows belong to which request, where each of ``B`` has ``n`` rows: the same in every step of a size.
+
+    Attributes:
+        query_start_loc: int32 ``[B + 1]``, first row of each request; token_to_req_indices: int32 ``[B * n]``.
+    """
+
+    query_start_loc: Tensor
+    token_to_req_indices: Tensor
+
+    @classmethod
+    def create(cls, requests: int, rows_per_request: int, device: torch.device) -> RowOwners:
+        requests_and_end = torch.arange(requests + 1, dtype=torch.int32, device=device)
+        owners = requests_and_end[:-1].repeat_interleave(rows_per_request)
+        return cls(requests_and_end * rows_per_request, owners)
 
 
 @dataclass
@@ -22,15 +41,14 @@ class DecodeBatch:
     """``B`` requests with ``n`` rows each. Padding comes last: rows of a request, and requests of padding alone.
 
     Attributes:
-        positions: int64 ``[B * n]``, below ``max_len``; of a padding row: no smaller than those of its request.
-        valid: bool ``[B * n]``.
+        rows: their positions, below ``max_len``; owners: the requests that they belong to.
         tables: int32 ``[B, pages]`` by group, wide enough for ``max_len`` tokens.
         max_len: no request is longer after the step.
     """
 
-    positions: Tensor
-    valid: Tensor
-    tables: dict[str, Tensor]
+    rows: DecodeRows
+    owners: RowOwners
+    tables: Mapping[str, Tensor]
     max_len: int
 
 
@@ -42,23 +60,20 @@ def build_decode_metadata(layers: LayerSpecs, layout: CacheLayout, batch: Decode
     ``query_start_loc_cpu`` and ``seq_lens_cpu`` are empty, because a capture cannot read from the device. Only plain
     torch versions of the ops read them in a decode step.
     """
-    positions, device, tables = batch.positions, batch.positions.device, batch.tables
-    requests, tokens = len(next(iter(tables.values()))), len(positions)
+    rows, owners, tables = batch.rows, batch.owners, batch.tables
+    requests, tokens = len(rows.seq_lens), len(rows.positions)
     rows_per_request = tokens // requests
-    query_start_loc = torch.arange(requests + 1, dtype=torch.int32, device=device) * rows_per_request
-    rows = positions.view(requests, rows_per_request)
-    seq_lens = rows[:, -1] + 1
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    none, none_cpu = positions.new_empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+    captured = rows.positions.is_cuda and torch.cuda.is_current_stream_capturing()
+    none, none_cpu = rows.seq_lens.new_empty(0), torch.empty(0, dtype=torch.int64)
     step = StepMetadata(
-        positions=positions,
-        token_to_req_indices=torch.arange(tokens, dtype=torch.int32, device=device) // rows_per_request,
-        is_valid_token=batch.valid,
-        query_start_loc=query_start_loc,
-        query_start_loc_cpu=none_cpu.int() if captured else query_start_loc.cpu(),
-        prefix_lens=rows[:, 0].int(),
-        seq_lens=seq_lens.int(),
-        seq_lens_cpu=none_cpu if captured else seq_lens.cpu(),
+        positions=rows.positions,
+        token_to_req_indices=owners.token_to_req_indices,
+        is_valid_token=rows.is_valid,
+        query_start_loc=owners.query_start_loc,
+        query_start_loc_cpu=none_cpu.int() if captured else owners.query_start_loc.cpu(),
+        prefix_lens=rows.prefix_lens,
+        seq_lens=rows.seq_lens,
+        seq_lens_cpu=none_cpu if captured else rows.seq_lens.cpu().long(),
         num_decodes=requests,
         num_decode_tokens=tokens,
         max_query_len=rows_per_request,

@@ -103,7 +103,7 @@ class LightningIndexer(CheckpointModule):
             What `select_topk` returns; None without index queries.
         """
         if queries is None:
-            select_all(step.visible_of(self.ratio), out)
+            select_all(step.entry_counts(self.ratio, self.topk).visible, out)
             return None
         return self.select_topk(queries, step, out)
 
@@ -119,7 +119,7 @@ class LightningIndexer(CheckpointModule):
             int32 ``[Dt, index_topk]``, the slots of what decode tokens selected.
         """
         meta, pool = step.sparse[self.ratio], self.pool
-        num_visible = step.visible_of(self.ratio)
+        num_visible = step.entry_counts(self.ratio, self.topk).visible
         out_slots = out.new_empty(step.num_decode_tokens, out.shape[1])
 
         def select(tokens: slice, block_table: Tensor, width: int, slots: Tensor | None) -> None:

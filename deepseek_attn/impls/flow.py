@@ -122,7 +122,8 @@ def _decode_topk(layer: AttentionLayer, step: StepMetadata) -> tuple[Tensor, Ten
     if layer.index_topk is None:
         return sparse.c128a_global_decode_topk_indices.squeeze(1), sparse.c128a_decode_topk_lens
     if layer.decode_topk_slots is not None:
-        return layer.decode_topk_slots, step.selected_of(layer.compress_ratio, layer.index_topk)[:tokens]
+        counts = step.entry_counts(layer.compress_ratio, layer.index_topk)
+        return layer.decode_topk_slots, counts.selected[:tokens]
     return compute_global_topk_indices_and_lens(
         layer.topk_indices_buffer[:tokens],
         step.token_to_req_indices[:tokens],

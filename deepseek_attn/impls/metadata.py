@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deepseek_attn.impls.attention_call import AttentionCall
 from deepseek_attn.impls.step_batch import StepBatch
+from deepseek_attn.kernels.indices import EntryCounts, entry_counts
 from deepseek_attn.kernels.insert.types import CompressBatch
 
 
@@ -78,8 +79,8 @@ class StepMetadata:
             of each kind.
         prefill_indices: workspace rows that prefill tokens read in layers without an indexer, by (ratio, chunk of
             requests); filled by the impl likewise.
-        visible: number of entries that each token sees, by ratio; selected: that it reads, by (ratio, top-k). Filled
-            by the first layer that needs them.
+        counts: number of entries that each token sees and reads, by (ratio, top-k); filled by the first layer that
+            needs it.
         batch: what layers compare a call with; None in steps of a runner itself, which cannot mix them up.
         observer: called by each layer once it has attended; None, as a rule: nobody watches.
     """
@@ -107,8 +108,7 @@ class StepMetadata:
     compressor: dict[tuple[int, bool], CompressBatch] = field(default_factory=dict)
     tile_scheds: dict[tuple[int, bool], object] = field(default_factory=dict)
     prefill_indices: dict[tuple[int, object], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    visible: dict[int, Tensor] = field(default_factory=dict)
-    selected: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    counts: dict[tuple[int, int], EntryCounts] = field(default_factory=dict)
     batch: StepBatch | None = None
     observer: Callable[[AttentionCall], None] | None = None
 
@@ -120,14 +120,8 @@ class StepMetadata:
     def num_prefill_tokens(self) -> int:
         return len(self.positions) - self.num_decode_tokens
 
-    def visible_of(self, ratio: int) -> Tensor:
-        """Number of entries that each token sees: int64 ``[T]``, 0 for padding."""
-        if ratio not in self.visible:
-            self.visible[ratio] = ((self.positions + 1) // ratio).masked_fill_(~self.is_valid_token, 0)
-        return self.visible[ratio]
-
-    def selected_of(self, ratio: int, topk: int) -> Tensor:
-        """Number of entries that each token reads when the best ``topk`` are selected: int32 ``[T]``."""
-        if (ratio, topk) not in self.selected:
-            self.selected[ratio, topk] = self.visible_of(ratio).clamp(max=topk).int()
-        return self.selected[ratio, topk]
+    def entry_counts(self, ratio: int, topk: int) -> EntryCounts:
+        """Numbers of entries that each token sees, and that it reads when the best ``topk`` are selected."""
+        if (ratio, topk) not in self.counts:
+            self.counts[ratio, topk] = entry_counts(self.positions, self.is_valid_token, ratio, topk)
+        return self.counts[ratio, topk]

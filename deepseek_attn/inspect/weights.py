@@ -168,7 +168,11 @@ def index_scores(layer: Layer, call: AttentionCall, rows: list[int]) -> Tensor:
     step, indexer = _step(layer), layer.indexer
     assert indexer is not None
     assert call.index_queries is not None
-    visible, meta, pool = step.visible_of(indexer.ratio)[rows], step.sparse[indexer.ratio], indexer.pool
+    visible, meta, pool = (
+        step.entry_counts(indexer.ratio, indexer.topk).visible[rows],
+        step.sparse[indexer.ratio],
+        indexer.pool,
+    )
     requests = step.token_to_req_indices[rows]
     keys = PagedIndexKeys(pool.record, pool.tensor, pool.entries, meta.block_table, requests)
     queries = IndexQueries(*(part[rows] for part in call.index_queries))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from deepseek_attn.kernels.common.norm_rope import rms_norm
 from deepseek_attn.kernels.linear import FP8_INPUT_GROUP, dequantize_weight
+from deepseek_attn.kernels.norm import rms_norm
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-from deepseek_attn.attention.decode_builder import DecodeBatch, build_decode_metadata
+from deepseek_attn.attention.decode_builder import DecodeBatch, RowOwners, build_decode_metadata
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.config.model import LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.kernels.sampling import greedy_tokens
+from deepseek_attn.kernels.indices import DecodeRows, decode_rows
+from deepseek_attn.kernels.sampling import accept_drafts, greedy_tokens
 from deepseek_attn.models.block import Backbone, layer_specs
 from deepseek_attn.runner.device_tables import DeviceTables
 
@@ -36,13 +38,6 @@ class StepSize(NamedTuple):
     @property
     def rows(self) -> int:
         return self.requests * self.rows_per_request
-
-
-class Rows(NamedTuple):
-    """Rows of a step, equally many of each request: positions int64 ``[T]``; valid bool ``[T]``, false for padding."""
-
-    positions: torch.Tensor
-    valid: torch.Tensor
 
 
 class StepTensors:
@@ -65,6 +60,7 @@ class StepTensors:
         self.device = next(iter(tables.tables.values())).device
         lengths = [size.rows, *[size.requests] * 4, *extra_inputs]
         self.inputs = torch.zeros(sum(lengths), dtype=torch.int64, device=self.device)
+        self._owners = {n: RowOwners.create(size.requests, n, self.device) for n in {1, size.rows_per_request}}
         self.token_ids, self.starts, self.ends, self.limits, self.table_rows, *self.extra = self.inputs.split(lengths)
         self.set_inputs([], [], [])
 
@@ -97,11 +93,9 @@ class StepTensors:
         host = torch.tensor(flat, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self.inputs.copy_(host, non_blocking=True)
 
-    def rows(self) -> Rows:
+    def rows(self) -> DecodeRows:
         """The rows of all requests."""
-        offsets = torch.arange(self.size.rows_per_request, device=self.device)
-        positions = self.starts[:, None] + offsets
-        return Rows(positions.flatten(), (positions < self.ends[:, None]).flatten())
+        return decode_rows(self.starts, self.ends, self.size.rows_per_request, self.size.max_len)
 
     def block_tables(self) -> dict[str, torch.Tensor]:
         """Tables of the batch, as wide as the longest request may need."""
@@ -111,11 +105,12 @@ class StepTensors:
             tables[group] = table[:, :pages].index_select(0, self.table_rows)
         return tables
 
-    def metadata(self, layers: tuple[LayerSpec, ...], rows: Rows, tables: dict[str, torch.Tensor]) -> StepMetadata:
+    def metadata(
+        self, layers: tuple[LayerSpec, ...], rows: DecodeRows, tables: Mapping[str, torch.Tensor]
+    ) -> StepMetadata:
         """Metadata of rows for some layers."""
-        # padded rows stay at positions for which there are tables and rotations
-        positions = rows.positions.clamp(max=self.size.max_len - 1)
-        return build_decode_metadata(layers, self.layout, DecodeBatch(positions, rows.valid, tables, self.size.max_len))
+        owners = self._owners[len(rows.positions) // self.size.requests]
+        return build_decode_metadata(layers, self.layout, DecodeBatch(rows, owners, tables, self.size.max_len))
 
 
 class CapturedStep(StepTensors, ABC):
@@ -148,10 +143,10 @@ class CapturedStep(StepTensors, ABC):
         self,
         hidden_states: torch.Tensor,
         next_ids: torch.Tensor,
-        rows: Rows,
+        meta: StepMetadata,
         last_rows: torch.Tensor,
-        tables: dict[str, torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        next_starts: torch.Tensor,
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The MTP layer over rows whose next token is known, then ``num_drafts`` tokens after each request's last row.
 
         Drafts after the first come from the MTP layer's own hidden states; each writes a row of its caches past the
@@ -159,26 +154,23 @@ class CapturedStep(StepTensors, ABC):
 
         Args:
             hidden_states: ``[rows, ...]`` of the backbone; next_ids: int64 ``[rows]``, the token after each row.
+            meta: metadata of the rows for the MTP layer.
             last_rows: int64 ``[requests]``, the last row of each request that is no padding.
-            tables: `block_tables` of the batch.
+            next_starts: int64 ``[requests]``, the position after it.
 
         Returns:
-            int64 ``[requests, num_drafts]``, and the logits of the first drafts, float32 ``[requests, vocab]``.
+            ``num_drafts`` tokens of each request, int64 ``[requests]`` each, and the logits of the first ones, float32
+            ``[requests, vocab]``.
         """
-        found: list[torch.Tensor] = []
-        while len(found) < self.size.num_drafts:
-            meta = self.metadata(self.draft_layers, rows, tables)
-            states = self.model.draft_hidden_states(hidden_states, next_ids, meta.positions, meta)
-            if not found:
-                states, rows = states[last_rows], Rows(rows.positions[last_rows], rows.valid[last_rows])
-                first_logits = logits = self.model.draft_logits(states)
-            else:
-                logits = self.model.draft_logits(states)
-            next_ids = greedy_tokens(logits).clamp_(min=0)  # INVALID_TOKEN has no embedding
-            found.append(next_ids)
-            hidden_states, positions = states, rows.positions + 1
-            rows = Rows(positions, rows.valid & (positions < self.limits))
-        return torch.stack(found, dim=1), first_logits
+        states = self.model.draft_hidden_states(hidden_states, next_ids, meta.positions, meta)[last_rows]
+        first_logits = self.model.draft_logits(states)
+        drafts = [greedy_tokens(first_logits, invalid_token=0)]  # INVALID_TOKEN has no embedding
+        for offset in range(self.size.num_drafts - 1):
+            rows = decode_rows(next_starts, self.limits, 1, self.size.max_len, offset)
+            meta = self.metadata(self.draft_layers, rows, meta.block_tables)
+            states = self.model.draft_hidden_states(states, drafts[-1], meta.positions, meta)
+            drafts.append(greedy_tokens(self.model.draft_logits(states), invalid_token=0))
+        return drafts, first_logits
 
     def capture(self, pool: tuple[int, int] | None) -> int:
         """Captures the step as a CUDA graph in a memory pool; returns the bytes of device memory that this reserved.
@@ -236,35 +228,20 @@ class DecodeStep(CapturedStep):
 
     def forward(self) -> None:
         """Computes the step, eagerly."""
-        size, rows, tables = self.size, self.rows(), self.block_tables()
-        shape = (size.requests, size.rows_per_request)
-        meta = self.metadata(self.layers, rows, tables)
+        size, layers = self.size, self.layers + self.draft_layers if self.size.num_drafts else self.layers
+        meta = self.metadata(layers, self.rows(), self.block_tables())
         self.hidden_states = self.model(self.token_ids, meta.positions, meta)
         self.logits = self.model.logits(self.hidden_states)
         self.tokens = greedy_tokens(self.logits)
-        last = (self.ends - self.starts - 1).clamp(0, size.rows_per_request - 1)  # the newest token comes after it
+        newest = accept_drafts(self.token_ids, self.tokens, self.starts, self.ends, verify=size.num_drafts > 0)
+        drafts: list[torch.Tensor] = []
         if size.num_drafts:
-            last = right_drafts(self.token_ids.view(shape), self.tokens.view(shape), last)
-        next_ids = self.tokens.clamp(min=0)  # INVALID_TOKEN has no embedding
-        self.next_ids = next_ids.view(shape).gather(1, last[:, None])
-        self.next_starts = self.starts + last + 1
-        if size.num_drafts:
-            last_rows = torch.arange(0, size.rows, size.rows_per_request, device=self.device) + last
-            drafts, _ = self.draft(self.hidden_states, next_ids, rows, last_rows, tables)
-            self.next_ids = torch.cat([self.next_ids, drafts], dim=1)
-        self.results = torch.cat([self.tokens.view(shape), self.next_ids, self.next_starts[:, None]], dim=1)
-
-
-def right_drafts(token_ids: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Number of leading drafts that are the tokens chosen before them: int64 ``[B]``.
-
-    Args:
-        token_ids, chosen: int64 ``[B, 1 + drafts]``, a row's token and the one chosen after it.
-        count: int64 ``[B]``, drafts of each request.
-    """
-    offsets = torch.arange(token_ids.shape[1] - 1, device=token_ids.device)
-    right = (token_ids[:, 1:] == chosen[:, :-1]) & (offsets < count[:, None])
-    return right.long().cumprod(1).sum(1)
+            next_ids = self.tokens.clamp(min=0)  # INVALID_TOKEN has no embedding
+            drafts, _ = self.draft(self.hidden_states, next_ids, meta, newest.last_rows, newest.next_starts)
+        columns = [newest.next_ids, *drafts, newest.next_starts]
+        tokens = self.tokens.view(size.requests, size.rows_per_request)
+        self.results = torch.cat([tokens, *(column[:, None] for column in columns)], dim=1)
+        self.next_ids, self.next_starts = self.results[:, size.rows_per_request : -1], self.results[:, -1]
 
 
 class DraftStep(CapturedStep):
@@ -297,7 +274,6 @@ class DraftStep(CapturedStep):
         torch.index_select(hidden_states, 0, self._source_rows, out=self.backbone_states)
 
     def forward(self) -> None:
-        tables = self.block_tables()
-        self.drafts, self.logits = self.draft(
-            self.backbone_states, self.token_ids, self.rows(), self._last_rows, tables
-        )
+        meta = self.metadata(self.draft_layers, self.rows(), self.block_tables())
+        drafts, self.logits = self.draft(self.backbone_states, self.token_ids, meta, self._last_rows, self.ends)
+        self.drafts = torch.stack(drafts, dim=1)

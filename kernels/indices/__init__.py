@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.indices.types import EntryGroup, IndexRows, StepIndices
+from deepseek_attn.kernels.indices.types import DecodeRows, EntryCounts, EntryGroup, IndexRows, StepIndices
 
 __all__ = [
+    "DecodeRows",
+    "EntryCounts",
     "EntryGroup",
     "IndexRows",
     "StepIndices",
@@ -22,10 +24,40 @@ __all__ = [
     "combine_topk_swa_indices",
     "compute_global_topk_indices_and_lens",
     "compute_swa_indices_and_lens",
+    "decode_rows",
     "decode_step_indices",
+    "entry_counts",
     "get_compressed_slot_mapping",
     "slot_mapping_from_positions",
 ]
+
+
+def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: int, offset: int = 0) -> DecodeRows:
+    """Positions of ``rows_per_request`` rows of each request, and which of them are padding.
+
+    Args:
+        starts: int64 ``[B]``; the first row of a request is at ``starts + offset``.
+        ends: int64 ``[B]``; rows at or beyond them are padding.
+        max_len: positions are at most ``max_len - 1``, for which there are tables and rotations.
+    """
+    if runs_triton(starts):
+        from deepseek_attn.kernels.indices.step_indices import decode_rows as op
+    else:
+        from deepseek_attn.kernels.indices.reference import decode_rows as op
+    return op(starts, ends, rows_per_request, max_len, offset)
+
+
+def entry_counts(positions: Tensor, is_valid: Tensor, ratio: int, topk: int) -> EntryCounts:
+    """How many entries each token sees, ``(position + 1) // ratio``, and reads: at most ``topk``. 0 for padding.
+
+    Args:
+        positions: int64 ``[T]``; is_valid: bool ``[T]``.
+    """
+    if runs_triton(positions):
+        from deepseek_attn.kernels.indices.step_indices import entry_counts as op
+    else:
+        from deepseek_attn.kernels.indices.reference import entry_counts as op
+    return op(positions, is_valid, ratio, topk)
 
 
 def decode_step_indices(
@@ -52,19 +84,20 @@ def decode_step_indices(
 
 
 def slot_mapping_from_positions(
-    positions: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int
+    positions: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int, is_valid: Tensor | None = None
 ) -> Tensor:
-    """Slot of each token, int64 ``[T]``; -1 for negative positions and for positions beyond the block table.
+    """Slot of each token, int64 ``[T]``; -1 for invalid ones, negative positions and those beyond the block table.
 
     Args:
         positions: int64 ``[T]``; token_to_req: ``[T]`` row of ``block_table`` per token.
         block_size: tokens per page.
+        is_valid: bool ``[T]``, or None for all valid.
     """
     if runs_triton(positions):
         from deepseek_attn.kernels.indices.step_indices import slot_mapping_from_positions as op
     else:
         from deepseek_attn.kernels.indices.reference import slot_mapping_from_positions as op
-    return op(positions, token_to_req, block_table, block_size)
+    return op(positions, token_to_req, block_table, block_size, is_valid)
 
 
 def get_compressed_slot_mapping(

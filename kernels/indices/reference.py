@@ -8,9 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepseek_attn.kernels.indices.types import EntryGroup, IndexRows, StepIndices
+from deepseek_attn.kernels.indices.types import DecodeRows, EntryCounts, EntryGroup, IndexRows, StepIndices
 
 INT32_MAX = 2**31 - 1
+
+
+def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: int, offset: int = 0) -> DecodeRows:
+    """See `kernels.indices.decode_rows`."""
+    positions = starts[:, None] + offset + torch.arange(rows_per_request, device=starts.device)
+    valid, positions = positions < ends[:, None], positions.clamp(max=max_len - 1)
+    return DecodeRows(positions.flatten(), valid.flatten(), positions[:, 0].int(), (positions[:, -1] + 1).int())
+
+
+def entry_counts(positions: Tensor, is_valid: Tensor, ratio: int, topk: int) -> EntryCounts:
+    """See `kernels.indices.entry_counts`."""
+    check_positive("ratio", ratio)
+    visible = _zero_invalid((positions + 1) // ratio, is_valid)
+    return EntryCounts(visible, visible.clamp(max=topk).int())
 
 
 def decode_step_indices(
@@ -23,8 +37,7 @@ def decode_step_indices(
     groups: Sequence[EntryGroup],
 ) -> StepIndices:
     """See `kernels.indices.decode_step_indices`."""
-    slots = slot_mapping_from_positions(positions, token_to_req, window_table, window_page)
-    slots = slots.masked_fill(~is_valid.bool(), -1)
+    slots = slot_mapping_from_positions(positions, token_to_req, window_table, window_page, is_valid)
     swa = compute_swa_indices_and_lens(positions, token_to_req, window_table, window_page, window, is_valid)
     compressed, entries = {}, {}
     for g in groups:
@@ -137,10 +150,11 @@ def get_compressed_slot_mapping(
 
 
 def slot_mapping_from_positions(
-    positions: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int
+    positions: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int, is_valid: Tensor | None = None
 ) -> Tensor:
     """See `kernels.indices.slot_mapping_from_positions`."""
-    return _entry_slots(positions.long()[:, None], token_to_req, block_table, block_size)[:, 0]
+    slots = _entry_slots(positions.long()[:, None], token_to_req, block_table, block_size)[:, 0]
+    return slots if is_valid is None else slots.masked_fill(~is_valid.bool(), -1)
 
 
 def check_combine(

@@ -15,23 +15,56 @@ from deepseek_attn.kernels.indices.step_indices_triton import (
     GroupShape,
     WindowOutputs,
     combine_kernel,
+    counts_kernel,
+    decode_rows_kernel,
     decode_step_kernel,
     entries_kernel,
     global_kernel,
     token_slots_kernel,
     window_kernel,
 )
-from deepseek_attn.kernels.indices.types import EntryGroup, IndexRows, StepIndices
+from deepseek_attn.kernels.indices.types import DecodeRows, EntryCounts, EntryGroup, IndexRows, StepIndices
 
 TILE = 1024  # columns of an index row that a program writes at once
 TOKENS = 128  # tokens of a program, where each token has one slot
 
 
+def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: int, offset: int = 0) -> DecodeRows:
+    """See `kernels.indices.decode_rows`."""
+    requests, device = len(starts), starts.device
+    rows = requests * rows_per_request
+    out = DecodeRows(
+        torch.empty(rows, dtype=torch.int64, device=device),
+        torch.empty(rows, dtype=torch.bool, device=device),
+        torch.empty(requests, dtype=torch.int32, device=device),
+        torch.empty(requests, dtype=torch.int32, device=device),
+    )
+    if rows:
+        decode_rows_kernel[(triton.cdiv(rows, TOKENS),)](
+            starts, ends, out, rows, max_len, offset, ROWS=rows_per_request, TOKENS=TOKENS, enable_fp_fusion=True
+        )
+    return out
+
+
+def entry_counts(positions: Tensor, is_valid: Tensor, ratio: int, topk: int) -> EntryCounts:
+    """See `kernels.indices.entry_counts`."""
+    check_positive("ratio", ratio)
+    T, device = len(positions), positions.device
+    out = EntryCounts(
+        torch.empty(T, dtype=torch.int64, device=device), torch.empty(T, dtype=torch.int32, device=device)
+    )
+    if T:
+        counts_kernel[(triton.cdiv(T, TOKENS),)](
+            positions, is_valid, out, T, topk, RATIO=ratio, TOKENS=TOKENS, enable_fp_fusion=True
+        )
+    return out
+
+
 def slot_mapping_from_positions(
-    positions: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int
+    positions: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int, is_valid: Tensor | None = None
 ) -> Tensor:
     """See `kernels.indices.slot_mapping_from_positions`."""
-    return _token_slots(positions, None, token_to_req, block_table, block_size, 1)
+    return _token_slots(positions, None, is_valid, token_to_req, block_table, block_size, 1)
 
 
 def get_compressed_slot_mapping(
@@ -39,12 +72,13 @@ def get_compressed_slot_mapping(
 ) -> Tensor:
     """See `kernels.indices.get_compressed_slot_mapping`."""
     check_positive("ratio", ratio)
-    return _token_slots(positions, slot_mapping, token_to_req, block_table, block_size, ratio)
+    return _token_slots(positions, slot_mapping, None, token_to_req, block_table, block_size, ratio)
 
 
 def _token_slots(
     positions: Tensor,
     token_slots: Tensor | None,
+    is_valid: Tensor | None,
     token_to_req: Tensor,
     block_table: Tensor,
     block_size: int,
@@ -58,7 +92,7 @@ def _token_slots(
         grid = (triton.cdiv(T, TOKENS),)
         table = _table(block_table)
         token_slots_kernel[grid](
-            positions, token_slots, token_to_req, table, out, T, RATIO=ratio, N=block_size, TOKENS=TOKENS,
+            positions, token_slots, is_valid, token_to_req, table, out, T, RATIO=ratio, N=block_size, TOKENS=TOKENS,
             enable_fp_fusion=True,
         )  # fmt: skip
     return out

@@ -110,10 +110,34 @@ def _entries_row(
         tl.store(lens_ptr + t, length.to(tl.int32))
 
 
+@triton.jit(do_not_specialize=["T", "max_len", "offset"])
+def decode_rows_kernel(starts_ptr, ends_ptr, out, T, max_len, offset, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = row < T
+    request, place = row // ROWS, row % ROWS
+    pos = tl.load(starts_ptr + request, mask=inside, other=0) + offset + place
+    tl.store(out.is_valid + row, pos < tl.load(ends_ptr + request, mask=inside, other=0), mask=inside)
+    pos = tl.minimum(pos, max_len - 1)
+    tl.store(out.positions + row, pos, mask=inside)
+    tl.store(out.prefix_lens + request, pos.to(tl.int32), mask=inside & (place == 0))
+    tl.store(out.seq_lens + request, (pos + 1).to(tl.int32), mask=inside & (place == ROWS - 1))
+
+
+@triton.jit(do_not_specialize=["T", "topk"])
+def counts_kernel(positions_ptr, valid_ptr, out, T, topk, RATIO: tl.constexpr, TOKENS: tl.constexpr):
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = t < T
+    visible = (tl.load(positions_ptr + t, mask=inside, other=0) + 1) // RATIO
+    visible = tl.where(tl.load(valid_ptr + t, mask=inside, other=0) != 0, visible, 0)
+    tl.store(out.visible + t, visible, mask=inside)
+    tl.store(out.selected + t, tl.minimum(visible, topk).to(tl.int32), mask=inside)
+
+
 @triton.jit(do_not_specialize=["T"])
 def token_slots_kernel(
     positions_ptr,
     token_slots_ptr,
+    valid_ptr,
     req_ptr,
     table,
     out_ptr,
@@ -129,6 +153,8 @@ def token_slots_kernel(
     if token_slots_ptr is not None:
         written = ((pos + 1) % RATIO == 0) & (tl.load(token_slots_ptr + t, mask=inside, other=-1) >= 0)
         pos = tl.where(written & (pos >= 0), pos // RATIO, -1)
+    if valid_ptr is not None:
+        pos = tl.where(tl.load(valid_ptr + t, mask=inside, other=0) != 0, pos, -1)
     tl.store(out_ptr + t, _slots(pos, req, table, N), mask=inside)
 
 

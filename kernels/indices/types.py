@@ -15,6 +15,27 @@ class IndexRows(NamedTuple):
     lens: Tensor
 
 
+class DecodeRows(NamedTuple):
+    """Rows of a decode step, equally many of each request.
+
+    Attributes:
+        positions: int64 ``[T]``; is_valid: bool ``[T]``, false for padding.
+        prefix_lens, seq_lens: int32 ``[B]``, lengths of the requests before and after the step.
+    """
+
+    positions: Tensor
+    is_valid: Tensor
+    prefix_lens: Tensor
+    seq_lens: Tensor
+
+
+class EntryCounts(NamedTuple):
+    """Entries that each token sees, int64 ``[T]``, and that it reads when the best are selected, int32 ``[T]``."""
+
+    visible: Tensor
+    selected: Tensor
+
+
 @dataclass(frozen=True)
 class EntryGroup:
     """Compressed entries of one ratio, as a decode step indexes them.

@@ -1,4 +1,4 @@
-"""Greedy tokens from logits."""
+"""Greedy tokens from logits, and drafts that are equal to them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,37 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
+from deepseek_attn.kernels.sampling.types import AcceptedDrafts
 
-__all__ = ["INVALID_TOKEN", "greedy_tokens"]
+__all__ = ["INVALID_TOKEN", "AcceptedDrafts", "accept_drafts", "greedy_tokens"]
 
 
-def greedy_tokens(logits: Tensor) -> Tensor:
+def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tensor, verify: bool) -> AcceptedDrafts:
+    """The newest token of each request, which comes after its last row, or after its last right draft.
+
+    A request's first row is its newest token so far, the others are drafts. A draft is right if it is the token chosen
+    after the row before it, and all drafts before it are right.
+
+    Args:
+        token_ids, chosen: int64 ``[B * n]``, ``n`` rows of each request: its tokens, and those chosen after them.
+        starts, ends: int64 ``[B]``, positions of a request's rows; rows at or beyond ``ends`` are padding.
+        verify: False: every row counts as right, padding left out.
+    """
+    if runs_triton(token_ids):
+        from deepseek_attn.kernels.sampling.argmax import accept_drafts as op
+    else:
+        from deepseek_attn.kernels.sampling.reference import accept_drafts as op
+    return op(token_ids, chosen, starts, ends, verify)
+
+
+def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
     """Argmax of each row of ``logits``.
 
     Args:
         logits: float32 ``[T, vocab]``.
 
     Returns:
-        int64 ``[T]``: the smallest index of the row's maximum; `INVALID_TOKEN` where a row holds NaN or +inf, or only
+        int64 ``[T]``: the smallest index of the row's maximum; ``invalid_token`` where a row holds NaN or +inf, or only
         -inf.
 
     Raises:
@@ -27,4 +46,4 @@ def greedy_tokens(logits: Tensor) -> Tensor:
         from deepseek_attn.kernels.sampling.argmax import greedy_tokens as op
     else:
         from deepseek_attn.kernels.sampling.reference import greedy_tokens as op
-    return op(logits)
+    return op(logits, invalid_token)

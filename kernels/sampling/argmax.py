@@ -1,4 +1,4 @@
-"""Greedy tokens in Triton: one launch reduces blocks of each row, a second one reduces the blocks."""
+"""Greedy tokens in Triton, one launch reduces blocks of each row, a second one reduces the blocks; right drafts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
+from deepseek_attn.kernels.sampling.types import AcceptedDrafts
 
 BLOCK = 1024  # logits per program
 
 
-def greedy_tokens(logits: Tensor) -> Tensor:
+def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
     """See `deepseek_attn.kernels.sampling.greedy_tokens`."""
     if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.shape[1]:
         raise ValueError(f"logits must be float32 [T, vocab], got {logits.dtype} {list(logits.shape)}")
@@ -28,9 +29,50 @@ def greedy_tokens(logits: Tensor) -> Tensor:
         )
         width = triton.next_power_of_2(blocks)
         row_kernel[(rows,)](
-            peaks, places, tokens, blocks, NONE=INVALID_TOKEN, WIDTH=width, enable_fp_fusion=True, num_warps=4
+            peaks, places, tokens, blocks, NONE=invalid_token, WIDTH=width, enable_fp_fusion=True, num_warps=4
         )
     return tokens
+
+
+def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tensor, verify: bool) -> AcceptedDrafts:
+    """See `deepseek_attn.kernels.sampling.accept_drafts`."""
+    requests = len(starts)
+    out = AcceptedDrafts(*(torch.empty_like(starts) for _ in range(3)))
+    if requests:
+        rows = len(chosen) // requests
+        width = triton.next_power_of_2(rows)
+        accept_kernel[(requests,)](
+            token_ids,
+            chosen,
+            starts,
+            ends,
+            out,
+            ROWS=rows,
+            WIDTH=width,
+            VERIFY=verify,
+            enable_fp_fusion=True,
+            num_warps=1,
+        )
+    return out
+
+
+@triton.jit
+def accept_kernel(token_ids, chosen, starts, ends, out, ROWS: tl.constexpr, WIDTH: tl.constexpr, VERIFY: tl.constexpr):
+    """The newest token of a request."""
+    request = tl.program_id(0)
+    start = tl.load(starts + request)
+    count = tl.minimum(tl.maximum(tl.load(ends + request) - start - 1, 0), ROWS - 1)
+    first, row = request.to(tl.int64) * ROWS, tl.arange(0, WIDTH)
+    last = count
+    if VERIFY:
+        draft = row < count
+        same = tl.load(token_ids + first + row + 1, mask=draft, other=0) == tl.load(
+            chosen + first + row, mask=draft, other=0
+        )
+        last = tl.min(tl.where(draft & same, WIDTH, row)).to(tl.int64)
+    tl.store(out.last_rows + request, first + last)
+    tl.store(out.next_ids + request, tl.maximum(tl.load(chosen + first + last), 0))
+    tl.store(out.next_starts + request, start + last + 1)
 
 
 @triton.jit

@@ -8,12 +8,13 @@ import torch
 
 from deepseek_attn.attention import builder as metadata_builder
 from deepseek_attn.attention.builder import MetadataBuilder, StepInput, active_width, count_decodes, upload_vectors
-from deepseek_attn.attention.decode_builder import DecodeBatch, build_decode_metadata
+from deepseek_attn.attention.decode_builder import build_decode_metadata
 from deepseek_attn.cache.layout import STATE, WINDOW, entries_per_page, make_layout, ratio_group, state_rows
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.impls.metadata import DeepseekSparseSWAMetadata, FlashMLASparseMetadata, StepMetadata
 from deepseek_attn.kernels.insert import CompressBatch
+from tests.support.decode_batches import decode_batch
 
 GARBAGE = 2**31 - 1  # page id of table entries that nothing may look at
 
@@ -412,7 +413,7 @@ FIELDS = {
         "seq_lens", "seq_lens_cpu", "num_decodes", "num_decode_tokens", "max_query_len", "decode_query_len",
         "prefill_seq_lens", "prefill_seq_lens_cpu", "prefill_gather_lens", "prefill_gather_lens_cpu",
         "prefill_entry_lens", "block_tables", "swa", "sparse", "compressor", "tile_scheds", "prefill_indices",
-        "visible", "selected", "batch", "observer",
+        "counts", "batch", "observer",
     },
     DeepseekSparseSWAMetadata: {
         "block_table", "slot_mapping", "block_size", "decode_swa_indices", "decode_swa_lens",
@@ -464,7 +465,7 @@ def test_both_builders_agree_in_every_field(device, batch, ratios):
     tables = {group: table.to(device) for group, table in step.block_tables.items()}
     positions = torch.tensor([position for _, position in batch.tokens], device=device)
     valid, longest = torch.tensor(batch.valid, device=device), int(step.seq_lens.max())
-    got = build_decode_metadata(builder.layers, builder.layout, DecodeBatch(positions, valid, tables, longest))
+    got = build_decode_metadata(builder.layers, builder.layout, decode_batch(positions, valid, tables, longest))
     same("step", got, expected)
     assert set(got.sparse) == {ratio for ratio in ratios if ratio}
 
@@ -473,7 +474,7 @@ def test_the_device_builder_makes_rows_as_wide_as_the_longest_request_may_get():
     builder, batch = make_builder(max_model_len=8000), Batch([(5, 1), (30, 1)])
     tables = {group: torch.tensor(batch.table(group, 64 if group == WINDOW else None)) for group in ("window", STATE)}
     tables |= {ratio_group(r): torch.ones(2, 16, dtype=torch.int32) for r in builder.layout.ratios}
-    step = DecodeBatch(torch.tensor([5, 30]), torch.ones(2, dtype=torch.bool), tables, 4000)
+    step = decode_batch(torch.tensor([5, 30]), torch.ones(2, dtype=torch.bool), tables, 4000)
     meta = build_decode_metadata(builder.layers, builder.layout, step).sparse[16]
     assert meta.c128a_global_decode_topk_indices.shape == (2, 1, 256)  # 250 entries
     assert meta.c128a_decode_topk_lens.tolist() == [0, 1]

@@ -34,14 +34,14 @@ def workload(preset: str):
     return config, jobs, alone(runner, jobs)
 
 
-def texts_of(texts, next_ids, rows, last_rows):
+def texts_of(texts, next_ids, meta, last_rows):
     """For each request of `CapturedStep.draft`, which of ``texts`` it computes, and the place of its newest token."""
     per_request = len(next_ids) // len(last_rows)
     for request, row in enumerate(last_rows.tolist()):
         first = request * per_request
-        chosen, start = next_ids[first : row + 1].tolist(), int(rows.positions[first]) + 1
+        chosen, start = next_ids[first : row + 1].tolist(), int(meta.positions[first]) + 1
         newest = start + len(chosen) - 1
-        yield next((t for t in texts if rows.valid[first] and t[start : newest + 1] == chosen), []), newest
+        yield next((t for t in texts if meta.is_valid_token[first] and t[start : newest + 1] == chosen), []), newest
 
 
 def draft_from(monkeypatch, runner, texts, right=lambda position: True):
@@ -59,10 +59,11 @@ def draft_from(monkeypatch, runner, texts, right=lambda position: True):
     def known(sequence, position):
         return token(next((t for t in texts if t[: len(sequence.token_ids)] == sequence.token_ids), []), position)
 
-    def replaced_in_step(step, hidden_states, next_ids, rows, last_rows, tables):
-        found, logits = draft_in_step(step, hidden_states, next_ids, rows, last_rows, tables)
-        for request, (text, newest) in enumerate(texts_of(texts, next_ids, rows, last_rows)):
-            found[request] = torch.tensor([token(text, newest + 1 + i) for i in range(found.shape[1])])
+    def replaced_in_step(step, hidden_states, next_ids, meta, last_rows, next_starts):
+        found, logits = draft_in_step(step, hidden_states, next_ids, meta, last_rows, next_starts)
+        for request, (text, newest) in enumerate(texts_of(texts, next_ids, meta, last_rows)):
+            for i, drafts in enumerate(found):
+                drafts[request] = token(text, newest + 1 + i)
         return found, logits
 
     def replaced(batch, num_drafts=1):
@@ -84,9 +85,9 @@ def record_drafts(monkeypatch, runner, texts=()):
     """
     draft, draft_in_step, found = runner.draft, CapturedStep.draft, []
 
-    def recorded_in_step(step, hidden_states, next_ids, rows, last_rows, tables):
-        drafts, logits = draft_in_step(step, hidden_states, next_ids, rows, last_rows, tables)
-        for (text, newest), row in zip(texts_of(texts, next_ids, rows, last_rows), logits, strict=True):
+    def recorded_in_step(step, hidden_states, next_ids, meta, last_rows, next_starts):
+        drafts, logits = draft_in_step(step, hidden_states, next_ids, meta, last_rows, next_starts)
+        for (text, newest), row in zip(texts_of(texts, next_ids, meta, last_rows), logits, strict=True):
             if text and isinstance(step, DecodeStep):
                 found.append((text[: newest + 1], row.clone()))
         return drafts, logits

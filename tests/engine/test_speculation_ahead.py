@@ -20,7 +20,7 @@ from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner import ModelRunner, StepOptions
-from deepseek_attn.runner.graph_steps import CapturedStep, DecodeStep, right_drafts
+from deepseek_attn.runner.graph_steps import CapturedStep, DecodeStep
 from deepseek_attn.runner.graphs import DecodeGraphs
 from tests.engine.test_speculation import draft_from
 from tests.engine.workload import alone, differences, leaked, make_jobs, together, use_buckets, variants
@@ -417,12 +417,6 @@ def test_a_launched_step_leaves_what_a_rollback_needs(drafts, right):
         sequence.free()
     for rows, n, scored in zip(logits, shortest, runner.score(texts), strict=True):
         assert_close(torch.cat(rows), scored[n:], SAME, f"back to {n}")
-
-
-def test_right_drafts():
-    tokens = torch.tensor([[9, 1, 2, 3], [9, 1, 2, 3], [9, 1, 5, 3], [9, 4, 2, 3], [9, 0, 0, 0], [0, 0, 0, 0]])
-    chosen = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [-1, 0, 0, 0], [0, 0, 0, 0]])
-    assert right_drafts(tokens, chosen, torch.tensor([3, 2, 3, 3, 3, 0])).tolist() == [3, 2, 1, 0, 0, 0]
 
 
 LONGEST = 220

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepseek_attn.attention.builder import StepInput
-from deepseek_attn.attention.decode_builder import DecodeBatch, build_decode_metadata
+from deepseek_attn.attention.decode_builder import build_decode_metadata
 from deepseek_attn.cache.layout import make_layout
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig, RopeSpec
@@ -21,6 +21,7 @@ from deepseek_attn.models.moe import GroupLimitedGate
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.planner import make_plan
 from deepseek_attn.v32.backends import FlashMLASparseMetadata, FlashMLASparseMetadataBuilder
+from tests.support.decode_batches import decode_batch
 
 SPEC = RopeSpec(10000.0, 8)
 
@@ -146,8 +147,9 @@ def test_step_metadata(mixed):
     )
     meta = builder.build(step)
     assert meta.positions.tolist() == [69, 63, 64, 2, 3, 4, 5]
-    assert meta.visible_of(1).tolist() == [70, 64, 65, 3, 4, 5, 0]
-    assert meta.selected_of(1, 16).tolist() == [16, 16, 16, 3, 4, 5, 0]
+    counts = meta.entry_counts(1, 16)
+    assert counts.visible.tolist() == [70, 64, 65, 3, 4, 5, 0]
+    assert counts.selected.tolist() == [16, 16, 16, 3, 4, 5, 0]
     assert set(meta.sparse) == {1}
     assert type(meta.sparse[1]) is FlashMLASparseMetadata
     slots = [3 * 64 + 5, 2 * 64 + 63, 9 * 64, 5 * 64 + 2, 5 * 64 + 3, 5 * 64 + 4, -1]
@@ -165,7 +167,7 @@ def test_decode_metadata_on_the_device_is_that_of_the_scheduled_batch():
     valid = torch.tensor([True, True, True, False])
     step = StepInput(torch.tensor([2, 2]), torch.tensor([70, 65]), table, valid, decode_threshold=2)
     expected = FlashMLASparseMetadataBuilder(config.layers, layout).build(step)
-    batch = DecodeBatch(torch.tensor([68, 69, 63, 64]), valid, table, 70)
+    batch = decode_batch(torch.tensor([68, 69, 63, 64]), valid, table, 70)
     assert_same_step(build_decode_metadata(config.layers, layout, batch), expected)
     assert expected.decode_query_len == 2
 

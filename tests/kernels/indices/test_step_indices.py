@@ -64,9 +64,42 @@ def test_slots_of_tokens(gpu, n, requests):
     got = step_indices.slot_mapping_from_positions(positions, owners, table, n)
     same(got, reference.slot_mapping_from_positions(positions, owners, table, n))
     own = torch.where(valid, got, -1)
+    same(step_indices.slot_mapping_from_positions(positions, owners, table, n, valid), own)
+    same(reference.slot_mapping_from_positions(positions, owners, table, n, valid), own)
     for ratio in (1, 3, 4, 128):
         arguments = positions, own, owners, table, n, ratio
         same(step_indices.get_compressed_slot_mapping(*arguments), reference.get_compressed_slot_mapping(*arguments))
+
+
+def test_rows_of_decode_steps():
+    """Two rows a request: all valid, one, none; a request launched past its limit; one beyond the tables."""
+    starts, ends = torch.tensor([5, 9, 0, 40, 126]), torch.tensor([7, 10, 0, 38, 128])
+    rows = reference.decode_rows(starts, ends, 2, 127)
+    assert rows.positions.tolist() == [5, 6, 9, 10, 0, 1, 40, 41, 126, 126]
+    assert rows.is_valid.tolist() == [True, True, True, False, False, False, False, False, True, True]
+    assert (rows.prefix_lens.tolist(), rows.seq_lens.tolist()) == ([5, 9, 0, 40, 126], [7, 11, 2, 42, 127])
+    later = reference.decode_rows(starts, ends, 1, 127, offset=1)
+    assert (later.positions.tolist(), later.is_valid.tolist()) == ([6, 10, 1, 41, 126], [True] + 3 * [False] + [True])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("requests", [1, 3, 130])
+def test_rows_of_decode_steps_in_triton(gpu, requests, rows):
+    starts = torch.randint(0, 3000, (requests,), device=gpu)
+    ends = starts + torch.randint(-2, rows + 2, (requests,), device=gpu)
+    for offset in (0, 3):
+        arguments = starts, ends, rows, 2900, offset
+        same(step_indices.decode_rows(*arguments), reference.decode_rows(*arguments))
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_counts_of_entries(gpu, ratio):
+    positions, _, valid = tokens_of(ratio, 5, gpu)
+    for topk in (1, 16, 512):
+        arguments = positions, valid, ratio, topk
+        same(step_indices.entry_counts(*arguments), reference.entry_counts(*arguments))
+    counts = reference.entry_counts(torch.tensor([6, 7, 7]), torch.tensor([True, True, False]), 4, 1)
+    assert (counts.visible.tolist(), counts.selected.tolist()) == ([1, 2, 0], [1, 1, 0])
 
 
 @pytest.mark.parametrize("window", [1, 7, 128])

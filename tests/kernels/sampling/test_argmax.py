@@ -1,4 +1,4 @@
-"""The greedy choice: the first of the largest logits, and none of broken rows."""
+"""The greedy choice: the first of the largest logits, and none of broken rows. Drafts that it accepts."""
 
 import os
 
@@ -47,12 +47,56 @@ def test_equals_plain_torch(gpu):
         found = argmax.greedy_tokens(logits)
         assert found.dtype == expected.dtype == torch.int64
         assert torch.equal(found, expected), name
+        assert torch.equal(argmax.greedy_tokens(logits, invalid_token=0), expected.clamp(min=0)), name
 
 
 def test_plain_torch():
     logits = torch.tensor([[0, 3, 3, 1], [-INF, -2, -INF, -INF], [0, NAN, 9, 0], [0, INF, 0, 0], [-INF] * 4])
     assert reference.greedy_tokens(logits).tolist() == [1, 1, INVALID_TOKEN, INVALID_TOKEN, INVALID_TOKEN]
     assert reference.greedy_tokens(torch.empty(0, 5)).tolist() == []
+
+
+START = 7
+VERIFIED = {  # a request's token and drafts, tokens chosen after each, rows that are no padding -> last right row
+    "all right": ([9, 1, 2, 3], [1, 2, 3, 4], 4, 3),
+    "fewer drafts than rows": ([9, 1, 2, 3], [1, 2, 3, 4], 3, 2),
+    "the second is wrong": ([9, 1, 5, 3], [1, 2, 3, 4], 4, 1),
+    "the first is wrong, later ones look right": ([9, 4, 2, 3], [1, 2, 3, 4], 4, 0),
+    "broken logits": ([9, 0, 0, 0], [-1, 0, 0, 0], 4, 0),
+    "padding": ([0, 0, 0, 0], [0, 0, 0, 0], 0, 0),
+    "launched past its limit": ([9, 1, 2, 3], [1, 2, 3, 4], -2, 0),
+}
+
+
+def verification(device):
+    token_ids, chosen, rows, last = zip(*VERIFIED.values(), strict=True)
+    starts = START + torch.arange(len(last))
+    tensors = torch.tensor(token_ids).flatten(), torch.tensor(chosen).flatten(), starts, starts + torch.tensor(rows)
+    return [tensor.to(device) for tensor in tensors], torch.tensor(last), torch.tensor(rows)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_right_drafts(verify):
+    inputs, last, rows = verification("cpu")
+    last = last if verify else (rows - 1).clamp(min=0)
+    found = reference.accept_drafts(*inputs, verify)
+    assert found.last_rows.tolist() == (4 * torch.arange(len(last)) + last).tolist()
+    assert found.next_ids.tolist() == inputs[1][found.last_rows].clamp(min=0).tolist()
+    assert found.next_starts.tolist() == (inputs[2] + last + 1).tolist()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+def test_right_drafts_in_triton(gpu, rows, verify):
+    """The cases above, and random ones: few tokens, so that many drafts are right."""
+    starts = torch.randint(1000, (33,), device=gpu)
+    random = torch.randint(2, (33 * rows,), device=gpu), torch.randint(-1, 2, (33 * rows,), device=gpu)
+    batches = [verification(gpu)[0], [*random, starts, starts + torch.randint(-1, rows + 1, (33,), device=gpu)]]
+    for inputs in batches:
+        expected, found = (op.accept_drafts(*inputs, verify) for op in (reference, argmax))
+        for a, b in zip(found, expected, strict=True):
+            assert a.dtype == b.dtype == torch.int64
+            assert torch.equal(a, b)
 
 
 def test_refuses_what_is_no_logits():
@@ -64,5 +108,11 @@ def test_refuses_what_is_no_logits():
 @pytest.mark.parametrize("arch", on_gpus())
 def test_compiles(arch, monkeypatch):
     logits = torch.empty(32, 129280, device="meta")
-    found = compiled_launches(monkeypatch, [argmax], arch, lambda: argmax.greedy_tokens(logits))
-    assert set(found) == {"block_kernel", "row_kernel"}
+    rows, requests = (torch.empty(n, dtype=torch.int64, device="meta") for n in (96, 32))
+
+    def launch():
+        argmax.greedy_tokens(logits)
+        argmax.accept_drafts(rows, rows, requests, requests, True)
+
+    found = compiled_launches(monkeypatch, [argmax], arch, launch)
+    assert set(found) == {"block_kernel", "row_kernel", "accept_kernel"}

@@ -1,0 +1,20 @@
+"""Results of the sampling ops."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class AcceptedDrafts(NamedTuple):
+    """The newest token of each request; int64 ``[B]`` each.
+
+    Attributes:
+        last_rows: the row that it was chosen after; next_ids: the token, 0 in place of `INVALID_TOKEN`.
+        next_starts: its position.
+    """
+
+    last_rows: Tensor
+    next_ids: Tensor
+    next_starts: Tensor
