@@ -283,7 +283,11 @@ class Engine:
         logger.warning("out of memory in a step of %d tokens: at most %d per step for a while", total, smaller)
 
     def _run_each(self, work: Work, ends: list[int], error: Exception) -> tuple[Work, StepOutput]:
-        """After a step failed: every request again, alone, up to where the step would have computed it."""
+        """After a step failed: every request again, alone, up to where the step would have computed it.
+
+        One that finds too few pages or too little memory is left to the next step, which can take them from others: it
+        may need more than in the step that failed, where it shared pages that it now computes again.
+        """
         if len(work) == 1:
             self._fail(work[0][0], describe(error), error)
             return [], StepOutput([])
@@ -294,6 +298,9 @@ class Engine:
             try:
                 while (left := end - request.sequence.num_computed) > 0:
                     output = self._run_alone(request, min(left, self.scheduler.max_num_batched_tokens))
+            except (OutOfPages, torch.OutOfMemoryError, MemoryError) as shortage:
+                logger.warning("a request waits for the next step: %s", describe(shortage))
+                continue
             except Exception as request_error:
                 self._fail(request, describe(request_error), request_error)
                 continue

@@ -135,9 +135,13 @@ def test_a_request_that_fails_is_one_message(checkpoint, capsys, monkeypatch):
 
 @pytest.fixture
 def as_process(monkeypatch):
-    """Runs a command as the process does, with its arguments and its signal handlers."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
+    """Runs a command as the process does, with its arguments and its signal handlers, started by a shell."""
+    defaults = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}  # not of background jobs
 
     def run(command: list[str]) -> int:
         monkeypatch.setattr(sys, "argv", ["deepseek-attn", *command])

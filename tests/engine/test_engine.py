@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepseek_attn.cache.layout import STATE, WINDOW, ratio_group
+from deepseek_attn.cache.manager import OutOfPages
 from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Request
@@ -144,6 +145,29 @@ def test_a_request_that_breaks_the_step_fails_alone(broken, at):
     else:
         assert bad.finish_reason == "length"
     for request, n in zip(good, (100, 3, 70), strict=True):
+        assert request.completion().token_ids == expected(engine, tokens(n), 8)
+    assert pages_free(engine)
+
+
+@pytest.mark.parametrize("shortage", [OutOfPages("few"), MemoryError("full")], ids=["pages", "memory"])
+def test_a_request_that_finds_no_room_when_its_step_runs_again_waits(shortage, monkeypatch):
+    """The step of a broken request fails; of those that then run alone, one needs more than there is at that moment."""
+    runner = FakeRunner.create(max_num_batched_tokens=60)
+    engine = Engine(runner)
+    good = [engine.add_request(tokens(n), greedy(8)) for n in (20, 7)]
+    bad = engine.add_request([*tokens(5), BROKEN], greedy(8))
+    step, short = runner.step, [shortage]
+
+    def short_of_room(batch, options):
+        if short and [sequence for sequence, _ in batch] == [good[1].sequence]:
+            raise short.pop()
+        return step(batch, options)
+
+    monkeypatch.setattr(runner, "step", short_of_room)
+    finish(engine)
+    assert not short
+    assert bad.finish_reason == "error"
+    for request, n in zip(good, (20, 7), strict=True):
         assert request.completion().token_ids == expected(engine, tokens(n), 8)
     assert pages_free(engine)
 

@@ -87,6 +87,8 @@ def interrupted_everywhere(
     Args:
         drop_graphs: called where no step runs a line any more, because it runs only while a step is captured.
     """
+    if drop_graphs is not None:
+        Workload(make_engine(), jobs, files).run()  # lines that run once in a process, compiling kernels, do not count
     whole = Workload(make_engine(), jobs, files)
     lines = list(whole.run())[every // 2 :: every]
     expected = [request.completion().token_ids for request in whole.requests]
@@ -172,7 +174,7 @@ GRAPHS = list(product(["v4", "v32"], [0, 2]))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("family", "drafts", "every"), [(*model, 11) for model in GRAPHS])
+@pytest.mark.parametrize(("family", "drafts", "every"), [(*model, 23) for model in GRAPHS])
 def test_captured_graphs(family, drafts, every, device):
     """The same on a GPU, where decode steps are captured, replayed and launched early; captures break off too."""
     if device.type == "cpu":
