@@ -426,11 +426,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--drafts", type=int, default=0, help="draft tokens per request and step (default: none)")
     parser.add_argument("--steps", type=int, default=2000, help="steps of the engine (default: 2000)")
     parser.add_argument("--minutes", type=float, help="end after this time, whatever --steps says")
+    parser.add_argument("--row", type=int, default=1000, help="steps between two measurements (default: 1000)")
     parser.add_argument("--longest", type=int, default=192, help="tokens of the longest prompt (default: 192)")
     parser.add_argument("--seqs", type=int, default=4, help="requests that run at the same time (default: 4)")
     parser.add_argument("--chunk", type=int, default=80, help="tokens of a step (default: 80)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON file, written after every thousand steps")
+    parser.add_argument("--out", type=Path, help="JSON file, written after every measurement")
     return parser.parse_args()
 
 
@@ -465,7 +466,7 @@ def main() -> int:
     until = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
     with tempfile.TemporaryDirectory() as folder:
         soak = Soak(runner, single, args.drafts, args.longest, args.seed, Path(folder))
-        for row in soak.run(args.steps):
+        for row in soak.run(args.steps, args.row):
             print(json.dumps(asdict(row)), flush=True)
             if args.out:
                 write_text(args.out, json.dumps(summary(args, soak, command), indent=1) + "\n")
