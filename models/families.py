@@ -40,8 +40,8 @@ class Family(ABC):
         reference_only: every op runs as its torch reference (``backend="reference"``).
 
     Raises:
-        ValueError: unknown numerics, a backend that is unknown or cannot run here, or a model that the ranks cannot
-            share.
+        ValueError: unknown numerics, a backend that is unknown or cannot run here, a model that the ranks cannot
+            share, or what cannot be deterministic.
     """
 
     model_class: type[deepseek_v4.DeepseekV4] | type[deepseek_v32.DeepseekV32]
@@ -64,17 +64,37 @@ class Family(ABC):
         self.reference_only = options.reference_only
         self.numerics = numerics_for(config, numerics)
         self.spec = AttentionSpec.of(config, self.numerics, dtype, self.parallel.token_ranks)
+        if options.deterministic:
+            self.check_deterministic()
         self.impl = self.choose_impl()
         self.mixed = options.prefill_reads_pages(self.spec)
 
     def choose_impl(self) -> type[SplitAttentionImpl] | None:
         """The impl that the options name; ValueError for one that is unknown or cannot run here."""
 
+        impls = self.impls
+        if self.options.deterministic:
+            impls = [impl for impl in impls if not impl.batch_dependence]
+
         def find(name: str) -> type[SplitAttentionImpl]:
-            return get_impl(name, self.device, self.spec, self.impls)
+            return get_impl(name, self.device, self.spec, impls)
 
         decode, prefill = self.options.phases
         return combine_phases(find(decode), find(prefill))
+
+    def check_deterministic(self) -> None:
+        """ValueError with everything under which a row's logits would depend on the batch."""
+        problems, names = [], dict.fromkeys(self.options.phases)
+        for impl in self.impls:
+            if impl.name in names and impl.batch_dependence:
+                problems.append(f"backend {impl.name!r}: {impl.batch_dependence}; 'auto' takes one that is independent")
+        if self.options.fp8_mode == "separate":
+            problems.append("fp8_mode='separate': other kernels attend to a prompt than to a decode; leave it out")
+        if self.parallel.world > 1:
+            order = "the order in which an all-reduce adds depends on the number of rows"
+            problems.append(f"{self.parallel.world} ranks: {order}; take one")
+        if problems:
+            raise ValueError("deterministic=True cannot be kept with\n  - " + "\n  - ".join(problems))
 
     def canonical(self, source: CheckpointSource) -> CanonicalSource:
         """A checkpoint under the names that the model's weight slots have."""

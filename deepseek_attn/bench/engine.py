@@ -40,6 +40,7 @@ class Pass:
         step_seconds: of steady steps, in which every request decoded and none ended.
         device_seconds: what the CUDA graphs of the steady steps take one behind the other; None without graphs.
         verifications: as in `EngineStats`; tokens: what each request generated.
+        prompt_seconds, prompt_tokens: of the steps with prompts, and prompt tokens that they computed.
     """
 
     seconds: float = 0.0
@@ -48,6 +49,8 @@ class Pass:
     device_seconds: float | None = None
     verifications: Counter[tuple[int, int]] = field(default_factory=Counter)
     tokens: list[list[int]] = field(default_factory=list)
+    prompt_seconds: float = 0.0
+    prompt_tokens: int = 0
 
     @property
     def step_us(self) -> float:
@@ -72,6 +75,7 @@ class EngineTiming:
         device_us: what the CUDA graphs of a step take on the device; host_share: the share of ``step_us`` that this
             leaves. None where steps are no graphs.
         same_text: requests whose text is the baseline's.
+        prompt_tokens_per_second: of the steps that computed the prompts.
     """
 
     batch: int
@@ -89,6 +93,7 @@ class EngineTiming:
     device_us: float | None
     host_share: float | None
     same_text: int
+    prompt_tokens_per_second: float | None
 
     def row(self) -> dict[str, Any]:
         """The fields by name, for JSON."""
@@ -135,11 +140,13 @@ def run_engine(engine: Engine, prompts: list[list[int]], num_tokens: int) -> Pas
     """Runs all prompts to their end."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     requests = [engine.add_request(prompt, params) for prompt in prompts]
-    found, steady = Pass(), []
+    found, steady, prompt_seconds, prompt_tokens = Pass(), [], 0.0, 0
     with GraphReplays() as replays:
         while engine.has_unfinished:
             engine.step()
             stats = engine.last_step
+            if stats.prefills:
+                prompt_seconds, prompt_tokens = prompt_seconds + stats.seconds, prompt_tokens + stats.prefill_tokens
             if stats.prefills or stats.waiting:
                 found, steady = Pass(), []
                 continue
@@ -155,6 +162,7 @@ def run_engine(engine: Engine, prompts: list[list[int]], num_tokens: int) -> Pas
             f"{num_tokens} new tokens per request: all {len(prompts)} requests decode, and none ends, in {len(steady)} "
             "steps; time more tokens"
         )
+    found.prompt_seconds, found.prompt_tokens = prompt_seconds, prompt_tokens
     (_, begin), *steady = steady[SETTLED if len(steady) > SETTLED + 4 else 0 :]
     found.step_seconds, end = [seconds for seconds, _ in steady], steady[-1][1]
     found.device_seconds = replays.device_seconds(begin, end) if end > begin else None
@@ -189,11 +197,17 @@ def summary(variant: Variant, passes: list[Pass], baseline: list[Pass], batch: i
         device_us=device_us,
         host_share=None if device_us is None else 1 - device_us / step_us,
         same_text=sum(a == b for a, b in zip(passes[-1].tokens, baseline[-1].tokens, strict=True)),
+        prompt_tokens_per_second=prompt_rate(passes),
     )
 
 
 def tokens_per_second(passes: Iterable[Pass]) -> float:
     return statistics.median(one.generated / one.seconds for one in passes)
+
+
+def prompt_rate(passes: Iterable[Pass]) -> float | None:
+    rates = [one.prompt_tokens / one.prompt_seconds for one in passes if one.prompt_seconds]
+    return statistics.median(rates) if rates else None
 
 
 def median_step_us(passes: Iterable[Pass]) -> float:

@@ -14,7 +14,6 @@ from deepseek_attn.bench.floors import StepShape, Work, attention_work
 from deepseek_attn.bench.timing import KernelTiming, captured, kernels_of, time_calls
 from deepseek_attn.cache.manager import SequenceCache
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.device_tables import DeviceTables
 from deepseek_attn.runner.graph_steps import StepSize, StepTensors
@@ -134,7 +133,7 @@ def time_layer(
         count = len(blocks) * math.ceil(INPUT_SETS / len(blocks))
         inputs = torch.randn(count, batch * tokens, runner.config.hidden_size, device=runner.device).to(runner.dtype)
         calls = [lambda i=i: blocks[i % len(blocks)].attend(inputs[i], step) for i in range(count)]
-        with torch.inference_mode(), reference_ops(runner.reference_only):
+        with torch.inference_mode(), runner.op_settings():
             if graph:
                 replay = captured(calls)
                 times = [t / count for t in time_calls(lambda _: replay.replay(), runner.device, repeats, warmup)]

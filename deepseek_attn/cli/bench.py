@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepseek_attn.cli.options import HUB_ID, add_numerics_options, integer
+from deepseek_attn.cli.options import HUB_ID, add_deterministic_option, add_numerics_options, integer
 from deepseek_attn.cli.table import Table, print_kernels
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def add_engine_parser(what: argparse._SubParsersAction) -> None:
         help="drafts per step, each beside none (default: 1,2,3)",
     )  # fmt: skip
     engine.add_argument("--eager", action="store_true", help="where steps are CUDA graphs: also time them without")
+    add_deterministic_option(engine)
     engine.add_argument("--prompt", type=int, default=64, metavar="N", help="tokens of a prompt (default: 64)")
     engine.add_argument("--tokens", type=int, default=128, metavar="N", help="new tokens of a request (default: 128)")
     engine.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
@@ -263,6 +264,7 @@ def run_engine(args: argparse.Namespace) -> None:
     table = Table({
         "batch": ">6", "drafts": ">8", "graph": ">7", "tokens/s": ">11.1f", "ratio": ">7.2f", "step us": ">11.1f",
         "tokens/step": ">13.2f", "breaks even": ">13.2f", "accepted": ">10.0%", "pays from": ">11.0%", "host": ">7.1%",
+        "prompt tok/s": ">14.0f",
     })  # fmt: skip
     for batch in args.batch:
         if runner.directory is not None and (runner.directory / TOKENIZER_FILE).is_file():
@@ -274,11 +276,13 @@ def run_engine(args: argparse.Namespace) -> None:
             table.add(
                 batch, timing.drafts, "yes" if timing.graphs else "no", timing.tokens_per_second, timing.speedup,
                 timing.step_us, timing.tokens_per_step, timing.break_even_tokens_per_step, timing.acceptance_rate,
-                timing.break_even_acceptance, timing.host_share,
+                timing.break_even_acceptance, timing.host_share, timing.prompt_tokens_per_second,
             )  # fmt: skip
     run = {
         "benchmark": "engine", "model": args.model or "small", "layers": len(runner.backbone_layers),
-        "experts": runner.config.n_routed_experts, "prompt": args.prompt, "tokens": args.tokens, **settings(runner),
+        "experts": runner.config.n_routed_experts, "prompt": args.prompt, "tokens": args.tokens,
+        "deterministic": runner.deterministic,
+        **settings(runner),
     }  # fmt: skip
     finish(args, run, rows, ("drafts",))
 
@@ -304,6 +308,7 @@ def engine_runner(args: argparse.Namespace, checkpoint: str | Path | None) -> Mo
 
     options = {
         "device": args.device, "numerics": args.numerics, "dtype": args.dtype, "backend": args.backend,
+        "deterministic": args.deterministic,
         "max_model_len": args.prompt + args.tokens + max(args.drafts), "max_num_seqs": max(args.batch),
         "max_num_batched_tokens": max(2048, max(args.batch) * (1 + max(args.drafts))),
     }  # fmt: skip

@@ -18,6 +18,7 @@ def add_runner_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     add_numerics_options(group)
     add_attention_options(group)
+    add_deterministic_option(group)
     add_limits(group)
 
 
@@ -30,6 +31,14 @@ def add_attention_options(parser: argparse._ActionsContainer) -> None:
     for phase in ("decode", "prefill"):
         parser.add_argument(f"--{phase}-backend", metavar="BACKEND", help=f"impl of {phase} (default: --backend)")
     add_prefill_options(parser)
+
+
+def add_deterministic_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="logits whose bits do not depend on batch, chunks, preemption, prefix reuse or drafts; slower",
+    )
 
 
 def add_prefill_options(parser: argparse._ActionsContainer) -> None:
@@ -82,9 +91,9 @@ def add_limits(parser: argparse._ActionsContainer) -> None:
 
 def runner_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `ModelRunner.from_pretrained`."""
-    names = ("device", "numerics", "dtype", *ATTENTION, "parallel", *LIMITS)
+    names = ("device", "numerics", "dtype", *ATTENTION, "deterministic", "parallel", *LIMITS)
     options = {name: getattr(args, name, None) for name in names}
-    return options | {"fp8_mode": options["fp8_mode"] or "auto"}
+    return options | {"fp8_mode": options["fp8_mode"] or "auto", "deterministic": bool(options["deterministic"])}
 
 
 def integer(text: str) -> int:

@@ -146,11 +146,14 @@ class SparseMLAAttentionImpl(ABC):
         name: the name users choose it by.
         backend_cls: the backend it belongs to, which declares what all its impls support.
         PREFILL_CHUNK_SIZE: prefill requests of full length that the workspace holds by default.
+        batch_dependence: why a query's result depends on the rest of the batch; empty if it does not where ops are
+            batch invariant (`kernels.common.invariance`) and every query reads pages.
     """
 
     name: ClassVar[str]
     backend_cls: ClassVar[type[SparseMLABackend]]
     PREFILL_CHUNK_SIZE: ClassVar[int] = 4
+    batch_dependence: ClassVar[str] = "it does not say that its results are independent of the batch"
 
     @classmethod
     def supported(cls, device: torch.device, spec: AttentionSpec | None = None) -> tuple[bool, str]:

@@ -21,6 +21,7 @@ class FlashMLAKernels(SplitAttentionImpl):
     """
 
     name = "flashmla"
+    batch_dependence = "FlashMLA splits the keys of a query by what else is in the batch"
 
     @classmethod
     def kernels_supported(cls, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:

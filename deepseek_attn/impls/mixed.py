@@ -22,6 +22,7 @@ class MixedKernels(SplitAttentionImpl):
     """
 
     name = "mixed"
+    batch_dependence = "it calls FlashMLA's or the Triton kernel by the number of queries"
 
     @classmethod
     def kernels_supported(cls, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:

@@ -24,6 +24,7 @@ class AttentionOptions:
             prefill requests are gathered to rows of the model's dtype first. ``auto``: see `prefill_reads_pages`.
         prefill_workspace_rows: rows of gathered keys, shared by the requests of a step in turn; None: four requests of
             full length, fewer if fewer run at once.
+        deterministic: logits do not depend on the batch, so every query reads pages.
     """
 
     backend: str = "auto"
@@ -31,6 +32,7 @@ class AttentionOptions:
     prefill_backend: str | None = None
     fp8_mode: str = "auto"
     prefill_workspace_rows: int | None = None
+    deterministic: bool = False
 
     @property
     def phases(self) -> tuple[str, str]:
@@ -44,7 +46,7 @@ class AttentionOptions:
 
     def prefill_reads_pages(self, spec: AttentionSpec) -> bool:
         """Whether prefill queries read cache pages in place, as decode queries do, instead of gathered rows."""
-        return prefill_reads_pages(self.fp8_mode, spec)
+        return prefill_reads_pages("mixed" if self.deterministic else self.fp8_mode, spec)
 
     def workspace_rows(self, spec: AttentionSpec, ratios: Iterable[int], layout: CacheLayout) -> int:
         """Rows of the prefill workspace; 0 where prefill reads pages.

@@ -14,6 +14,7 @@ class ReferenceKernels(SplitAttentionImpl):
     """Attention in float32 torch, which the other kernels are tested against."""
 
     name = "reference"
+    batch_dependence = ""
 
     @classmethod
     def kernels_supported(cls, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:

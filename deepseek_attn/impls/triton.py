@@ -20,6 +20,7 @@ class TritonKernels(SplitAttentionImpl):
     """
 
     name = "triton"
+    batch_dependence = ""
 
     @classmethod
     def kernels_supported(cls, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.kernels import linear as ops
@@ -64,8 +63,6 @@ class Linear(CheckpointModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [..., in_features]`` -> ``[..., out_features]``."""
-        if self.scale is None and not self.out_float32:
-            return F.linear(x, self.weight)
         (y,) = ops.multi_linear(x.flatten(0, -2), [self.segment], self.pow2_scales)
         return y.unflatten(0, x.shape[:-1])
 

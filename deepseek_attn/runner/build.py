@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
@@ -29,6 +30,8 @@ from deepseek_attn.config.options import (
     pick_dtype,
 )
 from deepseek_attn.impls.options import AttentionOptions
+from deepseek_attn.kernels.common.dispatch import reference_ops
+from deepseek_attn.kernels.common.invariance import batch_invariant_ops
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.models.block import AttentionStack, layer_specs
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
@@ -58,6 +61,7 @@ class LoadedModel:
         graphs: decode steps over persistent tensors, captured as CUDA graphs; None: every step is eager.
         reference_only: every op runs in plain torch (``backend="reference"``).
         graph_problem: why decode steps cannot be captured here; empty where they can.
+        deterministic: a row's logits do not depend on the rest of the batch (`RunnerOptions`).
         parallel: the ranks that share the model; each has its runner.
         decode_query_len: a request of at most this many new tokens is a decode: it attends over pages in place, and its
             step may run over persistent tensors. 1, or 1 + drafts after `ModelRunner.expect_drafts`.
@@ -81,6 +85,7 @@ class LoadedModel:
     graphs: DecodeGraphs | None
     reference_only: bool
     graph_problem: str
+    deterministic: bool
     parallel: Parallel
     decode_query_len: int = 1
     directory: Path | None = None
@@ -89,6 +94,21 @@ class LoadedModel:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return "model" not in vars(self)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Each token of a step is computed by itself: deterministic where plain torch is part of a step.
+
+        Its products and sums round by the number of rows, and its elementwise functions by the place of a row.
+        """
+        return self.deterministic and self.graph_problem != ""
+
+    @contextmanager
+    def op_settings(self) -> Iterator[None]:
+        """Context in which ops run as this runner's options say; steps, and graphs that hold them, are made in it."""
+        invariant = batch_invariant_ops(self.deterministic and self.device.type == "cuda")
+        with self.parallel.together(), reference_ops(self.reference_only), invariant:
+            yield
 
     def close(self) -> None:
         """Frees weights, caches, scratch memory and CUDA graphs. Everything that needs them then raises RuntimeError.
@@ -124,6 +144,7 @@ class LoadedModel:
             facts.append("attention only")
         facts.append(f"{num_mtp} MTP" if num_mtp else "no MTP")
         facts += [str(self.dtype).removeprefix("torch."), f"{self.numerics.name} numerics", str(self.device)]
+        facts += ["deterministic"] if self.deterministic else []
         facts.append(f"{show_bytes(sum(p.nbytes for p in self.model.parameters()))} of weights")
         facts.append(f"{show_bytes(self.layout.nbytes())} of caches")
         if self.parallel.world > 1:
@@ -163,6 +184,7 @@ def build_runner(
     max_snapshots: int = 0,
     kv_cache_bytes: int | None = None,
     cuda_graphs: bool | None = None,
+    deterministic: bool = False,
     parallel: Parallel | None = None,
     progress: bool = True,
 ) -> Runner:
@@ -177,7 +199,9 @@ def build_runner(
     dtype = pick_dtype(dtype, device)
     numerics = numerics or ("serving" if device.type == "cuda" else "exact")
     parallel = parallel or Parallel.single()
-    attention = AttentionOptions(backend, decode_backend, prefill_backend, fp8_mode, prefill_workspace_rows)
+    attention = AttentionOptions(
+        backend, decode_backend, prefill_backend, fp8_mode, prefill_workspace_rows, deterministic
+    )
     family = get_family(config, numerics, dtype, device, attention, parallel)
     limit = config.max_position_embeddings
     max_model_len = min(limit, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
@@ -223,6 +247,7 @@ def build_runner(
         graphs=_decode_graphs(cuda_graphs, model, layout, device, problem),
         reference_only=family.reference_only,
         graph_problem=problem,
+        deterministic=deterministic,
         parallel=parallel,
     )
 

@@ -9,6 +9,7 @@ from typing import TypeVar, Unpack
 
 import torch
 
+from deepseek_attn.attention.builder import StepInput
 from deepseek_attn.cache.files import make_fingerprint
 from deepseek_attn.cache.manager import OutOfPages, SequenceCache
 from deepseek_attn.checkpoint.hub import PretrainedSource
@@ -18,7 +19,6 @@ from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.options import as_list
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.step_batch import StepBatch
-from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.models.block import AttentionStack, layer_specs
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.models.deepseek_v32 import DeepseekV32
@@ -34,6 +34,7 @@ from deepseek_attn.runner.step import (
     EagerStep,
     StepOptions,
     StepOutput,
+    block_tables,
     check_batch,
     check_query_lens,
     step_input,
@@ -200,7 +201,7 @@ class ModelRunner(LoadedModel):
                 self.parallel.agree(sum(lengths), self.device)
             output = StepOutput()
             counts = lengths if options.all_logits else [min(n, options.last) for n in lengths]
-            with self.parallel.together(), reference_ops(self.reference_only):
+            with self.op_settings():
                 # inference mode takes 14 % off a single-token step on a CPU; its results are ordinary tensors
                 with torch.inference_mode():
                     results = self._compute(model, rows, options)
@@ -235,10 +236,23 @@ class ModelRunner(LoadedModel):
             return graphs.run(caches, token_ids, self.decode_query_len, options.drafts, limits)
         if self.graphs is not None:
             self.graphs.prelaunched = None  # a different step than the launched one
+        if self.one_by_one:
+            return self._compute_one_by_one(model, rows)
         ids = torch.tensor([token for tokens in token_ids for token in tokens], device=self.device)
         meta = self._metadata(caches, lengths, self.decode_query_len)
         meta.observer = options.observer
         return EagerStep(model, lengths, model(ids, meta.positions, meta))
+
+    def _compute_one_by_one(self, model: DeepseekV4 | DeepseekV32, rows: Batch) -> EagerStep:
+        """The step in which each token has launches of its own, after those of the earlier tokens of its sequence."""
+        states, one = [], torch.ones(1, dtype=torch.int64)
+        for sequence, n in rows:
+            tables = block_tables(self.manager, [sequence.cache])
+            for position in range(sequence.num_computed, sequence.num_computed + n):
+                meta = self.builder.build(StepInput(one, one + position, tables))
+                ids = torch.tensor(sequence.token_ids[position : position + 1], device=self.device)
+                states.append(model(ids, meta.positions, meta))
+        return EagerStep(model, [n for _, n in rows], torch.cat(states), one_by_one=True)
 
     def _reserve_drafts(self, caches: list[SequenceCache], lengths: list[int], num_drafts: int) -> list[int]:
         """Reserves pages for what drafting writes past the new tokens; returns the lengths up to which there are any.
@@ -276,7 +290,7 @@ class ModelRunner(LoadedModel):
         for cache in caches:
             self.manager.raise_low_water(cache, cache.num_tokens + num_drafts - self.layout.max_rollback)
         try:
-            with self.parallel.together():
+            with self.op_settings():
                 self.graphs.launch_next_step(run, caches, limits)
         except Exception:  # it is computed when it is requested, and then shows what is wrong
             logger.debug("the next step could not be launched early", exc_info=True)
@@ -292,7 +306,7 @@ class ModelRunner(LoadedModel):
         x = torch.zeros(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
         ids = torch.zeros(0, dtype=torch.int64, device=self.device)
         while self.parallel.agree(0, self.device):
-            with reference_ops(self.reference_only):
+            with self.op_settings():
                 for module in self.model.layers.modules():
                     if isinstance(module, MoE):
                         module(x, ids)
@@ -309,7 +323,7 @@ class ModelRunner(LoadedModel):
                 positions.
             num_drafts: draft tokens per sequence; after the first from the MTP layer's own hidden states.
         """
-        with self.parallel.together(), reference_ops(self.reference_only):
+        with self.op_settings():
             return self._need_drafter().draft(batch, num_drafts, self.decode_query_len, self.graphs)
 
     def step_metadata(

@@ -33,6 +33,9 @@ class RunnerOptions(TypedDict, total=False):
         kv_cache_bytes: bytes of all caches; default: enough for ``max_num_seqs`` sequences of ``max_model_len``.
         cuda_graphs: replay decode steps as CUDA graphs, captured when a size is first met; default: where every op
             of the step has a kernel.
+        deterministic: a row's logits (the bits) do not depend on its batch, chunks of its prompt, preemption, prefix
+            reuse, drafts, or whether a step is a CUDA graph; refused where that cannot be kept. docs/reliability.md
+            has what it costs.
         parallel: the ranks to share the model with (`parallel.launched`), all of which must do the same calls;
             default: none.
         progress: show a bar with the bytes of the weights that are loaded, on a terminal.
@@ -55,6 +58,7 @@ class RunnerOptions(TypedDict, total=False):
     max_snapshots: int
     kv_cache_bytes: int | None
     cuda_graphs: bool | None
+    deterministic: bool
     parallel: Parallel | None
     progress: bool
 

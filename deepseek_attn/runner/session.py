@@ -12,7 +12,6 @@ from deepseek_attn.cache.manager import SequenceCache
 from deepseek_attn.config.options import as_list, is_integer
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.step_batch import check_hidden_states
-from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.step import check_query_lens
 
@@ -111,7 +110,7 @@ class LayerSession:
         runner.manager.reserve(list(zip(caches, query_lens, strict=True)))
         try:
             step = runner.step_metadata(caches, query_lens, decode_query_len=self.decode_query_len)
-            with runner.parallel.together(), reference_ops(runner.reference_only):
+            with runner.op_settings():
                 inputs = [x] if len(self.layers) == 1 else x
                 for (number, layer), rows in zip(self.attention.items(), inputs, strict=True):
                     outputs.append(layer(rows, step.positions, step))

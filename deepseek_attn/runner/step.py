@@ -86,17 +86,22 @@ class EagerStep:
 
     Attributes:
         lengths: new tokens of each request; states: hidden states of all of them, ``[sum(lengths), ...]``.
+        one_by_one: logits are computed for one token at a time (`LoadedModel.one_by_one`).
     """
 
     model: HasLogits
     lengths: list[int]
     states: torch.Tensor
+    one_by_one: bool = False
 
     def hidden_states(self, counts: list[int]) -> torch.Tensor:
         return self._last_rows(counts)
 
     def logits(self, counts: list[int]) -> torch.Tensor:
-        return self.model.logits(self._last_rows(counts))
+        rows = self._last_rows(counts)
+        if self.one_by_one:  # copies: a product may also round by where in memory its rows begin
+            return torch.cat([self.model.logits(row.clone()) for row in rows.split(1)])
+        return self.model.logits(rows)
 
     def tokens(self, counts: list[int]) -> Callable[[], list[list[int]]]:
         """Starts to copy the greedy tokens to the host; returns a function that waits for them."""

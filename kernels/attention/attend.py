@@ -28,6 +28,7 @@ from deepseek_attn.kernels.attention.launch_config import (
 )
 from deepseek_attn.kernels.attention.types import PagedKeys, check_max_logits
 from deepseek_attn.kernels.common.device import FLOATS, LOG2E, gpu, has_native_fp8, supports_pdl
+from deepseek_attn.kernels.common.invariance import planned_rows
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
@@ -174,7 +175,7 @@ def _attend(
     if config is None:
         width = sum(pool_keys.indices.shape[1] for pool_keys in keys)
         hopper = _fits_hopper(keys, layout, dtype, sink, dim, d_v)
-        config = choose_config(T, H, dim, width, dtype, hopper, gpu(q.device))
+        config = choose_config(planned_rows(T), H, dim, width, dtype, hopper, gpu(q.device))
     if config.splits == 1:
         _launch(q, keys, layout, dtype, scale, sink, d_v, out, out, lse, max_logits, config)
         return out, lse

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.invariance import planned_rows
 
 ROWS_HOPPER_HEADS = 64
 MIN_ROWS_HOPPER_HEADS = 17
@@ -104,7 +105,7 @@ def supports_rows_hopper(q: Tensor, kv: Tensor, indices: Tensor, d_v: int, gpu: 
     return (
         gpu.capability == (9, 0)
         and H >= MIN_ROWS_HOPPER_HEADS
-        and rows_hopper_jobs(T, H) >= gpu.multiprocessors // 2
+        and rows_hopper_jobs(planned_rows(T), H) >= gpu.multiprocessors // 2
         and q.dtype == kv.dtype
         and q.element_size() == 2
         and d_v == dim

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.device import supports_pdl
+from deepseek_attn.kernels.common.invariance import batch_invariant
 
 GROUPS = 8  # of splits; the partial sums of a group are added first
 MANY = 512  # rows from which a program computes a whole group, and the weight is split into bfloat16 values before
@@ -138,7 +139,7 @@ def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False
         squares: add a column, the sum of squares of x.
     """
     (T, K), N, pdl = x.shape, len(weight), supports_pdl(x.device)
-    many, bfloat16 = T >= MANY, x.dtype == torch.bfloat16
+    many, bfloat16 = T >= MANY and not batch_invariant(), x.dtype == torch.bfloat16
     splits = triton.cdiv(K, split)
     inner = triton.cdiv(splits, GROUPS)
     program_splits = inner if many else 1
@@ -182,4 +183,4 @@ def _tiles(T: int, N: int, presplit: bool) -> tuple[int, int, int]:
     """Rows and columns of a program's tile, and its stages."""
     if presplit:
         return 128, 32 if N <= 32 else 64, 3
-    return (16 if T <= 16 else 32), 32, 3
+    return (16 if T <= 16 and not batch_invariant() else 32), 32, 3

@@ -5,12 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepseek_attn.kernels.common.invariance import in_row_tiles
+
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     """``x * rsqrt(mean(x^2) + eps) [* weight]`` over the last dimension, in float32, cast once to ``x.dtype``."""
     x32 = x.float()
-    y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    y = x32 * torch.rsqrt(in_row_tiles(_mean_square, x32) + eps)
     return (y if weight is None else y * weight).to(x.dtype)
+
+
+def _mean_square(x: Tensor) -> Tensor:
+    return x.square().mean(-1, keepdim=True)
 
 
 def freqs_cis_at(cos_sin: Tensor, positions: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.device import supports_pdl
 from deepseek_attn.kernels.common.float32_product import float32_product
+from deepseek_attn.kernels.common.invariance import planned_rows
 from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import collapse_kernel, post_kernel
 
 SPLIT = 512  # channels of the flattened streams per split-K partial
@@ -40,7 +41,7 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     streams, y = streams.contiguous(), y.contiguous()
     out = torch.empty_like(streams)
     if T:
-        block = min(triton.next_power_of_2(D), 256 if T * D < 1 << 18 else 1024)
+        block = min(triton.next_power_of_2(D), 256 if planned_rows(T) * D < 1 << 18 else 1024)
         post_kernel[(T, triton.cdiv(D, block))](
             y,
             streams,

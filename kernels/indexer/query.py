@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import has_native_fp8, supports_pdl
+from deepseek_attn.kernels.common.invariance import planned_rows
 from deepseek_attn.kernels.indexer.query_triton import (
     IndexQueryArgs,
     IndexQueryShape,
@@ -138,6 +139,6 @@ def _index_launch(rows: IndexQueryRows) -> IndexQueryLaunch:
         STAGES=dim.bit_length() - 1,
         KEY_FORMAT=fmt,
         NATIVE_FP8=native,
-        BLOCK_H=16 if T < 64 else 32,
+        BLOCK_H=16 if planned_rows(T) < 64 else 32,
     )
     return IndexQueryLaunch(args, shape, triton.cdiv(H, shape.BLOCK_H), IndexQueries(out, out_weights))

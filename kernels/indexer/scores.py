@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS, gpu
+from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.indexer.scores_hopper import BLOCK, DIM, HEADS, TOKENS, index_scores_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_triton import index_scores_kernel
@@ -118,7 +119,7 @@ def choose_config(
     """
     if exact:
         return ScoresLaunchConfig(1, 32, 1, max(1, min(8 * processors // T, triton.cdiv(width, 64))))
-    tokens = min(4, triton.cdiv(T, B))
+    tokens = 4 if batch_invariant() else min(4, triton.cdiv(T, B))
     keys = 64 if capability[0] != 9 else 128
     # as many programs as run at a time, or twice as many: a last wave of few would take as long as a full one
     resident = (4, 3, 3, 4)[tokens - 1] * processors
@@ -142,6 +143,7 @@ def fits_hopper(
         and (H, dim) == (HEADS.value, DIM.value)
         and TOKENS.value * B <= T
         and work >= 96 * processors
+        and not batch_invariant()
         and aligned
     )
 

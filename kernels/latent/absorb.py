@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS, has_native_fp8, supports_pdl
+from deepseek_attn.kernels.common.invariance import planned_rows
 from deepseek_attn.kernels.common.row_ops import row_block
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.latent.absorb_triton import (
@@ -21,7 +22,13 @@ from deepseek_attn.kernels.latent.absorb_triton import (
 )
 from deepseek_attn.kernels.latent.reference import check_queries
 from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK, LatentQueries
-from deepseek_attn.kernels.latent.weights import dequantize_weight, fits_one_launch, scale_constants, stored_rows
+from deepseek_attn.kernels.latent.weights import (
+    dequantize_weight,
+    fits_one_launch,
+    multiply_heads,
+    scale_constants,
+    stored_rows,
+)
 
 MAX_NOPE = 256
 """Channels without rotation that a program multiplies at once."""
@@ -75,9 +82,8 @@ def absorb_queries(queries: LatentQueries, config: AbsorbConfig | None = None) -
         return out
     # cuBLAS writes into the rows of the result, and the rotation fills what is left of them
     heads, nope, rank = queries.weight.shape
-    latents = out[:, :heads, :rank].transpose(0, 1)
-    weight = dequantize_weight(queries.weight, out.dtype)
-    torch.bmm(queries.q.unflatten(-1, (heads, -1))[..., :nope].transpose(0, 1), weight, out=latents)
+    by_head = queries.q.unflatten(-1, (heads, -1))[..., :nope]
+    multiply_heads(by_head, dequantize_weight(queries.weight, out.dtype), out[:, :heads, :rank])
     rotate_queries_kernel[(len(out), triton.cdiv(out.shape[1], shape.BLOCK_H))](
         rows, SHAPE=shape, PADDED=out.shape[1] > heads, PDL=False, enable_fp_fusion=True, num_warps=4
     )
@@ -99,7 +105,7 @@ def absorb_launch(queries: LatentQueries, config: AbsorbConfig | None = None) ->
     if out is None:
         out = torch.empty(T, padded_heads, rank + rope, dtype=q.dtype, device=q.device)
     few = config is not None or (nope <= MAX_NOPE and fits_one_launch(q, weight))
-    config = config or choose_config(T)
+    config = config or choose_config(planned_rows(T))
     if weight.scale is not None and config.rank > WEIGHT_BLOCK:
         raise ValueError(f"a tile of an FP8 weight has one scale: up to {WEIGHT_BLOCK} latent channels, got {config}")
     dtype = TRITON_DTYPES[q.dtype]

@@ -10,12 +10,19 @@ import triton.language as tl
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS, fp8_view, gpu, has_native_fp8, supports_pdl
+from deepseek_attn.kernels.common.invariance import planned_rows
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.latent.reference import check_latents
 from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK, LatentWeight, ProjectedValues
 from deepseek_attn.kernels.latent.values_triton import ValueArguments, ValueShape, project_values_kernel
-from deepseek_attn.kernels.latent.weights import dequantize_weight, fits_one_launch, scale_constants, stored_rows
+from deepseek_attn.kernels.latent.weights import (
+    dequantize_weight,
+    fits_one_launch,
+    multiply_heads,
+    scale_constants,
+    stored_rows,
+)
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP
 from deepseek_attn.kernels.linear.launch import empty_quantized_rows
 
@@ -83,11 +90,11 @@ def _project(
     if not out.numel():
         return out
     if config is None and not fits_one_launch(latents, weight):
-        values = out.unflatten(1, (heads, dim)).transpose(0, 1)
         plain = dequantize_weight(weight, latents.dtype)
-        torch.bmm(latents[:, :heads].transpose(0, 1), plain.transpose(1, 2), out=values)
+        multiply_heads(latents[:, :heads], plain.transpose(1, 2), out.unflatten(1, (heads, dim)))
         return out
-    config = config or choose_config(T, buffers is not None, weight.scale is not None, gpu(latents.device).capability)
+    capability, fp8_weight = gpu(latents.device).capability, weight.scale is not None
+    config = config or choose_config(planned_rows(T), buffers is not None, fp8_weight, capability)
     if weight.scale is not None and max(config.values, config.rank) > WEIGHT_BLOCK:
         raise ValueError(f"a tile of an FP8 weight has one scale: up to {WEIGHT_BLOCK} x {WEIGHT_BLOCK}, got {config}")
     stored = stored_rows(weight)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS, fp8_view, has_native_fp8
+from deepseek_attn.kernels.common.invariance import batch_invariant, in_row_tiles
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK, LatentWeight
 from deepseek_attn.kernels.latent.weights_triton import dequantize_kernel
@@ -33,8 +34,17 @@ class WeightShape:
 
 
 def fits_one_launch(x: Tensor, weight: LatentWeight) -> bool:
-    """Whether a launch that reads the weight itself is the faster way for inputs ``x [T, ...]``."""
-    return len(x) <= (MAX_TOKENS if weight.scale is None else MAX_FP8_TOKENS) and x.dtype in HALVES
+    """Whether a launch that reads the weight itself is the faster way, or the invariant one, for ``x [T, ...]``."""
+    few = len(x) <= (MAX_TOKENS if weight.scale is None else MAX_FP8_TOKENS)
+    return (few or batch_invariant()) and x.dtype in HALVES
+
+
+def multiply_heads(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """``out[t, h] = x[t, h] weight[h]`` by cuBLAS, of ``x [T, heads, K]`` and a plain ``weight [heads, K, N]``."""
+    if batch_invariant():
+        out.copy_(in_row_tiles(lambda rows: torch.bmm(rows.transpose(0, 1), weight).transpose(0, 1), x))
+    else:
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
 
 
 def stored_rows(weight: LatentWeight) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.common.invariance import batch_invariant, in_row_tiles
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.linear.formats import (
     FP4_GROUP,
@@ -23,6 +24,7 @@ from deepseek_attn.kernels.linear.formats import (
     Segment,
     dequantize_weight,
     quantized_input,
+    quantizes_once,
 )
 
 __all__ = [
@@ -105,7 +107,7 @@ def empty_quantized(x: Tensor, segments: Sequence[Segment], pow2_scales: bool = 
     None where that saves nothing: a segment does not read FP8 inputs or is not computed by Triton, or there are so few
     tokens that the products quantise their input as they read it.
     """
-    if len(x) <= QUANTIZE_ABOVE or not all(_in_triton(segment) and segment.reads_fp8 for segment in segments):
+    if not quantizes_once(len(x)) or not all(_in_triton(segment) and segment.reads_fp8 for segment in segments):
         return None
     from deepseek_attn.kernels.linear.launch import empty_quantized_rows
 
@@ -178,7 +180,9 @@ def _in_triton(segment: Segment) -> bool:
 
 def _in_torch(x: Tensor, segment: Segment, pow2_scales: bool, quantized: QuantizedRows | None) -> Tensor:
     if segment.scale is None and segment.out_dtype is None:
-        return F.linear(x, segment.weight)
+        return in_row_tiles(lambda rows: F.linear(rows, segment.weight), x)
     from deepseek_attn.kernels.linear.reference import multi_linear as op
 
+    if batch_invariant():
+        return in_row_tiles(lambda rows: op(rows, [segment], pow2_scales)[0], x)
     return op(x, [segment], pow2_scales, quantized)[0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepseek_attn.kernels.common.invariance import planned_rows
 from deepseek_attn.kernels.common.quant import decode_e8m0, dequantize_fp4, dequantize_fp8_block, fake_quant_fp8
 
 FP8_BLOCK = (128, 128)  # rows and columns of an FP8 weight that share a scale
@@ -36,6 +37,11 @@ class Segment:
     def reads_fp8(self) -> bool:
         """The product reads its input quantised to FP8."""
         return self.fp8_input and self.scale is not None
+
+
+def quantizes_once(num_tokens: int) -> bool:
+    """Whether the input of FP8 products is quantised before them: with few tokens each program does it as it reads."""
+    return planned_rows(num_tokens) > QUANTIZE_ABOVE
 
 
 def dequantize_weight(weight: Tensor, scale: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.linear.cublas import padded_rows, scaled_mm, scaled_mm_fits
-from deepseek_attn.kernels.linear.formats import QUANTIZE_ABOVE
+from deepseek_attn.kernels.linear.formats import quantizes_once
 from deepseek_attn.kernels.linear.launch import (
     FP8Product,
     Products,
@@ -81,7 +81,7 @@ def _grouped_linear(
     rope = None if positions is None or cos_sin is None else Rope(positions, cos_sin, d)
     # not in the product, unlike `linear`: many programs read each head, which took 5 us more for 8 tokens
     quantized = None
-    if fp8_input and (rope is not None or M > QUANTIZE_ABOVE):
+    if fp8_input and (rope is not None or quantizes_once(M)):
         quantized = quantize_rows(x, pow2_scales, groups, rope)
     elif rope is not None:
         x = rotate_rows(x, rope)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
 from deepseek_attn.kernels.common.device import fp8_view, gpu
+from deepseek_attn.kernels.common.invariance import batch_invariant, planned_rows
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.linear.launch_config import LaunchConfig, choose_config
@@ -104,7 +105,8 @@ def launch_products(
     if config is None:
         item = x.itemsize if quantized is None or not fp8_input else 1
         plain_item = max([x.itemsize] + [product.weight.itemsize for product in plain])
-        config = choose_config(M, K, sum(sizes), sum(plain_sizes), capability, multiprocessors, item, plain_item)
+        rows = sum(sizes), sum(plain_sizes)
+        config = choose_config(planned_rows(M), K, *rows, capability, multiprocessors, item, plain_item)
     mode = "plain" if not fp8_input else "quantize" if quantized is None else "quantized"
     dot = plain_dot = DotPlan(tl.float16)
     if fp8:
@@ -114,7 +116,7 @@ def launch_products(
     tiling, plain_tiling = tile_weights(sizes, config.rows, groups), tile_weights(plain_sizes, config.plain_rows)
     m_tiles = triton.cdiv(M, config.tokens)
     splits, plain_splits = config.splits, config.plain_splits
-    if (tiling.tiles + plain_tiling.tiles) * m_tiles > COUNTERS:
+    if batch_invariant() or (tiling.tiles + plain_tiling.tiles) * m_tiles > COUNTERS:
         splits = plain_splits = 1
     q, q_scale = (x, x) if quantized is None else (fp8_view(quantized.values), quantized.scale)
     partials = empty_partials(x, tiling.tiles * m_tiles, splits, config.rows * config.tokens)
@@ -205,7 +207,7 @@ def _launch_quantize(x: Tensor, out: Tensor, scale: Tensor | None, pow2_scales: 
     if x.stride(0) % 2 or x.data_ptr() % (2 * x.itemsize):
         x = x.clone(memory_format=torch.contiguous_format)  # pairs of channels are read as one word
     positions, cos_sin, head_dim = rope or (x, x, 1)
-    block_m, block_k, warps = (2, 256, 4) if M <= 64 else (8, 512, 4) if rope is None else (4, 512, 2)
+    block_m, block_k, warps = (2, 256, 4) if planned_rows(M) <= 64 else (8, 512, 4) if rope is None else (4, 512, 2)
     block_k = min(block_k, max(128, triton.next_power_of_2(channels)))
     pdl = capability >= (9, 0)
     quantize_input_kernel[(triton.cdiv(M, block_m), triton.cdiv(channels, block_k))](

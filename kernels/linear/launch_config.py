@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import triton
 
+from deepseek_attn.kernels.common.invariance import batch_invariant
+
 
 @dataclass(frozen=True)
 class LaunchConfig:
@@ -151,7 +153,7 @@ def cublas_is_faster(M: int, N: int, K: int, fp8: bool, hopper: bool = False) ->
         fp8: the weight is FP8; hopper: `linear_hopper` would compute it if so.
     """
     hopper = hopper and fp8
-    if M <= 32 or (hopper and M <= 128):
+    if M <= 32 or (hopper and M <= 128) or batch_invariant():
         return False
     work = 2 * M * N * K
     latency, rate, ours = (K / 370, 1.2e9, 0.6e9 if hopper else 0.3e9) if fp8 else (K / 700, 0.75e9, 0.25e9)

@@ -10,9 +10,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
 from deepseek_attn.kernels.common.device import gpu
+from deepseek_attn.kernels.common.invariance import planned_rows
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
-from deepseek_attn.kernels.linear.formats import QUANTIZE_ABOVE
+from deepseek_attn.kernels.linear.formats import quantizes_once
 from deepseek_attn.kernels.linear.launch import Products, empty_partials, tile_weights
 from deepseek_attn.kernels.linear.launch_config import HopperLaunchConfig, choose_hopper_config
 from deepseek_attn.kernels.linear.linear_hopper import linear_hopper_kernel
@@ -32,7 +33,7 @@ def fits_hopper(x: Tensor, products: Products, quantized: QuantizedRows | None, 
     plain weights of the dtype of x, weights of multiples of 64 rows, and 16-byte steps wherever TMA reads.
     """
     fp8, plain, _ = products
-    if gpu(x.device).capability != (9, 0) or x.dtype not in _DTYPES or quantized is None or len(x) <= QUANTIZE_ABOVE:
+    if gpu(x.device).capability != (9, 0) or x.dtype not in _DTYPES or quantized is None or not quantizes_once(len(x)):
         return False
     if not fp8 or len(fp8) > _MAX_FP8 or len(plain) > _MAX_PLAIN or group_rows % 128:
         return False
@@ -73,7 +74,7 @@ def launch_hopper(
     sizes, plain_sizes = ([len(product.weight) for product in part] for part in (fp8, plain))
     if config is None:
         quantizes = quantized_output is not None
-        config = choose_hopper_config(M, K, sum(sizes), sum(plain_sizes), multiprocessors, quantizes)
+        config = choose_hopper_config(planned_rows(M), K, sum(sizes), sum(plain_sizes), multiprocessors, quantizes)
     tiling, plain_tiling = tile_weights(sizes, config.rows, groups), tile_weights(plain_sizes, config.rows)
     m_tiles = triton.cdiv(M, config.tokens)
     splits = _without_empty(K // 128, config.splits)

@@ -17,7 +17,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.linear.cublas import products_by_cublas
-from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, QUANTIZE_ABOVE, Segment
+from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, Segment, quantizes_once
 from deepseek_attn.kernels.linear.launch import FP8Product, PlainProduct, Products, launch_products, quantize_rows
 from deepseek_attn.kernels.linear.launch_config import HopperLaunchConfig, LaunchConfig
 from deepseek_attn.kernels.linear.launch_hopper import fits_hopper, launch_hopper
@@ -39,7 +39,7 @@ def multi_linear(
     if not len(x) or not segments:
         return [_empty(x, segment) for segment in segments]
     x = x if x.stride(1) == 1 else x.contiguous()
-    if quantized is None and len(x) > QUANTIZE_ABOVE and any(segment.reads_fp8 for segment in segments):
+    if quantized is None and quantizes_once(len(x)) and any(segment.reads_fp8 for segment in segments):
         quantized = quantize_input(x, pow2_scales)
     outs = products_by_cublas(x, segments, quantized) if config is None else [None] * len(segments)
     todo = [i for i, out in enumerate(outs) if out is None]

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepseek_attn.kernels.common.invariance import in_row_tiles
 from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at
 from deepseek_attn.kernels.common.quant import QuantizedRows, dequantize_fp8, quantize_fp8
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, Segment, dequantize_weight, quantized_input
@@ -58,5 +59,6 @@ def grouped_linear(
     x = o.reshape(len(o), groups, -1)
     if scale is not None:
         x, weight = quantized_input(x, fp8_input, pow2_scales), dequantize_weight(weight, scale)
-    z = torch.bmm(x.transpose(0, 1), weight.view(groups, -1, x.shape[2]).transpose(1, 2))
-    return z.transpose(0, 1).to(o.dtype).flatten(1)
+    blocks = weight.view(groups, -1, x.shape[2]).transpose(1, 2)
+    z = in_row_tiles(lambda rows: torch.bmm(rows.transpose(0, 1), blocks).transpose(0, 1), x)
+    return z.to(o.dtype).flatten(1)

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from deepseek_attn.kernels.common.invariance import batch_invariant
+
+INVARIANT_LOAD = 48  # pairs per expert that batch-invariant launches are configured for: tiles of 64 pairs
+
 
 @dataclass(frozen=True)
 class LaunchConfig:
@@ -62,7 +66,7 @@ def choose_config(pairs: int, experts: int, operands: Operands, capability: tupl
     """The fastest configuration measured on an H200 for ``pairs`` spread evenly over ``experts``."""
     if operands.dtype == torch.float32:
         return LaunchConfig(16, 64, 64, 4, 2)
-    load = pairs / experts
+    load = INVARIANT_LOAD if batch_invariant() else pairs / experts
     if capability[0] not in (9, 10):  # less shared memory, or narrower tensor cores
         if load <= 24:
             return LaunchConfig(16 if load <= 12 else 32, 64, 128, 4, 2)

@@ -1,0 +1,60 @@
+"""Batch invariance: ops whose results for a row do not depend on the other rows of a call (``deterministic=True``).
+
+A row's sums must then be added in one order whatever the batch. So every launch is configured for `MANY_ROWS` rows,
+products are neither split by how many programs are left nor handed to cuBLAS, and what a library computes (a norm in
+plain torch, a float32 product) goes to it in tiles of one shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+MANY_ROWS = 1 << 20  # rows that launches are configured for; no table of configurations distinguishes more
+ROW_TILE = 64  # rows of a tile that a library computes
+
+_batch_invariant: ContextVar[bool] = ContextVar("batch_invariant", default=False)
+
+
+@contextmanager
+def batch_invariant_ops(enabled: bool = True) -> Iterator[None]:
+    """Ops called in this context are batch invariant, or not (``enabled``), also when a CUDA graph is captured.
+
+    Scoped to the thread or task that enters it, as `dispatch.reference_ops` is: other runners keep theirs. It concerns
+    ops in Triton and `in_row_tiles`; the references of the others round by the number of rows as ever.
+    """
+    token = _batch_invariant.set(enabled)
+    try:
+        yield
+    finally:
+        _batch_invariant.reset(token)
+
+
+def batch_invariant() -> bool:
+    """Whether ops have to be batch invariant here."""
+    return _batch_invariant.get()
+
+
+def planned_rows(rows: int) -> int:
+    """Rows to choose a launch configuration for: ``rows``, and `MANY_ROWS` where the choice must not depend on them."""
+    return MANY_ROWS if batch_invariant() else rows
+
+
+def in_row_tiles(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``op(x)`` of rows that do not depend on each other, ``[T, ...]`` to ``[T, ...]``.
+
+    Where ops have to be batch invariant, ``op`` is called with `ROW_TILE` rows at a time, the last ones padded with
+    zeros, because libraries choose kernels by the number of rows.
+    """
+    if not batch_invariant() or not len(x):
+        return op(x)
+    outs = []
+    for rows in x.split(ROW_TILE):
+        tile = rows.new_zeros(ROW_TILE, *rows.shape[1:])
+        tile[: len(rows)] = rows
+        outs.append(op(tile)[: len(rows)])
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
