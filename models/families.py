@@ -60,12 +60,12 @@ class Family(ABC):
     ):
         self.config, self.dtype, self.device, self.options = config, dtype, device, options
         self.parallel = parallel or Parallel.single()
+        if options.deterministic:
+            self.check_deterministic()
         check_split(config, self.parallel)
         self.reference_only = options.reference_only
         self.numerics = numerics_for(config, numerics)
         self.spec = AttentionSpec.of(config, self.numerics, dtype, self.parallel.token_ranks)
-        if options.deterministic:
-            self.check_deterministic()
         self.impl = self.choose_impl()
         self.mixed = options.prefill_reads_pages(self.spec)
 

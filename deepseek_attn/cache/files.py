@@ -61,9 +61,18 @@ class SavedSequence:
 
 
 def make_fingerprint(
-    config: AnyConfig, numerics: Numerics, dtype: torch.dtype, layout: CacheLayout, model: nn.Module
+    config: AnyConfig,
+    numerics: Numerics,
+    dtype: torch.dtype,
+    layout: CacheLayout,
+    model: nn.Module,
+    deterministic: bool = False,
 ) -> dict[str, str]:
-    """Digests by their subject: ``model`` (config and samples of every weight), ``numerics``, ``layout``."""
+    """Digests by their subject: ``model`` (config and samples of every weight), ``numerics``, ``layout``.
+
+    Args:
+        deterministic: bytes follow from the tokens alone, which those of other runners do not: another ``numerics``.
+    """
     weights = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
@@ -73,7 +82,7 @@ def make_fingerprint(
     pools = [(p.layer, p.kind, p.group, p.entries, p.page_bytes, p.width, str(p.record)) for p in layout.pools]
     return {
         "model": weights.hexdigest(),
-        "numerics": _digest([asdict(numerics), str(dtype)]),
+        "numerics": _digest([asdict(numerics), str(dtype), *["deterministic"] * deterministic]),
         "layout": _digest([pools, layout.window, layout.max_rollback]),
     }
 

@@ -162,7 +162,7 @@ class ModelRunner(LoadedModel):
 
     def fingerprint(self) -> dict[str, str]:
         """What cached bytes depend on: digests of ``model``, ``numerics`` and ``layout``, and the ``rank``."""
-        digests = make_fingerprint(self.config, self.numerics, self.dtype, self.layout, self.model)
+        digests = make_fingerprint(self.config, self.numerics, self.dtype, self.layout, self.model, self.deterministic)
         return digests | {"rank": f"{self.parallel.rank} of {self.parallel.world}"}
 
     @traced("model")
