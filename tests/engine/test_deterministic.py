@@ -40,6 +40,8 @@ Texts = list[tuple[int, ...]]
 
 
 def config_of(device: torch.device, family: str) -> ModelConfig:
+    if family == "v3":
+        return v32_cases.small("deepseek_v3")
     if device.type == "cpu":
         return small_config(RATIOS, mtp=1) if family == "v4" else v32_cases.small(num_nextn_predict_layers=1)
     config = large().configs[family]
@@ -175,6 +177,7 @@ def differences(runner: ModelRunner, rows: Rows, texts: Texts | None) -> list[st
 
 
 CASES = [(f, n, way) for f in ("v4", "v32") for n in NUMERICS for way in WAYS]
+CASES += [("v3", "exact", way) for way in ("batches", "chunks", "company")]
 WITHOUT = [case for case in CASES if case[2] != "chunks_of_7"]  # too few rows for a certain difference
 QUICK = [("v4", "exact", "batch_of_9"), ("v4", "serving", "chunks_of_7"), ("v32", "serving", "drafts")]
 
