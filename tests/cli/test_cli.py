@@ -72,6 +72,16 @@ def test_score_writes_the_logits_of_each_list(checkpoint, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
 
 
+def test_deterministic_scores_in_any_chunks(checkpoint, tmp_path):
+    found = []
+    for size in ("7", "2"):
+        code, out = score(checkpoint, tmp_path, [[0, 5, 7, 9, 3, 1, 8], [4]], "--deterministic", "--chunk-size", size)
+        assert code == 0
+        found.append(out.read_bytes())
+        out.unlink()
+    assert found[0] == found[1]
+
+
 def test_score_of_some_layers(checkpoint, tmp_path):
     code, out = score(checkpoint, tmp_path, [[0, 5, 9]], "--layers", "1")
     assert code == 0
@@ -221,6 +231,7 @@ def test_prompts_of_brackets_are_text(tmp_path):
         ([[0]], ["--layers", "3"], "layers [3] do not exist"),
         ([[0]], ["--layers", "one"], "--layers 'one'"),
         ([[0]], ["--backend", "magic"], "unknown backend 'magic'"),
+        ([[0]], ["--deterministic", "--fp8-mode", "separate"], "deterministic=True cannot be kept with"),
         ([[0]], ["--max-num-seqs", "0"], "max_num_seqs=0"),
         ([[0]], ["--max-model-len", "5000"], "exceeds the model's 4096"),
     ],
