@@ -42,20 +42,27 @@ def time_model(
     """Times decode steps of ``batch`` sequences that end at ``context`` tokens.
 
     Raises:
-        ValueError: sizes that the runner was not made for, or a graph without a GPU.
+        ValueError: sizes that the runner was not made for, a graph without a GPU, or a runner whose steps compute one
+            token at a time.
     """
     check_sizes(runner, batch, 1, context)
     if graph and runner.graph_problem:
         raise ValueError(f"no CUDA graph of this model's steps: {runner.graph_problem}")
+    if runner.one_by_one:
+        raise ValueError(
+            f"deterministic=True computes one token at a time here ({runner.graph_problem}): time the engine"
+        )
     caches = [past(runner, context - 1) for _ in range(batch)]
     launches, kernels = None, ()
     try:
         runner.manager.reserve([(cache, 1) for cache in caches])
         steps = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[batch], capture=graph)
-        step = steps.step(steps.size_for([1] * batch, context))
+        with runner.op_settings():  # in which a graph is captured
+            step = steps.step(steps.size_for([1] * batch, context))
         tokens = [[(7 * i) % runner.config.vocab_size] for i in range(batch)]
         step.set_inputs(tokens, [cache.num_tokens for cache in caches], steps.tables.rows(caches))
-        times = time_calls(lambda _: step.run(), runner.device, repeats, warmup)
+        with runner.op_settings():
+            times = time_calls(lambda _: step.run(), runner.device, repeats, warmup)
         if graph and count_kernels:
             kernels = tuple(kernels_of(step.graph.replay))
             launches = sum(n for _, n, _ in kernels)

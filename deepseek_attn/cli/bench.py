@@ -54,6 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     model.add_argument("--experts", type=int, metavar="N", help="routed experts per layer (default: the model's)")
     model.add_argument("--backend", default="auto", help="default: auto")
     model.add_argument("--eager", action="store_true", help="with --graph: time the same steps without graphs, too")
+    add_deterministic_option(model)
     model.set_defaults(run=run_model)
     add_engine_parser(what)
     for part in (layer, model):
@@ -230,6 +231,7 @@ def run_model(args: argparse.Namespace) -> None:
     runner = ModelRunner.from_config(
         config, layers=args.layers, backend=args.backend, device=args.device, numerics=args.numerics, dtype=args.dtype,
         max_model_len=max(args.context), max_num_seqs=max(args.batch), max_num_batched_tokens=max(*args.batch, 256),
+        deterministic=args.deterministic,
     )  # fmt: skip
     fill_caches(runner)
     rows = []
@@ -280,9 +282,7 @@ def run_engine(args: argparse.Namespace) -> None:
             )  # fmt: skip
     run = {
         "benchmark": "engine", "model": args.model or "small", "layers": len(runner.backbone_layers),
-        "experts": runner.config.n_routed_experts, "prompt": args.prompt, "tokens": args.tokens,
-        "deterministic": runner.deterministic,
-        **settings(runner),
+        "experts": runner.config.n_routed_experts, "prompt": args.prompt, "tokens": args.tokens, **settings(runner),
     }  # fmt: skip
     finish(args, run, rows, ("drafts",))
 
@@ -341,8 +341,9 @@ def check_flags(args: argparse.Namespace) -> None:
         check_picture(args.plot)
 
 
-def settings(runner: ModelRunner) -> dict[str, str]:
+def settings(runner: ModelRunner) -> dict[str, str | bool]:
     return {
+        "deterministic": runner.deterministic,
         "numerics": runner.numerics.name,
         "dtype": str(runner.dtype).removeprefix("torch."),
         "device": str(runner.device),
