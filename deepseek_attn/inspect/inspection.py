@@ -68,6 +68,8 @@ def inspect_attention(
     """
     if runner.parallel.world > 1:
         raise ValueError("each rank holds some of the heads: inspect with a runner on one rank, without `parallel`")
+    if runner.one_by_one:
+        raise ValueError("with deterministic=True steps compute one token at a time here: inspect a runner without it")
     sequence = runner.sequence(token_ids)
     try:
         length = len(sequence.token_ids)

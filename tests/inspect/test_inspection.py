@@ -309,6 +309,12 @@ def test_wrong_arguments(runner, arguments, message):
         inspect_attention(runner, tokens_of(runner), **arguments)
 
 
+def test_a_runner_that_computes_one_token_at_a_time():
+    runner = make_runner("V4", 50, deterministic=True)
+    with pytest.raises(ValueError, match="deterministic=True"):
+        inspect_attention(runner, tokens_of(runner))
+
+
 @pytest.mark.parametrize(("tokens", "message"), [([], "empty prompt"), ([10**9], "vocabulary"), ([1] * 500, "exceeds")])
 def test_wrong_tokens(runner, tokens, message):
     with pytest.raises(ValueError, match=message):
