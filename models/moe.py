@@ -136,7 +136,10 @@ class Experts(CheckpointModule):
         if self.shard:
             local = experts - self.shard.start
             experts = torch.where((local >= 0) & (local < self.shard.size), local, -1)
-        w1, w3, w2 = (ExpertStack(projection.weight, projection.scale) for projection in (self.w1, self.w3, self.w2))
+        w1, w3, w2 = (
+            ExpertStack(projection.weight, projection.scale, projection.exponent)
+            for projection in (self.w1, self.w3, self.w2)
+        )
         fp8_input, pow2_scales = self.w1.fp8_input, self.w1.pow2_scales
         return moe_experts(
             x, experts, weights, w1, w3, w2, self.limit, self.weigh_output, fp8_input, pow2_scales, add, self.count

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.kernels.common.quant import row_exponents
 from deepseek_attn.kernels.linear import dequantize_weight, quantized_input
 from deepseek_attn.layers.weights import CheckpointModule, WeightSlot, check_fp8_input, parameter, to_stored
 
@@ -37,6 +38,8 @@ class ExpertLinear(CheckpointModule):
         self.pow2_scales = numerics.pow2_activation_scales
         self.register_parameter("weight", None)
         self.register_parameter("scale", None)
+        self.register_buffer("exponent", None, persistent=False)
+        self._has_exponents = self.fp8_input
 
     def slots(self) -> Iterator[tuple[str, WeightSlot]]:
         return iter(())  # `Experts` names them: the checkpoint counts experts before projections
@@ -62,9 +65,23 @@ class ExpertLinear(CheckpointModule):
                 f"expert {self.first + index} has a {weight.dtype} weight, other experts of the layer "
                 f"{self.weight.dtype}: all experts of a layer must have one format"
             )
-        self.weight[index].copy_(weight)
         if scale is not None:
-            self.scale[index].copy_(scale)
+            self.scale[index].copy_(self._load_exponent(index, weight, scale))
+        self.weight[index].copy_(weight)
+
+    def _load_exponent(self, index: int, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Notes the exponents of the rows of an FP4 expert, until one has none; returns the scales to keep."""
+        if weight.dtype != torch.uint8 or not self._has_exponents:
+            return scale
+        found = row_exponents(weight, scale)
+        if found is None:
+            self._has_exponents, self.exponent = False, None
+            return scale
+        exponent, scale = found
+        if self.exponent is None:
+            self.exponent = exponent.new_empty((self.experts, *exponent.shape))
+        self.exponent[index] = exponent
+        return scale
 
     def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """``x [T, in_features]`` through one expert -> ``[T, out_features]`` in the dtype of ``x``; in plain torch."""

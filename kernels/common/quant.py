@@ -27,6 +27,9 @@ FP4_MAX = 6.0
 FP8_FLOOR = 1e-4  # smallest amax of an FP8 group: an all-zero group has scale 2**-22, byte 105
 FP4_FLOOR = 6.0 * 2.0**-126  # smallest amax of an FP4 group: scale 2**-126, byte 1
 
+ROW_SPAN = 11  # e4m3 holds e2m1 under 12 successive powers of two
+ROW_SMALLEST = 7  # of the largest scale of a row as e8m0 byte: 2**6 below it is a normal float32
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 _MANTISSA = 0x007FFFFF
@@ -271,3 +274,26 @@ def _check_even(group: int) -> None:
 def _check_float(x: Tensor) -> None:
     if x.dtype not in FLOATS:
         raise ValueError(f"expected float32, bfloat16 or float16 values, got {x.dtype}")
+
+
+def row_exponents(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The largest scale of each row, and scales that lie within 12 successive powers of two.
+
+    Args:
+        weight: packed FP4, uint8 ``[..., out, in / 2]``; scale: e8m0 bytes ``[..., out, in / 32]``.
+
+    Returns:
+        (e8m0 bytes ``[..., out]``, scales that give the same values), or None if there are no such scales. Those of
+        groups of zeros do not matter, and may change.
+    """
+    largest = scale.amax(-1)
+    if ((largest - scale.amin(-1)) > ROW_SPAN).any():
+        zero = ((weight & 0x77).unflatten(-1, (-1, 16)) == 0).all(-1)
+        largest = scale.masked_fill(zero & (scale < 255), 0).amax(-1)
+        scale = torch.where(zero & (scale < 255), largest.unsqueeze(-1), scale)
+        if ((largest.unsqueeze(-1).int() - scale.int()) > ROW_SPAN).any():
+            return None
+    largest = largest.clamp(min=ROW_SMALLEST)
+    if (largest == 255).any() or ((largest.unsqueeze(-1).int() - scale.int()) > ROW_SPAN).any():
+        return None
+    return largest, scale

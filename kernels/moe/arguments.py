@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -38,7 +39,14 @@ class ExpertStack(NamedTuple):
         weight: ``[E, out, in]`` of a float dtype; or float8_e4m3fn; or packed FP4, uint8 ``[E, out, in / 2]``.
         scale: float32 ``[E, ceil(out / 128), ceil(in / 128)]`` of FP8 weights, e8m0 bytes ``[E, out, in / 32]`` of FP4
             ones; None for plain weights.
+        exponent: uint8 ``[E, out]`` from `row_exponents`, for FP4 weights that FP8 tensor cores can multiply exactly.
     """
 
     weight: Tensor
     scale: Tensor | None = None
+    exponent: Tensor | None = None
+
+    @property
+    def is_fp4(self) -> bool:
+        """The weight is packed FP4."""
+        return self.weight.dtype == torch.uint8

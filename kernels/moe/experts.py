@@ -24,7 +24,15 @@ from deepseek_attn.kernels.moe.experts_triton import (
     prepare_kernel,
     swiglu_kernel,
 )
-from deepseek_attn.kernels.moe.launch_config import LaunchConfig, Operands, choose_config, choose_operands
+from deepseek_attn.kernels.moe.launch_config import (
+    HopperLaunchConfig,
+    LaunchConfig,
+    Operands,
+    choose_config,
+    choose_hopper_config,
+    choose_operands,
+)
+from deepseek_attn.kernels.moe.launch_hopper import fits_hopper, launch_hopper
 
 MAX_SLOTS = 64  # pairs up to which the product kernels group them by themselves
 TOKENS = 8192  # per pass: intermediate results of 65536 tokens of V4-Flash would need 6 GB
@@ -43,9 +51,9 @@ def moe_experts(
     pow2_scales: bool = True,
     add: Tensor | None = None,
     num_routed: int | None = None,
-    config: LaunchConfig | None = None,
+    config: LaunchConfig | HopperLaunchConfig | None = None,
 ) -> Tensor:
-    """See `deepseek_attn.kernels.moe.moe_experts`; ``config`` overrides the tiling of the products."""
+    """See `deepseek_attn.kernels.moe.moe_experts`; ``config`` overrides the kernel and the tiling of the products."""
     weight_format = _check(x, experts, weights, w1, w3, w2, add)
     T, D = x.shape
     if add is not None and add.stride(1) != 1:
@@ -55,13 +63,49 @@ def moe_experts(
     experts, weights = experts.contiguous(), weights.contiguous()
     capability = gpu(x.device).capability
     operands = choose_operands(weight_format, x.dtype, fp8_input, pow2_scales, capability)
+    hopper = fits_hopper(x, w1, w3, w2, fp8_input)
+    routed = num_routed or len(w1.weight)
     for start in range(0, T, TOKENS):
         part = slice(start, start + TOKENS)
-        chosen = config or choose_config(experts[part].numel(), num_routed or len(w1.weight), operands, capability)
-        products = GroupedProducts.of(experts[part], weights[part], len(w1.weight), limit, operands, chosen, capability)
-        added = None if add is None else add[part]
-        products.run(x[part], w1, w3, w2, weigh_output, pow2_scales, added, out[part])
+        x_part, ids, factors = x[part], experts[part], weights[part]
+        chosen = config
+        if chosen is None and hopper:
+            chosen = choose_hopper_config(ids.numel(), routed)
+        if isinstance(chosen, HopperLaunchConfig):
+            outputs = launch_hopper(x_part, ids, factors, w1, w3, w2, limit, weigh_output, pow2_scales, chosen)
+        else:
+            chosen = chosen or choose_config(ids.numel(), routed, operands, capability)
+            products = GroupedProducts.of(ids, factors, len(w1.weight), limit, operands, chosen, capability)
+            outputs = products.run(x_part, w1, w3, w2, weigh_output, pow2_scales)
+        combine(
+            outputs, ids, factors, weigh_output, None if add is None else add[part], out[part], capability >= (9, 0)
+        )
     return out
+
+
+def combine(
+    pair_outputs: Tensor, experts: Tensor, weights: Tensor, weigh: bool, add: Tensor | None, out: Tensor, pdl: bool
+) -> None:
+    """Adds the outputs ``[T * k, D]`` of each token's pairs, times their weights if ``weigh``, and ``add``."""
+    (T, D), k = out.shape, experts.shape[1]
+    block = 512 if T * D > 1 << 18 else 128
+    combine_kernel[(T, triton.cdiv(D, block))](
+        pair_outputs,
+        experts,
+        weights,
+        pair_outputs if add is None else add,
+        out,
+        0 if add is None else add.stride(0),
+        D=D,
+        TOPK=k,
+        TOPK_PADDED=triton.next_power_of_2(k),
+        WEIGH=weigh,
+        ADD=add is not None,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=block // 128,
+        launch_pdl=pdl,
+    )
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -170,34 +214,14 @@ class GroupedProducts:
         w2: ExpertStack,
         weigh_output: bool,
         pow2_scales: bool,
-        add: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        """Launches everything from ``x [T, D]`` to ``out [T, D]``."""
-        (T, D), k, pdl = x.shape, self.experts.shape[1], self.capability >= (9, 0)
+    ) -> Tensor:
+        """Launches everything from ``x [T, D]`` to the outputs of all pairs ``[T * k, D]``."""
+        (T, D), k = x.shape, self.experts.shape[1]
         hidden = torch.empty(T * k, w1.weight.shape[1], dtype=x.dtype, device=x.device)
         pair_outputs = torch.empty(T * k, D, dtype=x.dtype, device=x.device)
         self._product(self._prepared(x, pow2_scales), w1, w3, hidden, k, not weigh_output)
         self._product(self._prepared(hidden, pow2_scales), w2, None, pair_outputs, 1, False)
-        block = 512 if T * D > 1 << 18 else 128
-        combine_kernel[(T, triton.cdiv(D, block))](
-            pair_outputs,
-            self.experts,
-            self.weights,
-            pair_outputs if add is None else add,
-            out,
-            0 if add is None else add.stride(0),
-            D=D,
-            TOPK=k,
-            TOPK_PADDED=triton.next_power_of_2(k),
-            WEIGH=weigh_output,
-            ADD=add is not None,
-            BLOCK=block,
-            PDL=pdl,
-            enable_fp_fusion=True,
-            num_warps=block // 128,
-            launch_pdl=pdl,
-        )
+        return pair_outputs
 
     def _prepared(self, x: Tensor, pow2_scales: bool) -> tuple[Tensor, Tensor | None]:
         """(inputs of a product ``[R, K]`` in the form that it reads, their scales)."""
@@ -284,7 +308,7 @@ class GroupedProducts:
 
 def _arguments(stack: ExpertStack, native: bool) -> tuple[Tensor, Tensor]:
     """Weight and scale as kernels read them: FP8 as bytes where the GPU has none, the weight for a missing scale."""
-    weight, scale = stack
+    weight, scale, _ = stack
     if weight.dtype == torch.float8_e4m3fn and not native:
         weight = weight.view(torch.uint8)
     return weight, weight if scale is None else scale
@@ -329,7 +353,7 @@ def _check(
 
 
 def _check_stack(stack: ExpertStack, E: int, rows: int, x: Tensor) -> str:
-    weight, scale = stack
+    weight, scale, exponent = stack
     if weight.dim() != 3 or weight.shape[:2] != (E, rows) or not weight.is_contiguous():
         raise ValueError(
             f"a stack of {E} experts with {rows} outputs must be contiguous [{E}, {rows}, in], got "
@@ -351,5 +375,10 @@ def _check_stack(stack: ExpertStack, E: int, rows: int, x: Tensor) -> str:
             "a quantised stack is float8_e4m3fn [E, out, in] with float32 scales of its 128 x 128 blocks, or packed "
             f"FP4 uint8 [E, out, in / 2] with e8m0 bytes [E, out, in / 32], got {weight.dtype} {tuple(weight.shape)} "
             f"with {scale.dtype} {tuple(scale.shape)}"
+        )
+    if exponent is not None and (exponent.shape, exponent.dtype, form) != ((E, rows), torch.uint8, "fp4"):
+        raise ValueError(
+            f"exponents of rows are uint8 [{E}, {rows}], for FP4, got {exponent.dtype} {tuple(exponent.shape)} for "
+            f"{form}"
         )
     return form

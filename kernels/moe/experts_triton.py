@@ -169,6 +169,105 @@ def place_kernel(
         tl.store(sorted_ptr + rest, -1, mask=rest < (first + expert_tiles) * TILE)
 
 
+@triton.jit(do_not_specialize=["pairs", "capacity"])
+def place_rows_kernel(
+    experts_ptr,
+    counts_ptr,
+    pair_ptr,
+    row_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    pairs,
+    capacity,
+    E: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    GRANULE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Gives each pair a row; an expert's rows follow one another in order of pairs, from a multiple of 16 on.
+
+    ``pair_ptr``: the pair of each row; ``row_ptr``: the row of each pair. ``tiles_ptr [3, capacity]``: expert, first
+    row and rows of tiles of at most ``TILE`` rows: those of an expert are alike, and multiples of ``GRANULE`` but for
+    the last.
+    """
+    expert = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    other = tl.arange(0, E_PADDED)
+    count = tl.load(counts_ptr + other, mask=other < E, other=0)
+    size = tl.cdiv(tl.cdiv(count, tl.maximum(tl.cdiv(count, TILE), 1)), GRANULE) * GRANULE
+    needed = tl.cdiv(count, tl.maximum(size, 1))
+    rows = tl.sum(tl.where(other == expert, count, 0), 0)
+    tile_rows = tl.sum(tl.where(other == expert, size, 0), 0)
+    start = tl.sum(tl.where(other < expert, tl.cdiv(count, 16) * 16, 0), 0)
+    first = tl.sum(tl.where(other < expert, needed, 0), 0)
+    expert_tiles = tl.sum(tl.where(other == expert, needed, 0), 0)
+    for begin in tl.range(0, expert_tiles, 32):
+        tile = begin + tl.arange(0, 32)
+        inside = tile < expert_tiles
+        tl.store(tiles_ptr + first + tile, expert, mask=inside)
+        tl.store(tiles_ptr + capacity + first + tile, start + tile * tile_rows, mask=inside)
+        tl.store(tiles_ptr + 2 * capacity + first + tile, tl.minimum(tile_rows, rows - tile * tile_rows), mask=inside)
+    if expert == E - 1:
+        tl.store(num_tiles_ptr, first + expert_tiles)
+    if rows > 0:
+        for begin in tl.range(0, pairs, BLOCK):
+            pair = begin + tl.arange(0, BLOCK)
+            mine = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == expert
+            row = start + tl.cumsum(mine.to(tl.int32), 0) - 1
+            tl.store(pair_ptr + row, pair, mask=mine)
+            tl.store(row_ptr + pair, row, mask=mine)
+            start += tl.sum(mine.to(tl.int32), 0)
+
+
+@triton.jit
+def prepare_rows_kernel(
+    x_ptr,
+    experts_ptr,
+    row_ptr,
+    out_ptr,
+    scale_ptr,
+    x_stride,
+    num_rows,
+    K: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    POW2: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Quantises rows of x ``[T, K]`` to e4m3 for `experts_hopper`: scales ``[K / 128, num_rows]`` per 128 channels.
+
+    With ``TOPK``, a row of x is written to the rows of its pairs, else to its own. A block of 128 channels, as words of
+    4 channels, is a 4 x 8 matrix; it is stored transposed.
+    """
+    source = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    GROUPS: tl.constexpr = BLOCK // 128
+    group, word = tl.arange(0, GROUPS)[:, None, None, None] * 128, tl.arange(0, 8)[None, :, None, None] * 4
+    run, byte = tl.arange(0, 4)[None, None, :, None] * 32, tl.arange(0, 4)[None, None, None, :]
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(x_ptr + source * x_stride + start + (group + word + run + byte)).to(tl.float32)
+    values, scale = quantize_groups(tl.reshape(x, (GROUPS, 128)), POW2, True, tl.float8e4nv)
+    values = tl.reshape(values, (BLOCK,))
+    channel = start + tl.arange(0, BLOCK)
+    scale_ptr += (start // 128 + tl.arange(0, GROUPS)) * num_rows.to(tl.int64)
+    if TOPK > 0:
+        for i in tl.static_range(TOPK):
+            pair = source * TOPK + i
+            if tl.load(experts_ptr + pair) >= 0:
+                row = tl.load(row_ptr + pair).to(tl.int64)
+                tl.store(out_ptr + row * K + channel, values)
+                tl.store(scale_ptr + row, scale)
+    else:
+        tl.store(out_ptr + source * K + channel, values)
+        tl.store(scale_ptr + source, scale)
+
+
 @triton.jit
 def _tile_of(experts_ptr, sorted_ptr, tile_expert_ptr, tile, pairs, TILE: tl.constexpr, SLOTS: tl.constexpr):
     """(expert or -1, pairs ``[TILE]`` or -1) of a tile.

@@ -28,6 +28,23 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
+class HopperLaunchConfig:
+    """Tiling of a launch of `experts_hopper`.
+
+    Attributes:
+        sizes: numbers of routed rows that a tile is rounded up to, multiples of the first in rising order.
+        part: routed rows that are multiplied at once, at most.
+        stages: blocks of 128 channels in flight, as far as shared memory suffices.
+        programs: per multiprocessor.
+    """
+
+    sizes: tuple[int, ...]
+    part: int
+    stages: int = 8
+    programs: int = 1
+
+
+@dataclass(frozen=True)
 class Operands:
     """Formats and dtypes of the factors of a grouped product.
 
@@ -82,3 +99,15 @@ def choose_config(pairs: int, experts: int, operands: Operands, capability: tupl
     if load <= 24:
         return LaunchConfig(32, 128, 128, 4, 3)
     return LaunchConfig(64, 128, 128 if operands.scaled else 64, 4, 4)
+
+
+def choose_hopper_config(pairs: int, experts: int) -> HopperLaunchConfig | None:
+    """The fastest configuration measured on an H200, or None where `choose_config` has a faster one."""
+    load = pairs / experts
+    if pairs <= 64:
+        return None
+    if load <= 24:
+        return HopperLaunchConfig((8, 16, 32), 32, 12)
+    if load <= 48:
+        return HopperLaunchConfig((32, 64), 64, 8)
+    return HopperLaunchConfig((32, 64, 96, 128), 64, 6)

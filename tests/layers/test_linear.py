@@ -251,6 +251,20 @@ def test_expert_stack(fmt, name, device):
         torch.testing.assert_close(out.double(), seen @ values[index].T, rtol=1e-5, atol=1e-4)
 
 
+def test_exponents_of_experts_that_have_them():
+    """Only FP4 with FP8 inputs has them, and no expert of a stack if one cannot."""
+    weight, scale, _ = fp4_weight(128, 128)
+    far = torch.where(torch.arange(4) == 1, 1, scale)
+    for experts, name, kept in (([scale, scale], "official", True), ([scale, far], "official", False),
+                                ([far, scale], "official", False), ([scale, scale], "exact", False)):  # fmt: skip
+        layer = ExpertLinear(2, 128, 128, numerics(name), torch.float32)
+        for index, of_expert in enumerate(experts):
+            layer.expert_slot(index).load(weight, of_expert)
+        assert (layer.exponent is not None) == kept
+        if kept:
+            assert torch.equal(layer.exponent, torch.stack([scale.amax(-1)] * 2))
+
+
 def test_experts_of_two_formats_are_refused():
     layer = ExpertLinear(2, 128, 128, numerics("official"), torch.float32)
     layer.expert_slot(0).load(*fp8_weight(128, 128)[:2])

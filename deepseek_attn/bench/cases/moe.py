@@ -74,7 +74,8 @@ def _stack(experts: int, rows: int, width: int, weights: str, device: torch.devi
     if weights == "fp4":
         packed = torch.randint(256, (experts, rows, width // 2), dtype=torch.uint8, device=device, generator=g)
         scale_shape = (experts, rows, width // 32)
-        return ExpertStack(packed, torch.randint(118, 123, scale_shape, dtype=torch.uint8, device=device, generator=g))
+        scale = torch.randint(118, 123, scale_shape, dtype=torch.uint8, device=device, generator=g)
+        return ExpertStack(packed, scale, scale.amax(-1))
     dense = torch.empty(experts, rows, width, dtype=torch.float8_e4m3fn, device=device)
     for expert in dense:
         expert.copy_(torch.randn(rows, width, device=device, generator=g).mul_(60).clamp_(-448, 448))

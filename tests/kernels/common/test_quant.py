@@ -324,3 +324,31 @@ def test_errors_state_the_facts():
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_row_exponents():
+    """Scales of a row within 12 powers of two are kept; groups of zeros may have any; else there are none."""
+    weight = torch.randint(256, (3, 5, 64), dtype=torch.uint8)
+    scale = torch.randint(115, 127, (3, 5, 4), dtype=torch.uint8)
+    scale[0, 0, :2] = torch.tensor([115, 126])
+    exponent, kept = quant.row_exponents(weight, scale)
+    assert torch.equal(exponent, scale.amax(-1))
+    assert torch.equal(kept, scale)
+    weight[0, 0, 16:32] = torch.tensor([0x80, 0x08] * 8)  # zeros of either sign
+    for byte in (0, 254):
+        scale[0, 0, 1] = byte
+        _, kept = quant.row_exponents(weight, scale)
+        assert torch.equal(quant.dequantize_fp4(weight[0], kept[0]), quant.dequantize_fp4(weight[0], scale[0]))
+        assert int(kept[0, 0].amax()) - int(kept[0, 0].amin()) <= quant.ROW_SPAN
+    for byte in (255, 114):
+        bad = scale.clone()
+        bad[0, 0, 1 if byte == 255 else 0] = byte
+        bad[0, 0, 2] = 126
+        assert quant.row_exponents(weight, bad) is None
+
+
+def test_row_exponents_of_tiny_rows():
+    weight, scale = torch.full((2, 16), 0x11, dtype=torch.uint8), torch.tensor([[3], [0]], dtype=torch.uint8)
+    exponent, kept = quant.row_exponents(weight, scale)
+    assert exponent.tolist() == [quant.ROW_SMALLEST] * 2  # a float32 that far below them would be subnormal
+    assert torch.equal(kept, scale)

@@ -30,7 +30,7 @@ def stack(experts, rows, width, fmt, dtype=torch.bfloat16, device=None):
     if fmt == "fp4":
         packed = torch.randint(256, (experts, rows, width // 2), dtype=torch.uint8, device=device)
         scale = torch.randint(119, 123, (experts, rows, width // 32), dtype=torch.uint8, device=device)
-        return ExpertStack(packed, scale)
+        return ExpertStack(packed, scale, scale.amax(-1))
     values = torch.randn(experts, rows, width, device=device)
     if fmt == "plain":
         return ExpertStack((values * width**-0.5 * 2).to(dtype))

@@ -47,7 +47,8 @@ def test_every_launch_compiles(monkeypatch, arch, experts):
 
     def run():
         products = moe.GroupedProducts.of(case.experts, case.weights, 32, 10.0, operands, config, capability)
-        products.run(case.x, case.w1, case.w3, case.w2, False, True, add, out)
+        outputs = products.run(case.x, case.w1, case.w3, case.w2, False, True)
+        moe.combine(outputs, case.experts, case.weights, False, add, out, capability >= (9, 0))
 
     found = compiled_launches(monkeypatch, [moe], arch, run)
     expected = {"grouped_product_kernel", "combine_kernel"}
@@ -137,7 +138,7 @@ def test_pairs_are_grouped_by_expert(gpu, pairs, experts, tile):
             assert len(rows) - len(mine) < tile
 
 
-SHAPES = {"even": (512, 256, 32, 6), "odd": (384, 128, 7, 3)}
+SHAPES = {"even": (512, 256, 32, 6), "odd": (384, 128, 7, 3), "whole steps of Hopper": (1024, 512, 32, 6)}
 TOKENS = (1, 7, 33, 129, 600)
 
 
@@ -212,12 +213,12 @@ def test_only_chosen_experts_are_read(gpu, fmt, T):
         now = case._replace(experts=experts)
         before = run(now)
         poisoned = []
-        for weight, scale in (case.w1, case.w3, case.w2):
+        for weight, scale, exponent in (case.w1, case.w3, case.w2):
             weight, scale = weight.clone(), None if scale is None else scale.clone()
             weight.view(torch.uint8)[2:] = 0xFF
             if scale is not None:
                 scale.view(torch.uint8)[2:] = 0xFF
-            poisoned.append(ExpertStack(weight, scale))
+            poisoned.append(ExpertStack(weight, scale, exponent))
         assert torch.equal(run(now._replace(w1=poisoned[0], w3=poisoned[1], w2=poisoned[2])), before)
         assert before.isfinite().all()
 
@@ -233,8 +234,8 @@ def test_experts_of_another_rank_add_nothing(gpu, fmt, T):
         here = case.experts - first
         here = torch.where((here >= 0) & (here < 4), here, -1)
         stacks = [
-            ExpertStack(w[first : first + 4], None if s is None else s[first : first + 4])
-            for w, s in (case.w1, case.w3, case.w2)
+            ExpertStack(*(None if part is None else part[first : first + 4] for part in stack))
+            for stack in (case.w1, case.w3, case.w2)
         ]
         part = case._replace(experts=here, w1=stacks[0], w3=stacks[1], w2=stacks[2])
         for weigh in (False, True):

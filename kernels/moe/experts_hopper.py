@@ -1,0 +1,475 @@
+"""Gluon device code of `launch_hopper`: products of routed rows with FP4 or FP8 experts on Hopper's FP8 tensor cores.
+
+A job is a block of 128 weight rows of an expert by a tile of rows that are routed to it. One warp loads blocks of 128
+channels of both; two warpgroups multiply 64 weight rows each. The weight is the left factor and comes from registers:
+FP4 weights become FP8 on the way. Each block of channels has a fresh accumulator, which is added under its scales.
+
+A thread of a tensor core's left factor holds runs of 4 channels that are 16 apart. Rows are stored with the channels of
+a block reordered (`prepare_rows_kernel`), so that these are 32 consecutive channels of the weight: those of one scale.
+
+FP4 in FP8: the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times a power of two from 2**-5 to 2**6 are exact in e4m3. The
+eight bytes of a power are the four of ``_LOW`` and of ``_HIGH``, to each of which but the first (zero) 8 is added for
+each doubling; three bits of a weight pick one of them, and the fourth is the sign. What remains of the scales is one
+power of two per weight row, which multiplies the sum (`row_exponents`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deepseek_attn.kernels.common.gluon import barrier, load_tile, reinterpret
+
+TOP = 6  # the largest scale of a row becomes this power of two
+_TOP = gl.constexpr(TOP)
+_FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_LOW, _HIGH = gl.constexpr(0x3C383000), gl.constexpr(0x4C484440)
+_LOW_STEP, _HIGH_STEP = gl.constexpr(0x08080800), gl.constexpr(0x08080808)
+_HALF_WEIGHT = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
+_WEIGHT = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
+
+# 8 weights of a word: channels 0 .. 3 and 4 .. 7. prmt picks bytes by the low four nibbles of its last operand.
+_TO_FP8 = gl.constexpr("""
+{
+    .reg .b32 pick, high, signs;
+    and.b32 pick, $2, 0x77777777;
+    shl.b32 high, $2, 4;
+    prmt.b32 $0, $3, $7, pick;
+    prmt.b32 signs, high, $2, 0x5140;
+    lop3.b32 $0, $0, signs, 0x80808080, 0xF8;
+    shr.u32 pick, pick, 16;
+    prmt.b32 $1, $3, $7, pick;
+    prmt.b32 signs, high, $2, 0x7362;
+    lop3.b32 $1, $1, signs, 0x80808080, 0xF8;
+}
+""")
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Constants of a launch. Triton 3.6 accepts a field in a list only when it is bound to a constexpr name.
+
+    Attributes:
+        N, K: output channels and channels of the product.
+        FP4: weights are FP4, else FP8.
+        GATED: a job computes ``swiglu`` of two products, of 64 rows of either weight.
+        SIZES: numbers of routed rows that a tile is rounded up to, in rising order.
+        PART: routed rows that are multiplied at once, at most; PARTS: of the largest tile.
+        STAGES: blocks of 128 channels in flight.
+        SCALES: input scales of a part; TMA writes at multiples of 128 bytes.
+        ROW_BLOCKS: jobs of a tile.
+    """
+
+    N: int
+    K: int
+    FP4: bool
+    GATED: bool
+    SIZES: tuple[int, ...]
+    PART: int
+    PARTS: int
+    STAGES: int
+    SCALES: int
+    ROW_BLOCKS: int
+
+
+class Stacks(NamedTuple):
+    """Scales of one or two weights: e8m0 ``[E, N, K / 32]`` and exponents of rows ``[E, N]``, or float32 by block."""
+
+    a_scale: Any
+    b_scale: Any
+    a_exponent: Any
+    b_exponent: Any
+
+
+class Tiles(NamedTuple):
+    """Tiles of routed rows: expert, first row, rows of each, int32 ``[3, capacity]``; their number."""
+
+    entries: Any
+    capacity: Any
+    count: Any
+
+
+class Output(NamedTuple):
+    """Where products go: ``out``, in order of the routed rows if gated, else by pair.
+
+    Attributes:
+        pairs: int32, the pair of each row; weights: float32 by pair.
+        limit: clamp of swiglu.
+    """
+
+    out: Any
+    pairs: Any
+    weights: Any
+    limit: Any
+
+
+class Buffers(NamedTuple):
+    """Shared memory by stage: blocks of weight and input, scales of the input, barriers of full and empty stages."""
+
+    weight: Any
+    x: Any
+    scales: Any
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def _tile_of(tiles, job, TILING: gl.constexpr):
+    """(expert, first row, rows) of the tile of a job."""
+    entry = tiles.entries + job // TILING.ROW_BLOCKS
+    return gl.load(entry), gl.load(entry + tiles.capacity), gl.load(entry + 2 * tiles.capacity)
+
+
+@gluon.jit
+def _load_all(x_desc, x_scale_desc, a_desc, b_desc, tiles, buffers, TILING: gl.constexpr):
+    """Loads the blocks of all jobs of this program in order."""
+    GATED: gl.constexpr = TILING.GATED
+    PART: gl.constexpr = TILING.PART
+    PARTS: gl.constexpr = TILING.PARTS
+    STAGES: gl.constexpr = TILING.STAGES
+    STEP: gl.constexpr = 64 if TILING.FP4 else 128
+    PART_BYTES: gl.constexpr = 128 * PART + 4 * TILING.SCALES
+    gdc_wait()
+    jobs = gl.load(tiles.count) * TILING.ROW_BLOCKS
+    n = jobs * 0
+    for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
+        expert, start, rows = _tile_of(tiles, job, TILING)
+        weight_row = expert * TILING.N + job % TILING.ROW_BLOCKS * (64 if GATED else 128)
+        for block in range(TILING.K // 128):
+            stage = n % STAGES
+            full = buffers.full.index(stage)
+            mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
+            for i in gl.static_range(PARTS):
+                is_last = (rows > i * PART) & ((rows <= (i + 1) * PART) | (i == PARTS - 1))
+                mbarrier.expect(full, 128 * STEP + (i + 1) * PART_BYTES, pred=is_last)
+            if GATED:
+                for i in gl.static_range(2):
+                    row = weight_row + 32 * i
+                    load_tile(a_desc, [row, block * STEP], full, buffers.weight.index(4 * stage + 2 * i))
+                    load_tile(b_desc, [row, block * STEP], full, buffers.weight.index(4 * stage + 2 * i + 1))
+            else:
+                load_tile(a_desc, [weight_row, block * STEP], full, buffers.weight.index(stage))
+            for i in gl.static_range(PARTS):
+                row = start + PART * i
+                part = stage * PARTS + i
+                has_part = rows > PART * i
+                load_tile(x_desc, [row, block * 128], full, buffers.x.index(part), pred=has_part)
+                load_tile(x_scale_desc, [block, row], full, buffers.scales.index(part), pred=has_part)
+            n += 1
+
+
+@gluon.constexpr_function
+def _weight_layout(gated, shape, columns):
+    """Rows of a warpgroup's weight by thread, as in the left factor; ``columns``: bases (register, lane) of the others.
+
+    A thread has two rows that are 8 apart in the product: there, rows of gate and up alternate by 8. In shared memory
+    all 32 of the gate come first.
+    """
+    row, in_thread, in_quad = [0] * (len(shape) - 1), *columns
+    other, warp = (32, 8) if gated else (8, 16)
+    return gl.DistributedLinearLayout(
+        [*in_thread, [other, *row]],
+        [*in_quad, [1, *row], [2, *row], [4, *row]],
+        [[warp, *row], [2 * warp, *row]],
+        [],
+        shape,
+    )
+
+
+_FP4_COLUMNS = gl.constexpr(([[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32]]))
+_FP4_GROUPS = gl.constexpr(([[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]], [[0, 1, 0], [0, 2, 0]]))
+_FP8_COLUMNS = gl.constexpr(([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[0, 32], [0, 64]]))
+
+
+@gluon.jit
+def _fp8_weight(buffers, stage, low, high, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
+    """The left factor of a block ``[64, 128]`` in registers.
+
+    ``low``, ``high``: int32 ``[64, 4]``, the bytes of the power of two of each row and group, for FP4.
+    """
+    GATED: gl.constexpr = TILING.GATED
+    STAGES: gl.constexpr = TILING.STAGES
+    if TILING.FP4:
+        LOAD: gl.constexpr = _weight_layout(GATED, [64, 64], _FP4_COLUMNS)
+        GROUPS: gl.constexpr = _weight_layout(GATED, [64, 4, 16], _FP4_GROUPS)
+        packed = reinterpret(buffers.weight, gl.uint8, [2 * STAGES, 64, 64], _HALF_WEIGHT)
+        w = packed.index(2 * stage + WARPGROUP).load(LOAD)
+        w = gl.convert_layout(w.reshape([64, 4, 16]), GROUPS, assert_trivial=True)
+        first, second = gl.inline_asm_elementwise(
+            _TO_FP8,
+            "=&r,=&r,r,r,r,r,r,r,r,r,r",
+            [w, low[:, :, None], high[:, :, None]],
+            dtype=(gl.float8e4nv, gl.float8e4nv),
+            is_pure=True,
+            pack=4,
+        )
+        w = gl.join(first, second)
+        if GATED:
+            w = w.reshape([2, 4, 8, 4, 4, 4, 2]).permute((1, 0, 2, 4, 6, 3, 5))
+        else:
+            w = w.reshape([4, 2, 8, 4, 4, 4, 2]).permute((0, 1, 2, 4, 6, 3, 5))
+    else:
+        LOAD: gl.constexpr = _weight_layout(GATED, [64, 128], _FP8_COLUMNS)
+        whole = reinterpret(buffers.weight, gl.float8e4nv, [2 * STAGES, 64, 128], _WEIGHT)
+        w = whole.index(2 * stage + WARPGROUP).load(LOAD)
+        if GATED:
+            w = w.reshape([2, 4, 8, 4, 8, 4]).permute((1, 0, 2, 4, 3, 5))
+        else:
+            w = w.reshape([4, 2, 8, 4, 8, 4]).permute((0, 1, 2, 4, 3, 5))
+    return w.reshape([64, 128])
+
+
+@gluon.jit
+def _add_part(acc, product, factor, buffers, part):
+    """``acc`` plus the product of a part of a tile under its scales."""
+    MMA: gl.constexpr = acc.type.layout
+    SIZE: gl.constexpr = acc.shape[1]
+    SCALES: gl.constexpr = buffers.scales.shape[2]
+    scales = reinterpret(buffers.scales.index(part), gl.float32, [SCALES], _FLAT).slice(0, SIZE)
+    x_scale = scales.load(gl.SliceLayout(0, MMA))[None, :]
+    if factor is not None:
+        x_scale = x_scale * gl.convert_layout(factor, gl.SliceLayout(1, MMA), assert_trivial=True)[:, None]
+    return acc + product * x_scale
+
+
+@gluon.jit
+def _packed_scales(scale_row, block):
+    """e8m0 bytes of four blocks from ``block`` on, of each row and group: the first is the lowest byte."""
+    packed = gl.load(scale_row + 4 * block).to(gl.int32)
+    for i in gl.static_range(1, 4):
+        packed |= gl.load(scale_row + 4 * (block + i)).to(gl.int32) << (8 * i)
+    return packed
+
+
+@gluon.jit
+def _multiply_tile(
+    expert, start, rows, row_block, n, stacks, output, buffers, SIZE: gl.constexpr, WARPGROUP: gl.constexpr,
+    TILING: gl.constexpr,
+):  # fmt: skip
+    """The product of this warpgroup's 64 weight rows with a tile of at most ``SIZE`` routed rows, and its output."""
+    N: gl.constexpr = TILING.N
+    K: gl.constexpr = TILING.K
+    FP4: gl.constexpr = TILING.FP4
+    GATED: gl.constexpr = TILING.GATED
+    PART: gl.constexpr = TILING.PART
+    PARTS: gl.constexpr = (SIZE + PART - 1) // PART
+    REST: gl.constexpr = SIZE - (PARTS - 1) * PART
+    STAGES: gl.constexpr = TILING.STAGES
+    BLOCKS: gl.constexpr = K // 128
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
+    LAST_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 32])
+    ROW: gl.constexpr = gl.SliceLayout(1, LAST_MMA)
+    channel = row_block * 64 + WARPGROUP * 32 if GATED else row_block * 128 + WARPGROUP * 64
+    if FP4:
+        GROUPS: gl.constexpr = gl.SliceLayout(2, _weight_layout(GATED, [64, 4, 16], _FP4_GROUPS))
+        lane = gl.arange(0, 64, layout=gl.SliceLayout(1, GROUPS))
+        group = gl.arange(0, 4, layout=gl.SliceLayout(0, GROUPS))
+        if GATED:
+            scale_ptr = gl.where(lane >= 32, stacks.b_scale, stacks.a_scale)
+            exponent_ptr = gl.where(lane >= 32, stacks.b_exponent, stacks.a_exponent)
+            lane = lane % 32
+        else:
+            scale_ptr = gl.where(lane >= 0, stacks.a_scale, stacks.a_scale)
+            exponent_ptr = gl.where(lane >= 0, stacks.a_exponent, stacks.a_exponent)
+        row = expert.to(gl.int64) * N + channel + lane
+        shift = _TOP - gl.load(exponent_ptr + row).to(gl.int32)
+        low_base = (_LOW + shift * _LOW_STEP)[:, None]
+        high_base = (_HIGH + shift * _HIGH_STEP)[:, None]
+        scale_row = (scale_ptr + row * (K // 32))[:, None] + group[None, :]
+        next_packed = _packed_scales(scale_row, 0)
+        packed = next_packed
+    else:
+        half = gl.arange(0, 64, layout=ROW)
+        half = half % 16 // 8 if GATED else half * 0
+        GRID: gl.constexpr = (N + 127) // 128
+        scale_block = (expert.to(gl.int64) * GRID + channel // 128) * BLOCKS
+        next_a = gl.load(stacks.a_scale + scale_block)
+        next_b = gl.load(stacks.b_scale + scale_block) if GATED else next_a
+    zeros = gl.zeros([64, PART], gl.float32, layout=MMA)
+    last_zeros = gl.zeros([64, REST], gl.float32, layout=LAST_MMA)
+    acc = ()
+    for _i in gl.static_range(PARTS - 1):
+        acc += (zeros,)
+    last_acc = last_zeros
+    for block in range(BLOCKS):
+        factor = None
+        low = None
+        high = None
+        if FP4:
+            if block % 4 == 0:
+                packed = next_packed
+                next_packed = _packed_scales(scale_row, gl.minimum(block + 4, BLOCKS - 4))
+            scale = packed & 255
+            packed = packed >> 8
+            low = scale * _LOW_STEP + low_base
+            high = scale * _HIGH_STEP + high_base
+        else:
+            factor = gl.where(half > 0, next_b, next_a)
+            following = scale_block + gl.minimum(block + 1, BLOCKS - 1)
+            next_a = gl.load(stacks.a_scale + following)
+            next_b = gl.load(stacks.b_scale + following) if GATED else next_a
+        stage = n % STAGES
+        mbarrier.wait(buffers.full.index(stage), n // STAGES & 1)
+        w = _fp8_weight(buffers, stage, low, high, WARPGROUP, TILING)
+        first = stage * TILING.PARTS
+        new = ()
+        if PARTS > 1:
+            part_w = gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
+            x = buffers.x.index(first).permute((1, 0))
+            product = warpgroup_mma(part_w, x, zeros, use_acc=False, is_async=True)
+            for i in gl.static_range(1, PARTS - 1):
+                x = buffers.x.index(first + i).permute((1, 0))
+                following_product = warpgroup_mma(part_w, x, zeros, use_acc=False, is_async=True)
+                product = warpgroup_mma_wait(1, deps=[product])
+                new += (_add_part(acc[i - 1], product, factor, buffers, first + i - 1),)
+                product = following_product
+        last_w = gl.convert_layout(w, gl.DotOperandLayout(0, LAST_MMA, 4), assert_trivial=True)
+        x = buffers.x.index(first + PARTS - 1).slice(0, REST).permute((1, 0))
+        last_product = warpgroup_mma(last_w, x, last_zeros, use_acc=False, is_async=True)
+        if PARTS > 1:
+            product = warpgroup_mma_wait(1, deps=[product])
+            new += (_add_part(acc[PARTS - 2], product, factor, buffers, first + PARTS - 2),)
+        last_product = warpgroup_mma_wait(0, deps=[last_product])
+        last_acc = _add_part(last_acc, last_product, factor, buffers, first + PARTS - 1)
+        acc = new
+        barrier()  # all four warps have multiplied
+        mbarrier.arrive(buffers.empty.index(stage))
+        n += 1
+    for i in gl.static_range(PARTS - 1):
+        _store(acc[i], expert, start, i * PART, rows, channel, stacks, output, TILING)
+    _store(last_acc, expert, start, (PARTS - 1) * PART, rows, channel, stacks, output, TILING)
+    return n
+
+
+@gluon.jit
+def _store(acc, expert, start, first, rows, channel, stacks, output, TILING: gl.constexpr):
+    """Stores a part of a tile ``[64, rows]`` from its row ``first`` on: of ``swiglu``, or of the product."""
+    N: gl.constexpr = TILING.N
+    GATED: gl.constexpr = TILING.GATED
+    MMA: gl.constexpr = acc.type.layout
+    SIZE: gl.constexpr = acc.shape[1]
+    dtype: gl.constexpr = output.out.dtype.element_ty
+    CHANNELS: gl.constexpr = 32 if GATED else 64
+    # a row's channels follow one another
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [CHANNELS // 8, 256 // CHANNELS], [1, 4], [0, 1])
+    if TILING.FP4:
+        lane = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+        if GATED:
+            exponent_ptr = gl.where(lane % 16 >= 8, stacks.b_exponent, stacks.a_exponent)
+            lane = lane // 16 * 8 + lane % 8
+        else:
+            exponent_ptr = gl.where(lane >= 0, stacks.a_exponent, stacks.a_exponent)
+        exponent = gl.load(exponent_ptr + expert.to(gl.int64) * N + channel + lane).to(gl.int32)
+        acc *= ((exponent - _TOP) << 23).to(gl.float32, bitcast=True)[:, None]
+    token = first + gl.arange(0, SIZE, layout=gl.SliceLayout(0, OUT))
+    row = channel + gl.arange(0, CHANNELS, layout=gl.SliceLayout(1, OUT))
+    known = token < rows
+    if GATED:
+        gate, up = acc.to(dtype).to(gl.float32).reshape([4, 2, 8, SIZE]).permute((0, 2, 3, 1)).split()
+        gate = gate.reshape([32, SIZE])
+        up = up.reshape([32, SIZE])
+        if output.limit is not None:
+            # as comparisons, which leave a NaN
+            gate = gl.where(gate > output.limit, output.limit, gate)
+            up = gl.where(up > output.limit, output.limit, gl.where(up < -output.limit, -output.limit, up))
+        value = gate / (1 + gl.exp(-gate)) * up
+        value = gl.convert_layout(value, OUT)
+        if output.weights is not None:
+            pair = gl.load(output.pairs + start + token, mask=known, other=0)
+            value *= gl.load(output.weights + pair, mask=known, other=0)[None, :]
+        to = start + token
+        value = value.to(dtype)
+    else:
+        value = gl.convert_layout(acc.to(dtype), OUT)
+        to = gl.load(output.pairs + start + token, mask=known, other=0)
+    gl.store(gl.multiple_of(output.out, 16) + to.to(gl.int64)[None, :] * N + row[:, None], value, mask=known[None, :])
+
+
+@gluon.jit
+def _multiply_all(tiles, stacks, output, buffers, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
+    """This warpgroup's rows of all jobs of this program."""
+    SIZES: gl.constexpr = TILING.SIZES
+    gdc_wait()
+    jobs = gl.load(tiles.count) * TILING.ROW_BLOCKS
+    n = jobs * 0
+    for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
+        expert, start, rows = _tile_of(tiles, job, TILING)
+        row_block = job % TILING.ROW_BLOCKS
+        for i in gl.static_range(len(SIZES)):
+            if (rows > (SIZES[i - 1] if i > 0 else 0)) & (rows <= SIZES[i]):
+                n = _multiply_tile(
+                    expert, start, rows, row_block, n, stacks, output, buffers, SIZES[i], WARPGROUP, TILING
+                )
+
+
+@gluon.jit(do_not_specialize=["capacity"])
+def experts_hopper_kernel(
+    x_desc,
+    x_scale_desc,
+    a_desc,
+    b_desc,
+    a_scale,
+    b_scale,
+    a_exponent,
+    b_exponent,
+    entries,
+    capacity,
+    count,
+    out,
+    pairs,
+    weights,
+    limit,
+    TILING: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """Persistent kernel: all jobs of a product.
+
+    Args:
+        x_desc, x_scale_desc: rows in order of expert, FP8 ``[R, K]``, and their scales ``[K / 128, R]``.
+        a_desc, b_desc: weights ``[E * N, K]``, FP4 packed.
+        a_scale, b_scale, a_exponent, b_exponent: as `Stacks`. entries, capacity, count: as `Tiles`.
+        out, pairs, weights, limit: as `Output`; weights and limit may be None.
+        REGISTERS: of a thread of the second warpgroup.
+    """
+    gdc_launch_dependents()
+    STAGES: gl.constexpr = TILING.STAGES
+    PART: gl.constexpr = TILING.PART
+    PARTS: gl.constexpr = TILING.PARTS
+    SCALES: gl.constexpr = TILING.SCALES
+    WEIGHTS: gl.constexpr = 4 * STAGES if TILING.GATED else STAGES
+    ROWS: gl.constexpr = 32 if TILING.GATED else 128
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    if TILING.FP4:
+        w_buffer = gl.allocate_shared_memory(gl.uint8, [WEIGHTS, ROWS, 64], _HALF_WEIGHT)
+    else:
+        w_buffer = gl.allocate_shared_memory(gl.float8e4nv, [WEIGHTS, ROWS, 128], _WEIGHT)
+    x_buffer = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, PART, 128], _WEIGHT)
+    scale_buffer = gl.allocate_shared_memory(gl.float32, [STAGES * PARTS, 1, SCALES], gl.NVMMASharedLayout(0, 32, 2))
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    buffers = Buffers(w_buffer, x_buffer, scale_buffer, full, empty)
+    stacks = Stacks(a_scale, b_scale, a_exponent, b_exponent)
+    tiles = Tiles(entries, capacity, count)
+    output = Output(out, pairs, weights, limit)
+    gl.warp_specialize(
+        [
+            (_multiply_all, (tiles, stacks, output, buffers, 0, TILING)),
+            (_multiply_all, (tiles, stacks, output, buffers, 1, TILING)),
+            (_load_all, (x_desc, x_scale_desc, a_desc, b_desc, tiles, buffers, TILING)),
+        ],
+        [4, 1],
+        [REGISTERS, 40],
+    )

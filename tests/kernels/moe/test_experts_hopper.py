@@ -1,0 +1,176 @@
+"""Routed experts on Hopper's FP8 tensor cores: FP4 in FP8, which arguments fit, what compiles, and on a GPU results."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from deepseek_attn.kernels.common.quant import E2M1, ROW_SPAN
+from deepseek_attn.kernels.moe import ExpertStack, reference
+from tests.kernels.moe.moe_cases import make_case
+from tests.support.tiers import tiered
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from deepseek_attn.kernels.moe import experts as moe
+from deepseek_attn.kernels.moe import experts_hopper, launch_hopper
+from deepseek_attn.kernels.moe.launch_config import HopperLaunchConfig, choose_hopper_config
+from tests.kernels.compiled_launches import compiled_launches, pass_for_gpu, ptxas_report
+
+BF16, F32 = torch.bfloat16, torch.float32
+MASK = 0xFFFFFFFF
+
+
+# --- FP4 in FP8 ---
+
+
+def run_ptx(text: str, inputs: dict[str, int]) -> dict[str, int]:
+    """Registers after the instructions of ``text``, of which `_TO_FP8` has a few kinds."""
+    registers = dict(inputs)
+    value = lambda name: registers[name] if name in registers else int(name, 0)  # noqa: E731
+    for line in re.findall(r"^\s*(\w+)\.b32 (.*);$|^\s*(\w+)\.u32 (.*);$", text, re.M):
+        operation, operands = (line[0] or line[2]), (line[1] or line[3]).split(", ")
+        to, values = operands[0], [value(name) for name in operands[1:]]
+        if operation == "and":
+            result = values[0] & values[1]
+        elif operation == "shl":
+            result = values[0] << values[1]
+        elif operation == "shr":
+            result = values[0] >> values[1]
+        elif operation == "prmt":
+            picks = [values[2] >> 4 * i & 15 for i in range(4)]
+            assert max(picks) < 8  # of larger ones, only the sign of the byte is copied
+            bytes_ = values[0].to_bytes(4, "little") + values[1].to_bytes(4, "little")
+            result = int.from_bytes([bytes_[pick] for pick in picks], "little")
+        else:
+            assert (operation, values[3]) == ("lop3", 0xF8)
+            result = values[0] | values[1] & values[2]
+        registers[to] = result & MASK
+    return registers
+
+
+def test_fp4_is_exact_in_fp8():
+    """Every pair of codes in every place, under every power of two that a row may have, both ends included."""
+    text = experts_hopper._TO_FP8.value.replace("        .reg", "//")
+    low, high = experts_hopper._LOW.value, experts_hopper._HIGH.value
+    low_step, high_step = experts_hopper._LOW_STEP.value, experts_hopper._HIGH_STEP.value
+    values = torch.tensor(E2M1, dtype=torch.float64)
+    for power in range(experts_hopper.TOP - ROW_SPAN, experts_hopper.TOP + 1):
+        # prmt ignores what is above its 16 bits
+        table = {"$3": low + power * low_step & MASK, "$7": high + power * high_step & MASK}
+        for first in range(16):
+            for second in range(16):
+                codes = [first, second] * 4
+                word = sum(code << 4 * i for i, code in enumerate(codes))
+                found = run_ptx(text, {"$2": word} | table)
+                got = torch.tensor([*found["$0"].to_bytes(4, "little"), *found["$1"].to_bytes(4, "little")])
+                got = got.to(torch.uint8).view(torch.float8_e4m3fn).double()
+                assert torch.equal(got, values[codes] * 2.0**power)
+                assert torch.equal(got.signbit(), values[codes].signbit())
+
+
+# --- what is launched ---
+
+
+def fits(T=100, D=1024, inner=512, fmt="fp4", dtype=BF16, exponents=True, fp8_input=True):
+    case = make_case(T, D, inner, 4, 2, fmt, dtype, "cpu")
+    w2 = case.w2 if exponents else case.w2._replace(exponent=None)
+    return launch_hopper.fits_hopper(case.x, case.w1, case.w3, w2, fp8_input)
+
+
+def test_which_experts_it_takes(monkeypatch):
+    pass_for_gpu(monkeypatch, (9, 0), launch_hopper)
+    assert fits()
+    assert fits(fmt="fp8")
+    assert fits(dtype=torch.float16)
+    others = [{"D": 768}, {"inner": 256}, {"fmt": "plain"}, {"dtype": F32}, {"exponents": False}, {"fp8_input": False}]
+    assert not any(fits(**other) for other in others)
+    pass_for_gpu(monkeypatch, (10, 0), launch_hopper)
+    assert not fits()
+
+
+@pytest.mark.parametrize("experts", [4, 256, 384])
+def test_configurations(experts):
+    for pairs in (1, 64, 65, 200, 1000, 6144, 24576, 65536):
+        config = choose_hopper_config(pairs, experts)
+        if config is not None:
+            assert all(size % config.sizes[0] == 0 for size in config.sizes)
+            assert list(config.sizes) == sorted(config.sizes)
+            assert config.sizes[0] % 8 == 0
+            rests = {size % config.part for size in config.sizes}
+            assert all(rest & (rest - 1) == 0 for rest in rests)  # shapes of products are powers of two
+
+
+def launches(monkeypatch, fmt, config, hidden=1024, inner=512):
+    case = make_case(100, hidden, inner, 32, 6, fmt, BF16, "meta")
+    pass_for_gpu(monkeypatch, (9, 0), launch_hopper)
+    args = (case.x, case.experts, case.weights, case.w1, case.w3, case.w2, 10.0, fmt == "fp8", True, config)
+    return compiled_launches(monkeypatch, [launch_hopper], "sm90", lambda: launch_hopper.launch_hopper(*args))
+
+
+CONFIGS = {
+    "few": HopperLaunchConfig((8, 16, 32), 32, 12),
+    "some": HopperLaunchConfig((32, 64), 64, 8),
+    "many": HopperLaunchConfig((32, 64, 96, 128), 64, 6),
+}
+COMPILED = [(fmt, name) for fmt in ("fp4", "fp8") for name in CONFIGS]
+
+
+@pytest.mark.parametrize(("fmt", "name"), tiered(COMPILED, [("fp4", "some"), ("fp8", "few")]))
+def test_it_compiles_without_spills(monkeypatch, tmp_path, fmt, name):
+    found = launches(monkeypatch, fmt, CONFIGS[name])
+    assert set(found) == {"count_kernel", "place_rows_kernel", "prepare_rows_kernel", "experts_hopper_kernel"}
+    assert len(found["experts_hopper_kernel"]) == 2
+    for kernel in found["experts_hopper_kernel"]:
+        assert "f32.e4m3.e4m3" in kernel.asm["ptx"]
+        assert "setmaxnreg" in kernel.asm["ptx"]
+        report = ptxas_report(kernel, tmp_path)
+        assert "serialized" not in report
+        assert " 0 bytes spill stores" in report
+
+
+# --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
+
+
+def relative(got, expected):
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("fmt", ["fp4", "fp8"])
+def test_any_routing(gpu, fmt, config):
+    """Every size of tile; experts with many rows and with none; pairs of other ranks; a token by itself."""
+    case = make_case(300, 1024, 512, 12, 3, fmt)
+    case.experts[:, 0] = torch.where(torch.arange(300) < 200, 3, case.experts[:, 0])
+    case.experts[7] = -1
+    case.experts[9, 1] = -1
+    case.experts[case.experts == 5] = 6
+    weigh = fmt == "fp8"
+    expected = reference.moe_experts(*case, 4.0, weigh, True)
+    together = moe.moe_experts(*case, 4.0, weigh, True, config=config)
+    assert relative(together, expected) <= (4e-3 if fmt == "fp4" else 8e-2)
+    assert not together[7].any()
+    for part in (slice(1), slice(3), slice(5, 22), slice(20, 117), slice(299, 300)):
+        assert torch.equal(moe.moe_experts(*case.of(part), 4.0, weigh, True, config=config), together[part])
+
+
+@pytest.mark.parametrize("fmt", ["fp4", "fp8"])
+def test_the_same_bits_and_a_nan_in_one_token(gpu, fmt):
+    case = make_case(250, 1024, 1024, 12, 3, fmt)
+    first = moe.moe_experts(*case, 4.0, False, True)
+    assert all(torch.equal(moe.moe_experts(*case, 4.0, False, True), first) for _ in range(50))
+    case.x[5, 17] = float("nan")
+    out, kept = moe.moe_experts(*case, 4.0, False, True), torch.arange(250) != 5
+    assert out[5].isnan().all()
+    assert torch.equal(out[kept], first[kept])
+
+
+def test_scales_far_apart_take_another_kernel(gpu):
+    case = make_case(250, 1024, 512, 12, 3, "fp4")
+    scale = case.w1.scale.clone()
+    scale[:, :, 3] = 104
+    case = case._replace(w1=ExpertStack(case.w1.weight, scale))
+    assert not launch_hopper.fits_hopper(case.x, case.w1, case.w3, case.w2, True)
+    assert relative(moe.moe_experts(*case, 4.0, False, True), reference.moe_experts(*case, 4.0, False, True)) <= 4e-3
