@@ -95,7 +95,9 @@ def moe_experts(
     Notes:
         In Triton, FP4 weights under scales from 2**-68 to 2**65 are exact; under larger ones they become infinite. FP8
         products of a block of 128 channels are summed as the tensor cores do: on compute capability 9.0 with about 14
-        bits.
+        bits. There, FP4 weights with exponents of rows become FP8, exactly, if x has 16 bits and ``fp8_input``, and the
+        number of tokens is large enough for this to be faster. Such a sum may move an intermediate result to the next
+        FP8 value: outputs differ from those of exact sums by 0.4 to 0.6 % of the norm (H200).
     """
     if runs_triton(x):
         from deepseek_attn.kernels.moe.experts import moe_experts as op

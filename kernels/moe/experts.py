@@ -70,7 +70,7 @@ def moe_experts(
         x_part, ids, factors = x[part], experts[part], weights[part]
         chosen = config
         if chosen is None and hopper:
-            chosen = choose_hopper_config(ids.numel(), routed)
+            chosen = choose_hopper_config(ids.numel(), routed, w1.is_fp4)
         if isinstance(chosen, HopperLaunchConfig):
             outputs = launch_hopper(x_part, ids, factors, w1, w3, w2, limit, weigh_output, pow2_scales, chosen)
         else:
@@ -88,7 +88,7 @@ def combine(
 ) -> None:
     """Adds the outputs ``[T * k, D]`` of each token's pairs, times their weights if ``weigh``, and ``add``."""
     (T, D), k = out.shape, experts.shape[1]
-    block = 512 if T * D > 1 << 18 else 128
+    block = 1024 if T * D > 1 << 22 else 512 if T * D > 1 << 18 else 128
     combine_kernel[(T, triton.cdiv(D, block))](
         pair_outputs,
         experts,
@@ -103,7 +103,7 @@ def combine(
         ADD=add is not None,
         BLOCK=block,
         PDL=pdl,
-        num_warps=block // 128,
+        num_warps=min(4, block // 128),
         launch_pdl=pdl,
     )
 

@@ -44,11 +44,11 @@ _TO_FP8 = gl.constexpr("""
     .reg .b32 pick, high, signs;
     and.b32 pick, $2, 0x77777777;
     shl.b32 high, $2, 4;
-    prmt.b32 $0, $3, $7, pick;
+    prmt.b32 $0, $3, $4, pick;
     prmt.b32 signs, high, $2, 0x5140;
     lop3.b32 $0, $0, signs, 0x80808080, 0xF8;
     shr.u32 pick, pick, 16;
-    prmt.b32 $1, $3, $7, pick;
+    prmt.b32 $1, $3, $4, pick;
     prmt.b32 signs, high, $2, 0x7362;
     lop3.b32 $1, $1, signs, 0x80808080, 0xF8;
 }
@@ -66,6 +66,7 @@ class Tiling:
         SIZES: numbers of routed rows that a tile is rounded up to, in rising order.
         PART: routed rows that are multiplied at once, at most; PARTS: of the largest tile.
         STAGES: blocks of 128 channels in flight.
+        AHEAD: the weight of the next block becomes FP8 while tensor cores multiply.
         SCALES: input scales of a part; TMA writes at multiples of 128 bytes.
         ROW_BLOCKS: jobs of a tile.
     """
@@ -78,6 +79,7 @@ class Tiling:
     PART: int
     PARTS: int
     STAGES: int
+    AHEAD: bool
     SCALES: int
     ROW_BLOCKS: int
 
@@ -186,59 +188,80 @@ def _weight_layout(gated, shape, columns):
     )
 
 
-_FP4_COLUMNS = gl.constexpr(([[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32]]))
-_FP4_GROUPS = gl.constexpr(([[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]], [[0, 1, 0], [0, 2, 0]]))
-_FP8_COLUMNS = gl.constexpr(([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[0, 32], [0, 64]]))
+@gluon.constexpr_function
+def _word_layout(gated, words, with_bytes):
+    """Layout of int32 words ``[64, 4, words]`` (or bytes, ``[64, 4, words, 4]``) of which a thread has one quarter."""
+    in_thread = [[0, 0, 1 << i, 0] for i in range(words.bit_length() - 1)]
+    columns = [[0, 0, 0, 1], [0, 0, 0, 2], *in_thread], [[0, 1, 0, 0], [0, 2, 0, 0]]
+    whole = _weight_layout(gated, [64, 4, words, 4], columns)
+    return whole if with_bytes else gl.SliceLayout(3, whole)
 
 
 @gluon.jit
 def _fp8_weight(buffers, stage, low, high, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
-    """The left factor of a block ``[64, 128]`` in registers.
+    """Weight rows of a block in registers, e4m3 in words: int32 ``[64, 4, 8]``.
 
     ``low``, ``high``: int32 ``[64, 4]``, the bytes of the power of two of each row and group, for FP4.
     """
     GATED: gl.constexpr = TILING.GATED
     STAGES: gl.constexpr = TILING.STAGES
+    WORDS: gl.constexpr = 4 if TILING.FP4 else 8
+    FORM: gl.constexpr = gl.NVMMASharedLayout(64 if TILING.FP4 else 128, 32, 2)
+    LAST: gl.constexpr = [[0, 1], [0, 2]] if TILING.FP4 else [[0, 1], [0, 2], [0, 4]]
+    LOAD: gl.constexpr = _weight_layout(GATED, [64, 4 * WORDS], (LAST, [[0, WORDS], [0, 2 * WORDS]]))
+    stored = reinterpret(buffers.weight, gl.int32, [2 * STAGES, 64, 4 * WORDS], FORM)
+    w = stored.index(2 * stage + WARPGROUP).load(LOAD).reshape([64, 4, WORDS])
+    w = gl.convert_layout(w, _word_layout(GATED, WORDS, False), assert_trivial=True)
     if TILING.FP4:
-        LOAD: gl.constexpr = _weight_layout(GATED, [64, 64], _FP4_COLUMNS)
-        GROUPS: gl.constexpr = _weight_layout(GATED, [64, 4, 16], _FP4_GROUPS)
-        packed = reinterpret(buffers.weight, gl.uint8, [2 * STAGES, 64, 64], _HALF_WEIGHT)
-        w = packed.index(2 * stage + WARPGROUP).load(LOAD)
-        w = gl.convert_layout(w.reshape([64, 4, 16]), GROUPS, assert_trivial=True)
         first, second = gl.inline_asm_elementwise(
             _TO_FP8,
-            "=&r,=&r,r,r,r,r,r,r,r,r,r",
+            "=&r,=&r,r,r,r",
             [w, low[:, :, None], high[:, :, None]],
-            dtype=(gl.float8e4nv, gl.float8e4nv),
+            dtype=(gl.int32, gl.int32),
             is_pure=True,
-            pack=4,
+            pack=1,
         )
-        w = gl.join(first, second)
-        if GATED:
-            w = w.reshape([2, 4, 8, 4, 4, 4, 2]).permute((1, 0, 2, 4, 6, 3, 5))
-        else:
-            w = w.reshape([4, 2, 8, 4, 4, 4, 2]).permute((0, 1, 2, 4, 6, 3, 5))
+        w = gl.join(first, second).reshape([64, 4, 8])
+        w = gl.convert_layout(w, _word_layout(GATED, 8, False), assert_trivial=True)
+    return w
+
+
+@gluon.jit
+def _left_factor(words, TILING: gl.constexpr):
+    """The left factor ``[64, 128]`` of the words of `_fp8_weight`: another view of the same registers."""
+    same = words[:, :, :, None] + gl.zeros([64, 4, 8, 4], gl.int32, layout=_word_layout(TILING.GATED, 8, True))
+    w = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [same], dtype=gl.float8e4nv, is_pure=True, pack=4)
+    if TILING.GATED:
+        w = w.reshape([2, 4, 8, 4, 8, 4]).permute((1, 0, 2, 4, 3, 5))
     else:
-        LOAD: gl.constexpr = _weight_layout(GATED, [64, 128], _FP8_COLUMNS)
-        whole = reinterpret(buffers.weight, gl.float8e4nv, [2 * STAGES, 64, 128], _WEIGHT)
-        w = whole.index(2 * stage + WARPGROUP).load(LOAD)
-        if GATED:
-            w = w.reshape([2, 4, 8, 4, 8, 4]).permute((1, 0, 2, 4, 3, 5))
-        else:
-            w = w.reshape([4, 2, 8, 4, 8, 4]).permute((0, 1, 2, 4, 3, 5))
+        w = w.reshape([4, 2, 8, 4, 8, 4]).permute((0, 1, 2, 4, 3, 5))
     return w.reshape([64, 128])
 
 
 @gluon.jit
-def _add_part(acc, product, factor, buffers, part):
-    """``acc`` plus the product of a part of a tile under its scales."""
-    MMA: gl.constexpr = acc.type.layout
-    SIZE: gl.constexpr = acc.shape[1]
+def _release(buffers, n, STAGES: gl.constexpr):
+    """Lets the stage of block ``n - 1`` be overwritten; called when weights that were loaded later are in use.
+
+    A barrier waits for no load from shared memory, only the use of its result does. Those of a warp end in order:
+    so the scales of block ``n - 1`` have arrived.
+    """
+    barrier()
+    mbarrier.arrive(buffers.empty.index((n + STAGES - 1) % STAGES), pred=n > 0)
+
+
+@gluon.jit
+def _part_scale(acc, buffers, part):
+    """Scales of the rows of a part of a tile."""
     SCALES: gl.constexpr = buffers.scales.shape[2]
-    scales = reinterpret(buffers.scales.index(part), gl.float32, [SCALES], _FLAT).slice(0, SIZE)
-    x_scale = scales.load(gl.SliceLayout(0, MMA))[None, :]
+    scales = reinterpret(buffers.scales.index(part), gl.float32, [SCALES], _FLAT).slice(0, acc.shape[1])
+    return scales.load(gl.SliceLayout(0, acc.type.layout))[None, :]
+
+
+@gluon.jit
+def _add_part(acc, product, x_scale, factor):
+    """``acc`` plus the product of a part of a tile under its scales."""
     if factor is not None:
-        x_scale = x_scale * gl.convert_layout(factor, gl.SliceLayout(1, MMA), assert_trivial=True)[:, None]
+        x_scale = x_scale * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
     return acc + product * x_scale
 
 
@@ -249,6 +272,16 @@ def _packed_scales(scale_row, block):
     for i in gl.static_range(1, 4):
         packed |= gl.load(scale_row + 4 * (block + i)).to(gl.int32) << (8 * i)
     return packed
+
+
+@gluon.jit
+def _powers(packed, next_packed, scale_row, block, low_base, high_base, BLOCKS: gl.constexpr):
+    """(low, high) of `_fp8_weight` for a block, and the scales of its and the next four blocks without its own."""
+    if block % 4 == 0:
+        packed = next_packed
+        next_packed = _packed_scales(scale_row, gl.minimum(block + 4, BLOCKS - 4))
+    scale = packed & 255
+    return scale * _LOW_STEP + low_base, scale * _HIGH_STEP + high_base, packed >> 8, next_packed
 
 
 @gluon.jit
@@ -265,13 +298,14 @@ def _multiply_tile(
     PARTS: gl.constexpr = (SIZE + PART - 1) // PART
     REST: gl.constexpr = SIZE - (PARTS - 1) * PART
     STAGES: gl.constexpr = TILING.STAGES
+    AHEAD: gl.constexpr = TILING.AHEAD
     BLOCKS: gl.constexpr = K // 128
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
     LAST_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, LAST_MMA)
     channel = row_block * 64 + WARPGROUP * 32 if GATED else row_block * 128 + WARPGROUP * 64
     if FP4:
-        GROUPS: gl.constexpr = gl.SliceLayout(2, _weight_layout(GATED, [64, 4, 16], _FP4_GROUPS))
+        GROUPS: gl.constexpr = gl.SliceLayout(2, _word_layout(GATED, 4, False))
         lane = gl.arange(0, 64, layout=gl.SliceLayout(1, GROUPS))
         group = gl.arange(0, 4, layout=gl.SliceLayout(0, GROUPS))
         if GATED:
@@ -301,50 +335,71 @@ def _multiply_tile(
     for _i in gl.static_range(PARTS - 1):
         acc += (zeros,)
     last_acc = last_zeros
-    for block in range(BLOCKS):
-        factor = None
+    if AHEAD:
         low = None
         high = None
         if FP4:
-            if block % 4 == 0:
-                packed = next_packed
-                next_packed = _packed_scales(scale_row, gl.minimum(block + 4, BLOCKS - 4))
-            scale = packed & 255
-            packed = packed >> 8
-            low = scale * _LOW_STEP + low_base
-            high = scale * _HIGH_STEP + high_base
-        else:
-            factor = gl.where(half > 0, next_b, next_a)
-            following = scale_block + gl.minimum(block + 1, BLOCKS - 1)
-            next_a = gl.load(stacks.a_scale + following)
-            next_b = gl.load(stacks.b_scale + following) if GATED else next_a
-        stage = n % STAGES
-        mbarrier.wait(buffers.full.index(stage), n // STAGES & 1)
-        w = _fp8_weight(buffers, stage, low, high, WARPGROUP, TILING)
-        first = stage * TILING.PARTS
-        new = ()
-        if PARTS > 1:
-            part_w = gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
-            x = buffers.x.index(first).permute((1, 0))
-            product = warpgroup_mma(part_w, x, zeros, use_acc=False, is_async=True)
-            for i in gl.static_range(1, PARTS - 1):
-                x = buffers.x.index(first + i).permute((1, 0))
-                following_product = warpgroup_mma(part_w, x, zeros, use_acc=False, is_async=True)
+            low, high, packed, next_packed = _powers(packed, next_packed, scale_row, 0, low_base, high_base, BLOCKS)
+        mbarrier.wait(buffers.full.index(n % STAGES), n // STAGES & 1)
+        w = _fp8_weight(buffers, n % STAGES, low, high, WARPGROUP, TILING)
+    # ahead, two blocks use different registers in turn: those that tensor cores read are not written
+    TURNS: gl.constexpr = 2 if AHEAD else 1
+    for pair in range(0, BLOCKS, TURNS):
+        for turn in gl.static_range(TURNS):
+            block = pair + turn
+            factor = None
+            if not FP4:
+                factor = gl.where(half > 0, next_b, next_a)
+                following = scale_block + gl.minimum(block + 1, BLOCKS - 1)
+                next_a = gl.load(stacks.a_scale + following)
+                next_b = gl.load(stacks.b_scale + following) if GATED else next_a
+            # ahead, the last block is converted once more, which nothing uses
+            wanted = block + 1 if AHEAD else block
+            wanted_n = n + gl.minimum(wanted, BLOCKS - 1) - block
+            wanted_stage = wanted_n % STAGES
+            wanted_low = None
+            wanted_high = None
+            if FP4:
+                wanted_low, wanted_high, packed, next_packed = _powers(
+                    packed, next_packed, scale_row, wanted, low_base, high_base, BLOCKS
+                )
+            if not AHEAD:
+                mbarrier.wait(buffers.full.index(wanted_stage), wanted_n // STAGES & 1)
+                w = _fp8_weight(buffers, wanted_stage, wanted_low, wanted_high, WARPGROUP, TILING)
+            first = n % STAGES * TILING.PARTS
+            left = _left_factor(w, TILING)
+            new = ()
+            if PARTS > 1:
+                part_w = gl.convert_layout(left, gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
+                x = buffers.x.index(first).permute((1, 0))
+                product = warpgroup_mma(part_w, x, zeros, use_acc=False, is_async=True)
+                for i in gl.static_range(1, PARTS - 1):
+                    x = buffers.x.index(first + i).permute((1, 0))
+                    following_product = warpgroup_mma(part_w, x, zeros, use_acc=False, is_async=True)
+                    x_scale = _part_scale(zeros, buffers, first + i - 1)
+                    product = warpgroup_mma_wait(1, deps=[product])
+                    new += (_add_part(acc[i - 1], product, x_scale, factor),)
+                    product = following_product
+            last_w = gl.convert_layout(left, gl.DotOperandLayout(0, LAST_MMA, 4), assert_trivial=True)
+            x = buffers.x.index(first + PARTS - 1).slice(0, REST).permute((1, 0))
+            last_product = warpgroup_mma(last_w, x, last_zeros, use_acc=False, is_async=True)
+            if AHEAD:
+                mbarrier.wait(buffers.full.index(wanted_stage), wanted_n // STAGES & 1)
+                next_w = _fp8_weight(buffers, wanted_stage, wanted_low, wanted_high, WARPGROUP, TILING)
+                # full already: a loop keeps ptxas from moving the conversion behind the products
+                mbarrier.wait(buffers.full.index(n % STAGES), n // STAGES & 1)
+            _release(buffers, n, STAGES)
+            if PARTS > 1:
+                x_scale = _part_scale(zeros, buffers, first + PARTS - 2)
                 product = warpgroup_mma_wait(1, deps=[product])
-                new += (_add_part(acc[i - 1], product, factor, buffers, first + i - 1),)
-                product = following_product
-        last_w = gl.convert_layout(w, gl.DotOperandLayout(0, LAST_MMA, 4), assert_trivial=True)
-        x = buffers.x.index(first + PARTS - 1).slice(0, REST).permute((1, 0))
-        last_product = warpgroup_mma(last_w, x, last_zeros, use_acc=False, is_async=True)
-        if PARTS > 1:
-            product = warpgroup_mma_wait(1, deps=[product])
-            new += (_add_part(acc[PARTS - 2], product, factor, buffers, first + PARTS - 2),)
-        last_product = warpgroup_mma_wait(0, deps=[last_product])
-        last_acc = _add_part(last_acc, last_product, factor, buffers, first + PARTS - 1)
-        acc = new
-        barrier()  # all four warps have multiplied
-        mbarrier.arrive(buffers.empty.index(stage))
-        n += 1
+                new += (_add_part(acc[PARTS - 2], product, x_scale, factor),)
+            x_scale = _part_scale(last_zeros, buffers, first + PARTS - 1)
+            last_product = warpgroup_mma_wait(0, deps=[last_product])
+            last_acc = _add_part(last_acc, last_product, x_scale, factor)
+            acc = new
+            if AHEAD:
+                w = next_w
+            n += 1
     for i in gl.static_range(PARTS - 1):
         _store(acc[i], expert, start, i * PART, rows, channel, stacks, output, TILING)
     _store(last_acc, expert, start, (PARTS - 1) * PART, rows, channel, stacks, output, TILING)

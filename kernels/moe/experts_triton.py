@@ -246,23 +246,21 @@ def prepare_rows_kernel(
     source = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     GROUPS: tl.constexpr = BLOCK // 128
-    group, word = tl.arange(0, GROUPS)[:, None, None, None] * 128, tl.arange(0, 8)[None, :, None, None] * 4
-    run, byte = tl.arange(0, 4)[None, None, :, None] * 32, tl.arange(0, 4)[None, None, None, :]
+    channel = start + tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    x = tl.load(x_ptr + source * x_stride + start + (group + word + run + byte)).to(tl.float32)
+    x = tl.load(x_ptr + source * x_stride + channel).to(tl.float32)
     values, scale = quantize_groups(tl.reshape(x, (GROUPS, 128)), POW2, True, tl.float8e4nv)
-    values = tl.reshape(values, (BLOCK,))
-    channel = start + tl.arange(0, BLOCK)
+    values = tl.reshape(tl.permute(tl.reshape(values, (GROUPS, 4, 8, 4)), (0, 2, 1, 3)), (BLOCK,))
     scale_ptr += (start // 128 + tl.arange(0, GROUPS)) * num_rows.to(tl.int64)
     if TOPK > 0:
         for i in tl.static_range(TOPK):
             pair = source * TOPK + i
-            if tl.load(experts_ptr + pair) >= 0:
-                row = tl.load(row_ptr + pair).to(tl.int64)
-                tl.store(out_ptr + row * K + channel, values)
-                tl.store(scale_ptr + row, scale)
+            known = tl.load(experts_ptr + pair) >= 0
+            row = tl.load(row_ptr + pair, mask=known, other=0).to(tl.int64)
+            tl.store(out_ptr + row * K + channel, values, mask=known)
+            tl.store(scale_ptr + row, scale, mask=known)
     else:
         tl.store(out_ptr + source * K + channel, values)
         tl.store(scale_ptr + source, scale)

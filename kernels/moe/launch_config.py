@@ -35,13 +35,15 @@ class HopperLaunchConfig:
         sizes: numbers of routed rows that a tile is rounded up to, multiples of the first in rising order.
         part: routed rows that are multiplied at once, at most.
         stages: blocks of 128 channels in flight, as far as shared memory suffices.
-        programs: per multiprocessor.
+        programs: per multiprocessor, 1 or 2.
+        ahead: FP4 becomes FP8 during the products of the block before, which takes registers.
     """
 
     sizes: tuple[int, ...]
     part: int
     stages: int = 8
     programs: int = 1
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,22 @@ def choose_config(pairs: int, experts: int, operands: Operands, capability: tupl
     return LaunchConfig(64, 128, 128 if operands.scaled else 64, 4, 4)
 
 
-def choose_hopper_config(pairs: int, experts: int) -> HopperLaunchConfig | None:
-    """The fastest configuration measured on an H200, or None where `choose_config` has a faster one."""
+# (mean number of rows of an expert, configuration up to it), from an H200. Few rows: memory latency counts, which two
+# programs per multiprocessor hide. Many: an expert whose rows exceed the largest tile is read twice.
+HOPPER_CONFIGS = (
+    (24, HopperLaunchConfig((8, 16, 32), 32, 6, 2)),
+    (48, HopperLaunchConfig((32, 64), 64, 8)),
+    (112, HopperLaunchConfig((32, 64, 96, 128), 64, 6)),
+    (float("inf"), HopperLaunchConfig((32, 64, 96, 128, 160, 192), 64, 5)),
+)
+
+
+def choose_hopper_config(pairs: int, experts: int, fp4: bool) -> HopperLaunchConfig | None:
+    """The fastest configuration for ``pairs`` spread evenly over ``experts``, or None where `choose_config` has one.
+
+    That is where nearly every pair has an expert of its own, and with FP8 weights where tiles would be mostly empty.
+    """
     load = pairs / experts
-    if pairs <= 64:
+    if load < (2 if fp4 else 64):
         return None
-    if load <= 24:
-        return HopperLaunchConfig((8, 16, 32), 32, 12)
-    if load <= 48:
-        return HopperLaunchConfig((32, 64), 64, 8)
-    return HopperLaunchConfig((32, 64, 96, 128), 64, 6)
+    return next(config for most, config in HOPPER_CONFIGS if load <= most)

@@ -179,6 +179,7 @@ def _product(
             PART=config.part,
             PARTS=parts,
             STAGES=min(config.stages, (200 << 10) // config.programs // stage),
+            AHEAD=config.ahead,
             SCALES=scales,
             ROW_BLOCKS=triton.cdiv(N, 128 if b is None else 64),
         ),

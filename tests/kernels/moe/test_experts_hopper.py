@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.moe import experts as moe
 from deepseek_attn.kernels.moe import experts_hopper, launch_hopper
-from deepseek_attn.kernels.moe.launch_config import HopperLaunchConfig, choose_hopper_config
+from deepseek_attn.kernels.moe.launch_config import HOPPER_CONFIGS, choose_hopper_config
 from tests.kernels.compiled_launches import compiled_launches, pass_for_gpu, ptxas_report
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -59,7 +60,7 @@ def test_fp4_is_exact_in_fp8():
     values = torch.tensor(E2M1, dtype=torch.float64)
     for power in range(experts_hopper.TOP - ROW_SPAN, experts_hopper.TOP + 1):
         # prmt ignores what is above its 16 bits
-        table = {"$3": low + power * low_step & MASK, "$7": high + power * high_step & MASK}
+        table = {"$3": low + power * low_step & MASK, "$4": high + power * high_step & MASK}
         for first in range(16):
             for second in range(16):
                 codes = [first, second] * 4
@@ -91,16 +92,18 @@ def test_which_experts_it_takes(monkeypatch):
     assert not fits()
 
 
-@pytest.mark.parametrize("experts", [4, 256, 384])
-def test_configurations(experts):
-    for pairs in (1, 64, 65, 200, 1000, 6144, 24576, 65536):
-        config = choose_hopper_config(pairs, experts)
-        if config is not None:
-            assert all(size % config.sizes[0] == 0 for size in config.sizes)
-            assert list(config.sizes) == sorted(config.sizes)
-            assert config.sizes[0] % 8 == 0
-            rests = {size % config.part for size in config.sizes}
-            assert all(rest & (rest - 1) == 0 for rest in rests)  # shapes of products are powers of two
+def test_chosen_configurations():
+    chosen = {choose_hopper_config(pairs, 256, True) for pairs in range(1, 65537, 61)} - {None}
+    assert chosen == {config for _, config in HOPPER_CONFIGS}
+    for config in chosen:
+        assert all(size % config.sizes[0] == 0 for size in config.sizes)
+        assert list(config.sizes) == sorted(config.sizes)
+        assert config.sizes[0] % 8 == 0
+        rests = {size % config.part for size in config.sizes}
+        assert all(rest & (rest - 1) == 0 for rest in rests)  # shapes of products are powers of two
+        assert config.programs <= 2
+    assert choose_hopper_config(192, 256, True) is None  # 32 tokens of V4-Flash: another kernel is as fast
+    assert choose_hopper_config(768, 256, False) is None
 
 
 def launches(monkeypatch, fmt, config, hidden=1024, inner=512):
@@ -110,28 +113,33 @@ def launches(monkeypatch, fmt, config, hidden=1024, inner=512):
     return compiled_launches(monkeypatch, [launch_hopper], "sm90", lambda: launch_hopper.launch_hopper(*args))
 
 
-CONFIGS = {
-    "few": HopperLaunchConfig((8, 16, 32), 32, 12),
-    "some": HopperLaunchConfig((32, 64), 64, 8),
-    "many": HopperLaunchConfig((32, 64, 96, 128), 64, 6),
-}
+CONFIGS = {str(config.sizes[-1]): config for _, config in HOPPER_CONFIGS}
+CONFIGS["128 ahead"] = replace(CONFIGS["128"], ahead=True)
 COMPILED = [(fmt, name) for fmt in ("fp4", "fp8") for name in CONFIGS]
 
 
-@pytest.mark.parametrize(("fmt", "name"), tiered(COMPILED, [("fp4", "some"), ("fp8", "few")]))
-def test_it_compiles_without_spills(monkeypatch, tmp_path, fmt, name):
+@pytest.mark.parametrize(("fmt", "name"), tiered(COMPILED, [("fp4", "32")]))
+def test_it_compiles(monkeypatch, tmp_path, fmt, name):
+    """`compiled_launches` compares shared memory with the GPU's."""
     found = launches(monkeypatch, fmt, CONFIGS[name])
     assert set(found) == {"count_kernel", "place_rows_kernel", "prepare_rows_kernel", "experts_hopper_kernel"}
     assert len(found["experts_hopper_kernel"]) == 2
     for kernel in found["experts_hopper_kernel"]:
         assert "f32.e4m3.e4m3" in kernel.asm["ptx"]
         assert "setmaxnreg" in kernel.asm["ptx"]
+        assert kernel.metadata.shared * CONFIGS[name].programs <= 220 << 10  # of 228 KiB: 1 KiB is taken per program
         report = ptxas_report(kernel, tmp_path)
         assert "serialized" not in report
-        assert " 0 bytes spill stores" in report
+        if not CONFIGS[name].ahead:
+            assert " 0 bytes spill stores" in report
 
 
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
+
+
+# Tensor cores keep about 14 bits of a sum of FP8 products, which moves a few intermediate results over the boundary
+# between two e4m3 values, 1/16 to 1/8 apart: an error of 4e-3 to 6e-3 of the norm was measured, with any tiling.
+LIMIT = 1e-2
 
 
 def relative(got, expected):
@@ -150,19 +158,21 @@ def test_any_routing(gpu, fmt, config):
     weigh = fmt == "fp8"
     expected = reference.moe_experts(*case, 4.0, weigh, True)
     together = moe.moe_experts(*case, 4.0, weigh, True, config=config)
-    assert relative(together, expected) <= (4e-3 if fmt == "fp4" else 8e-2)
+    assert relative(together, expected) <= LIMIT
     assert not together[7].any()
     for part in (slice(1), slice(3), slice(5, 22), slice(20, 117), slice(299, 300)):
         assert torch.equal(moe.moe_experts(*case.of(part), 4.0, weigh, True, config=config), together[part])
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("fmt", ["fp4", "fp8"])
-def test_the_same_bits_and_a_nan_in_one_token(gpu, fmt):
-    case = make_case(250, 1024, 1024, 12, 3, fmt)
-    first = moe.moe_experts(*case, 4.0, False, True)
-    assert all(torch.equal(moe.moe_experts(*case, 4.0, False, True), first) for _ in range(50))
+def test_the_same_bits_and_a_nan_in_one_token(gpu, fmt, config):
+    """Thousands of jobs: a stage that is overwritten too early shows in few of them."""
+    case = make_case(400, 4096, 2048, 6, 3, fmt)
+    first = moe.moe_experts(*case, 4.0, False, True, config=config)
+    assert all(torch.equal(moe.moe_experts(*case, 4.0, False, True, config=config), first) for _ in range(50))
     case.x[5, 17] = float("nan")
-    out, kept = moe.moe_experts(*case, 4.0, False, True), torch.arange(250) != 5
+    out, kept = moe.moe_experts(*case, 4.0, False, True, config=config), torch.arange(400) != 5
     assert out[5].isnan().all()
     assert torch.equal(out[kept], first[kept])
 
@@ -173,4 +183,6 @@ def test_scales_far_apart_take_another_kernel(gpu):
     scale[:, :, 3] = 104
     case = case._replace(w1=ExpertStack(case.w1.weight, scale))
     assert not launch_hopper.fits_hopper(case.x, case.w1, case.w3, case.w2, True)
-    assert relative(moe.moe_experts(*case, 4.0, False, True), reference.moe_experts(*case, 4.0, False, True)) <= 4e-3
+    assert (
+        relative(moe.moe_experts(*case, 4.0, False, True), reference.moe_experts(*case, 4.0, False, True)) <= 4e-3
+    )  # products in bfloat16

@@ -166,7 +166,8 @@ def test_other_inputs(gpu, fmt, fp8_input, pow2):
         case = make_case(40, 384, 128, 7, 3, fmt, dtype)
         options = {"fp8_input": fp8_input, "pow2_scales": pow2}
         # a scale that is no power of two moves with the largest value, and every rounding of its group with it
-        limit = 2e-2 if fmt == "fp8" and fp8_input and dtype == torch.bfloat16 else 6e-3
+        # products in FP8 on some GPUs: see LIMIT of test_experts_hopper
+        limit = 2e-2 if fmt != "plain" and fp8_input and dtype == torch.bfloat16 else 6e-3
         assert relative(run(case, **options), run(case, reference.moe_experts, **options)) <= limit
 
 
