@@ -376,8 +376,8 @@ def _multiply_tile(
                 for i in gl.static_range(1, PARTS - 1):
                     x = buffers.x.index(first + i).permute((1, 0))
                     following_product = warpgroup_mma(part_w, x, zeros, use_acc=False, is_async=True)
-                    x_scale = _part_scale(zeros, buffers, first + i - 1)
                     product = warpgroup_mma_wait(1, deps=[product])
+                    x_scale = _part_scale(zeros, buffers, first + i - 1)
                     new += (_add_part(acc[i - 1], product, x_scale, factor),)
                     product = following_product
             last_w = gl.convert_layout(left, gl.DotOperandLayout(0, LAST_MMA, 4), assert_trivial=True)

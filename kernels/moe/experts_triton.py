@@ -112,16 +112,16 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def count_kernel(experts_ptr, counts_ptr, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Counts the pairs of each expert; program e those of expert e."""
-    expert = tl.program_id(0)
+    """Pairs of each expert: ``counts [chunks, E]``, by program; with several chunks, of ``BLOCK`` pairs each."""
+    expert, chunk = tl.program_id(0), tl.program_id(1)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     total = tl.zeros((BLOCK,), tl.int32)
-    for start in tl.range(0, pairs, BLOCK):
+    for start in tl.range(chunk * BLOCK, pairs, tl.num_programs(1) * BLOCK):
         pair = start + tl.arange(0, BLOCK)
         total += (tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
-    tl.store(counts_ptr + expert, tl.sum(total, 0))
+    tl.store(counts_ptr + chunk * tl.num_programs(0) + expert, tl.sum(total, 0))
 
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
@@ -181,23 +181,28 @@ def place_rows_kernel(
     capacity,
     E: tl.constexpr,
     E_PADDED: tl.constexpr,
+    CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
     GRANULE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Gives each pair a row; an expert's rows follow one another in order of pairs, from a multiple of 16 on.
+    """Gives the pairs of a chunk rows; an expert's rows follow one another in order of pairs, from a multiple of 16 on.
 
     ``pair_ptr``: the pair of each row; ``row_ptr``: the row of each pair. ``tiles_ptr [3, capacity]``: expert, first
     row and rows of tiles of at most ``TILE`` rows: those of an expert are alike, and multiples of ``GRANULE`` but for
-    the last.
+    the last. ``CHUNKS``: that number as a power of two.
     """
-    expert = tl.program_id(0)
+    expert, chunk = tl.program_id(0), tl.program_id(1)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     other = tl.arange(0, E_PADDED)
-    count = tl.load(counts_ptr + other, mask=other < E, other=0)
+    part = tl.arange(0, CHUNKS)[:, None]
+    known = (part < tl.num_programs(1)) & (other < E)[None, :]
+    counts = tl.load(counts_ptr + part * E + other[None, :], mask=known, other=0)
+    earlier = tl.sum(tl.sum(tl.where((part < chunk) & (other == expert)[None, :], counts, 0), 1), 0)
+    count = tl.sum(counts, 0)
     size = tl.cdiv(tl.cdiv(count, tl.maximum(tl.cdiv(count, TILE), 1)), GRANULE) * GRANULE
     needed = tl.cdiv(count, tl.maximum(size, 1))
     rows = tl.sum(tl.where(other == expert, count, 0), 0)
@@ -205,22 +210,23 @@ def place_rows_kernel(
     start = tl.sum(tl.where(other < expert, tl.cdiv(count, 16) * 16, 0), 0)
     first = tl.sum(tl.where(other < expert, needed, 0), 0)
     expert_tiles = tl.sum(tl.where(other == expert, needed, 0), 0)
-    for begin in tl.range(0, expert_tiles, 32):
-        tile = begin + tl.arange(0, 32)
-        inside = tile < expert_tiles
-        tl.store(tiles_ptr + first + tile, expert, mask=inside)
-        tl.store(tiles_ptr + capacity + first + tile, start + tile * tile_rows, mask=inside)
-        tl.store(tiles_ptr + 2 * capacity + first + tile, tl.minimum(tile_rows, rows - tile * tile_rows), mask=inside)
-    if expert == E - 1:
-        tl.store(num_tiles_ptr, first + expert_tiles)
+    if chunk == 0:
+        for begin in tl.range(0, expert_tiles, 32):
+            tile = begin + tl.arange(0, 32)
+            inside = tile < expert_tiles
+            tl.store(tiles_ptr + first + tile, expert, mask=inside)
+            tl.store(tiles_ptr + capacity + first + tile, start + tile * tile_rows, mask=inside)
+            tl.store(
+                tiles_ptr + 2 * capacity + first + tile, tl.minimum(tile_rows, rows - tile * tile_rows), mask=inside
+            )
+        if expert == E - 1:
+            tl.store(num_tiles_ptr, first + expert_tiles)
     if rows > 0:
-        for begin in tl.range(0, pairs, BLOCK):
-            pair = begin + tl.arange(0, BLOCK)
-            mine = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == expert
-            row = start + tl.cumsum(mine.to(tl.int32), 0) - 1
-            tl.store(pair_ptr + row, pair, mask=mine)
-            tl.store(row_ptr + pair, row, mask=mine)
-            start += tl.sum(mine.to(tl.int32), 0)
+        pair = chunk * BLOCK + tl.arange(0, BLOCK)
+        mine = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == expert
+        row = start + earlier + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(pair_ptr + row, pair, mask=mine)
+        tl.store(row_ptr + pair, row, mask=mine)
 
 
 @triton.jit

@@ -59,14 +59,15 @@ def route_rows(experts: Tensor, count: int, config: HopperLaunchConfig) -> Route
     used = min(pairs, count)
     num_rows = (pairs + 15 * used + 15) // 16 * 16
     capacity = used + pairs // config.sizes[-1]
+    block = min(triton.next_power_of_2(pairs), 4096)
+    chunks = triton.cdiv(pairs, block)
     counts, pair, row, tiles, num_tiles = (
         torch.empty(size, dtype=torch.int32, device=experts.device)
-        for size in (count, num_rows, pairs, 3 * capacity, 1)
+        for size in (chunks * count, num_rows, pairs, 3 * capacity, 1)
     )
-    block = min(triton.next_power_of_2(pairs), 4096)
     options = {"BLOCK": block, "PDL": True, "num_warps": max(1, min(8, block // 256)), "launch_pdl": True}
-    count_kernel[(count,)](experts, counts, pairs, **options)
-    place_rows_kernel[(count,)](
+    count_kernel[(count, chunks)](experts, counts, pairs, **options)
+    place_rows_kernel[(count, chunks)](
         experts,
         counts,
         pair,
@@ -77,6 +78,7 @@ def route_rows(experts: Tensor, count: int, config: HopperLaunchConfig) -> Route
         capacity,
         E=count,
         E_PADDED=triton.next_power_of_2(count),
+        CHUNKS=triton.next_power_of_2(chunks),
         TILE=config.sizes[-1],
         GRANULE=config.sizes[0],
         **options,

@@ -130,8 +130,8 @@ def test_it_compiles(monkeypatch, tmp_path, fmt, name):
         assert kernel.metadata.shared * CONFIGS[name].programs <= 220 << 10  # of 228 KiB: 1 KiB is taken per program
         report = ptxas_report(kernel, tmp_path)
         assert "serialized" not in report
-        if not CONFIGS[name].ahead:
-            assert " 0 bytes spill stores" in report
+        spilled = [int(size) for size in re.findall(r"(\d+) bytes spill stores", report)]
+        assert max(spilled) <= 128  # a few addresses; sums would take thousands
 
 
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
