@@ -103,6 +103,7 @@ def combine(
         ADD=add is not None,
         BLOCK=block,
         PDL=pdl,
+        enable_fp_fusion=True,
         num_warps=min(4, block // 128),
         launch_pdl=pdl,
     )

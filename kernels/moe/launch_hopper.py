@@ -65,7 +65,13 @@ def route_rows(experts: Tensor, count: int, config: HopperLaunchConfig) -> Route
         torch.empty(size, dtype=torch.int32, device=experts.device)
         for size in (chunks * count, num_rows, pairs, 3 * capacity, 1)
     )
-    options = {"BLOCK": block, "PDL": True, "num_warps": max(1, min(8, block // 256)), "launch_pdl": True}
+    options = {
+        "BLOCK": block,
+        "PDL": True,
+        "enable_fp_fusion": True,
+        "num_warps": max(1, min(8, block // 256)),
+        "launch_pdl": True,
+    }
     count_kernel[(count, chunks)](experts, counts, pairs, **options)
     place_rows_kernel[(count, chunks)](
         experts,
@@ -131,6 +137,7 @@ def _prepared(x: Tensor, experts: Tensor | None, rows: RoutedRows, pow2_scales: 
         BLOCK=block,
         POW2=pow2_scales,
         PDL=True,
+        enable_fp_fusion=True,
         num_warps=block // 512,
         launch_pdl=True,
     )
@@ -186,6 +193,7 @@ def _product(
             ROW_BLOCKS=triton.cdiv(N, 128 if b is None else 64),
         ),
         REGISTERS=min(240, (registers * 3 - 40) // 2 // 8 * 8),
+        enable_fp_fusion=True,
         num_warps=4,
         maxnreg=registers,
         launch_pdl=True,
