@@ -11,7 +11,7 @@ from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.moe import ExpertGroups, ExpertStack, moe_experts, moe_route, reference
 
-TOKENS = (1, 8, 32, 128, 4096)
+TOKENS = (1, 8, 32, 128, 512, 4096, 8192)
 
 
 def cases(device: torch.device) -> list[OpCase]:
