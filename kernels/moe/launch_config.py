@@ -116,9 +116,10 @@ HOPPER_CONFIGS = (
 def choose_hopper_config(pairs: int, experts: int, fp4: bool) -> HopperLaunchConfig | None:
     """The fastest configuration for ``pairs`` spread evenly over ``experts``, or None where `choose_config` has one.
 
-    That is where nearly every pair has an expert of its own, and with FP8 weights where tiles would be mostly empty.
+    That is where nearly every pair has an expert of its own, with FP8 weights where tiles would be mostly empty, and
+    where ops are batch invariant: tiles follow from the routing of all rows.
     """
     load = pairs / experts
-    if load < (2 if fp4 else 64):
+    if batch_invariant() or load < (2 if fp4 else 64):
         return None
     return next(config for most, config in HOPPER_CONFIGS if load <= most)
