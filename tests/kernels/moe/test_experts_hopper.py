@@ -115,10 +115,10 @@ def launches(monkeypatch, fmt, config, hidden=1024, inner=512):
 
 CONFIGS = {str(config.sizes[-1]): config for _, config in HOPPER_CONFIGS}
 CONFIGS["128 ahead"] = replace(CONFIGS["128"], ahead=True)
-COMPILED = [(fmt, name) for fmt in ("fp4", "fp8") for name in CONFIGS]
+COMPILED = [(fmt, name) for fmt in ("fp4", "fp8") for name in CONFIGS if (fmt, name) != ("fp8", "128 ahead")]
 
 
-@pytest.mark.parametrize(("fmt", "name"), tiered(COMPILED, [("fp4", "32")]))
+@pytest.mark.parametrize(("fmt", "name"), tiered(COMPILED, [("fp4", "64")]))
 def test_it_compiles(monkeypatch, tmp_path, fmt, name):
     """`compiled_launches` compares shared memory with the GPU's."""
     found = launches(monkeypatch, fmt, CONFIGS[name])
