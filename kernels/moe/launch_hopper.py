@@ -65,14 +65,8 @@ def route_rows(experts: Tensor, count: int, config: HopperLaunchConfig) -> Route
         torch.empty(size, dtype=torch.int32, device=experts.device)
         for size in (chunks * count, num_rows, pairs, 3 * capacity, 1)
     )
-    options = {
-        "BLOCK": block,
-        "PDL": True,
-        "enable_fp_fusion": True,
-        "num_warps": max(1, min(8, block // 256)),
-        "launch_pdl": True,
-    }
-    count_kernel[(count, chunks)](experts, counts, pairs, **options)
+    options = {"BLOCK": block, "PDL": True, "num_warps": max(1, min(8, block // 256)), "launch_pdl": True}
+    count_kernel[(count, chunks)](experts, counts, pairs, enable_fp_fusion=True, **options)
     place_rows_kernel[(count, chunks)](
         experts,
         counts,
@@ -87,6 +81,7 @@ def route_rows(experts: Tensor, count: int, config: HopperLaunchConfig) -> Route
         CHUNKS=triton.next_power_of_2(chunks),
         TILE=config.sizes[-1],
         GRANULE=config.sizes[0],
+        enable_fp_fusion=True,
         **options,
     )
     return RoutedRows(num_rows, pair, row, tiles.view(3, capacity), num_tiles)
