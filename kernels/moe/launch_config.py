@@ -107,7 +107,7 @@ def choose_config(pairs: int, experts: int, operands: Operands, capability: tupl
 # programs per multiprocessor hide. Many: an expert whose rows exceed the largest tile is read twice.
 HOPPER_CONFIGS = (
     (24, HopperLaunchConfig((8, 16, 32), 32, 6, 2)),
-    (48, HopperLaunchConfig((32, 64), 64, 8)),
+    (48, HopperLaunchConfig((32, 64), 64, 8, ahead=True)),
     (112, HopperLaunchConfig((32, 64, 96, 128), 64, 6)),
     (float("inf"), HopperLaunchConfig((32, 64, 96, 128, 160, 192), 64, 5)),
 )

@@ -18,7 +18,7 @@ import deepseek_attn
 from deepseek_attn import ModelRunner
 from deepseek_attn.cli import main
 from deepseek_attn.cli.options import parse_bytes
-from deepseek_attn.cli.prompts import read_prompts
+from deepseek_attn.cli.prompts import PromptLines
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,8 @@ def test_json_without_end(tmp_path, monkeypatch, capsys, command):
 
 def test_prompts_of_brackets_are_text(tmp_path):
     (tmp_path / "prompts").write_bytes(b"[1, 2]\n" + NESTED)
-    assert read_prompts(str(tmp_path / "prompts")) == [[1, 2], NESTED.decode()]
+    with PromptLines(str(tmp_path / "prompts")) as prompts:
+        assert list(prompts) == [[1, 2], NESTED.decode()]
 
 
 @pytest.mark.parametrize(

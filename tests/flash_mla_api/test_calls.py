@@ -183,8 +183,8 @@ def test_slots_and_pages_outside_the_cache_name_no_key(call):
     expected = attend([[1, 2], [3, 0]], 32)
     for outside in (9, -1, 2**31 - 1):
         torch.testing.assert_close(
-            attend([[1, outside, 2], [3, 0, outside]], 48), expected, rtol=1e-2, atol=1e-3, check_stride=False
-        )
+            attend([[1, outside, 2], [3, 0, outside]], 48), expected, rtol=1e-2, atol=2e-3, check_stride=False
+        )  # on a GPU, keys of another number of pages are added up in another order: 1.03e-3 was seen
 
 
 def test_defaults(call):
