@@ -81,7 +81,8 @@ class Row:
         wall_us: median time of a step; cpu_us: processor time.
         probe_us: median processor time of a step of a fixed request in an engine of its own: what the machine gives.
         rss: resident bytes of the process; objects: Python objects that the garbage collector tracks; files: open ones.
-        device_bytes, device_reserved: of a GPU, held by tensors and reserved by the allocator; 0 on a CPU.
+        device_bytes, device_reserved, device_used: of a GPU, held by tensors, reserved by the allocator, and what its
+            driver counts, kernels, graphs and other processes too; 0 on a CPU.
         tokens: computed per step.
     """
 
@@ -94,6 +95,7 @@ class Row:
     files: int
     device_bytes: int
     device_reserved: int
+    device_used: int
     tokens: float
 
 
@@ -355,15 +357,18 @@ class Soak:
         for _ in range(3):
             self._alone(self._probe, probe)
         gc.collect()
-        cuda = self.runner.device.type == "cuda"
+        device = self.runner.device
+        cuda = device.type == "cuda"
+        free, total = torch.cuda.mem_get_info(device) if cuda else (0, 0)
         return Row(
             self.counts["step"],
             *(round(statistics.median(times) * 1e6) for times in (wall, cpu, probe)),
             rss=resident_bytes(),
             objects=len(gc.get_objects()),
             files=len(os.listdir("/proc/self/fd")),
-            device_bytes=torch.cuda.memory_allocated(self.runner.device) if cuda else 0,
-            device_reserved=torch.cuda.memory_reserved(self.runner.device) if cuda else 0,
+            device_bytes=torch.cuda.memory_allocated(device) if cuda else 0,
+            device_reserved=torch.cuda.memory_reserved(device) if cuda else 0,
+            device_used=total - free,
             tokens=tokens / len(wall),
         )
 
@@ -436,7 +441,17 @@ def parse() -> argparse.Namespace:
 
 
 def summary(args: argparse.Namespace, soak: Soak, command: str) -> dict:
-    names = ("rss", "objects", "files", "device_bytes", "device_reserved", "wall_us", "cpu_us", "probe_us")
+    names = (
+        "rss",
+        "objects",
+        "files",
+        "device_bytes",
+        "device_reserved",
+        "device_used",
+        "wall_us",
+        "cpu_us",
+        "probe_us",
+    )
     return {
         "benchmark": "soak",
         "command": command,
@@ -480,7 +495,10 @@ def main() -> int:
     print(json.dumps(found))
     if soak.counts["worse token"] > WORSE * soak.engine.stats.generated:
         return 1
-    return int(max(found["growth"][name] for name in ("rss", "objects", "files", "device_bytes")) > MEMORY_GROWTH)
+    return int(
+        max(found["growth"][name] for name in ("rss", "objects", "files", "device_bytes", "device_used"))
+        > MEMORY_GROWTH
+    )
 
 
 if __name__ == "__main__":

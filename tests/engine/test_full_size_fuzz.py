@@ -54,7 +54,7 @@ class Size(NamedTuple):
 def small() -> Size:
     """For a CPU."""
     configs = {family: ModelConfig.from_preset(preset) for family, preset in (("v4", "tiny"), ("v32", "tiny_v32"))}
-    return Size(configs, requests=24, longest=2500, chunk=200, greedy=0.8)
+    return Size(configs, requests=16, longest=2500, chunk=200, greedy=0.8)
 
 
 def large() -> Size:
@@ -98,6 +98,8 @@ def workload(device: torch.device, family: str, numerics: str) -> tuple[ModelRun
 def test_every_text_is_that_of_the_request_alone(report, device, family, numerics, drafts):
     if device.type == "cpu" and numerics == "serving":
         pytest.skip("float32 shows all that a CPU can show")
+    if device.type == "cpu" and drafts == 1:
+        pytest.skip("two and three drafts take the same paths, and more of them")
     size = size_of(device)
     config = size.configs[family]
     single, jobs, expected = workload(device, family, numerics)
