@@ -16,6 +16,7 @@ from deepseek_attn.runner.graph_steps import StepSize
 from deepseek_attn.runner.graphs import DecodeGraphs, batch_sizes, length_bucket
 from tests.support.oracle_transformers import TransformersOracle
 from tests.support.small_models import assert_no_near_tie, prompt
+from tests.support.tiers import EXHAUSTIVE
 
 OPTIONS = {"max_model_len": 700, "max_num_seqs": 5, "max_num_batched_tokens": 256}
 
@@ -63,7 +64,9 @@ def decode(runner: ModelRunner, graphs: DecodeGraphs, sequences: list, counts: l
     return list(logits.split(counts))
 
 
-@pytest.mark.parametrize("most", [1, 3], ids=["one token", "up to three tokens"])
+@pytest.mark.parametrize(
+    "most", [pytest.param(1, id="one token", marks=EXHAUSTIVE), pytest.param(3, id="up to three tokens")]
+)
 def test_equals_ordinary_steps(runner, most):
     """Sequences of many lengths, over page borders; some leave, some join, batches change size."""
     lengths = (1, 62, 130, 255, 300)

@@ -21,7 +21,7 @@ from tests.support.small_models import assert_close, prompt
 from tests.support.tiers import tiered
 
 
-@pytest.mark.parametrize("start", tiered([1, 56, 74, 118, 184], [56, 74, 118]), ids=lambda start: f"from{start}")
+@pytest.mark.parametrize("start", tiered([1, 56, 74, 118, 184], [74, 118]), ids=lambda start: f"from{start}")
 def test_truncate_to_every_length(start):
     """One sequence per length: decode 16 tokens past ``start``, go back, continue with other tokens.
 
@@ -53,7 +53,7 @@ def test_truncate_to_every_length(start):
     ("length", "numerics"),
     tiered(
         [(n, "exact") for n in (120, 123, 127, 128, 129, 135)] + [(n, q) for n in (127, 130) for q in NUMERICS[1:]],
-        [(120, "exact"), (128, "exact"), (135, "exact"), (127, "official"), (130, "serving")],
+        [(120, "exact"), (135, "exact"), (127, "official"), (130, "serving")],
     ),
 )
 def test_truncate_bit_for_bit(length, numerics):
