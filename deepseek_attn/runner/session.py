@@ -107,21 +107,22 @@ class LayerSession:
         """`run`, decodes first."""
         runner, caches = self.runner, [sequence.cache for sequence in sequences]
         starts, outputs, chosen = [sequence.num_tokens for sequence in sequences], [], {}
-        runner.manager.reserve(list(zip(caches, query_lens, strict=True)))
+        batch = list(zip(caches, query_lens, strict=True))
+        runner.manager.reserve(batch)
         try:
-            step = runner.step_metadata(caches, query_lens, decode_query_len=self.decode_query_len)
-            with runner.op_settings():
+            with runner.manager.all_or_nothing(batch), runner.op_settings():
+                step = runner.step_metadata(caches, query_lens, decode_query_len=self.decode_query_len)
                 inputs = [x] if len(self.layers) == 1 else x
                 for (number, layer), rows in zip(self.attention.items(), inputs, strict=True):
                     outputs.append(layer(rows, step.positions, step))
                     if layer.topk_indices_buffer is not None:
                         chosen[number] = layer.topk_indices_buffer[: len(rows)].clone()
-            for sequence, n in zip(sequences, query_lens, strict=True):
-                runner.manager.commit(sequence.cache, n)
-                sequence.num_tokens += n
+                for sequence, n in zip(sequences, query_lens, strict=True):
+                    runner.manager.commit(sequence.cache, n)
+                    sequence.num_tokens += n
         except BaseException:
             for sequence, start in zip(sequences, starts, strict=True):
-                sequence.go_back(start)
+                sequence.went_back(start)
             raise
         self.step, self.selected = step, chosen
         return outputs[0] if len(self.layers) == 1 else torch.stack(outputs)
@@ -179,8 +180,8 @@ class LayerSequence:
         if self.lost:
             raise ValueError(f"this sequence {self.lost}: start a new one with session.sequence()")
 
-    def go_back(self, n: int) -> None:
-        """Goes back to ``n`` tokens after a step that failed, which may have overwritten what they need."""
-        self.num_tokens = self.session.runner.manager.truncate(self.cache, n)
+    def went_back(self, n: int) -> None:
+        """Follows the caches after a step that failed at ``n`` tokens, which may have overwritten what these need."""
+        self.num_tokens = self.cache.num_tokens
         if self.num_tokens != n:
             self.lost = "was lost when a step of more than max_rollback tokens failed over its caches"
