@@ -33,12 +33,14 @@ SHOWN = 10  # names listed per problem
 INV_FREQ = "rotary inv_freq buffers"
 MTP_COPIES = "mtp.*emb* / mtp.*head.weight copies"
 DRAFTER = "DSpark drafter"
+VISION = "vision tensors, of which text needs none"
 MTP_UNUSED = "MTP layers not in the model"
 OTHER_LAYERS = "layers not requested"
 ATTENTION_ONLY = "attention only"
 OTHER_RANK = "on another rank"
 _INV_FREQ = re.compile(r"(.+\.)?(\w+_)?inv_freq")
 _MTP_COPY = re.compile(r"mtp\.(.*emb.*|(.+\.)?head\.(weight|scale))")
+_VISION = re.compile(r"((vision|aligner)\..+|image_(start|end|newline|pad)(\.weight)?|layers\.\d+\.ffn\.gate\.bias_vl)")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _ATTENTION = re.compile(r"attn\..+|attn_norm\.weight")
 
@@ -217,6 +219,8 @@ class Selection:
         """The rule that excludes a tensor or slot of this published name; None if it is to be loaded."""
         if name.startswith("mtp."):
             return self.mtp_rule
+        if _VISION.fullmatch(name):
+            return VISION
         layer = _LAYER.fullmatch(name)
         if layer and self.layers is not None and int(layer[1]) not in self.layers:
             return OTHER_LAYERS

@@ -163,8 +163,11 @@ class ModelConfig(ConfigBase):
             raise ValueError(f"invalid config ({origin}): expected a JSON object, got {type(raw).__name__}")
         model_type = raw.get("model_type")
         if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-            given, supported = repr(model_type)[:100], ", ".join(repr(name) for name in MODEL_TYPES)
-            raise ValueError(f"invalid config ({origin}): model_type is {given}, supported is {supported}")
+            supported = ", ".join(f"{name!r} ({MODELS[name]})" for name in MODEL_TYPES)
+            raise ValueError(
+                f"invalid config ({origin}): model_type is {repr(model_type)[:100]} with architectures "
+                f"{repr(raw.get('architectures'))[:100]}, supported is {supported}"
+            )
         return MODEL_TYPES[model_type](raw, origin)
 
     @classmethod
@@ -281,6 +284,13 @@ MODEL_TYPES: dict[str, Callable[[Mapping[str, Any], str], AnyConfig]] = {
     "deepseek_v4": _make_v4,
     "deepseek_v32": DeepseekV32Config.from_dict,
     "deepseek_v3": DeepseekV32Config.from_dict,
+}
+
+# Published models of each model_type.
+MODELS = {
+    "deepseek_v4": "V4-Flash, V4-Pro and their revisions",
+    "deepseek_v32": "V3.2, V3.2-Exp, V3.2-Speciale",
+    "deepseek_v3": "V3, V3.1, R1",
 }
 
 

@@ -23,7 +23,7 @@ from deepseek_attn.engine.sampling import SamplingParams, checked_params
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.options import RunnerOptions, check_options, lists_options
-from deepseek_attn.runner.sequence import TokenIds
+from deepseek_attn.runner.sequence import TokenIds, token_list
 from deepseek_attn.text.chat import build_prompt
 from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -292,6 +292,9 @@ class LLM:
         if isinstance(prompt, str) and not prompt:
             raise ValueError("empty prompt: write some text, or pass token ids")
         ids = self._need_tokenizer().encode_prompt(prompt) if isinstance(prompt, str) else prompt
+        if self.tokenizer is not None:
+            ids = token_list(ids)
+            self.tokenizer.check_images(ids)
         if params.seed is None:
             params = replace(params, seed=self.runner.parallel.fresh_seed())
         return Request.create(self.runner, self.tokenizer, ids, params, index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from deepseek_attn.utils.json_files import read_json
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
+IMAGE = "<｜deepseek_image｜>"
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -81,6 +82,15 @@ class Tokenizer:
                 f"the tokenizer in {self.directory} gives {token!r} the id {largest}, and the model's vocab_size is "
                 f"{vocab_size}: it is another model's tokenizer, or has tokens that were added later; take the "
                 "tokenizer.json and tokenizer_config.json that were published with the model"
+            )
+
+    def check_images(self, ids: Iterable[int]) -> None:
+        """ValueError if one of ``ids`` stands for an image."""
+        image = self.token_id(IMAGE)
+        if image is not None and any(token == image for token in ids):
+            raise ValueError(
+                f"token {image} ({IMAGE}) stands for an image, and of models with vision only the text part runs: "
+                "leave images out of the prompt"
             )
 
     def token_id(self, token: str) -> int | None:

@@ -225,6 +225,28 @@ def test_dspark_drafter_is_no_mtp_layer():
     assert {rule: set(names) for rule, names in report.ignored.items()} == {loader.DRAFTER: drafter}
 
 
+def test_vision_tensors_are_left_out_by_name():
+    source = random_source()
+    vision = (
+        *("vision.patch_embed.proj.weight", "vision.blocks.31.attn.wqkv.bias", "aligner.w1.weight"),
+        *("image_start", "image_end", "image_newline", "image_pad", "layers.2.ffn.gate.bias_vl"),
+    )
+    for name in vision:
+        source.put(name, "BF16", torch.zeros(2))
+    report, filled = load(source)
+    assert set(filled) == set(recording_slots(tiny())[0])
+    assert {rule: set(names) for rule, names in report.ignored.items()} == {loader.VISION: set(vision)}
+    source.put("visionary.weight", "F32", torch.zeros(2))
+    refused(source, r"unknown tensors \(1\): visionary.weight")
+
+
+def test_vision_shards_need_not_be_there():
+    needed = loader.needed_tensors(tiny(), None, False)
+    assert needed("layers.0.ffn.gate.bias")
+    assert not needed("vision.norm.weight")
+    assert not needed("layers.0.ffn.gate.bias_vl")
+
+
 def test_model_without_mtp_layers():
     config = tiny(num_nextn_predict_layers=0, compress_ratios=[0, 4, 128])
     report, filled = load(random_source(), config)

@@ -323,6 +323,15 @@ def test_a_bad_prompt_is_named_and_nothing_runs(llm, free_pages, prompt, message
         llm.generate([[0, 1], prompt], GREEDY)
 
 
+@pytest.mark.parametrize("as_ids", [False, True], ids=["text", "ids"])
+def test_a_token_that_stands_for_an_image_is_refused(llm, free_pages, monkeypatch, as_ids):
+    monkeypatch.setattr(deepseek_attn.text.tokenizer, "IMAGE", "<｜title｜>")
+    prompt = llm.tokenizer.encode("see <｜title｜>") if as_ids else "see <｜title｜>"
+    with pytest.raises(ValueError, match=r"prompt 1: token \d+ \(<｜title｜>\) stands for an image.* leave images out"):
+        llm.generate([[0, 1], prompt], GREEDY)
+    assert llm.generate([[0, 1]], GREEDY)[0].token_ids
+
+
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [

@@ -76,6 +76,7 @@ def test_empty_values_of_other_keys_are_ignored():
         ([{"content": "x"}], "role None"),
         ([{"role": "user", "content": None}], "content must be a string, got NoneType"),
         ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "got list; join text parts"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "without images"),
         ([{**SYSTEM, "tools": [{"name": "f"}]}, HI], r"tools not supported.*encoding/ folder"),
         ([{**HI, "response_format": {"type": "json"}}], "response_format not supported"),
         ([HI, {**HELLO, "tool_calls": [{}]}, BYE], "message 1: tool_calls not supported"),
