@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -76,6 +76,12 @@ class PretrainedSource(CheckpointSource):
 
     def view(self, name: str) -> torch.Tensor:
         return self._opened.view(name)
+
+    def read_rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        return self._opened.read_rows(name, rows)
+
+    def token_numbers(self, count: int, vocab_size: int) -> Sequence[int]:
+        return self._opened.token_numbers(count, vocab_size)
 
     def __enter__(self) -> Self:
         return self

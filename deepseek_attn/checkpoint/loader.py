@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,9 +15,19 @@ from tqdm import tqdm
 from deepseek_attn.checkpoint.names import CanonicalSource
 from deepseek_attn.checkpoint.names_v32 import canonical_names
 from deepseek_attn.checkpoint.published import published_tensors
-from deepseek_attn.checkpoint.source import FP4_DTYPES, CheckpointSource, TensorInfo, holds_nan, read_weight, scale_name
+from deepseek_attn.checkpoint.recipes import ROWS
+from deepseek_attn.checkpoint.source import (
+    FP4_DTYPES,
+    CheckpointSource,
+    TensorInfo,
+    holds_nan,
+    read_table_rows,
+    read_weight,
+    scale_name,
+)
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.options import is_integer
+from deepseek_attn.kernels.engram import SCALE_GROUP
 from deepseek_attn.kernels.linear import FP4_GROUP, FP8_BLOCK
 from deepseek_attn.layers.weights import WeightSlot, checkpoint_slots
 from deepseek_attn.utils.sizes import show_bytes
@@ -26,7 +37,8 @@ INT_DTYPES = ("I64", "I32", "I16", "U8")
 FP8_SCALE_DTYPES = ("F8_E8M0", "U8", "F32", "BF16")
 FP4_SCALE_DTYPES = ("F8_E8M0", "U8", "F32")
 # Kind of slot for a kind of recipe, where it is not "float"; a "linear" recipe may stand for a float slot too.
-SLOT_KINDS = {"quantized": "linear", "expert": "linear", "linear": "linear", "table": "int"}
+SLOT_KINDS = {"quantized": "linear", "expert": "linear", "linear": "linear", "table": "int", ROWS: "rows"}
+MISSING_TABLES = "missing Engram tables: download the shards that the published index names for them"
 DRAFTER_MARK = "mtp.0.main_proj.weight"
 SHOWN = 10  # names listed per problem
 
@@ -53,6 +65,7 @@ class LoadReport:
         loaded: published names of the tensors that were loaded, scales included.
         ignored: rule -> published names of the tensors that it excluded.
         bytes: stored bytes of the loaded tensors; of a sharded tensor, those of this rank's shard.
+        by_row: tables and their scales that stay in the checkpoint, and are read by row while the model runs.
         mtp_loaded: the MTP layers of the model have weights. False when the model has none, when the checkpoint has
             none (transformers drops them) or has a DSpark drafter in their place, and for partial loads.
     """
@@ -61,12 +74,13 @@ class LoadReport:
     ignored: dict[str, tuple[str, ...]]
     bytes: int
     mtp_loaded: bool
+    by_row: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         ignored = ", ".join(f"{len(names)} {rule}" for rule, names in self.ignored.items())
         return (
             f"LoadReport({len(self.loaded)} tensors, {show_bytes(self.bytes)}, ignored: {ignored or 'none'}, "
-            f"mtp_loaded={self.mtp_loaded})"
+            f"mtp_loaded={self.mtp_loaded}{f', {len(self.by_row)} read by row' if self.by_row else ''})"
         )
 
 
@@ -150,6 +164,8 @@ def load_slots(
     entries = source.entries()
     selection = Selection.make(slots, entries, layers, attention_only)
     names, ignored = _account(slots, source, selection)
+    by_row = [pair for pair in names if slots[pair[0]].attach is not None]
+    names = [pair for pair in names if slots[pair[0]].attach is None]
     sizes = {pair: _loaded_bytes(slots[pair[0]], pair, entries) for pair in names}
     total, with_nan = sum(sizes.values()), []
     if memory is not None and total > memory:
@@ -168,8 +184,10 @@ def load_slots(
             f"NaN in the checkpoint ({len(with_nan)}): {_listed(with_nan)}; logits that depend on them are NaN",
             stacklevel=2,
         )
-    loaded = tuple(name for pair in names for name in pair)
-    return LoadReport(loaded, ignored, total, any(name.startswith("mtp.") for name in loaded))
+    for name, _ in by_row:
+        slots[name].attach(partial(read_table_rows, source, name))
+    loaded, tables = (tuple(name for pair in pairs for name in pair) for pairs in (names, by_row))
+    return LoadReport(loaded, ignored, total, any(name.startswith("mtp.") for name in loaded), tables)
 
 
 @dataclass(frozen=True)
@@ -295,7 +313,7 @@ def _account(
             problems.add("unknown tensors", _shown(source, name))
     for name in slots:
         if name not in entries and selection.rule(name) is None:
-            problems.add("missing tensors", name)
+            problems.add(MISSING_TABLES if slots[name].kind == "rows" else "missing tensors", name)
     problems.raise_if_any()
     return names, {rule: tuple(left) for rule, left in ignored.items()}
 
@@ -305,6 +323,12 @@ def _check(problems: Problems, slot: WeightSlot, source: CanonicalSource, name: 
     entries = source.entries()
     info, shown, shape = entries[name], _shown(source, name), list(slot.shape)
     scale = scale_name(name) or ""
+    if slot.kind == "rows":
+        if info.dtype != "F8_E4M3":
+            problems.add("wrong dtypes", f"{shown} is {info.dtype}, supported is F8_E4M3")
+        _check_shape(problems, shown, info, shape)
+        _check_scale(problems, source, scale, [shape[0], shape[1] // SCALE_GROUP], ("F8_E8M0", "U8"))
+        return (name, scale)
     if slot.quantizable and info.dtype == "F8_E4M3":
         grid = [-(-size // block) for size, block in zip(shape, FP8_BLOCK, strict=True)]
         _check_shape(problems, shown, info, shape)

@@ -8,7 +8,7 @@ file knows the published names only.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -153,6 +153,14 @@ class CanonicalSource(CheckpointSource):
         if name in self._origins and self._origins[name].count == 1:
             return self.source.read_shard(self._origins[name].name, shard)
         return super().read_shard(name, shard)
+
+    def read_rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        if name in self._origins and self._origins[name].count == 1:
+            return self.source.read_rows(self._origins[name].name, rows)
+        return super().read_rows(name, rows)
+
+    def token_numbers(self, count: int, vocab_size: int) -> Sequence[int]:
+        return self.source.token_numbers(count, vocab_size)
 
     def source_name(self, name: str) -> str:
         """Name of the tensor in the wrapped source."""

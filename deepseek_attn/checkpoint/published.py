@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from deepseek_attn.checkpoint.recipes import DRAW, Recipe
+from deepseek_attn.checkpoint.recipes import DRAW, ROWS, Recipe
 from deepseek_attn.checkpoint.recipes_v4 import published_tensors_v4
 from deepseek_attn.checkpoint.recipes_v32 import published_tensors_v32
 from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.v32 import DeepseekV32Config
-from deepseek_attn.kernels.common.quant import encode_e8m0, quantize_fp4_weight, quantize_fp8_block
+from deepseek_attn.kernels.common.quant import encode_e8m0, quantize_fp4_weight, quantize_fp8, quantize_fp8_block
+from deepseek_attn.kernels.engram import SCALE_GROUP
 from deepseek_attn.kernels.linear import FP4_GROUP, FP8_BLOCK
 from deepseek_attn.utils.device import total_memory
 
@@ -84,7 +85,8 @@ class PublishedSource(CheckpointSource):
         self.config = config
         self._formats = {"quantized": "fp8" if quantized else "bf16", "expert": expert_dtype}
         self._recipes = dict(published_tensors(config))
-        largest = max(self._recipes, key=lambda name: math.prod(self._recipes[name].shape))
+        made = [name for name, recipe in self._recipes.items() if recipe.kind != ROWS]
+        largest = max(made, key=lambda name: math.prod(self._recipes[name].shape))
         needed, memory = 4 * math.prod(self._recipes[largest].shape), total_memory(torch.device("cpu"))
         if needed > memory:
             raise ValueError(f"{largest} has {needed:,} bytes in float32, and there is memory for {memory:,}")
@@ -107,9 +109,33 @@ class PublishedSource(CheckpointSource):
         stored = self._last[1]
         return stored.scale if is_scale else stored.weight
 
+    def read_rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        is_scale = name.endswith(f".{self._style.scale}")
+        base = name.removesuffix(self._style.scale) + "weight" if is_scale else name
+        if base not in self._recipes or self._recipes[base].kind != ROWS:
+            return super().read_rows(name, rows)
+        stored = self._make_rows(base, rows)
+        return stored.scale if is_scale else stored.weight
+
+    def token_numbers(self, count: int, vocab_size: int) -> Sequence[int]:
+        """Token ids modulo ``count``: there is no tokenizer."""
+        return [token_id % count for token_id in range(vocab_size)]
+
+    def row_values(self, name: str, recipe: Recipe, rows: torch.Tensor) -> torch.Tensor:
+        """`values` of some rows of a table that is read by row."""
+        return self.values(name, recipe)[rows]
+
+    def _make_rows(self, name: str, rows: torch.Tensor) -> StoredWeight:
+        values, scale = quantize_fp8(self.row_values(name, self._recipes[name], rows), SCALE_GROUP)
+        return StoredWeight(values, encode_e8m0(scale))
+
     def _infos(self, name: str, recipe: Recipe) -> Iterator[tuple[str, TensorInfo]]:
         form = self._formats.get(recipe.kind)
-        if form == "fp8":
+        if recipe.kind == ROWS:
+            rows, columns = recipe.shape
+            stored = TensorInfo.of("F8_E4M3", recipe.shape)
+            scale = TensorInfo.of("F8_E8M0", (rows, columns // SCALE_GROUP))
+        elif form == "fp8":
             grid = tuple(-(-size // block) for size, block in zip(recipe.shape, FP8_BLOCK, strict=True))
             stored, scale = TensorInfo.of("F8_E4M3", recipe.shape), TensorInfo.of(self._style.scale_dtype, grid)
         elif form == "fp4":
@@ -132,6 +158,8 @@ class PublishedSource(CheckpointSource):
     def stored_as(self, name: str) -> str:
         """How the tensor is stored: ``fp8``, ``fp4``, or the dtype in its header, such as ``BF16``."""
         kind = self._recipes[name].kind
+        if kind == ROWS:
+            return "fp8"
         form = self._formats.get(kind, "bf16")
         return DRAW[kind].dtype if form == "bf16" else form
 
@@ -141,6 +169,8 @@ class PublishedSource(CheckpointSource):
 
     def _make(self, name: str) -> StoredWeight:
         recipe = self._recipes[name]
+        if recipe.kind == ROWS:
+            return self._make_rows(name, torch.arange(recipe.shape[0]))
         master = self.values(name, recipe)
         form = self._formats.get(recipe.kind)
         if form in ("fp8", "fp4"):

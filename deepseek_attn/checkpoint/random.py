@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from deepseek_attn.checkpoint.published import PublishedSource, StoredWeight
@@ -29,9 +30,26 @@ class RandomSource(PublishedSource):
         self.seed = seed
 
     def values(self, name: str, recipe: Recipe) -> torch.Tensor:
-        digest = hashlib.blake2b(f"{self.seed}:{recipe.same_as or name}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        generator = torch.Generator().manual_seed(self._seed_of(recipe.same_as or name) >> 1)
         return DRAW[recipe.kind].values(recipe, generator, self.config)
+
+    def row_values(self, name: str, recipe: Recipe, rows: torch.Tensor) -> torch.Tensor:
+        """Uniform values of unit variance, each a hash of the seed, the name and its place in the table."""
+        columns = recipe.shape[1]
+        places = rows.numpy().astype(np.uint64)[:, None] * columns + np.arange(columns, dtype=np.uint64)
+        mixed = _mix(places + np.uint64(self._seed_of(name)))
+        return torch.from_numpy((mixed >> np.uint64(40)).astype(np.float32)).mul_(2**-23 * 3**0.5).sub_(3**0.5)
+
+    def _seed_of(self, name: str) -> int:
+        """64 bits."""
+        return int.from_bytes(hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest(), "little")
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64: each bit of the result depends on each bit of a value."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 class RepeatingSource(RandomSource):

@@ -10,6 +10,8 @@ import torch
 
 from deepseek_attn.config.model import AnyConfig
 
+ROWS = "rows"  # kind of an Engram table: float8_e4m3fn with a scale per row and 32 columns, made row by row
+
 
 @dataclass(frozen=True)
 class Recipe:

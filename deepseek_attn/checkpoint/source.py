@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from deepseek_attn.kernels.common.quant import decode_e8m0, encode_e8m0
+from deepseek_attn.kernels.engram import TableRows
 from deepseek_attn.kernels.linear import FP4_GROUP, FP8_BLOCK, dequantize_weight
 from deepseek_attn.layers.weights import Shard, check_finite
+from deepseek_attn.text.token_numbers import read_token_numbers
 from deepseek_attn.utils.json_files import parse_json, read_json
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -97,6 +99,19 @@ class CheckpointSource(ABC):
         size = tensor.shape[0] // count
         return tensor.narrow(0, index * size, size).clone()
 
+    def read_rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of a tensor by number, int64 ``[n]``; the others are not read where the source can avoid it."""
+        tensor = self.view(name)
+        return tensor.view(torch.uint8)[rows].view(tensor.dtype) if tensor.element_size() == 1 else tensor[rows]
+
+    def token_numbers(self, count: int, vocab_size: int) -> Sequence[int]:
+        """``count`` different numbers for the tokens of a vocabulary: what Engram hashes in place of token ids.
+
+        Raises:
+            ValueError: the source has no tokenizer, or one that does not give as many.
+        """
+        raise ValueError(f"a {type(self).__name__} has no tokenizer, and Engram hashes the texts of tokens")
+
     def read_shard(self, name: str, shard: Shard) -> torch.Tensor:
         """A part of a tensor, in places of the tensor that `read` returns."""
         part = self.view(name).narrow(shard.dim, shard.start, shard.size)
@@ -143,6 +158,9 @@ class SafetensorsSource(CheckpointSource):
             self._files[shard] = safe_open(shard, framework="pt")
         tensor = self._files[shard].get_tensor(name)
         return tensor.view(torch.uint8) if DTYPES[dtype].torch == torch.uint8 else tensor
+
+    def token_numbers(self, count: int, vocab_size: int) -> Sequence[int]:
+        return read_token_numbers(self.path, count, vocab_size)
 
     def close(self) -> None:
         """Unmaps the shards; reading again maps them again."""
@@ -355,6 +373,21 @@ def holds_nan(tensor: torch.Tensor) -> bool:
         return bool(tensor.view(torch.int8).amax() == 0x7F) or bool(tensor.view(torch.uint8).amax() == 0xFF)
     # infinities of both signs add up to NaN too
     return tensor.is_floating_point() and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
+
+
+def read_table_rows(source: CheckpointSource, name: str, rows: torch.Tensor) -> TableRows:
+    """Rows of a table of published name with their scales, which are per row.
+
+    Raises:
+        ValueError: a scale is not finite.
+    """
+    scale = scale_name(name) or ""
+    scales = source.read_rows(scale, rows)
+    try:
+        _check_scales(scales)
+    except ValueError as error:
+        raise ValueError(f"{scale}: {error}") from None
+    return TableRows(source.read_rows(name, rows), scales)
 
 
 def read_float32(source: CheckpointSource, name: str) -> torch.Tensor:

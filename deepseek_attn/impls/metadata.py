@@ -16,6 +16,7 @@ from deepseek_attn.impls.attention_call import AttentionCall
 from deepseek_attn.impls.step_batch import StepBatch
 from deepseek_attn.kernels.indices import EntryCounts, entry_counts
 from deepseek_attn.kernels.insert.types import CompressBatch
+from deepseek_attn.layers.engram import Lookup
 
 
 @dataclass
@@ -81,6 +82,7 @@ class StepMetadata:
             requests); filled by the impl likewise.
         counts: number of entries that each token sees and reads, by (ratio, top-k); filled by the first layer that
             needs it.
+        engram: rows that Engram layers look up, by layer; empty for models without any.
         batch: what layers compare a call with; None in steps of a runner itself, which cannot mix them up.
         observer: called by each layer once it has attended; None, as a rule: nobody watches.
     """
@@ -109,6 +111,7 @@ class StepMetadata:
     tile_scheds: dict[tuple[int, bool], object] = field(default_factory=dict)
     prefill_indices: dict[tuple[int, object], tuple[Tensor, Tensor]] = field(default_factory=dict)
     counts: dict[tuple[int, int], EntryCounts] = field(default_factory=dict)
+    engram: Mapping[int, Lookup] = field(default_factory=dict)
     batch: StepBatch | None = None
     observer: Callable[[AttentionCall], None] | None = None
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from deepseek_attn.kernels.engram import TableRows
 from deepseek_attn.kernels.linear import FP8_INPUT_GROUP, dequantize_weight
 from deepseek_attn.kernels.norm import rms_norm
 
@@ -35,12 +36,14 @@ class WeightSlot:
 
     Attributes:
         shape: logical shape (unpacked) of the whole tensor.
-        kind: ``"linear"`` (may arrive quantised, with a scale), ``"float"`` or ``"int"``.
+        kind: ``"linear"`` (may arrive quantised, with a scale), ``"float"``, ``"int"``, or ``"rows"``: a table
+            that stays in the checkpoint, float8_e4m3fn with e8m0 bytes per row and 32 columns.
         load: ``load(weight, scale)``. ``weight`` is a float tensor of ``shape``; or ``float8_e4m3fn`` of ``shape``
             with a float32 128 x 128 block grid as ``scale``; or packed FP4 ``uint8[out, in / 2]`` with
             ``uint8[out, in / 32]`` e8m0 bytes as ``scale``. With a shard, the shard of each.
         shard: this rank's part; None for all of it.
         elsewhere: the tensor belongs to another rank, and ``load`` is not called.
+        attach: called in place of ``load`` for ``"rows"``, with a function that reads rows by number, int64 ``[n]``.
     """
 
     shape: tuple[int, ...]
@@ -48,11 +51,23 @@ class WeightSlot:
     load: Callable[[torch.Tensor, torch.Tensor | None], None]
     shard: Shard | None = None
     elsewhere: bool = False
+    attach: Callable[[Callable[[torch.Tensor], TableRows]], None] | None = None
+
+    @classmethod
+    def by_row(
+        cls, shape: tuple[int, int], attach: Callable[[Callable[[torch.Tensor], TableRows]], None]
+    ) -> WeightSlot:
+        """The slot of a table that is read by row while the model runs."""
+        return cls(shape, "rows", _not_loaded, attach=attach)
 
     @property
     def quantizable(self) -> bool:
         """Whether the checkpoint may store the tensor quantised."""
         return self.kind == "linear"
+
+
+def _not_loaded(weight: torch.Tensor, scale: torch.Tensor | None) -> None:
+    raise NotImplementedError
 
 
 class CheckpointModule(nn.Module):

@@ -32,6 +32,7 @@ from deepseek_attn.config.options import (
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.kernels.common.invariance import batch_invariant_ops
+from deepseek_attn.layers.engram import Engram, EngramTables
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.models.block import AttentionStack, layer_specs
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
@@ -45,7 +46,7 @@ from deepseek_attn.utils.sizes import show_bytes
 from deepseek_attn.utils.workspace import Workspace
 
 Model = DeepseekV4 | DeepseekV32 | AttentionStack
-FREED = ("model", "pools", "workspace", "manager", "builder", "drafter", "prefixes", "graphs")  # by `close`
+FREED = ("model", "pools", "workspace", "manager", "builder", "drafter", "prefixes", "graphs", "tables")  # by `close`
 
 
 @dataclass(repr=False)
@@ -59,6 +60,7 @@ class LoadedModel:
         drafter: runs the MTP layer; None without one.
         prefixes: prefixes that engines keep for later requests; None without ``max_snapshots``.
         graphs: decode steps over persistent tensors, captured as CUDA graphs; None: every step is eager.
+        tables: looks rows of Engram tables up; None for a model without Engram layers.
         reference_only: every op runs in plain torch (``backend="reference"``).
         graph_problem: why decode steps cannot be captured here; empty where they can.
         deterministic: a row's logits do not depend on the rest of the batch (`RunnerOptions`).
@@ -83,6 +85,7 @@ class LoadedModel:
     drafter: Drafter | None
     prefixes: PrefixCache | None
     graphs: DecodeGraphs | None
+    tables: EngramTables | None
     reference_only: bool
     graph_problem: str
     deterministic: bool
@@ -245,11 +248,22 @@ def build_runner(
         drafter=drafter,
         prefixes=PrefixCache(manager) if max_snapshots else None,
         graphs=_decode_graphs(cuda_graphs, model, layout, device, problem),
+        tables=_engram_tables(config, canonical, model, device),
         reference_only=family.reference_only,
         graph_problem=problem,
         deterministic=deterministic,
         parallel=parallel,
     )
+
+
+def _engram_tables(
+    config: AnyConfig, source: CheckpointSource, model: Model, device: torch.device
+) -> EngramTables | None:
+    layers = {module.layer: module for module in model.modules() if isinstance(module, Engram)}
+    if not layers:
+        return None
+    numbers = source.token_numbers(config.engram.engram_compressed_vocab_size, config.vocab_size)
+    return EngramTables(config.engram, layers, numbers, device)
 
 
 def _allocate_caches(layout: CacheLayout, device: torch.device) -> CachePools:

@@ -19,6 +19,7 @@ from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.options import as_list
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.step_batch import StepBatch
+from deepseek_attn.layers.engram import Chunk, Lookup
 from deepseek_attn.models.block import AttentionStack, layer_specs
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.models.deepseek_v32 import DeepseekV32
@@ -241,6 +242,7 @@ class ModelRunner(LoadedModel):
         ids = torch.tensor([token for tokens in token_ids for token in tokens], device=self.device)
         meta = self._metadata(caches, lengths, self.decode_query_len)
         meta.observer = options.observer
+        meta.engram = self._look_up([Chunk(seq.token_ids, seq.num_computed, n) for seq, n in rows])
         return EagerStep(model, lengths, model(ids, meta.positions, meta))
 
     def _compute_one_by_one(self, model: DeepseekV4 | DeepseekV32, rows: Batch) -> EagerStep:
@@ -250,9 +252,14 @@ class ModelRunner(LoadedModel):
             tables = block_tables(self.manager, [sequence.cache])
             for position in range(sequence.num_computed, sequence.num_computed + n):
                 meta = self.builder.build(StepInput(one, one + position, tables))
+                meta.engram = self._look_up([Chunk(sequence.token_ids, position, 1)])
                 ids = torch.tensor(sequence.token_ids[position : position + 1], device=self.device)
                 states.append(model(ids, meta.positions, meta))
         return EagerStep(model, [n for _, n in rows], torch.cat(states), one_by_one=True)
+
+    def _look_up(self, chunks: list[Chunk]) -> dict[int, Lookup]:
+        """Starts to read the rows of Engram tables of the step's tokens; by layer."""
+        return {} if self.tables is None else self.tables.look_up(chunks)
 
     def _reserve_drafts(self, caches: list[SequenceCache], lengths: list[int], num_drafts: int) -> list[int]:
         """Reserves pages for what drafting writes past the new tokens; returns the lengths up to which there are any.

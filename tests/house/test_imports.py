@@ -28,6 +28,7 @@ FLOORS = (
         "kernels.linear",
         "kernels.latent",
         "kernels.hyper_connection",
+        "kernels.engram",
         "kernels.norm",
         "kernels.sampling",
     ),

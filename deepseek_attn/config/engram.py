@@ -1,0 +1,155 @@
+"""The n-gram memory (Engram) of DeepSeek-V4.1: config keys, and the numbers of its hash that follow from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from deepseek_attn.config.fields import FieldReader
+
+MAX_HASHES = 1024  # columns of all layers, for each of which a prime is looked for; published: 48
+_SEED = 10007  # of a layer's multipliers, times its number
+
+
+@dataclass(frozen=True)
+class EngramHash:
+    """Numbers of the hash of one layer.
+
+    Attributes:
+        multipliers: one per look-back 0 to ``engram_max_ngram_size - 1``.
+        primes: rows of the bucket of each (n, head): ``[engram_max_ngram_size - 1][engram_n_heads]``.
+    """
+
+    multipliers: tuple[int, ...]
+    primes: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the layer's table."""
+        return sum(map(sum, self.primes))
+
+
+@dataclass(frozen=True)
+class EngramConfig:
+    """The ``engram_*`` keys of a published config.
+
+    Attributes:
+        engram_layer_ids: backbone layers with a table, ascending; engram_num_embeddings: rows of each table.
+        engram_max_ngram_size: longest n-gram; those of 2 tokens up to it are looked up.
+        engram_n_heads: rows per n-gram, each by a hash of its own; engram_head_dim: columns of a row.
+        engram_vocab_size: each bucket of rows is a prime from here on.
+        engram_pad_token_id: token in the place of those before the first one.
+        engram_compressed_vocab_size: numbers of tokens, where spellings of one word share a number.
+    """
+
+    engram_layer_ids: tuple[int, ...]
+    engram_num_embeddings: tuple[int, ...]
+    engram_max_ngram_size: int
+    engram_n_heads: int
+    engram_head_dim: int
+    engram_vocab_size: int
+    engram_pad_token_id: int
+    engram_compressed_vocab_size: int
+
+    @property
+    def rows_per_token(self) -> int:
+        """Rows that each token looks up in each table."""
+        return (self.engram_max_ngram_size - 1) * self.engram_n_heads
+
+    @property
+    def width(self) -> int:
+        """Values that each token looks up in each table."""
+        return self.rows_per_token * self.engram_head_dim
+
+    def hash_of(self, layer: int) -> EngramHash:
+        """The hash of one of ``engram_layer_ids``."""
+        return self.hashes()[self.engram_layer_ids.index(layer)]
+
+    def hashes(self) -> tuple[EngramHash, ...]:
+        """The hash of each layer, in the order of ``engram_layer_ids``."""
+        primes = _primes(self.engram_vocab_size, len(self.engram_layer_ids) * self.rows_per_token)
+        bound = max(1, (2**63 - 1) // self.engram_compressed_vocab_size // 2)
+        found = []
+        for place, layer in enumerate(self.engram_layer_ids):
+            draws = np.random.default_rng(_SEED * layer).integers(0, bound, self.engram_max_ngram_size, np.int64)
+            starts = range(place * self.rows_per_token, (place + 1) * self.rows_per_token, self.engram_n_heads)
+            buckets = tuple(primes[start : start + self.engram_n_heads] for start in starts)
+            found.append(EngramHash(tuple(int(draw) * 2 + 1 for draw in draws), buckets))
+        return tuple(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys as a published config has them."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
+
+
+def read_engram(reader: FieldReader, num_hidden_layers: int | None, vocab_size: int | None) -> EngramConfig | None:
+    """Reads the ``engram_*`` keys; None without ``engram_layer_ids``, or with problems, which the reader has.
+
+    Args:
+        num_hidden_layers, vocab_size: values of the config; None where they were wrong.
+    """
+    layers = _integers(reader, "engram_layer_ids", reader.value("engram_layer_ids", None), 0)
+    if not layers:
+        return None
+    rows = _integers(reader, "engram_num_embeddings", reader.value("engram_num_embeddings"), 1)
+    sizes = {
+        key: reader.integer(key, minimum=minimum)
+        for key, minimum in {
+            "engram_max_ngram_size": 2,
+            "engram_n_heads": 1,
+            "engram_head_dim": 1,
+            "engram_vocab_size": 1,
+            "engram_pad_token_id": 0,
+            "engram_compressed_vocab_size": 1,
+        }.items()
+    }
+    if list(layers) != sorted(set(layers)):
+        reader.problem(f"engram_layer_ids is {list(layers)}: expected ascending numbers of layers")
+    if num_hidden_layers is not None and layers[-1] >= num_hidden_layers:
+        reader.problem(f"engram_layer_ids has layer {layers[-1]}, and num_hidden_layers is {num_hidden_layers}")
+    for key in ("engram_pad_token_id", "engram_compressed_vocab_size"):
+        limit = None if vocab_size is None else vocab_size - (key == "engram_pad_token_id")
+        if sizes[key] is not None and limit is not None and sizes[key] > limit:
+            reader.problem(f"{key} is {sizes[key]}: supported with vocab_size {vocab_size} is at most {limit}")
+    if sizes["engram_head_dim"] is not None and sizes["engram_head_dim"] % 32:
+        reader.problem(f"engram_head_dim is {sizes['engram_head_dim']}: expected a multiple of 32, which share a scale")
+    if reader.problems or rows is None or None in sizes.values():
+        return None
+    config = EngramConfig(layers, rows, **sizes)
+    if len(layers) * config.rows_per_token > MAX_HASHES:
+        reader.problem(
+            f"engram_max_ngram_size {config.engram_max_ngram_size} with engram_n_heads {config.engram_n_heads} in "
+            f"{len(layers)} layers: supported are {MAX_HASHES} hashes in all"
+        )
+        return None
+    expected = tuple(found.num_rows for found in config.hashes())
+    if rows != expected:
+        reader.problem(
+            f"engram_num_embeddings is {list(rows)}: the primes from engram_vocab_size {config.engram_vocab_size} on "
+            f"add up to {list(expected)}"
+        )
+    return config
+
+
+def _integers(reader: FieldReader, key: str, value: Any, minimum: int) -> tuple[int, ...] | None:
+    values = reader.as_list(key, value)
+    if values is None:
+        return None
+    checked = tuple(reader.as_integer(f"{key}[{i}]", item, minimum) for i, item in enumerate(values))
+    return None if None in checked else checked
+
+
+@cache
+def _primes(start: int, count: int) -> tuple[int, ...]:
+    """The first ``count`` primes from ``start`` on."""
+    found: list[int] = []
+    number = max(start, 2)
+    while len(found) < count:
+        if (number % np.arange(2, math.isqrt(number) + 1)).all():
+            found.append(number)
+        number += 1
+    return tuple(found)

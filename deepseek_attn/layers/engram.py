@@ -1,0 +1,139 @@
+"""Engram, the n-gram memory of DeepSeek-V4.1: its weights, and the rows of its tables that a step looks up.
+
+Tables are far larger than the rest of the model and stay where the checkpoint is. Rows depend on token ids alone, so a
+thread reads them while the device computes the layers before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from deepseek_attn.config.engram import EngramConfig
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.kernels.engram import TableRows, dequantize_rows, gate_streams, hash_rows
+from deepseek_attn.layers.linear import Linear
+from deepseek_attn.layers.weights import CheckpointModule, WeightSlot
+from deepseek_attn.utils.tracing import traced
+
+
+class Engram(CheckpointModule):
+    """Looked-up values of each token, gated and added to its residual streams (checkpoint: ``layers.N.engram.*``).
+
+    Args:
+        engram: keys of the config; layer: one of its ``engram_layer_ids``.
+        hc_mult: number of residual streams.
+        eps: of the norms before the gate.
+
+    Attributes:
+        read_rows: reads rows of the table by number, int64 ``[n]``; None until the checkpoint is loaded.
+    """
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+
+    def __init__(
+        self,
+        engram: EngramConfig,
+        layer: int,
+        hidden_size: int,
+        hc_mult: int,
+        eps: float,
+        numerics: Numerics,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__(device)
+        self.layer, self.eps = layer, eps
+        self.table_shape = engram.hash_of(layer).num_rows, engram.engram_head_dim
+        self.read_rows: Callable[[torch.Tensor], TableRows] | None = None
+        self.wkv = Linear(engram.width, (hc_mult + 1) * hidden_size, numerics, dtype, device)
+        self.declare("q_weight", (hc_mult, hidden_size), torch.float32)
+        self.declare("k_weight", (hc_mult, hidden_size), torch.float32)
+
+    def slots(self) -> Iterator[tuple[str, WeightSlot]]:
+        yield from super().slots()
+        yield "embed.weight", WeightSlot.by_row(self.table_shape, self._attach)
+
+    def _attach(self, read_rows: Callable[[torch.Tensor], TableRows]) -> None:
+        self.read_rows = read_rows
+
+    @traced("engram")
+    def forward(self, streams: torch.Tensor, rows: TableRows) -> torch.Tensor:
+        """``streams [T, hc_mult, hidden_size]`` and the tokens' ``rows [T, n, columns]`` -> new streams."""
+        kv = self.wkv(dequantize_rows(rows, streams.dtype))
+        return gate_streams(streams, kv, self.q_weight, self.k_weight, self.eps)
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of a sequence whose rows are looked up.
+
+    Attributes:
+        token_ids: of the whole sequence; the tokens before the chunk are part of its first n-grams.
+        start: position of the chunk's first token; count: number of its tokens.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    count: int
+
+
+class Lookup(NamedTuple):
+    """Rows of one layer that a thread reads."""
+
+    future: Future[TableRows]
+    device: torch.device
+
+    def wait(self) -> TableRows:
+        """The rows on the device: values ``[T, n, columns]`` and scales. Raises what the thread raised."""
+        return TableRows(*(part.to(self.device, non_blocking=part.is_pinned()) for part in self.future.result()))
+
+
+class EngramTables:
+    """Looks rows up for all Engram layers of a model.
+
+    Rows follow from the sequences' token ids in every step, so that there is no state to fork, to truncate or to save.
+
+    Args:
+        layers: by number, with their tables attached.
+        numbers: of all token ids, as `text.token_numbers.number_tokens` gives them.
+        device: of the model.
+    """
+
+    def __init__(
+        self, engram: EngramConfig, layers: Mapping[int, Engram], numbers: Sequence[int], device: torch.device
+    ):
+        self.layers, self.device = dict(layers), device
+        self.numbers = np.asarray(numbers, dtype=np.int64)
+        self.length, self.pad = engram.engram_max_ngram_size, self.numbers[engram.engram_pad_token_id]
+        self._hashes = {
+            layer: tuple(torch.tensor(part) for part in (found.multipliers, found.primes))
+            for layer, found in ((layer, engram.hash_of(layer)) for layer in layers)
+        }
+        self._thread = ThreadPoolExecutor(1, "engram")
+
+    def look_up(self, chunks: Sequence[Chunk]) -> dict[int, Lookup]:
+        """Starts to read the rows of a step's tokens, those of one chunk after the other; by layer, in order."""
+        ngrams = torch.from_numpy(np.concatenate([self._ngrams(chunk) for chunk in chunks]))
+        return {
+            layer: Lookup(self._thread.submit(self._read, layer, ngrams), self.device) for layer in sorted(self.layers)
+        }
+
+    def _ngrams(self, chunk: Chunk) -> np.ndarray:
+        """int64 ``[count, length]``: numbers of each token, of the one before it, and so on."""
+        first = chunk.start - self.length + 1
+        ids = chunk.token_ids[max(0, first) : chunk.start + chunk.count]
+        before = np.full(max(0, -first), self.pad)
+        numbers = np.concatenate([before, self.numbers[np.asarray(ids, dtype=np.int64)]])
+        return np.lib.stride_tricks.sliding_window_view(numbers, self.length)[:, ::-1]
+
+    def _read(self, layer: int, ngrams: torch.Tensor) -> TableRows:
+        rows = hash_rows(ngrams, *self._hashes[layer])
+        unique, place = rows.flatten().unique(return_inverse=True)  # in order: neighbours share pages of the file
+        found = self.layers[layer].read_rows(unique)
+        parts = (part.view(torch.uint8)[place].view(part.dtype).unflatten(0, rows.shape) for part in found)
+        return TableRows(*(part.pin_memory() if self.device.type == "cuda" else part for part in parts))

@@ -1,0 +1,71 @@
+"""The Engram ops in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.kernels.common.device import FLOATS
+from deepseek_attn.kernels.common.invariance import in_row_tiles
+from deepseek_attn.kernels.common.quant import dequantize_fp8
+from deepseek_attn.kernels.engram.types import SCALE_GROUP, TableRows
+
+SMALLEST = 1e-6  # of what the gate takes the square root of
+
+
+def hash_rows(ngrams: Tensor, multipliers: Tensor, primes: Tensor) -> Tensor:
+    """See `kernels.engram.hash_rows`."""
+    longest = len(multipliers)
+    if ngrams.dim() != 2 or ngrams.shape[1] != longest or primes.dim() != 2 or len(primes) != longest - 1:
+        raise ValueError(
+            "multipliers [N], n-grams [T, N] and primes [N - 1, heads] must have one N, got "
+            f"{list(multipliers.shape)}, {list(ngrams.shape)} and {list(primes.shape)}"
+        )
+    if any(tensor.dtype != torch.int64 for tensor in (ngrams, multipliers, primes)):
+        raise ValueError(
+            f"n-grams, multipliers and primes must be int64, got {ngrams.dtype}, {multipliers.dtype} and {primes.dtype}"
+        )
+    products = ngrams * multipliers
+    mixed, columns = products[:, 0], []
+    for n in range(1, longest):
+        mixed = mixed ^ products[:, n]
+        columns.append(mixed.unsqueeze(-1) % primes[n - 1])
+    starts = primes.flatten().cumsum(0) - primes.flatten()
+    return torch.cat(columns, dim=1) + starts
+
+
+def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
+    """See `kernels.engram.dequantize_rows`."""
+    return dequantize_fp8(rows.values, rows.scales, SCALE_GROUP).to(dtype).flatten(1)
+
+
+def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
+    """See `kernels.engram.gate_streams`."""
+    _check_gate(streams, kv, q_weight, k_weight)
+    m, dim = streams.shape[1:]
+    x, key, value = streams.float(), kv[:, :-dim].unflatten(1, (m, dim)).float(), kv[:, None, -dim:].float()
+    weighted = x * q_weight * k_weight * key
+    sums = in_row_tiles(_row_sums, torch.stack((weighted, x.square(), key.square()), dim=-2))
+    product, square, key_square = sums.unbind(-1)
+    dot = product * torch.rsqrt(square / dim + eps) * torch.rsqrt(key_square / dim + eps) * dim**-0.5
+    gate = torch.sigmoid(torch.copysign(dot.abs().clamp_min(SMALLEST).sqrt(), dot))
+    return (x + gate.unsqueeze(-1) * value).to(streams.dtype)
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    return x.sum(-1)
+
+
+def _check_gate(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor) -> None:
+    if streams.dim() != 3 or streams.dtype not in FLOATS:
+        raise ValueError(f"streams must be [T, m, D] floats, got {list(streams.shape)} in {streams.dtype}")
+    T, m, dim = streams.shape
+    if kv.shape != (T, (m + 1) * dim) or kv.dtype != streams.dtype:
+        raise ValueError(
+            f"kv must be {streams.dtype} [{T}, {(m + 1) * dim}] for streams {list(streams.shape)}, got {kv.dtype} "
+            f"{list(kv.shape)}"
+        )
+    weights = (q_weight, k_weight)
+    if any(weight.shape != (m, dim) or weight.dtype != torch.float32 for weight in weights):
+        given = " and ".join(f"{weight.dtype} {list(weight.shape)}" for weight in weights)
+        raise ValueError(f"weights of {m} streams of {dim} channels must be float32 [{m}, {dim}], got {given}")
