@@ -18,14 +18,17 @@ from jinja2 import TemplateError
 
 from deepseek_attn.text.template import plain_messages, render
 from deepseek_attn.text.tokenizer import BOS, CONFIG_FILE, EOS, TEMPLATE_FILE, Tokenizer, read_settings
+from deepseek_attn.utils.json_files import read_json
 
 USER = "<｜User｜>"
 ASSISTANT = "<｜Assistant｜>"
 THINK = "<think>"
 END_THINK = "</think>"
+SYSTEM = "<｜System｜>"  # V4.1 only
+DEFAULT_EFFORT = 75  # of 100: V4.1's default in thinking mode
 
 
-def encode_messages(messages: list[dict], thinking: bool = False) -> str:
+def encode_messages(messages: list[dict], thinking: bool = False, v41: bool = False) -> str:
     """Render plain chat turns as the string that DeepSeek-V4 expects, BOS included.
 
     An optional ``system`` message comes first (its content enters raw), then ``user`` and ``assistant`` turns
@@ -38,6 +41,9 @@ def encode_messages(messages: list[dict], thinking: bool = False) -> str:
             ``reasoning_content``. Other keys must be ``None`` or empty.
         thinking: thinking mode. Only the turn after the last user message is a thinking turn and keeps its
             reasoning; earlier turns are rendered as chat turns. In chat mode no reasoning is rendered.
+        v41: the encoding of DeepSeek-V4.1, which marks system messages, allows them beside or in place of later user
+            turns too, and begins thinking mode with a line about the reasoning effort, of which it has its default. It
+            follows descriptions of the encoder that V4.1 ships, and was not compared with it.
 
     Raises:
         ValueError: tools, tool results, response formats, other roles or keys, content that is not a string, turns
@@ -47,7 +53,8 @@ def encode_messages(messages: list[dict], thinking: bool = False) -> str:
     revisions). Tokenize the result with ``add_special_tokens=False``.
     """
     try:
-        return render(_template(), plain_messages(messages), bos_token=BOS, eos_token=EOS, thinking=thinking)
+        names = {"bos_token": BOS, "eos_token": EOS, "thinking": thinking, "v41": v41, "effort": DEFAULT_EFFORT}
+        return render(_template(), plain_messages(messages), **names)
     except TemplateError as error:
         raise ValueError(str(error)) from None
 
@@ -91,7 +98,10 @@ def describe_chat_format(directory: str | Path) -> tuple[str, str]:
         explanation = f"chat template in {template}, rendered in a sandbox"
         return "jinja", f"{explanation}; {not_run}" if has_encoder else explanation
     reason = not_run if has_encoder else "the checkpoint has no chat template"
-    return "builtin", f"built-in DeepSeek-V4 encoding of system, user and assistant turns; {reason}"
+    turns = "encoding of system, user and assistant turns"
+    if _is_v41(directory):
+        return "builtin", f"built-in DeepSeek-V4.1 {turns}, not verified against the encoder shipped with it; {reason}"
+    return "builtin", f"built-in DeepSeek-V4 {turns}; {reason}"
 
 
 def build_prompt(
@@ -117,15 +127,22 @@ def build_prompt(
         )
     if kind == "jinja":
         return tokenizer.encode(tokenizer.apply_chat_template(messages, thinking)), explanation
-    text = encode_messages(messages, thinking)
-    missing = [token for token in (BOS, USER, ASSISTANT, THINK, END_THINK) if tokenizer.token_id(token) is None]
+    text = encode_messages(messages, thinking, v41=_is_v41(Path(directory)))
+    needed = (BOS, USER, ASSISTANT, THINK, END_THINK, *([SYSTEM] if SYSTEM in text else []))
+    missing = [token for token in needed if tokenizer.token_id(token) is None]
     if missing:
         raise ValueError(
-            f"the tokenizer in {directory} has no token for {', '.join(missing)}, which the built-in DeepSeek-V4 chat "
+            f"the tokenizer in {directory} has no token for {', '.join(missing)}, which the built-in chat "
             "encoding needs: this is another model's tokenizer; add its chat_template.jinja to the folder, or pass a "
             "plain prompt"
         )
     return tokenizer.encode(text), explanation
+
+
+def _is_v41(directory: Path) -> bool:
+    file = directory / "config.json"
+    config = read_json(file, str(file)) if file.is_file() else {}
+    return isinstance(config, dict) and config.get("model_type") == "deepseek_v41"
 
 
 def _template_location(directory: Path) -> str | None:

@@ -60,6 +60,56 @@ def test_encode(messages, thinking, expected):
     assert encode_messages(messages, thinking) == BOS + expected
 
 
+EFFORT = "<｜System｜>Reasoning Effort: 75 (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
+LATER = {"role": "system", "content": "Rhyme."}
+
+
+@pytest.mark.parametrize(
+    ("messages", "thinking", "expected"),
+    [
+        ([HI], False, "<｜User｜>hi<｜Assistant｜></think>"),
+        ([HI], True, f"{EFFORT}<｜User｜>hi<｜Assistant｜><think>"),
+        ([SYSTEM, HI], False, "<｜System｜>Be brief.<｜User｜>hi<｜Assistant｜></think>"),
+        ([SYSTEM, HI], True, f"{EFFORT}Be brief.<｜User｜>hi<｜Assistant｜><think>"),
+        (
+            [SYSTEM, HI, HELLO, LATER],
+            True,
+            f"{EFFORT}Be brief.<｜User｜>hi<｜Assistant｜></think>hello{EOS}<｜System｜>Rhyme.<｜Assistant｜><think>",
+        ),
+        (
+            [HI, HELLO, LATER, BYE, HELLO],
+            True,
+            f"{EFFORT}<｜User｜>hi<｜Assistant｜></think>hello{EOS}<｜System｜>Rhyme.<｜User｜>bye<｜Assistant｜><think>"
+            f"greet back</think>hello{EOS}",
+        ),
+        (
+            [HI, HELLO, BYE, LATER],
+            False,
+            f"<｜User｜>hi<｜Assistant｜></think>hello{EOS}<｜User｜>bye<｜System｜>Rhyme.<｜Assistant｜></think>",
+        ),
+    ],
+    ids=["chat", "thinking", "system", "thinking-system", "later-system", "system-before-user", "system-after-user"],
+)
+def test_encode_v41(messages, thinking, expected):
+    assert encode_messages(messages, thinking, v41=True) == BOS + expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([SYSTEM], "no user message"),
+        ([SYSTEM, LATER, HI], "message 1: expected a turn of 'user', got 'system'"),
+        ([HI, BYE], "message 1: expected a turn of 'assistant', got 'user'.*join"),
+        ([HI, HELLO, HELLO], "message 2: expected a turn of 'user', got 'assistant'"),
+        ([HELLO], "message 0: expected a turn of 'user'"),
+        ([{**HI, "tools": [{}]}], "tools not supported"),
+    ],
+)
+def test_refuses_v41(messages, message):
+    with pytest.raises(ValueError, match=message):
+        encode_messages(messages, v41=True)
+
+
 def test_empty_values_of_other_keys_are_ignored():
     dumped = {"role": "user", "content": "hi", "tool_calls": None, "tools": [], "name": None, "reasoning_content": None}
     assert encode_messages([dumped]) == encode_messages([HI])
@@ -155,6 +205,17 @@ def test_choice_of_encoder(tmp_path, template, kind, says, encoder):
     assert got == kind
     assert says in explanation
     assert ("encoding/ module is not run" in explanation) == encoder
+
+
+def test_the_encoding_of_a_v41_checkpoint(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v41"}))
+    explanation = describe_chat_format(tmp_path)[1]
+    assert "DeepSeek-V4.1" in explanation
+    assert "not verified" in explanation
+    tokenizer = SpecialsOnly([BOS, "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"])
+    assert build_prompt(tokenizer, tmp_path, [HI])[0] == tokenizer.encode(encode_messages([HI]))
+    with pytest.raises(ValueError, match=r"has no token for <｜System｜>"):
+        build_prompt(tokenizer, tmp_path, [HI], thinking=True)
 
 
 def test_choice_refuses_what_it_cannot_read(tmp_path):
