@@ -54,12 +54,14 @@ class BuildContext:
 class Block(CheckpointModule):
     """Attention and MoE, each on an input collapsed from the residual streams (`hc_pre`), which `hc_post` updates."""
 
+    attention_class = DeepseekV4MLAAttention
+
     def __init__(self, context: BuildContext, spec: LayerSpec, attention_only: bool = False):
         config, device = context.config, context.device
         super().__init__(device)
         self.config = config
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
-        self.attn = DeepseekV4MLAAttention(
+        self.attn = self.attention_class(
             config, spec, context.rope(spec), context.numerics, context.dtype, device, context.impl, context.parallel
         )
         if attention_only:

@@ -13,17 +13,18 @@ from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.checkpoint.names import CanonicalSource
 from deepseek_attn.checkpoint.names_v32 import canonical_names
 from deepseek_attn.checkpoint.source import CheckpointSource
-from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.numerics import Numerics, numerics_for
 from deepseek_attn.config.v32 import DeepseekV32Config
-from deepseek_attn.impls import DEEPSEEK_V4_IMPLS, AttentionSpec, Impls, combine_phases, get_impl
+from deepseek_attn.config.v41 import DeepseekV41Config
+from deepseek_attn.impls import DEEPSEEK_V4_IMPLS, DEEPSEEK_V41_IMPLS, AttentionSpec, Impls, combine_phases, get_impl
 from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.dispatch import problem_on
 from deepseek_attn.kernels.indexer import MAX_TRITON_TOPK, TRITON_HEAD_DIM
 from deepseek_attn.layers.parallel import Parallel, check_split
 from deepseek_attn.layers.weights import CheckpointModule
-from deepseek_attn.models import block, deepseek_v4, deepseek_v32
+from deepseek_attn.models import block, deepseek_v4, deepseek_v32, deepseek_v41
 from deepseek_attn.models.block import AttentionStack, BuildContext, attention_layers, layer_specs
 from deepseek_attn.utils.workspace import Workspace
 from deepseek_attn.v32.backends import SPARSE_MLA_IMPLS, FlashMLASparseBackend
@@ -44,7 +45,7 @@ class Family(ABC):
             share, or what cannot be deterministic.
     """
 
-    model_class: type[deepseek_v4.DeepseekV4] | type[deepseek_v32.DeepseekV32]
+    model_class: type[deepseek_v4.DeepseekV4] | type[deepseek_v32.DeepseekV32] | type[deepseek_v41.DeepseekV41]
     block_class: type[CheckpointModule]
     impls: Impls
     builder_class: type[MetadataBuilder] = MetadataBuilder
@@ -102,7 +103,7 @@ class Family(ABC):
 
     def build(
         self, layers: list[int] | None, attention_only: bool, max_positions: int
-    ) -> deepseek_v4.DeepseekV4 | deepseek_v32.DeepseekV32 | AttentionStack:
+    ) -> deepseek_v4.DeepseekV4 | deepseek_v32.DeepseekV32 | deepseek_v41.DeepseekV41 | AttentionStack:
         """The model without weights: all of it, or some layers, or only their attention.
 
         MTP layers are built with the whole model only, and not with data-parallel attention.
@@ -179,6 +180,56 @@ class DeepseekV32Family(Family):
         return super().choose_impl() if self.config.has_indexer else None
 
 
+class DeepseekV41Family(Family):
+    """DeepSeek-V4.1: the text model in plain torch, on one rank."""
+
+    model_class, block_class, impls = deepseek_v41.DeepseekV41, deepseek_v41.Block, DEEPSEEK_V41_IMPLS
+
+    def __init__(
+        self,
+        config: DeepseekV41Config,
+        numerics: str | Numerics,
+        dtype: torch.dtype,
+        device: torch.device,
+        options: AttentionOptions,
+        parallel: Parallel | None = None,
+    ):
+        problems = []
+        if device.type != "cpu" and not options.reference_only:
+            problems.append(f"backend={options.backend!r} on {device}: supported is 'reference', plain torch")
+        if parallel is not None and parallel.world > 1:
+            problems.append(f"{parallel.world} ranks: supported is one")
+        if problems:
+            raise ValueError("DeepSeek-V4.1 cannot run with\n  - " + "\n  - ".join(problems))
+        super().__init__(config, numerics, dtype, device, options, parallel)
+
+    def build(
+        self, layers: list[int] | None, attention_only: bool, max_positions: int
+    ) -> deepseek_v41.DeepseekV41 | AttentionStack:
+        """See `Family.build`.
+
+        Raises:
+            ValueError: ``layers`` without one that they read entries, selections or candidates of.
+        """
+        needed = None if layers is None else self.config.with_sources(layers)
+        if layers is not None and needed != sorted(layers):
+            others = sorted(set(needed) - set(layers))
+            raise ValueError(
+                f"layers={layers}: they read entries or selections of layers {others}; take layers={needed}"
+            )
+        return super().build(needed, attention_only, max_positions)
+
+    def graph_problem(self) -> str:
+        return "DeepSeek-V4.1 runs in plain torch, which waits for the device within a step"
+
+
+FAMILIES: dict[type[AnyConfig], type[Family]] = {
+    ModelConfig: DeepseekV4Family,
+    DeepseekV32Config: DeepseekV32Family,
+    DeepseekV41Config: DeepseekV41Family,
+}
+
+
 def get_family(
     config: AnyConfig,
     numerics: str | Numerics,
@@ -188,5 +239,4 @@ def get_family(
     parallel: Parallel | None = None,
 ) -> Family:
     """The family of a config; see `Family` for what it refuses."""
-    family = DeepseekV32Family if isinstance(config, DeepseekV32Config) else DeepseekV4Family
-    return family(config, numerics, dtype, device, options, parallel)
+    return FAMILIES[type(config)](config, numerics, dtype, device, options, parallel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.kernels import hyper_connection as ops
 from deepseek_attn.layers.weights import CheckpointModule
 from deepseek_attn.utils.tracing import traced
@@ -21,6 +22,22 @@ def hc_pre(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`kernels.hyper_connection.hc_pre`: the sublayer's input ``[T, D]``, post ``[T, m]`` and comb ``[T, m, m]``."""
     return ops.hc_pre(streams, fn, base, scale, config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters, norm)
+
+
+@traced("hc_mix")
+def hc_mix(
+    streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, config: DeepseekV4Base
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`kernels.hyper_connection.hc_mix`: pre and post ``[T, m]`` and comb ``[T, m, m]``."""
+    return ops.hc_mix(streams, fn, base, scale, config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
+
+
+@traced("hc_collapse")
+def hc_collapse(
+    streams: torch.Tensor, pre: torch.Tensor, config: DeepseekV4Base, norm: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`kernels.hyper_connection.hc_collapse`: streams ``[T, m, D]`` by ``pre [T, m]`` -> ``[T, D]``."""
+    return ops.hc_collapse(streams, pre, config.rms_norm_eps, norm)
 
 
 @traced("hc_post")

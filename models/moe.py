@@ -137,7 +137,7 @@ class Experts(CheckpointModule):
             local = experts - self.shard.start
             experts = torch.where((local >= 0) & (local < self.shard.size), local, -1)
         w1, w3, w2 = (
-            ExpertStack(projection.weight, projection.scale, projection.exponent)
+            ExpertStack(projection.weight, projection.scale, projection.exponent, projection.fp8_group)
             for projection in (self.w1, self.w3, self.w2)
         )
         fp8_input, pow2_scales = self.w1.fp8_input, self.w1.pow2_scales

@@ -13,6 +13,7 @@ from deepseek_attn.config.model import AnyConfig, LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.indexer import (
+    CandidateBlocks,
     IndexQueries,
     IndexQueryRows,
     PagedIndexKeys,
@@ -86,6 +87,10 @@ class LightningIndexer(CheckpointModule):
         """Whether a query may see more entries than are selected: more than that fit the pages of the block table."""
         return self.table_entries(step) > self.topk
 
+    def candidates(self, step: StepMetadata, tokens: slice) -> CandidateBlocks | None:
+        """Blocks of entries to which the selection of these tokens is limited; None: it is not."""
+        return None
+
     def table_entries(self, step: StepMetadata) -> int:
         """Entries that fit the pages of the block table, and so the most that a request can have."""
         meta = step.sparse[self.ratio]
@@ -127,7 +132,8 @@ class LightningIndexer(CheckpointModule):
                 requests = step.token_to_req_indices[tokens]
                 keys = PagedIndexKeys(pool.record, pool.tensor, pool.entries, block_table, requests)
                 selected = IndexQueries(queries.q[tokens], queries.weights[tokens])
-                index_select(selected, keys, num_visible[tokens], self.topk, width, out[tokens], slots)
+                blocks = self.candidates(step, tokens)
+                index_select(selected, keys, num_visible[tokens], self.topk, width, out[tokens], slots, blocks)
 
         decodes, num_tokens = step.num_decode_tokens, len(queries.q)
         select(slice(0, decodes), meta.block_table[: step.num_decodes], self.table_entries(step), out_slots)

@@ -113,6 +113,24 @@ class DeepseekV4MLAAttention(CheckpointModule):
         self.wo_a = GroupedLinear(groups, width // groups, config.o_lora_rank, numerics, dtype, device, shard(0, inner))
         self.wo_b = linear(inner, config.hidden_size, shard(1, inner))
         self.declare("attn_sink", (heads,), torch.float32, shard=shard(0, heads))
+        self.input_linears = [self.wq_a, self.wkv]
+        self.make_entry_modules(config, rope, numerics, dtype, device)
+        self.step: StepMetadata | None = None
+        self.kv_cache: Pool | None = None
+        self.topk_indices_buffer: Tensor | None = None
+        self.decode_topk_slots: Tensor | None = None
+        self.prefill_workspace_rows = 0
+
+    def make_entry_modules(
+        self,
+        config: ModelConfig,
+        rope: RotaryTable,
+        numerics: Numerics,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """Makes compressor and indexer, appends their projections to `input_linears`, and sets ``index_topk``."""
+        spec = self.spec
         self.compressor = None
         self.indexer = None
         if not spec.swa_only:
@@ -121,17 +139,10 @@ class DeepseekV4MLAAttention(CheckpointModule):
             self.indexer = Indexer(config, spec, rope, numerics, dtype, device)
         self.compressors = [self.compressor] if self.compressor is not None else []
         self.compressors += [self.indexer.compressor] if self.indexer is not None else []
-        self.input_linears = [self.wq_a, self.wkv]
         for compressor in self.compressors:
             self.input_linears += [compressor.wkv, compressor.wgate]
         self.input_linears += [self.indexer.weights_proj] if self.indexer is not None else []
-
         self.index_topk = None if self.indexer is None else self.indexer.topk
-        self.step: StepMetadata | None = None
-        self.kv_cache: Pool | None = None
-        self.topk_indices_buffer: Tensor | None = None
-        self.decode_topk_slots: Tensor | None = None
-        self.prefill_workspace_rows = 0
 
     def process_weights_after_loading(self) -> None:
         """Joins the weights of `input_linears`, so that one GEMM can compute all of them."""
@@ -186,9 +197,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         with stage("project"):
             projected = QueryProjections(*multi_linear(qr, linears, qr_fp8))
             q, index_queries = self.queries(projected, inputs.index_weights, positions)
-        if self.indexer is not None:
-            selected = self.topk_indices_buffer[: len(step.positions)]
-            self.decode_topk_slots = self.indexer.select(index_queries, step, selected)
+        self.select(index_queries, step)
         with stage("attend"):
             output = self.impl.forward_mqa(self, q, kv, positions)
         if step.observer is not None:
@@ -213,10 +222,18 @@ class DeepseekV4MLAAttention(CheckpointModule):
 
         Returns the normed query latent, which ``qr_fp8`` also receives in FP8, and the normed and rotated key.
         """
-        pool, compressors = self.swa_cache, inputs.compressors
-        tokens = TokenRows(
-            qr=inputs.qr,
-            kv=inputs.kv,
+        compressors = inputs.compressors
+        batch = step.compressor[self.spec.ratio, self.spec.overlap] if compressors else None
+        return insert_tokens(self.token_rows(inputs.qr, inputs.kv, positions, step, qr_fp8), compressors, batch)
+
+    def token_rows(
+        self, qr: Tensor, kv: Tensor, positions: Tensor, step: StepMetadata, qr_fp8: QuantizedRows | None
+    ) -> TokenRows:
+        """Projected query latents and keys of the new tokens, as `insert_tokens` writes them to the window."""
+        pool = self.swa_cache
+        return TokenRows(
+            qr=qr,
+            kv=kv,
             q_weight=self.q_norm.weight,
             kv_weight=self.kv_norm.weight,
             eps=self.eps,
@@ -225,8 +242,12 @@ class DeepseekV4MLAAttention(CheckpointModule):
             cache=CacheRows(pool.record, pool.tensor, pool.entries, step.swa.slot_mapping),
             qr_fp8=qr_fp8,
         )
-        batch = step.compressor[self.spec.ratio, self.spec.overlap] if compressors else None
-        return insert_tokens(tokens, compressors, batch)
+
+    def select(self, queries: IndexQueries | None, step: StepMetadata) -> None:
+        """Selects the entries that each query reads, if the layer has an indexer; queries: see `Indexer.select`."""
+        if self.indexer is not None:
+            selected = self.topk_indices_buffer[: len(step.positions)]
+            self.decode_topk_slots = self.indexer.select(queries, step, selected)
 
     def query_heads(self, q: Tensor, positions: Tensor) -> QueryHeads:
         """Projected queries ``[T, num_heads * head_dim]`` as the ops take them, padded to ``padded_heads``."""

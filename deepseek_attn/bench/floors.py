@@ -7,6 +7,7 @@ again in between, is not in a floor.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from deepseek_attn.checkpoint.recipes import Recipe
 from deepseek_attn.config.model import AnyConfig, LayerSpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
-from deepseek_attn.kernels.linear import FP8_BLOCK
+from deepseek_attn.config.v41 import V41LayerSpec
 
 AnySpec = LayerSpec | V32LayerSpec
 Tensors = tuple[tuple[str, Recipe], ...]
@@ -134,8 +135,10 @@ def attention_work(
     activations = shape.rows * config.hidden_size * dtype.itemsize
     work = weights_work(config, tensors, numerics, dtype, shape.rows)
     for pool in layout.pools:
-        if pool.layer == spec.name:
-            work += Work(pool_bytes(pool, layout, selection, shape))
+        owned = pool.layer == spec.name
+        if owned or (pool.layer == spec.entry_owner and pool.kind in ("compressed", "index")):
+            moved = pool_bytes(pool, layout, selection, shape)
+            work += Work(moved if owned else {what: count for what, count in moved.items() if what != "new entries"})
     work += Work({"input": activations, "output": activations}, selection.products(config, numerics))
     return work
 
@@ -153,7 +156,7 @@ def weights_work(config: AnyConfig, tensors: Tensors, numerics: Numerics, dtype:
             size += 4 * count
             continue
         fp8 = quantized and recipe.kind == "quantized"
-        blocks = prod(-(-n // block) for n, block in zip(recipe.shape, FP8_BLOCK, strict=True))
+        blocks = prod(-(-n // config.FP8_GROUP) for n in recipe.shape)
         size += count + 4 * blocks if fp8 else count * dtype.itemsize
         flops["fp8" if fp8 and fp8_product(name, numerics) else "bf16"] += 2 * rows * count
     return Work({"weights": size}, tuple(Product("projections", unit, count) for unit, count in flops.items()))
@@ -189,25 +192,28 @@ class _Selection:
     Attributes:
         window_keys: keys of the window, all queries together; entries: entries of the layer's compressed or latent
             pool; scored: entries that they have to score.
-        entries_per_request: different entries that a request's queries read at most.
+        entries_per_request: different entries that a request's queries read at most; keys_per_request: that they score.
     """
 
     window_keys: int
     entries: int
     scored: int
     entries_per_request: int
+    keys_per_request: int
 
     @classmethod
     def of(cls, config: AnyConfig, spec: AnySpec, layout: CacheLayout, shape: StepShape) -> _Selection:
         lengths = range(shape.before + 1, shape.context + 1)  # of the request, as each new token sees it
         window = sum(min(layout.window, length) for length in lengths)
-        ratio = entry_ratio(layout, spec.name)
+        ratio = entry_ratio(layout, spec.entry_owner)
         visible = [length // ratio for length in lengths] if ratio else []
         read, scored = visible, 0
-        if spec.has_indexer:
+        if ratio and not spec.lists_entries and config.index_topk is not None:
             read = [min(count, config.index_topk) for count in visible]
-            scored = sum(count for count in visible if count > config.index_topk)
-        return cls(shape.batch * window, shape.batch * sum(read), shape.batch * scored, sum(read))
+        if spec.has_indexer:
+            most = max_scored(config, spec)
+            scored = sum(min(count, most) for count in visible if count > config.index_topk)
+        return cls(shape.batch * window, shape.batch * sum(read), shape.batch * scored, sum(read), scored)
 
     def products(self, config: AnyConfig, numerics: Numerics) -> tuple[Product, ...]:
         keys, value_dim = self.window_keys + self.entries, config.head_dim
@@ -220,6 +226,13 @@ class _Selection:
             score = 2 * config.index_n_heads * config.index_head_dim
             products = (Product("index scores", unit, score * self.scored), *products)
         return products
+
+
+def max_scored(config: AnyConfig, spec: AnySpec) -> int:
+    """Entries that an indexer has to score for a query at most: those of its candidate blocks (V4.1), or all."""
+    if isinstance(spec, V41LayerSpec) and spec.candidate_source not in (None, spec.index):
+        return config.candidate_topk_blocks * config.candidate_block_size
+    return sys.maxsize
 
 
 def pool_bytes(pool: PoolSpec, layout: CacheLayout, selection: _Selection, shape: StepShape) -> dict[str, int]:
@@ -241,7 +254,7 @@ def pool_bytes(pool: PoolSpec, layout: CacheLayout, selection: _Selection, shape
     cached, after = shape.before // ratio, shape.context // ratio
     written = {"new entries": shape.batch * (after - cached) * entry}
     if pool.kind == "index":
-        return written | {"index keys": shape.batch * cached * entry if selection.scored else 0}
+        return written | {"index keys": shape.batch * min(cached, selection.keys_per_request) * entry}
     return written | {"selected entries": shape.batch * min(cached, selection.entries_per_request) * entry}
 
 

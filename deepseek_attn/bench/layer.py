@@ -106,8 +106,11 @@ def time_layer(
         rates: peak rates of the machine (`bench.timing.ceilings`), for the floor.
 
     Raises:
-        ValueError: sizes that the runner was not made for, layers of several kinds, or a graph of something that has
-            none.
+        ValueError: sizes that the runner was not made for, layers of several kinds or that read different selections
+            (V4.1), or a graph of something that has none.
+
+    Notes:
+        Layers whose entries or selections the timed ones read (V4.1) compute the step once before.
     """
     check_sizes(runner, batch, tokens, context)
     if count_kernels and runner.device.type != "cuda":
@@ -118,6 +121,10 @@ def time_layer(
     kinds = {block.attn.spec.kind for block in blocks}
     if len(kinds) != 1:
         raise ValueError(f"layers {layers} are of the kinds {', '.join(sorted(kinds))}: one kind is timed at a time")
+    sources = runner.config.with_sources(block.attn.spec.index for block in blocks)
+    selections = {getattr(block.attn.spec, "index_source", None) for block in blocks}
+    if len(selections) > 1 and not blocks[0].attn.spec.has_indexer:
+        raise ValueError(f"layers {layers} read the selections of layers {sorted(selections)}: one selection at a time")
     caches = [past(runner, context - tokens) for _ in range(batch)]
     kernels = ()
     try:
@@ -134,6 +141,9 @@ def time_layer(
         inputs = torch.randn(count, batch * tokens, runner.config.hidden_size, device=runner.device).to(runner.dtype)
         calls = [lambda i=i: blocks[i % len(blocks)].attend(inputs[i], step) for i in range(count)]
         with torch.inference_mode(), runner.op_settings():
+            for source in sources:
+                if runner.model.layers[str(source)] not in blocks:
+                    runner.model.layers[str(source)].attend(inputs[0], step)
             if graph:
                 replay = captured(calls)
                 times = [t / count for t in time_calls(lambda _: replay.replay(), runner.device, repeats, warmup)]

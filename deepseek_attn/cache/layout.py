@@ -10,7 +10,8 @@ which keeps every read and write legal.
                window is still open or may be reopened
     tokens     latent rows (+ indexer keys) of V3.2      64 tokens                       tokens
 
-DeepSeek-V4 has the first three, DeepSeek-V3.2 only the last. Pools hold ``max_num_seqs`` sequences of ``max_model_len``
+DeepSeek-V4 has the first three, DeepSeek-V3.2 only the last. Of V4.1's layers, which share entries and index keys, the
+one that makes them has the pools. Pools hold ``max_num_seqs`` sequences of ``max_model_len``
 tokens at once or, with ``kv_cache_bytes``, as many tokens as fit (`CacheLayout.fit_pages`).
 """
 
@@ -22,8 +23,9 @@ from typing import NamedTuple
 
 import torch
 
-from deepseek_attn.cache.records import Record, make_index_record, make_kv_record
+from deepseek_attn.cache.records import Record, make_index_record
 from deepseek_attn.cache.records_v32 import LATENT_GROUP, make_v32_record
+from deepseek_attn.cache.records_v41 import FP8_GROUP, make_v41_records
 from deepseek_attn.config.model import AnyConfig, LayerSpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
@@ -237,19 +239,22 @@ def make_layout(
             pools, pages, 0, max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback, max_snapshots
         )
         return layout if kv_cache_bytes is None else layout.fit_pages(kv_cache_bytes)
-    kv_record = make_kv_record(numerics.kv_record, config.nope_head_dim, config.qk_rope_head_dim, dtype)
+    dims = config.nope_head_dim, config.qk_rope_head_dim
+    window_record, entry_record = make_v41_records(numerics.kv_record, *dims, dtype)
     index_record = make_index_record(numerics.index_record, config.index_head_dim, dtype)
     pools: list[PoolSpec] = []
     for spec in layers:
-        pools.append(PoolSpec(spec.name, "window", WINDOW, WINDOW_PAGE, kv_record))
-        if spec.swa_only:
+        pools.append(PoolSpec(spec.name, "window", WINDOW, WINDOW_PAGE, window_record))
+        if not spec.owns_entries:
             continue
         group, entries = entry_pages(spec)
         rows, width, carry = state_rows(spec, max_rollback), 2 * spec.coff, (spec.coff - 1) * spec.ratio
-        pools.append(PoolSpec(spec.name, "compressed", group, entries, kv_record))
-        pools.append(PoolSpec(spec.name, "state", STATE, rows, width=width * config.head_dim, carry=carry))
-        if spec.has_indexer:
+        pools.append(PoolSpec(spec.name, "compressed", group, entries, entry_record))
+        if spec.compresses:
+            pools.append(PoolSpec(spec.name, "state", STATE, rows, width=width * config.head_dim, carry=carry))
+        if spec.owns_index_keys:
             pools.append(PoolSpec(spec.name, "index", group, entries, index_record))
+        if spec.compresses_index_keys:
             pools.append(
                 PoolSpec(spec.name, "index_state", STATE, rows, width=width * config.index_head_dim, carry=carry)
             )
@@ -259,9 +264,10 @@ def make_layout(
         + max_num_batched_tokens // WINDOW_PAGE
         + max_snapshots * snapshot_window_pages(config.sliding_window)
     }
-    for ratio in sorted({spec.ratio for spec in layers if not spec.swa_only}):
+    for ratio in sorted({spec.ratio for spec in layers if spec.owns_entries}):
         # a snapshot may hold the only copy of a page that is part full
         pages[ratio_group(ratio)] = 1 + max_num_seqs * compressed_pages(max_model_len, ratio) + max_snapshots
+    if any(spec.compresses for spec in layers):
         pages[STATE] = 1 + max_num_seqs
     limits = (max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback, max_snapshots)
     layout = CacheLayout(tuple(pools), pages, config.sliding_window, *limits)
@@ -290,7 +296,9 @@ def check_records(config: AnyConfig, numerics: Numerics) -> None:
             problems.append(
                 f"latents are stored in groups of {LATENT_GROUP} channels, and kv_lora_rank is {config.kv_lora_rank}"
             )
-    elif numerics.kv_record != "plain" and config.nope_head_dim % 64:
+    elif numerics.kv_record == "fp8_fp4" and config.head_dim % FP8_GROUP:
+        problems.append(f"K is stored in groups of {FP8_GROUP} channels, and head_dim is {config.head_dim}")
+    elif numerics.kv_record == "fp8_ds_mla" and config.nope_head_dim % 64:
         problems.append(
             f"K is stored in groups of 64 channels, and head_dim - qk_rope_head_dim is {config.nope_head_dim}"
         )

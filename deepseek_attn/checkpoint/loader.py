@@ -28,7 +28,7 @@ from deepseek_attn.checkpoint.source import (
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.options import is_integer
 from deepseek_attn.kernels.engram import SCALE_GROUP
-from deepseek_attn.kernels.linear import FP4_GROUP, FP8_BLOCK
+from deepseek_attn.kernels.linear import FP4_GROUP
 from deepseek_attn.layers.weights import WeightSlot, checkpoint_slots
 from deepseek_attn.utils.sizes import show_bytes
 
@@ -107,7 +107,8 @@ def check_headers(
     for published, recipe in published_tensors(config):
         name = source.canonical(published)
         if _source_rule(name, selection) is None:
-            slots[name] = WeightSlot(recipe.shape, SLOT_KINDS.get(recipe.kind, "float"), _not_loaded)
+            kind = SLOT_KINDS.get(recipe.kind, "float")
+            slots[name] = WeightSlot(recipe.shape, kind, _not_loaded, fp8_group=config.FP8_GROUP)
             if name not in entries:
                 missing.append(name)
         if len(missing) > len(entries):
@@ -330,7 +331,7 @@ def _check(problems: Problems, slot: WeightSlot, source: CanonicalSource, name: 
         _check_scale(problems, source, scale, [shape[0], shape[1] // SCALE_GROUP], ("F8_E8M0", "U8"))
         return (name, scale)
     if slot.quantizable and info.dtype == "F8_E4M3":
-        grid = [-(-size // block) for size, block in zip(shape, FP8_BLOCK, strict=True)]
+        grid = [-(-size // slot.fp8_group) for size in shape]
         _check_shape(problems, shown, info, shape)
         _check_scale(problems, source, scale, grid, FP8_SCALE_DTYPES)
         return (name, scale)

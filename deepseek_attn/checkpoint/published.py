@@ -13,12 +13,14 @@ import torch
 from deepseek_attn.checkpoint.recipes import DRAW, ROWS, Recipe
 from deepseek_attn.checkpoint.recipes_v4 import published_tensors_v4
 from deepseek_attn.checkpoint.recipes_v32 import published_tensors_v32
+from deepseek_attn.checkpoint.recipes_v41 import published_tensors_v41
 from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.v32 import DeepseekV32Config
+from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.kernels.common.quant import encode_e8m0, quantize_fp4_weight, quantize_fp8, quantize_fp8_block
 from deepseek_attn.kernels.engram import SCALE_GROUP
-from deepseek_attn.kernels.linear import FP4_GROUP, FP8_BLOCK
+from deepseek_attn.kernels.linear import FP4_GROUP
 from deepseek_attn.utils.device import total_memory
 
 
@@ -40,9 +42,12 @@ class Style:
 
 V4 = Style(published_tensors_v4, "scale", "F8_E8M0", ("fp4", "fp8", "bf16"))
 V32 = Style(published_tensors_v32, "weight_scale_inv", "F32", ("fp8", "bf16"))
+V41 = Style(published_tensors_v41, "scale", "F8_E8M0", ("fp4", "fp8", "bf16"))
 
 
 def style_of(config: AnyConfig) -> Style:
+    if isinstance(config, DeepseekV41Config):
+        return V41
     return V32 if isinstance(config, DeepseekV32Config) else V4
 
 
@@ -61,12 +66,13 @@ class StoredWeight(NamedTuple):
 class PublishedSource(CheckpointSource):
     """A checkpoint for ``config`` with the names, dtypes and shapes of a published one.
 
-    Linears are FP8 in 128 x 128 blocks, and experts FP4 (V4) or FP8; without a ``config.quantization_config`` all
-    weights are BF16. A subclass gives the values, in float32, and this class stores them.
+    Linears are FP8 in blocks of ``config.FP8_GROUP`` rows and columns, and experts FP4 (V4, V4.1) or FP8; without a
+    ``config.quantization_config`` all weights are BF16. A subclass gives the values, in float32, and this class stores
+    them.
 
     Args:
         config: the model; ``self.config`` is the same with ``expert_dtype`` as given.
-        expert_dtype: ``"fp4"`` (V4 only), ``"fp8"`` or ``"bf16"``; None: that of the config.
+        expert_dtype: ``"fp4"`` (V4 and V4.1), ``"fp8"`` or ``"bf16"``; None: that of the config.
 
     Raises:
         ValueError: an unsupported ``expert_dtype``, FP4 experts whose width 32 does not divide, or a tensor that is
@@ -136,7 +142,7 @@ class PublishedSource(CheckpointSource):
             stored = TensorInfo.of("F8_E4M3", recipe.shape)
             scale = TensorInfo.of("F8_E8M0", (rows, columns // SCALE_GROUP))
         elif form == "fp8":
-            grid = tuple(-(-size // block) for size, block in zip(recipe.shape, FP8_BLOCK, strict=True))
+            grid = tuple(-(-size // self.config.FP8_GROUP) for size in recipe.shape)
             stored, scale = TensorInfo.of("F8_E4M3", recipe.shape), TensorInfo.of(self._style.scale_dtype, grid)
         elif form == "fp4":
             rows, columns = recipe.shape
@@ -174,6 +180,7 @@ class PublishedSource(CheckpointSource):
         master = self.values(name, recipe)
         form = self._formats.get(recipe.kind)
         if form in ("fp8", "fp4"):
-            weight, scale = (quantize_fp8_block if form == "fp8" else quantize_fp4_weight)(master)
+            block = (self.config.FP8_GROUP, self.config.FP8_GROUP)
+            weight, scale = quantize_fp8_block(master, block) if form == "fp8" else quantize_fp4_weight(master)
             return StoredWeight(weight, encode_e8m0(scale) if self._style.scale_dtype == "F8_E8M0" else scale)
         return StoredWeight(master.to(DTYPES[DRAW[recipe.kind].dtype].torch), None)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from deepseek_attn.checkpoint.recipes import Recipe, mlp, prefixed
 from deepseek_attn.config.model import LayerSpec, ModelConfig
+from deepseek_attn.config.v4 import DeepseekV4Base
 
 CLAMPED_GAIN = 4.0  # w1, w3 of every second expert: |w x| then passes the clamp at 10 about once in a hundred
 
@@ -24,17 +25,23 @@ def published_tensors_v4(config: ModelConfig) -> Iterator[tuple[str, Recipe]]:
 
 
 def _block(config: ModelConfig, layer: LayerSpec) -> Iterator[tuple[str, Recipe]]:
+    yield from hyper_connections(config)
+    yield from prefixed("attn", _attention(config, layer))
+    yield from prefixed("ffn", moe(config, layer))
+
+
+def hyper_connections(config: DeepseekV4Base) -> Iterator[tuple[str, Recipe]]:
+    """Mixing weights of both sublayers of a block, and the norms of their inputs."""
     m, hidden = config.hc_mult, config.hidden_size
     for part in ("attn", "ffn"):
         yield f"hc_{part}_fn", Recipe("hc_fn", ((2 + m) * m, m * hidden))
         yield f"hc_{part}_base", Recipe("hc_base", ((2 + m) * m,))
         yield f"hc_{part}_scale", Recipe("hc_scale", (3,))
         yield f"{part}_norm.weight", Recipe("norm", (hidden,))
-    yield from prefixed("attn", _attention(config, layer))
-    yield from prefixed("ffn", _moe(config, layer))
 
 
-def _attention(config: ModelConfig, layer: LayerSpec) -> Iterator[tuple[str, Recipe]]:
+def shared_attention(config: DeepseekV4Base) -> Iterator[tuple[str, Recipe]]:
+    """What every layer's attention has: queries, window keys, output projection and sinks."""
     hidden, width = config.hidden_size, config.num_attention_heads * config.head_dim
     yield "wq_a.weight", Recipe("quantized", (config.q_lora_rank, hidden))
     yield "q_norm.weight", Recipe("norm", (config.q_lora_rank,))
@@ -44,12 +51,16 @@ def _attention(config: ModelConfig, layer: LayerSpec) -> Iterator[tuple[str, Rec
     yield "wo_a.weight", Recipe("quantized", (config.o_groups * config.o_lora_rank, width // config.o_groups))
     yield "wo_b.weight", Recipe("quantized", (hidden, config.o_groups * config.o_lora_rank))
     yield "attn_sink", Recipe("sink", (config.num_attention_heads,))
+
+
+def _attention(config: ModelConfig, layer: LayerSpec) -> Iterator[tuple[str, Recipe]]:
+    yield from shared_attention(config)
     if layer.ratio:
         yield from prefixed("compressor", _compressor(config, layer, config.head_dim))
     if layer.has_indexer:
         rows = config.index_n_heads * config.index_head_dim
         yield "indexer.wq_b.weight", Recipe("quantized", (rows, config.q_lora_rank))
-        yield "indexer.weights_proj.weight", Recipe("linear", (config.index_n_heads, hidden))
+        yield "indexer.weights_proj.weight", Recipe("linear", (config.index_n_heads, config.hidden_size))
         yield from prefixed("indexer.compressor", _compressor(config, layer, config.index_head_dim))
 
 
@@ -61,7 +72,8 @@ def _compressor(config: ModelConfig, layer: LayerSpec, dim: int) -> Iterator[tup
     yield "norm.weight", Recipe("norm", (dim,))
 
 
-def _moe(config: ModelConfig, layer: LayerSpec) -> Iterator[tuple[str, Recipe]]:
+def moe(config: DeepseekV4Base, layer: LayerSpec) -> Iterator[tuple[str, Recipe]]:
+    """Router, routed experts and the shared one."""
     experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     yield "gate.weight", Recipe("linear", (experts, hidden))
     if layer.hash_routing:

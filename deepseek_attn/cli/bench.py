@@ -184,7 +184,7 @@ def run_layer(args: argparse.Namespace) -> None:
     steps += [(1, n, max(context, n)) for context in args.context for n in args.prefill]
     rows = []
     table = Table({
-        "layer": "<12", "kind": "<7", "backend": "<22", "mode": "<9", "tokens": ">7", "batch": ">6", "context": ">9",
+        "layer": "<12", "kind": "<11", "backend": "<22", "mode": "<9", "tokens": ">7", "batch": ">6", "context": ">9",
         "us": ">11.1f", "10 %": ">11.1f", "90 %": ">11.1f", "floor": ">9.1f", "ratio": ">7.2f", "bound": ">7",
         "launches": ">10.0f",
     })  # fmt: skip
@@ -194,7 +194,7 @@ def run_layer(args: argparse.Namespace) -> None:
             torch.manual_seed(0)
             runner = None  # its memory is free before the next one is made
             runner = ModelRunner.from_source(
-                config, source, layers=group, attention_only=True, backend=backend,
+                config, source, layers=config.with_sources(group), attention_only=True, backend=backend,
                 device=device, numerics=args.numerics, dtype=args.dtype, progress=False,
                 max_model_len=max(context for _, _, context in steps),
                 max_num_seqs=max(args.batch),
@@ -363,11 +363,12 @@ def finish(args: argparse.Namespace, run: dict, rows: list[dict], series: tuple[
 
 
 def instances(config: AnyConfig, layer: int, count: int) -> list[int]:
-    """Layer ``layer`` and the next ones of its kind, ``count`` in all, or as many as there are."""
+    """Layer ``layer`` and the next ones of its kind and with its sources, ``count`` in all, or as many as there are."""
     if not 0 <= layer < len(config.layers):
         return [layer]  # the runner says that there is no such layer
-    kind = config.layers[layer].kind
-    return [layer, *(spec.index for spec in config.layers if spec.kind == kind and spec.index != layer)][:count]
+    first = config.layers[layer]
+    alike = (spec for spec in config.layers if (spec.kind, spec.sources) == (first.kind, first.sources))
+    return [layer, *(spec.index for spec in alike if spec.index != layer)][:count]
 
 
 def first_of_each_kind(config: AnyConfig) -> list[int]:

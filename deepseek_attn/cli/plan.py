@@ -91,14 +91,14 @@ def table(facts: dict) -> str:
         f"numerics {facts['numerics']}, dtype {facts['dtype']}, {facts['max_num_seqs']} sequences of up to "
         f"{facts['max_model_len']} tokens, {facts['max_num_batched_tokens']} new tokens per step",
         "",
-        f"{'layer':<12}{'kind':<8}{'fixed per sequence':>20}{'per token':>14}{'index keys of it':>20}",
+        f"{'layer':<12}{'kind':<12}{'fixed per sequence':>20}{'per token':>14}{'index keys of it':>20}",
     ]
     for layer in facts["layers"]:
         lines.append(
-            f"{layer['name']:<12}{layer['kind']:<8}{show_bytes(layer['fixed']):>20}"
+            f"{layer['name']:<12}{layer['kind']:<12}{show_bytes(layer['fixed']):>20}"
             f"{show_bytes(layer['per_token']):>14}{show_bytes(layer['index_per_token']):>20}"
         )
-    lines.append(f"{'sum':<20}{show_bytes(facts['fixed_per_sequence']):>20}{show_bytes(facts['per_token']):>14}")
+    lines.append(f"{'sum':<24}{show_bytes(facts['fixed_per_sequence']):>20}{show_bytes(facts['per_token']):>14}")
     lines.append("")
     names = {
         "caches": "all caches (exact)",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from deepseek_attn.config.common import UNPUBLISHED, RopeSpec
@@ -22,18 +22,33 @@ class LayerBase:
         """Name of the layer in the model and in the caches: ``layers.3`` or ``mtp.0``."""
         return f"{'mtp' if self.is_mtp else 'layers'}.{self.index}"
 
+    @property
+    def sources(self) -> frozenset[int]:
+        """Other layers that have to run before this one in each step, because it reads what they compute."""
+        return frozenset()
+
+    @property
+    def entry_owner(self) -> str:
+        """Name of the layer that makes the entries which this one reads."""
+        return self.name
+
 
 class ConfigBase:
-    """A dataclass whose fields are keys of the published ``config.json``, except ``layers`` and ``mtp_layers``.
+    """A dataclass whose fields are keys of the published ``config.json``, except those that follow from others.
 
     Attributes:
         OPTIONAL: keys that ``to_dict`` may leave out and ``replace`` accepts.
+        DERIVED: fields that are no keys.
+        FP8_GROUP: input channels, and rows and columns of a weight, that share an FP8 scale.
     """
 
     OPTIONAL: ClassVar[tuple[str, ...]]
+    DERIVED: ClassVar[tuple[str, ...]] = ("layers", "mtp_layers")
+    FP8_GROUP: ClassVar[int] = 128
 
     model_type: str
     eos_token_id: int | tuple[int, ...]
+    layers: tuple[LayerBase, ...]
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -43,6 +58,15 @@ class ConfigBase:
     def from_dict(cls, raw: Mapping[str, Any], origin: str = "dict") -> Any:
         """Builds a config from decoded JSON; the ValueError that lists every problem calls it ``origin``."""
         raise NotImplementedError
+
+    def with_sources(self, layers: Iterable[int]) -> list[int]:
+        """These layers and all others that have to run with them, in the model's order."""
+        found, left = set(), set(layers)
+        while left:
+            found |= left
+            known = (self.layers[layer] for layer in left if 0 <= layer < len(self.layers))
+            left = {source for spec in known for source in spec.sources} - found
+        return sorted(found)
 
     def constants(self) -> dict[str, Any]:
         """Keys of the published ``config.json`` that no field holds; in it they come first."""
@@ -57,9 +81,13 @@ class ConfigBase:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the config as a published ``config.json`` object; ``from_dict`` gives an equal config back."""
+        return self.flat_dict()
+
+    def flat_dict(self) -> dict[str, Any]:
+        """All keys of the config side by side, as ``replace`` takes them."""
         out = {key: value for key, value in self.constants().items() if key not in UNPUBLISHED}
         out |= {"attention_dropout": 0.0, "initializer_range": 0.02}
-        out |= {name: value for name, value in vars(self).items() if name not in ("layers", "mtp_layers")}
+        out |= {name: value for name, value in vars(self).items() if name not in self.DERIVED}
         out["torch_dtype"] = out.pop("dtype")
         if isinstance(self.eos_token_id, tuple):
             out["eos_token_id"] = list(self.eos_token_id)
@@ -72,7 +100,7 @@ class ConfigBase:
         Raises:
             ValueError: a key that does not exist, or a config that is invalid after the change.
         """
-        raw = self.to_dict()
+        raw = self.flat_dict()
         known = {*raw, *self.OPTIONAL, "dtype"}
         unknown = sorted(set(changes) - known)
         if unknown:

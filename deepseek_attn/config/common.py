@@ -138,9 +138,9 @@ def check_rope_dim(reader: FieldReader, dim: int | None) -> int | None:
     return dim
 
 
-def check_index_head(reader: FieldReader, values: Mapping[str, Any], why: str = "") -> None:
-    """The indexer rotates part of its heads, and multiplies them by a Hadamard matrix; ``why`` ends the messages."""
+def check_index_head(reader: FieldReader, values: Mapping[str, Any], why: str = "", hadamard: bool = True) -> None:
+    """The indexer rotates part of its heads, and may multiply them by a Hadamard matrix; ``why`` ends the messages."""
     if (pair := known(values, "qk_rope_head_dim", "index_head_dim")) and pair[0] > pair[1]:
         reader.problem(f"qk_rope_head_dim {pair[0]} is above index_head_dim {pair[1]}{why}")
-    if (size := known(values, "index_head_dim")) and size[0] & (size[0] - 1):
+    if hadamard and (size := known(values, "index_head_dim")) and size[0] & (size[0] - 1):
         reader.problem(f"index_head_dim {size[0]} is not a power of two (Hadamard rotation){why}")

@@ -5,75 +5,28 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
 
-from deepseek_attn.config.base import ConfigBase, LayerBase
 from deepseek_attn.config.common import RopeSpec
 from deepseek_attn.config.schedule import published_branch
+from deepseek_attn.config.v4 import DeepseekV4Base, LayerSpec
 from deepseek_attn.config.v4_reader import FIXED, read_v4
 from deepseek_attn.config.v32 import DeepseekV32Config
+from deepseek_attn.config.v41 import DeepseekV41Config, is_inference_config
 from deepseek_attn.utils.hub import CONFIG_FILE, HubModel
 from deepseek_attn.utils.json_files import parse_json, read_json
 
 
 @dataclass(frozen=True)
-class LayerSpec(LayerBase):
-    """Configuration of one layer.
-
-    Attributes:
-        index: position among the backbone layers, or among the MTP layers when ``is_mtp``.
-        ratio: tokens per compressed entry; 0 means sliding window only. 1 means one compressed entry per
-            token (other ports of DeepSeek-V4 read 1 as "no compression"; no published V4 checkpoint has it).
-        overlap: an entry also pools the window of ``ratio`` tokens before its own.
-        has_indexer: queries read the ``index_topk`` entries that a lightning indexer picks, otherwise all entries.
-        rope: the layer's rotary embedding.
-        hash_routing: experts come from a table indexed by token id instead of the router's top-k.
-        is_mtp: a multi-token-prediction layer; always window-only and never hash-routed.
-    """
-
-    index: int
-    ratio: int
-    overlap: bool
-    has_indexer: bool
-    rope: RopeSpec
-    hash_routing: bool
-    is_mtp: bool = False
-
-    @property
-    def coff(self) -> int:
-        """Width factor of the compressor's projections and state: 2 with overlap, else 1."""
-        return 2 if self.overlap else 1
-
-    @property
-    def swa_only(self) -> bool:
-        return self.ratio == 0
-
-    @property
-    def compresses(self) -> bool:
-        """Entries come from a compressor."""
-        return self.ratio > 0
-
-    @property
-    def lists_entries(self) -> bool:
-        """Index rows name every visible entry: nothing selects among them."""
-        return self.ratio > 0 and not self.has_indexer
-
-    @property
-    def kind(self) -> str:
-        """``"SWA"``, or ``"C4A"``, ``"C128A"``, ... after the ratio."""
-        return "SWA" if self.ratio == 0 else f"C{self.ratio}A"
-
-
-@dataclass(frozen=True)
-class ModelConfig(ConfigBase):
+class ModelConfig(DeepseekV4Base):
     """A checked DeepSeek-V4 configuration; fields have the names of the published ``config.json``.
 
     Make one with ``from_dict``, ``from_pretrained`` or ``from_preset``, and variants with ``replace``. These read the
-    published spelling and the one that transformers writes, and give a ``DeepseekV32Config`` where ``model_type`` says
-    so. Absent keys default to ``num_nextn_predict_layers`` 0,
+    published spelling and the one that transformers writes, and give a ``DeepseekV32Config`` or ``DeepseekV41Config``
+    where ``model_type`` says so. Absent keys default to ``num_nextn_predict_layers`` 0,
     ``hc_sinkhorn_iters`` 20, ``hc_eps`` and ``rms_norm_eps`` 1e-6, ``scoring_func`` sqrtsoftplus, ``norm_topk_prob``
     true, ``n_shared_experts`` 1, ``bos_token_id`` 0, ``eos_token_id`` 1, ``torch_dtype`` bfloat16, no rope scaling and
     ``expert_dtype`` "fp4" when there is a ``quantization_config``, else None. All others are required; unknown keys are
@@ -94,63 +47,7 @@ class ModelConfig(ConfigBase):
         *("compress_overlap", "compress_indexer", "rope_scaling", "quantization_config", "expert_dtype"),
     )
 
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    head_dim: int
-    qk_rope_head_dim: int
-    q_lora_rank: int
-    o_groups: int
-    o_lora_rank: int
-    sliding_window: int
-    index_n_heads: int
-    index_head_dim: int
-    index_topk: int
-    n_routed_experts: int
-    n_shared_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
     num_hash_layers: int
-    scoring_func: str
-    norm_topk_prob: bool
-    routed_scaling_factor: float
-    swiglu_limit: float
-    hc_mult: int
-    hc_sinkhorn_iters: int
-    hc_eps: float
-    rms_norm_eps: float
-    rope_theta: float
-    compress_rope_theta: float
-    rope_scaling: dict[str, Any] | None = field(hash=False)
-    max_position_embeddings: int
-    num_nextn_predict_layers: int
-    bos_token_id: int
-    eos_token_id: int | tuple[int, ...]
-    dtype: str
-    expert_dtype: str | None
-    quantization_config: dict[str, Any] | None = field(hash=False)
-    layers: tuple[LayerSpec, ...]
-    mtp_layers: tuple[LayerSpec, ...]
-
-    @property
-    def nope_head_dim(self) -> int:
-        return self.head_dim - self.qk_rope_head_dim
-
-    @property
-    def softmax_scale(self) -> float:
-        """``head_dim ** -0.5``, over all channels and independent of YaRN."""
-        return self.head_dim**-0.5
-
-    @property
-    def all_layers(self) -> tuple[LayerSpec, ...]:
-        return self.layers + self.mtp_layers
-
-    @property
-    def compress_ratios(self) -> tuple[int, ...]:
-        """Compress ratio of each layer, MTP layers last, as ``replace(compress_ratios=...)`` takes them."""
-        return tuple(layer.ratio for layer in self.all_layers)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], origin: str = "dict") -> AnyConfig:
@@ -161,7 +58,7 @@ class ModelConfig(ConfigBase):
         """
         if not isinstance(raw, Mapping):
             raise ValueError(f"invalid config ({origin}): expected a JSON object, got {type(raw).__name__}")
-        model_type = raw.get("model_type")
+        model_type = "deepseek_v41" if is_inference_config(raw) else raw.get("model_type")
         if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
             supported = ", ".join(f"{name!r} ({MODELS[name]})" for name in MODEL_TYPES)
             raise ValueError(
@@ -240,7 +137,7 @@ class ModelConfig(ConfigBase):
         raw["num_hash_layers"] = min(raw["num_hash_layers"], keep)
 
 
-AnyConfig = ModelConfig | DeepseekV32Config
+AnyConfig = ModelConfig | DeepseekV32Config | DeepseekV41Config
 
 
 def _make_v4(raw: Mapping[str, Any], origin: str) -> ModelConfig:
@@ -284,6 +181,7 @@ MODEL_TYPES: dict[str, Callable[[Mapping[str, Any], str], AnyConfig]] = {
     "deepseek_v4": _make_v4,
     "deepseek_v32": DeepseekV32Config.from_dict,
     "deepseek_v3": DeepseekV32Config.from_dict,
+    "deepseek_v41": DeepseekV41Config.from_dict,
 }
 
 # Published models of each model_type.
@@ -291,6 +189,7 @@ MODELS = {
     "deepseek_v4": "V4-Flash, V4-Pro and their revisions",
     "deepseek_v32": "V3.2, V3.2-Exp, V3.2-Speciale",
     "deepseek_v3": "V3, V3.1, R1",
+    "deepseek_v41": "V4.1-Flash",
 }
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.v32 import DeepseekV32Config
+from deepseek_attn.config.v41 import DeepseekV41Config
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,15 @@ class Numerics:
         quantized_weights: keep FP8 / FP4 weights as stored; otherwise they are dequantised to the model dtype at load.
         fp8_activations: inputs of linears with quantised weights are rounded to FP8 per token and 128 channels.
         fp8_wo_a_input: the same for the grouped output projection ``wo_a``, which DeepSeek's own code runs in bf16.
-        kv_record: ``"plain"`` rows in the model dtype, or ``"fp8_ds_mla"`` records, which are
-            ``fp8_v4`` (584 bytes for 512 channels) or ``fp8_v32`` (656 bytes for 576) by the model family.
+        kv_record: ``"plain"`` rows in the model dtype; ``"fp8_ds_mla"`` records, which are ``fp8_v4`` (584 bytes for
+            512 channels) or ``fp8_v32`` (656 bytes for 576) by the model family; or V4.1's ``"fp8_fp4"``: ``fp8_v41``
+            in the window (528 bytes for 512 channels) and ``fp4_v41`` for compressed entries (288 bytes).
         index_hadamard: rotate indexer queries and keys by a Hadamard matrix before they are quantised.
         index_record: ``"plain"``, ``"fp4"`` (groups of 32, 68 bytes) or ``"fp8"`` (one scale per key, 132 bytes).
         pow2_activation_scales: FP8 scales of linear inputs are powers of two (``scale_fmt`` ue8m0). A model decides
             this, not a preset: DeepSeek-V3 has raw scales, all later ones powers of two.
+        fp8_group: channels of a linear's input, and rows and columns of its weight, that share an FP8 scale: 128, and
+            32 in DeepSeek-V4.1. A model decides this too.
     """
 
     name: str
@@ -33,6 +37,7 @@ class Numerics:
     index_hadamard: bool
     index_record: str
     pow2_activation_scales: bool = True
+    fp8_group: int = 128
 
 
 PRESETS = {
@@ -67,11 +72,16 @@ PRESETS = {
 
 
 def numerics_for(config: AnyConfig, name: str | Numerics) -> Numerics:
-    """A preset as a model means it; a ``Numerics`` passes through.
+    """A preset as a model means it; a ``Numerics`` passes through, but for the size of the model's FP8 blocks.
 
-    DeepSeek-V3.2 has FP8 index keys where V4's official ones are FP4, and a ``scale_fmt`` that V3 has not.
+    DeepSeek-V3.2 has FP8 index keys where V4's official ones are FP4, and a ``scale_fmt`` that V3 has not. V4.1 has no
+    Hadamard matrix, and official records of its own.
     """
     preset = get_numerics(name)
+    if preset.fp8_group != config.FP8_GROUP:
+        preset = replace(preset, fp8_group=config.FP8_GROUP)
+    if isinstance(config, DeepseekV41Config) and name == "official":
+        return replace(preset, kv_record="fp8_fp4", index_hadamard=False)
     if isinstance(name, Numerics) or not isinstance(config, DeepseekV32Config):
         return preset
     index_record = "plain" if preset.index_record == "plain" else "fp8"

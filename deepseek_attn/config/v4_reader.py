@@ -39,19 +39,28 @@ def read_v4(raw: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], list[B
         ValueError: one error that lists every problem; ``origin`` names the config in it.
     """
     reader = FieldReader(raw)
-    fields: dict[str, Any] = {"model_type": "deepseek_v4"}
-    fields.update({key: reader.integer(key) for key in SIZES})
+    fields = read_shared(reader)
+    fields["num_hash_layers"] = read_num_hash_layers(reader, fields["num_hidden_layers"])
+    branches = read_branches(reader, fields["num_hidden_layers"])
+    indexed = [i for i, branch in enumerate(branches) if branch.has_indexer]
+    if indexed:
+        where = f"layer {indexed[0]} has" if len(indexed) == 1 else f"{len(indexed)} layers (first: {indexed[0]}) have"
+        check_index_head(reader, fields, f", and {where} an indexer")
+    reader.raise_if_problems(origin)
+    return {"model_type": "deepseek_v4"} | fields, branches
+
+
+def read_shared(reader: FieldReader, rms_norm_eps: float = 1e-6) -> dict[str, Any]:
+    """Fields of `config.v4.DeepseekV4Base` from flat keys, all but the layers; ``rms_norm_eps`` where it is absent."""
+    fields: dict[str, Any] = {key: reader.integer(key) for key in SIZES}
     for key, supported in FIXED.items():
         reader.choice(key, (supported,), supported)
-    fields.update(_read_moe(reader), **_read_numbers(reader))
+    fields.update(_read_moe(reader), **_read_numbers(reader, rms_norm_eps))
     fields.update(_read_rope(reader, fields["head_dim"]), **read_tokens(reader, fields["vocab_size"]))
     fields.update(_read_formats(reader))
-    fields["num_hash_layers"] = read_num_hash_layers(reader, fields["num_hidden_layers"])
     fields["num_nextn_predict_layers"] = reader.integer("num_nextn_predict_layers", 0, minimum=0)
-    branches = read_branches(reader, fields["num_hidden_layers"])
-    _check_relations(reader, fields, branches)
-    reader.raise_if_problems(origin)
-    return fields, branches
+    _check_relations(reader, fields)
+    return fields
 
 
 def _read_moe(reader: FieldReader) -> dict[str, Any]:
@@ -64,11 +73,11 @@ def _read_moe(reader: FieldReader) -> dict[str, Any]:
     }
 
 
-def _read_numbers(reader: FieldReader) -> dict[str, Any]:
+def _read_numbers(reader: FieldReader, rms_norm_eps: float) -> dict[str, Any]:
     return {
         "hc_sinkhorn_iters": reader.integer("hc_sinkhorn_iters", 20),
         "hc_eps": reader.number("hc_eps", 1e-6),
-        "rms_norm_eps": reader.number("rms_norm_eps", 1e-6),
+        "rms_norm_eps": reader.number("rms_norm_eps", rms_norm_eps),
     }
 
 
@@ -142,7 +151,7 @@ def _read_rope_dim(reader: FieldReader, fractions: Mapping[str, Any], head_dim: 
 # rules between fields
 
 
-def _check_relations(reader: FieldReader, fields: Mapping[str, Any], branches: list[Branch]) -> None:
+def _check_relations(reader: FieldReader, fields: Mapping[str, Any]) -> None:
     check_num_experts(reader, fields)
     if (pair := known(fields, "num_attention_heads", "o_groups")) and pair[0] % pair[1]:
         reader.problem(f"num_attention_heads {pair[0]} is not a multiple of o_groups {pair[1]}")
@@ -150,8 +159,3 @@ def _check_relations(reader: FieldReader, fields: Mapping[str, Any], branches: l
         reader.problem(f"num_experts_per_tok {pair[0]} is above n_routed_experts {pair[1]}")
     if (pair := known(fields, "qk_rope_head_dim", "head_dim")) and pair[0] > pair[1]:
         reader.problem(f"qk_rope_head_dim {pair[0]} is above head_dim {pair[1]}")
-    indexed = [i for i, branch in enumerate(branches) if branch.has_indexer]
-    if not indexed:
-        return
-    where = f"layer {indexed[0]} has" if len(indexed) == 1 else f"{len(indexed)} layers (first: {indexed[0]}) have"
-    check_index_head(reader, fields, f", and {where} an indexer")

@@ -17,11 +17,12 @@ from deepseek_attn.impls.base import (
 from deepseek_attn.impls.flashmla import DeepseekV4FlashMLASparseImpl
 from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.impls.mixed import DeepseekV4MixedSparseImpl
-from deepseek_attn.impls.reference import DeepseekV4ReferenceSparseImpl
+from deepseek_attn.impls.reference import DeepseekV4ReferenceSparseImpl, DeepseekV41ReferenceSparseImpl
 from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
 
 __all__ = [
     "DEEPSEEK_V4_IMPLS",
+    "DEEPSEEK_V41_IMPLS",
     "AttentionLayer",
     "AttentionSpec",
     "DeepseekV4FlashMLASparseImpl",
@@ -29,6 +30,7 @@ __all__ = [
     "DeepseekV4ReferenceSparseImpl",
     "DeepseekV4SparseMLABackend",
     "DeepseekV4TritonSparseImpl",
+    "DeepseekV41ReferenceSparseImpl",
     "Impls",
     "SparseMLAAttentionImpl",
     "SparseMLABackend",
@@ -47,6 +49,7 @@ DEEPSEEK_V4_IMPLS: Impls = (
     DeepseekV4ReferenceSparseImpl,
 )
 """In order of preference for ``backend="auto"``; the last one runs everywhere. `v32.backends` has DeepSeek-V3.2's."""
+DEEPSEEK_V41_IMPLS: Impls = (DeepseekV41ReferenceSparseImpl,)
 
 
 def impl_names(impls: Impls = DEEPSEEK_V4_IMPLS) -> tuple[str, ...]:

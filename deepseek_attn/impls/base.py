@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.cache.pools import Pool
-from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.utils.workspace import Workspace
 
@@ -22,7 +23,7 @@ class AttentionSpec:
 
     Attributes:
         num_heads, head_dim: of the queries; rope_dim: rotated channels at the end of each head.
-        kv_record: how K = V is stored: ``plain`` rows, ``fp8_v4`` or ``fp8_v32`` records.
+        kv_record: how K = V is stored: ``plain`` rows, ``fp8_v4`` or ``fp8_v32`` records, or V4.1's ``fp8_fp4`` pair.
         dtype: of queries and output.
         qk_nope_head_dim: channels of a head before absorption (V3.2); None for V4, whose queries are not absorbed.
         sparse: an indexer selects the entries, or a window bounds them; False for V3, which reads all tokens.
@@ -39,9 +40,9 @@ class AttentionSpec:
     @classmethod
     def of(cls, config: AnyConfig, numerics: Numerics, dtype: torch.dtype, ranks: int = 1) -> AttentionSpec:
         """The spec of every layer of a model whose heads are sharded over ``ranks``."""
-        v4 = isinstance(config, ModelConfig)
-        record = "plain"
-        if numerics.kv_record == "fp8_ds_mla":  # vLLM's name for both records
+        v4 = isinstance(config, DeepseekV4Base)
+        record = numerics.kv_record
+        if record == "fp8_ds_mla":  # vLLM's name for both records
             record = "fp8_v4" if v4 else "fp8_v32"
         return cls(
             num_heads=config.num_attention_heads // ranks,
@@ -137,6 +138,16 @@ class DeepseekV4SparseMLABackend(SparseMLABackend):
         if spec.qk_nope_head_dim is not None:
             return "it is for DeepSeek-V4, and this model's queries are absorbed (DeepSeek-V3)"
         return super().problem(spec)
+
+
+class DeepseekV41SparseMLABackend(DeepseekV4SparseMLABackend):
+    """DeepSeek-V4.1: the same, and its official records."""
+
+    supported_kv_records = ("plain", "fp8_v4", "fp8_fp4")
+
+    @staticmethod
+    def get_name() -> str:
+        return "DEEPSEEK_V41_SPARSE_MLA"
 
 
 class SparseMLAAttentionImpl(ABC):

@@ -59,6 +59,23 @@ class FlashMLASparseMetadata:
 
 
 @dataclass
+class SharedResults:
+    """Results of the layers of one step that later layers read (V4.1).
+
+    Attributes:
+        computed: numbers of the layers that have computed the step.
+        selected_by: the layer that filled the buffer of selected entries last.
+        decode_topk_slots: int32 ``[Dt, index_topk]``, cache slots of what its decode tokens selected; None without.
+        candidate_blocks: int32 ``[T, n]`` blocks of entries to which later selections are limited; None: they are not.
+    """
+
+    computed: set[int] = field(default_factory=set)
+    selected_by: int | None = None
+    decode_topk_slots: Tensor | None = None
+    candidate_blocks: Tensor | None = None
+
+
+@dataclass
 class StepMetadata:
     """Everything the layers of one step share.
 
@@ -83,6 +100,7 @@ class StepMetadata:
         counts: number of entries that each token sees and reads, by (ratio, top-k); filled by the first layer that
             needs it.
         engram: rows that Engram layers look up, by layer; empty for models without any.
+        shared: what V4.1's layers have computed for later ones.
         batch: what layers compare a call with; None in steps of a runner itself, which cannot mix them up.
         observer: called by each layer once it has attended; None, as a rule: nobody watches.
     """
@@ -112,6 +130,7 @@ class StepMetadata:
     prefill_indices: dict[tuple[int, object], tuple[Tensor, Tensor]] = field(default_factory=dict)
     counts: dict[tuple[int, int], EntryCounts] = field(default_factory=dict)
     engram: Mapping[int, Lookup] = field(default_factory=dict)
+    shared: SharedResults = field(default_factory=SharedResults)
     batch: StepBatch | None = None
     observer: Callable[[AttentionCall], None] | None = None
 

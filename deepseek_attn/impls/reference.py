@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, DeepseekV4SparseMLABackend
+from deepseek_attn.impls.base import (
+    AttentionLayer,
+    AttentionSpec,
+    DeepseekV4SparseMLABackend,
+    DeepseekV41SparseMLABackend,
+)
 from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.kernels.attention import PagedKeys, reference
 
@@ -36,3 +41,9 @@ class DeepseekV4ReferenceSparseImpl(ReferenceKernels):
     """DeepSeek-V4 in plain torch."""
 
     backend_cls = DeepseekV4SparseMLABackend
+
+
+class DeepseekV41ReferenceSparseImpl(ReferenceKernels):
+    """DeepSeek-V4.1 in plain torch."""
+
+    backend_cls = DeepseekV41SparseMLABackend

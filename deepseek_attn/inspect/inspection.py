@@ -16,8 +16,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from deepseek_attn.config.defaults import DEFAULT_TOP_READS
-from deepseek_attn.config.model import AnyConfig, LayerSpec, ModelConfig
+from deepseek_attn.config.model import AnyConfig, LayerSpec
 from deepseek_attn.config.options import as_list, is_integer
+from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.config.v32 import V32LayerSpec
 from deepseek_attn.impls.attention_call import AttentionCall
 from deepseek_attn.inspect.records import (
@@ -161,7 +162,7 @@ def choose_reads(
 
 def _rows_per_query(config: AnyConfig, spec: LayerSpec | V32LayerSpec) -> int:
     """Sets of ``top`` weights that are kept of one query in one layer."""
-    kinds = isinstance(config, ModelConfig) + (spec.ratio > 0)  # the window of V4, and entries
+    kinds = isinstance(config, DeepseekV4Base) + (spec.ratio > 0)  # the window of V4, and entries
     return kinds * (config.num_attention_heads + 1) + INDEX_ROWS * spec.has_indexer
 
 
@@ -263,7 +264,7 @@ class LayerRecord:
 
     def _index_reads(self, block: QueryBlock, call: AttentionCall) -> dict[int, IndexRead]:
         """What the indexer chose for the chosen queries of a block, by position; sums for all that need a choice."""
-        quality = selection_quality(block, self.layer.index_topk)
+        quality = None if self.layer.indexer is None else selection_quality(block, self.layer.index_topk)
         found: dict[int, IndexRead] = {}
         if quality is None:
             return found

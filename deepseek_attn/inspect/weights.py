@@ -91,7 +91,7 @@ def query_blocks(layer: Layer, call: AttentionCall, more_keys: int = 0) -> Itera
     if ratio:
         table = step.sparse[ratio].block_table[0]
         entries = layer.kv_cache.gather_request(table, end // ratio, dtype).float()
-    selected = layer.topk_indices_buffer[: end - first] if layer.indexer is not None else None
+    selected = layer.topk_indices_buffer[: end - first] if layer.index_topk is not None else None
     sink = None if layer.attn_sink is None else layer.attn_sink.float()
     keys_of_one = window + len(entries) + more_keys
     # the window's keys grow with the block: as many queries again at most

@@ -35,7 +35,7 @@ class ExpertLinear(CheckpointModule):
         super().__init__(device)
         self.experts, self.in_features, self.out_features, self.first = experts, in_features, out_features, first
         self.keep_quantized, self.fp8_input, self.dtype = numerics.quantized_weights, numerics.fp8_activations, dtype
-        self.pow2_scales = numerics.pow2_activation_scales
+        self.pow2_scales, self.fp8_group = numerics.pow2_activation_scales, numerics.fp8_group
         self.register_parameter("weight", None)
         self.register_parameter("scale", None)
         self.register_buffer("exponent", None, persistent=False)
@@ -51,12 +51,13 @@ class ExpertLinear(CheckpointModule):
             self._load_expert(index - self.first, weight, scale)
 
         elsewhere = not 0 <= index - self.first < self.experts
-        return WeightSlot((self.out_features, self.in_features), "linear", load, elsewhere=elsewhere)
+        shape = (self.out_features, self.in_features)
+        return WeightSlot(shape, "linear", load, elsewhere=elsewhere, fp8_group=self.fp8_group)
 
     def _load_expert(self, index: int, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
         weight, scale = to_stored(weight, scale, self.keep_quantized, self.dtype, self._device)
         if scale is not None and self.fp8_input:
-            check_fp8_input(self.in_features)
+            check_fp8_input(self.in_features, self.fp8_group)
         if self.weight is None:
             self.weight = parameter(weight.new_empty((self.experts, *weight.shape)))
             self.scale = None if scale is None else parameter(scale.new_empty((self.experts, *scale.shape)))
@@ -88,4 +89,4 @@ class ExpertLinear(CheckpointModule):
         if self.scale is None:
             return F.linear(x, self.weight[expert])
         weight = dequantize_weight(self.weight[expert], self.scale[expert])
-        return F.linear(quantized_input(x, self.fp8_input, self.pow2_scales), weight).to(x.dtype)
+        return F.linear(quantized_input(x, self.fp8_input, self.pow2_scales, self.fp8_group), weight).to(x.dtype)

@@ -15,8 +15,9 @@ from deepseek_attn.layers.weights import CheckpointModule, Shard, WeightSlot, ch
 class Linear(CheckpointModule):
     """``y = x W^T`` over a plain, FP8-block or packed-FP4 weight ``[out_features, in_features]``.
 
-    With a quantised weight and ``fp8_input``, the input is quantised to FP8 per token and 128 channels, as DeepSeek's
-    own FP8 linear does. Sums are float32; the output has the dtype of the input, or float32 with ``out_float32``.
+    With a quantised weight and ``fp8_input``, the input is quantised to FP8 per token and ``numerics.fp8_group``
+    channels, as DeepSeek's own FP8 linear does. Sums are float32; the output has the dtype of the input, or float32
+    with ``out_float32``.
 
     A ``shard`` of the weight's rows computes that part of the outputs (``out_features`` of them). A shard of its
     columns reads that part of the inputs (``in_features``); its outputs have to be summed over the ranks.
@@ -42,24 +43,25 @@ class Linear(CheckpointModule):
         self.out_features, self.in_features = shard.of(self.full_shape) if shard else self.full_shape
         self.keep_quantized, self.pow2_scales = numerics.quantized_weights, numerics.pow2_activation_scales
         self.fp8_input = numerics.fp8_activations if fp8_input is None else fp8_input
-        self.dtype, self.out_float32 = dtype, out_float32
+        self.dtype, self.out_float32, self.fp8_group = dtype, out_float32, numerics.fp8_group
         self.register_parameter("weight", None)
         self.register_parameter("scale", None)
 
     def slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield "weight", WeightSlot(self.full_shape, "linear", self.load, self.shard)
+        yield "weight", WeightSlot(self.full_shape, "linear", self.load, self.shard, fp8_group=self.fp8_group)
 
     def load(self, weight: torch.Tensor, scale: torch.Tensor | None = None) -> None:
         weight, scale = to_stored(weight, scale, self.keep_quantized, self.dtype, self._device)
         if scale is not None and self.fp8_input:
-            check_fp8_input(self.in_features)
+            check_fp8_input(self.in_features, self.fp8_group)
         self.weight = parameter(weight)
         self.scale = None if scale is None else parameter(scale)
 
     @property
     def segment(self) -> ops.Segment:
         """Weight and options of this layer, for the ops."""
-        return ops.Segment(self.weight, self.scale, self.fp8_input, torch.float32 if self.out_float32 else None)
+        out_dtype = torch.float32 if self.out_float32 else None
+        return ops.Segment(self.weight, self.scale, self.fp8_input, out_dtype, self.fp8_group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [..., in_features]`` -> ``[..., out_features]``."""
@@ -119,7 +121,15 @@ class GroupedLinear(Linear):
         positions nothing is rotated.
         """
         return ops.grouped_linear(
-            o, self.weight, self.scale, self.groups, positions, cos_sin, self.fp8_input, self.pow2_scales
+            o,
+            self.weight,
+            self.scale,
+            self.groups,
+            positions,
+            cos_sin,
+            self.fp8_input,
+            self.pow2_scales,
+            self.fp8_group,
         )
 
     def project_quantized(
@@ -127,7 +137,15 @@ class GroupedLinear(Linear):
     ) -> tuple[torch.Tensor, QuantizedRows | None]:
         """`project`, and its output quantised for `multi_linear` where that needs no further launch, else None."""
         return ops.grouped_linear_quantized(
-            o, self.weight, self.scale, self.groups, positions, cos_sin, self.fp8_input, self.pow2_scales
+            o,
+            self.weight,
+            self.scale,
+            self.groups,
+            positions,
+            cos_sin,
+            self.fp8_input,
+            self.pow2_scales,
+            self.fp8_group,
         )
 
 

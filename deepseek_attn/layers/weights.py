@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepseek_attn.kernels.engram import TableRows
-from deepseek_attn.kernels.linear import FP8_INPUT_GROUP, dequantize_weight
+from deepseek_attn.kernels.linear import dequantize_weight
 from deepseek_attn.kernels.norm import rms_norm
 
 
@@ -39,10 +39,11 @@ class WeightSlot:
         kind: ``"linear"`` (may arrive quantised, with a scale), ``"float"``, ``"int"``, or ``"rows"``: a table
             that stays in the checkpoint, float8_e4m3fn with e8m0 bytes per row and 32 columns.
         load: ``load(weight, scale)``. ``weight`` is a float tensor of ``shape``; or ``float8_e4m3fn`` of ``shape``
-            with a float32 128 x 128 block grid as ``scale``; or packed FP4 ``uint8[out, in / 2]`` with
+            with a float32 block grid as ``scale``; or packed FP4 ``uint8[out, in / 2]`` with
             ``uint8[out, in / 32]`` e8m0 bytes as ``scale``. With a shard, the shard of each.
         shard: this rank's part; None for all of it.
         elsewhere: the tensor belongs to another rank, and ``load`` is not called.
+        fp8_group: rows and columns of an FP8 block.
         attach: called in place of ``load`` for ``"rows"``, with a function that reads rows by number, int64 ``[n]``.
     """
 
@@ -51,6 +52,7 @@ class WeightSlot:
     load: Callable[[torch.Tensor, torch.Tensor | None], None]
     shard: Shard | None = None
     elsewhere: bool = False
+    fp8_group: int = 128
     attach: Callable[[Callable[[torch.Tensor], TableRows]], None] | None = None
 
     @classmethod
@@ -159,10 +161,10 @@ def check_finite(tensor: torch.Tensor) -> None:
         raise ValueError(f"{bad.numel()} of {tensor.numel()} values are not finite, such as {bad[0].item()}")
 
 
-def check_fp8_input(in_features: int) -> None:
-    """Raises ValueError if FP8 inputs cannot have ``in_features`` channels."""
-    if in_features % FP8_INPUT_GROUP:
+def check_fp8_input(in_features: int, group: int) -> None:
+    """Raises ValueError if FP8 inputs in groups of ``group`` cannot have ``in_features`` channels."""
+    if in_features % group:
         raise ValueError(
-            f"an FP8 linear with {in_features} input features: FP8 activations need a multiple of {FP8_INPUT_GROUP}; "
+            f"an FP8 linear with {in_features} input features: FP8 activations need a multiple of {group}; "
             "use numerics='exact', which dequantises the weights"
         )

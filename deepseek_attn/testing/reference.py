@@ -239,10 +239,14 @@ def layer_reference(config: AnyConfig, source: CheckpointSource, layer: int) -> 
     """The reference of a backbone layer, from any checkpoint of the model.
 
     Raises:
-        ValueError: no such layer, or a tensor that the checkpoint lacks.
+        ValueError: no such layer, a tensor that the checkpoint lacks, or a model whose layers read what others compute.
     """
     if not 0 <= layer < config.num_hidden_layers:
         raise ValueError(f"layer {layer} does not exist: the model has layers 0 to {config.num_hidden_layers - 1}")
     if isinstance(config, DeepseekV32Config):
         return V32LayerReference(config, source, config.layers[layer])
+    if not isinstance(config, ModelConfig):
+        raise ValueError(
+            f"there is no reference of one layer of a {config.model_type}, which reads what others compute"
+        )
     return V4LayerReference(config, source, config.layers[layer])

@@ -76,6 +76,8 @@ def hf_config(config: AnyConfig) -> PretrainedConfig:
         values = {k: v for k, v in config.to_dict().items() if k not in ("quantization_config", "architectures")}
         cls = TransformersV32Config if config.model_type == "deepseek_v32" else DeepseekV3Config
         return cls(**values | {"torch_dtype": "float32"}, attn_implementation="eager")
+    if not isinstance(config, ModelConfig):
+        raise ValueError(f"transformers has no {config.model_type}")
     kinds, rates = [], {}
     for spec in config.layers:
         kind = LAYER_TYPES.get((spec.overlap, spec.has_indexer)) if spec.ratio else "sliding_attention"

@@ -26,6 +26,7 @@ FP8_MAX = 448.0
 FP4_MAX = 6.0
 FP8_FLOOR = 1e-4  # smallest amax of an FP8 group: an all-zero group has scale 2**-22, byte 105
 FP4_FLOOR = 6.0 * 2.0**-126  # smallest amax of an FP4 group: scale 2**-126, byte 1
+NVFP4_FLOOR = 6.0 * 2.0**-9  # the same under an e4m3 scale, of which 2**-9 is the smallest
 
 ROW_SPAN = 11  # e4m3 holds e2m1 under 12 successive powers of two
 ROW_SMALLEST = 7  # of the largest scale of a row as e8m0 byte: 2**6 below it is a normal float32
@@ -154,6 +155,35 @@ def dequantize_fp4(packed: Tensor, scale: Tensor, group: int = 32) -> Tensor:
         raise ValueError(f"packed FP4 values must be uint8 or int8 bytes, got {packed.dtype}")
     pairs = _e2m1_pairs(packed.device)[packed.view(torch.uint8).int()]
     return _rescale(pairs.flatten(-2), scale, group)
+
+
+def quantize_nvfp4(x: Tensor, group: int = 16) -> tuple[Tensor, Tensor]:
+    """Rounds groups of the last dimension to e2m1, two values per byte, with one e4m3 scale per group.
+
+    Args:
+        x: ``[..., n]``, n a multiple of ``group``; ``group`` is even.
+
+    Returns:
+        ``(packed, scale)``: uint8 ``[..., n / 2]`` whose low nibble is the even index, and float8_e4m3fn
+        ``[..., n / group]``, ``max(amax, 6 * 2**-9) / 6`` rounded to nearest.
+
+    Notes:
+        Values are divided by the scale exactly: multiplying by its reciprocal would move ties. The scale of a group
+        that holds a NaN or an infinity is NaN.
+    """
+    _check_even(group)
+    groups = _grouped(x, group)
+    amax = groups.abs().amax(dim=-1).clamp_min(NVFP4_FLOOR)
+    scale = torch.where(amax.isfinite(), (amax / FP4_MAX).clamp_max(FP8_MAX), torch.nan).to(torch.float8_e4m3fn)
+    nibbles = _to_e2m1(groups / scale.float().unsqueeze(-1)).flatten(-2)
+    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scale
+
+
+def dequantize_nvfp4(packed: Tensor, scale: Tensor, group: int = 16) -> Tensor:
+    """Float32 ``[..., n]`` from ``quantize_nvfp4`` output."""
+    if scale.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"scales must be float8_e4m3fn, got {scale.dtype}: view raw bytes as float8_e4m3fn")
+    return dequantize_fp4(packed, scale.float(), group)
 
 
 def fake_quant_fp8(x: Tensor, group: int, pow2: bool = True) -> Tensor:

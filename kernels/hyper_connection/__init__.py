@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.hyper_connection import reference
 
 
 def hc_pre(
@@ -46,6 +47,30 @@ def hc_pre(
     else:
         from deepseek_attn.kernels.hyper_connection.reference import hc_pre as op
     return op(streams, fn, base, scale, rms_eps, hc_eps, iterations, norm)
+
+
+def hc_mix(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float, hc_eps: float, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights that `hc_pre` collapses with, and what it returns beside the input, without collapsing.
+
+    V4.1 collapses with the weights of the sublayer before. Plain torch on every device.
+
+    Returns:
+        pre and post float32 ``[T, m]``, comb float32 ``[T, m, m]``.
+    """
+    return reference.hc_mix(streams, fn, base, scale, rms_eps, hc_eps, iterations)
+
+
+def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor | None = None) -> Tensor:
+    """Sum of ``streams [T, m, D]`` weighted by float32 ``weights [T, m]``, then an RMSNorm if ``norm [D]`` is given.
+
+    Plain torch on every device.
+
+    Returns:
+        ``[T, D]`` in the streams' dtype, rounded after the sum and again after the norm.
+    """
+    return reference.hc_collapse(streams, weights, rms_eps, norm)
 
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:

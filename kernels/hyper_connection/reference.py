@@ -46,6 +46,19 @@ def _sum_matrices(m: int, eps: float, device: torch.device) -> tuple[Tensor, Ten
     return same_row.to(device), same_column.to(device), torch.full((m * m,), eps, device=device)
 
 
+def hc_mix(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float, hc_eps: float, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `deepseek_attn.kernels.hyper_connection.hc_mix`."""
+    m = streams.shape[1]
+    scales = scale.repeat_interleave(_part_sizes(m, scale.device), output_size=len(base))
+    logits = torch.addcmul(base, stream_mix(streams, fn, rms_eps), scales)
+    gates, comb = logits.split([2 * m, m * m], dim=-1)
+    pre, post = torch.sigmoid(gates).split(m, dim=-1)
+    comb = sinkhorn(comb.unflatten(-1, (m, m)), iterations, hc_eps)
+    return pre + hc_eps, 2 * post, comb
+
+
 def hc_pre(
     streams: Tensor,
     fn: Tensor,
@@ -57,13 +70,8 @@ def hc_pre(
     norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `deepseek_attn.kernels.hyper_connection.hc_pre`."""
-    m = streams.shape[1]
-    scales = scale.repeat_interleave(_part_sizes(m, scale.device), output_size=len(base))
-    logits = torch.addcmul(base, stream_mix(streams, fn, rms_eps), scales)
-    gates, comb = logits.split([2 * m, m * m], dim=-1)
-    pre, post = torch.sigmoid(gates).split(m, dim=-1)
-    comb = sinkhorn(comb.unflatten(-1, (m, m)), iterations, hc_eps)
-    return _collapse(streams, pre + hc_eps, rms_eps, norm), 2 * post, comb
+    pre, post, comb = hc_mix(streams, fn, base, scale, rms_eps, hc_eps, iterations)
+    return hc_collapse(streams, pre, rms_eps, norm), post, comb
 
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -83,10 +91,11 @@ def hc_head(
 ) -> Tensor:
     """See `deepseek_attn.kernels.hyper_connection.hc_head`."""
     mix = stream_mix(streams, fn, rms_eps)
-    return _collapse(streams, torch.sigmoid(mix * scale + base) + hc_eps, rms_eps, norm)
+    return hc_collapse(streams, torch.sigmoid(mix * scale + base) + hc_eps, rms_eps, norm)
 
 
-def _collapse(streams: Tensor, weights: Tensor, eps: float, norm: Tensor | None) -> Tensor:
+def hc_collapse(streams: Tensor, weights: Tensor, eps: float, norm: Tensor | None = None) -> Tensor:
+    """See `deepseek_attn.kernels.hyper_connection.hc_collapse`."""
     x = torch.bmm(weights.unsqueeze(1), streams.float()).squeeze(1).to(streams.dtype)
     if norm is None:
         return x

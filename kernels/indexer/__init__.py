@@ -5,11 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.indexer import reference
 from deepseek_attn.kernels.indexer.types import (
     KEY_FORMATS,
     MAX_TRITON_TOPK,
     SCORE_BYTES,
     TRITON_HEAD_DIM,
+    CandidateBlocks,
     IndexQueries,
     IndexQueryRows,
     PagedIndexKeys,
@@ -22,6 +24,7 @@ __all__ = [
     "MAX_TRITON_TOPK",
     "SCORE_BYTES",
     "TRITON_HEAD_DIM",
+    "CandidateBlocks",
     "IndexQueries",
     "IndexQueryRows",
     "PagedIndexKeys",
@@ -185,11 +188,14 @@ def index_select(
     width: int | None = None,
     out: Tensor | None = None,
     out_slots: Tensor | None = None,
+    candidates: CandidateBlocks | None = None,
 ) -> Tensor:
     """The ``k`` entries with the highest scores among the first ``num_visible[t]`` of each query's request.
 
     Args:
         width: no query sees more entries; the others are those of `paged_index_scores` and `topk_indices`.
+        candidates: blocks of entries to keep, or to select from; at least ``k`` visible entries, or all of them, must
+            be in those to select from. Plain torch on every device.
 
     Returns:
         int32 ``[T, k]``: entries local to the request, ascending, then -1.
@@ -202,11 +208,11 @@ def index_select(
         selection takes two thirds as much again, launches depend on shapes alone, and nothing waits for the GPU. Triton
         serves heads of 128 channels and ``k`` up to `MAX_TRITON_TOPK`; plain torch, for others, waits for lengths.
     """
-    if _scored_in_triton(queries) and k <= MAX_TRITON_TOPK:
-        from deepseek_attn.kernels.indexer.select import index_select as op
-    else:
-        from deepseek_attn.kernels.indexer.reference import index_select as op
-    return op(queries, keys, num_visible, k, width, out, out_slots)
+    if candidates is None and _scored_in_triton(queries) and k <= MAX_TRITON_TOPK:
+        from deepseek_attn.kernels.indexer.select import index_select
+
+        return index_select(queries, keys, num_visible, k, width, out, out_slots)
+    return reference.index_select(queries, keys, num_visible, k, width, out, out_slots, candidates)
 
 
 def _in_triton(rows: IndexQueryRows) -> bool:

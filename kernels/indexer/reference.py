@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
@@ -11,6 +12,7 @@ from deepseek_attn.kernels.common.quant import dequantize_fp4, hadamard, quantiz
 from deepseek_attn.kernels.indexer.types import (
     KEY_FORMATS,
     SCORE_BYTES,
+    CandidateBlocks,
     IndexQueries,
     IndexQueryRows,
     PagedIndexKeys,
@@ -127,6 +129,7 @@ def index_select(
     width: int | None = None,
     out: Tensor | None = None,
     out_slots: Tensor | None = None,
+    candidates: CandidateBlocks | None = None,
 ) -> Tensor:
     """`kernels.indexer.index_select` in plain torch: the keys of a request are gathered once for all its queries."""
     q, weights = queries
@@ -143,11 +146,31 @@ def index_select(
                 scores = torch.zeros(end - start, visible, device=q.device)
             else:
                 scores = index_scores(q[tokens].float(), entries, weights[tokens])
+            if candidates is not None:
+                scores = _limit(scores, num_visible[tokens], candidates._replace(kept=candidates.kept[tokens]))
             block_keys = keys._replace(token_to_req=keys.token_to_req[tokens])
             slots = None if out_slots is None else out_slots[tokens]
             topk_indices(scores, num_visible[tokens], k, out[tokens], block_keys, slots)
         first = stop
     return out
+
+
+def _limit(scores: Tensor, num_visible: Tensor, blocks: CandidateBlocks) -> Tensor:
+    """Fills ``blocks.kept`` from ``scores [T, N]``; or returns the scores with -inf outside of the kept blocks."""
+    size, (tokens, entries) = blocks.size, scores.shape
+    count = -(-entries // size)
+    if not blocks.fill:
+        kept = torch.zeros(tokens, count + 1, dtype=torch.bool, device=scores.device)
+        kept.scatter_(1, torch.where(blocks.kept < 0, count, blocks.kept).long(), True)
+        return scores.masked_fill(~kept[:, :count].repeat_interleave(size, dim=1)[:, :entries], float("-inf"))
+    lens = num_visible.clamp(0, entries).unsqueeze(1).long()
+    hidden = torch.arange(entries, device=scores.device) >= lens
+    padded = F.pad(scores.masked_fill(hidden, float("-inf")), (0, count * size - entries), value=float("-inf"))
+    best = padded.unflatten(1, (count, size)).amax(-1)
+    newest = torch.arange(count, device=scores.device) == (lens - 1) // size
+    best = best.masked_fill(newest, float("inf"))
+    topk_indices(best, -(-lens[:, 0] // size), blocks.kept.shape[1], blocks.kept)
+    return scores
 
 
 def _gather_keys(keys: PagedIndexKeys, request: int, count: int) -> Tensor:

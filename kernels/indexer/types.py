@@ -54,6 +54,21 @@ class IndexQueries(NamedTuple):
     weights: Tensor
 
 
+class CandidateBlocks(NamedTuple):
+    """Blocks of entries that one indexer keeps for each query, and to which the selection of others is limited (V4.1).
+
+    Attributes:
+        size: entries per block.
+        kept: int32 ``[T, n]`` blocks of each query, -1 for none.
+        fill: write ``kept``: the ``n`` blocks with the highest scores, the one of the newest visible entry among them;
+            the selection itself is then not limited. Otherwise entries outside ``kept`` are not selected.
+    """
+
+    size: int
+    kept: Tensor
+    fill: bool
+
+
 class PagedIndexKeys(NamedTuple):
     """Keys of the indexer in the pages of a pool.
 

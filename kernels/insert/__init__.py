@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.insert import reference
 from deepseek_attn.kernels.insert.types import (
     CacheRows,
     ClosingWindows,
@@ -34,10 +35,12 @@ __all__ = [
     "QueryHeads",
     "TokenRows",
     "compress_and_insert",
+    "compress_latents",
     "insert_latents",
     "insert_tokens",
     "norm_rope_insert",
     "query_norm_rope",
+    "rope_insert",
 ]
 
 
@@ -124,6 +127,34 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
     else:
         from deepseek_attn.kernels.insert.reference import compress_and_insert as op
     op(compressors, batch)
+
+
+def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
+    """`compress_and_insert` of one compressor up to the norm: entries that are neither rotated nor stored.
+
+    The ring rows that open windows need are stored. Plain torch on every device.
+
+    Returns:
+        ``[T, d]`` in ``part.dtype``: the normed entry of each token that completes a window, zeros for other tokens.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    return reference.compress_latents(part, batch)
+
+
+def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRows) -> None:
+    """Rotates the last ``rope_dim`` channels of ``rows [T, d]`` at ``positions [T]`` and stores the rows.
+
+    Plain torch on every device. Rows whose slot is -1 are not stored.
+
+    Args:
+        cos_sin: float32 ``[max_positions, rope_dim]``, cosines then sines.
+
+    Raises:
+        ValueError: rows or a pool that do not fit the record.
+    """
+    reference.rope_insert(rows, positions, cos_sin, cache)
 
 
 def query_norm_rope(heads: QueryHeads) -> Tensor:

@@ -45,6 +45,8 @@ def head_launch(heads: QueryHeads) -> HeadLaunch:
         ValueError: tensors that disagree or that the kernel does not support.
     """
     check_heads(heads)
+    if not heads.norm:
+        raise ValueError("heads that are not normed (DeepSeek-V4.1) are rotated in plain torch only")
     q, cos_sin, positions = heads.q, heads.cos_sin, heads.positions
     T, dim = q.shape[0], q.shape[1] // heads.num_heads
     if q.dtype not in FLOATS or q.stride(1) != 1 or positions.shape != (T,):

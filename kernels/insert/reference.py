@@ -11,6 +11,7 @@ from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
 from deepseek_attn.kernels.common.norm_rope import apply_rope, apply_rope_half_split, freqs_cis_at, rms_norm
 from deepseek_attn.kernels.common.quant import QuantizedRows, hadamard, quantize_fp8
 from deepseek_attn.kernels.insert.types import (
+    CacheRows,
     ClosingWindows,
     CompressBatch,
     CompressPart,
@@ -70,7 +71,8 @@ def _store_quantized(rows: Tensor, buffers: QuantizedRows | None) -> None:
 def query_norm_rope(heads: QueryHeads) -> Tensor:
     """See `kernels.insert.query_norm_rope`."""
     check_heads(heads)
-    q = rms_norm(heads.q.unflatten(-1, (heads.num_heads, -1)), heads.eps)
+    q = heads.q.unflatten(-1, (heads.num_heads, -1))
+    q = rms_norm(q, heads.eps) if heads.norm else q
     q = apply_rope(q, freqs_cis_at(heads.cos_sin, heads.positions))
     padding = heads.padded_heads - heads.num_heads
     q = torch.nn.functional.pad(q, (0, 0, 0, padding)) if padding else q
@@ -93,13 +95,35 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
         check_part(part, batch)
     windows = batch.windows
     for part in compressors:
-        score = part.score + part.ape[windows.phase]
-        state = part.state.view(-1, 2, part.kv.shape[1])
-        if len(windows.entry_slots):
-            entries = _finished(part, _pooled(part, score, state, windows), windows.entry_positions)
+        pooled = _pool_and_keep(part, windows)
+        if len(pooled):
+            entries = _finished(part, pooled, windows.entry_positions)
             part.record.insert(part.pool, part.page_entries, windows.entry_slots, entries)
-        # after pooling: a ring row may still hold a token that a window closing in this step reads
-        state[windows.keep_rows] = torch.stack([part.kv[windows.keep], score[windows.keep]], dim=1)
+
+
+def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
+    """See `kernels.insert.compress_latents`."""
+    check_part(part, batch)
+    pooled = _pool_and_keep(part, batch.windows)
+    latents = torch.zeros(len(batch.positions), part.dim, dtype=part.dtype, device=part.kv.device)
+    latents[batch.slots >= 0] = rms_norm(pooled.to(part.dtype), part.eps, part.norm_weight)
+    return latents
+
+
+def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRows) -> None:
+    """See `kernels.insert.rope_insert`."""
+    rotated = apply_rope(rows, freqs_cis_at(cos_sin, positions))
+    cache.record.insert(cache.pool, cache.page_entries, cache.slots, rotated)
+
+
+def _pool_and_keep(part: CompressPart, windows: ClosingWindows) -> Tensor:
+    """Pooled rows, float32 ``[E, d]``, of the windows that close; then stores the rows that open windows need."""
+    score = part.score + part.ape[windows.phase]
+    state = part.state.view(-1, 2, part.kv.shape[1])
+    pooled = _pooled(part, score, state, windows) if len(windows.entry_slots) else part.kv.new_empty(0, part.dim)
+    # after pooling: a ring row may still hold a token that a window closing in this step reads
+    state[windows.keep_rows] = torch.stack([part.kv[windows.keep], score[windows.keep]], dim=1)
+    return pooled
 
 
 def check_part(part: CompressPart, batch: CompressBatch) -> None:

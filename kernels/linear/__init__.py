@@ -64,7 +64,7 @@ def multi_linear(
 
     Raises:
         ValueError: on a GPU, shapes, dtypes or strides that the kernels do not support; FP8 inputs whose ``K`` is no
-            multiple of 128.
+            multiple of ``fp8_group``.
 
     Notes:
         Triton sums FP8 products of one 128-channel block as the tensor cores do: on compute capability 9.0 with about
@@ -123,6 +123,7 @@ def grouped_linear(
     cos_sin: Tensor | None = None,
     fp8_input: bool = False,
     pow2_scales: bool = True,
+    fp8_group: int = FP8_INPUT_GROUP,
 ) -> Tensor:
     """``z[t, g] = W[g] o[t, g]``: inverse RoPE of attention's output, then a block-diagonal product.
 
@@ -134,8 +135,9 @@ def grouped_linear(
         positions: int64 ``[M]``, positions at which the last channels of each head are rotated back; None leaves them.
             On a GPU, tokens at negative positions are not rotated.
         cos_sin: float32 ``[positions, rope_dim]``, cosines then sines of the pairs ``(2i, 2i + 1)``.
-        fp8_input: quantise the rotated heads to FP8 per token and 128 channels; for a quantised weight only.
+        fp8_input: quantise the rotated heads to FP8 per token and ``fp8_group`` channels; for a quantised weight only.
         pow2_scales: scales of FP8 inputs are powers of two.
+        fp8_group: as in `Segment`.
 
     Returns:
         ``[M, groups * N]`` in the dtype of ``o``. The rotated heads are rounded to that dtype as well.
@@ -143,11 +145,13 @@ def grouped_linear(
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit; positions without cos_sin or the reverse.
     """
-    if scale is not None and _in_triton(Segment(weight, scale)):
+    if scale is not None and _in_triton(Segment(weight, scale, fp8_group=fp8_group)):
         from deepseek_attn.kernels.linear.grouped import grouped_linear as op
-    else:
-        from deepseek_attn.kernels.linear.reference import grouped_linear as op
-    return op(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales)
+
+        return op(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales)
+    from deepseek_attn.kernels.linear import reference
+
+    return reference.grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, fp8_group)
 
 
 def grouped_linear_quantized(
@@ -159,13 +163,14 @@ def grouped_linear_quantized(
     cos_sin: Tensor | None = None,
     fp8_input: bool = False,
     pow2_scales: bool = True,
+    fp8_group: int = FP8_INPUT_GROUP,
 ) -> tuple[Tensor, QuantizedRows | None]:
     """`grouped_linear`, and ``quantize_input(output, pow2_scales)`` where that needs no further launch, else None."""
-    if scale is not None and _in_triton(Segment(weight, scale)):
+    if scale is not None and _in_triton(Segment(weight, scale, fp8_group=fp8_group)):
         from deepseek_attn.kernels.linear.grouped import grouped_linear_quantized as op
 
         return op(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales)
-    return grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales), None
+    return grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, fp8_group), None
 
 
 def _in_triton(segment: Segment) -> bool:
@@ -175,6 +180,8 @@ def _in_triton(segment: Segment) -> bool:
         return False
     if scale is None:
         return weight.dtype in (torch.bfloat16, torch.float16)
+    if segment.fp8_group != FP8_INPUT_GROUP:
+        return False
     return weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
 
 

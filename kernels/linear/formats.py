@@ -10,7 +10,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.invariance import planned_rows
 from deepseek_attn.kernels.common.quant import decode_e8m0, dequantize_fp4, dequantize_fp8_block, fake_quant_fp8
 
-FP8_BLOCK = (128, 128)  # rows and columns of an FP8 weight that share a scale
+FP8_BLOCK = (128, 128)  # rows and columns of an FP8 weight that share a scale; V4.1: 32
 FP4_GROUP = 32  # input channels of an FP4 weight row that share a scale
 FP8_INPUT_GROUP = 128  # input channels of a token that share a scale
 QUANTIZE_ABOVE = 8  # tokens up to which each Triton program quantises the part of the input that it reads
@@ -24,14 +24,17 @@ class Segment:
         weight: ``[N, K]`` of a float dtype; or float8_e4m3fn; or packed FP4, uint8 ``[N, K / 2]``.
         scale: float32 ``[ceil(N / 128), ceil(K / 128)]`` of an FP8 weight, e8m0 bytes ``[N, K / 32]`` of an FP4 one;
             None for a plain weight.
-        fp8_input: quantise the input to FP8 per token and 128 channels; for quantised weights only.
+        fp8_input: quantise the input to FP8 per token and ``fp8_group`` channels; for quantised weights only.
         out_dtype: of the output; None means that of the input.
+        fp8_group: channels of an FP8 input, and rows and columns of an FP8 weight, that share a scale: 128, or in plain
+            torch any number.
     """
 
     weight: Tensor
     scale: Tensor | None = None
     fp8_input: bool = False
     out_dtype: torch.dtype | None = None
+    fp8_group: int = FP8_INPUT_GROUP
 
     @property
     def reads_fp8(self) -> bool:
@@ -45,14 +48,19 @@ def quantizes_once(num_tokens: int) -> bool:
 
 
 def dequantize_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
-    """Float32 values of a stored weight: FP8 with a block grid, packed FP4 with e8m0 bytes, or plain."""
+    """Float32 values of a stored weight: FP8 with a block grid, packed FP4 with e8m0 bytes, or plain.
+
+    The grid of FP8 says whether blocks are of 128 or of 32 rows and columns: it has one size for both where a dimension
+    is at most 32, which is one block either way.
+    """
     if scale is None:
         return weight.float()
     if weight.dtype == torch.uint8:
         return dequantize_fp4(weight, decode_e8m0(scale), FP4_GROUP)
-    return dequantize_fp8_block(weight, scale, FP8_BLOCK)
+    small = tuple(scale.shape) == tuple(-(-size // 32) for size in weight.shape)
+    return dequantize_fp8_block(weight, scale, (32, 32) if small else FP8_BLOCK)
 
 
-def quantized_input(x: Tensor, fp8: bool, pow2_scales: bool = True) -> Tensor:
-    """Float32 input of a linear; with ``fp8``, after a round trip through FP8 per token and 128 channels."""
-    return fake_quant_fp8(x, FP8_INPUT_GROUP, pow2_scales).float() if fp8 else x.float()
+def quantized_input(x: Tensor, fp8: bool, pow2_scales: bool = True, group: int = FP8_INPUT_GROUP) -> Tensor:
+    """Float32 input of a linear; with ``fp8``, after a round trip through FP8 per token and ``group`` channels."""
+    return fake_quant_fp8(x, group, pow2_scales).float() if fp8 else x.float()

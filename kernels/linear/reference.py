@@ -26,7 +26,7 @@ def multi_linear(
         if not segment.reads_fp8:
             x32 = x.float()
         elif quantized is None:
-            x32 = quantized_input(x, True, pow2_scales)
+            x32 = quantized_input(x, True, pow2_scales, segment.fp8_group)
         else:
             x32 = dequantize_fp8(quantized.values, quantized.scale, FP8_INPUT_GROUP).to(x.dtype).float()
         if scale is None and weight.dtype != torch.float32:
@@ -52,13 +52,14 @@ def grouped_linear(
     cos_sin: Tensor | None = None,
     fp8_input: bool = False,
     pow2_scales: bool = True,
+    fp8_group: int = FP8_INPUT_GROUP,
 ) -> Tensor:
     """See `deepseek_attn.kernels.linear.grouped_linear`."""
     if positions is not None:
         o = apply_rope(o, freqs_cis_at(cos_sin, positions), inverse=True)
     x = o.reshape(len(o), groups, -1)
     if scale is not None:
-        x, weight = quantized_input(x, fp8_input, pow2_scales), dequantize_weight(weight, scale)
+        x, weight = quantized_input(x, fp8_input, pow2_scales, fp8_group), dequantize_weight(weight, scale)
     blocks = weight.view(groups, -1, x.shape[2]).transpose(1, 2)
     z = in_row_tiles(lambda rows: torch.bmm(rows.transpose(0, 1), blocks).transpose(0, 1), x)
     return z.to(o.dtype).flatten(1)

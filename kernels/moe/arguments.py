@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deepseek_attn.kernels.linear import FP8_INPUT_GROUP
+
 
 class ExpertGroups(NamedTuple):
     """Group-limited routing: experts come from the ``kept`` best of ``num_groups`` groups of consecutive experts.
@@ -40,11 +42,13 @@ class ExpertStack(NamedTuple):
         scale: float32 ``[E, ceil(out / 128), ceil(in / 128)]`` of FP8 weights, e8m0 bytes ``[E, out, in / 32]`` of FP4
             ones; None for plain weights.
         exponent: uint8 ``[E, out]`` from `row_exponents`, for FP4 weights that FP8 tensor cores can multiply exactly.
+        fp8_group: as in `kernels.linear.Segment`.
     """
 
     weight: Tensor
     scale: Tensor | None = None
     exponent: Tensor | None = None
+    fp8_group: int = FP8_INPUT_GROUP
 
     @property
     def is_fp4(self) -> bool:

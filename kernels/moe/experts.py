@@ -309,7 +309,7 @@ class GroupedProducts:
 
 def _arguments(stack: ExpertStack, native: bool) -> tuple[Tensor, Tensor]:
     """Weight and scale as kernels read them: FP8 as bytes where the GPU has none, the weight for a missing scale."""
-    weight, scale, _ = stack
+    weight, scale = stack.weight, stack.scale
     if weight.dtype == torch.float8_e4m3fn and not native:
         weight = weight.view(torch.uint8)
     return weight, weight if scale is None else scale
@@ -354,7 +354,7 @@ def _check(
 
 
 def _check_stack(stack: ExpertStack, E: int, rows: int, x: Tensor) -> str:
-    weight, scale, exponent = stack
+    weight, scale, exponent = stack.weight, stack.scale, stack.exponent
     if weight.dim() != 3 or weight.shape[:2] != (E, rows) or not weight.is_contiguous():
         raise ValueError(
             f"a stack of {E} experts with {rows} outputs must be contiguous [{E}, {rows}, in], got "

@@ -72,7 +72,7 @@ def expert_linear(x: Tensor, stack: ExpertStack, expert: int, fp8_input: bool, p
     if stack.scale is None:
         return F.linear(x, weight)
     dense = dequantize_weight(weight, stack.scale[expert])
-    return F.linear(quantized_input(x, fp8_input, pow2_scales), dense).to(x.dtype)
+    return F.linear(quantized_input(x, fp8_input, pow2_scales, stack.fp8_group), dense).to(x.dtype)
 
 
 def moe_experts(

@@ -413,7 +413,7 @@ FIELDS = {
         "seq_lens", "seq_lens_cpu", "num_decodes", "num_decode_tokens", "max_query_len", "decode_query_len",
         "prefill_seq_lens", "prefill_seq_lens_cpu", "prefill_gather_lens", "prefill_gather_lens_cpu",
         "prefill_entry_lens", "block_tables", "swa", "sparse", "compressor", "tile_scheds", "prefill_indices",
-        "counts", "batch", "observer",
+        "counts", "engram", "shared", "batch", "observer",
     },
     DeepseekSparseSWAMetadata: {
         "block_table", "slot_mapping", "block_size", "decode_swa_indices", "decode_swa_lens",

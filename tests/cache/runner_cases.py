@@ -1,4 +1,4 @@
-"""Small runners of both families, and the logits of their next tokens."""
+"""Small runners of all families, and the logits of their next tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NUMERICS = ("exact", "official", "serving")
 
 @lru_cache(maxsize=8)
 def runner_of(family: str, numerics: str = "exact", seed: int = 0, **options) -> ModelRunner:
-    if family == "v32":
-        config = ModelConfig.from_preset("tiny_v32")
+    if family in ("v32", "v41"):
+        config = ModelConfig.from_preset(f"tiny_{family}")
     else:
         ratios = {"mixed": (0, 4, 128, 16), "overlap": (4,), "window": (0, 0)}[family]
         config = small_config(list(ratios), mtp=1)
@@ -28,8 +28,8 @@ def runner_of(family: str, numerics: str = "exact", seed: int = 0, **options) ->
 
 
 def compute(runner: ModelRunner, sequence: Sequence, *sizes: int, mtp: bool = True) -> torch.Tensor:
-    """Logits, and those of the MTP layer, of the next tokens."""
-    parts = []
+    """Logits, and those of the MTP layer if there is one, of the next tokens."""
+    parts, mtp = [], mtp and runner.has_mtp
     for n in sizes:
         out = runner.step([(sequence, n)], StepOptions(all_logits=True, mtp=mtp))
         parts += [out.logits[0], *(out.mtp_logits or [])]

@@ -28,9 +28,13 @@ from tests.cache.runner_cases import NUMERICS, compute, poison_free_pages, runne
 from tests.support.small_models import prompt
 from tests.support.tiers import tiered
 
+SAVED = [(family, n, q) for q in NUMERICS for family, n in (("mixed", 3), ("mixed", 150), ("window", 90), ("v32", 70))]
+SAVED += [("v41", 71, "exact")]
 
-@pytest.mark.parametrize("numerics", tiered(NUMERICS, ["exact", "serving"]))
-@pytest.mark.parametrize(("family", "length"), [("mixed", 3), ("mixed", 150), ("window", 90), ("v32", 70)])
+
+@pytest.mark.parametrize(
+    ("family", "length", "numerics"), tiered(SAVED, [case for case in SAVED if case[2] != "official"])
+)
 def test_a_saved_sequence_goes_on_in_another_runner(family, length, numerics, tmp_path):
     runner = runner_of(family, numerics)
     tokens = prompt(runner.config, length + 20)

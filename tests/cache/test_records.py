@@ -13,7 +13,8 @@ from deepseek_attn.cache.records import (
     make_index_record,
     make_kv_record,
 )
-from deepseek_attn.kernels.common.quant import fake_quant_fp4, fake_quant_fp8
+from deepseek_attn.cache.records_v41 import Fp4V41Record, Fp8V41Record
+from deepseek_attn.kernels.common.quant import dequantize_nvfp4, fake_quant_fp4, fake_quant_fp8, quantize_nvfp4
 
 RECORDS = [
     PlainRecord(24, torch.float32),
@@ -26,6 +27,10 @@ RECORDS = [
     IndexFp8Record(20),
     IndexFp4Record(128),
     IndexFp4Record(32),
+    Fp8V41Record(512),
+    Fp8V41Record(96),
+    Fp4V41Record(512),
+    Fp4V41Record(48),
 ]
 POISON = 0xFF  # NaN as e4m3, e8m0, bf16, fp16 and float32
 
@@ -48,6 +53,10 @@ def expected_values(record, rows):
     if isinstance(record, Fp8DsMlaRecord):
         nope = fake_quant_fp8(x[:, : record.nope_dim], 64)
         return torch.cat((nope, x[:, record.nope_dim :]), dim=1).float()
+    if isinstance(record, Fp8V41Record):
+        return fake_quant_fp8(x, 32).float()
+    if isinstance(record, Fp4V41Record):
+        return dequantize_nvfp4(*quantize_nvfp4(x)).bfloat16().float()
     if isinstance(record, IndexFp8Record):
         return fake_quant_fp8(x, record.dim).float()
     return fake_quant_fp4(x).float()
@@ -72,6 +81,9 @@ def same(a, b):
         (Fp8DsMlaRecord(576, 0), 2, 592, 1728),
         (IndexFp8Record(128), 64, 132, 8640),
         (IndexFp4Record(128), 64, 68, 4608),
+        (Fp8V41Record(512), 64, 528, 33792),
+        (Fp4V41Record(512), 64, 288, 18432),
+        (Fp4V41Record(512), 128, 288, 36864),
         (PlainRecord(512), 64, 1024, 65536),
         (PlainRecord(512), 2, 1024, 2048),
         (PlainRecord(7, torch.float32), 3, 28, 84),
@@ -141,6 +153,36 @@ def test_index_fp4_entry_by_hand():
     assert page[2 * 64 + 16] == 7 << 4
     assert page[2 * 64 + 63] == (8 | 5) << 4  # -100 / 32 = -3.125 -> -3
     assert page[n * 64 + 8 : n * 64 + 12] == [126, 127, 1, 132]
+
+
+def test_v41_entries_by_hand():
+    """Of the values 1, -2, 0.5, 0, ...: all of a page's values, then all of its scales."""
+    row, n = torch.zeros(1, 512), 64
+    row[0, :3] = torch.tensor([1.0, -2.0, 0.5])
+    window, entry = Fp8V41Record(512), Fp4V41Record(512)
+    pool = window.allocate(2, n)
+    window.insert(pool, n, torch.tensor([n + 5]), row)
+    assert bytes(pool[1, 5 * 512 : 5 * 512 + 4].tolist()) == b"\x70\xf8\x68\x00"
+    assert pool[1, n * 512 + 5 * 16 : n * 512 + 5 * 16 + 2].tolist() == [0x78, 105]  # 105: a group of zeros
+    assert torch.equal(window.gather(pool, n, torch.tensor([n + 5]), torch.float32), row)
+    pool = entry.allocate(2, n)
+    entry.insert(pool, n, torch.tensor([n + 5]), row)
+    assert bytes(pool[1, 5 * 256 : 5 * 256 + 2].tolist()) == b"\xf5\x03"
+    assert pool[1, n * 256 + 5 * 32 : n * 256 + 5 * 32 + 2].tolist() == [0x2B, 1]  # 1: the smallest e4m3
+    read = entry.gather(pool, n, torch.tensor([n + 5]), torch.float32)[0]
+    assert read[:4].tolist() == [1.03125, -2.0625, 0.515625, 0.0]
+
+
+def test_v41_entries_divide_by_the_scale():
+    """Values on ties go to the even code; a product with the rounded reciprocal of the scale would move some."""
+    scale = torch.tensor(0.34375)
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]) * scale
+    x = torch.cat([ties, -ties, torch.tensor([2.0, 0.0])])
+    packed, found = quantize_nvfp4(x)
+    assert float(found) == float(scale)
+    codes = [byte >> shift & 15 for byte in packed.tolist() for shift in (0, 4)]
+    assert codes[:7] == [0, 2, 2, 4, 4, 6, 6]
+    assert codes[7:14] == [8, 10, 10, 12, 12, 14, 14]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

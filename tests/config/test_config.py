@@ -236,7 +236,8 @@ def test_unknown_keys_are_dropped(tiny):
 
 
 def test_preset_names():
-    assert preset_names() == ["small", "tiny", "tiny_gpu", "tiny_v32", "v32", "v4_flash", "v4_pro"]
+    small = ["small", "tiny", "tiny_gpu", "tiny_v32", "tiny_v41"]
+    assert preset_names() == [*small, "v32", "v41_flash", "v4_flash", "v4_pro"]
 
 
 @pytest.mark.parametrize("name", ["small", "tiny", "tiny_gpu", "v4_flash", "v4_pro"])

@@ -25,7 +25,7 @@ def workload(preset: str, greedy: float = 0.8):
 
 
 CASES = [("tiny", variant) for variant in ("batched", "chunks", "prefixes", "pressure", "preempted", "everything")]
-CASES += [("tiny_v32", "batched"), ("tiny_v32", "everything")]
+CASES += [(preset, variant) for preset in ("tiny_v32", "tiny_v41") for variant in ("batched", "everything")]
 
 
 QUICK = [("tiny", "pressure"), ("tiny", "everything"), ("tiny_v32", "everything")]

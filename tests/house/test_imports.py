@@ -36,7 +36,7 @@ FLOORS = (
     ("checkpoint",),
     ("kernels.indexer",),
     ("attention",),
-    ("v32",),
+    ("v32", "v41"),
     ("models",),
     ("runner",),
     ("inspect",),

@@ -1,0 +1,390 @@
+"""DeepSeek-V4.1 (``deepseek_v41``): V4's layers, of which several share one compressed KV, its keys and a selection."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from deepseek_attn.config.common import RopeSpec, check_index_head, known
+from deepseek_attn.config.engram import EngramConfig, read_engram
+from deepseek_attn.config.fields import FieldReader
+from deepseek_attn.config.v4 import DeepseekV4Base, LayerSpec
+from deepseek_attn.config.v4_reader import FIXED, read_shared
+
+RATIOS = (0, 1, 2)
+FP8_BLOCK = [32, 32]
+# Names of DeepSeek's inference code, and those of the published config.json.
+INFERENCE_NAMES = {
+    "dim": "hidden_size",
+    "moe_inter_dim": "moe_intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_mtp_layers": "num_nextn_predict_layers",
+    "n_heads": "num_attention_heads",
+    "n_activated_experts": "num_experts_per_tok",
+    "score_func": "scoring_func",
+    "route_scale": "routed_scaling_factor",
+    "rope_head_dim": "qk_rope_head_dim",
+    "norm_eps": "rms_norm_eps",
+    "window_size": "sliding_window",
+    "kv_source_layers": "kv_source_layer_ids",
+    "index_source_layers": "index_source_layer_ids",
+    "candidate_source_layer": "candidate_source_layer_id",
+    "engram_layers": "engram_layer_ids",
+    "engram_pad_id": "engram_pad_token_id",
+    "dspark_n_activated_experts": "dspark_num_experts_per_tok",
+}
+SOURCES = ("kv_source_layer_ids", "index_source_layer_ids")
+CANDIDATES = ("candidate_source_layer_id", "candidate_topk_blocks", "candidate_block_size")
+TOP_LEVEL = (
+    *("architectures", "model_type", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"),
+    *("quantization_config", "vision_config", "initializer_range"),
+)
+
+
+@dataclass(frozen=True)
+class V41LayerSpec(LayerSpec):
+    """Configuration of one layer. ``ratio`` says which entries the layer reads, not that it makes them.
+
+    Attributes:
+        kv_source: the layer whose entries and index keys this one reads, maybe itself; None with ratio 0.
+        index_source: the layer whose selection this one reads, maybe itself; None with ratio 0.
+        candidate_source: the index source that limits the entries which this one selects from; itself for that layer,
+            which is not limited; None for others.
+        has_engram: an n-gram memory is added to the residual streams before the layer.
+    """
+
+    kv_source: int | None = None
+    index_source: int | None = None
+    candidate_source: int | None = None
+    has_engram: bool = False
+
+    @property
+    def owns_entries(self) -> bool:
+        """The layer makes entries and index keys, which layers up to the next such layer read too."""
+        return self.kv_source == self.index
+
+    @property
+    def compresses(self) -> bool:
+        return self.owns_entries and self.ratio > 1
+
+    @property
+    def owns_index_keys(self) -> bool:
+        return self.owns_entries
+
+    @property
+    def compresses_index_keys(self) -> bool:
+        return False
+
+    @property
+    def lists_entries(self) -> bool:
+        return False
+
+    @property
+    def sources(self) -> frozenset[int]:
+        return frozenset({self.kv_source, self.index_source, self.candidate_source} - {None, self.index})
+
+    @property
+    def entry_owner(self) -> str:
+        return self.name if self.kv_source is None else f"layers.{self.kv_source}"
+
+    @property
+    def kind(self) -> str:
+        """``"SWA"``, or ``"C2"`` / ``"C1"`` after the ratio with ``full``, ``reindex`` or ``reuse``."""
+        if self.ratio == 0:
+            return "SWA"
+        role = "full" if self.owns_entries else "reindex" if self.has_indexer else "reuse"
+        return f"C{self.ratio} {role}"
+
+
+@dataclass(frozen=True)
+class DeepseekV41Config(DeepseekV4Base):
+    """A checked DeepSeek-V4.1 configuration; fields have the names of the published ``text_config``.
+
+    Made by ``ModelConfig.from_dict``, ``from_pretrained`` and ``from_preset``. Read are the published, nested
+    ``config.json`` and the flat one of DeepSeek's inference code (``dim``, ``n_layers``, ...). Absent keys default as
+    in V4, but for ``rms_norm_eps`` 1e-20. The vision part and the draft stages are kept and not run.
+
+    ``replace`` takes the keys of both levels side by side; a smaller ``num_hidden_layers`` alone keeps the first layers
+    and the draft stages.
+
+    Attributes:
+        kv_source_layer_ids: layers that make entries and index keys; index_source_layer_ids: those with an indexer.
+        candidate_source_layer_id: the layer that keeps ``candidate_topk_blocks`` blocks of ``candidate_block_size``
+            entries for each query, to which the selection of later layers is limited; None: nothing is limited.
+        engram: the n-gram memory; None without one.
+        draft_keys: the ``dspark_*`` keys, as they are.
+    """
+
+    OPTIONAL: ClassVar = (
+        *("rope_scaling", "quantization_config", "expert_dtype", "pad_token_id", "image_token_id", "vision_config"),
+        *(*CANDIDATES, *EngramConfig.__dataclass_fields__),
+    )
+    DERIVED: ClassVar = ("layers", "mtp_layers", "engram", "draft_keys", "expert_dtype")
+    FP8_GROUP: ClassVar[int] = FP8_BLOCK[0]
+
+    kv_source_layer_ids: tuple[int, ...]
+    index_source_layer_ids: tuple[int, ...]
+    candidate_source_layer_id: int | None
+    candidate_topk_blocks: int | None
+    candidate_block_size: int | None
+    engram: EngramConfig | None
+    draft_keys: dict[str, Any] = field(hash=False)
+    pad_token_id: int | None
+    image_token_id: int | None
+    vision_config: dict[str, Any] | None = field(hash=False)
+
+    @property
+    def compress_ratios(self) -> tuple[int, ...]:
+        """Compress ratio of each layer, those of the draft stages last."""
+        return tuple(layer.ratio for layer in self.layers) + (0,) * self.num_nextn_predict_layers
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], origin: str = "dict") -> DeepseekV41Config:
+        """Builds a config from decoded JSON in either spelling.
+
+        Raises:
+            ValueError: one error that lists every problem; ``origin`` names the config in it.
+        """
+        return cls(**copy.deepcopy(read_v41(raw, origin)))
+
+    def constants(self) -> dict[str, Any]:
+        return {"architectures": ["DeepseekV41ForCausalLM"], **FIXED}
+
+    def schedule(self) -> dict[str, Any]:
+        quantization = self.quantization_config
+        return {
+            "compress_ratios": list(self.compress_ratios),
+            **{key: list(getattr(self, key)) for key in SOURCES},
+            **(self.engram.to_dict() if self.engram else {}),
+            **self.draft_keys,
+            "quantization_config": None if quantization is None else quantization | {"expert_dtype": self.expert_dtype},
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        flat = self.flat_dict()
+        top = {key: flat.pop(key) for key in TOP_LEVEL if key in flat}
+        return top | {"text_config": {"model_type": "deepseek_v41_text"} | flat}
+
+    def adapt(self, raw: dict[str, Any], changes: Mapping[str, Any]) -> None:
+        if "num_hidden_layers" in changes and "compress_ratios" not in changes:
+            self._shorten(raw, changes)
+        if "expert_dtype" in changes and raw.get("quantization_config") is not None:
+            del raw["quantization_config"]["expert_dtype"]
+        if changes.get("num_nextn_predict_layers") == 0 and "compress_ratios" not in changes:
+            raw["compress_ratios"] = raw["compress_ratios"][: self.num_hidden_layers]
+        if changes.get("engram_layer_ids", raw) in (None, []):
+            for key in EngramConfig.__dataclass_fields__:
+                raw.pop(key, None)
+        if changes.get("candidate_source_layer_id", raw) is None:
+            for key in CANDIDATES:
+                raw.pop(key, None)
+
+    def _shorten(self, raw: dict[str, Any], changes: Mapping[str, Any]) -> None:
+        keep = changes["num_hidden_layers"]
+        keep = keep if type(keep) is int and keep > 0 else self.num_hidden_layers
+        ratios, stages = self.compress_ratios, self.num_nextn_predict_layers
+        raw["compress_ratios"] = list(ratios[: self.num_hidden_layers][:keep]) + [0] * stages
+        for key in (*SOURCES, "engram_layer_ids"):
+            if key in raw:
+                raw[key] = [layer for layer in raw[key] if layer < keep]
+        if self.engram is not None:
+            raw["engram_num_embeddings"] = raw["engram_num_embeddings"][: len(raw["engram_layer_ids"])]
+        if (self.candidate_source_layer_id or 0) >= keep:
+            for key in CANDIDATES:
+                raw.pop(key, None)
+
+
+def is_inference_config(raw: Mapping[str, Any]) -> bool:
+    """Whether these are keys of DeepSeek's inference code for V4.1, which names no ``model_type``."""
+    return raw.get("model_type") is None and "kv_source_layers" in raw
+
+
+def read_v41(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Returns all fields of a ``DeepseekV41Config``.
+
+    Raises:
+        ValueError: one error that lists every problem; ``origin`` names the config in it.
+    """
+    reader = FieldReader({})
+    reader.raw = flat = _flatten(raw, reader)
+    layers, vocab_size = (flat.get(key) for key in ("num_hidden_layers", "vocab_size"))
+    sizes = (size if type(size) is int else None for size in (layers, vocab_size))
+    engram = read_engram(reader, *sizes)  # first: it checks sums of primes only while there is no problem
+    values = {"model_type": "deepseek_v41", "engram": engram} | read_shared(reader, rms_norm_eps=1e-20)
+    reader.choice("num_hash_layers", (0,), 0)
+    reader.choice("gate_temp", (1, 1.0), 1)
+    check_index_head(reader, values, hadamard=False)
+    _check_formats(reader, values)
+    for key in ("pad_token_id", "image_token_id"):
+        values[key] = reader.integer(key, None, minimum=0)
+    vision = reader.mapping("vision_config")
+    values["vision_config"] = None if vision is None else dict(vision)
+    values["draft_keys"] = {key: value for key, value in flat.items() if key.startswith("dspark_")}
+    ratios = _read_ratios(reader, values)
+    values.update(_read_sources(reader, values["num_hidden_layers"], ratios))
+    values.update(_read_candidates(reader, values, ratios))
+    reader.raise_if_problems(origin)
+    return values | {"layers": _layers(values, ratios), "mtp_layers": ()}
+
+
+def _flatten(raw: Mapping[str, Any], reader: FieldReader) -> dict[str, Any]:
+    """All keys side by side, under their published names."""
+    text = raw.get("text_config")
+    if text is not None and not isinstance(text, Mapping):
+        reader.problem(f"text_config is {text!r}: expected an object")
+        text = None
+    nested = text or {}
+    if nested.get("model_type", "deepseek_v41_text") not in ("deepseek_v41_text", "deepseek_v41"):
+        reader.problem(f"text_config.model_type is {nested['model_type']!r}: supported is 'deepseek_v41_text'")
+    flat: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for level in (raw, nested):
+        for key, value in level.items():
+            name = INFERENCE_NAMES.get(key, key)
+            if key in ("text_config", "model_type", "architectures") or value is None:
+                continue
+            if name in flat and flat[name] != value:
+                reader.problem(
+                    f"{origins[name]} is {flat[name]!r} but {key} is {value!r}: they mean the same, drop one of them"
+                )
+                continue
+            flat[name], origins[name] = value, key
+    if is_inference_config(raw):
+        _add_inference_defaults(flat)
+    return flat
+
+
+def _add_inference_defaults(flat: dict[str, Any]) -> None:
+    """Keys that DeepSeek's inference code spells in several, or leaves to its caller."""
+    if "original_seq_len" in flat and "rope_factor" in flat:
+        length, factor = flat.pop("original_seq_len"), flat.pop("rope_factor")
+        betas = {key: flat[key] for key in ("beta_fast", "beta_slow") if key in flat}
+        scaling = {"type": "yarn", "factor": factor, "original_max_position_embeddings": length, **betas}
+        flat.setdefault("rope_scaling", scaling)
+        if isinstance(length, int) and isinstance(factor, int | float):
+            flat.setdefault("max_position_embeddings", int(length * factor))
+    if flat.get("dtype") == "fp8":
+        flat["dtype"] = "bfloat16"
+        quantization = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": list(FP8_BLOCK)}
+        flat.setdefault("quantization_config", quantization)
+
+
+def _check_formats(reader: FieldReader, values: Mapping[str, Any]) -> None:
+    quantization = values["quantization_config"]
+    if quantization is None:
+        return
+    block = reader.as_list("quantization_config.weight_block_size", quantization.get("weight_block_size", FP8_BLOCK))
+    if block is not None and block != FP8_BLOCK:
+        reader.problem(f"quantization_config.weight_block_size is {block!r}: supported is {FP8_BLOCK!r}")
+    if values["expert_dtype"] == "fp8":
+        return
+    for key in ("hidden_size", "moe_intermediate_size"):
+        if (size := known(values, key)) and size[0] % 32:
+            reader.problem(f"{key} is {size[0]}: FP4 experts need a multiple of 32")
+
+
+def _read_ratios(reader: FieldReader, values: Mapping[str, Any]) -> list[int] | None:
+    """Ratios of the backbone layers; None where they are wrong."""
+    layers, stages = values["num_hidden_layers"], values["num_nextn_predict_layers"]
+    given = reader.as_list("compress_ratios", reader.value("compress_ratios"))
+    if given is None or layers is None:
+        return None
+    wrong = [i for i, ratio in enumerate(given) if type(ratio) is not int or ratio not in RATIOS]
+    for i in wrong[:5]:
+        reader.problem(f"compress_ratios[{i}] is {given[i]!r}: supported is {' or '.join(map(str, RATIOS))}")
+    if len(given) < layers:
+        reader.problem(
+            f"compress_ratios has {len(given)} entries for num_hidden_layers {layers}: one per layer is needed"
+        )
+    elif stages is not None and len(given) not in (layers, layers + stages):
+        reader.problem(
+            f"compress_ratios has {len(given)} entries: expected {layers + stages}, for num_hidden_layers {layers} and "
+            f"num_nextn_predict_layers {stages}"
+        )
+    elif any(given[layers:]):
+        reader.problem(
+            f"compress_ratios ends in {given[layers:]!r}: draft stages have no compressed entries, expected 0"
+        )
+    return None if wrong or len(given) < layers else given[:layers]
+
+
+def _read_sources(reader: FieldReader, layers: int | None, ratios: list[int] | None) -> dict[str, Any]:
+    found: dict[str, tuple[int, ...]] = {}
+    for key in SOURCES:
+        ids = reader.as_list(key, reader.value(key, []))
+        ids = tuple(reader.as_integer(f"{key}[{i}]", layer, minimum=0) for i, layer in enumerate(ids or []))
+        found[key] = () if None in ids else ids
+        if list(found[key]) != sorted(set(found[key])):
+            reader.problem(f"{key} is {list(ids)}: expected ascending numbers of layers")
+        if layers is not None and found[key] and max(found[key]) >= layers:
+            reader.problem(f"{key} has layer {max(found[key])}, and num_hidden_layers is {layers}")
+    kv, index = (found[key] for key in SOURCES)
+    if missing := sorted(set(kv) - set(index)):
+        reader.problem(
+            f"layers {missing} of kv_source_layer_ids are not in index_source_layer_ids: each has an indexer"
+        )
+    for layer, ratio in enumerate(ratios or []):
+        source = max((i for i in kv if i <= layer), default=None)
+        if ratio and source is None:
+            reader.problem(f"layer {layer} has ratio {ratio}, and no layer of kv_source_layer_ids comes before it")
+        elif ratio and ratios[source] != ratio:
+            reader.problem(
+                f"layer {layer} has ratio {ratio}, and layer {source}, whose entries it reads, {ratios[source]}"
+            )
+        elif not ratio and layer in (*kv, *index):
+            reader.problem(f"layer {layer} is a source of entries or selections, and its ratio is 0")
+    return found
+
+
+def _read_candidates(reader: FieldReader, values: Mapping[str, Any], ratios: list[int] | None) -> dict[str, int | None]:
+    """The candidate keys; a source needs both sizes."""
+    source = reader.integer("candidate_source_layer_id", None, minimum=0)
+    if source is None:
+        return dict.fromkeys(CANDIDATES)
+    found = {"candidate_source_layer_id": source, **{key: reader.integer(key) for key in CANDIDATES[1:]}}
+    index, topk = values["index_source_layer_ids"], values["index_topk"]
+    if source not in index:
+        reader.problem(f"candidate_source_layer_id {source} is not in index_source_layer_ids")
+    elif ratios is not None:
+        other = [i for i in index if source < i < len(ratios) and ratios[i] != ratios[source]]
+        if source < len(ratios) and other:
+            reader.problem(
+                f"index sources {other} come after candidate_source_layer_id {source} and have other ratios: blocks of "
+                "entries mean the same positions in one ratio only"
+            )
+    blocks, size = found["candidate_topk_blocks"], found["candidate_block_size"]
+    if None not in (blocks, size, topk) and blocks * size < topk + size:
+        reader.problem(
+            f"candidate_topk_blocks {blocks} of candidate_block_size {size} hold fewer entries than index_topk {topk} "
+            "and one block more: a query could find fewer than it selects"
+        )
+    return found
+
+
+def _layers(values: Mapping[str, Any], ratios: list[int]) -> tuple[V41LayerSpec, ...]:
+    dim = values["qk_rope_head_dim"]
+    plain = RopeSpec(values["rope_theta"], dim)
+    compressed = RopeSpec.scaled(values["compress_rope_theta"], dim, values["rope_scaling"])
+    kv, index = (values[key] for key in SOURCES)
+    candidates, engram = values["candidate_source_layer_id"], values["engram"]
+
+    def latest(sources: tuple[int, ...], layer: int) -> int | None:
+        return max((i for i in sources if i <= layer), default=None) if ratios[layer] else None
+
+    return tuple(
+        V41LayerSpec(
+            index=layer,
+            ratio=ratio,
+            overlap=False,
+            has_indexer=layer in index,
+            rope=compressed if ratio else plain,
+            hash_routing=False,
+            kv_source=latest(kv, layer),
+            index_source=latest(index, layer),
+            candidate_source=candidates if layer in index and candidates is not None and layer >= candidates else None,
+            has_engram=engram is not None and layer in engram.engram_layer_ids,
+        )
+        for layer, ratio in enumerate(ratios)
+    )

@@ -1,0 +1,138 @@
+"""The V4.1 attention layer: V4's, with entries, index keys and selections that layers share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.attention.indexer import QueryProjections
+from deepseek_attn.attention.layer import DeepseekV4MLAAttention
+from deepseek_attn.cache.pools import CachePools
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.v41 import DeepseekV41Config, V41LayerSpec
+from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.indexer import IndexQueries, index_query
+from deepseek_attn.kernels.insert import LatentAndKey, QueryHeads, insert_tokens, query_norm_rope
+from deepseek_attn.layers.linear import multi_linear
+from deepseek_attn.layers.rope import RotaryTable
+from deepseek_attn.utils.tracing import traced
+from deepseek_attn.utils.workspace import Workspace
+from deepseek_attn.v41.compressor import LatentCompressor
+from deepseek_attn.v41.indexer import SharedKeyIndexer
+
+
+class InputProjections(NamedTuple):
+    """Projections of the layer's input.
+
+    Attributes:
+        qr: ``[T, q_lora_rank]``, the query latent; kv: ``[T, head_dim]``, the key, which is also the value.
+        entries: projections for `LatentCompressor.latents`; empty for layers that own no entries.
+        index_weights: float32 ``[T, index_n_heads]``; None without an indexer.
+    """
+
+    qr: Tensor
+    kv: Tensor
+    entries: list[Tensor]
+    index_weights: Tensor | None
+
+
+class DeepseekV41MLAAttention(DeepseekV4MLAAttention):
+    """V4's layer without the norm of query heads, over a window and the entries of layer ``spec.kv_source``.
+
+    By its role a layer makes entries, index keys and a selection (full), only a selection (reindex), or reads those of
+    ``spec.index_source`` (reuse). The layers of a step have to run in order; one that finds another's missing refuses.
+
+    Attributes:
+        compressor: None unless the layer owns entries; indexer: None for reuse layers.
+    """
+
+    spec: V41LayerSpec
+    compressor: LatentCompressor | None
+    indexer: SharedKeyIndexer | None
+
+    def make_entry_modules(
+        self,
+        config: DeepseekV41Config,
+        rope: RotaryTable,
+        numerics: Numerics,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        spec = self.spec
+        parts = (config, spec, rope, numerics, dtype, device)
+        self.compressor = LatentCompressor(*parts) if spec.owns_entries else None
+        self.indexer = SharedKeyIndexer(*parts) if spec.has_indexer else None
+        self.input_linears += [] if self.compressor is None else self.compressor.input_linears
+        self.input_linears += [] if self.indexer is None else [self.indexer.weights_proj]
+        self.index_topk = config.index_topk if spec.ratio else None
+
+    def bind_caches(
+        self,
+        pools: CachePools,
+        workspace: Workspace,
+        topk_indices_buffer: Tensor | None,
+        prefill_workspace_rows: int,
+    ) -> None:
+        """Gives the layer its window, the pools of the layer that owns its entries, and shared scratch memory."""
+        self.pools, self.workspace, self.prefill_workspace_rows = pools, workspace, prefill_workspace_rows
+        self.swa_cache = pools.get(self.prefix, "window")
+        if not self.spec.ratio:
+            return
+        owner = self.spec.entry_owner
+        self.kv_cache, self.topk_indices_buffer = pools.get(owner, "compressed"), topk_indices_buffer
+        if self.compressor is not None:
+            self.compressor.bind(self.kv_cache, pools.get(owner, "state"))
+        if self.indexer is not None:
+            self.indexer.bind(pools.get(owner, "index"))
+
+    def project(self, x: Tensor) -> InputProjections:
+        qr, kv, *rest = multi_linear(x, self.input_linears)
+        weights = None if self.indexer is None else rest.pop()
+        return InputProjections(qr, kv, rest, weights)
+
+    @traced("insert")
+    def insert(
+        self, inputs: InputProjections, positions: Tensor, step: StepMetadata, qr_fp8: QuantizedRows | None
+    ) -> LatentAndKey:
+        self.check_sources(step)
+        rows = insert_tokens(self.token_rows(inputs.qr, inputs.kv, positions, step, qr_fp8), [], None)
+        if self.compressor is not None:
+            latents = self.compressor.latents(inputs.entries, step)
+            self.compressor.store(latents, self.kv_cache, step)
+            self.compressor.store(self.indexer.keys(latents), self.indexer.pool, step)
+        return rows
+
+    def check_sources(self, step: StepMetadata) -> None:
+        """RuntimeError unless the layers whose results this one reads have computed the step, in the model's order."""
+        spec = self.spec
+        missing = spec.sources - step.shared.computed
+        if spec.ratio and not spec.has_indexer and step.shared.selected_by != spec.index_source:
+            missing |= {spec.index_source}  # or another layer has selected since
+        if missing:
+            raise RuntimeError(
+                f"{self.prefix} reads what layers {sorted(missing)} compute in the same step: run these before it, and "
+                "all layers in the model's order"
+            )
+        step.shared.computed.add(spec.index)
+
+    def select(self, queries: IndexQueries | None, step: StepMetadata) -> None:
+        if self.indexer is not None:
+            super().select(queries, step)
+            step.shared.selected_by, step.shared.decode_topk_slots = self.spec.index, self.decode_topk_slots
+        elif self.spec.ratio:
+            self.decode_topk_slots = step.shared.decode_topk_slots
+
+    def queries(
+        self, projected: QueryProjections, index_weights: Tensor | None, positions: Tensor
+    ) -> tuple[Tensor, IndexQueries | None]:
+        """Rotated queries ``[T, padded_heads, head_dim]``, and the indexer's if it needs them."""
+        q = query_norm_rope(self.query_heads(projected.q, positions))
+        if self.indexer is None or projected.index_q is None:
+            return q, None
+        return q, index_query(self.indexer.query_rows(projected.index_q, index_weights, positions))
+
+    def query_heads(self, q: Tensor, positions: Tensor) -> QueryHeads:
+        return super().query_heads(q, positions)._replace(norm=False)

@@ -1,0 +1,59 @@
+"""Small models of DeepSeek-V4.1, and their oracle."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.checkpoint import CheckpointSource, RandomSource, read_float32
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.v41 import DeepseekV41Config
+from deepseek_attn.runner.model_runner import ModelRunner
+from tests.support.oracle_v41 import V41Oracle
+from tests.support.small_models import NEAR_TIE
+
+TOLERANCE = 1e-5  # of the largest logit
+
+
+def tiny(**changes) -> DeepseekV41Config:
+    return ModelConfig.from_preset("tiny_v41").replace(**changes)
+
+
+def make_runner(config: DeepseekV41Config, source: CheckpointSource | None = None, **options) -> ModelRunner:
+    options = {"max_model_len": 320, "max_num_seqs": 16, "max_num_batched_tokens": 2048} | options
+    return ModelRunner.from_source(config, source or RandomSource(config, 0), progress=False, device="cpu", **options)
+
+
+def oracle_of(config: DeepseekV41Config, source: CheckpointSource, official: bool = False) -> V41Oracle:
+    """The oracle over a checkpoint under published names; each tensor is read once. ``official``: with quantisers."""
+    read: dict[str, Tensor] = {}
+
+    def tensor(name: str) -> Tensor:
+        if name not in read:
+            read[name] = (table(source, name) if "engram.embed" in name else read_float32(source, name)).double()
+        return read[name]
+
+    numbers = None
+    if config.engram is not None:
+        numbers = source.token_numbers(config.engram.engram_compressed_vocab_size, config.vocab_size)
+    stored = {name.replace(".scale", ".weight") for name in source.entries() if name.endswith(".scale")}
+    rounds = (lambda name: name in stored and ".wo_a." not in name) if official else None
+    return V41Oracle(config.to_dict(), tensor, numbers, rounds)
+
+
+def table(source: CheckpointSource, name: str) -> Tensor:
+    """An Engram table: a power of two per row and 32 columns."""
+    exponents = source.read(name.replace("weight", "scale")).double() - 127
+    return source.read(name).double() * torch.exp2(exponents).repeat_interleave(32, 1)
+
+
+def closest_choice(oracle: V41Oracle) -> float:
+    """The least distance between what the last prompt chose and what it rejected."""
+    return min((gap for gaps in oracle.gaps.values() for gap in gaps), default=math.inf)
+
+
+def assert_clear(oracle: V41Oracle) -> None:
+    """A test's prompt must not leave a choice to rounding. If it does: use another seed."""
+    assert closest_choice(oracle) > NEAR_TIE, f"choices {closest_choice(oracle):.1e} apart: use another seed"

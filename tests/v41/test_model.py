@@ -1,0 +1,202 @@
+"""DeepSeek-V4.1 end to end: against brute force in float64, in one go and in pieces."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from deepseek_attn.checkpoint import RandomSource
+from deepseek_attn.config.v41 import DeepseekV41Config
+from deepseek_attn.runner import StepOptions
+from deepseek_attn.runner.session import LayerSession
+from deepseek_attn.testing import poison_caches
+from tests.support.small_models import assert_close, prompt
+from tests.support.tiers import tiered
+from tests.support.v41_cases import TOLERANCE, assert_clear, make_runner, oracle_of, tiny
+
+# Around the window of 8, pairs, index_topk 6 (12 tokens of ratio 2), candidates (12 entries, blocks of 4) and pages.
+LENGTHS = (1, 2, 3, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 31, 63, 64, 65, 100)
+
+
+class Tiny:
+    """The preset with its reference; all lengths scored in one batch, neighbours with different tokens."""
+
+    def __init__(self):
+        self.config = tiny()
+        self.source = RandomSource(self.config, 0)
+        self.runner = make_runner(self.config, self.source, max_num_seqs=len(LENGTHS))
+        poison_caches(self.runner)
+        self.prompts = [prompt(self.config, 100, seed) for seed in (0, 1)]
+        self.references = []
+        for tokens in self.prompts:
+            oracle = oracle_of(self.config, self.source)
+            self.references.append(oracle(tokens).float())
+            assert_clear(oracle)
+        batch = [self.prompts[i % 2][:length] for i, length in enumerate(LENGTHS)]
+        self.scores = dict(zip(LENGTHS, self.runner.score(batch), strict=True))
+
+
+@pytest.fixture(scope="module")
+def model() -> Tiny:
+    return Tiny()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_logits_equal_brute_force(model, length):
+    which = LENGTHS.index(length) % 2
+    assert_close(model.scores[length], model.references[which][:length], TOLERANCE)
+
+
+@pytest.mark.parametrize("chunk", tiered([1, 2, 3, 5, 8, 13, 64, 65], [1, 3, 13]))
+def test_chunks_equal_brute_force(model, chunk):
+    """1: token by token, through the decode path; each ratio-2 pair then spans two steps."""
+    prompts = [model.prompts[0][:53], model.prompts[1][:40]]
+    for logits, expected in zip(model.runner.score(prompts, chunk), model.references, strict=True):
+        assert_close(logits, expected[: len(logits)], TOLERANCE)
+
+
+def random_config(seed: int) -> DeepseekV41Config:
+    """A schedule with all roles and ratios in any order, and other widths."""
+    draw = random.Random(seed)
+    ratios, kv, index, ratio = [], [], [], 0
+    for layer in range(draw.randint(3, 7)):
+        if not kv or draw.random() < 0.3:
+            ratio = draw.choice([1, 2])
+            if layer and draw.random() < 0.9:
+                kv.append(layer)
+                index.append(layer)
+        elif draw.random() < 0.4:
+            index.append(layer)
+        reads = kv and (layer in index or draw.random() < 0.8)
+        ratios.append(ratio_of(ratios, kv, layer, ratio) if reads else 0)
+    index = [layer for layer in index if ratios[layer]]
+    topk, size = draw.choice([1, 5, 60]), draw.choice([1, 3, 8])
+    candidates = [i for i in index if all(ratios[j] == ratios[i] for j in index if j > i)]
+    limited = draw.choice(candidates) if candidates and draw.random() < 0.7 else None
+    return tiny(
+        num_hidden_layers=len(ratios), compress_ratios=[*ratios, 0, 0, 0], kv_source_layer_ids=kv,
+        index_source_layer_ids=index, candidate_source_layer_id=limited,
+        candidate_topk_blocks=None if limited is None else -(-topk // size) + draw.choice([1, 2]),
+        candidate_block_size=None if limited is None else size, index_topk=topk,
+        sliding_window=draw.choice([1, 5, 70]), head_dim=draw.choice([64, 96]), index_n_heads=8,
+        hc_mult=draw.choice([2, 4]), rms_norm_eps=draw.choice([1e-20, 1e-6]),
+        engram_layer_ids=None, **({"quantization_config": None} if draw.random() < 0.3 else {}),
+    )  # fmt: skip
+
+
+def ratio_of(ratios: list[int], kv: list[int], layer: int, ratio: int) -> int:
+    """Ratio of a layer: its own if it makes entries, else that of the last layer that did."""
+    return ratio if kv[-1] == layer else ratios[kv[-1]]
+
+
+@pytest.mark.parametrize("seed", tiered(range(16), [1, 3]))
+def test_random_schedules(seed):
+    config = random_config(seed)
+    source, tokens = RandomSource(config, seed), prompt(config, 50, seed)
+    oracle = oracle_of(config, source)
+    expected = oracle(tokens).float()
+    assert_clear(oracle)
+    runner = make_runner(config, source)
+    poison_caches(runner)
+    for chunk in (None, 1, 27):
+        assert_close(runner.score([tokens], chunk)[0], expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", tiered(range(5), [1]))
+def test_official_numerics_equal_brute_force(seed):
+    """With each quantiser of the published program: logits that one wrong rounding of a layer would move by 1e-2."""
+    config = tiny(num_hidden_layers=7)
+    source, tokens = RandomSource(config, seed), prompt(config, 26, seed)
+    oracle = oracle_of(config, source, official=True)
+    expected = oracle(tokens).float()
+    runner = make_runner(config, source, numerics="official")
+    assert {pool.record.name for pool in runner.pools if pool.record} == {"fp8_v41", "fp4_v41", "index_fp4"}
+    poison_caches(runner)
+    for chunk in (None, 3):
+        assert_close(runner.score([tokens], chunk)[0], expected, TOLERANCE)
+
+
+def test_serving_numerics():
+    """Records of 584 bytes for both caches and FP8 index keys: near the official result, the same in pieces."""
+    config = tiny(num_hidden_layers=3)
+    source, tokens = RandomSource(config, 0), prompt(config, 30)
+    expected = make_runner(config, source).score([tokens])[0]
+    runner = make_runner(config, source, numerics="serving")
+    assert {pool.record.name for pool in runner.pools if pool.record} == {"fp8_v4", "index_fp8"}
+    logits = runner.score([tokens])[0]
+    assert_close(runner.score([tokens], 7)[0], logits, TOLERANCE)
+    error = (logits - expected).norm(dim=1) / expected.norm(dim=1)
+    assert 1e-3 < float(error.median()) < 0.1
+
+
+def test_ragged_batches_equal_prompts_alone(model):
+    """Chunks of random sizes, in random company, decodes beside prefills."""
+    config, draw = model.config, random.Random(3)
+    runner = make_runner(config, model.source, max_num_seqs=3)
+    poison_caches(runner)
+    prompts = [prompt(config, draw.randint(1, 60), 20 + i) for i in range(5)]
+    expected = model.runner.score(prompts)
+    waiting, running, got = list(range(5)), {}, {i: [] for i in range(5)}
+    while waiting or running:
+        while waiting and len(running) < 3:
+            i = waiting.pop(0)
+            running[i] = runner.sequence(prompts[i])
+        chosen = draw.sample(sorted(running), draw.randint(1, len(running)))
+        batch = [(running[i], draw.choice([1, 1, draw.randint(1, running[i].num_pending)])) for i in chosen]
+        for i, rows in zip(chosen, runner.step(batch, StepOptions(all_logits=True)).logits, strict=True):
+            got[i].append(rows)
+        for i in chosen:
+            if not running[i].num_pending:
+                running.pop(i).free()
+    for i in range(5):
+        assert_close(torch.cat(got[i]), expected[i], TOLERANCE, f"prompt {i}")
+    assert runner.manager.available_pages() == {group: n - 1 for group, n in runner.layout.pages.items()}
+
+
+@pytest.mark.parametrize("length", tiered([0, 1, 41, 84, 85, 86, 100], [41, 85]))
+def test_truncate_and_fork(model, length):
+    """Other tokens after ``length``, in a fork that goes back; the parent goes on as if it were alone."""
+    runner = model.runner
+    tokens, other = model.prompts[0], prompt(model.config, 100, 7)
+    parent = runner.sequence(tokens)
+    runner.step([(parent, 98)])
+    child = parent.fork()
+    child.truncate(min(length, 98))
+    for token in other[min(length, 98) :]:
+        child.append(token)
+    batch = [(child, child.num_pending), (parent, 2)]
+    got = runner.step(batch, StepOptions(all_logits=True)).logits
+    expected = runner.score([[*tokens[: min(length, 98)], *other[min(length, 98) :]]])[0]
+    assert_close(got[0], expected[len(expected) - len(got[0]) :], TOLERANCE)
+    assert_close(got[1], model.references[0][98:], TOLERANCE)
+    parent.free()
+    child.free()
+
+
+def test_a_layer_refuses_what_other_layers_have_not_computed(model):
+    config = model.config
+    runner = make_runner(config, model.source, layers=[4, 5, 6, 7], attention_only=True)
+    x = torch.randn(20, config.hidden_size)
+    for layers, missing in (([5], "[4]"), ([6], "[4]"), ([4, 7], "[6]"), ([4, 6, 5, 7], "[4]"), ([6, 4], "[4]")):
+        session = LayerSession(runner, layers)
+        sequence = session.sequence()
+        with pytest.raises(RuntimeError, match="reads what layers " + missing.replace("[", r"\[")):
+            sequence.run(x if len(layers) == 1 else torch.stack([x] * len(layers)))
+        assert sequence.num_tokens == 0
+    sequence = LayerSession(runner, [4, 5, 6, 7]).sequence()
+    assert sequence.run(torch.stack([x] * 4)).shape == (4, 20, config.hidden_size)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "triton"}, r"backend 'triton'"),
+        ({"cuda_graphs": True}, r"plain torch, which waits for the device"),
+        ({"layers": [5]}, r"layers=\[5\]: they read entries or selections of layers \[4\]; take layers=\[4, 5\]"),
+    ],
+)
+def test_what_is_not_supported_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_runner(tiny(), **options)
