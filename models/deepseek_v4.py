@@ -8,33 +8,58 @@ from __future__ import annotations
 
 import torch
 
+from deepseek_attn.config.v4 import LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.models.block import Backbone, Block, BuildContext
+from deepseek_attn.models.dspark import DraftsBlocks, add_draft_ends, stage_context
 from deepseek_attn.models.hyper_connection import collapse_streams, declare_stream_head
 from deepseek_attn.models.mtp import MTPLayer
 
 
-class DeepseekV4(Backbone):
-    """The whole model, or some of its layers; see `Backbone`. Its hidden states are the residual streams."""
+class DraftStage(Block):
+    """A stage of the DSpark drafter of V4's revisions (checkpoint: ``mtp.N``)."""
+
+    def __init__(self, context: BuildContext, spec: LayerSpec):
+        super().__init__(stage_context(context), spec)
+        add_draft_ends(self, context, spec, "markov_w1", "markov_w2")
+        if spec is context.config.mtp_layers[-1]:
+            declare_stream_head(self, context.config)
+
+
+class DeepseekV4(DraftsBlocks, Backbone):
+    """The whole model, or some of its layers; see `Backbone`. Its hidden states are the residual streams.
+
+    With a DSpark drafter they end in the mean of the streams after each of its target layers.
+    """
 
     def __init__(self, context: BuildContext, layers: list[int] | None = None, mtp: bool = True):
-        super().__init__(context, layers, mtp, Block, MTPLayer)
+        super().__init__(context, layers, mtp, Block, MTPLayer if context.config.dspark is None else DraftStage)
         declare_stream_head(self, self.config)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None) -> torch.Tensor:
         """``token_ids``, ``positions`` int64 ``[T]`` -> streams after the last block, ``[T, hc_mult, hidden_size]``."""
         streams = self.embed(token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
-        for block in self.layers.values():
+        targets, means = self.target_layers, []
+        for index, block in self.layers.items():
             streams = block(streams, token_ids, positions, step)
-        return streams
+            if int(index) in targets:
+                means.append(streams.mean(1, keepdim=True))
+        return torch.cat([streams, *means], dim=1) if means else streams
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        return (self.config.hc_mult, self.config.hidden_size)
+        return (self.config.hc_mult + len(self.target_layers), self.config.hidden_size)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See `Backbone.logits`."""
-        return self.head(collapse_streams(self, hidden_states, self.config))
+        return self.head(collapse_streams(self, hidden_states[:, : self.config.hc_mult], self.config))
+
+    def draft_block(self, token_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
+        """See `DraftsBlocks.draft_block`."""
+        streams = self.embed(token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        for stage in self.stages:
+            streams = stage(streams, token_ids, step.positions, step)
+        return collapse_streams(self.stages[-1], streams, self.config)
 
     def draft_hidden_states(
         self,

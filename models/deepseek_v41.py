@@ -16,6 +16,7 @@ from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.layers.engram import Engram
 from deepseek_attn.models import block
 from deepseek_attn.models.block import Backbone, BuildContext
+from deepseek_attn.models.dspark import DraftsBlocks, add_draft_ends, stage_context
 from deepseek_attn.models.hyper_connection import hc_collapse, hc_mix, hc_post
 from deepseek_attn.v41.attention import DeepseekV41MLAAttention
 
@@ -37,8 +38,6 @@ class Block(block.Block):
         self, streams: torch.Tensor, pre: torch.Tensor, token_ids: torch.Tensor, step: StepMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Streams ``[T, hc_mult, hidden_size]`` and the weights ``[T, hc_mult]`` to collapse them with -> both anew."""
-        if self.engram is not None:
-            streams = self.engram(streams, step.engram[self.engram.layer].wait())
         next_pre, post, comb = hc_mix(streams, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, self.config)
         x = hc_collapse(streams, pre, self.config, self.attn_norm.weight)
         streams, pre = hc_post(self.attn(x, step.positions, step), streams, post, comb), next_pre
@@ -46,29 +45,63 @@ class Block(block.Block):
         x = hc_collapse(streams, pre, self.config, self.ffn_norm.weight)
         return hc_post(self.ffn(x, token_ids), streams, post, comb), next_pre
 
+    def add_memory(self, streams: torch.Tensor, step: StepMetadata) -> torch.Tensor:
+        """The streams with the n-gram memory of the layer, if it has one: the input of `forward`."""
+        return streams if self.engram is None else self.engram(streams, step.engram[self.engram.layer].wait())
 
-class DeepseekV41(Backbone):
+
+class DraftStage(Block):
+    """A stage of the DSpark drafter (checkpoint: ``mtp.N``)."""
+
+    def __init__(self, context: BuildContext, spec: V41LayerSpec):
+        super().__init__(stage_context(context), spec)
+        add_draft_ends(self, context, spec, "embed", "head")
+
+
+class DeepseekV41(DraftsBlocks, Backbone):
     """The whole model, or some of its layers; see `Backbone`. Its hidden states are those after the final norm.
 
-    There is no MTP layer: published checkpoints have draft stages of another kind.
+    With a DSpark drafter, the mean of the streams before each of its target layers comes after them:
+    ``[T, 1 + targets, hidden_size]``.
     """
 
     def __init__(self, context: BuildContext, layers: list[int] | None = None, mtp: bool = True):
-        super().__init__(context, layers, False, Block, Block)
+        super().__init__(context, layers, mtp, Block, DraftStage)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """``token_ids``, ``positions`` int64 ``[T]`` -> hidden states after the final norm, ``[T, hidden_size]``."""
-        embedded, m = self.embed(token_ids), self.config.hc_mult
-        streams = embedded.unsqueeze(1).repeat(1, m, 1)
-        pre = torch.zeros(len(streams), m, device=streams.device)
-        pre[:, 0] = 1  # the first sublayer reads stream 0
-        for layer in self.layers.values():
+        streams, pre = self.first_streams(token_ids)
+        targets, means = self.target_layers, []
+        for index, layer in self.layers.items():
+            streams = layer.add_memory(streams, step)
+            if int(index) in targets:
+                means.append(streams.mean(1))
             streams, pre = layer(streams, pre, token_ids, step)
-        return hc_collapse(streams, pre, self.config, self.norm.weight)
+        x = hc_collapse(streams, pre, self.config, self.norm.weight)
+        return torch.stack([x, *means], dim=1) if means else x
+
+    def first_streams(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Streams before the first block and the weights to collapse them with: its attention reads stream 0."""
+        streams = self.embed(token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        pre = torch.zeros(streams.shape[:2], device=streams.device)
+        pre[:, 0] = 1
+        return streams, pre
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        targets = len(self.target_layers)
+        return (1 + targets, self.config.hidden_size) if targets else (self.config.hidden_size,)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See `Backbone.logits`."""
-        return self.head(hidden_states)
+        return self.head(hidden_states[:, 0] if self.target_layers else hidden_states)
+
+    def draft_block(self, token_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
+        """See `DraftsBlocks.draft_block`."""
+        streams, pre = self.first_streams(token_ids)
+        for stage in self.stages:
+            streams, pre = stage(streams, pre, token_ids, step)
+        return hc_collapse(streams, pre, self.config, self.stages[-1].norm.weight)
 
     def draft_hidden_states(
         self, hidden_states: torch.Tensor, next_token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata

@@ -43,6 +43,7 @@ DRAFTER_MARK = "mtp.0.main_proj.weight"
 SHOWN = 10  # names listed per problem
 
 INV_FREQ = "rotary inv_freq buffers"
+CONFIDENCE = "confidence of DSpark drafts, by which none is left out"
 MTP_COPIES = "mtp.*emb* / mtp.*head.weight copies"
 DRAFTER = "DSpark drafter"
 VISION = "vision tensors, of which text needs none"
@@ -51,8 +52,11 @@ OTHER_LAYERS = "layers not requested"
 ATTENTION_ONLY = "attention only"
 OTHER_RANK = "on another rank"
 _INV_FREQ = re.compile(r"(.+\.)?(\w+_)?inv_freq")
-_MTP_COPY = re.compile(r"mtp\.(.*emb.*|(.+\.)?head\.(weight|scale))")
-_VISION = re.compile(r"((vision|aligner)\..+|image_(start|end|newline|pad)(\.weight)?|layers\.\d+\.ffn\.gate\.bias_vl)")
+_MTP_COPY = re.compile(r"mtp\.(?!\d+\.markov_head\.)(.*emb.*|(.+\.)?head\.(weight|scale))")
+_CONFIDENCE = re.compile(r"mtp\.\d+\.confidence_head\..+")
+_VISION = re.compile(
+    r"((vision|aligner)\..+|image_(start|end|newline|pad)(\.weight)?|(layers|mtp)\.\d+\.ffn\.gate\.bias_vl)"
+)
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _ATTENTION = re.compile(r"attn\..+|attn_norm\.weight")
 
@@ -101,6 +105,7 @@ def check_headers(
     """
     entries = source.entries()
     names = [f"{layer.name}.attn_norm.weight" for layer in config.all_layers]
+    names += [DRAFTER_MARK] if config.dspark is not None else []
     selection = Selection.make(names, entries, layers, attention_only)
     slots: dict[str, WeightSlot] = {}
     missing = []
@@ -224,7 +229,8 @@ class Selection:
             if not layers <= present:
                 raise ValueError(f"layers {sorted(layers - present)} are not in the model: it has {sorted(present)}")
         has_layer = any(name.startswith("mtp.") and not _is_copy(name) for name in entries)
-        if DRAFTER_MARK in entries:
+        has_layer &= DRAFTER_MARK in entries or DRAFTER_MARK not in names
+        if DRAFTER_MARK in entries and DRAFTER_MARK not in names:
             mtp_rule = DRAFTER
         elif attention_only:
             mtp_rule = ATTENTION_ONLY
@@ -236,10 +242,12 @@ class Selection:
 
     def rule(self, name: str) -> str | None:
         """The rule that excludes a tensor or slot of this published name; None if it is to be loaded."""
-        if name.startswith("mtp."):
+        if name.startswith("mtp.") and self.mtp_rule is not None:
             return self.mtp_rule
         if _VISION.fullmatch(name):
             return VISION
+        if _CONFIDENCE.fullmatch(name):
+            return CONFIDENCE
         layer = _LAYER.fullmatch(name)
         if layer and self.layers is not None and int(layer[1]) not in self.layers:
             return OTHER_LAYERS

@@ -21,7 +21,7 @@ def published_tensors_v4(config: ModelConfig) -> Iterator[tuple[str, Recipe]]:
     yield "norm.weight", Recipe("norm", (hidden,))
     yield "head.weight", Recipe("linear", (vocab, hidden))
     for layer in config.mtp_layers:
-        yield from prefixed(layer.name, _mtp(config, layer))
+        yield from prefixed(layer.name, _mtp(config, layer) if config.dspark is None else _draft_stage(config, layer))
 
 
 def _block(config: ModelConfig, layer: LayerSpec) -> Iterator[tuple[str, Recipe]]:
@@ -91,6 +91,25 @@ def _hc_head(config: ModelConfig) -> Iterator[tuple[str, Recipe]]:
     yield "hc_head_fn", Recipe("hc_fn", (m, m * config.hidden_size))
     yield "hc_head_base", Recipe("hc_base", (m,))
     yield "hc_head_scale", Recipe("hc_scale", (1,))
+
+
+def _draft_stage(config: ModelConfig, layer: LayerSpec) -> Iterator[tuple[str, Recipe]]:
+    yield from _block(config.draft_stages, layer)
+    yield from draft_ends(config, layer, "markov_w1", "markov_w2")
+    if layer is config.mtp_layers[-1]:
+        yield from _hc_head(config)
+
+
+def draft_ends(config: DeepseekV4Base, layer: LayerSpec, embed: str, head: str) -> Iterator[tuple[str, Recipe]]:
+    """What the first and the last DSpark stage have besides a block; ``embed`` and ``head`` of the Markov head."""
+    hidden, markov = config.hidden_size, (config.vocab_size, config.dspark.dspark_markov_rank)
+    if layer is config.mtp_layers[0]:
+        yield "main_proj.weight", Recipe("quantized", (hidden, hidden * len(config.dspark.dspark_target_layer_ids)))
+        yield "main_norm.weight", Recipe("norm", (hidden,))
+    if layer is config.mtp_layers[-1]:
+        yield "norm.weight", Recipe("norm", (hidden,))
+        yield f"markov_head.{embed}.weight", Recipe("embed", markov)
+        yield f"markov_head.{head}.weight", Recipe("linear", markov)
 
 
 def _mtp(config: ModelConfig, layer: LayerSpec) -> Iterator[tuple[str, Recipe]]:

@@ -1,22 +1,25 @@
-"""Tensors of a published DeepSeek-V4.1 checkpoint, for random ones. Vision and draft stages are left out."""
+"""Tensors of a published DeepSeek-V4.1 checkpoint, for random ones. The vision part is left out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from deepseek_attn.checkpoint.recipes import ROWS, Recipe, prefixed
-from deepseek_attn.checkpoint.recipes_v4 import hyper_connections, moe, shared_attention
+from deepseek_attn.checkpoint.recipes_v4 import draft_ends, hyper_connections, moe, shared_attention
 from deepseek_attn.config.v41 import DeepseekV41Config, V41LayerSpec
 
 
 def published_tensors_v41(config: DeepseekV41Config) -> Iterator[tuple[str, Recipe]]:
-    """Name and recipe of every tensor of the text model, scales excepted, from first to last layer."""
+    """Name and recipe of every tensor of the text model and the drafter, scales excepted, from first to last layer."""
     vocab, hidden = config.vocab_size, config.hidden_size
     yield "embed.weight", Recipe("embed", (vocab, hidden))
     for layer in config.layers:
         yield from prefixed(layer.name, _block(config, layer))
     yield "norm.weight", Recipe("norm", (hidden,))
     yield "head.weight", Recipe("linear", (vocab, hidden))
+    for layer in config.mtp_layers:
+        yield from prefixed(layer.name, _block(config.draft_stages, layer))
+        yield from prefixed(layer.name, draft_ends(config, layer, "embed", "head"))
 
 
 def _block(config: DeepseekV41Config, layer: V41LayerSpec) -> Iterator[tuple[str, Recipe]]:

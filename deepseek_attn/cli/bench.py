@@ -79,7 +79,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def add_engine_parser(what: argparse._SubParsersAction) -> None:
-    engine = what.add_parser("engine", help="greedy decoding with and without drafts of the MTP layer, alternately")
+    engine = what.add_parser("engine", help="greedy decoding with and without drafts, alternately")
     engine.add_argument(
         "--model", metavar="DIR|ID|NAME|FILE",
         help=f"checkpoint directory or {HUB_ID}, or a preset or config.json to fill with random weights (default: the "

@@ -90,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="speculative decoding: N draft tokens per step by the MTP layer, same output",
+        help="speculative decoding: N draft tokens per step by the MTP layer or the DSpark drafter, same output",
     )
     add_runner_options(parser)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from deepseek_attn.config.common import UNPUBLISHED, RopeSpec
+from deepseek_attn.config.dspark import DSparkConfig
 
 
 class LayerBase:
@@ -39,15 +40,17 @@ class ConfigBase:
     Attributes:
         OPTIONAL: keys that ``to_dict`` may leave out and ``replace`` accepts.
         DERIVED: fields that are no keys.
+        dspark: keys of the DSpark drafter; None without one.
         FP8_GROUP: input channels, and rows and columns of a weight, that share an FP8 scale.
     """
 
     OPTIONAL: ClassVar[tuple[str, ...]]
-    DERIVED: ClassVar[tuple[str, ...]] = ("layers", "mtp_layers")
+    DERIVED: ClassVar[tuple[str, ...]] = ("layers", "mtp_layers", "dspark")
     FP8_GROUP: ClassVar[int] = 128
 
     model_type: str
     eos_token_id: int | tuple[int, ...]
+    dspark: DSparkConfig | None
     layers: tuple[LayerBase, ...]
 
     @property

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from deepseek_attn.config.common import RopeSpec
+from deepseek_attn.config.dspark import DSparkConfig, drop_dspark
 from deepseek_attn.config.schedule import published_branch
 from deepseek_attn.config.v4 import DeepseekV4Base, LayerSpec
 from deepseek_attn.config.v4_reader import FIXED, read_v4
@@ -45,6 +46,7 @@ class ModelConfig(DeepseekV4Base):
 
     OPTIONAL: ClassVar = (
         *("compress_overlap", "compress_indexer", "rope_scaling", "quantization_config", "expert_dtype"),
+        *DSparkConfig.__dataclass_fields__,
     )
 
     num_hash_layers: int
@@ -110,6 +112,7 @@ class ModelConfig(DeepseekV4Base):
             "compress_ratios": list(self.compress_ratios),
             "compress_overlap": self._override([x.overlap for x in self.layers], [b.overlap for b in rule]),
             "compress_indexer": self._override([x.has_indexer for x in self.layers], [b.has_indexer for b in rule]),
+            **(self.dspark.to_dict() if self.dspark else {}),
         }
 
     def _override(self, values: list[bool], rule: list[bool]) -> dict[str, bool] | list[bool] | None:
@@ -127,10 +130,14 @@ class ModelConfig(DeepseekV4Base):
             self._shorten(raw, changes["num_hidden_layers"])
         if changes.get("quantization_config", raw) is None:
             raw.pop("expert_dtype", None)
+        if self.dspark is not None:
+            drop_dspark(raw, changes)
 
     def _shorten(self, raw: dict[str, Any], num_layers: Any) -> None:
         keep = num_layers if type(num_layers) is int and num_layers > 0 else self.num_hidden_layers
         raw["compress_ratios"] = raw["compress_ratios"][: self.num_hidden_layers][:keep]
+        if self.dspark is not None:
+            raw["compress_ratios"] += [0] * len(self.mtp_layers)
         for key in ("compress_overlap", "compress_indexer"):
             if isinstance(raw.get(key), list):
                 raw[key] = raw[key][:keep]
@@ -159,9 +166,12 @@ def _make_v4(raw: Mapping[str, Any], origin: str) -> ModelConfig:
         )
         for i, branch in enumerate(branches)
     )
+    stages = fields["num_nextn_predict_layers"]
+    if fields["dspark"] is not None:  # revisions of V4 with three stages say 1, but have a ratio for each
+        stages = max(stages, len(raw.get("compress_ratios") or ()) - len(layers))
     mtp_layers = tuple(
         LayerSpec(i, ratio=0, overlap=False, has_indexer=False, rope=plain, hash_routing=False, is_mtp=True)
-        for i in range(fields["num_nextn_predict_layers"])
+        for i in range(stages)
     )
     return ModelConfig(**copy.deepcopy(fields), layers=layers, mtp_layers=mtp_layers)
 

@@ -88,6 +88,8 @@ class DeepseekV32Config(ConfigBase):
 
     OPTIONAL: ClassVar = ("rope_scaling", "quantization_config", *INDEX_SIZES)
 
+    dspark: ClassVar[None] = None
+
     model_type: str
     vocab_size: int
     hidden_size: int

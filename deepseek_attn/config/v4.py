@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from deepseek_attn.config.base import ConfigBase, LayerBase
 from deepseek_attn.config.common import RopeSpec
+from deepseek_attn.config.dspark import DSparkConfig
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,11 @@ class LayerSpec(LayerBase):
 
 @dataclass(frozen=True)
 class DeepseekV4Base(ConfigBase):
-    """Config keys of models with a window and compressed entries in their layers, and hyper-connections."""
+    """Config keys of models with a window and compressed entries in their layers, and hyper-connections.
+
+    Attributes:
+        dspark: the DSpark drafter, whose stages are the ``mtp_layers`` then; None without one.
+    """
 
     model_type: str
     vocab_size: int
@@ -112,6 +117,7 @@ class DeepseekV4Base(ConfigBase):
     dtype: str
     expert_dtype: str | None
     quantization_config: dict[str, Any] | None = field(hash=False)
+    dspark: DSparkConfig | None
     layers: tuple[LayerSpec, ...]
     mtp_layers: tuple[LayerSpec, ...]
 
@@ -127,6 +133,17 @@ class DeepseekV4Base(ConfigBase):
     @property
     def all_layers(self) -> tuple[LayerSpec, ...]:
         return self.layers + self.mtp_layers
+
+    @property
+    def draft_stages(self) -> Self:
+        """This config with the experts of the draft stages."""
+        experts = self.dspark and self.dspark.dspark_n_routed_experts
+        chosen = self.dspark and self.dspark.dspark_num_experts_per_tok
+        return replace(
+            self,
+            n_routed_experts=experts or self.n_routed_experts,
+            num_experts_per_tok=chosen or self.num_experts_per_tok,
+        )
 
     @property
     def compress_ratios(self) -> tuple[int, ...]:

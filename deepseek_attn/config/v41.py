@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from deepseek_attn.config.common import RopeSpec, check_index_head, known
+from deepseek_attn.config.dspark import DSparkConfig, drop_dspark
 from deepseek_attn.config.engram import EngramConfig, read_engram
 from deepseek_attn.config.fields import FieldReader
 from deepseek_attn.config.v4 import DeepseekV4Base, LayerSpec
@@ -104,24 +105,23 @@ class DeepseekV41Config(DeepseekV4Base):
 
     Made by ``ModelConfig.from_dict``, ``from_pretrained`` and ``from_preset``. Read are the published, nested
     ``config.json`` and the flat one of DeepSeek's inference code (``dim``, ``n_layers``, ...). Absent keys default as
-    in V4, but for ``rms_norm_eps`` 1e-20. The vision part and the draft stages are kept and not run.
+    in V4, but for ``rms_norm_eps`` 1e-20. The vision part is kept and not run.
 
-    ``replace`` takes the keys of both levels side by side; a smaller ``num_hidden_layers`` alone keeps the first layers
-    and the draft stages.
+    ``replace`` takes the keys of both levels side by side; a smaller ``num_hidden_layers`` alone keeps the first
+    layers, and the draft stages if these have all that they read.
 
     Attributes:
         kv_source_layer_ids: layers that make entries and index keys; index_source_layer_ids: those with an indexer.
         candidate_source_layer_id: the layer that keeps ``candidate_topk_blocks`` blocks of ``candidate_block_size``
             entries for each query, to which the selection of later layers is limited; None: nothing is limited.
         engram: the n-gram memory; None without one.
-        draft_keys: the ``dspark_*`` keys, as they are.
     """
 
     OPTIONAL: ClassVar = (
         *("rope_scaling", "quantization_config", "expert_dtype", "pad_token_id", "image_token_id", "vision_config"),
-        *(*CANDIDATES, *EngramConfig.__dataclass_fields__),
+        *(*CANDIDATES, *EngramConfig.__dataclass_fields__, *DSparkConfig.__dataclass_fields__),
     )
-    DERIVED: ClassVar = ("layers", "mtp_layers", "engram", "draft_keys", "expert_dtype")
+    DERIVED: ClassVar = ("layers", "mtp_layers", "engram", "dspark", "expert_dtype")
     FP8_GROUP: ClassVar[int] = FP8_BLOCK[0]
 
     kv_source_layer_ids: tuple[int, ...]
@@ -130,15 +130,9 @@ class DeepseekV41Config(DeepseekV4Base):
     candidate_topk_blocks: int | None
     candidate_block_size: int | None
     engram: EngramConfig | None
-    draft_keys: dict[str, Any] = field(hash=False)
     pad_token_id: int | None
     image_token_id: int | None
     vision_config: dict[str, Any] | None = field(hash=False)
-
-    @property
-    def compress_ratios(self) -> tuple[int, ...]:
-        """Compress ratio of each layer, those of the draft stages last."""
-        return tuple(layer.ratio for layer in self.layers) + (0,) * self.num_nextn_predict_layers
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], origin: str = "dict") -> DeepseekV41Config:
@@ -158,7 +152,7 @@ class DeepseekV41Config(DeepseekV4Base):
             "compress_ratios": list(self.compress_ratios),
             **{key: list(getattr(self, key)) for key in SOURCES},
             **(self.engram.to_dict() if self.engram else {}),
-            **self.draft_keys,
+            **(self.dspark.to_dict() if self.dspark else {}),
             "quantization_config": None if quantization is None else quantization | {"expert_dtype": self.expert_dtype},
         }
 
@@ -172,8 +166,8 @@ class DeepseekV41Config(DeepseekV4Base):
             self._shorten(raw, changes)
         if "expert_dtype" in changes and raw.get("quantization_config") is not None:
             del raw["quantization_config"]["expert_dtype"]
-        if changes.get("num_nextn_predict_layers") == 0 and "compress_ratios" not in changes:
-            raw["compress_ratios"] = raw["compress_ratios"][: self.num_hidden_layers]
+        if self.dspark is not None:
+            drop_dspark(raw, changes)
         if changes.get("engram_layer_ids", raw) in (None, []):
             for key in EngramConfig.__dataclass_fields__:
                 raw.pop(key, None)
@@ -221,12 +215,16 @@ def read_v41(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
         values[key] = reader.integer(key, None, minimum=0)
     vision = reader.mapping("vision_config")
     values["vision_config"] = None if vision is None else dict(vision)
-    values["draft_keys"] = {key: value for key, value in flat.items() if key.startswith("dspark_")}
     ratios = _read_ratios(reader, values)
     values.update(_read_sources(reader, values["num_hidden_layers"], ratios))
     values.update(_read_candidates(reader, values, ratios))
     reader.raise_if_problems(origin)
-    return values | {"layers": _layers(values, ratios), "mtp_layers": ()}
+    plain = RopeSpec(values["rope_theta"], values["qk_rope_head_dim"])
+    stages = tuple(
+        V41LayerSpec(i, ratio=0, overlap=False, has_indexer=False, rope=plain, hash_routing=False, is_mtp=True)
+        for i in range(values["num_nextn_predict_layers"] if values["dspark"] else 0)
+    )
+    return values | {"layers": _layers(values, ratios), "mtp_layers": stages}
 
 
 def _flatten(raw: Mapping[str, Any], reader: FieldReader) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from deepseek_attn.config.common import (
     read_tokens,
     read_yarn,
 )
+from deepseek_attn.config.dspark import read_dspark
 from deepseek_attn.config.fields import FieldReader
 from deepseek_attn.config.schedule import Branch, read_branches, read_num_hash_layers
 
@@ -60,6 +61,7 @@ def read_shared(reader: FieldReader, rms_norm_eps: float = 1e-6) -> dict[str, An
     fields.update(_read_formats(reader))
     fields["num_nextn_predict_layers"] = reader.integer("num_nextn_predict_layers", 0, minimum=0)
     _check_relations(reader, fields)
+    fields["dspark"] = read_dspark(reader, fields)
     return fields
 
 

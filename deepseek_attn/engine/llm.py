@@ -69,13 +69,14 @@ class LLM:
     Args:
         model: a directory with ``config.json``, safetensors shards and, for text prompts, ``tokenizer.json``; or a
             hub id, see `ModelRunner.from_pretrained`.
-        speculate: tokens that the MTP layer drafts per step; the text is the same, in fewer steps.
+        speculate: tokens that the MTP layer, or a DSpark drafter, drafts per step; the text is the same, in fewer
+            steps.
         options: see `RunnerOptions`. With ``parallel``, every rank makes an LLM and the same calls; with data-parallel
             attention, the calls of each rank have different prompts.
 
     Raises:
         ValueError: the checkpoint or the options are wrong, the tokenizer has ids beyond the model's vocabulary, or
-            there is no MTP layer to speculate with.
+            there is neither an MTP layer nor a DSpark drafter to speculate with.
 
     Attributes:
         directory: the checkpoint's folder.

@@ -1,4 +1,4 @@
-"""Speculative decoding: the MTP layer drafts the next tokens, and one step of the model verifies all of them.
+"""Speculative decoding: the MTP layer or a DSpark drafter drafts the next tokens, and one step verifies all of them.
 
 A draft is accepted if it is the token that would have been sampled there: the sampler runs on the model's own
 logits, row by row, with the random numbers that each row would have used. So the text is the same as without
@@ -8,7 +8,8 @@ speculation, greedy or not, and sampled tokens keep their distribution (a draft 
 The MTP layer pairs a token's hidden states with the token after it. So the MTP row of a request's last token is
 computed once the next token is sampled, together with the drafts after it. Where all requests are greedy and decode
 steps run over persistent tensors, this is part of the step (`DecodeStep`), so that the next step can start before the
-host has read any token; elsewhere `accept` asks the runner for it.
+host has read any token; elsewhere `accept` asks the runner for it. A DSpark drafter is always asked by `accept`: it
+makes keys of the confirmed tokens' hidden states, then drafts a block after them.
 """
 
 from __future__ import annotations
@@ -79,12 +80,10 @@ class _Verification:
 
 
 class MTPSpeculation(NextToken):
-    """Decodes with ``num_drafts`` drafts of the MTP layer per request and step.
-
-    Drafts after the first come from the MTP layer's own hidden states.
+    """Decodes with ``num_drafts`` drafts of the MTP layer, or of a DSpark drafter, per request and step.
 
     Raises:
-        ValueError: a model without an MTP layer, or more drafts than a step can compute or roll back.
+        ValueError: a model without either, or more drafts than it makes, or than a step can compute or roll back.
     """
 
     mtp = True
@@ -110,7 +109,9 @@ class MTPSpeculation(NextToken):
 
     def _drafts_within_step(self, work: Work, runner: ModelRunner) -> bool:
         """Whether a greedy step verifies drafts and nothing else, where the runner can draft the next ones in it."""
-        return not has_prompts(work) and runner.graphs.supports([n for _, n in work], self.decode_tokens)
+        if not runner.drafter.drafts_in_graphs or has_prompts(work):
+            return False
+        return runner.graphs.supports([n for _, n in work], self.decode_tokens)
 
     def propose(self, running: list[Request]) -> None:
         if self._arriving is not None:
@@ -164,19 +165,20 @@ class MTPSpeculation(NextToken):
         pairs = zip(verified, hidden_states, strict=True)
         batch = [DraftRows(v.request.sequence, v.first, states, v.tokens) for v, states in pairs]
         drafts = self.runner.draft(batch, self._num_drafts_that_fit(verified)).tokens
-        self._arriving = [v.request for v in verified], AsyncHostCopy(drafts)
+        if drafts.shape[1]:
+            self._arriving = [v.request for v in verified], AsyncHostCopy(drafts)
 
     def _num_drafts_that_fit(self, verified: list[_Verification]) -> int:
-        """Drafts that have pages and positions: those after the first write rows past the last computed token."""
-        sequences = [v.request.sequence for v in verified]
-        extra = self.num_drafts - 1
+        """Drafts that have pages and positions: most write rows past the last computed token."""
+        sequences, drafter = [v.request.sequence for v in verified], self.runner.drafter
+        extra, fewest = drafter.rows_past_end(self.num_drafts), 0 if drafter.rows_past_end(1) else 1
         if max(sequence.num_computed for sequence in sequences) + extra > self.runner.layout.max_model_len:
-            return 1
+            return fewest
         try:
             if extra:
                 self.runner.manager.reserve([(sequence.cache, extra) for sequence in sequences])
         except OutOfPages:
-            return 1
+            return fewest
         return self.num_drafts
 
 

@@ -38,7 +38,7 @@ from deepseek_attn.models.block import AttentionStack, layer_specs
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.models.deepseek_v32 import DeepseekV32
 from deepseek_attn.models.families import Family, get_family
-from deepseek_attn.runner.drafting import Drafter
+from deepseek_attn.runner.drafting import BlockDrafter, Drafter, MTPDrafter
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.sequence import TokenLimits
 from deepseek_attn.utils.device import total_memory
@@ -57,7 +57,7 @@ class LoadedModel:
         report: tensors that were loaded, and ignored ones by rule.
         layout: pools and their sizes; `pools` are allocated from it.
         builder: builds the metadata of the backbone's steps.
-        drafter: runs the MTP layer; None without one.
+        drafter: runs the MTP layer, or the DSpark stages; None without any.
         prefixes: prefixes that engines keep for later requests; None without ``max_snapshots``.
         graphs: decode steps over persistent tensors, captured as CUDA graphs; None: every step is eager.
         tables: looks rows of Engram tables up; None for a model without Engram layers.
@@ -230,7 +230,8 @@ def build_runner(
     workspace = _bind_layers(family, model, pools)
     drafter = None
     if not isinstance(model, AttentionStack) and len(model.mtp):
-        drafter = Drafter(model, family.metadata_builder(model, pools, mtp=True), manager, device)
+        drafter_class = MTPDrafter if config.dspark is None else BlockDrafter
+        drafter = drafter_class(model, family.metadata_builder(model, pools, mtp=True), manager, device)
     problem = family.graph_problem()
     return cls(
         config=config,

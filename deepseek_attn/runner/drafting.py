@@ -1,16 +1,23 @@
-"""MTP drafting: draft logits for a step's own tokens, and draft tokens after them."""
+"""Drafting: what a model's draft layers compute beside a step, and draft tokens after its newest tokens."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from deepseek_attn.attention.builder import MetadataBuilder, StepInput
+from deepseek_attn.attention.builder import INDEX_ALIGN, MetadataBuilder, StepInput
+from deepseek_attn.cache.layout import WINDOW, WINDOW_PAGE
 from deepseek_attn.cache.manager import CacheManager
+from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.kernels.indices import compute_swa_indices_and_lens
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.models.deepseek_v32 import DeepseekV32
+from deepseek_attn.models.deepseek_v41 import DeepseekV41
+from deepseek_attn.models.dspark import DraftsBlocks
 from deepseek_attn.runner.graphs import DecodeGraphs, DraftTokens
 from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.runner.step import Batch, block_tables, step_input
@@ -33,25 +40,59 @@ class DraftRows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Drafter:
-    """The MTP layer of a model that has one.
+class Drafter(ABC):
+    """The draft layers of a model that has some.
 
     Attributes:
-        builder: builds the metadata of the MTP layer's own caches.
+        builder: builds the metadata of the draft layers' own caches.
+        max_drafts: most drafts after a token; None: any number.
+        drafts_in_graphs: `DecodeGraphs` draft within a decode step, too.
     """
 
-    model: DeepseekV4 | DeepseekV32
+    model: DeepseekV4 | DeepseekV32 | DeepseekV41
     builder: MetadataBuilder
     manager: CacheManager
     device: torch.device
+    drafts_in_graphs: ClassVar[bool]
 
-    @traced("mtp")
-    def step_logits(self, rows: Batch, hidden_states: torch.Tensor, decode_query_len: int) -> list[torch.Tensor]:
-        """MTP logits of a step's tokens that have a next token, by request; the others take part as padding.
+    @property
+    @abstractmethod
+    def max_drafts(self) -> int | None: ...
+
+    @abstractmethod
+    def rows_past_end(self, num_drafts: int) -> int:
+        """Rows past the last computed token that `draft` writes."""
+
+    @abstractmethod
+    def step_logits(self, rows: Batch, hidden_states: torch.Tensor, decode_query_len: int) -> list[torch.Tensor] | None:
+        """Fills the draft layers' caches with a step's tokens; returns their logits by request, if there are any.
 
         Args:
             rows: the step's batch, not committed yet; hidden_states: of all its tokens, one request after the other.
         """
+
+    @abstractmethod
+    def draft(
+        self, batch: list[DraftRows], num_drafts: int, decode_query_len: int, graphs: DecodeGraphs | None
+    ) -> DraftTokens:
+        """`ModelRunner.draft`."""
+
+
+class MTPDrafter(Drafter):
+    """The MTP layer: drafts after the first come from its own hidden states."""
+
+    drafts_in_graphs = True
+
+    @property
+    def max_drafts(self) -> None:
+        return None
+
+    def rows_past_end(self, num_drafts: int) -> int:
+        return num_drafts - 1
+
+    @traced("mtp")
+    def step_logits(self, rows: Batch, hidden_states: torch.Tensor, decode_query_len: int) -> list[torch.Tensor]:
+        """Logits of the tokens that have a next token; the others take part as padding."""
         next_ids, known = [], []
         for sequence, n in rows:
             start = sequence.num_computed + 1
@@ -69,7 +110,7 @@ class Drafter:
     def draft(
         self, batch: list[DraftRows], num_drafts: int, decode_query_len: int, graphs: DecodeGraphs | None
     ) -> DraftTokens:
-        """`ModelRunner.draft`: over persistent tensors where they hold it, eagerly elsewhere."""
+        """Over persistent tensors where they hold it, eagerly elsewhere."""
         if graphs is None or not graphs.supports([len(rows.next_ids) for rows in batch], decode_query_len):
             return self._draft_eagerly(batch, num_drafts, decode_query_len)
         with torch.inference_mode():
@@ -105,3 +146,59 @@ class Drafter:
             starts, lengths = starts + lengths, torch.ones_like(lengths)
         back = torch.tensor(order).argsort().to(self.device)
         return DraftTokens(torch.stack(drafts, dim=1)[back], first_logits[back])
+
+
+class BlockDrafter(Drafter):
+    """The DSpark stages: one pass drafts a block of up to ``dspark_block_size`` tokens.
+
+    Rows of a block are written behind the sequence, and written again before anything else reads them.
+    """
+
+    model: DraftsBlocks
+    drafts_in_graphs = False
+
+    @property
+    def max_drafts(self) -> int:
+        return self.model.config.dspark.dspark_block_size
+
+    def rows_past_end(self, num_drafts: int) -> int:
+        return self.max_drafts
+
+    @traced("dspark")
+    def step_logits(self, rows: Batch, hidden_states: torch.Tensor, decode_query_len: int) -> None:
+        """There are no logits by token: drafts come from blocks."""
+        caches, lengths = [sequence.cache for sequence, _ in rows], [n for _, n in rows]
+        step = self.builder.build(step_input(self.manager, caches, lengths, max(lengths)))
+        self.model.write_context(hidden_states, step)
+
+    @traced("dspark")
+    def draft(
+        self, batch: list[DraftRows], num_drafts: int, decode_query_len: int, graphs: DecodeGraphs | None
+    ) -> DraftTokens:
+        """With ``num_drafts`` 0 the keys of the rows are written and nothing is drafted."""
+        tables = block_tables(self.manager, [rows.sequence.cache for rows in batch])
+        lengths = torch.tensor([len(rows.next_ids) for rows in batch])
+        ends = torch.tensor([rows.start for rows in batch]) + lengths
+        step = self.builder.build(StepInput(lengths, ends, tables, decode_threshold=int(lengths.max())))
+        self.model.write_context(torch.cat([rows.hidden_states for rows in batch]), step)
+        newest = torch.tensor([rows.next_ids[-1] for rows in batch], device=self.device)
+        if not num_drafts:
+            empty = newest.new_empty(len(batch), 0)
+            return DraftTokens(empty, empty.float())
+        size = self.max_drafts
+        lengths = torch.full_like(lengths, size)
+        step = self.builder.build(StepInput(lengths, ends + size, tables, decode_threshold=size))
+        self._read_whole_blocks(step, size)
+        noise = self.model.config.dspark.dspark_noise_token_id
+        ids = torch.full((len(batch), size), noise, device=self.device)
+        ids[:, 0] = newest
+        states = self.model.draft_block(ids.flatten(), step).unflatten(0, (len(batch), size))
+        return DraftTokens(*self.model.draft_tokens(states[:, :num_drafts], newest))
+
+    def _read_whole_blocks(self, step: StepMetadata, size: int) -> None:
+        """Makes each row read its block and the window before it, instead of the window that ends in the row."""
+        last = step.positions.unflatten(0, (-1, size))[:, -1:].expand(-1, size).flatten()
+        table, window = step.block_tables[WINDOW], self.builder.layout.window + size
+        rows = compute_swa_indices_and_lens(last, step.token_to_req_indices, table, WINDOW_PAGE, window, None)
+        indices = F.pad(rows.indices, (0, -window % INDEX_ALIGN), value=-1)
+        step.swa.decode_swa_indices, step.swa.decode_swa_lens = indices.unsqueeze(1), rows.lens

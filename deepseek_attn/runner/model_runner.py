@@ -25,7 +25,7 @@ from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.models.deepseek_v32 import DeepseekV32
 from deepseek_attn.models.moe import MoE
 from deepseek_attn.runner.build import LoadedModel, build_runner
-from deepseek_attn.runner.drafting import Drafter, DraftRows
+from deepseek_attn.runner.drafting import BlockDrafter, Drafter, DraftRows
 from deepseek_attn.runner.graphs import DecodeRun, DraftTokens
 from deepseek_attn.runner.options import RunnerOptions, check_options, lists_options
 from deepseek_attn.runner.scoring import score_prompts
@@ -132,9 +132,12 @@ class ModelRunner(LoadedModel):
         limit = min(self.layout.max_rollback, self.layout.max_num_batched_tokens) - 1
         if not self.has_mtp:
             raise ValueError(
-                "speculation needs an MTP layer, and this model has none (num_nextn_predict_layers is 0, or only some "
-                "layers were loaded); leave it out"
+                "speculation needs an MTP layer or a DSpark drafter, and this model has none "
+                "(num_nextn_predict_layers is 0, or only some layers were loaded); leave it out"
             )
+        most = self._need_drafter().max_drafts
+        if most is not None and isinstance(num_drafts, int) and num_drafts > most:
+            raise ValueError(f"{num_drafts} drafts per step: dspark_block_size {most} is the most that DSpark drafts")
         if isinstance(num_drafts, bool) or not isinstance(num_drafts, int) or not 1 <= num_drafts <= limit:
             raise ValueError(
                 f"{num_drafts!r} drafts per step: supported are 1 to {limit}, one less than "
@@ -210,7 +213,7 @@ class ModelRunner(LoadedModel):
                     drafts = self._need_drafter().step_logits(
                         rows, results.hidden_states(lengths), self.decode_query_len
                     )
-                    output.mtp_logits = in_batch_order(drafts)
+                    output.mtp_logits = None if drafts is None else in_batch_order(drafts)
                 if options.hidden_states:
                     output.hidden_states = in_batch_order(results.hidden_states(counts).clone().split(counts))
                 if options.greedy:
@@ -323,12 +326,11 @@ class ModelRunner(LoadedModel):
     def draft(self, batch: list[DraftRows], num_drafts: int = 1) -> DraftTokens:
         """Runs the MTP layer over tokens whose next token is known by now, and drafts the tokens after them.
 
-        Writes these tokens' rows of the MTP layer's caches, and those of all drafts but the last.
+        Writes these tokens' rows of the draft layers' caches, and `Drafter.rows_past_end` more.
 
         Args:
-            batch: there must be pages for these positions and for ``num_drafts - 1`` more, and MTP rows of all earlier
-                positions.
-            num_drafts: draft tokens per sequence; after the first from the MTP layer's own hidden states.
+            batch: there must be pages for these positions and those past them, and rows of all earlier positions.
+            num_drafts: draft tokens per sequence.
         """
         with self.op_settings():
             return self._need_drafter().draft(batch, num_drafts, self.decode_query_len, self.graphs)
@@ -415,5 +417,10 @@ class ModelRunner(LoadedModel):
         """Like `score`, with the MTP layer's logits as a second list of float32 ``[len - 1, vocab_size]``.
 
         Row t pairs the hidden states of position t with the embedding of token t + 1, and predicts token t + 2.
+
+        Raises:
+            ValueError: no MTP layer; a DSpark drafter has no logits of single tokens.
         """
+        if isinstance(self.drafter, BlockDrafter):
+            raise ValueError("the drafter is DSpark, which drafts blocks: it has no logits of the tokens of a prompt")
         return score_prompts(self, prompts, chunk_size, mtp=True, progress=progress)

@@ -30,8 +30,11 @@ def build_model(config: ModelConfig, source: CheckpointSource, device: torch.dev
     The router's bias does not: it steers the choice of experts only, and `balance` sets it.
 
     Raises:
-        ValueError: the config has several MTP layers, or ``source`` does not fit, or lacks the MTP layer.
+        ValueError: the config has several MTP layers or a DSpark drafter, or ``source`` does not fit, or lacks the MTP
+            layer.
     """
+    if config.dspark is not None:
+        raise ValueError("DSpark drafters are not trained: use config.replace(dspark_block_size=0)")
     if len(config.mtp_layers) > 1:
         raise ValueError(
             f"num_nextn_predict_layers is {len(config.mtp_layers)}: only one MTP layer is trained, and it makes all "

@@ -1,7 +1,7 @@
-"""Speculative decoding: the same tokens in fewer steps, and MTP caches that are those of a teacher-forced run.
+"""Speculative decoding: the same tokens in fewer steps, and draft caches that are those of a teacher-forced run.
 
-Drafts of random weights are never right, so `draft_from` puts known continuations in place of the MTP layer's drafts.
-The layer still runs, and writes its caches.
+Drafts of random weights are never right, so `draft_from` puts known continuations in place of the drafter's. The MTP
+layer, or the DSpark stages, still run and write their caches.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import torch
 
 from deepseek_attn import LLM, ModelConfig, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
+from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.speculation import MTPSpeculation
+from deepseek_attn.runner.drafting import DraftRows
 from deepseek_attn.runner.graph_steps import CapturedStep, DecodeStep
 from deepseek_attn.runner.graphs import DecodeGraphs, DraftTokens
 from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.runner.step import StepOptions
 from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jobs, together, variants
+from tests.runner.test_revisions import DSPARK_KEYS
 from tests.support.requests import greedy, prompt
 from tests.support.tiers import tiered
 
@@ -26,9 +30,17 @@ LONGEST = 300
 TOLERANCE = 2e-5  # of the largest logit, between a step's rows and the same rows in steps of other sizes
 
 
+def config_of(preset: str) -> AnyConfig:
+    """A preset, or V4 with a DSpark drafter."""
+    if preset != "tiny_dspark":
+        return ModelConfig.from_preset(preset)
+    tiny = ModelConfig.from_preset("tiny")
+    return tiny.replace(**DSPARK_KEYS | {"compress_ratios": [*tiny.compress_ratios, 0, 0]})
+
+
 @lru_cache(maxsize=2)
 def workload(preset: str):
-    config = ModelConfig.from_preset(preset)
+    config = config_of(preset)
     runner = ModelRunner.from_config(config, device="cpu", numerics="exact", max_num_seqs=1, max_model_len=LONGEST + 64)
     jobs = make_jobs(10, LONGEST, config.vocab_size, seed=25)  # in which prompts share a block
     return config, jobs, alone(runner, jobs)
@@ -96,7 +108,7 @@ def record_drafts(monkeypatch, runner, texts=()):
 
     def recorded(batch, num_drafts=1):
         drafts = draft(batch, num_drafts)
-        for rows, logits in zip(batch, drafts.logits, strict=True):
+        for rows, logits in zip(batch, drafts.logits if drafts.tokens.shape[1] else [], strict=False):
             sequence, start = rows.sequence, rows.start
             assert start + len(rows.next_ids) == sequence.num_computed
             found.append(([*sequence.token_ids[: start + 1], *rows.next_ids], logits.clone()))
@@ -108,6 +120,7 @@ def record_drafts(monkeypatch, runner, texts=()):
 
 V4_CASES = [("batched", 1), ("chunks", 2), ("prefixes", 2), ("pressure", 3), ("preempted", 2), ("everything", 3)]
 CASES = [("tiny", *case) for case in V4_CASES] + [("tiny_v32", "batched", 1), ("tiny_v32", "everything", 3)]
+CASES += [(preset, *case) for preset in ("tiny_dspark", "tiny_v41") for case in V4_CASES]
 
 
 QUICK = [("tiny", "prefixes", 2), ("tiny", "everything", 3), ("tiny_v32", "batched", 1)]
@@ -140,13 +153,24 @@ def assert_teacher_forced(preset, drafted):
     chosen = [pair for pair in drafted if len(pair[0]) > 2][:: max(1, len(drafted) // 12)]
     assert len(chosen) > 8
     for tokens, logits in chosen:
-        truth = runner.score_mtp([tokens])[1][0][-1]
+        truth = block_logits(runner, tokens) if runner.config.dspark else runner.score_mtp([tokens])[1][0][-1]
         assert float((logits - truth).abs().max()) < TOLERANCE * float(truth.abs().max())
+
+
+def block_logits(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
+    """Logits of the first draft after ``tokens`` by a DSpark drafter, in a sequence of its own."""
+    sequence = runner.sequence(tokens)
+    output = runner.step([(sequence, len(tokens) - 1)], StepOptions(all_logits=True, hidden_states=True, mtp=True))
+    runner.manager.reserve([(sequence.cache, runner.drafter.rows_past_end(1))])
+    drafts = runner.draft([DraftRows(sequence, 0, output.hidden_states[0], tokens[1:])])
+    sequence.free()
+    return drafts.logits[0]
 
 
 @lru_cache(maxsize=2)
 def scorer(preset: str) -> ModelRunner:
-    return ModelRunner.from_config(preset, device="cpu", numerics="exact", max_num_seqs=1, max_model_len=LONGEST + 64)
+    config = config_of(preset)
+    return ModelRunner.from_config(config, device="cpu", numerics="exact", max_num_seqs=1, max_model_len=LONGEST + 64)
 
 
 OPTIONS = {"device": "cpu", "max_model_len": 200, "max_num_seqs": 4, "max_num_batched_tokens": 40, "progress": False}

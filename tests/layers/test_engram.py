@@ -1,5 +1,7 @@
 """Engram tables: rows read from a checkpoint's files, whatever the chunks; random ones made by row."""
 
+import threading
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -12,6 +14,7 @@ from deepseek_attn.config.engram import EngramConfig
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.kernels.common.quant import dequantize_fp8
+from deepseek_attn.kernels.engram import TableRows
 from deepseek_attn.layers.engram import Chunk, Engram, EngramTables
 from deepseek_attn.layers.weights import checkpoint_slots
 from tests.config.engram_cases import TINY
@@ -108,6 +111,21 @@ def test_a_missing_table_says_what_to_download(tmp_path):
 def test_a_table_in_another_format_is_refused(tmp_path, name, tensor):
     with pytest.raises(ValueError, match=rf"layers\.0\.engram\.embed\.{name} is F32"):
         load(tmp_path, tensors() | {f"layers.0.engram.embed.{name}": tensor})
+
+
+def test_rows_are_read_while_the_caller_goes_on(tmp_path):
+    tables, go_on = load(tmp_path, tensors()), threading.Event()
+    read = tables.layers[0].read_rows
+
+    def slow(rows: torch.Tensor) -> TableRows:
+        assert go_on.wait(60)
+        return read(rows)
+
+    tables.layers[0].read_rows = slow
+    lookup = tables.look_up([Chunk(TOKENS, 0, 3)])[0]
+    assert not lookup.future.done()
+    go_on.set()
+    assert lookup.wait().values.shape == (3, 4, 32)
 
 
 def test_an_error_of_the_reading_thread_is_raised_where_rows_are_needed(tmp_path):

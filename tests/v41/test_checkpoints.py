@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
-from deepseek_attn.checkpoint.loader import DRAFTER, OTHER_LAYERS, VISION
+from deepseek_attn.checkpoint.loader import CONFIDENCE, OTHER_LAYERS, VISION
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.runner.model_runner import ModelRunner
@@ -17,9 +17,9 @@ from tests.support.v41_cases import make_runner, tiny
 
 
 def test_published_names_and_formats():
-    """All of the 96085 published tensors but 40 bias_vl, the draft stages and the vision part."""
+    """All of the 96085 published tensors but 43 bias_vl, the confidence head of the drafter and the vision part."""
     entries = RandomSource(ModelConfig.from_preset("v41_flash")).entries()
-    assert len(entries) == 96085 - 40 - (3 * 798 + 7) - 266
+    assert len(entries) == 96085 - 43 - 1 - 266
     expected = {
         "layers.0.attn.wq_b.weight": ("F8_E4M3", (32768, 1280)),
         "layers.0.attn.wq_b.scale": ("F8_E8M0", (1024, 40)),
@@ -35,6 +35,9 @@ def test_published_names_and_formats():
         "layers.14.engram.embed.scale": ("F8_E8M0", (384016682, 8)),
         "layers.14.engram.wkv.scale": ("F8_E8M0", (800, 192)),
         "layers.1.engram.q_weight": ("BF16", (4, 5120)),
+        "mtp.0.main_proj.scale": ("F8_E8M0", (160, 480)),
+        "mtp.1.ffn.experts.127.w1.weight": ("I8", (2304, 2560)),
+        "mtp.2.markov_head.embed.weight": ("BF16", (129280, 256)),
     }
     assert {name: (entries[name].dtype, entries[name].shape) for name in expected} == expected
     for absent in ("20.attn.compressor.wgate", "24.attn.indexer.wk", "24.attn.compressor.wkv", "3.attn.indexer.wq_b"):
@@ -46,21 +49,21 @@ def test_a_written_checkpoint_and_what_is_left_out(tmp_path):
     config = tiny()
     made = RandomSource(config, 4)
     source = MemorySource.of(made)
-    drafter = ("mtp.0.main_proj.weight", "mtp.0.ffn.gate.bias_vl", "mtp.2.confidence_head.proj.weight")
-    vision = ("vision.norm.weight", "aligner.w2.bias", "image_newline", "layers.3.ffn.gate.bias_vl")
-    for name in (*drafter, *vision):
+    confidence, biases = "mtp.2.confidence_head.proj.weight", ("layers.3.ffn.gate.bias_vl", "mtp.0.ffn.gate.bias_vl")
+    vision = ("vision.norm.weight", "aligner.w2.bias", "image_newline", *biases)
+    for name in (confidence, *vision):
         source.put(name, "BF16", torch.zeros(4, dtype=torch.bfloat16))
     path = write_checkpoint(source, config, tmp_path / "model", num_shards=3)
     options = {"device": "cpu", "max_model_len": 100, "progress": False}
     runner = ModelRunner.from_pretrained(path, **options)
     assert runner.config == config
     assert {rule: set(names) for rule, names in runner.report.ignored.items()} == {
-        DRAFTER: set(drafter), VISION: set(vision),
+        CONFIDENCE: {confidence}, VISION: set(vision),
     }  # fmt: skip
     assert len(runner.report.loaded) + len(runner.report.by_row) == len(made.entries())
-    assert not runner.has_mtp
     tokens = prompt(config, 60)
     assert torch.equal(runner.score([tokens])[0], make_runner(config, made).score([tokens])[0])
+    assert runner.has_mtp
     part = ModelRunner.from_pretrained(path, layers=[4, 6], attention_only=True, **options)
     assert set(part.report.loaded) == {
         name for name in made.entries()

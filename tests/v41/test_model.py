@@ -76,7 +76,7 @@ def random_config(seed: int) -> DeepseekV41Config:
     candidates = [i for i in index if all(ratios[j] == ratios[i] for j in index if j > i)]
     limited = draw.choice(candidates) if candidates and draw.random() < 0.7 else None
     return tiny(
-        num_hidden_layers=len(ratios), compress_ratios=[*ratios, 0, 0, 0], kv_source_layer_ids=kv,
+        num_hidden_layers=len(ratios), compress_ratios=ratios, kv_source_layer_ids=kv,
         index_source_layer_ids=index, candidate_source_layer_id=limited,
         candidate_topk_blocks=None if limited is None else -(-topk // size) + draw.choice([1, 2]),
         candidate_block_size=None if limited is None else size, index_topk=topk,

@@ -1,0 +1,155 @@
+"""The DSpark drafter: its drafts are those of a brute force, and text with it is the text without."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+import pytest
+import torch
+
+from deepseek_attn.checkpoint import RandomSource, read_float32
+from deepseek_attn.checkpoint.loader import CONFIDENCE, DRAFTER, MTP_UNUSED, VISION
+from deepseek_attn.checkpoint.recipes import Recipe
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.request import Request
+from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.engine.speculation import MTPSpeculation
+from deepseek_attn.runner.drafting import DraftRows
+from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.runner.step import StepOptions
+from tests.checkpoint.fabricate import MemorySource
+from tests.support.oracle_dspark import V4Drafts, V41Drafts
+from tests.support.small_models import assert_close, prompt, small_config, small_runner
+from tests.support.tiers import tiered
+
+KEYS = {
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 7,
+    "dspark_target_layer_ids": [0, 1, 2],
+    "dspark_markov_rank": 12,
+}
+
+
+@lru_cache
+def config_of(family: str) -> ModelConfig:
+    if family == "v4":
+        return small_config([0, 4, 8], sliding_window=9, mtp=3, **KEYS)
+    return ModelConfig.from_preset("tiny_v41")
+
+
+class DraftedSource(RandomSource):
+    """Random weights whose Markov head and output head mostly answer a token with the next one of the vocabulary."""
+
+    certainty = 30.0
+
+    def values(self, name: str, recipe: Recipe) -> torch.Tensor:
+        values = super().values(name, recipe)
+        if name == "head.weight":
+            same = super().values("embed.weight", self._recipes["embed.weight"])
+            return values + self.certainty * same.shape[1] ** -0.5 * values.std() / same.std() * same.roll(1, 0)
+        if name.endswith(("markov_head.markov_w2.weight", "markov_head.head.weight")):
+            embed = name.replace("w2.weight", "w1.weight").replace("head.head", "head.embed")
+            return super().values(embed, self._recipes[embed]).roll(1, 0)
+        return values
+
+
+@lru_cache
+def runner_of(family: str) -> ModelRunner:
+    config = config_of(family)
+    return small_runner(config, DraftedSource(config, 1), dtype="float32", numerics="exact", max_model_len=160)
+
+
+@lru_cache
+def oracle_of(family: str) -> V4Drafts | V41Drafts:
+    config, source = config_of(family), DraftedSource(config_of(family), 1)
+    if family == "v4":
+        return V4Drafts(config, source)
+    count = config.engram.engram_compressed_vocab_size
+
+    @cache
+    def tensor(name: str) -> torch.Tensor:
+        if name.endswith(".embed.weight") and "engram" in name:
+            values, scales = source.read(name), source.read(name.replace("weight", "scale"))
+            return values.double() * torch.exp2(scales.double() - 127).repeat_interleave(32, 1)
+        return read_float32(source, name).double()
+
+    return V41Drafts(config, tensor, source.token_numbers(count, config.vocab_size))
+
+
+def draft_after(runner: ModelRunner, tokens: list[int], chunks: list[int], newest: int):
+    """Drafts after ``tokens`` and ``newest``, the tokens computed in chunks with drafts after each."""
+    sequence = runner.sequence([*tokens, newest])
+    options, block = StepOptions(all_logits=True, hidden_states=True, mtp=True), runner.config.dspark.dspark_block_size
+    for n in chunks:
+        output = runner.step([(sequence, n)], options)
+        done = sequence.num_computed
+        runner.manager.reserve([(sequence.cache, block)])
+        rows = DraftRows(sequence, done - n, output.hidden_states[0], sequence.token_ids[done - n + 1 : done + 1])
+        drafts = runner.draft([rows], block)
+    sequence.free()
+    return drafts
+
+
+FAMILIES = ["v4", "v41"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "chunks", tiered([[1], [2, 1], [8], [9], [10], [5, 1, 1, 7], [30]], quick=[[1], [10], [5, 1, 1, 7]]), ids=str
+)
+def test_drafts_are_those_of_the_brute_force(family, chunks):
+    runner, tokens = runner_of(family), prompt(config_of(family), sum(chunks), seed=3)
+    found = draft_after(runner, tokens, chunks, newest=11)
+    drafts, logits = oracle_of(family).drafts(tokens, 11)
+    assert_close(found.logits.double(), logits[:1], what="logits of the first draft")
+    assert found.tokens[0].tolist() == drafts
+
+
+def complete(runner, jobs, speculate):
+    engine = Engine(runner, None, MTPSpeculation(runner, speculate) if speculate else None)
+    requests = [Request.create(runner, None, ids, params, i) for i, (ids, params) in enumerate(jobs)]
+    for request in requests:
+        engine.submit(request)
+    while any(request.finish_reason is None for request in requests):
+        engine.step()
+    return [request.completion().token_ids for request in requests], engine.stats
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_drafts", tiered([1, 3, 5], quick=[3]))
+def test_text_is_the_same_in_fewer_steps(family, num_drafts):
+    runner = runner_of(family)
+    greedy, sampled = (SamplingParams(temperature=t, max_tokens=14, ignore_eos=True, seed=4) for t in (0, 0.7))
+    jobs = [(prompt(runner.config, n, seed=n), params) for n, params in ((3, greedy), (20, sampled), (143, greedy))]
+    before = runner.manager.available_pages()
+    alone, plain = complete(runner, jobs, 0)
+    together, stats = complete(runner, jobs, num_drafts)
+    assert together == alone
+    assert stats.accepted > 3
+    assert stats.steps < plain.steps
+    assert runner.manager.available_pages() == before
+
+
+def test_more_drafts_than_a_block_are_refused():
+    with pytest.raises(ValueError, match="6 drafts per step: dspark_block_size 5 is the most"):
+        MTPSpeculation(runner_of("v4"), 6)
+
+
+def test_a_checkpoint_with_the_other_drafter_loads_without():
+    """By its tensors: a config may name DSpark beside an MTP layer, or not name it beside DSpark stages."""
+    dspark, mtp = config_of("v4"), small_config([0, 4, 8], sliding_window=9, mtp=1)
+    stages, layer = (MemorySource.of(RandomSource(config)) for config in (dspark, mtp))
+    for config, source, rule in ((mtp, stages, DRAFTER), (dspark, layer, MTP_UNUSED)):
+        runner = small_runner(config, source)
+        assert not runner.has_mtp
+        assert runner.report.ignored.keys() == {rule}
+
+
+def test_parts_of_the_drafter_that_text_does_not_need_are_named():
+    source = MemorySource.of(RandomSource(config_of("v4")))
+    source.put("mtp.2.confidence_head.proj.weight", "BF16", torch.zeros(1, 140, dtype=torch.bfloat16))
+    source.put("mtp.1.ffn.gate.bias_vl", "F32", torch.zeros(4))
+    runner = small_runner(config_of("v4"), source)
+    assert runner.has_mtp
+    assert runner.report.ignored.keys() == {CONFIDENCE, VISION}
