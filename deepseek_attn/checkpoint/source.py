@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -136,6 +138,7 @@ class SafetensorsSource(CheckpointSource):
         self.path = Path(path)
         self._needed = needed
         self._files: dict[Path, safe_open] = {}
+        self._read_by_row: set[str] = set()
         self._entries: dict[str, TensorInfo] = {}
         self._shard_of: dict[str, Path] = {}
         for shard, listed in self._shards().items():
@@ -159,12 +162,19 @@ class SafetensorsSource(CheckpointSource):
         tensor = self._files[shard].get_tensor(name)
         return tensor.view(torch.uint8) if DTYPES[dtype].torch == torch.uint8 else tensor
 
+    def read_rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        if name not in self._read_by_row:
+            expect_random_reads(self.view(name))
+            self._read_by_row.add(name)
+        return super().read_rows(name, rows)
+
     def token_numbers(self, count: int, vocab_size: int) -> Sequence[int]:
         return read_token_numbers(self.path, count, vocab_size)
 
     def close(self) -> None:
         """Unmaps the shards; reading again maps them again."""
         self._files.clear()
+        self._read_by_row.clear()
 
     def __enter__(self) -> SafetensorsSource:
         return self
@@ -206,6 +216,18 @@ class SafetensorsSource(CheckpointSource):
             )
         self._entries |= tensors
         self._shard_of |= dict.fromkeys(tensors, shard)
+
+
+def expect_random_reads(mapped: torch.Tensor) -> None:
+    """Tells the system that rows of a mapped tensor are read in no order: it then reads their pages alone.
+
+    Otherwise it may read megabytes around each row.
+    """
+    if not hasattr(mmap, "MADV_RANDOM"):  # not a Unix system
+        return
+    start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = mapped.data_ptr() + mapped.nbytes - start
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_RANDOM)
 
 
 def read_index(index: Path, needed: Callable[[str], bool]) -> dict[Path, set[str]]:

@@ -1,6 +1,8 @@
 """Reading safetensors directories: every dtype, every way in which they can be broken."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -238,6 +240,32 @@ def test_a_shard_reads_like_a_slice(tmp_path, name):
             shard = source.read_shard(name, Shard(dim, 1, whole.shape[dim] - 2))
             assert same_bits(shard, whole.narrow(dim, 1, whole.shape[dim] - 2).contiguous())
             assert shard.is_contiguous()
+
+
+def advised_random(tensor: torch.Tensor) -> bool:
+    """Whether the mapping that holds a tensor is marked for random reads."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= tensor.data_ptr() < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return "rr" in line.split()
+    raise AssertionError("the tensor is in no mapping")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="mappings are listed on Linux only")
+def test_rows_are_read_without_their_surroundings(tmp_path):
+    tensors = {name: torch.randint(0, 120, (3000, 40), dtype=torch.uint8) for name in ("by_row", "whole")}
+    save_file(tensors | {"by_row": tensors["by_row"].view(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    rows = torch.tensor([2999, 0, 17, 17])
+    with SafetensorsSource(tmp_path) as source:
+        assert not advised_random(source.view("by_row"))
+        for _ in range(2):
+            found = source.read_rows("by_row", rows)
+            assert torch.equal(found.view(torch.uint8), tensors["by_row"][rows])
+            assert advised_random(source.view("by_row"))
+            source.close()
+    assert torch.equal(source.read_rows("whole", rows), tensors["whole"][rows])
 
 
 def test_truncation_says_how_much(directory):
