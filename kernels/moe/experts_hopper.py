@@ -1,8 +1,9 @@
 """Gluon device code of `launch_hopper`: products of routed rows with FP4 or FP8 experts on Hopper's FP8 tensor cores.
 
-A job is a block of 128 weight rows of an expert by a tile of rows that are routed to it. One warp loads blocks of 128
-channels of both; two warpgroups multiply 64 weight rows each. The weight is the left factor and comes from registers:
-FP4 weights become FP8 on the way. Each block of channels has a fresh accumulator, which is added under its scales.
+A job is a block of 128 or 192 weight rows of an expert by a tile of rows that are routed to it. Two warps load blocks
+of 128 channels: one of the weight, one of the rows. Two or three warpgroups multiply 64 weight rows each. The
+weight is the left factor and comes from registers: FP4 weights become FP8 on the way. Each block of channels has a
+fresh accumulator, which is added under its scales.
 
 A thread of a tensor core's left factor holds runs of 4 channels that are 16 apart. Rows are stored with the channels of
 a block reordered (`prepare_rows_kernel`), so that these are 32 consecutive channels of the weight: those of one scale.
@@ -54,6 +55,16 @@ _TO_FP8 = gl.constexpr("""
 }
 """)
 
+# float32 rounded to bfloat16, two at once: ptxas makes a slow instruction of single conversions
+_ROUND_BF16 = gl.constexpr("""
+{
+    .reg .b32 both;
+    cvt.rn.bf16x2.f32 both, $3, $2;
+    shl.b32 $0, both, 16;
+    and.b32 $1, both, 0xFFFF0000;
+}
+""")
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -66,9 +77,11 @@ class Tiling:
         SIZES: numbers of routed rows that a tile is rounded up to, in rising order.
         PART: routed rows that are multiplied at once, at most; PARTS: of the largest tile.
         STAGES: blocks of 128 channels in flight.
-        AHEAD: the weight of the next block becomes FP8 while tensor cores multiply.
+        OVERLAP: two parts are multiplied at once, which takes registers.
         SCALES: input scales of a part; TMA writes at multiples of 128 bytes.
         ROW_BLOCKS: jobs of a tile.
+        WARPGROUPS: that multiply, 64 weight rows each.
+        WAIT: the launch before wrote the tiles, else only rows of x.
     """
 
     N: int
@@ -79,9 +92,11 @@ class Tiling:
     PART: int
     PARTS: int
     STAGES: int
-    AHEAD: bool
+    OVERLAP: bool
     SCALES: int
     ROW_BLOCKS: int
+    WARPGROUPS: int
+    WAIT: bool
 
 
 class Stacks(NamedTuple):
@@ -105,7 +120,7 @@ class Output(NamedTuple):
     """Where products go: ``out``, in order of the routed rows if gated, else by pair.
 
     Attributes:
-        pairs: int32, the pair of each row; weights: float32 by pair.
+        pairs: int32, the pair of each row; weights: float32 by row.
         limit: clamp of swiglu.
     """
 
@@ -133,34 +148,54 @@ def _tile_of(tiles, job, TILING: gl.constexpr):
 
 
 @gluon.jit
-def _load_all(x_desc, x_scale_desc, a_desc, b_desc, tiles, buffers, TILING: gl.constexpr):
-    """Loads the blocks of all jobs of this program in order."""
-    GATED: gl.constexpr = TILING.GATED
+def _load_weights(a_desc, b_desc, tiles, buffers, TILING: gl.constexpr):
+    """Loads the weight blocks of all jobs of this program in order. The launch before need not be done."""
+    STAGES: gl.constexpr = TILING.STAGES
+    GROUPS: gl.constexpr = TILING.WARPGROUPS
+    STEP: gl.constexpr = 64 if TILING.FP4 else 128
+    ROWS: gl.constexpr = 32 if TILING.GATED else 64
+    if TILING.WAIT:
+        gdc_wait()
+    jobs = gl.load(tiles.count) * TILING.ROW_BLOCKS
+    n = jobs * 0
+    for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
+        expert = gl.load(tiles.entries + job // TILING.ROW_BLOCKS)
+        weight_row = expert * TILING.N + job % TILING.ROW_BLOCKS * (GROUPS * ROWS)
+        for block in range(TILING.K // 128):
+            stage = n % STAGES
+            full = buffers.full.index(stage)
+            mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
+            mbarrier.expect(full, GROUPS * 64 * STEP)
+            for i in gl.static_range(GROUPS):
+                row = weight_row + ROWS * i
+                if TILING.GATED:
+                    to = 2 * (stage * GROUPS + i)
+                    load_tile(a_desc, [row, block * STEP], full, buffers.weight.index(to))
+                    load_tile(b_desc, [row, block * STEP], full, buffers.weight.index(to + 1))
+                else:
+                    load_tile(a_desc, [row, block * STEP], full, buffers.weight.index(stage * GROUPS + i))
+            n += 1
+
+
+@gluon.jit
+def _load_rows(x_desc, x_scale_desc, tiles, buffers, TILING: gl.constexpr):
+    """Loads the blocks of routed rows of all jobs of this program in order."""
     PART: gl.constexpr = TILING.PART
     PARTS: gl.constexpr = TILING.PARTS
     STAGES: gl.constexpr = TILING.STAGES
-    STEP: gl.constexpr = 64 if TILING.FP4 else 128
     PART_BYTES: gl.constexpr = 128 * PART + 4 * TILING.SCALES
     gdc_wait()
     jobs = gl.load(tiles.count) * TILING.ROW_BLOCKS
     n = jobs * 0
     for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
-        expert, start, rows = _tile_of(tiles, job, TILING)
-        weight_row = expert * TILING.N + job % TILING.ROW_BLOCKS * (64 if GATED else 128)
+        _, start, rows = _tile_of(tiles, job, TILING)
         for block in range(TILING.K // 128):
             stage = n % STAGES
             full = buffers.full.index(stage)
             mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
             for i in gl.static_range(PARTS):
                 is_last = (rows > i * PART) & ((rows <= (i + 1) * PART) | (i == PARTS - 1))
-                mbarrier.expect(full, 128 * STEP + (i + 1) * PART_BYTES, pred=is_last)
-            if GATED:
-                for i in gl.static_range(2):
-                    row = weight_row + 32 * i
-                    load_tile(a_desc, [row, block * STEP], full, buffers.weight.index(4 * stage + 2 * i))
-                    load_tile(b_desc, [row, block * STEP], full, buffers.weight.index(4 * stage + 2 * i + 1))
-            else:
-                load_tile(a_desc, [weight_row, block * STEP], full, buffers.weight.index(stage))
+                mbarrier.expect(full, (i + 1) * PART_BYTES, pred=is_last)
             for i in gl.static_range(PARTS):
                 row = start + PART * i
                 part = stage * PARTS + i
@@ -209,8 +244,9 @@ def _fp8_weight(buffers, stage, low, high, WARPGROUP: gl.constexpr, TILING: gl.c
     FORM: gl.constexpr = gl.NVMMASharedLayout(64 if TILING.FP4 else 128, 32, 2)
     LAST: gl.constexpr = [[0, 1], [0, 2]] if TILING.FP4 else [[0, 1], [0, 2], [0, 4]]
     LOAD: gl.constexpr = _weight_layout(GATED, [64, 4 * WORDS], (LAST, [[0, WORDS], [0, 2 * WORDS]]))
-    stored = reinterpret(buffers.weight, gl.int32, [2 * STAGES, 64, 4 * WORDS], FORM)
-    w = stored.index(2 * stage + WARPGROUP).load(LOAD).reshape([64, 4, WORDS])
+    GROUPS: gl.constexpr = TILING.WARPGROUPS
+    stored = reinterpret(buffers.weight, gl.int32, [GROUPS * STAGES, 64, 4 * WORDS], FORM)
+    w = stored.index(GROUPS * stage + WARPGROUP).load(LOAD).reshape([64, 4, WORDS])
     w = gl.convert_layout(w, _word_layout(GATED, WORDS, False), assert_trivial=True)
     if TILING.FP4:
         first, second = gl.inline_asm_elementwise(
@@ -266,28 +302,55 @@ def _add_part(acc, product, x_scale, factor):
 
 
 @gluon.jit
-def _packed_scales(scale_row, block):
-    """e8m0 bytes of four blocks from ``block`` on, of each row and group: the first is the lowest byte."""
-    packed = gl.load(scale_row + 4 * block).to(gl.int32)
-    for i in gl.static_range(1, 4):
-        packed |= gl.load(scale_row + 4 * (block + i)).to(gl.int32) << (8 * i)
-    return packed
+def _scale_bytes(scale_row, block):
+    """e8m0 bytes of each row and group, of four blocks from ``block`` on; not combined here, which would wait."""
+    return (
+        gl.load(scale_row + 4 * block),
+        gl.load(scale_row + 4 * block + 4),
+        gl.load(scale_row + 4 * block + 8),
+        gl.load(scale_row + 4 * block + 12),
+    )
 
 
 @gluon.jit
-def _powers(packed, next_packed, scale_row, block, low_base, high_base, BLOCKS: gl.constexpr):
-    """(low, high) of `_fp8_weight` for a block, and the scales of its and the next four blocks without its own."""
-    if block % 4 == 0:
-        packed = next_packed
-        next_packed = _packed_scales(scale_row, gl.minimum(block + 4, BLOCKS - 4))
-    scale = packed & 255
-    return scale * _LOW_STEP + low_base, scale * _HIGH_STEP + high_base, packed >> 8, next_packed
+def _packed(scales):
+    """The four bytes of `_scale_bytes` in one word, the first lowest."""
+    first, second, third, fourth = scales
+    low = first.to(gl.int32) | second.to(gl.int32) << 8
+    return low | third.to(gl.int32) << 16 | fourth.to(gl.int32) << 24
+
+
+@gluon.jit
+def _scale_rows(expert, row_block, stacks, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
+    """(pointers to the first scale of each row and group, pointers to exponents of rows) of a job's FP4 weight."""
+    N: gl.constexpr = TILING.N
+    ROWS: gl.constexpr = 32 if TILING.GATED else 64
+    GROUPS: gl.constexpr = gl.SliceLayout(2, _word_layout(TILING.GATED, 4, False))
+    lane = gl.arange(0, 64, layout=gl.SliceLayout(1, GROUPS))
+    group = gl.arange(0, 4, layout=gl.SliceLayout(0, GROUPS))
+    second = lane >= ROWS
+    scale_ptr = gl.where(second, stacks.b_scale if TILING.GATED else stacks.a_scale, stacks.a_scale)
+    exponent_ptr = gl.where(second, stacks.b_exponent if TILING.GATED else stacks.a_exponent, stacks.a_exponent)
+    channel = (row_block * TILING.WARPGROUPS + WARPGROUP) * ROWS + lane % ROWS
+    row = expert.to(gl.int64) * N + (channel if N % (TILING.WARPGROUPS * ROWS) == 0 else gl.minimum(channel, N - 1))
+    return (scale_ptr + row * (TILING.K // 32))[:, None] + group[None, :], exponent_ptr + row
+
+
+@gluon.jit
+def _first_scales(expert, row_block, stacks, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
+    """What `_multiply_tile` needs of a job before its first block: of FP4 exponents of rows and the first scales."""
+    if TILING.FP4:
+        scale_row, exponent = _scale_rows(expert, row_block, stacks, WARPGROUP, TILING)
+        exponents = (gl.load(exponent),)
+        return exponents + _scale_bytes(scale_row, 0)
+    else:
+        return (expert, expert, expert, expert, expert)
 
 
 @gluon.jit
 def _multiply_tile(
-    expert, start, rows, row_block, n, stacks, output, buffers, SIZE: gl.constexpr, WARPGROUP: gl.constexpr,
-    TILING: gl.constexpr,
+    expert, start, rows, row_block, next_expert, next_row_block, head, n, stacks, output, buffers, SIZE: gl.constexpr,
+    WARPGROUP: gl.constexpr, TILING: gl.constexpr,
 ):  # fmt: skip
     """The product of this warpgroup's 64 weight rows with a tile of at most ``SIZE`` routed rows, and its output."""
     N: gl.constexpr = TILING.N
@@ -298,116 +361,103 @@ def _multiply_tile(
     PARTS: gl.constexpr = (SIZE + PART - 1) // PART
     REST: gl.constexpr = SIZE - (PARTS - 1) * PART
     STAGES: gl.constexpr = TILING.STAGES
-    AHEAD: gl.constexpr = TILING.AHEAD
+    OVERLAP: gl.constexpr = TILING.OVERLAP
     BLOCKS: gl.constexpr = K // 128
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
     LAST_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, LAST_MMA)
-    channel = row_block * 64 + WARPGROUP * 32 if GATED else row_block * 128 + WARPGROUP * 64
+    channel = (row_block * TILING.WARPGROUPS + WARPGROUP) * (32 if GATED else 64)
+    exponent = None
     if FP4:
-        GROUPS: gl.constexpr = gl.SliceLayout(2, _word_layout(GATED, 4, False))
-        lane = gl.arange(0, 64, layout=gl.SliceLayout(1, GROUPS))
-        group = gl.arange(0, 4, layout=gl.SliceLayout(0, GROUPS))
-        if GATED:
-            scale_ptr = gl.where(lane >= 32, stacks.b_scale, stacks.a_scale)
-            exponent_ptr = gl.where(lane >= 32, stacks.b_exponent, stacks.a_exponent)
-            lane = lane % 32
-        else:
-            scale_ptr = gl.where(lane >= 0, stacks.a_scale, stacks.a_scale)
-            exponent_ptr = gl.where(lane >= 0, stacks.a_exponent, stacks.a_exponent)
-        row = expert.to(gl.int64) * N + channel + lane
-        shift = _TOP - gl.load(exponent_ptr + row).to(gl.int32)
+        exponent = head[0]
+        shift = _TOP - exponent.to(gl.int32)
         low_base = (_LOW + shift * _LOW_STEP)[:, None]
         high_base = (_HIGH + shift * _HIGH_STEP)[:, None]
-        scale_row = (scale_ptr + row * (K // 32))[:, None] + group[None, :]
-        next_packed = _packed_scales(scale_row, 0)
-        packed = next_packed
+        scale_row, _ = _scale_rows(expert, row_block, stacks, WARPGROUP, TILING)
+        scales = (head[1], head[2], head[3], head[4])
+        packed = _packed(scales)
     else:
         half = gl.arange(0, 64, layout=ROW)
         half = half % 16 // 8 if GATED else half * 0
         GRID: gl.constexpr = (N + 127) // 128
-        scale_block = (expert.to(gl.int64) * GRID + channel // 128) * BLOCKS
-        next_a = gl.load(stacks.a_scale + scale_block)
-        next_b = gl.load(stacks.b_scale + scale_block) if GATED else next_a
+        scale_block = (expert.to(gl.int64) * GRID + gl.minimum(channel // 128, GRID - 1)) * BLOCKS
+        next_a = ()
+        next_b = ()
+        for i in gl.static_range(4):
+            next_a += (gl.load(stacks.a_scale + scale_block + i),)
+            next_b += (gl.load((stacks.b_scale if GATED else stacks.a_scale) + scale_block + i),)
     zeros = gl.zeros([64, PART], gl.float32, layout=MMA)
     last_zeros = gl.zeros([64, REST], gl.float32, layout=LAST_MMA)
     acc = ()
     for _i in gl.static_range(PARTS - 1):
         acc += (zeros,)
     last_acc = last_zeros
-    if AHEAD:
+    for block in range(BLOCKS):
+        stage = n % STAGES
+        first = stage * TILING.PARTS
+        factor = None
         low = None
         high = None
         if FP4:
-            low, high, packed, next_packed = _powers(packed, next_packed, scale_row, 0, low_base, high_base, BLOCKS)
-        mbarrier.wait(buffers.full.index(n % STAGES), n // STAGES & 1)
-        w = _fp8_weight(buffers, n % STAGES, low, high, WARPGROUP, TILING)
-    # ahead, two blocks use different registers in turn: those that tensor cores read are not written
-    TURNS: gl.constexpr = 2 if AHEAD else 1
-    for pair in range(0, BLOCKS, TURNS):
-        for turn in gl.static_range(TURNS):
-            block = pair + turn
-            factor = None
-            if not FP4:
-                factor = gl.where(half > 0, next_b, next_a)
-                following = scale_block + gl.minimum(block + 1, BLOCKS - 1)
-                next_a = gl.load(stacks.a_scale + following)
-                next_b = gl.load(stacks.b_scale + following) if GATED else next_a
-            # ahead, the last block is converted once more, which nothing uses
-            wanted = block + 1 if AHEAD else block
-            wanted_n = n + gl.minimum(wanted, BLOCKS - 1) - block
-            wanted_stage = wanted_n % STAGES
-            wanted_low = None
-            wanted_high = None
-            if FP4:
-                wanted_low, wanted_high, packed, next_packed = _powers(
-                    packed, next_packed, scale_row, wanted, low_base, high_base, BLOCKS
-                )
-            if not AHEAD:
-                mbarrier.wait(buffers.full.index(wanted_stage), wanted_n // STAGES & 1)
-                w = _fp8_weight(buffers, wanted_stage, wanted_low, wanted_high, WARPGROUP, TILING)
-            first = n % STAGES * TILING.PARTS
-            left = _left_factor(w, TILING)
-            new = ()
-            if PARTS > 1:
-                part_w = gl.convert_layout(left, gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
-                x = buffers.x.index(first).permute((1, 0))
-                product = warpgroup_mma(part_w, x, zeros, use_acc=False, is_async=True)
-                for i in gl.static_range(1, PARTS - 1):
-                    x = buffers.x.index(first + i).permute((1, 0))
+            if block % 4 == 0:
+                packed = _packed(scales)
+                scales = _scale_bytes(scale_row, gl.minimum(block + 4, BLOCKS - 4))
+            power = packed & 255
+            low = power * _LOW_STEP + low_base
+            high = power * _HIGH_STEP + high_base
+            packed = packed >> 8
+        else:
+            factor = gl.where(half > 0, next_b[0], next_a[0])
+            following = scale_block + gl.minimum(block + 4, BLOCKS - 1)
+            next_a = (next_a[1], next_a[2], next_a[3], gl.load(stacks.a_scale + following))
+            next_b = (
+                next_b[1], next_b[2], next_b[3], gl.load((stacks.b_scale if GATED else stacks.a_scale) + following)
+            )  # fmt: skip
+        mbarrier.wait(buffers.full.index(stage), n // STAGES & 1)
+        left = _left_factor(_fp8_weight(buffers, stage, low, high, WARPGROUP, TILING), TILING)
+        new = ()
+        if PARTS > 1:
+            part_w = gl.convert_layout(left, gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
+            x = buffers.x.index(first).permute((1, 0))
+            product = warpgroup_mma(part_w, x, zeros, use_acc=False, is_async=True)
+            for i in gl.static_range(1, PARTS - 1):
+                x = buffers.x.index(first + i).permute((1, 0))
+                x_scale = _part_scale(zeros, buffers, first + i - 1)
+                if OVERLAP:
                     following_product = warpgroup_mma(part_w, x, zeros, use_acc=False, is_async=True)
                     product = warpgroup_mma_wait(1, deps=[product])
-                    x_scale = _part_scale(zeros, buffers, first + i - 1)
                     new += (_add_part(acc[i - 1], product, x_scale, factor),)
                     product = following_product
-            last_w = gl.convert_layout(left, gl.DotOperandLayout(0, LAST_MMA, 4), assert_trivial=True)
-            x = buffers.x.index(first + PARTS - 1).slice(0, REST).permute((1, 0))
-            last_product = warpgroup_mma(last_w, x, last_zeros, use_acc=False, is_async=True)
-            if AHEAD:
-                mbarrier.wait(buffers.full.index(wanted_stage), wanted_n // STAGES & 1)
-                next_w = _fp8_weight(buffers, wanted_stage, wanted_low, wanted_high, WARPGROUP, TILING)
-                # full already: a loop keeps ptxas from moving the conversion behind the products
-                mbarrier.wait(buffers.full.index(n % STAGES), n // STAGES & 1)
-            _release(buffers, n, STAGES)
-            if PARTS > 1:
+                else:
+                    product = warpgroup_mma_wait(0, deps=[product])
+                    new += (_add_part(acc[i - 1], product, x_scale, factor),)
+                    product = warpgroup_mma(part_w, x, zeros, use_acc=False, is_async=True)
+            if not OVERLAP:
                 x_scale = _part_scale(zeros, buffers, first + PARTS - 2)
-                product = warpgroup_mma_wait(1, deps=[product])
+                product = warpgroup_mma_wait(0, deps=[product])
                 new += (_add_part(acc[PARTS - 2], product, x_scale, factor),)
-            x_scale = _part_scale(last_zeros, buffers, first + PARTS - 1)
-            last_product = warpgroup_mma_wait(0, deps=[last_product])
-            last_acc = _add_part(last_acc, last_product, x_scale, factor)
-            acc = new
-            if AHEAD:
-                w = next_w
-            n += 1
+        last_w = gl.convert_layout(left, gl.DotOperandLayout(0, LAST_MMA, 4), assert_trivial=True)
+        x = buffers.x.index(first + PARTS - 1).slice(0, REST).permute((1, 0))
+        last_product = warpgroup_mma(last_w, x, last_zeros, use_acc=False, is_async=True)
+        _release(buffers, n, STAGES)
+        if OVERLAP and PARTS > 1:
+            x_scale = _part_scale(zeros, buffers, first + PARTS - 2)
+            product = warpgroup_mma_wait(1, deps=[product])
+            new += (_add_part(acc[PARTS - 2], product, x_scale, factor),)
+        x_scale = _part_scale(last_zeros, buffers, first + PARTS - 1)
+        last_product = warpgroup_mma_wait(0, deps=[last_product])
+        last_acc = _add_part(last_acc, last_product, x_scale, factor)
+        acc = new
+        n += 1
+    next_head = _first_scales(next_expert, next_row_block, stacks, WARPGROUP, TILING)
     for i in gl.static_range(PARTS - 1):
-        _store(acc[i], expert, start, i * PART, rows, channel, stacks, output, TILING)
-    _store(last_acc, expert, start, (PARTS - 1) * PART, rows, channel, stacks, output, TILING)
-    return n
+        _store(acc[i], start, i * PART, rows, channel, exponent, output, TILING)
+    _store(last_acc, start, (PARTS - 1) * PART, rows, channel, exponent, output, TILING)
+    return n, next_head
 
 
 @gluon.jit
-def _store(acc, expert, start, first, rows, channel, stacks, output, TILING: gl.constexpr):
+def _store(acc, start, first, rows, channel, exponent, output, TILING: gl.constexpr):
     """Stores a part of a tile ``[64, rows]`` from its row ``first`` on: of ``swiglu``, or of the product."""
     N: gl.constexpr = TILING.N
     GATED: gl.constexpr = TILING.GATED
@@ -417,20 +467,27 @@ def _store(acc, expert, start, first, rows, channel, stacks, output, TILING: gl.
     CHANNELS: gl.constexpr = 32 if GATED else 64
     # a row's channels follow one another
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [CHANNELS // 8, 256 // CHANNELS], [1, 4], [0, 1])
-    if TILING.FP4:
-        lane = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
-        if GATED:
-            exponent_ptr = gl.where(lane % 16 >= 8, stacks.b_exponent, stacks.a_exponent)
-            lane = lane // 16 * 8 + lane % 8
-        else:
-            exponent_ptr = gl.where(lane >= 0, stacks.a_exponent, stacks.a_exponent)
-        exponent = gl.load(exponent_ptr + expert.to(gl.int64) * N + channel + lane).to(gl.int32)
-        acc *= ((exponent - _TOP) << 23).to(gl.float32, bitcast=True)[:, None]
     token = first + gl.arange(0, SIZE, layout=gl.SliceLayout(0, OUT))
     row = channel + gl.arange(0, CHANNELS, layout=gl.SliceLayout(1, OUT))
     known = token < rows
     if GATED:
-        gate, up = acc.to(dtype).to(gl.float32).reshape([4, 2, 8, SIZE]).permute((0, 2, 3, 1)).split()
+        to = start + token
+        if output.weights is not None:
+            weight = gl.load(output.weights + to, mask=known, other=0)
+    else:
+        to = gl.load(output.pairs + start + token, mask=known, other=0)
+    if TILING.FP4:
+        # rows of gate and up alternate by 8 in the product; the registers are the same
+        if GATED:
+            exponent = exponent.reshape([2, 4, 8]).permute((1, 0, 2)).reshape([64])
+        power = ((exponent.to(gl.int32) - _TOP) << 23).to(gl.float32, bitcast=True)
+        acc *= gl.convert_layout(power, gl.SliceLayout(1, MMA), assert_trivial=True)[:, None]
+    if GATED:
+        if dtype == gl.bfloat16:
+            rounded = gl.inline_asm_elementwise(_ROUND_BF16, "=r,=r,r,r", [acc], dtype=gl.float32, is_pure=True, pack=2)
+        else:
+            rounded = acc.to(dtype).to(gl.float32)
+        gate, up = rounded.reshape([4, 2, 8, SIZE]).permute((0, 2, 3, 1)).split()
         gate = gate.reshape([32, SIZE])
         up = up.reshape([32, SIZE])
         if output.limit is not None:
@@ -440,31 +497,43 @@ def _store(acc, expert, start, first, rows, channel, stacks, output, TILING: gl.
         value = gate / (1 + gl.exp(-gate)) * up
         value = gl.convert_layout(value, OUT)
         if output.weights is not None:
-            pair = gl.load(output.pairs + start + token, mask=known, other=0)
-            value *= gl.load(output.weights + pair, mask=known, other=0)[None, :]
-        to = start + token
+            value *= weight[None, :]
         value = value.to(dtype)
     else:
         value = gl.convert_layout(acc.to(dtype), OUT)
-        to = gl.load(output.pairs + start + token, mask=known, other=0)
-    gl.store(gl.multiple_of(output.out, 16) + to.to(gl.int64)[None, :] * N + row[:, None], value, mask=known[None, :])
+    if N % (CHANNELS * TILING.WARPGROUPS) == 0:
+        inside = known[None, :]
+    else:
+        inside = known[None, :] & (row < N)[:, None]
+    gl.store(gl.multiple_of(output.out, 16) + to.to(gl.int64)[None, :] * N + row[:, None], value, mask=inside)
 
 
 @gluon.jit
 def _multiply_all(tiles, stacks, output, buffers, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     """This warpgroup's rows of all jobs of this program."""
     SIZES: gl.constexpr = TILING.SIZES
-    gdc_wait()
-    jobs = gl.load(tiles.count) * TILING.ROW_BLOCKS
+    BLOCKS: gl.constexpr = TILING.ROW_BLOCKS
+    if TILING.WAIT:
+        gdc_wait()
+    jobs = gl.load(tiles.count) * BLOCKS
     n = jobs * 0
-    for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
-        expert, start, rows = _tile_of(tiles, job, TILING)
-        row_block = job % TILING.ROW_BLOCKS
-        for i in gl.static_range(len(SIZES)):
-            if (rows > (SIZES[i - 1] if i > 0 else 0)) & (rows <= SIZES[i]):
-                n = _multiply_tile(
-                    expert, start, rows, row_block, n, stacks, output, buffers, SIZES[i], WARPGROUP, TILING
-                )
+    job = gl.program_id(0)
+    if job < jobs:
+        next_expert, next_start, next_rows = _tile_of(tiles, job, TILING)
+        head = _first_scales(next_expert, job % BLOCKS, stacks, WARPGROUP, TILING)
+        for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
+            expert = next_expert
+            start = next_start
+            rows = next_rows
+            following = job + gl.num_programs(0)
+            following = gl.where(following < jobs, following, job)
+            next_expert, next_start, next_rows = _tile_of(tiles, following, TILING)
+            for i in gl.static_range(len(SIZES)):
+                if (rows > (SIZES[i - 1] if i > 0 else 0)) & (rows <= SIZES[i]):
+                    n, head = _multiply_tile(
+                        expert, start, rows, job % BLOCKS, next_expert, following % BLOCKS, head, n, stacks, output,
+                        buffers, SIZES[i], WARPGROUP, TILING,
+                    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["capacity"])
@@ -494,15 +563,16 @@ def experts_hopper_kernel(
         a_desc, b_desc: weights ``[E * N, K]``, FP4 packed.
         a_scale, b_scale, a_exponent, b_exponent: as `Stacks`. entries, capacity, count: as `Tiles`.
         out, pairs, weights, limit: as `Output`; weights and limit may be None.
-        REGISTERS: of a thread of the second warpgroup.
+        REGISTERS: of a thread of the warpgroups after the first.
     """
     gdc_launch_dependents()
     STAGES: gl.constexpr = TILING.STAGES
     PART: gl.constexpr = TILING.PART
     PARTS: gl.constexpr = TILING.PARTS
     SCALES: gl.constexpr = TILING.SCALES
-    WEIGHTS: gl.constexpr = 4 * STAGES if TILING.GATED else STAGES
-    ROWS: gl.constexpr = 32 if TILING.GATED else 128
+    GROUPS: gl.constexpr = TILING.WARPGROUPS
+    WEIGHTS: gl.constexpr = GROUPS * STAGES * (2 if TILING.GATED else 1)
+    ROWS: gl.constexpr = 32 if TILING.GATED else 64
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     if TILING.FP4:
@@ -512,19 +582,33 @@ def experts_hopper_kernel(
     x_buffer = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, PART, 128], _WEIGHT)
     scale_buffer = gl.allocate_shared_memory(gl.float32, [STAGES * PARTS, 1, SCALES], gl.NVMMASharedLayout(0, 32, 2))
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(full.index(i), count=2)
+        mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()
     buffers = Buffers(w_buffer, x_buffer, scale_buffer, full, empty)
     stacks = Stacks(a_scale, b_scale, a_exponent, b_exponent)
     tiles = Tiles(entries, capacity, count)
     output = Output(out, pairs, weights, limit)
-    gl.warp_specialize(
-        [
-            (_multiply_all, (tiles, stacks, output, buffers, 0, TILING)),
-            (_multiply_all, (tiles, stacks, output, buffers, 1, TILING)),
-            (_load_all, (x_desc, x_scale_desc, a_desc, b_desc, tiles, buffers, TILING)),
-        ],
-        [4, 1],
-        [REGISTERS, 40],
-    )
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply_all, (tiles, stacks, output, buffers, 0, TILING)),
+                (_multiply_all, (tiles, stacks, output, buffers, 1, TILING)),
+                (_load_weights, (a_desc, b_desc, tiles, buffers, TILING)),
+                (_load_rows, (x_desc, x_scale_desc, tiles, buffers, TILING)),
+            ],
+            [4, 1, 1],
+            [REGISTERS, 40, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply_all, (tiles, stacks, output, buffers, 0, TILING)),
+                (_multiply_all, (tiles, stacks, output, buffers, 1, TILING)),
+                (_multiply_all, (tiles, stacks, output, buffers, 2, TILING)),
+                (_load_weights, (a_desc, b_desc, tiles, buffers, TILING)),
+                (_load_rows, (x_desc, x_scale_desc, tiles, buffers, TILING)),
+            ],
+            [4, 4, 1, 1],
+            [REGISTERS, REGISTERS, 32, 32],
+        )

@@ -36,14 +36,16 @@ class HopperLaunchConfig:
         part: routed rows that are multiplied at once, at most.
         stages: blocks of 128 channels in flight, as far as shared memory suffices.
         programs: per multiprocessor, 1 or 2.
-        ahead: FP4 becomes FP8 during the products of the block before, which takes registers.
+        warpgroups: that multiply, 2 or 3, 64 weight rows each; three with programs of their own only.
+        overlap: two parts are multiplied at once, which takes registers.
     """
 
     sizes: tuple[int, ...]
     part: int
     stages: int = 8
     programs: int = 1
-    ahead: bool = False
+    warpgroups: int = 2
+    overlap: bool = True
 
 
 @dataclass(frozen=True)
@@ -103,23 +105,26 @@ def choose_config(pairs: int, experts: int, operands: Operands, capability: tupl
     return LaunchConfig(64, 128, 128 if operands.scaled else 64, 4, 4)
 
 
-# (mean number of rows of an expert, configuration up to it), from an H200. Few rows: memory latency counts, which two
-# programs per multiprocessor hide. Many: an expert whose rows exceed the largest tile is read twice.
+# (mean number of rows of an expert, configuration up to it), from an H200. Few rows: two programs per multiprocessor
+# hide latency. More: three warpgroups share the rows that they multiply, and have registers for 128 of them. Many: an
+# expert whose rows exceed the largest tile is read twice, and only two warpgroups have registers for 192.
 HOPPER_CONFIGS = (
-    (24, HopperLaunchConfig((8, 16, 32), 32, 6, 2)),
-    (48, HopperLaunchConfig((32, 64), 64, 8, ahead=True)),
-    (112, HopperLaunchConfig((32, 64, 96, 128), 64, 6)),
-    (float("inf"), HopperLaunchConfig((32, 64, 96, 128, 160, 192), 64, 5)),
+    (2, HopperLaunchConfig((8,), 8, 11, 2)),
+    (6, HopperLaunchConfig((8, 16), 16, 10, 2)),
+    (36, HopperLaunchConfig((8, 16, 32), 32, 8, 2)),
+    (56, HopperLaunchConfig((32, 64), 64, 8, 1, 3)),
+    (112, HopperLaunchConfig((32, 64, 96, 128), 64, 8, 1, 3, False)),
+    (float("inf"), HopperLaunchConfig((32, 64, 96, 128, 160, 192), 64, 6)),
 )
 
 
 def choose_hopper_config(pairs: int, experts: int, fp4: bool) -> HopperLaunchConfig | None:
     """The fastest configuration for ``pairs`` spread evenly over ``experts``, or None where `choose_config` has one.
 
-    That is where nearly every pair has an expert of its own, with FP8 weights where tiles would be mostly empty, and
-    where ops are batch invariant: tiles follow from the routing of all rows.
+    That is with 8 pairs or fewer, with FP8 weights where tiles would be mostly empty, and where ops are batch
+    invariant: tiles follow from the routing of all rows. FP8 weights, twice the bytes, always take the largest tiles.
     """
     load = pairs / experts
-    if batch_invariant() or load < (2 if fp4 else 64):
+    if batch_invariant() or pairs <= 8 or (not fp4 and load < 64):
         return None
-    return next(config for most, config in HOPPER_CONFIGS if load <= most)
+    return next(config for most, config in HOPPER_CONFIGS if (load if fp4 else float("inf")) <= most)

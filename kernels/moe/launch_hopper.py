@@ -13,12 +13,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.moe.arguments import ExpertStack
 from deepseek_attn.kernels.moe.experts_hopper import Tiling, experts_hopper_kernel
-from deepseek_attn.kernels.moe.experts_triton import count_kernel, place_rows_kernel, prepare_rows_kernel
+from deepseek_attn.kernels.moe.experts_triton import (
+    count_chunks_kernel,
+    place_rows_kernel,
+    prepare_few_rows_kernel,
+    prepare_rows_kernel,
+)
 from deepseek_attn.kernels.moe.launch_config import HopperLaunchConfig
 
 _WEIGHT = gl.NVMMASharedLayout(128, 8, 2)
 _HALF_WEIGHT = gl.NVMMASharedLayout(64, 8, 2)
 _SCALES = gl.NVMMASharedLayout(0, 32, 2)
+CHUNK = 512  # pairs that are counted together
+MAX_FEW = 64  # pairs up to which one launch does everything before the products
+SHARED = 200  # KiB for blocks of all programs of a multiprocessor; outputs change their layout in the rest
 _STEP = 512  # both widths must be multiples of it: scales of FP4 are read for four blocks of channels
 
 
@@ -28,14 +36,25 @@ class RoutedRows(NamedTuple):
     Attributes:
         count: number of rows with gaps, at most.
         pair: int32 ``[count]``, the pair of each row; row: int32 ``[pairs]``, the row of each pair.
+        weight: float32 ``[count]``, the weight of each row's pair.
         tiles: int32 ``[3, capacity]``, expert, first row and rows of each tile; num_tiles: int32 ``[1]``.
+        few: the launch that quantised x wrote all of this.
     """
 
     count: int
     pair: Tensor
     row: Tensor
+    weight: Tensor
     tiles: Tensor
     num_tiles: Tensor
+    few: bool
+
+
+class QuantizedRows(NamedTuple):
+    """FP8 ``[rows, K]`` and their float32 scales ``[K / 128, rows]``."""
+
+    values: Tensor
+    scale: Tensor
 
 
 def fits_hopper(x: Tensor, w1: ExpertStack, w3: ExpertStack, w2: ExpertStack, fp8_input: bool) -> bool:
@@ -53,38 +72,76 @@ def fits_hopper(x: Tensor, w1: ExpertStack, w3: ExpertStack, w2: ExpertStack, fp
     return aligned and x.shape[1] % _STEP == 0 and w1.weight.shape[1] % _STEP == 0
 
 
-def route_rows(experts: Tensor, count: int, config: HopperLaunchConfig) -> RoutedRows:
-    """Rows of the pairs of ``experts [T, k]``, of ``count`` experts; there is room for any routing."""
+def route_rows(
+    x: Tensor, experts: Tensor, weights: Tensor, count: int, config: HopperLaunchConfig, pow2_scales: bool
+) -> tuple[RoutedRows, QuantizedRows]:
+    """Rows of the pairs of ``experts [T, k]``, of ``count`` experts, and those of x; there is room for any routing."""
     pairs = experts.numel()
     used = min(pairs, count)
     num_rows = (pairs + 15 * used + 15) // 16 * 16
     capacity = used + pairs // config.sizes[-1]
-    block = min(triton.next_power_of_2(pairs), 4096)
-    chunks = triton.cdiv(pairs, block)
-    counts, pair, row, tiles, num_tiles = (
-        torch.empty(size, dtype=torch.int32, device=experts.device)
-        for size in (chunks * count, num_rows, pairs, 3 * capacity, 1)
+    pair, row, tiles, num_tiles = (
+        torch.empty(size, dtype=torch.int32, device=x.device) for size in (num_rows, pairs, 3 * capacity, 1)
     )
-    options = {"BLOCK": block, "PDL": True, "num_warps": max(1, min(8, block // 256)), "launch_pdl": True}
-    count_kernel[(count, chunks)](experts, counts, pairs, enable_fp_fusion=True, **options)
-    place_rows_kernel[(count, chunks)](
+    weight = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    few = pairs <= MAX_FEW
+    rows = RoutedRows(num_rows, pair, row, weight, tiles.view(3, capacity), num_tiles, few)
+    if few:
+        T, K = x.shape
+        quantized = _empty_rows(num_rows, K, x.device)
+        block = 512
+        prepare_few_rows_kernel[(T, K // block)](
+            x,
+            experts,
+            weights,
+            pair,
+            row,
+            weight,
+            tiles,
+            num_tiles,
+            *quantized,
+            x.stride(0),
+            num_rows,
+            pairs,
+            capacity,
+            K=K,
+            TOPK=experts.shape[1],
+            BLOCK=block,
+            POW2=pow2_scales,
+            SLOTS=max(16, triton.next_power_of_2(pairs)),
+            TILE=config.sizes[-1],
+            GRANULE=config.sizes[0],
+            PDL=True,
+            enable_fp_fusion=True,
+            num_warps=4,
+            launch_pdl=True,
+        )
+        return rows, quantized
+    chunks = triton.cdiv(pairs, CHUNK)
+    counts = torch.empty(chunks, count, dtype=torch.int32, device=x.device)
+    sizes = {"E": count, "E_PADDED": triton.next_power_of_2(count), "CHUNK": CHUNK}
+    options = {"PDL": True, "num_warps": 4, "launch_pdl": True}
+    count_chunks_kernel[(chunks,)](experts, counts, pairs, enable_fp_fusion=True, **sizes, **options)
+    place_rows_kernel[(triton.cdiv(pairs, 128),)](
         experts,
+        weights,
         counts,
         pair,
         row,
+        weight,
         tiles,
         num_tiles,
         pairs,
         capacity,
-        E=count,
-        E_PADDED=triton.next_power_of_2(count),
-        CHUNKS=triton.next_power_of_2(chunks),
+        chunks,
+        BLOCK=128,
         TILE=config.sizes[-1],
         GRANULE=config.sizes[0],
         enable_fp_fusion=True,
+        **sizes,
         **options,
     )
-    return RoutedRows(num_rows, pair, row, tiles.view(3, capacity), num_tiles)
+    return rows, _prepared(x, experts, rows, pow2_scales)
 
 
 def launch_hopper(
@@ -101,30 +158,29 @@ def launch_hopper(
 ) -> Tensor:
     """Outputs of all pairs ``[T * k, D]`` in the dtype of x, without the weights of the pairs if ``weigh_output``."""
     inner = w1.weight.shape[1]
-    rows = route_rows(experts, len(w1.weight), config)
+    rows, inputs = route_rows(x, experts, weights, len(w1.weight), config, pow2_scales)
     hidden = torch.empty(rows.count, inner, dtype=x.dtype, device=x.device)
     pair_outputs = torch.empty(experts.numel(), x.shape[1], dtype=x.dtype, device=x.device)
-    pair_weights = None if weigh_output else weights
-    _product(_prepared(x, experts, rows, pow2_scales), w1, w3, hidden, rows, pair_weights, limit or None, config)
-    _product(_prepared(hidden, None, rows, pow2_scales), w2, None, pair_outputs, rows, None, None, config)
+    row_weights = None if weigh_output else rows.weight
+    _product(inputs, w1, w3, hidden, rows, row_weights, limit or None, config, rows.few)
+    inputs = _prepared(hidden, None, rows, pow2_scales)
+    _product(inputs, w2, None, pair_outputs, rows, None, None, config, False)
     return pair_outputs
 
 
-def _prepared(x: Tensor, experts: Tensor | None, rows: RoutedRows, pow2_scales: bool) -> tuple[Tensor, Tensor]:
-    """Routed rows of x quantised to FP8 ``[rows, K]``, and their scales ``[K / 128, rows]``; see `prepare_rows_kernel`.
+def _prepared(x: Tensor, experts: Tensor | None, rows: RoutedRows, pow2_scales: bool) -> QuantizedRows:
+    """Routed rows of x quantised; see `prepare_rows_kernel`.
 
     Without ``experts``, x has the routed rows.
     """
     source, K = x.shape
-    values = torch.empty(rows.count, K, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(K // 128, rows.count, dtype=torch.float32, device=x.device)
+    quantized = _empty_rows(rows.count, K, x.device)
     block = next(size for size in (2048, 1024, 512) if K % size == 0)
     prepare_rows_kernel[(source, K // block)](
         x,
         rows.row if experts is None else experts,
         rows.row,
-        values,
-        scale,
+        *quantized,
         x.stride(0),
         rows.count,
         K=K,
@@ -136,11 +192,18 @@ def _prepared(x: Tensor, experts: Tensor | None, rows: RoutedRows, pow2_scales: 
         num_warps=block // 512,
         launch_pdl=True,
     )
-    return values, scale
+    return quantized
+
+
+def _empty_rows(count: int, K: int, device: torch.device) -> QuantizedRows:
+    return QuantizedRows(
+        torch.empty(count, K, dtype=torch.float8_e4m3fn, device=device),
+        torch.empty(K // 128, count, dtype=torch.float32, device=device),
+    )
 
 
 def _product(
-    inputs: tuple[Tensor, Tensor],
+    inputs: QuantizedRows,
     a: ExpertStack,
     b: ExpertStack | None,
     out: Tensor,
@@ -148,15 +211,20 @@ def _product(
     weights: Tensor | None,
     limit: float | None,
     config: HopperLaunchConfig,
+    wait: bool,
 ) -> None:
-    """Launches ``out = a[expert] x`` by pair, or ``swiglu`` of the products with a and b by row."""
+    """Launches ``out = a[expert] x`` by pair, or ``swiglu`` of the products with a and b by row.
+
+    ``wait``: the launch before wrote ``rows``; else it wrote only the inputs.
+    """
     x, x_scale = inputs
     N, K, fp4 = a.weight.shape[1], x.shape[1], a.is_fp4
     parts, scales = triton.cdiv(config.sizes[-1], config.part), max(config.part, 32)
     step, layout = (64, _HALF_WEIGHT) if fp4 else (128, _WEIGHT)
-    height = 128 if b is None else 32
-    stage = 128 * step + parts * (128 * config.part + 4 * scales)
-    registers = 65536 // config.programs // 384 // 8 * 8
+    groups, loaders = config.warpgroups, 40 if config.warpgroups == 2 else 32
+    height = 64 if b is None else 32
+    stage = 64 * groups * step + parts * (128 * config.part + 4 * scales)
+    registers = 65536 // config.programs // (128 * groups + 128) // 8 * 8
     multiprocessors = gpu(x.device).multiprocessors
     experts_hopper_kernel[(multiprocessors * config.programs,)](
         _tiled(x, config.part, 128, _WEIGHT),
@@ -182,12 +250,14 @@ def _product(
             SIZES=config.sizes,
             PART=config.part,
             PARTS=parts,
-            STAGES=min(config.stages, (200 << 10) // config.programs // stage),
-            AHEAD=config.ahead,
+            STAGES=min(config.stages, ((SHARED if groups == 2 else SHARED - 10) << 10) // config.programs // stage),
+            OVERLAP=config.overlap,
             SCALES=scales,
-            ROW_BLOCKS=triton.cdiv(N, 128 if b is None else 64),
+            ROW_BLOCKS=triton.cdiv(N, groups * height),
+            WARPGROUPS=groups,
+            WAIT=wait,
         ),
-        REGISTERS=min(240, (registers * 3 - 40) // 2 // 8 * 8),
+        REGISTERS=min(240, (registers * (groups + 1) - loaders) // groups // 8 * 8),
         enable_fp_fusion=True,
         num_warps=4,
         maxnreg=registers,

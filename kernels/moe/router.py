@@ -16,6 +16,7 @@ from deepseek_attn.kernels.common.float32_product import float32_product, summed
 from deepseek_attn.kernels.moe.arguments import UNGROUPED, ExpertGroups, HashRouting
 
 SPLIT = 256  # channels per split-K partial
+_REMOVED = tl.constexpr(-(1 << 31))
 _SCORES = ("sqrtsoftplus", "sigmoid", "softmax")
 
 
@@ -30,18 +31,17 @@ def _score(logits, inside, SCORE: tl.constexpr):
 
 
 @triton.jit
-def _sort_key(value, index):
-    """int64 that orders by value, then by falling index; a NaN is above all numbers."""
+def _sort_key(value):
+    """int32 that orders as the value does; a NaN is above all numbers. None is `_REMOVED`."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
-    bits = tl.where(value == value, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
-    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+    return tl.where(value == value, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
 
 
 @triton.jit
-def _pop_largest(key):
-    """Index of the largest key, and the keys without it."""
-    best = tl.max(key, 0)
-    return 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), tl.where(key == best, -(1 << 63), key)
+def _pop_largest(key, index):
+    """Index of the largest key, the lowest of equal ones, and the keys without it."""
+    winner = tl.min(tl.where(key == tl.max(key, 0), index, 0x7FFFFFFF), 0)
+    return winner, tl.where(index == winner, _REMOVED, key)
 
 
 @triton.jit
@@ -94,19 +94,21 @@ def select_kernel(
             place = tl.where(members == tl.max(members, 0)[None, :], expert[:, None], E_PADDED)
             best = tl.min(place, 0)
             second = tl.max(tl.where(expert[:, None] == best[None, :], float("-inf"), members), 0)
-            group_key = _sort_key(tl.max(members, 0) + second, g)
+            group_key = _sort_key(tl.max(members, 0) + second)
             keep = tl.zeros((E_PADDED,), tl.int1)
             for _ in tl.static_range(KEPT):
-                winner, group_key = _pop_largest(group_key)
+                winner, group_key = _pop_largest(group_key, g)
                 keep = keep | (group == winner)
             biased = tl.where(keep, biased, float("-inf"))
-        key = tl.where(inside, _sort_key(biased, expert), -(1 << 63))
+        key = tl.where(inside, _sort_key(biased), _REMOVED)
         for place in tl.static_range(TOPK):
-            winner, key = _pop_largest(key)
+            winner, key = _pop_largest(key, expert)
             chosen = tl.where(i == place, winner, chosen)
     for place in tl.static_range(TOPK):
         winner = tl.sum(tl.where(i == place, chosen, 0), 0)
-        weights = tl.where(i == place, tl.sum(tl.where(expert == winner, scores, 0), 0), weights)
+        # as integers, whose largest is found by one instruction
+        score = tl.max(tl.where(expert == winner, scores.to(tl.int32, bitcast=True), _REMOVED), 0)
+        weights = tl.where(i == place, score.to(tl.float32, bitcast=True), weights)
     if NORMALIZE:
         weights = tl.div_rn(weights, tl.broadcast_to(tl.sum(weights, 0), (TOPK_PADDED,)))
     tl.store(experts_ptr + t * TOPK + i, chosen.to(tl.int64), mask=i < TOPK)

@@ -151,7 +151,7 @@ def test_experts_of_every_format(gpu, fmt, dtype, shape):
     expected = run(case, reference.moe_experts)
     for T in TOKENS if dtype == torch.bfloat16 else (2, 129):
         # sums are rounded otherwise: some hidden values fall on the other side of an FP8 step
-        rounding = 20 if fmt == "fp8" else 1
+        rounding = 20 if fmt == "fp8" else 3 if fmt == "fp4" and inner % 512 == 0 else 1  # FP8 products on Hopper
         assert relative(run(case.of(slice(T))), expected[:T]) <= LIMIT[dtype] * rounding
     add = torch.randn_like(case.x)
     got = run(case, add=add, weigh_output=True, limit=0.0)
