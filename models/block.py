@@ -15,11 +15,12 @@ from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import V32LayerSpec
 from deepseek_attn.impls.base import SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.kernels.hyper_connection import SublayerInput, SublayerOutput
 from deepseek_attn.layers.embedding import Embedding, Head
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
-from deepseek_attn.models.hyper_connection import hc_post, hc_pre
+from deepseek_attn.models.hyper_connection import hc_post, hc_post_pre, hc_pre
 from deepseek_attn.models.moe import MoE
 from deepseek_attn.v32.attention import DeepseekV32MLAAttention
 
@@ -82,12 +83,31 @@ class Block(CheckpointModule):
         self, streams: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None
     ) -> torch.Tensor:
         """``streams [T, hc_mult, hidden_size]``, ``token_ids`` and ``positions [T]`` -> new streams."""
-        before_attn = self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, self.config, self.attn_norm.weight
-        before_ffn = self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, self.config, self.ffn_norm.weight
-        x, post, comb = hc_pre(streams, *before_attn)
-        streams = hc_post(self.attn(x, positions, step), streams, post, comb)
-        x, post, comb = hc_pre(streams, *before_ffn)
-        return hc_post(self.ffn(x, token_ids), streams, post, comb)
+        return hc_post(*self.sublayers(self.collapse(streams), token_ids, positions, step))
+
+    def collapse(self, streams: torch.Tensor) -> SublayerInput:
+        """The attention's input, from streams ``[T, hc_mult, hidden_size]``."""
+        return SublayerInput(streams, *hc_pre(streams, *self._before("attn", self.attn_norm)))
+
+    def attn_input(self, output: SublayerOutput) -> SublayerInput:
+        """The attention's input, from the last sublayer of the block before."""
+        return hc_post_pre(*output, *self._before("attn", self.attn_norm))
+
+    def ffn_input(self, output: SublayerOutput) -> SublayerInput:
+        """The experts' input, from the attention."""
+        return hc_post_pre(*output, *self._before("ffn", self.ffn_norm))
+
+    def sublayers(
+        self, before: SublayerInput, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None
+    ) -> SublayerOutput:
+        """Attention and experts; arguments but the first as in `forward`."""
+        before = self.ffn_input(before.output(self.attn(before.x, positions, step)))
+        return before.output(self.ffn(before.x, token_ids))
+
+    def _before(self, sublayer: str, norm: RMSNorm) -> tuple:
+        """Arguments of `hc_pre` that belong to a sublayer."""
+        fn, base, scale = (getattr(self, f"hc_{sublayer}_{part}") for part in ("fn", "base", "scale"))
+        return fn, base, scale, self.config, norm.weight
 
 
 class Backbone(CheckpointModule, ABC):

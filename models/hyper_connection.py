@@ -46,6 +46,23 @@ def hc_post(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: to
     return ops.hc_post(y, streams, post, comb)
 
 
+@traced("hc_post_pre")
+def hc_post_pre(
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    config: ModelConfig,
+    norm: torch.Tensor | None = None,
+) -> ops.SublayerInput:
+    """`kernels.hyper_connection.hc_post_pre`: streams updated by one sublayer and collapsed for the next."""
+    numbers = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
+    return ops.hc_post_pre(y, streams, post, comb, fn, base, scale, *numbers, norm)
+
+
 @traced("hc_head")
 def hc_head(
     streams: torch.Tensor,

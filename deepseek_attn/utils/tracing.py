@@ -1,9 +1,9 @@
 """Named profiler ranges around the stages of a step; switched off, a range costs about 0.1 us.
 
 Of an engine's step: ``schedule``, ``model``, ``mtp`` and ``sample``. Of the model: ``metadata``, ``attention``,
-``hc_pre``, ``hc_post``, ``moe``, ``hc_head``, ``head``. Of an attention layer: ``project``, ``insert`` (norms, window
-and compressed entries: one op), ``select``, ``attend``, ``output``. A decode step that is replayed as a CUDA graph runs
-none of this Python: its kernels appear in ``model`` only.
+``hc_pre``, ``hc_post_pre``, ``hc_post``, ``moe``, ``hc_head``, ``head``. Of an attention layer: ``project``, ``insert``
+(norms, window and compressed entries: one op), ``select``, ``attend``, ``output``. A decode step that is replayed as a
+CUDA graph runs none of this Python: its kernels appear in ``model`` only.
 """
 
 from __future__ import annotations

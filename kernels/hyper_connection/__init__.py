@@ -9,6 +9,9 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.hyper_connection import reference
+from deepseek_attn.kernels.hyper_connection.types import SublayerInput, SublayerOutput
+
+__all__ = ["SublayerInput", "SublayerOutput", "hc_collapse", "hc_head", "hc_mix", "hc_post", "hc_post_pre", "hc_pre"]
 
 
 def hc_pre(
@@ -71,6 +74,36 @@ def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor |
         ``[T, D]`` in the streams' dtype, rounded after the sum and again after the norm.
     """
     return reference.hc_collapse(streams, weights, rms_eps, norm)
+
+
+def hc_post_pre(
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    rms_eps: float,
+    hc_eps: float,
+    iterations: int,
+    norm: Tensor | None = None,
+) -> SublayerInput:
+    """`hc_post` of one sublayer and `hc_pre` of the next: new streams, and what collapsing them gives.
+
+    On a GPU that is two launches for very few tokens, else three or four.
+
+    Args:
+        y, streams, post, comb: as in `hc_post`; the others: as in `hc_pre`, of the next sublayer.
+
+    Raises:
+        ValueError: on a GPU, shapes or dtypes that do not fit.
+    """
+    if runs_triton(streams):
+        from deepseek_attn.kernels.hyper_connection.hyper_connection import hc_post_pre as op
+    else:
+        from deepseek_attn.kernels.hyper_connection.reference import hc_post_pre as op
+    return op(y, streams, post, comb, fn, base, scale, rms_eps, hc_eps, iterations, norm)
 
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
-"""Hyper-connections in Triton: a product with ``fn``, a launch that collapses the streams, and one that updates them.
+"""Hyper-connections in Triton: a launch that multiplies the streams with ``fn``, and one that collapses them.
 
-Updating the streams within the product was slower than in a separate launch, for any number of tokens. Device code:
-`hyper_connection_triton`.
+For very few tokens the first of them updates the streams as well. Device code: `hyper_connection_triton`.
 """
 
 from __future__ import annotations
@@ -12,11 +11,19 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.device import supports_pdl
 from deepseek_attn.kernels.common.float32_product import float32_product
-from deepseek_attn.kernels.common.invariance import planned_rows
-from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import collapse_kernel, post_kernel
+from deepseek_attn.kernels.common.invariance import batch_invariant, planned_rows
+from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import collapse_kernel, mix_kernel, post_kernel
+from deepseek_attn.kernels.hyper_connection.types import SublayerInput
 
-SPLIT = 512  # channels of the flattened streams per split-K partial
-SINKHORN_TOKENS = 8  # of a program that computes combs
+FUSED = 8  # tokens up to which streams are updated and projected in one launch; more take less time in two
+FEW = 32  # tokens up to which streams are projected without tensor cores
+MANY = 512  # tokens from which a program computes the combs of many
+SPLIT = 512  # channels of the flattened streams per split-K partial, for more than few tokens
+
+
+def tiling(T: int) -> tuple[int, int]:
+    """Tokens of a program of `mix_kernel` and channels of each stream: the fastest measured on an H200."""
+    return (1, 64) if T == 1 else (2 if T <= FUSED else 4, 32)
 
 
 def hc_pre(
@@ -31,7 +38,28 @@ def hc_pre(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `deepseek_attn.kernels.hyper_connection.hc_pre`."""
     _check(streams, fn, base, scale, norm, 3)
-    return _collapse(streams.contiguous(), fn, base, scale, rms_eps, hc_eps, iterations, norm)
+    weights = fn, base, scale
+    return _collapse(None, streams.contiguous(), weights, rms_eps, hc_eps, iterations, norm)[1:]
+
+
+def hc_post_pre(
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    rms_eps: float,
+    hc_eps: float,
+    iterations: int,
+    norm: Tensor | None = None,
+) -> SublayerInput:
+    """See `deepseek_attn.kernels.hyper_connection.hc_post_pre`."""
+    _check(streams, fn, base, scale, norm, 3)
+    _check_post(y, streams, post, comb)
+    update, weights = (y.contiguous(), post, comb), (fn, base, scale)
+    return _collapse(update, streams.contiguous(), weights, rms_eps, hc_eps, iterations, norm)
 
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -70,30 +98,41 @@ def hc_head(
 ) -> Tensor:
     """See `deepseek_attn.kernels.hyper_connection.hc_head`."""
     _check(streams, fn, base, scale, norm, 1)
-    return _collapse(streams.contiguous(), fn, base, scale, rms_eps, hc_eps, 0, norm)[0]
+    return _collapse(None, streams.contiguous(), (fn, base, scale), rms_eps, hc_eps, 0, norm).x
 
 
 def _collapse(
+    update: tuple[Tensor, Tensor, Tensor] | None,
     streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
     rms_eps: float,
     hc_eps: float,
     iterations: int,
     norm: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Input of the sublayer, post and comb; the latter two are left uninitialised with 0 ``iterations``."""
-    (T, m, D), early = streams.shape, supports_pdl(streams.device)
-    x = torch.empty(T, D, dtype=streams.dtype, device=streams.device)
-    post = torch.empty(T, m, dtype=torch.float32, device=streams.device)
-    comb = torch.empty(T, m, m, dtype=torch.float32, device=streams.device)
+) -> SublayerInput:
+    """Collapses the streams, updated before by ``(y, post, comb)`` if that is given.
+
+    With 0 ``iterations`` post and comb are left uninitialised.
+    """
+    (T, m, D), early, device = streams.shape, supports_pdl(streams.device), streams.device
+    x = torch.empty(T, D, dtype=streams.dtype, device=device)
+    post = torch.empty(T, m, dtype=torch.float32, device=device)
+    comb = torch.empty(T, m, m, dtype=torch.float32, device=device)
     if T == 0:
-        return x, post, comb
-    mix = float32_product(streams.view(T, m * D), fn, SPLIT, squares=True)
-    collapse_kernel[(T + (triton.cdiv(T, SINKHORN_TOKENS) if iterations else 0),)](
+        return SublayerInput(streams, x, post, comb)
+    fn, base, scale = weights
+    few = T <= FEW and not batch_invariant()
+    if update is not None and not (few and T <= FUSED):
+        streams, update = hc_post(update[0], streams, *update[1:]), None
+    if few:
+        streams, sums = _mix(update, streams, fn)
+    else:
+        sums = float32_product(streams.view(T, m * D), fn, SPLIT, squares=True).sums
+    many = T >= MANY and not batch_invariant()
+    balanced = 128 if many else 1
+    collapse_kernel[(T + (triton.cdiv(T, balanced) if iterations else 0),)](
         streams,
-        mix.sums,
+        sums,
         base,
         scale,
         base if norm is None else norm,
@@ -106,20 +145,51 @@ def _collapse(
         D=D,
         D_PADDED=triton.next_power_of_2(D),
         M=m,
-        M_PADDED=triton.next_power_of_2(m),
         ROWS=len(base),
-        ROWS_PADDED=triton.next_power_of_2(len(base) + 1),
-        SPLITS=len(mix.sums),
-        INNER=mix.inner,
+        COLUMNS=triton.next_power_of_2(len(base) + 1),
+        SPLITS=len(sums),
+        SPLITS_PADDED=triton.next_power_of_2(len(sums)),
         ITERATIONS=iterations,
         NORM=norm is not None,
-        TOKENS=SINKHORN_TOKENS,
+        TOKENS=balanced,
         PDL=early,
         enable_fp_fusion=True,
-        num_warps=8 if D > 1024 else 4,
+        num_warps=8 if D > 1024 and not few else 4,
         launch_pdl=early,
     )
-    return x, post, comb
+    return SublayerInput(streams, x, post, comb)
+
+
+def _mix(update: tuple[Tensor, Tensor, Tensor] | None, streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
+    """The streams, updated if there is an update; and partial sums ``[splits, T, len(fn) + 1]`` of their product."""
+    (T, m, D), rows, early = streams.shape, len(fn), supports_pdl(streams.device)
+    new = streams if update is None else torch.empty_like(streams)
+    tokens, channels = tiling(T)
+    splits = triton.cdiv(D, channels)
+    sums = torch.empty(splits, T, rows + 1, dtype=torch.float32, device=streams.device)
+    y, post, comb = update or (streams, sums, sums)
+    mix_kernel[(splits, triton.cdiv(T, tokens))](
+        y,
+        streams,
+        post,
+        comb,
+        new,
+        fn,
+        sums,
+        T,
+        D=D,
+        M=m,
+        ROWS=rows,
+        COLUMNS=triton.next_power_of_2(rows + 1),
+        BLOCK=channels,
+        TOKENS=tokens,
+        UPDATE=update is not None,
+        PDL=early,
+        enable_fp_fusion=True,
+        num_warps=4,
+        launch_pdl=early,
+    )
+    return new, sums
 
 
 def _on_gpu(x: Tensor) -> bool:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepseek_attn.kernels.hyper_connection.types import SublayerInput
+
 
 def stream_mix(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
     """``fn @ rms_normed(flattened streams)``: ``[T, m, D]`` -> float32 ``[T, fn.shape[0]]``."""
@@ -78,6 +80,24 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """See `deepseek_attn.kernels.hyper_connection.hc_post`."""
     mixed = torch.bmm(comb.transpose(1, 2), streams.float())
     return torch.addcmul(mixed, post.unsqueeze(-1), y.float().unsqueeze(1)).to(streams.dtype)
+
+
+def hc_post_pre(
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    rms_eps: float,
+    hc_eps: float,
+    iterations: int,
+    norm: Tensor | None = None,
+) -> SublayerInput:
+    """See `deepseek_attn.kernels.hyper_connection.hc_post_pre`."""
+    streams = hc_post(y, streams, post, comb)
+    return SublayerInput(streams, *hc_pre(streams, fn, base, scale, rms_eps, hc_eps, iterations, norm))
 
 
 def hc_head(

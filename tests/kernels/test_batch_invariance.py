@@ -101,6 +101,7 @@ def streams(T: int) -> None:
     (y, before, post, comb), pre = make_streams(T, 4, 4096, BF16, "meta")
     hyper_connection.hc_pre(before, *pre)
     hyper_connection.hc_post(y, before, post, comb)
+    hyper_connection.hc_post_pre(y, before, post, comb, *pre)
 
 
 def routed_experts(T: int, weight_format: str) -> None:

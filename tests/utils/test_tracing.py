@@ -17,7 +17,7 @@ from deepseek_attn.utils.tracing import profile, ranges, stage, traced
 
 STEP = {"schedule", "model", "mtp", "sample", "metadata", "attention", "moe", "head"}
 LAYER = {"project", "insert", "select", "attend", "output"}
-STREAMS = {"hc_pre", "hc_post", "hc_head"}
+STREAMS = {"hc_pre", "hc_post_pre", "hc_post", "hc_head"}
 
 
 def ranges_of(path):

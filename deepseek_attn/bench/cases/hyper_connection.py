@@ -1,4 +1,4 @@
-"""Rows of the hyper-connections: collapsing the streams, and updating them."""
+"""Rows of the hyper-connections: collapsing the streams, updating them, and both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.hyper_connection import hc_post, hc_pre, reference
+from deepseek_attn.kernels.hyper_connection import hc_post, hc_post_pre, hc_pre, reference
 
 TOKENS = (1, 8, 32, 128, 4096)
 
@@ -22,7 +22,7 @@ def cases(device: torch.device) -> list[OpCase]:
     for preset in ("v4_flash", "v4_pro"):
         config = ModelConfig.from_pretrained(preset)
         for T in TOKENS:
-            rows += [_pre(f"{preset} T={T}", T, config), _post(f"{preset} T={T}", T, config)]
+            rows += [case(f"{preset} T={T}", T, config) for case in (_pre, _post, _post_pre)]
     return rows
 
 
@@ -50,6 +50,28 @@ def _post(label: str, T: int, config: ModelConfig) -> OpCase:
 
     size = 4 * T * m * D + 2 * T * D
     return OpCase("hc_post", label, make, {"triton": hc_post, "torch": reference.hc_post}, bytes=size)
+
+
+def _post_pre(label: str, T: int, config: ModelConfig) -> OpCase:
+    post, pre = _post(label, T, config), _pre(label, T, config)
+    numbers = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
+
+    def make(device: torch.device, seed: int) -> tuple:
+        return *post.make(device, seed), *pre.make(device, seed)[1:]
+
+    def run(op: Callable) -> Callable:
+        return lambda y, streams, post, comb, fn, base, scale, norm: op(
+            y, streams, post, comb, fn, base, scale, *numbers, norm
+        )
+
+    def separately(
+        y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, *pre: object
+    ) -> tuple:
+        return hc_pre(hc_post(y, streams, post, comb), *pre)
+
+    run_by = {"triton": run(hc_post_pre), "two ops": run(separately), "torch": run(reference.hc_post_pre)}
+    streams = 2 * T * config.hc_mult * config.hidden_size
+    return OpCase("hc_post_pre", label, make, run_by, bytes=post.bytes + pre.bytes - streams)
 
 
 def _random(device: torch.device, seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:

@@ -1,5 +1,7 @@
 """Hyper-connections in Triton: compiled for every GPU generation, and on a GPU against plain torch."""
 
+import re
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.common import float32_product
 from deepseek_attn.kernels.hyper_connection import hyper_connection as hc
-from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu
+from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu, ptxas_report
 
 NAN = float("nan")
 LIMIT = {torch.bfloat16: 3e-3, torch.float32: 1e-5}
@@ -48,20 +50,23 @@ def test_every_op(gpu, T, dtype, shape):
     check(hc.hc_pre(streams, *pre), reference.hc_pre(streams, *pre), dtype)
     check(hc.hc_pre(streams, *pre[:-1]), reference.hc_pre(streams, *pre[:-1]), dtype)
     check([hc.hc_post(y, streams, post, comb)], [reference.hc_post(y, streams, post, comb)], dtype)
+    update = y, streams, post, comb
+    check(hc.hc_post_pre(*update, *pre), reference.hc_post_pre(*update, *pre), dtype)
     fn, base, scale = pre[0][:m].contiguous(), pre[1][:m].contiguous(), pre[2][:1]
     for norm in (None, pre[-1]):
         got = hc.hc_head(streams, fn, base, scale, 1e-6, 1e-6, norm)
         check([got], [reference.hc_head(streams, fn, base, scale, 1e-6, 1e-6, norm)], dtype)
 
 
-def both(y, streams, post, comb, *pre):
+def separately(y, streams, post, comb, *pre):
     """Update, then collapse: the new streams, and what ``hc_pre`` makes of them."""
     streams = hc.hc_post(y, streams, post, comb)
     return streams, *hc.hc_pre(streams, *pre)
 
 
-@pytest.mark.parametrize("T", [9, 700])
-def test_a_token_does_not_depend_on_the_others(gpu, T):
+@pytest.mark.parametrize("both", [separately, hc.hc_post_pre])
+@pytest.mark.parametrize("T", [9, 100, 700])
+def test_a_token_does_not_depend_on_the_others(gpu, T, both):
     """The same bits every time and where others are NaN; alone, the same up to rounding."""
     rows, pre = make(T, 4, 512, torch.bfloat16)
     together = both(*rows, *pre)
@@ -94,8 +99,28 @@ def test_no_tokens_and_strides(gpu):
     wide = torch.full((6, 4, 256), NAN).bfloat16()
     wide[..., :128] = streams
     assert torch.equal(hc.hc_pre(wide[..., :128], *pre)[0], hc.hc_pre(streams, *pre)[0])
-    out = both(y[:0], streams[:0], post[:0], comb[:0], *pre)
-    assert [tuple(part.shape) for part in out] == [(0, 4, 128), (0, 128), (0, 4), (0, 4, 4)]
+    for both in (separately, hc.hc_post_pre):
+        out = both(y[:0], streams[:0], post[:0], comb[:0], *pre)
+        assert [tuple(part.shape) for part in out] == [(0, 4, 128), (0, 128), (0, 4), (0, 4, 4)]
+    strided = torch.full((6, 256), NAN).bfloat16()
+    strided[:, :128] = y
+    for mine, other in zip(
+        hc.hc_post_pre(strided[:, :128], wide[..., :128], post, comb, *pre),
+        hc.hc_post_pre(y, streams, post, comb, *pre),
+        strict=True,
+    ):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("T", [1, 33])
+def test_memory_that_is_not_written_is_not_read(gpu, monkeypatch, T):
+    """Partial sums of tiles that are not full, and of channels past the last one."""
+    (y, streams, post, comb), pre = make(T, 3, 72, torch.bfloat16)
+    expected = hc.hc_post_pre(y, streams, post, comb, *pre)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(NAN))
+    for mine, other in zip(hc.hc_post_pre(y, streams, post, comb, *pre), expected, strict=True):
+        assert torch.equal(mine, other)
 
 
 def test_bad_arguments_are_named(monkeypatch):
@@ -111,19 +136,48 @@ def test_bad_arguments_are_named(monkeypatch):
         hc.hc_post(y[:2], streams, post, comb)
     with pytest.raises(ValueError, match="post and comb must be contiguous float32"):
         hc.hc_post(y, streams, post.double(), comb)
+    with pytest.raises(ValueError, match=r"y, post and comb must be"):
+        hc.hc_post_pre(y[:2], streams, post, comb, *pre)
+    with pytest.raises(ValueError, match=r"contiguous float32 \[24, 128\]"):
+        hc.hc_post_pre(y, streams, post, comb, pre[0][:4], *pre[1:])
 
 
-STEPS = {"one token": (1, torch.bfloat16), "4096": (4096, torch.bfloat16), "float32": (4096, torch.float32)}
+FEW, MANY = {"mix_kernel"}, {"product_kernel", "split_weight_kernel"}
+STEPS = {
+    "one token": (1, torch.bfloat16, FEW),
+    "32": (32, torch.bfloat16, FEW),
+    "128": (128, torch.bfloat16, {"product_kernel"}),
+    "4096": (4096, torch.bfloat16, MANY),
+    "float32": (4096, torch.float32, {"product_kernel"}),
+}
 
 
-@pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["4096"]))
-def test_it_compiles(monkeypatch, arch, step):
-    T, dtype = STEPS[step]
+@pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["one token"]))
+def test_it_compiles(monkeypatch, tmp_path, arch, step):
+    T, dtype, products = STEPS[step]
     monkeypatch.setattr(hc, "_on_gpu", lambda x: True)
     pass_for_gpu(monkeypatch, CAPABILITIES[arch])
-    (y, streams, post, comb), pre = make(T, 4, 4096, dtype, "meta")
-    found = compiled_launches(monkeypatch, [hc, float32_product], arch, lambda: both(y, streams, post, comb, *pre))
-    splits_weight = T == 4096 and dtype == torch.bfloat16
-    assert set(found) == {"post_kernel", "product_kernel", "collapse_kernel"} | (
-        {"split_weight_kernel"} if splits_weight else set()
-    )
+    update, pre = make(T, 4, 4096, dtype, "meta")
+
+    def call():
+        hc.hc_post(*update)
+        hc.hc_post_pre(*update, *pre)
+
+    found = compiled_launches(monkeypatch, [hc, float32_product], arch, call)
+    assert set(found) == {"post_kernel", "collapse_kernel"} | products
+    if arch == "sm90":
+        for kernel in (kernel for kernels in found.values() for kernel in kernels):
+            assert "griddepcontrol.wait" in kernel.asm["ptx"]
+            assert " 0 bytes spill stores" in ptxas_report(kernel, tmp_path)
+
+
+def test_rounds_wait_for_no_other_thread(monkeypatch):
+    """Each of Sinkhorn's rounds with a barrier, or an exchange of lanes, takes three times as long."""
+    monkeypatch.setattr(hc, "_on_gpu", lambda x: True)
+    pass_for_gpu(monkeypatch, (9, 0))
+    update, pre = make(1, 4, 4096, torch.bfloat16, "meta")
+    found = compiled_launches(monkeypatch, [hc], "sm90", lambda: hc.hc_post_pre(*update, *pre))
+    (kernel,) = found["collapse_kernel"]
+    (loop,) = re.findall(r"Loop Header(.*?)bra", kernel.asm["ptx"], re.DOTALL)
+    assert loop.count("rcp.approx") == 8
+    assert not re.search(r"bar\.|shfl|div\.", loop)
