@@ -14,6 +14,7 @@ from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import Linear, multi_linear
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.weights import CheckpointModule, Shard, WeightSlot, check_finite
+from deepseek_attn.utils.device import run_beside
 from deepseek_attn.utils.tracing import traced
 
 AnySpec = LayerSpec | V32LayerSpec
@@ -127,11 +128,16 @@ class Experts(CheckpointModule):
                 yield f"{index}.{name}.weight", getattr(self, name).expert_slot(index)
 
     def forward(
-        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, add: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        add: torch.Tensor | None = None,
+        add_ready: torch.cuda.Event | None = None,
     ) -> torch.Tensor:
         """Weighted sum of each token's experts: ``x [T, D]``, ``experts`` and ``weights [T, k]`` -> float32 ``[T, D]``.
 
-        With ``add [T, D]``, the dtype of x: the sum is rounded after the addition.
+        With ``add [T, D]``, the dtype of x: the sum is rounded after the addition, which waits for ``add_ready``.
         """
         if self.shard:
             local = experts - self.shard.start
@@ -142,8 +148,9 @@ class Experts(CheckpointModule):
         )
         fp8_input, pow2_scales = self.w1.fp8_input, self.w1.pow2_scales
         return moe_experts(
-            x, experts, weights, w1, w3, w2, self.limit, self.weigh_output, fp8_input, pow2_scales, add, self.count
-        )
+            x, experts, weights, w1, w3, w2, self.limit, self.weigh_output, fp8_input, pow2_scales, add, self.count,
+            add_ready,
+        )  # fmt: skip
 
 
 class MoE(CheckpointModule):
@@ -173,5 +180,9 @@ class MoE(CheckpointModule):
         """``x [T, hidden_size]``, ``token_ids [T]`` -> ``[T, hidden_size]``."""
         num_tokens = len(x)
         x, token_ids = self.parallel.gather_tokens(x, token_ids)
-        experts, weights = self.gate(x, token_ids)
-        return self.parallel.sum_experts(self.experts(x, experts, weights, self.shared_experts(x)), num_tokens)
+        shared = run_beside(lambda: self.shared_experts(x), x.device)
+        return self.parallel.sum_experts(self.experts(x, *self.gate(x, token_ids), *shared), num_tokens)
+
+    def mixture(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """This rank's routed experts and its part of the shared one: ``experts`` and ``weights [T, k]`` of a gate."""
+        return self.experts(x, experts, weights, *run_beside(lambda: self.shared_experts(x), x.device))

@@ -1,13 +1,16 @@
-"""Copies between host and device that do not synchronise; the memory of a device."""
+"""Copies between host and device that do not synchronise; side streams; the memory of a device."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -36,6 +39,27 @@ def to_device(
     elif cuda:
         values = values.pin_memory()
     return values.to(device, non_blocking=cuda)
+
+
+def run_beside(function: Callable[[], T], device: torch.device) -> tuple[T, torch.cuda.Event | None]:
+    """Result of ``function``, computed beside what is launched next, and the event after which it is complete.
+
+    A side stream computes it while a CUDA graph is captured. Elsewhere it is computed in order and there is no event:
+    the memory of a graph's streams is shared in the order of their events, that of other streams is not.
+    """
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return function(), None
+    side = _side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        result, complete = function(), torch.cuda.Event()
+        complete.record()
+    return result, complete
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class AsyncHostCopy:

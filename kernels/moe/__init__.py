@@ -70,6 +70,7 @@ def moe_experts(
     pow2_scales: bool = True,
     add: Tensor | None = None,
     num_routed: int | None = None,
+    add_ready: torch.cuda.Event | None = None,
 ) -> Tensor:
     """Weighted sum of ``w2(swiglu(w1 x, w3 x))`` over the experts of each token.
 
@@ -85,6 +86,7 @@ def moe_experts(
             scales are powers of two if ``pow2_scales``. Groups that are not of 128 are computed in plain torch.
         add: ``[T, D]``, added to the sum before it is rounded.
         num_routed: experts that the router chooses from, those of other ranks included; default: E. For speed only.
+        add_ready: ``add`` is complete after this event, of another stream: only the sum waits for it. CUDA only.
 
     Returns:
         Float32 ``[T, D]``; with ``add``, in the dtype of x. A token's experts add up in the order of their ids, so the
@@ -104,7 +106,9 @@ def moe_experts(
         from deepseek_attn.kernels.moe.experts import moe_experts as op
     else:
         from deepseek_attn.kernels.moe.reference import moe_experts as op
-    return op(x, experts, weights, w1, w3, w2, limit, weigh_output, fp8_input, pow2_scales, add, num_routed)
+    return op(
+        x, experts, weights, w1, w3, w2, limit, weigh_output, fp8_input, pow2_scales, add, num_routed, add_ready
+    )  # fmt: skip
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -51,6 +51,7 @@ def moe_experts(
     pow2_scales: bool = True,
     add: Tensor | None = None,
     num_routed: int | None = None,
+    add_ready: torch.cuda.Event | None = None,
     config: LaunchConfig | HopperLaunchConfig | None = None,
 ) -> Tensor:
     """See `deepseek_attn.kernels.moe.moe_experts`; ``config`` overrides the kernel and the tiling of the products."""
@@ -77,6 +78,8 @@ def moe_experts(
             chosen = chosen or choose_config(ids.numel(), routed, operands, capability)
             products = GroupedProducts.of(ids, factors, len(w1.weight), limit, operands, chosen, capability)
             outputs = products.run(x_part, w1, w3, w2, weigh_output, pow2_scales)
+        if add_ready is not None:
+            add_ready.wait()
         combine(
             outputs, ids, factors, weigh_output, None if add is None else add[part], out[part], capability >= (9, 0)
         )

@@ -88,6 +88,7 @@ def moe_experts(
     pow2_scales: bool = True,
     add: Tensor | None = None,
     num_routed: int | None = None,
+    add_ready: torch.cuda.Event | None = None,
 ) -> Tensor:
     """See `deepseek_attn.kernels.moe.moe_experts`."""
 
@@ -125,6 +126,8 @@ def moe_experts(
             weight[place] = pair_weights
             pair_outputs = run(rows, segments, weight)[place]
         out = torch.zeros(x.shape, device=x.device).index_add_(0, tokens, pair_outputs)
+    if add_ready is not None:
+        add_ready.wait()
     return out if add is None else (out + add).to(x.dtype)
 
 

@@ -18,6 +18,7 @@ from deepseek_attn.kernels.common.quant import (
 from deepseek_attn.kernels.moe.reference import swiglu
 from deepseek_attn.layers.weights import Shard, checkpoint_slots
 from deepseek_attn.models.moe import Experts, Gate, MoE
+from deepseek_attn.utils.device import run_beside
 
 HIDDEN, INNER, EXPERTS, TOPK, VOCAB = 128, 128, 7, 3, 50
 TOKENS = 21
@@ -334,6 +335,43 @@ def test_moe_adds_routed_and_shared(hash_layer):
         expected[t] += expert_formula(x[t].double(), *parts, 10.0, 1.0, False)
     scale = expected.abs().mean()
     torch.testing.assert_close(module(x, ids).double() / scale, expected / scale, rtol=0, atol=1e-4)
+
+
+def test_a_graph_computes_the_shared_expert_beside_the_others(device, monkeypatch):
+    """On a second stream, whose memory is reused from layer to layer: the same bits as in order, at every replay."""
+    if device.type != "cuda":
+        assert run_beside(lambda: 3, device) == (3, None)
+        pytest.skip("a CUDA graph needs a GPU")
+    cfg, events = config(), []
+    module = MoE(cfg, cfg.layers[5], get_numerics("serving"), torch.bfloat16, device)
+    load(module, "fp8")
+    module.gate = make_gate(cfg, device=device)
+    x, ids = torch.randn(TOKENS, HIDDEN, device=device).bfloat16(), torch.randint(VOCAB, (TOKENS,), device=device)
+
+    def noted(function, on):
+        result = run_beside(function, on)
+        events.append(result[1])
+        return result
+
+    def layers():
+        y = x
+        for _ in range(6):
+            y = torch.nn.functional.normalize(module(y, ids).float(), dim=-1).bfloat16()
+        return y
+
+    with torch.inference_mode():
+        layers()
+        monkeypatch.setattr("deepseek_attn.models.moe.run_beside", noted)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layers()
+        assert len(events) == 6
+        assert None not in events
+        for _ in range(50):
+            x.normal_()
+            graph.replay()
+            replayed = out.clone()
+            assert torch.equal(replayed, layers())
 
 
 def test_expert_slots_have_published_names():
