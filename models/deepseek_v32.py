@@ -48,9 +48,17 @@ class Block(CheckpointModule):
 
         In the first block, the residual is None.
         """
-        x, residual = add_norm(self.attn_norm, y, residual)
-        x, residual = add_norm(self.ffn_norm, self.attn(x, step.positions, step), residual)
+        x, residual = self.attn_input((y, residual))
+        x, residual = self.ffn_input((self.attn(x, step.positions, step), residual))
         return self.ffn(x, token_ids) if isinstance(self.ffn, MoE) else self.parallel.sum(self.ffn(x)), residual
+
+    def attn_input(self, output: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the attention's input, the residual), from the last sublayer of the block before and its residual."""
+        return add_norm(self.attn_norm, *output)
+
+    def ffn_input(self, output: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for the experts, from the attention."""
+        return add_norm(self.ffn_norm, *output)
 
 
 def add_norm(norm: RMSNorm, y: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,8 +11,10 @@ and its MTP layer. Modes:
     prefixes     the same, and 7 of 8 prompt tokens come from the prefix cache
     speculation  graphs, drafts of the MTP layer: at chance with random weights, so this is what they cost
 
+`deepseek-attn bench engine` times drafts in more detail, and `bench model` the stages of a step.
+
 Device time is that of the very steps that the engine ran while all requests decoded: after the run their CUDA graphs
-are replayed with their inputs, one behind the other. Host overhead is the share of the engine's time for these steps
+are replayed, one behind the other. Host overhead is the share of the engine's time for these steps
 that this does not account for.
 """
 
@@ -27,9 +29,8 @@ from pathlib import Path
 
 import torch
 
-from deepseek_attn.bench.engine import cut_config
-from deepseek_attn.bench.layer import past, static_metadata
-from deepseek_attn.bench.timing import time_graph
+from deepseek_attn.bench.engine import cut_config, random_prompts
+from deepseek_attn.bench.timing import GraphReplays
 from deepseek_attn.checkpoint.random import RepeatingSource
 from deepseek_attn.cli.info import collect
 from deepseek_attn.config.model import ModelConfig
@@ -37,56 +38,18 @@ from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
-from deepseek_attn.kernels.sampling import greedy_tokens
-from deepseek_attn.runner.graph_steps import CapturedStep
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.utils.files import write_text
 
 MODES = ("eager", "waiting", "graphs", "prefixes", "speculation")
-SETS = 4  # inputs of a part that is timed alone
 SETTLED = 8  # first steps in which all requests decode do not count
 
 
-def random_prompts(count: int, shared: int, own: int, vocab: int, seed: int) -> list[list[int]]:
-    """Prompts that begin with the same ``shared`` tokens and have ``own`` tokens of their own."""
-    generator = torch.Generator().manual_seed(seed)
-    prefix = torch.randint(2, vocab, (shared,), generator=generator).tolist()
-    return [prefix + torch.randint(2, vocab, (own,), generator=generator).tolist() for _ in range(count)]
-
-
-class Recorder:
-    """Keeps the inputs of every captured step that runs, to replay it later."""
-
-    def __init__(self):
-        self.runs: list[tuple[CapturedStep, torch.Tensor]] = []
-
-    def __enter__(self) -> Recorder:
-        self._run = run = CapturedStep.run
-
-        def recorded(step: CapturedStep) -> None:
-            if step.graph is not None:
-                self.runs.append((step, step.inputs.clone()))
-            run(step)
-
-        CapturedStep.run = recorded
-        return self
-
-    def __exit__(self, *error) -> None:
-        CapturedStep.run = self._run
-
-    def device_seconds(self, first: int, last: int) -> float:
-        """What the runs from ``first`` to before ``last`` take on the device."""
-        marks = []
-        for step, inputs in self.runs[first:last]:
-            step.inputs.copy_(inputs)
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            step.graph.replay()
-            after.record()
-            marks.append((before, after))
-        torch.cuda.synchronize()
-        return sum(before.elapsed_time(after) for before, after in marks) * 1e-3
+def prompts_of(runner: ModelRunner, count: int, shared: int, own: int, seed: int) -> list[list[int]]:
+    """Random prompts that begin with the same ``shared`` tokens and have ``own`` tokens of their own."""
+    prefix, *tails = random_prompts(runner.config.vocab_size, count + 1, shared + own, seed)
+    return [prefix[:shared] + tail[:own] for tail in tails]
 
 
 @torch.inference_mode()
@@ -96,14 +59,14 @@ def run_engine(engine: Engine, prompts: list[list[int]], max_tokens: int) -> dic
     started, first, steady = time.perf_counter(), None, []
     before = engine.stats.cached_tokens, engine.stats.queried_tokens
     requests = [engine.add_request(prompt, params) for prompt in prompts]
-    with Recorder() as recorder:
+    with GraphReplays() as replays:
         while engine.has_unfinished:
             engine.step()
             stats = engine.last_step
             if stats.prefills:
                 first = time.perf_counter() - started
             elif stats.decodes == len(prompts) and not stats.finished:
-                steady.append((stats.seconds, stats.generated, len(recorder.runs)))
+                steady.append((stats.seconds, stats.generated, len(replays.graphs)))
     seconds = time.perf_counter() - started
     broken = [request.error for request in requests if request.error]
     if broken:
@@ -112,7 +75,7 @@ def run_engine(engine: Engine, prompts: list[list[int]], max_tokens: int) -> dic
         steady = steady[SETTLED:]
     (_, _, begin), *steady = steady
     wall, end = sum(seconds for seconds, _, _ in steady), steady[-1][-1]
-    device = recorder.device_seconds(begin, end) if end > begin else None
+    device = replays.device_seconds(begin, end) if end > begin else None
     cached, queried = engine.stats.cached_tokens - before[0], engine.stats.queried_tokens - before[1]
     return {
         "seconds": seconds,
@@ -129,46 +92,6 @@ def run_engine(engine: Engine, prompts: list[list[int]], max_tokens: int) -> dic
     }
 
 
-@torch.inference_mode()
-def layer_times(runner: ModelRunner, batch: int, context: int) -> dict[str, float]:
-    """Microseconds of the parts of a decode step, each alone as a CUDA graph: the sum over all layers.
-
-    Attention is what the layer benchmark times; a block is attention, experts and what is around them.
-    """
-    model, config = runner.model, runner.config
-    shape = (SETS, batch, config.hc_mult, config.hidden_size)
-    streams = torch.randn(shape, device=runner.device).to(runner.dtype)
-    ids = torch.randint(config.vocab_size, shape[:2], device=runner.device)
-    caches = [past(runner, context - 1) for _ in range(batch)]
-    runner.manager.reserve([(cache, 1) for cache in caches])
-    step = static_metadata(runner, caches)
-
-    def median(call) -> float:
-        return statistics.median(time_graph([lambda i=i: call(i) for i in range(SETS)]))
-
-    attention, experts, blocks = {}, {}, {}
-    for block in model.layers.values():
-        kind, routing = block.attn.spec.kind, block.attn.spec.hash_routing
-        if kind not in attention:
-            attention[kind] = median(lambda i, block=block: block.attend(streams[i, :, 0], step))
-        if routing not in experts:
-            experts[routing] = median(lambda i, block=block: block.ffn(streams[i, :, 0], ids[i]))
-        if (kind, routing) not in blocks:
-            blocks[kind, routing] = median(lambda i, block=block: block(streams[i], ids[i], step.positions, step))
-    logits = model.logits(streams[0])
-    for cache in caches:
-        runner.manager.free(cache)
-    specs = [block.attn.spec for block in model.layers.values()]
-    return {
-        "batch": batch,
-        "attention_us": sum(attention[spec.kind] for spec in specs),
-        "experts_us": sum(experts[spec.hash_routing] for spec in specs),
-        "blocks_us": sum(blocks[spec.kind, spec.hash_routing] for spec in specs),
-        "head_us": median(lambda i: model.logits(streams[i])),
-        "choice_us": median(lambda i: greedy_tokens(logits)),
-    }
-
-
 class Waiting(NextToken):
     """Launches no step before the tokens of the one before it have been read."""
 
@@ -179,13 +102,13 @@ class Waiting(NextToken):
 def row_of(runner: ModelRunner, mode: str, batch: int, args: argparse.Namespace) -> dict:
     """One row of the result; see the top for the modes."""
     decoder = {"waiting": Waiting, "speculation": lambda: MTPSpeculation(runner, args.drafts)}.get(mode, NextToken)()
-    engine, vocab = Engine(runner, decoder=decoder), runner.config.vocab_size
+    engine = Engine(runner, decoder=decoder)
     shared = args.prompt * 7 // 8 if mode == "prefixes" else 0
-    prompts = random_prompts(batch, shared, args.prompt - shared, vocab, batch)
-    for warm in random_prompts(2, shared, 64, vocab, batch) if shared else []:  # they leave what the others share
+    prompts = prompts_of(runner, batch, shared, args.prompt - shared, batch)
+    for warm in prompts_of(runner, 2, shared, 64, batch) if shared else []:  # they leave what the others share
         run_engine(engine, [warm], 4)
     if mode != "eager":  # graphs of all sizes that come up
-        run_engine(engine, random_prompts(batch, 0, args.prompt, vocab, batch + 1), 16)
+        run_engine(engine, prompts_of(runner, batch, 0, args.prompt, batch + 1), 16)
     row = {"mode": mode, "batch": batch, **run_engine(engine, prompts, 16 if mode == "eager" else args.tokens)}
     row["acceptance"] = engine.stats.acceptance_rate if mode == "speculation" else None
     return row
@@ -213,7 +136,7 @@ def main() -> None:
         runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device, batches=args.batch)
     print(f"{time.perf_counter() - started:.0f} s to make the model", flush=True)
     graphs, prefixes = runner.graphs, runner.prefixes
-    rows, layers = [], []
+    rows = []
     result = {
         "benchmark": "engine",
         "preset": args.preset,
@@ -222,15 +145,11 @@ def main() -> None:
         "prompt": args.prompt,
         "drafts": args.drafts,
         "rows": rows,
-        "layers_alone": layers,
         "environment": {key: value for key, value in collect().items() if "backends" not in key},
     }
     columns = ("step us", "device us", "host", "tokens/s", "prompt tok/s", "hits")
     print(f"{'mode':<14}{'batch':>6}" + "".join(f"{name:>13}" for name in columns))
     for batch in args.batch:
-        if graphs is not None:
-            layers.append(layer_times(runner, batch, args.prompt + args.tokens // 2))
-            print({name: round(value) for name, value in layers[-1].items()}, flush=True)
         for mode in args.modes:
             runner.graphs = None if mode == "eager" else graphs
             runner.prefixes = prefixes if mode == "prefixes" else None

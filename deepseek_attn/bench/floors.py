@@ -7,6 +7,7 @@ again in between, is not in a floor.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,16 +18,18 @@ from math import prod
 import torch
 
 from deepseek_attn.cache.layout import CacheLayout, PoolSpec
-from deepseek_attn.checkpoint.names_v32 import canonical_name_v32
+from deepseek_attn.checkpoint.names_v32 import canonical_names
 from deepseek_attn.checkpoint.published import published_tensors
 from deepseek_attn.checkpoint.recipes import Recipe
 from deepseek_attn.config.model import AnyConfig, LayerSpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 from deepseek_attn.config.v41 import V41LayerSpec
+from deepseek_attn.kernels.linear import FP4_GROUP
 
 AnySpec = LayerSpec | V32LayerSpec
 Tensors = tuple[tuple[str, Recipe], ...]
+ROUTED, HEAD_TENSORS = ("experts.", "gate."), ("norm.", "head.", "hc_head_")
 SELECTION = ("indexer.wq_b.", "indexer.weights_proj.")  # weights that are read only where queries have to select
 
 
@@ -132,21 +135,20 @@ def attention_work(
     tensors = attention_tensors(config, spec.name)
     if not selection.scored:
         tensors = tuple((name, recipe) for name, recipe in tensors if not name.startswith(SELECTION))
-    activations = shape.rows * config.hidden_size * dtype.itemsize
     work = weights_work(config, tensors, numerics, dtype, shape.rows)
     for pool in layout.pools:
         owned = pool.layer == spec.name
         if owned or (pool.layer == spec.entry_owner and pool.kind in ("compressed", "index")):
             moved = pool_bytes(pool, layout, selection, shape)
             work += Work(moved if owned else {what: count for what, count in moved.items() if what != "new entries"})
-    work += Work({"input": activations, "output": activations}, selection.products(config, numerics))
-    return work
+    work += _activations(config, dtype, shape.rows, inputs=1, outputs=1)
+    return work + Work({}, selection.products(config, numerics))
 
 
 def weights_work(config: AnyConfig, tensors: Tensors, numerics: Numerics, dtype: torch.dtype, rows: int) -> Work:
     """Work of reading ``tensors`` once and multiplying ``rows`` token rows with each matrix among them.
 
-    FP8 weights count with a float32 scale per block, vectors as float32.
+    FP8 weights count with a float32 scale per block, vectors and hyper-connections as float32.
     """
     quantized = numerics.quantized_weights and config.quantization_config is not None
     size, flops = 0, Counter()
@@ -154,12 +156,91 @@ def weights_work(config: AnyConfig, tensors: Tensors, numerics: Numerics, dtype:
         count = prod(recipe.shape)
         if recipe.kind not in ("quantized", "linear"):
             size += 4 * count
+            flops["bf16"] += 2 * rows * count * (recipe.kind == "hc_fn")
             continue
         fp8 = quantized and recipe.kind == "quantized"
-        blocks = prod(-(-n // config.FP8_GROUP) for n in recipe.shape)
-        size += count + 4 * blocks if fp8 else count * dtype.itemsize
+        size += stored_bytes(recipe.shape, "fp8", config.FP8_GROUP) if fp8 else count * dtype.itemsize
         flops["fp8" if fp8 and fp8_product(name, numerics) else "bf16"] += 2 * rows * count
-    return Work({"weights": size}, tuple(Product("projections", unit, count) for unit, count in flops.items()))
+    products = tuple(Product("projections", unit, count) for unit, count in flops.items() if count)
+    return Work({"weights": size}, products)
+
+
+def stored_bytes(shape: tuple[int, ...], form: str, block: int) -> int:
+    """Bytes of a quantised matrix: ``fp8`` with a float32 scale per block, or ``fp4`` with an e8m0 byte per group."""
+    count = prod(shape)
+    if form == "fp4":
+        return count // 2 + count // FP4_GROUP
+    return count + 4 * prod(-(-n // block) for n in shape)
+
+
+def experts_work(config: AnyConfig, spec: AnySpec, numerics: Numerics, dtype: torch.dtype, rows: int) -> Work:
+    """Work of the experts of one layer, the shared one included, or of its dense MLP.
+
+    Notes:
+        Each token is taken to choose its experts evenly and independently of the others: the weights of as many
+        experts count as are then expected to be chosen at least once.
+    """
+    tensors = tensors_below(config, f"{spec.name}.ffn.")
+    work = weights_work(config, tuple(t for t in tensors if not t[0].startswith(ROUTED)), numerics, dtype, rows)
+    experts = [recipe for name, recipe in tensors if name.startswith("experts.")]
+    if experts:
+        chosen = expected_experts(config.n_routed_experts, config.num_experts_per_tok, rows)
+        form = getattr(config, "expert_dtype", None) or "fp8"
+        quantized = numerics.quantized_weights and config.quantization_config is not None
+        one = sum(
+            stored_bytes(recipe.shape, form, config.FP8_GROUP) if quantized else prod(recipe.shape) * dtype.itemsize
+            for recipe in experts
+        )
+        unit = "fp8" if quantized and numerics.fp8_activations else "bf16"
+        flops = 2 * rows * config.num_experts_per_tok * sum(prod(recipe.shape) for recipe in experts)
+        work += Work({"routed weights": round(chosen * one)}, (Product("routed experts", unit, flops),))
+    return work + _activations(config, dtype, rows, inputs=1, outputs=1)
+
+
+def expected_experts(experts: int, topk: int, rows: int) -> float:
+    """Expected number of different experts that ``rows`` tokens choose, each ``topk`` of ``experts``, evenly."""
+    return experts * (1 - (1 - topk / experts) ** rows)
+
+
+def routing_work(config: AnyConfig, spec: AnySpec, numerics: Numerics, dtype: torch.dtype, rows: int) -> Work:
+    """Work of the router of one layer: from hidden states to expert ids (int64) and weights (float32)."""
+    tensors = tensors_below(config, f"{spec.name}.ffn.gate.")
+    if not tensors:
+        return Work({})
+    table = tuple(t for t in tensors if t[0] != "tid2eid")  # of which a row per token is read
+    chosen = rows * config.num_experts_per_tok
+    work = weights_work(config, table, numerics, dtype, rows) + _activations(config, dtype, rows, inputs=1)
+    return work + Work({"output": chosen * 12} | ({"table": chosen * 8} if len(table) < len(tensors) else {}))
+
+
+def norms_work(config: AnyConfig, spec: AnySpec, numerics: Numerics, dtype: torch.dtype, rows: int) -> Work:
+    """Work between the sublayers of one block: both norms, and hyper-connections, with the residual in and out.
+
+    The residual is ``hc_mult`` streams in V4.
+    """
+    tensors = tensors_below(config, f"{spec.name}.")
+    own = tuple(t for t in tensors if t[0].startswith(("hc_attn_", "hc_ffn_", "attn_norm.", "ffn_norm.")))
+    streams = getattr(config, "hc_mult", 1)
+    return weights_work(config, own, numerics, dtype, rows) + _activations(
+        config, dtype, 2 * rows, inputs=1 + streams, outputs=1 + streams
+    )
+
+
+def head_work(config: AnyConfig, numerics: Numerics, dtype: torch.dtype, rows: int) -> Work:
+    """Work of the output head: from hidden states (all streams) of ``rows`` tokens to float32 logits."""
+    tensors = [(name, recipe) for name, recipe in _model_tensors(config).items() if name.startswith(HEAD_TENSORS)]
+    work = weights_work(config, tuple(tensors), numerics, dtype, rows)
+    return (
+        work
+        + _activations(config, dtype, rows, inputs=getattr(config, "hc_mult", 1))
+        + Work({"logits": 4 * rows * config.vocab_size})
+    )
+
+
+def _activations(config: AnyConfig, dtype: torch.dtype, rows: int, inputs: int = 0, outputs: int = 0) -> Work:
+    """Hidden states of ``rows`` tokens that are read and written."""
+    size = rows * config.hidden_size * dtype.itemsize
+    return Work({name: n * size for name, n in (("input", inputs), ("output", outputs)) if n})
 
 
 def fp8_product(name: str, numerics: Numerics) -> bool:
@@ -172,17 +253,22 @@ def fp8_product(name: str, numerics: Numerics) -> bool:
     return numerics.fp8_activations and not name.startswith("wkv_b.")
 
 
-@lru_cache(maxsize=64)
 def attention_tensors(config: AnyConfig, layer: str) -> Tensors:
     """Name within the attention of ``layer`` (``layers.3``) and recipe of each of its tensors, scales excepted."""
-    prefix, found = f"{layer}.attn.", []
-    for name, recipe in published_tensors(config):
-        if "attn." in name:
-            if isinstance(config, DeepseekV32Config):
-                name = canonical_name_v32(name, config.num_hidden_layers)
-            if name.startswith(prefix):
-                found.append((name.removeprefix(prefix), recipe))
-    return tuple(found)
+    return tensors_below(config, f"{layer}.attn.")
+
+
+def tensors_below(config: AnyConfig, prefix: str) -> Tensors:
+    """Name after ``prefix`` and recipe of the model's tensors with that prefix; of routed experts, only number 0."""
+    found = _model_tensors(config).items()
+    return tuple((name.removeprefix(prefix), recipe) for name, recipe in found if name.startswith(prefix))
+
+
+@lru_cache(maxsize=4)
+def _model_tensors(config: AnyConfig) -> dict[str, Recipe]:
+    rename = canonical_names(config)
+    others = re.compile(r"\.experts\.[1-9]")
+    return {rename(name): recipe for name, recipe in published_tensors(config) if not others.search(name)}
 
 
 @dataclass(frozen=True)

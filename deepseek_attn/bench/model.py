@@ -1,32 +1,64 @@
-"""Timing a decode step of a whole model, over caches of any length."""
+"""Timing a step of a whole model, over caches of any length, and each of its stages alone."""
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from deepseek_attn.bench.layer import check_sizes, past
-from deepseek_attn.bench.timing import KernelTiming, kernels_of, time_calls
+from deepseek_attn.bench.floors import StepShape, Work
+from deepseek_attn.bench.layer import check_sizes, past, static_metadata
+from deepseek_attn.bench.stages import has_stages, stage_calls, stage_works
+from deepseek_attn.bench.timing import KernelTiming, captured, kernels_of, time_calls
+from deepseek_attn.cache.manager import SequenceCache
+from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.runner.step import step_input
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTiming(KernelTiming):
+    """One stage of a step, in all blocks, alone: the stages add up to more than a step in which launches overlap.
+
+    Attributes:
+        stage: name; work: what the stage has to move and to compute, in all blocks.
+        floor_us: the sum over its blocks of the least time of their work; None without peak rates.
+        over_floor: the median divided by ``floor_us``.
+    """
+
+    stage: str
+    work: Work
+    floor_us: float | None = None
+    over_floor: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTiming(KernelTiming):
-    """A decode step, from token ids to logits; sampling is not part of it.
+    """A step, from token ids to logits of each sequence's last token; sampling is not part of it.
 
     Attributes:
         graph: replayed as a CUDA graph; otherwise called from Python.
-        batch: sequences, one new token each; context: length of each after the step.
-        tokens_per_second: of all sequences together.
+        batch: sequences; tokens: new tokens of each; context: length of each after the step.
+        tokens_per_second: new tokens of all sequences together.
+        work: what the step has to move and to compute, its stages together.
+        floor_us: the sum of the stages' floors, which follow each other; None without peak rates.
+        over_floor: the median divided by ``floor_us``.
+        stages: each stage alone; none of a model that has no stages (see `has_stages`), and then no work and no floor.
     """
 
     graph: bool
     batch: int
+    tokens: int
     context: int
     tokens_per_second: float
+    work: Work
+    floor_us: float | None = None
+    over_floor: float | None = None
+    stages: tuple[StageTiming, ...] = ()
 
 
 @torch.inference_mode()
@@ -38,38 +70,105 @@ def time_model(
     warmup: int = 3,
     graph: bool = False,
     count_kernels: bool = False,
+    tokens: int = 1,
+    rates: Mapping[str, float] | None = None,
 ) -> ModelTiming:
-    """Times decode steps of ``batch`` sequences that end at ``context`` tokens.
+    """Times steps of ``batch`` sequences that end at ``context`` tokens, and their stages.
+
+    Args:
+        graph: replay CUDA graphs, without host overhead. A prefill's graph does not contain its metadata.
+        count_kernels: list the kernels of the step; with ``graph``, on a GPU. Launches are counted in any case there.
+        tokens: new tokens of each sequence: 1 for a decode step.
+        rates: peak rates of the machine (`bench.timing.ceilings`), for the floors.
 
     Raises:
         ValueError: sizes that the runner was not made for, a graph without a GPU, or a runner whose steps compute one
             token at a time.
     """
-    check_sizes(runner, batch, 1, context)
+    check_sizes(runner, batch, tokens, context)
     if graph and runner.graph_problem:
         raise ValueError(f"no CUDA graph of this model's steps: {runner.graph_problem}")
     if runner.one_by_one:
         raise ValueError(
             f"deterministic=True computes one token at a time here ({runner.graph_problem}): time the engine"
         )
-    caches = [past(runner, context - 1) for _ in range(batch)]
-    launches, kernels = None, ()
+    caches = [past(runner, context - tokens) for _ in range(batch)]
     try:
-        runner.manager.reserve([(cache, 1) for cache in caches])
-        steps = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[batch], capture=graph)
-        with runner.op_settings():  # in which a graph is captured
-            step = steps.step(steps.size_for([1] * batch, context))
-        tokens = [[(7 * i) % runner.config.vocab_size] for i in range(batch)]
-        step.set_inputs(tokens, [cache.num_tokens for cache in caches], steps.tables.rows(caches))
+        runner.manager.reserve([(cache, tokens) for cache in caches])
         with runner.op_settings():
-            times = time_calls(lambda _: step.run(), runner.device, repeats, warmup)
-        if graph and count_kernels:
-            kernels = tuple(kernels_of(step.graph.replay))
-            launches = sum(n for _, n, _ in kernels)
+            last_rows = torch.arange(tokens - 1, batch * tokens, tokens, device=runner.device)
+            metadata = _metadata(runner, caches, tokens) if tokens > 1 or has_stages(runner) else None
+            run = _decode_step(runner, caches, context, graph) if tokens == 1 else None
+            run = run or _replay([lambda: _forward(runner, metadata, last_rows)], graph)
+            times = time_calls(lambda _: run(), runner.device, repeats, warmup)
+            kernels = tuple(kernels_of(run)) if graph else ()
+            shape, stages = StepShape(batch, tokens, context), ()
+            if has_stages(runner):
+                stages = _time_stages(runner, metadata, last_rows, shape, repeats, graph, rates)
     finally:
         for cache in caches:
             runner.manager.free(cache)
-    rate = batch / (statistics.median(times) * 1e-6)
+    median = statistics.median(times)
+    floor = sum(stage.floor_us for stage in stages) if stages and rates else None
     return ModelTiming.of(
-        times, graph=graph, batch=batch, context=context, tokens_per_second=rate, launches=launches, kernels=kernels
-    )
+        times, graph=graph, batch=batch, tokens=tokens, context=context,
+        tokens_per_second=batch * tokens / (median * 1e-6), launches=_launches(kernels),
+        kernels=kernels if count_kernels else (), stages=stages, floor_us=floor, over_floor=floor and median / floor,
+        work=sum((stage.work for stage in stages), Work({})),
+    )  # fmt: skip
+
+
+def _metadata(runner: ModelRunner, caches: list[SequenceCache], tokens: int) -> StepMetadata:
+    """Metadata of a step whose pages are reserved; of decode steps in tensors that a graph can read."""
+    if tokens == 1:
+        return static_metadata(runner, caches)
+    return runner.builder.build(step_input(runner.manager, caches, [tokens] * len(caches), runner.decode_query_len))
+
+
+def _decode_step(runner: ModelRunner, caches: list[SequenceCache], context: int, graph: bool) -> Callable[[], object]:
+    """A decode step as the runner computes it, metadata included."""
+    batch = len(caches)
+    steps = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[batch], capture=graph)
+    step = steps.step(steps.size_for([1] * batch, context))
+    tokens = [[(7 * i) % runner.config.vocab_size] for i in range(batch)]
+    step.set_inputs(tokens, [cache.num_tokens for cache in caches], steps.tables.rows(caches))
+    return step.run
+
+
+def _forward(runner: ModelRunner, metadata: StepMetadata, last_rows: torch.Tensor) -> torch.Tensor:
+    token_ids = 7 * metadata.positions % runner.config.vocab_size
+    return runner.model.logits(runner.model(token_ids, metadata.positions, metadata)[last_rows])
+
+
+def _replay(calls: Sequence[Callable[[], object]], graph: bool) -> Callable[[], object]:
+    """Runs all ``calls``, as a CUDA graph or not."""
+    if graph:
+        return captured(calls).replay
+    return lambda: [call() for call in calls]
+
+
+def _time_stages(
+    runner: ModelRunner,
+    metadata: StepMetadata,
+    last_rows: torch.Tensor,
+    shape: StepShape,
+    repeats: int,
+    graph: bool,
+    rates: Mapping[str, float] | None,
+) -> tuple[StageTiming, ...]:
+    works, timings = stage_works(runner, shape), []
+    for stage, calls in stage_calls(runner, metadata, last_rows).items():
+        run = _replay(calls, graph)
+        times = time_calls(lambda _, run=run: run(), runner.device, repeats)
+        launches = _launches(kernels_of(run)) if graph else None
+        floor = None if rates is None else math.fsum(work.floor(rates).microseconds for work in works[stage])
+        over = statistics.median(times) / floor if floor else None
+        work = sum(works[stage], Work({}))
+        timings.append(
+            StageTiming.of(times, stage=stage, work=work, floor_us=floor, over_floor=over, launches=launches)
+        )
+    return tuple(timings)
+
+
+def _launches(kernels: Sequence[tuple[str, float, float]]) -> float | None:
+    return sum(count for _, count, _ in kernels) if kernels else None

@@ -167,8 +167,13 @@ class GraphReplays:
         return sum(before.elapsed_time(after) for before, after in marks) * 1e-3
 
 
-def ceilings(device: torch.device) -> dict[str, float]:
-    """Measured peak rates: bytes/s of a copy (read and written), FLOP/s of bf16 and FP8 products of 8192^3."""
+def ceilings(device: torch.device) -> dict[str, float] | None:
+    """Measured peak rates: bytes/s of a copy (read and written), FLOP/s of bf16 and FP8 products of 8192^3.
+
+    None on a CPU.
+    """
+    if device.type != "cuda":
+        return None
     rates = {"copy": _copy_rate(device)}
     a, b = (torch.randn(MATRIX, MATRIX, device=device).bfloat16() for _ in range(2))
     rates["bf16"] = 2 * MATRIX**3 / _best(lambda: a @ b)

@@ -37,9 +37,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     layer = what.add_parser("layer", help="one attention layer, from hidden states to the output projection")
     layer.add_argument("--layers", type=numbers, metavar="LIST", help="layer numbers (default: the first of each kind)")
     layer.add_argument(
-        "--prefill", type=numbers, default=[], metavar="LIST", help="also time prefills of these lengths"
-    )
-    layer.add_argument(
         "--query-tokens", type=numbers, default=[1], metavar="LIST",
         help="new tokens of a request in a decode step: 1 and the drafts (default: 1)",
     )  # fmt: skip
@@ -49,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     layer.add_argument("--backends", type=names, default=["auto"], metavar="LIST", help="default: auto")
     layer.set_defaults(run=run_layer)
-    model = what.add_parser("model", help="one decode step of a model, from token ids to logits")
+    model = what.add_parser("model", help="steps of a model, from token ids to logits, and their stages")
     model.add_argument("--layers", type=numbers, metavar="LIST", help="layer numbers (default: all)")
     model.add_argument("--experts", type=int, metavar="N", help="routed experts per layer (default: the model's)")
     model.add_argument("--backend", default="auto", help="default: auto")
@@ -66,6 +63,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         )
         part.add_argument(
             "--context", type=numbers, default=[1024], metavar="LIST", help="context lengths (default: 1024)"
+        )
+        part.add_argument(
+            "--prefill", type=numbers, default=[], metavar="LIST", help="also time prefills of these lengths"
         )
         part.add_argument("--graph", action="store_true", help="time replays of CUDA graphs")
         part.add_argument("--kernels", action="store_true", help="list the kernels with launches and times (GPU)")
@@ -141,7 +141,7 @@ def run_ops(args: argparse.Namespace) -> None:
     if not wanted:
         known = ", ".join(sorted({case.op for case in cases}))
         raise ValueError(f"no row matches --ops {args.ops} --rows {args.rows}; the ops are {known}")
-    limits = ceilings(device) if device.type == "cuda" else None
+    limits = ceilings(device)
     rows = []
     table = Table({
         "op": "<26", "row": "<40", "ran": "<12", "us": ">11.1f", "10 %": ">10.1f", "90 %": ">10.1f", "GB/s": ">8.0f",
@@ -178,7 +178,7 @@ def run_layer(args: argparse.Namespace) -> None:
     check_flags(args)
     device, config = pick_device(args.device), ModelConfig.from_pretrained(args.model)
     groups = [instances(config, layer, args.instances) for layer in args.layers or first_of_each_kind(config)]
-    limits = ceilings(device) if device.type == "cuda" else None
+    limits = ceilings(device)
     sizes = product(args.context, args.query_tokens, args.batch)
     steps = [(batch, tokens, context) for context, tokens, batch in sizes]
     steps += [(1, n, max(context, n)) for context in args.context for n in args.prefill]
@@ -221,6 +221,8 @@ def run_layer(args: argparse.Namespace) -> None:
 def run_model(args: argparse.Namespace) -> None:
     from deepseek_attn.bench.layer import fill_caches
     from deepseek_attn.bench.model import time_model
+    from deepseek_attn.bench.timing import ceilings
+    from deepseek_attn.checkpoint.random import RepeatingSource
     from deepseek_attn.config.model import ModelConfig
     from deepseek_attn.runner.model_runner import ModelRunner
 
@@ -228,28 +230,38 @@ def run_model(args: argparse.Namespace) -> None:
     config = ModelConfig.from_pretrained(args.model)
     if args.experts is not None:
         config = config.replace(n_routed_experts=args.experts)
-    runner = ModelRunner.from_config(
-        config, layers=args.layers, backend=args.backend, device=args.device, numerics=args.numerics, dtype=args.dtype,
-        max_model_len=max(args.context), max_num_seqs=max(args.batch), max_num_batched_tokens=max(*args.batch, 256),
-        deterministic=args.deterministic,
+    runner = ModelRunner.from_source(
+        config, RepeatingSource(config), layers=args.layers, backend=args.backend, device=args.device,
+        numerics=args.numerics, dtype=args.dtype, deterministic=args.deterministic, progress=False,
+        max_model_len=max([*args.context, *args.prefill]), max_num_seqs=max(args.batch),
+        max_num_batched_tokens=max([*args.batch, *args.prefill, 256]),
     )  # fmt: skip
     fill_caches(runner)
+    limits = ceilings(runner.device)
     rows = []
     table = Table({
-        "batch": ">6", "context": ">9", "graph": ">7", "us": ">11.1f", "10 %": ">11.1f", "90 %": ">11.1f",
-        "tokens/s": ">11.1f", "launches": ">10.0f",
+        "stage": "<27", "batch": ">6", "tokens": ">7", "context": ">9", "graph": ">7", "us": ">11.1f",
+        "10 %": ">11.1f", "90 %": ">11.1f", "GB": ">9.3f", "TFLOP": ">9.4f", "floor": ">9.1f", "ratio": ">7.2f",
+        "launches": ">10.0f", "tokens/s": ">11.1f",
     })  # fmt: skip
     ways = [True, False] if args.graph and args.eager else [args.graph]
-    for context, batch, graph in product(args.context, args.batch, ways):
-        timing = time_model(runner, batch, context, args.repeats, graph=graph, count_kernels=args.kernels)
+    decodes = [(batch, 1, context) for context, batch in product(args.context, args.batch)]
+    prefills = [(1, tokens, max(tokens, context)) for context, tokens in product(args.context, args.prefill)]
+    for (batch, tokens, context), graph in product(dict.fromkeys(decodes + prefills), ways):
+        timing = time_model(
+            runner, batch, context, args.repeats, graph=graph, count_kernels=args.kernels, tokens=tokens, rates=limits
+        )
         rows.append(timing.row())
-        table.add(
-            batch, context, "yes" if graph else "no", timing.microseconds, timing.low, timing.high,
-            timing.tokens_per_second, timing.launches,
-        )  # fmt: skip
+        for stage in (*timing.stages, timing):
+            is_step = stage is timing
+            table.add(
+                "step" if is_step else stage.stage, batch, tokens, context, "yes" if graph else "no",
+                stage.microseconds, stage.low, stage.high, stage.work.total_bytes / 1e9, stage.work.total_flops / 1e12,
+                stage.floor_us, stage.over_floor, stage.launches, timing.tokens_per_second if is_step else None,
+            )  # fmt: skip
         print_kernels(timing)
     run = {"layers": len(runner.backbone_layers), "experts": config.n_routed_experts, **settings(runner)}
-    finish(args, {"benchmark": "model", "model": args.model, **run}, rows, ("graph", "context"))
+    finish(args, {"benchmark": "model", "model": args.model, "ceilings": limits, **run}, rows, ("graph", "context"))
 
 
 def run_engine(args: argparse.Namespace) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 import torch
 
 from deepseek_attn.bench.cases.case import OpCase
+from deepseek_attn.bench.floors import StepShape
 from deepseek_attn.bench.layer import fill_caches, past, static_metadata, time_layer
+from deepseek_attn.bench.model import time_model
 from deepseek_attn.bench.ops import num_sets, time_case
+from deepseek_attn.bench.stages import stage_works
 from deepseek_attn.bench.timing import Timing
 from deepseek_attn.cli import main
 from deepseek_attn.cli.table import Table
@@ -198,18 +202,51 @@ def test_a_model_step(capsys, tmp_path):
         "200",
         "--experts",
         "4",
+        "--layers",
+        "2",
+        "--prefill",
+        "30",
     ]
     assert main([*args, "--plot", str(tmp_path / "times.svg")]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [(row["batch"], row["context"], row["graph"]) for row in report["rows"]] == [
-        (1, 200, False),
-        (3, 200, False),
+    *table, line = capsys.readouterr().out.splitlines()
+    report = json.loads(line)
+    rows = report["rows"]
+    assert [(row["batch"], row["tokens"], row["context"], row["graph"]) for row in rows] == [
+        (1, 1, 200, False),
+        (3, 1, 200, False),
+        (1, 30, 200, False),
     ]
-    assert (report["layers"], report["experts"]) == (6, 4)
-    for row in report["rows"]:
+    stages = ["attention", "experts", "hyper-connections and norms", "routing", "head"]
+    assert [row[:27].strip() for row in table] == ["stage", *[*stages, "step"] * 3]
+    for row in rows:
+        assert [stage["stage"] for stage in row["stages"]] == stages
+        sizes = Counter()
+        for stage in row["stages"]:
+            sizes.update(stage["work"]["bytes"])
+        assert row["work"]["bytes"] == sizes
+    assert (report["layers"], report["experts"]) == (1, 4)
+    for row in rows:
         assert 0 < row["low"] <= row["microseconds"] <= row["high"]
-        assert row["tokens_per_second"] == pytest.approx(row["batch"] / row["microseconds"] * 1e6)
+        new = row["batch"] * row["tokens"]
+        assert row["tokens_per_second"] == pytest.approx(new / row["microseconds"] * 1e6)
     assert "microseconds" in (tmp_path / "times.svg").read_text()
+
+
+def test_the_floor_of_a_step():
+    runner = ModelRunner.from_config("tiny", layers=[2, 3], device="cpu", max_model_len=64, max_num_seqs=2)
+    rates = {"copy": 1e9, "bf16": 1e9}
+    timing = time_model(runner, batch=2, context=40, repeats=1, rates=rates)
+    shape = StepShape(2, 1, 40)
+    for stage in timing.stages:
+        works = stage_works(runner, shape)[stage.stage]
+        assert len(works) == (1 if stage.stage == "head" else 2)
+        assert stage.floor_us == pytest.approx(sum(work.floor(rates).microseconds for work in works))
+        assert stage.over_floor == pytest.approx(stage.microseconds / stage.floor_us)
+    assert timing.floor_us == pytest.approx(sum(stage.floor_us for stage in timing.stages))
+    assert timing.over_floor == pytest.approx(timing.microseconds / timing.floor_us)
+    assert timing.work.total_bytes == sum(stage.work.total_bytes for stage in timing.stages)
+    with pytest.raises(ValueError, match="3 new tokens"):
+        time_model(runner, batch=1, context=2, tokens=3)
 
 
 def test_graphs_need_a_gpu(capsys):
