@@ -187,12 +187,13 @@ def experts_work(config: AnyConfig, spec: AnySpec, numerics: Numerics, dtype: to
         chosen = expected_experts(config.n_routed_experts, config.num_experts_per_tok, rows)
         form = getattr(config, "expert_dtype", None) or "fp8"
         quantized = numerics.quantized_weights and config.quantization_config is not None
-        one = sum(
-            stored_bytes(recipe.shape, form, config.FP8_GROUP) if quantized else prod(recipe.shape) * dtype.itemsize
-            for recipe in experts
-        )
+        shapes = [recipe.shape for recipe in experts]
+        if quantized:
+            one = sum(stored_bytes(shape, form, config.FP8_GROUP) for shape in shapes)
+        else:
+            one = sum(map(prod, shapes)) * dtype.itemsize
         unit = "fp8" if quantized and numerics.fp8_activations else "bf16"
-        flops = 2 * rows * config.num_experts_per_tok * sum(prod(recipe.shape) for recipe in experts)
+        flops = 2 * rows * config.num_experts_per_tok * sum(map(prod, shapes))
         work += Work({"routed weights": round(chosen * one)}, (Product("routed experts", unit, flops),))
     return work + _activations(config, dtype, rows, inputs=1, outputs=1)
 

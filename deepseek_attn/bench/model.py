@@ -47,7 +47,7 @@ class ModelTiming(KernelTiming):
         work: what the step has to move and to compute, its stages together.
         floor_us: the sum of the stages' floors, which follow each other; None without peak rates.
         over_floor: the median divided by ``floor_us``.
-        stages: each stage alone; none of a model that has no stages (see `has_stages`), and then no work and no floor.
+        stages: each stage alone.
     """
 
     graph: bool
@@ -82,10 +82,15 @@ def time_model(
         rates: peak rates of the machine (`bench.timing.ceilings`), for the floors.
 
     Raises:
-        ValueError: sizes that the runner was not made for, a graph without a GPU, or a runner whose steps compute one
-            token at a time.
+        ValueError: sizes that the runner was not made for, a graph without a GPU, a runner whose steps compute one
+            token at a time, or a model of V4.1.
     """
     check_sizes(runner, batch, tokens, context)
+    if not has_stages(runner):
+        raise ValueError(
+            "steps of DeepSeek-V4 and V3.2 are timed with their stages, those of V4.1 are not: time its layers "
+            "(deepseek-attn bench layer)"
+        )
     if graph and runner.graph_problem:
         raise ValueError(f"no CUDA graph of this model's steps: {runner.graph_problem}")
     if runner.one_by_one:
@@ -97,19 +102,17 @@ def time_model(
         runner.manager.reserve([(cache, tokens) for cache in caches])
         with runner.op_settings():
             last_rows = torch.arange(tokens - 1, batch * tokens, tokens, device=runner.device)
-            metadata = _metadata(runner, caches, tokens) if tokens > 1 or has_stages(runner) else None
+            metadata = _metadata(runner, caches, tokens)
             run = _decode_step(runner, caches, context, graph) if tokens == 1 else None
             run = run or _replay([lambda: _forward(runner, metadata, last_rows)], graph)
             times = time_calls(lambda _: run(), runner.device, repeats, warmup)
             kernels = tuple(kernels_of(run)) if graph else ()
-            shape, stages = StepShape(batch, tokens, context), ()
-            if has_stages(runner):
-                stages = _time_stages(runner, metadata, last_rows, shape, repeats, graph, rates)
+            stages = _time_stages(runner, metadata, last_rows, StepShape(batch, tokens, context), repeats, graph, rates)
     finally:
         for cache in caches:
             runner.manager.free(cache)
     median = statistics.median(times)
-    floor = sum(stage.floor_us for stage in stages) if stages and rates else None
+    floor = None if rates is None else sum(stage.floor_us for stage in stages)
     return ModelTiming.of(
         times, graph=graph, batch=batch, tokens=tokens, context=context,
         tokens_per_second=batch * tokens / (median * 1e-6), launches=_launches(kernels),

@@ -29,7 +29,7 @@ Calls = dict[str, list[Callable[[], object]]]
 
 
 def has_stages(runner: ModelRunner) -> bool:
-    """Whether the stages of a model can be timed: of V4 and V3.2. V4.1's share what they compute between layers."""
+    """Whether the stages of a model can be timed: V4's and V3.2's; layers of V4.1 share what they compute."""
     return type(runner.model) in (DeepseekV4, DeepseekV32)
 
 

@@ -249,6 +249,11 @@ def test_the_floor_of_a_step():
         time_model(runner, batch=1, context=2, tokens=3)
 
 
+def test_steps_of_v41_are_not_timed(capsys):
+    assert main(["bench", "model", "--model", "tiny_v41", "--device", "cpu", "--context", "64", "--batch", "1"]) == 2
+    assert "bench layer" in capsys.readouterr().err
+
+
 def test_graphs_need_a_gpu(capsys):
     for what in ("layer", "model"):
         assert main(["bench", what, "--device", "cpu", "--graph", "--repeats", "1"]) == 2
