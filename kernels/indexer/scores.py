@@ -13,6 +13,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
+from deepseek_attn.kernels.indexer.scores_fp4_hopper import index_scores_fp4_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_hopper import BLOCK, DIM, HEADS, TOKENS, index_scores_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_triton import index_scores_kernel
 from deepseek_attn.kernels.indexer.types import IndexQueries, PagedIndexKeys
@@ -78,9 +79,16 @@ def paged_index_scores(
         block_table.stride(0),
         out.stride(0),
     )
+    pdl = capability >= (9, 0)
     if config is None and fits_hopper(key_format, q, pool, block_table.shape[0], width, capability, processors):
         index_scores_hopper_kernel[(triton.cdiv(T, TOKENS.value), hopper_splits(T, width, processors))](
             *arguments, PAGE=keys.entries, enable_fp_fusion=True, num_warps=4
+        )
+        return out
+    if config is None and fits_fp4_hopper(key_format, q, pool, capability):
+        tokens, splits = fp4_hopper_tiling(T, block_table.shape[0], width, processors)
+        index_scores_fp4_hopper_kernel[(triton.cdiv(T, tokens), splits)](
+            *arguments, PAGE=keys.entries, TOKENS=tokens, enable_fp_fusion=True, num_warps=4, launch_pdl=True
         )
         return out
     if config is None:
@@ -100,11 +108,11 @@ def paged_index_scores(
         BLOCK_D=max(32, triton.next_power_of_2(dim)),
         BLOCK_N=config.keys,
         STAGES=config.num_stages,
-        PDL=capability >= (9, 0),
+        PDL=pdl,
         enable_fp_fusion=True,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        launch_pdl=capability >= (9, 0),
+        launch_pdl=pdl,
     )
     return out
 
@@ -146,6 +154,19 @@ def fits_hopper(
         and not batch_invariant()
         and aligned
     )
+
+
+def fits_fp4_hopper(key_format: str, q: Tensor, pool: Tensor, capability: tuple[int, int]) -> bool:
+    """Whether the Hopper kernel for FP4 keys supports these arguments of `paged_index_scores`."""
+    aligned = pool.data_ptr() % 16 == 0 and pool.stride(0) % 16 == 0
+    return capability == (9, 0) and key_format == "fp4" and q.shape[1:] == (HEADS.value, DIM.value) and aligned
+
+
+def fp4_hopper_tiling(T: int, B: int, width: int, processors: int) -> tuple[int, int]:
+    """Tokens of a program of the Hopper kernel for FP4 keys, and programs that share the keys of a request."""
+    tokens = min(4, triton.next_power_of_2(triton.cdiv(T, B)))
+    resident = (5, 3, 3)[tokens // 2] * processors
+    return tokens, max(1, min(resident // triton.cdiv(T, tokens), triton.cdiv(width, 4 * BLOCK.value)))
 
 
 @cache

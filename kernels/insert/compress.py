@@ -32,7 +32,7 @@ from deepseek_attn.kernels.insert.compress_triton import (
 from deepseek_attn.kernels.insert.reference import check_part
 from deepseek_attn.kernels.insert.types import CompressBatch, CompressPart
 
-POOL_PROGRAMS = 528  # programs that pool at most: four for each multiprocessor of an H200
+POOL_PROGRAMS = 1056  # programs that pool at most: eight for each multiprocessor of an H200
 
 
 class LaunchConfig(NamedTuple):

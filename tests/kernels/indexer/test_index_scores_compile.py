@@ -13,9 +13,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from deepseek_attn.kernels.indexer.scores import choose_config, fits_hopper, hopper_splits
+from deepseek_attn.kernels.indexer.scores_fp4_hopper import index_scores_fp4_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_hopper import index_scores_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_triton import index_scores_kernel
-from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus, target_of
+from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus, ptxas_report, target_of
 from tests.support.tiers import tiered
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
@@ -28,12 +29,24 @@ def test_compiles(arch, scores):
     kernel = index_scores_kernel
     (T, fmt), native, names = scores, arch != "sm80", kernel.arg_names
     config = choose_config(T, 1, 32768, False, CAPABILITIES[arch], 132)
-    constants = {"H": 64, "DIM": 128, "PAGE": 64, "KEY_FORMAT": fmt, "NATIVE_FP8": native, "PRECISION": None}
+    constants = {
+        "H": 64,
+        "DIM": 128,
+        "PAGE": 64,
+        "KEY_FORMAT": fmt,
+        "NATIVE_FP8": native,
+        "PRECISION": None,
+    }
     constants["DTYPE"] = tl.bfloat16 if fmt == "plain" else tl.float8e4nv if native else tl.float16
     constants |= {"TOKENS": config.tokens, "BLOCK_T": config.tokens, "BLOCK_H": 64, "BLOCK_D": 128}
     constants |= {"BLOCK_N": config.keys, "STAGES": config.num_stages, "PDL": CAPABILITIES[arch] >= (9, 0)}
     q = "*bf16" if fmt == "plain" else "*fp8e4nv" if native else "*u8"
-    kinds = {"q_ptr": q, "pool_ptr": "*u8" if fmt == "fp4" else q, "weights_ptr": "*fp32", "out_ptr": "*fp32"}
+    kinds = {
+        "q_ptr": q,
+        "pool_ptr": "*u8" if fmt == "fp4" else q,
+        "weights_ptr": "*fp32",
+        "out_ptr": "*fp32",
+    }
     kinds |= {"block_table_ptr": "*i32", "token_to_req_ptr": "*i32", "num_visible_ptr": "*i64"}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "ptr" in name or "stride" in name}
@@ -46,18 +59,35 @@ def test_compiles(arch, scores):
 
 
 @pytest.mark.parametrize("page", tiered([64, 32, 2], [64]))
-def test_the_hopper_kernel_compiles(page):
-    kernel = index_scores_hopper_kernel
-    names, fp8 = kernel.arg_names, "*fp8e4nv"
-    kinds = {"q_ptr": fp8, "pool_ptr": fp8, "weights_ptr": "*fp32", "out_ptr": "*fp32"}
-    kinds |= {"block_table_ptr": "*i32", "token_to_req_ptr": "*i32", "num_visible_ptr": "*i64", "PAGE": "constexpr"}
+def test_the_hopper_kernel_compiles(page, tmp_path):
+    kernel = compiled_for_hopper(index_scores_hopper_kernel, "*fp8e4nv", {"PAGE": page})
+    assert "cp.async.cg.shared.global" in kernel.asm["ptx"]  # 16 bytes at a time
+    assert "serialized" not in ptxas_report(kernel, tmp_path)
+
+
+@pytest.mark.parametrize("page", tiered([64, 32, 2, 128], [64]))
+@pytest.mark.parametrize("tokens", tiered([1, 2, 4], [1]))
+def test_the_hopper_kernel_for_fp4_keys_compiles(page, tokens, tmp_path):
+    constants = {"PAGE": page, "TOKENS": tokens}
+    kernel = compiled_for_hopper(index_scores_fp4_hopper_kernel, "*u8", constants)
+    assert "cp.async.cg.shared.global" in kernel.asm["ptx"]
+    report = ptxas_report(kernel, tmp_path)
+    assert "serialized" not in report
+    assert " 0 bytes spill stores" in report
+
+
+def compiled_for_hopper(kernel, pool, constants):
+    names = kernel.arg_names
+    kinds = {"q_ptr": "*fp8e4nv", "pool_ptr": pool, "block_table_ptr": "*i32", "token_to_req_ptr": "*i32"}
+    kinds |= {"num_visible_ptr": "*i64", "weights_ptr": "*fp32", "out_ptr": "*fp32"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "ptr" in name or "stride" in name}
-    signature = {name: kinds.get(name, "i32") for name in names}
-    source = GluonASTSource(kernel, signature, {(names.index("PAGE"),): page}, aligned)
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, signature, places, aligned)
     compiled = triton.compile(source, target=target_of("sm90"), options={"num_warps": 4, "enable_fp_fusion": True})
     assert compiled.metadata.shared <= SHARED["sm90"] * 1024
     assert "wgmma" in compiled.asm["ptx"]
-    assert "cp.async.cg.shared.global" in compiled.asm["ptx"]  # 16 bytes at a time
+    return compiled
 
 
 def test_what_the_hopper_kernel_takes():

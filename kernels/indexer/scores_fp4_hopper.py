@@ -1,0 +1,241 @@
+"""Gluon device code of `paged_index_scores` for Hopper: FP4 keys, 64 heads of 128 channels.
+
+A program scores one split of a request's keys for a few tokens. Keys are the left factor of a product and come from
+registers: a thread makes the 32 channels of one group, of two keys, FP8. They pass through shared memory as FP4, so
+that several tiles are on their way: what a thread loads to its registers ahead of time, ptxas loads right before its
+use. A thread of a tensor core's left factor holds runs of 4 channels that are 16 apart; queries are stored with their
+channels in such an order that these are the 32 of a group.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deepseek_attn.kernels.common.gluon import barrier, copy_to_shared
+from deepseek_attn.kernels.indexer.scores_triton import E2M1_HIGH, E2M1_HIGH_STEP, E2M1_LOW, E2M1_LOW_STEP, E2M1_TO_E4M3
+
+BLOCK = gl.constexpr(64)  # keys of a tile
+HEADS = gl.constexpr(64)
+DIM = gl.constexpr(128)
+STAGES = gl.constexpr(8)
+AHEAD = gl.constexpr(6)  # tiles whose copies to shared memory are in flight
+_LOW, _LOW_STEP = gl.constexpr(E2M1_LOW), gl.constexpr(E2M1_LOW_STEP)
+_HIGH, _HIGH_STEP = gl.constexpr(E2M1_HIGH), gl.constexpr(E2M1_HIGH_STEP)
+_TO_FP8 = gl.constexpr(E2M1_TO_E4M3.format(low="$3", high="$4"))
+
+
+class Keys(NamedTuple):
+    """The pool of keys, the pages of one request, and where the program's split of its keys ends."""
+
+    pool: Any
+    page_stride: Any
+    table: Any
+    n: Any
+
+
+class TileStages(NamedTuple):
+    """Tiles of keys and their scales in shared memory."""
+
+    words: Any
+    scales: Any
+
+
+@gluon.constexpr_function
+def _load_layout():
+    """Layout of the words ``[64, 16]`` of a tile: that of `_key_layout`."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16]
+    )
+
+
+@gluon.constexpr_function
+def _key_layout(words, with_bytes):
+    """Layout of int32 words ``[64, 4, words]`` of four groups (or bytes, ``[64, 4, words, 4]``).
+
+    A thread has all words of one group, of two keys that are 8 apart.
+    """
+    in_thread = [[0, 0, 0, 1], [0, 0, 0, 2], *([0, 0, 1 << i, 0] for i in range(words.bit_length() - 1)), [8, 0, 0, 0]]
+    lanes = [[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
+    whole = gl.DistributedLinearLayout(in_thread, lanes, [[16, 0, 0, 0], [32, 0, 0, 0]], [], [64, 4, words, 4])
+    return whole if with_bytes else gl.SliceLayout(3, whole)
+
+
+@gluon.jit
+def _page_of(keys, tile, row, PAGE: gl.constexpr):
+    """Pages of a tile: one, where all of its keys are in it, else one for each key."""
+    if PAGE % BLOCK == 0:
+        return gl.load(keys.table + tile * BLOCK // PAGE, mask=tile * BLOCK < keys.n, other=0)
+    else:
+        entry = tile * BLOCK + row
+        return gl.load(keys.table + entry // PAGE, mask=entry < keys.n, other=0)
+
+
+@gluon.jit
+def _copy_tile(keys, page, line_page, tile, row, line, stages, i, PAGE: gl.constexpr):
+    """Starts to copy a tile's FP4 words and the e8m0 bytes of its groups, one int32 per key, to shared memory."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    word = gl.arange(0, DIM // 8, layout=gl.SliceLayout(0, COPY))
+    entry = tile * BLOCK + row
+    line_entry = tile * BLOCK + line
+    if PAGE % BLOCK == 0:
+        place = tile * BLOCK % PAGE + row
+        line_place = tile * BLOCK % PAGE + line
+    else:
+        place = entry % PAGE
+        line_place = line_entry % PAGE
+    key = (keys.pool + page.to(gl.int64) * keys.page_stride + place * (DIM // 2)).to(gl.pointer_type(gl.int32))
+    scale = keys.pool + line_page.to(gl.int64) * keys.page_stride + PAGE * (DIM // 2)
+    scale = scale.to(gl.pointer_type(gl.int32)) + line_place
+    stage = i & (STAGES - 1)
+    copy_to_shared(stages.words.index(stage), key[:, None] + word[None, :], mask=(entry < keys.n)[:, None])
+    copy_to_shared(stages.scales.index(stage), scale, mask=line_entry < keys.n)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _left_factor(words, scales):
+    """The keys as e4m3 ``[64, 128]``, relative to the largest scale of their key, times 64; and the factor of each key.
+
+    As in Triton, values are exact where scales differ by up to 2**11, and zero where they differ by more.
+    """
+    WORDS: gl.constexpr = _key_layout(4, False)
+    first, second = scales & 0xFF00FF, (scales >> 8) & 0xFF00FF
+    largest = gl.maximum(gl.maximum(first & 255, first >> 16), gl.maximum(second & 255, second >> 16))
+    group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))
+    power = ((scales[:, None] >> (8 * group)[None, :]) & 255) - largest[:, None] + 6
+    known = power > -6
+    low = gl.where(known, _LOW + power * _LOW_STEP, 0)
+    high = gl.where(known, _HIGH + power * _HIGH_STEP, 0)
+    first, second = gl.inline_asm_elementwise(
+        _TO_FP8, "=&r,=&r,r,r,r", [words, low[:, :, None], high[:, :, None]], dtype=(gl.int32, gl.int32), is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    fp8 = gl.convert_layout(gl.join(first, second).reshape([64, 4, 8]), _key_layout(8, False), assert_trivial=True)
+    # another view of the same registers
+    same = fp8[:, :, :, None] + gl.zeros([64, 4, 8, 4], gl.int32, layout=_key_layout(8, True))
+    left = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [same], dtype=gl.float8e4nv, is_pure=True, pack=4)
+    left = left.reshape([4, 2, 8, 4, 8, 4]).permute((0, 1, 2, 4, 3, 5)).reshape([64, 128])
+    bits = gl.where(largest == 255, 0x7FC00000, gl.where(largest == 0, 0x00400000, largest << 23))
+    return left, bits.to(gl.float32, bitcast=True) * 0.015625
+
+
+@gluon.jit
+def _score_tile(tile, words, scales, queries, weights, out_ptr, out_stride, ends):
+    """Scores of a tile for each token; ``ends``: keys of each token that are scored."""
+    TOKENS: gl.constexpr = queries.shape[0]
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    SCORES: gl.constexpr = gl.SliceLayout(1, PRODUCT)
+    zeros = gl.zeros([BLOCK, HEADS], gl.float32, layout=PRODUCT)
+    left, scale = _left_factor(words, scales)
+    left = gl.convert_layout(left, gl.DotOperandLayout(0, PRODUCT, 4), assert_trivial=True)
+    scale = gl.convert_layout(scale, SCORES, assert_trivial=True)
+    entry = tile * BLOCK + gl.arange(0, BLOCK, layout=SCORES)
+    for t in gl.static_range(TOKENS):
+        product = warpgroup_mma(left, queries.index(t).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, deps=[product])
+        # twice a ReLU, at twice the rate of a maximum
+        score = gl.sum((product + gl.abs(product)) * weights[t][None, :], 1) * scale
+        gl.store(out_ptr + t * out_stride + entry, score, mask=entry < ends[t])
+
+
+@gluon.jit(do_not_specialize=["T", "width", "skip"])
+def index_scores_fp4_hopper_kernel(
+    q_ptr,
+    weights_ptr,
+    pool_ptr,
+    block_table_ptr,
+    token_to_req_ptr,
+    num_visible_ptr,
+    out_ptr,
+    T,
+    width,
+    skip,
+    page_stride,
+    table_stride,
+    out_stride,
+    PAGE: gl.constexpr,
+    TOKENS: gl.constexpr,
+):
+    """Program ``(i, j)``: split ``j`` of the keys, for tokens ``i * TOKENS`` on."""
+    gdc_launch_dependents()
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    COPY: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    queries = gl.allocate_shared_memory(gl.float8e4nv, [TOKENS, HEADS, DIM], gl.NVMMASharedLayout(128, 8, 2))
+    first = gl.program_id(0).to(gl.int64) * TOKENS
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, COPY))
+    place = gl.arange(0, DIM, layout=gl.SliceLayout(0, COPY))
+    channel = place // 4 % 4 * 32 + place // 16 * 4 + place % 4
+    # queries hold the even channels, then the odd ones
+    channel = channel // 2 + channel % 2 * (DIM // 2)
+    column = gl.arange(0, HEADS, layout=gl.SliceLayout(0, PRODUCT))
+    weights = ()
+    gdc_wait()
+    for t in gl.static_range(TOKENS):
+        row = (first + t) * HEADS + head
+        q = gl.load(q_ptr + row[:, None] * DIM + channel[None, :], mask=(row < T * HEADS)[:, None], other=0.0)
+        queries.index(t).store(q)
+        row = (first + t) * HEADS + column
+        weights += (gl.load(weights_ptr + row, mask=row < T * HEADS, other=0.0) * 0.5,)
+    fence_async_shared()
+    barrier()
+
+    out_ptr += first * out_stride
+    words = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK, DIM // 8], gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
+    scales = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    stages = TileStages(words, scales)
+    WORDS: gl.constexpr = _key_layout(4, False)
+    LOAD: gl.constexpr = _load_layout()
+    row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])))
+    line = gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    lead = gl.to_tensor(0)
+    while lead < TOKENS:
+        # one request after another: the tokens that share it are scored together; mostly there is one
+        request = gl.load(token_to_req_ptr + first + lead, mask=first + lead < T, other=0)
+        n = gl.to_tensor(0)
+        ends = ()
+        for t in gl.static_range(TOKENS):
+            other = gl.load(token_to_req_ptr + first + t, mask=first + t < T, other=0)
+            length = gl.load(num_visible_ptr + first + t, mask=first + t < T, other=0)
+            length = gl.minimum(length, width).to(gl.int32)
+            same = (t == lead) & (other == request)
+            length = gl.where(same & (length > skip), length, 0)
+            n = gl.maximum(n, length)
+            ends += (length,)
+            lead = gl.where(same, t + 1, lead)
+        tiles = (n + BLOCK - 1) // BLOCK
+        split = (tiles + gl.num_programs(1) - 1) // gl.num_programs(1)
+        tile = gl.minimum(gl.program_id(1) * split, tiles)
+        end = gl.minimum(tile + split, tiles)
+        if tile < end:
+            keys = Keys(
+                pool_ptr, page_stride, block_table_ptr + request.to(gl.int64) * table_stride, gl.minimum(n, end * BLOCK)
+            )
+            for i in gl.static_range(AHEAD):
+                page = _page_of(keys, tile + i, row, PAGE)
+                line_page = _page_of(keys, tile + i, line, PAGE)
+                _copy_tile(keys, page, line_page, tile + i, row, line, stages, i, PAGE)
+            page = _page_of(keys, tile + AHEAD, row, PAGE)
+            line_page = _page_of(keys, tile + AHEAD, line, PAGE)
+            i = gl.to_tensor(0)
+            while tile < end:
+                async_copy.wait_group(AHEAD - 1)
+                key = stages.words.index(i & (STAGES - 1)).load(LOAD).reshape([64, 4, 4])
+                key = gl.convert_layout(key, WORDS, assert_trivial=True)
+                scale = stages.scales.index(i & (STAGES - 1)).load(gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))
+                _copy_tile(keys, page, line_page, tile + AHEAD, row, line, stages, i + AHEAD, PAGE)
+                page = _page_of(keys, tile + AHEAD + 1, row, PAGE)
+                line_page = _page_of(keys, tile + AHEAD + 1, line, PAGE)
+                _score_tile(tile, key, scale, queries, weights, out_ptr, out_stride, ends)
+                tile += 1
+                i += 1
+            async_copy.wait_group(0)
