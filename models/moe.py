@@ -9,7 +9,16 @@ import torch
 from deepseek_attn.config.model import AnyConfig, LayerSpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
-from deepseek_attn.kernels.moe import UNGROUPED, ExpertGroups, ExpertStack, HashRouting, moe_experts, moe_route, swiglu
+from deepseek_attn.kernels.moe import (
+    UNGROUPED,
+    ExpertGroups,
+    ExpertRange,
+    ExpertStack,
+    HashRouting,
+    moe_experts,
+    moe_route,
+    swiglu,
+)
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import Linear, multi_linear
 from deepseek_attn.layers.parallel import Parallel
@@ -24,13 +33,17 @@ class Gate(CheckpointModule):
     """The router: experts of each token and their weights.
 
     Scored layers choose the highest ``score + bias``; the bias does not enter the weights. Hash layers look experts up
-    by token id (``tid2eid``), and scores only weigh them.
+    by token id (``tid2eid``), and scores only weigh them. With a ``shard`` of the experts, ids count from its first one
+    on, and are -1 for others.
     """
 
     groups = UNGROUPED
 
-    def __init__(self, config: AnyConfig, spec: AnySpec, device: torch.device | str = "cpu"):
+    def __init__(
+        self, config: AnyConfig, spec: AnySpec, device: torch.device | str = "cpu", shard: Shard | None = None
+    ):
         super().__init__(device)
+        self.own = None if shard is None else ExpertRange(shard.start, shard.size)
         self.topk, self.factor = config.num_experts_per_tok, config.routed_scaling_factor
         self.normalize, self.score = config.norm_topk_prob, config.scoring_func
         self.hash = spec.hash_routing
@@ -53,14 +66,21 @@ class Gate(CheckpointModule):
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``x [T, hidden_size]``, ``token_ids [T]`` -> expert ids ``[T, k]`` and float32 weights ``[T, k]``."""
         bias, hashed = (None, HashRouting(self.tid2eid, token_ids)) if self.hash else (self.bias, None)
-        return moe_route(x, self.weight, self.topk, self.score, self.factor, self.normalize, bias, self.groups, hashed)
+        options = self.topk, self.score, self.factor, self.normalize, bias, self.groups, hashed, self.own
+        return moe_route(x, self.weight, *options)
 
 
 class GroupLimitedGate(Gate):
     """A gate of DeepSeek-V3: experts come from the best ``topk_group`` of ``n_group`` groups; see `ExpertGroups`."""
 
-    def __init__(self, config: DeepseekV32Config, spec: V32LayerSpec, device: torch.device | str = "cpu"):
-        super().__init__(config, spec, device)
+    def __init__(
+        self,
+        config: DeepseekV32Config,
+        spec: V32LayerSpec,
+        device: torch.device | str = "cpu",
+        shard: Shard | None = None,
+    ):
+        super().__init__(config, spec, device, shard)
         self.groups = ExpertGroups(config.n_group, config.topk_group)
 
 
@@ -114,7 +134,7 @@ class Experts(CheckpointModule):
         shard: Shard | None = None,
     ):
         super().__init__(device)
-        self.weigh_output, self.shard = weigh_output, shard
+        self.weigh_output = weigh_output
         self.count, self.limit = config.n_routed_experts, config.swiglu_limit
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         first, kept = (shard.start, shard.size) if shard else (0, self.count)
@@ -139,9 +159,6 @@ class Experts(CheckpointModule):
 
         With ``add [T, D]``, the dtype of x: the sum is rounded after the addition, which waits for ``add_ready``.
         """
-        if self.shard:
-            local = experts - self.shard.start
-            experts = torch.where((local >= 0) & (local < self.shard.size), local, -1)
         w1, w3, w2 = (
             ExpertStack(projection.weight, projection.scale, projection.exponent, projection.fp8_group)
             for projection in (self.w1, self.w3, self.w2)
@@ -154,7 +171,10 @@ class Experts(CheckpointModule):
 
 
 class MoE(CheckpointModule):
-    """Routed experts plus the shared one. Of several ranks, each has some experts and a shard of the shared one."""
+    """Routed experts plus the shared one. Of several ranks, each has some experts and a shard of the shared one.
+
+    With data-parallel attention, each has all of the shared one, for its own tokens.
+    """
 
     def __init__(
         self,
@@ -168,21 +188,25 @@ class MoE(CheckpointModule):
         super().__init__(device)
         self.parallel = parallel = parallel or Parallel.single()
         grouped = isinstance(config, DeepseekV32Config)
-        self.gate = (GroupLimitedGate if grouped else Gate)(config, spec, device)
         shard = parallel.shard(0, config.n_routed_experts)
+        self.gate = (GroupLimitedGate if grouped else Gate)(config, spec, device, shard)
         self.experts = Experts(config, numerics, dtype, device, weigh_output=grouped, shard=shard)
         inner = config.moe_intermediate_size * config.n_shared_experts
         limit = config.swiglu_limit
-        self.shared_experts = MLP(config.hidden_size, inner, limit, numerics, dtype, device, parallel.shard)
+        self.shared_experts = MLP(config.hidden_size, inner, limit, numerics, dtype, device, parallel.token_shard)
 
     @traced("moe")
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """``x [T, hidden_size]``, ``token_ids [T]`` -> ``[T, hidden_size]``."""
-        num_tokens = len(x)
-        x, token_ids = self.parallel.gather_tokens(x, token_ids)
-        shared = run_beside(lambda: self.shared_experts(x), x.device)
-        return self.parallel.sum_experts(self.experts(x, *self.gate(x, token_ids), *shared), num_tokens)
+        shared = self._shared(x)
+        everyone = self.parallel.gather_tokens(x)
+        token_ids = self.parallel.gather_tokens(token_ids) if self.gate.hash else token_ids
+        return self.parallel.sum_experts(self.experts(everyone, *self.gate(everyone, token_ids), *shared), len(x))
 
     def mixture(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """This rank's routed experts and its part of the shared one: ``experts`` and ``weights [T, k]`` of a gate."""
-        return self.experts(x, experts, weights, *run_beside(lambda: self.shared_experts(x), x.device))
+        return self.experts(x, experts, weights, *self._shared(x))
+
+    def _shared(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """This rank's part of the shared expert, computed beside what follows."""
+        return run_beside(lambda: self.parallel.own_tokens(self.shared_experts(x) if len(x) else x), x.device)

@@ -1,37 +1,59 @@
-"""A model on several GPUs, under torchrun: checked against one GPU on a few layers, then run at full depth.
+"""A model on several GPUs, under torchrun: checked against one GPU on a few layers, then timed at full depth.
 
-    torchrun --nproc-per-node 4 scripts/bench_parallel.py --model v4_flash --batch 1,32
+    torchrun --nproc-per-node 2 scripts/bench_parallel.py --model v4_flash --batch 1,32,128 --context 8192 --out FILE
 
-Weights are random, drawn on the GPUs in the formats of a published checkpoint. Every line of stdout is of rank 0; the
-last one is the summary as JSON. The exit status is 1 if a check fails.
+Weights are random, drawn on the GPUs in the formats of a published checkpoint. Steps:
+
+    sums         an all-reduce by size, in CUDA graphs: by NCCL, and by writing into each other's memory
+    check        logits of a few layers against one GPU, in bfloat16
+    decode       a decode step: as it is, with all sums through NCCL, and with communication left out
+    prefill      a step of one long prompt; with data-parallel attention, of one on each rank
+    generate     requests through the engine
+    check_exact  logits in float32, and with CUDA graphs
+
+All but the first are done in each layout: ``tp``, in which all ranks have the same tokens, and ``dp``, data-parallel
+attention, in which they share out a batch; experts are split in both. Rank 0 prints a row of JSON per figure and keeps
+all of them in ``--out``. An error ends all ranks: the one that failed prints its step and message as a row, and writes
+the traceback beside ``--out``. The exit status is 1 then, and if a check fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import os
+import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from deepseek_attn.bench.layer import fill_caches
-from deepseek_attn.bench.model import time_model
+from deepseek_attn.bench.layer import fill_caches, past
+from deepseek_attn.bench.model import decode_step
+from deepseek_attn.bench.timing import time_calls, time_graph, time_until_done
 from deepseek_attn.checkpoint.published import PublishedSource, StoredWeight
 from deepseek_attn.checkpoint.recipes import DRAW, Recipe
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.kernels.collectives import all_reduce
 from deepseek_attn.kernels.linear import FP4_GROUP
-from deepseek_attn.layers.parallel import Parallel, launched
-from deepseek_attn.runner.graphs import DecodeGraphs
+from deepseek_attn.layers.parallel import Parallel, StepNeeds, launched
 from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.utils.files import write_text
 
+STEPS = ("sums", "check", "decode", "prefill", "generate", "check_exact")
+LAYOUTS = ("tp", "dp")
+CHECK_LENGTHS = (300, 40, 7, 129)
+SUM_ROWS = (1, 8, 32, 64, 128, 256, 2048, 8192)
 # Relative error of the logits. In bfloat16, sums over ranks are rounded once more, FP8 rounding of activations
 # magnifies that, and an undecided router takes another expert; float32 shows whether the computation is the same.
 LIMITS = {"bfloat16": 0.25, "float32": 1e-3}
@@ -69,30 +91,68 @@ class Bench:
     """The ranks, the options and what was found so far."""
 
     def __init__(self, args: argparse.Namespace, parallel: Parallel, device: torch.device):
-        self.args, self.parallel, self.device = args, parallel, device
+        self.args, self.ranks, self.device, self.cuda = args, parallel, device, device.type == "cuda"
         self.config = ModelConfig.from_pretrained(args.model)
         self.source = DeviceSource(self.config, device)
         self.small = self.config.replace(n_routed_experts=min(CHECK_EXPERTS, self.config.n_routed_experts))
-        self.found = {"model": args.model, "ranks": parallel.world, "device": str(device)}
-        self.started, self.failed = time.perf_counter(), False
-        self.full: ModelRunner | None = None
+        self.started, self.failed, self.step = time.perf_counter(), False, "start"
+        name = torch.cuda.get_device_name(device) if self.cuda else "cpu"
+        self.found = {
+            "model": args.model,
+            "ranks": parallel.world,
+            "device": name,
+            "torch": torch.__version__,
+            "rows": [],
+        }
+        self.say(sums="through peers" if parallel.peers else "NCCL" if self.cuda else "Gloo")
 
-    def say(self, *words: object) -> None:
-        if self.parallel.rank == 0:
-            print(f"[{time.perf_counter() - self.started:6.1f} s]", *words, flush=True)
+    def say(self, **facts: object) -> None:
+        """Prints and keeps a row, on rank 0."""
+        if self.ranks.rank:
+            return
+        row = {"step": self.step, "after_s": round(time.perf_counter() - self.started, 1)} | facts
+        self.found["rows"].append(row)
+        print(json.dumps(row), flush=True)
+        if self.args.out:
+            write_text(self.args.out, json.dumps(self.found) + "\n")
 
-    def do(self, name: str, step: Callable[[], dict]) -> None:
-        """Runs one step; what it found, or the error, is printed and kept."""
-        try:
-            self.found[name] = step()
-        except Exception as error:
-            traceback.print_exc()
-            self.failed = True
-            self.found[name] = {"error": f"{type(error).__name__}: {error}"}
-        self.say(name, json.dumps(self.found[name]))
+    def fail(self, error: BaseException) -> None:
+        """Says in which step this rank failed, and why."""
+        row = {"step": self.step, "rank": self.ranks.rank, "error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(row), flush=True)
+        if self.args.out:
+            trace = "".join(traceback.format_exception(error))
+            write_text(self.args.out.with_suffix(f".rank{self.ranks.rank}.txt"), f"{json.dumps(row)}\n{trace}")
 
-    def runner(self, source: DeviceSource, parallel: Parallel, **options) -> ModelRunner:
-        limits = {"max_model_len": 4096, "max_num_seqs": max(*self.args.batch, 4), "max_num_batched_tokens": 2048}
+    def run(self) -> None:
+        """All steps that were asked for, in the order of `STEPS`."""
+        steps = self.args.steps
+        if "sums" in steps and self.cuda and self.ranks.world > 1:
+            self.step = "sums"
+            self.sums()
+        for layout in self.args.layouts:
+            if "check" in steps:
+                self.step = "check"
+                self.check(layout, cuda_graphs=False)
+            if {"decode", "prefill", "generate"} & set(steps):
+                self.full_depth(layout)
+            if "check_exact" in steps:
+                self.step = "check_exact"
+                self.check(layout, dtype="float32", numerics="exact", cuda_graphs=False)
+                if self.cuda:
+                    self.check(layout, cuda_graphs=True)
+
+    def parallel(self, layout: str) -> Parallel:
+        """The ranks in a layout."""
+        ranks = self.ranks
+        return Parallel(ranks.rank, ranks.world, layout == "dp", peers=ranks.peers if layout == "tp" else None)
+
+    def runner(self, source: DeviceSource, parallel: Parallel, lengths: list[int], **options) -> ModelRunner:
+        limits = {
+            "max_model_len": max(lengths),
+            "max_num_seqs": max(*(own_part(batch, parallel) for batch in self.args.batch), len(CHECK_LENGTHS)),
+            "max_num_batched_tokens": max(2048, self.args.prefill),
+        }
         options = {"device": self.device, "numerics": "serving", "dtype": "bfloat16"} | limits | options
         return ModelRunner.from_source(source.config, source, parallel=parallel, progress=False, **options)
 
@@ -100,27 +160,38 @@ class Bench:
         generator = torch.Generator().manual_seed(1)
         return [torch.randint(2, self.config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
-    def check(self, dtype: str = "bfloat16", dp_attention: bool = False, **options) -> dict:
+    def sums(self) -> None:
+        """An all-reduce of hidden states, many in a graph."""
+        peers = self.ranks.peers
+        for rows in SUM_ROWS:
+            x = torch.ones(rows, self.config.hidden_size, dtype=torch.bfloat16, device=self.device)
+            ways = {"NCCL": partial(dist.all_reduce, x)}
+            if peers and peers.buffers.holds(x.nbytes):
+                ways["peers"] = partial(all_reduce, x, peers.buffers)
+            for way, call in ways.items():
+                self.say(rows=rows, bytes=x.nbytes, sums=way, us=statistics.median(time_graph([call] * 20)))
+
+    def check(self, layout: str, dtype: str = "bfloat16", **options) -> None:
         """Logits of a few layers with real widths: prompts, then token by token, against this GPU alone; worst rank.
 
         With data-parallel attention, each rank has another part of the prompts.
         """
-        texts, layers = self.prompts([300, 40, 7, 129]), self.args.check_layers
+        texts, layers, lengths = self.prompts(list(CHECK_LENGTHS)), self.args.check_layers, [max(CHECK_LENGTHS)]
         options = {"dtype": dtype, "layers": layers} | options
         source = DeviceSource(self.small, self.device)
-        alone = self.runner(source, Parallel.single(), **options)
+        alone = self.runner(source, Parallel.single(), lengths, **options)
         expected = alone.score(texts), alone.score(texts[1:3], chunk_size=1)
         del alone
-        ranks = Parallel(self.parallel.rank, self.parallel.world, dp_attention)
-        runner = self.runner(source, ranks, **options)
+        ranks = self.parallel(layout)
+        runner = self.runner(source, ranks, lengths, **options)
         own = [range(4), range(2)]
-        if dp_attention:
+        if layout == "dp":
             own = [[i for i in part if i % ranks.world == ranks.rank] for part in own]
         got = (
             runner.score([texts[i] for i in own[0]]),
             runner.score([texts[1:3][i] for i in own[1]], chunk_size=1),
         )
-        found = {"layers": layers, "experts": self.small.n_routed_experts, "dtype": dtype}
+        found = {"layout": layout, "layers": layers, "experts": self.small.n_routed_experts, "dtype": dtype}
         for name, logits, right, mine in zip(("prompts", "steps"), got, expected, own, strict=True):
             facts = torch.zeros(3)
             if mine:
@@ -134,58 +205,136 @@ class Bench:
             error, median, other = facts.tolist()
             self.failed |= error > LIMITS[dtype]
             found[name] = {"error": error, "median_error": median, "other_choices": other}
-        return found
+        self.say(**found, cuda_graphs=options["cuda_graphs"])
 
-    def full_depth(self) -> dict:
-        """Builds the whole model, then decodes."""
-        device, cuda = self.device, self.device.type == "cuda"
+    def full_depth(self, layout: str) -> None:
+        """Builds the whole model, and runs the steps that need it."""
+        self.step, parallel, args = "load", self.parallel(layout), self.args
         start = time.perf_counter()
-        self.full = self.runner(self.source, self.parallel, cuda_graphs=False)
-        if cuda:
-            torch.cuda.synchronize(device)
-        found = {"load_seconds": time.perf_counter() - start, "bytes_loaded": self.full.report.bytes}
-        if cuda:
-            found["weights_and_caches_gb"] = torch.cuda.memory_allocated(device) / 1e9
-            found["peak_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
-        return found | {"layers": len(self.full.backbone_layers)}
+        longest = max(args.context, args.prompt + args.tokens, args.prefill)
+        runner = self.runner(self.source, parallel, [longest])
+        facts = {"layout": layout, "layers": len(runner.backbone_layers), "bytes_loaded": runner.report.bytes}
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+            free, total = torch.cuda.mem_get_info(self.device)
+            facts |= {
+                "weights_and_caches_gb": torch.cuda.memory_allocated(self.device) / 1e9,
+                "peak_gb": torch.cuda.max_memory_allocated(self.device) / 1e9,
+                "driver_gb": (total - free) / 1e9,
+            }
+        self.say(**facts, load_seconds=time.perf_counter() - start)
+        if "decode" in args.steps:
+            self.step = "decode"
+            self.decode(runner, layout)
+        if "prefill" in args.steps and args.prefill:
+            self.step = "prefill"
+            self.prefill(runner, layout)
+        if "generate" in args.steps:
+            self.step = "generate"
+            self.generate(runner, layout)
+        runner.close()
+        del runner
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
 
-    def decode(self, graph: bool) -> dict:
+    def decode(self, runner: ModelRunner, layout: str) -> None:
         """Decode steps of each batch size over random caches, sampling left out."""
-        fill_caches(self.full)
-        timings = [
-            time_model(self.full, batch, self.args.context, self.args.repeats, graph=graph) for batch in self.args.batch
-        ]
-        return {
-            str(timing.batch): {"ms": timing.microseconds / 1e3, "tokens_per_second": timing.tokens_per_second}
-            for timing in timings
-        }
+        fill_caches(runner)
+        parallel, world = runner.parallel, self.ranks.world
+        peers = parallel.peers
+        sizes = dict.fromkeys(own_part(batch, parallel) for batch in self.args.batch)
+        ways = ["as it is", *(["NCCL"] if peers else []), *(["left out"] if world > 1 else [])]
+        for batch in sizes:
+            for way in ways:
+                parallel.peers = peers if way == "as it is" else None
+                with left_out(parallel) if way == "left out" else nullcontext():
+                    times = self.step_times(runner, batch)
+                total = batch * (world if parallel.dp_attention else 1)
+                ms = statistics.median(times) / 1e3
+                self.say(
+                    layout=layout, batch=total, context=self.args.context, sums=way, ms=ms,
+                    tokens_per_second=total / ms * 1e3,
+                )  # fmt: skip
+        parallel.peers = peers
 
-    def generate(self, graph: bool) -> dict:
+    @torch.inference_mode()
+    def step_times(self, runner: ModelRunner, batch: int) -> list[float]:
+        """Microseconds of decode steps of ``batch`` requests of each rank, as a CUDA graph where they can be one."""
+        caches = [past(runner, self.args.context - 1) for _ in range(batch)]
+        try:
+            runner.manager.reserve([(cache, 1) for cache in caches])
+            with runner.op_settings():
+                if runner.parallel.dp_attention:
+                    runner.parallel.agree(StepNeeds(batch, self.args.context), self.device)
+                step = decode_step(runner, caches, self.args.context, not runner.graph_problem)
+                return time_calls(lambda _: step(), self.device, self.args.repeats)
+        finally:
+            for cache in caches:
+                runner.manager.free(cache)
+
+    def prefill(self, runner: ModelRunner, layout: str) -> None:
+        """A step of one prompt from its first token on; the first time compiles."""
+        tokens = self.prompts([self.args.prefill])[0]
+        times = []
+        for _ in range(4):
+            sequence = runner.sequence(tokens)
+            try:
+                step = partial(runner.step, [(sequence, len(tokens))])
+                times.append(time_until_done(step, self.device))
+            finally:
+                sequence.free()
+        total = len(tokens) * (self.ranks.world if layout == "dp" else 1)
+        ms = statistics.median(times[1:]) / 1e3
+        self.say(layout=layout, tokens=total, ms=ms, first_ms=times[0] / 1e3, tokens_per_second=total / ms * 1e3)
+
+    def generate(self, runner: ModelRunner, layout: str) -> None:
         """Requests through the engine: prompts, decode steps and sampling."""
-        runner, args = self.full, self.args
-        if graph:
-            runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device)
-        batch = max(args.batch)
+        args, batch = self.args, own_part(max(self.args.batch), runner.parallel)
         texts = self.prompts([args.prompt] * batch)
         engine = Engine(runner)
         params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
         rates, outputs = [], []
+        total = batch * (self.ranks.world if layout == "dp" else 1)
         for _ in range(2):  # the first time compiles and captures
             start = time.perf_counter()
             requests = [engine.add_request(text, params, index=i) for i, text in enumerate(texts)]
             for _ in engine.run(requests):
                 pass
-            rates.append(batch * args.tokens / (time.perf_counter() - start))
+            rates.append(total * args.tokens / (time.perf_counter() - start))
             outputs = [list(request.completion().token_ids) for request in requests]
-        agree = outputs == self.parallel.share(outputs)
-        self.failed |= not agree
-        return {
-            "batch": batch,
-            "prompt": args.prompt,
-            "tokens": args.tokens,
-            "tokens_per_second": rates,
-            "agree": agree,
-        }
+        runner.wait_for_ranks()
+        agree = outputs == self.ranks.share(outputs)  # with data-parallel attention they have the same prompts
+        self.failed |= not agree and layout == "tp"
+        self.say(
+            layout=layout, batch=total, prompt=args.prompt, tokens=args.tokens, tokens_per_second=rates, agree=agree
+        )
+
+
+def own_part(batch: int, parallel: Parallel) -> int:
+    """Requests of one rank."""
+    return max(1, batch // parallel.world) if parallel.dp_attention else batch
+
+
+@contextmanager
+def left_out(parallel: Parallel) -> Iterator[None]:
+    """Ranks compute without each other, on tensors of the same shapes: results are wrong."""
+
+    def gather_tokens(x: torch.Tensor) -> torch.Tensor:
+        others = range(1, parallel.world if parallel.dp_attention else 1)
+        return torch.cat([x, *(x.roll(i, -1) for i in others)])  # other hidden states choose other experts
+
+    kept = {"sum", "gather_columns", "gather_tokens", "sum_experts"}
+    parallel.sum = lambda x: x
+    parallel.gather_columns = lambda x: x.repeat(1, parallel.token_ranks)
+    parallel.gather_tokens = gather_tokens
+    parallel.sum_experts = lambda y, rows: y[:rows]
+    try:
+        yield
+    finally:
+        for name in kept:
+            delattr(parallel, name)
 
 
 def numbers(text: str) -> list[int]:
@@ -195,14 +344,22 @@ def numbers(text: str) -> list[int]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="v4_flash", help="preset or config.json (default: v4_flash)")
+    parser.add_argument("--steps", type=lambda text: text.split(","), default=list(STEPS), help="default: all")
+    parser.add_argument("--layouts", type=lambda text: text.split(","), default=list(LAYOUTS), help="default: tp,dp")
     parser.add_argument("--check-layers", type=numbers, default=[0, 2, 3], help="layers of the check (default: 0,2,3)")
-    parser.add_argument("--batch", type=numbers, default=[1, 32], help="decode batches (default: 1,32)")
+    parser.add_argument("--batch", type=numbers, default=[1, 32], help="decode batches of all ranks (default: 1,32)")
     parser.add_argument("--context", type=int, default=1024, help="tokens before a timed step (default: 1024)")
+    parser.add_argument("--prefill", type=int, default=2048, help="tokens of a timed prompt (default: 2048)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a generating prompt (default: 128)")
     parser.add_argument("--tokens", type=int, default=32, help="tokens to generate (default: 32)")
     parser.add_argument("--repeats", type=int, default=20, help="timed steps (default: 20)")
     parser.add_argument("--device", help="cpu or cuda (default: GPUs if there are any)")
-    return parser.parse_args()
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON of all rows")
+    args = parser.parse_args()
+    for given, known in ((args.steps, STEPS), (args.layouts, LAYOUTS)):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"{unknown[0]!r} is none of {', '.join(known)}")
+    return args
 
 
 def main() -> int:
@@ -210,25 +367,12 @@ def main() -> int:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     with launched(world, args.device, timeout_seconds=120) as (parallel, device):
         bench = Bench(args, parallel, device)
-        bench.say("ranks", world, "on", device)
-        bench.do("check", lambda: bench.check(cuda_graphs=False))
-        bench.do("full_depth", bench.full_depth)
-        graphs = device.type == "cuda"
-        if graphs:
-            bench.do("decode_graphs", lambda: bench.decode(graph=True))
-            graphs = "error" not in bench.found["decode_graphs"]
-        if not graphs:
-            bench.do("decode_eager", lambda: bench.decode(graph=False))
-        bench.do("generate", lambda: bench.generate(graph=graphs))
-        bench.full = None
-        exact = {"dtype": "float32", "numerics": "exact", "cuda_graphs": False}
-        bench.do("check_float32", lambda: bench.check(**exact))
-        bench.do("check_data_parallel", lambda: bench.check(dp_attention=True, **exact))
-        if graphs:
-            bench.do("check_graphs", lambda: bench.check(cuda_graphs=True))
-        if parallel.rank == 0:
-            print(json.dumps(bench.found), flush=True)
-        parallel.share(None)  # nobody ends before the summary is out: torchrun would end all after a failure
+        try:
+            bench.run()
+        except BaseException as error:
+            bench.fail(error)
+            raise
+        parallel.share(None)  # nobody ends before the rows are out: torchrun would end all after a failure
         return int(bench.failed)
 
 

@@ -103,7 +103,7 @@ def time_model(
         with runner.op_settings():
             last_rows = torch.arange(tokens - 1, batch * tokens, tokens, device=runner.device)
             metadata = _metadata(runner, caches, tokens)
-            run = _decode_step(runner, caches, context, graph) if tokens == 1 else None
+            run = decode_step(runner, caches, context, graph) if tokens == 1 else None
             run = run or _replay([lambda: _forward(runner, metadata, last_rows)], graph)
             times = time_calls(lambda _: run(), runner.device, repeats, warmup)
             kernels = tuple(kernels_of(run)) if graph else ()
@@ -128,7 +128,7 @@ def _metadata(runner: ModelRunner, caches: list[SequenceCache], tokens: int) -> 
     return runner.builder.build(step_input(runner.manager, caches, [tokens] * len(caches), runner.decode_query_len))
 
 
-def _decode_step(runner: ModelRunner, caches: list[SequenceCache], context: int, graph: bool) -> Callable[[], object]:
+def decode_step(runner: ModelRunner, caches: list[SequenceCache], context: int, graph: bool) -> Callable[[], object]:
     """A decode step as the runner computes it, metadata included."""
     batch = len(caches)
     steps = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[batch], capture=graph)

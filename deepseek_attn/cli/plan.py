@@ -1,19 +1,31 @@
-"""``deepseek-attn plan``: bytes of the KV caches, without allocating them."""
+"""``deepseek-attn plan``: bytes of the KV caches, without allocating them; memory and time of a step on GPUs."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from typing import TYPE_CHECKING, Any
 
+from deepseek_attn.cli.bench import numbers
 from deepseek_attn.cli.options import HUB_ID, add_limits, add_numerics_options, add_prefill_options, memory_size
 from deepseek_attn.utils.sizes import show_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from deepseek_attn.config.model import AnyConfig
+    from deepseek_attn.config.numerics import Numerics
+    from deepseek_attn.runner.planner import Plan
+
+LAYOUTS = {"tp": False, "dp": True}  # whether attention is data-parallel
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "plan",
-        help="KV cache bytes per layer, sequence and token",
-        description="KV cache bytes: fixed per sequence, marginal per token, and what fits in a given memory.",
+        help="KV cache bytes per layer, sequence and token; memory and step times on GPUs",
+        description="KV cache bytes: fixed per sequence, marginal per token, and what fits in a given memory. With "
+        "--gpu also what a rank takes in all, sends in a step, and how long steps take, predicted from measurements.",
     )
     parser.add_argument(
         "--model",
@@ -28,6 +40,20 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--memory", type=memory_size, metavar="BYTES",
         help="memory for caches and workspace, for instance 80GB: prints what fits",
     )  # fmt: skip
+    ranks = parser.add_argument_group("ranks (docs/parallel.md)")
+    ranks.add_argument("--gpu", choices=["h200"], help="predict for this GPU")
+    ranks.add_argument("--ranks", type=int, default=1, metavar="N", help="GPUs that share the model (default: 1)")
+    ranks.add_argument(
+        "--layout", choices=list(LAYOUTS), default="tp",
+        help="tp: all ranks have the same tokens; dp: data-parallel attention (default: tp)",
+    )  # fmt: skip
+    ranks.add_argument("--gpus-per-host", type=int, default=8, metavar="N", help="that NVLink joins (default: 8)")
+    ranks.add_argument(
+        "--batch", type=numbers, default=[1, 32, 128], metavar="LIST",
+        help="requests of a decode step, all ranks together (default: 1,32,128)",
+    )  # fmt: skip
+    ranks.add_argument("--context", type=int, metavar="N", help="tokens of each (default: max_model_len)")
+    ranks.add_argument("--prefill", type=int, metavar="N", help="also predict a step of one prompt of N tokens")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     parser.set_defaults(run=run)
 
@@ -47,8 +73,9 @@ def collect(args: argparse.Namespace) -> dict:
     from deepseek_attn.runner import planner
 
     config, device = ModelConfig.from_pretrained(args.model), pick_device(None)
-    numerics = numerics_for(config, args.numerics or ("serving" if device.type == "cuda" else "exact"))
-    dtype = pick_dtype(args.dtype, device)
+    on_gpu = args.gpu is not None or device.type == "cuda"
+    numerics = numerics_for(config, args.numerics or ("serving" if on_gpu else "exact"))
+    dtype = pick_dtype(args.dtype or ("bfloat16" if on_gpu else None), device)
     limit = config.max_position_embeddings
     length = min(limit, DEFAULT_MAX_MODEL_LEN) if args.max_model_len is None else args.max_model_len
     check_sizes(config, None, length, args.max_num_seqs, args.max_num_batched_tokens, 0, args.max_snapshots)
@@ -83,7 +110,46 @@ def collect(args: argparse.Namespace) -> dict:
         memory = facts["memory"] = args.memory
         facts["sequences_that_fit"] = planner.sequences_that_fit(plan_for, memory, length)
         facts["tokens_that_fit"] = planner.tokens_that_fit(plan_for, memory, args.max_num_seqs, limit)
+    if args.gpu is not None:
+        facts["ranks"] = rank_facts(args, config, numerics, dtype, plan)
+    elif args.ranks != 1:
+        raise ValueError("--ranks: say of which GPUs, --gpu h200")
     return facts
+
+
+def rank_facts(
+    args: argparse.Namespace, config: AnyConfig, numerics: Numerics, dtype: torch.dtype, plan: Plan
+) -> dict[str, Any]:
+    """What one of several ranks takes and sends, and how long its steps take."""
+    from deepseek_attn.bench.machines import MACHINES
+    from deepseek_attn.bench.ranks import RankLayout, RankModel
+    from deepseek_attn.layers.parallel import Parallel, check_split
+
+    if min(args.ranks, args.gpus_per_host, *args.batch, args.context or 1, args.prefill or 1) < 1:
+        raise ValueError("--ranks, --gpus-per-host, --batch, --context and --prefill are positive numbers")
+    dp_attention, length = LAYOUTS[args.layout], plan.layout.max_model_len
+    check_split(config, Parallel(0, args.ranks, dp_attention))
+    layout = RankLayout(args.ranks, dp_attention, args.gpus_per_host)
+    model = RankModel(config, numerics, dtype, layout, MACHINES[args.gpu])
+    weights, machine = model.weights(), model.machine
+    shapes = [(batch, 1, min(args.context or length, config.max_position_embeddings)) for batch in args.batch]
+    shapes += [(1, args.prefill, args.prefill)] if args.prefill else []
+    steps = []
+    for batch, tokens, context in shapes:
+        step = model.step(batch, tokens, context)
+        total = step.shape.rows * (layout.ranks if dp_attention else 1)
+        steps.append({
+            "requests": total // tokens, "tokens": tokens, "context": context, "ms": step.microseconds / 1e3,
+            "tokens_per_second": total / step.microseconds * 1e6, "stages_us": step.stages,
+            "nvlink_bytes": sum(part.sent for part in step.collectives),
+            "network_bytes": sum(part.network for part in step.collectives),
+        })  # fmt: skip
+    total = weights + plan.total + machine.context
+    return {
+        "gpu": machine.name, "ranks": layout.ranks, "layout": args.layout, "hosts": layout.hosts, "weights": weights,
+        "caches_and_workspace": plan.total, "context": machine.context, "total": total, "memory": machine.memory,
+        "fits": total <= machine.memory, "steps": steps, "sources": list(machine.sources),
+    }  # fmt: skip
 
 
 def table(facts: dict) -> str:
@@ -119,4 +185,28 @@ def table(facts: dict) -> str:
             f"  {facts['sequences_that_fit']} sequences of {facts['max_model_len']} tokens, or",
             f"  {facts['max_num_seqs']} sequences of {facts['tokens_that_fit']} tokens (at most what the model allows)",
         ]
+    if "ranks" in facts:
+        lines += rank_table(facts["ranks"])
     return "\n".join(lines)
+
+
+def rank_table(facts: dict) -> list[str]:
+    """Lines about one rank."""
+    lines = ["", f"{facts['ranks']} x {facts['gpu']}, layout {facts['layout']}, hosts {facts['hosts']}; each GPU:"]
+    names = {"weights": "weights", "caches_and_workspace": "caches and workspace", "context": "CUDA, NCCL, kernels"}
+    for key, label in (names | {"total": "total"}).items():
+        lines.append(f"  {label:<24}{show_bytes(facts[key]):>10}")
+    if not facts["fits"]:
+        lines.append(f"  does not fit: the GPU has {show_bytes(facts['memory'])}")
+    head = ("requests", "new tokens", "context", "ms", "tokens/s", "NVLink", "network", "communication")
+    lines += ["", "  ".join(f"{name:>11}" for name in head)]
+    for step in facts["steps"]:
+        share = step["stages_us"]["communication"] / step["ms"] / 1e3
+        cells = (
+            step["requests"], step["requests"] * step["tokens"], step["context"], f"{step['ms']:.2f}",
+            f"{step['tokens_per_second']:.0f}", show_bytes(step["nvlink_bytes"]), show_bytes(step["network_bytes"]),
+            f"{share:.0%}",
+        )  # fmt: skip
+        lines.append("  ".join(f"{cell!s:>11}" for cell in cells))
+    lines += ["", "NVLink, network: bytes that a GPU sends in a step. Measured at:"]
+    return lines + [f"  {source}" for source in facts["sources"]]

@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,11 +36,14 @@ import torch.distributed as dist
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.options import parse_device
 from deepseek_attn.config.v32 import DeepseekV32Config
+from deepseek_attn.kernels.collectives import PeerBuffers, all_gather, all_reduce
 from deepseek_attn.kernels.linear import FP8_BLOCK
+from deepseek_attn.layers.peers import Peers, open_peers
 from deepseek_attn.layers.weights import Shard
 from deepseek_attn.utils.processes import check_interface, check_timeout, end_with_parent
 
 logger = logging.getLogger(__name__)
+ONE_SHOT_BYTES = 1 << 21  # that a rank of one host sends itself, in one message to each other one: NCCL takes longer
 TIMEOUT_SECONDS = 600.0  # that a rank waits for the others in one collective: they may still be loading
 GRACE_SECONDS = 3.0  # in which the others can say why a collective failed, and a launcher can end this process
 # torch 2.13 has new names for these
@@ -57,6 +60,19 @@ class OthersLost(RankFailed):
     """A collective failed on this rank, most likely because another one has died, or does not take part."""
 
 
+class StepNeeds(NamedTuple):
+    """Size of a step of one rank, or of all: then the largest.
+
+    Attributes:
+        rows: new tokens; longest: length of the longest sequence after the step; eager: it is no decode step that a
+            CUDA graph may hold.
+    """
+
+    rows: int = 0
+    longest: int = 0
+    eager: bool = False
+
+
 @dataclass
 class Parallel:
     """The rank of this process, and the collectives it takes part in.
@@ -66,13 +82,15 @@ class Parallel:
     Attributes:
         rank, world: number of this rank, and number of ranks.
         dp_attention: data-parallel attention.
-        step_rows: largest number of tokens of any rank in the running step; set by `agree`.
+        step_rows: tokens of every rank in the running step, padding included; set by `agree`.
+        peers: memory through which small messages go, of ranks on one host with GPUs; None: all go through torch.
     """
 
     rank: int = 0
     world: int = 1
     dp_attention: bool = False
     step_rows: int = field(default=0, repr=False)
+    peers: Peers | None = field(default=None, repr=False)
     _seed: int = field(default=0, repr=False)
 
     @classmethod
@@ -94,51 +112,75 @@ class Parallel:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """All-reduce over the ranks that have the same tokens. May overwrite ``x``."""
-        if self.token_ranks > 1 and x.numel():
-            x = x.contiguous()
-            self._exchange(dist.all_reduce, x)
+        return x if self.token_ranks == 1 or not x.numel() else self._all_reduce(x.contiguous())
+
+    def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if peers := self._peers_for(x.nbytes):
+            return all_reduce(x, peers)
+        self._exchange(dist.all_reduce, x)
         return x
+
+    def _peers_for(self, size: int) -> PeerBuffers | None:
+        """What a message of ``size`` bytes to each rank goes through, if not through torch."""
+        if self.peers is None or not exchanged(size, self.world) or not self.peers.buffers.holds(size):
+            return None
+        return self.peers.buffers
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, n]`` of each rank that has the same tokens -> ``[T, token_ranks * n]``."""
         if self.token_ranks == 1:
             return x
         rows, columns = x.shape
-        gathered = x.new_empty(self.world * rows, columns)
-        if rows:
-            self._exchange(_all_gather, gathered, x.contiguous())
+        x = x.contiguous()
+        if peers := self._peers_for(x.nbytes):
+            gathered = all_gather(x, peers)
+        else:
+            gathered = x.new_empty(self.world * rows, columns)
+            if rows:
+                self._exchange(_all_gather, gathered, x)
         return gathered.view(self.world, rows, columns).transpose(0, 1).reshape(rows, self.world * columns)
 
-    def gather_tokens(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Before experts: all-gather of the tokens of all ranks, each padded with zeros to ``step_rows``."""
         if not self.dp_attention:
-            return x, token_ids
-        return self._gather_rows(x), self._gather_rows(token_ids)
+            return x
+        part = x
+        if len(x) < self.step_rows:
+            part = x.new_zeros(self.step_rows, *x.shape[1:])
+            part[: len(x)] = x
+        part = part.contiguous()
+        everyone = x.new_empty(self.world * self.step_rows, *x.shape[1:])
+        self._exchange(_all_gather, everyone, part)
+        return everyone
+
+    def own_tokens(self, y: torch.Tensor) -> torch.Tensor:
+        """Values of this rank's tokens among zeros for those of other ranks, in the order of `gather_tokens`."""
+        if not self.dp_attention:
+            return y
+        everyone = y.new_zeros(self.world * self.step_rows, *y.shape[1:])
+        first = self.rank * self.step_rows
+        everyone[first : first + len(y)] = y
+        return everyone
 
     def sum_experts(self, y: torch.Tensor, rows: int) -> torch.Tensor:
         """After experts: sums over all ranks for this rank's ``rows`` tokens. May overwrite ``y``."""
         if not self.dp_attention:
             return self.sum(y)
+        y = y.contiguous()
         summed = y.new_empty(self.step_rows, y.shape[1])
-        self._exchange(_reduce_scatter, summed, y.contiguous())
+        self._exchange(_reduce_scatter, summed, y)
         return summed[:rows]
 
-    def _gather_rows(self, x: torch.Tensor) -> torch.Tensor:
-        padded = x.new_zeros(self.step_rows, *x.shape[1:])
-        padded[: len(x)] = x
-        everyone = x.new_empty(self.world * self.step_rows, *x.shape[1:])
-        self._exchange(_all_gather, everyone, padded)
-        return everyone
+    def agree(self, step: StepNeeds, device: torch.device) -> StepNeeds:
+        """With data-parallel attention, begins a step here; returns what the steps of all ranks need together.
 
-    def agree(self, rows: int, device: torch.device) -> int:
-        """With data-parallel attention, begins a step of ``rows`` tokens here; returns the most tokens of any rank.
-
-        Waits until every rank has begun one. 0: no rank has work left.
+        Waits until every rank has begun one. No rows: no rank has work left.
         """
-        most = torch.tensor([rows], device=device)
+        most = torch.tensor([step.rows, step.longest, step.eager], device=device)
         self._exchange(dist.all_reduce, most, dist.ReduceOp.MAX)
-        self.step_rows = int(most)
-        return self.step_rows
+        rows, longest, eager = most.tolist()
+        self.step_rows = rows
+        return StepNeeds(rows, longest, bool(eager))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -148,6 +190,8 @@ class Parallel:
         except Exception as error:
             if self.world == 1:
                 raise
+            if self.peers is not None and (missing := self.peers.missing()) is not None:
+                raise OthersLost(f"rank {self.rank} of {self.world} waited for rank {missing}") from error
             raise RankFailed(f"rank {self.rank} of {self.world} failed within a step: {error}") from error
 
     def fresh_seed(self) -> int | None:
@@ -170,6 +214,11 @@ class Parallel:
         except RuntimeError as error:
             reason = str(error).partition(". ")[0]  # and not what torch advises
             raise OthersLost(f"rank {self.rank} of {self.world} waited for the others: {reason}") from error
+
+
+def exchanged(size: int, world: int) -> bool:
+    """Whether ranks of one host exchange messages of ``size`` bytes themselves, if their GPUs can."""
+    return size * (world - 1) <= ONE_SHOT_BYTES
 
 
 @contextmanager
@@ -231,6 +280,8 @@ def launched(
         try:
             parallel = Parallel(rank, world, dp_attention)
             parallel._seed = parallel.share(secrets.randbits(48))
+            if cuda and not dp_attention:
+                parallel.peers = open_peers(rank, world, device, timeout_seconds)
             yield parallel, device
         except BaseException:
             if not cuda:  # NCCL would wait for collectives that never end
@@ -362,11 +413,8 @@ def check_split(config: AnyConfig, parallel: Parallel) -> None:
     if parallel.world == 1:
         return
     whole = [("n_routed_experts", config.n_routed_experts, 1)]
-    block = FP8_BLOCK[0] if config.quantization_config is not None else 1
-    shared = config.moe_intermediate_size * config.n_shared_experts
-    whole.append(("moe_intermediate_size * n_shared_experts", shared, block))
     if not parallel.dp_attention:
-        whole += _token_splits(config, block)
+        whole += _token_splits(config, FP8_BLOCK[0] if config.quantization_config is not None else 1)
     problems = []
     for name, total, unit in whole:
         if total % parallel.world:
@@ -382,8 +430,9 @@ def check_split(config: AnyConfig, parallel: Parallel) -> None:
 
 def _token_splits(config: AnyConfig, block: int) -> list[tuple[str, int, int]]:
     """(name, total, unit that divides a rank's part) of each dimension that ranks split, besides experts."""
-    heads = config.num_attention_heads
+    heads, shared = config.num_attention_heads, config.moe_intermediate_size * config.n_shared_experts
     found = [("num_attention_heads", heads, 1), ("vocab_size", config.vocab_size, 1)]
+    found.append(("moe_intermediate_size * n_shared_experts", shared, block))
     if isinstance(config, DeepseekV32Config):
         found.append(("num_attention_heads * qk_head_dim", heads * config.qk_head_dim, block))
         found.append(("num_attention_heads * v_head_dim", heads * config.v_head_dim, block))

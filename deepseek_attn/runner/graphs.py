@@ -187,19 +187,23 @@ class DecodeGraphs:
         decode_query_len: int = 1,
         num_drafts: int = 0,
         limits: list[int] | None = None,
+        size: StepSize | None = None,
     ) -> DecodeRun:
-        """One step over the next tokens of each sequence, whose pages are reserved; see `size_for`.
+        """One step over the next tokens of each sequence, whose pages are reserved.
 
         Args:
             num_drafts: tokens to draft after the newest one; then ``token_ids`` are a token and drafts of those after.
             limits: lengths up to which the sequences have pages for drafts.
+            size: holds the step; default: see `size_for`.
         """
         prelaunched, self.prelaunched = self.prelaunched, None
         if prelaunched is not None and (run := prelaunched.reuse_if_matches(caches, token_ids, num_drafts)):
             return run
         query_lens, starts = [len(ids) for ids in token_ids], [cache.num_tokens for cache in caches]
-        longest = max(start + n for start, n in zip(starts, query_lens, strict=True))
-        step = self.step(self.size_for(query_lens, max([longest, *(limits or [])]), decode_query_len, num_drafts))
+        if size is None:
+            longest = max(start + n for start, n in zip(starts, query_lens, strict=True))
+            size = self.size_for(query_lens, max([longest, *(limits or [])]), decode_query_len, num_drafts)
+        step = self.step(size)
         step.set_inputs(token_ids, starts, self.tables.rows(caches), limits=limits)
         return DecodeRun.launch(step, caches, query_lens)
 

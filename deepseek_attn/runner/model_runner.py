@@ -20,12 +20,14 @@ from deepseek_attn.config.options import as_list
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.step_batch import StepBatch
 from deepseek_attn.layers.engram import Chunk, Lookup
+from deepseek_attn.layers.parallel import StepNeeds
 from deepseek_attn.models.block import AttentionStack, layer_specs
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.models.deepseek_v32 import DeepseekV32
 from deepseek_attn.models.moe import MoE
 from deepseek_attn.runner.build import LoadedModel, build_runner
 from deepseek_attn.runner.drafting import BlockDrafter, Drafter, DraftRows
+from deepseek_attn.runner.graph_steps import StepSize
 from deepseek_attn.runner.graphs import DecodeRun, DraftTokens
 from deepseek_attn.runner.options import RunnerOptions, check_options, lists_options
 from deepseek_attn.runner.scoring import score_prompts
@@ -195,20 +197,22 @@ class ModelRunner(LoadedModel):
             return [values[i] for i in back]
 
         lengths = [n for _, n in rows]
-        graphs = None if options.observer else self.graphs
-        if options.drafts and (graphs is None or not graphs.supports(lengths, 1 + options.drafts)):
+        if options.drafts and not self._replays(lengths, options, 1 + options.drafts):
             raise ValueError("StepOptions.drafts: this step does not run over persistent tensors; call draft after it")
         caches = [(sequence.cache, n) for sequence, n in rows]
         self.manager.reserve(caches)
         with self.manager.all_or_nothing(caches):
+            eager, size = not self._replays(lengths, options), None
             if self.parallel.dp_attention:
-                self.parallel.agree(sum(lengths), self.device)
+                longest = max(cache.num_tokens + n for cache, n in caches)
+                needs = self.parallel.agree(StepNeeds(sum(lengths), longest, eager), self.device)
+                eager, size = needs.eager, self._common_size(needs)
             output = StepOutput()
             counts = lengths if options.all_logits else [min(n, options.last) for n in lengths]
             with self.op_settings():
                 # inference mode takes 14 % off a single-token step on a CPU; its results are ordinary tensors
                 with torch.inference_mode():
-                    results = self._compute(model, rows, options)
+                    results = self._compute(model, rows, options, eager, size)
                 if options.mtp:
                     drafts = self._need_drafter().step_logits(
                         rows, results.hidden_states(lengths), self.decode_query_len
@@ -230,14 +234,26 @@ class ModelRunner(LoadedModel):
                 self._launch_next_step(results, [(sequence.cache, most) for sequence, most in options.next_step])
         return output
 
-    def _compute(self, model: DeepseekV4 | DeepseekV32, rows: Batch, options: StepOptions) -> EagerStep | DecodeRun:
-        """The step over persistent tensors where they hold it, eagerly elsewhere."""
+    def _replays(self, lengths: list[int], options: StepOptions, decode_query_len: int | None = None) -> bool:
+        """Whether a step runs over persistent tensors, as a CUDA graph on a GPU."""
+        if self.graphs is None or options.observer:
+            return False
+        return self.graphs.supports(lengths, decode_query_len or self.decode_query_len)
+
+    def _compute(
+        self,
+        model: DeepseekV4 | DeepseekV32,
+        rows: Batch,
+        options: StepOptions,
+        eager: bool,
+        size: StepSize | None,
+    ) -> EagerStep | DecodeRun:
+        """The step: eagerly, or over persistent tensors of the size that the ranks have agreed on, if they have."""
         caches, lengths = [sequence.cache for sequence, _ in rows], [n for _, n in rows]
         token_ids = [seq.token_ids[seq.num_computed : seq.num_computed + n] for seq, n in rows]
-        graphs = None if options.observer else self.graphs
-        if graphs is not None and graphs.supports(lengths, self.decode_query_len):
+        if self.graphs is not None and not eager:
             limits = self._reserve_drafts(caches, lengths, options.drafts) if options.drafts else None
-            return graphs.run(caches, token_ids, self.decode_query_len, options.drafts, limits)
+            return self.graphs.run(caches, token_ids, self.decode_query_len, options.drafts, limits, size)
         if self.graphs is not None:
             self.graphs.prelaunched = None  # a different step than the launched one
         if self.one_by_one:
@@ -284,7 +300,7 @@ class ModelRunner(LoadedModel):
         Which of the run's drafts are right is not known: there must be pages as if all were, and the caches must go
         back as if none was, past what the launched step writes over.
         """
-        if not batch or self.graphs is None:
+        if not batch or self.graphs is None or self.parallel.dp_attention:  # ranks agree on a step when it is requested
             return
         num_drafts = run.step.size.num_drafts
         if 2 * num_drafts > self.layout.max_rollback:
@@ -315,11 +331,23 @@ class ModelRunner(LoadedModel):
             return
         x = torch.zeros(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
         ids = torch.zeros(0, dtype=torch.int64, device=self.device)
-        while self.parallel.agree(0, self.device):
+        while (needs := self.parallel.agree(StepNeeds(eager=self.graphs is None), self.device)).rows:
+            size = self._common_size(needs)
             with self.op_settings():
+                if self.graphs is not None and size is not None:
+                    self.graphs.run([], [], size=size)
+                    continue
                 for module in self.model.layers.modules():
                     if isinstance(module, MoE):
                         module(x, ids)
+
+    def _common_size(self, needs: StepNeeds) -> StepSize | None:
+        """With data-parallel attention, size of a decode step of all ranks, which may fill less of it; None: eager."""
+        if self.graphs is None or needs.eager:
+            return None
+        size = self.graphs.size_for([1] * needs.rows, needs.longest)
+        self.parallel.step_rows = size.rows
+        return size
 
     @traced("mtp")
     @torch.no_grad()

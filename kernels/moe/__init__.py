@@ -7,11 +7,12 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.linear import FP8_INPUT_GROUP
-from deepseek_attn.kernels.moe.arguments import UNGROUPED, ExpertGroups, ExpertStack, HashRouting
+from deepseek_attn.kernels.moe.arguments import UNGROUPED, ExpertGroups, ExpertRange, ExpertStack, HashRouting
 
 __all__ = [
     "UNGROUPED",
     "ExpertGroups",
+    "ExpertRange",
     "ExpertStack",
     "HashRouting",
     "moe_experts",
@@ -30,6 +31,7 @@ def moe_route(
     bias: Tensor | None = None,
     groups: ExpertGroups = UNGROUPED,
     hashed: HashRouting | None = None,
+    own: ExpertRange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Experts of each token, and their weights.
 
@@ -42,6 +44,8 @@ def moe_route(
         bias: float32 ``[E]``, added to the scores that choose experts, not to their weights.
         groups: limits the choice; on a GPU their number is a power of two.
         hashed: experts are looked up by token id instead, and scores only weigh them.
+        own: ids count from its first expert on, and are -1 for experts that are not among them, as `moe_experts` takes
+            them.
 
     Returns:
         expert ids int64 ``[T, topk]`` in order of falling score (of equal ones the lower id first), or as in the table;
@@ -54,7 +58,7 @@ def moe_route(
         from deepseek_attn.kernels.moe.router import moe_route as op
     else:
         from deepseek_attn.kernels.moe.reference import moe_route as op
-    return op(x, weight, topk, score, factor, normalize, bias, groups, hashed)
+    return op(x, weight, topk, score, factor, normalize, bias, groups, hashed, own)
 
 
 def moe_experts(

@@ -34,6 +34,13 @@ class HashRouting(NamedTuple):
     token_ids: Tensor
 
 
+class ExpertRange(NamedTuple):
+    """Experts of one rank: ``count`` from number ``first`` on."""
+
+    first: int
+    count: int
+
+
 class ExpertStack(NamedTuple):
     """One projection of all experts.
 

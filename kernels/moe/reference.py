@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.kernels.linear import dequantize_weight, quantized_input
-from deepseek_attn.kernels.moe.arguments import UNGROUPED, ExpertGroups, ExpertStack, HashRouting
+from deepseek_attn.kernels.moe.arguments import UNGROUPED, ExpertGroups, ExpertRange, ExpertStack, HashRouting
 
 # CPU matrix products round a row differently when there are fewer rows than a tile. Padding to whole tiles makes a
 # token's result independent of which other tokens chose the same expert. So do products of one row at a time, which are
@@ -31,6 +31,7 @@ def moe_route(
     bias: Tensor | None = None,
     groups: ExpertGroups = UNGROUPED,
     hashed: HashRouting | None = None,
+    own: ExpertRange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `deepseek_attn.kernels.moe.moe_route`."""
     scores = SCORES[score](F.linear(x.float(), weight))
@@ -41,6 +42,9 @@ def moe_route(
     weights = scores.gather(1, experts)
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)
+    if own is not None:
+        experts = experts - own.first
+        experts = torch.where((experts >= 0) & (experts < own.count), experts, -1)
     return experts, weights * factor
 
 

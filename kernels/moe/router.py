@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevic
 
 from deepseek_attn.kernels.common.device import supports_pdl
 from deepseek_attn.kernels.common.float32_product import float32_product, summed
-from deepseek_attn.kernels.moe.arguments import UNGROUPED, ExpertGroups, HashRouting
+from deepseek_attn.kernels.moe.arguments import UNGROUPED, ExpertGroups, ExpertRange, HashRouting
 
 SPLIT = 256  # channels per split-K partial
 _REMOVED = tl.constexpr(-(1 << 31))
@@ -54,6 +54,8 @@ def select_kernel(
     weights_ptr,
     T,
     factor,
+    first,
+    count,
     E: tl.constexpr,
     E_PADDED: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -111,6 +113,7 @@ def select_kernel(
         weights = tl.where(i == place, score.to(tl.float32, bitcast=True), weights)
     if NORMALIZE:
         weights = tl.div_rn(weights, tl.broadcast_to(tl.sum(weights, 0), (TOPK_PADDED,)))
+    chosen = tl.where((chosen >= first) & (chosen < first + count), chosen - first, -1)
     tl.store(experts_ptr + t * TOPK + i, chosen.to(tl.int64), mask=i < TOPK)
     tl.store(weights_ptr + t * TOPK + i, weights * factor, mask=i < TOPK)
 
@@ -125,6 +128,7 @@ def moe_route(
     bias: Tensor | None = None,
     groups: ExpertGroups = UNGROUPED,
     hashed: HashRouting | None = None,
+    own: ExpertRange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `deepseek_attn.kernels.moe.moe_route`."""
     _check(x, weight, topk, score, bias, groups, hashed)
@@ -146,6 +150,7 @@ def moe_route(
         weights,
         T,
         float(factor),
+        *(own or ExpertRange(0, E)),
         E=E,
         E_PADDED=triton.next_power_of_2(E),
         SPLITS=len(logits.sums),

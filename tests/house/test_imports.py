@@ -25,6 +25,7 @@ FLOORS = (
     ("cache",),
     (
         "kernels.attention",
+        "kernels.collectives",
         "kernels.linear",
         "kernels.latent",
         "kernels.hyper_connection",

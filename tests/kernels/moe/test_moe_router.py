@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from deepseek_attn.kernels.moe import UNGROUPED, ExpertGroups, HashRouting, reference
+from deepseek_attn.kernels.moe import UNGROUPED, ExpertGroups, ExpertRange, HashRouting, reference
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -84,6 +84,20 @@ def test_against_loops(route, shape, score, dtype):
     got = route(x, weight, topk, score, 1.5, True, hashed=HashRouting(table, ids))
     assert torch.equal(got[0], table[ids])
     check(got, slowly(x, weight, topk, score, 1.5, True, hashed=HashRouting(table, ids)), topk)
+
+
+@pytest.mark.parametrize("own", [ExpertRange(0, 32), ExpertRange(8, 8), ExpertRange(31, 1)])
+@pytest.mark.parametrize("hashed", [False, True])
+def test_ids_of_a_rank_count_from_its_first_expert(route, own, hashed):
+    x, weight = torch.randn(7, 64), torch.randn(32, 64)
+    table = HashRouting(torch.stack([torch.randperm(32)[:6] for _ in range(9)]), torch.randint(9, (7,)))
+    options = {"hashed": table if hashed else None}
+    ids, weights = route(x, weight, 6, "sigmoid", 1.0, True, **options)
+    found, same = route(x, weight, 6, "sigmoid", 1.0, True, own=own, **options)
+    assert found.tolist() == [
+        [i - own.first if 0 <= i - own.first < own.count else -1 for i in row] for row in ids.tolist()
+    ]
+    assert torch.equal(same, weights)
 
 
 def test_the_lower_id_wins_a_tie(route):

@@ -13,6 +13,8 @@ from deepseek_attn.engine.llm import LLM
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.weights import Shard
+from deepseek_attn.runner.graph_steps import DecodeStep, StepSize
+from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.support.small_models import small_config
 
@@ -94,16 +96,39 @@ def loads(directory: Path, parallel: Parallel) -> dict:
     return {"bytes": report.bytes, "read": source.total, "loaded": report.loaded, "ignored": report.ignored}
 
 
+class CountedGraphs(DecodeGraphs):
+    """Notes the size of each step."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.sizes: list[StepSize] = []
+
+    def step(self, size: StepSize) -> DecodeStep:
+        self.sizes.append(size)
+        return super().step(size)
+
+
 def own_requests(directory: Path, parallel: Parallel) -> dict:
-    """With data-parallel attention: rank r has r requests in a first call, and as many fewer in a second one."""
+    """With data-parallel attention: rank r has r requests in a first call, and as many fewer in a second one.
+
+    That with eager steps, then with decode steps of a common size over persistent tensors, as graphs hold them.
+    """
     llm = LLM(directory, parallel=parallel, **LIMITS)
     texts = prompts(llm.runner.config, range(20, 20 + 13 * parallel.world, 13))
     params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     found = []
-    for own in (texts[: parallel.rank], texts[parallel.rank :][:2]):
-        found.append([list(done.token_ids) for done in llm.generate(own, params)])
+    common = CountedGraphs(llm.runner.model, llm.runner.layout, llm.runner.device, capture=False)
+    for graphs in (None, common):
+        llm.runner.graphs = graphs
+        for own in (texts[: parallel.rank], texts[parallel.rank :][:2]):
+            found.append([list(done.token_ids) for done in llm.generate(own, params)])
     scored = llm.runner.score(texts[:1] if parallel.rank == 1 else [])
-    return {"texts": found, "scored": scored, "mtp": llm.runner.has_mtp}
+    return {
+        "texts": found,
+        "scored": scored,
+        "mtp": llm.runner.has_mtp,
+        "steps": [tuple(size) for size in common.sizes],
+    }
 
 
 def everything(directory: Path, parallel: Parallel) -> dict:

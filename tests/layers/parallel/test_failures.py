@@ -12,11 +12,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from deepseek_attn.cli import ranks as cli
+from deepseek_attn.kernels.collectives import PeerBuffers
 from deepseek_attn.layers import parallel
 from deepseek_attn.layers.parallel import OthersLost, RankFailed, listen_on
+from deepseek_attn.layers.peers import Peers
 from tests.layers.parallel.test_launch import torchrun
 from tests.support.tiers import EXHAUSTIVE
 
@@ -83,6 +86,16 @@ def test_ranks_that_say_nothing_are_named(monkeypatch):
     assert len(failed) == 1
     assert str(failed[0]).startswith("ranks 1, 3 of 4 died (killed, out of memory?) or did not take part for 9 s")
     assert sum(isinstance(error, SystemExit) for error in found) == 1
+
+
+def test_a_rank_that_a_kernel_waited_for_is_named():
+    buffers = PeerBuffers(0, 4, 1024, torch.zeros(5), torch.zeros(1), torch.tensor([0]), 5)
+    ranks = parallel.Parallel(0, 4, peers=Peers(buffers, ()))
+    with pytest.raises(RankFailed, match="within a step: CUDA error"), ranks.together():
+        raise RuntimeError("CUDA error")
+    buffers.missing.fill_(3)  # as the kernel counts them, from 1 on
+    with pytest.raises(OthersLost, match="rank 0 of 4 waited for rank 2"), ranks.together():
+        raise RuntimeError("CUDA error")
 
 
 def end_together(errors: list[BaseException | None]) -> list[BaseException | None]:
@@ -164,7 +177,7 @@ def test_one_rank_that_fails_ends_all(monkeypatch, programs, expected):
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel does it, on Linux")
 def test_ranks_end_with_their_launcher():
     """The pipe that all of them hold is closed when the last one is gone; ``timeout`` ends a test that hangs."""
-    program = "import time; print('started', flush=True); time.sleep(600)"
+    program = "import os, time; os.write(1, b'started\\n'); time.sleep(600)"  # in one piece
     launcher = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); from deepseek_attn.cli.ranks import start_ranks; "
         f"start_ranks([sys.executable, '-S', '-c', {program!r}], 2)"

@@ -98,6 +98,8 @@ def test_impossible_splits_are_listed_together():
     check_split(config.replace(o_groups=1), Parallel(0, 4, dp_attention=True))
     with pytest.raises(ValueError, match="o_groups = 1"):
         check_split(config.replace(o_groups=1), Parallel(0, 4))
+    for world in (16, 64):
+        check_split(ModelConfig.from_preset("v4_pro"), Parallel(0, world, dp_attention=True))
     v32 = ModelConfig.from_preset("v32")
     check_split(v32, Parallel(0, 8))
     with pytest.raises(ValueError, match="intermediate_size = 18432 would leave 576"):

@@ -1,0 +1,107 @@
+"""What was measured of machines: how long stages of a step take over their floors, and exchanges between GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deepseek_attn.bench.floors import Work
+from deepseek_attn.bench.stages import EXPERTS, HEAD, NORMS, ROUTING
+
+FEW_ROWS = 256  # tokens of a step from which other kernels take over
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time of one call of a stage: ``launch_us`` and its floors of bytes and FLOPs, each times a ratio.
+
+    Least squares of the relative error over measured calls. The ratios say how far a kernel is from the peak rate, and
+    how far bytes and products overlap; ``launch_us`` is what the chain of launches takes by itself.
+    """
+
+    launch_us: float
+    bytes: float
+    flops: float
+
+    def microseconds(self, work: Work, rates: Mapping[str, float]) -> float:
+        floor = work.floor(rates)
+        return self.launch_us + self.bytes * floor.bytes_us + self.flops * floor.flops_us
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Time of a message between GPUs: ``latency_us``, ``hop_us`` per further GPU on the way, and bytes at a rate."""
+
+    latency_us: float
+    bytes_per_second: float
+    hop_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hosts of GPUs of one kind.
+
+    Attributes:
+        memory: bytes of a GPU; context: bytes of it that CUDA, NCCL and compiled kernels take.
+        rates: peak rates, as `Work.floor` takes them.
+        decode, prefill: costs of attention, by kind of layer.
+        few, many: costs of the other stages, up to `FEW_ROWS` tokens and beyond.
+        step_us: once per step: embedding, metadata, greedy tokens.
+        peers: sums that ranks exchange themselves; nccl: through NCCL, within a host; network: between hosts, per GPU.
+        sources: where the figures are from.
+    """
+
+    name: str
+    memory: int
+    context: int
+    rates: Mapping[str, float]
+    decode: Mapping[str, Cost]
+    prefill: Mapping[str, Cost]
+    few: Mapping[str, Cost]
+    many: Mapping[str, Cost]
+    step_us: float
+    peers: Exchange
+    nccl: Exchange
+    network: Exchange
+    sources: tuple[str, ...]
+
+
+H200 = Machine(
+    name="h200",
+    memory=150_109_880_320,
+    context=2_000_000_000,
+    rates={"copy": 4.264e12, "bf16": 797e12, "fp8": 1465e12},
+    decode={
+        "SWA": Cost(27.4, 1.15, 1.47),
+        "C128A": Cost(27.4, 1.15, 1.47),
+        "C4A": Cost(42.1, 1.23, 0.94),
+    },
+    prefill={
+        "SWA": Cost(0.0, 6.88, 1.49),
+        "C128A": Cost(0.0, 6.88, 1.49),
+        "C4A": Cost(54.5, 0.0, 1.65),
+    },
+    few={
+        EXPERTS: Cost(26.0, 1.34, 0.0),
+        NORMS: Cost(14.6, 10.6, 0.0),
+        ROUTING: Cost(7.0, 0.0, 40.2),
+        HEAD: Cost(0.0, 1.04, 0.27),
+    },
+    many={
+        EXPERTS: Cost(26.0, 1.08, 1.9),
+        NORMS: Cost(14.6, 2.2, 0.0),
+        ROUTING: Cost(7.0, 0.0, 7.5),
+        HEAD: Cost(0.0, 1.04, 0.27),
+    },
+    step_us=60.0,
+    peers=Exchange(2.0, 330e9),
+    nccl=Exchange(7.0, 270e9, 0.6),
+    network=Exchange(3.6, 45e9, 2.7),
+    sources=(
+        "attention: docs/data/h200_layers_decode.json and h200_layers_prefill.json, Flash and Pro; fits within 15 %",
+        "other stages: V4-Flash, 8 layers with 256 experts on one H200, batches 1 to 128 and 4096 tokens (2026-11-22)",
+        "small messages and NCCL on two H200s: docs/data/h200_ranks.json",
+        "more GPUs of a host, and hosts (400 Gb/s per GPU): not measured; latencies as in NCCL's src/graph/tuning.cc",
+    ),
+)
+MACHINES = {machine.name: machine for machine in (H200,)}

@@ -1,0 +1,202 @@
+"""Memory, traffic and step time of a model on ranks, predicted from floors and from what was measured of a machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from deepseek_attn.bench.floors import (
+    AnySpec,
+    Product,
+    StepShape,
+    Work,
+    attention_work,
+    experts_work,
+    head_work,
+    norms_work,
+    routing_work,
+    tensors_below,
+    weights_work,
+)
+from deepseek_attn.bench.machines import FEW_ROWS, Machine
+from deepseek_attn.bench.stages import ATTENTION, EXPERTS, HEAD, NORMS, ROUTING
+from deepseek_attn.cache.layout import CacheLayout, make_layout
+from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.layers.parallel import exchanged
+from deepseek_attn.layers.peers import PEER_RANKS
+
+GPUS_PER_HOST = 8
+OTHER, COMMUNICATION = "once per step", "communication"
+ROUTED = "routed experts"
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """How ranks share a model.
+
+    Attributes:
+        dp_attention: data-parallel attention: each rank has other requests, and all weights of attention.
+        per_host: GPUs of one host, that NVLink connects.
+    """
+
+    ranks: int
+    dp_attention: bool = False
+    per_host: int = GPUS_PER_HOST
+
+    @property
+    def hosts(self) -> int:
+        return -(-self.ranks // self.per_host)
+
+    @property
+    def token_ranks(self) -> int:
+        """Ranks that share heads and vocabulary."""
+        return 1 if self.dp_attention else self.ranks
+
+    def own(self, batch: int) -> int:
+        """Requests of one rank, of ``batch`` in all."""
+        return -(-batch // self.ranks) if self.dp_attention else batch
+
+    def rank_config(self, config: AnyConfig) -> AnyConfig:
+        """The config whose attention and head are what one rank has of a model's."""
+        names = ("num_attention_heads", "num_key_value_heads", "o_groups", "vocab_size")
+        split = {name: getattr(config, name) // self.token_ranks for name in names if getattr(config, name, 1) > 1}
+        return config.replace(**split)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Exchanges of one kind in a step.
+
+    Attributes:
+        sent: bytes that each GPU sends, to GPUs of its host, in all of them; network: to other hosts.
+    """
+
+    name: str
+    calls: int
+    sent: int
+    network: int
+    microseconds: float
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """A step of ``shape`` on one rank: microseconds by stage, and its collectives."""
+
+    shape: StepShape
+    stages: dict[str, float]
+    collectives: tuple[Collective, ...]
+
+    @property
+    def microseconds(self) -> float:
+        return sum(self.stages.values())
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """A model on the ranks of a machine.
+
+    Attributes:
+        dtype: of hidden states.
+    """
+
+    config: AnyConfig
+    numerics: Numerics
+    dtype: torch.dtype
+    layout: RankLayout
+    machine: Machine
+
+    @cached_property
+    def own(self) -> AnyConfig:
+        return self.layout.rank_config(self.config)
+
+    def weights(self) -> int:
+        """Bytes of the weights of one rank; with data-parallel attention, MTP layers are not loaded."""
+        own, arguments = self.own, (self.numerics, self.dtype)
+        total = own.vocab_size * own.hidden_size * self.dtype.itemsize  # embedding
+        total += head_work(own, *arguments, 1).bytes["weights"]
+        for spec in own.layers if self.layout.dp_attention else own.all_layers:
+            tensors = [part for part in tensors_below(own, f"{spec.name}.") if not part[0].startswith("ffn.experts.")]
+            split = tuple(part for part in tensors if part[0].startswith(("ffn.shared_experts.", "ffn.w")))
+            whole = tuple(part for part in tensors if part not in split)
+            total += weights_work(own, whole, *arguments, 1).bytes["weights"]
+            total += weights_work(own, split, *arguments, 1).bytes["weights"] // self.layout.token_ranks
+            total += self._experts(spec, 64 * own.n_routed_experts, 1).bytes["routed weights"]  # all are chosen
+        return total
+
+    def step(self, batch: int, tokens: int, context: int) -> StepPrediction:
+        """A step of ``batch`` requests of all ranks, each with ``tokens`` new tokens and ``context`` after it."""
+        shape = StepShape(self.layout.own(batch), tokens, context)
+        caches, rows = self._caches(shape), shape.rows
+        expert_rows = rows * self.layout.ranks if self.layout.dp_attention else rows
+        stages: Counter[str] = Counter()
+        for spec in self.own.layers:
+            arguments = self.numerics, self.dtype
+            attention = self.machine.decode if tokens == 1 else self.machine.prefill
+            work = attention_work(self.own, spec, *arguments, caches, shape)
+            stages[ATTENTION] += attention[spec.kind].microseconds(work, self.machine.rates)
+            stages[EXPERTS] += self._time(EXPERTS, self._experts(spec, expert_rows, rows), expert_rows)
+            stages[NORMS] += self._time(NORMS, norms_work(self.own, spec, *arguments, rows), rows)
+            stages[ROUTING] += self._time(ROUTING, routing_work(self.own, spec, *arguments, expert_rows), expert_rows)
+        stages[HEAD] += self._time(HEAD, head_work(self.own, self.numerics, self.dtype, shape.batch), shape.batch)
+        stages[OTHER] += self.machine.step_us
+        collectives = tuple(self._collectives(shape)) if self.layout.ranks > 1 else ()
+        stages[COMMUNICATION] = sum(collective.microseconds for collective in collectives)
+        return StepPrediction(shape, dict(stages), collectives)
+
+    def _time(self, stage: str, work: Work, rows: int) -> float:
+        costs = self.machine.few if rows <= FEW_ROWS else self.machine.many
+        return costs[stage].microseconds(work, self.machine.rates)
+
+    def _caches(self, shape: StepShape) -> CacheLayout:
+        return make_layout(self.config, self.numerics, self.dtype, shape.context, shape.batch, max(shape.rows, 16), 16)
+
+    def _experts(self, spec: AnySpec, rows: int, own_rows: int) -> Work:
+        """Work of one rank's experts: its part of the routed ones for ``rows`` tokens, and of the shared one."""
+        arguments, ranks = (self.config, spec, self.numerics, self.dtype), self.layout.ranks
+        routed, shared = experts_work(*arguments, rows), experts_work(*arguments, own_rows)
+        sizes = dict(routed.bytes)
+        sizes["weights"] //= self.layout.token_ranks
+        sizes["routed weights"] = sizes.get("routed weights", 0) // ranks
+        products = [
+            Product(part.name, part.unit, part.flops // ranks) for part in routed.products if part.name == ROUTED
+        ]
+        products += [
+            Product(part.name, part.unit, part.flops // self.layout.token_ranks)
+            for part in shared.products
+            if part.name != ROUTED
+        ]
+        return Work(sizes, tuple(products))
+
+    def _collectives(self, shape: StepShape) -> Iterator[Collective]:
+        layers, width = len(self.own.layers), shape.rows * self.config.hidden_size * self.dtype.itemsize
+        if self.layout.dp_attention:
+            hashed = sum(getattr(spec, "hash_routing", False) for spec in self.own.layers)
+            yield self._collective("gather tokens", layers, width)
+            yield self._collective("gather token ids", hashed, shape.rows * 8)
+            yield self._collective("sum experts", layers, width)
+        else:
+            yield self._collective("sum", 2 * layers + 1, width, reduce=True)
+            yield self._collective("gather logits", 1, shape.batch * self.own.vocab_size * 4)
+
+    def _collective(self, name: str, calls: int, part: int, reduce: bool = False) -> Collective:
+        """Of messages of ``part`` bytes from each rank to each other; ``reduce``: which all have in common."""
+        layout, machine = self.layout, self.machine
+        others = layout.ranks - 1
+        alone = layout.hosts == 1 and layout.ranks in PEER_RANKS and not layout.dp_attention
+        if alone and exchanged(part, layout.ranks):
+            sent = others * part * 2  # a number travels with every word
+            time = machine.peers.latency_us + sent / machine.peers.bytes_per_second * 1e6
+            return Collective(name, calls, calls * sent, 0, calls * time)
+        rounds = 2 if reduce else 1
+        sent = others * part * rounds // (layout.ranks if reduce else 1)  # in a ring
+        outside = sent // layout.per_host if layout.hosts > 1 else 0  # hosts are joined by a ring per GPU
+        between = rounds * (layout.hosts - 1)
+        latency = machine.nccl.latency_us + machine.nccl.hop_us * (rounds * (others - 1) - between)
+        latency += machine.network.latency_us * (layout.hosts > 1) + machine.network.hop_us * between
+        transfer = max(sent / machine.nccl.bytes_per_second, outside / machine.network.bytes_per_second) * 1e6
+        return Collective(name, calls, calls * sent, calls * outside, calls * (latency + transfer))

@@ -1,0 +1,85 @@
+"""Predictions for ranks: against models that are built, against measurements, and by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepseek_attn.bench.machines import H200
+from deepseek_attn.bench.ranks import RankLayout, RankModel
+from deepseek_attn.cli import main
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.numerics import numerics_for
+from deepseek_attn.runner.model_runner import ModelRunner
+from tests.layers.parallel.cases import v4_config, v32_config
+
+DATA = Path(__file__).parents[2] / "docs" / "data"
+
+
+def model(name: str, ranks: int, **options) -> RankModel:
+    config = ModelConfig.from_preset(name)
+    return RankModel(config, numerics_for(config, "serving"), torch.bfloat16, RankLayout(ranks, **options), H200)
+
+
+@pytest.mark.parametrize("config", [v4_config, v32_config])
+def test_weights_are_those_of_a_model(config):
+    config = config().replace(num_nextn_predict_layers=0)
+    numerics = numerics_for(config, "serving")
+    runner = ModelRunner.from_config(config, numerics="serving", dtype="bfloat16", max_model_len=128, device="cpu")
+    built = runner.report.bytes
+    alone, two = (RankModel(config, numerics, torch.bfloat16, RankLayout(n), H200).weights() for n in (1, 2))
+    assert alone == pytest.approx(built, rel=0.02)
+    assert 0.5 * alone < two < 0.75 * alone
+
+
+def test_traffic_of_a_step():
+    tp = {part.name: part for part in model("v4_flash", 4).step(8, 1, 8192).collectives}
+    assert tp["sum"].calls == 2 * 43 + 1
+    assert tp["sum"].sent == 87 * 3 * (8 * 4096 * 2) * 2  # to three others, with a number beside each word
+    ring = {part.name: part for part in model("v4_flash", 4).step(512, 1, 8192).collectives}
+    assert ring["sum"].sent == 87 * 2 * 3 * (512 * 4096 * 2) // 4
+    assert not any(part.network for part in ring.values())
+    dp = {part.name: part for part in model("v4_pro", 16, dp_attention=True).step(512, 1, 8192).collectives}
+    assert dp["gather tokens"].sent == 61 * 15 * 32 * 7168 * 2
+    assert dp["gather tokens"].network == dp["gather tokens"].sent // 8
+    assert dp["gather token ids"].calls == 3
+
+
+MEASURED = [row for row in json.loads((DATA / "h200_ranks.json").read_text())["rows"] if row["step"] == "decode"]
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in MEASURED if row["sums"] == "as it is"], ids=lambda row: str(row["batch"])
+)
+def test_measured_steps_are_predicted_within_a_fifth(row):
+    predicted = model("v4_flash", 2).step(row["batch"], 1, row["context"]).microseconds
+    assert predicted == pytest.approx(row["ms"] * 1e3, rel=0.2)
+
+
+def test_experts_are_shared_out():
+    """Twice the ranks, half the routed weights that a batch reads, and the same attention with data-parallel ranks."""
+    one, two = (model("v4_flash", n).step(128, 1, 8192).stages for n in (2, 4))
+    assert 0.45 < two["experts"] / one["experts"] < 0.6
+    alone, four = model("v4_flash", 1).step(32, 1, 8192), model("v4_flash", 4, dp_attention=True).step(128, 1, 8192)
+    assert alone.stages["attention"] == four.stages["attention"]
+    assert alone.microseconds == sum(alone.stages.values())
+    assert not alone.collectives
+
+
+def test_the_command(capsys):
+    limits = ["--model", "v4_flash", "--max-model-len", "8192", "--gpu", "h200", "--ranks", "2"]
+    assert main(["plan", *limits, "--layout", "dp", "--batch", "4", "--prefill", "4096", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    facts = found["ranks"]
+    assert found["numerics"] == "serving"
+    assert facts["total"] == facts["weights"] + found["total"] + facts["context"]
+    assert [(step["requests"], step["tokens"]) for step in facts["steps"]] == [(4, 1), (2, 4096)]
+    assert main(["plan", *limits]) == 0
+    assert "2 x h200, layout tp" in capsys.readouterr().out
+    assert main(["plan", *limits[:-1], "3"]) == 2
+    assert "o_groups = 8 is no multiple of 3" in capsys.readouterr().err
+    assert main(["plan", "--ranks", "2"]) == 2
+    assert "--gpu h200" in capsys.readouterr().err
