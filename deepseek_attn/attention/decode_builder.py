@@ -60,13 +60,13 @@ def build_decode_metadata(layers: LayerSpecs, layout: CacheLayout, batch: Decode
     ``query_start_loc_cpu`` and ``seq_lens_cpu`` are empty, because a capture cannot read from the device. Only plain
     torch versions of the ops read them in a decode step.
     """
-    rows, owners, tables = batch.rows, batch.owners, batch.tables
-    requests, tokens = len(rows.seq_lens), len(rows.positions)
+    rows, owners, tables, positions = batch.rows, batch.owners, batch.tables, batch.rows.positions
+    requests, tokens = len(rows.seq_lens), len(positions)
     rows_per_request = tokens // requests
-    captured = rows.positions.is_cuda and torch.cuda.is_current_stream_capturing()
+    captured = positions.is_meta or (positions.is_cuda and torch.cuda.is_current_stream_capturing())
     none, none_cpu = rows.seq_lens.new_empty(0), torch.empty(0, dtype=torch.int64)
     step = StepMetadata(
-        positions=rows.positions,
+        positions=positions,
         token_to_req_indices=owners.token_to_req_indices,
         is_valid_token=rows.is_valid,
         query_start_loc=owners.query_start_loc,

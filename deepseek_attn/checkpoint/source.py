@@ -375,12 +375,14 @@ def read_weight(
     except ValueError as error:
         raise ValueError(f"{scale}: {error}") from None
     if entries[name].dtype not in FP4_DTYPES:
-        return tensor, decode_e8m0(stored)
+        return tensor, stored.float() if stored.is_meta else decode_e8m0(stored)
     return tensor, stored if stored.dtype == torch.uint8 else encode_e8m0(stored)
 
 
 def _check_scales(stored: torch.Tensor) -> None:
     """ValueError for scales that are not finite; e8m0 bytes have one such value, which is the largest."""
+    if stored.is_meta:
+        return
     if stored.dtype != torch.uint8:
         check_finite(stored)
     elif stored.numel() and stored.amax() == 255:
@@ -389,7 +391,7 @@ def _check_scales(stored: torch.Tensor) -> None:
 
 def holds_nan(tensor: torch.Tensor) -> bool:
     """Whether a weight as `read_weight` returns it holds a NaN: a pass over its bytes, without temporary tensors."""
-    if not tensor.numel():
+    if not tensor.numel() or tensor.is_meta:
         return False
     if tensor.dtype == torch.float8_e4m3fn:  # bytes 0x7F and 0xFF
         return bool(tensor.view(torch.int8).amax() == 0x7F) or bool(tensor.view(torch.uint8).amax() == 0xFF)

@@ -15,12 +15,12 @@ import sys
 from contextlib import suppress
 from types import FrameType
 
-from deepseek_attn.cli import bench, experiment, generate, info, inspect, make_checkpoint, plan, score, train
+from deepseek_attn.cli import bench, experiment, generate, info, inspect, make_checkpoint, plan, score, train, warmup
 from deepseek_attn.cli.log import logged
 from deepseek_attn.cli.options import Parser
 from deepseek_attn.utils.version import __version__
 
-COMMANDS = (generate, score, inspect, info, plan, bench, make_checkpoint, train, experiment)
+COMMANDS = (generate, score, inspect, info, plan, warmup, bench, make_checkpoint, train, experiment)
 BROKEN_PIPE = 128 + 13  # the exit code of a process that SIGPIPE ends
 
 

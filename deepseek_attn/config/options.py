@@ -34,6 +34,8 @@ def pick_device(device: torch.device | str | None) -> torch.device:
     Raises:
         ValueError: it is not.
     """
+    if device == torch.device("meta"):  # of a runner that only plans (`runner.stand_in`)
+        return device
     device = parse_device(device)
     if device.type == "cuda":
         if not torch.cuda.is_available():

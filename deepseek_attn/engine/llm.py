@@ -94,7 +94,7 @@ class LLM:
         if (self.directory / TOKENIZER_FILE).is_file():
             self.tokenizer = Tokenizer(self.directory)
             self.tokenizer.check_ids(source.config.vocab_size)
-        self.runner = ModelRunner.from_pretrained(model, **options)
+        self.runner = ModelRunner.from_pretrained(model, **{"expected_drafts": speculate} | options)
         decoder = MTPSpeculation(self.runner, speculate) if speculate else None
         self.engine = Engine(self.runner, self.tokenizer, decoder)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from deepseek_attn.impls.base import AttentionSpec
 from deepseek_attn.kernels.attention import PagedKeys
+from deepseek_attn.kernels.common.device import compute_capability
 
 HEADS = (64, 128)  # head counts that the kernels are compiled for
 ENTRY_BYTES = {512: 584, 576: 656}  # cache bytes per entry, by head_dim
@@ -60,6 +61,25 @@ def _module() -> Any:
     return importlib.import_module("flash_mla")
 
 
+class _Shapes:
+    """Results of FlashMLA's kernels on the device "meta"."""
+
+    @staticmethod
+    def flash_mla_with_kvcache(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        batch, queries, heads, _ = q.shape
+        out = q.new_empty(batch, queries, heads, VALUE_DIM)
+        return out, q.new_empty(batch, heads, queries, dtype=torch.float32)
+
+    @staticmethod
+    def flash_mla_sparse_fwd(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        return q.new_empty(*q.shape[:2], VALUE_DIM), lse, lse
+
+
+def _kernels(q: Tensor) -> Any:
+    return _Shapes if q.is_meta else _module()
+
+
 @lru_cache(maxsize=1)
 def flavour() -> Flavour:
     """The installed flavour, imported once. Never raises: see ``problem``."""
@@ -91,7 +111,7 @@ def flavour() -> Flavour:
 def supported(device: torch.device | str, spec: AttentionSpec | None = None) -> tuple[bool, str]:
     """Whether the kernels run on ``device``, for heads like those of ``spec`` if one is given, and the reason."""
     device = torch.device(device)
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "meta" and (device.type != "cuda" or not torch.cuda.is_available()):
         return False, f"FlashMLA needs an NVIDIA GPU; the device is {device}"
     major, minor = _capability(device)
     if (major, minor) != (9, 0) and major != 10:
@@ -119,7 +139,7 @@ def _shape_problem(spec: AttentionSpec) -> str:
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return compute_capability(device)
 
 
 def padded_heads(num_heads: int) -> int:
@@ -190,7 +210,7 @@ def sparse_decode(
         if extra[0].lens is not None:
             options["extra_topk_length"] = extra[0].lens
     direct = _direct_out(found, out, heads, width)
-    result, lse = _module().flash_mla_with_kvcache(
+    result, lse = _kernels(q).flash_mla_with_kvcache(
         _pad_heads(q4, width),
         first.cache,
         block_table=None,
@@ -251,7 +271,7 @@ def sparse_prefill(
     direct = _direct_out(found, out, heads, width)
     # past the lengths, a valid index of a row of NaN can (rarely) reach the output
     indices = _pad_width(indices if masked_tails else _without_tail(indices, lens), PREFILL_WIDTH)
-    result, _, lse = _module().flash_mla_sparse_fwd(
+    result, _, lse = _kernels(q).flash_mla_sparse_fwd(
         _pad_heads(q, width),
         kv.unsqueeze(1),
         indices.unsqueeze(1),

@@ -11,6 +11,7 @@ from deepseek_attn.impls.flashmla import FlashMLAKernels
 from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.impls.triton import TritonKernels
 from deepseek_attn.kernels.attention import PagedKeys
+from deepseek_attn.kernels.common.device import compute_capability
 
 
 class MixedKernels(SplitAttentionImpl):
@@ -30,7 +31,7 @@ class MixedKernels(SplitAttentionImpl):
             usable, reason = kernels.kernels_supported(device, spec)
             if not usable:
                 return False, f"it needs both FlashMLA and Triton: {reason}"
-        capability = torch.cuda.get_device_capability(device)
+        capability = compute_capability(device)
         if capability != (9, 0):
             return False, (
                 "when to call which kernel was measured for compute capability 9.0; this GPU has "

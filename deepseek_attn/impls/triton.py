@@ -8,6 +8,7 @@ from torch import Tensor
 from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, DeepseekV4SparseMLABackend
 from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.kernels.attention import PagedKeys, sparse_attention, sparse_attention_paged
+from deepseek_attn.kernels.common.device import compute_capability
 from deepseek_attn.kernels.common.dispatch import problem_on
 
 
@@ -28,7 +29,7 @@ class TritonKernels(SplitAttentionImpl):
             return False, problem
         if spec is not None and (problem := _record_problem(spec)):
             return False, problem
-        capability = torch.cuda.get_device_capability(device)
+        capability = compute_capability(device)
         return True, f"Triton kernels on compute capability {capability[0]}.{capability[1]}"
 
     @classmethod

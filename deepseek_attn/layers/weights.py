@@ -97,7 +97,8 @@ class CheckpointModule(nn.Module):
         self.register_parameter(name, None)
 
         def load(tensor: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-            check(tensor)
+            if not tensor.is_meta:  # without values
+                check(tensor)
             setattr(self, name, parameter(tensor.to(self._device, dtype)))
 
         self._declared[name] = WeightSlot(tuple(shape), kind, load, shard)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,14 +32,16 @@ from deepseek_attn.config.options import (
     pick_dtype,
 )
 from deepseek_attn.impls.options import AttentionOptions
-from deepseek_attn.kernels.common.dispatch import reference_ops
+from deepseek_attn.kernels.common.device import gpu
+from deepseek_attn.kernels.common.dispatch import problem_on, reference_ops
 from deepseek_attn.kernels.common.invariance import batch_invariant_ops
 from deepseek_attn.layers.engram import Engram, EngramTables
-from deepseek_attn.layers.parallel import Parallel
+from deepseek_attn.layers.parallel import Parallel, environment
 from deepseek_attn.models.block import AttentionStack, layer_specs
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.models.deepseek_v32 import DeepseekV32
 from deepseek_attn.models.families import Family, get_family
+from deepseek_attn.runner.compile_ahead import Compilation, RunnerRequest, RunnerSizes, compiles_ahead, compiling_ahead
 from deepseek_attn.runner.drafting import BlockDrafter, Drafter, MTPDrafter
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.sequence import TokenLimits
@@ -68,6 +72,7 @@ class LoadedModel:
         decode_query_len: a request of at most this many new tokens is a decode: it attends over pages in place, and its
             step may run over persistent tensors. 1, or 1 + drafts after `ModelRunner.expect_drafts`.
         directory: the checkpoint's folder; None for weights from elsewhere.
+        compilation: kernels that are being compiled; None if all were before, or are as they are launched.
     """
 
     config: AnyConfig
@@ -92,6 +97,7 @@ class LoadedModel:
     parallel: Parallel
     decode_query_len: int = 1
     directory: Path | None = None
+    compilation: Compilation | None = None
 
     @property
     def closed(self) -> bool:
@@ -109,7 +115,7 @@ class LoadedModel:
     @contextmanager
     def op_settings(self) -> Iterator[None]:
         """Context in which ops run as this runner's options say; steps, and graphs that hold them, are made in it."""
-        invariant = batch_invariant_ops(self.deterministic and self.device.type == "cuda")
+        invariant = batch_invariant_ops(self.deterministic and self.device.type != "cpu")
         with self.parallel.together(), reference_ops(self.reference_only), invariant:
             yield
 
@@ -121,6 +127,8 @@ class LoadedModel:
         """
         if self.closed:
             return
+        if self.compilation is not None:
+            self.compilation.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a prelaunched step may still run
         self.pools.clear()  # sequences and engines hold the manager, which holds the pools
@@ -163,6 +171,7 @@ class LoadedModel:
 
 
 Runner = TypeVar("Runner", bound=LoadedModel)
+COMPILE_AHEAD = os.environ.get("DEEPSEEK_ATTN_COMPILE_AHEAD", "0") != "0"
 
 
 def build_runner(
@@ -189,6 +198,8 @@ def build_runner(
     cuda_graphs: bool | None = None,
     deterministic: bool = False,
     parallel: Parallel | None = None,
+    expected_drafts: int = 0,
+    compile_ahead: bool = COMPILE_AHEAD,
     progress: bool = True,
 ) -> Runner:
     """Builds the model, loads it tensor by tensor, allocates the caches and reserves scratch memory.
@@ -220,41 +231,68 @@ def build_runner(
     model = family.build(layers, attention_only, max_model_len)
     layout = layout_of(model)
     family.workspace_rows(model, layout)  # refuses options before weights are loaded
-    report = load_model(model, canonical, layers, attention_only, progress, total_memory(device))
-    if not isinstance(model, AttentionStack) and not report.mtp_loaded and len(model.mtp):
-        model.mtp.clear()
-        layout = layout_of(model)
-    model.eval()
-    pools = _allocate_caches(layout, device)
-    manager = CacheManager(pools)
-    workspace = _bind_layers(family, model, pools)
-    drafter = None
-    if not isinstance(model, AttentionStack) and len(model.mtp):
-        drafter_class = MTPDrafter if config.dspark is None else BlockDrafter
-        drafter = drafter_class(model, family.metadata_builder(model, pools, mtp=True), manager, device)
-    problem = family.graph_problem()
-    return cls(
-        config=config,
-        numerics=family.numerics,
-        dtype=dtype,
-        device=device,
-        model=model,
-        report=report,
-        layout=layout,
-        pools=pools,
-        workspace=workspace,
-        manager=manager,
-        limits=TokenLimits(config.vocab_size, max_model_len, limit),
-        builder=family.metadata_builder(model, pools, mtp=False),
-        drafter=drafter,
-        prefixes=PrefixCache(manager) if max_snapshots else None,
-        graphs=_decode_graphs(cuda_graphs, model, layout, device, problem),
-        tables=_engram_tables(config, canonical, model, device),
-        reference_only=family.reference_only,
-        graph_problem=problem,
-        deterministic=deterministic,
-        parallel=parallel,
-    )
+    request = None
+    if compile_ahead and _compiles_kernels(family, attention_only):
+        request = RunnerRequest.of(
+            config,
+            canonical.entries(),
+            layers,
+            numerics=family.numerics,
+            dtype=dtype,
+            attention=attention,
+            sizes=RunnerSizes(*sizes),
+            gpu=gpu(device),
+            cuda_graphs=cuda_graphs,
+            num_drafts=expected_drafts,
+            parallel=parallel,
+        )
+    with compiling_ahead(request, progress) as compilation:
+        report = load_model(model, canonical, layers, attention_only, progress, total_memory(device))
+        if not isinstance(model, AttentionStack) and not report.mtp_loaded and len(model.mtp):
+            model.mtp.clear()
+            layout = layout_of(model)
+        model.eval()
+        pools = _allocate_caches(layout, device)
+        manager = CacheManager(pools)
+        workspace = _bind_layers(family, model, pools)
+        drafter = None
+        if not isinstance(model, AttentionStack) and len(model.mtp):
+            drafter_class = MTPDrafter if config.dspark is None else BlockDrafter
+            drafter = drafter_class(model, family.metadata_builder(model, pools, mtp=True), manager, device)
+        problem = family.graph_problem()
+        runner = cls(
+            config=config,
+            numerics=family.numerics,
+            dtype=dtype,
+            device=device,
+            model=model,
+            report=report,
+            layout=layout,
+            pools=pools,
+            workspace=workspace,
+            manager=manager,
+            limits=TokenLimits(config.vocab_size, max_model_len, limit),
+            builder=family.metadata_builder(model, pools, mtp=False),
+            drafter=drafter,
+            prefixes=PrefixCache(manager) if max_snapshots else None,
+            graphs=_decode_graphs(cuda_graphs, model, layout, device, problem),
+            tables=_engram_tables(config, canonical, model, device),
+            reference_only=family.reference_only,
+            graph_problem=problem,
+            deterministic=deterministic,
+            parallel=parallel,
+            compilation=compilation,
+        )
+    if compilation is not None:
+        weakref.finalize(runner, compilation.close)
+    return runner
+
+
+def _compiles_kernels(family: Family, attention_only: bool) -> bool:
+    """Whether the kernels of a runner's steps can be compiled ahead: on a GPU, by the first rank of each machine."""
+    first, device = environment("LOCAL_RANK", family.parallel.rank) == 0, family.device
+    on_gpu = device.type == "cuda" and not problem_on(device)
+    return on_gpu and first and not attention_only and not family.reference_only and compiles_ahead(family.config)
 
 
 def _engram_tables(

@@ -242,9 +242,7 @@ class DecodeGraphs:
         query_lens = [len(ids) for ids in next_ids]
         longest = max(start + n for start, n in zip(starts, query_lens, strict=True)) + num_drafts - 1
         size = self.size_for(query_lens, longest, decode_query_len)._replace(num_drafts=num_drafts)
-        if size not in self._draft_steps:
-            self._draft_steps[size] = self._captured(DraftStep(self.model, self.layout, self.tables, size))
-        step = self._draft_steps[size]
+        step = self.draft_step(size)
         step.set_draft_inputs(hidden_states, next_ids, starts, self.tables.rows(caches))
         step.run()
         return DraftTokens(step.drafts[: len(caches)], step.logits[: len(caches)])
@@ -254,6 +252,12 @@ class DecodeGraphs:
         if size not in self._decode_steps:
             self._decode_steps[size] = self._captured(DecodeStep(self.model, self.layout, self.tables, size))
         return self._decode_steps[size]
+
+    def draft_step(self, size: StepSize) -> DraftStep:
+        """The drafts of this size, made and captured if they are new."""
+        if size not in self._draft_steps:
+            self._draft_steps[size] = self._captured(DraftStep(self.model, self.layout, self.tables, size))
+        return self._draft_steps[size]
 
     def size_for(self, query_lens: list[int], longest: int, decode_query_len: int = 1, num_drafts: int = 0) -> StepSize:
         """The smallest size that holds these numbers of new tokens and sequences up to ``longest`` after the step.

@@ -42,6 +42,7 @@ from deepseek_attn.runner.step import (
     check_query_lens,
     step_input,
 )
+from deepseek_attn.runner.warm_up import WarmUp
 from deepseek_attn.utils.hub import HubModel
 from deepseek_attn.utils.tracing import traced
 
@@ -147,6 +148,23 @@ class ModelRunner(LoadedModel):
                 f"max_num_batched_tokens={self.layout.max_num_batched_tokens} allow"
             )
         self.decode_query_len = max(self.decode_query_len, 1 + num_drafts)
+
+    def warm_up(self, progress: bool = False) -> None:
+        """Runs steps of every size on null pages: later ones then compile and load no kernel, and capture no graph.
+
+        For a server, before its first request; sequences and caches stay as they are. On a CPU it does nothing.
+
+        Args:
+            progress: show a bar over kernels that are still being compiled, on a terminal.
+        """
+        self._whole_model()
+        if self.device.type == "cpu":
+            return
+        if self.compilation is not None:
+            self.compilation.wait(progress=progress)
+        for _ in WarmUp(self, self.decode_query_len - 1).steps():
+            pass
+        torch.cuda.synchronize(self.device)
 
     def sequence(self, token_ids: TokenIds, cache: SequenceCache | None = None) -> Sequence:
         """A new sequence; nothing is computed yet, or the first tokens are, and ``cache`` holds their pages.

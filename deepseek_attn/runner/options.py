@@ -38,7 +38,12 @@ class RunnerOptions(TypedDict, total=False):
             has what it costs.
         parallel: the ranks to share the model with (`parallel.launched`), all of which must do the same calls;
             default: none.
-        progress: show a bar with the bytes of the weights that are loaded, on a terminal.
+        expected_drafts: tokens that the MTP layer will draft per step; `LLM` sets it. Kernels of such steps are
+            compiled ahead too.
+        compile_ahead: on a GPU, compile the kernels of all steps within these limits while weights are loaded, in
+            processes of their own; default: False, and True with ``DEEPSEEK_ATTN_COMPILE_AHEAD=1``.
+        progress: show bars with the bytes of the weights that are loaded, and with kernels that a launch waits for, on
+            a terminal.
     """
 
     device: torch.device | str | None
@@ -60,6 +65,8 @@ class RunnerOptions(TypedDict, total=False):
     cuda_graphs: bool | None
     deterministic: bool
     parallel: Parallel | None
+    expected_drafts: int
+    compile_ahead: bool
     progress: bool
 
 

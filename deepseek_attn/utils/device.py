@@ -15,7 +15,9 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of memory of a GPU; of a CPU, those that this process may have at most."""
+    """Bytes of memory of a GPU; of a CPU, those that this process may have at most; of "meta", which has none, many."""
+    if device.type == "meta":
+        return 1 << 62
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

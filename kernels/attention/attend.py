@@ -27,7 +27,7 @@ from deepseek_attn.kernels.attention.launch_config import (
     supports_rows_hopper,
 )
 from deepseek_attn.kernels.attention.types import PagedKeys, check_max_logits
-from deepseek_attn.kernels.common.device import FLOATS, LOG2E, gpu, has_native_fp8, supports_pdl
+from deepseek_attn.kernels.common.device import FLOATS, LOG2E, gpu, has_native_fp8, on_gpu, supports_pdl
 from deepseek_attn.kernels.common.invariance import planned_rows
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
@@ -417,8 +417,8 @@ def _checked_out(q: Tensor, d_v: int, out: Tensor | None) -> Tensor:
 
 
 def _check_query(q: Tensor, sink: Tensor | None, indices: Tensor, lens: Tensor | None) -> None:
-    on_gpu = q.is_cuda or triton.knobs.runtime.interpret
-    if q.dim() != 3 or q.dtype not in FLOATS or not on_gpu:
+    on_device = on_gpu(q) or triton.knobs.runtime.interpret
+    if q.dim() != 3 or q.dtype not in FLOATS or not on_device:
         raise ValueError(
             f"q must be [T, H, d] float32, bfloat16 or float16 on a GPU, got {tuple(q.shape)} {q.dtype} on {q.device}"
         )

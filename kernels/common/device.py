@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import NamedTuple
 
@@ -21,9 +24,40 @@ class GPU(NamedTuple):
     multiprocessors: int
 
 
-@cache
+_meta_gpu: ContextVar[GPU | None] = ContextVar("meta_gpu", default=None)
+
+
+@contextmanager
+def meta_stands_for(target: GPU) -> Iterator[None]:
+    """In this context tensors on the device "meta", which have no memory, are treated as if they were on a GPU.
+
+    Ops then choose the kernels and configurations that they would launch there; `recorded_launches` records them.
+    """
+    token = _meta_gpu.set(target)
+    try:
+        yield
+    finally:
+        _meta_gpu.reset(token)
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether a tensor is on a GPU, or stands for one that is (`meta_stands_for`)."""
+    return tensor.is_cuda or (tensor.is_meta and _meta_gpu.get() is not None)
+
+
 def gpu(device: torch.device) -> GPU:
     """The GPU behind ``device``. A CPU, where Triton's interpreter runs, passes for a small GPU of capability 8.0."""
+    target = _meta_gpu.get() if device.type == "meta" else None
+    return target or _gpu(device)
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Of the GPU behind ``device``, or that "meta" stands for."""
+    return gpu(device).capability if device.type == "meta" else torch.cuda.get_device_capability(device)
+
+
+@cache
+def _gpu(device: torch.device) -> GPU:
     if device.type != "cuda":
         return GPU((8, 0), 4)
     return GPU(torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count)

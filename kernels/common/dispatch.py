@@ -10,13 +10,15 @@ from functools import cache
 
 import torch
 
+from deepseek_attn.kernels.common.device import compute_capability, on_gpu
+
 MIN_CAPABILITY = (8, 0)  # bf16 and tf32 tensor cores
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 
 
 def runs_triton(tensor: torch.Tensor) -> bool:
     """True for a tensor on an NVIDIA GPU of compute capability 8.0 or later, with Triton installed."""
-    return tensor.is_cuda and not _reference_only.get() and _runs_on(tensor.device)
+    return on_gpu(tensor) and not _reference_only.get() and (tensor.is_meta or _runs_on(tensor.device))
 
 
 @contextmanager
@@ -39,13 +41,13 @@ def _runs_on(device: torch.device) -> bool:
 
 def problem_on(device: torch.device) -> str:
     """Why Triton kernels cannot run on ``device``; empty where they can."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "meta" and (device.type != "cuda" or not torch.cuda.is_available()):
         return f"its kernels need an NVIDIA GPU; the device is {device}"
-    if torch.version.cuda is None:
+    if device.type == "cuda" and torch.version.cuda is None:
         return "its kernels are built for NVIDIA GPUs; this PyTorch is built for another vendor's"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed: pip install triton"
-    capability = torch.cuda.get_device_capability(device)
+    capability = compute_capability(device)
     if capability < MIN_CAPABILITY:
         return (
             f"its kernels need compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or later; this GPU has "

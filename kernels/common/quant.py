@@ -317,6 +317,8 @@ def row_exponents(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor] | None
         groups of zeros do not matter, and may change.
     """
     largest = scale.amax(-1)
+    if scale.is_meta:
+        return largest, scale
     if ((largest - scale.amin(-1)) > ROW_SPAN).any():
         zero = ((weight & 0x77).unflatten(-1, (-1, 16)) == 0).all(-1)
         largest = scale.masked_fill(zero & (scale < 255), 0).amax(-1)

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from deepseek_attn.kernels.common.device import supports_pdl
+from deepseek_attn.kernels.common.device import on_gpu, supports_pdl
 from deepseek_attn.kernels.common.float32_product import float32_product
 from deepseek_attn.kernels.common.invariance import batch_invariant, planned_rows
 from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import collapse_kernel, mix_kernel, post_kernel
@@ -193,7 +193,7 @@ def _mix(update: tuple[Tensor, Tensor, Tensor] | None, streams: Tensor, fn: Tens
 
 
 def _on_gpu(x: Tensor) -> bool:
-    return x.device.type == "cuda"
+    return on_gpu(x)
 
 
 def _check(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor | None, scales: int) -> None:

@@ -98,7 +98,8 @@ def scaled_mm_fits(weight: Tensor, out_dtype: torch.dtype) -> bool:
 
 def scaled_mm(rows: QuantizedRows, weight: Tensor, scale: Tensor, out: Tensor) -> None:
     """Product of `padded_rows` and an FP8 weight with block scales, into bfloat16 ``out [M, N]``."""
-    torch._scaled_mm(rows.values, weight.t(), rows.scale, scale.t(), out_dtype=torch.bfloat16, out=out)
+    if not out.is_meta:  # has no such product
+        torch._scaled_mm(rows.values, weight.t(), rows.scale, scale.t(), out_dtype=torch.bfloat16, out=out)
 
 
 def padded_rows(rows: QuantizedRows) -> QuantizedRows:

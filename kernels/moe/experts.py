@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepseek_attn.kernels.common.device import FLOATS, gpu, supports_pdl
+from deepseek_attn.kernels.common.device import FLOATS, gpu, on_gpu, supports_pdl
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.moe.arguments import ExpertStack
 from deepseek_attn.kernels.moe.experts_triton import (
@@ -319,7 +319,7 @@ def _arguments(stack: ExpertStack, native: bool) -> tuple[Tensor, Tensor]:
 
 
 def _on_gpu(x: Tensor) -> bool:
-    return x.device.type == "cuda"
+    return on_gpu(x)
 
 
 def _check(

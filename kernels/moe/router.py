@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 
-from deepseek_attn.kernels.common.device import supports_pdl
+from deepseek_attn.kernels.common.device import on_gpu, supports_pdl
 from deepseek_attn.kernels.common.float32_product import float32_product, summed
 from deepseek_attn.kernels.moe.arguments import UNGROUPED, ExpertGroups, ExpertRange, HashRouting
 
@@ -172,7 +172,7 @@ def moe_route(
 
 
 def _on_gpu(x: Tensor) -> bool:
-    return x.device.type == "cuda"
+    return on_gpu(x)
 
 
 def _check(

@@ -1,0 +1,106 @@
+"""``deepseek-attn warmup``: the kernels of a model compiled into Triton's cache, before any process runs it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepseek_attn.cli.options import HUB_ID, add_limits, add_numerics_options, add_prefill_options, integer
+
+if TYPE_CHECKING:
+    from deepseek_attn.checkpoint.source import TensorInfo
+    from deepseek_attn.config.model import AnyConfig
+    from deepseek_attn.kernels.common.device import GPU
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "warmup",
+        help="compile a model's kernels ahead",
+        description="Compiles every kernel that a model can launch within the limits given, whatever batch sizes and "
+        "lengths come, into Triton's cache (TRITON_CACHE_DIR). It needs no GPU and no weights. Processes with the same "
+        "limits, on a GPU of the same kind, then compile nothing.",
+    )
+    parser.add_argument(
+        "--model", required=True, metavar="DIR|ID|NAME", help=f"checkpoint directory, {HUB_ID} or preset"
+    )
+    add_numerics_options(parser)
+    add_limits(parser)
+    add_prefill_options(parser)
+    parser.add_argument("--speculate", type=integer, default=0, metavar="N", help="drafts per step (default: 0)")
+    parser.add_argument(
+        "--gpu", type=gpu_facts, metavar="CAPABILITY:SMS",
+        help="compute capability and number of multiprocessors, 9.0:132 for an H200 (default: the GPU of this machine)",
+    )  # fmt: skip
+    parser.add_argument("--jobs", type=integer, metavar="N", help="processes (default: processors less one)")
+    parser.set_defaults(run=run)
+
+
+def gpu_facts(text: str) -> GPU:
+    """``9.0:132`` as the type of a flag."""
+    from deepseek_attn.kernels.common.device import GPU
+
+    match = re.fullmatch(r"(\d+)\.(\d):(\d+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no GPU: write for instance 9.0:132")
+    return GPU((int(match[1]), int(match[2])), int(match[3]))
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN
+    from deepseek_attn.config.numerics import numerics_for
+    from deepseek_attn.config.options import check_sizes, pick_dtype
+    from deepseek_attn.impls.options import AttentionOptions
+    from deepseek_attn.kernels.common.device import gpu
+    from deepseek_attn.runner.compile_ahead import Compilation, RunnerRequest, RunnerSizes, compiles_ahead
+
+    (config, headers), cuda = read_headers(args.model), torch.device("cuda")
+    if args.gpu is None and not torch.cuda.is_available():
+        raise ValueError("there is no GPU here: say which kind of GPU to compile for, --gpu 9.0:132 for an H200")
+    if not compiles_ahead(config):
+        raise ValueError(f"kernels of {args.model} are not compiled ahead: it has an Engram, or a DSpark drafter")
+    length = min(config.max_position_embeddings, args.max_model_len or DEFAULT_MAX_MODEL_LEN)
+    check_sizes(config, None, length, args.max_num_seqs, args.max_num_batched_tokens, 16)
+    request = RunnerRequest.of(
+        config,
+        headers,
+        numerics=numerics_for(config, args.numerics or "serving"),
+        dtype=pick_dtype(args.dtype, cuda),
+        attention=AttentionOptions(fp8_mode=args.fp8_mode, prefill_workspace_rows=args.prefill_workspace_rows),
+        sizes=RunnerSizes(length, args.max_num_seqs, args.max_num_batched_tokens, 16),
+        gpu=args.gpu or gpu(cuda),
+        num_drafts=args.speculate,
+    )
+    start, compilation = time.monotonic(), Compilation(request, args.jobs)
+    try:
+        compilation.wait(progress=True)
+    finally:
+        compilation.close()
+    if message := compilation.message():
+        raise RuntimeError(message)
+    capability, _ = request.gpu
+    print(
+        f"{len(compilation.done)} kernels for compute capability {capability[0]}.{capability[1]} are in "
+        f"{request.marker().parent}, after {time.monotonic() - start:.0f} s"
+    )
+    return 0
+
+
+def read_headers(model: str) -> tuple[AnyConfig, dict[str, TensorInfo]]:
+    """The config and the tensors of a checkpoint, or those that a preset's would have."""
+    from deepseek_attn.checkpoint.hub import PretrainedSource
+    from deepseek_attn.checkpoint.names import CanonicalSource
+    from deepseek_attn.checkpoint.names_v32 import canonical_names
+    from deepseek_attn.checkpoint.random import RandomSource
+    from deepseek_attn.config.model import ModelConfig, preset_names
+
+    if model in preset_names() and not Path(model).exists():
+        source = RandomSource(ModelConfig.from_preset(model))
+    else:
+        source = PretrainedSource(model, None, False)
+    return source.config, CanonicalSource(source, canonical_names(source.config)).entries()

@@ -1,0 +1,234 @@
+"""Kernels of a runner compiled while its weights are loaded, or before it is made (``deepseek-attn warmup``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from deepseek_attn.checkpoint.source import TensorInfo
+from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.v32 import DeepseekV32Config
+from deepseek_attn.impls.options import AttentionOptions
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.layers.parallel import Parallel
+
+START = "import sys; sys.path[:] = sys.argv[1:]; from deepseek_attn.runner.stand_in import serve; serve()"
+PACKAGES = ("deepseek_attn", "deepseek_attn.kernels", "deepseek_attn.models")  # their code decides what is launched
+SHOWN = 3  # failed kernels that are named
+
+
+class RunnerSizes(NamedTuple):
+    """Limits of a runner, as `RunnerOptions` has them."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_rollback: int
+
+
+@dataclass(frozen=True)
+class RunnerRequest:
+    """What the launches of a runner depend on; it can be pickled.
+
+    Attributes:
+        config: of the model, reduced to one layer of each kind.
+        headers: of the tensors of those layers, and of those outside layers, under their published names.
+        gpu: the GPU that kernels are for.
+        num_drafts: tokens that the MTP layer drafts per step; 0 without speculation.
+        parallel: the rank; its collectives are left out.
+    """
+
+    config: AnyConfig
+    headers: dict[str, TensorInfo]
+    numerics: Numerics
+    dtype: torch.dtype
+    attention: AttentionOptions
+    sizes: RunnerSizes
+    gpu: GPU
+    cuda_graphs: bool | None = None
+    num_drafts: int = 0
+    parallel: Parallel = dataclasses.field(default_factory=Parallel.single)
+
+    @classmethod
+    def of(
+        cls, config: AnyConfig, headers: dict[str, TensorInfo], layers: list[int] | None = None, **facts: Any
+    ) -> RunnerRequest:
+        """The request of a runner of this config.
+
+        Args:
+            headers: of all tensors, under their published names; layers: those that are loaded, None for all of them.
+            facts: the other attributes.
+        """
+        present = [layer for layer in config.layers if layers is None or layer.index in layers]
+        mtp = config.mtp_layers if layers is None else ()
+        config = dataclasses.replace(config, layers=distinct_layers(present, headers), mtp_layers=mtp)
+        kept = {layer.index for layer in config.layers}
+        headers = {name: info for name, info in headers.items() if (layer_of(name) in kept or layer_of(name) is None)}
+        return cls(config, headers, **facts)
+
+    def marker(self) -> Path:
+        """A file in Triton's cache that is there once all kernels of this request are."""
+        import triton
+
+        found = hashlib.sha256(f"{self!r} {triton.__version__} {torch.__version__}".encode())
+        for package in PACKAGES:
+            for folder in importlib.import_module(package).__path__:
+                for path in sorted(Path(folder).rglob("*.py")):
+                    found.update(path.read_bytes())
+        return Path(triton.knobs.cache.dir) / f"deepseek-attn-{found.hexdigest()[:32]}"
+
+
+def compiles_ahead(config: AnyConfig) -> bool:
+    """Whether a `stand_in` runs the steps of such a model: not with an Engram or a DSpark drafter."""
+    return type(config) in (ModelConfig, DeepseekV32Config) and config.dspark is None
+
+
+def layer_of(name: str) -> int | None:
+    """The backbone layer that a tensor of this published name belongs to."""
+    parts = name.split(".", 2)
+    return int(parts[1]) if parts[0] == "layers" else None
+
+
+def distinct_layers(layers: Sequence[Any], headers: dict[str, TensorInfo]) -> tuple[Any, ...]:
+    """The first layer of each kind: equal in configuration, and in the dtypes of its tensors."""
+    dtypes: dict[int | None, set[tuple[str, str]]] = {}
+    for name, info in headers.items():
+        kind = name.split(".experts.")[0].partition(".")[2].partition(".")[2]
+        dtypes.setdefault(layer_of(name), set()).add((kind, info.dtype))
+    kinds: dict[Any, Any] = {}
+    for layer in layers:
+        kinds.setdefault((dataclasses.replace(layer, index=0), frozenset(dtypes.get(layer.index, ()))), layer)
+    return tuple(kinds.values())
+
+
+class Compilation:
+    """Kernels that a process of its own compiles with workers; it needs no GPU.
+
+    Attributes:
+        found: hashes of the kernels found so far; done: of those that are compiled, or have failed.
+        failed: why kernels could not be compiled; each begins with a kernel's name.
+        problem: why kernels could not be found; empty where they could.
+        ended: nothing more will be compiled.
+    """
+
+    def __init__(self, request: RunnerRequest, workers: int | None = None):
+        self.found: set[str] = set()
+        self.done: set[str] = set()
+        self.failed: list[str] = []
+        self.problem, self.ended = "", False
+        self._all_found, self._changed = False, threading.Condition()
+        self._marker = request.marker()
+        path = [*sys.path, str(Path(__file__).parents[2])]  # an editable installation may be on no path
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", START, *path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, start_new_session=True,  # a session of its own gets no Ctrl-C
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        workers = max(1, len(os.sched_getaffinity(0)) - 1) if workers is None else workers
+        with suppress(BrokenPipeError), self._process.stdin as pipe:
+            pickle.dump((request, workers), pipe)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def wait(self, wanted: str | None = None, progress: bool = False) -> None:
+        """Waits until a kernel is compiled if it is one of those that will be; without one, for all of them.
+
+        Args:
+            wanted: `Variant.cached_hash` of the kernel.
+            progress: show a bar over all kernels, on a terminal.
+        """
+
+        def ready() -> bool:
+            if wanted is None:
+                return self.ended
+            return self.ended or wanted in self.done or (self._all_found and wanted not in self.found)
+
+        with (
+            tqdm(desc="compiling kernels", unit="", delay=0.5, leave=False, disable=None if progress else True) as bar,
+            self._changed,
+        ):
+            while not ready():
+                self._changed.wait()
+                bar.total = len(self.found)
+                bar.update(len(self.done) - bar.n)
+
+    def close(self) -> None:
+        """Ends the process and its workers, if they still run."""
+        self._process.kill()
+
+    def _listen(self) -> None:
+        """Takes in what the process tells, until it ends."""
+        with self._process.stdout as events:
+            for line in events:
+                event = json.loads(line)
+                with self._changed:
+                    self.found.update(event.get("found", ()))
+                    self.done.update(event.get("done", ()))
+                    self.failed += event.get("failed", ())
+                    self._all_found |= "all_found" in event
+                    self.problem = event.get("problem", "")
+                    self._changed.notify_all()
+        code = self._process.wait()
+        if message := self.message():
+            warnings.warn(message, stacklevel=1)
+        elif code == 0:
+            self._marker.parent.mkdir(parents=True, exist_ok=True)
+            self._marker.touch()
+        with self._changed:
+            self.ended = True
+            self._changed.notify_all()
+
+    def message(self) -> str:
+        """One message about kernels that could not be compiled; empty if all were."""
+        if self.problem:
+            return f"kernels are compiled as they are launched, because they could not be found before: {self.problem}"
+        if not self.failed:
+            return ""
+        more = f"; and {len(self.failed) - SHOWN} more" if len(self.failed) > SHOWN else ""
+        return f"{len(self.failed)} of {len(self.found)} kernels do not compile: {'; '.join(self.failed[:SHOWN])}{more}"
+
+
+def compile_ahead(request: RunnerRequest, progress: bool) -> Compilation | None:
+    """Starts to compile the kernels of a runner; launches then wait for theirs. None if all are in Triton's cache."""
+    from deepseek_attn.kernels.common.launches import Variant, call_before_compiling
+
+    if request.marker().exists():
+        return None
+    compilation = Compilation(request)
+
+    def wait(variant: Variant) -> None:
+        if compilation.ended:
+            end()
+        else:
+            compilation.wait(variant.cached_hash(), progress)
+
+    end = call_before_compiling(wait)
+    return compilation
+
+
+@contextmanager
+def compiling_ahead(request: RunnerRequest | None, progress: bool) -> Iterator[Compilation | None]:
+    """`compile_ahead` while a runner is built; what breaks that off ends the compilation too."""
+    compilation = None if request is None else compile_ahead(request, progress)
+    try:
+        yield compilation
+    except BaseException:
+        if compilation is not None:
+            compilation.close()
+        raise

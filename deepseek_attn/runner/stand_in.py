@@ -1,0 +1,119 @@
+"""A runner without memory, which runs the steps that a real one may be asked for, so that their launches are known.
+
+It is built as every runner is, on the device "meta", of one layer of each kind, from the headers of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, TextIO
+
+import torch
+
+from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo
+from deepseek_attn.kernels.common.launches import Variant, compile_variants, recorded_launches
+from deepseek_attn.layers.parallel import Parallel
+from deepseek_attn.runner.build import LoadedModel, build_runner
+from deepseek_attn.runner.compile_ahead import RunnerRequest
+from deepseek_attn.runner.warm_up import WarmUp
+from deepseek_attn.utils.processes import end_with_parent
+
+META = torch.device("meta")
+
+
+class HeaderSource(CheckpointSource):
+    """The tensors of a checkpoint without their values, on the device "meta"."""
+
+    def __init__(self, headers: dict[str, TensorInfo]):
+        self._headers = headers
+
+    def entries(self) -> dict[str, TensorInfo]:
+        return self._headers
+
+    def read(self, name: str) -> torch.Tensor:
+        info = self._headers[name]
+        dtype, shape = DTYPES[info.dtype], list(info.shape)
+        if dtype.bits < 8 * dtype.torch.itemsize:  # packed
+            shape[-1] = shape[-1] * dtype.bits // (8 * dtype.torch.itemsize)
+        return torch.empty(shape, dtype=dtype.torch, device=META)
+
+
+class StandInRanks(Parallel):
+    """A rank whose collectives exchange nothing."""
+
+    def _exchange(self, collective: Any, *args: Any) -> None:
+        pass
+
+
+class StandIn(LoadedModel):
+    """A runner on the device "meta"."""
+
+    @classmethod
+    def build(cls, request: RunnerRequest) -> StandIn:
+        """The runner of a request."""
+        ranks = request.parallel
+        runner = build_runner(
+            cls,
+            request.config,
+            HeaderSource(request.headers),
+            device=META,
+            dtype=request.dtype,
+            numerics=request.numerics,
+            **vars(request.attention),
+            **request.sizes._asdict(),
+            cuda_graphs=request.cuda_graphs,
+            parallel=StandInRanks(ranks.rank, ranks.world, ranks.dp_attention),
+            compile_ahead=False,
+            progress=False,
+        )
+        runner.decode_query_len = 1 + request.num_drafts
+        return runner
+
+
+def runner_launches(request: RunnerRequest) -> Iterator[list[Variant]]:
+    """Kernels that a runner may launch, while they are found: lists of those that are in no earlier one."""
+    known = 0
+    with recorded_launches(request.gpu) as launches:
+        for _ in WarmUp(StandIn.build(request), request.num_drafts).steps():
+            yield list(launches.variants.values())[known:]
+            known = len(launches.variants)
+
+
+class _Events:
+    """Lines of JSON for a `Compilation`."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+
+    def write(self, **event: Any) -> None:
+        self._file.write(json.dumps(event) + "\n")
+        self._file.flush()
+
+    def found(self, hashes: list[str]) -> None:
+        self.write(found=hashes)
+
+    def all_found(self) -> None:
+        self.write(all_found=True)
+
+    def compiled(self, cached_hash: str, error: str) -> None:
+        self.write(done=[cached_hash], failed=[error] if error else [])
+
+
+def serve() -> None:
+    """Main function of the process of a `Compilation`: gets a request on stdin, tells events on stdout."""
+    end_with_parent()
+    torch.set_num_threads(1)  # forked processes have none of a pool's threads
+    # ops on "meta" that torch has in Python are exempted from torch.compile, for which it would be imported: seconds
+    torch._dynamo = sys.modules["torch._dynamo"] = SimpleNamespace(disable=lambda op, *_, **__: op)
+    events = _Events(os.fdopen(os.dup(1), "w"))
+    os.dup2(2, 1)  # whatever else is printed
+    try:
+        request, workers = pickle.load(sys.stdin.buffer)
+        compile_variants(runner_launches(request), workers, events)
+    except Exception as error:
+        events.write(problem=f"{type(error).__name__}: {error}"[:1000])

@@ -1,0 +1,116 @@
+"""Steps of every size that a runner may be asked for: so that kernels are known, loaded and captured before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from deepseek_attn.attention.builder import StepInput
+from deepseek_attn.cache.manager import NULL_PAGE
+from deepseek_attn.kernels.sampling import greedy_tokens
+from deepseek_attn.runner.build import LoadedModel
+from deepseek_attn.runner.graph_steps import CapturedStep, StepSize
+from deepseek_attn.runner.graphs import length_bucket
+
+
+@dataclass
+class WarmUp:
+    """Steps of a runner that together launch every kernel that its steps can launch.
+
+    They read and write null pages only, so sequences keep what they have.
+
+    Attributes:
+        num_drafts: tokens that the MTP layer drafts per step; 0 without speculation.
+    """
+
+    runner: LoadedModel
+    num_drafts: int = 0
+
+    def steps(self) -> Iterator[None]:
+        """Runs a step of each size, those first that a first prompt and its answer need; yields after each."""
+        with self.runner.op_settings(), torch.inference_mode():
+            decodes, prefills = self.decode_sizes(), self.prefill_sizes()
+            for size in chain(prefills[:1], decodes[:2], prefills[1:], decodes[2:]):
+                if isinstance(size, StepSize):
+                    self.decode(size)
+                else:
+                    self.prefill(size)
+                yield
+
+    def decode_sizes(self) -> list[StepSize]:
+        """Every size of a decode step over persistent tensors."""
+        graphs, limit, drafts = self.runner.graphs, self.runner.layout.max_model_len, self.num_drafts
+        if graphs is None:
+            return []
+        lengths = sorted({length_bucket(n, limit) for n in powers(limit)})
+        kinds = [(1, 0), (1 + drafts, drafts), (1 + drafts, 0)] if drafts else [(1, 0)]
+        return [StepSize(n, rows, length, k) for rows, k in kinds for n in graphs.batches for length in lengths]
+
+    def decode(self, size: StepSize) -> None:
+        """A decode step of this size: captured, where steps are."""
+        graphs = self.runner.graphs
+        steps: list[CapturedStep] = [graphs.step(size)]
+        if self.num_drafts and not size.num_drafts:
+            steps.append(graphs.draft_step(size._replace(num_drafts=self.num_drafts)))
+        for step in steps:
+            if step.graph is None:
+                step.run()
+
+    def prefill_sizes(self) -> list[list[tuple[int, int]]]:
+        """Eager steps: (new tokens, length after them) of each request.
+
+        Kernels are chosen by the number of tokens, of requests, and by the longest request. Bounds of the choices lie
+        at powers of two, or half way between two of them.
+        """
+        layout = self.runner.layout
+        most, requests, longest = layout.max_num_batched_tokens, layout.max_num_seqs, layout.max_model_len
+        sizes = []
+        for tokens in reversed(grid(most)):
+            power = tokens == most or not tokens & (tokens - 1)
+            alone = min(tokens, longest)
+            lengths = [n for n in powers(longest) if n > alone and power] or [longest]
+            sizes += [[(alone, length)] for length in (alone, *lengths)]
+            several = min(requests, tokens // 2)
+            if several > 1:
+                each = [tokens // several] * (several - 1) + [tokens - tokens // several * (several - 1)]
+                sizes += [[(min(n, longest), max(n, length)) for n in each] for length in (0, longest)[1 - power :]]
+            decodes = min(requests - 1, tokens - 2)
+            if decodes > 0 and power:
+                new = min(tokens - decodes, longest)
+                sizes += [[(1, length)] * decodes + [(new, max(new, length))] for length in (new, *lengths)]
+        return sizes
+
+    def prefill(self, rows: list[tuple[int, int]]) -> None:
+        """An eager step; with drafts, the MTP layer runs over its tokens too."""
+        runner, threshold = self.runner, self.runner.decode_query_len
+        rows = sorted(rows, key=lambda row: row[0] > threshold)
+        query_lens, seq_lens = (torch.tensor(part) for part in zip(*rows, strict=True))
+        total, longest, spans = int(query_lens.sum()), int(seq_lens.max()), runner.layout.spans
+        pages = {
+            group: -(-longest // spans[group].page_tokens) if group in spans else 1 for group in runner.layout.pages
+        }
+        tables = {group: torch.full((len(rows), n), NULL_PAGE, dtype=torch.int32) for group, n in pages.items()}
+        batch = StepInput(query_lens, seq_lens, tables, None, threshold)
+        ids = torch.zeros(total, dtype=torch.int64, device=runner.device)
+        runner.parallel.step_rows = total
+        meta = runner.builder.build(batch)
+        states = runner.model(ids, meta.positions, meta)
+        greedy_tokens(runner.model.logits(states[: len(rows)]))
+        if self.num_drafts and runner.drafter is not None:
+            meta = runner.drafter.builder.build(batch)
+            states = runner.model.draft_hidden_states(states, ids, meta.positions, meta)
+            runner.model.draft_logits(states[: len(rows)])
+
+
+def powers(limit: int) -> list[int]:
+    """Powers of two below ``limit``, then ``limit``."""
+    return [1 << i for i in range((limit - 1).bit_length())] + [limit]
+
+
+def grid(limit: int) -> list[int]:
+    """Numbers of tokens up to ``limit``, ascending: powers of two, the middles between them, and those one larger."""
+    bounds = [n for power in powers(limit) for n in (power, power + power // 2)]
+    return sorted({n for bound in bounds for n in (bound, bound + 1) if n <= limit} | {limit})

@@ -1,0 +1,203 @@
+"""Launches recorded instead of made, and their kernels compiled: by processes that need no GPU, into Triton's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler.compiler import ASTSource, get_cache_invalidating_env_vars, get_cache_key, make_backend
+from triton.runtime.jit import JITFunction
+
+from deepseek_attn.kernels.common.device import GPU, meta_stands_for
+from deepseek_attn.utils.processes import end_with_parent
+
+SLOWEST = ("experts_hopper", "compress", "insert_tokens", "linear_hopper", "topk", "attend")
+"""Families of kernels that take longest to compile; they begin first, so that no processor waits for the last one."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with everything that its binary depends on: what a launch looks up in Triton's caches.
+
+    Attributes:
+        source: the kernel with its signature, constants and alignments; options: warps, stages and the like.
+    """
+
+    source: ASTSource
+    target: GPUTarget
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.source.fn.__name__
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} {self.source.hash()} {sorted(self.options.items())}"
+
+    def cached_hash(self) -> str:
+        """Name of the kernel's folder in Triton's cache."""
+        backend = make_backend(self.target)
+        options = backend.parse_options(self.options | self.source.parse_options())
+        key = get_cache_key(self.source, backend, options, env_vars=get_cache_invalidating_env_vars())
+        return hashlib.sha256(key.encode()).hexdigest()
+
+    def compile(self) -> None:
+        """Compiles the kernel into Triton's cache, unless it is there; and what launches it, if that is compiled too.
+
+        Triton up to 3.6 has a function in C for each signature, which can be made where there is a driver.
+        """
+        kernel = triton.compile(self.source, target=self.target, options=self.options)
+        if hasattr(nvidia, "make_launcher") and has_driver():
+            nvidia.CudaUtils()
+            nvidia.CudaLauncher(kernel.src, kernel.metadata)
+
+
+@dataclass
+class Launches:
+    """Variants that were launched, by key, in the order of their first launches."""
+
+    target: GPUTarget
+    variants: dict[str, Variant] = field(default_factory=dict)
+
+
+class _Target:
+    """Stands for the driver of a GPU that need not be there."""
+
+    def __init__(self, target: GPUTarget):
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> object:
+        return self  # kernels keep what they know of a device: each recording is one of its own
+
+    def get_current_stream(self, device: object) -> int:
+        return 0
+
+
+@contextmanager
+def recorded_launches(gpu: GPU) -> Iterator[Launches]:
+    """In this context ops on "meta" tensors record what they would launch on a GPU like this one; nothing is launched.
+
+    The whole process is affected: nothing else may launch kernels meanwhile.
+    """
+    target = GPUTarget("cuda", 10 * gpu.capability[0] + gpu.capability[1], 32)
+    launches = Launches(target)
+    run, do_compile = JITFunction.run, JITFunction._do_compile
+
+    def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        run(self, *args, grid=grid, warmup=True, **keywords)
+
+    def note(
+        self: JITFunction, key: str, signature: Any, device: Any, constants: Any, options: Any, attrs: Any, warmup: bool
+    ) -> Variant:
+        variant = Variant(self.ASTSource(self, signature, constants, attrs), target, dict(vars(options)))
+        kernels, *_ = self.device_caches[device]
+        kernels[key] = launches.variants.setdefault(variant.key, variant)
+        return variant
+
+    driver = triton.runtime.driver
+    active = driver._active
+    driver.set_active(_Target(target))
+    JITFunction.run, JITFunction._do_compile = record, note
+    try:
+        with meta_stands_for(gpu):
+            yield launches
+    finally:
+        JITFunction.run, JITFunction._do_compile = run, do_compile
+        driver.set_active(active)
+
+
+def has_driver() -> bool:
+    """Whether NVIDIA's driver is installed here, with or without a GPU that this process sees."""
+    try:
+        return bool(nvidia.library_dirs())
+    except (AssertionError, OSError):
+        return False
+
+
+def call_before_compiling(callback: Callable[[Variant], None]) -> Callable[[], None]:
+    """Calls ``callback`` before Triton compiles a kernel or loads it from its cache; returns what ends this."""
+    do_compile = JITFunction._do_compile
+
+    def call(self: JITFunction, key: str, signature: Any, device: Any, constants: Any, options: Any, *rest: Any) -> Any:
+        _, _, target, *_ = self.device_caches[device]
+        callback(Variant(self.ASTSource(self, signature, constants, rest[0]), target, dict(vars(options))))
+        return do_compile(self, key, signature, device, constants, options, *rest)
+
+    def end() -> None:
+        if JITFunction._do_compile is call:
+            JITFunction._do_compile = do_compile
+
+    JITFunction._do_compile = call
+    return end
+
+
+class CompileEvents(Protocol):
+    """What `compile_variants` tells of kernels, which it names by `Variant.cached_hash`."""
+
+    def found(self, hashes: list[str]) -> None: ...
+
+    def all_found(self) -> None: ...
+
+    def compiled(self, cached_hash: str, error: str) -> None:
+        """A kernel is in Triton's cache, or is not because of ``error``, which names it."""
+
+
+def compile_variants(variants: Iterable[list[Variant]], workers: int, events: CompileEvents) -> None:
+    """Compiles variants while more are being found, each in a forked process, ``workers`` of them at a time."""
+    waiting: list[tuple[str, Variant]] = []
+    running: dict[Connection, tuple[BaseProcess, str, Variant]] = {}
+
+    def advance(timeout: float | None) -> None:
+        while waiting and len(running) < workers:
+            cached_hash, variant = waiting.pop(0)
+            receive, send = multiprocessing.Pipe(duplex=False)
+            process = multiprocessing.get_context("fork").Process(target=_compile, args=(variant, send), daemon=True)
+            process.start()
+            send.close()
+            running[receive] = process, cached_hash, variant
+        for receive in wait(list(running), timeout):
+            process, cached_hash, variant = running.pop(receive)
+            try:
+                error = receive.recv()
+            except EOFError:
+                process.join()
+                error = f"its compiler ended with exit code {process.exitcode}"
+            process.join()
+            receive.close()
+            events.compiled(cached_hash, f"{variant.name}: {error}" if error else "")
+
+    for fresh in variants:
+        hashed = [
+            (variant.cached_hash(), variant) for variant in fresh
+        ]  # forked processes inherit Triton's own digests
+        events.found([cached_hash for cached_hash, _ in hashed])
+        waiting = sorted([*waiting, *hashed], key=lambda item: not item[1].name.startswith(SLOWEST))
+        advance(0)
+    events.all_found()
+    while waiting or running:
+        advance(None)
+
+
+def _compile(variant: Variant, connection: Connection) -> None:
+    """Compiles a variant; sends why it failed, or ""."""
+    end_with_parent()
+    os.nice(5)  # the process that loads the model goes first
+    try:
+        variant.compile()
+        connection.send("")
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {error}"[:1000])

@@ -1,0 +1,134 @@
+"""Kernels are known, and compiled, before steps launch them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.runtime.cache import get_cache_manager
+
+from deepseek_attn.checkpoint.random import RandomSource
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.numerics import numerics_for
+from deepseek_attn.impls.options import AttentionOptions
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.launches import compile_variants
+from deepseek_attn.runner import ModelRunner
+from deepseek_attn.runner.compile_ahead import Compilation, RunnerRequest, RunnerSizes
+from deepseek_attn.runner.stand_in import runner_launches
+from deepseek_attn.runner.warm_up import WarmUp
+from tests.support.tiers import EXHAUSTIVE
+
+H200 = GPU((9, 0), 132)
+LIMITS = {
+    "tiny": RunnerSizes(2048, 3, 100, 16),
+    "tiny_v32": RunnerSizes(2048, 3, 100, 16),
+    "v4_flash": RunnerSizes(16384, 8, 2048, 16),
+}
+
+
+def request_of(preset, num_drafts=0, sizes=None):
+    config = ModelConfig.from_preset(preset)
+    return RunnerRequest.of(
+        config,
+        RandomSource(config).entries(),
+        numerics=numerics_for(config, "serving"),
+        dtype=torch.bfloat16,
+        attention=AttentionOptions(),
+        sizes=sizes or LIMITS[preset],
+        gpu=H200,
+        num_drafts=num_drafts,
+    )
+
+
+def test_what_is_compiled_is_what_a_launch_looks_up(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = (variant for fresh in runner_launches(request_of("tiny")) for variant in fresh)
+    variant = next(variant for variant in found if variant.name == "decode_rows_kernel")
+    found.close()
+    hits = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, cache_hit, **_: hits.append(cache_hit))
+    for _ in range(2):
+        triton.compile(variant.source, target=variant.target, options=variant.options)
+    assert hits == [False, True]
+    assert get_cache_manager(variant.cached_hash()).get_group("decode_rows_kernel.json")
+
+
+class Stub:
+    """A variant whose compilation does something else."""
+
+    def __init__(self, name, compile):
+        self.name, self.compile = name, compile
+
+    def cached_hash(self):
+        return self.name
+
+
+class Events:
+    def __init__(self):
+        self.seen, self.ends, self.errors = [], 0, {}
+
+    def found(self, hashes):
+        self.seen += hashes
+
+    def all_found(self):
+        self.ends += 1
+
+    def compiled(self, cached_hash, error):
+        self.errors[cached_hash] = error
+
+
+def test_a_kernel_that_does_not_compile_is_named_and_the_others_do():
+    def refuse():
+        raise ValueError("no such layout")
+
+    variants = [Stub("good_kernel", lambda: None), Stub("bad_kernel", refuse), Stub("gone_kernel", lambda: os._exit(3))]
+    events = Events()
+    compile_variants([variants[:1], [], variants[1:]], 2, events)
+    assert events.seen == [variant.name for variant in variants]
+    assert events.ends == 1
+    assert events.errors == {
+        "good_kernel": "",
+        "bad_kernel": "bad_kernel: ValueError: no such layout",
+        "gone_kernel": "gone_kernel: its compiler ended with exit code 3",
+    }
+
+
+def test_warming_up_leaves_sequences_alone():
+    with ModelRunner.from_config("tiny", max_model_len=40, max_num_seqs=2, max_num_batched_tokens=5) as runner:
+        first, tokens = runner.sequence([1, 2, 3, 4, 5]), [1, 2, 3, 4, 5, 6]
+        runner.step([(first, 5)])
+        for _ in WarmUp(runner).steps():
+            pass
+        first.append(6)
+        expected = runner.sequence(tokens)
+        runner.step([(expected, 5)])
+        (got,), (want,) = runner.step([(first, 1)]).logits, runner.step([(expected, 1)]).logits
+        assert torch.equal(got, want)
+
+
+@EXHAUSTIVE
+def test_closing_ends_the_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compilation = Compilation(request_of("tiny"), workers=1)
+    compilation.close()
+    compilation.wait()
+    assert compilation.ended
+    assert not compilation.message()
+    assert compilation._process.poll() is not None
+
+
+@EXHAUSTIVE
+def test_everything_is_compiled_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    request = request_of("tiny", sizes=RunnerSizes(64, 1, 2, 16))
+    compilation = Compilation(request)
+    compilation.wait()
+    assert not compilation.message()
+    assert compilation.found == compilation.done
+    assert request.marker().exists()
