@@ -113,7 +113,7 @@ def check_headers(
         name = source.canonical(published)
         if _source_rule(name, selection) is None:
             kind = SLOT_KINDS.get(recipe.kind, "float")
-            slots[name] = WeightSlot(recipe.shape, kind, _not_loaded, fp8_group=config.FP8_GROUP)
+            slots[name] = WeightSlot(recipe.shape, kind, _not_loaded, block=config.FP8_GROUP)
             if name not in entries:
                 missing.append(name)
         if len(missing) > len(entries):
@@ -339,7 +339,7 @@ def _check(problems: Problems, slot: WeightSlot, source: CanonicalSource, name: 
         _check_scale(problems, source, scale, [shape[0], shape[1] // SCALE_GROUP], ("F8_E8M0", "U8"))
         return (name, scale)
     if slot.quantizable and info.dtype == "F8_E4M3":
-        grid = [-(-size // slot.fp8_group) for size in shape]
+        grid = [-(-size // slot.block) for size in shape]
         _check_shape(problems, shown, info, shape)
         _check_scale(problems, source, scale, grid, FP8_SCALE_DTYPES)
         return (name, scale)

@@ -41,7 +41,7 @@ class ConfigBase:
         OPTIONAL: keys that ``to_dict`` may leave out and ``replace`` accepts.
         DERIVED: fields that are no keys.
         dspark: keys of the DSpark drafter; None without one.
-        FP8_GROUP: input channels, and rows and columns of a weight, that share an FP8 scale.
+        FP8_GROUP: rows and columns of a block of an FP8 weight in checkpoints, and channels of the inputs it is for.
     """
 
     OPTIONAL: ClassVar[tuple[str, ...]]

@@ -25,8 +25,10 @@ class Numerics:
         index_record: ``"plain"``, ``"fp4"`` (groups of 32, 68 bytes) or ``"fp8"`` (one scale per key, 132 bytes).
         pow2_activation_scales: FP8 scales of linear inputs are powers of two (``scale_fmt`` ue8m0). A model decides
             this, not a preset: DeepSeek-V3 has raw scales, all later ones powers of two.
-        fp8_group: channels of a linear's input, and rows and columns of its weight, that share an FP8 scale: 128, and
-            32 in DeepSeek-V4.1. A model decides this too.
+        fp8_group: channels of a linear's input, and rows and columns of its weight, that share an FP8 scale: 128, which
+            kernels take, or 32, official for DeepSeek-V4.1.
+        weight_block: rows and columns of a block of an FP8 weight as it is stored: 128, or 32 in DeepSeek-V4.1, whose
+            blocks are merged where ``fp8_group`` is 128. A model decides this too.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Numerics:
     index_record: str
     pow2_activation_scales: bool = True
     fp8_group: int = 128
+    weight_block: int = 128
 
 
 PRESETS = {
@@ -72,16 +75,16 @@ PRESETS = {
 
 
 def numerics_for(config: AnyConfig, name: str | Numerics) -> Numerics:
-    """A preset as a model means it; a ``Numerics`` passes through, but for the size of the model's FP8 blocks.
+    """A preset as a model means it; a ``Numerics`` passes through, but for its ``weight_block``.
 
     DeepSeek-V3.2 has FP8 index keys where V4's official ones are FP4, and a ``scale_fmt`` that V3 has not. V4.1 has no
     Hadamard matrix, and official records of its own.
     """
     preset = get_numerics(name)
-    if preset.fp8_group != config.FP8_GROUP:
-        preset = replace(preset, fp8_group=config.FP8_GROUP)
+    if preset.weight_block != config.FP8_GROUP:
+        preset = replace(preset, weight_block=config.FP8_GROUP)
     if isinstance(config, DeepseekV41Config) and name == "official":
-        return replace(preset, kv_record="fp8_fp4", index_hadamard=False)
+        return replace(preset, kv_record="fp8_fp4", index_hadamard=False, fp8_group=config.FP8_GROUP)
     if isinstance(name, Numerics) or not isinstance(config, DeepseekV32Config):
         return preset
     index_record = "plain" if preset.index_record == "plain" else "fp8"

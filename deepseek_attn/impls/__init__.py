@@ -49,7 +49,7 @@ DEEPSEEK_V4_IMPLS: Impls = (
     DeepseekV4ReferenceSparseImpl,
 )
 """In order of preference for ``backend="auto"``; the last one runs everywhere. `v32.backends` has DeepSeek-V3.2's."""
-DEEPSEEK_V41_IMPLS: Impls = (DeepseekV41ReferenceSparseImpl,)
+DEEPSEEK_V41_IMPLS: Impls = (*DEEPSEEK_V4_IMPLS[:-1], DeepseekV41ReferenceSparseImpl)
 
 
 def impl_names(impls: Impls = DEEPSEEK_V4_IMPLS) -> tuple[str, ...]:

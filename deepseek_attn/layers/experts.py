@@ -34,7 +34,7 @@ class ExpertLinear(CheckpointModule):
     ):
         super().__init__(device)
         self.experts, self.in_features, self.out_features, self.first = experts, in_features, out_features, first
-        self.keep_quantized, self.fp8_input, self.dtype = numerics.quantized_weights, numerics.fp8_activations, dtype
+        self.numerics, self.fp8_input, self.dtype = numerics, numerics.fp8_activations, dtype
         self.pow2_scales, self.fp8_group = numerics.pow2_activation_scales, numerics.fp8_group
         self.register_parameter("weight", None)
         self.register_parameter("scale", None)
@@ -52,10 +52,10 @@ class ExpertLinear(CheckpointModule):
 
         elsewhere = not 0 <= index - self.first < self.experts
         shape = (self.out_features, self.in_features)
-        return WeightSlot(shape, "linear", load, elsewhere=elsewhere, fp8_group=self.fp8_group)
+        return WeightSlot(shape, "linear", load, elsewhere=elsewhere, block=self.numerics.weight_block)
 
     def _load_expert(self, index: int, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
-        weight, scale = to_stored(weight, scale, self.keep_quantized, self.dtype, self._device)
+        weight, scale = to_stored(weight, scale, self.numerics, self.dtype, self._device)
         if scale is not None and self.fp8_input:
             check_fp8_input(self.in_features, self.fp8_group)
         if self.weight is None:

@@ -41,17 +41,17 @@ class Linear(CheckpointModule):
         super().__init__(device)
         self.full_shape, self.shard = (out_features, in_features), shard
         self.out_features, self.in_features = shard.of(self.full_shape) if shard else self.full_shape
-        self.keep_quantized, self.pow2_scales = numerics.quantized_weights, numerics.pow2_activation_scales
+        self.numerics, self.pow2_scales = numerics, numerics.pow2_activation_scales
         self.fp8_input = numerics.fp8_activations if fp8_input is None else fp8_input
         self.dtype, self.out_float32, self.fp8_group = dtype, out_float32, numerics.fp8_group
         self.register_parameter("weight", None)
         self.register_parameter("scale", None)
 
     def slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield "weight", WeightSlot(self.full_shape, "linear", self.load, self.shard, fp8_group=self.fp8_group)
+        yield "weight", WeightSlot(self.full_shape, "linear", self.load, self.shard, block=self.numerics.weight_block)
 
     def load(self, weight: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-        weight, scale = to_stored(weight, scale, self.keep_quantized, self.dtype, self._device)
+        weight, scale = to_stored(weight, scale, self.numerics, self.dtype, self._device)
         if scale is not None and self.fp8_input:
             check_fp8_input(self.in_features, self.fp8_group)
         self.weight = parameter(weight)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.kernels.common.quant import merge_fp8_blocks
 from deepseek_attn.kernels.engram import TableRows
 from deepseek_attn.kernels.linear import dequantize_weight
 from deepseek_attn.kernels.norm import rms_norm
@@ -43,7 +45,7 @@ class WeightSlot:
             ``uint8[out, in / 32]`` e8m0 bytes as ``scale``. With a shard, the shard of each.
         shard: this rank's part; None for all of it.
         elsewhere: the tensor belongs to another rank, and ``load`` is not called.
-        fp8_group: rows and columns of an FP8 block.
+        block: rows and columns of an FP8 block.
         attach: called in place of ``load`` for ``"rows"``, with a function that reads rows by number, int64 ``[n]``.
     """
 
@@ -52,7 +54,7 @@ class WeightSlot:
     load: Callable[[torch.Tensor, torch.Tensor | None], None]
     shard: Shard | None = None
     elsewhere: bool = False
-    fp8_group: int = 128
+    block: int = 128
     attach: Callable[[Callable[[torch.Tensor], TableRows]], None] | None = None
 
     @classmethod
@@ -144,13 +146,18 @@ def parameter(tensor: torch.Tensor) -> nn.Parameter:
 
 
 def to_stored(
-    weight: torch.Tensor, scale: torch.Tensor | None, keep_quantized: bool, dtype: torch.dtype, device: torch.device
+    weight: torch.Tensor, scale: torch.Tensor | None, numerics: Numerics, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(weight, scale) of a linear as stored on ``device``: unchanged, or dequantised to ``dtype`` with scale None."""
+    """(weight, scale) of a linear as stored on ``device``.
+
+    Quantised, with FP8 blocks of ``numerics.fp8_group``; or dequantised to ``dtype``, with scale None.
+    """
     if scale is None:
         return weight.to(device, dtype), None
     weight, scale = weight.to(device), scale.to(device)
-    if keep_quantized:
+    if numerics.quantized_weights:
+        if weight.dtype == torch.float8_e4m3fn and numerics.weight_block < numerics.fp8_group:
+            return merge_fp8_blocks(weight, scale, numerics.fp8_group // numerics.weight_block, numerics.weight_block)
         return weight, scale
     return dequantize_weight(weight, scale).to(dtype), None
 

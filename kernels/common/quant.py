@@ -230,6 +230,28 @@ def dequantize_fp8_block(q: Tensor, scale: Tensor, block: tuple[int, int] = (128
     return q.float().mul_(rows.repeat_interleave(block[1], dim=1)[:, : q.shape[1]])
 
 
+def merge_fp8_blocks(q: Tensor, scale: Tensor, factor: int, block: int) -> tuple[Tensor, Tensor]:
+    """An FP8 block weight in blocks ``factor`` times as large in both dimensions: their largest scale, and its values.
+
+    Args:
+        q: float8_e4m3fn ``[out, in]``; scale: float32 powers of two, one per ``block x block`` values.
+
+    Returns:
+        ``(q, scale)`` of blocks of ``factor * block``.
+
+    Notes:
+        Values stay as they are where they are normal numbers under the larger scale. Smaller ones are rounded to
+        multiples of 2**-9 of it, 2**18 times below the largest value that it allows.
+    """
+    rows, cols = (-(-size // factor) for size in scale.shape)
+    padded = F.pad(scale, (0, cols * factor - scale.shape[1], 0, rows * factor - scale.shape[0]))
+    merged = padded.reshape(rows, factor, cols, factor).amax(dim=(1, 3))
+    spread = merged.repeat_interleave(factor, 0).repeat_interleave(factor, 1)
+    ratio = scale / spread[: scale.shape[0], : scale.shape[1]]
+    ratio = ratio.repeat_interleave(block, 0)[: q.shape[0]].repeat_interleave(block, 1)[:, : q.shape[1]]
+    return _to_e4m3(q.float() * ratio), merged
+
+
 def quantize_fp4_weight(w: Tensor) -> tuple[Tensor, Tensor]:
     """``[out, in]`` to packed uint8 ``[out, in / 2]`` and float32 scales ``[out, in / 32]``, as expert weights are."""
     if w.dim() != 2:

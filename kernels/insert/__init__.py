@@ -167,7 +167,7 @@ def query_norm_rope(heads: QueryHeads) -> Tensor:
         ValueError: ``num_heads`` does not divide the columns of ``q``, or exceeds ``padded_heads``; tensors that
             disagree or that the kernel does not support.
     """
-    if runs_triton(heads.q):
+    if runs_triton(heads.q) and heads.norm:
         from deepseek_attn.kernels.insert.query_heads import query_norm_rope as op
     else:
         from deepseek_attn.kernels.insert.reference import query_norm_rope as op

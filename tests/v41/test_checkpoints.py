@@ -88,7 +88,8 @@ def test_plans_count_shared_caches_once(numerics, entry):
     plan = make_plan(config, numerics_for(config, numerics), torch.bfloat16, 8192, 2, 256)
     assert plan.per_token == pytest.approx(2.5 * entry, rel=0.02)  # pages are padded
     assert [layer.name for layer in plan.layers if layer.per_token] == [f"layers.{i}" for i in (2, 8, 14, 20)]
-    config = tiny()
+    config = tiny(moe_intermediate_size=128, hidden_size=128, q_lora_rank=128, num_attention_heads=8, o_lora_rank=64)
+    config = config.replace(engram_layer_ids=None)
     runner = make_runner(config, numerics=numerics)
     plan = make_plan(config, runner.numerics, torch.float32, 320, 16, 2048)
     assert plan.caches == runner.pools.nbytes()

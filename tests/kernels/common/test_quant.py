@@ -258,6 +258,20 @@ def test_fp8_blocks_of_another_size_and_a_transposed_weight():
     assert torch.equal(quant.dequantize_fp8_block(q, scale, (20, 32))[20:, 64:], q[20:, 64:].float() * scale[1, 2])
 
 
+def test_merged_blocks_hold_the_same_values():
+    """Ragged sizes; values that are subnormal under the larger scale are rounded, others stay."""
+    w = torch.randn(300, 170) * torch.logspace(0, 1, 300)[:, None]
+    q, scale = quant.quantize_fp8_block(w, (32, 32))
+    merged, found = quant.merge_fp8_blocks(q, scale, 4, 32)
+    assert found.shape == (3, 2)
+    assert torch.equal(found[1, 1], scale[4:8, 4:6].amax())
+    values, back = quant.dequantize_fp8_block(q, scale, (32, 32)), quant.dequantize_fp8_block(merged, found)
+    step = found.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :170]
+    assert ((values - back).abs() <= step * 2.0**-10).all()
+    assert torch.equal(values[values.abs() >= step * 2.0**-6], back[values.abs() >= step * 2.0**-6])
+    assert not torch.equal(values, back)
+
+
 def test_fp4_packs_the_even_column_in_the_low_nibble():
     w = torch.zeros(2, 64)
     w[0, 0], w[0, 1], w[1, 62], w[1, 63] = 6.0, -0.5, -12.0, 2.0
