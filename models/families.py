@@ -195,6 +195,9 @@ class DeepseekV41Family(Family):
         parallel: Parallel | None = None,
     ):
         problems = []
+        official = numerics_for(config, numerics).kv_record == "fp8_fp4"
+        if official and device.type != "cpu" and not options.reference_only:
+            problems.append(f"official records and backend={options.backend!r} on {device}: supported is 'reference'")
         if parallel is not None and parallel.world > 1:
             problems.append(f"{parallel.world} ranks: supported is one")
         if problems:

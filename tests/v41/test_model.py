@@ -9,6 +9,8 @@ import torch
 
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.v41 import DeepseekV41Config
+from deepseek_attn.impls.options import AttentionOptions
+from deepseek_attn.models.families import get_family
 from deepseek_attn.runner import StepOptions
 from deepseek_attn.runner.session import LayerSession
 from deepseek_attn.testing import poison_caches
@@ -189,6 +191,13 @@ def test_a_layer_refuses_what_other_layers_have_not_computed(model):
         assert sequence.num_tokens == 0
     sequence = LayerSession(runner, [4, 5, 6, 7]).sequence()
     assert sequence.run(torch.stack([x] * 4)).shape == (4, 20, config.hidden_size)
+
+
+def test_official_records_have_no_kernel():
+    given = tiny(), "official", torch.bfloat16, torch.device("cuda")
+    with pytest.raises(ValueError, match="official records and backend='auto' on cuda: supported is 'reference'"):
+        get_family(*given, AttentionOptions("auto"))
+    assert get_family(*given, AttentionOptions("reference")).reference_only
 
 
 @pytest.mark.parametrize(
