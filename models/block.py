@@ -80,10 +80,21 @@ class Block(CheckpointModule):
         return self.attn(x, step.positions, step)
 
     def forward(
-        self, streams: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None
-    ) -> torch.Tensor:
-        """``streams [T, hc_mult, hidden_size]``, ``token_ids`` and ``positions [T]`` -> new streams."""
-        return hc_post(*self.sublayers(self.collapse(streams), token_ids, positions, step))
+        self,
+        streams: torch.Tensor | SublayerOutput,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: StepMetadata | None,
+        deferred: bool = False,
+    ) -> torch.Tensor | SublayerOutput:
+        """``streams [T, hc_mult, hidden_size]``, ``token_ids`` and ``positions [T]`` -> new streams.
+
+        With ``deferred``, what would update the streams, for the next block, which takes it in their place.
+        """
+        before = self.attn_input(streams) if isinstance(streams, SublayerOutput) else self.collapse(streams)
+        before = self.ffn_input(before.output(self.attn(before.x, positions, step)))
+        output = before.output(self.ffn(before.x, token_ids))
+        return output if deferred else hc_post(*output)
 
     def collapse(self, streams: torch.Tensor) -> SublayerInput:
         """The attention's input, from streams ``[T, hc_mult, hidden_size]``."""
@@ -96,13 +107,6 @@ class Block(CheckpointModule):
     def ffn_input(self, output: SublayerOutput) -> SublayerInput:
         """The experts' input, from the attention."""
         return hc_post_pre(*output, *self._before("ffn", self.ffn_norm))
-
-    def sublayers(
-        self, before: SublayerInput, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None
-    ) -> SublayerOutput:
-        """Attention and experts; arguments but the first as in `forward`."""
-        before = self.ffn_input(before.output(self.attn(before.x, positions, step)))
-        return before.output(self.ffn(before.x, token_ids))
 
     def _before(self, sublayer: str, norm: RMSNorm) -> tuple:
         """Arguments of `hc_pre` that belong to a sublayer."""

@@ -10,6 +10,7 @@ import torch
 
 from deepseek_attn.config.v4 import LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.kernels.hyper_connection import SublayerOutput
 from deepseek_attn.models.block import Backbone, Block, BuildContext
 from deepseek_attn.models.dspark import DraftsBlocks, add_draft_ends, stage_context
 from deepseek_attn.models.hyper_connection import collapse_streams, declare_stream_head, hc_post
@@ -39,15 +40,14 @@ class DeepseekV4(DraftsBlocks, Backbone):
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None) -> torch.Tensor:
         """``token_ids``, ``positions`` int64 ``[T]`` -> streams after the last block, ``[T, hc_mult, hidden_size]``."""
         streams = self.embed(token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
-        output, previous, targets, means = None, None, self.target_layers, []
+        targets, means = self.target_layers, []
         for index, block in self.layers.items():
-            before = block.collapse(streams) if output is None else block.attn_input(output)
-            if previous in targets:
-                means.append(before.streams.mean(1, keepdim=True))
-            output, previous = block.sublayers(before, token_ids, positions, step), int(index)
-        streams = streams if output is None else hc_post(*output)
-        if previous in targets:
-            means.append(streams.mean(1, keepdim=True))
+            is_target = int(index) in targets
+            streams = block(streams, token_ids, positions, step, deferred=not is_target)
+            if is_target:
+                means.append(streams.mean(1, keepdim=True))
+        if isinstance(streams, SublayerOutput):
+            streams = hc_post(*streams)
         return torch.cat([streams, *means], dim=1) if means else streams
 
     @property
