@@ -22,16 +22,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.gluon import barrier, copy_to_shared
-from deepseek_attn.kernels.indexer.scores_triton import E2M1_HIGH, E2M1_HIGH_STEP, E2M1_LOW, E2M1_LOW_STEP, E2M1_TO_E4M3
 
 BLOCK = gl.constexpr(64)  # keys of a tile
 HEADS = gl.constexpr(64)
 DIM = gl.constexpr(128)
 STAGES = gl.constexpr(8)
 AHEAD = gl.constexpr(6)  # tiles whose copies to shared memory are in flight
-_LOW, _LOW_STEP = gl.constexpr(E2M1_LOW), gl.constexpr(E2M1_LOW_STEP)
-_HIGH, _HIGH_STEP = gl.constexpr(E2M1_HIGH), gl.constexpr(E2M1_HIGH_STEP)
-_TO_FP8 = gl.constexpr(E2M1_TO_E4M3.format(low="$3", high="$4"))
+
+# Eight e2m1 values of a word become e4m3: the first four, then the others. The magnitudes 0, 0.5, 1, 1.5 and 2, 3, 4, 6
+# times the power of two of their group are the bytes of two words; three bits of a value pick one, the fourth is the
+# sign. The words of a power of two are those of 1 and, for each doubling, 8 in each byte but zero's.
+_LOW, _LOW_STEP = gl.constexpr(0x3C383000), gl.constexpr(0x08080800)
+_HIGH, _HIGH_STEP = gl.constexpr(0x4C484440), gl.constexpr(0x08080808)
+_TO_FP8 = gl.constexpr("""
+{
+    .reg .b32 pick, shifted, signs;
+    and.b32 pick, $2, 0x77777777;
+    shl.b32 shifted, $2, 4;
+    prmt.b32 $0, $3, $4, pick;
+    prmt.b32 signs, shifted, $2, 0x5140;
+    lop3.b32 $0, $0, signs, 0x80808080, 0xF8;
+    shr.u32 pick, pick, 16;
+    prmt.b32 $1, $3, $4, pick;
+    prmt.b32 signs, shifted, $2, 0x7362;
+    lop3.b32 $1, $1, signs, 0x80808080, 0xF8;
+}
+""")
 
 
 class Keys(NamedTuple):

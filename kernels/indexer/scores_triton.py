@@ -13,84 +13,69 @@ import triton.language as tl
 from deepseek_attn.kernels.common.fp8 import decode_e4m3, decode_e8m0
 from deepseek_attn.kernels.common.row_ops import begin
 
-# Eight e2m1 values of a word become e4m3: the first four, then the others. The magnitudes 0, 0.5, 1, 1.5 and 2, 3, 4, 6
-# times the power of two of their group are the bytes of two words; three bits of a value pick one, the fourth is the
-# sign. The words of a power of two are those of 1 and, for each doubling, 8 in each byte but zero's.
-E2M1_LOW, E2M1_LOW_STEP = 0x3C383000, 0x08080800
-E2M1_HIGH, E2M1_HIGH_STEP = 0x4C484440, 0x08080808
-E2M1_TO_E4M3 = """
+# Converts four e2m1 values, in the low halves of four bytes, to e4m3. A byte for each holds 8 times the number that is
+# added to its exponent: 48 for the same value, 0 for zero. For a value c without sign: (c << 2) + byte, but
+# c = 1 (0.5) has no mantissa and c = 0 no exponent.
+_E2M1_TO_E4M3 = tl.constexpr("""
 {{
-    .reg .b32 pick, shifted, signs;
-    and.b32 pick, $2, 0x77777777;
-    shl.b32 shifted, $2, 4;
-    prmt.b32 $0, {low}, {high}, pick;
-    prmt.b32 signs, shifted, $2, 0x5140;
-    lop3.b32 $0, $0, signs, 0x80808080, 0xF8;
-    shr.u32 pick, pick, 16;
-    prmt.b32 $1, {low}, {high}, pick;
-    prmt.b32 signs, shifted, $2, 0x7362;
-    lop3.b32 $1, $1, signs, 0x80808080, 0xF8;
+    .reg .b32 c, sign, one, two, mask;
+    shr.u32 c, $2, {shift};
+    and.b32 sign, c, 0x08080808;
+    shl.b32 sign, sign, 4;
+    add.u32 mask, $3, 0x78787878;
+    shr.u32 mask, mask, 7;
+    and.b32 mask, mask, 0x01010101;
+    mul.lo.u32 mask, mask, 7;
+    and.b32 c, c, mask;
+    add.u32 one, c, 0x07070707;
+    and.b32 one, one, 0x08080808;
+    add.u32 two, c, 0x06060606;
+    and.b32 two, two, 0x08080808;
+    shr.u32 mask, one, 3;
+    mul.lo.u32 mask, mask, 255;
+    and.b32 mask, mask, $3;
+    shl.b32 c, c, 2;
+    add.u32 c, c, mask;
+    xor.b32 one, one, two;
+    shr.u32 one, one, 1;
+    sub.u32 c, c, one;
+    or.b32 {out}, c, sign;
 }}
-"""
-_LOW, _LOW_STEP = tl.constexpr(E2M1_LOW), tl.constexpr(E2M1_LOW_STEP)
-_HIGH, _HIGH_STEP = tl.constexpr(E2M1_HIGH), tl.constexpr(E2M1_HIGH_STEP)
-_TO_FP8 = tl.constexpr(E2M1_TO_E4M3.format(low="$3", high="$7"))  # four operands hold the same word for four bytes
+""")
+_UNPACK = tl.constexpr(_E2M1_TO_E4M3.value.format(shift=0, out="$0") + _E2M1_TO_E4M3.value.format(shift=4, out="$1"))
 
 
 @triton.jit
 def _fp4_keys(packed, scales, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Two halves of the channels of e2m1 keys ``packed [N, n]`` (`_fp4_channels`), and one scale per key.
+    """Even and odd channels of e2m1 keys ``packed [N, n]``, and one scale per key.
 
     ``scales``: four e8m0 bytes per key, in one int32. Values are relative to the largest scale of their key, times 64:
     e4m3 holds them exactly where scales differ by up to 2**11, and as zero where they differ by more.
     """
+    N: tl.constexpr = packed.shape[0]
     n: tl.constexpr = packed.shape[1]
     byte = (scales[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 0xFF
     largest = tl.max(byte, 1)
-    power = byte - largest[:, None] + 6
+    shift = byte - largest[:, None] + 12  # 6 of it for 64, 6 to rebias e2m1's exponents to e4m3's
+    shift = tl.broadcast_to(tl.where(shift > 0, 8 * shift, 0)[:, :, None], (N, 4, n // 4))
+    shift = tl.reshape(shift, (N, n)).to(tl.uint8)
     if NATIVE_FP8:
-        known = power > -6
-        low = _of_groups(tl.where(known, _LOW + power * _LOW_STEP, 0), n)
-        high = _of_groups(tl.where(known, _HIGH + power * _HIGH_STEP, 0), n)
-        first, last = tl.inline_asm_elementwise(
-            _TO_FP8,
-            "=&r,=&r,r,r,r,r,r,r,r,r,r",
-            [packed, low, high],
-            dtype=(tl.uint8, tl.uint8),
-            is_pure=True,
-            pack=4,
+        low, high = tl.inline_asm_elementwise(
+            _UNPACK, "=&r,=&r,r,r", [packed, shift], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
         )
-        first, last = first.to(tl.float8e4nv, bitcast=True), last.to(tl.float8e4nv, bitcast=True)
+        low, high = low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
     else:
-        power = _of_groups(power, n)
-        first, last = _e2m1_to_fp16(packed, power), _e2m1_to_fp16(packed >> 4, power)
-    return first.to(DTYPE), last.to(DTYPE), decode_e8m0(largest) * 0.015625
+        low, high = _e2m1_to_fp16(packed, shift), _e2m1_to_fp16(packed >> 4, shift)
+    return low.to(DTYPE), high.to(DTYPE), decode_e8m0(largest) * 0.015625
 
 
 @triton.jit
-def _of_groups(x, n: tl.constexpr):
-    """``x [N, 4]`` repeated for the ``n / 4`` bytes of each group: ``[N, n]``."""
-    return tl.reshape(tl.broadcast_to(x[:, :, None], (x.shape[0], 4, n // 4)), (x.shape[0], n))
-
-
-@triton.jit
-def _fp4_channels(DIM: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Where queries hold the channels of the two halves of `_fp4_keys`; theirs are the even ones, then the odd ones."""
-    half = tl.arange(0, DIM // 2)
-    if NATIVE_FP8:  # four of the eight values of a word
-        first = half // 4 * 4 + half % 4 // 2 + half % 2 * (DIM // 2)
-        return first, first + 2
-    else:
-        return half, half + DIM // 2
-
-
-@triton.jit
-def _e2m1_to_fp16(value, power):
-    """The low halves of bytes times powers of two, in float16: its exponents are biased by 14 more than e2m1's."""
+def _e2m1_to_fp16(value, shift):
+    """The same in float16 without assembler: its exponents are biased by 14 more than e2m1's, e4m3's by 6."""
     value = value.to(tl.int16)
     number = (((value & 8) << 12) | ((value & 7) << 9)).to(tl.float16, bitcast=True) * 16384.0
-    factor = ((power + 127) << 23).to(tl.float32, bitcast=True).to(tl.float16)
-    return tl.where(power > -6, number * factor, 0.0)
+    factor = ((shift.to(tl.int32) // 8 - 6 + 127) << 23).to(tl.float32, bitcast=True).to(tl.float16)
+    return tl.where(shift == 0, 0.0, number * factor)
 
 
 @triton.jit
@@ -152,18 +137,18 @@ def index_scores_kernel(
     head = tl.arange(0, BLOCK_H)
     channel = tl.arange(0, BLOCK_D)
     q = ()
-    q_last = ()
+    q_odd = ()
     weights = ()
     for i in tl.static_range(TOKENS):
         inside = (head < H) & (first_token + i < T)
         weights += (tl.load(weights_ptr + (first_token + i) * H + head, mask=inside, other=0.0),)
         query = q_ptr + ((first_token + i) * H + head)[:, None] * DIM
         if KEY_FORMAT == "fp4":
-            first_half, last_half = _fp4_channels(DIM, NATIVE_FP8)
-            value = tl.load(query + first_half[None, :], mask=inside[:, None], other=0.0)
-            q += (tl.trans(_operand(value, NATIVE_FP8, DTYPE)),)
-            value = tl.load(query + last_half[None, :], mask=inside[:, None], other=0.0)
-            q_last += (tl.trans(_operand(value, NATIVE_FP8, DTYPE)),)
+            half = tl.arange(0, DIM // 2)
+            even = query + half[None, :]
+            mask = inside[:, None]
+            q += (tl.trans(_operand(tl.load(even, mask=mask, other=0.0), NATIVE_FP8, DTYPE)),)
+            q_odd += (tl.trans(_operand(tl.load(even + DIM // 2, mask=mask, other=0.0), NATIVE_FP8, DTYPE)),)
         else:
             value = tl.load(query + channel[None, :], mask=inside[:, None] & (channel < DIM)[None, :], other=0.0)
             q += (tl.trans(_operand(value, NATIVE_FP8 or KEY_FORMAT == "plain", DTYPE)),)
@@ -197,7 +182,7 @@ def index_scores_kernel(
                 row = start + offset * (DIM // 2)
                 packed = tl.load(row[:, None] + half[None, :], mask=valid, other=0)
                 scale_ptr = (start + PAGE * (DIM // 2)).to(tl.pointer_type(tl.int32)) + offset
-                key, last, scale = _fp4_keys(packed, tl.load(scale_ptr, mask=entry < n, other=0), DTYPE, NATIVE_FP8)
+                key, odd, scale = _fp4_keys(packed, tl.load(scale_ptr, mask=entry < n, other=0), DTYPE, NATIVE_FP8)
             else:
                 row = start + offset * DIM
                 key = tl.load(row[:, None] + channel[None, :], mask=valid & (channel < DIM)[None, :], other=0.0)
@@ -205,7 +190,7 @@ def index_scores_kernel(
             for i in tl.static_range(TOKENS):
                 product = tl.dot(key, q[i], input_precision=PRECISION)
                 if KEY_FORMAT == "fp4":
-                    product = tl.dot(last, q_last[i], product)
+                    product = tl.dot(odd, q_odd[i], product)
                 score = tl.sum(_relu(product) * weights[i][None, :], 1)
                 if KEY_FORMAT != "plain":
                     score = score * scale
