@@ -214,6 +214,7 @@ def test_greedy_texts_are_those_of_the_logits_alone(device, family, drafts):
 def test_runners_with_and_without_it_do_not_disturb_each_other(device):
     one, other = (runner_of(device, "v4", "exact", deterministic) for deterministic in (True, False))
     tokens = prompts_of(one, 9)[0]
+    tokens = tokens[: len(tokens) // 3 * 3]
     (expected,), (fastest,) = one.score([tokens]), other.score([tokens])
     a, b, rows = one.sequence(tokens), other.sequence(tokens), []
     while a.num_pending:

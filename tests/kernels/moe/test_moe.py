@@ -151,7 +151,8 @@ def test_experts_of_every_format(gpu, fmt, dtype, shape):
     expected = run(case, reference.moe_experts)
     for T in TOKENS if dtype == torch.bfloat16 else (2, 129):
         # sums are rounded otherwise: some hidden values fall on the other side of an FP8 step
-        rounding = 20 if fmt == "fp8" else 3 if fmt == "fp4" and inner % 512 == 0 else 1  # FP8 products on Hopper
+        fp8_products = fmt == "fp4" and inner % 512 == 0  # on Hopper, and not of float32 inputs
+        rounding = 20 if fmt == "fp8" or (fmt == "fp4" and dtype == torch.float32) else 3 if fp8_products else 1
         assert relative(run(case.of(slice(T))), expected[:T]) <= LIMIT[dtype] * rounding
     add = torch.randn_like(case.x)
     got = run(case, add=add, weigh_output=True, limit=0.0)
@@ -214,12 +215,12 @@ def test_only_chosen_experts_are_read(gpu, fmt, T):
         now = case._replace(experts=experts)
         before = run(now)
         poisoned = []
-        for weight, scale, exponent in (case.w1, case.w3, case.w2):
-            weight, scale = weight.clone(), None if scale is None else scale.clone()
+        for given in (case.w1, case.w3, case.w2):
+            weight, scale = given.weight.clone(), None if given.scale is None else given.scale.clone()
             weight.view(torch.uint8)[2:] = 0xFF
             if scale is not None:
                 scale.view(torch.uint8)[2:] = 0xFF
-            poisoned.append(ExpertStack(weight, scale, exponent))
+            poisoned.append(given._replace(weight=weight, scale=scale))
         assert torch.equal(run(now._replace(w1=poisoned[0], w3=poisoned[1], w2=poisoned[2])), before)
         assert before.isfinite().all()
 
@@ -235,7 +236,7 @@ def test_experts_of_another_rank_add_nothing(gpu, fmt, T):
         here = case.experts - first
         here = torch.where((here >= 0) & (here < 4), here, -1)
         stacks = [
-            ExpertStack(*(None if part is None else part[first : first + 4] for part in stack))
+            ExpertStack(*(None if part is None else part[first : first + 4] for part in stack[:3]))
             for stack in (case.w1, case.w3, case.w2)
         ]
         part = case._replace(experts=here, w1=stacks[0], w3=stacks[1], w2=stacks[2])
