@@ -21,6 +21,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Kernels compile a fifth faster without the lines they come from.
 os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
+os.environ.setdefault(
+    "DEEPSEEK_ATTN_COMPILE_AHEAD", "0"
+)  # by processes beside the tests, which need few of the kernels
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule
 from deepseek_attn.utils.tracing import traced
 
+SCORE_COLUMNS = 16  # a prefill has scores in multiples of this: aligned rows, so one kernel for every length
+
 
 class QueryProjections(NamedTuple):
     """Projections of the query latent, in the order of `query_linears`.
@@ -138,7 +140,8 @@ class LightningIndexer(CheckpointModule):
         decodes, num_tokens = step.num_decode_tokens, len(queries.q)
         select(slice(0, decodes), meta.block_table[: step.num_decodes], self.table_entries(step), out_slots)
         longest = int(step.prefill_seq_lens_cpu.max()) // meta.ratio if step.num_prefills else 0
-        select(slice(decodes, num_tokens), meta.block_table, longest, None)
+        width = max(1, -(-longest // SCORE_COLUMNS)) * SCORE_COLUMNS
+        select(slice(decodes, num_tokens), meta.block_table, width, None)
         return out_slots
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from contextlib import closing
@@ -28,6 +29,7 @@ from deepseek_attn.text.chat import build_prompt
 from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 Prompt = str | TokenIds
+COMPILE_AHEAD = os.environ.get("DEEPSEEK_ATTN_COMPILE_AHEAD", "1") != "0"
 
 
 class IndexedPrompt(NamedTuple):
@@ -94,7 +96,9 @@ class LLM:
         if (self.directory / TOKENIZER_FILE).is_file():
             self.tokenizer = Tokenizer(self.directory)
             self.tokenizer.check_ids(source.config.vocab_size)
-        self.runner = ModelRunner.from_pretrained(model, **{"expected_drafts": speculate} | options)
+        self.runner = ModelRunner.from_pretrained(
+            model, **{"expected_drafts": speculate, "compile_ahead": COMPILE_AHEAD} | options
+        )
         decoder = MTPSpeculation(self.runner, speculate) if speculate else None
         self.engine = Engine(self.runner, self.tokenizer, decoder)
 

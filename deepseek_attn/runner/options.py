@@ -41,7 +41,8 @@ class RunnerOptions(TypedDict, total=False):
         expected_drafts: tokens that the MTP layer will draft per step; `LLM` sets it. Kernels of such steps are
             compiled ahead too.
         compile_ahead: on a GPU, compile the kernels of all steps within these limits while weights are loaded, in
-            processes of their own; default: False, and True with ``DEEPSEEK_ATTN_COMPILE_AHEAD=1``.
+            processes of their own. Default: `LLM` does, unless ``DEEPSEEK_ATTN_COMPILE_AHEAD=0``; a `ModelRunner`
+            does with ``DEEPSEEK_ATTN_COMPILE_AHEAD=1``.
         progress: show bars with the bytes of the weights that are loaded, and with kernels that a launch waits for, on
             a terminal.
     """

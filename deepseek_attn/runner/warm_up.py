@@ -63,7 +63,7 @@ class WarmUp:
         """Eager steps: (new tokens, length after them) of each request.
 
         Kernels are chosen by the number of tokens, of requests, and by the longest request. Bounds of the choices lie
-        at powers of two, or half way between two of them.
+        at powers of two, or between two of them, a quarter of the way or more apart.
         """
         layout = self.runner.layout
         most, requests, longest = layout.max_num_batched_tokens, layout.max_num_seqs, layout.max_model_len
@@ -111,6 +111,6 @@ def powers(limit: int) -> list[int]:
 
 
 def grid(limit: int) -> list[int]:
-    """Numbers of tokens up to ``limit``, ascending: powers of two, the middles between them, and those one larger."""
-    bounds = [n for power in powers(limit) for n in (power, power + power // 2)]
+    """Numbers of tokens up to ``limit``, ascending: powers of two, three between each two, and those one larger."""
+    bounds = [power * quarters // 4 for power in powers(limit) for quarters in range(4, 8)]
     return sorted({n for bound in bounds for n in (bound, bound + 1) if n <= limit} | {limit})

@@ -89,7 +89,7 @@ def _page_slots(request, position, wanted, table_ptr, table_stride, pages, N: tl
     return tl.where(page >= 0, page * N + position % N, -1)
 
 
-@triton.jit(do_not_specialize=["max_rows", "pages"])
+@triton.jit(do_not_specialize=["max_rows", "pages", "table_stride", "seq_lens_ptr", "gather_lens_ptr", "table_ptr"])
 def gather_kernel(
     out_ptr,
     pool_ptr,

@@ -252,7 +252,9 @@ def _score(GROUP: gl.constexpr, lens, q_ptr, weights_ptr, out_ptr, out_stride, q
             i += 1
 
 
-@gluon.jit(do_not_specialize=["T", "width", "skip"])
+@gluon.jit(
+    do_not_specialize=["T", "width", "skip", "table_stride", "block_table_ptr", "token_to_req_ptr", "num_visible_ptr"]
+)
 def index_scores_hopper_kernel(
     q_ptr,
     weights_ptr,

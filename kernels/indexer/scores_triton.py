@@ -92,7 +92,9 @@ def _relu(x):
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit(do_not_specialize=["T", "width", "skip"])
+@triton.jit(
+    do_not_specialize=["T", "width", "skip", "table_stride", "block_table_ptr", "token_to_req_ptr", "num_visible_ptr"]
+)
 def index_scores_kernel(
     q_ptr,
     weights_ptr,

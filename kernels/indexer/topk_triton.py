@@ -256,7 +256,7 @@ def _collect_candidates(
     return count
 
 
-@triton.jit(do_not_specialize=["W"])
+@triton.jit(do_not_specialize=["W", "table_stride", "lens_ptr", "block_table_ptr", "token_to_req_ptr"])
 def topk_kernel(
     scores_ptr,
     lens_ptr,

@@ -27,6 +27,7 @@ from deepseek_attn.kernels.indices.types import DecodeRows, EntryCounts, EntryGr
 
 TILE = 1024  # columns of an index row that a program writes at once
 TOKENS = 128  # tokens of a program, where each token has one slot
+MIN_REQUESTS = 8  # whose lengths a program compares with a token, so that few kernels serve every number
 
 
 def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: int, offset: int = 0) -> DecodeRows:
@@ -90,10 +91,9 @@ def _token_slots(
     out = torch.empty(T, dtype=torch.int64, device=positions.device)
     if T:
         grid = (triton.cdiv(T, TOKENS),)
-        table = _table(block_table)
         token_slots_kernel[grid](
-            positions, token_slots, is_valid, token_to_req, table, out, T, RATIO=ratio, N=block_size, TOKENS=TOKENS,
-            enable_fp_fusion=True,
+            positions, token_slots, is_valid, token_to_req, *_table(block_table), out, T, RATIO=ratio, N=block_size,
+            TOKENS=TOKENS, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
@@ -112,9 +112,8 @@ def compute_swa_indices_and_lens(
     out, lens = _row_outputs(len(positions), window, positions.device)
     if len(positions):
         tile = triton.next_power_of_2(window)
-        table = _table(block_table)
         window_kernel[(len(positions),)](
-            positions, token_to_req, is_valid, table, out, lens, WINDOW=window, N=block_size, TILE=tile,
+            positions, token_to_req, is_valid, *_table(block_table), out, lens, WINDOW=window, N=block_size, TILE=tile,
             enable_fp_fusion=True,
         )  # fmt: skip
     return IndexRows(out, lens)
@@ -144,7 +143,7 @@ def build_c128a_topk_indices(
             positions,
             token_to_req,
             is_valid,
-            _table(block_table) if paged else None,
+            *(_table(block_table) if paged else BlockTable(out, 0, 0, 0, 0)),
             out,
             lens,
             WIDTH=width,
@@ -167,10 +166,9 @@ def compute_global_topk_indices_and_lens(
     out, lens = _row_outputs(T, K, topk_indices.device)
     if T:
         tile = min(TILE, triton.next_power_of_2(max(K, 1)))
-        table = _table(block_table)
         global_kernel[(T,)](
-            topk_indices, token_to_req, is_valid, table, out, lens, topk_indices.stride(0), K=K, N=block_size,
-            TILE=tile, enable_fp_fusion=True,
+            topk_indices, token_to_req, is_valid, *_table(block_table), out, lens, topk_indices.stride(0), K=K,
+            N=block_size, TILE=tile, enable_fp_fusion=True,
         )  # fmt: skip
     return IndexRows(out, lens)
 
@@ -211,7 +209,7 @@ def combine_topk_swa_indices(
             RATIO=ratio,
             TOPK=topk,
             TILE=min(TILE, triton.next_power_of_2(width)),
-            REQUESTS=triton.next_power_of_2(c),
+            REQUESTS=max(MIN_REQUESTS, triton.next_power_of_2(c)),
             enable_fp_fusion=True,
         )
     return IndexRows(out, lens)

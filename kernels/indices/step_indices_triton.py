@@ -110,7 +110,7 @@ def _entries_row(
         tl.store(lens_ptr + t, length.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["T", "max_len", "offset"])
+@triton.jit(do_not_specialize=["T", "max_len", "offset", "starts_ptr", "ends_ptr"])
 def decode_rows_kernel(starts_ptr, ends_ptr, out, T, max_len, offset, ROWS: tl.constexpr, TOKENS: tl.constexpr):
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = row < T
@@ -133,19 +133,26 @@ def counts_kernel(positions_ptr, valid_ptr, out, T, topk, RATIO: tl.constexpr, T
     tl.store(out.selected + t, tl.minimum(visible, topk).to(tl.int32), mask=inside)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(
+    do_not_specialize=["T", "row_stride", "column_stride", "requests", "pages", "positions_ptr", "valid_ptr", "req_ptr"]
+)
 def token_slots_kernel(
     positions_ptr,
     token_slots_ptr,
     valid_ptr,
     req_ptr,
-    table,
+    page_ids,
+    row_stride,
+    column_stride,
+    requests,
+    pages,
     out_ptr,
     T,
     RATIO: tl.constexpr,
     N: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
+    table = BlockTable(page_ids, row_stride, column_stride, requests, pages)
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside = t < T
     pos = tl.load(positions_ptr + t, mask=inside, other=-1).to(tl.int64)
@@ -158,30 +165,43 @@ def token_slots_kernel(
     tl.store(out_ptr + t, _slots(pos, req, table, N), mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["row_stride", "column_stride", "requests", "pages", "positions_ptr", "req_ptr", "valid_ptr"]
+)
 def window_kernel(
     positions_ptr,
     req_ptr,
     valid_ptr,
-    table,
+    page_ids,
+    row_stride,
+    column_stride,
+    requests,
+    pages,
     out_ptr,
     lens_ptr,
     WINDOW: tl.constexpr,
     N: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    table = BlockTable(page_ids, row_stride, column_stride, requests, pages)
     t = tl.program_id(0).to(tl.int64)
     pos = tl.load(positions_ptr + t).to(tl.int64)
     req = tl.load(req_ptr + t).to(tl.int64)
     _window_row(t, pos, req, _is_valid(valid_ptr, t), table, out_ptr, lens_ptr, WINDOW, N, TILE)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["row_stride", "column_stride", "requests", "pages", "positions_ptr", "req_ptr", "valid_ptr"]
+)
 def entries_kernel(
     positions_ptr,
     req_ptr,
     valid_ptr,
-    table,
+    page_ids,
+    row_stride,
+    column_stride,
+    requests,
+    pages,
     out_ptr,
     lens_ptr,
     WIDTH: tl.constexpr,
@@ -197,15 +217,22 @@ def entries_kernel(
         req = tl.load(req_ptr + t).to(tl.int64)
     first = tl.program_id(1) * TILE
     valid = _is_valid(valid_ptr, t)
+    table = BlockTable(page_ids, row_stride, column_stride, requests, pages)
     _entries_row(t, pos, req, valid, first, table, out_ptr, lens_ptr, WIDTH, RATIO, N, PAGED, TILE)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["topk_stride", "row_stride", "column_stride", "requests", "pages", "req_ptr", "valid_ptr"]
+)
 def global_kernel(
     topk_ptr,
     req_ptr,
     valid_ptr,
-    table,
+    page_ids,
+    row_stride,
+    column_stride,
+    requests,
+    pages,
     out_ptr,
     lens_ptr,
     topk_stride,
@@ -213,6 +240,7 @@ def global_kernel(
     N: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    table = BlockTable(page_ids, row_stride, column_stride, requests, pages)
     t = tl.program_id(0).to(tl.int64)
     req = tl.load(req_ptr + t).to(tl.int64)
     count = tl.zeros((), tl.int32)
@@ -225,7 +253,18 @@ def global_kernel(
     tl.store(lens_ptr + t, tl.where(_is_valid(valid_ptr, t), count, 0))
 
 
-@triton.jit(do_not_specialize=["c", "M", "window_row"])
+@triton.jit(
+    do_not_specialize=[
+        "c",
+        "M",
+        "window_row",
+        "topk_stride",
+        "query_start_ptr",
+        "seq_lens_ptr",
+        "gather_lens_ptr",
+        "valid_ptr",
+    ]
+)
 def combine_kernel(
     topk_ptr,
     query_start_ptr,

@@ -44,7 +44,7 @@ def _pop_largest(key, index):
     return winner, tl.where(index == winner, _REMOVED, key)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def select_kernel(
     sums_ptr,
     bias_ptr,

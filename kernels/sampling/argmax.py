@@ -56,7 +56,7 @@ def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tenso
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["starts", "ends"])
 def accept_kernel(token_ids, chosen, starts, ends, out, ROWS: tl.constexpr, WIDTH: tl.constexpr, VERIFY: tl.constexpr):
     """The newest token of a request."""
     request = tl.program_id(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 
 import pytest
 import torch
@@ -12,31 +13,30 @@ pytest.importorskip("triton")
 import triton
 from triton.runtime.cache import get_cache_manager
 
-from deepseek_attn.checkpoint.random import RandomSource
-from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.cli.warmup import read_headers
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.launches import compile_variants
+from deepseek_attn.kernels.common.launches import compile_variants, recorded_launches
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.compile_ahead import Compilation, RunnerRequest, RunnerSizes
-from deepseek_attn.runner.stand_in import runner_launches
+from deepseek_attn.runner.stand_in import StandIn, runner_launches
 from deepseek_attn.runner.warm_up import WarmUp
-from tests.support.tiers import EXHAUSTIVE
+from tests.support.tiers import EXHAUSTIVE, tiered
 
 H200 = GPU((9, 0), 132)
 LIMITS = {
-    "tiny": RunnerSizes(2048, 3, 100, 16),
+    "tiny": RunnerSizes(600, 3, 20, 16),
     "tiny_v32": RunnerSizes(2048, 3, 100, 16),
     "v4_flash": RunnerSizes(16384, 8, 2048, 16),
 }
 
 
 def request_of(preset, num_drafts=0, sizes=None):
-    config = ModelConfig.from_preset(preset)
+    config, headers = read_headers(preset)
     return RunnerRequest.of(
         config,
-        RandomSource(config).entries(),
+        headers,
         numerics=numerics_for(config, "serving"),
         dtype=torch.bfloat16,
         attention=AttentionOptions(),
@@ -44,6 +44,43 @@ def request_of(preset, num_drafts=0, sizes=None):
         gpu=H200,
         num_drafts=num_drafts,
     )
+
+
+def random_step(rng, layout):
+    """Rows of `WarmUp.prefill` that a workload within the limits may lead to."""
+
+    def size(least, most):  # as often small as large
+        return round(least * (most / least) ** rng.random())
+
+    requests = size(1, layout.max_num_seqs)
+    new = [1] * requests
+    for _ in range(size(requests, layout.max_num_batched_tokens) - requests):
+        new[rng.randrange(requests)] += 1
+    decodes = rng.randrange(requests)
+    new[:decodes] = [1] * decodes
+    new = [min(n, layout.max_model_len) for n in new]
+    return [(n, n if rng.random() < 0.3 else size(n, layout.max_model_len)) for n in new]
+
+
+@pytest.mark.parametrize(
+    ("preset", "num_drafts"),
+    tiered([("tiny", 0), ("tiny", 2), ("tiny_v32", 0), ("v4_flash", 0), ("v4_flash", 2)], [("tiny", 0)]),
+)
+def test_no_step_launches_what_was_not_found(preset, num_drafts):
+    """Whatever batch sizes and lengths come within the limits."""
+    request = request_of(preset, num_drafts)
+    rng = random.Random(1)
+    with recorded_launches(request.gpu) as launches:
+        steps = WarmUp(StandIn.build(request), num_drafts)
+        for _ in steps.steps():
+            pass
+        found = set(launches.variants)
+        assert len(found) > 50
+        with steps.runner.op_settings(), torch.inference_mode():
+            for _ in range(60):
+                steps.prefill(random_step(rng, steps.runner.layout))
+        missed = [variant.name for key, variant in launches.variants.items() if key not in found]
+    assert not missed
 
 
 def test_what_is_compiled_is_what_a_launch_looks_up(tmp_path, monkeypatch):
