@@ -26,7 +26,7 @@ from tests.support.tiers import EXHAUSTIVE, tiered
 
 H200 = GPU((9, 0), 132)
 LIMITS = {
-    "tiny": RunnerSizes(600, 3, 20, 16),
+    "tiny": RunnerSizes(300, 2, 9, 16),
     "tiny_v32": RunnerSizes(2048, 3, 100, 16),
     "v4_flash": RunnerSizes(16384, 8, 2048, 16),
 }
