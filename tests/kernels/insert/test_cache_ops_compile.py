@@ -201,7 +201,7 @@ def test_gather(arch, record):
 TABLE = step_indices_kernels.BlockTable("*i32", "i32", "i32", "i32", "i32")
 WINDOW_OUTS = step_indices_kernels.WindowOutputs("*i64", "*i32", "*i32")
 GROUP_OUTS = step_indices_kernels.GroupOutputs("*i64", "*i32", "*i32")
-STEP = {"positions_ptr": "*i64", "req_ptr": "*i32", "valid_ptr": "*i1", "table": TABLE, "lens_ptr": "*i32"}
+STEP = {"positions_ptr": "*i64", "req_ptr": "*i32", "valid_ptr": "*i1", "page_ids": "*i32", "lens_ptr": "*i32"}
 STEP |= {"out_ptr": "*i32", "topk_ptr": "*i32", "query_start_ptr": "*i32", "seq_lens_ptr": "*i32"}
 STEP |= {"gather_lens_ptr": "*i32", "token_slots_ptr": "*i64", "window_table": TABLE, "window_outs": WINDOW_OUTS}
 STEP |= {"tables": (TABLE, TABLE), "outs": (GROUP_OUTS,) * 2}
