@@ -123,7 +123,7 @@ CASES = [("tiny", *case) for case in V4_CASES] + [("tiny_v32", "batched", 1), ("
 CASES += [(preset, *case) for preset in ("tiny_dspark", "tiny_v41") for case in V4_CASES]
 
 
-QUICK = [("tiny", "prefixes", 2), ("tiny", "everything", 3), ("tiny_v32", "batched", 1)]
+QUICK = [("tiny", "everything", 3), ("tiny_v32", "batched", 1)]
 
 
 @pytest.mark.parametrize(("preset", "variant", "drafts"), tiered(CASES, QUICK))
