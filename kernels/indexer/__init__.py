@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.indexer import reference
 from deepseek_attn.kernels.indexer.types import (
     KEY_FORMATS,
     MAX_TRITON_TOPK,
@@ -195,7 +194,7 @@ def index_select(
     Args:
         width: no query sees more entries; the others are those of `paged_index_scores` and `topk_indices`.
         candidates: blocks of entries to keep, or to select from; at least ``k`` visible entries, or all of them, must
-            be in those to select from. Plain torch on every device.
+            be in those to select from.
 
     Returns:
         int32 ``[T, k]``: entries local to the request, ascending, then -1.
@@ -205,14 +204,16 @@ def index_select(
 
     Notes:
         Scores are computed for a block of queries at a time, within `SCORE_BYTES` or for one query. In Triton the
-        selection takes two thirds as much again, launches depend on shapes alone, and nothing waits for the GPU. Triton
-        serves heads of 128 channels and ``k`` up to `MAX_TRITON_TOPK`; plain torch, for others, waits for lengths.
+        selection takes two thirds as much again, launches depend on shapes alone, and nothing waits for the GPU. Where
+        candidates limit the selection, only their keys are read. Triton serves heads of 128 channels and up to
+        `MAX_TRITON_TOPK` entries and candidate blocks; plain torch, for others, waits for lengths.
     """
-    if candidates is None and _scored_in_triton(queries) and k <= MAX_TRITON_TOPK:
-        from deepseek_attn.kernels.indexer.select import index_select
-
-        return index_select(queries, keys, num_visible, k, width, out, out_slots)
-    return reference.index_select(queries, keys, num_visible, k, width, out, out_slots, candidates)
+    selected = max(k, 0 if candidates is None else candidates.kept.shape[1])
+    if _scored_in_triton(queries) and selected <= MAX_TRITON_TOPK:
+        from deepseek_attn.kernels.indexer.select import index_select as op
+    else:
+        from deepseek_attn.kernels.indexer.reference import index_select as op
+    return op(queries, keys, num_visible, k, width, out, out_slots, candidates)
 
 
 def _in_triton(rows: IndexQueryRows) -> bool:

@@ -47,23 +47,15 @@ def paged_index_scores(
     config: ScoresLaunchConfig | None = None,
 ) -> Tensor:
     """`kernels.indexer.paged_index_scores` in Triton; ``config``: by default chosen from shapes alone."""
-    q, pool, block_table = queries.q, keys.pool, keys.block_table
+    block_table = keys.block_table
     width = block_table.shape[1] * keys.entries if width is None else width
-    key_format, out = _checked(queries, keys, num_visible, width, out)
-    T, H, dim = q.shape
+    key_format = check_scores(queries, keys, num_visible)
+    out = _checked_result(queries, keys, width, out)
+    T, H, dim = queries.q.shape
     if out.numel() == 0 or block_table.numel() == 0:
         return out
-    capability, processors = gpu(q.device)
-    native = capability >= (8, 9)
-    if key_format == "plain":
-        pool = pool.view(keys.record.dtype)
-        same = q.dtype == keys.record.dtype
-        dtype = TRITON_DTYPES[q.dtype if same else torch.float32]
-    else:
-        dtype = tl.float8e4nv if native else tl.float16
-        if key_format == "fp8" and native:
-            pool = pool.view(torch.float8_e4m3fn)
-        q = q if native else q.view(torch.uint8)
+    capability, processors = gpu(queries.q.device)
+    q, pool, dtype = key_operand_types(queries.q, keys, key_format, capability)
     arguments = (
         q,
         queries.weights,
@@ -99,7 +91,7 @@ def paged_index_scores(
         DIM=dim,
         PAGE=keys.entries,
         KEY_FORMAT=key_format,
-        NATIVE_FP8=native,
+        NATIVE_FP8=native_fp8(capability),
         DTYPE=dtype,
         PRECISION="tf32x3" if dtype == tl.float32 else None,
         TOKENS=config.tokens,
@@ -180,10 +172,27 @@ def hopper_splits(T: int, width: int, processors: int) -> int:
     return min(choices, key=lambda n: triton.cdiv(groups * n, processors) * (triton.cdiv(tiles, n) + 8))
 
 
-def _checked(
-    queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor, width: int, out: Tensor | None
-) -> tuple[str, Tensor]:
-    """The format of the keys, and the result to write to."""
+def native_fp8(capability: tuple[int, int]) -> bool:
+    """Whether a GPU converts FP8."""
+    return capability >= (8, 9)
+
+
+def key_operand_types(
+    q: Tensor, keys: PagedIndexKeys, key_format: str, capability: tuple[int, int]
+) -> tuple[Tensor, Tensor, tl.dtype]:
+    """Queries and pool as a kernel reads them, and the dtype in which it multiplies them."""
+    pool = keys.pool
+    if key_format == "plain":
+        pool = pool.view(keys.record.dtype)
+        same = q.dtype == keys.record.dtype
+        return q, pool, TRITON_DTYPES[q.dtype if same else torch.float32]
+    if not native_fp8(capability):
+        return q.view(torch.uint8), pool, tl.float16
+    return q, pool.view(torch.float8_e4m3fn) if key_format == "fp8" else pool, tl.float8e4nv
+
+
+def check_scores(queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor) -> str:
+    """The format of the keys; ValueError for arguments that the kernels of scores do not take."""
     q, weights = queries
     record, pool, page_entries, block_table, token_to_req = keys
     key_format = _KEY_FORMATS.get(record.name)
@@ -211,20 +220,28 @@ def _checked(
             f"{page_entries} {record.name} entries per page take {page_entries * record.entry_bytes} bytes, and pages "
             f"of the pool have {pool.shape[1]}"
         )
-    if block_table.dim() != 2 or block_table.stride(1) != 1 or not 0 <= width <= block_table.shape[1] * page_entries:
+    if block_table.dim() != 2 or block_table.stride(1) != 1:
         raise ValueError(
-            f"block_table must be [B, P] with contiguous rows and width in 0 .. P * {page_entries}, got "
-            f"{tuple(block_table.shape)} and {width}"
+            f"block_table must be [B, P] with contiguous rows, got {tuple(block_table.shape)}, strides "
+            f"{block_table.stride()}"
         )
     if token_to_req.shape != (T,) or num_visible.shape != (T,):
         raise ValueError(
             f"token_to_req and num_visible must be [{T}], got {tuple(token_to_req.shape)}, {tuple(num_visible.shape)}"
         )
+    return key_format
+
+
+def _checked_result(queries: IndexQueries, keys: PagedIndexKeys, width: int, out: Tensor | None) -> Tensor:
+    """The result to write to."""
+    T, pages = len(queries.q), keys.block_table.shape[1]
+    if not 0 <= width <= pages * keys.entries:
+        raise ValueError(f"width must be in 0 .. {pages} * {keys.entries}, the entries of a block table, got {width}")
     if out is None:
-        out = torch.empty(T, width, dtype=torch.float32, device=q.device)
+        out = torch.empty(T, width, dtype=torch.float32, device=queries.q.device)
     if out.shape != (T, width) or out.dtype != torch.float32 or (width > 1 and out.stride(1) != 1):
         raise ValueError(
             f"out must be float32 [{T}, {width}] with contiguous rows, got {tuple(out.shape)} {out.dtype}, strides "
             f"{out.stride()}"
         )
-    return key_format, out
+    return out

@@ -92,6 +92,66 @@ def _relu(x):
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
+@triton.jit
+def query_operands(
+    query, inside, channel, DIM: tl.constexpr, KEY_FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The heads at pointers ``query [H, 1]`` as columns of a product; for FP4 keys even channels, and odd ones.
+
+    ``channel``: ``[BLOCK_D]``, at least ``DIM``.
+    """
+    if KEY_FORMAT == "fp4":
+        half = tl.arange(0, DIM // 2)
+        even = query + half[None, :]
+        mask = inside[:, None]
+        q = tl.trans(_operand(tl.load(even, mask=mask, other=0.0), NATIVE_FP8, DTYPE))
+        return q, tl.trans(_operand(tl.load(even + DIM // 2, mask=mask, other=0.0), NATIVE_FP8, DTYPE))
+    else:
+        value = tl.load(query + channel[None, :], mask=inside[:, None] & (channel < DIM)[None, :], other=0.0)
+        q = tl.trans(_operand(value, NATIVE_FP8 or KEY_FORMAT == "plain", DTYPE))
+        return q, q
+
+
+@triton.jit
+def key_operands(
+    start, offset, inside, channel, DIM: tl.constexpr, PAGE: tl.constexpr, KEY_FORMAT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Keys at ``offset`` of the pages at ``start`` as rows of a product, as `query_operands`; and their scales."""
+    valid = inside[:, None]
+    if KEY_FORMAT == "fp4":
+        half = tl.arange(0, DIM // 2)
+        row = start + offset * (DIM // 2)
+        packed = tl.load(row[:, None] + half[None, :], mask=valid, other=0)
+        scale_ptr = (start + PAGE * (DIM // 2)).to(tl.pointer_type(tl.int32)) + offset
+        key, odd, scale = _fp4_keys(packed, tl.load(scale_ptr, mask=inside, other=0), DTYPE, NATIVE_FP8)
+        return key, odd, scale
+    else:
+        row = start + offset * DIM
+        key = tl.load(row[:, None] + channel[None, :], mask=valid & (channel < DIM)[None, :], other=0.0)
+        if KEY_FORMAT == "fp8":
+            key = _operand(key, NATIVE_FP8, DTYPE)
+            scale_ptr = (start + PAGE * DIM).to(tl.pointer_type(tl.float32)) + offset
+            scale = tl.load(scale_ptr, mask=inside, other=0.0)
+            return key, key, scale
+        else:
+            key = key.to(DTYPE)
+            return key, key, 1.0
+
+
+@triton.jit
+def score_keys(key, odd, scale, q, q_odd, weights, KEY_FORMAT: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores of keys by the heads of one query, both as operands."""
+    product = tl.dot(key, q, input_precision=PRECISION)
+    if KEY_FORMAT == "fp4":
+        product = tl.dot(odd, q_odd, product)
+    score = tl.sum(_relu(product) * weights[None, :], 1)
+    if KEY_FORMAT != "plain":
+        score = score * scale
+    return score
+
+
 @triton.jit(
     do_not_specialize=["T", "width", "skip", "table_stride", "block_table_ptr", "token_to_req_ptr", "num_visible_ptr"]
 )
@@ -145,15 +205,9 @@ def index_scores_kernel(
         inside = (head < H) & (first_token + i < T)
         weights += (tl.load(weights_ptr + (first_token + i) * H + head, mask=inside, other=0.0),)
         query = q_ptr + ((first_token + i) * H + head)[:, None] * DIM
-        if KEY_FORMAT == "fp4":
-            half = tl.arange(0, DIM // 2)
-            even = query + half[None, :]
-            mask = inside[:, None]
-            q += (tl.trans(_operand(tl.load(even, mask=mask, other=0.0), NATIVE_FP8, DTYPE)),)
-            q_odd += (tl.trans(_operand(tl.load(even + DIM // 2, mask=mask, other=0.0), NATIVE_FP8, DTYPE)),)
-        else:
-            value = tl.load(query + channel[None, :], mask=inside[:, None] & (channel < DIM)[None, :], other=0.0)
-            q += (tl.trans(_operand(value, NATIVE_FP8 or KEY_FORMAT == "plain", DTYPE)),)
+        operands = query_operands(query, inside, channel, DIM, KEY_FORMAT, NATIVE_FP8, DTYPE)
+        q += (operands[0],)
+        q_odd += (operands[1],)
 
     for lead in range(TOKENS):
         # one request after another: the tokens that share it are scored together; mostly there is one
@@ -171,29 +225,9 @@ def index_scores_kernel(
                 block_table_ptr + request.to(tl.int64) * table_stride + entry // PAGE, mask=entry < n, other=0
             )
             start = pool_ptr + page.to(tl.int64) * page_stride
-            offset = entry % PAGE
-            valid = (entry < n)[:, None]
-            if KEY_FORMAT == "fp8":
-                row = start + offset * DIM
-                key = tl.load(row[:, None] + channel[None, :], mask=valid & (channel < DIM)[None, :], other=0.0)
-                key = _operand(key, NATIVE_FP8, DTYPE)
-                scale_ptr = (start + PAGE * DIM).to(tl.pointer_type(tl.float32)) + offset
-                scale = tl.load(scale_ptr, mask=entry < n, other=0.0)
-            elif KEY_FORMAT == "fp4":
-                half = tl.arange(0, DIM // 2)
-                row = start + offset * (DIM // 2)
-                packed = tl.load(row[:, None] + half[None, :], mask=valid, other=0)
-                scale_ptr = (start + PAGE * (DIM // 2)).to(tl.pointer_type(tl.int32)) + offset
-                key, odd, scale = _fp4_keys(packed, tl.load(scale_ptr, mask=entry < n, other=0), DTYPE, NATIVE_FP8)
-            else:
-                row = start + offset * DIM
-                key = tl.load(row[:, None] + channel[None, :], mask=valid & (channel < DIM)[None, :], other=0.0)
-                key = key.to(DTYPE)
+            key, odd, scale = key_operands(
+                start, entry % PAGE, entry < n, channel, DIM, PAGE, KEY_FORMAT, NATIVE_FP8, DTYPE
+            )
             for i in tl.static_range(TOKENS):
-                product = tl.dot(key, q[i], input_precision=PRECISION)
-                if KEY_FORMAT == "fp4":
-                    product = tl.dot(odd, q_odd[i], product)
-                score = tl.sum(_relu(product) * weights[i][None, :], 1)
-                if KEY_FORMAT != "plain":
-                    score = score * scale
+                score = score_keys(key, odd, scale, q[i], q_odd[i], weights[i], KEY_FORMAT, PRECISION)
                 tl.store(out_ptr + (first_token + i) * out_stride + entry, score, mask=entry < ends[i])

@@ -59,7 +59,7 @@ class CandidateBlocks(NamedTuple):
 
     Attributes:
         size: entries per block.
-        kept: int32 ``[T, n]`` blocks of each query, -1 for none.
+        kept: int32 ``[T, n]`` blocks of each query in ascending order, then -1.
         fill: write ``kept``: the ``n`` blocks with the highest scores, the one of the newest visible entry among them;
             the selection itself is then not limited. Otherwise entries outside ``kept`` are not selected.
     """

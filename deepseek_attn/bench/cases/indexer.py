@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from deepseek_attn.bench.cases.case import OpCase
@@ -9,6 +11,7 @@ from deepseek_attn.cache.record import Record
 from deepseek_attn.cache.records import make_index_record
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.indexer import (
+    CandidateBlocks,
     IndexQueries,
     IndexQueryRows,
     PagedIndexKeys,
@@ -20,6 +23,7 @@ from deepseek_attn.kernels.indexer import (
 )
 
 HEADS, DIM, PAGE = 64, 128, 64  # of DeepSeek-V4 Flash and Pro
+V41_HEADS, BLOCKS, BLOCK = 32, 2048, 8  # of DeepSeek-V4.1-Flash: candidate blocks of a query, entries of a block
 
 
 def cases(device: torch.device) -> list[OpCase]:
@@ -42,6 +46,7 @@ def cases(device: torch.device) -> list[OpCase]:
         *(_topk(T, entries, 512) for T, entries in rows),
         _topk(256, 32768, 1024),
         *(_select(T, B, entries) for T, B, entries in chosen),
+        *(_candidates(T, B, 65536, fill) for fill in (False, True) for T, B in ((1, 1), (8, 8), (32, 32), (1024, 1))),
     ]
 
 
@@ -69,16 +74,16 @@ def _pool_of(record: Record, B: int, entries: int, device: torch.device) -> tupl
 
 
 def _score_inputs(
-    T: int, B: int, entries: int, key_format: str, device: torch.device, seed: int
+    T: int, B: int, entries: int, key_format: str, device: torch.device, seed: int, heads: int = HEADS
 ) -> tuple[IndexQueries, PagedIndexKeys, torch.Tensor]:
     """Arguments of `paged_index_scores`: ``T / B`` queries of each request, which see ``entries`` entries."""
     torch.manual_seed(seed)
     record = make_index_record(key_format, DIM)
     pool, table = _pool_of(record, B, entries, device)
-    q = torch.randn(T, HEADS, DIM, device=device).to(torch.float8_e4m3fn)
+    q = torch.randn(T, heads, DIM, device=device).to(torch.float8_e4m3fn)
     requests = torch.arange(B, dtype=torch.int32, device=device).repeat_interleave(T // B)
     num_visible = torch.full((T,), entries, device=device)
-    queries = IndexQueries(q, torch.randn(T, HEADS, device=device))
+    queries = IndexQueries(q, torch.randn(T, heads, device=device))
     return queries, PagedIndexKeys(record, pool, PAGE, table, requests), num_visible
 
 
@@ -113,3 +118,27 @@ def _select(T: int, B: int, entries: int) -> OpCase:
     return OpCase("index_select", label, lambda device, seed: _score_inputs(T, B, entries, "fp8", device, seed),
                   {"triton": lambda *args: index_select(*args, 512)}, size, 2 * T * entries * HEADS * DIM,
                   "fp8")  # fmt: skip
+
+
+def _candidates(T: int, B: int, entries: int, fill: bool) -> OpCase:
+    """V4.1: candidate blocks kept beside the top 512 of all entries, or the top 512 of the entries in them."""
+
+    def make(device: torch.device, seed: int) -> tuple:
+        inputs = _score_inputs(T, B, entries, "fp8", device, seed, V41_HEADS)
+        kept = torch.rand(T, entries // BLOCK, device=device).topk(BLOCKS, dim=1).indices.sort(dim=1).values
+        kept[:, -1] = entries // BLOCK - 1
+        slots = torch.empty(T, 512, dtype=torch.int32, device=device)
+        return *inputs, slots, CandidateBlocks(BLOCK, kept.int(), fill)
+
+    def run(op: Callable) -> Callable:
+        return lambda queries, keys, num_visible, slots, candidates: op(
+            queries, keys, num_visible, 512, out_slots=slots, candidates=candidates
+        )
+
+    scored = entries if fill else BLOCKS * BLOCK
+    keys = B * entries if fill else min(B * entries, T * scored)
+    size = keys * make_index_record("fp8", DIM).entry_bytes + 4 * T * (BLOCKS + 2 * 512)
+    label = f"{'keeps' if fill else 'in'} candidates, {B}x{T // B} queries, {entries} entries"
+    return OpCase(
+        "index_select", label, make, {"triton": run(index_select)}, size, 2 * T * scored * V41_HEADS * DIM, "fp8"
+    )
