@@ -228,9 +228,6 @@ def build_runner(
 
     canonical = family.canonical(source)
     check_headers(config, canonical, layers, attention_only)
-    model = family.build(layers, attention_only, max_model_len)
-    layout = layout_of(model)
-    family.workspace_rows(model, layout)  # refuses options before weights are loaded
     request = None
     if compile_ahead and _compiles_kernels(family, attention_only):
         request = RunnerRequest.of(
@@ -247,6 +244,9 @@ def build_runner(
             parallel=parallel,
         )
     with compiling_ahead(request, progress) as compilation:
+        model = family.build(layers, attention_only, max_model_len)
+        layout = layout_of(model)
+        family.workspace_rows(model, layout)  # refuses options before weights are loaded
         report = load_model(model, canonical, layers, attention_only, progress, total_memory(device))
         if not isinstance(model, AttentionStack) and not report.mtp_loaded and len(model.mtp):
             model.mtp.clear()

@@ -87,7 +87,9 @@ class RunnerRequest:
         """A file in Triton's cache that is there once all kernels of this request are."""
         import triton
 
-        found = hashlib.sha256(f"{self!r} {triton.__version__} {torch.__version__}".encode())
+        from deepseek_attn.kernels.common.launches import compile_settings
+
+        found = hashlib.sha256(f"{self!r} {compile_settings(self.gpu)} {torch.__version__}".encode())
         for package in PACKAGES:
             for folder in importlib.import_module(package).__path__:
                 for path in sorted(Path(folder).rglob("*.py")):
@@ -142,9 +144,7 @@ class Compilation:
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         workers = max(1, len(os.sched_getaffinity(0)) - 1) if workers is None else workers
-        with suppress(BrokenPipeError), self._process.stdin as pipe:
-            pickle.dump((request, workers), pipe)
-        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._listen, args=(pickle.dumps((request, workers)),), daemon=True).start()
 
     def wait(self, wanted: str | None = None, progress: bool = False) -> None:
         """Waits until a kernel is compiled if it is one of those that will be; without one, for all of them.
@@ -172,8 +172,10 @@ class Compilation:
         """Ends the process and its workers, if they still run."""
         self._process.kill()
 
-    def _listen(self) -> None:
-        """Takes in what the process tells, until it ends."""
+    def _listen(self, request: bytes) -> None:
+        """Sends the request, which the process reads once it has imported torch; takes in what it tells, to its end."""
+        with suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(request)
         with self._process.stdout as events:
             for line in events:
                 event = json.loads(line)
@@ -206,8 +208,9 @@ class Compilation:
 
 def compile_ahead(request: RunnerRequest, progress: bool) -> Compilation | None:
     """Starts to compile the kernels of a runner; launches then wait for theirs. None if all are in Triton's cache."""
-    from deepseek_attn.kernels.common.launches import Variant, call_before_compiling
+    from deepseek_attn.kernels.common.launches import Variant, call_before_compiling, digest_triton
 
+    digest_triton()  # the first launch needs it
     if request.marker().exists():
         return None
     compilation = Compilation(request)

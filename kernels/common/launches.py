@@ -5,24 +5,28 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler.compiler import ASTSource, get_cache_invalidating_env_vars, get_cache_key, make_backend
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 from deepseek_attn.kernels.common.device import GPU, meta_stands_for
 from deepseek_attn.utils.processes import end_with_parent
 
-SLOWEST = ("experts_hopper", "compress", "insert_tokens", "linear_hopper", "topk", "attend")
-"""Families of kernels that take longest to compile; they begin first, so that no processor waits for the last one."""
+SLOWEST = ("experts_hopper", "compress", "insert_tokens", "linear_hopper", "topk", "collapse", "attend", "multi_linear")
+"""Kernels that take longest to compile, the slowest first; they begin first, so that nothing waits for the last one."""
+URGENT = 3
+"""Lists of `compile_variants`: kernels of the first ones are compiled before all others."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,26 @@ class Variant:
             nvidia.CudaLauncher(kernel.src, kernel.metadata)
 
 
+def target_of(gpu: GPU) -> GPUTarget:
+    """A GPU as Triton names it."""
+    return GPUTarget("cuda", 10 * gpu.capability[0] + gpu.capability[1], 32)
+
+
+def compile_settings(gpu: GPU) -> str:
+    """Environment variables, defaults of options and the version of ptxas, as far as they enter Triton's cache keys."""
+    backend = make_backend(target_of(gpu))
+    variables = sorted(get_cache_invalidating_env_vars().items())
+    options = backend.parse_options({"enable_fp_fusion": True})  # as every launch says
+    return f"{triton.__version__} {backend.hash()} {options.hash()} {variables}"
+
+
+def digest_triton() -> threading.Thread:
+    """Computes Triton's digest of its own files, which every cache key has, in a thread beside other work: 0.3 s."""
+    thread = threading.Thread(target=triton_key, daemon=True)
+    thread.start()
+    return thread
+
+
 @dataclass
 class Launches:
     """Variants that were launched, by key, in the order of their first launches."""
@@ -93,8 +117,7 @@ def recorded_launches(gpu: GPU) -> Iterator[Launches]:
 
     The whole process is affected: nothing else may launch kernels meanwhile.
     """
-    target = GPUTarget("cuda", 10 * gpu.capability[0] + gpu.capability[1], 32)
-    launches = Launches(target)
+    launches = Launches(target := target_of(gpu))
     run, do_compile = JITFunction.run, JITFunction._do_compile
 
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
@@ -156,21 +179,43 @@ class CompileEvents(Protocol):
         """A kernel is in Triton's cache, or is not because of ``error``, which names it."""
 
 
+class _Job(NamedTuple):
+    """A kernel to compile: ``number`` of the list of variants that it came with, at most `URGENT`."""
+
+    number: int
+    cached_hash: str
+    variant: Variant
+
+    def order(self) -> tuple[int, int]:
+        ranks = [rank for rank, kernel in enumerate(SLOWEST) if self.variant.name.startswith(kernel)]
+        return self.number, min(ranks, default=len(SLOWEST))
+
+
 def compile_variants(variants: Iterable[list[Variant]], workers: int, events: CompileEvents) -> None:
-    """Compiles variants while more are being found, each in a forked process, ``workers`` of them at a time."""
-    waiting: list[tuple[str, Variant]] = []
-    running: dict[Connection, tuple[BaseProcess, str, Variant]] = {}
+    """Compiles variants while more are being found, each in a forked process, ``workers`` of them at a time.
+
+    Kernels of the `URGENT` first lists come before all others. While one of them is being compiled, the others get
+    half of the workers: two processors often share a core, and the slowest kernel takes longer beside another process.
+    """
+    waiting: list[_Job] = []
+    running: dict[Connection, tuple[BaseProcess, _Job]] = {}
+
+    def limit() -> int:
+        urgent = any(job.number < URGENT for _, job in running.values())
+        return -(-workers // 2) if urgent and waiting[0].number == URGENT else workers
 
     def advance(timeout: float | None) -> None:
-        while waiting and len(running) < workers:
-            cached_hash, variant = waiting.pop(0)
+        while waiting and len(running) < limit():
+            job = waiting.pop(0)
             receive, send = multiprocessing.Pipe(duplex=False)
-            process = multiprocessing.get_context("fork").Process(target=_compile, args=(variant, send), daemon=True)
+            process = multiprocessing.get_context("fork").Process(
+                target=_compile, args=(job.variant, send), daemon=True
+            )
             process.start()
             send.close()
-            running[receive] = process, cached_hash, variant
+            running[receive] = process, job
         for receive in wait(list(running), timeout):
-            process, cached_hash, variant = running.pop(receive)
+            process, job = running.pop(receive)
             try:
                 error = receive.recv()
             except EOFError:
@@ -178,14 +223,14 @@ def compile_variants(variants: Iterable[list[Variant]], workers: int, events: Co
                 error = f"its compiler ended with exit code {process.exitcode}"
             process.join()
             receive.close()
-            events.compiled(cached_hash, f"{variant.name}: {error}" if error else "")
+            events.compiled(job.cached_hash, f"{job.variant.name}: {error}" if error else "")
 
-    for fresh in variants:
-        hashed = [
-            (variant.cached_hash(), variant) for variant in fresh
-        ]  # forked processes inherit Triton's own digests
-        events.found([cached_hash for cached_hash, _ in hashed])
-        waiting = sorted([*waiting, *hashed], key=lambda item: not item[1].name.startswith(SLOWEST))
+    digest = digest_triton()  # forked processes inherit it
+    for number, fresh in enumerate(variants):
+        digest.join()
+        jobs = [_Job(min(number, URGENT), variant.cached_hash(), variant) for variant in fresh]
+        events.found([job.cached_hash for job in jobs])
+        waiting = sorted([*waiting, *jobs], key=_Job.order)
         advance(0)
     events.all_found()
     while waiting or running:

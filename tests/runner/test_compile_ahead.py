@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 
 import pytest
 import torch
@@ -134,6 +135,36 @@ def test_a_kernel_that_does_not_compile_is_named_and_the_others_do():
         "bad_kernel": "bad_kernel: ValueError: no such layout",
         "gone_kernel": "gone_kernel: its compiler ended with exit code 3",
     }
+
+
+def test_kernels_of_the_first_steps_come_first_and_with_half_of_the_workers(tmp_path):
+    """The slowest of a step before its others; later steps' kernels wait for an urgent one where two would run."""
+    log = tmp_path / "log"
+
+    def stub(name, seconds=0.0):
+        def compile():
+            time.sleep(seconds)
+            with log.open("a") as file:
+                file.write(name + "\n")
+
+        return Stub(name, compile)
+
+    names = [["row_kernel", "attend_kernel"], ["topk_kernel", "insert_tokens_kernel"], [], ["experts_hopper_kernel"]]
+    compile_variants([[stub(name) for name in step] for step in names], 1, Events())
+    found = ["attend_kernel", "row_kernel", "insert_tokens_kernel", "topk_kernel", "experts_hopper_kernel"]
+    assert log.read_text().split() == found
+    log.unlink()
+    compile_variants([[stub("urgent", 0.2)], [], [], [stub("late")]], 2, Events())
+    assert log.read_text().split() == ["urgent", "late"]
+
+
+@pytest.mark.parametrize(("variable", "value"), [("TRITON_DEFAULT_FP_FUSION", "0"), ("DISABLE_LLVM_OPT", "1")])
+def test_the_marker_depends_on_what_changes_compilation(monkeypatch, variable, value):
+    request = request_of("tiny")
+    marker = request.marker()
+    assert request.marker() == marker
+    monkeypatch.setenv(variable, value)
+    assert request.marker() != marker
 
 
 def test_warming_up_leaves_sequences_alone():
