@@ -22,7 +22,7 @@ from deepseek_attn.kernels.moe import (
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import Linear, multi_linear
 from deepseek_attn.layers.parallel import Parallel
-from deepseek_attn.layers.weights import CheckpointModule, Shard, WeightSlot, check_finite
+from deepseek_attn.layers.weights import CheckpointModule, Shard, SlotKind, WeightSlot, check_finite
 from deepseek_attn.utils.device import run_beside
 from deepseek_attn.utils.tracing import traced
 
@@ -50,7 +50,7 @@ class Gate(CheckpointModule):
         self.declare("weight", (config.n_routed_experts, config.hidden_size), torch.float32)
         if self.hash:
             self.num_experts, table = config.n_routed_experts, (config.vocab_size, self.topk)
-            self.declare("tid2eid", table, torch.int64, kind="int", check=self._check_table)
+            self.declare("tid2eid", table, torch.int64, kind=SlotKind.INT, check=self._check_table)
         else:
             self.declare("bias", (config.n_routed_experts,), torch.float32, check=check_finite)
 

@@ -29,21 +29,18 @@ from pathlib import Path
 
 import torch
 
-from deepseek_attn.bench.engine import cut_config, random_prompts
-from deepseek_attn.bench.timing import GraphReplays
+from deepseek_attn.bench.engine import cut_config, random_prompts, run_engine
 from deepseek_attn.checkpoint.random import RepeatingSource
 from deepseek_attn.cli.info import collect
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
-from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.utils.files import write_text
 
 MODES = ("eager", "waiting", "graphs", "prefixes", "speculation")
-SETTLED = 8  # first steps in which all requests decode do not count
 
 
 def prompts_of(runner: ModelRunner, count: int, shared: int, own: int, seed: int) -> list[list[int]]:
@@ -52,44 +49,24 @@ def prompts_of(runner: ModelRunner, count: int, shared: int, own: int, seed: int
     return [prefix[:shared] + tail[:own] for tail in tails]
 
 
-@torch.inference_mode()
-def run_engine(engine: Engine, prompts: list[list[int]], max_tokens: int) -> dict:
-    """Runs prompts to their end; times of the whole, of the prompts, and of steady steps, in which all decode."""
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    started, first, steady = time.perf_counter(), None, []
+def timed(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[dict, list[list[int]]]:
+    """Times of the prompts and of steady steps, in which all decode, and the tokens of each request."""
     before = engine.stats.cached_tokens, engine.stats.queried_tokens
-    requests = [engine.add_request(prompt, params) for prompt in prompts]
-    with GraphReplays() as replays:
-        while engine.has_unfinished:
-            engine.step()
-            stats = engine.last_step
-            if stats.prefills:
-                first = time.perf_counter() - started
-            elif stats.decodes == len(prompts) and not stats.finished:
-                steady.append((stats.seconds, stats.generated, len(replays.graphs)))
-    seconds = time.perf_counter() - started
-    broken = [request.error for request in requests if request.error]
-    if broken:
-        raise RuntimeError(f"{len(broken)} requests failed, the first with: {broken[0]}")
-    if len(steady) > SETTLED + 4:
-        steady = steady[SETTLED:]
-    (_, _, begin), *steady = steady
-    wall, end = sum(seconds for seconds, _, _ in steady), steady[-1][-1]
-    device = replays.device_seconds(begin, end) if end > begin else None
+    run = run_engine(engine, prompts, max_tokens)
     cached, queried = engine.stats.cached_tokens - before[0], engine.stats.queried_tokens - before[1]
+    steps, device = len(run.step_seconds), run.device_seconds
+    wall = sum(run.step_seconds)
     return {
-        "seconds": seconds,
-        "prompt_seconds": first,
-        "prompt_tokens_per_second": sum(map(len, prompts)) / first,
-        "steps": len(steady),
-        "step_us": wall / len(steady) * 1e6,
-        "median_step_us": statistics.median(seconds for seconds, _, _ in steady) * 1e6,
-        "device_us": None if device is None else device / len(steady) * 1e6,
+        "prompt_seconds": run.prompt_seconds,
+        "prompt_tokens_per_second": sum(map(len, prompts)) / run.prompt_seconds,
+        "steps": steps,
+        "step_us": run.step_us,
+        "median_step_us": statistics.median(run.step_seconds) * 1e6,
+        "device_us": None if device is None else device / steps * 1e6,
         "host_share": None if device is None else 1 - device / wall,
-        "decode_tokens_per_second": sum(n for _, n, _ in steady) / wall,
+        "decode_tokens_per_second": run.generated / run.seconds,
         "hit_rate": cached / queried if queried else 0.0,
-        "tokens": [request.completion().token_ids for request in requests],
-    }
+    }, run.tokens
 
 
 class Waiting(NextToken):
@@ -99,8 +76,8 @@ class Waiting(NextToken):
         return []
 
 
-def row_of(runner: ModelRunner, mode: str, batch: int, args: argparse.Namespace) -> dict:
-    """One row of the result; see the top for the modes."""
+def row_of(runner: ModelRunner, mode: str, batch: int, args: argparse.Namespace) -> tuple[dict, list[list[int]]]:
+    """One row of the result, and the tokens of its requests; see the top for the modes."""
     decoder = {"waiting": Waiting, "speculation": lambda: MTPSpeculation(runner, args.drafts)}.get(mode, NextToken)()
     engine = Engine(runner, decoder=decoder)
     shared = args.prompt * 7 // 8 if mode == "prefixes" else 0
@@ -109,9 +86,9 @@ def row_of(runner: ModelRunner, mode: str, batch: int, args: argparse.Namespace)
         run_engine(engine, [warm], 4)
     if mode != "eager":  # graphs of all sizes that come up
         run_engine(engine, prompts_of(runner, batch, 0, args.prompt, batch + 1), 16)
-    row = {"mode": mode, "batch": batch, **run_engine(engine, prompts, 16 if mode == "eager" else args.tokens)}
-    row["acceptance"] = engine.stats.acceptance_rate if mode == "speculation" else None
-    return row
+    times, tokens = timed(engine, prompts, 16 if mode == "eager" else args.tokens)
+    acceptance = engine.stats.acceptance_rate if mode == "speculation" else None
+    return {"mode": mode, "batch": batch, **times, "acceptance": acceptance}, tokens
 
 
 def main() -> None:
@@ -153,8 +130,7 @@ def main() -> None:
         for mode in args.modes:
             runner.graphs = None if mode == "eager" else graphs
             runner.prefixes = prefixes if mode == "prefixes" else None
-            row = row_of(runner, mode, batch, args)
-            tokens = row.pop("tokens")
+            row, tokens = row_of(runner, mode, batch, args)
             if mode == "waiting":
                 waited = tokens
             elif mode in ("graphs", "speculation") and "waiting" in args.modes:

@@ -29,15 +29,21 @@ from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.options import is_integer
 from deepseek_attn.kernels.engram import SCALE_GROUP
 from deepseek_attn.kernels.linear import FP4_GROUP
-from deepseek_attn.layers.weights import WeightSlot, checkpoint_slots
+from deepseek_attn.layers.weights import SlotKind, WeightSlot, checkpoint_slots
 from deepseek_attn.utils.sizes import show_bytes
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 INT_DTYPES = ("I64", "I32", "I16", "U8")
 FP8_SCALE_DTYPES = ("F8_E8M0", "U8", "F32", "BF16")
 FP4_SCALE_DTYPES = ("F8_E8M0", "U8", "F32")
-# Kind of slot for a kind of recipe, where it is not "float"; a "linear" recipe may stand for a float slot too.
-SLOT_KINDS = {"quantized": "linear", "expert": "linear", "linear": "linear", "table": "int", ROWS: "rows"}
+# By kind of recipe; others are floats. A "linear" recipe may stand for a float slot too.
+SLOT_KINDS = {
+    "quantized": SlotKind.LINEAR,
+    "expert": SlotKind.LINEAR,
+    "linear": SlotKind.LINEAR,
+    "table": SlotKind.INT,
+    ROWS: SlotKind.ROWS,
+}
 MISSING_TABLES = "missing Engram tables: download the shards that the published index names for them"
 DRAFTER_MARK = "mtp.0.main_proj.weight"
 SHOWN = 10  # names listed per problem
@@ -112,7 +118,7 @@ def check_headers(
     for published, recipe in published_tensors(config):
         name = source.canonical(published)
         if _source_rule(name, selection) is None:
-            kind = SLOT_KINDS.get(recipe.kind, "float")
+            kind = SLOT_KINDS.get(recipe.kind, SlotKind.FLOAT)
             slots[name] = WeightSlot(recipe.shape, kind, _not_loaded, block=config.FP8_GROUP)
             if name not in entries:
                 missing.append(name)
@@ -322,7 +328,7 @@ def _account(
             problems.add("unknown tensors", _shown(source, name))
     for name in slots:
         if name not in entries and selection.rule(name) is None:
-            problems.add(MISSING_TABLES if slots[name].kind == "rows" else "missing tensors", name)
+            problems.add(MISSING_TABLES if slots[name].kind is SlotKind.ROWS else "missing tensors", name)
     problems.raise_if_any()
     return names, {rule: tuple(left) for rule, left in ignored.items()}
 
@@ -332,7 +338,7 @@ def _check(problems: Problems, slot: WeightSlot, source: CanonicalSource, name: 
     entries = source.entries()
     info, shown, shape = entries[name], _shown(source, name), list(slot.shape)
     scale = scale_name(name) or ""
-    if slot.kind == "rows":
+    if slot.kind is SlotKind.ROWS:
         if info.dtype != "F8_E4M3":
             problems.add("wrong dtypes", f"{shown} is {info.dtype}, supported is F8_E4M3")
         _check_shape(problems, shown, info, shape)
@@ -353,7 +359,7 @@ def _check(problems: Problems, slot: WeightSlot, source: CanonicalSource, name: 
         _check_shape(problems, shown, info, shape if info.dtype == "F4" else [rows, columns // 2])
         _check_scale(problems, source, scale, [rows, columns // FP4_GROUP], FP4_SCALE_DTYPES)
         return (name, scale)
-    allowed = INT_DTYPES if slot.kind == "int" else FLOAT_DTYPES
+    allowed = INT_DTYPES if slot.kind is SlotKind.INT else FLOAT_DTYPES
     if info.dtype not in allowed:
         supported = (*allowed, "F8_E4M3", *FP4_DTYPES) if slot.quantizable else allowed
         problems.add("wrong dtypes", f"{shown} is {info.dtype}, supported are {', '.join(supported)}")

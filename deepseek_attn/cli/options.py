@@ -117,13 +117,19 @@ def nonempty(text: str) -> str:
 class Parser(argparse.ArgumentParser):
     """A parser, as are those of its commands, whose flags are `nonempty` texts and `integer`s of 64 bits.
 
-    A flag with ``type=str`` may be empty.
+    A flag with ``type=str`` may be empty. An unknown argument is refused with the usage of its command.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.register("type", None, nonempty)
         self.register("type", int, integer)
+
+    def parse_known_args(self, args=None, namespace=None, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
+        parsed, unknown = super().parse_known_args(args, namespace, **kwargs)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
 
     def add_subparsers(self, **kwargs: Any) -> argparse._SubParsersAction:
         action = super().add_subparsers(**kwargs)

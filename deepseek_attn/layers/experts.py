@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.kernels.common.quant import row_exponents
 from deepseek_attn.kernels.linear import dequantize_weight, quantized_input
-from deepseek_attn.layers.weights import CheckpointModule, WeightSlot, check_fp8_input, parameter, to_stored
+from deepseek_attn.layers.weights import CheckpointModule, SlotKind, WeightSlot, check_fp8_input, parameter, to_stored
 
 
 class ExpertLinear(CheckpointModule):
@@ -52,7 +52,7 @@ class ExpertLinear(CheckpointModule):
 
         elsewhere = not 0 <= index - self.first < self.experts
         shape = (self.out_features, self.in_features)
-        return WeightSlot(shape, "linear", load, elsewhere=elsewhere, block=self.numerics.weight_block)
+        return WeightSlot(shape, SlotKind.LINEAR, load, elsewhere=elsewhere, block=self.numerics.weight_block)
 
     def _load_expert(self, index: int, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
         weight, scale = to_stored(weight, scale, self.numerics, self.dtype, self._device)

@@ -9,7 +9,15 @@ import torch
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.kernels import linear as ops
 from deepseek_attn.kernels.common.quant import QuantizedRows
-from deepseek_attn.layers.weights import CheckpointModule, Shard, WeightSlot, check_fp8_input, parameter, to_stored
+from deepseek_attn.layers.weights import (
+    CheckpointModule,
+    Shard,
+    SlotKind,
+    WeightSlot,
+    check_fp8_input,
+    parameter,
+    to_stored,
+)
 
 
 class Linear(CheckpointModule):
@@ -48,7 +56,8 @@ class Linear(CheckpointModule):
         self.register_parameter("scale", None)
 
     def slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield "weight", WeightSlot(self.full_shape, "linear", self.load, self.shard, block=self.numerics.weight_block)
+        block = self.numerics.weight_block
+        yield "weight", WeightSlot(self.full_shape, SlotKind.LINEAR, self.load, self.shard, block=block)
 
     def load(self, weight: torch.Tensor, scale: torch.Tensor | None = None) -> None:
         weight, scale = to_stored(weight, scale, self.numerics, self.dtype, self._device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import nn
@@ -32,25 +33,32 @@ class Shard:
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
 
+class SlotKind(Enum):
+    """Formats in which a checkpoint may hold the tensor of a slot."""
+
+    LINEAR = "linear"  # quantised, with a scale, or not
+    FLOAT = "float"
+    INT = "int"
+    ROWS = "rows"  # a table that stays in the checkpoint: float8_e4m3fn, with e8m0 bytes per row and 32 columns
+
+
 @dataclass(frozen=True)
 class WeightSlot:
     """Where a checkpoint tensor enters a model.
 
     Attributes:
         shape: logical shape (unpacked) of the whole tensor.
-        kind: ``"linear"`` (may arrive quantised, with a scale), ``"float"``, ``"int"``, or ``"rows"``: a table
-            that stays in the checkpoint, float8_e4m3fn with e8m0 bytes per row and 32 columns.
         load: ``load(weight, scale)``. ``weight`` is a float tensor of ``shape``; or ``float8_e4m3fn`` of ``shape``
             with a float32 block grid as ``scale``; or packed FP4 ``uint8[out, in / 2]`` with
             ``uint8[out, in / 32]`` e8m0 bytes as ``scale``. With a shard, the shard of each.
         shard: this rank's part; None for all of it.
         elsewhere: the tensor belongs to another rank, and ``load`` is not called.
         block: rows and columns of an FP8 block.
-        attach: called in place of ``load`` for ``"rows"``, with a function that reads rows by number, int64 ``[n]``.
+        attach: called in place of ``load`` for `SlotKind.ROWS`, with a function that reads rows by number ``[n]``.
     """
 
     shape: tuple[int, ...]
-    kind: str
+    kind: SlotKind
     load: Callable[[torch.Tensor, torch.Tensor | None], None]
     shard: Shard | None = None
     elsewhere: bool = False
@@ -62,12 +70,12 @@ class WeightSlot:
         cls, shape: tuple[int, int], attach: Callable[[Callable[[torch.Tensor], TableRows]], None]
     ) -> WeightSlot:
         """The slot of a table that is read by row while the model runs."""
-        return cls(shape, "rows", _not_loaded, attach=attach)
+        return cls(shape, SlotKind.ROWS, _not_loaded, attach=attach)
 
     @property
     def quantizable(self) -> bool:
         """Whether the checkpoint may store the tensor quantised."""
-        return self.kind == "linear"
+        return self.kind is SlotKind.LINEAR
 
 
 def _not_loaded(weight: torch.Tensor, scale: torch.Tensor | None) -> None:
@@ -87,7 +95,7 @@ class CheckpointModule(nn.Module):
         name: str,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        kind: str = "float",
+        kind: SlotKind = SlotKind.FLOAT,
         shard: Shard | None = None,
         check: Callable[[torch.Tensor], None] = lambda tensor: None,
     ) -> None:

@@ -106,7 +106,7 @@ class LayerSession:
     def _run(self, x: Tensor, sequences: list[LayerSequence], query_lens: list[int]) -> Tensor:
         """`run`, decodes first."""
         runner, caches = self.runner, [sequence.cache for sequence in sequences]
-        starts, outputs, chosen = [sequence.num_tokens for sequence in sequences], [], {}
+        starts, outputs, chosen = [cache.num_tokens for cache in caches], [], {}
         batch = list(zip(caches, query_lens, strict=True))
         runner.manager.reserve(batch)
         try:
@@ -117,12 +117,12 @@ class LayerSession:
                     outputs.append(layer(rows, step.positions, step))
                     if layer.topk_indices_buffer is not None:
                         chosen[number] = layer.topk_indices_buffer[: len(rows)].clone()
-                for sequence, n in zip(sequences, query_lens, strict=True):
-                    runner.manager.commit(sequence.cache, n)
-                    sequence.num_tokens += n
+                for cache, n in batch:
+                    runner.manager.commit(cache, n)
         except BaseException:
             for sequence, start in zip(sequences, starts, strict=True):
-                sequence.went_back(start)
+                if sequence.num_tokens != start:
+                    sequence.lost = "was lost when a step of more than max_rollback tokens failed over its caches"
             raise
         self.step, self.selected = step, chosen
         return outputs[0] if len(self.layers) == 1 else torch.stack(outputs)
@@ -133,14 +133,18 @@ class LayerSequence:
     """One sequence of a `LayerSession`, and its pages.
 
     Attributes:
-        cache: the pages; num_tokens: tokens computed so far.
+        cache: the pages.
         lost: why the sequence cannot grow; empty while it can.
     """
 
     session: LayerSession = field(repr=False)
     cache: SequenceCache = field(repr=False)
-    num_tokens: int = 0
     lost: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed so far."""
+        return self.cache.num_tokens
 
     def run(self, x: Tensor) -> Tensor:
         """Computes the next tokens of this sequence alone; see `LayerSession.run`."""
@@ -151,7 +155,7 @@ class LayerSequence:
     def fork(self) -> LayerSequence:
         """A second sequence with the same tokens; pages are shared until one of the two writes to them."""
         self.check_alive()
-        return LayerSequence(self.session, self.session.runner.manager.fork(self.cache), self.num_tokens)
+        return LayerSequence(self.session, self.session.runner.manager.fork(self.cache))
 
     def truncate(self, n: int) -> None:
         """Forgets all tokens from ``n`` on, exactly as if they had never been.
@@ -166,7 +170,7 @@ class LayerSequence:
                 f"truncate({n!r}) of a sequence of {self.num_tokens} tokens: its caches go back to {oldest}, or to 0; "
                 "for more, raise max_rollback"
             )
-        self.num_tokens = self.session.runner.manager.truncate(self.cache, n)
+        self.session.runner.manager.truncate(self.cache, n)
 
     def free(self) -> None:
         """Returns all pages; the sequence cannot be used any more."""
@@ -175,13 +179,5 @@ class LayerSequence:
 
     def check_alive(self) -> None:
         """ValueError if the sequence cannot be used any more."""
-        if not self.lost and self.cache.num_tokens != self.num_tokens:
-            self.lost = f"has {self.num_tokens} tokens, and its pages were changed outside of the session"
         if self.lost:
             raise ValueError(f"this sequence {self.lost}: start a new one with session.sequence()")
-
-    def went_back(self, n: int) -> None:
-        """Follows the caches after a step that failed at ``n`` tokens, which may have overwritten what these need."""
-        self.num_tokens = self.cache.num_tokens
-        if self.num_tokens != n:
-            self.lost = "was lost when a step of more than max_rollback tokens failed over its caches"

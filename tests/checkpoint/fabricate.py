@@ -7,7 +7,7 @@ import torch
 from deepseek_attn.checkpoint import CheckpointSource, RandomSource, TensorInfo, hf_name
 from deepseek_attn.checkpoint.published import published_tensors
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.layers.weights import WeightSlot
+from deepseek_attn.layers.weights import SlotKind, WeightSlot
 
 EXPERT = re.compile(r"(layers\.\d+\.ffn\.experts)\.(\d+)\.(w[123])\.(weight|scale)")
 
@@ -69,14 +69,14 @@ def hf_packed(source):
 def recording_slots(config):
     """(slots for every published tensor of ``config``, dict that they fill with (weight, scale))."""
     filled = {}
-    kinds = {"quantized": "linear", "expert": "linear", "table": "int"}
+    kinds = {"quantized": SlotKind.LINEAR, "expert": SlotKind.LINEAR, "table": SlotKind.INT}
 
     def slot(name, recipe):
         def load(weight, scale):
             assert name not in filled, f"{name} was loaded twice"
             filled[name] = (weight, scale)
 
-        return WeightSlot(recipe.shape, kinds.get(recipe.kind, "float"), load)
+        return WeightSlot(recipe.shape, kinds.get(recipe.kind, SlotKind.FLOAT), load)
 
     return {name: slot(name, recipe) for name, recipe in published_tensors(config)}, filled
 

@@ -21,7 +21,7 @@ from deepseek_attn.checkpoint.loader import load_model, load_slots
 from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.impls import SparseMLAAttentionImpl
 from deepseek_attn.kernels.common.quant import decode_e8m0
-from deepseek_attn.layers.weights import RMSNorm, WeightSlot, checkpoint_slots
+from deepseek_attn.layers.weights import RMSNorm, SlotKind, WeightSlot, checkpoint_slots
 from deepseek_attn.models.block import BuildContext
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from tests.checkpoint.fabricate import MemorySource, hf_packed, random_source, recording_slots, same_bits, tiny
@@ -352,7 +352,7 @@ def test_value_that_a_slot_refuses_is_named():
         raise ValueError("no")
 
     with pytest.raises(ValueError, match=r"cannot load norm\.weight: no"):
-        load_slots({"norm.weight": WeightSlot((4,), "float", refuse)}, source)
+        load_slots({"norm.weight": WeightSlot((4,), SlotKind.FLOAT, refuse)}, source)
 
 
 def test_a_module_is_filled():

@@ -12,7 +12,7 @@ from deepseek_attn.kernels.common.quant import encode_e8m0, quantize_fp4_weight,
 from deepseek_attn.kernels.linear import quantized_input
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import GroupedLinear, Linear, join_weights, multi_linear
-from deepseek_attn.layers.weights import CheckpointModule, RMSNorm, checkpoint_slots
+from deepseek_attn.layers.weights import CheckpointModule, RMSNorm, SlotKind, checkpoint_slots
 
 FP4_VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
@@ -302,7 +302,7 @@ def test_checkpoint_slots_have_published_names():
         def __init__(self):
             super().__init__()
             self.declare("ape", (4, 6), torch.float32)
-            self.declare("table", (5,), torch.int64, kind="int")
+            self.declare("table", (5,), torch.int64, kind=SlotKind.INT)
             self.wq_a = Linear(8, 3, numerics("exact"), torch.float32)
             self.norm = RMSNorm(3, 1e-6)
 
@@ -310,10 +310,10 @@ def test_checkpoint_slots_have_published_names():
     slots = checkpoint_slots(part)
     kinds = {name: (slot.shape, slot.kind, slot.quantizable) for name, slot in slots.items()}
     assert kinds == {
-        "ape": ((4, 6), "float", False),
-        "table": ((5,), "int", False),
-        "wq_a.weight": ((3, 8), "linear", True),
-        "norm.weight": ((3,), "float", False),
+        "ape": ((4, 6), SlotKind.FLOAT, False),
+        "table": ((5,), SlotKind.INT, False),
+        "wq_a.weight": ((3, 8), SlotKind.LINEAR, True),
+        "norm.weight": ((3,), SlotKind.FLOAT, False),
     }
     assert part.ape is None
     slots["ape"].load(torch.ones(4, 6).bfloat16(), None)
