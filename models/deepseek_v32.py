@@ -6,12 +6,15 @@ requests of a step are concatenated, ``[T]``; the step's metadata says which req
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from deepseek_attn.config.v32 import V32LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.norm import add_rms_norm
 from deepseek_attn.layers.linear import Linear
+from deepseek_attn.layers.parallel import shard_unit
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
 from deepseek_attn.models.block import Backbone, BuildContext
 from deepseek_attn.models.moe import MLP, MoE
@@ -33,7 +36,8 @@ class Block(CheckpointModule):
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
         if spec.dense_ffn:
             widths, limit = (config.hidden_size, config.intermediate_size), config.swiglu_limit
-            self.ffn = MLP(*widths, limit, numerics, dtype, device, parallel.token_shard)
+            split = partial(parallel.token_shard, unit=shard_unit(config, numerics))
+            self.ffn = MLP(*widths, limit, numerics, dtype, device, split)
         else:
             self.ffn = MoE(config, spec, numerics, dtype, device, parallel)
 

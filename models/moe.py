@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -21,7 +22,7 @@ from deepseek_attn.kernels.moe import (
 )
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import Linear, multi_linear
-from deepseek_attn.layers.parallel import Parallel
+from deepseek_attn.layers.parallel import Parallel, shard_unit
 from deepseek_attn.layers.weights import CheckpointModule, Shard, SlotKind, WeightSlot, check_finite
 from deepseek_attn.utils.device import run_beside
 from deepseek_attn.utils.tracing import traced
@@ -192,8 +193,8 @@ class MoE(CheckpointModule):
         self.gate = (GroupLimitedGate if grouped else Gate)(config, spec, device, shard)
         self.experts = Experts(config, numerics, dtype, device, weigh_output=grouped, shard=shard)
         inner = config.moe_intermediate_size * config.n_shared_experts
-        limit = config.swiglu_limit
-        self.shared_experts = MLP(config.hidden_size, inner, limit, numerics, dtype, device, parallel.token_shard)
+        limit, split = config.swiglu_limit, partial(parallel.token_shard, unit=shard_unit(config, numerics))
+        self.shared_experts = MLP(config.hidden_size, inner, limit, numerics, dtype, device, split)
 
     @traced("moe")
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

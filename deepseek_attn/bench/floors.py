@@ -20,11 +20,12 @@ import torch
 from deepseek_attn.cache.layout import CacheLayout, PoolSpec
 from deepseek_attn.checkpoint.names_v32 import canonical_names
 from deepseek_attn.checkpoint.published import published_tensors
-from deepseek_attn.checkpoint.recipes import Recipe
+from deepseek_attn.checkpoint.recipes import ROWS, Recipe
 from deepseek_attn.config.model import AnyConfig, LayerSpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 from deepseek_attn.config.v41 import V41LayerSpec
+from deepseek_attn.kernels.engram import SCALE_GROUP
 from deepseek_attn.kernels.linear import FP4_GROUP
 
 AnySpec = LayerSpec | V32LayerSpec
@@ -225,6 +226,17 @@ def norms_work(config: AnyConfig, spec: AnySpec, numerics: Numerics, dtype: torc
     return weights_work(config, own, numerics, dtype, rows) + _activations(
         config, dtype, 2 * rows, inputs=1 + streams, outputs=1 + streams
     )
+
+
+def engram_work(config: AnyConfig, spec: AnySpec, numerics: Numerics, dtype: torch.dtype, rows: int) -> Work:
+    """Work of the n-gram memory before one layer of V4.1: table rows, their projection, all streams in and out."""
+    tensors = tensors_below(config, f"{spec.name}.engram.")
+    if not tensors:
+        return Work({})
+    width = config.engram.width
+    work = weights_work(config, tuple(t for t in tensors if t[1].kind != ROWS), numerics, dtype, rows)
+    work += _activations(config, dtype, rows, inputs=config.hc_mult, outputs=config.hc_mult)
+    return work + Work({"table rows": rows * (width + width // SCALE_GROUP)})
 
 
 def head_work(config: AnyConfig, numerics: Numerics, dtype: torch.dtype, rows: int) -> Work:

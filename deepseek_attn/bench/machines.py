@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deepseek_attn.bench.floors import Work
+from deepseek_attn.bench.floors import AnySpec, Work
 from deepseek_attn.bench.stages import EXPERTS, HEAD, NORMS, ROUTING
 
 FEW_ROWS = 256  # tokens of a step from which other kernels take over
@@ -44,7 +44,7 @@ class Machine:
     Attributes:
         memory: bytes of a GPU; context: bytes of it that CUDA, NCCL and compiled kernels take.
         rates: peak rates, as `Work.floor` takes them.
-        decode, prefill: costs of attention, by kind of layer.
+        decode, prefill: costs of attention, by kind of V4's layers; see `attention`.
         few, many: costs of the other stages, up to `FEW_ROWS` tokens and beyond.
         step_us: once per step: embedding, metadata, greedy tokens.
         peers: sums that ranks exchange themselves; nccl: through NCCL, within a host; network: between hosts, per GPU.
@@ -64,6 +64,11 @@ class Machine:
     nccl: Exchange
     network: Exchange
     sources: tuple[str, ...]
+
+    def attention(self, spec: AnySpec, decode: bool) -> Cost:
+        """Cost of a layer's attention: one of V4's three kinds, by whether the layer reads entries and selects them."""
+        kind = "C4A" if spec.has_indexer else "C128A" if spec.ratio else "SWA"
+        return (self.decode if decode else self.prefill)[kind]
 
 
 H200 = Machine(
@@ -98,7 +103,9 @@ H200 = Machine(
     nccl=Exchange(7.0, 270e9, 0.6),
     network=Exchange(3.6, 45e9, 2.7),
     sources=(
-        "attention: docs/data/h200_layers_decode.json and h200_layers_prefill.json, Flash and Pro; fits within 15 %",
+        "attention: docs/data/h200_layers_decode.json and h200_layers_prefill.json, V4-Flash and V4-Pro; fits within "
+        "15 %",
+        "V3.2 and V4.1: not measured; as far from their floors as V4's layers with or without an indexer",
         "other stages: V4-Flash, 8 layers with 256 experts on one H200, batches 1 to 128 and 4096 tokens (2026-11-22)",
         "small messages and NCCL on two H200s: docs/data/h200_ranks.json",
         "more GPUs of a host, and hosts (400 Gb/s per GPU): not measured; latencies as in NCCL's src/graph/tuning.cc",

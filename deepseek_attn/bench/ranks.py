@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,6 +15,7 @@ from deepseek_attn.bench.floors import (
     StepShape,
     Work,
     attention_work,
+    engram_work,
     experts_work,
     head_work,
     norms_work,
@@ -25,13 +26,14 @@ from deepseek_attn.bench.floors import (
 from deepseek_attn.bench.machines import FEW_ROWS, Machine
 from deepseek_attn.bench.stages import ATTENTION, EXPERTS, HEAD, NORMS, ROUTING
 from deepseek_attn.cache.layout import CacheLayout, make_layout
+from deepseek_attn.checkpoint.recipes import ROWS
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
-from deepseek_attn.layers.parallel import exchanged
+from deepseek_attn.layers.parallel import Parallel, exchanged, shard_unit
 from deepseek_attn.layers.peers import PEER_RANKS
 
 GPUS_PER_HOST = 8
-OTHER, COMMUNICATION = "once per step", "communication"
+OTHER, COMMUNICATION, ENGRAM = "once per step", "communication", "n-gram memory"
 ROUTED = "routed experts"
 
 
@@ -65,7 +67,7 @@ class RankLayout:
         """The config whose attention and head are what one rank has of a model's."""
         names = ("num_attention_heads", "num_key_value_heads", "o_groups", "vocab_size")
         split = {name: getattr(config, name) // self.token_ranks for name in names if getattr(config, name, 1) > 1}
-        return config.replace(**split)
+        return replace(config, **split)  # unchecked: token ids of a drafter lie outside a part of the vocabulary
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,9 @@ class RankModel:
         for spec in own.layers if self.layout.dp_attention else own.all_layers:
             tensors = [part for part in tensors_below(own, f"{spec.name}.") if not part[0].startswith("ffn.experts.")]
             split = tuple(part for part in tensors if part[0].startswith(("ffn.shared_experts.", "ffn.w")))
-            whole = tuple(part for part in tensors if part not in split)
+            whole = tuple(part for part in tensors if part not in split and part[1].kind != ROWS)
             total += weights_work(own, whole, *arguments, 1).bytes["weights"]
-            total += weights_work(own, split, *arguments, 1).bytes["weights"] // self.layout.token_ranks
+            total += self._mlp_part(weights_work(own, split, *arguments, 1).bytes["weights"])
             total += self._experts(spec, 64 * own.n_routed_experts, 1).bytes["routed weights"]  # all are chosen
         return total
 
@@ -136,12 +138,13 @@ class RankModel:
         stages: Counter[str] = Counter()
         for spec in self.own.layers:
             arguments = self.numerics, self.dtype
-            attention = self.machine.decode if tokens == 1 else self.machine.prefill
             work = attention_work(self.own, spec, *arguments, caches, shape)
-            stages[ATTENTION] += attention[spec.kind].microseconds(work, self.machine.rates)
+            stages[ATTENTION] += self.machine.attention(spec, tokens == 1).microseconds(work, self.machine.rates)
             stages[EXPERTS] += self._time(EXPERTS, self._experts(spec, expert_rows, rows), expert_rows)
             stages[NORMS] += self._time(NORMS, norms_work(self.own, spec, *arguments, rows), rows)
             stages[ROUTING] += self._time(ROUTING, routing_work(self.own, spec, *arguments, expert_rows), expert_rows)
+            if (work := engram_work(self.own, spec, *arguments, rows)).bytes:
+                stages[ENGRAM] += self._time(HEAD, work, rows)  # as far from its floor as the head, a large linear too
         stages[HEAD] += self._time(HEAD, head_work(self.own, self.numerics, self.dtype, shape.batch), shape.batch)
         stages[OTHER] += self.machine.step_us
         collectives = tuple(self._collectives(shape)) if self.layout.ranks > 1 else ()
@@ -155,12 +158,19 @@ class RankModel:
     def _caches(self, shape: StepShape) -> CacheLayout:
         return make_layout(self.config, self.numerics, self.dtype, shape.context, shape.batch, max(shape.rows, 16), 16)
 
+    def _mlp_part(self, size: int) -> int:
+        """Bytes of the rank that has most of a dense MLP or shared expert with ``size`` bytes."""
+        width, unit = self.config.moe_intermediate_size, shard_unit(self.config, self.numerics)
+        shard = Parallel(0, self.layout.token_ranks).shard(0, width, unit)
+        return size if shard is None else size * shard.size // width
+
     def _experts(self, spec: AnySpec, rows: int, own_rows: int) -> Work:
         """Work of one rank's experts: its part of the routed ones for ``rows`` tokens, and of the shared one."""
-        arguments, ranks = (self.config, spec, self.numerics, self.dtype), self.layout.ranks
+        config = self.config.draft_stages if spec.is_mtp and self.config.dspark is not None else self.config
+        arguments, ranks = (config, spec, self.numerics, self.dtype), self.layout.ranks
         routed, shared = experts_work(*arguments, rows), experts_work(*arguments, own_rows)
         sizes = dict(routed.bytes)
-        sizes["weights"] //= self.layout.token_ranks
+        sizes["weights"] = self._mlp_part(sizes["weights"])
         sizes["routed weights"] = sizes.get("routed weights", 0) // ranks
         products = [
             Product(part.name, part.unit, part.flops // ranks) for part in routed.products if part.name == ROUTED

@@ -401,7 +401,7 @@ def _load(slot: WeightSlot, source: CanonicalSource, name: str) -> bool:
     """Fills a slot; returns whether the tensor holds a NaN."""
     # A function of its own, so that a tensor is released before the next one is read.
     try:
-        weight, scale = read_weight(source, name, slot.shard)
+        weight, scale = read_weight(source, name, slot.shard, slot.block)
         slot.load(weight, scale)
     except ValueError as error:
         raise ValueError(f"cannot load {_shown(source, name)}: {error}") from error

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from deepseek_attn.kernels.common.quant import decode_e8m0, encode_e8m0
 from deepseek_attn.kernels.engram import TableRows
-from deepseek_attn.kernels.linear import FP4_GROUP, FP8_BLOCK, dequantize_weight
+from deepseek_attn.kernels.linear import FP4_GROUP, dequantize_weight
 from deepseek_attn.layers.weights import Shard, check_finite
 from deepseek_attn.text.token_numbers import read_token_numbers
 from deepseek_attn.utils.json_files import parse_json, read_json
@@ -328,8 +328,11 @@ class StoredShards(NamedTuple):
     scale: Shard
 
 
-def stored_shards(info: TensorInfo, shard: Shard) -> StoredShards:
+def stored_shards(info: TensorInfo, shard: Shard, block: int = 128) -> StoredShards:
     """Where the part ``shard`` of a logical weight lies in the stored tensors; without a scale, ``scale`` is unused.
+
+    Args:
+        block: rows and columns of an FP8 block.
 
     Raises:
         ValueError: the part splits an FP8 block, an FP4 group or a byte.
@@ -338,7 +341,7 @@ def stored_shards(info: TensorInfo, shard: Shard) -> StoredShards:
     if info.dtype in FP4_DTYPES and shard.dim == 1:
         per_weight, per_scale = 2, FP4_GROUP
     elif info.dtype == "F8_E4M3":
-        per_scale = FP8_BLOCK[shard.dim]
+        per_scale = block
     if any(value % unit for value in (shard.start, shard.size) for unit in (per_weight, per_scale)):
         raise ValueError(
             f"{shard.size} rows or columns from {shard.start} on of a {info.dtype} weight: a part must consist of "
@@ -348,9 +351,12 @@ def stored_shards(info: TensorInfo, shard: Shard) -> StoredShards:
 
 
 def read_weight(
-    source: CheckpointSource, name: str, shard: Shard | None = None
+    source: CheckpointSource, name: str, shard: Shard | None = None, block: int = 128
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A tensor of published name with its scale, as a ``WeightSlot`` loads them; or a part of both.
+
+    Args:
+        block: rows and columns of an FP8 block.
 
     Returns:
         (tensor, None) when there is no scale; (``float8_e4m3fn``, float32 block grid); or (packed FP4 ``uint8``, e8m0
@@ -365,7 +371,7 @@ def read_weight(
         tensor = source.read(name)
         stored = source.read(scale) if scale in entries else None
     else:
-        places = stored_shards(entries[name], shard)
+        places = stored_shards(entries[name], shard, block)
         tensor = source.read_shard(name, places.weight)
         stored = source.read_shard(scale, places.scale) if scale in entries else None
     if stored is None:

@@ -128,7 +128,7 @@ def rank_facts(
     if min(args.ranks, args.gpus_per_host, *args.batch, args.context or 1, args.prefill or 1) < 1:
         raise ValueError("--ranks, --gpus-per-host, --batch, --context and --prefill are positive numbers")
     dp_attention, length = LAYOUTS[args.layout], plan.layout.max_model_len
-    check_split(config, Parallel(0, args.ranks, dp_attention))
+    check_split(config, numerics, Parallel(0, args.ranks, dp_attention))
     layout = RankLayout(args.ranks, dp_attention, args.gpus_per_host)
     model = RankModel(config, numerics, dtype, layout, MACHINES[args.gpu])
     weights, machine = model.weights(), model.machine

@@ -34,10 +34,10 @@ import torch
 import torch.distributed as dist
 
 from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.options import parse_device
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.kernels.collectives import PeerBuffers, all_gather, all_reduce
-from deepseek_attn.kernels.linear import FP8_BLOCK
 from deepseek_attn.layers.peers import Peers, open_peers
 from deepseek_attn.layers.weights import Shard
 from deepseek_attn.utils.processes import check_interface, check_timeout, end_with_parent
@@ -102,13 +102,23 @@ class Parallel:
         """Number of ranks that compute the same tokens: they shard heads and vocabulary."""
         return 1 if self.dp_attention else self.world
 
-    def shard(self, dim: int, total: int) -> Shard | None:
-        """This rank's shard of dimension ``dim`` of size ``total``, over all ranks; None for all of it."""
-        return None if self.world == 1 else Shard(dim, self.rank * (total // self.world), total // self.world)
+    def shard(self, dim: int, total: int, unit: int = 1) -> Shard | None:
+        """This rank's shard of dimension ``dim`` of size ``total``, over all ranks; None for all of it.
 
-    def token_shard(self, dim: int, total: int) -> Shard | None:
-        """This rank's shard among the ranks with the same tokens; None for all of it."""
-        return None if self.token_ranks == 1 else self.shard(dim, total)
+        Shards are equal, or differ by one ``unit`` if equal ones would not consist of whole units: the first ranks
+        then have the larger ones.
+        """
+        if self.world == 1:
+            return None
+        if total % (self.world * unit) == 0:
+            unit = total // self.world
+        count, larger = divmod(total // unit, self.world)
+        first = self.rank * count + min(self.rank, larger)
+        return Shard(dim, first * unit, (count + (self.rank < larger)) * unit)
+
+    def token_shard(self, dim: int, total: int, unit: int = 1) -> Shard | None:
+        """This rank's shard among the ranks with the same tokens; None for all of it. See `shard`."""
+        return None if self.token_ranks == 1 else self.shard(dim, total, unit)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """All-reduce over the ranks that have the same tokens. May overwrite ``x``."""
@@ -404,7 +414,14 @@ def check_launch(world: int, device: torch.device | str | None) -> tuple[int, to
     return environment("RANK", 0), device
 
 
-def check_split(config: AnyConfig, parallel: Parallel) -> None:
+def shard_unit(config: AnyConfig, numerics: Numerics) -> int:
+    """Rows or columns of a linear's weight of which a rank has a whole number: those of an FP8 block."""
+    if config.quantization_config is None:
+        return 1
+    return max(numerics.weight_block, numerics.fp8_group if numerics.quantized_weights else 1)
+
+
+def check_split(config: AnyConfig, numerics: Numerics, parallel: Parallel) -> None:
     """Checks that a model can be split over the ranks.
 
     Raises:
@@ -412,9 +429,13 @@ def check_split(config: AnyConfig, parallel: Parallel) -> None:
     """
     if parallel.world == 1:
         return
-    whole = [("n_routed_experts", config.n_routed_experts, 1)]
+    whole, widths = [("n_routed_experts", config.n_routed_experts, 1)], []
     if not parallel.dp_attention:
-        whole += _token_splits(config, FP8_BLOCK[0] if config.quantization_config is not None else 1)
+        unit = shard_unit(config, numerics)
+        whole, widths = whole + _token_splits(config, unit), _mlp_widths(config, unit)
+        if config.dspark is not None:
+            whole.append(("dspark_n_routed_experts", config.draft_stages.n_routed_experts, 1))
+    whole += [width for width in widths if not _splits_unevenly(*width[1:], parallel.world)]
     problems = []
     for name, total, unit in whole:
         if total % parallel.world:
@@ -429,19 +450,30 @@ def check_split(config: AnyConfig, parallel: Parallel) -> None:
 
 
 def _token_splits(config: AnyConfig, block: int) -> list[tuple[str, int, int]]:
-    """(name, total, unit that divides a rank's part) of each dimension that ranks split, besides experts."""
-    heads, shared = config.num_attention_heads, config.moe_intermediate_size * config.n_shared_experts
+    """(name, total, unit that divides a rank's part) of each dimension that ranks split evenly, besides experts."""
+    heads = config.num_attention_heads
     found = [("num_attention_heads", heads, 1), ("vocab_size", config.vocab_size, 1)]
-    found.append(("moe_intermediate_size * n_shared_experts", shared, block))
     if isinstance(config, DeepseekV32Config):
         found.append(("num_attention_heads * qk_head_dim", heads * config.qk_head_dim, block))
         found.append(("num_attention_heads * v_head_dim", heads * config.v_head_dim, block))
         rows = heads * (config.qk_nope_head_dim + config.v_head_dim)
         found.append(("num_attention_heads * (qk_nope_head_dim + v_head_dim)", rows, block))
-        if any(layer.dense_ffn for layer in config.layers):
-            found.append(("intermediate_size", config.intermediate_size, block))
         return found
     found.append(("o_groups", config.o_groups, 1))
     found.append(("num_attention_heads * head_dim", heads * config.head_dim, block))
     found.append(("o_groups * o_lora_rank", config.o_groups * config.o_lora_rank, block))
     return found
+
+
+def _mlp_widths(config: AnyConfig, block: int) -> list[tuple[str, int, int]]:
+    """(name, total, unit) of the inner widths of dense MLPs and shared experts; see `Parallel.shard`."""
+    shared = config.moe_intermediate_size * config.n_shared_experts
+    found = [("moe_intermediate_size * n_shared_experts", shared, block)]
+    if isinstance(config, DeepseekV32Config) and any(layer.dense_ffn for layer in config.layers):
+        found.append(("intermediate_size", config.intermediate_size, block))
+    return found
+
+
+def _splits_unevenly(total: int, block: int, world: int) -> bool:
+    """Whether a width consists of FP8 blocks, and each rank gets some."""
+    return block > 1 and total % block == 0 and total // block >= world

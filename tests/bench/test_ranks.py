@@ -14,7 +14,7 @@ from deepseek_attn.cli import main
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.runner.model_runner import ModelRunner
-from tests.layers.parallel.cases import v4_config, v32_config
+from tests.layers.parallel.cases import v4_config, v32_config, v41_config
 
 DATA = Path(__file__).parents[2] / "docs" / "data"
 
@@ -24,7 +24,12 @@ def model(name: str, ranks: int, **options) -> RankModel:
     return RankModel(config, numerics_for(config, "serving"), torch.bfloat16, RankLayout(ranks, **options), H200)
 
 
-@pytest.mark.parametrize("config", [v4_config, v32_config])
+def v41_with_memory() -> ModelConfig:
+    widths = {"hidden_size": 128, "q_lora_rank": 128, "o_groups": 4, "o_lora_rank": 128, "moe_intermediate_size": 640}
+    return v41_config().replace(num_attention_heads=16, engram_head_dim=64, **widths)
+
+
+@pytest.mark.parametrize("config", [v4_config, v32_config, v41_with_memory])
 def test_weights_are_those_of_a_model(config):
     config = config().replace(num_nextn_predict_layers=0)
     numerics = numerics_for(config, "serving")
@@ -67,6 +72,18 @@ def test_experts_are_shared_out():
     assert alone.stages["attention"] == four.stages["attention"]
     assert alone.microseconds == sum(alone.stages.values())
     assert not alone.collectives
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_v41_on_ranks(ranks):
+    """Tables stay in the files: of 475 GiB, 286 are split. Draft stages have fewer experts than blocks."""
+    found, config = model("v41_flash", ranks), ModelConfig.from_preset("v41_flash")
+    assert found.weights() * ranks == pytest.approx(286 * 2**30, rel=0.02 * ranks)
+    assert found.step(8, 1, 8192).stages["n-gram memory"] > 0
+    without = RankModel(config.replace(engram_layer_ids=None), found.numerics, found.dtype, found.layout, H200)
+    assert found.weights() - without.weights() == pytest.approx(2 * 5 * 5120 * 6144, rel=0.01)
+    stage = found._experts(config.mtp_layers[0], 10**6, 1).bytes["routed weights"]
+    assert stage * 3 == found._experts(config.layers[0], 10**6, 1).bytes["routed weights"]
 
 
 def test_the_command(capsys):

@@ -9,16 +9,14 @@ import torch
 
 from deepseek_attn.checkpoint import RandomSource, read_float32
 from deepseek_attn.checkpoint.loader import CONFIDENCE, DRAFTER, MTP_UNUSED, VISION
-from deepseek_attn.checkpoint.recipes import Recipe
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
-from deepseek_attn.runner.drafting import DraftRows
 from deepseek_attn.runner.model_runner import ModelRunner
-from deepseek_attn.runner.step import StepOptions
 from tests.checkpoint.fabricate import MemorySource
+from tests.support.drafts import DraftedSource, draft_after
 from tests.support.oracle_dspark import V4Drafts, V41Drafts
 from tests.support.small_models import assert_close, prompt, small_config, small_runner
 from tests.support.tiers import tiered
@@ -36,22 +34,6 @@ def config_of(family: str) -> ModelConfig:
     if family == "v4":
         return small_config([0, 4, 8], sliding_window=9, mtp=3, **KEYS)
     return ModelConfig.from_preset("tiny_v41")
-
-
-class DraftedSource(RandomSource):
-    """Random weights whose Markov head and output head mostly answer a token with the next one of the vocabulary."""
-
-    certainty = 30.0
-
-    def values(self, name: str, recipe: Recipe) -> torch.Tensor:
-        values = super().values(name, recipe)
-        if name == "head.weight":
-            same = super().values("embed.weight", self._recipes["embed.weight"])
-            return values + self.certainty * same.shape[1] ** -0.5 * values.std() / same.std() * same.roll(1, 0)
-        if name.endswith(("markov_head.markov_w2.weight", "markov_head.head.weight")):
-            embed = name.replace("w2.weight", "w1.weight").replace("head.head", "head.embed")
-            return super().values(embed, self._recipes[embed]).roll(1, 0)
-        return values
 
 
 @lru_cache
@@ -75,20 +57,6 @@ def oracle_of(family: str) -> V4Drafts | V41Drafts:
         return read_float32(source, name).double()
 
     return V41Drafts(config, tensor, source.token_numbers(count, config.vocab_size))
-
-
-def draft_after(runner: ModelRunner, tokens: list[int], chunks: list[int], newest: int):
-    """Drafts after ``tokens`` and ``newest``, the tokens computed in chunks with drafts after each."""
-    sequence = runner.sequence([*tokens, newest])
-    options, block = StepOptions(all_logits=True, hidden_states=True, mtp=True), runner.config.dspark.dspark_block_size
-    for n in chunks:
-        output = runner.step([(sequence, n)], options)
-        done = sequence.num_computed
-        runner.manager.reserve([(sequence.cache, block)])
-        rows = DraftRows(sequence, done - n, output.hidden_states[0], sequence.token_ids[done - n + 1 : done + 1])
-        drafts = runner.draft([rows], block)
-    sequence.free()
-    return drafts
 
 
 FAMILIES = ["v4", "v41"]

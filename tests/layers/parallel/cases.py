@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from deepseek_attn.checkpoint import RandomSource, SafetensorsSource
+from deepseek_attn.checkpoint import RandomSource, SafetensorsSource, write_checkpoint
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.llm import LLM
 from deepseek_attn.engine.sampling import SamplingParams
@@ -16,6 +16,7 @@ from deepseek_attn.layers.weights import Shard
 from deepseek_attn.runner.graph_steps import DecodeStep, StepSize
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
+from tests.support.drafts import DraftedSource, draft_after
 from tests.support.small_models import small_config
 
 WIDTHS = {"num_attention_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 512}
@@ -33,7 +34,13 @@ def v32_config():
     return ModelConfig.from_preset("tiny_v32").replace(**WIDTHS | {"num_attention_heads": 8} | widths)
 
 
-CONFIGS = {"v4": v4_config, "v32": v32_config}
+def v41_config():
+    """Five FP8 blocks of the shared expert: ranks have different numbers of them."""
+    return ModelConfig.from_preset("tiny_v41").replace(o_groups=4, moe_intermediate_size=160)
+
+
+CONFIGS = {"v4": v4_config, "v32": v32_config, "v41": v41_config}
+CHECKPOINTS = ("v4", "v41")
 
 
 def prompts(config, lengths=(140, 9, 33)) -> list[list[int]]:
@@ -61,17 +68,20 @@ class CountingSource(SafetensorsSource):
 
 
 def scores(family: str, parallel: Parallel, numerics: str = "exact") -> dict:
-    """Logits of backbone and MTP layer, of prompts together and token by token."""
+    """Logits of backbone and drafter, of prompts together and token by token."""
     config = CONFIGS[family]()
     runner = ModelRunner.from_source(config, RandomSource(config, 3), parallel=parallel, numerics=numerics, **LIMITS)
     texts = prompts(config)
-    logits, drafts = runner.score_mtp(texts)
+    if config.dspark is None:
+        logits, drafts = runner.score_mtp(texts)
+    else:
+        logits, drafts = runner.score(texts), [draft_after(runner, texts[1], [5, 4], newest=11).logits]
     steps = runner.score([texts[1]], chunk_size=1)
     return {"logits": logits, "drafts": drafts, "steps": steps}
 
 
 def texts_of(directory: Path, parallel: Parallel) -> dict:
-    """Tokens generated from a checkpoint: greedy, seeded, with fresh seeds, and speculated."""
+    """Tokens generated from a checkpoint: greedy, speculated, and (of a fast model) seeded and with fresh seeds."""
     llm = LLM(directory, parallel=parallel, **LIMITS)
     texts = prompts(llm.runner.config, (70, 9))
 
@@ -80,12 +90,10 @@ def texts_of(directory: Path, parallel: Parallel) -> dict:
         return [list(done.token_ids) for done in model.generate(texts, params)]
 
     speculating = LLM(directory, parallel=parallel, speculate=2, **LIMITS)
-    return {
-        "greedy": tokens(llm, temperature=0),
-        "seeded": tokens(llm, seed=7),
-        "fresh": tokens(llm),
-        "speculated": tokens(speculating, temperature=0),
-    }
+    found = {"greedy": tokens(llm, temperature=0), "speculated": tokens(speculating, temperature=0)}
+    if llm.runner.tables is None:
+        found |= {"seeded": tokens(llm, seed=7), "fresh": tokens(llm)}
+    return found | {"accepted": speculating.engine.stats.accepted}
 
 
 def loads(directory: Path, parallel: Parallel) -> dict:
@@ -111,14 +119,15 @@ class CountedGraphs(DecodeGraphs):
 def own_requests(directory: Path, parallel: Parallel) -> dict:
     """With data-parallel attention: rank r has r requests in a first call, and as many fewer in a second one.
 
-    That with eager steps, then with decode steps of a common size over persistent tensors, as graphs hold them.
+    That with eager steps, then (without an n-gram memory) with decode steps of a common size over persistent tensors,
+    as graphs hold them.
     """
     llm = LLM(directory, parallel=parallel, **LIMITS)
     texts = prompts(llm.runner.config, range(20, 20 + 13 * parallel.world, 13))
     params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     found = []
     common = CountedGraphs(llm.runner.model, llm.runner.layout, llm.runner.device, capture=False)
-    for graphs in (None, common):
+    for graphs in (None, common) if llm.runner.tables is None else (None,):
         llm.runner.graphs = graphs
         for own in (texts[: parallel.rank], texts[parallel.rank :][:2]):
             found.append([list(done.token_ids) for done in llm.generate(own, params)])
@@ -131,13 +140,23 @@ def own_requests(directory: Path, parallel: Parallel) -> dict:
     }
 
 
+def write_checkpoints(directory: Path) -> Path:
+    """A checkpoint of each family in `CHECKPOINTS`, in a folder of its name."""
+    v4, v41 = v4_config(), v41_config()
+    write_checkpoint(RandomSource(v4, 4), v4, directory / "v4")
+    write_checkpoint(DraftedSource(v41, 4), v41, directory / "v41")
+    return directory
+
+
 def everything(directory: Path, parallel: Parallel) -> dict:
     """All of it, by name."""
     if parallel.dp_attention:
-        return {"own": own_requests(directory, parallel)}
+        return {family: own_requests(directory / family, parallel) for family in CHECKPOINTS}
     found = {family: scores(family, parallel) for family in CONFIGS}
     found["serving"] = scores("v4", parallel, "serving")
-    return found | {"texts": texts_of(directory, parallel), "loads": loads(directory, parallel)}
+    for what in (texts_of, loads):
+        found[what.__name__] = {family: what(directory / family, parallel) for family in CHECKPOINTS}
+    return found
 
 
 def main(world: int, dp_attention: bool, directory: str, results: str) -> None:

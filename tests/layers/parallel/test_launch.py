@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
+from collections import defaultdict
 
 import pytest
 import torch
@@ -12,10 +14,13 @@ import torch
 from deepseek_attn.checkpoint import RandomSource, SafetensorsSource, TensorInfo, read_weight, write_checkpoint
 from deepseek_attn.checkpoint.source import stored_shards
 from deepseek_attn.cli import main
-from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.config.numerics import numerics_for
+from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.linear import dequantize_weight
 from deepseek_attn.layers.parallel import Parallel, RankFailed, check_launch, check_split, launched, listen_on
-from deepseek_attn.layers.weights import Shard
+from deepseek_attn.layers.weights import Shard, checkpoint_slots
+from deepseek_attn.models.families import get_family
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.layers.parallel import cases
 from tests.support.tiers import tiered
@@ -86,24 +91,45 @@ def test_the_prompts_of_rank_0(checkpoint, tmp_path, capsys):
     assert sorted((tmp_path / "ranks").read_text().splitlines()) == sorted(lines)
 
 
+def check(config: AnyConfig, world: int, dp_attention: bool = False, numerics: str = "serving") -> None:
+    check_split(config, numerics_for(config, numerics), Parallel(0, world, dp_attention))
+
+
 def test_impossible_splits_are_listed_together():
     config = ModelConfig.from_preset("v4_flash")
     for world in (1, 2, 4, 8):
-        check_split(config, Parallel(0, world))
+        check(config, world)
+        check(ModelConfig.from_preset("v41_flash"), world)
     with pytest.raises(ValueError, match=r"split over 3 ranks(.*\n)+.*n_routed_experts = 256.*(.*\n)+.*o_groups = 8"):
-        check_split(config, Parallel(0, 3))
+        check(config, 3)
     with pytest.raises(ValueError, match=r"2048 would leave 64 per rank, which FP8 blocks of 128") as raised:
-        check_split(config, Parallel(0, 32))
+        check(config, 32)
     assert "o_groups = 8 is no multiple of 32" in str(raised.value)
-    check_split(config.replace(o_groups=1), Parallel(0, 4, dp_attention=True))
+    check(config.replace(o_groups=1), 4, dp_attention=True)
     with pytest.raises(ValueError, match="o_groups = 1"):
-        check_split(config.replace(o_groups=1), Parallel(0, 4))
+        check(config.replace(o_groups=1), 4)
     for world in (16, 64):
-        check_split(ModelConfig.from_preset("v4_pro"), Parallel(0, world, dp_attention=True))
+        check(ModelConfig.from_preset("v4_pro"), world, dp_attention=True)
     v32 = ModelConfig.from_preset("v32")
-    check_split(v32, Parallel(0, 8))
-    with pytest.raises(ValueError, match="intermediate_size = 18432 would leave 576"):
-        check_split(v32, Parallel(0, 32))
+    check(v32, 8)
+    with pytest.raises(ValueError, match=r"moe_intermediate_size \* n_shared_experts = 2048 would leave 64"):
+        check(v32, 32)
+    tiny = ModelConfig.from_preset("tiny_v41").replace(moe_intermediate_size=96)
+    check(tiny, 2, numerics="official")
+    with pytest.raises(ValueError, match="FP8 blocks of 128"):
+        check(tiny, 2)
+    with pytest.raises(ValueError, match="dspark_n_routed_experts = 4 is no multiple of 8"):
+        check(tiny, 8)
+
+
+@pytest.mark.parametrize(("total", "unit", "world"), [(2304, 128, 8), (2304, 128, 4), (2304, 32, 8), (60, 1, 5)])
+def test_shards_of_all_ranks_are_the_whole(total, unit, world):
+    shards = [Parallel(rank, world).shard(1, total, unit) for rank in range(world)]
+    sizes = [shard.size for shard in shards]
+    assert [shard.start for shard in shards] == [sum(sizes[:rank]) for rank in range(world)]
+    assert sum(sizes) == total
+    assert all(size % unit == 0 for size in sizes)
+    assert max(sizes) - min(sizes) == (unit if total % (world * unit) else 0)
 
 
 def test_a_runner_refuses_before_it_loads(checkpoint):
@@ -184,9 +210,39 @@ def test_an_error_within_a_step_ends_one_of_several_ranks():
     assert not issubclass(RankFailed, Exception)
 
 
+@pytest.mark.parametrize("world", tiered([2, 4, 8], [2]))
+def test_ranks_have_all_of_v41_by_its_headers(world):
+    """Each tensor of the published checkpoint in whole blocks: on all ranks, split over them, or an expert of one."""
+    config = ModelConfig.from_preset("v41_flash")
+    headers, parts = RandomSource(config).entries(), defaultdict(list)
+    for rank in range(world):
+        ranks = Parallel(rank, world)
+        family = get_family(
+            config, "serving", torch.bfloat16, torch.device("meta"), AttentionOptions("reference"), ranks
+        )
+        for name, slot in checkpoint_slots(family.build(None, False, 16)).items():
+            if not slot.elsewhere:
+                parts[name].append(slot)
+    assert {name for name in headers if not name.endswith(".scale")} == set(parts)
+    for name, slots in parts.items():
+        shards = [slot.shard for slot in slots]
+        assert len(slots) == (1 if ".experts." in name else world)
+        if shards[0] is not None:
+            assert sum(shard.size for shard in shards) == slots[0].shape[shards[0].dim]
+            for shard in shards:
+                stored_shards(headers[name], shard, slots[0].block)
+    split = {re.sub(r"\.\d+\.", ".N.", name) for name, slots in parts.items() if slots[0].shard is not None}
+    attention = {f"attn.{part}" for part in ("attn_sink", "wo_a.weight", "wo_b.weight", "wq_b.weight")}
+    block = attention | {f"ffn.shared_experts.w{i}.weight" for i in (1, 2, 3)}
+    assert split == {f"{part}.N.{name}" for part in ("layers", "mtp") for name in block} | {
+        "embed.weight", "head.weight", "mtp.N.markov_head.embed.weight", "mtp.N.markov_head.head.weight"
+    }  # fmt: skip
+
+
 def test_parts_that_cut_a_block():
     with pytest.raises(ValueError, match=r"64 rows or columns from 64 on.*whole blocks of 128"):
         stored_shards(TensorInfo("F8_E4M3", (256, 256), 256 * 256), Shard(0, 64, 64))
+    assert stored_shards(TensorInfo("F8_E4M3", (256, 256), 256 * 256), Shard(0, 64, 64), 32).scale == Shard(0, 2, 2)
     with pytest.raises(ValueError, match="whole blocks of 32"):
         stored_shards(TensorInfo("I8", (256, 128), 256 * 128), Shard(1, 16, 16))
     assert stored_shards(TensorInfo("I8", (256, 128), 256 * 128), Shard(0, 3, 5)) == (Shard(0, 3, 5), Shard(0, 3, 5))

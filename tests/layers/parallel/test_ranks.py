@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.checkpoint.loader import OTHER_RANK
 from deepseek_attn.layers.parallel import Parallel
 from tests.layers.parallel import cases
@@ -23,27 +22,26 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    config = cases.v4_config()
-    return write_checkpoint(RandomSource(config, 4), config, tmp_path_factory.mktemp("checkpoint") / "model")
+def checkpoints(tmp_path_factory) -> Path:
+    return cases.write_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint) -> dict:
-    return cases.everything(checkpoint, Parallel.single())
+def alone(checkpoints) -> dict:
+    return cases.everything(checkpoints, Parallel.single())
 
 
 @pytest.fixture(scope="module", params=tiered([2, 4], [2]))
-def ranks(request, checkpoint, tmp_path_factory) -> list[dict]:
+def ranks(request, checkpoints, tmp_path_factory) -> list[dict]:
     """What each of 2 or 4 tensor-parallel ranks computed."""
-    return run_ranks(request.param, "tp", checkpoint, tmp_path_factory.mktemp("ranks"))
+    return run_ranks(request.param, "tp", checkpoints, tmp_path_factory.mktemp("ranks"))
 
 
-def run_ranks(world: int, mode: str, checkpoint: Path, results: Path) -> list[dict]:
+def run_ranks(world: int, mode: str, checkpoints: Path, results: Path) -> list[dict]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.layers.parallel.cases", str(world), mode, str(checkpoint), str(results)]
+    command = [sys.executable, "-m", "tests.layers.parallel.cases", str(world), mode, str(checkpoints), str(results)]
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         subprocess.Popen(
@@ -64,7 +62,7 @@ def run_ranks(world: int, mode: str, checkpoint: Path, results: Path) -> list[di
     return [torch.load(results / f"{rank}.pt") for rank in range(world)]
 
 
-@pytest.mark.parametrize("family", ["v4", "v32"])
+@pytest.mark.parametrize("family", list(cases.CONFIGS))
 @pytest.mark.parametrize("what", ["logits", "drafts", "steps"])
 def test_logits(ranks, alone, family, what):
     for rank in ranks:
@@ -83,42 +81,54 @@ def test_all_ranks_have_the_same_bits(ranks):
         for family in cases.CONFIGS:
             for got, expected in zip(rank[family]["logits"], ranks[0][family]["logits"], strict=True):
                 assert torch.equal(got, expected)
-        assert rank["texts"] == ranks[0]["texts"]
+        assert rank["texts_of"] == ranks[0]["texts_of"]
 
 
-@pytest.mark.parametrize("what", ["greedy", "seeded", "speculated"])
-def test_generated_tokens(ranks, alone, what):
-    assert ranks[0]["texts"][what] == alone["texts"][what]
+@pytest.mark.parametrize("family", cases.CHECKPOINTS)
+def test_generated_tokens(ranks, alone, family):
+    found, expected = ({**texts["texts_of"][family], "fresh": None} for texts in (ranks[0], alone))
+    assert found == expected
+    assert expected["speculated"] == expected["greedy"]
+    assert (expected["accepted"] > 0) == (family == "v41")  # whose random weights make likely drafts
 
 
-def test_a_rank_reads_its_share(ranks, alone):
-    total = alone["loads"]["bytes"]
-    assert alone["loads"]["read"] == total
-    names = set(alone["loads"]["loaded"])
+@pytest.mark.parametrize("family", cases.CHECKPOINTS)
+def test_a_rank_reads_its_share(ranks, alone, family):
+    expected = alone["loads"][family]
+    total, names = expected["bytes"], set(expected["loaded"])
+    assert expected["read"] == total
     for rank in ranks:
-        loads = rank["loads"]
+        loads = rank["loads"][family]
         others = loads["ignored"].pop(OTHER_RANK)
-        assert loads["ignored"] == alone["loads"]["ignored"]
+        assert loads["ignored"] == expected["ignored"]
         assert set(loads["loaded"]) | set(others) == names
         assert not set(loads["loaded"]) & set(others)
         assert loads["read"] == loads["bytes"] < 0.75 * total
         experts = [name for name in names if ".experts." in name]
         assert len(others) == len(experts) * (len(ranks) - 1) // len(ranks)
-    kept = [name for rank in ranks for name in rank["loads"]["loaded"] if ".experts." in name]
+    kept = [name for rank in ranks for name in rank["loads"][family]["loaded"] if ".experts." in name]
     assert sorted(kept) == sorted(name for name in names if ".experts." in name)
 
 
-@pytest.mark.parametrize("world", tiered([2, 4], [2]))
-def test_data_parallel_attention(world, checkpoint, tmp_path):
-    single = Parallel.single()
-    ranks = run_ranks(world, "dp", checkpoint, tmp_path)
-    everyone = cases.LLM(checkpoint, parallel=single, **cases.LIMITS)
+@pytest.fixture(scope="module", params=tiered([2, 4], [2]))
+def dp_ranks(request, checkpoints, tmp_path_factory) -> list[dict]:
+    """What each of 2 or 4 ranks with data-parallel attention computed."""
+    return run_ranks(request.param, "dp", checkpoints, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("family", cases.CHECKPOINTS)
+def test_data_parallel_attention(dp_ranks, checkpoints, family):
+    single, world = Parallel.single(), len(dp_ranks)
+    ranks = [rank[family] for rank in dp_ranks]
+    everyone = cases.LLM(checkpoints / family, parallel=single, **cases.LIMITS)
     texts = cases.prompts(everyone.runner.config, range(20, 20 + 13 * world, 13))
     params = cases.SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     expected = [list(done.token_ids) for done in everyone.generate(texts, params)]
     for number, rank in enumerate(ranks):
-        assert rank["own"]["texts"] == [expected[:number], expected[number:][:2]] * 2
-        assert rank["own"]["steps"] == ranks[0]["own"]["steps"] != []
-        assert not rank["own"]["mtp"]
-    (got,) = ranks[1]["own"]["scored"]
+        eager = [expected[:number], expected[number:][:2]]
+        assert rank["texts"] == (eager * 2 if family == "v4" else eager)
+        assert rank["steps"] == ranks[0]["steps"]
+        assert (rank["steps"] != []) == (family == "v4")
+        assert not rank["mtp"]
+    (got,) = ranks[1]["scored"]
     assert_close(got, everyone.runner.score(texts[:1])[0], TOLERANCE)
