@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import ExitStack
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from deepseek_attn.cli.options import HUB_ID, add_runner_options, read_text, run
 from deepseek_attn.cli.prompts import messages, read_messages
 from deepseek_attn.cli.ranks import add_ranks_option, joined_ranks
 from deepseek_attn.config.defaults import DEFAULT_MAX_TOKENS
+from deepseek_attn.data import SMALL_CHECKPOINT
 
 if TYPE_CHECKING:
     from deepseek_attn.engine.sampling import SamplingParams
@@ -211,9 +211,8 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
 
 def default_checkpoint() -> Path:
     """The trained checkpoint in the package, used when no model is named (docs/training.md)."""
-    directory = Path(str(resources.files("deepseek_attn.data").joinpath("small")))
     print(
-        f"model: {directory} (a small DeepSeek-V4 that has read Jane Austen's novels: sentences, little sense)",
+        f"model: {SMALL_CHECKPOINT} (a small DeepSeek-V4 that has read Jane Austen's novels: sentences, little sense)",
         file=sys.stderr,
     )
-    return directory
+    return SMALL_CHECKPOINT

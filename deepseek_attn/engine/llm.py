@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from deepseek_attn.checkpoint.hub import PretrainedSource
 from deepseek_attn.config.options import is_integer
+from deepseek_attn.data import SMALL_CHECKPOINT
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Completion, Request, RequestFailed
 from deepseek_attn.engine.sampling import SamplingParams, checked_params
@@ -70,7 +71,7 @@ class LLM:
 
     Args:
         model: a directory with ``config.json``, safetensors shards and, for text prompts, ``tokenizer.json``; or a
-            hub id, see `ModelRunner.from_pretrained`.
+            hub id, see `ModelRunner.from_pretrained`; default: the small trained checkpoint that comes along.
         speculate: tokens that the MTP layer, or a DSpark drafter, drafts per step; the text is the same, in fewer
             steps.
         options: see `RunnerOptions`. With ``parallel``, every rank makes an LLM and the same calls; with data-parallel
@@ -87,8 +88,9 @@ class LLM:
     """
 
     @lists_options
-    def __init__(self, model: str | Path, *, speculate: int = 0, **options: Unpack[RunnerOptions]):
+    def __init__(self, model: str | Path | None = None, *, speculate: int = 0, **options: Unpack[RunnerOptions]):
         check_options("LLM", options, "speculate")
+        model = SMALL_CHECKPOINT if model is None else model
         # shards are not looked at here
         source = PretrainedSource(model, options.get("layers"), options.get("attention_only", False))
         self.directory = source.directory
@@ -96,9 +98,8 @@ class LLM:
         if (self.directory / TOKENIZER_FILE).is_file():
             self.tokenizer = Tokenizer(self.directory)
             self.tokenizer.check_ids(source.config.vocab_size)
-        self.runner = ModelRunner.from_pretrained(
-            model, **{"expected_drafts": speculate, "compile_ahead": COMPILE_AHEAD} | options
-        )
+        defaults = RunnerOptions(expected_drafts=speculate, compile_ahead=COMPILE_AHEAD)
+        self.runner = ModelRunner.from_pretrained(model, **defaults | options)
         decoder = MTPSpeculation(self.runner, speculate) if speculate else None
         self.engine = Engine(self.runner, self.tokenizer, decoder)
 

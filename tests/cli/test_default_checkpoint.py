@@ -85,22 +85,22 @@ def test_how_it_was_made_is_written_down(directory):
 
 
 @pytest.fixture(scope="module")
-def plain(directory):
-    return complete(directory, drafts=0)[0]
+def plain():
+    return complete(drafts=0)[0]
 
 
-def complete(directory, drafts: int) -> tuple[list[list[int]], Counter[tuple[int, int]]]:
+def complete(drafts: int) -> tuple[list[list[int]], Counter[tuple[int, int]]]:
     """Greedy completions of four prompts at once, and how many verifications had these (drafts, accepted drafts)."""
-    llm = LLM(directory, speculate=drafts, device="cpu", max_model_len=128, max_num_seqs=4)
+    llm = LLM(speculate=drafts, device="cpu", max_model_len=128, max_num_seqs=4)
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     prompts = ["It is a truth universally acknowledged", "She was", "The weather", "Mr. Darcy"]
     return [c.token_ids for c in llm.generate(prompts, params)], llm.engine.stats.verifications
 
 
 @pytest.mark.parametrize("drafts", [1, 3])
-def test_its_drafts_are_often_right_and_leave_the_text_alone(directory, plain, drafts):
+def test_its_drafts_are_often_right_and_leave_the_text_alone(plain, drafts):
     """Of the drafts behind right ones, the share that is right too: 0.6 to 0.8 when it was trained."""
-    tokens, verifications = complete(directory, drafts)
+    tokens, verifications = complete(drafts)
     assert tokens == plain
     for position in range(drafts):
         reached = {made: count for made, count in verifications.items() if made[0] > position and made[1] >= position}

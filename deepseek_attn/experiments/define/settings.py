@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from deepseek_attn.config.fields import FieldReader
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import PRESETS
+from deepseek_attn.data import SMALL_CHECKPOINT
 
 SYNTHETIC = ("vocab_size", "gap")
 TASK_OPTIONS = {
@@ -221,5 +221,5 @@ def _task(section: _Section, name: str, options: Any, shared: Mapping[str, Any])
 
 def _checkpoint(section: _Section) -> CheckpointSettings:
     model, text = section.path("model"), section.path("text")
-    model = model or str(resources.files("deepseek_attn.data").joinpath("small"))
+    model = model or str(SMALL_CHECKPOINT)
     return CheckpointSettings(model, text, section.integer("max_tokens", 2048), section.integer("seq_len", 1024))
