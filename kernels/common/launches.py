@@ -168,6 +168,31 @@ def call_before_compiling(callback: Callable[[Variant], None]) -> Callable[[], N
     return end
 
 
+class KernelLoad(NamedTuple):
+    """A kernel that a process has loaded: from Triton's cache, or after compiling it."""
+
+    name: str
+    cached: bool
+
+
+@contextmanager
+def kernel_loads() -> Iterator[list[KernelLoad]]:
+    """Lists the kernels that Triton loads in this context, each when it is first launched."""
+    loads: list[KernelLoad] = []
+    settings, before = triton.knobs.compilation, triton.knobs.compilation.listener
+
+    def note(*, src: Any, cache_hit: bool, **others: Any) -> None:
+        loads.append(KernelLoad(src.fn.__name__, cache_hit))
+        if before is not None:
+            before(src=src, cache_hit=cache_hit, **others)
+
+    settings.listener = note
+    try:
+        yield loads
+    finally:
+        settings.listener = before
+
+
 class CompileEvents(Protocol):
     """What `compile_variants` tells of kernels, which it names by `Variant.cached_hash`."""
 

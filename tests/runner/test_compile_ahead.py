@@ -16,9 +16,11 @@ from triton.runtime.cache import get_cache_manager
 
 from deepseek_attn.cli.warmup import read_headers
 from deepseek_attn.config.numerics import numerics_for
+from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.launches import compile_variants, recorded_launches
+from deepseek_attn.kernels.common.launches import compile_variants, kernel_loads, recorded_launches
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.compile_ahead import Compilation, RunnerRequest, RunnerSizes
 from deepseek_attn.runner.stand_in import StandIn, runner_launches
@@ -89,11 +91,10 @@ def test_what_is_compiled_is_what_a_launch_looks_up(tmp_path, monkeypatch):
     found = (variant for fresh in runner_launches(request_of("tiny")) for variant in fresh)
     variant = next(variant for variant in found if variant.name == "decode_rows_kernel")
     found.close()
-    hits = []
-    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, cache_hit, **_: hits.append(cache_hit))
-    for _ in range(2):
-        triton.compile(variant.source, target=variant.target, options=variant.options)
-    assert hits == [False, True]
+    with kernel_loads() as loads:
+        for _ in range(2):
+            triton.compile(variant.source, target=variant.target, options=variant.options)
+    assert loads == [("decode_rows_kernel", False), ("decode_rows_kernel", True)]
     assert get_cache_manager(variant.cached_hash()).get_group("decode_rows_kernel.json")
 
 
@@ -178,6 +179,30 @@ def test_warming_up_leaves_sequences_alone():
         runner.step([(expected, 5)])
         (got,), (want,) = runner.step([(first, 1)]).logits, runner.step([(expected, 1)]).logits
         assert torch.equal(got, want)
+
+
+def test_after_a_warm_up_nothing_is_compiled_and_no_kernel_loaded(device):
+    """And before it, this process waits for those that compile ahead."""
+    if device.type == "cpu":
+        pytest.skip("kernels are compiled and loaded on a GPU only (DEEPSEEK_ATTN_TEST_DEVICE)")
+    limits = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 9}
+    rng = random.Random(1)
+    with (
+        kernel_loads() as loads,
+        ModelRunner.from_config("tiny_gpu", device=device, compile_ahead=True, **limits) as runner,
+    ):
+        runner.warm_up()
+        assert [load.name for load in loads if not load.cached] == []
+        loads.clear()
+        engine = Engine(runner)
+        for _ in range(30):
+            ids = [rng.randrange(2, runner.config.vocab_size) for _ in range(rng.randrange(1, 50))]
+            engine.add_request(ids, SamplingParams(temperature=0, max_tokens=rng.randrange(1, 14), ignore_eos=True))
+            for _ in range(rng.randrange(8)):
+                engine.step()
+        while engine.has_unfinished:
+            engine.step()
+        assert loads == []
 
 
 @EXHAUSTIVE
