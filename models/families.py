@@ -39,6 +39,7 @@ class Family(ABC):
         impl: the chosen impl; None for a model whose layers have none (V3).
         mixed: prefill queries read cache pages in place.
         reference_only: every op runs as its torch reference (``backend="reference"``).
+        graphs_by_default: decode steps are CUDA graphs unless ``cuda_graphs`` says otherwise.
 
     Raises:
         ValueError: unknown numerics, a backend that is unknown or cannot run here, a model that the ranks cannot
@@ -49,6 +50,7 @@ class Family(ABC):
     block_class: type[CheckpointModule]
     impls: Impls
     builder_class: type[MetadataBuilder] = MetadataBuilder
+    graphs_by_default = True
 
     def __init__(
         self,
@@ -184,6 +186,7 @@ class DeepseekV41Family(Family):
     """DeepSeek-V4.1: the text model. What V4 has no kernel for runs in plain torch."""
 
     model_class, block_class, impls = deepseek_v41.DeepseekV41, deepseek_v41.Block, DEEPSEEK_V41_IMPLS
+    graphs_by_default = False  # a graph starts when all Engram rows have been read, eager layers while they are
 
     def __init__(
         self,
@@ -219,7 +222,16 @@ class DeepseekV41Family(Family):
         return super().build(needed, attention_only, max_positions)
 
     def graph_problem(self) -> str:
-        return "parts of DeepSeek-V4.1 run in plain torch, which waits for the device within a step"
+        """See `Family.graph_problem`."""
+        if self.options.deterministic:
+            return "deterministic=True computes each token of DeepSeek-V4.1 by itself: plain torch is part of a step"
+        blocks = self.config.candidate_topk_blocks or 0
+        if blocks > MAX_TRITON_TOPK:
+            return (
+                f"the indexer's kernels keep up to {MAX_TRITON_TOPK} candidate blocks, and candidate_topk_blocks is "
+                f"{blocks}: plain torch takes their place, which waits for the device within a step"
+            )
+        return super().graph_problem()
 
 
 FAMILIES: dict[type[AnyConfig], type[Family]] = {

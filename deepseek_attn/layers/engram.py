@@ -15,7 +15,7 @@ import torch
 
 from deepseek_attn.config.engram import EngramConfig
 from deepseek_attn.config.numerics import Numerics
-from deepseek_attn.kernels.engram import TableRows, dequantize_rows, gate_streams, hash_rows
+from deepseek_attn.kernels.engram import SCALE_GROUP, TableRows, dequantize_rows, gate_streams, hash_rows
 from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.weights import CheckpointModule, WeightSlot
 from deepseek_attn.utils.tracing import traced
@@ -31,6 +31,7 @@ class Engram(CheckpointModule):
 
     Attributes:
         read_rows: reads rows of the table by number, int64 ``[n]``; None until the checkpoint is loaded.
+        rows_per_token: rows that the n-grams ending at a token select.
     """
 
     q_weight: torch.Tensor
@@ -50,6 +51,7 @@ class Engram(CheckpointModule):
         super().__init__(device)
         self.layer, self.eps = layer, eps
         self.table_shape = engram.hash_of(layer).num_rows, engram.engram_head_dim
+        self.rows_per_token = engram.width // engram.engram_head_dim
         self.read_rows: Callable[[torch.Tensor], TableRows] | None = None
         self.wkv = Linear(engram.width, (hc_mult + 1) * hidden_size, numerics, dtype, device)
         self.declare("q_weight", (hc_mult, hidden_size), torch.float32)
@@ -93,6 +95,44 @@ class Lookup(NamedTuple):
         return TableRows(*(part.to(self.device, non_blocking=part.is_pinned()) for part in self.future.result()))
 
 
+class ReadRows(NamedTuple):
+    """Rows of one layer that are on the device; used as a `Lookup` is."""
+
+    rows: TableRows
+
+    def wait(self) -> TableRows:
+        return self.rows
+
+
+class RowBuffers:
+    """Rows of the Engram layers at fixed addresses, for steps over persistent tensors: filled before each run.
+
+    Attributes:
+        rows: by layer, values ``[tokens, n, columns]`` and scales, zeros at first.
+    """
+
+    def __init__(self, tables: EngramTables, tokens: int):
+        def empty(layer: Engram) -> TableRows:
+            columns = layer.table_shape[1]
+            shape = (tokens, layer.rows_per_token, columns)
+            values = torch.zeros(shape, dtype=torch.float8_e4m3fn, device=tables.device)
+            scales = torch.zeros(*shape[:2], columns // SCALE_GROUP, dtype=torch.uint8, device=tables.device)
+            return TableRows(values, scales)
+
+        self.rows = {number: empty(layer) for number, layer in tables.layers.items()}
+
+    def fill(self, lookups: Mapping[int, Lookup]) -> None:
+        """Waits for the rows of a step's first tokens, and copies them; ordered after the runs launched before."""
+        for layer, lookup in lookups.items():
+            for buffer, part in zip(self.rows[layer], lookup.future.result(), strict=True):
+                source = part.view(torch.uint8)
+                buffer.view(torch.uint8)[: len(source)].copy_(source, non_blocking=source.is_pinned())
+
+    def lookups(self) -> dict[int, ReadRows]:
+        """The rows as the layers of a step get them."""
+        return {layer: ReadRows(rows) for layer, rows in self.rows.items()}
+
+
 class EngramTables:
     """Looks rows up for all Engram layers of a model.
 
@@ -116,9 +156,16 @@ class EngramTables:
         }
         self._thread = ThreadPoolExecutor(1, "engram")
 
-    def look_up(self, chunks: Sequence[Chunk]) -> dict[int, Lookup]:
-        """Starts to read the rows of a step's tokens, those of one chunk after the other; by layer, in order."""
-        ngrams = torch.from_numpy(np.concatenate([self._ngrams(chunk) for chunk in chunks]))
+    def look_up(self, chunks: Sequence[Chunk], tokens_per_chunk: int = 0) -> dict[int, Lookup]:
+        """Starts to read the rows of a step's tokens, those of one chunk after the other; by layer, in order.
+
+        Args:
+            tokens_per_chunk: shorter chunks are padded to this number of tokens, with rows of any tokens.
+        """
+        ngrams = [self._ngrams(chunk) for chunk in chunks]
+        missing = [(0, max(0, tokens_per_chunk - chunk.count)) for chunk in chunks]
+        padded = [np.pad(part, (more, (0, 0)), mode="edge") for part, more in zip(ngrams, missing, strict=True)]
+        ngrams = torch.from_numpy(np.concatenate(padded))
         return {
             layer: Lookup(self._thread.submit(self._read, layer, ngrams), self.device) for layer in sorted(self.layers)
         }

@@ -259,7 +259,7 @@ def build_runner(
         if not isinstance(model, AttentionStack) and len(model.mtp):
             drafter_class = MTPDrafter if config.dspark is None else BlockDrafter
             drafter = drafter_class(model, family.metadata_builder(model, pools, mtp=True), manager, device)
-        problem = family.graph_problem()
+        tables = _engram_tables(config, canonical, model, device)
         runner = cls(
             config=config,
             numerics=family.numerics,
@@ -275,10 +275,10 @@ def build_runner(
             builder=family.metadata_builder(model, pools, mtp=False),
             drafter=drafter,
             prefixes=PrefixCache(manager) if max_snapshots else None,
-            graphs=_decode_graphs(cuda_graphs, model, layout, device, problem),
-            tables=_engram_tables(config, canonical, model, device),
+            graphs=_decode_graphs(cuda_graphs, family, model, layout, tables),
+            tables=tables,
             reference_only=family.reference_only,
-            graph_problem=problem,
+            graph_problem=family.graph_problem(),
             deterministic=deterministic,
             parallel=parallel,
             compilation=compilation,
@@ -327,13 +327,18 @@ def _bind_layers(family: Family, model: Model, pools: CachePools) -> Workspace:
 
 
 def _decode_graphs(
-    wanted: bool | None, model: Model, layout: CacheLayout, device: torch.device, problem: str
+    wanted: bool | None, family: Family, model: Model, layout: CacheLayout, tables: EngramTables | None
 ) -> DecodeGraphs | None:
-    """Decode steps as CUDA graphs, or None: ``wanted`` None: where they can be; True: ValueError where they cannot."""
+    """Decode steps as CUDA graphs, or None.
+
+    ``wanted`` None: where they can be, unless the family has them on request only; True: ValueError where they cannot.
+    """
+    problem = family.graph_problem()
     if isinstance(model, AttentionStack):
         problem = "there are attention layers only (attention_only=True)"
     if wanted and problem:
         raise ValueError(f"cuda_graphs=True: {problem}; leave it out to run every step eagerly")
-    if problem or wanted is False or isinstance(model, AttentionStack):
+    wanted = family.graphs_by_default if wanted is None else wanted
+    if problem or not wanted or isinstance(model, AttentionStack):
         return None
-    return DecodeGraphs(model, layout, device)
+    return DecodeGraphs(model, layout, family.device, engram=tables)

@@ -19,6 +19,7 @@ from deepseek_attn.config.model import LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.indices import DecodeRows, decode_rows
 from deepseek_attn.kernels.sampling import accept_drafts, greedy_tokens
+from deepseek_attn.layers.engram import EngramTables, RowBuffers
 from deepseek_attn.models.block import Backbone, layer_specs
 from deepseek_attn.runner.device_tables import DeviceTables
 
@@ -118,6 +119,7 @@ class CapturedStep(StepTensors, ABC):
 
     Attributes:
         layers, draft_layers: specs of the backbone's layers and of the MTP layers.
+        engram: rows that Engram layers read, an input of the step; None for a model without any.
         graph: the captured step; None while it runs eagerly.
     """
 
@@ -128,9 +130,11 @@ class CapturedStep(StepTensors, ABC):
         tables: DeviceTables,
         size: StepSize,
         extra_inputs: tuple[int, ...] = (),
+        engram: EngramTables | None = None,
     ):
         super().__init__(layout, tables, size, extra_inputs)
         self.model = model
+        self.engram = None if engram is None else RowBuffers(engram, size.rows)
         self.layers = tuple(spec for spec in layer_specs(model) if not spec.is_mtp)
         self.draft_layers = tuple(spec for spec in layer_specs(model) if spec.is_mtp)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -230,6 +234,8 @@ class DecodeStep(CapturedStep):
         """Computes the step, eagerly."""
         size, layers = self.size, self.layers + self.draft_layers if self.size.num_drafts else self.layers
         meta = self.metadata(layers, self.rows(), self.block_tables())
+        if self.engram is not None:
+            meta.engram = self.engram.lookups()
         self.hidden_states = self.model(self.token_ids, meta.positions, meta)
         self.logits = self.model.logits(self.hidden_states)
         self.tokens = greedy_tokens(self.logits)

@@ -9,7 +9,7 @@ where everything is written again before it is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -17,6 +17,7 @@ import torch
 
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.cache.manager import SequenceCache
+from deepseek_attn.layers.engram import Chunk, EngramTables
 from deepseek_attn.models.block import Backbone
 from deepseek_attn.runner.device_tables import DeviceTables
 from deepseek_attn.runner.graph_steps import CapturedStep, DecodeStep, DraftStep, StepSize
@@ -152,6 +153,7 @@ class DecodeGraphs:
     Args:
         batches: numbers of requests that have a graph; a step uses the smallest that holds it.
         capture: False runs the same steps eagerly, on any device.
+        engram: looks up the rows of a model with Engram layers, whose steps wait for them before they are launched.
 
     Attributes:
         nbytes: device memory that the graphs and their tables took so far.
@@ -165,8 +167,9 @@ class DecodeGraphs:
         device: torch.device,
         batches: list[int] | None = None,
         capture: bool = True,
+        engram: EngramTables | None = None,
     ):
-        self.model, self.layout = model, layout
+        self.model, self.layout, self.engram = model, layout, engram
         self.batches = sorted(batches or batch_sizes(layout.max_num_seqs))
         self.prelaunched: PrelaunchedStep | None = None
         self.tables = DeviceTables(layout, device)
@@ -188,6 +191,7 @@ class DecodeGraphs:
         num_drafts: int = 0,
         limits: list[int] | None = None,
         size: StepSize | None = None,
+        chunks: Sequence[Chunk] = (),
     ) -> DecodeRun:
         """One step over the next tokens of each sequence, whose pages are reserved.
 
@@ -195,6 +199,7 @@ class DecodeGraphs:
             num_drafts: tokens to draft after the newest one; then ``token_ids`` are a token and drafts of those after.
             limits: lengths up to which the sequences have pages for drafts.
             size: holds the step; default: see `size_for`.
+            chunks: the new tokens of each sequence, with those before; needed with Engram layers.
         """
         prelaunched, self.prelaunched = self.prelaunched, None
         if prelaunched is not None and (run := prelaunched.reuse_if_matches(caches, token_ids, num_drafts)):
@@ -203,18 +208,24 @@ class DecodeGraphs:
         if size is None:
             longest = max(start + n for start, n in zip(starts, query_lens, strict=True))
             size = self.size_for(query_lens, max([longest, *(limits or [])]), decode_query_len, num_drafts)
+        rows = {} if self.engram is None or not chunks else self.engram.look_up(chunks, size.rows_per_request)
         step = self.step(size)
         step.set_inputs(token_ids, starts, self.tables.rows(caches), limits=limits)
+        if step.engram is not None:
+            step.engram.fill(rows)
         return DecodeRun.launch(step, caches, query_lens)
 
     def launch_next_step(self, previous: DecodeRun, caches: list[SequenceCache], limits: list[int]) -> None:
         """Launches the step after ``previous`` for some of its sequences, whose tokens have been committed.
 
-        A size without a graph is not captured for it.
+        A size without a graph is not captured for it. A step that needs Engram rows cannot be launched: they follow
+        from tokens that the host does not have yet.
 
         Args:
             limits: lengths up to which the sequences may grow and have pages.
         """
+        if self.engram is not None:
+            return
         num_drafts = previous.step.size.num_drafts
         size = self.size_for([1 + num_drafts] * len(caches), max(limits), num_drafts=num_drafts)
         if size not in self._decode_steps and self._capture:
@@ -250,7 +261,9 @@ class DecodeGraphs:
     def step(self, size: StepSize) -> DecodeStep:
         """The step of this size, made and captured if it is new."""
         if size not in self._decode_steps:
-            self._decode_steps[size] = self._captured(DecodeStep(self.model, self.layout, self.tables, size))
+            self._decode_steps[size] = self._captured(
+                DecodeStep(self.model, self.layout, self.tables, size, engram=self.engram)
+            )
         return self._decode_steps[size]
 
     def draft_step(self, size: StepSize) -> DraftStep:

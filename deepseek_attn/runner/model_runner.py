@@ -271,7 +271,9 @@ class ModelRunner(LoadedModel):
         token_ids = [seq.token_ids[seq.num_computed : seq.num_computed + n] for seq, n in rows]
         if self.graphs is not None and not eager:
             limits = self._reserve_drafts(caches, lengths, options.drafts) if options.drafts else None
-            return self.graphs.run(caches, token_ids, self.decode_query_len, options.drafts, limits, size)
+            return self.graphs.run(
+                caches, token_ids, self.decode_query_len, options.drafts, limits, size, chunks_of(rows)
+            )
         if self.graphs is not None:
             self.graphs.prelaunched = None  # a different step than the launched one
         if self.one_by_one:
@@ -279,7 +281,7 @@ class ModelRunner(LoadedModel):
         ids = torch.tensor([token for tokens in token_ids for token in tokens], device=self.device)
         meta = self._metadata(caches, lengths, self.decode_query_len)
         meta.observer = options.observer
-        meta.engram = self._look_up([Chunk(seq.token_ids, seq.num_computed, n) for seq, n in rows])
+        meta.engram = self._look_up(chunks_of(rows))
         return EagerStep(model, lengths, model(ids, meta.positions, meta))
 
     def _compute_one_by_one(self, model: DeepseekV4 | DeepseekV32, rows: Batch) -> EagerStep:
@@ -318,7 +320,8 @@ class ModelRunner(LoadedModel):
         Which of the run's drafts are right is not known: there must be pages as if all were, and the caches must go
         back as if none was, past what the launched step writes over.
         """
-        if not batch or self.graphs is None or self.parallel.dp_attention:  # ranks agree on a step when it is requested
+        # ranks agree on a step when it is requested; Engram rows follow from tokens that the host does not have yet
+        if not batch or self.graphs is None or self.parallel.dp_attention or self.tables is not None:
             return
         num_drafts = run.step.size.num_drafts
         if 2 * num_drafts > self.layout.max_rollback:
@@ -470,3 +473,8 @@ class ModelRunner(LoadedModel):
         if isinstance(self.drafter, BlockDrafter):
             raise ValueError("the drafter is DSpark, which drafts blocks: it has no logits of the tokens of a prompt")
         return score_prompts(self, prompts, chunk_size, mtp=True, progress=progress)
+
+
+def chunks_of(rows: Batch) -> list[Chunk]:
+    """The tokens that a step computes of each sequence."""
+    return [Chunk(sequence.token_ids, sequence.num_computed, n) for sequence, n in rows]

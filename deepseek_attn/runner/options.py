@@ -32,7 +32,7 @@ class RunnerOptions(TypedDict, total=False):
         max_snapshots: prefixes that an engine keeps for later requests; 0 disables prefix reuse.
         kv_cache_bytes: bytes of all caches; default: enough for ``max_num_seqs`` sequences of ``max_model_len``.
         cuda_graphs: replay decode steps as CUDA graphs, captured when a size is first met; default: where every op
-            of the step has a kernel.
+            of the step has a kernel, but for DeepSeek-V4.1, whose graphs wait until all Engram rows have been read.
         deterministic: a row's logits (the bits) do not depend on its batch, chunks of its prompt, preemption, prefix
             reuse, drafts, or whether a step is a CUDA graph; refused where that cannot be kept. docs/reliability.md
             has what it costs.

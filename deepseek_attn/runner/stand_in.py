@@ -9,7 +9,7 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, TextIO
 
@@ -41,6 +41,9 @@ class HeaderSource(CheckpointSource):
         if dtype.bits < 8 * dtype.torch.itemsize:  # packed
             shape[-1] = shape[-1] * dtype.bits // (8 * dtype.torch.itemsize)
         return torch.empty(shape, dtype=dtype.torch, device=META)
+
+    def token_numbers(self, count: int, vocab_size: int) -> Sequence[int]:
+        return range(vocab_size)  # no step looks tokens up
 
 
 class StandInRanks(Parallel):

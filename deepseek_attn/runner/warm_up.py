@@ -11,6 +11,7 @@ import torch
 from deepseek_attn.attention.builder import StepInput
 from deepseek_attn.cache.manager import NULL_PAGE
 from deepseek_attn.kernels.sampling import greedy_tokens
+from deepseek_attn.layers.engram import RowBuffers
 from deepseek_attn.runner.build import LoadedModel
 from deepseek_attn.runner.graph_steps import CapturedStep, StepSize
 from deepseek_attn.runner.graphs import length_bucket
@@ -97,6 +98,8 @@ class WarmUp:
         ids = torch.zeros(total, dtype=torch.int64, device=runner.device)
         runner.parallel.step_rows = total
         meta = runner.builder.build(batch)
+        if runner.tables is not None:
+            meta.engram = RowBuffers(runner.tables, total).lookups()
         states = runner.model(ids, meta.positions, meta)
         greedy_tokens(runner.model.logits(states[: len(rows)]))
         if self.num_drafts and runner.drafter is not None:

@@ -7,15 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepseek_attn.attention.indexer import QueryProjections
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v41 import DeepseekV41Config, V41LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.common.quant import QuantizedRows
-from deepseek_attn.kernels.indexer import IndexQueries, index_query
-from deepseek_attn.kernels.insert import LatentAndKey, QueryHeads, insert_tokens, query_norm_rope
+from deepseek_attn.kernels.indexer import IndexQueries
+from deepseek_attn.kernels.insert import LatentAndKey, QueryHeads, insert_tokens
 from deepseek_attn.layers.linear import multi_linear
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.utils.tracing import traced
@@ -124,15 +123,6 @@ class DeepseekV41MLAAttention(DeepseekV4MLAAttention):
             step.shared.selected_by, step.shared.decode_topk_slots = self.spec.index, self.decode_topk_slots
         elif self.spec.ratio:
             self.decode_topk_slots = step.shared.decode_topk_slots
-
-    def queries(
-        self, projected: QueryProjections, index_weights: Tensor | None, positions: Tensor
-    ) -> tuple[Tensor, IndexQueries | None]:
-        """Rotated queries ``[T, padded_heads, head_dim]``, and the indexer's if it needs them."""
-        q = query_norm_rope(self.query_heads(projected.q, positions))
-        if self.indexer is None or projected.index_q is None:
-            return q, None
-        return q, index_query(self.indexer.query_rows(projected.index_q, index_weights, positions))
 
     def query_heads(self, q: Tensor, positions: Tensor) -> QueryHeads:
         return super().query_heads(q, positions)._replace(norm=False)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.insert import reference
 from deepseek_attn.kernels.insert.types import (
     CacheRows,
     ClosingWindows,
@@ -132,7 +131,7 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
 def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
     """`compress_and_insert` of one compressor up to the norm: entries that are neither rotated nor stored.
 
-    The ring rows that open windows need are stored. Plain torch on every device.
+    The ring rows that open windows need are stored.
 
     Returns:
         ``[T, d]`` in ``part.dtype``: the normed entry of each token that completes a window, zeros for other tokens.
@@ -140,13 +139,17 @@ def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    return reference.compress_latents(part, batch)
+    if runs_triton(part.kv):
+        from deepseek_attn.kernels.insert.compress import compress_latents as op
+    else:
+        from deepseek_attn.kernels.insert.reference import compress_latents as op
+    return op(part, batch)
 
 
 def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRows) -> None:
     """Rotates the last ``rope_dim`` channels of ``rows [T, d]`` at ``positions [T]`` and stores the rows.
 
-    Plain torch on every device. Rows whose slot is -1 are not stored.
+    Rows whose slot is -1 are not stored.
 
     Args:
         cos_sin: float32 ``[max_positions, rope_dim]``, cosines then sines.
@@ -154,11 +157,15 @@ def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRo
     Raises:
         ValueError: rows or a pool that do not fit the record.
     """
-    reference.rope_insert(rows, positions, cos_sin, cache)
+    if runs_triton(rows):
+        from deepseek_attn.kernels.insert.entries import rope_insert as op
+    else:
+        from deepseek_attn.kernels.insert.reference import rope_insert as op
+    op(rows, positions, cos_sin, cache)
 
 
 def query_norm_rope(heads: QueryHeads) -> Tensor:
-    """RMS norm without weight of each head, RoPE of its last ``rope_dim`` channels, and heads of zeros as padding.
+    """RMS norm of each head without weight, or none, RoPE of its last ``rope_dim`` channels, heads of zeros as padding.
 
     Returns:
         ``[T, padded_heads, d]`` in the dtype of ``q``, rounded after the norm and again after the rotation.
@@ -167,7 +174,7 @@ def query_norm_rope(heads: QueryHeads) -> Tensor:
         ValueError: ``num_heads`` does not divide the columns of ``q``, or exceeds ``padded_heads``; tensors that
             disagree or that the kernel does not support.
     """
-    if runs_triton(heads.q) and heads.norm:
+    if runs_triton(heads.q):
         from deepseek_attn.kernels.insert.query_heads import query_norm_rope as op
     else:
         from deepseek_attn.kernels.insert.reference import query_norm_rope as op

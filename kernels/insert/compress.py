@@ -10,12 +10,15 @@ such a row may still hold a token that is pooled; then the program that pools it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from deepseek_attn.cache.records import PlainRecord
 from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
 from deepseek_attn.kernels.common.device import has_native_fp8, supports_pdl
 from deepseek_attn.kernels.common.row_ops import begin, entry_constants, row_block
@@ -111,6 +114,18 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
 def reuses_ring_rows(batch: CompressBatch) -> bool:
     """Whether a token may overwrite the ring row of a token that a window of the step pools."""
     return batch.max_query_len > batch.rows - batch.pooled_tokens + 1
+
+
+def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
+    """See `kernels.insert.compress_latents`: entries that are stored as they are, at the row of their token."""
+    tokens = len(batch.positions)
+    latents = torch.zeros(tokens, part.dim, dtype=part.dtype, device=part.kv.device)
+    row = torch.arange(tokens, device=latents.device)
+    rows = PlainRecord(part.dim, part.dtype)
+    none = part.cos_sin[:0]  # positions outside of a table are not rotated
+    part = replace(part, record=rows, pool=latents.view(torch.uint8), page_entries=1, cos_sin=none, hadamard=False)
+    compress_and_insert([part], replace(batch, slots=torch.where(batch.slots >= 0, row, -1)))
+    return latents
 
 
 class CompressLaunch(NamedTuple):

@@ -93,13 +93,41 @@ class HeadArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Constants of `norm_heads`: channels of a head, rotated ones, tile of a head, heads of a program, dtype."""
+    """Constants of `norm_heads`: channels of a head, rotated ones, tile, heads of a program, dtype; NORM: or not."""
 
     D: int
     ROPE: int
     BLOCK: int
     HEADS: int
     DTYPE: Any
+    NORM: bool = True
+
+
+class EntryArguments(NamedTuple):
+    """Runtime arguments of `rope_insert_kernel`."""
+
+    rows: Tensor
+    row_stride: int
+    positions: Tensor
+    cos_sin: Tensor
+    max_positions: int
+    slots: Tensor
+    pool: Tensor
+    page_stride: int
+
+
+@dataclass(frozen=True)
+class EntryShape:
+    """Constants of `rope_insert_kernel`: channels, rotated ones, tile, dtype of the rows; and of the pool."""
+
+    D: int
+    ROPE: int
+    BLOCK: int
+    DTYPE: Any
+    N: int
+    NOPE: int
+    RECORD: int
+    PLAIN: Any
 
 
 @triton.jit
@@ -177,7 +205,10 @@ def norm_heads(t, block, rows, SHAPE: tl.constexpr):
     freqs_cis = row_cos_sin(position, rows.cos_sin, rows.max_positions, D, ROPE, BLOCK)
     row = rows.q + t * rows.q_stride + head * D
     x = tl.load(row[:, None] + channel[None, :], mask=column & (head < rows.num_heads)[:, None], other=0)
-    y = rotated_rows(normed_rows(x.to(tl.float32), None, rows.eps, D, DTYPE), freqs_cis, D, ROPE, DTYPE)
+    y = x.to(tl.float32)
+    if SHAPE.NORM:
+        y = normed_rows(y, None, rows.eps, D, DTYPE)
+    y = rotated_rows(y, freqs_cis, D, ROPE, DTYPE)
     out = rows.out + t * rows.out_stride + head * rows.out_head_stride
     tl.store(out[:, None] + channel[None, :], y.to(DTYPE), mask=column & (head < rows.padded_heads)[:, None])
 
@@ -198,3 +229,21 @@ def query_norm_rope_kernel(rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
     """Grid ``(tokens, blocks of heads)``."""
     begin(PDL)
     norm_heads(tl.program_id(0).to(tl.int64), tl.program_id(1), rows, SHAPE)
+
+
+@triton.jit
+def rope_insert_kernel(rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr, PDL: tl.constexpr):
+    """Grid ``(tokens,)``: rotation and cache write of a row; ``rows`` are `EntryArguments`, of an `EntryShape`."""
+    begin(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    D: tl.constexpr = SHAPE.D
+    ROPE: tl.constexpr = SHAPE.ROPE
+    BLOCK: tl.constexpr = SHAPE.BLOCK
+    one = tl.arange(0, 1)
+    position = tl.load(rows.positions + t + one)
+    slot = tl.load(rows.slots + t + one).to(tl.int64)
+    x = load_row(rows.rows + t * rows.row_stride, D, BLOCK)
+    freqs_cis = row_cos_sin(position, rows.cos_sin, rows.max_positions, D, ROPE, BLOCK)
+    y = rotated_rows(x, freqs_cis, D, ROPE, SHAPE.DTYPE)
+    store_rows(y, slot, rows.pool, rows.page_stride, SHAPE.N, D, SHAPE.NOPE, BLOCK, SHAPE.RECORD, SHAPE.PLAIN,
+               NATIVE_FP8)  # fmt: skip

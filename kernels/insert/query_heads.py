@@ -45,8 +45,6 @@ def head_launch(heads: QueryHeads) -> HeadLaunch:
         ValueError: tensors that disagree or that the kernel does not support.
     """
     check_heads(heads)
-    if not heads.norm:
-        raise ValueError("heads that are not normed (DeepSeek-V4.1) are rotated in plain torch only")
     q, cos_sin, positions = heads.q, heads.cos_sin, heads.positions
     T, dim = q.shape[0], q.shape[1] // heads.num_heads
     if q.dtype not in FLOATS or q.stride(1) != 1 or positions.shape != (T,):
@@ -63,5 +61,5 @@ def head_launch(heads: QueryHeads) -> HeadLaunch:
         q, cos_sin, positions, out, heads.eps, cos_sin.shape[0], heads.num_heads, heads.padded_heads,
         q.stride(0), out.stride(0), out.stride(1),
     )  # fmt: skip
-    constants = HeadShape(dim, cos_sin.shape[1], block, HEADS, TRITON_DTYPES[q.dtype])
+    constants = HeadShape(dim, cos_sin.shape[1], block, HEADS, TRITON_DTYPES[q.dtype], heads.norm)
     return HeadLaunch(rows, constants, out, triton.cdiv(heads.padded_heads, HEADS))

@@ -116,7 +116,7 @@ class QueryHeads(NamedTuple):
         eps: of the norm.
         cos_sin: float32 ``[max_positions, rope_dim]``, cosines then sines; positions: int64 ``[T]``.
         padded_heads: heads of the result, at least ``num_heads``.
-        norm: norm the heads before they are rotated; V4.1 does not, in plain torch only.
+        norm: norm the heads before they are rotated; V4.1 does not.
         out: ``[T, padded_heads, d]`` buffer for the result; None allocates it.
     """
 

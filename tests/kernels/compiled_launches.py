@@ -20,7 +20,7 @@ CAPABILITIES = {"sm80": (8, 0), "sm89": (8, 9), "sm90": (9, 0), "sm100": (10, 0)
 SHARED = {"sm80": 163, "sm89": 99, "sm90": 227, "sm100": 227, "sm120": 99}  # KiB that a program may use
 NAMES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv",
-    torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
+    torch.uint8: "u8", torch.bool: "i1", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 MAIN = ("sm90", "sm80")  # with and without FP8 conversions, tensor descriptors and early launches
 

@@ -12,6 +12,8 @@ from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.models.families import get_family
 from deepseek_attn.runner import StepOptions
+from deepseek_attn.runner.graph_steps import StepSize
+from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.session import LayerSession
 from deepseek_attn.testing import poison_caches
 from tests.support.small_models import assert_close, prompt
@@ -135,6 +137,33 @@ def test_serving_numerics():
     assert 1e-3 < float(error.median()) < 0.25  # experts may differ
 
 
+def test_persistent_tensors_equal_brute_force(model):
+    """Decode steps as CUDA graphs run them, with Engram rows as an input: batches change, some rows are padding."""
+    draw, runner = random.Random(5), make_runner(model.config, model.source, max_num_seqs=3)
+    runner.decode_query_len = 3
+    sizes = runner.model, runner.layout, runner.device, [1, 3]
+    runner.graphs = DecodeGraphs(*sizes, capture=False, engram=runner.tables)
+    for rows in runner.graphs.step(StepSize(3, 3, 320)).engram.rows.values():
+        rows.scales.fill_(0xFF)  # NaN
+    poison_caches(runner)
+    prompts = [model.prompts[0][:70], model.prompts[1][:66], model.prompts[0][:13]]
+    sequences = [runner.sequence(tokens[:-9]) for tokens in prompts]
+    everything = StepOptions(all_logits=True)
+    got = [list(runner.step([(sequence, sequence.num_pending)], everything).logits) for sequence in sequences]
+    for sequence, tokens in zip(sequences, prompts, strict=True):
+        sequence.token_ids.extend(tokens[-9:])
+    while pending := [i for i, sequence in enumerate(sequences) if sequence.num_pending]:
+        chosen = draw.sample(pending, draw.randint(1, len(pending)))
+        rows = [(sequences[i], min(draw.randint(1, 3), sequences[i].num_pending)) for i in chosen]
+        for i, logits in zip(chosen, runner.step(rows, everything).logits, strict=True):
+            got[i].append(logits)
+    for parts, tokens, expected in zip(got, prompts, [*model.references, model.references[0]], strict=True):
+        assert_close(torch.cat(parts), expected[: len(tokens)], TOLERANCE)
+    sequences[0].token_ids.append(5)
+    runner.step([(sequences[0], 1)], StepOptions(greedy=True, next_step=[(sequences[0], 320)]))
+    assert not runner.next_step_launched, "the rows of its token are not known"
+
+
 def test_ragged_batches_equal_prompts_alone(model):
     """Chunks of random sizes, in random company, decodes beside prefills."""
     config, draw = model.config, random.Random(3)
@@ -204,7 +233,7 @@ def test_official_records_have_no_kernel():
     ("options", "message"),
     [
         ({"backend": "triton"}, r"backend 'triton'"),
-        ({"cuda_graphs": True}, r"plain torch, which waits for the device"),
+        ({"cuda_graphs": True}, r"take heads of 128 channels, and index_head_dim is 64"),
         ({"layers": [5]}, r"layers=\[5\]: they read entries or selections of layers \[4\]; take layers=\[4, 5\]"),
     ],
 )

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
+from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp4Record, IndexFp8Record, PlainRecord
 from deepseek_attn.kernels.attention import gather_triton
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.indexer.query_triton import (
@@ -22,7 +23,17 @@ from deepseek_attn.kernels.indexer.query_triton import (
 )
 from deepseek_attn.kernels.indices import step_indices_triton as step_indices_kernels
 from deepseek_attn.kernels.indices.step_indices_triton import GroupShape
-from deepseek_attn.kernels.insert import compress, compress_triton, insert, latents, norm_rope_triton
+from deepseek_attn.kernels.insert import (
+    CacheRows,
+    CompressBatch,
+    CompressPart,
+    compress,
+    compress_triton,
+    entries,
+    insert,
+    latents,
+    norm_rope_triton,
+)
 from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu, target_of
 from tests.kernels.insert.test_insert_latents import LAYERS, make
 
@@ -142,9 +153,38 @@ def test_insert_latents(monkeypatch, arch, layer):
     assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80" and layer not in ("plain", "odd"))
 
 
-@pytest.mark.parametrize("arch", on_gpus())
-def test_query_norm_rope(arch):
-    constants = {"SHAPE": HEAD_SHAPE, "PDL": CAPABILITIES[arch] >= (9, 0)}
+V41_RECORDS = {
+    "fp8_v4": Fp8DsMlaRecord(448, 64), "index_fp8": IndexFp8Record(128), "index_fp4": IndexFp4Record(128),
+    "plain": PlainRecord(512, torch.bfloat16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arch", "name"), on_gpus(V41_RECORDS, ["fp8_v4"]))
+def test_latents_and_rows_that_are_rotated(monkeypatch, arch, name):
+    """Those of V4.1: latents of pairs of tokens; entries and index keys made of them."""
+    pass_for_gpu(monkeypatch, CAPABILITIES[arch])
+
+    def of(*shape, dtype=torch.float32):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    record, table = V41_RECORDS[name], of(4096, 64)
+    pool, slots = of(9, record.page_bytes(64), dtype=torch.uint8), of(3, dtype=torch.int64)
+
+    def call():
+        entries.rope_insert(of(3, record.dim).bfloat16(), slots, table, CacheRows(record, pool, 64, slots))
+        projected = (of(3, 512), of(3, 512), of(2, 512), of(9, 18, 1024), of(512), 1e-20, table)
+        part = CompressPart(*projected, record, pool, 64, torch.bfloat16)
+        int32 = [of(n, dtype=torch.int32) for n in (3, 2, 1, 1)]
+        batch = CompressBatch(2, False, 18, slots, *int32, slots, of(3, dtype=torch.bool), 3)
+        compress.compress_latents(part, batch)
+
+    found = compiled_launches(monkeypatch, [entries, compress], arch, call)
+    assert set(found) == {"rope_insert_kernel", "compress_kernel"}
+
+
+@pytest.mark.parametrize(("arch", "norm"), on_gpus([True, False], [True]))
+def test_query_norm_rope(arch, norm):
+    constants = {"SHAPE": replace(HEAD_SHAPE, NORM=norm), "PDL": CAPABILITIES[arch] >= (9, 0)}
     asm = compiled(norm_rope_triton.query_norm_rope_kernel, {"rows": HEADS}, constants, arch)
     assert asm["cubin"]
     assert ("griddepcontrol.wait" in asm["ptx"]) == (CAPABILITIES[arch] >= (9, 0))

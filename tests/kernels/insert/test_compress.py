@@ -58,8 +58,8 @@ class Compressed:
         fixed = (self.ape.to(self.device), self.state, self.norm.to(self.device), EPS, table, self.record, self.pool)
         return CompressPart(kv.to(self.device), score.to(self.device), *fixed, self.n, self.dtype, self.hadamard)
 
-    def entry(self, request, index):
-        """Entry ``index`` of a request in float64, from its whole sequence."""
+    def latent(self, request, index):
+        """Entry ``index`` of a request before it is rotated, in float64, from its whole sequence."""
         first = (index + 1) * self.ratio - self.coff * self.ratio
         values, scores = [], []
         for p in range(max(first, 0), (index + 1) * self.ratio):
@@ -67,7 +67,11 @@ class Compressed:
             values.append(self.kv[request, p, half].double())
             scores.append((self.score[request, p, half] + self.ape[p % self.ratio, half]).double())
         pooled = (torch.stack(scores).softmax(0) * torch.stack(values)).sum(0)
-        entry = pooled * (pooled.square().mean() + EPS).rsqrt() * self.norm.double()
+        return pooled * (pooled.square().mean() + EPS).rsqrt() * self.norm.double()
+
+    def entry(self, request, index):
+        """Entry ``index`` of a request in float64."""
+        entry = self.latent(request, index)
         tail = entry[self.dim - self.rope :].clone().unflatten(0, (-1, 2))
         cos, sin = rotary_table(self.rope)[index * self.ratio].double().chunk(2)
         entry[self.dim - self.rope :] = torch.stack(
@@ -204,6 +208,33 @@ def test_tokens_taken_back(op, device):
     got = part.record.gather(part.pool, part.n, slots, torch.float32).double().cpu()
     expected = torch.stack([part.entry(0, i) for i in range(length // 4)])
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_latents(op, device, dtype):
+    """Pooled and normed, not rotated, at the rows of the tokens that complete windows; no pool is written."""
+    latents = reference.compress_latents
+    if op is not reference.compress_and_insert:
+        from deepseek_attn.kernels.insert.compress import compress_latents as latents
+    batch = Batch(3, 2, False, 3, device)
+    part = Compressed(PlainRecord(24, torch.float32), 8, 2, False, batch.rows, 3, batch.pages, device, dtype)
+    results = []
+
+    def run(parts, step):
+        results.append((latents(parts[0], step), step))
+
+    for queries in ([9, 3, 4], [1, 1, 1], [2, 0, 1], [0, 1, 3], [1, 1, 1], [1, 1, 1]):
+        batch.step(run, [part], queries, padding=1)
+    assert part.pool.eq(0xFF).all()
+    limit = 1e-5 if dtype == torch.float32 else 1e-2
+    for got, step in results:
+        assert got.dtype == dtype
+        for row, slot in enumerate(step.slots.tolist()):
+            if slot < 0:
+                assert got[row].eq(0).all()
+                continue
+            expected = part.latent(int(step.token_to_req[row]), int(step.positions[row]) // 2)
+            assert (got[row].double().cpu() - expected).abs().max() <= limit * expected.abs().max()
 
 
 @pytest.fixture

@@ -61,10 +61,10 @@ def rotary_table(rope, device):
     return torch.cat([angles.cos(), angles.sin()], 1).float().to(device)
 
 
-def expected_row(x, weight, table, position, dtype):
-    """One row in float64: norm, one rounding, rotation, one rounding."""
+def expected_row(x, weight, table, position, dtype, norm=True):
+    """One row in float64: norm if there is one, one rounding, rotation, one rounding."""
     x, table, position = x.double().cpu(), table.cpu(), int(position)
-    y = x * (x.square().mean() + EPS).rsqrt() * (1 if weight is None else weight.double().cpu())
+    y = x * (x.square().mean() + EPS).rsqrt() * (1 if weight is None else weight.double().cpu()) if norm else x
     y = y.to(dtype).double()
     pairs = table.shape[1] // 2
     for i in range(pairs):
@@ -210,22 +210,49 @@ def test_pool_over_two_gib(insert, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("heads", "padded"), [(1, 1), (6, 6), (6, 64), (5, 9)])
-def test_queries(queries, device, heads, padded, dtype):
+@pytest.mark.parametrize(("heads", "padded", "norm"), [(1, 1, True), (6, 6, True), (6, 64, False), (5, 9, True)])
+def test_queries(queries, device, heads, padded, norm, dtype):
     table = rotary_table(64, device)
     wide = torch.randn(7, heads * 128 + 16, device=device).to(dtype) * 5
     q, positions = wide[:, : heads * 128], torch.randint(POSITIONS, (7,), device=device)
     q[3] = 0
-    got = queries(QueryHeads(q, heads, EPS, table, positions, padded))
+    got = queries(QueryHeads(q, heads, EPS, table, positions, padded, norm=norm))
     assert got.shape == (7, padded, 128)
     assert got[:, heads:].eq(0).all()
     for t in range(7):
         for h in range(heads):
-            close(got[t, h], expected_row(q[t, h * 128 : h * 128 + 128], None, table, positions[t], dtype))
+            close(got[t, h], expected_row(q[t, h * 128 : h * 128 + 128], None, table, positions[t], dtype, norm))
     out = torch.full((7, padded + 1, 128), float("nan"), device=device).to(dtype)
-    assert torch.equal(queries(QueryHeads(q, heads, EPS, table, positions, padded, out[:, :padded])), got)
+    assert torch.equal(queries(QueryHeads(q, heads, EPS, table, positions, padded, out[:, :padded], norm)), got)
     assert torch.equal(out[:, :padded], got)
     assert out[:, padded].isnan().all()
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_rows_that_are_rotated_and_stored(triton, device, name):
+    """Bytes of the reference's rows; rows without a slot, and what lies between entries, stay as they were."""
+    if triton:
+        from deepseek_attn.kernels.insert.entries import rope_insert
+    else:
+        rope_insert = reference.rope_insert
+    record, rope = RECORDS[name]
+    dtype = record.dtype if isinstance(record, PlainRecord) else torch.bfloat16
+    table, positions = rotary_table(rope, device), torch.randint(POSITIONS, (9,), device=device)
+    rows = torch.randn(9, record.dim + 16, device=device).to(dtype)[:, : record.dim]
+    pool = torch.full((5, record.page_bytes(4)), 0xAB, dtype=torch.uint8, device=device)
+    slots = torch.tensor([5, -1, 17, 2, 3, -1, 19, 0, 8], device=device)
+    rope_insert(rows, positions, table, CacheRows(record, pool, 4, slots))
+    expected = torch.full_like(pool, 0xAB)
+    ones = torch.stack(
+        [expected_row(row, None, table, at, dtype, norm=False) for row, at in zip(rows, positions, strict=True)]
+    )
+    record.insert(expected, 4, slots, ones.to(device))
+    stored = record.gather(pool, 4, slots[slots >= 0], torch.float32)
+    torch.testing.assert_close(stored, record.gather(expected, 4, slots[slots >= 0], torch.float32), rtol=0.1, atol=0.1)
+    assert ((pool != expected).sum() <= 8) or dtype == torch.float32
+    untouched = torch.tensor([s for s in range(20) if s not in slots.tolist()], device=device)
+    for area in record._views(pool, 4):
+        assert area.flatten(0, 1)[untouched].eq(0xAB).all()
 
 
 def test_no_queries(queries, device):
