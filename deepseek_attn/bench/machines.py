@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from deepseek_attn.bench.floors import AnySpec, Work
 from deepseek_attn.bench.stages import EXPERTS, HEAD, NORMS, ROUTING
+from deepseek_attn.kernels.common.device import GPU
 
 FEW_ROWS = 256  # tokens of a step from which other kernels take over
 
@@ -42,7 +43,9 @@ class Machine:
     """Hosts of GPUs of one kind.
 
     Attributes:
-        memory: bytes of a GPU; context: bytes of it that CUDA, NCCL and compiled kernels take.
+        gpu: what kernels are chosen for; memory: its bytes.
+        context, modules, nccl_memory: bytes of it that CUDA's context, loaded kernels and, with several ranks, NCCL
+            with torch's symmetric memory take.
         rates: peak rates, as `Work.floor` takes them.
         decode, prefill: costs of attention, by kind of V4's layers; see `attention`.
         few, many: costs of the other stages, up to `FEW_ROWS` tokens and beyond.
@@ -52,8 +55,11 @@ class Machine:
     """
 
     name: str
+    gpu: GPU
     memory: int
     context: int
+    modules: int
+    nccl_memory: int
     rates: Mapping[str, float]
     decode: Mapping[str, Cost]
     prefill: Mapping[str, Cost]
@@ -73,8 +79,11 @@ class Machine:
 
 H200 = Machine(
     name="h200",
+    gpu=GPU((9, 0), 132),
     memory=150_109_880_320,
-    context=2_000_000_000,
+    context=552_000_000,
+    modules=250_000_000,
+    nccl_memory=1_400_000_000,
     rates={"copy": 4.264e12, "bf16": 797e12, "fp8": 1465e12},
     decode={
         "SWA": Cost(27.4, 1.15, 1.47),
@@ -107,6 +116,7 @@ H200 = Machine(
         "15 %",
         "V3.2 and V4.1: not measured; as far from their floors as V4's layers with or without an indexer",
         "other stages: V4-Flash, 8 layers with 256 experts on one H200, batches 1 to 128 and 4096 tokens (2026-11-22)",
+        "CUDA's context and kernels: read off one H200 with 186 kernels; NCCL: what two H200s took beyond",
         "small messages and NCCL on two H200s: docs/data/h200_ranks.json",
         "more GPUs of a host, and hosts (400 Gb/s per GPU): not measured; latencies as in NCCL's src/graph/tuning.cc",
     ),

@@ -1,4 +1,4 @@
-"""``deepseek-attn bench op|layer|model|engine``: times of ops, layers, decode steps and decoding on this machine."""
+"""``deepseek-attn bench op|layer|model|engine|memory``: times of ops, layers, steps and decoding; memory of a GPU."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add_deterministic_option(model)
     model.set_defaults(run=run_model)
     add_engine_parser(what)
+    add_memory_parser(what)
     for part in (layer, model):
         part.add_argument(
             "--model", default="tiny", metavar="NAME|FILE|ID", help=f"preset, config.json or {HUB_ID} (default: tiny)"
@@ -105,6 +106,25 @@ def add_engine_parser(what: argparse._SubParsersAction) -> None:
     )
     add_numerics_options(engine)
     engine.set_defaults(run=run_engine, plot=None)
+
+
+def add_memory_parser(what: argparse._SubParsersAction) -> None:
+    memory = what.add_parser(
+        "memory", help="memory of a GPU at the peak of a run, by part: as `plan` predicts it and as it is"
+    )
+    memory.add_argument(
+        "--model", default="v4_flash", metavar="NAME|FILE|ID",
+        help=f"preset, config.json or {HUB_ID}, filled with random weights (default: v4_flash)",
+    )  # fmt: skip
+    memory.add_argument("--layers", type=int, default=6, metavar="N", help="first N layers (default: 6)")
+    memory.add_argument("--experts", type=int, default=64, metavar="N", help="routed experts (default: 64)")
+    memory.add_argument(
+        "--limits", type=names, default=["16384:8:2048", "65536:4:4096", "8192:64:8192"], metavar="LIST",
+        help="max_model_len:max_num_seqs:max_num_batched_tokens of each run "
+        "(default: 16384:8:2048,65536:4:4096,8192:64:8192)",
+    )  # fmt: skip
+    memory.add_argument("--device", help="cuda, cuda:1 (default: the first GPU)")
+    memory.set_defaults(run=run_memory, plot=None)
 
 
 def numbers(text: str) -> list[int]:
@@ -297,6 +317,35 @@ def run_engine(args: argparse.Namespace) -> None:
         "experts": runner.config.n_routed_experts, "prompt": args.prompt, "tokens": args.tokens, **settings(runner),
     }  # fmt: skip
     finish(args, run, rows, ("drafts",))
+
+
+def run_memory(args: argparse.Namespace) -> None:
+    from deepseek_attn.bench.engine import cut_config
+    from deepseek_attn.bench.memory import Limits, measure_memory
+    from deepseek_attn.checkpoint.random import RepeatingSource
+    from deepseek_attn.config.model import ModelConfig
+    from deepseek_attn.config.options import pick_device
+
+    device = pick_device(args.device)
+    if device.type != "cuda":
+        raise ValueError("bench memory measures a GPU, and there is none here: plan --gpu h200 predicts")
+    config = cut_config(ModelConfig.from_pretrained(args.model), args.layers, args.experts)
+    try:
+        runs = [Limits(*map(int, text.split(":"))) for text in args.limits]
+    except (TypeError, ValueError):
+        raise ValueError(f"--limits {','.join(args.limits)}: write for instance 16384:8:2048,8192:64:8192") from None
+    source, rows = RepeatingSource(config), []
+    table = Table({"limits": "<18", "part": "<12", "predicted MB": ">13.1f", "measured MB": ">13.1f", "off": ">8.1%"})
+    for limits in runs:
+        compared = measure_memory(config, source, limits, device=device, compile_ahead=True)
+        rows.append(compared.row())
+        pairs = {name: (value, compared.measured[name]) for name, value in compared.predicted.items()}
+        pairs["driver"] = sum(compared.predicted.values()), sum(compared.measured.values())
+        for name, (predicted, measured) in pairs.items():
+            off = predicted / measured - 1 if measured else None
+            table.add(":".join(map(str, limits)), name, predicted / 1e6, measured / 1e6, off)
+    run = {"layers": len(config.layers), "experts": config.n_routed_experts, "device": str(device)}
+    finish(args, {"benchmark": "memory", "model": args.model, **run}, rows, ())
 
 
 def checkpoint_to_time(args: argparse.Namespace) -> str | Path | None:

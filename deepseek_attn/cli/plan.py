@@ -1,9 +1,12 @@
-"""``deepseek-attn plan``: bytes of the KV caches, without allocating them; memory and time of a step on GPUs."""
+"""``deepseek-attn plan``: bytes of the KV caches, without allocating them; all memory and step times on GPUs."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepseek_attn.cli.bench import numbers
@@ -13,8 +16,11 @@ from deepseek_attn.utils.sizes import show_bytes
 if TYPE_CHECKING:
     import torch
 
+    from deepseek_attn.bench.machines import Machine
+    from deepseek_attn.bench.ranks import RankModel
     from deepseek_attn.config.model import AnyConfig
     from deepseek_attn.config.numerics import Numerics
+    from deepseek_attn.runner.memory import RunnerMemory
     from deepseek_attn.runner.planner import Plan
 
 LAYOUTS = {"tp": False, "dp": True}  # whether attention is data-parallel
@@ -25,7 +31,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "plan",
         help="KV cache bytes per layer, sequence and token; memory and step times on GPUs",
         description="KV cache bytes: fixed per sequence, marginal per token, and what fits in a given memory. With "
-        "--gpu also what a rank takes in all, sends in a step, and how long steps take, predicted from measurements.",
+        "--gpu, or where there is a GPU, also all memory that a run takes on it, by part. With --gpu also what a rank "
+        "sends in a step, and how long steps take, predicted from measurements.",
     )
     parser.add_argument(
         "--model",
@@ -38,10 +45,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add_prefill_options(parser)
     parser.add_argument(
         "--memory", type=memory_size, metavar="BYTES",
-        help="memory for caches and workspace, for instance 80GB: prints what fits",
+        help="memory of a GPU, or on a CPU for caches and workspace, for instance 80GB: prints what fits",
     )  # fmt: skip
+    parser.add_argument("--speculate", type=int, default=0, metavar="N", help="drafts per step (default: 0)")
     ranks = parser.add_argument_group("ranks (docs/parallel.md)")
-    ranks.add_argument("--gpu", choices=["h200"], help="predict for this GPU")
+    ranks.add_argument("--gpu", choices=["h200"], help="predict for this GPU (default: the memory of the one here)")
     ranks.add_argument("--ranks", type=int, default=1, metavar="N", help="GPUs that share the model (default: 1)")
     ranks.add_argument(
         "--layout", choices=list(LAYOUTS), default="tp",
@@ -106,10 +114,20 @@ def collect(args: argparse.Namespace) -> dict:
         "rope": plan.rope,
         "total": plan.total,
     }
+    memory_for = gpu_memory(args, config, numerics, dtype) if on_gpu else None
+    if memory_for is not None:
+        facts["gpu"] = gpu_facts(args, memory_for(plan))
     if args.memory is not None:
+        total_for = None
+        if memory_for is not None:
+            outside = sum(outside_allocator(args).values())
+
+            def total_for(max_model_len: int, max_num_seqs: int) -> int:
+                return memory_for(plan_for(max_model_len, max_num_seqs)).total + outside
+
         memory = facts["memory"] = args.memory
-        facts["sequences_that_fit"] = planner.sequences_that_fit(plan_for, memory, length)
-        facts["tokens_that_fit"] = planner.tokens_that_fit(plan_for, memory, args.max_num_seqs, limit)
+        facts["sequences_that_fit"] = planner.sequences_that_fit(plan_for, memory, length, total_for=total_for)
+        facts["tokens_that_fit"] = planner.tokens_that_fit(plan_for, memory, args.max_num_seqs, limit, total_for)
     if args.gpu is not None:
         facts["ranks"] = rank_facts(args, config, numerics, dtype, plan)
     elif args.ranks != 1:
@@ -117,21 +135,94 @@ def collect(args: argparse.Namespace) -> dict:
     return facts
 
 
+def gpu_memory(
+    args: argparse.Namespace, config: AnyConfig, numerics: Numerics, dtype: torch.dtype
+) -> Callable[[Plan], RunnerMemory]:
+    """What counts the memory of one rank of a runner with the limits of a plan."""
+    from deepseek_attn.cli.warmup import read_headers
+    from deepseek_attn.impls.options import AttentionOptions
+    from deepseek_attn.layers.parallel import Parallel, check_split
+    from deepseek_attn.runner.compile_ahead import RunnerSizes
+    from deepseek_attn.runner.memory import RunnerMemory, has_stand_in
+
+    parallel = Parallel(0, args.ranks, LAYOUTS[args.layout] and args.ranks > 1)
+    check_split(config, numerics, parallel)
+    if not 0 <= args.speculate < min(16, args.max_num_batched_tokens):
+        raise ValueError(f"--speculate {args.speculate}: supported are 0 to 15 drafts, and fewer than tokens of a step")
+    if args.speculate and not config.mtp_layers:
+        raise ValueError(f"--speculate {args.speculate}: the model has no MTP layer")
+    headers = read_headers(args.model)[1] if any(Path(args.model).glob("*.safetensors")) else None
+
+    def count(plan: Plan) -> RunnerMemory:
+        layout = plan.layout
+        if not has_stand_in(config):
+            return RunnerMemory.without_steps(plan, rank_model(args, config, numerics, dtype).weights())
+        return RunnerMemory.of(
+            config,
+            layout,
+            headers,
+            numerics=numerics,
+            dtype=dtype,
+            attention=AttentionOptions(fp8_mode=args.fp8_mode, prefill_workspace_rows=args.prefill_workspace_rows),
+            sizes=RunnerSizes(
+                layout.max_model_len, layout.max_num_seqs, layout.max_num_batched_tokens, layout.max_rollback
+            ),
+            gpu=machine_of(args).gpu,
+            num_drafts=args.speculate,
+            parallel=parallel,
+        )
+
+    return count
+
+
+def machine_of(args: argparse.Namespace) -> Machine:
+    """The GPU that was named, or the one here, whose context and kernels are taken to be as large."""
+    import torch
+
+    from deepseek_attn.bench.machines import H200, MACHINES
+    from deepseek_attn.kernels.common.device import gpu
+    from deepseek_attn.utils.device import total_memory
+
+    if args.gpu is not None:
+        return MACHINES[args.gpu]
+    device = torch.device("cuda")
+    return replace(H200, name=torch.cuda.get_device_name(device), gpu=gpu(device), memory=total_memory(device))
+
+
+def outside_allocator(args: argparse.Namespace) -> dict[str, int]:
+    """Bytes on a GPU that PyTorch's allocator does not know of."""
+    machine = machine_of(args)
+    parts = {"context": machine.context, "modules": machine.modules}
+    return parts | ({"nccl": machine.nccl_memory} if args.ranks > 1 else {})
+
+
+def gpu_facts(args: argparse.Namespace, memory: RunnerMemory) -> dict[str, Any]:
+    """All memory that a run takes on a GPU: parts that add up to the total."""
+    machine, parts = machine_of(args), memory.parts() | outside_allocator(args)
+    total = sum(parts.values())
+    return {
+        "name": machine.name, "memory": machine.memory, "parts": parts, "total": total,
+        "fits": total <= machine.memory, "left_out": list(memory.left_out),
+    }  # fmt: skip
+
+
+def rank_model(args: argparse.Namespace, config: AnyConfig, numerics: Numerics, dtype: torch.dtype) -> RankModel:
+    """The model on the ranks that the flags describe."""
+    from deepseek_attn.bench.ranks import RankLayout, RankModel
+
+    layout = RankLayout(args.ranks, LAYOUTS[args.layout], args.gpus_per_host)
+    return RankModel(config, numerics, dtype, layout, machine_of(args))
+
+
 def rank_facts(
     args: argparse.Namespace, config: AnyConfig, numerics: Numerics, dtype: torch.dtype, plan: Plan
 ) -> dict[str, Any]:
-    """What one of several ranks takes and sends, and how long its steps take."""
-    from deepseek_attn.bench.machines import MACHINES
-    from deepseek_attn.bench.ranks import RankLayout, RankModel
-    from deepseek_attn.layers.parallel import Parallel, check_split
-
+    """What one of several ranks sends, and how long its steps take."""
     if min(args.ranks, args.gpus_per_host, *args.batch, args.context or 1, args.prefill or 1) < 1:
         raise ValueError("--ranks, --gpus-per-host, --batch, --context and --prefill are positive numbers")
     dp_attention, length = LAYOUTS[args.layout], plan.layout.max_model_len
-    check_split(config, numerics, Parallel(0, args.ranks, dp_attention))
-    layout = RankLayout(args.ranks, dp_attention, args.gpus_per_host)
-    model = RankModel(config, numerics, dtype, layout, MACHINES[args.gpu])
-    weights, machine = model.weights(), model.machine
+    model = rank_model(args, config, numerics, dtype)
+    layout = model.layout
     shapes = [(batch, 1, min(args.context or length, config.max_position_embeddings)) for batch in args.batch]
     shapes += [(1, args.prefill, args.prefill)] if args.prefill else []
     steps = []
@@ -144,11 +235,9 @@ def rank_facts(
             "nvlink_bytes": sum(part.sent for part in step.collectives),
             "network_bytes": sum(part.network for part in step.collectives),
         })  # fmt: skip
-    total = weights + plan.total + machine.context
     return {
-        "gpu": machine.name, "ranks": layout.ranks, "layout": args.layout, "hosts": layout.hosts, "weights": weights,
-        "caches_and_workspace": plan.total, "context": machine.context, "total": total, "memory": machine.memory,
-        "fits": total <= machine.memory, "steps": steps, "sources": list(machine.sources),
+        "gpu": model.machine.name, "ranks": layout.ranks, "layout": args.layout, "hosts": layout.hosts,
+        "steps": steps, "sources": list(model.machine.sources),
     }  # fmt: skip
 
 
@@ -178,10 +267,12 @@ def table(facts: dict) -> str:
     lines += [f"{label:<52}{show_bytes(facts[key]):>10}{facts[key]:>18,} B" for key, label in names.items()]
     if facts["capacity"] is not None:
         lines.append(f"{'tokens that the caches hold, over all sequences':<62}{facts['capacity']:>18,}")
+    if "gpu" in facts:
+        lines += gpu_table(facts["gpu"])
     if "memory" in facts:
         lines += [
             "",
-            f"in {show_bytes(facts['memory'])} of caches and workspace fit:",
+            f"in {show_bytes(facts['memory'])} of {'a GPU' if 'gpu' in facts else 'caches and workspace'} fit:",
             f"  {facts['sequences_that_fit']} sequences of {facts['max_model_len']} tokens, or",
             f"  {facts['max_num_seqs']} sequences of {facts['tokens_that_fit']} tokens (at most what the model allows)",
         ]
@@ -190,16 +281,37 @@ def table(facts: dict) -> str:
     return "\n".join(lines)
 
 
-def rank_table(facts: dict) -> list[str]:
-    """Lines about one rank."""
-    lines = ["", f"{facts['ranks']} x {facts['gpu']}, layout {facts['layout']}, hosts {facts['hosts']}; each GPU:"]
-    names = {"weights": "weights", "caches_and_workspace": "caches and workspace", "context": "CUDA, NCCL, kernels"}
-    for key, label in (names | {"total": "total"}).items():
-        lines.append(f"  {label:<24}{show_bytes(facts[key]):>10}")
+PARTS = {
+    "weights": "weights",
+    "caches": "caches",
+    "buffers": "workspace, selected entries, RoPE tables",
+    "graphs": "CUDA graphs of decode steps, once all are captured",
+    "step": "activations of the largest step",
+    "cublas": "workspace of cuBLAS",
+    "allocator": "gaps between blocks of PyTorch's allocator",
+    "context": "CUDA context",
+    "modules": "loaded kernels",
+    "nccl": "NCCL",
+}
+
+
+def gpu_table(facts: dict) -> list[str]:
+    """Lines about all memory of a GPU."""
+    lines = ["", f"each {facts['name']}, at the peak:"]
+    rows = [(PARTS[name], value) for name, value in facts["parts"].items()] + [("total", facts["total"])]
+    lines += [f"  {label:<50}{show_bytes(value):>10}{value:>18,} B" for label, value in rows]
+    if facts["left_out"]:
+        lines.append(f"  not counted for this model: {', '.join(facts['left_out'])}")
     if not facts["fits"]:
         lines.append(f"  does not fit: the GPU has {show_bytes(facts['memory'])}")
+    return lines
+
+
+def rank_table(facts: dict) -> list[str]:
+    """Lines about steps of ranks."""
+    lines = ["", f"{facts['ranks']} x {facts['gpu']}, layout {facts['layout']}, hosts {facts['hosts']}:"]
     head = ("requests", "new tokens", "context", "ms", "tokens/s", "NVLink", "network", "communication")
-    lines += ["", "  ".join(f"{name:>11}" for name in head)]
+    lines.append("  ".join(f"{name:>11}" for name in head))
     for step in facts["steps"]:
         share = step["stages_us"]["communication"] / step["ms"] / 1e3
         cells = (

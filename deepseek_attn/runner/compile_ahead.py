@@ -109,15 +109,21 @@ def layer_of(name: str) -> int | None:
 
 
 def distinct_layers(layers: Sequence[Any], headers: dict[str, TensorInfo]) -> tuple[Any, ...]:
-    """The first layer of each kind: equal in configuration, and in the dtypes of its tensors."""
+    """The first layer of each kind."""
+    return tuple(kind[0] for kind in layers_by_kind(layers, headers))
+
+
+def layers_by_kind(layers: Sequence[Any], headers: dict[str, TensorInfo]) -> list[list[Any]]:
+    """Layers of each kind: equal in configuration, and in the dtypes of their tensors."""
     dtypes: dict[int | None, set[tuple[str, str]]] = {}
     for name, info in headers.items():
         kind = name.split(".experts.")[0].partition(".")[2].partition(".")[2]
         dtypes.setdefault(layer_of(name), set()).add((kind, info.dtype))
-    kinds: dict[Any, Any] = {}
+    kinds: dict[Any, list[Any]] = {}
     for layer in layers:
-        kinds.setdefault((dataclasses.replace(layer, index=0), frozenset(dtypes.get(layer.index, ()))), layer)
-    return tuple(kinds.values())
+        kind = dataclasses.replace(layer, index=0), frozenset(dtypes.get(layer.index, ()))
+        kinds.setdefault(kind, []).append(layer)
+    return list(kinds.values())
 
 
 class Compilation:

@@ -170,7 +170,7 @@ class DecodeGraphs:
         engram: EngramTables | None = None,
     ):
         self.model, self.layout, self.engram = model, layout, engram
-        self.batches = sorted(batches or batch_sizes(layout.max_num_seqs))
+        self.batches = sorted(batches or batch_sizes(min(layout.max_num_seqs, layout.max_num_batched_tokens)))
         self.prelaunched: PrelaunchedStep | None = None
         self.tables = DeviceTables(layout, device)
         self.nbytes = self.tables.nbytes()
@@ -180,8 +180,16 @@ class DecodeGraphs:
         self._draft_steps: dict[StepSize, DraftStep] = {}
 
     def supports(self, query_lens: list[int], decode_query_len: int) -> bool:
-        """Whether a step with these numbers of new tokens runs here: decodes only, and not too many of them."""
-        return len(query_lens) <= self.batches[-1] and max(query_lens) <= decode_query_len
+        """Whether a step with these numbers of new tokens runs here: decodes only, and not too many of them.
+
+        Padding included, it has no more rows than a step may have tokens: the layers' scratch memory holds as many.
+        """
+        if len(query_lens) > self.batches[-1] or max(query_lens) > decode_query_len:
+            return False
+        return self._fits(self.size_for([decode_query_len] * len(query_lens), 1, decode_query_len))
+
+    def _fits(self, size: StepSize) -> bool:
+        return size.rows <= self.layout.max_num_batched_tokens
 
     def run(
         self,
@@ -228,7 +236,7 @@ class DecodeGraphs:
             return
         num_drafts = previous.step.size.num_drafts
         size = self.size_for([1 + num_drafts] * len(caches), max(limits), num_drafts=num_drafts)
-        if size not in self._decode_steps and self._capture:
+        if not self._fits(size) or (size not in self._decode_steps and self._capture):
             return
         place = {id(cache): i for i, cache in enumerate(previous.caches)}
         input_requests = [place[id(cache)] for cache in caches]

@@ -174,12 +174,62 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def sequences_that_fit(
-    plan_for: Callable[[int, int], Plan], memory: int, max_model_len: int, limit: int = 1 << 20
+    plan_for: Callable[[int, int], Plan],
+    memory: int,
+    max_model_len: int,
+    limit: int = 1 << 20,
+    total_for: Callable[[int, int], int] | None = None,
 ) -> int:
-    """Sequences of ``max_model_len`` tokens in ``memory`` bytes; ``plan_for(max_model_len, max_num_seqs)``."""
-    return largest(lambda count: plan_for(max_model_len, max(count, 1)).total <= memory, limit)
+    """Sequences of ``max_model_len`` tokens in ``memory`` bytes; ``plan_for(max_model_len, max_num_seqs)``.
+
+    Args:
+        total_for: what counts, which takes longer than a plan; the result then fits and is the most to 1 %. Default:
+            `Plan.total`.
+    """
+    return _most(
+        lambda count: plan_for(max_model_len, max(count, 1)),
+        total_for and (lambda count: total_for(max_model_len, max(count, 1))),
+        memory,
+        limit,
+    )
 
 
-def tokens_that_fit(plan_for: Callable[[int, int], Plan], memory: int, max_num_seqs: int, limit: int) -> int:
-    """Tokens per sequence for ``max_num_seqs`` sequences in ``memory`` bytes, at most ``limit``."""
-    return largest(lambda length: plan_for(max(length, 1), max_num_seqs).total <= memory, limit)
+def tokens_that_fit(
+    plan_for: Callable[[int, int], Plan],
+    memory: int,
+    max_num_seqs: int,
+    limit: int,
+    total_for: Callable[[int, int], int] | None = None,
+) -> int:
+    """Tokens per sequence for ``max_num_seqs`` sequences in ``memory`` bytes, at most ``limit``; see above."""
+    return _most(
+        lambda length: plan_for(max(length, 1), max_num_seqs),
+        total_for and (lambda length: total_for(max(length, 1), max_num_seqs)),
+        memory,
+        limit,
+    )
+
+
+def _most(plan_for: Callable[[int], Plan], total_for: Callable[[int], int] | None, memory: int, limit: int) -> int:
+    """Largest value whose total fits; of ``total_for``, which is called a few times, one that fits, to 1 %."""
+    if total_for is None:
+        return largest(lambda value: plan_for(value).total <= memory, limit)
+
+    def rest(value: int) -> int:
+        return total_for(value) - plan_for(value).caches
+
+    def fit(slope: float) -> int:
+        """Values that fit where the rest grows like this."""
+        return largest(lambda value: plan_for(value).caches + least + slope * (value - 1) <= memory, limit)
+
+    least = rest(1)
+    low, high = 0, fit(0)
+    value = high
+    while high - low > low // 100:
+        more = rest(value)
+        if plan_for(value).caches + more <= memory:
+            low = value
+        else:
+            high = value - 1
+        value = min(max(fit((more - least) / max(value - 1, 1)), low + 1), high)
+    return low

@@ -48,17 +48,22 @@ class WarmUp:
             return []
         lengths = sorted({length_bucket(n, limit) for n in powers(limit)})
         kinds = [(1, 0), (1 + drafts, drafts), (1 + drafts, 0)] if drafts else [(1, 0)]
-        return [StepSize(n, rows, length, k) for rows, k in kinds for n in graphs.batches for length in lengths]
+        sizes = [StepSize(n, rows, length, k) for rows, k in kinds for n in graphs.batches for length in lengths]
+        return [size for size in sizes if size.rows <= self.runner.layout.max_num_batched_tokens]
 
     def decode(self, size: StepSize) -> None:
         """A decode step of this size: captured, where steps are."""
+        for step in self.decode_steps(size):
+            if step.graph is None:
+                step.run()
+
+    def decode_steps(self, size: StepSize) -> list[CapturedStep]:
+        """The decode step of this size, and with drafts the step that drafts after it; captured, where steps are."""
         graphs = self.runner.graphs
         steps: list[CapturedStep] = [graphs.step(size)]
         if self.num_drafts and not size.num_drafts:
             steps.append(graphs.draft_step(size._replace(num_drafts=self.num_drafts)))
-        for step in steps:
-            if step.graph is None:
-                step.run()
+        return steps
 
     def prefill_sizes(self) -> list[list[tuple[int, int]]]:
         """Eager steps: (new tokens, length after them) of each request.
@@ -77,7 +82,8 @@ class WarmUp:
             several = min(requests, tokens // 2)
             if several > 1:
                 each = [tokens // several] * (several - 1) + [tokens - tokens // several * (several - 1)]
-                sizes += [[(min(n, longest), max(n, length)) for n in each] for length in (0, longest)[1 - power :]]
+                each = [min(n, longest) for n in each]
+                sizes += [[(n, max(n, length)) for n in each] for length in (0, longest)[1 - power :]]
             decodes = min(requests - 1, tokens - 2)
             if decodes > 0 and power:
                 new = min(tokens - decodes, longest)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 COUNTERS, _STREAMS = 4096, 64
+COUNTER_BYTES = 4 * COUNTERS * _STREAMS
+"""Bytes of the counters of a device."""
 _stream_rows: dict[tuple[torch.device, int], int] = {}
 
 

@@ -143,6 +143,21 @@ def recorded_launches(gpu: GPU) -> Iterator[Launches]:
         driver.set_active(active)
 
 
+@contextmanager
+def ignored_launches(gpu: GPU) -> Iterator[None]:
+    """In this context ops on "meta" tensors allocate what they would on a GPU like this one, and launch nothing.
+
+    The whole process is affected: nothing else may launch kernels meanwhile.
+    """
+    run = JITFunction.run
+    JITFunction.run = lambda *_, **__: None
+    try:
+        with meta_stands_for(gpu):
+            yield
+    finally:
+        JITFunction.run = run
+
+
 def has_driver() -> bool:
     """Whether NVIDIA's driver is installed here, with or without a GPU that this process sees."""
     try:

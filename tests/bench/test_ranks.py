@@ -15,6 +15,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.layers.parallel.cases import v4_config, v32_config, v41_config
+from tests.support.tiers import EXHAUSTIVE
 
 DATA = Path(__file__).parents[2] / "docs" / "data"
 
@@ -86,17 +87,45 @@ def test_v41_on_ranks(ranks):
     assert stage * 3 == found._experts(config.layers[0], 10**6, 1).bytes["routed weights"]
 
 
-def test_the_command(capsys):
-    limits = ["--model", "v4_flash", "--max-model-len", "8192", "--gpu", "h200", "--ranks", "2"]
-    assert main(["plan", *limits, "--layout", "dp", "--batch", "4", "--prefill", "4096", "--json"]) == 0
+def test_the_command(tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(v4_config().to_dict()))
+    limits = ["--model", str(file), "--max-model-len", "300", "--max-num-seqs", "3", "--gpu", "h200", "--ranks", "2"]
+    assert main(["plan", *limits, "--layout", "dp", "--batch", "4", "--prefill", "96", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    facts = found["ranks"]
+    facts, gpu = found["ranks"], found["gpu"]
     assert found["numerics"] == "serving"
-    assert facts["total"] == facts["weights"] + found["total"] + facts["context"]
-    assert [(step["requests"], step["tokens"]) for step in facts["steps"]] == [(4, 1), (2, 4096)]
+    assert gpu["total"] == sum(gpu["parts"].values())
+    assert gpu["parts"]["caches"] == found["caches"]
+    assert gpu["parts"]["nccl"] > 0
+    assert gpu["fits"]
+    assert [(step["requests"], step["tokens"]) for step in facts["steps"]] == [(4, 1), (2, 96)]
     assert main(["plan", *limits]) == 0
     assert "2 x h200, layout tp" in capsys.readouterr().out
     assert main(["plan", *limits[:-1], "3"]) == 2
-    assert "o_groups = 8 is no multiple of 3" in capsys.readouterr().err
+    assert "n_routed_experts = 8 is no multiple of 3" in capsys.readouterr().err
     assert main(["plan", "--ranks", "2"]) == 2
     assert "--gpu h200" in capsys.readouterr().err
+
+
+@EXHAUSTIVE
+def test_a_gpu_holds_what_is_said_to_fit(capsys):
+    """Sequences of 500 tokens; one percent more take more than there is."""
+    limits = ["--model", "tiny", "--max-model-len", "500", "--max-num-batched-tokens", "65", "--gpu", "h200"]
+
+    def plan(*more):
+        assert main(["plan", *limits, "--batch", "1", *more, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    count = plan("--memory", "880MB")["sequences_that_fit"]
+    assert plan("--max-num-seqs", str(count))["gpu"]["total"] <= 880_000_000
+    assert plan("--max-num-seqs", str(count + count // 100 + 1))["gpu"]["total"] > 880_000_000
+    assert plan("--memory", "500MB")["sequences_that_fit"] == 0  # less than CUDA's context
+
+
+def test_what_is_not_known_of_a_model_is_said(capsys):
+    assert main(["plan", "--model", "tiny_v41", "--gpu", "h200"]) == 0
+    out = capsys.readouterr().out
+    assert "not counted for this model: what steps allocate" in out
+    assert main(["plan", "--model", "tiny", "--gpu", "h200", "--speculate", "99"]) == 2
+    assert "--speculate 99" in capsys.readouterr().err

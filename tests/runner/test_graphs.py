@@ -8,8 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from deepseek_attn.cache.layout import make_layout
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.device_tables import DeviceTables
 from deepseek_attn.runner.graph_steps import StepSize
@@ -186,6 +188,17 @@ def test_sizes():
     assert all(b - a <= 64 for limit in (33, 500) for a, b in pairwise(batch_sizes(limit)))
     assert [length_bucket(n, 1 << 20) for n in (1, 8192, 8193, 1 << 20)] == [8192, 8192, 32768, 1 << 20]
     assert length_bucket(100, 700) == 700
+
+
+def test_padding_is_within_the_tokens_of_a_step():
+    """Layers have scratch memory for ``max_num_batched_tokens`` rows, which may be fewer than there are sequences."""
+    config = ModelConfig.from_preset("tiny")
+    layout = make_layout(config, numerics_for(config, "exact"), torch.float32, 100, 9, 5, 16)
+    graphs = DecodeGraphs(torch.nn.Module(), layout, torch.device("cpu"))
+    assert graphs.batches == [1, 2, 4, 5]
+    assert graphs.supports([1, 1, 1, 1, 1], 1)
+    assert graphs.supports([3], 3)
+    assert not graphs.supports([1, 3], 3)
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,27 @@ def test_what_fits_is_the_most_that_fits():
     assert sequences_that_fit(plan_for, 10**6, 65536) == 0
 
 
+@pytest.mark.parametrize("beside", [lambda n: 0, lambda n: 10**9 + 3 * 10**6 * n, lambda n: 4 * 10**8 * n.bit_length()])
+def test_what_fits_beside_other_parts_fits_and_is_the_most_to_a_percent(beside):
+    config, memory = ModelConfig.from_preset("v4_flash"), 7 * 10**9
+    totals = []
+
+    def plan_for(max_model_len, max_num_seqs):
+        return make_plan(config, PRESETS["serving"], torch.bfloat16, max_model_len, max_num_seqs, 2048)
+
+    def total_for(max_model_len, max_num_seqs):
+        totals.append(max_num_seqs)
+        return plan_for(max_model_len, max_num_seqs).caches + beside(max_num_seqs)
+
+    count = sequences_that_fit(plan_for, memory, 1024, total_for=total_for)
+    assert len(totals) < 20
+    assert count > 100 or beside(200) > memory / 2
+    assert total_for(1024, count) <= memory < total_for(1024, count + count // 100 + 1)
+    length = tokens_that_fit(plan_for, memory, 5, 10**6, lambda length, _: total_for(length, 5))
+    assert total_for(length, 5) <= memory
+    assert sequences_that_fit(plan_for, 10**6, 1024, total_for=total_for) == 0
+
+
 @pytest.mark.parametrize(("bound", "limit"), [(0, 10), (7, 10), (10, 10), (50, 10)])
 def test_largest(bound, limit):
     assert largest(lambda value: value <= bound, limit) == min(bound, limit)

@@ -1,0 +1,212 @@
+"""Bytes that a runner takes on its GPU, by part: counted on a `StandIn`, which allocates what the runner will allocate.
+
+Nothing is allocated and no GPU is needed. One layer of each kind stands for all of them, as in `runner.stand_in`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from deepseek_attn.cache.layout import CacheLayout
+from deepseek_attn.checkpoint.names import CanonicalSource
+from deepseek_attn.checkpoint.names_v32 import canonical_names
+from deepseek_attn.checkpoint.random import RandomSource
+from deepseek_attn.checkpoint.source import TensorInfo
+from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.kernels.common.counters import COUNTER_BYTES
+from deepseek_attn.kernels.common.launches import ignored_launches
+from deepseek_attn.models.block import attention_layers
+from deepseek_attn.runner.compile_ahead import RunnerRequest, compiles_ahead, layers_by_kind
+from deepseek_attn.runner.graphs import length_bucket
+from deepseek_attn.runner.planner import Plan
+from deepseek_attn.runner.stand_in import META, StandIn
+from deepseek_attn.runner.warm_up import WarmUp, powers
+from deepseek_attn.utils.allocations import MIB, AllocationTrace, CachingAllocator, Event
+
+CUBLAS_WORKSPACE = 32 * MIB  # of a stream that cuBLAS computes on, as torch chooses it for Hopper and later
+CUBLAS_WORKSPACE_BEFORE_HOPPER = 8 * MIB + 128 * 1024
+
+
+@dataclass(frozen=True)
+class RunnerMemory:
+    """Bytes of a runner on its GPU at the peak of its steps, the CUDA context and loaded kernels left out.
+
+    Attributes:
+        weights: of all layers, as one rank has them.
+        caches: all pools.
+        buffers: what else lives as long as the runner: workspace, selected entries, RoPE tables, counters of kernels.
+        graphs: what decode steps take for their persistent tensors: block tables, inputs, and the memory pool that
+            captured ones share.
+        step: the most that a step allocates beside these, and what stays of it until the next one.
+        cublas: its workspace.
+        allocator: what PyTorch's allocator reserves beyond what was allocated: gaps that no later block fits into.
+        left_out: what was not counted.
+    """
+
+    weights: int
+    caches: int
+    buffers: int
+    graphs: int
+    step: int
+    cublas: int
+    allocator: int
+    left_out: tuple[str, ...] = ()
+
+    def parts(self) -> dict[str, int]:
+        """All parts by name; their sum is `total`."""
+        return {name: value for name, value in vars(self).items() if name != "left_out"}
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts().values())
+
+    @classmethod
+    def of(
+        cls, config: AnyConfig, layout: CacheLayout, headers: dict[str, TensorInfo] | None = None, **facts: Any
+    ) -> RunnerMemory:
+        """The memory of a runner of this config whose caches have this layout.
+
+        Args:
+            headers: of the checkpoint's tensors, under their published names; None: as a published checkpoint of this
+                config has them.
+            facts: the other attributes of `RunnerRequest`.
+        """
+        left_out = []
+        if config.dspark is not None:
+            left_out.append("the DSpark drafter")
+            config, facts["num_drafts"] = dataclasses.replace(config, dspark=None, mtp_layers=()), 0
+        groups = layers_by_kind(config.layers, headers or {})
+        config = dataclasses.replace(config, layers=tuple(group[0] for group in groups))
+        if headers is None:
+            headers = CanonicalSource(RandomSource(config), canonical_names(config)).entries()
+        headers = {name: info for name, info in headers.items() if config.mtp_layers or not name.startswith("mtp.")}
+        request = RunnerRequest.of(config, headers, **facts)
+        copies = {f"layers.{group[0].index}": len(group) for group in groups}
+        with ignored_launches(request.gpu), AllocationTrace(META) as trace:
+            return dataclasses.replace(_count(trace, request, copies, layout), left_out=tuple(left_out))
+
+    @classmethod
+    def without_steps(cls, plan: Plan, weights: int) -> RunnerMemory:
+        """The memory of a model whose steps no `StandIn` runs: weights and what its plan knows."""
+        return cls(weights, plan.caches, plan.workspace + plan.rope, 0, 0, 0, 0, ("what steps allocate",))
+
+
+def has_stand_in(config: AnyConfig) -> bool:
+    """Whether a `StandIn` runs the steps of such a model, its DSpark drafter left out."""
+    return compiles_ahead(dataclasses.replace(config, dspark=None))
+
+
+def _count(trace: AllocationTrace, request: RunnerRequest, copies: dict[str, int], layout: CacheLayout) -> RunnerMemory:
+    runner = StandIn.build(request)
+    pools = {trace.key(pool.tensor) for pool in runner.pools}
+    owners = _owners(trace, runner.model, pools)
+    tables = {trace.key(table) for table in (runner.graphs.tables.tables.values() if runner.graphs else ())}
+    loaded = dict(trace.living)
+    weights, buffers, allocator = 0, COUNTER_BYTES, CachingAllocator()
+    for key, size in loaded.items():
+        count = copies.get(owners.get(key, ""), 1)
+        if key in owners:
+            weights += count * size
+        elif key not in pools and key not in tables:
+            buffers += size
+        if key not in pools:
+            for copy in range(count):
+                allocator.allocate((copy, key), size)
+    for pool in layout.pools:
+        allocator.allocate(pool, layout.pages[pool.group] * pool.page_bytes)
+    allocator.allocate("counters", COUNTER_BYTES)
+    cublas = CUBLAS_WORKSPACE if request.gpu.capability >= (9, 0) else CUBLAS_WORKSPACE_BEFORE_HOPPER
+    allocator.allocate("cublas", cublas)
+    warm_up = WarmUp(runner, request.num_drafts)
+    with runner.op_settings(), torch.inference_mode():
+        begin, base = len(trace.events), trace.nbytes
+        trace.reset_peak()
+        for rows in largest_steps(warm_up):
+            warm_up.prefill(rows)
+        step = trace.peak - base
+        allocator.replay(trace.events[begin:])
+        fixed = weights + layout.nbytes() + buffers + sum(loaded[key] for key in tables) + cublas
+        graphs = sum(loaded[key] for key in tables) + _graphs(trace, warm_up)
+    return RunnerMemory(
+        weights, layout.nbytes(), buffers, graphs, step, cublas, max(0, allocator.reserved - fixed - step)
+    )
+
+
+def largest_steps(warm_up: WarmUp) -> list[list[tuple[int, int]]]:
+    """Those of `WarmUp.prefill_sizes` with most new tokens; of each mix of requests the shortest and the longest."""
+    sizes = warm_up.prefill_sizes()
+    most = max(sum(new for new, _ in rows) for rows in sizes)
+    mixes: dict[tuple[int, ...], list[list[tuple[int, int]]]] = {}
+    for rows in sizes:
+        if sum(new for new, _ in rows) == most:
+            mixes.setdefault(tuple(new for new, _ in rows), []).append(rows)
+    return [rows for mix in mixes.values() for rows in (mix[:1] + mix[-1:] if len(mix) > 1 else mix)]
+
+
+def _graphs(trace: AllocationTrace, warm_up: WarmUp) -> int:
+    """Bytes of the inputs of all decode steps, and of the pool that captured ones allocate from.
+
+    Steps are run for the longest sequences, and for a batch size between two powers of two as for the next larger one
+    that is run, with allocations in proportion.
+    """
+    runner, pool, inputs = warm_up.runner, CachingAllocator(), 0
+    if runner.graphs is None:
+        return 0
+    limit = runner.layout.max_model_len
+    lengths = len({length_bucket(n, limit) for n in powers(limit)})
+    smaller: list[int] = []
+    sizes = [size for size in warm_up.decode_sizes() if size.max_len == limit]
+    for size, following in zip_longest(sizes, sizes[1:]):
+        batch = size.requests
+        if batch & (batch - 1) and following is not None and batch < following.requests:
+            smaller.append(batch)
+            continue
+        before = trace.nbytes
+        steps = warm_up.decode_steps(size)
+        made = trace.nbytes - before
+        runs = []
+        for step in steps:
+            begin = len(trace.events)
+            step.forward()
+            runs.append(trace.events[begin:])
+        for requests in (*smaller, batch):
+            inputs += lengths * made * requests // batch
+            for length in range(lengths):
+                for events in runs:
+                    scaled = (Event(key, -(-nbytes * requests // batch)) for key, nbytes in events)
+                    pool.replay(scaled, (requests, length))
+        smaller = []
+    return inputs + pool.reserved
+
+
+def _owners(trace: AllocationTrace, model: nn.Module, pools: set[int | None]) -> dict[int, str]:
+    """The layer that each storage of the model's weights belongs to, "" outside layers.
+
+    Weights are parameters, buffers and what modules made of them after loading, but no memory that layers share.
+    """
+    found: dict[int, str] = {}
+    shared = pools | {trace.key(layer.topk_indices_buffer) for layer in attention_layers(model) if layer.indexer}
+    for path, module in model.named_modules():
+        layer = ".".join(path.split(".")[:2]) if path.startswith("layers.") else ""
+        for tensor in _tensors(vars(module)):
+            key = trace.key(tensor)
+            if key is not None and key not in shared:
+                found[key] = layer
+    return found
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Tensors in containers and dataclasses, but not in modules."""
+    for value in tree_leaves(values):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module):
+            yield from _tensors(vars(value))
