@@ -25,7 +25,7 @@ from torch import Tensor
 
 from deepseek_attn.impls.base import AttentionSpec
 from deepseek_attn.kernels.attention import PagedKeys
-from deepseek_attn.kernels.common.device import compute_capability
+from deepseek_attn.kernels.common.device import compute_capability, gpu
 
 HEADS = (64, 128)  # head counts that the kernels are compiled for
 ENTRY_BYTES = {512: 584, 576: 656}  # cache bytes per entry, by head_dim
@@ -62,18 +62,20 @@ def _module() -> Any:
 
 
 class _Shapes:
-    """Results of FlashMLA's kernels on the device "meta"."""
+    """Results of FlashMLA's kernels on the device "meta"; while they are made, its scratch memory is allocated."""
 
     @staticmethod
     def flash_mla_with_kvcache(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         batch, queries, heads, _ = q.shape
+        splits = batch + max(gpu(q.device).multiprocessors // (queries * max(heads // 64, 1)), 1)
+        _partials = q.new_empty(splits, queries, heads, VALUE_DIM + 1, dtype=torch.float32)
         out = q.new_empty(batch, queries, heads, VALUE_DIM)
         return out, q.new_empty(batch, heads, queries, dtype=torch.float32)
 
     @staticmethod
     def flash_mla_sparse_fwd(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        return q.new_empty(*q.shape[:2], VALUE_DIM), lse, lse
+        return q.new_empty(*q.shape[:2], VALUE_DIM), lse, torch.empty_like(lse)
 
 
 def _kernels(q: Tensor) -> Any:
