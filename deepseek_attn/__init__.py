@@ -9,6 +9,7 @@ Names are imported when they are first used, so that importing the package needs
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 from typing import TYPE_CHECKING
@@ -51,7 +52,13 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # what is shown i
 def __getattr__(name: str):
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    collects = gc.isenabled()
+    gc.disable()  # collections of what torch has made, none of it garbage, take a tenth of an import
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -29,7 +29,8 @@ from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.layers.parallel import Parallel
 
-START = "import sys; sys.path[:] = sys.argv[1:]; from deepseek_attn.runner.stand_in import serve; serve()"
+# without collections: they take a tenth of its short life, and forks copy the pages that they write
+START = "import gc, sys; gc.disable(); sys.path[:] = sys.argv[1:]; import deepseek_attn.runner.stand_in as s; s.serve()"
 PACKAGES = ("deepseek_attn", "deepseek_attn.kernels", "deepseek_attn.models")  # their code decides what is launched
 SHOWN = 3  # failed kernels that are named
 
@@ -140,7 +141,7 @@ class Compilation:
         self.found: set[str] = set()
         self.done: set[str] = set()
         self.failed: list[str] = []
-        self.problem, self.ended = "", False
+        self.problem, self.ended, self._closed = "", False, False
         self._all_found, self._changed = False, threading.Condition()
         self._marker = request.marker()
         path = [*sys.path, str(Path(__file__).parents[2])]  # an editable installation may be on no path
@@ -176,6 +177,7 @@ class Compilation:
 
     def close(self) -> None:
         """Ends the process and its workers, if they still run."""
+        self._closed = True
         self._process.kill()
 
     def _listen(self, request: bytes) -> None:
@@ -193,6 +195,8 @@ class Compilation:
                     self.problem = event.get("problem", "")
                     self._changed.notify_all()
         code = self._process.wait()
+        if code and not (self._closed or self.problem):
+            self.problem = f"the process that looks for them has ended with exit code {code}"
         if message := self.message():
             warnings.warn(message, stacklevel=1)
         elif code == 0:

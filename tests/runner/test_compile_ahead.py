@@ -217,6 +217,16 @@ def test_closing_ends_the_process(tmp_path, monkeypatch):
 
 
 @EXHAUSTIVE
+def test_a_process_that_dies_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compilation = Compilation(request_of("tiny"), workers=1)
+    compilation._process.kill()
+    with pytest.warns(UserWarning, match="exit code -9"):
+        compilation.wait()
+    assert "compiled as they are launched" in compilation.message()
+
+
+@EXHAUSTIVE
 def test_everything_is_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     request = request_of("tiny", sizes=RunnerSizes(64, 1, 2, 16))
