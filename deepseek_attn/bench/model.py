@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from deepseek_attn.bench.stages import has_stages, stage_calls, stage_works
 from deepseek_attn.bench.timing import KernelTiming, captured, kernels_of, time_calls
 from deepseek_attn.cache.manager import SequenceCache
 from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.layers.engram import Chunk
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.step import step_input
@@ -47,7 +49,7 @@ class ModelTiming(KernelTiming):
         work: what the step has to move and to compute, its stages together.
         floor_us: the sum of the stages' floors, which follow each other; None without peak rates.
         over_floor: the median divided by ``floor_us``.
-        stages: each stage alone.
+        stages: each stage alone; none of V4.1, whose layers share what they compute.
     """
 
     graph: bool
@@ -83,14 +85,9 @@ def time_model(
 
     Raises:
         ValueError: sizes that the runner was not made for, a graph without a GPU, a runner whose steps compute one
-            token at a time, or a model of V4.1.
+            token at a time.
     """
     check_sizes(runner, batch, tokens, context)
-    if not has_stages(runner):
-        raise ValueError(
-            "steps of DeepSeek-V4 and V3.2 are timed with their stages, those of V4.1 are not: time its layers "
-            "(deepseek-attn bench layer)"
-        )
     if graph and runner.graph_problem:
         raise ValueError(f"no CUDA graph of this model's steps: {runner.graph_problem}")
     if runner.one_by_one:
@@ -102,22 +99,29 @@ def time_model(
         runner.manager.reserve([(cache, tokens) for cache in caches])
         with runner.op_settings():
             last_rows = torch.arange(tokens - 1, batch * tokens, tokens, device=runner.device)
-            metadata = _metadata(runner, caches, tokens)
-            run = decode_step(runner, caches, context, graph) if tokens == 1 else None
-            run = run or _replay([lambda: _forward(runner, metadata, last_rows)], graph)
+            shape, stages = StepShape(batch, tokens, context), ()
+            works = stage_works(runner, shape)
+            if has_stages(runner):
+                metadata = _metadata(runner, caches, tokens)
+                run = decode_step(runner, caches, context, graph) if tokens == 1 else None
+                run = run or _replay([lambda: _forward(runner, metadata, last_rows)], graph)
+            else:
+                run = partial(_shared_step, runner, caches, shape, last_rows)
             times = time_calls(lambda _: run(), runner.device, repeats, warmup)
             kernels = tuple(kernels_of(run)) if graph else ()
-            stages = _time_stages(runner, metadata, last_rows, StepShape(batch, tokens, context), repeats, graph, rates)
+            if has_stages(runner):
+                stages = _time_stages(runner, works, metadata, last_rows, repeats, graph, rates)
     finally:
         for cache in caches:
             runner.manager.free(cache)
     median = statistics.median(times)
-    floor = None if rates is None else sum(stage.floor_us for stage in stages)
+    parts = [work for stage in works.values() for work in stage]
+    floor = None if rates is None else math.fsum(work.floor(rates).microseconds for work in parts)
     return ModelTiming.of(
         times, graph=graph, batch=batch, tokens=tokens, context=context,
         tokens_per_second=batch * tokens / (median * 1e-6), launches=_launches(kernels),
         kernels=kernels if count_kernels else (), stages=stages, floor_us=floor, over_floor=floor and median / floor,
-        work=sum((stage.work for stage in stages), Work({})),
+        work=sum(parts, Work({})),
     )  # fmt: skip
 
 
@@ -143,6 +147,17 @@ def _forward(runner: ModelRunner, metadata: StepMetadata, last_rows: torch.Tenso
     return runner.model.logits(runner.model(token_ids, metadata.positions, metadata)[last_rows])
 
 
+def _shared_step(
+    runner: ModelRunner, caches: list[SequenceCache], shape: StepShape, last_rows: torch.Tensor
+) -> torch.Tensor:
+    """An eager step of a model whose layers share what they compute in it: with metadata of its own, and table rows."""
+    metadata = runner.builder.build(step_input(runner.manager, caches, [shape.tokens] * shape.batch, 1))
+    if runner.tables is not None:
+        token_ids = [7 * i % runner.config.vocab_size for i in range(shape.context)]
+        metadata.engram = runner.tables.look_up([Chunk(token_ids, shape.before, shape.tokens)] * shape.batch)
+    return _forward(runner, metadata, last_rows)
+
+
 def _replay(calls: Sequence[Callable[[], object]], graph: bool) -> Callable[[], object]:
     """Runs all ``calls``, as a CUDA graph or not."""
     if graph:
@@ -152,14 +167,14 @@ def _replay(calls: Sequence[Callable[[], object]], graph: bool) -> Callable[[], 
 
 def _time_stages(
     runner: ModelRunner,
+    works: Mapping[str, Sequence[Work]],
     metadata: StepMetadata,
     last_rows: torch.Tensor,
-    shape: StepShape,
     repeats: int,
     graph: bool,
     rates: Mapping[str, float] | None,
 ) -> tuple[StageTiming, ...]:
-    works, timings = stage_works(runner, shape), []
+    timings = []
     for stage, calls in stage_calls(runner, metadata, last_rows).items():
         run = _replay(calls, graph)
         times = time_calls(lambda _, run=run: run(), runner.device, repeats)

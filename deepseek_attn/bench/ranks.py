@@ -24,7 +24,7 @@ from deepseek_attn.bench.floors import (
     weights_work,
 )
 from deepseek_attn.bench.machines import FEW_ROWS, Machine
-from deepseek_attn.bench.stages import ATTENTION, EXPERTS, HEAD, NORMS, ROUTING
+from deepseek_attn.bench.stages import ATTENTION, ENGRAM, EXPERTS, HEAD, NORMS, ROUTING
 from deepseek_attn.cache.layout import CacheLayout, make_layout
 from deepseek_attn.checkpoint.recipes import ROWS
 from deepseek_attn.config.model import AnyConfig
@@ -33,7 +33,7 @@ from deepseek_attn.layers.parallel import Parallel, exchanged, shard_unit
 from deepseek_attn.layers.peers import PEER_RANKS
 
 GPUS_PER_HOST = 8
-OTHER, COMMUNICATION, ENGRAM = "once per step", "communication", "n-gram memory"
+OTHER, COMMUNICATION = "once per step", "communication"
 ROUTED = "routed experts"
 
 

@@ -11,6 +11,7 @@ from deepseek_attn.bench.floors import (
     StepShape,
     Work,
     attention_work,
+    engram_work,
     experts_work,
     head_work,
     norms_work,
@@ -24,12 +25,13 @@ from deepseek_attn.models.moe import MoE
 from deepseek_attn.runner.model_runner import ModelRunner
 
 ATTENTION, EXPERTS, NORMS, ROUTING, HEAD = "attention", "experts", "hyper-connections and norms", "routing", "head"
+ENGRAM = "n-gram memory"
 STAGES = (ATTENTION, EXPERTS, NORMS, ROUTING, HEAD)
 Calls = dict[str, list[Callable[[], object]]]
 
 
 def has_stages(runner: ModelRunner) -> bool:
-    """Whether the stages of a model can be timed: V4's and V3.2's; layers of V4.1 share what they compute."""
+    """Whether the stages of a model can be timed alone: V4's and V3.2's; layers of V4.1 share what they compute."""
     return type(runner.model) in (DeepseekV4, DeepseekV32)
 
 
@@ -46,6 +48,7 @@ def stage_works(runner: ModelRunner, shape: StepShape) -> dict[str, list[Work]]:
         NORMS: [norms_work(config, spec, numerics, dtype, rows) for spec in specs],
         ROUTING: [routing_work(config, spec, numerics, dtype, rows) for spec in specs],
         HEAD: [head_work(config, numerics, dtype, shape.batch)],
+        ENGRAM: [engram_work(config, spec, numerics, dtype, rows) for spec in specs],
     }
 
 

@@ -55,10 +55,12 @@ def run(args: argparse.Namespace) -> None:
     from deepseek_attn.checkpoint.write import check_new_directory
     from deepseek_attn.config.model import ModelConfig
     from deepseek_attn.training import MtpTraining, TextTask, make_task, save_checkpoint, train
+    from deepseek_attn.training.loop import check_family
 
     if args.out:
         check_new_directory(args.out)
     config = ModelConfig.from_pretrained(args.config)
+    check_family(config)  # before a text is read
     mtp = MtpTraining(**mtp_options(args, config)).filled(args.steps, args.lr, args.weight_decay)
     if args.task:
         task = make_task(args.task, config.vocab_size, gap=args.gap)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.nn.functional as F
 
-from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.options import pick_device
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.runner.model_runner import ModelRunner
@@ -225,10 +225,15 @@ def run_steps(
     return Steps(done, losses, time.monotonic() - start)
 
 
-def check(config: ModelConfig, task: Task, steps: int, batch: int, seq_len: int, dense_share: float) -> None:
-    """ValueError, with all problems, for sizes that `train` cannot use."""
+def check_family(config: AnyConfig) -> None:
+    """ValueError for a config of another family than V4."""
     if not isinstance(config, ModelConfig):
         raise ValueError(f"cannot train a {config.model_type}: only DeepSeek-V4 has a differentiable path here")
+
+
+def check(config: ModelConfig, task: Task, steps: int, batch: int, seq_len: int, dense_share: float) -> None:
+    """ValueError, with all problems, for sizes that `train` cannot use."""
+    check_family(config)
     problems = []
     for name, value in (("steps", steps), ("batch", batch), ("seq_len", seq_len)):
         if value < 1:

@@ -249,9 +249,14 @@ def test_the_floor_of_a_step():
         time_model(runner, batch=1, context=2, tokens=3)
 
 
-def test_steps_of_v41_are_not_timed(capsys):
-    assert main(["bench", "model", "--model", "tiny_v41", "--device", "cpu", "--context", "64", "--batch", "1"]) == 2
-    assert "bench layer" in capsys.readouterr().err
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_steps_of_v41_have_no_stages(tokens):
+    runner = ModelRunner.from_config("tiny_v41", device="cpu", max_model_len=64, max_num_seqs=2)
+    timing = time_model(runner, batch=2, context=40, repeats=1, tokens=tokens, rates={"copy": 1e9, "bf16": 1e9})
+    assert timing.stages == ()
+    assert timing.floor_us > 0
+    assert timing.work.bytes["table rows"] == 2 * 2 * tokens * (192 + 192 // 32)
+    assert runner.manager.available_pages() == {group: n - 1 for group, n in runner.layout.pages.items()}
 
 
 def test_graphs_need_a_gpu(capsys):

@@ -10,13 +10,11 @@ import torch
 from deepseek_attn.checkpoint import RandomSource, read_float32
 from deepseek_attn.checkpoint.loader import CONFIDENCE, DRAFTER, MTP_UNUSED, VISION
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.engine.engine import Engine
-from deepseek_attn.engine.request import Request
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.checkpoint.fabricate import MemorySource
-from tests.support.drafts import DraftedSource, draft_after
+from tests.support.drafts import DraftedSource, complete, draft_after
 from tests.support.oracle_dspark import V4Drafts, V41Drafts
 from tests.support.small_models import assert_close, prompt, small_config, small_runner
 from tests.support.tiers import tiered
@@ -72,16 +70,6 @@ def test_drafts_are_those_of_the_brute_force(family, chunks):
     drafts, logits = oracle_of(family).drafts(tokens, 11)
     assert_close(found.logits.double(), logits[:1], what="logits of the first draft")
     assert found.tokens[0].tolist() == drafts
-
-
-def complete(runner, jobs, speculate):
-    engine = Engine(runner, None, MTPSpeculation(runner, speculate) if speculate else None)
-    requests = [Request.create(runner, None, ids, params, i) for i, (ids, params) in enumerate(jobs)]
-    for request in requests:
-        engine.submit(request)
-    while any(request.finish_reason is None for request in requests):
-        engine.step()
-    return [request.completion().token_ids for request in requests], engine.stats
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,6 +6,11 @@ import torch
 
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.checkpoint.recipes import Recipe
+from deepseek_attn.engine.engine import Engine
+from deepseek_attn.engine.request import Request
+from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.engine.speculation import MTPSpeculation
+from deepseek_attn.engine.stats import EngineStats
 from deepseek_attn.runner.drafting import DraftRows, DraftTokens
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.step import StepOptions
@@ -39,3 +44,16 @@ def draft_after(runner: ModelRunner, tokens: list[int], chunks: list[int], newes
         drafts = runner.draft([rows], block)
     sequence.free()
     return drafts
+
+
+def complete(
+    runner: ModelRunner, jobs: list[tuple[list[int], SamplingParams]], speculate: int
+) -> tuple[list[tuple[int, ...]], EngineStats]:
+    """Texts of all jobs (prompt, sampling) together, with ``speculate`` drafts per step, and what it took."""
+    engine = Engine(runner, None, MTPSpeculation(runner, speculate) if speculate else None)
+    requests = [Request.create(runner, None, ids, params, i) for i, (ids, params) in enumerate(jobs)]
+    for request in requests:
+        engine.submit(request)
+    while any(request.finish_reason is None for request in requests):
+        engine.step()
+    return [tuple(request.completion().token_ids) for request in requests], engine.stats
