@@ -78,7 +78,8 @@ def time_model(
     """Times steps of ``batch`` sequences that end at ``context`` tokens, and their stages.
 
     Args:
-        graph: replay CUDA graphs, without host overhead. A prefill's graph does not contain its metadata.
+        graph: replay CUDA graphs, without host overhead. A prefill's graph does not contain its metadata; prefills of
+            V4.1 are eager in any case.
         count_kernels: list the kernels of the step; with ``graph``, on a GPU. Launches are counted in any case there.
         tokens: new tokens of each sequence: 1 for a decode step.
         rates: peak rates of the machine (`bench.timing.ceilings`), for the floors.
@@ -101,15 +102,16 @@ def time_model(
             last_rows = torch.arange(tokens - 1, batch * tokens, tokens, device=runner.device)
             shape, stages = StepShape(batch, tokens, context), ()
             works = stage_works(runner, shape)
-            if has_stages(runner):
-                metadata = _metadata(runner, caches, tokens)
-                run = decode_step(runner, caches, context, graph) if tokens == 1 else None
-                run = run or _replay([lambda: _forward(runner, metadata, last_rows)], graph)
+            metadata = _metadata(runner, caches, tokens) if has_stages(runner) else None
+            if tokens == 1:
+                run = decode_step(runner, caches, context, graph)
+            elif metadata is not None:
+                run = _replay([lambda: _forward(runner, metadata, last_rows)], graph)
             else:
-                run = partial(_shared_step, runner, caches, shape, last_rows)
+                run, graph = partial(_shared_step, runner, caches, shape, last_rows), False
             times = time_calls(lambda _: run(), runner.device, repeats, warmup)
             kernels = tuple(kernels_of(run)) if graph else ()
-            if has_stages(runner):
+            if metadata is not None:
                 stages = _time_stages(runner, works, metadata, last_rows, repeats, graph, rates)
     finally:
         for cache in caches:
@@ -133,13 +135,25 @@ def _metadata(runner: ModelRunner, caches: list[SequenceCache], tokens: int) -> 
 
 
 def decode_step(runner: ModelRunner, caches: list[SequenceCache], context: int, graph: bool) -> Callable[[], object]:
-    """A decode step as the runner computes it, metadata included."""
-    batch = len(caches)
-    steps = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[batch], capture=graph)
+    """A decode step as the runner computes it, metadata included, with Engram rows read anew in each run."""
+    batch, tables = len(caches), runner.tables
+    steps = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[batch], capture=graph, engram=tables)
     step = steps.step(steps.size_for([1] * batch, context))
     tokens = [[(7 * i) % runner.config.vocab_size] for i in range(batch)]
     step.set_inputs(tokens, [cache.num_tokens for cache in caches], steps.tables.rows(caches))
-    return step.run
+    if tables is None:
+        return step.run
+
+    def run() -> object:
+        step.engram.fill(tables.look_up(_chunks(runner, StepShape(batch, 1, context))))
+        return step.run()
+
+    return run
+
+
+def _chunks(runner: ModelRunner, shape: StepShape) -> list[Chunk]:
+    token_ids = [7 * i % runner.config.vocab_size for i in range(shape.context)]
+    return [Chunk(token_ids, shape.before, shape.tokens)] * shape.batch
 
 
 def _forward(runner: ModelRunner, metadata: StepMetadata, last_rows: torch.Tensor) -> torch.Tensor:
@@ -153,8 +167,7 @@ def _shared_step(
     """An eager step of a model whose layers share what they compute in it: with metadata of its own, and table rows."""
     metadata = runner.builder.build(step_input(runner.manager, caches, [shape.tokens] * shape.batch, 1))
     if runner.tables is not None:
-        token_ids = [7 * i % runner.config.vocab_size for i in range(shape.context)]
-        metadata.engram = runner.tables.look_up([Chunk(token_ids, shape.before, shape.tokens)] * shape.batch)
+        metadata.engram = runner.tables.look_up(_chunks(runner, shape))
     return _forward(runner, metadata, last_rows)
 
 

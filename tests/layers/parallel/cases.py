@@ -119,15 +119,15 @@ class CountedGraphs(DecodeGraphs):
 def own_requests(directory: Path, parallel: Parallel) -> dict:
     """With data-parallel attention: rank r has r requests in a first call, and as many fewer in a second one.
 
-    That with eager steps, then (without an n-gram memory) with decode steps of a common size over persistent tensors,
-    as graphs hold them.
+    That with eager steps, then with decode steps of a common size over persistent tensors, as graphs hold them.
     """
     llm = LLM(directory, parallel=parallel, **LIMITS)
     texts = prompts(llm.runner.config, range(20, 20 + 13 * parallel.world, 13))
     params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     found = []
-    common = CountedGraphs(llm.runner.model, llm.runner.layout, llm.runner.device, capture=False)
-    for graphs in (None, common) if llm.runner.tables is None else (None,):
+    runner = llm.runner
+    common = CountedGraphs(runner.model, runner.layout, runner.device, capture=False, engram=runner.tables)
+    for graphs in (None, common):
         llm.runner.graphs = graphs
         for own in (texts[: parallel.rank], texts[parallel.rank :][:2]):
             found.append([list(done.token_ids) for done in llm.generate(own, params)])
