@@ -18,9 +18,10 @@ from deepseek_attn.engine.stats import EngineStats
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.tokenizer import Tokenizer
 from deepseek_attn.training.text import sample_text
+from tests.support.tiers import tiered
 
 
-@pytest.mark.parametrize(("preset", "layers"), [("tiny", 3), ("tiny_v32", 2)])
+@pytest.mark.parametrize(("preset", "layers"), tiered([("tiny", 3), ("tiny_v32", 2)], [("tiny_v32", 2)]))
 def test_rows_of_an_engine(preset, layers, device):
     config = cut_config(ModelConfig.from_pretrained(preset), layers)
     runner = ModelRunner.from_config(config, device=device, max_model_len=64, max_num_seqs=2)

@@ -23,8 +23,12 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("blocks", tiered([1, 3], [1]))
-@pytest.mark.parametrize(("family", "numerics"), [(f, q) for f, of in FAMILIES.items() for q in of])
+CASES = [(family, numerics, blocks) for family, of in FAMILIES.items() for numerics in of for blocks in (1, 3)]
+QUICK = [("mixed", "exact", 1), ("mixed", "serving", 3), ("overlap", "exact", 3), ("window", "serving", 1)]
+QUICK += [("v32", "official", 1), ("v41", "exact", 1)]
+
+
+@pytest.mark.parametrize(("family", "numerics", "blocks"), tiered(CASES, QUICK))
 def test_going_on_from_a_snapshot(family, blocks, numerics):
     """Bit for bit, MTP included, in poisoned memory, and after the snapshot's donor has gone on and ended."""
     runner = runner_of(family, numerics)

@@ -93,7 +93,7 @@ def in_batches(runner: ModelRunner, sizes: Iterable[int], longest: int = 34) -> 
         runner.score(prompts[::-1][:size])
 
 
-def in_chunks(runner: ModelRunner, sizes: Iterable[int], longest: int = 131) -> None:
+def in_chunks(runner: ModelRunner, sizes: Iterable[int], longest: int) -> None:
     for size in sizes:
         runner.score(prompts_of(runner, longest)[:2], size)
 
@@ -141,9 +141,9 @@ def through_engine(runner: ModelRunner, drafts: int = 0, prefixes: bool = False,
 
 
 WAYS = {
-    "batches": lambda runner: in_batches(runner, range(2, 10)),
+    "batches": lambda runner: in_batches(runner, [2, 5, 9] if runner.graph_problem else range(2, 10)),
     "batch_of_9": lambda runner: in_batches(runner, [9], longest=18),
-    "chunks": lambda runner: in_chunks(runner, [1, 7, 61]),
+    "chunks": lambda runner: in_chunks(runner, [1, 7, 61], longest=67 if runner.graph_problem else 131),
     "chunks_of_7": lambda runner: in_chunks(runner, [7], longest=20),
     "company": in_company,
     "preempted": through_engine,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -314,17 +315,22 @@ def imported_with(module: str) -> set[str]:
     return parents | set(imported(source, package_of(module), MODULES))
 
 
+@cache
+def imported_at_once() -> dict[str, set[str]]:
+    """`imported_with` of every module."""
+    return {module: imported_with(module) for module in MODULES}
+
+
 @pytest.mark.parametrize("family", [name for name in ROOMS if name.startswith("kernels.")])
 def test_a_family_of_kernels_needs_no_triton(family):
     """Its contracts can be read, imported and called on a machine that has torch alone."""
-    names = reachable({module: imported_with(module) for module in MODULES}, f"deepseek_attn.{family}")
+    names = reachable(imported_at_once(), f"deepseek_attn.{family}")
     assert "triton" not in {name.split(".")[0] for name in names}
 
 
 def test_what_importing_a_module_imports_is_seen():
     assert {"torch", "deepseek_attn", "deepseek_attn.kernels"} <= imported_with("deepseek_attn.kernels.sampling")
-    graph = {module: imported_with(module) for module in MODULES}
-    assert "triton" in reachable(graph, "deepseek_attn.kernels.sampling.argmax")
+    assert "triton" in reachable(imported_at_once(), "deepseek_attn.kernels.sampling.argmax")
 
 
 def test_packages_of_the_wheel_are_the_folders():

@@ -210,13 +210,14 @@ def test_a_saved_checkpoint_drafts_as_training_said(result, task, tmp_path):
         assert torch.equal(saved, own)
 
 
-def test_training_on_the_device(device, task):
-    """On a GPU: captured steps of the MTP layer too."""
+def test_training_on_a_gpu(device, task):
+    """Captured steps of the MTP layer too."""
+    if device.type == "cpu":
+        pytest.skip("the other tests train on a CPU")
     trained = train(config(), task, **SIZES | {"steps": 24}, mtp=MtpTraining(steps=24), device=device)
     assert trained.metrics["acceptance_1"] > 0.3
     runner = trained.runner(device=device, numerics="exact", dtype="float32", max_model_len=64, max_num_seqs=4)
-    tolerance = 0.02 if device.type == "cpu" else 0.1
-    assert first_drafts_accepted(runner, task) == pytest.approx(trained.metrics["acceptance_1"], abs=tolerance)
+    assert first_drafts_accepted(runner, task) == pytest.approx(trained.metrics["acceptance_1"], abs=0.1)
 
 
 def test_the_routers_bias_of_the_mtp_layer_follows_its_load(result):

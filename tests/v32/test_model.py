@@ -15,6 +15,7 @@ from deepseek_attn.runner.step import step_input
 from deepseek_attn.testing import poison_caches
 from tests.support.oracle_v32 import NaiveOracle, Tensors, TransformersV32Oracle
 from tests.support.small_models import assert_close, assert_no_near_tie, prompt
+from tests.support.tiers import tiered
 from tests.support.v32_cases import make_runner, recorded, small
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300, 600)
@@ -295,7 +296,7 @@ def test_forks_share_pages_until_they_write(model_type):
 # MTP
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 7, 64])
+@pytest.mark.parametrize("chunk", tiered([None, 1, 7, 64], [None, 7]))
 def test_mtp_equals_the_formulas(tiny, naive, chunk):
     tokens = tiny.prompts[0][:150]
     reference = NaiveOracle(tiny.config, tiny.source)(tokens)
