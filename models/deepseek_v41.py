@@ -13,16 +13,17 @@ import torch
 
 from deepseek_attn.config.v41 import V41LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.kernels.hyper_connection import DelayedOutput, SublayerOutput
 from deepseek_attn.layers.engram import Engram
 from deepseek_attn.models import block
 from deepseek_attn.models.block import Backbone, BuildContext
 from deepseek_attn.models.dspark import DraftsBlocks, add_draft_ends, stage_context
-from deepseek_attn.models.hyper_connection import hc_collapse, hc_mix, hc_post
+from deepseek_attn.models.hyper_connection import hc_collapse, hc_delayed, hc_post
 from deepseek_attn.v41.attention import DeepseekV41MLAAttention
 
 
 class Block(block.Block):
-    """Attention and MoE, each on an input collapsed with the weights of the sublayer before (`hc_mix`)."""
+    """Attention and MoE, each on an input collapsed with the weights of the sublayer before (`hc_delayed`)."""
 
     attention_class = DeepseekV41MLAAttention
 
@@ -35,15 +36,13 @@ class Block(block.Block):
             self.engram = Engram(config.engram, spec.index, *sizes, context.numerics, context.dtype, context.device)
 
     def forward(
-        self, streams: torch.Tensor, pre: torch.Tensor, token_ids: torch.Tensor, step: StepMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Streams ``[T, hc_mult, hidden_size]`` and the weights ``[T, hc_mult]`` to collapse them with -> both anew."""
-        next_pre, post, comb = hc_mix(streams, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, self.config)
-        x = hc_collapse(streams, pre, self.config, self.attn_norm.weight)
-        streams, pre = hc_post(self.attn(x, step.positions, step), streams, post, comb), next_pre
-        next_pre, post, comb = hc_mix(streams, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, self.config)
-        x = hc_collapse(streams, pre, self.config, self.ffn_norm.weight)
-        return hc_post(self.ffn(x, token_ids), streams, post, comb), next_pre
+        self, streams: torch.Tensor | SublayerOutput, pre: torch.Tensor, token_ids: torch.Tensor, step: StepMetadata
+    ) -> DelayedOutput:
+        """Streams ``[T, m, hidden_size]`` or what updates them, and weights ``[T, m]`` to collapse them: both anew."""
+        before = hc_delayed(streams, pre, *self._before("attn", self.attn_norm))
+        output = before.output(self.attn(before.x, step.positions, step))
+        before = hc_delayed(*output, *self._before("ffn", self.ffn_norm))
+        return before.output(self.ffn(before.x, token_ids))
 
     def add_memory(self, streams: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """The streams with the n-gram memory of the layer, if it has one: the input of `forward`."""
@@ -73,11 +72,12 @@ class DeepseekV41(DraftsBlocks, Backbone):
         streams, pre = self.first_streams(token_ids)
         targets, means = self.target_layers, []
         for index, layer in self.layers.items():
-            streams = layer.add_memory(streams, step)
+            if layer.engram is not None or int(index) in targets:
+                streams = layer.add_memory(updated(streams), step)
             if int(index) in targets:
                 means.append(streams.mean(1))
             streams, pre = layer(streams, pre, token_ids, step)
-        x = hc_collapse(streams, pre, self.config, self.norm.weight)
+        x = hc_collapse(updated(streams), pre, self.config, self.norm.weight)
         return torch.stack([x, *means], dim=1) if means else x
 
     def first_streams(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +101,7 @@ class DeepseekV41(DraftsBlocks, Backbone):
         streams, pre = self.first_streams(token_ids)
         for stage in self.stages:
             streams, pre = stage(streams, pre, token_ids, step)
-        return hc_collapse(streams, pre, self.config, self.stages[-1].norm.weight)
+        return hc_collapse(updated(streams), pre, self.config, self.stages[-1].norm.weight)
 
     def draft_hidden_states(
         self, hidden_states: torch.Tensor, next_token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata
@@ -112,3 +112,8 @@ class DeepseekV41(DraftsBlocks, Backbone):
     def draft_logits(self, hidden_states: torch.Tensor) -> NoReturn:
         """No MTP layer: never called."""
         raise NotImplementedError("DeepSeek-V4.1 has no MTP layer")
+
+
+def updated(streams: torch.Tensor | SublayerOutput) -> torch.Tensor:
+    """The streams after a sublayer's output, if that is given."""
+    return hc_post(*streams) if isinstance(streams, SublayerOutput) else streams

@@ -183,7 +183,7 @@ class DeepseekV32Family(Family):
 
 
 class DeepseekV41Family(Family):
-    """DeepSeek-V4.1: the text model. What V4 has no kernel for runs in plain torch."""
+    """DeepSeek-V4.1: the text model."""
 
     model_class, block_class, impls = deepseek_v41.DeepseekV41, deepseek_v41.Block, DEEPSEEK_V41_IMPLS
     graphs_by_default = False  # a graph starts when all Engram rows have been read, eager layers while they are
@@ -224,7 +224,7 @@ class DeepseekV41Family(Family):
     def graph_problem(self) -> str:
         """See `Family.graph_problem`."""
         if self.options.deterministic:
-            return "deterministic=True computes each token of DeepSeek-V4.1 by itself: plain torch is part of a step"
+            return "deterministic=True computes each token of DeepSeek-V4.1 by itself"
         blocks = self.config.candidate_topk_blocks or 0
         if blocks > MAX_TRITON_TOPK:
             return (

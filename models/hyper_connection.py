@@ -24,12 +24,19 @@ def hc_pre(
     return ops.hc_pre(streams, fn, base, scale, config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters, norm)
 
 
-@traced("hc_mix")
-def hc_mix(
-    streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, config: DeepseekV4Base
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`kernels.hyper_connection.hc_mix`: pre and post ``[T, m]`` and comb ``[T, m, m]``."""
-    return ops.hc_mix(streams, fn, base, scale, config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
+@traced("hc_delayed")
+def hc_delayed(
+    streams: torch.Tensor | ops.SublayerOutput,
+    pre: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    config: DeepseekV4Base,
+    norm: torch.Tensor | None = None,
+) -> ops.DelayedInput:
+    """`kernels.hyper_connection.hc_delayed`: streams, collapsed with the weights of the sublayer before."""
+    numbers = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
+    return ops.hc_delayed(streams, pre, fn, base, scale, *numbers, norm)
 
 
 @traced("hc_collapse")

@@ -41,7 +41,7 @@ def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
 
 def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
     """See `kernels.engram.gate_streams`."""
-    _check_gate(streams, kv, q_weight, k_weight)
+    check_gate(streams, kv, q_weight, k_weight)
     m, dim = streams.shape[1:]
     x, key, value = streams.float(), kv[:, :-dim].unflatten(1, (m, dim)).float(), kv[:, None, -dim:].float()
     weighted = x * q_weight * k_weight * key
@@ -56,7 +56,8 @@ def _row_sums(x: Tensor) -> Tensor:
     return x.sum(-1)
 
 
-def _check_gate(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor) -> None:
+def check_gate(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor) -> None:
+    """ValueError unless the arguments of `gate_streams` fit."""
     if streams.dim() != 3 or streams.dtype not in FLOATS:
         raise ValueError(f"streams must be [T, m, D] floats, got {list(streams.shape)} in {streams.dtype}")
     T, m, dim = streams.shape

@@ -8,10 +8,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.hyper_connection import reference
-from deepseek_attn.kernels.hyper_connection.types import SublayerInput, SublayerOutput
+from deepseek_attn.kernels.hyper_connection.types import DelayedInput, DelayedOutput, SublayerInput, SublayerOutput
 
-__all__ = ["SublayerInput", "SublayerOutput", "hc_collapse", "hc_head", "hc_mix", "hc_post", "hc_post_pre", "hc_pre"]
+__all__ = [
+    "DelayedInput",
+    "DelayedOutput",
+    "SublayerInput",
+    "SublayerOutput",
+    "hc_collapse",
+    "hc_delayed",
+    "hc_head",
+    "hc_post",
+    "hc_post_pre",
+    "hc_pre",
+]
 
 
 def hc_pre(
@@ -52,28 +62,53 @@ def hc_pre(
     return op(streams, fn, base, scale, rms_eps, hc_eps, iterations, norm)
 
 
-def hc_mix(
-    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float, hc_eps: float, iterations: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights that `hc_pre` collapses with, and what it returns beside the input, without collapsing.
+def hc_delayed(
+    streams: Tensor | SublayerOutput,
+    pre: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    rms_eps: float,
+    hc_eps: float,
+    iterations: int,
+    norm: Tensor | None = None,
+) -> DelayedInput:
+    """`hc_pre` or, of a sublayer's output, `hc_post_pre`, with weights of the sublayer before (V4.1).
 
-    V4.1 collapses with the weights of the sublayer before. Plain torch on every device.
+    On a GPU that is as many launches as there.
+
+    Args:
+        streams: ``[T, m, D]``, or a sublayer's output that updates them before.
+        pre: float32 ``[T, m]``: collapses the streams.
+        fn, base, scale, rms_eps, hc_eps, iterations, norm: as in `hc_pre`.
 
     Returns:
-        pre and post float32 ``[T, m]``, comb float32 ``[T, m, m]``.
+        The streams, x collapsed with ``pre``; and of ``fn`` post, comb and the ``pre`` of the next sublayer.
+
+    Raises:
+        ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    return reference.hc_mix(streams, fn, base, scale, rms_eps, hc_eps, iterations)
+    if runs_triton(pre):
+        from deepseek_attn.kernels.hyper_connection.hyper_connection import hc_delayed as op
+    else:
+        from deepseek_attn.kernels.hyper_connection.reference import hc_delayed as op
+    return op(streams, pre, fn, base, scale, rms_eps, hc_eps, iterations, norm)
 
 
 def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor | None = None) -> Tensor:
     """Sum of ``streams [T, m, D]`` weighted by float32 ``weights [T, m]``, then an RMSNorm if ``norm [D]`` is given.
 
-    Plain torch on every device.
-
     Returns:
         ``[T, D]`` in the streams' dtype, rounded after the sum and again after the norm.
+
+    Raises:
+        ValueError: on a GPU, shapes or dtypes that do not fit.
     """
-    return reference.hc_collapse(streams, weights, rms_eps, norm)
+    if runs_triton(streams):
+        from deepseek_attn.kernels.hyper_connection.hyper_connection import hc_collapse as op
+    else:
+        from deepseek_attn.kernels.hyper_connection.reference import hc_collapse as op
+    return op(streams, weights, rms_eps, norm)
 
 
 def hc_post_pre(

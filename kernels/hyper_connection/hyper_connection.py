@@ -12,8 +12,13 @@ from torch import Tensor
 from deepseek_attn.kernels.common.device import on_gpu, supports_pdl
 from deepseek_attn.kernels.common.float32_product import float32_product
 from deepseek_attn.kernels.common.invariance import batch_invariant, planned_rows
-from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import collapse_kernel, mix_kernel, post_kernel
-from deepseek_attn.kernels.hyper_connection.types import SublayerInput
+from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import (
+    collapse_kernel,
+    delayed_kernel,
+    mix_kernel,
+    post_kernel,
+)
+from deepseek_attn.kernels.hyper_connection.types import DelayedInput, SublayerInput, SublayerOutput
 
 FUSED = 8  # tokens up to which streams are updated and projected in one launch; more take less time in two
 FEW = 32  # tokens up to which streams are projected without tensor cores
@@ -39,7 +44,8 @@ def hc_pre(
     """See `deepseek_attn.kernels.hyper_connection.hc_pre`."""
     _check(streams, fn, base, scale, norm, 3)
     weights = fn, base, scale
-    return _collapse(None, streams.contiguous(), weights, rms_eps, hc_eps, iterations, norm)[1:]
+    before = _collapse(None, streams.contiguous(), weights, rms_eps, hc_eps, iterations, norm)
+    return before.x, before.post, before.comb
 
 
 def hc_post_pre(
@@ -60,6 +66,38 @@ def hc_post_pre(
     _check_post(y, streams, post, comb)
     update, weights = (y.contiguous(), post, comb), (fn, base, scale)
     return _collapse(update, streams.contiguous(), weights, rms_eps, hc_eps, iterations, norm)
+
+
+def hc_delayed(
+    streams: Tensor | SublayerOutput,
+    pre: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    rms_eps: float,
+    hc_eps: float,
+    iterations: int,
+    norm: Tensor | None = None,
+) -> DelayedInput:
+    """See `deepseek_attn.kernels.hyper_connection.hc_delayed`."""
+    update = None
+    if isinstance(streams, SublayerOutput):
+        y, streams, post, comb = streams
+        _check_post(y, streams, post, comb)
+        update = y.contiguous(), post, comb
+    _check(streams, fn, base, scale, norm, 3)
+    _check_pre(streams, pre)
+    return _collapse_delayed(update, streams.contiguous(), pre, (fn, base, scale), rms_eps, hc_eps, iterations, norm)
+
+
+def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor | None = None) -> Tensor:
+    """See `deepseek_attn.kernels.hyper_connection.hc_collapse`."""
+    if streams.dim() != 3 or not streams.is_floating_point():
+        raise ValueError(f"streams must be [T, m, D] floats, got {tuple(streams.shape)} {streams.dtype}")
+    _check_norm(streams, norm)
+    _check_pre(streams, weights)
+    x, *_ = _launch_delayed(streams.contiguous(), weights, None, None, rms_eps, 0.0, 0, norm)
+    return x
 
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -121,15 +159,8 @@ def _collapse(
     if T == 0:
         return SublayerInput(streams, x, post, comb)
     fn, base, scale = weights
-    few = T <= FEW and not batch_invariant()
-    if update is not None and not (few and T <= FUSED):
-        streams, update = hc_post(update[0], streams, *update[1:]), None
-    if few:
-        streams, sums = _mix(update, streams, fn)
-    else:
-        sums = float32_product(streams.view(T, m * D), fn, SPLIT, squares=True).sums
-    many = T >= MANY and not batch_invariant()
-    balanced = 128 if many else 1
+    streams, sums = _projected(update, streams, fn)
+    balanced = _balanced_tokens(T)
     collapse_kernel[(T + (triton.cdiv(T, balanced) if iterations else 0),)](
         streams,
         sums,
@@ -154,10 +185,109 @@ def _collapse(
         TOKENS=balanced,
         PDL=early,
         enable_fp_fusion=True,
-        num_warps=8 if D > 1024 and not few else 4,
+        num_warps=_collapse_warps(T, D),
         launch_pdl=early,
     )
     return SublayerInput(streams, x, post, comb)
+
+
+def _few(T: int) -> bool:
+    return T <= FEW and not batch_invariant()
+
+
+def _balanced_tokens(T: int) -> int:
+    """Tokens of a program that computes their combs."""
+    return 128 if T >= MANY and not batch_invariant() else 1
+
+
+def _collapse_warps(T: int, D: int) -> int:
+    return 8 if D > 1024 and not _few(T) else 4
+
+
+def _projected(update: tuple[Tensor, Tensor, Tensor] | None, streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
+    """The streams, updated if there is an update; and partial sums ``[splits, T, len(fn) + 1]`` of their product."""
+    T, m, D = streams.shape
+    few = _few(T)
+    if update is not None and not (few and T <= FUSED):
+        streams, update = hc_post(update[0], streams, *update[1:]), None
+    if few:
+        return _mix(update, streams, fn)
+    return streams, float32_product(streams.view(T, m * D), fn, SPLIT, squares=True).sums
+
+
+def _collapse_delayed(
+    update: tuple[Tensor, Tensor, Tensor] | None,
+    streams: Tensor,
+    pre: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    rms_eps: float,
+    hc_eps: float,
+    iterations: int,
+    norm: Tensor | None,
+) -> DelayedInput:
+    """Collapses the streams with ``pre``, updated before by ``(y, post, comb)`` if that is given."""
+    fn, base, scale = weights
+    sums = None
+    if len(streams):
+        streams, sums = _projected(update, streams, fn)
+    x, *mix = _launch_delayed(streams, pre, sums, (base, scale), rms_eps, hc_eps, iterations, norm)
+    return DelayedInput(streams, x, *mix)
+
+
+def _launch_delayed(
+    streams: Tensor,
+    weights: Tensor,
+    sums: Tensor | None,
+    gates: tuple[Tensor, Tensor] | None,
+    rms_eps: float,
+    hc_eps: float,
+    iterations: int,
+    norm: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, collapsed with ``weights``; and post, comb and pre of ``sums`` and of ``gates``, the base and the scale.
+
+    With 0 ``iterations`` these are left uninitialised, and need neither.
+    """
+    (T, m, D), early, device = streams.shape, supports_pdl(streams.device), streams.device
+    x = torch.empty(T, D, dtype=streams.dtype, device=device)
+    post, pre = (torch.empty(T, m, dtype=torch.float32, device=device) for _ in range(2))
+    comb = torch.empty(T, m, m, dtype=torch.float32, device=device)
+    if T == 0:
+        return x, post, comb, pre
+    # pointers are needed even where nothing is read
+    sums = weights.unsqueeze(0) if sums is None else sums
+    base, scale = gates or (weights, weights)
+    rows, balanced = (2 + m) * m, _balanced_tokens(T)
+    delayed_kernel[(T + (triton.cdiv(T, balanced) if iterations else 0),)](
+        streams,
+        weights,
+        sums,
+        base,
+        scale,
+        base if norm is None else norm,
+        x,
+        pre,
+        post,
+        comb,
+        T,
+        rms_eps,
+        hc_eps,
+        D=D,
+        D_PADDED=triton.next_power_of_2(D),
+        M=m,
+        ROWS=rows,
+        COLUMNS=triton.next_power_of_2(rows + 1),
+        SPLITS=len(sums),
+        SPLITS_PADDED=triton.next_power_of_2(len(sums)),
+        ITERATIONS=iterations,
+        NORM=norm is not None,
+        TOKENS=balanced,
+        PDL=early,
+        enable_fp_fusion=True,
+        num_warps=_collapse_warps(T, D),
+        launch_pdl=early,
+    )
+    return x, post, comb, pre
 
 
 def _mix(update: tuple[Tensor, Tensor, Tensor] | None, streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,8 +341,22 @@ def _check(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tenso
             f"fn, base and scale of {m} streams of {D} channels must be contiguous float32 [{rows}, {m * D}], [{rows}] "
             f"and [{scales}], got {given}"
         )
+    _check_norm(streams, norm)
+
+
+def _check_norm(streams: Tensor, norm: Tensor | None) -> None:
+    D = streams.shape[2]
     if norm is not None and (norm.shape != (D,) or norm.dtype != torch.float32):
         raise ValueError(f"the norm's weight must be float32 [{D}], got {tuple(norm.shape)} {norm.dtype}")
+
+
+def _check_pre(streams: Tensor, weights: Tensor) -> None:
+    T, m, _ = streams.shape
+    if weights.shape != (T, m) or weights.dtype != torch.float32 or not weights.is_contiguous():
+        raise ValueError(
+            f"weights that collapse streams {tuple(streams.shape)} must be contiguous float32 {(T, m)}, got "
+            f"{tuple(weights.shape)} {weights.dtype}, strides {weights.stride()}"
+        )
 
 
 def _check_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> None:

@@ -183,8 +183,9 @@ def _balance(
     ITERATIONS: tl.constexpr,
     TOKENS: tl.constexpr,
     PDL: tl.constexpr,
+    pre_ptr=None,
 ):
-    """Stores post (a sigmoid) and comb (Sinkhorn's rounds) of ``TOKENS`` tokens from ``first`` on.
+    """Stores post (a sigmoid) and comb (Sinkhorn's rounds) of ``TOKENS`` tokens from ``first`` on; pre if it is given.
 
     A thread holds whole matrices, so that the rounds wait for arithmetic only, not for other threads.
     """
@@ -192,15 +193,24 @@ def _balance(
     base = ()
     for row in tl.static_range(M, ROWS):
         base += (tl.load(base_ptr + row),)
+    if pre_ptr is not None:
+        pre_scale = tl.load(scale_ptr)
+        pre_base = ()
+        for row in tl.static_range(M):
+            pre_base += (tl.load(base_ptr + row),)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     logits = ()
+    pre = ()
     if TOKENS == 1:
         t, known = first.to(tl.int64), None
         vector = _logits(sums_ptr, t, T, rms_eps, M * D, ROWS, COLUMNS, SPLITS, SPLITS_PADDED)
         for row in tl.static_range(M, ROWS):
             logits += (_entry(vector, row),)
+        if pre_ptr is not None:
+            for row in tl.static_range(M):
+                pre += (_entry(vector, row),)
     else:
         token = first + tl.arange(0, TOKENS)
         known = token < T
@@ -214,6 +224,16 @@ def _balance(
             for split in range(SPLITS):
                 total += tl.load(sums_ptr + (split * T + t) * (ROWS + 1) + row)
             logits += (total * rms,)
+        if pre_ptr is not None:
+            for row in tl.static_range(M):
+                total = tl.zeros((TOKENS,), tl.float32)
+                for split in range(SPLITS):
+                    total += tl.load(sums_ptr + (split * T + t) * (ROWS + 1) + row)
+                pre += (total * rms,)
+    if pre_ptr is not None:
+        for k in tl.static_range(M):
+            gate = 1 / (1 + tl.exp(-(pre[k] * pre_scale + pre_base[k]))) + hc_eps
+            tl.store(pre_ptr + t * M + k, gate, mask=known)
     for k in tl.static_range(M):
         tl.store(post_ptr + t * M + k, 2 / (1 + tl.exp(-(logits[k] * scale[0] + base[k]))), mask=known)
     comb = ()
@@ -311,6 +331,83 @@ def collapse_kernel(
     x = tl.zeros((D_PADDED,), tl.float32)
     for j in tl.static_range(M):
         x += _entry(pre, j) * streams[j].to(tl.float32)
+    x = x.to(x_ptr.dtype.element_ty)
+    if NORM:
+        x32 = x.to(tl.float32)
+        y = x32 * _rms_scale(tl.sum(x32 * x32, 0), D, rms_eps) * weight
+        x = y.to(x_ptr.dtype.element_ty)
+    tl.store(x_ptr + t * D + channel, x, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def delayed_kernel(
+    streams_ptr,
+    weights_ptr,
+    sums_ptr,
+    base_ptr,
+    scale_ptr,
+    norm_ptr,
+    x_ptr,
+    pre_ptr,
+    post_ptr,
+    comb_ptr,
+    T,
+    rms_eps,
+    hc_eps,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    NORM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`collapse_kernel` with given ``weights [T, M]`` instead of pre, which is stored beside post and comb.
+
+    Without ``ITERATIONS`` the streams are collapsed and nothing is computed of ``sums``.
+    """
+    program = tl.program_id(0)
+    balancing = tl.num_programs(0) - T
+    if ITERATIONS > 0:  # noqa: SIM102 - one is a constant, the other a branch
+        if program < balancing:
+            _balance(
+                sums_ptr,
+                base_ptr,
+                scale_ptr,
+                post_ptr,
+                comb_ptr,
+                program * TOKENS,
+                T,
+                rms_eps,
+                hc_eps,
+                D,
+                M,
+                ROWS,
+                COLUMNS,
+                SPLITS,
+                SPLITS_PADDED,
+                ITERATIONS,
+                TOKENS,
+                PDL,
+                pre_ptr,
+            )
+            return
+    t = (program - balancing).to(tl.int64)
+    channel = tl.arange(0, D_PADDED)
+    inside = channel < D
+    if NORM:
+        weight = tl.load(norm_ptr + channel, mask=inside, other=0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.zeros((D_PADDED,), tl.float32)
+    for j in tl.static_range(M):
+        stream = tl.load(streams_ptr + (t * M + j) * D + channel, mask=inside, other=0)
+        x += tl.load(weights_ptr + t * M + j) * stream.to(tl.float32)
     x = x.to(x_ptr.dtype.element_ty)
     if NORM:
         x32 = x.to(tl.float32)

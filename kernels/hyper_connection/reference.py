@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepseek_attn.kernels.hyper_connection.types import SublayerInput
+from deepseek_attn.kernels.hyper_connection.types import DelayedInput, SublayerInput, SublayerOutput
 
 
 def stream_mix(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
@@ -51,7 +51,7 @@ def _sum_matrices(m: int, eps: float, device: torch.device) -> tuple[Tensor, Ten
 def hc_mix(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float, hc_eps: float, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `deepseek_attn.kernels.hyper_connection.hc_mix`."""
+    """pre and post float32 ``[T, m]`` and comb float32 ``[T, m, m]``; see `hc_pre`."""
     m = streams.shape[1]
     scales = scale.repeat_interleave(_part_sizes(m, scale.device), output_size=len(base))
     logits = torch.addcmul(base, stream_mix(streams, fn, rms_eps), scales)
@@ -98,6 +98,24 @@ def hc_post_pre(
     """See `deepseek_attn.kernels.hyper_connection.hc_post_pre`."""
     streams = hc_post(y, streams, post, comb)
     return SublayerInput(streams, *hc_pre(streams, fn, base, scale, rms_eps, hc_eps, iterations, norm))
+
+
+def hc_delayed(
+    streams: Tensor | SublayerOutput,
+    pre: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    rms_eps: float,
+    hc_eps: float,
+    iterations: int,
+    norm: Tensor | None = None,
+) -> DelayedInput:
+    """See `deepseek_attn.kernels.hyper_connection.hc_delayed`."""
+    if isinstance(streams, SublayerOutput):
+        streams = hc_post(*streams)
+    next_pre, post, comb = hc_mix(streams, fn, base, scale, rms_eps, hc_eps, iterations)
+    return DelayedInput(streams, hc_collapse(streams, pre, rms_eps, norm), post, comb, next_pre)
 
 
 def hc_head(

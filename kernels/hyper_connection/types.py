@@ -33,3 +33,28 @@ class SublayerOutput(NamedTuple):
     streams: Tensor
     post: Tensor
     comb: Tensor
+
+
+class DelayedInput(NamedTuple):
+    """`SublayerInput` of V4.1, whose x is collapsed with the weights of the sublayer before.
+
+    Attributes:
+        pre: float32 ``[T, m]``, weights for the next sublayer.
+    """
+
+    streams: Tensor
+    x: Tensor
+    post: Tensor
+    comb: Tensor
+    pre: Tensor
+
+    def output(self, y: Tensor) -> DelayedOutput:
+        """With the sublayer's output ``y [T, D]``."""
+        return DelayedOutput(SublayerOutput(y, self.streams, self.post, self.comb), self.pre)
+
+
+class DelayedOutput(NamedTuple):
+    """A sublayer's output, and the weights ``[T, m]`` that collapse the streams for the next: of `hc_delayed`."""
+
+    streams: SublayerOutput
+    pre: Tensor

@@ -9,7 +9,7 @@ import torch
 from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.hyper_connection import hc_post, hc_post_pre, hc_pre, reference
+from deepseek_attn.kernels.hyper_connection import SublayerOutput, hc_delayed, hc_post, hc_post_pre, hc_pre, reference
 
 TOKENS = (1, 8, 32, 128, 4096)
 
@@ -23,7 +23,8 @@ def cases(device: torch.device) -> list[OpCase]:
         config = ModelConfig.from_pretrained(preset)
         for T in TOKENS:
             rows += [case(f"{preset} T={T}", T, config) for case in (_pre, _post, _post_pre)]
-    return rows
+    config = ModelConfig.from_pretrained("v41_flash")
+    return rows + [_delayed(f"v41_flash T={T}", T, config) for T in TOKENS]
 
 
 def _pre(label: str, T: int, config: ModelConfig) -> OpCase:
@@ -72,6 +73,20 @@ def _post_pre(label: str, T: int, config: ModelConfig) -> OpCase:
     run_by = {"triton": run(hc_post_pre), "two ops": run(separately), "torch": run(reference.hc_post_pre)}
     streams = 2 * T * config.hc_mult * config.hidden_size
     return OpCase("hc_post_pre", label, make, run_by, bytes=post.bytes + pre.bytes - streams)
+
+
+def _delayed(label: str, T: int, config: ModelConfig) -> OpCase:
+    post_pre, numbers = _post_pre(label, T, config), (config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
+
+    def make(device: torch.device, seed: int) -> tuple:
+        y, streams, post, comb, *weights = post_pre.make(device, seed)
+        return SublayerOutput(y, streams, post, comb), _random(device, seed + 2, post.shape)[0], *weights
+
+    def run(op: Callable) -> Callable:
+        return lambda output, pre, fn, base, scale, norm: op(output, pre, fn, base, scale, *numbers, norm)
+
+    run_by = {"triton": run(hc_delayed), "torch": run(reference.hc_delayed)}
+    return OpCase("hc_delayed", label, make, run_by, bytes=post_pre.bytes)
 
 
 def _random(device: torch.device, seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:

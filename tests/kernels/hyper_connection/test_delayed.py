@@ -1,25 +1,144 @@
-"""`hc_mix` and `hc_collapse`, of which `hc_pre` consists."""
+"""`hc_delayed` and `hc_collapse`: V4.1's use of the weights one sublayer late."""
 
+import os
+
+import pytest
 import torch
 
-from deepseek_attn.kernels.hyper_connection import hc_collapse, hc_mix, reference
+from deepseek_attn.kernels.hyper_connection import SublayerOutput, hc_collapse, hc_delayed, reference
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from deepseek_attn.kernels.common import float32_product
+from deepseek_attn.kernels.hyper_connection import hyper_connection, hyper_connection_triton
+from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu, ptxas_report
+
+NAN = float("nan")
+NUMBERS = (1e-20, 1e-6, 20)
+LIMIT = {torch.bfloat16: 3e-3, torch.float32: 1e-5}
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def make(T, m, D, dtype=torch.float32, device=None):
+    """A sublayer's output, pre, and the weights with the norm last."""
+    rows = (2 + m) * m
+    shapes = ((T, D), (T, m, D), (T, m), (T, m, m), (T, m), (rows, m * D), (rows,), (3,), (D,))
+    y, streams, post, comb, pre, fn, base, scale, norm = (torch.randn(*shape, device=device) for shape in shapes)
+    output = SublayerOutput(y.to(dtype), streams.to(dtype), post, comb)
+    return output, pre, (fn * (m * D) ** -0.5 * 2, base, scale, *NUMBERS), norm
 
 
 def test_mix_and_collapse_are_hc_pre():
-    m, dim, tokens = 4, 24, 5
-    streams, rows = torch.randn(tokens, m, dim), (2 + m) * m
-    weights = torch.randn(rows, m * dim) * 0.1, torch.randn(rows), torch.rand(3)
-    norm = torch.rand(dim)
-    x, post, comb = reference.hc_pre(streams, *weights, 1e-20, 1e-6, 20, norm)
-    pre, *rest = hc_mix(streams, *weights, 1e-20, 1e-6, 20)
-    assert torch.equal(hc_collapse(streams, pre, 1e-20, norm), x)
-    assert torch.equal(rest[0], post)
-    assert torch.equal(rest[1], comb)
-    first = torch.zeros(tokens, m).index_fill_(1, torch.tensor(0), 1)
-    assert torch.equal(hc_collapse(streams, first, 1e-20), streams[:, 0])
+    output, _, weights, norm = make(5, 4, 24)
+    x, post, comb = reference.hc_pre(output.streams, *weights, norm)
+    pre = reference.hc_mix(output.streams, *weights)[0]
+    got = hc_delayed(output.streams, pre, *weights, norm)
+    for mine, other in ((got.x, x), (got.post, post), (got.comb, comb), (got.pre, pre)):
+        assert torch.equal(mine, other)
+    updated = reference.hc_post(*output)
+    for mine, other in zip(
+        hc_delayed(output, pre, *weights, norm), hc_delayed(updated, pre, *weights, norm), strict=True
+    ):
+        assert torch.equal(mine, other)
+    first = torch.zeros(5, 4).index_fill_(1, torch.tensor(0), 1)
+    assert torch.equal(hc_collapse(output.streams, first, 1e-20), output.streams[:, 0])
 
 
 def test_a_tiny_epsilon_counts():
     """Of rows of 1e-9, whose mean square of 1e-18 is far above 1e-20 and far below 1e-6."""
     x = torch.full((1, 1, 8), 1e-9)
     assert torch.allclose(hc_collapse(x, torch.ones(1, 1), 1e-20, torch.ones(8)), torch.full((1, 8), 1 / 1.01**0.5))
+
+
+@pytest.fixture
+def hc(device):
+    if device.type != "cuda" and not INTERPRETED:
+        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
+    return hyper_connection
+
+
+@pytest.fixture
+def anywhere(hc, monkeypatch):
+    """The kernels take tensors of a CPU, which an interpreter reads; it knows no assembler."""
+    monkeypatch.setattr(hc, "_on_gpu", lambda x: True)
+    if INTERPRETED:
+        monkeypatch.setattr(hyper_connection_triton, "_reciprocal", lambda x: 1 / x)
+
+
+def check(got, expected, dtype):
+    for mine, other in zip(got, expected, strict=True):
+        assert (mine.shape, mine.dtype) == (other.shape, other.dtype)
+        error = (mine.double() - other.double()).norm() / other.double().norm().clamp(min=1e-30)
+        assert error <= (LIMIT[dtype] if other.dtype == dtype else 2e-4 if dtype != torch.float32 else 1e-5)
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("shape", [(4, 100), (3, 72), (1, 64)], ids=str)
+@pytest.mark.parametrize("T", [1, 3, 17])
+def test_delayed_in_triton(hc, monkeypatch, device, T, shape):
+    """Of streams and of an output that updates them; memory that is not written is not read."""
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    output, pre, weights, norm = make(T, *shape, dtype, device)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(NAN))
+    for before in (output, output.streams):
+        for weight in (norm, None):
+            got = hc.hc_delayed(before, pre, *weights, weight)
+            check(got, reference.hc_delayed(before, pre, *weights, weight), dtype)
+    for weight in (norm, None):
+        got = hc.hc_collapse(output.streams, pre, 1e-20, weight)
+        check([got], [reference.hc_collapse(output.streams, pre, 1e-20, weight)], dtype)
+
+
+@pytest.mark.parametrize("T", [1, 9, 100, 700])
+def test_at_the_size_of_v41(gpu, hc, T):
+    """As plain torch, with the same bits every time, whatever the other tokens are."""
+    output, pre, weights, norm = make(T, 4, 5120, torch.bfloat16)
+    got = hc.hc_delayed(output, pre, *weights, norm)
+    check(got, reference.hc_delayed(output, pre, *weights, norm), torch.bfloat16)
+    if T > 5:
+        output.streams[5] = NAN
+        kept = torch.arange(T) != 5
+        for mine, other in zip(hc.hc_delayed(output, pre, *weights, norm), got, strict=True):
+            assert torch.equal(mine[kept], other[kept])
+    first = hc.hc_delayed(output, pre, *weights, norm)
+    for _ in range(50):
+        for mine, other in zip(hc.hc_delayed(output, pre, *weights, norm), first, strict=True):
+            assert torch.equal(mine.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_no_tokens_and_bad_arguments(hc, device):
+    output, pre, weights, norm = make(3, 4, 32, device=device)
+    none = SublayerOutput(*(part[:0] for part in output))
+    shapes = [tuple(part.shape) for part in hc.hc_delayed(none, pre[:0], *weights, norm)]
+    assert shapes == [(0, 4, 32), (0, 32), (0, 4), (0, 4, 4), (0, 4)]
+    for words, call in {
+        r"must be contiguous float32 \(3, 4\), got \(2, 4\)": lambda: hc.hc_delayed(output, pre[:2], *weights, norm),
+        r"the norm's weight must be float32 \[32\]": lambda: hc.hc_collapse(output.streams, pre, 1e-20, norm[:3]),
+        r"y, post and comb must be": lambda: hc.hc_delayed(output._replace(y=output.y[:2]), pre, *weights, norm),
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+STEPS = {"one token": 1, "32": 32, "128": 128, "4096": 4096}
+
+
+@pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["one token"]))
+@pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
+def test_it_compiles(monkeypatch, tmp_path, arch, step):
+    monkeypatch.setattr(hyper_connection, "_on_gpu", lambda x: True)
+    pass_for_gpu(monkeypatch, CAPABILITIES[arch])
+    output, pre, weights, norm = make(STEPS[step], 4, 5120, torch.bfloat16, "meta")
+
+    def call():
+        hyper_connection.hc_delayed(output, pre, *weights, norm)
+        hyper_connection.hc_collapse(output.streams, pre, 1e-20, norm)
+
+    found = compiled_launches(monkeypatch, [hyper_connection, float32_product], arch, call)
+    assert len(found["delayed_kernel"]) == 2
+    if arch == "sm90":
+        for kernel in found["delayed_kernel"]:
+            assert "griddepcontrol.wait" in kernel.asm["ptx"]
+            assert " 0 bytes spill stores" in ptxas_report(kernel, tmp_path)
