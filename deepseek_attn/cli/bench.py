@@ -123,7 +123,6 @@ def add_memory_parser(what: argparse._SubParsersAction) -> None:
         help="max_model_len:max_num_seqs:max_num_batched_tokens of each run "
         "(default: 16384:8:2048,65536:4:4096,8192:64:8192)",
     )  # fmt: skip
-    memory.add_argument("--device", help="cuda, cuda:1 (default: the first GPU)")
     memory.set_defaults(run=run_memory, plot=None)
 
 
@@ -326,7 +325,7 @@ def run_memory(args: argparse.Namespace) -> None:
     from deepseek_attn.config.model import ModelConfig
     from deepseek_attn.config.options import pick_device
 
-    device = pick_device(args.device)
+    device = pick_device(None)
     if device.type != "cuda":
         raise ValueError("bench memory measures a GPU, and there is none here: plan --gpu h200 predicts")
     config = cut_config(ModelConfig.from_pretrained(args.model), args.layers, args.experts)
