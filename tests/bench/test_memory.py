@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from deepseek_attn.bench.engine import cut_config
 from deepseek_attn.bench.memory import Limits, measure_memory, peak_workload, storage_bytes
 from deepseek_attn.checkpoint.random import RepeatingSource
 from deepseek_attn.cli import main
@@ -25,8 +26,8 @@ def test_parts_are_compared(monkeypatch):
         ("mem_get_info", (2 * 10**9, 7 * 10**9)),
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    config = ModelConfig.from_preset("tiny")
-    compared = measure_memory(config, RepeatingSource(config), LIMITS, device="cpu", numerics="serving", dtype="bfloat16")
+    config = cut_config(ModelConfig.from_preset("tiny"), layers=2)
+    compared = measure_memory(config, RepeatingSource(config), LIMITS, device="cpu")
     assert compared.predicted.keys() == compared.measured.keys()
     assert compared.predicted["caches"] == compared.measured["caches"] > 0
     row = compared.row()
@@ -37,7 +38,8 @@ def test_parts_are_compared(monkeypatch):
 
 
 def test_the_workload_reaches_the_limits():
-    with ModelRunner.from_config("tiny", numerics="serving", device="cpu", **LIMITS._asdict()) as runner:
+    config = cut_config(ModelConfig.from_preset("tiny"), layers=1)
+    with ModelRunner.from_config(config, device="cpu", **LIMITS._asdict()) as runner:
         lengths, batches, step = [0], [], runner.step
 
         def noted(batch, options):
