@@ -82,7 +82,7 @@ class RunnerMemory:
         left_out = []
         if config.dspark is not None:
             left_out.append("the DSpark drafter")
-            config, facts["num_drafts"] = dataclasses.replace(config, dspark=None, mtp_layers=()), 0
+            config, facts["num_drafts"] = without_dspark(config), 0
         groups = layers_by_kind(config.layers, headers or {})
         config = dataclasses.replace(config, layers=tuple(group[0] for group in groups))
         if headers is None:
@@ -101,7 +101,12 @@ class RunnerMemory:
 
 def has_stand_in(config: AnyConfig) -> bool:
     """Whether a `StandIn` runs the steps of such a model, its DSpark drafter left out."""
-    return compiles_ahead(dataclasses.replace(config, dspark=None))
+    return compiles_ahead(without_dspark(config))
+
+
+def without_dspark(config: AnyConfig) -> AnyConfig:
+    """The config of the same model without its DSpark drafter, if it has one."""
+    return config if config.dspark is None else dataclasses.replace(config, dspark=None, mtp_layers=())
 
 
 def _count(trace: AllocationTrace, request: RunnerRequest, copies: dict[str, int], layout: CacheLayout) -> RunnerMemory:

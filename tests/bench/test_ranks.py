@@ -123,6 +123,15 @@ def test_a_gpu_holds_what_is_said_to_fit(capsys):
     assert plan("--memory", "500MB")["sequences_that_fit"] == 0  # less than CUDA's context
 
 
+@pytest.mark.parametrize("preset", ["tiny", "tiny_v32", "tiny_v41"])
+def test_every_family_has_a_plan(preset, capsys):
+    limits = ["--max-model-len", "100", "--max-num-seqs", "2", "--max-num-batched-tokens", "9"]
+    drafts = [] if preset == "tiny_v41" else ["--speculate", "2"]
+    assert main(["plan", "--model", preset, "--gpu", "h200", *limits, *drafts, "--batch", "1", "--json"]) == 0
+    gpu = json.loads(capsys.readouterr().out)["gpu"]
+    assert (gpu["parts"]["step"] > 0) == (not gpu["left_out"]) == (preset != "tiny_v41")
+
+
 def test_what_is_not_known_of_a_model_is_said(capsys):
     assert main(["plan", "--model", "tiny_v41", "--gpu", "h200"]) == 0
     out = capsys.readouterr().out
