@@ -29,7 +29,7 @@ from tests.support.small_models import prompt
 from tests.support.tiers import tiered
 
 SAVED = [(family, n, q) for q in NUMERICS for family, n in (("mixed", 3), ("mixed", 150), ("window", 90), ("v32", 70))]
-SAVED += [("v41", 71, "exact")]
+SAVED += [("v41", 71, numerics) for numerics in ("exact", "official")]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_no_room_to_load(tmp_path):
 
 # Altered files. Whoever alters one on purpose writes the right digest too: `Contents.to_bytes` does.
 
-LENGTHS = {"mixed": 150, "v32": 130}  # computed tokens of the saved sequences
+LENGTHS = {"mixed": 150, "v32": 130, "v41": 71}  # computed tokens of the saved sequences
 PENDING = 20  # tokens more that they have
 
 
@@ -319,7 +319,7 @@ def test_damage_anywhere(tmp_path):
         assert_refused("mixed", tmp_path / "s", "cannot be read as safetensors")
 
 
-@pytest.mark.parametrize("family", ["mixed", "v32"])
+@pytest.mark.parametrize("family", tiered(["mixed", "v32", "v41"], ["mixed", "v32"]))
 def test_nan_in_pages_stays_in_its_sequence(family, contents, tmp_path):
     """A page holds any values, as a model's may: other sequences of the step, and the pages' next owners, see none."""
     runner = runner_of(family)

@@ -19,7 +19,7 @@ FAMILIES = {
     "overlap": ("exact", "serving"),
     "window": ("exact", "serving"),
     "v32": ("exact", "official"),
-    "v41": ("exact",),
+    "v41": ("exact", "official"),
 }
 
 

@@ -23,7 +23,9 @@ from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.runner import ModelRunner, StepOptions
 from deepseek_attn.runner.model_runner import DEFAULT_OPTIONS
 from tests.engine.test_full_size_fuzz import large
+from tests.gpu.test_drafts import v41_config
 from tests.support import v32_cases
+from tests.support.drafts import DraftedSource
 from tests.support.predictable import PredictableSource
 from tests.support.small_models import prompt, small_config
 from tests.support.tiers import EXHAUSTIVE, tiered
@@ -42,6 +44,8 @@ Texts = list[tuple[int, ...]]
 def config_of(device: torch.device, family: str) -> ModelConfig:
     if family == "v3":
         return v32_cases.small("deepseek_v3")
+    if family == "v41":
+        return ModelConfig.from_preset("tiny_v41") if device.type == "cpu" else v41_config()
     if device.type == "cpu":
         return small_config(RATIOS, mtp=1) if family == "v4" else v32_cases.small(num_nextn_predict_layers=1)
     config = large().configs[family]
@@ -54,8 +58,9 @@ def runner_of(device: torch.device, family: str, numerics: str, deterministic: b
         pytest.skip("exact numerics run in float32 on a CPU")
     config, (numerics, dtype) = config_of(device, family), NUMERICS[numerics]
     dtype = torch.float32 if device.type == "cpu" else dtype
+    source = PredictableSource(config) if config.dspark is None else DraftedSource(config)
     return ModelRunner.from_source(
-        config, PredictableSource(config), device=device, numerics=numerics, dtype=dtype, deterministic=deterministic,
+        config, source, device=device, numerics=numerics, dtype=dtype, deterministic=deterministic,
         max_model_len=1280, max_num_seqs=10, max_num_batched_tokens=2048, max_snapshots=6, progress=False,
     )  # fmt: skip
 
@@ -177,6 +182,7 @@ def differences(runner: ModelRunner, rows: Rows, texts: Texts | None) -> list[st
 
 
 CASES = [(f, n, way) for f in ("v4", "v32") for n in NUMERICS for way in WAYS]
+CASES += [("v41", "exact", way) for way in ("company", "everything")]
 CASES += [("v3", "exact", way) for way in ("batches", "chunks", "company")]
 WITHOUT = [(f, n, "batch_of_9") for f in ("v4", "v32") for n in NUMERICS]
 WITHOUT += [("v4", "exact", way) for way in WAYS if way not in ("batch_of_9", "chunks_of_7")]  # 7: too few rows
