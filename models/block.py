@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepseek_attn.attention.builder import LayerSpecs
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 from deepseek_attn.config.model import AnyConfig, LayerSpec, RopeSpec
 from deepseek_attn.config.numerics import Numerics
@@ -74,10 +75,6 @@ class Block(CheckpointModule):
             self.declare(f"hc_{sublayer}_fn", (rows, columns), torch.float32)
             self.declare(f"hc_{sublayer}_base", (rows,), torch.float32)
             self.declare(f"hc_{sublayer}_scale", (3,), torch.float32)
-
-    def attend(self, x: torch.Tensor, step: StepMetadata) -> torch.Tensor:
-        """The attention layer alone, on normed ``x [T, hidden_size]``."""
-        return self.attn(x, step.positions, step)
 
     def forward(
         self,
@@ -191,6 +188,6 @@ def attention_layers(model: nn.Module) -> list[DeepseekV4MLAAttention | Deepseek
     return [module for module in model.modules() if isinstance(module, kinds)]
 
 
-def layer_specs(model: nn.Module) -> tuple[LayerSpec, ...] | tuple[V32LayerSpec, ...]:
+def layer_specs(model: nn.Module) -> LayerSpecs:
     """Specs of the attention layers of a model, in order."""
     return tuple(layer.spec for layer in attention_layers(model))

@@ -41,10 +41,6 @@ class Block(CheckpointModule):
         else:
             self.ffn = MoE(config, spec, numerics, dtype, device, parallel)
 
-    def attend(self, x: torch.Tensor, step: StepMetadata) -> torch.Tensor:
-        """The attention layer alone, on normed ``x [T, hidden_size]``."""
-        return self.attn(x, step.positions, step)
-
     def forward(
         self, y: torch.Tensor, residual: torch.Tensor | None, token_ids: torch.Tensor, step: StepMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:

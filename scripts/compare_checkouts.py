@@ -94,7 +94,7 @@ class Layers:
             self.runner.manager.reserve([(cache, 1) for cache in caches])
             step = bench.static_metadata(self.runner, caches)
             blocks = list(self.runner.model.layers.values())
-            graph = bench.captured([lambda block=block: block.attend(x, step) for block in blocks])
+            graph = bench.captured([lambda block=block: block.attn(x, step.positions, step) for block in blocks])
             for cache in caches:
                 self.runner.manager.free(cache)
         return graph

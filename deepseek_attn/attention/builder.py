@@ -39,7 +39,7 @@ from deepseek_attn.kernels.indices import (
 )
 from deepseek_attn.kernels.insert import CompressBatch
 
-LayerSpecs = tuple[LayerSpec, ...] | tuple[V32LayerSpec, ...]
+LayerSpecs = tuple[LayerSpec | V32LayerSpec, ...]
 
 
 @dataclass

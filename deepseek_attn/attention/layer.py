@@ -157,12 +157,12 @@ class DeepseekV4MLAAttention(CheckpointModule):
     ) -> None:
         """Gives the layer its pools and the scratch memory it shares with other layers."""
         self.pools, self.workspace, self.prefill_workspace_rows = pools, workspace, prefill_workspace_rows
-        self.swa_cache = pools.get(self.prefix, "window")
+        self.swa_cache = pools[self.prefix, "window"]
         self.kv_cache = pools.get(self.prefix, "compressed")
         if self.compressor is not None:
-            self.compressor.bind(self.kv_cache, pools.get(self.prefix, "state"))
+            self.compressor.bind(pools[self.prefix, "compressed"], pools[self.prefix, "state"])
         if self.indexer is not None:
-            self.indexer.compressor.bind(pools.get(self.prefix, "index"), pools.get(self.prefix, "index_state"))
+            self.indexer.compressor.bind(pools[self.prefix, "index"], pools[self.prefix, "index_state"])
             self.topk_indices_buffer = topk_indices_buffer
 
     @property

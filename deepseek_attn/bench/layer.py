@@ -14,6 +14,7 @@ from deepseek_attn.bench.floors import StepShape, Work, attention_work
 from deepseek_attn.bench.timing import KernelTiming, captured, kernels_of, time_calls
 from deepseek_attn.cache.manager import SequenceCache
 from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.models.block import attention_layers, layer_specs
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.device_tables import DeviceTables
 from deepseek_attn.runner.graph_steps import StepSize, StepTensors
@@ -63,7 +64,7 @@ def fill_caches(runner: ModelRunner, seed: int = 0) -> None:
         return torch.randn(rows, width, generator=generator, device=runner.device).to(runner.dtype)
 
     for pool in runner.pools:
-        if pool.record is None:
+        if pool.spec.record is None:
             pool.tensor.normal_(generator=generator)
             continue
         slots = pool.tensor.shape[0] * pool.entries
@@ -117,13 +118,14 @@ def time_layer(
         raise ValueError("kernels are listed on a GPU")
     if graph and runner.graph_problem:
         raise ValueError(f"a layer's calls cannot be captured as a CUDA graph here: {runner.graph_problem}")
-    blocks = [runner.model.layers[str(layer)] for layer in ([layers] if isinstance(layers, int) else layers)]
-    kinds = {block.attn.spec.kind for block in blocks}
+    loaded = {layer.spec.index: layer for layer in attention_layers(runner.model.layers)}
+    timed = [loaded[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
+    kinds = {layer.spec.kind for layer in timed}
     if len(kinds) != 1:
         raise ValueError(f"layers {layers} are of the kinds {', '.join(sorted(kinds))}: one kind is timed at a time")
-    sources = runner.config.with_sources(block.attn.spec.index for block in blocks)
-    selections = {getattr(block.attn.spec, "index_source", None) for block in blocks}
-    if len(selections) > 1 and not blocks[0].attn.spec.has_indexer:
+    sources = runner.config.with_sources(layer.spec.index for layer in timed)
+    selections = {getattr(layer.spec, "index_source", None) for layer in timed}
+    if len(selections) > 1 and not timed[0].spec.has_indexer:
         raise ValueError(f"layers {layers} read the selections of layers {sorted(selections)}: one selection at a time")
     caches = [past(runner, context - tokens) for _ in range(batch)]
     kernels = ()
@@ -137,13 +139,13 @@ def time_layer(
 
         step = static_metadata(runner, caches, tokens) if static else metadata()
         metadata_us = 0.0 if static else host_microseconds(metadata, repeats)
-        count = len(blocks) * math.ceil(INPUT_SETS / len(blocks))
+        count = len(timed) * math.ceil(INPUT_SETS / len(timed))
         inputs = torch.randn(count, batch * tokens, runner.config.hidden_size, device=runner.device).to(runner.dtype)
-        calls = [lambda i=i: blocks[i % len(blocks)].attend(inputs[i], step) for i in range(count)]
+        calls = [lambda i=i: timed[i % len(timed)](inputs[i], step.positions, step) for i in range(count)]
         with torch.inference_mode(), runner.op_settings():
             for source in sources:
-                if runner.model.layers[str(source)] not in blocks:
-                    runner.model.layers[str(source)].attend(inputs[0], step)
+                if loaded[source] not in timed:
+                    loaded[source](inputs[0], step.positions, step)
             if graph:
                 replay = captured(calls)
                 times = [t / count for t in time_calls(lambda _: replay.replay(), runner.device, repeats, warmup)]
@@ -156,11 +158,11 @@ def time_layer(
     finally:
         for cache in caches:
             runner.manager.free(cache)
-    attn = blocks[0].attn
+    first = timed[0]
     shape = StepShape(batch, tokens, context)
-    work = attention_work(runner.config, attn.spec, runner.numerics, runner.dtype, runner.layout, shape)
+    work = attention_work(runner.config, first.spec, runner.numerics, runner.dtype, runner.layout, shape)
     return LayerTiming.of(
-        times, layer=attn.prefix, kind=attn.spec.kind, backend=attn.backend_name, instances=len(blocks),
+        times, layer=first.prefix, kind=first.spec.kind, backend=first.backend_name, instances=len(timed),
         mode="decode" if decode else "prefill", graph=graph, batch=batch, tokens=tokens, context=context,
         metadata_us=metadata_us, launches=sum(n for _, n, _ in kernels) if kernels else None, kernels=kernels,
         work=work, **over_floor(work, statistics.median(times), rates),
@@ -192,7 +194,7 @@ def static_metadata(runner: ModelRunner, caches: list[SequenceCache], tokens: in
     """
     longest = max(cache.num_tokens for cache in caches) + tokens
     tables = DeviceTables(runner.layout, runner.device)
-    layers = tuple(block.attn.spec for block in runner.model.layers.values())
+    layers = layer_specs(runner.model.layers)
     step = StepTensors(runner.layout, tables, StepSize(len(caches), tokens, longest))
     step.set_inputs([[0] * tokens] * len(caches), [cache.num_tokens for cache in caches], tables.rows(caches))
     return step.metadata(layers, step.rows(), step.block_tables())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -135,7 +135,7 @@ class RankModel:
         shape = StepShape(self.layout.own(batch), tokens, context)
         caches, rows = self._caches(shape), shape.rows
         expert_rows = rows * self.layout.ranks if self.layout.dp_attention else rows
-        stages: Counter[str] = Counter()
+        stages: dict[str, float] = defaultdict(float)
         for spec in self.own.layers:
             arguments = self.numerics, self.dtype
             work = attention_work(self.own, spec, *arguments, caches, shape)

@@ -71,7 +71,7 @@ def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor
         x = torch.randn(rows, config.hidden_size, generator=generator, device=device).to(runner.dtype)
         streams = x.unsqueeze(1).repeat(1, config.hc_mult, 1) if isinstance(block, Block) else x
         output = block.collapse(streams).output(x) if isinstance(block, Block) else (x, x)
-        calls[ATTENTION].append(partial(block.attend, x, step))
+        calls[ATTENTION].append(partial(block.attn, x, step.positions, step))
         calls[NORMS] += [partial(block.attn_input, output), partial(block.ffn_input, output)]
         if isinstance(block.ffn, MoE):
             calls[ROUTING].append(partial(block.ffn.gate, x, token_ids))

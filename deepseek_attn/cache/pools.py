@@ -29,16 +29,19 @@ class Pool:
         return self.spec.entries
 
     @property
-    def record(self) -> Record | None:
-        return self.spec.record
+    def record(self) -> Record:
+        """Layout of an entry; a pool of states has none."""
+        record = self.spec.record
+        assert record is not None, f"the {self.spec.kind} pool of {self.spec.layer} holds states, not records"
+        return record
 
     def insert(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Stores ``rows [T, dim]`` at ``slots [T]`` (page * entries + offset); negative slots are skipped."""
-        self.spec.record.insert(self.tensor, self.entries, slots, rows)
+        self.record.insert(self.tensor, self.entries, slots, rows)
 
     def gather(self, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Reads ``slots [...]`` as ``[..., dim]``; negative slots give zeros."""
-        return self.spec.record.gather(self.tensor, self.entries, slots, dtype)
+        return self.record.gather(self.tensor, self.entries, slots, dtype)
 
     def gather_request(self, pages: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
         """The first ``count`` rows ``[count, dim]`` of a request with these ``pages``."""
@@ -64,6 +67,10 @@ class CachePools:
     def get(self, layer: str, kind: str) -> Pool | None:
         """The pool of a layer (``layers.N`` or ``mtp.N``) and kind (`PoolSpec.kind`); None if it has none."""
         return self._pools.get((layer, kind))
+
+    def __getitem__(self, key: tuple[str, str]) -> Pool:
+        """As `get`; KeyError if there is none."""
+        return self._pools[key]
 
     def __iter__(self) -> Iterator[Pool]:
         return iter(self._pools.values())

@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> None:
         if tokenizer is None:
             raise ValueError(f"{source.directory} has no tokenizer.json: give the prompt by --token-ids")
         prompt = tokenizer.encode_prompt(prompt)
-    options = runner_options(args) | {"max_model_len": len(prompt), "max_num_seqs": 1, "max_snapshots": 0}
+    options = runner_options(args)
+    options.update(max_model_len=len(prompt), max_num_seqs=1, max_snapshots=0)
     queries = None if ranges is None else expand(ranges, len(prompt))
     # wrong choices are found before the weights are loaded
     choice = choose_reads(config, config.layers, len(prompt), queries, args.top, layers)

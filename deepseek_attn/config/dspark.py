@@ -50,14 +50,13 @@ def read_dspark(reader: FieldReader, fields: Mapping[str, Any]) -> DSparkConfig 
     noise = reader.integer("dspark_noise_token_id", minimum=0)
     if noise is not None and fields["vocab_size"] is not None and noise >= fields["vocab_size"]:
         reader.problem(f"dspark_noise_token_id {noise} is outside the vocabulary of vocab_size {fields['vocab_size']}")
-    given = reader.as_list("dspark_target_layer_ids", reader.value("dspark_target_layer_ids"))
-    targets = [reader.as_integer(f"dspark_target_layer_ids[{i}]", layer, 0) for i, layer in enumerate(given or [])]
-    if None not in targets and targets != sorted(set(targets)):
-        reader.problem(f"dspark_target_layer_ids is {targets}: expected ascending numbers of layers")
+    targets = reader.as_integers("dspark_target_layer_ids", reader.value("dspark_target_layer_ids"), 0)
+    if targets and list(targets) != sorted(set(targets)):
+        reader.problem(f"dspark_target_layer_ids is {list(targets)}: expected ascending numbers of layers")
     layers = fields["num_hidden_layers"]
-    if None not in targets and layers is not None and targets and max(targets) >= layers:
+    if targets and layers is not None and max(targets) >= layers:
         reader.problem(f"dspark_target_layer_ids has layer {max(targets)}, and num_hidden_layers is {layers}")
-    if given == []:
+    if targets == ():
         reader.problem("dspark_target_layer_ids is []: the drafter reads at least one layer")
     experts = reader.integer("dspark_n_routed_experts", None)
     chosen = reader.integer("dspark_num_experts_per_tok", None)
@@ -65,9 +64,9 @@ def read_dspark(reader: FieldReader, fields: Mapping[str, Any]) -> DSparkConfig 
     if chosen is not None and of_stages is not None and chosen > of_stages:
         reader.problem(f"dspark_num_experts_per_tok {chosen} is above the {of_stages} experts of a draft stage")
     rank = reader.integer("dspark_markov_rank")
-    if None in (noise, rank, *targets) or not targets:
+    if noise is None or rank is None or not targets:
         return None
-    return DSparkConfig(block, noise, tuple(targets), rank, experts, chosen)
+    return DSparkConfig(block, noise, targets, rank, experts, chosen)
 
 
 def drop_dspark(raw: dict[str, Any], changes: Mapping[str, Any]) -> None:

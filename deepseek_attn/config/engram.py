@@ -92,10 +92,10 @@ def read_engram(reader: FieldReader, num_hidden_layers: int | None, vocab_size: 
     Args:
         num_hidden_layers, vocab_size: values of the config; None where they were wrong.
     """
-    layers = _integers(reader, "engram_layer_ids", reader.value("engram_layer_ids", None), 0)
+    layers = reader.as_integers("engram_layer_ids", reader.value("engram_layer_ids", None), 0)
     if not layers:
         return None
-    rows = _integers(reader, "engram_num_embeddings", reader.value("engram_num_embeddings"), 1)
+    rows = reader.as_integers("engram_num_embeddings", reader.value("engram_num_embeddings"), 1)
     sizes = {
         key: reader.integer(key, minimum=minimum)
         for key, minimum in {
@@ -117,9 +117,10 @@ def read_engram(reader: FieldReader, num_hidden_layers: int | None, vocab_size: 
             reader.problem(f"{key} is {sizes[key]}: supported with vocab_size {vocab_size} is at most {limit}")
     if sizes["engram_head_dim"] is not None and sizes["engram_head_dim"] % 32:
         reader.problem(f"engram_head_dim is {sizes['engram_head_dim']}: expected a multiple of 32, which share a scale")
-    if reader.problems or rows is None or None in sizes.values():
+    known = {key: size for key, size in sizes.items() if size is not None}
+    if reader.problems or rows is None or len(known) < len(sizes):
         return None
-    config = EngramConfig(layers, rows, **sizes)
+    config = EngramConfig(layers, rows, **known)
     if len(layers) * config.rows_per_token > MAX_HASHES:
         reader.problem(
             f"engram_max_ngram_size {config.engram_max_ngram_size} with engram_n_heads {config.engram_n_heads} in "
@@ -133,14 +134,6 @@ def read_engram(reader: FieldReader, num_hidden_layers: int | None, vocab_size: 
             f"add up to {list(expected)}"
         )
     return config
-
-
-def _integers(reader: FieldReader, key: str, value: Any, minimum: int) -> tuple[int, ...] | None:
-    values = reader.as_list(key, value)
-    if values is None:
-        return None
-    checked = tuple(reader.as_integer(f"{key}[{i}]", item, minimum) for i, item in enumerate(values))
-    return None if None in checked else checked
 
 
 @cache

@@ -134,6 +134,15 @@ class FieldReader:
         self.problem(f"{label} is {value!r}: expected an object")
         return None
 
+    def as_integers(self, label: str, value: Any, minimum: int = 1) -> tuple[int, ...] | None:
+        """Checks a list of integers; None if it or one of them is wrong, or it is absent."""
+        values = self.as_list(label, value)
+        if values is None:
+            return None
+        checked = [self.as_integer(f"{label}[{i}]", item, minimum) for i, item in enumerate(values)]
+        known = tuple(value for value in checked if value is not None)
+        return known if len(known) == len(checked) else None
+
     def as_list(self, label: str, value: Any) -> list | None:
         if isinstance(value, (list, tuple)):
             return list(value)

@@ -84,7 +84,8 @@ class V41LayerSpec(LayerSpec):
 
     @property
     def sources(self) -> frozenset[int]:
-        return frozenset({self.kv_source, self.index_source, self.candidate_source} - {None, self.index})
+        layers = (self.kv_source, self.index_source, self.candidate_source)
+        return frozenset(layer for layer in layers if layer is not None and layer != self.index)
 
     @property
     def entry_owner(self) -> str:
@@ -311,13 +312,11 @@ def _read_ratios(reader: FieldReader, values: Mapping[str, Any]) -> list[int] | 
 def _read_sources(reader: FieldReader, layers: int | None, ratios: list[int] | None) -> dict[str, Any]:
     found: dict[str, tuple[int, ...]] = {}
     for key in SOURCES:
-        ids = reader.as_list(key, reader.value(key, []))
-        ids = tuple(reader.as_integer(f"{key}[{i}]", layer, minimum=0) for i, layer in enumerate(ids or []))
-        found[key] = () if None in ids else ids
-        if list(found[key]) != sorted(set(found[key])):
+        found[key] = ids = reader.as_integers(key, reader.value(key, []), minimum=0) or ()
+        if list(ids) != sorted(set(ids)):
             reader.problem(f"{key} is {list(ids)}: expected ascending numbers of layers")
-        if layers is not None and found[key] and max(found[key]) >= layers:
-            reader.problem(f"{key} has layer {max(found[key])}, and num_hidden_layers is {layers}")
+        if layers is not None and ids and max(ids) >= layers:
+            reader.problem(f"{key} has layer {max(ids)}, and num_hidden_layers is {layers}")
     kv, index = (found[key] for key in SOURCES)
     if missing := sorted(set(kv) - set(index)):
         reader.problem(

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from deepseek_attn.attention.builder import LayerSpecs
 from deepseek_attn.attention.decode_builder import DecodeBatch, RowOwners, build_decode_metadata
 from deepseek_attn.cache.layout import CacheLayout
-from deepseek_attn.config.model import LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.indices import DecodeRows, decode_rows
 from deepseek_attn.kernels.sampling import accept_drafts, greedy_tokens
@@ -106,9 +106,7 @@ class StepTensors:
             tables[group] = table[:, :pages].index_select(0, self.table_rows)
         return tables
 
-    def metadata(
-        self, layers: tuple[LayerSpec, ...], rows: DecodeRows, tables: Mapping[str, torch.Tensor]
-    ) -> StepMetadata:
+    def metadata(self, layers: LayerSpecs, rows: DecodeRows, tables: Mapping[str, torch.Tensor]) -> StepMetadata:
         """Metadata of rows for some layers."""
         owners = self._owners[len(rows.positions) // self.size.requests]
         return build_decode_metadata(layers, self.layout, DecodeBatch(rows, owners, tables, self.size.max_len))

@@ -12,6 +12,7 @@ from deepseek_attn.cache.manager import SequenceCache
 from deepseek_attn.config.options import as_list, is_integer
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.step_batch import check_hidden_states
+from deepseek_attn.models.block import attention_layers
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.step import check_query_lens
 
@@ -48,14 +49,15 @@ class LayerSession:
     def __init__(self, runner: ModelRunner, layers: Iterable[int] | None = None, decode_query_len: int | None = None):
         if not isinstance(runner, ModelRunner):
             raise ValueError(f"a session drives layers of a ModelRunner, not of a {type(runner).__name__}")
-        loaded = [int(name) for name in runner.model.layers]
+        attention = {layer.spec.index: layer for layer in attention_layers(runner.model.layers)}
+        loaded = list(attention)
         self.layers = loaded if layers is None else as_list(layers, "layers: numbers of layers")
         missing = [layer for layer in self.layers if layer not in loaded]
         if missing or not self.layers or len(set(self.layers)) < len(self.layers):
             raise ValueError(f"layers={self.layers}: this runner holds layers {loaded}; name at least one, each once")
         self.runner = runner
         self.decode_query_len = runner.decode_query_len if decode_query_len is None else decode_query_len
-        self.attention = {layer: runner.model.layers[str(layer)].attn for layer in self.layers}
+        self.attention = {layer: attention[layer] for layer in self.layers}
         self.step: StepMetadata | None = None
         self.selected: dict[int, Tensor] = {}
 

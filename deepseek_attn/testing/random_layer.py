@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.models.block import attention_layers
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.session import LayerSequence, LayerSession
 from deepseek_attn.testing.errors import relative_error, selection_tolerance, tolerance
@@ -29,9 +31,9 @@ def poison_scratch(runner: ModelRunner) -> None:
     """Fills scratch memory with NaN and huge indices: its content must not matter between calls."""
     (everything,) = runner.workspace.get(((runner.workspace.nbytes(),), torch.uint8))
     everything.fill_(NAN_BYTE)
-    for block in runner.model.layers.values():
-        if block.attn.topk_indices_buffer is not None:
-            block.attn.topk_indices_buffer.fill_(2**31 - 1)
+    for layer in attention_layers(runner.model.layers):
+        if layer.topk_indices_buffer is not None:
+            layer.topk_indices_buffer.fill_(2**31 - 1)
 
 
 @dataclass
@@ -67,12 +69,12 @@ class RandomLayer:
         tolerance, selection_tolerance: errors that `check` allows, of a row and of what the indexer selects.
     """
 
-    def __init__(self, config: AnyConfig | str | Path = "tiny", layer: int = 0, *, seed: int = 0, **options):
+    def __init__(self, config: AnyConfig | str | Path = "tiny", layer: int = 0, *, seed: int = 0, **options: Any):
         config = ModelConfig.from_pretrained(config) if isinstance(config, str | Path) else config
         source = RandomSource(config, seed)
-        sizes = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512}
+        defaults: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512}
         self.runner = ModelRunner.from_source(
-            config, source, layers=[layer], attention_only=True, progress=False, **sizes | options
+            config, source, layers=[layer], attention_only=True, progress=False, **defaults | options
         )
         self.session = LayerSession(self.runner)
         self.attention = self.session.attention[layer]

@@ -172,9 +172,9 @@ class DeepseekV32MLAAttention(CheckpointModule):
     ) -> None:
         """Gives the layer its pools and the scratch memory it shares with other layers."""
         self.pools, self.workspace, self.prefill_workspace_rows = pools, workspace, prefill_workspace_rows
-        self.kv_cache = pools.get(self.prefix, "latent")
+        self.kv_cache = pools[self.prefix, "latent"]
         if self.indexer is not None:
-            self.indexer.bind(pools.get(self.prefix, "index"))
+            self.indexer.bind(pools[self.prefix, "index"])
             self.topk_indices_buffer = topk_indices_buffer
 
     @traced("attention")

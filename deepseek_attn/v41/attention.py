@@ -77,15 +77,15 @@ class DeepseekV41MLAAttention(DeepseekV4MLAAttention):
     ) -> None:
         """Gives the layer its window, the pools of the layer that owns its entries, and shared scratch memory."""
         self.pools, self.workspace, self.prefill_workspace_rows = pools, workspace, prefill_workspace_rows
-        self.swa_cache = pools.get(self.prefix, "window")
+        self.swa_cache = pools[self.prefix, "window"]
         if not self.spec.ratio:
             return
         owner = self.spec.entry_owner
-        self.kv_cache, self.topk_indices_buffer = pools.get(owner, "compressed"), topk_indices_buffer
+        self.kv_cache, self.topk_indices_buffer = pools[owner, "compressed"], topk_indices_buffer
         if self.compressor is not None:
             self.compressor.bind(self.kv_cache, pools.get(owner, "state"))
         if self.indexer is not None:
-            self.indexer.bind(pools.get(owner, "index"))
+            self.indexer.bind(pools[owner, "index"])
 
     def project(self, x: Tensor) -> InputProjections:
         qr, kv, *rest = multi_linear(x, self.input_linears)

@@ -204,7 +204,6 @@ def test_padding_tokens_at_the_end_of_a_prefill(kind, device):
         assert layer.attn.topk_indices_buffer[26:30].eq(-1).all()
         request.selected.append(layer.attn.topk_indices_buffer[:26].clone())
     layer.runner.manager.commit(request.sequence.cache, 26)
-    request.sequence.num_tokens = 26
     layer.run([request], [6, 1, 30])
     layer.check(request)
 

@@ -106,7 +106,7 @@ def test_fill_caches_leaves_no_entry_empty(device):
     runner = ModelRunner.from_config("tiny", layers=[1], device=device, numerics="serving", dtype="bfloat16", **OPTIONS)
     fill_caches(runner)
     for pool in runner.pools:
-        if pool.record is not None:
+        if pool.spec.record is not None:
             slots = torch.arange(pool.tensor.shape[0] * pool.entries, device=device)
             rows = pool.gather(slots, torch.float32)
             assert rows.isfinite().all()

@@ -48,7 +48,7 @@ def make_manager(
 
 def floats(pool):
     """Float32 ``[pages, entries]`` view of a one-channel pool."""
-    return pool.tensor.view(torch.float32).view(len(pool.tensor), -1) if pool.record else pool.tensor[..., 0]
+    return pool.tensor.view(torch.float32).view(len(pool.tensor), -1) if pool.spec.record else pool.tensor[..., 0]
 
 
 def pool_of(manager, group):

@@ -195,7 +195,7 @@ class Drive:
         attn, watched = block.attn, None
         if isinstance(oracle, V4LayerOracle):
             watched = attn.impl = Watched(attn.impl, oracle, tokens)
-        out = block.attend(x, meta)
+        out = block.attn(x, meta.positions, meta)
         selected = selected_by(attn, len(x))
         if watched is not None:
             attn.impl = watched.impl
@@ -251,7 +251,7 @@ def run_layers(case: Layers, name: str, backend: str, device: torch.device, repo
         spread_pools(monkeypatch, case.spread)
     drive, count = Drive.of(case, name, backend, device, report), len(case.steps[0].lens)
     for pool in drive.runner.pools:
-        assert pool.record is None or pool.tensor.stride(0) * pool.tensor.shape[0] >= case.spread
+        assert pool.spec.record is None or pool.tensor.stride(0) * pool.tensor.shape[0] >= case.spread
     drive.start(count)
     for step in case.steps:
         drive.step(step)

@@ -189,7 +189,7 @@ def test_rows_of_padding_tokens_become_zero(fake):
     machine = runner([0, 4, 16], "flashmla")
     layers = attention_layers(machine.model)
     for pool in machine.pools:
-        if pool.record is not None:
+        if pool.spec.record is not None:
             slots = torch.arange(pool.tensor.shape[0] * pool.entries)
             pool.insert(slots, torch.randn(len(slots), pool.record.dim))
     sequences = [machine.sequence(prompt(machine.config, 40, seed)) for seed in range(3)]

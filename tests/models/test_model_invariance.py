@@ -129,9 +129,9 @@ class CacheWrites:
 
     def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch):
         self.runner, self.rows = runner, {}
-        specs = {pool.tensor.data_ptr(): pool.spec for pool in runner.pools if pool.record is not None}
+        specs = {pool.tensor.data_ptr(): pool.spec for pool in runner.pools if pool.spec.record is not None}
         for pool in runner.pools:
-            if pool.record is not None:
+            if pool.spec.record is not None:
                 self.rows[pool.spec] = torch.zeros(len(pool.tensor) * pool.entries, pool.record.dim)
         original = Record.insert
 
@@ -146,7 +146,7 @@ class CacheWrites:
         found = {}
         for pool in self.runner.pools:
             pages = torch.tensor(sequence.cache.tables[pool.spec.group])
-            if pool.record is None:
+            if pool.spec.record is None:
                 found[pool.spec.kind] = pool.tensor[pages].flatten(0, 1), torch.empty(0)
                 continue
             ratio = 1 if pool.spec.group == WINDOW else int(pool.spec.group.removeprefix("ratio"))

@@ -258,7 +258,7 @@ class ByHand:
 
     @torch.no_grad()
     def attend(self, step):
-        return self.layer.attend(self.x[: len(step.positions)], step)
+        return self.layer.attn(self.x[: len(step.positions)], step.positions, step)
 
     def whole(self, n: int = 1):
         y = self.attend(self.metadata(n))

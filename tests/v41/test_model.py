@@ -116,7 +116,7 @@ def test_official_numerics_equal_brute_force(seed):
     oracle = oracle_of(config, source, official=True)
     expected = oracle(tokens).float()
     runner = make_runner(config, source, numerics="official")
-    assert {pool.record.name for pool in runner.pools if pool.record} == {"fp8_v41", "fp4_v41", "index_fp4"}
+    assert {pool.record.name for pool in runner.pools if pool.spec.record} == {"fp8_v41", "fp4_v41", "index_fp4"}
     poison_caches(runner)
     for chunk in (None, 3):
         assert_close(runner.score([tokens], chunk)[0], expected, TOLERANCE)
@@ -129,7 +129,7 @@ def test_serving_numerics():
     source, tokens = RandomSource(config, 0), prompt(config, 30)
     expected = make_runner(config, source).score([tokens])[0]
     runner = make_runner(config, source, numerics="serving")
-    assert {pool.record.name for pool in runner.pools if pool.record} == {"fp8_v4", "index_fp8"}
+    assert {pool.record.name for pool in runner.pools if pool.spec.record} == {"fp8_v4", "index_fp8"}
     assert runner.model.layers["1"].attn.wq_b.scale.shape == (6, 1)
     logits = runner.score([tokens])[0]
     assert_close(runner.score([tokens], 7)[0], logits, TOLERANCE)
