@@ -11,9 +11,8 @@ from torch import nn
 
 from deepseek_attn.attention.builder import LayerSpecs
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
-from deepseek_attn.config.model import AnyConfig, LayerSpec, RopeSpec
+from deepseek_attn.config.model import AnyConfig, AnySpec, LayerSpec, RopeSpec
 from deepseek_attn.config.numerics import Numerics
-from deepseek_attn.config.v32 import V32LayerSpec
 from deepseek_attn.impls.base import SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.hyper_connection import SublayerInput, SublayerOutput
@@ -46,7 +45,7 @@ class BuildContext:
     parallel: Parallel = field(default_factory=Parallel.single)
     ropes: dict[RopeSpec, RotaryTable] = field(default_factory=dict)
 
-    def rope(self, spec: LayerSpec | V32LayerSpec) -> RotaryTable:
+    def rope(self, spec: AnySpec) -> RotaryTable:
         """The rotary table of a layer; layers with the same frequencies share one."""
         if spec.rope not in self.ropes:
             self.ropes[spec.rope] = RotaryTable(spec.rope, self.max_positions, self.device)

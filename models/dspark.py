@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -74,7 +75,7 @@ class DraftsBlocks:
         return self.config.dspark.dspark_target_layer_ids if self.config.dspark is not None and len(self.mtp) else ()
 
     @property
-    def stages(self) -> list[nn.Module]:
+    def stages(self) -> list[Any]:
         """The draft stages in order."""
         return list(self.mtp.values())
 

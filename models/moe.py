@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from deepseek_attn.config.model import AnyConfig, LayerSpec
+from deepseek_attn.config.model import AnyConfig, AnySpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 from deepseek_attn.kernels.moe import (
@@ -26,8 +26,6 @@ from deepseek_attn.layers.parallel import Parallel, shard_unit
 from deepseek_attn.layers.weights import CheckpointModule, Shard, SlotKind, WeightSlot, check_finite
 from deepseek_attn.utils.device import run_beside
 from deepseek_attn.utils.tracing import traced
-
-AnySpec = LayerSpec | V32LayerSpec
 
 
 class Gate(CheckpointModule):

@@ -22,8 +22,7 @@ from deepseek_attn.cache.layout import (
     entry_pages,
     state_rows,
 )
-from deepseek_attn.config.model import LayerSpec
-from deepseek_attn.config.v32 import V32LayerSpec
+from deepseek_attn.config.model import AnySpec
 from deepseek_attn.impls.metadata import (
     DeepseekSparseSWAMetadata,
     FlashMLASparseMetadata,
@@ -39,7 +38,7 @@ from deepseek_attn.kernels.indices import (
 )
 from deepseek_attn.kernels.insert import CompressBatch
 
-LayerSpecs = tuple[LayerSpec | V32LayerSpec, ...]
+LayerSpecs = tuple[AnySpec, ...]
 
 
 @dataclass

@@ -21,14 +21,13 @@ from deepseek_attn.cache.layout import CacheLayout, PoolSpec
 from deepseek_attn.checkpoint.names_v32 import canonical_names
 from deepseek_attn.checkpoint.published import published_tensors
 from deepseek_attn.checkpoint.recipes import ROWS, Recipe
-from deepseek_attn.config.model import AnyConfig, LayerSpec
+from deepseek_attn.config.model import AnyConfig, AnySpec
 from deepseek_attn.config.numerics import Numerics
-from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
+from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.config.v41 import V41LayerSpec
 from deepseek_attn.kernels.engram import SCALE_GROUP
 from deepseek_attn.kernels.linear import FP4_GROUP
 
-AnySpec = LayerSpec | V32LayerSpec
 Tensors = tuple[tuple[str, Recipe], ...]
 ROUTED, HEAD_TENSORS = ("experts.", "gate."), ("norm.", "head.", "hc_head_")
 SELECTION = ("indexer.wq_b.", "indexer.weights_proj.")  # weights that are read only where queries have to select

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deepseek_attn.bench.floors import AnySpec, Work
+from deepseek_attn.bench.floors import Work
 from deepseek_attn.bench.stages import EXPERTS, HEAD, NORMS, ROUTING
+from deepseek_attn.config.model import AnySpec
 from deepseek_attn.kernels.common.device import GPU
 
 FEW_ROWS = 256  # tokens of a step from which other kernels take over

@@ -10,7 +10,6 @@ from functools import cached_property
 import torch
 
 from deepseek_attn.bench.floors import (
-    AnySpec,
     Product,
     StepShape,
     Work,
@@ -27,7 +26,7 @@ from deepseek_attn.bench.machines import FEW_ROWS, Machine
 from deepseek_attn.bench.stages import ATTENTION, ENGRAM, EXPERTS, HEAD, NORMS, ROUTING
 from deepseek_attn.cache.layout import CacheLayout, make_layout
 from deepseek_attn.checkpoint.recipes import ROWS
-from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.model import AnyConfig, AnySpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.layers.parallel import Parallel, exchanged, shard_unit
 from deepseek_attn.layers.peers import PEER_RANKS

@@ -18,16 +18,18 @@ tokens at once or, with ``kv_cache_bytes``, as many tokens as fit (`CacheLayout.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
 from deepseek_attn.cache.records import Record, make_index_record
 from deepseek_attn.cache.records_v32 import LATENT_GROUP, make_v32_record
 from deepseek_attn.cache.records_v41 import FP8_GROUP, make_v41_records
-from deepseek_attn.config.model import AnyConfig, LayerSpec
+from deepseek_attn.config.model import AnyConfig, AnySpec, LayerSpec
 from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 
 WINDOW_PAGE = TOKENS_PAGE = 64
@@ -51,7 +53,7 @@ class EntryPages(NamedTuple):
     entries: int
 
 
-def entry_pages(spec: LayerSpec | V32LayerSpec) -> EntryPages:
+def entry_pages(spec: AnySpec) -> EntryPages:
     """Where a layer with entries (``ratio`` above 0) keeps them."""
     if isinstance(spec, V32LayerSpec):
         return EntryPages(TOKENS, TOKENS_PAGE)
@@ -212,7 +214,7 @@ def make_layout(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_rollback: int = 16,
-    layers: tuple[LayerSpec, ...] | tuple[V32LayerSpec, ...] | None = None,
+    layers: tuple[AnySpec, ...] | None = None,
     max_snapshots: int = 0,
     kv_cache_bytes: int | None = None,
 ) -> CacheLayout:
@@ -233,59 +235,58 @@ def make_layout(
     layers = config.all_layers if layers is None else layers
     check_records(config, numerics)
     if isinstance(config, DeepseekV32Config):
-        pools = _token_pools(config, numerics, dtype, layers)
+        window, pools = 0, _token_pools(config, numerics, dtype, layers)
         pages = {TOKENS: 1 + max_num_seqs * -(-max_model_len // TOKENS_PAGE)}
-        layout = CacheLayout(
-            pools, pages, 0, max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback, max_snapshots
-        )
-        return layout if kv_cache_bytes is None else layout.fit_pages(kv_cache_bytes)
-    dims = config.nope_head_dim, config.qk_rope_head_dim
-    window_record, entry_record = make_v41_records(numerics.kv_record, *dims, dtype)
-    index_record = make_index_record(numerics.index_record, config.index_head_dim, dtype)
-    pools: list[PoolSpec] = []
-    for spec in layers:
-        pools.append(PoolSpec(spec.name, "window", WINDOW, WINDOW_PAGE, window_record))
-        if not spec.owns_entries:
-            continue
-        group, entries = entry_pages(spec)
-        rows, width, carry = state_rows(spec, max_rollback), 2 * spec.coff, (spec.coff - 1) * spec.ratio
-        pools.append(PoolSpec(spec.name, "compressed", group, entries, entry_record))
-        if spec.compresses:
-            pools.append(PoolSpec(spec.name, "state", STATE, rows, width=width * config.head_dim, carry=carry))
-        if spec.owns_index_keys:
-            pools.append(PoolSpec(spec.name, "index", group, entries, index_record))
-        if spec.compresses_index_keys:
-            pools.append(
-                PoolSpec(spec.name, "index_state", STATE, rows, width=width * config.index_head_dim, carry=carry)
-            )
-    pages = {
-        WINDOW: 1
-        + max_num_seqs * window_pages_per_sequence(config.sliding_window, max_rollback)
-        + max_num_batched_tokens // WINDOW_PAGE
-        + max_snapshots * snapshot_window_pages(config.sliding_window)
-    }
-    for ratio in sorted({spec.ratio for spec in layers if spec.owns_entries}):
-        # a snapshot may hold the only copy of a page that is part full
-        pages[ratio_group(ratio)] = 1 + max_num_seqs * compressed_pages(max_model_len, ratio) + max_snapshots
-    if any(spec.compresses for spec in layers):
-        pages[STATE] = 1 + max_num_seqs
+    else:
+        specs, window = cast("tuple[LayerSpec, ...]", layers), config.sliding_window
+        pools = _window_and_entry_pools(config, numerics, dtype, specs, max_rollback)
+        pages = {
+            WINDOW: 1
+            + max_num_seqs * window_pages_per_sequence(window, max_rollback)
+            + max_num_batched_tokens // WINDOW_PAGE
+            + max_snapshots * snapshot_window_pages(window)
+        }
+        for ratio in sorted({spec.ratio for spec in specs if spec.owns_entries}):
+            # a snapshot may hold the only copy of a page that is part full
+            pages[ratio_group(ratio)] = 1 + max_num_seqs * compressed_pages(max_model_len, ratio) + max_snapshots
+        if any(spec.compresses for spec in specs):
+            pages[STATE] = 1 + max_num_seqs
     limits = (max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback, max_snapshots)
-    layout = CacheLayout(tuple(pools), pages, config.sliding_window, *limits)
+    layout = CacheLayout(tuple(pools), pages, window, *limits)
     return layout if kv_cache_bytes is None else layout.fit_pages(kv_cache_bytes)
 
 
 def _token_pools(
-    config: DeepseekV32Config, numerics: Numerics, dtype: torch.dtype, layers: tuple[V32LayerSpec, ...]
-) -> tuple[PoolSpec, ...]:
+    config: DeepseekV32Config, numerics: Numerics, dtype: torch.dtype, layers: tuple[AnySpec, ...]
+) -> Iterator[PoolSpec]:
     kind = {"plain": "auto"}.get(numerics.kv_record, numerics.kv_record)
     latent = make_v32_record(kind, config.kv_lora_rank, config.qk_rope_head_dim, dtype, scale_rule="official")
-    pools = []
     for spec in layers:
-        pools.append(PoolSpec(spec.name, "latent", TOKENS, TOKENS_PAGE, latent))
+        yield PoolSpec(spec.name, "latent", TOKENS, TOKENS_PAGE, latent)
         if spec.has_indexer:
             index = make_index_record(numerics.index_record, config.index_head_dim, dtype)
-            pools.append(PoolSpec(spec.name, "index", TOKENS, TOKENS_PAGE, index))
-    return tuple(pools)
+            yield PoolSpec(spec.name, "index", TOKENS, TOKENS_PAGE, index)
+
+
+def _window_and_entry_pools(
+    config: DeepseekV4Base, numerics: Numerics, dtype: torch.dtype, layers: tuple[LayerSpec, ...], max_rollback: int
+) -> Iterator[PoolSpec]:
+    dims = config.nope_head_dim, config.qk_rope_head_dim
+    window_record, entry_record = make_v41_records(numerics.kv_record, *dims, dtype)
+    index_record = make_index_record(numerics.index_record, config.index_head_dim, dtype)
+    for spec in layers:
+        yield PoolSpec(spec.name, "window", WINDOW, WINDOW_PAGE, window_record)
+        if not spec.owns_entries:
+            continue
+        group, entries = entry_pages(spec)
+        rows, width, carry = state_rows(spec, max_rollback), 2 * spec.coff, (spec.coff - 1) * spec.ratio
+        yield PoolSpec(spec.name, "compressed", group, entries, entry_record)
+        if spec.compresses:
+            yield PoolSpec(spec.name, "state", STATE, rows, width=width * config.head_dim, carry=carry)
+        if spec.owns_index_keys:
+            yield PoolSpec(spec.name, "index", group, entries, index_record)
+        if spec.compresses_index_keys:
+            yield PoolSpec(spec.name, "index_state", STATE, rows, width=width * config.index_head_dim, carry=carry)
 
 
 def check_records(config: AnyConfig, numerics: Numerics) -> None:

@@ -55,12 +55,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--layout", choices=list(LAYOUTS), default="tp",
         help="tp: all ranks have the same tokens; dp: data-parallel attention (default: tp)",
     )  # fmt: skip
-    ranks.add_argument("--gpus-per-host", type=int, default=8, metavar="N", help="GPUs of one host, joined by NVLink (default: 8)")
+    ranks.add_argument("--gpus-per-host", type=int, default=8, metavar="N", help="GPUs that NVLink joins (default: 8)")
     ranks.add_argument(
         "--batch", type=numbers, default=[1, 32, 128], metavar="LIST",
         help="requests of a decode step, all ranks together (default: 1,32,128)",
     )  # fmt: skip
-    ranks.add_argument("--context", type=int, metavar="N", help="tokens of each request after the step (default: max_model_len)")
+    ranks.add_argument("--context", type=int, metavar="N", help="tokens of each request (default: max_model_len)")
     ranks.add_argument("--prefill", type=int, metavar="N", help="also predict a step of one prompt of N tokens")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     parser.set_defaults(run=run)

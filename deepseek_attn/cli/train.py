@@ -39,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--mtp-steps", type=int, metavar="N", help="steps of the MTP layer, after the others (default: --steps)"
     )
-    parser.add_argument("--mtp-lr", type=float, metavar="LR", help="peak learning rate of the MTP layer (default: --lr)")
+    parser.add_argument("--mtp-lr", type=float, metavar="LR", help="its peak learning rate (default: --lr)")
     parser.add_argument("--mtp-depth", type=int, metavar="N", help="drafts it is trained to make (default: 3)")
     parser.add_argument(
         "--budget",

@@ -15,7 +15,7 @@ from deepseek_attn.config.dspark import DSparkConfig, drop_dspark
 from deepseek_attn.config.schedule import published_branch
 from deepseek_attn.config.v4 import DeepseekV4Base, LayerSpec
 from deepseek_attn.config.v4_reader import FIXED, read_v4
-from deepseek_attn.config.v32 import DeepseekV32Config
+from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 from deepseek_attn.config.v41 import DeepseekV41Config, is_inference_config
 from deepseek_attn.utils.hub import CONFIG_FILE, HubModel
 from deepseek_attn.utils.json_files import parse_json, read_json
@@ -145,6 +145,7 @@ class ModelConfig(DeepseekV4Base):
 
 
 AnyConfig = ModelConfig | DeepseekV32Config | DeepseekV41Config
+AnySpec = LayerSpec | V32LayerSpec
 
 
 def _make_v4(raw: Mapping[str, Any], origin: str) -> ModelConfig:
