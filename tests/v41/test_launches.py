@@ -12,11 +12,15 @@ from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.launches import recorded_launches
+from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.compile_ahead import RunnerRequest, RunnerSizes
 from deepseek_attn.runner.graph_steps import StepSize
+from deepseek_attn.runner.graphs import DecodeGraphs
+from deepseek_attn.runner.model_runner import chunks_of
 from deepseek_attn.runner.stand_in import StandIn
 from deepseek_attn.runner.warm_up import WarmUp
 from tests.kernels.compiled_launches import CAPABILITIES
+from tests.support.small_models import prompt
 from tests.support.tiers import tiered
 from tests.support.v41_cases import tiny
 
@@ -53,3 +57,32 @@ def test_no_step_waits_for_the_device(arch):
             decoded = {variant.name for variant in launches.variants.values()}
             steps.prefill([(1, 90), (40, 1000)])
     assert decoded >= V41
+
+
+def test_replays_equal_eager_steps(device):
+    """The same bits, as those of steps that are not over persistent tensors; candidates limit the longest sequences."""
+    if device.type == "cpu":
+        pytest.skip("CUDA graphs need a GPU")
+    config = tiny(**WIDTHS)
+    limits = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 512}
+    options = {"device": device, "numerics": "serving", "dtype": "bfloat16", "cuda_graphs": True, "progress": False}
+    runner = ModelRunner.from_source(config, RandomSource(config, 0), **limits, **options)
+    assert runner.graphs is not None
+    sequences = [runner.sequence(prompt(config, n, n)) for n in (2, 61, 190, 333)]
+    for sequence in sequences:
+        runner.step([(sequence, sequence.num_pending)])
+        sequence.token_ids.extend(prompt(config, 4, 1))
+    sizes = runner.model, runner.layout, device, [4]
+    both = [DecodeGraphs(*sizes, capture=capture, engram=runner.tables) for capture in (True, False)]
+    for chosen in ([0, 1, 2, 3], [3, 1], [2, 0, 3], [1]):
+        rows = [(sequences[i], 1) for i in chosen]
+        caches = [sequence.cache for sequence, _ in rows]
+        ids = [[sequence.token_ids[sequence.num_computed]] for sequence, _ in rows]
+        runner.manager.reserve([(cache, 1) for cache in caches])
+        with torch.inference_mode(), runner.op_settings():
+            replayed, eager = (graphs.run(caches, ids, chunks=chunks_of(rows)).logits() for graphs in both)
+        assert torch.equal(replayed, eager)
+        runner.graphs = None
+        ordinary = torch.cat(runner.step(rows).logits)
+        assert (replayed - ordinary).norm() <= 0.02 * ordinary.norm()
+    assert both[0].step(StepSize(4, 1, 1024)).graph is not None
