@@ -201,7 +201,8 @@ class DeepseekV41Family(Family):
         if official and device.type != "cpu" and not options.reference_only:
             raise ValueError(
                 f"DeepSeek-V4.1 with official records and backend={options.backend!r} on {device}: supported is "
-                "'reference'"
+                "'reference', in plain torch, because no kernel reads its records (528 and 288 bytes); with kernels: "
+                "numerics='serving'"
             )
         super().__init__(config, numerics, dtype, device, options, parallel)
 
