@@ -102,6 +102,7 @@ def streams(T: int) -> None:
     hyper_connection.hc_pre(before, *pre)
     hyper_connection.hc_post(y, before, post, comb)
     hyper_connection.hc_post_pre(y, before, post, comb, *pre)
+    hyper_connection.hc_delayed(before, post, *pre)
 
 
 def routed_experts(T: int, weight_format: str) -> None:
