@@ -15,7 +15,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.layers.parallel.cases import v4_config, v32_config, v41_config
-from tests.support.tiers import EXHAUSTIVE
+from tests.support.tiers import EXHAUSTIVE, tiered
 
 DATA = Path(__file__).parents[2] / "docs" / "data"
 
@@ -75,7 +75,7 @@ def test_experts_are_shared_out():
     assert not alone.collectives
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", tiered([2, 8], [8]))
 def test_v41_on_ranks(ranks):
     """Tables stay in the files: of 475 GiB, 286 are split. Draft stages have fewer experts than blocks."""
     found, config = model("v41_flash", ranks), ModelConfig.from_preset("v41_flash")
