@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ class Style:
         expert_dtypes: formats of experts, the published one first.
     """
 
-    tensors: Callable[[AnyConfig], Iterator[tuple[str, Recipe]]]
+    tensors: Callable[[Any], Iterator[tuple[str, Recipe]]]
     scale: str
     scale_dtype: str
     expert_dtypes: tuple[str, ...]

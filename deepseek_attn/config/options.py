@@ -34,8 +34,9 @@ def pick_device(device: torch.device | str | None) -> torch.device:
     Raises:
         ValueError: it is not.
     """
-    if device == torch.device("meta"):  # of a runner that only plans (`runner.stand_in`)
-        return device
+    meta = torch.device("meta")
+    if device == meta:  # of a runner that only plans (`runner.stand_in`)
+        return meta
     device = parse_device(device)
     if device.type == "cuda":
         if not torch.cuda.is_available():
@@ -54,10 +55,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def pick_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
     if dtype is None:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = DTYPES.get(dtype, dtype)
-    if dtype not in DTYPES.values():
-        raise ValueError(f"dtype {dtype!r}: supported are {', '.join(DTYPES)}")
-    return dtype
+    for name, supported in DTYPES.items():
+        if dtype in (name, supported):
+            return supported
+    raise ValueError(f"dtype {dtype!r}: supported are {', '.join(DTYPES)}")
 
 
 def check_sizes(
