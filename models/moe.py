@@ -111,7 +111,8 @@ class MLP(CheckpointModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = multi_linear(x, [self.w1, self.w3])
-        return self.w2(swiglu(gate, up, self.limit, x.dtype))
+        (y,) = multi_linear(swiglu(gate, up, self.limit, x.dtype), [self.w2])
+        return y
 
 
 class Experts(CheckpointModule):

@@ -30,7 +30,7 @@ def transformers_model(config: ModelConfig, source: RandomSource) -> torch.nn.Mo
     return model
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def time_transformers(model: torch.nn.Module, tokens: list[int], prompt: int) -> tuple[float, float, torch.Tensor]:
     ids = torch.tensor([tokens])
     start = time.perf_counter()

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from deepseek_attn.kernels.common.blocks import value_range
 from deepseek_attn.kernels.common.device import FLOATS
 
 
@@ -169,9 +170,15 @@ def checked_slots(slots: Tensor, capacity: int) -> Tensor:
     """``slots`` as int64; ValueError for another dtype and, on the CPU, for a slot that is not below ``capacity``."""
     if slots.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"slots are int64 or int32, got {slots.dtype}")
-    if slots.device.type == "cpu" and slots.numel() and int(slots.max()) >= capacity:
-        raise ValueError(f"slot {int(slots.max())} is past the end of the pool, which holds {capacity} entries")
+    if slots.device.type == "cpu":
+        check_largest(value_range(slots)[1], capacity)
     return slots.to(torch.int64)
+
+
+def check_largest(slot: int, capacity: int) -> None:
+    """ValueError for a slot that is not below ``capacity``."""
+    if slot >= capacity:
+        raise ValueError(f"slot {slot} is past the end of the pool, which holds {capacity} entries")
 
 
 def _load(view: Tensor, page: Tensor, offset: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepseek_attn.cache.record import Record, as_bytes, checked_slots, round_up
+from deepseek_attn.cache.record import Record, as_bytes, check_largest, checked_slots, round_up
+from deepseek_attn.kernels.common.blocks import value_range
 from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.quant import (
     decode_e8m0,
@@ -52,13 +53,38 @@ class PlainRecord(Record):
     def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         return parts[0].contiguous().view(self.dtype).to(dtype)
 
+    def insert(self, pool: Tensor, n: int, slots: Tensor, rows: Tensor) -> None:
+        table = self._table(pool, n)
+        if table is None or slots.device.type != "cpu":
+            return super().insert(pool, n, slots, rows)
+        self._check_rows(slots, rows)
+        least, most = value_range(slots)
+        check_largest(most, table.shape[0])
+        if least < 0:
+            written = slots >= 0
+            slots, rows = slots[written], rows[written]
+        table.index_copy_(0, slots.to(torch.int64), rows.to(self.dtype))
+
     def gather(self, pool: Tensor, n: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
-        if pool.shape[1] != n * self.entry_bytes or not pool.is_contiguous() or dtype not in FLOATS:
+        table = self._table(pool, n)
+        if table is None or dtype not in FLOATS:
             return super().gather(pool, n, slots, dtype)
-        # pages without gaps are one table of rows
-        flat = checked_slots(slots, pool.shape[0] * n).reshape(-1)
-        rows = pool.view(self.dtype).view(-1, self.dim).index_select(0, flat.clamp_min(0)).to(dtype)
+        flat = slots.reshape(-1)
+        if flat.device.type == "cpu":
+            least, most = value_range(flat)
+            check_largest(most, table.shape[0])
+            if least >= 0:
+                return table.index_select(0, flat).to(dtype).view(*slots.shape, self.dim)
+        flat = checked_slots(flat, table.shape[0])
+        rows = table.index_select(0, flat.clamp_min(0)).to(dtype)
         return rows.masked_fill_((flat < 0).unsqueeze(-1), 0).view(*slots.shape, self.dim)
+
+    def _table(self, pool: Tensor, n: int) -> Tensor | None:
+        """Pages without gaps as one table of rows ``[entries, dim]``; None for others."""
+        aligned = pool.storage_offset() % self.dtype.itemsize == 0
+        if pool.shape[1] != n * self.entry_bytes or not aligned or not pool.is_contiguous():
+            return None
+        return pool.view(self.dtype).view(-1, self.dim)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ class Linear(CheckpointModule):
         self.dtype, self.out_float32, self.fp8_group = dtype, out_float32, numerics.fp8_group
         self.register_parameter("weight", None)
         self.register_parameter("scale", None)
+        self._segment: ops.Segment | None = None
 
     def slots(self) -> Iterator[tuple[str, WeightSlot]]:
         block = self.numerics.weight_block
@@ -69,8 +70,13 @@ class Linear(CheckpointModule):
     @property
     def segment(self) -> ops.Segment:
         """Weight and options of this layer, for the ops."""
+        weight, scale, known = self._parameters["weight"], self._parameters["scale"], self._segment
+        return known if known and known.weight is weight and known.scale is scale else self._new_segment()
+
+    def _new_segment(self) -> ops.Segment:
         out_dtype = torch.float32 if self.out_float32 else None
-        return ops.Segment(self.weight, self.scale, self.fp8_input, out_dtype, self.fp8_group)
+        self._segment = ops.Segment(self.weight, self.scale, self.fp8_input, out_dtype, self.fp8_group)
+        return self._segment
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [..., in_features]`` -> ``[..., out_features]``."""

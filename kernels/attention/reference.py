@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.attention.types import PagedKeys, check_max_logits
-from deepseek_attn.kernels.common.blocks import SCRATCH_BYTES, row_blocks, rows_per_block
+from deepseek_attn.kernels.common.blocks import SCRATCH_BYTES, row_blocks, rows_per_block, value_range
 from deepseek_attn.kernels.common.records import CacheRecord
 
 WIDTH_STEP = 64
@@ -53,7 +53,10 @@ def sparse_attention(
         else:
             fetched.copy_(kv.index_select(0, rows).view(fetched.shape))
 
-    source = _Source(indices, lens, kv.shape[0], fetch)
+    def read(rows: Tensor) -> Tensor:
+        return kv.index_select(0, rows).float()
+
+    source = _Source(indices, lens, kv.shape[0], fetch, read)
     return _written(_attend(q, [source], scale, sink, d_v, budget, max_logits), out)
 
 
@@ -69,18 +72,21 @@ def sparse_attention_paged(
     """`kernels.attention.sparse_attention_paged` in float32 torch."""
     _check_query(q, sink)
     d_v = _value_dim(q, d_v)
-    sources = [_Source(part.indices, part.lens, part.pool.shape[0] * part.entries, _paged_fetch(part)) for part in keys]
+    sources = [_paged_source(part) for part in keys]
     # Decoding a record makes a few temporaries as large as the keys.
     return _written(_attend(q, sources, scale, sink, d_v, SCRATCH_BYTES // 4), out)
 
 
-def _paged_fetch(keys: PagedKeys) -> Callable[[Tensor, Tensor, Tensor], None]:
+def _paged_source(keys: PagedKeys) -> _Source:
     dtype = torch.bfloat16 if keys.record.name == "fp8_v32" else torch.float32
 
     def fetch(slots: Tensor, valid: Tensor, fetched: Tensor) -> None:
         fetched.copy_(keys.record.gather(keys.pool, keys.entries, slots.masked_fill(~valid, -1), dtype))
 
-    return fetch
+    def read(slots: Tensor) -> Tensor:
+        return keys.record.gather(keys.pool, keys.entries, slots, dtype).float()
+
+    return _Source(keys.indices, keys.lens, keys.pool.shape[0] * keys.entries, fetch, read)
 
 
 def _written(result: tuple[Tensor, Tensor], out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -90,12 +96,17 @@ def _written(result: tuple[Tensor, Tensor], out: Tensor | None) -> tuple[Tensor,
 
 @dataclass(frozen=True)
 class _Source:
-    """Keys of one kv tensor or pool; ``fetch(rows int64 [r, w], valid [r, w], out float32 [r, w, d])`` reads them."""
+    """Keys of one kv tensor or pool.
+
+    ``fetch(rows int64 [r, w], valid [r, w], out float32 [r, w, d])`` reads them, invalid ones as anything that is
+    finite; ``read(rows int64 [n])`` returns float32 ``[n, d]`` of valid rows.
+    """
 
     indices: Tensor
     lens: Tensor | None
     limit: int
     fetch: Callable[[Tensor, Tensor, Tensor], None]
+    read: Callable[[Tensor], Tensor]
 
     def select(self, rows: Tensor | slice, width: int) -> tuple[Tensor, Tensor]:
         """Indices int64 ``[rows, width]`` and their validity."""
@@ -127,13 +138,13 @@ def _attend(
     if q.device.type == "cpu":
         budget = min(budget, CPU_BLOCK_BYTES)
     for rows, widths in _width_groups(sources, T, q.device):
-        width = sum(widths)
+        width, first = sum(widths), _first_if_consecutive(rows)
         per_block = min(len(rows), rows_per_block(4 * (width * (d + H) + H * (d + 2 * d_v)) + 32 * width, budget))
         keys = torch.empty(per_block, width, d, dtype=torch.float32, device=q.device)
         logits = torch.empty(per_block, H, width, dtype=torch.float32, device=q.device)
         for start, end in row_blocks(len(rows), per_block):
-            # a slice where the group is all rows: indexing with a tensor copies
-            block = slice(start, end) if len(rows) == T else rows[start:end]
+            # a slice where rows are consecutive, as those of a prompt are: indexing with a tensor copies
+            block = rows[start:end] if first is None else slice(first + start, first + end)
             valid = _fetch(sources, block, widths, keys[: end - start])
             queries = q[block].float() * scale
             result = _softmax_block(queries, keys[: end - start], valid, logits[: end - start], sink, d_v)
@@ -151,27 +162,29 @@ def _attend_one(
 
     Decoding one request is bound by the number of small operations; these are half as many.
     """
-    _, H, d = q.shape
+    H = q.shape[1]
     keys = []
     for source in sources:
         rows = source.indices[0] if source.lens is None else source.indices[0, : max(int(source.lens), 0)]
-        rows = rows[(rows >= 0) & (rows < source.limit)].long()
-        if len(rows):
-            part = torch.empty(1, len(rows), d)
-            source.fetch(rows[None], torch.ones(1, len(rows), dtype=torch.bool), part)
-            keys.append(part[0])
+        least, most = value_range(rows)
+        if least < 0 or most >= source.limit:
+            rows = rows[(rows >= 0) & (rows < source.limit)]
+        if rows.numel():
+            keys.append(source.read(rows.long()))
     if not keys:
         if max_logits is not None:
             max_logits.fill_(float("-inf"))
         return q.new_zeros(1, H, d_v), torch.full((1, H), float("inf"))
     keys = keys[0] if len(keys) == 1 else torch.cat(keys)
     logits = (q[0].float() * scale) @ keys.t()
+    peak = logits.amax(1, keepdim=True)
     if max_logits is not None:
-        max_logits.copy_(logits.amax(1))
-    lse = logits.logsumexp(1)
-    total = lse if sink is None else torch.logaddexp(lse, sink.float())
-    out = (logits - total[:, None]).exp() @ keys[:, :d_v]
-    return out.to(q.dtype)[None], lse[None]
+        max_logits.copy_(peak[:, 0])
+    # logits.logsumexp(1), whose guard against infinite peaks takes as long as all of this
+    lse = (logits - peak).exp_().sum(1, keepdim=True).log_().add_(peak)
+    total = lse if sink is None else torch.logaddexp(lse, sink.float().unsqueeze(1))
+    out = logits.sub_(total).exp_() @ keys[:, :d_v]
+    return out.to(q.dtype)[None], lse.t()
 
 
 def _width_groups(sources: list[_Source], T: int, device: torch.device) -> Iterator[tuple[Tensor, list[int]]]:
@@ -194,11 +207,24 @@ def _width_groups(sources: list[_Source], T: int, device: torch.device) -> Itera
     if torch.equal(widths, widths[:1].expand_as(widths)):  # the few rows of a decode step, as a rule
         groups, members = widths[:1], [rows]
     else:
-        groups, group_of = widths.unique(dim=0, return_inverse=True)
-        members = [rows[group_of == g] for g in range(len(groups))]
+        # one number for the widths of a row: `unique` of numbers takes 0.1 ms for 1024 rows, that of rows 5 ms
+        number = widths[:, 0]
+        for column, most in zip(widths.unbind(1)[1:], full[1:], strict=True):
+            number = number * (most + 1) + column
+        found, group_of = number.unique(return_inverse=True)
+        members = [rows[group_of == g] for g in range(len(found))]
+        groups = widths[torch.stack([its_rows[0] for its_rows in members])]
     for group, its_rows in zip(groups.tolist(), members, strict=True):
         if sum(group) > 0:
             yield its_rows, group
+
+
+def _first_if_consecutive(rows: Tensor) -> int | None:
+    """The first of ascending row numbers on a CPU if none between the first and the last is missing."""
+    if rows.device.type != "cpu":
+        return None
+    first = int(rows[0])
+    return first if int(rows[-1]) - first == len(rows) - 1 else None
 
 
 def _fetch(sources: list[_Source], rows: Tensor | slice, widths: list[int], keys: Tensor) -> Tensor:
@@ -236,7 +262,8 @@ def _softmax_block(
     factor = 1 / total if sink is None else torch.sigmoid(lse - sink.float())[:, :, None] / total
     out = torch.bmm(weights, keys[:, :, :d_v]).mul_(factor)
     lonely = ~valid.any(1)
-    out, lse = out.masked_fill_(lonely[:, None, None], 0), lse.masked_fill_(lonely[:, None], float("inf"))
+    if lonely.device.type != "cpu" or lonely.any():
+        out, lse = out.masked_fill_(lonely[:, None, None], 0), lse.masked_fill_(lonely[:, None], float("inf"))
     return _BlockResult(out, lse, peak.squeeze(2))
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from functools import cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,17 +15,53 @@ from deepseek_attn.kernels.common.invariance import in_row_tiles
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     """``x * rsqrt(mean(x^2) + eps) [* weight]`` over the last dimension, in float32, cast once to ``x.dtype``."""
     x32 = x.float()
-    y = x32 * torch.rsqrt(in_row_tiles(_mean_square, x32) + eps)
+    y = x32 * in_row_tiles(lambda rows: inverse_rms(rows, eps), x32)
     return (y if weight is None else y * weight).to(x.dtype)
 
 
-def _mean_square(x: Tensor) -> Tensor:
-    return x.square().mean(-1, keepdim=True)
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """``rsqrt(mean(x^2) + eps)`` over the last dimension of float32 ``x [..., d]``: ``[..., 1]``."""
+    squares = x.square()
+    if x.device.type != "cpu":
+        return torch.rsqrt(squares.mean(-1, keepdim=True) + eps)
+    # for one row, an operation with a Python number takes twice as long as one of two tensors, and `mean` makes two
+    return torch.add(constant(eps), squares.sum(-1, keepdim=True), alpha=1 / x.shape[-1]).rsqrt_()
+
+
+@cache
+@torch.inference_mode(False)
+def constant(value: float) -> Tensor:
+    """A float32 scalar on the CPU."""
+    return torch.tensor(value)
 
 
 def freqs_cis_at(cos_sin: Tensor, positions: Tensor) -> Tensor:
     """``cos + i sin`` at ``positions [T]``: complex64 ``[T, n]`` of a float32 table ``[max_positions, 2 n]``."""
-    cos, sin = cos_sin[positions].chunk(2, dim=-1)
+    if len(positions) > FEW_TOKENS or positions.device.type != "cpu" or not torch.is_inference_mode_enabled():
+        return _gather_freqs_cis(cos_sin, positions)
+    recent, values = _recent.get(id(cos_sin)), positions.tolist()
+    if recent is None or recent.table() is not cos_sin or recent.positions != values:
+        if len(_recent) == MANY_TABLES:
+            _recent.clear()
+        recent = _Recent(weakref.ref(cos_sin), values, _gather_freqs_cis(cos_sin, positions))
+        _recent[id(cos_sin)] = recent
+    return recent.freqs_cis
+
+
+class _Recent(NamedTuple):
+    """Result of `freqs_cis_at` for few positions on a CPU, which all layers of a decode step ask for."""
+
+    table: weakref.ref
+    positions: list[int]
+    freqs_cis: Tensor
+
+
+FEW_TOKENS, MANY_TABLES = 4, 16
+_recent: dict[int, _Recent] = {}
+
+
+def _gather_freqs_cis(cos_sin: Tensor, positions: Tensor) -> Tensor:
+    cos, sin = cos_sin.index_select(0, positions).split_with_sizes([cos_sin.shape[-1] // 2] * 2, dim=-1)
     return torch.complex(cos, sin)
 
 
@@ -36,15 +76,28 @@ def apply_rope(x: Tensor, freqs_cis: Tensor, inverse: bool = False) -> Tensor:
     Returns:
         A new tensor of the same shape and dtype: float32 arithmetic, one rounding.
     """
+    return rotate_(x.clone(), freqs_cis, inverse)
+
+
+def rotate_(x: Tensor, freqs_cis: Tensor, inverse: bool = False) -> Tensor:
+    """`apply_rope` in place; returns ``x``."""
     tokens, pairs = freqs_cis.shape
     freqs_cis = (freqs_cis.conj() if inverse else freqs_cis).view(tokens, *(1,) * (x.dim() - 2), pairs)
-    out = x.clone()
-    tail = out[..., x.shape[-1] - 2 * pairs :]
-    # a copy even of contiguous float32: complex views need an even offset, and an odd nope width gives an odd one
+    tail = x.narrow(-1, x.shape[-1] - 2 * pairs, 2 * pairs)
+    if tail.device.type == "cpu" and _is_in_pairs(tail):
+        torch.view_as_complex(tail.view(*tail.shape[:-1], pairs, 2)).mul_(freqs_cis)
+        return x
     pairs32 = tail.to(torch.float32, copy=True, memory_format=torch.contiguous_format).unflatten(-1, (-1, 2))
     rotated = torch.view_as_complex(pairs32) * freqs_cis
     tail.copy_(torch.view_as_real(rotated).flatten(-2))
-    return out
+    return x
+
+
+def _is_in_pairs(x: Tensor) -> bool:
+    """Whether the channels of ``x`` can be viewed as complex64: an odd number before them gives odd offsets."""
+    *strides, step = x.stride()
+    even = x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in strides)
+    return even and step == 1 and x.dtype == torch.float32
 
 
 def apply_rope_half_split(x: Tensor, freqs_cis: Tensor) -> Tensor:

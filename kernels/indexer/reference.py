@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,6 +26,8 @@ from deepseek_attn.kernels.latent.types import LatentQueries
 
 GEMM_BYTES = 16 << 20
 KEYS_PER_BLOCK = 4096
+CAUSAL_ROWS = 128
+"""On a CPU this many queries of a prefill are scored together, against the entries that the last of them sees."""
 
 
 @torch.no_grad()
@@ -33,7 +37,7 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
         raise ValueError(f"index keys are {', '.join(KEY_FORMATS)}, got {rows.key_format!r}")
     heads = rows.weights.shape[1]
     freqs_cis = freqs_cis_at(rows.cos_sin, rows.positions)
-    q = rows.q.unflatten(1, (heads, -1))
+    q = rows.q.view(len(rows.q), heads, rows.q.shape[1] // heads)
     q = apply_rope_half_split(q, freqs_cis) if rows.half_split else apply_rope(q, freqs_cis)
     if rows.hadamard:
         q = hadamard(q)
@@ -83,6 +87,8 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
             f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(weights.shape)}"
         )
     T, heads, dim = q.shape
+    if T == 1 and heads and 0 < len(k) <= KEYS_PER_BLOCK and q.device.type == "cpu":  # as below, in one block
+        return torch.bmm(weights.float().unsqueeze(0), (q.float() @ k.float().t()).relu_())[0]
     out = torch.zeros(T, k.shape[0], dtype=torch.float32, device=q.device)
     if heads == 0 or T == 0:
         return out
@@ -110,15 +116,23 @@ def paged_index_scores(
     out.fill_(float("-inf"))
     lens = num_visible.clamp(max=width)
     lens = torch.where(lens > skip, lens, 0).tolist()
-    requests, counts = keys.token_to_req.unique_consecutive(return_counts=True)
-    first = 0
-    for request, count in zip(requests.tolist(), counts.tolist(), strict=True):
-        stop = first + count
-        entries = _gather_keys(keys, request, max(lens[first:stop]))
+    for request, first, stop in _request_runs(keys.token_to_req):
+        entries = _gather_keys(keys, _entry_slots(keys, request, max(lens[first:stop])))
         for t in range(first, stop):
             out[t, : lens[t]] = index_scores(q[t : t + 1].float(), entries[: lens[t]], weights[t : t + 1])[0]
-        first = stop
     return out
+
+
+def _request_runs(token_to_req: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(request, first token, last token + 1) of each run of tokens of one request."""
+    if len(token_to_req) == 1:
+        yield int(token_to_req), 0, 1
+        return
+    requests, counts = token_to_req.unique_consecutive(return_counts=True)
+    first = 0
+    for request, count in zip(requests.tolist(), counts.tolist(), strict=True):
+        yield request, first, first + count
+        first += count
 
 
 def index_select(
@@ -134,24 +148,32 @@ def index_select(
     """`kernels.indexer.index_select` in plain torch: the keys of a request are gathered once for all its queries."""
     q, weights = queries
     out = torch.empty(len(q), k, dtype=torch.int32, device=q.device) if out is None else out
-    requests, counts = keys.token_to_req.unique_consecutive(return_counts=True)
-    first = 0
-    for request, count in zip(requests.tolist(), counts.tolist(), strict=True):
-        stop = first + count
-        visible = max(int(num_visible[first:stop].max()), 0)
-        entries = _gather_keys(keys, request, visible) if visible > k else None  # else every entry is selected
-        for start, end in row_blocks(count, rows_per_block(4 * max(visible, 1), SCORE_BYTES)):
+    causal = q.device.type == "cpu" and candidates is None
+    if (
+        causal
+        and len(q) == 1
+        and 0 < k < int(num_visible)
+        and _index_select_of_one(queries, keys, int(num_visible), k, out, out_slots)
+    ):  # a decode step on a CPU is bound by the number of small operations
+        return out
+    for request, first, stop in _request_runs(keys.token_to_req):
+        most = max(int(num_visible[first:stop].max()), 0)
+        # otherwise every entry is selected
+        entries = _gather_keys(keys, _entry_slots(keys, request, most)) if most > k else None
+        per_block = rows_per_block(4 * max(most, 1), SCORE_BYTES)
+        per_block = min(per_block, CAUSAL_ROWS) if causal else per_block
+        for start, end in row_blocks(stop - first, per_block):
             tokens = slice(first + start, first + end)
-            if entries is None:
+            visible = max(int(num_visible[tokens].max()), 0) if causal else most
+            if visible <= k:
                 scores = torch.zeros(end - start, visible, device=q.device)
             else:
-                scores = index_scores(q[tokens].float(), entries, weights[tokens])
+                scores = index_scores(q[tokens].float(), entries[:visible], weights[tokens])
             if candidates is not None:
                 scores = _limit(scores, num_visible[tokens], candidates._replace(kept=candidates.kept[tokens]))
             block_keys = keys._replace(token_to_req=keys.token_to_req[tokens])
             slots = None if out_slots is None else out_slots[tokens]
             topk_indices(scores, num_visible[tokens], k, out[tokens], block_keys, slots)
-        first = stop
     return out
 
 
@@ -173,10 +195,32 @@ def _limit(scores: Tensor, num_visible: Tensor, blocks: CandidateBlocks) -> Tens
     return scores
 
 
-def _gather_keys(keys: PagedIndexKeys, request: int, count: int) -> Tensor:
-    """Float32 keys of the first ``count`` entries of a request, channels in the order of its queries."""
-    entry = torch.arange(count, device=keys.pool.device)
-    slots = keys.block_table[request].long()[entry // keys.entries] * keys.entries + entry % keys.entries
+def _index_select_of_one(
+    queries: IndexQueries, keys: PagedIndexKeys, visible: int, k: int, out: Tensor, out_slots: Tensor | None
+) -> bool:
+    """`index_select` of one token that sees more than ``k`` entries, in half as many operations.
+
+    False where `topk_indices` has to settle which entries are selected; then nothing is written.
+    """
+    slots = _entry_slots(keys, int(keys.token_to_req), visible)
+    scores = index_scores(queries.q.float(), _gather_keys(keys, slots), queries.weights)
+    columns = _topk_of_one(scores[0], k)
+    if columns is None:
+        return False
+    out[0] = columns
+    if out_slots is not None:
+        out_slots[0] = slots.index_select(0, columns)
+    return True
+
+
+def _entry_slots(keys: PagedIndexKeys, request: int, count: int) -> Tensor:
+    """Slots int64 ``[count]`` of the first entries of a request."""
+    pages = keys.block_table[request, : -(-count // keys.entries)].long().unsqueeze(1)
+    return (pages * keys.entries + torch.arange(keys.entries, device=pages.device)).flatten()[:count]
+
+
+def _gather_keys(keys: PagedIndexKeys, slots: Tensor) -> Tensor:
+    """Float32 keys at these slots, channels in the order of the queries."""
     found = keys.record.gather(keys.pool, keys.entries, slots, torch.float32)
     return even_odd(found) if keys.record.name == "index_fp4" else found
 
@@ -216,6 +260,12 @@ def _topk(scores: Tensor, lens: Tensor, k: int) -> Tensor:
         for start, end in row_blocks(T, rows_per_block(32 * N)):
             out[start:end] = _compact(_select(scores[start:end], lens[start:end], k), k)
     return out
+
+
+def _topk_of_one(scores: Tensor, k: int) -> Tensor | None:
+    """The ``k`` best of more scores, ascending; None if there are ties for the last place or NaN."""
+    chosen = (scores >= scores.topk(k, sorted=False).values.min()).nonzero()
+    return chosen[:, 0] if len(chosen) == k else None
 
 
 def _select(scores: Tensor, lens: Tensor, k: int) -> Tensor:

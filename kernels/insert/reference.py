@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
-from deepseek_attn.kernels.common.norm_rope import apply_rope, apply_rope_half_split, freqs_cis_at, rms_norm
+from deepseek_attn.kernels.common.norm_rope import (
+    apply_rope,
+    apply_rope_half_split,
+    freqs_cis_at,
+    rms_norm,
+    rotate_,
+)
 from deepseek_attn.kernels.common.quant import QuantizedRows, hadamard, quantize_fp8
 from deepseek_attn.kernels.insert.types import (
     CacheRows,
@@ -34,7 +40,7 @@ def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
     """See `kernels.insert.norm_rope_insert`."""
     qr = rms_norm(tokens.qr, tokens.eps, tokens.q_weight)
     kv = rms_norm(tokens.kv, tokens.eps, tokens.kv_weight)
-    kv = apply_rope(kv, freqs_cis_at(tokens.cos_sin, tokens.positions))
+    kv = rotate_(kv, freqs_cis_at(tokens.cos_sin, tokens.positions))
     cache = tokens.cache
     cache.record.insert(cache.pool, cache.page_entries, cache.slots, kv)
     _store_quantized(qr, tokens.qr_fp8)
@@ -71,9 +77,9 @@ def _store_quantized(rows: Tensor, buffers: QuantizedRows | None) -> None:
 def query_norm_rope(heads: QueryHeads) -> Tensor:
     """See `kernels.insert.query_norm_rope`."""
     check_heads(heads)
-    q = heads.q.unflatten(-1, (heads.num_heads, -1))
-    q = rms_norm(q, heads.eps) if heads.norm else q
-    q = apply_rope(q, freqs_cis_at(heads.cos_sin, heads.positions))
+    q = heads.q.view(len(heads.q), heads.num_heads, heads.q.shape[1] // heads.num_heads)
+    freqs_cis = freqs_cis_at(heads.cos_sin, heads.positions)
+    q = rotate_(rms_norm(q, heads.eps), freqs_cis) if heads.norm else apply_rope(q, freqs_cis)
     padding = heads.padded_heads - heads.num_heads
     q = torch.nn.functional.pad(q, (0, 0, 0, padding)) if padding else q
     return q if heads.out is None else heads.out.copy_(q)
@@ -118,11 +124,14 @@ def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRo
 
 def _pool_and_keep(part: CompressPart, windows: ClosingWindows) -> Tensor:
     """Pooled rows, float32 ``[E, d]``, of the windows that close; then stores the rows that open windows need."""
-    score = part.score + part.ape[windows.phase]
+    score = part.score + part.ape.index_select(0, windows.phase)
     state = part.state.view(-1, 2, part.kv.shape[1])
     pooled = _pooled(part, score, state, windows) if len(windows.entry_slots) else part.kv.new_empty(0, part.dim)
     # after pooling: a ring row may still hold a token that a window closing in this step reads
-    state[windows.keep_rows] = torch.stack([part.kv[windows.keep], score[windows.keep]], dim=1)
+    values = part.kv
+    if len(windows.keep) < len(values):
+        values, score = values.index_select(0, windows.keep), score.index_select(0, windows.keep)
+    state.index_copy_(0, windows.keep_rows, torch.stack([values, score], dim=1))
     return pooled
 
 
@@ -130,14 +139,13 @@ def check_part(part: CompressPart, batch: CompressBatch) -> None:
     """Raises ValueError when the shapes of a compressor do not fit the batch."""
     width = batch.pooled_tokens // batch.ratio * part.dim
     tokens = len(batch.positions)
-    wanted = {
-        "kv": (part.kv, (tokens, width)),
-        "score": (part.score, (tokens, width)),
-        "ape": (part.ape, (batch.ratio, width)),
-        "state": (part.state, (part.state.shape[0], batch.rows, 2 * width)),
-    }
-    for name, (tensor, shape) in wanted.items():
-        if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
+    for name, tensor, shape in (
+        ("kv", part.kv, (tokens, width)),
+        ("score", part.score, (tokens, width)),
+        ("ape", part.ape, (batch.ratio, width)),
+        ("state", part.state, (part.state.shape[0], batch.rows, 2 * width)),
+    ):
+        if tensor.shape != shape or tensor.dtype != torch.float32:
             raise ValueError(
                 f"{name} of a compressor of ratio {batch.ratio}, {part.dim} channels and rings of {batch.rows} rows "
                 f"must be float32 {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
@@ -183,5 +191,5 @@ def _gather_slots(
 def _finished(part: CompressPart, pooled: Tensor, positions: Tensor) -> Tensor:
     """Norm, rotation at the window's first position and, for indexer keys, the Hadamard transform."""
     entry = rms_norm(pooled.to(part.dtype), part.eps, part.norm_weight)
-    entry = apply_rope(entry, freqs_cis_at(part.cos_sin, positions))
+    entry = rotate_(entry, freqs_cis_at(part.cos_sin, positions))
     return hadamard(entry) if part.hadamard else entry

@@ -232,23 +232,27 @@ def _closing_windows(batch: CompressBatch) -> ClosingWindows:
     positions, rows, pooled = batch.positions, batch.rows, batch.pooled_tokens
     token_to_req, prefix_lens = batch.token_to_req.long(), batch.prefix_lens.long()
     ring = batch.ring_pages.long() * rows
-    closing = (batch.slots >= 0).nonzero().flatten()
-    offsets = torch.arange(pooled, device=positions.device) - pooled + 1
-    request = token_to_req[closing].unsqueeze(1)
-    wanted = positions[closing].unsqueeze(1) + offsets
-    earlier = (wanted >= 0) & (wanted < prefix_lens[request])
     # the last rows of each request's new tokens stay for windows that are still open, or reopened by a rollback
     last = batch.query_start_loc.long()[1:][token_to_req]
     token = torch.arange(len(last), device=positions.device)
     keep = ((token >= last - rows) & batch.valid).nonzero().flatten()
+    kept = {"keep": keep, "keep_rows": ring[token_to_req[keep]] + positions[keep] % rows}
+    phase, closing = positions % batch.ratio, (batch.slots >= 0).nonzero().flatten()
+    if closing.device.type == "cpu" and not len(closing):  # most decode steps
+        none = closing.new_empty(0, pooled)
+        pairs, absent = closing.new_empty(0, 2), torch.empty(0, pooled, dtype=torch.bool)
+        return ClosingWindows(phase, none, pairs, closing, absent, closing, closing, **kept)
+    offsets = torch.arange(pooled, device=positions.device) - pooled + 1
+    request = token_to_req[closing].unsqueeze(1)
+    wanted = positions[closing].unsqueeze(1) + offsets
+    earlier = (wanted >= 0) & (wanted < prefix_lens[request])
     return ClosingWindows(
-        phase=positions % batch.ratio,
+        phase=phase,
         flight=(closing.unsqueeze(1) + offsets).clamp(min=0),
         from_state=earlier.nonzero(),
         state_source=(ring[request] + wanted % rows)[earlier],
         absent=wanted < 0,
         entry_slots=batch.slots[closing],
         entry_positions=positions[closing] // batch.ratio * batch.ratio,
-        keep=keep,
-        keep_rows=ring[token_to_req[keep]] + positions[keep] % rows,
+        **kept,
     )

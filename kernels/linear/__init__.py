@@ -70,6 +70,8 @@ def multi_linear(
         Triton sums FP8 products of one 128-channel block as the tensor cores do: on compute capability 9.0 with about
         14 bits, unless the output is float32.
     """
+    if not runs_triton(x):
+        return [_in_torch(x, segment, pow2_scales, quantized) for segment in segments]
     outs = [None if _in_triton(segment) else _in_torch(x, segment, pow2_scales, quantized) for segment in segments]
     fused = [segment for segment, out in zip(segments, outs, strict=True) if out is None]
     if fused:
@@ -186,8 +188,9 @@ def _in_triton(segment: Segment) -> bool:
 
 
 def _in_torch(x: Tensor, segment: Segment, pow2_scales: bool, quantized: QuantizedRows | None) -> Tensor:
-    if segment.scale is None and segment.out_dtype is None:
-        return in_row_tiles(lambda rows: F.linear(rows, segment.weight), x)
+    weight, out_dtype = segment.weight, segment.out_dtype
+    if segment.scale is None and (out_dtype is None or out_dtype == weight.dtype == x.dtype):
+        return in_row_tiles(lambda rows: F.linear(rows, weight), x) if batch_invariant() else F.linear(x, weight)
     from deepseek_attn.kernels.linear.reference import multi_linear as op
 
     if batch_invariant():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,7 +69,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
     """See `deepseek_attn.kernels.moe.swiglu`."""
     gate, up = gate.float(), up.float()
     if limit > 0:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        gate, up = gate.clamp_max(limit), up.clamp(-limit, limit)
     return (F.silu(gate) * up).to(dtype)
 
 
@@ -96,54 +99,88 @@ def moe_experts(
 ) -> Tensor:
     """See `deepseek_attn.kernels.moe.moe_experts`."""
 
-    def run(rows: Tensor, segments: list[tuple[int, int, int]], weight: Tensor) -> Tensor:
-        """Weighted outputs of ``rows [R, D]``: rows start to end of each segment by its expert."""
+    def run(blocks: Sequence[Tensor], chosen: list[int], weight: Tensor) -> Tensor:
+        """Weighted outputs ``[R, D]`` of blocks of rows, each of which goes through one expert."""
 
-        def project(stack: ExpertStack, rows: Tensor) -> Tensor:
-            return torch.cat(
-                [expert_linear(rows[start:end], stack, e, fp8_input, pow2_scales) for e, start, end in segments]
-            )
+        def project(stack: ExpertStack, blocks: Sequence[Tensor]) -> Tensor:
+            pairs = zip(blocks, chosen, strict=True)
+            return torch.cat([expert_linear(block, stack, expert, fp8_input, pow2_scales) for block, expert in pairs])
 
-        hidden = swiglu(project(w1, rows), project(w3, rows), limit)
+        hidden = swiglu(project(w1, blocks), project(w3, blocks), limit)
         if not weigh_output:
             hidden *= weight
-        out = project(w2, hidden.to(rows.dtype)).float()
-        return out * weight if weigh_output else out
+        out = project(w2, hidden.to(x.dtype).split_with_sizes([len(block) for block in blocks])).float()
+        return out.mul_(weight) if weigh_output else out
 
-    is_local = experts >= 0
-    if not is_local.any():
-        out = torch.zeros(x.shape, device=x.device)
+    # a quantised expert is dequantised for each of its blocks
+    if len(x) == 1 or (w1.scale is None and experts.numel() <= ROW_TILE):
+        out = _row_by_row(x, experts, weights, run)
     else:
-        order = experts.flatten().argsort(stable=True)
-        order = order[is_local.flatten()[order]]
-        tokens, expert_of_pair = order // experts.shape[1], experts.flatten()[order]
-        pair_weights = weights.flatten()[order].unsqueeze(1)
-        # a quantised expert is dequantised for each of its segments
-        if len(x) == 1 or (w1.scale is None and experts.numel() <= ROW_TILE):
-            segments = [(expert, i, i + 1) for i, expert in enumerate(expert_of_pair.tolist())]
-            pair_outputs = run(x[tokens], segments, pair_weights)
-        else:
-            place, segments = _lay_out(expert_of_pair, len(w1.weight))
-            rows = x.new_zeros(segments[-1][2], x.shape[1])
-            rows[place] = x[tokens]
-            weight = pair_weights.new_zeros(len(rows), 1)
-            weight[place] = pair_weights
-            pair_outputs = run(rows, segments, weight)[place]
-        out = torch.zeros(x.shape, device=x.device).index_add_(0, tokens, pair_outputs)
+        out = _in_tiles(x, experts, weights, len(w1.weight), run)
     if add_ready is not None:
         add_ready.wait()
     return out if add is None else (out + add).to(x.dtype)
 
 
-def _lay_out(expert_of_row: Tensor, count: int) -> tuple[Tensor, list[tuple[int, int, int]]]:
-    """Place of each row, given sorted by expert, and (expert, start, end) of each expert that has rows.
+RunExperts = Callable[[Sequence[Tensor], list[int], Tensor], Tensor]
+
+
+class Pair(NamedTuple):
+    """A token and one of its experts."""
+
+    expert: int
+    token: int
+    weight: float
+
+
+def _row_by_row(x: Tensor, experts: Tensor, weights: Tensor, run: RunExperts) -> Tensor:
+    """Sums, float32 ``[T, D]``, of few tokens: a product for each pair of a token and an expert."""
+    rows = x.split_with_sizes([1] * len(x)) if len(x) > 1 else [x]
+    pairs = sorted(
+        Pair(expert, token, weight)
+        for token, (chosen, of_token) in enumerate(zip(experts.tolist(), weights.tolist(), strict=True))
+        for expert, weight in zip(chosen, of_token, strict=True)
+        if expert >= 0
+    )
+    if not pairs:
+        return torch.zeros(x.shape, device=x.device)
+    weight = torch.tensor([[pair.weight] for pair in pairs], dtype=weights.dtype, device=x.device)
+    outputs = run([rows[pair.token] for pair in pairs], [pair.expert for pair in pairs], weight)
+    sums: dict[int, Tensor] = {}
+    for pair, output in zip(pairs, outputs.split_with_sizes([1] * len(pairs)), strict=True):
+        sums[pair.token] = sums[pair.token] + output if pair.token in sums else output
+    if len(x) == 1:
+        return sums[0]
+    none = torch.zeros_like(outputs[:1])
+    return torch.cat([sums.get(token, none) for token in range(len(x))])
+
+
+def _in_tiles(x: Tensor, experts: Tensor, weights: Tensor, count: int, run: RunExperts) -> Tensor:
+    """Sums, float32 ``[T, D]``: a product for each of ``count`` experts, of its tokens padded to whole tiles."""
+    is_local = experts >= 0
+    out = torch.zeros(x.shape, device=x.device)
+    if not is_local.any():
+        return out
+    order = experts.flatten().argsort(stable=True)
+    order = order[is_local.flatten()[order]]
+    tokens = order // experts.shape[1]
+    place, sizes = _lay_out(experts.flatten()[order], count)
+    rows = x.new_zeros(sum(sizes), x.shape[1])
+    rows[place] = x[tokens]
+    weight = weights.new_zeros(len(rows), 1)
+    weight[place] = weights.flatten()[order].unsqueeze(1)
+    chosen = [expert for expert, size in enumerate(sizes) if size]
+    outputs = run(rows.split_with_sizes([size for size in sizes if size]), chosen, weight)
+    return out.index_add_(0, tokens, outputs[place])
+
+
+def _lay_out(expert_of_row: Tensor, count: int) -> tuple[Tensor, list[int]]:
+    """Place of each row, given sorted by expert, and how many rows each expert has then.
 
     Each expert's rows are padded to whole tiles of ``ROW_TILE``.
     """
     counts = torch.bincount(expert_of_row, minlength=count)
     padded = (counts + ROW_TILE - 1) // ROW_TILE * ROW_TILE
-    ends = padded.cumsum(0)
-    shift = (ends - padded) - (counts.cumsum(0) - counts)
+    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
     place = torch.arange(len(expert_of_row), device=expert_of_row.device) + shift[expert_of_row]
-    sizes = zip(padded.tolist(), ends.tolist(), strict=True)
-    return place, [(expert, end - size, end) for expert, (size, end) in enumerate(sizes) if size]
+    return place, padded.tolist()

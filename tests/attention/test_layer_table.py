@@ -16,7 +16,7 @@ from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.impls import get_impl
 from deepseek_attn.kernels.common.dispatch import reference_ops
-from deepseek_attn.kernels.common.norm_rope import apply_rope
+from deepseek_attn.kernels.common.norm_rope import rotate_
 from deepseek_attn.kernels.insert import reference as insert_reference
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.support.small_models import assert_close, prompt, small_config, small_runner
@@ -137,9 +137,9 @@ def test_phase_of_compressed_entries(stack, ratio, kind, monkeypatch):
 
     def recorded(x, freqs_cis):
         plain.append(x.clone())
-        return apply_rope(x, freqs_cis)
+        return rotate_(x, freqs_cis)
 
-    monkeypatch.setattr(insert_reference, "apply_rope", recorded)
+    monkeypatch.setattr(insert_reference, "rotate_", recorded)
     with reference_ops():
         stack.forward(ratio, FAR)
     assert len(plain) == 2 + len(layer.compressors)  # the window key, entries, queries

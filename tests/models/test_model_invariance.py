@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from deepseek_attn.cache.layout import WINDOW
-from deepseek_attn.cache.records import Record
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.runner import ModelRunner, Sequence, StepOptions
 from tests.support.invariance_cases import (
@@ -133,13 +132,14 @@ class CacheWrites:
         for pool in runner.pools:
             if pool.spec.record is not None:
                 self.rows[pool.spec] = torch.zeros(len(pool.tensor) * pool.entries, pool.record.dim)
-        original = Record.insert
+        for kind in {type(pool.record) for pool in runner.pools if pool.record is not None}:
+            original = kind.insert
 
-        def insert(record, pool, n, slots, rows):
-            original(record, pool, n, slots, rows)
-            self.rows[specs[pool.data_ptr()]][slots[slots >= 0]] = rows[slots >= 0].float()
+            def insert(record, pool, n, slots, rows, original=original):
+                original(record, pool, n, slots, rows)
+                self.rows[specs[pool.data_ptr()]][slots[slots >= 0]] = rows[slots >= 0].float()
 
-        monkeypatch.setattr(Record, "insert", insert)
+            monkeypatch.setattr(kind, "insert", insert)
 
     def of(self, sequence: Sequence) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """By kind of pool of the only layer: (rows handed in, stored bytes) of each entry; states have no bytes."""

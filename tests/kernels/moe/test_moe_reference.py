@@ -36,6 +36,18 @@ def test_every_pair_counts_once(T):
     torch.testing.assert_close(run(case).double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("T", [0, 1, 3, 40])
+def test_tokens_without_an_expert_of_this_rank_are_zero(T):
+    case = make_case(T, 96, 40, 7, 3, "plain", torch.float32, "cpu")
+    case.experts[: T - 1] = -1
+    out = run(case)
+    assert out.shape == case.x.shape
+    assert not out[: T - 1].any()
+    assert out[max(T - 1, 0) :].any() == (T > 0)
+    case.experts[:] = -1
+    assert torch.equal(run(case), torch.zeros(T, 96))
+
+
 def test_a_few_tokens_are_bit_for_bit_what_they_are_alone():
     """A verification of drafts computes what decode steps without drafts would (widths that whole vectors divide)."""
     case = make_case(5, 128, 64, 7, 3, "plain", torch.float32, "cpu")
