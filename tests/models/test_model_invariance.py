@@ -132,7 +132,7 @@ class CacheWrites:
         for pool in runner.pools:
             if pool.spec.record is not None:
                 self.rows[pool.spec] = torch.zeros(len(pool.tensor) * pool.entries, pool.record.dim)
-        for kind in {type(pool.record) for pool in runner.pools if pool.record is not None}:
+        for kind in {type(pool.record) for pool in runner.pools if pool.spec.record is not None}:
             original = kind.insert
 
             def insert(record, pool, n, slots, rows, original=original):

@@ -40,7 +40,6 @@ def one_round(layer: Layer, requests: list, counts: tuple[int, ...], threshold: 
     for request, rows, n in zip(requests, out.split(counts), counts, strict=True):
         request.outputs.append(rows)
         layer.runner.manager.commit(request.sequence.cache, n)
-        request.sequence.num_tokens += n
     return out
 
 
