@@ -99,7 +99,7 @@ def cut(expected, counts=COUNTS):
     return [tokens[:n] for tokens, n in zip(expected, counts, strict=True)]
 
 
-@pytest.mark.parametrize(("drafts", "right"), tiered(product([1, 2, 3, 7], RIGHT), [(1, "none"), (7, "some")]))
+@pytest.mark.parametrize(("drafts", "right"), tiered(product([1, 2, 3, 7], RIGHT), [(7, "some")]))
 def test_device_and_host_accept_the_same(runner, runs, expected, drafts, right, monkeypatch):
     """One run per step, whatever is right; texts, drafts and their fates are those of the eager path."""
     texts = [p + tokens for p, tokens in zip(PROMPTS, expected, strict=True)]
@@ -276,7 +276,7 @@ def test_snapshots_of_what_was_generated(runner, runs, expected, monkeypatch):
     runner.prefixes.clear()
 
 
-@pytest.mark.parametrize("call", tiered(range(3, 12), [4, 7]))
+@pytest.mark.parametrize("call", tiered(range(3, 12), [7]))
 def test_broken_logits_fail_alone(runner, expected, call, monkeypatch):
     """A step's row of one request is NaN, the first one or that of a draft: its tokens before it come out."""
     draft_from(monkeypatch, runner, [p + t for p, t in zip(PROMPTS, expected, strict=True)])
@@ -370,7 +370,7 @@ def test_what_has_changed_is_computed_again(runner, runs, change):
     sequence.free()
 
 
-@pytest.mark.parametrize(("right", "drafts"), tiered(product([0, 1, 3, 7], [1, 3, 5, 7]), [(0, 3), (3, 7)]))
+@pytest.mark.parametrize(("right", "drafts"), tiered(product([0, 1, 3, 7], [1, 3, 5, 7]), [(3, 7)]))
 def test_a_launched_step_leaves_what_a_rollback_needs(drafts, right):
     """Compressor rings, windows and entries after a launched step was dropped, back to the shortest length allowed.
 
@@ -425,7 +425,7 @@ FUZZ = [  # each number of drafts with each share
     for i, preset in enumerate(("tiny", "tiny_v32"))
     for at, variant in enumerate(VARIANTS)
 ]
-QUICK = [("tiny", "everything", 3, 0.8), ("tiny_v32", "preempted", 2, 1.0)]
+QUICK = [("tiny_v32", "preempted", 2, 1.0)]
 
 
 @lru_cache(maxsize=2)

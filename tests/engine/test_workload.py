@@ -28,7 +28,7 @@ CASES = [("tiny", variant) for variant in ("batched", "chunks", "prefixes", "pre
 CASES += [(preset, variant) for preset in ("tiny_v32", "tiny_v41") for variant in ("batched", "everything")]
 
 
-QUICK = [("tiny", "everything"), ("tiny_v32", "everything")]
+QUICK = [("tiny", "everything")]
 
 
 @pytest.mark.parametrize(("preset", "variant"), tiered(CASES, QUICK))

@@ -79,7 +79,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize(("backend", "name"), on_backends(BACKENDS, LAYERS, SMALL, ["short"]))
+@pytest.mark.parametrize(("backend", "name"), on_backends(BACKENDS, LAYERS, ["short serving"], ["short"]))
 def test_layers(report, machine, backend, name, monkeypatch):
     run_layers((LAYERS | SMALL)[name], name, backend, machine, report, monkeypatch)
     assert not report.failed
@@ -156,7 +156,7 @@ class InModel(Watched):
         return out
 
 
-@pytest.mark.parametrize(("backend", "name"), on_backends(BACKENDS, ["whole"], ["one layer"], ["one layer"]))
+@pytest.mark.parametrize(("backend", "name"), on_backends(BACKENDS, ["whole"], [], ["one layer"]))
 def test_a_model_with_its_mtp_layer(report, machine, backend, name):
     """Prompts in chunks; each attention call of the backbone against float32 torch."""
     config, lengths, chunk = PROMPTS[name]

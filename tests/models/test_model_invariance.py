@@ -59,7 +59,7 @@ CHUNKS = [(ratio, size) for ratio in COMPRESSED for size in (1, 2, 3, 5, 7, 16, 
 CHUNKS += [(ratio, size) for ratio in OTHERS for size in (1, 7, 64, 129, None)]
 
 
-QUICK = [(4, 3), (4, 64), (4, 129), (4, None), (128, 63), (128, 127), (0, 7), (2, 64), (8, 129), (16, 1)]
+QUICK = [(4, 3), (4, 129), (4, None), (128, 63), (0, 7), (8, 129), (16, 1)]
 
 
 @pytest.mark.parametrize(("ratio", "chunk_size"), tiered(CHUNKS, QUICK), ids=str)
@@ -95,7 +95,7 @@ def test_chunks_cut_by_the_token_budget():
         assert_close(logits, reference)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 64, 129])
+@pytest.mark.parametrize("chunk_size", tiered([1, 7, 64, 129], [7, 129]))
 def test_mtp_logits_in_chunks(chunk_size):
     runner = shared_runner((0, 4), mtp=1)
     prompts = [prompt(runner.config, n, seed=n) for n in (140, 2, 65)]
@@ -111,7 +111,7 @@ def test_mtp_logits_in_chunks(chunk_size):
     ("ratio", "numerics"),
     tiered(
         [(ratio, numerics) for ratio in (0, 4, 128) for numerics in ("official", "serving")],
-        [(0, "serving"), (4, "official"), (128, "serving")],
+        [(4, "official"), (128, "serving")],
     ),
 )
 def test_quantised_layer_token_by_token(ratio, numerics):
@@ -176,7 +176,7 @@ LAYERS = [(ratio, numerics) for ratio in COMPRESSED for numerics in NUMERICS]
     ("ratio", "numerics"),
     tiered(
         [*LAYERS, *((ratio, "serving") for ratio in OTHERS)],
-        [(4, "exact"), (4, "official"), (128, "serving"), (0, "serving"), (8, "serving")],
+        [(4, "official"), (128, "serving"), (8, "serving")],
     ),
 )
 def test_caches_do_not_depend_on_chunks(ratio, numerics, monkeypatch):
@@ -210,7 +210,7 @@ def test_caches_do_not_depend_on_chunks(ratio, numerics, monkeypatch):
     ("ratio", "numerics"),
     tiered(
         [*LAYERS, *((ratio, "exact") for ratio in OTHERS)],
-        [(4, "official"), (128, "exact"), (128, "serving"), (0, "exact"), (8, "exact")],
+        [(4, "official"), (128, "serving"), (0, "exact")],
     ),
 )
 def test_later_tokens_change_no_earlier_bit(ratio, numerics):
@@ -283,7 +283,7 @@ def test_poisoned_batch_and_mtp(numerics):
         assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("numerics", tiered(NUMERICS, ["exact", "serving"]))
 def test_reused_slots(numerics):
     runner = shared_runner(KINDS[numerics], numerics)
     a, b = prompt(runner.config, sum(SIZES)), prompt(runner.config, 300, seed=1)

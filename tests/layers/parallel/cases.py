@@ -150,8 +150,6 @@ def write_checkpoints(directory: Path) -> Path:
 
 def everything(directory: Path, parallel: Parallel) -> dict:
     """All of it, by name."""
-    if parallel.dp_attention:
-        return {family: own_requests(directory / family, parallel) for family in CHECKPOINTS}
     found = {family: scores(family, parallel) for family in CONFIGS}
     found["serving"] = scores("v4", parallel, "serving")
     for what in (texts_of, loads):
@@ -159,15 +157,21 @@ def everything(directory: Path, parallel: Parallel) -> dict:
     return found
 
 
-def main(world: int, dp_attention: bool, directory: str, results: str) -> None:
-    """A rank started by the tests (or torchrun): computes everything and writes it to ``results``."""
+def main(world: int, dp_family: str, directory: str, results: str) -> None:
+    """A rank started by the tests (or torchrun): computes everything and writes it to ``results``.
+
+    Args:
+        dp_family: `own_requests` of this family with data-parallel attention instead; or empty.
+    """
     from deepseek_attn.layers.parallel import launched
 
-    with launched(world, "cpu", dp_attention, timeout_seconds=900) as (parallel, _):
-        torch.save(everything(Path(directory), parallel), Path(results) / f"{parallel.rank}.pt")
+    with launched(world, "cpu", bool(dp_family), timeout_seconds=900) as (parallel, _):
+        checkpoints = Path(directory)
+        found = own_requests(checkpoints / dp_family, parallel) if dp_family else everything(checkpoints, parallel)
+        torch.save(found, Path(results) / f"{parallel.rank}.pt")
 
 
 if __name__ == "__main__":
     import sys
 
-    main(int(sys.argv[1]), sys.argv[2] == "dp", sys.argv[3], sys.argv[4])
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -34,14 +34,22 @@ def alone(checkpoints) -> dict:
 @pytest.fixture(scope="module", params=tiered([2, 4], [2]))
 def ranks(request, checkpoints, tmp_path_factory) -> list[dict]:
     """What each of 2 or 4 tensor-parallel ranks computed."""
-    return run_ranks(request.param, "tp", checkpoints, tmp_path_factory.mktemp("ranks"))
+    return run_ranks(request.param, "", checkpoints, tmp_path_factory.mktemp("ranks"))
 
 
-def run_ranks(world: int, mode: str, checkpoints: Path, results: Path) -> list[dict]:
+def run_ranks(world: int, dp_family: str, checkpoints: Path, results: Path) -> list[dict]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.layers.parallel.cases", str(world), mode, str(checkpoints), str(results)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.layers.parallel.cases",
+        str(world),
+        dp_family,
+        str(checkpoints),
+        str(results),
+    ]
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         subprocess.Popen(
@@ -110,16 +118,11 @@ def test_a_rank_reads_its_share(ranks, alone, family):
     assert sorted(kept) == sorted(name for name in names if ".experts." in name)
 
 
-@pytest.fixture(scope="module", params=tiered([2, 4], [2]))
-def dp_ranks(request, checkpoints, tmp_path_factory) -> list[dict]:
-    """What each of 2 or 4 ranks with data-parallel attention computed."""
-    return run_ranks(request.param, "dp", checkpoints, tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.mark.parametrize("family", cases.CHECKPOINTS)
-def test_data_parallel_attention(dp_ranks, checkpoints, family):
-    single, world = Parallel.single(), len(dp_ranks)
-    ranks = [rank[family] for rank in dp_ranks]
+@pytest.mark.parametrize(
+    ("family", "world"), tiered([(family, world) for family in cases.CHECKPOINTS for world in (2, 4)], [("v4", 2)])
+)
+def test_data_parallel_attention(checkpoints, tmp_path, family, world):
+    single, ranks = Parallel.single(), run_ranks(world, family, checkpoints, tmp_path)
     everyone = cases.LLM(checkpoints / family, parallel=single, **cases.LIMITS)
     texts = cases.prompts(everyone.runner.config, range(20, 20 + 13 * world, 13))
     params = cases.SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
