@@ -191,6 +191,8 @@ QUICK = [("v4", "exact", "batch_of_9"), ("v4", "serving", "chunks_of_7"), ("v32"
 
 @pytest.mark.parametrize(("family", "numerics", "way"), tiered(CASES, QUICK))
 def test_a_rows_logits_follow_from_its_tokens(device, family, numerics, way):
+    if device.type == "cpu" and way == "prefixes" and numerics != "exact":
+        pytest.skip("everything has prefixes too")
     runner = runner_of(device, family, numerics)
     with recorded(runner) as rows:
         texts = WAYS[way](runner)

@@ -118,9 +118,7 @@ def test_a_rank_reads_its_share(ranks, alone, family):
     assert sorted(kept) == sorted(name for name in names if ".experts." in name)
 
 
-@pytest.mark.parametrize(
-    ("family", "world"), tiered([(family, world) for family in cases.CHECKPOINTS for world in (2, 4)], [("v4", 2)])
-)
+@pytest.mark.parametrize(("family", "world"), tiered([("v4", 2), ("v41", 4)], [("v4", 2)]))
 def test_data_parallel_attention(checkpoints, tmp_path, family, world):
     single, ranks = Parallel.single(), run_ranks(world, family, checkpoints, tmp_path)
     everyone = cases.LLM(checkpoints / family, parallel=single, **cases.LIMITS)
