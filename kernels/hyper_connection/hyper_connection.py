@@ -160,8 +160,7 @@ def _collapse(
         return SublayerInput(streams, x, post, comb)
     fn, base, scale = weights
     streams, sums = _projected(update, streams, fn)
-    balanced = _balanced_tokens(T)
-    collapse_kernel[(T + (triton.cdiv(T, balanced) if iterations else 0),)](
+    collapse_kernel[_collapse_grid(T, iterations)](
         streams,
         sums,
         base,
@@ -173,16 +172,7 @@ def _collapse(
         T,
         rms_eps,
         hc_eps,
-        D=D,
-        D_PADDED=triton.next_power_of_2(D),
-        M=m,
-        ROWS=len(base),
-        COLUMNS=triton.next_power_of_2(len(base) + 1),
-        SPLITS=len(sums),
-        SPLITS_PADDED=triton.next_power_of_2(len(sums)),
-        ITERATIONS=iterations,
-        NORM=norm is not None,
-        TOKENS=balanced,
+        **_collapse_constants(streams, sums, len(base), iterations, norm),
         PDL=early,
         enable_fp_fusion=True,
         num_warps=_collapse_warps(T, D),
@@ -198,6 +188,30 @@ def _few(T: int) -> bool:
 def _balanced_tokens(T: int) -> int:
     """Tokens of a program that computes their combs."""
     return 128 if T >= MANY and not batch_invariant() else 1
+
+
+def _collapse_grid(T: int, iterations: int) -> tuple[int]:
+    """Programs of a launch that collapses ``T`` tokens, those that compute combs first."""
+    return (T + (triton.cdiv(T, _balanced_tokens(T)) if iterations else 0),)
+
+
+def _collapse_constants(
+    streams: Tensor, sums: Tensor, rows: int, iterations: int, norm: Tensor | None
+) -> dict[str, int | bool]:
+    """Constants of a launch that collapses ``streams``; ``sums [splits, T, rows + 1]``."""
+    T, m, D = streams.shape
+    return {
+        "D": D,
+        "D_PADDED": triton.next_power_of_2(D),
+        "M": m,
+        "ROWS": rows,
+        "COLUMNS": triton.next_power_of_2(rows + 1),
+        "SPLITS": len(sums),
+        "SPLITS_PADDED": triton.next_power_of_2(len(sums)),
+        "ITERATIONS": iterations,
+        "NORM": norm is not None,
+        "TOKENS": _balanced_tokens(T),
+    }
 
 
 def _collapse_warps(T: int, D: int) -> int:
@@ -257,8 +271,7 @@ def _launch_delayed(
     # pointers are needed even where nothing is read
     sums = weights.unsqueeze(0) if sums is None else sums
     base, scale = gates or (weights, weights)
-    rows, balanced = (2 + m) * m, _balanced_tokens(T)
-    delayed_kernel[(T + (triton.cdiv(T, balanced) if iterations else 0),)](
+    delayed_kernel[_collapse_grid(T, iterations)](
         streams,
         weights,
         sums,
@@ -272,16 +285,7 @@ def _launch_delayed(
         T,
         rms_eps,
         hc_eps,
-        D=D,
-        D_PADDED=triton.next_power_of_2(D),
-        M=m,
-        ROWS=rows,
-        COLUMNS=triton.next_power_of_2(rows + 1),
-        SPLITS=len(sums),
-        SPLITS_PADDED=triton.next_power_of_2(len(sums)),
-        ITERATIONS=iterations,
-        NORM=norm is not None,
-        TOKENS=balanced,
+        **_collapse_constants(streams, sums, (2 + m) * m, iterations, norm),
         PDL=early,
         enable_fp_fusion=True,
         num_warps=_collapse_warps(T, D),

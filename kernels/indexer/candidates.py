@@ -13,7 +13,7 @@ from deepseek_attn.kernels.indexer.candidates_triton import (
     candidate_entries_kernel,
     candidate_scores_kernel,
 )
-from deepseek_attn.kernels.indexer.scores import ScoresLaunchConfig, check_scores, key_operand_types, native_fp8
+from deepseek_attn.kernels.indexer.scores import ScoresLaunchConfig, check_scores, key_operand_types, score_constants
 from deepseek_attn.kernels.indexer.topk import topk_indices
 from deepseek_attn.kernels.indexer.types import CandidateBlocks, IndexQueries, PagedIndexKeys
 
@@ -107,8 +107,7 @@ def candidate_scores(
     """
     size, kept = candidates.size, candidates.kept
     key_format = check_scores(queries, keys, num_visible)
-    T, H, dim = queries.q.shape
-    columns = kept.shape[1] * size
+    T, columns = len(queries.q), kept.shape[1] * size
     if kept.dim() != 2 or len(kept) != T or kept.dtype != torch.int32 or (columns > size and kept.stride(1) != 1):
         raise ValueError(
             f"candidate blocks must be int32 [{T}, n] with contiguous rows, got {list(kept.shape)} {kept.dtype}, "
@@ -123,9 +122,9 @@ def candidate_scores(
         return out
     capability, processors = gpu(queries.q.device)
     q, pool, dtype = key_operand_types(queries.q, keys, key_format, capability)
-    exact, pdl = dtype == tl.float32, capability >= (9, 0)
+    pdl = capability >= (9, 0)
     if config is None:
-        config = choose_config(T, columns, exact, capability, processors)
+        config = choose_config(T, columns, dtype == tl.float32, capability, processors)
     candidate_scores_kernel[(T, config.splits)](
         q,
         queries.weights,
@@ -141,18 +140,8 @@ def candidate_scores(
         keys.block_table.stride(0),
         kept.stride(0),
         out.stride(0),
-        H=H,
-        DIM=dim,
-        PAGE=keys.entries,
+        **score_constants(queries, keys, key_format, dtype, capability, config),
         SIZE=size,
-        KEY_FORMAT=key_format,
-        NATIVE_FP8=native_fp8(capability),
-        DTYPE=dtype,
-        PRECISION="tf32x3" if exact else None,
-        BLOCK_H=max(16, triton.next_power_of_2(H)),
-        BLOCK_D=max(32, triton.next_power_of_2(dim)),
-        BLOCK_N=config.keys,
-        STAGES=config.num_stages,
         PDL=pdl,
         enable_fp_fusion=True,
         num_warps=config.num_warps,

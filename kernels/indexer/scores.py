@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -51,7 +52,7 @@ def paged_index_scores(
     width = block_table.shape[1] * keys.entries if width is None else width
     key_format = check_scores(queries, keys, num_visible)
     out = _checked_result(queries, keys, width, out)
-    T, H, dim = queries.q.shape
+    T = len(queries.q)
     if out.numel() == 0 or block_table.numel() == 0:
         return out
     capability, processors = gpu(queries.q.device)
@@ -87,19 +88,9 @@ def paged_index_scores(
         config = choose_config(T, block_table.shape[0], width, dtype == tl.float32, capability, processors)
     index_scores_kernel[(triton.cdiv(T, config.tokens), config.splits)](
         *arguments,
-        H=H,
-        DIM=dim,
-        PAGE=keys.entries,
-        KEY_FORMAT=key_format,
-        NATIVE_FP8=native_fp8(capability),
-        DTYPE=dtype,
-        PRECISION="tf32x3" if dtype == tl.float32 else None,
+        **score_constants(queries, keys, key_format, dtype, capability, config),
         TOKENS=config.tokens,
         BLOCK_T=triton.next_power_of_2(config.tokens),
-        BLOCK_H=max(16, triton.next_power_of_2(H)),
-        BLOCK_D=max(32, triton.next_power_of_2(dim)),
-        BLOCK_N=config.keys,
-        STAGES=config.num_stages,
         PDL=pdl,
         enable_fp_fusion=True,
         num_warps=config.num_warps,
@@ -170,6 +161,31 @@ def hopper_splits(T: int, width: int, processors: int) -> int:
     groups, tiles = triton.cdiv(T, TOKENS.value), triton.cdiv(width, BLOCK.value)
     choices = range(1, 1 + min(processors, max(1, tiles // 8)))
     return min(choices, key=lambda n: triton.cdiv(groups * n, processors) * (triton.cdiv(tiles, n) + 8))
+
+
+def score_constants(
+    queries: IndexQueries,
+    keys: PagedIndexKeys,
+    key_format: str,
+    dtype: tl.dtype,
+    capability: tuple[int, int],
+    config: ScoresLaunchConfig,
+) -> dict[str, Any]:
+    """Constants of a launch that multiplies queries and keys in ``dtype``, as `key_operand_types` has it."""
+    _, H, dim = queries.q.shape
+    return {
+        "H": H,
+        "DIM": dim,
+        "PAGE": keys.entries,
+        "KEY_FORMAT": key_format,
+        "NATIVE_FP8": native_fp8(capability),
+        "DTYPE": dtype,
+        "PRECISION": "tf32x3" if dtype == tl.float32 else None,
+        "BLOCK_H": max(16, triton.next_power_of_2(H)),
+        "BLOCK_D": max(32, triton.next_power_of_2(dim)),
+        "BLOCK_N": config.keys,
+        "STAGES": config.num_stages,
+    }
 
 
 def native_fp8(capability: tuple[int, int]) -> bool:
