@@ -18,11 +18,12 @@ from __future__ import annotations
 import errno
 import io
 import os
+import secrets
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -65,38 +66,45 @@ def appearing(path: Path, directory: bool = False) -> Iterator[Path]:
     path = Path(path)
     place = Path(os.path.realpath(path))
     made = [parent for parent in place.parents if directory and not parent.exists()]
-    with ExitStack() as stack:
-        folder = None
-        try:
-            if directory:
-                place.parent.mkdir(parents=True, exist_ok=True)
-            target = place if directory else _find_target(path)
-            if target is None:
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            else:
-                folder = stack.enter_context(_locked_folder(place))
-            partial = folder / (place if directory else path).name
-            if directory:
-                partial.mkdir()
-            yield partial
-            if target is None:
-                with partial.open("rb") as data, path.open("wb") as file:
-                    shutil.copyfileobj(data, file)
-            else:
-                if target.exists():
-                    partial.chmod(stat.S_IMODE(target.stat().st_mode))
-                elif not directory:  # a native writer may have chosen a mode of its own
-                    partial.chmod(stat.S_IMODE((folder / LOCK).stat().st_mode))
-                os.replace(partial, target)
-        except BaseException as error:
-            stack.close()
-            for parent in made:
-                with suppress(OSError):
-                    parent.rmdir()
-            if isinstance(error, OSError) and (folder is None or _is_about(error, path, folder)):
-                reason = error.strerror or error
-                raise ValueError(f"{str(path)!r} cannot be written: {reason}") from error
-            raise
+    folder = lock = None
+    whole = False
+    try:
+        if directory:
+            place.parent.mkdir(parents=True, exist_ok=True)
+        target = place if directory else _find_target(path)
+        beside = Path(tempfile.gettempdir()) if target is None else place.parent
+        for unfinished in [] if target is None else beside.glob(f".*{UNFINISHED}"):
+            _remove_unlocked(unfinished)
+        # named before it is made: an interruption at any point leaves a name to remove
+        folder = beside / f".{place.name[:40]}.{secrets.token_hex(8)}{UNFINISHED}"
+        lock = _make_locked(folder)
+        partial = folder / (place if directory else path).name
+        if directory:
+            partial.mkdir()
+        yield partial
+        if target is None:
+            with partial.open("rb") as data, path.open("wb") as file:
+                shutil.copyfileobj(data, file)
+        else:
+            if target.exists():
+                partial.chmod(stat.S_IMODE(target.stat().st_mode))
+            elif not directory:  # a native writer may have chosen a mode of its own
+                partial.chmod(stat.S_IMODE((folder / LOCK).stat().st_mode))
+            os.replace(partial, target)
+        whole = True
+    except OSError as error:
+        if folder is None or _is_about(error, path, folder):
+            reason = error.strerror or error
+            raise ValueError(f"{str(path)!r} cannot be written: {reason}") from error
+        raise
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            lock.close()
+        for parent in [] if whole else made:
+            with suppress(OSError):
+                parent.rmdir()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -144,27 +152,26 @@ def _find_target(path: Path) -> Path | None:
     return target
 
 
-@contextmanager
-def _locked_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside ``target`` until the block ends; removes those of killed processes."""
-    for folder in target.parent.glob(f".*{UNFINISHED}"):
-        _remove_unlocked(folder)
+def _make_locked(folder: Path) -> io.TextIOWrapper:
+    """Makes the folder with a locked file in it, which it returns."""
     while True:
-        folder = Path(tempfile.mkdtemp(UNFINISHED, f".{target.name[:40]}.", target.parent))
+        folder.mkdir(0o700, exist_ok=True)
         try:
-            with (folder / LOCK).open("w") as lock:
-                if flock is not None:
-                    with suppress(OSError):  # a file system without locks
-                        flock(lock, LOCK_EX)
-                if (folder / LOCK).exists():  # not removed by another process before it was locked
-                    yield folder
-                    return
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            lock = (folder / LOCK).open("w")
+        except FileNotFoundError:  # another process has removed the folder, which had no lock yet
+            continue
+        if flock is not None:
+            with suppress(OSError):  # a file system without locks
+                flock(lock, LOCK_EX)
+        if (folder / LOCK).exists():
+            return lock
+        lock.close()
 
 
 def _remove_unlocked(folder: Path) -> None:
-    # it stays if a process that is writing to it has the lock
+    """Removes what a killed process has left: an empty folder, or one whose lock nobody holds."""
+    with suppress(OSError):
+        folder.rmdir()
     with suppress(OSError), (folder / LOCK).open("r+") as lock:
         if flock is not None:
             flock(lock, LOCK_EX | LOCK_NB)
@@ -222,24 +229,35 @@ def appending(path: str | Path, go_on: bool, beginning: bytes) -> Iterator[LineF
             device or a pipe; another process appends to it.
     """
     path = Path(path)
+    file, new = None, False
     try:
-        target = _find_target(path)
-        if target is None and go_on:
-            raise ValueError(f"{str(path)!r} is a device or a pipe, which has no lines to go on from: name a file")
-        new = target is not None and not target.exists()
-        file = path.open("wb" if target is None else "ab+", buffering=0)
-    except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be written: {error.strerror}") from error
-    with file:
-        if target is None:
-            yield LineFile(path, file, None)
-            return
-        _lock_for_appending(path, file)
         try:
-            yield LineFile(path, file, _check_lines(path, file, go_on, beginning))
-        finally:
-            if new and not file.seek(0, os.SEEK_END):
-                target.unlink(missing_ok=True)
+            target = _find_target(path)
+            if target is None and go_on:
+                raise ValueError(f"{str(path)!r} is a device or a pipe, which has no lines to go on from: name a file")
+            new = target is not None and not target.exists()
+            file = path.open("wb" if target is None else "ab+", buffering=0)
+        except OSError as error:
+            raise ValueError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+        whole = None
+        if target is not None:
+            _lock_for_appending(path, file)
+            whole = _check_lines(path, file, go_on, beginning)
+        yield LineFile(path, file, whole)
+    finally:
+        if file is not None:
+            file.close()
+        if new:
+            _remove_empty(target)
+
+
+def _remove_empty(target: Path) -> None:
+    """Removes an empty file, unless another process appends to it."""
+    with suppress(OSError), target.open("rb") as file:
+        if flock is not None:
+            flock(file, LOCK_EX | LOCK_NB)
+        if not file.read(1):
+            target.unlink()
 
 
 def _lock_for_appending(path: Path, file: io.FileIO) -> None:

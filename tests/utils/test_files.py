@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pathlib
 import resource
 import socket
 import stat
+import tempfile
 import threading
 
 import pytest
 import torch
 from safetensors.torch import load, load_file
 
-from deepseek_attn.utils.files import appearing, appending, check_output, write_tensors, write_text
+from deepseek_attn import utils
+from deepseek_attn.utils.files import UNFINISHED, appearing, appending, check_output, write_tensors, write_text
+from tests.support.interruptions import InterruptBefore
 
 TENSORS = {"a": torch.arange(3)}
 
@@ -202,6 +207,55 @@ def test_what_a_killed_process_leaves_goes_at_the_next_output(tmp_path, director
         write_text(tmp_path / "other", "x")
         assert len(list(tmp_path.iterdir())) == 2, "the folder of the running output stays, the other is gone"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "running"]
+
+
+def test_what_a_killed_process_leaves_before_its_lock_goes_too(tmp_path):
+    (tmp_path / f".killed.0{UNFINISHED}").mkdir()
+    write_text(tmp_path / "a", "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def written_by(path, kind):
+    """An output of each kind."""
+    if kind == "lines":
+        with appending(path, go_on=False, beginning=b"x") as file:
+            yield
+            file.append("x")
+    else:
+        with appearing(path, directory=kind == "directory") as partial:
+            yield
+            (partial / "x" if kind == "directory" else partial).write_text("x\n")
+
+
+def interrupted_output(path, kind, line):
+    """Interrupts before a line, also of the modules of the standard library that make files; all is freed after it.
+
+    Returns:
+        the lines that ran, and how many of them before the first byte of the output was written.
+    """
+    begun = None
+    files = (utils.files.__file__, *(module.__file__ for module in (contextlib, pathlib, tempfile)))
+    with InterruptBefore(line, files) as points:
+        for _ in written_by(path, kind):
+            begun = len(points.lines)
+    return points, begun
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "lines"])
+def test_an_interruption_at_any_line_leaves_nothing_or_all(tmp_path, kind):
+    name, content = ("new/a", "new/a/x") if kind == "directory" else ("a", "a")
+    points, begun = interrupted_output(tmp_path / name, kind, None)
+    assert (tmp_path / content).read_text() == "x\n"
+    assert begun > 10
+    for i, line in enumerate(points.lines):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        assert interrupted_output(folder / name, kind, line)[0].fired, line
+        if i < begun:
+            assert list(folder.iterdir()) == [], line
+        assert not (folder / content).exists() or (folder / content).read_text() == "x\n", line
+        write_text((folder / name).parent / "next" if (folder / name).parent.exists() else folder / "next", "x")
+        assert not list(folder.rglob(f".*{UNFINISHED}")), line
 
 
 def test_two_threads_write_the_same_file(tmp_path):
