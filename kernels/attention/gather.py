@@ -70,9 +70,14 @@ def _entry_shape(out: Tensor, record: CacheRecord, pool: Tensor, block_table: Te
     elif record.name == "fp8_v32":
         coded, group, entry = record.nope_dim, 128, record.entry_bytes
         raw_at = coded + coded // group * 4
+    elif record.name in ("fp8_v41", "fp4_v41"):
+        coded, group, raw_at, entry = record.dim, 32 if record.name == "fp8_v41" else 16, 0, record.row_bytes[0]
     else:
-        raise ValueError(f"records that are gathered are plain, fp8_v4 and fp8_v32, got {record.name!r}")
-    check_pool(record, pool, n, 4 if group == 128 else raw.itemsize)
+        raise ValueError(
+            f"records that are gathered are plain, fp8_v4, fp8_v32, fp8_v41 and fp4_v41, got {record.name!r}"
+        )
+    unit = 4 if group == 128 else 1 if coded == record.dim else raw.itemsize
+    check_pool(record, pool, n, unit)
     block = max(group, triton.next_power_of_2(max(coded, 1)))
     return EntryShape(
         N=n,

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from deepseek_attn.kernels.common.fp8 import decode_e4m3, decode_e8m0
+from deepseek_attn.kernels.common.fp8 import decode_e2m1, decode_e4m3, decode_e8m0
 from deepseek_attn.kernels.common.row_ops import round_to
 
 
 @dataclass(frozen=True)
 class EntryShape:
-    """Where the parts of an entry are: ``CODED`` e4m3 values with a scale per ``GROUP``, then ``RAW`` unquantised ones.
+    """Where the parts of an entry are: ``CODED`` values with a scale per ``GROUP``, then ``RAW`` unquantised ones.
 
     Attributes:
         N: entries of a page; ENTRY: bytes from one to the next; RAW_AT: first byte of the unquantised values, of
-            ``RAW_DTYPE``. A group of 64 has its e8m0 scale behind the entries of the page, one of 128 a float32 behind
-            the values.
+            ``RAW_DTYPE``. Values are e4m3; a group of 128 has a float32 scale behind the values, a smaller one an e8m0
+            scale behind the entries of the page. Groups of 16 are e2m1 pairs with e4m3 scales in that place.
         DTYPE: of a decoded row; NATIVE_FP8: the GPU converts e4m3 itself.
         CODED_BLOCK, RAW_BLOCK: tile widths of the parts; RAW_BLOCK is 0 where both fit in the first tile.
     """
@@ -54,15 +54,22 @@ def _copy_rows(slot, out_row, wanted, pool_ptr, page_stride, SHAPE: tl.constexpr
         channel = tl.arange(0, CODED_BLOCK)
         group = tl.arange(0, CODED_BLOCK // GROUP)
         known = live[:, None] & (group < CODED // GROUP)[None, :]
-        if GROUP == 64:
-            scales = page + SHAPE.N * SHAPE.ENTRY + (slot % SHAPE.N) * ((CODED // GROUP + 7) // 8 * 8)
-            scale = decode_e8m0(tl.load(scales[:, None] + group[None, :], mask=known, other=127))
-        else:
+        if GROUP == 128:
             scales = (row + CODED).to(tl.pointer_type(tl.float32))
             scale = tl.load(scales[:, None] + group[None, :], mask=known, other=0)
+        else:
+            SCALES: tl.constexpr = (CODED // GROUP + 7) // 8 * 8 if GROUP == 64 else CODED // GROUP
+            scales = page + SHAPE.N * SHAPE.ENTRY + (slot % SHAPE.N) * SCALES
+            byte = tl.load(scales[:, None] + group[None, :], mask=known, other=127)
+            scale = decode_e4m3(byte, SHAPE.NATIVE_FP8, tl.float32) if GROUP == 16 else decode_e8m0(byte)
         inside = (channel < CODED)[None, :]
-        code = tl.load(row[:, None] + channel[None, :], mask=live[:, None] & inside, other=0)
-        value = decode_e4m3(code, SHAPE.NATIVE_FP8, tl.float32)
+        if GROUP == 16:
+            pair = tl.arange(0, CODED_BLOCK // 2)
+            code = tl.load(row[:, None] + pair[None, :], mask=live[:, None] & (pair < CODED // 2)[None, :], other=0)
+            value = decode_e2m1(code)
+        else:
+            code = tl.load(row[:, None] + channel[None, :], mask=live[:, None] & inside, other=0)
+            value = decode_e4m3(code, SHAPE.NATIVE_FP8, tl.float32)
         value = tl.reshape(value, (R, CODED_BLOCK // GROUP, GROUP)) * scale[:, :, None]
         value = tl.reshape(value, (R, CODED_BLOCK))
         if SHAPE.RAW_BLOCK == 0 and RAW:

@@ -73,6 +73,15 @@ def quantize_e2m1(x):
 
 
 @triton.jit
+def decode_e2m1(packed):
+    """Float32 values ``[R, 2 n]`` of pairs of e2m1 codes ``[R, n]``, the even one in the low nibble."""
+    bits = packed.to(tl.int32)
+    code = tl.reshape(tl.join(bits & 15, bits >> 4), (packed.shape[0], 2 * packed.shape[1]))
+    # the same bits in float32's fields, whose exponent is biased by 126 more
+    return (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * 2.0**126
+
+
+@triton.jit
 def round_e2m1(x):
     """float32 rounded to the nearest e2m1 value, ties to the even code, saturating at 6; still float32."""
     a = tl.abs(x)
@@ -106,6 +115,15 @@ def pow2_scales(x, FLOOR: tl.constexpr, MAX: tl.constexpr):
     inverse = ((254 - byte) << 23).to(tl.float32, bitcast=True)
     inverse = tl.where(byte < 255, inverse, tl.where(bits > 0x7F800000, amax, 0.0))
     return byte, inverse
+
+
+@triton.jit
+def e4m3_scales(x, MAX: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Bytes of e4m3 scales of groups ``x [..., n]``: ``amax / MAX``, at least 2**-9; NaN if a value is not finite."""
+    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, x.shape.__len__() - 1)
+    scale = tl.div_rn(amax.to(tl.float32, bitcast=True), MAX)
+    scale = tl.where(amax < _INFINITY_BITS, tl.maximum(scale, 2.0**-9), float("nan"))
+    return quantize_e4m3(scale, NATIVE_FP8)
 
 
 @triton.jit

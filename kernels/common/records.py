@@ -13,7 +13,7 @@ class CacheRecord(Protocol):
 
     @property
     def name(self) -> str:
-        """``plain``, ``fp8_v4``, ``fp8_v32``, ``index_fp8`` or ``index_fp4``."""
+        """``plain``, ``fp8_v4``, ``fp8_v32``, ``fp8_v41``, ``fp4_v41``, ``index_fp8`` or ``index_fp4``."""
         ...
 
     @property

@@ -15,12 +15,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deepseek_attn.kernels.common.fp8 import pow2_scales, quantize_e2m1, quantize_e4m3
+from deepseek_attn.kernels.common.fp8 import decode_e4m3, e4m3_scales, pow2_scales, quantize_e2m1, quantize_e4m3
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
-RECORDS = ("plain", "fp8_v4", "index_fp8", "index_fp4")  # in device code by position
+RECORDS = ("plain", "fp8_v4", "index_fp8", "index_fp4", "fp8_v41", "fp4_v41")  # in device code by position
 _PLAIN, _FP8_V4, _INDEX_FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_FP8_V41, _FP4_V41 = tl.constexpr(4), tl.constexpr(5)
 
 # the interpreter truncates where hardware rounds, so that there everything is rounded by integer arithmetic
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -107,7 +108,7 @@ def store_rows(
     """Writes row r as the entry ``slot[r]`` (int64; nothing if negative) of a pool of bytes, ``N`` entries a page.
 
     ``RECORD`` is the record's place in `RECORDS`, ``PLAIN`` the dtype of plain records, ``NOPE`` the quantised channels
-    of fp8_v4.
+    of fp8_v4 and fp8_v41.
     """
     R: tl.constexpr = y.shape[0]
     channel = tl.arange(0, BLOCK)
@@ -117,25 +118,28 @@ def store_rows(
     if RECORD == _PLAIN:
         row = page.to(tl.pointer_type(PLAIN)) + entry * D
         tl.store(row[:, None] + channel[None, :], round_to(y, PLAIN).to(PLAIN), mask=used & (channel < D)[None, :])
-    elif RECORD == _FP8_V4:
+    elif RECORD == _FP8_V4 or RECORD == _FP8_V41:  # noqa: SIM109
         y = round_to(y, tl.bfloat16)
+        GROUP: tl.constexpr = 64 if RECORD == _FP8_V4 else 32
         WIDTH: tl.constexpr = NOPE + 2 * (D - NOPE)
-        SCALES: tl.constexpr = (NOPE // 64 + 7) // 8 * 8
-        groups = tl.reshape(y, (R, BLOCK // 64, 64))
+        SCALES: tl.constexpr = (NOPE // 64 + 7) // 8 * 8 if RECORD == _FP8_V4 else D // GROUP
+        groups = tl.reshape(y, (R, BLOCK // GROUP, GROUP))
         byte, inverse = pow2_scales(groups, 1e-4, 448.0)
         code = quantize_e4m3(tl.reshape(groups * inverse[:, :, None], (R, BLOCK)), NATIVE_FP8)
         row = page + entry * WIDTH
         tl.store(row[:, None] + channel[None, :], code, mask=used & (channel < NOPE)[None, :])
-        rope = (row + NOPE).to(tl.pointer_type(tl.bfloat16))
-        inside = used & ((channel >= NOPE) & (channel < D))[None, :]
-        tl.store(rope[:, None] + (channel - NOPE)[None, :], y.to(tl.bfloat16), mask=inside)
+        if NOPE < D:
+            rope = (row + NOPE).to(tl.pointer_type(tl.bfloat16))
+            inside = used & ((channel >= NOPE) & (channel < D))[None, :]
+            tl.store(rope[:, None] + (channel - NOPE)[None, :], y.to(tl.bfloat16), mask=inside)
         scales = page + N * WIDTH + entry * SCALES
-        group = tl.arange(0, BLOCK // 64)
-        inside = used & (group < NOPE // 64)[None, :]
+        group = tl.arange(0, BLOCK // GROUP)
+        inside = used & (group < NOPE // GROUP)[None, :]
         tl.store(scales[:, None] + group[None, :], byte.to(tl.uint8), mask=inside)
-        rest = NOPE // 64 + tl.arange(0, 8)
-        zero = tl.zeros((R, 8), tl.uint8)
-        tl.store(scales[:, None] + rest[None, :], zero, mask=used & (rest < SCALES)[None, :])
+        if RECORD == _FP8_V4:
+            rest = NOPE // 64 + tl.arange(0, 8)
+            zero = tl.zeros((R, 8), tl.uint8)
+            tl.store(scales[:, None] + rest[None, :], zero, mask=used & (rest < SCALES)[None, :])
     elif RECORD == _INDEX_FP8:
         y = round_to(y, tl.bfloat16)
         byte, inverse = pow2_scales(y, 1e-4, 448.0)
@@ -144,17 +148,23 @@ def store_rows(
         bits = tl.where(byte == 255, tl.where(inverse == 0, 0x7F800000, 0x7FC00000), byte << 23)
         tl.store((page + N * D).to(tl.pointer_type(tl.int32)) + entry, bits, mask=slot >= 0)
     else:
-        groups = tl.reshape(round_to(y, tl.bfloat16), (R, BLOCK // 32, 32))
-        byte, inverse = pow2_scales(groups, 6.0 * 2.0**-126, 6.0)
-        code = quantize_e2m1(groups * inverse[:, :, None])
+        GROUP: tl.constexpr = 16 if RECORD == _FP4_V41 else 32
+        groups = tl.reshape(round_to(y, tl.bfloat16), (R, BLOCK // GROUP, GROUP))
+        if RECORD == _FP4_V41:
+            byte = e4m3_scales(groups, 6.0, NATIVE_FP8)
+            scale = decode_e4m3(byte, NATIVE_FP8, tl.float32)
+            code = quantize_e2m1(tl.div_rn(groups, tl.broadcast_to(scale[:, :, None], groups.shape)))
+        else:
+            byte, inverse = pow2_scales(groups, 6.0 * 2.0**-126, 6.0)
+            code = quantize_e2m1(groups * inverse[:, :, None])
         low, high = tl.split(tl.reshape(code, (R, BLOCK // 2, 2)))
         pair = tl.arange(0, BLOCK // 2)
         row = page + entry * (D // 2)
         inside = used & (pair < D // 2)[None, :]
         tl.store(row[:, None] + pair[None, :], (low | (high << 4)).to(tl.uint8), mask=inside)
-        group = tl.arange(0, BLOCK // 32)
-        scales = page + N * (D // 2) + entry * (D // 32)
-        inside = used & (group < D // 32)[None, :]
+        group = tl.arange(0, BLOCK // GROUP)
+        scales = page + N * (D // 2) + entry * (D // GROUP)
+        inside = used & (group < D // GROUP)[None, :]
         tl.store(scales[:, None] + group[None, :], byte.to(tl.uint8), mask=inside)
 
 
@@ -167,7 +177,7 @@ def entry_constants(record: CacheRecord, pool: Tensor, page_entries: int) -> dic
     if record.name not in RECORDS:
         raise ValueError(f"records that are written are {', '.join(RECORDS)}, got {record.name!r}")
     dtype = record.dtype if record.name == "plain" else torch.bfloat16
-    unit = {"plain": dtype.itemsize, "fp8_v4": 2, "index_fp8": 4, "index_fp4": 1}[record.name]
+    unit = {"plain": dtype.itemsize, "fp8_v4": 2, "index_fp8": 4}.get(record.name, 1)
     check_pool(record, pool, page_entries, unit)
     nope = record.nope_dim if record.name == "fp8_v4" else record.dim
     return {"N": page_entries, "NOPE": nope, "RECORD": RECORDS.index(record.name), "PLAIN": TRITON_DTYPES[dtype]}

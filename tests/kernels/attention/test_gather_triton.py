@@ -7,6 +7,7 @@ import torch
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp8Record, PlainRecord
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
+from deepseek_attn.cache.records_v41 import Fp4V41Record, Fp8V41Record
 from deepseek_attn.kernels.attention.reference import dequantize_and_gather_k_cache
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -18,6 +19,10 @@ RECORDS = {
     "tiny": Fp8DsMlaRecord(64, 64),
     "wide": Fp8DsMlaRecord(640, 16),
     "V3.2": Fp8DsMlaV32Record(512, 64),
+    "V4.1": Fp8V41Record(512),
+    "V4.1 FP4": Fp4V41Record(512),
+    "V4.1, narrow": Fp8V41Record(96),
+    "V4.1 FP4, narrow": Fp4V41Record(48),
     "bf16": PlainRecord(512, torch.bfloat16),
     "fp32": PlainRecord(24, torch.float32),
 }

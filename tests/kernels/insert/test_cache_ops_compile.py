@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.compiler import ASTSource
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp4Record, IndexFp8Record, PlainRecord
+from deepseek_attn.cache.records_v41 import Fp4V41Record, Fp8V41Record
 from deepseek_attn.kernels.attention import gather_triton
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.indexer.query_triton import (
@@ -40,7 +41,7 @@ from tests.kernels.insert.test_insert_latents import LAYERS, make
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
 
 RECORDS = {"plain": (0, tl.bfloat16), "fp8_v4": (1, tl.bfloat16), "index_fp8": (2, tl.bfloat16),
-           "index_fp4": (3, tl.bfloat16)}  # fmt: skip
+           "index_fp4": (3, tl.bfloat16), "fp8_v41": (4, tl.bfloat16)}  # fmt: skip
 
 
 def compiled(kernel, kinds, constants, arch, warps=4):
@@ -83,8 +84,9 @@ def index_shape(fmt, native):
 def row_shape(record):
     number, plain = RECORDS[record]
     dim = 128 if record.startswith("index") else 512
+    nope = dim if record == "fp8_v41" else dim - 64
     return norm_rope_triton.TokenShape(
-        dim, dim - 64, 64, dim, 64, number, plain, tl.bfloat16, 1536, 2048, tl.bfloat16, False, False
+        dim, nope, 64, dim, 64, number, plain, tl.bfloat16, 1536, 2048, tl.bfloat16, False, False
     )
 
 
@@ -127,7 +129,7 @@ def test_norm_rope_insert(arch, record):
     constants = {"SHAPE": row_shape(record), "NATIVE_FP8": arch != "sm80", "PDL": CAPABILITIES[arch] >= (9, 0)}
     asm = compiled(norm_rope_triton.norm_rope_insert_kernel, {"rows": ROW}, constants, arch)
     assert asm["cubin"]
-    assert ("e4m3" in asm["ptx"]) == (arch != "sm80" and record in ("fp8_v4", "index_fp8"))
+    assert ("e4m3" in asm["ptx"]) == (arch != "sm80" and record in ("fp8_v4", "index_fp8", "fp8_v41"))
 
 
 @pytest.mark.parametrize(("arch", "scales"), on_gpus(["pow2", "raw"], ["pow2"]))
@@ -155,11 +157,11 @@ def test_insert_latents(monkeypatch, arch, layer):
 
 V41_RECORDS = {
     "fp8_v4": Fp8DsMlaRecord(448, 64), "index_fp8": IndexFp8Record(128), "index_fp4": IndexFp4Record(128),
-    "plain": PlainRecord(512, torch.bfloat16),
+    "plain": PlainRecord(512, torch.bfloat16), "fp8_v41": Fp8V41Record(512), "fp4_v41": Fp4V41Record(512),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("arch", "name"), on_gpus(V41_RECORDS, ["fp8_v4"]))
+@pytest.mark.parametrize(("arch", "name"), on_gpus(V41_RECORDS, ["fp4_v41"]))
 def test_latents_and_rows_that_are_rotated(monkeypatch, arch, name):
     """Those of V4.1: latents of pairs of tokens; entries and index keys made of them."""
     pass_for_gpu(monkeypatch, CAPABILITIES[arch])
@@ -225,12 +227,13 @@ def test_insert_tokens(arch, layer):
 
 # entry bytes, then of its coded part: values, values per scale; then where raw values begin, and how many
 ENTRIES = {"plain": (1024, 0, 64, 0, 512), "V4": (576, 448, 64, 448, 64), "V3.2": (656, 512, 128, 528, 64)}
+ENTRIES |= {"V4.1": (512, 512, 32, 0, 0), "V4.1 FP4": (256, 512, 16, 0, 0)}
 
 
 @pytest.mark.parametrize(("arch", "record"), on_gpus(list(ENTRIES), ["V4"]), ids=str)
 def test_gather(arch, record):
     kernel = gather_triton.gather_kernel
-    block = 0 if record == "V4" else ENTRIES[record][-1]
+    block = ENTRIES[record][-1] if record in ("plain", "V3.2") else 0
     shape = gather_triton.EntryShape(64, *ENTRIES[record], tl.bfloat16, tl.bfloat16, 512, block, arch != "sm80")
     constants = {"SHAPE": shape, "ROWS": 8}
     kinds = pointers(kernel, out_ptr="*bf16", pool_ptr="*u8", table_ptr="*i32")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp4Record, IndexFp8Record, PlainRecord
+from deepseek_attn.cache.records_v41 import Fp4V41Record, Fp8V41Record
 from deepseek_attn.kernels.common.quant import QuantizedRows, quantize_fp8
 from deepseek_attn.kernels.insert import CacheRows, CompressBatch, CompressPart, QueryHeads, TokenRows, reference
 
@@ -19,6 +20,10 @@ RECORDS = {
     "fp32": (PlainRecord(24, torch.float32), 8),
     "index_fp8": (IndexFp8Record(128), 64),
     "index_fp4": (IndexFp4Record(160), 64),
+    "fp8_v41": (Fp8V41Record(512), 64),
+    "fp8_v41, narrow": (Fp8V41Record(96), 32),
+    "fp4_v41": (Fp4V41Record(512), 64),
+    "fp4_v41, narrow": (Fp4V41Record(48), 16),
 }
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 
@@ -123,7 +128,7 @@ def test_rows_and_stored_bytes(insert, device, name, dtype):
     assert torch.equal(case.pool, expected_pool)
 
 
-@pytest.mark.parametrize("name", ["V4", "index_fp8", "index_fp4"])
+@pytest.mark.parametrize("name", ["V4", "index_fp8", "index_fp4", "fp8_v41", "fp4_v41"])
 def test_values_that_are_not_finite_stay_visible(insert, device, name):
     case = Case(name, torch.bfloat16, device)
     case.kv[3, 5], case.kv[4, 9] = float("nan"), float("inf")
@@ -228,20 +233,25 @@ def test_queries(queries, device, heads, padded, norm, dtype):
     assert out[:, padded].isnan().all()
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_rows_that_are_rotated_and_stored(triton, device, name):
-    """Bytes of the reference's rows; rows without a slot, and what lies between entries, stay as they were."""
+@pytest.fixture
+def rotate_and_insert(triton):
     if triton:
         from deepseek_attn.kernels.insert.entries import rope_insert
-    else:
-        rope_insert = reference.rope_insert
+
+        return rope_insert
+    return reference.rope_insert
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_rows_that_are_rotated_and_stored(rotate_and_insert, device, name):
+    """Bytes of the reference's rows; rows without a slot, and what lies between entries, stay as they were."""
     record, rope = RECORDS[name]
     dtype = record.dtype if isinstance(record, PlainRecord) else torch.bfloat16
     table, positions = rotary_table(rope, device), torch.randint(POSITIONS, (9,), device=device)
     rows = torch.randn(9, record.dim + 16, device=device).to(dtype)[:, : record.dim]
     pool = torch.full((5, record.page_bytes(4)), 0xAB, dtype=torch.uint8, device=device)
     slots = torch.tensor([5, -1, 17, 2, 3, -1, 19, 0, 8], device=device)
-    rope_insert(rows, positions, table, CacheRows(record, pool, 4, slots))
+    rotate_and_insert(rows, positions, table, CacheRows(record, pool, 4, slots))
     expected = torch.full_like(pool, 0xAB)
     ones = torch.stack(
         [expected_row(row, None, table, at, dtype, norm=False) for row, at in zip(rows, positions, strict=True)]
@@ -253,6 +263,20 @@ def test_rows_that_are_rotated_and_stored(triton, device, name):
     untouched = torch.tensor([s for s in range(20) if s not in slots.tolist()], device=device)
     for area in record._views(pool, 4):
         assert area.flatten(0, 1)[untouched].eq(0xAB).all()
+
+
+def test_ties_of_fp4_entries(rotate_and_insert, device):
+    """Values halfway between two of e2m1's, under every e4m3 scale: multiplied by its reciprocal, some would move."""
+    record = Fp4V41Record(48)
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middle = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+    rows = (scales[:, None] * torch.cat([middle, -middle])).view(42, 48).to(device, torch.bfloat16)
+    expected = torch.full((1, record.page_bytes(42)), 0xAB, dtype=torch.uint8, device=device)
+    pool, slots = expected.clone(), torch.arange(42, device=device)
+    rotate_and_insert(rows, slots, rotary_table(0, device), CacheRows(record, pool, 42, slots))
+    record.insert(expected, 42, slots, rows)
+    assert torch.equal(pool, expected)
+    assert torch.equal(pool[0, 42 * 24 :].cpu(), scales.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 def test_no_queries(queries, device):
@@ -291,7 +315,7 @@ def test_refuses(device):
             query_norm_rope(QueryHeads(*arguments))
 
 
-@pytest.mark.parametrize("name", ["V4", "index_fp4"])
+@pytest.mark.parametrize("name", ["V4", "index_fp4", "fp8_v41", "fp4_v41"])
 def test_fifty_launches_are_bit_identical(device, name):
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
