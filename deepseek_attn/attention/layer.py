@@ -176,8 +176,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
 
         Args:
             x: ``[T, hidden_size]``, normed hidden states of all requests, one after the other.
-            positions: int64 ``[T]``.
-            step: metadata of the batch; None warms up: scratch is reserved and the result is zero.
+            positions: int64 ``[T]``; step: metadata of the batch; None warms up: scratch is reserved, and 0 returned.
 
         Returns:
             ``[T, hidden_size]`` in the dtype of ``x``.
@@ -195,8 +194,8 @@ class DeepseekV4MLAAttention(CheckpointModule):
         qr_fp8 = empty_quantized(inputs.qr, linears)
         qr, kv = self.insert(inputs, positions, step, qr_fp8)
         with stage("project"):
-            projected = QueryProjections(*multi_linear(qr, linears, qr_fp8))
-            q, index_queries = self.queries(projected, inputs.index_weights, positions)
+            # without a name, projections are freed before attention takes memory: they are as large as the queries
+            q, index_queries = self.queries(multi_linear(qr, linears, qr_fp8), inputs.index_weights, positions)
         self.select(index_queries, step)
         with stage("attend"):
             output = self.impl.forward_mqa(self, q, kv, positions)
@@ -254,9 +253,10 @@ class DeepseekV4MLAAttention(CheckpointModule):
         return QueryHeads(q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
 
     def queries(
-        self, projected: QueryProjections, index_weights: Tensor | None, positions: Tensor
+        self, projections: list[Tensor], index_weights: Tensor | None, positions: Tensor
     ) -> tuple[Tensor, IndexQueries | None]:
         """Normed and rotated queries ``[T, padded_heads, head_dim]``, and the indexer's if it needs them."""
+        projected = QueryProjections(*projections)
         heads = self.query_heads(projected.q, positions)
         if self.indexer is None or projected.index_q is None:
             return query_norm_rope(heads), None

@@ -197,8 +197,8 @@ class DeepseekV32MLAAttention(CheckpointModule):
         qr_fp8 = empty_quantized(inputs.qr, linears)
         qr = self.insert(inputs, positions, step, qr_fp8)
         with stage("project"):
-            projected = QueryProjections(*multi_linear(qr, linears, qr_fp8))
-            query, index_queries = self.queries(projected, inputs.index_weights, positions)
+            # without a name, projections are freed before attention takes memory: they are as large as the queries
+            query, index_queries = self.queries(multi_linear(qr, linears, qr_fp8), inputs.index_weights, positions)
         if self.indexer is not None:
             selected = self.topk_indices_buffer[: len(step.positions)]
             self.decode_topk_slots = self.indexer.select(index_queries, step, selected)
@@ -243,9 +243,10 @@ class DeepseekV32MLAAttention(CheckpointModule):
         return absorb_queries(self.latent_queries(q, positions))
 
     def queries(
-        self, projected: QueryProjections, index_weights: Tensor | None, positions: Tensor
+        self, projections: list[Tensor], index_weights: Tensor | None, positions: Tensor
     ) -> tuple[Tensor, IndexQueries | None]:
         """Absorbed queries, and the indexer's if it has to select."""
+        projected = QueryProjections(*projections)
         if self.indexer is None or projected.index_q is None or index_weights is None:
             return self.absorb(projected.q, positions), None
         index = self.indexer.query_rows(projected.index_q, index_weights, positions)
