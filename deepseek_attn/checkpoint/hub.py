@@ -9,15 +9,9 @@ from typing import Self
 
 import torch
 
-from deepseek_attn.checkpoint.loader import needed_tensors
-from deepseek_attn.checkpoint.source import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    CheckpointSource,
-    SafetensorsSource,
-    TensorInfo,
-    read_index,
-)
+from deepseek_attn.checkpoint.safetensors_source import INDEX_FILE, SINGLE_FILE, SafetensorsSource, read_index
+from deepseek_attn.checkpoint.selection import needed_tensors
+from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.utils.hub import CONFIG_FILE, HubModel
 

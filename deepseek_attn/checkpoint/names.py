@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo, read_float32, scale_name
+from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo
+from deepseek_attn.checkpoint.stored_weights import read_float32, scale_name
 from deepseek_attn.layers.weights import Shard
 
 Rules = tuple[tuple[str, str], ...]
@@ -165,6 +166,11 @@ class CanonicalSource(CheckpointSource):
     def source_name(self, name: str) -> str:
         """Name of the tensor in the wrapped source."""
         return self._origins[name].name
+
+    def shown(self, name: str) -> str:
+        """The published name for a message, with the stored one where it differs."""
+        stored = self.source_name(name)
+        return name if stored == name else f"{name} (stored as {stored})"
 
 
 def _expand(name: str, published: str, info: TensorInfo) -> list[tuple[str, TensorInfo, Origin]]:

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from deepseek_attn.checkpoint.source import DTYPES, INDEX_FILE, CheckpointSource, TensorInfo
+from deepseek_attn.checkpoint.safetensors_source import INDEX_FILE
+from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.text.tokenizer_files import write_tokenizer
 from deepseek_attn.utils.files import appearing

@@ -19,7 +19,8 @@ from deepseek_attn.cache.layout import CacheLayout, make_layout
 from deepseek_attn.cache.manager import CacheManager
 from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.cache.prefix import PrefixCache
-from deepseek_attn.checkpoint.loader import LoadReport, check_headers, load_model
+from deepseek_attn.checkpoint.headers import check_headers
+from deepseek_attn.checkpoint.loader import LoadReport, load_model
 from deepseek_attn.checkpoint.source import CheckpointSource
 from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN
 from deepseek_attn.config.model import AnyConfig

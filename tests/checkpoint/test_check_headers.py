@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from deepseek_attn.checkpoint import CanonicalSource, RandomSource, loader
-from deepseek_attn.checkpoint.loader import check_headers
+from deepseek_attn.checkpoint import CanonicalSource, RandomSource, headers
+from deepseek_attn.checkpoint.headers import check_headers
 from deepseek_attn.checkpoint.names_v32 import canonical_name_v32
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.models.families import Family
@@ -64,8 +64,8 @@ def test_sizes_that_the_headers_do_not_have(monkeypatch, key, size):
             walked.append(pair)
             yield pair
 
-    published_tensors = loader.published_tensors
-    monkeypatch.setattr(loader, "published_tensors", counted)
+    published_tensors = headers.published_tensors
+    monkeypatch.setattr(headers, "published_tensors", counted)
     value = SIZES[key][size]
     schedule = {"compress_ratios": [*([0, 4, 128] * value)[:value]]} if key == "num_hidden_layers" else {}
     wanted = config.replace(**{key: value}, **schedule)

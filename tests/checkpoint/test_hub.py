@@ -13,8 +13,8 @@ from deepseek_attn import LLM, ModelConfig, ModelRunner
 from deepseek_attn.bench.engine import cut_config
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.checkpoint.hub import SMALL_FILES, PretrainedSource
-from deepseek_attn.checkpoint.loader import needed_tensors
-from deepseek_attn.checkpoint.source import INDEX_FILE
+from deepseek_attn.checkpoint.safetensors_source import INDEX_FILE
+from deepseek_attn.checkpoint.selection import needed_tensors
 from deepseek_attn.cli import main
 from deepseek_attn.utils.hub import HubModel
 from tests.support.hub_cache import FakeHub

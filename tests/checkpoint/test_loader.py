@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-import deepseek_attn.checkpoint.source as source_module
+import deepseek_attn.checkpoint.safetensors_source as source_module
 from deepseek_attn.checkpoint import (
     RandomSource,
     SafetensorsSource,
@@ -15,6 +15,7 @@ from deepseek_attn.checkpoint import (
     hf_name,
     loader,
     read_weight,
+    selection,
     write_checkpoint,
 )
 from deepseek_attn.checkpoint.loader import load_model, load_slots
@@ -209,9 +210,9 @@ def test_ignored_copies_and_buffers():
         source.put(name, "F32", torch.zeros(2))
     report, filled = load(source)
     assert len(filled) == len(recording_slots(tiny())[0])
-    assert set(report.ignored[loader.MTP_COPIES]) == set(copies)
-    assert len(report.ignored[loader.INV_FREQ]) == 3
-    assert report.ignored.keys() == {loader.MTP_COPIES, loader.INV_FREQ}
+    assert set(report.ignored[selection.MTP_COPIES]) == set(copies)
+    assert len(report.ignored[selection.INV_FREQ]) == 3
+    assert report.ignored.keys() == {selection.MTP_COPIES, selection.INV_FREQ}
 
 
 def test_dspark_drafter_is_no_mtp_layer():
@@ -222,7 +223,7 @@ def test_dspark_drafter_is_no_mtp_layer():
     assert not report.mtp_loaded
     assert not any(name.startswith("mtp.") for name in filled)
     drafter = {name for name in source.entries() if name.startswith("mtp.")}
-    assert {rule: set(names) for rule, names in report.ignored.items()} == {loader.DRAFTER: drafter}
+    assert {rule: set(names) for rule, names in report.ignored.items()} == {selection.DRAFTER: drafter}
 
 
 def test_vision_tensors_are_left_out_by_name():
@@ -235,13 +236,13 @@ def test_vision_tensors_are_left_out_by_name():
         source.put(name, "BF16", torch.zeros(2))
     report, filled = load(source)
     assert set(filled) == set(recording_slots(tiny())[0])
-    assert {rule: set(names) for rule, names in report.ignored.items()} == {loader.VISION: set(vision)}
+    assert {rule: set(names) for rule, names in report.ignored.items()} == {selection.VISION: set(vision)}
     source.put("visionary.weight", "F32", torch.zeros(2))
     refused(source, r"unknown tensors \(1\): visionary.weight")
 
 
 def test_vision_shards_need_not_be_there():
-    needed = loader.needed_tensors(tiny(), None, False)
+    needed = selection.needed_tensors(tiny(), None, False)
     assert needed("layers.0.ffn.gate.bias")
     assert not needed("vision.norm.weight")
     assert not needed("layers.0.ffn.gate.bias_vl")
@@ -251,7 +252,7 @@ def test_model_without_mtp_layers():
     config = tiny(num_nextn_predict_layers=0, compress_ratios=[0, 4, 128])
     report, filled = load(random_source(), config)
     assert not report.mtp_loaded
-    assert report.ignored.keys() == {loader.MTP_UNUSED}
+    assert report.ignored.keys() == {selection.MTP_UNUSED}
     assert set(filled) == set(recording_slots(config)[0])
 
 
@@ -268,8 +269,8 @@ def test_some_layers():
     assert_equal_loads(filled, source)
     expected = {name for name in recording_slots(tiny())[0] if not name.startswith(("mtp.", "layers.1."))}
     assert set(filled) == expected
-    assert report.ignored.keys() == {loader.OTHER_LAYERS}
-    assert set(report.loaded) | set(report.ignored[loader.OTHER_LAYERS]) == set(source.entries())
+    assert report.ignored.keys() == {selection.OTHER_LAYERS}
+    assert set(report.loaded) | set(report.ignored[selection.OTHER_LAYERS]) == set(source.entries())
     assert not report.mtp_loaded
 
 
@@ -291,7 +292,7 @@ def test_attention_only(layers):
     wanted = range(3) if layers is None else layers
     parts = tuple(f"layers.{i}.{part}" for i in wanted for part in ("attn.", "attn_norm."))
     assert set(filled) == {name for name in recording_slots(tiny())[0] if name.startswith(parts)}
-    assert report.ignored.keys() == {loader.ATTENTION_ONLY} | ({loader.OTHER_LAYERS} if layers else set())
+    assert report.ignored.keys() == {selection.ATTENTION_ONLY} | ({selection.OTHER_LAYERS} if layers else set())
     assert set(report.loaded).union(*report.ignored.values()) == set(source.entries())
 
 

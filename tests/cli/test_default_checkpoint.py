@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepseek_attn.checkpoint.source import SafetensorsSource
+from deepseek_attn.checkpoint.safetensors_source import SafetensorsSource
 from deepseek_attn.cli import main
 from deepseek_attn.cli.generate import default_checkpoint
 from deepseek_attn.config.model import ModelConfig

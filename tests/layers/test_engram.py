@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from deepseek_attn.checkpoint.loader import load_slots
 from deepseek_attn.checkpoint.random import RandomSource
 from deepseek_attn.checkpoint.recipes import ROWS, Recipe
-from deepseek_attn.checkpoint.source import SINGLE_FILE, SafetensorsSource
+from deepseek_attn.checkpoint.safetensors_source import SINGLE_FILE, SafetensorsSource
 from deepseek_attn.config.engram import EngramConfig
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import get_numerics

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepseek_attn.checkpoint import RandomSource, read_float32
-from deepseek_attn.checkpoint.loader import CONFIDENCE, DRAFTER, MTP_UNUSED, VISION
+from deepseek_attn.checkpoint.selection import CONFIDENCE, DRAFTER, MTP_UNUSED, VISION
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation

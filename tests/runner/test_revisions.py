@@ -5,7 +5,7 @@ import json
 import torch
 
 from deepseek_attn.checkpoint import write_checkpoint
-from deepseek_attn.checkpoint.loader import CONFIDENCE, VISION
+from deepseek_attn.checkpoint.selection import CONFIDENCE, VISION
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.checkpoint.fabricate import random_source, tiny
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepseek_attn.checkpoint import RandomSource
-from deepseek_attn.checkpoint.source import read_float32
+from deepseek_attn.checkpoint.stored_weights import read_float32
 from deepseek_attn.cli import main
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.runner.drafting import DraftRows

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepseek_attn.checkpoint.source import SafetensorsSource, read_float32
+from deepseek_attn.checkpoint.safetensors_source import SafetensorsSource
+from deepseek_attn.checkpoint.stored_weights import read_float32
 from deepseek_attn.cli import main
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.runner.model_runner import ModelRunner

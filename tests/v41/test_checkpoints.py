@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
-from deepseek_attn.checkpoint.loader import CONFIDENCE, OTHER_LAYERS, VISION
+from deepseek_attn.checkpoint.selection import CONFIDENCE, OTHER_LAYERS, VISION
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.runner.model_runner import ModelRunner

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from deepseek_attn.checkpoint.random import RandomSource
-from deepseek_attn.checkpoint.source import CheckpointSource, SafetensorsSource
+from deepseek_attn.checkpoint.safetensors_source import SafetensorsSource
+from deepseek_attn.checkpoint.source import CheckpointSource
 from deepseek_attn.config.model import ModelConfig, preset_names
 from deepseek_attn.experiments.define.files import read_text_file
 from deepseek_attn.experiments.define.results import CheckpointResult

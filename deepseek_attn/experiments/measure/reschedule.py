@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from deepseek_attn.checkpoint.names import CanonicalSource
-from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo, read_float32
+from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo
+from deepseek_attn.checkpoint.stored_weights import read_float32
 from deepseek_attn.config.model import LayerSpec, ModelConfig
 
 NO_WEIGHT = -1e4  # as a score: its softmax weight is exactly 0 beside any score that occurs

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepseek_attn.checkpoint import RandomSource
-from deepseek_attn.checkpoint.source import read_float32
+from deepseek_attn.checkpoint.stored_weights import read_float32
 from deepseek_attn.experiments.measure.reschedule import RescheduledSource
 from tests.support.small_models import assert_close, prompt, small_config, small_runner
 

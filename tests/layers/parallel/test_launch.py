@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deepseek_attn.checkpoint import RandomSource, SafetensorsSource, TensorInfo, read_weight, write_checkpoint
-from deepseek_attn.checkpoint.source import stored_shards
+from deepseek_attn.checkpoint.stored_weights import stored_shards
 from deepseek_attn.cli import main
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.numerics import numerics_for

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepseek_attn.checkpoint.loader import OTHER_RANK
+from deepseek_attn.checkpoint.selection import OTHER_RANK
 from deepseek_attn.layers.parallel import Parallel
 from tests.layers.parallel import cases
 from tests.support.small_models import assert_close
