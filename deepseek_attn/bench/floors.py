@@ -118,51 +118,127 @@ class StepShape:
         return self.batch * self.tokens
 
 
-def attention_work(
-    config: AnyConfig, spec: AnySpec, numerics: Numerics, dtype: torch.dtype, layout: CacheLayout, shape: StepShape
-) -> Work:
-    """Work of one attention layer, from normed hidden states to the output projection.
+@dataclass(frozen=True)
+class ModelWork:
+    """Counts the work of the parts of a model.
 
-    Args:
+    Attributes:
         dtype: of hidden states, and of weights that are not quantised.
-        layout: holds the layer's pools.
-
-    Notes:
-        Queries of one request are taken to select different entries, as far as there are different ones.
-        Without more visible entries than ``index_topk`` nothing has to be selected, and nothing is scored.
     """
-    selection = _Selection.of(config, spec, layout, shape)
-    tensors = attention_tensors(config, spec.name)
-    if not selection.scored:
-        tensors = tuple((name, recipe) for name, recipe in tensors if not name.startswith(SELECTION))
-    work = weights_work(config, tensors, numerics, dtype, shape.rows)
-    for pool in layout.pools:
-        owned = pool.layer == spec.name
-        if owned or (pool.layer == spec.entry_owner and pool.kind in ("compressed", "index")):
-            moved = pool_bytes(pool, layout, selection, shape)
-            work += Work(moved if owned else {what: count for what, count in moved.items() if what != "new entries"})
-    work += _activations(config, dtype, shape.rows, inputs=1, outputs=1)
-    return work + Work({}, selection.products(config, numerics))
 
+    config: AnyConfig
+    numerics: Numerics
+    dtype: torch.dtype
 
-def weights_work(config: AnyConfig, tensors: Tensors, numerics: Numerics, dtype: torch.dtype, rows: int) -> Work:
-    """Work of reading ``tensors`` once and multiplying ``rows`` token rows with each matrix among them.
+    def attention(self, spec: AnySpec, layout: CacheLayout, shape: StepShape) -> Work:
+        """Work of one attention layer, from normed hidden states to the output projection.
 
-    FP8 weights count with a float32 scale per block, vectors and hyper-connections as float32.
-    """
-    quantized = numerics.quantized_weights and config.quantization_config is not None
-    size, flops = 0, Counter()
-    for name, recipe in tensors:
-        count = prod(recipe.shape)
-        if recipe.kind not in ("quantized", "linear"):
-            size += 4 * count
-            flops["bf16"] += 2 * rows * count * (recipe.kind == "hc_fn")
-            continue
-        fp8 = quantized and recipe.kind == "quantized"
-        size += stored_bytes(recipe.shape, "fp8", config.FP8_GROUP) if fp8 else count * dtype.itemsize
-        flops["fp8" if fp8 and fp8_product(name, numerics) else "bf16"] += 2 * rows * count
-    products = tuple(Product("projections", unit, count) for unit, count in flops.items() if count)
-    return Work({"weights": size}, products)
+        Args:
+            layout: holds the layer's pools.
+
+        Notes:
+            Queries of one request are taken to select different entries, as far as there are different ones.
+            Without more visible entries than ``index_topk`` nothing has to be selected, and nothing is scored.
+        """
+        selection = _Selection.of(self.config, spec, layout, shape)
+        tensors = attention_tensors(self.config, spec.name)
+        if not selection.scored:
+            tensors = tuple((name, recipe) for name, recipe in tensors if not name.startswith(SELECTION))
+        work = self.weights(tensors, shape.rows)
+        for pool in layout.pools:
+            owned = pool.layer == spec.name
+            if owned or (pool.layer == spec.entry_owner and pool.kind in ("compressed", "index")):
+                moved = pool_bytes(pool, layout, selection, shape)
+                work += Work({what: count for what, count in moved.items() if owned or what != "new entries"})
+        work += self._activations(shape.rows, inputs=1, outputs=1)
+        return work + Work({}, selection.products(self.config, self.numerics))
+
+    def weights(self, tensors: Tensors, rows: int) -> Work:
+        """Work of reading ``tensors`` once and multiplying ``rows`` token rows with each matrix among them.
+
+        FP8 weights count with a float32 scale per block, vectors and hyper-connections as float32.
+        """
+        size, flops = 0, Counter()
+        for name, recipe in tensors:
+            count = prod(recipe.shape)
+            if recipe.kind not in ("quantized", "linear"):
+                size += 4 * count
+                flops["bf16"] += 2 * rows * count * (recipe.kind == "hc_fn")
+                continue
+            fp8 = self.quantized and recipe.kind == "quantized"
+            size += stored_bytes(recipe.shape, "fp8", self.config.FP8_GROUP) if fp8 else count * self.dtype.itemsize
+            flops["fp8" if fp8 and fp8_product(name, self.numerics) else "bf16"] += 2 * rows * count
+        products = tuple(Product("projections", unit, count) for unit, count in flops.items() if count)
+        return Work({"weights": size}, products)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether weights are read as the checkpoint stores them."""
+        return self.numerics.quantized_weights and self.config.quantization_config is not None
+
+    def experts(self, spec: AnySpec, rows: int) -> Work:
+        """Work of the experts of one layer, the shared one included, or of its dense MLP.
+
+        Notes:
+            Each token is taken to choose its experts evenly and independently of the others: the weights of as many
+            experts count as are then expected to be chosen at least once.
+        """
+        config, tensors = self.config, tensors_below(self.config, f"{spec.name}.ffn.")
+        work = self.weights(tuple(t for t in tensors if not t[0].startswith(ROUTED)), rows)
+        shapes = [recipe.shape for name, recipe in tensors if name.startswith("experts.")]
+        if shapes:
+            chosen = expected_experts(config.n_routed_experts, config.num_experts_per_tok, rows)
+            if self.quantized:
+                form = getattr(config, "expert_dtype", None) or "fp8"
+                one = sum(stored_bytes(shape, form, config.FP8_GROUP) for shape in shapes)
+            else:
+                one = sum(map(prod, shapes)) * self.dtype.itemsize
+            unit = "fp8" if self.quantized and self.numerics.fp8_activations else "bf16"
+            flops = 2 * rows * config.num_experts_per_tok * sum(map(prod, shapes))
+            work += Work({"routed weights": round(chosen * one)}, (Product("routed experts", unit, flops),))
+        return work + self._activations(rows, inputs=1, outputs=1)
+
+    def routing(self, spec: AnySpec, rows: int) -> Work:
+        """Work of the router of one layer: from hidden states to expert ids (int64) and weights (float32)."""
+        tensors = tensors_below(self.config, f"{spec.name}.ffn.gate.")
+        if not tensors:
+            return Work({})
+        table = tuple(t for t in tensors if t[0] != "tid2eid")  # of which a row per token is read
+        chosen = rows * self.config.num_experts_per_tok
+        work = self.weights(table, rows) + self._activations(rows, inputs=1)
+        return work + Work({"output": chosen * 12} | ({"table": chosen * 8} if len(table) < len(tensors) else {}))
+
+    def norms(self, spec: AnySpec, rows: int) -> Work:
+        """Work between the sublayers of one block: both norms, and hyper-connections, with the residual in and out.
+
+        The residual is ``hc_mult`` streams in V4.
+        """
+        tensors = tensors_below(self.config, f"{spec.name}.")
+        own = tuple(t for t in tensors if t[0].startswith(("hc_attn_", "hc_ffn_", "attn_norm.", "ffn_norm.")))
+        streams = getattr(self.config, "hc_mult", 1)
+        return self.weights(own, rows) + self._activations(2 * rows, inputs=1 + streams, outputs=1 + streams)
+
+    def engram(self, spec: AnySpec, rows: int) -> Work:
+        """Work of the n-gram memory before one layer of V4.1: table rows, their projection, all streams in and out."""
+        tensors = tensors_below(self.config, f"{spec.name}.engram.")
+        if not tensors:
+            return Work({})
+        width, streams = self.config.engram.width, self.config.hc_mult
+        work = self.weights(tuple(t for t in tensors if t[1].kind != ROWS), rows)
+        work += self._activations(rows, inputs=streams, outputs=streams)
+        return work + Work({"table rows": rows * (width + width // SCALE_GROUP)})
+
+    def head(self, rows: int) -> Work:
+        """Work of the output head: from hidden states (all streams) of ``rows`` tokens to float32 logits."""
+        found = _model_tensors(self.config).items()
+        work = self.weights(tuple((name, recipe) for name, recipe in found if name.startswith(HEAD_TENSORS)), rows)
+        work += self._activations(rows, inputs=getattr(self.config, "hc_mult", 1))
+        return work + Work({"logits": 4 * rows * self.config.vocab_size})
+
+    def _activations(self, rows: int, inputs: int, outputs: int = 0) -> Work:
+        """Hidden states of ``rows`` tokens that are read and written."""
+        size = rows * self.config.hidden_size * self.dtype.itemsize
+        return Work({name: n * size for name, n in (("input", inputs), ("output", outputs)) if n})
 
 
 def stored_bytes(shape: tuple[int, ...], form: str, block: int) -> int:
@@ -173,86 +249,9 @@ def stored_bytes(shape: tuple[int, ...], form: str, block: int) -> int:
     return count + 4 * prod(-(-n // block) for n in shape)
 
 
-def experts_work(config: AnyConfig, spec: AnySpec, numerics: Numerics, dtype: torch.dtype, rows: int) -> Work:
-    """Work of the experts of one layer, the shared one included, or of its dense MLP.
-
-    Notes:
-        Each token is taken to choose its experts evenly and independently of the others: the weights of as many
-        experts count as are then expected to be chosen at least once.
-    """
-    tensors = tensors_below(config, f"{spec.name}.ffn.")
-    work = weights_work(config, tuple(t for t in tensors if not t[0].startswith(ROUTED)), numerics, dtype, rows)
-    experts = [recipe for name, recipe in tensors if name.startswith("experts.")]
-    if experts:
-        chosen = expected_experts(config.n_routed_experts, config.num_experts_per_tok, rows)
-        form = getattr(config, "expert_dtype", None) or "fp8"
-        quantized = numerics.quantized_weights and config.quantization_config is not None
-        shapes = [recipe.shape for recipe in experts]
-        if quantized:
-            one = sum(stored_bytes(shape, form, config.FP8_GROUP) for shape in shapes)
-        else:
-            one = sum(map(prod, shapes)) * dtype.itemsize
-        unit = "fp8" if quantized and numerics.fp8_activations else "bf16"
-        flops = 2 * rows * config.num_experts_per_tok * sum(map(prod, shapes))
-        work += Work({"routed weights": round(chosen * one)}, (Product("routed experts", unit, flops),))
-    return work + _activations(config, dtype, rows, inputs=1, outputs=1)
-
-
 def expected_experts(experts: int, topk: int, rows: int) -> float:
     """Expected number of different experts that ``rows`` tokens choose, each ``topk`` of ``experts``, evenly."""
     return experts * (1 - (1 - topk / experts) ** rows)
-
-
-def routing_work(config: AnyConfig, spec: AnySpec, numerics: Numerics, dtype: torch.dtype, rows: int) -> Work:
-    """Work of the router of one layer: from hidden states to expert ids (int64) and weights (float32)."""
-    tensors = tensors_below(config, f"{spec.name}.ffn.gate.")
-    if not tensors:
-        return Work({})
-    table = tuple(t for t in tensors if t[0] != "tid2eid")  # of which a row per token is read
-    chosen = rows * config.num_experts_per_tok
-    work = weights_work(config, table, numerics, dtype, rows) + _activations(config, dtype, rows, inputs=1)
-    return work + Work({"output": chosen * 12} | ({"table": chosen * 8} if len(table) < len(tensors) else {}))
-
-
-def norms_work(config: AnyConfig, spec: AnySpec, numerics: Numerics, dtype: torch.dtype, rows: int) -> Work:
-    """Work between the sublayers of one block: both norms, and hyper-connections, with the residual in and out.
-
-    The residual is ``hc_mult`` streams in V4.
-    """
-    tensors = tensors_below(config, f"{spec.name}.")
-    own = tuple(t for t in tensors if t[0].startswith(("hc_attn_", "hc_ffn_", "attn_norm.", "ffn_norm.")))
-    streams = getattr(config, "hc_mult", 1)
-    return weights_work(config, own, numerics, dtype, rows) + _activations(
-        config, dtype, 2 * rows, inputs=1 + streams, outputs=1 + streams
-    )
-
-
-def engram_work(config: AnyConfig, spec: AnySpec, numerics: Numerics, dtype: torch.dtype, rows: int) -> Work:
-    """Work of the n-gram memory before one layer of V4.1: table rows, their projection, all streams in and out."""
-    tensors = tensors_below(config, f"{spec.name}.engram.")
-    if not tensors:
-        return Work({})
-    width = config.engram.width
-    work = weights_work(config, tuple(t for t in tensors if t[1].kind != ROWS), numerics, dtype, rows)
-    work += _activations(config, dtype, rows, inputs=config.hc_mult, outputs=config.hc_mult)
-    return work + Work({"table rows": rows * (width + width // SCALE_GROUP)})
-
-
-def head_work(config: AnyConfig, numerics: Numerics, dtype: torch.dtype, rows: int) -> Work:
-    """Work of the output head: from hidden states (all streams) of ``rows`` tokens to float32 logits."""
-    tensors = [(name, recipe) for name, recipe in _model_tensors(config).items() if name.startswith(HEAD_TENSORS)]
-    work = weights_work(config, tuple(tensors), numerics, dtype, rows)
-    return (
-        work
-        + _activations(config, dtype, rows, inputs=getattr(config, "hc_mult", 1))
-        + Work({"logits": 4 * rows * config.vocab_size})
-    )
-
-
-def _activations(config: AnyConfig, dtype: torch.dtype, rows: int, inputs: int = 0, outputs: int = 0) -> Work:
-    """Hidden states of ``rows`` tokens that are read and written."""
-    size = rows * config.hidden_size * dtype.itemsize
-    return Work({name: n * size for name, n in (("input", inputs), ("output", outputs)) if n})
 
 
 def fp8_product(name: str, numerics: Numerics) -> bool:

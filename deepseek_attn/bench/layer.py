@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from deepseek_attn.bench.floors import StepShape, Work, attention_work
+from deepseek_attn.bench.floors import ModelWork, StepShape, Work
 from deepseek_attn.bench.timing import KernelTiming, captured, kernels_of, time_calls
 from deepseek_attn.cache.manager import SequenceCache
 from deepseek_attn.impls.metadata import StepMetadata
@@ -56,9 +57,9 @@ class LayerTiming(KernelTiming):
     over_floor: float | None = None
 
 
-def fill_caches(runner: ModelRunner, seed: int = 0) -> None:
+def fill_caches(runner: ModelRunner) -> None:
     """Fills every pool with random entries, in place of computing a long context."""
-    generator = torch.Generator(runner.device).manual_seed(seed)
+    generator = torch.Generator(runner.device).manual_seed(0)
 
     def normal(rows: int, width: int) -> torch.Tensor:
         return torch.randn(rows, width, generator=generator, device=runner.device).to(runner.dtype)
@@ -118,55 +119,68 @@ def time_layer(
         raise ValueError("kernels are listed on a GPU")
     if graph and runner.graph_problem:
         raise ValueError(f"a layer's calls cannot be captured as a CUDA graph here: {runner.graph_problem}")
-    loaded = {layer.spec.index: layer for layer in attention_layers(runner.model.layers)}
-    timed = [loaded[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
-    kinds = {layer.spec.kind for layer in timed}
-    if len(kinds) != 1:
-        raise ValueError(f"layers {layers} are of the kinds {', '.join(sorted(kinds))}: one kind is timed at a time")
-    sources = runner.config.with_sources(layer.spec.index for layer in timed)
-    selections = {getattr(layer.spec, "index_source", None) for layer in timed}
-    if len(selections) > 1 and not timed[0].spec.has_indexer:
-        raise ValueError(f"layers {layers} read the selections of layers {sorted(selections)}: one selection at a time")
+    timed, sources = _layers_to_time(runner, [layers] if isinstance(layers, int) else layers)
+    first, decode = timed[0], tokens <= runner.decode_query_len
     caches = [past(runner, context - tokens) for _ in range(batch)]
-    kernels = ()
     try:
         runner.manager.reserve([(cache, tokens) for cache in caches])
-        decode = tokens <= runner.decode_query_len
-        static = graph and decode
-
-        def metadata() -> StepMetadata:  # without `step_metadata`'s refusal to compute a step twice
-            return runner.builder.build(step_input(runner.manager, caches, [tokens] * batch, runner.decode_query_len))
-
-        step = static_metadata(runner, caches, tokens) if static else metadata()
-        metadata_us = 0.0 if static else host_microseconds(metadata, repeats)
+        step, metadata_us = _step_metadata(runner, caches, tokens, repeats, static=graph and decode)
         count = len(timed) * math.ceil(INPUT_SETS / len(timed))
         inputs = torch.randn(count, batch * tokens, runner.config.hidden_size, device=runner.device).to(runner.dtype)
         calls = [lambda i=i: timed[i % len(timed)](inputs[i], step.positions, step) for i in range(count)]
         with torch.inference_mode(), runner.op_settings():
             for source in sources:
-                if loaded[source] not in timed:
-                    loaded[source](inputs[0], step.positions, step)
+                source(inputs[0], step.positions, step)
+            calls_per_run, run = 1, lambda index: calls[index % count]()
             if graph:
-                replay = captured(calls)
-                times = [t / count for t in time_calls(lambda _: replay.replay(), runner.device, repeats, warmup)]
-                found = kernels_of(replay.replay) if count_kernels else []
-                kernels = tuple((name, n / count, us / count) for name, n, us in found)
-            else:
-                times = time_calls(lambda index: calls[index % count](), runner.device, repeats, warmup)
-                if count_kernels:
-                    kernels = tuple(kernels_of(calls[0]))
+                replay = captured(calls).replay
+                calls_per_run, run = count, lambda _: replay()
+            times = [t / calls_per_run for t in time_calls(run, runner.device, repeats, warmup)]
+            found = kernels_of(lambda: run(0)) if count_kernels else []
     finally:
         for cache in caches:
             runner.manager.free(cache)
-    first = timed[0]
-    shape = StepShape(batch, tokens, context)
-    work = attention_work(runner.config, first.spec, runner.numerics, runner.dtype, runner.layout, shape)
+    kernels = tuple((name, n / calls_per_run, us / calls_per_run) for name, n, us in found)
+    counted = ModelWork(runner.config, runner.numerics, runner.dtype)
+    work = counted.attention(first.spec, runner.layout, StepShape(batch, tokens, context))
     return LayerTiming.of(
         times, layer=first.prefix, kind=first.spec.kind, backend=first.backend_name, instances=len(timed),
         mode="decode" if decode else "prefill", graph=graph, batch=batch, tokens=tokens, context=context,
         metadata_us=metadata_us, launches=sum(n for _, n, _ in kernels) if kernels else None, kernels=kernels,
         work=work, **over_floor(work, statistics.median(times), rates),
     )  # fmt: skip
+
+
+def _layers_to_time(runner: ModelRunner, numbers: Sequence[int]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The attention layers of these numbers, and others whose entries or selections they read."""
+    loaded = {layer.spec.index: layer for layer in attention_layers(runner.model.layers)}
+    timed = [loaded[number] for number in numbers]
+    kinds = {layer.spec.kind for layer in timed}
+    if len(kinds) != 1:
+        raise ValueError(f"layers {numbers} are of the kinds {', '.join(sorted(kinds))}: one kind is timed at a time")
+    selections = {getattr(layer.spec, "index_source", None) for layer in timed}
+    if len(selections) > 1 and not timed[0].spec.has_indexer:
+        raise ValueError(
+            f"layers {numbers} read the selections of layers {sorted(selections)}: one selection at a time"
+        )
+    sources = [loaded[number] for number in runner.config.with_sources(layer.spec.index for layer in timed)]
+    return timed, [layer for layer in sources if layer not in timed]
+
+
+def _step_metadata(
+    runner: ModelRunner, caches: list[SequenceCache], tokens: int, repeats: int, static: bool
+) -> tuple[StepMetadata, float]:
+    """Metadata of a step of ``tokens`` new tokens of each sequence, and the microseconds of the host to build it.
+
+    Args:
+        static: made on the device from tensors that a graph can read, which takes no such time.
+    """
+
+    def build() -> StepMetadata:  # without `step_metadata`'s refusal to compute a step twice
+        new_tokens = [tokens] * len(caches)
+        return runner.builder.build(step_input(runner.manager, caches, new_tokens, runner.decode_query_len))
+
+    return (static_metadata(runner, caches, tokens), 0.0) if static else (build(), host_microseconds(build, repeats))
 
 
 def over_floor(work: Work, microseconds: float, rates: Mapping[str, float] | None) -> dict[str, float | str]:

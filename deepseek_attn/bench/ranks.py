@@ -9,27 +9,16 @@ from functools import cached_property
 
 import torch
 
-from deepseek_attn.bench.floors import (
-    Product,
-    StepShape,
-    Work,
-    attention_work,
-    engram_work,
-    experts_work,
-    head_work,
-    norms_work,
-    routing_work,
-    tensors_below,
-    weights_work,
-)
+from deepseek_attn.bench.floors import ModelWork, Product, StepShape, Work, tensors_below
 from deepseek_attn.bench.machines import FEW_ROWS, Machine
 from deepseek_attn.bench.stages import ATTENTION, ENGRAM, EXPERTS, HEAD, NORMS, ROUTING
 from deepseek_attn.cache.layout import CacheLayout, make_layout
 from deepseek_attn.checkpoint.recipes import ROWS
 from deepseek_attn.config.model import AnyConfig, AnySpec
 from deepseek_attn.config.numerics import Numerics
-from deepseek_attn.layers.parallel import Parallel, exchanged, shard_unit
+from deepseek_attn.layers.parallel import Parallel, exchanged
 from deepseek_attn.layers.peers import PEER_RANKS
+from deepseek_attn.layers.split import shard_unit
 
 GPUS_PER_HOST = 8
 OTHER, COMMUNICATION = "once per step", "communication"
@@ -115,36 +104,39 @@ class RankModel:
     def own(self) -> AnyConfig:
         return self.layout.rank_config(self.config)
 
+    @cached_property
+    def _own_work(self) -> ModelWork:
+        return ModelWork(self.own, self.numerics, self.dtype)
+
     def weights(self) -> int:
         """Bytes of the weights of one rank; with data-parallel attention, MTP layers are not loaded."""
-        own, arguments = self.own, (self.numerics, self.dtype)
+        own, work = self.own, self._own_work
         total = own.vocab_size * own.hidden_size * self.dtype.itemsize  # embedding
-        total += head_work(own, *arguments, 1).bytes["weights"]
+        total += work.head(1).bytes["weights"]
         for spec in own.layers if self.layout.dp_attention else own.all_layers:
             tensors = [part for part in tensors_below(own, f"{spec.name}.") if not part[0].startswith("ffn.experts.")]
             split = tuple(part for part in tensors if part[0].startswith(("ffn.shared_experts.", "ffn.w")))
             whole = tuple(part for part in tensors if part not in split and part[1].kind != ROWS)
-            total += weights_work(own, whole, *arguments, 1).bytes["weights"]
-            total += self._mlp_part(weights_work(own, split, *arguments, 1).bytes["weights"])
+            total += work.weights(whole, 1).bytes["weights"]
+            total += self._mlp_part(work.weights(split, 1).bytes["weights"])
             total += self._experts(spec, 64 * own.n_routed_experts, 1).bytes["routed weights"]  # all are chosen
         return total
 
     def step(self, batch: int, tokens: int, context: int) -> StepPrediction:
         """A step of ``batch`` requests of all ranks, each with ``tokens`` new tokens and ``context`` after it."""
-        shape = StepShape(self.layout.own(batch), tokens, context)
+        shape, work = StepShape(self.layout.own(batch), tokens, context), self._own_work
         caches, rows = self._caches(shape), shape.rows
         expert_rows = rows * self.layout.ranks if self.layout.dp_attention else rows
         stages: dict[str, float] = defaultdict(float)
         for spec in self.own.layers:
-            arguments = self.numerics, self.dtype
-            work = attention_work(self.own, spec, *arguments, caches, shape)
-            stages[ATTENTION] += self.machine.attention(spec, tokens == 1).microseconds(work, self.machine.rates)
+            attention = work.attention(spec, caches, shape)
+            stages[ATTENTION] += self.machine.attention(spec, tokens == 1).microseconds(attention, self.machine.rates)
             stages[EXPERTS] += self._time(EXPERTS, self._experts(spec, expert_rows, rows), expert_rows)
-            stages[NORMS] += self._time(NORMS, norms_work(self.own, spec, *arguments, rows), rows)
-            stages[ROUTING] += self._time(ROUTING, routing_work(self.own, spec, *arguments, expert_rows), expert_rows)
-            if (work := engram_work(self.own, spec, *arguments, rows)).bytes:
-                stages[ENGRAM] += self._time(HEAD, work, rows)  # as far from its floor as the head, a large linear too
-        stages[HEAD] += self._time(HEAD, head_work(self.own, self.numerics, self.dtype, shape.batch), shape.batch)
+            stages[NORMS] += self._time(NORMS, work.norms(spec, rows), rows)
+            stages[ROUTING] += self._time(ROUTING, work.routing(spec, expert_rows), expert_rows)
+            if (engram := work.engram(spec, rows)).bytes:  # as far from its floor as the head, a large linear too
+                stages[ENGRAM] += self._time(HEAD, engram, rows)
+        stages[HEAD] += self._time(HEAD, work.head(shape.batch), shape.batch)
         stages[OTHER] += self.machine.step_us
         collectives = tuple(self._collectives(shape)) if self.layout.ranks > 1 else ()
         stages[COMMUNICATION] = sum(collective.microseconds for collective in collectives)
@@ -166,8 +158,8 @@ class RankModel:
     def _experts(self, spec: AnySpec, rows: int, own_rows: int) -> Work:
         """Work of one rank's experts: its part of the routed ones for ``rows`` tokens, and of the shared one."""
         config = self.config.draft_stages if spec.is_mtp and self.config.dspark is not None else self.config
-        arguments, ranks = (config, spec, self.numerics, self.dtype), self.layout.ranks
-        routed, shared = experts_work(*arguments, rows), experts_work(*arguments, own_rows)
+        work, ranks = ModelWork(config, self.numerics, self.dtype), self.layout.ranks
+        routed, shared = work.experts(spec, rows), work.experts(spec, own_rows)
         sizes = dict(routed.bytes)
         sizes["weights"] = self._mlp_part(sizes["weights"])
         sizes["routed weights"] = sizes.get("routed weights", 0) // ranks

@@ -7,16 +7,7 @@ from functools import partial
 
 import torch
 
-from deepseek_attn.bench.floors import (
-    StepShape,
-    Work,
-    attention_work,
-    engram_work,
-    experts_work,
-    head_work,
-    norms_work,
-    routing_work,
-)
+from deepseek_attn.bench.floors import ModelWork, StepShape, Work
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.models.block import Block
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
@@ -40,19 +31,19 @@ def stage_works(runner: ModelRunner, shape: StepShape) -> dict[str, list[Work]]:
 
     The shared expert and layers without a router count as experts, norms between sublayers as hyper-connections do.
     """
-    config, numerics, dtype, rows = runner.config, runner.numerics, runner.dtype, shape.rows
-    specs = runner.backbone_layers
+    work = ModelWork(runner.config, runner.numerics, runner.dtype)
+    specs, rows = runner.backbone_layers, shape.rows
     return {
-        ATTENTION: [attention_work(config, spec, numerics, dtype, runner.layout, shape) for spec in specs],
-        EXPERTS: [experts_work(config, spec, numerics, dtype, rows) for spec in specs],
-        NORMS: [norms_work(config, spec, numerics, dtype, rows) for spec in specs],
-        ROUTING: [routing_work(config, spec, numerics, dtype, rows) for spec in specs],
-        HEAD: [head_work(config, numerics, dtype, shape.batch)],
-        ENGRAM: [engram_work(config, spec, numerics, dtype, rows) for spec in specs],
+        ATTENTION: [work.attention(spec, runner.layout, shape) for spec in specs],
+        EXPERTS: [work.experts(spec, rows) for spec in specs],
+        NORMS: [work.norms(spec, rows) for spec in specs],
+        ROUTING: [work.routing(spec, rows) for spec in specs],
+        HEAD: [work.head(shape.batch)],
+        ENGRAM: [work.engram(spec, rows) for spec in specs],
     }
 
 
-def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor, seed: int = 0) -> Calls:
+def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor) -> Calls:
     """Calls that together compute what a step computes in its blocks and its head, on random hidden states.
 
     Args:
@@ -63,7 +54,7 @@ def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor
         Experts are chosen by the router of each block, from hidden states of that block alone.
     """
     model, config, device = runner.model, runner.config, runner.device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     rows = len(step.positions)
     token_ids = torch.randint(config.vocab_size, (rows,), generator=generator, device=device)
     calls: Calls = {stage: [] for stage in STAGES}

@@ -14,6 +14,7 @@ import torch
 
 COPY_BYTES = 1 << 31
 MATRIX = 8192
+PROFILED_RUNS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,14 +101,14 @@ def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def time_graph(calls: Sequence[Callable[[], object]], repeats: int = 20, warmup: int = 3) -> list[float]:
+def time_graph(calls: Sequence[Callable[[], object]], repeats: int = 20) -> list[float]:
     """Microseconds per call, one figure per replay of a CUDA graph of all ``calls``."""
     graph = captured(calls)
     device = torch.device("cuda", torch.cuda.current_device())
-    return [t / len(calls) for t in time_calls(lambda _: graph.replay(), device, repeats, warmup)]
+    return [t / len(calls) for t in time_calls(lambda _: graph.replay(), device, repeats)]
 
 
-def kernels_of(call: Callable[[], object], repeats: int = 5) -> list[tuple[str, float, float]]:
+def kernels_of(call: Callable[[], object]) -> list[tuple[str, float, float]]:
     """(name, launches, microseconds) of each kernel of a call, or of a graph's ``replay``, in the order of their time.
 
     Kernels that overlap count in full, so the sum can exceed the call's time.
@@ -117,7 +118,7 @@ def kernels_of(call: Callable[[], object], repeats: int = 5) -> list[tuple[str, 
     call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(repeats):
+        for _ in range(PROFILED_RUNS):
             call()
         torch.cuda.synchronize()
     launches, times = Counter(), Counter()
@@ -125,7 +126,7 @@ def kernels_of(call: Callable[[], object], repeats: int = 5) -> list[tuple[str, 
         if event.device_type == torch.autograd.DeviceType.CUDA:
             launches[event.name] += 1
             times[event.name] += event.device_time
-    return [(name, launches[name] / repeats, total / repeats) for name, total in times.most_common()]
+    return [(name, launches[name] / PROFILED_RUNS, total / PROFILED_RUNS) for name, total in times.most_common()]
 
 
 class GraphReplays:

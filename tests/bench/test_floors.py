@@ -10,16 +10,12 @@ import torch
 
 from deepseek_attn.bench.floors import (
     Floor,
+    ModelWork,
     Product,
     StepShape,
     Work,
     attention_tensors,
-    attention_work,
     expected_experts,
-    experts_work,
-    head_work,
-    norms_work,
-    routing_work,
     tensors_below,
 )
 from deepseek_attn.cache.layout import make_layout
@@ -41,7 +37,8 @@ def work(model, layer, batch, tokens, context, numerics="serving", dtype=torch.b
     config = CONFIGS[model]
     numerics = numerics_for(config, numerics)
     layout = make_layout(config, numerics, dtype, longest, 128, 8192)
-    return attention_work(config, config.layers[layer], numerics, dtype, layout, StepShape(batch, tokens, context))
+    shape = StepShape(batch, tokens, context)
+    return ModelWork(config, numerics, dtype).attention(config.layers[layer], layout, shape)
 
 
 def flops(work):
@@ -177,7 +174,7 @@ def test_exact_numerics_read_weights_as_they_are_kept():
 
 def part(work, model, layer, rows, numerics="serving", dtype=torch.bfloat16):
     config = CONFIGS[model]
-    return work(config, config.layers[layer], numerics_for(config, numerics), dtype, rows)
+    return work(ModelWork(config, numerics_for(config, numerics), dtype), config.layers[layer], rows)
 
 
 FP4_EXPERT, FP8_SHARED = 3 * 2048 * 4096 * 17 // 32, 3 * (2048 * 4096 + 4 * 16 * 32)
@@ -185,26 +182,26 @@ FP8_EXPERT_V32 = 3 * (2048 * 7168 + 4 * 16 * 56)
 
 
 def test_experts_of_a_v4_layer():
-    found = part(experts_work, "v4_flash", C4A, rows=1)
+    found = part(ModelWork.experts, "v4_flash", C4A, rows=1)
     activations = {"input": 4096 * 2, "output": 4096 * 2}
     assert found.bytes == {"weights": FP8_SHARED, "routed weights": 6 * FP4_EXPERT} | activations
     assert flops(found) == {
         ("projections", "fp8"): 2 * 3 * 2048 * 4096,
         ("routed experts", "fp8"): 6 * 2 * 3 * 2048 * 4096,
     }
-    exact = part(experts_work, "v4_flash", C4A, 1, "exact", torch.float32)
+    exact = part(ModelWork.experts, "v4_flash", C4A, 1, "exact", torch.float32)
     assert exact.bytes["routed weights"] == 6 * 3 * 2048 * 4096 * 4
     assert {product.unit for product in exact.products} == {"bf16"}
 
 
 def test_experts_of_v32_and_its_dense_layers():
-    found = part(experts_work, "v32", 3, rows=1)
+    found = part(ModelWork.experts, "v32", 3, rows=1)
     assert found.bytes["routed weights"] == 8 * FP8_EXPERT_V32
     assert found.bytes["weights"] == FP8_EXPERT_V32  # the shared one
-    dense = part(experts_work, "v32", 0, rows=5)
+    dense = part(ModelWork.experts, "v32", 0, rows=5)
     assert "routed weights" not in dense.bytes
     assert dense.bytes["weights"] == 3 * (18432 * 7168 + 4 * 144 * 56)
-    assert part(routing_work, "v32", 0, rows=5).total_bytes == 0
+    assert part(ModelWork.routing, "v32", 0, rows=5).total_bytes == 0
 
 
 @pytest.mark.parametrize(("experts", "topk", "rows"), [(8, 2, 1), (8, 2, 3), (6, 3, 2), (4, 4, 5)])
@@ -216,21 +213,21 @@ def test_expected_experts(experts, topk, rows):
 
 
 def test_routing_norms_and_head():
-    found = part(routing_work, "v4_flash", C128A, rows=3)
+    found = part(ModelWork.routing, "v4_flash", C128A, rows=3)
     assert found.bytes == {"weights": 256 * 4096 * 2 + 256 * 4, "input": 3 * 4096 * 2, "output": 3 * 6 * 12}
     assert flops(found) == {("projections", "bf16"): 2 * 3 * 256 * 4096}
-    hashed = part(routing_work, "v4_flash", SWA, rows=3)
+    hashed = part(ModelWork.routing, "v4_flash", SWA, rows=3)
     assert hashed.bytes["table"] == 3 * 6 * 8
     streams = 2 * 3 * (4 + 1) * 4096 * 2  # two sublayers: four streams and one input or output of each token
-    found = part(norms_work, "v4_flash", C4A, rows=3)
+    found = part(ModelWork.norms, "v4_flash", C4A, rows=3)
     assert found.bytes == {
         "weights": 4 * 2 * (24 * 4 * 4096 + 24 + 3 + 4096), "input": streams, "output": streams,
     }  # fmt: skip
     assert flops(found) == {("projections", "bf16"): 2 * 3 * 2 * 24 * 4 * 4096}
-    plain = part(norms_work, "v32", 3, rows=3)
+    plain = part(ModelWork.norms, "v32", 3, rows=3)
     assert plain.bytes == {"weights": 4 * 2 * 7168} | dict.fromkeys(("input", "output"), 2 * 3 * 2 * 7168 * 2)
     config = CONFIGS["v4_flash"]
-    found = head_work(config, numerics_for(config, "serving"), torch.bfloat16, 2)
+    found = ModelWork(config, numerics_for(config, "serving"), torch.bfloat16).head(2)
     matrix, collapse = config.vocab_size * 4096, 4 * 4 * 4096
     assert found.bytes == {
         "weights": 2 * matrix + 4 * (collapse + 4 + 1 + 4096), "input": 2 * 4 * 4096 * 2,
@@ -244,7 +241,8 @@ def test_every_tensor_of_a_block_is_in_one_stage(model):
     config = CONFIGS[model]
     numerics = numerics_for(config, "exact")
     spec = next(spec for spec in config.layers if tensors_below(config, f"{spec.name}.ffn.gate."))
-    works = [work(config, spec, numerics, torch.float32, 0) for work in (experts_work, routing_work, norms_work)]
+    counter = ModelWork(config, numerics, torch.float32)
+    works = [counter.experts(spec, 0), counter.routing(spec, 0), counter.norms(spec, 0)]
     tensors = tensors_below(config, f"{spec.name}.")
     counted = sum(work.bytes["weights"] for work in works) / 4
     others = ("attn.", "ffn.experts.", "ffn.gate.tid2eid")
