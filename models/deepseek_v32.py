@@ -14,7 +14,7 @@ from deepseek_attn.config.v32 import V32LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.norm import add_rms_norm
 from deepseek_attn.layers.linear import Linear
-from deepseek_attn.layers.parallel import shard_unit
+from deepseek_attn.layers.split import shard_unit
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
 from deepseek_attn.models.block import Backbone, BuildContext
 from deepseek_attn.models.moe import MLP, MoE

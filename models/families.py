@@ -22,7 +22,8 @@ from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.dispatch import problem_on
 from deepseek_attn.kernels.indexer import MAX_TRITON_TOPK, TRITON_HEAD_DIM
-from deepseek_attn.layers.parallel import Parallel, check_split
+from deepseek_attn.layers.parallel import Parallel
+from deepseek_attn.layers.split import check_split
 from deepseek_attn.layers.weights import CheckpointModule
 from deepseek_attn.models import block, deepseek_v4, deepseek_v32, deepseek_v41
 from deepseek_attn.models.block import AttentionStack, BuildContext, attention_layers, layer_specs

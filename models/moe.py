@@ -22,7 +22,8 @@ from deepseek_attn.kernels.moe import (
 )
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import Linear, multi_linear
-from deepseek_attn.layers.parallel import Parallel, shard_unit
+from deepseek_attn.layers.parallel import Parallel
+from deepseek_attn.layers.split import shard_unit
 from deepseek_attn.layers.weights import CheckpointModule, Shard, SlotKind, WeightSlot, check_finite
 from deepseek_attn.utils.device import run_beside
 from deepseek_attn.utils.tracing import traced

@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-import reprlib
-from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from deepseek_attn.cli.options import HUB_ID, add_deterministic_option, add_numerics_options, integer
-from deepseek_attn.cli.table import Table, print_kernels
-
-if TYPE_CHECKING:
-    import torch
-
-    from deepseek_attn.bench.cases.case import OpCase
-    from deepseek_attn.config.model import AnyConfig
-    from deepseek_attn.runner.model_runner import ModelRunner
+from deepseek_attn.cli.options import HUB_ID, add_deterministic_option, add_numerics_options, names, numbers
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -27,13 +14,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="time ops, layers and models",
         description="Time parts of a model on this machine, with random data. The last line is one JSON document.",
     )
+    parser.set_defaults(run=run)
     what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     op = what.add_parser(
         "op", help="single ops, compared with other implementations and with this machine's peak rates"
     )
     op.add_argument("--ops", type=names, metavar="LIST", help="op names or parts of them (default: all)")
     op.add_argument("--rows", type=names, metavar="LIST", help="parts of row labels (default: all)")
-    op.set_defaults(run=run_ops)
     layer = what.add_parser("layer", help="one attention layer, from hidden states to the output projection")
     layer.add_argument("--layers", type=numbers, metavar="LIST", help="layer numbers (default: the first of each kind)")
     layer.add_argument(
@@ -45,14 +32,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="layers of a kind that alternate, so that no call finds its weights in the L2 cache (default: 1)",
     )  # fmt: skip
     layer.add_argument("--backends", type=names, default=["auto"], metavar="LIST", help="default: auto")
-    layer.set_defaults(run=run_layer)
     model = what.add_parser("model", help="steps of a model, from token ids to logits, and their stages")
     model.add_argument("--layers", type=numbers, metavar="LIST", help="layer numbers (default: all)")
     model.add_argument("--experts", type=int, metavar="N", help="routed experts per layer (default: the model's)")
     model.add_argument("--backend", default="auto", help="default: auto")
     model.add_argument("--eager", action="store_true", help="with --graph: time the same steps without graphs, too")
     add_deterministic_option(model)
-    model.set_defaults(run=run_model)
     add_engine_parser(what)
     add_memory_parser(what)
     for part in (layer, model):
@@ -105,7 +90,7 @@ def add_engine_parser(what: argparse._SubParsersAction) -> None:
         "--repeats", type=int, default=3, help="runs of each, of which the median counts, after one more (default: 3)"
     )
     add_numerics_options(engine)
-    engine.set_defaults(run=run_engine, plot=None)
+    engine.set_defaults(plot=None)
 
 
 def add_memory_parser(what: argparse._SubParsersAction) -> None:
@@ -123,264 +108,23 @@ def add_memory_parser(what: argparse._SubParsersAction) -> None:
         help="max_model_len:max_num_seqs:max_num_batched_tokens of each run "
         "(default: 16384:8:2048,65536:4:4096,8192:64:8192)",
     )  # fmt: skip
-    memory.set_defaults(run=run_memory, plot=None)
+    memory.set_defaults(plot=None)
 
 
-def numbers(text: str) -> list[int]:
-    try:
-        return [integer(part) for part in text.split(",")]
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)}: write integers with commas between them") from None
-
-
-def names(text: str) -> list[str]:
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r}: write names with commas between them")
-    return found
-
-
-def run_ops(args: argparse.Namespace) -> None:
-    from deepseek_attn.bench.ops import time_case
-    from deepseek_attn.bench.timing import ceilings
-    from deepseek_attn.config.options import pick_device
-    from deepseek_attn.kernels.common.dispatch import problem_on
-
+def run(args: argparse.Namespace) -> None:
     check_flags(args)
-    device = pick_device(args.device)
-    cases = list(op_cases(device))
-    if not cases:
-        raise ValueError(f"no op can be timed: {problem_on(device) or 'plain torch was asked for'}")
-    wanted = [
-        case
-        for case in cases
-        if (not args.ops or any(name in case.op for name in args.ops))
-        and (not args.rows or any(part in case.label for part in args.rows))
-    ]
-    if not wanted:
-        known = ", ".join(sorted({case.op for case in cases}))
-        raise ValueError(f"no row matches --ops {args.ops} --rows {args.rows}; the ops are {known}")
-    limits = ceilings(device)
-    rows = []
-    table = Table({
-        "op": "<26", "row": "<40", "ran": "<12", "us": ">11.1f", "10 %": ">10.1f", "90 %": ">10.1f", "GB/s": ">8.0f",
-        "TFLOP/s": ">9.1f", "share": ">7.0%",
-    })  # fmt: skip
-    for case in wanted:
-        for timing in time_case(case, device, args.repeats, limits):
-            rows.append(timing.row())
-            table.add(
-                timing.op, timing.label, timing.implementation, timing.microseconds, timing.low, timing.high,
-                timing.bytes_per_second / 1e9, timing.flops_per_second / 1e12, timing.share,
-            )  # fmt: skip
-    finish(args, {"benchmark": "op", "device": str(device), "ceilings": limits}, rows, ("op", "label"))
+    from deepseek_attn.cli import bench_runs as runs  # imports torch
 
-
-def op_cases(device: torch.device) -> Iterator[OpCase]:
-    """The rows of the op benchmark that can run on ``device``, family by family."""
-    from deepseek_attn.bench.cases import attention, cache_ops, hyper_connection, indexer, latent, linears, moe
-
-    for family in (attention, cache_ops, hyper_connection, indexer, latent, linears, moe):
-        yield from family.cases(device)
-
-
-def run_layer(args: argparse.Namespace) -> None:
-    import torch
-
-    from deepseek_attn.bench.layer import fill_caches, time_layer
-    from deepseek_attn.bench.timing import ceilings
-    from deepseek_attn.checkpoint.random import RepeatingSource
-    from deepseek_attn.config.model import ModelConfig
-    from deepseek_attn.config.options import pick_device
-    from deepseek_attn.runner.model_runner import ModelRunner
-
-    check_flags(args)
-    device, config = pick_device(args.device), ModelConfig.from_pretrained(args.model)
-    groups = [instances(config, layer, args.instances) for layer in args.layers or first_of_each_kind(config)]
-    limits = ceilings(device)
-    sizes = product(args.context, args.query_tokens, args.batch)
-    steps = [(batch, tokens, context) for context, tokens, batch in sizes]
-    steps += [(1, n, max(context, n)) for context in args.context for n in args.prefill]
-    rows = []
-    table = Table({
-        "layer": "<12", "kind": "<11", "backend": "<22", "mode": "<9", "tokens": ">7", "batch": ">6", "context": ">9",
-        "us": ">11.1f", "10 %": ">11.1f", "90 %": ">11.1f", "floor": ">9.1f", "ratio": ">7.2f", "bound": ">7",
-        "launches": ">10.0f",
-    })  # fmt: skip
-    for group in groups:
-        source = RepeatingSource(config)
-        for backend in args.backends:
-            torch.manual_seed(0)
-            runner = None  # its memory is free before the next one is made
-            runner = ModelRunner.from_source(
-                config, source, layers=config.with_sources(group), attention_only=True, backend=backend,
-                device=device, numerics=args.numerics, dtype=args.dtype, progress=False,
-                max_model_len=max(context for _, _, context in steps),
-                max_num_seqs=max(args.batch),
-                max_num_batched_tokens=max([max(args.batch) * max(args.query_tokens), *args.prefill, 256]),
-            )  # fmt: skip
-            runner.decode_query_len = max(args.query_tokens)
-            fill_caches(runner)
-            for batch, tokens, context in steps:
-                timing = time_layer(
-                    runner, group, batch, tokens, context, args.repeats, graph=args.graph, count_kernels=args.kernels,
-                    rates=limits,
-                )  # fmt: skip
-                rows.append(timing.row())
-                table.add(
-                    timing.layer, timing.kind, timing.backend, timing.mode, tokens, batch, context,
-                    timing.microseconds, timing.low, timing.high, timing.floor_us, timing.over_floor, timing.bound,
-                    timing.launches,
-                )  # fmt: skip
-                print_kernels(timing)
-    run = {"benchmark": "layer", "model": args.model, "ceilings": limits, **settings(runner)}
-    finish(args, run, rows, ("kind", "backend", "context"))
-
-
-def run_model(args: argparse.Namespace) -> None:
-    from deepseek_attn.bench.layer import fill_caches
-    from deepseek_attn.bench.model import time_model
-    from deepseek_attn.bench.timing import ceilings
-    from deepseek_attn.checkpoint.random import RepeatingSource
-    from deepseek_attn.config.model import ModelConfig
-    from deepseek_attn.runner.model_runner import ModelRunner
-
-    check_flags(args)
-    config = ModelConfig.from_pretrained(args.model)
-    if args.experts is not None:
-        config = config.replace(n_routed_experts=args.experts)
-    runner = ModelRunner.from_source(
-        config, RepeatingSource(config), layers=args.layers, backend=args.backend, device=args.device,
-        numerics=args.numerics, dtype=args.dtype, deterministic=args.deterministic, progress=False,
-        max_model_len=max([*args.context, *args.prefill]), max_num_seqs=max(args.batch),
-        max_num_batched_tokens=max([*args.batch, *args.prefill, 256]),
-    )  # fmt: skip
-    fill_caches(runner)
-    limits = ceilings(runner.device)
-    rows = []
-    table = Table({
-        "stage": "<27", "batch": ">6", "tokens": ">7", "context": ">9", "graph": ">7", "us": ">11.1f",
-        "10 %": ">11.1f", "90 %": ">11.1f", "GB": ">9.3f", "TFLOP": ">9.4f", "floor": ">9.1f", "ratio": ">7.2f",
-        "launches": ">10.0f", "tokens/s": ">11.1f",
-    })  # fmt: skip
-    ways = [True, False] if args.graph and args.eager else [args.graph]
-    decodes = [(batch, 1, context) for context, batch in product(args.context, args.batch)]
-    prefills = [(1, tokens, max(tokens, context)) for context, tokens in product(args.context, args.prefill)]
-    for (batch, tokens, context), graph in product(dict.fromkeys(decodes + prefills), ways):
-        timing = time_model(
-            runner, batch, context, args.repeats, graph=graph, count_kernels=args.kernels, tokens=tokens, rates=limits
-        )
-        rows.append(timing.row())
-        for stage in (*timing.stages, timing):
-            is_step = stage is timing
-            table.add(
-                "step" if is_step else stage.stage, batch, tokens, context, "yes" if graph else "no",
-                stage.microseconds, stage.low, stage.high, stage.work.total_bytes / 1e9, stage.work.total_flops / 1e12,
-                stage.floor_us, stage.over_floor, stage.launches, timing.tokens_per_second if is_step else None,
-            )  # fmt: skip
-        print_kernels(timing)
-    run = {"layers": len(runner.backbone_layers), "experts": config.n_routed_experts, **settings(runner)}
-    finish(args, {"benchmark": "model", "model": args.model, "ceilings": limits, **run}, rows, ("graph", "context"))
-
-
-def run_engine(args: argparse.Namespace) -> None:
-    from deepseek_attn.bench.engine import Variant, random_prompts, text_prompts, time_engine
-    from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
-
-    check_flags(args)
-    runner = engine_runner(args, checkpoint_to_time(args))
-    drafts = [n for n in args.drafts if n > 0]
-    variants = [Variant(), *map(Variant, drafts)]
-    if args.eager and runner.graphs is not None:
-        variants.append(Variant(graphs=False))
-    rows = []
-    table = Table({
-        "batch": ">6", "drafts": ">8", "graph": ">7", "tokens/s": ">11.1f", "ratio": ">7.2f", "step us": ">11.1f",
-        "tokens/step": ">13.2f", "breaks even": ">13.2f", "accepted": ">10.0%", "pays from": ">11.0%", "host": ">7.1%",
-        "prompt tok/s": ">14.0f",
-    })  # fmt: skip
-    for batch in args.batch:
-        if runner.directory is not None and (runner.directory / TOKENIZER_FILE).is_file():
-            prompts = text_prompts(Tokenizer(runner.directory), batch, args.prompt)
-        else:
-            prompts = list(random_prompts(runner.config.vocab_size, batch, args.prompt))
-        for timing in time_engine(runner, prompts, variants, args.tokens, args.repeats):
-            rows.append(timing.row())
-            table.add(
-                batch, timing.drafts, "yes" if timing.graphs else "no", timing.tokens_per_second, timing.speedup,
-                timing.step_us, timing.tokens_per_step, timing.break_even_tokens_per_step, timing.acceptance_rate,
-                timing.break_even_acceptance, timing.host_share, timing.prompt_tokens_per_second,
-            )  # fmt: skip
-    run = {
-        "benchmark": "engine", "model": args.model or "small", "layers": len(runner.backbone_layers),
-        "experts": runner.config.n_routed_experts, "prompt": args.prompt, "tokens": args.tokens, **settings(runner),
+    commands = {
+        "op": runs.run_ops, "layer": runs.run_layer, "model": runs.run_model, "engine": runs.run_engine,
+        "memory": runs.run_memory,
     }  # fmt: skip
-    finish(args, run, rows, ("drafts",))
-
-
-def run_memory(args: argparse.Namespace) -> None:
-    from deepseek_attn.bench.engine import cut_config
-    from deepseek_attn.bench.memory import Limits, measure_memory
-    from deepseek_attn.checkpoint.random import RepeatingSource
-    from deepseek_attn.config.model import ModelConfig
-    from deepseek_attn.config.options import pick_device
-
-    device = pick_device(None)
-    if device.type != "cuda":
-        raise ValueError("bench memory measures a GPU, and there is none here: plan --gpu h200 predicts")
-    config = cut_config(ModelConfig.from_pretrained(args.model), args.layers, args.experts)
-    try:
-        runs = [Limits(*map(int, text.split(":"))) for text in args.limits]
-    except (TypeError, ValueError):
-        raise ValueError(f"--limits {','.join(args.limits)}: write for instance 16384:8:2048,8192:64:8192") from None
-    source, rows = RepeatingSource(config), []
-    table = Table({"limits": "<18", "part": "<12", "predicted MB": ">13.1f", "measured MB": ">13.1f", "off": ">8.1%"})
-    for limits in runs:
-        compared = measure_memory(config, source, limits, device=device, compile_ahead=True)
-        rows.append(compared.row())
-        pairs = {name: (value, compared.measured[name]) for name, value in compared.predicted.items()}
-        pairs["driver"] = sum(compared.predicted.values()), sum(compared.measured.values())
-        for name, (predicted, measured) in pairs.items():
-            off = predicted / measured - 1 if measured else None
-            table.add(":".join(map(str, limits)), name, predicted / 1e6, measured / 1e6, off)
-    run = {"layers": len(config.layers), "experts": config.n_routed_experts, "device": str(device)}
-    finish(args, {"benchmark": "memory", "model": args.model, **run}, rows, ())
-
-
-def checkpoint_to_time(args: argparse.Namespace) -> str | Path | None:
-    """Folder or hub id of the checkpoint; None for a preset or a config.json, which gets random weights."""
-    from deepseek_attn.cli.generate import default_checkpoint
-    from deepseek_attn.utils.hub import HubModel
-
-    if args.model is not None and not Path(args.model).is_dir() and HubModel.parse(args.model) is None:
-        return None
-    if args.layers is not None or args.experts is not None:
-        raise ValueError("--layers and --experts cut a preset or a config.json (--model NAME), not a checkpoint")
-    return default_checkpoint() if args.model is None else args.model
-
-
-def engine_runner(args: argparse.Namespace, checkpoint: str | Path | None) -> ModelRunner:
-    """The runner of a checkpoint, or of a config with random weights, with as much cache as the requests need."""
-    from deepseek_attn.bench.engine import cut_config
-    from deepseek_attn.checkpoint.random import RepeatingSource
-    from deepseek_attn.config.model import ModelConfig
-    from deepseek_attn.runner.model_runner import ModelRunner
-
-    options = {
-        "device": args.device, "numerics": args.numerics, "dtype": args.dtype, "backend": args.backend,
-        "deterministic": args.deterministic,
-        "max_model_len": args.prompt + args.tokens + max(args.drafts), "max_num_seqs": max(args.batch),
-        "max_num_batched_tokens": max(2048, max(args.batch) * (1 + max(args.drafts))),
-    }  # fmt: skip
-    if checkpoint is not None:
-        return ModelRunner.from_pretrained(checkpoint, **options)
-    config = cut_config(ModelConfig.from_pretrained(args.model), args.layers, args.experts)
-    return ModelRunner.from_source(config, RepeatingSource(config), progress=False, **options)
+    commands[args.what](args)
 
 
 def check_flags(args: argparse.Namespace) -> None:
     """ValueError for sizes and files that would fail only after the timing, or under another option's name."""
-    if args.repeats < 1:
+    if getattr(args, "repeats", 1) < 1:
         raise ValueError(f"--repeats {args.repeats}: at least 1 run")
     if getattr(args, "instances", 1) < 1:
         raise ValueError(f"--instances {args.instances}: at least 1 layer")
@@ -399,41 +143,3 @@ def check_flags(args: argparse.Namespace) -> None:
 
         check_output(args.plot, "--plot")
         check_picture(args.plot)
-
-
-def settings(runner: ModelRunner) -> dict[str, str | bool]:
-    return {
-        "deterministic": runner.deterministic,
-        "numerics": runner.numerics.name,
-        "dtype": str(runner.dtype).removeprefix("torch."),
-        "device": str(runner.device),
-    }
-
-
-def finish(args: argparse.Namespace, run: dict, rows: list[dict], series: tuple[str, ...]) -> None:
-    """Prints the JSON line and, with ``--plot``, draws one bar per row, one colour per series."""
-    from deepseek_attn.cli.info import collect
-
-    if args.plot:
-        from deepseek_attn.bench.plots import bar_chart
-
-        bar_chart(args.plot, rows, series)
-    facts = {key: value for key, value in collect().items() if "backends" not in key}
-    print(json.dumps({**run, "rows": rows, "environment": facts}))
-
-
-def instances(config: AnyConfig, layer: int, count: int) -> list[int]:
-    """Layer ``layer`` and the next ones of its kind and with its sources, ``count`` in all, or as many as there are."""
-    if not 0 <= layer < len(config.layers):
-        return [layer]  # the runner says that there is no such layer
-    first = config.layers[layer]
-    alike = (spec for spec in config.layers if (spec.kind, spec.sources) == (first.kind, first.sources))
-    return [layer, *(spec.index for spec in alike if spec.index != layer)][:count]
-
-
-def first_of_each_kind(config: AnyConfig) -> list[int]:
-    """Numbers of the first layer of each kind of attention."""
-    kinds: dict[str, int] = {}
-    for spec in config.layers:
-        kinds.setdefault(spec.kind, spec.index)
-    return list(kinds.values())

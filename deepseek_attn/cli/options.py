@@ -107,6 +107,22 @@ def integer(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is no integer of 64 bits")
 
 
+def numbers(text: str) -> list[int]:
+    """Type of a flag: integers with commas between them."""
+    try:
+        return [integer(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)}: write integers with commas between them") from None
+
+
+def names(text: str) -> list[str]:
+    """Type of a flag: texts with commas between them."""
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}: write names with commas between them")
+    return found
+
+
 def nonempty(text: str) -> str:
     """Type of a flag that names something: a file, a preset, a device."""
     if not text:

@@ -9,8 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepseek_attn.cli.bench import numbers
-from deepseek_attn.cli.options import HUB_ID, add_limits, add_numerics_options, add_prefill_options, memory_size
+from deepseek_attn.cli.options import (
+    HUB_ID,
+    add_limits,
+    add_numerics_options,
+    add_prefill_options,
+    memory_size,
+    numbers,
+)
 from deepseek_attn.utils.sizes import show_bytes
 
 if TYPE_CHECKING:
@@ -141,7 +147,8 @@ def gpu_memory(
     """What counts the memory of one rank of a runner with the limits of a plan."""
     from deepseek_attn.cli.warmup import read_headers
     from deepseek_attn.impls.options import AttentionOptions
-    from deepseek_attn.layers.parallel import Parallel, check_split
+    from deepseek_attn.layers.parallel import Parallel
+    from deepseek_attn.layers.split import check_split
     from deepseek_attn.runner.compile_ahead import RunnerSizes
     from deepseek_attn.runner.memory import RunnerMemory, has_stand_in
 

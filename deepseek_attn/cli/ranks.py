@@ -62,7 +62,8 @@ def joined_ranks(args: argparse.Namespace) -> Iterator[Parallel]:
     """
     if args.tensor_parallel > 1 and "WORLD_SIZE" not in os.environ:
         raise SystemExit(run_as_ranks(args))
-    from deepseek_attn.layers.parallel import RankFailed, launched
+    from deepseek_attn.layers.launch import RankFailed
+    from deepseek_attn.layers.parallel import launched
 
     try:
         with ExitStack() as stack:

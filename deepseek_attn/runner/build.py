@@ -37,7 +37,8 @@ from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.dispatch import problem_on, reference_ops
 from deepseek_attn.kernels.common.invariance import batch_invariant_ops
 from deepseek_attn.layers.engram import Engram, EngramTables
-from deepseek_attn.layers.parallel import Parallel, environment
+from deepseek_attn.layers.launch import environment
+from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.models.block import AttentionStack, layer_specs
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.models.deepseek_v32 import DeepseekV32

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from deepseek_attn.cli import ranks as cli
 from deepseek_attn.kernels.collectives import PeerBuffers
-from deepseek_attn.layers import parallel
-from deepseek_attn.layers.parallel import OthersLost, RankFailed, listen_on
+from deepseek_attn.layers import launch
+from deepseek_attn.layers.launch import OthersLost, RankFailed, listen_on
+from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.peers import Peers
 from tests.layers.parallel.test_launch import torchrun
 from tests.support.tiers import EXHAUSTIVE
@@ -67,7 +68,7 @@ def free_port() -> int:
     ],
 )
 def test_the_rank_that_failed_speaks(monkeypatch, errors, expected):
-    monkeypatch.setattr(parallel, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.5)
     found = end_together(errors)
     assert [error and type(error) for error in found] == expected
     assert all(error.code == 1 for error in found if isinstance(error, SystemExit))
@@ -80,7 +81,7 @@ def test_a_message_of_all_ranks_is_seen_once():
 
 
 def test_ranks_that_say_nothing_are_named(monkeypatch):
-    monkeypatch.setattr(parallel, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.5)
     found = end_together([LOST, None, LOST, None])
     failed = [error for error in found if isinstance(error, RankFailed)]
     assert len(failed) == 1
@@ -90,7 +91,7 @@ def test_ranks_that_say_nothing_are_named(monkeypatch):
 
 def test_a_rank_that_a_kernel_waited_for_is_named():
     buffers = PeerBuffers(0, 4, 1024, torch.zeros(5), torch.zeros(1), torch.tensor([0]), 5)
-    ranks = parallel.Parallel(0, 4, peers=Peers(buffers, ()))
+    ranks = Parallel(0, 4, peers=Peers(buffers, ()))
     with pytest.raises(RankFailed, match="within a step: CUDA error"), ranks.together():
         raise RuntimeError("CUDA error")
     buffers.missing.fill_(3)  # as the kernel counts them, from 1 on
@@ -104,7 +105,7 @@ def end_together(errors: list[BaseException | None]) -> list[BaseException | Non
 
     def end(rank: int) -> BaseException | None:
         try:
-            with parallel._one_message(store, rank, len(errors), 9):
+            with launch.one_message(store, rank, len(errors), 9):
                 if errors[rank] is not None:
                     raise errors[rank]
         except BaseException as error:
@@ -119,7 +120,7 @@ def test_the_store_is_served_on_its_address_only(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    store = parallel._meet(0, 2, timedelta(seconds=30), None)
+    store = launch.meet(0, 2, timedelta(seconds=30), None)
     store.set("key", "value")
     with socket.create_connection(("127.0.0.1", store.port)):
         pass

@@ -18,7 +18,9 @@ from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.linear import dequantize_weight
-from deepseek_attn.layers.parallel import Parallel, RankFailed, check_launch, check_split, launched, listen_on
+from deepseek_attn.layers.launch import RankFailed, check_launch, listen_on
+from deepseek_attn.layers.parallel import Parallel, launched
+from deepseek_attn.layers.split import check_split
 from deepseek_attn.layers.weights import Shard, checkpoint_slots
 from deepseek_attn.models.families import get_family
 from deepseek_attn.runner.model_runner import ModelRunner
