@@ -208,13 +208,7 @@ class ModelRunner(LoadedModel):
             self._need_drafter()
         check_batch(batch, self.layout)
         order = sorted(range(len(batch)), key=lambda i: batch[i][1] > self.decode_query_len)  # stable
-        rows, back = [batch[i] for i in order], sorted(range(len(order)), key=order.__getitem__)
-
-        def in_batch_order(values: Iterable[T]) -> list[T]:
-            values = list(values)
-            return [values[i] for i in back]
-
-        lengths = [n for _, n in rows]
+        rows, lengths = [batch[i] for i in order], [batch[i][1] for i in order]
         if options.drafts and not self._replays(lengths, options, 1 + options.drafts):
             raise ValueError("StepOptions.drafts: this step does not run over persistent tensors; call draft after it")
         caches = [(sequence.cache, n) for sequence, n in rows]
@@ -225,31 +219,45 @@ class ModelRunner(LoadedModel):
                 longest = max(cache.num_tokens + n for cache, n in caches)
                 needs = self.parallel.agree(StepNeeds(sum(lengths), longest, eager), self.device)
                 eager, size = needs.eager, self._common_size(needs)
-            output = StepOutput()
-            counts = lengths if options.all_logits else [min(n, options.last) for n in lengths]
             with self.op_settings():
                 # inference mode takes 14 % off a single-token step on a CPU; its results are ordinary tensors
                 with torch.inference_mode():
                     results = self._compute(model, rows, options, eager, size)
-                if options.mtp:
-                    drafts = self._need_drafter().step_logits(
-                        rows, results.hidden_states(lengths), self.decode_query_len
-                    )
-                    output.mtp_logits = None if drafts is None else in_batch_order(drafts)
-                if options.hidden_states:
-                    output.hidden_states = in_batch_order(results.hidden_states(counts).clone().split(counts))
-                if options.greedy:
-                    wait = results.tokens(counts)
-                    output.tokens = lambda: in_batch_order(wait())
-                    if options.drafts and isinstance(results, DecodeRun):
-                        drafted = results.drafts
-                        output.drafts = lambda: in_batch_order(drafted())
-                else:
-                    output.logits = in_batch_order(results.logits(counts).split(counts))
+                output = self._output(results, rows, order, options)
             for cache, n in caches:
                 self.manager.commit(cache, n)
             if options.greedy and isinstance(results, DecodeRun):
                 self._launch_next_step(results, [(sequence.cache, most) for sequence, most in options.next_step])
+        return output
+
+    def _output(
+        self, results: EagerStep | DecodeRun, rows: Batch, order: list[int], options: StepOptions
+    ) -> StepOutput:
+        """What ``options`` ask for, in the order of the batch.
+
+        Args:
+            rows: the batch with decodes first; order: place in the batch of each of them.
+        """
+        places = sorted(range(len(order)), key=order.__getitem__)
+
+        def in_batch_order(values: Iterable[T]) -> list[T]:
+            values = list(values)
+            return [values[i] for i in places]
+
+        output, lengths = StepOutput(), [n for _, n in rows]
+        counts = lengths if options.all_logits else [min(n, options.last) for n in lengths]
+        if options.mtp:
+            drafts = self._need_drafter().step_logits(rows, results.hidden_states(lengths), self.decode_query_len)
+            output.mtp_logits = None if drafts is None else in_batch_order(drafts)
+        if options.hidden_states:
+            output.hidden_states = in_batch_order(results.hidden_states(counts).clone().split(counts))
+        if not options.greedy:
+            output.logits = in_batch_order(results.logits(counts).split(counts))
+            return output
+        tokens = results.tokens(counts)
+        output.tokens = lambda: in_batch_order(tokens())
+        if options.drafts and isinstance(results, DecodeRun):
+            output.drafts = lambda: in_batch_order(results.drafts())
         return output
 
     def _replays(self, lengths: list[int], options: StepOptions, decode_query_len: int | None = None) -> bool:
