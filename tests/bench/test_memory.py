@@ -62,6 +62,6 @@ def test_views_share_a_storage():
 def test_wrong_input(capsys, monkeypatch):
     assert main(["bench", "memory"]) == 2
     assert "there is none here" in capsys.readouterr().err
-    monkeypatch.setattr("deepseek_attn.config.options.pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("deepseek_attn.cli.bench_runs.pick_device", lambda _: torch.device("cuda"))
     assert main(["bench", "memory", "--model", "tiny", "--layers", "3", "--limits", "1:2"]) == 2
     assert "--limits 1:2: write for instance" in capsys.readouterr().err
