@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from deepseek_attn.bench.cases import attention, cache_ops, hyper_connection, indexer, latent, linears, moe
 from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.bench.timing import Timing, time_calls, time_graph
+from deepseek_attn.kernels.common.dispatch import runs_triton
 
 L2_BYTES = 64 << 20
 MAX_SETS = 64
@@ -32,6 +34,14 @@ class OpTiming(Timing):
     bytes_per_second: float
     flops_per_second: float
     share: float | None
+
+
+def op_cases(device: torch.device) -> list[OpCase]:
+    """All rows, family by family, on a GPU that the Triton kernels support; none elsewhere."""
+    if not runs_triton(torch.empty(0, device=device)):
+        return []
+    families = (attention, cache_ops, hyper_connection, indexer, latent, linears, moe)
+    return [case for family in families for case in family.cases(device)]
 
 
 def time_case(

@@ -59,8 +59,8 @@ class RepeatingSource(RandomSource):
     after them repeat them, shifted by one column more every time.
     """
 
-    def __init__(self, config: AnyConfig, seed: int = 0, expert_dtype: str | None = None):
-        super().__init__(config, seed, expert_dtype)
+    def __init__(self, config: AnyConfig):
+        super().__init__(config)
         self._made: dict[Recipe, StoredWeight] = {}
 
     def values(self, name: str, recipe: Recipe) -> torch.Tensor:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import torch
 
-from deepseek_attn.bench.cases import attention, cache_ops, hyper_connection, indexer, latent, linears, moe
-from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.bench.engine import Variant, cut_config, random_prompts, text_prompts, time_engine
 from deepseek_attn.bench.layer import fill_caches, time_layer
 from deepseek_attn.bench.memory import Limits, measure_memory
 from deepseek_attn.bench.model import time_model
-from deepseek_attn.bench.ops import time_case
+from deepseek_attn.bench.ops import op_cases, time_case
 from deepseek_attn.bench.plots import bar_chart
 from deepseek_attn.bench.timing import ceilings
 from deepseek_attn.checkpoint.random import RepeatingSource
@@ -33,7 +30,7 @@ from deepseek_attn.utils.hub import HubModel
 
 def run_ops(args: argparse.Namespace) -> None:
     device = pick_device(args.device)
-    cases = list(op_cases(device))
+    cases = op_cases(device)
     if not cases:
         raise ValueError(f"no op can be timed: {problem_on(device) or 'plain torch was asked for'}")
     wanted = [
@@ -59,12 +56,6 @@ def run_ops(args: argparse.Namespace) -> None:
                 timing.bytes_per_second / 1e9, timing.flops_per_second / 1e12, timing.share,
             )  # fmt: skip
     finish(args, {"benchmark": "op", "device": str(device), "ceilings": limits}, rows, ("op", "label"))
-
-
-def op_cases(device: torch.device) -> Iterator[OpCase]:
-    """The rows of the op benchmark that can run on ``device``, family by family."""
-    for family in (attention, cache_ops, hyper_connection, indexer, latent, linears, moe):
-        yield from family.cases(device)
 
 
 def run_layer(args: argparse.Namespace) -> None:

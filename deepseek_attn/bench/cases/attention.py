@@ -17,7 +17,6 @@ from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.impls import flash_mla
 from deepseek_attn.impls.base import AttentionSpec
 from deepseek_attn.kernels.attention import PagedKeys, sparse_attention, sparse_attention_paged
-from deepseek_attn.kernels.common.dispatch import runs_triton
 
 V4, V32 = Fp8DsMlaRecord(448, 64), Fp8DsMlaV32Record()
 D_V = 512
@@ -48,9 +47,7 @@ class Query(NamedTuple):
 
 
 def cases(device: torch.device) -> list[OpCase]:
-    """The rows that can run on ``device``: all of them on a GPU that the Triton kernels support, else none."""
-    if not runs_triton(torch.empty(0, device=device)):
-        return []
+    """The rows, for a device that the Triton kernels support."""
     rows = [_decode(f"{name} B={B}", *row, B, 1, device) for name, row in DECODES.items() for B in BATCHES]
     for heads, B, n in product(V32_HEADS, V32_BATCHES, V32_TOKENS):
         rows.append(_decode(f"V3.2 H={heads} B={B} tokens={n}", V32, heads, (V32_TOPK,), B, n, device))

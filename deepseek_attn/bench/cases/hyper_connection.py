@@ -8,16 +8,13 @@ import torch
 
 from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.hyper_connection import SublayerOutput, hc_delayed, hc_post, hc_post_pre, hc_pre, reference
 
 TOKENS = (1, 8, 32, 128, 4096)
 
 
 def cases(device: torch.device) -> list[OpCase]:
-    """The rows that can run on ``device``: all of them on a GPU that the Triton kernels support, else none."""
-    if not runs_triton(torch.empty(0, device=device)):
-        return []
+    """The rows, for a device that the Triton kernels support."""
     rows = []
     for preset in ("v4_flash", "v4_pro"):
         config = ModelConfig.from_pretrained(preset)
