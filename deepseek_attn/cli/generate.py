@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from deepseek_attn.cli.conversation import converse, show_answer
 from deepseek_attn.cli.observe import add_observe_options, observed
-from deepseek_attn.cli.options import HUB_ID, add_runner_options, read_text, runner_options
+from deepseek_attn.cli.options import HUB_ID, add_runner_options, numbers, read_text, runner_options
 from deepseek_attn.cli.prompts import messages, read_messages
 from deepseek_attn.cli.ranks import add_ranks_option, joined_ranks
 from deepseek_attn.config.defaults import DEFAULT_MAX_TOKENS
@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", type=str, help="text; `-`, or no prompt with piped input, reads standard input")
-    source.add_argument("--token-ids", metavar="IDS", help="comma-separated token ids instead of text")
+    source.add_argument("--token-ids", type=numbers, metavar="IDS", help="comma-separated token ids instead of text")
     source.add_argument(
         "--prompts",
         metavar="FILE",
@@ -192,10 +192,7 @@ def read_input(args: argparse.Namespace) -> str | list:
 def read_prompt(args: argparse.Namespace) -> str | list[int]:
     """The prompt of ``--prompt`` or ``--token-ids``, from standard input, or the default one."""
     if args.token_ids is not None:
-        try:
-            return [int(part) for part in args.token_ids.split(",")]
-        except ValueError:
-            raise ValueError(f"--token-ids {args.token_ids!r}: write integers with commas between them") from None
+        return args.token_ids
     prompt = args.prompt
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         piped = read_text("--prompt", "-")

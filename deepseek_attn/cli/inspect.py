@@ -8,8 +8,7 @@ import re
 from pathlib import Path
 
 from deepseek_attn.cli.generate import default_checkpoint, read_prompt
-from deepseek_attn.cli.options import HUB_ID, add_attention_options, add_numerics_options, runner_options
-from deepseek_attn.cli.score import parse_layers
+from deepseek_attn.cli.options import HUB_ID, add_attention_options, add_numerics_options, numbers, runner_options
 from deepseek_attn.config.defaults import DEFAULT_TOP_READS
 
 
@@ -25,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", type=str, help="text; `-`, or no prompt with piped input, reads standard input")
-    source.add_argument("--token-ids", metavar="IDS", help="comma-separated token ids instead of text")
+    source.add_argument("--token-ids", type=numbers, metavar="IDS", help="comma-separated token ids instead of text")
     parser.add_argument("--out", required=True, metavar="FILE", help="HTML file to write")
     parser.add_argument("--json", metavar="FILE", help="JSON file to write (default: that of --out, with .json)")
     parser.add_argument(
@@ -41,7 +40,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="N",
         help=f"tokens and entries kept per query, layer and head (default: {DEFAULT_TOP_READS})",
     )
-    parser.add_argument("--layers", metavar="LIST", help="inspect only these layers, for instance 0,1,2 (default: all)")
+    parser.add_argument(
+        "--layers", type=numbers, metavar="LIST", help="inspect only these layers, for instance 0,1,2 (default: all)"
+    )
     group = parser.add_argument_group("running")
     group.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     add_numerics_options(group)
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--out {out}: the JSON is written to {json_path}; name an .html file, or another one by --json"
         )
-    layers, ranges = parse_layers(args.layers), parse_positions(args.queries)
+    ranges = parse_positions(args.queries)
     prompt, model = read_prompt(args), args.model or default_checkpoint()
     source = PretrainedSource(model)
     config, tokenizer = source.config, None
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
     options.update(max_model_len=len(prompt), max_num_seqs=1, max_snapshots=0)
     queries = None if ranges is None else expand(ranges, len(prompt))
     # wrong choices are found before the weights are loaded
-    choice = choose_reads(config, config.layers, len(prompt), queries, args.top, layers)
+    choice = choose_reads(config, config.layers, len(prompt), queries, args.top, args.layers)
     runner = ModelRunner.from_pretrained(model, **options)
     found = inspect_attention(
         runner, prompt, queries=choice.queries, top=choice.top, layers=choice.layers, progress=True

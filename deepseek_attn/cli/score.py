@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deepseek_attn.cli.options import HUB_ID, add_runner_options, runner_options
+from deepseek_attn.cli.options import HUB_ID, add_runner_options, numbers, runner_options
 from deepseek_attn.utils.json_files import read_json
 
 
@@ -26,7 +26,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         action="store_true",
         help='also write the MTP logits "i.mtp" [len_i - 1, vocab]; row t has also seen token t + 1',
     )
-    parser.add_argument("--layers", metavar="LIST", help="run only these backbone layers, for instance 0,1,2")
+    parser.add_argument(
+        "--layers", type=numbers, metavar="LIST", help="run only these backbone layers, for instance 0,1,2"
+    )
     add_runner_options(parser)
     parser.set_defaults(run=run)
 
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     out = Path(args.out)
     check_output(out, "--out")
     prompts = read_token_lists(Path(args.token_ids))
-    runner = ModelRunner.from_pretrained(args.model, layers=parse_layers(args.layers), **runner_options(args))
+    runner = ModelRunner.from_pretrained(args.model, layers=args.layers, **runner_options(args))
     if args.mtp:
         logits, drafts = runner.score_mtp(prompts, args.chunk_size, progress=True)
     else:
@@ -71,12 +73,3 @@ def read_token_lists(path: Path) -> list[list[int]]:
             )
             raise ValueError(f"--token-ids {path}: list {i}: {reason}")
     return lists
-
-
-def parse_layers(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--layers {text!r}: write layer numbers with commas between them") from None

@@ -150,6 +150,8 @@ def test_inspect(checkpoint, place, capsys, flags, message):
         ("make-checkpoint --out full", "not an empty directory"),
         ("make-checkpoint --out new --shards 0", "between 1 and"),
         ("make-checkpoint --out new --config none", "no directory, JSON file or preset"),
+        ("generate --token-ids 1,x", "argument --token-ids: '1,x': write integers with commas between them"),
+        ("inspect --out o.html --layers 0,", "argument --layers: '0,': write integers with commas between them"),
         ("bench model --experts 1", "num_experts_per_tok 2 is above n_routed_experts 1"),
         ("bench model --batch 0", "--batch 0: numbers of at least 1"),
         ("bench layer --context 5,-1", "--context 5,-1: numbers of at least 1"),
