@@ -31,6 +31,7 @@ from deepseek_attn.config.model import AnyConfig, AnySpec, LayerSpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
+from deepseek_attn.utils.sizes import largest
 
 WINDOW_PAGE = TOKENS_PAGE = 64
 WINDOW, STATE, TOKENS = "window", "state", "tokens"
@@ -184,11 +185,11 @@ class CacheLayout:
                 f"tokens, and what max_num_seqs={self.max_num_seqs} sequences hold whatever their length, take {least} "
                 "bytes; raise kv_cache_bytes, or lower max_model_len, max_num_seqs or max_snapshots"
             )
-        low, high = self.max_model_len, self.max_model_len + kv_cache_bytes if page_bytes else 0
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if cost(middle) <= kv_cache_bytes else (low, middle - 1)
-        return replace(self, pages=self.pages | pages_for(low))
+        if not page_bytes:
+            return self
+        most = self.max_model_len + kv_cache_bytes
+        tokens = largest(lambda tokens: cost(tokens) <= kv_cache_bytes, self.max_model_len, most)
+        return replace(self, pages=self.pages | pages_for(tokens))
 
 
 def window_pages_per_sequence(window: int, max_rollback: int) -> int:

@@ -18,11 +18,12 @@ from deepseek_attn.cache.layout import (
     snapshot_window_pages,
     window_pages_per_sequence,
 )
-from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.model import AnyConfig, AnySpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.base import AttentionSpec
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.indexer import SCORE_BYTES
+from deepseek_attn.utils.sizes import largest
 from deepseek_attn.utils.workspace import aligned_bytes
 
 DEFAULT_ATTENTION = AttentionOptions()
@@ -109,21 +110,23 @@ def make_plan(
     """Plan of a runner with the given limits; allocates nothing."""
     limits = (max_model_len, max_num_seqs, max_num_batched_tokens, max_rollback)
     layout = make_layout(config, numerics, dtype, *limits, max_snapshots=max_snapshots, kv_cache_bytes=kv_cache_bytes)
-    layers = []
-    for spec in config.all_layers:
-        pools = [pool for pool in layout.pools if pool.layer == spec.name]
-        per_token = {pool.kind: bytes_per_token(pool, layout) for pool in pools}
-        fixed = sum(fixed_pages(pool, layout) * pool.page_bytes for pool in pools)
-        layers.append(LayerPlan(spec.name, spec.kind, fixed, sum(per_token.values()), per_token.get("index", 0.0)))
     ropes = {spec.rope for spec in config.all_layers}
     return Plan(
         layout,
-        tuple(layers),
+        tuple(plan_layer(spec, layout) for spec in config.all_layers),
         layout.nbytes(),
         workspace_bytes(config, numerics, dtype, layout, attention),
         index_logits_bytes(config, layout),
         sum(max_model_len * rope.dim * 4 for rope in ropes),
     )
+
+
+def plan_layer(spec: AnySpec, layout: CacheLayout) -> LayerPlan:
+    """Cache bytes of one layer of a layout."""
+    pools = [pool for pool in layout.pools if pool.layer == spec.name]
+    per_token = {pool.kind: bytes_per_token(pool, layout) for pool in pools}
+    fixed = sum(fixed_pages(pool, layout) * pool.page_bytes for pool in pools)
+    return LayerPlan(spec.name, spec.kind, fixed, sum(per_token.values()), per_token.get("index", 0.0))
 
 
 def bytes_per_token(pool: PoolSpec, layout: CacheLayout) -> float:
@@ -162,15 +165,6 @@ def index_logits_bytes(config: AnyConfig, layout: CacheLayout) -> int:
         return 0
     entries = max(layout.max_model_len // min(ratios), 1)
     return 4 * entries * min(max(SCORE_BYTES // (4 * entries), 1), layout.max_num_batched_tokens)
-
-
-def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """Largest value in [0, limit] that fits, for a condition that fails from some value on."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
 
 
 def sequences_that_fit(
@@ -213,14 +207,14 @@ def tokens_that_fit(
 def _most(plan_for: Callable[[int], Plan], total_for: Callable[[int], int] | None, memory: int, limit: int) -> int:
     """Largest value whose total fits; of ``total_for``, which is called a few times, one that fits, to 1 %."""
     if total_for is None:
-        return largest(lambda value: plan_for(value).total <= memory, limit)
+        return largest(lambda value: plan_for(value).total <= memory, 0, limit)
 
     def rest(value: int) -> int:
         return total_for(value) - plan_for(value).caches
 
     def fit(slope: float) -> int:
         """Values that fit where the rest grows like this."""
-        return largest(lambda value: plan_for(value).caches + least + slope * (value - 1) <= memory, limit)
+        return largest(lambda value: plan_for(value).caches + least + slope * (value - 1) <= memory, 0, limit)
 
     least = rest(1)
     low, high = 0, fit(0)

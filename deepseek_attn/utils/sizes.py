@@ -1,4 +1,8 @@
-"""Sizes for people."""
+"""Sizes: for people, and the largest that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
 
 
 def show_bytes(count: float) -> str:
@@ -8,3 +12,11 @@ def show_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Largest value from ``low`` to ``high`` that fits, for a condition that fails from some value on; at least low."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

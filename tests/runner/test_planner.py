@@ -12,7 +12,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import PRESETS, numerics_for
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.runner.model_runner import ModelRunner
-from deepseek_attn.runner.planner import largest, make_plan, sequences_that_fit, tokens_that_fit
+from deepseek_attn.runner.planner import make_plan, sequences_that_fit, tokens_that_fit
 from deepseek_attn.utils.workspace import aligned_bytes
 
 LIMITS = {"max_model_len": 1031, "max_num_seqs": 3, "max_num_batched_tokens": 200}
@@ -144,11 +144,6 @@ def test_what_fits_beside_other_parts_fits_and_is_the_most_to_a_percent(beside):
     length = tokens_that_fit(plan_for, memory, 5, 10**6, lambda length, _: total_for(length, 5))
     assert total_for(length, 5) <= memory
     assert sequences_that_fit(plan_for, 10**6, 1024, total_for=total_for) == 0
-
-
-@pytest.mark.parametrize(("bound", "limit"), [(0, 10), (7, 10), (10, 10), (50, 10)])
-def test_largest(bound, limit):
-    assert largest(lambda value: value <= bound, limit) == min(bound, limit)
 
 
 def test_million_tokens_keep_index_scores_bounded():

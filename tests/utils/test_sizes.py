@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepseek_attn.utils.sizes import show_bytes
+from deepseek_attn.utils.sizes import largest, show_bytes
 
 
 @pytest.mark.parametrize(
@@ -10,3 +10,8 @@ from deepseek_attn.utils.sizes import show_bytes
 )
 def test_show_bytes(count, text):
     assert show_bytes(count) == text
+
+
+@pytest.mark.parametrize(("bound", "limit"), [(0, 10), (7, 10), (10, 10), (50, 10)])
+def test_largest(bound, limit):
+    assert largest(lambda value: value <= bound, 0, limit) == min(bound, limit)

@@ -9,7 +9,7 @@ from deepseek_attn.cache.records import make_index_record, make_kv_record
 from deepseek_attn.config.model import LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.experiments.define.results import ContextCost, CostResult, LayerCost, LayerQuery, QueryCost
-from deepseek_attn.runner.planner import bytes_per_token, fixed_pages
+from deepseek_attn.runner.planner import fixed_pages, plan_layer
 
 
 def count_costs(config: ModelConfig, numerics: Numerics, dtype: torch.dtype, contexts: tuple[int, ...]) -> CostResult:
@@ -22,16 +22,16 @@ def count_costs(config: ModelConfig, numerics: Numerics, dtype: torch.dtype, con
     pools = {spec.name: [pool for pool in layout.pools if pool.layer == spec.name] for spec in config.layers}
     layers: list[LayerCost] = []
     for spec in config.layers:
-        by_kind = {pool.kind: bytes_per_token(pool, layout) for pool in pools[spec.name]}
+        plan = plan_layer(spec, layout)
         layers.append(
             {
                 "layer": spec.index,
                 "kind": spec.kind,
                 "overlap": spec.overlap,
                 "indexer": spec.has_indexer,
-                "per_token": sum(by_kind.values()),
-                "index_per_token": by_kind.get("index", 0.0),
-                "fixed": sum(fixed_pages(pool, layout) * pool.page_bytes for pool in pools[spec.name]),
+                "per_token": plan.per_token,
+                "index_per_token": plan.index_per_token,
+                "fixed": plan.fixed,
             }
         )
     return {
