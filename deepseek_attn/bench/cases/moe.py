@@ -7,7 +7,6 @@ from functools import cache
 import torch
 
 from deepseek_attn.bench.cases.case import OpCase
-from deepseek_attn.bench.floors import expected_experts
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.kernels.moe import ExpertGroups, ExpertStack, moe_experts, moe_route, reference
 
@@ -58,8 +57,9 @@ def _experts(label: str, T: int, config: AnyConfig, weights: str) -> OpCase:
         return x, scores.indices, scores.values, *stacks
 
     run = {"triton": lambda *args: moe_experts(*args, limit, weigh_output=weights == "fp8", fp8_input=True)}
+    used = E * (1 - (1 - k / E) ** T)  # experts that some token chose, on average
     one = 3 * D * inner * (17 / 32 if weights == "fp4" else 1)
-    size, flops = int(expected_experts(E, k, T) * one) + 6 * T * D, 6 * T * k * D * inner
+    size, flops = int(used * one) + 6 * T * D, 6 * T * k * D * inner
     return OpCase("moe_experts", label, make, run, bytes=size, flops=flops, unit="fp8")
 
 
