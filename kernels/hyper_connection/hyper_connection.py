@@ -14,7 +14,6 @@ from deepseek_attn.kernels.common.float32_product import float32_product
 from deepseek_attn.kernels.common.invariance import batch_invariant, planned_rows
 from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import (
     collapse_kernel,
-    delayed_kernel,
     mix_kernel,
     post_kernel,
 )
@@ -87,7 +86,10 @@ def hc_delayed(
         update = y.contiguous(), post, comb
     _check(streams, fn, base, scale, norm, 3)
     _check_pre(streams, pre)
-    return _collapse_delayed(update, streams.contiguous(), pre, (fn, base, scale), rms_eps, hc_eps, iterations, norm)
+    next_pre = torch.empty_like(pre)
+    weights = fn, base, scale
+    before = _collapse(update, streams.contiguous(), weights, rms_eps, hc_eps, iterations, norm, pre, next_pre)
+    return DelayedInput(*before, next_pre)
 
 
 def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor | None = None) -> Tensor:
@@ -96,8 +98,7 @@ def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor |
         raise ValueError(f"streams must be [T, m, D] floats, got {tuple(streams.shape)} {streams.dtype}")
     _check_norm(streams, norm)
     _check_pre(streams, weights)
-    x, *_ = _launch_delayed(streams.contiguous(), weights, None, None, rms_eps, 0.0, 0, norm)
-    return x
+    return _collapse(None, streams.contiguous(), None, rms_eps, 0.0, 0, norm, weights).x
 
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -142,15 +143,21 @@ def hc_head(
 def _collapse(
     update: tuple[Tensor, Tensor, Tensor] | None,
     streams: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
+    weights: tuple[Tensor, Tensor, Tensor] | None,
     rms_eps: float,
     hc_eps: float,
     iterations: int,
     norm: Tensor | None,
+    pre: Tensor | None = None,
+    next_pre: Tensor | None = None,
 ) -> SublayerInput:
     """Collapses the streams, updated before by ``(y, post, comb)`` if that is given.
 
     With 0 ``iterations`` post and comb are left uninitialised.
+
+    Args:
+        weights: fn, base and scale; None needs ``pre`` and 0 iterations.
+        pre: ``[T, m]`` to weight the streams by, instead of what ``weights`` give; those go to ``next_pre``.
     """
     (T, m, D), early, device = streams.shape, supports_pdl(streams.device), streams.device
     x = torch.empty(T, D, dtype=streams.dtype, device=device)
@@ -158,24 +165,40 @@ def _collapse(
     comb = torch.empty(T, m, m, dtype=torch.float32, device=device)
     if T == 0:
         return SublayerInput(streams, x, post, comb)
-    fn, base, scale = weights
-    streams, sums = _projected(update, streams, fn)
-    collapse_kernel[_collapse_grid(T, iterations)](
+    sums = base = scale = None
+    splits, rows = 0, 0
+    if weights is not None:
+        fn, base, scale = weights
+        streams, sums = _projected(update, streams, fn)
+        splits, rows = len(sums), len(base)
+    balanced_tokens = 128 if T >= MANY and not batch_invariant() else 1
+    balancing = triton.cdiv(T, balanced_tokens) if iterations else 0
+    collapse_kernel[(balancing + T,)](
         streams,
+        pre,
         sums,
         base,
         scale,
-        base if norm is None else norm,
+        norm,
         x,
+        next_pre,
         post,
         comb,
         T,
         rms_eps,
         hc_eps,
-        **_collapse_constants(streams, sums, len(base), iterations, norm),
+        D=D,
+        D_PADDED=triton.next_power_of_2(D),
+        M=m,
+        ROWS=rows,
+        COLUMNS=triton.next_power_of_2(rows + 1),
+        SPLITS=splits,
+        SPLITS_PADDED=triton.next_power_of_2(splits),
+        ITERATIONS=iterations,
+        TOKENS=balanced_tokens,
         PDL=early,
         enable_fp_fusion=True,
-        num_warps=_collapse_warps(T, D),
+        num_warps=8 if D > 1024 and not _few(T) else 4,
         launch_pdl=early,
     )
     return SublayerInput(streams, x, post, comb)
@@ -183,39 +206,6 @@ def _collapse(
 
 def _few(T: int) -> bool:
     return T <= FEW and not batch_invariant()
-
-
-def _balanced_tokens(T: int) -> int:
-    """Tokens of a program that computes their combs."""
-    return 128 if T >= MANY and not batch_invariant() else 1
-
-
-def _collapse_grid(T: int, iterations: int) -> tuple[int]:
-    """Programs of a launch that collapses ``T`` tokens, those that compute combs first."""
-    return (T + (triton.cdiv(T, _balanced_tokens(T)) if iterations else 0),)
-
-
-def _collapse_constants(
-    streams: Tensor, sums: Tensor, rows: int, iterations: int, norm: Tensor | None
-) -> dict[str, int | bool]:
-    """Constants of a launch that collapses ``streams``; ``sums [splits, T, rows + 1]``."""
-    T, m, D = streams.shape
-    return {
-        "D": D,
-        "D_PADDED": triton.next_power_of_2(D),
-        "M": m,
-        "ROWS": rows,
-        "COLUMNS": triton.next_power_of_2(rows + 1),
-        "SPLITS": len(sums),
-        "SPLITS_PADDED": triton.next_power_of_2(len(sums)),
-        "ITERATIONS": iterations,
-        "NORM": norm is not None,
-        "TOKENS": _balanced_tokens(T),
-    }
-
-
-def _collapse_warps(T: int, D: int) -> int:
-    return 8 if D > 1024 and not _few(T) else 4
 
 
 def _projected(update: tuple[Tensor, Tensor, Tensor] | None, streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,71 +217,6 @@ def _projected(update: tuple[Tensor, Tensor, Tensor] | None, streams: Tensor, fn
     if few:
         return _mix(update, streams, fn)
     return streams, float32_product(streams.view(T, m * D), fn, SPLIT, squares=True).sums
-
-
-def _collapse_delayed(
-    update: tuple[Tensor, Tensor, Tensor] | None,
-    streams: Tensor,
-    pre: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    rms_eps: float,
-    hc_eps: float,
-    iterations: int,
-    norm: Tensor | None,
-) -> DelayedInput:
-    """Collapses the streams with ``pre``, updated before by ``(y, post, comb)`` if that is given."""
-    fn, base, scale = weights
-    sums = None
-    if len(streams):
-        streams, sums = _projected(update, streams, fn)
-    x, *mix = _launch_delayed(streams, pre, sums, (base, scale), rms_eps, hc_eps, iterations, norm)
-    return DelayedInput(streams, x, *mix)
-
-
-def _launch_delayed(
-    streams: Tensor,
-    weights: Tensor,
-    sums: Tensor | None,
-    gates: tuple[Tensor, Tensor] | None,
-    rms_eps: float,
-    hc_eps: float,
-    iterations: int,
-    norm: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, collapsed with ``weights``; and post, comb and pre of ``sums`` and of ``gates``, the base and the scale.
-
-    With 0 ``iterations`` these are left uninitialised, and need neither.
-    """
-    (T, m, D), early, device = streams.shape, supports_pdl(streams.device), streams.device
-    x = torch.empty(T, D, dtype=streams.dtype, device=device)
-    post, pre = (torch.empty(T, m, dtype=torch.float32, device=device) for _ in range(2))
-    comb = torch.empty(T, m, m, dtype=torch.float32, device=device)
-    if T == 0:
-        return x, post, comb, pre
-    # pointers are needed even where nothing is read
-    sums = weights.unsqueeze(0) if sums is None else sums
-    base, scale = gates or (weights, weights)
-    delayed_kernel[_collapse_grid(T, iterations)](
-        streams,
-        weights,
-        sums,
-        base,
-        scale,
-        base if norm is None else norm,
-        x,
-        pre,
-        post,
-        comb,
-        T,
-        rms_eps,
-        hc_eps,
-        **_collapse_constants(streams, sums, (2 + m) * m, iterations, norm),
-        PDL=early,
-        enable_fp_fusion=True,
-        num_warps=_collapse_warps(T, D),
-        launch_pdl=early,
-    )
-    return x, post, comb, pre
 
 
 def _mix(update: tuple[Tensor, Tensor, Tensor] | None, streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
@@ -326,12 +251,8 @@ def _mix(update: tuple[Tensor, Tensor, Tensor] | None, streams: Tensor, fn: Tens
     return new, sums
 
 
-def _on_gpu(x: Tensor) -> bool:
-    return on_gpu(x)
-
-
 def _check(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor | None, scales: int) -> None:
-    if streams.dim() != 3 or not streams.is_floating_point() or not _on_gpu(streams):
+    if streams.dim() != 3 or not streams.is_floating_point() or not on_gpu(streams):
         raise ValueError(
             f"streams must be [T, m, D] floats on a GPU, got {tuple(streams.shape)} {streams.dtype} on {streams.device}"
         )

@@ -168,6 +168,7 @@ def _balance(
     sums_ptr,
     base_ptr,
     scale_ptr,
+    pre_ptr,
     post_ptr,
     comb_ptr,
     first,
@@ -183,34 +184,30 @@ def _balance(
     ITERATIONS: tl.constexpr,
     TOKENS: tl.constexpr,
     PDL: tl.constexpr,
-    pre_ptr=None,
 ):
     """Stores post (a sigmoid) and comb (Sinkhorn's rounds) of ``TOKENS`` tokens from ``first`` on; pre if it is given.
 
     A thread holds whole matrices, so that the rounds wait for arithmetic only, not for other threads.
     """
+    # rows of post and comb, then those of pre, which come first in memory
+    LAST: tl.constexpr = ROWS if pre_ptr is None else ROWS + M
     scale = (tl.load(scale_ptr + 1), tl.load(scale_ptr + 2))
     base = ()
     for row in tl.static_range(M, ROWS):
         base += (tl.load(base_ptr + row),)
     if pre_ptr is not None:
-        pre_scale = tl.load(scale_ptr)
-        pre_base = ()
+        scale += (tl.load(scale_ptr),)
         for row in tl.static_range(M):
-            pre_base += (tl.load(base_ptr + row),)
+            base += (tl.load(base_ptr + row),)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     logits = ()
-    pre = ()
     if TOKENS == 1:
         t, known = first.to(tl.int64), None
         vector = _logits(sums_ptr, t, T, rms_eps, M * D, ROWS, COLUMNS, SPLITS, SPLITS_PADDED)
-        for row in tl.static_range(M, ROWS):
-            logits += (_entry(vector, row),)
-        if pre_ptr is not None:
-            for row in tl.static_range(M):
-                pre += (_entry(vector, row),)
+        for row in tl.static_range(M, LAST):
+            logits += (_entry(vector, row % ROWS),)
     else:
         token = first + tl.arange(0, TOKENS)
         known = token < T
@@ -219,20 +216,14 @@ def _balance(
         for split in range(SPLITS):
             squares += tl.load(sums_ptr + (split * T + t) * (ROWS + 1) + ROWS)
         rms = _rms_scale(squares, M * D, rms_eps)
-        for row in tl.static_range(M, ROWS):
+        for row in tl.static_range(M, LAST):
             total = tl.zeros((TOKENS,), tl.float32)
             for split in range(SPLITS):
-                total += tl.load(sums_ptr + (split * T + t) * (ROWS + 1) + row)
+                total += tl.load(sums_ptr + (split * T + t) * (ROWS + 1) + row % ROWS)
             logits += (total * rms,)
-        if pre_ptr is not None:
-            for row in tl.static_range(M):
-                total = tl.zeros((TOKENS,), tl.float32)
-                for split in range(SPLITS):
-                    total += tl.load(sums_ptr + (split * T + t) * (ROWS + 1) + row)
-                pre += (total * rms,)
     if pre_ptr is not None:
         for k in tl.static_range(M):
-            gate = 1 / (1 + tl.exp(-(pre[k] * pre_scale + pre_base[k]))) + hc_eps
+            gate = 1 / (1 + tl.exp(-(logits[ROWS - M + k] * scale[2] + base[ROWS - M + k]))) + hc_eps
             tl.store(pre_ptr + t * M + k, gate, mask=known)
     for k in tl.static_range(M):
         tl.store(post_ptr + t * M + k, 2 / (1 + tl.exp(-(logits[k] * scale[0] + base[k]))), mask=known)
@@ -262,86 +253,6 @@ def _balance(
 @triton.jit(do_not_specialize=["T"])
 def collapse_kernel(
     streams_ptr,
-    sums_ptr,
-    base_ptr,
-    scale_ptr,
-    norm_ptr,
-    x_ptr,
-    post_ptr,
-    comb_ptr,
-    T,
-    rms_eps,
-    hc_eps,
-    D: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    M: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
-    ITERATIONS: tl.constexpr,
-    NORM: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The first programs compute post and comb of ``TOKENS`` tokens each, the others collapse one token each.
-
-    ``sums``: partials of `mix_kernel`, or of a `float32_product`. Weights are read before the launch ahead has ended.
-    """
-    program = tl.program_id(0)
-    balancing = tl.num_programs(0) - T
-    if ITERATIONS > 0:  # noqa: SIM102 - one is a constant, the other a branch
-        if program < balancing:
-            _balance(
-                sums_ptr,
-                base_ptr,
-                scale_ptr,
-                post_ptr,
-                comb_ptr,
-                program * TOKENS,
-                T,
-                rms_eps,
-                hc_eps,
-                D,
-                M,
-                ROWS,
-                COLUMNS,
-                SPLITS,
-                SPLITS_PADDED,
-                ITERATIONS,
-                TOKENS,
-                PDL,
-            )
-            return
-    t = (program - balancing).to(tl.int64)
-    channel = tl.arange(0, D_PADDED)
-    inside = channel < D
-    column = tl.arange(0, COLUMNS)
-    base, scale = tl.load(base_ptr + column, mask=column < M, other=0), tl.load(scale_ptr)
-    if NORM:
-        weight = tl.load(norm_ptr + channel, mask=inside, other=0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    streams = ()
-    for j in tl.static_range(M):
-        streams += (tl.load(streams_ptr + (t * M + j) * D + channel, mask=inside, other=0),)
-    logits = _logits(sums_ptr, t, T, rms_eps, M * D, ROWS, COLUMNS, SPLITS, SPLITS_PADDED)
-    pre = 1 / (1 + tl.exp(-(logits * scale + base))) + hc_eps
-    x = tl.zeros((D_PADDED,), tl.float32)
-    for j in tl.static_range(M):
-        x += _entry(pre, j) * streams[j].to(tl.float32)
-    x = x.to(x_ptr.dtype.element_ty)
-    if NORM:
-        x32 = x.to(tl.float32)
-        y = x32 * _rms_scale(tl.sum(x32 * x32, 0), D, rms_eps) * weight
-        x = y.to(x_ptr.dtype.element_ty)
-    tl.store(x_ptr + t * D + channel, x, mask=inside)
-
-
-@triton.jit(do_not_specialize=["T"])
-def delayed_kernel(
-    streams_ptr,
     weights_ptr,
     sums_ptr,
     base_ptr,
@@ -362,13 +273,15 @@ def delayed_kernel(
     SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     ITERATIONS: tl.constexpr,
-    NORM: tl.constexpr,
     TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`collapse_kernel` with given ``weights [T, M]`` instead of pre, which is stored beside post and comb.
+    """The first programs compute post and comb of ``TOKENS`` tokens each, the others collapse one token each.
 
-    Without ``ITERATIONS`` the streams are collapsed and nothing is computed of ``sums``.
+    Streams are weighted by pre, or by ``weights [T, M]`` if these are given; ``pre_ptr``: where to store pre, or None.
+    Without ``ITERATIONS`` there are only programs that collapse; given weights, they need no ``sums``, base and scale.
+
+    ``sums``: partials of `mix_kernel`, or of a `float32_product`. Parameters are read before the launch ahead is over.
     """
     program = tl.program_id(0)
     balancing = tl.num_programs(0) - T
@@ -378,6 +291,7 @@ def delayed_kernel(
                 sums_ptr,
                 base_ptr,
                 scale_ptr,
+                pre_ptr,
                 post_ptr,
                 comb_ptr,
                 program * TOKENS,
@@ -393,23 +307,34 @@ def delayed_kernel(
                 ITERATIONS,
                 TOKENS,
                 PDL,
-                pre_ptr,
             )
             return
     t = (program - balancing).to(tl.int64)
     channel = tl.arange(0, D_PADDED)
     inside = channel < D
-    if NORM:
+    if weights_ptr is None:
+        column = tl.arange(0, COLUMNS)
+        base, scale = tl.load(base_ptr + column, mask=column < M, other=0), tl.load(scale_ptr)
+    if norm_ptr is not None:
         weight = tl.load(norm_ptr + channel, mask=inside, other=0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     x = tl.zeros((D_PADDED,), tl.float32)
-    for j in tl.static_range(M):
-        stream = tl.load(streams_ptr + (t * M + j) * D + channel, mask=inside, other=0)
-        x += tl.load(weights_ptr + t * M + j) * stream.to(tl.float32)
+    if weights_ptr is None:
+        streams = ()
+        for j in tl.static_range(M):
+            streams += (tl.load(streams_ptr + (t * M + j) * D + channel, mask=inside, other=0),)
+        logits = _logits(sums_ptr, t, T, rms_eps, M * D, ROWS, COLUMNS, SPLITS, SPLITS_PADDED)
+        pre = 1 / (1 + tl.exp(-(logits * scale + base))) + hc_eps
+        for j in tl.static_range(M):
+            x += _entry(pre, j) * streams[j].to(tl.float32)
+    else:
+        for j in tl.static_range(M):
+            stream = tl.load(streams_ptr + (t * M + j) * D + channel, mask=inside, other=0)
+            x += tl.load(weights_ptr + t * M + j) * stream.to(tl.float32)
     x = x.to(x_ptr.dtype.element_ty)
-    if NORM:
+    if norm_ptr is not None:
         x32 = x.to(tl.float32)
         y = x32 * _rms_scale(tl.sum(x32 * x32, 0), D, rms_eps) * weight
         x = y.to(x_ptr.dtype.element_ty)

@@ -114,7 +114,7 @@ def combine(
 
 def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """See `deepseek_attn.kernels.moe.swiglu`."""
-    if gate.shape != up.shape or not _on_gpu(gate):
+    if gate.shape != up.shape or not on_gpu(gate):
         raise ValueError(f"gate and up must have one shape, on a GPU, got {tuple(gate.shape)} and {tuple(up.shape)}")
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
@@ -318,10 +318,6 @@ def _arguments(stack: ExpertStack, native: bool) -> tuple[Tensor, Tensor]:
     return weight, weight if scale is None else scale
 
 
-def _on_gpu(x: Tensor) -> bool:
-    return on_gpu(x)
-
-
 def _check(
     x: Tensor, experts: Tensor, weights: Tensor, w1: ExpertStack, w3: ExpertStack, w2: ExpertStack, add: Tensor | None
 ) -> str:
@@ -330,7 +326,7 @@ def _check(
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """
-    if x.dim() != 2 or x.dtype not in FLOATS or not _on_gpu(x):
+    if x.dim() != 2 or x.dtype not in FLOATS or not on_gpu(x):
         raise ValueError(
             f"x must be [T, D] float32, bfloat16 or float16 on a GPU, got {tuple(x.shape)} {x.dtype} on {x.device}"
         )

@@ -171,10 +171,6 @@ def moe_route(
     return experts, weights
 
 
-def _on_gpu(x: Tensor) -> bool:
-    return on_gpu(x)
-
-
 def _check(
     x: Tensor,
     weight: Tensor,
@@ -184,7 +180,7 @@ def _check(
     groups: ExpertGroups,
     hashed: HashRouting | None,
 ) -> None:
-    if x.dim() != 2 or not _on_gpu(x) or not x.is_floating_point():
+    if x.dim() != 2 or not on_gpu(x) or not x.is_floating_point():
         raise ValueError(f"x must be [T, D] of floats on a GPU, got {tuple(x.shape)} {x.dtype} on {x.device}")
     if weight.shape[1:] != x.shape[1:] or weight.dtype != torch.float32 or not weight.is_contiguous():
         raise ValueError(

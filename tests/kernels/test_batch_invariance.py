@@ -152,7 +152,7 @@ def gpu_of(request, monkeypatch):
     pass_for_gpu(monkeypatch, CAPABILITIES[request.param], *(m for m in (*MODULES, cublas) if hasattr(m, "gpu")))
     monkeypatch.setattr(attend, "_check_query", lambda *arguments: None)
     for module in (hyper_connection, moe, moe_router):
-        monkeypatch.setattr(module, "_on_gpu", lambda x: True)
+        monkeypatch.setattr(module, "on_gpu", lambda x: True)
 
 
 @pytest.mark.usefixtures("gpu_of")

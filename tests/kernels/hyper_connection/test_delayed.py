@@ -60,7 +60,7 @@ def hc(device):
 @pytest.fixture
 def anywhere(hc, monkeypatch):
     """The kernels take tensors of a CPU, which an interpreter reads; it knows no assembler."""
-    monkeypatch.setattr(hc, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(hc, "on_gpu", lambda x: True)
     if INTERPRETED:
         monkeypatch.setattr(hyper_connection_triton, "_reciprocal", lambda x: 1 / x)
 
@@ -128,7 +128,7 @@ STEPS = {"one token": 1, "32": 32, "128": 128, "4096": 4096}
 @pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["one token"]))
 @pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
 def test_it_compiles(monkeypatch, tmp_path, arch, step):
-    monkeypatch.setattr(hyper_connection, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(hyper_connection, "on_gpu", lambda x: True)
     pass_for_gpu(monkeypatch, CAPABILITIES[arch])
     output, pre, weights, norm = make(STEPS[step], 4, 5120, torch.bfloat16, "meta")
 
@@ -137,8 +137,8 @@ def test_it_compiles(monkeypatch, tmp_path, arch, step):
         hyper_connection.hc_collapse(output.streams, pre, 1e-20, norm)
 
     found = compiled_launches(monkeypatch, [hyper_connection, float32_product], arch, call)
-    assert len(found["delayed_kernel"]) == 2
+    assert len(found["collapse_kernel"]) == 2
     if arch == "sm90":
-        for kernel in found["delayed_kernel"]:
+        for kernel in found["collapse_kernel"]:
             assert "griddepcontrol.wait" in kernel.asm["ptx"]
             assert " 0 bytes spill stores" in ptxas_report(kernel, tmp_path)

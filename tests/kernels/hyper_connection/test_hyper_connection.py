@@ -124,7 +124,7 @@ def test_memory_that_is_not_written_is_not_read(gpu, monkeypatch, T):
 
 
 def test_bad_arguments_are_named(monkeypatch):
-    monkeypatch.setattr(hc, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(hc, "on_gpu", lambda x: True)
     (y, streams, post, comb), pre = make(3, 4, 32, torch.bfloat16)
     with pytest.raises(ValueError, match=r"streams must be \[T, m, D\]"):
         hc.hc_pre(streams[0], *pre)
@@ -155,7 +155,7 @@ STEPS = {
 @pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["one token"]))
 def test_it_compiles(monkeypatch, tmp_path, arch, step):
     T, dtype, products = STEPS[step]
-    monkeypatch.setattr(hc, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(hc, "on_gpu", lambda x: True)
     pass_for_gpu(monkeypatch, CAPABILITIES[arch])
     update, pre = make(T, 4, 4096, dtype, "meta")
 
@@ -173,7 +173,7 @@ def test_it_compiles(monkeypatch, tmp_path, arch, step):
 
 def test_rounds_wait_for_no_other_thread(monkeypatch):
     """Each of Sinkhorn's rounds with a barrier, or an exchange of lanes, takes three times as long."""
-    monkeypatch.setattr(hc, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(hc, "on_gpu", lambda x: True)
     pass_for_gpu(monkeypatch, (9, 0))
     update, pre = make(1, 4, 4096, torch.bfloat16, "meta")
     found = compiled_launches(monkeypatch, [hc], "sm90", lambda: hc.hc_post_pre(*update, *pre))

@@ -76,7 +76,7 @@ def assert_registers_are_waited_for(ttgir):
 def test_swiglu_compiles(monkeypatch, arch):
     gate, up = torch.empty(2, 7, 64, dtype=torch.bfloat16, device="meta")
     pass_for_gpu(monkeypatch, CAPABILITIES[arch], moe)
-    monkeypatch.setattr(moe, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(moe, "on_gpu", lambda x: True)
     assert compiled_launches(monkeypatch, [moe], arch, lambda: moe.swiglu(gate, up, 10.0))
 
 
@@ -94,7 +94,7 @@ def test_products_are_computed_in_what_holds_their_factors():
 
 
 def test_bad_arguments_are_named(monkeypatch):
-    monkeypatch.setattr(moe, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(moe, "on_gpu", lambda x: True)
     case = make_case(3, 128, 64, 4, 2, "fp4")
     for bad, message in (
         (case._replace(x=case.x.double()), r"x must be \[T, D\] float32, bfloat16 or float16"),

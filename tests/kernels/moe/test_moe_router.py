@@ -156,7 +156,7 @@ def test_no_tokens_and_strides(gpu):
 
 
 def test_bad_arguments_are_named(monkeypatch):
-    monkeypatch.setattr(moe_router, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(moe_router, "on_gpu", lambda x: True)
     x, weight = torch.randn(4, 64), torch.randn(16, 64)
     for call, message in (
         ((x.int(), weight, 3, "sigmoid"), r"x must be \[T, D\] of floats"),
@@ -180,7 +180,7 @@ TOKENS = {1: torch.bfloat16, 4096: torch.bfloat16, 40: torch.float32}
 @pytest.mark.parametrize(("arch", "T"), on_gpus(TOKENS, [4096]))
 def test_it_compiles(monkeypatch, arch, T):
     dtype = TOKENS[T]
-    monkeypatch.setattr(moe_router, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(moe_router, "on_gpu", lambda x: True)
     pass_for_gpu(monkeypatch, CAPABILITIES[arch])
     x, weight = torch.empty(T, 512, dtype=dtype, device="meta"), torch.empty(64, 512, device="meta")
     options = {"groups": ExpertGroups(8, 4), "bias": torch.empty(64, device="meta")} if T == 40 else {}
