@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deepseek_attn.kernels.common.fp4_hopper import HIGH, HIGH_STEP, LOW, LOW_STEP, as_fp8, fp4_to_fp8
 from deepseek_attn.kernels.common.gluon import barrier, copy_to_shared
 
 BLOCK = gl.constexpr(64)  # keys of a tile
@@ -28,26 +29,6 @@ HEADS = gl.constexpr(64)
 DIM = gl.constexpr(128)
 STAGES = gl.constexpr(8)
 AHEAD = gl.constexpr(6)  # tiles whose copies to shared memory are in flight
-
-# Eight e2m1 values of a word become e4m3: the first four, then the others. The magnitudes 0, 0.5, 1, 1.5 and 2, 3, 4, 6
-# times the power of two of their group are the bytes of two words; three bits of a value pick one, the fourth is the
-# sign. The words of a power of two are those of 1 and, for each doubling, 8 in each byte but zero's.
-_LOW, _LOW_STEP = gl.constexpr(0x3C383000), gl.constexpr(0x08080800)
-_HIGH, _HIGH_STEP = gl.constexpr(0x4C484440), gl.constexpr(0x08080808)
-_TO_FP8 = gl.constexpr("""
-{
-    .reg .b32 pick, shifted, signs;
-    and.b32 pick, $2, 0x77777777;
-    shl.b32 shifted, $2, 4;
-    prmt.b32 $0, $3, $4, pick;
-    prmt.b32 signs, shifted, $2, 0x5140;
-    lop3.b32 $0, $0, signs, 0x80808080, 0xF8;
-    shr.u32 pick, pick, 16;
-    prmt.b32 $1, $3, $4, pick;
-    prmt.b32 signs, shifted, $2, 0x7362;
-    lop3.b32 $1, $1, signs, 0x80808080, 0xF8;
-}
-""")
 
 
 class Keys(NamedTuple):
@@ -130,16 +111,10 @@ def _left_factor(words, scales):
     group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))
     power = ((scales[:, None] >> (8 * group)[None, :]) & 255) - largest[:, None] + 6
     known = power > -6
-    low = gl.where(known, _LOW + power * _LOW_STEP, 0)
-    high = gl.where(known, _HIGH + power * _HIGH_STEP, 0)
-    first, second = gl.inline_asm_elementwise(
-        _TO_FP8, "=&r,=&r,r,r,r", [words, low[:, :, None], high[:, :, None]], dtype=(gl.int32, gl.int32), is_pure=True,
-        pack=1,
-    )  # fmt: skip
-    fp8 = gl.convert_layout(gl.join(first, second).reshape([64, 4, 8]), _key_layout(8, False), assert_trivial=True)
-    # another view of the same registers
-    same = fp8[:, :, :, None] + gl.zeros([64, 4, 8, 4], gl.int32, layout=_key_layout(8, True))
-    left = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [same], dtype=gl.float8e4nv, is_pure=True, pack=4)
+    low = gl.where(known, LOW + power * LOW_STEP, 0)
+    high = gl.where(known, HIGH + power * HIGH_STEP, 0)
+    fp8 = fp4_to_fp8(words, low, high, _key_layout(8, False))
+    left = as_fp8(fp8, _key_layout(8, True))
     left = left.reshape([4, 2, 8, 4, 8, 4]).permute((0, 1, 2, 4, 3, 5)).reshape([64, 128])
     bits = gl.where(largest == 255, 0x7FC00000, gl.where(largest == 0, 0x00400000, largest << 23))
     return left, bits.to(gl.float32, bitcast=True) * 0.015625

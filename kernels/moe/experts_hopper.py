@@ -8,10 +8,8 @@ fresh accumulator, which is added under its scales.
 A thread of a tensor core's left factor holds runs of 4 channels that are 16 apart. Rows are stored with the channels of
 a block reordered (`prepare_rows_kernel`), so that these are 32 consecutive channels of the weight: those of one scale.
 
-FP4 in FP8: the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times a power of two from 2**-5 to 2**6 are exact in e4m3. The
-eight bytes of a power are the four of ``_LOW`` and of ``_HIGH``, to each of which but the first (zero) 8 is added for
-each doubling; three bits of a weight pick one of them, and the fourth is the sign. What remains of the scales is one
-power of two per weight row, which multiplies the sum (`row_exponents`).
+FP4 weights times a power of two from 2**-5 to 2**6 are exact in e4m3 (`fp4_hopper`). What remains of their scales is
+one power of two per weight row, which multiplies the sum (`row_exponents`).
 """
 
 from __future__ import annotations
@@ -29,31 +27,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deepseek_attn.kernels.common.fp4_hopper import HIGH, HIGH_STEP, LOW, LOW_STEP
 from deepseek_attn.kernels.common.gluon import barrier, load_tile, reinterpret
+from deepseek_attn.kernels.moe.experts_hopper_weights import (
+    first_scales,
+    fp8_weight,
+    left_factor,
+    packed_scales,
+    scale_bytes,
+    scale_rows,
+)
 
 TOP = 6  # the largest scale of a row becomes this power of two
 _TOP = gl.constexpr(TOP)
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_LOW, _HIGH = gl.constexpr(0x3C383000), gl.constexpr(0x4C484440)
-_LOW_STEP, _HIGH_STEP = gl.constexpr(0x08080800), gl.constexpr(0x08080808)
 _HALF_WEIGHT = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
 _WEIGHT = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 
-# 8 weights of a word: channels 0 .. 3 and 4 .. 7. prmt picks bytes by the low four nibbles of its last operand.
-_TO_FP8 = gl.constexpr("""
-{
-    .reg .b32 pick, high, signs;
-    and.b32 pick, $2, 0x77777777;
-    shl.b32 high, $2, 4;
-    prmt.b32 $0, $3, $4, pick;
-    prmt.b32 signs, high, $2, 0x5140;
-    lop3.b32 $0, $0, signs, 0x80808080, 0xF8;
-    shr.u32 pick, pick, 16;
-    prmt.b32 $1, $3, $4, pick;
-    prmt.b32 signs, high, $2, 0x7362;
-    lop3.b32 $1, $1, signs, 0x80808080, 0xF8;
-}
-""")
 
 # float32 rounded to bfloat16, two at once: ptxas makes a slow instruction of single conversions
 _ROUND_BF16 = gl.constexpr("""
@@ -205,75 +195,6 @@ def _load_rows(x_desc, x_scale_desc, tiles, buffers, TILING: gl.constexpr):
             n += 1
 
 
-@gluon.constexpr_function
-def _weight_layout(gated, shape, columns):
-    """Rows of a warpgroup's weight by thread, as in the left factor; ``columns``: bases (register, lane) of the others.
-
-    A thread has two rows that are 8 apart in the product: there, rows of gate and up alternate by 8. In shared memory
-    all 32 of the gate come first.
-    """
-    row, in_thread, in_quad = [0] * (len(shape) - 1), *columns
-    other, warp = (32, 8) if gated else (8, 16)
-    return gl.DistributedLinearLayout(
-        [*in_thread, [other, *row]],
-        [*in_quad, [1, *row], [2, *row], [4, *row]],
-        [[warp, *row], [2 * warp, *row]],
-        [],
-        shape,
-    )
-
-
-@gluon.constexpr_function
-def _word_layout(gated, words, with_bytes):
-    """Layout of int32 words ``[64, 4, words]`` (or bytes, ``[64, 4, words, 4]``) of which a thread has one quarter."""
-    in_thread = [[0, 0, 1 << i, 0] for i in range(words.bit_length() - 1)]
-    columns = [[0, 0, 0, 1], [0, 0, 0, 2], *in_thread], [[0, 1, 0, 0], [0, 2, 0, 0]]
-    whole = _weight_layout(gated, [64, 4, words, 4], columns)
-    return whole if with_bytes else gl.SliceLayout(3, whole)
-
-
-@gluon.jit
-def _fp8_weight(buffers, stage, low, high, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
-    """Weight rows of a block in registers, e4m3 in words: int32 ``[64, 4, 8]``.
-
-    ``low``, ``high``: int32 ``[64, 4]``, the bytes of the power of two of each row and group, for FP4.
-    """
-    GATED: gl.constexpr = TILING.GATED
-    STAGES: gl.constexpr = TILING.STAGES
-    WORDS: gl.constexpr = 4 if TILING.FP4 else 8
-    FORM: gl.constexpr = gl.NVMMASharedLayout(64 if TILING.FP4 else 128, 32, 2)
-    LAST: gl.constexpr = [[0, 1], [0, 2]] if TILING.FP4 else [[0, 1], [0, 2], [0, 4]]
-    LOAD: gl.constexpr = _weight_layout(GATED, [64, 4 * WORDS], (LAST, [[0, WORDS], [0, 2 * WORDS]]))
-    GROUPS: gl.constexpr = TILING.WARPGROUPS
-    stored = reinterpret(buffers.weight, gl.int32, [GROUPS * STAGES, 64, 4 * WORDS], FORM)
-    w = stored.index(GROUPS * stage + WARPGROUP).load(LOAD).reshape([64, 4, WORDS])
-    w = gl.convert_layout(w, _word_layout(GATED, WORDS, False), assert_trivial=True)
-    if TILING.FP4:
-        first, second = gl.inline_asm_elementwise(
-            _TO_FP8,
-            "=&r,=&r,r,r,r",
-            [w, low[:, :, None], high[:, :, None]],
-            dtype=(gl.int32, gl.int32),
-            is_pure=True,
-            pack=1,
-        )
-        w = gl.join(first, second).reshape([64, 4, 8])
-        w = gl.convert_layout(w, _word_layout(GATED, 8, False), assert_trivial=True)
-    return w
-
-
-@gluon.jit
-def _left_factor(words, TILING: gl.constexpr):
-    """The left factor ``[64, 128]`` of the words of `_fp8_weight`: another view of the same registers."""
-    same = words[:, :, :, None] + gl.zeros([64, 4, 8, 4], gl.int32, layout=_word_layout(TILING.GATED, 8, True))
-    w = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [same], dtype=gl.float8e4nv, is_pure=True, pack=4)
-    if TILING.GATED:
-        w = w.reshape([2, 4, 8, 4, 8, 4]).permute((1, 0, 2, 4, 3, 5))
-    else:
-        w = w.reshape([4, 2, 8, 4, 8, 4]).permute((0, 1, 2, 4, 3, 5))
-    return w.reshape([64, 128])
-
-
 @gluon.jit
 def _release(buffers, n, STAGES: gl.constexpr):
     """Lets the stage of block ``n - 1`` be overwritten; called when weights that were loaded later are in use.
@@ -302,52 +223,6 @@ def _add_part(acc, product, x_scale, factor):
 
 
 @gluon.jit
-def _scale_bytes(scale_row, block):
-    """e8m0 bytes of each row and group, of four blocks from ``block`` on; not combined here, which would wait."""
-    return (
-        gl.load(scale_row + 4 * block),
-        gl.load(scale_row + 4 * block + 4),
-        gl.load(scale_row + 4 * block + 8),
-        gl.load(scale_row + 4 * block + 12),
-    )
-
-
-@gluon.jit
-def _packed(scales):
-    """The four bytes of `_scale_bytes` in one word, the first lowest."""
-    first, second, third, fourth = scales
-    low = first.to(gl.int32) | second.to(gl.int32) << 8
-    return low | third.to(gl.int32) << 16 | fourth.to(gl.int32) << 24
-
-
-@gluon.jit
-def _scale_rows(expert, row_block, stacks, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
-    """(pointers to the first scale of each row and group, pointers to exponents of rows) of a job's FP4 weight."""
-    N: gl.constexpr = TILING.N
-    ROWS: gl.constexpr = 32 if TILING.GATED else 64
-    GROUPS: gl.constexpr = gl.SliceLayout(2, _word_layout(TILING.GATED, 4, False))
-    lane = gl.arange(0, 64, layout=gl.SliceLayout(1, GROUPS))
-    group = gl.arange(0, 4, layout=gl.SliceLayout(0, GROUPS))
-    second = lane >= ROWS
-    scale_ptr = gl.where(second, stacks.b_scale if TILING.GATED else stacks.a_scale, stacks.a_scale)
-    exponent_ptr = gl.where(second, stacks.b_exponent if TILING.GATED else stacks.a_exponent, stacks.a_exponent)
-    channel = (row_block * TILING.WARPGROUPS + WARPGROUP) * ROWS + lane % ROWS
-    row = expert.to(gl.int64) * N + (channel if N % (TILING.WARPGROUPS * ROWS) == 0 else gl.minimum(channel, N - 1))
-    return (scale_ptr + row * (TILING.K // 32))[:, None] + group[None, :], exponent_ptr + row
-
-
-@gluon.jit
-def _first_scales(expert, row_block, stacks, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
-    """What `_multiply_tile` needs of a job before its first block: of FP4 exponents of rows and the first scales."""
-    if TILING.FP4:
-        scale_row, exponent = _scale_rows(expert, row_block, stacks, WARPGROUP, TILING)
-        exponents = (gl.load(exponent),)
-        return exponents + _scale_bytes(scale_row, 0)
-    else:
-        return (expert, expert, expert, expert, expert)
-
-
-@gluon.jit
 def _multiply_tile(
     expert, start, rows, row_block, next_expert, next_row_block, head, n, stacks, output, buffers, SIZE: gl.constexpr,
     WARPGROUP: gl.constexpr, TILING: gl.constexpr,
@@ -371,11 +246,11 @@ def _multiply_tile(
     if FP4:
         exponent = head[0]
         shift = _TOP - exponent.to(gl.int32)
-        low_base = (_LOW + shift * _LOW_STEP)[:, None]
-        high_base = (_HIGH + shift * _HIGH_STEP)[:, None]
-        scale_row, _ = _scale_rows(expert, row_block, stacks, WARPGROUP, TILING)
+        low_base = (LOW + shift * LOW_STEP)[:, None]
+        high_base = (HIGH + shift * HIGH_STEP)[:, None]
+        scale_row, _ = scale_rows(expert, row_block, stacks, WARPGROUP, TILING)
         scales = (head[1], head[2], head[3], head[4])
-        packed = _packed(scales)
+        packed = packed_scales(scales)
     else:
         half = gl.arange(0, 64, layout=ROW)
         half = half % 16 // 8 if GATED else half * 0
@@ -400,11 +275,11 @@ def _multiply_tile(
         high = None
         if FP4:
             if block % 4 == 0:
-                packed = _packed(scales)
-                scales = _scale_bytes(scale_row, gl.minimum(block + 4, BLOCKS - 4))
+                packed = packed_scales(scales)
+                scales = scale_bytes(scale_row, gl.minimum(block + 4, BLOCKS - 4))
             power = packed & 255
-            low = power * _LOW_STEP + low_base
-            high = power * _HIGH_STEP + high_base
+            low = power * LOW_STEP + low_base
+            high = power * HIGH_STEP + high_base
             packed = packed >> 8
         else:
             factor = gl.where(half > 0, next_b[0], next_a[0])
@@ -414,7 +289,7 @@ def _multiply_tile(
                 next_b[1], next_b[2], next_b[3], gl.load((stacks.b_scale if GATED else stacks.a_scale) + following)
             )  # fmt: skip
         mbarrier.wait(buffers.full.index(stage), n // STAGES & 1)
-        left = _left_factor(_fp8_weight(buffers, stage, low, high, WARPGROUP, TILING), TILING)
+        left = left_factor(fp8_weight(buffers, stage, low, high, WARPGROUP, TILING), TILING)
         new = ()
         if PARTS > 1:
             part_w = gl.convert_layout(left, gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
@@ -449,7 +324,7 @@ def _multiply_tile(
         last_acc = _add_part(last_acc, last_product, x_scale, factor)
         acc = new
         n += 1
-    next_head = _first_scales(next_expert, next_row_block, stacks, WARPGROUP, TILING)
+    next_head = first_scales(next_expert, next_row_block, stacks, WARPGROUP, TILING)
     for i in gl.static_range(PARTS - 1):
         _store(acc[i], start, i * PART, rows, channel, exponent, output, TILING)
     _store(last_acc, start, (PARTS - 1) * PART, rows, channel, exponent, output, TILING)
@@ -520,7 +395,7 @@ def _multiply_all(tiles, stacks, output, buffers, WARPGROUP: gl.constexpr, TILIN
     job = gl.program_id(0)
     if job < jobs:
         next_expert, next_start, next_rows = _tile_of(tiles, job, TILING)
-        head = _first_scales(next_expert, job % BLOCKS, stacks, WARPGROUP, TILING)
+        head = first_scales(next_expert, job % BLOCKS, stacks, WARPGROUP, TILING)
         for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
             expert = next_expert
             start = next_start

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from triton import cdiv
 
+from deepseek_attn.kernels.common import fp4_hopper
 from deepseek_attn.kernels.moe import experts as moe
 from deepseek_attn.kernels.moe import experts_hopper, launch_hopper
 from deepseek_attn.kernels.moe.launch_config import HOPPER_CONFIGS, HopperLaunchConfig, choose_hopper_config
@@ -55,9 +56,9 @@ def run_ptx(text: str, inputs: dict[str, int]) -> dict[str, int]:
 
 def test_fp4_is_exact_in_fp8():
     """Every pair of codes in every place, under every power of two that a row may have, both ends included."""
-    text = experts_hopper._TO_FP8.value.replace("        .reg", "//")
-    low, high = experts_hopper._LOW.value, experts_hopper._HIGH.value
-    low_step, high_step = experts_hopper._LOW_STEP.value, experts_hopper._HIGH_STEP.value
+    text = fp4_hopper._TO_FP8.value.replace("        .reg", "//")
+    low, high = fp4_hopper.LOW.value, fp4_hopper.HIGH.value
+    low_step, high_step = fp4_hopper.LOW_STEP.value, fp4_hopper.HIGH_STEP.value
     values = torch.tensor(E2M1, dtype=torch.float64)
     for power in range(experts_hopper.TOP - ROW_SPAN, experts_hopper.TOP + 1):
         # prmt ignores what is above its 16 bits
