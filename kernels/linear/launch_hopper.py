@@ -71,6 +71,8 @@ def launch_hopper(
     stride = q.stride(0) // q.stride(1) if groups > 1 else 0
     if groups > 1:
         q = q.as_strided((stride * (groups - 1) + M, K), (q.stride(1), 1))
+    elif q.dim() == 3:  # a rank with one of the groups
+        q = q[0]
     sizes, plain_sizes = ([len(product.weight) for product in part] for part in (fp8, plain))
     if config is None:
         quantizes = quantized_output is not None

@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.launches import recorded_launches
 from deepseek_attn.kernels.linear import launch_hopper as linear_hopper
 from deepseek_attn.kernels.linear.launch import FP8Product, PlainProduct, Products, empty_quantized_rows
 from deepseek_attn.kernels.linear.launch_config import HopperLaunchConfig, choose_hopper_config
@@ -13,6 +15,7 @@ from tests.kernels.compiled_launches import pass_for_gpu, ptxas_report
 from tests.kernels.linear.compiled_linear import compiled_launches
 from tests.support.tiers import tiered
 
+H200 = GPU((9, 0), 132)
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 C4A = (4096, (1024, 512), (1024, 1024, 256, 256, 64))
 # name: channels, rows of FP8 weights, of plain ones, groups, whether the output is quantised as well
@@ -21,13 +24,14 @@ LAUNCHES = {
     "queries": (1024, (32768, 8192), (), 1, False),
     "wo_a": (4096, (8192,), (), 8, False),
     "wo_a, quantised": (4096, (8192,), (), 8, True),
+    "wo_a, one group": (4096, (1024,), (), 1, True),
     "wo_b": (8192, (4096,), (), 1, False),
     "Pro, queries": (1536, (65536, 8192), (), 1, False),
     "odd blocks": (640, (192, 64), (128,), 1, False),
 }
 
 
-def launch(M, K, fp8_rows, plain_rows, groups, quantize_output):
+def launch(M, K, fp8_rows, plain_rows, groups, quantize_output, quantized_groups=None):
     def empty(*shape, dtype=F32):
         return torch.empty(*shape, dtype=dtype, device="meta")
 
@@ -35,7 +39,7 @@ def launch(M, K, fp8_rows, plain_rows, groups, quantize_output):
     fp8 = [FP8Product(empty(n, K, dtype=FP8), empty(n // 128, K // 128), empty(M, n, dtype=BF16)) for n in fp8_rows]
     plain = [PlainProduct(empty(n, K, dtype=BF16), empty(M, n)) for n in plain_rows]
     output = empty_quantized_rows(M, fp8_rows[0], meta) if quantize_output else None
-    quantized = empty_quantized_rows(M, K * groups, meta, groups=groups if groups > 1 else None)
+    quantized = empty_quantized_rows(M, K * groups, meta, groups=quantized_groups or (groups if groups > 1 else None))
     x = empty(M, K * groups, dtype=BF16)
     launch_hopper(x, Products(fp8, plain), quantized, groups=groups, quantized_output=output)
 
@@ -58,6 +62,14 @@ def test_compiles_without_waits_between_the_products_of_a_block(name, M, monkeyp
     assert dots
     assert all("!ttg.memdesc" in line.rpartition(" : ")[2].split(" * ")[0] for line in dots)
     assert "serialized" not in ptxas_report(kernel, tmp_path)
+
+
+def test_one_group_of_a_grouped_input():
+    """A rank with one of the groups: the same kernel, whether or not the input has a dimension of groups."""
+    with recorded_launches(H200) as launches:
+        for quantized_groups in (None, 1):
+            launch(40, *LAUNCHES["wo_a, one group"], quantized_groups)
+    assert len(launches.variants) == 1
 
 
 def test_which_launches_it_takes(monkeypatch):
