@@ -150,7 +150,7 @@ def gpu_memory(
     from deepseek_attn.layers.parallel import Parallel
     from deepseek_attn.layers.split import check_split
     from deepseek_attn.runner.compile_ahead import RunnerSizes
-    from deepseek_attn.runner.memory import RunnerMemory, has_stand_in
+    from deepseek_attn.runner.memory import RunnerMemory
 
     parallel = Parallel(0, args.ranks, LAYOUTS[args.layout] and args.ranks > 1)
     check_split(config, numerics, parallel)
@@ -158,12 +158,13 @@ def gpu_memory(
         raise ValueError(f"--speculate {args.speculate}: supported are 0 to 15 drafts, and fewer than tokens of a step")
     if args.speculate and not config.mtp_layers:
         raise ValueError(f"--speculate {args.speculate}: the model has no MTP layer")
+    if config.dspark is not None and args.speculate > config.dspark.dspark_block_size:
+        most = config.dspark.dspark_block_size
+        raise ValueError(f"--speculate {args.speculate}: dspark_block_size {most} is the most that DSpark drafts")
     headers = read_headers(args.model)[1] if any(Path(args.model).glob("*.safetensors")) else None
 
     def count(plan: Plan) -> RunnerMemory:
         layout = plan.layout
-        if not has_stand_in(config):
-            return RunnerMemory.without_steps(plan, rank_model(args, config, numerics, dtype).weights())
         return RunnerMemory.of(
             config,
             layout,
@@ -209,7 +210,7 @@ def gpu_facts(args: argparse.Namespace, memory: RunnerMemory) -> dict[str, Any]:
     total = sum(parts.values())
     return {
         "name": machine.name, "memory": machine.memory, "parts": parts, "total": total,
-        "fits": total <= machine.memory, "left_out": list(memory.left_out),
+        "fits": total <= machine.memory,
     }  # fmt: skip
 
 
@@ -307,8 +308,6 @@ def gpu_table(facts: dict) -> list[str]:
     lines = ["", f"each {facts['name']}, at the peak:"]
     rows = [(PARTS[name], value) for name, value in facts["parts"].items()] + [("total", facts["total"])]
     lines += [f"  {label:<50}{show_bytes(value):>10}{value:>18,} B" for label, value in rows]
-    if facts["left_out"]:
-        lines.append(f"  not counted for this model: {', '.join(facts['left_out'])}")
     if not facts["fits"]:
         lines.append(f"  does not fit: the GPU has {show_bytes(facts['memory'])}")
     return lines

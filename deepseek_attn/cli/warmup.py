@@ -57,13 +57,11 @@ def run(args: argparse.Namespace) -> int:
     from deepseek_attn.config.options import check_sizes, pick_dtype
     from deepseek_attn.impls.options import AttentionOptions
     from deepseek_attn.kernels.common.device import gpu
-    from deepseek_attn.runner.compile_ahead import Compilation, RunnerRequest, RunnerSizes, compiles_ahead
+    from deepseek_attn.runner.compile_ahead import Compilation, RunnerRequest, RunnerSizes
 
     (config, headers), cuda = read_headers(args.model), torch.device("cuda")
     if args.gpu is None and not torch.cuda.is_available():
         raise ValueError("there is no GPU here: say which kind of GPU to compile for, --gpu 9.0:132 for an H200")
-    if not compiles_ahead(config):
-        raise ValueError(f"kernels of {args.model} are not compiled ahead: it has an Engram, or a DSpark drafter")
     length = min(config.max_position_embeddings, args.max_model_len or DEFAULT_MAX_MODEL_LEN)
     check_sizes(config, None, length, args.max_num_seqs, args.max_num_batched_tokens, 16)
     request = RunnerRequest.of(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from deepseek_attn.config.common import UNPUBLISHED, RopeSpec
 from deepseek_attn.config.dspark import DSparkConfig
@@ -32,6 +33,10 @@ class LayerBase:
     def entry_owner(self) -> str:
         """Name of the layer that makes the entries which this one reads."""
         return self.name
+
+    def unnumbered(self) -> Self:
+        """This spec with the number 0: equal for layers that differ in their number alone."""
+        return dataclasses.replace(self, index=0)
 
 
 class ConfigBase:
@@ -67,8 +72,7 @@ class ConfigBase:
         found, left = set(), set(layers)
         while left:
             found |= left
-            known = (self.layers[layer] for layer in left if 0 <= layer < len(self.layers))
-            left = {source for spec in known for source in spec.sources} - found
+            left = {source for spec in self.layers if spec.index in left for source in spec.sources} - found
         return sorted(found)
 
     def constants(self) -> dict[str, Any]:

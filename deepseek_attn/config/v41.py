@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 from deepseek_attn.config.common import RopeSpec, check_index_head, known
 from deepseek_attn.config.dspark import DSparkConfig, drop_dspark
@@ -90,6 +90,11 @@ class V41LayerSpec(LayerSpec):
     @property
     def entry_owner(self) -> str:
         return self.name if self.kv_source is None else f"layers.{self.kv_source}"
+
+    def unnumbered(self) -> Self:
+        """See `LayerBase.unnumbered`; of the layers that this one reads it is kept whether they are itself (0)."""
+        named = ((key, getattr(self, key)) for key in ("kv_source", "index_source", "candidate_source"))
+        return replace(self, index=0, **{key: None if i is None else int(i != self.index) for key, i in named})
 
     @property
     def kind(self) -> str:

@@ -16,7 +16,7 @@ from deepseek_attn.impls.attention_call import AttentionCall
 from deepseek_attn.impls.step_batch import StepBatch
 from deepseek_attn.kernels.indices import EntryCounts, entry_counts
 from deepseek_attn.kernels.insert.types import CompressBatch
-from deepseek_attn.layers.engram import Lookup, ReadRows
+from deepseek_attn.layers.engram import LayerRows
 
 
 @dataclass
@@ -129,7 +129,7 @@ class StepMetadata:
     tile_scheds: dict[tuple[int, bool], object] = field(default_factory=dict)
     prefill_indices: dict[tuple[int, object], tuple[Tensor, Tensor]] = field(default_factory=dict)
     counts: dict[tuple[int, int], EntryCounts] = field(default_factory=dict)
-    engram: Mapping[int, Lookup | ReadRows] = field(default_factory=dict)
+    engram: Mapping[int, LayerRows] = field(default_factory=dict)
     shared: SharedResults = field(default_factory=SharedResults)
     batch: StepBatch | None = None
     observer: Callable[[AttentionCall], None] | None = None

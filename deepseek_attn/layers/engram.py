@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -84,6 +84,13 @@ class Chunk(NamedTuple):
     count: int
 
 
+class LayerRows(Protocol):
+    """Rows of one layer for the tokens of a step."""
+
+    def wait(self) -> TableRows:
+        """The rows on the device: values ``[T, n, columns]`` and scales."""
+
+
 class Lookup(NamedTuple):
     """Rows of one layer that a thread reads."""
 
@@ -91,17 +98,31 @@ class Lookup(NamedTuple):
     device: torch.device
 
     def wait(self) -> TableRows:
-        """The rows on the device: values ``[T, n, columns]`` and scales. Raises what the thread raised."""
+        """See `LayerRows.wait`. Raises what the thread raised."""
         return TableRows(*(part.to(self.device, non_blocking=part.is_pinned()) for part in self.future.result()))
 
 
 class ReadRows(NamedTuple):
-    """Rows of one layer that are on the device; used as a `Lookup` is."""
+    """Rows of one layer that are on the device."""
 
     rows: TableRows
 
     def wait(self) -> TableRows:
         return self.rows
+
+
+class BlankRows(NamedTuple):
+    """Zeros in place of rows of one layer, for ``tokens`` tokens."""
+
+    layer: Engram
+    tokens: int
+    device: torch.device
+
+    def wait(self) -> TableRows:
+        columns = self.layer.table_shape[1]
+        shape = (self.tokens, self.layer.rows_per_token, columns)
+        values = torch.zeros(shape, dtype=torch.float8_e4m3fn, device=self.device)
+        return TableRows(values, torch.zeros(*shape[:2], columns // SCALE_GROUP, dtype=torch.uint8, device=self.device))
 
 
 class RowBuffers:
@@ -112,14 +133,7 @@ class RowBuffers:
     """
 
     def __init__(self, tables: EngramTables, tokens: int):
-        def empty(layer: Engram) -> TableRows:
-            columns = layer.table_shape[1]
-            shape = (tokens, layer.rows_per_token, columns)
-            values = torch.zeros(shape, dtype=torch.float8_e4m3fn, device=tables.device)
-            scales = torch.zeros(*shape[:2], columns // SCALE_GROUP, dtype=torch.uint8, device=tables.device)
-            return TableRows(values, scales)
-
-        self.rows = {number: empty(layer) for number, layer in tables.layers.items()}
+        self.rows = {number: rows.wait() for number, rows in tables.blank(tokens).items()}
 
     def fill(self, lookups: Mapping[int, Lookup]) -> None:
         """Waits for the rows of a step's first tokens, and copies them; ordered after the runs launched before."""
@@ -169,6 +183,10 @@ class EngramTables:
         return {
             layer: Lookup(self._thread.submit(self._read, layer, ngrams), self.device) for layer in sorted(self.layers)
         }
+
+    def blank(self, tokens: int) -> dict[int, BlankRows]:
+        """Zeros in place of the rows of ``tokens`` tokens, by layer."""
+        return {number: BlankRows(layer, tokens, self.device) for number, layer in self.layers.items()}
 
     def _ngrams(self, chunk: Chunk) -> np.ndarray:
         """int64 ``[count, length]``: numbers of each token, of the one before it, and so on."""

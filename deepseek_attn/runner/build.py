@@ -44,7 +44,7 @@ from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.models.deepseek_v32 import DeepseekV32
 from deepseek_attn.models.deepseek_v41 import DeepseekV41
 from deepseek_attn.models.families import Family, get_family
-from deepseek_attn.runner.compile_ahead import Compilation, RunnerRequest, RunnerSizes, compiles_ahead, compiling_ahead
+from deepseek_attn.runner.compile_ahead import Compilation, RunnerRequest, RunnerSizes, compiling_ahead
 from deepseek_attn.runner.drafting import BlockDrafter, Drafter, MTPDrafter
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.sequence import TokenLimits
@@ -295,7 +295,7 @@ def _compiles_kernels(family: Family, attention_only: bool) -> bool:
     """Whether the kernels of a runner's steps can be compiled ahead: on a GPU, by the first rank of each machine."""
     first, device = environment("LOCAL_RANK", family.parallel.rank) == 0, family.device
     on_gpu = device.type == "cuda" and not problem_on(device)
-    return on_gpu and first and not attention_only and not family.reference_only and compiles_ahead(family.config)
+    return on_gpu and first and not attention_only and not family.reference_only
 
 
 def _engram_tables(

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,8 @@ import torch
 from tqdm import tqdm
 
 from deepseek_attn.checkpoint.source import TensorInfo
-from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
-from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.layers.parallel import Parallel
@@ -49,7 +48,7 @@ class RunnerRequest:
     """What the launches of a runner depend on; it can be pickled.
 
     Attributes:
-        config: of the model, reduced to one layer of each kind.
+        config: of the model, reduced to one layer of each kind and those that they read.
         headers: of the tensors of those layers, and of those outside layers, under their published names.
         gpu: the GPU that kernels are for.
         num_drafts: tokens that the MTP layer drafts per step; 0 without speculation.
@@ -77,10 +76,11 @@ class RunnerRequest:
             headers: of all tensors, under their published names; layers: those that are loaded, None for all of them.
             facts: the other attributes.
         """
-        present = [layer for layer in config.layers if layers is None or layer.index in layers]
-        mtp = config.mtp_layers if layers is None else ()
-        config = dataclasses.replace(config, layers=distinct_layers(present, headers), mtp_layers=mtp)
-        kept = {layer.index for layer in config.layers}
+        if layers is not None:
+            present = tuple(layer for layer in config.layers if layer.index in layers)
+            config = dataclasses.replace(config, layers=present, mtp_layers=())
+        kept = representatives(config, headers)
+        config = dataclasses.replace(config, layers=tuple(layer for layer in config.layers if layer.index in kept))
         headers = {name: info for name, info in headers.items() if (layer_of(name) in kept or layer_of(name) is None)}
         return cls(config, headers, **facts)
 
@@ -98,33 +98,36 @@ class RunnerRequest:
         return Path(triton.knobs.cache.dir) / f"deepseek-attn-{found.hexdigest()[:32]}"
 
 
-def compiles_ahead(config: AnyConfig) -> bool:
-    """Whether a `stand_in` runs the steps of such a model: not with an Engram or a DSpark drafter."""
-    return type(config) in (ModelConfig, DeepseekV32Config) and config.dspark is None
-
-
 def layer_of(name: str) -> int | None:
     """The backbone layer that a tensor of this published name belongs to."""
     parts = name.split(".", 2)
     return int(parts[1]) if parts[0] == "layers" else None
 
 
-def distinct_layers(layers: Sequence[Any], headers: dict[str, TensorInfo]) -> tuple[Any, ...]:
-    """The first layer of each kind."""
-    return tuple(kind[0] for kind in layers_by_kind(layers, headers))
+def representatives(config: AnyConfig, headers: dict[str, TensorInfo]) -> dict[int, int]:
+    """Layers that stand for all of a model: by number, how many each stands for, itself included.
 
-
-def layers_by_kind(layers: Sequence[Any], headers: dict[str, TensorInfo]) -> list[list[Any]]:
-    """Layers of each kind: equal in configuration, and in the dtypes of their tensors."""
+    Of each kind it is the first, and every layer that one of these reads. Layers are of a kind if they are equal in
+    configuration and in the dtypes of their tensors, and if those that they read are of a kind. A layer whose streams a
+    drafter reads stands for itself alone.
+    """
     dtypes: dict[int | None, set[tuple[str, str]]] = {}
     for name, info in headers.items():
-        kind = name.split(".experts.")[0].partition(".")[2].partition(".")[2]
-        dtypes.setdefault(layer_of(name), set()).add((kind, info.dtype))
-    kinds: dict[Any, list[Any]] = {}
-    for layer in layers:
-        kind = dataclasses.replace(layer, index=0), frozenset(dtypes.get(layer.index, ()))
-        kinds.setdefault(kind, []).append(layer)
-    return list(kinds.values())
+        tensor = name.split(".experts.")[0].partition(".")[2].partition(".")[2]
+        dtypes.setdefault(layer_of(name), set()).add((tensor, info.dtype))
+    targets = () if config.dspark is None or not config.mtp_layers else config.dspark.dspark_target_layer_ids
+    kinds: dict[int, Any] = {}
+    groups: dict[Any, list[int]] = {}
+    for layer in config.layers:  # those that a layer reads come before it
+        number, sources = layer.index, frozenset(kinds.get(source) for source in layer.sources)
+        target = number if number in targets else None
+        kinds[number] = layer.unnumbered(), frozenset(dtypes.get(number, ())), sources, target
+        groups.setdefault(kinds[number], []).append(number)
+    kept = config.with_sources(group[0] for group in groups.values())
+    counts = dict.fromkeys(kept, 1)
+    for group in groups.values():
+        counts[group[0]] += sum(number not in counts for number in group)
+    return counts
 
 
 class Compilation:

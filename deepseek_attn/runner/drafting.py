@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -77,6 +77,14 @@ class Drafter(ABC):
     ) -> DraftTokens:
         """`ModelRunner.draft`."""
 
+    @abstractmethod
+    def warm_up(self, batch: StepInput, hidden_states: torch.Tensor, token_ids: torch.Tensor, num_drafts: int) -> None:
+        """Launches what an eager step launches for drafts, on pages that nothing reads.
+
+        Args:
+            batch: of the step; hidden_states, token_ids: of all its tokens.
+        """
+
 
 class MTPDrafter(Drafter):
     """The MTP layer: drafts after the first come from its own hidden states."""
@@ -123,6 +131,11 @@ class MTPDrafter(Drafter):
                 decode_query_len,
             )
 
+    def warm_up(self, batch: StepInput, hidden_states: torch.Tensor, token_ids: torch.Tensor, num_drafts: int) -> None:
+        meta = self.builder.build(batch)
+        states = self.model.draft_hidden_states(hidden_states, token_ids, meta.positions, meta)
+        self.model.draft_logits(states[: len(batch.query_lens)])
+
     def _draft_eagerly(self, batch: list[DraftRows], num_drafts: int, decode_query_len: int) -> DraftTokens:
         order = sorted(range(len(batch)), key=lambda i: len(batch[i].next_ids) > decode_query_len)
         ordered = [batch[i] for i in order]
@@ -168,8 +181,7 @@ class BlockDrafter(Drafter):
     def step_logits(self, rows: Batch, hidden_states: torch.Tensor, decode_query_len: int) -> None:
         """There are no logits by token: drafts come from blocks."""
         caches, lengths = [sequence.cache for sequence, _ in rows], [n for _, n in rows]
-        step = self.builder.build(step_input(self.manager, caches, lengths, max(lengths)))
-        self.model.write_context(hidden_states, step)
+        self._write_context(step_input(self.manager, caches, lengths, decode_query_len), hidden_states)
 
     @traced("dspark")
     def draft(
@@ -179,20 +191,36 @@ class BlockDrafter(Drafter):
         tables = block_tables(self.manager, [rows.sequence.cache for rows in batch])
         lengths = torch.tensor([len(rows.next_ids) for rows in batch])
         ends = torch.tensor([rows.start for rows in batch]) + lengths
-        step = self.builder.build(StepInput(lengths, ends, tables, decode_threshold=int(lengths.max())))
-        self.model.write_context(torch.cat([rows.hidden_states for rows in batch]), step)
+        self._write_context(StepInput(lengths, ends, tables), torch.cat([rows.hidden_states for rows in batch]))
         newest = torch.tensor([rows.next_ids[-1] for rows in batch], device=self.device)
         if not num_drafts:
             empty = newest.new_empty(len(batch), 0)
             return DraftTokens(empty, empty.float())
-        size = self.max_drafts
-        lengths = torch.full_like(lengths, size)
+        return self._draft_blocks(newest, ends, tables, num_drafts)
+
+    def warm_up(self, batch: StepInput, hidden_states: torch.Tensor, token_ids: torch.Tensor, num_drafts: int) -> None:
+        self._write_context(batch, hidden_states)
+        ends = batch.seq_lens - self.max_drafts  # blocks that end where the tables do
+        if int(ends.min()) >= 0:
+            self._draft_blocks(token_ids[: len(ends)], ends, batch.block_tables, num_drafts)
+
+    def _write_context(self, batch: StepInput, hidden_states: torch.Tensor) -> None:
+        """Writes the keys of a step's tokens; rows of one kind, since none of them reads."""
+        step = self.builder.build(replace(batch, decode_threshold=int(batch.query_lens.max())))
+        self.model.write_context(hidden_states, step)
+
+    def _draft_blocks(
+        self, newest: torch.Tensor, ends: torch.Tensor, tables: dict[str, torch.Tensor], num_drafts: int
+    ) -> DraftTokens:
+        """Drafts after the ``newest [B]`` tokens of sequences that have computed ``ends [B]`` tokens before them."""
+        size, requests = self.max_drafts, len(newest)
+        lengths = torch.full_like(ends, size)
         step = self.builder.build(StepInput(lengths, ends + size, tables, decode_threshold=size))
         self._read_whole_blocks(step, size)
         noise = self.model.config.dspark.dspark_noise_token_id
-        ids = torch.full((len(batch), size), noise, device=self.device)
+        ids = torch.full((requests, size), noise, device=self.device)
         ids[:, 0] = newest
-        states = self.model.draft_block(ids.flatten(), step).unflatten(0, (len(batch), size))
+        states = self.model.draft_block(ids.flatten(), step).unflatten(0, (requests, size))
         return DraftTokens(*self.model.draft_tokens(states[:, :num_drafts], newest))
 
     def _read_whole_blocks(self, step: StepMetadata, size: int) -> None:

@@ -24,9 +24,8 @@ from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.kernels.common.counters import COUNTER_BYTES
 from deepseek_attn.kernels.common.launches import ignored_launches
 from deepseek_attn.models.block import attention_layers
-from deepseek_attn.runner.compile_ahead import RunnerRequest, compiles_ahead, layers_by_kind
+from deepseek_attn.runner.compile_ahead import RunnerRequest, representatives
 from deepseek_attn.runner.graphs import length_bucket
-from deepseek_attn.runner.planner import Plan
 from deepseek_attn.runner.stand_in import META, StandIn
 from deepseek_attn.runner.warm_up import WarmUp, powers
 from deepseek_attn.utils.allocations import MIB, AllocationTrace, CachingAllocator, Event
@@ -48,7 +47,6 @@ class RunnerMemory:
         step: the most that a step allocates beside these, and what stays of it until the next one.
         cublas: its workspace.
         allocator: what PyTorch's allocator reserves beyond what was allocated: gaps that no later block fits into.
-        left_out: what was not counted.
     """
 
     weights: int
@@ -58,11 +56,10 @@ class RunnerMemory:
     step: int
     cublas: int
     allocator: int
-    left_out: tuple[str, ...] = ()
 
     def parts(self) -> dict[str, int]:
         """All parts by name; their sum is `total`."""
-        return {name: value for name, value in vars(self).items() if name != "left_out"}
+        return dict(vars(self))
 
     @property
     def total(self) -> int:
@@ -78,35 +75,25 @@ class RunnerMemory:
             headers: of the checkpoint's tensors, under their published names; None: as a published checkpoint of this
                 config has them.
             facts: the other attributes of `RunnerRequest`.
+
+        Raises:
+            ValueError: a model that no runner with kernels computes.
         """
-        left_out = []
-        if config.dspark is not None:
-            left_out.append("the DSpark drafter")
-            config, facts["num_drafts"] = without_dspark(config), 0
-        groups = layers_by_kind(config.layers, headers or {})
-        config = dataclasses.replace(config, layers=tuple(group[0] for group in groups))
+        kept = representatives(config, headers or {})
+        config = dataclasses.replace(config, layers=tuple(layer for layer in config.layers if layer.index in kept))
         if headers is None:
             headers = CanonicalSource(RandomSource(config), canonical_names(config)).entries()
-        headers = {name: info for name, info in headers.items() if config.mtp_layers or not name.startswith("mtp.")}
         request = RunnerRequest.of(config, headers, **facts)
-        copies = {f"layers.{group[0].index}": len(group) for group in groups}
+        copies = {f"layers.{number}": count for number, count in kept.items()}
         with ignored_launches(request.gpu), AllocationTrace(META) as trace:
-            return dataclasses.replace(_count(trace, request, copies, layout), left_out=tuple(left_out))
-
-    @classmethod
-    def without_steps(cls, plan: Plan, weights: int) -> RunnerMemory:
-        """The memory of a model whose steps no `StandIn` runs: weights and what its plan knows."""
-        return cls(weights, plan.caches, plan.workspace + plan.rope, 0, 0, 0, 0, ("what steps allocate",))
-
-
-def has_stand_in(config: AnyConfig) -> bool:
-    """Whether a `StandIn` runs the steps of such a model, its DSpark drafter left out."""
-    return compiles_ahead(without_dspark(config))
-
-
-def without_dspark(config: AnyConfig) -> AnyConfig:
-    """The config of the same model without its DSpark drafter, if it has one."""
-    return config if config.dspark is None else dataclasses.replace(config, dspark=None, mtp_layers=())
+            try:
+                return _count(trace, request, copies, layout)
+            except NotImplementedError as error:  # by torch, of ops whose results have sizes that depend on values
+                raise ValueError(
+                    "the memory of this model's steps is not known: some of their ops are plain torch, of widths that "
+                    f"no kernel takes, and cannot be run on tensors without memory ({str(error).partition(':')[0]}); "
+                    "plan its caches alone"
+                ) from error
 
 
 def _count(trace: AllocationTrace, request: RunnerRequest, copies: dict[str, int], layout: CacheLayout) -> RunnerMemory:
@@ -146,14 +133,17 @@ def _count(trace: AllocationTrace, request: RunnerRequest, copies: dict[str, int
 
 
 def largest_steps(warm_up: WarmUp) -> list[list[tuple[int, int]]]:
-    """Those of `WarmUp.prefill_sizes` with most new tokens; of each mix of requests the shortest and the longest."""
+    """Those with most new tokens, of each mix of requests the shortest and the longest; the largest eager decode."""
     sizes = warm_up.prefill_sizes()
     most = max(sum(new for new, _ in rows) for rows in sizes)
     mixes: dict[tuple[int, ...], list[list[tuple[int, int]]]] = {}
     for rows in sizes:
         if sum(new for new, _ in rows) == most:
             mixes.setdefault(tuple(new for new, _ in rows), []).append(rows)
-    return [rows for mix in mixes.values() for rows in (mix[:1] + mix[-1:] if len(mix) > 1 else mix)]
+    largest = [rows for mix in mixes.values() for rows in (mix[:1] + mix[-1:] if len(mix) > 1 else mix)]
+    if decodes := warm_up.eager_decode_sizes():  # after which a drafter may compute more rows than a step has
+        largest.append(max(decodes, key=lambda rows: (len(rows), rows)))
+    return largest
 
 
 def _graphs(trace: AllocationTrace, warm_up: WarmUp) -> int:

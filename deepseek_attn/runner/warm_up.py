@@ -11,7 +11,6 @@ import torch
 from deepseek_attn.attention.builder import StepInput
 from deepseek_attn.cache.manager import NULL_PAGE
 from deepseek_attn.kernels.sampling import greedy_tokens
-from deepseek_attn.layers.engram import RowBuffers
 from deepseek_attn.runner.build import LoadedModel
 from deepseek_attn.runner.graph_steps import CapturedStep, StepSize
 from deepseek_attn.runner.graphs import length_bucket
@@ -24,7 +23,7 @@ class WarmUp:
     They read and write null pages only, so sequences keep what they have.
 
     Attributes:
-        num_drafts: tokens that the MTP layer drafts per step; 0 without speculation.
+        num_drafts: tokens that are drafted per step; 0 without speculation.
     """
 
     runner: LoadedModel
@@ -33,7 +32,7 @@ class WarmUp:
     def steps(self) -> Iterator[None]:
         """Runs a step of each size, those first that a first prompt and its answer need; yields after each."""
         with self.runner.op_settings(), torch.inference_mode():
-            decodes, prefills = self.decode_sizes(), self.prefill_sizes()
+            decodes, prefills = [*self.decode_sizes(), *self.eager_decode_sizes()], self.prefill_sizes()
             for size in chain(prefills[:1], decodes[:2], prefills[1:], decodes[2:]):
                 if isinstance(size, StepSize):
                     self.decode(size)
@@ -47,7 +46,8 @@ class WarmUp:
         if graphs is None:
             return []
         lengths = sorted({length_bucket(n, limit) for n in powers(limit)})
-        kinds = [(1, 0), (1 + drafts, drafts), (1 + drafts, 0)] if drafts else [(1, 0)]
+        kinds = [(1, 0), (1 + drafts, 0)] if drafts else [(1, 0)]
+        kinds[1:1] = [(1 + drafts, drafts)] if self._drafts_in_graphs else []
         sizes = [StepSize(n, rows, length, k) for rows, k in kinds for n in graphs.batches for length in lengths]
         return [size for size in sizes if size.rows <= self.runner.layout.max_num_batched_tokens]
 
@@ -61,7 +61,7 @@ class WarmUp:
         """The decode step of this size, and with drafts the step that drafts after it; captured, where steps are."""
         graphs = self.runner.graphs
         steps: list[CapturedStep] = [graphs.step(size)]
-        if self.num_drafts and not size.num_drafts:
+        if self._drafts_in_graphs and not size.num_drafts:
             steps.append(graphs.draft_step(size._replace(num_drafts=self.num_drafts)))
         return steps
 
@@ -90,6 +90,23 @@ class WarmUp:
                 sizes += [[(1, length)] * decodes + [(new, max(new, length))] for length in (new, *lengths)]
         return sizes
 
+    def eager_decode_sizes(self) -> list[list[tuple[int, int]]]:
+        """Decodes and verifications of drafts, as `prefill` takes them, if they or the drafting after them is eager."""
+        layout, drafts = self.runner.layout, self.num_drafts
+        if self.runner.graphs is not None and (not drafts or self._drafts_in_graphs):
+            return []
+        longest, sizes = layout.max_model_len, []
+        for new in sorted({1, 1 + drafts}):
+            most = min(layout.max_num_seqs, layout.max_num_batched_tokens // new)
+            for requests in grid(most) if new <= longest else []:
+                lengths = [longest] if requests & (requests - 1) else [n for n in powers(longest) if n >= new]
+                sizes += [[(new, length)] * requests for length in lengths]
+        return sizes
+
+    @property
+    def _drafts_in_graphs(self) -> bool:
+        return self.num_drafts > 0 and self.runner.drafter is not None and self.runner.drafter.drafts_in_graphs
+
     def prefill(self, rows: list[tuple[int, int]]) -> None:
         """An eager step; with drafts, the MTP layer runs over its tokens too."""
         runner, threshold = self.runner, self.runner.decode_query_len
@@ -105,13 +122,11 @@ class WarmUp:
         runner.parallel.step_rows = total
         meta = runner.builder.build(batch)
         if runner.tables is not None:
-            meta.engram = RowBuffers(runner.tables, total).lookups()
+            meta.engram = runner.tables.blank(total)
         states = runner.model(ids, meta.positions, meta)
         greedy_tokens(runner.model.logits(states[: len(rows)]))
         if self.num_drafts and runner.drafter is not None:
-            meta = runner.drafter.builder.build(batch)
-            states = runner.model.draft_hidden_states(states, ids, meta.positions, meta)
-            runner.model.draft_logits(states[: len(rows)])
+            runner.drafter.warm_up(batch, states, ids, self.num_drafts)
 
 
 def powers(limit: int) -> list[int]:

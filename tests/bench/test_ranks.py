@@ -16,6 +16,7 @@ from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.layers.parallel.cases import v4_config, v32_config, v41_config
 from tests.support.tiers import EXHAUSTIVE, tiered
+from tests.support.v41_cases import tiny_for_kernels
 
 DATA = Path(__file__).parents[2] / "docs" / "data"
 
@@ -123,18 +124,19 @@ def test_a_gpu_holds_what_is_said_to_fit(capsys):
     assert plan("--memory", "500MB")["sequences_that_fit"] == 0  # less than CUDA's context
 
 
-@pytest.mark.parametrize("preset", ["tiny", "tiny_v32", "tiny_v41"])
-def test_every_family_has_a_plan(preset, capsys):
-    limits = ["--max-model-len", "100", "--max-num-seqs", "2", "--max-num-batched-tokens", "9"]
-    drafts = [] if preset == "tiny_v41" else ["--speculate", "2"]
-    assert main(["plan", "--model", preset, "--gpu", "h200", *limits, *drafts, "--batch", "1", "--json"]) == 0
-    gpu = json.loads(capsys.readouterr().out)["gpu"]
-    assert (gpu["parts"]["step"] > 0) == (not gpu["left_out"]) == (preset != "tiny_v41")
+@pytest.mark.parametrize("family", ["v4", "v32", "v41"])
+def test_every_family_has_a_plan(family, tmp_path, capsys):
+    model = {"v4": "tiny", "v32": "tiny_v32", "v41": str(tmp_path / "config.json")}[family]
+    (tmp_path / "config.json").write_text(json.dumps(tiny_for_kernels().to_dict()))
+    limits = ["--max-model-len", "100", "--max-num-seqs", "2", "--max-num-batched-tokens", "9", "--gpu", "h200"]
+    assert main(["plan", "--model", model, *limits, "--speculate", "2", "--batch", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpu"]["parts"]["step"] > 0
 
 
-def test_what_is_not_known_of_a_model_is_said(capsys):
-    assert main(["plan", "--model", "tiny_v41", "--gpu", "h200"]) == 0
-    out = capsys.readouterr().out
-    assert "not counted for this model: what steps allocate" in out
-    assert main(["plan", "--model", "tiny", "--gpu", "h200", "--speculate", "99"]) == 2
-    assert "--speculate 99" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("model", "drafts", "message"),
+    [("tiny", "99", "--speculate 99"), ("tiny_v41", "6", "dspark_block_size 5 is the most"), ("tiny_v41", "0", "FP8")],
+)
+def test_plans_that_are_refused(model, drafts, message, capsys):
+    assert main(["plan", "--model", model, "--gpu", "h200", "--speculate", drafts]) == 2
+    assert message in capsys.readouterr().err

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import triton
 from triton.runtime.cache import get_cache_manager
 
+from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.cli.warmup import read_headers
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.engine.engine import Engine
@@ -26,20 +27,28 @@ from deepseek_attn.runner.compile_ahead import Compilation, RunnerRequest, Runne
 from deepseek_attn.runner.stand_in import StandIn, runner_launches
 from deepseek_attn.runner.warm_up import WarmUp
 from tests.support.tiers import EXHAUSTIVE, tiered
+from tests.support.v41_cases import tiny_for_kernels
 
 H200 = GPU((9, 0), 132)
 LIMITS = {
     "tiny": RunnerSizes(300, 2, 9, 16),
     "tiny_v32": RunnerSizes(2048, 3, 100, 16),
     "v4_flash": RunnerSizes(16384, 8, 2048, 16),
+    "tiny_v41": RunnerSizes(300, 5, 19, 16),
 }
+SHORT = RunnerSizes(150, 1, 3, 16)
 
 
-def request_of(preset, num_drafts=0, sizes=None):
-    config, headers = read_headers(preset)
+def request_of(preset, num_drafts=0, sizes=None, **facts):
+    if preset == "tiny_v41":
+        config = tiny_for_kernels()
+        headers = RandomSource(config).entries()
+    else:
+        config, headers = read_headers(preset)
     return RunnerRequest.of(
         config,
         headers,
+        **facts,
         numerics=numerics_for(config, "serving"),
         dtype=torch.bfloat16,
         attention=AttentionOptions(),
@@ -65,13 +74,16 @@ def random_step(rng, layout):
     return [(n, n if rng.random() < 0.3 else size(n, layout.max_model_len)) for n in new]
 
 
-@pytest.mark.parametrize(
-    ("preset", "num_drafts"),
-    tiered([("tiny", 0), ("tiny", 2), ("tiny_v32", 0), ("v4_flash", 2)], [("tiny", 0)]),
-)
-def test_no_step_launches_what_was_not_found(preset, num_drafts):
-    """Whatever batch sizes and lengths come within the limits."""
-    request = request_of(preset, num_drafts)
+CASES = [
+    ("tiny", 0, None, None), ("tiny", 2, None, None), ("tiny_v32", 0, None, None), ("v4_flash", 2, None, None),
+    ("tiny_v41", 2, None, SHORT), ("tiny_v41", 0, None, None), ("tiny_v41", 2, True, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("preset", "num_drafts", "cuda_graphs", "sizes"), tiered(CASES, [CASES[0], CASES[4]]))
+def test_no_step_launches_what_was_not_found(preset, num_drafts, cuda_graphs, sizes):
+    """Whatever batch sizes and lengths come within the limits; nor does one wait for the device."""
+    request = request_of(preset, num_drafts, sizes, cuda_graphs=cuda_graphs)
     rng = random.Random(1)
     with recorded_launches(request.gpu) as launches:
         steps = WarmUp(StandIn.build(request), num_drafts)
@@ -80,8 +92,8 @@ def test_no_step_launches_what_was_not_found(preset, num_drafts):
         found = set(launches.variants)
         assert len(found) > 50
         with steps.runner.op_settings(), torch.inference_mode():
-            for _ in range(60):
-                steps.prefill(random_step(rng, steps.runner.layout))
+            for rows in dict.fromkeys(tuple(random_step(rng, steps.runner.layout)) for _ in range(60)):
+                steps.prefill(list(rows))
         missed = [variant.name for key, variant in launches.variants.items() if key not in found]
     assert not missed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,23 +16,30 @@ pytest.importorskip("triton")
 import triton
 
 from deepseek_attn.cache.layout import make_layout
+from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.layers.parallel import Parallel
-from deepseek_attn.runner import ModelRunner, memory
-from deepseek_attn.runner.compile_ahead import RunnerSizes
+from deepseek_attn.runner import ModelRunner, compile_ahead, memory
+from deepseek_attn.runner.compile_ahead import RunnerSizes, representatives
 from deepseek_attn.runner.memory import RunnerMemory
-from deepseek_attn.runner.planner import make_plan
 from deepseek_attn.runner.warm_up import WarmUp
 from deepseek_attn.utils.allocations import AllocationTrace
 from tests.layers.parallel.cases import v4_config
-from tests.support.tiers import EXHAUSTIVE
+from tests.support.tiers import EXHAUSTIVE, tiered
+from tests.support.v41_cases import tiny_for_kernels, with_repeated_layers
 
 H200 = GPU((9, 0), 132)
 DATA = Path(__file__).parents[2] / "docs" / "data"
 TINY = {"max_model_len": 300, "max_num_seqs": 3, "max_num_batched_tokens": 50}
+SERVED = {"numerics": "serving", "dtype": "bfloat16", "device": "cpu"}
+FAMILIES = tiered(["tiny", "tiny_v32", "tiny_v41"], ["tiny", "tiny_v32"])
+
+
+def small_config(preset: str) -> AnyConfig:
+    return tiny_for_kernels() if preset == "tiny_v41" else ModelConfig.from_preset(preset)
 
 
 def memory_of(config: AnyConfig, limits: tuple[int, int, int], numerics: str = "serving", **facts) -> RunnerMemory:
@@ -66,11 +74,14 @@ def test_a_loaded_rank_as_an_h200_had_it():
     assert predicted == pytest.approx(loaded["weights_and_caches_gb"] * 1e9, rel=0.001)
 
 
-@pytest.mark.parametrize("preset", ["tiny", "tiny_v32"])
+@pytest.mark.parametrize("preset", FAMILIES)
 def test_a_step_is_counted_as_the_allocator_counts_it(preset):
-    options = {"numerics": "serving", "dtype": "bfloat16", "device": "cpu"}
-    with ModelRunner.from_config(preset, **options, **TINY) as runner, runner.op_settings(), torch.inference_mode():
-        warm_up, rows = WarmUp(runner), [(1, 9), (1, 300), (48, 48)]
+    with (
+        ModelRunner.from_config(small_config(preset), **SERVED, **TINY) as runner,
+        runner.op_settings(),
+        torch.inference_mode(),
+    ):
+        warm_up, rows = WarmUp(runner, 2 * runner.has_mtp), [(1, 9), (1, 300), (48, 48)]
         warm_up.prefill(rows)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             warm_up.prefill(rows)
@@ -87,24 +98,43 @@ def test_a_step_is_counted_as_the_allocator_counts_it(preset):
     assert trace.peak - before == pytest.approx(peak, rel=0.01)
 
 
-@pytest.mark.parametrize("preset", ["tiny", "tiny_v32"])
+@pytest.mark.parametrize("preset", FAMILIES)
 def test_what_a_runner_holds(preset):
     """Weights, caches and buffers of a real runner, each storage rounded up to 512 bytes."""
+    config = small_config(preset)
     with AllocationTrace(torch.device("cpu")) as trace:
-        runner = ModelRunner.from_config(preset, numerics="serving", dtype="bfloat16", device="cpu", **TINY)
+        runner = ModelRunner.from_config(config, **SERVED, **TINY)
     owners = memory._owners(trace, runner.model, {trace.key(pool.tensor) for pool in runner.pools})
     weights = sum(size for key, size in trace.living.items() if key in owners)
-    found = memory_of(ModelConfig.from_preset(preset), tuple(TINY.values()))
+    found = memory_of(config, tuple(TINY.values()))
     assert found.caches == runner.pools.nbytes()
     assert found.weights == pytest.approx(weights, rel=0.01)
 
 
-@pytest.mark.parametrize(("preset", "drafts"), [("tiny", 2), ("tiny_v32", 0)])
+def test_layers_that_stand_for_all():
+    """The first of each kind, with layers that these read, and layers whose streams a drafter reads."""
+    config = with_repeated_layers()
+    kept = representatives(config, {})
+    assert kept == {0: 2, 2: 2, 3: 2, 6: 1, 7: 1, 8: 1, 9: 1, 10: 1, 11: 1}
+    reduced = dataclasses.replace(config, layers=tuple(layer for layer in config.layers if layer.index in kept))
+    assert representatives(reduced, {}).keys() == kept.keys()
+    assert representatives(ModelConfig.from_preset("v41_flash"), {}) == {
+        **{0: 1, 1: 1, 2: 2, 3: 10, 14: 1, 15: 5, 20: 1, 21: 3, 24: 3, 25: 9, 36: 1, 37: 1, 38: 1, 39: 1}
+    }  # fmt: skip
+    without = config.replace(num_nextn_predict_layers=0)
+    assert representatives(without, {}) == {0: 2, 2: 2, 3: 2, 6: 1, 7: 1, 8: 2, 9: 2}
+
+
+@pytest.mark.parametrize(
+    ("preset", "drafts"), tiered([("tiny", 2), ("tiny_v32", 0), ("v41", 2)], [("tiny", 2), ("tiny_v32", 0)])
+)
 def test_one_layer_of_each_kind_is_enough(preset, drafts, monkeypatch):
-    config = ModelConfig.from_preset(preset)
+    config = with_repeated_layers() if preset == "v41" else ModelConfig.from_preset(preset)
     found = memory_of(config, (70, 3, 33), num_drafts=drafts)
-    monkeypatch.setattr(memory, "layers_by_kind", lambda layers, headers: [[layer] for layer in layers])
-    monkeypatch.setattr("deepseek_attn.runner.compile_ahead.distinct_layers", lambda layers, headers: tuple(layers))
+    for module in (memory, compile_ahead):
+        monkeypatch.setattr(
+            module, "representatives", lambda config, headers: {layer.index: 1 for layer in config.layers}
+        )
     whole = memory_of(config, (70, 3, 33), num_drafts=drafts)
     assert (found.weights, found.caches, found.buffers) == (whole.weights, whole.caches, whole.buffers)
     assert found.step == pytest.approx(whole.step, rel=0.05)  # the caches of metadata of more layers
@@ -131,13 +161,21 @@ def test_ranks_share_weights_and_steps():
     assert dp.graphs == 0  # its steps are eager
 
 
-def test_what_no_stand_in_runs_is_said():
-    config = ModelConfig.from_preset("tiny_v41")
-    assert not memory.has_stand_in(config)
-    plan = make_plan(config, numerics_for(config, "serving"), torch.bfloat16, 128, 3, 64)
-    found = RunnerMemory.without_steps(plan, 1000)
-    assert found.left_out == ("what steps allocate",)
-    assert found.total == 1000 + plan.total - plan.index_logits
+def test_a_drafter_is_counted():
+    """Its weights, its windows, and blocks of all sequences, which are more tokens than a step has."""
+    config, limits = tiny_for_kernels(), (70, 16, 16)
+    without = config.replace(num_nextn_predict_layers=0)
+    none, idle, used = memory_of(without, limits), memory_of(config, limits), memory_of(config, limits, num_drafts=2)
+    drafter = sum(info.nbytes for name, info in RandomSource(config).entries().items() if name.startswith("mtp."))
+    assert idle.weights - none.weights == pytest.approx(drafter, rel=0.2)
+    assert idle.caches > none.caches
+    assert used.weights == idle.weights
+    assert used.step > idle.step >= none.step
+
+
+def test_steps_that_wait_for_the_device_are_not_counted():
+    with pytest.raises(ValueError, match=r"plain torch.*cannot be run on tensors without memory"):
+        memory_of(ModelConfig.from_preset("tiny_v41"), (70, 3, 33), numerics="exact")
 
 
 @pytest.mark.parametrize("limits", [(5, 4, 100), (300, 2, 9), (1, 1, 1)])

@@ -15,10 +15,34 @@ from tests.support.oracle_v41 import V41Oracle
 from tests.support.small_models import NEAR_TIE
 
 TOLERANCE = 1e-5  # of the largest logit
+KERNEL_WIDTHS = {
+    "hidden_size": 256, "q_lora_rank": 128, "num_attention_heads": 8, "o_lora_rank": 64, "head_dim": 512,
+    "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk": 64, "candidate_topk_blocks": 20,
+    "candidate_block_size": 4, "moe_intermediate_size": 128, "engram_head_dim": 64,
+}  # fmt: skip
 
 
 def tiny(**changes) -> DeepseekV41Config:
     return ModelConfig.from_preset("tiny_v41").replace(**changes)
+
+
+def tiny_for_kernels() -> DeepseekV41Config:
+    """A small model of widths that kernels take."""
+    return tiny(**KERNEL_WIDTHS)
+
+
+def with_repeated_layers() -> DeepseekV41Config:
+    """The same with 12 layers, of which some are alike."""
+    return tiny_for_kernels().replace(
+        num_hidden_layers=12,
+        compress_ratios=[0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 0, 0, 0],
+        kv_source_layer_ids=[2, 4, 6],
+        index_source_layer_ids=[2, 4, 6, 8, 10],
+        candidate_source_layer_id=6,
+        engram_layer_ids=[6],
+        engram_num_embeddings=[660],
+        dspark_target_layer_ids=[9, 11],
+    )
 
 
 def make_runner(config: DeepseekV41Config, source: CheckpointSource | None = None, **options) -> ModelRunner:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import main
 from deepseek_attn.config.model import ModelConfig
 from tests.support.tiers import tiered
+from tests.support.v41_cases import tiny_for_kernels
 
 PRESET = "--model tiny_v41"
 SHORT = "--batch 2 --context 40 --repeats 1 --device cpu"
 TOKENS = "--token-ids 5,9,511 --device cpu"
 COMMANDS = {
-    f"plan {PRESET} --gpu h200 --layout dp --ranks 2": "2 x h200",
+    "plan --model DIR/kernels.json --gpu h200 --layout dp --ranks 2 --max-num-batched-tokens 16": "2 x h200",
     f"bench layer {PRESET} --layers 0,1,2,3 {SHORT}": "C2 reindex",
     f"bench model {PRESET} --prefill 20 {SHORT}": '"context": 40',
     f"bench engine {PRESET} --batch 2 --drafts 2 --prompt 9 --tokens 6 --repeats 1 --device cpu": '"drafts": 2',
@@ -24,7 +27,6 @@ COMMANDS = {
 }
 REFUSED = {
     "train --config tiny_v41": "only DeepSeek-V4 has a differentiable path",
-    f"warmup {PRESET} --gpu 9.0:132": "it has an Engram, or a DSpark drafter",
     f"generate --model DIR {TOKENS} --speculate 6": "dspark_block_size 5 is the most",
     "score --mtp --model DIR --token-ids DIR/ids.json --out DIR/drafts.safetensors": "the drafter is DSpark",
 }
@@ -36,6 +38,7 @@ def checkpoint(tmp_path_factory) -> str:
     config = ModelConfig.from_preset("tiny_v41")
     directory = write_checkpoint(RandomSource(config, 0), config, tmp_path_factory.mktemp("checkpoint") / "model")
     (directory / "ids.json").write_text("[[5, 9, 511]]")
+    (directory / "kernels.json").write_text(json.dumps(tiny_for_kernels().to_dict()))
     return str(directory)
 
 

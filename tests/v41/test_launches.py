@@ -21,23 +21,19 @@ from deepseek_attn.runner.stand_in import StandIn
 from deepseek_attn.runner.warm_up import WarmUp
 from tests.kernels.compiled_launches import CAPABILITIES
 from tests.support.small_models import prompt
-from tests.support.tiers import tiered
-from tests.support.v41_cases import tiny
+from tests.support.tiers import EXHAUSTIVE
+from tests.support.v41_cases import tiny_for_kernels
 
-WIDTHS = {
-    "hidden_size": 256, "q_lora_rank": 128, "num_attention_heads": 8, "o_lora_rank": 64, "head_dim": 512,
-    "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk": 64, "candidate_topk_blocks": 20,
-    "candidate_block_size": 4, "moe_intermediate_size": 128, "engram_head_dim": 64,
-}  # fmt: skip
 V41 = {
     "compress_kernel", "rope_insert_kernel", "candidate_scores_kernel", "block_scores_kernel",
     "candidate_entries_kernel", "queries_kernel",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", tiered(["sm90", "sm80", "sm100"], ["sm90"]))
+@EXHAUSTIVE
+@pytest.mark.parametrize("arch", ["sm90", "sm80", "sm100"])
 def test_no_step_waits_for_the_device(arch):
-    config = tiny(**WIDTHS)
+    config = tiny_for_kernels()
     request = RunnerRequest.of(
         config,
         RandomSource(config, 0).entries(),
@@ -63,7 +59,7 @@ def test_replays_equal_eager_steps(device):
     """The same bits, as those of steps that are not over persistent tensors; candidates limit the longest sequences."""
     if device.type == "cpu":
         pytest.skip("CUDA graphs need a GPU")
-    config = tiny(**WIDTHS)
+    config = tiny_for_kernels()
     limits = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 512}
     options = {"device": device, "numerics": "serving", "dtype": "bfloat16", "cuda_graphs": True, "progress": False}
     runner = ModelRunner.from_source(config, RandomSource(config, 0), **limits, **options)
