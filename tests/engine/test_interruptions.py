@@ -22,6 +22,7 @@ from deepseek_attn.testing import poison_caches
 from tests.engine import fake_runner
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.test_full_size_fuzz import large
+from tests.support.drafts import DraftedSource
 from tests.support.interruptions import LIBRARY, InterruptBefore, Interrupted, Line
 from tests.support.invariance_cases import pages_returned
 from tests.support.predictable import PredictableSource
@@ -29,6 +30,7 @@ from tests.support.requests import finish, greedy
 from tests.support.small_models import prompt, small_config, small_runner
 from tests.support.tiers import tiered
 from tests.support.v32_cases import small
+from tests.support.v41_cases import shallow
 
 Jobs = list[tuple[list[int], SamplingParams]]
 
@@ -138,21 +140,33 @@ class SometimesPredictable(PredictableSource):
     certainty = 5.0
 
 
-MODELS = list(product(["v4", "v32"], [0, 2], [False, True]))
+class SometimesDrafted(DraftedSource):
+    """The same with a DSpark drafter."""
+
+    certainty = 9.0
+
+
+FAMILIES = {
+    "v4": (lambda: small_config([4, 16], mtp=1), SometimesPredictable),
+    "v32": (lambda: small(num_nextn_predict_layers=1), SometimesPredictable),
+    "v41": (shallow, SometimesDrafted),
+}
+MODELS = list(product(FAMILIES, [0, 2], [False, True]))
 
 
 @pytest.mark.parametrize(
     ("family", "drafts", "persistent", "every"),
     tiered(
         [*((*model, 61) for model in MODELS), *((*model, 7) for model in MODELS)],
-        [("v4", 2, True, 61), ("v4", 0, False, 61), ("v32", 0, True, 61)],
+        [("v4", 2, True, 61), ("v4", 0, False, 61), ("v32", 0, True, 61), ("v41", 2, True, 61)],
     ),
 )
 def test_models(family, drafts, persistent, every):
-    """Layers, sampling, commit, speculation, and steps over persistent tensors, which are launched early."""
-    config = small_config([4, 16], mtp=1) if family == "v4" else small(num_nextn_predict_layers=1)
+    """Layers, Engram, sampling, commit, speculation, and steps over persistent tensors, some of them launched early."""
+    make_config, drafted = FAMILIES[family]
+    config = make_config()
     runner = small_runner(
-        config, (SometimesPredictable if drafts else RandomSource)(config, 0), max_model_len=160, max_num_seqs=4,
+        config, (drafted if drafts else RandomSource)(config, 0), max_model_len=160, max_num_seqs=4,
         max_num_batched_tokens=61, max_snapshots=2, max_rollback=6,
     )  # fmt: skip
     poison_caches(runner)
@@ -162,7 +176,8 @@ def test_models(family, drafts, persistent, every):
 
     def make_engine() -> Engine:
         if persistent:
-            runner.graphs = DecodeGraphs(runner.model, runner.layout, runner.device, batches=[2, 4], capture=False)
+            shape = (runner.model, runner.layout, runner.device)
+            runner.graphs = DecodeGraphs(*shape, batches=[2, 4], capture=False, engram=runner.tables)
         return Engine(runner, decoder=MTPSpeculation(runner, drafts) if drafts else None)
 
     with pages_returned(runner):

@@ -45,6 +45,21 @@ def with_repeated_layers() -> DeepseekV41Config:
     )
 
 
+def shallow() -> DeepseekV41Config:
+    """Five layers with an Engram: a window alone, and one of each way to share entries; a draft stage after them."""
+    return tiny(
+        num_hidden_layers=5,
+        compress_ratios=[0, 2, 1, 1, 1, 0],
+        kv_source_layer_ids=[1, 2],
+        index_source_layer_ids=[1, 2, 3],
+        candidate_source_layer_id=2,
+        engram_layer_ids=[2],
+        engram_num_embeddings=[660],
+        num_nextn_predict_layers=1,
+        dspark_target_layer_ids=[1, 4],
+    )
+
+
 def make_runner(config: DeepseekV41Config, source: CheckpointSource | None = None, **options) -> ModelRunner:
     options = {"max_model_len": 320, "max_num_seqs": 16, "max_num_batched_tokens": 2048} | options
     return ModelRunner.from_source(config, source or RandomSource(config, 0), progress=False, device="cpu", **options)
