@@ -23,8 +23,8 @@ from deepseek_attn.cli.prompts import PromptLines, messages
 from deepseek_attn.engine.llm import LLM, IndexedPrompt, Prompt
 from deepseek_attn.engine.request import Completion
 from deepseek_attn.engine.sampling import SamplingParams
-from deepseek_attn.utils.files import LineFile, appending
 from deepseek_attn.utils.json_files import parse_json
+from deepseek_attn.utils.line_files import LineFile, appending
 
 if TYPE_CHECKING:
     from deepseek_attn.layers.parallel import Parallel

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load, load_file
 
 from deepseek_attn import utils
-from deepseek_attn.utils.files import UNFINISHED, appearing, appending, check_output, write_tensors, write_text
+from deepseek_attn.utils.files import UNFINISHED, appearing, check_output, write_tensors, write_text
+from deepseek_attn.utils.line_files import appending
 from tests.support.interruptions import InterruptBefore
 
 TENSORS = {"a": torch.arange(3)}
@@ -234,8 +235,8 @@ def interrupted_output(path, kind, line):
         the lines that ran, and how many of them before the first byte of the output was written.
     """
     begun = None
-    files = (utils.files.__file__, *(module.__file__ for module in (contextlib, pathlib, tempfile)))
-    with InterruptBefore(line, files) as points:
+    modules = (utils.files, utils.line_files, contextlib, pathlib, tempfile)
+    with InterruptBefore(line, tuple(module.__file__ for module in modules)) as points:
         for _ in written_by(path, kind):
             begun = len(points.lines)
     return points, begun
