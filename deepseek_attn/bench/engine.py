@@ -174,9 +174,6 @@ def summary(variant: Variant, passes: list[Pass], baseline: list[Pass], batch: i
     stats = EngineStats()
     for one in passes:
         stats.verifications.update(one.verifications)
-    stats.verified = stats.verifications.total()
-    stats.drafted = sum(drafts * count for (drafts, _), count in stats.verifications.items())
-    stats.accepted = sum(right * count for (_, right), count in stats.verifications.items())
     rate, step_us = tokens_per_second(passes), median_step_us(passes)
     device = [one.device_seconds / len(one.step_seconds) * 1e6 for one in passes if one.device_seconds is not None]
     device_us = statistics.median(device) if device else None

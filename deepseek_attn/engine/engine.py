@@ -229,7 +229,7 @@ class Engine:
         work, output = self._compute(stats, async_allowed)
         count_tokens(stats, work, self.decoder.decode_tokens)
         accepted = self.decoder.accept(work, output) if work else Accepted()
-        count_drafts(stats, accepted)
+        stats.verifications.update(accepted.verified.values())
         self._take_tokens(work, accepted, stats)
         outputs = [
             RequestOutput(
@@ -366,13 +366,6 @@ def count_tokens(stats: StepStats, work: Work, decode_tokens: int) -> None:
             stats.decodes, stats.decode_tokens = stats.decodes + 1, stats.decode_tokens + n
         else:
             stats.prefills, stats.prefill_tokens = stats.prefills + 1, stats.prefill_tokens + n
-
-
-def count_drafts(stats: StepStats, accepted: Accepted) -> None:
-    counts = accepted.verified.values()
-    stats.verified, stats.drafted = len(counts), sum(drafts for drafts, _ in counts)
-    stats.accepted = sum(num_accepted for _, num_accepted in counts)
-    stats.verifications.update(counts)
 
 
 def describe(error: Exception) -> str:

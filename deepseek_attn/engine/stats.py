@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass
-class StepStats:
-    """One step.
+class Counts:
+    """What adds up over steps.
 
     Attributes:
         seconds: wall time, sampling and scheduling included.
-        prefills, decodes: requests that took part; prefill_tokens, decode_tokens: their new tokens.
+        prefill_tokens, decode_tokens: new tokens of prompts, and of decoding requests.
         generated: tokens that were sampled.
-        running, waiting: requests after the step.
-        admitted, finished, preempted: requests that started, ended, or lost their caches to others.
+        preempted: requests that lost their caches to others.
         queried_tokens, cached_tokens: of the admitted requests, tokens in all and those that the prefix cache had.
         evicted: snapshots that were evicted from the prefix cache.
-        verified: requests whose drafts were verified; drafted, accepted: their drafts, and the accepted ones.
-        verifications: how many requests had these (drafts, accepted drafts).
-        pages: (held, all) pages by group, after the step; snapshots hold pages too.
+        verifications: how many requests had these (drafts, accepted drafts), those without drafts left out.
     """
 
     seconds: float = 0.0
-    prefills: int = 0
-    decodes: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     generated: int = 0
-    running: int = 0
-    waiting: int = 0
-    admitted: int = 0
-    finished: int = 0
     preempted: int = 0
     queried_tokens: int = 0
     cached_tokens: int = 0
     evicted: int = 0
-    verified: int = 0
-    drafted: int = 0
-    accepted: int = 0
     verifications: Counter[tuple[int, int]] = field(default_factory=Counter)
-    pages: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -53,55 +40,64 @@ class StepStats:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
+    def verified(self) -> int:
+        """Requests whose drafts were verified."""
+        return self.verifications.total()
+
+    @property
+    def drafted(self) -> int:
+        """Drafts that were verified."""
+        return sum(drafts * count for (drafts, _), count in self.verifications.items())
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that were right."""
+        return sum(right * count for (_, right), count in self.verifications.items())
+
+
+COUNTS = tuple(count.name for count in fields(Counts))
+
+
+@dataclass
+class StepStats(Counts):
+    """One step.
+
+    Attributes:
+        prefills, decodes: requests that took part.
+        running, waiting: requests after the step.
+        admitted, finished: requests that started, or ended.
+        pages: (held, all) pages by group, after the step; snapshots hold pages too.
+    """
+
+    prefills: int = 0
+    decodes: int = 0
+    running: int = 0
+    waiting: int = 0
+    admitted: int = 0
+    finished: int = 0
+    pages: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
     def pool_use(self) -> float:
         """Fraction of the pages of the fullest pool that are in use."""
         return max((held / pages for held, pages in self.pages.values() if pages), default=0.0)
 
 
-SUMS = (
-    "seconds",
-    "prefill_tokens",
-    "decode_tokens",
-    "generated",
-    "preempted",
-    "queried_tokens",
-    "cached_tokens",
-    "evicted",
-    "verified",
-    "drafted",
-    "accepted",
-)
-
-
 @dataclass
-class EngineStats:
-    """Sums over the steps of an engine; fields as in `StepStats`.
+class EngineStats(Counts):
+    """Sums over the steps of an engine.
 
     Attributes:
         finished: requests by finish reason.
-        evicted: snapshots evicted from the prefix cache.
     """
 
     steps: int = 0
-    seconds: float = 0.0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    generated: int = 0
-    preempted: int = 0
-    queried_tokens: int = 0
-    cached_tokens: int = 0
-    evicted: int = 0
-    verified: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    verifications: Counter[tuple[int, int]] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
 
-    def add(self, step: StepStats) -> None:
+    def add(self, step: Counts) -> None:
         self.steps += 1
-        for name in SUMS:
+        for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(step, name))
-        self.verifications.update(step.verifications)
 
     @property
     def hit_rate(self) -> float:
@@ -128,7 +124,3 @@ class EngineStats:
     def tokens_per_step(self) -> float:
         """New tokens per request and step that verified drafts: the accepted drafts, and the model's own token."""
         return 1 + self.accepted / self.verified if self.verified else 1.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return (self.prefill_tokens + self.decode_tokens) / self.seconds if self.seconds else 0.0

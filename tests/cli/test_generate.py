@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 
 import pytest
 
@@ -118,7 +119,8 @@ def test_lines_every_so_often_sum_up_steps():
     assert out.getvalue() == ""
     watch = stats_printer(0, out)
     step = {"pages": {"window": (1, 4), "state": (2, 2)}, "queried_tokens": 100, "cached_tokens": 25, "preempted": 1}
-    watch(StepStats(seconds=2, prefill_tokens=90, decode_tokens=10, running=3, drafted=8, accepted=6, **step))
+    step["verifications"] = Counter({(4, 3): 2})
+    watch(StepStats(seconds=2, prefill_tokens=90, decode_tokens=10, running=3, **step))
     assert out.getvalue() == (
         "step 1: 50 tok/s, 90 prompt + 10 decode tokens, 3 running, 0 waiting, pools 100%, prefix hits 25%, "
         "acceptance rate 75%, 1 preempted\n"
@@ -126,7 +128,7 @@ def test_lines_every_so_often_sum_up_steps():
 
 
 def test_the_last_line():
-    stats = EngineStats(steps=5, seconds=2.0, generated=11, verified=4, drafted=8, accepted=6)
+    stats = EngineStats(steps=5, seconds=2.0, generated=11, verifications=Counter({(2, 2): 2, (2, 1): 2}))
     assert describe_run(stats) == (
         "11 tokens in 5 steps and 2.00 s, 5.5 tokens/s; "
         "6 of 8 draft tokens accepted (75%), 2.50 tokens per request and step"
