@@ -150,7 +150,7 @@ def train(
     device = pick_device(device)
     model = build_model(config, FreshSource(config, seed), device, max_positions=seq_len)
     dense = DenseModel(model, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    step = BackboneStep(dense, TrainedSource(model, config), batch, seq_len, weight_decay, device)
+    step = BackboneStep(dense, batch, seq_len, weight_decay)
     generator = torch.Generator().manual_seed(seed)
 
     def run(share: float, rate: float) -> torch.Tensor:
@@ -189,9 +189,7 @@ def train_mtp(
         mtp: with no value None, see `MtpTraining.filled`.
         seed, budget_s, progress: see `train`.
     """
-    device = dense.model.embed.weight.device
-    source = TrainedSource(dense.model, config)
-    step = MtpStep(dense, source, batch, seq_len, mtp.weight_decay, device, mtp.depth, mtp.greedy_share)
+    step = MtpStep(dense, batch, seq_len, mtp.weight_decay, mtp.depth, mtp.greedy_share)
     generator = torch.Generator().manual_seed(MTP_SEED + seed)
     return run_steps(
         lambda _, rate: step.run(task.batch(batch, seq_len, generator), rate), mtp.steps, mtp.lr, budget_s, progress

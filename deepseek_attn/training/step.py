@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepseek_attn.models.deepseek_v4 import DeepseekV4
 from deepseek_attn.models.moe import Gate
 from deepseek_attn.training.drafts import DraftModel, draft_losses
 from deepseek_attn.training.forward import DenseModel
@@ -39,15 +38,15 @@ class TrainingStep(ABC):
     """Loss, gradients, update and expert balance of one batch.
 
     Args:
-        model, mtp: what learns: the MTP layer of the model, or all the rest.
+        dense: holds the model; mtp: what learns is its MTP layer, or else all the rest.
         batch, seq_len: the size of every batch.
         weight_decay: AdamW's, of the matrices.
     """
 
-    def __init__(
-        self, model: DeepseekV4, mtp: bool, batch: int, seq_len: int, weight_decay: float, device: torch.device
-    ):
-        self.device = device
+    def __init__(self, dense: DenseModel, mtp: bool, batch: int, seq_len: int, weight_decay: float):
+        model = dense.model
+        self.device = device = model.embed.weight.device
+        self.source = TrainedSource(model, model.config)  # how the weights are stored
         self.tokens = torch.zeros(batch, seq_len + 1, dtype=torch.int64, device=device)
         self.mask = torch.zeros(batch, seq_len + 1, dtype=torch.bool, device=device)
         self.gates = [module for module in (model.mtp if mtp else model.layers).modules() if isinstance(module, Gate)]
@@ -119,23 +118,11 @@ class TrainingStep(ABC):
 
 
 class BackboneStep(TrainingStep):
-    """A step of the backbone on the next token, beside which its indexers learn.
+    """A step of the backbone on the next token, beside which its indexers learn."""
 
-    Args:
-        source: how the model's weights are stored, for the stage in which they are quantised.
-    """
-
-    def __init__(
-        self,
-        dense: DenseModel,
-        source: TrainedSource,
-        batch: int,
-        seq_len: int,
-        weight_decay: float,
-        device: torch.device,
-    ):
-        super().__init__(dense.model, False, batch, seq_len, weight_decay, device)
-        self.dense, self.source = dense, source
+    def __init__(self, dense: DenseModel, batch: int, seq_len: int, weight_decay: float):
+        super().__init__(dense, False, batch, seq_len, weight_decay)
+        self.dense = dense
         self.served: bool | None = None
 
     def set_stage(self, served: bool) -> None:
@@ -154,28 +141,19 @@ class BackboneStep(TrainingStep):
 
 
 class MtpStep(TrainingStep):
-    """A step of the MTP layer behind a backbone that is finished: both as they are served.
+    """A step of the MTP layer behind a backbone that is finished, whose weights are rounded once: both as served.
 
     Args:
-        source: how the model's weights are stored. Those of the backbone are rounded once, here.
         depth: drafts that are trained; greedy_share: see `draft_losses`.
     """
 
     def __init__(
-        self,
-        dense: DenseModel,
-        source: TrainedSource,
-        batch: int,
-        seq_len: int,
-        weight_decay: float,
-        device: torch.device,
-        depth: int,
-        greedy_share: float,
+        self, dense: DenseModel, batch: int, seq_len: int, weight_decay: float, depth: int, greedy_share: float
     ):
-        super().__init__(dense.model, True, batch, seq_len, weight_decay, device)
-        self.drafting, self.source, self.depth, self.greedy_share = DraftModel(dense), source, depth, greedy_share
+        super().__init__(dense, True, batch, seq_len, weight_decay)
+        self.drafting, self.depth, self.greedy_share = DraftModel(dense), depth, greedy_share
         with torch.no_grad():
-            self.backbone = source.rounded_parameters(mtp=False)
+            self.backbone = self.source.rounded_parameters(mtp=False)
 
     def objective(self) -> Objective:
         weights = self.backbone | self.source.rounded_parameters(backbone=False)

@@ -225,7 +225,7 @@ def test_the_routers_bias_of_the_mtp_layer_follows_its_load(result):
     assert 0 < bias.abs().max() <= 40 * 1e-3 + 1e-6
     small = config()
     model = build_model(small, FreshSource(small, 0), CPU, 32)
-    step = MtpStep(DenseModel(model), TrainedSource(model, small), 1, 16, 0.1, CPU, 3, 0.5)
+    step = MtpStep(DenseModel(model), 1, 16, 0.1, 3, 0.5)
     step.balance(torch.tensor([[0.9, 0.1, 0.5, 0.5]]))
     assert torch.equal(model.mtp["0"].ffn.gate.bias.sign(), torch.tensor([-1.0, 1.0, 0.0, 0.0]))
     assert not model.layers["1"].ffn.gate.bias.any()

@@ -138,7 +138,7 @@ def test_the_routers_bias_follows_the_load(result):
 def test_balance_lifts_the_experts_that_got_less():
     small = config()
     model = build_model(small, FreshSource(small, 0), CPU, 32)
-    step = BackboneStep(DenseModel(model), TrainedSource(model, small), 1, 16, 0.1, CPU)
+    step = BackboneStep(DenseModel(model), 1, 16, 0.1)
     step.balance(torch.tensor([[0.9, 0.1, 0.5, 0.5]]).expand(3, 4))
     assert torch.equal(model.layers["1"].ffn.gate.bias.sign(), torch.tensor([-1.0, 1.0, 0.0, 0.0]))
     assert model.layers["0"].ffn.gate.hash, "a hash layer has no bias"
