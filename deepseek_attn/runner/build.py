@@ -258,10 +258,6 @@ def build_runner(
         pools = _allocate_caches(layout, device)
         manager = CacheManager(pools)
         workspace = _bind_layers(family, model, pools)
-        drafter = None
-        if not isinstance(model, AttentionStack) and len(model.mtp):
-            drafter_class = MTPDrafter if config.dspark is None else BlockDrafter
-            drafter = drafter_class(model, family.metadata_builder(model, pools, mtp=True), manager, device)
         tables = _engram_tables(config, canonical, model, device)
         runner = cls(
             config=config,
@@ -276,7 +272,7 @@ def build_runner(
             manager=manager,
             limits=TokenLimits(config.vocab_size, max_model_len, limit),
             builder=family.metadata_builder(model, pools, mtp=False),
-            drafter=drafter,
+            drafter=_drafter(family, model, pools, manager),
             prefixes=PrefixCache(manager) if max_snapshots else None,
             graphs=_decode_graphs(cuda_graphs, family, model, layout, tables),
             tables=tables,
@@ -327,6 +323,14 @@ def _bind_layers(family: Family, model: Model, pools: CachePools) -> Workspace:
         family.bind(model, pools, workspace)
     workspace.lock()
     return workspace
+
+
+def _drafter(family: Family, model: Model, pools: CachePools, manager: CacheManager) -> Drafter | None:
+    """What runs the MTP layer or the DSpark stages of a model; None without any."""
+    if isinstance(model, AttentionStack) or not len(model.mtp):
+        return None
+    drafter_class = MTPDrafter if family.config.dspark is None else BlockDrafter
+    return drafter_class(model, family.metadata_builder(model, pools, mtp=True), manager, family.device)
 
 
 def _decode_graphs(

@@ -27,6 +27,7 @@ from deepseek_attn.utils.sizes import largest
 from deepseek_attn.utils.workspace import aligned_bytes
 
 DEFAULT_ATTENTION = AttentionOptions()
+MAX_SEQUENCES = 1 << 20  # of `sequences_that_fit`
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,6 @@ def sequences_that_fit(
     plan_for: Callable[[int, int], Plan],
     memory: int,
     max_model_len: int,
-    limit: int = 1 << 20,
     total_for: Callable[[int, int], int] | None = None,
 ) -> int:
     """Sequences of ``max_model_len`` tokens in ``memory`` bytes; ``plan_for(max_model_len, max_num_seqs)``.
@@ -184,7 +184,7 @@ def sequences_that_fit(
         lambda count: plan_for(max_model_len, max(count, 1)),
         total_for and (lambda count: total_for(max_model_len, max(count, 1))),
         memory,
-        limit,
+        MAX_SEQUENCES,
     )
 
 

@@ -50,13 +50,18 @@ class QueryCost(LayerQuery):
     sequence_bytes: int
 
 
-class ContextCost(TypedDict):
+class ContextSums(TypedDict):
     """Sums over the layers at one context length; ``sequence_bytes`` are exact, in whole pages."""
 
     context: int
     sequence_bytes: int
     read_bytes: int
     flops: int
+
+
+class ContextCost(ContextSums):
+    """The same, and what they are sums of."""
+
     by_layer: list[QueryCost]
 
 

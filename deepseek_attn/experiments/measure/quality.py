@@ -43,9 +43,9 @@ def compare(own: list[torch.Tensor], found: list[torch.Tensor], prompts: list[li
     }
 
 
-def by_position(positions: torch.Tensor, values: dict[str, torch.Tensor], first: int = 32) -> list[PositionRow]:
-    """Means of ``values [N]`` over positions in [0, first), [first, 2 first), [2 first, 4 first), ..."""
-    rows, start, end = [], 0, first
+def by_position(positions: torch.Tensor, values: dict[str, torch.Tensor]) -> list[PositionRow]:
+    """Means of ``values [N]`` over positions in [0, 32), [32, 64), [64, 128), ..."""
+    rows, start, end = [], 0, 32
     while len(positions) and start <= int(positions.max()):
         mask = (positions >= start) & (positions < end)
         if mask.any():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import statistics
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,11 +50,8 @@ def time_layer_kind(
 
     Contexts whose caches do not fit in memory, or beyond ``time_up_to``, have a ``reason`` instead of times.
     """
-    dtype = pick_dtype(None, device)
-    wanted = settings.timed
-    fitting = [
-        c for c in wanted if _bytes_needed(config, numerics, dtype, layer, c, settings) <= _available_bytes(device)
-    ]
+    timed = _TimedLayer(config, numerics, layer, settings, device)
+    fitting = [c for c in settings.timed if timed.bytes_needed(c) <= SHARE * free_memory(device)]
     rows: list[Any] = []
     for context in settings.contexts:
         row: dict[str, Any] = {
@@ -61,16 +59,17 @@ def time_layer_kind(
             **{f"{mode}_{part}": None for mode in MODES for part in ("ms", "low", "high")},
         }
         if context not in fitting:
-            row["reason"] = "does not fit in memory" if context in wanted else f"past {settings.time_up_to} tokens"
+            wanted = context in settings.timed
+            row["reason"] = "does not fit in memory" if wanted else f"past {settings.time_up_to} tokens"
         rows.append(row)
     steps = [(row, mode) for row in rows if row["context"] in fitting for mode in MODES]
     if not fitting:
         return {"times": rows, "backend": None, "device": _device_name(device)}
-    runner = _layer_runner(config, numerics, layer, settings, device, max(fitting))
+    runner = timed.make_runner(max(fitting))
     for done, (row, mode) in enumerate(steps):
         try:
-            row.update(_time_layer(runner, layer, settings, mode, row["context"]))
-        except torch.OutOfMemoryError:  # of intermediate results, which `_bytes_needed` does not count
+            row.update(timed.time(runner, mode, row["context"]))
+        except torch.OutOfMemoryError:  # of intermediate results, which `bytes_needed` does not count
             row["reason"] = f"{mode} does not fit in memory"
             torch.cuda.empty_cache()
         progress((done + 1) / len(steps))
@@ -78,45 +77,49 @@ def time_layer_kind(
     return {"times": rows, "backend": backend, "device": _device_name(device)}
 
 
-def _layer_runner(
-    config: ModelConfig, numerics: Numerics, layer: int, settings: CostSettings, device: torch.device, context: int
-) -> ModelRunner:
-    runner = ModelRunner.from_config(
-        config, layers=[layer], attention_only=True, device=device, numerics=numerics, max_model_len=context,
-        max_num_seqs=settings.batch, max_num_batched_tokens=max(settings.batch, settings.prefill, 256),
-    )  # fmt: skip
-    fill_caches(runner)
-    return runner
+@dataclass(frozen=True)
+class _TimedLayer:
+    """Layer ``layer`` of a model, and how it is timed."""
 
+    config: ModelConfig
+    numerics: Numerics
+    layer: int
+    settings: CostSettings
+    device: torch.device
 
-def _time_layer(runner: ModelRunner, layer: int, settings: CostSettings, mode: str, context: int) -> dict[str, float]:
-    sequences, tokens = (settings.batch, 1) if mode == "decode" else (1, min(settings.prefill, context))
-    graph = mode == "decode" and not runner.graph_problem
-    timing = time_layer(runner, layer, sequences, tokens, context, 1, warmup=1, graph=graph)
-    if timing.microseconds < SLOW * 1e6:
-        timing = time_layer(runner, layer, sequences, tokens, context, settings.repeats, graph=graph)
-    return _milliseconds(mode, timing)
+    @property
+    def tokens_per_step(self) -> int:
+        return max(self.settings.batch, self.settings.prefill, 256)
+
+    def bytes_needed(self, context: int) -> int:
+        """Bytes that the runner of this layer allocates, with the indexer's scores."""
+        config, numerics, dtype = self.config, self.numerics, pick_dtype(None, self.device)
+        sizes, specs = (context, self.settings.batch, self.tokens_per_step), (config.layers[self.layer],)
+        layout = make_layout(config, numerics, dtype, *sizes, layers=specs)
+        scratch = workspace_bytes(config, numerics, dtype, layout) + index_logits_bytes(config, layout)
+        return layout.nbytes() + scratch + 2 * 4 * context * config.qk_rope_head_dim
+
+    def make_runner(self, longest: int) -> ModelRunner:
+        """A runner of this layer alone, its caches filled."""
+        runner = ModelRunner.from_config(
+            self.config, layers=[self.layer], attention_only=True, device=self.device, numerics=self.numerics,
+            max_model_len=longest, max_num_seqs=self.settings.batch, max_num_batched_tokens=self.tokens_per_step,
+        )  # fmt: skip
+        fill_caches(runner)
+        return runner
+
+    def time(self, runner: ModelRunner, mode: str, context: int) -> dict[str, float]:
+        decode = mode == "decode"
+        sequences, tokens = (self.settings.batch, 1) if decode else (1, min(self.settings.prefill, context))
+        graph = decode and not runner.graph_problem
+        timing = time_layer(runner, self.layer, sequences, tokens, context, 1, warmup=1, graph=graph)
+        if timing.microseconds < SLOW * 1e6:
+            timing = time_layer(runner, self.layer, sequences, tokens, context, self.settings.repeats, graph=graph)
+        return _milliseconds(mode, timing)
 
 
 def _milliseconds(mode: str, timing: Timing) -> dict[str, float]:
     return {f"{mode}_ms": timing.microseconds / 1e3, f"{mode}_low": timing.low / 1e3, f"{mode}_high": timing.high / 1e3}
-
-
-def _bytes_needed(
-    config: ModelConfig, numerics: Numerics, dtype: torch.dtype, layer: int, context: int, settings: CostSettings
-) -> int:
-    """Bytes that a runner of one layer allocates, with the indexer's scores."""
-    tokens, specs = max(settings.batch, settings.prefill, 256), (config.layers[layer],)
-    layout = make_layout(config, numerics, dtype, context, settings.batch, tokens, layers=specs)
-    rope = 2 * 4 * context * config.qk_rope_head_dim
-    return (
-        layout.nbytes() + workspace_bytes(config, numerics, dtype, layout) + index_logits_bytes(config, layout) + rope
-    )
-
-
-def _available_bytes(device: torch.device) -> float:
-    """Bytes that the caches and workspace of a measurement may take."""
-    return SHARE * free_memory(device)
 
 
 def time_model(

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, NotRequired, TypedDict
 
-from deepseek_attn.experiments.define.results import CheckpointResult, LengthRow, PositionRow, RecallRow, TimesResult
+from deepseek_attn.experiments.define.results import (
+    CheckpointResult,
+    ContextSums,
+    LayerCost,
+    LengthRow,
+    PositionRow,
+    RecallRow,
+    TimesResult,
+)
 
 
 class Spread(TypedDict):
@@ -18,25 +26,17 @@ class Spread(TypedDict):
     values: NotRequired[list[float]]
 
 
-class ContextRow(TypedDict):
+class ContextRow(ContextSums):
     """Costs of a schedule at one context length; times are sums over its attention layers, None where not measured."""
 
-    context: int
-    sequence_bytes: int
     bytes_per_token: float
-    read_bytes: int
-    flops: int
     decode_ms: float | None
     prefill_ms: float | None
 
 
-class LayerRow(TypedDict):
+class LayerRow(LayerCost):
     """Costs of one layer; reads, FLOPs and times at the longest context."""
 
-    layer: int
-    kind: str
-    per_token: float
-    fixed: int
     read_bytes: int
     flops: int
     decode_ms: float | None
