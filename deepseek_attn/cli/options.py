@@ -7,7 +7,10 @@ import re
 import reprlib
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepseek_attn.impls.options import AttentionOptions
 
 HUB_ID = "hub id (org/name or org/name@revision)"  # in the help of --model
 
@@ -54,6 +57,13 @@ def add_prefill_options(parser: argparse._ActionsContainer) -> None:
         metavar="N",
         help="rows that keys of prefill requests are gathered to (default: 4 requests of full length)",
     )
+
+
+def attention_options(args: argparse.Namespace) -> AttentionOptions:
+    """The flags of `add_prefill_options`, for commands without a backend."""
+    from deepseek_attn.impls.options import AttentionOptions
+
+    return AttentionOptions(fp8_mode=args.fp8_mode, prefill_workspace_rows=args.prefill_workspace_rows)
 
 
 def add_numerics_options(parser: argparse._ActionsContainer) -> None:

@@ -14,6 +14,7 @@ from deepseek_attn.cli.options import (
     add_limits,
     add_numerics_options,
     add_prefill_options,
+    attention_options,
     memory_size,
     numbers,
 )
@@ -83,7 +84,6 @@ def collect(args: argparse.Namespace) -> dict:
     from deepseek_attn.config.model import ModelConfig
     from deepseek_attn.config.numerics import numerics_for
     from deepseek_attn.config.options import DTYPES, check_sizes, pick_device, pick_dtype
-    from deepseek_attn.impls.options import AttentionOptions
     from deepseek_attn.runner import planner
 
     config, device = ModelConfig.from_pretrained(args.model), pick_device(None)
@@ -98,7 +98,7 @@ def collect(args: argparse.Namespace) -> dict:
         limits = (max_model_len, max_num_seqs, args.max_num_batched_tokens)
         return planner.make_plan(
             config, numerics, dtype, *limits, max_snapshots=args.max_snapshots, kv_cache_bytes=kv_cache_bytes,
-            attention=AttentionOptions(fp8_mode=args.fp8_mode, prefill_workspace_rows=args.prefill_workspace_rows),
+            attention=attention_options(args),
         )  # fmt: skip
 
     plan = plan_for(length, args.max_num_seqs, args.kv_cache_bytes)
@@ -146,7 +146,6 @@ def gpu_memory(
 ) -> Callable[[Plan], RunnerMemory]:
     """What counts the memory of one rank of a runner with the limits of a plan."""
     from deepseek_attn.cli.warmup import read_headers
-    from deepseek_attn.impls.options import AttentionOptions
     from deepseek_attn.layers.parallel import Parallel
     from deepseek_attn.layers.split import check_split
     from deepseek_attn.runner.compile_ahead import RunnerSizes
@@ -171,7 +170,7 @@ def gpu_memory(
             headers,
             numerics=numerics,
             dtype=dtype,
-            attention=AttentionOptions(fp8_mode=args.fp8_mode, prefill_workspace_rows=args.prefill_workspace_rows),
+            attention=attention_options(args),
             sizes=RunnerSizes(
                 layout.max_model_len, layout.max_num_seqs, layout.max_num_batched_tokens, layout.max_rollback
             ),

@@ -8,7 +8,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepseek_attn.cli.options import HUB_ID, add_limits, add_numerics_options, add_prefill_options, integer
+from deepseek_attn.cli.options import (
+    HUB_ID,
+    add_limits,
+    add_numerics_options,
+    add_prefill_options,
+    attention_options,
+    integer,
+)
 
 if TYPE_CHECKING:
     from deepseek_attn.checkpoint.source import TensorInfo
@@ -55,7 +62,6 @@ def run(args: argparse.Namespace) -> int:
     from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN
     from deepseek_attn.config.numerics import numerics_for
     from deepseek_attn.config.options import check_sizes, pick_dtype
-    from deepseek_attn.impls.options import AttentionOptions
     from deepseek_attn.kernels.common.device import gpu
     from deepseek_attn.runner.compile_ahead import Compilation, RunnerRequest, RunnerSizes
 
@@ -69,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         headers,
         numerics=numerics_for(config, args.numerics or "serving"),
         dtype=pick_dtype(args.dtype, cuda),
-        attention=AttentionOptions(fp8_mode=args.fp8_mode, prefill_workspace_rows=args.prefill_workspace_rows),
+        attention=attention_options(args),
         sizes=RunnerSizes(length, args.max_num_seqs, args.max_num_batched_tokens, 16),
         gpu=args.gpu or gpu(cuda),
         num_drafts=args.speculate,

@@ -115,7 +115,7 @@ def supported(device: torch.device | str, spec: AttentionSpec | None = None) -> 
     device = torch.device(device)
     if device.type != "meta" and (device.type != "cuda" or not torch.cuda.is_available()):
         return False, f"FlashMLA needs an NVIDIA GPU; the device is {device}"
-    major, minor = _capability(device)
+    major, minor = compute_capability(device)
     if (major, minor) != (9, 0) and major != 10:
         return False, f"FlashMLA has kernels for compute capability 9.0 and 10.x; this GPU has {major}.{minor}"
     found = flavour()
@@ -138,10 +138,6 @@ def _shape_problem(spec: AttentionSpec) -> str:
     if spec.dtype != torch.bfloat16:
         return f"its kernels take bfloat16 queries, not {spec.dtype}: use dtype='bfloat16'"
     return ""
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    return compute_capability(device)
 
 
 def padded_heads(num_heads: int) -> int:
@@ -334,7 +330,8 @@ def _cache_view(keys: PagedKeys, dim: int, device: torch.device) -> Tensor:
         raise ValueError(
             f"a pool must be uint8 [pages, at least {keys.entries} x {row} bytes], got {tuple(pool.shape)} {pool.dtype}"
         )
-    if device.type == "cuda" and _capability(device)[0] == 10 and (stride % ROW_BYTES[dim] or pool.data_ptr() % 16):
+    on_blackwell = device.type == "cuda" and compute_capability(device)[0] == 10
+    if on_blackwell and (stride % ROW_BYTES[dim] or pool.data_ptr() % 16):
         raise ValueError(
             f"on this GPU pages must be a multiple of {ROW_BYTES[dim]} bytes apart and start at 16-byte aligned "
             f"addresses: got a page stride of {stride} bytes"
