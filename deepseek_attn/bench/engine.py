@@ -253,16 +253,8 @@ def cut_config(config: AnyConfig, layers: int | None = None, experts: int | None
     Raises:
         ValueError: more layers than the model has, or a config that is invalid with these numbers.
     """
-    raw, changes = config.to_dict(), {}
-    if experts is not None:
-        changes["n_routed_experts"] = experts
-    if layers is not None:
-        if not 1 <= layers <= config.num_hidden_layers:
-            raise ValueError(f"{layers} layers: the model has 1 to {config.num_hidden_layers} to keep")
-        changes["num_hidden_layers"] = layers
-        if ratios := raw.get("compress_ratios"):
-            changes["compress_ratios"] = ratios[:layers] + ratios[config.num_hidden_layers :]
-        for leading in ("first_k_dense_replace", "num_hash_layers"):
-            if leading in raw:
-                changes[leading] = min(raw[leading], layers)
+    if layers is not None and not 1 <= layers <= config.num_hidden_layers:
+        raise ValueError(f"{layers} layers: the model has 1 to {config.num_hidden_layers} to keep")
+    changes = {"num_hidden_layers": layers, "n_routed_experts": experts}
+    changes = {key: value for key, value in changes.items() if value is not None}
     return config.replace(**changes) if changes else config

@@ -30,7 +30,7 @@ def install(monkeypatch):
         flash_mla.flavour.cache_clear()
         monkeypatch.setitem(sys.modules, "flash_mla", module)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(flash_mla, "_capability", lambda device: (9, 0))
+        monkeypatch.setattr(flash_mla, "compute_capability", lambda device: (9, 0))
         return module
 
     yield put
@@ -128,7 +128,7 @@ def test_sgl_built_without_legacy_kernels(install):
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0), (7, 5)], ids=lambda c: f"sm{c[0]}{c[1]}")
 def test_other_gpus_are_refused_by_name(install, monkeypatch, capability):
     install(fake_flash_mla.make("sgl"))
-    monkeypatch.setattr(flash_mla, "_capability", lambda device: capability)
+    monkeypatch.setattr(flash_mla, "compute_capability", lambda device: capability)
     usable, reason = flash_mla.supported(CUDA)
     assert not usable
     assert f"{capability[0]}.{capability[1]}" in reason
@@ -347,7 +347,7 @@ def test_sm100_needs_pages_a_multiple_of_576_apart(fake, monkeypatch):
     q = torch.randn(3, 64, 512).bfloat16()
     pages = [paged_keys(3, 64, 9, 64, stride=64 * 584 + 600)]
     flash_mla.sparse_decode(q, pages, 0.05)  # fine on SM90
-    monkeypatch.setattr(flash_mla, "_capability", lambda device: (10, 0))
+    monkeypatch.setattr(flash_mla, "compute_capability", lambda device: (10, 0))
     page = pages[0]
     cuda_like = types.SimpleNamespace(type="cuda")
     with pytest.raises(ValueError, match=f"page stride of {64 * 584 + 600}"):

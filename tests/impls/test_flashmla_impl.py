@@ -109,7 +109,7 @@ def test_a_cpu_gets_the_reference_and_says_why_not_flashmla():
 def test_auto_picks_flashmla_where_its_kernels_fit_the_layer(monkeypatch, spec, chosen, reason):
     monkeypatch.setitem(sys.modules, "flash_mla", fake_flash_mla.make("sgl"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(flash_mla, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash_mla, "compute_capability", lambda device: (9, 0))
     # the rest of the list, whether or not this machine has Triton
     refuse = classmethod(lambda cls, device, spec=None: (False, "not part of this test"))
     for impl in (DeepseekV4TritonSparseImpl, DeepseekV4MixedSparseImpl):
