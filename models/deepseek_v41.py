@@ -13,8 +13,9 @@ import torch
 
 from deepseek_attn.config.v41 import V41LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.kernels.hyper_connection import DelayedOutput, SublayerOutput
+from deepseek_attn.kernels.hyper_connection import DelayedInput, DelayedOutput, SublayerOutput
 from deepseek_attn.layers.engram import Engram
+from deepseek_attn.layers.weights import RMSNorm
 from deepseek_attn.models import block
 from deepseek_attn.models.block import Backbone, BuildContext
 from deepseek_attn.models.dspark import DraftsBlocks, add_draft_ends, stage_context
@@ -35,14 +36,19 @@ class Block(block.Block):
             sizes = (config.hidden_size, config.hc_mult, config.rms_norm_eps)
             self.engram = Engram(config.engram, spec.index, *sizes, context.numerics, context.dtype, context.device)
 
-    def forward(
-        self, streams: torch.Tensor | SublayerOutput, pre: torch.Tensor, token_ids: torch.Tensor, step: StepMetadata
-    ) -> DelayedOutput:
-        """Streams ``[T, m, hidden_size]`` or what updates them, and weights ``[T, m]`` to collapse them: both anew."""
-        before = hc_delayed(streams, pre, *self._before("attn", self.attn_norm))
-        output = before.output(self.attn(before.x, step.positions, step))
-        before = hc_delayed(*output, *self._before("ffn", self.ffn_norm))
+    def forward(self, output: DelayedOutput, token_ids: torch.Tensor, step: StepMetadata) -> DelayedOutput:
+        """The output of the last block, or the first streams -> the output of this one."""
+        before = self.attn_input(output)
+        before = self.ffn_input(before.output(self.attn(before.x, step.positions, step)))
         return before.output(self.ffn(before.x, token_ids))
+
+    def attn_input(self, output: DelayedOutput) -> DelayedInput:
+        """The attention's input, from the last block."""
+        return hc_delayed(*output, *self._before("attn", self.attn_norm))
+
+    def ffn_input(self, output: DelayedOutput) -> DelayedInput:
+        """The experts' input, from the attention."""
+        return hc_delayed(*output, *self._before("ffn", self.ffn_norm))
 
     def add_memory(self, streams: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """The streams with the n-gram memory of the layer, if it has one: the input of `forward`."""
@@ -69,23 +75,27 @@ class DeepseekV41(DraftsBlocks, Backbone):
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """``token_ids``, ``positions`` int64 ``[T]`` -> hidden states after the final norm, ``[T, hidden_size]``."""
-        streams, pre = self.first_streams(token_ids)
+        output = self.first_streams(token_ids)
         targets, means = self.target_layers, []
         for index, layer in self.layers.items():
             if layer.engram is not None or int(index) in targets:
-                streams = layer.add_memory(updated(streams), step)
-            if int(index) in targets:
-                means.append(streams.mean(1))
-            streams, pre = layer(streams, pre, token_ids, step)
-        x = hc_collapse(updated(streams), pre, self.config, self.norm.weight)
+                streams = layer.add_memory(updated(output.streams), step)
+                means += [streams.mean(1)] if int(index) in targets else []
+                output = output._replace(streams=streams)
+            output = layer(output, token_ids, step)
+        x = self.collapse(output, self.norm)
         return torch.stack([x, *means], dim=1) if means else x
 
-    def first_streams(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def first_streams(self, token_ids: torch.Tensor) -> DelayedOutput:
         """Streams before the first block and the weights to collapse them with: its attention reads stream 0."""
         streams = self.embed(token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
         pre = torch.zeros(streams.shape[:2], device=streams.device)
         pre[:, 0] = 1
-        return streams, pre
+        return DelayedOutput(streams, pre)
+
+    def collapse(self, output: DelayedOutput, norm: RMSNorm) -> torch.Tensor:
+        """Normed hidden states ``[T, hidden_size]`` from the output of the last block."""
+        return hc_collapse(updated(output.streams), output.pre, self.config, norm.weight)
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -98,10 +108,10 @@ class DeepseekV41(DraftsBlocks, Backbone):
 
     def draft_block(self, token_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """See `DraftsBlocks.draft_block`."""
-        streams, pre = self.first_streams(token_ids)
+        output = self.first_streams(token_ids)
         for stage in self.stages:
-            streams, pre = stage(streams, pre, token_ids, step)
-        return hc_collapse(updated(streams), pre, self.config, self.stages[-1].norm.weight)
+            output = stage(output, token_ids, step)
+        return self.collapse(output, self.stages[-1].norm)
 
     def draft_hidden_states(
         self, hidden_states: torch.Tensor, next_token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata

@@ -24,7 +24,7 @@ from deepseek_attn.checkpoint.recipes import ROWS, Recipe
 from deepseek_attn.config.model import AnyConfig, AnySpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config
-from deepseek_attn.config.v41 import V41LayerSpec
+from deepseek_attn.config.v41 import DeepseekV41Config, V41LayerSpec
 from deepseek_attn.kernels.engram import SCALE_GROUP
 from deepseek_attn.kernels.linear import FP4_GROUP
 
@@ -139,6 +139,7 @@ class ModelWork:
         Notes:
             Queries of one request are taken to select different entries, as far as there are different ones.
             Without more visible entries than ``index_topk`` nothing has to be selected, and nothing is scored.
+            Of entries and index keys that another layer makes (V4.1), those of the step are read too.
         """
         selection = _Selection.of(self.config, spec, layout, shape)
         tensors = attention_tensors(self.config, spec.name)
@@ -148,10 +149,31 @@ class ModelWork:
         for pool in layout.pools:
             owned = pool.layer == spec.name
             if owned or (pool.layer == spec.entry_owner and pool.kind in ("compressed", "index")):
-                moved = pool_bytes(pool, layout, selection, shape)
-                work += Work({what: count for what, count in moved.items() if owned or what != "new entries"})
+                work += Work(pool_bytes(pool, layout, selection, shape, owned))
+        work += self._shared_choices(spec, layout, shape)
         work += self._activations(shape.rows, inputs=1, outputs=1)
         return work + Work({}, selection.products(self.config, self.numerics))
+
+    def _shared_choices(self, spec: AnySpec, layout: CacheLayout, shape: StepShape) -> Work:
+        """Work of writing a selection and candidate blocks (int32) that other layers read too, or of reading them.
+
+        A query has them if it sees more entries than they hold.
+        """
+        config = self.config
+        if not isinstance(config, DeepseekV41Config):
+            return Work({})
+        blocks, size = config.candidate_topk_blocks or 0, config.candidate_block_size or 0
+        found = {}
+        for what, key, width, most in (
+            ("selection", "index_source", config.index_topk, config.index_topk),
+            ("candidates", "candidate_source", blocks, blocks * size),
+        ):
+            source = getattr(spec, key)
+            if source is not None and sum(getattr(layer, key) == source for layer in config.layers) > 1:
+                ratio = entry_ratio(layout, spec.entry_owner)
+                queries = sum(length // ratio > most for length in range(shape.before + 1, shape.context + 1))
+                found[what] = 4 * shape.batch * queries * width
+        return Work(found)
 
     def weights(self, tensors: Tensors, rows: int) -> Work:
         """Work of reading ``tensors`` once and multiplying ``rows`` token rows with each matrix among them.
@@ -332,8 +354,10 @@ def max_scored(config: AnyConfig, spec: AnySpec) -> int:
     return sys.maxsize
 
 
-def pool_bytes(pool: PoolSpec, layout: CacheLayout, selection: _Selection, shape: StepShape) -> dict[str, int]:
-    """Bytes that a step reads from one pool, and writes to it, by what they are.
+def pool_bytes(
+    pool: PoolSpec, layout: CacheLayout, selection: _Selection, shape: StepShape, owned: bool
+) -> dict[str, int]:
+    """Bytes that a layer reads from one pool in a step, and writes to it if it is its own, by what they are.
 
     Compression reads the raw projections of a window only if it closes in the step, and keeps those that a later
     window needs.
@@ -349,10 +373,11 @@ def pool_bytes(pool: PoolSpec, layout: CacheLayout, selection: _Selection, shape
         read, new = min(layout.window - 1, shape.before), min(layout.window, shape.tokens)
         return {"window": shape.batch * read * entry, "new entries": shape.batch * new * entry}
     cached, after = shape.before // ratio, shape.context // ratio
-    written = {"new entries": shape.batch * (after - cached) * entry}
+    written = {"new entries": shape.batch * (after - cached) * entry} if owned else {}
+    present = cached if owned else after
     if pool.kind == "index":
-        return written | {"index keys": shape.batch * min(cached, selection.keys_per_request) * entry}
-    return written | {"selected entries": shape.batch * min(cached, selection.entries_per_request) * entry}
+        return written | {"index keys": shape.batch * min(present, selection.keys_per_request) * entry}
+    return written | {"selected entries": shape.batch * min(present, selection.entries_per_request) * entry}
 
 
 def entry_ratio(layout: CacheLayout, layer: str) -> int:

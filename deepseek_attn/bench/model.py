@@ -12,11 +12,11 @@ import torch
 
 from deepseek_attn.bench.floors import StepShape, Work
 from deepseek_attn.bench.layer import check_sizes, past, static_metadata
-from deepseek_attn.bench.stages import has_stages, stage_calls, stage_works
+from deepseek_attn.bench.stages import stage_calls, stage_works
 from deepseek_attn.bench.timing import KernelTiming, captured, kernels_of, time_calls
 from deepseek_attn.cache.manager import SequenceCache
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.layers.engram import Chunk
+from deepseek_attn.layers.engram import Chunk, RowBuffers
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.step import step_input
@@ -49,7 +49,7 @@ class ModelTiming(KernelTiming):
         work: what the step has to move and to compute, its stages together.
         floor_us: the sum of the stages' floors, which follow each other; None without peak rates.
         over_floor: the median divided by ``floor_us``.
-        stages: each stage alone; none of V4.1, whose layers share what they compute.
+        stages: each stage alone, rows of Engram tables on the device.
     """
 
     graph: bool
@@ -78,8 +78,8 @@ def time_model(
     """Times steps of ``batch`` sequences that end at ``context`` tokens, and their stages.
 
     Args:
-        graph: replay CUDA graphs, without host overhead. A prefill's graph does not contain its metadata; prefills of
-            V4.1 are eager in any case.
+        graph: replay CUDA graphs, without host overhead. A prefill's graph does not contain its metadata; prefills
+            that read Engram rows are eager in any case.
         count_kernels: list the kernels of the step; with ``graph``, on a GPU. Launches are counted in any case there.
         tokens: new tokens of each sequence: 1 for a decode step.
         rates: peak rates of the machine (`bench.timing.ceilings`), for the floors.
@@ -100,19 +100,18 @@ def time_model(
         runner.manager.reserve([(cache, tokens) for cache in caches])
         with runner.op_settings():
             last_rows = torch.arange(tokens - 1, batch * tokens, tokens, device=runner.device)
-            shape, stages = StepShape(batch, tokens, context), ()
+            shape = StepShape(batch, tokens, context)
             works = stage_works(runner, shape)
-            metadata = _metadata(runner, caches, tokens) if has_stages(runner) else None
+            metadata = _metadata(runner, caches, shape)
             if tokens == 1:
                 run = decode_step(runner, caches, context, graph)
-            elif metadata is not None:
+            elif runner.tables is None:
                 run = _replay([lambda: _forward(runner, metadata, last_rows)], graph)
             else:
-                run, graph = partial(_shared_step, runner, caches, shape, last_rows), False
+                run, graph = partial(_step_with_lookup, runner, caches, shape, last_rows), False
             times = time_calls(lambda _: run(), runner.device, repeats, warmup)
             kernels = tuple(kernels_of(run)) if graph else ()
-            if metadata is not None:
-                stages = _time_stages(runner, works, metadata, last_rows, repeats, graph, rates)
+            stages = _time_stages(runner, works, metadata, last_rows, repeats, graph, rates)
     finally:
         for cache in caches:
             runner.manager.free(cache)
@@ -127,11 +126,18 @@ def time_model(
     )  # fmt: skip
 
 
-def _metadata(runner: ModelRunner, caches: list[SequenceCache], tokens: int) -> StepMetadata:
+def _metadata(runner: ModelRunner, caches: list[SequenceCache], shape: StepShape) -> StepMetadata:
     """Metadata of a step whose pages are reserved; of decode steps in tensors that a graph can read."""
-    if tokens == 1:
-        return static_metadata(runner, caches)
-    return runner.builder.build(step_input(runner.manager, caches, [tokens] * len(caches), runner.decode_query_len))
+    if shape.tokens == 1:
+        metadata = static_metadata(runner, caches)
+    else:
+        lengths = [shape.tokens] * shape.batch
+        metadata = runner.builder.build(step_input(runner.manager, caches, lengths, runner.decode_query_len))
+    if runner.tables is not None:
+        rows = RowBuffers(runner.tables, shape.rows)
+        rows.fill(runner.tables.look_up(_chunks(runner, shape)))
+        metadata.engram = rows.lookups()
+    return metadata
 
 
 def decode_step(runner: ModelRunner, caches: list[SequenceCache], context: int, graph: bool) -> Callable[[], object]:
@@ -161,13 +167,12 @@ def _forward(runner: ModelRunner, metadata: StepMetadata, last_rows: torch.Tenso
     return runner.model.logits(runner.model(token_ids, metadata.positions, metadata)[last_rows])
 
 
-def _shared_step(
+def _step_with_lookup(
     runner: ModelRunner, caches: list[SequenceCache], shape: StepShape, last_rows: torch.Tensor
 ) -> torch.Tensor:
-    """An eager step of a model whose layers share what they compute in it: with metadata of its own, and table rows."""
+    """An eager step, with its metadata, during which rows of Engram tables are read."""
     metadata = runner.builder.build(step_input(runner.manager, caches, [shape.tokens] * shape.batch, 1))
-    if runner.tables is not None:
-        metadata.engram = runner.tables.look_up(_chunks(runner, shape))
+    metadata.engram = runner.tables.look_up(_chunks(runner, shape))
     return _forward(runner, metadata, last_rows)
 
 

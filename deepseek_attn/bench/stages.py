@@ -9,21 +9,16 @@ import torch
 
 from deepseek_attn.bench.floors import ModelWork, StepShape, Work
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.models.block import Block
-from deepseek_attn.models.deepseek_v4 import DeepseekV4
-from deepseek_attn.models.deepseek_v32 import DeepseekV32
+from deepseek_attn.kernels.hyper_connection import DelayedOutput
+from deepseek_attn.models import block, deepseek_v41
+from deepseek_attn.models.hyper_connection import hc_post
 from deepseek_attn.models.moe import MoE
 from deepseek_attn.runner.model_runner import ModelRunner
 
 ATTENTION, EXPERTS, NORMS, ROUTING, HEAD = "attention", "experts", "hyper-connections and norms", "routing", "head"
 ENGRAM = "n-gram memory"
-STAGES = (ATTENTION, EXPERTS, NORMS, ROUTING, HEAD)
+STAGES = (ATTENTION, EXPERTS, NORMS, ROUTING, HEAD, ENGRAM)
 Calls = dict[str, list[Callable[[], object]]]
-
-
-def has_stages(runner: ModelRunner) -> bool:
-    """Whether the stages of a model can be timed alone: V4's and V3.2's; layers of V4.1 share what they compute."""
-    return type(runner.model) in (DeepseekV4, DeepseekV32)
 
 
 def stage_works(runner: ModelRunner, shape: StepShape) -> dict[str, list[Work]]:
@@ -47,8 +42,12 @@ def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor
     """Calls that together compute what a step computes in its blocks and its head, on random hidden states.
 
     Args:
-        step: metadata of the step.
+        step: metadata of the step, with rows of Engram tables on the device.
         last_rows: int64, the rows that logits are computed for.
+
+    Returns:
+        Calls by stage, of those stages that the model has. Their order matters: attention layers of V4.1 read what
+        earlier ones have computed.
 
     Notes:
         Experts are chosen by the router of each block, from hidden states of that block alone.
@@ -58,16 +57,29 @@ def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor
     rows = len(step.positions)
     token_ids = torch.randint(config.vocab_size, (rows,), generator=generator, device=device)
     calls: Calls = {stage: [] for stage in STAGES}
-    for block in model.layers.values():
+    for layer in model.layers.values():
         x = torch.randn(rows, config.hidden_size, generator=generator, device=device).to(runner.dtype)
-        streams = x.unsqueeze(1).repeat(1, config.hc_mult, 1) if isinstance(block, Block) else x
-        output = block.collapse(streams).output(x) if isinstance(block, Block) else (x, x)
-        calls[ATTENTION].append(partial(block.attn, x, step.positions, step))
-        calls[NORMS] += [partial(block.attn_input, output), partial(block.ffn_input, output)]
-        if isinstance(block.ffn, MoE):
-            calls[ROUTING].append(partial(block.ffn.gate, x, token_ids))
-            calls[EXPERTS].append(partial(block.ffn.mixture, x, *block.ffn.gate(x, token_ids)))
+        streams = x.unsqueeze(1).repeat(1, config.hc_mult, 1) if isinstance(layer, block.Block) else x
+        if isinstance(layer, deepseek_v41.Block):
+            output = layer.attn_input(model.first_streams(token_ids)._replace(streams=streams)).output(x)
+            head = partial(_collapsed_logits, model, output, last_rows)
         else:
-            calls[EXPERTS].append(partial(block.ffn, x))
-    calls[HEAD].append(partial(model.logits, streams[last_rows]))
-    return calls
+            output = layer.collapse(streams).output(x) if isinstance(layer, block.Block) else (x, x)
+            head = partial(model.logits, streams[last_rows])
+        calls[ATTENTION].append(partial(layer.attn, x, step.positions, step))
+        calls[NORMS] += [partial(layer.attn_input, output), partial(layer.ffn_input, output)]
+        if isinstance(layer, deepseek_v41.Block) and layer.engram is not None:
+            calls[NORMS].append(partial(hc_post, *output.streams))  # not with the collapse: the memory comes between
+            calls[ENGRAM].append(partial(layer.add_memory, streams, step))
+        if isinstance(layer.ffn, MoE):
+            calls[ROUTING].append(partial(layer.ffn.gate, x, token_ids))
+            calls[EXPERTS].append(partial(layer.ffn.mixture, x, *layer.ffn.gate(x, token_ids)))
+        else:
+            calls[EXPERTS].append(partial(layer.ffn, x))
+    calls[HEAD].append(head)
+    return {stage: found for stage, found in calls.items() if found}
+
+
+def _collapsed_logits(model: deepseek_v41.DeepseekV41, output: DelayedOutput, last_rows: torch.Tensor) -> torch.Tensor:
+    """Logits of some rows, from the last block's output of all rows."""
+    return model.head(model.collapse(output, model.norm)[last_rows])

@@ -54,7 +54,12 @@ class DelayedInput(NamedTuple):
 
 
 class DelayedOutput(NamedTuple):
-    """A sublayer's output, and the weights ``[T, m]`` that collapse the streams for the next: of `hc_delayed`."""
+    """What the next sublayer's `hc_delayed` takes.
 
-    streams: SublayerOutput
+    Attributes:
+        streams: a sublayer's output with the streams that it does not update yet; or streams ``[T, m, D]``.
+        pre: float32 ``[T, m]``, weights that collapse the streams.
+    """
+
+    streams: Tensor | SublayerOutput
     pre: Tensor

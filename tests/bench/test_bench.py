@@ -13,7 +13,7 @@ from deepseek_attn.bench.floors import StepShape
 from deepseek_attn.bench.layer import fill_caches, past, static_metadata, time_layer
 from deepseek_attn.bench.model import time_model
 from deepseek_attn.bench.ops import num_sets, time_case
-from deepseek_attn.bench.stages import stage_works
+from deepseek_attn.bench.stages import STAGES, stage_works
 from deepseek_attn.bench.timing import Timing
 from deepseek_attn.cli import main
 from deepseek_attn.cli.table import Table
@@ -232,30 +232,26 @@ def test_a_model_step(capsys, tmp_path):
     assert "microseconds" in (tmp_path / "times.svg").read_text()
 
 
-def test_the_floor_of_a_step():
-    runner = ModelRunner.from_config("tiny", layers=[2, 3], device="cpu", max_model_len=64, max_num_seqs=2)
+@pytest.mark.parametrize(
+    ("preset", "layers", "tokens"), [("tiny", [2, 3], 1), ("tiny_v41", None, 1), ("tiny_v41", None, 9)]
+)
+def test_the_floor_of_a_step(preset, layers, tokens):
+    runner = ModelRunner.from_config(preset, layers=layers, device="cpu", max_model_len=64, max_num_seqs=2)
     rates = {"copy": 1e9, "bf16": 1e9}
-    timing = time_model(runner, batch=2, context=40, repeats=1, rates=rates)
-    shape = StepShape(2, 1, 40)
+    timing = time_model(runner, batch=2, context=40, repeats=1, tokens=tokens, rates=rates)
+    shape = StepShape(2, tokens, 40)
+    assert [stage.stage for stage in timing.stages] == list(STAGES[: 6 if preset == "tiny_v41" else 5])
     for stage in timing.stages:
         works = stage_works(runner, shape)[stage.stage]
-        assert len(works) == (1 if stage.stage == "head" else 2)
+        assert len(works) == (1 if stage.stage == "head" else len(runner.backbone_layers))
         assert stage.floor_us == pytest.approx(sum(work.floor(rates).microseconds for work in works))
         assert stage.over_floor == pytest.approx(stage.microseconds / stage.floor_us)
     assert timing.floor_us == pytest.approx(sum(stage.floor_us for stage in timing.stages))
     assert timing.over_floor == pytest.approx(timing.microseconds / timing.floor_us)
     assert timing.work.total_bytes == sum(stage.work.total_bytes for stage in timing.stages)
+    assert timing.work.bytes.get("table rows", 0) == (preset == "tiny_v41") * 2 * 2 * tokens * (192 + 192 // 32)
     with pytest.raises(ValueError, match="3 new tokens"):
         time_model(runner, batch=1, context=2, tokens=3)
-
-
-@pytest.mark.parametrize("tokens", [1, 9])
-def test_steps_of_v41_have_no_stages(tokens):
-    runner = ModelRunner.from_config("tiny_v41", device="cpu", max_model_len=64, max_num_seqs=2)
-    timing = time_model(runner, batch=2, context=40, repeats=1, tokens=tokens, rates={"copy": 1e9, "bf16": 1e9})
-    assert timing.stages == ()
-    assert timing.floor_us > 0
-    assert timing.work.bytes["table rows"] == 2 * 2 * tokens * (192 + 192 // 32)
     assert runner.manager.available_pages() == {group: n - 1 for group, n in runner.layout.pages.items()}
 
 

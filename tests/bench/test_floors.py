@@ -22,7 +22,9 @@ from deepseek_attn.cache.layout import make_layout
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 
-CONFIGS = {name: ModelConfig.from_pretrained(name) for name in ("v4_flash", "v32", "tiny", "tiny_v32")}
+CONFIGS = {
+    name: ModelConfig.from_pretrained(name) for name in ("v4_flash", "v32", "v41_flash", "tiny", "tiny_v32", "tiny_v41")
+}
 SWA, C4A, C128A = 0, 2, 3  # layers of V4-Flash
 V4_MATRICES = 1024 * 4096 + 32768 * 1024 + 512 * 4096 + 8192 * 4096 + 4096 * 8192
 V4_SCALES = 4 * (8 * 32 + 256 * 8 + 4 * 32 + 64 * 32 + 32 * 64)
@@ -143,20 +145,45 @@ def test_queries_of_one_request_share_what_there_is():
     assert work("v4_flash", SWA, batch=1, tokens=300, context=300).bytes["new entries"] == 128 * 584
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny_v32"])
+def test_layers_that_share_entries():
+    """V4.1-Flash at ratio 1: a layer makes entries and candidates, one selects among these, one reads a selection."""
+    full, reindex, reuse = (work("v41_flash", layer, batch=3, tokens=1, context=65536).bytes for layer in (20, 24, 21))
+    entry, key, selection, candidates = 584, 132, 3 * 4 * 512, 3 * 4 * 2048
+    assert full["new entries"] == 3 * (584 + entry + key)
+    assert reindex["new entries"] == reuse["new entries"] == 3 * 584  # of the window
+    assert [part["selected entries"] for part in (full, reindex, reuse)] == [3 * 512 * entry] * 3
+    assert [part.get("index keys", 0) for part in (full, reindex, reuse)] == [3 * 65535 * key, 3 * 2048 * 8 * key, 0]
+    assert [part["selection"] for part in (full, reindex, reuse)] == [selection] * 3
+    assert [part.get("candidates", 0) for part in (full, reindex, reuse)] == [candidates, candidates, 0]
+    assert full["weights"] > reindex["weights"] > reuse["weights"]
+
+
+def test_entries_of_the_same_step_are_read_where_another_layer_makes_them():
+    full, reuse = (work("v41_flash", layer, batch=2, tokens=300, context=300).bytes for layer in (2, 3))
+    assert full["new entries"] == 2 * (128 * 584 + 150 * (584 + 132))
+    assert full.get("selected entries", 0) == 0
+    assert reuse["new entries"] == 2 * 128 * 584
+    assert reuse["selected entries"] == 2 * 150 * 584
+    assert not {"index keys", "selection", "candidates", "compressor state"} & reuse.keys()
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_v32", "tiny_v41"])
 @pytest.mark.parametrize(("tokens", "context"), [(1, 1), (1, 259), (5, 5), (37, 300), (130, 256)])
 def test_keys_are_those_that_queries_see(model, tokens, context):
     """Products of attention and of scores, counted query by query and key by key."""
     config = CONFIGS[model]
     for spec in config.layers:
         window = getattr(config, "sliding_window", 0)
+        limited = getattr(spec, "candidate_source", None) not in (None, spec.index)
+        limit = config.candidate_topk_blocks * config.candidate_block_size if limited else context
+        selects = spec.has_indexer or model == "tiny_v41"
         ratio, topk = getattr(spec, "ratio", 1), config.index_topk
         attended = scored = 0
         for position in range(context - tokens, context):
             in_window = [key for key in range(position + 1) if position - key < window]
             entries = [e for e in range(context) if ratio and (e + 1) * ratio <= position + 1]
-            attended += len(in_window) + (min(len(entries), topk) if spec.has_indexer else len(entries))
-            scored += len(entries) if spec.has_indexer and len(entries) > topk else 0
+            attended += len(in_window) + (min(len(entries), topk) if selects else len(entries))
+            scored += min(len(entries), limit) if spec.has_indexer and len(entries) > topk else 0
         found = flops(work(model, spec.index, 3, tokens, context, longest=512))
         dims = config.head_dim + getattr(config, "kv_lora_rank", config.head_dim)
         assert found["attention", "bf16"] == 3 * 2 * config.num_attention_heads * dims * attended
@@ -236,27 +263,28 @@ def test_routing_norms_and_head():
     assert flops(found) == {("projections", "bf16"): 2 * 2 * (matrix + collapse)}
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny_v32"])
+@pytest.mark.parametrize("model", ["tiny", "tiny_v32", "tiny_v41"])
 def test_every_tensor_of_a_block_is_in_one_stage(model):
     config = CONFIGS[model]
     numerics = numerics_for(config, "exact")
-    spec = next(spec for spec in config.layers if tensors_below(config, f"{spec.name}.ffn.gate."))
+    wanted = ("ffn.gate.", "engram.")[: 2 if model == "tiny_v41" else 1]
+    spec = next(spec for spec in config.layers if all(tensors_below(config, f"{spec.name}.{part}") for part in wanted))
     counter = ModelWork(config, numerics, torch.float32)
-    works = [counter.experts(spec, 0), counter.routing(spec, 0), counter.norms(spec, 0)]
+    works = [counter.experts(spec, 0), counter.routing(spec, 0), counter.norms(spec, 0), counter.engram(spec, 0)]
     tensors = tensors_below(config, f"{spec.name}.")
-    counted = sum(work.bytes["weights"] for work in works) / 4
-    others = ("attn.", "ffn.experts.", "ffn.gate.tid2eid")
+    counted = sum(work.bytes.get("weights", 0) for work in works) / 4
+    others = ("attn.", "ffn.experts.", "ffn.gate.tid2eid", "engram.embed.")
     assert counted == sum(prod(recipe.shape) for name, recipe in tensors if not name.startswith(others))
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny_v32"])
+@pytest.mark.parametrize("model", ["tiny", "tiny_v32", "tiny_v41"])
 def test_weights_are_those_of_the_layer(model):
     """Names and shapes of the tensors that the module itself declares."""
     from deepseek_attn.layers.weights import checkpoint_slots
     from deepseek_attn.runner.model_runner import ModelRunner
 
     config = CONFIGS[model]
-    layers = [0] if model == "tiny_v32" else [0, 1, 2]
+    layers = [0] if model == "tiny_v32" else [0, 1, 2, 3]
     runner = ModelRunner.from_config(
         config, layers=layers, attention_only=True, device="cpu", max_model_len=64, max_num_seqs=1
     )
