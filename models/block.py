@@ -15,12 +15,12 @@ from deepseek_attn.config.model import AnyConfig, AnySpec, LayerSpec, RopeSpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.base import SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.kernels.hyper_connection import SublayerInput, SublayerOutput
+from deepseek_attn.kernels.hyper_connection import HyperConnection, SublayerInput, SublayerOutput
 from deepseek_attn.layers.embedding import Embedding, Head
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
-from deepseek_attn.models.hyper_connection import hc_post, hc_post_pre, hc_pre
+from deepseek_attn.models.hyper_connection import hc_post, hc_post_pre, hc_pre, hyper_connection
 from deepseek_attn.models.moe import MoE
 from deepseek_attn.v32.attention import DeepseekV32MLAAttention
 
@@ -94,20 +94,19 @@ class Block(CheckpointModule):
 
     def collapse(self, streams: torch.Tensor) -> SublayerInput:
         """The attention's input, from streams ``[T, hc_mult, hidden_size]``."""
-        return SublayerInput(streams, *hc_pre(streams, *self._before("attn", self.attn_norm)))
+        return SublayerInput(streams, *hc_pre(streams, self._before("attn", self.attn_norm)))
 
     def attn_input(self, output: SublayerOutput) -> SublayerInput:
         """The attention's input, from the last sublayer of the block before."""
-        return hc_post_pre(*output, *self._before("attn", self.attn_norm))
+        return hc_post_pre(*output, self._before("attn", self.attn_norm))
 
     def ffn_input(self, output: SublayerOutput) -> SublayerInput:
         """The experts' input, from the attention."""
-        return hc_post_pre(*output, *self._before("ffn", self.ffn_norm))
+        return hc_post_pre(*output, self._before("ffn", self.ffn_norm))
 
-    def _before(self, sublayer: str, norm: RMSNorm) -> tuple:
-        """Arguments of `hc_pre` that belong to a sublayer."""
-        fn, base, scale = (getattr(self, f"hc_{sublayer}_{part}") for part in ("fn", "base", "scale"))
-        return fn, base, scale, self.config, norm.weight
+    def _before(self, sublayer: str, norm: RMSNorm) -> HyperConnection:
+        """The hyper-connection that collapses the streams for a sublayer."""
+        return hyper_connection(self, sublayer, self.config, norm.weight)
 
 
 class Backbone(CheckpointModule, ABC):

@@ -44,11 +44,11 @@ class Block(block.Block):
 
     def attn_input(self, output: DelayedOutput) -> DelayedInput:
         """The attention's input, from the last block."""
-        return hc_delayed(*output, *self._before("attn", self.attn_norm))
+        return hc_delayed(*output, self._before("attn", self.attn_norm))
 
     def ffn_input(self, output: DelayedOutput) -> DelayedInput:
         """The experts' input, from the attention."""
-        return hc_delayed(*output, *self._before("ffn", self.ffn_norm))
+        return hc_delayed(*output, self._before("ffn", self.ffn_norm))
 
     def add_memory(self, streams: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """The streams with the n-gram memory of the layer, if it has one: the input of `forward`."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from deepseek_attn.kernels.common.dispatch import reference_ops
-from deepseek_attn.models.hyper_connection import collapse_streams, hc_post, hc_pre
+from deepseek_attn.models.hyper_connection import collapse_streams, hc_post, hc_pre, hyper_connection
 from deepseek_attn.training.attention import attend_drafts, delayed
 from deepseek_attn.training.forward import DenseModel
 
@@ -68,7 +68,7 @@ class DraftModel(nn.Module):
                 with precision:
                     h = F.linear(layer.hnorm(before.flatten(0, 1)), layer.h_proj.weight).float()
                 mixed = e.unsqueeze(1) + h
-                x, post, comb = hc_pre(mixed, layer.hc_attn_fn, layer.hc_attn_base, layer.hc_attn_scale, config)
+                x, post, comb = hc_pre(mixed, hyper_connection(layer, "attn", config))
                 x = layer.attn_norm(x).view(batch, length, -1)
                 y, kv = attend_drafts(layer.attn, x, keys, precision)
                 mixed, load = self.dense.experts(

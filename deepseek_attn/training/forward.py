@@ -13,7 +13,7 @@ from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.kernels.moe.reference import swiglu
 from deepseek_attn.models.block import Block
 from deepseek_attn.models.deepseek_v4 import DeepseekV4
-from deepseek_attn.models.hyper_connection import collapse_streams, hc_post, hc_pre
+from deepseek_attn.models.hyper_connection import collapse_streams, hc_post, hc_pre, hyper_connection
 from deepseek_attn.models.moe import MoE
 from deepseek_attn.training.attention import attend
 
@@ -82,14 +82,14 @@ class DenseModel(nn.Module):
         select: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         config = block.config
-        x, post, comb = hc_pre(streams, block.hc_attn_fn, block.hc_attn_base, block.hc_attn_scale, config)
+        x, post, comb = hc_pre(streams, hyper_connection(block, "attn", config))
         y, loss = attend(block.attn, block.attn_norm(x).view(*shape, -1), precision, select)
         return hc_post(y.flatten(0, 1), streams, post, comb), loss
 
     def experts(
         self, block: Block, streams: torch.Tensor, token_ids: torch.Tensor, precision: AbstractContextManager
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, post, comb = hc_pre(streams, block.hc_ffn_fn, block.hc_ffn_base, block.hc_ffn_scale, block.config)
+        x, post, comb = hc_pre(streams, hyper_connection(block, "ffn", block.config))
         y, load = mixture(block.ffn, block.ffn_norm(x), token_ids, precision)
         return hc_post(y, streams, post, comb), load
 

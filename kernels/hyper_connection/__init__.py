@@ -8,11 +8,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.hyper_connection.types import DelayedInput, DelayedOutput, SublayerInput, SublayerOutput
+from deepseek_attn.kernels.hyper_connection.types import (
+    DelayedInput,
+    DelayedOutput,
+    HyperConnection,
+    SublayerInput,
+    SublayerOutput,
+)
 
 __all__ = [
     "DelayedInput",
     "DelayedOutput",
+    "HyperConnection",
     "SublayerInput",
     "SublayerOutput",
     "hc_collapse",
@@ -24,16 +31,7 @@ __all__ = [
 ]
 
 
-def hc_pre(
-    streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    rms_eps: float,
-    hc_eps: float,
-    iterations: int,
-    norm: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor]:
     """Collapses the streams into a sublayer's input, and computes how `hc_post` mixes its output back in.
 
     With ``y = fn @ rms_norm(flatten(streams))`` split into pre, post and comb: the input is the sum of the streams
@@ -42,12 +40,6 @@ def hc_pre(
 
     Args:
         streams: ``[T, m, D]``.
-        fn, base, scale: float32 ``[(2 + m) m, m D]``, ``[(2 + m) m]`` and ``[3]`` (checkpoint: ``hc_attn_*``,
-            ``hc_ffn_*``; rows: m pre, m post, m x m comb).
-        rms_eps: of the norms.
-        hc_eps: added to gates and to the sums that Sinkhorn's rounds divide by.
-        iterations: Sinkhorn rounds.
-        norm: float32 ``[D]``, weight of the RMSNorm that follows; None leaves the input unnormed.
 
     Returns:
         x ``[T, D]`` in the streams' dtype, post float32 ``[T, m]``, comb float32 ``[T, m, m]``.
@@ -59,20 +51,10 @@ def hc_pre(
         from deepseek_attn.kernels.hyper_connection.hyper_connection import hc_pre as op
     else:
         from deepseek_attn.kernels.hyper_connection.reference import hc_pre as op
-    return op(streams, fn, base, scale, rms_eps, hc_eps, iterations, norm)
+    return op(streams, hc)
 
 
-def hc_delayed(
-    streams: Tensor | SublayerOutput,
-    pre: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    rms_eps: float,
-    hc_eps: float,
-    iterations: int,
-    norm: Tensor | None = None,
-) -> DelayedInput:
+def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnection) -> DelayedInput:
     """`hc_pre` or, of a sublayer's output, `hc_post_pre`, with weights of the sublayer before (V4.1).
 
     On a GPU that is as many launches as there.
@@ -80,10 +62,9 @@ def hc_delayed(
     Args:
         streams: ``[T, m, D]``, or a sublayer's output that updates them before.
         pre: float32 ``[T, m]``: collapses the streams.
-        fn, base, scale, rms_eps, hc_eps, iterations, norm: as in `hc_pre`.
 
     Returns:
-        The streams, x collapsed with ``pre``; and of ``fn`` post, comb and the ``pre`` of the next sublayer.
+        The streams, x collapsed with ``pre``; and of ``hc`` post, comb and the ``pre`` of the next sublayer.
 
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
@@ -92,7 +73,7 @@ def hc_delayed(
         from deepseek_attn.kernels.hyper_connection.hyper_connection import hc_delayed as op
     else:
         from deepseek_attn.kernels.hyper_connection.reference import hc_delayed as op
-    return op(streams, pre, fn, base, scale, rms_eps, hc_eps, iterations, norm)
+    return op(streams, pre, hc)
 
 
 def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor | None = None) -> Tensor:
@@ -111,25 +92,13 @@ def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor |
     return op(streams, weights, rms_eps, norm)
 
 
-def hc_post_pre(
-    y: Tensor,
-    streams: Tensor,
-    post: Tensor,
-    comb: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    rms_eps: float,
-    hc_eps: float,
-    iterations: int,
-    norm: Tensor | None = None,
-) -> SublayerInput:
+def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: HyperConnection) -> SublayerInput:
     """`hc_post` of one sublayer and `hc_pre` of the next: new streams, and what collapsing them gives.
 
     On a GPU that is two launches for very few tokens, else three or four.
 
     Args:
-        y, streams, post, comb: as in `hc_post`; the others: as in `hc_pre`, of the next sublayer.
+        y, streams, post, comb: as in `hc_post`; hc: of the next sublayer.
 
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit.
@@ -138,7 +107,7 @@ def hc_post_pre(
         from deepseek_attn.kernels.hyper_connection.hyper_connection import hc_post_pre as op
     else:
         from deepseek_attn.kernels.hyper_connection.reference import hc_post_pre as op
-    return op(y, streams, post, comb, fn, base, scale, rms_eps, hc_eps, iterations, norm)
+    return op(y, streams, post, comb, hc)
 
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -161,21 +130,11 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return op(y, streams, post, comb)
 
 
-def hc_head(
-    streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    rms_eps: float,
-    hc_eps: float,
-    norm: Tensor | None = None,
-) -> Tensor:
+def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
     """Collapses the streams at the end of a model, as `hc_pre` does for a sublayer.
 
     Args:
         streams: ``[T, m, D]``.
-        fn, base, scale: float32 ``[m, m D]``, ``[m]`` and ``[1]`` (checkpoint: ``hc_head_*``).
-        rms_eps, hc_eps, norm: as in `hc_pre`.
 
     Returns:
         ``[T, D]`` in the streams' dtype.
@@ -187,4 +146,4 @@ def hc_head(
         from deepseek_attn.kernels.hyper_connection.hyper_connection import hc_head as op
     else:
         from deepseek_attn.kernels.hyper_connection.reference import hc_head as op
-    return op(streams, fn, base, scale, rms_eps, hc_eps, norm)
+    return op(streams, hc)

@@ -17,7 +17,12 @@ from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import (
     mix_kernel,
     post_kernel,
 )
-from deepseek_attn.kernels.hyper_connection.types import DelayedInput, SublayerInput, SublayerOutput
+from deepseek_attn.kernels.hyper_connection.types import (
+    DelayedInput,
+    HyperConnection,
+    SublayerInput,
+    SublayerOutput,
+)
 
 FUSED = 8  # tokens up to which streams are updated and projected in one launch; more take less time in two
 FEW = 32  # tokens up to which streams are projected without tensor cores
@@ -30,66 +35,31 @@ def tiling(T: int) -> tuple[int, int]:
     return (1, 64) if T == 1 else (2 if T <= FUSED else 4, 32)
 
 
-def hc_pre(
-    streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    rms_eps: float,
-    hc_eps: float,
-    iterations: int,
-    norm: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor]:
     """See `deepseek_attn.kernels.hyper_connection.hc_pre`."""
-    _check(streams, fn, base, scale, norm, 3)
-    weights = fn, base, scale
-    before = _collapse(None, streams.contiguous(), weights, rms_eps, hc_eps, iterations, norm)
+    _check(streams, hc, 3)
+    before = _collapse(None, streams.contiguous(), hc)
     return before.x, before.post, before.comb
 
 
-def hc_post_pre(
-    y: Tensor,
-    streams: Tensor,
-    post: Tensor,
-    comb: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    rms_eps: float,
-    hc_eps: float,
-    iterations: int,
-    norm: Tensor | None = None,
-) -> SublayerInput:
+def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: HyperConnection) -> SublayerInput:
     """See `deepseek_attn.kernels.hyper_connection.hc_post_pre`."""
-    _check(streams, fn, base, scale, norm, 3)
+    _check(streams, hc, 3)
     _check_post(y, streams, post, comb)
-    update, weights = (y.contiguous(), post, comb), (fn, base, scale)
-    return _collapse(update, streams.contiguous(), weights, rms_eps, hc_eps, iterations, norm)
+    return _collapse((y.contiguous(), post, comb), streams.contiguous(), hc)
 
 
-def hc_delayed(
-    streams: Tensor | SublayerOutput,
-    pre: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    rms_eps: float,
-    hc_eps: float,
-    iterations: int,
-    norm: Tensor | None = None,
-) -> DelayedInput:
+def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnection) -> DelayedInput:
     """See `deepseek_attn.kernels.hyper_connection.hc_delayed`."""
     update = None
     if isinstance(streams, SublayerOutput):
         y, streams, post, comb = streams
         _check_post(y, streams, post, comb)
         update = y.contiguous(), post, comb
-    _check(streams, fn, base, scale, norm, 3)
+    _check(streams, hc, 3)
     _check_pre(streams, pre)
     next_pre = torch.empty_like(pre)
-    weights = fn, base, scale
-    before = _collapse(update, streams.contiguous(), weights, rms_eps, hc_eps, iterations, norm, pre, next_pre)
-    return DelayedInput(*before, next_pre)
+    return DelayedInput(*_collapse(update, streams.contiguous(), hc, pre, next_pre), next_pre)
 
 
 def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor | None = None) -> Tensor:
@@ -98,7 +68,7 @@ def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor |
         raise ValueError(f"streams must be [T, m, D] floats, got {tuple(streams.shape)} {streams.dtype}")
     _check_norm(streams, norm)
     _check_pre(streams, weights)
-    return _collapse(None, streams.contiguous(), None, rms_eps, 0.0, 0, norm, weights).x
+    return _launch_collapse(streams.contiguous(), None, None, None, rms_eps, 0.0, 0, norm, weights, None).x
 
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -126,38 +96,46 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return out
 
 
-def hc_head(
-    streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    rms_eps: float,
-    hc_eps: float,
-    norm: Tensor | None = None,
-) -> Tensor:
+def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
     """See `deepseek_attn.kernels.hyper_connection.hc_head`."""
-    _check(streams, fn, base, scale, norm, 1)
-    return _collapse(None, streams.contiguous(), (fn, base, scale), rms_eps, hc_eps, 0, norm).x
+    _check(streams, hc, 1)
+    return _collapse(None, streams.contiguous(), hc._replace(iterations=0)).x
 
 
 def _collapse(
     update: tuple[Tensor, Tensor, Tensor] | None,
     streams: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor] | None,
-    rms_eps: float,
-    hc_eps: float,
-    iterations: int,
-    norm: Tensor | None,
+    hc: HyperConnection,
     pre: Tensor | None = None,
     next_pre: Tensor | None = None,
 ) -> SublayerInput:
     """Collapses the streams, updated before by ``(y, post, comb)`` if that is given.
 
-    With 0 ``iterations`` post and comb are left uninitialised.
+    ``pre [T, m]``: weights instead of those that ``hc`` gives, which go to ``next_pre``.
+    """
+    sums = None
+    if len(streams):
+        streams, sums = _projected(update, streams, hc.fn)
+    return _launch_collapse(
+        streams, sums, hc.base, hc.scale, hc.rms_eps, hc.hc_eps, hc.iterations, hc.norm, pre, next_pre
+    )
 
-    Args:
-        weights: fn, base and scale; None needs ``pre`` and 0 iterations.
-        pre: ``[T, m]`` to weight the streams by, instead of what ``weights`` give; those go to ``next_pre``.
+
+def _launch_collapse(
+    streams: Tensor,
+    sums: Tensor | None,
+    base: Tensor | None,
+    scale: Tensor | None,
+    rms_eps: float,
+    hc_eps: float,
+    iterations: int,
+    norm: Tensor | None,
+    pre: Tensor | None,
+    next_pre: Tensor | None,
+) -> SublayerInput:
+    """`_collapse` of ``sums [splits, T, len(base) + 1]``, which `_projected` makes.
+
+    With 0 ``iterations`` post and comb are left uninitialised; with ``pre`` too, sums, base and scale are not needed.
     """
     (T, m, D), early, device = streams.shape, supports_pdl(streams.device), streams.device
     x = torch.empty(T, D, dtype=streams.dtype, device=device)
@@ -165,12 +143,7 @@ def _collapse(
     comb = torch.empty(T, m, m, dtype=torch.float32, device=device)
     if T == 0:
         return SublayerInput(streams, x, post, comb)
-    sums = base = scale = None
-    splits, rows = 0, 0
-    if weights is not None:
-        fn, base, scale = weights
-        streams, sums = _projected(update, streams, fn)
-        splits, rows = len(sums), len(base)
+    splits, rows = (0, 0) if sums is None else (len(sums), len(base))
     balanced_tokens = 128 if T >= MANY and not batch_invariant() else 1
     balancing = triton.cdiv(T, balanced_tokens) if iterations else 0
     collapse_kernel[(balancing + T,)](
@@ -251,22 +224,23 @@ def _mix(update: tuple[Tensor, Tensor, Tensor] | None, streams: Tensor, fn: Tens
     return new, sums
 
 
-def _check(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor | None, scales: int) -> None:
+def _check(streams: Tensor, hc: HyperConnection, scales: int) -> None:
     if streams.dim() != 3 or not streams.is_floating_point() or not on_gpu(streams):
         raise ValueError(
             f"streams must be [T, m, D] floats on a GPU, got {tuple(streams.shape)} {streams.dtype} on {streams.device}"
         )
     _, m, D = streams.shape
     rows = m if scales == 1 else (2 + m) * m
-    given = [tuple(part.shape) for part in (fn, base, scale)]
+    weights = (hc.fn, hc.base, hc.scale)
+    given = [tuple(part.shape) for part in weights]
     if given != [(rows, m * D), (rows,), (scales,)] or any(
-        part.dtype != torch.float32 or not part.is_contiguous() for part in (fn, base, scale)
+        part.dtype != torch.float32 or not part.is_contiguous() for part in weights
     ):
         raise ValueError(
             f"fn, base and scale of {m} streams of {D} channels must be contiguous float32 [{rows}, {m * D}], [{rows}] "
             f"and [{scales}], got {given}"
         )
-    _check_norm(streams, norm)
+    _check_norm(streams, hc.norm)
 
 
 def _check_norm(streams: Tensor, norm: Tensor | None) -> None:

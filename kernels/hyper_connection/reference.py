@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.kernels.common.norm_rope import inverse_rms, rms_norm
-from deepseek_attn.kernels.hyper_connection.types import DelayedInput, SublayerInput, SublayerOutput
+from deepseek_attn.kernels.hyper_connection.types import DelayedInput, HyperConnection, SublayerInput, SublayerOutput
 
 FEW_TOKENS = 3
 """Up to this many, Sinkhorn's rounds on a CPU are NumPy's: 78 operations on 16 numbers, 30 us where torch takes 120."""
@@ -89,32 +89,21 @@ def _gate_range(m: int, eps: float, device: torch.device) -> tuple[Tensor, Tenso
     return torch.tensor([eps] * m + [0.0] * m, device=device), torch.tensor([1.0] * m + [2.0] * m, device=device)
 
 
-def hc_mix(
-    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float, hc_eps: float, iterations: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def hc_mix(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor]:
     """pre and post float32 ``[T, m]`` and comb float32 ``[T, m, m]``; see `hc_pre`."""
-    m = streams.shape[1]
-    scales = scale.index_select(0, _part_of_row(m, scale.device))
-    logits = torch.addcmul(base, stream_mix(streams, fn, rms_eps), scales)
+    m, device = streams.shape[1], streams.device
+    scales = hc.scale.index_select(0, _part_of_row(m, device))
+    logits = torch.addcmul(hc.base, stream_mix(streams, hc.fn, hc.rms_eps), scales)
     gates, comb = logits[:, : 2 * m], logits[:, 2 * m :]
     # pre is sigmoid + hc_eps, and post is 2 sigmoid
-    pre, post = torch.addcmul(*_gate_range(m, hc_eps, scale.device), torch.sigmoid(gates)).split_with_sizes((m, m), -1)
-    return pre, post, sinkhorn(comb.view(-1, m, m), iterations, hc_eps)
+    pre, post = torch.addcmul(*_gate_range(m, hc.hc_eps, device), torch.sigmoid(gates)).split_with_sizes((m, m), -1)
+    return pre, post, sinkhorn(comb.view(-1, m, m), hc.iterations, hc.hc_eps)
 
 
-def hc_pre(
-    streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    rms_eps: float,
-    hc_eps: float,
-    iterations: int,
-    norm: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor]:
     """See `deepseek_attn.kernels.hyper_connection.hc_pre`."""
-    pre, post, comb = hc_mix(streams, fn, base, scale, rms_eps, hc_eps, iterations)
-    return hc_collapse(streams, pre, rms_eps, norm), post, comb
+    pre, post, comb = hc_mix(streams, hc)
+    return hc_collapse(streams, pre, hc.rms_eps, hc.norm), post, comb
 
 
 def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -123,54 +112,24 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return mixed.addcmul_(post.unsqueeze(-1), y.float().unsqueeze(1)).to(streams.dtype)
 
 
-def hc_post_pre(
-    y: Tensor,
-    streams: Tensor,
-    post: Tensor,
-    comb: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    rms_eps: float,
-    hc_eps: float,
-    iterations: int,
-    norm: Tensor | None = None,
-) -> SublayerInput:
+def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: HyperConnection) -> SublayerInput:
     """See `deepseek_attn.kernels.hyper_connection.hc_post_pre`."""
     streams = hc_post(y, streams, post, comb)
-    return SublayerInput(streams, *hc_pre(streams, fn, base, scale, rms_eps, hc_eps, iterations, norm))
+    return SublayerInput(streams, *hc_pre(streams, hc))
 
 
-def hc_delayed(
-    streams: Tensor | SublayerOutput,
-    pre: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    rms_eps: float,
-    hc_eps: float,
-    iterations: int,
-    norm: Tensor | None = None,
-) -> DelayedInput:
+def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnection) -> DelayedInput:
     """See `deepseek_attn.kernels.hyper_connection.hc_delayed`."""
     if isinstance(streams, SublayerOutput):
         streams = hc_post(*streams)
-    next_pre, post, comb = hc_mix(streams, fn, base, scale, rms_eps, hc_eps, iterations)
-    return DelayedInput(streams, hc_collapse(streams, pre, rms_eps, norm), post, comb, next_pre)
+    next_pre, post, comb = hc_mix(streams, hc)
+    return DelayedInput(streams, hc_collapse(streams, pre, hc.rms_eps, hc.norm), post, comb, next_pre)
 
 
-def hc_head(
-    streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    rms_eps: float,
-    hc_eps: float,
-    norm: Tensor | None = None,
-) -> Tensor:
+def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
     """See `deepseek_attn.kernels.hyper_connection.hc_head`."""
-    mix = stream_mix(streams, fn, rms_eps)
-    return hc_collapse(streams, torch.sigmoid(mix * scale + base) + hc_eps, rms_eps, norm)
+    mix = stream_mix(streams, hc.fn, hc.rms_eps)
+    return hc_collapse(streams, torch.sigmoid(mix * hc.scale + hc.base) + hc.hc_eps, hc.rms_eps, hc.norm)
 
 
 def hc_collapse(streams: Tensor, weights: Tensor, eps: float, norm: Tensor | None = None) -> Tensor:

@@ -7,6 +7,28 @@ from typing import NamedTuple
 from torch import Tensor
 
 
+class HyperConnection(NamedTuple):
+    """Parameters of the hyper-connection around a sublayer, or of that at the end of a model (`hc_head`).
+
+    Attributes:
+        fn, base, scale: contiguous float32 ``[(2 + m) m, m D]``, ``[(2 + m) m]`` and ``[3]`` (checkpoint:
+            ``hc_attn_*``, ``hc_ffn_*``; rows: m pre, m post, m x m comb); at the end ``[m, m D]``, ``[m]`` and ``[1]``
+            (``hc_head_*``).
+        rms_eps: of the norms.
+        hc_eps: added to gates and to the sums that Sinkhorn's rounds divide by.
+        iterations: Sinkhorn rounds; none at the end of a model.
+        norm: float32 ``[D]``, weight of the RMSNorm that follows; None leaves the collapsed streams unnormed.
+    """
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+    rms_eps: float
+    hc_eps: float
+    iterations: int
+    norm: Tensor | None = None
+
+
 class SublayerInput(NamedTuple):
     """The residual streams before a sublayer, and what collapsing them gives.
 

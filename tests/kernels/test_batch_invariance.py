@@ -99,10 +99,10 @@ def index_scores(T: int) -> None:
 
 def streams(T: int) -> None:
     (y, before, post, comb), pre = make_streams(T, 4, 4096, BF16, "meta")
-    hyper_connection.hc_pre(before, *pre)
+    hyper_connection.hc_pre(before, pre)
     hyper_connection.hc_post(y, before, post, comb)
-    hyper_connection.hc_post_pre(y, before, post, comb, *pre)
-    hyper_connection.hc_delayed(before, post, *pre)
+    hyper_connection.hc_post_pre(y, before, post, comb, pre)
+    hyper_connection.hc_delayed(before, post, pre)
 
 
 def routed_experts(T: int, weight_format: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.kernels.hyper_connection import HyperConnection
 from deepseek_attn.kernels.hyper_connection.reference import sinkhorn
 from deepseek_attn.models.hyper_connection import hc_head, hc_post, hc_pre
 
@@ -63,6 +64,10 @@ def weights(cfg, width, rows=None):
     return torch.randn(rows, cfg.hc_mult * width) * 0.3, torch.randn(rows), torch.rand(3) + 0.5
 
 
+def connection(cfg, *weights):
+    return HyperConnection(*weights, cfg.rms_norm_eps, cfg.hc_eps, cfg.hc_sinkhorn_iters)
+
+
 def close(actual, expected, dtype=torch.float32):
     tolerance = {"rtol": 2e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 1e-6}
     torch.testing.assert_close(actual.cpu().double(), torch.tensor(expected, dtype=torch.float64), **tolerance)
@@ -74,7 +79,7 @@ def test_pre(m, rounds, dtype, device):
     cfg = config(hc_mult=m, hc_sinkhorn_iters=rounds)
     fn, base, scale = weights(cfg, 10)
     streams = torch.randn(5, m, 10).to(dtype)
-    x, post, comb = hc_pre(streams.to(device), fn.to(device), base.to(device), scale.to(device), cfg)
+    x, post, comb = hc_pre(streams.to(device), connection(cfg, *(part.to(device) for part in (fn, base, scale))))
     assert (x.dtype, post.dtype, comb.dtype) == (dtype, torch.float32, torch.float32)
     for t in range(5):
         expected = scalar_pre(streams[t].tolist(), fn.tolist(), base.tolist(), scale.tolist(), cfg)
@@ -125,7 +130,7 @@ def test_head():
     cfg = config(hc_mult=3)
     fn, base, _ = weights(cfg, 7, rows=3)
     scale, streams = torch.tensor([0.7]), torch.randn(4, 3, 7)
-    out = hc_head(streams, fn, base, scale, cfg)
+    out = hc_head(streams, connection(cfg, fn, base, scale))
     for t in range(4):
         mix = scalar_mix(streams[t].tolist(), fn.tolist(), cfg.rms_norm_eps)
         pre = [sigmoid(v * scale.item() + b) + cfg.hc_eps for v, b in zip(mix, base.tolist(), strict=True)]
@@ -135,7 +140,7 @@ def test_head():
 def test_zero_streams_are_finite():
     cfg = config()
     fn, base, scale = weights(cfg, 8)
-    x, post, comb = hc_pre(torch.zeros(2, 4, 8), fn, base, scale, cfg)
+    x, post, comb = hc_pre(torch.zeros(2, 4, 8), connection(cfg, fn, base, scale))
     assert x.eq(0).all()
     assert post.isfinite().all()
     assert comb.isfinite().all()
@@ -144,18 +149,17 @@ def test_zero_streams_are_finite():
 
 def test_a_token_does_not_depend_on_the_others():
     cfg = config()
-    fn, base, scale = weights(cfg, 64)
+    hc = connection(cfg, *weights(cfg, 64))
     streams = torch.randn(7, 4, 64)
-    x, post, comb = hc_pre(streams, fn, base, scale, cfg)
+    x, post, comb = hc_pre(streams, hc)
     changed = streams.clone()
     changed[:3] = torch.randn(3, 4, 64) * 100
-    for before, after in zip((x, post, comb), hc_pre(changed, fn, base, scale, cfg), strict=True):
+    for before, after in zip((x, post, comb), hc_pre(changed, hc), strict=True):
         assert torch.equal(before[3:], after[3:])
 
 
 def test_no_tokens():
     cfg = config()
-    fn, base, scale = weights(cfg, 8)
-    x, post, comb = hc_pre(torch.empty(0, 4, 8), fn, base, scale, cfg)
+    x, post, comb = hc_pre(torch.empty(0, 4, 8), connection(cfg, *weights(cfg, 8)))
     assert (x.shape, post.shape, comb.shape) == ((0, 8), (0, 4), (0, 4, 4))
     assert hc_post(x, torch.empty(0, 4, 8), post, comb).shape == (0, 4, 8)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.kernels.hyper_connection import SublayerOutput, hc_delayed, hc_post, hc_post_pre, hc_pre, reference
+from deepseek_attn.kernels.hyper_connection import (
+    HyperConnection,
+    SublayerOutput,
+    hc_delayed,
+    hc_post,
+    hc_post_pre,
+    hc_pre,
+    reference,
+)
 
 TOKENS = (1, 8, 32, 128, 4096)
 
@@ -30,13 +36,10 @@ def _pre(label: str, T: int, config: ModelConfig) -> OpCase:
 
     def make(device: torch.device, seed: int) -> tuple:
         fn, base, scale, norm = _random(device, seed, (rows, m * D), (rows,), (3,), (D,))
-        return _random(device, seed + 1, (T, m, D))[0].bfloat16(), fn, base, scale, norm
-
-    def run(op: Callable) -> Callable:
-        return lambda streams, fn, base, scale, norm: op(streams, fn, base, scale, *numbers, norm)
+        return _random(device, seed + 1, (T, m, D))[0].bfloat16(), HyperConnection(fn, base, scale, *numbers, norm)
 
     size = 2 * T * m * D + 2 * T * D + 4 * rows * m * D
-    return OpCase("hc_pre", label, make, {"triton": run(hc_pre), "torch": run(reference.hc_pre)}, bytes=size)
+    return OpCase("hc_pre", label, make, {"triton": hc_pre, "torch": reference.hc_pre}, bytes=size)
 
 
 def _post(label: str, T: int, config: ModelConfig) -> OpCase:
@@ -52,37 +55,28 @@ def _post(label: str, T: int, config: ModelConfig) -> OpCase:
 
 def _post_pre(label: str, T: int, config: ModelConfig) -> OpCase:
     post, pre = _post(label, T, config), _pre(label, T, config)
-    numbers = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
 
     def make(device: torch.device, seed: int) -> tuple:
         return *post.make(device, seed), *pre.make(device, seed)[1:]
 
-    def run(op: Callable) -> Callable:
-        return lambda y, streams, post, comb, fn, base, scale, norm: op(
-            y, streams, post, comb, fn, base, scale, *numbers, norm
-        )
-
     def separately(
-        y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, *pre: object
+        y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, hc: HyperConnection
     ) -> tuple:
-        return hc_pre(hc_post(y, streams, post, comb), *pre)
+        return hc_pre(hc_post(y, streams, post, comb), hc)
 
-    run_by = {"triton": run(hc_post_pre), "two ops": run(separately), "torch": run(reference.hc_post_pre)}
+    run_by = {"triton": hc_post_pre, "two ops": separately, "torch": reference.hc_post_pre}
     streams = 2 * T * config.hc_mult * config.hidden_size
     return OpCase("hc_post_pre", label, make, run_by, bytes=post.bytes + pre.bytes - streams)
 
 
 def _delayed(label: str, T: int, config: ModelConfig) -> OpCase:
-    post_pre, numbers = _post_pre(label, T, config), (config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
+    post_pre = _post_pre(label, T, config)
 
     def make(device: torch.device, seed: int) -> tuple:
-        y, streams, post, comb, *weights = post_pre.make(device, seed)
-        return SublayerOutput(y, streams, post, comb), _random(device, seed + 2, post.shape)[0], *weights
+        y, streams, post, comb, hc = post_pre.make(device, seed)
+        return SublayerOutput(y, streams, post, comb), _random(device, seed + 2, post.shape)[0], hc
 
-    def run(op: Callable) -> Callable:
-        return lambda output, pre, fn, base, scale, norm: op(output, pre, fn, base, scale, *numbers, norm)
-
-    run_by = {"triton": run(hc_delayed), "torch": run(reference.hc_delayed)}
+    run_by = {"triton": hc_delayed, "torch": reference.hc_delayed}
     return OpCase("hc_delayed", label, make, run_by, bytes=post_pre.bytes)
 
 

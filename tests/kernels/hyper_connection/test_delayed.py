@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from deepseek_attn.kernels.hyper_connection import SublayerOutput, hc_collapse, hc_delayed, reference
+from deepseek_attn.kernels.hyper_connection import HyperConnection, SublayerOutput, hc_collapse, hc_delayed, reference
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -20,25 +20,23 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def make(T, m, D, dtype=torch.float32, device=None):
-    """A sublayer's output, pre, and the weights with the norm last."""
+    """A sublayer's output, pre, and a hyper-connection with a norm."""
     rows = (2 + m) * m
     shapes = ((T, D), (T, m, D), (T, m), (T, m, m), (T, m), (rows, m * D), (rows,), (3,), (D,))
     y, streams, post, comb, pre, fn, base, scale, norm = (torch.randn(*shape, device=device) for shape in shapes)
     output = SublayerOutput(y.to(dtype), streams.to(dtype), post, comb)
-    return output, pre, (fn * (m * D) ** -0.5 * 2, base, scale, *NUMBERS), norm
+    return output, pre, HyperConnection(fn * (m * D) ** -0.5 * 2, base, scale, *NUMBERS, norm)
 
 
 def test_mix_and_collapse_are_hc_pre():
-    output, _, weights, norm = make(5, 4, 24)
-    x, post, comb = reference.hc_pre(output.streams, *weights, norm)
-    pre = reference.hc_mix(output.streams, *weights)[0]
-    got = hc_delayed(output.streams, pre, *weights, norm)
+    output, _, connection = make(5, 4, 24)
+    x, post, comb = reference.hc_pre(output.streams, connection)
+    pre = reference.hc_mix(output.streams, connection)[0]
+    got = hc_delayed(output.streams, pre, connection)
     for mine, other in ((got.x, x), (got.post, post), (got.comb, comb), (got.pre, pre)):
         assert torch.equal(mine, other)
     updated = reference.hc_post(*output)
-    for mine, other in zip(
-        hc_delayed(output, pre, *weights, norm), hc_delayed(updated, pre, *weights, norm), strict=True
-    ):
+    for mine, other in zip(hc_delayed(output, pre, connection), hc_delayed(updated, pre, connection), strict=True):
         assert torch.equal(mine, other)
     first = torch.zeros(5, 4).index_fill_(1, torch.tensor(0), 1)
     assert torch.equal(hc_collapse(output.streams, first, 1e-20), output.streams[:, 0])
@@ -78,14 +76,14 @@ def check(got, expected, dtype):
 def test_delayed_in_triton(hc, monkeypatch, device, T, shape):
     """Of streams and of an output that updates them; memory that is not written is not read."""
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
-    output, pre, weights, norm = make(T, *shape, dtype, device)
+    output, pre, connection = make(T, *shape, dtype, device)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(NAN))
     for before in (output, output.streams):
-        for weight in (norm, None):
-            got = hc.hc_delayed(before, pre, *weights, weight)
-            check(got, reference.hc_delayed(before, pre, *weights, weight), dtype)
-    for weight in (norm, None):
+        for each in (connection, connection._replace(norm=None)):
+            got = hc.hc_delayed(before, pre, each)
+            check(got, reference.hc_delayed(before, pre, each), dtype)
+    for weight in (connection.norm, None):
         got = hc.hc_collapse(output.streams, pre, 1e-20, weight)
         check([got], [reference.hc_collapse(output.streams, pre, 1e-20, weight)], dtype)
 
@@ -93,30 +91,32 @@ def test_delayed_in_triton(hc, monkeypatch, device, T, shape):
 @pytest.mark.parametrize("T", [1, 9, 100, 700])
 def test_at_the_size_of_v41(gpu, hc, T):
     """As plain torch, with the same bits every time, whatever the other tokens are."""
-    output, pre, weights, norm = make(T, 4, 5120, torch.bfloat16)
-    got = hc.hc_delayed(output, pre, *weights, norm)
-    check(got, reference.hc_delayed(output, pre, *weights, norm), torch.bfloat16)
+    output, pre, connection = make(T, 4, 5120, torch.bfloat16)
+    got = hc.hc_delayed(output, pre, connection)
+    check(got, reference.hc_delayed(output, pre, connection), torch.bfloat16)
     if T > 5:
         output.streams[5] = NAN
         kept = torch.arange(T) != 5
-        for mine, other in zip(hc.hc_delayed(output, pre, *weights, norm), got, strict=True):
+        for mine, other in zip(hc.hc_delayed(output, pre, connection), got, strict=True):
             assert torch.equal(mine[kept], other[kept])
-    first = hc.hc_delayed(output, pre, *weights, norm)
+    first = hc.hc_delayed(output, pre, connection)
     for _ in range(50):
-        for mine, other in zip(hc.hc_delayed(output, pre, *weights, norm), first, strict=True):
+        for mine, other in zip(hc.hc_delayed(output, pre, connection), first, strict=True):
             assert torch.equal(mine.nan_to_num(), other.nan_to_num())
 
 
 @pytest.mark.usefixtures("anywhere")
 def test_no_tokens_and_bad_arguments(hc, device):
-    output, pre, weights, norm = make(3, 4, 32, device=device)
+    output, pre, connection = make(3, 4, 32, device=device)
     none = SublayerOutput(*(part[:0] for part in output))
-    shapes = [tuple(part.shape) for part in hc.hc_delayed(none, pre[:0], *weights, norm)]
+    shapes = [tuple(part.shape) for part in hc.hc_delayed(none, pre[:0], connection)]
     assert shapes == [(0, 4, 32), (0, 32), (0, 4), (0, 4, 4), (0, 4)]
     for words, call in {
-        r"must be contiguous float32 \(3, 4\), got \(2, 4\)": lambda: hc.hc_delayed(output, pre[:2], *weights, norm),
-        r"the norm's weight must be float32 \[32\]": lambda: hc.hc_collapse(output.streams, pre, 1e-20, norm[:3]),
-        r"y, post and comb must be": lambda: hc.hc_delayed(output._replace(y=output.y[:2]), pre, *weights, norm),
+        r"must be contiguous float32 \(3, 4\), got \(2, 4\)": lambda: hc.hc_delayed(output, pre[:2], connection),
+        r"the norm's weight must be float32 \[32\]": lambda: hc.hc_collapse(
+            output.streams, pre, 1e-20, connection.norm[:3]
+        ),
+        r"y, post and comb must be": lambda: hc.hc_delayed(output._replace(y=output.y[:2]), pre, connection),
     }.items():
         with pytest.raises(ValueError, match=words):
             call()
@@ -130,11 +130,11 @@ STEPS = {"one token": 1, "32": 32, "128": 128, "4096": 4096}
 def test_it_compiles(monkeypatch, tmp_path, arch, step):
     monkeypatch.setattr(hyper_connection, "on_gpu", lambda x: True)
     pass_for_gpu(monkeypatch, CAPABILITIES[arch])
-    output, pre, weights, norm = make(STEPS[step], 4, 5120, torch.bfloat16, "meta")
+    output, pre, connection = make(STEPS[step], 4, 5120, torch.bfloat16, "meta")
 
     def call():
-        hyper_connection.hc_delayed(output, pre, *weights, norm)
-        hyper_connection.hc_collapse(output.streams, pre, 1e-20, norm)
+        hyper_connection.hc_delayed(output, pre, connection)
+        hyper_connection.hc_collapse(output.streams, pre, 1e-20, connection.norm)
 
     found = compiled_launches(monkeypatch, [hyper_connection, float32_product], arch, call)
     assert len(found["collapse_kernel"]) == 2

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from deepseek_attn.kernels.hyper_connection import reference
+from deepseek_attn.kernels.hyper_connection import HyperConnection, reference
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -19,11 +19,12 @@ NUMBERS = (1e-6, 1e-6, 20)
 
 
 def make(T, m, D, dtype, device=None):
-    """y, streams, post, comb, then the arguments of ``hc_pre`` after the streams, the norm last."""
+    """y, streams, post and comb; and a hyper-connection with a norm."""
     rows = (2 + m) * m
     shapes = ((T, D), (T, m, D), (T, m), (T, m, m), (rows, m * D), (rows,), (3,), (D,))
     y, streams, post, comb, fn, base, scale, norm = (torch.randn(*shape, device=device) for shape in shapes)
-    return (y.to(dtype), streams.to(dtype), post, comb), (fn * (m * D) ** -0.5 * 2, base, scale, *NUMBERS, norm)
+    hc = HyperConnection(fn * (m * D) ** -0.5 * 2, base, scale, *NUMBERS, norm)
+    return (y.to(dtype), streams.to(dtype), post, comb), hc
 
 
 def relative(got, expected):
@@ -47,21 +48,21 @@ SHAPES = {"V4": (4, 4096), "odd": (4, 100), "three": (3, 72), "one": (1, 64)}
 def test_every_op(gpu, T, dtype, shape):
     (y, streams, post, comb), pre = make(T, *shape, dtype)
     m = shape[0]
-    check(hc.hc_pre(streams, *pre), reference.hc_pre(streams, *pre), dtype)
-    check(hc.hc_pre(streams, *pre[:-1]), reference.hc_pre(streams, *pre[:-1]), dtype)
+    check(hc.hc_pre(streams, pre), reference.hc_pre(streams, pre), dtype)
+    check(hc.hc_pre(streams, pre._replace(norm=None)), reference.hc_pre(streams, pre._replace(norm=None)), dtype)
     check([hc.hc_post(y, streams, post, comb)], [reference.hc_post(y, streams, post, comb)], dtype)
     update = y, streams, post, comb
-    check(hc.hc_post_pre(*update, *pre), reference.hc_post_pre(*update, *pre), dtype)
-    fn, base, scale = pre[0][:m].contiguous(), pre[1][:m].contiguous(), pre[2][:1]
-    for norm in (None, pre[-1]):
-        got = hc.hc_head(streams, fn, base, scale, 1e-6, 1e-6, norm)
-        check([got], [reference.hc_head(streams, fn, base, scale, 1e-6, 1e-6, norm)], dtype)
+    check(hc.hc_post_pre(*update, pre), reference.hc_post_pre(*update, pre), dtype)
+    head = pre._replace(fn=pre.fn[:m].contiguous(), base=pre.base[:m].contiguous(), scale=pre.scale[:1])
+    for norm in (None, pre.norm):
+        head = head._replace(norm=norm)
+        check([hc.hc_head(streams, head)], [reference.hc_head(streams, head)], dtype)
 
 
-def separately(y, streams, post, comb, *pre):
+def separately(y, streams, post, comb, pre):
     """Update, then collapse: the new streams, and what ``hc_pre`` makes of them."""
     streams = hc.hc_post(y, streams, post, comb)
-    return streams, *hc.hc_pre(streams, *pre)
+    return streams, *hc.hc_pre(streams, pre)
 
 
 @pytest.mark.parametrize("both", [separately, hc.hc_post_pre])
@@ -69,27 +70,27 @@ def separately(y, streams, post, comb, *pre):
 def test_a_token_does_not_depend_on_the_others(gpu, T, both):
     """The same bits every time and where others are NaN; alone, the same up to rounding."""
     rows, pre = make(T, 4, 512, torch.bfloat16)
-    together = both(*rows, *pre)
+    together = both(*rows, pre)
     for part in (slice(1), slice(3, 8)):
-        for mine, other in zip(both(*(row[part] for row in rows), *pre), together, strict=True):
+        for mine, other in zip(both(*(row[part] for row in rows), pre), together, strict=True):
             torch.testing.assert_close(mine, other[part], rtol=2**-7, atol=2**-7)
     rows[1][5] = NAN
-    after = both(*rows, *pre)
+    after = both(*rows, pre)
     kept = torch.arange(T) != 5
     for mine, other in zip(after, together, strict=True):
         assert torch.equal(mine[kept], other[kept])
         assert mine[5].isnan().any()
     for _ in range(50):
-        for mine, other in zip(both(*rows, *pre), after, strict=True):
+        for mine, other in zip(both(*rows, pre), after, strict=True):
             assert torch.equal(mine.nan_to_num(), other.nan_to_num())
 
 
 def test_the_projection_is_float32(gpu):
     """With TF32 or bfloat16 weights the logits would be off by 1e-3."""
     (_, streams, _, _), pre = make(300, 4, 1024, torch.bfloat16)
-    fn = pre[0] * 30
-    _, post, comb = hc.hc_pre(streams, fn, *pre[1:])
-    exact = reference.hc_pre(streams.double().float(), fn, *pre[1:])
+    pre = pre._replace(fn=pre.fn * 30)
+    _, post, comb = hc.hc_pre(streams, pre)
+    exact = reference.hc_pre(streams.double().float(), pre)
     torch.testing.assert_close(post, exact[1], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(comb, exact[2], rtol=1e-3, atol=1e-5)
 
@@ -98,15 +99,15 @@ def test_no_tokens_and_strides(gpu):
     (y, streams, post, comb), pre = make(6, 4, 128, torch.bfloat16)
     wide = torch.full((6, 4, 256), NAN).bfloat16()
     wide[..., :128] = streams
-    assert torch.equal(hc.hc_pre(wide[..., :128], *pre)[0], hc.hc_pre(streams, *pre)[0])
+    assert torch.equal(hc.hc_pre(wide[..., :128], pre)[0], hc.hc_pre(streams, pre)[0])
     for both in (separately, hc.hc_post_pre):
-        out = both(y[:0], streams[:0], post[:0], comb[:0], *pre)
+        out = both(y[:0], streams[:0], post[:0], comb[:0], pre)
         assert [tuple(part.shape) for part in out] == [(0, 4, 128), (0, 128), (0, 4), (0, 4, 4)]
     strided = torch.full((6, 256), NAN).bfloat16()
     strided[:, :128] = y
     for mine, other in zip(
-        hc.hc_post_pre(strided[:, :128], wide[..., :128], post, comb, *pre),
-        hc.hc_post_pre(y, streams, post, comb, *pre),
+        hc.hc_post_pre(strided[:, :128], wide[..., :128], post, comb, pre),
+        hc.hc_post_pre(y, streams, post, comb, pre),
         strict=True,
     ):
         assert torch.equal(mine, other)
@@ -116,10 +117,10 @@ def test_no_tokens_and_strides(gpu):
 def test_memory_that_is_not_written_is_not_read(gpu, monkeypatch, T):
     """Partial sums of tiles that are not full, and of channels past the last one."""
     (y, streams, post, comb), pre = make(T, 3, 72, torch.bfloat16)
-    expected = hc.hc_post_pre(y, streams, post, comb, *pre)
+    expected = hc.hc_post_pre(y, streams, post, comb, pre)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(NAN))
-    for mine, other in zip(hc.hc_post_pre(y, streams, post, comb, *pre), expected, strict=True):
+    for mine, other in zip(hc.hc_post_pre(y, streams, post, comb, pre), expected, strict=True):
         assert torch.equal(mine, other)
 
 
@@ -127,19 +128,19 @@ def test_bad_arguments_are_named(monkeypatch):
     monkeypatch.setattr(hc, "on_gpu", lambda x: True)
     (y, streams, post, comb), pre = make(3, 4, 32, torch.bfloat16)
     with pytest.raises(ValueError, match=r"streams must be \[T, m, D\]"):
-        hc.hc_pre(streams[0], *pre)
+        hc.hc_pre(streams[0], pre)
     with pytest.raises(ValueError, match=r"contiguous float32 \[24, 128\], \[24\] and \[3\]"):
-        hc.hc_pre(streams, pre[0][:4], *pre[1:])
+        hc.hc_pre(streams, pre._replace(fn=pre.fn[:4]))
     with pytest.raises(ValueError, match=r"the norm's weight must be float32 \[32\]"):
-        hc.hc_pre(streams, *pre[:-1], pre[-1][:5])
+        hc.hc_pre(streams, pre._replace(norm=pre.norm[:5]))
     with pytest.raises(ValueError, match=r"y, post and comb must be \(3, 32\), \(3, 4\) and \(3, 4, 4\)"):
         hc.hc_post(y[:2], streams, post, comb)
     with pytest.raises(ValueError, match="post and comb must be contiguous float32"):
         hc.hc_post(y, streams, post.double(), comb)
     with pytest.raises(ValueError, match=r"y, post and comb must be"):
-        hc.hc_post_pre(y[:2], streams, post, comb, *pre)
+        hc.hc_post_pre(y[:2], streams, post, comb, pre)
     with pytest.raises(ValueError, match=r"contiguous float32 \[24, 128\]"):
-        hc.hc_post_pre(y, streams, post, comb, pre[0][:4], *pre[1:])
+        hc.hc_post_pre(y, streams, post, comb, pre._replace(fn=pre.fn[:4]))
 
 
 FEW, MANY = {"mix_kernel"}, {"product_kernel", "split_weight_kernel"}
@@ -161,7 +162,7 @@ def test_it_compiles(monkeypatch, tmp_path, arch, step):
 
     def call():
         hc.hc_post(*update)
-        hc.hc_post_pre(*update, *pre)
+        hc.hc_post_pre(*update, pre)
 
     found = compiled_launches(monkeypatch, [hc, float32_product], arch, call)
     assert set(found) == {"post_kernel", "collapse_kernel"} | products
@@ -176,7 +177,7 @@ def test_rounds_wait_for_no_other_thread(monkeypatch):
     monkeypatch.setattr(hc, "on_gpu", lambda x: True)
     pass_for_gpu(monkeypatch, (9, 0))
     update, pre = make(1, 4, 4096, torch.bfloat16, "meta")
-    found = compiled_launches(monkeypatch, [hc], "sm90", lambda: hc.hc_post_pre(*update, *pre))
+    found = compiled_launches(monkeypatch, [hc], "sm90", lambda: hc.hc_post_pre(*update, pre))
     (kernel,) = found["collapse_kernel"]
     (loop,) = re.findall(r"Loop Header(.*?)bra", kernel.asm["ptx"], re.DOTALL)
     assert loop.count("rcp.approx") == 8
