@@ -72,10 +72,10 @@ def sparse_attention_paged(
     d_v: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`sparse_attention` over entries of one or two pools of one record, under one softmax.
+    """`sparse_attention` over entries of one or two pools, under one softmax.
 
     Args:
-        keys: for V4 the window, then compressed entries.
+        keys: for V4 the window, then compressed entries: of one record, or ``fp8_v41`` and ``fp4_v41``.
         q, scale, sink, d_v, out: as in `sparse_attention`; ``d`` is ``record.dim``.
 
     Returns:

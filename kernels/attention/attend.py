@@ -33,15 +33,20 @@ from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 
+V41_PAIR = {"fp8_v41", "fp4_v41"}  # the only records that one launch reads together
+
+
 @dataclass(frozen=True)
 class _Keys:
     """Checked keys as the kernels read them.
 
     Attributes:
         pool: elements of the keys' dtype, or bytes; stride: from one page of ``entries`` to the next, in elements.
+        layout: of an entry.
         limit: entries in the pool; indices, lens: as in `PagedKeys`, rows and lengths contiguous.
     """
 
+    layout: _EntryLayout
     pool: Tensor
     entries: int
     stride: int
@@ -92,9 +97,8 @@ def sparse_attention(
     indices, lens, sink = _rows_contiguous(indices), _contiguous(lens), _contiguous(sink)
     if config is None and supports_rows_hopper(q, kv, indices, d_v, gpu(q.device)):
         return _launch_rows_hopper(q, kv, indices, scale, sink, lens, _checked_out(q, d_v, out), max_logits)
-    keys = _Keys(kv, 1, kv.stride(0), kv.shape[0], indices, lens)
-    layout = _EntryLayout(q.shape[2], q.shape[2])
-    return _attend(q, [keys], layout, scale, sink, d_v, out, config, max_logits)
+    keys = _Keys(_EntryLayout(q.shape[2], q.shape[2]), kv, 1, kv.stride(0), kv.shape[0], indices, lens)
+    return _attend(q, [keys], scale, sink, d_v, out, config, max_logits)
 
 
 def sparse_attention_paged(
@@ -109,19 +113,19 @@ def sparse_attention_paged(
     """`kernels.attention.sparse_attention_paged`; ``config`` as in `sparse_attention`."""
     if not 1 <= len(keys) <= 2:
         raise ValueError(f"one or two pools share a softmax, got {len(keys)}")
-    record = keys[0].record
-    if any(pool_keys.record != record for pool_keys in keys):
-        raise ValueError(f"all pools must hold the same record, got {[pool_keys.record for pool_keys in keys]}")
-    layout = _entry_layout(record)
+    records = [pool_keys.record for pool_keys in keys]
+    if any(record != records[0] for record in records) and {record.name for record in records} != V41_PAIR:
+        raise ValueError(f"two pools must hold the same record, or those of DeepSeek-V4.1, got {records}")
     for pool_keys in keys:
         _check_query(q, sink, pool_keys.indices, pool_keys.lens)
     checked_keys = [_checked_keys(pool_keys) for pool_keys in keys]
-    if record.dim != q.shape[2]:
-        raise ValueError(f"the record holds {record.dim} channels and q {tuple(q.shape)} has {q.shape[2]}")
-    d_v = record.dim if d_v is None else d_v
-    if not 0 < d_v <= record.dim:
-        raise ValueError(f"d_v must be in 1 .. {record.dim}, got {d_v}")
-    return _attend(q, checked_keys, layout, scale, _contiguous(sink), d_v, out, config)
+    dim = q.shape[2]
+    if any(record.dim != dim for record in records):
+        raise ValueError(f"the records hold {[r.dim for r in records]} channels and q {tuple(q.shape)} has {dim}")
+    d_v = dim if d_v is None else d_v
+    if not 0 < d_v <= dim:
+        raise ValueError(f"d_v must be in 1 .. {dim}, got {d_v}")
+    return _attend(q, checked_keys, scale, _contiguous(sink), d_v, out, config)
 
 
 def _entry_layout(record: CacheRecord) -> _EntryLayout:
@@ -132,8 +136,10 @@ def _entry_layout(record: CacheRecord) -> _EntryLayout:
         layout, most = _EntryLayout(nope, nope + 2 * rope, nope, 64), 512  # 8 scale bytes are read at once
     elif record.name == "fp8_v32":
         layout, most = _EntryLayout(nope, record.entry_bytes, nope + nope // 32, 128), 1 << 16
+    elif record.name in V41_PAIR:
+        return _EntryLayout(record.dim, record.row_bytes[0], group=32 if record.name == "fp8_v41" else 16)
     else:
-        raise ValueError(f"records that are read are plain, fp8_v4 and fp8_v32, got {record.name!r}")
+        raise ValueError(f"records that are read are plain, fp8_v4, fp8_v32, fp8_v41 and fp4_v41, got {record.name!r}")
     if nope > most or rope % 16:
         raise ValueError(
             f"{record.name} is read with up to {most} quantised and a multiple of 16 rotated channels, got {record}"
@@ -143,18 +149,17 @@ def _entry_layout(record: CacheRecord) -> _EntryLayout:
 
 def _checked_keys(keys: PagedKeys) -> _Keys:
     record, pool, n = keys.record, keys.pool, keys.entries
-    unit = record.dtype.itemsize if record.name == "plain" else 8 if record.name == "fp8_v4" else 4
+    unit = record.dtype.itemsize if record.name == "plain" else {"fp8_v4": 8, "fp8_v32": 4}.get(record.name, 1)
     check_pool(record, pool, n, unit)
     if record.name == "plain":
         pool = pool[:, : pool.shape[1] // unit * unit].view(record.dtype)
     indices, lens = _rows_contiguous(keys.indices), _contiguous(keys.lens)
-    return _Keys(pool, n, pool.stride(0), pool.shape[0] * n, indices, lens)
+    return _Keys(_entry_layout(record), pool, n, pool.stride(0), pool.shape[0] * n, indices, lens)
 
 
 def _attend(
     q: Tensor,
     keys: list[_Keys],
-    layout: _EntryLayout,
     scale: float,
     sink: Tensor | None,
     d_v: int,
@@ -171,39 +176,37 @@ def _attend(
             max_logits.fill_(float("-inf"))
         return out.zero_(), lse.fill_(float("inf"))
     q = q if q.stride(2) == 1 else q.contiguous()
-    dtype = dot_dtype(q.dtype, keys[0].pool.dtype, layout.group)
+    dtype = dot_dtype(q.dtype, keys[0].pool.dtype, keys[0].layout.group)
     if config is None:
         width = sum(pool_keys.indices.shape[1] for pool_keys in keys)
-        hopper = _fits_hopper(keys, layout, dtype, sink, dim, d_v)
+        hopper = _fits_hopper(keys, dtype, sink, dim, d_v)
         config = choose_config(planned_rows(T), H, dim, width, dtype, hopper, gpu(q.device))
     if config.splits == 1:
-        _launch(q, keys, layout, dtype, scale, sink, d_v, out, out, lse, max_logits, config)
+        _launch(q, keys, dtype, scale, sink, d_v, out, out, lse, max_logits, config)
         return out, lse
     partial_dtype = torch.float16 if dtype == torch.float16 else torch.float32
     partials = torch.empty(T, config.splits, H, d_v, dtype=partial_dtype, device=q.device)
     partial_lse = torch.empty(T, config.splits, H, dtype=torch.float32, device=q.device)
     partial_max = None if max_logits is None else torch.empty_like(partial_lse)
-    _launch(q, keys, layout, dtype, scale, sink, d_v, out, partials, partial_lse, partial_max, config)
+    _launch(q, keys, dtype, scale, sink, d_v, out, partials, partial_lse, partial_max, config)
     _combine(partials, partial_lse, sink, out, lse)
     if max_logits is not None:
         torch.amax(partial_max, 1, out=max_logits)
     return out, lse
 
 
-def _fits_hopper(
-    keys: list[_Keys], layout: _EntryLayout, dtype: torch.dtype, sink: Tensor | None, dim: int, d_v: int
-) -> bool:
+def _fits_hopper(keys: list[_Keys], dtype: torch.dtype, sink: Tensor | None, dim: int, d_v: int) -> bool:
     """Whether `attend_hopper_kernel` or `attend_v32_hopper_kernel` supports these arguments.
 
     The latter reads entries 16 bytes at a time, which are aligned where pages are.
     """
+    first, layout = keys[0], keys[0].layout
     if dim - layout.nope != 64:
         return False
     if layout.group == 64:
         return dtype == torch.float16 and dim in (128, 256, 512)
     if layout.group != 128 or dtype != torch.bfloat16 or layout.nope not in (256, 512) or d_v != layout.nope:
         return False
-    first = keys[0]
     return len(keys) == 1 and sink is None and first.pool.data_ptr() % 16 == 0 and first.stride % 16 == 0
 
 
@@ -242,7 +245,6 @@ def _combine(partials: Tensor, partial_lse: Tensor, sink: Tensor | None, out: Te
 def _launch(
     q: Tensor,
     keys: list[_Keys],
-    layout: _EntryLayout,
     dtype: torch.dtype,
     scale: float,
     sink: Tensor | None,
@@ -258,7 +260,7 @@ def _launch(
     ``partial_max``: as ``partial_lse``, for the largest logits; only without ``config.hopper``.
     """
     T, H, dim = q.shape
-    first, second = keys[0], keys[-1]
+    first, second, layout = keys[0], keys[-1], keys[0].layout
     pdl = supports_pdl(q.device)
     grid = (T, config.splits, triton.cdiv(H, config.heads))
     arguments = (
@@ -343,6 +345,8 @@ def _launch(
         ROPE=layout.rope,
         FP8=layout.group > 0,
         GROUP=layout.group,
+        ROW1=second.layout.row,
+        GROUP1=second.layout.group,
         NATIVE_FP8=has_native_fp8(q.device),
         DTYPE=TRITON_DTYPES[dtype],
         PRECISION="tf32x3" if dtype == torch.float32 else None,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deepseek_attn.kernels.common.fp8 import decode_e4m3
+from deepseek_attn.kernels.common.fp8 import decode_e2m1, decode_e4m3, decode_e8m0
 from deepseek_attn.kernels.common.row_ops import begin
 from deepseek_attn.kernels.common.triton_types import LOG2E
 
@@ -37,14 +37,29 @@ def _load_piece(
     """Keys ``[BLOCK_N, WIDTH]`` of channels from ``START`` on; zeros where not ``valid`` and from ``LIMIT`` on.
 
     ``row`` points at the keys. ``GROUP`` channels share a scale: e8m0 bytes in one int64 ``scales`` for groups of 64,
-    float32 behind the ``LIMIT`` values of the key for groups of 128.
+    float32 behind the ``LIMIT`` values of the key for groups of 128. For smaller groups ``scales`` points at bytes, e8m0
+    of groups of 32, e4m3 of groups of 16, whose values are pairs of e2m1.
     """
     column = tl.arange(0, WIDTH)
     mask = valid[:, None]
     if START + WIDTH > LIMIT:
         mask = mask & (START + column < LIMIT)[None, :]
-    value = tl.load(row[:, None] + (START + column)[None, :], mask=mask, other=0)
-    if FP8 and GROUP == 128:
+    if FP8 and GROUP == 16:
+        pair = START // 2 + tl.arange(0, WIDTH // 2)
+        value = decode_e2m1(tl.load(row[:, None] + pair[None, :], mask=valid[:, None], other=0))
+    else:
+        value = tl.load(row[:, None] + (START + column)[None, :], mask=mask, other=0)
+    if FP8 and GROUP < 64:
+        group = START // GROUP + tl.arange(0, WIDTH // GROUP)
+        byte = tl.load(scales[:, None] + group[None, :], mask=valid[:, None], other=0)
+        if GROUP == 16:
+            scale = decode_e4m3(byte, NATIVE_FP8, tl.float32)
+        else:
+            value = decode_e4m3(value, NATIVE_FP8, tl.float16).to(tl.float32)
+            scale = decode_e8m0(byte)
+        value = tl.reshape(value, (row.shape[0], WIDTH // GROUP, GROUP)) * scale[:, :, None]
+        value = tl.reshape(value, (row.shape[0], WIDTH))
+    elif FP8 and GROUP == 128:
         # a scale that is no power of two: the product is rounded to bfloat16, as FlashMLA rounds it
         at = (row + LIMIT).to(tl.pointer_type(tl.float32)) + START // 128
         scale = tl.load(at, mask=valid, other=0)
@@ -102,6 +117,8 @@ def attend_kernel(
     ROPE: tl.constexpr,
     FP8: tl.constexpr,
     GROUP: tl.constexpr,
+    ROW1: tl.constexpr,
+    GROUP1: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -117,9 +134,11 @@ def attend_kernel(
 ):
     """Attends heads of query ``program 0`` to split ``program 1`` of its keys; without SPLIT the result is final.
 
+    The second pool's entries may be another record's, of ``ROW1`` elements and groups of ``GROUP1``, both below 64.
     ``max_ptr`` is None or where the largest logits go, which lie as ``lse_ptr``'s do.
     """
     END: tl.constexpr = NOPE if FP8 else DIM
+    TWO_RECORDS: tl.constexpr = POOLS == 2 and GROUP1 != GROUP
     t = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -169,6 +188,8 @@ def attend_kernel(
                 page = tl.where(in_first, page, (slot // N1).to(tl.int64))
                 entry = tl.where(in_first, entry, slot % N1)
                 scale_start = tl.where(in_first, N0 * ROW, N1 * ROW)
+            if TWO_RECORDS:
+                scale_start = tl.where(in_first, N0 * ROW, N1 * ROW1)
         else:
             slot = tl.load(indices0_ptr + t * indices_stride0 + column, mask=column < len0, other=-1)
             valid = (slot >= 0) & (slot < limit0)
@@ -182,6 +203,14 @@ def attend_kernel(
         scales = valid
         if FP8 and GROUP == 64:
             scales = tl.load((start + scale_start).to(tl.pointer_type(tl.int64)) + entry, mask=valid, other=0)
+        elif FP8 and GROUP < 64:
+            scales = start + scale_start + entry * (DIM // GROUP)
+        of_first, of_second = valid, valid
+        if TWO_RECORDS:
+            row = tl.where(in_first, row, start + entry * ROW1)
+            scales = tl.where(in_first, scales, start + scale_start + entry * (DIM // GROUP1))
+            place = tl.zeros_like(slot) + tile
+            of_first, of_second = valid & (place < tiles0), valid & (place >= tiles0)
 
         keys = ()
         logits = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
@@ -190,7 +219,10 @@ def attend_kernel(
                 rope = (row + ROPE).to(tl.pointer_type(tl.bfloat16)) - NOPE
                 key = _load_piece(rope, scales, valid, STARTS[i], WIDTHS[i], DIM, False, GROUP, NATIVE_FP8, DTYPE)
             else:
-                key = _load_piece(row, scales, valid, STARTS[i], WIDTHS[i], END, FP8, GROUP, NATIVE_FP8, DTYPE)
+                key = _load_piece(row, scales, of_first, STARTS[i], WIDTHS[i], END, FP8, GROUP, NATIVE_FP8, DTYPE)
+            if TWO_RECORDS:
+                other = _load_piece(row, scales, of_second, STARTS[i], WIDTHS[i], END, FP8, GROUP1, NATIVE_FP8, DTYPE)
+                key = tl.where(in_first, key, other)
             logits = tl.dot(q_tile[i], tl.trans(key), logits, input_precision=PRECISION)
             keys += (key,)
 

@@ -14,7 +14,7 @@ class PagedKeys(NamedTuple):
     """Keys that each of ``T`` queries reads from one pool of cache pages.
 
     Attributes:
-        record: byte layout of an entry: ``plain``, ``fp8_v4`` or ``fp8_v32``.
+        record: byte layout of an entry: ``plain``, ``fp8_v4``, ``fp8_v32``, ``fp8_v41`` or ``fp4_v41``.
         pool: uint8 ``[pages, at least entries * record.entry_bytes]`` with contiguous pages; the page stride is free.
         entries: per page.
         indices: integer ``[T, K]`` slots, ``page * entries + offset``; -1 for none.

@@ -3,10 +3,12 @@
 import torch
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord
+from deepseek_attn.cache.records_v41 import Fp4V41Record, Fp8V41Record
 from deepseek_attn.kernels.attention import PagedKeys
 
 V4 = Fp8DsMlaRecord(448, 64)
 TINY = Fp8DsMlaRecord(64, 64)
+V41 = {dim: (Fp8V41Record(dim), Fp4V41Record(dim)) for dim in (96, 512)}
 NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
 LIMIT = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-5}
 

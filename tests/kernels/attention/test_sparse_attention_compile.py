@@ -41,8 +41,9 @@ def compiled(kernel, pointers, constants, capability, warps, stages=1):
     )
 
 
-def compiled_attention(capability, T, H, q, keys, fp8, pools, dim=512, hopper=False, max_logits=False):
-    dtype, nope = dot_dtype(q, keys, 64 * fp8), dim - 64 if fp8 else dim
+def compiled_attention(capability, T, H, q, keys, fp8, pools, dim=512, hopper=False, max_logits=False, v41=False):
+    group, group1 = (32, 16) if v41 else (64 * fp8, 64 * fp8)
+    dtype, nope = dot_dtype(q, keys, group), dim - 64 if fp8 and not v41 else dim
     config = choose_config(T, H, dim, 640, dtype, hopper, GPU(capability, 132))
     split = config.splits > 1
     out = dtype if split and dtype == torch.float16 else torch.float32 if split else q
@@ -50,7 +51,7 @@ def compiled_attention(capability, T, H, q, keys, fp8, pools, dim=512, hopper=Fa
     pointers = dict.fromkeys(("indices0_ptr", "indices1_ptr", "lens0_ptr", "lens1_ptr"), "*i32")
     pointers |= {"q_ptr": f"*{NAMES[q]}", "pool0_ptr": pool, "pool1_ptr": pool, "out_ptr": f"*{NAMES[out]}"}
     pointers |= {"sink_ptr": "*fp32", "lse_ptr": "*fp32"}
-    constants = {"NOPE": nope, "N0": 64, "N1": 2 if fp8 else 64, "POOLS": pools, "SPLIT": split, "HAS_SINK": True}
+    constants = {"NOPE": nope, "N0": 64, "N1": 2 if fp8 and not v41 else 64, "POOLS": pools, "SPLIT": split, "HAS_SINK": True}
     constants |= {"HAS_LENS0": True, "HAS_LENS1": True}
     if config.hopper:
         assert not max_logits
@@ -58,7 +59,8 @@ def compiled_attention(capability, T, H, q, keys, fp8, pools, dim=512, hopper=Fa
     pointers, constants = with_max_logits(max_logits, pointers, constants)
     starts, widths = pieces(nope, dim, config.piece)
     constants |= {"DIM": dim, "D_V": dim, "STARTS": starts, "WIDTHS": widths, "V_PIECES": len(starts)}
-    constants |= {"ROW": nope + 128 if fp8 else dim, "ROPE": nope, "FP8": fp8, "GROUP": 64 * fp8}
+    row, row1 = (dim, dim // 2) if v41 else 2 * [nope + 128 if fp8 else dim]
+    constants |= {"ROW": row, "ROPE": nope, "FP8": fp8, "GROUP": group, "ROW1": row1, "GROUP1": group1}
     constants |= {"NATIVE_FP8": capability >= (8, 9)}
     constants |= {
         "DTYPE": triton.language.dtype(NAMES[dtype]),
@@ -79,6 +81,7 @@ SHAPES = {
     "bf16 rows, 64 heads": {"T": 256, "H": 64, "q": torch.bfloat16, "keys": torch.bfloat16, "fp8": False, "pools": 1},
     "float32 rows": {"T": 9, "H": 64, "q": torch.float32, "keys": torch.float32, "fp8": False, "pools": 1},
 }
+SHAPES |= {f"V4.1, {H} heads": SHAPES["fp8 pages, 64 heads"] | {"H": H, "v41": True} for H in (8, 64)}
 SHAPES["bf16 rows, max_logits"] = SHAPES["bf16 rows, 64 heads"] | {"max_logits": True}
 SHAPES["float32 rows, max_logits"] = SHAPES["float32 rows"] | {"max_logits": True}
 

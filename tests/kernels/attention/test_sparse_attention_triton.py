@@ -7,7 +7,18 @@ import torch
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord, PlainRecord
 from deepseek_attn.kernels.attention import PagedKeys, reference
-from tests.kernels.attention.sparse_attention_cases import HUGE, INF, LIMIT, NAN, TINY, V4, check, hostile, make_pool
+from tests.kernels.attention.sparse_attention_cases import (
+    HUGE,
+    INF,
+    LIMIT,
+    NAN,
+    TINY,
+    V4,
+    V41,
+    check,
+    hostile,
+    make_pool,
+)
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -101,6 +112,23 @@ def test_workspace_rows(gpu, H, K, dtype):
     indices, lens = hostile(T, K, torch.arange(1, 2000, 2), 0)
     got = sparse_attention(q, kv, indices, 512**-0.5, sink, lens)
     check(got, reference.sparse_attention(q.float(), kv, indices, 512**-0.5, sink, lens), LIMIT[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("T", "H", "dim", "widths", "n", "config"), [
+    (1, 5, 96, (9, 33), (3, 5), None), (3, 20, 512, (33, 70), (64, 32), LaunchConfig(16, 16, 4, 1)),
+    (2, 3, 512, (40, 65), (64, 128), LaunchConfig(16, 16, 4, 1, 128, 3)), (3, 2, 96, (1, 40), (2, 7), None),
+    (9, 64, 512, (128, 512), (64, 128), None), (300, 64, 512, (128, 513), (64, 256), None),
+], ids=str)  # fmt: skip
+def test_the_records_of_v41(device, T, H, dim, widths, n, config, dtype):
+    """Window keys of FP8 and entries of FP4 under one softmax, in either order, or one of them alone."""
+    if device.type != "cuda" and (os.environ.get("TRITON_INTERPRET") != "1" or dtype != torch.float32 or T > 8):
+        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1, which multiplies float32")
+    with device:
+        q, sink = torch.randn(T, H, dim).to(dtype), torch.randn(H)
+        pools = [make_pool(r, T, K, entries, 99) for r, K, entries in zip(V41[dim], widths, n, strict=True)]
+        for some in (pools, pools[::-1], pools[:1], pools[1:]):
+            check(paged(q, some, sink, config=config), paged_reference(q, some, sink), LIMIT[dtype])
 
 
 @pytest.mark.parametrize(("T", "H", "K", "config"), [

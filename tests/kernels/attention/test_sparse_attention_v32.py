@@ -38,10 +38,10 @@ def test_v32_entries_compile(arch, shape):
     pointers |= {"lens0_ptr": "*i32", "lens1_ptr": "*i32"}
     constants = {"DIM": 576, "D_V": 512, "NOPE": 512, "STARTS": starts, "WIDTHS": widths, "ROW": 656, "ROPE": 528}
     constants |= {"V_PIECES": sum(start < 512 for start in starts), "N0": 64, "N1": 64, "POOLS": 1, "SPLIT": False}
-    constants |= {"FP8": True, "GROUP": 128, "NATIVE_FP8": CAPABILITIES[arch] >= (8, 9), "PRECISION": None}
+    constants |= {"FP8": True, "GROUP": 128, "ROW1": 656, "GROUP1": 128, "PRECISION": None}
     constants |= {"DTYPE": triton.language.bfloat16, "HAS_SINK": False, "HAS_LENS0": False, "HAS_LENS1": False}
     constants |= {"BLOCK_H": config.heads, "BLOCK_N": config.keys, "STAGES": config.stages, "PDL": False}
-    constants |= {"max_ptr": None}
+    constants |= {"max_ptr": None, "NATIVE_FP8": CAPABILITIES[arch] >= (8, 9)}
     kernel = compiled(attend_kernel, pointers, constants, CAPABILITIES[arch], config.warps, config.stages)
     assert kernel.metadata.shared <= SHARED[arch] * 1024
     assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80")
