@@ -32,7 +32,6 @@ from deepseek_attn.kernels.common.invariance import planned_rows
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
-
 V41_PAIR = {"fp8_v41", "fp4_v41"}  # the only records that one launch reads together
 
 

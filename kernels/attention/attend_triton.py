@@ -37,8 +37,8 @@ def _load_piece(
     """Keys ``[BLOCK_N, WIDTH]`` of channels from ``START`` on; zeros where not ``valid`` and from ``LIMIT`` on.
 
     ``row`` points at the keys. ``GROUP`` channels share a scale: e8m0 bytes in one int64 ``scales`` for groups of 64,
-    float32 behind the ``LIMIT`` values of the key for groups of 128. For smaller groups ``scales`` points at bytes, e8m0
-    of groups of 32, e4m3 of groups of 16, whose values are pairs of e2m1.
+    float32 behind the ``LIMIT`` values of the key for groups of 128. For smaller groups ``scales`` points at bytes:
+    e8m0 of groups of 32, e4m3 of groups of 16, whose values are pairs of e2m1.
     """
     column = tl.arange(0, WIDTH)
     mask = valid[:, None]

@@ -19,6 +19,7 @@ from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.linear.formats import (
     FP4_GROUP,
     FP8_BLOCK,
+    FP8_GROUPS,
     FP8_INPUT_GROUP,
     QUANTIZE_ABOVE,
     Segment,
@@ -30,6 +31,7 @@ from deepseek_attn.kernels.linear.formats import (
 __all__ = [
     "FP4_GROUP",
     "FP8_BLOCK",
+    "FP8_GROUPS",
     "FP8_INPUT_GROUP",
     "QUANTIZE_ABOVE",
     "QuantizedRows",
@@ -109,7 +111,7 @@ def empty_quantized(x: Tensor, segments: Sequence[Segment], pow2_scales: bool = 
     None where that saves nothing: a segment does not read FP8 inputs or is not computed by Triton, or there are so few
     tokens that the products quantise their input as they read it.
     """
-    if not quantizes_once(len(x)) or not all(_in_triton(segment) and segment.reads_fp8 for segment in segments):
+    if not quantizes_once(len(x)) or not all(_in_triton(segment) and segment.reads_fp8_once for segment in segments):
         return None
     from deepseek_attn.kernels.linear.launch import empty_quantized_rows
 
@@ -150,7 +152,7 @@ def grouped_linear(
     if scale is not None and _in_triton(Segment(weight, scale, fp8_group=fp8_group)):
         from deepseek_attn.kernels.linear.grouped import grouped_linear as op
 
-        return op(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales)
+        return op(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, fp8_group)
     from deepseek_attn.kernels.linear import reference
 
     return reference.grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, fp8_group)
@@ -171,7 +173,7 @@ def grouped_linear_quantized(
     if scale is not None and _in_triton(Segment(weight, scale, fp8_group=fp8_group)):
         from deepseek_attn.kernels.linear.grouped import grouped_linear_quantized as op
 
-        return op(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales)
+        return op(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, fp8_group)
     return grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, fp8_group), None
 
 
@@ -182,9 +184,7 @@ def _in_triton(segment: Segment) -> bool:
         return False
     if scale is None:
         return weight.dtype in (torch.bfloat16, torch.float16)
-    if segment.fp8_group != FP8_INPUT_GROUP:
-        return False
-    return weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
+    return weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and segment.fp8_group in FP8_GROUPS
 
 
 def _in_torch(x: Tensor, segment: Segment, pow2_scales: bool, quantized: QuantizedRows | None) -> Tensor:

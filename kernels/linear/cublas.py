@@ -73,7 +73,7 @@ def _product(x: Tensor, segment: Segment, quantized: QuantizedRows | None) -> Te
     if not cublas_is_faster(len(x), *weight.shape, fp8=segment.scale is not None, hopper=hopper):
         return None
     if segment.scale is not None:
-        if not segment.fp8_input or not scaled_mm_fits(weight, out_dtype):
+        if not segment.reads_fp8_once or not scaled_mm_fits(weight, out_dtype):
             return None
         rows = padded_rows(quantized)
         out = torch.empty(len(rows.values), len(weight), dtype=out_dtype, device=x.device)

@@ -13,6 +13,7 @@ from deepseek_attn.kernels.common.quant import decode_e8m0, dequantize_fp4, dequ
 FP8_BLOCK = (128, 128)  # rows and columns of an FP8 weight that share a scale; V4.1: 32
 FP4_GROUP = 32  # input channels of an FP4 weight row that share a scale
 FP8_INPUT_GROUP = 128  # input channels of a token that share a scale
+FP8_GROUPS = (FP8_INPUT_GROUP, 32)  # what Triton's kernels take in its place
 QUANTIZE_ABOVE = 8  # tokens up to which each Triton program quantises the part of the input that it reads
 
 
@@ -22,12 +23,12 @@ class Segment:
 
     Attributes:
         weight: ``[N, K]`` of a float dtype; or float8_e4m3fn; or packed FP4, uint8 ``[N, K / 2]``.
-        scale: float32 ``[ceil(N / 128), ceil(K / 128)]`` of an FP8 weight, e8m0 bytes ``[N, K / 32]`` of an FP4 one;
-            None for a plain weight.
+        scale: float32 ``[ceil(N / fp8_group), ceil(K / fp8_group)]`` of an FP8 weight, e8m0 bytes ``[N, K / 32]`` of
+            an FP4 one; None for a plain weight.
         fp8_input: quantise the input to FP8 per token and ``fp8_group`` channels; for quantised weights only.
         out_dtype: of the output; None means that of the input.
-        fp8_group: channels of an FP8 input, and rows and columns of an FP8 weight, that share a scale: 128, or in plain
-            torch any number.
+        fp8_group: channels of an FP8 input, and rows and columns of an FP8 weight, that share a scale: 128 or 32, or in
+            plain torch any number.
     """
 
     weight: Tensor
@@ -40,6 +41,11 @@ class Segment:
     def reads_fp8(self) -> bool:
         """The product reads its input quantised to FP8."""
         return self.fp8_input and self.scale is not None
+
+    @property
+    def reads_fp8_once(self) -> bool:
+        """It reads it quantised by a launch before: in groups of 32, programs always quantise what they read."""
+        return self.reads_fp8 and self.fp8_group == FP8_INPUT_GROUP
 
 
 def quantizes_once(num_tokens: int) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.linear.cublas import padded_rows, scaled_mm, scaled_mm_fits
-from deepseek_attn.kernels.linear.formats import quantizes_once
+from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, quantizes_once
 from deepseek_attn.kernels.linear.launch import (
     FP8Product,
     Products,
@@ -36,10 +36,13 @@ def grouped_linear(
     cos_sin: Tensor | None = None,
     fp8_input: bool = False,
     pow2_scales: bool = True,
+    fp8_group: int = FP8_INPUT_GROUP,
     config: LaunchConfig | HopperLaunchConfig | None = None,
 ) -> Tensor:
     """See `deepseek_attn.kernels.linear.grouped_linear`; for FP8 weights. ``config`` overrides cuBLAS and tiling."""
-    return _grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, config, False)[0]
+    return _grouped_linear(
+        o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, fp8_group, config, False
+    )[0]
 
 
 def grouped_linear_quantized(
@@ -51,10 +54,13 @@ def grouped_linear_quantized(
     cos_sin: Tensor | None = None,
     fp8_input: bool = False,
     pow2_scales: bool = True,
+    fp8_group: int = FP8_INPUT_GROUP,
     config: HopperLaunchConfig | None = None,
 ) -> tuple[Tensor, QuantizedRows | None]:
     """See `deepseek_attn.kernels.linear.grouped_linear_quantized`."""
-    return _grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, config, True)
+    return _grouped_linear(
+        o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, fp8_group, config, True
+    )
 
 
 def _grouped_linear(
@@ -66,12 +72,13 @@ def _grouped_linear(
     cos_sin: Tensor | None,
     fp8_input: bool,
     pow2_scales: bool,
+    fp8_group: int,
     config: LaunchConfig | HopperLaunchConfig | None,
     quantize_output: bool,
 ) -> tuple[Tensor, QuantizedRows | None]:
     M, H, d = _checked_shape(o, groups, positions, cos_sin)
     K, N = H // groups * d, weight.shape[0]
-    check_fp8_weight(weight, scale, K, fp8_input)
+    check_fp8_weight(weight, scale, K, fp8_input, fp8_group)
     if N % groups:
         raise ValueError(f"a weight of {N} rows cannot be divided into {groups} groups")
     x = o.flatten(1) if o.stride(1) == d and o.stride(2) == 1 else o.contiguous().flatten(1)
@@ -81,11 +88,11 @@ def _grouped_linear(
     rope = None if positions is None or cos_sin is None else Rope(positions, cos_sin, d)
     # not in the product, unlike `linear`: many programs read each head, which took 5 us more for 8 tokens
     quantized = None
-    if fp8_input and (rope is not None or quantizes_once(M)):
+    if fp8_input and fp8_group == FP8_INPUT_GROUP and (rope is not None or quantizes_once(M)):
         quantized = quantize_rows(x, pow2_scales, groups, rope)
     elif rope is not None:
         x = rotate_rows(x, rope)
-    products = Products([FP8Product(weight, scale, out)], fp8_input=fp8_input)
+    products = Products([FP8Product(weight, scale, out)], fp8_input=fp8_input, fp8_group=fp8_group)
     hopper = fits_hopper(x, products, quantized, N // groups)
     block = weight[: N // groups]
     if quantized is not None and config is None:

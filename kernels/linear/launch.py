@@ -15,6 +15,7 @@ from deepseek_attn.kernels.common.device import fp8_view, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant, planned_rows
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
+from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP
 from deepseek_attn.kernels.linear.launch_config import LaunchConfig, choose_config
 from deepseek_attn.kernels.linear.linear_triton import multi_linear_kernel
 from deepseek_attn.kernels.linear.quantize_triton import quantize_input_kernel
@@ -42,12 +43,13 @@ class Products(NamedTuple):
 
     Attributes:
         fp8, plain: the products; weights and outputs of each list have the same dtypes.
-        fp8_input: the FP8 weights' input is quantised to FP8.
+        fp8_input: the FP8 weights' input is quantised to FP8; fp8_group: as in `Segment`.
     """
 
     fp8: Sequence[FP8Product]
     plain: Sequence[PlainProduct] = ()
     fp8_input: bool = True
+    fp8_group: int = FP8_INPUT_GROUP
 
 
 class DotPlan(NamedTuple):
@@ -97,7 +99,7 @@ def launch_products(
         quantized: x quantised already, ``[M, K]`` or ``[groups, M, K]``; None: programs quantise as they read.
         groups: number of diagonal blocks of the FP8 weight, which is then the only one.
     """
-    fp8, plain, fp8_input = products
+    fp8, plain, fp8_input, fp8_group = products
     capability, multiprocessors = gpu(x.device)
     native, pdl = capability >= (8, 9), capability >= (9, 0)
     M, K = x.shape[0], x.shape[1] // groups
@@ -162,6 +164,7 @@ def launch_products(
         PLAIN_PRECISION=plain_dot.precision,
         BLOCK_M=config.tokens,
         BLOCK_N=config.rows,
+        FP8_GROUP=fp8_group,
         PLAIN_BLOCK_N=config.plain_rows,
         PLAIN_BLOCK_K=config.plain_channels,
         STAGES=config.stages,

@@ -32,7 +32,7 @@ def fits_hopper(x: Tensor, products: Products, quantized: QuantizedRows | None, 
     It needs compute capability 9.0, a quantised input, outputs of 16 bits from FP8 weights (their sums have no more),
     plain weights of the dtype of x, weights of multiples of 64 rows, and 16-byte steps wherever TMA reads.
     """
-    fp8, plain, _ = products
+    fp8, plain = products.fp8, products.plain
     if gpu(x.device).capability != (9, 0) or x.dtype not in _DTYPES or quantized is None or not quantizes_once(len(x)):
         return False
     if not fp8 or len(fp8) > _MAX_FP8 or len(plain) > _MAX_PLAIN or group_rows % 128:
@@ -64,7 +64,7 @@ def launch_hopper(
         groups: number of diagonal blocks of the FP8 weight, which is then the only one.
         quantized_output: also receives the output of the only FP8 weight, quantised.
     """
-    fp8, plain, _ = products
+    fp8, plain = products.fp8, products.plain
     q, q_scale, _ = quantized
     M, K = q.shape[-2:]
     multiprocessors = gpu(x.device).multiprocessors

@@ -39,7 +39,7 @@ def multi_linear(
     if not len(x) or not segments:
         return [_empty(x, segment) for segment in segments]
     x = x if x.stride(1) == 1 else x.contiguous()
-    if quantized is None and quantizes_once(len(x)) and any(segment.reads_fp8 for segment in segments):
+    if quantized is None and quantizes_once(len(x)) and any(segment.reads_fp8_once for segment in segments):
         quantized = quantize_input(x, pow2_scales)
     outs = products_by_cublas(x, segments, quantized) if config is None else [None] * len(segments)
     todo = [i for i, out in enumerate(outs) if out is None]
@@ -57,9 +57,10 @@ def _launches(todo: Sequence[tuple[Segment, Tensor]]) -> Iterator[Products]:
     """Packs segments and their outputs into as few launches as the kernels allow.
 
     A launch has FP8 weights of one kind and plain weights of one kind, where a kind is all that the compiled kernel
-    depends on: the dtypes of weight and output, and whether the input is quantised. So everything that projects the
-    input of a layer is one launch: query latent and key in FP8, with compressors and index weights in bfloat16. Each
-    kind of FP8 weights is paired with one of plain weights, in order; a kind left over has a separate launch.
+    depends on: the dtypes of weight and output, whether the input is quantised, and ``fp8_group``. So everything that
+    projects the input of a layer is one launch: query latent and key in FP8, with compressors and index weights in
+    bfloat16. Each kind of FP8 weights is paired with one of plain weights, in order; a kind left over has a separate
+    launch.
     """
     fp8: dict[tuple, list[FP8Product]] = {}
     plain: dict[tuple, list[PlainProduct]] = {}
@@ -68,10 +69,10 @@ def _launches(todo: Sequence[tuple[Segment, Tensor]]) -> Iterator[Products]:
         if segment.scale is None:
             plain.setdefault(kind, []).append(PlainProduct(segment.weight, out))
         else:
-            fp8.setdefault(kind, []).append(FP8Product(segment.weight, segment.scale, out))
+            fp8.setdefault((*kind, segment.fp8_group), []).append(FP8Product(segment.weight, segment.scale, out))
     for fp8_kind, plain_kind in zip_longest(fp8, plain):
-        fp8_input = fp8_kind is not None and fp8_kind[0]
-        yield Products(fp8.get(fp8_kind, []), plain.get(plain_kind, []), fp8_input)
+        fp8_input, *_, fp8_group = fp8_kind or (False, FP8_INPUT_GROUP)
+        yield Products(fp8.get(fp8_kind, []), plain.get(plain_kind, []), fp8_input, fp8_group)
 
 
 def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
@@ -94,7 +95,7 @@ def _check_input(x: Tensor) -> None:
 def _check_segment(segment: Segment, x: Tensor) -> None:
     weight, scale = segment.weight, segment.scale
     if scale is not None:
-        check_fp8_weight(weight, scale, x.shape[1], segment.fp8_input)
+        check_fp8_weight(weight, scale, x.shape[1], segment.fp8_input, segment.fp8_group)
     elif weight.dtype not in FLOATS or weight.shape[1:] != x.shape[1:] or not weight.is_contiguous():
         raise ValueError(
             f"a weight without a scale must be a contiguous float32, bfloat16 or float16 [N, {x.shape[1]}], got "
@@ -104,7 +105,7 @@ def _check_segment(segment: Segment, x: Tensor) -> None:
         raise ValueError(f"outputs are float32, bfloat16 or float16, got {segment.out_dtype}")
 
 
-def check_fp8_weight(weight: Tensor, scale: Tensor, K: int, fp8_input: bool) -> None:
+def check_fp8_weight(weight: Tensor, scale: Tensor, K: int, fp8_input: bool, fp8_group: int) -> None:
     """Raises ValueError unless ``weight`` and ``scale`` are an FP8 weight of ``K`` channels with block scales."""
     if weight.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32 or not scale.is_contiguous():
         raise ValueError(
@@ -115,11 +116,11 @@ def check_fp8_weight(weight: Tensor, scale: Tensor, K: int, fp8_input: bool) -> 
         raise ValueError(
             f"a weight must be a contiguous [N, {K}], got {tuple(weight.shape)}, strides {weight.stride()}"
         )
-    grid = tuple(triton.cdiv(size, 128) for size in weight.shape)
+    grid = tuple(triton.cdiv(size, fp8_group) for size in weight.shape)
     if tuple(scale.shape) != grid:
         raise ValueError(f"scale {list(scale.shape)} does not fit weight {list(weight.shape)}: expected {list(grid)}")
-    if fp8_input and K % FP8_INPUT_GROUP:
-        raise ValueError(f"FP8 inputs need a multiple of {FP8_INPUT_GROUP} channels, got {K}")
+    if fp8_input and K % fp8_group:
+        raise ValueError(f"FP8 inputs need a multiple of {fp8_group} channels, got {K}")
 
 
 def _check_quantized(quantized: QuantizedRows, x: Tensor) -> None:

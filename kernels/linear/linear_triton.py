@@ -88,10 +88,11 @@ def _add_block(
         if INPUT == "quantize":
             x, x_scale = quantize_groups(x.to(tl.float32), POW2, NATIVE_FP8, DTYPE)
     if FP8:
-        if GROUP_ROWS % 128 == 0:
+        GROUP: tl.constexpr = lane.shape[0]  # channels of a scale are as many as rows
+        if GROUP == 128 and GROUP_ROWS % 128 == 0:
             w_scale = tl.load(scale_ptr + start // 128 * BLOCKS + block)
         else:
-            w_scale = tl.load(scale_ptr + row // 128 * BLOCKS + block)[:, None]
+            w_scale = tl.load(scale_ptr + row // GROUP * BLOCKS + block)[:, None]
         product = tl.zeros(acc.shape, tl.float32)
         product = _multiply(decode_e4m3(w, NATIVE_FP8, DTYPE), x, product, DTYPE, PARTS, PRECISION)
         if INPUT == "plain":
@@ -256,6 +257,7 @@ def multi_linear_kernel(
     PLAIN_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    FP8_GROUP: tl.constexpr,
     PLAIN_BLOCK_N: tl.constexpr,
     PLAIN_BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -266,6 +268,7 @@ def multi_linear_kernel(
 
     Weight i of a kind starts at tile ``FIRSTS[i]`` of the kind's ``TILES``. With ``GROUP_ROWS`` the only weight is
     block-diagonal: each group of that many rows has a separate input, ``x_group_stride`` elements after the last.
+    ``FP8_GROUP`` channels of an FP8 input, and rows and channels of an FP8 weight, share a scale.
     """
     if PDL:
         gdc_launch_dependents()
@@ -278,7 +281,7 @@ def multi_linear_kernel(
         _program(
             job, m_tile, m_tiles, M, inputs, strides, group_strides, weights, scales, outs, partials_ptr, counter_ptr,
             K, SIZES, FIRSTS, SPLITS, GROUP_ROWS, True, INPUT, POW2, NATIVE_FP8, DTYPE, PARTS, PRECISION,
-            BLOCK_M, BLOCK_N, 128, STAGES, EARLY, PDL,
+            BLOCK_M, BLOCK_N, FP8_GROUP, STAGES, EARLY, PDL,
         )  # fmt: skip
     else:
         _program(

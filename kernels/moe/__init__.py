@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.linear import FP8_INPUT_GROUP
+from deepseek_attn.kernels.linear import FP8_GROUPS
 from deepseek_attn.kernels.moe.arguments import UNGROUPED, ExpertGroups, ExpertRange, ExpertStack, HashRouting
 
 __all__ = [
@@ -87,7 +87,7 @@ def moe_experts(
         weigh_output: weights multiply the outputs of ``w2`` (DeepSeek-V3) instead of its inputs (V4). The two differ
             by rounding.
         fp8_input: quantise inputs of quantised weights to FP8 per token and ``fp8_group`` channels of the stacks;
-            scales are powers of two if ``pow2_scales``. Groups that are not of 128 are computed in plain torch.
+            scales are powers of two if ``pow2_scales``. Groups of neither 128 nor 32 are computed in plain torch.
         add: ``[T, D]``, added to the sum before it is rounded.
         num_routed: experts that the router chooses from, those of other ranks included; default: E. For speed only.
         add_ready: ``add`` is complete after this event, of another stream: only the sum waits for it. CUDA only.
@@ -106,7 +106,7 @@ def moe_experts(
         number of tokens is large enough for this to be faster. Such a sum may move an intermediate result to the next
         FP8 value: outputs differ from those of exact sums by 0.4 to 0.6 % of the norm (H200).
     """
-    if runs_triton(x) and w1.fp8_group == FP8_INPUT_GROUP:
+    if runs_triton(x) and w1.fp8_group in FP8_GROUPS:
         from deepseek_attn.kernels.moe.experts import moe_experts as op
     else:
         from deepseek_attn.kernels.moe.reference import moe_experts as op

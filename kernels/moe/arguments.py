@@ -46,8 +46,8 @@ class ExpertStack(NamedTuple):
 
     Attributes:
         weight: ``[E, out, in]`` of a float dtype; or float8_e4m3fn; or packed FP4, uint8 ``[E, out, in / 2]``.
-        scale: float32 ``[E, ceil(out / 128), ceil(in / 128)]`` of FP8 weights, e8m0 bytes ``[E, out, in / 32]`` of FP4
-            ones; None for plain weights.
+        scale: float32 ``[E, ceil(out / fp8_group), ceil(in / fp8_group)]`` of FP8 weights, e8m0 bytes
+            ``[E, out, in / 32]`` of FP4 ones; None for plain weights.
         exponent: uint8 ``[E, out]`` from `row_exponents`, for FP4 weights that FP8 tensor cores can multiply exactly.
         fp8_group: as in `kernels.linear.Segment`.
     """

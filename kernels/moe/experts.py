@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS, gpu, on_gpu, supports_pdl
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
+from deepseek_attn.kernels.linear import FP8_INPUT_GROUP
 from deepseek_attn.kernels.moe.arguments import ExpertStack
 from deepseek_attn.kernels.moe.experts_triton import (
     combine_kernel,
@@ -76,7 +77,8 @@ def moe_experts(
             outputs = launch_hopper(x_part, ids, factors, w1, w3, w2, limit, weigh_output, pow2_scales, chosen)
         else:
             chosen = chosen or choose_config(ids.numel(), routed, operands, capability)
-            products = GroupedProducts.of(ids, factors, len(w1.weight), limit, operands, chosen, capability)
+            count, group = len(w1.weight), w1.fp8_group
+            products = GroupedProducts.of(ids, factors, count, limit, operands, chosen, capability, group)
             outputs = products.run(x_part, w1, w3, w2, weigh_output, pow2_scales)
         if add_ready is not None:
             add_ready.wait()
@@ -184,6 +186,7 @@ class GroupedProducts:
     Attributes:
         experts, weights: the routing, ``[T, k]``.
         tiles: pairs by expert; None for so few that the kernels group them.
+        fp8_group: as in `ExpertStack`.
     """
 
     experts: Tensor
@@ -193,6 +196,7 @@ class GroupedProducts:
     operands: Operands
     config: LaunchConfig
     capability: tuple[int, int]
+    fp8_group: int = FP8_INPUT_GROUP
 
     @classmethod
     def of(
@@ -204,11 +208,12 @@ class GroupedProducts:
         operands: Operands,
         config: LaunchConfig,
         capability: tuple[int, int],
+        fp8_group: int = FP8_INPUT_GROUP,
     ) -> GroupedProducts:
         """Groups the pairs of a routing over ``count`` experts."""
         many = experts.numel() > MAX_SLOTS
         tiles = group_pairs(experts, count, config.pairs, capability >= (9, 0)) if many else None
-        return cls(experts, weights, tiles, limit, operands, config, capability)
+        return cls(experts, weights, tiles, limit, operands, config, capability, fp8_group)
 
     def run(
         self,
@@ -234,7 +239,8 @@ class GroupedProducts:
             return x, None
         R, K = x.shape
         values = torch.empty(R, K, dtype=operands.dtype, device=x.device)
-        scale = torch.empty(R, triton.cdiv(K, 128), dtype=torch.float32, device=x.device) if operands.scaled else None
+        scale_shape = R, triton.cdiv(K, self.fp8_group)
+        scale = torch.empty(scale_shape, dtype=torch.float32, device=x.device) if operands.scaled else None
         block = min(triton.next_power_of_2(K), 512 if R * K < 1 << 18 else 1024)
         prepare_kernel[(R, triton.cdiv(K, block))](
             x,
@@ -247,6 +253,7 @@ class GroupedProducts:
             POW2=pow2_scales,
             SCALED=operands.scaled,
             EVENS_FIRST=operands.weights == "fp4",
+            FP8_GROUP=self.fp8_group,
             PDL=pdl,
             enable_fp_fusion=True,
             num_warps=max(1, block // 256),
@@ -294,13 +301,14 @@ class GroupedProducts:
             CLAMP=self.limit > 0,
             WEIGH=weigh,
             X_SCALED=operands.scaled,
+            FP8_GROUP=self.fp8_group,
             NATIVE_FP8=native,
             DTYPE=TRITON_DTYPES.get(operands.dtype, tl.float8e4nv),
             PRECISION="tf32x3" if operands.dtype == torch.float32 else None,
             SLOTS=triton.next_power_of_2(pairs) if self.tiles is None else 0,
             TILE=config.pairs,
             BLOCK_N=config.rows,
-            BLOCK_K=config.channels,
+            BLOCK_K=min(config.channels, self.fp8_group) if operands.weights == "fp8" else config.channels,
             STAGES=config.stages,
             PDL=pdl,
             enable_fp_fusion=True,
@@ -353,7 +361,7 @@ def _check(
 
 
 def _check_stack(stack: ExpertStack, E: int, rows: int, x: Tensor) -> str:
-    weight, scale, exponent = stack.weight, stack.scale, stack.exponent
+    weight, scale, exponent, group = stack
     if weight.dim() != 3 or weight.shape[:2] != (E, rows) or not weight.is_contiguous():
         raise ValueError(
             f"a stack of {E} experts with {rows} outputs must be contiguous [{E}, {rows}, in], got "
@@ -368,13 +376,13 @@ def _check_stack(stack: ExpertStack, E: int, rows: int, x: Tensor) -> str:
         form, dtype, shape = "fp4", torch.uint8, (E, rows, width // 16)
         fits = width % 16 == 0
     else:
-        form, dtype, shape = "fp8", torch.float32, (E, triton.cdiv(rows, 128), triton.cdiv(width, 128))
+        form, dtype, shape = "fp8", torch.float32, (E, triton.cdiv(rows, group), triton.cdiv(width, group))
         fits = weight.dtype == torch.float8_e4m3fn
     if not fits or scale.dtype != dtype or scale.shape != shape or not scale.is_contiguous():
         raise ValueError(
-            "a quantised stack is float8_e4m3fn [E, out, in] with float32 scales of its 128 x 128 blocks, or packed "
-            f"FP4 uint8 [E, out, in / 2] with e8m0 bytes [E, out, in / 32], got {weight.dtype} {tuple(weight.shape)} "
-            f"with {scale.dtype} {tuple(scale.shape)}"
+            f"a quantised stack is float8_e4m3fn [E, out, in] with float32 scales of its {group} x {group} blocks, or "
+            "packed FP4 uint8 [E, out, in / 2] with e8m0 bytes [E, out, in / 32], got "
+            f"{weight.dtype} {tuple(weight.shape)} with {scale.dtype} {tuple(scale.shape)}"
         )
     if exponent is not None and (exponent.shape, exponent.dtype, form) != ((E, rows), torch.uint8, "fp4"):
         raise ValueError(

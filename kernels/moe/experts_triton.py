@@ -77,12 +77,13 @@ def prepare_kernel(
     POW2: tl.constexpr,
     SCALED: tl.constexpr,
     EVENS_FIRST: tl.constexpr,
+    FP8_GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Converts inputs of a product ``[R, K]``: quantised to FP8 per 128 channels, even channels first.
+    """Converts inputs of a product ``[R, K]``: quantised to FP8 per ``FP8_GROUP`` channels, even channels first.
 
     Values in float32 are rounded and written in the dtype of ``out_ptr``; if ``SCALED``, e4m3 values and their float32
-    scales ``[R, K / 128]`` are written instead.
+    scales ``[R, K / FP8_GROUP]`` are written instead.
     """
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
@@ -92,11 +93,11 @@ def prepare_kernel(
         gdc_launch_dependents()
     x = tl.load(x_ptr + row * x_stride + channel, mask=channel < K, other=0)
     if QUANTIZE:
-        groups = tl.reshape(x.to(tl.float32), (BLOCK // 128, 128))
+        groups = tl.reshape(x.to(tl.float32), (BLOCK // FP8_GROUP, FP8_GROUP))
         values, scale = quantize_groups(groups, POW2, SCALED, tl.float8e4nv if SCALED else tl.float32)
         if SCALED:
-            group = start // 128 + tl.arange(0, BLOCK // 128)
-            tl.store(scale_ptr + row * (K // 128) + group, scale, mask=group < K // 128)
+            group = start // FP8_GROUP + tl.arange(0, BLOCK // FP8_GROUP)
+            tl.store(scale_ptr + row * (K // FP8_GROUP) + group, scale, mask=group < K // FP8_GROUP)
         else:
             values = (values * scale[:, None]).to(x_ptr.dtype.element_ty)
         x = tl.reshape(values, (BLOCK,))
@@ -238,6 +239,7 @@ def grouped_product_kernel(
     CLAMP: tl.constexpr,
     WEIGH: tl.constexpr,
     X_SCALED: tl.constexpr,
+    FP8_GROUP: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -251,7 +253,7 @@ def grouped_product_kernel(
     """``out[pair] = W[expert] x[pair // TOPK]``, rows of ``N``.
 
     ``GATED``: a tile alternates rows of both stacks, and ``out = swiglu(a x, b x)``, times the pair's weight if
-    ``WEIGH``.
+    ``WEIGH``. ``FP8_GROUP`` channels of an FP8 input, and rows and channels of an FP8 weight, share a scale.
     """
     if PDL:
         gdc_wait()
@@ -296,9 +298,9 @@ def grouped_product_kernel(
         acc *= _FP4_FACTOR
     else:
         w_row = a_row + weight_row * K
-        ROWS: tl.constexpr = (N + 127) // 128
-        GROUPS: tl.constexpr = (K + 127) // 128
-        s_row = scale_base + (expert.to(tl.int64) * ROWS + row // 128) * GROUPS
+        ROWS: tl.constexpr = (N + FP8_GROUP - 1) // FP8_GROUP
+        GROUPS: tl.constexpr = (K + FP8_GROUP - 1) // FP8_GROUP
+        s_row = scale_base + (expert.to(tl.int64) * ROWS + row // FP8_GROUP) * GROUPS
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             column = start + tl.arange(0, BLOCK_K)
             if K % BLOCK_K == 0:
@@ -312,9 +314,9 @@ def grouped_product_kernel(
                     w = decode_e4m3(w, NATIVE_FP8, DTYPE)
                     x = x.to(DTYPE)
                 product = tl.dot(w, tl.trans(x), input_precision=PRECISION)
-                factor = tl.load(s_row + start // 128)[:, None]
+                factor = tl.load(s_row + start // FP8_GROUP)[:, None]
                 if X_SCALED:
-                    x_scale = tl.load(x_scale_ptr + token * GROUPS + start // 128, mask=known, other=0)
+                    x_scale = tl.load(x_scale_ptr + token * GROUPS + start // FP8_GROUP, mask=known, other=0)
                     factor = factor * x_scale[None, :]
                 acc += product * factor
             elif DTYPE == tl.float32:  # noqa: SIM300

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deepseek_attn.kernels.common.device import gpu
+from deepseek_attn.kernels.linear import FP8_INPUT_GROUP
 from deepseek_attn.kernels.moe.arguments import ExpertStack
 from deepseek_attn.kernels.moe.experts_hopper import Tiling, experts_hopper_kernel
 from deepseek_attn.kernels.moe.launch_config import HopperLaunchConfig
@@ -60,11 +61,13 @@ class QuantizedRows(NamedTuple):
 def fits_hopper(x: Tensor, w1: ExpertStack, w3: ExpertStack, w2: ExpertStack, fp8_input: bool) -> bool:
     """Whether `experts_hopper` supports these arguments.
 
-    It needs compute capability 9.0, inputs of 16 bits that are quantised to FP8 (FP8 products have no more), FP8
-    weights, or FP4 ones with exponents of rows, and widths of multiples of 512.
+    It needs compute capability 9.0, inputs of 16 bits that are quantised to FP8 (FP8 products have no more) in groups
+    of 128, FP8 weights, or FP4 ones with exponents of rows, and widths of multiples of 512.
     """
     stacks = (w1, w3, w2)
     if gpu(x.device).capability != (9, 0) or x.dtype not in (torch.bfloat16, torch.float16) or not fp8_input:
+        return False
+    if w1.fp8_group != FP8_INPUT_GROUP:
         return False
     if any(stack.scale is None or (stack.is_fp4 and stack.exponent is None) for stack in stacks):
         return False

@@ -51,7 +51,14 @@ def compiled_attention(capability, T, H, q, keys, fp8, pools, dim=512, hopper=Fa
     pointers = dict.fromkeys(("indices0_ptr", "indices1_ptr", "lens0_ptr", "lens1_ptr"), "*i32")
     pointers |= {"q_ptr": f"*{NAMES[q]}", "pool0_ptr": pool, "pool1_ptr": pool, "out_ptr": f"*{NAMES[out]}"}
     pointers |= {"sink_ptr": "*fp32", "lse_ptr": "*fp32"}
-    constants = {"NOPE": nope, "N0": 64, "N1": 2 if fp8 and not v41 else 64, "POOLS": pools, "SPLIT": split, "HAS_SINK": True}
+    constants = {
+        "NOPE": nope,
+        "N0": 64,
+        "N1": 2 if fp8 and not v41 else 64,
+        "POOLS": pools,
+        "SPLIT": split,
+        "HAS_SINK": True,
+    }
     constants |= {"HAS_LENS0": True, "HAS_LENS1": True}
     if config.hopper:
         assert not max_logits

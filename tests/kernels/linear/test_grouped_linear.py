@@ -128,6 +128,16 @@ def test_dtypes(gpu, fp8, dtype):
         assert relative(grouped_linear(*arguments, fp8), reference.grouped_linear(*arguments, fp8)) <= LIMIT[dtype]
 
 
+@pytest.mark.parametrize("fp8", [True, False], ids=["rounded", "unrounded"])
+@pytest.mark.parametrize("M", [1, 40, 130])
+def test_blocks_of_32(gpu, M, fp8):
+    for heads, rank in ((6, 72), (8, 128)):
+        o, cos_sin, positions = torch.randn(M, heads, 64).bfloat16(), table(99, 32), torch.randint(99, (M,))
+        rows = torch.randn(2 * rank, heads * 32) * torch.logspace(-1, 1, 2 * rank)[:, None]
+        arguments = o, *quantize_fp8_block(rows, (32, 32)), 2, positions, cos_sin, fp8, True, 32
+        assert relative(grouped_linear(*arguments), reference.grouped_linear(*arguments)) <= LIMIT[BF16]
+
+
 @pytest.mark.parametrize("M", [2, 40, 130])
 def test_without_rotation(gpu, M):
     o, weight, scale, groups, *_ = problem(M, 16, 128, 4, 128, 64)

@@ -34,6 +34,13 @@ def fp8_weight(n, k):
     return quantize_fp8_block(torch.randn(n, k))
 
 
+def uneven_weight(n, k):
+    """In blocks of 32, whose scales differ."""
+    return quantize_fp8_block(
+        torch.randn(n, k) * torch.logspace(-1, 1, n)[:, None] * torch.logspace(1, -1, k), (32, 32)
+    )
+
+
 def awkward(M, K, dtype=BF16):
     """Rows of all magnitudes: ordinary ones, zeros, tiny ones, a power of two times 448."""
     x = torch.randn(M, K) * torch.logspace(-2, 2, M).unsqueeze(1)
@@ -71,10 +78,10 @@ def test_reference_of_segments():
 META = {"device": "meta"}
 
 
-def meta_segments(K, scaled=(), plain=(), **options):
-    segments = []
+def meta_segments(K, scaled=(), plain=(), fp8_group=128, **options):
+    segments, options = [], options | {"fp8_group": fp8_group}
     for n in scaled:
-        grid = torch.empty(-(-n // 128), -(-K // 128), **META)
+        grid = torch.empty(-(-n // fp8_group), -(-K // fp8_group), **META)
         segments.append(Segment(torch.empty(n, K, dtype=torch.float8_e4m3fn, **META), grid, **options))
     return segments + [Segment(torch.empty(n, K, dtype=BF16, **META), None, False, F32) for n in plain]
 
@@ -89,6 +96,9 @@ PRODUCTS = {
     "float32 results": (5, BF16, meta_segments(1024, (512,), fp8_input=True, out_dtype=F32)),
     "float32 input": (16, F32, meta_segments(4096, (512,), (129280,))),
     "float32 input, 40 tokens": (40, F32, meta_segments(4096, (512,), (129280,))),
+    "blocks of 32": (9, BF16, meta_segments(5120, (1280, 512), (512, 512, 32), 32, fp8_input=True)),
+    "blocks of 32, one token": (1, BF16, meta_segments(1280, (32768, 4096), (), 32, fp8_input=True)),
+    "blocks of 32, unrounded input": (300, BF16, meta_segments(4096, (8192,), (), 32)),
     "many rows": (20, BF16, meta_segments(1024, (32768, 8192), fp8_input=True)),
 }
 
@@ -98,14 +108,14 @@ def test_products_compile(arch, product, monkeypatch):
     M, dtype, segments = PRODUCTS[product]
     x = torch.empty(M, segments[0].weight.shape[1], dtype=dtype, **META)
     kernels = compiled_launches(monkeypatch, CAPABILITIES[arch], lambda: multi_linear(x, segments))
-    assert len(kernels) == (2 if segments[0].fp8_input and M > 8 else 1)
+    assert len(kernels) == (2 if segments[0].reads_fp8_once and M > 8 else 1)
     for kernel in kernels:
         assert ("griddepcontrol" in kernel.asm["ptx"]) == (CAPABILITIES[arch] >= (9, 0))
         assert "e4m3" not in kernel.asm["ptx"] or arch != "sm80"
     if CAPABILITIES[arch] >= (9, 0) and M <= 8:
         before = kernels[0].asm["ptx"].partition("griddepcontrol.wait")[0]
         assert "ld.global" in before, "the first weights are asked for while the launch ahead still runs"
-    if arch == "sm90" and M > 8 and segments[0].fp8_input:
+    if arch == "sm90" and M > 8 and segments[0].reads_fp8_once:
         assert "f32.e4m3.e4m3" in kernels[0].asm["ptx"]
         assert "cvt.rn.satfinite.e4m3x2" in kernels[1].asm["ptx"]
 
@@ -216,6 +226,22 @@ def test_raw_scales(gpu, M):
     for mine, other in zip(got, reference.multi_linear(x, segments, False), strict=True):
         assert relative(mine, other) <= 4e-3  # the reference rounds the products with raw scales to bfloat16
     assert relative(got[0], multi_linear(x, segments, True)[0]) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("M", [1, 8, 9, 40, 300])
+def test_blocks_of_32(gpu, M, dtype):
+    """V4.1's: inputs rounded and not, rows and channels that tiles do not divide; plain weights in the same launch."""
+    for K in (96, 160, 1280):
+        x = awkward(M, K, dtype)
+        segments = [
+            Segment(*uneven_weight(n, K), fp8_input, out_dtype, 32)
+            for n, fp8_input, out_dtype in ((70, True, None), (192, True, None), (33, False, None), (40, True, F32))
+        ]
+        segments.append(Segment(torch.randn(20, K).bfloat16(), None, False, F32))
+        for got, expected in zip(multi_linear(x, segments), reference.multi_linear(x, segments), strict=True):
+            assert got.dtype == expected.dtype
+            assert relative(got, expected) <= LIMIT[dtype]
 
 
 @pytest.mark.parametrize("K", [160, 72, 40])

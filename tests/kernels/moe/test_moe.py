@@ -32,21 +32,23 @@ EXPERTS = {
     "fp8, 300 tokens": ("fp8", torch.bfloat16, 300),
     "fp8, float32": ("fp8", torch.float32, 3),
     "float32": ("plain", torch.float32, 3),
+    "fp4, inputs in groups of 32": ("fp4", torch.bfloat16, 300, 32),
+    "fp8, groups of 32": ("fp8", torch.bfloat16, 300, 32),
 }
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
 @pytest.mark.parametrize(("arch", "experts"), on_gpus(EXPERTS, ["fp4, 4096 tokens", "fp8, 300 tokens"]))
 def test_every_launch_compiles(monkeypatch, arch, experts):
-    fmt, dtype, T = EXPERTS[experts]
-    case = make_case(T, 512, 256, 32, 6, fmt, dtype, "meta")
+    fmt, dtype, T, *group = EXPERTS[experts]
+    case = make_case(T, 512, 256, 32, 6, fmt, dtype, "meta", *group)
     capability = CAPABILITIES[arch]
     operands = moe.choose_operands(fmt, dtype, fmt != "plain", True, capability)
     config = moe.choose_config(T * 6, 32, operands, capability)
     add, out = torch.empty(2, T, 512, dtype=dtype, device="meta")
 
     def run():
-        products = moe.GroupedProducts.of(case.experts, case.weights, 32, 10.0, operands, config, capability)
+        products = moe.GroupedProducts.of(case.experts, case.weights, 32, 10.0, operands, config, capability, *group)
         outputs = products.run(case.x, case.w1, case.w3, case.w2, False, True)
         moe.combine(outputs, case.experts, case.weights, False, add, out, capability >= (9, 0))
 
@@ -170,6 +172,18 @@ def test_other_inputs(gpu, fmt, fp8_input, pow2):
         # products in FP8 on some GPUs: see LIMIT of test_experts_hopper
         limit = 2e-2 if fmt != "plain" and fp8_input and dtype == torch.bfloat16 else 6e-3
         assert relative(run(case, **options), run(case, reference.moe_experts, **options)) <= limit
+
+
+@pytest.mark.parametrize("T", [1, 9, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+@pytest.mark.parametrize("fmt", ["fp4", "fp8"])
+def test_groups_of_32(gpu, fmt, dtype, T):
+    """V4.1's: inputs in groups of 32, which tiles do not divide, and blocks of FP8 weights."""
+    for hidden, inner in ((160, 96), (512, 288)):
+        case = make_case(T, hidden, inner, 9, 3, fmt, dtype, group=32)
+        for pow2 in (True, False):
+            got = run(case, pow2_scales=pow2)
+            assert relative(got, run(case, reference.moe_experts, pow2_scales=pow2)) <= LIMIT[dtype]
 
 
 def test_widths_that_tiles_do_not_divide(gpu):
