@@ -189,24 +189,6 @@ class DeepseekV41Family(Family):
     model_class, block_class, impls = deepseek_v41.DeepseekV41, deepseek_v41.Block, DEEPSEEK_V41_IMPLS
     graphs_by_default = False  # a graph starts when all Engram rows have been read, eager layers while they are
 
-    def __init__(
-        self,
-        config: DeepseekV41Config,
-        numerics: str | Numerics,
-        dtype: torch.dtype,
-        device: torch.device,
-        options: AttentionOptions,
-        parallel: Parallel | None = None,
-    ):
-        official = numerics_for(config, numerics).kv_record == "fp8_fp4"
-        if official and device.type != "cpu" and not options.reference_only:
-            raise ValueError(
-                f"DeepSeek-V4.1 with official records and backend={options.backend!r} on {device}: supported is "
-                "'reference', in plain torch, because no kernel reads its records (528 and 288 bytes); with kernels: "
-                "numerics='serving'"
-            )
-        super().__init__(config, numerics, dtype, device, options, parallel)
-
     def build(
         self, layers: list[int] | None, attention_only: bool, max_positions: int
     ) -> deepseek_v41.DeepseekV41 | AttentionStack:

@@ -18,7 +18,7 @@ from deepseek_attn.impls.flashmla import DeepseekV4FlashMLASparseImpl
 from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.impls.mixed import DeepseekV4MixedSparseImpl
 from deepseek_attn.impls.reference import DeepseekV4ReferenceSparseImpl, DeepseekV41ReferenceSparseImpl
-from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl
+from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl, DeepseekV41TritonSparseImpl
 
 __all__ = [
     "DEEPSEEK_V4_IMPLS",
@@ -31,6 +31,7 @@ __all__ = [
     "DeepseekV4SparseMLABackend",
     "DeepseekV4TritonSparseImpl",
     "DeepseekV41ReferenceSparseImpl",
+    "DeepseekV41TritonSparseImpl",
     "Impls",
     "SparseMLAAttentionImpl",
     "SparseMLABackend",
@@ -49,7 +50,7 @@ DEEPSEEK_V4_IMPLS: Impls = (
     DeepseekV4ReferenceSparseImpl,
 )
 """In order of preference for ``backend="auto"``; the last one runs everywhere. `v32.backends` has DeepSeek-V3.2's."""
-DEEPSEEK_V41_IMPLS: Impls = (*DEEPSEEK_V4_IMPLS[:-1], DeepseekV41ReferenceSparseImpl)
+DEEPSEEK_V41_IMPLS: Impls = (*DEEPSEEK_V4_IMPLS[:2], DeepseekV41TritonSparseImpl, DeepseekV41ReferenceSparseImpl)
 
 
 def impl_names(impls: Impls = DEEPSEEK_V4_IMPLS) -> tuple[str, ...]:

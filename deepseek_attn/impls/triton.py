@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, DeepseekV4SparseMLABackend
+from deepseek_attn.impls.base import (
+    AttentionLayer,
+    AttentionSpec,
+    DeepseekV4SparseMLABackend,
+    DeepseekV41SparseMLABackend,
+)
 from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.kernels.attention import PagedKeys, sparse_attention, sparse_attention_paged
 from deepseek_attn.kernels.common.device import compute_capability
@@ -48,6 +53,12 @@ class DeepseekV4TritonSparseImpl(TritonKernels):
     """DeepSeek-V4 in Triton."""
 
     backend_cls = DeepseekV4SparseMLABackend
+
+
+class DeepseekV41TritonSparseImpl(TritonKernels):
+    """DeepSeek-V4.1 in Triton."""
+
+    backend_cls = DeepseekV41SparseMLABackend
 
 
 def _record_problem(spec: AttentionSpec) -> str:

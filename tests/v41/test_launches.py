@@ -21,23 +21,24 @@ from deepseek_attn.runner.stand_in import StandIn
 from deepseek_attn.runner.warm_up import WarmUp
 from tests.kernels.compiled_launches import CAPABILITIES
 from tests.support.small_models import prompt
-from tests.support.tiers import EXHAUSTIVE
+from tests.support.tiers import tiered
 from tests.support.v41_cases import tiny_for_kernels
 
 V41 = {
     "compress_kernel", "rope_insert_kernel", "candidate_scores_kernel", "block_scores_kernel",
-    "candidate_entries_kernel", "queries_kernel",
+    "candidate_entries_kernel", "queries_kernel", "multi_linear_kernel",
 }  # fmt: skip
+GPUS = [(numerics, arch) for numerics in ("serving", "official") for arch in ("sm90", "sm80", "sm100")]
+OFFICIAL = {"attend_kernel", "gather_kernel", "grouped_product_kernel"}  # no kernel for Hopper takes groups of 32
 
 
-@EXHAUSTIVE
-@pytest.mark.parametrize("arch", ["sm90", "sm80", "sm100"])
-def test_no_step_waits_for_the_device(arch):
+@pytest.mark.parametrize(("numerics", "arch"), tiered(GPUS, [("official", "sm90")]))
+def test_no_step_waits_for_the_device(numerics, arch):
     config = tiny_for_kernels()
     request = RunnerRequest.of(
         config,
         RandomSource(config, 0).entries(),
-        numerics=numerics_for(config, "serving"),
+        numerics=numerics_for(config, numerics),
         dtype=torch.bfloat16,
         attention=AttentionOptions(),
         sizes=RunnerSizes(1024, 2, 64, 16),
@@ -53,6 +54,10 @@ def test_no_step_waits_for_the_device(arch):
             decoded = {variant.name for variant in launches.variants.values()}
             steps.prefill([(1, 90), (40, 1000)])
     assert decoded >= V41
+    if numerics == "official":
+        launched = {variant.name for variant in launches.variants.values()}
+        assert launched >= OFFICIAL
+        assert not {"linear_hopper_kernel", "experts_hopper_kernel", "attend_hopper_kernel"} & launched
 
 
 def test_replays_equal_eager_steps(device):

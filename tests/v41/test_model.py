@@ -9,7 +9,9 @@ import torch
 
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.v41 import DeepseekV41Config
+from deepseek_attn.impls import DeepseekV4TritonSparseImpl, DeepseekV41TritonSparseImpl
 from deepseek_attn.impls.options import AttentionOptions
+from deepseek_attn.kernels.common.device import GPU, meta_stands_for
 from deepseek_attn.models.families import get_family
 from deepseek_attn.runner import StepOptions
 from deepseek_attn.runner.graph_steps import StepSize
@@ -222,11 +224,16 @@ def test_a_layer_refuses_what_other_layers_have_not_computed(model):
     assert sequence.run(torch.stack([x] * 4)).shape == (4, 20, config.hidden_size)
 
 
-def test_official_records_have_no_kernel():
-    given = tiny(), "official", torch.bfloat16, torch.device("cuda")
-    with pytest.raises(ValueError, match=r"backend='auto' on cuda: supported is 'reference'.*numerics='serving'"):
-        get_family(*given, AttentionOptions("auto"))
-    assert get_family(*given, AttentionOptions("reference")).reference_only
+def test_which_impl_reads_official_records():
+    """On a GPU Triton's, whatever else runs there; V4's in Triton would not."""
+    given = tiny(), "official", torch.bfloat16, torch.device("meta")
+    with meta_stands_for(GPU((9, 0), 132)):
+        chosen = get_family(*given, AttentionOptions())
+        assert chosen.impl is DeepseekV41TritonSparseImpl
+        assert not chosen.reference_only
+        assert "'fp8_fp4'" in DeepseekV4TritonSparseImpl.supported(given[-1], chosen.spec)[1]
+        with pytest.raises(ValueError, match="it reads plain and fp8_v4 records, and the KV record"):
+            get_family(*given, AttentionOptions("flashmla"))
 
 
 @pytest.mark.parametrize(

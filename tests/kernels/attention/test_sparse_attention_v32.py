@@ -89,7 +89,7 @@ def test_which_v32_entries_the_hopper_kernel_takes():
         pool = torch.zeros(3, stride * size + 16, dtype=torch.uint8)[:, shift : shift + size]
         indices = torch.zeros(5, 64, dtype=torch.int32)
         keys = [attend._checked_keys(PagedKeys(record, pool, 64, indices))] * pools
-        return attend._fits_hopper(keys, attend._entry_layout(record), dtype, sink, record.dim, d_v)
+        return attend._fits_hopper(keys, dtype, sink, record.dim, d_v)
 
     assert fits()
     assert fits(Fp8DsMlaV32Record(256, 64), d_v=256)
