@@ -149,7 +149,6 @@ class Backbone(CheckpointModule, ABC):
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Float32 ``[T, vocab_size]`` for the next token."""
 
-    @abstractmethod
     def draft_hidden_states(
         self, hidden_states: torch.Tensor, next_token_ids: torch.Tensor, positions: torch.Tensor, step: Any
     ) -> torch.Tensor:
@@ -160,10 +159,11 @@ class Backbone(CheckpointModule, ABC):
             next_token_ids: int64 ``[T]``, the token after each row; positions: int64 ``[T]`` of the rows themselves.
             step: metadata of the MTP layer's caches.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no MTP layer")
 
-    @abstractmethod
     def draft_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Float32 ``[T, vocab_size]`` for the token after next, from hidden states of the MTP layer."""
+        raise NotImplementedError(f"{type(self).__name__} has no MTP layer")
 
 
 class AttentionStack(nn.Module):

@@ -7,8 +7,6 @@ are the checkpoint's. Tokens of all requests of a step are concatenated, ``[T]``
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 
 from deepseek_attn.config.v41 import V41LayerSpec
@@ -112,16 +110,6 @@ class DeepseekV41(DraftsBlocks, Backbone):
         for stage in self.stages:
             output = stage(output, token_ids, step)
         return self.collapse(output, self.stages[-1].norm)
-
-    def draft_hidden_states(
-        self, hidden_states: torch.Tensor, next_token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata
-    ) -> NoReturn:
-        """No MTP layer: never called."""
-        raise NotImplementedError("DeepSeek-V4.1 has no MTP layer")
-
-    def draft_logits(self, hidden_states: torch.Tensor) -> NoReturn:
-        """No MTP layer: never called."""
-        raise NotImplementedError("DeepSeek-V4.1 has no MTP layer")
 
 
 def updated(streams: torch.Tensor | SublayerOutput) -> torch.Tensor:

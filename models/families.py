@@ -26,7 +26,7 @@ from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.split import check_split
 from deepseek_attn.layers.weights import CheckpointModule
 from deepseek_attn.models import block, deepseek_v4, deepseek_v32, deepseek_v41
-from deepseek_attn.models.block import AttentionStack, BuildContext, attention_layers, layer_specs
+from deepseek_attn.models.block import AttentionStack, Backbone, BuildContext, attention_layers, layer_specs
 from deepseek_attn.utils.workspace import Workspace
 from deepseek_attn.v32.backends import SPARSE_MLA_IMPLS, FlashMLASparseBackend
 
@@ -104,9 +104,7 @@ class Family(ABC):
         """A checkpoint under the names that the model's weight slots have."""
         return CanonicalSource(source, canonical_names(self.config))
 
-    def build(
-        self, layers: list[int] | None, attention_only: bool, max_positions: int
-    ) -> deepseek_v4.DeepseekV4 | deepseek_v32.DeepseekV32 | deepseek_v41.DeepseekV41 | AttentionStack:
+    def build(self, layers: list[int] | None, attention_only: bool, max_positions: int) -> Backbone | AttentionStack:
         """The model without weights: all of it, or some layers, or only their attention.
 
         MTP layers are built with the whole model only, and not with data-parallel attention.
@@ -189,9 +187,7 @@ class DeepseekV41Family(Family):
     model_class, block_class, impls = deepseek_v41.DeepseekV41, deepseek_v41.Block, DEEPSEEK_V41_IMPLS
     graphs_by_default = False  # a graph starts when all Engram rows have been read, eager layers while they are
 
-    def build(
-        self, layers: list[int] | None, attention_only: bool, max_positions: int
-    ) -> deepseek_v41.DeepseekV41 | AttentionStack:
+    def build(self, layers: list[int] | None, attention_only: bool, max_positions: int) -> Backbone | AttentionStack:
         """See `Family.build`.
 
         Raises:

@@ -14,19 +14,56 @@ from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
 
 
-class Compressor(CheckpointModule):
+class CompressorBase(CheckpointModule):
+    """Pools a window of tokens by softmax gates.
+
+    Attributes:
+        ape: float32 ``[ratio, width]``, added to the gate scores by place in the window.
+        norm: of what is pooled; rope: rotates it.
+        rotate: multiply the entry by a Hadamard matrix before it is stored.
+        pool, state: of entries, and of the projections of open windows; set by `bind`. Without a state nothing is
+            pooled.
+    """
+
+    ape: Tensor
+    norm: RMSNorm
+    rope: RotaryTable
+    dtype: torch.dtype
+    rotate = False
+    pool: Pool
+    state: Pool | None
+
+    def bind(self, pool: Pool, state: Pool | None) -> None:
+        """Sets the pools."""
+        self.pool, self.state = pool, state
+
+    def part(self, kv: Tensor, score: Tensor) -> CompressPart:
+        """This compressor with a step's values and gate scores ``wkv(x)`` and ``wgate(x)``, float32 ``[T, width]``."""
+        return CompressPart(
+            kv=kv,
+            score=score,
+            ape=self.ape,
+            state=self.state.tensor,
+            norm_weight=self.norm.weight,
+            eps=self.norm.eps,
+            cos_sin=self.rope.cos_sin,
+            record=self.pool.record,
+            pool=self.pool.tensor,
+            page_entries=self.pool.entries,
+            dtype=self.dtype,
+            hadamard=self.rotate,
+        )
+
+
+class Compressor(CompressorBase):
     """Compresses tokens into entries of ``head_dim`` channels; see `kernels.insert.compress_and_insert`.
 
     In the checkpoint: ``attn.compressor`` and ``attn.indexer.compressor``.
 
     Args:
         head_dim: channels of an entry: ``config.head_dim``, or ``config.index_head_dim`` for the indexer.
-        rotate: multiply the entry by a Hadamard matrix before it is stored (indexer keys under official numerics).
+        rotate: see `CompressorBase`; so are indexer keys stored under official numerics.
     """
-
-    ape: Tensor
-    pool: Pool  # with the state pool, set by `bind`
-    state: Pool
 
     def __init__(
         self,
@@ -46,24 +83,3 @@ class Compressor(CheckpointModule):
         self.wgate = Linear(config.hidden_size, width, numerics, dtype, device, out_float32=True)
         self.declare("ape", (spec.ratio, width), torch.float32)
         self.norm = RMSNorm(head_dim, config.rms_norm_eps, device)
-
-    def bind(self, pool: Pool, state: Pool) -> None:
-        """Sets the pools of entries and of the projections of open windows."""
-        self.pool, self.state = pool, state
-
-    def part(self, kv: Tensor, score: Tensor) -> CompressPart:
-        """This compressor with a step's projections ``wkv(x)`` and ``wgate(x)``, float32 ``[T, coff * head_dim]``."""
-        return CompressPart(
-            kv=kv,
-            score=score,
-            ape=self.ape,
-            state=self.state.tensor,
-            norm_weight=self.norm.weight,
-            eps=self.norm.eps,
-            cos_sin=self.rope.cos_sin,
-            record=self.pool.record,
-            pool=self.pool.tensor,
-            page_entries=self.pool.entries,
-            dtype=self.dtype,
-            hadamard=self.rotate,
-        )

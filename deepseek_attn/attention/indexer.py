@@ -72,6 +72,10 @@ class LightningIndexer(CheckpointModule):
         self.weights_proj = Linear(config.hidden_size, self.heads, numerics, dtype, device, out_float32=True)
         self.scale = self.head_dim**-0.5 * self.heads**-0.5
 
+    def bind(self, pool: Pool, state: Pool | None = None) -> None:
+        """Sets the pool of the keys; ``state``: of projections that keys are pooled from."""
+        self.pool = pool
+
     def query_rows(self, index_q: Tensor, weights: Tensor, positions: Tensor) -> IndexQueryRows:
         """Argument of the op `index_query`: projected ``index_q [T, heads * head_dim]`` and ``weights [T, heads]``."""
         return IndexQueryRows(
@@ -176,6 +180,6 @@ class Indexer(LightningIndexer):
             config, spec, self.head_dim, rope, numerics, dtype, device, rotate=numerics.index_hadamard
         )
 
-    @property
-    def pool(self) -> Pool:
-        return self.compressor.pool
+    def bind(self, pool: Pool, state: Pool | None = None) -> None:
+        super().bind(pool)
+        self.compressor.bind(pool, state)

@@ -155,14 +155,15 @@ class DeepseekV4MLAAttention(CheckpointModule):
         topk_indices_buffer: Tensor | None,
         prefill_workspace_rows: int,
     ) -> None:
-        """Gives the layer its pools and the scratch memory it shares with other layers."""
+        """Gives the layer its window, the pools of the layer that makes its entries, and shared scratch memory."""
         self.pools, self.workspace, self.prefill_workspace_rows = pools, workspace, prefill_workspace_rows
-        self.swa_cache = pools[self.prefix, "window"]
-        self.kv_cache = pools.get(self.prefix, "compressed")
+        owner = self.spec.entry_owner
+        self.swa_cache, self.kv_cache = pools[self.prefix, "window"], pools.get(owner, "compressed")
         if self.compressor is not None:
-            self.compressor.bind(pools[self.prefix, "compressed"], pools[self.prefix, "state"])
+            self.compressor.bind(pools[owner, "compressed"], pools.get(owner, "state"))
         if self.indexer is not None:
-            self.indexer.compressor.bind(pools[self.prefix, "index"], pools[self.prefix, "index_state"])
+            self.indexer.bind(pools[owner, "index"], pools.get(owner, "index_state"))
+        if self.index_topk is not None:
             self.topk_indices_buffer = topk_indices_buffer
 
     @property

@@ -39,10 +39,7 @@ from deepseek_attn.kernels.common.invariance import batch_invariant_ops
 from deepseek_attn.layers.engram import Engram, EngramTables
 from deepseek_attn.layers.launch import environment
 from deepseek_attn.layers.parallel import Parallel
-from deepseek_attn.models.block import AttentionStack, layer_specs
-from deepseek_attn.models.deepseek_v4 import DeepseekV4
-from deepseek_attn.models.deepseek_v32 import DeepseekV32
-from deepseek_attn.models.deepseek_v41 import DeepseekV41
+from deepseek_attn.models.block import AttentionStack, Backbone, layer_specs
 from deepseek_attn.models.families import Family, get_family
 from deepseek_attn.runner.compile_ahead import Compilation, RunnerRequest, RunnerSizes, compiling_ahead
 from deepseek_attn.runner.drafting import BlockDrafter, Drafter, MTPDrafter
@@ -52,7 +49,7 @@ from deepseek_attn.utils.device import total_memory
 from deepseek_attn.utils.sizes import show_bytes
 from deepseek_attn.utils.workspace import Workspace
 
-Model = DeepseekV4 | DeepseekV32 | DeepseekV41 | AttentionStack
+Model = Backbone | AttentionStack
 FREED = ("model", "pools", "workspace", "manager", "builder", "drafter", "prefixes", "graphs", "tables")  # by `close`
 
 

@@ -14,9 +14,7 @@ from deepseek_attn.cache.layout import WINDOW, WINDOW_PAGE
 from deepseek_attn.cache.manager import CacheManager
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.indices import compute_swa_indices_and_lens
-from deepseek_attn.models.deepseek_v4 import DeepseekV4
-from deepseek_attn.models.deepseek_v32 import DeepseekV32
-from deepseek_attn.models.deepseek_v41 import DeepseekV41
+from deepseek_attn.models.block import Backbone
 from deepseek_attn.models.dspark import DraftsBlocks
 from deepseek_attn.runner.graphs import DecodeGraphs, DraftTokens
 from deepseek_attn.runner.sequence import Sequence
@@ -49,7 +47,7 @@ class Drafter(ABC):
         drafts_in_graphs: `DecodeGraphs` draft within a decode step, too.
     """
 
-    model: DeepseekV4 | DeepseekV32 | DeepseekV41
+    model: Backbone
     builder: MetadataBuilder
     manager: CacheManager
     device: torch.device

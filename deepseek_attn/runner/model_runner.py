@@ -21,9 +21,7 @@ from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.step_batch import StepBatch
 from deepseek_attn.layers.engram import Chunk, Lookup
 from deepseek_attn.layers.parallel import StepNeeds
-from deepseek_attn.models.block import AttentionStack, layer_specs
-from deepseek_attn.models.deepseek_v4 import DeepseekV4
-from deepseek_attn.models.deepseek_v32 import DeepseekV32
+from deepseek_attn.models.block import AttentionStack, Backbone, layer_specs
 from deepseek_attn.models.moe import MoE
 from deepseek_attn.runner.build import LoadedModel, build_runner
 from deepseek_attn.runner.drafting import BlockDrafter, Drafter, DraftRows
@@ -268,7 +266,7 @@ class ModelRunner(LoadedModel):
 
     def _compute(
         self,
-        model: DeepseekV4 | DeepseekV32,
+        model: Backbone,
         rows: Batch,
         options: StepOptions,
         eager: bool,
@@ -292,7 +290,7 @@ class ModelRunner(LoadedModel):
         meta.engram = self._look_up(chunks_of(rows))
         return EagerStep(model, lengths, model(ids, meta.positions, meta))
 
-    def _compute_one_by_one(self, model: DeepseekV4 | DeepseekV32, rows: Batch) -> EagerStep:
+    def _compute_one_by_one(self, model: Backbone, rows: Batch) -> EagerStep:
         """The step in which each token has launches of its own, after those of the earlier tokens of its sequence."""
         states, one = [], torch.ones(1, dtype=torch.int64)
         for sequence, n in rows:
@@ -440,7 +438,7 @@ class ModelRunner(LoadedModel):
     ) -> StepMetadata:
         return self.builder.build(step_input(self.manager, caches, query_lens, decode_query_len, token_valid))
 
-    def _whole_model(self) -> DeepseekV4 | DeepseekV32:
+    def _whole_model(self) -> Backbone:
         if isinstance(self.model, AttentionStack):
             raise ValueError("this runner holds attention layers only (attention_only=True): load the model to run it")
         return self.model

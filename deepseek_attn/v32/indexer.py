@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.attention.indexer import LightningIndexer
-from deepseek_attn.cache.pools import Pool
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.kernels.insert import CacheRows, IndexKeyRows
@@ -47,10 +46,6 @@ class TokenIndexer(LightningIndexer):
         super().__init__(config, rope, numerics, dtype, device)
         self.wk = Linear(config.hidden_size, self.head_dim, numerics, dtype, device)
         self.k_norm = LayerNorm(self.head_dim, K_NORM_EPS, device)
-
-    def bind(self, pool: Pool) -> None:
-        """Sets the pool of the keys."""
-        self.pool = pool
 
     def key_rows(self, k: Tensor, slots: Tensor) -> IndexKeyRows:
         """Projected keys ``k [T, head_dim]`` of new tokens, as `insert_latents` writes them to ``slots [T]``."""

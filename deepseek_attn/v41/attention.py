@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
-from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v41 import DeepseekV41Config, V41LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
@@ -18,7 +17,6 @@ from deepseek_attn.kernels.insert import LatentAndKey, QueryHeads, insert_tokens
 from deepseek_attn.layers.linear import multi_linear
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.utils.tracing import traced
-from deepseek_attn.utils.workspace import Workspace
 from deepseek_attn.v41.compressor import LatentCompressor
 from deepseek_attn.v41.indexer import SharedKeyIndexer
 
@@ -67,25 +65,6 @@ class DeepseekV41MLAAttention(DeepseekV4MLAAttention):
         self.input_linears += [] if self.compressor is None else self.compressor.input_linears
         self.input_linears += [] if self.indexer is None else [self.indexer.weights_proj]
         self.index_topk = config.index_topk if spec.ratio else None
-
-    def bind_caches(
-        self,
-        pools: CachePools,
-        workspace: Workspace,
-        topk_indices_buffer: Tensor | None,
-        prefill_workspace_rows: int,
-    ) -> None:
-        """Gives the layer its window, the pools of the layer that owns its entries, and shared scratch memory."""
-        self.pools, self.workspace, self.prefill_workspace_rows = pools, workspace, prefill_workspace_rows
-        self.swa_cache = pools[self.prefix, "window"]
-        if not self.spec.ratio:
-            return
-        owner = self.spec.entry_owner
-        self.kv_cache, self.topk_indices_buffer = pools[owner, "compressed"], topk_indices_buffer
-        if self.compressor is not None:
-            self.compressor.bind(self.kv_cache, pools.get(owner, "state"))
-        if self.indexer is not None:
-            self.indexer.bind(pools[owner, "index"])
 
     def project(self, x: Tensor) -> InputProjections:
         qr, kv, *rest = multi_linear(x, self.input_linears)

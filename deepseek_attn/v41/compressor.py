@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepseek_attn.attention.compressor import CompressorBase
 from deepseek_attn.cache.pools import Pool
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v41 import DeepseekV41Config, V41LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.kernels.insert import CacheRows, CompressPart, compress_latents, rope_insert
+from deepseek_attn.kernels.insert import CacheRows, compress_latents, rope_insert
 from deepseek_attn.layers.linear import Linear
 from deepseek_attn.layers.rope import RotaryTable
-from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
+from deepseek_attn.layers.weights import RMSNorm
 
 
-class LatentCompressor(CheckpointModule):
+class LatentCompressor(CompressorBase):
     """Pools ``ratio`` tokens to a latent ``[head_dim]``: a softmax gate per channel, then a norm. Ratio 1 has no gate.
 
     The entry is the latent rotated at its first token's position. Index keys are made of the latent itself.
@@ -23,9 +24,6 @@ class LatentCompressor(CheckpointModule):
     Attributes:
         input_linears: projections of the layer's input, as `latents` takes their results.
     """
-
-    pool: Pool  # with the state pool of ratio 2, set by `bind`
-    state: Pool | None
 
     def __init__(
         self,
@@ -44,31 +42,13 @@ class LatentCompressor(CheckpointModule):
         self.wgate = Linear(*sizes, out_float32=True) if pools else None
         self.norm = RMSNorm(config.head_dim, config.rms_norm_eps, device)
         self.input_linears = [self.wkv] if self.wgate is None else [self.wkv, self.wgate]
-        self.no_bias = torch.zeros(spec.ratio, config.head_dim, device=device)
-
-    def bind(self, pool: Pool, state: Pool | None) -> None:
-        """Sets the pools of entries and of the projections of open windows."""
-        self.pool, self.state = pool, state
+        self.ape = torch.zeros(spec.ratio, config.head_dim, device=device)
 
     def latents(self, projected: list[Tensor], step: StepMetadata) -> Tensor:
         """Latents ``[T, head_dim]`` of the entries that the tokens complete; other rows hold anything finite."""
         if self.state is None:
             return self.norm(projected[0])
-        kv, score = projected
-        part = CompressPart(
-            kv=kv,
-            score=score,
-            ape=self.no_bias,
-            state=self.state.tensor,
-            norm_weight=self.norm.weight,
-            eps=self.norm.eps,
-            cos_sin=self.rope.cos_sin,
-            record=self.pool.record,
-            pool=self.pool.tensor,
-            page_entries=self.pool.entries,
-            dtype=self.dtype,
-        )
-        return compress_latents(part, step.compressor[self.spec.ratio, self.spec.overlap])
+        return compress_latents(self.part(*projected), step.compressor[self.spec.ratio, self.spec.overlap])
 
     def store(self, rows: Tensor, pool: Pool, step: StepMetadata) -> None:
         """Rotates ``rows [T, d]`` at the first token of their windows and stores those of completed ones."""

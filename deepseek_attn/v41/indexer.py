@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.attention.indexer import LightningIndexer
-from deepseek_attn.cache.pools import Pool
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v41 import DeepseekV41Config, V41LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
@@ -34,10 +33,6 @@ class SharedKeyIndexer(LightningIndexer):
         if spec.owns_entries:
             self.wk = Linear(config.head_dim, self.head_dim, numerics, dtype, device)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, device)
-
-    def bind(self, pool: Pool) -> None:
-        """Sets the pool of the keys."""
-        self.pool = pool
 
     def keys(self, latents: Tensor) -> Tensor:
         """Index keys ``[T, head_dim]`` before RoPE, of latents that are neither rotated nor quantised."""

@@ -170,7 +170,7 @@ def test_a_drafter_is_counted():
     assert idle.weights - none.weights == pytest.approx(drafter, rel=0.2)
     assert idle.caches > none.caches
     assert used.weights == idle.weights
-    assert used.step > idle.step >= none.step
+    assert used.step > 2 * idle.step
 
 
 def test_steps_that_wait_for_the_device_are_not_counted():
