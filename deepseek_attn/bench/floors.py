@@ -49,7 +49,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Work:
-    """What a part of a model has to move and to compute.
+    """Bytes that a part of a model has to move, and products that it has to compute.
 
     Attributes:
         bytes: by what they are (``weights``, ``index keys``, ``selected entries``, ``output``, ...).
@@ -306,7 +306,7 @@ def _model_tensors(config: AnyConfig) -> dict[str, Recipe]:
 
 @dataclass(frozen=True)
 class _Selection:
-    """What the new tokens of all requests read.
+    """Numbers of keys and entries that the new tokens of all requests read.
 
     Attributes:
         window_keys: keys of the window, all queries together; entries: entries of the layer's compressed or latent

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +85,18 @@ def past(runner: ModelRunner, length: int) -> SequenceCache:
     return cache
 
 
+@contextmanager
+def reserved_sequences(runner: ModelRunner, batch: int, tokens: int, context: int) -> Iterator[list[SequenceCache]]:
+    """Sequences with pages for a step of ``tokens`` new tokens that ends at ``context``; they are freed afterwards."""
+    caches = [past(runner, context - tokens) for _ in range(batch)]
+    try:
+        runner.manager.reserve([(cache, tokens) for cache in caches])
+        yield caches
+    finally:
+        for cache in caches:
+            runner.manager.free(cache)
+
+
 def time_layer(
     runner: ModelRunner,
     layers: int | Sequence[int],
@@ -121,9 +134,7 @@ def time_layer(
         raise ValueError(f"a layer's calls cannot be captured as a CUDA graph here: {runner.graph_problem}")
     timed, sources = _layers_to_time(runner, [layers] if isinstance(layers, int) else layers)
     first, decode = timed[0], tokens <= runner.decode_query_len
-    caches = [past(runner, context - tokens) for _ in range(batch)]
-    try:
-        runner.manager.reserve([(cache, tokens) for cache in caches])
+    with reserved_sequences(runner, batch, tokens, context) as caches:
         step, metadata_us = _step_metadata(runner, caches, tokens, repeats, static=graph and decode)
         count = len(timed) * math.ceil(INPUT_SETS / len(timed))
         inputs = torch.randn(count, batch * tokens, runner.config.hidden_size, device=runner.device).to(runner.dtype)
@@ -137,9 +148,6 @@ def time_layer(
                 calls_per_run, run = count, lambda _: replay()
             times = [t / calls_per_run for t in time_calls(run, runner.device, repeats, warmup)]
             found = kernels_of(lambda: run(0)) if count_kernels else []
-    finally:
-        for cache in caches:
-            runner.manager.free(cache)
     kernels = tuple((name, n / calls_per_run, us / calls_per_run) for name, n, us in found)
     counted = ModelWork(runner.config, runner.numerics, runner.dtype)
     work = counted.attention(first.spec, runner.layout, StepShape(batch, tokens, context))

@@ -15,7 +15,6 @@ from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import gpu
-from deepseek_attn.runner.compile_ahead import RunnerSizes
 from deepseek_attn.runner.memory import RunnerMemory
 from deepseek_attn.runner.model_runner import ModelRunner
 
@@ -61,7 +60,6 @@ def measure_memory(config: AnyConfig, source: CheckpointSource, limits: Limits, 
             numerics=runner.numerics,
             dtype=runner.dtype,
             attention=AttentionOptions(),
-            sizes=RunnerSizes(*limits, runner.layout.max_rollback),
             gpu=gpu(runner.device),
         )
         loaded = torch.cuda.memory_allocated()

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from deepseek_attn.bench.floors import StepShape, Work
-from deepseek_attn.bench.layer import check_sizes, past, static_metadata
+from deepseek_attn.bench.layer import check_sizes, reserved_sequences, static_metadata
 from deepseek_attn.bench.stages import stage_calls, stage_works
 from deepseek_attn.bench.timing import KernelTiming, captured, kernels_of, time_calls
 from deepseek_attn.cache.manager import SequenceCache
@@ -95,26 +95,20 @@ def time_model(
         raise ValueError(
             f"deterministic=True computes one token at a time here ({runner.graph_problem}): time the engine"
         )
-    caches = [past(runner, context - tokens) for _ in range(batch)]
-    try:
-        runner.manager.reserve([(cache, tokens) for cache in caches])
-        with runner.op_settings():
-            last_rows = torch.arange(tokens - 1, batch * tokens, tokens, device=runner.device)
-            shape = StepShape(batch, tokens, context)
-            works = stage_works(runner, shape)
-            metadata = _metadata(runner, caches, shape)
-            if tokens == 1:
-                run = decode_step(runner, caches, context, graph)
-            elif runner.tables is None:
-                run = _replay([lambda: _forward(runner, metadata, last_rows)], graph)
-            else:
-                run, graph = partial(_step_with_lookup, runner, caches, shape, last_rows), False
-            times = time_calls(lambda _: run(), runner.device, repeats, warmup)
-            kernels = tuple(kernels_of(run)) if graph else ()
-            stages = _time_stages(runner, works, metadata, last_rows, repeats, graph, rates)
-    finally:
-        for cache in caches:
-            runner.manager.free(cache)
+    with reserved_sequences(runner, batch, tokens, context) as caches, runner.op_settings():
+        last_rows = torch.arange(tokens - 1, batch * tokens, tokens, device=runner.device)
+        shape = StepShape(batch, tokens, context)
+        works = stage_works(runner, shape)
+        metadata = _metadata(runner, caches, shape)
+        if tokens == 1:
+            run = decode_step(runner, caches, context, graph)
+        elif runner.tables is None:
+            run = _replay([lambda: _forward(runner, metadata, last_rows)], graph)
+        else:
+            run, graph = partial(_step_with_lookup, runner, caches, shape, last_rows), False
+        times = time_calls(lambda _: run(), runner.device, repeats, warmup)
+        kernels = tuple(kernels_of(run)) if graph else ()
+        stages = _time_stages(runner, works, metadata, last_rows, repeats, graph, rates)
     median = statistics.median(times)
     parts = [work for stage in works.values() for work in stage]
     floor = None if rates is None else math.fsum(work.floor(rates).microseconds for work in parts)

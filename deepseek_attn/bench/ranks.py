@@ -27,7 +27,7 @@ ROUTED = "routed experts"
 
 @dataclass(frozen=True)
 class RankLayout:
-    """How ranks share a model.
+    """Layout of a model over ranks and hosts.
 
     Attributes:
         dp_attention: data-parallel attention: each rank has other requests, and all weights of attention.

@@ -153,7 +153,7 @@ class GraphReplays:
         torch.cuda.CUDAGraph.replay = self._replay
 
     def device_seconds(self, first: int, last: int) -> float:
-        """What the replays from ``first`` to before ``last`` take one behind the other, on their last inputs.
+        """Seconds of the replays from ``first`` to before ``last``, one after the other, on their last inputs.
 
         They write to the caches what they wrote before: no sequence may still need them.
         """

@@ -37,7 +37,7 @@ SAMPLES = 256  # bytes of each weight that go into the fingerprint: reading all 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What the header of a safetensors file says of one tensor."""
+    """Dtype and shape of one tensor in the header of a safetensors file."""
 
     dtype: str
     shape: list[int]
@@ -53,7 +53,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class SavedSequence:
-    """What a file holds beside the pages, checked."""
+    """Contents of a file beside the pages, checked."""
 
     token_ids: list[int]
     num_tokens: int

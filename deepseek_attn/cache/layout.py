@@ -55,7 +55,7 @@ class EntryPages(NamedTuple):
 
 
 def entry_pages(spec: AnySpec) -> EntryPages:
-    """Where a layer with entries (``ratio`` above 0) keeps them."""
+    """Group and page size of the entries of a layer that has any (``ratio`` above 0)."""
     if isinstance(spec, V32LayerSpec):
         return EntryPages(TOKENS, TOKENS_PAGE)
     return EntryPages(ratio_group(spec.ratio), entries_per_page(spec.ratio))

@@ -125,8 +125,7 @@ class CacheManager:
 
     def pages_needed(self, tokens: int) -> dict[str, int]:
         """Pages by group that a sequence of ``tokens`` tokens holds between steps, when it shares none."""
-        spans = self._spans.items()
-        needed = {group: -(-(tokens // ratio * ratio) // span) for group, (span, ratio) in spans}
+        needed = {group: self._end(tokens, group) for group in self._spans}
         if WINDOW in needed:
             live = window_pages_per_sequence(self.layout.window, self.layout.max_rollback)
             needed[WINDOW] = min(needed[WINDOW], live)

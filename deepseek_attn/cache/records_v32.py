@@ -24,7 +24,7 @@ _FLT_MIN = torch.finfo(torch.float32).tiny
 
 
 class ScaleRule(NamedTuple):
-    """How the scale of a group is chosen: arguments of `kernels.common.quant.quantize_fp8`.
+    """Choice of a group's scale: arguments of `kernels.common.quant.quantize_fp8`.
 
     Attributes:
         floor: lower clamp of the group's largest magnitude; pow2: round the scale up to a power of two.
@@ -79,7 +79,7 @@ class Fp8DsMlaV32Record(Record):
 
     @property
     def rule(self) -> ScaleRule:
-        """What ``scale_rule`` names."""
+        """The rule that ``scale_rule`` names."""
         return self._RULES[self.scale_rule]
 
     @property

@@ -38,7 +38,7 @@ _MTP = re.compile(r"mtp\.(\d+)\.(.+)")
 
 
 def canonical_names(config: AnyConfig) -> Callable[[str], str]:
-    """What gives the model's name of a checkpoint tensor, by the family of the config."""
+    """The function from a checkpoint tensor's name to the model's, by the family of the config."""
     if isinstance(config, DeepseekV32Config):
         return lambda name: canonical_name_v32(name, config.num_hidden_layers)
     return canonical_name

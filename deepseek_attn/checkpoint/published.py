@@ -107,21 +107,24 @@ class PublishedSource(CheckpointSource):
     def read(self, name: str) -> torch.Tensor:
         if name not in self._entries:
             raise ValueError(f"no tensor {name} in a checkpoint of this config")
-        is_scale = name.endswith(f".{self._style.scale}")
-        base = name.removesuffix(self._style.scale) + "weight" if is_scale else name
+        base = self._weight_of(name)
         if self._last is None or self._last[0] != base:
             self._last = None  # the old pair is freed before the new one is made
             self._last = (base, self._make(base))
         stored = self._last[1]
-        return stored.scale if is_scale else stored.weight
+        return stored.weight if name == base else stored.scale
 
     def read_rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        is_scale = name.endswith(f".{self._style.scale}")
-        base = name.removesuffix(self._style.scale) + "weight" if is_scale else name
+        base = self._weight_of(name)
         if base not in self._recipes or self._recipes[base].kind != ROWS:
             return super().read_rows(name, rows)
         stored = self._make_rows(base, rows)
-        return stored.scale if is_scale else stored.weight
+        return stored.weight if name == base else stored.scale
+
+    def _weight_of(self, name: str) -> str:
+        """The weight that a scale is of; other names as they are."""
+        stem = name.removesuffix(f".{self._style.scale}")
+        return name if stem == name else f"{stem}.weight"
 
     def token_numbers(self, count: int, vocab_size: int) -> Sequence[int]:
         """Token ids modulo ``count``: there is no tokenizer."""
@@ -136,6 +139,7 @@ class PublishedSource(CheckpointSource):
         return StoredWeight(values, encode_e8m0(scale))
 
     def _infos(self, name: str, recipe: Recipe) -> Iterator[tuple[str, TensorInfo]]:
+        """Names and headers of a tensor as it is stored, and of its scale if it has one."""
         form = self._formats.get(recipe.kind)
         if recipe.kind == ROWS:
             rows, columns = recipe.shape
@@ -151,10 +155,8 @@ class PublishedSource(CheckpointSource):
                     f"{name} has {columns} input features: FP4 experts need a multiple of {FP4_GROUP}; change "
                     "hidden_size or moe_intermediate_size, or use expert_dtype='fp8'"
                 )
-            stored, scale = (
-                TensorInfo.of("I8", (rows, columns // 2)),
-                TensorInfo.of("F8_E8M0", (rows, columns // FP4_GROUP)),
-            )
+            stored = TensorInfo.of("I8", (rows, columns // 2))
+            scale = TensorInfo.of("F8_E8M0", (rows, columns // FP4_GROUP))
         else:
             stored, scale = TensorInfo.of(DRAW[recipe.kind].dtype, recipe.shape), None
         yield name, stored
@@ -162,7 +164,7 @@ class PublishedSource(CheckpointSource):
             yield name.removesuffix("weight") + self._style.scale, scale
 
     def stored_as(self, name: str) -> str:
-        """How the tensor is stored: ``fp8``, ``fp4``, or the dtype in its header, such as ``BF16``."""
+        """Format of the stored tensor: ``fp8``, ``fp4``, or the dtype in its header, such as ``BF16``."""
         kind = self._recipes[name].kind
         if kind == ROWS:
             return "fp8"

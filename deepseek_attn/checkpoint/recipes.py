@@ -15,7 +15,7 @@ ROWS = "rows"  # kind of an Engram table: float8_e4m3fn with a scale per row and
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a tensor is drawn.
+    """Distribution and shape of a random tensor.
 
     Attributes:
         kind: key of ``DRAW``: the distribution, and the dtype of tensors that are not quantised.

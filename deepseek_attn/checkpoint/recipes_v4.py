@@ -41,7 +41,7 @@ def hyper_connections(config: DeepseekV4Base) -> Iterator[tuple[str, Recipe]]:
 
 
 def shared_attention(config: DeepseekV4Base) -> Iterator[tuple[str, Recipe]]:
-    """What every layer's attention has: queries, window keys, output projection and sinks."""
+    """Tensors of every layer's attention: queries, window keys, output projection and sinks."""
     hidden, width = config.hidden_size, config.num_attention_heads * config.head_dim
     yield "wq_a.weight", Recipe("quantized", (config.q_lora_rank, hidden))
     yield "q_norm.weight", Recipe("norm", (config.q_lora_rank,))
@@ -101,7 +101,7 @@ def _draft_stage(config: ModelConfig, layer: LayerSpec) -> Iterator[tuple[str, R
 
 
 def draft_ends(config: DeepseekV4Base, layer: LayerSpec, embed: str, head: str) -> Iterator[tuple[str, Recipe]]:
-    """What the first and the last DSpark stage have besides a block; ``embed`` and ``head`` of the Markov head."""
+    """Tensors of the first and the last DSpark stage besides blocks; ``embed`` and ``head`` of the Markov head."""
     hidden, markov = config.hidden_size, (config.vocab_size, config.dspark.dspark_markov_rank)
     if layer is config.mtp_layers[0]:
         yield "main_proj.weight", Recipe("quantized", (hidden, hidden * len(config.dspark.dspark_target_layer_ids)))

@@ -26,7 +26,7 @@ class StoredShards(NamedTuple):
 
 
 def stored_shards(info: TensorInfo, shard: Shard, block: int = 128) -> StoredShards:
-    """Where the part ``shard`` of a logical weight lies in the stored tensors; without a scale, ``scale`` is unused.
+    """Places of the part ``shard`` of a logical weight in the stored tensors; without a scale, ``scale`` is unused.
 
     Args:
         block: rows and columns of an FP8 block.

@@ -114,7 +114,7 @@ def say(message: str) -> None:
 
 
 def drop_unwritten_output() -> None:
-    """Where standard output cannot be written, the interpreter must not fail again when it ends."""
+    """Discards what standard output could not take, so that the interpreter does not fail again when it ends."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -112,6 +112,7 @@ def add_memory_parser(what: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Checks the flags before torch is imported, then runs what was asked for."""
     check_flags(args)
     from deepseek_attn.cli import bench_runs as runs  # imports torch
 

@@ -29,6 +29,7 @@ from deepseek_attn.utils.hub import HubModel
 
 
 def run_ops(args: argparse.Namespace) -> None:
+    """Times single ops: every implementation of each wanted row."""
     device = pick_device(args.device)
     cases = op_cases(device)
     if not cases:
@@ -59,6 +60,7 @@ def run_ops(args: argparse.Namespace) -> None:
 
 
 def run_layer(args: argparse.Namespace) -> None:
+    """Times attention layers: each wanted one with each backend, at all sizes."""
     device, config = pick_device(args.device), ModelConfig.from_pretrained(args.model)
     groups = [instances(config, layer, args.instances) for layer in args.layers or first_of_each_kind(config)]
     limits = ceilings(device)
@@ -102,6 +104,7 @@ def run_layer(args: argparse.Namespace) -> None:
 
 
 def run_model(args: argparse.Namespace) -> None:
+    """Times steps of a model and their stages, at all sizes."""
     config = ModelConfig.from_pretrained(args.model)
     if args.experts is not None:
         config = config.replace(n_routed_experts=args.experts)
@@ -140,6 +143,7 @@ def run_model(args: argparse.Namespace) -> None:
 
 
 def run_engine(args: argparse.Namespace) -> None:
+    """Times greedy decoding of an engine with each number of drafts, at all batch sizes."""
     runner = engine_runner(args, checkpoint_to_time(args))
     drafts = [n for n in args.drafts if n > 0]
     variants = [Variant(), *map(Variant, drafts)]
@@ -171,6 +175,7 @@ def run_engine(args: argparse.Namespace) -> None:
 
 
 def run_memory(args: argparse.Namespace) -> None:
+    """Measures the memory of runs within each of the limits, beside what is predicted."""
     device = pick_device(None)
     if device.type != "cuda":
         raise ValueError("bench memory measures a GPU, and there is none here: plan --gpu h200 predicts")

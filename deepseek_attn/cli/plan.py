@@ -144,11 +144,10 @@ def collect(args: argparse.Namespace) -> dict:
 def gpu_memory(
     args: argparse.Namespace, config: AnyConfig, numerics: Numerics, dtype: torch.dtype
 ) -> Callable[[Plan], RunnerMemory]:
-    """What counts the memory of one rank of a runner with the limits of a plan."""
+    """A function that counts the memory of one rank of a runner with the limits of a plan."""
     from deepseek_attn.cli.warmup import read_headers
     from deepseek_attn.layers.parallel import Parallel
     from deepseek_attn.layers.split import check_split
-    from deepseek_attn.runner.compile_ahead import RunnerSizes
     from deepseek_attn.runner.memory import RunnerMemory
 
     parallel = Parallel(0, args.ranks, LAYOUTS[args.layout] and args.ranks > 1)
@@ -163,21 +162,10 @@ def gpu_memory(
     headers = read_headers(args.model)[1] if any(Path(args.model).glob("*.safetensors")) else None
 
     def count(plan: Plan) -> RunnerMemory:
-        layout = plan.layout
         return RunnerMemory.of(
-            config,
-            layout,
-            headers,
-            numerics=numerics,
-            dtype=dtype,
-            attention=attention_options(args),
-            sizes=RunnerSizes(
-                layout.max_model_len, layout.max_num_seqs, layout.max_num_batched_tokens, layout.max_rollback
-            ),
-            gpu=machine_of(args).gpu,
-            num_drafts=args.speculate,
-            parallel=parallel,
-        )
+            config, plan.layout, headers, numerics=numerics, dtype=dtype, attention=attention_options(args),
+            gpu=machine_of(args).gpu, num_drafts=args.speculate, parallel=parallel,
+        )  # fmt: skip
 
     return count
 
@@ -224,7 +212,7 @@ def rank_model(args: argparse.Namespace, config: AnyConfig, numerics: Numerics, 
 def rank_facts(
     args: argparse.Namespace, config: AnyConfig, numerics: Numerics, dtype: torch.dtype, plan: Plan
 ) -> dict[str, Any]:
-    """What one of several ranks sends, and how long its steps take."""
+    """Bytes that one of several ranks sends in a step, and predicted times of steps."""
     if min(args.ranks, args.gpus_per_host, *args.batch, args.context or 1, args.prefill or 1) < 1:
         raise ValueError("--ranks, --gpus-per-host, --batch, --context and --prefill are positive numbers")
     dp_attention, length = LAYOUTS[args.layout], plan.layout.max_model_len

@@ -149,6 +149,7 @@ AnySpec = LayerSpec | V32LayerSpec
 
 
 def _make_v4(raw: Mapping[str, Any], origin: str) -> ModelConfig:
+    """The checked config with the specs of its layers."""
     fields, branches = read_v4(raw, origin)
     _warn_of_ratio_1([i for i, branch in enumerate(branches) if branch.ratio == 1], origin)
     dim, scaling = fields["qk_rope_head_dim"], fields["rope_scaling"]

@@ -315,6 +315,7 @@ def _read_ratios(reader: FieldReader, values: Mapping[str, Any]) -> list[int] | 
 
 
 def _read_sources(reader: FieldReader, layers: int | None, ratios: list[int] | None) -> dict[str, Any]:
+    """Layers that make entries, and layers that select: in order, of one ratio with the layers that read them."""
     found: dict[str, tuple[int, ...]] = {}
     for key in SOURCES:
         found[key] = ids = reader.as_integers(key, reader.value(key, []), minimum=0) or ()
@@ -366,6 +367,7 @@ def _read_candidates(reader: FieldReader, values: Mapping[str, Any], ratios: lis
 
 
 def _layers(values: Mapping[str, Any], ratios: list[int]) -> tuple[V41LayerSpec, ...]:
+    """Specs of the backbone layers; each reads the latest source up to itself."""
     dim = values["qk_rope_head_dim"]
     plain = RopeSpec(values["rope_theta"], dim)
     compressed = RopeSpec.scaled(values["compress_rope_theta"], dim, values["rope_scaling"])

@@ -32,7 +32,7 @@ END = object()
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What happened to one request since the last step that returned.
+    """Tokens and text of one request since the last step that returned.
 
     Attributes:
         computed: its tokens that went through the model, rejected drafts left out.
@@ -47,7 +47,7 @@ class RequestOutput:
 
 @dataclass
 class _Unreported:
-    """What a step has yet to report of a request: tokens from number ``start`` on, and ``computed`` of its output."""
+    """The part of a request that is still to be reported: tokens from number ``start`` on, and those ``computed``."""
 
     start: int
     computed: int = 0
@@ -218,6 +218,7 @@ class Engine:
         self._broke_off = False
 
     def _step(self) -> list[RequestOutput]:
+        """Admits requests, computes a batch, hands out its tokens, and counts."""
         started, stats = time.perf_counter(), StepStats()
         self.last_step = stats
         # A decode step that is launched already comes first: waiting requests are admitted after it. Then no further

@@ -193,6 +193,7 @@ class LLM:
         max_in_flight: int,
         progress: bool,
     ) -> Generator[IndexedCompletion]:
+        """`generate_iter`, its arguments checked."""
         in_flight: dict[Request, int] = {}
 
         def requests() -> Iterator[Request | None]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 @dataclass
 class Counts:
-    """What adds up over steps.
+    """Counts that add up over steps.
 
     Attributes:
         seconds: wall time, sampling and scheduling included.

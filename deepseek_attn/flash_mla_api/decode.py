@@ -145,6 +145,11 @@ def _check_modes(
     descale_q: Tensor | None,
     descale_k: Tensor | None,
 ) -> None:
+    """Checks that the modes of a call go together.
+
+    Raises:
+        ValueError: they do not, or are not supported.
+    """
     check_scalar("causal", causal, bool)
     if is_fp8_kvcache is not None:
         check_scalar("is_fp8_kvcache", is_fp8_kvcache, bool)
@@ -224,6 +229,7 @@ class _DenseKeys(NamedTuple):
 def _dense_keys(
     q: Tensor, k_cache: Tensor, block_table: Tensor | None, cache_seqlens: Tensor | None, causal: bool
 ) -> _DenseKeys:
+    """A checked plain cache as rows, with those that each group of heads sees."""
     b, s_q, h_q, d_qk = q.shape
     check_tensor("k_cache", k_cache, (q.dtype,), ("pages", "page_block_size", "h_k", d_qk), q.device)
     if block_table is None or cache_seqlens is None:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a layer attended with. The tensors are the step's own, to be read before the observer returns.
+    """Queries, keys and output of one call of a layer.
+
+    The tensors are the step's own, to be read before the observer returns.
 
     Attributes:
         layer: its name, for instance ``layers.2``; the layer holds the step's metadata and its selection.

@@ -263,7 +263,7 @@ class LayerRecord:
         return Shares(sink, window, entries, None if self.layer.window_size else recent)
 
     def _index_reads(self, block: QueryBlock, call: AttentionCall) -> dict[int, IndexRead]:
-        """What the indexer chose for the chosen queries of a block, by position; sums for all that need a choice."""
+        """Selections of the indexer for the chosen queries of a block, by position; adds up all that select."""
         quality = None if self.layer.indexer is None else selection_quality(block, self.layer.index_topk)
         found: dict[int, IndexRead] = {}
         if quality is None:

@@ -29,7 +29,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class HeadRead:
-    """What one query read in one head, or in the mean of the heads.
+    """Reads of one query in one head, or in the mean of the heads.
 
     Attributes:
         shares: of all that it read.
@@ -46,7 +46,7 @@ class HeadRead:
 
 @dataclass(frozen=True)
 class IndexRead:
-    """What the indexer chose for one query that sees more entries than it may read.
+    """Selection of the indexer for one query that sees more entries than it may read.
 
     Attributes:
         visible: entries that the query sees; lowest_selected: the lowest score among those that were selected.
@@ -69,7 +69,7 @@ class IndexRead:
 
 @dataclass(frozen=True)
 class LayerRead:
-    """What one query read in one layer: by head, and in the mean of the heads; ``index`` if the indexer chose."""
+    """Reads of one query in one layer: by head, and in the mean of the heads; ``index`` if the indexer chose."""
 
     layer: int
     heads: list[HeadRead]
@@ -79,7 +79,7 @@ class LayerRead:
 
 @dataclass(frozen=True)
 class QueryRead:
-    """What the token at ``position`` read, by layer."""
+    """Reads of the token at ``position``, by layer."""
 
     position: int
     layers: list[LayerRead]
@@ -122,7 +122,7 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What the tokens of one sequence read.
+    """Reads of the tokens of one sequence.
 
     Attributes:
         model_type: of the config; window: tokens of the sliding window, 0 without one.

@@ -119,7 +119,7 @@ class Parallel:
         return x
 
     def _peers_for(self, size: int) -> PeerBuffers | None:
-        """What a message of ``size`` bytes to each rank goes through, if not through torch."""
+        """Memory for a message of ``size`` bytes to each rank; None where it goes through torch."""
         if self.peers is None or not exchanged(size, self.world) or not self.peers.buffers.holds(size):
             return None
         return self.peers.buffers

@@ -44,7 +44,7 @@ class SlotKind(Enum):
 
 @dataclass(frozen=True)
 class WeightSlot:
-    """Where a checkpoint tensor enters a model.
+    """The place of a checkpoint tensor in a model.
 
     Attributes:
         shape: logical shape (unpacked) of the whole tensor.

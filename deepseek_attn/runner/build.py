@@ -323,7 +323,7 @@ def _bind_layers(family: Family, model: Model, pools: CachePools) -> Workspace:
 
 
 def _drafter(family: Family, model: Model, pools: CachePools, manager: CacheManager) -> Drafter | None:
-    """What runs the MTP layer or the DSpark stages of a model; None without any."""
+    """Drafter over the MTP layer or the DSpark stages of a model; None without any."""
     if isinstance(model, AttentionStack) or not len(model.mtp):
         return None
     drafter_class = MTPDrafter if family.config.dspark is None else BlockDrafter

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.checkpoint.source import TensorInfo
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
@@ -42,10 +43,15 @@ class RunnerSizes(NamedTuple):
     max_num_batched_tokens: int
     max_rollback: int
 
+    @classmethod
+    def of(cls, layout: CacheLayout) -> RunnerSizes:
+        """The limits that caches of this layout were made for."""
+        return cls(*(getattr(layout, name) for name in cls._fields))
+
 
 @dataclass(frozen=True)
 class RunnerRequest:
-    """What the launches of a runner depend on; it can be pickled.
+    """Everything that the launches of a runner depend on; it can be pickled.
 
     Attributes:
         config: of the model, reduced to one layer of each kind and those that they read.

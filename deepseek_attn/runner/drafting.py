@@ -135,6 +135,7 @@ class MTPDrafter(Drafter):
         self.model.draft_logits(states[: len(batch.query_lens)])
 
     def _draft_eagerly(self, batch: list[DraftRows], num_drafts: int, decode_query_len: int) -> DraftTokens:
+        """`draft` without persistent tensors, requests with prompts last."""
         order = sorted(range(len(batch)), key=lambda i: len(batch[i].next_ids) > decode_query_len)
         ordered = [batch[i] for i in order]
         caches = [rows.sequence.cache for rows in ordered]
@@ -177,7 +178,7 @@ class BlockDrafter(Drafter):
 
     @traced("dspark")
     def step_logits(self, rows: Batch, hidden_states: torch.Tensor, decode_query_len: int) -> None:
-        """There are no logits by token: drafts come from blocks."""
+        """None: drafts come from blocks, so there are no logits by token."""
         caches, lengths = [sequence.cache for sequence, _ in rows], [n for _, n in rows]
         self._write_context(step_input(self.manager, caches, lengths, decode_query_len), hidden_states)
 

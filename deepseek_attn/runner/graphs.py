@@ -64,7 +64,7 @@ class DecodeRun:
         return [values[place][:n] for place, n in zip(self.places, self.lengths, strict=True)]
 
     def wait_for_next_inputs(self) -> list[NextInputs]:
-        """What the step has left for the one after it, by sequence. Waits for the device."""
+        """Inputs of the step after this one, by sequence. Waits for the device."""
         values, first = self._host_results.wait(), self.step.size.rows_per_request
         return [NextInputs(values[place][first:-1], values[place][-1]) for place in self.places]
 

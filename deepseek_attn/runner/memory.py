@@ -24,7 +24,7 @@ from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.kernels.common.counters import COUNTER_BYTES
 from deepseek_attn.kernels.common.launches import ignored_launches
 from deepseek_attn.models.block import attention_layers
-from deepseek_attn.runner.compile_ahead import RunnerRequest, representatives
+from deepseek_attn.runner.compile_ahead import RunnerRequest, RunnerSizes, representatives
 from deepseek_attn.runner.graphs import length_bucket
 from deepseek_attn.runner.stand_in import META, StandIn
 from deepseek_attn.runner.warm_up import WarmUp, powers
@@ -74,7 +74,7 @@ class RunnerMemory:
         Args:
             headers: of the checkpoint's tensors, under their published names; None: as a published checkpoint of this
                 config has them.
-            facts: the other attributes of `RunnerRequest`.
+            facts: the other attributes of `RunnerRequest`, its sizes left out.
 
         Raises:
             ValueError: a model that no runner with kernels computes.
@@ -83,7 +83,7 @@ class RunnerMemory:
         config = dataclasses.replace(config, layers=tuple(layer for layer in config.layers if layer.index in kept))
         if headers is None:
             headers = CanonicalSource(RandomSource(config), canonical_names(config)).entries()
-        request = RunnerRequest.of(config, headers, **facts)
+        request = RunnerRequest.of(config, headers, sizes=RunnerSizes.of(layout), **facts)
         copies = {f"layers.{number}": count for number, count in kept.items()}
         with ignored_launches(request.gpu), AllocationTrace(META) as trace:
             try:
@@ -97,6 +97,7 @@ class RunnerMemory:
 
 
 def _count(trace: AllocationTrace, request: RunnerRequest, copies: dict[str, int], layout: CacheLayout) -> RunnerMemory:
+    """Builds the runner without memory, runs its largest steps, and adds up what they allocate."""
     runner = StandIn.build(request)
     pools = {trace.key(pool.tensor) for pool in runner.pools}
     owners = _owners(trace, runner.model, pools)

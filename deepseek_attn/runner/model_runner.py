@@ -183,7 +183,7 @@ class ModelRunner(LoadedModel):
         return Sequence.load(path, self.manager, self.limits, self.fingerprint)
 
     def fingerprint(self) -> dict[str, str]:
-        """What cached bytes depend on: digests of ``model``, ``numerics`` and ``layout``, and the ``rank``."""
+        """Digests of all that cached bytes depend on: ``model``, ``numerics`` and ``layout``, and the ``rank``."""
         digests = make_fingerprint(self.config, self.numerics, self.dtype, self.layout, self.model, self.deterministic)
         return digests | {"rank": f"{self.parallel.rank} of {self.parallel.world}"}
 
@@ -231,7 +231,7 @@ class ModelRunner(LoadedModel):
     def _output(
         self, results: EagerStep | DecodeRun, rows: Batch, order: list[int], options: StepOptions
     ) -> StepOutput:
-        """What ``options`` ask for, in the order of the batch.
+        """The results that ``options`` ask for, in the order of the batch.
 
         Args:
             rows: the batch with decodes first; order: place in the batch of each of them.

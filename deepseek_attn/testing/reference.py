@@ -63,7 +63,7 @@ class LayerReference(ABC):
         return [row.topk(min(self.config.index_topk, len(row))).indices.tolist() for row in visible]
 
     def selection_error(self, x: Tensor, selected: Tensor) -> float:
-        """How far the worst selected entry scores below the worst that should be, relative to the largest score.
+        """Distance of the worst selected score to the worst that should be selected, relative to the largest score.
 
         The maximum over all queries; infinite if a row of ``selected`` does not hold as many distinct visible entries
         as there are or as fit.

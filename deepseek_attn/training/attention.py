@@ -21,9 +21,11 @@ from deepseek_attn.layers.rope import apply_rope
 
 
 class Attended(NamedTuple):
-    """Attributes:
-    output: ``[B, S, hidden_size]``.
-    index_loss: divergence of the indexer's softmax from attention, a scalar; None without an indexer.
+    """Result of an attention layer over whole sequences.
+
+    Attributes:
+        output: ``[B, S, hidden_size]``.
+        index_loss: divergence of the indexer's softmax from attention, a scalar; None without an indexer.
     """
 
     output: torch.Tensor
@@ -81,9 +83,11 @@ def attend_drafts(
 
 
 class Projected(NamedTuple):
-    """Attributes:
-    q: ``[B, S, H, D]``; kv: ``[B, S, D]``; qr: ``[B, S, q_lora_rank]``, what the queries are made of.
-    freqs_cis: the rotations of all rows, ``[B * S, ...]``.
+    """Queries and keys of whole sequences.
+
+    Attributes:
+        q: ``[B, S, H, D]``; kv: ``[B, S, D]``; qr: ``[B, S, q_lora_rank]``, what the queries are made of.
+        freqs_cis: the rotations of all rows, ``[B * S, ...]``.
     """
 
     q: torch.Tensor

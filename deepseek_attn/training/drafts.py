@@ -22,11 +22,13 @@ from deepseek_attn.training.forward import DenseModel
 
 
 class Drafts(NamedTuple):
-    """Attributes:
-    backbone: the backbone's logits, float32 ``[B, S, vocab_size]``, without gradient.
-    logits: float32 ``[B, S - 1, vocab_size]`` of each draft: row p is for token p + 2, like row p + 1 of ``backbone``.
-        Draft d (from 0) has no meaning before row d.
-    loads: float32 ``[1, experts]``: the share of tokens that each expert of the MTP layer got.
+    """Logits of the backbone and of drafts over whole sequences.
+
+    Attributes:
+        backbone: the backbone's logits, float32 ``[B, S, vocab_size]``, without gradient.
+        logits: float32 ``[B, S - 1, vocab_size]`` of each draft: row p is for token p + 2, like row p + 1 of
+            ``backbone``. Draft d (from 0) has no meaning before row d.
+        loads: float32 ``[1, experts]``: the share of tokens that each expert of the MTP layer got.
     """
 
     backbone: torch.Tensor
@@ -82,7 +84,7 @@ class DraftModel(nn.Module):
 
 
 def draft_losses(drafts: Drafts, counted: torch.Tensor, greedy_share: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """How far drafts are from what the backbone predicts at the same place, which decides whether they are accepted.
+    """Distance of drafts to the backbone's predictions at the same place, which decides whether they are accepted.
 
     Args:
         counted: bool ``[B, S - 1]``, rows whose token p + 2 counts.

@@ -19,11 +19,13 @@ from deepseek_attn.training.attention import attend
 
 
 class Dense(NamedTuple):
-    """Attributes:
-    logits: float32 ``[B, S, vocab_size]``.
-    index_loss: sum over the layers with an indexer, a scalar.
-    loads: float32 ``[layers, experts]``: the share of tokens that each expert of a layer got.
-    streams: float32 ``[B * S, hc_mult, hidden_size]`` after the last block, what an MTP layer reads.
+    """Results of a model over whole sequences.
+
+    Attributes:
+        logits: float32 ``[B, S, vocab_size]``.
+        index_loss: sum over the layers with an indexer, a scalar.
+        loads: float32 ``[layers, experts]``: the share of tokens that each expert of a layer got.
+        streams: float32 ``[B * S, hc_mult, hidden_size]`` after the last block, what an MTP layer reads.
     """
 
     logits: torch.Tensor

@@ -31,7 +31,7 @@ EVALUATION_SEED = 20_000  # far from the seeds of training batches
 
 @dataclass(frozen=True)
 class MtpTraining:
-    """How the MTP layer of a model is trained, behind the finished backbone.
+    """Settings of the MTP layer's training, behind the finished backbone.
 
     Attributes:
         steps: optimizer steps; None: as many as the backbone's.

@@ -23,10 +23,12 @@ EAGER_STEPS = 3  # before a graph is captured: they allocate the memory that it 
 
 
 class Objective(NamedTuple):
-    """Attributes:
-    minimised: what gradients are taken of, a scalar.
-    reported: the loss in reports, a scalar.
-    loads: float32 ``[layers, experts]``: the share of tokens that each expert got.
+    """Losses of a batch.
+
+    Attributes:
+        minimised: what gradients are taken of, a scalar.
+        reported: the loss in reports, a scalar.
+        loads: float32 ``[layers, experts]``: the share of tokens that each expert got.
     """
 
     minimised: torch.Tensor

@@ -23,7 +23,7 @@ from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.runner import ModelRunner, compile_ahead, memory
-from deepseek_attn.runner.compile_ahead import RunnerSizes, representatives
+from deepseek_attn.runner.compile_ahead import representatives
 from deepseek_attn.runner.memory import RunnerMemory
 from deepseek_attn.runner.warm_up import WarmUp
 from deepseek_attn.utils.allocations import AllocationTrace
@@ -50,7 +50,6 @@ def memory_of(config: AnyConfig, limits: tuple[int, int, int], numerics: str = "
         numerics=chosen,
         dtype=dtype,
         attention=AttentionOptions(),
-        sizes=RunnerSizes(*limits, 16),
         gpu=H200,
         **facts,
     )

@@ -136,6 +136,7 @@ def layer_key(spec: LayerSpec, config: ModelConfig, kv_record: str) -> str:
 
 
 def _cost_units(experiment: Experiment, device: str) -> list[Unit]:
+    """Costs of every variant, and times of every kind of layer among them, once each."""
     cost, units, kinds = experiment.cost, [], {}
     if cost is None:
         return []
@@ -171,6 +172,7 @@ def _model_time_units(experiment: Experiment, device: str) -> list[Unit]:
 
 
 def _checkpoint_units(experiment: Experiment, device: str) -> list[Unit]:
+    """Quality of the checkpoint's own schedule, and of every variant beside it."""
     settings = experiment.checkpoint
     if settings is None:
         return []

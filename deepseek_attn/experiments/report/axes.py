@@ -163,7 +163,7 @@ def show_numbers(numbers: Iterable[int]) -> str:
 
 
 def _places(axes: Axes, points: list[Point]) -> dict[Point, Point]:
-    """Where points are in the plot, in steps of `NEAR`: those that look the same are at the same place."""
+    """Places of points in the plot, in steps of `NEAR`: those that look the same are at the same place."""
     axes.update_datalim(points)
     axes.autoscale_view()
     size = NEAR * axes.figure.dpi / 72

@@ -95,6 +95,7 @@ def _cost_model(cost: CostSettings) -> CostModel:
 def _variant(
     number: int, variant: Variant, experiment: Experiment, units: list[Unit], results: dict[str, Any]
 ) -> VariantReport:
+    """Shape, costs and qualities of one variant, as far as units have results."""
     config = variant.config(experiment.base)
     values: VariantReport = {
         "number": number,

@@ -132,7 +132,7 @@ class BeyondWindow(TypedDict):
 
 
 class UnitCounts(TypedDict):
-    """How many pieces of work there are, how many are done and in how many seconds, and the names of the others."""
+    """Number of pieces of work, of those that are done, their seconds, and the names of the others."""
 
     total: int
     done: int
