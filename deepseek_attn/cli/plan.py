@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from deepseek_attn.cli.options import (
     HUB_ID,
     add_limits,
     add_numerics_options,
     add_prefill_options,
-    attention_options,
     memory_size,
     numbers,
 )
 from deepseek_attn.utils.sizes import show_bytes
-
-if TYPE_CHECKING:
-    import torch
-
-    from deepseek_attn.bench.machines import Machine
-    from deepseek_attn.bench.ranks import RankModel
-    from deepseek_attn.config.model import AnyConfig
-    from deepseek_attn.config.numerics import Numerics
-    from deepseek_attn.runner.memory import RunnerMemory
-    from deepseek_attn.runner.planner import Plan
-
-LAYOUTS = {"tp": False, "dp": True}  # whether attention is data-parallel
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -59,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     ranks.add_argument("--gpu", choices=["h200"], help="predict for this GPU (default: the memory of the one here)")
     ranks.add_argument("--ranks", type=int, default=1, metavar="N", help="GPUs that share the model (default: 1)")
     ranks.add_argument(
-        "--layout", choices=list(LAYOUTS), default="tp",
+        "--layout", choices=["tp", "dp"], default="tp",
         help="tp: all ranks have the same tokens; dp: data-parallel attention (default: tp)",
     )  # fmt: skip
     ranks.add_argument("--gpus-per-host", type=int, default=8, metavar="N", help="GPUs that NVLink joins (default: 8)")
@@ -74,166 +57,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    facts = collect(args)
+    from deepseek_attn.cli.plan_facts import PlanFacts  # imports torch
+
+    facts = PlanFacts(args).collect()
     print(json.dumps(facts) if args.json else table(facts))
-
-
-def collect(args: argparse.Namespace) -> dict:
-    """Everything that `plan` prints."""
-    from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN
-    from deepseek_attn.config.model import ModelConfig
-    from deepseek_attn.config.numerics import numerics_for
-    from deepseek_attn.config.options import DTYPES, check_sizes, pick_device, pick_dtype
-    from deepseek_attn.runner import planner
-
-    config, device = ModelConfig.from_pretrained(args.model), pick_device(None)
-    on_gpu = args.gpu is not None or device.type == "cuda"
-    numerics = numerics_for(config, args.numerics or ("serving" if on_gpu else "exact"))
-    dtype = pick_dtype(args.dtype or ("bfloat16" if on_gpu else None), device)
-    limit = config.max_position_embeddings
-    length = min(limit, DEFAULT_MAX_MODEL_LEN) if args.max_model_len is None else args.max_model_len
-    check_sizes(config, None, length, args.max_num_seqs, args.max_num_batched_tokens, 0, args.max_snapshots)
-
-    def plan_for(max_model_len: int, max_num_seqs: int, kv_cache_bytes: int | None = None) -> planner.Plan:
-        limits = (max_model_len, max_num_seqs, args.max_num_batched_tokens)
-        return planner.make_plan(
-            config, numerics, dtype, *limits, max_snapshots=args.max_snapshots, kv_cache_bytes=kv_cache_bytes,
-            attention=attention_options(args),
-        )  # fmt: skip
-
-    plan = plan_for(length, args.max_num_seqs, args.kv_cache_bytes)
-    facts = {
-        "numerics": numerics.name,
-        "dtype": next(name for name, value in DTYPES.items() if value is dtype),
-        "max_model_len": length,
-        "max_num_seqs": args.max_num_seqs,
-        "max_num_batched_tokens": args.max_num_batched_tokens,
-        "layers": [vars(layer) for layer in plan.layers],
-        "fixed_per_sequence": plan.fixed,
-        "per_token": plan.per_token,
-        "shared": plan.shared,
-        "snapshots": plan.snapshots,
-        "capacity": plan.layout.capacity,
-        "caches": plan.caches,
-        "workspace": plan.workspace,
-        "index_logits": plan.index_logits,
-        "rope": plan.rope,
-        "total": plan.total,
-    }
-    memory_for = gpu_memory(args, config, numerics, dtype) if on_gpu else None
-    if memory_for is not None:
-        facts["gpu"] = gpu_facts(args, memory_for(plan))
-    if args.memory is not None:
-        total_for = None
-        if memory_for is not None:
-            outside = sum(outside_allocator(args).values())
-
-            def total_for(max_model_len: int, max_num_seqs: int) -> int:
-                return memory_for(plan_for(max_model_len, max_num_seqs)).total + outside
-
-        memory = facts["memory"] = args.memory
-        facts["sequences_that_fit"] = planner.sequences_that_fit(plan_for, memory, length, total_for=total_for)
-        facts["tokens_that_fit"] = planner.tokens_that_fit(plan_for, memory, args.max_num_seqs, limit, total_for)
-    if args.gpu is not None:
-        facts["ranks"] = rank_facts(args, config, numerics, dtype, plan)
-    elif args.ranks != 1:
-        raise ValueError("--ranks: say of which GPUs, --gpu h200")
-    return facts
-
-
-def gpu_memory(
-    args: argparse.Namespace, config: AnyConfig, numerics: Numerics, dtype: torch.dtype
-) -> Callable[[Plan], RunnerMemory]:
-    """A function that counts the memory of one rank of a runner with the limits of a plan."""
-    from deepseek_attn.cli.warmup import read_headers
-    from deepseek_attn.layers.parallel import Parallel
-    from deepseek_attn.layers.split import check_split
-    from deepseek_attn.runner.memory import RunnerMemory
-
-    parallel = Parallel(0, args.ranks, LAYOUTS[args.layout] and args.ranks > 1)
-    check_split(config, numerics, parallel)
-    if not 0 <= args.speculate < min(16, args.max_num_batched_tokens):
-        raise ValueError(f"--speculate {args.speculate}: supported are 0 to 15 drafts, and fewer than tokens of a step")
-    if args.speculate and not config.mtp_layers:
-        raise ValueError(f"--speculate {args.speculate}: the model has no MTP layer")
-    if config.dspark is not None and args.speculate > config.dspark.dspark_block_size:
-        most = config.dspark.dspark_block_size
-        raise ValueError(f"--speculate {args.speculate}: dspark_block_size {most} is the most that DSpark drafts")
-    headers = read_headers(args.model)[1] if any(Path(args.model).glob("*.safetensors")) else None
-
-    def count(plan: Plan) -> RunnerMemory:
-        return RunnerMemory.of(
-            config, plan.layout, headers, numerics=numerics, dtype=dtype, attention=attention_options(args),
-            gpu=machine_of(args).gpu, num_drafts=args.speculate, parallel=parallel,
-        )  # fmt: skip
-
-    return count
-
-
-def machine_of(args: argparse.Namespace) -> Machine:
-    """The GPU that was named, or the one here, whose context and kernels are taken to be as large."""
-    import torch
-
-    from deepseek_attn.bench.machines import H200, MACHINES
-    from deepseek_attn.kernels.common.device import gpu
-    from deepseek_attn.utils.device import total_memory
-
-    if args.gpu is not None:
-        return MACHINES[args.gpu]
-    device = torch.device("cuda")
-    return replace(H200, name=torch.cuda.get_device_name(device), gpu=gpu(device), memory=total_memory(device))
-
-
-def outside_allocator(args: argparse.Namespace) -> dict[str, int]:
-    """Bytes on a GPU that PyTorch's allocator does not know of."""
-    machine = machine_of(args)
-    parts = {"context": machine.context, "modules": machine.modules}
-    return parts | ({"nccl": machine.nccl_memory} if args.ranks > 1 else {})
-
-
-def gpu_facts(args: argparse.Namespace, memory: RunnerMemory) -> dict[str, Any]:
-    """All memory that a run takes on a GPU: parts that add up to the total."""
-    machine, parts = machine_of(args), memory.parts() | outside_allocator(args)
-    total = sum(parts.values())
-    return {
-        "name": machine.name, "memory": machine.memory, "parts": parts, "total": total,
-        "fits": total <= machine.memory,
-    }  # fmt: skip
-
-
-def rank_model(args: argparse.Namespace, config: AnyConfig, numerics: Numerics, dtype: torch.dtype) -> RankModel:
-    """The model on the ranks that the flags describe."""
-    from deepseek_attn.bench.ranks import RankLayout, RankModel
-
-    layout = RankLayout(args.ranks, LAYOUTS[args.layout], args.gpus_per_host)
-    return RankModel(config, numerics, dtype, layout, machine_of(args))
-
-
-def rank_facts(
-    args: argparse.Namespace, config: AnyConfig, numerics: Numerics, dtype: torch.dtype, plan: Plan
-) -> dict[str, Any]:
-    """Bytes that one of several ranks sends in a step, and predicted times of steps."""
-    if min(args.ranks, args.gpus_per_host, *args.batch, args.context or 1, args.prefill or 1) < 1:
-        raise ValueError("--ranks, --gpus-per-host, --batch, --context and --prefill are positive numbers")
-    dp_attention, length = LAYOUTS[args.layout], plan.layout.max_model_len
-    model = rank_model(args, config, numerics, dtype)
-    layout = model.layout
-    shapes = [(batch, 1, min(args.context or length, config.max_position_embeddings)) for batch in args.batch]
-    shapes += [(1, args.prefill, args.prefill)] if args.prefill else []
-    steps = []
-    for batch, tokens, context in shapes:
-        step = model.step(batch, tokens, context)
-        total = step.shape.rows * (layout.ranks if dp_attention else 1)
-        steps.append({
-            "requests": total // tokens, "tokens": tokens, "context": context, "ms": step.microseconds / 1e3,
-            "tokens_per_second": total / step.microseconds * 1e6, "stages_us": step.stages,
-            "nvlink_bytes": sum(part.sent for part in step.collectives),
-            "network_bytes": sum(part.network for part in step.collectives),
-        })  # fmt: skip
-    return {
-        "gpu": model.machine.name, "ranks": layout.ranks, "layout": args.layout, "hosts": layout.hosts,
-        "steps": steps, "sources": list(model.machine.sources),
-    }  # fmt: skip
 
 
 def table(facts: dict) -> str:

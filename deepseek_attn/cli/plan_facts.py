@@ -1,0 +1,168 @@
+"""Facts of ``deepseek-attn plan``: bytes of the KV caches, all memory of a GPU by part, predicted steps of ranks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepseek_attn.bench.machines import H200, MACHINES, Machine
+from deepseek_attn.bench.ranks import RankLayout, RankModel
+from deepseek_attn.cli.options import attention_options
+from deepseek_attn.cli.warmup import read_headers
+from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN
+from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.numerics import numerics_for
+from deepseek_attn.config.options import DTYPES, check_sizes, pick_device, pick_dtype
+from deepseek_attn.kernels.common.device import gpu
+from deepseek_attn.layers.parallel import Parallel
+from deepseek_attn.layers.split import check_split
+from deepseek_attn.runner.memory import RunnerMemory
+from deepseek_attn.runner.planner import Plan, make_plan, sequences_that_fit, tokens_that_fit
+from deepseek_attn.utils.device import total_memory
+
+
+class PlanFacts:
+    """The model and limits of the flags, before anything is allocated.
+
+    Attributes:
+        on_gpu: a GPU was named, or there is one here.
+        length: longest sequence; limit: the longest that the model allows.
+        dp_attention: the layout of the ranks is that with data-parallel attention.
+    """
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.config, device = args, ModelConfig.from_pretrained(args.model), pick_device(None)
+        self.on_gpu, self.dp_attention = args.gpu is not None or device.type == "cuda", args.layout == "dp"
+        self.numerics = numerics_for(self.config, args.numerics or ("serving" if self.on_gpu else "exact"))
+        self.dtype = pick_dtype(args.dtype or ("bfloat16" if self.on_gpu else None), device)
+        self.limit = self.config.max_position_embeddings
+        self.length = min(self.limit, DEFAULT_MAX_MODEL_LEN) if args.max_model_len is None else args.max_model_len
+        sizes = (self.length, args.max_num_seqs, args.max_num_batched_tokens, 0, args.max_snapshots)
+        check_sizes(self.config, None, *sizes)
+
+    def collect(self) -> dict[str, Any]:
+        """Everything that `plan` prints."""
+        args, plan = self.args, self.plan(self.length, self.args.max_num_seqs, self.args.kv_cache_bytes)
+        facts = {
+            "numerics": self.numerics.name,
+            "dtype": next(name for name, value in DTYPES.items() if value is self.dtype),
+            "max_model_len": self.length,
+            "max_num_seqs": args.max_num_seqs,
+            "max_num_batched_tokens": args.max_num_batched_tokens,
+            "layers": [vars(layer) for layer in plan.layers],
+            "fixed_per_sequence": plan.fixed,
+            "per_token": plan.per_token,
+            "shared": plan.shared,
+            "snapshots": plan.snapshots,
+            "capacity": plan.layout.capacity,
+            "caches": plan.caches,
+            "workspace": plan.workspace,
+            "index_logits": plan.index_logits,
+            "rope": plan.rope,
+            "total": plan.total,
+        }
+        memory_of = self.runner_memory() if self.on_gpu else None
+        if memory_of is not None:
+            facts["gpu"] = self.gpu_facts(memory_of(plan))
+        if args.memory is not None:
+            facts |= self.what_fits(memory_of)
+        if args.gpu is not None:
+            facts["ranks"] = self.rank_facts()
+        elif args.ranks != 1:
+            raise ValueError("--ranks: say of which GPUs, --gpu h200")
+        return facts
+
+    def plan(self, max_model_len: int, max_num_seqs: int, kv_cache_bytes: int | None = None) -> Plan:
+        """Bytes of the caches and of the workspace of a runner with these limits."""
+        args, limits = self.args, (max_model_len, max_num_seqs, self.args.max_num_batched_tokens)
+        return make_plan(
+            self.config, self.numerics, self.dtype, *limits, max_snapshots=args.max_snapshots,
+            kv_cache_bytes=kv_cache_bytes, attention=attention_options(args),
+        )  # fmt: skip
+
+    def what_fits(self, memory_of: Callable[[Plan], RunnerMemory] | None) -> dict[str, int]:
+        """Sequences, and tokens of each, that fit in ``--memory``: of all a GPU holds, or of caches and workspace."""
+        memory, total_for = self.args.memory, None
+        if memory_of is not None:
+            outside = sum(self.outside_allocator().values())
+
+            def total_for(max_model_len: int, max_num_seqs: int) -> int:
+                return memory_of(self.plan(max_model_len, max_num_seqs)).total + outside
+
+        return {
+            "memory": memory,
+            "sequences_that_fit": sequences_that_fit(self.plan, memory, self.length, total_for),
+            "tokens_that_fit": tokens_that_fit(self.plan, memory, self.args.max_num_seqs, self.limit, total_for),
+        }
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The GPU that was named, or the one here, whose context and kernels are taken to be as large."""
+        if self.args.gpu is not None:
+            return MACHINES[self.args.gpu]
+        device = torch.device("cuda")
+        return replace(H200, name=torch.cuda.get_device_name(device), gpu=gpu(device), memory=total_memory(device))
+
+    def runner_memory(self) -> Callable[[Plan], RunnerMemory]:
+        """A function that counts the memory of one rank of a runner with the limits of a plan."""
+        args, config = self.args, self.config
+        parallel = Parallel(0, args.ranks, self.dp_attention and args.ranks > 1)
+        check_split(config, self.numerics, parallel)
+        if not 0 <= args.speculate < min(16, args.max_num_batched_tokens):
+            raise ValueError(
+                f"--speculate {args.speculate}: supported are 0 to 15 drafts, and fewer than tokens of a step"
+            )
+        if args.speculate and not config.mtp_layers:
+            raise ValueError(f"--speculate {args.speculate}: the model has no MTP layer")
+        if config.dspark is not None and args.speculate > config.dspark.dspark_block_size:
+            most = config.dspark.dspark_block_size
+            raise ValueError(f"--speculate {args.speculate}: dspark_block_size {most} is the most that DSpark drafts")
+        headers = read_headers(args.model)[1] if any(Path(args.model).glob("*.safetensors")) else None
+        return lambda plan: RunnerMemory.of(
+            config, plan.layout, headers, numerics=self.numerics, dtype=self.dtype, attention=attention_options(args),
+            gpu=self.machine.gpu, num_drafts=args.speculate, parallel=parallel,
+        )  # fmt: skip
+
+    def outside_allocator(self) -> dict[str, int]:
+        """Bytes on a GPU that PyTorch's allocator does not know of."""
+        parts = {"context": self.machine.context, "modules": self.machine.modules}
+        return parts | ({"nccl": self.machine.nccl_memory} if self.args.ranks > 1 else {})
+
+    def gpu_facts(self, memory: RunnerMemory) -> dict[str, Any]:
+        """All memory that a run takes on a GPU: parts that add up to the total."""
+        parts = memory.parts() | self.outside_allocator()
+        total = sum(parts.values())
+        return {
+            "name": self.machine.name, "memory": self.machine.memory, "parts": parts, "total": total,
+            "fits": total <= self.machine.memory,
+        }  # fmt: skip
+
+    def rank_facts(self) -> dict[str, Any]:
+        """Bytes that one of several ranks sends in a step, and predicted times of steps."""
+        args = self.args
+        if min(args.ranks, args.gpus_per_host, *args.batch, args.context or 1, args.prefill or 1) < 1:
+            raise ValueError("--ranks, --gpus-per-host, --batch, --context and --prefill are positive numbers")
+        layout = RankLayout(args.ranks, self.dp_attention, args.gpus_per_host)
+        model = RankModel(self.config, self.numerics, self.dtype, layout, self.machine)
+        shapes = [(batch, 1, min(args.context or self.length, self.limit)) for batch in args.batch]
+        shapes += [(1, args.prefill, args.prefill)] if args.prefill else []
+        steps = []
+        for batch, tokens, context in shapes:
+            step = model.step(batch, tokens, context)
+            total = step.shape.rows * (layout.ranks if self.dp_attention else 1)
+            steps.append({
+                "requests": total // tokens, "tokens": tokens, "context": context, "ms": step.microseconds / 1e3,
+                "tokens_per_second": total / step.microseconds * 1e6, "stages_us": step.stages,
+                "nvlink_bytes": sum(part.sent for part in step.collectives),
+                "network_bytes": sum(part.network for part in step.collectives),
+            })  # fmt: skip
+        return {
+            "gpu": self.machine.name, "ranks": layout.ranks, "layout": args.layout, "hosts": layout.hosts,
+            "steps": steps, "sources": list(self.machine.sources),
+        }  # fmt: skip
