@@ -16,6 +16,9 @@ from deepseek_attn.kernels.common.records import CacheRecord
 WIDTH_STEP = 64
 """On the CPU a row is computed at its length rounded up to this many columns, not at the width of the index tensor."""
 
+SHORT_STEP = 16
+"""Then a block of rows of one `WIDTH_STEP` is computed at its longest row's length rounded up to this many columns."""
+
 CPU_BLOCK_BYTES = 4 << 20
 """Gathered keys are read right after they are written: 406 ms in blocks of 4 MiB, 745 ms in blocks of 64 MiB
 (1024 queries of 16 heads over up to 640 keys of 512 dims, one core)."""
@@ -140,14 +143,14 @@ def _attend(
     for rows, widths in _width_groups(sources, T, q.device):
         width, first = sum(widths), _first_if_consecutive(rows)
         per_block = min(len(rows), rows_per_block(4 * (width * (d + H) + H * (d + 2 * d_v)) + 32 * width, budget))
-        keys = torch.empty(per_block, width, d, dtype=torch.float32, device=q.device)
-        logits = torch.empty(per_block, H, width, dtype=torch.float32, device=q.device)
+        scratch = torch.empty(per_block * width * d, dtype=torch.float32, device=q.device)
         for start, end in row_blocks(len(rows), per_block):
             # a slice where rows are consecutive, as those of a prompt are: indexing with a tensor copies
             block = rows[start:end] if first is None else slice(first + start, first + end)
-            valid = _fetch(sources, block, widths, keys[: end - start])
-            queries = q[block].float() * scale
-            result = _softmax_block(queries, keys[: end - start], valid, logits[: end - start], sink, d_v)
+            read = _widths_of_block(sources, block, widths)
+            keys = scratch[: (end - start) * sum(read) * d].view(end - start, sum(read), d)
+            valid = _fetch(sources, block, read, keys)
+            result = _softmax_block(q[block].float() * scale, keys, valid, sink, d_v)
             out[block] = result.out.to(out.dtype)
             lse[block] = result.lse
             if max_logits is not None:
@@ -219,6 +222,14 @@ def _width_groups(sources: list[_Source], T: int, device: torch.device) -> Itera
             yield its_rows, group
 
 
+def _widths_of_block(sources: list[_Source], rows: Tensor | slice, widths: list[int]) -> list[int]:
+    """Columns of each source that a block of rows is computed at: those of its longest row where they are few."""
+    lens = sources[0].lens
+    if len(sources) > 1 or widths[0] > WIDTH_STEP or lens is None or lens.device.type != "cpu":
+        return widths
+    return [min(widths[0], -(-int(lens[rows].max()) // SHORT_STEP) * SHORT_STEP)]
+
+
 def _first_if_consecutive(rows: Tensor) -> int | None:
     """The first of ascending row numbers on a CPU if none between the first and the last is missing."""
     if rows.device.type != "cpu":
@@ -248,12 +259,9 @@ class _BlockResult(NamedTuple):
     peak: Tensor
 
 
-def _softmax_block(
-    q: Tensor, keys: Tensor, valid: Tensor, logits: Tensor, sink: Tensor | None, d_v: int
-) -> _BlockResult:
-    """Attention of scaled float32 ``q [r, H, d]`` over ``keys [r, W, d]``; ``logits [r, H, W]`` is scratch."""
-    torch.bmm(q, keys.transpose(1, 2), out=logits)
-    logits.masked_fill_(~valid[:, None], float("-inf"))
+def _softmax_block(q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor | None, d_v: int) -> _BlockResult:
+    """Attention of scaled float32 ``q [r, H, d]`` over ``keys [r, W, d]``."""
+    logits = torch.bmm(q, keys.transpose(1, 2)).masked_fill_(~valid[:, None], float("-inf"))
     peak = logits.amax(2, keepdim=True)
     weights = logits.sub_(peak).exp_()
     total = weights.sum(2, keepdim=True)
