@@ -162,16 +162,14 @@ def _in_tiles(x: Tensor, experts: Tensor, weights: Tensor, count: int, run: RunE
     if not is_local.any():
         return out
     order = experts.flatten().argsort(stable=True)
-    order = order[is_local.flatten()[order]]
+    order = order[is_local.flatten()[order]]  # of pairs of a token and an expert, by expert
     tokens = order // experts.shape[1]
     place, sizes = _lay_out(experts.flatten()[order], count)
-    rows = x.new_zeros(sum(sizes), x.shape[1])
-    rows[place] = x[tokens]
-    weight = weights.new_zeros(len(rows), 1)
-    weight[place] = weights.flatten()[order].unsqueeze(1)
+    pair = order.new_zeros(sum(sizes)).index_copy_(0, place, order)  # the first one's again where a tile is padded
+    rows, weight = x.index_select(0, pair // experts.shape[1]), weights.flatten()[pair].unsqueeze(1)
     chosen = [expert for expert, size in enumerate(sizes) if size]
     outputs = run(rows.split_with_sizes([size for size in sizes if size]), chosen, weight)
-    return out.index_add_(0, tokens, outputs[place])
+    return out.index_add_(0, tokens, outputs.index_select(0, place))
 
 
 def _lay_out(expert_of_row: Tensor, count: int) -> tuple[Tensor, list[int]]:
