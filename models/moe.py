@@ -160,15 +160,18 @@ class Experts(CheckpointModule):
 
         With ``add [T, D]``, the dtype of x: the sum is rounded after the addition, which waits for ``add_ready``.
         """
-        w1, w3, w2 = (
-            ExpertStack(projection.weight, projection.scale, projection.exponent, projection.fp8_group)
-            for projection in (self.w1, self.w3, self.w2)
-        )
-        fp8_input, pow2_scales = self.w1.fp8_input, self.w1.pow2_scales
+        w1 = self.w1
+        stacks = _stack(w1), _stack(self.w3), _stack(self.w2)
         return moe_experts(
-            x, experts, weights, w1, w3, w2, self.limit, self.weigh_output, fp8_input, pow2_scales, add, self.count,
+            x, experts, weights, *stacks, self.limit, self.weigh_output, w1.fp8_input, w1.pow2_scales, add, self.count,
             add_ready,
         )  # fmt: skip
+
+
+def _stack(linear: ExpertLinear) -> ExpertStack:
+    """Weights of a projection, for the op."""
+    weights = linear._parameters  # attributes of a module are found several times more slowly
+    return ExpertStack(weights["weight"], weights["scale"], linear._buffers["exponent"], linear.fp8_group)
 
 
 class MoE(CheckpointModule):

@@ -102,7 +102,7 @@ class _Source:
     """Keys of one kv tensor or pool.
 
     ``fetch(rows int64 [r, w], valid [r, w], out float32 [r, w, d])`` reads them, invalid ones as anything that is
-    finite; ``read(rows int64 [n])`` returns float32 ``[n, d]`` of valid rows.
+    finite; ``read(rows int32 or int64 [n])`` returns float32 ``[n, d]`` of valid rows.
     """
 
     indices: Tensor
@@ -173,7 +173,7 @@ def _attend_one(
         if least < 0 or most >= source.limit:
             rows = rows[(rows >= 0) & (rows < source.limit)]
         if rows.numel():
-            keys.append(source.read(rows.long()))
+            keys.append(source.read(rows))
     if not keys:
         if max_logits is not None:
             max_logits.fill_(float("-inf"))

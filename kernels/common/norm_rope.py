@@ -37,7 +37,7 @@ def constant(value: float) -> Tensor:
 
 def freqs_cis_at(cos_sin: Tensor, positions: Tensor) -> Tensor:
     """``cos + i sin`` at ``positions [T]``: complex64 ``[T, n]`` of a float32 table ``[max_positions, 2 n]``."""
-    if len(positions) > FEW_TOKENS or positions.device.type != "cpu" or not torch.is_inference_mode_enabled():
+    if positions.shape[0] > FEW_TOKENS or positions.device.type != "cpu" or not torch.is_inference_mode_enabled():
         return _gather_freqs_cis(cos_sin, positions)
     recent, values = _recent.get(id(cos_sin)), positions.tolist()
     if recent is None or recent.table() is not cos_sin or recent.positions != values:

@@ -209,7 +209,7 @@ def _zero_invalid(lens: Tensor, is_valid: Tensor | None) -> Tensor:
 def _entry_slots(entries: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int) -> Tensor:
     """Slots of int64 ``entries [T, K]`` of the token's request; -1 if negative, beyond the table or on no page."""
     check_rows(entries, token_to_req, block_table, block_size)
-    if block_table.numel() == 0 or entries.numel() == 0:
+    if block_table.numel() == 0 or entries.numel() == 0 or (entries.is_cpu and int(entries.max()) < 0):
         return torch.full_like(entries, -1)
     requests, pages = block_table.shape
     request = token_to_req.long()[:, None]

@@ -178,14 +178,19 @@ def _gather_slots(
     """``[windows, slots, d]``: rows of this step, then rows of earlier steps; each the half that the entry pools."""
     dim = part.dim
     if flight.shape[1] == dim:
-        gathered = flight[index]
+        gathered = _rows_at(flight, index)
     else:
         older, newer = index.chunk(2, dim=1)
-        gathered = torch.cat([flight[:, :dim][older], flight[:, dim:][newer]], dim=1)
+        gathered = torch.cat([_rows_at(flight[:, :dim], older), _rows_at(flight[:, dim:], newer)], dim=1)
         newer_half = (slot >= older.shape[1]).unsqueeze(-1)
         earlier = torch.where(newer_half, earlier[:, dim:], earlier[:, :dim])
     gathered[window, slot] = earlier
     return gathered
+
+
+def _rows_at(table: Tensor, index: Tensor) -> Tensor:
+    """``table[index]`` of whole rows: on a CPU, indexing takes five times as long."""
+    return table.index_select(0, index.flatten()).view(*index.shape, table.shape[1])
 
 
 def _finished(part: CompressPart, pooled: Tensor, positions: Tensor) -> Tensor:

@@ -229,13 +229,13 @@ class ClosingWindows:
 
 
 def _closing_windows(batch: CompressBatch) -> ClosingWindows:
-    positions, rows, pooled = batch.positions, batch.rows, batch.pooled_tokens
-    token_to_req, prefix_lens = batch.token_to_req.long(), batch.prefix_lens.long()
-    ring = batch.ring_pages.long() * rows
+    positions, rows, pooled, kept_tokens = batch.positions, batch.rows, batch.pooled_tokens, batch.valid
+    token_to_req, ring = batch.token_to_req.long(), batch.ring_pages.long() * batch.rows
     # the last rows of each request's new tokens stay for windows that are still open, or reopened by a rollback
-    last = batch.query_start_loc.long()[1:][token_to_req]
-    token = torch.arange(len(last), device=positions.device)
-    keep = ((token >= last - rows) & batch.valid).nonzero().flatten()
+    if batch.max_query_len > rows:
+        last = batch.query_start_loc.long()[1:][token_to_req]
+        kept_tokens = kept_tokens & (torch.arange(len(last), device=positions.device) >= last - rows)
+    keep = kept_tokens.nonzero().flatten()
     kept = {"keep": keep, "keep_rows": ring[token_to_req[keep]] + positions[keep] % rows}
     phase, closing = positions % batch.ratio, (batch.slots >= 0).nonzero().flatten()
     if closing.device.type == "cpu" and not len(closing):  # most decode steps
@@ -243,7 +243,7 @@ def _closing_windows(batch: CompressBatch) -> ClosingWindows:
         pairs, absent = closing.new_empty(0, 2), torch.empty(0, pooled, dtype=torch.bool)
         return ClosingWindows(phase, none, pairs, closing, absent, closing, closing, **kept)
     offsets = torch.arange(pooled, device=positions.device) - pooled + 1
-    request = token_to_req[closing].unsqueeze(1)
+    request, prefix_lens = token_to_req[closing].unsqueeze(1), batch.prefix_lens.long()
     wanted = positions[closing].unsqueeze(1) + offsets
     earlier = (wanted >= 0) & (wanted < prefix_lens[request])
     return ClosingWindows(

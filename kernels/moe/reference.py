@@ -109,7 +109,7 @@ def moe_experts(
         hidden = swiglu(project(w1, blocks), project(w3, blocks), limit)
         if not weigh_output:
             hidden *= weight
-        out = project(w2, hidden.to(x.dtype).split_with_sizes([len(block) for block in blocks])).float()
+        out = project(w2, hidden.to(x.dtype).split_with_sizes([block.shape[0] for block in blocks])).float()
         return out.mul_(weight) if weigh_output else out
 
     # a quantised expert is dequantised for each of its blocks
