@@ -284,10 +284,10 @@ class ModelRunner(LoadedModel):
             self.graphs.prelaunched = None  # a different step than the launched one
         if self.one_by_one:
             return self._compute_one_by_one(model, rows)
+        lookups = self._look_up(chunks_of(rows))  # reads while the metadata is built, too
         ids = torch.tensor([token for tokens in token_ids for token in tokens], device=self.device)
         meta = self._metadata(caches, lengths, self.decode_query_len)
-        meta.observer = options.observer
-        meta.engram = self._look_up(chunks_of(rows))
+        meta.observer, meta.engram = options.observer, lookups
         return EagerStep(model, lengths, model(ids, meta.positions, meta))
 
     def _compute_one_by_one(self, model: Backbone, rows: Batch) -> EagerStep:

@@ -39,7 +39,7 @@ LIMITS = {
 SHORT = RunnerSizes(150, 1, 3, 16)
 
 
-def request_of(preset, num_drafts=0, sizes=None, **facts):
+def request_of(preset, num_drafts=0, sizes=None, numerics="serving", **facts):
     if preset == "tiny_v41":
         config = tiny_for_kernels()
         headers = RandomSource(config).entries()
@@ -49,7 +49,7 @@ def request_of(preset, num_drafts=0, sizes=None, **facts):
         config,
         headers,
         **facts,
-        numerics=numerics_for(config, "serving"),
+        numerics=numerics_for(config, numerics),
         dtype=torch.bfloat16,
         attention=AttentionOptions(),
         sizes=sizes or LIMITS[preset],
@@ -75,15 +75,21 @@ def random_step(rng, layout):
 
 
 CASES = [
-    ("tiny", 0, None, None), ("tiny", 2, None, None), ("tiny_v32", 0, None, None), ("v4_flash", 2, None, None),
-    ("tiny_v41", 2, None, SHORT), ("tiny_v41", 0, None, None), ("tiny_v41", 2, True, None),
-]  # fmt: skip
+    ("tiny", 0, {}),
+    ("tiny", 2, {}),
+    ("tiny_v32", 0, {}),
+    ("v4_flash", 2, {}),
+    ("tiny_v41", 2, {"sizes": SHORT}),
+    ("tiny_v41", 2, {"sizes": SHORT, "numerics": "official"}),
+    ("tiny_v41", 0, {}),
+    ("tiny_v41", 2, {"cuda_graphs": True}),
+]
 
 
-@pytest.mark.parametrize(("preset", "num_drafts", "cuda_graphs", "sizes"), tiered(CASES, [CASES[0], CASES[4]]))
-def test_no_step_launches_what_was_not_found(preset, num_drafts, cuda_graphs, sizes):
+@pytest.mark.parametrize(("preset", "num_drafts", "facts"), tiered(CASES, [CASES[0], CASES[4]]))
+def test_no_step_launches_what_was_not_found(preset, num_drafts, facts):
     """Whatever batch sizes and lengths come within the limits; nor does one wait for the device."""
-    request = request_of(preset, num_drafts, sizes, cuda_graphs=cuda_graphs)
+    request = request_of(preset, num_drafts, **facts)
     rng = random.Random(1)
     with recorded_launches(request.gpu) as launches:
         steps = WarmUp(StandIn.build(request), num_drafts)
