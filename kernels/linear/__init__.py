@@ -69,8 +69,8 @@ def multi_linear(
             multiple of ``fp8_group``.
 
     Notes:
-        Triton sums FP8 products of one 128-channel block as the tensor cores do: on compute capability 9.0 with about
-        14 bits, unless the output is float32.
+        Triton sums FP8 products of the channels of one scale as the tensor cores do: on compute capability 9.0 with
+        about 14 bits, unless the output is float32.
     """
     if not runs_triton(x):
         return [_in_torch(x, segment, pow2_scales, quantized) for segment in segments]
