@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
+from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 from deepseek_attn.bench.floors import ModelWork, StepShape, Work
 from deepseek_attn.bench.timing import KernelTiming, captured, kernels_of, time_calls
 from deepseek_attn.cache.manager import SequenceCache
@@ -21,7 +21,9 @@ from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.device_tables import DeviceTables
 from deepseek_attn.runner.graph_steps import StepSize, StepTensors
 from deepseek_attn.runner.step import step_input
+from deepseek_attn.v32.attention import DeepseekV32MLAAttention
 
+Attention = DeepseekV4MLAAttention | DeepseekV32MLAAttention
 INPUT_SETS = 4  # sets of hidden states, in rotation: no run repeats the inputs of the previous one
 FILL_ROWS = 1 << 16
 
@@ -159,7 +161,7 @@ def time_layer(
     )  # fmt: skip
 
 
-def _layers_to_time(runner: ModelRunner, numbers: Sequence[int]) -> tuple[list[nn.Module], list[nn.Module]]:
+def _layers_to_time(runner: ModelRunner, numbers: Sequence[int]) -> tuple[list[Attention], list[Attention]]:
     """The attention layers of these numbers, and others whose entries or selections they read."""
     loaded = {layer.spec.index: layer for layer in attention_layers(runner.model.layers)}
     timed = [loaded[number] for number in numbers]

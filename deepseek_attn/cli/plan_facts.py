@@ -88,17 +88,18 @@ class PlanFacts:
 
     def what_fits(self, memory_of: Callable[[Plan], RunnerMemory] | None) -> dict[str, int]:
         """Sequences, and tokens of each, that fit in ``--memory``: of all a GPU holds, or of caches and workspace."""
-        memory, total_for = self.args.memory, None
+        memory, counted = self.args.memory, None
         if memory_of is not None:
             outside = sum(self.outside_allocator().values())
 
-            def total_for(max_model_len: int, max_num_seqs: int) -> int:
+            def total(max_model_len: int, max_num_seqs: int) -> int:
                 return memory_of(self.plan(max_model_len, max_num_seqs)).total + outside
 
+            counted = total
         return {
             "memory": memory,
-            "sequences_that_fit": sequences_that_fit(self.plan, memory, self.length, total_for),
-            "tokens_that_fit": tokens_that_fit(self.plan, memory, self.args.max_num_seqs, self.limit, total_for),
+            "sequences_that_fit": sequences_that_fit(self.plan, memory, self.length, counted),
+            "tokens_that_fit": tokens_that_fit(self.plan, memory, self.args.max_num_seqs, self.limit, counted),
         }
 
     @cached_property

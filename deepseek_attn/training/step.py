@@ -47,7 +47,7 @@ class TrainingStep(ABC):
 
     def __init__(self, dense: DenseModel, mtp: bool, batch: int, seq_len: int, weight_decay: float):
         model = dense.model
-        self.device = device = model.embed.weight.device
+        self.device = device = next(model.parameters()).device
         self.source = TrainedSource(model, model.config)  # how the weights are stored
         self.tokens = torch.zeros(batch, seq_len + 1, dtype=torch.int64, device=device)
         self.mask = torch.zeros(batch, seq_len + 1, dtype=torch.bool, device=device)
