@@ -19,6 +19,7 @@ from deepseek_attn.cli.warmup import read_headers
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
+from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.launches import compile_variants, kernel_loads, recorded_launches
@@ -199,20 +200,23 @@ def test_warming_up_leaves_sequences_alone():
         assert torch.equal(got, want)
 
 
-def test_after_a_warm_up_nothing_is_compiled_and_no_kernel_loaded(device):
+@pytest.mark.parametrize(("preset", "drafts"), [("tiny_gpu", 0), ("tiny_v41", 2)])
+def test_after_a_warm_up_nothing_is_compiled_and_no_kernel_loaded(preset, drafts, device):
     """And before it, this process waits for those that compile ahead."""
     if device.type == "cpu":
         pytest.skip("kernels are compiled and loaded on a GPU only (DEEPSEEK_ATTN_TEST_DEVICE)")
     limits = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 9}
+    config = tiny_for_kernels() if preset == "tiny_v41" else preset
     rng = random.Random(1)
     with (
         kernel_loads() as loads,
-        ModelRunner.from_config("tiny_gpu", device=device, compile_ahead=True, **limits) as runner,
+        ModelRunner.from_config(config, device=device, compile_ahead=True, expected_drafts=drafts, **limits) as runner,
     ):
+        decoder = MTPSpeculation(runner, drafts) if drafts else None
         runner.warm_up()
         assert [load.name for load in loads if not load.cached] == []
         loads.clear()
-        engine = Engine(runner)
+        engine = Engine(runner, decoder=decoder)
         for _ in range(30):
             ids = [rng.randrange(2, runner.config.vocab_size) for _ in range(rng.randrange(1, 50))]
             engine.add_request(ids, SamplingParams(temperature=0, max_tokens=rng.randrange(1, 14), ignore_eos=True))
