@@ -144,7 +144,7 @@ def candidate_scores(
         SIZE=size,
         PDL=pdl,
         enable_fp_fusion=True,
-        num_warps=config.num_warps,
+        num_warps=4,
         num_stages=config.num_stages,
         launch_pdl=pdl,
     )

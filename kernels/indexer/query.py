@@ -20,11 +20,12 @@ from deepseek_attn.kernels.indexer.query_triton import (
 from deepseek_attn.kernels.indexer.types import KEY_FORMATS, TRITON_HEAD_DIM, IndexQueries, IndexQueryRows
 from deepseek_attn.kernels.insert.query_heads import HEADS, head_launch
 from deepseek_attn.kernels.insert.types import QueryHeads
+from deepseek_attn.kernels.latent import absorb
 from deepseek_attn.kernels.latent.absorb import absorb_launch, absorb_queries
 from deepseek_attn.kernels.latent.types import LatentQueries
 
 NUM_WARPS = 4
-assert HEADS == NUM_WARPS  # the layer's heads and the indexer's are in one launch
+assert HEADS == absorb.NUM_WARPS == NUM_WARPS  # the layer's heads and the indexer's are in one launch
 
 
 class IndexQueryLaunch(NamedTuple):
@@ -75,7 +76,7 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
     if len(index.q) != tokens:
         raise ValueError(f"queries of {tokens} tokens, and of {len(index.q)} for the indexer: must be the same")
     absorbed, launch = absorb_launch(queries), _index_launch(index)
-    if not absorbed.few or absorbed.warps != NUM_WARPS:
+    if not absorbed.few:
         return absorb_queries(queries._replace(out=absorbed.out)), index_query(index)
     pdl = supports_pdl(absorbed.out.device)
     programs = absorbed.programs * absorbed.token_blocks + tokens * launch.blocks

@@ -35,7 +35,6 @@ class ScoresLaunchConfig:
     keys: int
     num_stages: int
     splits: int
-    num_warps: int = 4
 
 
 def paged_index_scores(
@@ -93,7 +92,7 @@ def paged_index_scores(
         BLOCK_T=triton.next_power_of_2(config.tokens),
         PDL=pdl,
         enable_fp_fusion=True,
-        num_warps=config.num_warps,
+        num_warps=4,
         num_stages=config.num_stages,
         launch_pdl=pdl,
     )

@@ -46,7 +46,6 @@ class LaunchConfig(NamedTuple):
             lane loads at once; channels: of a program, 0 for all. With ``lanes`` of 1 a program pools all channels.
         chunks: blocks of ``channels`` that a program pools at most.
         values: channels of a program that pools whole windows, several narrow ones at once.
-        registers: limit per thread, None for the compiler's choice.
     """
 
     warps: int
@@ -55,7 +54,6 @@ class LaunchConfig(NamedTuple):
     channels: int = 0
     chunks: int = 1
     values: int = 512
-    registers: int | None = None
 
 
 def launch_config(pooled_tokens: int) -> LaunchConfig:
@@ -106,7 +104,6 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
         **launch.constants,
         enable_fp_fusion=True,
         num_warps=launch.config.warps,
-        maxnreg=launch.config.registers,
         launch_pdl=launch.constants["PDL"],
     )
 

@@ -67,7 +67,6 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
         **compress.constants,
         enable_fp_fusion=True,
         num_warps=compress.config.warps,
-        maxnreg=compress.config.registers,
         launch_pdl=compress.constants["PDL"],
     )
     return row.outs

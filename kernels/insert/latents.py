@@ -27,7 +27,7 @@ WARPS = 2
 """Of a program. The same for any number of tokens: the order of a row's sum depends on it."""
 
 
-def insert_latents(tokens: LatentTokens, warps: int = WARPS) -> Tensor:
+def insert_latents(tokens: LatentTokens) -> Tensor:
     """See `kernels.insert.insert_latents`."""
     _check(tokens)
     qr, kv, cache, cos_sin, fp8 = tokens.qr, tokens.kv, tokens.cache, tokens.cos_sin, tokens.qr_fp8
@@ -76,7 +76,7 @@ def insert_latents(tokens: LatentTokens, warps: int = WARPS) -> Tensor:
             NATIVE_FP8=has_native_fp8(qr.device),
             PDL=early,
             enable_fp_fusion=True,
-            num_warps=warps,
+            num_warps=WARPS,
             launch_pdl=early,
         )
     return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -34,29 +33,16 @@ MAX_NOPE = 256
 """Channels without rotation that a program multiplies at once."""
 
 
-@dataclass(frozen=True)
-class AbsorbConfig:
-    """Launch configuration of `absorb_queries_kernel`: latent channels and tokens of a program, and its warps."""
-
-    rank: int
-    tokens: int
-    warps: int
-
-
-def choose_config(T: int) -> AbsorbConfig:
-    """For ``T`` tokens, the fastest measured on an H200: all weights of a multiprocessor are in flight at once.
-
-    Eight warps would be 1 % faster than four at 32 tokens, but `kernels.indexer.latent_queries` needs four.
-    """
-    tokens = next(n for n in (8, 16, 32, 64) if n >= min(T, 64))
-    return AbsorbConfig(128, tokens, 4)
+# the fastest measured on an H200: all weights of a multiprocessor are in flight at once
+BLOCK_RANK = WEIGHT_BLOCK  # latent channels of a program: a tile of an FP8 weight has one scale
+NUM_WARPS = 4  # eight would be 1 % faster at 32 tokens, but a launch with the indexer's heads needs four
 
 
 class AbsorbLaunch(NamedTuple):
     """What launches need: arguments and constants of `absorb_triton`, and the result.
 
     Attributes:
-        programs, token_blocks: grid of `absorb_queries_kernel`; warps: of a program.
+        programs, token_blocks: grid of `absorb_queries_kernel`.
         few: that kernel computes everything; otherwise cuBLAS multiplies.
     """
 
@@ -65,19 +51,18 @@ class AbsorbLaunch(NamedTuple):
     out: Tensor
     programs: int
     token_blocks: int
-    warps: int
     few: bool
 
 
-def absorb_queries(queries: LatentQueries, config: AbsorbConfig | None = None) -> Tensor:
-    """See `kernels.latent.absorb_queries`; ``config`` overrides the choice of launches."""
-    rows, shape, out, programs, token_blocks, warps, few = absorb_launch(queries, config)
+def absorb_queries(queries: LatentQueries) -> Tensor:
+    """See `kernels.latent.absorb_queries`."""
+    rows, shape, out, programs, token_blocks, few = absorb_launch(queries)
     if not out.numel():
         return out
     pdl = supports_pdl(out.device)
     if few:
         absorb_queries_kernel[(programs, token_blocks)](
-            rows, SHAPE=shape, PDL=pdl, enable_fp_fusion=True, num_warps=warps, launch_pdl=pdl
+            rows, SHAPE=shape, PDL=pdl, enable_fp_fusion=True, num_warps=NUM_WARPS, launch_pdl=pdl
         )
         return out
     # cuBLAS writes into the rows of the result, and the rotation fills what is left of them
@@ -85,12 +70,12 @@ def absorb_queries(queries: LatentQueries, config: AbsorbConfig | None = None) -
     by_head = queries.q.unflatten(-1, (heads, -1))[..., :nope]
     multiply_heads(by_head, dequantize_weight(queries.weight, out.dtype), out[:, :heads, :rank])
     rotate_queries_kernel[(len(out), triton.cdiv(out.shape[1], shape.BLOCK_H))](
-        rows, SHAPE=shape, PADDED=out.shape[1] > heads, PDL=False, enable_fp_fusion=True, num_warps=4
+        rows, SHAPE=shape, PADDED=out.shape[1] > heads, enable_fp_fusion=True, num_warps=NUM_WARPS
     )
     return out
 
 
-def absorb_launch(queries: LatentQueries, config: AbsorbConfig | None = None) -> AbsorbLaunch:
+def absorb_launch(queries: LatentQueries) -> AbsorbLaunch:
     """Checks the tensors and allocates the result if it is not given.
 
     Raises:
@@ -104,10 +89,8 @@ def absorb_launch(queries: LatentQueries, config: AbsorbConfig | None = None) ->
     rope = cos_sin.shape[1]
     if out is None:
         out = torch.empty(T, padded_heads, rank + rope, dtype=q.dtype, device=q.device)
-    few = config is not None or (nope <= MAX_NOPE and fits_one_launch(q, weight))
-    config = config or choose_config(planned_rows(T))
-    if weight.scale is not None and config.rank > WEIGHT_BLOCK:
-        raise ValueError(f"a tile of an FP8 weight has one scale: up to {WEIGHT_BLOCK} latent channels, got {config}")
+    few = nope <= MAX_NOPE and fits_one_launch(q, weight)
+    tokens = next(n for n in (8, 16, 32, 64) if n >= min(planned_rows(T), 64))
     dtype = TRITON_DTYPES[q.dtype]
     rows = AbsorbArguments(
         q, q.stride(0), stored_rows(weight), cos_sin, cos_sin.shape[0], positions,
@@ -122,13 +105,13 @@ def absorb_launch(queries: LatentQueries, config: AbsorbConfig | None = None) ->
         HEAD_STRIDE=weight.rows.stride(0),
         NOPE_STRIDE=weight.rows.stride(1),
         RANK_STRIDE=weight.rows.stride(2),
-        BLOCK_RANK=config.rank,
-        BLOCK_T=config.tokens,
+        BLOCK_RANK=BLOCK_RANK,
+        BLOCK_T=tokens,
         BLOCK_H=8,
         DTYPE=dtype,
         DOT=tl.float32 if triton.knobs.runtime.interpret else dtype,
         NATIVE_FP8=has_native_fp8(q.device),
         **scale_constants(weight),
     )
-    programs, token_blocks = padded_heads * triton.cdiv(rank, config.rank), triton.cdiv(T, config.tokens)
-    return AbsorbLaunch(rows, shape, out, programs, token_blocks, config.warps, few)
+    programs, token_blocks = padded_heads * triton.cdiv(rank, BLOCK_RANK), triton.cdiv(T, tokens)
+    return AbsorbLaunch(rows, shape, out, programs, token_blocks, few)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deepseek_attn.kernels.common.row_ops import begin, rotated_rows, round_to, row_cos_sin
+from deepseek_attn.kernels.common.row_ops import rotated_rows, round_to, row_cos_sin
 from deepseek_attn.kernels.latent.weights_triton import block_scale, dequantized
 
 
@@ -140,9 +140,8 @@ def absorb_queries_kernel(rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def rotate_queries_kernel(rows, SHAPE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+def rotate_queries_kernel(rows, SHAPE: tl.constexpr, PADDED: tl.constexpr):
     """Grid ``(tokens, blocks of heads)``: all but the products; ``PADDED``: there are heads to be filled with zeros."""
-    begin(PDL)
     head = tl.program_id(1) * SHAPE.BLOCK_H + tl.arange(0, SHAPE.BLOCK_H)
     t = tl.program_id(0) + tl.zeros_like(head)
     _rotate(rows, t, head, t >= 0, SHAPE)

@@ -14,7 +14,7 @@ from deepseek_attn.kernels.common.invariance import planned_rows
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.latent.reference import check_latents
-from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK, LatentWeight, ProjectedValues
+from deepseek_attn.kernels.latent.types import LatentWeight, ProjectedValues
 from deepseek_attn.kernels.latent.values_triton import ValueArguments, ValueShape, project_values_kernel
 from deepseek_attn.kernels.latent.weights import (
     dequantize_weight,
@@ -63,25 +63,21 @@ def choose_config(T: int, quantize: bool, fp8_weight: bool, capability: tuple[in
     return ValueConfig(64, 128, tokens, 2 if tokens == 32 else 4, 4)
 
 
-def project_values(latents: Tensor, weight: LatentWeight, config: ValueConfig | None = None) -> Tensor:
-    """See `kernels.latent.project_values`; ``config`` overrides the choice of a launch."""
-    return _project(latents, weight, None, config)
+def project_values(latents: Tensor, weight: LatentWeight) -> Tensor:
+    """See `kernels.latent.project_values`."""
+    return _project(latents, weight, None)
 
 
-def project_values_quantized(
-    latents: Tensor, weight: LatentWeight, pow2_scales: bool = True, config: ValueConfig | None = None
-) -> ProjectedValues:
-    """See `kernels.latent.project_values_quantized`; ``config`` overrides the choice of a launch."""
+def project_values_quantized(latents: Tensor, weight: LatentWeight, pow2_scales: bool = True) -> ProjectedValues:
+    """See `kernels.latent.project_values_quantized`."""
     T, (heads, dim, _) = len(latents), weight.shape
     buffers = None
-    if dim == FP8_INPUT_GROUP and (config is not None or fits_one_launch(latents, weight)):
+    if dim == FP8_INPUT_GROUP and fits_one_launch(latents, weight):
         buffers = empty_quantized_rows(T, heads * dim, latents.device, pow2_scales)
-    return ProjectedValues(_project(latents, weight, buffers, config), buffers)
+    return ProjectedValues(_project(latents, weight, buffers), buffers)
 
 
-def _project(
-    latents: Tensor, weight: LatentWeight, buffers: QuantizedRows | None, config: ValueConfig | None
-) -> Tensor:
+def _project(latents: Tensor, weight: LatentWeight, buffers: QuantizedRows | None) -> Tensor:
     check_latents(latents, weight)
     if latents.dtype not in FLOATS:
         raise ValueError(f"latents are float32, bfloat16 or float16, got {latents.dtype}")
@@ -89,14 +85,12 @@ def _project(
     out = torch.empty(T, heads * dim, dtype=latents.dtype, device=latents.device)
     if not out.numel():
         return out
-    if config is None and not fits_one_launch(latents, weight):
+    if not fits_one_launch(latents, weight):
         plain = dequantize_weight(weight, latents.dtype)
         multiply_heads(latents[:, :heads], plain.transpose(1, 2), out.unflatten(1, (heads, dim)))
         return out
     capability, fp8_weight = gpu(latents.device).capability, weight.scale is not None
-    config = config or choose_config(planned_rows(T), buffers is not None, fp8_weight, capability)
-    if weight.scale is not None and max(config.values, config.rank) > WEIGHT_BLOCK:
-        raise ValueError(f"a tile of an FP8 weight has one scale: up to {WEIGHT_BLOCK} x {WEIGHT_BLOCK}, got {config}")
+    config = choose_config(planned_rows(T), buffers is not None, fp8_weight, capability)
     stored = stored_rows(weight)
     rows = ValueArguments(
         latents, latents.stride(0), latents.stride(1), stored, out, out.stride(0), T, scale=weight.scale

@@ -16,7 +16,7 @@ from deepseek_attn.kernels.common.invariance import batch_invariant, planned_row
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP
-from deepseek_attn.kernels.linear.launch_config import LaunchConfig, choose_config
+from deepseek_attn.kernels.linear.launch_config import PLAIN_CHANNELS, LaunchConfig, choose_config
 from deepseek_attn.kernels.linear.linear_triton import multi_linear_kernel
 from deepseek_attn.kernels.linear.quantize_triton import quantize_input_kernel
 
@@ -166,7 +166,7 @@ def launch_products(
         BLOCK_N=config.rows,
         FP8_GROUP=fp8_group,
         PLAIN_BLOCK_N=config.plain_rows,
-        PLAIN_BLOCK_K=config.plain_channels,
+        PLAIN_BLOCK_K=PLAIN_CHANNELS,
         STAGES=config.stages,
         EARLY=config.prefetched_blocks,
         PDL=pdl,

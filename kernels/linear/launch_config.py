@@ -8,6 +8,8 @@ import triton
 
 from deepseek_attn.kernels.common.invariance import batch_invariant
 
+PLAIN_CHANNELS = 64  # of a plain weight that a program reads at once; of an FP8 weight: 128
+
 
 @dataclass(frozen=True)
 class LaunchConfig:
@@ -16,7 +18,6 @@ class LaunchConfig:
     Attributes:
         tokens, rows: tokens and weight rows of a program's tile; plain_rows: weight rows for plain weights.
         splits, plain_splits: split-K, the number of programs that share the channels of a tile.
-        plain_channels: channels of a plain weight that a program reads at once (of an FP8 weight: 128).
         warps, stages: of a program.
         prefetched_blocks: blocks of weights that a program reads before the previous kernel has ended.
     """
@@ -26,7 +27,6 @@ class LaunchConfig:
     splits: int = 1
     plain_rows: int = 64
     plain_splits: int = 1
-    plain_channels: int = 64
     warps: int = 4
     stages: int = 3
     prefetched_blocks: int = 0

@@ -114,7 +114,6 @@ def route_rows(
             SLOTS=max(16, triton.next_power_of_2(pairs)),
             TILE=config.sizes[-1],
             GRANULE=config.sizes[0],
-            PDL=True,
             enable_fp_fusion=True,
             num_warps=4,
             launch_pdl=True,
@@ -123,7 +122,7 @@ def route_rows(
     chunks = triton.cdiv(pairs, CHUNK)
     counts = torch.empty(chunks, count, dtype=torch.int32, device=x.device)
     sizes = {"E": count, "E_PADDED": triton.next_power_of_2(count), "CHUNK": CHUNK}
-    options = {"PDL": True, "num_warps": 4, "launch_pdl": True}
+    options = {"num_warps": 4, "launch_pdl": True}
     count_chunks_kernel[(chunks,)](experts, counts, pairs, enable_fp_fusion=True, **sizes, **options)
     place_rows_kernel[(triton.cdiv(pairs, 128),)](
         experts,
@@ -190,7 +189,6 @@ def _prepared(x: Tensor, experts: Tensor | None, rows: RoutedRows, pow2_scales: 
         TOPK=0 if experts is None else experts.shape[1],
         BLOCK=block,
         POW2=pow2_scales,
-        PDL=True,
         enable_fp_fusion=True,
         num_warps=block // 512,
         launch_pdl=True,

@@ -13,14 +13,11 @@ from deepseek_attn.kernels.common.fp8 import quantize_groups
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def count_chunks_kernel(
-    experts_ptr, counts_ptr, pairs, E: tl.constexpr, E_PADDED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
-):
+def count_chunks_kernel(experts_ptr, counts_ptr, pairs, E: tl.constexpr, E_PADDED: tl.constexpr, CHUNK: tl.constexpr):
     """Pairs of each expert in each chunk of ``CHUNK`` pairs: ``counts [chunks, E]``."""
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    gdc_wait()
+    gdc_launch_dependents()
     expert = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
     counts = tl.histogram(tl.where(expert < 0, E_PADDED, expert), 2 * E_PADDED)
     bin = tl.arange(0, 2 * E_PADDED)
@@ -46,7 +43,6 @@ def place_rows_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     GRANULE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Gives ``BLOCK`` pairs rows; an expert's rows follow one another in order of pairs, from a multiple of 16 on.
 
@@ -57,9 +53,8 @@ def place_rows_kernel(
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     chunk = tl.program_id(0) * BLOCK // CHUNK
     expert = tl.arange(0, E_PADDED)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    gdc_wait()
+    gdc_launch_dependents()
     mine = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
     weight = tl.load(weights_ptr + pair, mask=pair < pairs, other=0)
     count = tl.zeros((E_PADDED,), tl.int32)
@@ -138,16 +133,14 @@ def prepare_few_rows_kernel(
     SLOTS: tl.constexpr,
     TILE: tl.constexpr,
     GRANULE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """`count_kernel`, `place_rows_kernel` and `prepare_rows_kernel` in one, for at most ``SLOTS`` pairs.
 
     Every program finds the rows of its token's pairs by itself; the first writes them for the products.
     """
     source = tl.program_id(0).to(tl.int64)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    gdc_wait()
+    gdc_launch_dependents()
     slot = tl.arange(0, SLOTS)
     expert, row, start, count, size, first, own_tiles = _rows_of_few(experts_ptr, pairs, SLOTS, TILE, GRANULE)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -198,16 +191,14 @@ def prepare_rows_kernel(
     TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
     POW2: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Quantises rows of x ``[T, K]`` to e4m3 for `experts_hopper`: scales ``[K / 128, num_rows]`` per 128 channels.
 
     With ``TOPK``, a row of x is written to the rows of its pairs, else to its own.
     """
     source = tl.program_id(0).to(tl.int64)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    gdc_wait()
+    gdc_launch_dependents()
     known = ()
     rows = ()
     for i in tl.static_range(TOPK):

@@ -26,7 +26,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.fixture(params=["torch", "triton"])
 def ops(request, device):
-    """The three ops; with a last argument, a launch configuration."""
+    """The ops of the implementation under test."""
     if request.param == "torch":
         return reference
     pytest.importorskip("triton", reason="the package triton is not installed")

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from deepseek_attn.kernels.linear.cublas import adjacent_weights
 from deepseek_attn.kernels.linear.launch import dot_plan
 from deepseek_attn.kernels.linear.launch_config import (
+    PLAIN_CHANNELS,
     HopperLaunchConfig,
     LaunchConfig,
     choose_config,
@@ -143,7 +144,7 @@ def test_splits_are_not_empty_and_alike_for_few_tokens(K):
             assert len({(configs[M].splits, configs[M].plain_splits) for M in few}) == 1
             assert all(configs[M].tokens >= M for M in few)
         for config in configs.values():
-            for splits, channels in ((config.splits, 128), (config.plain_splits, config.plain_channels)):
+            for splits, channels in ((config.splits, 128), (config.plain_splits, PLAIN_CHANNELS)):
                 share = -(-K // (splits * channels))
                 assert share * (splits - 1) * channels < K, "a split without channels"
 
