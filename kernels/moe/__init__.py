@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.linear import FP8_GROUPS
-from deepseek_attn.kernels.moe.arguments import UNGROUPED, ExpertGroups, ExpertRange, ExpertStack, HashRouting
+from deepseek_attn.kernels.moe.types import UNGROUPED, ExpertGroups, ExpertRange, ExpertStack, HashRouting
 
 __all__ = [
     "UNGROUPED",

@@ -16,7 +16,6 @@ from torch import Tensor
 from deepseek_attn.kernels.common.device import FLOATS, gpu, on_gpu, supports_pdl
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.linear import FP8_INPUT_GROUP
-from deepseek_attn.kernels.moe.arguments import ExpertStack
 from deepseek_attn.kernels.moe.experts_triton import (
     combine_kernel,
     count_kernel,
@@ -34,6 +33,7 @@ from deepseek_attn.kernels.moe.launch_config import (
     choose_operands,
 )
 from deepseek_attn.kernels.moe.launch_hopper import fits_hopper, launch_hopper
+from deepseek_attn.kernels.moe.types import ExpertStack
 
 MAX_SLOTS = 64  # pairs up to which the product kernels group them by themselves
 TOKENS = 8192  # per pass: intermediate results of 65536 tokens of V4-Flash would need 6 GB

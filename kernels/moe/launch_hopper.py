@@ -12,7 +12,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.linear import FP8_INPUT_GROUP
-from deepseek_attn.kernels.moe.arguments import ExpertStack
 from deepseek_attn.kernels.moe.experts_hopper import Tiling, experts_hopper_kernel
 from deepseek_attn.kernels.moe.launch_config import HopperLaunchConfig
 from deepseek_attn.kernels.moe.rows_triton import (
@@ -21,6 +20,7 @@ from deepseek_attn.kernels.moe.rows_triton import (
     prepare_few_rows_kernel,
     prepare_rows_kernel,
 )
+from deepseek_attn.kernels.moe.types import ExpertStack
 
 _WEIGHT = gl.NVMMASharedLayout(128, 8, 2)
 _HALF_WEIGHT = gl.NVMMASharedLayout(64, 8, 2)

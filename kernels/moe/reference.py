@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.kernels.linear import dequantize_weight, quantized_input
-from deepseek_attn.kernels.moe.arguments import UNGROUPED, ExpertGroups, ExpertRange, ExpertStack, HashRouting
+from deepseek_attn.kernels.moe.types import UNGROUPED, ExpertGroups, ExpertRange, ExpertStack, HashRouting
 
 # CPU matrix products round a row differently when there are fewer rows than a tile. Padding to whole tiles makes a
 # token's result independent of which other tokens chose the same expert. So do products of one row at a time, which are

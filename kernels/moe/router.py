@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevic
 
 from deepseek_attn.kernels.common.device import on_gpu, supports_pdl
 from deepseek_attn.kernels.common.float32_product import float32_product, summed
-from deepseek_attn.kernels.moe.arguments import UNGROUPED, ExpertGroups, ExpertRange, HashRouting
+from deepseek_attn.kernels.moe.types import UNGROUPED, ExpertGroups, ExpertRange, HashRouting
 
 SPLIT = 256  # channels per split-K partial
 _REMOVED = tl.constexpr(-(1 << 31))

@@ -112,6 +112,21 @@ def test_the_map_names_files_that_exist():
     assert not [str(room) for room in folders if any(room.glob("*.py")) and room not in names]
 
 
+def test_the_table_of_kernels_names_all_device_code():
+    """Each file by its family, and each op by its contract."""
+    rows = re.findall(r"^\| (\w*) ?\| ([^|]*) \| ([^|]*\.py[^|]*\|[^|]*\|[^|]*) ?\|$", STRUCTURE, re.MULTILINE)
+    named, family = set(), ""
+    for cell, ops, files in rows:
+        family = cell or family
+        named |= {ROOT / "kernels" / family / file for file in re.findall(r"`([\w.]+\.py)`", files)}
+        contracts = defined(ROOT / "kernels" / family / "__init__.py")
+        assert not [op for op in re.findall(r"`(\w+)`", ops) if op not in contracts]
+    assert len(named) > 40
+    assert not [str(file) for file in named if not file.exists()]
+    device = {file for kind in ("triton", "hopper*") for file in (ROOT / "kernels").glob(f"*/*_{kind}.py")}
+    assert not [str(file) for file in device - named if file.parent.name != "common" and "launch_" not in file.name]
+
+
 def defined(file: Path) -> set[str]:
     """Functions, classes and their methods: ``f``, ``C``, ``C.f``."""
     found = set()
