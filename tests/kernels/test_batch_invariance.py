@@ -19,6 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deepseek_attn.cache.records import make_index_record, make_kv_record
 from deepseek_attn.kernels.attention import PagedKeys, attend
+from deepseek_attn.kernels.attention import launch as attention_launch
 from deepseek_attn.kernels.common import float32_product
 from deepseek_attn.kernels.common.invariance import ROW_TILE, batch_invariant, batch_invariant_ops, in_row_tiles
 from deepseek_attn.kernels.hyper_connection import hyper_connection
@@ -39,8 +40,8 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 65, 128, 129, 700, 4096)
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 MODULES = (
-    attend, absorb, values, weights, query, scores, linear_launch, linear_hopper, float32_product, hyper_connection,
-    moe, moe_router,
+    attend, attention_launch, absorb, values, weights, query, scores, linear_launch, linear_hopper, float32_product,
+    hyper_connection, moe, moe_router,
 )  # fmt: skip
 
 
