@@ -9,11 +9,10 @@ from functools import cached_property
 
 import torch
 
-from deepseek_attn.bench.floors import ModelWork, Product, StepShape, Work, tensors_below
+from deepseek_attn.bench.floors import ModelWork, Product, StepShape, Work
 from deepseek_attn.bench.machines import FEW_ROWS, Machine
 from deepseek_attn.bench.stages import ATTENTION, ENGRAM, EXPERTS, HEAD, NORMS, ROUTING
 from deepseek_attn.cache.layout import CacheLayout, make_layout
-from deepseek_attn.checkpoint.recipes import ROWS
 from deepseek_attn.config.model import AnyConfig, AnySpec
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.layers.parallel import Parallel, exchanged
@@ -107,20 +106,6 @@ class RankModel:
     @cached_property
     def _own_work(self) -> ModelWork:
         return ModelWork(self.own, self.numerics, self.dtype)
-
-    def weights(self) -> int:
-        """Bytes of the weights of one rank; with data-parallel attention, MTP layers are not loaded."""
-        own, work = self.own, self._own_work
-        total = own.vocab_size * own.hidden_size * self.dtype.itemsize  # embedding
-        total += work.head(1).bytes["weights"]
-        for spec in own.layers if self.layout.dp_attention else own.all_layers:
-            tensors = [part for part in tensors_below(own, f"{spec.name}.") if not part[0].startswith("ffn.experts.")]
-            split = tuple(part for part in tensors if part[0].startswith(("ffn.shared_experts.", "ffn.w")))
-            whole = tuple(part for part in tensors if part not in split and part[1].kind != ROWS)
-            total += work.weights(whole, 1).bytes["weights"]
-            total += self._mlp_part(work.weights(split, 1).bytes["weights"])
-            total += self._experts(spec, 64 * own.n_routed_experts, 1).bytes["routed weights"]  # all are chosen
-        return total
 
     def step(self, batch: int, tokens: int, context: int) -> StepPrediction:
         """A step of ``batch`` requests of all ranks, each with ``tokens`` new tokens and ``context`` after it."""

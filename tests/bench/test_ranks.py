@@ -1,4 +1,4 @@
-"""Predictions for ranks: against models that are built, against measurements, and by hand."""
+"""Predictions for ranks: against measurements, and by hand."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from deepseek_attn.bench.ranks import RankLayout, RankModel
 from deepseek_attn.cli import main
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
-from deepseek_attn.runner.model_runner import ModelRunner
-from tests.layers.parallel.cases import v4_config, v32_config, v41_config
+from tests.layers.parallel.cases import v4_config
 from tests.support.tiers import EXHAUSTIVE, tiered
 from tests.support.v41_cases import tiny_for_kernels
 
@@ -24,22 +23,6 @@ DATA = Path(__file__).parents[2] / "docs" / "data"
 def model(name: str, ranks: int, **options) -> RankModel:
     config = ModelConfig.from_preset(name)
     return RankModel(config, numerics_for(config, "serving"), torch.bfloat16, RankLayout(ranks, **options), H200)
-
-
-def v41_with_memory() -> ModelConfig:
-    widths = {"hidden_size": 128, "q_lora_rank": 128, "o_groups": 4, "o_lora_rank": 128, "moe_intermediate_size": 640}
-    return v41_config().replace(num_attention_heads=16, engram_head_dim=64, **widths)
-
-
-@pytest.mark.parametrize("config", [v4_config, v32_config, v41_with_memory])
-def test_weights_are_those_of_a_model(config):
-    config = config().replace(num_nextn_predict_layers=0)
-    numerics = numerics_for(config, "serving")
-    runner = ModelRunner.from_config(config, numerics="serving", dtype="bfloat16", max_model_len=128, device="cpu")
-    built = runner.report.bytes
-    alone, two = (RankModel(config, numerics, torch.bfloat16, RankLayout(n), H200).weights() for n in (1, 2))
-    assert alone == pytest.approx(built, rel=0.02)
-    assert 0.5 * alone < two < 0.75 * alone
 
 
 def test_traffic_of_a_step():
@@ -78,12 +61,9 @@ def test_experts_are_shared_out():
 
 @pytest.mark.parametrize("ranks", tiered([2, 8], [8]))
 def test_v41_on_ranks(ranks):
-    """Tables stay in the files: of 475 GiB, 286 are split. Draft stages have fewer experts than blocks."""
+    """Draft stages have fewer experts than blocks."""
     found, config = model("v41_flash", ranks), ModelConfig.from_preset("v41_flash")
-    assert found.weights() * ranks == pytest.approx(286 * 2**30, rel=0.02 * ranks)
     assert found.step(8, 1, 8192).stages["n-gram memory"] > 0
-    without = RankModel(config.replace(engram_layer_ids=None), found.numerics, found.dtype, found.layout, H200)
-    assert found.weights() - without.weights() == pytest.approx(2 * 5 * 5120 * 6144, rel=0.01)
     stage = found._experts(config.mtp_layers[0], 10**6, 1).bytes["routed weights"]
     assert stage * 3 == found._experts(config.layers[0], 10**6, 1).bytes["routed weights"]
 

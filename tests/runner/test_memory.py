@@ -162,14 +162,13 @@ def test_ranks_share_weights_and_steps():
 
 def test_a_drafter_is_counted():
     """Its weights, its windows, and blocks of all sequences, which are more tokens than a step has."""
-    config, limits = tiny_for_kernels(), (70, 16, 16)
-    without = config.replace(num_nextn_predict_layers=0)
-    none, idle, used = memory_of(without, limits), memory_of(config, limits), memory_of(config, limits, num_drafts=2)
+    config, limits = tiny_for_kernels(), (20, 8, 8)
+    none = memory_of(config.replace(num_nextn_predict_layers=0), limits)
+    used = memory_of(config, limits, num_drafts=2)
     drafter = sum(info.nbytes for name, info in RandomSource(config).entries().items() if name.startswith("mtp."))
-    assert idle.weights - none.weights == pytest.approx(drafter, rel=0.2)
-    assert idle.caches > none.caches
-    assert used.weights == idle.weights
-    assert used.step > 2 * idle.step
+    assert used.weights - none.weights == pytest.approx(drafter, rel=0.2)
+    assert used.caches > none.caches
+    assert used.step > 2 * none.step
 
 
 def test_steps_that_wait_for_the_device_are_not_counted():
