@@ -220,10 +220,13 @@ def _most(plan_for: Callable[[int], Plan], total_for: Callable[[int], int] | Non
     low, high = 0, fit(0)
     value = high
     while high - low > low // 100:
-        more = rest(value)
+        width, more = high - low, rest(value)
         if plan_for(value).caches + more <= memory:
             low = value
         else:
             high = value - 1
-        value = min(max(fit((more - least) / max(value - 1, 1)), low + 1), high)
+        guess = fit((more - least) / max(value - 1, 1))
+        if high - low > width // 2:  # the rest grows by steps, and guesses creep along one of them
+            guess = (low + high + 1) // 2
+        value = min(max(guess, low + 1), high)
     return low

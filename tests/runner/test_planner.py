@@ -146,6 +146,24 @@ def test_what_fits_beside_other_parts_fits_and_is_the_most_to_a_percent(beside):
     assert sequences_that_fit(plan_for, 10**6, 1024, total_for=total_for) == 0
 
 
+@pytest.mark.parametrize("last", [1, 37, 4999, 70_000])
+def test_a_step_of_what_is_beside_is_found_in_few_tries(last):
+    """Memory of an allocator grows by segments: between two of them it is the same for many lengths."""
+    lengths = []
+
+    def plan_for(max_model_len, max_num_seqs):
+        config, limits = ModelConfig.from_preset("v4_flash"), (max_model_len, max_num_seqs, 2048)
+        return make_plan(config, PRESETS["serving"], torch.bfloat16, *limits)
+
+    def total_for(max_model_len, max_num_seqs):
+        lengths.append(max_model_len)
+        return plan_for(max_model_len, max_num_seqs).caches + (10**12 if max_model_len > last else 10**6)
+
+    found = tokens_that_fit(plan_for, 7 * 10**9, 1, 10**6, total_for)
+    assert found <= last <= found + found // 100
+    assert len(lengths) <= 40
+
+
 def test_million_tokens_keep_index_scores_bounded():
     plan = make_plan(ModelConfig.from_preset("v4_pro"), PRESETS["serving"], torch.bfloat16, 1 << 20, 1, 8192)
     assert plan.index_logits <= 64 << 20
