@@ -6,13 +6,14 @@ Weights are random, drawn on the GPUs in the formats of a published checkpoint. 
 
     sums         an all-reduce by size, in CUDA graphs: by NCCL, and by writing into each other's memory
     check        logits of a few layers against one GPU, in bfloat16
-    decode       a decode step: as it is, with all sums through NCCL, and with communication left out
     prefill      a step of one long prompt; with data-parallel attention, of one on each rank
+    decode       a decode step: as it is, with all messages through NCCL, with communication left out, and eagerly
     generate     requests through the engine
     check_exact  logits in float32, and with CUDA graphs
 
 All but the first are done in each layout: ``tp``, in which all ranks have the same tokens, and ``dp``, data-parallel
-attention, in which they share out a batch; experts are split in both. Rank 0 prints a row of JSON per figure and keeps
+attention, in which they share out a batch; experts are split in both. Steps at full depth have what ``plan`` predicts
+beside them, on machines that it knows. Rank 0 prints a row of JSON per figure and keeps
 all of them in ``--out``. An error ends all ranks: the one that failed prints its step and message as a row, and writes
 the traceback beside ``--out``. The exit status is 1 then, and if a check fails.
 """
@@ -36,9 +37,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from deepseek_attn.bench.layer import fill_caches, past
+from deepseek_attn.bench.layer import fill_caches, reserved_sequences
+from deepseek_attn.bench.machines import MACHINES
 from deepseek_attn.bench.model import decode_step
+from deepseek_attn.bench.ranks import RankLayout, RankModel
 from deepseek_attn.bench.timing import time_calls, time_graph, time_until_done
+from deepseek_attn.cache.manager import SequenceCache
 from deepseek_attn.checkpoint.published import PublishedSource, StoredWeight
 from deepseek_attn.checkpoint.recipes import DRAW, Recipe
 from deepseek_attn.config.model import AnyConfig, ModelConfig
@@ -50,8 +54,9 @@ from deepseek_attn.layers.parallel import Parallel, StepNeeds, launched
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.utils.files import write_text
 
-STEPS = ("sums", "check", "decode", "prefill", "generate", "check_exact")
+STEPS = ("sums", "check", "prefill", "decode", "generate", "check_exact")
 LAYOUTS = ("tp", "dp")
+WAYS = ("as it is", "NCCL", "left out", "eager")
 CHECK_LENGTHS = (300, 40, 7, 129)
 SUM_ROWS = (1, 8, 32, 64, 128, 256, 2048, 8192)
 # Relative error of the logits. In bfloat16, sums over ranks are rounded once more, FP8 rounding of activations
@@ -147,6 +152,15 @@ class Bench:
         ranks = self.ranks
         return Parallel(ranks.rank, ranks.world, layout == "dp", peers=ranks.peers if layout == "tp" else None)
 
+    def predicted_ms(self, runner: ModelRunner, batch: int, tokens: int, context: int) -> dict[str, float]:
+        """The time that ``plan`` predicts for a step of all ranks, as a fact of a row; none for unknown machines."""
+        machine = next((m for m in MACHINES.values() if m.name in self.found["device"].lower()), None)
+        if machine is None:
+            return {}
+        layout = RankLayout(self.ranks.world, runner.parallel.dp_attention)
+        model = RankModel(self.config, runner.numerics, runner.dtype, layout, machine)
+        return {"predicted_ms": model.step(batch, tokens, context).microseconds / 1e3}
+
     def runner(self, source: DeviceSource, parallel: Parallel, lengths: list[int], **options) -> ModelRunner:
         limits = {
             "max_model_len": max(lengths),
@@ -223,12 +237,12 @@ class Bench:
                 "driver_gb": (total - free) / 1e9,
             }
         self.say(**facts, load_seconds=time.perf_counter() - start)
-        if "decode" in args.steps:
-            self.step = "decode"
-            self.decode(runner, layout)
         if "prefill" in args.steps and args.prefill:
             self.step = "prefill"
             self.prefill(runner, layout)
+        if "decode" in args.steps:
+            self.step = "decode"
+            self.decode(runner, layout)
         if "generate" in args.steps:
             self.step = "generate"
             self.generate(runner, layout)
@@ -244,35 +258,39 @@ class Bench:
         fill_caches(runner)
         parallel, world = runner.parallel, self.ranks.world
         peers = parallel.peers
-        sizes = dict.fromkeys(own_part(batch, parallel) for batch in self.args.batch)
-        ways = ["as it is", *(["NCCL"] if peers else []), *(["left out"] if world > 1 else [])]
+        context, sizes = self.args.context, dict.fromkeys(own_part(batch, parallel) for batch in self.args.batch)
+        missing = {"NCCL": peers is None, "left out": world == 1, "eager": runner.graph_problem != ""}
+        ways = [way for way in self.args.ways if not missing.get(way)]
         for batch in sizes:
-            for way in ways:
-                parallel.peers = peers if way == "as it is" else None
-                with left_out(parallel) if way == "left out" else nullcontext():
-                    times = self.step_times(runner, batch)
-                total = batch * (world if parallel.dp_attention else 1)
-                ms = statistics.median(times) / 1e3
-                self.say(
-                    layout=layout, batch=total, context=self.args.context, sums=way, ms=ms,
-                    tokens_per_second=total / ms * 1e3,
-                )  # fmt: skip
+            with reserved_sequences(runner, batch, 1, context) as caches:
+                for way in ways:
+                    parallel.peers = None if way == "NCCL" else peers
+                    with left_out(parallel) if way == "left out" else nullcontext():
+                        times = self.step_times(runner, caches, way != "eager" and not runner.graph_problem)
+                    total = batch * (world if parallel.dp_attention else 1)
+                    ms = statistics.median(times) / 1e3
+                    facts = {"sums": way, "ms": ms, "tokens_per_second": total / ms * 1e3}
+                    facts |= self.predicted_ms(runner, total, 1, context) if way == "as it is" else {}
+                    self.say(layout=layout, batch=total, context=context, **facts)
         parallel.peers = peers
 
     @torch.inference_mode()
-    def step_times(self, runner: ModelRunner, batch: int) -> list[float]:
-        """Microseconds of decode steps of ``batch`` requests of each rank, as a CUDA graph where they can be one."""
-        caches = [past(runner, self.args.context - 1) for _ in range(batch)]
-        try:
-            runner.manager.reserve([(cache, 1) for cache in caches])
-            with runner.op_settings():
-                if runner.parallel.dp_attention:
-                    runner.parallel.agree(StepNeeds(batch, self.args.context), self.device)
-                step = decode_step(runner, caches, self.args.context, not runner.graph_problem)
-                return time_calls(lambda _: step(), self.device, self.args.repeats)
-        finally:
-            for cache in caches:
-                runner.manager.free(cache)
+    def step_times(self, runner: ModelRunner, caches: list[SequenceCache], graph: bool) -> list[float]:
+        """Microseconds of decode steps of some requests of each rank, as a CUDA graph or not.
+
+        With data-parallel attention, ranks agree on the size before each step, as they do in a run.
+        """
+        needs = StepNeeds(len(caches), self.args.context)
+
+        def run(_: int) -> None:
+            runner.parallel.agree(needs, self.device)
+            step()
+
+        with runner.op_settings():
+            runner.parallel.step_rows = len(caches)
+            step = decode_step(runner, caches, self.args.context, graph)
+            agrees = runner.parallel.dp_attention
+            return time_calls(run if agrees else lambda _: step(), self.device, self.args.repeats)
 
     def prefill(self, runner: ModelRunner, layout: str) -> None:
         """A step of one prompt from its first token on; the first time compiles."""
@@ -287,7 +305,10 @@ class Bench:
                 sequence.free()
         total = len(tokens) * (self.ranks.world if layout == "dp" else 1)
         ms = statistics.median(times[1:]) / 1e3
-        self.say(layout=layout, tokens=total, ms=ms, first_ms=times[0] / 1e3, tokens_per_second=total / ms * 1e3)
+        self.say(
+            layout=layout, tokens=total, ms=ms, first_ms=times[0] / 1e3, tokens_per_second=total / ms * 1e3,
+            **self.predicted_ms(runner, 1, len(tokens), len(tokens)),
+        )  # fmt: skip
 
     def generate(self, runner: ModelRunner, layout: str) -> None:
         """Requests through the engine: prompts, decode steps and sampling."""
@@ -325,11 +346,12 @@ def left_out(parallel: Parallel) -> Iterator[None]:
         others = range(1, parallel.world if parallel.dp_attention else 1)
         return torch.cat([x, *(x.roll(i, -1) for i in others)])  # other hidden states choose other experts
 
-    kept = {"sum", "gather_columns", "gather_tokens", "sum_experts"}
+    kept = {"sum", "gather_columns", "gather_tokens", "sum_experts", "agree"}
     parallel.sum = lambda x: x
     parallel.gather_columns = lambda x: x.repeat(1, parallel.token_ranks)
     parallel.gather_tokens = gather_tokens
     parallel.sum_experts = lambda y, rows: y[:rows]
+    parallel.agree = lambda step, device: step
     try:
         yield
     finally:
@@ -346,6 +368,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="v4_flash", help="preset or config.json (default: v4_flash)")
     parser.add_argument("--steps", type=lambda text: text.split(","), default=list(STEPS), help="default: all")
     parser.add_argument("--layouts", type=lambda text: text.split(","), default=list(LAYOUTS), help="default: tp,dp")
+    parser.add_argument(
+        "--ways", type=lambda text: text.split(","), default=list(WAYS),
+        help=f"of decode steps (default: all, which are {', '.join(WAYS)})",
+    )  # fmt: skip
     parser.add_argument("--check-layers", type=numbers, default=[0, 2, 3], help="layers of the check (default: 0,2,3)")
     parser.add_argument("--batch", type=numbers, default=[1, 32], help="decode batches of all ranks (default: 1,32)")
     parser.add_argument("--context", type=int, default=1024, help="tokens before a timed step (default: 1024)")
@@ -356,7 +382,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", help="cpu or cuda (default: GPUs if there are any)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON of all rows")
     args = parser.parse_args()
-    for given, known in ((args.steps, STEPS), (args.layouts, LAYOUTS)):
+    for given, known in ((args.steps, STEPS), (args.layouts, LAYOUTS), (args.ways, WAYS)):
         if unknown := [name for name in given if name not in known]:
             parser.error(f"{unknown[0]!r} is none of {', '.join(known)}")
     return args
