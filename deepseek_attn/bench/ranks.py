@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import sqrt
+from statistics import NormalDist
 
 import torch
 
-from deepseek_attn.bench.floors import ModelWork, Product, StepShape, Work
+from deepseek_attn.bench.floors import ModelWork, Product, StepShape, Work, expected_experts
 from deepseek_attn.bench.machines import FEW_ROWS, Machine
 from deepseek_attn.bench.stages import ATTENTION, ENGRAM, EXPERTS, HEAD, NORMS, ROUTING
 from deepseek_attn.cache.layout import CacheLayout, make_layout
@@ -21,7 +23,7 @@ from deepseek_attn.layers.split import shard_unit
 
 GPUS_PER_HOST = 8
 OTHER, COMMUNICATION = "once per step", "communication"
-ROUTED = "routed experts"
+ROUTED, ROUTED_WEIGHTS = "routed experts", "routed weights"
 
 
 @dataclass(frozen=True)
@@ -141,13 +143,18 @@ class RankModel:
         return size if shard is None else size * shard.size // width
 
     def _experts(self, spec: AnySpec, rows: int, own_rows: int) -> Work:
-        """Work of one rank's experts: its part of the routed ones for ``rows`` tokens, and of the shared one."""
+        """Work of one rank's experts: its part of the routed ones for ``rows`` tokens, and of the shared one.
+
+        Of the routed ones' weights it is the part of the rank that reads most: the others wait for it.
+        """
         config = self.config.draft_stages if spec.is_mtp and self.config.dspark is not None else self.config
         work, ranks = ModelWork(config, self.numerics, self.dtype), self.layout.ranks
         routed, shared = work.experts(spec, rows), work.experts(spec, own_rows)
         sizes = dict(routed.bytes)
         sizes["weights"] = self._mlp_part(sizes["weights"])
-        sizes["routed weights"] = sizes.get("routed weights", 0) // ranks
+        if ROUTED_WEIGHTS in sizes:
+            share = busiest_share(config.n_routed_experts, config.num_experts_per_tok, rows, ranks)
+            sizes[ROUTED_WEIGHTS] = round(sizes[ROUTED_WEIGHTS] * share)
         products = [
             Product(part.name, part.unit, part.flops // ranks) for part in routed.products if part.name == ROUTED
         ]
@@ -186,3 +193,17 @@ class RankModel:
         latency += machine.network.latency_us * (layout.hosts > 1) + machine.network.hop_us * between
         transfer = max(sent / machine.nccl.bytes_per_second, outside / machine.network.bytes_per_second) * 1e6
         return Collective(name, calls, calls * sent, calls * outside, calls * (latency + transfer))
+
+
+def busiest_share(experts: int, topk: int, rows: int, ranks: int) -> float:
+    """Expected part of the chosen experts that the rank with most of them has; 1 / ``ranks`` if all are chosen.
+
+    Tokens choose evenly, so the number of a rank's chosen experts is hypergeometric. The largest of these numbers,
+    which add up to a constant, is taken from the order statistics of a normal distribution (Blom's approximation).
+    """
+    if ranks == 1:
+        return 1.0
+    chosen = expected_experts(experts, topk, rows)
+    deviation = sqrt(chosen * (experts - chosen) / (experts - 1) / ranks)
+    largest = chosen / ranks + deviation * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    return min(max(largest, 1.0), experts / ranks) / chosen

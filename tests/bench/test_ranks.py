@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 from deepseek_attn.bench.machines import H200
-from deepseek_attn.bench.ranks import RankLayout, RankModel
+from deepseek_attn.bench.ranks import RankLayout, RankModel, busiest_share
 from deepseek_attn.cli import main
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
@@ -47,6 +49,23 @@ MEASURED = [row for row in json.loads((DATA / "h200_ranks.json").read_text())["r
 def test_measured_steps_are_predicted_within_a_fifth(row):
     predicted = model("v4_flash", 2).step(row["batch"], 1, row["context"]).microseconds
     assert predicted == pytest.approx(row["ms"] * 1e3, rel=0.2)
+
+
+@pytest.mark.parametrize(("experts", "ranks", "rows"), [(256, 2, 1), (256, 2, 8), (256, 4, 8), (384, 16, 32)])
+def test_share_of_the_busiest_rank(experts, ranks, rows):
+    """Against drawn choices."""
+    generator, most, chosen = random.Random(0), 0, 0
+    for _ in range(400):
+        found = {expert for _ in range(rows) for expert in generator.sample(range(experts), 6)}
+        most += max(Counter(expert * ranks // experts for expert in found).values())
+        chosen += len(found)
+    assert busiest_share(experts, 6, rows, ranks) == pytest.approx(most / chosen, rel=0.04)
+
+
+def test_share_of_a_rank_when_all_experts_are_chosen():
+    assert busiest_share(256, 6, 10**5, 8) == pytest.approx(1 / 8)
+    assert busiest_share(256, 6, 1, 1) == 1
+    assert busiest_share(384, 6, 1, 64) == pytest.approx(1 / 6)  # at least one expert
 
 
 def test_experts_are_shared_out():
