@@ -118,7 +118,7 @@ class Drive:
     @classmethod
     def of(cls, case: Layers, name: str, backend: str, device: torch.device, report: Report) -> Drive:
         """The layers of ``case`` on a backend."""
-        source = case.source(case.config, 0)
+        source = case.source(case.config)
         runner = ModelRunner.from_source(
             case.config, source, layers=case.layers, attention_only=True, device=device, dtype="bfloat16",
             numerics=case.numerics, backend=backend, max_num_seqs=len(case.steps[0].lens) + MOST_PADDING,

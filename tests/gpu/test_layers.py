@@ -75,7 +75,7 @@ LAYERS |= {f"pools of 2.2 GiB, {heads} heads": tiny(heads, 63, **HUGE) for heads
 LAYERS |= {"v4_flash": published("v4_flash", [0, 2, 3]), "v4_pro": published("v4_pro", [0, 2])}
 SMALL = {
     "short": tiny(8, 7, steps=SHORT, far=SHORT_FAR, spread=1 << 20),
-    "short serving": tiny(8, 7, steps=SHORT[:3], far={}, numerics="serving", limits=SERVING),
+    "short serving": tiny(8, 7, steps=SHORT[:3], far={}, numerics="serving", limits=SERVING, source=RepeatingSource),
 }
 
 

@@ -75,7 +75,11 @@ def short(**options) -> Layers:
     return Layers("v32", config, [0], SHORT, max_model_len=2048, far=SHORT_FAR, **options)
 
 
-SMALL = {"short": short(spread=1 << 20), "short, bf16 cache": short(numerics="exact"), "short serving": short(**SERVED)}
+SMALL = {
+    "short": short(spread=1 << 20),
+    "short, bf16 cache": short(numerics="exact"),
+    "short serving": short(source=RepeatingSource, **SERVED),
+}
 
 
 @pytest.mark.parametrize(("backend", "name"), on_backends(BACKENDS, CASES, SMALL))
