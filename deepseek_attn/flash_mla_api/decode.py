@@ -96,6 +96,8 @@ def flash_mla_with_kvcache(
     dtypes = (torch.bfloat16, torch.float16) if indices is None else (torch.bfloat16,)
     check_query(q, dtypes, ("b", "s_q", "h_q"), head_dim_v)
     check_out(out, q)
+    if out is not None and not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, got strides {out.stride()}: pass out=None and copy the result")
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     check_scalar("softmax_scale", scale, Real)
     keys: _DenseKeys | _SparseKeys

@@ -145,6 +145,18 @@ def test_shapes_dtypes_and_out(call, kind, heads):
     same(got, expected)
 
 
+def test_prefill_of_some_heads_writes_to_those_of_a_wider_output(call):
+    """vLLM's V4.1 layers: queries and output are leading heads of padded ones."""
+    expected = call.prefill()
+    q, out = (torch.full((5, 11, d), 7.0, dtype=BF16, device=call.device) for d in (576, 512))
+    q[:, :8] = call.prefill_arguments["q"]
+    got = call.prefill(q=q[:, :8], out=out[:, :8])
+    same(got, expected)
+    assert got[0].data_ptr() == out.data_ptr()
+    assert torch.equal(out[:, :8], expected[0])
+    assert bool((out[:, 8:] == 7).all())
+
+
 def test_the_bytes_of_a_cache_may_have_any_dtype_and_its_last_page_no_padding(call):
     expected = call.sparse()
     k_cache = call.sparse_arguments["k_cache"]
@@ -336,6 +348,7 @@ REFUSED = {
         ({"topk_length": torch.zeros(4, dtype=INT)}, r"topk_length must be int32 \[5\]"),
         ({"attn_sink": torch.zeros(5)}, r"attn_sink must be float32 \[8\]"),
         ({"out": torch.zeros(5, 8, 576, dtype=BF16)}, r"out must be bfloat16 \[5, 8, 512\]"),
+        ({"out": torch.zeros(5, 8, 1024, dtype=BF16)[..., ::2]}, "channels of out must be contiguous, got strides"),
     ],
 }
 
