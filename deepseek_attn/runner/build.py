@@ -41,7 +41,13 @@ from deepseek_attn.layers.launch import environment
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.models.block import AttentionStack, Backbone, layer_specs
 from deepseek_attn.models.families import Family, get_family
-from deepseek_attn.runner.compile_ahead import Compilation, RunnerRequest, RunnerSizes, compiling_ahead
+from deepseek_attn.runner.compile_ahead import (
+    Compilation,
+    RunnerRequest,
+    RunnerSizes,
+    compiling_ahead,
+    forked_compiler,
+)
 from deepseek_attn.runner.drafting import BlockDrafter, Drafter, MTPDrafter
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.sequence import TokenLimits
@@ -216,6 +222,7 @@ def build_runner(
     attention = AttentionOptions(
         backend, decode_backend, prefill_backend, fp8_mode, prefill_workspace_rows, deterministic
     )
+    fork = forked_compiler() if compile_ahead and device.type == "cuda" else None  # what follows initialises CUDA
     family = get_family(config, numerics, dtype, device, attention, parallel)
     limit = config.max_position_embeddings
     max_model_len = min(limit, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
@@ -243,7 +250,7 @@ def build_runner(
             num_drafts=expected_drafts,
             parallel=parallel,
         )
-    with compiling_ahead(request, progress) as compilation:
+    with compiling_ahead(request, progress, fork) as compilation:
         model = family.build(layers, attention_only, max_model_len)
         layout = layout_of(model)
         family.workspace_rows(model, layout)  # refuses options before weights are loaded

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import pickle
+import select
 import subprocess
 import sys
 import threading
@@ -28,11 +29,16 @@ from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.layers.parallel import Parallel
+from deepseek_attn.utils.processes import Fork
 
+FINDER = "deepseek_attn.runner.stand_in"
+"""What the process of a `Compilation` runs. It is imported there: it builds a runner, and building one starts it."""
 # without collections: they take a tenth of its short life, and forks copy the pages that they write
-START = "import gc, sys; gc.disable(); sys.path[:] = sys.argv[1:]; import deepseek_attn.runner.stand_in as s; s.serve()"
+START = f"import gc, sys; gc.disable(); sys.path[:] = sys.argv[1:]; import {FINDER} as finder; finder.main()"
 PACKAGES = ("deepseek_attn", "deepseek_attn.kernels", "deepseek_attn.models")  # their code decides what is launched
 SHOWN = 3  # failed kernels that are named
+SILENT_SECONDS = 120
+"""A compiling process that tells nothing for so long is taken to hang; one kernel takes less than 10 s."""
 
 
 class RunnerSizes(NamedTuple):
@@ -146,7 +152,7 @@ class Compilation:
         ended: nothing more will be compiled.
     """
 
-    def __init__(self, request: RunnerRequest, workers: int | None = None):
+    def __init__(self, request: RunnerRequest, workers: int | None = None, fork: Fork | None = None):
         self.found: set[str] = set()
         self.done: set[str] = set()
         self.failed: list[str] = []
@@ -154,13 +160,14 @@ class Compilation:
         self._all_found, self._changed = False, threading.Condition()
         self._marker = request.marker()
         path = [*sys.path, str(Path(__file__).parents[2])]  # an editable installation may be on no path
-        self._process = subprocess.Popen(
+        self._process: Fork | subprocess.Popen[bytes] = fork or subprocess.Popen(
             [sys.executable, "-c", START, *path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, start_new_session=True,  # a session of its own gets no Ctrl-C
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         workers = max(1, len(os.sched_getaffinity(0)) - 1) if workers is None else workers
-        threading.Thread(target=self._listen, args=(pickle.dumps((request, workers)),), daemon=True).start()
+        threading.Thread(target=self._send, args=(pickle.dumps((request, workers)),), daemon=True).start()
+        threading.Thread(target=self._listen, daemon=True).start()
 
     def wait(self, wanted: str | None = None, progress: bool = False) -> None:
         """Waits until a kernel is compiled if it is one of those that will be; without one, for all of them.
@@ -189,31 +196,46 @@ class Compilation:
         self._closed = True
         self._process.kill()
 
-    def _listen(self, request: bytes) -> None:
-        """Sends the request, which the process reads once it has imported torch; takes in what it tells, to its end."""
+    def _send(self, request: bytes) -> None:
+        """Sends the request, which the process reads once it has imported torch, or never if it hangs."""
         with suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(request)
-        with self._process.stdout as events:
-            for line in events:
-                event = json.loads(line)
-                with self._changed:
-                    self.found.update(event.get("found", ()))
-                    self.done.update(event.get("done", ()))
-                    self.failed += event.get("failed", ())
-                    self._all_found |= "all_found" in event
-                    self.problem = event.get("problem", "")
-                    self._changed.notify_all()
+
+    def _listen(self) -> None:
+        """Takes in what the process tells, to its end."""
+        for line in self._lines():
+            event = json.loads(line)
+            with self._changed:
+                self.found.update(event.get("found", ()))
+                self.done.update(event.get("done", ()))
+                self.failed += event.get("failed", ())
+                self._all_found |= "all_found" in event
+                self.problem = event.get("problem", "")
+                self._changed.notify_all()
         code = self._process.wait()
-        if code and not (self._closed or self.problem):
+        complete = self._all_found and self.found <= self.done
+        if not (complete or self._closed or self.problem):
             self.problem = f"the process that looks for them has ended with exit code {code}"
         if message := self.message():
             warnings.warn(message, stacklevel=1)
-        elif code == 0:
+        elif complete:
             self._marker.parent.mkdir(parents=True, exist_ok=True)
             self._marker.touch()
         with self._changed:
             self.ended = True
             self._changed.notify_all()
+
+    def _lines(self) -> Iterator[bytes]:
+        """What the process writes, line by line, until it ends; one that hangs is ended."""
+        rest = b""
+        with self._process.stdout as pipe:
+            while select.select([pipe], [], [], SILENT_SECONDS)[0]:
+                if not (data := os.read(pipe.fileno(), 1 << 16)):
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                yield from lines
+        self.problem = f"the process that looks for them has told nothing for {SILENT_SECONDS} s"
+        self._process.kill()
 
     def message(self) -> str:
         """One message about kernels that could not be compiled; empty if all were."""
@@ -225,14 +247,31 @@ class Compilation:
         return f"{len(self.failed)} of {len(self.found)} kernels do not compile: {'; '.join(self.failed[:SHOWN])}{more}"
 
 
-def compile_ahead(request: RunnerRequest, progress: bool) -> Compilation | None:
-    """Starts to compile the kernels of a runner; launches then wait for theirs. None if all are in Triton's cache."""
+def forked_compiler() -> Fork | None:
+    """A process for a `Compilation`, in which torch is imported; None where this one cannot be forked safely.
+
+    That is where it has threads that may hold locks: of Python, of CUDA once that is initialised, of collectives.
+    """
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if ranks or torch.cuda.is_initialized() or not Fork.possible():
+        return None
+    with suppress(OSError):
+        return Fork(lambda *files: importlib.import_module(FINDER).serve(*files))
+    return None
+
+
+def compile_ahead(request: RunnerRequest, progress: bool, fork: Fork | None = None) -> Compilation | None:
+    """Starts to compile the kernels of a runner; launches then wait for theirs. None if all are in Triton's cache.
+
+    Args:
+        fork: of `forked_compiler`; without one, the process that compiles is a new interpreter, which imports torch.
+    """
     from deepseek_attn.kernels.common.launches import Variant, call_before_compiling, digest_triton
 
     digest_triton()  # the first launch needs it
     if request.marker().exists():
         return None
-    compilation = Compilation(request)
+    compilation = Compilation(request, fork=fork)
 
     def wait(variant: Variant) -> None:
         if compilation.ended:
@@ -245,9 +284,13 @@ def compile_ahead(request: RunnerRequest, progress: bool) -> Compilation | None:
 
 
 @contextmanager
-def compiling_ahead(request: RunnerRequest | None, progress: bool) -> Iterator[Compilation | None]:
+def compiling_ahead(
+    request: RunnerRequest | None, progress: bool, fork: Fork | None = None
+) -> Iterator[Compilation | None]:
     """`compile_ahead` while a runner is built; what breaks that off ends the compilation too."""
-    compilation = None if request is None else compile_ahead(request, progress)
+    compilation = None if request is None else compile_ahead(request, progress, fork)
+    if compilation is None and fork is not None:
+        fork.kill()
     try:
         yield compilation
     except BaseException:

@@ -11,12 +11,12 @@ import pickle
 import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import torch
 
 from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo
-from deepseek_attn.kernels.common.launches import Variant, compile_variants, recorded_launches
+from deepseek_attn.kernels.common.launches import Variant, compile_variants, digest_triton, recorded_launches
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.runner.build import LoadedModel, build_runner
 from deepseek_attn.runner.compile_ahead import RunnerRequest
@@ -107,16 +107,25 @@ class _Events:
         self.write(done=[cached_hash], failed=[error] if error else [])
 
 
-def serve() -> None:
-    """Main function of the process of a `Compilation`: gets a request on stdin, tells events on stdout."""
+def main() -> None:
+    """`serve` in an interpreter of its own: gets the request on stdin, tells events on stdout."""
+    events = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed
+    serve(sys.stdin.buffer, events)
+
+
+def serve(requests: BinaryIO, told: TextIO) -> None:
+    """Main function of the process of a `Compilation`: reads a request, and tells events, one a line."""
     end_with_parent()
     torch.set_num_threads(1)  # forked processes have none of a pool's threads
+    torch.set_default_device(None)  # which a fork has of its parent
+    digest_triton()  # while the request is made
     # ops on "meta" that torch has in Python are exempted from torch.compile, for which it would be imported: seconds
-    torch._dynamo = sys.modules["torch._dynamo"] = SimpleNamespace(disable=lambda op, *_, **__: op)
-    events = _Events(os.fdopen(os.dup(1), "w"))
-    os.dup2(2, 1)  # whatever else is printed
+    if "torch._dynamo" not in sys.modules:
+        torch._dynamo = sys.modules["torch._dynamo"] = SimpleNamespace(disable=lambda op, *_, **__: op)
+    events = _Events(told)
     try:
-        request, workers = pickle.load(sys.stdin.buffer)
+        request, workers = pickle.load(requests)
         compile_variants(runner_launches(request), workers, events)
     except Exception as error:
         events.write(problem=f"{type(error).__name__}: {error}"[:1000])

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, Protocol
@@ -80,6 +81,7 @@ def compile_settings(gpu: GPU) -> str:
     return f"{triton.__version__} {backend.hash()} {options.hash()} {variables}"
 
 
+@cache
 def digest_triton() -> threading.Thread:
     """Computes Triton's digest of its own files, which every cache key has, in a thread beside other work: 0.3 s."""
     thread = threading.Thread(target=triton_key, daemon=True)

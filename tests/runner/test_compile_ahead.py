@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import random
+import threading
 import time
 
 import pytest
@@ -15,6 +18,7 @@ import triton
 from triton.runtime.cache import get_cache_manager
 
 from deepseek_attn.checkpoint import RandomSource
+from deepseek_attn.checkpoint.source import TensorInfo
 from deepseek_attn.cli.warmup import read_headers
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.engine.engine import Engine
@@ -23,10 +27,17 @@ from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.launches import compile_variants, kernel_loads, recorded_launches
-from deepseek_attn.runner import ModelRunner
-from deepseek_attn.runner.compile_ahead import Compilation, RunnerRequest, RunnerSizes
-from deepseek_attn.runner.stand_in import StandIn, runner_launches
+from deepseek_attn.runner import ModelRunner, compile_ahead
+from deepseek_attn.runner.compile_ahead import (
+    Compilation,
+    RunnerRequest,
+    RunnerSizes,
+    compiling_ahead,
+    forked_compiler,
+)
+from deepseek_attn.runner.stand_in import StandIn, runner_launches, serve
 from deepseek_attn.runner.warm_up import WarmUp
+from deepseek_attn.utils.processes import Fork
 from tests.support.tiers import EXHAUSTIVE, tiered
 from tests.support.v41_cases import tiny_for_kernels
 
@@ -227,32 +238,77 @@ def test_after_a_warm_up_nothing_is_compiled_and_no_kernel_loaded(preset, drafts
         assert loads == []
 
 
+PROCESSES = pytest.mark.parametrize("fork", [False, True], ids=["interpreter", "fork"])
+
+
 @EXHAUSTIVE
-def test_closing_ends_the_process(tmp_path, monkeypatch):
+@PROCESSES
+def test_closing_ends_the_process(fork, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compilation = Compilation(request_of("tiny"), workers=1)
+    compilation = Compilation(request_of("tiny"), workers=1, fork=Fork(serve) if fork else None)
     compilation.close()
     compilation.wait()
     assert compilation.ended
     assert not compilation.message()
-    assert compilation._process.poll() is not None
+    assert compilation._process.returncode is not None
 
 
 @EXHAUSTIVE
-def test_a_process_that_dies_is_told(tmp_path, monkeypatch):
+@PROCESSES
+def test_a_process_that_dies_is_told(fork, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compilation = Compilation(request_of("tiny"), workers=1)
+    compilation = Compilation(request_of("tiny"), workers=1, fork=Fork(serve) if fork else None)
     compilation._process.kill()
     with pytest.warns(UserWarning, match="exit code -9"):
         compilation.wait()
     assert "compiled as they are launched" in compilation.message()
 
 
+def ended(request, main):
+    """A compilation whose process did something else."""
+    compilation = Compilation(request, fork=Fork(main))
+    compilation.wait()
+    return compilation
+
+
+def test_a_process_that_hangs_is_ended_and_told(monkeypatch):
+    """Also if it never reads a request that is larger than a pipe."""
+    monkeypatch.setattr(compile_ahead, "SILENT_SECONDS", 0.1)
+    request = dataclasses.replace(request_of("tiny"), headers={"x" * (1 << 20): TensorInfo("BF16", (1,), 2)})
+    with pytest.warns(UserWarning, match="told nothing for 0.1 s"):
+        compilation = ended(request, lambda requests, told: time.sleep(600))
+    assert compilation._process.returncode == -9
+    assert "compiled as they are launched" in compilation.message()
+
+
+def test_a_process_that_ends_early_is_told_and_leaves_no_marker(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    request = request_of("tiny")
+    with pytest.warns(UserWarning, match="exit code 0"):
+        ended(request, lambda requests, told: told.write(json.dumps({"found": ["x"], "all_found": True}) + "\n"))
+    assert not request.marker().exists()
+
+
+def test_a_fork_is_made_where_no_thread_can_hold_a_lock(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    fork = forked_compiler()
+    assert fork is not None
+    with compiling_ahead(None, progress=False, fork=fork) as compilation:  # nothing is to be compiled
+        assert compilation is None
+        assert fork.wait() == -9
+    for module, name, value in ((torch.cuda, "is_initialized", True), (threading, "active_count", 2)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda value=value: value)
+            assert forked_compiler() is None
+
+
 @EXHAUSTIVE
-def test_everything_is_compiled_once(tmp_path, monkeypatch):
+@PROCESSES
+def test_everything_is_compiled_once(fork, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     request = request_of("tiny", sizes=RunnerSizes(64, 1, 2, 16))
-    compilation = Compilation(request)
+    compilation = Compilation(request, fork=Fork(serve) if fork else None)
     compilation.wait()
     assert not compilation.message()
     assert compilation.found == compilation.done
