@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler.compiler import ASTSource, get_cache_invalidating_env_vars, get_cache_key, make_backend
 from triton.runtime.cache import triton_key
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import DependenciesFinder, JITFunction
 
 from deepseek_attn.kernels.common.device import GPU, meta_stands_for
 from deepseek_attn.utils.processes import end_with_parent
@@ -89,6 +89,21 @@ def digest_triton() -> threading.Thread:
     return thread
 
 
+@cache
+def fix_cache_keys() -> None:
+    """Makes Triton's cache keys independent of the order of launches. Up to 3.6 they are not.
+
+    There, the key of a function has the constants of one that it calls only if that one's key was computed before.
+    """
+    update = DependenciesFinder._update_hash
+
+    def update_hash(self: DependenciesFinder, function: Any) -> None:
+        function.cache_key  # noqa: B018
+        update(self, function)
+
+    DependenciesFinder._update_hash = update_hash
+
+
 @dataclass
 class Launches:
     """Variants that were launched, by key, in the order of their first launches."""
@@ -119,6 +134,7 @@ def recorded_launches(gpu: GPU) -> Iterator[Launches]:
 
     The whole process is affected: nothing else may launch kernels meanwhile.
     """
+    fix_cache_keys()
     launches = Launches(target := target_of(gpu))
     run, do_compile = JITFunction.run, JITFunction._do_compile
 

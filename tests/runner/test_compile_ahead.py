@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 import triton
+import triton.language as tl
 from triton.runtime.cache import get_cache_manager
 
 from deepseek_attn.checkpoint import RandomSource
@@ -26,7 +27,7 @@ from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.launches import compile_variants, kernel_loads, recorded_launches
+from deepseek_attn.kernels.common.launches import compile_variants, fix_cache_keys, kernel_loads, recorded_launches
 from deepseek_attn.runner import ModelRunner, compile_ahead
 from deepseek_attn.runner.compile_ahead import (
     Compilation,
@@ -138,6 +139,20 @@ class Stub:
         return self.name
 
 
+CONSTANT = tl.constexpr(3)
+
+
+def times_constant_source(x):
+    return x * CONSTANT
+
+
+times_constant = triton.jit(times_constant_source)
+
+
+def calling_kernel(ptr):
+    tl.store(ptr, times_constant(tl.load(ptr)))
+
+
 class Events:
     def __init__(self):
         self.seen, self.ends, self.errors = [], 0, {}
@@ -187,6 +202,19 @@ def test_kernels_of_the_first_steps_come_first_and_with_half_of_the_workers(tmp_
     log.unlink()
     compile_variants([[stub("urgent", 0.2)], [], [], [stub("late")]], 2, Events())
     assert log.read_text().split() == ["urgent", "late"]
+
+
+def test_keys_do_not_depend_on_the_order_of_launches(monkeypatch):
+    """Triton 3.6 has the constants of a called function in a kernel's key only if that one's key was known before."""
+    fix_cache_keys()
+
+    def key(callee_first):
+        monkeypatch.setitem(globals(), "times_constant", triton.jit(times_constant_source))
+        if callee_first:
+            times_constant.cache_key  # noqa: B018
+        return triton.jit(calling_kernel).cache_key
+
+    assert key(True) == key(False)
 
 
 @pytest.mark.parametrize(("variable", "value"), [("TRITON_DEFAULT_FP_FUSION", "0"), ("DISABLE_LLVM_OPT", "1")])
