@@ -58,6 +58,9 @@ def __getattr__(name: str):
         return getattr(importlib.import_module(_HOMES[name]), name)
     finally:
         if collects:
+            if not gc.get_freeze_count():  # else there are objects that are meant to stay frozen
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation, as if all had been looked at twice
             gc.enable()
 
 

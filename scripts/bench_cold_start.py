@@ -36,14 +36,15 @@ class Process:
     def __init__(self, args: argparse.Namespace):
         self.args, self.row = args, {"stages": {}}
         self.mark("python")
+        from deepseek_attn import LLM, Engine, ModelRunner  # noqa: F401
+
+        self.mark("import deepseek_attn, and torch")
         import torch
 
-        self.torch = torch
-        self.mark("import torch")
-        from deepseek_attn import LLM, Engine, ModelRunner  # noqa: F401
         from deepseek_attn.kernels.common.launches import kernel_loads
 
-        self.mark("import deepseek_attn")
+        self.torch = torch
+        self.mark("import triton")
         with kernel_loads() as loads:
             self.loads = loads
             self.run()
