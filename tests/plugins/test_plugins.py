@@ -7,13 +7,16 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import math
 import sys
 import tomllib
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from deepseek_attn import flash_mla_api
 from deepseek_attn.plugins import sglang, vllm
@@ -188,14 +191,31 @@ def installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-@pytest.mark.skipif(not installed("vllm"), reason="needs vllm")
-def test_the_installed_vllm(monkeypatch):
-    home = importlib.import_module(vllm.HOME)
-    for name in FUNCTIONS:
-        monkeypatch.setattr(home, name, getattr(home, name))
+VLLM_USERS = {
+    "v4": "vllm.models.deepseek_v4.nvidia.flashmla",
+    "v32": "vllm.v1.attention.backends.mla.flashmla_sparse",
+    "hy_v4": "vllm.models.hy_v4.nvidia.flashmla_sparse",
+}
+"""Modules of vLLM that call FlashMLA's functions."""
+
+
+@pytest.fixture
+def replaced_vllm(monkeypatch):
+    """The installed vLLM's home of the functions and `VLLM_USERS`, once the plugin has replaced them."""
+    modules = {name: importlib.import_module(path) for name, path in {"home": vllm.HOME, **VLLM_USERS}.items()}
+    for module, name in itertools.product(modules.values(), FUNCTIONS):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setenv("DEEPSEEK_ATTN_VLLM", "1")
     vllm.register()
-    assert all(getattr(home, name) is getattr(flash_mla_api, name) for name in FUNCTIONS)
+    return modules
+
+
+@pytest.mark.skipif(not installed("vllm"), reason="needs vllm")
+def test_the_installed_vllm(replaced_vllm):
+    home = replaced_vllm["home"]
+    for module, name in itertools.product(replaced_vllm.values(), FUNCTIONS):
+        assert getattr(module, name, None) in (None, getattr(flash_mla_api, name))
     # where FlashMLA does not load, vLLM has functions without parameters: look into the file that it would load
     file = Path(home.__file__).parents[3] / "third_party" / "flashmla" / "flash_mla_interface.py"
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -204,10 +224,81 @@ def test_the_installed_vllm(monkeypatch):
             assert {argument.arg for argument in node.args.args} <= set(ours), node.name
 
 
+@pytest.mark.skipif(not installed("vllm"), reason="needs vllm")
+@pytest.mark.parametrize("ratio", [1, 128])
+def test_v4_of_the_installed_vllm_decodes_over_our_kernels(replaced_vllm, device, ratio):
+    """Its code as it is, in place of a layer the attributes that it reads."""
+    q, sink = torch.randn(3, 64, 512).bfloat16().to(device), random_sink(64, device)
+    swa, compressed = pools(device)
+    output, schedule = torch.empty_like(q), replaced_vllm["home"].get_mla_metadata()[0]
+    window = SimpleNamespace(
+        num_decodes=3, num_decode_tokens=3, decode_swa_indices=swa.indices, decode_swa_lens=swa.topk_length,
+        is_valid_token=torch.ones(3).bool(), tile_sched_swaonly=schedule, tile_sched_c128a=schedule,
+    )  # fmt: skip
+    entries = SimpleNamespace(
+        block_size=256, c128a_global_decode_topk_indices=compressed.indices,
+        c128a_decode_topk_lens=compressed.topk_length,
+    )  # fmt: skip
+    layer = SimpleNamespace(
+        compress_ratio=ratio, scale=0.1, attn_sink=sink, swa_cache_layer=SimpleNamespace(kv_cache=swa.k_cache[:, :, 0])
+    )
+    decode = replaced_vllm["v4"].DeepseekV4FlashMLAAttention._forward_decode
+    cache = None if ratio == 1 else compressed.k_cache[:, :, 0]
+    decode(layer, q, cache, window, None if ratio == 1 else entries, ratio == 1, output)
+    extra = {}
+    if ratio != 1:
+        extra = {"extra_k_cache": compressed.k_cache, "extra_indices_in_kvcache": compressed.indices}
+        extra["extra_topk_length"] = compressed.topk_length
+    expected, _ = flash_mla_api.flash_mla_with_kvcache(
+        q[:, None], swa.k_cache, None, None, 512, *flash_mla_api.get_mla_metadata(), 0.1, False, True, swa.indices,
+        sink, topk_length=swa.topk_length, **extra,
+    )  # fmt: skip
+    assert torch.equal(output, expected[:, 0])
+
+
+@pytest.mark.skipif(not installed("vllm"), reason="needs vllm")
+@pytest.mark.parametrize(("model", "impl"), [("v32", "FlashMLASparseImpl"), ("hy_v4", "HYV4FlashMLASparseImpl")])
+def test_other_models_of_the_installed_vllm_attend_over_our_kernels(replaced_vllm, device, model, impl):
+    """V3.2's and HY-V4's code, which pads 16 heads to 64."""
+    impl, sink = getattr(replaced_vllm[model], impl), random_sink(16, device)
+    layer = SimpleNamespace(fp8_decode_padded_heads=64, prefill_padding=64, softmax_scale=0.1, sinks=sink)
+    if model == "v32":
+        sink = None
+    else:
+        layer._sinks_for_query = MethodType(impl._sinks_for_query, layer)
+    q, pool = torch.randn(3, 16, 576).bfloat16().to(device), random_pool(1, 3, 576, Shape(70, 65), device)
+    metadata = SimpleNamespace(
+        scheduler_metadata=replaced_vllm["home"].get_mla_metadata()[0], dummy_block_table=None, cache_lens=None
+    )
+    got = impl._fp8_flash_mla_kernel(layer, q[None], pool.k_cache[:, :, 0], pool.indices, metadata)
+    schedule = flash_mla_api.get_mla_metadata()
+    expected = flash_mla_api.flash_mla_with_kvcache(
+        padded(q)[None], pool.k_cache, None, None, 512, *schedule, 0.1, False, True, pool.indices, padded(sink)
+    )
+    assert torch.equal(got[0], expected[0][:, :, :16])
+    assert torch.equal(got[1], expected[1][:, :16])
+    kv, rows = torch.randn(2, 9, 576).bfloat16().to(device), torch.randint(18, (3, 7), device=device).int()
+    lens = torch.tensor([7, 0, 3], device=device).int()
+    got = impl._bf16_flash_mla_kernel(layer, q, kv, rows, lens)
+    out, _, lse = flash_mla_api.flash_mla_sparse_fwd(
+        padded(q), kv.view(18, 1, 576), rows[:, None], 0.1, 512, padded(sink), lens
+    )
+    assert torch.equal(got[0], out[:, :16])
+    assert torch.equal(got[1], lse[:, :16])
+
+
+def padded(heads: torch.Tensor | None) -> torch.Tensor | None:
+    """``[16]`` or ``[T, 16, d]`` with 48 heads of zeros behind."""
+    if heads is None:
+        return None
+    return F.pad(heads, (0, 48) if heads.dim() == 1 else (0, 0, 0, 48))
+
+
 @pytest.mark.skipif(not (installed("sglang") and installed("flash_mla")), reason="needs sglang and flash_mla")
-def test_the_installed_sglang(monkeypatch):
+def test_the_installed_sglang(monkeypatch, device):
     home = importlib.import_module(sglang.HOME)
     registry = importlib.import_module(sglang.REGISTRY)
+    backend = importlib.import_module("sglang.srt.layers.attention.dsa_backend").DeepseekSparseAttnBackend
     for name in FUNCTIONS:
         monkeypatch.setattr(home, name, getattr(home, name))
     monkeypatch.setenv("DEEPSEEK_ATTN_SGLANG", "1")
@@ -215,9 +306,27 @@ def test_the_installed_sglang(monkeypatch):
         sglang.register()
         registry.HookRegistry.apply_hooks()
         assert home.get_mla_metadata(torch.ones(3).int())[1].tolist() == [0] * 4
-        rows = torch.ones(3, 1, 512).bfloat16()
-        assert home.flash_mla_sparse_fwd(rows, rows, torch.zeros(3, 1, 1).int(), 0.1)[0].eq(1).all()
         with pytest.raises(ValueError, match="must be what deepseek_attn"):
-            home.flash_mla_with_kvcache(rows[None], rows, None, None, 512, None)
+            home.flash_mla_with_kvcache(torch.ones(1, 3, 1, 512).bfloat16(), None, None, None, 512, None)
+        # V3.2's code, which pads 16 heads to 64
+        model = SimpleNamespace(
+            flashmla_kv_num_q_heads=64, dsa_index_topk=65, physical_page_size=64, kv_cache_dim=656,
+            dsa_kv_cache_store_fp8=True, flashmla_kv_format=None, device_sm_major=9, _sink_pad_cache={},
+        )  # fmt: skip
+        q, pool = torch.randn(3, 1, 16, 576).bfloat16().to(device), random_pool(3, 1, 576, Shape(70, 65), device)
+        lens = torch.tensor([7, 1, 3], device=device).int()
+        schedule = backend._compute_flashmla_metadata(model, lens, 1)
+        metadata = SimpleNamespace(dsa_cache_seqlens_int32=lens, flashmla_metadata=schedule.slice(slice(0, 4)))
+        shape = SimpleNamespace(tp_q_head_num=16, head_dim=576)
+        got = backend._forward_flashmla_kv(model, q, pool.k_cache, 512, 0.1, shape, metadata, pool.indices[:, 0])
+        expected, _ = flash_mla_api.flash_mla_with_kvcache(
+            padded(q[:, 0])[:, None], pool.k_cache, None, None, 512, *flash_mla_api.get_mla_metadata(), 0.1, False,
+            True, pool.indices,
+        )  # fmt: skip
+        assert torch.equal(got, expected[:, :, :16])
+        kv, rows = torch.randn(9, 1, 576).bfloat16().to(device), torch.randint(9, (3, 7), device=device).int()
+        got = backend._forward_flashmla_sparse(model, q[:, 0], kv, 512, rows, 0.1, lens)
+        expected, _, _ = flash_mla_api.flash_mla_sparse_fwd(padded(q[:, 0]), kv, rows[:, None], 0.1, topk_length=lens)
+        assert torch.equal(got, expected[:, :16])
     finally:
         registry.HookRegistry.reset()
