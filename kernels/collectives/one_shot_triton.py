@@ -36,7 +36,7 @@ _BREAK_OFF = tl.constexpr("""
 """)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def exchange_kernel(
     x_ptr,
     out_ptr,

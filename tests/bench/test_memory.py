@@ -60,6 +60,7 @@ def test_views_share_a_storage():
 
 
 def test_wrong_input(capsys, monkeypatch):
+    monkeypatch.setattr("deepseek_attn.cli.bench_runs.pick_device", lambda _: torch.device("cpu"))
     assert main(["bench", "memory"]) == 2
     assert "there is none here" in capsys.readouterr().err
     monkeypatch.setattr("deepseek_attn.cli.bench_runs.pick_device", lambda _: torch.device("cuda"))

@@ -96,6 +96,7 @@ SHAPES["float32 rows, max_logits"] = SHAPES["float32 rows"] | {"max_logits": Tru
 @pytest.mark.parametrize(("arch", "shape"), on_gpus(SHAPES, ["fp8 pages, 64 heads"]))
 def test_attention_compiles(arch, shape):
     kernel = compiled_attention(CAPABILITIES[arch], **SHAPES[shape])
+    assert "kWidth = 8" not in kernel.asm["ttgir"]  # see `decode_e2m1`
     assert kernel.metadata.shared <= SHARED[arch] * 1024
     assert kernel.asm["cubin"]
     native = "e4m3" in kernel.asm["ptx"]

@@ -260,7 +260,7 @@ def test_refuses_what_it_cannot_take(ops, device):
         "weights must be": (queries._replace(weights=queries.weights.double()), keys, visible),
         "entries per page take": (queries, keys._replace(entries=99), visible),
         "multiples of 4 bytes": (queries, keys._replace(pool=keys.pool[:, 1:]), visible),
-        "and width in": (queries, keys, visible, 10_000),
+        "width must be in": (queries, keys, visible, 10_000),
         "token_to_req and num_visible": (queries, keys._replace(token_to_req=keys.token_to_req[:1]), visible),
         "out must be": (queries, keys, visible, 64, 0, torch.zeros(2, 63, device=device)),
     }.items():

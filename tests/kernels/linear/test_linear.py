@@ -256,7 +256,7 @@ CONFIGS = [
     LaunchConfig(16, 128, 4, 64, 8),
     LaunchConfig(16, splits=8, plain_splits=2, stages=3),
     LaunchConfig(32, 64, 3, 64, 5),
-    LaunchConfig(64, 128, 2, 128, 2, 128, 8, 3),
+    LaunchConfig(64, 128, 2, 128, 2, warps=8, prefetched_blocks=3),
     LaunchConfig(128, 128, warps=8, stages=3),
     LaunchConfig(8, 128, warps=8),
 ]
