@@ -164,4 +164,4 @@ def choose_config(
     keys = 128 if capability[0] == 9 else 64
     tiles, resident = triton.cdiv(columns, keys), 4 * processors
     splits = max(resident // T, min(triton.cdiv(4 * resident, T), triton.cdiv(tiles, 4)))
-    return ScoresLaunchConfig(1, keys, 4, min(tiles, splits))
+    return ScoresLaunchConfig(1, keys, 3, min(tiles, splits))
