@@ -34,20 +34,27 @@ class Gate(CheckpointModule):
 
     Scored layers choose the highest ``score + bias``; the bias does not enter the weights. Hash layers look experts up
     by token id (``tid2eid``), and scores only weigh them. With a ``shard`` of the experts, ids count from its first one
-    on, and are -1 for others.
+    on, and are -1 for others. A model whose ``dtype`` is not float32 keeps a bfloat16 weight: products with it take a
+    third of the time on a GPU and have the same bits. Else the weight is float32.
     """
 
     groups = UNGROUPED
 
     def __init__(
-        self, config: AnyConfig, spec: AnySpec, device: torch.device | str = "cpu", shard: Shard | None = None
+        self,
+        config: AnyConfig,
+        spec: AnySpec,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        shard: Shard | None = None,
     ):
         super().__init__(device)
         self.own = None if shard is None else ExpertRange(shard.start, shard.size)
         self.topk, self.factor = config.num_experts_per_tok, config.routed_scaling_factor
         self.normalize, self.score = config.norm_topk_prob, config.scoring_func
         self.hash = spec.hash_routing
-        self.declare("weight", (config.n_routed_experts, config.hidden_size), torch.float32)
+        kept = None if dtype == torch.float32 else torch.bfloat16
+        self.declare("weight", (config.n_routed_experts, config.hidden_size), torch.float32, kept=kept)
         if self.hash:
             self.num_experts, table = config.n_routed_experts, (config.vocab_size, self.topk)
             self.declare("tid2eid", table, torch.int64, kind=SlotKind.INT, check=self._check_table)
@@ -77,10 +84,11 @@ class GroupLimitedGate(Gate):
         self,
         config: DeepseekV32Config,
         spec: V32LayerSpec,
+        dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         shard: Shard | None = None,
     ):
-        super().__init__(config, spec, device, shard)
+        super().__init__(config, spec, dtype, device, shard)
         self.groups = ExpertGroups(config.n_group, config.topk_group)
 
 
@@ -193,7 +201,7 @@ class MoE(CheckpointModule):
         self.parallel = parallel = parallel or Parallel.single()
         grouped = isinstance(config, DeepseekV32Config)
         shard = parallel.shard(0, config.n_routed_experts)
-        self.gate = (GroupLimitedGate if grouped else Gate)(config, spec, device, shard)
+        self.gate = (GroupLimitedGate if grouped else Gate)(config, spec, dtype, device, shard)
         self.experts = Experts(config, numerics, dtype, device, weigh_output=grouped, shard=shard)
         inner = config.moe_intermediate_size * config.n_shared_experts
         limit, split = config.swiglu_limit, partial(parallel.token_shard, unit=shard_unit(config, numerics))

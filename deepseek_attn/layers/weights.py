@@ -98,18 +98,20 @@ class CheckpointModule(nn.Module):
         kind: SlotKind = SlotKind.FLOAT,
         shard: Shard | None = None,
         check: Callable[[torch.Tensor], None] = lambda tensor: None,
+        kept: torch.dtype | None = None,
     ) -> None:
         """Declares the tensor ``name`` of this module, stored in ``dtype``: all of it, or a ``shard``.
 
         Args:
             check: raises ValueError for values that the module cannot compute with.
+            kept: a tensor that the checkpoint has in this dtype is stored in it.
         """
         self.register_parameter(name, None)
 
         def load(tensor: torch.Tensor, scale: torch.Tensor | None = None) -> None:
             if not tensor.is_meta:  # without values
                 check(tensor)
-            setattr(self, name, parameter(tensor.to(self._device, dtype)))
+            setattr(self, name, parameter(tensor.to(self._device, kept if tensor.dtype == kept else dtype)))
 
         self._declared[name] = WeightSlot(tuple(shape), kind, load, shard)
 

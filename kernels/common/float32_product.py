@@ -1,7 +1,8 @@
-"""Products of rows with a float32 weight in true float32, on bfloat16 tensor cores; other ops call it.
+"""Products of rows with a weight in true float32, on bfloat16 tensor cores; other ops call it.
 
-A float32 is the sum of three bfloat16 values, exactly, and products of bfloat16 are exact in float32. Split-K: the
-kernel that uses the product adds the partial sums (`summed`), in an order that does not depend on the number of rows.
+A float32 weight is the sum of three bfloat16 values, exactly, and products of bfloat16 are exact in float32. A
+bfloat16 weight is one of them: a third of the work, and the same bits. Split-K: the kernel that uses the product adds
+the partial sums (`summed`), in an order that does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -67,13 +68,14 @@ def product_kernel(
     COLUMNS: tl.constexpr,
     SPLIT: tl.constexpr,
     INNER: tl.constexpr,
+    GROUPS: tl.constexpr,
     PRESPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sums over ``INNER`` splits of ``SPLIT`` channels; in column ``N``, if there is one, of the squares of x.
+    """Sums over ``GROUPS`` groups of ``INNER`` splits of ``SPLIT`` channels; in column ``N``, if any, of squares of x.
 
     ``PRESPLIT``: the weight is bfloat16 ``[3, N, K]``.
     """
@@ -85,11 +87,12 @@ def product_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    begin = split * INNER * SPLIT
+    begin = split * GROUPS * INNER * SPLIT
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    group = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
-    for start in tl.range(begin, tl.minimum(begin + INNER * SPLIT, K), BLOCK_K):
+    for start in tl.range(begin, tl.minimum(begin + GROUPS * INNER * SPLIT, K), BLOCK_K):
         channel = start + tl.arange(0, BLOCK_K)
         inside = (channel < K)[None, :]
         x = tl.load(x_row[:, None] + channel[None, :], mask=inside, other=0)
@@ -99,20 +102,25 @@ def product_kernel(
             first = tl.load(w_row[:, None] + channel[None, :], mask=inside, other=0)
         else:
             first = tl.load(w_row[:, None] + channel[None, :], mask=inside, other=0)
-            if x.dtype == tl.bfloat16:
+            if x.dtype == tl.bfloat16 and first.dtype == tl.float32:
                 first, second, third = _split_float32(first)
-        if x.dtype == tl.bfloat16:
+        if x.dtype == tl.bfloat16 and weight_ptr.dtype.element_ty == tl.bfloat16 and not PRESPLIT:
+            acc += tl.dot(x, tl.trans(first))
+        elif x.dtype == tl.bfloat16:
             product = tl.dot(x, tl.trans(third))
             product = tl.dot(x, tl.trans(second), product)
             acc += tl.dot(x, tl.trans(first), product)
         else:
-            acc += tl.dot(x.to(tl.float32), tl.trans(first), input_precision="ieee")
+            acc += tl.dot(x.to(tl.float32), tl.trans(first.to(tl.float32)), input_precision="ieee")
         if COLUMNS > N:
             squares += x.to(tl.float32) * x.to(tl.float32)
-        if INNER > 1 and (start + BLOCK_K) % SPLIT == 0:
-            total += acc
+        if GROUPS * INNER > 1 and (start + BLOCK_K) % SPLIT == 0:
+            group += acc
             acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    total += acc
+        if GROUPS > 1 and (start + BLOCK_K) % (INNER * SPLIT) == 0:
+            total += group
+            group = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    total += group + acc
     row = sums_ptr + (split * T + token).to(tl.int64) * COLUMNS
     tl.store(row[:, None] + column[None, :], total, mask=(token < T)[:, None] & (column < N)[None, :])
     if COLUMNS > N and tl.program_id(0) == 0:
@@ -132,7 +140,7 @@ def summed(sums_ptr, at, stride, SPLITS: tl.constexpr, INNER: tl.constexpr):
 
 
 def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False) -> PartialSums:
-    """``x weight^T`` of ``x [T, K]`` with contiguous rows and a contiguous float32 ``weight [N, K]``.
+    """``x weight^T`` of ``x [T, K]`` with contiguous rows and a contiguous ``weight [N, K]``, float32 or bfloat16.
 
     Args:
         split: channels per partial sum, a multiple of 64.
@@ -142,19 +150,20 @@ def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False
     many, bfloat16 = T >= MANY and not batch_invariant(), x.dtype == torch.bfloat16
     splits = triton.cdiv(K, split)
     inner = triton.cdiv(splits, GROUPS)
-    program_splits = inner if many else 1
+    block_t, block_n, stages, warps = _tiles(T, N, many and bfloat16)
+    groups = _groups(T, N, block_t, block_n) if many else 1
+    program_splits = groups * inner if many else 1
     columns = N + squares
     sums = torch.empty(triton.cdiv(splits, program_splits), T, columns, dtype=torch.float32, device=x.device)
     if T == 0:
         return PartialSums(sums, 1 if many else inner)
-    presplit = many and bfloat16
+    presplit = many and bfloat16 and weight.dtype == torch.float32
     if presplit:
         terms = torch.empty(3, N, K, dtype=torch.bfloat16, device=x.device)
         split_weight_kernel[(triton.cdiv(N * K, 1024),)](
             weight, terms, N * K, BLOCK=1024, PDL=pdl, enable_fp_fusion=True, num_warps=4, launch_pdl=pdl
         )
         weight = terms
-    block_t, block_n, stages, warps = _tiles(T, N, presplit)
     product_kernel[(triton.cdiv(N, block_n), triton.cdiv(T, block_t), len(sums))](
         x,
         weight,
@@ -165,7 +174,8 @@ def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False
         K=K,
         COLUMNS=columns,
         SPLIT=split,
-        INNER=program_splits,
+        INNER=inner if many else 1,
+        GROUPS=groups,
         PRESPLIT=presplit,
         BLOCK_T=block_t,
         BLOCK_N=block_n,
@@ -179,10 +189,15 @@ def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False
     return PartialSums(sums, 1 if many else inner)
 
 
-def _tiles(T: int, N: int, presplit: bool) -> tuple[int, int, int, int]:
-    """Rows and columns of a program's tile, its stages and warps."""
-    if presplit and N > 64:  # wide tiles read less shared memory: 63 us instead of 76 at 4096 x 4096 x 256
+def _groups(T: int, N: int, block_t: int, block_n: int) -> int:
+    """Groups of splits that a program adds up: all of them where there are enough tiles without."""
+    return 1
+
+
+def _tiles(T: int, N: int, many: bool) -> tuple[int, int, int, int]:
+    """Rows and columns of a program's tile, its stages and warps; ``many``: of bfloat16 terms of the weight."""
+    if many and N > 64:  # wide tiles read less shared memory: 63 us instead of 76 at 4096 x 4096 x 256
         return 128, 128, 3, 8
-    if presplit:
+    if many:
         return 128, 32 if N <= 32 else 64, 3, 4
     return (16 if T <= 16 and not batch_invariant() else 32), 32, 3, 4

@@ -75,8 +75,8 @@ def quantize_e2m1(x):
 @triton.jit
 def decode_e2m1(packed):
     """Float32 values ``[R, 2 n]`` of pairs of e2m1 codes ``[R, n]``, the even one in the low nibble."""
-    # Not by `tl.join`: behind one Triton 3.6 gives a thread 8 neighbouring values of the reduced dimension of a product,
-    # and products over fewer than 64 keys were wrong on an H200.
+    # Not by `tl.join`: behind one Triton 3.6 gives a thread 8 neighbouring values of the reduced dimension of a
+    # product, and products over fewer than 64 keys were wrong on an H200.
     bits = packed.to(tl.int32)[:, :, None] >> (4 * tl.arange(0, 2))[None, None, :]
     code = tl.reshape(bits & 15, (packed.shape[0], 2 * packed.shape[1]))
     # the same bits in float32's fields, whose exponent is biased by 126 more

@@ -37,7 +37,7 @@ def moe_route(
 
     Args:
         x: ``[T, D]``.
-        weight: float32 ``[E, D]``; products are float32 (no TF32).
+        weight: float32 or bfloat16 ``[E, D]``; products are float32 (no TF32).
         topk: experts per token.
         score: ``sqrtsoftplus``, ``sigmoid`` or ``softmax``.
         factor: multiplies the weights; ``normalize``: they are divided by their sum first.

@@ -37,7 +37,7 @@ def moe_route(
     own: ExpertRange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `deepseek_attn.kernels.moe.moe_route`."""
-    scores = SCORES[score](F.linear(x.float(), weight))
+    scores = SCORES[score](F.linear(x.float(), weight.float()))
     if hashed is not None:
         experts = hashed.table[hashed.token_ids]
     else:

@@ -182,10 +182,11 @@ def _check(
 ) -> None:
     if x.dim() != 2 or not on_gpu(x) or not x.is_floating_point():
         raise ValueError(f"x must be [T, D] of floats on a GPU, got {tuple(x.shape)} {x.dtype} on {x.device}")
-    if weight.shape[1:] != x.shape[1:] or weight.dtype != torch.float32 or not weight.is_contiguous():
+    known = weight.dtype in (torch.float32, torch.bfloat16)
+    if weight.shape[1:] != x.shape[1:] or not known or not weight.is_contiguous():
         raise ValueError(
-            f"the gate must be contiguous float32 [E, {x.shape[1]}] for x {tuple(x.shape)}, got {tuple(weight.shape)} "
-            f"{weight.dtype}"
+            f"the gate must be contiguous float32 or bfloat16 [E, {x.shape[1]}] for x {tuple(x.shape)}, got "
+            f"{tuple(weight.shape)} {weight.dtype}"
         )
     E, (n, kept) = len(weight), groups
     if score not in _SCORES:

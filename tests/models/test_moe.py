@@ -42,7 +42,7 @@ def make_gate(cfg, hash_layer=False, device="cpu"):
     """A gate with weights far from uniform, and a bias that changes most choices."""
     spec = cfg.layers[0 if hash_layer else 5]
     assert spec.hash_routing == hash_layer
-    gate = Gate(cfg, spec, device)
+    gate = Gate(cfg, spec, device=device)
     slots = dict(gate.slots())
     assert set(slots) == {"weight", "tid2eid" if hash_layer else "bias"}
     slots["weight"].load((torch.randn(EXPERTS, HIDDEN) * 0.2).bfloat16(), None)

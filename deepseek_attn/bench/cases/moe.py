@@ -32,13 +32,13 @@ def _router(label: str, T: int, config: AnyConfig) -> OpCase:
     def make(device: torch.device, seed: int) -> tuple:
         g = torch.Generator(device).manual_seed(seed)
         x, weight, bias = (torch.randn(*shape, device=device, generator=g) for shape in ((T, D), (E, D), (E,)))
-        return x.bfloat16(), weight * D**-0.5, bias * 0.1
+        return x.bfloat16(), (weight * D**-0.5).bfloat16(), bias * 0.1
 
     run = {
         "triton": lambda x, weight, bias: moe_route(x, weight, *options, bias, groups),
         "torch": lambda x, weight, bias: reference.moe_route(x, weight, *options, bias, groups),
     }
-    return OpCase("moe_route", label, make, run, bytes=4 * E * D + 2 * T * D + 12 * T * k, flops=2 * T * E * D)
+    return OpCase("moe_route", label, make, run, bytes=2 * E * D + 2 * T * D + 12 * T * k, flops=2 * T * E * D)
 
 
 def _experts(label: str, T: int, config: AnyConfig, weights: str) -> OpCase:

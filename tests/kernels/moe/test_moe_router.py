@@ -72,9 +72,10 @@ SHAPES = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_against_loops(route, shape, score, dtype):
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=["float32 weight", "bf16 weight"])
+def test_against_loops(route, shape, score, dtype, weight_dtype):
     E, topk, groups = shape
-    weight, bias = torch.randn(E, 96) * 0.2, torch.randn(E) * 0.1
+    weight, bias = (torch.randn(E, 96) * 0.2).to(weight_dtype), torch.randn(E) * 0.1
     x = torch.randn(21, 96).to(dtype)
     for normalize in (True, False):
         options = {"bias": bias, "groups": groups}
@@ -126,6 +127,15 @@ def test_many_tokens(gpu, T):
         few = moe_router.moe_route(x[:3], weight, 6, "sqrtsoftplus", 1.5, True, bias, groups)
         assert torch.equal(few[0], experts[:3])
         torch.testing.assert_close(few[1], weights[:3], rtol=1e-5, atol=0)
+        rounded = weight.bfloat16()
+        for got, same in zip(
+            *(
+                moe_router.moe_route(x, w, 6, "sqrtsoftplus", 1.5, True, bias, groups)
+                for w in (rounded, rounded.float())
+            ),
+            strict=True,
+        ):
+            assert torch.equal(got, same)
         for _ in range(5):
             again = moe_router.moe_route(x, weight, 6, "sqrtsoftplus", 1.5, True, bias, groups)
             assert torch.equal(again[0], experts)
@@ -160,7 +170,7 @@ def test_bad_arguments_are_named(monkeypatch):
     x, weight = torch.randn(4, 64), torch.randn(16, 64)
     for call, message in (
         ((x.int(), weight, 3, "sigmoid"), r"x must be \[T, D\] of floats"),
-        ((x, weight[:, ::2], 3, "sigmoid"), r"contiguous float32 \[E, 64\]"),
+        ((x, weight[:, ::2], 3, "sigmoid"), r"contiguous float32 or bfloat16 \[E, 64\]"),
         ((x, weight, 3, "relu"), "unknown score 'relu': supported are sqrtsoftplus, sigmoid, softmax"),
         ((x, weight, 17, "sigmoid"), "17 of 16 experts in the best 1 of 1 groups"),
     ):
@@ -178,11 +188,12 @@ TOKENS = {1: torch.bfloat16, 4096: torch.bfloat16, 40: torch.float32}
 
 
 @pytest.mark.parametrize(("arch", "T"), on_gpus(TOKENS, [4096]))
-def test_it_compiles(monkeypatch, arch, T):
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_compiles(monkeypatch, arch, T, weight_dtype):
     dtype = TOKENS[T]
     monkeypatch.setattr(moe_router, "on_gpu", lambda x: True)
     pass_for_gpu(monkeypatch, CAPABILITIES[arch])
-    x, weight = torch.empty(T, 512, dtype=dtype, device="meta"), torch.empty(64, 512, device="meta")
+    x, weight = (torch.empty(n, 512, dtype=of, device="meta") for n, of in ((T, dtype), (64, weight_dtype)))
     options = {"groups": ExpertGroups(8, 4), "bias": torch.empty(64, device="meta")} if T == 40 else {}
     found = compiled_launches(
         monkeypatch,
@@ -190,5 +201,10 @@ def test_it_compiles(monkeypatch, arch, T):
         arch,
         lambda: moe_router.moe_route(x, weight, 6, "sqrtsoftplus", 1.5, True, **options),
     )
-    assert set(found) == {"product_kernel", "select_kernel"} | ({"split_weight_kernel"} if T == 4096 else set())
+    assert set(found) == {"product_kernel", "select_kernel"} | (
+        {"split_weight_kernel"} if T == 4096 and weight_dtype == torch.float32 else set()
+    )
+    if T != 40:  # bfloat16 products: three of a float32 weight, one of a bfloat16 one
+        products = found["product_kernel"][0].asm["ttir"].count("tt.dot ")
+        assert products == (3 if weight_dtype == torch.float32 else 1)
     assert ("griddepcontrol" in found["select_kernel"][0].asm["ptx"]) == (CAPABILITIES[arch][0] >= 9)
