@@ -40,7 +40,6 @@ class Family(ABC):
         impl: the chosen impl; None for a model whose layers have none (V3).
         mixed: prefill queries read cache pages in place.
         reference_only: every op runs as its torch reference (``backend="reference"``).
-        graphs_by_default: decode steps are CUDA graphs unless ``cuda_graphs`` says otherwise.
 
     Raises:
         ValueError: unknown numerics, a backend that is unknown or cannot run here, a model that the ranks cannot
@@ -51,7 +50,6 @@ class Family(ABC):
     block_class: type[CheckpointModule]
     impls: Impls
     builder_class: type[MetadataBuilder] = MetadataBuilder
-    graphs_by_default = True
 
     def __init__(
         self,
@@ -185,7 +183,6 @@ class DeepseekV41Family(Family):
     """DeepSeek-V4.1: the text model."""
 
     model_class, block_class, impls = deepseek_v41.DeepseekV41, deepseek_v41.Block, DEEPSEEK_V41_IMPLS
-    graphs_by_default = False  # a graph starts when all Engram rows have been read, eager layers while they are
 
     def build(self, layers: list[int] | None, attention_only: bool, max_positions: int) -> Backbone | AttentionStack:
         """See `Family.build`.

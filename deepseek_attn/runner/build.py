@@ -342,14 +342,13 @@ def _decode_graphs(
 ) -> DecodeGraphs | None:
     """Decode steps as CUDA graphs, or None.
 
-    ``wanted`` None: where they can be, unless the family has them on request only; True: ValueError where they cannot.
+    ``wanted`` None: where they can be; True: ValueError where they cannot.
     """
     problem = family.graph_problem()
     if isinstance(model, AttentionStack):
         problem = "there are attention layers only (attention_only=True)"
     if wanted and problem:
         raise ValueError(f"cuda_graphs=True: {problem}; leave it out to run every step eagerly")
-    wanted = family.graphs_by_default if wanted is None else wanted
-    if problem or not wanted or isinstance(model, AttentionStack):
+    if problem or wanted is False or isinstance(model, AttentionStack):
         return None
     return DecodeGraphs(model, layout, family.device, engram=tables)

@@ -27,7 +27,7 @@ from deepseek_attn.kernels.hyper_connection.types import (
 FUSED = 8  # tokens up to which streams are updated and projected in one launch; more take less time in two
 FEW = 32  # tokens up to which streams are projected without tensor cores
 MANY = 512  # tokens from which a program computes the combs of many
-SPLIT = 512  # channels of the flattened streams per split-K partial, for more than few tokens
+SPLIT = 256  # channels of the flattened streams per split-K partial, for more than few tokens
 
 
 def tiling(T: int) -> tuple[int, int]:
@@ -171,7 +171,7 @@ def _launch_collapse(
         TOKENS=balanced_tokens,
         PDL=early,
         enable_fp_fusion=True,
-        num_warps=8 if D > 1024 and not _few(T) else 4,
+        num_warps=8 if D > 4096 and not _few(T) else 4,
         launch_pdl=early,
     )
     return SublayerInput(streams, x, post, comb)
