@@ -52,6 +52,7 @@ class LatentCompressor(CompressorBase):
 
     def store(self, rows: Tensor, pool: Pool, step: StepMetadata) -> None:
         """Rotates ``rows [T, d]`` at the first token of their windows and stores those of completed ones."""
-        ratio, meta = self.spec.ratio, step.sparse[self.spec.ratio]
-        cache = CacheRows(pool.record, pool.tensor, pool.entries, meta.slot_mapping)
-        rope_insert(rows, step.positions // ratio * ratio, self.rope.cos_sin, cache)
+        spec = self.spec
+        cache = CacheRows(pool.record, pool.tensor, pool.entries, step.sparse[spec.ratio].slot_mapping)
+        starts = step.positions if spec.ratio == 1 else step.compressor[spec.ratio, spec.overlap].window_starts
+        rope_insert(rows, starts, self.rope.cos_sin, cache)

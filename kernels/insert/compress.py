@@ -115,13 +115,11 @@ def reuses_ring_rows(batch: CompressBatch) -> bool:
 
 def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
     """See `kernels.insert.compress_latents`: entries that are stored as they are, at the row of their token."""
-    tokens = len(batch.positions)
-    latents = torch.zeros(tokens, part.dim, dtype=part.dtype, device=part.kv.device)
-    row = torch.arange(tokens, device=latents.device)
+    latents = torch.zeros(len(batch.positions), part.dim, dtype=part.dtype, device=part.kv.device)
     rows = PlainRecord(part.dim, part.dtype)
     none = part.cos_sin[:0]  # positions outside of a table are not rotated
     part = replace(part, record=rows, pool=latents.view(torch.uint8), page_entries=1, cos_sin=none, hadamard=False)
-    compress_and_insert([part], replace(batch, slots=torch.where(batch.slots >= 0, row, -1)))
+    compress_and_insert([part], replace(batch, slots=batch.latent_rows))
     return latents
 
 

@@ -192,6 +192,17 @@ class CompressBatch:
     valid: Tensor
     max_query_len: int
 
+    @cached_property
+    def window_starts(self) -> Tensor:
+        """Position of the first token of each token's window, int64 ``[T]``."""
+        return self.positions // self.ratio * self.ratio
+
+    @cached_property
+    def latent_rows(self) -> Tensor:
+        """Row of each token that completes an entry, -1 for others, int64 ``[T]``."""
+        rows = torch.arange(len(self.slots), device=self.slots.device)
+        return torch.where(self.slots >= 0, rows, -1)
+
     @property
     def pooled_tokens(self) -> int:
         """Tokens that an entry pools."""
