@@ -21,8 +21,6 @@ from deepseek_attn.kernels.common.invariance import batch_invariant
 GROUPS = 8  # of splits; the partial sums of a group are added first, then those of four groups
 MANY = 512  # rows from which a program computes a whole group, or four of them
 ENOUGH_TILES = 100  # of a bfloat16 weight, for programs that compute four groups
-NARROW = 32  # columns up to which splitting a weight into bfloat16 values before pays from `MANY_NARROW` rows on only
-MANY_NARROW = 2048
 
 
 @dataclass(frozen=True)
@@ -155,8 +153,8 @@ def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False
     (T, K), N, pdl = x.shape, len(weight), supports_pdl(x.device)
     many, bfloat16 = T >= MANY and not batch_invariant(), x.dtype == torch.bfloat16
     one_term = weight.dtype == torch.bfloat16
-    presplit = many and bfloat16 and not one_term and (N > NARROW or T >= MANY_NARROW)
-    block_t, block_n, stages, warps = _tiles(T, N, bfloat16, one_term, many and (presplit or one_term))
+    presplit = many and bfloat16 and not one_term
+    block_t, block_n, stages, warps = _tiles(T, N, bfloat16, one_term, many)
     splits = triton.cdiv(K, split)
     inner = triton.cdiv(splits, GROUPS)
     groups = 1
@@ -206,7 +204,7 @@ def _tiles(T: int, N: int, bfloat16: bool, one_term: bool, many: bool) -> tuple[
 
     Args:
         bfloat16: rows are; one_term: the weight is.
-        many: rows, of a weight that is bfloat16 or split before.
+        many: a program adds up groups of splits.
     """
     if not bfloat16:
         return 16 if T <= 16 and not batch_invariant() else 32, 32, 3, 4

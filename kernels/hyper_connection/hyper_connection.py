@@ -171,7 +171,7 @@ def _launch_collapse(
         TOKENS=balanced_tokens,
         PDL=early,
         enable_fp_fusion=True,
-        num_warps=8 if D > 4096 and not _few(T) else 4,
+        num_warps=4,
         launch_pdl=early,
     )
     return SublayerInput(streams, x, post, comb)

@@ -53,9 +53,9 @@ def choose_config(
         item: bytes of an input value as programs of FP8 weights read it; plain_item: the same for plain weights.
     """
     tokens, block, warps, stages, limit = next(n for n in (8, 16, 32, 64) if n >= min(M, 64)), 128, 4, 5, K // 512
-    if rows >= 32768 and M <= 32:
-        block, warps, splits, stages = (128, 8, 1, 3) if M <= 16 else (64, 4, 1, 3)
-        plain_splits = 1
+    wide = rows >= 32768
+    if wide and M <= 32:
+        block, splits, plain_splits, stages = 64, 1, 1, 3
     elif M <= 8:
         block, splits, stages = 64, _splits(4 * multiprocessors, triton.cdiv(rows + plain_rows, 64), limit), 3
         plain_splits = splits
@@ -71,8 +71,8 @@ def choose_config(
     shared_bytes = (80 if capability[0] == 12 or (8, 0) < capability < (9, 0) else 144) << 10
     stages = max(2, min(stages, 1 + shared_bytes // stage))
     prefetched = 0
-    if M <= 8:
-        prefetched = 4 if triton.cdiv(K, 128) > 8 * splits else 2  # a program with much to read prefetches more
+    if M <= 8:  # a program with much to read prefetches more, unless there are many programs
+        prefetched = 4 if triton.cdiv(K, 128) > 8 * splits and not wide else 2
     return LaunchConfig(
         tokens, block, splits, block, plain_splits, warps=warps, stages=stages, prefetched_blocks=prefetched
     )
