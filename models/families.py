@@ -136,8 +136,6 @@ class Family(ABC):
 
     def graph_problem(self) -> str:
         """Why decode steps cannot be captured as CUDA graphs; empty where they can."""
-        if self.parallel.dp_attention:
-            return "ranks with data-parallel attention settle the size of each step on the CPU"
         if self.impl is None:
             return "dense attention (DeepSeek-V3) runs in plain torch, which waits for the device within a step"
         if "reference" in self.options.phases:

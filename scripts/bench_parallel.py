@@ -150,7 +150,7 @@ class Bench:
     def parallel(self, layout: str) -> Parallel:
         """The ranks in a layout."""
         ranks = self.ranks
-        return Parallel(ranks.rank, ranks.world, layout == "dp", peers=ranks.peers if layout == "tp" else None)
+        return Parallel(ranks.rank, ranks.world, layout == "dp", peers=ranks.peers)
 
     def predicted_ms(self, runner: ModelRunner, batch: int, tokens: int, context: int) -> dict[str, float]:
         """The time that ``plan`` predicts for a step of all ranks, as a fact of a row; none for unknown machines."""

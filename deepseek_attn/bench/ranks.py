@@ -180,8 +180,7 @@ class RankModel:
         """Of messages of ``part`` bytes from each rank to each other; ``reduce``: which all have in common."""
         layout, machine = self.layout, self.machine
         others = layout.ranks - 1
-        alone = layout.hosts == 1 and layout.ranks in PEER_RANKS and not layout.dp_attention
-        if alone and exchanged(part, layout.ranks):
+        if layout.hosts == 1 and layout.ranks in PEER_RANKS and exchanged(part, layout.ranks):
             sent = others * part * 2  # a number travels with every word
             time = machine.peers.latency_us + sent / machine.peers.bytes_per_second * 1e6
             return Collective(name, calls, calls * sent, 0, calls * time)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from deepseek_attn.kernels.collectives import PeerBuffers, all_gather, all_reduce
+from deepseek_attn.kernels.collectives import PeerBuffers, all_gather, all_reduce, reduce_scatter
 from deepseek_attn.layers.launch import (
     OthersLost,
     RankFailed,
@@ -147,6 +147,8 @@ class Parallel:
             part = x.new_zeros(self.step_rows, *x.shape[1:])
             part[: len(x)] = x
         part = part.contiguous()
+        if peers := self._peers_for(part.nbytes):
+            return all_gather(part, peers)
         everyone = x.new_empty(self.world * self.step_rows, *x.shape[1:])
         self._exchange(_all_gather, everyone, part)
         return everyone
@@ -165,6 +167,8 @@ class Parallel:
         if not self.dp_attention:
             return self.sum(y)
         y = y.contiguous()
+        if peers := self._peers_for(y.nbytes // self.world):
+            return reduce_scatter(y, peers)[:rows]
         summed = y.new_empty(self.step_rows, y.shape[1])
         self._exchange(_reduce_scatter, summed, y)
         return summed[:rows]
@@ -268,6 +272,6 @@ def launched(
         with process_group(store, rank, world, device, timeout):
             parallel = Parallel(rank, world, dp_attention)
             parallel._seed = parallel.share(secrets.randbits(48))
-            if device.type == "cuda" and not dp_attention:
+            if device.type == "cuda":
                 parallel.peers = open_peers(rank, world, device, timeout_seconds)
             yield parallel, device

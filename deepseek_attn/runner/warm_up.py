@@ -59,7 +59,7 @@ class WarmUp:
 
     def decode_steps(self, size: StepSize) -> list[CapturedStep]:
         """The decode step of this size, and with drafts the step that drafts after it; captured, where steps are."""
-        graphs = self.runner.graphs
+        graphs, self.runner.parallel.step_rows = self.runner.graphs, size.rows
         steps: list[CapturedStep] = [graphs.step(size)]
         if self._drafts_in_graphs and not size.num_drafts:
             steps.append(graphs.draft_step(size._replace(num_drafts=self.num_drafts)))

@@ -18,12 +18,19 @@ from torch import Tensor
 
 from deepseek_attn.kernels.collectives.types import PeerBuffers
 
-__all__ = ["PeerBuffers", "all_gather", "all_reduce"]
+__all__ = ["PeerBuffers", "all_gather", "all_reduce", "reduce_scatter"]
 
 
 def all_reduce(x: Tensor, peers: PeerBuffers) -> Tensor:
     """Sum of ``x`` over all ranks, in float32 and rounded once: the same bits on every rank."""
     from deepseek_attn.kernels.collectives.one_shot import all_reduce as op
+
+    return op(x, peers)
+
+
+def reduce_scatter(x: Tensor, peers: PeerBuffers) -> Tensor:
+    """Rank r's ``[n, ...]`` of the sum of ``x [world * n, ...]`` over all ranks, in float32 and rounded once."""
+    from deepseek_attn.kernels.collectives.one_shot import reduce_scatter as op
 
     return op(x, peers)
 

@@ -47,14 +47,15 @@ def exchange_kernel(
     timeout_ms,
     WORLD: tl.constexpr,
     CAPACITY: tl.constexpr,
+    SCATTER: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Exchanges a block of the ``words`` that go to each rank, seen as int32.
 
-    The words of all ranks are summed as values of ``DTYPE``; without one they are all stored, one rank's behind the
-    other's.
+    With ``SCATTER``, ``x`` has other words for each rank. The words of all ranks are summed as values of ``DTYPE``;
+    without one they are all stored, one rank's behind the other's.
 
     ``state``: number of this exchange in the upper half, programs that have read it in the lower one; the last of them
     counts on. Numbers are odd, so that fresh memory has none of them, and differ in
@@ -64,7 +65,11 @@ def exchange_kernel(
     source = tl.arange(0, WORLD)
     buffers, own = tl.load(addresses_ptr + source), tl.load(addresses_ptr + rank)
     begin(PDL)
-    x = tl.load(x_ptr + word, mask=word < words, other=0)
+    if SCATTER:
+        sent = tl.load(x_ptr + source[:, None] * words + word[None, :], mask=(word < words)[None, :], other=0)
+    else:
+        x = tl.load(x_ptr + word, mask=word < words, other=0)
+        sent = tl.broadcast_to(x[None, :], (WORLD, BLOCK))
     ticket = tl.atomic_add(state_ptr, 1, sem="relaxed")
     if ticket.to(tl.int32) == tl.num_programs(0) - 1:
         tl.atomic_add(state_ptr, (tl.full((), 1, tl.int64) << 32) - tl.num_programs(0), sem="relaxed")
@@ -73,7 +78,7 @@ def exchange_kernel(
     first = (exchange & (_SLOTS - 1)).to(tl.int64) * (WORLD * CAPACITY)
     there = buffers[:, None] + (first + rank * CAPACITY + word)[None, :] * _WORD_BYTES
     here = own + (first + source[:, None] * CAPACITY + word[None, :]) * _WORD_BYTES
-    send(there, tl.broadcast_to(x[None, :], (WORLD, BLOCK)), tl.full((WORLD, BLOCK), 0, tl.int32) + number)
+    send(there, sent, tl.full((WORLD, BLOCK), 0, tl.int32) + number)
     part, arrived = received(here)
     start = globaltimer()
     while tl.sum((arrived != number).to(tl.int32)) > 0:

@@ -157,7 +157,7 @@ def test_ranks_share_weights_and_steps():
     )
     assert max(two.weights, dp.weights) < one.weights
     assert two.caches == one.caches
-    assert dp.graphs == 0  # its steps are eager
+    assert min(two.graphs, dp.graphs) > 0
 
 
 def test_a_drafter_is_counted():

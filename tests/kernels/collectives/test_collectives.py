@@ -14,7 +14,7 @@ from deepseek_attn.kernels.collectives import one_shot as ops
 from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu
 
 CAPACITY = 1 << 15
-OPS = {"all_reduce": ops.all_reduce, "all_gather": ops.all_gather}
+OPS = {"all_reduce": ops.all_reduce, "reduce_scatter": ops.reduce_scatter, "all_gather": ops.all_gather}
 
 
 def ranks_of(
@@ -31,8 +31,11 @@ def ranks_of(
     return found, buffers
 
 
-def expected(op: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(parts) if op == "all_gather" else sum(part.double() for part in parts).to(parts[0].dtype)
+def expected(op: str, parts: list[torch.Tensor], rank: int) -> torch.Tensor:
+    if op == "all_gather":
+        return torch.cat(parts)
+    total = sum(part.double() for part in parts).to(parts[0].dtype)
+    return total if op == "all_reduce" else total.chunk(len(parts))[rank]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -50,9 +53,9 @@ def test_ranks_on_streams(gpu, op, world, dtype):
             with torch.cuda.stream(stream):
                 found.append(OPS[op](part, peers) if size * 2 * dtype.itemsize <= 4 * CAPACITY else None)
         torch.cuda.synchronize()
-        for got in found:
+        for rank, got in enumerate(found):
             if got is not None:
-                assert torch.equal(got, expected(op, parts))
+                assert torch.equal(got, expected(op, parts, rank))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +64,8 @@ def test_ranks_on_streams(gpu, op, world, dtype):
         (lambda peers: ops.all_reduce(torch.zeros(2 * CAPACITY + 2, dtype=torch.bfloat16), peers), "up to 32768 whole"),
         (lambda peers: ops.all_reduce(torch.zeros(3, dtype=torch.bfloat16), peers), "whole words"),
         (lambda peers: ops.all_reduce(torch.zeros(4, 4).t()[:2], peers), "contiguous"),
-        (lambda peers: ops.all_reduce(torch.zeros(4, dtype=torch.int32), peers), "got torch.int32"),
+        (lambda peers: ops.reduce_scatter(torch.zeros(4, dtype=torch.int32), peers), "got torch.int32"),
+        (lambda peers: ops.reduce_scatter(torch.zeros(3, 2), peers), "3 rows cannot be shared out among 2 ranks"),
     ],
 )
 def test_refuses(call, message):
@@ -80,7 +84,7 @@ def test_they_compile(monkeypatch, arch, variant):
     peers, x = ranks_of(world)[0][1], torch.zeros(rows, 512, dtype=torch.bfloat16)
     calls = [lambda op=op: op(x, peers) for op in OPS.values()]
     found = compiled_launches(monkeypatch, [ops], arch, lambda: [call() for call in calls])["exchange_kernel"]
-    assert len(found) == 2
+    assert len(found) == 3
     for kernel in found:
         ptx = kernel.asm["ptx"]
         assert "st.relaxed.sys.global.b64" in ptx

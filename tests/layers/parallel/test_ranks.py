@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from deepseek_attn.checkpoint.selection import OTHER_RANK
+from deepseek_attn.layers import parallel
 from deepseek_attn.layers.parallel import Parallel
 from tests.layers.parallel import cases
 from tests.support.small_models import assert_close
@@ -131,3 +133,21 @@ def test_data_parallel_attention(checkpoints, tmp_path, family, world):
         assert not rank["mtp"]
     (got,) = ranks[1]["scored"]
     assert_close(got, everyone.runner.score(texts[:1])[0], TOLERANCE)
+
+
+def test_small_messages_of_data_parallel_attention(monkeypatch):
+    """Through the ranks' own memory while what goes to one rank is small; tokens are filled up before."""
+    sizes, holds = [], SimpleNamespace(holds=lambda size: size <= 4 * 8 * 4)
+    ranks = Parallel(1, 2, dp_attention=True, step_rows=4, peers=SimpleNamespace(buffers=holds))
+
+    def exchange(op, x, rows):
+        sizes.append((op, x.shape[0]))
+        return torch.ones(rows, x.shape[1])
+
+    monkeypatch.setattr(parallel, "all_gather", lambda x, peers: exchange("gather", x, 8))
+    monkeypatch.setattr(parallel, "reduce_scatter", lambda x, peers: exchange("scatter", x, 4))
+    monkeypatch.setattr(Parallel, "_exchange", lambda *_: sizes.append(("torch", 0)))
+    for width in (8, 9):
+        assert ranks.gather_tokens(torch.zeros(3, width)).shape == (8, width)
+        assert ranks.sum_experts(torch.zeros(8, width), 3).shape == (3, width)
+    assert sizes == [("gather", 4), ("scatter", 8), ("torch", 0), ("torch", 0)]
