@@ -97,10 +97,10 @@ H200 = Machine(
         "C4A": Cost(54.5, 0.0, 1.65),
     },
     few={
-        EXPERTS: Cost(26.0, 1.34, 0.0),
-        NORMS: Cost(14.6, 10.6, 0.0),
-        ROUTING: Cost(7.0, 0.0, 40.2),
-        HEAD: Cost(0.0, 1.04, 0.27),
+        EXPERTS: Cost(20.0, 1.13, 0.0),
+        NORMS: Cost(9.1, 0.0, 286.0),
+        ROUTING: Cost(7.2, 0.0, 39.3),
+        HEAD: Cost(0.0, 0.99, 0.28),
     },
     many={
         EXPERTS: Cost(26.0, 1.08, 1.9),
@@ -116,7 +116,8 @@ H200 = Machine(
         "attention: docs/data/h200_layers_decode.json and h200_layers_prefill.json, V4-Flash and V4-Pro; fits within "
         "15 %",
         "V3.2 and V4.1: not measured; as far from their floors as V4's layers with or without an indexer",
-        "other stages: V4-Flash, 8 layers with 256 experts on one H200, batches 1 to 128 and 4096 tokens (2026-11-22)",
+        "other stages: V4-Flash, 8 layers with 256 experts on one H200, batches 1 to 128 and 4096 tokens "
+        "(docs/data/h200_model.json); experts of up to 256 tokens: docs/data/h200_experts.json",
         "CUDA's context and kernels: read off one H200 with 186 kernels; NCCL: what two H200s took beyond",
         "small messages and NCCL on two H200s: docs/data/h200_ranks.json",
         "more GPUs of a host, and hosts (400 Gb/s per GPU): not measured; latencies as in NCCL's src/graph/tuning.cc",

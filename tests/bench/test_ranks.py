@@ -40,15 +40,40 @@ def test_traffic_of_a_step():
     assert dp["gather token ids"].calls == 3
 
 
-MEASURED = [row for row in json.loads((DATA / "h200_ranks.json").read_text())["rows"] if row["step"] == "decode"]
+MEASURED = [
+    (run["ranks"], run["layers"], row)
+    for run in json.loads((DATA / "h200_ranks.json").read_text())["runs"]
+    if run["date"] > "2026-11-22"  # with older kernels
+    for row in run["rows"]
+    if row["step"] == "prefill" or (row["step"] == "decode" and row["sums"] == "as it is")
+]
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in MEASURED if row["sums"] == "as it is"], ids=lambda row: str(row["batch"])
+    ("ranks", "layers", "row"),
+    MEASURED,
+    ids=[f"{ranks} {row['layout']} {row['step']} {row.get('batch', row.get('tokens'))}" for ranks, _, row in MEASURED],
 )
-def test_measured_steps_are_predicted_within_a_fifth(row):
-    predicted = model("v4_flash", 2).step(row["batch"], 1, row["context"]).microseconds
-    assert predicted == pytest.approx(row["ms"] * 1e3, rel=0.2)
+def test_measured_steps_are_predicted_within_a_fifth(ranks, layers, row):
+    config = ModelConfig.from_preset("v4_flash").replace(num_hidden_layers=layers)
+    layout = RankLayout(ranks, row["layout"] == "dp")
+    found = RankModel(config, numerics_for(config, "serving"), torch.bfloat16, layout, H200)
+    if row["step"] == "decode":
+        predicted = found.step(row["batch"], 1, row["context"])
+    else:
+        tokens = row["tokens"] // (ranks if layout.dp_attention else 1)
+        predicted = found.step(1, tokens, tokens)
+    assert predicted.microseconds == pytest.approx(row["ms"] * 1e3, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "row", json.loads((DATA / "h200_model.json").read_text())["rows"], ids=lambda row: str(row["batch"] * row["tokens"])
+)
+def test_measured_steps_of_one_gpu_are_predicted_within_a_fifth(row):
+    config = ModelConfig.from_preset("v4_flash").replace(num_hidden_layers=8)
+    found = RankModel(config, numerics_for(config, "serving"), torch.bfloat16, RankLayout(1), H200)
+    predicted = found.step(row["batch"], row["tokens"], row["context"]).microseconds
+    assert predicted == pytest.approx(row["microseconds"], rel=0.2)
 
 
 @pytest.mark.parametrize(("experts", "ranks", "rows"), [(256, 2, 1), (256, 2, 8), (256, 4, 8), (384, 16, 32)])
