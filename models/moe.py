@@ -35,7 +35,7 @@ class Gate(CheckpointModule):
     Scored layers choose the highest ``score + bias``; the bias does not enter the weights. Hash layers look experts up
     by token id (``tid2eid``), and scores only weigh them. With a ``shard`` of the experts, ids count from its first one
     on, and are -1 for others. A model whose ``dtype`` is not float32 keeps a bfloat16 weight: products with it take a
-    third of the time on a GPU and have the same bits. Else the weight is float32.
+    third of the time on a GPU and differ in the rounding of sums alone. Else the weight is float32.
     """
 
     groups = UNGROUPED

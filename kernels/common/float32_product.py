@@ -1,8 +1,8 @@
 """Products of rows with a weight in true float32, on bfloat16 tensor cores; other ops call it.
 
 A float32 weight is the sum of three bfloat16 values, exactly, and products of bfloat16 are exact in float32. A
-bfloat16 weight is one of them: a third of the work, and the same bits. Split-K: the kernel that uses the product adds
-the partial sums (`summed`), in an order that does not depend on the number of rows.
+bfloat16 weight is one of them: a third of the work, and the same sums but for their rounding. Split-K: the kernel that
+uses the product adds the partial sums (`summed`), in an order that does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deepseek_attn.kernels.common.device import supports_pdl
 from deepseek_attn.kernels.common.invariance import batch_invariant
 
 GROUPS = 8  # of splits; the partial sums of a group are added first, then those of four groups
-MANY = 512  # rows from which a program computes a whole group, or four of them
+MANY = 512  # rows from which a program computes a whole group, or four of them, of a product with hundreds of columns
 ENOUGH_TILES = 100  # of a bfloat16 weight, for programs that compute four groups
 
 
@@ -143,28 +143,29 @@ def summed(sums_ptr, at, stride, SPLITS: tl.constexpr, INNER: tl.constexpr):
     return total
 
 
-def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False) -> PartialSums:
+def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False, many: int = MANY) -> PartialSums:
     """``x weight^T`` of ``x [T, K]`` with contiguous rows and a contiguous ``weight [N, K]``, float32 or bfloat16.
 
     Args:
         split: channels per partial sum, a multiple of 64.
         squares: add a column, the sum of squares of x.
+        many: rows from which a program adds up a group of splits or more.
     """
     (T, K), N, pdl = x.shape, len(weight), supports_pdl(x.device)
-    many, bfloat16 = T >= MANY and not batch_invariant(), x.dtype == torch.bfloat16
+    grouped, bfloat16 = many <= T and not batch_invariant(), x.dtype == torch.bfloat16
     one_term = weight.dtype == torch.bfloat16
-    presplit = many and bfloat16 and not one_term
-    block_t, block_n, stages, warps = _tiles(T, N, bfloat16, one_term, many)
+    presplit = grouped and bfloat16 and not one_term
+    block_t, block_n, stages, warps = _tiles(T, N, bfloat16, one_term, grouped)
     splits = triton.cdiv(K, split)
     inner = triton.cdiv(splits, GROUPS)
     groups = 1
-    if many and one_term and triton.cdiv(T, block_t) * triton.cdiv(N, block_n) >= ENOUGH_TILES:
+    if grouped and one_term and triton.cdiv(T, block_t) * triton.cdiv(N, block_n) >= ENOUGH_TILES:
         groups = 4
-    program_splits = groups * inner if many else 1
+    program_splits = groups * inner if grouped else 1
     columns = N + squares
     sums = torch.empty(triton.cdiv(splits, program_splits), T, columns, dtype=torch.float32, device=x.device)
     if T == 0:
-        return PartialSums(sums, 1 if many else inner)
+        return PartialSums(sums, 1 if grouped else inner)
     if presplit:
         terms = torch.empty(3, N, K, dtype=torch.bfloat16, device=x.device)
         split_weight_kernel[(triton.cdiv(N * K, 1024),)](
@@ -181,7 +182,7 @@ def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False
         K=K,
         COLUMNS=columns,
         SPLIT=split,
-        INNER=inner if many else 1,
+        INNER=inner if grouped else 1,
         GROUPS=groups,
         PRESPLIT=presplit,
         BLOCK_T=block_t,
@@ -193,10 +194,10 @@ def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False
         num_stages=stages,
         launch_pdl=pdl,
     )
-    return PartialSums(sums, 1 if many else inner)
+    return PartialSums(sums, 1 if grouped else inner)
 
 
-def _tiles(T: int, N: int, bfloat16: bool, one_term: bool, many: bool) -> tuple[int, int, int, int]:
+def _tiles(T: int, N: int, bfloat16: bool, one_term: bool, grouped: bool) -> tuple[int, int, int, int]:
     """Rows and columns of a program's tile, its stages and warps.
 
     The fastest measured on an H200. From 64 rows on Triton takes the tensor cores' instructions for a warpgroup: 128
@@ -204,15 +205,15 @@ def _tiles(T: int, N: int, bfloat16: bool, one_term: bool, many: bool) -> tuple[
 
     Args:
         bfloat16: rows are; one_term: the weight is.
-        many: a program adds up groups of splits.
+        grouped: a program adds up groups of splits.
     """
     if not bfloat16:
         return 16 if T <= 16 and not batch_invariant() else 32, 32, 3, 4
-    if many and one_term and N > 64:
+    if grouped and one_term and N > 64:
         return (64 if T < 2 * MANY else 128), 64, 4, 4
-    if many and N > 64:  # wide tiles read less shared memory: 63 us instead of 76 at 4096 x 4096 x 256
+    if grouped and N > 64:  # wide tiles read less shared memory: 63 us instead of 76 at 4096 x 4096 x 256
         return 128, 128, 3, 8
-    if many:
+    if grouped:
         return 128, 32 if N <= 32 else 64, 3, 4
     few = 64 if one_term else 16
     if batch_invariant() or few < T:

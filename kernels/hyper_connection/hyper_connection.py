@@ -26,7 +26,7 @@ from deepseek_attn.kernels.hyper_connection.types import (
 
 FUSED = 8  # tokens up to which streams are updated and projected in one launch; more take less time in two
 FEW = 32  # tokens up to which streams are projected without tensor cores
-MANY = 512  # tokens from which a program computes the combs of many
+MANY = 1024  # tokens from which a program projects more channels, and one computes the combs of many tokens
 SPLIT = 256  # channels of the flattened streams per split-K partial, for more than few tokens
 
 
@@ -189,7 +189,7 @@ def _projected(update: tuple[Tensor, Tensor, Tensor] | None, streams: Tensor, fn
         streams, update = hc_post(update[0], streams, *update[1:]), None
     if few:
         return _mix(update, streams, fn)
-    return streams, float32_product(streams.view(T, m * D), fn, SPLIT, squares=True).sums
+    return streams, float32_product(streams.view(T, m * D), fn, SPLIT, squares=True, many=MANY).sums
 
 
 def _mix(update: tuple[Tensor, Tensor, Tensor] | None, streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:

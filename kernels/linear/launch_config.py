@@ -55,7 +55,10 @@ def choose_config(
     tokens, block, warps, stages, limit = next(n for n in (8, 16, 32, 64) if n >= min(M, 64)), 128, 4, 5, K // 512
     wide = rows >= 32768
     if wide and M <= 32:
-        block, splits, plain_splits, stages = 64, 1, 1, 3
+        tiles, resident = triton.cdiv(rows, 128), 2 * multiprocessors
+        full = M <= 8 and 10 * tiles > 9 * resident * triton.cdiv(tiles, resident)  # waves of programs with large tiles
+        block, warps = (128, 8) if full else (64, 4)
+        splits, plain_splits, stages = 1, 1, 3
     elif M <= 8:
         block, splits, stages = 64, _splits(4 * multiprocessors, triton.cdiv(rows + plain_rows, 64), limit), 3
         plain_splits = splits
