@@ -16,7 +16,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,7 @@ from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.layers.parallel import Parallel
+from deepseek_attn.runner.step import Rows
 from deepseek_attn.utils.processes import Fork
 
 FINDER = "deepseek_attn.runner.stand_in"
@@ -150,6 +153,7 @@ class Compilation:
         failed: why kernels could not be compiled; each begins with a kernel's name.
         problem: why kernels could not be found; empty where they could.
         ended: nothing more will be compiled.
+        coming: steps that the runner will run next, as `WarmUp.step` takes them; a launch that waits asks for theirs.
     """
 
     def __init__(self, request: RunnerRequest, workers: int | None = None, fork: Fork | None = None):
@@ -158,6 +162,9 @@ class Compilation:
         self.failed: list[str] = []
         self.problem, self.ended, self._closed = "", False, False
         self._all_found, self._changed = False, threading.Condition()
+        self.coming: list[Rows] = []
+        self._asked: list[Rows] = []
+        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         self._marker = request.marker()
         path = [*sys.path, str(Path(__file__).parents[2])]  # an editable installation may be on no path
         self._process: Fork | subprocess.Popen[bytes] = fork or subprocess.Popen(
@@ -166,11 +173,14 @@ class Compilation:
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         workers = max(1, len(os.sched_getaffinity(0)) - 1) if workers is None else workers
-        threading.Thread(target=self._send, args=(pickle.dumps((request, workers)),), daemon=True).start()
+        self._messages.put(pickle.dumps((request, workers)))
+        threading.Thread(target=self._send, daemon=True).start()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def wait(self, wanted: str | None = None, progress: bool = False) -> None:
         """Waits until a kernel is compiled if it is one of those that will be; without one, for all of them.
+
+        A kernel that is waited for is compiled before all others, then those of the steps that are `coming`.
 
         Args:
             wanted: `Variant.cached_hash` of the kernel.
@@ -186,6 +196,8 @@ class Compilation:
             tqdm(desc="compiling kernels", unit="", delay=0.5, leave=False, disable=None if progress else True) as bar,
             self._changed,
         ):
+            if wanted is not None and not ready():
+                self._ask(wanted)
             while not ready():
                 self._changed.wait()
                 bar.total = len(self.found)
@@ -196,10 +208,20 @@ class Compilation:
         self._closed = True
         self._process.kill()
 
-    def _send(self, request: bytes) -> None:
-        """Sends the request, which the process reads once it has imported torch, or never if it hangs."""
-        with suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(request)
+    def _ask(self, wanted: str) -> None:
+        """Asks for a kernel, and for those of the steps to come, once for each."""
+        steps, self._asked = [rows for rows in self.coming if rows not in self._asked], self.coming
+        self._messages.put(pickle.dumps((wanted, steps)))
+
+    def _send(self) -> None:
+        """Sends the request, which the process reads once it has imported torch, and what is asked for."""
+        with (
+            suppress(OSError),
+            self._process.stdin as pipe,
+            Connection(os.dup(pipe.fileno()), readable=False) as process,
+        ):
+            while (message := self._messages.get()) is not None:
+                process.send_bytes(message)
 
     def _listen(self) -> None:
         """Takes in what the process tells, to its end."""
@@ -212,6 +234,7 @@ class Compilation:
                 self._all_found |= "all_found" in event
                 self.problem = event.get("problem", "")
                 self._changed.notify_all()
+        self._messages.put(None)
         code = self._process.wait()
         complete = self._all_found and self.found <= self.done
         if not (complete or self._closed or self.problem):

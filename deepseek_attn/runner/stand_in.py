@@ -7,19 +7,28 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any, BinaryIO, TextIO
 
 import torch
 
 from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo
-from deepseek_attn.kernels.common.launches import Variant, compile_variants, digest_triton, recorded_launches
+from deepseek_attn.kernels.common.launches import (
+    Asks,
+    Launches,
+    Variant,
+    compile_variants,
+    digest_triton,
+    recorded_launches,
+)
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.runner.build import LoadedModel, build_runner
 from deepseek_attn.runner.compile_ahead import RunnerRequest
+from deepseek_attn.runner.step import Rows
 from deepseek_attn.runner.warm_up import WarmUp
 from deepseek_attn.utils.processes import end_with_parent
 
@@ -78,13 +87,31 @@ class StandIn(LoadedModel):
         return runner
 
 
-def runner_launches(request: RunnerRequest) -> Iterator[list[Variant]]:
-    """Kernels that a runner may launch, while they are found: lists of those that are in no earlier one."""
-    known = 0
+class Finder:
+    """Finds the kernels that a runner may launch."""
+
+    def __init__(self, request: RunnerRequest, launches: Launches):
+        self._launches, self._steps = launches, WarmUp(StandIn.build(request), request.num_drafts)
+
+    def all(self) -> Iterator[list[Variant]]:
+        """All of them, while they are found: lists of those that are in no earlier one."""
+        known = 0
+        for _ in self._steps.steps():
+            yield list(self._launches.variants.values())[known:]
+            known = len(self._launches.variants)
+
+    def step(self, rows: Rows) -> list[Variant]:
+        """Those of one step."""
+        self._launches.latest.clear()
+        self._steps.step(rows)
+        return list({id(variant): variant for variant in self._launches.latest}.values())
+
+
+@contextmanager
+def finding(request: RunnerRequest) -> Iterator[Finder]:
+    """A context that finds the kernels of a runner; nothing else may launch kernels meanwhile."""
     with recorded_launches(request.gpu) as launches:
-        for _ in WarmUp(StandIn.build(request), request.num_drafts).steps():
-            yield list(launches.variants.values())[known:]
-            known = len(launches.variants)
+        yield Finder(request, launches)
 
 
 class _Events:
@@ -115,7 +142,7 @@ def main() -> None:
 
 
 def serve(requests: BinaryIO, told: TextIO) -> None:
-    """Main function of the process of a `Compilation`: reads a request, and tells events, one a line."""
+    """Main function of the process of a `Compilation`: reads a request and what is asked for, tells events, by line."""
     end_with_parent()
     torch.set_num_threads(1)  # forked processes have none of a pool's threads
     torch.set_default_device(None)  # which a fork has of its parent
@@ -123,9 +150,10 @@ def serve(requests: BinaryIO, told: TextIO) -> None:
     # ops on "meta" that torch has in Python are exempted from torch.compile, for which it would be imported: seconds
     if "torch._dynamo" not in sys.modules:
         torch._dynamo = sys.modules["torch._dynamo"] = SimpleNamespace(disable=lambda op, *_, **__: op)
-    events = _Events(told)
+    events, asked = _Events(told), Connection(os.dup(requests.fileno()), writable=False)
     try:
-        request, workers = pickle.load(requests)
-        compile_variants(runner_launches(request), workers, events)
+        request, workers = asked.recv()
+        with finding(request) as finder:
+            compile_variants(finder.all(), workers, events, Asks(asked, finder.step))
     except Exception as error:
         events.write(problem=f"{type(error).__name__}: {error}"[:1000])

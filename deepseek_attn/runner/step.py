@@ -18,6 +18,8 @@ from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.utils.device import AsyncHostCopy, to_device
 
 Batch = list[tuple[Sequence, int]]  # (sequence, new tokens)
+Rows = list[tuple[int, int]]
+"""The shape of a step: (new tokens, length after them) of each request."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,25 @@ class EagerStep:
         if counts == self.lengths:
             return self.states
         return self.states[to_device(last_rows(self.lengths, counts), self.states.device)]
+
+
+def coming_steps(batch: Batch, max_num_batched_tokens: int, max_model_len: int) -> list[Rows]:
+    """A step and some of those after it, if its sequences go on alone.
+
+    The step, the one after it, the last one with pending tokens, and the first in which all sequences decode.
+    """
+    steps: list[Rows] = []
+    new, ends = [n for _, n in batch], [sequence.num_computed for sequence, _ in batch]
+    totals, decodes = [len(sequence.token_ids) for sequence, _ in batch], False
+    while not decodes:
+        decodes = all(end >= total for end, total in zip(ends, totals, strict=True))
+        ends = [min(end + n, max_model_len) for end, n in zip(ends, new, strict=True)]
+        steps.append([(n, end) for n, end in zip(new, ends, strict=True) if n])
+        left, new = max_num_batched_tokens, []
+        for end, total in zip(ends, totals, strict=True):
+            new.append(min(max(total - end, 1), left))
+            left -= new[-1]
+    return [rows for i, rows in enumerate(steps) if i < 2 or i >= len(steps) - 2]
 
 
 def last_rows(lengths: list[int], counts: list[int]) -> list[int]:

@@ -14,6 +14,7 @@ from deepseek_attn.kernels.sampling import greedy_tokens
 from deepseek_attn.runner.build import LoadedModel
 from deepseek_attn.runner.graph_steps import CapturedStep, StepSize
 from deepseek_attn.runner.graphs import length_bucket
+from deepseek_attn.runner.step import Rows
 
 
 @dataclass
@@ -40,6 +41,18 @@ class WarmUp:
                     self.prefill(size)
                 yield
 
+    def step(self, rows: Rows) -> None:
+        """What a runner runs for these requests; a decode in every variant of its size."""
+        runner, (query_lens, seq_lens) = self.runner, zip(*rows, strict=True)
+        with runner.op_settings(), torch.inference_mode():
+            if runner.graphs is None or not runner.graphs.supports(list(query_lens), runner.decode_query_len):
+                self.prefill(rows)
+                return
+            held = runner.graphs.size_for(list(query_lens), max(seq_lens))
+            for size in self.decode_sizes():
+                if (size.requests, size.max_len) == (held.requests, held.max_len):
+                    self.decode(size)
+
     def decode_sizes(self) -> list[StepSize]:
         """Every size of a decode step over persistent tensors."""
         graphs, limit, drafts = self.runner.graphs, self.runner.layout.max_model_len, self.num_drafts
@@ -65,8 +78,8 @@ class WarmUp:
             steps.append(graphs.draft_step(size._replace(num_drafts=self.num_drafts)))
         return steps
 
-    def prefill_sizes(self) -> list[list[tuple[int, int]]]:
-        """Eager steps: (new tokens, length after them) of each request.
+    def prefill_sizes(self) -> list[Rows]:
+        """Eager steps.
 
         Kernels are chosen by the number of tokens, of requests, and by the longest request. Bounds of the choices lie
         at powers of two, or between two of them, a quarter of the way or more apart.
@@ -90,7 +103,7 @@ class WarmUp:
                 sizes += [[(1, length)] * decodes + [(new, max(new, length))] for length in (new, *lengths)]
         return sizes
 
-    def eager_decode_sizes(self) -> list[list[tuple[int, int]]]:
+    def eager_decode_sizes(self) -> list[Rows]:
         """Decodes and verifications of drafts, as `prefill` takes them, if they or the drafting after them is eager."""
         layout, drafts = self.runner.layout, self.num_drafts
         if self.runner.graphs is not None and (not drafts or self._drafts_in_graphs):
@@ -107,7 +120,7 @@ class WarmUp:
     def _drafts_in_graphs(self) -> bool:
         return self.num_drafts > 0 and self.runner.drafter is not None and self.runner.drafter.drafts_in_graphs
 
-    def prefill(self, rows: list[tuple[int, int]]) -> None:
+    def prefill(self, rows: Rows) -> None:
         """An eager step; with drafts, the MTP layer runs over its tokens too."""
         runner, threshold = self.runner, self.runner.decode_query_len
         rows = sorted(rows, key=lambda row: row[0] > threshold)

@@ -106,10 +106,15 @@ def fix_cache_keys() -> None:
 
 @dataclass
 class Launches:
-    """Variants that were launched, by key, in the order of their first launches."""
+    """Variants that were launched, by key, in the order of their first launches.
+
+    Attributes:
+        latest: one for each launch since this list was emptied.
+    """
 
     target: GPUTarget
     variants: dict[str, Variant] = field(default_factory=dict)
+    latest: list[Variant] = field(default_factory=list)
 
 
 class _Target:
@@ -139,7 +144,7 @@ def recorded_launches(gpu: GPU) -> Iterator[Launches]:
     run, do_compile = JITFunction.run, JITFunction._do_compile
 
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
-        run(self, *args, grid=grid, warmup=True, **keywords)
+        launches.latest.append(run(self, *args, grid=grid, warmup=True, **keywords))
 
     def note(
         self: JITFunction, key: str, signature: Any, device: Any, constants: Any, options: Any, attrs: Any, warmup: bool
@@ -237,6 +242,30 @@ class CompileEvents(Protocol):
         """A kernel is in Triton's cache, or is not because of ``error``, which names it."""
 
 
+@dataclass
+class Asks:
+    """What a process asks for that launches kernels while others are compiled.
+
+    Attributes:
+        connection: gets pairs: `Variant.cached_hash` of the kernel that it waits for, and the steps that it runs next.
+        find: the kernels of such a step.
+    """
+
+    connection: Connection
+    find: Callable[[Any], list[Variant]]
+    closed: bool = False
+
+    def take(self) -> Iterator[tuple[str, list[list[Variant]]]]:
+        """Everything asked for since the last call: a kernel, and those of each step to come."""
+        while not self.closed and self.connection.poll():
+            try:
+                wanted, steps = self.connection.recv()
+            except EOFError:  # the process is gone
+                self.closed = True
+            else:
+                yield wanted, [self.find(step) for step in steps]
+
+
 class _Job(NamedTuple):
     """A kernel to compile: ``number`` of the list of variants that it came with, at most `URGENT`."""
 
@@ -244,27 +273,74 @@ class _Job(NamedTuple):
     cached_hash: str
     variant: Variant
 
-    def order(self) -> tuple[int, int]:
-        ranks = [rank for rank, kernel in enumerate(SLOWEST) if self.variant.name.startswith(kernel)]
-        return self.number, min(ranks, default=len(SLOWEST))
+
+class _Queue:
+    """Kernels to compile: those asked for, then those of the `URGENT` first lists, then the others; the slowest first.
+
+    What was asked for last comes first: the kernel that a launch waits for, then those of its step, then later steps'.
+    """
+
+    def __init__(self, events: CompileEvents):
+        self._events = events
+        self._known: set[str] = set()
+        self._asked: dict[str, int] = {}  # below 0, the last one the lowest; also kernels that are not found yet
+        self._jobs: list[_Job] = []
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, variants: list[Variant], number: int = URGENT) -> list[str]:
+        """Adds variants of list ``number`` that are new; returns the hashes of all."""
+        jobs = [_Job(min(number, URGENT), variant.cached_hash(), variant) for variant in variants]
+        new = [job for job in jobs if job.cached_hash not in self._known]
+        self._known.update(job.cached_hash for job in new)
+        self._events.found([job.cached_hash for job in new])
+        self._jobs = sorted([*self._jobs, *new], key=self._order)
+        return [job.cached_hash for job in jobs]
+
+    def ask(self, wanted: str, steps: list[list[Variant]]) -> None:
+        """Puts the kernels of steps in front, those of the first step before the others, and one kernel before all."""
+        for hashes in [*(self.add(step) for step in reversed(steps)), [wanted]]:
+            number = min(self._asked.values(), default=0) - 1
+            self._asked.update(dict.fromkeys(hashes, number))
+        self._jobs.sort(key=self._order)
+
+    def is_urgent(self, job: _Job) -> bool:
+        """Whether it was asked for, or is one of the first lists."""
+        return self._order(job) < (URGENT,)
+
+    def next_is_urgent(self) -> bool:
+        return self.is_urgent(self._jobs[0])
+
+    def pop(self) -> _Job:
+        return self._jobs.pop(0)
+
+    def _order(self, job: _Job) -> tuple[int, ...]:
+        ranks = [rank for rank, kernel in enumerate(SLOWEST) if job.variant.name.startswith(kernel)]
+        return self._asked.get(job.cached_hash, job.number), min(ranks, default=len(SLOWEST))
 
 
-def compile_variants(variants: Iterable[list[Variant]], workers: int, events: CompileEvents) -> None:
+def compile_variants(
+    variants: Iterable[list[Variant]], workers: int, events: CompileEvents, asks: Asks | None = None
+) -> None:
     """Compiles variants while more are being found, each in a forked process, ``workers`` of them at a time.
 
-    Kernels of the `URGENT` first lists come before all others. While one of them is being compiled, the others get
-    half of the workers: two processors often share a core, and the slowest kernel takes longer beside another process.
+    Kernels that are asked for come first, then those of the `URGENT` first lists. While one of these is being compiled,
+    the others get half of the workers: two processors often share a core, and the slowest kernel takes longer beside
+    another process.
     """
-    waiting: list[_Job] = []
+    queue = _Queue(events)
     running: dict[Connection, tuple[BaseProcess, _Job]] = {}
 
     def limit() -> int:
-        urgent = any(job.number < URGENT for _, job in running.values())
-        return -(-workers // 2) if urgent and waiting[0].number == URGENT else workers
+        urgent = any(queue.is_urgent(job) for _, job in running.values())
+        return -(-workers // 2) if urgent and not queue.next_is_urgent() else workers
 
     def advance(timeout: float | None) -> None:
-        while waiting and len(running) < limit():
-            job = waiting.pop(0)
+        for wanted, steps in asks.take() if asks else ():
+            queue.ask(wanted, steps)
+        while queue and len(running) < limit():
+            job = queue.pop()
             receive, send = multiprocessing.Pipe(duplex=False)
             process = multiprocessing.get_context("fork").Process(
                 target=_compile, args=(job.variant, send), daemon=True
@@ -272,7 +348,10 @@ def compile_variants(variants: Iterable[list[Variant]], workers: int, events: Co
             process.start()
             send.close()
             running[receive] = process, job
-        for receive in wait(list(running), timeout):
+        asked = [asks.connection] if asks and not asks.closed else []
+        for receive in wait([*running, *asked], timeout):
+            if receive not in running:
+                continue
             process, job = running.pop(receive)
             try:
                 error = receive.recv()
@@ -286,12 +365,10 @@ def compile_variants(variants: Iterable[list[Variant]], workers: int, events: Co
     digest = digest_triton()  # forked processes inherit it
     for number, fresh in enumerate(variants):
         digest.join()
-        jobs = [_Job(min(number, URGENT), variant.cached_hash(), variant) for variant in fresh]
-        events.found([job.cached_hash for job in jobs])
-        waiting = sorted([*waiting, *jobs], key=_Job.order)
+        queue.add(fresh, number)
         advance(0)
     events.all_found()
-    while waiting or running:
+    while queue or running:
         advance(None)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import random
 import threading
 import time
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -27,7 +29,13 @@ from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.launches import compile_variants, fix_cache_keys, kernel_loads, recorded_launches
+from deepseek_attn.kernels.common.launches import (
+    Asks,
+    compile_variants,
+    fix_cache_keys,
+    kernel_loads,
+    recorded_launches,
+)
 from deepseek_attn.runner import ModelRunner, compile_ahead
 from deepseek_attn.runner.compile_ahead import (
     Compilation,
@@ -36,7 +44,8 @@ from deepseek_attn.runner.compile_ahead import (
     compiling_ahead,
     forked_compiler,
 )
-from deepseek_attn.runner.stand_in import StandIn, runner_launches, serve
+from deepseek_attn.runner.stand_in import StandIn, finding, serve
+from deepseek_attn.runner.step import coming_steps
 from deepseek_attn.runner.warm_up import WarmUp
 from deepseek_attn.utils.processes import Fork
 from tests.support.tiers import EXHAUSTIVE, tiered
@@ -119,9 +128,10 @@ def test_no_step_launches_what_was_not_found(preset, num_drafts, facts):
 
 def test_what_is_compiled_is_what_a_launch_looks_up(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = (variant for fresh in runner_launches(request_of("tiny")) for variant in fresh)
-    variant = next(variant for variant in found if variant.name == "decode_rows_kernel")
-    found.close()
+    with finding(request_of("tiny")) as finder:
+        found = (variant for fresh in finder.all() for variant in fresh)
+        variant = next(variant for variant in found if variant.name == "decode_rows_kernel")
+        found.close()
     with kernel_loads() as loads:
         for _ in range(2):
             triton.compile(variant.source, target=variant.target, options=variant.options)
@@ -202,6 +212,97 @@ def test_kernels_of_the_first_steps_come_first_and_with_half_of_the_workers(tmp_
     log.unlink()
     compile_variants([[stub("urgent", 0.2)], [], [], [stub("late")]], 2, Events())
     assert log.read_text().split() == ["urgent", "late"]
+
+
+def logged(log, name, before=lambda: None):
+    """A kernel whose compilation writes its name to a file."""
+
+    def compile():
+        before()
+        with log.open("a") as file:
+            file.write(name + "\n")
+
+    return Stub(name, compile)
+
+
+def test_what_is_asked_for_is_compiled_first(tmp_path):
+    """A kernel alone; then one with those of two steps, the first one's before the second's, found or not."""
+    log = tmp_path / "log"
+    asked, ask = multiprocessing.Pipe(duplex=False)
+
+    def launches():  # while the first kernel is compiled, so that the next one is chosen afterwards
+        ask.send(("d", []))
+        ask.send(("c", ["prompt", "decode"]))
+
+    kernels = {name: logged(log, name) for name in "bcdefgh"} | {"a": logged(log, "a", launches)}
+    steps = {"prompt": [kernels["a"], kernels["g"], kernels["c"]], "decode": [kernels["h"], kernels["f"]]}
+    events = Events()
+    compile_variants([[kernels[name] for name in "abcdef"]], 1, events, Asks(asked, steps.get))
+    assert log.read_text().split() == [*"acgfhdbe"]
+    assert sorted(events.seen) == [*"abcdefgh"]
+    assert sorted(events.errors) == [*"abcdefgh"]
+
+
+def test_a_kernel_that_is_found_after_it_was_asked_for_is_compiled_first(tmp_path):
+    """The process that asked may be gone by then."""
+    log = tmp_path / "log"
+    asked, ask = multiprocessing.Pipe(duplex=False)
+    ask.send(("late", []))
+    ask.close()
+    compile_variants([[], [logged(log, name) for name in ("early", "late")]], 1, Events(), Asks(asked, list))
+    assert log.read_text().split() == ["late", "early"]
+
+
+@pytest.mark.parametrize("rows", [[(9, 200)], [(1, 40)], [(1, 30), (1, 299)], [(1, 7), (6, 120)]], ids=str)
+def test_the_kernels_of_a_step_are_found_again(rows):
+    """Those that it launches where none of them is known yet, some of which are for weights and run once."""
+    request = request_of("tiny")
+    with finding(request) as finder:
+        alone = {variant.key: variant.name for variant in finder.step(rows)}
+    with finding(request) as finder:
+        for _ in finder.all():
+            pass
+        known = {variant.key for variant in finder.step(rows)}
+        assert finder.step([(1, 1)])
+    assert known <= set(alone)
+    assert {alone[key] for key in set(alone) - known} <= {"split_weight_kernel"}
+
+
+def test_coming_steps_take_a_prompt_to_its_first_decode():
+    with ModelRunner.from_config("tiny", max_model_len=40, max_num_seqs=3, max_num_batched_tokens=9) as runner:
+
+        def steps(*batch):
+            return coming_steps([(runner.sequence([1] * length), n) for length, n in batch], 9, 40)
+
+        assert steps((5, 5)) == [[(5, 5)], [(1, 6)]]
+        assert steps((35, 9)) == [[(9, 9)], [(9, 18)], [(8, 35)], [(1, 36)]]
+        assert steps((40, 8)) == [[(8, 8)], [(9, 17)], [(5, 40)], [(1, 40)]]
+        assert steps((1, 1), (20, 8)) == [[(1, 1), (8, 8)], [(1, 2), (8, 16)], [(1, 3), (4, 20)], [(1, 4), (1, 21)]]
+
+
+def test_a_launch_that_waits_asks_for_its_kernel_and_for_the_steps_to_come(tmp_path, monkeypatch):
+    """The steps once; then it waits until the kernel is compiled, or is none of those that will be."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def main(requests, told):
+        messages = Connection(os.dup(requests.fileno()), writable=False)
+        messages.recv()
+        for name in ("first", "second"):
+            asked = messages.recv()
+            told.write(json.dumps({"found": [name], "done": [name], "failed": [str(asked)]}) + "\n")
+            told.flush()
+        told.write(json.dumps({"all_found": True}) + "\n")
+
+    compilation = Compilation(request_of("tiny"), fork=Fork(main))
+    compilation.coming = [[(9, 9)], [(1, 10)]]
+    compilation.wait("first")
+    compilation.wait("first")  # compiled: nothing is asked for
+    compilation.coming = [[(1, 10)], [(1, 11)]]
+    compilation.wait("second")
+    compilation.wait("neither")
+    with pytest.warns(UserWarning, match="do not compile"):
+        compilation.wait()
+    assert compilation.failed == [str(("first", [[(9, 9)], [(1, 10)]])), str(("second", [[(1, 11)]]))]
 
 
 def test_keys_do_not_depend_on_the_order_of_launches(monkeypatch):
