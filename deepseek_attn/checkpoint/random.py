@@ -64,14 +64,29 @@ class RepeatingSource(RandomSource):
         self._made: dict[Recipe, StoredWeight] = {}
 
     def values(self, name: str, recipe: Recipe) -> torch.Tensor:
-        rows, *columns = recipe.shape
-        if rows <= DRAWN_ROWS or not columns or recipe.kind == "table":
+        if not self._repeats(recipe):
             return super().values(name, recipe)
-        drawn = super().values(name, replace(recipe, shape=(DRAWN_ROWS, *columns)))
-        return torch.cat([drawn.roll(i, dims=-1) for i in range(-(-rows // DRAWN_ROWS))])[:rows]
+        drawn = super().values(name, replace(recipe, shape=(DRAWN_ROWS, *recipe.shape[1:])))
+        return drawn if recipe.kind not in self._formats else _repeated(drawn, recipe.shape[0])
 
     def _make(self, name: str) -> StoredWeight:
         recipe = self._recipes[name]
         if recipe not in self._made:
-            self._made[recipe] = super()._make(name)
+            stored = super()._make(name)
+            if self._repeats(recipe) and recipe.kind not in self._formats:  # rows in their dtype: half of the memory
+                stored = StoredWeight(_repeated(stored.weight, recipe.shape[0]), None)
+            self._made[recipe] = stored
         return self._made[recipe]
+
+    def _repeats(self, recipe: Recipe) -> bool:
+        return len(recipe.shape) > 1 and recipe.shape[0] > DRAWN_ROWS and recipe.kind != "table"
+
+
+def _repeated(drawn: torch.Tensor, rows: int) -> torch.Tensor:
+    """``rows`` rows: those that were drawn over and over, shifted by one column more every time."""
+    repeated = drawn.new_empty(rows, *drawn.shape[1:])
+    for number, part in enumerate(repeated.split(len(drawn))):
+        shift = number % drawn.shape[-1]
+        part[..., shift:] = drawn[: len(part), ..., : drawn.shape[-1] - shift]
+        part[..., :shift] = drawn[: len(part), ..., drawn.shape[-1] - shift :]
+    return repeated
