@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from deepseek_attn.checkpoint.published import PublishedSource, StoredWeight
-from deepseek_attn.checkpoint.recipes import DRAW, Recipe
+from deepseek_attn.checkpoint.recipes import DRAW, ROWS, Recipe
+from deepseek_attn.checkpoint.source import DTYPES
 from deepseek_attn.config.model import AnyConfig
 
 DRAWN_ROWS = 4096
@@ -56,7 +57,7 @@ class RepeatingSource(RandomSource):
     """Like `RandomSource`, but quick to make, for benchmarks.
 
     Tensors of one shape and kind share their values. Of a matrix only the first `DRAWN_ROWS` rows are drawn; those
-    after them repeat them, shifted by one column more every time.
+    after them repeat them, each time rotated by one column more.
     """
 
     def __init__(self, config: AnyConfig):
@@ -64,26 +65,32 @@ class RepeatingSource(RandomSource):
         self._made: dict[Recipe, StoredWeight] = {}
 
     def values(self, name: str, recipe: Recipe) -> torch.Tensor:
-        if not self._repeats(recipe):
-            return super().values(name, recipe)
-        drawn = super().values(name, replace(recipe, shape=(DRAWN_ROWS, *recipe.shape[1:])))
-        return drawn if recipe.kind not in self._formats else _repeated(drawn, recipe.shape[0])
+        drawn = self._drawn(name, recipe)
+        return _repeated(drawn, recipe.shape[0]) if self._repeats(recipe) else drawn
 
     def _make(self, name: str) -> StoredWeight:
         recipe = self._recipes[name]
         if recipe not in self._made:
-            stored = super()._make(name)
-            if self._repeats(recipe) and recipe.kind not in self._formats:  # rows in their dtype: half of the memory
-                stored = StoredWeight(_repeated(stored.weight, recipe.shape[0]), None)
-            self._made[recipe] = stored
+            if self._repeats(recipe) and recipe.kind not in self._formats:  # repeated as stored, not in float32
+                drawn = self._drawn(name, recipe).to(DTYPES[DRAW[recipe.kind].dtype].torch)
+                self._made[recipe] = StoredWeight(_repeated(drawn, recipe.shape[0]), None)
+            else:
+                self._made[recipe] = super()._make(name)
         return self._made[recipe]
 
+    def _drawn(self, name: str, recipe: Recipe) -> torch.Tensor:
+        """Values of the rows that are drawn: all, or the first `DRAWN_ROWS`."""
+        if self._repeats(recipe):
+            recipe = replace(recipe, shape=(DRAWN_ROWS, *recipe.shape[1:]))
+        return super().values(name, recipe)
+
     def _repeats(self, recipe: Recipe) -> bool:
-        return len(recipe.shape) > 1 and recipe.shape[0] > DRAWN_ROWS and recipe.kind != "table"
+        """Whether rows of such a tensor are repeated."""
+        return len(recipe.shape) > 1 and recipe.shape[0] > DRAWN_ROWS and recipe.kind not in ("table", ROWS)
 
 
 def _repeated(drawn: torch.Tensor, rows: int) -> torch.Tensor:
-    """``rows`` rows: those that were drawn over and over, shifted by one column more every time."""
+    """``rows`` rows: those of ``drawn``, again and again, each time rotated by one column more."""
     repeated = drawn.new_empty(rows, *drawn.shape[1:])
     for number, part in enumerate(repeated.split(len(drawn))):
         shift = number % drawn.shape[-1]

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from deepseek_attn.checkpoint import RandomSource, read_float32
+from deepseek_attn.checkpoint import RandomSource, random, read_float32
 from deepseek_attn.checkpoint.random import DRAWN_ROWS, RepeatingSource
 from deepseek_attn.config.model import ModelConfig
 from tests.checkpoint.fabricate import same_bits, tiny
@@ -143,6 +143,19 @@ def test_a_source_for_benchmarks_repeats_itself():
     embed = source.read("embed.weight")
     assert embed.shape == (config.vocab_size, config.hidden_size)
     assert len(embed.unique(dim=0)) == len(embed)
+    drawn = embed[:DRAWN_ROWS]
+    repeated = torch.cat([drawn, drawn.roll(1, dims=-1), drawn[:100].roll(2, dims=-1)])
+    assert torch.equal(embed, repeated)
+    values = source.values("embed.weight", source._recipes["embed.weight"])  # before they are stored
+    assert torch.equal(values.to(embed.dtype), embed)
     assert embed[DRAWN_ROWS:].float().std() == pytest.approx(1, abs=0.01)
     norms = [source.read(f"layers.{i}.attn_norm.weight") for i in (0, 1)]
     assert torch.equal(*norms)
+
+
+def test_a_source_for_benchmarks_does_not_repeat_rows_of_a_table(monkeypatch):
+    """An Engram table, read as a whole: every row is a hash of its number."""
+    monkeypatch.setattr(random, "DRAWN_ROWS", 64)
+    config = ModelConfig.from_preset("tiny_v41")
+    for name in ("layers.1.engram.embed.weight", "layers.1.engram.embed.scale"):
+        assert same_bits(RepeatingSource(config).read(name), RandomSource(config).read(name))
