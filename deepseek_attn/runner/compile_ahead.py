@@ -153,7 +153,8 @@ class Compilation:
         failed: why kernels could not be compiled; each begins with a kernel's name.
         problem: why kernels could not be found; empty where they could.
         ended: nothing more will be compiled.
-        coming: steps that the runner will run next, as `WarmUp.step` takes them; a launch that waits asks for theirs.
+        coming: the step that the runner runs and some of those after it, as `WarmUp.step` takes them; a launch that
+            waits has their kernels compiled before others.
     """
 
     def __init__(self, request: RunnerRequest, workers: int | None = None, fork: Fork | None = None):
@@ -180,7 +181,7 @@ class Compilation:
     def wait(self, wanted: str | None = None, progress: bool = False) -> None:
         """Waits until a kernel is compiled if it is one of those that will be; without one, for all of them.
 
-        A kernel that is waited for is compiled before all others, then those of the steps that are `coming`.
+        It is compiled before all others, and those of the steps that are `coming` after it.
 
         Args:
             wanted: `Variant.cached_hash` of the kernel.
@@ -209,12 +210,12 @@ class Compilation:
         self._process.kill()
 
     def _ask(self, wanted: str) -> None:
-        """Asks for a kernel, and for those of the steps to come, once for each."""
+        """Asks for a kernel, and for those of the `coming` steps, but not for a step of the last call once more."""
         steps, self._asked = [rows for rows in self.coming if rows not in self._asked], self.coming
         self._messages.put(pickle.dumps((wanted, steps)))
 
     def _send(self) -> None:
-        """Sends the request, which the process reads once it has imported torch, and what is asked for."""
+        """Sends the request, which the process reads once it has imported torch, then what is asked for."""
         with (
             suppress(OSError),
             self._process.stdin as pipe,

@@ -88,28 +88,28 @@ class StandIn(LoadedModel):
 
 
 class Finder:
-    """Finds the kernels that a runner may launch."""
+    """Finds the kernels that a runner may launch, by running its steps on a `StandIn`."""
 
     def __init__(self, request: RunnerRequest, launches: Launches):
-        self._launches, self._steps = launches, WarmUp(StandIn.build(request), request.num_drafts)
+        self._launches, self._warm_up = launches, WarmUp(StandIn.build(request), request.num_drafts)
 
     def all(self) -> Iterator[list[Variant]]:
-        """All of them, while they are found: lists of those that are in no earlier one."""
+        """Those of all steps: after each step a list of those that no step before it launched."""
         known = 0
-        for _ in self._steps.steps():
+        for _ in self._warm_up.steps():
             yield list(self._launches.variants.values())[known:]
             known = len(self._launches.variants)
 
     def step(self, rows: Rows) -> list[Variant]:
-        """Those of one step."""
+        """Those that one step launches, in the order of their first launches, found before or not."""
         self._launches.latest.clear()
-        self._steps.step(rows)
+        self._warm_up.step(rows)
         return list({id(variant): variant for variant in self._launches.latest}.values())
 
 
 @contextmanager
 def finding(request: RunnerRequest) -> Iterator[Finder]:
-    """A context that finds the kernels of a runner; nothing else may launch kernels meanwhile."""
+    """In this context the kernels of a runner can be found; nothing else in the process may launch kernels."""
     with recorded_launches(request.gpu) as launches:
         yield Finder(request, launches)
 
@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def serve(requests: BinaryIO, told: TextIO) -> None:
-    """Main function of the process of a `Compilation`: reads a request and what is asked for, tells events, by line."""
+    """Main function of the process of a `Compilation`: reads a request, then what is asked for; tells events."""
     end_with_parent()
     torch.set_num_threads(1)  # forked processes have none of a pool's threads
     torch.set_default_device(None)  # which a fork has of its parent

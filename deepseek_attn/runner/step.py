@@ -123,9 +123,9 @@ class EagerStep:
 
 
 def coming_steps(batch: Batch, max_num_batched_tokens: int, max_model_len: int) -> list[Rows]:
-    """A step and some of those after it, if its sequences go on alone.
+    """Shapes of a step and of some of those after it, in their order, if its sequences go on and no others join them.
 
-    The step, the one after it, the last one with pending tokens, and the first in which all sequences decode.
+    These are the step, the next one, the last one with tokens of a prompt, and the first in which all sequences decode.
     """
     steps: list[Rows] = []
     new, ends = [n for _, n in batch], [sequence.num_computed for sequence, _ in batch]

@@ -42,7 +42,7 @@ class WarmUp:
                 yield
 
     def step(self, rows: Rows) -> None:
-        """What a runner runs for these requests; a decode in every variant of its size."""
+        """Runs a step of this shape as the runner would; a decode step both with drafts and without."""
         runner, (query_lens, seq_lens) = self.runner, zip(*rows, strict=True)
         with runner.op_settings(), torch.inference_mode():
             if runner.graphs is None or not runner.graphs.supports(list(query_lens), runner.decode_query_len):
@@ -79,7 +79,7 @@ class WarmUp:
         return steps
 
     def prefill_sizes(self) -> list[Rows]:
-        """Eager steps.
+        """Shapes of eager steps.
 
         Kernels are chosen by the number of tokens, of requests, and by the longest request. Bounds of the choices lie
         at powers of two, or between two of them, a quarter of the way or more apart.

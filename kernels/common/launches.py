@@ -244,11 +244,12 @@ class CompileEvents(Protocol):
 
 @dataclass
 class Asks:
-    """What a process asks for that launches kernels while others are compiled.
+    """Requests of the process that launches the kernels, while they are being compiled here.
 
     Attributes:
-        connection: gets pairs: `Variant.cached_hash` of the kernel that it waits for, and the steps that it runs next.
-        find: the kernels of such a step.
+        connection: receives pairs: `Variant.cached_hash` of the kernel that it waits for, and steps that it will run.
+        find: gives the kernels of such a step.
+        closed: the other end is closed.
     """
 
     connection: Connection
@@ -277,13 +278,13 @@ class _Job(NamedTuple):
 class _Queue:
     """Kernels to compile: those asked for, then those of the `URGENT` first lists, then the others; the slowest first.
 
-    What was asked for last comes first: the kernel that a launch waits for, then those of its step, then later steps'.
+    The latest request comes first: the kernel that a launch waits for, then those of its step, then later steps'.
     """
 
     def __init__(self, events: CompileEvents):
         self._events = events
         self._known: set[str] = set()
-        self._asked: dict[str, int] = {}  # below 0, the last one the lowest; also kernels that are not found yet
+        self._asked: dict[str, int] = {}  # places below 0, the latest the lowest; of kernels not found yet, too
         self._jobs: list[_Job] = []
 
     def __len__(self) -> int:
@@ -299,15 +300,16 @@ class _Queue:
         return [job.cached_hash for job in jobs]
 
     def ask(self, wanted: str, steps: list[list[Variant]]) -> None:
-        """Puts the kernels of steps in front, those of the first step before the others, and one kernel before all."""
+        """Puts the kernels of steps in front, those of the first step before the others, and ``wanted`` before all."""
         for hashes in [*(self.add(step) for step in reversed(steps)), [wanted]]:
-            number = min(self._asked.values(), default=0) - 1
-            self._asked.update(dict.fromkeys(hashes, number))
+            place = min(self._asked.values(), default=0) - 1
+            self._asked.update(dict.fromkeys(hashes, place))
         self._jobs.sort(key=self._order)
 
     def is_urgent(self, job: _Job) -> bool:
         """Whether it was asked for, or is one of the first lists."""
-        return self._order(job) < (URGENT,)
+        place, _ = self._order(job)
+        return place < URGENT
 
     def next_is_urgent(self) -> bool:
         return self.is_urgent(self._jobs[0])
@@ -315,7 +317,8 @@ class _Queue:
     def pop(self) -> _Job:
         return self._jobs.pop(0)
 
-    def _order(self, job: _Job) -> tuple[int, ...]:
+    def _order(self, job: _Job) -> tuple[int, int]:
+        """Place of a kernel, and its rank among those of one place; the lowest comes first."""
         ranks = [rank for rank, kernel in enumerate(SLOWEST) if job.variant.name.startswith(kernel)]
         return self._asked.get(job.cached_hash, job.number), min(ranks, default=len(SLOWEST))
 
