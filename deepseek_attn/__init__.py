@@ -9,11 +9,11 @@ Names are imported when they are first used, so that importing the package needs
 
 from __future__ import annotations
 
-import gc
 import importlib
 import logging
 from typing import TYPE_CHECKING
 
+from deepseek_attn.utils.garbage import without_collections
 from deepseek_attn.utils.version import __version__
 
 if TYPE_CHECKING:
@@ -52,16 +52,8 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # what is shown i
 def __getattr__(name: str):
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    collects = gc.isenabled()
-    gc.disable()  # collections of what torch has made, none of it garbage, take a tenth of an import
-    try:
+    with without_collections():
         return getattr(importlib.import_module(_HOMES[name]), name)
-    finally:
-        if collects:
-            if not gc.get_freeze_count():  # else there are objects that are meant to stay frozen
-                gc.freeze()
-                gc.unfreeze()  # into the oldest generation, as if all had been looked at twice
-            gc.enable()
 
 
 def __dir__() -> list[str]:

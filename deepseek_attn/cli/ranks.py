@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from deepseek_attn.utils.garbage import without_collections
 from deepseek_attn.utils.processes import check_interface, check_timeout, end_with_parent
 
 if TYPE_CHECKING:
@@ -62,8 +63,9 @@ def joined_ranks(args: argparse.Namespace) -> Iterator[Parallel]:
     """
     if args.tensor_parallel > 1 and "WORLD_SIZE" not in os.environ:
         raise SystemExit(run_as_ranks(args))
-    from deepseek_attn.layers.launch import RankFailed
-    from deepseek_attn.layers.parallel import launched
+    with without_collections():  # the first import of torch
+        from deepseek_attn.layers.launch import RankFailed
+        from deepseek_attn.layers.parallel import launched
 
     try:
         with ExitStack() as stack:

@@ -20,6 +20,18 @@ from deepseek_attn.cli import main
 from deepseek_attn.cli.options import parse_bytes
 from deepseek_attn.cli.prompts import PromptLines
 
+IMPORTS = """
+import gc, sys
+from deepseek_attn.cli import make_parser
+from deepseek_attn.cli.ranks import joined_ranks
+args, collections = make_parser().parse_args(["generate"]), []
+gc.callbacks.append(lambda phase, _: collections.append(phase))
+assert "torch" not in sys.modules
+with joined_ranks(args):
+    assert "torch" in sys.modules and gc.isenabled()
+    print(len(collections))
+"""
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
@@ -328,3 +340,9 @@ def test_parse_bytes(text, count):
 def test_parse_bytes_refuses(text):
     with pytest.raises(ValueError, match="no amount of memory"):
         parse_bytes(text)
+
+
+def test_torch_is_imported_without_collections():
+    """They would be hundreds, 0.2 s."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, timeout=300)
+    assert int(done.stdout) < 20
