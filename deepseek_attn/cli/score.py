@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from deepseek_attn.cli.options import HUB_ID, add_runner_options, numbers, runner_options
+from deepseek_attn.utils.garbage import without_collections
 from deepseek_attn.utils.json_files import read_json
 
 
@@ -34,7 +35,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from deepseek_attn.runner.model_runner import ModelRunner
+    with without_collections():  # the first import of torch
+        from deepseek_attn.runner.model_runner import ModelRunner
     from deepseek_attn.utils.files import check_output, write_tensors
 
     if args.mtp and args.layers:
