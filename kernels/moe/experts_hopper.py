@@ -1,9 +1,10 @@
 """Gluon device code of `launch_hopper`: products of routed rows with FP4 or FP8 experts on Hopper's FP8 tensor cores.
 
-A job is a block of 128 or 192 weight rows of an expert by a tile of rows that are routed to it. Two warps load blocks
-of 128 channels: one of the weight, one of the rows. Two or three warpgroups multiply 64 weight rows each. The
-weight is the left factor and comes from registers: FP4 weights become FP8 on the way. Each block of channels has a
-fresh accumulator, which is added under its scales.
+A job is a block of 128, 192 or 256 weight rows of an expert by a tile of rows that are routed to it. Two warps load
+blocks of 128 channels: one of the weight, one of the rows. Two or three warpgroups multiply 64 weight rows each, or two
+fragments of 64 for small tiles: one is converted while the other is multiplied. The weight is the left factor and comes
+from registers: FP4 weights become FP8 on the way. Each block of channels has a fresh accumulator, which is added under
+its scales.
 
 A thread of a tensor core's left factor holds runs of 4 channels that are 16 apart. Rows are stored with the channels of
 a block reordered (`prepare_rows_kernel`), so that these are 32 consecutive channels of the weight: those of one scale.
@@ -28,21 +29,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.fp4_hopper import HIGH, HIGH_STEP, LOW, LOW_STEP
-from deepseek_attn.kernels.common.gluon import barrier, load_tile, reinterpret
+from deepseek_attn.kernels.common.gluon import arrive_alone, barrier, load_tile, reinterpret
 from deepseek_attn.kernels.moe.experts_hopper_weights import (
-    first_scales,
+    QUAD,
+    exponents,
     fp8_weight,
     left_factor,
-    packed_scales,
-    scale_bytes,
-    scale_rows,
+    scale_layout,
+    weight_powers,
 )
 
 TOP = 6  # the largest scale of a row becomes this power of two
 _TOP = gl.constexpr(TOP)
+_QUAD = gl.constexpr(QUAD)
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _HALF_WEIGHT = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
 _WEIGHT = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
+_BYTES = gl.constexpr(gl.NVMMASharedLayout(0, 8, 2))
 
 
 # float32 rounded to bfloat16, two at once: ptxas makes a slow instruction of single conversions
@@ -70,8 +73,10 @@ class Tiling:
         OVERLAP: two parts are multiplied at once, which takes registers.
         SCALES: input scales of a part; TMA writes at multiples of 128 bytes.
         ROW_BLOCKS: jobs of a tile.
-        WARPGROUPS: that multiply, 64 weight rows each.
+        WARPGROUPS: that multiply.
         WAIT: the launch before wrote the tiles, else only rows of x.
+        FRAGMENTS: of 64 weight rows that a warpgroup multiplies, 1 or 2; two of FP4 only, and with one part only.
+        BOX: routed rows that are loaded at once.
     """
 
     N: int
@@ -87,10 +92,12 @@ class Tiling:
     ROW_BLOCKS: int
     WARPGROUPS: int
     WAIT: bool
+    FRAGMENTS: int
+    BOX: int
 
 
 class Stacks(NamedTuple):
-    """Scales of one or two weights: e8m0 ``[E, N, K / 32]`` and exponents of rows ``[E, N]``, or float32 by block."""
+    """Of one or two weights: float32 scales of FP8 by block, exponents of the rows ``[E, N]`` of FP4; else None."""
 
     a_scale: Any
     b_scale: Any
@@ -121,9 +128,13 @@ class Output(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Shared memory by stage: blocks of weight and input, scales of the input, barriers of full and empty stages."""
+    """Shared memory by stage: blocks of weight and input, scales of the input, barriers of full and empty stages.
+
+    ``weight_scales``: e8m0 scales of FP4 weights, of `QUAD` blocks, twice; None with FP8.
+    """
 
     weight: Any
+    weight_scales: Any
     x: Any
     scales: Any
     full: Any
@@ -138,32 +149,55 @@ def _tile_of(tiles, job, TILING: gl.constexpr):
 
 
 @gluon.jit
-def _load_weights(a_desc, b_desc, tiles, buffers, TILING: gl.constexpr):
+def _load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING: gl.constexpr):
     """Loads the weight blocks of all jobs of this program in order. The launch before need not be done."""
     STAGES: gl.constexpr = TILING.STAGES
-    GROUPS: gl.constexpr = TILING.WARPGROUPS
     STEP: gl.constexpr = 64 if TILING.FP4 else 128
-    ROWS: gl.constexpr = 32 if TILING.GATED else 64
+    BOXES: gl.constexpr = TILING.WARPGROUPS if TILING.FRAGMENTS == 1 else 1
+    HEIGHT: gl.constexpr = TILING.WARPGROUPS * TILING.FRAGMENTS * 64
+    ROWS: gl.constexpr = HEIGHT // BOXES // (2 if TILING.GATED else 1)
     if TILING.WAIT:
         gdc_wait()
     jobs = gl.load(tiles.count) * TILING.ROW_BLOCKS
     n = jobs * 0
+    slot = n + 1
     for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
         expert = gl.load(tiles.entries + job // TILING.ROW_BLOCKS)
-        weight_row = expert * TILING.N + job % TILING.ROW_BLOCKS * (GROUPS * ROWS)
+        weight_row = expert * TILING.N + job % TILING.ROW_BLOCKS * (BOXES * ROWS)
         for block in range(TILING.K // 128):
             stage = n % STAGES
             full = buffers.full.index(stage)
             mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
-            mbarrier.expect(full, GROUPS * 64 * STEP)
-            for i in gl.static_range(GROUPS):
+            if TILING.FP4:
+                with_scales = block % _QUAD == 0
+                mbarrier.expect(full, HEIGHT * STEP, pred=block % _QUAD != 0)
+                mbarrier.expect(full, HEIGHT * (STEP + 4 * _QUAD), pred=with_scales)
+                slot = (slot + with_scales.to(gl.int32)) % 2
+                for i in gl.static_range(BOXES):
+                    row = weight_row + ROWS * i
+                    if TILING.GATED:
+                        to = 2 * (slot * BOXES + i)
+                        load_tile(
+                            a_scale_desc, [row, block * 4], full, buffers.weight_scales.index(to), pred=with_scales
+                        )
+                        load_tile(
+                            b_scale_desc, [row, block * 4], full, buffers.weight_scales.index(to + 1), pred=with_scales
+                        )
+                    else:
+                        to = slot * BOXES + i
+                        load_tile(
+                            a_scale_desc, [row, block * 4], full, buffers.weight_scales.index(to), pred=with_scales
+                        )
+            else:
+                mbarrier.expect(full, HEIGHT * STEP)
+            for i in gl.static_range(BOXES):
                 row = weight_row + ROWS * i
                 if TILING.GATED:
-                    to = 2 * (stage * GROUPS + i)
+                    to = 2 * (stage * BOXES + i)
                     load_tile(a_desc, [row, block * STEP], full, buffers.weight.index(to))
                     load_tile(b_desc, [row, block * STEP], full, buffers.weight.index(to + 1))
                 else:
-                    load_tile(a_desc, [row, block * STEP], full, buffers.weight.index(stage * GROUPS + i))
+                    load_tile(a_desc, [row, block * STEP], full, buffers.weight.index(stage * BOXES + i))
             n += 1
 
 
@@ -173,7 +207,9 @@ def _load_rows(x_desc, x_scale_desc, tiles, buffers, TILING: gl.constexpr):
     PART: gl.constexpr = TILING.PART
     PARTS: gl.constexpr = TILING.PARTS
     STAGES: gl.constexpr = TILING.STAGES
-    PART_BYTES: gl.constexpr = 128 * PART + 4 * TILING.SCALES
+    BOX: gl.constexpr = TILING.BOX
+    BOXES: gl.constexpr = PART * PARTS // BOX
+    SCALE_BYTES: gl.constexpr = 4 * TILING.SCALES
     gdc_wait()
     jobs = gl.load(tiles.count) * TILING.ROW_BLOCKS
     n = jobs * 0
@@ -183,15 +219,18 @@ def _load_rows(x_desc, x_scale_desc, tiles, buffers, TILING: gl.constexpr):
             stage = n % STAGES
             full = buffers.full.index(stage)
             mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
+            for i in gl.static_range(BOXES):
+                is_last = (rows > i * BOX) & ((rows <= (i + 1) * BOX) | (i == BOXES - 1))
+                mbarrier.expect(full, (i + 1) * 128 * BOX + (i * BOX // PART + 1) * SCALE_BYTES, pred=is_last)
+            for i in gl.static_range(BOXES):
+                has_box = rows > BOX * i
+                load_tile(
+                    x_desc, [start + BOX * i, block * 128], full, buffers.x.index(stage * BOXES + i), pred=has_box
+                )
             for i in gl.static_range(PARTS):
-                is_last = (rows > i * PART) & ((rows <= (i + 1) * PART) | (i == PARTS - 1))
-                mbarrier.expect(full, (i + 1) * PART_BYTES, pred=is_last)
-            for i in gl.static_range(PARTS):
-                row = start + PART * i
-                part = stage * PARTS + i
                 has_part = rows > PART * i
-                load_tile(x_desc, [row, block * 128], full, buffers.x.index(part), pred=has_part)
-                load_tile(x_scale_desc, [block, row], full, buffers.scales.index(part), pred=has_part)
+                to = buffers.scales.index(stage * PARTS + i)
+                load_tile(x_scale_desc, [block, start + PART * i], full, to, pred=has_part)
             n += 1
 
 
@@ -223,6 +262,21 @@ def _add_part(acc, product, x_scale, factor):
 
 
 @gluon.jit
+def _bases(exponent):
+    """Bytes of ``2 ** (TOP - exponent)`` of each row, for `fp4_to_fp8`: times it, a row's largest scale is 2 ** TOP."""
+    shift = _TOP - exponent.to(gl.int32)
+    return (LOW + shift * LOW_STEP)[:, None], (HIGH + shift * HIGH_STEP)[:, None]
+
+
+@gluon.jit
+def _bytes_of(powers, base):
+    """Bytes of the power of two in the lowest byte of `weight_powers`, for `fp4_to_fp8`."""
+    low, high = base
+    power = powers & 255
+    return power * LOW_STEP + low, power * HIGH_STEP + high
+
+
+@gluon.jit
 def _multiply_tile(
     expert, start, rows, row_block, next_expert, next_row_block, head, n, stacks, output, buffers, SIZE: gl.constexpr,
     WARPGROUP: gl.constexpr, TILING: gl.constexpr,
@@ -242,15 +296,12 @@ def _multiply_tile(
     LAST_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, LAST_MMA)
     channel = (row_block * TILING.WARPGROUPS + WARPGROUP) * (32 if GATED else 64)
+    all_x = reinterpret(buffers.x, gl.float8e4nv, [STAGES * TILING.PARTS, PART, 128], _WEIGHT)
     exponent = None
     if FP4:
-        exponent = head[0]
-        shift = _TOP - exponent.to(gl.int32)
-        low_base = (LOW + shift * LOW_STEP)[:, None]
-        high_base = (HIGH + shift * HIGH_STEP)[:, None]
-        scale_row, _ = scale_rows(expert, row_block, stacks, WARPGROUP, TILING)
-        scales = (head[1], head[2], head[3], head[4])
-        packed = packed_scales(scales)
+        exponent = head
+        base = _bases(exponent)
+        powers = gl.zeros([64, 4], gl.int32, layout=scale_layout(GATED))
     else:
         half = gl.arange(0, 64, layout=ROW)
         half = half % 16 // 8 if GATED else half * 0
@@ -273,14 +324,12 @@ def _multiply_tile(
         factor = None
         low = None
         high = None
+        mbarrier.wait(buffers.full.index(stage), n // STAGES & 1)
         if FP4:
-            if block % 4 == 0:
-                packed = packed_scales(scales)
-                scales = scale_bytes(scale_row, gl.minimum(block + 4, BLOCKS - 4))
-            power = packed & 255
-            low = power * LOW_STEP + low_base
-            high = power * HIGH_STEP + high_base
-            packed = packed >> 8
+            if block % _QUAD == 0:
+                powers = weight_powers(buffers, n // _QUAD % 2, WARPGROUP, TILING)
+            low, high = _bytes_of(powers, base)
+            powers = powers >> 8
         else:
             factor = gl.where(half > 0, next_b[0], next_a[0])
             following = scale_block + gl.minimum(block + 4, BLOCKS - 1)
@@ -288,15 +337,14 @@ def _multiply_tile(
             next_b = (
                 next_b[1], next_b[2], next_b[3], gl.load((stacks.b_scale if GATED else stacks.a_scale) + following)
             )  # fmt: skip
-        mbarrier.wait(buffers.full.index(stage), n // STAGES & 1)
         left = left_factor(fp8_weight(buffers, stage, low, high, WARPGROUP, TILING), TILING)
         new = ()
         if PARTS > 1:
             part_w = gl.convert_layout(left, gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
-            x = buffers.x.index(first).permute((1, 0))
+            x = all_x.index(first).permute((1, 0))
             product = warpgroup_mma(part_w, x, zeros, use_acc=False, is_async=True)
             for i in gl.static_range(1, PARTS - 1):
-                x = buffers.x.index(first + i).permute((1, 0))
+                x = all_x.index(first + i).permute((1, 0))
                 x_scale = _part_scale(zeros, buffers, first + i - 1)
                 if OVERLAP:
                     following_product = warpgroup_mma(part_w, x, zeros, use_acc=False, is_async=True)
@@ -312,7 +360,7 @@ def _multiply_tile(
                 product = warpgroup_mma_wait(0, deps=[product])
                 new += (_add_part(acc[PARTS - 2], product, x_scale, factor),)
         last_w = gl.convert_layout(left, gl.DotOperandLayout(0, LAST_MMA, 4), assert_trivial=True)
-        x = buffers.x.index(first + PARTS - 1).slice(0, REST).permute((1, 0))
+        x = all_x.index(first + PARTS - 1).slice(0, REST).permute((1, 0))
         last_product = warpgroup_mma(last_w, x, last_zeros, use_acc=False, is_async=True)
         _release(buffers, n, STAGES)
         if OVERLAP and PARTS > 1:
@@ -324,11 +372,73 @@ def _multiply_tile(
         last_acc = _add_part(last_acc, last_product, x_scale, factor)
         acc = new
         n += 1
-    next_head = first_scales(next_expert, next_row_block, stacks, WARPGROUP, TILING)
+    next_head = exponents(next_expert, next_row_block, stacks, WARPGROUP, TILING)
     for i in gl.static_range(PARTS - 1):
         _store(acc[i], start, i * PART, rows, channel, exponent, output, TILING)
     _store(last_acc, start, (PARTS - 1) * PART, rows, channel, exponent, output, TILING)
     return n, next_head
+
+
+@gluon.jit
+def _multiply_fragments(
+    expert, start, rows, row_block, next_expert, next_row_block, head, stage, phase, slot, stacks, output, buffers,
+    SIZE: gl.constexpr, WARPGROUP: gl.constexpr, TILING: gl.constexpr,
+):  # fmt: skip
+    """The product of this warpgroup's two fragments of an FP4 weight with a tile of ``SIZE`` rows at most, stored.
+
+    ``stage``, ``phase``: of the next block in the ring; ``slot``: of its scales.
+    """
+    GATED: gl.constexpr = TILING.GATED
+    FIRST: gl.constexpr = 2 * WARPGROUP
+    SECOND: gl.constexpr = 2 * WARPGROUP + 1
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 32])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+    channel = (row_block * TILING.WARPGROUPS + WARPGROUP) * (64 if GATED else 128)
+    all_x = reinterpret(buffers.x, gl.float8e4nv, [TILING.STAGES, TILING.PART, 128], _WEIGHT)
+    exponent_a, exponent_b = head
+    base_a = _bases(exponent_a)
+    base_b = _bases(exponent_b)
+    powers_a = gl.zeros([64, 4], gl.int32, layout=scale_layout(GATED))
+    powers_b = powers_a
+    zeros = gl.zeros([64, SIZE], gl.float32, layout=MMA)
+    acc_a = zeros
+    acc_b = zeros
+    for block in range(TILING.K // 128):
+        mbarrier.wait(buffers.full.index(stage), phase)
+        if block % _QUAD == 0:
+            powers_a = weight_powers(buffers, slot, FIRST, TILING)
+            powers_b = weight_powers(buffers, slot, SECOND, TILING)
+            slot ^= 1
+        x = all_x.index(stage).slice(0, SIZE).permute((1, 0))
+        low, high = _bytes_of(powers_a, base_a)
+        powers_a = powers_a >> 8
+        left = left_factor(fp8_weight(buffers, stage, low, high, FIRST, TILING), TILING)
+        left = gl.convert_layout(left, LEFT, assert_trivial=True)
+        product_a = warpgroup_mma(left, x, zeros, use_acc=False, is_async=True)
+        low, high = _bytes_of(powers_b, base_b)
+        powers_b = powers_b >> 8
+        left = left_factor(fp8_weight(buffers, stage, low, high, SECOND, TILING), TILING)
+        left = gl.convert_layout(left, LEFT, assert_trivial=True)
+        x_scale = _part_scale(zeros, buffers, stage)
+        if SIZE <= 16:
+            product_b = warpgroup_mma(left, x, zeros, use_acc=False, is_async=True)
+            product_a = warpgroup_mma_wait(1, deps=[product_a])
+            acc_a = _add_part(acc_a, product_a, x_scale, None)
+        else:  # there are no registers for two products
+            product_a = warpgroup_mma_wait(0, deps=[product_a])
+            acc_a = _add_part(acc_a, product_a, x_scale, None)
+            product_b = warpgroup_mma(left, x, zeros, use_acc=False, is_async=True)
+        product_b = warpgroup_mma_wait(0, deps=[product_b])
+        acc_b = _add_part(acc_b, product_b, x_scale, None)
+        arrive_alone(buffers.empty.index(stage), increment_count=False)
+        wraps = stage == TILING.STAGES - 1
+        stage = gl.where(wraps, 0, stage + 1)
+        phase = phase ^ wraps.to(gl.int32)
+    next_a = exponents(next_expert, next_row_block, stacks, FIRST, TILING)
+    next_b = exponents(next_expert, next_row_block, stacks, SECOND, TILING)
+    _store(acc_a, start, 0, rows, channel, exponent_a, output, TILING)
+    _store(acc_b, start, 0, rows, channel + (32 if GATED else 64), exponent_b, output, TILING)
+    return stage, phase, slot, (next_a, next_b)
 
 
 @gluon.jit
@@ -376,7 +486,7 @@ def _store(acc, start, first, rows, channel, exponent, output, TILING: gl.conste
         value = value.to(dtype)
     else:
         value = gl.convert_layout(acc.to(dtype), OUT)
-    if N % (CHANNELS * TILING.WARPGROUPS) == 0:
+    if N % (CHANNELS * TILING.WARPGROUPS * TILING.FRAGMENTS) == 0:
         inside = known[None, :]
     else:
         inside = known[None, :] & (row < N)[:, None]
@@ -395,7 +505,13 @@ def _multiply_all(tiles, stacks, output, buffers, WARPGROUP: gl.constexpr, TILIN
     job = gl.program_id(0)
     if job < jobs:
         next_expert, next_start, next_rows = _tile_of(tiles, job, TILING)
-        head = first_scales(next_expert, job % BLOCKS, stacks, WARPGROUP, TILING)
+        FRAGMENTS: gl.constexpr = TILING.FRAGMENTS
+        head = exponents(next_expert, job % BLOCKS, stacks, FRAGMENTS * WARPGROUP, TILING)
+        if FRAGMENTS == 2:
+            head = (head, exponents(next_expert, job % BLOCKS, stacks, 2 * WARPGROUP + 1, TILING))
+        stage = n
+        phase = n
+        slot = n
         for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
             expert = next_expert
             start = next_start
@@ -405,10 +521,16 @@ def _multiply_all(tiles, stacks, output, buffers, WARPGROUP: gl.constexpr, TILIN
             next_expert, next_start, next_rows = _tile_of(tiles, following, TILING)
             for i in gl.static_range(len(SIZES)):
                 if (rows > (SIZES[i - 1] if i > 0 else 0)) & (rows <= SIZES[i]):
-                    n, head = _multiply_tile(
-                        expert, start, rows, job % BLOCKS, next_expert, following % BLOCKS, head, n, stacks, output,
-                        buffers, SIZES[i], WARPGROUP, TILING,
-                    )  # fmt: skip
+                    if FRAGMENTS == 2:
+                        stage, phase, slot, head = _multiply_fragments(
+                            expert, start, rows, job % BLOCKS, next_expert, following % BLOCKS, head, stage, phase,
+                            slot, stacks, output, buffers, SIZES[i], WARPGROUP, TILING,
+                        )  # fmt: skip
+                    else:
+                        n, head = _multiply_tile(
+                            expert, start, rows, job % BLOCKS, next_expert, following % BLOCKS, head, n, stacks, output,
+                            buffers, SIZES[i], WARPGROUP, TILING,
+                        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["capacity"])
@@ -417,6 +539,8 @@ def experts_hopper_kernel(
     x_scale_desc,
     a_desc,
     b_desc,
+    a_scale_desc,
+    b_scale_desc,
     a_scale,
     b_scale,
     a_exponent,
@@ -430,15 +554,17 @@ def experts_hopper_kernel(
     limit,
     TILING: gl.constexpr,
     REGISTERS: gl.constexpr,
+    LOADERS: gl.constexpr,
 ):
     """Persistent kernel: all jobs of a product.
 
     Args:
         x_desc, x_scale_desc: rows in order of expert, FP8 ``[R, K]``, and their scales ``[K / 128, R]``.
-        a_desc, b_desc: weights ``[E * N, K]``, FP4 packed.
+        a_desc, b_desc: weights ``[E * N, K]``, FP4 packed; a_scale_desc, b_scale_desc: e8m0 scales of FP4
+            ``[E * N, K / 32]``, else None.
         a_scale, b_scale, a_exponent, b_exponent: as `Stacks`. entries, capacity, count: as `Tiles`.
         out, pairs, weights, limit: as `Output`; weights and limit may be None.
-        REGISTERS: of a thread of the warpgroups after the first.
+        REGISTERS: of a thread of the warpgroups after the first; LOADERS: of the two warps that load.
     """
     gdc_launch_dependents()
     STAGES: gl.constexpr = TILING.STAGES
@@ -446,21 +572,27 @@ def experts_hopper_kernel(
     PARTS: gl.constexpr = TILING.PARTS
     SCALES: gl.constexpr = TILING.SCALES
     GROUPS: gl.constexpr = TILING.WARPGROUPS
-    WEIGHTS: gl.constexpr = GROUPS * STAGES * (2 if TILING.GATED else 1)
-    ROWS: gl.constexpr = 32 if TILING.GATED else 64
+    BOXES: gl.constexpr = GROUPS if TILING.FRAGMENTS == 1 else 1
+    WEIGHTS: gl.constexpr = BOXES * STAGES * (2 if TILING.GATED else 1)
+    ROWS: gl.constexpr = (32 if TILING.GATED else 64) * TILING.FRAGMENTS * GROUPS // BOXES
+    X_BOXES: gl.constexpr = STAGES * PARTS * PART // TILING.BOX
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     if TILING.FP4:
         w_buffer = gl.allocate_shared_memory(gl.uint8, [WEIGHTS, ROWS, 64], _HALF_WEIGHT)
     else:
         w_buffer = gl.allocate_shared_memory(gl.float8e4nv, [WEIGHTS, ROWS, 128], _WEIGHT)
-    x_buffer = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, PART, 128], _WEIGHT)
+    if TILING.FP4:
+        weight_scales = gl.allocate_shared_memory(gl.uint8, [2 * WEIGHTS // STAGES, ROWS, 4 * _QUAD], _BYTES)
+    else:
+        weight_scales = None
+    x_buffer = gl.allocate_shared_memory(gl.float8e4nv, [X_BOXES, TILING.BOX, 128], _WEIGHT)
     scale_buffer = gl.allocate_shared_memory(gl.float32, [STAGES * PARTS, 1, SCALES], gl.NVMMASharedLayout(0, 32, 2))
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
-        mbarrier.init(empty.index(i), count=GROUPS)
+        mbarrier.init(empty.index(i), count=GROUPS if TILING.FRAGMENTS == 1 else 128 * GROUPS)
     fence_async_shared()
-    buffers = Buffers(w_buffer, x_buffer, scale_buffer, full, empty)
+    buffers = Buffers(w_buffer, weight_scales, x_buffer, scale_buffer, full, empty)
     stacks = Stacks(a_scale, b_scale, a_exponent, b_exponent)
     tiles = Tiles(entries, capacity, count)
     output = Output(out, pairs, weights, limit)
@@ -469,11 +601,11 @@ def experts_hopper_kernel(
             [
                 (_multiply_all, (tiles, stacks, output, buffers, 0, TILING)),
                 (_multiply_all, (tiles, stacks, output, buffers, 1, TILING)),
-                (_load_weights, (a_desc, b_desc, tiles, buffers, TILING)),
+                (_load_weights, (a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING)),
                 (_load_rows, (x_desc, x_scale_desc, tiles, buffers, TILING)),
             ],
             [4, 1, 1],
-            [REGISTERS, 40, 40],
+            [REGISTERS, LOADERS, LOADERS],
         )
     else:
         gl.warp_specialize(
@@ -481,9 +613,9 @@ def experts_hopper_kernel(
                 (_multiply_all, (tiles, stacks, output, buffers, 0, TILING)),
                 (_multiply_all, (tiles, stacks, output, buffers, 1, TILING)),
                 (_multiply_all, (tiles, stacks, output, buffers, 2, TILING)),
-                (_load_weights, (a_desc, b_desc, tiles, buffers, TILING)),
+                (_load_weights, (a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING)),
                 (_load_rows, (x_desc, x_scale_desc, tiles, buffers, TILING)),
             ],
             [4, 4, 1, 1],
-            [REGISTERS, REGISTERS, 32, 32],
+            [REGISTERS, REGISTERS, LOADERS, LOADERS],
         )

@@ -11,6 +11,8 @@ from triton.experimental.gluon import language as gl
 from deepseek_attn.kernels.common.fp4_hopper import as_fp8, fp4_to_fp8
 from deepseek_attn.kernels.common.gluon import reinterpret
 
+QUAD = 4  # blocks of 128 channels whose scales are loaded at once, 16 bytes of a row
+
 
 @gluon.constexpr_function
 def _weight_layout(gated, shape, columns):
@@ -31,6 +33,15 @@ def _weight_layout(gated, shape, columns):
 
 
 @gluon.constexpr_function
+def _half_layout(words, shared=False):
+    """32 rows of the gate or of the other weight, in words; ``shared``: the threads of a row have all words of it."""
+    in_thread = [[0, 1 << i] for i in range(words.bit_length() - 1)]
+    others = [[0, 0], [0, 0]] if shared else [[0, words], [0, 2 * words]]
+    lanes = [*others, [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(in_thread, lanes, [[8, 0], [16, 0]], [], [32, words if shared else 4 * words])
+
+
+@gluon.constexpr_function
 def _word_layout(gated, words, with_bytes):
     """Layout of int32 words ``[64, 4, words]`` (or bytes, ``[64, 4, words, 4]``) of which a thread has one quarter."""
     in_thread = [[0, 0, 1 << i, 0] for i in range(words.bit_length() - 1)]
@@ -40,7 +51,7 @@ def _word_layout(gated, words, with_bytes):
 
 
 @gluon.jit
-def fp8_weight(buffers, stage, low, high, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
+def fp8_weight(buffers, stage, low, high, FRAGMENT: gl.constexpr, TILING: gl.constexpr):
     """Weight rows of a block in registers, e4m3 in words: int32 ``[64, 4, 8]``.
 
     ``low``, ``high``: int32 ``[64, 4]``, the bytes of the power of two of each row and group, for FP4.
@@ -52,8 +63,16 @@ def fp8_weight(buffers, stage, low, high, WARPGROUP: gl.constexpr, TILING: gl.co
     LAST: gl.constexpr = [[0, 1], [0, 2]] if TILING.FP4 else [[0, 1], [0, 2], [0, 4]]
     LOAD: gl.constexpr = _weight_layout(GATED, [64, 4 * WORDS], (LAST, [[0, WORDS], [0, 2 * WORDS]]))
     GROUPS: gl.constexpr = TILING.WARPGROUPS
-    stored = reinterpret(buffers.weight, gl.int32, [GROUPS * STAGES, 64, 4 * WORDS], FORM)
-    w = stored.index(GROUPS * stage + WARPGROUP).load(LOAD).reshape([64, 4, WORDS])
+    COUNT: gl.constexpr = GROUPS * TILING.FRAGMENTS
+    if TILING.FRAGMENTS == 2 and GATED:
+        HALF: gl.constexpr = _half_layout(WORDS)
+        stored = reinterpret(buffers.weight, gl.int32, [2 * COUNT * STAGES, 32, 4 * WORDS], FORM)
+        gate = stored.index(2 * COUNT * stage + FRAGMENT).load(HALF)
+        up = stored.index(2 * COUNT * stage + COUNT + FRAGMENT).load(HALF)
+        w = gl.join(gate, up).permute((2, 0, 1)).reshape([64, 4, WORDS])
+    else:
+        stored = reinterpret(buffers.weight, gl.int32, [COUNT * STAGES, 64, 4 * WORDS], FORM)
+        w = stored.index(COUNT * stage + FRAGMENT).load(LOAD).reshape([64, 4, WORDS])
     w = gl.convert_layout(w, _word_layout(GATED, WORDS, False), assert_trivial=True)
     if TILING.FP4:
         w = fp4_to_fp8(w, low, high, _word_layout(GATED, 8, False))
@@ -71,47 +90,71 @@ def left_factor(words, TILING: gl.constexpr):
     return w.reshape([64, 128])
 
 
+# bytes of four words, one of each as $5 says, in one word
+_PICK = gl.constexpr("""
+{
+    .reg .b32 low, high;
+    prmt.b32 low, $1, $2, $5;
+    prmt.b32 high, $3, $4, $5;
+    prmt.b32 $0, low, high, 0x5410;
+}
+""")
+
+
+@gluon.constexpr_function
+def scale_layout(gated):
+    """Layout of one int32 ``[64, 4]`` for each row and group of 32 channels of a block."""
+    return gl.SliceLayout(2, _word_layout(gated, 4, False))
+
+
 @gluon.jit
-def scale_bytes(scale_row, block):
-    """e8m0 bytes of each row and group, of four blocks from ``block`` on; not combined here, which would wait."""
-    return (
-        gl.load(scale_row + 4 * block),
-        gl.load(scale_row + 4 * block + 4),
-        gl.load(scale_row + 4 * block + 8),
-        gl.load(scale_row + 4 * block + 12),
+def weight_powers(buffers, slot, FRAGMENT: gl.constexpr, TILING: gl.constexpr):
+    """e8m0 scales of a fragment: int32 ``[64, 4]``, a byte for each of `QUAD` blocks, the first lowest.
+
+    A row has a word for each block in shared memory, with the bytes of its four groups: a thread picks that of its own.
+    """
+    GATED: gl.constexpr = TILING.GATED
+    COUNT: gl.constexpr = TILING.WARPGROUPS * TILING.FRAGMENTS
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    LAYOUT: gl.constexpr = scale_layout(GATED)
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    if GATED and TILING.FRAGMENTS == 2:
+        HALF: gl.constexpr = _half_layout(4, True)
+        stored = reinterpret(buffers.weight_scales, gl.int32, [4 * COUNT, 32, 4], FLAT)
+        gate = stored.index(2 * COUNT * slot + FRAGMENT).load(HALF)
+        up = stored.index(2 * COUNT * slot + COUNT + FRAGMENT).load(HALF)
+        words = gl.join(gate, up).permute((2, 0, 1)).reshape([64, 4])
+    else:
+        stored = reinterpret(buffers.weight_scales, gl.int32, [2 * COUNT, 64, 4], FLAT)
+        words = stored.index(COUNT * slot + FRAGMENT).load(gl.SliceLayout(1, _word_layout(GATED, 4, False)))
+    even, odd = words.reshape([64, 2, 2]).split()
+    first, third = even.split()
+    second, fourth = odd.split()
+    same = gl.zeros([64, 4], gl.int32, layout=LAYOUT)
+    first = gl.convert_layout(first, ROW, assert_trivial=True)[:, None] + same
+    second = gl.convert_layout(second, ROW, assert_trivial=True)[:, None] + same
+    third = gl.convert_layout(third, ROW, assert_trivial=True)[:, None] + same
+    fourth = gl.convert_layout(fourth, ROW, assert_trivial=True)[:, None] + same
+    pick = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))
+    pick = (pick | (pick + 4) << 4)[None, :] + same
+    return gl.inline_asm_elementwise(
+        _PICK, "=r,r,r,r,r,r", [first, second, third, fourth, pick], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
-def packed_scales(scales):
-    """The four bytes of `scale_bytes` in one word, the first lowest."""
-    first, second, third, fourth = scales
-    low = first.to(gl.int32) | second.to(gl.int32) << 8
-    return low | third.to(gl.int32) << 16 | fourth.to(gl.int32) << 24
-
-
-@gluon.jit
-def scale_rows(expert, row_block, stacks, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
-    """(pointers to the first scale of each row and group, pointers to exponents of rows) of a job's FP4 weight."""
-    N: gl.constexpr = TILING.N
-    ROWS: gl.constexpr = 32 if TILING.GATED else 64
-    GROUPS: gl.constexpr = gl.SliceLayout(2, _word_layout(TILING.GATED, 4, False))
-    lane = gl.arange(0, 64, layout=gl.SliceLayout(1, GROUPS))
-    group = gl.arange(0, 4, layout=gl.SliceLayout(0, GROUPS))
-    second = lane >= ROWS
-    scale_ptr = gl.where(second, stacks.b_scale if TILING.GATED else stacks.a_scale, stacks.a_scale)
-    exponent_ptr = gl.where(second, stacks.b_exponent if TILING.GATED else stacks.a_exponent, stacks.a_exponent)
-    channel = (row_block * TILING.WARPGROUPS + WARPGROUP) * ROWS + lane % ROWS
-    row = expert.to(gl.int64) * N + (channel if N % (TILING.WARPGROUPS * ROWS) == 0 else gl.minimum(channel, N - 1))
-    return (scale_ptr + row * (TILING.K // 32))[:, None] + group[None, :], exponent_ptr + row
-
-
-@gluon.jit
-def first_scales(expert, row_block, stacks, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
-    """What `_multiply_tile` needs of a job before its first block: of FP4 exponents of rows and the first scales."""
+def exponents(expert, row_block, stacks, FRAGMENT: gl.constexpr, TILING: gl.constexpr):
+    """Exponents of the rows of a job's FP4 weight; of FP8 nothing that is used."""
     if TILING.FP4:
-        scale_row, exponent = scale_rows(expert, row_block, stacks, WARPGROUP, TILING)
-        exponents = (gl.load(exponent),)
-        return exponents + scale_bytes(scale_row, 0)
+        N: gl.constexpr = TILING.N
+        ROWS: gl.constexpr = 32 if TILING.GATED else 64
+        COUNT: gl.constexpr = TILING.WARPGROUPS * TILING.FRAGMENTS
+        lane = gl.arange(0, 64, layout=gl.SliceLayout(1, scale_layout(TILING.GATED)))
+        exponent_ptr = gl.where(
+            lane >= ROWS, stacks.b_exponent if TILING.GATED else stacks.a_exponent, stacks.a_exponent
+        )
+        channel = (row_block * COUNT + FRAGMENT) * ROWS + lane % ROWS
+        row = expert.to(gl.int64) * N + (channel if N % (COUNT * ROWS) == 0 else gl.minimum(channel, N - 1))
+        return gl.load(exponent_ptr + row)
     else:
-        return (expert, expert, expert, expert, expert)
+        return expert

@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.linear import FP8_INPUT_GROUP
 from deepseek_attn.kernels.moe.experts_hopper import Tiling, experts_hopper_kernel
+from deepseek_attn.kernels.moe.experts_hopper_weights import QUAD
 from deepseek_attn.kernels.moe.launch_config import HopperLaunchConfig
 from deepseek_attn.kernels.moe.rows_triton import (
     count_chunks_kernel,
@@ -24,6 +25,7 @@ from deepseek_attn.kernels.moe.types import ExpertStack
 
 _WEIGHT = gl.NVMMASharedLayout(128, 8, 2)
 _HALF_WEIGHT = gl.NVMMASharedLayout(64, 8, 2)
+_BYTES = gl.NVMMASharedLayout(0, 8, 2)
 _SCALES = gl.NVMMASharedLayout(0, 32, 2)
 CHUNK = 512  # pairs that are counted together
 MAX_FEW = 64  # pairs up to which one launch does everything before the products
@@ -220,20 +222,37 @@ def _product(
     """
     x, x_scale = inputs
     N, K, fp4 = a.weight.shape[1], x.shape[1], a.is_fp4
+    groups, fragments = config.warpgroups, config.fragments
     parts, scales = triton.cdiv(config.sizes[-1], config.part), max(config.part, 32)
+    box = config.sizes[0] if fragments == 2 else config.part
     step, layout = (64, _HALF_WEIGHT) if fp4 else (128, _WEIGHT)
-    groups, loaders = config.warpgroups, 40 if config.warpgroups == 2 else 32
-    height = 64 if b is None else 32
-    stage = 64 * groups * step + parts * (128 * config.part + 4 * scales)
+    height = 64 * groups * fragments  # weight rows of a job
+    weights_of = height if b is None else height // 2
+    at_once = weights_of if fragments == 2 else weights_of // groups
+    stage = height * step + parts * (128 * config.part + 4 * scales)
+    held = 2 * height * 4 * QUAD if fp4 else 0  # scales of the weights
+    room = (((SHARED if groups == 2 else SHARED - 10) << 10) // config.programs - held) // stage
+    loaders = 40 if groups == 2 and fragments == 1 else 32
     registers = 65536 // config.programs // (128 * groups + 128) // 8 * 8
     multiprocessors = gpu(x.device).multiprocessors
+
+    def weight_and_scale(stack: ExpertStack | None) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+        if stack is None:
+            return None, None
+        weight = _tiled(stack.weight.flatten(0, 1), at_once, step, layout)
+        return weight, _tiled(stack.scale.flatten(0, 1), at_once, 4 * QUAD, _BYTES) if fp4 else None
+
+    a_weight, a_scale = weight_and_scale(a)
+    b_weight, b_scale = weight_and_scale(b)
     experts_hopper_kernel[(multiprocessors * config.programs,)](
-        _tiled(x, config.part, 128, _WEIGHT),
+        _tiled(x, box, 128, _WEIGHT),
         _tiled(x_scale, 1, scales, _SCALES),
-        _tiled(a.weight.flatten(0, 1), height, step, layout),
-        None if b is None else _tiled(b.weight.flatten(0, 1), height, step, layout),
-        a.scale,
-        None if b is None else b.scale,
+        a_weight,
+        b_weight,
+        a_scale,
+        b_scale,
+        None if fp4 else a.scale,
+        None if fp4 or b is None else b.scale,
         a.exponent if fp4 else None,
         b.exponent if fp4 and b is not None else None,
         rows.tiles,
@@ -251,14 +270,18 @@ def _product(
             SIZES=config.sizes,
             PART=config.part,
             PARTS=parts,
-            STAGES=min(config.stages, ((SHARED if groups == 2 else SHARED - 10) << 10) // config.programs // stage),
+            # scales of two quads of blocks are held: a block's stage is free only once its quad's are read
+            STAGES=min(config.stages, room, 2 * QUAD if fp4 else room),
             OVERLAP=config.overlap,
             SCALES=scales,
-            ROW_BLOCKS=triton.cdiv(N, groups * height),
+            ROW_BLOCKS=triton.cdiv(N, weights_of),
             WARPGROUPS=groups,
             WAIT=wait,
+            FRAGMENTS=fragments,
+            BOX=box,
         ),
         REGISTERS=min(240, (registers * (groups + 1) - loaders) // groups // 8 * 8),
+        LOADERS=loaders,
         enable_fp_fusion=True,
         num_warps=4,
         maxnreg=registers,
