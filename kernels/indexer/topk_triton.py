@@ -6,6 +6,10 @@ scores reach, and one pass over the row keeps these candidates. If there are too
 bound; if there are too few, the row is read again without a bound. So the result is exact for every sample.
 
 Several programs may split a row. The last of them to finish selects among the candidates of all of them.
+
+There are two kernels. `topk_kernel` lists groups of columns first and reads their scores again, a block at a time.
+`topk_few_rows_kernel` lists scores at once: without these round trips to memory a few long rows take less time, but it
+needs so many registers that a processor runs one program.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import triton.language as tl
 from deepseek_attn.kernels.common.row_ops import begin
 
 _LOWEST = tl.constexpr(-(2**31))  # lower than the key of any score: marks what is no candidate
+_EVEN_ROUNDS = tl.constexpr(8)  # of a search among scores that are spread evenly
 
 
 @triton.jit
@@ -40,15 +45,28 @@ def _range(key):
 
 
 @triton.jit
-def _threshold(key, low, high, count, least, most):
+def _threshold(key, low, high, count, least, most, EVEN_ROUNDS: tl.constexpr = 0):
     """A value that ``least`` to ``most`` keys reach (more if they are equal), and how many reach it.
 
     ``count`` keys reach ``low`` and none reaches ``high``. With ``least`` keys or fewer the value is ``low``.
+
+    Notes:
+        A round counts at two values: at thirds of the range of scores for ``EVEN_ROUNDS`` rounds, then of keys.
+        Scores are the quicker ones for the few highest of a row, because half of all keys are of scores near zero;
+        thirds of the range of keys bound the number of rounds.
     """
+    rounds = 0
     while (low + 1 < high) & (count > most):
         step = tl.maximum(((high >> 1) - (low >> 1)) // 3 * 2, 1)
-        first = low + step
-        last = tl.maximum(high - step, first)
+        first, last = low + step, high - step
+        if EVEN_ROUNDS > 0:
+            third = (_score_of(high) - _score_of(low)) * (1 / 3)
+            if (rounds < EVEN_ROUNDS) & (third < float("inf")):
+                first, last = _order(_score_of(low) + third), _order(_score_of(high) - third)
+            first = tl.minimum(tl.maximum(first, low + 1), high - 1)
+        last = tl.maximum(last, first)
+        if EVEN_ROUNDS > 0:
+            last = tl.minimum(last, high - 1)
         # two counts of 16 bits in one sum
         reached = tl.sum(tl.where(key >= last, 0x10001, (key >= first).to(tl.int32)), None)
         at_first, at_last = reached & 0xFFFF, (reached >> 16) & 0xFFFF
@@ -58,6 +76,7 @@ def _threshold(key, low, high, count, least, most):
             low, count, high = first, at_first, last
         else:
             high = first
+        rounds += 1
     return low, count
 
 
@@ -95,13 +114,13 @@ def _place(flag):
 
 
 @triton.jit
-def _choose(key, count, K: tl.constexpr):
+def _choose(key, count, K: tl.constexpr, EVEN_ROUNDS: tl.constexpr = 0):
     """Mask of the K highest of ``count`` valid keys ``[R, U, 4]``, their places in the output, and the lowest of them.
 
     Ties: the first. All valid keys if there are K or fewer.
     """
     low, high = _range(key)
-    low, count = _threshold(key, low, high, count, K, K)
+    low, count = _threshold(key, low, high, count, K, K, EVEN_ROUNDS)
     chosen = key >= low
     if count > K:
         above = tl.sum((key > low).to(tl.int32), None)
@@ -347,4 +366,178 @@ def topk_kernel(
                     # the bound was too high, or the splits kept too many candidates: read the whole row without a bound
                     start, stop = 0, n
                     least = n * 0 + _LOWEST
+                    is_split = False
+
+
+@triton.jit
+def _bound_of_runs(scores_ptr, n, SAMPLE: tl.constexpr, TARGET: tl.constexpr, R: tl.constexpr):
+    """As `_sampled_bound`, of a random run of four columns from each of ``SAMPLE / 4`` equal ranges."""
+    i = _groups(SAMPLE, R)[:, :, None]
+    random = ((i * -1640531535) & 0x7FFFFFFF).to(tl.float32) * (2.0**-31)
+    run = tl.minimum(((i + random) * (n.to(tl.float32) / SAMPLE)).to(tl.int32), n // 4 - 1)
+    key = _order(tl.load(scores_ptr + run * 4 + tl.arange(0, 4)[None, None, :]))
+    low, high = _range(key)
+    rank = tl.cdiv(TARGET * SAMPLE, n)
+    count = tl.full((), SAMPLE, tl.int32)
+    low, _count = _threshold(key, low, high, count, rank, rank + rank // 8, _EVEN_ROUNDS)
+    return low
+
+
+@triton.jit
+def _packed(score, column):
+    return (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | column.to(tl.int64)
+
+
+@triton.jit
+def _load_listed(candidates_ptr, at, inside):
+    """Keys and columns of candidates, stored as scores in the upper and columns in the lower half."""
+    packed = tl.load(candidates_ptr + at, mask=inside, other=-1, cache_modifier=".cg")
+    column = packed.to(tl.int32)
+    score = (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(column < 0, _LOWEST, _order(score)), column
+
+
+@triton.jit
+def _keep_best_listed(candidates_ptr, count, K: tl.constexpr, CAPACITY: tl.constexpr, R: tl.constexpr):
+    """Reduces the candidates to the best K, and returns the score that later candidates must reach."""
+    tl.debug_barrier()
+    i = _entries(_groups(CAPACITY, R))
+    key, column = _load_listed(candidates_ptr, i, i < count)
+    chosen, place, low = _choose(key, count, K, _EVEN_ROUNDS)
+    tl.debug_barrier()
+    tl.store(candidates_ptr + place, _packed(_score_of(key), column), mask=chosen)
+    return _score_of(low + 1)
+
+
+@triton.jit
+def _list_candidates(
+    scores_ptr, start, stop, least, candidates_ptr, K: tl.constexpr, TILE: tl.constexpr, CAPACITY: tl.constexpr,
+    R: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Collects up to ``CAPACITY`` candidates, scores of columns ``start .. stop - 1`` whose keys reach ``least``.
+
+    Returns their number.
+    """
+    U: tl.constexpr = TILE // 4 // R
+    group = _groups(TILE, R)
+    u = tl.arange(0, U)[None, :, None]
+    bound = _score_of(least)
+    count = 0
+    score = _load_scores(scores_ptr + tl.multiple_of(start, 4), group, stop - start, ALIGNED)
+    for first in range(start, stop, TILE):
+        following = first + TILE
+        later = _load_scores(scores_ptr + tl.multiple_of(following, 4), group, stop - following, ALIGNED)
+        column = first + _entries(group)
+        done = 0
+        more_columns = U
+        while done < U:
+            keep = ~(score < bound) & (column < stop)  # a NaN counts as the lowest later
+            keep = keep & (u >= done) & (u < done + more_columns)
+            place, more = _place(keep)
+            if count + more <= CAPACITY:
+                tl.store(candidates_ptr + count + place, _packed(score, column), mask=keep)
+                count += more
+                done += more_columns
+            elif count > K:
+                bound = _keep_best_listed(candidates_ptr, count, K, CAPACITY, R)
+                count = K
+            else:
+                more_columns = more_columns // 2
+        score = later
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit(do_not_specialize=["W", "table_stride", "lens_ptr", "block_table_ptr", "token_to_req_ptr"])
+def topk_few_rows_kernel(
+    scores_ptr,
+    lens_ptr,
+    out_ptr,
+    block_table_ptr,
+    token_to_req_ptr,
+    slot_ptr,
+    candidates_ptr,
+    counts_ptr,
+    arrivals_ptr,
+    W,
+    scores_stride,
+    out_stride,
+    slot_stride,
+    table_stride,
+    K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    TARGET: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    R: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PAGE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program ``(t, s)``: split ``s`` of row ``t``."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    n = tl.minimum(tl.maximum(tl.load(lens_ptr + row), 0), W).to(tl.int32)
+    scores_ptr += row * scores_stride
+    out_ptr += row * out_stride
+    candidates_ptr += row * (SPLITS * CAPACITY)
+    if PAGE > 0:
+        slot_ptr += row * slot_stride
+        block_table_ptr += tl.load(token_to_req_ptr + row).to(tl.int64) * table_stride
+    if n <= K:
+        if split == 0:
+            _all_columns(n, K, out_ptr, block_table_ptr, slot_ptr, PAGE, 256)
+    elif n <= CAPACITY:
+        if split == 0:
+            group = _groups(CAPACITY, R)
+            column = _entries(group)
+            key = tl.where(column < n, _order(_load_scores(scores_ptr, group, n, ALIGNED)), _LOWEST)
+            chosen, place, _low = _choose(key, n, K, _EVEN_ROUNDS)
+            _store_results(chosen, place, column, out_ptr, block_table_ptr, slot_ptr, PAGE)
+    else:
+        columns = tl.cdiv(tl.cdiv(n, SPLITS), 128) * 128
+        start = split * columns
+        stop = tl.minimum(start + columns, n)
+        least = _bound_of_runs(scores_ptr, n, SAMPLE, TARGET, R)
+        is_split = n > 0
+        todo = n > 0
+        i = _entries(_groups(CAPACITY, R))
+        while todo:
+            own = candidates_ptr + split * CAPACITY
+            count = _list_candidates(scores_ptr, start, stop, least, own, K, TILE, CAPACITY, R, ALIGNED)
+            at = i + split * CAPACITY
+            stored = count
+            if is_split:
+                # the list is filled up to a multiple of four, so that groups of four are of one list
+                pad = count + tl.arange(0, 4)
+                tl.store(own + pad, tl.full((4,), -1, tl.int64), mask=pad < (count + 3) // 4 * 4)
+                tl.store(counts_ptr + row * SPLITS + split, count)
+                tl.debug_barrier()  # all candidates are written before the arrival is counted
+                if tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel") == SPLITS - 1:
+                    tl.store(arrivals_ptr + row, 0)
+                    count = 0
+                    stored = 0
+                    skipped = _groups(CAPACITY, R) * 0
+                    for p in tl.static_range(SPLITS):
+                        kept = tl.load(counts_ptr + row * SPLITS + p, cache_modifier=".cg")
+                        count += kept
+                        filled = (kept + 3) // 4 * 4
+                        stored += filled
+                        skipped += tl.where(_groups(CAPACITY, R) * 4 >= stored, CAPACITY - filled, 0)
+                    at = i + skipped[:, :, None]
+                else:
+                    todo = n < 0
+            if todo:
+                key, column = _load_listed(candidates_ptr, at, i < stored)
+                chosen, place, low = _choose(key, count, K, _EVEN_ROUNDS)
+                if (count >= K) & (stored <= CAPACITY) & (low >= least):
+                    _store_results(chosen, place, column, out_ptr, block_table_ptr, slot_ptr, PAGE)
+                    todo = n < 0
+                else:
+                    # the bound was too high, or the splits kept too many candidates: the whole row is read again,
+                    # with a bound that K of those candidates reach, or without one
+                    start, stop = 0, n
+                    least = tl.where(stored > CAPACITY, low, _LOWEST)
                     is_split = False

@@ -14,7 +14,7 @@ import triton
 from triton.compiler import ASTSource
 
 from deepseek_attn.kernels.indexer.topk import TopkLaunchConfig, choose_config, topk_indices
-from deepseek_attn.kernels.indexer.topk_triton import topk_kernel
+from deepseek_attn.kernels.indexer.topk_triton import topk_few_rows_kernel, topk_kernel
 from tests.kernels.compiled_launches import CAPABILITIES, on_gpus, target_of
 
 NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
@@ -34,12 +34,15 @@ KINDS = [
 ]
 KINDS += ["high sample", "low sample"]
 SMALL = [TopkLaunchConfig(*tiling) for tiling in ((1, 256, 256, 256, 1), (1, 128, 512, 256, 1), (4, 128, 256, 256, 1))]
+# a tile of at most, and of twice as many columns as there can be candidates
+SMALL += [TopkLaunchConfig(4, 128, 256, 256, 1, few_rows=True), TopkLaunchConfig(2, 512, 128, 256, 1, few_rows=True)]
 
 
 # --- every kernel compiles for every generation, on any machine ---
 
 
-SHAPES = [(4096, 2048, 512), (1, 262144, 512), (128, 32768, 512), (4096, 32768, 1024), (4, 131072, 2048)]
+SHAPES = [(4096, 2048, 512), (1, 262144, 512), (16, 262144, 512), (128, 32768, 512), (4096, 32768, 1024)]
+SHAPES += [(4, 131072, 2048)]
 
 
 @pytest.mark.parametrize(("arch", "shape"), on_gpus(SHAPES, SHAPES[:1]), ids=str)
@@ -47,13 +50,7 @@ SHAPES = [(4096, 2048, 512), (1, 262144, 512), (128, 32768, 512), (4096, 32768, 
 def test_compiles(arch, shape):
     T, W, k = shape
     config = choose_config(T, W, k, 132)
-    constants = {
-        "K": k,
-        "SPLITS": config.splits,
-        "TILE": config.tile,
-        "BLOCK": config.capacity // 2,
-        "SAMPLE": config.sample,
-    }
+    constants = {"K": k, "SPLITS": config.splits, "TILE": config.tile, "SAMPLE": config.sample}
     constants |= {
         "TARGET": config.capacity // 2,
         "CAPACITY": config.capacity,
@@ -61,24 +58,32 @@ def test_compiles(arch, shape):
         "ALIGNED": True,
     }
     constants |= {"PAGE": 64, "PDL": CAPABILITIES[arch] >= (9, 0)}
-    names = topk_kernel.arg_names
-    kinds = {name: "*i32" for name in names if name.endswith("_ptr")} | {"scores_ptr": "*fp32"}
+    kinds = {"scores_ptr": "*fp32"}
+    kernel = topk_few_rows_kernel if config.few_rows else topk_kernel
+    if config.few_rows:
+        kinds["candidates_ptr"] = "*i64"
+    else:
+        constants["BLOCK"] = config.capacity // 2
+    names = kernel.arg_names
+    kinds = {name: "*i32" for name in names if name.endswith("_ptr")} | kinds
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-    source = ASTSource(topk_kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
     options = {"num_warps": config.num_warps, "maxnreg": config.max_registers, "enable_fp_fusion": True}
-    kernel = triton.compile(source, target=target_of(arch), options=options)
-    assert kernel.asm["cubin"]
-    assert kernel.metadata.shared <= 99 * 1024
+    compiled = triton.compile(source, target=target_of(arch), options=options)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= 99 * 1024
 
 
 @pytest.mark.parametrize("k", [1, 7, 64, 100, 192, 512, 513, 1024, 2048, 4096])
 def test_a_config_has_capacity(k):
     for T in (1, 2, 7, 32, 128, 512, 4096):
-        for W in (1, 100, 1024, 2048, 4096, 32768, 300_000, 8_000_000):
+        for W in (1, 100, 1024, 2048, 4096, 32768, 131_073, 262_144, 300_000, 8_000_000):
             config = choose_config(T, W, k, 132)
             threads = 32 * config.num_warps
             assert config.capacity - config.capacity // 2 >= k  # a block of columns fits beside the best k
             assert 4 * threads <= config.capacity // 2
+            assert config.few_rows == (k <= 512 and T <= 8 and 131_072 < W < 524_288)
+            assert not config.few_rows or k + 4 * threads <= config.capacity
             # counts of a thread's columns are 16 bits of one number
             assert max(config.capacity, config.tile) <= 16 * threads
             assert config.sample >= 4 * threads
@@ -132,6 +137,9 @@ def make(kind, T, W, k, device):
             random = ((i * -1640531535) & 0x7FFFFFFF).float() * 2.0**-31
             column = ((i + random) * (W / sample)).long().clamp(max=W - 1)
             scores[:, column] += 100 if kind == "high sample" else -100
+            run = ((i + random) * (W / sample)).long()[: sample // 4].clamp(max=W // 4 - 1)
+            column = (4 * run[:, None] + torch.arange(4)).flatten()
+            scores[:, column] += 100 if kind == "high sample" else -100
     if kind == "zeros":
         scores = torch.where(torch.rand(T, W) < 0.5, -0.0, 0.0)
     if kind == "wide":
@@ -157,7 +165,7 @@ def test_small_configs(gpu, config, kind):
 @pytest.mark.parametrize("k", [1, 7, 64, 100, 192, 512, 513, 1024, 2048])
 @pytest.mark.parametrize("W", [1, 65, 1000, 2048, 8193, 16385, 40_000, 300_000])
 def test_large(real_gpu, W, k, kind):
-    scores, lens = make(kind, 13, W, k, real_gpu)
+    scores, lens = make(kind, 8 if W == 300_000 else 13, W, k, real_gpu)
     assert torch.equal(topk_indices(scores, lens.int(), k), reference.topk_indices(scores, lens, k))
 
 
@@ -213,15 +221,16 @@ def test_fifty_launches_are_bit_identical(real_gpu, T, W):
     assert all(torch.equal(topk_indices(scores, lens, 512), first) for _ in range(50))
 
 
-def test_graph_replays_with_other_scores_and_lengths(real_gpu):
-    scores, lens = make("normal", 9, 70_000, 512, real_gpu)
+@pytest.mark.parametrize(("T", "W"), [(9, 70_000), (8, 262_144)])
+def test_graph_replays_with_other_scores_and_lengths(real_gpu, T, W):
+    scores, lens = make("normal", T, W, 512, real_gpu)
     topk_indices(scores, lens, 512)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = topk_indices(scores, lens, 512)
     for kind in KINDS:
-        other, _ = make(kind, 9, 70_000, 512, real_gpu)
+        other, _ = make(kind, T, W, 512, real_gpu)
         scores.copy_(other)
         lens.copy_(lens.roll(1))
         graph.replay()
