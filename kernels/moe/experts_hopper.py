@@ -430,6 +430,7 @@ def _multiply_fragments(
             product_b = warpgroup_mma(left, x, zeros, use_acc=False, is_async=True)
         product_b = warpgroup_mma_wait(0, deps=[product_b])
         acc_b = _add_part(acc_b, product_b, x_scale, None)
+        # everything of the stage has been used, by this thread: the ring counts all threads
         arrive_alone(buffers.empty.index(stage), increment_count=False)
         wraps = stage == TILING.STAGES - 1
         stage = gl.where(wraps, 0, stage + 1)

@@ -73,7 +73,9 @@ def fits_hopper(x: Tensor, w1: ExpertStack, w3: ExpertStack, w2: ExpertStack, fp
         return False
     if any(stack.scale is None or (stack.is_fp4 and stack.exponent is None) for stack in stacks):
         return False
-    aligned = all(stack.weight.data_ptr() % 16 == 0 for stack in stacks)
+    # what is loaded as tiles; FP8's scales are not
+    tiled = [part for stack in stacks for part in ((stack.weight, stack.scale) if stack.is_fp4 else (stack.weight,))]
+    aligned = all(part.data_ptr() % 16 == 0 for part in tiled)
     return aligned and x.shape[1] % _STEP == 0 and w1.weight.shape[1] % _STEP == 0
 
 

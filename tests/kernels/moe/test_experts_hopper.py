@@ -77,9 +77,12 @@ def test_fp4_is_exact_in_fp8():
 # --- what is launched ---
 
 
-def fits(T=100, D=1024, inner=512, fmt="fp4", dtype=BF16, exponents=True, fp8_input=True):
+def fits(T=100, D=1024, inner=512, fmt="fp4", dtype=BF16, exponents=True, fp8_input=True, unaligned=None):
     case = make_case(T, D, inner, 4, 2, fmt, dtype, "cpu")
     w2 = case.w2 if exponents else case.w2._replace(exponent=None)
+    if unaligned:
+        part = getattr(w2, unaligned)
+        w2 = w2._replace(**{unaligned: part.new_empty(part.numel() + 1)[1:].view(part.shape)})
     return launch_hopper.fits_hopper(case.x, case.w1, case.w3, w2, fp8_input)
 
 
@@ -88,7 +91,9 @@ def test_which_experts_it_takes(monkeypatch):
     assert fits()
     assert fits(fmt="fp8")
     assert fits(dtype=torch.float16)
+    assert fits(fmt="fp8", unaligned="scale")  # read by threads
     others = [{"D": 768}, {"inner": 256}, {"fmt": "plain"}, {"dtype": F32}, {"exponents": False}, {"fp8_input": False}]
+    others += [{"unaligned": "weight"}, {"unaligned": "scale"}]
     assert not any(fits(**other) for other in others)
     pass_for_gpu(monkeypatch, (10, 0), launch_hopper)
     assert not fits()
