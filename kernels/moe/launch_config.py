@@ -38,7 +38,7 @@ class HopperLaunchConfig:
         programs: per multiprocessor, 1 or 2.
         warpgroups: that multiply, 2 or 3; three with programs of their own only.
         overlap: two parts are multiplied at once, which takes registers.
-        fragments: of 64 weight rows that a warpgroup multiplies, 1 or 2; two of FP4 weights and with one part only.
+        fragments: of 64 weight rows that a warpgroup multiplies, 1 or 2; two with one part only, FP8 weights take one.
     """
 
     sizes: tuple[int, ...]

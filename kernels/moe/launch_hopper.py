@@ -224,7 +224,7 @@ def _product(
     """
     x, x_scale = inputs
     N, K, fp4 = a.weight.shape[1], x.shape[1], a.is_fp4
-    groups, fragments = config.warpgroups, config.fragments
+    groups, fragments = config.warpgroups, config.fragments if fp4 else 1
     parts, scales = triton.cdiv(config.sizes[-1], config.part), max(config.part, 32)
     box = config.sizes[0] if fragments == 2 else config.part
     step, layout = (64, _HALF_WEIGHT) if fp4 else (128, _WEIGHT)

@@ -18,7 +18,7 @@ from triton import cdiv
 
 from deepseek_attn.kernels.common import fp4_hopper
 from deepseek_attn.kernels.moe import experts as moe
-from deepseek_attn.kernels.moe import experts_hopper, launch_hopper
+from deepseek_attn.kernels.moe import experts_hopper, experts_hopper_weights, launch_hopper
 from deepseek_attn.kernels.moe.launch_config import HOPPER_CONFIGS, HopperLaunchConfig, choose_hopper_config
 from tests.kernels.compiled_launches import compiled_launches, pass_for_gpu, ptxas_report
 
@@ -74,6 +74,15 @@ def test_fp4_is_exact_in_fp8():
                 assert torch.equal(got.signbit(), values[codes].signbit())
 
 
+def test_scales_of_a_group_in_four_blocks():
+    """Byte n of four words in one word, the first lowest."""
+    text = experts_hopper_weights._PICK.value.replace("    .reg", "//")
+    words = {f"${i}": sum((16 * i + byte) << 8 * byte for byte in range(4)) for i in range(1, 5)}
+    for group in range(4):
+        found = run_ptx(text, words | {"$5": group | group + 4 << 4})["$0"]
+        assert list(found.to_bytes(4, "little")) == [16 * i + group for i in range(1, 5)]
+
+
 # --- what is launched ---
 
 
@@ -123,8 +132,9 @@ def launches(monkeypatch, fmt, config, tokens=100, hidden=1024, inner=512):
 
 
 CONFIGS = {str(config.sizes[-1]): config for _, config in HOPPER_CONFIGS}
-# of FP8 weights only the largest tiles are launched
+# of FP8 weights only the largest tiles are launched; tests on a GPU launch all, and 16 stands for two fragments
 COMPILED = [*(("fp4", name) for name in CONFIGS), ("fp8", str(choose_hopper_config(1 << 16, 256, False).sizes[-1]))]
+COMPILED += [("fp8", "16")]
 
 
 @pytest.mark.parametrize(("fmt", "name"), tiered(COMPILED, [("fp4", "8")]))
