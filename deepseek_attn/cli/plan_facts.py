@@ -37,6 +37,8 @@ class PlanFacts:
     """
 
     def __init__(self, args: argparse.Namespace):
+        if args.ranks != 1 and args.gpu is None:
+            raise ValueError("--ranks: say of which GPUs, --gpu h200")
         self.args, self.config, device = args, ModelConfig.from_pretrained(args.model), pick_device(None)
         self.on_gpu, self.dp_attention = args.gpu is not None or device.type == "cuda", args.layout == "dp"
         self.numerics = numerics_for(self.config, args.numerics or ("serving" if self.on_gpu else "exact"))
@@ -74,8 +76,6 @@ class PlanFacts:
             facts |= self.what_fits(memory_of)
         if args.gpu is not None:
             facts["ranks"] = self.rank_facts()
-        elif args.ranks != 1:
-            raise ValueError("--ranks: say of which GPUs, --gpu h200")
         return facts
 
     def plan(self, max_model_len: int, max_num_seqs: int, kv_cache_bytes: int | None = None) -> Plan:

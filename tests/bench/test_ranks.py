@@ -12,7 +12,7 @@ import torch
 
 from deepseek_attn.bench.machines import H200
 from deepseek_attn.bench.ranks import RankLayout, RankModel, busiest_share
-from deepseek_attn.cli import main
+from deepseek_attn.cli import main, plan_facts
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from tests.layers.parallel.cases import v4_config
@@ -129,6 +129,11 @@ def test_the_command(tmp_path, capsys):
     assert "2 x h200, layout tp" in capsys.readouterr().out
     assert main(["plan", *limits[:-1], "3"]) == 2
     assert "n_routed_experts = 8 is no multiple of 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ranks_need_a_gpu_by_name(device, capsys, monkeypatch):
+    monkeypatch.setattr(plan_facts, "pick_device", lambda wanted: torch.device(device))
     assert main(["plan", "--ranks", "2"]) == 2
     assert "--gpu h200" in capsys.readouterr().err
 

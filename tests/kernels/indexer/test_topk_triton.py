@@ -137,9 +137,10 @@ def make(kind, T, W, k, device):
             random = ((i * -1640531535) & 0x7FFFFFFF).float() * 2.0**-31
             column = ((i + random) * (W / sample)).long().clamp(max=W - 1)
             scores[:, column] += 100 if kind == "high sample" else -100
-            run = ((i + random) * (W / sample)).long()[: sample // 4].clamp(max=W // 4 - 1)
-            column = (4 * run[:, None] + torch.arange(4)).flatten()
-            scores[:, column] += 100 if kind == "high sample" else -100
+            if W >= 4:
+                run = ((i + random) * (W / sample)).long()[: sample // 4].clamp(max=W // 4 - 1)
+                column = (4 * run[:, None] + torch.arange(4)).flatten()
+                scores[:, column] += 100 if kind == "high sample" else -100
     if kind == "zeros":
         scores = torch.where(torch.rand(T, W) < 0.5, -0.0, 0.0)
     if kind == "wide":
