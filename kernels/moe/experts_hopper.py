@@ -1,10 +1,10 @@
 """Gluon device code of `launch_hopper`: products of routed rows with FP4 or FP8 experts on Hopper's FP8 tensor cores.
 
-A job is a block of 128, 192 or 256 weight rows of an expert by a tile of rows that are routed to it. Two warps load
-blocks of 128 channels: one of the weight, one of the rows. Two or three warpgroups multiply 64 weight rows each, or two
-fragments of 64 for small tiles: one is converted while the other is multiplied. The weight is the left factor and comes
-from registers: FP4 weights become FP8 on the way. Each block of channels has a fresh accumulator, which is added under
-its scales.
+A job is a block of 128 or 192 weight rows of an expert by a tile of rows that are routed to it. Two warps load blocks
+of 128 channels: one of the weight, one of the rows. For small tiles a stage has a pair of them, so that 128 bytes of a
+weight row are read at a time, and one block is converted while the other is multiplied. Two or three warpgroups
+multiply 64 weight rows each. The weight is the left factor and comes from registers: FP4 weights become FP8 on the way.
+Each block of channels has a fresh accumulator, which is added under its scales.
 
 A thread of a tensor core's left factor holds runs of 4 channels that are 16 apart. Rows are stored with the channels of
 a block reordered (`prepare_rows_kernel`), so that these are 32 consecutive channels of the weight: those of one scale.
@@ -33,9 +33,11 @@ from deepseek_attn.kernels.common.gluon import arrive_alone, barrier, load_tile,
 from deepseek_attn.kernels.moe.experts_hopper_weights import (
     QUAD,
     exponents,
+    fp4_words,
     fp8_weight,
     left_factor,
     scale_layout,
+    stored_pair,
     weight_powers,
 )
 
@@ -43,7 +45,6 @@ TOP = 6  # the largest scale of a row becomes this power of two
 _TOP = gl.constexpr(TOP)
 _QUAD = gl.constexpr(QUAD)
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_HALF_WEIGHT = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
 _WEIGHT = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 _BYTES = gl.constexpr(gl.NVMMASharedLayout(0, 8, 2))
 
@@ -69,13 +70,13 @@ class Tiling:
         GATED: a job computes ``swiglu`` of two products, of 64 rows of either weight.
         SIZES: numbers of routed rows that a tile is rounded up to, in rising order.
         PART: routed rows that are multiplied at once, at most; PARTS: of the largest tile.
-        STAGES: blocks of 128 channels in flight.
+        STAGES: in flight.
         OVERLAP: two parts are multiplied at once, which takes registers.
         SCALES: input scales of a part; TMA writes at multiples of 128 bytes.
         ROW_BLOCKS: jobs of a tile.
         WARPGROUPS: that multiply.
         WAIT: the launch before wrote the tiles, else only rows of x.
-        FRAGMENTS: of 64 weight rows that a warpgroup multiplies, 1 or 2; two of FP4 only, and with one part only.
+        CHANNELS: of a stage, 128 or 256: 256 of FP4 only, and with one part only.
         BOX: routed rows that are loaded at once.
     """
 
@@ -92,7 +93,7 @@ class Tiling:
     ROW_BLOCKS: int
     WARPGROUPS: int
     WAIT: bool
-    FRAGMENTS: int
+    CHANNELS: int
     BOX: int
 
 
@@ -128,7 +129,7 @@ class Output(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Shared memory by stage: blocks of weight and input, scales of the input, barriers of full and empty stages.
+    """Shared memory by stage: weight, input by block, scales of the input by block, barriers of full and empty stages.
 
     ``weight_scales``: e8m0 scales of FP4 weights, of `QUAD` blocks, twice; None with FP8.
     """
@@ -152,9 +153,10 @@ def _tile_of(tiles, job, TILING: gl.constexpr):
 def _load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING: gl.constexpr):
     """Loads the weight blocks of all jobs of this program in order. The launch before need not be done."""
     STAGES: gl.constexpr = TILING.STAGES
-    STEP: gl.constexpr = 64 if TILING.FP4 else 128
-    BOXES: gl.constexpr = TILING.WARPGROUPS if TILING.FRAGMENTS == 1 else 1
-    HEIGHT: gl.constexpr = TILING.WARPGROUPS * TILING.FRAGMENTS * 64
+    BLOCKS: gl.constexpr = TILING.CHANNELS // 128
+    STEP: gl.constexpr = TILING.CHANNELS // 2 if TILING.FP4 else 128
+    BOXES: gl.constexpr = TILING.WARPGROUPS if BLOCKS == 1 else 1
+    HEIGHT: gl.constexpr = TILING.WARPGROUPS * 64
     ROWS: gl.constexpr = HEIGHT // BOXES // (2 if TILING.GATED else 1)
     if TILING.WAIT:
         gdc_wait()
@@ -164,40 +166,33 @@ def _load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TI
     for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
         expert = gl.load(tiles.entries + job // TILING.ROW_BLOCKS)
         weight_row = expert * TILING.N + job % TILING.ROW_BLOCKS * (BOXES * ROWS)
-        for block in range(TILING.K // 128):
+        for step in range(TILING.K // TILING.CHANNELS):
             stage = n % STAGES
             full = buffers.full.index(stage)
             mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
             if TILING.FP4:
-                with_scales = block % _QUAD == 0
-                mbarrier.expect(full, HEIGHT * STEP, pred=block % _QUAD != 0)
+                with_scales = step % (_QUAD // BLOCKS) == 0
+                mbarrier.expect(full, HEIGHT * STEP, pred=step % (_QUAD // BLOCKS) != 0)
                 mbarrier.expect(full, HEIGHT * (STEP + 4 * _QUAD), pred=with_scales)
                 slot = (slot + with_scales.to(gl.int32)) % 2
                 for i in gl.static_range(BOXES):
-                    row = weight_row + ROWS * i
+                    at = [weight_row + ROWS * i, step * (4 * BLOCKS)]
+                    to = slot * BOXES + i
                     if TILING.GATED:
-                        to = 2 * (slot * BOXES + i)
-                        load_tile(
-                            a_scale_desc, [row, block * 4], full, buffers.weight_scales.index(to), pred=with_scales
-                        )
-                        load_tile(
-                            b_scale_desc, [row, block * 4], full, buffers.weight_scales.index(to + 1), pred=with_scales
-                        )
+                        load_tile(a_scale_desc, at, full, buffers.weight_scales.index(2 * to), pred=with_scales)
+                        load_tile(b_scale_desc, at, full, buffers.weight_scales.index(2 * to + 1), pred=with_scales)
                     else:
-                        to = slot * BOXES + i
-                        load_tile(
-                            a_scale_desc, [row, block * 4], full, buffers.weight_scales.index(to), pred=with_scales
-                        )
+                        load_tile(a_scale_desc, at, full, buffers.weight_scales.index(to), pred=with_scales)
             else:
                 mbarrier.expect(full, HEIGHT * STEP)
             for i in gl.static_range(BOXES):
-                row = weight_row + ROWS * i
+                at = [weight_row + ROWS * i, step * STEP]
+                to = stage * BOXES + i
                 if TILING.GATED:
-                    to = 2 * (stage * BOXES + i)
-                    load_tile(a_desc, [row, block * STEP], full, buffers.weight.index(to))
-                    load_tile(b_desc, [row, block * STEP], full, buffers.weight.index(to + 1))
+                    load_tile(a_desc, at, full, buffers.weight.index(2 * to))
+                    load_tile(b_desc, at, full, buffers.weight.index(2 * to + 1))
                 else:
-                    load_tile(a_desc, [row, block * STEP], full, buffers.weight.index(stage * BOXES + i))
+                    load_tile(a_desc, at, full, buffers.weight.index(to))
             n += 1
 
 
@@ -209,28 +204,30 @@ def _load_rows(x_desc, x_scale_desc, tiles, buffers, TILING: gl.constexpr):
     STAGES: gl.constexpr = TILING.STAGES
     BOX: gl.constexpr = TILING.BOX
     BOXES: gl.constexpr = PART * PARTS // BOX
-    SCALE_BYTES: gl.constexpr = 4 * TILING.SCALES
+    CHANNELS: gl.constexpr = TILING.CHANNELS
+    BLOCKS: gl.constexpr = CHANNELS // 128
+    SCALE_BYTES: gl.constexpr = 4 * TILING.SCALES * BLOCKS
     gdc_wait()
     jobs = gl.load(tiles.count) * TILING.ROW_BLOCKS
     n = jobs * 0
     for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
         _, start, rows = _tile_of(tiles, job, TILING)
-        for block in range(TILING.K // 128):
+        for step in range(TILING.K // CHANNELS):
             stage = n % STAGES
             full = buffers.full.index(stage)
             mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
             for i in gl.static_range(BOXES):
                 is_last = (rows > i * BOX) & ((rows <= (i + 1) * BOX) | (i == BOXES - 1))
-                mbarrier.expect(full, (i + 1) * 128 * BOX + (i * BOX // PART + 1) * SCALE_BYTES, pred=is_last)
+                mbarrier.expect(full, (i + 1) * CHANNELS * BOX + (i * BOX // PART + 1) * SCALE_BYTES, pred=is_last)
             for i in gl.static_range(BOXES):
                 has_box = rows > BOX * i
-                load_tile(
-                    x_desc, [start + BOX * i, block * 128], full, buffers.x.index(stage * BOXES + i), pred=has_box
-                )
+                for j in gl.static_range(BLOCKS):
+                    to = buffers.x.index((stage * BLOCKS + j) * BOXES + i)
+                    load_tile(x_desc, [start + BOX * i, step * CHANNELS + j * 128], full, to, pred=has_box)
             for i in gl.static_range(PARTS):
                 has_part = rows > PART * i
                 to = buffers.scales.index(stage * PARTS + i)
-                load_tile(x_scale_desc, [block, start + PART * i], full, to, pred=has_part)
+                load_tile(x_scale_desc, [step * BLOCKS, start + PART * i], full, to, pred=has_part)
             n += 1
 
 
@@ -246,10 +243,12 @@ def _release(buffers, n, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _part_scale(acc, buffers, part):
-    """Scales of the rows of a part of a tile."""
+def _part_scale(acc, buffers, part, block: gl.constexpr = 0):
+    """Scales of the rows of a part of a tile, for a block of its stage."""
     SCALES: gl.constexpr = buffers.scales.shape[2]
-    scales = reinterpret(buffers.scales.index(part), gl.float32, [SCALES], _FLAT).slice(0, acc.shape[1])
+    BLOCKS: gl.constexpr = buffers.scales.shape[1]
+    scales = reinterpret(buffers.scales.index(part), gl.float32, [BLOCKS * SCALES], _FLAT)
+    scales = scales.slice(block * SCALES, acc.shape[1])
     return scales.load(gl.SliceLayout(0, acc.type.layout))[None, :]
 
 
@@ -380,66 +379,54 @@ def _multiply_tile(
 
 
 @gluon.jit
-def _multiply_fragments(
-    expert, start, rows, row_block, next_expert, next_row_block, head, stage, phase, slot, stacks, output, buffers,
+def _multiply_pairs(
+    expert, start, rows, row_block, next_expert, next_row_block, exponent, stage, phase, slot, stacks, output, buffers,
     SIZE: gl.constexpr, WARPGROUP: gl.constexpr, TILING: gl.constexpr,
 ):  # fmt: skip
-    """The product of this warpgroup's two fragments of an FP4 weight with a tile of ``SIZE`` rows at most, stored.
+    """`_multiply_tile` of an FP4 weight where a stage has a pair of blocks: one is converted under the other's product.
 
-    ``stage``, ``phase``: of the next block in the ring; ``slot``: of its scales.
+    ``stage``, ``phase``: of the next pair in the ring; ``slot``: of its scales.
     """
     GATED: gl.constexpr = TILING.GATED
-    FIRST: gl.constexpr = 2 * WARPGROUP
-    SECOND: gl.constexpr = 2 * WARPGROUP + 1
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 32])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
-    channel = (row_block * TILING.WARPGROUPS + WARPGROUP) * (64 if GATED else 128)
-    all_x = reinterpret(buffers.x, gl.float8e4nv, [TILING.STAGES, TILING.PART, 128], _WEIGHT)
-    exponent_a, exponent_b = head
-    base_a = _bases(exponent_a)
-    base_b = _bases(exponent_b)
-    powers_a = gl.zeros([64, 4], gl.int32, layout=scale_layout(GATED))
-    powers_b = powers_a
+    channel = (row_block * TILING.WARPGROUPS + WARPGROUP) * (32 if GATED else 64)
+    all_x = reinterpret(buffers.x, gl.float8e4nv, [2 * TILING.STAGES, TILING.PART, 128], _WEIGHT)
+    base = _bases(exponent)
+    powers = gl.zeros([64, 4], gl.int32, layout=scale_layout(GATED))
     zeros = gl.zeros([64, SIZE], gl.float32, layout=MMA)
-    acc_a = zeros
-    acc_b = zeros
-    for block in range(TILING.K // 128):
+    acc = zeros
+    for pair in range(TILING.K // 256):
         mbarrier.wait(buffers.full.index(stage), phase)
-        if block % _QUAD == 0:
-            powers_a = weight_powers(buffers, slot, FIRST, TILING)
-            powers_b = weight_powers(buffers, slot, SECOND, TILING)
+        if pair % (_QUAD // 2) == 0:
+            powers = weight_powers(buffers, slot, WARPGROUP, TILING)
             slot ^= 1
-        x = all_x.index(stage).slice(0, SIZE).permute((1, 0))
-        low, high = _bytes_of(powers_a, base_a)
-        powers_a = powers_a >> 8
-        left = left_factor(fp8_weight(buffers, stage, low, high, FIRST, TILING), TILING)
+        first, second = stored_pair(buffers, stage, WARPGROUP, TILING)
+        low, high = _bytes_of(powers, base)
+        left = left_factor(fp4_words(first, low, high, TILING), TILING)
         left = gl.convert_layout(left, LEFT, assert_trivial=True)
-        product_a = warpgroup_mma(left, x, zeros, use_acc=False, is_async=True)
-        low, high = _bytes_of(powers_b, base_b)
-        powers_b = powers_b >> 8
-        left = left_factor(fp8_weight(buffers, stage, low, high, SECOND, TILING), TILING)
+        x = all_x.index(2 * stage).slice(0, SIZE).permute((1, 0))
+        product = warpgroup_mma(left, x, zeros, use_acc=False, is_async=True)
+        low, high = _bytes_of(powers >> 8, base)
+        powers = powers >> 16
+        left = left_factor(fp4_words(second, low, high, TILING), TILING)
         left = gl.convert_layout(left, LEFT, assert_trivial=True)
-        x_scale = _part_scale(zeros, buffers, stage)
-        if SIZE <= 16:
-            product_b = warpgroup_mma(left, x, zeros, use_acc=False, is_async=True)
-            product_a = warpgroup_mma_wait(1, deps=[product_a])
-            acc_a = _add_part(acc_a, product_a, x_scale, None)
-        else:  # there are no registers for two products
-            product_a = warpgroup_mma_wait(0, deps=[product_a])
-            acc_a = _add_part(acc_a, product_a, x_scale, None)
-            product_b = warpgroup_mma(left, x, zeros, use_acc=False, is_async=True)
-        product_b = warpgroup_mma_wait(0, deps=[product_b])
-        acc_b = _add_part(acc_b, product_b, x_scale, None)
+        x = all_x.index(2 * stage + 1).slice(0, SIZE).permute((1, 0))
+        x_scale = _part_scale(zeros, buffers, stage, 0)
+        second_scale = _part_scale(zeros, buffers, stage, 1)
+        second_product = warpgroup_mma(left, x, zeros, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(1, deps=[product])
+        acc = _add_part(acc, product, x_scale, None)
+        second_product = warpgroup_mma_wait(0, deps=[second_product])
+        acc = _add_part(acc, second_product, second_scale, None)
         # everything of the stage has been used, by this thread: the ring counts all threads
         arrive_alone(buffers.empty.index(stage), increment_count=False)
         wraps = stage == TILING.STAGES - 1
         stage = gl.where(wraps, 0, stage + 1)
         phase = phase ^ wraps.to(gl.int32)
-    next_a = exponents(next_expert, next_row_block, stacks, FIRST, TILING)
-    next_b = exponents(next_expert, next_row_block, stacks, SECOND, TILING)
-    _store(acc_a, start, 0, rows, channel, exponent_a, output, TILING)
-    _store(acc_b, start, 0, rows, channel + (32 if GATED else 64), exponent_b, output, TILING)
-    return stage, phase, slot, (next_a, next_b)
+    next_exponent = exponents(next_expert, next_row_block, stacks, WARPGROUP, TILING)
+    _store(acc, start, 0, rows, channel, exponent, output, TILING)
+    return stage, phase, slot, next_exponent
 
 
 @gluon.jit
@@ -487,7 +474,7 @@ def _store(acc, start, first, rows, channel, exponent, output, TILING: gl.conste
         value = value.to(dtype)
     else:
         value = gl.convert_layout(acc.to(dtype), OUT)
-    if N % (CHANNELS * TILING.WARPGROUPS * TILING.FRAGMENTS) == 0:
+    if N % (CHANNELS * TILING.WARPGROUPS) == 0:
         inside = known[None, :]
     else:
         inside = known[None, :] & (row < N)[:, None]
@@ -506,10 +493,7 @@ def _multiply_all(tiles, stacks, output, buffers, WARPGROUP: gl.constexpr, TILIN
     job = gl.program_id(0)
     if job < jobs:
         next_expert, next_start, next_rows = _tile_of(tiles, job, TILING)
-        FRAGMENTS: gl.constexpr = TILING.FRAGMENTS
-        head = exponents(next_expert, job % BLOCKS, stacks, FRAGMENTS * WARPGROUP, TILING)
-        if FRAGMENTS == 2:
-            head = (head, exponents(next_expert, job % BLOCKS, stacks, 2 * WARPGROUP + 1, TILING))
+        exponent = exponents(next_expert, job % BLOCKS, stacks, WARPGROUP, TILING)
         stage = n
         phase = n
         slot = n
@@ -522,15 +506,15 @@ def _multiply_all(tiles, stacks, output, buffers, WARPGROUP: gl.constexpr, TILIN
             next_expert, next_start, next_rows = _tile_of(tiles, following, TILING)
             for i in gl.static_range(len(SIZES)):
                 if (rows > (SIZES[i - 1] if i > 0 else 0)) & (rows <= SIZES[i]):
-                    if FRAGMENTS == 2:
-                        stage, phase, slot, head = _multiply_fragments(
-                            expert, start, rows, job % BLOCKS, next_expert, following % BLOCKS, head, stage, phase,
+                    if TILING.CHANNELS == 256:
+                        stage, phase, slot, exponent = _multiply_pairs(
+                            expert, start, rows, job % BLOCKS, next_expert, following % BLOCKS, exponent, stage, phase,
                             slot, stacks, output, buffers, SIZES[i], WARPGROUP, TILING,
                         )  # fmt: skip
                     else:
-                        n, head = _multiply_tile(
-                            expert, start, rows, job % BLOCKS, next_expert, following % BLOCKS, head, n, stacks, output,
-                            buffers, SIZES[i], WARPGROUP, TILING,
+                        n, exponent = _multiply_tile(
+                            expert, start, rows, job % BLOCKS, next_expert, following % BLOCKS, exponent, n, stacks,
+                            output, buffers, SIZES[i], WARPGROUP, TILING,
                         )  # fmt: skip
 
 
@@ -573,14 +557,16 @@ def experts_hopper_kernel(
     PARTS: gl.constexpr = TILING.PARTS
     SCALES: gl.constexpr = TILING.SCALES
     GROUPS: gl.constexpr = TILING.WARPGROUPS
-    BOXES: gl.constexpr = GROUPS if TILING.FRAGMENTS == 1 else 1
+    BLOCKS: gl.constexpr = TILING.CHANNELS // 128
+    BOXES: gl.constexpr = GROUPS if BLOCKS == 1 else 1
     WEIGHTS: gl.constexpr = BOXES * STAGES * (2 if TILING.GATED else 1)
-    ROWS: gl.constexpr = (32 if TILING.GATED else 64) * TILING.FRAGMENTS * GROUPS // BOXES
-    X_BOXES: gl.constexpr = STAGES * PARTS * PART // TILING.BOX
+    ROWS: gl.constexpr = (32 if TILING.GATED else 64) * GROUPS // BOXES
+    X_BOXES: gl.constexpr = STAGES * BLOCKS * PARTS * PART // TILING.BOX
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     if TILING.FP4:
-        w_buffer = gl.allocate_shared_memory(gl.uint8, [WEIGHTS, ROWS, 64], _HALF_WEIGHT)
+        HALF: gl.constexpr = TILING.CHANNELS // 2
+        w_buffer = gl.allocate_shared_memory(gl.uint8, [WEIGHTS, ROWS, HALF], gl.NVMMASharedLayout(HALF, 8, 2))
     else:
         w_buffer = gl.allocate_shared_memory(gl.float8e4nv, [WEIGHTS, ROWS, 128], _WEIGHT)
     if TILING.FP4:
@@ -588,10 +574,12 @@ def experts_hopper_kernel(
     else:
         weight_scales = None
     x_buffer = gl.allocate_shared_memory(gl.float8e4nv, [X_BOXES, TILING.BOX, 128], _WEIGHT)
-    scale_buffer = gl.allocate_shared_memory(gl.float32, [STAGES * PARTS, 1, SCALES], gl.NVMMASharedLayout(0, 32, 2))
+    scale_buffer = gl.allocate_shared_memory(
+        gl.float32, [STAGES * PARTS, BLOCKS, SCALES], gl.NVMMASharedLayout(0, 32, 2)
+    )
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
-        mbarrier.init(empty.index(i), count=GROUPS if TILING.FRAGMENTS == 1 else 128 * GROUPS)
+        mbarrier.init(empty.index(i), count=GROUPS if BLOCKS == 1 else 128 * GROUPS)
     fence_async_shared()
     buffers = Buffers(w_buffer, weight_scales, x_buffer, scale_buffer, full, empty)
     stacks = Stacks(a_scale, b_scale, a_exponent, b_exponent)

@@ -33,15 +33,6 @@ def _weight_layout(gated, shape, columns):
 
 
 @gluon.constexpr_function
-def _half_layout(words, shared=False):
-    """32 rows of the gate or of the other weight, in words; ``shared``: the threads of a row have all words of it."""
-    in_thread = [[0, 1 << i] for i in range(words.bit_length() - 1)]
-    others = [[0, 0], [0, 0]] if shared else [[0, words], [0, 2 * words]]
-    lanes = [*others, [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(in_thread, lanes, [[8, 0], [16, 0]], [], [32, words if shared else 4 * words])
-
-
-@gluon.constexpr_function
 def _word_layout(gated, words, with_bytes):
     """Layout of int32 words ``[64, 4, words]`` (or bytes, ``[64, 4, words, 4]``) of which a thread has one quarter."""
     in_thread = [[0, 0, 1 << i, 0] for i in range(words.bit_length() - 1)]
@@ -51,32 +42,56 @@ def _word_layout(gated, words, with_bytes):
 
 
 @gluon.jit
-def fp8_weight(buffers, stage, low, high, FRAGMENT: gl.constexpr, TILING: gl.constexpr):
+def fp8_weight(buffers, stage, low, high, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     """Weight rows of a block in registers, e4m3 in words: int32 ``[64, 4, 8]``.
 
     ``low``, ``high``: int32 ``[64, 4]``, the bytes of the power of two of each row and group, for FP4.
     """
     GATED: gl.constexpr = TILING.GATED
-    STAGES: gl.constexpr = TILING.STAGES
     WORDS: gl.constexpr = 4 if TILING.FP4 else 8
     FORM: gl.constexpr = gl.NVMMASharedLayout(64 if TILING.FP4 else 128, 32, 2)
     LAST: gl.constexpr = [[0, 1], [0, 2]] if TILING.FP4 else [[0, 1], [0, 2], [0, 4]]
     LOAD: gl.constexpr = _weight_layout(GATED, [64, 4 * WORDS], (LAST, [[0, WORDS], [0, 2 * WORDS]]))
     GROUPS: gl.constexpr = TILING.WARPGROUPS
-    COUNT: gl.constexpr = GROUPS * TILING.FRAGMENTS
-    if TILING.FRAGMENTS == 2 and GATED:
-        HALF: gl.constexpr = _half_layout(WORDS)
-        stored = reinterpret(buffers.weight, gl.int32, [2 * COUNT * STAGES, 32, 4 * WORDS], FORM)
-        gate = stored.index(2 * COUNT * stage + FRAGMENT).load(HALF)
-        up = stored.index(2 * COUNT * stage + COUNT + FRAGMENT).load(HALF)
-        w = gl.join(gate, up).permute((2, 0, 1)).reshape([64, 4, WORDS])
-    else:
-        stored = reinterpret(buffers.weight, gl.int32, [COUNT * STAGES, 64, 4 * WORDS], FORM)
-        w = stored.index(COUNT * stage + FRAGMENT).load(LOAD).reshape([64, 4, WORDS])
+    stored = reinterpret(buffers.weight, gl.int32, [GROUPS * TILING.STAGES, 64, 4 * WORDS], FORM)
+    w = stored.index(GROUPS * stage + WARPGROUP).load(LOAD).reshape([64, 4, WORDS])
     w = gl.convert_layout(w, _word_layout(GATED, WORDS, False), assert_trivial=True)
     if TILING.FP4:
-        w = fp4_to_fp8(w, low, high, _word_layout(GATED, 8, False))
+        w = fp4_words(w, low, high, TILING)
     return w
+
+
+@gluon.jit
+def stored_pair(buffers, stage, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
+    """FP4 weight rows of both blocks of a stage as they are stored: int32 ``[64, 4, 4]`` each.
+
+    A stage has the gate rows of all warpgroups, then those of the other weight.
+    """
+    FORM: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    GROUPS: gl.constexpr = TILING.WARPGROUPS
+    WORDS: gl.constexpr = _word_layout(TILING.GATED, 4, False)
+    IN_THREAD: gl.constexpr = [[0, 1], [0, 2], [0, 16]]  # 16 words further: the other block
+    LANES: gl.constexpr = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    if TILING.GATED:
+        HALF: gl.constexpr = gl.DistributedLinearLayout(IN_THREAD, LANES, [[8, 0], [16, 0]], [], [32, 32])
+        stored = reinterpret(buffers.weight, gl.int32, [2 * GROUPS * TILING.STAGES, 32, 32], FORM)
+        gate = stored.index(2 * GROUPS * stage + WARPGROUP).load(HALF)
+        up = stored.index(2 * GROUPS * stage + GROUPS + WARPGROUP).load(HALF)
+        w = gl.join(gate, up).permute((2, 0, 1)).reshape([64, 32])
+    else:
+        ROWS: gl.constexpr = [[16, 0], [32, 0]]
+        ALL: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 16], [8, 0]], LANES, ROWS, [], [64, 32])
+        stored = reinterpret(buffers.weight, gl.int32, [GROUPS * TILING.STAGES, 64, 32], FORM)
+        w = stored.index(GROUPS * stage + WARPGROUP).load(ALL)
+    first, second = w.reshape([64, 2, 16]).permute((0, 2, 1)).split()
+    first = gl.convert_layout(first.reshape([64, 4, 4]), WORDS, assert_trivial=True)
+    return first, gl.convert_layout(second.reshape([64, 4, 4]), WORDS, assert_trivial=True)
+
+
+@gluon.jit
+def fp4_words(stored, low, high, TILING: gl.constexpr):
+    """FP4 of a block, int32 ``[64, 4, 4]``, as e4m3; see `fp8_weight`."""
+    return fp4_to_fp8(stored, low, high, _word_layout(TILING.GATED, 8, False))
 
 
 @gluon.jit
@@ -108,25 +123,27 @@ def scale_layout(gated):
 
 
 @gluon.jit
-def weight_powers(buffers, slot, FRAGMENT: gl.constexpr, TILING: gl.constexpr):
-    """e8m0 scales of a fragment: int32 ``[64, 4]``, a byte for each of `QUAD` blocks, the first lowest.
+def weight_powers(buffers, slot, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
+    """e8m0 scales of a warpgroup's rows: int32 ``[64, 4]``, a byte for each of `QUAD` blocks, the first lowest.
 
     A row has a word for each block in shared memory, with the bytes of its four groups: a thread picks that of its own.
     """
     GATED: gl.constexpr = TILING.GATED
-    COUNT: gl.constexpr = TILING.WARPGROUPS * TILING.FRAGMENTS
+    GROUPS: gl.constexpr = TILING.WARPGROUPS
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LAYOUT: gl.constexpr = scale_layout(GATED)
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    if GATED and TILING.FRAGMENTS == 2:
-        HALF: gl.constexpr = _half_layout(4, True)
-        stored = reinterpret(buffers.weight_scales, gl.int32, [4 * COUNT, 32, 4], FLAT)
-        gate = stored.index(2 * COUNT * slot + FRAGMENT).load(HALF)
-        up = stored.index(2 * COUNT * slot + COUNT + FRAGMENT).load(HALF)
+    if GATED and TILING.CHANNELS == 256:
+        # the threads of a row have all words of it
+        LANES: gl.constexpr = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+        HALF: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [0, 2]], LANES, [[8, 0], [16, 0]], [], [32, 4])
+        stored = reinterpret(buffers.weight_scales, gl.int32, [4 * GROUPS, 32, 4], FLAT)
+        gate = stored.index(2 * GROUPS * slot + WARPGROUP).load(HALF)
+        up = stored.index(2 * GROUPS * slot + GROUPS + WARPGROUP).load(HALF)
         words = gl.join(gate, up).permute((2, 0, 1)).reshape([64, 4])
     else:
-        stored = reinterpret(buffers.weight_scales, gl.int32, [2 * COUNT, 64, 4], FLAT)
-        words = stored.index(COUNT * slot + FRAGMENT).load(gl.SliceLayout(1, _word_layout(GATED, 4, False)))
+        stored = reinterpret(buffers.weight_scales, gl.int32, [2 * GROUPS, 64, 4], FLAT)
+        words = stored.index(GROUPS * slot + WARPGROUP).load(gl.SliceLayout(1, _word_layout(GATED, 4, False)))
     even, odd = words.reshape([64, 2, 2]).split()
     first, third = even.split()
     second, fourth = odd.split()
@@ -143,17 +160,17 @@ def weight_powers(buffers, slot, FRAGMENT: gl.constexpr, TILING: gl.constexpr):
 
 
 @gluon.jit
-def exponents(expert, row_block, stacks, FRAGMENT: gl.constexpr, TILING: gl.constexpr):
+def exponents(expert, row_block, stacks, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     """Exponents of the rows of a job's FP4 weight; of FP8 nothing that is used."""
     if TILING.FP4:
         N: gl.constexpr = TILING.N
         ROWS: gl.constexpr = 32 if TILING.GATED else 64
-        COUNT: gl.constexpr = TILING.WARPGROUPS * TILING.FRAGMENTS
+        COUNT: gl.constexpr = TILING.WARPGROUPS
         lane = gl.arange(0, 64, layout=gl.SliceLayout(1, scale_layout(TILING.GATED)))
         exponent_ptr = gl.where(
             lane >= ROWS, stacks.b_exponent if TILING.GATED else stacks.a_exponent, stacks.a_exponent
         )
-        channel = (row_block * COUNT + FRAGMENT) * ROWS + lane % ROWS
+        channel = (row_block * COUNT + WARPGROUP) * ROWS + lane % ROWS
         row = expert.to(gl.int64) * N + (channel if N % (COUNT * ROWS) == 0 else gl.minimum(channel, N - 1))
         return gl.load(exponent_ptr + row)
     else:

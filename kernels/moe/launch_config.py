@@ -34,11 +34,11 @@ class HopperLaunchConfig:
     Attributes:
         sizes: numbers of routed rows that a tile is rounded up to, multiples of the first in rising order.
         part: routed rows that are multiplied at once, at most.
-        stages: blocks of 128 channels in flight, as far as shared memory suffices.
+        stages: in flight, as far as shared memory suffices.
         programs: per multiprocessor, 1 or 2.
         warpgroups: that multiply, 2 or 3; three with programs of their own only.
         overlap: two parts are multiplied at once, which takes registers.
-        fragments: of 64 weight rows that a warpgroup multiplies, 1 or 2; two with one part only, FP8 weights take one.
+        channels: of a stage, 128 or 256; 256 with one part only, FP8 weights take 128.
     """
 
     sizes: tuple[int, ...]
@@ -47,7 +47,7 @@ class HopperLaunchConfig:
     programs: int = 1
     warpgroups: int = 2
     overlap: bool = True
-    fragments: int = 1
+    channels: int = 128
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,13 @@ def choose_config(pairs: int, experts: int, operands: Operands, capability: tupl
 
 
 # (mean number of rows of an expert, configuration up to it), from an H200. Few rows: two programs per multiprocessor
-# hide latency, and of two fragments one is converted while the other is multiplied. More: three warpgroups share the
-# rows that they multiply, and have registers for 128 of them. Many: an expert whose rows exceed the largest tile is
-# read twice, and only two warpgroups have registers for 192.
+# hide latency, and weight rows are read 128 bytes at a time. More: three warpgroups share the rows that they multiply,
+# and have registers for 128 of them. Many: an expert whose rows exceed the largest tile is read twice, and only two
+# warpgroups have registers for 192.
 HOPPER_CONFIGS = (
-    (2, HopperLaunchConfig((8,), 8, 8, 2, fragments=2)),
-    (6, HopperLaunchConfig((8, 16), 16, 8, 2, fragments=2)),
-    (36, HopperLaunchConfig((8, 16, 32), 32, 8, 2, fragments=2)),
+    (2, HopperLaunchConfig((8,), 8, 8, 2, channels=256)),
+    (6, HopperLaunchConfig((8, 16), 16, 8, 2, channels=256)),
+    (36, HopperLaunchConfig((8, 16, 32), 32, 8, 2, channels=256)),
     (56, HopperLaunchConfig((32, 64), 64, 8, 1, 3)),
     (112, HopperLaunchConfig((32, 64, 96, 128), 64, 8, 1, 3, False)),
     (float("inf"), HopperLaunchConfig((32, 64, 96, 128, 160, 192), 64, 6)),

@@ -24,12 +24,11 @@ from deepseek_attn.kernels.moe.rows_triton import (
 from deepseek_attn.kernels.moe.types import ExpertStack
 
 _WEIGHT = gl.NVMMASharedLayout(128, 8, 2)
-_HALF_WEIGHT = gl.NVMMASharedLayout(64, 8, 2)
 _BYTES = gl.NVMMASharedLayout(0, 8, 2)
 _SCALES = gl.NVMMASharedLayout(0, 32, 2)
 CHUNK = 512  # pairs that are counted together
 MAX_FEW = 64  # pairs up to which one launch does everything before the products
-SHARED = 200  # KiB for blocks of all programs of a multiprocessor; outputs change their layout in the rest
+SHARED = (200, 101)  # KiB for stages where a multiprocessor has 1, 2 programs; outputs change their layout in the rest
 _STEP = 512  # both widths must be multiples of it: scales of FP4 are read for four blocks of channels
 
 
@@ -224,17 +223,20 @@ def _product(
     """
     x, x_scale = inputs
     N, K, fp4 = a.weight.shape[1], x.shape[1], a.is_fp4
-    groups, fragments = config.warpgroups, config.fragments if fp4 else 1
+    groups, channels = config.warpgroups, config.channels if fp4 else 128
+    blocks = channels // 128
     parts, scales = triton.cdiv(config.sizes[-1], config.part), max(config.part, 32)
-    box = config.sizes[0] if fragments == 2 else config.part
-    step, layout = (64, _HALF_WEIGHT) if fp4 else (128, _WEIGHT)
-    height = 64 * groups * fragments  # weight rows of a job
+    box = config.part if blocks == 1 else config.sizes[0]
+    step = channels // 2 if fp4 else 128
+    layout = gl.NVMMASharedLayout(step, 8, 2)
+    height = 64 * groups  # weight rows of a job
     weights_of = height if b is None else height // 2
-    at_once = weights_of if fragments == 2 else weights_of // groups
-    stage = height * step + parts * (128 * config.part + 4 * scales)
+    at_once = weights_of // groups if blocks == 1 else weights_of
+    stage = height * step + parts * blocks * (128 * config.part + 4 * scales)
     held = 2 * height * 4 * QUAD if fp4 else 0  # scales of the weights
-    room = (((SHARED if groups == 2 else SHARED - 10) << 10) // config.programs - held) // stage
-    loaders = 40 if groups == 2 and fragments == 1 else 32
+    # a third warpgroup changes the layout of its outputs, too
+    room = ((SHARED[config.programs - 1] - (10 if groups == 3 else 0) << 10) - held) // stage
+    loaders = 40 if groups == 2 and blocks == 1 else 32
     registers = 65536 // config.programs // (128 * groups + 128) // 8 * 8
     multiprocessors = gpu(x.device).multiprocessors
 
@@ -248,7 +250,7 @@ def _product(
     b_weight, b_scale = weight_and_scale(b)
     experts_hopper_kernel[(multiprocessors * config.programs,)](
         _tiled(x, box, 128, _WEIGHT),
-        _tiled(x_scale, 1, scales, _SCALES),
+        _tiled(x_scale, blocks, scales, _SCALES),
         a_weight,
         b_weight,
         a_scale,
@@ -273,13 +275,13 @@ def _product(
             PART=config.part,
             PARTS=parts,
             # scales of two quads of blocks are held: a block's stage is free only once its quad's are read
-            STAGES=min(config.stages, room, 2 * QUAD if fp4 else room),
+            STAGES=min(config.stages, room, 2 * QUAD // blocks if fp4 else room),
             OVERLAP=config.overlap,
             SCALES=scales,
             ROW_BLOCKS=triton.cdiv(N, weights_of),
             WARPGROUPS=groups,
             WAIT=wait,
-            FRAGMENTS=fragments,
+            CHANNELS=channels,
             BOX=box,
         ),
         REGISTERS=min(240, (registers * (groups + 1) - loaders) // groups // 8 * 8),

@@ -118,7 +118,7 @@ def test_chosen_configurations():
         rests = {size % config.part for size in config.sizes}
         assert all(rest & (rest - 1) == 0 for rest in rests)  # shapes of products are powers of two
         assert config.programs <= 2
-        assert config.fragments == 1 or config.part == config.sizes[-1]
+        assert config.channels == 128 or config.part == config.sizes[-1]
     assert choose_hopper_config(6, 256, True) is None  # a token of V4-Flash: another kernel is faster
     assert choose_hopper_config(768, 256, False) is None
     assert choose_hopper_config(24576, 256, False) == HOPPER_CONFIGS[-1][1]
@@ -132,7 +132,7 @@ def launches(monkeypatch, fmt, config, tokens=100, hidden=1024, inner=512):
 
 
 CONFIGS = {str(config.sizes[-1]): config for _, config in HOPPER_CONFIGS}
-# of FP8 weights only the largest tiles are launched; tests on a GPU launch all, and 16 stands for two fragments
+# of FP8 weights only the largest tiles are launched; tests on a GPU launch all, and 16 stands for pairs of blocks
 COMPILED = [*(("fp4", name) for name in CONFIGS), ("fp8", str(choose_hopper_config(1 << 16, 256, False).sizes[-1]))]
 COMPILED += [("fp8", "16")]
 
