@@ -414,9 +414,14 @@ def _multiply_pairs(
         x = all_x.index(2 * stage + 1).slice(0, SIZE).permute((1, 0))
         x_scale = _part_scale(zeros, buffers, stage, 0)
         second_scale = _part_scale(zeros, buffers, stage, 1)
-        second_product = warpgroup_mma(left, x, zeros, use_acc=False, is_async=True)
-        product = warpgroup_mma_wait(1, deps=[product])
-        acc = _add_part(acc, product, x_scale, None)
+        if SIZE <= 16:
+            second_product = warpgroup_mma(left, x, zeros, use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(1, deps=[product])
+            acc = _add_part(acc, product, x_scale, None)
+        else:  # there are no registers for two products
+            product = warpgroup_mma_wait(0, deps=[product])
+            acc = _add_part(acc, product, x_scale, None)
+            second_product = warpgroup_mma(left, x, zeros, use_acc=False, is_async=True)
         second_product = warpgroup_mma_wait(0, deps=[second_product])
         acc = _add_part(acc, second_product, second_scale, None)
         # everything of the stage has been used, by this thread: the ring counts all threads
