@@ -10,31 +10,32 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.counters import counters_of
 from deepseek_attn.kernels.common.device import gpu, supports_pdl
-from deepseek_attn.kernels.indexer.topk_triton import topk_few_rows_kernel, topk_kernel
+from deepseek_attn.kernels.indexer.topk_triton import topk_kernel
 from deepseek_attn.kernels.indexer.types import MAX_TRITON_TOPK, PagedIndexKeys
 
 
 @dataclass(frozen=True)
 class TopkLaunchConfig:
-    """Tiling of `topk_kernel` or `topk_few_rows_kernel`. All but the last two are powers of two.
+    """Tiling of `topk_kernel`. All but ``max_registers`` are powers of two; `check_config` says which ones go together.
 
     Attributes:
         splits: programs that share a row.
         tile: columns that a program reads at a time.
         sample: columns that are read first.
-        capacity: candidates that a program can hold, at least 2 k. Rows of up to as many columns are not sampled.
-        num_warps: of a program, so that each thread has 4 to 16 columns of ``tile`` and of ``capacity``.
+        capacity: candidates that a program can hold; half of them are aimed at. Rows of up to as many columns are not
+            sampled.
+        words: of 32 columns each, that a thread lists at a time.
+        num_warps: of a program.
         max_registers: per thread.
-        few_rows: by `topk_few_rows_kernel`; 4 candidates of each thread must have room beside the best k.
     """
 
     splits: int
     tile: int
     sample: int
     capacity: int
+    words: int
     num_warps: int
     max_registers: int | None = None
-    few_rows: bool = False
 
 
 def topk_indices(
@@ -49,9 +50,8 @@ def topk_indices(
     """`kernels.indexer.topk_indices` in Triton, for float32 scores; ``config``: by default chosen from shapes alone.
 
     Notes:
-        One launch. Scratch of a program is 12 bytes for each of ``capacity`` columns, and one for each of ``tile``;
-        with ``few_rows`` 8 for each of ``capacity``.
-        Programs share a row only where there are few rows; they count arrivals in `counters_of`.
+        One launch. If W is more than ``capacity``, scratch is a bit for each score, and 8 bytes for each candidate that
+        a program can hold. Programs share a row only where there are few rows; they count arrivals in `counters_of`.
     """
     out = _checked(scores, lens, k, out, keys, out_slots)
     T, W = scores.shape
@@ -59,49 +59,15 @@ def topk_indices(
         return out
     if config is None:
         config = choose_config(T, W, k, gpu(scores.device).multiprocessors)
+    check_config(config, W, k)
     # a pointer is needed even where PAGE says that it is not read
     table, requests, slots, page_entries = out, lens, out, 0
     if keys is not None and out_slots is not None:
         table, requests, slots, page_entries = keys.block_table, keys.token_to_req, out_slots, keys.entries
-    aligned = W % 4 == 0 and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0
     pdl = supports_pdl(scores.device)
-    programs = T * config.splits if config.capacity < W else 0
+    long_rows = T if config.capacity < W else 0
+    words = triton.cdiv(W, 128) * 4
     counts = torch.empty(T, config.splits, dtype=torch.int32, device=scores.device)
-    counters = counters_of(scores.device) if config.splits > 1 or config.few_rows else counts
-    if config.few_rows:
-        topk_few_rows_kernel[(T, config.splits)](
-            scores,
-            lens,
-            out,
-            table,
-            requests,
-            slots,
-            torch.empty(programs, config.capacity, dtype=torch.int64, device=scores.device),
-            counts,
-            counters,
-            W,
-            scores.stride(0),
-            out.stride(0),
-            slots.stride(0),
-            table.stride(0),
-            K=k,
-            SPLITS=config.splits,
-            TILE=config.tile,
-            SAMPLE=config.sample,
-            TARGET=config.capacity // 2,
-            CAPACITY=config.capacity,
-            R=32 * config.num_warps,
-            ALIGNED=aligned,
-            PAGE=page_entries,
-            PDL=pdl,
-            enable_fp_fusion=True,
-            num_warps=config.num_warps,
-            launch_pdl=pdl,
-            maxnreg=config.max_registers,
-        )
-        return out
-    groups = torch.empty(programs, config.capacity + config.tile // 4, dtype=torch.int32, device=scores.device)
-    candidates = torch.empty(programs, 2, config.capacity, dtype=torch.int32, device=scores.device)
     topk_kernel[(T, config.splits)](
         scores,
         lens,
@@ -109,10 +75,10 @@ def topk_indices(
         table,
         requests,
         slots,
-        groups,
-        candidates,
+        torch.empty(long_rows, words, dtype=torch.int32, device=scores.device),
+        torch.empty(long_rows, config.splits, config.capacity, dtype=torch.int64, device=scores.device),
         counts,
-        counters,
+        counters_of(scores.device) if config.splits > 1 else counts,
         W,
         scores.stride(0),
         out.stride(0),
@@ -121,12 +87,12 @@ def topk_indices(
         K=k,
         SPLITS=config.splits,
         TILE=config.tile,
-        BLOCK=config.capacity // 2,
         SAMPLE=config.sample,
         TARGET=config.capacity // 2,
         CAPACITY=config.capacity,
+        WORDS=config.words,
         R=32 * config.num_warps,
-        ALIGNED=aligned,
+        ALIGNED=W % 4 == 0 and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0,
         PAGE=page_entries,
         PDL=pdl,
         enable_fp_fusion=True,
@@ -138,30 +104,48 @@ def topk_indices(
 
 
 def choose_config(T: int, W: int, k: int, processors: int) -> TopkLaunchConfig:
-    """Tiling for ``T`` rows of up to ``W`` columns, measured on an H200.
-
-    Microseconds for k = 512: 6.2 (128 x 2048), 51 (4096 x 2048), 10 (1 x 32768), 17 (64 x 32768), 22 (128 x 32768),
-    55 (512 x 32768), 384 (4096 x 32768); with ``few_rows`` 13 (1 x 262144; 22 without), 18 (8 x 262144; 31 without).
-    """
+    """Tiling for ``T`` rows of up to ``W`` columns and a GPU of so many ``processors``, measured on an H200."""
     power = triton.next_power_of_2(k)
-    capacity = min(max(triton.next_power_of_2(W), 1024, 2 * power), max(4 * power, 2048))
-    many = 4 * processors < T
-    warps = max(capacity // 512, 4 if many or capacity >= W else 8)
-    tile = 512 * warps
+    capacity = max(4 * power, 2048)
+    if capacity >= W:
+        capacity = min(capacity, max(triton.next_power_of_2(W), 1024))
+        # many rows: fewer threads, which wait less for each other
+        warps = max(capacity // 1024, 2) if 4 * processors < T else max(capacity // 512, 4)
+        return TopkLaunchConfig(1, 512 * warps, 128 * warps, capacity, 4, warps, 128 if processors < T else None)
+    if W > 2**16:
+        capacity = max(capacity, 4096, min(8 * power, 8192))  # so that a small sample is enough
+    warps = max(capacity // 512, 8)
+    # a row's sample should have so many scores that reach the bound that k of the row reach it, too
+    target = capacity // 2
+    wanted = 32 if target >= 4 * k else 64
+    sample = max(min(triton.next_power_of_2(wanted * W // target), 8192), 128 * warps)
+    # two programs fit a processor, or one of more registers
+    fit = 2 * processors if capacity == 2048 else processors
     splits = 1
-    # a sample of 4096 has 16 to 64 scores that reach the bound
-    if k <= 512 and 2**17 < W <= 2**19 and processors >= 16 * T:
-        # one program fits a processor; each should have two tiles
-        while T * splits * 2 <= processors and splits < 32 and 4 * splits * 4096 <= W:
-            splits *= 2
-        return TopkLaunchConfig(splits, 4096, 4096, 4096, 8, few_rows=True)
-    # two programs fit a processor; each should have a whole tile
-    while T * splits * 2 <= 2 * processors and 2 * splits * tile <= W and splits < (64 if T <= 2 else 16):
+    while 2 * T * splits <= fit and 2 * splits * 8192 <= W and splits < 32:
         splits *= 2
-    # a row's sample should have 32 scores that reach the bound
-    sample = max(min(max(capacity, triton.next_power_of_2(64 * W // capacity)), 8192), 128 * warps)
-    max_registers = {4: 128, 8: 80}.get(warps) if many else None
-    return TopkLaunchConfig(splits, tile, sample, capacity, warps, max_registers)
+    words = 4 if splits == 1 else 1
+    max_registers = 128 if T * splits > processors and warps < 32 else None
+    return TopkLaunchConfig(splits, max(8192, 512 * warps), sample, capacity, words, warps, max_registers)
+
+
+def check_config(config: TopkLaunchConfig, W: int, k: int):
+    """Raises ValueError unless the tiling gives the best ``k`` of ``W`` columns.
+
+    Each thread reads at least a group of four columns at a time. If there are too many candidates, the best k of them
+    are kept, and a group of each thread must have room beside them.
+    """
+    groups = 4 * 32 * config.num_warps
+    least = min(config.tile, config.sample, config.capacity)
+    if least < groups:
+        raise ValueError(
+            f"tile, sample and capacity of {config.num_warps} warps must be at least {groups}, got {least}"
+        )
+    if config.capacity < W and k + groups > config.capacity:
+        raise ValueError(
+            f"capacity must be at least k + 4 * 32 * num_warps = {k} + {groups} for rows of {W} columns, got "
+            f"{config.capacity}"
+        )
 
 
 def _checked(

@@ -1,15 +1,12 @@
 """Triton device code of `topk_indices`: finds the highest scores of a row by counting instead of sorting.
 
 Scores become int32 keys of the same order. A search finds the k-th highest key by counting the keys that reach a value.
-Counting is cheap for few keys, so a row is thinned out first: a sample of the row gives a bound that about ``TARGET``
-scores reach, and one pass over the row keeps these candidates. If there are too many, the best K of them give a new
-bound; if there are too few, the row is read again without a bound. So the result is exact for every sample.
+Counting is cheap for few keys, which stay in registers: up to ``CAPACITY``. A longer row is thinned out first: a sample
+of the row gives a bound that about ``TARGET`` scores reach, one pass over the row marks these with a bit each, and then
+they are listed as candidates. If there are too many, the best K of them give a new bound; if there are too few, the row
+is read again without a bound. So the result is exact for every sample.
 
 Several programs may split a row. The last of them to finish selects among the candidates of all of them.
-
-There are two kernels. `topk_kernel` lists groups of columns first and reads their scores again, a block at a time.
-`topk_few_rows_kernel` lists scores at once: without these round trips to memory a few long rows take less time, but it
-needs so many registers that a processor runs one program.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import triton.language as tl
 from deepseek_attn.kernels.common.row_ops import begin
 
 _LOWEST = tl.constexpr(-(2**31))  # lower than the key of any score: marks what is no candidate
-_EVEN_ROUNDS = tl.constexpr(8)  # of a search among scores that are spread evenly
+_EVEN_ROUNDS = tl.constexpr(8)  # rounds of a search among high scores that divide their range, before that of keys
 
 
 @triton.jit
@@ -45,13 +42,13 @@ def _range(key):
 
 
 @triton.jit
-def _threshold(key, low, high, count, least, most, EVEN_ROUNDS: tl.constexpr = 0):
+def _threshold(key, low, high, count, least, most):
     """A value that ``least`` to ``most`` keys reach (more if they are equal), and how many reach it.
 
     ``count`` keys reach ``low`` and none reaches ``high``. With ``least`` keys or fewer the value is ``low``.
 
     Notes:
-        A round counts at two values: at thirds of the range of scores for ``EVEN_ROUNDS`` rounds, then of keys.
+        A round counts at two values: at thirds of the range of scores for ``_EVEN_ROUNDS`` rounds, then of keys.
         Scores are the quicker ones for the few highest of a row, because half of all keys are of scores near zero;
         thirds of the range of keys bound the number of rounds.
     """
@@ -59,14 +56,11 @@ def _threshold(key, low, high, count, least, most, EVEN_ROUNDS: tl.constexpr = 0
     while (low + 1 < high) & (count > most):
         step = tl.maximum(((high >> 1) - (low >> 1)) // 3 * 2, 1)
         first, last = low + step, high - step
-        if EVEN_ROUNDS > 0:
-            third = (_score_of(high) - _score_of(low)) * (1 / 3)
-            if (rounds < EVEN_ROUNDS) & (third < float("inf")):
-                first, last = _order(_score_of(low) + third), _order(_score_of(high) - third)
-            first = tl.minimum(tl.maximum(first, low + 1), high - 1)
-        last = tl.maximum(last, first)
-        if EVEN_ROUNDS > 0:
-            last = tl.minimum(last, high - 1)
+        third = (_score_of(high) - _score_of(low)) * (1 / 3)
+        if (rounds < _EVEN_ROUNDS) & (third < float("inf")):
+            first, last = _order(_score_of(low) + third), _order(_score_of(high) - third)
+        first = tl.minimum(tl.maximum(first, low + 1), high - 1)
+        last = tl.minimum(tl.maximum(last, first), high - 1)
         # two counts of 16 bits in one sum
         reached = tl.sum(tl.where(key >= last, 0x10001, (key >= first).to(tl.int32)), None)
         at_first, at_last = reached & 0xFFFF, (reached >> 16) & 0xFFFF
@@ -81,46 +75,43 @@ def _threshold(key, low, high, count, least, most, EVEN_ROUNDS: tl.constexpr = 0
 
 
 @triton.jit
-def _before(count):
-    """Exclusive prefix sums of ``count [R, U]`` in column order, and the total; sums of a column must fit 16 bits.
-
-    The sums of all columns are packed into one number, with fields of 16 bits, or of 8 for 8 columns.
-    """
-    U: tl.constexpr = count.shape[1]
-    BITS: tl.constexpr = 16 if U <= 4 else 8
-    MASK: tl.constexpr = (1 << BITS) - 1
-    shift = BITS * tl.arange(0, U)[None, :]
-    if U * BITS <= 32:
-        packed = tl.sum(count << shift, 1)
-    else:
-        packed = tl.sum(count.to(tl.int64) << shift, 1)
-    before = tl.cumsum(packed, 0) - packed
-    sums = tl.sum(packed, 0)
-    place = (before[:, None] >> shift).to(tl.int32) & MASK
-    total = 0
-    for u in tl.static_range(U):
-        of_column = (sums >> (BITS * u)).to(tl.int32) & MASK
-        place += tl.where(shift > BITS * u, of_column, 0)
-        total += of_column
-    return place, total
-
-
-@triton.jit
 def _place(flag):
-    """Number of flags ``[R, U, 4]`` that are set before each flag, and in total."""
+    """Number of flags ``[R, U, 4]`` that are set before each flag, column ``[:, u]`` after column, and in total.
+
+    The sums of up to four columns are packed into one number, with fields of 16 bits.
+    """
+    U: tl.constexpr = flag.shape[1]
+    P: tl.constexpr = min(U, 4)
     flag = flag.to(tl.int32)
-    before, total = _before(tl.sum(flag, 2))
-    return before[:, :, None] + tl.cumsum(flag, 2) - flag, total
+    count = tl.sum(flag, 2)
+    u = tl.arange(0, U)[None, :]
+    shift = 16 * (u % P)
+    place = count * 0
+    total = 0
+    for first in tl.static_range(0, U, P):
+        packed_now = (u >= first) & (u < first + P)
+        fields = tl.where(packed_now, count, 0)
+        if P > 2:
+            fields = fields.to(tl.int64)
+        packed = tl.sum(fields << shift, 1)
+        before = tl.cumsum(packed, 0) - packed
+        sums = tl.sum(packed, 0)
+        place += tl.where(packed_now, (before[:, None] >> shift).to(tl.int32) & 0xFFFF, 0)
+        for p in tl.static_range(P):
+            of_column = (sums >> (16 * p)).to(tl.int32) & 0xFFFF
+            place += tl.where(u > first + p, of_column, 0)
+            total += of_column
+    return place[:, :, None] + tl.cumsum(flag, 2) - flag, total
 
 
 @triton.jit
-def _choose(key, count, K: tl.constexpr, EVEN_ROUNDS: tl.constexpr = 0):
+def _choose(key, count, K: tl.constexpr):
     """Mask of the K highest of ``count`` valid keys ``[R, U, 4]``, their places in the output, and the lowest of them.
 
     Ties: the first. All valid keys if there are K or fewer.
     """
     low, high = _range(key)
-    low, count = _threshold(key, low, high, count, K, K, EVEN_ROUNDS)
+    low, count = _threshold(key, low, high, count, K, K)
     chosen = key >= low
     if count > K:
         above = tl.sum((key > low).to(tl.int32), None)
@@ -181,12 +172,13 @@ def _load_scores(scores_ptr, group, stop, ALIGNED: tl.constexpr):
 def _sampled_bound(scores_ptr, n, SAMPLE: tl.constexpr, TARGET: tl.constexpr, R: tl.constexpr):
     """A key that about ``TARGET`` of ``n`` scores reach, estimated from a sample.
 
-    The sample is one random column from each of ``SAMPLE`` equal ranges, so that a pattern in the row cannot bias it.
+    The sample is a random run of four columns from each of equal ranges, so that a pattern in the row cannot bias it. A
+    thread reads a run at once.
     """
-    i = _entries(_groups(SAMPLE, R))
+    i = _groups(SAMPLE, R)[:, :, None]
     random = ((i * -1640531535) & 0x7FFFFFFF).to(tl.float32) * (2.0**-31)
-    column = ((i + random) * (n.to(tl.float32) / SAMPLE)).to(tl.int32)
-    key = _order(tl.load(scores_ptr + tl.minimum(column, n - 1)))
+    run = tl.minimum(((i + random) * (n.to(tl.float32) / SAMPLE)).to(tl.int32), n // 4 - 1)
+    key = _order(tl.load(scores_ptr + run * 4 + tl.arange(0, 4)[None, None, :]))
     low, high = _range(key)
     rank = tl.cdiv(TARGET * SAMPLE, n)
     low, _count = _threshold(key, low, high, tl.full((), SAMPLE, tl.int32), rank, rank + rank // 8)
@@ -194,84 +186,144 @@ def _sampled_bound(scores_ptr, n, SAMPLE: tl.constexpr, TARGET: tl.constexpr, R:
 
 
 @triton.jit
-def _load_candidates(candidates_ptr, count, CAPACITY: tl.constexpr, R: tl.constexpr):
-    """The first ``count`` keys and columns of a list of candidates that this program wrote."""
-    group = _groups(CAPACITY, R)
-    inside = _of_groups(group * 4 < count)
-    key = tl.load(candidates_ptr + _entries(group), mask=inside, other=_LOWEST)
-    column = tl.load(candidates_ptr + CAPACITY + _entries(group), mask=inside, other=0)
-    return tl.where(_entries(group) < count, key, _LOWEST), column
+def _packed(score, column):
+    return (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | column.to(tl.int64)
+
+
+@triton.jit
+def _load_candidates(candidates_ptr, at, inside):
+    """Keys and columns of candidates, stored as scores in the upper and columns in the lower half."""
+    packed = tl.load(candidates_ptr + at, mask=inside, other=-1, cache_modifier=".cg")
+    column = packed.to(tl.int32)
+    score = (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(column < 0, _LOWEST, _order(score)), column
 
 
 @triton.jit
 def _keep_best(candidates_ptr, count, K: tl.constexpr, CAPACITY: tl.constexpr, R: tl.constexpr):
     """Reduces the candidates to the best K, and returns the score that later candidates must reach."""
     tl.debug_barrier()
-    key, column = _load_candidates(candidates_ptr, count, CAPACITY, R)
+    i = _entries(_groups(CAPACITY, R))
+    key, column = _load_candidates(candidates_ptr, i, i < count)
     chosen, place, low = _choose(key, count, K)
     tl.debug_barrier()
-    tl.store(candidates_ptr + place, key, mask=chosen)
-    tl.store(candidates_ptr + CAPACITY + place, column, mask=chosen)
+    tl.store(candidates_ptr + place, _packed(_score_of(key), column), mask=chosen)
     return _score_of(low + 1)
 
 
 @triton.jit
-def _add_candidates(
-    scores_ptr, stop, bound, groups_ptr, groups, candidates_ptr, count, K: tl.constexpr, BLOCK: tl.constexpr,
-    CAPACITY: tl.constexpr, R: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Adds the scores of listed groups that reach ``bound`` to the candidates; returns the new bound and count."""
+def _mark(scores_ptr, columns, bound, marks_ptr, TILE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Writes ``marks[ceil(columns / 32)]``: bit ``c % 32`` of word ``c // 32`` says that score ``c`` reaches ``bound``.
+
+    Nothing is counted here, so that no thread waits for those of other warps. The next tile is read ahead.
+    """
+    word = tl.arange(0, TILE // 32)
+    # groups of a word in eight lanes, which is how a tensor [8, words, 4] is laid out: a warp reads 512 bytes in a row
+    eighth = tl.arange(0, 8)[:, None]
+    group = word[None, :] * 8 + eighth
+    bit = eighth[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    score = _load_scores(scores_ptr, group, columns, ALIGNED)
+    for first in range(0, columns, TILE):
+        left = columns - first
+        later = _load_scores(scores_ptr + tl.multiple_of(first + TILE, 4), group, left - TILE, ALIGNED)
+        reached = tl.where(score < bound, 0, 1 << bit)  # a NaN counts as the lowest later
+        marks = tl.xor_sum(tl.xor_sum(reached, 2), 0)
+        valid = tl.minimum(tl.maximum(left - word * 32, 0), 32)
+        marks = tl.where(valid < 32, marks & ((1 << (valid & 31)) - 1), marks)
+        # neighbours are not told to the compiler, which would move the words to other warps to store them
+        at = tl.max_contiguous(first // 32 + word, 1)
+        tl.store(marks_ptr + at[None, :] + eighth * 0, marks[None, :], mask=(eighth == 0) & (valid[None, :] > 0))
+        score = later
+
+
+@triton.jit
+def _ones(word):
+    """Number of bits that are set."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24) & 0xFF
+
+
+@triton.jit
+def _list_marked(
+    scores_ptr, start, columns, marks_ptr, candidates_ptr, CAPACITY: tl.constexpr, WORDS: tl.constexpr, R: tl.constexpr
+):
+    """Stores the marked scores in the order of columns; returns their number, or a number over ``CAPACITY`` if more.
+
+    A round for each bit of the fullest word: every thread stores the lowest mark of each of its ``WORDS``.
+    """
     tl.debug_barrier()
+    words = tl.cdiv(columns, 32)
+    count = 0
     first = 0
-    while first < groups:
-        i = first + _groups(BLOCK, R)
-        group = tl.load(groups_ptr + i, mask=i < groups, other=stop)
-        score = _load_scores(scores_ptr, group, stop, ALIGNED)
-        column = _entries(group)
-        keep = ~(score < bound) & (column < stop)  # a NaN counts as the lowest later
+    while (first < words) & (count <= CAPACITY):
+        i = first + tl.arange(0, R)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+        marks = tl.load(marks_ptr + i, mask=i < words, other=0)
+        ones = _ones(marks)
+        of_thread = tl.sum(ones, 1)
+        before = tl.cumsum(of_thread, 0) - of_thread
+        more = tl.sum(of_thread, 0)
+        if count + more <= CAPACITY:
+            place = count + before[:, None] + tl.cumsum(ones, 1) - ones
+            for _round in range(tl.max(tl.max(ones, 1), 0)):
+                lowest = marks & -marks
+                # the exponent of a power of two; that of the highest bit has a sign, too
+                bit = ((lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+                column = start + i * 32 + bit
+                score = tl.load(scores_ptr + column, mask=marks != 0, other=0.0)
+                tl.store(candidates_ptr + place, _packed(score, column), mask=marks != 0)
+                place += 1
+                marks ^= lowest
+        count += more
+        first += R * WORDS
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def _collect_many(
+    scores_ptr, start, stop, bound, candidates_ptr, K: tl.constexpr, CAPACITY: tl.constexpr, R: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Collects candidates among more than ``CAPACITY`` scores that reach ``bound``; returns their number.
+
+    Whenever there are too many, the best K of them raise the bound. A group of each thread has room beside these.
+    """
+    group = _groups(4 * R, R)
+    count = 0
+    for first in range(start, stop, 4 * R):
+        score = _load_scores(scores_ptr + tl.multiple_of(first, 4), group, stop - first, ALIGNED)
+        column = first + _entries(group)
+        keep = ~(score < bound) & (column < stop)
         place, more = _place(keep)
         if count + more > CAPACITY:
             bound = _keep_best(candidates_ptr, count, K, CAPACITY, R)
             count = K
-            keep = ~(score < bound) & (column < stop)
+            keep = keep & ~(score < bound)
             place, more = _place(keep)
-        tl.store(candidates_ptr + count + place, _order(score), mask=keep)
-        tl.store(candidates_ptr + CAPACITY + count + place, column, mask=keep)
+        tl.store(candidates_ptr + count + place, _packed(score, column), mask=keep)
         count += more
-        first += BLOCK // 4
     tl.debug_barrier()
-    return bound, count
+    return count
 
 
 @triton.jit
 def _collect_candidates(
-    scores_ptr, start, stop, bound, groups_ptr, candidates_ptr, K: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr, CAPACITY: tl.constexpr, R: tl.constexpr, ALIGNED: tl.constexpr,
+    scores_ptr, start, stop, least, marks_ptr, candidates_ptr, K: tl.constexpr, TILE: tl.constexpr,
+    CAPACITY: tl.constexpr, WORDS: tl.constexpr, R: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Collects up to ``CAPACITY`` candidates: scores of columns ``start .. stop - 1`` that reach ``bound``.
+    """Collects up to ``CAPACITY`` candidates, scores of columns ``start .. stop - 1`` whose keys reach ``least``.
 
-    Groups of four columns with such a score are listed first, which is a quarter of the work. Returns their number.
+    Returns their number. ``start`` is a multiple of 128.
     """
-    count = 0
-    groups = 0
-    first = start
-    lane = _groups(TILE, R)
-    while (first < stop) | (groups > 0):
-        if (first < stop) & (groups <= CAPACITY):
-            if first + TILE <= stop:
-                score = tl.load(scores_ptr + tl.multiple_of(first, 4) + _entries(lane))
-            else:
-                score = _load_scores(scores_ptr + tl.multiple_of(first, 4), lane, stop - first, ALIGNED)
-            hit = ~(tl.max(score, 2) < bound) & (lane * 4 < stop - first)
-            place, more = _before(hit.to(tl.int32))
-            tl.store(groups_ptr + groups + place, first // 4 + lane, mask=hit)
-            groups += more
-            first += TILE
-        else:
-            bound, count = _add_candidates(
-                scores_ptr, stop, bound, groups_ptr, groups, candidates_ptr, count, K, BLOCK, CAPACITY, R, ALIGNED
-            )
-            groups = 0
+    bound = _score_of(least)
+    marks_ptr += start // 32
+    columns = tl.maximum(stop - start, 0)
+    _mark(scores_ptr + tl.multiple_of(start, 4), columns, bound, marks_ptr, TILE, ALIGNED)
+    count = _list_marked(scores_ptr, start, columns, marks_ptr, candidates_ptr, CAPACITY, WORDS, R)
+    if count > CAPACITY:
+        count = _collect_many(scores_ptr, start, stop, bound, candidates_ptr, K, CAPACITY, R, ALIGNED)
     return count
 
 
@@ -283,7 +335,7 @@ def topk_kernel(
     block_table_ptr,
     token_to_req_ptr,
     slot_ptr,
-    groups_ptr,
+    marks_ptr,
     candidates_ptr,
     counts_ptr,
     arrivals_ptr,
@@ -295,24 +347,28 @@ def topk_kernel(
     K: tl.constexpr,
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
     SAMPLE: tl.constexpr,
     TARGET: tl.constexpr,
     CAPACITY: tl.constexpr,
+    WORDS: tl.constexpr,
     R: tl.constexpr,
     ALIGNED: tl.constexpr,
     PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program ``(t, s)``: split ``s`` of row ``t``."""
+    """Program ``(t, s)``: split ``s`` of row ``t``.
+
+    Scratch, for rows longer than ``CAPACITY``: marks int32 ``[T, 4 * ceil(W / 128)]``, candidates int64
+    ``[T, SPLITS, CAPACITY]``, counts int32 ``[T, SPLITS]``, and arrivals int32 ``[T]``, which are 0 before and after.
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     n = tl.minimum(tl.maximum(tl.load(lens_ptr + row), 0), W).to(tl.int32)
     scores_ptr += row * scores_stride
     out_ptr += row * out_stride
-    groups_ptr += (row * SPLITS + split) * (CAPACITY + TILE // 4)
-    candidates_ptr += row * (SPLITS * 2 * CAPACITY)
+    marks_ptr += row * (tl.cdiv(W, 128) * 4)
+    candidates_ptr += row * (SPLITS * CAPACITY)
     if PAGE > 0:
         slot_ptr += row * slot_stride
         block_table_ptr += tl.load(token_to_req_ptr + row).to(tl.int64) * table_stride
@@ -333,205 +389,38 @@ def topk_kernel(
         least = _sampled_bound(scores_ptr, n, SAMPLE, TARGET, R)
         is_split = SPLITS > 1
         todo = n > 0
+        i = _entries(_groups(CAPACITY, R))
         while todo:
-            own = candidates_ptr if (SPLITS == 1) else candidates_ptr + split * (2 * CAPACITY)
-            bound = _score_of(least)
+            own = candidates_ptr + split * CAPACITY
             count = _collect_candidates(
-                scores_ptr, start, stop, bound, groups_ptr, own, K, TILE, BLOCK, CAPACITY, R, ALIGNED
+                scores_ptr, start, stop, least, marks_ptr, own, K, TILE, CAPACITY, WORDS, R, ALIGNED
             )
-            key, column = _load_candidates(own, count, CAPACITY, R)
+            at = i + split * CAPACITY
+            stored = count
             if SPLITS > 1:  # noqa: SIM102  (a constant: without splits the body is not compiled)
                 if is_split:
+                    # the list is filled up to a multiple of four, so that groups of four are of one list
+                    pad = count + tl.arange(0, 4)
+                    tl.store(own + pad, tl.full((4,), -1, tl.int64), mask=pad < (count + 3) // 4 * 4)
                     tl.store(counts_ptr + row * SPLITS + split, count)
                     tl.debug_barrier()  # all candidates are written before the arrival is counted
                     if tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel") == SPLITS - 1:
                         tl.store(arrivals_ptr + row, 0)
-                        i = _entries(_groups(CAPACITY, R))
-                        at = i
                         count = 0
+                        stored = 0
+                        skipped = _groups(CAPACITY, R) * 0
                         for p in tl.static_range(SPLITS):
                             kept = tl.load(counts_ptr + row * SPLITS + p, cache_modifier=".cg")
                             count += kept
-                            at += tl.where(i >= count, 2 * CAPACITY - kept, 0)
-                        key = tl.load(candidates_ptr + at, mask=i < count, other=_LOWEST, cache_modifier=".cg")
-                        column = tl.load(candidates_ptr + CAPACITY + at, mask=i < count, other=0, cache_modifier=".cg")
+                            filled = (kept + 3) // 4 * 4
+                            stored += filled
+                            skipped += tl.where(_groups(CAPACITY, R) * 4 >= stored, CAPACITY - filled, 0)
+                        at = i + skipped[:, :, None]
                     else:
                         todo = n < 0
             if todo:
-                chosen, place, low = _choose(key, tl.minimum(count, CAPACITY), K)
-                if (count >= K) & (count <= CAPACITY) & (low >= least):
-                    _store_results(chosen, place, column, out_ptr, block_table_ptr, slot_ptr, PAGE)
-                    todo = n < 0
-                else:
-                    # the bound was too high, or the splits kept too many candidates: read the whole row without a bound
-                    start, stop = 0, n
-                    least = n * 0 + _LOWEST
-                    is_split = False
-
-
-@triton.jit
-def _bound_of_runs(scores_ptr, n, SAMPLE: tl.constexpr, TARGET: tl.constexpr, R: tl.constexpr):
-    """As `_sampled_bound`, of a random run of four columns from each of ``SAMPLE / 4`` equal ranges."""
-    i = _groups(SAMPLE, R)[:, :, None]
-    random = ((i * -1640531535) & 0x7FFFFFFF).to(tl.float32) * (2.0**-31)
-    run = tl.minimum(((i + random) * (n.to(tl.float32) / SAMPLE)).to(tl.int32), n // 4 - 1)
-    key = _order(tl.load(scores_ptr + run * 4 + tl.arange(0, 4)[None, None, :]))
-    low, high = _range(key)
-    rank = tl.cdiv(TARGET * SAMPLE, n)
-    count = tl.full((), SAMPLE, tl.int32)
-    low, _count = _threshold(key, low, high, count, rank, rank + rank // 8, _EVEN_ROUNDS)
-    return low
-
-
-@triton.jit
-def _packed(score, column):
-    return (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | column.to(tl.int64)
-
-
-@triton.jit
-def _load_listed(candidates_ptr, at, inside):
-    """Keys and columns of candidates, stored as scores in the upper and columns in the lower half."""
-    packed = tl.load(candidates_ptr + at, mask=inside, other=-1, cache_modifier=".cg")
-    column = packed.to(tl.int32)
-    score = (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    return tl.where(column < 0, _LOWEST, _order(score)), column
-
-
-@triton.jit
-def _keep_best_listed(candidates_ptr, count, K: tl.constexpr, CAPACITY: tl.constexpr, R: tl.constexpr):
-    """Reduces the candidates to the best K, and returns the score that later candidates must reach."""
-    tl.debug_barrier()
-    i = _entries(_groups(CAPACITY, R))
-    key, column = _load_listed(candidates_ptr, i, i < count)
-    chosen, place, low = _choose(key, count, K, _EVEN_ROUNDS)
-    tl.debug_barrier()
-    tl.store(candidates_ptr + place, _packed(_score_of(key), column), mask=chosen)
-    return _score_of(low + 1)
-
-
-@triton.jit
-def _list_candidates(
-    scores_ptr, start, stop, least, candidates_ptr, K: tl.constexpr, TILE: tl.constexpr, CAPACITY: tl.constexpr,
-    R: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Collects up to ``CAPACITY`` candidates, scores of columns ``start .. stop - 1`` whose keys reach ``least``.
-
-    Returns their number.
-    """
-    U: tl.constexpr = TILE // 4 // R
-    group = _groups(TILE, R)
-    u = tl.arange(0, U)[None, :, None]
-    bound = _score_of(least)
-    count = 0
-    score = _load_scores(scores_ptr + tl.multiple_of(start, 4), group, stop - start, ALIGNED)
-    for first in range(start, stop, TILE):
-        following = first + TILE
-        later = _load_scores(scores_ptr + tl.multiple_of(following, 4), group, stop - following, ALIGNED)
-        column = first + _entries(group)
-        done = 0
-        more_columns = U
-        while done < U:
-            keep = ~(score < bound) & (column < stop)  # a NaN counts as the lowest later
-            keep = keep & (u >= done) & (u < done + more_columns)
-            place, more = _place(keep)
-            if count + more <= CAPACITY:
-                tl.store(candidates_ptr + count + place, _packed(score, column), mask=keep)
-                count += more
-                done += more_columns
-            elif count > K:
-                bound = _keep_best_listed(candidates_ptr, count, K, CAPACITY, R)
-                count = K
-            else:
-                more_columns = more_columns // 2
-        score = later
-    tl.debug_barrier()
-    return count
-
-
-@triton.jit(do_not_specialize=["W", "table_stride", "lens_ptr", "block_table_ptr", "token_to_req_ptr"])
-def topk_few_rows_kernel(
-    scores_ptr,
-    lens_ptr,
-    out_ptr,
-    block_table_ptr,
-    token_to_req_ptr,
-    slot_ptr,
-    candidates_ptr,
-    counts_ptr,
-    arrivals_ptr,
-    W,
-    scores_stride,
-    out_stride,
-    slot_stride,
-    table_stride,
-    K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
-    SAMPLE: tl.constexpr,
-    TARGET: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    R: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PAGE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program ``(t, s)``: split ``s`` of row ``t``."""
-    begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
-    n = tl.minimum(tl.maximum(tl.load(lens_ptr + row), 0), W).to(tl.int32)
-    scores_ptr += row * scores_stride
-    out_ptr += row * out_stride
-    candidates_ptr += row * (SPLITS * CAPACITY)
-    if PAGE > 0:
-        slot_ptr += row * slot_stride
-        block_table_ptr += tl.load(token_to_req_ptr + row).to(tl.int64) * table_stride
-    if n <= K:
-        if split == 0:
-            _all_columns(n, K, out_ptr, block_table_ptr, slot_ptr, PAGE, 256)
-    elif n <= CAPACITY:
-        if split == 0:
-            group = _groups(CAPACITY, R)
-            column = _entries(group)
-            key = tl.where(column < n, _order(_load_scores(scores_ptr, group, n, ALIGNED)), _LOWEST)
-            chosen, place, _low = _choose(key, n, K, _EVEN_ROUNDS)
-            _store_results(chosen, place, column, out_ptr, block_table_ptr, slot_ptr, PAGE)
-    else:
-        columns = tl.cdiv(tl.cdiv(n, SPLITS), 128) * 128
-        start = split * columns
-        stop = tl.minimum(start + columns, n)
-        least = _bound_of_runs(scores_ptr, n, SAMPLE, TARGET, R)
-        is_split = n > 0
-        todo = n > 0
-        i = _entries(_groups(CAPACITY, R))
-        while todo:
-            own = candidates_ptr + split * CAPACITY
-            count = _list_candidates(scores_ptr, start, stop, least, own, K, TILE, CAPACITY, R, ALIGNED)
-            at = i + split * CAPACITY
-            stored = count
-            if is_split:
-                # the list is filled up to a multiple of four, so that groups of four are of one list
-                pad = count + tl.arange(0, 4)
-                tl.store(own + pad, tl.full((4,), -1, tl.int64), mask=pad < (count + 3) // 4 * 4)
-                tl.store(counts_ptr + row * SPLITS + split, count)
-                tl.debug_barrier()  # all candidates are written before the arrival is counted
-                if tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel") == SPLITS - 1:
-                    tl.store(arrivals_ptr + row, 0)
-                    count = 0
-                    stored = 0
-                    skipped = _groups(CAPACITY, R) * 0
-                    for p in tl.static_range(SPLITS):
-                        kept = tl.load(counts_ptr + row * SPLITS + p, cache_modifier=".cg")
-                        count += kept
-                        filled = (kept + 3) // 4 * 4
-                        stored += filled
-                        skipped += tl.where(_groups(CAPACITY, R) * 4 >= stored, CAPACITY - filled, 0)
-                    at = i + skipped[:, :, None]
-                else:
-                    todo = n < 0
-            if todo:
-                key, column = _load_listed(candidates_ptr, at, i < stored)
-                chosen, place, low = _choose(key, count, K, _EVEN_ROUNDS)
+                key, column = _load_candidates(candidates_ptr, at, i < stored)
+                chosen, place, low = _choose(key, count, K)
                 if (count >= K) & (stored <= CAPACITY) & (low >= least):
                     _store_results(chosen, place, column, out_ptr, block_table_ptr, slot_ptr, PAGE)
                     todo = n < 0

@@ -1,6 +1,7 @@
 """The Triton top-k: compiled for every GPU generation, and the very columns that the plain-torch version selects."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 import triton
 from triton.compiler import ASTSource
 
-from deepseek_attn.kernels.indexer.topk import TopkLaunchConfig, choose_config, topk_indices
-from deepseek_attn.kernels.indexer.topk_triton import topk_few_rows_kernel, topk_kernel
+from deepseek_attn.kernels.indexer.topk import TopkLaunchConfig, check_config, choose_config, topk_indices
+from deepseek_attn.kernels.indexer.topk_triton import topk_kernel
 from tests.kernels.compiled_launches import CAPABILITIES, on_gpus, target_of
 
 NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
@@ -33,16 +34,18 @@ KINDS = [
     "minus inf",
 ]
 KINDS += ["high sample", "low sample"]
-SMALL = [TopkLaunchConfig(*tiling) for tiling in ((1, 256, 256, 256, 1), (1, 128, 512, 256, 1), (4, 128, 256, 256, 1))]
-# a tile of at most, and of twice as many columns as there can be candidates
-SMALL += [TopkLaunchConfig(4, 128, 256, 256, 1, few_rows=True), TopkLaunchConfig(2, 512, 128, 256, 1, few_rows=True)]
+# marks of a row listed in rounds, listed at once, and of a row that four programs share
+SMALL = [
+    TopkLaunchConfig(*tiling)
+    for tiling in ((1, 128, 256, 256, 1, 1), (1, 512, 256, 512, 4, 2), (4, 128, 256, 256, 4, 1))
+]
 
 
 # --- every kernel compiles for every generation, on any machine ---
 
 
-SHAPES = [(4096, 2048, 512), (1, 262144, 512), (16, 262144, 512), (128, 32768, 512), (4096, 32768, 1024)]
-SHAPES += [(4, 131072, 2048)]
+SHAPES = [(4096, 2048, 512), (1, 262144, 512), (128, 32768, 512), (4096, 32768, 1024), (4, 131072, 2048)]
+SHAPES += [(128, 2048, 512), (64, 32768, 4096)]
 
 
 @pytest.mark.parametrize(("arch", "shape"), on_gpus(SHAPES, SHAPES[:1]), ids=str)
@@ -50,7 +53,7 @@ SHAPES += [(4, 131072, 2048)]
 def test_compiles(arch, shape):
     T, W, k = shape
     config = choose_config(T, W, k, 132)
-    constants = {"K": k, "SPLITS": config.splits, "TILE": config.tile, "SAMPLE": config.sample}
+    constants = {"K": k, "SPLITS": config.splits, "TILE": config.tile, "SAMPLE": config.sample, "WORDS": config.words}
     constants |= {
         "TARGET": config.capacity // 2,
         "CAPACITY": config.capacity,
@@ -58,37 +61,48 @@ def test_compiles(arch, shape):
         "ALIGNED": True,
     }
     constants |= {"PAGE": 64, "PDL": CAPABILITIES[arch] >= (9, 0)}
-    kinds = {"scores_ptr": "*fp32"}
-    kernel = topk_few_rows_kernel if config.few_rows else topk_kernel
-    if config.few_rows:
-        kinds["candidates_ptr"] = "*i64"
-    else:
-        constants["BLOCK"] = config.capacity // 2
-    names = kernel.arg_names
-    kinds = {name: "*i32" for name in names if name.endswith("_ptr")} | kinds
+    names = topk_kernel.arg_names
+    kinds = {name: "*i32" for name in names if name.endswith("_ptr")}
+    kinds |= {"scores_ptr": "*fp32", "candidates_ptr": "*i64"}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    source = ASTSource(topk_kernel, signature, {(names.index(name),): value for name, value in constants.items()})
     options = {"num_warps": config.num_warps, "maxnreg": config.max_registers, "enable_fp_fusion": True}
-    compiled = triton.compile(source, target=target_of(arch), options=options)
-    assert compiled.asm["cubin"]
-    assert compiled.metadata.shared <= 99 * 1024
+    kernel = triton.compile(source, target=target_of(arch), options=options)
+    assert kernel.asm["cubin"]
+    assert kernel.metadata.shared <= 99 * 1024
 
 
-@pytest.mark.parametrize("k", [1, 7, 64, 100, 192, 512, 513, 1024, 2048, 4096])
+@pytest.mark.parametrize("k", [0, 1, 7, 64, 100, 192, 512, 513, 1024, 2048, 4095, 4096])
 def test_a_config_has_capacity(k):
-    for T in (1, 2, 7, 32, 128, 512, 4096):
-        for W in (1, 100, 1024, 2048, 4096, 32768, 131_073, 262_144, 300_000, 8_000_000):
-            config = choose_config(T, W, k, 132)
-            threads = 32 * config.num_warps
-            assert config.capacity - config.capacity // 2 >= k  # a block of columns fits beside the best k
-            assert 4 * threads <= config.capacity // 2
-            assert config.few_rows == (k <= 512 and T <= 8 and 131_072 < W < 524_288)
-            assert not config.few_rows or k + 4 * threads <= config.capacity
-            # counts of a thread's columns are 16 bits of one number
-            assert max(config.capacity, config.tile) <= 16 * threads
-            assert config.sample >= 4 * threads
-            assert config.num_warps <= 32
-            assert config.splits == 1 or (config.splits * config.tile <= W and T * config.splits <= 264)
+    for T in (1, 2, 7, 8, 32, 64, 128, 264, 512, 4096, 100_000):
+        for W in (1, 100, 1024, 2048, 2049, 4096, 8193, 32768, 65_536, 65_537, 262_144, 300_000, 1_000_000, 8_000_000):
+            for processors in (1, 16, 108, 132, 148):
+                config = choose_config(T, W, k, processors)
+                check_config(config, W, k)
+                threads = 32 * config.num_warps
+                assert threads <= 1024
+                # a tile and the one that is read ahead, and the candidates, stay in registers
+                assert max(config.tile, config.capacity) <= 32 * threads
+                assert k < config.capacity // 2 or config.capacity >= W
+                # two counts are 16 bits of one number
+                assert max(config.capacity, config.sample) < 2**16
+                assert config.splits == 1 or (config.splits * 8192 <= W and T * config.splits <= 2 * processors)
+                for size in (config.splits, config.tile, config.sample, config.capacity, config.words):
+                    assert size & (size - 1) == 0
+
+
+def test_a_config_without_room_is_refused():
+    fits = TopkLaunchConfig(1, 512, 512, 1024, 4, 4)
+    check_config(fits, 1025, 512)
+    with pytest.raises(ValueError, match=r"k \+ 4 \* 32 \* num_warps = 513 \+ 512 for rows of 1025 columns, got 1024"):
+        check_config(fits, 1025, 513)
+    check_config(fits, 1024, 1024)  # all columns of such rows have room
+    for name in ("tile", "sample", "capacity"):
+        with pytest.raises(ValueError, match="of 4 warps must be at least 512, got 256"):
+            check_config(replace(fits, **{name: 256}), 256, 1)
+    scores, lens = torch.zeros(1, 1025), torch.tensor([1025])
+    with pytest.raises(ValueError, match="capacity must be at least"):
+        topk_indices(scores, lens, 513, config=fits)
 
 
 # --- the kernels: on a GPU with DEEPSEEK_ATTN_TEST_DEVICE=cuda, some by TRITON_INTERPRET=1 ---
@@ -132,15 +146,12 @@ def make(kind, T, W, k, device):
         scores[torch.rand(T, W) < 0.9] = -INF
     if kind.endswith("sample"):
         # the columns of a sample, as the kernel draws it, are the highest or the lowest of all
-        for sample in (2048, 4096, 8192) if W > 2048 else (256, 512):
-            i = torch.arange(sample)
+        for sample in (1024, 2048, 4096, 8192) if W > 2048 else (128, 256):
+            i = torch.arange(sample // 4)
             random = ((i * -1640531535) & 0x7FFFFFFF).float() * 2.0**-31
-            column = ((i + random) * (W / sample)).long().clamp(max=W - 1)
+            run = ((i + random) * (W / sample)).long().clamp(max=W // 4 - 1)
+            column = (4 * run[:, None] + torch.arange(4)).flatten().clamp(min=0, max=W - 1)
             scores[:, column] += 100 if kind == "high sample" else -100
-            if W >= 4:
-                run = ((i + random) * (W / sample)).long()[: sample // 4].clamp(max=W // 4 - 1)
-                column = (4 * run[:, None] + torch.arange(4)).flatten()
-                scores[:, column] += 100 if kind == "high sample" else -100
     if kind == "zeros":
         scores = torch.where(torch.rand(T, W) < 0.5, -0.0, 0.0)
     if kind == "wide":
@@ -154,12 +165,22 @@ def make(kind, T, W, k, device):
 @pytest.mark.parametrize("kind", ["nan", "constant", "high sample", "low sample"] if INTERPRETED else KINDS)
 @pytest.mark.parametrize("config", SMALL, ids=str)
 def test_small_configs(gpu, config, kind):
-    for W, k in ((65, 1), (64, 7), (300, 30), (577, 16)):
+    for W, k in ((65, 1), (64, 7), (300, 30), (1300, 16)):
         scores, lens = make(kind, 10, W, k, gpu)
         out = torch.full((10, k), HUGE, dtype=torch.int32, device=gpu)
         got = topk_indices(scores, lens, k, out=out, config=config)
         assert torch.equal(got, reference.topk_indices(scores, lens, k))
         assert got.data_ptr() == out.data_ptr()
+
+
+@pytest.mark.parametrize("junk", [-1, 7, 0x55555555])
+@pytest.mark.parametrize("config", SMALL, ids=str)
+def test_what_scratch_holds_before_does_not_matter(gpu, monkeypatch, config, junk):
+    scores, lens = make("normal", 10, 577, 16, gpu)
+    want = reference.topk_indices(scores, lens, 16)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(junk))
+    assert torch.equal(topk_indices(scores, lens, 16, config=config), want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -215,7 +236,7 @@ def test_a_row_does_not_depend_on_the_batch(real_gpu):
     assert torch.equal(whole, torch.cat(alone))
 
 
-@pytest.mark.parametrize(("T", "W"), [(1, 262144), (300, 32768)])
+@pytest.mark.parametrize(("T", "W"), [(1, 262144), (8, 262144), (300, 32768), (300, 2048)])
 def test_fifty_launches_are_bit_identical(real_gpu, T, W):
     scores, lens = make("ties", T, W, 512, real_gpu)
     first = topk_indices(scores, lens, 512)
