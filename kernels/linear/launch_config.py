@@ -59,9 +59,13 @@ def choose_config(
         full = M <= 8 and 10 * tiles > 9 * resident * triton.cdiv(tiles, resident)  # waves of programs with large tiles
         block, warps = (128, 8) if full else (64, 4)
         splits, plain_splits, stages = 1, 1, 3
+        if M <= 8 and K > 1024:  # with 1024 channels, programs have half of their blocks before their input
+            stages = 4 if full else 5
     elif M <= 8:
         block, splits, stages = 64, _splits(4 * multiprocessors, triton.cdiv(rows + plain_rows, 64), limit), 3
         plain_splits = splits
+        if K >= 8192 and not plain_rows:
+            block, warps = 128, 8  # half as many programs, which leave the launch before more room
     elif M <= 32:
         splits = _splits(multiprocessors, triton.cdiv(rows + plain_rows, 128), limit)
         plain_splits = min(2 * splits, max(limit, 1))
@@ -74,8 +78,8 @@ def choose_config(
     shared_bytes = (80 if capability[0] == 12 or (8, 0) < capability < (9, 0) else 144) << 10
     stages = max(2, min(stages, 1 + shared_bytes // stage))
     prefetched = 0
-    if M <= 8:  # a program with much to read prefetches more, unless there are many programs
-        prefetched = 4 if triton.cdiv(K, 128) > 8 * splits and not wide else 2
+    if M <= 8:  # what a program reads before its input is there; more takes registers, and so room from other programs
+        prefetched = 2 if wide else 4
     return LaunchConfig(
         tokens, block, splits, block, plain_splits, warps=warps, stages=stages, prefetched_blocks=prefetched
     )

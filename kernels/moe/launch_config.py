@@ -124,10 +124,10 @@ HOPPER_CONFIGS = (
 def choose_hopper_config(pairs: int, experts: int, fp4: bool) -> HopperLaunchConfig | None:
     """The fastest configuration for ``pairs`` spread evenly over ``experts``, or None where `choose_config` has one.
 
-    That is with 8 pairs or fewer, with FP8 weights where tiles would be mostly empty, and where ops are batch
-    invariant: tiles follow from the routing of all rows. FP8 weights, twice the bytes, always take the largest tiles.
+    That is with FP8 weights where tiles would be mostly empty, and where ops are batch invariant: tiles follow from the
+    routing of all rows. FP8 weights, twice the bytes, always take the largest tiles.
     """
     load = pairs / experts
-    if batch_invariant() or pairs <= 8 or (not fp4 and load < 64):
+    if batch_invariant() or (not fp4 and load < 64):
         return None
     return next(config for most, config in HOPPER_CONFIGS if (load if fp4 else float("inf")) <= most)
