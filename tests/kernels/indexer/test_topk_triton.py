@@ -176,7 +176,7 @@ def test_small_configs(gpu, config, kind):
 @pytest.mark.parametrize("junk", [-1, 7, 0x55555555])
 @pytest.mark.parametrize("config", SMALL, ids=str)
 def test_what_scratch_holds_before_does_not_matter(gpu, monkeypatch, config, junk):
-    scores, lens = make("normal", 10, 577, 16, gpu)
+    scores, lens = make("normal", 10, 1300, 16, gpu)
     want = reference.topk_indices(scores, lens, 16)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(junk))
