@@ -97,9 +97,9 @@ H200 = Machine(
         "C4A": Cost(54.5, 0.0, 1.65),
     },
     few={
-        EXPERTS: Cost(20.0, 1.13, 0.0),
-        NORMS: Cost(9.1, 0.0, 286.0),
-        ROUTING: Cost(7.2, 0.0, 39.3),
+        EXPERTS: Cost(20.0, 0.97, 0.0),
+        NORMS: Cost(12.0, 0.0, 100.0),
+        ROUTING: Cost(5.5, 0.0, 5.0),
         HEAD: Cost(0.0, 0.99, 0.28),
     },
     many={
@@ -116,7 +116,7 @@ H200 = Machine(
         "attention: docs/data/h200_layers_decode.json and h200_layers_prefill.json, V4-Flash and V4-Pro; fits within "
         "15 %",
         "V3.2 and V4.1: not measured; as far from their floors as V4's layers with or without an indexer",
-        "other stages: V4-Flash, 8 layers with 256 experts on one H200, batches 1 to 128 and 4096 tokens "
+        "other stages: V4-Flash, 8 layers with 256 experts on one H200, batches 1 to 128 and 4096 and 8192 tokens "
         "(docs/data/h200_model.json); experts of up to 256 tokens: docs/data/h200_experts.json",
         "CUDA's context and kernels: read off one H200 with 186 kernels; NCCL: what two H200s took beyond",
         "small messages and NCCL on two H200s: docs/data/h200_ranks.json",
