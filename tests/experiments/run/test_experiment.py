@@ -88,6 +88,7 @@ def finished(tmp_path_factory):
     return file, folder / "out"
 
 
+@pytest.mark.exhaustive  # half a minute of a processor
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at processes in /proc")
 def test_killed_and_resumed_gives_the_same_report(finished, tmp_path, capsys, monkeypatch):
     """A worker process does the units until the kill."""
