@@ -11,7 +11,7 @@ from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner.model_runner import ModelRunner
 from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jobs, together, use_buckets, variants
-from tests.support.tiers import tiered
+from tests.support.tiers import EXHAUSTIVE, tiered
 
 LONGEST = 320
 
@@ -49,7 +49,8 @@ def test_every_request_is_what_it_is_alone(preset, variant):
 GREEDY = [("batched", 0), ("prefixes", 2), ("everything", 0), ("everything", 2)]
 
 
-@pytest.mark.parametrize(("variant", "drafts"), tiered(GREEDY, [("everything", 0)]))
+@EXHAUSTIVE  # test_speculation and test_ahead have steps over persistent tensors of fewer requests
+@pytest.mark.parametrize(("variant", "drafts"), GREEDY)
 def test_greedy_requests_over_persistent_tensors(variant, drafts):
     """Decode steps of few sizes that choose the tokens themselves and are launched early, or verify drafts."""
     config, jobs, expected = workload("tiny", greedy=1)

@@ -253,7 +253,10 @@ def test_a_kernel_that_is_found_after_it_was_asked_for_is_compiled_first(tmp_pat
     assert log.read_text().split() == ["late", "early"]
 
 
-@pytest.mark.parametrize("rows", [[(9, 200)], [(1, 40)], [(1, 30), (1, 299)], [(1, 7), (6, 120)]], ids=str)
+STEPS = [[(9, 200)], [(1, 40)], [(1, 30), (1, 299)], [(1, 7), (6, 120)]]
+
+
+@pytest.mark.parametrize("rows", tiered(STEPS, [STEPS[1], STEPS[3]]), ids=str)
 def test_the_kernels_of_a_step_are_found_again(rows):
     """Those that it launches where none of them is known yet, some of which are for weights and run once."""
     request = request_of("tiny")
