@@ -59,7 +59,8 @@ def topk_indices(
         return out
     if config is None:
         config = choose_config(T, W, k, gpu(scores.device).multiprocessors)
-    check_config(config, W, k)
+    else:
+        check_config(config, W, k)
     # a pointer is needed even where PAGE says that it is not read
     table, requests, slots, page_entries = out, lens, out, 0
     if keys is not None and out_slots is not None:

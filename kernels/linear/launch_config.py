@@ -59,7 +59,7 @@ def choose_config(
         full = M <= 8 and 10 * tiles > 9 * resident * triton.cdiv(tiles, resident)  # waves of programs with large tiles
         block, warps = (128, 8) if full else (64, 4)
         splits, plain_splits, stages = 1, 1, 3
-        if M <= 8 and K > 1024:  # with 1024 channels, programs have half of their blocks before their input
+        if M <= 8 and K > 1024:  # of 1024 channels, more stages gained nothing
             stages = 4 if full else 5
     elif M <= 8:
         block, splits, stages = 64, _splits(4 * multiprocessors, triton.cdiv(rows + plain_rows, 64), limit), 3
