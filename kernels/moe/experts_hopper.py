@@ -277,8 +277,8 @@ def _bytes_of(powers, base):
 
 @gluon.jit
 def _multiply_tile(
-    expert, start, rows, row_block, next_expert, next_row_block, head, n, stacks, output, buffers, SIZE: gl.constexpr,
-    WARPGROUP: gl.constexpr, TILING: gl.constexpr,
+    expert, start, rows, row_block, next_expert, next_row_block, exponent, n, stacks, output, buffers,
+    SIZE: gl.constexpr, WARPGROUP: gl.constexpr, TILING: gl.constexpr,
 ):  # fmt: skip
     """The product of this warpgroup's 64 weight rows with a tile of at most ``SIZE`` routed rows, and its output."""
     N: gl.constexpr = TILING.N
@@ -296,9 +296,7 @@ def _multiply_tile(
     ROW: gl.constexpr = gl.SliceLayout(1, LAST_MMA)
     channel = (row_block * TILING.WARPGROUPS + WARPGROUP) * (32 if GATED else 64)
     all_x = reinterpret(buffers.x, gl.float8e4nv, [STAGES * TILING.PARTS, PART, 128], _WEIGHT)
-    exponent = None
     if FP4:
-        exponent = head
         base = _bases(exponent)
         powers = gl.zeros([64, 4], gl.int32, layout=scale_layout(GATED))
     else:
@@ -371,11 +369,11 @@ def _multiply_tile(
         last_acc = _add_part(last_acc, last_product, x_scale, factor)
         acc = new
         n += 1
-    next_head = exponents(next_expert, next_row_block, stacks, WARPGROUP, TILING)
+    next_exponent = exponents(next_expert, next_row_block, stacks, WARPGROUP, TILING)
     for i in gl.static_range(PARTS - 1):
         _store(acc[i], start, i * PART, rows, channel, exponent, output, TILING)
     _store(last_acc, start, (PARTS - 1) * PART, rows, channel, exponent, output, TILING)
-    return n, next_head
+    return n, next_exponent
 
 
 @gluon.jit

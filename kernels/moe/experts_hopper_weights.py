@@ -62,11 +62,20 @@ def fp8_weight(buffers, stage, low, high, WARPGROUP: gl.constexpr, TILING: gl.co
 
 
 @gluon.jit
-def stored_pair(buffers, stage, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
-    """FP4 weight rows of both blocks of a stage as they are stored: int32 ``[64, 4, 4]`` each.
+def _gate_and_up(stored, stage, WARPGROUP: gl.constexpr, HALF: gl.constexpr, TILING: gl.constexpr):
+    """A warpgroup's 32 rows of the gate and of the other weight ``[2, 32, words]``, read in the layout ``HALF``.
 
     A stage has the gate rows of all warpgroups, then those of the other weight.
     """
+    GROUPS: gl.constexpr = TILING.WARPGROUPS
+    gate = stored.index(2 * GROUPS * stage + WARPGROUP).load(HALF)
+    up = stored.index(2 * GROUPS * stage + GROUPS + WARPGROUP).load(HALF)
+    return gl.join(gate, up).permute((2, 0, 1))
+
+
+@gluon.jit
+def stored_pair(buffers, stage, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
+    """FP4 weight rows of both blocks of a stage as they are stored: int32 ``[64, 4, 4]`` each."""
     FORM: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     GROUPS: gl.constexpr = TILING.WARPGROUPS
     WORDS: gl.constexpr = _word_layout(TILING.GATED, 4, False)
@@ -75,9 +84,7 @@ def stored_pair(buffers, stage, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     if TILING.GATED:
         HALF: gl.constexpr = gl.DistributedLinearLayout(IN_THREAD, LANES, [[8, 0], [16, 0]], [], [32, 32])
         stored = reinterpret(buffers.weight, gl.int32, [2 * GROUPS * TILING.STAGES, 32, 32], FORM)
-        gate = stored.index(2 * GROUPS * stage + WARPGROUP).load(HALF)
-        up = stored.index(2 * GROUPS * stage + GROUPS + WARPGROUP).load(HALF)
-        w = gl.join(gate, up).permute((2, 0, 1)).reshape([64, 32])
+        w = _gate_and_up(stored, stage, WARPGROUP, HALF, TILING).reshape([64, 32])
     else:
         ROWS: gl.constexpr = [[16, 0], [32, 0]]
         ALL: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 16], [8, 0]], LANES, ROWS, [], [64, 32])
@@ -138,9 +145,7 @@ def weight_powers(buffers, slot, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
         LANES: gl.constexpr = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
         HALF: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [0, 2]], LANES, [[8, 0], [16, 0]], [], [32, 4])
         stored = reinterpret(buffers.weight_scales, gl.int32, [4 * GROUPS, 32, 4], FLAT)
-        gate = stored.index(2 * GROUPS * slot + WARPGROUP).load(HALF)
-        up = stored.index(2 * GROUPS * slot + GROUPS + WARPGROUP).load(HALF)
-        words = gl.join(gate, up).permute((2, 0, 1)).reshape([64, 4])
+        words = _gate_and_up(stored, slot, WARPGROUP, HALF, TILING).reshape([64, 4])
     else:
         stored = reinterpret(buffers.weight_scales, gl.int32, [2 * GROUPS, 64, 4], FLAT)
         words = stored.index(GROUPS * slot + WARPGROUP).load(gl.SliceLayout(1, _word_layout(GATED, 4, False)))
@@ -165,13 +170,13 @@ def exponents(expert, row_block, stacks, WARPGROUP: gl.constexpr, TILING: gl.con
     if TILING.FP4:
         N: gl.constexpr = TILING.N
         ROWS: gl.constexpr = 32 if TILING.GATED else 64
-        COUNT: gl.constexpr = TILING.WARPGROUPS
+        GROUPS: gl.constexpr = TILING.WARPGROUPS
         lane = gl.arange(0, 64, layout=gl.SliceLayout(1, scale_layout(TILING.GATED)))
         exponent_ptr = gl.where(
             lane >= ROWS, stacks.b_exponent if TILING.GATED else stacks.a_exponent, stacks.a_exponent
         )
-        channel = (row_block * COUNT + WARPGROUP) * ROWS + lane % ROWS
-        row = expert.to(gl.int64) * N + (channel if N % (COUNT * ROWS) == 0 else gl.minimum(channel, N - 1))
+        channel = (row_block * GROUPS + WARPGROUP) * ROWS + lane % ROWS
+        row = expert.to(gl.int64) * N + (channel if N % (GROUPS * ROWS) == 0 else gl.minimum(channel, N - 1))
         return gl.load(exponent_ptr + row)
     else:
         return expert

@@ -235,7 +235,8 @@ def _product(
     stage = height * step + parts * blocks * (128 * config.part + 4 * scales)
     held = 2 * height * 4 * QUAD if fp4 else 0  # scales of the weights
     # a third warpgroup changes the layout of its outputs, too
-    room = ((SHARED[config.programs - 1] - (10 if groups == 3 else 0) << 10) - held) // stage
+    shared = SHARED[config.programs - 1] - (10 if groups == 3 else 0)
+    room = ((shared << 10) - held) // stage
     loaders = 40 if groups == 2 and blocks == 1 else 32
     registers = 65536 // config.programs // (128 * groups + 128) // 8 * 8
     multiprocessors = gpu(x.device).multiprocessors
