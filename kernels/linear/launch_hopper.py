@@ -17,7 +17,8 @@ from deepseek_attn.kernels.linear.formats import quantizes_once
 from deepseek_attn.kernels.linear.launch import Products, empty_partials, tile_weights
 from deepseek_attn.kernels.linear.launch_config import HopperLaunchConfig, choose_hopper_config
 from deepseek_attn.kernels.linear.linear_hopper import linear_hopper_kernel
-from deepseek_attn.kernels.linear.linear_hopper_products import Tiling, Weights
+from deepseek_attn.kernels.linear.linear_hopper_products import Tiling
+from deepseek_attn.kernels.linear.linear_hopper_weights import Weights
 
 _BYTES = gl.NVMMASharedLayout(128, 8, 2)
 _PLAIN = gl.NVMMASharedLayout(128, 16, 2)

@@ -21,13 +21,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.gluon import load_tile, reinterpret
 from deepseek_attn.kernels.linear.linear_hopper_products import (
-    PLAIN_LAYOUT,
     Buffers,
     PartPlace,
     QuantizedOutput,
     finish,
     sum_plain,
     sum_scaled,
+)
+from deepseek_attn.kernels.linear.linear_hopper_weights import (
+    PLAIN_LAYOUT,
+    load_weight,
+    num_jobs,
+    pick,
+    pick_constant,
+    rows_of,
 )
 
 
@@ -48,67 +55,12 @@ class Partials(NamedTuple):
 
 
 @gluon.jit
-def _pick(values, firsts: gl.constexpr, tile):
-    """The value of the segment that holds ``tile``: segment i starts at tile ``firsts[i]``."""
-    value = values[0]
-    for i in gl.static_range(1, len(firsts)):
-        value = gl.where(tile >= firsts[i], values[i], value)
-    return value
-
-
-@gluon.jit
-def _pick_constant(values: gl.constexpr, firsts: gl.constexpr, tile):
-    """`_pick` of constants."""
-    FIRST: gl.constexpr = values[0]
-    value = gl.to_tensor(FIRST)
-    for i in gl.static_range(1, len(firsts)):
-        value = gl.where(tile >= firsts[i], values[i], value)
-    return value
-
-
-@gluon.jit
-def _num_jobs(job, end):
-    """Jobs of this program from ``job`` to ``end``."""
-    programs = gl.num_programs(0)
-    return gl.maximum(end - job + programs - 1, 0) // programs
-
-
-@gluon.jit
 def _split_of(job, m_tiles, BLOCKS: gl.constexpr, SPLITS: gl.constexpr):
     """(tile, split, first block of the split, end of the split) of a job among those of its kind."""
     SPLIT: gl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     tile = job // m_tiles // SPLITS
     split = job // m_tiles % SPLITS
     return tile, split, split * SPLIT, gl.minimum(split * SPLIT + SPLIT, BLOCKS)
-
-
-@gluon.jit
-def _rows_of(tile, WEIGHTS: gl.constexpr, ROWS: gl.constexpr):
-    """(first row of a tile, last row of its weight or group, the group)."""
-    SIZES: gl.constexpr = WEIGHTS.SIZES
-    FIRSTS: gl.constexpr = WEIGHTS.FIRSTS
-    GROUP_ROWS: gl.constexpr = WEIGHTS.GROUP_ROWS
-    if GROUP_ROWS > 0:
-        GROUP_TILES: gl.constexpr = (GROUP_ROWS + ROWS - 1) // ROWS
-        group = tile // GROUP_TILES
-        return group * GROUP_ROWS + tile % GROUP_TILES * ROWS, (group + 1) * GROUP_ROWS - 1, group
-    else:
-        start = (tile - _pick_constant(FIRSTS, FIRSTS, tile)) * ROWS
-        return start, _pick_constant(SIZES, FIRSTS, tile) - 1, tile * 0
-
-
-@gluon.jit
-def _load_weight(descs, tile, row, block, full, buffer, WEIGHTS: gl.constexpr, FP8: gl.constexpr, DTYPE: gl.constexpr):
-    """Starts to load a block of the weight that holds ``tile``."""
-    FIRSTS: gl.constexpr = WEIGHTS.FIRSTS
-    channel = block * (128 if FP8 else 64)
-    if not FP8:
-        buffer = reinterpret(buffer, DTYPE, [buffer.shape[0], 64], PLAIN_LAYOUT)
-    for i in gl.static_range(len(FIRSTS)):
-        has_tile = tile >= FIRSTS[i]
-        if i + 1 < len(FIRSTS):
-            has_tile = has_tile & (tile < FIRSTS[i + 1])
-        load_tile(descs[i], [row, channel], full, buffer, pred=has_tile)
 
 
 @gluon.jit
@@ -135,15 +87,15 @@ def _load(
     SPLITS: gl.constexpr = WEIGHTS.SPLITS
     BLOCKS: gl.constexpr = TILING.K // 128 if FP8 else (TILING.K + 63) // 64
     BYTES: gl.constexpr = (ROWS + TOKENS) * 128 + (4 * TILING.SCALES if FP8 else 0)
-    for _i in range(_num_jobs(job, jobs)):
+    for _i in range(num_jobs(job, jobs)):
         token = job % m_tiles * TOKENS
         tile, _split, first, end = _split_of(job - first_job, m_tiles, BLOCKS, SPLITS)
-        row, _last, group = _rows_of(tile, WEIGHTS, ROWS)
+        row, _last, group = rows_of(tile, WEIGHTS, ROWS)
         prefetched = gl.minimum(prefetched, end - first)
         for i in range(prefetched):
             full = buffers.full.index(i)
             mbarrier.expect(full, BYTES)
-            _load_weight(descs, tile, row, first + i, full, buffers.weight.index(i), WEIGHTS, FP8, DTYPE)
+            load_weight(descs, tile, row, first + i, full, buffers.weight.index(i), WEIGHTS, FP8, DTYPE)
         if prefetched > 0:
             gdc_wait()
         for block in range(first, end):
@@ -152,7 +104,7 @@ def _load(
             if block >= first + prefetched:
                 mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
                 mbarrier.expect(full, BYTES)
-                _load_weight(descs, tile, row, block, full, buffers.weight.index(stage), WEIGHTS, FP8, DTYPE)
+                load_weight(descs, tile, row, block, full, buffers.weight.index(stage), WEIGHTS, FP8, DTYPE)
             if FP8:
                 load_tile(inputs.q, [group * group_stride + token, block * 128], full, buffers.x.index(stage))
                 load_tile(inputs.scale, [group * BLOCKS + block, token], full, buffers.scales.index(stage))
@@ -233,29 +185,29 @@ def _multiply_all(
     n = job * 0
     gdc_wait()
     if TILES > 0:
-        for _i in range(_num_jobs(job, fp8_jobs)):
+        for _i in range(num_jobs(job, fp8_jobs)):
             tile, split, first, end = _split_of(job, m_tiles, K // 128, SPLITS)
-            start, last_row, _group = _rows_of(tile, FP8, ROWS)
-            scale_row = _pick(scales, FIRSTS, tile) + (start + ROW) // 128 * (K // 128)
+            start, last_row, _group = rows_of(tile, FP8, ROWS)
+            scale_row = pick(scales, FIRSTS, tile) + (start + ROW) // 128 * (K // 128)
             acc = sum_scaled(buffers, n, first, end, scale_row, WARPGROUP, TILING)
             number = (tile * m_tiles + job % m_tiles) * WARPGROUPS + WARPGROUP
             counter = partials.counters + number
             place = PartPlace(start + ROW, last_row, job % m_tiles * TOKENS + TOKEN, M, number, split)
-            out = _pick(outs, FIRSTS, tile)
-            stride = _pick_constant(SIZES, FIRSTS, tile)
+            out = pick(outs, FIRSTS, tile)
+            stride = pick_constant(SIZES, FIRSTS, tile)
             finish(acc, out, stride, quantized_output, partials.fp8, counter, place, SPLITS, POW2)
             n += end - first
             job += gl.num_programs(0)
     if PLAIN.TILES > 0:
-        for _i in range(_num_jobs(job, jobs)):
+        for _i in range(num_jobs(job, jobs)):
             tile, split, first, end = _split_of(job - fp8_jobs, m_tiles, (K + 63) // 64, PLAIN_SPLITS)
-            start, last_row, _group = _rows_of(tile, PLAIN, ROWS)
+            start, last_row, _group = rows_of(tile, PLAIN, ROWS)
             acc = sum_plain(buffers, n, first, end, WARPGROUP, TILING, DTYPE)
             number = (tile * m_tiles + job % m_tiles) * WARPGROUPS + WARPGROUP
             counter = partials.counters + m_tiles * TILES * WARPGROUPS + number
             place = PartPlace(start + ROW, last_row, job % m_tiles * TOKENS + TOKEN, M, number, split)
-            out = _pick(plain_outs, PLAIN_FIRSTS, tile)
-            stride = _pick_constant(PLAIN_SIZES, PLAIN_FIRSTS, tile)
+            out = pick(plain_outs, PLAIN_FIRSTS, tile)
+            stride = pick_constant(PLAIN_SIZES, PLAIN_FIRSTS, tile)
             finish(acc, out, stride, QuantizedOutput(None, None, 0), partials.plain, counter, place, PLAIN_SPLITS, POW2)
             n += end - first
             job += gl.num_programs(0)

@@ -10,9 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from deepseek_attn.kernels.common.gluon import barrier, reinterpret
+from deepseek_attn.kernels.linear.linear_hopper_weights import PLAIN_LAYOUT
 
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-PLAIN_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _FLOOR_BITS = gl.constexpr(0x38D1B717)  # float32 bits of 1e-4, the smallest largest magnitude of a group
 _INFINITY_BITS = gl.constexpr(0x7F800000)
 
@@ -40,23 +40,6 @@ class Tiling:
     WARPGROUPS: int
     STAGES: int
     SCALES: int
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Constants of the weights of one kind.
-
-    Attributes:
-        SIZES, FIRSTS: rows of each weight, and its first tile; TILES: of all of them.
-        SPLITS: split-K partials of a tile.
-        GROUP_ROWS: rows of a diagonal block of the only weight; 0 for dense weights.
-    """
-
-    SIZES: tuple[int, ...]
-    FIRSTS: tuple[int, ...]
-    TILES: int
-    SPLITS: int
-    GROUP_ROWS: int
 
 
 class Buffers(NamedTuple):
@@ -266,6 +249,24 @@ def finish(
 
 
 @gluon.jit
+def fp8_scales(amax, POW2: gl.constexpr):
+    """Scales of FP8 groups as in `kernels.common.fp8.group_scales`: to divide by, inverse if ``POW2``, and to store.
+
+    ``amax`` holds the bits of the largest magnitudes: on these, a NaN is larger than every number. The scale to store
+    is NaN where a group holds a NaN or an infinity.
+    """
+    bits = gl.maximum(amax, _FLOOR_BITS)
+    if POW2:
+        bits = (bits.to(gl.float32, bitcast=True) * 0.002232142857142857).to(gl.int32, bitcast=True)
+        bits = (bits + 0x7FFFFF) & ~0x7FFFFF
+    else:
+        bits = gl.div_rn(bits.to(gl.float32, bitcast=True), 448.0).to(gl.int32, bitcast=True)
+    scale = bits.to(gl.float32, bitcast=True)
+    inverse = ((254 << 23) - bits).to(gl.float32, bitcast=True)
+    return scale, inverse, gl.where(amax >= _INFINITY_BITS, float("nan"), scale)
+
+
+@gluon.jit
 def _store(total, out_ptr, out_stride, quantized_output, place, POW2: gl.constexpr):
     """Stores accumulators of 64 rows, and two of them also as FP8 under one scale for each token."""
     PARTS: gl.constexpr = len(total)
@@ -290,14 +291,7 @@ def _store(total, out_ptr, out_stride, quantized_output, place, POW2: gl.constex
             gl.max(values[0].to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0),
             gl.max(values[1].to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0),
         )
-        bits = gl.maximum(amax, _FLOOR_BITS)
-        if POW2:
-            bits = (bits.to(gl.float32, bitcast=True) * 0.002232142857142857).to(gl.int32, bitcast=True)
-            bits = (bits + 0x7FFFFF) & ~0x7FFFFF
-        else:
-            bits = gl.div_rn(bits.to(gl.float32, bitcast=True), 448.0).to(gl.int32, bitcast=True)
-        scale = bits.to(gl.float32, bitcast=True)
-        inverse = ((254 << 23) - bits).to(gl.float32, bitcast=True)
+        scale, inverse, shown = fp8_scales(amax, POW2)
         for i in gl.static_range(PARTS):
             if POW2:
                 value = values[i] * inverse[None, :]
@@ -308,5 +302,4 @@ def _store(total, out_ptr, out_stride, quantized_output, place, POW2: gl.constex
                 value.to(gl.float8e4nv),
                 mask=(token < M)[None, :],
             )
-        scale = gl.where(amax >= _INFINITY_BITS, float("nan"), scale)
-        gl.store(quantized_output.scale + start // 128 * quantized_output.scale_stride + token, scale, mask=token < M)
+        gl.store(quantized_output.scale + start // 128 * quantized_output.scale_stride + token, shown, mask=token < M)
