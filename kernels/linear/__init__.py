@@ -25,7 +25,6 @@ from deepseek_attn.kernels.linear.formats import (
     Segment,
     dequantize_weight,
     quantized_input,
-    quantizes_once,
 )
 
 __all__ = [
@@ -111,11 +110,11 @@ def empty_quantized(x: Tensor, segments: Sequence[Segment], pow2_scales: bool = 
     None where that saves nothing: a segment does not read FP8 inputs or is not computed by Triton, or there are so few
     tokens that the products quantise their input as they read it.
     """
-    if not quantizes_once(len(x)) or not all(_in_triton(segment) and segment.reads_fp8_once for segment in segments):
+    if not segments or not all(_in_triton(segment) and segment.reads_fp8_once for segment in segments):
         return None
-    from deepseek_attn.kernels.linear.launch import empty_quantized_rows
+    from deepseek_attn.kernels.linear.linear import empty_quantized as op
 
-    return empty_quantized_rows(*x.shape, x.device, pow2_scales)
+    return op(x, segments, pow2_scales)
 
 
 def grouped_linear(

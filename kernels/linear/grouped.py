@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS
+from deepseek_attn.kernels.common.invariance import planned_rows
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.linear.cublas import padded_rows, scaled_mm, scaled_mm_fits
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, quantizes_once
@@ -22,8 +23,14 @@ from deepseek_attn.kernels.linear.launch import (
     quantize_rows,
     rotate_rows,
 )
-from deepseek_attn.kernels.linear.launch_config import HopperLaunchConfig, LaunchConfig, cublas_is_faster
-from deepseek_attn.kernels.linear.launch_hopper import fits_hopper, launch_hopper
+from deepseek_attn.kernels.linear.launch_config import (
+    FewHopperConfig,
+    HopperLaunchConfig,
+    LaunchConfig,
+    cublas_is_faster,
+    quantizes_output,
+)
+from deepseek_attn.kernels.linear.launch_hopper import few_hopper_config, fits_hopper, launch_few_hopper, launch_hopper
 from deepseek_attn.kernels.linear.linear import check_fp8_weight
 
 
@@ -37,7 +44,7 @@ def grouped_linear(
     fp8_input: bool = False,
     pow2_scales: bool = True,
     fp8_group: int = FP8_INPUT_GROUP,
-    config: LaunchConfig | HopperLaunchConfig | None = None,
+    config: LaunchConfig | HopperLaunchConfig | FewHopperConfig | None = None,
 ) -> Tensor:
     """See `deepseek_attn.kernels.linear.grouped_linear`; for FP8 weights. ``config`` overrides cuBLAS and tiling."""
     return _grouped_linear(
@@ -55,7 +62,7 @@ def grouped_linear_quantized(
     fp8_input: bool = False,
     pow2_scales: bool = True,
     fp8_group: int = FP8_INPUT_GROUP,
-    config: HopperLaunchConfig | None = None,
+    config: HopperLaunchConfig | FewHopperConfig | None = None,
 ) -> tuple[Tensor, QuantizedRows | None]:
     """See `deepseek_attn.kernels.linear.grouped_linear_quantized`."""
     return _grouped_linear(
@@ -73,7 +80,7 @@ def _grouped_linear(
     fp8_input: bool,
     pow2_scales: bool,
     fp8_group: int,
-    config: LaunchConfig | HopperLaunchConfig | None,
+    config: LaunchConfig | HopperLaunchConfig | FewHopperConfig | None,
     quantize_output: bool,
 ) -> tuple[Tensor, QuantizedRows | None]:
     M, H, d = _checked_shape(o, groups, positions, cos_sin)
@@ -93,6 +100,16 @@ def _grouped_linear(
     elif rope is not None:
         x = rotate_rows(x, rope)
     products = Products([FP8Product(weight, scale, out)], fp8_input=fp8_input, fp8_group=fp8_group)
+    few = config if isinstance(config, FewHopperConfig) else None
+    if config is None and quantized is not None:
+        few = few_hopper_config(x, [weight], [out.dtype], groups)
+    if few is not None:
+        quantizes = quantize_output and few.rows == 128
+        output = empty_quantized_rows(M, N, o.device, pow2_scales) if quantizes else None
+        launch_few_hopper(
+            x, products.fp8, quantized, few, pow2_scales=pow2_scales, groups=groups, quantized_output=output
+        )
+        return out, output
     hopper = fits_hopper(x, products, quantized, N // groups)
     block = weight[: N // groups]
     if quantized is not None and config is None:
@@ -100,7 +117,8 @@ def _grouped_linear(
         if large and scaled_mm_fits(block, out.dtype):
             return _by_cublas(quantized, weight, scale, groups), None
     if quantized is not None and (isinstance(config, HopperLaunchConfig) or (config is None and hopper)):
-        output = empty_quantized_rows(M, N, o.device, pow2_scales) if quantize_output else None
+        quantizes = quantize_output and quantizes_output(planned_rows(M))
+        output = empty_quantized_rows(M, N, o.device, pow2_scales) if quantizes else None
         launch_hopper(x, products, quantized, groups=groups, quantized_output=output, config=config)
         return out, output
     launch_products(x, products, pow2_scales=pow2_scales, quantized=quantized, groups=groups, config=config)

@@ -51,6 +51,11 @@ class Products(NamedTuple):
     fp8_input: bool = True
     fp8_group: int = FP8_INPUT_GROUP
 
+    @property
+    def reads_fp8_once(self) -> bool:
+        """There are FP8 weights, whose input may be quantised by a launch before: see `Segment.reads_fp8_once`."""
+        return bool(self.fp8) and self.fp8_input and self.fp8_group == FP8_INPUT_GROUP
+
 
 class DotPlan(NamedTuple):
     """Dtype and precision of a product.

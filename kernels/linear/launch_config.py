@@ -120,14 +120,14 @@ def choose_hopper_config(
     Partials of a tile cost 2 to 5 us to add up, so tiles are just small enough to give every multiprocessor one.
 
     Args:
-        quantize_output: the output is quantised to FP8 as well, and so a warpgroup needs 128 rows.
+        quantize_output: the output is quantised to FP8 as well, and so a warpgroup needs 128 rows; for more than 32
+            tokens, see `quantizes_output`.
     """
     tokens = next(n for n in (16, 32, 64, 128) if n >= min(M, 128))
     block, spare = 128, 0
     if quantize_output:
         tokens //= 2
-        warpgroup_rows, warpgroup_tokens = 128, tokens // 2 if tokens > 16 else tokens
-        spare = tokens <= 16
+        warpgroup_rows, warpgroup_tokens = 128, tokens // 2
     elif plain_rows or triton.cdiv(M, tokens) * triton.cdiv(rows, 128) >= multiprocessors:
         warpgroup_rows, warpgroup_tokens = (128, 64) if tokens == 128 else (64, tokens)
     else:
@@ -149,6 +149,63 @@ def choose_hopper_config(
         min(16, shared_bytes // (128 * (block + tokens) + 4 * max(tokens, 32))),
         int(spare),
     )
+
+
+@dataclass(frozen=True)
+class FewHopperConfig:
+    """Tiling of a launch of `linear_few_hopper`.
+
+    Attributes:
+        rows: weight rows of a tile, 64 or 128; tokens: 8 or 16.
+        splits: split-K, the number of jobs that share the channels of a tile.
+        stages: of the ring of weights; stage_blocks: blocks of 128 channels of a stage.
+        stages_at_once: stages that are multiplied together.
+    """
+
+    rows: int
+    splits: int = 1
+    stages: int = 11
+    stage_blocks: int = 1
+    stages_at_once: int = 2
+    tokens: int = 8
+
+
+FEW_TOKENS = 16  # at most, of `linear_few_hopper`
+_FEW_BYTES = 1 << 25  # smaller weights are read before a ring is set up
+_LONG_BYTES = 1 << 26  # weights that take longer to read than the next kernel gains by starting early
+
+
+def choose_few_hopper_config(M: int, K: int, rows: int, multiprocessors: int) -> FewHopperConfig | None:
+    """The fastest configuration measured for weights of ``rows`` rows; None where another kernel is faster.
+
+    Each multiprocessor gets a job, over all channels if there are as many tiles. A ring of half of the shared memory
+    leaves room for the next kernel, whose weights are then read early; where a program has one long job, what is read
+    of it early is worth more.
+    """
+    tokens, blocks, tiles = 8 if M <= 8 else 16, K // 128, triton.cdiv(rows, 128)
+    if rows * K < _FEW_BYTES or blocks > 512 // tokens:
+        return None
+    if 10 * tiles >= 9 * multiprocessors:
+        stages = _ring_stages(blocks, tokens)
+        if rows * K >= _LONG_BYTES:
+            return FewHopperConfig(128, 1, stages, 1, 4 if blocks <= 16 and tokens == 8 else 2, tokens)
+        if blocks > 8:  # V3.2's queries: 1.02 of the time of a layer with `linear_triton`
+            return None
+        return FewHopperConfig(128, 1, min(stages, 5), 1, 2, tokens)
+    if 20 * tiles >= 9 * multiprocessors and blocks % 2 == 0:
+        return FewHopperConfig(64, 1, _ring_stages(blocks, tokens), 2, 16 // tokens, tokens)
+    splits = max(1, min(multiprocessors // tiles, blocks // 4))
+    return FewHopperConfig(128, splits, min(_ring_stages(triton.cdiv(blocks, splits), tokens), 5), 1, 2, tokens)
+
+
+def _ring_stages(blocks: int, tokens: int) -> int:
+    """Stages of 16 KiB in shared memory beside the input of a job of so many blocks, at most 12."""
+    return min(12, (215 - tokens // 8 * triton.next_power_of_2(blocks)) // 16)
+
+
+def quantizes_output(M: int) -> bool:
+    """Whether `linear_hopper` quantises a grouped product on the way; up to 32 tokens tiles of 64 rows win more."""
+    return M > 32
 
 
 def cublas_is_faster(M: int, N: int, K: int, fp8: bool, hopper: bool = False) -> bool:

@@ -1,6 +1,11 @@
-"""Launches of `linear_hopper`: which products it supports, and how. `linear` and `grouped_linear` check arguments."""
+"""Launches of `linear_hopper` and `linear_few_hopper`: which products they support, and how.
+
+`linear` and `grouped_linear` check arguments.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -14,8 +19,15 @@ from deepseek_attn.kernels.common.invariance import planned_rows
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.linear.formats import quantizes_once
-from deepseek_attn.kernels.linear.launch import Products, empty_partials, tile_weights
-from deepseek_attn.kernels.linear.launch_config import HopperLaunchConfig, choose_hopper_config
+from deepseek_attn.kernels.linear.launch import FP8Product, Products, empty_partials, tile_weights
+from deepseek_attn.kernels.linear.launch_config import (
+    FEW_TOKENS,
+    FewHopperConfig,
+    HopperLaunchConfig,
+    choose_few_hopper_config,
+    choose_hopper_config,
+)
+from deepseek_attn.kernels.linear.linear_few_hopper import FewInput, FewTiling, linear_few_hopper_kernel
 from deepseek_attn.kernels.linear.linear_hopper import linear_hopper_kernel
 from deepseek_attn.kernels.linear.linear_hopper_products import Tiling
 from deepseek_attn.kernels.linear.linear_hopper_weights import Weights
@@ -129,6 +141,88 @@ def launch_hopper(
         enable_fp_fusion=True,
         num_warps=4,
         maxnreg=registers,
+        launch_pdl=True,
+    )
+
+
+def few_hopper_config(
+    x: Tensor, weights: Sequence[Tensor], out_dtypes: Sequence[torch.dtype], groups: int = 1
+) -> FewHopperConfig | None:
+    """The configuration of `launch_few_hopper` for FP8 ``weights`` with FP8 inputs; None where it is not the fastest.
+
+    It needs compute capability 9.0, up to 16 tokens, outputs of 16 bits (sums have no more), weights of multiples of 64
+    rows, in groups of multiples of 128, and 16-byte addresses.
+    """
+    of_gpu, M, K = gpu(x.device), planned_rows(len(x)), weights[0].shape[1]
+    if of_gpu.capability != (9, 0) or M > FEW_TOKENS or len(weights) > _MAX_FP8:
+        return None
+    if x.dtype not in _DTYPES or not all(dtype in _DTYPES for dtype in out_dtypes):
+        return None
+    multiple = 64 if groups == 1 else 128 * groups
+    if any(len(weight) % multiple or weight.data_ptr() % 16 for weight in weights):
+        return None
+    return choose_few_hopper_config(M, K, sum(map(len, weights)), of_gpu.multiprocessors)
+
+
+def launch_few_hopper(
+    x: Tensor,
+    fp8: Sequence[FP8Product],
+    quantized: QuantizedRows | None,
+    config: FewHopperConfig,
+    *,
+    pow2_scales: bool,
+    groups: int = 1,
+    quantized_output: QuantizedRows | None = None,
+) -> None:
+    """Computes products of up to 16 tokens in one launch.
+
+    Args:
+        x: ``[M, K]``, read if it is not quantised yet.
+        quantized: x quantised, ``[M, K]`` or ``[groups, M, K]``; needed with several groups or more than 8 tokens.
+        groups, quantized_output: as in `launch_hopper`; with the latter, tiles have 128 rows.
+    """
+    M, K = len(x), fp8[0].weight.shape[1]
+    if quantized is None:
+        source = FewInput(x, x.stride(0), 0, x, 0)
+    else:
+        q, q_scale, _ = quantized
+        source = FewInput(q, q.stride(-2), q.stride(0) if groups > 1 else 0, q_scale, q_scale.stride(1))
+    tiling = tile_weights([len(product.weight) for product in fp8], config.rows, groups)
+    blocks = K // 128
+    splits = _without_empty(blocks, config.splits if tiling.tiles <= COUNTERS else 1)
+    descs = [_tiled(product.weight, config.rows, 128, _BYTES) for product in fp8]
+    jobs, split_blocks = tiling.tiles * splits, triton.cdiv(blocks, splits)
+    if blocks % config.stage_blocks or split_blocks % config.stage_blocks:
+        raise ValueError(f"stages of {config.stage_blocks} blocks do not divide {blocks} blocks in {splits} splits")
+    linear_few_hopper_kernel[(min(jobs, gpu(x.device).multiprocessors),)](
+        source,
+        *descs,
+        *[None] * (_MAX_FP8 - len(descs)),
+        tuple(product.scale for product in fp8),
+        tuple(product.out for product in fp8),
+        None if quantized_output is None else quantized_output.values,
+        None if quantized_output is None else quantized_output.scale,
+        empty_partials(x, tiling.tiles, splits, config.rows * config.tokens),
+        counters_of(x.device) if splits > 1 else fp8[0].scale,
+        M,
+        jobs,
+        0 if quantized_output is None else quantized_output.scale.stride(1),
+        TILING=FewTiling(
+            K=K,
+            TOKENS=config.tokens,
+            ROWS=config.rows,
+            SPLIT_BLOCKS=split_blocks,
+            INPUT_BLOCKS=triton.next_power_of_2(split_blocks),
+            STAGES=config.stages,
+            STAGE_BLOCKS=config.stage_blocks,
+            STAGES_AT_ONCE=config.stages_at_once,
+            QUANTIZED=quantized is not None,
+        ),
+        WEIGHTS=Weights(tiling.sizes, tiling.firsts, tiling.tiles, splits, tiling.group_rows),
+        POW2=pow2_scales,
+        enable_fp_fusion=True,
+        num_warps=4,
+        maxnreg=168,
         launch_pdl=True,
     )
 

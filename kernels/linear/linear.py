@@ -1,8 +1,8 @@
 """Linear layers in Triton, for any GPU from compute capability 8.0 on: several projections of one input in one launch.
 
 With few tokens a launch reads the weights at memory speed and quantises its input itself. With more, the input is
-quantised once for all; with many, large products are left to cuBLAS. Device code: `linear_triton`, and for quantised
-inputs on Hopper `linear_hopper`.
+quantised once for all; with many, large products are left to cuBLAS. Device code: `linear_triton`; on Hopper
+`linear_hopper` for quantised inputs and `linear_few_hopper` for large weights and few tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.linear.cublas import products_by_cublas
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, Segment, quantizes_once
-from deepseek_attn.kernels.linear.launch import FP8Product, PlainProduct, Products, launch_products, quantize_rows
-from deepseek_attn.kernels.linear.launch_config import HopperLaunchConfig, LaunchConfig
-from deepseek_attn.kernels.linear.launch_hopper import fits_hopper, launch_hopper
+from deepseek_attn.kernels.linear.launch import (
+    FP8Product,
+    PlainProduct,
+    Products,
+    empty_quantized_rows,
+    launch_products,
+    quantize_rows,
+)
+from deepseek_attn.kernels.linear.launch_config import FewHopperConfig, HopperLaunchConfig, LaunchConfig
+from deepseek_attn.kernels.linear.launch_hopper import few_hopper_config, fits_hopper, launch_few_hopper, launch_hopper
 
 
 def multi_linear(
@@ -28,7 +35,7 @@ def multi_linear(
     segments: Sequence[Segment],
     pow2_scales: bool = True,
     quantized: QuantizedRows | None = None,
-    config: LaunchConfig | HopperLaunchConfig | None = None,
+    config: LaunchConfig | HopperLaunchConfig | FewHopperConfig | None = None,
 ) -> list[Tensor]:
     """See `deepseek_attn.kernels.linear.multi_linear`; no FP4 weights. ``config`` overrides cuBLAS and tiling."""
     _check_input(x)
@@ -45,8 +52,13 @@ def multi_linear(
     todo = [i for i, out in enumerate(outs) if out is None]
     outs = [_empty(x, segment) if out is None else out for out, segment in zip(outs, segments, strict=True)]
     for products in _launches([(segments[i], outs[i]) for i in todo]):
+        few = config if isinstance(config, FewHopperConfig) else None
+        if config is None and products.reads_fp8_once and not products.plain:
+            few = few_hopper_config(x, [fp8.weight for fp8 in products.fp8], [fp8.out.dtype for fp8 in products.fp8])
         on_hopper = isinstance(config, HopperLaunchConfig)
-        if on_hopper or (config is None and products.fp8_input and fits_hopper(x, products, quantized)):
+        if few is not None:
+            launch_few_hopper(x, products.fp8, quantized, few, pow2_scales=pow2_scales)
+        elif on_hopper or (config is None and products.fp8_input and fits_hopper(x, products, quantized)):
             launch_hopper(x, products, quantized, config=config)
         else:
             launch_products(x, products, pow2_scales=pow2_scales, quantized=quantized, config=config)
@@ -81,6 +93,14 @@ def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
     if x.shape[1] % FP8_INPUT_GROUP:
         raise ValueError(f"x must have a multiple of {FP8_INPUT_GROUP} channels, got {tuple(x.shape)}")
     return quantize_rows(x if x.stride(1) == 1 else x.contiguous(), pow2_scales)
+
+
+def empty_quantized(x: Tensor, segments: Sequence[Segment], pow2_scales: bool = True) -> QuantizedRows | None:
+    """See `deepseek_attn.kernels.linear.empty_quantized`; for segments that read FP8 once."""
+    weights, dtypes = [segment.weight for segment in segments], [segment.out_dtype or x.dtype for segment in segments]
+    if not quantizes_once(len(x)) and few_hopper_config(x, weights, dtypes) is None:
+        return None
+    return empty_quantized_rows(*x.shape, x.device, pow2_scales)
 
 
 def _empty(x: Tensor, segment: Segment) -> Tensor:

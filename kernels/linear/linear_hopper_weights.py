@@ -1,4 +1,4 @@
-"""Gluon device functions of `linear_hopper`: which tile of which weight a job computes."""
+"""Gluon device functions of `linear_hopper` and `linear_few_hopper`: which tile of which weight a job computes."""
 
 from __future__ import annotations
 

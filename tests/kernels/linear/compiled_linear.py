@@ -7,7 +7,7 @@ from deepseek_attn.kernels.linear import launch_hopper as linear_hopper
 from tests.kernels import compiled_launches as launches
 from tests.kernels.compiled_launches import CAPABILITIES
 
-KERNELS = ("multi_linear_kernel", "linear_hopper_kernel", "quantize_input_kernel")
+KERNELS = ("multi_linear_kernel", "linear_hopper_kernel", "linear_few_hopper_kernel", "quantize_input_kernel")
 
 
 def compiled_launches(monkeypatch, capability, call):

@@ -11,7 +11,7 @@ from deepseek_attn.kernels.linear import reference
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.linear.grouped import grouped_linear, grouped_linear_quantized
-from deepseek_attn.kernels.linear.launch_config import HopperLaunchConfig, LaunchConfig
+from deepseek_attn.kernels.linear.launch_config import FewHopperConfig, HopperLaunchConfig, LaunchConfig
 from deepseek_attn.kernels.linear.linear import quantize_input
 from tests.kernels.compiled_launches import CAPABILITIES, on_gpus
 from tests.kernels.linear.compiled_linear import compiled_launches
@@ -172,8 +172,39 @@ def test_every_hopper_configuration(gpu, config):
         assert relative(got, reference.grouped_linear(*arguments, True)) <= LIMIT[BF16]
 
 
+@pytest.mark.parametrize("config", [
+    FewHopperConfig(64, 1, stages=3, stage_blocks=2), FewHopperConfig(128, 3, stages=4), FewHopperConfig(128, 1),
+    FewHopperConfig(64, 2, stages=4, tokens=16), FewHopperConfig(128, 1, stages=3, tokens=16),
+], ids=str)  # fmt: skip
+def test_every_configuration_of_few_tokens(gpu, config):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    for M in (1, 5, config.tokens):
+        arguments = problem(M, 32, 128, 4, 256, 64)
+        got = grouped_linear(*arguments, True, config=config)
+        assert relative(got, reference.grouped_linear(*arguments, True)) <= LIMIT[BF16]
+
+
 @pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "raw"])
-@pytest.mark.parametrize("M", [9, 16, 17, 33, 64, 100, 128, 129, 200])
+@pytest.mark.parametrize("M", [1, 4, 8, 9, 16])
+def test_the_output_of_few_tokens_rounded_on_the_way(gpu, M, pow2):
+    """V4-Pro's: bit by bit what rounding the output gives, NaN among it."""
+    o, *rest = problem(M, 128, 512, 16, 1024, 64)
+    o = o * torch.logspace(-6, 6, M, device=o.device)[:, None, None]
+    o[M - 1, 3, 5] = NAN
+    out, rounded = grouped_linear_quantized(o.to(BF16), *rest, True, pow2)
+    if torch.cuda.get_device_capability() != (9, 0):
+        assert rounded is None
+        return
+    q, scale, _ = quantize_input(out, pow2)
+    assert torch.equal(rounded.scale.nan_to_num(7), scale.nan_to_num(7))
+    finite = scale.isfinite().repeat_interleave(128, 1)
+    assert torch.equal(rounded.values.view(torch.uint8)[finite], q.view(torch.uint8)[finite])
+    assert scale[M - 1].isnan().any()
+
+
+@pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "raw"])
+@pytest.mark.parametrize("M", [9, 32, 33, 50, 64, 100, 128, 129, 200])
 def test_the_output_rounded_on_the_way(gpu, M, pow2):
     """Bit by bit what rounding the output gives: zeros, values of all magnitudes, NaN and infinities."""
     o, weight, *rest = problem(M, 16, 128, 4, 256, 64)
@@ -182,7 +213,7 @@ def test_the_output_rounded_on_the_way(gpu, M, pow2):
     weight = weight.clone()
     weight[:128] = 0
     out, rounded = grouped_linear_quantized(o.to(BF16), weight, *rest, True, pow2)
-    if torch.cuda.get_device_capability() != (9, 0):
+    if torch.cuda.get_device_capability() != (9, 0) or M <= 32:
         assert rounded is None
         return
     assert torch.equal(out.nan_to_num(7), grouped_linear(o.to(BF16), weight, *rest, True, pow2).nan_to_num(7))

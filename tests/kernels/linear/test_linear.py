@@ -12,6 +12,7 @@ from deepseek_attn.kernels.linear.cublas import adjacent_weights
 from deepseek_attn.kernels.linear.launch import dot_plan
 from deepseek_attn.kernels.linear.launch_config import (
     PLAIN_CHANNELS,
+    FewHopperConfig,
     HopperLaunchConfig,
     LaunchConfig,
     choose_config,
@@ -293,6 +294,58 @@ def test_every_hopper_configuration(gpu, config):
         for M in (2, 17, 33, 100, 129):
             x = awkward(M, K)
             check(x, segments, config=config, quantized=quantize_input(x))
+
+
+FEW_CONFIGS = [
+    FewHopperConfig(64, 1, stages=3, stages_at_once=1),
+    FewHopperConfig(64, 3, stages=6, stages_at_once=4),
+    FewHopperConfig(64, 2, stages=4, stage_blocks=2),
+    FewHopperConfig(128, 1, stages=2),
+    FewHopperConfig(128, 4, stages=5),
+    FewHopperConfig(128, 7, stages=12, stages_at_once=3),
+    FewHopperConfig(64, 2, stages=4, tokens=16),
+    FewHopperConfig(128, 1, stages=3, stages_at_once=1, tokens=16),
+]
+
+
+@pytest.mark.parametrize("config", FEW_CONFIGS, ids=str)
+def test_every_configuration_of_few_tokens(gpu, config):
+    """Tiles and stages that do not divide anything; the input quantised before and by the kernel, to the same bits."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    for K, rows in ((2048, (320, 128, 512)), (640, (192,)), (1152, (128 * 140, 64)), (1536, (64,))):
+        if config.stage_blocks > 1 and K in (640, 1152):
+            continue
+        segments = [Segment(*fp8_weight(n, K), True) for n in rows]
+        for M in (1, 3, config.tokens):
+            x = awkward(M, K)
+            for pow2 in (True, False):
+                given = multi_linear(x, segments, pow2, quantize_input(x, pow2), config)
+                own = given if config.tokens > 8 else multi_linear(x, segments, pow2, config=config)
+                for one, other, expected in zip(given, own, reference.multi_linear(x, segments, pow2), strict=True):
+                    assert torch.equal(one, other)
+                    assert relative(one, expected) <= (LIMIT[BF16] if pow2 else 4e-3)  # its products are rounded
+
+
+@pytest.mark.parametrize(("K", "most"), [(1024, 16), (1536, 16), (4096, 16), (8192, 8)])
+def test_few_tokens_of_large_weights(gpu, K, most):
+    """What models launch: NaN stays in its token, one token's result is that of many, fifty launches are alike."""
+    rows = (1 << 26) // K // 128 * 128
+    segments = [Segment(*fp8_weight(rows, K), True), Segment(*fp8_weight(192, K), True)]
+    x = awkward(most, K)
+    check(x, segments, quantized=quantize_input(x))
+    first = multi_linear(x, segments)
+    for M in (most // 2 + 1, *[most] * 50):
+        for mine, other in zip(multi_linear(x[:M], segments), first, strict=True):
+            assert torch.equal(mine, other[:M])
+    x[2, K - 1], x[5, 0] = NAN, float("inf")
+    clean = [row for row in range(most) if row not in (2, 5)]
+    for out, before in zip(multi_linear(x, segments), first, strict=True):
+        assert out[[2, 5]].isnan().all()
+        assert torch.equal(out[clean], before[clean])
+    whole = torch.full((5, K + 256), NAN, dtype=BF16)
+    whole[:, 128:-128] = awkward(5, K)
+    check(whole[:, 128:-128], segments)
 
 
 def test_strided_input(gpu):

@@ -1,0 +1,307 @@
+"""Gluon device code of `launch_few_hopper`: products of few tokens with large FP8 weights on Hopper's tensor cores.
+
+The time is that of reading the weights, so one warp does nothing else: it streams them through a ring of stages in
+shared memory, from one job to the next, and never waits for the kernel before this one, on which weights do not depend.
+A warpgroup waits for it, puts the whole input of a job into shared memory, quantised there if it is not yet, with the
+scales of each block's products, and multiplies.
+
+A job is a tile of ``ROWS`` weight rows, over all channels or one split of them. Stages hold 16 KiB: every barrier of
+one more is 0.1 us at the start of a program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deepseek_attn.kernels.common.gluon import barrier, copy_to_shared, reinterpret
+from deepseek_attn.kernels.linear.linear_hopper_products import PartPlace, QuantizedOutput, finish, fp8_scales
+from deepseek_attn.kernels.linear.linear_hopper_weights import load_weight, num_jobs, pick, pick_constant, rows_of
+
+BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_COPY = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
+_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+_SCALES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@dataclass(frozen=True)
+class FewTiling:
+    """Constants of a launch.
+
+    Attributes:
+        K: channels of the input; TOKENS: of the tile, 8 or 16; ROWS: weight rows of a tile, 64 or 128.
+        SPLIT_BLOCKS: blocks of 128 channels of a job.
+        INPUT_BLOCKS: blocks that the memory of its input holds, the next power of two.
+        STAGES: of the ring; STAGE_BLOCKS: blocks of a stage, which divide those of a job.
+        STAGES_AT_ONCE: stages that are multiplied together.
+        QUANTIZED: the input is FP8 with scales; otherwise programs quantise what they read, of up to 8 tokens.
+    """
+
+    K: int
+    TOKENS: int
+    ROWS: int
+    SPLIT_BLOCKS: int
+    INPUT_BLOCKS: int
+    STAGES: int
+    STAGE_BLOCKS: int
+    STAGES_AT_ONCE: int
+    QUANTIZED: bool
+
+
+class FewInput(NamedTuple):
+    """The input's tokens, elements from one to the next and from one group to the next; scales ``[K / 128, M]``."""
+
+    tokens: Any
+    stride: Any
+    group_stride: Any
+    scale: Any
+    scale_stride: Any
+
+
+class FewBuffers(NamedTuple):
+    """Shared memory: blocks of weight, barriers of full and empty stages; blocks of a job's input, and their scales."""
+
+    weight: Any
+    full: Any
+    empty: Any
+    x: Any
+    scales: Any
+
+
+@gluon.jit
+def _load_weights(jobs, descs, buffers, TILING: gl.constexpr, WEIGHTS: gl.constexpr):
+    """Streams the weights of all jobs of this program."""
+    SPLITS: gl.constexpr = WEIGHTS.SPLITS
+    STAGES: gl.constexpr = TILING.STAGES
+    COUNT: gl.constexpr = TILING.STAGE_BLOCKS
+    BLOCKS: gl.constexpr = TILING.K // 128
+    job = gl.program_id(0)
+    n = job * 0
+    for _i in range(num_jobs(job, jobs)):
+        tile = job // SPLITS
+        first = job % SPLITS * TILING.SPLIT_BLOCKS
+        row, _last, _group = rows_of(tile, WEIGHTS, TILING.ROWS)
+        for block in range(first, gl.minimum(first + TILING.SPLIT_BLOCKS, BLOCKS), COUNT):
+            stage = n % STAGES
+            full = buffers.full.index(stage)
+            mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
+            mbarrier.expect(full, COUNT * TILING.ROWS * 128)
+            for i in gl.static_range(COUNT):
+                w = buffers.weight.index(stage * COUNT + i)
+                load_weight(descs, tile, row, block + i, full, w, WEIGHTS, True, gl.float8e4nv)
+            n += 1
+        job += gl.num_programs(0)
+
+
+@gluon.jit
+def _copy_input(first, end, group, scale_row, M, x, buffers, TILING: gl.constexpr):
+    """Copies the quantised input of blocks ``first`` to ``end`` to shared memory, and the scales of their products."""
+    TOKENS: gl.constexpr = TILING.TOKENS
+    BLOCKS: gl.constexpr = TILING.K // 128
+    ROWS: gl.constexpr = TILING.INPUT_BLOCKS * TOKENS
+    row = gl.arange(0, ROWS, layout=_SCALES)
+    block, place = first + row // TOKENS, row % TOKENS
+    weight_scale = gl.load(scale_row + block, mask=block < end, other=0.0)
+    gdc_wait()  # weights and their scales depend on no kernel
+    copied = gl.arange(0, ROWS, layout=gl.SliceLayout(1, _COPY))
+    lane = gl.arange(0, 128, layout=gl.SliceLayout(0, _COPY))
+    token, copied_block = copied % TOKENS, first + copied // TOKENS
+    source = x.tokens + group * x.group_stride + (token * x.stride + copied_block * 128)[:, None] + lane[None, :]
+    values = reinterpret(buffers.x, gl.float8e4nv, [ROWS, 128], BYTES)
+    copy_to_shared(values, source, mask=((token < M) & (copied_block < end))[:, None])
+    async_copy.commit_group()
+    inside = (place < M) & (block < end)
+    scale = gl.load(x.scale + place + (group * BLOCKS + block) * x.scale_stride, mask=inside, other=0.0)
+    reinterpret(buffers.scales, gl.float32, [ROWS], FLAT).store(scale * weight_scale)
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _quantize_input(first, end, scale_row, M, x, buffers, TILING: gl.constexpr, POW2: gl.constexpr):
+    """`_copy_input` of an input that is quantised here: a row is one token's block."""
+    TOKENS: gl.constexpr = TILING.TOKENS
+    ROWS: gl.constexpr = TILING.INPUT_BLOCKS * TOKENS
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, _ROWS))
+    lane = gl.arange(0, 128, layout=gl.SliceLayout(0, _ROWS))
+    block, token = first + row // TOKENS, row % TOKENS
+    weight_scale = gl.load(scale_row + block, mask=block < end, other=0.0)
+    gdc_wait()
+    source = x.tokens + (token * x.stride + block * 128)[:, None] + lane[None, :]
+    value = gl.load(source, mask=((token < M) & (block < end))[:, None], other=0.0).to(gl.float32)
+    divisor, inverse, scale = fp8_scales(gl.max(value.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1), POW2)
+    if POW2:
+        value = value * inverse[:, None]
+    else:
+        value = gl.div_rn(value, divisor[:, None] + gl.zeros_like(value))
+    reinterpret(buffers.x, gl.float8e4nv, [ROWS, 128], BYTES).store(value.to(gl.float8e4nv))
+    reinterpret(buffers.scales, gl.float32, [ROWS], FLAT).store(scale * weight_scale)
+
+
+@gluon.jit
+def _add_stages(acc, n, i, buffers, TILING: gl.constexpr, AT_ONCE: gl.constexpr):
+    """``acc`` and the products of some stages from ``n`` on, the first of which has block ``i`` of a job."""
+    STAGES: gl.constexpr = TILING.STAGES
+    COUNT: gl.constexpr = TILING.STAGE_BLOCKS
+    PARTS: gl.constexpr = TILING.ROWS // 64
+    MMA: gl.constexpr = acc[0].type.layout
+    TOKENS: gl.constexpr = TILING.TOKENS
+    zeros = gl.zeros([64, TOKENS], gl.float32, layout=MMA)
+    for j in gl.static_range(AT_ONCE):
+        mbarrier.wait(buffers.full.index((n + j) % STAGES), (n + j) // STAGES & 1)
+    products = ()
+    for j in gl.static_range(AT_ONCE * COUNT):
+        x = buffers.x.index(i + j).permute((1, 0))
+        w = buffers.weight.index((n + j // COUNT) % STAGES * COUNT + j % COUNT)
+        for part in gl.static_range(PARTS):
+            products += (warpgroup_mma(w.slice(64 * part, 64), x, zeros, use_acc=False, is_async=True),)
+    if len(products) == 1:
+        products = (warpgroup_mma_wait(0, deps=products),)
+    else:
+        products = warpgroup_mma_wait(0, deps=products)
+    barrier()  # all four warps have multiplied
+    for j in gl.static_range(AT_ONCE):
+        mbarrier.arrive(buffers.empty.index((n + j) % STAGES))
+    for j in gl.static_range(AT_ONCE * COUNT):
+        scale = buffers.scales.index(i + j).load(gl.SliceLayout(0, MMA))[None, :]
+        sums = ()
+        for part in gl.static_range(PARTS):
+            sums += (acc[part] + products[j * PARTS + part] * scale,)
+        acc = sums
+    return acc
+
+
+@gluon.jit
+def _multiply_all(
+    jobs,
+    M,
+    x,
+    scales,
+    outs,
+    quantized_output,
+    partials_ptr,
+    counters_ptr,
+    buffers,
+    TILING: gl.constexpr,
+    WEIGHTS: gl.constexpr,
+    POW2: gl.constexpr,
+):
+    """The tiles and splits of this program."""
+    BLOCKS: gl.constexpr = TILING.K // 128
+    AT_ONCE: gl.constexpr = TILING.STAGES_AT_ONCE
+    PARTS: gl.constexpr = TILING.ROWS // 64
+    FIRSTS: gl.constexpr = WEIGHTS.FIRSTS
+    SIZES: gl.constexpr = WEIGHTS.SIZES
+    SPLITS: gl.constexpr = WEIGHTS.SPLITS
+    TOKENS: gl.constexpr = TILING.TOKENS
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
+    job = gl.program_id(0)
+    n = job * 0
+    for _i in range(num_jobs(job, jobs)):
+        tile = job // SPLITS
+        split = job % SPLITS
+        first = split * TILING.SPLIT_BLOCKS
+        end = gl.minimum(first + TILING.SPLIT_BLOCKS, BLOCKS)
+        start, last_row, group = rows_of(tile, WEIGHTS, TILING.ROWS)
+        scale_row = pick(scales, FIRSTS, tile) + start // 128 * BLOCKS
+        if TILING.QUANTIZED:
+            _copy_input(first, end, group, scale_row, M, x, buffers, TILING)
+        else:
+            _quantize_input(first, end, scale_row, M, x, buffers, TILING, POW2)
+        fence_async_shared()
+        barrier()
+        acc = ()
+        for _part in gl.static_range(PARTS):
+            acc += (gl.zeros([64, TOKENS], gl.float32, layout=MMA),)
+        stages = (end - first) // TILING.STAGE_BLOCKS
+        whole = stages // AT_ONCE * AT_ONCE
+        for i in range(0, whole, AT_ONCE):
+            acc = _add_stages(acc, n + i, i * TILING.STAGE_BLOCKS, buffers, TILING, AT_ONCE)
+        for i in range(whole, stages):
+            acc = _add_stages(acc, n + i, i * TILING.STAGE_BLOCKS, buffers, TILING, 1)
+        n += stages
+        place = PartPlace(start, last_row, 0, M, tile, split)
+        out = pick(outs, FIRSTS, tile)
+        stride = pick_constant(SIZES, FIRSTS, tile)
+        finish(acc, out, stride, quantized_output, partials_ptr, counters_ptr + tile, place, SPLITS, POW2)
+        job += gl.num_programs(0)
+
+
+@gluon.jit(do_not_specialize=["M", "jobs", "quantized_scale_stride"])
+def linear_few_hopper_kernel(
+    x,
+    w0,
+    w1,
+    w2,
+    scales,
+    outs,
+    quantized_ptr,
+    quantized_scale_ptr,
+    partials_ptr,
+    counters_ptr,
+    M,
+    jobs,
+    quantized_scale_stride,
+    TILING: gl.constexpr,
+    WEIGHTS: gl.constexpr,
+    POW2: gl.constexpr,
+):
+    """Persistent kernel: ``jobs`` tiles and splits of FP8 weights.
+
+    Args:
+        x: `FewInput`; w0, ...: descriptors of the weights; scales, outs: tuples by weight.
+        partials_ptr, counters_ptr: scratch of split-K partials, and counters of those that have arrived.
+        quantized_ptr, quantized_scale_ptr: the output quantised to FP8 as well, and its scales; or None.
+        TILING: `FewTiling`; WEIGHTS: `Weights`; POW2: scales of FP8 values are powers of two.
+    """
+    gdc_launch_dependents()
+    STAGES: gl.constexpr = TILING.STAGES
+    ROWS: gl.constexpr = TILING.ROWS
+    TOKENS: gl.constexpr = TILING.TOKENS
+    INPUT_BLOCKS: gl.constexpr = TILING.INPUT_BLOCKS
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    w_buffer = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * TILING.STAGE_BLOCKS, ROWS, 128], BYTES)
+    x_buffer = gl.allocate_shared_memory(gl.float8e4nv, [INPUT_BLOCKS, TOKENS, 128], BYTES)
+    scale_buffer = gl.allocate_shared_memory(gl.float32, [INPUT_BLOCKS, TOKENS], FLAT)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    buffers = FewBuffers(w_buffer, full, empty, x_buffer, scale_buffer)
+    quantized_output = QuantizedOutput(quantized_ptr, quantized_scale_ptr, quantized_scale_stride)
+    gl.warp_specialize(
+        [
+            (
+                _multiply_all,
+                (
+                    jobs,
+                    M,
+                    x,
+                    scales,
+                    outs,
+                    quantized_output,
+                    partials_ptr,
+                    counters_ptr,
+                    buffers,
+                    TILING,
+                    WEIGHTS,
+                    POW2,
+                ),
+            ),
+            (_load_weights, (jobs, (w0, w1, w2), buffers, TILING, WEIGHTS)),
+        ],
+        [1],
+        [40],
+    )
