@@ -324,7 +324,8 @@ def test_every_configuration_of_few_tokens(gpu, config):
                 own = given if config.tokens > 8 else multi_linear(x, segments, pow2, config=config)
                 for one, other, expected in zip(given, own, reference.multi_linear(x, segments, pow2), strict=True):
                     assert torch.equal(one, other)
-                    assert relative(one, expected) <= (LIMIT[BF16] if pow2 else 4e-3)  # its products are rounded
+                    # products are added with about 14 bits, of which an outlier takes most; raw scales are rounded
+                    assert relative(one, expected) <= (3e-3 if pow2 else 4e-3)
 
 
 @pytest.mark.parametrize(("K", "most"), [(1024, 16), (1536, 16), (4096, 16), (8192, 8)])
