@@ -7,6 +7,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
+# packages are installed without bytecode, which each process would otherwise make of torch anew: two seconds each time
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all exhaustive check bench experiment clean
 
