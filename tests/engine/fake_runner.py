@@ -33,10 +33,14 @@ def token_values(tokens: list[int], start: int) -> np.ndarray:
     return (np.array(tokens) * 48271 + positions * 16807 + 11) % PRIME
 
 
+def digests(values: np.ndarray) -> np.ndarray:
+    """A hash of each list of numbers ``[..., n]``, in order."""
+    weights = (np.arange(values.shape[-1]) * 7919 + 13) % PRIME
+    return (values * weights % PRIME).sum(-1) % PRIME
+
+
 def digest(values: np.ndarray) -> int:
-    """A hash of a list of numbers, in order."""
-    weights = (np.arange(len(values)) * 7919 + 13) % PRIME
-    return int((values * weights % PRIME).sum() % PRIME)
+    return int(digests(values))
 
 
 def next_token(window: np.ndarray, entries: list[np.ndarray]) -> int:
@@ -48,8 +52,12 @@ def oracle_token(tokens: list[int], window: int, layers: list[tuple[int, int]]) 
     values = token_values(tokens, 0)
     entries = []
     for ratio, coff in layers:
-        ends = range(ratio, len(tokens) + 1, ratio)
-        entries.append(np.array([digest(values[max(0, end - coff * ratio) : end]) for end in ends], dtype=np.int64))
+        width = coff * ratio
+        first = [digest(values[:end]) for end in range(ratio, min(width, len(tokens) + 1), ratio)]
+        parts = [np.array(first, dtype=np.int64)]
+        if len(tokens) >= width:
+            parts.append(digests(np.lib.stride_tricks.sliding_window_view(values, width)[::ratio]))
+        entries.append(np.concatenate(parts))
     return next_token(values[-window:] if window else values, entries)
 
 
