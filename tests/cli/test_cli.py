@@ -19,6 +19,7 @@ from deepseek_attn import ModelRunner
 from deepseek_attn.cli import main
 from deepseek_attn.cli.options import parse_bytes
 from deepseek_attn.cli.prompts import PromptLines
+from tests.support.small_models import three_layers
 
 IMPORTS = """
 import gc, sys
@@ -37,9 +38,7 @@ with joined_ranks(args):
 def checkpoint(tmp_path_factory):
     """Made by the command line itself, from a config file."""
     folder = tmp_path_factory.mktemp("cli")
-    from deepseek_attn import ModelConfig
-
-    config = ModelConfig.from_preset("tiny").replace(num_hidden_layers=3, compress_ratios=[0, 4, 128, 0])
+    config = three_layers()
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     directory = folder / "model"
     assert (

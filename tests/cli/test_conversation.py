@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
-from deepseek_attn import LLM, ModelConfig, SamplingParams
+from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import Terminated, main, make_parser
 from deepseek_attn.engine.llm import LLM as Model
 from tests.support.exit_codes import exit_code
+from tests.support.small_models import three_layers
 
 MAX_TOKENS = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -20,7 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    config = ModelConfig.from_preset("tiny").replace(num_hidden_layers=3, compress_ratios=[0, 4, 128, 0])
+    config = three_layers()
     return write_checkpoint(RandomSource(config, seed=3), config, tmp_path_factory.mktemp("model") / "tiny")
 
 

@@ -8,18 +8,19 @@ from collections import Counter
 
 import pytest
 
-from deepseek_attn import LLM, ModelConfig, SamplingParams
+from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import main
 from deepseek_attn.cli.observe import describe_run, stats_printer
 from deepseek_attn.cli.prompts import parse_line
 from deepseek_attn.engine.stats import EngineStats, StepStats
 from tests.support.exit_codes import exit_code
+from tests.support.small_models import three_layers
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    config = ModelConfig.from_preset("tiny").replace(num_hidden_layers=3, compress_ratios=[0, 4, 128, 0])
+    config = three_layers()
     return write_checkpoint(RandomSource(config, seed=3), config, tmp_path_factory.mktemp("model") / "tiny")
 
 

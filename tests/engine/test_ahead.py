@@ -17,6 +17,7 @@ from deepseek_attn.runner import ModelRunner, StepOptions
 from deepseek_attn.runner.graph_steps import CapturedStep, DecodeStep, DraftStep, StepSize
 from deepseek_attn.runner.graphs import DecodeGraphs
 from tests.support.requests import finish, greedy, prompt
+from tests.support.small_models import three_layers
 from tests.support.tiers import tiered
 
 OPTIONS = {"max_model_len": 300, "max_num_seqs": 5, "max_num_batched_tokens": 256}
@@ -33,9 +34,9 @@ class Waiting(NextToken):
 def machine():
     """Where the tests run, and a runner there with persistent tensors: captured as CUDA graphs on a GPU."""
     device = torch.device(os.environ.get("DEEPSEEK_ATTN_TEST_DEVICE", "cpu"))
-    preset = "tiny" if device.type == "cpu" else "tiny_gpu"
+    config = three_layers() if device.type == "cpu" else "tiny_gpu"
     return ModelRunner.from_config(
-        preset, device=device, numerics="exact", dtype="float32", cuda_graphs=False, max_snapshots=4, **OPTIONS
+        config, device=device, numerics="exact", dtype="float32", cuda_graphs=False, max_snapshots=4, **OPTIONS
     )
 
 

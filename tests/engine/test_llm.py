@@ -17,13 +17,14 @@ import deepseek_attn.engine.llm
 import deepseek_attn.engine.request
 import deepseek_attn.engine.stopping
 import deepseek_attn.text.tokenizer
-from deepseek_attn import LLM, ModelConfig, ModelRunner, SamplingParams
+from deepseek_attn import LLM, ModelRunner, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.llm import IndexedPrompt
 from deepseek_attn.engine.request import Request, RequestFailed
 from deepseek_attn.engine.stats import StepStats
 from tests.support.interruptions import InterruptBefore
+from tests.support.small_models import three_layers
 from tests.support.tiers import tiered
 
 OPTIONS = {"device": "cpu", "max_model_len": 200, "max_num_seqs": 3, "max_num_batched_tokens": 40, "progress": False}
@@ -32,7 +33,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    config = ModelConfig.from_preset("tiny").replace(num_hidden_layers=3, compress_ratios=[0, 4, 128, 0])
+    config = three_layers()
     directory = tmp_path_factory.mktemp("model") / "tiny"
     return LLM(write_checkpoint(RandomSource(config, seed=3), config, directory), **OPTIONS)
 

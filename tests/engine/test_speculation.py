@@ -24,6 +24,7 @@ from deepseek_attn.runner.step import StepOptions
 from tests.engine.workload import PREEMPTED, alone, differences, leaked, make_jobs, together, variants
 from tests.runner.test_revisions import DSPARK_KEYS
 from tests.support.requests import greedy, prompt
+from tests.support.small_models import three_layers
 from tests.support.tiers import tiered
 
 LONGEST = 300
@@ -31,10 +32,12 @@ TOLERANCE = 2e-5  # of the largest logit, between a step's rows and the same row
 
 
 def config_of(preset: str) -> AnyConfig:
-    """A preset, or V4 with a DSpark drafter."""
-    if preset != "tiny_dspark":
+    """A preset, or V4 with a DSpark drafter; V4 has a layer of each kind."""
+    if preset not in ("tiny", "tiny_dspark"):
         return ModelConfig.from_preset(preset)
-    tiny = ModelConfig.from_preset("tiny")
+    tiny = three_layers()
+    if preset == "tiny":
+        return tiny
     return tiny.replace(**DSPARK_KEYS | {"compress_ratios": [*tiny.compress_ratios, 0, 0]})
 
 
@@ -178,7 +181,7 @@ OPTIONS = {"device": "cpu", "max_model_len": 200, "max_num_seqs": 4, "max_num_ba
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    config = ModelConfig.from_preset("tiny").replace(num_hidden_layers=3, compress_ratios=[0, 4, 128, 0])
+    config = three_layers()
     return write_checkpoint(RandomSource(config, seed=3), config, tmp_path_factory.mktemp("model") / "tiny")
 
 

@@ -26,7 +26,7 @@ from tests.engine.test_speculation import draft_from
 from tests.engine.workload import alone, differences, leaked, make_jobs, together, use_buckets, variants
 from tests.support.invariance_cases import MIXED, SAME
 from tests.support.requests import finish, greedy, prompt
-from tests.support.small_models import assert_close, small_config, small_runner
+from tests.support.small_models import assert_close, small_config, small_runner, three_layers
 from tests.support.tiers import tiered
 
 OPTIONS = {"max_model_len": 300, "max_num_seqs": 5, "max_num_batched_tokens": 256}
@@ -34,7 +34,7 @@ OPTIONS = {"max_model_len": 300, "max_num_seqs": 5, "max_num_batched_tokens": 25
 
 @pytest.fixture(scope="module")
 def machine():
-    return ModelRunner.from_config("tiny", device="cpu", max_snapshots=4, **OPTIONS)
+    return ModelRunner.from_config(three_layers(), device="cpu", max_snapshots=4, **OPTIONS)
 
 
 @pytest.fixture
