@@ -1,6 +1,7 @@
 """Small checkpoints for tests: sources in memory that can be renamed, edited and written."""
 
 import re
+from functools import cache
 
 import torch
 
@@ -42,7 +43,15 @@ class MemorySource(CheckpointSource):
 
 
 def random_source(config=None, **kwargs):
-    return MemorySource.of(RandomSource(config or tiny(), seed=3, **kwargs))
+    if config is None:
+        return MemorySource.of(random_tiny(**kwargs))
+    return MemorySource.of(RandomSource(config, seed=3, **kwargs))
+
+
+@cache
+def random_tiny(**kwargs):
+    """Most tests start from it; `MemorySource.of` copies what they edit."""
+    return MemorySource.of(RandomSource(tiny(), seed=3, **kwargs))
 
 
 def hf_packed(source):

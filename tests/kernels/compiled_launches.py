@@ -23,25 +23,26 @@ NAMES = {
     torch.uint8: "u8", torch.bool: "i1", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 MAIN = ("sm90", "sm80")  # with and without FP8 conversions, tensor descriptors and early launches
+ONE = ("sm90",)  # of kernels for which only early launches differ
 UNLIKE = (
     *MAIN,
     "sm120",
 )  # and with FP8 conversions, but little shared memory; sm89 has as little, sm100 as much as sm90
 
 
-def on_gpus(variants=None, main=()):
+def on_gpus(variants=None, main=(), quick=MAIN):
     """Cases ``(arch, variant)`` of a test that compiles, or ``arch`` alone where there are no variants.
 
-    ``make test`` compiles the variants in ``main``, which together launch every kernel of the test, for two GPUs; a
-    test without variants for one. The rest is marked ``exhaustive`` and left to ``make test-all``: the variants in
-    ``main`` for all GPUs, the others for those in `UNLIKE`.
+    ``make test`` compiles the variants in ``main``, which together launch every kernel of the test, for the GPUs in
+    ``quick``; a test without variants for one. The rest is marked ``exhaustive`` and left to ``make test-all``: the
+    variants in ``main`` for all GPUs, the others for those in `UNLIKE`.
     """
     if variants is None:
         return tiered(CAPABILITIES, ["sm90"])
     assert main
     assert set(main) <= set(variants)
     pairs = [(arch, variant) for variant in variants for arch in (CAPABILITIES if variant in main else UNLIKE)]
-    return tiered(pairs, [(arch, variant) for variant in main for arch in MAIN])
+    return tiered(pairs, [(arch, variant) for variant in main for arch in quick])
 
 
 def pass_for_gpu(monkeypatch, capability, *modules):

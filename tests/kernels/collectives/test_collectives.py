@@ -11,7 +11,7 @@ from deepseek_attn.kernels.collectives.types import buffer_bytes, initial_state
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.collectives import one_shot as ops
-from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu
+from tests.kernels.compiled_launches import CAPABILITIES, ONE, compiled_launches, on_gpus, pass_for_gpu
 
 CAPACITY = 1 << 15
 OPS = {"all_reduce": ops.all_reduce, "reduce_scatter": ops.reduce_scatter, "all_gather": ops.all_gather}
@@ -76,7 +76,7 @@ def test_refuses(call, message):
 VARIANTS = {f"{world} ranks of {rows} rows": (world, rows) for world in (2, 8) for rows in (8, 64)}
 
 
-@pytest.mark.parametrize(("arch", "variant"), on_gpus(VARIANTS, ["2 ranks of 8 rows"]))
+@pytest.mark.parametrize(("arch", "variant"), on_gpus(VARIANTS, ["2 ranks of 8 rows"], ONE))
 def test_they_compile(monkeypatch, arch, variant):
     """A word and its number are one access of 64 bits, which the system sees whole."""
     (world, rows), capability = VARIANTS[variant], CAPABILITIES[arch]

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.common import float32_product
 from deepseek_attn.kernels.hyper_connection import hyper_connection, hyper_connection_triton
-from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu, ptxas_report
+from tests.kernels.compiled_launches import CAPABILITIES, ONE, compiled_launches, on_gpus, pass_for_gpu, ptxas_report
 
 NAN = float("nan")
 NUMBERS = (1e-20, 1e-6, 20)
@@ -125,7 +125,7 @@ def test_no_tokens_and_bad_arguments(hc, device):
 STEPS = {"one token": 1, "32": 32, "128": 128, "4096": 4096}
 
 
-@pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["one token"]))
+@pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["one token"], ONE))
 @pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
 def test_it_compiles(monkeypatch, tmp_path, arch, step):
     monkeypatch.setattr(hyper_connection, "on_gpu", lambda x: True)

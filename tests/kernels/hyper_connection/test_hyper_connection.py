@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.common import float32_product
 from deepseek_attn.kernels.hyper_connection import hyper_connection as hc
-from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu, ptxas_report
+from tests.kernels.compiled_launches import CAPABILITIES, ONE, compiled_launches, on_gpus, pass_for_gpu, ptxas_report
 
 NAN = float("nan")
 LIMIT = {torch.bfloat16: 3e-3, torch.float32: 1e-5}
@@ -153,7 +153,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["one token"]))
+@pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["one token"], ONE))
 def test_it_compiles(monkeypatch, tmp_path, arch, step):
     T, dtype, products = STEPS[step]
     monkeypatch.setattr(hc, "on_gpu", lambda x: True)

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from deepseek_attn.kernels.indexer.topk import TopkLaunchConfig, check_config, choose_config, topk_indices
 from deepseek_attn.kernels.indexer.topk_triton import topk_kernel
-from tests.kernels.compiled_launches import CAPABILITIES, on_gpus, target_of
+from tests.kernels.compiled_launches import CAPABILITIES, ONE, on_gpus, target_of
 
 NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -48,7 +48,7 @@ SHAPES = [(4096, 2048, 512), (1, 262144, 512), (128, 32768, 512), (4096, 32768, 
 SHAPES += [(128, 2048, 512), (64, 32768, 4096)]
 
 
-@pytest.mark.parametrize(("arch", "shape"), on_gpus(SHAPES, [(128, 32768, 512)]), ids=str)
+@pytest.mark.parametrize(("arch", "shape"), on_gpus(SHAPES, [(128, 32768, 512)], ONE), ids=str)
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
 def test_compiles(arch, shape):
     T, W, k = shape

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.common import float32_product
 from deepseek_attn.kernels.moe import router as moe_router
-from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu
+from tests.kernels.compiled_launches import CAPABILITIES, ONE, compiled_launches, on_gpus, pass_for_gpu
 
 NAN = float("nan")
 SCORES = {
@@ -185,7 +185,7 @@ def test_bad_arguments_are_named(monkeypatch):
 TOKENS = {1: torch.bfloat16, 4096: torch.bfloat16, 40: torch.float32}
 
 
-@pytest.mark.parametrize(("arch", "T"), on_gpus(TOKENS, [4096]))
+@pytest.mark.parametrize(("arch", "T"), on_gpus(TOKENS, [4096], ONE))
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_it_compiles(monkeypatch, arch, T, weight_dtype):
     dtype = TOKENS[T]
