@@ -158,7 +158,7 @@ def task() -> TextTask:
     return TextTask.from_text(TEXT, vocab_size=300)
 
 
-SIZES = {"steps": 40, "batch": 4, "seq_len": 32, "test_batches": 2}
+SIZES = {"steps": 40, "batch": 2, "seq_len": 32, "test_batches": 2}
 
 
 @pytest.fixture(scope="module")

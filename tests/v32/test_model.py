@@ -152,7 +152,7 @@ def random_config(seed: int) -> DeepseekV32Config:
     return small(**changes, **indexer)
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", tiered(range(15), range(9)))
 def test_random_configs(seed):
     config = random_config(seed)
     source = RandomSource(config, seed)
@@ -204,7 +204,7 @@ def model_type(request) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7, 64, 65, 100])
+@pytest.mark.parametrize("chunk", tiered([1, 2, 7, 64, 65, 100], [1, 7, 65]))
 def test_chunks_equal_one_prefill(model_type, chunk):
     config = small(model_type)
     runner = make_runner(config)
@@ -213,7 +213,7 @@ def test_chunks_equal_one_prefill(model_type, chunk):
     assert_close(runner.score([tokens], chunk_size=chunk)[0], runner.score([tokens])[0])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", tiered(range(4), range(2)))
 def test_ragged_batches_equal_prompts_alone(model_type, seed):
     """Chunks of random sizes, in random company, decodes beside prefills."""
     config, draw = small(model_type), random.Random(seed)
