@@ -35,13 +35,14 @@ def on_gpus(variants=None, main=(), quick=MAIN):
 
     ``make test`` compiles the variants in ``main``, which together launch every kernel of the test, for the GPUs in
     ``quick``; a test without variants for one. The rest is marked ``exhaustive`` and left to ``make test-all``: the
-    variants in ``main`` for all GPUs, the others for those in `UNLIKE`.
+    variants in ``main`` for all GPUs, the others for those in `UNLIKE`, but with ``quick=ONE`` not for 8.0.
     """
     if variants is None:
         return tiered(CAPABILITIES, ["sm90"])
     assert main
     assert set(main) <= set(variants)
-    pairs = [(arch, variant) for variant in variants for arch in (CAPABILITIES if variant in main else UNLIKE)]
+    unlike = UNLIKE if quick == MAIN else (*quick, "sm120")
+    pairs = [(arch, variant) for variant in variants for arch in (CAPABILITIES if variant in main else unlike)]
     return tiered(pairs, [(arch, variant) for variant in main for arch in quick])
 
 
