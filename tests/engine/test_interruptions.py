@@ -152,14 +152,12 @@ FAMILIES = {
     "v41": (shallow, SometimesDrafted),
 }
 MODELS = list(product(FAMILIES, [0, 2], [False, True]))
+QUICK = [("v4", 2, True, 61), ("v4", 0, False, 61), ("v32", 0, True, 61), ("v41", 2, True, 61)]
 
 
 @pytest.mark.parametrize(
     ("family", "drafts", "persistent", "every"),
-    tiered(
-        [*((*model, 61) for model in MODELS), *((*model, 7) for model in MODELS)],
-        [("v4", 2, True, 61), ("v4", 0, False, 61), ("v32", 0, True, 61), ("v41", 2, True, 61)],
-    ),
+    tiered([*QUICK, *((*model, 11) for model in MODELS)], QUICK),
 )
 def test_models(family, drafts, persistent, every):
     """Layers, Engram, sampling, commit, speculation, and steps over persistent tensors, some of them launched early."""

@@ -22,7 +22,7 @@ from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner import ModelRunner, StepOptions
 from deepseek_attn.runner.graph_steps import CapturedStep, DecodeStep
 from deepseek_attn.runner.graphs import DecodeGraphs
-from tests.engine.test_speculation import draft_from
+from tests.engine.test_speculation import config_of, draft_from
 from tests.engine.workload import alone, differences, leaked, make_jobs, together, use_buckets, variants
 from tests.support.invariance_cases import MIXED, SAME
 from tests.support.requests import finish, greedy, prompt
@@ -430,7 +430,8 @@ QUICK = [("tiny_v32", "preempted", 2, 1.0)]
 
 @lru_cache(maxsize=2)
 def one_by_one(preset: str) -> ModelRunner:
-    return ModelRunner.from_config(preset, device="cpu", numerics="exact", max_num_seqs=1, max_model_len=LONGEST + 64)
+    config = config_of(preset)
+    return ModelRunner.from_config(config, device="cpu", numerics="exact", max_num_seqs=1, max_model_len=LONGEST + 64)
 
 
 @pytest.mark.parametrize(("preset", "variant", "drafts", "share"), tiered(FUZZ, QUICK))

@@ -436,11 +436,11 @@ def test_a_fork_is_made_where_no_thread_can_hold_a_lock(monkeypatch):
 
 
 @EXHAUSTIVE
-@PROCESSES
-def test_everything_is_compiled_once(fork, tmp_path, monkeypatch):
+def test_everything_is_compiled_once(tmp_path, monkeypatch):
+    """By a fork, as where no GPU is in use yet; other tests have both kinds of process."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     request = request_of("tiny", sizes=RunnerSizes(64, 1, 2, 16))
-    compilation = Compilation(request, fork=Fork(serve) if fork else None)
+    compilation = Compilation(request, fork=Fork(serve))
     compilation.wait()
     assert not compilation.message()
     assert compilation.found == compilation.done
