@@ -20,7 +20,7 @@ test: $(READY) check
 
 test-all: test exhaustive
 
-# more sizes and variants, and every variant of every kernel compiled for every GPU generation
+# more sizes and variants, and kernels compiled for every GPU generation
 exhaustive: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m exhaustive
 
