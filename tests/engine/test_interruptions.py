@@ -157,7 +157,7 @@ QUICK = [("v4", 2, True, 61), ("v4", 0, False, 61), ("v32", 0, True, 61), ("v41"
 
 @pytest.mark.parametrize(
     ("family", "drafts", "persistent", "every"),
-    tiered([*QUICK, *((*model, 11) for model in MODELS)], QUICK),
+    tiered([*QUICK, *((*model, 7) for model in MODELS)], QUICK),
 )
 def test_models(family, drafts, persistent, every):
     """Layers, Engram, sampling, commit, speculation, and steps over persistent tensors, some of them launched early."""
