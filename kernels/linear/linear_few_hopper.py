@@ -5,8 +5,8 @@ shared memory, from one job to the next, and never waits for the kernel before t
 A warpgroup waits for it, puts the whole input of a job into shared memory, quantised there if it is not yet, with the
 scales of each block's products, and multiplies.
 
-A job is a tile of ``ROWS`` weight rows, over all channels or one split of them. Stages hold 16 KiB: every barrier of
-one more is 0.1 us at the start of a program.
+A job is a tile of ``ROWS`` weight rows, over all channels or one split of them. Stages hold 16 KiB, not less: each has
+two barriers, which take 0.1 us to set up before a program's first load.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from deepseek_attn.kernels.common.gluon import barrier, copy_to_shared, reinterp
 from deepseek_attn.kernels.linear.linear_hopper_products import PartPlace, QuantizedOutput, finish, fp8_scales
 from deepseek_attn.kernels.linear.linear_hopper_weights import load_weight, num_jobs, pick, pick_constant, rows_of
 
-BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
+_FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _COPY = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
 _ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 _SCALES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -119,12 +119,12 @@ def _copy_input(first, end, group, scale_row, M, x, buffers, TILING: gl.constexp
     lane = gl.arange(0, 128, layout=gl.SliceLayout(0, _COPY))
     token, copied_block = copied % TOKENS, first + copied // TOKENS
     source = x.tokens + group * x.group_stride + (token * x.stride + copied_block * 128)[:, None] + lane[None, :]
-    values = reinterpret(buffers.x, gl.float8e4nv, [ROWS, 128], BYTES)
+    values = reinterpret(buffers.x, gl.float8e4nv, [ROWS, 128], _BYTES)
     copy_to_shared(values, source, mask=((token < M) & (copied_block < end))[:, None])
     async_copy.commit_group()
     inside = (place < M) & (block < end)
     scale = gl.load(x.scale + place + (group * BLOCKS + block) * x.scale_stride, mask=inside, other=0.0)
-    reinterpret(buffers.scales, gl.float32, [ROWS], FLAT).store(scale * weight_scale)
+    reinterpret(buffers.scales, gl.float32, [ROWS], _FLAT).store(scale * weight_scale)
     async_copy.wait_group(0)
 
 
@@ -145,8 +145,8 @@ def _quantize_input(first, end, scale_row, M, x, buffers, TILING: gl.constexpr, 
         value = value * inverse[:, None]
     else:
         value = gl.div_rn(value, divisor[:, None] + gl.zeros_like(value))
-    reinterpret(buffers.x, gl.float8e4nv, [ROWS, 128], BYTES).store(value.to(gl.float8e4nv))
-    reinterpret(buffers.scales, gl.float32, [ROWS], FLAT).store(scale * weight_scale)
+    reinterpret(buffers.x, gl.float8e4nv, [ROWS, 128], _BYTES).store(value.to(gl.float8e4nv))
+    reinterpret(buffers.scales, gl.float32, [ROWS], _FLAT).store(scale * weight_scale)
 
 
 @gluon.jit
@@ -272,9 +272,9 @@ def linear_few_hopper_kernel(
     INPUT_BLOCKS: gl.constexpr = TILING.INPUT_BLOCKS
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    w_buffer = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * TILING.STAGE_BLOCKS, ROWS, 128], BYTES)
-    x_buffer = gl.allocate_shared_memory(gl.float8e4nv, [INPUT_BLOCKS, TOKENS, 128], BYTES)
-    scale_buffer = gl.allocate_shared_memory(gl.float32, [INPUT_BLOCKS, TOKENS], FLAT)
+    w_buffer = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * TILING.STAGE_BLOCKS, ROWS, 128], _BYTES)
+    x_buffer = gl.allocate_shared_memory(gl.float8e4nv, [INPUT_BLOCKS, TOKENS, 128], _BYTES)
+    scale_buffer = gl.allocate_shared_memory(gl.float32, [INPUT_BLOCKS, TOKENS], _FLAT)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
