@@ -102,7 +102,7 @@ def _grouped_linear(
     products = Products([FP8Product(weight, scale, out)], fp8_input=fp8_input, fp8_group=fp8_group)
     few = config if isinstance(config, FewHopperConfig) else None
     if config is None and quantized is not None:
-        few = few_hopper_config(x, [weight], [out.dtype], groups)
+        few = few_hopper_config(x, [weight], [out.dtype], True, groups)
     if few is not None:
         quantizes = quantize_output and few.rows == 128
         output = empty_quantized_rows(M, N, o.device, pow2_scales) if quantizes else None

@@ -36,6 +36,7 @@ _BYTES = gl.NVMMASharedLayout(128, 8, 2)
 _PLAIN = gl.NVMMASharedLayout(128, 16, 2)
 _SCALES = gl.NVMMASharedLayout(0, 32, 2)
 _MAX_FP8, _MAX_PLAIN = 3, 5  # weights per launch, at most
+_OWN_BLOCKS = 16  # of a job whose input `linear_few_hopper` quantises, at most: a register holds one value
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -146,12 +147,13 @@ def launch_hopper(
 
 
 def few_hopper_config(
-    x: Tensor, weights: Sequence[Tensor], out_dtypes: Sequence[torch.dtype], groups: int = 1
+    x: Tensor, weights: Sequence[Tensor], out_dtypes: Sequence[torch.dtype], quantized: bool, groups: int = 1
 ) -> FewHopperConfig | None:
     """The configuration of `launch_few_hopper` for FP8 ``weights`` with FP8 inputs; None where it is not the fastest.
 
     It needs compute capability 9.0, up to 16 tokens, outputs of 16 bits (sums have no more), weights of multiples of 64
-    rows, in groups of multiples of 128, and 16-byte addresses.
+    rows, in groups of multiples of 128, 16-byte addresses, and an input that is ``quantized`` before or jobs of few
+    channels.
     """
     of_gpu, M, K = gpu(x.device), planned_rows(len(x)), weights[0].shape[1]
     if of_gpu.capability != (9, 0) or M > FEW_TOKENS or len(weights) > _MAX_FP8:
@@ -161,7 +163,10 @@ def few_hopper_config(
     multiple = 64 if groups == 1 else 128 * groups
     if any(len(weight) % multiple or weight.data_ptr() % 16 for weight in weights):
         return None
-    return choose_few_hopper_config(M, K, sum(map(len, weights)), of_gpu.multiprocessors)
+    config = choose_few_hopper_config(M, K, sum(map(len, weights)), of_gpu.multiprocessors)
+    if config is None or (not quantized and triton.cdiv(K // 128, config.splits) > _OWN_BLOCKS):
+        return None
+    return config
 
 
 def launch_few_hopper(

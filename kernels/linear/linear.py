@@ -54,7 +54,8 @@ def multi_linear(
     for products in _launches([(segments[i], outs[i]) for i in todo]):
         few = config if isinstance(config, FewHopperConfig) else None
         if config is None and products.reads_fp8_once and not products.plain:
-            few = few_hopper_config(x, [fp8.weight for fp8 in products.fp8], [fp8.out.dtype for fp8 in products.fp8])
+            weights, dtypes = [fp8.weight for fp8 in products.fp8], [fp8.out.dtype for fp8 in products.fp8]
+            few = few_hopper_config(x, weights, dtypes, quantized is not None)
         on_hopper = isinstance(config, HopperLaunchConfig)
         if few is not None:
             launch_few_hopper(x, products.fp8, quantized, few, pow2_scales=pow2_scales)
@@ -98,7 +99,7 @@ def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
 def empty_quantized(x: Tensor, segments: Sequence[Segment], pow2_scales: bool = True) -> QuantizedRows | None:
     """See `deepseek_attn.kernels.linear.empty_quantized`; for segments that read FP8 once."""
     weights, dtypes = [segment.weight for segment in segments], [segment.out_dtype or x.dtype for segment in segments]
-    if not quantizes_once(len(x)) and few_hopper_config(x, weights, dtypes) is None:
+    if not quantizes_once(len(x)) and few_hopper_config(x, weights, dtypes, True) is None:
         return None
     return empty_quantized_rows(*x.shape, x.device, pow2_scales)
 

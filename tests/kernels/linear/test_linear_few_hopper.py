@@ -67,10 +67,10 @@ def test_compiles_without_waits_between_products(name, M, monkeypatch, tmp_path)
 
 
 def test_which_launches_it_takes(monkeypatch):
-    def config(M=8, K=1024, rows=(32768,), x=BF16, out=BF16, groups=1, offset=0):
+    def config(M=8, K=1024, rows=(32768,), x=BF16, out=BF16, quantized=True, groups=1, offset=0):
         storage = torch.empty(sum(rows) * K + offset, dtype=torch.uint8).view(FP8)
         weights = storage[offset:].view(-1, K).split(rows)
-        return few_hopper_config(torch.empty(M, K, dtype=x), weights, [out] * len(rows), groups)
+        return few_hopper_config(torch.empty(M, K, dtype=x), weights, [out] * len(rows), quantized, groups)
 
     pass_for_gpu(monkeypatch, (9, 0), linear_hopper)
     assert config() == choose_few_hopper_config(8, 1024, 32768, 132)
@@ -87,6 +87,9 @@ def test_which_launches_it_takes(monkeypatch):
     ]
     others += [{"rows": (32768, 72)}, {"x": F32}, {"out": F32}, {"groups": 512}, {"offset": 8}]
     assert not any(config(**other) for other in others)
+    # jobs of 16 blocks, and of 28 as the shared expert of V4-Pro would have
+    assert config(K=8192, rows=(4096,), quantized=False)
+    assert not config(K=7168, rows=(3072, 3072), quantized=False)
     pass_for_gpu(monkeypatch, (10, 0), linear_hopper)
     assert config() is None
 
