@@ -183,7 +183,7 @@ def choose_few_hopper_config(M: int, K: int, rows: int, multiprocessors: int) ->
     of it early is worth more.
     """
     tokens, blocks, tiles = 8 if M <= 8 else 16, K // 128, triton.cdiv(rows, 128)
-    if rows * K < _FEW_BYTES or blocks > 512 // tokens:
+    if rows * K < _FEW_BYTES or blocks * tokens > 512:  # wider inputs, of more than 64 KiB, were slower
         return None
     if 10 * tiles >= 9 * multiprocessors:
         stages = _ring_stages(blocks, tokens)

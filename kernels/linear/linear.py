@@ -98,9 +98,10 @@ def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
 
 def empty_quantized(x: Tensor, segments: Sequence[Segment], pow2_scales: bool = True) -> QuantizedRows | None:
     """See `deepseek_attn.kernels.linear.empty_quantized`; for segments that read FP8 once."""
-    weights, dtypes = [segment.weight for segment in segments], [segment.out_dtype or x.dtype for segment in segments]
-    if not quantizes_once(len(x)) and few_hopper_config(x, weights, dtypes, True) is None:
-        return None
+    if not quantizes_once(len(x)):
+        weights, dtypes = zip(*((segment.weight, segment.out_dtype or x.dtype) for segment in segments), strict=True)
+        if few_hopper_config(x, weights, dtypes, True) is None:
+            return None
     return empty_quantized_rows(*x.shape, x.device, pow2_scales)
 
 

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.gluon import barrier, copy_to_shared, reinterpret
-from deepseek_attn.kernels.linear.linear_hopper_products import PartPlace, QuantizedOutput, finish, fp8_scales
+from deepseek_attn.kernels.linear.linear_hopper_products import PartPlace, QuantizedOutput, finish, fp8_scales, to_fp8
 from deepseek_attn.kernels.linear.linear_hopper_weights import load_weight, num_jobs, pick, pick_constant, rows_of
 
 _BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
@@ -140,13 +140,10 @@ def _quantize_input(first, end, scale_row, M, x, buffers, TILING: gl.constexpr, 
     gdc_wait()
     source = x.tokens + (token * x.stride + block * 128)[:, None] + lane[None, :]
     value = gl.load(source, mask=((token < M) & (block < end))[:, None], other=0.0).to(gl.float32)
-    divisor, inverse, scale = fp8_scales(gl.max(value.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1), POW2)
-    if POW2:
-        value = value * inverse[:, None]
-    else:
-        value = gl.div_rn(value, divisor[:, None] + gl.zeros_like(value))
-    reinterpret(buffers.x, gl.float8e4nv, [ROWS, 128], _BYTES).store(value.to(gl.float8e4nv))
-    reinterpret(buffers.scales, gl.float32, [ROWS], _FLAT).store(scale * weight_scale)
+    scale, inverse, shown = fp8_scales(gl.max(value.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1), POW2)
+    value = to_fp8(value, scale[:, None], inverse[:, None], POW2)
+    reinterpret(buffers.x, gl.float8e4nv, [ROWS, 128], _BYTES).store(value)
+    reinterpret(buffers.scales, gl.float32, [ROWS], _FLAT).store(shown * weight_scale)
 
 
 @gluon.jit

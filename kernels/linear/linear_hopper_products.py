@@ -267,6 +267,16 @@ def fp8_scales(amax, POW2: gl.constexpr):
 
 
 @gluon.jit
+def to_fp8(value, scale, inverse, POW2: gl.constexpr):
+    """float32 values as FP8 under `fp8_scales`, which broadcast to them."""
+    if POW2:
+        value = value * inverse
+    else:
+        value = gl.div_rn(value, scale + gl.zeros_like(value))
+    return value.to(gl.float8e4nv)
+
+
+@gluon.jit
 def _store(total, out_ptr, out_stride, quantized_output, place, POW2: gl.constexpr):
     """Stores accumulators of 64 rows, and two of them also as FP8 under one scale for each token."""
     PARTS: gl.constexpr = len(total)
@@ -293,13 +303,6 @@ def _store(total, out_ptr, out_stride, quantized_output, place, POW2: gl.constex
         )
         scale, inverse, shown = fp8_scales(amax, POW2)
         for i in gl.static_range(PARTS):
-            if POW2:
-                value = values[i] * inverse[None, :]
-            else:
-                value = gl.div_rn(values[i], scale[None, :] + gl.zeros_like(values[i]))
-            gl.store(
-                gl.multiple_of(quantized_output.q, 16) + at + 64 * i,
-                value.to(gl.float8e4nv),
-                mask=(token < M)[None, :],
-            )
+            value = to_fp8(values[i], scale[None, :], inverse[None, :], POW2)
+            gl.store(gl.multiple_of(quantized_output.q, 16) + at + 64 * i, value, mask=(token < M)[None, :])
         gl.store(quantized_output.scale + start // 128 * quantized_output.scale_stride + token, shown, mask=token < M)
