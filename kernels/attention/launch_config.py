@@ -81,8 +81,8 @@ def choose_config(T: int, H: int, dim: int, width: int, dtype: torch.dtype, hopp
         config = LaunchConfig(64, 64, 8, 1, hopper=True)
     elif dim > 512:
         config = LaunchConfig(16, 32, 8, 1) if H <= 16 else LaunchConfig(64, 64, 8, 1, 128)
-    elif T == 1 and width <= 128:
-        config = LaunchConfig(16, 16, 4, 1, 128)
+    elif T == 1 and width <= 192:
+        config = LaunchConfig(16, 16, 4, 2, 128)
     elif T == 1 and small and width <= 640:
         config = LaunchConfig(16, 32, 8, 1, 128)
     elif small:
@@ -90,9 +90,12 @@ def choose_config(T: int, H: int, dim: int, width: int, dtype: torch.dtype, hopp
     else:
         config = LaunchConfig(16, 64, 4, 2) if H <= 16 else LaunchConfig(64, 64, 8, 2, 128)
     blocks = _cdiv(width, config.keys)
-    programs = (2 if config.heads < 64 else 1) * gpu.multiprocessors // (T * _cdiv(H, config.heads))
-    splits = max(1, min(blocks, programs, 130))
-    return replace(config, splits=_cdiv(blocks, _cdiv(blocks, splits)))
+    tiles = T * _cdiv(H, config.heads)
+    splits = max(1, min(blocks, (2 if config.heads < 64 else 1) * gpu.multiprocessors // tiles, 130))
+    blocks_of_split = _cdiv(blocks, splits)
+    if config.hopper and 6 * tiles >= gpu.multiprocessors and blocks - blocks_of_split <= 2:
+        return config  # two blocks take less time than another launch, which combines splits
+    return replace(config, splits=_cdiv(blocks, blocks_of_split))
 
 
 def supports_rows_hopper(q: Tensor, kv: Tensor, indices: Tensor, d_v: int, gpu: GPU) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
-from deepseek_attn.kernels.indexer.scores_fp4_hopper import index_scores_fp4_hopper_kernel
+from deepseek_attn.kernels.indexer.scores_few_hopper import index_scores_few_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_hopper import BLOCK, DIM, HEADS, TOKENS, index_scores_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_triton import index_scores_kernel
 from deepseek_attn.kernels.indexer.types import IndexQueries, PagedIndexKeys
@@ -77,10 +77,11 @@ def paged_index_scores(
             *arguments, PAGE=keys.entries, enable_fp_fusion=True, num_warps=4
         )
         return out
-    if config is None and fits_fp4_hopper(key_format, q, pool, capability):
-        tokens, splits = fp4_hopper_tiling(T, block_table.shape[0], width, processors)
-        index_scores_fp4_hopper_kernel[(triton.cdiv(T, tokens), splits)](
-            *arguments, PAGE=keys.entries, TOKENS=tokens, enable_fp_fusion=True, num_warps=4, launch_pdl=True
+    if config is None and fits_few_hopper(key_format, q, pool, capability):
+        fp4 = key_format == "fp4"
+        tokens, splits = few_hopper_tiling(T, block_table.shape[0], width, processors, fp4)
+        index_scores_few_hopper_kernel[(triton.cdiv(T, tokens), splits)](
+            *arguments, PAGE=keys.entries, TOKENS=tokens, FP4=fp4, enable_fp_fusion=True, num_warps=4, launch_pdl=True
         )
         return out
     if config is None:
@@ -138,16 +139,17 @@ def fits_hopper(
     )
 
 
-def fits_fp4_hopper(key_format: str, q: Tensor, pool: Tensor, capability: tuple[int, int]) -> bool:
-    """Whether the Hopper kernel for FP4 keys supports these arguments of `paged_index_scores`."""
-    aligned = pool.data_ptr() % 16 == 0 and pool.stride(0) % 16 == 0
-    return capability == (9, 0) and key_format == "fp4" and q.shape[1:] == (HEADS.value, DIM.value) and aligned
+def fits_few_hopper(key_format: str, q: Tensor, pool: Tensor, capability: tuple[int, int]) -> bool:
+    """Whether `index_scores_few_hopper_kernel` supports these arguments of `paged_index_scores`."""
+    tensors = (pool,) if key_format == "fp4" else (q, pool)
+    aligned = all(tensor.data_ptr() % 16 == 0 and tensor.stride(0) % 16 == 0 for tensor in tensors)
+    return capability == (9, 0) and key_format in ("fp8", "fp4") and q.shape[1:] == (HEADS.value, DIM.value) and aligned
 
 
-def fp4_hopper_tiling(T: int, B: int, width: int, processors: int) -> tuple[int, int]:
-    """Tokens of a program of the Hopper kernel for FP4 keys, and programs that share the keys of a request."""
+def few_hopper_tiling(T: int, B: int, width: int, processors: int, fp4: bool) -> tuple[int, int]:
+    """Tokens of a program of `index_scores_few_hopper_kernel`, and programs that share the keys of a request."""
     tokens = min(4, triton.next_power_of_2(triton.cdiv(T, B)))
-    resident = (5, 3, 3)[tokens // 2] * processors
+    resident = ((5, 4, 3) if fp4 else (6, 4, 2))[tokens // 2] * processors
     return tokens, max(1, min(resident // triton.cdiv(T, tokens), triton.cdiv(width, 4 * BLOCK.value)))
 
 

@@ -115,37 +115,45 @@ class HopperLaunchConfig:
 def choose_hopper_config(
     M: int, K: int, rows: int, plain_rows: int, multiprocessors: int, quantize_output: bool = False
 ) -> HopperLaunchConfig:
-    """The fastest configuration measured; arguments are those of `choose_config`.
+    """The fastest configuration measured in whole layers; arguments are those of `choose_config`.
 
-    Partials of a tile cost 2 to 5 us to add up, so tiles are just small enough to give every multiprocessor one.
+    Partials of a tile cost 2 to 5 us to add up, so there are few: more jobs come from smaller tiles, as long as all of
+    them run at once.
 
     Args:
         quantize_output: the output is quantised to FP8 as well, and so a warpgroup needs 128 rows; for more than 32
             tokens, see `quantizes_output`.
     """
     tokens = next(n for n in (16, 32, 64, 128) if n >= min(M, 128))
-    block, spare = 128, 0
+    many = triton.cdiv(M, tokens) * triton.cdiv(rows, 128) >= multiprocessors
+    block = 128 if quantize_output or plain_rows or many else 64
+
+    def tiles(tokens: int) -> int:  # a plain weight has twice as many blocks of channels
+        return triton.cdiv(M, tokens) * (triton.cdiv(rows, block) + 2 * triton.cdiv(plain_rows, block))
+
     if quantize_output:
-        tokens //= 2
+        if 10 * triton.cdiv(rows, 128) < 9 * multiprocessors:
+            tokens //= 2
         warpgroup_rows, warpgroup_tokens = 128, tokens // 2
-    elif plain_rows or triton.cdiv(M, tokens) * triton.cdiv(rows, 128) >= multiprocessors:
-        warpgroup_rows, warpgroup_tokens = (128, 64) if tokens == 128 else (64, tokens)
+    elif tokens == 128 and K >= 16384 and block == 64 and multiprocessors // tiles(128) == 1:
+        block, warpgroup_rows, warpgroup_tokens = 128, 64, 128  # two splits of long sums instead of none
     else:
-        block, warpgroup_rows, warpgroup_tokens = 64, 64, min(tokens, 64)
-        spare = tokens <= 32
+        if tokens == 128 and 2 * tiles(64) <= multiprocessors:
+            tokens = 64
+        if block == 64:
+            warpgroup_rows, warpgroup_tokens = 64, min(tokens, 64)
+        else:
+            warpgroup_rows, warpgroup_tokens = (128, 64) if tokens == 128 else (64, tokens)
+    spare = block == 64 and tokens <= 32
     shared_bytes = (190 if plain_rows else 200) // (1 + spare) << 10
-    # a plain weight has twice as many blocks
-    tiles = triton.cdiv(M, tokens) * (triton.cdiv(rows, block) + 2 * triton.cdiv(plain_rows, block))
-    splits = 1 if quantize_output else max(1, min(multiprocessors // tiles, K // 512))
-    if plain_rows and tokens == 128:
-        splits = min(splits, 2)  # 2 and 4 took 17 and 25 us for C4A inputs; 4 and 8 took 31 us for fewer rows
+    splits = 1 if quantize_output else max(1, min(multiprocessors // tiles(tokens), K // 512, 2 if plain_rows else 3))
     return HopperLaunchConfig(
         block,
         tokens,
         warpgroup_rows,
         warpgroup_tokens,
         splits,
-        2 * splits if splits > 1 else 1 + (tiles <= multiprocessors),
+        2 * splits if splits > 1 else 1 + (tiles(tokens) <= multiprocessors),
         min(16, shared_bytes // (128 * (block + tokens) + 4 * max(tokens, 32))),
         int(spare),
     )

@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from deepseek_attn.kernels.indexer.scores import choose_config, fits_hopper, hopper_splits
-from deepseek_attn.kernels.indexer.scores_fp4_hopper import index_scores_fp4_hopper_kernel
+from deepseek_attn.kernels.indexer.scores_few_hopper import index_scores_few_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_hopper import index_scores_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_triton import index_scores_kernel
 from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus, ptxas_report, target_of
@@ -67,9 +67,10 @@ def test_the_hopper_kernel_compiles(page, tmp_path):
 
 @pytest.mark.parametrize("page", tiered([64, 32, 2, 128], [64]))
 @pytest.mark.parametrize("tokens", tiered([1, 2, 4], [1]))
-def test_the_hopper_kernel_for_fp4_keys_compiles(page, tokens, tmp_path):
-    constants = {"PAGE": page, "TOKENS": tokens}
-    kernel = compiled_for_hopper(index_scores_fp4_hopper_kernel, "*u8", constants)
+@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+def test_the_hopper_kernel_for_few_tokens_compiles(fmt, page, tokens, tmp_path):
+    constants = {"PAGE": page, "TOKENS": tokens, "FP4": fmt == "fp4"}
+    kernel = compiled_for_hopper(index_scores_few_hopper_kernel, "*u8" if fmt == "fp4" else "*fp8e4nv", constants)
     assert "cp.async.cg.shared.global" in kernel.asm["ptx"]
     report = ptxas_report(kernel, tmp_path)
     assert "serialized" not in report

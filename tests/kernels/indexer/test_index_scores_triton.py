@@ -177,18 +177,21 @@ def test_pool_over_two_gib(ops, real_gpu, fmt):
 
 
 @pytest.mark.parametrize("n", [64, 32, 128])
-@pytest.mark.parametrize("shape", ["decode", "four each", "ragged", "prefill"])
-def test_hopper_and_plain_kernels_give_the_same_bits(ops, real_gpu, shape, n, monkeypatch):
+@pytest.mark.parametrize("shape", ["decode", "two each", "four each", "ragged", "prefill"])
+def test_all_kernels_give_the_same_bits(ops, real_gpu, shape, n, monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     lens, new = BATCHES[shape]
     batch = Batch("fp8", lens, new, 64, n, real_gpu, 2200, stride=3)
+    config = ops.scores.ScoresLaunchConfig(2, 128, 3, 2)  # of the plain kernel
     for skip in (0, 64):
-        plain = ops.scores.paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch))
-        with monkeypatch.context() as patch:
-            patch.setattr(ops.scores, "fits_hopper", lambda *_: True)
-            for splits in (1, 3):
+        plain = ops.scores.paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch), config=config)
+        for eight_tokens, splits in ((False, 1), (False, 3), (True, 1), (True, 3)):
+            with monkeypatch.context() as patch:
+                patch.setattr(ops.scores, "fits_hopper", lambda *_, eight_tokens=eight_tokens: eight_tokens)
                 patch.setattr(ops.scores, "hopper_splits", lambda *_, splits=splits: splits)
+                tokens, _ = ops.scores.few_hopper_tiling(len(batch.q), len(lens), 64 * 1000, 132, False)
+                patch.setattr(ops.scores, "few_hopper_tiling", lambda *_, tiling=(tokens, splits): tiling)
                 got = ops.scores.paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch))
                 check(got, reference_scores(*batch.args(), skip=skip))
                 assert torch.equal(got.nan_to_num(), plain.nan_to_num())

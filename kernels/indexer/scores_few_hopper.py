@@ -1,10 +1,14 @@
-"""Gluon device code of `paged_index_scores` for Hopper: FP4 keys, 64 heads of 128 channels.
+"""Gluon device code of `paged_index_scores` for Hopper: few tokens of each request, FP8 or FP4 keys, 64 heads.
 
-A program scores one split of a request's keys for a few tokens. Keys are the left factor of a product and come from
-registers: a thread makes the 32 channels of one group, of two keys, FP8. They pass through shared memory as FP4, so
-that several tiles are on their way: what a thread loads to its registers ahead of time, ptxas loads right before its
-use. A thread of a tensor core's left factor holds runs of 4 channels that are 16 apart; queries are stored with their
-channels in such an order that these are the 32 of a group.
+A program scores one split of a request's keys for one, two or four tokens. Reading the keys takes the time, so programs
+are small, several run on a multiprocessor, and each has a few tiles of keys on their way to shared memory. More tiles
+of fewer programs were slower: FP8 keys of 128 requests take 148 us with two stages and six programs, 177 with eight
+stages and two.
+
+FP8 keys are multiplied from shared memory. FP4 keys are the left factor of a product and come from registers: a thread
+makes the 32 channels of one group, of two keys, FP8. They still pass through shared memory: what a thread loads to its
+registers ahead of time, ptxas loads right before its use. A thread of a tensor core's left factor holds runs of 4
+channels that are 16 apart; queries are stored with their channels in such an order that these are the 32 of a group.
 """
 
 from __future__ import annotations
@@ -27,8 +31,8 @@ from deepseek_attn.kernels.common.gluon import barrier, copy_to_shared
 BLOCK = gl.constexpr(64)  # keys of a tile
 HEADS = gl.constexpr(64)
 DIM = gl.constexpr(128)
-STAGES = gl.constexpr(8)
-AHEAD = gl.constexpr(6)  # tiles whose copies to shared memory are in flight
+FP8_STAGES = gl.constexpr(2)  # tiles in shared memory, a power of two; all but the one in use are on their way
+FP4_STAGES = gl.constexpr(4)
 
 
 class Keys(NamedTuple):
@@ -41,9 +45,9 @@ class Keys(NamedTuple):
 
 
 class TileStages(NamedTuple):
-    """Tiles of keys and their scales in shared memory."""
+    """Tiles of keys in shared memory, e4m3 or int32 words of FP4, and their scales: a float32 or four e8m0 bytes."""
 
-    words: Any
+    keys: Any
     scales: Any
 
 
@@ -77,11 +81,21 @@ def _page_of(keys, tile, row, PAGE: gl.constexpr):
         return gl.load(keys.table + entry // PAGE, mask=entry < keys.n, other=0)
 
 
+@gluon.constexpr_function
+def _copy_layout(columns):
+    """Layout in which the keys of a tile, rows of 128 e4m3 or 16 words, are copied 16 bytes at a time."""
+    per_thread = 16 if columns == 128 else 4
+    lanes = columns // per_thread
+    return gl.BlockedLayout([1, per_thread], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
 @gluon.jit
 def _copy_tile(keys, page, line_page, tile, row, line, stages, i, PAGE: gl.constexpr):
-    """Starts to copy a tile's FP4 words and the e8m0 bytes of its groups, one int32 per key, to shared memory."""
-    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-    word = gl.arange(0, DIM // 8, layout=gl.SliceLayout(0, COPY))
+    """Starts to copy tile ``i`` of this program, number ``tile`` of its request, and its scales to shared memory."""
+    STAGES: gl.constexpr = stages.keys.shape[0]
+    COLUMNS: gl.constexpr = stages.keys.shape[2]
+    KEY_BYTES: gl.constexpr = COLUMNS * (stages.keys.dtype.primitive_bitwidth // 8)
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, _copy_layout(COLUMNS)))
     entry = tile * BLOCK + row
     line_entry = tile * BLOCK + line
     if PAGE % BLOCK == 0:
@@ -90,12 +104,12 @@ def _copy_tile(keys, page, line_page, tile, row, line, stages, i, PAGE: gl.const
     else:
         place = entry % PAGE
         line_place = line_entry % PAGE
-    key = (keys.pool + page.to(gl.int64) * keys.page_stride + place * (DIM // 2)).to(gl.pointer_type(gl.int32))
-    scale = keys.pool + line_page.to(gl.int64) * keys.page_stride + PAGE * (DIM // 2)
-    scale = scale.to(gl.pointer_type(gl.int32)) + line_place
-    stage = i & (STAGES - 1)
-    copy_to_shared(stages.words.index(stage), key[:, None] + word[None, :], mask=(entry < keys.n)[:, None])
-    copy_to_shared(stages.scales.index(stage), scale, mask=line_entry < keys.n)
+    key = keys.pool + page.to(gl.int64) * keys.page_stride + place * KEY_BYTES
+    key = key.to(gl.pointer_type(stages.keys.dtype))
+    scale = keys.pool + line_page.to(gl.int64) * keys.page_stride + PAGE * KEY_BYTES
+    scale = scale.to(gl.pointer_type(stages.scales.dtype)) + line_place
+    copy_to_shared(stages.keys.index(i & (STAGES - 1)), key[:, None] + column[None, :], mask=(entry < keys.n)[:, None])
+    copy_to_shared(stages.scales.index(i & (STAGES - 1)), scale, mask=line_entry < keys.n)
     async_copy.commit_group()
 
 
@@ -121,16 +135,26 @@ def _left_factor(words, scales):
 
 
 @gluon.jit
-def _score_tile(tile, words, scales, queries, weights, out_ptr, out_stride, ends):
+def _fp4_factors(stages, i):
+    """Tile ``i`` of this program from FP4 keys: the left factor of its products, in registers, and factors of keys."""
+    STAGES: gl.constexpr = stages.keys.shape[0]
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    WORDS: gl.constexpr = _key_layout(4, False)
+    words = stages.keys.index(i & (STAGES - 1)).load(_load_layout()).reshape([64, 4, 4])
+    words = gl.convert_layout(words, WORDS, assert_trivial=True)
+    scales = stages.scales.index(i & (STAGES - 1)).load(gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))
+    left, scale = _left_factor(words, scales)
+    left = gl.convert_layout(left, gl.DotOperandLayout(0, PRODUCT, 4), assert_trivial=True)
+    return left, gl.convert_layout(scale, gl.SliceLayout(1, PRODUCT), assert_trivial=True)
+
+
+@gluon.jit
+def _score_tile(tile, left, scale, queries, weights, out_ptr, out_stride, ends):
     """Scores of a tile for each token; ``ends``: keys of each token that are scored."""
     TOKENS: gl.constexpr = queries.shape[0]
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
-    SCORES: gl.constexpr = gl.SliceLayout(1, PRODUCT)
     zeros = gl.zeros([BLOCK, HEADS], gl.float32, layout=PRODUCT)
-    left, scale = _left_factor(words, scales)
-    left = gl.convert_layout(left, gl.DotOperandLayout(0, PRODUCT, 4), assert_trivial=True)
-    scale = gl.convert_layout(scale, SCORES, assert_trivial=True)
-    entry = tile * BLOCK + gl.arange(0, BLOCK, layout=SCORES)
+    entry = tile * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, PRODUCT))
     for t in gl.static_range(TOKENS):
         product = warpgroup_mma(left, queries.index(t).permute((1, 0)), zeros, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
@@ -140,7 +164,7 @@ def _score_tile(tile, words, scales, queries, weights, out_ptr, out_stride, ends
 
 
 @gluon.jit(do_not_specialize=["T", "width", "skip"])
-def index_scores_fp4_hopper_kernel(
+def index_scores_few_hopper_kernel(
     q_ptr,
     weights_ptr,
     pool_ptr,
@@ -156,6 +180,7 @@ def index_scores_fp4_hopper_kernel(
     out_stride,
     PAGE: gl.constexpr,
     TOKENS: gl.constexpr,
+    FP4: gl.constexpr,
 ):
     """Program ``(i, j)``: split ``j`` of the keys, for tokens ``i * TOKENS`` on."""
     gdc_launch_dependents()
@@ -164,10 +189,11 @@ def index_scores_fp4_hopper_kernel(
     queries = gl.allocate_shared_memory(gl.float8e4nv, [TOKENS, HEADS, DIM], gl.NVMMASharedLayout(128, 8, 2))
     first = gl.program_id(0).to(gl.int64) * TOKENS
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, COPY))
-    place = gl.arange(0, DIM, layout=gl.SliceLayout(0, COPY))
-    channel = place // 4 % 4 * 32 + place // 16 * 4 + place % 4
-    # queries hold the even channels, then the odd ones
-    channel = channel // 2 + channel % 2 * (DIM // 2)
+    channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, COPY))
+    if FP4:
+        channel = channel // 4 % 4 * 32 + channel // 16 * 4 + channel % 4
+        # queries hold the even channels, then the odd ones
+        channel = channel // 2 + channel % 2 * (DIM // 2)
     column = gl.arange(0, HEADS, layout=gl.SliceLayout(0, PRODUCT))
     weights = ()
     gdc_wait()
@@ -181,12 +207,18 @@ def index_scores_fp4_hopper_kernel(
     barrier()
 
     out_ptr += first * out_stride
-    words = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK, DIM // 8], gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
-    scales = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    stages = TileStages(words, scales)
-    WORDS: gl.constexpr = _key_layout(4, False)
-    LOAD: gl.constexpr = _load_layout()
-    row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])))
+    STAGES: gl.constexpr = FP4_STAGES if FP4 else FP8_STAGES
+    AHEAD: gl.constexpr = STAGES - 1
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if FP4:
+        SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
+        tile_keys = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK, DIM // 8], SHARED)
+        tile_scales = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK], FLAT)
+    else:
+        tile_keys = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK, DIM], gl.NVMMASharedLayout(128, 8, 2))
+        tile_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], FLAT)
+    stages = TileStages(tile_keys, tile_scales)
+    row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, _copy_layout(tile_keys.shape[2])))
     line = gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
     lead = gl.to_tensor(0)
     while lead < TOKENS:
@@ -220,13 +252,19 @@ def index_scores_fp4_hopper_kernel(
             i = gl.to_tensor(0)
             while tile < end:
                 async_copy.wait_group(AHEAD - 1)
-                key = stages.words.index(i & (STAGES - 1)).load(LOAD).reshape([64, 4, 4])
-                key = gl.convert_layout(key, WORDS, assert_trivial=True)
-                scale = stages.scales.index(i & (STAGES - 1)).load(gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))
+                if FP4:
+                    left, scale = _fp4_factors(stages, i)
+                else:
+                    fence_async_shared()
+                    left = stages.keys.index(i & (STAGES - 1))
+                barrier()  # all have this tile, and are done with the one before, whose place the next copy takes
                 _copy_tile(keys, page, line_page, tile + AHEAD, row, line, stages, i + AHEAD, PAGE)
                 page = _page_of(keys, tile + AHEAD + 1, row, PAGE)
                 line_page = _page_of(keys, tile + AHEAD + 1, line, PAGE)
-                _score_tile(tile, key, scale, queries, weights, out_ptr, out_stride, ends)
+                if not FP4:
+                    scale = stages.scales.index(i & (STAGES - 1)).load(gl.SliceLayout(1, PRODUCT))
+                _score_tile(tile, left, scale, queries, weights, out_ptr, out_stride, ends)
                 tile += 1
                 i += 1
             async_copy.wait_group(0)
+            barrier()
