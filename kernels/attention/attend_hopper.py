@@ -53,9 +53,10 @@ def _weigh(
         mbarrier.wait(full.index(stage), (iteration >> 1) & 1)
         fence_async_shared()  # keys were written by ordinary stores
         logits = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        masked = bias.index(stage).load(gl.SliceLayout(0, LOGITS))
+        attended = bias.index(stage).load(gl.SliceLayout(0, LOGITS)) == 0
         logits = warpgroup_mma_wait(0, deps=[logits])
-        logits = logits * scale_log2 + masked[None, :]
+        # selected, not added: a NaN in a query without keys, as in rows that fill up a batch, must not be seen
+        logits = gl.where(attended[None, :], logits * scale_log2, float("-inf"))
         peak, total = weigh_tile(logits, peak, total, stage, weights, decays, ready)
         iteration += 1
     head = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LOGITS))

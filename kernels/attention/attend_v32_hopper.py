@@ -176,9 +176,11 @@ def _weigh(
             latent_queries, latents.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
         )
         logits = warpgroup_mma(rope_queries, ropes.index(stage).permute((1, 0)), logits, is_async=True)
-        masked = bias.index(stage).load(gl.SliceLayout(0, LOGITS))
+        attended = bias.index(stage).load(gl.SliceLayout(0, LOGITS)) == 0
         logits = warpgroup_mma_wait(0, deps=[logits])
-        weight, decay, peak, total = soften(logits * scale_log2 + masked[None, :], peak, total)
+        # selected, not added: a NaN in a query without keys must not be seen
+        logits = gl.where(attended[None, :], logits * scale_log2, float("-inf"))
+        weight, decay, peak, total = soften(logits, peak, total)
         weight = weight.to(weights.dtype)
         mbarrier.wait(spent, (iteration & 1) ^ 1)
         weights.store(weight)

@@ -148,7 +148,7 @@ def fits_few_hopper(key_format: str, q: Tensor, pool: Tensor, capability: tuple[
 
 def few_hopper_tiling(T: int, B: int, width: int, processors: int, fp4: bool) -> tuple[int, int]:
     """Tokens of a program of `index_scores_few_hopper_kernel`, and programs that share the keys of a request."""
-    tokens = min(4, triton.next_power_of_2(triton.cdiv(T, B)))
+    tokens = 4 if batch_invariant() else min(4, triton.next_power_of_2(triton.cdiv(T, B)))
     resident = ((5, 4, 3) if fp4 else (6, 4, 2))[tokens // 2] * processors
     return tokens, max(1, min(resident // triton.cdiv(T, tokens), triton.cdiv(width, 4 * BLOCK.value)))
 

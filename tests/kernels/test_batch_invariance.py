@@ -90,10 +90,10 @@ def window_and_entries(T: int) -> None:
     attend.sparse_attention_paged(of(T, 64, 512), keys, 0.1, of(64, dtype=F32))
 
 
-def index_scores(T: int) -> None:
-    record = make_index_record("fp8", 128)
+def index_scores(T: int, key_format: str) -> None:
+    record = make_index_record(key_format, 128)
     requests = -(-T // 3)
-    pool, table = of(9, 64 * 132, dtype=torch.uint8), of(requests, 1 + T % 512, dtype=torch.int32)
+    pool, table = of(9, record.page_bytes(64), dtype=torch.uint8), of(requests, 1 + T % 512, dtype=torch.int32)
     keys = PagedIndexKeys(record, pool, 64, table, of(T, dtype=torch.int32))
     scores.paged_index_scores(IndexQueries(of(T, 64, 128, dtype=FP8), of(T, 64, dtype=F32)), keys, positions(T))
 
@@ -119,7 +119,8 @@ OPS: dict[str, Callable[[int], object]] = {
     "project_values": lambda T: values.project_values(of(T, 16, 512), latent_weight(1)),
     "project_values_quantized": lambda T: values.project_values_quantized(of(T, 16, 512), latent_weight(1)),
     "sparse_attention_paged": window_and_entries,
-    "index_scores": index_scores,
+    "index_scores, fp8": lambda T: index_scores(T, "fp8"),
+    "index_scores, fp4": lambda T: index_scores(T, "fp4"),
     "hyper_connection": streams,
     "moe_route": lambda T: moe_router.moe_route(of(T, 512), of(64, 512, dtype=F32), 6, "sigmoid", 1.0, True),
     "moe_experts, fp4": lambda T: routed_experts(T, "fp4"),

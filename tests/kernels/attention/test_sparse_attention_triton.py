@@ -83,6 +83,24 @@ def test_every_configuration_gives_the_same(gpu, config):
     check(paged(q, without, sink, config=config), expected, LIMIT[q.dtype])
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda t: f"{t.heads}x{t.keys}x{t.splits}{'g' * t.hopper}")
+def test_nan_in_queries_without_keys_is_not_seen(gpu, config):
+    """Rows that only fill up a batch."""
+    if config.hopper and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Gluon kernel is for compute capability 9.0")
+    q, sink = torch.randn(13, 128, 512).bfloat16(), torch.randn(128)
+    pools = [make_pool(V4, 13, 128, 64, 31), make_pool(V4, 13, 63, 2, 99)]
+    expected = paged_reference(q, pools, sink)
+    for keys in pools:
+        keys.lens[[2, 7]] = 0
+    q[[2, 7]] = NAN
+    out, lse = paged(q, pools, sink, config=config)
+    assert out[[2, 7]].eq(0).all()
+    assert lse[[2, 7]].eq(INF).all()
+    others = [t for t in range(13) if t not in (2, 7)]
+    check((out[others], lse[others]), (expected[0][others], expected[1][others]), LIMIT[q.dtype])
+
+
 @pytest.mark.parametrize("H", [8, 64])
 @pytest.mark.parametrize(("q_dtype", "dtype"), [
     (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.float32, torch.float32),
