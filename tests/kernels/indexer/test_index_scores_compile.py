@@ -12,7 +12,13 @@ import triton.language as tl
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from deepseek_attn.kernels.indexer.scores import choose_config, fits_hopper, hopper_splits
+from deepseek_attn.kernels.indexer.scores import (
+    choose_config,
+    few_hopper_tiling,
+    fits_few_hopper,
+    fits_hopper,
+    hopper_splits,
+)
 from deepseek_attn.kernels.indexer.scores_few_hopper import index_scores_few_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_hopper import index_scores_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_triton import index_scores_kernel
@@ -114,3 +120,20 @@ def test_what_the_hopper_kernel_takes():
         16,
         1,
     ]
+
+
+def test_what_the_hopper_kernel_for_few_tokens_takes():
+    def fits(key_format="fp8", H=64, dim=128, B=8, width=32768, capability=(9, 0), page=8448, offset=0):
+        q = torch.empty(9, H, dim, dtype=torch.float8_e4m3fn)
+        pool = torch.empty(3, page, dtype=torch.uint8)[:, offset:]
+        return fits_few_hopper(key_format, q, pool, B, width, capability)
+
+    assert fits()
+    assert fits("fp4", B=1, width=64, page=4352)
+    others = [{"key_format": "plain"}, {"H": 32}, {"dim": 64}, {"B": 7}, {"width": 16384}, {"capability": (10, 0)}]
+    others += [{"page": 8452}, {"offset": 4}]
+    assert not any(fits(**other) for other in others)
+    # tokens of a program, and splits of at least four tiles that fill all multiprocessors
+    assert few_hopper_tiling(128, 128, 32768, 132, False) == (1, 6)
+    assert few_hopper_tiling(8, 8, 262144, 132, False) == (1, 99)
+    assert few_hopper_tiling(24, 8, 4096, 132, True) == (4, 16)

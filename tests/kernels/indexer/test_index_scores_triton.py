@@ -189,6 +189,7 @@ def test_all_kernels_give_the_same_bits(ops, real_gpu, shape, n, monkeypatch):
         for eight_tokens, splits in ((False, 1), (False, 3), (True, 1), (True, 3)):
             with monkeypatch.context() as patch:
                 patch.setattr(ops.scores, "fits_hopper", lambda *_, eight_tokens=eight_tokens: eight_tokens)
+                patch.setattr(ops.scores, "fits_few_hopper", lambda *_: True)
                 patch.setattr(ops.scores, "hopper_splits", lambda *_, splits=splits: splits)
                 tokens, _ = ops.scores.few_hopper_tiling(len(batch.q), len(lens), 64 * 1000, 132, False)
                 patch.setattr(ops.scores, "few_hopper_tiling", lambda *_, tiling=(tokens, splits): tiling)
