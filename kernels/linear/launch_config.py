@@ -132,11 +132,11 @@ def choose_hopper_config(
         return triton.cdiv(M, tokens) * (triton.cdiv(rows, block) + 2 * triton.cdiv(plain_rows, block))
 
     if quantize_output:
-        if 10 * triton.cdiv(rows, 128) < 9 * multiprocessors:
+        if 10 * triton.cdiv(rows, 128) < 9 * multiprocessors:  # else almost each has a tile of all tokens
             tokens //= 2
         warpgroup_rows, warpgroup_tokens = 128, tokens // 2
     elif tokens == 128 and K >= 16384 and block == 64 and multiprocessors // tiles(128) == 1:
-        block, warpgroup_rows, warpgroup_tokens = 128, 64, 128  # two splits of long sums instead of none
+        block, warpgroup_rows, warpgroup_tokens = 128, 64, 128  # two splits of long sums instead of one
     else:
         if tokens == 128 and 2 * tiles(64) <= multiprocessors:
             tokens = 64

@@ -182,3 +182,15 @@ def test_splits_fill_the_gpu_and_leave_no_program_without_keys(capability):
                 assert 1 <= config.splits <= blocks
                 assert share * (config.splits - 1) < blocks
                 assert T * -(-H // config.heads) * config.splits <= max(2 * 132, T * -(-H // config.heads))
+
+
+@pytest.mark.parametrize(
+    ("T", "H", "width", "splits"),
+    [(16, 64, 128, 2), (22, 64, 128, 1), (24, 64, 192, 1), (32, 64, 256, 4), (32, 64, 640, 4), (8, 128, 192, 3),
+     (16, 128, 192, 1), (32, 128, 256, 1), (200, 64, 640, 1)],
+)  # fmt: skip
+def test_few_keys_of_many_queries_are_not_split(T, H, width, splits):
+    """On Hopper, as measured in whole layers: from 22 blocks of 64 heads on, at most two more tiles of keys each."""
+    config = choose_config(T, H, 512, width, torch.float16, True, GPU((9, 0), 132))
+    assert config.hopper
+    assert config.splits == splits

@@ -121,3 +121,18 @@ def test_configurations(K):
                 assert config.warpgroup_rows == 128 or not quantizes
                 shared_kib = config.stages * (128 * (config.rows + config.tokens)) // 1024
                 assert 2 <= shared_kib <= 216 // (1 + config.spare)
+
+
+def test_configurations_of_the_layers_that_were_measured():
+    """Tokens and rows of a tile, split-K: inputs of SWA, C128A, V4-Pro's C128A and C4A; outputs of both models."""
+
+    def chosen(M, K, rows, plain=0, quantizes=False):
+        config = choose_hopper_config(M, K, rows, plain, 132, quantizes)
+        return config.tokens, config.rows, config.splits
+
+    assert [chosen(M, 4096, 1536) for M in (16, 32, 64, 128)] == [(16, 64, 3), (32, 64, 3), (64, 64, 3), (64, 64, 2)]
+    assert [chosen(M, 4096, 1536, 1024) for M in (32, 64, 128)] == [(32, 128, 2), (64, 128, 2), (64, 128, 2)]
+    assert [chosen(M, 7168, 2048, 1024) for M in (32, 64, 128)] == [(32, 128, 2), (64, 128, 2), (64, 128, 2)]
+    assert chosen(128, 4096, 1536, 2624) == (128, 128, 2)  # C4A: tiles of 64 tokens would not run at once
+    assert [chosen(128, 4096, rows, 0, True) for rows in (8192, 16384)] == [(64, 128, 1), (128, 128, 1)]
+    assert [chosen(128, K, rows) for K, rows in ((8192, 4096), (16384, 7168))] == [(128, 64, 2), (128, 128, 2)]
