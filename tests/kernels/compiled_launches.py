@@ -24,10 +24,8 @@ NAMES = {
 }  # fmt: skip
 MAIN = ("sm90", "sm80")  # with and without FP8 conversions, tensor descriptors and early launches
 ONE = ("sm90",)  # of kernels for which only early launches differ
-UNLIKE = (
-    *MAIN,
-    "sm120",
-)  # and with FP8 conversions, but little shared memory; sm89 has as little, sm100 as much as sm90
+# without the first three, or with FP8 conversions, but little shared memory; sm89 has as little, sm100 as much as sm90
+UNLIKE = ("sm80", "sm120")
 
 
 def on_gpus(variants=None, main=(), quick=MAIN):
@@ -35,14 +33,18 @@ def on_gpus(variants=None, main=(), quick=MAIN):
 
     ``make test`` compiles the variants in ``main``, which together launch every kernel of the test, for the GPUs in
     ``quick``; a test without variants for one. The rest is marked ``exhaustive`` and left to ``make test-all``: the
-    variants in ``main`` for all GPUs, the others for those in `UNLIKE`, but with ``quick=ONE`` not for 8.0.
+    variants in ``main`` for all GPUs, the others for 9.0 and, in turn, for one in `UNLIKE`, but with ``quick=ONE`` not
+    for 8.0.
     """
     if variants is None:
         return tiered(CAPABILITIES, ["sm90"])
     assert main
     assert set(main) <= set(variants)
-    unlike = UNLIKE if quick == MAIN else (*quick, "sm120")
-    pairs = [(arch, variant) for variant in variants for arch in (CAPABILITIES if variant in main else unlike)]
+    pairs = []
+    for at, variant in enumerate(variants):
+        unlike = UNLIKE[at.bit_count() % 2]  # which meets both beside either of two formats, too
+        arches = ("sm90",) if quick == ONE and unlike == "sm80" else ("sm90", unlike)
+        pairs += [(arch, variant) for arch in (CAPABILITIES if variant in main else arches)]
     return tiered(pairs, [(arch, variant) for variant in main for arch in quick])
 
 
