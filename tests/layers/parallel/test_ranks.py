@@ -16,6 +16,7 @@ from deepseek_attn.checkpoint.selection import OTHER_RANK
 from deepseek_attn.layers import parallel
 from deepseek_attn.layers.parallel import Parallel
 from tests.layers.parallel import cases
+from tests.support.once import made_once
 from tests.support.small_models import assert_close
 from tests.support.tiers import tiered
 
@@ -25,21 +26,27 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Path:
-    return cases.write_checkpoints(tmp_path_factory.mktemp("checkpoints"))
+    return made_once("checkpoints", cases.write_checkpoints, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoints) -> dict:
-    return cases.everything(checkpoints, Parallel.single())
+def alone(checkpoints, tmp_path_factory) -> dict:
+    def compute(folder: Path) -> None:
+        torch.save(cases.everything(checkpoints, Parallel.single()), folder / "0.pt")
+
+    return torch.load(made_once("alone", compute, tmp_path_factory) / "0.pt")
 
 
 @pytest.fixture(scope="module", params=tiered([2, 4], [2]))
 def ranks(request, checkpoints, tmp_path_factory) -> list[dict]:
     """What each of 2 or 4 tensor-parallel ranks computed."""
-    return run_ranks(request.param, "", checkpoints, tmp_path_factory.mktemp("ranks"))
+    world = request.param
+    made = made_once(f"ranks-{world}", lambda folder: run_ranks(world, "", checkpoints, folder), tmp_path_factory)
+    return results_of(world, made)
 
 
-def run_ranks(world: int, dp_family: str, checkpoints: Path, results: Path) -> list[dict]:
+def run_ranks(world: int, dp_family: str, checkpoints: Path, results: Path) -> None:
+    """Runs this many processes, each of which writes what it computed to ``results``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -69,6 +76,9 @@ def run_ranks(world: int, dp_family: str, checkpoints: Path, results: Path) -> l
         for process in processes:
             process.kill()
     assert all(process.returncode == 0 for process in processes), "\n".join(errors)
+
+
+def results_of(world: int, results: Path) -> list[dict]:
     return [torch.load(results / f"{rank}.pt") for rank in range(world)]
 
 
@@ -122,7 +132,8 @@ def test_a_rank_reads_its_share(ranks, alone, family):
 
 @pytest.mark.parametrize(("family", "world"), tiered([("v4", 2), ("v41", 4)], [("v4", 2)]))
 def test_data_parallel_attention(checkpoints, tmp_path, family, world):
-    single, ranks = Parallel.single(), run_ranks(world, family, checkpoints, tmp_path)
+    run_ranks(world, family, checkpoints, tmp_path)
+    single, ranks = Parallel.single(), results_of(world, tmp_path)
     everyone = cases.LLM(checkpoints / family, parallel=single, **cases.LIMITS)
     texts = cases.prompts(everyone.runner.config, range(20, 20 + 13 * world, 13))
     params = cases.SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
