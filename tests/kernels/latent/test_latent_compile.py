@@ -32,11 +32,15 @@ def half(heads, fp8, part):
 STEPS = {"decode": (1, 128), "batch": (64, 128), "tensor parallel": (8, 16), "prefill": (300, 96)}
 
 
-@pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["decode", "prefill"]))
-@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
-def test_absorb_queries(monkeypatch, arch, step, fp8):
+ABSORBED = [(step, weight) for step in STEPS for weight in ("fp8", "bf16")]
+ABSORBED_MAIN = [("decode", "fp8"), ("decode", "bf16"), ("prefill", "fp8")]
+
+
+@pytest.mark.parametrize(("arch", "case"), on_gpus(ABSORBED, ABSORBED_MAIN), ids=str)
+def test_absorb_queries(monkeypatch, arch, case):
     pass_for_gpu(monkeypatch, CAPABILITIES[arch])
     monkeypatch.setattr(torch, "bmm", lambda a, b, out: out)
+    step, fp8 = case[0], case[1] == "fp8"
     tokens, heads = STEPS[step]
     queries = LatentQueries(
         of(tokens, heads * 192), half(heads, fp8, 0), of(4096, 64, dtype=torch.float32),
@@ -73,12 +77,15 @@ def test_latent_queries(monkeypatch, arch, fp8):
     assert kernel.asm["ptx"].count("griddepcontrol.wait") == (2 if CAPABILITIES[arch] >= (9, 0) else 0)
 
 
-@pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["decode"]))
-@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
-@pytest.mark.parametrize("quantize", [True, False], ids=["quantised", "plain"])
-def test_project_values(monkeypatch, arch, step, quantize, fp8):
+PROJECTED = [(step, weight, out) for step in STEPS for weight in ("fp8", "bf16") for out in ("quantised", "plain")]
+PROJECTED_MAIN = [("decode", "fp8", "quantised"), ("decode", "bf16", "plain")]
+
+
+@pytest.mark.parametrize(("arch", "case"), on_gpus(PROJECTED, PROJECTED_MAIN), ids=str)
+def test_project_values(monkeypatch, arch, case):
     pass_for_gpu(monkeypatch, CAPABILITIES[arch], values)
     monkeypatch.setattr(torch, "bmm", lambda a, b, out: out)
+    step, fp8, quantize = case[0], case[1] == "fp8", case[2] == "quantised"
     tokens, heads = STEPS[step]
     op = values.project_values_quantized if quantize else values.project_values
     call = lambda: op(of(tokens, 128, 512), half(heads, fp8, 1))  # noqa: E731

@@ -133,9 +133,8 @@ def launches(monkeypatch, fmt, config, tokens=100, hidden=1024, inner=512):
 
 
 CONFIGS = {str(config.sizes[-1]): config for _, config in HOPPER_CONFIGS}
-# of FP8 weights only the largest tiles are launched; tests on a GPU launch all, and 16 stands for pairs of blocks
+# of FP8 weights only the largest tiles are launched; tests on a GPU launch all
 COMPILED = [*(("fp4", name) for name in CONFIGS), ("fp8", str(choose_hopper_config(1 << 16, 256, False).sizes[-1]))]
-COMPILED += [("fp8", "16")]
 
 
 @pytest.mark.parametrize(("fmt", "name"), tiered(COMPILED, [("fp4", "8")]))
