@@ -82,17 +82,23 @@ class Workload:
 
 
 def interrupted_everywhere(
-    make_engine, jobs: Jobs, every: int, files: tuple[str, ...] = LIBRARY, drop_graphs: Callable[[], None] | None = None
+    make_engine,
+    jobs: Jobs,
+    every: int,
+    files: tuple[str, ...] = LIBRARY,
+    drop_graphs: Callable[[], None] | None = None,
+    start: int | None = None,
 ) -> None:
     """Interrupts steps before every ``every``-th line that they run, goes on, and compares all tokens.
 
     Args:
+        start: number of lines before the first of those; None: half of ``every``.
         drop_graphs: called where no step runs a line any more, because it runs only while a step is captured.
     """
     if drop_graphs is not None:
         Workload(make_engine(), jobs, files).run()  # lines that run once in a process, compiling kernels, do not count
     whole = Workload(make_engine(), jobs, files)
-    lines = list(whole.run())[every // 2 :: every]
+    lines = list(whole.run())[every // 2 if start is None else start :: every]
     expected = [request.completion().token_ids for request in whole.requests]
     broken = Workload(make_engine(), jobs, files)
 
@@ -152,14 +158,13 @@ FAMILIES = {
     "v41": (shallow, SometimesDrafted),
 }
 MODELS = list(product(FAMILIES, [0, 2], [False, True]))
-QUICK = [("v4", 2, True, 61), ("v4", 0, False, 61), ("v32", 0, True, 61), ("v41", 2, True, 61)]
+QUICK = [("v4", 2, True, 61, 30), ("v4", 0, False, 61, 30), ("v32", 0, True, 61, 30), ("v41", 2, True, 61, 30)]
+# before every 7th line that a family's models have in common: each model takes a third of those
+THIRDS = [(*model, 21, 3 + 7 * (at % 3)) for at, model in enumerate(MODELS)]
 
 
-@pytest.mark.parametrize(
-    ("family", "drafts", "persistent", "every"),
-    tiered([*QUICK, *((*model, 7) for model in MODELS)], QUICK),
-)
-def test_models(family, drafts, persistent, every):
+@pytest.mark.parametrize(("family", "drafts", "persistent", "every", "start"), tiered([*QUICK, *THIRDS], QUICK))
+def test_models(family, drafts, persistent, every, start):
     """Layers, Engram, sampling, commit, speculation, and steps over persistent tensors, some of them launched early."""
     make_config, drafted = FAMILIES[family]
     config = make_config()
@@ -179,7 +184,7 @@ def test_models(family, drafts, persistent, every):
         return Engine(runner, decoder=MTPSpeculation(runner, drafts) if drafts else None)
 
     with pages_returned(runner):
-        interrupted_everywhere(make_engine, jobs, every)
+        interrupted_everywhere(make_engine, jobs, every, start=start)
         runner.prefixes.clear()
 
 
