@@ -23,6 +23,7 @@ from triton.runtime.cache import get_cache_manager
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.checkpoint.source import TensorInfo
 from deepseek_attn.cli.warmup import read_headers
+from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.sampling import SamplingParams
@@ -61,9 +62,10 @@ LIMITS = {
 SHORT = RunnerSizes(150, 1, 3, 16)
 
 
-def request_of(preset, num_drafts=0, sizes=None, numerics="serving", **facts):
-    if preset == "tiny_v41":
-        config = tiny_for_kernels()
+def request_of(preset, num_drafts=0, sizes=None, numerics="serving", changes=None, **facts):
+    """Of a preset; with ``changes``, of random weights."""
+    if preset == "tiny_v41" or changes:
+        config = tiny_for_kernels() if preset == "tiny_v41" else ModelConfig.from_preset(preset).replace(**changes)
         headers = RandomSource(config).entries()
     else:
         config, headers = read_headers(preset)
@@ -437,9 +439,10 @@ def test_a_fork_is_made_where_no_thread_can_hold_a_lock(monkeypatch):
 
 @EXHAUSTIVE
 def test_everything_is_compiled_once(tmp_path, monkeypatch):
-    """By a fork, as where no GPU is in use yet; other tests have both kinds of process."""
+    """By a fork, as where no GPU is in use yet; other tests have both kinds of process. Of a model of one layer."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    request = request_of("tiny", sizes=RunnerSizes(64, 1, 2, 16))
+    one = {"num_hidden_layers": 1, "num_hash_layers": 0, "num_nextn_predict_layers": 0, "compress_ratios": [128]}
+    request = request_of("tiny", sizes=RunnerSizes(64, 1, 2, 16), changes=one)
     compilation = Compilation(request, fork=Fork(serve))
     compilation.wait()
     assert not compilation.message()
