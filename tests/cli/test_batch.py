@@ -223,10 +223,10 @@ def test_interrupted_again_and_again(command, number):
             start, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
-        while ended < 3 and process.poll() is None and (len(lines_of()) if os.path.exists("out") else 0) <= before:
+        while ended < 2 and process.poll() is None and (len(lines_of()) if os.path.exists("out") else 0) <= before:
             time.sleep(0.005)
         time.sleep(times.random() / 4)
-        if ended < 3:
+        if ended < 2:
             process.send_signal(number)
             ended += 1
         _, err = process.communicate(timeout=900)

@@ -55,7 +55,7 @@ class Size(NamedTuple):
 def small() -> Size:
     """For a CPU."""
     configs = {"v4": three_layers(), "v32": ModelConfig.from_preset("tiny_v32")}
-    return Size(configs, requests=16, longest=2500, chunk=200, greedy=0.8)
+    return Size(configs, requests=16, longest=1200, chunk=200, greedy=0.8)
 
 
 def large() -> Size:

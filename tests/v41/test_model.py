@@ -97,7 +97,7 @@ def ratio_of(ratios: list[int], kv: list[int], layer: int, ratio: int) -> int:
     return ratio if kv[-1] == layer else ratios[kv[-1]]
 
 
-@pytest.mark.parametrize("seed", tiered(range(16), [1, 3]))
+@pytest.mark.parametrize("seed", tiered(range(8), [1, 3]))
 def test_random_schedules(seed):
     config = random_config(seed)
     source, tokens = RandomSource(config, seed), prompt(config, 50, seed)
@@ -110,7 +110,7 @@ def test_random_schedules(seed):
         assert_close(runner.score([tokens], chunk)[0], expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("seed", tiered(range(5), [1]))
+@pytest.mark.parametrize("seed", tiered(range(3), [1]))
 def test_official_numerics_equal_brute_force(seed):
     """With each quantiser of the published program: logits that one wrong rounding of a layer would move by 1e-2."""
     config = tiny(num_hidden_layers=7)
