@@ -23,7 +23,7 @@ NAMES = {
     torch.uint8: "u8", torch.bool: "i1", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 MAIN = ("sm90", "sm80")  # with and without FP8 conversions, tensor descriptors and early launches
-ONE = ("sm90",)  # of kernels for which only early launches differ
+ONE = ("sm90",)  # of kernels for which only early launches differ: they fit into the least shared memory
 # without the first three, or with FP8 conversions, but little shared memory; sm89 has as little, sm100 as much as sm90
 UNLIKE = ("sm80", "sm120")
 
@@ -33,8 +33,7 @@ def on_gpus(variants=None, main=(), quick=MAIN):
 
     ``make test`` compiles the variants in ``main``, which together launch every kernel of the test, for the GPUs in
     ``quick``; a test without variants for one. The rest is marked ``exhaustive`` and left to ``make test-all``: the
-    variants in ``main`` for all GPUs, the others for 9.0 and, in turn, for one in `UNLIKE`, but with ``quick=ONE`` not
-    for 8.0.
+    variants in ``main`` for all GPUs, the others for 9.0 and, but with ``quick=ONE``, in turn for one in `UNLIKE`.
     """
     if variants is None:
         return tiered(CAPABILITIES, ["sm90"])
@@ -43,7 +42,7 @@ def on_gpus(variants=None, main=(), quick=MAIN):
     pairs = []
     for at, variant in enumerate(variants):
         unlike = UNLIKE[at.bit_count() % 2]  # which meets both beside either of two formats, too
-        arches = ("sm90",) if quick == ONE and unlike == "sm80" else ("sm90", unlike)
+        arches = ONE if quick == ONE else ("sm90", unlike)
         pairs += [(arch, variant) for arch in (CAPABILITIES if variant in main else arches)]
     return tiered(pairs, [(arch, variant) for variant in main for arch in quick])
 
@@ -79,10 +78,13 @@ class Recorder:
         return lambda *args, **keywords: self.launches.append((self.kernel, args, keywords))
 
 
-def compiled_launches(monkeypatch, modules, arch, call):
+def compiled_launches(monkeypatch, modules, arch, call, alike=False):
     """``{kernel name: compiled kernels}`` of all launches that ``call()`` makes by the kernels of ``modules``.
 
     Each must fit into the shared memory of ``arch``.
+
+    Args:
+        alike: they are the same for every GPU, as with `ONE`, and must fit into the least shared memory.
     """
     launches, found = [], {}
     for module in modules:
@@ -92,7 +94,7 @@ def compiled_launches(monkeypatch, modules, arch, call):
     for kernel, args, keywords in launches:
         result = compiled(kernel, args, keywords, arch)
         assert result.asm["cubin"]
-        assert result.metadata.shared <= SHARED[arch] * 1024, kernel.fn.__name__
+        assert result.metadata.shared <= (min(SHARED.values()) if alike else SHARED[arch]) * 1024, kernel.fn.__name__
         found.setdefault(kernel.fn.__name__, []).append(result)
     return found
 
