@@ -101,6 +101,8 @@ def test_every_text_is_that_of_the_request_alone(report, device, family, numeric
         pytest.skip("float32 shows all that a CPU can show")
     if device.type == "cpu" and drafts in (1, 2):
         pytest.skip("three drafts take the same paths, and more of them")
+    if device.type == "cpu" and (family, drafts) == ("v32", 0):
+        pytest.skip("the other model has steps without drafts, and this one has them in test_workload")
     size = size_of(device)
     config = size.configs[family]
     single, jobs, expected = workload(device, family, numerics)

@@ -24,7 +24,8 @@ def workload(preset: str, greedy: float = 0.8):
     return config, jobs, alone(runner, jobs)
 
 
-CASES = [("tiny", variant) for variant in ("batched", "chunks", "prefixes", "pressure", "preempted", "everything")]
+# test_speculation has the others, and everything has all of them
+CASES = [("tiny", variant) for variant in ("batched", "pressure", "everything")]
 CASES += [(preset, "everything") for preset in ("tiny_v32", "tiny_v41")]
 
 

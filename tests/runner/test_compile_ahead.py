@@ -106,7 +106,7 @@ CASES = [
     ("tiny_v41", 2, {"sizes": SHORT}),
     ("tiny_v41", 2, {"sizes": SHORT, "numerics": "official"}),
     ("tiny_v41", 0, {}),
-    ("tiny_v41", 2, {"cuda_graphs": True}),
+    ("tiny_v41", 2, {"sizes": RunnerSizes(150, 3, 7, 16), "cuda_graphs": True}),
 ]
 
 
