@@ -33,7 +33,7 @@ def on_gpus(variants=None, main=(), quick=MAIN):
 
     ``make test`` compiles the variants in ``main``, which together launch every kernel of the test, for the GPUs in
     ``quick``; a test without variants for one. The rest is marked ``exhaustive`` and left to ``make test-all``: the
-    variants in ``main`` for all GPUs, the others for 9.0 and, but with ``quick=ONE``, in turn for one in `UNLIKE`.
+    variants in ``main`` for all GPUs, the others for 9.0 and, but with ``quick=ONE``, two of three for one in `UNLIKE`.
     """
     if variants is None:
         return tiered(CAPABILITIES, ["sm90"])
@@ -41,8 +41,8 @@ def on_gpus(variants=None, main=(), quick=MAIN):
     assert set(main) <= set(variants)
     pairs = []
     for at, variant in enumerate(variants):
-        unlike = UNLIKE[at.bit_count() % 2]  # which meets both beside either of two formats, too
-        arches = ONE if quick == ONE else ("sm90", unlike)
+        turn = (at + at // 3) % 3  # each beside either of two or three formats, too
+        arches = ONE if quick == ONE else ("sm90", *UNLIKE[turn : turn + 1])
         pairs += [(arch, variant) for arch in (CAPABILITIES if variant in main else arches)]
     return tiered(pairs, [(arch, variant) for variant in main for arch in quick])
 
