@@ -23,7 +23,7 @@ NAMES = {
     torch.uint8: "u8", torch.bool: "i1", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 MAIN = ("sm90", "sm80")  # with and without FP8 conversions, tensor descriptors and early launches
-ONE = ("sm90",)  # of kernels for which only early launches differ: they fit into the least shared memory
+ONE = ("sm90",)  # of kernels for which only early launches differ
 # without the first three, or with FP8 conversions, but little shared memory; sm89 has as little, sm100 as much as sm90
 UNLIKE = ("sm80", "sm120")
 
@@ -84,7 +84,7 @@ def compiled_launches(monkeypatch, modules, arch, call, alike=False):
     Each must fit into the shared memory of ``arch``.
 
     Args:
-        alike: they are the same for every GPU, as with `ONE`, and must fit into the least shared memory.
+        alike: they are the same for every GPU, and must fit into the least shared memory.
     """
     launches, found = [], {}
     for module in modules:

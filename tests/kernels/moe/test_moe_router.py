@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from deepseek_attn.kernels.common import float32_product
 from deepseek_attn.kernels.moe import router as moe_router
 from tests.kernels.compiled_launches import CAPABILITIES, ONE, compiled_launches, on_gpus, pass_for_gpu
+from tests.support.tiers import tiered
 
 NAN = float("nan")
 SCORES = {
@@ -186,9 +187,11 @@ TOKENS = {1: torch.bfloat16, 4096: torch.bfloat16, 40: torch.float32}
 # tokens, dtype of the weight
 ROUTES = [*((T, torch.float32) for T in TOKENS), (1, torch.bfloat16), (40, torch.bfloat16)]
 FEW_PRODUCTS = ("sm90", (4096, torch.bfloat16))
+LITTLE_MEMORY = [("sm120", (40, torch.float32)), ("sm120", (1, torch.bfloat16))]  # where tiles are smaller
+CASES = on_gpus(ROUTES, [(4096, torch.float32)], ONE) + tiered([FEW_PRODUCTS, *LITTLE_MEMORY], [FEW_PRODUCTS])
 
 
-@pytest.mark.parametrize(("arch", "route"), [*on_gpus(ROUTES, [(4096, torch.float32)], ONE), FEW_PRODUCTS], ids=str)
+@pytest.mark.parametrize(("arch", "route"), CASES, ids=str)
 def test_it_compiles(monkeypatch, arch, route):
     T, weight_dtype = route
     dtype = TOKENS[T]
@@ -201,7 +204,6 @@ def test_it_compiles(monkeypatch, arch, route):
         [moe_router, float32_product],
         arch,
         lambda: moe_router.moe_route(x, weight, 6, "sqrtsoftplus", 1.5, True, **options),
-        alike=True,
     )
     assert set(found) == {"product_kernel", "select_kernel"} | (
         {"split_weight_kernel"} if T == 4096 and weight_dtype == torch.float32 else set()
