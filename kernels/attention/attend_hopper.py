@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.attention.attend_hopper_keys import decode, lengths
-from deepseek_attn.kernels.attention.softmax_hopper import weigh_tile
+from deepseek_attn.kernels.attention.softmax_hopper import scaled_logits, weigh_tile
 from deepseek_attn.kernels.common.gluon import barrier, reinterpret
 from deepseek_attn.kernels.common.triton_types import LOG2E
 
@@ -55,8 +55,7 @@ def _weigh(
         logits = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         attended = bias.index(stage).load(gl.SliceLayout(0, LOGITS)) == 0
         logits = warpgroup_mma_wait(0, deps=[logits])
-        # selected, not added: a NaN in a query without keys, as in rows that fill up a batch, must not be seen
-        logits = gl.where(attended[None, :], logits * scale_log2, float("-inf"))
+        logits = scaled_logits(logits, attended, scale_log2)
         peak, total = weigh_tile(logits, peak, total, stage, weights, decays, ready)
         iteration += 1
     head = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LOGITS))

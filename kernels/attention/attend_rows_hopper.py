@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deepseek_attn.kernels.attention.softmax_hopper import weigh_tile
+from deepseek_attn.kernels.attention.softmax_hopper import scaled_logits, weigh_tile
 from deepseek_attn.kernels.common.gluon import barrier, copy_to_shared
 from deepseek_attn.kernels.common.triton_types import LOG2E
 
@@ -117,7 +117,7 @@ def _weigh(
             logits = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
             attended = bias.index(stage).load(gl.SliceLayout(0, LOGITS)) == 0
             logits = warpgroup_mma_wait(0, deps=[logits])
-            logits = gl.where(attended[None, :], logits * scale_log2, float("-inf"))
+            logits = scaled_logits(logits, attended, scale_log2)
             peak, total = weigh_tile(logits, peak, total, stage, weights, decays, ready)
             iteration += 1
         head = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LOGITS))

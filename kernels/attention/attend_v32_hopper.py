@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.attention.attend_hopper_keys import interleave
-from deepseek_attn.kernels.attention.softmax_hopper import soften
+from deepseek_attn.kernels.attention.softmax_hopper import scaled_logits, soften
 from deepseek_attn.kernels.common.gluon import barrier, reinterpret
 
 ROPE = gl.constexpr(64)  # rotary channels
@@ -178,9 +178,7 @@ def _weigh(
         logits = warpgroup_mma(rope_queries, ropes.index(stage).permute((1, 0)), logits, is_async=True)
         attended = bias.index(stage).load(gl.SliceLayout(0, LOGITS)) == 0
         logits = warpgroup_mma_wait(0, deps=[logits])
-        # selected, not added: a NaN in a query without keys must not be seen
-        logits = gl.where(attended[None, :], logits * scale_log2, float("-inf"))
-        weight, decay, peak, total = soften(logits, peak, total)
+        weight, decay, peak, total = soften(scaled_logits(logits, attended, scale_log2), peak, total)
         weight = weight.to(weights.dtype)
         mbarrier.wait(spent, (iteration & 1) ^ 1)
         weights.store(weight)

@@ -10,6 +10,15 @@ from deepseek_attn.kernels.common.gluon import barrier
 
 
 @gluon.jit
+def scaled_logits(product, attended, scale_log2):
+    """Logits ``[64, keys]`` to base 2 from products; -inf in columns without a key, which are not ``attended [keys]``.
+
+    They are selected, not added: a NaN in a query without keys, as in rows that fill up a batch, must not be seen.
+    """
+    return gl.where(attended[None, :], product * scale_log2, float("-inf"))
+
+
+@gluon.jit
 def soften(logits, peak, total):
     """A tile's weights ``[64, keys]``, the factors that rescale earlier tiles, and ``(peak, total)`` with this tile."""
     new_peak = gl.maximum(peak, gl.max(logits, 1))

@@ -127,7 +127,6 @@ def fits_hopper(
     It computes eight neighbouring tokens at a time, so requests should have as many, and enough work for the GPU.
     """
     T, H, dim = q.shape
-    aligned = all(tensor.data_ptr() % 16 == 0 and tensor.stride(0) % 16 == 0 for tensor in (q, pool))
     work = triton.cdiv(T, TOKENS.value) * triton.cdiv(width, BLOCK.value)
     return (
         capability == (9, 0)
@@ -136,7 +135,7 @@ def fits_hopper(
         and TOKENS.value * B <= T
         and work >= 96 * processors
         and not batch_invariant()
-        and aligned
+        and _aligned(q, pool)
     )
 
 
@@ -145,10 +144,14 @@ def fits_few_hopper(key_format: str, q: Tensor, pool: Tensor, B: int, width: int
 
     With fewer FP8 keys it is faster alone, but layers of 1, 8 and 32 requests with 2048 keys took up to 3 % longer.
     """
-    tensors = (pool,) if key_format == "fp4" else (q, pool)
-    aligned = all(tensor.data_ptr() % 16 == 0 and tensor.stride(0) % 16 == 0 for tensor in tensors)
-    faster = key_format == "fp4" or (key_format == "fp8" and B * width >= _MANY_KEYS and not batch_invariant())
-    return capability == (9, 0) and faster and q.shape[1:] == (HEADS.value, DIM.value) and aligned
+    if capability != (9, 0) or q.shape[1:] != (HEADS.value, DIM.value) or not _aligned(q, pool):
+        return False
+    return key_format == "fp4" or (key_format == "fp8" and B * width >= _MANY_KEYS and not batch_invariant())
+
+
+def _aligned(*rows: Tensor) -> bool:
+    """Whether rows can be copied 16 bytes at a time."""
+    return all(tensor.data_ptr() % 16 == 0 and tensor.stride(0) % 16 == 0 for tensor in rows)
 
 
 def few_hopper_tiling(T: int, B: int, width: int, processors: int, fp4: bool) -> tuple[int, int]:

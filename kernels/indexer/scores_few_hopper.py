@@ -27,10 +27,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.fp4_hopper import HIGH, HIGH_STEP, LOW, LOW_STEP, as_fp8, fp4_to_fp8
 from deepseek_attn.kernels.common.gluon import barrier, copy_to_shared
+from deepseek_attn.kernels.indexer.scores_hopper import BLOCK, DIM, HEADS, split_of_keys
 
-BLOCK = gl.constexpr(64)  # keys of a tile
-HEADS = gl.constexpr(64)
-DIM = gl.constexpr(128)
 FP8_STAGES = gl.constexpr(2)  # tiles in shared memory, a power of two; all but the one in use are on their way
 FP4_STAGES = gl.constexpr(4)
 
@@ -235,10 +233,7 @@ def index_scores_few_hopper_kernel(
             n = gl.maximum(n, length)
             ends += (length,)
             lead = gl.where(same, t + 1, lead)
-        tiles = (n + BLOCK - 1) // BLOCK
-        split = (tiles + gl.num_programs(1) - 1) // gl.num_programs(1)
-        tile = gl.minimum(gl.program_id(1) * split, tiles)
-        end = gl.minimum(tile + split, tiles)
+        tile, end = split_of_keys(n)
         if tile < end:
             keys = Keys(
                 pool_ptr, page_stride, block_table_ptr + request.to(gl.int64) * table_stride, gl.minimum(n, end * BLOCK)

@@ -113,11 +113,12 @@ def _token_run(first, lead, lens):
 
 
 @gluon.jit
-def _split(n):
+def split_of_keys(n):
     """First tile, and end, of this program's split of ``n`` keys."""
     tiles = (n + BLOCK - 1) // BLOCK
     split = (tiles + gl.num_programs(1) - 1) // gl.num_programs(1)
-    return gl.minimum(gl.program_id(1) * split, tiles), gl.minimum((gl.program_id(1) + 1) * split, tiles)
+    first = gl.minimum(gl.program_id(1) * split, tiles)
+    return first, gl.minimum(first + split, tiles)
 
 
 @gluon.jit
@@ -143,7 +144,7 @@ def _copy(lens, pages, stages, PAGE: gl.constexpr, STAGES: gl.constexpr):
     while lead < TOKENS:
         request, n, lead = _token_run(first, lead, lens)
         table = pages.block_table + request.to(gl.int64) * pages.table_stride
-        tile, end = _split(n)
+        tile, end = split_of_keys(n)
         # page ids are loaded one tile ahead
         page = gl.load(table + (tile * BLOCK + row) // PAGE, mask=tile * BLOCK + row < n, other=0)
         line_page = gl.load(table + (tile * BLOCK + line) // PAGE, mask=tile * BLOCK + line < n, other=0)
@@ -232,7 +233,7 @@ def _score(GROUP: gl.constexpr, lens, q_ptr, weights_ptr, out_ptr, out_stride, q
         _request, n, lead = _token_run(first, lead, lens)
         position = GROUP * GROUP_TOKENS + token
         ends = gl.where((position >= start) & (position < lead), length, 0)
-        tile, end = _split(n)
+        tile, end = split_of_keys(n)
         while tile < end:
             stage = i & (STAGES - 1)
             mbarrier.wait(stages.full.index(stage), (i // STAGES) & 1)

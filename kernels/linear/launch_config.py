@@ -132,7 +132,7 @@ def choose_hopper_config(
         return triton.cdiv(M, tokens) * (triton.cdiv(rows, block) + 2 * triton.cdiv(plain_rows, block))
 
     if quantize_output:
-        if 10 * triton.cdiv(rows, 128) < 9 * multiprocessors:  # else almost each has a tile of all tokens
+        if not _almost_fill(triton.cdiv(rows, 128), multiprocessors):  # with tiles of all tokens
             tokens //= 2
         warpgroup_rows, warpgroup_tokens = 128, tokens // 2
     elif tokens == 128 and K >= 16384 and block == 64 and multiprocessors // tiles(128) == 1:
@@ -193,17 +193,22 @@ def choose_few_hopper_config(M: int, K: int, rows: int, multiprocessors: int) ->
     tokens, blocks, tiles = 8 if M <= 8 else 16, K // 128, triton.cdiv(rows, 128)
     if rows * K < _FEW_BYTES or blocks * tokens > 512:  # wider inputs, of more than 64 KiB, were slower
         return None
-    if 10 * tiles >= 9 * multiprocessors:
+    if _almost_fill(tiles, multiprocessors):
         stages = _ring_stages(blocks, tokens)
         if rows * K >= _LONG_BYTES:
             return FewHopperConfig(128, 1, stages, 1, 4 if blocks <= 16 and tokens == 8 else 2, tokens)
         if blocks > 8:  # V3.2's queries: 1.02 of the time of a layer with `linear_triton`
             return None
         return FewHopperConfig(128, 1, min(stages, 5), 1, 2, tokens)
-    if 20 * tiles >= 9 * multiprocessors and blocks % 2 == 0:
+    if _almost_fill(2 * tiles, multiprocessors) and blocks % 2 == 0:
         return FewHopperConfig(64, 1, _ring_stages(blocks, tokens), 2, 16 // tokens, tokens)
     splits = max(1, min(multiprocessors // tiles, blocks // 4))
     return FewHopperConfig(128, splits, min(_ring_stages(triton.cdiv(blocks, splits), tokens), 5), 1, 2, tokens)
+
+
+def _almost_fill(tiles: int, multiprocessors: int) -> bool:
+    """Whether nine of ten multiprocessors get a tile, or more."""
+    return 10 * tiles >= 9 * multiprocessors
 
 
 def _ring_stages(blocks: int, tokens: int) -> int:
