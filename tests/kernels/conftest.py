@@ -13,3 +13,10 @@ def gpu(device):
     torch.set_default_device(device)
     yield device
     torch.set_default_device(None)
+
+
+@pytest.fixture
+def hopper(gpu):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    return gpu

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from deepseek_attn.utils.files import appearing, lock_file
 
 
 def made_once(name: str, make: Callable[[Path], object], factory: pytest.TempPathFactory) -> Path:
@@ -17,9 +18,8 @@ def made_once(name: str, make: Callable[[Path], object], factory: pytest.TempPat
         root = root.parent
     folder = root / name
     with (root / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock, wait=True)
         if not folder.exists():
-            unfinished = factory.mktemp(name)
-            make(unfinished)
-            unfinished.rename(folder)
+            with appearing(folder, directory=True) as unfinished:
+                make(unfinished)
     return folder

@@ -1,5 +1,6 @@
 """Hostile inputs for the GPU tests of sparse attention: memory that must not be read is NaN; and comparisons."""
 
+import pytest
 import torch
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord
@@ -11,6 +12,11 @@ TINY = Fp8DsMlaRecord(64, 64)
 V41 = {dim: (Fp8V41Record(dim), Fp4V41Record(dim)) for dim in (96, 512)}
 NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
 LIMIT = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-5}
+
+
+def skip_unless_it_runs(config):
+    if config.hopper and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
 
 
 def relative(got, expected):

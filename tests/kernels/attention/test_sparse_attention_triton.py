@@ -18,6 +18,7 @@ from tests.kernels.attention.sparse_attention_cases import (
     check,
     hostile,
     make_pool,
+    skip_unless_it_runs,
 )
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -68,8 +69,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda t: f"{t.heads}x{t.keys}x{t.splits}{'g' * t.hopper}")
 def test_every_configuration_gives_the_same(gpu, config):
-    if config.hopper and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the Gluon kernel is for compute capability 9.0")
+    skip_unless_it_runs(config)
     q, sink = torch.randn(21, 100, 512).bfloat16(), torch.randn(100)
     pools = [make_pool(V4, 21, 128, 64, 31, stride=3), make_pool(V4, 21, 700, 2, 999, stride=2)]
     expected = paged_reference(q, pools, sink)
@@ -86,8 +86,7 @@ def test_every_configuration_gives_the_same(gpu, config):
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda t: f"{t.heads}x{t.keys}x{t.splits}{'g' * t.hopper}")
 def test_nan_in_queries_without_keys_is_not_seen(gpu, config):
     """Rows that only fill up a batch."""
-    if config.hopper and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the Gluon kernel is for compute capability 9.0")
+    skip_unless_it_runs(config)
     q, sink = torch.randn(13, 128, 512).bfloat16(), torch.randn(128)
     pools = [make_pool(V4, 13, 128, 64, 31), make_pool(V4, 13, 63, 2, 99)]
     expected = paged_reference(q, pools, sink)

@@ -7,7 +7,7 @@ import torch
 
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.kernels.attention import PagedKeys, reference
-from tests.kernels.attention.sparse_attention_cases import LIMIT, check, make_pool
+from tests.kernels.attention.sparse_attention_cases import LIMIT, check, make_pool, skip_unless_it_runs
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -101,11 +101,6 @@ def test_which_v32_entries_the_hopper_kernel_takes():
 
 
 HOPPER = [LaunchConfig(64, 64, 8, 1, splits=splits, hopper=True) for splits in (1, 2, 5)]
-
-
-def skip_unless_it_runs(config):
-    if config.hopper and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
 
 
 def run(q, pool, **options):

@@ -163,9 +163,7 @@ def test_every_configuration(gpu, config):
     HopperLaunchConfig(128, 16, 128, 16, stages=3), HopperLaunchConfig(64, 64, 64, 32, 2, stages=3),
     HopperLaunchConfig(128, 128, 128, 64, 4, stages=4),
 ], ids=str)  # fmt: skip
-def test_every_hopper_configuration(gpu, config):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
+def test_every_hopper_configuration(hopper, config):
     for M in (9, 20, 129):
         arguments = problem(M, 32, 128, 4, 256, 64)
         got = grouped_linear(*arguments, True, config=config)
@@ -176,9 +174,7 @@ def test_every_hopper_configuration(gpu, config):
     FewHopperConfig(64, 1, stages=3, stage_blocks=2), FewHopperConfig(128, 3, stages=4), FewHopperConfig(128, 1),
     FewHopperConfig(64, 2, stages=4, tokens=16), FewHopperConfig(128, 1, stages=3, tokens=16),
 ], ids=str)  # fmt: skip
-def test_every_configuration_of_few_tokens(gpu, config):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
+def test_every_configuration_of_few_tokens(hopper, config):
     for M in (1, 5, config.tokens):
         arguments = problem(M, 32, 128, 4, 256, 64)
         got = grouped_linear(*arguments, True, config=config)

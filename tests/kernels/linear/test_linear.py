@@ -285,9 +285,7 @@ HOPPER_CONFIGS = [
 
 
 @pytest.mark.parametrize("config", HOPPER_CONFIGS, ids=str)
-def test_every_hopper_configuration(gpu, config):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
+def test_every_hopper_configuration(hopper, config):
     for K, scaled, plain in ((2048, (320, 128, 512), (192, 64)), (640, (192,), ()), (1152, (1024,), (64, 128, 256))):
         segments = [Segment(*fp8_weight(n, K), True) for n in scaled]
         segments += [Segment(torch.randn(n, K).to(BF16), None, False, F32) for n in plain]
@@ -309,10 +307,8 @@ FEW_CONFIGS = [
 
 
 @pytest.mark.parametrize("config", FEW_CONFIGS, ids=str)
-def test_every_configuration_of_few_tokens(gpu, config):
+def test_every_configuration_of_few_tokens(hopper, config):
     """Tiles and stages that do not divide anything; the input quantised before and by the kernel, to the same bits."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
     for K, rows in ((2048, (320, 128, 512)), (640, (192,)), (1152, (128 * 140, 64)), (1536, (64,))):
         if config.stage_blocks > 1 and K in (640, 1152):
             continue
