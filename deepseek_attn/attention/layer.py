@@ -49,6 +49,20 @@ class InputProjections(NamedTuple):
     index_weights: Tensor | None
 
 
+class Queries(NamedTuple):
+    """Queries of a step's tokens.
+
+    Attributes:
+        heads: as they were projected; None unless the impl attends to these.
+        q: ``[T, padded_heads, head_dim]``, normed and rotated; None if that is left to the impl.
+        index: the indexer's; None if it selects every entry, or there is none.
+    """
+
+    heads: QueryHeads | None
+    q: Tensor | None
+    index: IndexQueries | None
+
+
 class DeepseekV4MLAAttention(CheckpointModule):
     """Multi-query attention with one shared key/value vector per token, over a window and compressed entries.
 
@@ -184,9 +198,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         """
         self.step = step
         if step is None:
-            q = x.new_zeros(len(x), self.padded_heads, self.head_dim)
-            self.impl.forward_mqa(self, q, q[:, 0], positions)
-            return torch.zeros_like(x)
+            return self.warmed_up(x, positions)
         if step.batch is not None:
             step.batch.begin(self.prefix, self.pools, x, positions)
         with stage("project"):
@@ -194,18 +206,32 @@ class DeepseekV4MLAAttention(CheckpointModule):
         linears = query_linears(self.wq_b, self.indexer, step)
         qr_fp8 = empty_quantized(inputs.qr, linears)
         qr, kv = self.insert(inputs, positions, step, qr_fp8)
+        from_heads = self.attends_heads(step)
         with stage("project"):
             # without a name, projections are freed before attention takes memory: they are as large as the queries
-            q, index_queries = self.queries(multi_linear(qr, linears, qr_fp8), inputs.index_weights, positions)
-        self.select(index_queries, step)
+            heads, q, index = self.queries(multi_linear(qr, linears, qr_fp8), inputs, positions, from_heads)
+        self.select(index, step)
         with stage("attend"):
-            output = self.impl.forward_mqa(self, q, kv, positions)
+            impl = self.impl
+            output = impl.forward_heads(self, heads, q) if from_heads else impl.forward_mqa(self, q, kv, positions)
         if step.observer is not None:
-            step.observer(AttentionCall(self.prefix, q, kv, output, index_queries))
+            step.observer(AttentionCall(self.prefix, q, kv, output, index))
         with stage("output"):
-            z, z_fp8 = self.wo_a.project_quantized(output[:, : self.num_heads], positions, self.rope.cos_sin)
+            output = output if from_heads else output[:, : self.num_heads]
+            z, z_fp8 = self.wo_a.project_quantized(output, positions, self.rope.cos_sin)
             (y,) = multi_linear(z, [self.wo_b], z_fp8)
         return self.parallel.sum(y)
+
+    def warmed_up(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Zeros, after the impl has reserved its scratch."""
+        q = x.new_zeros(len(x), self.padded_heads, self.head_dim)
+        self.impl.forward_mqa(self, q, q[:, 0], positions)
+        return torch.zeros_like(x)
+
+    def attends_heads(self, step: StepMetadata) -> bool:
+        """Whether the impl attends to queries as projected, and its output is what ``wo_a`` reads: fewer launches."""
+        possible = step.observer is None and self.padded_heads == self.num_heads and self.wo_a.reads_heads
+        return possible and self.impl.attends_heads(self, len(step.positions), self.num_heads)
 
     def project(self, x: Tensor) -> InputProjections:
         """Projections of ``x [T, hidden_size]``."""
@@ -253,12 +279,12 @@ class DeepseekV4MLAAttention(CheckpointModule):
         """Projected queries ``[T, num_heads * head_dim]`` as the ops take them, padded to ``padded_heads``."""
         return QueryHeads(q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
 
-    def queries(
-        self, projections: list[Tensor], index_weights: Tensor | None, positions: Tensor
-    ) -> tuple[Tensor, IndexQueries | None]:
-        """Normed and rotated queries ``[T, padded_heads, head_dim]``, and the indexer's if it needs them."""
-        projected = QueryProjections(*projections)
-        heads = self.query_heads(projected.q, positions)
-        if self.indexer is None or projected.index_q is None:
-            return query_norm_rope(heads), None
-        return queries(heads, self.indexer.query_rows(projected.index_q, index_weights, positions))
+    def queries(self, outputs: list[Tensor], inputs: InputProjections, positions: Tensor, from_heads: bool) -> Queries:
+        """Queries of attention, and the indexer's if it needs them, of ``outputs`` in the order of `query_linears`."""
+        projections = QueryProjections(*outputs)
+        heads, q, index = self.query_heads(projections.q, positions), None, None
+        if self.indexer is not None and projections.index_q is not None:
+            q, index = queries(heads, self.indexer.query_rows(projections.index_q, inputs.index_weights, positions))
+        elif not from_heads:
+            q = query_norm_rope(heads)
+        return Queries(heads if from_heads else None, q, index)

@@ -14,6 +14,8 @@ from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.kernels.common.heads import QueryHeads
+from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.utils.workspace import Workspace
 
 
@@ -75,6 +77,8 @@ class AttentionLayer(Protocol):
     """Channels of a query head, and of a key."""
     value_dim: int
     """Leading channels of a key that are its value: ``head_dim`` in V4, 512 of 576 in V3.2."""
+    o_groups: int
+    """Groups of the output projection; of V4's layers."""
     window_size: int
     """Keys in the sliding window, the query's own included; 0 without a window."""
     compress_ratio: int
@@ -203,3 +207,17 @@ class SparseMLAAttentionImpl(ABC):
         Raises:
             ValueError: ``output`` of another shape or dtype.
         """
+
+    @classmethod
+    def attends_heads(cls, layer: AttentionLayer, num_tokens: int, num_heads: int) -> bool:
+        """Whether `forward_heads` serves the running step of ``layer``: not unless an impl says so."""
+        return False
+
+    @classmethod
+    def forward_heads(cls, layer: AttentionLayer, heads: QueryHeads, q: Tensor | None) -> QuantizedRows:
+        """`forward_mqa` from queries as they were projected to the form that the output projection reads.
+
+        Called only where `attends_heads` is true, with ``heads`` that are not padded, and ``q`` as in
+        `kernels.attention.attend_heads`. Scales are powers of two.
+        """
+        raise NotImplementedError(f"{cls.__name__} attends to normed and rotated queries only")

@@ -11,7 +11,10 @@ from deepseek_attn.cache.pools import Pool
 from deepseek_attn.impls.base import AttentionLayer, SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.prefill import PrefillChunk, gather_keys, merged_indices, plan_prefill_chunks
-from deepseek_attn.kernels.attention import PagedKeys
+from deepseek_attn.kernels.attention import PagedKeys, attend_heads
+from deepseek_attn.kernels.common.heads import QueryHeads
+from deepseek_attn.kernels.common.invariance import batch_invariant
+from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.indices import compute_global_topk_indices_and_lens
 
 
@@ -47,6 +50,26 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
         """
 
     @classmethod
+    def pages_take_heads(cls, layer: AttentionLayer, num_tokens: int, num_heads: int) -> bool:
+        """Whether `attend_heads` attends to the pages of ``layer``, as fast as `attend_pages` or faster."""
+        return False
+
+    @classmethod
+    def attends_heads(cls, layer: AttentionLayer, num_tokens: int, num_heads: int) -> bool:
+        """In steps that read pages only, as `pages_take_heads` says, unless `forward_mqa` is overridden.
+
+        Not in batch-invariant steps: sums of squares are added in another order than where a prefill joins the step.
+        """
+        own = cls.forward_mqa.__func__ is SplitAttentionImpl.forward_mqa.__func__
+        pages_only = layer.step.num_decode_tokens == num_tokens > 0
+        return own and pages_only and not batch_invariant() and cls.pages_take_heads(layer, num_tokens, num_heads)
+
+    @classmethod
+    def forward_heads(cls, layer: AttentionLayer, heads: QueryHeads, q: Tensor | None) -> QuantizedRows:
+        keys = cls._decode_keys(layer, layer.step)
+        return attend_heads(heads, keys, layer.scale, layer.attn_sink, layer.o_groups, q=q)
+
+    @classmethod
     def forward_mqa(
         cls, layer: AttentionLayer, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor | None = None
     ) -> Tensor:
@@ -70,13 +93,18 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
     @classmethod
     def _forward_decode(cls, layer: AttentionLayer, step: StepMetadata, q: Tensor, output: Tensor | None) -> Tensor:
         """One softmax over the window's pages and the pages of entries."""
+        return cls.attend_pages(layer, q, cls._decode_keys(layer, step), output)
+
+    @classmethod
+    def _decode_keys(cls, layer: AttentionLayer, step: StepMetadata) -> list[PagedKeys]:
+        """Keys in the window's pages, and in the pages of entries."""
         keys = []
         if layer.swa_cache is not None and step.swa is not None:
             swa = step.swa
             keys.append(_paged_keys(layer.swa_cache, swa.decode_swa_indices.squeeze(1), swa.decode_swa_lens))
         if layer.kv_cache is not None:
             keys.append(_paged_keys(layer.kv_cache, *_decode_topk(layer, step)))
-        return cls.attend_pages(layer, q, keys, output)
+        return keys
 
     @classmethod
     def _forward_prefill(cls, layer: AttentionLayer, step: StepMetadata, q: Tensor, output: Tensor | None) -> Tensor:
@@ -114,6 +142,18 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
 
 def _paged_keys(pool: Pool, indices: Tensor, lens: Tensor) -> PagedKeys:
     return PagedKeys(pool.record, pool.tensor, pool.entries, indices, lens)
+
+
+def decode_width(layer: AttentionLayer) -> int:
+    """Keys that each decode query of the running step reads at most."""
+    step, width = layer.step, 0
+    if layer.swa_cache is not None and step.swa is not None:
+        width += step.swa.decode_swa_indices.shape[-1]
+    if layer.kv_cache is not None and layer.index_topk is not None:
+        width += layer.index_topk
+    elif layer.kv_cache is not None:
+        width += step.sparse[layer.compress_ratio].c128a_global_decode_topk_indices.shape[-1]
+    return width
 
 
 def _decode_topk(layer: AttentionLayer, step: StepMetadata) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from deepseek_attn.impls import flash_mla
 from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, DeepseekV4SparseMLABackend
 from deepseek_attn.impls.flashmla import FlashMLAKernels
-from deepseek_attn.impls.flow import SplitAttentionImpl
+from deepseek_attn.impls.flow import SplitAttentionImpl, decode_width
 from deepseek_attn.impls.triton import TritonKernels
 from deepseek_attn.kernels.attention import PagedKeys
 from deepseek_attn.kernels.common.device import compute_capability
@@ -46,6 +46,11 @@ class MixedKernels(SplitAttentionImpl):
         else:
             flashmla = decodes_on_flashmla(q.shape[0], q.shape[1], sum(part.indices.shape[1] for part in keys))
         return _kernels(flashmla).attend_pages(layer, q, keys, output)
+
+    @classmethod
+    def pages_take_heads(cls, layer: AttentionLayer, num_tokens: int, num_heads: int) -> bool:
+        flashmla = decodes_on_flashmla(num_tokens, num_heads, decode_width(layer))
+        return not flashmla and TritonKernels.pages_take_heads(layer, num_tokens, num_heads)
 
     @classmethod
     def attend_rows(

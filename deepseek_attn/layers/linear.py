@@ -123,6 +123,11 @@ class GroupedLinear(Linear):
         super().__init__(in_features, rows, numerics, dtype, device, fp8_input=fp8_input, shard=shard)
         self.groups = self.out_features // out_features
 
+    @property
+    def reads_heads(self) -> bool:
+        """Whether `project_quantized` takes the result of `kernels.attention.attend_heads`."""
+        return self.fp8_input and self.scale is not None and self.fp8_group == ops.FP8_INPUT_GROUP and self.pow2_scales
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [T, groups, in_features]`` -> ``[T, groups, out_features]``."""
         return self.project(x).unflatten(1, (self.groups, -1))
@@ -135,33 +140,17 @@ class GroupedLinear(Linear):
         Heads go to the groups in order, ``H / groups * d = in_features``; see `kernels.linear.grouped_linear`. Without
         positions nothing is rotated.
         """
-        return ops.grouped_linear(
-            o,
-            self.weight,
-            self.scale,
-            self.groups,
-            positions,
-            cos_sin,
-            self.fp8_input,
-            self.pow2_scales,
-            self.fp8_group,
-        )
+        options = self.fp8_input, self.pow2_scales, self.fp8_group
+        return ops.grouped_linear(o, self.weight, self.scale, self.groups, positions, cos_sin, *options)
 
     def project_quantized(
-        self, o: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+        self, o: torch.Tensor | QuantizedRows, positions: torch.Tensor, cos_sin: torch.Tensor
     ) -> tuple[torch.Tensor, QuantizedRows | None]:
-        """`project`, and its output quantised for `multi_linear` where that needs no further launch, else None."""
-        return ops.grouped_linear_quantized(
-            o,
-            self.weight,
-            self.scale,
-            self.groups,
-            positions,
-            cos_sin,
-            self.fp8_input,
-            self.pow2_scales,
-            self.fp8_group,
-        )
+        """`project`, also of the result of `attend_heads`; and its output quantised where that is free, else None."""
+        if isinstance(o, QuantizedRows):
+            return ops.grouped_linear_of_quantized(o, self.weight, self.scale, self.dtype)
+        options = self.fp8_input, self.pow2_scales, self.fp8_group
+        return ops.grouped_linear_quantized(o, self.weight, self.scale, self.groups, positions, cos_sin, *options)
 
 
 def multi_linear(

@@ -26,10 +26,15 @@ from deepseek_attn.kernels.attention.launch_config import (
     dot_dtype,
     supports_rows_hopper,
 )
+from deepseek_attn.kernels.attention.projected import Projected, ProjectedLaunch, ProjectedShape
 from deepseek_attn.kernels.attention.types import PagedKeys, check_max_logits
-from deepseek_attn.kernels.common.device import FLOATS, gpu, on_gpu
+from deepseek_attn.kernels.common.device import FLOATS, fp8_view, gpu, has_native_fp8, on_gpu
+from deepseek_attn.kernels.common.heads import QueryHeads, check_projected
 from deepseek_attn.kernels.common.invariance import planned_rows
+from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
+from deepseek_attn.kernels.common.row_ops import row_block
+from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 V41_PAIR = {"fp8_v41", "fp4_v41"}  # the only records that one launch reads together
 
@@ -74,6 +79,89 @@ def sparse_attention_paged(
     config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`kernels.attention.sparse_attention_paged`; ``config`` as in `sparse_attention`."""
+    checked_keys, dim = _checked_pools(q, keys, sink), q.shape[2]
+    d_v = dim if d_v is None else d_v
+    if not 0 < d_v <= dim:
+        raise ValueError(f"d_v must be in 1 .. {dim}, got {d_v}")
+    return _attend(q, checked_keys, scale, _contiguous(sink), d_v, out, config)
+
+
+def attend_heads(
+    heads: QueryHeads,
+    keys: Sequence[PagedKeys],
+    scale: float,
+    sink: Tensor | None,
+    groups: int,
+    pow2_scales: bool = True,
+    q: Tensor | None = None,
+    config: LaunchConfig | None = None,
+) -> QuantizedRows:
+    """`kernels.attention.attend_heads`; ``config`` as in `sparse_attention`."""
+    check_projected(heads)
+    (T, width), H, sink = heads.q.shape, heads.num_heads, _contiguous(sink)
+    projected = heads.q.view(T, H, width // H)
+    if q is not None and (q.shape != projected.shape or q.dtype != projected.dtype or q.stride(2) != 1):
+        raise ValueError(f"q must be {tuple(projected.shape)} {projected.dtype}, got {tuple(q.shape)} {q.dtype}")
+    rotated, q = q is not None, projected if q is None else q
+    pools = [pool_keys for pool_keys in _checked_pools(q, keys, sink) if pool_keys.indices.shape[1] and pool_keys.limit]
+    _check_heads(heads, keys[0].record, groups)
+    if not pools:
+        raise ValueError("queries need keys: all pools or lists of indices are empty")
+    rows = empty_quantized_rows(T, width, q.device, pow2_scales, groups)
+    if not T:
+        return rows
+    dtype, dim = dot_dtype(q.dtype, pools[0].pool.dtype, pools[0].layout.group), q.shape[2]
+    config = _chosen_config(q, pools, dtype, sink, dim, from_heads=True) if config is None else config
+    launch = _projected_launch(heads, rows, rotated)
+    lse = torch.empty(T, config.splits, H, dtype=torch.float32, device=q.device)
+    final = config.splits == 1 and config.hopper and dim == 512  # which `attend_hopper_kernel` stores as FP8
+    partials = None if final else torch.empty(T, config.splits, H, dim, dtype=_partial_dtype(dtype), device=q.device)
+    launch_attention(q, pools, dtype, scale, sink, dim, None, partials, lse, None, config, launch)
+    if partials is not None:
+        combine_partials(partials, lse, sink, None, None, launch)
+    return rows
+
+
+def _check_heads(heads: QueryHeads, record: CacheRecord, groups: int) -> None:
+    H, dim, rope = heads.num_heads, record.dim, heads.cos_sin.shape[1]
+    row_block(dim, heads.cos_sin)
+    if record.name != "fp8_v4" or rope != record.rope_dim or dim % 128 or H % groups or heads.padded_heads != H:
+        raise ValueError(
+            f"{H} projected heads of {dim} channels, {rope} of them rotated, padded to {heads.padded_heads}, in "
+            f"{groups} groups over {record.name} records with {record.rope_dim} rotated channels: supported are "
+            "fp8_v4 records that rotate as many, heads of multiples of 128 channels, no padding, and groups of equal "
+            "size; call query_norm_rope, sparse_attention_paged and grouped_linear for others"
+        )
+
+
+def _projected_launch(heads: QueryHeads, rows: QuantizedRows, rotated: bool) -> ProjectedLaunch:
+    """What the kernels need to read ``heads``, or queries that are ``rotated`` already, and to write ``rows``."""
+    values, scale, pow2_scales = rows
+    arguments = Projected(
+        positions=heads.positions,
+        cos_sin=heads.cos_sin,
+        max_positions=len(heads.cos_sin),
+        eps=heads.eps,
+        fp8=fp8_view(values),
+        group_stride=values.stride(0),
+        row_stride=values.stride(1),
+        group_heads=heads.num_heads // len(values),
+        fp8_scale=scale,
+        fp8_scale_stride=scale.stride(1),
+    )
+    shape = ProjectedShape(
+        DTYPE=TRITON_DTYPES[heads.q.dtype],
+        ROPE=heads.cos_sin.shape[1],
+        ROTATED=rotated,
+        NORM=heads.norm,
+        POW2=pow2_scales,
+        NATIVE_FP8=has_native_fp8(heads.q.device),
+    )
+    return ProjectedLaunch(arguments, shape)
+
+
+def _checked_pools(q: Tensor, keys: Sequence[PagedKeys], sink: Tensor | None) -> list[Keys]:
+    """Keys as the kernels read them; ValueError if they do not go with each other or with ``q``."""
     if not 1 <= len(keys) <= 2:
         raise ValueError(f"one or two pools share a softmax, got {len(keys)}")
     records = [pool_keys.record for pool_keys in keys]
@@ -82,13 +170,9 @@ def sparse_attention_paged(
     for pool_keys in keys:
         _check_query(q, sink, pool_keys.indices, pool_keys.lens)
     checked_keys = [_checked_keys(pool_keys) for pool_keys in keys]
-    dim = q.shape[2]
-    if any(record.dim != dim for record in records):
-        raise ValueError(f"the records hold {[r.dim for r in records]} channels and q {tuple(q.shape)} has {dim}")
-    d_v = dim if d_v is None else d_v
-    if not 0 < d_v <= dim:
-        raise ValueError(f"d_v must be in 1 .. {dim}, got {d_v}")
-    return _attend(q, checked_keys, scale, _contiguous(sink), d_v, out, config)
+    if any(record.dim != q.shape[2] for record in records):
+        raise ValueError(f"the records hold {[r.dim for r in records]} channels, q {tuple(q.shape)}")
+    return checked_keys
 
 
 def _entry_layout(record: CacheRecord) -> EntryLayout:
@@ -130,7 +214,7 @@ def _attend(
     config: LaunchConfig | None,
     max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    T, H, dim = q.shape
+    T, H, _ = q.shape
     out = _checked_out(q, d_v, out)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
     keys = [pool_keys for pool_keys in keys if pool_keys.indices.shape[1] and pool_keys.limit]
@@ -141,14 +225,11 @@ def _attend(
     q = q if q.stride(2) == 1 else q.contiguous()
     dtype = dot_dtype(q.dtype, keys[0].pool.dtype, keys[0].layout.group)
     if config is None:
-        width = sum(pool_keys.indices.shape[1] for pool_keys in keys)
-        hopper = _fits_hopper(keys, dtype, sink, dim, d_v)
-        config = choose_config(planned_rows(T), H, dim, width, dtype, hopper, gpu(q.device))
+        config = _chosen_config(q, keys, dtype, sink, d_v)
     if config.splits == 1:
         launch_attention(q, keys, dtype, scale, sink, d_v, out, out, lse, max_logits, config)
         return out, lse
-    partial_dtype = torch.float16 if dtype == torch.float16 else torch.float32
-    partials = torch.empty(T, config.splits, H, d_v, dtype=partial_dtype, device=q.device)
+    partials = torch.empty(T, config.splits, H, d_v, dtype=_partial_dtype(dtype), device=q.device)
     partial_lse = torch.empty(T, config.splits, H, dtype=torch.float32, device=q.device)
     partial_max = None if max_logits is None else torch.empty_like(partial_lse)
     launch_attention(q, keys, dtype, scale, sink, d_v, out, partials, partial_lse, partial_max, config)
@@ -156,6 +237,20 @@ def _attend(
     if max_logits is not None:
         torch.amax(partial_max, 1, out=max_logits)
     return out, lse
+
+
+def _partial_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of split-K partials for products of ``dtype``."""
+    return torch.float16 if dtype == torch.float16 else torch.float32
+
+
+def _chosen_config(
+    q: Tensor, keys: list[Keys], dtype: torch.dtype, sink: Tensor | None, d_v: int, from_heads: bool = False
+) -> LaunchConfig:
+    T, H, dim = q.shape
+    width = sum(pool_keys.indices.shape[1] for pool_keys in keys)
+    hopper = _fits_hopper(keys, dtype, sink, dim, d_v)
+    return choose_config(planned_rows(T), H, dim, width, dtype, hopper, gpu(q.device), from_heads)
 
 
 def _fits_hopper(keys: list[Keys], dtype: torch.dtype, sink: Tensor | None, dim: int, d_v: int) -> bool:

@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.attention.attend_hopper_keys import decode, lengths
 from deepseek_attn.kernels.attention.softmax_hopper import scaled_logits, weigh_tile
+from deepseek_attn.kernels.common.fp8_hopper import fp8_scales, to_fp8
 from deepseek_attn.kernels.common.gluon import barrier, reinterpret
 from deepseek_attn.kernels.common.triton_types import LOG2E
 
@@ -75,24 +76,132 @@ def _weigh(
 
 
 @gluon.jit
+def _put_queries(work, q, queries, rotation, projected, DIM: gl.constexpr, PROJECTED: gl.constexpr):
+    """Puts a tile of queries into shared memory, normed and rotated if they are ``projected``.
+
+    Cosines and sines at the query's position stay in ``rotation``.
+    """
+    t, _split, _splits, first_head, H = work
+    q_ptr, q_stride_t, q_stride_h = q
+    PIECE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, PIECE))
+    channel = gl.arange(0, 64, layout=gl.SliceLayout(0, PIECE))
+    inside = (first_head + row < H)[:, None]
+    pieces_ptr = (q_ptr + t * q_stride_t + (first_head + row) * q_stride_h)[:, None] + channel[None, :]
+    pieces = ()
+    for i in gl.static_range(DIM // 64):
+        pieces += (gl.load(pieces_ptr + 64 * i, mask=inside, other=0),)
+    if PROJECTED is not None:
+        gl.static_assert(PROJECTED.ROPE == 64)
+        PAIRS: gl.constexpr = gl.BlockedLayout([1, 4, 2], [4, 8, 1], [8, 1, 1], [2, 1, 0])
+        pair = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))
+        position = gl.load(projected.positions + t)
+        known = (position >= 0) & (position < projected.max_positions) & (pair >= 0)
+        table = projected.cos_sin + position.to(gl.int64) * 64 + pair
+        cos = gl.load(table, mask=known, other=1)
+        sin = gl.load(table + 32, mask=known, other=0)
+        rotation.slice(0, 32).store(cos)
+        rotation.slice(32, 32).store(sin)
+        if not PROJECTED.ROTATED:
+            pieces = _rotated(pieces, cos, sin, projected, DIM, PROJECTED)
+    for i in gl.static_range(DIM // 64):
+        queries.slice(64 * i, 64, dim=1).store(pieces[i].to(gl.float16))
+
+
+@gluon.jit
+def _rotated(pieces, cos, sin, projected, DIM: gl.constexpr, PROJECTED: gl.constexpr):
+    """Pieces ``[64, 64]`` of projected heads, normed and rotated; as `query_norm_rope` rounds them."""
+    PIECE: gl.constexpr = pieces[0].type.layout
+    if PROJECTED.NORM:
+        squares = gl.zeros([64, 64], gl.float32, layout=PIECE)
+        for i in gl.static_range(DIM // 64):
+            squares += pieces[i].to(gl.float32) * pieces[i].to(gl.float32)
+        factor = gl.rsqrt(gl.sum(squares, 1) / DIM + projected.eps)[:, None]
+        normed = ()
+        for i in gl.static_range(DIM // 64):
+            normed += ((pieces[i].to(gl.float32) * factor).to(PROJECTED.DTYPE),)
+        pieces = normed
+    rotated = ()
+    for i in gl.static_range(DIM // 64 - 1):
+        rotated += (pieces[i],)
+    a, b = gl.split(pieces[DIM // 64 - 1].to(gl.float32).reshape([64, 32, 2]))
+    PAIR: gl.constexpr = gl.SliceLayout(0, a.type.layout)
+    cos = gl.convert_layout(cos, PAIR)[None, :]
+    sin = gl.convert_layout(sin, PAIR)[None, :]
+    y = gl.join(a * cos - b * sin, a * sin + b * cos).reshape([64, 64])
+    return rotated + (gl.convert_layout(y.to(PROJECTED.DTYPE), PIECE),)
+
+
+@gluon.jit
+def _store_quantized(value, work, queries, rotation, projected, SHAPE: gl.constexpr):
+    """Stores heads ``[64, 512]``, float32, rotated back and as FP8 per 128 channels."""
+    t, _split, _splits, first_head, H = work
+    # a thread has channels of two of the four groups; their halves are tensors, which warps of one half of the output
+    # and of the other share: [head, half of the warps, 64 channels]
+    value = value.to(SHAPE.DTYPE).to(gl.float32)
+    value = value.reshape([64, 2, 2, 2, 64]).permute((0, 2, 4, 3, 1))
+    lower, upper = gl.split(value)
+    lower0, lower1 = gl.split(lower)
+    upper0, upper1 = gl.split(upper)
+    # rotated channels are the last 64 of the warps' second half
+    first, second = gl.split(upper1.reshape([64, 2, 32, 2]))
+    TABLE: gl.constexpr = gl.SliceLayout(0, first.type.layout)
+    cos = rotation.slice(0, 32).load(gl.SliceLayout(0, TABLE))[None, :]
+    sin = rotation.slice(32, 32).load(gl.SliceLayout(0, TABLE))[None, :]
+    last = (gl.arange(0, 2, layout=gl.SliceLayout(1, TABLE)) == 1)[:, None]
+    cos = gl.where(last, cos, 1.0)[None, :, :]
+    sin = gl.where(last, sin, 0.0)[None, :, :]
+    # as in `row_ops.rotated_back`
+    real = gl.where(sin == 0, first * cos, first * cos + second * sin)
+    imaginary = gl.where(sin == 0, second * cos, second * cos - first * sin)
+    upper1 = gl.join(real, imaginary).reshape([64, 2, 64]).to(SHAPE.DTYPE).to(gl.float32)
+    upper1 = gl.convert_layout(upper1, upper0.type.layout)
+
+    head = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, lower0.type.layout)))
+    half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, lower0.type.layout)))
+    scale_ptr = projected.fp8_scale + (head[:, None] * 4 + half[None, :]).to(gl.int64) * projected.fp8_scale_stride + t
+    inside = (head < H)[:, None] & (half >= 0)[None, :]
+    lower = _quantized(lower0, lower1, scale_ptr, inside, SHAPE)
+    upper = _quantized(upper0, upper1, scale_ptr + 2 * projected.fp8_scale_stride, inside, SHAPE)
+    codes = gl.join(lower, upper).permute((0, 4, 1, 3, 2)).reshape([64, 512])
+    # the queries are no longer read: their memory stages the output, so that whole lines are written
+    staged = reinterpret(queries, gl.float8e4nv, [64, 512], gl.NVMMASharedLayout(128, 8, 2))
+    staged.store(codes)
+    barrier()
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [8, 1], [1, 0])
+    row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
+    channel = gl.arange(0, 512, layout=gl.SliceLayout(0, WIDE))
+    values = projected.fp8 + t * projected.row_stride + (row // projected.group_heads) * projected.group_stride
+    values += row % projected.group_heads * 512
+    gl.store(values[:, None] + channel[None, :], staged.load(WIDE), mask=(row < H)[:, None])
+
+
+@gluon.jit
+def _quantized(first, second, scale_ptr, inside, SHAPE: gl.constexpr):
+    """Two halves of groups ``[64, 2, 64]`` as FP8 ``[64, 2, 64, 2]``; stores their scales."""
+    bits = gl.maximum(first.to(gl.int32, bitcast=True) & 0x7FFFFFFF, second.to(gl.int32, bitcast=True) & 0x7FFFFFFF)
+    scale, inverse, shown = fp8_scales(gl.max(bits, 2), SHAPE.POW2)
+    gl.store(scale_ptr, shown, mask=inside)
+    scale = scale[:, :, None]
+    inverse = inverse[:, :, None]
+    return gl.join(to_fp8(first, scale, inverse, SHAPE.POW2), to_fp8(second, scale, inverse, SHAPE.POW2))
+
+
+@gluon.jit
 def _accumulate(
-    work, where, q, out, queries, keys, weights, decays, factors, barriers,
+    work, where, q, out, queries, keys, weights, decays, factors, rotation, projected, barriers,
     DIM: gl.constexpr, SPLIT: gl.constexpr, POOLS: gl.constexpr, HAS_LENS0: gl.constexpr, HAS_LENS1: gl.constexpr,
+    PROJECTED: gl.constexpr,
 ):  # fmt: skip
     """Loads the tile of queries, sums weights times keys, and stores the output."""
     t, split, splits, first_head, H = work
-    q_ptr, q_stride_t, q_stride_h = q
     out_ptr, out_stride_t, out_stride_h = out
     _full, ready, empty, queried, final = barriers
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DIM // 4, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-    channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, WIDE))
-    q_row = q_ptr + t * q_stride_t + (first_head + row) * q_stride_h
-    q_tile = gl.load(q_row[:, None] + channel[None, :], mask=(first_head + row < H)[:, None], other=0)
     _len0, _len1, _tiles0, tiles = lengths(t, where, POOLS, HAS_LENS0, HAS_LENS1)
-    queries.store(q_tile.to(gl.float16))
+    _put_queries(work, q, queries, rotation, projected, DIM, PROJECTED)
     fence_async_shared()
     barrier()
     mbarrier.arrive(queried)
@@ -110,19 +219,24 @@ def _accumulate(
         mbarrier.arrive(empty.index(stage))
         iteration += 1
     mbarrier.wait(final, 0)
-    factor = factors.load(ROWS)
-    if SPLIT:
-        row_out = out_ptr + ((t * splits + split) * H + first_head) * DIM
-        out_stride = DIM
+    value = acc * factors.load(ROWS)[:, None]
+    if PROJECTED is not None and not SPLIT:
+        _store_quantized(value, work, queries, rotation, projected, PROJECTED)
     else:
-        row_out = out_ptr + t * out_stride_t + first_head * out_stride_h
-        out_stride = out_stride_h
-    # the queries are no longer read: their memory stages the output, so that whole lines are written
-    result = reinterpret(queries, out_ptr.dtype.element_ty, [64, DIM], gl.NVMMASharedLayout(128, 16, 2))
-    result.store((acc * factor[:, None]).to(out_ptr.dtype.element_ty))
-    barrier()
-    value = result.load(WIDE)
-    gl.store(row_out + row[:, None] * out_stride + channel[None, :], value, mask=(first_head + row < H)[:, None])
+        if SPLIT:
+            row_out = out_ptr + ((t * splits + split) * H + first_head) * DIM
+            out_stride = DIM
+        else:
+            row_out = out_ptr + t * out_stride_t + first_head * out_stride_h
+            out_stride = out_stride_h
+        # the queries are no longer read: their memory stages the output, so that whole lines are written
+        result = reinterpret(queries, out_ptr.dtype.element_ty, [64, DIM], gl.NVMMASharedLayout(128, 16, 2))
+        result.store(value.to(out_ptr.dtype.element_ty))
+        barrier()
+        row = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
+        channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, WIDE))
+        inside = (first_head + row < H)[:, None]
+        gl.store(row_out + row[:, None] * out_stride + channel[None, :], result.load(WIDE), mask=inside)
 
 
 @gluon.jit(do_not_specialize=["H", "width0", "width1", "limit0", "limit1"])
@@ -151,6 +265,7 @@ def attend_hopper_kernel(
     q_stride_h,
     out_stride_t,
     out_stride_h,
+    projected,
     NOPE: gl.constexpr,
     N0: gl.constexpr,
     N1: gl.constexpr,
@@ -159,6 +274,7 @@ def attend_hopper_kernel(
     HAS_LENS1: gl.constexpr,
     HAS_SINK: gl.constexpr,
     SPLIT: gl.constexpr,
+    PROJECTED: gl.constexpr,
 ):
     DIM: gl.constexpr = NOPE + 64
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -176,6 +292,7 @@ def attend_hopper_kernel(
     bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     decays = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     factors = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    rotation = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -202,8 +319,8 @@ def attend_hopper_kernel(
             (
                 _accumulate,
                 (
-                    work, where, q, out, queries, keys, weights, decays, factors, barriers,
-                    DIM, SPLIT, POOLS, HAS_LENS0, HAS_LENS1,
+                    work, where, q, out, queries, keys, weights, decays, factors, rotation, projected, barriers,
+                    DIM, SPLIT, POOLS, HAS_LENS0, HAS_LENS1, PROJECTED,
                 ),
             ),
             (

@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deepseek_attn.kernels.common.fp8 import decode_e2m1, decode_e4m3, decode_e8m0
-from deepseek_attn.kernels.common.row_ops import begin
+from deepseek_attn.kernels.common.fp8 import decode_e2m1, decode_e4m3, decode_e8m0, e4m3_pairs, group_scales, scaled
+from deepseek_attn.kernels.common.row_ops import begin, rotated_back, round_to
 from deepseek_attn.kernels.common.triton_types import LOG2E
 
 
@@ -78,6 +78,39 @@ def _load_piece(
     return value.to(DTYPE)
 
 
+@triton.jit
+def _rotated_pieces(
+    pieces, t, projected, STARTS: tl.constexpr, WIDTHS: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr,
+    SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Pieces of projected heads, normed and rotated; as `query_norm_rope` rounds them."""
+    ROWS: tl.constexpr = pieces[0].shape[0]
+    position = tl.load(projected.positions + t + tl.arange(0, 1))
+    known = (position >= 0) & (position < projected.max_positions)
+    squares = tl.zeros((ROWS,), tl.float32)
+    for i in tl.static_range(len(WIDTHS)):
+        x = pieces[i].to(tl.float32)
+        squares += tl.sum(x * x, 1)
+    factor = tl.rsqrt(squares / DIM + projected.eps)
+    rotated = ()
+    for i in tl.static_range(len(WIDTHS)):
+        y = pieces[i].to(tl.float32)
+        if SHAPE.NORM:
+            y = round_to(y * factor[:, None], SHAPE.DTYPE)
+        if STARTS[i] >= NOPE:
+            PAIRS: tl.constexpr = WIDTHS[i] // 2
+            pair = (STARTS[i] - NOPE) // 2 + tl.arange(0, PAIRS)
+            row = projected.cos_sin + position.to(tl.int64) * SHAPE.ROPE + pair
+            inside = known & (pair < SHAPE.ROPE // 2)
+            cos = tl.load(row, mask=inside, other=1)[None, :]
+            sin = tl.load(row + SHAPE.ROPE // 2, mask=inside, other=0)[None, :]
+            a, b = tl.split(tl.reshape(y, (ROWS, PAIRS, 2)))
+            y = tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (ROWS, 2 * PAIRS))
+            y = round_to(y, SHAPE.DTYPE)
+        rotated += (y,)
+    return rotated
+
+
 @triton.jit(do_not_specialize=["H", "width0", "width1", "limit0", "limit1"])
 def attend_kernel(
     q_ptr,
@@ -105,6 +138,7 @@ def attend_kernel(
     out_stride_t,
     out_stride_h,
     max_ptr,
+    projected,
     DIM: tl.constexpr,
     D_V: tl.constexpr,
     NOPE: tl.constexpr,
@@ -131,11 +165,13 @@ def attend_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
+    PROJECTED: tl.constexpr,
 ):
     """Attends heads of query ``program 0`` to split ``program 1`` of its keys; without SPLIT the result is final.
 
     The second pool's entries may be another record's, of ``ROW1`` elements and groups of ``GROUP1``, both below 64.
-    ``max_ptr`` is None or where the largest logits go, which lie as ``lse_ptr``'s do.
+    ``max_ptr`` is None or where the largest logits go, which lie as ``lse_ptr``'s do. Queries are rotated, or with
+    ``projected`` as they were projected.
     """
     END: tl.constexpr = NOPE if FP8 else DIM
     TWO_RECORDS: tl.constexpr = POOLS == 2 and GROUP1 != GROUP
@@ -160,12 +196,17 @@ def attend_kernel(
     last = tl.minimum(first + tiles_per_split, tiles)
 
     q_row = q_ptr + t * q_stride_t + head * q_stride_h
+    loaded = ()
     q_tile = ()
     acc = ()
     for i in tl.static_range(len(WIDTHS)):
         channel = STARTS[i] + tl.arange(0, WIDTHS[i])
         inside = (head < H)[:, None] & (channel < DIM)[None, :]
-        q_tile += (tl.load(q_row[:, None] + channel[None, :], mask=inside, other=0).to(DTYPE),)
+        loaded += (tl.load(q_row[:, None] + channel[None, :], mask=inside, other=0),)
+    if PROJECTED is not None and not PROJECTED.ROTATED:
+        loaded = _rotated_pieces(loaded, t, projected, STARTS, WIDTHS, NOPE, DIM, PROJECTED)
+    for i in tl.static_range(len(WIDTHS)):
+        q_tile += (loaded[i].to(DTYPE),)
     for i in tl.static_range(V_PIECES):
         acc += (_zeros(BLOCK_H, WIDTHS[i]),)
     peak = tl.full((BLOCK_H,), float("-inf"), tl.float32)
@@ -263,6 +304,32 @@ def attend_kernel(
         tl.store(row_out[:, None] + channel[None, :], value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _store_quantized(value, t, head, start, projected, DIM: tl.constexpr, SHAPE: tl.constexpr):
+    """Stores channels of a head from ``start`` on, float32, rotated back and as FP8 per 128 channels."""
+    PAIRS: tl.constexpr = value.shape[0] // 2
+    GROUPS: tl.constexpr = value.shape[0] // 128
+    first, second = tl.split(tl.reshape(round_to(value, SHAPE.DTYPE), (PAIRS, 2)))
+    pair = start // 2 + tl.arange(0, PAIRS)
+    position = tl.load(projected.positions + t + tl.arange(0, 1))
+    rotary_pair = pair - (DIM - SHAPE.ROPE) // 2
+    rotated = (rotary_pair >= 0) & (pair < DIM // 2) & (position >= 0) & (position < projected.max_positions)
+    row = projected.cos_sin + position.to(tl.int64) * SHAPE.ROPE + rotary_pair
+    cos = tl.load(row, mask=rotated, other=1)
+    sin = tl.load(row + SHAPE.ROPE // 2, mask=rotated, other=0)
+    first, second = rotated_back(first, second, cos, sin, SHAPE.DTYPE)
+    bits = tl.maximum(first.to(tl.int32, bitcast=True) & 0x7FFFFFFF, second.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    scale, factor = group_scales(tl.max(tl.reshape(bits, (GROUPS, 64)), 1), SHAPE.POW2)
+    factor = tl.reshape(tl.broadcast_to(factor[:, None], (GROUPS, 64)), (PAIRS,))
+    codes = e4m3_pairs(scaled(first, factor, SHAPE.POW2), scaled(second, factor, SHAPE.POW2), SHAPE.NATIVE_FP8)
+    values = projected.fp8 + (head // projected.group_heads).to(tl.int64) * projected.group_stride
+    values += t * projected.row_stride + (head % projected.group_heads) * DIM
+    tl.store(values.to(tl.pointer_type(tl.int16)) + pair, codes, mask=pair < DIM // 2)
+    group = start // 128 + tl.arange(0, GROUPS)
+    target = projected.fp8_scale + (head * (DIM // 128) + group).to(tl.int64) * projected.fp8_scale_stride + t
+    tl.store(target, scale, mask=group < DIM // 128)
+
+
 @triton.jit(do_not_specialize=["H", "splits"])
 def combine_kernel(
     partials_ptr,
@@ -274,13 +341,18 @@ def combine_kernel(
     out_stride_t,
     out_stride_h,
     splits,
+    projected,
     D_V: tl.constexpr,
     HAS_SINK: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
+    PROJECTED: tl.constexpr,
 ):
-    """Combines the partials of a query's head, weighted by their log-sum-exps (base 2), in a fixed order."""
+    """Combines the partials of a query's head, weighted by their log-sum-exps (base 2), in a fixed order.
+
+    The result goes to ``out_ptr`` and ``lse_ptr``; or with ``projected``, rotated back and quantised, to its tensors.
+    """
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, BLOCK_S)
@@ -291,17 +363,20 @@ def combine_kernel(
     inside = (split < splits)[:, None] & (channel < D_V)[None, :]
     partials = tl.load(partials_ptr + row[:, None] * D_V + channel[None, :], mask=inside, other=0).to(tl.float32)
     peak = tl.max(partial_lse, 0)
-    lonely = peak == float("-inf")
-    shift = tl.where(lonely, 0.0, peak)
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
     weights = tl.exp2(partial_lse - shift)
     total = tl.sum(weights, 0)
+    lonely = total == 0  # false for NaN, which `tl.max` ignores
     denominator = total
     if HAS_SINK:
         denominator += tl.exp2(tl.load(sink_ptr + head).to(tl.float32) * LOG2E - shift)
     value = tl.sum(partials * weights[:, None], 0)
     value = tl.where(lonely, 0.0, value / denominator)
-    out = out_ptr + t * out_stride_t + head * out_stride_h + channel
-    tl.store(out, value.to(out_ptr.dtype.element_ty), mask=channel < D_V)
-    lse = tl.where(lonely, float("inf"), (peak + tl.log2(total)) * 0.6931471805599453)
-    if tl.program_id(2) == 0:
-        tl.store(lse_ptr + t * H + head, lse)
+    if PROJECTED is not None:
+        _store_quantized(value, t, head, tl.program_id(2) * BLOCK_D, projected, D_V, PROJECTED)
+    else:
+        out = out_ptr + t * out_stride_t + head * out_stride_h + channel
+        tl.store(out, value.to(out_ptr.dtype.element_ty), mask=channel < D_V)
+        lse = tl.where(lonely, float("inf"), (peak + tl.log2(total)) * 0.6931471805599453)
+        if tl.program_id(2) == 0:
+            tl.store(lse_ptr + t * H + head, lse)

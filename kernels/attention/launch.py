@@ -13,6 +13,7 @@ from deepseek_attn.kernels.attention.attend_rows_hopper import attend_rows_hoppe
 from deepseek_attn.kernels.attention.attend_triton import attend_kernel, combine_kernel
 from deepseek_attn.kernels.attention.attend_v32_hopper import attend_v32_hopper_kernel
 from deepseek_attn.kernels.attention.launch_config import LaunchConfig, pieces, rows_hopper_jobs
+from deepseek_attn.kernels.attention.projected import ProjectedLaunch
 from deepseek_attn.kernels.common.device import LOG2E, gpu, has_native_fp8, supports_pdl
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
@@ -59,20 +60,27 @@ def launch_attention(
     scale: float,
     sink: Tensor | None,
     d_v: int,
-    out: Tensor,
+    out: Tensor | None,
     partials: Tensor,
     partial_lse: Tensor,
     partial_max: Tensor | None,
     config: LaunchConfig,
+    projected: ProjectedLaunch | None = None,
 ) -> None:
-    """Attends each split of the keys, into ``partials`` (which is ``out`` if there is one split).
+    """Attends each split of the keys, into ``partials`` (which is ``out`` if the result is final).
 
-    ``partial_max``: as ``partial_lse``, for the largest logits; only without ``config.hopper``.
+    Args:
+        out: ``[T, H, d_v]``; None if it goes to the tensors of ``projected``.
+        partial_max: as ``partial_lse``, for the largest logits; only without ``config.hopper``.
+        projected: if ``q`` holds heads as they were projected, else None.
     """
     T, H, dim = q.shape
     first, second, layout = keys[0], keys[-1], keys[0].layout
+    split = partials is not out
+    projected_arguments, projected_shape = projected or (None, None)
+    out_strides = (0, 0) if out is None else out.stride()[:2]
     if config.hopper and layout.group == 128:
-        _launch_v32_hopper(q, first, scale, out, partials, partial_lse, config)
+        _launch_v32_hopper(q, first, scale, out_strides, partials, partial_lse, config)
         return
     arguments = (
         q,
@@ -97,8 +105,7 @@ def launch_attention(
         second.indices.stride(0),
         q.stride(0),
         q.stride(1),
-        out.stride(0),
-        out.stride(1),
+        *out_strides,
     )
     flags = {
         "NOPE": layout.nope,
@@ -108,11 +115,12 @@ def launch_attention(
         "HAS_LENS0": first.lens is not None,
         "HAS_LENS1": second.lens is not None,
         "HAS_SINK": sink is not None,
-        "SPLIT": config.splits > 1,
+        "SPLIT": split,
+        "PROJECTED": projected_shape,
     }
     if config.hopper:
         attend_hopper_kernel[(T * triton.cdiv(H, config.heads), config.splits)](
-            *arguments, **flags, enable_fp_fusion=True, num_warps=8, launch_pdl=True
+            *arguments, projected_arguments, **flags, enable_fp_fusion=True, num_warps=8, launch_pdl=True
         )
         return
     starts, widths = pieces(layout.nope, dim, config.piece)
@@ -120,6 +128,7 @@ def launch_attention(
     attend_kernel[(T, config.splits, triton.cdiv(H, config.heads))](
         *arguments,
         partial_max,
+        projected_arguments,
         **flags,
         DIM=dim,
         D_V=d_v,
@@ -147,7 +156,13 @@ def launch_attention(
 
 
 def _launch_v32_hopper(
-    q: Tensor, keys: Keys, scale: float, out: Tensor, partials: Tensor, partial_lse: Tensor, config: LaunchConfig
+    q: Tensor,
+    keys: Keys,
+    scale: float,
+    out_strides: tuple[int, ...],
+    partials: Tensor,
+    partial_lse: Tensor,
+    config: LaunchConfig,
 ) -> None:
     """`launch_attention` for ``fp8_v32`` pages on Hopper."""
     T, H, _ = q.shape
@@ -166,8 +181,7 @@ def _launch_v32_hopper(
         keys.indices.stride(0),
         q.stride(0),
         q.stride(1),
-        out.stride(0),
-        out.stride(1),
+        *out_strides,
         NOPE=keys.layout.nope,
         N=keys.entries,
         HAS_LENS=keys.lens is not None,
@@ -221,8 +235,15 @@ def launch_rows_hopper(
     return out, lse
 
 
-def combine_partials(partials: Tensor, partial_lse: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    """Combines split-K partials ``[T, splits, H, d_v]`` in a fixed order.
+def combine_partials(
+    partials: Tensor,
+    partial_lse: Tensor,
+    sink: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+    projected: ProjectedLaunch | None = None,
+) -> None:
+    """Combines split-K partials ``[T, splits, H, d_v]`` in a fixed order, into ``out`` and ``lse`` or ``projected``.
 
     A warp holds whole columns of partials: with more warps, which sum across, 8 queries of 64 heads in 10 splits took
     17.9 us (4 warps) and 26.9 us (8 warps), attention included, instead of 13.4 us.
@@ -231,22 +252,27 @@ def combine_partials(partials: Tensor, partial_lse: Tensor, sink: Tensor | None,
     warps = 1 if 16 < splits <= 65 else 2
     block_s = triton.next_power_of_2(splits)
     block_d = min(triton.next_power_of_2(d_v), 256 * warps, max(64, 4096 * warps // block_s))
-    pdl = supports_pdl(out.device)  # programs are launched before the partials are written, and wait for them
+    arguments, shape = projected or (None, None)
+    if projected is not None and block_d < 128:  # channels that share a scale
+        warps, block_d = 2 * warps, 128
+    pdl = supports_pdl(partials.device)  # programs are launched before the partials are written, and wait for them
     combine_kernel[(T, H, triton.cdiv(d_v, block_d))](
         partials,
         partial_lse,
-        lse if sink is None else sink,
+        partial_lse if sink is None else sink,
         out,
         lse,
         H,
-        out.stride(0),
-        out.stride(1),
+        0 if out is None else out.stride(0),
+        0 if out is None else out.stride(1),
         splits,
+        arguments,
         D_V=d_v,
         HAS_SINK=sink is not None,
         BLOCK_S=block_s,
         BLOCK_D=block_d,
         PDL=pdl,
+        PROJECTED=shape,
         enable_fp_fusion=True,
         num_warps=warps,
         launch_pdl=pdl,

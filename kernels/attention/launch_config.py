@@ -62,11 +62,13 @@ def dot_dtype(q: torch.dtype, keys: torch.dtype, group: int = 0) -> torch.dtype:
     return q if q == (torch.bfloat16 if group else keys) else torch.float32
 
 
-def choose_config(T: int, H: int, dim: int, width: int, dtype: torch.dtype, hopper: bool, gpu: GPU) -> LaunchConfig:
+def choose_config(
+    T: int, H: int, dim: int, width: int, dtype: torch.dtype, hopper: bool, gpu: GPU, from_heads: bool = False
+) -> LaunchConfig:
     """The fastest configuration measured on an H200 for ``T`` queries of ``H`` heads over up to ``width`` keys.
 
     Depends on shapes alone, so that a captured graph serves any lengths. ``hopper``: a kernel for Hopper supports the
-    record and dtype.
+    record and dtype. ``from_heads``: for `attend_heads`.
     """
     small = H > 16 and T * _cdiv(H, 16) * _cdiv(width, 64) <= 80
     if dtype == torch.float32:
@@ -93,8 +95,11 @@ def choose_config(T: int, H: int, dim: int, width: int, dtype: torch.dtype, hopp
     tiles = T * _cdiv(H, config.heads)
     splits = max(1, min(blocks, (2 if config.heads < 64 else 1) * gpu.multiprocessors // tiles, 130))
     blocks_of_split = _cdiv(blocks, splits)
-    if config.hopper and 6 * tiles >= gpu.multiprocessors and blocks - blocks_of_split <= 2:
-        return config  # two blocks take less time than another launch, which combines splits
+    # two blocks take less time than another launch, which combines splits; from heads on, that launch also rotates and
+    # quantises, which a program of this one does more slowly than many of that one
+    alone = (3 if H <= 64 else 2) if from_heads else 6
+    if config.hopper and alone * tiles >= gpu.multiprocessors and blocks - blocks_of_split <= 2:
+        return config
     return replace(config, splits=_cdiv(blocks, blocks_of_split))
 
 

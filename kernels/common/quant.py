@@ -31,6 +31,8 @@ NVFP4_FLOOR = 6.0 * 2.0**-9  # the same under an e4m3 scale, of which 2**-9 is t
 ROW_SPAN = 11  # e4m3 holds e2m1 under 12 successive powers of two
 ROW_SMALLEST = 7  # of the largest scale of a row as e8m0 byte: 2**6 below it is a normal float32
 
+ROW_MULTIPLE = 16  # of rows with their scales: cuBLAS needs 4, and with 16 all strides are aligned alike
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 _MANTISSA = 0x007FFFFF
@@ -41,7 +43,7 @@ class QuantizedRows(NamedTuple):
     """Rows quantised to FP8 per token and 128 channels: the input of FP8 linears.
 
     Attributes:
-        values: float8_e4m3fn ``[M, K]``, rows contiguous.
+        values: float8_e4m3fn ``[M, K]``, rows contiguous; by group ``[groups, M, K / groups]``.
         scale: float32 ``[M, K / 128]`` with stride 1 along the rows, as cuBLAS reads it.
         pow2_scales: the scales are powers of two.
     """
@@ -49,6 +51,20 @@ class QuantizedRows(NamedTuple):
     values: Tensor
     scale: Tensor
     pow2_scales: bool = True
+
+
+def empty_quantized_rows(
+    M: int, channels: int, device: torch.device, pow2_scales: bool = True, groups: int | None = None
+) -> QuantizedRows:
+    """Allocates values ``[M, channels]``, or ``[groups, M, channels / groups]``, and scales ``[M, channels / 128]``.
+
+    The memory has rows up to a multiple of ``ROW_MULTIPLE``, for `linear.cublas.padded_rows`.
+    """
+    rows = -(-M // ROW_MULTIPLE) * ROW_MULTIPLE
+    shape = (rows, channels) if groups is None else (groups, rows, channels // groups)
+    values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)[..., :M, :]
+    scale = torch.empty(channels // 128, rows, dtype=torch.float32, device=device)[:, :M].t()
+    return QuantizedRows(values, scale, pow2_scales)
 
 
 def pow2ceil(v: Tensor) -> Tensor:

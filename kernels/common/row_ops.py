@@ -78,6 +78,15 @@ def rotated_rows(y, freqs_cis, D: tl.constexpr, ROPE: tl.constexpr, DTYPE: tl.co
 
 
 @triton.jit
+def rotated_back(first, second, cos, sin, DTYPE: tl.constexpr):
+    """Pairs of channels rotated by the negative angle; unrotated ones have sine 0."""
+    # they are selected, not multiplied: NaN must not reach the other channel through a zero sine
+    real = tl.where(sin == 0, first * cos, first * cos + second * sin)
+    imaginary = tl.where(sin == 0, second * cos, second * cos - first * sin)
+    return round_to(real, DTYPE), round_to(imaginary, DTYPE)
+
+
+@triton.jit
 def hadamard_rows(y, BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr):
     """``y @ H * BLOCK**-0.5`` for ``BLOCK = 2**STAGES`` channels, summed as `kernels.common.quant.hadamard` does.
 

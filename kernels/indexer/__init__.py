@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.common.heads import QueryHeads
 from deepseek_attn.kernels.indexer.types import (
     KEY_FORMATS,
     MAX_TRITON_TOPK,
@@ -15,7 +16,6 @@ from deepseek_attn.kernels.indexer.types import (
     IndexQueryRows,
     PagedIndexKeys,
 )
-from deepseek_attn.kernels.insert.types import QueryHeads
 from deepseek_attn.kernels.latent.types import LatentQueries
 
 __all__ = [

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import has_native_fp8, supports_pdl
+from deepseek_attn.kernels.common.heads import QueryHeads
 from deepseek_attn.kernels.common.invariance import planned_rows
 from deepseek_attn.kernels.indexer.query_triton import (
     IndexQueryArgs,
@@ -19,7 +20,6 @@ from deepseek_attn.kernels.indexer.query_triton import (
 )
 from deepseek_attn.kernels.indexer.types import KEY_FORMATS, TRITON_HEAD_DIM, IndexQueries, IndexQueryRows
 from deepseek_attn.kernels.insert.query_heads import HEADS, head_launch
-from deepseek_attn.kernels.insert.types import QueryHeads
 from deepseek_attn.kernels.latent import absorb
 from deepseek_attn.kernels.latent.absorb import absorb_launch, absorb_queries
 from deepseek_attn.kernels.latent.types import LatentQueries

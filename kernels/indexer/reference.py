@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
+from deepseek_attn.kernels.common.heads import QueryHeads
 from deepseek_attn.kernels.common.norm_rope import apply_rope, apply_rope_half_split, freqs_cis_at
 from deepseek_attn.kernels.common.quant import dequantize_fp4, hadamard, quantize_fp4, quantize_fp8
 from deepseek_attn.kernels.indexer.types import (
@@ -20,7 +21,6 @@ from deepseek_attn.kernels.indexer.types import (
     PagedIndexKeys,
 )
 from deepseek_attn.kernels.insert.reference import query_norm_rope
-from deepseek_attn.kernels.insert.types import QueryHeads
 from deepseek_attn.kernels.latent.reference import absorb_queries
 from deepseek_attn.kernels.latent.types import LatentQueries
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
+from deepseek_attn.kernels.common.heads import QueryHeads
 from deepseek_attn.kernels.insert.types import (
     CacheRows,
     ClosingWindows,
@@ -19,7 +20,6 @@ from deepseek_attn.kernels.insert.types import (
     IndexKeyRows,
     LatentAndKey,
     LatentTokens,
-    QueryHeads,
     TokenRows,
 )
 

@@ -8,12 +8,11 @@ import torch
 import triton
 from torch import Tensor
 
-from deepseek_attn.kernels.common.device import FLOATS, supports_pdl
+from deepseek_attn.kernels.common.device import supports_pdl
+from deepseek_attn.kernels.common.heads import QueryHeads, check_projected
 from deepseek_attn.kernels.common.row_ops import row_block
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.insert.norm_rope_triton import HeadArguments, HeadShape, query_norm_rope_kernel
-from deepseek_attn.kernels.insert.reference import check_heads
-from deepseek_attn.kernels.insert.types import QueryHeads
 
 HEADS = 4  # heads of a program, one per warp: the sum over a head is the same in every batch
 
@@ -44,14 +43,9 @@ def head_launch(heads: QueryHeads) -> HeadLaunch:
     Raises:
         ValueError: tensors that disagree or that the kernel does not support.
     """
-    check_heads(heads)
+    check_projected(heads)
     q, cos_sin, positions = heads.q, heads.cos_sin, heads.positions
     T, dim = q.shape[0], q.shape[1] // heads.num_heads
-    if q.dtype not in FLOATS or q.stride(1) != 1 or positions.shape != (T,):
-        raise ValueError(
-            f"q must be float32, bfloat16 or float16 with contiguous rows, and positions [{T}]: got {q.dtype}, strides "
-            f"{q.stride()}, positions {tuple(positions.shape)}"
-        )
     block = row_block(dim, cos_sin)
     shape = (T, heads.padded_heads, dim)
     out = torch.empty(shape, dtype=q.dtype, device=q.device) if heads.out is None else heads.out

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
+from deepseek_attn.kernels.common.heads import QueryHeads, rotated_heads
 from deepseek_attn.kernels.common.norm_rope import (
     apply_rope,
     apply_rope_half_split,
@@ -23,7 +24,6 @@ from deepseek_attn.kernels.insert.types import (
     CompressPart,
     LatentAndKey,
     LatentTokens,
-    QueryHeads,
     TokenRows,
 )
 
@@ -76,23 +76,10 @@ def _store_quantized(rows: Tensor, buffers: QuantizedRows | None) -> None:
 
 def query_norm_rope(heads: QueryHeads) -> Tensor:
     """See `kernels.insert.query_norm_rope`."""
-    check_heads(heads)
-    q = heads.q.view(len(heads.q), heads.num_heads, heads.q.shape[1] // heads.num_heads)
-    freqs_cis = freqs_cis_at(heads.cos_sin, heads.positions)
-    q = rotate_(rms_norm(q, heads.eps), freqs_cis) if heads.norm else apply_rope(q, freqs_cis)
+    q = rotated_heads(heads)
     padding = heads.padded_heads - heads.num_heads
     q = torch.nn.functional.pad(q, (0, 0, 0, padding)) if padding else q
     return q if heads.out is None else heads.out.copy_(q)
-
-
-def check_heads(heads: QueryHeads) -> None:
-    """Raises ValueError unless ``num_heads`` divides the columns of ``q`` and is at most ``padded_heads``."""
-    q, count, padded = heads.q, heads.num_heads, heads.padded_heads
-    if q.dim() != 2 or count < 1 or q.shape[1] % count or padded < count:
-        raise ValueError(
-            f"need q [T, heads * d] and padded_heads >= heads >= 1, got {tuple(q.shape)}, {count} heads, "
-            f"{padded} padded"
-        )
 
 
 def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatch) -> None:

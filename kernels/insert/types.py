@@ -107,29 +107,6 @@ class LatentTokens(NamedTuple):
     qr_out: Tensor | None = None
 
 
-class QueryHeads(NamedTuple):
-    """Projected queries of a step's tokens.
-
-    Attributes:
-        q: ``[T, num_heads * d]`` float32, bfloat16 or float16 with contiguous rows, ``d`` even.
-        num_heads: heads in ``q``.
-        eps: of the norm.
-        cos_sin: float32 ``[max_positions, rope_dim]``, cosines then sines; positions: int64 ``[T]``.
-        padded_heads: heads of the result, at least ``num_heads``.
-        norm: norm the heads before they are rotated; V4.1 does not.
-        out: ``[T, padded_heads, d]`` buffer for the result; None allocates it.
-    """
-
-    q: Tensor
-    num_heads: int
-    eps: float
-    cos_sin: Tensor
-    positions: Tensor
-    padded_heads: int
-    out: Tensor | None = None
-    norm: bool = True
-
-
 @dataclass(frozen=True)
 class CompressPart:
     """One compressor of a layer: its projections of the step's tokens, and the pools it writes.

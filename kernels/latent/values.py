@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS, fp8_view, gpu, has_native_fp8, supports_pdl
 from deepseek_attn.kernels.common.invariance import planned_rows
-from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.latent.reference import check_latents
 from deepseek_attn.kernels.latent.types import LatentWeight, ProjectedValues
@@ -24,7 +24,6 @@ from deepseek_attn.kernels.latent.weights import (
     stored_rows,
 )
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP
-from deepseek_attn.kernels.linear.launch import empty_quantized_rows
 
 
 @dataclass(frozen=True)

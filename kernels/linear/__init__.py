@@ -38,6 +38,7 @@ __all__ = [
     "dequantize_weight",
     "empty_quantized",
     "grouped_linear",
+    "grouped_linear_of_quantized",
     "grouped_linear_quantized",
     "multi_linear",
     "quantize_input",
@@ -174,6 +175,25 @@ def grouped_linear_quantized(
 
         return op(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, fp8_group)
     return grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, fp8_group), None
+
+
+def grouped_linear_of_quantized(
+    o: QuantizedRows, weight: Tensor, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, QuantizedRows | None]:
+    """`grouped_linear_quantized` of heads that are rotated back and quantised already, as `attend_heads` returns them.
+
+    Args:
+        o: values ``[groups, M, K]``.
+        weight, scale: FP8 ``[groups * N, K]``, as in `Segment`, of groups of 128.
+        dtype: of the output.
+    """
+    if _in_triton(Segment(weight, scale)):
+        from deepseek_attn.kernels.linear.grouped import grouped_linear_of_quantized as op
+
+        return op(o, weight, scale, dtype)
+    from deepseek_attn.kernels.linear import reference
+
+    return reference.grouped_linear_of_quantized(o, weight, scale, dtype), None
 
 
 def _in_triton(segment: Segment) -> bool:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import gpu
-from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.common.quant import ROW_MULTIPLE, QuantizedRows
 from deepseek_attn.kernels.linear.formats import Segment
-from deepseek_attn.kernels.linear.launch import ROW_MULTIPLE
 from deepseek_attn.kernels.linear.launch_config import cublas_is_faster
 
 JOIN_FROM = 256  # tokens; with 128, the five plain projections of a C4A layer take 1.6 us longer as one product
@@ -105,7 +104,7 @@ def scaled_mm(rows: QuantizedRows, weight: Tensor, scale: Tensor, out: Tensor) -
 def padded_rows(rows: QuantizedRows) -> QuantizedRows:
     """``rows`` with up to three more rows of any content: cuBLAS needs multiples of ``ROW_MULTIPLE``.
 
-    Copies nothing where the storage of the tensors is long enough, as in `launch.empty_quantized_rows`.
+    Copies nothing where the storage of the tensors is long enough, as in `empty_quantized_rows`.
     """
     values, scale, _ = rows
     extra = -len(values) % ROW_MULTIPLE

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.invariance import planned_rows
-from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.linear.cublas import padded_rows, scaled_mm, scaled_mm_fits
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, quantizes_once
 from deepseek_attn.kernels.linear.launch import (
     FP8Product,
     Products,
     Rope,
-    empty_quantized_rows,
     launch_products,
     quantize_rows,
     rotate_rows,
@@ -70,6 +69,21 @@ def grouped_linear_quantized(
     )
 
 
+def grouped_linear_of_quantized(
+    o: QuantizedRows, weight: Tensor, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, QuantizedRows | None]:
+    """See `deepseek_attn.kernels.linear.grouped_linear_of_quantized`."""
+    if o.values.dim() != 3 or len(weight) % len(o.values):
+        raise ValueError(f"a weight of {len(weight)} rows needs values [groups, M, K], got {tuple(o.values.shape)}")
+    groups, M, K = o.values.shape
+    check_fp8_weight(weight, scale, K, True, FP8_INPUT_GROUP)
+    out = torch.empty(M, len(weight), dtype=dtype, device=weight.device)
+    if M == 0:
+        return out, None
+    x = out.new_empty(1).expand(M, groups * K)  # stands for the input, of which only shape and dtype are read
+    return _multiply(x, Products([FP8Product(weight, scale, out)]), o, groups, o.pow2_scales, None, True)
+
+
 def _grouped_linear(
     o: Tensor,
     weight: Tensor,
@@ -100,12 +114,31 @@ def _grouped_linear(
     elif rope is not None:
         x = rotate_rows(x, rope)
     products = Products([FP8Product(weight, scale, out)], fp8_input=fp8_input, fp8_group=fp8_group)
+    return _multiply(x, products, quantized, groups, pow2_scales, config, quantize_output)
+
+
+def _multiply(
+    x: Tensor,
+    products: Products,
+    quantized: QuantizedRows | None,
+    groups: int,
+    pow2_scales: bool,
+    config: LaunchConfig | HopperLaunchConfig | FewHopperConfig | None,
+    quantize_output: bool,
+) -> tuple[Tensor, QuantizedRows | None]:
+    """The output of the only product of ``products``, and with ``quantize_output`` also quantised if that is free.
+
+    Args:
+        x: ``[M, groups * K]``; of the values nothing is read if it is ``quantized``.
+    """
+    weight, scale, out = products.fp8[0]
+    M, N = out.shape
     few = config if isinstance(config, FewHopperConfig) else None
     if config is None and quantized is not None:
         few = few_hopper_config(x, [weight], [out.dtype], True, groups)
     if few is not None:
         quantizes = quantize_output and few.rows == 128
-        output = empty_quantized_rows(M, N, o.device, pow2_scales) if quantizes else None
+        output = empty_quantized_rows(M, N, x.device, pow2_scales) if quantizes else None
         launch_few_hopper(
             x, products.fp8, quantized, few, pow2_scales=pow2_scales, groups=groups, quantized_output=output
         )
@@ -118,7 +151,7 @@ def _grouped_linear(
             return _by_cublas(quantized, weight, scale, groups), None
     if quantized is not None and (isinstance(config, HopperLaunchConfig) or (config is None and hopper)):
         quantizes = quantize_output and quantizes_output(planned_rows(M))
-        output = empty_quantized_rows(M, N, o.device, pow2_scales) if quantizes else None
+        output = empty_quantized_rows(M, N, x.device, pow2_scales) if quantizes else None
         launch_hopper(x, products, quantized, groups=groups, quantized_output=output, config=config)
         return out, output
     launch_products(x, products, pow2_scales=pow2_scales, quantized=quantized, groups=groups, config=config)

@@ -13,14 +13,12 @@ from torch import Tensor
 from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
 from deepseek_attn.kernels.common.device import fp8_view, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant, planned_rows
-from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP
 from deepseek_attn.kernels.linear.launch_config import PLAIN_CHANNELS, LaunchConfig, choose_config
 from deepseek_attn.kernels.linear.linear_triton import multi_linear_kernel
 from deepseek_attn.kernels.linear.quantize_triton import quantize_input_kernel
-
-ROW_MULTIPLE = 16  # of rows with their scales: cuBLAS needs 4, and with 16 all strides are aligned alike
 
 
 class FP8Product(NamedTuple):
@@ -243,20 +241,6 @@ def _launch_quantize(x: Tensor, out: Tensor, scale: Tensor | None, pow2_scales: 
         num_warps=warps,
         launch_pdl=pdl,
     )
-
-
-def empty_quantized_rows(
-    M: int, channels: int, device: torch.device, pow2_scales: bool = True, groups: int | None = None
-) -> QuantizedRows:
-    """Allocates values ``[M, channels]``, or ``[groups, M, channels / groups]``, and scales ``[M, channels / 128]``.
-
-    The memory has rows up to a multiple of ``ROW_MULTIPLE``, for `cublas.padded_rows`.
-    """
-    rows = triton.cdiv(M, ROW_MULTIPLE) * ROW_MULTIPLE
-    shape = (rows, channels) if groups is None else (groups, rows, channels // groups)
-    values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)[..., :M, :]
-    scale = torch.empty(channels // 128, rows, dtype=torch.float32, device=device)[:, :M].t()
-    return QuantizedRows(values, scale, pow2_scales)
 
 
 class WeightTiles(NamedTuple):

@@ -15,14 +15,13 @@ import triton
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import FLOATS
-from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.linear.cublas import products_by_cublas
 from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, Segment, quantizes_once
 from deepseek_attn.kernels.linear.launch import (
     FP8Product,
     PlainProduct,
     Products,
-    empty_quantized_rows,
     launch_products,
     quantize_rows,
 )

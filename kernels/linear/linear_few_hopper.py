@@ -25,8 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deepseek_attn.kernels.common.fp8_hopper import fp8_scales, to_fp8
 from deepseek_attn.kernels.common.gluon import barrier, copy_to_shared, reinterpret
-from deepseek_attn.kernels.linear.linear_hopper_products import PartPlace, QuantizedOutput, finish, fp8_scales, to_fp8
+from deepseek_attn.kernels.linear.linear_hopper_products import PartPlace, QuantizedOutput, finish
 from deepseek_attn.kernels.linear.linear_hopper_weights import load_weight, num_jobs, pick, pick_constant, rows_of
 
 _BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))

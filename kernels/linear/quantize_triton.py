@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from deepseek_attn.kernels.common.fp8 import e4m3_pairs, group_scales, scaled
-from deepseek_attn.kernels.common.row_ops import begin, round_to
+from deepseek_attn.kernels.common.row_ops import begin, rotated_back
 
 
 @triton.jit
@@ -79,10 +79,7 @@ def quantize_input_kernel(
         table = cos_sin_ptr + position * ROPE_DIM + rotary_pair
         cos = tl.load(table, mask=rotated, other=1.0)
         sin = tl.load(table + ROPE_DIM // 2, mask=rotated, other=0.0)
-        # unrotated pairs are selected, not multiplied: NaN must not reach the other channel through a zero sine
-        real = tl.where(sin == 0, first * cos, first * cos + second * sin)
-        imaginary = tl.where(sin == 0, second * cos, second * cos - first * sin)
-        first, second = round_to(real, DTYPE), round_to(imaginary, DTYPE)
+        first, second = rotated_back(first, second, cos, sin, DTYPE)
     block = (pair // (GROUP_K // 2)).to(tl.int64)[None, :] * (out_group_stride // 2)
     place = block + token[:, None] * (out_stride // 2) + (pair % (GROUP_K // 2))[None, :]
     if QUANTIZE:

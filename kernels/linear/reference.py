@@ -63,3 +63,10 @@ def grouped_linear(
     blocks = weight.view(groups, -1, x.shape[2]).transpose(1, 2)
     z = in_row_tiles(lambda rows: torch.bmm(rows.transpose(0, 1), blocks).transpose(0, 1), x)
     return z.to(o.dtype).flatten(1)
+
+
+def grouped_linear_of_quantized(o: QuantizedRows, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `deepseek_attn.kernels.linear.grouped_linear_of_quantized`."""
+    groups, M, _ = o.values.shape
+    x = dequantize_fp8(o.values.transpose(0, 1).flatten(1), o.scale, FP8_INPUT_GROUP).to(dtype)
+    return grouped_linear(x.view(M, groups, -1), weight, scale, groups)

@@ -203,6 +203,11 @@ class Drive:
         self.report.add(
             f"{self.section} layer", label, relative_error(out, oracle(x, tokens, selected)), self.limits.layer
         )
+        if watched is not None and attn.attends_heads(meta):
+            attended = block.attn(x, meta.positions, meta)  # once more, unwatched: from projected heads
+            self.report.add(
+                f"{self.section} heads", label, relative_error(attended, oracle(x, tokens, selected)), self.limits.layer
+            )
         x = x.float().masked_fill(~tokens.valid[:, None], 0)
         for what, error in oracle.written(x, tokens).items():
             self.report.add(f"{self.section} written", f"{label}: {what}", error, self.limits.keys)
@@ -215,6 +220,9 @@ class Watched:
 
     def __init__(self, impl: type, oracle: V4LayerOracle, tokens: Tokens):
         self.impl, self.oracle, self.tokens, self.error = impl, oracle, tokens, INF
+
+    def attends_heads(self, *args) -> bool:
+        return False
 
     def forward_mqa(self, layer, q: Tensor, kv: Tensor, positions: Tensor) -> Tensor:
         output = self.impl.forward_mqa(layer, q, kv, positions, torch.full_like(q, float("nan")))

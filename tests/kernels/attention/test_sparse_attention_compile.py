@@ -12,12 +12,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from deepseek_attn.cache.records import Fp8DsMlaRecord
+from deepseek_attn.kernels.attention import PagedKeys, attend, launch
 from deepseek_attn.kernels.attention.attend_hopper import attend_hopper_kernel
 from deepseek_attn.kernels.attention.attend_rows_hopper import attend_rows_hopper_kernel
 from deepseek_attn.kernels.attention.attend_triton import attend_kernel, combine_kernel
 from deepseek_attn.kernels.attention.launch_config import choose_config, dot_dtype, pieces, supports_rows_hopper
 from deepseek_attn.kernels.common.device import GPU
-from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus, ptxas_report
+from deepseek_attn.kernels.common.heads import QueryHeads
+from tests.kernels.compiled_launches import (
+    CAPABILITIES,
+    SHARED,
+    compiled_launches,
+    on_gpus,
+    pass_for_gpu,
+    ptxas_report,
+)
 from tests.support.tiers import tiered
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -59,7 +69,7 @@ def compiled_attention(capability, T, H, q, keys, fp8, pools, dim=512, hopper=Fa
         "SPLIT": split,
         "HAS_SINK": True,
     }
-    constants |= {"HAS_LENS0": True, "HAS_LENS1": True}
+    constants |= {"HAS_LENS0": True, "HAS_LENS1": True, "projected": None, "PROJECTED": None}
     if config.hopper:
         assert not max_logits
         return compiled(attend_hopper_kernel, pointers, constants, capability, 8)
@@ -101,6 +111,42 @@ def test_attention_compiles(arch, shape):
     assert kernel.asm["cubin"]
     native = "e4m3" in kernel.asm["ptx"]
     assert native == (SHAPES[shape]["fp8"] and arch != "sm80")
+
+
+def compiled_heads(monkeypatch, arch, T, H, widths, groups=8):
+    """The launches of `attend_heads` over fp8_v4 pages, by the name of the kernel."""
+    monkeypatch.setattr(attend, "on_gpu", lambda q: True)
+    monkeypatch.setattr(attend, "has_native_fp8", lambda device: CAPABILITIES[arch] >= (8, 9))
+    monkeypatch.setattr(launch, "has_native_fp8", lambda device: CAPABILITIES[arch] >= (8, 9))
+    monkeypatch.setattr(launch, "supports_pdl", lambda device: CAPABILITIES[arch] >= (9, 0))
+    pass_for_gpu(monkeypatch, CAPABILITIES[arch], attend)
+    record, lens = Fp8DsMlaRecord(448, 64), torch.ones(T, dtype=torch.int32)
+    pool = torch.empty(2, record.page_bytes(64), dtype=torch.uint8)
+    keys = [PagedKeys(record, pool, 64, torch.empty(T, width, dtype=torch.int32), lens) for width in widths]
+    q, positions = torch.empty(T, H * 512, dtype=torch.bfloat16), torch.empty(T, dtype=torch.int64)
+    heads = QueryHeads(q, H, 1e-6, torch.empty(99, 64), positions, H)
+    return compiled_launches(
+        monkeypatch, [launch], arch, lambda: attend.attend_heads(heads, keys, 0.1, torch.empty(H), groups)
+    )
+
+
+HEADS = {"1 query": (1, 8, (128,)), "32 of 64 heads": (32, 64, (128, 512)), "33 queries": (33, 64, (128,))}
+
+
+@pytest.mark.parametrize(("arch", "shape"), on_gpus([*HEADS, "many splits"], ["32 of 64 heads"]))
+def test_projected_heads_compile(monkeypatch, arch, shape):
+    found = compiled_heads(monkeypatch, arch, *(HEADS | {"many splits": (1, 64, (128, 8192))})[shape])
+    last = found.get("combine_kernel", found.get("attend_hopper_kernel"))[0]
+    assert ("e4m3x2" in last.asm["ptx"]) == (arch != "sm80")
+
+
+def test_projected_heads_on_hopper(monkeypatch, tmp_path):
+    """One launch where keys are not split, and products still overlap."""
+    found = compiled_heads(monkeypatch, "sm90", 33, 64, (128,))
+    assert [name for name, kernels in found.items() for _ in kernels] == ["attend_hopper_kernel"]
+    said = ptxas_report(found["attend_hopper_kernel"][0], tmp_path)
+    assert "serialized" not in said
+    assert int(re.search(r"(\d+) bytes spill stores", said)[1]) < 200
 
 
 @pytest.mark.parametrize("dim", tiered([128, 512], [512]))
@@ -161,6 +207,7 @@ def test_the_combine_kernel_compiles(arch):
     pointers = {"partials_ptr": "*fp16", "partial_lse_ptr": "*fp32", "sink_ptr": "*fp32", "out_ptr": "*bf16"}
     pdl = CAPABILITIES[arch][0] >= 9
     constants = {"D_V": 512, "HAS_SINK": True, "BLOCK_S": 16, "BLOCK_D": 512, "PDL": pdl}
+    constants |= {"projected": None, "PROJECTED": None}
     kernel = compiled(combine_kernel, pointers | {"lse_ptr": "*fp32"}, constants, CAPABILITIES[arch], 4)
     assert ("griddepcontrol" in kernel.asm["ptx"]) == pdl
 
@@ -185,12 +232,14 @@ def test_splits_fill_the_gpu_and_leave_no_program_without_keys(capability):
 
 
 @pytest.mark.parametrize(
-    ("T", "H", "width", "splits"),
-    [(16, 64, 128, 2), (22, 64, 128, 1), (24, 64, 192, 1), (32, 64, 256, 4), (32, 64, 640, 4), (8, 128, 192, 3),
-     (16, 128, 192, 1), (32, 128, 256, 1), (200, 64, 640, 1)],
+    ("T", "H", "width", "splits", "from_heads"),
+    [(16, 64, 128, 2, 2), (22, 64, 128, 1, 2), (24, 64, 192, 1, 3), (43, 64, 128, 1, 2), (44, 64, 128, 1, 1),
+     (32, 64, 256, 4, 4), (32, 64, 640, 4, 4), (8, 128, 192, 3, 3), (16, 128, 192, 1, 3), (32, 128, 192, 1, 2),
+     (33, 128, 192, 1, 1), (32, 128, 256, 1, 2), (200, 64, 640, 1, 1)],
 )  # fmt: skip
-def test_few_keys_of_many_queries_are_not_split(T, H, width, splits):
+def test_few_keys_of_many_queries_are_not_split(T, H, width, splits, from_heads):
     """On Hopper, as measured in whole layers: from 22 blocks of 64 heads on, at most two more tiles of keys each."""
-    config = choose_config(T, H, 512, width, torch.float16, True, GPU((9, 0), 132))
-    assert config.hopper
-    assert config.splits == splits
+    for heads, expected in ((False, splits), (True, from_heads)):
+        config = choose_config(T, H, 512, width, torch.float16, True, GPU((9, 0), 132), heads)
+        assert config.hopper
+        assert config.splits == expected

@@ -100,6 +100,40 @@ def test_nan_in_queries_without_keys_is_not_seen(gpu, config):
     check((out[others], lse[others]), (expected[0][others], expected[1][others]), LIMIT[q.dtype])
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda t: f"{t.heads}x{t.keys}x{t.splits}{'g' * t.hopper}")
+def test_nan_in_one_query_or_key_is_not_hidden(gpu, config):
+    """By other splits, or by none: a maximum ignores NaN."""
+    skip_unless_it_runs(config)
+    q, sink = torch.randn(9, 40, 512).bfloat16(), torch.randn(40)
+    pools = [make_pool(V4, 9, 128, 64, 31), make_pool(V4, 9, 63, 2, 99)]
+    expected = paged_reference(q, pools, sink)
+    q[8, 3, 500], others = NAN, [h for h in range(40) if h != 3]
+    out, lse = paged(q, pools, sink, config=config)
+    assert out[8, 3].isnan().all()
+    assert lse[8, 3].isnan()
+    check((out[:8], lse[:8]), (expected[0][:8], expected[1][:8]), LIMIT[q.dtype])
+    check((out[8, others], lse[8, others]), (expected[0][8, others], expected[1][8, others]), LIMIT[q.dtype])
+    pools[1].indices[8, 7] = 0  # an entry of NaN
+    out, lse = paged(q, pools, sink, config=config)
+    assert out[8].isnan().all()
+    assert lse[8].isnan().all()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_nan_in_float32(device, splits):
+    """The same in Triton's interpreter."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
+    q, kv = torch.randn(2, 3, 48, device=device), torch.randn(50, 48, device=device)
+    indices = torch.randint(50, (2, 40), device=device).int()
+    q[1, 2, 40] = NAN
+    out, lse = sparse_attention(q, kv, indices, 0.2, config=LaunchConfig(16, 16, 4, 1, 64, splits))
+    wrong = torch.tensor([[False, False, False], [False, False, True]], device=device)
+    assert torch.equal(out.isnan().all(2), wrong)
+    assert torch.equal(out.isnan().any(2), wrong)
+    assert torch.equal(lse.isnan(), wrong)
+
+
 @pytest.mark.parametrize("H", [8, 64])
 @pytest.mark.parametrize(("q_dtype", "dtype"), [
     (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.float32, torch.float32),

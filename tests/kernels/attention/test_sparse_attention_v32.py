@@ -41,7 +41,7 @@ def test_v32_entries_compile(arch, shape):
     constants |= {"FP8": True, "GROUP": 128, "ROW1": 656, "GROUP1": 128, "PRECISION": None}
     constants |= {"DTYPE": triton.language.bfloat16, "HAS_SINK": False, "HAS_LENS0": False, "HAS_LENS1": False}
     constants |= {"BLOCK_H": config.heads, "BLOCK_N": config.keys, "STAGES": config.stages, "PDL": False}
-    constants |= {"max_ptr": None, "NATIVE_FP8": CAPABILITIES[arch] >= (8, 9)}
+    constants |= {"max_ptr": None, "projected": None, "PROJECTED": None, "NATIVE_FP8": CAPABILITIES[arch] >= (8, 9)}
     kernel = compiled(attend_kernel, pointers, constants, CAPABILITIES[arch], config.warps, config.stages)
     assert kernel.metadata.shared <= SHARED[arch] * 1024
     assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80")

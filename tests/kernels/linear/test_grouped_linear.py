@@ -248,3 +248,27 @@ def test_replays_of_a_graph(gpu, M):
         out.fill_(NAN)
         graph.replay()
         assert relative(out, reference.grouped_linear(o, *rest, True)) <= LIMIT[BF16]
+
+
+@pytest.mark.parametrize("M", [1, 3, 16, 17, 70, 300])
+@pytest.mark.parametrize(("H", "groups", "rank"), [(16, 4, 256), (6, 3, 130)])
+def test_heads_that_are_quantised_already(device, M, H, groups, rank):
+    """The same bits as from the heads, quantised output included; in plain torch as close as a rounding of it."""
+    from deepseek_attn.kernels.linear import grouped_linear_of_quantized, grouped_linear_quantized, quantize_input
+
+    with device:
+        o, positions, cos_sin = torch.randn(M, H, 512).to(BF16), torch.zeros(M, dtype=torch.int64), torch.ones(1, 64)
+        cos_sin[:, 32:] = 0
+        weight, scale = quantize_fp8_block(torch.randn(groups * rank, H // groups * 512))
+        rows = quantize_input(o.flatten(1))
+        rows = rows._replace(
+            values=rows.values.view(torch.uint8).unflatten(1, (groups, -1)).transpose(0, 1).contiguous()
+        )
+        rows = rows._replace(values=rows.values.view(torch.float8_e4m3fn))
+        expected, expected_fp8 = grouped_linear_quantized(o, weight, scale, groups, positions, cos_sin, True)
+        got, got_fp8 = grouped_linear_of_quantized(rows, weight, scale, BF16)
+    assert torch.equal(got, expected)
+    assert (got_fp8 is None) == (expected_fp8 is None)
+    if got_fp8 is not None:
+        assert torch.equal(got_fp8.values.view(torch.uint8), expected_fp8.values.view(torch.uint8))
+        assert torch.equal(got_fp8.scale, expected_fp8.scale)

@@ -1,0 +1,66 @@
+"""Projected query heads, which several families of kernels norm and rotate."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from deepseek_attn.kernels.common.device import FLOATS
+from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at, rms_norm, rotate_
+
+
+class QueryHeads(NamedTuple):
+    """Projected queries of a step's tokens.
+
+    Attributes:
+        q: ``[T, num_heads * d]`` float32, bfloat16 or float16 with contiguous rows, ``d`` even.
+        num_heads: heads in ``q``.
+        eps: of the norm.
+        cos_sin: float32 ``[max_positions, rope_dim]``, cosines then sines; positions: int64 ``[T]``.
+        padded_heads: heads of the result, at least ``num_heads``.
+        norm: norm the heads before they are rotated; V4.1 does not.
+        out: ``[T, padded_heads, d]`` buffer for the result; None allocates it.
+    """
+
+    q: Tensor
+    num_heads: int
+    eps: float
+    cos_sin: Tensor
+    positions: Tensor
+    padded_heads: int
+    out: Tensor | None = None
+    norm: bool = True
+
+
+def rotated_heads(heads: QueryHeads) -> Tensor:
+    """Heads ``[T, num_heads, d]``, normed and rotated in plain torch; neither padded nor written to ``heads.out``.
+
+    Raises:
+        ValueError: as in `check_heads`.
+    """
+    check_heads(heads)
+    q = heads.q.view(len(heads.q), heads.num_heads, heads.q.shape[1] // heads.num_heads)
+    freqs_cis = freqs_cis_at(heads.cos_sin, heads.positions)
+    return rotate_(rms_norm(q, heads.eps), freqs_cis) if heads.norm else apply_rope(q, freqs_cis)
+
+
+def check_heads(heads: QueryHeads) -> None:
+    """Raises ValueError unless ``num_heads`` divides the columns of ``q`` and is at most ``padded_heads``."""
+    q, count, padded = heads.q, heads.num_heads, heads.padded_heads
+    if q.dim() != 2 or count < 1 or q.shape[1] % count or padded < count:
+        raise ValueError(
+            f"need q [T, heads * d] and padded_heads >= heads >= 1, got {tuple(q.shape)}, {count} heads, "
+            f"{padded} padded"
+        )
+
+
+def check_projected(heads: QueryHeads) -> None:
+    """`check_heads`, and ValueError unless the kernels can read ``q`` and ``positions``."""
+    check_heads(heads)
+    q, positions = heads.q, heads.positions
+    if q.dtype not in FLOATS or q.stride(1) != 1 or positions.shape != (len(q),):
+        raise ValueError(
+            f"q must be float32, bfloat16 or float16 with contiguous rows, and positions [{len(q)}]: got {q.dtype}, "
+            f"strides {q.stride()}, positions {tuple(positions.shape)}"
+        )
