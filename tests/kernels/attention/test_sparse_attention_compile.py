@@ -130,7 +130,7 @@ def compiled_heads(monkeypatch, arch, T, H, widths, groups=8):
     )
 
 
-HEADS = {"1 query": (1, 8, (128,)), "32 of 64 heads": (32, 64, (128, 512)), "33 queries": (33, 64, (128,))}
+HEADS = {"1 query": (1, 8, (128,)), "32 of 64 heads": (32, 64, (128, 512)), "48 queries": (48, 64, (128,))}
 
 
 @pytest.mark.parametrize(("arch", "shape"), on_gpus([*HEADS, "many splits"], ["32 of 64 heads"]))
@@ -142,7 +142,7 @@ def test_projected_heads_compile(monkeypatch, arch, shape):
 
 def test_projected_heads_on_hopper(monkeypatch, tmp_path):
     """One launch where keys are not split, and products still overlap."""
-    found = compiled_heads(monkeypatch, "sm90", 33, 64, (128,))
+    found = compiled_heads(monkeypatch, "sm90", 48, 64, (128,))
     assert [name for name, kernels in found.items() for _ in kernels] == ["attend_hopper_kernel"]
     said = ptxas_report(found["attend_hopper_kernel"][0], tmp_path)
     assert "serialized" not in said
