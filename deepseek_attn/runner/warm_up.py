@@ -33,7 +33,8 @@ class WarmUp:
     def steps(self) -> Iterator[None]:
         """Runs a step of each size, those first that a first prompt and its answer need; yields after each."""
         with self.runner.op_settings(), torch.inference_mode():
-            decodes, prefills = [*self.decode_sizes(), *self.eager_decode_sizes()], self.prefill_sizes()
+            decodes = [*self.decode_sizes(), *self.eager_decode_sizes()]
+            prefills = [*self.prefill_sizes(), *self.mixed_sizes()]
             for size in chain(prefills[:1], decodes[:2], prefills[1:], decodes[2:]):
                 if isinstance(size, StepSize):
                     self.decode(size)
@@ -100,7 +101,23 @@ class WarmUp:
             decodes = min(requests - 1, tokens - 2)
             if decodes > 0 and power:
                 new = min(tokens - decodes, longest)
-                sizes += [[(1, length)] * decodes + [(new, max(new, length))] for length in (new, *lengths)]
+                sizes += [[(1, length)] * decodes + [(new, max(new, length))] for length in sorted({new, longest})]
+        return sizes
+
+    def mixed_sizes(self) -> list[Rows]:
+        """Decode tokens beside a short prefill: attention reads queries there, and projected heads where no prefill is.
+
+        A prefill's kernels do not depend on what is decoded beside it.
+        """
+        layout, most_new = self.runner.layout, self.runner.decode_query_len
+        longest, prefill = layout.max_model_len, most_new + 1
+        requests, sizes = layout.max_num_seqs - 1, []
+        most = min(requests * most_new, layout.max_num_batched_tokens - prefill)
+        for tokens in grid(most) if most > 0 and prefill <= longest else []:
+            rows = min(tokens, requests)
+            new = [tokens // rows + (row < tokens % rows) for row in range(rows)]
+            lengths = [longest] if tokens & (tokens - 1) else [n for n in powers(longest) if n >= new[0]]
+            sizes += [[*((n, length) for n in new), (prefill, prefill)] for length in lengths]
         return sizes
 
     def eager_decode_sizes(self) -> list[Rows]:

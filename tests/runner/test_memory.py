@@ -182,6 +182,7 @@ def test_steps_that_wait_for_the_device_are_not_counted():
 def test_no_step_of_a_warm_up_is_longer_than_sequences_may_be(limits):
     config = ModelConfig.from_preset("tiny")
     layout = make_layout(config, numerics_for(config, "serving"), torch.bfloat16, *limits, 16)
-    steps = WarmUp(SimpleNamespace(layout=layout)).prefill_sizes()
+    warm_up = WarmUp(SimpleNamespace(layout=layout, decode_query_len=3))
+    steps = warm_up.prefill_sizes() + warm_up.mixed_sizes()
     assert all(new <= length <= limits[0] for rows in steps for new, length in rows)
     assert all(sum(new for new, _ in rows) <= limits[2] for rows in steps)
