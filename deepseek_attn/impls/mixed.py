@@ -49,7 +49,7 @@ class MixedKernels(SplitAttentionImpl):
 
     @classmethod
     def pages_take_heads(cls, layer: AttentionLayer, num_tokens: int, num_heads: int) -> bool:
-        flashmla = decodes_on_flashmla(num_tokens, num_heads, decode_width(layer))
+        flashmla = decodes_heads_on_flashmla(num_tokens, num_heads, decode_width(layer))
         return not flashmla and TritonKernels.pages_take_heads(layer, num_tokens, num_heads)
 
     @classmethod
@@ -69,6 +69,11 @@ def decodes_on_flashmla(queries: int, heads: int, keys: int) -> bool:
         return False
     window, long = keys <= 128, keys > 2048
     return queries > (8 if window or long else 32)
+
+
+def decodes_heads_on_flashmla(queries: int, heads: int, keys: int) -> bool:
+    """`decodes_on_flashmla` where Triton starts from projected heads, which saves FlashMLA's two further launches."""
+    return heads == 128 and queries > (8 if keys > 2048 else 128)
 
 
 def decodes_v32_on_flashmla(queries: int, heads: int) -> bool:
