@@ -144,18 +144,6 @@ def _paged_keys(pool: Pool, indices: Tensor, lens: Tensor) -> PagedKeys:
     return PagedKeys(pool.record, pool.tensor, pool.entries, indices, lens)
 
 
-def decode_width(layer: AttentionLayer) -> int:
-    """Keys that each decode query of the running step reads at most."""
-    step, width = layer.step, 0
-    if layer.swa_cache is not None and step.swa is not None:
-        width += step.swa.decode_swa_indices.shape[-1]
-    if layer.kv_cache is not None and layer.index_topk is not None:
-        width += layer.index_topk
-    elif layer.kv_cache is not None:
-        width += step.sparse[layer.compress_ratio].c128a_global_decode_topk_indices.shape[-1]
-    return width
-
-
 def _decode_topk(layer: AttentionLayer, step: StepMetadata) -> tuple[Tensor, Tensor]:
     """Slots ``[Dt, K]`` and counts ``[Dt]`` of the entries that decode queries read."""
     sparse, tokens = step.sparse[layer.compress_ratio], step.num_decode_tokens

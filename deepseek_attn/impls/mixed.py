@@ -8,14 +8,14 @@ from torch import Tensor
 from deepseek_attn.impls import flash_mla
 from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, DeepseekV4SparseMLABackend
 from deepseek_attn.impls.flashmla import FlashMLAKernels
-from deepseek_attn.impls.flow import SplitAttentionImpl, decode_width
+from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.impls.triton import TritonKernels
 from deepseek_attn.kernels.attention import PagedKeys
 from deepseek_attn.kernels.common.device import compute_capability
 
 
 class MixedKernels(SplitAttentionImpl):
-    """Decode: Triton, except where many queries or heads favour FlashMLA. Prefill: FlashMLA for 64 and 128 heads.
+    """Decode: Triton from projected heads; from queries the faster one. Prefill: FlashMLA for 64 and 128 heads.
 
     Notes:
         The choice depends on shapes alone, so a captured graph keeps it and stays right for any lengths. It was
@@ -49,8 +49,8 @@ class MixedKernels(SplitAttentionImpl):
 
     @classmethod
     def pages_take_heads(cls, layer: AttentionLayer, num_tokens: int, num_heads: int) -> bool:
-        flashmla = decodes_heads_on_flashmla(num_tokens, num_heads, decode_width(layer))
-        return not flashmla and TritonKernels.pages_take_heads(layer, num_tokens, num_heads)
+        # with 128 heads too, where `attend_pages` may prefer FlashMLA: the launches that this saves take longer
+        return TritonKernels.pages_take_heads(layer, num_tokens, num_heads)
 
     @classmethod
     def attend_rows(
@@ -69,11 +69,6 @@ def decodes_on_flashmla(queries: int, heads: int, keys: int) -> bool:
         return False
     window, long = keys <= 128, keys > 2048
     return queries > (8 if window or long else 32)
-
-
-def decodes_heads_on_flashmla(queries: int, heads: int, keys: int) -> bool:
-    """`decodes_on_flashmla` where Triton starts from projected heads, which saves FlashMLA's two further launches."""
-    return heads == 128 and queries > (8 if keys > 2048 else 128)
 
 
 def decodes_v32_on_flashmla(queries: int, heads: int) -> bool:
