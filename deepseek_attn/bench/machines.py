@@ -87,9 +87,9 @@ H200 = Machine(
     nccl_memory=1_400_000_000,
     rates={"copy": 4.264e12, "bf16": 797e12, "fp8": 1465e12},
     decode={
-        "SWA": Cost(26.4, 1.04, 1.04),
-        "C128A": Cost(26.4, 1.04, 1.04),
-        "C4A": Cost(40.1, 1.08, 1.00),
+        "SWA": Cost(25.2, 1.04, 0.89),
+        "C128A": Cost(25.2, 1.04, 0.89),
+        "C4A": Cost(39.8, 1.06, 0.99),
     },
     prefill={
         "SWA": Cost(0.0, 6.88, 1.49),
@@ -113,7 +113,7 @@ H200 = Machine(
     nccl=Exchange(7.0, 270e9, 0.6),
     network=Exchange(3.6, 45e9, 2.7),
     sources=(
-        "attention: docs/data/h200_beside_vllm.json (decode; fits within 10 %) and h200_layers_prefill.json (15 %), "
+        "attention: docs/data/h200_beside_vllm.json (decode; fits within 9 %) and h200_layers_prefill.json (15 %), "
         "V4-Flash and V4-Pro",
         "V3.2 and V4.1: not measured; as far from their floors as V4's layers with or without an indexer",
         "other stages: V4-Flash, 8 layers with 256 experts on one H200, batches 1 to 128 and 4096 and 8192 tokens "
