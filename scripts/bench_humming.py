@@ -1,0 +1,264 @@
+"""Routed FP4 experts beside Humming's, which vLLM 0.33 takes first on Hopper: the same weights and routing.
+
+    pip install humming-kernels==0.1.19
+    python scripts/bench_humming.py --model v4_flash --tokens 1,8,32,128,512,4096,8192 --out FILE
+
+A call goes from tokens and their routing to the weighted sums of their experts: pairs sorted, inputs quantised to FP8,
+both products, swiglu and the sum. Humming is called as vLLM's `HummingIndexedExperts` does, with the launch
+configurations that it chooses for the device; Triton kernels stand for vLLM's of sorting and summing. Each call is a
+CUDA graph, and the replays of both take turns in one process. Before that, the outputs of the first and the last token
+are compared with float32, nothing quantised.
+
+The last line on standard output is one JSON document; ``--out`` keeps it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepseek_attn import ModelConfig
+from deepseek_attn.bench.timing import captured
+from deepseek_attn.cli.info import collect
+from deepseek_attn.cli.options import numbers
+from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.kernels.moe import ExpertStack, moe_experts, reference
+
+if TYPE_CHECKING:
+    from humming_pairs import SortedPairs
+
+LARGEST_ERROR = 0.065  # of the norm: FP8 inputs of both products make 0.043 to 0.050
+SWIGLU = """[](float a, float b) {{
+    const float gate = fminf(a, {limit}f);
+    const float up = fmaxf(fminf(b, {limit}f), -{limit}f);
+    return gate / (1.f + expf(-gate)) * up;
+}}(a, b)"""
+
+
+class Routing(NamedTuple):
+    """Experts int64 ``[T, k]`` and float32 weights of tokens ``x [T, D]``."""
+
+    x: Tensor
+    experts: Tensor
+    weights: Tensor
+
+
+class HummingExperts:
+    """Both products of a layer's routed experts, through FP8 inputs.
+
+    Args:
+        w13: packed FP4 ``[E, 2 * inner, D / 2]`` and its e8m0 scales; w2: ``[E, D, inner / 2]`` and its.
+    """
+
+    def __init__(self, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor], limit: float):
+        from humming import dtypes
+        from humming.schema import HummingInputSchema
+        from humming.schema.mxfp4 import Mxfp4WeightSchema
+        from humming.transform import prepare_layer_config, transform_humming_tensors
+        from humming.tune import get_heuristics_config
+
+        self.inner, self.swiglu = w13[0].shape[1] // 2, SWIGLU.format(limit=limit)
+        self.locks = torch.zeros(1 << 12, dtype=torch.int32, device=w13[0].device)
+        self.layers, self.tensors, self.choices = [], [], []
+        for weight, scale in (w13, w2):
+            layer = prepare_layer_config(
+                shape_n=weight.shape[1],
+                shape_k=weight.shape[2] * 2,
+                weight_schema=Mxfp4WeightSchema().to_humming_schema(torch.bfloat16),
+                input_schema=HummingInputSchema(a_dtype=dtypes.float8e4m3, input_scale_group_size=128),
+                num_experts=weight.shape[0],
+                pad_n_to_multiple=256,
+                pad_k_to_multiple=128,
+                torch_dtype=torch.bfloat16,
+            )
+            packed = {"weight": weight.clone().view(torch.int32), "weight_scale": scale.clone()}
+            packed["weight_scale"] = packed["weight_scale"].view(torch.float8_e8m0fnu)
+            self.layers.append(layer)
+            self.tensors.append(transform_humming_tensors(layer, packed))
+            self.choices.append(get_heuristics_config(layer, use_batch_invariant=False, gemm_type="indexed"))
+
+    def __call__(self, routing: Routing) -> Tensor:
+        from humming.forward import may_process_input
+        from humming_pairs import weighted_sum
+
+        x, (tokens, k) = routing.x, routing.experts.shape
+        w13, w2 = self.layers
+        pairs, hidden = tokens * k, x.shape[1]
+        first, second = (self.sorted_for(number, routing.experts) for number in range(2))
+        empty = partial(torch.empty, device=x.device)
+        values, scale, _ = may_process_input(w13, inputs=x, outputs=empty(tokens, hidden, dtype=torch.float8_e4m3fn))
+        gate_up = self.product(0, values, scale, empty(pairs, 2 * self.inner, dtype=x.dtype), first, k)
+        values, scale, _ = may_process_input(
+            w2,
+            inputs=gate_up,
+            outputs=empty(pairs, self.inner, dtype=torch.float8_e4m3fn),
+            activation_type="binary_split",
+            activation_impl=self.swiglu,
+        )
+        outputs = self.product(1, values, scale, empty(pairs, hidden, dtype=x.dtype), second, 1)
+        return weighted_sum(outputs, routing.weights)
+
+    def choice(self, number: int, pairs: int) -> dict:
+        """The launch configuration of product ``number`` for so many pairs."""
+        return next(config for above, most, config in self.choices[number] if above < pairs <= most)
+
+    def sorted_for(self, number: int, experts: Tensor) -> SortedPairs:
+        from humming_pairs import sort_pairs
+
+        block = self.choice(number, experts.numel())["block_shape"][0]
+        return sort_pairs(experts.int(), len(self.tensors[number]["weight"]), block)
+
+    def product(self, number: int, x: Tensor, scale: Tensor, out: Tensor, rows: SortedPairs, k: int) -> Tensor:
+        from humming.forward import humming_forward
+
+        tensors, pairs = self.tensors[number], len(out)
+        return humming_forward(
+            self.layers[number],
+            inputs=x,
+            weight=tensors["weight"],
+            weight_scale=tensors["weight_scale"],
+            weight_scale_2=tensors.get("weight_scale_2"),
+            outputs=out,
+            input_scale=scale,
+            locks=self.locks,
+            sorted_ids=rows.ids,
+            expert_ids=rows.experts,
+            num_tokens_padded=rows.num_rows,
+            top_k=k,
+            valid_shape_m=pairs,
+            compute_config=json.dumps({"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "indexed"}),
+            # one configuration for any number: Humming's launcher also looks one up for a single row
+            tuning_config=json.dumps([[0, 1 << 30, self.choice(number, pairs)]]),
+        )
+
+
+def random_stack(experts: int, rows: int, width: int) -> ExpertStack:
+    """FP4 weights of any bits, with e8m0 scales near those of published checkpoints."""
+    packed = torch.randint(256, (experts, rows, width // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.randint(118, 123, (experts, rows, width // 32), dtype=torch.uint8, device="cuda")
+    return ExpertStack(packed, scale, scale.amax(-1))
+
+
+def random_routing(tokens: int, config: AnyConfig) -> Routing:
+    x = torch.randn(tokens, config.hidden_size, device="cuda").bfloat16()
+    weights, experts = torch.rand(tokens, config.n_routed_experts, device="cuda").topk(config.num_experts_per_tok)
+    return Routing(x, experts, weights)
+
+
+class Point(NamedTuple):
+    """One number of tokens: medians of both, each over several routings.
+
+    Attributes:
+        ratio: of ours to Humming's time, within a routing; ours_error, humming_error: of the norm, beside float32.
+    """
+
+    model: str
+    tokens: int
+    ours_us: float
+    humming_us: float
+    ratio: float
+    ours_error: float
+    humming_error: float
+
+
+class Comparison:
+    """The experts of one layer of a model on both sides."""
+
+    def __init__(self, model: str):
+        self.model, self.config = model, ModelConfig.from_preset(model)
+        experts, hidden = self.config.n_routed_experts, self.config.hidden_size
+        inner = self.config.moe_intermediate_size
+        self.stacks = w1, w3, w2 = (
+            random_stack(experts, inner, hidden),
+            random_stack(experts, inner, hidden),
+            random_stack(experts, hidden, inner),
+        )
+        w13 = tuple(torch.cat(pair, 1) for pair in zip(w1[:2], w3[:2], strict=True))
+        self.humming = HummingExperts(w13, w2[:2], self.config.swiglu_limit)
+
+    def ours(self, routing: Routing) -> Tensor:
+        return moe_experts(*routing, *self.stacks, self.config.swiglu_limit, fp8_input=True)
+
+    def point(self, tokens: int, rounds: int) -> Point:
+        routings = [
+            random_routing(tokens, self.config) for _ in range(3 if tokens <= 128 else 2 if tokens <= 512 else 1)
+        ]
+        errors = [self.error(side, routings[0]) for side in (self.ours, self.humming)]
+        if not max(errors) < LARGEST_ERROR:
+            raise SystemExit(f"{self.model}, {tokens} tokens: outputs differ from float32 by {errors} of the norm")
+        times = [in_turn([partial(self.ours, one), partial(self.humming, one)], rounds) for one in routings]
+        ours, humming = (statistics.mean(column) for column in zip(*times, strict=True))
+        ratio = statistics.mean(a / b for a, b in times)
+        return Point(self.model, tokens, round(ours, 1), round(humming, 1), round(ratio, 3), *errors)
+
+    def error(self, side: Callable[[Routing], Tensor], routing: Routing) -> float:
+        """Of the first and the last token's output, beside float32."""
+        some = [0, -1] if len(routing.x) > 1 else [0]
+        x, experts, weights = (part[some] for part in routing)
+        exact = torch.cat([
+            reference.moe_experts(x[i : i + 1].float(), experts[i : i + 1], weights[i : i + 1], *self.stacks,
+                                  self.config.swiglu_limit)
+            for i in range(len(some))
+        ])  # fmt: skip
+        return round(float((side(routing)[some].float() - exact).norm() / exact.norm()), 5)
+
+
+def in_turn(calls: list[Callable[[], object]], rounds: int) -> list[float]:
+    """Median microseconds of each call: replays of a graph of it, forwards and backwards in turn."""
+    graphs = [captured([call]) for call in calls]
+    times: list[list[float]] = [[] for _ in calls]
+    order = list(range(len(calls)))
+    for number in range(rounds + 2):
+        for i in order[:: 1 if number % 2 else -1]:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            graphs[i].replay()
+            after.record()
+            torch.cuda.synchronize()
+            if number > 1:  # two rounds warm up
+                times[i].append(before.elapsed_time(after) * 1e3)
+    return [statistics.median(of_call) for of_call in times]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], epilog="Needs a GPU of compute capability 9.0 and humming-kernels 0.1.19."
+    )
+    parser.add_argument("--model", choices=("v4_flash", "v4_pro"), default="v4_flash", help="preset")
+    parser.add_argument("--tokens", type=numbers, default=[1, 8, 32, 128, 512, 4096], help="comma-separated")
+    parser.add_argument("--rounds", type=int, default=21, help="replays of each graph; the median counts")
+    parser.add_argument("--out", type=Path, help="keep the JSON document here")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU: both sides' kernels are for NVIDIA GPUs")
+    if importlib.util.find_spec("humming") is None:
+        parser.error("Humming is not installed: pip install humming-kernels==0.1.19")
+    torch.manual_seed(0)
+    comparison, points = Comparison(args.model), []
+    for tokens in args.tokens:
+        points.append(comparison.point(tokens, args.rounds))
+        print(points[-1], file=sys.stderr)
+    report = {
+        "benchmark": "humming",
+        "rows": [point._asdict() for point in points],
+        "humming": importlib.metadata.version("humming-kernels"),
+        "environment": {key: value for key, value in collect().items() if "backends" not in key},
+    }
+    print(json.dumps(report))
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
