@@ -231,7 +231,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
     def attends_heads(self, step: StepMetadata) -> bool:
         """Whether the impl attends to queries as projected, and its output is what ``wo_a`` reads: fewer launches."""
         possible = step.observer is None and self.padded_heads == self.num_heads and self.wo_a.reads_heads
-        return possible and self.impl.attends_heads(self, len(step.positions), self.num_heads)
+        return possible and self.impl.attends_heads(self)
 
     def project(self, x: Tensor) -> InputProjections:
         """Projections of ``x [T, hidden_size]``."""

@@ -209,7 +209,7 @@ class SparseMLAAttentionImpl(ABC):
         """
 
     @classmethod
-    def attends_heads(cls, layer: AttentionLayer, num_tokens: int, num_heads: int) -> bool:
+    def attends_heads(cls, layer: AttentionLayer) -> bool:
         """Whether `forward_heads` serves the running step of ``layer``: not unless an impl says so."""
         return False
 

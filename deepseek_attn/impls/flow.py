@@ -50,19 +50,19 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
         """
 
     @classmethod
-    def pages_take_heads(cls, layer: AttentionLayer, num_tokens: int, num_heads: int) -> bool:
+    def pages_take_heads(cls, layer: AttentionLayer) -> bool:
         """Whether `attend_heads` attends to the pages of ``layer``, as fast as `attend_pages` or faster."""
         return False
 
     @classmethod
-    def attends_heads(cls, layer: AttentionLayer, num_tokens: int, num_heads: int) -> bool:
+    def attends_heads(cls, layer: AttentionLayer) -> bool:
         """In steps that read pages only, as `pages_take_heads` says, unless `forward_mqa` is overridden.
 
         Not in batch-invariant steps: sums of squares are added in another order than where a prefill joins the step.
         """
         own = cls.forward_mqa.__func__ is SplitAttentionImpl.forward_mqa.__func__
-        pages_only = layer.step.num_decode_tokens == num_tokens > 0
-        return own and pages_only and not batch_invariant() and cls.pages_take_heads(layer, num_tokens, num_heads)
+        pages_only = layer.step.num_decode_tokens > 0 and not layer.step.num_prefill_tokens
+        return own and pages_only and not batch_invariant() and cls.pages_take_heads(layer)
 
     @classmethod
     def forward_heads(cls, layer: AttentionLayer, heads: QueryHeads, q: Tensor | None) -> QuantizedRows:

@@ -48,9 +48,9 @@ class MixedKernels(SplitAttentionImpl):
         return _kernels(flashmla).attend_pages(layer, q, keys, output)
 
     @classmethod
-    def pages_take_heads(cls, layer: AttentionLayer, num_tokens: int, num_heads: int) -> bool:
+    def pages_take_heads(cls, layer: AttentionLayer) -> bool:
         # with 128 heads too, where `attend_pages` may prefer FlashMLA: the launches that this saves take longer
-        return TritonKernels.pages_take_heads(layer, num_tokens, num_heads)
+        return TritonKernels.pages_take_heads(layer)
 
     @classmethod
     def attend_rows(

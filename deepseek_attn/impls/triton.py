@@ -42,7 +42,7 @@ class TritonKernels(SplitAttentionImpl):
         return sparse_attention_paged(q, keys, layer.scale, layer.attn_sink, layer.value_dim, output)[0]
 
     @classmethod
-    def pages_take_heads(cls, layer: AttentionLayer, num_tokens: int, num_heads: int) -> bool:
+    def pages_take_heads(cls, layer: AttentionLayer) -> bool:
         return layer.swa_cache is not None and layer.swa_cache.record.name == "fp8_v4" and layer.head_dim % 128 == 0
 
     @classmethod

@@ -221,7 +221,7 @@ class Watched:
     def __init__(self, impl: type, oracle: V4LayerOracle, tokens: Tokens):
         self.impl, self.oracle, self.tokens, self.error = impl, oracle, tokens, INF
 
-    def attends_heads(self, *args) -> bool:
+    def attends_heads(self, layer) -> bool:
         return False
 
     def forward_mqa(self, layer, q: Tensor, kv: Tensor, positions: Tensor) -> Tensor:
