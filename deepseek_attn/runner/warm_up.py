@@ -101,7 +101,7 @@ class WarmUp:
             decodes = min(requests - 1, tokens - 2)
             if decodes > 0 and power:
                 new = min(tokens - decodes, longest)
-                sizes += [[(1, length)] * decodes + [(new, max(new, length))] for length in sorted({new, longest})]
+                sizes += [[(1, length)] * decodes + [(new, length)] for length in sorted({new, longest})]
         return sizes
 
     def mixed_sizes(self) -> list[Rows]:
@@ -116,7 +116,7 @@ class WarmUp:
         for tokens in grid(most) if most > 0 and prefill <= longest else []:
             rows = min(tokens, requests)
             new = [tokens // rows + (row < tokens % rows) for row in range(rows)]
-            lengths = [longest] if tokens & (tokens - 1) else [n for n in powers(longest) if n >= new[0]]
+            lengths = lengths_of(tokens, new[0], longest)
             sizes += [[*((n, length) for n in new), (prefill, prefill)] for length in lengths]
         return sizes
 
@@ -129,8 +129,7 @@ class WarmUp:
         for new in sorted({1, 1 + drafts}):
             most = min(layout.max_num_seqs, layout.max_num_batched_tokens // new)
             for requests in grid(most) if new <= longest else []:
-                lengths = [longest] if requests & (requests - 1) else [n for n in powers(longest) if n >= new]
-                sizes += [[(new, length)] * requests for length in lengths]
+                sizes += [[(new, length)] * requests for length in lengths_of(requests, new, longest)]
         return sizes
 
     @property
@@ -162,6 +161,11 @@ class WarmUp:
 def powers(limit: int) -> list[int]:
     """Powers of two below ``limit``, then ``limit``."""
     return [1 << i for i in range((limit - 1).bit_length())] + [limit]
+
+
+def lengths_of(count: int, least: int, limit: int) -> list[int]:
+    """Lengths of ``count`` rows: those of `powers` from ``least`` on if it is a power of two, else ``limit`` alone."""
+    return [limit] if count & (count - 1) else [n for n in powers(limit) if n >= least]
 
 
 def grid(limit: int) -> list[int]:
