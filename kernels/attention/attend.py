@@ -103,7 +103,7 @@ def attend_heads(
     if q is not None and (q.shape != projected.shape or q.dtype != projected.dtype or q.stride(2) != 1):
         raise ValueError(f"q must be {tuple(projected.shape)} {projected.dtype}, got {tuple(q.shape)} {q.dtype}")
     rotated, q = q is not None, projected if q is None else q
-    pools = [pool_keys for pool_keys in _checked_pools(q, keys, sink) if pool_keys.indices.shape[1] and pool_keys.limit]
+    pools = _with_entries(_checked_pools(q, keys, sink))
     _check_heads(heads, keys[0].record, groups)
     if not pools:
         raise ValueError("queries need keys: all pools or lists of indices are empty")
@@ -175,6 +175,11 @@ def _checked_pools(q: Tensor, keys: Sequence[PagedKeys], sink: Tensor | None) ->
     return checked_keys
 
 
+def _with_entries(keys: list[Keys]) -> list[Keys]:
+    """Those with columns of indices and entries to read."""
+    return [pool_keys for pool_keys in keys if pool_keys.indices.shape[1] and pool_keys.limit]
+
+
 def _entry_layout(record: CacheRecord) -> EntryLayout:
     nope, rope = record.nope_dim, record.rope_dim
     if record.name == "plain":
@@ -217,7 +222,7 @@ def _attend(
     T, H, _ = q.shape
     out = _checked_out(q, d_v, out)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
-    keys = [pool_keys for pool_keys in keys if pool_keys.indices.shape[1] and pool_keys.limit]
+    keys = _with_entries(keys)
     if not keys or out.numel() == 0:
         if max_logits is not None:
             max_logits.fill_(float("-inf"))

@@ -40,7 +40,7 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
 def _sinkhorn_of_few(mix: Tensor, iterations: int, eps: float) -> Tensor:
     """`sinkhorn` after the softmax, of a few tokens on a CPU; in place."""
     m = mix.shape[-1]
-    same_row, same_column = _sum_products(m)
+    same_row, same_column = _sum_matrices_with_eps(m)
     flat = mix.numpy().reshape(m * m if len(mix) == 1 else (-1, m * m))  # one row: BLAS is twice as fast with a vector
     with_eps, sums = np.empty((*flat.shape[:-1], 1 + m * m), np.float32), np.empty_like(flat)
     with_eps.fill(eps)
@@ -54,8 +54,8 @@ def _sinkhorn_of_few(mix: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 @cache
-def _sum_products(m: int) -> tuple[np.ndarray, np.ndarray]:
-    """The sum matrices of `_sum_matrices` for rows of ``eps`` and a flattened ``[m, m]``, which sum both.
+def _sum_matrices_with_eps(m: int) -> tuple[np.ndarray, np.ndarray]:
+    """`_sum_matrices` in NumPy, for rows of ``eps`` followed by a flattened ``[m, m]``: it is added to each sum.
 
     BLAS adds ``eps`` and one entry after the other, as torch does for few rows.
     """
