@@ -31,7 +31,7 @@ import torch
 
 from deepseek_attn.bench.engine import cut_config, random_prompts, run_engine
 from deepseek_attn.checkpoint.random import RepeatingSource
-from deepseek_attn.cli.info import collect
+from deepseek_attn.cli.info import environment
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.engine.decoding import NextToken
 from deepseek_attn.engine.engine import Engine
@@ -122,7 +122,7 @@ def main() -> None:
         "prompt": args.prompt,
         "drafts": args.drafts,
         "rows": rows,
-        "environment": {key: value for key, value in collect().items() if "backends" not in key},
+        "environment": environment(),
     }
     columns = ("step us", "device us", "host", "tokens/s", "prompt tok/s", "hits")
     print(f"{'mode':<14}{'batch':>6}" + "".join(f"{name:>13}" for name in columns))

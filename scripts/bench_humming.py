@@ -6,7 +6,7 @@
 A call goes from tokens and their routing to the weighted sums of their experts: pairs sorted, inputs quantised to FP8,
 both products, swiglu and the sum. Humming is called as vLLM's `HummingIndexedExperts` does, with the launch
 configurations that it chooses for the device; Triton kernels stand for vLLM's of sorting and summing. Each call is a
-CUDA graph, and the replays of both take turns in one process. Before that, the outputs of the first and the last token
+CUDA graph, and the replays of both alternate in one process. Before that, the outputs of the first and the last token
 are compared with float32, nothing quantised.
 
 The last line on standard output is one JSON document; ``--out`` keeps it.
@@ -20,38 +20,33 @@ import importlib.util
 import json
 import statistics
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from compare_checkouts import replay_times
 from torch import Tensor
 
 from deepseek_attn import ModelConfig
+from deepseek_attn.bench.cases.case import OpCase
+from deepseek_attn.bench.cases.moe import experts_case
 from deepseek_attn.bench.timing import captured
-from deepseek_attn.cli.info import collect
+from deepseek_attn.cli.info import environment
 from deepseek_attn.cli.options import numbers
-from deepseek_attn.config.model import AnyConfig
-from deepseek_attn.kernels.moe import ExpertStack, moe_experts, reference
+from deepseek_attn.kernels.moe import reference
+from deepseek_attn.utils.files import write_text
 
 if TYPE_CHECKING:
     from humming_pairs import SortedPairs
 
+DEVICE = torch.device("cuda")
 LARGEST_ERROR = 0.065  # of the norm: FP8 inputs of both products make 0.043 to 0.050
 SWIGLU = """[](float a, float b) {{
     const float gate = fminf(a, {limit}f);
     const float up = fmaxf(fminf(b, {limit}f), -{limit}f);
     return gate / (1.f + expf(-gate)) * up;
 }}(a, b)"""
-
-
-class Routing(NamedTuple):
-    """Experts int64 ``[T, k]`` and float32 weights of tokens ``x [T, D]``."""
-
-    x: Tensor
-    experts: Tensor
-    weights: Tensor
 
 
 class HummingExperts:
@@ -88,14 +83,14 @@ class HummingExperts:
             self.tensors.append(transform_humming_tensors(layer, packed))
             self.choices.append(get_heuristics_config(layer, use_batch_invariant=False, gemm_type="indexed"))
 
-    def __call__(self, routing: Routing) -> Tensor:
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Of tokens ``x [T, D]``, their experts int64 ``[T, k]`` and float32 weights."""
         from humming.forward import may_process_input
         from humming_pairs import weighted_sum
 
-        x, (tokens, k) = routing.x, routing.experts.shape
-        w13, w2 = self.layers
-        pairs, hidden = tokens * k, x.shape[1]
-        first, second = (self.sorted_for(number, routing.experts) for number in range(2))
+        (tokens, k), hidden, (w13, w2) = experts.shape, x.shape[1], self.layers
+        pairs = tokens * k
+        first, second = (self.sorted_for(number, experts) for number in range(2))
         empty = partial(torch.empty, device=x.device)
         values, scale, _ = may_process_input(w13, inputs=x, outputs=empty(tokens, hidden, dtype=torch.float8_e4m3fn))
         gate_up = self.product(0, values, scale, empty(pairs, 2 * self.inner, dtype=x.dtype), first, k)
@@ -107,7 +102,7 @@ class HummingExperts:
             activation_impl=self.swiglu,
         )
         outputs = self.product(1, values, scale, empty(pairs, hidden, dtype=x.dtype), second, 1)
-        return weighted_sum(outputs, routing.weights)
+        return weighted_sum(outputs, weights)
 
     def choice(self, number: int, pairs: int) -> dict:
         """The launch configuration of product ``number`` for so many pairs."""
@@ -143,19 +138,6 @@ class HummingExperts:
         )
 
 
-def random_stack(experts: int, rows: int, width: int) -> ExpertStack:
-    """FP4 weights of any bits, with e8m0 scales near those of published checkpoints."""
-    packed = torch.randint(256, (experts, rows, width // 2), dtype=torch.uint8, device="cuda")
-    scale = torch.randint(118, 123, (experts, rows, width // 32), dtype=torch.uint8, device="cuda")
-    return ExpertStack(packed, scale, scale.amax(-1))
-
-
-def random_routing(tokens: int, config: AnyConfig) -> Routing:
-    x = torch.randn(tokens, config.hidden_size, device="cuda").bfloat16()
-    weights, experts = torch.rand(tokens, config.n_routed_experts, device="cuda").topk(config.num_experts_per_tok)
-    return Routing(x, experts, weights)
-
-
 class Point(NamedTuple):
     """One number of tokens: medians of both, each over several routings.
 
@@ -177,58 +159,37 @@ class Comparison:
 
     def __init__(self, model: str):
         self.model, self.config = model, ModelConfig.from_preset(model)
-        experts, hidden = self.config.n_routed_experts, self.config.hidden_size
-        inner = self.config.moe_intermediate_size
-        self.stacks = w1, w3, w2 = (
-            random_stack(experts, inner, hidden),
-            random_stack(experts, inner, hidden),
-            random_stack(experts, hidden, inner),
-        )
+        *_, w1, w3, self.w2 = self.case(1).make(DEVICE, 0)
+        self.w1, self.w3 = w1, w3
         w13 = tuple(torch.cat(pair, 1) for pair in zip(w1[:2], w3[:2], strict=True))
-        self.humming = HummingExperts(w13, w2[:2], self.config.swiglu_limit)
+        self.humming = HummingExperts(w13, self.w2[:2], self.config.swiglu_limit)
 
-    def ours(self, routing: Routing) -> Tensor:
-        return moe_experts(*routing, *self.stacks, self.config.swiglu_limit, fp8_input=True)
+    def case(self, tokens: int) -> OpCase:
+        """Ours, with the weights of all cases of this model."""
+        return experts_case(self.model, tokens, self.config, "fp4")
 
     def point(self, tokens: int, rounds: int) -> Point:
-        routings = [
-            random_routing(tokens, self.config) for _ in range(3 if tokens <= 128 else 2 if tokens <= 512 else 1)
-        ]
-        errors = [self.error(side, routings[0]) for side in (self.ours, self.humming)]
+        case, seeds = self.case(tokens), range(3 if tokens <= 128 else 2 if tokens <= 512 else 1)
+        inputs = [case.make(DEVICE, seed) for seed in seeds]
+        sides = [[partial(case.run["triton"], *one), partial(self.humming, *one[:3])] for one in inputs]
+        errors = [self.error(side(), *inputs[0][:3]) for side in sides[0]]
         if not max(errors) < LARGEST_ERROR:
             raise SystemExit(f"{self.model}, {tokens} tokens: outputs differ from float32 by {errors} of the norm")
-        times = [in_turn([partial(self.ours, one), partial(self.humming, one)], rounds) for one in routings]
+        times = []
+        for calls in sides:
+            graphs = [captured([call]) for call in calls]
+            times.append([statistics.median(found) for found in replay_times(graphs, rounds)])
         ours, humming = (statistics.mean(column) for column in zip(*times, strict=True))
         ratio = statistics.mean(a / b for a, b in times)
         return Point(self.model, tokens, round(ours, 1), round(humming, 1), round(ratio, 3), *errors)
 
-    def error(self, side: Callable[[Routing], Tensor], routing: Routing) -> float:
+    def error(self, outputs: Tensor, x: Tensor, experts: Tensor, weights: Tensor) -> float:
         """Of the first and the last token's output, beside float32."""
-        some = [0, -1] if len(routing.x) > 1 else [0]
-        x, experts, weights = (part[some] for part in routing)
-        exact = torch.cat([
-            reference.moe_experts(x[i : i + 1].float(), experts[i : i + 1], weights[i : i + 1], *self.stacks,
-                                  self.config.swiglu_limit)
-            for i in range(len(some))
-        ])  # fmt: skip
-        return round(float((side(routing)[some].float() - exact).norm() / exact.norm()), 5)
-
-
-def in_turn(calls: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Median microseconds of each call: replays of a graph of it, forwards and backwards in turn."""
-    graphs = [captured([call]) for call in calls]
-    times: list[list[float]] = [[] for _ in calls]
-    order = list(range(len(calls)))
-    for number in range(rounds + 2):
-        for i in order[:: 1 if number % 2 else -1]:
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            graphs[i].replay()
-            after.record()
-            torch.cuda.synchronize()
-            if number > 1:  # two rounds warm up
-                times[i].append(before.elapsed_time(after) * 1e3)
-    return [statistics.median(of_call) for of_call in times]
+        some = [0, -1] if len(x) > 1 else [0]
+        stacks, limit = (self.w1, self.w3, self.w2), self.config.swiglu_limit
+        rows = zip(x[some].float().split(1), experts[some].split(1), weights[some].split(1), strict=True)
+        exact = torch.cat([reference.moe_experts(*row, *stacks, limit) for row in rows])
+        return round(float((outputs[some].float() - exact).norm() / exact.norm()), 5)
 
 
 def main() -> None:
@@ -253,11 +214,11 @@ def main() -> None:
         "benchmark": "humming",
         "rows": [point._asdict() for point in points],
         "humming": importlib.metadata.version("humming-kernels"),
-        "environment": {key: value for key, value in collect().items() if "backends" not in key},
+        "environment": environment(),
     }
     print(json.dumps(report))
     if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_text(args.out, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -88,6 +88,11 @@ def collect() -> dict:
     }
 
 
+def environment() -> dict:
+    """What a benchmark's record keeps of `collect`: all but the impls."""
+    return {key: value for key, value in collect().items() if "backends" not in key}
+
+
 def version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

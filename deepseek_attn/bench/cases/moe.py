@@ -20,7 +20,7 @@ def cases(device: torch.device) -> list[OpCase]:
         config = ModelConfig.from_pretrained(preset)
         for T in TOKENS:
             rows.append(_router(f"{preset} T={T}", T, config))
-            rows.append(_experts(f"{preset} {weights} T={T}", T, config, weights))
+            rows.append(experts_case(f"{preset} {weights} T={T}", T, config, weights))
     return rows
 
 
@@ -41,7 +41,8 @@ def _router(label: str, T: int, config: AnyConfig) -> OpCase:
     return OpCase("moe_route", label, make, run, bytes=2 * E * D + 2 * T * D + 12 * T * k, flops=2 * T * E * D)
 
 
-def _experts(label: str, T: int, config: AnyConfig, weights: str) -> OpCase:
+def experts_case(label: str, T: int, config: AnyConfig, weights: str) -> OpCase:
+    """The routed experts of ``T`` tokens, with random ``weights`` in "fp4" or "fp8" and random routing."""
     E, D, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     k, limit = config.num_experts_per_tok, config.swiglu_limit
 
