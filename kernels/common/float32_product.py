@@ -45,13 +45,15 @@ def _split_float32(w):
 
 
 @triton.jit
-def split_weight_kernel(w_ptr, terms_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Writes the three bfloat16 values of each of ``size`` float32 to ``terms [3, size]``."""
+def split_weight_kernel(w_ptr, terms_ptr, size, PAIRED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Writes the three bfloat16 values of each of ``size`` float32 to ``terms [3, size]``; see `split_weight`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     first, second, third = _split_float32(tl.load(w_ptr + at, mask=at < size, other=0))
+    if PAIRED:
+        at = at // 32 * 32 + at // 2 % 4 * 8 + at // 8 % 4 * 2 + at % 2
     tl.store(terms_ptr + at, first, mask=at < size)
     tl.store(terms_ptr + size + at, second, mask=at < size)
     tl.store(terms_ptr + 2 * size + at, third, mask=at < size)
@@ -167,11 +169,7 @@ def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False
     if T == 0:
         return PartialSums(sums, 1 if grouped else inner)
     if presplit:
-        terms = torch.empty(3, N, K, dtype=torch.bfloat16, device=x.device)
-        split_weight_kernel[(triton.cdiv(N * K, 1024),)](
-            weight, terms, N * K, BLOCK=1024, PDL=pdl, enable_fp_fusion=True, num_warps=4, launch_pdl=pdl
-        )
-        weight = terms
+        weight = split_weight(weight)
     product_kernel[(triton.cdiv(N, block_n), triton.cdiv(T, block_t), len(sums))](
         x,
         weight,
@@ -195,6 +193,27 @@ def float32_product(x: Tensor, weight: Tensor, split: int, squares: bool = False
         launch_pdl=pdl,
     )
     return PartialSums(sums, 1 if grouped else inner)
+
+
+def split_weight(weight: Tensor, paired: bool = False) -> Tensor:
+    """A contiguous float32 weight ``[N, K]`` as bfloat16 ``[3, N, K]`` that adds up to it, the largest first.
+
+    ``paired``: of each 32 channels, the first two of every eight come first, then the next two of every eight, and so
+    on: the order in which a thread of a tensor core has eight consecutive ones in its left factor.
+    """
+    terms, pdl = torch.empty(3, *weight.shape, dtype=torch.bfloat16, device=weight.device), supports_pdl(weight.device)
+    split_weight_kernel[(triton.cdiv(weight.numel(), 1024),)](
+        weight,
+        terms,
+        weight.numel(),
+        PAIRED=paired,
+        BLOCK=1024,
+        PDL=pdl,
+        enable_fp_fusion=True,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return terms
 
 
 def _tiles(T: int, N: int, bfloat16: bool, one_term: bool, grouped: bool) -> tuple[int, int, int, int]:

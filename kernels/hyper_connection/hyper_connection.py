@@ -8,15 +8,19 @@ from __future__ import annotations
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from deepseek_attn.kernels.common.device import on_gpu, supports_pdl
-from deepseek_attn.kernels.common.float32_product import float32_product
+from deepseek_attn.kernels.common.device import gpu, on_gpu, supports_pdl
+from deepseek_attn.kernels.common.float32_product import float32_product, split_weight
 from deepseek_attn.kernels.common.invariance import batch_invariant, planned_rows
 from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import (
     collapse_kernel,
     mix_kernel,
     post_kernel,
 )
+from deepseek_attn.kernels.hyper_connection.post_product_hopper import BLOCK, COLUMNS, TOKENS, post_product_kernel
+from deepseek_attn.kernels.hyper_connection.post_product_hopper import M as STREAMS
 from deepseek_attn.kernels.hyper_connection.types import (
     DelayedInput,
     HyperConnection,
@@ -26,6 +30,7 @@ from deepseek_attn.kernels.hyper_connection.types import (
 
 FUSED = 8  # tokens up to which streams are updated and projected in one launch; more take less time in two
 FEW = 32  # tokens up to which streams are projected without tensor cores
+MANY_ON_HOPPER = 512  # tokens from which one launch updates and projects the streams on Hopper
 MANY = 1024  # tokens from which a program projects more channels, and one computes the combs of many tokens
 SPLIT = 256  # channels of the flattened streams per split-K partial, for more than few tokens
 
@@ -185,11 +190,53 @@ def _projected(update: tuple[Tensor, Tensor, Tensor] | None, streams: Tensor, fn
     """The streams, updated if there is an update; and partial sums ``[splits, T, len(fn) + 1]`` of their product."""
     T, m, D = streams.shape
     few = _few(T)
+    if update is not None and _fits_hopper(update[0], streams):
+        return _post_product(*update, streams, fn)
     if update is not None and not (few and T <= FUSED):
         streams, update = hc_post(update[0], streams, *update[1:]), None
     if few:
         return _mix(update, streams, fn)
     return streams, float32_product(streams.view(T, m * D), fn, SPLIT, squares=True, many=MANY).sums
+
+
+def _fits_hopper(y: Tensor, streams: Tensor) -> bool:
+    """Whether `post_product_kernel` updates these streams, and sooner than launches of their own."""
+    T, m, D = streams.shape
+    many = T >= MANY_ON_HOPPER and not batch_invariant()
+    bfloat16 = y.dtype == streams.dtype == torch.bfloat16
+    return many and bfloat16 and m == STREAMS.value and D % BLOCK.value == 0 and gpu(y.device).capability == (9, 0)
+
+
+def _post_product(y: Tensor, post: Tensor, comb: Tensor, streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
+    """`_projected` of streams that are updated in the same launch."""
+    (T, _, D), rows = streams.shape, len(fn)
+    tiles = triton.cdiv(T, TOKENS.value)
+    splits = max(1, min(gpu(y.device).multiprocessors // tiles, D // BLOCK.value))
+    new = torch.empty_like(streams)
+    sums = torch.empty(splits, T, rows + 1, dtype=torch.float32, device=y.device)
+    terms = split_weight(fn, paired=True).flatten(0, 1)
+    post_product_kernel[(tiles, splits)](
+        _tiled(y, TOKENS.value),
+        _tiled(streams.flatten(1), TOKENS.value),
+        _tiled(terms, COLUMNS.value),
+        post,
+        comb,
+        new,
+        sums,
+        T,
+        D=D,
+        ROWS=rows,
+        enable_fp_fusion=True,
+        num_warps=8,
+        maxnreg=168,
+        launch_pdl=True,
+    )
+    return new, sums
+
+
+def _tiled(tensor: Tensor, rows: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(64, 16, 2)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, BLOCK.value], layout)
 
 
 def _mix(update: tuple[Tensor, Tensor, Tensor] | None, streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:

@@ -129,15 +129,16 @@ STEPS = {"one token": 1, "32": 32, "128": 128, "4096": 4096}
 @pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
 def test_it_compiles(monkeypatch, tmp_path, arch, step):
     monkeypatch.setattr(hyper_connection, "on_gpu", lambda x: True)
-    pass_for_gpu(monkeypatch, CAPABILITIES[arch])
+    pass_for_gpu(monkeypatch, CAPABILITIES[arch], hyper_connection)
     output, pre, connection = make(STEPS[step], 4, 5120, torch.bfloat16, "meta")
 
     def call():
         hyper_connection.hc_delayed(output, pre, connection)
         hyper_connection.hc_collapse(output.streams, pre, 1e-20, connection.norm)
 
-    found = compiled_launches(monkeypatch, [hyper_connection, float32_product], arch, call, alike=True)
+    found = compiled_launches(monkeypatch, [hyper_connection, float32_product], arch, call, alike=arch != "sm90")
     assert len(found["collapse_kernel"]) == 2
+    assert ("post_product_kernel" in found) == ((arch, step) == ("sm90", "4096"))
     if arch == "sm90":
         for kernel in found["collapse_kernel"]:
             assert "griddepcontrol.wait" in kernel.asm["ptx"]
