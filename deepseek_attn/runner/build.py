@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
 import torch
@@ -223,6 +224,7 @@ def build_runner(
         backend, decode_backend, prefill_backend, fp8_mode, prefill_workspace_rows, deterministic
     )
     fork = forked_compiler() if compile_ahead and device.type == "cuda" else None  # what follows initialises CUDA
+    digest = None if problem_on(device) else _digest_of_triton()
     family = get_family(config, numerics, dtype, device, attention, parallel)
     limit = config.max_position_embeddings
     max_model_len = min(limit, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
@@ -288,7 +290,16 @@ def build_runner(
         )
     if compilation is not None:
         weakref.finalize(runner, compilation.close)
+    if digest is not None:
+        digest.join()  # a launch before its end would compute it again
     return runner
+
+
+def _digest_of_triton() -> Thread:
+    """Computes what every key of Triton's cache contains beside what follows."""
+    from deepseek_attn.kernels.common.launches import digest_triton
+
+    return digest_triton()
 
 
 def _compiles_kernels(family: Family, attention_only: bool) -> bool:

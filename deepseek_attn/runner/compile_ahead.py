@@ -290,9 +290,8 @@ def compile_ahead(request: RunnerRequest, progress: bool, fork: Fork | None = No
     Args:
         fork: of `forked_compiler`; without one, the process that compiles is a new interpreter, which imports torch.
     """
-    from deepseek_attn.kernels.common.launches import Variant, call_before_compiling, digest_triton
+    from deepseek_attn.kernels.common.launches import Variant, call_before_compiling
 
-    digest_triton()  # the first launch needs it
     if request.marker().exists():
         return None
     compilation = Compilation(request, fork=fork)

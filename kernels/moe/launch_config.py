@@ -107,16 +107,15 @@ def choose_config(pairs: int, experts: int, operands: Operands, capability: tupl
     return LaunchConfig(64, 128, 128 if operands.scaled else 64, 4, 4)
 
 
-# (mean number of rows of an expert, configuration up to it), from an H200. Few rows: two programs per multiprocessor
-# hide latency, and weight rows are read 128 bytes at a time. More: three warpgroups share the rows that they multiply,
-# and have registers for 128 of them. Many: an expert whose rows exceed the largest tile is read twice, and only two
-# warpgroups have registers for 192.
+# (mean number of rows of an expert, configuration up to it), from an H200 and an H100. Few rows: two programs per
+# multiprocessor hide latency, and weight rows are read 128 bytes at a time. More: three warpgroups share the rows that
+# they multiply, and have registers for 128 of them. Many: only two have registers for 192. An expert whose rows exceed
+# the largest tile is read twice: a configuration ends where that becomes common.
 HOPPER_CONFIGS = (
     (2, HopperLaunchConfig((8,), 8, 8, 2, channels=256)),
-    (6, HopperLaunchConfig((8, 16), 16, 8, 2, channels=256)),
-    (36, HopperLaunchConfig((8, 16, 32), 32, 8, 2, channels=256)),
-    (56, HopperLaunchConfig((32, 64), 64, 8, 1, 3)),
-    (112, HopperLaunchConfig((32, 64, 96, 128), 64, 8, 1, 3, False)),
+    (22, HopperLaunchConfig((8, 16, 32), 32, 8, 2, channels=256)),
+    (54, HopperLaunchConfig((32, 64), 64, 8, 1, 3)),
+    (122, HopperLaunchConfig((32, 64, 96, 128), 64, 8, 1, 3, False)),
     (float("inf"), HopperLaunchConfig((32, 64, 96, 128, 160, 192), 64, 6)),
 )
 

@@ -59,14 +59,15 @@ def place_rows_kernel(
     weight = tl.load(weights_ptr + pair, mask=pair < pairs, other=0)
     count = tl.zeros((E_PADDED,), tl.int32)
     earlier = tl.zeros((E_PADDED,), tl.int32)
-    for begin in tl.range(0, chunks, 8):
+    # the stages of both loops: what later rounds read is loaded ahead
+    for begin in tl.range(0, chunks, 8, num_stages=4):
         other = begin + tl.arange(0, 8)[:, None]
         inside = (other < chunks) & (expert < E)[None, :]
         counts = tl.load(counts_ptr + other * E + expert[None, :], mask=inside, other=0)
         count += tl.sum(counts, 0)
         earlier += tl.sum(tl.where(other < chunk, counts, 0), 0)
     rank = tl.zeros((BLOCK,), tl.int32)
-    for begin in tl.range(chunk * CHUNK, tl.program_id(0) * BLOCK + BLOCK, 32):
+    for begin in tl.range(chunk * CHUNK, tl.program_id(0) * BLOCK + BLOCK, 32, num_stages=6):
         other = begin + tl.arange(0, 32)
         its = tl.load(experts_ptr + other, mask=other < pairs, other=-1).to(tl.int32)
         rank += tl.sum(((its[None, :] == mine[:, None]) & (other[None, :] < pair[:, None])).to(tl.int32), 1)
