@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepseek_attn.bench.floors import Work
 from deepseek_attn.bench.stages import EXPERTS, HEAD, NORMS, ROUTING
@@ -123,4 +123,17 @@ H200 = Machine(
         "more GPUs of a host, and hosts (400 Gb/s per GPU): not measured; latencies as in NCCL's src/graph/tuning.cc",
     ),
 )
-MACHINES = {machine.name: machine for machine in (H200,)}
+H100 = replace(
+    H200,
+    name="h100",
+    memory=85_017_493_504,
+    rates={"copy": 3.02e12, "bf16": 782e12, "fp8": 1418e12},
+    many=H200.many | {NORMS: Cost(8.0, 1.63, 0.0), ROUTING: Cost(4.0, 0.0, 2.4)},
+    sources=(
+        "memory, rates, hyper-connections and norms, and routing of many tokens: one H100 with 80 GB (SXM)",
+        "other stages: as far from their floors as on an H200, which is within 17 % of steps of V4-Flash, 8 layers, on "
+        "one H100, batches 1 to 128 and 4096 and 8192 tokens (docs/data/h100_model.json)",
+        "context, kernels and exchanges: as of H200s, not measured",
+    ),
+)
+MACHINES = {machine.name: machine for machine in (H200, H100)}

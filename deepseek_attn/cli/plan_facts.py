@@ -38,7 +38,7 @@ class PlanFacts:
 
     def __init__(self, args: argparse.Namespace):
         if args.ranks != 1 and args.gpu is None:
-            raise ValueError("--ranks: say of which GPUs, --gpu h200")
+            raise ValueError(f"--ranks: say of which GPUs, --gpu {' or '.join(sorted(MACHINES))}")
         self.args, self.config, device = args, ModelConfig.from_pretrained(args.model), pick_device(None)
         self.on_gpu, self.dp_attention = args.gpu is not None or device.type == "cuda", args.layout == "dp"
         self.numerics = numerics_for(self.config, args.numerics or ("serving" if self.on_gpu else "exact"))

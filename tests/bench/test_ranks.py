@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepseek_attn.bench.machines import H200
+from deepseek_attn.bench.machines import H200, MACHINES
 from deepseek_attn.bench.ranks import RankLayout, RankModel, busiest_share
 from deepseek_attn.cli import main, plan_facts
 from deepseek_attn.config.model import ModelConfig
@@ -66,12 +66,13 @@ def test_measured_steps_are_predicted_within_a_fifth(ranks, layers, row):
     assert predicted.microseconds == pytest.approx(row["ms"] * 1e3, rel=0.2)
 
 
-@pytest.mark.parametrize(
-    "row", json.loads((DATA / "h200_model.json").read_text())["rows"], ids=lambda row: str(row["batch"] * row["tokens"])
-)
-def test_measured_steps_of_one_gpu_are_predicted_within_a_fifth(row):
+ALONE = [(name, row) for name in MACHINES for row in json.loads((DATA / f"{name}_model.json").read_text())["rows"]]
+
+
+@pytest.mark.parametrize(("name", "row"), ALONE, ids=[f"{name} {row['batch'] * row['tokens']}" for name, row in ALONE])
+def test_measured_steps_of_one_gpu_are_predicted_within_a_fifth(name, row):
     config = ModelConfig.from_preset("v4_flash").replace(num_hidden_layers=8)
-    found = RankModel(config, numerics_for(config, "serving"), torch.bfloat16, RankLayout(1), H200)
+    found = RankModel(config, numerics_for(config, "serving"), torch.bfloat16, RankLayout(1), MACHINES[name])
     predicted = found.step(row["batch"], row["tokens"], row["context"]).microseconds
     assert predicted == pytest.approx(row["microseconds"], rel=0.2)
 
@@ -135,7 +136,10 @@ def test_the_command(tmp_path, capsys):
 def test_ranks_need_a_gpu_by_name(device, capsys, monkeypatch):
     monkeypatch.setattr(plan_facts, "pick_device", lambda wanted: torch.device(device))
     assert main(["plan", "--ranks", "2"]) == 2
-    assert "--gpu h200" in capsys.readouterr().err
+    assert "--gpu h100 or h200" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--ranks", "2", "--gpu", "a100"])
+    assert f"choose from {', '.join(sorted(MACHINES))}" in capsys.readouterr().err.replace("'", "")
 
 
 @EXHAUSTIVE
