@@ -1,10 +1,10 @@
 """Gluon device code of `launch_hopper`: products of routed rows with FP4 or FP8 experts on Hopper's FP8 tensor cores.
 
-A job is a block of 128 or 192 weight rows of an expert by a tile of rows that are routed to it. Two warps load blocks
-of 128 channels: one of the weight, one of the rows. For small tiles a stage has a pair of them, so that 128 bytes of a
-weight row are read at a time, and one block is converted while the other is multiplied. Two or three warpgroups
-multiply 64 weight rows each. The weight is the left factor and comes from registers: FP4 weights become FP8 on the way.
-Each block of channels has a fresh accumulator, which is added under its scales.
+A job is a block of 64, 128 or 192 weight rows of an expert by a tile of rows that are routed to it. Two warps load
+blocks of 128 channels: one of the weight, one of the rows. For small tiles a stage has a pair of them, so that 128
+bytes of a weight row are read at a time, and one block is converted while the other is multiplied. One to three
+warpgroups multiply 64 weight rows each. The weight is the left factor and comes from registers: FP4 weights become FP8
+on the way. Each block of channels has a fresh accumulator, which is added under its scales.
 
 A thread of a tensor core's left factor holds runs of 4 channels that are 16 apart. Rows are stored with the channels of
 a block reordered (`prepare_rows_kernel`), so that these are 32 consecutive channels of the weight: those of one scale.
@@ -588,7 +588,17 @@ def experts_hopper_kernel(
     stacks = Stacks(a_scale, b_scale, a_exponent, b_exponent)
     tiles = Tiles(entries, capacity, count)
     output = Output(out, pairs, weights, limit)
-    if GROUPS == 2:
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply_all, (tiles, stacks, output, buffers, 0, TILING)),
+                (_load_weights, (a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING)),
+                (_load_rows, (x_desc, x_scale_desc, tiles, buffers, TILING)),
+            ],
+            [1, 1],
+            [LOADERS, LOADERS],
+        )
+    elif GROUPS == 2:
         gl.warp_specialize(
             [
                 (_multiply_all, (tiles, stacks, output, buffers, 0, TILING)),

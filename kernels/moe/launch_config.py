@@ -35,8 +35,8 @@ class HopperLaunchConfig:
         sizes: numbers of routed rows that a tile is rounded up to, multiples of the first in rising order.
         part: routed rows that are multiplied at once, at most.
         stages: in flight, as far as shared memory suffices.
-        programs: per multiprocessor, 1 or 2.
-        warpgroups: that multiply, 2 or 3; three with programs of their own only.
+        programs: per multiprocessor, 1 to 3.
+        warpgroups: that multiply, 1 to 3; three where there is one program.
         overlap: two parts are multiplied at once, which takes registers.
         channels: of a stage, 128 or 256; 256 with one part only, FP8 weights take 128.
     """
@@ -107,11 +107,13 @@ def choose_config(pairs: int, experts: int, operands: Operands, capability: tupl
     return LaunchConfig(64, 128, 128 if operands.scaled else 64, 4, 4)
 
 
-# (mean number of rows of an expert, configuration up to it), from an H200 and an H100. Few rows: two programs per
-# multiprocessor hide latency, and weight rows are read 128 bytes at a time. More: three warpgroups share the rows that
-# they multiply, and have registers for 128 of them. Many: only two have registers for 192. An expert whose rows exceed
-# the largest tile is read twice: a configuration ends where that becomes common.
+# (mean number of rows of an expert, configuration up to it), from an H200 and an H100. Few rows: several programs per
+# multiprocessor hide latency, and weight rows are read 128 bytes at a time. For a few tokens jobs of 64 rows leave
+# multiprocessors less unequal shares. More: three warpgroups share the rows that they multiply, and have registers for
+# 128 of them. Many: only two have registers for 192. An expert whose rows exceed the largest tile is read twice: a
+# configuration ends where that becomes common.
 HOPPER_CONFIGS = (
+    (0.3, HopperLaunchConfig((8,), 8, 8, 3, 1, channels=256)),
     (2, HopperLaunchConfig((8,), 8, 8, 2, channels=256)),
     (22, HopperLaunchConfig((8, 16, 32), 32, 8, 2, channels=256)),
     (54, HopperLaunchConfig((32, 64), 64, 8, 1, 3)),

@@ -28,7 +28,7 @@ _BYTES = gl.NVMMASharedLayout(0, 8, 2)
 _SCALES = gl.NVMMASharedLayout(0, 32, 2)
 CHUNK = 512  # pairs that are counted together
 MAX_FEW = 64  # pairs up to which one launch does everything before the products
-SHARED = (200, 101)  # KiB for stages where a multiprocessor has 1, 2 programs; outputs change their layout in the rest
+SHARED = (200, 101, 66)  # KiB for stages where a multiprocessor has 1, 2, 3 programs; outputs change layout in the rest
 _STEP = 512  # both widths must be multiples of it: scales of FP4 are read for four blocks of channels
 
 

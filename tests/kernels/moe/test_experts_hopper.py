@@ -118,7 +118,8 @@ def test_chosen_configurations():
         assert config.sizes[0] % 8 == 0
         rests = {size % config.part for size in config.sizes}
         assert all(rest & (rest - 1) == 0 for rest in rests)  # shapes of products are powers of two
-        assert config.programs <= 2
+        assert config.programs <= 3
+        assert config.warpgroups < 3 or config.programs == 1
         assert config.channels == 128 or config.part == config.sizes[-1]
     assert choose_hopper_config(6, 256, True) == HOPPER_CONFIGS[0][1]
     assert choose_hopper_config(6, 256, False) is None
@@ -133,13 +134,18 @@ def launches(monkeypatch, fmt, config, tokens=100, hidden=1024, inner=512):
     return compiled_launches(monkeypatch, [launch_hopper], "sm90", lambda: launch_hopper.launch_hopper(*args))
 
 
-CONFIGS = {str(config.sizes[-1]): config for _, config in HOPPER_CONFIGS}
-LARGEST = str(choose_hopper_config(1 << 16, 256, False).sizes[-1])
+def name_of(config):
+    """Rows of its largest tile by weight rows of a job."""
+    return f"{config.sizes[-1]}x{64 * config.warpgroups}"
+
+
+CONFIGS = {name_of(config): config for _, config in HOPPER_CONFIGS}
+LARGEST = name_of(choose_hopper_config(1 << 16, 256, False))
 # of FP8 weights only the largest tiles are launched; on a GPU all are
 COMPILED = [*(("fp4", name) for name in CONFIGS), ("fp8", LARGEST)]
 
 
-@pytest.mark.parametrize(("fmt", "name"), tiered(COMPILED, [("fp4", "8")]))
+@pytest.mark.parametrize(("fmt", "name"), tiered(COMPILED, [("fp4", "8x128")]))
 def test_it_compiles(monkeypatch, tmp_path, fmt, name):
     """`compiled_launches` compares shared memory with the GPU's. Sizes between the first and the last once."""
     config = CONFIGS[name]
@@ -164,7 +170,7 @@ def test_it_compiles(monkeypatch, tmp_path, fmt, name):
 )
 def test_launches_beside_the_products(monkeypatch, tokens, grouping):
     monkeypatch.setattr(launch_hopper, "_product", lambda *args: None)
-    assert set(launches(monkeypatch, "fp4", CONFIGS["8"], tokens)) == grouping | {"prepare_rows_kernel"}
+    assert set(launches(monkeypatch, "fp4", CONFIGS["8x128"], tokens)) == grouping | {"prepare_rows_kernel"}
 
 
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
