@@ -76,7 +76,8 @@ def test_drafts_are_those_of_the_brute_force(family, chunks):
 @pytest.mark.parametrize("num_drafts", tiered([1, 3, 5], quick=[3]))
 def test_text_is_the_same_in_fewer_steps(family, num_drafts):
     runner = runner_of(family)
-    greedy, sampled = (SamplingParams(temperature=t, max_tokens=14, ignore_eos=True, seed=4) for t in (0, 0.7))
+    # this seed's random numbers are 0.02 and more from where another token would be sampled
+    greedy, sampled = (SamplingParams(temperature=t, max_tokens=14, ignore_eos=True, seed=2) for t in (0, 0.7))
     jobs = [(prompt(runner.config, n, seed=n), params) for n, params in ((3, greedy), (20, sampled), (143, greedy))]
     before = runner.manager.available_pages()
     alone, plain = complete(runner, jobs, 0)

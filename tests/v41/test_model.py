@@ -125,16 +125,19 @@ def test_official_numerics_equal_brute_force(seed):
 
 
 def test_serving_numerics():
-    """Records of 584 bytes for both caches, FP8 index keys, blocks of 128: near the exact result, equal in pieces."""
+    """Records of 584 bytes for both caches, FP8 index keys, blocks of 128: near the exact result, equal in pieces.
+
+    In ``deterministic`` steps, since a last bit that products of other sizes round otherwise may change a value in FP8.
+    """
     widths = {"hidden_size": 128, "q_lora_rank": 128, "num_attention_heads": 8, "o_lora_rank": 64}
     config = tiny(num_hidden_layers=3, moe_intermediate_size=128, index_topk=64, engram_layer_ids=None, **widths)
     source, tokens = RandomSource(config, 0), prompt(config, 30)
     expected = make_runner(config, source).score([tokens])[0]
-    runner = make_runner(config, source, numerics="serving")
+    runner = make_runner(config, source, numerics="serving", deterministic=True)
     assert {pool.record.name for pool in runner.pools if pool.spec.record} == {"fp8_v4", "index_fp8"}
     assert runner.model.layers["1"].attn.wq_b.scale.shape == (6, 1)
     logits = runner.score([tokens])[0]
-    assert_close(runner.score([tokens], 7)[0], logits, TOLERANCE)
+    assert torch.equal(runner.score([tokens], 7)[0], logits)
     error = (logits - expected).norm(dim=1) / expected.norm(dim=1)
     assert 1e-3 < float(error.median()) < 0.25  # experts may differ
 
