@@ -80,7 +80,7 @@ def run_layer(args: argparse.Namespace) -> None:
             runner = None  # its memory is free before the next one is made
             runner = ModelRunner.from_source(
                 config, source, layers=config.with_sources(group), attention_only=True, backend=backend,
-                device=device, numerics=args.numerics, dtype=args.dtype, progress=False,
+                device=device, numerics=args.numerics, index_keys=args.index_keys, dtype=args.dtype, progress=False,
                 max_model_len=max(context for _, _, context in steps),
                 max_num_seqs=max(args.batch),
                 max_num_batched_tokens=max([max(args.batch) * max(args.query_tokens), *args.prefill, 256]),
@@ -110,7 +110,8 @@ def run_model(args: argparse.Namespace) -> None:
         config = config.replace(n_routed_experts=args.experts)
     runner = ModelRunner.from_source(
         config, RepeatingSource(config), layers=args.layers, backend=args.backend, device=args.device,
-        numerics=args.numerics, dtype=args.dtype, deterministic=args.deterministic, progress=False,
+        numerics=args.numerics, index_keys=args.index_keys, dtype=args.dtype, deterministic=args.deterministic,
+        progress=False,
         max_model_len=max([*args.context, *args.prefill]), max_num_seqs=max(args.batch),
         max_num_batched_tokens=max([*args.batch, *args.prefill, 256]),
     )  # fmt: skip
@@ -210,8 +211,8 @@ def checkpoint_to_time(args: argparse.Namespace) -> str | Path | None:
 def engine_runner(args: argparse.Namespace, checkpoint: str | Path | None) -> ModelRunner:
     """The runner of a checkpoint, or of a config with random weights, with as much cache as the requests need."""
     options = {
-        "device": args.device, "numerics": args.numerics, "dtype": args.dtype, "backend": args.backend,
-        "deterministic": args.deterministic,
+        "device": args.device, "numerics": args.numerics, "index_keys": args.index_keys, "dtype": args.dtype,
+        "backend": args.backend, "deterministic": args.deterministic,
         "max_model_len": args.prompt + args.tokens + max(args.drafts), "max_num_seqs": max(args.batch),
         "max_num_batched_tokens": max(2048, max(args.batch) * (1 + max(args.drafts))),
     }  # fmt: skip

@@ -70,6 +70,11 @@ def add_numerics_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--numerics", choices=("exact", "official", "serving"), help="default: exact on a CPU, serving on a GPU"
     )
+    parser.add_argument(
+        "--index-keys",
+        choices=("fp8", "fp4"),
+        help="format of the indexer's keys; fp4 halves what a selection reads (default: that of the numerics)",
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
 
 
@@ -101,7 +106,7 @@ def add_limits(parser: argparse._ActionsContainer) -> None:
 
 def runner_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `ModelRunner.from_pretrained`."""
-    names = ("device", "numerics", "dtype", *ATTENTION, "deterministic", "parallel", *LIMITS)
+    names = ("device", "numerics", "index_keys", "dtype", *ATTENTION, "deterministic", "parallel", *LIMITS)
     options = {name: getattr(args, name, None) for name in names}
     return options | {"fp8_mode": options["fp8_mode"] or "auto", "deterministic": bool(options["deterministic"])}
 

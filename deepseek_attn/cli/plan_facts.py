@@ -41,7 +41,8 @@ class PlanFacts:
             raise ValueError(f"--ranks: say of which GPUs, --gpu {' or '.join(sorted(MACHINES))}")
         self.args, self.config, device = args, ModelConfig.from_pretrained(args.model), pick_device(None)
         self.on_gpu, self.dp_attention = args.gpu is not None or device.type == "cuda", args.layout == "dp"
-        self.numerics = numerics_for(self.config, args.numerics or ("serving" if self.on_gpu else "exact"))
+        preset = args.numerics or ("serving" if self.on_gpu else "exact")
+        self.numerics = numerics_for(self.config, preset, args.index_keys)
         self.dtype = pick_dtype(args.dtype or ("bfloat16" if self.on_gpu else None), device)
         self.limit = self.config.max_position_embeddings
         self.length = min(self.limit, DEFAULT_MAX_MODEL_LEN) if args.max_model_len is None else args.max_model_len

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     request = RunnerRequest.of(
         config,
         headers,
-        numerics=numerics_for(config, args.numerics or "serving"),
+        numerics=numerics_for(config, args.numerics or "serving", args.index_keys),
         dtype=pick_dtype(args.dtype, cuda),
         attention=attention_options(args),
         sizes=RunnerSizes(length, args.max_num_seqs, args.max_num_batched_tokens, 16),

@@ -14,7 +14,7 @@ class Numerics:
     """Which tensors are quantised, and to which format.
 
     Attributes:
-        name: preset name.
+        name: preset name, and the format of index keys where that is not the preset's.
         quantized_weights: keep FP8 / FP4 weights as stored; otherwise they are dequantised to the model dtype at load.
         fp8_activations: inputs of linears with quantised weights are rounded to FP8 per token and 128 channels.
         fp8_wo_a_input: the same for the grouped output projection ``wo_a``, which DeepSeek's own code runs in bf16.
@@ -74,12 +74,40 @@ PRESETS = {
 }
 
 
-def numerics_for(config: AnyConfig, name: str | Numerics) -> Numerics:
+INDEX_KEYS = ("fp8", "fp4")  # formats of index keys that can be chosen beside a preset
+
+
+def numerics_for(config: AnyConfig, name: str | Numerics, index_keys: str | None = None) -> Numerics:
     """A preset as a model means it; a ``Numerics`` passes through, but for its ``weight_block``.
 
     DeepSeek-V3.2 has FP8 index keys where V4's official ones are FP4, and a ``scale_fmt`` that V3 has not. V4.1 has no
     Hadamard matrix, and official records of its own.
+
+    Args:
+        index_keys: the format of index keys, one of `INDEX_KEYS`, instead of the preset's: ``fp4`` is DeepSeek's own
+            (of V4 behind a Hadamard matrix), ``fp8`` that of serving engines on Hopper.
+
+    Raises:
+        ValueError: an unknown preset or format, or a format that the model's index keys do not have.
     """
+    numerics = _preset_for(config, name)
+    if index_keys is None:
+        return numerics
+    if index_keys not in INDEX_KEYS:
+        raise ValueError(f"unknown index_keys {index_keys!r}: supported are {', '.join(INDEX_KEYS)}")
+    if not any(layer.has_indexer for layer in config.layers):
+        raise ValueError(f"index_keys={index_keys!r}: no layer of this model has an indexer; leave it out")
+    hadamard = numerics.index_hadamard
+    if isinstance(config, DeepseekV32Config):
+        if index_keys != "fp8":
+            raise ValueError(f"index_keys={index_keys!r}: index keys of {config.model_type} are fp8; leave it out")
+    elif not isinstance(config, DeepseekV41Config):
+        hadamard = index_keys == "fp4"
+    chosen = replace(numerics, index_record=index_keys, index_hadamard=hadamard)
+    return numerics if chosen == numerics else replace(chosen, name=f"{numerics.name} ({index_keys} index keys)")
+
+
+def _preset_for(config: AnyConfig, name: str | Numerics) -> Numerics:
     preset = get_numerics(name)
     if preset.weight_block != config.FP8_GROUP:
         preset = replace(preset, weight_block=config.FP8_GROUP)

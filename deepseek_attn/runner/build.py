@@ -25,7 +25,7 @@ from deepseek_attn.checkpoint.loader import LoadReport, load_model
 from deepseek_attn.checkpoint.source import CheckpointSource
 from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN
 from deepseek_attn.config.model import AnyConfig
-from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.config.numerics import Numerics, numerics_for
 from deepseek_attn.config.options import (
     as_list,
     check_sizes,
@@ -189,6 +189,7 @@ def build_runner(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     numerics: str | Numerics | None = None,
+    index_keys: str | None = None,
     backend: str = "auto",
     decode_backend: str | None = None,
     prefill_backend: str | None = None,
@@ -218,7 +219,7 @@ def build_runner(
     """
     device = pick_device(device)
     dtype = pick_dtype(dtype, device)
-    numerics = numerics or ("serving" if device.type == "cuda" else "exact")
+    numerics = numerics_for(config, numerics or ("serving" if device.type == "cuda" else "exact"), index_keys)
     parallel = parallel or Parallel.single()
     attention = AttentionOptions(
         backend, decode_backend, prefill_backend, fp8_mode, prefill_workspace_rows, deterministic
