@@ -11,6 +11,8 @@ a block reordered (`prepare_rows_kernel`), so that these are 32 consecutive chan
 
 FP4 weights times a power of two from 2**-5 to 2**6 are exact in e4m3 (`fp4_hopper`). What remains of their scales is
 one power of two per weight row, which multiplies the sum (`row_exponents`).
+
+Loads are in `experts_hopper_loads`, weights in registers in `experts_hopper_weights`, stores in `experts_hopper_output`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.fp4_hopper import HIGH, HIGH_STEP, LOW, LOW_STEP
-from deepseek_attn.kernels.common.gluon import arrive_alone, barrier, load_tile, reinterpret
+from deepseek_attn.kernels.common.gluon import arrive_alone, barrier, reinterpret
+from deepseek_attn.kernels.moe.experts_hopper_loads import Buffers, Tiles, load_rows, load_weights, tile_of
+from deepseek_attn.kernels.moe.experts_hopper_output import TOP, Output, store_part
 from deepseek_attn.kernels.moe.experts_hopper_weights import (
     QUAD,
     exponents,
@@ -41,23 +45,11 @@ from deepseek_attn.kernels.moe.experts_hopper_weights import (
     weight_powers,
 )
 
-TOP = 6  # the largest scale of a row becomes this power of two
 _TOP = gl.constexpr(TOP)
 _QUAD = gl.constexpr(QUAD)
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _WEIGHT = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 _BYTES = gl.constexpr(gl.NVMMASharedLayout(0, 8, 2))
-
-
-# float32 rounded to bfloat16, two at once: ptxas makes a slow instruction of single conversions
-_ROUND_BF16 = gl.constexpr("""
-{
-    .reg .b32 both;
-    cvt.rn.bf16x2.f32 both, $3, $2;
-    shl.b32 $0, both, 16;
-    and.b32 $1, both, 0xFFFF0000;
-}
-""")
 
 
 @dataclass(frozen=True)
@@ -104,131 +96,6 @@ class Stacks(NamedTuple):
     b_scale: Any
     a_exponent: Any
     b_exponent: Any
-
-
-class Tiles(NamedTuple):
-    """Tiles of routed rows: expert, first row, rows of each, int32 ``[3, capacity]``; their number."""
-
-    entries: Any
-    capacity: Any
-    count: Any
-
-
-class Output(NamedTuple):
-    """Where products go: ``out``, in order of the routed rows if gated, else by pair.
-
-    Attributes:
-        pairs: int32, the pair of each row; weights: float32 by row.
-        limit: clamp of swiglu.
-    """
-
-    out: Any
-    pairs: Any
-    weights: Any
-    limit: Any
-
-
-class Buffers(NamedTuple):
-    """Shared memory by stage: weight, input by block, scales of the input by block, barriers of full and empty stages.
-
-    ``weight_scales``: e8m0 scales of FP4 weights, of `QUAD` blocks, twice; None with FP8.
-    """
-
-    weight: Any
-    weight_scales: Any
-    x: Any
-    scales: Any
-    full: Any
-    empty: Any
-
-
-@gluon.jit
-def _tile_of(tiles, job, TILING: gl.constexpr):
-    """(expert, first row, rows) of the tile of a job."""
-    entry = tiles.entries + job // TILING.ROW_BLOCKS
-    return gl.load(entry), gl.load(entry + tiles.capacity), gl.load(entry + 2 * tiles.capacity)
-
-
-@gluon.jit
-def _load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING: gl.constexpr):
-    """Loads the weight blocks of all jobs of this program in order. The launch before need not be done."""
-    STAGES: gl.constexpr = TILING.STAGES
-    BLOCKS: gl.constexpr = TILING.CHANNELS // 128
-    STEP: gl.constexpr = TILING.CHANNELS // 2 if TILING.FP4 else 128
-    BOXES: gl.constexpr = TILING.WARPGROUPS if BLOCKS == 1 else 1
-    HEIGHT: gl.constexpr = TILING.WARPGROUPS * 64
-    ROWS: gl.constexpr = HEIGHT // BOXES // (2 if TILING.GATED else 1)
-    if TILING.WAIT:
-        gdc_wait()
-    jobs = gl.load(tiles.count) * TILING.ROW_BLOCKS
-    n = jobs * 0
-    slot = n + 1
-    for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
-        expert = gl.load(tiles.entries + job // TILING.ROW_BLOCKS)
-        weight_row = expert * TILING.N + job % TILING.ROW_BLOCKS * (BOXES * ROWS)
-        for step in range(TILING.K // TILING.CHANNELS):
-            stage = n % STAGES
-            full = buffers.full.index(stage)
-            mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
-            if TILING.FP4:
-                with_scales = step % (_QUAD // BLOCKS) == 0
-                mbarrier.expect(full, HEIGHT * STEP, pred=step % (_QUAD // BLOCKS) != 0)
-                mbarrier.expect(full, HEIGHT * (STEP + 4 * _QUAD), pred=with_scales)
-                slot = (slot + with_scales.to(gl.int32)) % 2
-                for i in gl.static_range(BOXES):
-                    at = [weight_row + ROWS * i, step * (4 * BLOCKS)]
-                    to = slot * BOXES + i
-                    if TILING.GATED:
-                        load_tile(a_scale_desc, at, full, buffers.weight_scales.index(2 * to), pred=with_scales)
-                        load_tile(b_scale_desc, at, full, buffers.weight_scales.index(2 * to + 1), pred=with_scales)
-                    else:
-                        load_tile(a_scale_desc, at, full, buffers.weight_scales.index(to), pred=with_scales)
-            else:
-                mbarrier.expect(full, HEIGHT * STEP)
-            for i in gl.static_range(BOXES):
-                at = [weight_row + ROWS * i, step * STEP]
-                to = stage * BOXES + i
-                if TILING.GATED:
-                    load_tile(a_desc, at, full, buffers.weight.index(2 * to))
-                    load_tile(b_desc, at, full, buffers.weight.index(2 * to + 1))
-                else:
-                    load_tile(a_desc, at, full, buffers.weight.index(to))
-            n += 1
-
-
-@gluon.jit
-def _load_rows(x_desc, x_scale_desc, tiles, buffers, TILING: gl.constexpr):
-    """Loads the blocks of routed rows of all jobs of this program in order."""
-    PART: gl.constexpr = TILING.PART
-    PARTS: gl.constexpr = TILING.PARTS
-    STAGES: gl.constexpr = TILING.STAGES
-    BOX: gl.constexpr = TILING.BOX
-    BOXES: gl.constexpr = PART * PARTS // BOX
-    CHANNELS: gl.constexpr = TILING.CHANNELS
-    BLOCKS: gl.constexpr = CHANNELS // 128
-    SCALE_BYTES: gl.constexpr = 4 * TILING.SCALES * BLOCKS
-    gdc_wait()
-    jobs = gl.load(tiles.count) * TILING.ROW_BLOCKS
-    n = jobs * 0
-    for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
-        _, start, rows = _tile_of(tiles, job, TILING)
-        for step in range(TILING.K // CHANNELS):
-            stage = n % STAGES
-            full = buffers.full.index(stage)
-            mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
-            for i in gl.static_range(BOXES):
-                is_last = (rows > i * BOX) & ((rows <= (i + 1) * BOX) | (i == BOXES - 1))
-                mbarrier.expect(full, (i + 1) * CHANNELS * BOX + (i * BOX // PART + 1) * SCALE_BYTES, pred=is_last)
-            for i in gl.static_range(BOXES):
-                has_box = rows > BOX * i
-                for j in gl.static_range(BLOCKS):
-                    to = buffers.x.index((stage * BLOCKS + j) * BOXES + i)
-                    load_tile(x_desc, [start + BOX * i, step * CHANNELS + j * 128], full, to, pred=has_box)
-            for i in gl.static_range(PARTS):
-                has_part = rows > PART * i
-                to = buffers.scales.index(stage * PARTS + i)
-                load_tile(x_scale_desc, [step * BLOCKS, start + PART * i], full, to, pred=has_part)
-            n += 1
 
 
 @gluon.jit
@@ -371,8 +238,8 @@ def _multiply_tile(
         n += 1
     next_exponent = exponents(next_expert, next_row_block, stacks, WARPGROUP, TILING)
     for i in gl.static_range(PARTS - 1):
-        _store(acc[i], start, i * PART, rows, channel, exponent, output, TILING)
-    _store(last_acc, start, (PARTS - 1) * PART, rows, channel, exponent, output, TILING)
+        store_part(acc[i], start, i * PART, rows, channel, exponent, output, TILING)
+    store_part(last_acc, start, (PARTS - 1) * PART, rows, channel, exponent, output, TILING)
     return n, next_exponent
 
 
@@ -428,60 +295,8 @@ def _multiply_pairs(
         stage = gl.where(wraps, 0, stage + 1)
         phase = phase ^ wraps.to(gl.int32)
     next_exponent = exponents(next_expert, next_row_block, stacks, WARPGROUP, TILING)
-    _store(acc, start, 0, rows, channel, exponent, output, TILING)
+    store_part(acc, start, 0, rows, channel, exponent, output, TILING)
     return stage, phase, slot, next_exponent
-
-
-@gluon.jit
-def _store(acc, start, first, rows, channel, exponent, output, TILING: gl.constexpr):
-    """Stores a part of a tile ``[64, rows]`` from its row ``first`` on: of ``swiglu``, or of the product."""
-    N: gl.constexpr = TILING.N
-    GATED: gl.constexpr = TILING.GATED
-    MMA: gl.constexpr = acc.type.layout
-    SIZE: gl.constexpr = acc.shape[1]
-    dtype: gl.constexpr = output.out.dtype.element_ty
-    CHANNELS: gl.constexpr = 32 if GATED else 64
-    # a row's channels follow one another
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [CHANNELS // 8, 256 // CHANNELS], [1, 4], [0, 1])
-    token = first + gl.arange(0, SIZE, layout=gl.SliceLayout(0, OUT))
-    row = channel + gl.arange(0, CHANNELS, layout=gl.SliceLayout(1, OUT))
-    known = token < rows
-    if GATED:
-        to = start + token
-        if output.weights is not None:
-            weight = gl.load(output.weights + to, mask=known, other=0)
-    else:
-        to = gl.load(output.pairs + start + token, mask=known, other=0)
-    if TILING.FP4:
-        # rows of gate and up alternate by 8 in the product; the registers are the same
-        if GATED:
-            exponent = exponent.reshape([2, 4, 8]).permute((1, 0, 2)).reshape([64])
-        power = ((exponent.to(gl.int32) - _TOP) << 23).to(gl.float32, bitcast=True)
-        acc *= gl.convert_layout(power, gl.SliceLayout(1, MMA), assert_trivial=True)[:, None]
-    if GATED:
-        if dtype == gl.bfloat16:
-            rounded = gl.inline_asm_elementwise(_ROUND_BF16, "=r,=r,r,r", [acc], dtype=gl.float32, is_pure=True, pack=2)
-        else:
-            rounded = acc.to(dtype).to(gl.float32)
-        gate, up = rounded.reshape([4, 2, 8, SIZE]).permute((0, 2, 3, 1)).split()
-        gate = gate.reshape([32, SIZE])
-        up = up.reshape([32, SIZE])
-        if output.limit is not None:
-            # as comparisons, which leave a NaN
-            gate = gl.where(gate > output.limit, output.limit, gate)
-            up = gl.where(up > output.limit, output.limit, gl.where(up < -output.limit, -output.limit, up))
-        value = gate / (1 + gl.exp(-gate)) * up
-        value = gl.convert_layout(value, OUT)
-        if output.weights is not None:
-            value *= weight[None, :]
-        value = value.to(dtype)
-    else:
-        value = gl.convert_layout(acc.to(dtype), OUT)
-    if N % (CHANNELS * TILING.WARPGROUPS) == 0:
-        inside = known[None, :]
-    else:
-        inside = known[None, :] & (row < N)[:, None]
-    gl.store(gl.multiple_of(output.out, 16) + to.to(gl.int64)[None, :] * N + row[:, None], value, mask=inside)
 
 
 @gluon.jit
@@ -495,7 +310,7 @@ def _multiply_all(tiles, stacks, output, buffers, WARPGROUP: gl.constexpr, TILIN
     n = jobs * 0
     job = gl.program_id(0)
     if job < jobs:
-        next_expert, next_start, next_rows = _tile_of(tiles, job, TILING)
+        next_expert, next_start, next_rows = tile_of(tiles, job, TILING)
         exponent = exponents(next_expert, job % BLOCKS, stacks, WARPGROUP, TILING)
         stage = n
         phase = n
@@ -506,7 +321,7 @@ def _multiply_all(tiles, stacks, output, buffers, WARPGROUP: gl.constexpr, TILIN
             rows = next_rows
             following = job + gl.num_programs(0)
             following = gl.where(following < jobs, following, job)
-            next_expert, next_start, next_rows = _tile_of(tiles, following, TILING)
+            next_expert, next_start, next_rows = tile_of(tiles, following, TILING)
             for i in gl.static_range(len(SIZES)):
                 if (rows > (SIZES[i - 1] if i > 0 else 0)) & (rows <= SIZES[i]):
                     if TILING.CHANNELS == 256:
@@ -592,8 +407,8 @@ def experts_hopper_kernel(
         gl.warp_specialize(
             [
                 (_multiply_all, (tiles, stacks, output, buffers, 0, TILING)),
-                (_load_weights, (a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING)),
-                (_load_rows, (x_desc, x_scale_desc, tiles, buffers, TILING)),
+                (load_weights, (a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING)),
+                (load_rows, (x_desc, x_scale_desc, tiles, buffers, TILING)),
             ],
             [1, 1],
             [LOADERS, LOADERS],
@@ -603,8 +418,8 @@ def experts_hopper_kernel(
             [
                 (_multiply_all, (tiles, stacks, output, buffers, 0, TILING)),
                 (_multiply_all, (tiles, stacks, output, buffers, 1, TILING)),
-                (_load_weights, (a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING)),
-                (_load_rows, (x_desc, x_scale_desc, tiles, buffers, TILING)),
+                (load_weights, (a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING)),
+                (load_rows, (x_desc, x_scale_desc, tiles, buffers, TILING)),
             ],
             [4, 1, 1],
             [REGISTERS, LOADERS, LOADERS],
@@ -615,8 +430,8 @@ def experts_hopper_kernel(
                 (_multiply_all, (tiles, stacks, output, buffers, 0, TILING)),
                 (_multiply_all, (tiles, stacks, output, buffers, 1, TILING)),
                 (_multiply_all, (tiles, stacks, output, buffers, 2, TILING)),
-                (_load_weights, (a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING)),
-                (_load_rows, (x_desc, x_scale_desc, tiles, buffers, TILING)),
+                (load_weights, (a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING)),
+                (load_rows, (x_desc, x_scale_desc, tiles, buffers, TILING)),
             ],
             [4, 4, 1, 1],
             [REGISTERS, REGISTERS, LOADERS, LOADERS],

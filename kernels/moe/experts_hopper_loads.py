@@ -1,0 +1,129 @@
+"""Gluon device code of `experts_hopper`: the warps that load blocks of weights and of routed rows, and their buffers.
+
+``TILING`` is the `Tiling` of `experts_hopper`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_wait
+
+from deepseek_attn.kernels.common.gluon import load_tile
+from deepseek_attn.kernels.moe.experts_hopper_weights import QUAD
+
+_QUAD = gl.constexpr(QUAD)
+
+
+class Tiles(NamedTuple):
+    """Tiles of routed rows: expert, first row, rows of each, int32 ``[3, capacity]``; their number."""
+
+    entries: Any
+    capacity: Any
+    count: Any
+
+
+class Buffers(NamedTuple):
+    """Shared memory by stage: weight, input by block, scales of the input by block, barriers of full and empty stages.
+
+    ``weight_scales``: e8m0 scales of FP4 weights, of `QUAD` blocks, twice; None with FP8.
+    """
+
+    weight: Any
+    weight_scales: Any
+    x: Any
+    scales: Any
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def tile_of(tiles, job, TILING: gl.constexpr):
+    """(expert, first row, rows) of the tile of a job."""
+    entry = tiles.entries + job // TILING.ROW_BLOCKS
+    return gl.load(entry), gl.load(entry + tiles.capacity), gl.load(entry + 2 * tiles.capacity)
+
+
+@gluon.jit
+def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING: gl.constexpr):
+    """Loads the weight blocks of all jobs of this program in order. The launch before need not be done."""
+    STAGES: gl.constexpr = TILING.STAGES
+    BLOCKS: gl.constexpr = TILING.CHANNELS // 128
+    STEP: gl.constexpr = TILING.CHANNELS // 2 if TILING.FP4 else 128
+    BOXES: gl.constexpr = TILING.WARPGROUPS if BLOCKS == 1 else 1
+    HEIGHT: gl.constexpr = TILING.WARPGROUPS * 64
+    ROWS: gl.constexpr = HEIGHT // BOXES // (2 if TILING.GATED else 1)
+    if TILING.WAIT:
+        gdc_wait()
+    jobs = gl.load(tiles.count) * TILING.ROW_BLOCKS
+    n = jobs * 0
+    slot = n + 1
+    for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
+        expert = gl.load(tiles.entries + job // TILING.ROW_BLOCKS)
+        weight_row = expert * TILING.N + job % TILING.ROW_BLOCKS * (BOXES * ROWS)
+        for step in range(TILING.K // TILING.CHANNELS):
+            stage = n % STAGES
+            full = buffers.full.index(stage)
+            mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
+            if TILING.FP4:
+                with_scales = step % (_QUAD // BLOCKS) == 0
+                mbarrier.expect(full, HEIGHT * STEP, pred=step % (_QUAD // BLOCKS) != 0)
+                mbarrier.expect(full, HEIGHT * (STEP + 4 * _QUAD), pred=with_scales)
+                slot = (slot + with_scales.to(gl.int32)) % 2
+                for i in gl.static_range(BOXES):
+                    at = [weight_row + ROWS * i, step * (4 * BLOCKS)]
+                    to = slot * BOXES + i
+                    if TILING.GATED:
+                        load_tile(a_scale_desc, at, full, buffers.weight_scales.index(2 * to), pred=with_scales)
+                        load_tile(b_scale_desc, at, full, buffers.weight_scales.index(2 * to + 1), pred=with_scales)
+                    else:
+                        load_tile(a_scale_desc, at, full, buffers.weight_scales.index(to), pred=with_scales)
+            else:
+                mbarrier.expect(full, HEIGHT * STEP)
+            for i in gl.static_range(BOXES):
+                at = [weight_row + ROWS * i, step * STEP]
+                to = stage * BOXES + i
+                if TILING.GATED:
+                    load_tile(a_desc, at, full, buffers.weight.index(2 * to))
+                    load_tile(b_desc, at, full, buffers.weight.index(2 * to + 1))
+                else:
+                    load_tile(a_desc, at, full, buffers.weight.index(to))
+            n += 1
+
+
+@gluon.jit
+def load_rows(x_desc, x_scale_desc, tiles, buffers, TILING: gl.constexpr):
+    """Loads the blocks of routed rows of all jobs of this program in order."""
+    PART: gl.constexpr = TILING.PART
+    PARTS: gl.constexpr = TILING.PARTS
+    STAGES: gl.constexpr = TILING.STAGES
+    BOX: gl.constexpr = TILING.BOX
+    BOXES: gl.constexpr = PART * PARTS // BOX
+    CHANNELS: gl.constexpr = TILING.CHANNELS
+    BLOCKS: gl.constexpr = CHANNELS // 128
+    SCALE_BYTES: gl.constexpr = 4 * TILING.SCALES * BLOCKS
+    gdc_wait()
+    jobs = gl.load(tiles.count) * TILING.ROW_BLOCKS
+    n = jobs * 0
+    for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
+        _, start, rows = tile_of(tiles, job, TILING)
+        for step in range(TILING.K // CHANNELS):
+            stage = n % STAGES
+            full = buffers.full.index(stage)
+            mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
+            for i in gl.static_range(BOXES):
+                is_last = (rows > i * BOX) & ((rows <= (i + 1) * BOX) | (i == BOXES - 1))
+                mbarrier.expect(full, (i + 1) * CHANNELS * BOX + (i * BOX // PART + 1) * SCALE_BYTES, pred=is_last)
+            for i in gl.static_range(BOXES):
+                has_box = rows > BOX * i
+                for j in gl.static_range(BLOCKS):
+                    to = buffers.x.index((stage * BLOCKS + j) * BOXES + i)
+                    load_tile(x_desc, [start + BOX * i, step * CHANNELS + j * 128], full, to, pred=has_box)
+            for i in gl.static_range(PARTS):
+                has_part = rows > PART * i
+                to = buffers.scales.index(stage * PARTS + i)
+                load_tile(x_scale_desc, [step * BLOCKS, start + PART * i], full, to, pred=has_part)
+            n += 1
