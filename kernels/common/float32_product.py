@@ -200,7 +200,12 @@ def split_weight(weight: Tensor, paired: bool = False) -> Tensor:
 
     ``paired``: of each 32 channels, the first two of every eight come first, then the next two of every eight, and so
     on: the order in which a thread of a tensor core has eight consecutive ones in its left factor.
+
+    Raises:
+        ValueError: ``paired`` with K that is no multiple of 32.
     """
+    if paired and weight.shape[1] % 32:
+        raise ValueError(f"paired channels are reordered within groups of 32, and the weight has {weight.shape[1]}")
     terms, pdl = torch.empty(3, *weight.shape, dtype=torch.bfloat16, device=weight.device), supports_pdl(weight.device)
     split_weight_kernel[(triton.cdiv(weight.numel(), 1024),)](
         weight,

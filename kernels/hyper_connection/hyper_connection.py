@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deepseek_attn.kernels.common.device import gpu, on_gpu, supports_pdl
@@ -19,7 +18,7 @@ from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import (
     mix_kernel,
     post_kernel,
 )
-from deepseek_attn.kernels.hyper_connection.post_product_hopper import BLOCK, COLUMNS, TOKENS, post_product_kernel
+from deepseek_attn.kernels.hyper_connection.post_product_hopper import BLOCK, COLUMNS, TILE, TOKENS, post_product_kernel
 from deepseek_attn.kernels.hyper_connection.post_product_hopper import M as STREAMS
 from deepseek_attn.kernels.hyper_connection.types import (
     DelayedInput,
@@ -163,6 +162,7 @@ def _launch_collapse(
         post,
         comb,
         T,
+        splits,
         rms_eps,
         hc_eps,
         D=D,
@@ -170,7 +170,6 @@ def _launch_collapse(
         M=m,
         ROWS=rows,
         COLUMNS=triton.next_power_of_2(rows + 1),
-        SPLITS=splits,
         SPLITS_PADDED=triton.next_power_of_2(splits),
         ITERATIONS=iterations,
         TOKENS=balanced_tokens,
@@ -200,11 +199,15 @@ def _projected(update: tuple[Tensor, Tensor, Tensor] | None, streams: Tensor, fn
 
 
 def _fits_hopper(y: Tensor, streams: Tensor) -> bool:
-    """Whether `post_product_kernel` updates these streams, and sooner than launches of their own."""
+    """Whether `post_product_kernel` updates these streams, and sooner than launches of their own.
+
+    It loads tiles, which must begin at multiples of 16 bytes.
+    """
     T, m, D = streams.shape
     many = T >= MANY_ON_HOPPER and not batch_invariant()
     bfloat16 = y.dtype == streams.dtype == torch.bfloat16
-    return many and bfloat16 and m == STREAMS.value and D % BLOCK.value == 0 and gpu(y.device).capability == (9, 0)
+    fits = m == STREAMS.value and D % BLOCK.value == 0 and y.data_ptr() % 16 == streams.data_ptr() % 16 == 0
+    return many and bfloat16 and fits and gpu(y.device).capability == (9, 0)
 
 
 def _post_product(y: Tensor, post: Tensor, comb: Tensor, streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,8 +238,7 @@ def _post_product(y: Tensor, post: Tensor, comb: Tensor, streams: Tensor, fn: Te
 
 
 def _tiled(tensor: Tensor, rows: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(64, 16, 2)
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, BLOCK.value], layout)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, BLOCK.value], TILE.value)
 
 
 def _mix(update: tuple[Tensor, Tensor, Tensor] | None, streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:

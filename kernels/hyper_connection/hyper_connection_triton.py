@@ -107,17 +107,17 @@ def _logits(
     sums_ptr,
     t,
     T,
+    splits,
     rms_eps,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
 ):
     """``fn @ rms_norm(streams)`` of token ``t``, ``[COLUMNS]``: the partials of `mix_kernel`, added up."""
     split, column = tl.arange(0, SPLITS_PADDED), tl.arange(0, COLUMNS)
     at = (split.to(tl.int64) * T + t)[:, None] * (ROWS + 1) + column[None, :]
-    sums = tl.sum(tl.load(sums_ptr + at, mask=(split < SPLITS)[:, None] & (column <= ROWS)[None, :], other=0), 0)
+    sums = tl.sum(tl.load(sums_ptr + at, mask=(split < splits)[:, None] & (column <= ROWS)[None, :], other=0), 0)
     return sums * _rms_scale(_entry(sums, ROWS), WIDTH, rms_eps)
 
 
@@ -173,13 +173,13 @@ def _balance(
     comb_ptr,
     first,
     T,
+    splits,
     rms_eps,
     hc_eps,
     D: tl.constexpr,
     M: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     ITERATIONS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -205,7 +205,7 @@ def _balance(
     logits = ()
     if TOKENS == 1:
         t, known = first.to(tl.int64), None
-        vector = _logits(sums_ptr, t, T, rms_eps, M * D, ROWS, COLUMNS, SPLITS, SPLITS_PADDED)
+        vector = _logits(sums_ptr, t, T, splits, rms_eps, M * D, ROWS, COLUMNS, SPLITS_PADDED)
         for row in tl.static_range(M, LAST):
             logits += (_entry(vector, row % ROWS),)
     else:
@@ -213,12 +213,12 @@ def _balance(
         known = token < T
         t = tl.minimum(token, T - 1).to(tl.int64)
         squares = tl.zeros((TOKENS,), tl.float32)
-        for split in range(SPLITS):
+        for split in range(splits):
             squares += tl.load(sums_ptr + (split * T + t) * (ROWS + 1) + ROWS)
         rms = _rms_scale(squares, M * D, rms_eps)
         for row in tl.static_range(M, LAST):
             total = tl.zeros((TOKENS,), tl.float32)
-            for split in range(SPLITS):
+            for split in range(splits):
                 total += tl.load(sums_ptr + (split * T + t) * (ROWS + 1) + row % ROWS)
             logits += (total * rms,)
     if pre_ptr is not None:
@@ -250,7 +250,7 @@ def _balance(
         tl.store(comb_ptr + t * (M * M) + cell, comb[cell], mask=known)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "splits"])
 def collapse_kernel(
     streams_ptr,
     weights_ptr,
@@ -263,6 +263,7 @@ def collapse_kernel(
     post_ptr,
     comb_ptr,
     T,
+    splits,
     rms_eps,
     hc_eps,
     D: tl.constexpr,
@@ -270,7 +271,6 @@ def collapse_kernel(
     M: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     ITERATIONS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -281,7 +281,8 @@ def collapse_kernel(
     Streams are weighted by pre, or by ``weights [T, M]`` if these are given; ``pre_ptr``: where to store pre, or None.
     Without ``ITERATIONS`` there are only programs that collapse; given weights, they need no ``sums``, base and scale.
 
-    ``sums``: partials of `mix_kernel`, or of a `float32_product`. Parameters are read before the launch ahead is over.
+    ``sums``: ``splits`` partials of `mix_kernel`, or of a `float32_product`: no constant, which would make a kernel for
+    every number of them. Parameters are read before the launch ahead is over.
     """
     program = tl.program_id(0)
     balancing = tl.num_programs(0) - T
@@ -296,13 +297,13 @@ def collapse_kernel(
                 comb_ptr,
                 program * TOKENS,
                 T,
+                splits,
                 rms_eps,
                 hc_eps,
                 D,
                 M,
                 ROWS,
                 COLUMNS,
-                SPLITS,
                 SPLITS_PADDED,
                 ITERATIONS,
                 TOKENS,
@@ -325,7 +326,7 @@ def collapse_kernel(
         streams = ()
         for j in tl.static_range(M):
             streams += (tl.load(streams_ptr + (t * M + j) * D + channel, mask=inside, other=0),)
-        logits = _logits(sums_ptr, t, T, rms_eps, M * D, ROWS, COLUMNS, SPLITS, SPLITS_PADDED)
+        logits = _logits(sums_ptr, t, T, splits, rms_eps, M * D, ROWS, COLUMNS, SPLITS_PADDED)
         pre = 1 / (1 + tl.exp(-(logits * scale + base))) + hc_eps
         for j in tl.static_range(M):
             x += _entry(pre, j) * streams[j].to(tl.float32)

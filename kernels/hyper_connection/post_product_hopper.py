@@ -26,11 +26,12 @@ from deepseek_attn.kernels.common.gluon import arrive_alone, load_tile
 
 TOKENS = gl.constexpr(128)  # of a program
 BLOCK = gl.constexpr(32)  # channels of each stream that are updated and multiplied at once
-COLUMNS = gl.constexpr(32)  # rows of fn that are loaded
+COLUMNS = gl.constexpr(32)  # rows of fn that are loaded: (2 + M) * M = 24 and, unused, those after them
+TILE = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # of what is loaded, in shared memory
 STAGES = gl.constexpr(3)  # blocks in shared memory
 M = gl.constexpr(4)  # streams
 TERMS = gl.constexpr(3)  # bfloat16 values that add up to one of fn
-# two at a time: ptxas converts one by one, at a fraction of the rate, what is not stored as it is
+# two at once: values that are multiplied as well as stored would be converted one by one, which is slower
 _TO_BFLOAT16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 
 
@@ -148,12 +149,11 @@ def post_product_kernel(
     ROWS: gl.constexpr,
 ):
     """Program ``(i, split)``: `post_kernel` of its tokens and channels, and the sums of `mix_kernel` of them."""
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     gdc_launch_dependents()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES * (M + 1), TOKENS, BLOCK], SHARED)
-    terms = gl.allocate_shared_memory(gl.bfloat16, [STAGES * M * TERMS, COLUMNS, BLOCK], SHARED)
+    rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES * (M + 1), TOKENS, BLOCK], TILE)
+    terms = gl.allocate_shared_memory(gl.bfloat16, [STAGES * M * TERMS, COLUMNS, BLOCK], TILE)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=32 * gl.num_warps())

@@ -12,7 +12,8 @@ a block reordered (`prepare_rows_kernel`), so that these are 32 consecutive chan
 FP4 weights times a power of two from 2**-5 to 2**6 are exact in e4m3 (`fp4_hopper`). What remains of their scales is
 one power of two per weight row, which multiplies the sum (`row_exponents`).
 
-Loads are in `experts_hopper_loads`, weights in registers in `experts_hopper_weights`, stores in `experts_hopper_output`.
+Loads are in `experts_hopper_loads`, weights in registers in `experts_hopper_weights`, and stores in
+`experts_hopper_output`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from deepseek_attn.kernels.common.fp4_hopper import HIGH, HIGH_STEP, LOW, LOW_STEP
 from deepseek_attn.kernels.common.gluon import arrive_alone, barrier, reinterpret
 from deepseek_attn.kernels.moe.experts_hopper_loads import Buffers, Tiles, load_rows, load_weights, tile_of
-from deepseek_attn.kernels.moe.experts_hopper_output import TOP, Output, store_part
+from deepseek_attn.kernels.moe.experts_hopper_output import Output, store_part
 from deepseek_attn.kernels.moe.experts_hopper_weights import (
     QUAD,
+    TOP,
     exponents,
     fp4_words,
     fp8_weight,
@@ -45,7 +47,6 @@ from deepseek_attn.kernels.moe.experts_hopper_weights import (
     weight_powers,
 )
 
-_TOP = gl.constexpr(TOP)
 _QUAD = gl.constexpr(QUAD)
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _WEIGHT = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
@@ -59,7 +60,7 @@ class Tiling:
     Attributes:
         N, K: output channels and channels of the product.
         FP4: weights are FP4, else FP8.
-        GATED: a job computes ``swiglu`` of two products, of 64 rows of either weight.
+        GATED: a job computes ``swiglu`` of two products, of 32 rows of either weight per warpgroup.
         SIZES: numbers of routed rows that a tile is rounded up to, in rising order.
         PART: routed rows that are multiplied at once, at most; PARTS: of the largest tile.
         STAGES: in flight.
@@ -130,7 +131,7 @@ def _add_part(acc, product, x_scale, factor):
 @gluon.jit
 def _bases(exponent):
     """Bytes of ``2 ** (TOP - exponent)`` of each row, for `fp4_to_fp8`: times it, a row's largest scale is 2 ** TOP."""
-    shift = _TOP - exponent.to(gl.int32)
+    shift = TOP - exponent.to(gl.int32)
     return (LOW + shift * LOW_STEP)[:, None], (HIGH + shift * HIGH_STEP)[:, None]
 
 

@@ -1,4 +1,4 @@
-"""Gluon device code of `experts_hopper`: sums under the exponents of FP4's rows, ``swiglu``, and the stores of both.
+"""Gluon device code of `experts_hopper`: sums times the powers of two of FP4 rows, ``swiglu``, and their stores.
 
 ``TILING`` is the `Tiling` of `experts_hopper`.
 """
@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-TOP = 6  # the largest scale of a row becomes this power of two
-_TOP = gl.constexpr(TOP)
-
+from deepseek_attn.kernels.moe.experts_hopper_weights import TOP
 
 # float32 rounded to bfloat16, two at once: ptxas makes a slow instruction of single conversions
 _ROUND_BF16 = gl.constexpr("""
@@ -63,7 +61,7 @@ def store_part(acc, start, first, rows, channel, exponent, output, TILING: gl.co
         # rows of gate and up alternate by 8 in the product; the registers are the same
         if GATED:
             exponent = exponent.reshape([2, 4, 8]).permute((1, 0, 2)).reshape([64])
-        power = ((exponent.to(gl.int32) - _TOP) << 23).to(gl.float32, bitcast=True)
+        power = ((exponent.to(gl.int32) - TOP) << 23).to(gl.float32, bitcast=True)
         acc *= gl.convert_layout(power, gl.SliceLayout(1, MMA), assert_trivial=True)[:, None]
     if GATED:
         if dtype == gl.bfloat16:

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from deepseek_attn.kernels.common.fp4_hopper import as_fp8, fp4_to_fp8
 from deepseek_attn.kernels.common.gluon import reinterpret
 
+TOP = gl.constexpr(6)  # an FP4 row's largest scale becomes this power of two, and the rest multiplies the row's sum
 QUAD = 4  # blocks of 128 channels whose scales are loaded at once, 16 bytes of a row
 
 

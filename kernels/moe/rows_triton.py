@@ -59,7 +59,7 @@ def place_rows_kernel(
     weight = tl.load(weights_ptr + pair, mask=pair < pairs, other=0)
     count = tl.zeros((E_PADDED,), tl.int32)
     earlier = tl.zeros((E_PADDED,), tl.int32)
-    # the stages of both loops: what later rounds read is loaded ahead
+    # num_stages: both loops load ahead what later rounds read
     for begin in tl.range(0, chunks, 8, num_stages=4):
         other = begin + tl.arange(0, 8)[:, None]
         inside = (other < chunks) & (expert < E)[None, :]

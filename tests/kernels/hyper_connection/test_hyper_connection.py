@@ -10,6 +10,8 @@ from deepseek_attn.kernels.hyper_connection import HyperConnection, reference
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.common import float32_product
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.launches import recorded_launches
 from deepseek_attn.kernels.hyper_connection import hyper_connection as hc
 from tests.kernels.compiled_launches import CAPABILITIES, ONE, compiled_launches, on_gpus, pass_for_gpu, ptxas_report
 
@@ -173,6 +175,32 @@ def test_it_compiles(monkeypatch, tmp_path, arch, step):
         for kernel in (kernel for kernels in found.values() for kernel in kernels):
             assert "griddepcontrol.wait" in kernel.asm["ptx"]
             assert " 0 bytes spill stores" in ptxas_report(kernel, tmp_path)
+
+
+def on_hopper(T, misaligned=None):
+    """Variants that `hc_post_pre` of ``T`` tokens launches, by kernel; ``misaligned``: "y" or "streams"."""
+    (y, streams, post, comb), pre = make(T, 4, 4096, torch.bfloat16, "meta")
+    if misaligned == "y":
+        y = torch.empty(y.numel() + 1, dtype=y.dtype, device="meta")[1:].view(y.shape)
+    if misaligned == "streams":
+        streams = torch.empty(streams.numel() + 1, dtype=y.dtype, device="meta")[1:].view(streams.shape)
+    with recorded_launches(GPU((9, 0), 132)) as launches:
+        hc.hc_post_pre(y, streams, post, comb, pre)
+    return {(variant.name, key) for key, variant in launches.variants.items()}
+
+
+def test_few_variants_serve_all_numbers_of_tokens():
+    """Splits depend on the number of tokens; a kernel is compiled for powers of two of them, not for each number."""
+    found = set().union(*(on_hopper(T) for T in range(512, 8193, 64)))
+    assert len({key for name, key in found if name == "collapse_kernel"}) <= 7
+    assert len({key for name, key in found if name == "post_product_kernel"}) == 1
+
+
+@pytest.mark.parametrize("misaligned", [None, "y", "streams"])
+def test_tiles_begin_at_multiples_of_16_bytes(misaligned):
+    names = {name for name, _ in on_hopper(600, misaligned)}
+    assert ("post_product_kernel" in names) == (misaligned is None)
+    assert ("post_kernel" in names) == (misaligned is not None)
 
 
 def test_rounds_wait_for_no_other_thread(monkeypatch):

@@ -61,7 +61,7 @@ def test_fp4_is_exact_in_fp8():
     low, high = fp4_hopper.LOW.value, fp4_hopper.HIGH.value
     low_step, high_step = fp4_hopper.LOW_STEP.value, fp4_hopper.HIGH_STEP.value
     values = torch.tensor(E2M1, dtype=torch.float64)
-    for power in range(experts_hopper.TOP - ROW_SPAN, experts_hopper.TOP + 1):
+    for power in range(experts_hopper.TOP.value - ROW_SPAN, experts_hopper.TOP.value + 1):
         # prmt ignores what is above its 16 bits
         table = {"$3": low + power * low_step & MASK, "$4": high + power * high_step & MASK}
         for first in range(16):
