@@ -14,7 +14,7 @@ from deepseek_attn.checkpoint.names import CanonicalSource
 from deepseek_attn.checkpoint.names_v32 import canonical_names
 from deepseek_attn.checkpoint.source import CheckpointSource
 from deepseek_attn.config.model import AnyConfig, ModelConfig
-from deepseek_attn.config.numerics import Numerics, numerics_for
+from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.impls import DEEPSEEK_V4_IMPLS, DEEPSEEK_V41_IMPLS, AttentionSpec, Impls, combine_phases, get_impl
@@ -42,7 +42,7 @@ class Family(ABC):
         reference_only: every op runs as its torch reference (``backend="reference"``).
 
     Raises:
-        ValueError: unknown numerics, a backend that is unknown or cannot run here, a model that the ranks cannot
+        ValueError: a backend that is unknown or cannot run here, a model that the ranks cannot
             share, or what cannot be deterministic.
     """
 
@@ -54,7 +54,7 @@ class Family(ABC):
     def __init__(
         self,
         config: AnyConfig,
-        numerics: str | Numerics,
+        numerics: Numerics,
         dtype: torch.dtype,
         device: torch.device,
         options: AttentionOptions,
@@ -64,7 +64,7 @@ class Family(ABC):
         self.parallel = parallel or Parallel.single()
         if options.deterministic:
             self.check_deterministic()
-        self.numerics = numerics_for(config, numerics)
+        self.numerics = numerics
         check_split(config, self.numerics, self.parallel)
         self.reference_only = options.reference_only
         self.spec = AttentionSpec.of(config, self.numerics, dtype, self.parallel.token_ranks)
@@ -218,7 +218,7 @@ FAMILIES: dict[type[AnyConfig], type[Family]] = {
 
 def get_family(
     config: AnyConfig,
-    numerics: str | Numerics,
+    numerics: Numerics,
     dtype: torch.dtype,
     device: torch.device,
     options: AttentionOptions,

@@ -145,7 +145,7 @@ def started(model: str, cache: str, folder: Path, args: argparse.Namespace) -> d
         "TRITON_CACHE_DIR": str(folder),
         "DEEPSEEK_ATTN_COMPILE_AHEAD": str(int(cache != "launched")),
     }
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # installed packages have bytecode
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # imports are timed with bytecode, as after an installation
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return {"model": model, "cache": cache, **json.loads(done.stdout.splitlines()[-1])}
 

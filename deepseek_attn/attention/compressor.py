@@ -62,7 +62,7 @@ class Compressor(CompressorBase):
 
     Args:
         head_dim: channels of an entry: ``config.head_dim``, or ``config.index_head_dim`` for the indexer.
-        rotate: see `CompressorBase`; so are indexer keys stored under official numerics.
+        rotate: see `CompressorBase`; so are indexer keys stored under official numerics, or in FP4.
     """
 
     def __init__(

@@ -115,6 +115,7 @@ H200 = Machine(
     sources=(
         "attention: docs/data/h200_beside_vllm.json (decode; fits within 9 %) and h200_layers_prefill.json (15 %), "
         "V4-Flash and V4-Pro",
+        "FP4 index keys: not fitted; they take as long as FP8 ones on an H200",
         "V3.2 and V4.1: not measured; as far from their floors as V4's layers with or without an indexer",
         "other stages: V4-Flash, 8 layers with 256 experts on one H200, batches 1 to 128 and 4096 and 8192 tokens "
         "(docs/data/h200_model.json); experts of up to 256 tokens: docs/data/h200_experts.json",
@@ -127,12 +128,14 @@ H100 = replace(
     H200,
     name="h100",
     memory=85_017_493_504,
-    rates={"copy": 3.02e12, "bf16": 782e12, "fp8": 1418e12},
+    rates={"copy": 3.02e12, "bf16": 783e12, "fp8": 1419e12},
     many=H200.many | {NORMS: Cost(8.0, 1.63, 0.0), ROUTING: Cost(4.0, 0.0, 2.4)},
     sources=(
         "memory, rates, hyper-connections and norms, and routing of many tokens: one H100 with 80 GB (SXM)",
-        "other stages: as far from their floors as on an H200, which is within 17 % of steps of V4-Flash, 8 layers, on "
-        "one H100, batches 1 to 128 and 4096 and 8192 tokens (docs/data/h100_model.json)",
+        "other stages: ratios of an H200; steps of V4-Flash, 8 layers, on one H100, batches 1 to 128 and 4096 and 8192 "
+        "tokens are predicted within 17 % (docs/data/h100_model.json)",
+        "FP4 index keys: ratios of FP8 ones, which predict more saved in decode than was measured, and nothing of what "
+        "they cost in prefill (docs/data/h100_beside_vllm.json)",
         "context, kernels and exchanges: as of H200s, not measured",
     ),
 )

@@ -179,7 +179,7 @@ def run_memory(args: argparse.Namespace) -> None:
     """Measures the memory of runs within each of the limits, beside what is predicted."""
     device = pick_device(None)
     if device.type != "cuda":
-        raise ValueError("bench memory measures a GPU, and there is none here: plan --gpu h200 predicts")
+        raise ValueError("bench memory measures a GPU, and there is none here: plan --gpu h100 (or h200) predicts")
     config = cut_config(ModelConfig.from_pretrained(args.model), args.layers, args.experts)
     try:
         runs = [Limits(*map(int, text.split(":"))) for text in args.limits]

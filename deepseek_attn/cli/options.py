@@ -73,7 +73,7 @@ def add_numerics_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--index-keys",
         choices=("fp8", "fp4"),
-        help="format of the indexer's keys; fp4 halves what a selection reads (default: that of the numerics)",
+        help="format of the indexer's keys; fp4 (V4, V4.1) halves what a selection reads (default: the numerics')",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
 

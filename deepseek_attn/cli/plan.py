@@ -40,7 +40,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--speculate", type=int, default=0, metavar="N", help="drafts per step (default: 0)")
     ranks = parser.add_argument_group("ranks (docs/parallel.md)")
     ranks.add_argument(
-        "--gpu", choices=["h100", "h200"], help="predict for this GPU (default: the memory of the one here)"
+        "--gpu",
+        choices=["h100", "h200"],
+        help="predict for this GPU, of 80 GB (SXM) or 141 GB (default: the memory of the one here)",
     )
     ranks.add_argument("--ranks", type=int, default=1, metavar="N", help="GPUs that share the model (default: 1)")
     ranks.add_argument(

@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--speculate", type=integer, default=0, metavar="N", help="drafts per step (default: 0)")
     parser.add_argument(
         "--gpu", type=gpu_facts, metavar="CAPABILITY:SMS",
-        help="compute capability and number of multiprocessors, 9.0:132 for an H200 (default: the GPU of this machine)",
+        help="compute capability and multiprocessors, 9.0:132 for an H100 or H200 (default: the GPU of this machine)",
     )  # fmt: skip
     parser.add_argument("--jobs", type=integer, metavar="N", help="processes (default: processors less one)")
     parser.set_defaults(run=run)
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
     (config, headers), cuda = read_headers(args.model), torch.device("cuda")
     if args.gpu is None and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here: say which kind of GPU to compile for, --gpu 9.0:132 for an H200")
+        raise ValueError("there is no GPU here: say which kind to compile for, --gpu 9.0:132 for an H100 or H200")
     length = min(config.max_position_embeddings, args.max_model_len or DEFAULT_MAX_MODEL_LEN)
     check_sizes(config, None, length, args.max_num_seqs, args.max_num_batched_tokens, 16)
     request = RunnerRequest.of(

@@ -78,36 +78,41 @@ INDEX_KEYS = ("fp8", "fp4")  # formats of index keys that can be chosen beside a
 
 
 def numerics_for(config: AnyConfig, name: str | Numerics, index_keys: str | None = None) -> Numerics:
-    """A preset as a model means it; a ``Numerics`` passes through, but for its ``weight_block``.
+    """A preset as a model means it; a ``Numerics`` passes through, but for its ``weight_block`` and its index keys.
 
     DeepSeek-V3.2 has FP8 index keys where V4's official ones are FP4, and a ``scale_fmt`` that V3 has not. V4.1 has no
     Hadamard matrix, and official records of its own.
 
     Args:
-        index_keys: the format of index keys, one of `INDEX_KEYS`, instead of the preset's: ``fp4`` is DeepSeek's own
-            (of V4 behind a Hadamard matrix), ``fp8`` that of serving engines on Hopper.
+        index_keys: the format of index keys, one of `INDEX_KEYS`, instead of that of ``name``. ``fp4``: as DeepSeek's
+            own code has them, in V4 after multiplication by a Hadamard matrix; V3.2 has none. ``fp8``: as serving
+            engines on Hopper have them, in V4 without that matrix.
 
     Raises:
-        ValueError: an unknown preset or format, or a format that the model's index keys do not have.
+        ValueError: an unknown preset or format, or a format that index keys of the model do not have.
     """
     numerics = _preset_for(config, name)
     if index_keys is None:
         return numerics
+    remedy = "leave it out for those of the numerics"
     if index_keys not in INDEX_KEYS:
-        raise ValueError(f"unknown index_keys {index_keys!r}: supported are {', '.join(INDEX_KEYS)}")
+        raise ValueError(f"unknown index_keys {index_keys!r}: supported are {', '.join(INDEX_KEYS)}; or {remedy}")
     if not any(layer.has_indexer for layer in config.layers):
-        raise ValueError(f"index_keys={index_keys!r}: no layer of this model has an indexer; leave it out")
+        raise ValueError(f"index_keys={index_keys!r}: no layer of this model has an indexer; {remedy}")
     hadamard = numerics.index_hadamard
     if isinstance(config, DeepseekV32Config):
-        if index_keys != "fp8":
-            raise ValueError(f"index_keys={index_keys!r}: index keys of {config.model_type} are fp8; leave it out")
+        if index_keys == "fp4":
+            raise ValueError(f"index_keys='fp4': {config.model_type} has no FP4 index keys; give 'fp8', or {remedy}")
     elif not isinstance(config, DeepseekV41Config):
         hadamard = index_keys == "fp4"
-    chosen = replace(numerics, index_record=index_keys, index_hadamard=hadamard)
-    return numerics if chosen == numerics else replace(chosen, name=f"{numerics.name} ({index_keys} index keys)")
+    base = numerics.name.partition(" (")[0]
+    chosen = replace(numerics, name=base, index_record=index_keys, index_hadamard=hadamard)
+    usual = _preset_for(config, base) if base in PRESETS else replace(numerics, name=base)
+    return chosen if chosen == usual else replace(chosen, name=f"{base} ({index_keys} index keys)")
 
 
 def _preset_for(config: AnyConfig, name: str | Numerics) -> Numerics:
+    """`numerics_for` without ``index_keys``."""
     preset = get_numerics(name)
     if preset.weight_block != config.FP8_GROUP:
         preset = replace(preset, weight_block=config.FP8_GROUP)

@@ -126,7 +126,7 @@ class Inspection:
 
     Attributes:
         model_type: of the config; window: tokens of the sliding window, 0 without one.
-        backend: impl that attended; numerics: preset of the runner, or ``custom``.
+        backend: impl that attended; numerics: name of the runner's.
         top: weights of a kind that are kept per query, layer and head.
         token_ids: the sequence.
         layers: of the inspected layers; queries: of the chosen tokens, in order.

@@ -225,7 +225,7 @@ def build_runner(
         backend, decode_backend, prefill_backend, fp8_mode, prefill_workspace_rows, deterministic
     )
     fork = forked_compiler() if compile_ahead and device.type == "cuda" else None  # what follows initialises CUDA
-    digest = None if problem_on(device) else _digest_of_triton()
+    digest = None if attention.reference_only or problem_on(device) else _digest_of_triton()
     family = get_family(config, numerics, dtype, device, attention, parallel)
     limit = config.max_position_embeddings
     max_model_len = min(limit, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
@@ -297,7 +297,7 @@ def build_runner(
 
 
 def _digest_of_triton() -> Thread:
-    """Computes what every key of Triton's cache contains beside what follows."""
+    """The thread that computes Triton's digest of its own files, which every key of its cache holds."""
     from deepseek_attn.kernels.common.launches import digest_triton
 
     return digest_triton()

@@ -22,8 +22,8 @@ class RunnerOptions(TypedDict, total=False):
         device: default: the first GPU if there is one, else the CPU.
         dtype: default: float32 on a CPU, bfloat16 on a GPU.
         numerics: ``exact``, ``official`` or ``serving``; default: exact on a CPU, serving on a GPU.
-        index_keys: ``fp8``, or ``fp4``: 68 bytes an entry instead of 132, as DeepSeek's own code keeps them; default:
-            those of the numerics. On an H100 they make decode over long contexts faster (docs/performance.md).
+        index_keys: ``fp8``, or ``fp4`` of V4 and V4.1: 68 bytes an entry instead of 132, as DeepSeek's own code keeps
+            them; default: those of the numerics. docs/support.md says what they save and cost.
         backend, decode_backend, prefill_backend, fp8_mode, prefill_workspace_rows: see `AttentionOptions`.
         layers: backbone layers to load; the others (and the MTP layer) are left out of the model.
         attention_only: load attention layers and their norms, nothing else.

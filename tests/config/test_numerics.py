@@ -38,14 +38,23 @@ def test_the_name_says_what_is_not_the_presets():
     assert numerics_for(config, "serving", "fp4").name == "serving (fp4 index keys)"
     assert numerics_for(config, "serving", "fp8") == PRESETS["serving"]
     assert numerics_for(config, "official", "fp4") == PRESETS["official"]
-    assert numerics_for(config, replace(PRESETS["serving"], name="mine"), "fp4").name == "mine (fp4 index keys)"
+    mine = replace(PRESETS["serving"], name="mine")
+    assert numerics_for(config, mine, "fp4").name == "mine (fp4 index keys)"
+    assert numerics_for(config, mine, "fp8") == mine
+
+
+def test_a_choice_can_be_taken_back():
+    config = ModelConfig.from_preset("v4_pro")
+    chosen = numerics_for(config, "serving", "fp4")
+    assert numerics_for(config, chosen) == numerics_for(config, chosen, "fp4") == chosen
+    assert numerics_for(config, chosen, "fp8") == PRESETS["serving"]
 
 
 @pytest.mark.parametrize(
     ("preset", "changes", "index_keys", "message"),
     [
-        ("v4_flash", {}, "int8", "unknown index_keys 'int8': supported are fp8, fp4"),
-        ("v32", {}, "fp4", "index_keys='fp4': index keys of deepseek_v32 are fp8; leave it out"),
+        ("v4_flash", {}, "int8", "unknown index_keys 'int8': supported are fp8, fp4; or leave it out"),
+        ("v32", {}, "fp4", "index_keys='fp4': deepseek_v32 has no FP4 index keys; give 'fp8', or leave it out"),
         (
             "tiny",
             {"num_hidden_layers": 2, "compress_ratios": [0, 128], "num_nextn_predict_layers": 0},

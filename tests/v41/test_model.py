@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deepseek_attn.checkpoint import RandomSource
+from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.config.v41 import DeepseekV41Config
 from deepseek_attn.impls import DeepseekV4TritonSparseImpl, DeepseekV41TritonSparseImpl
 from deepseek_attn.impls.options import AttentionOptions
@@ -229,7 +230,8 @@ def test_a_layer_refuses_what_other_layers_have_not_computed(model):
 
 def test_which_impl_reads_official_records():
     """On a GPU Triton's, whatever else runs there; V4's in Triton would not."""
-    given = tiny(), "official", torch.bfloat16, torch.device("meta")
+    config = tiny()
+    given = config, numerics_for(config, "official"), torch.bfloat16, torch.device("meta")
     with meta_stands_for(GPU((9, 0), 132)):
         chosen = get_family(*given, AttentionOptions())
         assert chosen.impl is DeepseekV41TritonSparseImpl

@@ -216,11 +216,11 @@ def test_an_error_within_a_step_ends_one_of_several_ranks():
 def test_ranks_have_all_of_v41_by_its_headers(world):
     """Each tensor of the published checkpoint in whole blocks: on all ranks, split over them, or an expert of one."""
     config = ModelConfig.from_preset("v41_flash")
-    headers, parts = RandomSource(config).entries(), defaultdict(list)
+    headers, parts, numerics = RandomSource(config).entries(), defaultdict(list), numerics_for(config, "serving")
     for rank in range(world):
         ranks = Parallel(rank, world)
         family = get_family(
-            config, "serving", torch.bfloat16, torch.device("meta"), AttentionOptions("reference"), ranks
+            config, numerics, torch.bfloat16, torch.device("meta"), AttentionOptions("reference"), ranks
         )
         for name, slot in checkpoint_slots(family.build(None, False, 16)).items():
             if not slot.elsewhere:
