@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deepseek_attn.kernels.common.device import gpu, on_gpu, supports_pdl
 from deepseek_attn.kernels.common.float32_product import float32_product, split_weight
 from deepseek_attn.kernels.common.invariance import batch_invariant, planned_rows
+from deepseek_attn.kernels.common.tiles import tiled
 from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import (
     collapse_kernel,
     mix_kernel,
@@ -219,9 +219,9 @@ def _post_product(y: Tensor, post: Tensor, comb: Tensor, streams: Tensor, fn: Te
     sums = torch.empty(splits, T, rows + 1, dtype=torch.float32, device=y.device)
     terms = split_weight(fn, paired=True).flatten(0, 1)
     post_product_kernel[(tiles, splits)](
-        _tiled(y, TOKENS.value),
-        _tiled(streams.flatten(1), TOKENS.value),
-        _tiled(terms, COLUMNS.value),
+        tiled(y, TOKENS.value, BLOCK.value, TILE.value),
+        tiled(streams.flatten(1), TOKENS.value, BLOCK.value, TILE.value),
+        tiled(terms, COLUMNS.value, BLOCK.value, TILE.value),
         post,
         comb,
         new,
@@ -235,10 +235,6 @@ def _post_product(y: Tensor, post: Tensor, comb: Tensor, streams: Tensor, fn: Te
         launch_pdl=True,
     )
     return new, sums
-
-
-def _tiled(tensor: Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, BLOCK.value], TILE.value)
 
 
 def _mix(update: tuple[Tensor, Tensor, Tensor] | None, streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,12 +11,12 @@ import torch
 import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.invariance import planned_rows
 from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.common.tiles import tiled
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.linear.formats import quantizes_once
 from deepseek_attn.kernels.linear.launch import FP8Product, Products, empty_partials, tile_weights
@@ -100,12 +100,12 @@ def launch_hopper(
     jobs = m_tiles * (tiling.tiles * splits + plain_tiling.tiles * plain_splits)
     registers = min(248, 65536 // (1 + config.spare) // (128 * config.warpgroups + 128)) // 8 * 8
     size = config.rows * config.tokens
-    descs = [_tiled(product.weight, config.rows, 128, _BYTES) for product in fp8]
-    plain_descs = [_tiled(product.weight, config.rows, 64, _PLAIN) for product in plain]
+    descs = [tiled(product.weight, config.rows, 128, _BYTES) for product in fp8]
+    plain_descs = [tiled(product.weight, config.rows, 64, _PLAIN) for product in plain]
     linear_hopper_kernel[(min(jobs, multiprocessors),)](
-        _tiled(q, config.tokens, 128, _BYTES),
-        _tiled(q_scale.t(), 1, max(config.tokens, 32), _SCALES),
-        _tiled(x, config.tokens, 64, _PLAIN) if plain else None,
+        tiled(q, config.tokens, 128, _BYTES),
+        tiled(q_scale.t(), 1, max(config.tokens, 32), _SCALES),
+        tiled(x, config.tokens, 64, _PLAIN) if plain else None,
         *descs,
         *[None] * (_MAX_FP8 - len(descs)),
         *plain_descs,
@@ -195,7 +195,7 @@ def launch_few_hopper(
     tiling = tile_weights([len(product.weight) for product in fp8], config.rows, groups)
     blocks = K // 128
     splits = _without_empty(blocks, config.splits if tiling.tiles <= COUNTERS else 1)
-    descs = [_tiled(product.weight, config.rows, 128, _BYTES) for product in fp8]
+    descs = [tiled(product.weight, config.rows, 128, _BYTES) for product in fp8]
     jobs, split_blocks = tiling.tiles * splits, triton.cdiv(blocks, splits)
     if blocks % config.stage_blocks or split_blocks % config.stage_blocks:
         raise ValueError(f"stages of {config.stage_blocks} blocks do not divide {blocks} blocks in {splits} splits")
@@ -235,7 +235,3 @@ def launch_few_hopper(
 def _without_empty(blocks: int, splits: int) -> int:
     """The number of splits of ``blocks`` none of which is empty, at most ``splits``."""
     return triton.cdiv(blocks, triton.cdiv(blocks, splits))
-
-
-def _tiled(tensor: Tensor, rows: int, columns: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns], layout)

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deepseek_attn.kernels.common.device import gpu
+from deepseek_attn.kernels.common.tiles import tiled
 from deepseek_attn.kernels.linear import FP8_INPUT_GROUP
 from deepseek_attn.kernels.moe.experts_hopper import Tiling, experts_hopper_kernel
 from deepseek_attn.kernels.moe.experts_hopper_weights import QUAD
@@ -73,8 +74,8 @@ def fits_hopper(x: Tensor, w1: ExpertStack, w3: ExpertStack, w2: ExpertStack, fp
     if any(stack.scale is None or (stack.is_fp4 and stack.exponent is None) for stack in stacks):
         return False
     # what is loaded as tiles; FP8's scales are not
-    tiled = [part for stack in stacks for part in ((stack.weight, stack.scale) if stack.is_fp4 else (stack.weight,))]
-    aligned = all(part.data_ptr() % 16 == 0 for part in tiled)
+    loaded = [part for stack in stacks for part in ((stack.weight, stack.scale) if stack.is_fp4 else (stack.weight,))]
+    aligned = all(part.data_ptr() % 16 == 0 for part in loaded)
     return aligned and x.shape[1] % _STEP == 0 and w1.weight.shape[1] % _STEP == 0
 
 
@@ -244,14 +245,14 @@ def _product(
     def weight_and_scale(stack: ExpertStack | None) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
         if stack is None:
             return None, None
-        weight = _tiled(stack.weight.flatten(0, 1), at_once, step, layout)
-        return weight, _tiled(stack.scale.flatten(0, 1), at_once, 4 * QUAD, _BYTES) if fp4 else None
+        weight = tiled(stack.weight.flatten(0, 1), at_once, step, layout)
+        return weight, tiled(stack.scale.flatten(0, 1), at_once, 4 * QUAD, _BYTES) if fp4 else None
 
     a_weight, a_scale = weight_and_scale(a)
     b_weight, b_scale = weight_and_scale(b)
     experts_hopper_kernel[(multiprocessors * config.programs,)](
-        _tiled(x, box, 128, _WEIGHT),
-        _tiled(x_scale, blocks, scales, _SCALES),
+        tiled(x, box, 128, _WEIGHT),
+        tiled(x_scale, blocks, scales, _SCALES),
         a_weight,
         b_weight,
         a_scale,
@@ -292,7 +293,3 @@ def _product(
         maxnreg=registers,
         launch_pdl=True,
     )
-
-
-def _tiled(tensor: Tensor, rows: int, columns: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns], layout)

@@ -62,7 +62,7 @@ LIMITS = {
 SHORT = RunnerSizes(150, 1, 3, 16)
 
 
-def request_of(preset, num_drafts=0, sizes=None, numerics="serving", changes=None, **facts):
+def request_of(preset, num_drafts=0, sizes=None, numerics="serving", index_keys=None, changes=None, **facts):
     """Of a preset; with ``changes``, of random weights."""
     if preset == "tiny_v41" or changes:
         config = tiny_for_kernels() if preset == "tiny_v41" else ModelConfig.from_preset(preset).replace(**changes)
@@ -73,7 +73,7 @@ def request_of(preset, num_drafts=0, sizes=None, numerics="serving", changes=Non
         config,
         headers,
         **facts,
-        numerics=numerics_for(config, numerics),
+        numerics=numerics_for(config, numerics, index_keys),
         dtype=torch.bfloat16,
         attention=AttentionOptions(),
         sizes=sizes or LIMITS[preset],
@@ -101,6 +101,7 @@ def random_step(rng, layout):
 CASES = [
     ("tiny", 0, {}),
     ("tiny", 2, {}),
+    ("tiny", 2, {"index_keys": "fp4"}),
     ("tiny_v32", 0, {}),
     ("v4_flash", 2, {}),
     ("tiny_v41", 2, {"sizes": SHORT}),
@@ -110,7 +111,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("preset", "num_drafts", "facts"), tiered(CASES, [CASES[0], CASES[4]]))
+@pytest.mark.parametrize(("preset", "num_drafts", "facts"), tiered(CASES, [CASES[0], CASES[5]]))
 def test_no_step_launches_what_was_not_found(preset, num_drafts, facts):
     """Whatever batch sizes and lengths come within the limits; nor does one wait for the device."""
     request = request_of(preset, num_drafts, **facts)

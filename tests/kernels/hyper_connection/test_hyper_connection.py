@@ -196,6 +196,11 @@ def test_few_variants_serve_all_numbers_of_tokens():
     assert len({key for name, key in found if name == "post_product_kernel"}) == 1
 
 
+def test_paired_channels_are_of_whole_groups():
+    with pytest.raises(ValueError, match="within groups of 32, and the weight has 40"):
+        float32_product.split_weight(torch.empty(24, 40, device="meta"), paired=True)
+
+
 @pytest.mark.parametrize("misaligned", [None, "y", "streams"])
 def test_tiles_begin_at_multiples_of_16_bytes(misaligned):
     names = {name for name, _ in on_hopper(600, misaligned)}
