@@ -190,7 +190,7 @@ def _check_fit(
     Args:
         base_runs: the base is timed, so that its caches must support the variant's record too.
     """
-    models = {"base": (base, "exact" if base_runs else None)}
+    models = {"base": (base, get_numerics("exact") if base_runs else None)}
     if cost is not None:
         models["cost.model"] = (cost.model, cost.numerics)
     for where, (model, numerics) in models.items():
@@ -199,6 +199,6 @@ def _check_fit(
         try:
             config = variant.config(model)
             if numerics is not None:
-                check_records(config, variant.numerics(get_numerics(numerics)))
+                check_records(config, variant.numerics(numerics))
         except ValueError as error:
             reader.problem(f"variant {variant.name!r} does not fit {where}: {error}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from deepseek_attn.config.fields import FieldReader
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.config.numerics import PRESETS
+from deepseek_attn.config.numerics import INDEX_KEYS, PRESETS, Numerics, numerics_for
 from deepseek_attn.data import SMALL_CHECKPOINT
 
 SYNTHETIC = ("vocab_size", "gap")
@@ -28,7 +28,7 @@ class CostSettings:
 
     Attributes:
         name, model: whose shape is counted and timed. Schedules are patterns, so that it may be larger than the base.
-        numerics: preset of the caches and of the timed layers.
+        numerics: of the caches and of the timed layers.
         contexts: tokens per sequence. Lengths whose caches do not fit the device are counted, not timed.
         time_up_to: the longest context that is timed; 0 times nothing.
         batch: sequences of a timed decode step; prefill: new tokens of a timed prefill step of one sequence.
@@ -37,7 +37,7 @@ class CostSettings:
 
     name: str
     model: ModelConfig
-    numerics: str
+    numerics: Numerics
     contexts: tuple[int, ...]
     time_up_to: int
     batch: int
@@ -161,7 +161,10 @@ class _Section:
 
 def _cost(section: _Section) -> CostSettings | None:
     name, contexts = section.value("model", "v4_flash"), section.integers("contexts")
-    numerics = section.reader.as_choice("cost.numerics", section.value("numerics", "serving"), tuple(PRESETS))
+    preset = section.reader.as_choice("cost.numerics", section.value("numerics", "serving"), tuple(PRESETS))
+    index_keys = section.value("index_keys")
+    if index_keys is not None:
+        index_keys = section.reader.as_choice("cost.index_keys", index_keys, INDEX_KEYS)
     time_up_to = section.integer("time_up_to", max(contexts, default=1), minimum=0)
     sizes = section.integer("batch", 8), section.integer("prefill", 1024), section.integer("repeats", 10)
     try:
@@ -171,6 +174,7 @@ def _cost(section: _Section) -> CostSettings | None:
             raise ValueError(f"{name} is {model.model_type}; schedules are DeepSeek-V4's")
         limit = max([model.max_position_embeddings, *contexts])
         model = model.replace(max_position_embeddings=limit)
+        numerics = numerics_for(model, preset or "serving", index_keys)
     except ValueError as error:
         section.reader.problem(f"cost.model: {error}")
         return None

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from deepseek_attn.config.model import LayerSpec, ModelConfig, preset_names
-from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.experiments.define.files import digest_of, name_of
 from deepseek_attn.experiments.define.settings import (
     CheckpointSettings,
@@ -140,11 +139,11 @@ def _cost_units(experiment: Experiment, device: str) -> list[Unit]:
     cost, units, kinds = experiment.cost, [], {}
     if cost is None:
         return []
-    shared = {"model": cost.model.to_dict(), "numerics": cost.numerics, "contexts": cost.contexts}
+    shared = {"model": cost.model.to_dict(), "numerics": cost.numerics.name, "contexts": cost.contexts}
     for variant in experiment.variants:
         inputs, name = {"variant": asdict(variant), **shared}, f"{variant.name}: bytes and FLOPs"
         units.append(Unit("cost", name, f"variants/{variant.slug}/cost", inputs, CostJob(variant, cost), alone=True))
-        config, numerics = variant.config(cost.model), variant.numerics(get_numerics(cost.numerics))
+        config, numerics = variant.config(cost.model), variant.numerics(cost.numerics)
         for spec in config.layers:
             kinds.setdefault(layer_key(spec, config, numerics.kv_record), (variant, spec))
     if not cost.timed:

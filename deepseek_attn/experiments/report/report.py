@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.experiments.define.config import Experiment
 from deepseek_attn.experiments.define.results import CostResult, TimesResult, TrainedResult
 from deepseek_attn.experiments.define.settings import CostSettings
@@ -83,7 +82,7 @@ def _cost_model(cost: CostSettings) -> CostModel:
     return {
         "name": cost.name,
         **_shape(cost.model),
-        "numerics": cost.numerics,
+        "numerics": cost.numerics.name,
         "contexts": list(cost.contexts),
         "time_up_to": cost.time_up_to,
         "batch": cost.batch,
@@ -127,7 +126,7 @@ def _variant(
 def _cost(counted: CostResult, variant: Variant, settings: CostSettings, results: dict[str, Any]) -> Cost:
     """Counted costs, and times of a layer of each kind summed over the schedule."""
     config = variant.config(settings.model)
-    record = variant.numerics(get_numerics(settings.numerics)).kv_record
+    record = variant.numerics(settings.numerics).kv_record
     timed: list[TimesResult | None] = [
         results.get(f"layers/{layer_key(spec, config, record).lower()}") for spec in config.layers
     ]

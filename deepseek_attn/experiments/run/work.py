@@ -60,10 +60,10 @@ class Work:
         device, records = torch.device(self.device), self.folder / "records"
         match unit.job:
             case CostJob(variant, settings):
-                config, numerics = variant.config(settings.model), variant.numerics(get_numerics(settings.numerics))
+                config, numerics = variant.config(settings.model), variant.numerics(settings.numerics)
                 return count_costs(config, numerics, pick_dtype(None, device), settings.contexts)
             case LayerTimeJob(variant, settings, layer):
-                config, numerics = variant.config(settings.model), variant.numerics(get_numerics(settings.numerics))
+                config, numerics = variant.config(settings.model), variant.numerics(settings.numerics)
                 return time_layer_kind(config, numerics, layer, settings, device, report)
             case ModelTimeJob(variant, settings, base):
                 numerics = variant.numerics(get_numerics("exact"))

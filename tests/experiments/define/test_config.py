@@ -39,6 +39,21 @@ def test_a_grid_is_a_product_after_the_listed_variants(tmp_path):
     ]  # fmt: skip
 
 
+def test_costs_with_index_keys_of_another_format(tmp_path):
+    """They are measured anew, since everything that was measured without them stays what it was."""
+    found = {}
+    for keys in (None, "fp8", "fp4"):
+        experiment = read(tmp_path, cost=COST | {"numerics": "serving", "index_keys": keys})
+        units = [unit for unit in make_units(experiment, "cpu") if unit.kind in ("cost", "layer_time")]
+        found[keys] = experiment.cost.numerics.name, {unit.fingerprint for unit in units}
+    assert found[None] == found["fp8"]
+    assert found["fp4"][0] == "serving (fp4 index keys)"
+    assert len(found["fp4"][1]) == len(found[None][1])
+    assert not found["fp4"][1] & found[None][1]
+    with pytest.raises(ValueError, match=r"cost\.index_keys is 'fp6': supported is 'fp8' or 'fp4'"):
+        read(tmp_path, cost=COST | {"index_keys": "fp6"})
+
+
 def test_every_problem_is_listed(tmp_path):
     with pytest.raises(ValueError, match="invalid config") as caught:
         read(
