@@ -213,13 +213,14 @@ def _balance(
         known = token < T
         t = tl.minimum(token, T - 1).to(tl.int64)
         squares = tl.zeros((TOKENS,), tl.float32)
-        for split in range(splits):
-            squares += tl.load(sums_ptr + (split * T + t) * (ROWS + 1) + ROWS)
+        # a constant number of rounds, so that the loads of all splits and rows are on their way together
+        for split in tl.static_range(SPLITS_PADDED):
+            squares += tl.load(sums_ptr + (split * T + t) * (ROWS + 1) + ROWS, mask=split < splits, other=0)
         rms = _rms_scale(squares, M * D, rms_eps)
         for row in tl.static_range(M, LAST):
             total = tl.zeros((TOKENS,), tl.float32)
-            for split in range(splits):
-                total += tl.load(sums_ptr + (split * T + t) * (ROWS + 1) + row % ROWS)
+            for split in tl.static_range(SPLITS_PADDED):
+                total += tl.load(sums_ptr + (split * T + t) * (ROWS + 1) + row % ROWS, mask=split < splits, other=0)
             logits += (total * rms,)
     if pre_ptr is not None:
         for k in tl.static_range(M):

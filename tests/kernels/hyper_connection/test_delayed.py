@@ -88,6 +88,24 @@ def test_delayed_in_triton(hc, monkeypatch, device, T, shape):
         check([got], [reference.hc_collapse(output.streams, pre, 1e-20, weight)], dtype)
 
 
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("splits", [1, 5, 8])
+@pytest.mark.parametrize("T", [3, 1100])
+def test_partial_sums_are_added_up(hc, device, T, splits):
+    """Of as many splits as there are, which is no power of two; NaN that follows them in memory is not read."""
+    output, pre, connection = make(T, 4, 64, torch.float32, device)
+    streams = output.streams
+    flat = streams.flatten(1).double()
+    whole = torch.cat([flat @ connection.fn.double().T, flat.square().sum(1, keepdim=True)], dim=1).float()
+    memory = torch.full((16, *whole.shape), NAN, device=device)
+    sums = memory[:splits]
+    sums[:] = whole / splits
+    next_pre = torch.empty_like(pre)
+    _, base, scale, rms_eps, hc_eps, iterations, norm = connection
+    got = hc._launch_collapse(streams, sums, base, scale, rms_eps, hc_eps, iterations, norm, pre, next_pre)
+    check([*got, next_pre], reference.hc_delayed(streams, pre, connection), torch.float32)
+
+
 @pytest.mark.parametrize("T", [1, 9, 100, 700])
 def test_at_the_size_of_v41(gpu, hc, T):
     """As plain torch, with the same bits every time, whatever the other tokens are."""
