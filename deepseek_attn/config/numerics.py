@@ -105,7 +105,9 @@ def numerics_for(config: AnyConfig, name: str | Numerics, index_keys: str | None
             raise ValueError(f"index_keys='fp4': {config.model_type} has no FP4 index keys; give 'fp8', or {remedy}")
     elif not isinstance(config, DeepseekV41Config):
         hadamard = index_keys == "fp4"
-    base = numerics.name.partition(" (")[0]
+    base = numerics.name
+    for chosen_before in INDEX_KEYS:
+        base = base.removesuffix(f" ({chosen_before} index keys)")
     chosen = replace(numerics, name=base, index_record=index_keys, index_hadamard=hadamard)
     usual = _preset_for(config, base) if base in PRESETS else replace(numerics, name=base)
     return chosen if chosen == usual else replace(chosen, name=f"{base} ({index_keys} index keys)")

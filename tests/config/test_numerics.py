@@ -41,6 +41,9 @@ def test_the_name_says_what_is_not_the_presets():
     mine = replace(PRESETS["serving"], name="mine")
     assert numerics_for(config, mine, "fp4").name == "mine (fp4 index keys)"
     assert numerics_for(config, mine, "fp8") == mine
+    named = numerics_for(config, replace(mine, name="mine (new)"), "fp4")
+    assert named.name == "mine (new) (fp4 index keys)"
+    assert numerics_for(config, named, "fp8").name == "mine (new) (fp8 index keys)"
 
 
 def test_a_choice_can_be_taken_back():

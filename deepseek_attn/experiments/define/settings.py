@@ -162,9 +162,7 @@ class _Section:
 def _cost(section: _Section) -> CostSettings | None:
     name, contexts = section.value("model", "v4_flash"), section.integers("contexts")
     preset = section.reader.as_choice("cost.numerics", section.value("numerics", "serving"), tuple(PRESETS))
-    index_keys = section.value("index_keys")
-    if index_keys is not None:
-        index_keys = section.reader.as_choice("cost.index_keys", index_keys, INDEX_KEYS)
+    index_keys = section.reader.as_choice("cost.index_keys", section.value("index_keys"), INDEX_KEYS)
     time_up_to = section.integer("time_up_to", max(contexts, default=1), minimum=0)
     sizes = section.integer("batch", 8), section.integer("prefill", 1024), section.integer("repeats", 10)
     try:

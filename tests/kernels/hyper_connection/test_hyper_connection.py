@@ -179,11 +179,13 @@ def test_it_compiles(monkeypatch, tmp_path, arch, step):
 
 def on_hopper(T, misaligned=None):
     """Variants that `hc_post_pre` of ``T`` tokens launches, by kernel; ``misaligned``: "y" or "streams"."""
+
+    def placed(name, tensor):
+        first = int(name == misaligned)
+        return torch.empty(tensor.numel() + first, dtype=tensor.dtype, device="meta")[first:].view(tensor.shape)
+
     (y, streams, post, comb), pre = make(T, 4, 4096, torch.bfloat16, "meta")
-    if misaligned == "y":
-        y = torch.empty(y.numel() + 1, dtype=y.dtype, device="meta")[1:].view(y.shape)
-    if misaligned == "streams":
-        streams = torch.empty(streams.numel() + 1, dtype=y.dtype, device="meta")[1:].view(streams.shape)
+    y, streams = placed("y", y), placed("streams", streams)
     with recorded_launches(GPU((9, 0), 132)) as launches:
         hc.hc_post_pre(y, streams, post, comb, pre)
     return {(variant.name, key) for key, variant in launches.variants.items()}
