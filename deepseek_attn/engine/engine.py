@@ -22,7 +22,7 @@ from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.scheduler import Scheduler
 from deepseek_attn.engine.stats import EngineStats, StepStats
 from deepseek_attn.runner import ModelRunner, StepOutput
-from deepseek_attn.runner.sequence import TokenIds
+from deepseek_attn.runner.prompts import TokenIds
 from deepseek_attn.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

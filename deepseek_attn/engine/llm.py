@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from numbers import Number
 from operator import length_hint
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, Unpack, overload
 
-import numpy as np
-import torch
 from tqdm import tqdm
 
 from deepseek_attn.checkpoint.hub import PretrainedSource
@@ -25,7 +22,7 @@ from deepseek_attn.engine.sampling import SamplingParams, checked_params
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.options import RunnerOptions, check_options, lists_options
-from deepseek_attn.runner.sequence import TokenIds, token_list
+from deepseek_attn.runner.prompts import TokenIds, each_prompt, prompt_list, token_list
 from deepseek_attn.text.chat import build_prompt
 from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -134,7 +131,7 @@ class LLM:
         Raises:
             ValueError: a prompt cannot be run; it is named by its place, and nothing has been generated.
         """
-        listed = as_prompts(prompts)
+        listed = prompt_list(prompts)
         params = params if isinstance(params, list) else [params] * len(listed)
         params = [checked_params(p, "SamplingParams, or a list of them") for p in params]
         if len(params) != len(listed):
@@ -177,8 +174,7 @@ class LLM:
         Raises:
             ValueError: a single prompt, or wrong parameters; nothing has been generated.
         """
-        if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
-            raise ValueError(f"an iterable of prompts is needed, got {prompts!r:.80}: generate and stream take one")
+        prompts = each_prompt(prompts)
         if max_in_flight is None:
             max_in_flight = self.runner.layout.max_num_seqs
         if not is_integer(max_in_flight) or max_in_flight < 1:
@@ -310,18 +306,3 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError(f"{self.directory} has no tokenizer.json, so only token ids can be prompts")
         return self.tokenizer
-
-
-def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """A list of prompts, whether one or several were given; what can be neither is taken for one."""
-    single: Any = prompts
-    if isinstance(prompts, (str, bytes, bytearray, Mapping, Set)) or not isinstance(prompts, Iterable):
-        return [single]
-    if isinstance(prompts, (np.ndarray, torch.Tensor)):
-        texts = isinstance(prompts, np.ndarray) and prompts.dtype.kind in "OU"
-        if prompts.ndim == 0 or (prompts.ndim == 1 and not texts):
-            return [single]
-    several: list[Any] = list(prompts)
-    first = several[0] if several else None
-    is_token = isinstance(first, Number) or (isinstance(first, torch.Tensor) and not first.ndim)
-    return [several] if is_token else several

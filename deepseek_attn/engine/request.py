@@ -9,7 +9,7 @@ from deepseek_attn.cache.prefix import BlockKeys
 from deepseek_attn.engine.sampling import CounterGenerator, SamplingParams, checked_params, make_generator
 from deepseek_attn.engine.stopping import StopChecker
 from deepseek_attn.runner import ModelRunner, Sequence
-from deepseek_attn.runner.sequence import TokenIds
+from deepseek_attn.runner.prompts import TokenIds, token_list
 from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -101,8 +101,8 @@ class Request:
     def refused(cls, prompt: TokenIds, error: str) -> Request:
         """A request that ended before it began."""
         try:
-            prompt = list(prompt)
-        except TypeError:  # not iterable, or no more
+            prompt = token_list(prompt)
+        except ValueError:
             prompt = []
         params = SamplingParams()
         return cls(None, prompt, params, make_generator(params), None, finish_reason="error", error=error)

@@ -35,7 +35,7 @@ from deepseek_attn.inspect.records import (
 from deepseek_attn.inspect.weights import Layer, QueryBlock, index_scores, query_blocks, selection_quality
 from deepseek_attn.models.block import attention_layers
 from deepseek_attn.runner.model_runner import ModelRunner
-from deepseek_attn.runner.sequence import TokenIds
+from deepseek_attn.runner.prompts import TokenIds
 from deepseek_attn.runner.step import StepOptions
 
 MAX_WEIGHTS = 200_000

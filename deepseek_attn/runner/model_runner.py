@@ -28,8 +28,9 @@ from deepseek_attn.runner.drafting import BlockDrafter, Drafter, DraftRows
 from deepseek_attn.runner.graph_steps import StepSize
 from deepseek_attn.runner.graphs import DecodeRun, DraftTokens
 from deepseek_attn.runner.options import RunnerOptions, check_options, lists_options
+from deepseek_attn.runner.prompts import TokenIds
 from deepseek_attn.runner.scoring import score_prompts
-from deepseek_attn.runner.sequence import Sequence, TokenIds
+from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.runner.step import (
     Batch,
     EagerStep,

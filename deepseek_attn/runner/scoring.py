@@ -10,7 +10,8 @@ from tqdm import tqdm
 
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.config.options import is_integer
-from deepseek_attn.runner.sequence import Sequence, TokenIds
+from deepseek_attn.runner.prompts import TokenIds, each_prompt
+from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.runner.step import Batch, StepOptions, StepOutput
 
 
@@ -37,7 +38,7 @@ def score_prompts(
     """Result of `ModelRunner.score`; of `ModelRunner.score_mtp` with ``mtp``, without it the second list is empty."""
     if chunk_size is not None and (not is_integer(chunk_size) or chunk_size < 1):
         raise ValueError(f"chunk_size={chunk_size!r}: must be an integer of at least 1")
-    sequences = [runner.sequence(prompt) for prompt in prompts]
+    sequences = [runner.sequence(prompt) for prompt in each_prompt(prompts)]
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     mtp_logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     options = StepOptions(all_logits=True, mtp=mtp)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-import torch
 
 from deepseek_attn.cache.files import load_cache, save_cache
 from deepseek_attn.cache.manager import CacheManager, SequenceCache
 from deepseek_attn.config.options import is_integer
-
-TokenIds = Iterable[int] | np.ndarray | torch.Tensor
-TOKEN_IDS = "token ids of a prompt are a list or a one-dimensional array of integers"
+from deepseek_attn.runner.prompts import TokenIds, shown, token_list
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,9 @@ class TokenLimits:
     def check_token(self, token: int) -> int:
         """The token as an int; ValueError if it is not in the vocabulary."""
         if not is_integer(token) or not 0 <= token < self.vocab_size:
-            raise ValueError(f"token id {token!r} is not in the vocabulary: ids are integers in [0, {self.vocab_size})")
+            raise ValueError(
+                f"token id {shown(token)} is not in the vocabulary: ids are integers in [0, {self.vocab_size})"
+            )
         return int(token)
 
     def check_length(self, length: int) -> None:
@@ -43,22 +40,6 @@ class TokenLimits:
                 f"a sequence of {length} tokens exceeds max_model_len={self.max_model_len}; raise max_model_len "
                 f"(the model's limit is {self.max_position_embeddings})"
             )
-
-
-def token_list(token_ids: TokenIds) -> list:
-    """The values of a list or another iterable, a one-dimensional NumPy array, or a tensor on any device.
-
-    Raises:
-        ValueError: an array of another shape, or anything else, such as bytes, a dict or a set.
-    """
-    if isinstance(token_ids, (np.ndarray, torch.Tensor)):
-        if token_ids.ndim != 1:
-            raise ValueError(f"{TOKEN_IDS}, got the shape {list(token_ids.shape)}")
-        return token_ids.tolist()
-    if isinstance(token_ids, (bytes, bytearray, Mapping, Set)) or not isinstance(token_ids, Iterable):
-        hint = " (messages go to LLM.chat)" if isinstance(token_ids, Mapping) else ""
-        raise ValueError(f"{TOKEN_IDS}, got {token_ids!r:.80}{hint}")
-    return [value.item() if isinstance(value, torch.Tensor) and not value.ndim else value for value in token_ids]
 
 
 @dataclass(eq=False)

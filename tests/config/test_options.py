@@ -47,8 +47,8 @@ def test_what_is_no_config(config):
     ("prompts", "message"),
     [
         ([1, 2, 3], "token ids of a prompt are a list or a one-dimensional array of integers, got 1"),
-        (torch.tensor([1, 2]), r"one-dimensional array of integers, got the shape \[\]"),
-        (["ab"], "token id 'a' is not in the vocabulary"),
+        (torch.tensor([1, 2]), r"an iterable of prompts is needed, got tensor\(\[1, 2\]\): put a single prompt into a"),
+        (["ab"], "got 'ab': text goes to LLM, which has a tokenizer"),
         ([[1.0]], r"token id 1\.0 is not in the vocabulary"),
         ([[]], "empty prompt"),
     ],

@@ -7,6 +7,7 @@ import gc
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import deepseek_attn.engine.llm
 import deepseek_attn.engine.request
 import deepseek_attn.engine.stopping
 import deepseek_attn.text.tokenizer
-from deepseek_attn import LLM, ModelRunner, SamplingParams
+from deepseek_attn import LLM, ModelRunner, SamplingParams, inspect_attention
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.llm import IndexedPrompt
@@ -391,9 +392,9 @@ def test_each_row_of_a_matrix_is_a_prompt(llm, free_pages, make):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (np.array([1.0, 2.0]), r"token id 1\.0 is not in the vocabulary: ids are integers"),
-        (torch.tensor([1.0]), r"token id 1\.0 .*integers"),
-        (torch.tensor([True]), "token id True .*integers"),
+        (np.array([1.0, 2.0]), "array of integers, got an array of float64"),
+        (torch.tensor([1.0]), r"array of integers, got a tensor of torch\.float32"),
+        (torch.tensor([True]), r"array of integers, got a tensor of torch\.bool"),
         ([1.0, 2.0], r"token id 1\.0 .*integers"),
         (np.array([-1]), "token id -1 "),
         (np.array(5), r"one-dimensional array of integers, got the shape \[\]"),
@@ -408,6 +409,26 @@ def test_each_row_of_a_matrix_is_a_prompt(llm, free_pages, make):
 def test_values_that_are_no_prompts(llm, free_pages, prompt, message):
     with pytest.raises(ValueError, match=f"prompt 0: .*{message}"):
         llm.generate(prompt, GREEDY)
+
+
+@pytest.mark.parametrize("make", [lambda ids: ids.to("meta"), lambda ids: [ids[0].to("meta")], torch.Tensor.float])
+def test_every_entry_refuses_a_tensor_without_token_ids(llm, free_pages, make):
+    prompt, refusal = make(torch.tensor([5, 6])), "token ids of a prompt are a list or a one-dimensional array"
+    for entry in (llm.generate, llm.stream, llm.runner.sequence, partial(inspect_attention, llm.runner)):
+        with pytest.raises(ValueError, match=refusal):
+            entry(prompt)
+    for entry in (llm.generate, llm.runner.score, llm.runner.score_mtp):
+        with pytest.raises(ValueError, match=refusal):
+            entry([[5], prompt])
+    assert refusal in dict(llm.generate_iter([[5], prompt], GREEDY))[1].error
+    request = llm.engine.add_request(prompt)
+    assert refusal in request.error
+    assert [output.request for output in llm.engine.step()] == [request]
+    if isinstance(prompt, torch.Tensor):
+        with pytest.raises(ValueError, match="an iterable of prompts is needed, got a tensor"):
+            llm.generate_iter(prompt)
+    with pytest.raises(ValueError, match=r"messages must be a non-empty list|message 0: expected a dict"):
+        llm.chat(prompt)
 
 
 def test_a_stream_refuses_its_prompt_at_once_and_knows_its_completion(llm, free_pages):
