@@ -12,10 +12,11 @@ import torch
 from deepseek_attn.checkpoint.safetensors_source import INDEX_FILE, SINGLE_FILE, SafetensorsSource, read_index
 from deepseek_attn.checkpoint.selection import needed_tensors
 from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo
+from deepseek_attn.config.generation import GENERATION_FILE
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.utils.hub import CONFIG_FILE, HubModel
 
-SMALL_FILES = (INDEX_FILE, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SMALL_FILES = (INDEX_FILE, GENERATION_FILE, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class PretrainedSource(CheckpointSource):

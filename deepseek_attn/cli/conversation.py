@@ -13,15 +13,16 @@ if TYPE_CHECKING:
     from deepseek_attn.engine.sampling import SamplingParams
 
 
-def show_answer(stream: TextStream, llm: LLM, params: SamplingParams) -> Completion:
+def show_answer(stream: TextStream, llm: LLM) -> Completion:
     """Prints a stream as it comes, and on standard error why it ended if the model did not end it."""
     for piece in stream:
         print(piece, end="", flush=True)
     print(flush=True)
     completion = stream.completion
     if completion.finish_reason == "length":
-        reached = len(completion.token_ids) >= params.max_tokens
-        limit = f"--max-tokens {params.max_tokens}" if reached else f"--max-model-len {llm.runner.layout.max_model_len}"
+        limit = f"--max-tokens {stream.params.max_tokens}"
+        if len(completion.token_ids) < stream.params.max_tokens:
+            limit = f"--max-model-len {llm.runner.layout.max_model_len}"
         print(f"finish_reason: length ({limit})", file=sys.stderr)
     return completion
 
@@ -52,7 +53,7 @@ def converse(llm: LLM, params: SamplingParams, args: argparse.Namespace) -> int:
         try:
             stream = llm.chat(asked, params, thinking=args.thinking, stream=True)
             try:
-                completion = show_answer(stream, llm, params)
+                completion = show_answer(stream, llm)
             except KeyboardInterrupt as stop:
                 stream.close()
                 if type(stop) is not KeyboardInterrupt:  # of another signal, which ends the command

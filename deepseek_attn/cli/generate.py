@@ -62,19 +62,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--system", type=str, help="system message (with --chat)")
     parser.add_argument("--thinking", action="store_true", help="thinking mode: reason before answering (with --chat)")
-    sampling = parser.add_argument_group("sampling")
+    sampling = parser.add_argument_group(
+        "sampling", "The checkpoint's generation_config.json, where there is one, has other defaults."
+    )
     sampling.add_argument(
         "--max-tokens",
         type=int,
-        default=DEFAULT_MAX_TOKENS,
         help=f"maximum number of new tokens (default: {DEFAULT_MAX_TOKENS})",
     )
-    sampling.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
-    sampling.add_argument("--top-k", type=int, default=0, help="sample from the K most likely tokens (default: all)")
+    sampling.add_argument("--temperature", type=float, help="0 is greedy (default: 1)")
+    sampling.add_argument("--top-k", type=int, help="sample from the K most likely tokens (default: all)")
     sampling.add_argument(
         "--top-p",
         type=float,
-        default=1.0,
         help="sample from the most likely tokens up to this probability mass (default: 1)",
     )
     sampling.add_argument("--seed", type=int, help="makes sampling reproducible")
@@ -131,7 +131,7 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
             prompt, explanation = llm.chat_prompt(messages(args, prompt), args.thinking)
             print(f"chat: {explanation}", file=sys.stderr)
         try:
-            show_answer(llm.stream(prompt, params, progress=True), llm, params)
+            show_answer(llm.stream(prompt, params, progress=True), llm)
         except RequestFailed as error:
             print(f"\ndeepseek-attn generate: the request failed: {error}", file=sys.stderr)
             return 1

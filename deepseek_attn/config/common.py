@@ -61,8 +61,8 @@ def read_tokens(reader: FieldReader, vocab_size: int | None) -> dict[str, Any]:
     bos = reader.integer("bos_token_id", 0, minimum=0)
     eos = reader.value("eos_token_id", 1)
     if isinstance(eos, (list, tuple)):
-        if not eos:
-            reader.problem("eos_token_id is []: expected an integer or a list of integers")
+        if not eos or None in eos:
+            reader.problem(f"eos_token_id is {list(eos)!r}: expected an integer or a list of integers")
         eos = tuple(reader.as_integer(f"eos_token_id[{i}]", token, minimum=0) for i, token in enumerate(eos))
     else:
         eos = reader.as_integer("eos_token_id", eos, minimum=0)

@@ -58,6 +58,11 @@ class TextStream(Iterator[str]):
         self._pieces.close()
 
     @property
+    def params(self) -> SamplingParams:
+        """The request's parameters, with the checkpoint's defaults where none were given."""
+        return self._request.params
+
+    @property
     def completion(self) -> Completion:
         """Everything generated so far, and why it ended."""
         return self._request.completion()
@@ -125,7 +130,7 @@ class LLM:
         Args:
             prompts: text (BOS is put in front) or token ids (used unchanged, in a list, a NumPy array or a tensor); or
                 a list of these. Of a two-dimensional array each row is a prompt, whole: nothing is taken for padding.
-            params: one for all prompts, or one each.
+            params: one for all prompts, or one each; default: the checkpoint's ``generation_config.json``.
             progress: show a bar over prompt and generated tokens, on a terminal.
 
         Raises:

@@ -88,11 +88,11 @@ class Request:
         Raises:
             ValueError: the prompt cannot be run, parameters of another type, or stop strings without a tokenizer.
         """
-        params = checked_params(params)
+        params = checked_params(params).resolved(runner.generation.sampling)
 
         def new_stop() -> StopChecker:
             decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True) if tokenizer else None
-            return StopChecker(params, runner.config.eos_token_ids, decoder)
+            return StopChecker(params, runner.eos_token_ids, decoder)
 
         stop, sequence = new_stop(), runner.sequence(prompt)
         return cls(sequence, list(sequence.token_ids), params, make_generator(params, index), stop, new_stop)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,9 +19,15 @@ ELEMENTS_PER_BLOCK = 1 << 22  # rows are processed in blocks of about this many 
 MASK64 = (1 << 64) - 1
 
 
+DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_tokens": DEFAULT_MAX_TOKENS}
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled and when it ends.
+
+    Where temperature, top_k, top_p or max_tokens is None, a request takes the value of the checkpoint's
+    ``generation_config.json``; where that has none: temperature 1, all tokens, and 256 new tokens.
 
     Attributes:
         temperature: logits are divided by it; 0 is greedy (the lowest index wins ties).
@@ -36,10 +43,10 @@ class SamplingParams:
         ValueError: listing every parameter that is out of range.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    max_tokens: int = DEFAULT_MAX_TOKENS
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -49,7 +56,8 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
-        problems = [f"{name}={getattr(self, name)!r}: {rule}" for name, ok, rule in self._rules() if not ok]
+        given = {name: value for name, value in vars(self).items() if value is not None or name not in DEFAULTS}
+        problems = [f"{name}={given[name]!r}: {rule}" for name, ok, rule in self._rules() if name in given and not ok]
         if problems:
             raise ValueError("invalid sampling parameters:\n  - " + "\n  - ".join(problems))
 
@@ -78,6 +86,11 @@ class SamplingParams:
             ),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "must be True or False"),
         ]
+
+    def resolved(self, defaults: Mapping[str, Any] = DEFAULTS) -> SamplingParams:
+        """The same with a value for each that is None: of ``defaults``, or the library's where those have none."""
+        unset = {name: defaults.get(name, value) for name, value in DEFAULTS.items() if getattr(self, name) is None}
+        return replace(self, **unset) if unset else self
 
     @property
     def greedy(self) -> bool:
@@ -148,7 +161,8 @@ def sample(
         around it. Tokens less likely than 2**-45 of the likeliest are never drawn.
     """
     _check(logits, params, generators)
-    if not len(params):
+    params = [p.resolved() for p in params]
+    if not params:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     peak = logits.amax(dim=-1)  # NaN if any is NaN
     _require_finite(peak)

@@ -40,7 +40,7 @@ class StopChecker:
             )
         self.reason: str | None = None
         self.count = 0
-        self._params = params
+        self._params = params.resolved()
         self._decoder = decoder
         self._stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
         self._held = ""

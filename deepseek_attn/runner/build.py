@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
@@ -24,6 +24,7 @@ from deepseek_attn.checkpoint.headers import check_headers
 from deepseek_attn.checkpoint.loader import LoadReport, load_model
 from deepseek_attn.checkpoint.source import CheckpointSource
 from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN
+from deepseek_attn.config.generation import GenerationConfig
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics, numerics_for
 from deepseek_attn.config.options import (
@@ -79,6 +80,7 @@ class LoadedModel:
         decode_query_len: a request of at most this many new tokens is a decode: it attends over pages in place, and its
             step may run over persistent tensors. 1, or 1 + drafts after `ModelRunner.expect_drafts`.
         directory: the checkpoint's folder; None for weights from elsewhere.
+        generation: its defaults of sampling; none for weights from elsewhere.
         compilation: kernels that are being compiled; None if all were before, or are as they are launched.
     """
 
@@ -104,7 +106,14 @@ class LoadedModel:
     parallel: Parallel
     decode_query_len: int = 1
     directory: Path | None = None
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
     compilation: Compilation | None = None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+        found = self.generation.eos_token_ids
+        return self.config.eos_token_ids if found is None else found
 
     @property
     def closed(self) -> bool:

@@ -15,6 +15,7 @@ from deepseek_attn.cache.manager import OutOfPages, SequenceCache
 from deepseek_attn.checkpoint.hub import PretrainedSource
 from deepseek_attn.checkpoint.random import RandomSource
 from deepseek_attn.checkpoint.source import CheckpointSource
+from deepseek_attn.config.generation import GenerationConfig
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.options import as_list
 from deepseek_attn.impls.metadata import StepMetadata
@@ -77,8 +78,9 @@ class ModelRunner(LoadedModel):
             if not Path(model).is_dir():
                 raise ValueError(f"{str(model)!r} is a file; a checkpoint is a directory with config.json and shards")
         with PretrainedSource(model, layers, options.get("attention_only", False)) as source:
+            generation = GenerationConfig.from_pretrained(source.directory, source.config)
             runner = cls.from_source(source.config, source, **options)
-        runner.directory = source.directory
+        runner.directory, runner.generation = source.directory, generation
         logger.info("loaded %s: %s, %s", runner.directory, runner, runner.report)
         return runner
 

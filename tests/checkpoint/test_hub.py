@@ -60,7 +60,7 @@ def test_everything_is_downloaded_once(hub, published):
         assert llm.runner.report == local.runner.report
         assert llm.directory.name == COMMIT
     first, second = [files for _, files in hub.downloads]
-    assert first == ["config.json", INDEX_FILE, "tokenizer.json", "tokenizer_config.json"]
+    assert first == ["config.json", "generation_config.json", INDEX_FILE, "tokenizer.json", "tokenizer_config.json"]
     assert set(second) == shards_of(published, None)
     hub.downloads.clear()
     assert fetch(ID) == llm.directory

@@ -74,6 +74,7 @@ def tiny_hf(tiny) -> dict:
         ({"eos_token_id": [1, 600]}, "eos_token_id 600 is outside the vocabulary of vocab_size 512"),
         ({"eos_token_id": [1, "2"]}, "eos_token_id[1] is '2': expected an integer >= 0"),
         ({"eos_token_id": []}, "eos_token_id is []: expected an integer or a list"),
+        ({"eos_token_id": [1, None]}, "eos_token_id is [1, None]: expected an integer or a list"),
         ({"rope_scaling": [16]}, "rope_scaling is [16]: expected an object"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.type is 'linear': supported is 'yarn'"),
         ({"rope_scaling": {**YARN}}, "missing required keys: rope_scaling.type"),

@@ -7,7 +7,7 @@ page or row that is wrong, stale or missing changes the next token. `oracle_toke
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from deepseek_attn.cache.manager import CacheManager
 from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.cache.prefix import PrefixCache
 from deepseek_attn.cache.records import PlainRecord
+from deepseek_attn.config.generation import GenerationConfig
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.runner import Sequence, StepOptions, StepOutput
@@ -78,6 +79,8 @@ class FakeRunner:
     max_tokens: int = 1 << 30
     graphs: None = None
     closed: bool = False
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    eos_token_ids = property(lambda self: self.config.eos_token_ids)
     next_step_launched: bool = False
 
     @classmethod
