@@ -1,9 +1,9 @@
 """``deepseek-attn generate --prompts FILE``: prompts one by one, and a JSON line for each as soon as it is done.
 
-A line is ``{"index": 3, "request": "4f0c...", "text": ..., "token_ids": ..., "finish_reason": ...}``, with an ``error``
-if the prompt failed. Lines stand in the order in which prompts end; ``index`` counts the prompts of the input from 0.
-``request`` is a digest of the prompt and of the flags for chat and sampling, by which ``--resume`` knows that a line is
-of the same request.
+A line is ``{"index": 3, "request": "4f0c...", "text": ..., "token_ids": ..., "finish_reason": ...}``. Behind the index
+stands the ``id`` of a prompt that has one; a prompt that failed has an ``error``. Lines stand in the order in which
+prompts end; ``index`` counts the prompts of the input from 0. ``request`` is a digest of the prompt, its id, and the
+settings of chat and sampling, by which ``--resume`` knows that a line is of the same request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from deepseek_attn.cli.prompts import PromptLines, messages
+from deepseek_attn.cli.prompts import PromptLine, PromptLines, is_messages, messages
 from deepseek_attn.engine.llm import LLM, IndexedPrompt, Prompt
 from deepseek_attn.engine.request import Completion
 from deepseek_attn.engine.sampling import SamplingParams
@@ -39,7 +39,7 @@ def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Bat
     Raises:
         ValueError: one of the two cannot be used; with ``--resume``, a line of the output is of another prompt.
     """
-    with PromptLines(args.prompts) as prompts:
+    with PromptLines(args.prompts, params, args.system) as prompts:
         if args.out is None:
             yield Batch(args, params, prompts)
             return
@@ -57,15 +57,15 @@ class Batch(Iterator[IndexedPrompt | None]):
     def __init__(
         self, args: argparse.Namespace, params: SamplingParams, prompts: PromptLines, out: LineFile | None = None
     ):
-        self._args, self._params, self._out = args, params, out
+        self._args, self._out = args, out
         self.lines = self.errors = 0
         self._done = self._read_done()
         self._left = None
         if prompts.regular:
-            with PromptLines(args.prompts) as again:
+            with PromptLines(args.prompts, params, args.system) as again:
                 self._left = sum(1 for _ in self._pending(again, dict(self._done)))
         self._pending_prompts = self._pending(prompts, self._done)
-        self._requests: dict[int, str] = {}  # digests of the prompts in flight, by their index
+        self._heads: dict[int, dict[str, Any]] = {}  # first fields of the lines of prompts in flight, by their index
 
     def __length_hint__(self) -> int:
         return self._left or 0
@@ -74,7 +74,8 @@ class Batch(Iterator[IndexedPrompt | None]):
         found = next(self._pending_prompts)
         if found is None:
             return None
-        prompt, self._requests[prompt.index] = found
+        prompt, head = found
+        self._heads[prompt.index] = head
         return prompt
 
     def _read_done(self) -> dict[int, str]:
@@ -92,17 +93,20 @@ class Batch(Iterator[IndexedPrompt | None]):
             self.lines, self.errors = self.lines + 1, self.errors + ("error" in fields)
         return done
 
-    def _pending(self, prompts: PromptLines, done: dict[int, str]) -> Iterator[tuple[IndexedPrompt, str] | None]:
-        """Prompts that have no line, with their digests; takes the others out of ``done``."""
+    def _pending(
+        self, prompts: PromptLines, done: dict[int, str]
+    ) -> Iterator[tuple[IndexedPrompt, dict[str, Any]] | None]:
+        """Prompts that have no line, with its first fields; takes the others out of ``done``."""
         index = 0
-        for prompt in prompts:
-            if prompt is None:
+        for line in prompts:
+            if line is None:
                 yield None
                 continue
-            request = self._digest(prompt)
+            request = self._digest(line)
             known = done.pop(index, None)
             if known is None:
-                yield IndexedPrompt(index, prompt), request
+                name = {} if line.id is None else {"id": line.id}
+                yield IndexedPrompt(index, line.prompt, line.params), {"index": index, **name, "request": request}
             elif known != request:
                 raise ValueError(
                     f"--resume: the line of prompt {index} in {self._args.out} is of another prompt, or was made with "
@@ -117,16 +121,15 @@ class Batch(Iterator[IndexedPrompt | None]):
         if not index:
             raise ValueError(f"--prompts {self._args.prompts}: no prompt; write one per line")
 
-    def _digest(self, prompt: str | list[int]) -> str:
+    def _digest(self, line: PromptLine) -> str:
         chat = [self._args.system, self._args.thinking] if self._args.chat else None
-        asked = json.dumps([prompt, chat, asdict(self._params)])
+        asked = json.dumps([line.prompt, chat, asdict(line.params), line.id])
         return blake2b(asked.encode(), digest_size=8).hexdigest()
 
     def write(self, index: int, completion: Completion) -> None:
         """Writes the line of a prompt that is done."""
         fields = {
-            "index": index,
-            "request": self._requests.pop(index),
+            **self._heads.pop(index),
             "text": completion.text,
             "token_ids": completion.token_ids,
             "finish_reason": completion.finish_reason,
@@ -167,9 +170,15 @@ def complete_all(
     return int(batch.errors > 0)
 
 
-def encoder(llm: LLM, args: argparse.Namespace) -> Callable[[Any], Prompt] | None:
-    """With ``--chat``: makes the token ids of a user's message."""
-    return (lambda prompt: llm.chat_prompt(messages(args, prompt), args.thinking)[0]) if args.chat else None
+def encoder(llm: LLM, args: argparse.Namespace) -> Callable[[Any], Prompt]:
+    """Makes the token ids of chat messages, and with ``--chat`` of a user's message."""
+
+    def encode(prompt: Any) -> Prompt:
+        if not args.chat and not is_messages(prompt):
+            return prompt
+        return llm.chat_prompt(messages(args, prompt), args.thinking)[0]
+
+    return encode
 
 
 def shared(batch: Batch | None, ranks: Parallel) -> Iterator[IndexedPrompt | None]:

@@ -43,8 +43,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--prompts",
         metavar="FILE",
-        help="one prompt per line (text, JSON string or list of token ids; `-` reads standard input); prints a JSON "
-        "line for each as soon as it is done, with its index",
+        help="one prompt per line (text, or JSON: a string, a list of token ids or messages, or an object with a "
+        "prompt, an id and sampling parameters of its own; `-` reads standard input); prints a JSON line for each as "
+        "soon as it is done, with its index",
     )
     source.add_argument(
         "--messages",

@@ -3,50 +3,76 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import errno
 import io
 import os
+import re
 import select
 import stat
 import sys
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from deepseek_attn.cli.options import read_text
-from deepseek_attn.utils.json_files import parse_json
+from deepseek_attn.utils.json_files import JSONSyntaxError, parse_json
+
+if TYPE_CHECKING:
+    from deepseek_attn.engine.sampling import SamplingParams
 
 CHUNK_BYTES = 1 << 16  # read at once from a file of prompts
+KINDS = ("prompt", "token_ids", "messages")  # of a line that is an object
+BEGINS_AS_OBJECT = re.compile(r'\s*\[?\s*\{\s*"')  # of a line that is meant to be JSON, though it is broken
+AS_TEXT = "to complete the line as it stands, write it as a JSON string"
 
 
 def read_messages(path: str) -> list[dict]:
     """The chat messages of a JSON file; ``-`` reads standard input. ValueError if it is none, or not readable."""
-    from deepseek_attn.text.template import plain_messages
-
     found = parse_json(read_text("--messages", path), f"--messages {path}")
     try:
-        return plain_messages(found)
+        return checked_messages(found)
     except ValueError as error:
         raise ValueError(f"--messages {path}: {error}") from error
 
 
-class PromptLines(Iterator[str | list[int] | None]):
-    """One prompt per line that is not blank: a JSON string, a JSON list of token ids, or plain text as it stands.
+class PromptLine(NamedTuple):
+    """The prompt of one line.
 
-    Lines are read as they are taken. None: the next line of a stream is not there yet.
+    Attributes:
+        prompt: text, token ids, or chat messages.
+        params: the sampling parameters of the flags, with those of the line in their place.
+        id: a name for it, which its line of the output repeats.
+    """
+
+    prompt: str | list[int] | list[dict[str, Any]]
+    params: SamplingParams
+    id: str | int | None = None
+
+
+class PromptLines(Iterator[PromptLine | None]):
+    """One prompt per line that is not blank.
+
+    A line is a JSON object with ``prompt``, ``token_ids`` or ``messages``, an ``id`` and fields of `SamplingParams`; a
+    JSON string; a JSON list of token ids or of messages; or plain text as it stands. Lines are read as they are taken.
+    None: the next line of a stream is not there yet.
 
     Args:
         path: ``-`` reads standard input.
+        params: the sampling parameters of the flags.
+        system: the system message of ``--system``.
 
     Raises:
-        ValueError: it cannot be read, or, when it is taken, a line is not UTF-8 text.
+        ValueError: it cannot be read, or, when it is taken, a line is not UTF-8 text, JSON of another form, or has the
+            id of an earlier line.
 
     Attributes:
         regular: a file that can be read again.
     """
 
-    def __init__(self, path: str):
-        self.path = path
+    def __init__(self, path: str, params: SamplingParams, system: str | None = None):
+        self.path, self._params, self._system = path, params, system
+        self._line_of: dict[str | int, int] = {}  # of each id
         try:
             if path == "-" and sys.stdin is None:
                 raise OSError(errno.EBADF, "there is no standard input")
@@ -64,21 +90,30 @@ class PromptLines(Iterator[str | list[int] | None]):
     def __exit__(self, *exc: object) -> None:
         self._file.close()
 
-    def __next__(self) -> str | list[int] | None:
+    def __next__(self) -> PromptLine | None:
         while True:
             while self._lines:
                 self._number += 1
                 try:
                     line = self._lines.popleft().decode()
+                    if line.strip():
+                        return self._checked(parse_line(line, self._params))
                 except UnicodeDecodeError:
-                    raise ValueError(f"--prompts {self.path}: not UTF-8 text in line {self._number}") from None
-                if line.strip():
-                    return parse_line(line)
+                    raise ValueError(f"--prompts {self.path}: line {self._number}: not UTF-8 text") from None
+                except ValueError as error:
+                    raise ValueError(f"--prompts {self.path}: line {self._number}: {error}") from error
             if self._ended:
                 raise StopIteration
             if not self.regular and not select.select([self._file], [], [], 0)[0]:
                 return None
             self._read()
+
+    def _checked(self, line: PromptLine) -> PromptLine:
+        if self._system and is_messages(line.prompt):
+            raise ValueError("--system beside messages: write the system message into the line, as its first")
+        if line.id is not None and (before := self._line_of.setdefault(line.id, self._number)) != self._number:
+            raise ValueError(f"line {before} has the id {line.id!r:.80} too: give each line one of its own")
+        return line
 
     def _read(self) -> None:
         try:
@@ -96,23 +131,79 @@ class PromptLines(Iterator[str | list[int] | None]):
             self._rest += rest
 
 
-def parse_line(line: str) -> str | list[int]:
+def parse_line(line: str, params: SamplingParams) -> PromptLine:
+    """The prompt of a line. ValueError: JSON of another form than `PromptLines` takes, with the remedy."""
     line = line.removesuffix("\r")
     try:
-        value = parse_json(line, "prompt")
-    except ValueError:
-        return line
-    ids = isinstance(value, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
-    return value if ids or isinstance(value, str) else line
+        value = parse_json(line, "the line")
+    except ValueError as error:
+        if isinstance(error, JSONSyntaxError) and not BEGINS_AS_OBJECT.match(line):
+            return PromptLine(line, params)
+        raise ValueError(f"{error}; {AS_TEXT}") from None
+    if isinstance(value, dict):
+        return parse_object(value, params)
+    if isinstance(value, list):
+        return PromptLine(value if is_token_ids(value) else checked_messages(value), params)
+    return PromptLine(value if isinstance(value, str) else line, params)
+
+
+def parse_object(fields: dict[str, Any], params: SamplingParams) -> PromptLine:
+    """The prompt of a JSON object; null is the same as an absent key."""
+    fields = {key: value for key, value in fields.items() if value is not None}
+    if "custom_id" in fields:
+        raise ValueError(
+            'it is a line of an OpenAI batch: write {"id": ..., "messages": [...], "max_tokens": ...}, with its '
+            "custom_id as the id and the keys of its body that are named so here"
+        )
+    sampling = [field.name for field in dataclasses.fields(params)]
+    unknown = fields.keys() - {*KINDS, "id", *sampling}
+    if unknown:
+        raise ValueError(
+            f"no such keys: {', '.join(sorted(unknown))[:200]}; there are {', '.join(KINDS)} (one of them), id, and "
+            f"{', '.join(sampling)}; {AS_TEXT}"
+        )
+    kinds = [kind for kind in KINDS if kind in fields]
+    if len(kinds) != 1:
+        raise ValueError(f"one of {', '.join(KINDS)} is needed, got {' and '.join(kinds) or 'none'}; {AS_TEXT}")
+    [kind] = kinds
+    prompt, given = fields[kind], f"{kind} is {fields[kind]!r:.80}"
+    if kind == "prompt" and not isinstance(prompt, str):
+        raise ValueError(f"{given}: expected text; token ids are token_ids, a conversation is messages")
+    if kind == "token_ids" and not (isinstance(prompt, list) and is_token_ids(prompt)):
+        raise ValueError(f"{given}: expected a list of integers")
+    name = fields.get("id")
+    if name is not None and (not isinstance(name, (str, int)) or isinstance(name, bool)):
+        raise ValueError(f"id is {name!r:.80}: expected text or an integer")
+    own = {key: fields[key] for key in sampling if key in fields}
+    prompt = checked_messages(prompt) if kind == "messages" else prompt
+    return PromptLine(prompt, dataclasses.replace(params, **own) if own else params, name)
+
+
+def checked_messages(value: Any) -> list[dict[str, Any]]:
+    """The chat messages of decoded JSON; ValueError for anything else."""
+    from deepseek_attn.text.template import plain_messages
+
+    if isinstance(value, list) and not all(isinstance(message, dict) for message in value):
+        raise ValueError(f"{value!r:.80} is no list of token ids, and no list of messages; {AS_TEXT}")
+    return plain_messages(value)
+
+
+def is_token_ids(value: list) -> bool:
+    return all(isinstance(token, int) and not isinstance(token, bool) for token in value)
+
+
+def is_messages(prompt: Any) -> bool:
+    """Whether a prompt is chat messages."""
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
 
 
 def messages(args: argparse.Namespace, prompt: Any) -> list[dict]:
-    """The chat messages of a prompt: the system message, if there is one, and the user's; those of ``--messages``.
+    """The chat messages of a prompt: its own, or the system message, if there is one, and the user's.
 
     Raises:
         ValueError: the prompt is token ids, which take no chat format.
     """
-    if args.messages is not None:
+    if is_messages(prompt):
         return prompt
     if not isinstance(prompt, str):
         raise ValueError("--chat takes text; token ids are run as they are")

@@ -31,10 +31,15 @@ COMPILE_AHEAD = os.environ.get("DEEPSEEK_ATTN_COMPILE_AHEAD", "1") != "0"
 
 
 class IndexedPrompt(NamedTuple):
-    """A prompt with an index of its own, which names it in what `LLM.generate_iter` yields."""
+    """A prompt with an index of its own, which names it in what `LLM.generate_iter` yields.
+
+    Attributes:
+        params: default: those of the call.
+    """
 
     index: int
     prompt: Any
+    params: SamplingParams | None = None
 
 
 class IndexedCompletion(NamedTuple):
@@ -169,9 +174,10 @@ class LLM:
         Closing the generator cancels those in flight.
 
         Args:
-            prompts: as `generate` takes them. They count from 0 on, or have an index of their own (`IndexedPrompt`).
+            prompts: as `generate` takes them. They count from 0 on, or have an index and parameters of their own
+                (`IndexedPrompt`).
                 None in place of a prompt says that it is not there yet: the others go on, and it is asked for again.
-            params: for all prompts. With a seed, the tokens of a prompt depend on its index, not on the others.
+            params: for all other prompts. With a seed, the tokens of a prompt depend on its index, not on the others.
             encode: makes the prompt of an item, for instance of a chat message; a ValueError is that prompt's error.
             max_in_flight: default: ``max_num_seqs``, as many as can run at the same time.
             progress: show a bar over prompts with tokens per second, on a terminal.
@@ -203,10 +209,11 @@ class LLM:
                 if item is None:
                     yield None
                     continue
-                index, prompt = item if isinstance(item, IndexedPrompt) else (place, item)
+                index, prompt, own = item if isinstance(item, IndexedPrompt) else (place, item, None)
                 place += 1
                 try:
-                    request = self._make_request(encode(prompt) if encode else prompt, params, index)
+                    prompt = encode(prompt) if encode else prompt
+                    request = self._make_request(prompt, params if own is None else checked_params(own), index)
                 except ValueError as error:
                     request = Request.refused([], str(error))
                 in_flight[request] = index

@@ -89,6 +89,9 @@ class Request:
             ValueError: the prompt cannot be run, parameters of another type, or stop strings without a tokenizer.
         """
         params = checked_params(params).resolved(runner.generation.sampling)
+        unknown = [token for token in params.stop_token_ids if token >= runner.config.vocab_size]
+        if unknown:
+            raise ValueError(f"stop_token_ids {unknown}: the vocabulary has {runner.config.vocab_size} tokens")
 
         def new_stop() -> StopChecker:
             decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True) if tokenizer else None

@@ -29,7 +29,8 @@ def parse_json(text: str | bytes, origin: str) -> Any:
     """Decodes JSON; ``origin`` begins the message of each error.
 
     Raises:
-        ValueError: no UTF-8 text, broken JSON (with its place), a key that one object has twice, an integer of
+        JSONSyntaxError: broken JSON, with its place.
+        ValueError: no UTF-8 text, a key that one object has twice, an integer of
             thousands of digits, or more than `MAX_DEPTH` objects and lists inside one another.
     """
     try:
@@ -41,7 +42,7 @@ def parse_json(text: str | bytes, origin: str) -> Any:
         raise ValueError(f"{origin}: not UTF-8 text at byte {error.start}") from None
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"{origin}: not valid JSON at {place}: {error.msg}") from None
+        raise JSONSyntaxError(f"{origin}: not valid JSON at {place}: {error.msg}") from None
     except _RepeatedKeyError as error:
         raise ValueError(f"{origin}: {error.args[0][:200]!r} is there twice in one object") from None
     except ValueError:  # Python's limit on the digits of an integer
@@ -49,6 +50,10 @@ def parse_json(text: str | bytes, origin: str) -> Any:
     if too_deep:
         raise ValueError(f"{origin}: more than {MAX_DEPTH} objects or lists inside one another; is it the right file?")
     return value
+
+
+class JSONSyntaxError(ValueError):
+    """A text is not JSON."""
 
 
 class _RepeatedKeyError(ValueError):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import main
 from deepseek_attn.cli.prompts import PromptLines
 from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.engine.llm import LLM
+from deepseek_attn.engine.sampling import SamplingParams
 from tests.support.tiers import tiered
 
 PROMPTS = [
@@ -141,9 +144,9 @@ def test_an_output_of_other_prompts_is_kept(command, whole, capsys, monkeypatch,
 def take(lines: PromptLines) -> list:
     """What can be taken; ends with None where the next prompt is not there yet."""
     found = []
-    for prompt in lines:
-        found.append(prompt)
-        if prompt is None:
+    for line in lines:
+        found.append(line and line.prompt)
+        if line is None:
             break
     return found
 
@@ -151,7 +154,7 @@ def take(lines: PromptLines) -> list:
 def test_prompts_of_a_stream_come_line_by_line(monkeypatch):
     ours, theirs = os.pipe()
     monkeypatch.setattr(sys, "stdin", os.fdopen(ours))
-    with PromptLines("-") as lines:
+    with PromptLines("-", SamplingParams()) as lines:
         assert not lines.regular
         assert take(lines) == [None]
         os.write(theirs, b"eins\r\n\n[1, 2]\nGr")
@@ -205,6 +208,140 @@ def test_other_prompts_in_a_stream_are_noticed_when_they_come(command, whole, ca
         assert main([*command, "--resume"]) == 2
     assert "--resume: " in capsys.readouterr().err
     assert [record for record in by_index(lines_of()) if record not in by_index(whole)] == []
+
+
+TURNS = [{"role": "user", "content": "hi"}]
+OBJECTS = [
+    {"prompt": "Hello there", "id": "a"},
+    {"token_ids": [5, 9, 17], "id": 1, "max_tokens": 2},
+    {"messages": TURNS, "id": "1", "temperature": 0, "ignore_eos": True, "seed": None},
+    {"prompt": "x", "temperature": 0.5, "top_k": 9, "top_p": 0.9, "max_tokens": 4, "seed": 8, "stop": "q", "id": None},
+    TURNS,
+    {"prompt": "y", "stop_token_ids": [9999], "id": "wrong"},
+    {"prompt": '{"prompt": "x"}', "stop": ["q", "r"]},
+]
+
+
+def test_objects_with_an_id_and_parameters_of_their_own(command, checkpoint):
+    """Each as `LLM.generate` completes it with those parameters, and where it gives none, with those of the flags."""
+    write_prompts("prompts", [json.dumps(prompt) for prompt in OBJECTS] + ["plain text"])
+    assert main(command) == 1
+    first, *records = by_index(lines_of())
+    assert list(first) == ["index", "id", "request", "text", "token_ids", "finish_reason"]
+    records = [first, *records]
+    assert [record.get("id") for record in records] == ["a", 1, "1", None, None, "wrong", None, None]
+    assert ["id" in record for record in records] == [True, True, True, False, False, True, False, False]
+    [error] = [record.pop("error") for record in records if "error" in record]
+    assert error == "stop_token_ids [9999]: the vocabulary has 512 tokens"
+    flags = SamplingParams(max_tokens=5, seed=3, ignore_eos=True)
+    own = {"temperature": 0.5, "top_k": 9, "top_p": 0.9, "max_tokens": 4, "seed": 8, "stop": ("q",)}
+    with LLM(checkpoint, device="cpu", max_model_len=100, progress=False) as llm:
+        turns, _ = llm.chat_prompt(TURNS)
+        prompts = ["Hello there", [5, 9, 17], turns, "x", turns, [1], '{"prompt": "x"}', "plain text"]
+        changes = [{}, {"max_tokens": 2}, {"temperature": 0}, own, {}, {}, {"stop": ("q", "r")}, {}]
+        expected = llm.generate(prompts, [replace(flags, **change) for change in changes])
+    for index, (record, completion) in enumerate(zip(records, expected, strict=True)):
+        if index != 5:
+            assert (record["text"], record["token_ids"]) == (completion.text, completion.token_ids)
+
+
+def test_messages_are_conversations_with_and_without_chat(command, checkpoint):
+    write_prompts("prompts", [json.dumps(TURNS), json.dumps({"messages": TURNS}), '"hi"', '{"prompt": "hi"}'])
+    assert main([*command, "--chat", "--temperature", "0"]) == 0
+    assert len({tuple(record["token_ids"]) for record in by_index(lines_of())}) == 1
+
+
+def test_resumed_objects(command, capsys, monkeypatch):
+    write_prompts("prompts", [json.dumps(prompt) for prompt in OBJECTS])
+    assert main(command) == 1
+    whole = lines_of()
+    write_lines(whole[2:])
+    assert main([*command, "--resume"]) == 1
+    assert by_index(lines_of()) == by_index(whole)
+    for change in ({"id": "b"}, {"max_tokens": 3}, {"prompt": "Hello"}):
+        write_prompts("prompts", [json.dumps(prompt) for prompt in (OBJECTS[0] | change, *OBJECTS[1:])])
+        assert main([*command, "--resume"]) == 2
+        assert "the line of prompt 0 in out is of another prompt" in capsys.readouterr().err
+    write_prompts("prompts", [json.dumps(prompt) for prompt in ({**OBJECTS[0], "top_k": None}, *OBJECTS[1:])])
+    assert main([*command, "--resume"]) == 1, "null is the same as an absent key"
+
+
+def write_lines(lines: list[str]) -> None:
+    with open("out", "w", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            '{"custom_id": "1", "method": "POST", "url": "/v1", "body": {}}',
+            'OpenAI batch: write {"id": ..., "',
+        ),
+        (
+            '{"text": "x"}',
+            "no such keys: text; there are prompt, token_ids, messages (one of them), id, and ",
+        ),
+        ('{"prompt": "x", "temprature": 0}', "no such keys: temprature;"),
+        ("{}", "one of prompt, token_ids, messages is needed, got none"),
+        ('{"id": 3, "prompt": null}', "is needed, got none"),
+        ('{"prompt": "x", "token_ids": [1]}', "got prompt and token_ids"),
+        ('{"prompt": [1, 2]}', "prompt is [1, 2]: expected text; token ids are token_ids"),
+        ('{"token_ids": [1, "x"]}', "token_ids is [1, 'x']: expected a list of integers"),
+        ('{"token_ids": 5}', "token_ids is 5: expected a list of integers"),
+        ('{"messages": "hi"}', "messages must be a non-empty list"),
+        ('{"messages": ["hi"]}', "['hi'] is no list of token ids, and no list of messages"),
+        ('{"prompt": "x", "id": 1.5}', "id is 1.5: expected text or an integer"),
+        ('{"prompt": "x", "id": true}', "id is True: expected"),
+        ('{"prompt": "x", "id": "a"}', "line 1 has the id 'a' too"),
+        ('{"prompt": "x", "temperature": -1, "top_p": 2}', "temperature=-1: must be a finite number"),
+        ('{"prompt": "x", "temperature": NaN}', "temperature=nan: must be a finite number"),
+        ('{"prompt": "x", "max_tokens": "5"}', "max_tokens='5': must be an integer"),
+        (
+            '{"prompt": "x", "prompt": "y"}',
+            "'prompt' is there twice in one object; to complete the line as it stands",
+        ),
+        ('{"prompt": "x",}', "not valid JSON at line 1, column 16"),
+        ('[{"role": "user"', "not valid JSON"),
+        ('[1, "x"]', "[1, 'x'] is no list of token ids, and no list of messages; to complete the line as it stands"),
+        ("[1.5]", "[1.5] is no list of token ids"),
+        ("[[1, 2], [3]]", "is no list of token ids"),
+        ("[true]", "[True] is no list of token ids"),
+        ("[" * 1000 + "]" * 1000, "more than 64 objects or lists"),
+        ("[1" + "0" * 5000 + "]", "an integer of thousands of digits"),
+    ],
+)
+def test_other_json_is_refused_with_its_line(command, capsys, monkeypatch, line, message):
+    monkeypatch.setattr(LLM, "__init__", lambda *args, **options: pytest.fail("a model loads"))
+    write_prompts("prompts", ['{"prompt": "y", "id": "a"}', "", line])
+    assert main(command) == 2
+    err = capsys.readouterr().err
+    assert "--prompts prompts: line 3: " in err
+    assert message in err
+    assert not os.path.exists("out")
+
+
+def test_other_json_in_a_stream_leaves_what_was_written(command, monkeypatch, capsys):
+    prompts = ["one", "two", "three", "four", "five"]
+    write_prompts("prompts", [*prompts, '{"text": "x"}'])
+    with open("prompts") as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        command[command.index("prompts")] = "-"
+        assert main(command) == 2
+    assert "--prompts -: line 6: no such keys: text" in capsys.readouterr().err
+    done = lines_of()
+    assert done
+    write_prompts("prompts", [*prompts, '{"prompt": "x"}'])
+    command[command.index("-")] = "prompts"
+    assert main([*command, "--resume"]) == 0
+    assert lines_of()[: len(done)] == done
+    assert [record["index"] for record in by_index(lines_of())] == list(range(6))
+
+
+def test_a_system_message_is_written_into_the_messages(command, capsys):
+    write_prompts("prompts", ["hi", json.dumps(TURNS)])
+    assert main([*command, "--chat", "--system", "be brief"]) == 2
+    assert "--prompts prompts: line 2: --system beside messages" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

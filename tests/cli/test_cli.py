@@ -18,7 +18,6 @@ import deepseek_attn
 from deepseek_attn import ModelRunner
 from deepseek_attn.cli import main
 from deepseek_attn.cli.options import parse_bytes
-from deepseek_attn.cli.prompts import PromptLines
 from tests.support.small_models import three_layers
 
 IMPORTS = """
@@ -219,12 +218,6 @@ def test_json_without_end(tmp_path, monkeypatch, capsys, command):
     assert main([*command, "nested.json"]) == 2
     assert "nested.json" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_prompts_of_brackets_are_text(tmp_path):
-    (tmp_path / "prompts").write_bytes(b"[1, 2]\n" + NESTED)
-    with PromptLines(str(tmp_path / "prompts")) as prompts:
-        assert list(prompts) == [[1, 2], NESTED.decode()]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import main
 from deepseek_attn.cli.observe import describe_run, stats_printer
-from deepseek_attn.cli.prompts import parse_line
+from deepseek_attn.cli.prompts import PromptLine, parse_line
 from deepseek_attn.engine.stats import EngineStats, StepStats
 from tests.support.exit_codes import exit_code
 from tests.support.small_models import three_layers
@@ -36,14 +36,16 @@ def generate(checkpoint, *flags, greedy=True):
         ('"two\\nlines"', "two\nlines"),
         ("[0, 17, 5]", [0, 17, 5]),
         ("[1, two]", "[1, two]"),
-        ("[true]", "[true]"),
+        ("true", "true"),
         ('"Hello", she said', '"Hello", she said'),
+        ("[1] Once", "[1] Once"),
+        ("{x}", "{x}"),
         ("42", "42"),
         ("windows\r", "windows"),
     ],
 )
 def test_a_line_is_json_or_text(line, prompt):
-    assert parse_line(line) == prompt
+    assert parse_line(line, SamplingParams()) == PromptLine(prompt, SamplingParams())
 
 
 def test_many_prompts(checkpoint, tmp_path, capsys):
@@ -74,7 +76,7 @@ def test_many_turns_of_a_chat(checkpoint, tmp_path, capsys):
     [
         (None, [], "No such file"),
         (b"\n \n", [], "no prompt"),
-        (b"fine\n\n\xff\xfe\n", [], "not UTF-8 text in line 3"),
+        (b"fine\n\n\xff\xfe\n", [], "line 3: not UTF-8 text"),
         (b"fine\n", ["--prompt", "another"], "not allowed with"),
         (b"fine\n", ["--stats", "-1"], "--stats -1.0"),
         (b"fine\n", ["--profile", "/no/such/folder/t.json"], "no trace can be written"),

@@ -96,7 +96,7 @@ def test_score(checkpoint, place, capsys, flags, message):
         (("--prompts", ""), "argument --prompts: it is empty"),
         (("--prompt", "\udc80"), "character 0 of the text is '\\udc80', a lone surrogate"),
         (("--chat", "--prompt", "x", "--system", "\udc80"), "a lone surrogate"),
-        (("--prompts", "bytes"), "--prompts bytes: not UTF-8 text in line 1"),
+        (("--prompts", "bytes"), "--prompts bytes: line 1: not UTF-8 text"),
         (("--prompts", "file", "--out", "no/o"), "'no/o' cannot be written: the folder 'no' does not exist"),
         (("--prompts", "file", "--out", "file"), "'file' is not empty: go on from its lines (--resume), or name"),
         (("--prompts", "file", "--out", "o", "--resume", "--top-k", "-1"), "top_k=-1"),
