@@ -2,6 +2,7 @@
 
     python scripts/test_packages.py                                  # builds both and looks into them
     python scripts/test_packages.py --part kernels --torch 2.10.0 --triton 3.6.0 --python python3.12
+    python scripts/test_packages.py --part bare      # the wheel without extras: every command and README's examples
     python scripts/test_packages.py --part engine --folder FOLDER -- -k speculat
 
 The sdist must hold the repository, the wheel the library alone with its entry points. Tests are those of the unpacked
@@ -29,6 +30,7 @@ PARTS = {
     "caches": ["tests/cache", "tests/attention", "tests/layers", "tests/checkpoint", "tests/plugins"],
     "models": ["tests/models", "tests/runner", "tests/v32", "tests/testing"],
     "engine": ["tests/engine", "tests/text", "tests/cli", "tests/config", "tests/utils"],
+    "bare": ["tests/bare"],
     "training": ["tests/training", "tests/experiments", "tests/bench"],
 }
 BUILD = "from setuptools import build_meta; print(build_meta.build_{}('{}'))"
@@ -105,8 +107,12 @@ def build_wheel(python: Path, sdist: Path) -> Path:
     return wheel
 
 
-def install(python: Path, wheel: Path, versions: list[str]) -> None:
+def install(python: Path, wheel: Path, part: str, versions: list[str]) -> None:
     """Installs the wheel and what its tests need; the versions that are given stay."""
+    if part == "bare":
+        run(python, "-m", "pip", "install", "--quiet", "--no-compile", wheel, "pytest>=8", *versions, cwd=wheel.parent)
+        print(run(python, "-m", "pip", "list", "--format", "freeze", cwd=wheel.parent), flush=True)
+        return
     # transformers' oldest version that the tests need may ask for a newer torch than a floor: pip says so
     run(python, "-m", "pip", "install", "--quiet", f"{wheel}[test]", *versions, cwd=wheel.parent)
     code = "import torch, triton, sys; print('python', sys.version.split()[0], torch.__version__, triton.__version__)"
@@ -117,7 +123,8 @@ def test(python: Path, sdist: Path, part: str, options: list[str]) -> int:
     """Runs a part of the sdist's tests on the installed wheel; pytest's exit status."""
     for name in SOURCES[:3]:  # or else they would be imported
         shutil.move(sdist / name, sdist.parent / f"{sdist.name}-{name}")
-    return subprocess.call([python, "-m", "pytest", *PARTS[part], *options], cwd=sdist)
+    marks = ["-m", ""] if part == "bare" else []
+    return subprocess.call([python, "-m", "pytest", *marks, *PARTS[part], *options], cwd=sdist)
 
 
 def main() -> int:
@@ -140,7 +147,7 @@ def main() -> int:
         if args.part is None:
             return 0
         pins = {"torch": args.torch, "triton": args.triton}
-        install(python, wheel, [f"{name}=={version}" for name, version in pins.items() if version])
+        install(python, wheel, args.part, [f"{name}=={version}" for name, version in pins.items() if version])
         return test(python, sdist, args.part, args.options)
 
 

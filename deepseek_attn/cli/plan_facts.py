@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -20,11 +21,14 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.config.options import DTYPES, check_sizes, pick_device, pick_dtype
 from deepseek_attn.kernels.common.device import gpu
+from deepseek_attn.kernels.common.dispatch import problem_on
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.split import check_split
 from deepseek_attn.runner.memory import RunnerMemory
 from deepseek_attn.runner.planner import Plan, make_plan, sequences_that_fit, tokens_that_fit
 from deepseek_attn.utils.device import total_memory
+
+logger = logging.getLogger(__name__)
 
 
 class PlanFacts:
@@ -32,6 +36,7 @@ class PlanFacts:
 
     Attributes:
         on_gpu: a GPU was named, or there is one here.
+        gpu_problem: why the memory of the GPU here cannot be predicted; empty if it can, or if a GPU was named.
         length: longest sequence; limit: the longest that the model allows.
         dp_attention: the layout of the ranks is that with data-parallel attention.
     """
@@ -41,6 +46,7 @@ class PlanFacts:
             raise ValueError(f"--ranks: say of which GPUs, --gpu {' or '.join(sorted(MACHINES))}")
         self.args, self.config, device = args, ModelConfig.from_pretrained(args.model), pick_device(None)
         self.on_gpu, self.dp_attention = args.gpu is not None or device.type == "cuda", args.layout == "dp"
+        self.gpu_problem = "" if args.gpu is not None else problem_on(device)
         preset = args.numerics or ("serving" if self.on_gpu else "exact")
         self.numerics = numerics_for(self.config, preset, args.index_keys)
         self.dtype = pick_dtype(args.dtype or ("bfloat16" if self.on_gpu else None), device)
@@ -70,7 +76,9 @@ class PlanFacts:
             "rope": plan.rope,
             "total": plan.total,
         }
-        memory_of = self.runner_memory() if self.on_gpu else None
+        if self.on_gpu and self.gpu_problem:
+            logger.warning("the memory of the GPU here is not predicted: %s", self.gpu_problem)
+        memory_of = self.runner_memory() if self.on_gpu and not self.gpu_problem else None
         if memory_of is not None:
             facts["gpu"] = self.gpu_facts(memory_of(plan))
         if args.memory is not None:

@@ -63,8 +63,10 @@ def run(args: argparse.Namespace) -> int:
     from deepseek_attn.config.numerics import numerics_for
     from deepseek_attn.config.options import check_sizes, pick_dtype
     from deepseek_attn.kernels.common.device import gpu
+    from deepseek_attn.kernels.common.dispatch import need_triton
     from deepseek_attn.runner.compile_ahead import Compilation, RunnerRequest, RunnerSizes
 
+    need_triton("compiling kernels")
     (config, headers), cuda = read_headers(args.model), torch.device("cuda")
     if args.gpu is None and not torch.cuda.is_available():
         raise ValueError("there is no GPU here: say which kind to compile for, --gpu 9.0:132 for an H100 or H200")

@@ -36,7 +36,7 @@ from deepseek_attn.config.options import (
 )
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import gpu
-from deepseek_attn.kernels.common.dispatch import problem_on, reference_ops
+from deepseek_attn.kernels.common.dispatch import have_triton, problem_on, reference_ops
 from deepseek_attn.kernels.common.invariance import batch_invariant_ops
 from deepseek_attn.layers.engram import Engram, EngramTables
 from deepseek_attn.layers.launch import environment
@@ -233,7 +233,8 @@ def build_runner(
     attention = AttentionOptions(
         backend, decode_backend, prefill_backend, fp8_mode, prefill_workspace_rows, deterministic
     )
-    fork = forked_compiler() if compile_ahead and device.type == "cuda" else None  # what follows initialises CUDA
+    compiles = compile_ahead and device.type == "cuda" and have_triton()
+    fork = forked_compiler() if compiles else None  # what follows initialises CUDA
     digest = None if attention.reference_only or problem_on(device) else _digest_of_triton()
     family = get_family(config, numerics, dtype, device, attention, parallel)
     limit = config.max_position_embeddings

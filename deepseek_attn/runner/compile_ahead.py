@@ -30,6 +30,7 @@ from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.dispatch import need_triton
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.runner.step import Rows
 from deepseek_attn.utils.processes import Fork
@@ -100,7 +101,12 @@ class RunnerRequest:
         return cls(config, headers, **facts)
 
     def marker(self) -> Path:
-        """A file in Triton's cache that is there once all kernels of this request are."""
+        """A file in Triton's cache that is there once all kernels of this request are.
+
+        Raises:
+            ValueError: Triton is not installed.
+        """
+        need_triton("compiling kernels")
         import triton
 
         from deepseek_attn.kernels.common.launches import compile_settings

@@ -22,11 +22,10 @@ from deepseek_attn.checkpoint.random import RandomSource
 from deepseek_attn.checkpoint.source import TensorInfo
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.kernels.common.counters import COUNTER_BYTES
-from deepseek_attn.kernels.common.launches import ignored_launches
+from deepseek_attn.kernels.common.dispatch import need_triton
 from deepseek_attn.models.block import attention_layers
 from deepseek_attn.runner.compile_ahead import RunnerRequest, RunnerSizes, representatives
 from deepseek_attn.runner.graphs import length_bucket
-from deepseek_attn.runner.stand_in import META, StandIn
 from deepseek_attn.runner.warm_up import WarmUp, powers
 from deepseek_attn.utils.allocations import MIB, AllocationTrace, CachingAllocator, Event
 
@@ -77,15 +76,18 @@ class RunnerMemory:
             facts: the other attributes of `RunnerRequest`, its sizes left out.
 
         Raises:
-            ValueError: a model that no runner with kernels computes.
+            ValueError: a model that no runner with kernels computes, or Triton is not installed.
         """
+        need_triton("predicting all memory of a GPU")
+        from deepseek_attn.kernels.common.launches import ignored_launches
+
         kept = representatives(config, headers or {})
         config = dataclasses.replace(config, layers=tuple(layer for layer in config.layers if layer.index in kept))
         if headers is None:
             headers = CanonicalSource(RandomSource(config), canonical_names(config)).entries()
         request = RunnerRequest.of(config, headers, sizes=RunnerSizes.of(layout), **facts)
         copies = {f"layers.{number}": count for number, count in kept.items()}
-        with ignored_launches(request.gpu), AllocationTrace(META) as trace:
+        with ignored_launches(request.gpu), AllocationTrace(torch.device("meta")) as trace:
             try:
                 return _count(trace, request, copies, layout)
             except NotImplementedError as error:  # by torch, of ops whose results have sizes that depend on values
@@ -98,6 +100,8 @@ class RunnerMemory:
 
 def _count(trace: AllocationTrace, request: RunnerRequest, copies: dict[str, int], layout: CacheLayout) -> RunnerMemory:
     """Builds the runner without memory, runs its largest steps, and adds up what they allocate."""
+    from deepseek_attn.runner.stand_in import StandIn  # imports triton
+
     runner = StandIn.build(request)
     pools = {trace.key(pool.tensor) for pool in runner.pools}
     owners = _owners(trace, runner.model, pools)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import DeepseekV3Config, DeepseekV4Config, PretrainedConfig
-from transformers import DeepseekV32Config as TransformersV32Config
+
+try:
+    from transformers import DeepseekV3Config, DeepseekV4Config, PretrainedConfig
+    from transformers import DeepseekV32Config as TransformersV32Config
+except ImportError as error:
+    raise ImportError("TransformersLayer needs transformers 5.17 or later: pip install transformers") from error
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention, DeepseekV4RotaryEmbedding
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention, DeepseekV32RotaryEmbedding

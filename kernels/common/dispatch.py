@@ -13,6 +13,7 @@ import torch
 from deepseek_attn.kernels.common.device import compute_capability, on_gpu
 
 MIN_CAPABILITY = (8, 0)  # bf16 and tf32 tensor cores
+NO_TRITON = "the package triton is not installed: pip install triton"
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 
 
@@ -50,8 +51,8 @@ def problem_on(device: torch.device) -> str:
         return f"its kernels need an NVIDIA GPU; the device is {device}"
     if device.type == "cuda" and torch.version.cuda is None:
         return "its kernels are built for NVIDIA GPUs; this PyTorch is built for another vendor's"
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed: pip install triton"
+    if not have_triton():
+        return NO_TRITON
     capability = compute_capability(device)
     if capability < MIN_CAPABILITY:
         return (
@@ -59,3 +60,17 @@ def problem_on(device: torch.device) -> str:
             f"{capability[0]}.{capability[1]}"
         )
     return ""
+
+
+def have_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def need_triton(purpose: str) -> None:
+    """Checks that Triton is installed, before a module that imports it is imported.
+
+    Raises:
+        ValueError: it is missing; the message names ``purpose`` and the remedy.
+    """
+    if not have_triton():
+        raise ValueError(f"{purpose} needs Triton: {NO_TRITON}")

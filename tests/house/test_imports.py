@@ -328,6 +328,27 @@ def test_a_family_of_kernels_needs_no_triton(family):
     assert "triton" not in {name.split(".")[0] for name in names}
 
 
+NEEDS_MORE = {  # by what they are for
+    "deepseek_attn.runner.stand_in": "triton",  # finds the kernels of a runner
+    "deepseek_attn.testing.fixtures": "pytest",
+    "deepseek_attn.testing.transformers_layer": "transformers",
+    "deepseek_attn.testing.__main__": "transformers",
+}
+
+
+def test_modules_need_what_the_wheel_installs_alone():
+    """Outside the kernels, everything can be imported without extras; what needs more is imported where it is used."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    installed = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in project["dependencies"]}
+    installed |= {"deepseek_attn", "markupsafe", *sys.stdlib_module_names}  # markupsafe: jinja2's
+    found = {}
+    for module in MODULES:
+        names = {name.split(".")[0] for name in reachable(imported_at_once(), module)} - installed
+        if names and not module.startswith("deepseek_attn.kernels."):
+            found[module] = ", ".join(names)
+    assert found == NEEDS_MORE
+
+
 def test_what_importing_a_module_imports_is_seen():
     assert {"torch", "deepseek_attn", "deepseek_attn.kernels"} <= imported_with("deepseek_attn.kernels.sampling")
     assert "triton" in reachable(imported_at_once(), "deepseek_attn.kernels.sampling.argmax")
