@@ -115,18 +115,22 @@ class Backbone(CheckpointModule, ABC):
     Args:
         layers: backbone layer numbers to build, in model order; None builds all of them.
         mtp: also build the MTP layers.
-        block, mtp_layer: the family's classes.
+        mtp_layer: the family's class.
+
+    Attributes:
+        block_class: class of the layers.
 
     `forward` returns "hidden states" ``[T, ...]``, the input of `logits` and of the MTP layer: V4's residual streams
     ``[T, hc_mult, hidden_size]``; of other families, states after the final norm ``[T, hidden_size]``.
     """
+
+    block_class: type[CheckpointModule]
 
     def __init__(
         self,
         context: BuildContext,
         layers: list[int] | None,
         mtp: bool,
-        block: type[CheckpointModule],
         mtp_layer: type[CheckpointModule],
     ):
         config, device = context.config, context.device
@@ -134,7 +138,7 @@ class Backbone(CheckpointModule, ABC):
         self.config = config
         specs = config.layers if layers is None else [config.layers[i] for i in layers]
         self.embed = Embedding(config.vocab_size, config.hidden_size, context.dtype, device, context.parallel)
-        self.layers = nn.ModuleDict({str(spec.index): block(context, spec) for spec in specs})
+        self.layers = nn.ModuleDict({str(spec.index): self.block_class(context, spec) for spec in specs})
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
         self.head = Head(config.vocab_size, config.hidden_size, context.dtype, device, context.parallel)
         mtp_specs = config.mtp_layers if mtp else ()

@@ -99,8 +99,10 @@ class MTPLayer(Block):
 class DeepseekV32(Backbone):
     """The whole model, or some of its layers; see `Backbone`. Its hidden states are those after the final norm."""
 
+    block_class = Block
+
     def __init__(self, context: BuildContext, layers: list[int] | None = None, mtp: bool = True):
-        super().__init__(context, layers, mtp, Block, MTPLayer)
+        super().__init__(context, layers, mtp, MTPLayer)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """``token_ids``, ``positions`` int64 ``[T]`` -> hidden states after the final norm, ``[T, hidden_size]``."""

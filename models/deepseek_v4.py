@@ -33,8 +33,10 @@ class DeepseekV4(DraftsBlocks, Backbone):
     With a DSpark drafter they end in the mean of the streams after each of its target layers.
     """
 
+    block_class = Block
+
     def __init__(self, context: BuildContext, layers: list[int] | None = None, mtp: bool = True):
-        super().__init__(context, layers, mtp, Block, MTPLayer if context.config.dspark is None else DraftStage)
+        super().__init__(context, layers, mtp, MTPLayer if context.config.dspark is None else DraftStage)
         declare_stream_head(self, self.config)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata | None) -> torch.Tensor:

@@ -68,8 +68,10 @@ class DeepseekV41(DraftsBlocks, Backbone):
     ``[T, 1 + targets, hidden_size]``.
     """
 
+    block_class = Block
+
     def __init__(self, context: BuildContext, layers: list[int] | None = None, mtp: bool = True):
-        super().__init__(context, layers, mtp, Block, DraftStage)
+        super().__init__(context, layers, mtp, DraftStage)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """``token_ids``, ``positions`` int64 ``[T]`` -> hidden states after the final norm, ``[T, hidden_size]``."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,20 +15,28 @@ from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.checkpoint.names import CanonicalSource
 from deepseek_attn.checkpoint.names_v32 import canonical_names
 from deepseek_attn.checkpoint.source import CheckpointSource
-from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.config.model import MODEL_TYPES, MODELS, AnyConfig, ModelConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v32 import DeepseekV32Config
 from deepseek_attn.config.v41 import DeepseekV41Config
-from deepseek_attn.impls import DEEPSEEK_V4_IMPLS, DEEPSEEK_V41_IMPLS, AttentionSpec, Impls, combine_phases, get_impl
+from deepseek_attn.impls import (
+    DEEPSEEK_V4_IMPLS,
+    DEEPSEEK_V41_IMPLS,
+    AttentionSpec,
+    Impls,
+    combine_phases,
+    find_impl,
+    get_impl,
+)
 from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.dispatch import problem_on
 from deepseek_attn.kernels.indexer import MAX_TRITON_TOPK, TRITON_HEAD_DIM
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.split import check_split
-from deepseek_attn.layers.weights import CheckpointModule
-from deepseek_attn.models import block, deepseek_v4, deepseek_v32, deepseek_v41
+from deepseek_attn.models import deepseek_v4, deepseek_v32, deepseek_v41
 from deepseek_attn.models.block import AttentionStack, Backbone, BuildContext, attention_layers, layer_specs
+from deepseek_attn.utils.registry import class_problems, raise_problems
 from deepseek_attn.utils.workspace import Workspace
 from deepseek_attn.v32.backends import SPARSE_MLA_IMPLS, FlashMLASparseBackend
 
@@ -35,7 +45,7 @@ class Family(ABC):
     """A config with its numerics and attention settled.
 
     Attributes:
-        model_class, block_class: classes that `build` instantiates.
+        model_class: class that `build` instantiates; its ``block_class`` has the layers' attention.
         impls: attention impls of the family; builder_class: builds the metadata of its steps.
         impl: the chosen impl; None for a model whose layers have none (V3).
         mixed: prefill queries read cache pages in place.
@@ -47,7 +57,6 @@ class Family(ABC):
     """
 
     model_class: type[deepseek_v4.DeepseekV4] | type[deepseek_v32.DeepseekV32] | type[deepseek_v41.DeepseekV41]
-    block_class: type[CheckpointModule]
     impls: Impls
     builder_class: type[MetadataBuilder] = MetadataBuilder
 
@@ -86,10 +95,11 @@ class Family(ABC):
 
     def check_deterministic(self) -> None:
         """ValueError with everything under which a row's logits would depend on the batch."""
-        problems, names = [], dict.fromkeys(self.options.phases)
-        for impl in self.impls:
-            if impl.name in names and impl.batch_dependence:
-                problems.append(f"backend {impl.name!r}: {impl.batch_dependence}; 'auto' takes one that is independent")
+        problems = []
+        for name in dict.fromkeys(self.options.phases):
+            why = "" if name == "auto" else find_impl(name, self.impls).batch_dependence
+            if why:
+                problems.append(f"backend {name!r}: {why}; 'auto' takes one that is independent")
         if self.options.fp8_mode == "separate":
             problems.append("fp8_mode='separate': other kernels attend to a prompt than to a decode; leave it out")
         if self.parallel.world > 1:
@@ -111,7 +121,7 @@ class Family(ABC):
             self.config, self.numerics, self.dtype, self.device, self.impl, max_positions, self.parallel
         )
         if attention_only:
-            return AttentionStack(context, layers, self.block_class)
+            return AttentionStack(context, layers, self.model_class.block_class)
         return self.model_class(context, layers, mtp=layers is None and not self.parallel.dp_attention)
 
     def workspace_rows(self, model: nn.Module, layout: CacheLayout) -> int:
@@ -138,8 +148,8 @@ class Family(ABC):
         """Why decode steps cannot be captured as CUDA graphs; empty where they can."""
         if self.impl is None:
             return "dense attention (DeepSeek-V3) runs in plain torch, which waits for the device within a step"
-        if "reference" in self.options.phases:
-            return "backend 'reference' runs plain torch, which waits for the device within a step"
+        if self.impl.waits_for_device:
+            return f"backend {self.impl.name!r} runs plain torch, which waits for the device within a step"
         selects = any(spec.has_indexer for spec in self.config.layers)
         if selects and self.config.index_head_dim != TRITON_HEAD_DIM:
             return (
@@ -164,13 +174,13 @@ class Family(ABC):
 class DeepseekV4Family(Family):
     """DeepSeek-V4."""
 
-    model_class, block_class, impls = deepseek_v4.DeepseekV4, block.Block, DEEPSEEK_V4_IMPLS
+    model_class, impls = deepseek_v4.DeepseekV4, DEEPSEEK_V4_IMPLS
 
 
 class DeepseekV32Family(Family):
     """DeepSeek-V3.2, and V3 / V3.1 without an indexer, whose dense attention has one implementation for any backend."""
 
-    model_class, block_class, impls = deepseek_v32.DeepseekV32, deepseek_v32.Block, SPARSE_MLA_IMPLS
+    model_class, impls = deepseek_v32.DeepseekV32, SPARSE_MLA_IMPLS
     builder_class = FlashMLASparseBackend.get_builder_cls()
 
     def choose_impl(self) -> type[SplitAttentionImpl] | None:
@@ -180,7 +190,7 @@ class DeepseekV32Family(Family):
 class DeepseekV41Family(Family):
     """DeepSeek-V4.1: the text model."""
 
-    model_class, block_class, impls = deepseek_v41.DeepseekV41, deepseek_v41.Block, DEEPSEEK_V41_IMPLS
+    model_class, impls = deepseek_v41.DeepseekV41, DEEPSEEK_V41_IMPLS
 
     def build(self, layers: list[int] | None, attention_only: bool, max_positions: int) -> Backbone | AttentionStack:
         """See `Family.build`.
@@ -214,6 +224,63 @@ FAMILIES: dict[type[AnyConfig], type[Family]] = {
     DeepseekV32Config: DeepseekV32Family,
     DeepseekV41Config: DeepseekV41Family,
 }
+PUBLISHED = frozenset(MODEL_TYPES)  # those of the package
+FAMILY_CLASSES = {"model_class": Backbone, "builder_class": MetadataBuilder}
+
+
+def register_family(model_type: str, config_class: type[AnyConfig], family_class: type[Family]) -> None:
+    """Makes a model family from outside the package known: ``config.json`` with this ``model_type`` builds it.
+
+        @dataclass(frozen=True)
+        class MyConfig(ModelConfig):
+            @classmethod
+            def from_dict(cls, raw, origin="dict"):  # checks of DeepSeek-V4's keys, and those of its own
+                config = ModelConfig.from_dict({**raw, "model_type": "deepseek_v4"}, origin)
+                return cls(**vars(config) | {"model_type": "mine"})
+
+        class MyFamily(DeepseekV4Family):
+            model_class = MyModel  # of blocks of its own: a DeepseekV4 whose block_class is a Block
+
+        register_family("mine", MyConfig, MyFamily)
+
+    The checkpoint's names, the caches and the split over ranks are those of the config that ``config_class`` derives
+    from. The module that registers a family is imported before its configs are read: by the program, or as an entry
+    point of the group ``deepseek_attn.extensions``.
+
+    Raises:
+        ValueError: with everything that the classes lack, or a ``model_type`` that the package has.
+    """
+    place = f"model_type {model_type!r}"
+    bases = (ModelConfig, DeepseekV32Config, DeepseekV41Config)
+    problems = [f"the config {problem}" for problem in class_problems(config_class, *bases)]
+    if not problems and config_class in bases:
+        problems.append(f"the config is the package's own {config_class.__name__}; derive one from it")
+    if not problems and config_class.from_dict.__func__ is ModelConfig.from_dict.__func__:
+        problems.append(f"the config {config_class.__name__} lacks from_dict, which builds it from decoded JSON")
+    lacking = [f"the family {problem}" for problem in class_problems(family_class, Family)]
+    for name, base in FAMILY_CLASSES.items() if not lacking else ():
+        found = getattr(family_class, name, None)
+        if found is None:
+            lacking.append(f"the family {family_class.__name__} lacks {name}")
+        else:
+            lacking += [f"the family's {name} {problem}" for problem in class_problems(found, base)]
+    if not lacking and not getattr(family_class, "impls", ()):
+        lacking.append(f"the family {family_class.__name__} lacks impls, its attention impls in order of preference")
+    if model_type in PUBLISHED:
+        problems.append(f"the package has this model_type itself ({MODELS[model_type]})")
+    raise_problems(place, "a model family", problems + lacking)
+
+    def read(raw: Mapping[str, Any], origin: str) -> AnyConfig:
+        config = config_class.from_dict(raw, origin)
+        if type(config) is not config_class or config.model_type != model_type:
+            raise ValueError(
+                f"invalid config ({origin}): {config_class.__name__}.from_dict must make a {config_class.__name__} of "
+                f"model_type {model_type!r}, and made a {type(config).__name__} of {config.model_type!r}"
+            )
+        return config
+
+    MODEL_TYPES[model_type], FAMILIES[config_class] = read, family_class
+    MODELS[model_type] = config_class.__name__
 
 
 def get_family(
@@ -224,5 +291,5 @@ def get_family(
     options: AttentionOptions,
     parallel: Parallel | None = None,
 ) -> Family:
-    """The family of a config; see `Family` for what it refuses."""
+    """The family of a config; see `Family` for its errors."""
     return FAMILIES[type(config)](config, numerics, dtype, device, options, parallel)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deepseek_attn.attention.compressor import Compressor
 from deepseek_attn.cache.pools import Pool
+from deepseek_attn.cache.record import RECORD_KINDS
 from deepseek_attn.config.model import AnyConfig, LayerSpec, ModelConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.metadata import StepMetadata
@@ -84,7 +85,7 @@ class LightningIndexer(CheckpointModule):
             self.rope.cos_sin,
             positions,
             self.scale,
-            key_format=self.numerics.index_record,
+            key_format=record if (record := self.numerics.index_record) in RECORD_KINDS else "plain",
             hadamard=self.numerics.index_hadamard,
             half_split=self.half_split,
         )

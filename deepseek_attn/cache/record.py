@@ -15,10 +15,17 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import value_range
 from deepseek_attn.kernels.common.device import FLOATS
+from deepseek_attn.utils.registry import Registry
+
+RECORD_KINDS = ("plain", "fp8_ds_mla", "fp8_fp4", "fp8", "fp4", "fp8_v4", "fp8_v32", "fp8_v41", "fp4_v41")
+"""Names of the package's records of keys, and of those of index keys, in `Numerics` and by themselves."""
 
 
 class Record(ABC):
     """One entry format. Subclasses say which parts an entry has and how values become bytes and back.
+
+    A record from outside the package is made by ``cls(nope_dim, rope_dim, dtype)``: of a key with so many channels that
+    are not rotated and that are, and of the model's dtype; of an index key ``rope_dim`` is 0. See `register_record`.
 
     Attributes:
         name: name of the format.
@@ -157,6 +164,55 @@ class Record(ABC):
             raise ValueError(f"{self.name} rows must be {wanted}, got {list(rows.shape)} {rows.dtype}")
         if tuple(slots.shape) != (rows.shape[0],):
             raise ValueError(f"one slot per row: got slots {list(slots.shape)} for {rows.shape[0]} rows")
+
+
+def _record_problems(cls: type[Record]) -> list[str]:
+    """What a record from outside the package lacks, beside abstract methods and a name."""
+    try:
+        record = cls(64, 64, torch.float32)
+    except Exception as error:
+        return [f"must be made by cls(nope_dim, rope_dim, dtype), and cls(64, 64, torch.float32) raises {error!r}"]
+    if getattr(record, "dim", None) != 128:
+        return [f"must have dim = nope_dim + rope_dim, and has {getattr(record, 'dim', None)!r} of 64 + 64"]
+    try:
+        parts = record.encode(torch.ones(3, 128))
+        shapes = [(part.dtype, tuple(part.shape)) for part in parts]
+        back = record.decode(parts, torch.float32)
+    except Exception as error:
+        return [f"encode of ones [3, 128] and decode of the result raise {error!r}"]
+    wanted = [(torch.uint8, (3, width)) for width in record.row_bytes]
+    if shapes != wanted:
+        return [f"encode of ones [3, 128] gives {shapes}, and row_bytes {record.row_bytes} ask for {wanted}"]
+    if back.shape != (3, 128) or back.dtype != torch.float32:
+        return [f"decode must give float32 [3, 128] back, and gives {back.dtype} {list(back.shape)}"]
+    return []
+
+
+OWN_RECORDS = Registry("a cache record", Record, RECORD_KINDS, _record_problems)
+
+
+def register_record(cls: type[Record]) -> type[Record]:
+    """Makes a record from outside the package known by its ``name``, for ``Numerics.kv_record`` and ``index_record``.
+
+    Without it, ``module:Class`` names the class. Plain torch reads and writes such records: on a GPU with
+    ``backend="reference"``. An impl whose backend lists the name in ``supported_kv_records`` reads them as well.
+
+    Raises:
+        ValueError: with everything that the class lacks.
+    """
+    return OWN_RECORDS.register(cls)
+
+
+def own_record(kind: str, nope_dim: int, rope_dim: int, dtype: torch.dtype, supported: str) -> Record:
+    """The record from outside the package that ``kind`` names, for keys of these channels.
+
+    Raises:
+        ValueError: no such record; ``supported`` begins the message.
+    """
+    cls = OWN_RECORDS.find(kind)
+    if cls is None:
+        raise ValueError(f"{supported}, a registered record, or module:Class")
+    return cls(nope_dim, rope_dim, dtype)
 
 
 def _page_offset(slots: Tensor, n: int) -> tuple[Tensor, Tensor]:

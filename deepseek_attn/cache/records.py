@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepseek_attn.cache.record import Record, as_bytes, check_largest, checked_slots, round_up
+from deepseek_attn.cache.record import Record, as_bytes, check_largest, checked_slots, own_record, round_up
 from deepseek_attn.kernels.common.blocks import value_range
 from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.quant import (
@@ -222,7 +222,7 @@ def make_kv_record(kind: str, nope_dim: int, rope_dim: int, dtype: torch.dtype =
         return PlainRecord(nope_dim + rope_dim, dtype)
     if kind == "fp8_ds_mla":
         return Fp8DsMlaRecord(nope_dim, rope_dim)
-    raise ValueError(f"unknown KV record {kind!r}: supported are plain, fp8_ds_mla")
+    return own_record(kind, nope_dim, rope_dim, dtype, f"unknown KV record {kind!r}: supported are plain, fp8_ds_mla")
 
 
 def make_index_record(kind: str, dim: int, dtype: torch.dtype = torch.bfloat16) -> Record:
@@ -233,4 +233,4 @@ def make_index_record(kind: str, dim: int, dtype: torch.dtype = torch.bfloat16) 
         return IndexFp8Record(dim)
     if kind == "fp4":
         return IndexFp4Record(dim)
-    raise ValueError(f"unknown index record {kind!r}: supported are plain, fp8, fp4")
+    return own_record(kind, dim, 0, dtype, f"unknown index record {kind!r}: supported are plain, fp8, fp4")

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from deepseek_attn.cache.record import as_bytes
+from deepseek_attn.cache.record import as_bytes, own_record
 from deepseek_attn.cache.records import PlainRecord, Record
 from deepseek_attn.kernels.common.quant import FP8_FLOOR, FP8_MAX, dequantize_fp8, quantize_fp8
 
@@ -128,4 +128,5 @@ def make_v32_record(
         return PlainRecord(latent_dim + rope_dim, torch.bfloat16)
     if kv_cache_dtype == "fp8_ds_mla":
         return Fp8DsMlaV32Record(latent_dim, rope_dim, scale_rule)
-    raise ValueError(f"unknown kv_cache_dtype {kv_cache_dtype!r}: supported are {', '.join(KV_CACHE_DTYPES)}")
+    supported = f"unknown kv_cache_dtype {kv_cache_dtype!r}: supported are {', '.join(KV_CACHE_DTYPES)}"
+    return own_record(kv_cache_dtype, latent_dim, rope_dim, dtype, supported)

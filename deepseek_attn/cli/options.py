@@ -30,7 +30,9 @@ ATTENTION = ("backend", "decode_backend", "prefill_backend", "fp8_mode", "prefil
 
 def add_attention_options(parser: argparse._ActionsContainer) -> None:
     """Options of `AttentionOptions`; ``deepseek-attn info`` explains their defaults."""
-    parser.add_argument("--backend", default="auto", help="attention impl: auto, or a name that `info` lists")
+    parser.add_argument(
+        "--backend", default="auto", help="attention impl: auto, a name that `info` lists, or module:Class"
+    )
     for phase in ("decode", "prefill"):
         parser.add_argument(f"--{phase}-backend", metavar="BACKEND", help=f"impl of {phase} (default: --backend)")
     add_prefill_options(parser)

@@ -19,6 +19,7 @@ from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 from deepseek_attn.config.v41 import DeepseekV41Config, is_inference_config
 from deepseek_attn.utils.hub import CONFIG_FILE, HubModel
 from deepseek_attn.utils.json_files import parse_json, read_json
+from deepseek_attn.utils.registry import load_extensions
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class ModelConfig(DeepseekV4Base):
         if not isinstance(raw, Mapping):
             raise ValueError(f"invalid config ({origin}): expected a JSON object, got {type(raw).__name__}")
         model_type = "deepseek_v41" if is_inference_config(raw) else raw.get("model_type")
+        if isinstance(model_type, str) and model_type not in MODEL_TYPES:
+            load_extensions()
         if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
             supported = ", ".join(f"{name!r} ({MODELS[name]})" for name in MODEL_TYPES)
             raise ValueError(
@@ -188,7 +191,7 @@ def _warn_of_ratio_1(layers: list[int], origin: str) -> None:
         )
 
 
-# Constructor of the config of each model_type, from (decoded JSON, origin).
+# Constructor of the config of each model_type, from (decoded JSON, origin). `register_family` adds more.
 MODEL_TYPES: dict[str, Callable[[Mapping[str, Any], str], AnyConfig]] = {
     "deepseek_v4": _make_v4,
     "deepseek_v32": DeepseekV32Config.from_dict,

@@ -20,9 +20,11 @@ class Numerics:
         fp8_wo_a_input: the same for the grouped output projection ``wo_a``, which DeepSeek's own code runs in bf16.
         kv_record: ``"plain"`` rows in the model dtype; ``"fp8_ds_mla"`` records, which are ``fp8_v4`` (584 bytes for
             512 channels) or ``fp8_v32`` (656 bytes for 576) by the model family; or V4.1's ``"fp8_fp4"``: ``fp8_v41``
-            in the window (528 bytes for 512 channels) and ``fp4_v41`` for compressed entries (288 bytes).
+            in the window (528 bytes for 512 channels) and ``fp4_v41`` for compressed entries (288 bytes). A record of
+            your own: the name that it is registered by, or ``module:Class`` (`cache.record.register_record`).
         index_hadamard: rotate indexer queries and keys by a Hadamard matrix before they are quantised.
-        index_record: ``"plain"``, ``"fp4"`` (groups of 32, 68 bytes) or ``"fp8"`` (one scale per key, 132 bytes).
+        index_record: ``"plain"``, ``"fp4"`` (groups of 32, 68 bytes), ``"fp8"`` (one scale per key, 132 bytes), or one
+            of your own.
         pow2_activation_scales: FP8 scales of linear inputs are powers of two (``scale_fmt`` ue8m0). A model decides
             this, not a preset: DeepSeek-V3 has raw scales, all later ones powers of two.
         fp8_group: channels of a linear's input, and rows and columns of its weight, that share an FP8 scale: 128, or

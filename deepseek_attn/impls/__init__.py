@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.impls.mixed import DeepseekV4MixedSparseImpl
 from deepseek_attn.impls.reference import DeepseekV4ReferenceSparseImpl, DeepseekV41ReferenceSparseImpl
 from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl, DeepseekV41TritonSparseImpl
+from deepseek_attn.utils.registry import Registry, class_problems
 
 __all__ = [
     "DEEPSEEK_V4_IMPLS",
@@ -37,8 +39,10 @@ __all__ = [
     "SparseMLABackend",
     "combine_phases",
     "describe_impls",
+    "find_impl",
     "get_impl",
     "impl_names",
+    "register_impl",
 ]
 
 Impls = Sequence[type[SplitAttentionImpl]]
@@ -51,6 +55,43 @@ DEEPSEEK_V4_IMPLS: Impls = (
 )
 """In order of preference for ``backend="auto"``; the last one runs everywhere. `v32.backends` has DeepSeek-V3.2's."""
 DEEPSEEK_V41_IMPLS: Impls = (*DEEPSEEK_V4_IMPLS[:2], DeepseekV41TritonSparseImpl, DeepseekV41ReferenceSparseImpl)
+
+
+IMPL_METHODS = ("kernels_supported", "supported", "padded_heads", "forward_mqa", "attend_pages", "attend_rows")
+
+
+def _impl_problems(cls: type[SparseMLAAttentionImpl]) -> list[str]:
+    """What an impl from outside the package lacks, beside abstract methods and a name."""
+    problems = []
+    backend = getattr(cls, "backend_cls", None)
+    if backend is None:
+        problems.append("lacks backend_cls, the SparseMLABackend it belongs to")
+    else:
+        problems += [f"backend_cls {problem}" for problem in class_problems(backend, SparseMLABackend)]
+        if not problems and not hasattr(backend, "supported_kv_records"):
+            problems.append(f"backend_cls {backend.__name__} lacks supported_kv_records, names of cache records")
+    for name in IMPL_METHODS:
+        method = inspect.getattr_static(cls, name, None)
+        if method is not None and not isinstance(method, classmethod | staticmethod):
+            problems.append(f"{name} must be a classmethod: impls hold no state")
+    return problems
+
+
+OWN_IMPLS = Registry(
+    "an attention impl", SparseMLAAttentionImpl, ("auto", "mixed", "flashmla", "triton", "reference", "flashinfer"),
+    _impl_problems,
+)  # fmt: skip
+
+
+def register_impl(cls: type[SparseMLAAttentionImpl]) -> type[SparseMLAAttentionImpl]:
+    """Makes an impl from outside the package known by its ``name``, for ``backend``; see `SparseMLAAttentionImpl`.
+
+    Without it, ``backend="module:Class"`` names the class. ``auto`` never takes such an impl.
+
+    Raises:
+        ValueError: with everything that the class lacks.
+    """
+    return OWN_IMPLS.register(cls)
 
 
 def impl_names(impls: Impls = DEEPSEEK_V4_IMPLS) -> tuple[str, ...]:
@@ -66,29 +107,59 @@ def get_impl(
 ) -> type[SplitAttentionImpl]:
     """The impl called ``name``, or for ``"auto"`` the first that runs on ``device`` (for layers like ``spec``).
 
+    Args:
+        name: of one of ``impls``, of a registered impl (`register_impl`), or ``module:Class``.
+
     Raises:
         ValueError: an unknown name, or an impl that cannot run here (with its reason).
     """
     device = torch.device(device)
     if name == "auto":
-        return next(impl for impl in impls if impl.supported(device, spec)[0])
-    impl = next((impl for impl in impls if impl.name == name), None)
-    if impl is None:
-        raise ValueError(f"unknown backend {name!r}: supported are auto, {', '.join(impl_names(impls))}")
+        reasons = []
+        for impl in impls:
+            usable, reason = impl.supported(device, spec)
+            if usable:
+                return impl
+            reasons.append(f"{impl.name}: {reason}")
+        raise ValueError(f"no backend runs on {device}:\n  - " + "\n  - ".join(reasons))
+    impl = find_impl(name, impls)
     usable, reason = impl.supported(device, spec)
     if not usable:
         raise ValueError(f"backend {name!r} cannot run on {device}: {reason}; backend='auto' picks one that can")
     return impl
 
 
+def find_impl(name: str, impls: Impls) -> type[SplitAttentionImpl]:
+    """The impl called ``name``, whether or not it runs here. ValueError for a name other than in `get_impl`."""
+    found = next((impl for impl in impls if impl.name == name), None) or OWN_IMPLS.find(name)
+    if found is None:
+        own = "".join(f"{name}, " for name in OWN_IMPLS.classes)
+        raise ValueError(
+            f"unknown backend {name!r}: supported are auto, {', '.join(impl_names(impls))}, {own}or an impl of your "
+            "own as module:Class"
+        )
+    return found
+
+
 def combine_phases(decode: type[SplitAttentionImpl], prefill: type[SplitAttentionImpl]) -> type[SplitAttentionImpl]:
-    """The impl that decodes as one impl does and prefills as another, of the same backend; without head padding."""
+    """The impl that decodes as one impl does and prefills as another, of the same backend; without head padding.
+
+    Raises:
+        ValueError: two impls of which one has no parts: it does not derive from `SplitAttentionImpl`.
+    """
     if decode is prefill:
         return decode
+    for impl in (decode, prefill):
+        if not issubclass(impl, SplitAttentionImpl):
+            raise ValueError(
+                f"backend {impl.name!r} attends to both phases at once: give it as backend, not for one phase"
+            )
 
     class PhasesImpl(decode):
         name = f"{decode.name}+{prefill.name}"
         attend_rows = prefill.attend_rows
+        needs_masked_tails = decode.needs_masked_tails or prefill.needs_masked_tails
+        waits_for_device = decode.waits_for_device or prefill.waits_for_device
 
         @classmethod
         def padded_heads(cls, num_heads: int) -> int:

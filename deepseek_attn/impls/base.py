@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from deepseek_attn.cache.pools import Pool
+from deepseek_attn.cache.record import OWN_RECORDS, RECORD_KINDS
 from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v4 import DeepseekV4Base
@@ -46,6 +47,8 @@ class AttentionSpec:
         record = numerics.kv_record
         if record == "fp8_ds_mla":  # vLLM's name for both records
             record = "fp8_v4" if v4 else "fp8_v32"
+        elif own := OWN_RECORDS.find(record):
+            record = own.name
         return cls(
             num_heads=config.num_attention_heads // ranks,
             head_dim=config.head_dim,
@@ -163,17 +166,28 @@ class SparseMLAAttentionImpl(ABC):
         PREFILL_CHUNK_SIZE: prefill requests of full length that the workspace holds by default.
         batch_dependence: why a query's result depends on the rest of the batch; empty if it does not where ops are
             batch invariant (`kernels.common.invariance`) and every query reads pages.
+        needs_masked_tails: the impl finds the end of a row of indices by -1. Other impls read the row's length, and
+            tests fill the columns behind it with slots that hold NaN.
+        reads_own_records: the impl reads records from outside the package (`cache.record.register_record`), whatever
+            its backend lists.
+        waits_for_device: decode steps cannot be captured as CUDA graphs.
     """
 
     name: ClassVar[str]
     backend_cls: ClassVar[type[SparseMLABackend]]
     PREFILL_CHUNK_SIZE: ClassVar[int] = 4
     batch_dependence: ClassVar[str] = "it does not say that its results are independent of the batch"
+    needs_masked_tails: ClassVar[bool] = False
+    reads_own_records: ClassVar[bool] = False
+    waits_for_device: ClassVar[bool] = False
 
     @classmethod
     def supported(cls, device: torch.device, spec: AttentionSpec | None = None) -> tuple[bool, str]:
         """Whether the impl can run on ``device``, for layers like ``spec`` if one is given, and the reason."""
-        problem = cls.backend_cls.problem(spec) if spec is not None else ""
+        known = spec
+        if spec is not None and cls.reads_own_records and spec.kv_record not in RECORD_KINDS:
+            known = replace(spec, kv_record="plain")
+        problem = cls.backend_cls.problem(known) if known is not None else ""
         return (False, problem) if problem else cls.kernels_supported(torch.device(device), spec)
 
     @classmethod

@@ -18,7 +18,8 @@ class AttentionOptions:
     """Options of a runner's attention.
 
     Attributes:
-        backend: ``auto``, or the name of an impl that ``deepseek-attn info`` lists.
+        backend: ``auto``, the name of an impl that ``deepseek-attn info`` lists, the name of a registered one
+            (`impls.register_impl`), or ``module:Class``.
         decode_backend, prefill_backend: the same for one phase; None: ``backend``.
         fp8_mode: ``mixed``: prefill queries read cache pages in place, as decode queries do. ``separate``: the keys of
             prefill requests are gathered to rows of the model's dtype first. ``auto``: see `prefill_reads_pages`.

@@ -20,6 +20,8 @@ class ReferenceKernels(SplitAttentionImpl):
 
     name = "reference"
     batch_dependence = ""
+    reads_own_records = True
+    waits_for_device = True
 
     @classmethod
     def kernels_supported(cls, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:
