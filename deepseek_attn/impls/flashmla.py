@@ -22,6 +22,7 @@ class FlashMLAKernels(SplitAttentionImpl):
 
     name = "flashmla"
     batch_dependence = "FlashMLA splits the keys of a query by what else is in the batch"
+    needs_masked_tails = True  # of prefill, and of V3.2's decode kernel
 
     @classmethod
     def kernels_supported(cls, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:

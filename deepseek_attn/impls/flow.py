@@ -45,7 +45,9 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
         """`sparse_attention` with the layer's scale and sinks over rows of ``kv [N, head_dim]``.
 
         Args:
-            indices: int32 ``[T, K]``, -1 past the lengths ``lens`` int32 ``[T]``; other rows may hold anything.
+            indices: int32 ``[T, K]``; lens: int32 ``[T]``, the leading columns that count. The columns behind them hold
+                -1, or anything in tests of impls without ``needs_masked_tails``. Rows that no index names may hold
+                anything.
             q, output: and the result, as in `attend_pages`.
         """
 
@@ -103,7 +105,7 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
             swa = step.swa
             keys.append(_paged_keys(layer.swa_cache, swa.decode_swa_indices.squeeze(1), swa.decode_swa_lens))
         if layer.kv_cache is not None:
-            keys.append(_paged_keys(layer.kv_cache, *_decode_topk(layer, step)))
+            keys.append(_paged_keys(layer.kv_cache, *decode_topk(layer, step)))
         return keys
 
     @classmethod
@@ -144,7 +146,7 @@ def _paged_keys(pool: Pool, indices: Tensor, lens: Tensor) -> PagedKeys:
     return PagedKeys(pool.record, pool.tensor, pool.entries, indices, lens)
 
 
-def _decode_topk(layer: AttentionLayer, step: StepMetadata) -> tuple[Tensor, Tensor]:
+def decode_topk(layer: AttentionLayer, step: StepMetadata) -> tuple[Tensor, Tensor]:
     """Slots ``[Dt, K]`` and counts ``[Dt]`` of the entries that decode queries read."""
     sparse, tokens = step.sparse[layer.compress_ratio], step.num_decode_tokens
     if layer.index_topk is None:

@@ -24,6 +24,7 @@ class MixedKernels(SplitAttentionImpl):
 
     name = "mixed"
     batch_dependence = "it calls FlashMLA's or the Triton kernel by the number of queries"
+    needs_masked_tails = FlashMLAKernels.needs_masked_tails
 
     @classmethod
     def kernels_supported(cls, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:

@@ -15,8 +15,10 @@ from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.models.block import attention_layers
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.session import LayerSequence, LayerSession
-from deepseek_attn.testing.errors import relative_error, selection_tolerance, tolerance
+from deepseek_attn.testing.errors import HEAD_TO_ROW, selection_tolerance, tolerance
+from deepseek_attn.testing.mistakes import Place, channels_in_words, head_errors, row_errors, rows_in_words
 from deepseek_attn.testing.reference import layer_reference
+from deepseek_attn.testing.watched_impl import Attended, WatchedImpl
 
 NAN_BYTE = 0xFF  # NaN as float32, float16, bfloat16 and e4m3 alike
 
@@ -42,13 +44,20 @@ class LayerRequest:
 
     Attributes:
         x: ``[length, hidden_size]``; sequence: the pages of the tokens computed so far.
+        number: of the request among those of its layer, from 0.
         outputs, selected: results by step; ``selected`` stays empty without an indexer.
+        attended: results of the impl by step, ``[n, heads, value_dim]``; empty without an impl (V3).
+        places: where each token was computed; rotated_back: whether ``attended`` is `Attended.rotated_back`, by token.
     """
 
     x: Tensor
     sequence: LayerSequence
+    number: int = 0
     outputs: list[Tensor] = field(default_factory=list)
     selected: list[Tensor] = field(default_factory=list)
+    attended: list[Tensor] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    rotated_back: list[bool] = field(default_factory=list)
 
     @property
     def left(self) -> int:
@@ -59,6 +68,8 @@ class LayerRequest:
 class RandomLayer:
     """One attention layer with random weights. Every byte of its caches that no step has written is NaN.
 
+    Index tensors name NaN behind the length of each row, unless the impl has ``needs_masked_tails``.
+
     Args:
         config: a preset's name, a path or a config; layer: the layer's number.
         seed: of the weights; options: of `ModelRunner.from_source`; on a CPU the default is float32 and ``exact``.
@@ -66,7 +77,9 @@ class RandomLayer:
     Attributes:
         runner, session, attention: the layer, the session that drives it, the runner that holds it.
         reference: the same layer in float64.
-        tolerance, selection_tolerance: errors that `check` allows, of a row and of what the indexer selects.
+        tolerance, head_tolerance, selection_tolerance: errors that `check` allows: of a row of the output, of a head's
+            attended values, of what the indexer selects.
+        steps, requests: number of steps and of requests so far.
     """
 
     def __init__(self, config: AnyConfig | str | Path = "tiny", layer: int = 0, *, seed: int = 0, **options: Any):
@@ -80,7 +93,9 @@ class RandomLayer:
         self.attention = self.session.attention[layer]
         self.reference = layer_reference(config, source, layer)
         self.tolerance = tolerance(self.runner.dtype, self.runner.numerics)
+        self.head_tolerance = HEAD_TO_ROW * self.tolerance
         self.selection_tolerance = selection_tolerance(self.runner.dtype, self.runner.numerics)
+        self.steps = self.requests = 0
         poison_caches(self.runner)
 
     def hidden_states(self, length: int) -> Tensor:
@@ -90,24 +105,57 @@ class RandomLayer:
 
     def request(self, length: int) -> LayerRequest:
         """A sequence of this many random hidden states, nothing computed."""
-        return LayerRequest(self.hidden_states(length), self.session.sequence())
+        self.requests += 1
+        return LayerRequest(self.hidden_states(length), self.session.sequence(), self.requests - 1)
 
     def fork(self, request: LayerRequest) -> LayerRequest:
         """A second sequence with the same hidden states, of which as much is computed."""
-        lists = list(request.outputs), list(request.selected)
-        return LayerRequest(request.x.clone(), request.sequence.fork(), *lists)
+        self.requests += 1
+        copy = LayerRequest(request.x.clone(), request.sequence.fork(), self.requests - 1)
+        for name in ("outputs", "selected", "attended", "places", "rotated_back"):
+            setattr(copy, name, list(getattr(request, name)))
+        return copy
+
+    def truncate(self, request: LayerRequest, n: int) -> None:
+        """Forgets what was computed of the tokens from ``n`` on."""
+        request.sequence.truncate(n)
+        for parts in (request.outputs, request.selected, request.attended):
+            parts[:] = [torch.cat(parts)[:n]] if parts else []
+        del request.places[n:], request.rotated_back[n:]
 
     def step(self, work: Sequence[tuple[LayerRequest, int]]) -> None:
         """Computes the next ``n`` tokens of each (request, n), over scratch memory that is NaN."""
         poison_scratch(self.runner)
         starts = [request.sequence.num_tokens for request, _ in work]
         x = torch.cat([request.x[at : at + n] for (request, n), at in zip(work, starts, strict=True)])
-        lengths = {request.sequence: n for request, n in work}
-        for request, part in zip(work, self.session.run(x, lengths).split(list(lengths.values())), strict=True):
-            request[0].outputs.append(part)
+        lengths = [n for _, n in work]
+        y, attended = self._run(x, {request.sequence: n for request, n in work})
+        row = 0
+        for (request, n), part in zip(work, y.split(lengths), strict=True):
+            request.outputs.append(part)
+            decode = n <= self.session.decode_query_len
+            request.places += [Place(self.steps, row + i, n, decode) for i in range(n)]
+            row += n
         for selected in self.session.selected.values():
-            for request, part in zip(work, selected.split(list(lengths.values())), strict=True):
-                request[0].selected.append(part)
+            for (request, _), part in zip(work, selected.split(lengths), strict=True):
+                request.selected.append(part)
+        if attended is not None:
+            order = sorted(work, key=lambda item: item[1] > self.session.decode_query_len)  # decodes first
+            for (request, n), part in zip(order, attended.heads.split([n for _, n in order]), strict=True):
+                request.attended.append(part)
+                request.rotated_back += [attended.rotated_back] * n
+        self.steps += 1
+
+    def _run(self, x: Tensor, lengths: dict[LayerSequence, int]) -> tuple[Tensor, Attended | None]:
+        """`LayerSession.run` with a `WatchedImpl`, and what it saw; None for a layer without an impl."""
+        impl = self.attention.impl
+        if impl is None:
+            return self.session.run(x, lengths), None
+        self.attention.impl = watched = WatchedImpl(impl)
+        try:
+            return self.session.run(x, lengths), watched.attended
+        finally:
+            self.attention.impl = impl
 
     def run(self, requests: Sequence[LayerRequest], chunks: Sequence[int]) -> None:
         """Computes all requests together, each in chunks of these sizes; the last size repeats."""
@@ -118,12 +166,74 @@ class RandomLayer:
             index += 1
 
     def check(self, request: LayerRequest) -> None:
-        """AssertionError where results, or the entries that were selected for them, are not the reference's."""
+        """AssertionError where results, or the entries that were selected for them, are not the reference's.
+
+        The message says where: the request, the first wrong position and the step that computed it, the head and its
+        channels, how many rows and heads are wrong, and the keys that the query reads.
+        """
         y = torch.cat(request.outputs)
-        x, selected = request.x[: len(y)], torch.cat(request.selected) if request.selected else None
+        x, selected = request.x[: len(y)], torch.cat(request.selected).cpu() if request.selected else None
         if selected is not None:
-            error = self.reference.selection_error(x, selected)
-            limit = self.selection_tolerance
-            assert error <= limit, f"selected entries score {error:.1e} too low; {limit:.0e} is allowed"
-        error = relative_error(y.cpu(), self.reference(x, selected))
-        assert error <= self.tolerance, f"the relative error of a row is {error:.1e}; {self.tolerance:.0e} is allowed"
+            errors = torch.tensor(self.reference.selection_errors(x, selected))
+            if bool((wrong := errors > self.selection_tolerance).any()):
+                raise AssertionError(self._selection_message(request, selected, errors, wrong))
+        expected = self.reference.heads(x, selected)
+        watched = len(request.rotated_back) == len(y)  # no outputs of steps made by hand
+        if watched and request.attended:
+            actual, right = self._comparable_heads(request, expected)
+            errors = head_errors(actual, right)
+            if bool((wrong := errors > self.head_tolerance).any()):
+                t = int(wrong.any(1).nonzero()[0])
+                heads = wrong[t].nonzero().flatten().tolist()
+                numbers = channels_in_words(actual[t, heads[0]], right[t, heads[0]], self.head_tolerance)
+                raise AssertionError(
+                    f"attention is wrong: the relative error of a head is {float(errors[t].max()):.1e}; "
+                    f"{self.head_tolerance:.0e} is allowed\n"
+                    f"  {self._where(request, t)}\n"
+                    f"  head {heads[0]}: {numbers}\n"
+                    f"  {rows_in_words(wrong.any(1))}; in the first of them {len(heads)} of {wrong.shape[1]} heads\n"
+                    f"  {self._keys(t, selected)}"
+                )
+        actual, right = y.detach().cpu().double(), self.reference.output(expected)
+        errors = row_errors(actual, right)
+        if bool((wrong := errors > self.tolerance).any()):
+            t = int(wrong.nonzero()[0])
+            cause = (
+                "; attention itself is right in every head, so look behind it" if watched and request.attended else ""
+            )
+            raise AssertionError(
+                f"the output is wrong: the relative error of a row is {float(errors[t]):.1e}; {self.tolerance:.0e} is "
+                f"allowed{cause}\n"
+                f"  {self._where(request, t)}\n"
+                f"  {channels_in_words(actual[t], right[t], self.tolerance)}\n"
+                f"  {rows_in_words(wrong)}\n"
+                f"  {self._keys(t, selected)}"
+            )
+
+    def _comparable_heads(self, request: LayerRequest, expected: Tensor) -> tuple[Tensor, Tensor]:
+        """Heads as they were attended, and as they should have been: V4's rotated back where an impl does that."""
+        actual, back = torch.cat(request.attended).double(), torch.tensor(request.rotated_back)
+        if not back.any():
+            return self.reference.head_values(actual), expected
+        return actual, torch.where(back[:, None, None], self.reference.rotated_back(expected), expected)
+
+    def _selection_message(self, request: LayerRequest, selected: Tensor, errors: Tensor, wrong: Tensor) -> str:
+        t = int(wrong.nonzero()[0])
+        best = self.reference.best(self.reference.index_scores(request.x[: len(selected)].cpu().double()))[t]
+        chosen = [entry for entry in selected[t].tolist() if entry >= 0]
+        return (
+            f"the selection is wrong: selected entries score {float(errors[t]):.1e} too low; "
+            f"{self.selection_tolerance:.0e} is allowed\n"
+            f"  {self._where(request, t)}\n"
+            f"  selected in place of better ones: {sorted(set(chosen) - set(best))}; not selected: "
+            f"{sorted(set(best) - set(chosen))}; of {self.reference.visible(t)} visible entries\n"
+            f"  {rows_in_words(wrong)}"
+        )
+
+    def _where(self, request: LayerRequest, t: int) -> str:
+        place = request.places[t] if len(request.places) == sum(map(len, request.outputs)) else "in some step"
+        return f"request {request.number}, position {t}: {place}"
+
+    def _keys(self, t: int, selected: Tensor | None) -> str:
+        chosen = None if selected is None else [entry for entry in selected[t].tolist() if entry >= 0]
+        return f"the query reads {self.reference.keys_of(t, chosen)}"

@@ -33,7 +33,23 @@ class LayerReference(ABC):
 
     @abstractmethod
     def attend(self, x: Tensor, reads: Sequence[set[int]] | None) -> Tensor:
-        """The layer's output for float64 ``x``; ``reads``: entries of each query, None for all that it sees."""
+        """Attended values of each head ``[T, heads, d]`` for float64 ``x``, before V4 rotates them back.
+
+        Args:
+            reads: entries of each query, None for all that it sees.
+        """
+
+    @abstractmethod
+    def output(self, heads: Tensor) -> Tensor:
+        """The layer's output ``[T, hidden_size]`` of the result of `attend`."""
+
+    @abstractmethod
+    def head_values(self, attended: Tensor) -> Tensor:
+        """The result of `attend`, from what an impl returns: that itself, or latents whose values are projected."""
+
+    @abstractmethod
+    def keys_of(self, t: int, selected: Sequence[int] | None) -> str:
+        """The keys that query ``t`` reads, in words."""
 
     @abstractmethod
     def index_scores(self, x: Tensor) -> Tensor:
@@ -47,6 +63,10 @@ class LayerReference(ABC):
             selected: int ``[T, K]``, entries that each query reads, -1 for none, as `LayerSession.selected` has them;
                 default: the best by the indexer's scores, which another program may order differently in a near tie.
         """
+        return self.output(self.heads(x, selected))
+
+    def heads(self, x: Tensor, selected: Tensor | None = None) -> Tensor:
+        """The result of `attend`, of the arguments of a call."""
         x = x.detach().cpu().double()
         if not self.spec.has_indexer:
             return self.attend(x, None)
@@ -62,24 +82,25 @@ class LayerReference(ABC):
         visible = [row[: self.visible(t)] for t, row in enumerate(scores)]
         return [row.topk(min(self.config.index_topk, len(row))).indices.tolist() for row in visible]
 
-    def selection_error(self, x: Tensor, selected: Tensor) -> float:
+    def selection_errors(self, x: Tensor, selected: Tensor) -> list[float]:
         """Distance of the worst selected score to the worst that should be selected, relative to the largest score.
 
-        The maximum over all queries; infinite if a row of ``selected`` does not hold as many distinct visible entries
-        as there are or as fit.
+        One per query; infinite if its row of ``selected`` does not hold as many distinct visible entries as there are
+        or as fit.
         """
-        worst, scores = 0.0, self.index_scores(x.detach().cpu().double())
+        errors, scores = [], self.index_scores(x.detach().cpu().double())
         for t, row in enumerate(selected.tolist()):
             chosen, count = [entry for entry in row if entry >= 0], self.visible(t)
-            if len(set(chosen)) < len(chosen) or len(chosen) != min(self.config.index_topk, count):
-                return math.inf
-            if any(entry >= count for entry in chosen):
-                return math.inf
-            if chosen:
+            wrong_number = len(set(chosen)) < len(chosen) or len(chosen) != min(self.config.index_topk, count)
+            if wrong_number or any(entry >= count for entry in chosen):
+                errors.append(math.inf)
+            elif chosen:
                 best = scores[t, :count].topk(len(chosen)).values
                 missing = best.min() - scores[t, chosen].min()
-                worst = max(worst, float(missing / scores[t, :count].abs().max().clamp(min=1e-30)))
-        return worst
+                errors.append(float(missing / scores[t, :count].abs().max().clamp(min=1e-30)))
+            else:
+                errors.append(0.0)
+        return errors
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.weights:
@@ -143,9 +164,26 @@ class V4LayerReference(LayerReference):
             read = [w for w in closed if reads is None or w in reads[t]]
             seen = torch.cat([keys[max(0, t + 1 - config.sliding_window) : t + 1], entries[read]])
             rows.append(self.weights_of(queries[t], seen) @ seen)
-        out = self.rotate(torch.stack(rows), positions, sign=-1).reshape(len(x), config.o_groups, -1)
+        return torch.stack(rows)
+
+    def output(self, heads: Tensor) -> Tensor:
+        config, out = self.config, self.rotated_back(heads).reshape(len(heads), self.config.o_groups, -1)
         wo_a = self["wo_a.weight"].view(config.o_groups, config.o_lora_rank, -1)
         return self.linear("wo_b", torch.einsum("tgi,goi->tgo", out, wo_a).flatten(1))
+
+    def rotated_back(self, heads: Tensor) -> Tensor:
+        """Attended values after the inverse rotation at their query's position."""
+        return self.rotate(heads, torch.arange(len(heads)), sign=-1)
+
+    def head_values(self, attended: Tensor) -> Tensor:
+        return attended
+
+    def keys_of(self, t: int, selected: Sequence[int] | None) -> str:
+        words, visible = f"window positions {max(0, t + 1 - self.config.sliding_window)} to {t}", 0
+        if self.spec.ratio:
+            visible = self.visible(t)
+            words += f", {entries_in_words(range(visible) if selected is None else selected, visible)}"
+        return words
 
     def weights_of(self, q: Tensor, keys: Tensor) -> Tensor:
         """``[H, K]``: softmax weights of the keys, which are the values too; the sink takes its share."""
@@ -203,8 +241,18 @@ class V32LayerReference(LayerReference):
         rows = []
         for t in range(len(x)):
             seen = [i for i in range(t + 1) if reads is None or i in reads[t]]
-            rows.append(torch.einsum("hs,shd->hd", self.weights_of(queries[t], keys[seen]), values[seen]).flatten())
-        return self.linear("wo", torch.stack(rows))
+            rows.append(torch.einsum("hs,shd->hd", self.weights_of(queries[t], keys[seen]), values[seen]))
+        return torch.stack(rows)
+
+    def output(self, heads: Tensor) -> Tensor:
+        return self.linear("wo", heads.flatten(1))
+
+    def head_values(self, attended: Tensor) -> Tensor:
+        weight = self["wkv_b.weight"].unflatten(0, (self.config.num_attention_heads, -1))
+        return torch.einsum("thr,hdr->thd", attended, weight[:, self.config.qk_nope_head_dim :])
+
+    def keys_of(self, t: int, selected: Sequence[int] | None) -> str:
+        return entries_in_words(range(t + 1) if selected is None else selected, t + 1)
 
     def weights_of(self, q: Tensor, keys: Tensor) -> Tensor:
         """``[H, K]``: softmax weights of ``keys [K, H, d]``."""
@@ -233,6 +281,12 @@ class V32LayerReference(LayerReference):
         a, b = x[..., : self.spec.rope.dim].chunk(2, -1)
         rotated = [a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()]
         return torch.cat([*rotated, x[..., self.spec.rope.dim :]], -1)
+
+
+def entries_in_words(entries: Sequence[int], visible: int) -> str:
+    """The first of these entries, and how many there are."""
+    shown = ", ".join(map(str, entries[:12])) + (", ..." if len(entries) > 12 else "")
+    return f"{len(entries)} of {visible} entries" + (f": {shown}" if entries else "")
 
 
 def layer_reference(config: AnyConfig, source: CheckpointSource, layer: int) -> LayerReference:

@@ -61,13 +61,11 @@ def test_after_a_rollback_and_in_a_fork(kind, device):
     request = layer.request(150)
     layer.step([(request, 127)])
     fork = layer.fork(request)
-    keep = len(fork.outputs)
     real, request.x = request.x, request.x.clone()
     request.x[127:132] = 50.0
     layer.step([(request, 5)])
-    request.sequence.truncate(127)
+    layer.truncate(request, 127)
     request.x = real
-    del request.outputs[keep:], request.selected[keep:]
     fork.x[127:] = torch.randn_like(fork.x[127:])
     layer.run([request, fork], [1, 4, 30])
     layer.check(request)

@@ -331,6 +331,8 @@ def test_a_family_of_kernels_needs_no_triton(family):
 NEEDS_MORE = {  # by what they are for
     "deepseek_attn.runner.stand_in": "triton",  # finds the kernels of a runner
     "deepseek_attn.testing.fixtures": "pytest",
+    "deepseek_attn.testing.layer_suite": "pytest",
+    "deepseek_attn.testing.plugin": "pytest",
     "deepseek_attn.testing.transformers_layer": "transformers",
     "deepseek_attn.testing.__main__": "transformers",
 }

@@ -1,7 +1,5 @@
 """What impls read of a layer is `AttentionLayer`, no more."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from deepseek_attn.impls import AttentionLayer, DeepseekV4ReferenceSparseImpl
@@ -28,11 +26,13 @@ class OnlyTheProtocol:
 def test_an_impl_needs_no_more_of_a_layer_than_the_protocol(kind):
     layer, calls = Layer(kind), []
 
-    def forward_mqa(attention, *args):
-        calls.append(attention)
-        return DeepseekV4ReferenceSparseImpl.forward_mqa(OnlyTheProtocol(attention), *args)
+    class Watching(DeepseekV4ReferenceSparseImpl):
+        @classmethod
+        def forward_mqa(cls, attention, *args):
+            calls.append(attention)
+            return super().forward_mqa(OnlyTheProtocol(attention), *args)
 
-    layer.attn.impl = SimpleNamespace(forward_mqa=forward_mqa)
+    layer.attn.impl = Watching
     requests = [layer.request(n) for n in (40, 150)]
     layer.run(requests, [30, 1, 1, 5])
     for request in requests:

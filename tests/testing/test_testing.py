@@ -72,15 +72,106 @@ def test_a_wrong_result_and_a_wrong_selection_are_found(random_layer, kind):
     layer.check(request)
     last, right = request.outputs[1], request.selected[1].clone()
     request.outputs[1] = torch.cat([last[:-1], last[-1:] * 1.001])
-    with pytest.raises(AssertionError, match="relative error of a row is"):
+    with pytest.raises(AssertionError, match=r"relative error of a row is .*every head, so look behind it") as wrong:
         layer.check(request)
+    assert "request 0, position 119: row 19 of step 1, in a prefill of 20 token(s)" in str(wrong.value)
+    assert "1 of 120 rows are wrong, at positions 119 to 119" in str(wrong.value)
     request.outputs[1] = last
     unread = next(e for e in range(25) if e not in right[-1])
-    for wrong in (unread, int(right[-1, 1]), 10**6):  # a worse entry, one twice, one that does not exist
+    for entry in (unread, int(right[-1, 1]), 10**6):  # a worse entry, one twice, one that does not exist
         request.selected[1] = right.clone()
-        request.selected[1][-1, 0] = wrong
-        with pytest.raises(AssertionError, match="selected entries score"):
+        request.selected[1][-1, 0] = entry
+        with pytest.raises(AssertionError, match="selected entries score") as wrong:
             layer.check(request)
+        assert "request 0, position 119: row 19 of step 1" in str(wrong.value)
+        assert f"not selected: [{int(right[-1, 0])}]" in str(wrong.value)
+
+
+# mistake: kind of layer, tokens, chunks, parts of the message
+ALL = "channels 0 to 127 of 128"
+MISTAKES = {
+    "WrongHead": (
+        "SWA",
+        40,
+        [30, 1],
+        "position 0: row 0 of step 0, in a prefill of 30",
+        f"head 2: {ALL}",
+        "1 of 4 heads",
+    ),
+    "WrongHeadV32": ("V3.2", 40, [30, 1], "position 1: row 1 of step 0", "head 2: channels 0 to 63", "39 of 40 rows"),
+    "LensOfPagesIgnored": (
+        "C4A",
+        22,
+        [5, 1],
+        "position 5: row 0 of step 1, in a decode of 1",
+        "got nan",
+        "4 of 4 heads",
+    ),
+    "LensOfRowsIgnored": (
+        "C128A",
+        40,
+        [30, 1],
+        "position 0: row 0 of step 0, in a prefill",
+        "got nan",
+        "30 of 40 rows",
+    ),
+    "WindowOffByOne": ("SWA", 22, [5, 1], "position 15: row 0 of step 11", ALL, "7 of 22 rows", "positions 0 to 15"),
+    "SinkDropped": (
+        "C4A",
+        40,
+        [37, 1],
+        "position 37: row 0 of step 1, in a decode",
+        ALL,
+        "3 of 40 rows",
+        "8 of 9 entries",
+    ),
+    "WrongScale": ("C4A", 33, [30, 1], "position 0: row 0 of step 0", "30 of 33 rows are wrong, at positions 0 to 29"),
+    "StalePage": (
+        "SWA",
+        70,
+        [60, 1],
+        "position 64: row 0 of step 5, in a decode",
+        "at positions 64 to 69",
+        "positions 49 to 64",
+    ),
+    "NotRotatedBack": (
+        "SWA",
+        145,
+        [140, 1],
+        "position 140: row 0 of step 1",
+        "channels 64 to ",
+        "at positions 140 to 144",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_place_of_a_mistake_is_named(random_layer, mistake):
+    kind, tokens, chunks, *expected = MISTAKES[mistake]
+    options = {"dtype": "bfloat16", "numerics": "serving"} if mistake == "NotRotatedBack" else {}
+    layer = random_layer(*LAYERS[kind], device="cpu", backend=f"tests.testing.broken_impls:{mistake}", **options)
+    requests = [layer.request(n) for n in (tokens, 17)]
+    layer.run(requests, chunks)
+    with pytest.raises(AssertionError, match="attention is wrong: the relative error of a head is") as wrong:
+        layer.check(requests[0])
+    for part in (f"request 0, {expected[0]}", *expected[1:]):
+        assert part in str(wrong.value)
+    assert layer.attention.impl.__name__ == mistake
+
+
+def test_a_row_of_the_second_request_in_another_order(random_layer):
+    """Rows are numbered in the order of the step's input, decodes or not; a fork is a request of its own."""
+    layer = random_layer(*LAYERS["SWA"], device="cpu", backend="tests.testing.broken_impls:SinkDropped")
+    long, short = layer.request(30), layer.request(20)
+    layer.step([(long, 10), (short, 5)])
+    layer.step([(long, 4), (short, 1)])  # the layer computes the decode first
+    with pytest.raises(AssertionError, match=re.escape("request 1, position 5: row 4 of step 1, in a decode of 1")):
+        layer.check(short)
+    layer.check(long)
+    copy = layer.fork(short)
+    layer.step([(copy, 3)])
+    with pytest.raises(AssertionError, match="request 2, position 5"):
+        layer.check(copy)
 
 
 def test_what_nothing_has_written_is_poison(random_layer):
@@ -92,7 +183,7 @@ def test_what_nothing_has_written_is_poison(random_layer):
     layer.runner.pools.get("layers.2", "window").tensor[page].fill_(NAN_BYTE)  # as if they had not been written
     layer.step([(request, 1)])
     assert request.outputs[-1].isnan().all()
-    with pytest.raises(AssertionError, match="nan"):
+    with pytest.raises(AssertionError, match=r"position 39: .*\n.*got nan"):
         layer.check(request)
 
 

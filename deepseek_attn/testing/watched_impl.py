@@ -1,0 +1,106 @@
+"""An impl as the tests of layers run it: over poison where it must not read, and with its results kept."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.impls.base import AttentionLayer, SparseMLAAttentionImpl
+from deepseek_attn.impls.flow import SplitAttentionImpl, decode_topk
+from deepseek_attn.kernels.common.heads import QueryHeads
+from deepseek_attn.kernels.common.quant import QuantizedRows, dequantize_fp8
+
+NULL_SLOT = 0
+"""A slot of the null page, which no sequence writes to: poisoned caches hold NaN there."""
+FP8_GROUP = 128  # channels that share a scale in the result of `forward_heads`
+
+
+class Attended(NamedTuple):
+    """Results of an impl for some tokens.
+
+    Attributes:
+        heads: ``[T, heads, value_dim]`` on the CPU.
+        rotated_back: the inverse rotation has been applied (`SparseMLAAttentionImpl.forward_heads`).
+    """
+
+    heads: Tensor
+    rotated_back: bool
+
+
+class WatchedImpl:
+    """Takes the place of an impl on a layer, and calls it.
+
+    Columns of index tensors past a row's length name slots, or rows of gathered keys, that hold NaN: an impl that
+    ignores the lengths gives NaN. Impls with ``needs_masked_tails`` find -1 there.
+
+    Attributes:
+        impl: the impl itself; attended: results of its last call.
+    """
+
+    def __init__(self, impl: type[SparseMLAAttentionImpl]):
+        self.impl, self.poisons = impl, not impl.needs_masked_tails
+        self.attended: Attended | None = None
+        if self.poisons and issubclass(impl, SplitAttentionImpl):
+            self.impl = poisoned_rows(impl)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.impl, name)
+
+    def forward_mqa(
+        self, layer: AttentionLayer, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor | None = None
+    ) -> Tensor:
+        """See `SparseMLAAttentionImpl.forward_mqa`."""
+        self._poison(layer)
+        result = self.impl.forward_mqa(layer, q, kv, positions, output)
+        self.attended = Attended(result[:, : layer.num_heads].to("cpu", copy=True), False)
+        return result
+
+    def forward_heads(self, layer: AttentionLayer, heads: QueryHeads, q: Tensor | None) -> QuantizedRows:
+        """See `SparseMLAAttentionImpl.forward_heads`."""
+        self._poison(layer)
+        result = self.impl.forward_heads(layer, heads, q)
+        values = result.values.transpose(0, 1).flatten(1)  # groups side by side
+        rows = dequantize_fp8(values.contiguous(), result.scale.contiguous(), FP8_GROUP)
+        self.attended = Attended(rows.unflatten(1, (layer.num_heads, -1)).cpu(), True)
+        return result
+
+    def _poison(self, layer: AttentionLayer) -> None:
+        if self.poisons and layer.step is not None:
+            poison_page_indices(layer)
+
+
+def poison_page_indices(layer: AttentionLayer) -> None:
+    """Names a slot of NaN in every column past the lengths of what decode queries of the running step read."""
+    step = layer.step
+    if not step.num_decode_tokens:
+        return
+    if step.swa is not None:
+        poison_tails(step.swa.decode_swa_indices.squeeze(1), step.swa.decode_swa_lens, NULL_SLOT)
+    if layer.kv_cache is not None:
+        slots, lens = decode_topk(layer, step)
+        poison_tails(slots, lens, NULL_SLOT)
+        if layer.index_topk is not None:
+            layer.decode_topk_slots = slots
+
+
+def poison_tails(indices: Tensor, lens: Tensor, value: int) -> None:
+    """Fills the columns of ``indices [T, K]`` past ``lens [T]``."""
+    column = torch.arange(indices.shape[1], device=indices.device)
+    indices.masked_fill_(column >= lens.unsqueeze(1), value)
+
+
+def poisoned_rows(impl: type[SplitAttentionImpl]) -> type[SplitAttentionImpl]:
+    """The impl with one more gathered row, of NaN, which every column past the lengths names."""
+
+    class PoisonedRowsImpl(impl):
+        @classmethod
+        def attend_rows(
+            cls, layer: AttentionLayer, q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, output: Tensor | None
+        ) -> Tensor:
+            poison_tails(indices, lens, len(kv))
+            kv = torch.cat([kv, kv.new_full((1, kv.shape[1]), torch.nan)])
+            return super().attend_rows(layer, q, kv, indices, lens, output)
+
+    return PoisonedRowsImpl
