@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,10 +12,10 @@ import torch
 from deepseek_attn.checkpoint.names import CanonicalSource
 from deepseek_attn.checkpoint.published import published_tensors
 from deepseek_attn.checkpoint.recipes import ROWS
-from deepseek_attn.checkpoint.selection import DRAFTER_MARK, OTHER_RANK, Selection
+from deepseek_attn.checkpoint.selection import DRAFTER_MARK, OTHER_RANK, UNKNOWN, Selection
 from deepseek_attn.checkpoint.source import FP4_DTYPES, TensorInfo, shortened
 from deepseek_attn.checkpoint.stored_weights import scale_name
-from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.kernels.engram import SCALE_GROUP
 from deepseek_attn.kernels.linear import FP4_GROUP
 from deepseek_attn.layers.weights import SlotKind, WeightSlot
@@ -31,6 +32,9 @@ SLOT_KINDS = {
     "table": SlotKind.INT,
     ROWS: SlotKind.ROWS,
 }
+ELSEWHERE = "tensors of layers or parts that the config does not have"
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_BRANCH = re.compile(r"layers\.\d+\.attn\.(compressor|indexer)\..+")
 MISSING_TABLES = "missing Engram tables: download the shards that the published index names for them"
 SHOWN = 10  # names listed per problem
 
@@ -47,13 +51,15 @@ def check_headers(
         layers, attention_only: see `load_model`.
 
     Raises:
-        ValueError: one error that lists every tensor that is missing, unknown, or of another shape; or the first ones
-            that are missing.
+        ValueError: other compress ratios than those of the config; or one error that lists every tensor that is
+            missing, has no place in the model, or has another shape; or the first ones that are missing.
     """
     entries = source.entries()
     names = [f"{layer.name}.attn_norm.weight" for layer in config.all_layers]
     names += [DRAFTER_MARK] if config.dspark is not None else []
     selection = Selection.make(names, entries, layers, attention_only)
+    if isinstance(config, ModelConfig):
+        check_schedule(config, entries, selection)
     slots: dict[str, WeightSlot] = {}
     missing = []
     for published, recipe in published_tensors(config):
@@ -66,6 +72,46 @@ def check_headers(
         if len(missing) > len(entries):
             Problems({"missing tensors, before the others were looked for": missing}).raise_if_any()
     account(slots, source, selection)
+
+
+def check_schedule(config: ModelConfig, entries: dict[str, TensorInfo], selection: Selection) -> None:
+    """Compares the compressors and indexers that are stored with those of the config.
+
+    Raises:
+        ValueError: layers that differ, with the remedy.
+    """
+    stored, changed = list(config.compress_ratios), []
+    for spec in config.layers:
+        branch, wanted = stored_branch(entries, f"{spec.name}.attn"), (spec.ratio, spec.overlap, spec.has_indexer)
+        if branch is None or branch == wanted or selection.source_rule(f"{spec.name}.attn.compressor.ape") is not None:
+            continue
+        stored[spec.index] = branch[0]
+        changed.append(f"layer {spec.index} (stored: {describe_branch(*branch)}; config: {describe_branch(*wanted)})")
+    if changed:
+        raise ValueError(
+            f"the weights were trained with another schedule than the config has, by the shapes of {listed(changed)}. "
+            f"Restore it in config.json: compress_ratios {stored}, and compress_overlap and compress_indexer as they "
+            "were. To try another schedule without training, use `deepseek-attn experiment run FILE`, which derives "
+            "the weights of changed compressors: checkpoint.model in FILE is the folder, and its variants are the "
+            "schedules (docs/experiments.md)"
+        )
+
+
+def stored_branch(entries: dict[str, TensorInfo], attn: str) -> tuple[int, bool, bool] | None:
+    """Ratio, overlap and indexer of a stored layer by the shapes of its tensors; None where these do not say."""
+    ape, wkv = entries.get(f"{attn}.compressor.ape"), entries.get(f"{attn}.wkv.weight")
+    if wkv is None:
+        return None
+    if ape is None:
+        return None if f"{attn}.compressor.wkv.weight" in entries else (0, False, False)
+    if len(ape.shape) != 2 or not wkv.shape or ape.shape[1] not in (wkv.shape[0], 2 * wkv.shape[0]):
+        return None
+    return ape.shape[0], ape.shape[1] > wkv.shape[0], f"{attn}.indexer.wq_b.weight" in entries
+
+
+def describe_branch(ratio: int, overlap: bool, indexer: bool) -> str:
+    parts = [part for part, has in (("overlap", overlap), ("an indexer", indexer)) if has]
+    return f"ratio {ratio}{' with ' if parts else ''}{' and '.join(parts)}"
 
 
 def _not_loaded(weight: torch.Tensor, scale: torch.Tensor | None) -> None:
@@ -90,11 +136,12 @@ def account(slots: dict[str, WeightSlot], source: CanonicalSource, selection: Se
     """Finds for every tensor its slot or the rule that excludes it, for every slot its tensor, and checks all headers.
 
     Raises:
-        ValueError: one error that lists all problems.
+        ValueError: one error that lists all problems. Tensors of a kind that no model here has are one only beside
+            others.
     """
     entries = source.entries()
     scales = {scale_name(name): name for name in slots if scale_name(name)}
-    problems, loaded, by_row, ignored = Problems(), [], [], {}
+    problems, loaded, by_row, ignored, without_slot = Problems(), [], [], {}, []
     for name in entries:
         rule = selection.source_rule(name)
         if rule is not None:
@@ -106,10 +153,21 @@ def account(slots: dict[str, WeightSlot], source: CanonicalSource, selection: Se
             else:
                 (loaded if slots[name].attach is None else by_row).append(pair)
         elif name not in scales:
-            problems.add("unknown tensors", source.shown(name))
+            without_slot.append(name)
+    kinds = {_NUMBER.sub("N", name) for name in (*slots, *scales)} if without_slot else set()
+    unknown = []
+    for name in without_slot:
+        if _NUMBER.sub("N", name) in kinds or _BRANCH.fullmatch(name):
+            problems.add(ELSEWHERE, source.shown(name))
+        else:
+            unknown.append(name)
     for name in slots:
         if name not in entries and selection.rule(name) is None:
             problems.add(MISSING_TABLES if slots[name].kind is SlotKind.ROWS else "missing tensors", name)
+    for name in unknown:
+        if problems.found:
+            problems.add(UNKNOWN, source.shown(name))
+        ignored.setdefault(UNKNOWN, []).append(name)
     problems.raise_if_any()
     return Accounted(loaded, by_row, {rule: tuple(names) for rule, names in ignored.items()})
 

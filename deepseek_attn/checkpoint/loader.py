@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from deepseek_attn.checkpoint.headers import account, listed
 from deepseek_attn.checkpoint.names import CanonicalSource
-from deepseek_attn.checkpoint.selection import Selection
+from deepseek_attn.checkpoint.selection import ASKED_FOR, UNKNOWN, Selection
 from deepseek_attn.checkpoint.source import CheckpointSource, TensorInfo
 from deepseek_attn.checkpoint.stored_weights import holds_nan, read_table_rows, read_weight
 from deepseek_attn.layers.weights import WeightSlot, checkpoint_slots
@@ -38,6 +38,11 @@ class LoadReport:
     bytes: int
     mtp_loaded: bool
     by_row: tuple[str, ...] = ()
+
+    @property
+    def left_out(self) -> dict[str, tuple[str, ...]]:
+        """Those of ``ignored`` that the caller did not leave out by asking for a part of the model."""
+        return {rule: names for rule, names in self.ignored.items() if rule not in ASKED_FOR}
 
     def __repr__(self) -> str:
         ignored = ", ".join(f"{len(names)} {rule}" for rule, names in self.ignored.items())
@@ -74,7 +79,7 @@ def load_model(
             a slot refuses (scales or router biases that are not finite, experts that do not exist), with their tensor.
 
     Warns:
-        UserWarning: weights hold NaN; their tensors are named.
+        UserWarning: weights hold NaN, or there are tensors of a kind that no model here has; they are named.
     """
     return load_slots(checkpoint_slots(model), source, layers, attention_only, progress, memory)
 
@@ -105,6 +110,11 @@ def load_slots(
             if _load(slots[pair[0]], source, pair[0]):
                 with_nan.append(source.shown(pair[0]))
             bar.update(size)
+    if unknown := [source.shown(name) for name in found.ignored.get(UNKNOWN, ())]:
+        warnings.warn(
+            f"{UNKNOWN} in the checkpoint ({len(unknown)}): {listed(unknown)}; the model computes without them",
+            stacklevel=2,
+        )
     if with_nan:
         warnings.warn(
             f"NaN in the checkpoint ({len(with_nan)}): {listed(with_nan)}; logits that depend on them are NaN",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepseek_attn.cli.conversation import converse, show_answer
+from deepseek_attn.cli.load_report import add_report_option, show_report
 from deepseek_attn.cli.observe import add_observe_options, observed
 from deepseek_attn.cli.options import HUB_ID, add_runner_options, numbers, read_text, runner_options
 from deepseek_attn.cli.prompts import messages, read_messages
@@ -29,6 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add_options(parser)
     add_ranks_option(parser)
     add_observe_options(parser)
+    add_report_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -123,6 +125,8 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
         for token in args.stop_token_id:
             if token >= vocab_size:
                 raise ValueError(f"--stop-token-id {token}: the vocabulary has {vocab_size} tokens")
+        if ranks.rank == 0:
+            show_report(llm.runner, args)
         stack.enter_context(observed(llm.engine, args))
         if args.prompts:
             return complete_all(llm, batch, params, args, ranks)

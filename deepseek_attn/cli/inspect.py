@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from deepseek_attn.cli.generate import default_checkpoint, read_prompt
+from deepseek_attn.cli.load_report import add_report_option, show_report
 from deepseek_attn.cli.options import HUB_ID, add_attention_options, add_numerics_options, numbers, runner_options
 from deepseek_attn.config.defaults import DEFAULT_TOP_READS
 
@@ -50,6 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     group.add_argument(
         "--max-num-batched-tokens", type=int, default=1024, metavar="N", help="new tokens per step (default: 1024)"
     )
+    add_report_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -88,6 +90,7 @@ def run(args: argparse.Namespace) -> None:
     # wrong choices are found before the weights are loaded
     choice = choose_reads(config, config.layers, len(prompt), queries, args.top, args.layers)
     runner = ModelRunner.from_pretrained(model, **options)
+    show_report(runner, args)
     found = inspect_attention(
         runner, prompt, queries=choice.queries, top=choice.top, layers=choice.layers, progress=True
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,13 +20,15 @@ class AboveBars(logging.Handler):
 
 @contextmanager
 def logged(level: int) -> Iterator[None]:
-    """Shows records of at least this level of the logger ``deepseek_attn`` inside the block."""
+    """Shows records of at least this level of the logger ``deepseek_attn`` inside the block, and warnings in a line."""
     logger, handler = logging.getLogger("deepseek_attn"), AboveBars()
-    before = logger.level
+    before, format_before = logger.level, warnings.formatwarning
+    warnings.formatwarning = lambda message, *where, **line: f"warning: {message}\n"
     logger.addHandler(handler)
     logger.setLevel(level)
     try:
         yield
     finally:
+        warnings.formatwarning = format_before
         logger.setLevel(before)
         logger.removeHandler(handler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from deepseek_attn.cli.load_report import add_report_option, show_report
 from deepseek_attn.cli.options import HUB_ID, add_runner_options, numbers, runner_options
 from deepseek_attn.utils.garbage import without_collections
 from deepseek_attn.utils.json_files import read_json
@@ -31,6 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--layers", type=numbers, metavar="LIST", help="run only these backbone layers, for instance 0,1,2"
     )
     add_runner_options(parser)
+    add_report_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -47,6 +49,7 @@ def run(args: argparse.Namespace) -> None:
     check_output(out, "--out")
     prompts = read_token_lists(Path(args.token_ids))
     runner = ModelRunner.from_pretrained(args.model, layers=args.layers, **runner_options(args))
+    show_report(runner, args)
     if args.mtp:
         logits, drafts = runner.score_mtp(prompts, args.chunk_size, progress=True)
     else:

@@ -37,6 +37,50 @@ def test_only_what_is_loaded_has_to_be_there():
         check_headers(tiny(), CanonicalSource(part), [1])
 
 
+CHANGED = {
+    "ratio": (
+        {"compress_ratios": [0, 8, 128]},
+        ["layer 1 (stored: ratio 4 with overlap and an indexer; config: ratio 8)"],
+    ),
+    "both": (
+        {"compress_ratios": [0, 128, 64]},
+        [
+            "layer 1 (stored: ratio 4 with overlap and an indexer; config: ratio 128)",
+            "layer 2 (stored: ratio 128; config: ratio 64)",
+        ],
+    ),
+    "none": ({"compress_ratios": [0, 4, 0]}, ["layer 2 (stored: ratio 128; config: ratio 0)"]),
+    "new": ({"compress_ratios": [16, 4, 128]}, ["layer 0 (stored: ratio 0; config: ratio 16)"]),
+    "overlap": (
+        {"compress_overlap": {"4": False}},
+        ["layer 1 (stored: ratio 4 with overlap and an indexer; config: ratio 4 with an indexer)"],
+    ),
+    "indexer": (
+        {"compress_indexer": {"4": False}},
+        ["layer 1 (stored: ratio 4 with overlap and an indexer; config: ratio 4 with overlap)"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "layers"), CHANGED.values(), ids=CHANGED)
+@pytest.mark.parametrize("names", [lambda source: source, hf_packed])
+def test_another_schedule_is_named_layer_by_layer(monkeypatch, change, layers, names):
+    config, source = tiny().replace(num_hidden_layers=3, compress_ratios=[0, 4, 128]), random_source()
+    monkeypatch.setattr(Family, "build", lambda *args: pytest.fail("a model was built"))
+    with pytest.raises(ValueError, match="trained with another schedule than the config has") as error:
+        ModelRunner.from_source(config.replace(**change), names(source), progress=False, device="cpu")
+    restored = f"by the shapes of {', '.join(layers)}. Restore it in config.json: compress_ratios [0, 4, 128, 0],"
+    assert restored in str(error.value)
+    assert "`deepseek-attn experiment run FILE`" in str(error.value)
+
+
+def test_a_schedule_counts_in_layers_that_are_loaded():
+    config, source = tiny().replace(compress_ratios=[0, 4, 64]), random_source()
+    check_headers(config, CanonicalSource(source), [0, 1])
+    with pytest.raises(ValueError, match="another schedule than the config has, by the shapes of layer 2 "):
+        check_headers(config, CanonicalSource(source), [1, 2], attention_only=True)
+
+
 SIZES = {
     "n_routed_experts": (4, 10_000),
     "num_hidden_layers": (4, 800),

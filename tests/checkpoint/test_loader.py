@@ -120,11 +120,35 @@ def test_missing_and_unknown_tensors():
     assert "unknown tensors (2): layers.2.attn.k_norm.weight, layers.2.attn.k_norm.scale" in text
 
 
+def test_unknown_tensors_alone_are_a_warning():
+    source, unknown = random_source(), ("visionary.weight", "layers.2.attn.k_norm.weight", "extra")
+    for name in unknown:
+        source.put(name, "F32", torch.zeros(2))
+    with pytest.warns(UserWarning, match=r"unknown tensors in the checkpoint \(3\): visionary.weight, .*, extra; the"):
+        report, filled = load(source)
+    assert set(filled) == set(recording_slots(tiny())[0])
+    assert report.ignored == report.left_out == {selection.UNKNOWN: unknown}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.0.attn.compressor.ape", "layers.1.ffn.experts.99.w1.weight", "layers.1.ffn.experts.99.w1.scale",
+        "layers.9.attn_norm.weight", "layers.0.attn.indexer.k_norm.weight",
+    ],
+)  # fmt: skip
+def test_tensors_of_parts_that_the_config_lacks_are_an_error(name):
+    """A model without them would compute something else than what was trained."""
+    source = random_source()
+    source.put(name, "F32", torch.zeros(2))
+    refused(source, rf"tensors of layers or parts that the config does not have \(1\): {name}")
+
+
 def test_long_lists_are_cut():
     source = random_source()
     for i in range(14):
         source.put(f"layers.{i + 3}.attn.attn_sink", "F32", torch.zeros(4))
-    text = refused(source, r"unknown tensors \(14\): layers.3.attn.attn_sink, .* and 4 more")
+    text = refused(source, r"parts that the config does not have \(14\): layers.3.attn.attn_sink, .* and 4 more")
     assert "layers.13." not in text
 
 
@@ -237,8 +261,6 @@ def test_vision_tensors_are_left_out_by_name():
     report, filled = load(source)
     assert set(filled) == set(recording_slots(tiny())[0])
     assert {rule: set(names) for rule, names in report.ignored.items()} == {selection.VISION: set(vision)}
-    source.put("visionary.weight", "F32", torch.zeros(2))
-    refused(source, r"unknown tensors \(1\): visionary.weight")
 
 
 def test_vision_shards_need_not_be_there():

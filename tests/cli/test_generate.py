@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+import shutil
+import warnings
 from collections import Counter
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
+from deepseek_attn.checkpoint.safetensors_source import INDEX_FILE
 from deepseek_attn.cli import main
+from deepseek_attn.cli.log import logged
 from deepseek_attn.cli.observe import describe_run, stats_printer
 from deepseek_attn.cli.prompts import PromptLine, parse_line
 from deepseek_attn.engine.stats import EngineStats, StepStats
@@ -136,3 +143,53 @@ def test_the_last_line():
         "11 tokens in 5 steps and 2.00 s, 5.5 tokens/s; "
         "6 of 8 draft tokens accepted (75%), 2.50 tokens per request and step"
     )
+
+
+def add_tensors(folder, **tensors):
+    """Adds tensors to the index and the last shard of a checkpoint."""
+    index = json.loads((folder / INDEX_FILE).read_text())
+    shard = sorted(set(index["weight_map"].values()))[-1]
+    index["weight_map"] |= dict.fromkeys(tensors, shard)
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+    save_file(load_file(folder / shard) | tensors, folder / shard)
+
+
+def test_the_load_report(checkpoint, tmp_path, capsys):
+    folder = shutil.copytree(checkpoint, tmp_path / "m", copy_function=shutil.copy)
+    command = ["generate", "--model", str(folder), "--device", "cpu", "--prompt", "x", "--max-tokens", "1"]
+    score = ["score", "--model", str(folder), "--token-ids", str(tmp_path / "ids"), "--out", str(tmp_path / "logits")]
+    (tmp_path / "ids").write_text("[[1, 2]]")
+    assert main(command) == 0
+    assert "left out" not in capsys.readouterr().err
+    vision = {f"vision.blocks.{i}.weight": torch.zeros(2) for i in range(13)}
+    add_tensors(folder, **vision, **{"layers.1.attn.rotary_emb.inv_freq": torch.zeros(2)})
+    for run in (command, score, [*score, "--layers", "0"]):
+        assert main(run) == 0
+        err = capsys.readouterr().err.splitlines()
+        counts = "1 rotary inv_freq buffers; 13 vision tensors, of which text needs none"
+        assert f"left out of the checkpoint's tensors: {counts} (--report names them)" in err
+    for run in (command, score):
+        assert main([*run, "--report"]) == 0
+        err = capsys.readouterr().err
+        assert "LoadReport(" in err
+        assert "GenerationConfig(eos_token_ids=(1,), temperature=1.0" in err
+        listed = "left out (vision tensors, of which text needs none):\n  " + "\n  ".join(map(repr, sorted(vision)))
+        assert listed in err
+        assert "(--report names them)" not in err
+
+
+def test_an_unknown_tensor_is_a_warning(checkpoint, tmp_path, capsys):
+    folder = shutil.copytree(checkpoint, tmp_path / "m", copy_function=shutil.copy)
+    add_tensors(folder, **{"layers.1.attn.k_norm.weight": torch.zeros(2)})
+    command = ["generate", "--model", str(folder), "--device", "cpu", "--token-ids", "5", "--max-tokens", "1"]
+    message = r"unknown tensors in the checkpoint \(1\): layers.1.attn.k_norm.weight; the model computes without them"
+    with pytest.warns(UserWarning, match=message):
+        assert main(command) == 0
+    assert "left out of the checkpoint's tensors: 1 unknown tensors (--report" in capsys.readouterr().err
+
+
+def test_a_warning_is_one_line():
+    usual = warnings.formatwarning
+    with logged(logging.WARNING):
+        assert warnings.formatwarning(UserWarning("a problem"), UserWarning, "file", 3) == "warning: a problem\n"
+    assert warnings.formatwarning is usual
