@@ -25,30 +25,38 @@ from deepseek_attn.engine.sampling import SamplingParams
 
 
 class Worker:
-    """An actor of two threads: `put` takes prompts while `completions` runs."""
+    """An actor of two threads: `put` takes prompts while `completions` runs.
+
+    Ray runs the calls of such an actor in any order, so the end is a number of prompts, not the last call.
+    """
 
     def __init__(self, model: str | Path, options: dict[str, Any], args: argparse.Namespace):
         self.llm = LLM(model, **options)
         self.args = args
-        self.prompts: queue.SimpleQueue[IndexedPrompt | None] = queue.SimpleQueue()
+        self.prompts: queue.SimpleQueue[IndexedPrompt] = queue.SimpleQueue()
+        self.count: int | None = None
 
-    def put(self, prompt: IndexedPrompt | None) -> None:
-        """Queues a prompt; None: it was the last one."""
+    def put(self, prompt: IndexedPrompt) -> None:
+        """Queues a prompt."""
         self.prompts.put(prompt)
+
+    def end(self, count: int) -> None:
+        """Ends `completions` after ``count`` prompts, some of which may still have to arrive."""
+        self.count = count
 
     def completions(self, params: SamplingParams) -> Iterator[IndexedCompletion]:
         yield from self.llm.generate_iter(self._queued(), params, encode=encoder(self.llm, self.args))
 
     def _queued(self) -> Iterator[IndexedPrompt | None]:
-        while True:
+        taken = 0
+        while taken != self.count:
             try:
                 prompt = self.prompts.get_nowait()
             except queue.Empty:
                 yield None  # not there yet
-                continue
-            if prompt is None:
-                return
-            yield prompt
+            else:
+                taken += 1
+                yield prompt
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -66,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 if a prompt or an actor failed. ValueError: wrong flags, prompts or output."""
+    """Returns 1 if a prompt or an actor failed, or a prompt has no line. ValueError: wrong flags, prompts or output."""
     check_flags(args)
     if args.prompts is None or args.actors < 1:
         raise ValueError("--prompts FILE and at least one of --actors are needed")
@@ -80,11 +88,11 @@ def run(args: argparse.Namespace) -> int:
         try:
             complete_all(batch, params, args)
         except ray.exceptions.RayError as error:
-            print(f"an actor failed: {error}\n--resume goes on with the prompts that have no line", file=sys.stderr)
-            return 1
+            print(f"an actor failed: {error}", file=sys.stderr)
+            return batch.status() or 1
         finally:
             ray.shutdown()
-        return int(batch.errors > 0)
+        return batch.status()
 
 
 def complete_all(batch: Batch, params: SamplingParams, args: argparse.Namespace) -> None:
@@ -96,7 +104,7 @@ def complete_all(batch: Batch, params: SamplingParams, args: argparse.Namespace)
     options = runner_options(args) | {"speculate": args.speculate}
     workers = [actor.remote(model, options, args) for _ in range(args.actors)]
     streams = {worker.completions.options(num_returns="streaming").remote(params): worker for worker in workers}
-    in_flight = dict.fromkeys(workers, 0)
+    given, in_flight = dict.fromkeys(workers, 0), dict.fromkeys(workers, 0)
     ended = False
     while streams:
         while not ended and min(in_flight.values()) < 2 * args.max_num_seqs:
@@ -105,12 +113,13 @@ def complete_all(batch: Batch, params: SamplingParams, args: argparse.Namespace)
             except StopIteration:
                 ended = True
                 for worker in workers:
-                    worker.put.remote(None)
+                    worker.end.remote(given[worker])
                 break
             if prompt is None:
                 break
             worker = min(workers, key=in_flight.__getitem__)
             worker.put.remote(prompt)
+            given[worker] += 1
             in_flight[worker] += 1
         for stream in ray.wait(list(streams), num_returns=1, timeout=0.1)[0]:
             try:

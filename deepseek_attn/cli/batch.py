@@ -145,6 +145,12 @@ class Batch(Iterator[IndexedPrompt | None]):
             sys.stdout.flush()
         self.lines += 1
 
+    def status(self) -> int:
+        """Exit status of the command: 1 if a prompt failed, or was taken and has no line, which is said."""
+        if self._heads:
+            print(f"{len(self._heads)} prompts have no line; --resume goes on with them", file=sys.stderr)
+        return int(self.errors > 0 or bool(self._heads))
+
 
 def complete_all(
     llm: LLM, batch: Batch | None, params: SamplingParams, args: argparse.Namespace, ranks: Parallel
@@ -167,7 +173,7 @@ def complete_all(
         return 0
     if args.out is not None:
         print(f"{batch.lines} prompts, {batch.errors} failed -> {args.out}")
-    return int(batch.errors > 0)
+    return batch.status()
 
 
 def encoder(llm: LLM, args: argparse.Namespace) -> Callable[[Any], Prompt]:
