@@ -122,7 +122,7 @@ class Batch(Iterator[IndexedPrompt | None]):
             raise ValueError(f"--prompts {self._args.prompts}: no prompt; write one per line")
 
     def _digest(self, line: PromptLine) -> str:
-        chat = [self._args.system, self._args.thinking] if self._args.chat else None
+        chat = [self._args.system, self._args.thinking, self._args.allow_special] if self._args.chat else None
         asked = json.dumps([line.prompt, chat, asdict(line.params), line.id])
         return blake2b(asked.encode(), digest_size=8).hexdigest()
 
@@ -182,7 +182,7 @@ def encoder(llm: LLM, args: argparse.Namespace) -> Callable[[Any], Prompt]:
     def encode(prompt: Any) -> Prompt:
         if not args.chat and not is_messages(prompt):
             return prompt
-        return llm.chat_prompt(messages(args, prompt), args.thinking)[0]
+        return llm.chat_prompt(messages(args, prompt), args.thinking, args.allow_special)[0]
 
     return encode
 

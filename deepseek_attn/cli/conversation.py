@@ -34,7 +34,7 @@ def converse(llm: LLM, params: SamplingParams, args: argparse.Namespace) -> int:
     forgotten.
     """
     from deepseek_attn.engine.request import RequestFailed
-    from deepseek_attn.text.chat import describe_chat_format, parse_completion
+    from deepseek_attn.text.chat import describe_chat_format
 
     with suppress(ImportError):
         import readline  # noqa: F401 input() edits lines with it
@@ -51,7 +51,7 @@ def converse(llm: LLM, params: SamplingParams, args: argparse.Namespace) -> int:
             continue
         asked = [*turns, {"role": "user", "content": text}]
         try:
-            stream = llm.chat(asked, params, thinking=args.thinking, stream=True)
+            stream = llm.chat(asked, params, thinking=args.thinking, allow_special=args.allow_special, stream=True)
             try:
                 completion = show_answer(stream, llm)
             except KeyboardInterrupt as stop:
@@ -63,5 +63,5 @@ def converse(llm: LLM, params: SamplingParams, args: argparse.Namespace) -> int:
         except (ValueError, RequestFailed) as error:
             print(f"\ndeepseek-attn generate: {error}", file=sys.stderr)
             continue
-        reasoning, answer = parse_completion(completion.text, args.thinking)
-        turns = [*asked, {"role": "assistant", "content": answer, "reasoning_content": reasoning}]
+        answer = {"content": completion.answer, "reasoning_content": completion.reasoning}
+        turns = [*asked, {"role": "assistant", **answer}]

@@ -65,6 +65,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--system", type=str, help="system message (with --chat)")
     parser.add_argument("--thinking", action="store_true", help="thinking mode: reason before answering (with --chat)")
+    parser.add_argument(
+        "--allow-special",
+        action="store_true",
+        help="a special token written out in a message becomes that token; by default it stays text (with --chat)",
+    )
     sampling = parser.add_argument_group(
         "sampling", "The checkpoint's generation_config.json, where there is one, has other defaults."
     )
@@ -133,7 +138,7 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
         if conversation:
             return converse(llm, params, args)
         if args.chat:
-            prompt, explanation = llm.chat_prompt(messages(args, prompt), args.thinking)
+            prompt, explanation = llm.chat_prompt(messages(args, prompt), args.thinking, args.allow_special)
             print(f"chat: {explanation}", file=sys.stderr)
         try:
             show_answer(llm.stream(prompt, params, progress=True), llm)
@@ -170,7 +175,11 @@ def check_flags(args: argparse.Namespace) -> None:
     if not args.chat:
         problems += [
             f"{flag} needs --chat"
-            for flag, on in (("--system", args.system is not None), ("--thinking", args.thinking))
+            for flag, on in (
+                ("--system", args.system is not None),
+                ("--thinking", args.thinking),
+                ("--allow-special", args.allow_special),
+            )
             if on
         ]
     elif args.token_ids is not None:

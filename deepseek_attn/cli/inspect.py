@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError(f"{source.directory} has no tokenizer.json: give the prompt by --token-ids")
-        prompt = tokenizer.encode_prompt(prompt)
+        prompt = tokenizer.encode_prompt(prompt, config.max_position_embeddings)
     options = runner_options(args)
     options.update(max_model_len=len(prompt), max_num_seqs=1, max_snapshots=0)
     queries = None if ranges is None else expand(ranges, len(prompt))

@@ -24,6 +24,7 @@ from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.options import RunnerOptions, check_options, lists_options
 from deepseek_attn.runner.prompts import TokenIds, each_prompt, prompt_list, token_list
 from deepseek_attn.text.chat import build_prompt
+from deepseek_attn.text.reply import ReplySplitter
 from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 Prompt = str | TokenIds
@@ -61,6 +62,13 @@ class TextStream(Iterator[str]):
     def close(self) -> None:
         """Cancels the request if it has not ended, and frees what it holds."""
         self._pieces.close()
+
+    def parts(self) -> Iterator[tuple[str, str]]:
+        """The text as ``("reasoning" | "answer", piece)``, without the ``</think>`` tokens between the parts."""
+        splitter = ReplySplitter(self._request.thinking)
+        for piece in self:
+            yield from splitter.push(piece, self._request.marks)
+        yield from splitter.flush()
 
     @property
     def params(self) -> SamplingParams:
@@ -268,13 +276,13 @@ class LLM:
     @overload
     def chat(
         self, messages: list[dict], params: SamplingParams | None = None, *, thinking: bool = False,
-        stream: Literal[False] = False,
+        allow_special: bool = False, stream: Literal[False] = False,
     ) -> Completion: ...  # fmt: skip
 
     @overload
     def chat(
         self, messages: list[dict], params: SamplingParams | None = None, *, thinking: bool = False,
-        stream: Literal[True],
+        allow_special: bool = False, stream: Literal[True],
     ) -> TextStream: ...  # fmt: skip
 
     def chat(
@@ -283,19 +291,24 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         thinking: bool = False,
+        allow_special: bool = False,
         stream: bool = False,
     ) -> Completion | TextStream:
-        """Answers a conversation of system, user and assistant turns; `parse_completion` splits off the reasoning.
+        """Answers a conversation of system, user and assistant turns; the completion has ``reasoning`` and ``answer``.
 
         Args:
-            stream: return the answer piece by piece, as `stream` does.
+            allow_special: a special token written out in a message becomes that token. By default it stays text.
+            stream: return the answer piece by piece, as `stream` does; `TextStream.parts` divides it.
         """
-        prompt, _ = self.chat_prompt(messages, thinking)
+        prompt, _ = self.chat_prompt(messages, thinking, allow_special)
         return self.stream(prompt, params) if stream else self.generate([prompt], params)[0]
 
-    def chat_prompt(self, messages: list[dict], thinking: bool = False) -> tuple[list[int], str]:
+    def chat_prompt(
+        self, messages: list[dict], thinking: bool = False, allow_special: bool = False
+    ) -> tuple[list[int], str]:
         """Token ids of a conversation, and which chat encoding made them."""
-        return build_prompt(self._need_tokenizer(), self.directory, messages, thinking)
+        limit = self.runner.layout.max_model_len
+        return build_prompt(self._need_tokenizer(), self.directory, messages, thinking, allow_special, limit)
 
     def _request(self, prompt: Prompt, params: SamplingParams, index: int) -> Request:
         try:
@@ -306,7 +319,9 @@ class LLM:
     def _make_request(self, prompt: Prompt, params: SamplingParams, index: int) -> Request:
         if isinstance(prompt, str) and not prompt:
             raise ValueError("empty prompt: write some text, or pass token ids")
-        ids = self._need_tokenizer().encode_prompt(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            prompt = self._need_tokenizer().encode_prompt(prompt, self.runner.layout.max_model_len)
+        ids = prompt
         if self.tokenizer is not None:
             ids = token_list(ids)
             self.tokenizer.check_images(ids)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from deepseek_attn.cache.prefix import BlockKeys
 from deepseek_attn.engine.sampling import CounterGenerator, SamplingParams, checked_params, make_generator
-from deepseek_attn.engine.stopping import StopChecker
+from deepseek_attn.engine.stopping import StopChecker, with_stop_tokens
 from deepseek_attn.runner import ModelRunner, Sequence
 from deepseek_attn.runner.prompts import TokenIds, token_list
+from deepseek_attn.text.reply import END_THINK, THINK, split_reply
 from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -21,6 +22,8 @@ class Completion:
         prompt_token_ids: the prompt as the model saw it.
         token_ids: generated tokens, the stop token included.
         text: generated text without stop token or stop string; empty without a tokenizer.
+        reasoning, answer: the text before and after the token ``</think>``; see `ReplySplitter`. A prompt whose last
+            ``<think>`` is not closed begins the reasoning; after any other all text is answer.
         finish_reason: ``"stop"`` (EOS, stop token, stop string), ``"length"`` (max_tokens or max_model_len),
             ``"abort"`` (cancelled, or not finished) or ``"error"``.
         error: what went wrong, with finish_reason ``"error"``.
@@ -33,6 +36,8 @@ class Completion:
     finish_reason: str
     error: str | None = None
     cached_tokens: int = 0
+    reasoning: str = ""
+    answer: str = ""
 
 
 ENDED_FROM_OUTSIDE = ("abort", "error")
@@ -51,6 +56,7 @@ class Request:
 
     Attributes:
         prompt_token_ids: as given when it was refused, so that its completion can show them.
+        thinking: the prompt ends within reasoning.
         text: a piece for each generated token, and one more if it was ended from outside.
         keys: names of its prefixes in the prefix cache.
         shared: tokens at its beginning that other requests had too; a step stops there once to leave a snapshot.
@@ -65,6 +71,7 @@ class Request:
     generator: CounterGenerator
     _stop: StopChecker | None
     _new_stop: Callable[[], StopChecker] | None = None
+    thinking: bool = False
     keys: BlockKeys | None = None
     text: list[str] = field(default_factory=list)
     finish_reason: str | None = None
@@ -93,12 +100,18 @@ class Request:
         if unknown:
             raise ValueError(f"stop_token_ids {unknown}: the vocabulary has {runner.config.vocab_size} tokens")
 
+        stop_params, end_think = params, None
+        if tokenizer is not None:
+            stop_params, end_think = with_stop_tokens(params, tokenizer), tokenizer.token_id(END_THINK)
+
         def new_stop() -> StopChecker:
             decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True) if tokenizer else None
-            return StopChecker(params, runner.eos_token_ids, decoder)
+            return StopChecker(stop_params, runner.eos_token_ids, decoder, end_think)
 
         stop, sequence = new_stop(), runner.sequence(prompt)
-        return cls(sequence, list(sequence.token_ids), params, make_generator(params, index), stop, new_stop)
+        ids = list(sequence.token_ids)
+        thinking = tokenizer is not None and is_thinking(ids, tokenizer)
+        return cls(sequence, ids, params, make_generator(params, index), stop, new_stop, thinking)
 
     @classmethod
     def refused(cls, prompt: TokenIds, error: str) -> Request:
@@ -207,12 +220,26 @@ class Request:
         """Removes drafts that no step has verified."""
         del self.sequence.token_ids[self.confirmed_length :]
 
+    @property
+    def marks(self) -> list[int]:
+        """Where in the text that of each ``</think>`` token begins."""
+        return [] if self._stop is None else self._stop.marks
+
     def completion(self) -> Completion:
+        text = "".join(self.text)
         return Completion(
             self.prompt_token_ids,
             self.generated(),
-            "".join(self.text),
+            text,
             self.finish_reason or "abort",
             self.error,
             self.cached_tokens,
+            *split_reply(text, self.thinking, self.marks),
         )
+
+
+def is_thinking(ids: list[int], tokenizer: Tokenizer) -> bool:
+    """Whether a prompt ends within reasoning: its last ``<think>`` is not closed."""
+    last = {tokenizer.token_id(END_THINK): False, tokenizer.token_id(THINK): True}
+    last.pop(None, None)
+    return next((last[token] for token in reversed(ids) if token in last), False)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from deepseek_attn.engine.sampling import SamplingParams
-from deepseek_attn.text.tokenizer import IncrementalDecoder
+from deepseek_attn.text.reply import END_THINK
+from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
 class StopStep(NamedTuple):
@@ -26,13 +28,23 @@ class StopChecker:
         params: the request's sampling parameters.
         eos_token_ids: ids that end a turn (checkpoint field ``eos_token_id``); ignored if ``params.ignore_eos``.
         decoder: decodes ids to text. None works on ids only; text is then empty and stop strings are refused.
+        end_think: id of ``</think>``, for `marks`.
+
+    Attributes:
+        marks: where in the text, emitted and held back, that of each ``</think>`` token begins.
 
     Raises:
         ValueError: stop strings without a decoder.
         RuntimeError: a token is pushed after the end.
     """
 
-    def __init__(self, params: SamplingParams, eos_token_ids: Iterable[int], decoder: IncrementalDecoder | None):
+    def __init__(
+        self,
+        params: SamplingParams,
+        eos_token_ids: Iterable[int],
+        decoder: IncrementalDecoder | None,
+        end_think: int | None = None,
+    ):
         if params.stop and decoder is None:
             raise ValueError(
                 f"stop strings {list(params.stop)} need a tokenizer, and there is none: use stop_token_ids, or a "
@@ -43,6 +55,9 @@ class StopChecker:
         self._params = params.resolved()
         self._decoder = decoder
         self._stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        self._end_think = end_think
+        self._decoded = 0  # characters
+        self.marks: list[int] = []
         self._held = ""
 
     def push(self, token_id: int, last: bool = False) -> StopStep:
@@ -56,7 +71,9 @@ class StopChecker:
         self.count += 1
         if token_id in self._stop_ids:
             return self._finish("stop", "")
-        text = self._scan(self._decoder.push(token_id)) if self._decoder else ""
+        text = self._decode(self._decoder.push(token_id)) if self._decoder else ""
+        if token_id == self._end_think:  # an added token: its text does not wait for the bytes of the next
+            self.marks.append(self._decoded - len(END_THINK))
         if self.reason is None and (last or self.count >= self._params.max_tokens):
             return self._finish("length", text)
         return StopStep(text, self.reason)
@@ -67,10 +84,14 @@ class StopChecker:
 
     def _finish(self, reason: str, text: str) -> StopStep:
         if self._decoder:
-            text += self._scan(self._decoder.flush())
+            text += self._decode(self._decoder.flush())
         if self.reason is None:  # else a stop string completed within the flushed text
             text, self._held, self.reason = text + self._held, "", reason
         return StopStep(text, self.reason)
+
+    def _decode(self, text: str) -> str:
+        self._decoded += len(text)
+        return self._scan(text)
 
     def _scan(self, text: str) -> str:
         """Append ``text`` to the text held back, and return the part that certainly precedes any stop string."""
@@ -90,3 +111,22 @@ class StopChecker:
             if any(stop.startswith(text[-n:]) for stop in self._params.stop):
                 return n
         return 0
+
+
+def with_stop_tokens(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """The parameters with the special tokens that stop strings are the text of: skipped in decoding, no text has them.
+
+    Raises:
+        ValueError: a stop string has a special token beside other text, and could never be found.
+    """
+    tokens = []
+    for stop in params.stop:
+        special = [span for span in tokenizer.find_added(stop) if span[2] in tokenizer.special_ids]
+        for start, end, token in special:
+            if end - start != len(stop):
+                raise ValueError(
+                    f"stop={stop!r}: {stop[start:end]!r} is a special token, which is never part of the text: pass "
+                    f"stop_token_ids=({token},), or a stop string without it"
+                )
+            tokens.append(token)
+    return replace(params, stop_token_ids=(*params.stop_token_ids, *tokens)) if tokens else params

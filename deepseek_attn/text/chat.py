@@ -4,26 +4,27 @@ DeepSeek-V4 checkpoints ship Python encoders (``encoding/``) rather than a Jinja
 checkpoint is never executed here: plain system / user / assistant turns are encoded by `encode_messages`, and a Jinja
 template, where a checkpoint has one, is rendered in a sandbox, in a process with little memory and CPU time.
 
-A special token written out inside a message's content becomes that special token, as with DeepSeek's own encoder: the
-format is a string. Screen untrusted content before it gets here.
+Message contents are text: a special token that is written out in one is tokenized like any other word, as
+DeepSeek's own renderer does, unless ``allow_special`` is given.
 """
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib import resources
 from pathlib import Path
 
 from jinja2 import TemplateError
 
-from deepseek_attn.text.template import plain_messages, render
+from deepseek_attn.text.contents import encode_marked, mark_messages
+from deepseek_attn.text.reply import END_THINK, THINK, split_reply
+from deepseek_attn.text.template import plain_messages, render, with_reasoning
 from deepseek_attn.text.tokenizer import BOS, CONFIG_FILE, EOS, TEMPLATE_FILE, Tokenizer, read_settings
 from deepseek_attn.utils.json_files import read_json
 
 USER = "<｜User｜>"
 ASSISTANT = "<｜Assistant｜>"
-THINK = "<think>"
-END_THINK = "</think>"
 SYSTEM = "<｜System｜>"  # V4.1 only
 DEFAULT_EFFORT = 75  # of 100: V4.1's default in thinking mode
 
@@ -31,30 +32,29 @@ DEFAULT_EFFORT = 75  # of 100: V4.1's default in thinking mode
 def encode_messages(messages: list[dict], thinking: bool = False, v41: bool = False) -> str:
     """Render plain chat turns as the string that DeepSeek-V4 expects, BOS included.
 
-    An optional ``system`` message comes first (its content enters raw), then ``user`` and ``assistant`` turns
-    alternate. After a last ``user`` message the string ends with ``<｜Assistant｜>`` and ``<think>`` (thinking) or
-    ``</think>`` (chat), which is where generation starts. A last ``assistant`` message is rendered as a finished turn
-    up to its EOS: good for scoring a whole conversation, while `build_prompt` refuses it.
+    Each turn is its marker and its content; system messages are put together in front and have no marker. User messages
+    in a row are one turn. In front of the answer to come stands ``<｜Assistant｜>`` and ``<think>`` (thinking) or
+    ``</think>`` (chat). A last ``assistant`` message is rendered as a finished turn up to its EOS: good for scoring a
+    whole conversation, while `build_prompt` refuses it.
 
     Args:
-        messages: dicts with ``role`` and ``content`` (strings), and for assistant turns optionally
-            ``reasoning_content``. Other keys must be ``None`` or empty.
-        thinking: thinking mode. Only the turn after the last user message is a thinking turn and keeps its
-            reasoning; earlier turns are rendered as chat turns. In chat mode no reasoning is rendered.
-        v41: the encoding of DeepSeek-V4.1, which marks system messages, allows them beside or in place of later user
-            turns too, and begins thinking mode with a line about the reasoning effort, of which it has its default. It
-            follows descriptions of the encoder that V4.1 ships, and was not compared with it.
+        messages: dicts with ``role`` (system, user or assistant) and ``content`` (a string, or text parts, which are
+            joined by a blank line), and for assistant turns optionally ``reasoning_content`` or ``reasoning``. ``name``
+            is not rendered. Other keys must be ``None`` or empty.
+        thinking: thinking mode. Only a last ``assistant`` message is a thinking turn and keeps its reasoning; earlier
+            turns are rendered as chat turns. In chat mode no reasoning is rendered.
+        v41: the encoding of DeepSeek-V4.1, which marks system messages and leaves them where they are, and begins
+            thinking mode with a line about the reasoning effort, of which it has its default.
 
     Raises:
-        ValueError: tools, tool results, response formats, other roles or keys, content that is not a string, turns
-            that do not alternate. All problems are listed at once.
+        ValueError: tools, tool results, response formats, images, other roles or keys. All problems are listed at once.
 
     Source: DeepSeek-V4 ``encoding/encoding_dsv4.py`` (without a reasoning-effort prefix, which differs between its
     revisions). Tokenize the result with ``add_special_tokens=False``.
     """
     try:
         names = {"bos_token": BOS, "eos_token": EOS, "thinking": thinking, "v41": v41, "effort": DEFAULT_EFFORT}
-        return render(_template(), plain_messages(messages), **names)
+        return render(_template(), [with_reasoning(message) for message in plain_messages(messages)], **names)
     except TemplateError as error:
         raise ValueError(str(error)) from None
 
@@ -65,17 +65,17 @@ def _template() -> str:
 
 
 def parse_completion(text: str, thinking: bool) -> tuple[str, str]:
-    """Split a completion into ``(reasoning, answer)``; text from the first EOS on is dropped.
+    """Split the text of a completion into ``(reasoning, answer)``; text from the first EOS on is dropped.
 
     In thinking mode the completion is ``reasoning</think>answer``. Without ``</think>`` the model was cut off while
-    thinking: all of it is reasoning and the answer is empty. In chat mode all of it is the answer. Tool calls are
-    not parsed; their markup stays in the answer.
+    thinking: all of it is reasoning and the answer is empty. In chat mode all of it is the answer. Newlines around the
+    reasoning and before the answer are dropped. Tool calls are not parsed; their markup stays in the answer.
+
+    A text does not say which ``</think>`` are tokens: here all are. `Completion.reasoning` and `Completion.answer` are
+    split at tokens alone.
     """
     text = text.partition(EOS)[0]
-    if not thinking:
-        return "", text
-    reasoning, _, answer = text.partition(END_THINK)
-    return reasoning, answer
+    return split_reply(text, thinking, [match.start() for match in re.finditer(END_THINK, text)])
 
 
 def describe_chat_format(directory: str | Path) -> tuple[str, str]:
@@ -100,43 +100,64 @@ def describe_chat_format(directory: str | Path) -> tuple[str, str]:
     reason = not_run if has_encoder else "the checkpoint has no chat template"
     turns = "encoding of system, user and assistant turns"
     if _is_v41(directory):
-        return "builtin", f"built-in DeepSeek-V4.1 {turns}, not verified against the encoder shipped with it; {reason}"
+        return "builtin", f"built-in DeepSeek-V4.1 {turns}; {reason}"
     return "builtin", f"built-in DeepSeek-V4 {turns}; {reason}"
 
 
 def build_prompt(
-    tokenizer: Tokenizer, directory: str | Path, messages: list[dict], thinking: bool = False
+    tokenizer: Tokenizer,
+    directory: str | Path,
+    messages: list[dict],
+    thinking: bool = False,
+    allow_special: bool = False,
+    max_tokens: int | None = None,
 ) -> tuple[list[int], str]:
     """Encode messages for generation, in the format that `describe_chat_format` names.
 
     A Jinja template gets ``thinking`` and ``enable_thinking`` (templates differ in the name they read) and judges
     roles and keys itself.
 
+    Args:
+        allow_special: a special token that is written out in a message becomes that token; otherwise it stays text.
+        max_tokens: longest prompt, see `Tokenizer.encode`.
+
     Returns:
         (token ids, explanation of the encoding used).
 
     Raises:
         ValueError: the last message is an assistant turn (nothing is left to generate), the messages do not fit the
-            encoding, or the tokenizer lacks the special tokens of the built-in encoding.
+            encoding, they spell special tokens that a Jinja template looks for, or the tokenizer lacks the special
+            tokens of the built-in encoding.
     """
     kind, explanation = describe_chat_format(directory)
-    if plain_messages(messages)[-1].get("role") == "assistant":
+    messages = plain_messages(messages)
+    if messages[-1].get("role") == "assistant":
         raise ValueError(
             "the last message is an assistant turn, so there is nothing to answer: end with a user message; to "
             "continue a partial answer, pass encode_messages(messages[:-1]) plus that text as a plain prompt"
         )
+    marked, mark = (messages, None) if allow_special else mark_messages(tokenizer, messages)
     if kind == "jinja":
-        return tokenizer.encode(tokenizer.apply_chat_template(messages, thinking)), explanation
-    text = encode_messages(messages, thinking, v41=_is_v41(Path(directory)))
-    needed = (BOS, USER, ASSISTANT, THINK, END_THINK, *([SYSTEM] if SYSTEM in text else []))
-    missing = [token for token in needed if tokenizer.token_id(token) is None]
-    if missing:
-        raise ValueError(
-            f"the tokenizer in {directory} has no token for {', '.join(missing)}, which the built-in chat "
-            "encoding needs: this is another model's tokenizer; add its chat_template.jinja to the folder, or pass a "
-            "plain prompt"
-        )
-    return tokenizer.encode(text), explanation
+        text = tokenizer.apply_chat_template(marked, thinking)
+        if mark and text.replace(mark, "") != tokenizer.apply_chat_template(messages, thinking):
+            raise ValueError(
+                f"a message spells out a special token, which the chat template of {directory} looks for, so that it "
+                "cannot be kept text: pass reasoning as reasoning_content, or allow special tokens "
+                "(allow_special=True, --allow-special)"
+            )
+    else:
+        text = encode_messages(marked, thinking, v41=_is_v41(Path(directory)))
+        needed = (BOS, USER, ASSISTANT, THINK, END_THINK, *([SYSTEM] if SYSTEM in text else []))
+        missing = [token for token in needed if tokenizer.token_id(token) is None]
+        if missing:
+            raise ValueError(
+                f"the tokenizer in {directory} has no token for {', '.join(missing)}, which the built-in chat "
+                "encoding needs: this is another model's tokenizer; add its chat_template.jinja to the folder, or pass "
+                "a plain prompt"
+            )
+    if mark is None:
+        return tokenizer.encode(text, max_tokens), explanation
+    return encode_marked(tokenizer, text, mark, max_tokens), explanation
 
 
 def _is_v41(directory: Path) -> bool:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from jinja2 import TemplateError
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 from tokenizers.decoders import DecodeStream
 
+from deepseek_attn.text.reply import END_THINK, THINK
 from deepseek_attn.text.template import plain_messages, read_template, with_reasoning
 from deepseek_attn.text.template_process import render_untrusted
+from deepseek_attn.text.tokenizer_bounds import MAX_TOKENIZER_BYTES, check_bounds
 from deepseek_attn.utils.json_files import read_json
 
 BOS = "<｜begin▁of▁sentence｜>"
@@ -24,7 +30,10 @@ TEMPLATE_FILE = "chat_template.jinja"
 # Keys of tokenizer_config.json that name a special token; a chat template may read each of them.
 SPECIAL_KEYS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+TEXT_TOKENS = (THINK, END_THINK, "｜DSML｜")  # part of a reply's text, also for a tokenizer that has them as special
 REPLACEMENT = "\ufffd"  # what incomplete or invalid UTF-8 decodes to
+REST = "\0"  # what the finder of added tokens makes of all other text
+FIRST_PIECE = 1 << 16  # characters of a long text that are tokenized first
 
 
 class Tokenizer:
@@ -97,31 +106,117 @@ class Tokenizer:
         """Id of the one token spelled ``token``, or None if the vocabulary has no such token."""
         return self.backend.token_to_id(token)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text`` and nothing else; special tokens spelled out in it become their ids.
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Token ids of ``text`` and nothing else; added tokens spelled out in it become their ids.
+
+        Args:
+            max_tokens: of a text with more than twice as many, no more than a part is tokenized.
 
         Raises:
-            ValueError: a lone surrogate in ``text``, which no UTF-8 text has.
+            ValueError: a lone surrogate in ``text``, which no UTF-8 text has; far more than ``max_tokens`` tokens.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"character {error.start} of the text is {text[error.start]!r}, a lone surrogate"
-            ) from None
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self._encode(self.backend, text, max_tokens)
 
-    def encode_prompt(self, text: str) -> list[int]:
+    def encode_plain(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """`encode` without the added vocabulary: an added token spelled out in ``text`` stays text."""
+        return self._encode(self._plain, text, max_tokens)
+
+    def encode_prompt(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Token ids of a plain completion prompt: BOS, then ``text``; a BOS that begins ``text`` is not doubled."""
-        ids = self.encode(text)
+        ids = self.encode(text, max_tokens)
         return ids if ids[:1] == [self.bos_token_id] else [self.bos_token_id] + ids
+
+    def find_added(self, text: str) -> list[tuple[int, int, int]]:
+        """Start, end and id of each added token that `encode` finds in ``text``."""
+        self._check_text(text)
+        if not self._may_have_added(text):
+            return []
+        with self._panics_refused("a text"):
+            found = self._finder.encode(text, add_special_tokens=False)
+        spans = zip(found.tokens, found.offsets, strict=True)
+        return [(start, end, self.added[token]) for token, (start, end) in spans if token != REST]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of ``ids``; bytes that are not valid UTF-8 become U+FFFD. Raises ValueError for a negative id."""
         ids = [int(i) for i in ids]
         if ids and min(ids) < 0:
             raise ValueError(f"token ids must not be negative, got {min(ids)}: padding must be removed before decoding")
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        with self._panics_refused("token ids"):
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def step(self, stream: DecodeStream, token_id: int) -> str | None:
+        """The text that is certain after one more token of a stream, if any."""
+        with self._panics_refused("token ids"):
+            return stream.step(self.backend, token_id)
+
+    def _encode(self, backend: tokenizers.Tokenizer, text: str, max_tokens: int | None) -> list[int]:
+        if max_tokens is not None:
+            # A beginning has at least as many tokens as the text, but for those at the cut: twice the limit is certain.
+            size = FIRST_PIECE
+            while size < len(text):
+                check_number(len(self._encode(backend, text[:size], None)) // 2, max_tokens)
+                size *= 2
+        self._check_text(text)
+        with self._panics_refused("a text"):
+            return backend.encode(text, add_special_tokens=False).ids
+
+    def _check_text(self, text: str) -> None:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"character {error.start} of the text is {text[error.start]!r}, a lone surrogate"
+            ) from None
+
+    @contextmanager
+    def _panics_refused(self, given: str) -> Iterator[None]:
+        with panics_as_errors(f"the tokenizer in {self.directory} fails on {given}"):
+            yield
+
+    @cached_property
+    def added(self) -> dict[str, int]:
+        """Ids of the added tokens by their text."""
+        return {token.content: i for i, token in self.backend.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the added tokens that `decode` can skip."""
+        return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def added_ids(self) -> frozenset[int]:
+        return frozenset(self.added.values())
+
+    @cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The same model without added tokens."""
+        plain = tokenizers.Tokenizer(self.backend.model)
+        plain.normalizer, plain.pre_tokenizer = self.backend.normalizer, self.backend.pre_tokenizer
+        return plain
+
+    def _may_have_added(self, text: str) -> bool:
+        """Whether an added token is spelled in ``text``, or could be once it is normalized: found in less time."""
+        if repr(self.backend.normalizer) not in ("None", "Sequence(normalizers=[])"):
+            return True
+        starts = self._added_starts
+        pattern = re.compile("|".join(map(re.escape, starts)))
+        return bool(starts) and any(text.startswith(starts[m[0]], m.start()) for m in pattern.finditer(text))
+
+    @cached_property
+    def _added_starts(self) -> dict[str, tuple[str, ...]]:
+        """Added tokens by their first two characters."""
+        starts: dict[str, tuple[str, ...]] = {}
+        for token in self.added:
+            starts[token[:2]] = (*starts.get(token[:2], ()), token)
+        return starts
+
+    @cached_property
+    def _finder(self) -> tokenizers.Tokenizer:
+        """The same added tokens without a model."""
+        finder = tokenizers.Tokenizer(models.WordLevel({REST: 0}, unk_token=REST))
+        finder.normalizer = self.backend.normalizer
+        finder.add_tokens(list(self.backend.get_added_tokens_decoder().values()))
+        return finder
 
     def apply_chat_template(self, messages: list[dict], thinking: bool) -> str:
         """Render the checkpoint's Jinja chat template up to where generation starts.
@@ -160,7 +255,7 @@ class IncrementalDecoder:
     def push(self, token_id: int) -> str:
         """Add one token; returns the text that is now certain (often one word, possibly empty)."""
         self._held.append(int(token_id))
-        piece = self._stream.step(self._tokenizer.backend, int(token_id))
+        piece = self._tokenizer.step(self._stream, int(token_id))
         if piece is not None:
             self._held.clear()
             return piece
@@ -196,6 +291,23 @@ class IncrementalDecoder:
         return self._tokenizer.decode(ids, self._skip_special_tokens)
 
 
+def check_number(at_least: int, max_tokens: int) -> None:
+    """ValueError for a prompt of too many tokens that was not tokenized to its end."""
+    if at_least > max_tokens:
+        raise ValueError(f"a prompt of at least {at_least} tokens exceeds {max_tokens} (max_model_len); shorten it")
+
+
+@contextmanager
+def panics_as_errors(failed: str) -> Iterator[None]:
+    """ValueError for an assertion that failed in the tokenizers library, which raises no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{failed}: {str(error)[:300]}; take the tokenizer.json published with the model") from error
+
+
 def read_settings(directory: Path) -> dict[str, Any]:
     """``tokenizer_config.json`` of a folder, {} without one; ValueError if it holds no JSON object."""
     path = directory / CONFIG_FILE
@@ -209,14 +321,20 @@ def read_settings(directory: Path) -> dict[str, Any]:
 
 def _load(path: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
     """``tokenizer.json`` with the tokens of the settings that it lacks; it adds, cuts and pads nothing by itself."""
+    data = read_json(path, str(path), MAX_TOKENIZER_BYTES)
+    check_bounds(data, settings, str(path))
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        for token in data.get("added_tokens") or []:
+            token["special"] = token["special"] and token["content"] not in TEXT_TOKENS
+        with panics_as_errors("the tokenizers library"):
+            backend = tokenizers.Tokenizer.from_str(json.dumps(data))
+            backend.post_processor = None  # it could repeat a text
         named = [_added_token(settings[key], special=True) for key in SPECIAL_KEYS if settings.get(key)]
         special = {token.content for token in named}
         listed = sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
         listed = [_added_token(token) for _, token in listed]
         for token in listed:
-            token.special = token.special or token.content in special
+            token.special = (token.special or token.content in special) and token.content not in TEXT_TOKENS
         known = list(backend.get_added_tokens_decoder().values())
         backend.add_tokens([token for token in listed if token not in known])
         known = {token.content for token in backend.get_added_tokens_decoder().values()}
