@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Regex, normalizers
 from tokenizers import Tokenizer as Backend
 
-from deepseek_attn.text.tokenizer import REPLACEMENT, TOKENIZER_FILE, Tokenizer
+from deepseek_attn.text.tokenizer import REPLACEMENT, TOKENIZER_FILE, Tokenizer, panics_as_errors
 
 ONE_SPACE = "\ue000"  # stands for a text of one space, which would be stripped
 
@@ -33,7 +33,8 @@ def number_tokens(backend: Backend) -> list[int]:
         ]
     )
     numbers: dict[str | None, int] = {}
-    texts = backend.decode_batch([[i] for i in range(backend.get_vocab_size())], skip_special_tokens=False)
+    with panics_as_errors("the tokenizer fails on the texts of its tokens"):
+        texts = backend.decode_batch([[i] for i in range(backend.get_vocab_size())], skip_special_tokens=False)
     found = []
     for token_id, text in enumerate(texts):
         key = backend.id_to_token(token_id) if REPLACEMENT in text else fold.normalize_str(text) or text

@@ -133,8 +133,9 @@ class Tokenizer:
             return []
         with self._panics_refused("a text"):
             found = self._finder.encode(text, add_special_tokens=False)
-        spans = zip(found.tokens, found.offsets, strict=True)
-        return [(start, end, self.added[token]) for token, (start, end) in spans if token != REST]
+        added = self._finder.get_added_tokens_decoder()  # by the finder's own ids
+        spans = zip(found.ids, found.offsets, strict=True)
+        return [(start, end, self.added[added[i].content]) for i, (start, end) in spans if i in added]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of ``ids``; bytes that are not valid UTF-8 become U+FFFD. Raises ValueError for a negative id."""

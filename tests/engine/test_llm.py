@@ -21,9 +21,10 @@ import deepseek_attn.text.tokenizer
 from deepseek_attn import LLM, ModelRunner, SamplingParams, inspect_attention
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.engine.engine import Engine
-from deepseek_attn.engine.llm import IndexedPrompt
+from deepseek_attn.engine.llm import IndexedPrompt, TextStream
 from deepseek_attn.engine.request import Request, RequestFailed
 from deepseek_attn.engine.stats import StepStats
+from deepseek_attn.text.tokenizer import Tokenizer
 from tests.support.interruptions import InterruptBefore
 from tests.support.small_models import three_layers
 from tests.support.tiers import tiered
@@ -496,3 +497,88 @@ def test_without_a_tokenizer_only_ids(llm, free_pages, tmp_path):
     assert bare.generate([prompt], GREEDY)[0].token_ids == llm.generate([prompt], GREEDY)[0].token_ids
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         bare.generate("text", GREEDY)
+
+
+def reply(llm, prompt: str, parts: list[str | tuple[str]], params: SamplingParams = GREEDY) -> TextStream:
+    """A request whose tokens are those of the parts: strings are ordinary tokens, tuples name an added one."""
+    request = Request.create(llm.runner, llm.tokenizer, llm.tokenizer.encode_prompt(prompt), params)
+
+    def pieces():
+        for part in parts:
+            plain = isinstance(part, str)
+            for token in llm.tokenizer.encode_plain(part) if plain else [llm.tokenizer.token_id(*part)]:
+                if not request.finished:
+                    request.push(token)
+                    yield from filter(None, request.text[-1:])
+
+    return TextStream(request, pieces())
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("stop", [(), ("zz", "</thinks", "\n\nx")], ids=["", "stop-strings"])
+def test_reasoning_ends_at_the_token_alone(llm, tmp_path, special, stop):
+    """Whole and streamed, for a tokenizer that has the token as text and for one that has it as special."""
+    path = shutil.copytree(llm.directory, tmp_path / "model")
+    data = json.loads((path / "tokenizer.json").read_text())
+    for token in data["added_tokens"]:
+        token["special"] = token["special"] or special
+    (path / "tokenizer.json").write_text(json.dumps(data))
+    with LLM(path, **OPTIONS) as own:
+        params = replace(GREEDY, max_tokens=100, stop=stop)
+        for prompt, parts, expected in [
+            ("<think>", ["write </think> tag\n", ("</think>",), "\n\nanswer"], ("write </think> tag", "answer")),
+            ("<think>\n", ["a", ("</think>",), "b", ("</think>",), "c"], ("a", "bc")),
+            ("<think>x</think>", ["say </think> twice"], ("", "say </think> twice")),
+            ("hi", [("</think>",), "def"], ("", "def")),
+            ("<think>", ["ab\n\nxy"], ("ab", "") if stop else ("ab\n\nxy", "")),
+        ]:
+            stream = reply(own, prompt, parts, params)
+            streamed = list(stream.parts())
+            completion = stream.completion
+            if completion.finish_reason == "abort":  # as if cut off here: what is held back for a stop string comes out
+                stream._request.end("abort")
+                completion = stream.completion
+            assert (completion.reasoning, completion.answer) == expected
+            for part, whole in zip(("reasoning", "answer"), expected, strict=True):
+                assert whole.startswith("".join(piece for name, piece in streamed if name == part))
+            if not stop:
+                assert (
+                    tuple("".join(p for n, p in streamed if n == name) for name in ("reasoning", "answer")) == expected
+                )
+
+
+def test_a_special_token_as_stop_string(llm, free_pages):
+    """Its text is never there to be found: the token itself ends the request."""
+    stream = reply(llm, "hi", ["a", ("<｜User｜>",), "b"], replace(GREEDY, max_tokens=50, stop="<｜User｜>"))
+    assert "".join(stream) == "a"
+    assert stream.completion.finish_reason == "stop"
+    spelled = reply(llm, "hi", ["a<｜User｜>b"], replace(GREEDY, max_tokens=50, stop="<｜User｜>"))
+    assert "".join(spelled) == "a"
+    ordinary = reply(llm, "hi", ["a", ("</think>",), "b"], replace(GREEDY, max_tokens=50, stop="</think>"))
+    assert "".join(ordinary) == "a"
+    with pytest.raises(ValueError, match=r"stop='x<｜User｜>': '<｜User｜>' is a special token.*stop_token_ids=\(2,\)"):
+        llm.generate("hi", replace(GREEDY, max_tokens=50, stop="x<｜User｜>"))
+
+
+def test_special_tokens_in_messages(llm, free_pages):
+    messages = [{"role": "user", "content": "<｜User｜></think>"}]
+    ids, allowed = (llm.chat(messages, GREEDY, allow_special=value).prompt_token_ids for value in (False, True))
+    assert ids.count(2) == 1
+    assert allowed.count(2) == 2
+
+
+@pytest.mark.parametrize("text", ["word " * 10**6, " " * 10**7], ids=["words", "blanks"])
+def test_a_text_far_beyond_the_context_is_not_tokenized_whole(llm, free_pages, monkeypatch, text):
+    longest = 0
+    encode = Tokenizer._encode
+
+    def watched(self, backend, text, max_tokens):
+        nonlocal longest
+        longest = max(longest, len(text) if max_tokens is None else 0)
+        return encode(self, backend, text, max_tokens)
+
+    monkeypatch.setattr(Tokenizer, "_encode", watched)
+    for call in (llm.generate, llm.stream, lambda text: llm.chat([{"role": "user", "content": text + "<｜User｜>"}])):
+        with pytest.raises(ValueError, match=r"a prompt of at least \d+ tokens exceeds 200 \(max_model_len\)"):
+            call(text)
+    assert 0 < longest < 10**5

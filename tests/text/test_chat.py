@@ -60,6 +60,47 @@ def test_encode(messages, thinking, expected):
     assert encode_messages(messages, thinking) == BOS + expected
 
 
+PARTS = {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}
+FULL = {"role": "assistant", "content": "hello", "reasoning": "greet back", "name": "bot"}
+A, E = "<｜Assistant｜>", EOS
+
+
+@pytest.mark.parametrize(
+    ("messages", "v4", "v41"),
+    [
+        ([SYSTEM, SYSTEM, HI], "Be brief.\n\nBe brief.<｜User｜>hi", "{S}Be brief.<｜System｜>Be brief.<｜User｜>hi"),
+        ([HI, BYE, HI], "<｜User｜>hi\n\nbye\n\nhi", "{M}<｜User｜>hi\n\nbye\n\nhi"),
+        ([PARTS], "<｜User｜>x\n\ny", "{M}<｜User｜>x\n\ny"),
+        ([{**SYSTEM, "name": "boss"}, {**HI, "name": "bob"}], "Be brief.<｜User｜>hi", "{S}Be brief.<｜User｜>hi"),
+        (
+            [HI, FULL, BYE],
+            f"<｜User｜>hi{A}</think>hello{E}<｜User｜>bye",
+            f"{{M}}<｜User｜>hi{A}</think>hello{E}<｜User｜>bye",
+        ),
+        (
+            [HI, HELLO, HELLO, SYSTEM, BYE],
+            f"Be brief.<｜User｜>hi{A}</think>hello{E}{A}</think>hello{E}<｜User｜>bye",
+            f"{{M}}<｜User｜>hi{A}</think>hello{E}{A}</think>hello{E}<｜System｜>Be brief.<｜User｜>bye",
+        ),
+        ([HELLO, SYSTEM], f"Be brief.{A}</think>hello{E}", f"{{M}}{A}</think>hello{E}<｜System｜>Be brief."),
+        ([SYSTEM], "Be brief.", "{S}Be brief."),
+        (
+            [{**HI, "content": ""}, HI, {**HI, "content": ""}, BYE],
+            "<｜User｜>hi\n\nbye",
+            "{M}<｜User｜>\n\nhi\n\n\n\nbye",
+        ),
+    ],
+    ids=["systems", "users", "parts", "name", "reasoning", "assistants", "assistant-first", "system-alone", "empty"],
+)
+@pytest.mark.parametrize("thinking", [False, True])
+def test_as_deepseek_recipe_renders(messages, v4, v41, thinking):
+    """Strings of deepseek-recipe 0.2.0: in thinking mode its line about the effort stands where the system text is."""
+    end = f"{A}<think>" if thinking else f"{A}</think>"
+    assert encode_messages(messages, thinking) == BOS + v4 + end
+    first = {"S": EFFORT if thinking else "<｜System｜>", "M": EFFORT if thinking else ""}
+    assert encode_messages(messages, thinking, v41=True) == BOS + v41.format_map(first) + end
+
+
 EFFORT = "<｜System｜>Reasoning Effort: 75 (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
 LATER = {"role": "system", "content": "Rhyme."}
 
@@ -94,22 +135,6 @@ def test_encode_v41(messages, thinking, expected):
     assert encode_messages(messages, thinking, v41=True) == BOS + expected
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([SYSTEM], "no user message"),
-        ([SYSTEM, LATER, HI], "message 1: expected a turn of 'user', got 'system'"),
-        ([HI, BYE], "message 1: expected a turn of 'assistant', got 'user'.*join"),
-        ([HI, HELLO, HELLO], "message 2: expected a turn of 'user', got 'assistant'"),
-        ([HELLO], "message 0: expected a turn of 'user'"),
-        ([{**HI, "tools": [{}]}], "tools not supported"),
-    ],
-)
-def test_refuses_v41(messages, message):
-    with pytest.raises(ValueError, match=message):
-        encode_messages(messages, v41=True)
-
-
 def test_empty_values_of_other_keys_are_ignored():
     dumped = {"role": "user", "content": "hi", "tool_calls": None, "tools": [], "name": None, "reasoning_content": None}
     assert encode_messages([dumped]) == encode_messages([HI])
@@ -124,18 +149,15 @@ def test_empty_values_of_other_keys_are_ignored():
         ([{"role": "tool", "content": "4"}], r"role 'tool' is not supported .*encoding/ folder"),
         ([{"role": "developer", "content": "x"}], "role 'developer'"),
         ([{"content": "x"}], "role None"),
-        ([{"role": "user", "content": None}], "content must be a string, got NoneType"),
-        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "got list; join text parts"),
+        ([{"role": "user", "content": None}], "content must be a string or a list of text parts, got NoneType"),
+        ([{"role": "user", "content": ["x"]}], 'content part 0 must be {"type": "text", "text": "..."}, got str'),
+        ([{"role": "user", "content": [{"type": "text"}]}], "content part 0 must be"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "without images"),
         ([{**SYSTEM, "tools": [{"name": "f"}]}, HI], r"tools not supported.*encoding/ folder"),
         ([{**HI, "response_format": {"type": "json"}}], "response_format not supported"),
         ([HI, {**HELLO, "tool_calls": [{}]}, BYE], "message 1: tool_calls not supported"),
         ([{**HI, "reasoning_content": "x"}], "belongs to assistant"),
         ([HI, {**HELLO, "reasoning_content": 3}], "reasoning_content must be a string"),
-        ([SYSTEM], "no user message"),
-        ([HELLO, HI], "message 0: expected a turn of 'user'"),
-        ([HI, BYE], "message 1: expected a turn of 'assistant', got 'user'.*join"),
-        ([HI, HELLO, SYSTEM], "message 2: a system message must be the first"),
     ],
 )
 def test_refuses(messages, message):
@@ -152,11 +174,13 @@ def test_all_problems_at_once():
     ("text", "thinking", "expected"),
     [
         (f"why</think>because{EOS}", True, ("why", "because")),
-        ("why</think>a</think>b", True, ("why", "a</think>b")),
-        ("cut off while think", True, ("cut off while think", "")),
+        ("a</think>b</think>c", True, ("a", "bc")),
+        ("cut off while think\n", True, ("cut off while think\n", "")),
         (f"</think>because{EOS}junk", True, ("", "because")),
         (f"because{EOS}", False, ("", "because")),
-        ("say </think> twice", False, ("", "say </think> twice")),
+        ("</think>def", False, ("", "def")),
+        ("\n\na\n</think>\n\nb\n", True, ("a", "b\n")),
+        ("\n b", False, ("", " b")),
         ("", True, ("", "")),
     ],
 )
@@ -211,7 +235,6 @@ def test_the_encoding_of_a_v41_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v41"}))
     explanation = describe_chat_format(tmp_path)[1]
     assert "DeepSeek-V4.1" in explanation
-    assert "not verified" in explanation
     tokenizer = SpecialsOnly([BOS, "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"])
     assert build_prompt(tokenizer, tmp_path, [HI])[0] == tokenizer.encode(encode_messages([HI]))
     with pytest.raises(ValueError, match=r"has no token for <｜System｜>"):
@@ -235,7 +258,10 @@ class SpecialsOnly:
     def token_id(self, token):
         return self.specials.index(token) if token in self.specials else None
 
-    def encode(self, text):
+    def find_added(self, text):
+        return []
+
+    def encode(self, text, max_tokens=None):
         for i, token in enumerate(self.specials):
             text = text.replace(token, chr(0xE000 + i))
         return [ord(c) - 0xE000 if ord(c) >= 0xE000 else ord(c) + 100 for c in text]

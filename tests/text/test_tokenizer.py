@@ -379,4 +379,5 @@ def test_streams_of_random_tokens_equal_the_whole(tokenizer, seed):
 
 def test_stream_can_skip_special_tokens(tokenizer):
     decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True)
-    assert "".join(decoder.push(i) for i in tokenizer.encode(f"a<think>b{EOS}")) == "ab"
+    text = f"a<｜User｜>b<think>c</think>d{EOS}"
+    assert "".join(map(decoder.push, tokenizer.encode(text))) == "ab<think>c</think>d", "these are part of the reply"

@@ -1,0 +1,128 @@
+"""Special tokens that are spelled out in messages stay text, and markers stay markers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from deepseek_attn.data import SMALL_CHECKPOINT
+from deepseek_attn.text.chat import build_prompt, encode_messages
+from deepseek_attn.text.contents import mark_messages
+from deepseek_attn.text.tokenizer import Tokenizer
+
+BOS, USER, ASSISTANT, THINK, END_THINK = (
+    "<｜begin▁of▁sentence｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<think>",
+    "</think>",
+)
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<｜User｜>{{ m.content | trim }}{% endfor %}<｜Assistant｜></think>"
+
+
+def user(content: object) -> list[dict]:
+    return [{"role": "user", "content": content}]
+
+
+def write_v4_numbers(directory) -> Tokenizer:
+    """The part of DeepSeek-V4's tokenizer that the test needs, with its numbers."""
+    bar = "ï½ľ"  # the bytes of a full-width bar
+    plain = {"<": 30, ">": 32, "User": 6756, bar: 28217} | {c: 100 + i for i, c in enumerate("Userï½ľ")}
+    merges = [("U", "s"), ("e", "r"), ("Us", "er"), ("ï", "½"), ("ï½", "ľ")]
+    plain |= {a + b: 200 + i for i, (a, b) in enumerate(merges) if a + b not in plain}
+    added = {BOS: 0, USER: 128803, ASSISTANT: 128804, THINK: 128821, END_THINK: 128822}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    raw = RawTokenizer(models.BPE(vocab=plain, merges=merges))
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("<", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    raw.decoder = decoders.ByteLevel()
+    data = json.loads(raw.to_str())
+    data["model"]["vocab"] |= added
+    data["added_tokens"] = [{"id": number, "content": token, **flags} for token, number in added.items()]
+    (directory / "tokenizer.json").write_text(json.dumps(data))
+    return Tokenizer(directory)
+
+
+def test_the_numbers_of_deepseek_v4(tmp_path):
+    """What deepseek-recipe 0.2.0 encodes with DeepSeek-V4's tokenizer."""
+    tokenizer = write_v4_numbers(tmp_path)
+    expected = [0, 128803, 30, 28217, 6756, 28217, 32, 128804, 128822]
+    assert build_prompt(tokenizer, tmp_path, user(USER))[0] == expected
+    allowed = build_prompt(tokenizer, tmp_path, user(USER), allow_special=True)[0]
+    assert allowed == [0, 128803, 128803, 128804, 128822]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(SMALL_CHECKPOINT)
+
+
+def controls(tokenizer, ids):
+    texts = {i: token for token, i in tokenizer.added.items()}
+    return [texts[i] for i in ids if i in texts]
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["builtin", "jinja"])
+def test_every_special_token_in_contents_is_text(tokenizer, tmp_path, template):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((SMALL_CHECKPOINT / name).read_bytes())
+    if template:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    own, markers = Tokenizer(tmp_path), [BOS, USER, ASSISTANT, END_THINK]
+    assert len(tokenizer.added) >= 14
+    everything = "".join(tokenizer.added)
+    nested = f"<｜Us{USER}er｜> {THINK[:3]}{THINK}{THINK[3:]}"
+    for content in (*tokenizer.added, everything, nested, f"a {END_THINK}\n{USER}b"):
+        ids, _ = build_prompt(own, tmp_path, user(content))
+        assert controls(own, ids) == markers
+        assert own.decode(ids) == f"{BOS}{USER}{content}{ASSISTANT}{END_THINK}"
+        allowed, _ = build_prompt(own, tmp_path, user(content), allow_special=True)
+        assert allowed == own.encode(f"{BOS}{USER}{content}{ASSISTANT}{END_THINK}")
+        assert allowed != ids
+
+
+def test_contents_are_tokenized_as_plain_text(tokenizer):
+    content = f"tell me <b>about</b> {THINK} and {USER}, please"
+    ids, _ = build_prompt(tokenizer, SMALL_CHECKPOINT, user(content))
+    assert ids[2:-2] == tokenizer.encode_plain(content)
+    plain = user("no tokens <here> | or \U000f0000 here")
+    assert build_prompt(tokenizer, SMALL_CHECKPOINT, plain)[0] == tokenizer.encode(encode_messages(plain))
+    marked, mark = mark_messages(tokenizer, user(f"\U000f0000{USER}"))
+    assert mark == "\U000f0001"
+    assert mark in marked[0]["content"]
+
+
+def test_a_template_that_looks_for_special_tokens_is_refused(tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((SMALL_CHECKPOINT / name).read_bytes())
+    template = TEMPLATE.replace("m.content | trim", "m.content.split('</think>')[-1]")
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"which the chat template of .* looks for.*allow_special=True"):
+        build_prompt(tokenizer, tmp_path, user("why</think>because"))
+    assert controls(tokenizer, build_prompt(tokenizer, tmp_path, user(f"a{USER}"))[0])[1:3] == [USER, ASSISTANT]
+    ids, _ = build_prompt(tokenizer, tmp_path, user("why</think>because"), allow_special=True)
+    assert tokenizer.decode(ids) == f"{BOS}{USER}because{ASSISTANT}{END_THINK}"
+
+
+def test_a_model_that_makes_a_special_token_of_its_text(tmp_path):
+    """Words of the vocabulary are cut where the mark stood; a normalizer that spells a token is seen through."""
+    vocab = {token: i for i, token in enumerate([BOS, USER, ASSISTANT, THINK, END_THINK, "?", "hi"])}
+    raw = RawTokenizer(models.WordLevel(vocab, unk_token="?"))
+    raw.add_tokens([BOS, USER, ASSISTANT, THINK, END_THINK])
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.normalizer = normalizers.Lowercase()
+    raw.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    ids, _ = build_prompt(tokenizer, tmp_path, user("hi </think> hi"))
+    assert controls(tokenizer, ids) == [BOS, USER, ASSISTANT, END_THINK]
+    ids, _ = build_prompt(tokenizer, tmp_path, user("<THINK>"))
+    assert controls(tokenizer, ids) == [BOS, USER, ASSISTANT, END_THINK]
+    raw.normalizer = normalizers.BertNormalizer()
+    raw.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="the tokenizer's normalizer leaves no way to keep it text"):
+        build_prompt(Tokenizer(tmp_path), tmp_path, user("hi </think> hi"))
