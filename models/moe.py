@@ -51,7 +51,7 @@ class Gate(CheckpointModule):
         super().__init__(device)
         self.own = None if shard is None else ExpertRange(shard.start, shard.size)
         self.topk, self.factor = config.num_experts_per_tok, config.routed_scaling_factor
-        self.normalize, self.score = config.norm_topk_prob, config.scoring_func
+        self.normalize, self.score = config.normalizes_weights, config.scoring_func
         self.hash = spec.hash_routing
         kept = None if dtype == torch.float32 else torch.bfloat16
         self.declare("weight", (config.n_routed_experts, config.hidden_size), torch.float32, kept=kept)

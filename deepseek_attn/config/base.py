@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self
 
-from deepseek_attn.config.common import UNPUBLISHED, RopeSpec
+from deepseek_attn.config.common import RopeSpec
 from deepseek_attn.config.dspark import DSparkConfig
 
 
@@ -55,12 +55,18 @@ class ConfigBase:
 
     model_type: str
     eos_token_id: int | tuple[int, ...]
+    norm_topk_prob: bool
     dspark: DSparkConfig | None
     layers: tuple[LayerBase, ...]
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+
+    @property
+    def normalizes_weights(self) -> bool:
+        """The weights of a token's experts are divided by their sum."""
+        return self.norm_topk_prob
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], origin: str = "dict") -> Any:
@@ -92,8 +98,7 @@ class ConfigBase:
 
     def flat_dict(self) -> dict[str, Any]:
         """All keys of the config side by side, as ``replace`` takes them."""
-        out = {key: value for key, value in self.constants().items() if key not in UNPUBLISHED}
-        out |= {"attention_dropout": 0.0, "initializer_range": 0.02}
+        out = self.constants() | {"attention_dropout": 0.0, "initializer_range": 0.02}
         out |= {name: value for name, value in vars(self).items() if name not in self.DERIVED}
         out["torch_dtype"] = out.pop("dtype")
         if isinstance(self.eos_token_id, tuple):

@@ -7,17 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from deepseek_attn.config.fields import REQUIRED, FieldReader
+from deepseek_attn.config.keys import SCALING
 
-# Values with one supported setting. They carry no information once checked, so configs do not keep them.
-FIXED_VALUES = {
-    "topk_method": "noaux_tc",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-}
-# Of these and of a family's own, keys that only transformers writes.
-UNPUBLISHED = ("mlp_bias", "rope_interleave", "indexer_rope_interleave")
 MAX_EXPERTS = 2**16  # of all layers; published: 62 * 384
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -87,33 +78,68 @@ def read_yarn(reader: FieldReader, label: str, raw: Mapping[str, Any] | None) ->
     """Returns the YaRN scaling under DeepSeek's key names, or None for plain rope."""
     if not raw:
         return None
+    for key in ("rope_theta", "partial_rotary_factor") if label == "rope_scaling" else ():
+        if raw.get(key) is not None:
+            reader.problem(f"rope_scaling.{key} is {raw[key]!r}: only transformers reads it there; give it beside it")
     kinds = {f"{label}.{key}": raw.get(key) for key in ("type", "rope_type")}
     kind = reader.agreed(f"{label}.type", kinds, REQUIRED if "factor" in raw else "default")
     if reader.as_choice(f"{label}.type", kind, ("yarn", "default")) != "yarn":
         return None
     scaling: dict[str, Any] = {"type": "yarn"}
+    length = "original_max_position_embeddings"
+    spellings = {f"{label}.{length}": raw.get(length), length: reader.raw.get(length)}
+    given = {"beta_fast": 32, "beta_slow": 1} | {key: value for key, value in raw.items() if value is not None}
+    given[length] = reader.agreed(length, spellings, None)
     for key in RopeSpec.YARN_KEYS:
-        value = raw.get(key, {"beta_fast": 32, "beta_slow": 1}.get(key))
+        value = given.get(key)
         if value is None:
             reader.missing(f"{label}.{key}")
-        check = reader.as_integer if key == "original_max_position_embeddings" else reader.as_number
+        check = reader.as_integer if key == length else reader.as_number
         scaling[key] = check(f"{label}.{key}", value)
     fast, slow = scaling["beta_fast"], scaling["beta_slow"]
     if fast is not None and slow is not None and fast < slow:
         reader.problem(f"{label}.beta_fast {fast} is below beta_slow {slow}")
-    if raw.get("attention_factor", 1.0) not in (1.0, None):
-        reader.problem(f"{label}.attention_factor is {raw['attention_factor']!r}: DeepSeek does not scale cos and sin")
+    reader.as_choice(f"{label}.truncate", given.get("truncate"), (True,))
+    if given.get("attention_factor", 1.0) != 1.0:
+        reader.problem(
+            f"{label}.attention_factor is {given['attention_factor']!r}: DeepSeek does not scale cos and sin"
+        )
     return scaling
 
 
-def read_formats(reader: FieldReader) -> dict[str, Any]:
-    """Returns ``dtype`` and ``quantization_config``, the latter as a copy."""
+def agreed_yarn(reader: FieldReader, given: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The YaRN scaling of several spellings, None for plain rope; one that says plain rope contradicts one with YaRN.
+
+    Args:
+        given: label -> object with the keys; found: label -> what `read_yarn` returned for it.
+    """
+    plain = {"type": "default"}
+    says = {label: any((raw or {}).get(key) is not None for key in SCALING) for label, raw in given.items()}
+    spellings = {label: scaling or (plain if says[label] else None) for label, scaling in found.items()}
+    scaling = reader.agreed("rope_scaling", spellings, None)
+    return None if scaling == plain else scaling
+
+
+def read_formats(reader: FieldReader, block: int, scales: tuple[str, ...] = ("ue8m0",)) -> dict[str, Any]:
+    """Returns ``dtype`` and ``quantization_config``, the latter as a copy.
+
+    Args:
+        block: rows and columns of a block of an FP8 weight.
+        scales: supported values of ``scale_fmt``; it may be absent.
+    """
     quantization = reader.mapping("quantization_config")
-    dtype = reader.agreed("dtype", {key: reader.raw.get(key) for key in ("torch_dtype", "dtype")}, "bfloat16")
-    if quantization is not None:
-        reader.as_choice("quantization_config.quant_method", quantization.get("quant_method", "fp8"), ("fp8",))
+    supported = {
+        "quant_method": ("fp8",),
+        "fmt": ("e4m3",),
+        "activation_scheme": ("dynamic",),
+        "scale_fmt": scales,
+        "weight_block_size": ([block, block],),
+    }
+    for key, values in supported.items() if quantization is not None else ():
+        value = quantization.get(key)
+        reader.as_choice(f"quantization_config.{key}", list(value) if isinstance(value, tuple) else value, values)
     kept = None if quantization is None else dict(quantization)
-    return {"dtype": reader.as_choice("dtype", dtype, DTYPES), "quantization_config": kept}
+    return {"dtype": reader.choice("dtype", DTYPES, "bfloat16"), "quantization_config": kept}
 
 
 def known(values: Mapping[str, Any], *keys: str) -> tuple[int, ...] | None:

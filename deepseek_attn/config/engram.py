@@ -95,6 +95,7 @@ def read_engram(reader: FieldReader, num_hidden_layers: int | None, vocab_size: 
     layers = reader.as_integers("engram_layer_ids", reader.value("engram_layer_ids", None), 0)
     if not layers:
         return None
+    before = len(reader.problems)
     rows = reader.as_integers("engram_num_embeddings", reader.value("engram_num_embeddings"), 1)
     sizes = {
         key: reader.integer(key, minimum=minimum)
@@ -118,7 +119,7 @@ def read_engram(reader: FieldReader, num_hidden_layers: int | None, vocab_size: 
     if sizes["engram_head_dim"] is not None and sizes["engram_head_dim"] % 32:
         reader.problem(f"engram_head_dim is {sizes['engram_head_dim']}: expected a multiple of 32, which share a scale")
     known = {key: size for key, size in sizes.items() if size is not None}
-    if reader.problems or rows is None or len(known) < len(sizes):
+    if len(reader.problems) > before or rows is None or len(known) < len(sizes):
         return None
     config = EngramConfig(layers, rows, **known)
     if len(layers) * config.rows_per_token > MAX_HASHES:

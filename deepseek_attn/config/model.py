@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 from deepseek_attn.config.common import RopeSpec
 from deepseek_attn.config.dspark import DSparkConfig, drop_dspark
+from deepseek_attn.config.keys import V4
 from deepseek_attn.config.schedule import published_branch
 from deepseek_attn.config.v4 import DeepseekV4Base, LayerSpec
-from deepseek_attn.config.v4_reader import FIXED, read_v4
+from deepseek_attn.config.v4_reader import read_v4
 from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 from deepseek_attn.config.v41 import DeepseekV41Config, is_inference_config
 from deepseek_attn.utils.hub import CONFIG_FILE, HubModel
@@ -29,10 +30,10 @@ class ModelConfig(DeepseekV4Base):
     Make one with ``from_dict``, ``from_pretrained`` or ``from_preset``, and variants with ``replace``. These read the
     published spelling and the one that transformers writes, and give a ``DeepseekV32Config`` or ``DeepseekV41Config``
     where ``model_type`` says so. Absent keys default to ``num_nextn_predict_layers`` 0,
-    ``hc_sinkhorn_iters`` 20, ``hc_eps`` and ``rms_norm_eps`` 1e-6, ``scoring_func`` sqrtsoftplus, ``norm_topk_prob``
-    true, ``n_shared_experts`` 1, ``bos_token_id`` 0, ``eos_token_id`` 1, ``torch_dtype`` bfloat16, no rope scaling and
-    ``expert_dtype`` "fp4" when there is a ``quantization_config``, else None. All others are required; unknown keys are
-    dropped.
+    ``hc_sinkhorn_iters`` 20, ``hc_eps`` and ``rms_norm_eps`` 1e-6, ``scoring_func`` sqrtsoftplus, ``bos_token_id`` 0,
+    ``eos_token_id`` 1, ``torch_dtype`` bfloat16, no rope scaling and ``expert_dtype`` "fp4" when there is a
+    ``quantization_config``, else None. All others are required. `config.keys.V4` lists all keys; a warning names those
+    that are not in it.
 
     ``replace``: overrides by ratio stay in force for a new schedule, those by layer must fit it; a smaller
     ``num_hidden_layers`` alone keeps the first layers; ``quantization_config=None`` also drops ``expert_dtype``.
@@ -107,7 +108,7 @@ class ModelConfig(DeepseekV4Base):
         return cls.from_dict(parse_json(text, f"preset {name}"), origin=f"preset {name}")
 
     def constants(self) -> dict[str, Any]:
-        return {"architectures": ["DeepseekV4ForCausalLM"], **FIXED}
+        return {"architectures": ["DeepseekV4ForCausalLM"], **V4.constants()}
 
     def schedule(self) -> dict[str, Any]:
         rule = [published_branch(layer.ratio) for layer in self.layers]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from deepseek_attn.config.fields import FieldReader
+from deepseek_attn.config.fields import REQUIRED, FieldReader
 
 LAYER_TYPES = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+# Of each compressed layer type: the key that older configs have for its rate, and its default.
+RATES = {LAYER_TYPES[1]: ("compress_rate_csa", 4), LAYER_TYPES[2]: ("compress_rate_hca", 128)}
 MLP_LAYER_TYPES = ("hash_moe", "moe")
 
 
@@ -71,6 +73,13 @@ def _branches_of_ratios(reader: FieldReader, num_layers: int | None) -> list[Bra
         for i, ratio in enumerate(ratios)
     ]
     _check_length(reader, "compress_ratios", ratios, num_layers, 0)
+    if reader.raw.get("layer_types") is None:  # otherwise the branches are compared
+        for name, rate in _read_rates(reader, RATES).items():
+            if rate not in (None, RATES[name][1]):
+                reader.problem(
+                    f"compress_ratios beside a rate of {rate!r} for {name}: transformers reads the ratio "
+                    f"{RATES[name][1]} as that rate, DeepSeek's code as it stands; drop one of them"
+                )
     return None if None in checked else [published_branch(ratio) for ratio in ratios[:num_layers]]
 
 
@@ -79,19 +88,24 @@ def _branches_of_layer_types(reader: FieldReader, num_layers: int | None) -> lis
     names = reader.as_list("layer_types", reader.raw.get("layer_types"))
     if names is None:
         return None
-    rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
-    rates.update(reader.mapping("compress_rates") or {})
-    for legacy, name in (("compress_rate_csa", LAYER_TYPES[1]), ("compress_rate_hca", LAYER_TYPES[2])):
-        if reader.raw.get(legacy) is not None:
-            rates[name] = reader.raw[legacy]
-    checked = {
-        name: reader.as_integer(f"compress_rates.{name}", rates[name]) for name in LAYER_TYPES[1:] if name in names
-    }
+    rates = _read_rates(reader, [name for name in RATES if name in names])
+    checked = {name: reader.as_integer(f"compress_rates.{name}", rate) for name, rate in rates.items()}
     _check_length(reader, "layer_types", names, num_layers, "sliding_attention")
     if not _check_members(reader, "layer_types", names, LAYER_TYPES) or None in checked.values():
         return None
     sparse = LAYER_TYPES[1]
     return [Branch(checked.get(name, 0), name == sparse, name == sparse) for name in names[:num_layers]]
+
+
+def _read_rates(reader: FieldReader, names: Iterable[str]) -> dict[str, Any]:
+    """The rates of these layer types; ``compress_rate_csa`` and ``compress_rate_hca`` mean the same."""
+    given = reader.mapping("compress_rates") or {}
+    rates = {}
+    for name in names:
+        legacy, default = RATES[name]
+        spellings = {f"compress_rates.{name}": given.get(name), legacy: reader.raw.get(legacy)}
+        rates[name] = reader.agreed(f"compress_rates.{name}", spellings, REQUIRED if given else default)
+    return rates
 
 
 def _check_length(reader: FieldReader, label: str, entries: list, num_layers: int | None, mtp_entry: Any) -> None:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from deepseek_attn.config.base import ConfigBase, LayerBase
 from deepseek_attn.config.common import (
-    FIXED_VALUES,
     RopeSpec,
+    agreed_yarn,
     check_index_head,
     check_num_experts,
     check_rope_dim,
@@ -22,6 +22,7 @@ from deepseek_attn.config.common import (
     read_yarn,
 )
 from deepseek_attn.config.fields import FieldReader
+from deepseek_attn.config.keys import V32, ConfigReader
 
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
@@ -30,13 +31,7 @@ SIZES = (
 )
 ARCHITECTURES = {"deepseek_v32": "DeepseekV32ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
 INDEX_SIZES = ("index_n_heads", "index_head_dim", "index_topk")
-FIXED = {
-    "moe_layer_freq": 1,
-    "scoring_func": "sigmoid",
-    **FIXED_VALUES,
-    "rope_interleave": True,
-    "indexer_rope_interleave": False,
-}
+LAYER_TYPES = {"deepseek_v32": "indexed_attention", "deepseek_v3": "full_attention"}
 
 
 @dataclass(frozen=True)
@@ -76,9 +71,9 @@ class DeepseekV32Config(ConfigBase):
 
     Made by ``ModelConfig.from_dict``, ``from_pretrained`` and ``from_preset``, which look at ``model_type``; variants
     come from ``replace``. The spelling that transformers writes (``rope_parameters``, ``mlp_layer_types``) is read too.
-    Absent keys default to ``num_nextn_predict_layers`` 0, ``first_k_dense_replace`` 0, ``rms_norm_eps`` 1e-6,
-    ``norm_topk_prob`` true, ``n_shared_experts`` 1, ``bos_token_id`` 0, ``eos_token_id`` 1, ``torch_dtype`` bfloat16
-    and no rope scaling; all others are required. Unknown keys are dropped. ``replace(model_type="deepseek_v3")`` drops
+    Absent keys default to ``num_nextn_predict_layers`` 0, ``rms_norm_eps`` 1e-6, ``norm_topk_prob`` true,
+    ``n_shared_experts`` 1, ``bos_token_id`` 0, ``eos_token_id`` 1, ``torch_dtype`` bfloat16 and no rope scaling; all
+    others are required. `config.keys.V32` lists all keys. ``replace(model_type="deepseek_v3")`` drops
     the indexer's keys.
 
     Attributes:
@@ -175,7 +170,7 @@ class DeepseekV32Config(ConfigBase):
     def constants(self) -> dict[str, Any]:
         return {
             "architectures": [ARCHITECTURES[self.model_type]],
-            **FIXED,
+            **V32.constants(),
             "num_key_value_heads": self.num_attention_heads,
         }
 
@@ -193,11 +188,9 @@ def read_v32(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
     Raises:
         ValueError: one error that lists every problem; ``origin`` names the config in it.
     """
-    reader = FieldReader(raw)
-    values: dict[str, Any] = {"model_type": reader.choice("model_type", tuple(ARCHITECTURES))}
+    reader = ConfigReader(V32, {"": raw})
+    values: dict[str, Any] = {"model_type": reader.as_choice("model_type", raw.get("model_type"), tuple(ARCHITECTURES))}
     values.update({key: reader.integer(key) for key in SIZES})
-    for key, supported in FIXED.items():
-        reader.choice(key, (supported,), supported)
     if values["num_attention_heads"] is not None:
         heads = values["num_attention_heads"]
         reader.choice("num_key_value_heads", (heads,), heads)
@@ -208,9 +201,10 @@ def read_v32(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
     values["routed_scaling_factor"] = reader.number("routed_scaling_factor")
     values["rms_norm_eps"] = reader.number("rms_norm_eps", 1e-6)
     values["num_nextn_predict_layers"] = reader.integer("num_nextn_predict_layers", 0, minimum=0)
-    values.update(_read_rope(reader), **read_tokens(reader, values["vocab_size"]), **read_formats(reader))
+    values.update(_read_rope(reader), **read_tokens(reader, values["vocab_size"]))
+    values.update(read_formats(reader, block=128, scales=("ue8m0", "float")))
     _check_relations(reader, values)
-    reader.raise_if_problems(origin)
+    reader.finish(origin)
     return values | _layers(values)
 
 
@@ -224,7 +218,10 @@ def _read_indexer(reader: FieldReader, model_type: str | None) -> dict[str, Any]
 
 
 def _read_dense_layers(reader: FieldReader, num_layers: int | None) -> int | None:
-    """``first_k_dense_replace``, or the leading ``dense`` entries of transformers' ``mlp_layer_types``."""
+    """``first_k_dense_replace``, or the leading ``dense`` entries of transformers' ``mlp_layer_types``.
+
+    There is no default: DeepSeek's inference code has 1, transformers 3.
+    """
     spellings = {"first_k_dense_replace": reader.raw.get("first_k_dense_replace")}
     kinds = reader.as_list("mlp_layer_types", reader.raw.get("mlp_layer_types"))
     if kinds is not None:
@@ -235,7 +232,7 @@ def _read_dense_layers(reader: FieldReader, num_layers: int | None) -> int | Non
             spellings["first_k_dense_replace"] = count
         elif min(spellings["first_k_dense_replace"], len(kinds)) != count:
             reader.agreed("dense layers", spellings | {"dense entries of mlp_layer_types": count})
-    value = reader.agreed("first_k_dense_replace", spellings, 0)
+    value = reader.agreed("first_k_dense_replace", spellings)
     return reader.as_integer("first_k_dense_replace", value, minimum=0)
 
 
@@ -246,13 +243,12 @@ def _read_rope(reader: FieldReader) -> dict[str, Any]:
         "rope_theta": reader.raw.get("rope_theta"),
         "rope_parameters.rope_theta": parameters.get("rope_theta"),
     }
-    scalings = {
-        "rope_scaling": _read_scaling(reader, "rope_scaling", reader.mapping("rope_scaling")),
-        "rope_parameters": _read_scaling(reader, "rope_parameters", parameters),
-    }
+    reader.as_choice("rope_parameters.partial_rotary_factor", parameters.get("partial_rotary_factor"), (1.0, 1))
+    spellings = {"rope_scaling": reader.mapping("rope_scaling"), "rope_parameters": parameters}
+    scalings = {name: _read_scaling(reader, name, spelling) for name, spelling in spellings.items()}
     return {
         "rope_theta": read_theta(reader, "rope_theta", thetas),
-        "rope_scaling": reader.agreed("rope_scaling", scalings, None),
+        "rope_scaling": agreed_yarn(reader, spellings, scalings),
     }
 
 
@@ -279,11 +275,23 @@ def _check_relations(reader: FieldReader, values: Mapping[str, Any]) -> None:
     check_num_experts(reader, values)
     check_rope_dim(reader, values["qk_rope_head_dim"])
     check_index_head(reader, values)
-    block = (values["quantization_config"] or {}).get("weight_block_size")
-    block = reader.as_list("quantization_config.weight_block_size", block)
-    if block is not None and block != [128, 128]:
-        reader.problem(f"quantization_config.weight_block_size is {block!r}: supported is [128, 128]")
+    reader.as_choice(
+        "quantization_config.expert_dtype", (values["quantization_config"] or {}).get("expert_dtype"), ("fp8",)
+    )
+    _check_derived(reader, values)
     _check_groups(reader, known(values, "n_routed_experts", "n_group", "topk_group", "num_experts_per_tok"))
+
+
+def _check_derived(reader: FieldReader, values: Mapping[str, Any]) -> None:
+    """Keys that transformers writes beside those which they follow from."""
+    if sizes := known(values, "qk_nope_head_dim", "qk_rope_head_dim"):
+        for key, size in (("qk_head_dim", sum(sizes)), ("head_dim", sizes[1])):
+            reader.choice(key, (size,), size)
+    if sizes := known(values, "model_type", "num_hidden_layers"):
+        types = [LAYER_TYPES[sizes[0]]] * sizes[1]
+        given = reader.as_list("layer_types", reader.value("layer_types", None))
+        if given not in (None, types):
+            reader.problem(f"layer_types is {given!r}: supported is {types[0]!r} for each of {len(types)} layers")
 
 
 def _check_groups(reader: FieldReader, sizes: tuple[int, ...] | None) -> None:

@@ -10,31 +10,19 @@ from typing import Any, ClassVar, Self
 from deepseek_attn.config.common import RopeSpec, check_index_head, known
 from deepseek_attn.config.dspark import DSparkConfig, drop_dspark
 from deepseek_attn.config.engram import EngramConfig, read_engram
-from deepseek_attn.config.fields import FieldReader
+from deepseek_attn.config.fields import MAX_INTEGER, FieldReader
+from deepseek_attn.config.keys import V41, ConfigReader
 from deepseek_attn.config.v4 import DeepseekV4Base, LayerSpec
-from deepseek_attn.config.v4_reader import FIXED, read_shared
+from deepseek_attn.config.v4_reader import read_shared
 
 RATIOS = (0, 1, 2)
-FP8_BLOCK = [32, 32]
-# Names of DeepSeek's inference code, and those of the published config.json.
-INFERENCE_NAMES = {
-    "dim": "hidden_size",
-    "moe_inter_dim": "moe_intermediate_size",
-    "n_layers": "num_hidden_layers",
-    "n_mtp_layers": "num_nextn_predict_layers",
-    "n_heads": "num_attention_heads",
-    "n_activated_experts": "num_experts_per_tok",
-    "score_func": "scoring_func",
-    "route_scale": "routed_scaling_factor",
-    "rope_head_dim": "qk_rope_head_dim",
-    "norm_eps": "rms_norm_eps",
-    "window_size": "sliding_window",
-    "kv_source_layers": "kv_source_layer_ids",
-    "index_source_layers": "index_source_layer_ids",
-    "candidate_source_layer": "candidate_source_layer_id",
-    "engram_layers": "engram_layer_ids",
-    "engram_pad_id": "engram_pad_token_id",
-    "dspark_n_activated_experts": "dspark_num_experts_per_tok",
+FP8_BLOCK = 32
+# Keys of DeepSeek's inference code, and those of ``rope_scaling``.
+INFERENCE_SCALING = {
+    "original_seq_len": "original_max_position_embeddings",
+    "rope_factor": "factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
 }
 SOURCES = ("kv_source_layer_ids", "index_source_layer_ids")
 CANDIDATES = ("candidate_source_layer_id", "candidate_topk_blocks", "candidate_block_size")
@@ -128,7 +116,7 @@ class DeepseekV41Config(DeepseekV4Base):
         *(*CANDIDATES, *EngramConfig.__dataclass_fields__, *DSparkConfig.__dataclass_fields__),
     )
     DERIVED: ClassVar = ("layers", "mtp_layers", "engram", "dspark", "expert_dtype")
-    FP8_GROUP: ClassVar[int] = FP8_BLOCK[0]
+    FP8_GROUP: ClassVar[int] = FP8_BLOCK
 
     kv_source_layer_ids: tuple[int, ...]
     index_source_layer_ids: tuple[int, ...]
@@ -140,6 +128,11 @@ class DeepseekV41Config(DeepseekV4Base):
     image_token_id: int | None
     vision_config: dict[str, Any] | None = field(hash=False)
 
+    @property
+    def normalizes_weights(self) -> bool:
+        """See `ConfigBase.normalizes_weights`; the weight of a single expert stays as it is scored."""
+        return self.norm_topk_prob and self.num_experts_per_tok > 1
+
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], origin: str = "dict") -> DeepseekV41Config:
         """Builds a config from decoded JSON in either spelling.
@@ -150,7 +143,7 @@ class DeepseekV41Config(DeepseekV4Base):
         return cls(**copy.deepcopy(read_v41(raw, origin)))
 
     def constants(self) -> dict[str, Any]:
-        return {"architectures": ["DeepseekV41ForCausalLM"], **FIXED}
+        return {"architectures": ["DeepseekV41ForCausalLM"], **V41.constants()}
 
     def schedule(self) -> dict[str, Any]:
         quantization = self.quantization_config
@@ -207,14 +200,13 @@ def read_v41(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
     Raises:
         ValueError: one error that lists every problem; ``origin`` names the config in it.
     """
-    reader = FieldReader({})
-    reader.raw = flat = _flatten(raw, reader)
-    layers, vocab_size = (flat.get(key) for key in ("num_hidden_layers", "vocab_size"))
+    reader = _open(raw)
+    layers, vocab_size = (reader.raw.get(key) for key in ("num_hidden_layers", "vocab_size"))
     sizes = (size if type(size) is int else None for size in (layers, vocab_size))
     engram = read_engram(reader, *sizes)  # first: it checks sums of primes only while there is no problem
-    values = {"model_type": "deepseek_v41", "engram": engram} | read_shared(reader, rms_norm_eps=1e-20)
-    reader.choice("num_hash_layers", (0,), 0)
-    reader.choice("gate_temp", (1, 1.0), 1)
+    values = {"model_type": "deepseek_v41", "engram": engram}
+    values |= read_shared(reader, FP8_BLOCK, rms_norm_eps=1e-20)
+    values["norm_topk_prob"] = reader.flag("norm_topk_prob", True)
     check_index_head(reader, values, hadamard=False)
     _check_formats(reader, values)
     for key in ("pad_token_id", "image_token_id"):
@@ -224,7 +216,7 @@ def read_v41(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
     ratios = _read_ratios(reader, values)
     values.update(_read_sources(reader, values["num_hidden_layers"], ratios))
     values.update(_read_candidates(reader, values, ratios))
-    reader.raise_if_problems(origin)
+    reader.finish(origin)
     plain = RopeSpec(values["rope_theta"], values["qk_rope_head_dim"])
     stages = tuple(
         V41LayerSpec(i, ratio=0, overlap=False, has_indexer=False, rope=plain, hash_routing=False, is_mtp=True)
@@ -233,56 +225,36 @@ def read_v41(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
     return values | {"layers": _layers(values, ratios), "mtp_layers": stages}
 
 
-def _flatten(raw: Mapping[str, Any], reader: FieldReader) -> dict[str, Any]:
-    """All keys side by side, under their published names."""
+def _open(raw: Mapping[str, Any]) -> ConfigReader:
+    """A reader of the keys of both levels, or of those of DeepSeek's inference code."""
     text = raw.get("text_config")
-    if text is not None and not isinstance(text, Mapping):
+    nested = text if isinstance(text, Mapping) else {}
+    reader = ConfigReader(V41, {"": raw, "text_config.": nested})
+    if text is not nested and text is not None:
         reader.problem(f"text_config is {text!r}: expected an object")
-        text = None
-    nested = text or {}
-    if nested.get("model_type", "deepseek_v41_text") not in ("deepseek_v41_text", "deepseek_v41"):
-        reader.problem(f"text_config.model_type is {nested['model_type']!r}: supported is 'deepseek_v41_text'")
-    flat: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for level in (raw, nested):
-        for key, value in level.items():
-            name = INFERENCE_NAMES.get(key, key)
-            if key in ("text_config", "model_type", "architectures") or value is None:
-                continue
-            if name in flat and flat[name] != value:
-                reader.problem(
-                    f"{origins[name]} is {flat[name]!r} but {key} is {value!r}: they mean the same, drop one of them"
-                )
-                continue
-            flat[name], origins[name] = value, key
-    if is_inference_config(raw):
-        _add_inference_defaults(flat)
-    return flat
+    reader.as_choice("text_config.model_type", nested.get("model_type"), ("deepseek_v41_text", "deepseek_v41"))
+    _add_inference_defaults(reader)
+    return reader
 
 
-def _add_inference_defaults(flat: dict[str, Any]) -> None:
+def _add_inference_defaults(reader: ConfigReader) -> None:
     """Keys that DeepSeek's inference code spells in several, or leaves to its caller."""
-    if "original_seq_len" in flat and "rope_factor" in flat:
-        length, factor = flat.pop("original_seq_len"), flat.pop("rope_factor")
-        betas = {key: flat[key] for key in ("beta_fast", "beta_slow") if key in flat}
-        scaling = {"type": "yarn", "factor": factor, "original_max_position_embeddings": length, **betas}
-        flat.setdefault("rope_scaling", scaling)
-        if isinstance(length, int) and isinstance(factor, int | float):
+    flat = reader.raw
+    if given := [key for key in INFERENCE_SCALING if key in flat]:
+        if "rope_scaling" in flat:
+            reader.problem(f"{', '.join(given)} beside rope_scaling: they mean the same, drop one of them")
+        flat["rope_scaling"] = {"type": "yarn"} | {INFERENCE_SCALING[key]: flat[key] for key in given}
+        length, factor = (flat.get(key) for key in ("original_seq_len", "rope_factor"))
+        if type(length) is int and type(factor) in (int, float) and 1 <= length * factor <= MAX_INTEGER:
             flat.setdefault("max_position_embeddings", int(length * factor))
     if flat.get("dtype") == "fp8":
         flat["dtype"] = "bfloat16"
-        quantization = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": list(FP8_BLOCK)}
+        quantization = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [FP8_BLOCK] * 2}
         flat.setdefault("quantization_config", quantization)
 
 
 def _check_formats(reader: FieldReader, values: Mapping[str, Any]) -> None:
-    quantization = values["quantization_config"]
-    if quantization is None:
-        return
-    block = reader.as_list("quantization_config.weight_block_size", quantization.get("weight_block_size", FP8_BLOCK))
-    if block is not None and block != FP8_BLOCK:
-        reader.problem(f"quantization_config.weight_block_size is {block!r}: supported is {FP8_BLOCK!r}")
-    if values["expert_dtype"] == "fp8":
+    if values["quantization_config"] is None or values["expert_dtype"] == "fp8":
         return
     for key in ("hidden_size", "moe_intermediate_size"):
         if (size := known(values, key)) and size[0] % 32:
@@ -343,8 +315,8 @@ def _read_sources(reader: FieldReader, layers: int | None, ratios: list[int] | N
 
 def _read_candidates(reader: FieldReader, values: Mapping[str, Any], ratios: list[int] | None) -> dict[str, int | None]:
     """The candidate keys; a source needs both sizes."""
-    source = reader.integer("candidate_source_layer_id", None, minimum=0)
-    if source is None:
+    source = reader.integer("candidate_source_layer_id", None, minimum=-1)
+    if source in (None, -1):  # -1: DeepSeek's inference code without candidates
         return dict.fromkeys(CANDIDATES)
     found = {"candidate_source_layer_id": source, **{key: reader.integer(key) for key in CANDIDATES[1:]}}
     index, topk = values["index_source_layer_ids"], values["index_topk"]

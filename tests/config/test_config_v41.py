@@ -8,8 +8,9 @@ from importlib import resources
 
 import pytest
 
+from deepseek_attn.config.keys import INFERENCE_NAMES
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.config.v41 import INFERENCE_NAMES, DeepseekV41Config
+from deepseek_attn.config.v41 import DeepseekV41Config
 
 
 def raw_preset(name: str) -> dict:

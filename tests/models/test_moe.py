@@ -1,6 +1,7 @@
 """Routing and experts against formulas written out in float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ HIDDEN, INNER, EXPERTS, TOPK, VOCAB = 128, 128, 7, 3, 50
 TOKENS = 21
 
 
-def config(**changes):
-    return ModelConfig.from_preset("tiny").replace(
+def config(scoring_func="sqrtsoftplus", norm_topk_prob=True, **changes):
+    """A small V4 config, with any router: only V4.1 and V3.2 have all."""
+    checked = ModelConfig.from_preset("tiny").replace(
         **{
             "hidden_size": HIDDEN,
             "moe_intermediate_size": INNER,
@@ -36,6 +38,7 @@ def config(**changes):
             **changes,
         }
     )
+    return replace(checked, scoring_func=scoring_func, norm_topk_prob=norm_topk_prob)
 
 
 def make_gate(cfg, hash_layer=False, device="cpu"):

@@ -227,13 +227,18 @@ class V41Oracle:
 
     def moe(self, layer: int, x: Tensor) -> Tensor:
         c, name = self.c, f"layers.{layer}.ffn"
-        scores = torch.sqrt(torch.nn.functional.softplus(self.linear(x, f"{name}.gate")))
+        logits = self.linear(x, f"{name}.gate")
+        scores = {
+            "sqrtsoftplus": torch.sqrt(torch.nn.functional.softplus(logits)),
+            "sigmoid": torch.sigmoid(logits),
+            "softmax": torch.softmax(logits, -1),
+        }[c["scoring_func"]]
         biased, chosen = scores + self.tensor(f"{name}.gate.bias"), c["num_experts_per_tok"]
         outputs, gaps = [], self.gaps.setdefault(f"layers.{layer}.experts", [])
         for t in range(len(x)):
             order = biased[t].argsort(descending=True).tolist()
             gaps.append(float(biased[t, order[chosen - 1]] - biased[t, order[chosen]]))
-            total = scores[t, order[:chosen]].sum() + 1e-20
+            total = scores[t, order[:chosen]].sum() + 1e-20 if c["norm_topk_prob"] and chosen > 1 else 1.0
             y = self.expert(x[t], f"{name}.shared_experts")
             for e in order[:chosen]:
                 weight = float(scores[t, e] / total * c["routed_scaling_factor"])

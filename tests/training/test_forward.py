@@ -46,9 +46,8 @@ def test_short_and_uneven_lengths(length):
         assert_close(row, expected)
 
 
-@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
-def test_other_routers(scoring):
-    dense, scored = both(small_config([0, 4], scoring_func=scoring), 30)
+def test_another_router():
+    dense, scored = both(small_config([0, 4], scoring_func="sigmoid"), 30)
     assert_close(dense[1], scored[1])
 
 

@@ -24,6 +24,10 @@ from tests.support.tiers import tiered
 from tests.support.v41_cases import TOLERANCE, assert_clear, make_runner, oracle_of, tiny
 
 # Around the window of 8, pairs, index_topk 6 (12 tokens of ratio 2), candidates (12 entries, blocks of 4) and pages.
+ONE_LAYER = {
+    "num_hidden_layers": 1, "compress_ratios": [0], "kv_source_layer_ids": [], "index_source_layer_ids": [],
+    "candidate_source_layer_id": None, "engram_layer_ids": None, "num_nextn_predict_layers": 0,
+}  # fmt: skip
 LENGTHS = (1, 2, 3, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 31, 63, 64, 65, 100)
 
 
@@ -62,6 +66,21 @@ def test_chunks_equal_brute_force(model, chunk):
     prompts = [model.prompts[0][:53], model.prompts[1][:40]]
     for logits, expected in zip(model.runner.score(prompts, chunk), model.references, strict=True):
         assert_close(logits, expected[: len(logits)], TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"scoring_func": "softmax"}, {"scoring_func": "sigmoid", "norm_topk_prob": False}, {"num_experts_per_tok": 1}],
+    ids=["softmax", "as-scored", "one-expert"],
+)
+def test_other_routers_equal_brute_force(changes):
+    """The weight of a single expert is not divided by itself."""
+    config = tiny(**ONE_LAYER, **changes)
+    source, tokens = RandomSource(config, 0), prompt(config, 20)
+    oracle = oracle_of(config, source)
+    expected = oracle(tokens).float()
+    assert_clear(oracle)
+    assert_close(make_runner(config, source).score([tokens])[0], expected, TOLERANCE)
 
 
 def random_config(seed: int) -> DeepseekV41Config:

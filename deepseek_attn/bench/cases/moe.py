@@ -27,7 +27,7 @@ def cases(device: torch.device) -> list[OpCase]:
 def _router(label: str, T: int, config: AnyConfig) -> OpCase:
     E, D, k = config.n_routed_experts, config.hidden_size, config.num_experts_per_tok
     groups = ExpertGroups(getattr(config, "n_group", 1), getattr(config, "topk_group", 1))
-    options = (k, config.scoring_func, config.routed_scaling_factor, config.norm_topk_prob)
+    options = (k, config.scoring_func, config.routed_scaling_factor, config.normalizes_weights)
 
     def make(device: torch.device, seed: int) -> tuple:
         g = torch.Generator(device).manual_seed(seed)
