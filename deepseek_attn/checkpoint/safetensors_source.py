@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from deepseek_attn.checkpoint.source import DTYPES, CheckpointSource, TensorInfo, shortened
 from deepseek_attn.text.token_numbers import read_token_numbers
 from deepseek_attn.utils.json_files import parse_json, read_json
+from deepseek_attn.utils.other_formats import LFS_POINTER, SINGLE_RANK, contents, interrupted
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -24,6 +25,8 @@ SIZE_PROBLEMS = ("incomplete metadata", "invalid shape")  # in its errors where 
 
 class SafetensorsSource(CheckpointSource):
     """A directory with ``model.safetensors.index.json`` and its shards, or with a single ``model.safetensors``.
+
+    The ``model0-mp1.safetensors`` that DeepSeek's ``convert.py`` writes is a single file too.
 
     All headers are read and checked at once. Files are mapped into memory, so that reading a part of a tensor costs its
     own bytes only. Usable as a context manager.
@@ -95,10 +98,13 @@ class SafetensorsSource(CheckpointSource):
         if (self.path / INDEX_FILE).is_file():
             shards = read_index(self.path / INDEX_FILE, self._needed)
             return {shard: listed for shard, listed in shards.items() if shard.is_file()}
-        if (self.path / SINGLE_FILE).is_file():
-            return {self.path / SINGLE_FILE: None}
+        for single in (SINGLE_FILE, SINGLE_RANK):
+            if (self.path / single).is_file():
+                return {self.path / single: None}
+        hint = contents(self.path)
         others = len(list(self.path.glob("*.safetensors")))
-        hint = f"; it has {others} other .safetensors files, whose index is missing" if others else ""
+        if others and not hint:
+            hint = f"; it has {others} other .safetensors files, whose index is missing"
         raise ValueError(f"no safetensors checkpoint in {self.path}: neither {INDEX_FILE} nor {SINGLE_FILE}{hint}")
 
     def _add_shard(self, shard: Path, listed: set[str] | None) -> None:
@@ -156,6 +162,7 @@ def read_index(index: Path, needed: Callable[[str], bool]) -> dict[Path, set[str
         if not os.path.isfile(shard) and any(map(needed, shards[shard])):
             raise ValueError(
                 f"shard {shortened(str(shard))} is missing: {INDEX_FILE} puts {len(shards[shard])} tensors in it"
+                f"{interrupted(index.parent)}"
             )
     return dict(sorted(shards.items()))
 
@@ -203,7 +210,7 @@ def _header_bytes(shard: Path) -> tuple[bytes, int]:
         start = file.read(8)
         if len(start) < 8:
             raise ValueError(f"truncated shard {shard}: expected at least 8 bytes, found {found}")
-        if start == b"version ":
+        if LFS_POINTER.startswith(start):
             raise ValueError(f"{shard} is a Git LFS pointer, not the shard itself: fetch it with `git lfs pull`")
         length = int.from_bytes(start, "little")
         if length > MAX_HEADER_BYTES:

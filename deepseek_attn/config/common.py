@@ -120,6 +120,17 @@ def agreed_yarn(reader: FieldReader, given: Mapping[str, Any], found: Mapping[st
     return None if scaling == plain else scaling
 
 
+def _check_quantiser(reader: FieldReader, quantization: Mapping[str, Any]) -> None:
+    method, algorithm = (quantization.get(key) for key in ("quant_method", "quant_algo"))
+    if method in (None, "fp8") and algorithm is None:
+        return
+    detail = "" if algorithm is None else f" with quant_algo {algorithm!r}"
+    reader.problem(
+        f"quantization_config.quant_method is {method!r}{detail}: supported is 'fp8', as DeepSeek publishes weights; "
+        "load the original checkpoint"
+    )
+
+
 def read_formats(reader: FieldReader, block: int, scales: tuple[str, ...] = ("ue8m0",)) -> dict[str, Any]:
     """Returns ``dtype`` and ``quantization_config``, the latter as a copy.
 
@@ -129,12 +140,12 @@ def read_formats(reader: FieldReader, block: int, scales: tuple[str, ...] = ("ue
     """
     quantization = reader.mapping("quantization_config")
     supported = {
-        "quant_method": ("fp8",),
         "fmt": ("e4m3",),
         "activation_scheme": ("dynamic",),
         "scale_fmt": scales,
         "weight_block_size": ([block, block],),
     }
+    _check_quantiser(reader, quantization or {})
     for key, values in supported.items() if quantization is not None else ():
         value = quantization.get(key)
         reader.as_choice(f"quantization_config.{key}", list(value) if isinstance(value, tuple) else value, values)

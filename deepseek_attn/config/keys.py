@@ -148,7 +148,10 @@ UNUSED = (
     *("quantization_config.ignored_layers", "quantization_config.dequantize"),
 )
 TOKENS = ("bos_token_id", "eos_token_id")
-FORMATS = ("dtype", *_inside("quantization_config", ("quant_method", "fmt", "activation_scheme", "scale_fmt")))
+FORMATS = (
+    "dtype",
+    *_inside("quantization_config", ("quant_method", "quant_algo", "fmt", "activation_scheme", "scale_fmt")),
+)
 FORMATS += _inside("quantization_config", ("weight_block_size", "expert_dtype"))
 SCALING = (
     *("type", "rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),

@@ -20,6 +20,7 @@ from deepseek_attn.config.v32 import DeepseekV32Config, V32LayerSpec
 from deepseek_attn.config.v41 import DeepseekV41Config, is_inference_config
 from deepseek_attn.utils.hub import CONFIG_FILE, HubModel
 from deepseek_attn.utils.json_files import parse_json, read_json
+from deepseek_attn.utils.other_formats import SUPPORTED, contents, quantiser, weight_format
 from deepseek_attn.utils.registry import load_extensions
 
 
@@ -89,7 +90,7 @@ class ModelConfig(DeepseekV4Base):
         elif str(path) in preset_names() and not file.is_file():
             return cls.from_preset(str(path))
         elif file.is_dir():
-            raise ValueError(f"no config.json in directory {str(path)!r}")
+            raise ValueError(f"no config.json in directory {str(path)!r}{contents(file)}")
         elif repo := HubModel.parse(path):
             file = (repo.local_folder() or repo.download([CONFIG_FILE])) / CONFIG_FILE
         elif not file.is_file():
@@ -97,6 +98,11 @@ class ModelConfig(DeepseekV4Base):
                 f"{str(path)!r} is no directory, JSON file or preset ({', '.join(preset_names())}), nor a hub id "
                 "(org/name)"
             )
+        if kind := weight_format(file):
+            hint = "give the folder that holds it and config.json" if kind == "safetensors" else SUPPORTED
+            raise ValueError(f"{str(path)!r} is a file of weights in the format {kind}, no checkpoint folder; {hint}")
+        if file.name == CONFIG_FILE and (found := quantiser(file.parent)):
+            raise ValueError(f"the weights in {str(file.parent)!r} are quantised by {found}; {SUPPORTED}")
         return cls.from_dict(read_json(file, f"invalid config ({file})"), origin=str(file))
 
     @classmethod
@@ -198,6 +204,7 @@ MODEL_TYPES: dict[str, Callable[[Mapping[str, Any], str], AnyConfig]] = {
     "deepseek_v32": DeepseekV32Config.from_dict,
     "deepseek_v3": DeepseekV32Config.from_dict,
     "deepseek_v41": DeepseekV41Config.from_dict,
+    "deepseek_v41_text": DeepseekV41Config.from_dict,
 }
 
 # Published models of each model_type.
@@ -206,6 +213,7 @@ MODELS = {
     "deepseek_v32": "V3.2, V3.2-Exp, V3.2-Speciale",
     "deepseek_v3": "V3, V3.1, R1",
     "deepseek_v41": "V4.1-Flash",
+    "deepseek_v41_text": "its text part alone",
 }
 
 

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from deepseek_attn.utils.other_formats import LFS_POINTER
+
 MAX_BYTES = 4 * 2**20  # of a config and the like: decoded, JSON takes up to 25 times its bytes
 MAX_DEPTH = 64  # far below the recursion limit, since decoded values are copied and printed recursively
 
@@ -22,7 +24,10 @@ def read_json(path: Path, origin: str, max_bytes: int | None = MAX_BYTES) -> Any
     size = path.stat().st_size
     if max_bytes is not None and size > max_bytes:
         raise ValueError(f"{origin}: {size} bytes, at most {max_bytes} are read; is it the right file?")
-    return parse_json(path.read_bytes(), origin)
+    content = path.read_bytes()
+    if content.startswith(LFS_POINTER):
+        raise ValueError(f"{origin}: a Git LFS pointer, not the file itself: fetch it with `git lfs pull`")
+    return parse_json(content, origin)
 
 
 def parse_json(text: str | bytes, origin: str) -> Any:
