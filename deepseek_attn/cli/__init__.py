@@ -12,12 +12,12 @@ import logging
 import os
 import signal
 import sys
-from contextlib import suppress
 from types import FrameType
 
 from deepseek_attn.cli import bench, experiment, generate, info, inspect, make_checkpoint, plan, score, train, warmup
 from deepseek_attn.cli.log import logged
 from deepseek_attn.cli.options import Parser
+from deepseek_attn.cli.terminal import say
 from deepseek_attn.utils.version import __version__
 
 COMMANDS = (generate, score, inspect, info, plan, warmup, bench, make_checkpoint, train, experiment)
@@ -106,11 +106,6 @@ def explanation(error: Exception) -> str | None:
 
     reason = str(error).split("\n")[0]
     return f"out of memory: use smaller sizes ({reason})" if is_out_of_memory(error) else None
-
-
-def say(message: str) -> None:
-    with suppress(OSError):  # standard error may be closed or full, too
-        print(message, file=sys.stderr)
 
 
 def drop_unwritten_output() -> None:

@@ -17,9 +17,8 @@ from dataclasses import asdict
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from deepseek_attn.cli.prompts import PromptLine, PromptLines, is_messages, messages
+from deepseek_attn.cli.terminal import say, show, write_above_bars
 from deepseek_attn.engine.llm import LLM, IndexedPrompt, Prompt
 from deepseek_attn.engine.request import Completion
 from deepseek_attn.engine.sampling import SamplingParams
@@ -141,14 +140,14 @@ class Batch(Iterator[IndexedPrompt | None]):
         if self._out is not None:
             self._out.append(line)
         else:
-            tqdm.write(line, file=sys.stdout)  # above the bar
+            write_above_bars(line, sys.stdout)
             sys.stdout.flush()
         self.lines += 1
 
     def status(self) -> int:
         """Exit status of the command: 1 if a prompt failed, or was taken and has no line, which is said."""
         if self._heads:
-            print(f"{len(self._heads)} prompts have no line; --resume goes on with them", file=sys.stderr)
+            say(f"{len(self._heads)} prompts have no line; --resume goes on with them")
         return int(self.errors > 0 or bool(self._heads))
 
 
@@ -167,12 +166,12 @@ def complete_all(
                 batch.write(index, completion)
     except KeyboardInterrupt:
         if batch is not None and args.out is not None:
-            print(f"\n{args.out}: {batch.lines} lines; --resume goes on with the other prompts", file=sys.stderr)
+            say(f"\n{args.out}: {batch.lines} lines; --resume goes on with the other prompts")
         raise
     if batch is None:
         return 0
     if args.out is not None:
-        print(f"{batch.lines} prompts, {batch.errors} failed -> {args.out}")
+        show(f"{batch.lines} prompts, {batch.errors} failed -> {args.out}")
     return batch.status()
 
 

@@ -20,6 +20,7 @@ from deepseek_attn.checkpoint.random import RepeatingSource
 from deepseek_attn.cli.generate import default_checkpoint
 from deepseek_attn.cli.info import environment
 from deepseek_attn.cli.table import Table, print_kernels
+from deepseek_attn.cli.terminal import show
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.options import pick_device
 from deepseek_attn.kernels.common.dispatch import problem_on
@@ -235,7 +236,7 @@ def finish(args: argparse.Namespace, run: dict, rows: list[dict], series: tuple[
     """Prints the JSON line and, with ``--plot``, draws one bar per row, one colour per series."""
     if args.plot:
         bar_chart(args.plot, rows, series)
-    print(json.dumps({**run, "rows": rows, "environment": environment()}))
+    show(json.dumps({**run, "rows": rows, "environment": environment()}))
 
 
 def instances(config: AnyConfig, layer: int, count: int) -> list[int]:

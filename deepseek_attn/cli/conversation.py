@@ -7,6 +7,8 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from deepseek_attn.cli.terminal import say, show
+
 if TYPE_CHECKING:
     from deepseek_attn.engine.llm import LLM, TextStream
     from deepseek_attn.engine.request import Completion
@@ -16,14 +18,14 @@ if TYPE_CHECKING:
 def show_answer(stream: TextStream, llm: LLM) -> Completion:
     """Prints a stream as it comes, and on standard error why it ended if the model did not end it."""
     for piece in stream:
-        print(piece, end="", flush=True)
-    print(flush=True)
+        show(piece, end="")
+    show()
     completion = stream.completion
     if completion.finish_reason == "length":
         limit = f"--max-tokens {stream.params.max_tokens}"
         if len(completion.token_ids) < stream.params.max_tokens:
             limit = f"--max-model-len {llm.runner.layout.max_model_len}"
-        print(f"finish_reason: length ({limit})", file=sys.stderr)
+        say(f"finish_reason: length ({limit})")
     return completion
 
 
@@ -38,14 +40,14 @@ def converse(llm: LLM, params: SamplingParams, args: argparse.Namespace) -> int:
 
     with suppress(ImportError):
         import readline  # noqa: F401 input() edits lines with it
-    print(f"chat: {describe_chat_format(llm.directory)[1]}", file=sys.stderr)
-    print("Ctrl-C ends an answer, Ctrl-D the conversation", file=sys.stderr)
+    say(f"chat: {describe_chat_format(llm.directory)[1]}")
+    say("Ctrl-C ends an answer, Ctrl-D the conversation")
     turns = [{"role": "system", "content": args.system}] if args.system else []
     while True:
         try:
             text = input("> " if sys.stdout.isatty() else "")
         except EOFError:
-            print()
+            show()
             return 0
         if not text.strip():
             continue
@@ -59,9 +61,9 @@ def converse(llm: LLM, params: SamplingParams, args: argparse.Namespace) -> int:
                 if type(stop) is not KeyboardInterrupt:  # of another signal, which ends the command
                     raise
                 completion = stream.completion
-                print()
+                show()
         except (ValueError, RequestFailed) as error:
-            print(f"\ndeepseek-attn generate: {error}", file=sys.stderr)
+            say(f"\ndeepseek-attn generate: {error}")
             continue
         answer = {"content": completion.answer, "reasoning_content": completion.reasoning}
         turns = [*asked, {"role": "assistant", **answer}]

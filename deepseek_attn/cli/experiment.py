@@ -6,6 +6,8 @@ import argparse
 import logging
 from pathlib import Path
 
+from deepseek_attn.cli.terminal import show
+
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
@@ -49,11 +51,11 @@ def run(args: argparse.Namespace) -> int:
         failed = outcome.failed
     elif not (folder / "records").is_dir():
         raise ValueError(f"no results in {str(folder)!r}: run the experiment first, or name its folder with --out")
-    print(show_table(write_report(experiment, folder, device)))
+    show(show_table(write_report(experiment, folder, device)))
     if (folder / PAGE).is_file():
-        print(f"report: {folder / PAGE}")
+        show(f"report: {folder / PAGE}")
     else:
-        print(f"numbers: {folder / NUMBERS}; for the page with plots, {HINT}, then `experiment report`")
+        show(f"numbers: {folder / NUMBERS}; for the page with plots, {HINT}, then `experiment report`")
     for failure in failed:
-        print(f"failed: {failure.unit.name}: {failure.reason}")
+        show(f"failed: {failure.unit.name}: {failure.reason}")
     return 1 if failed else 0

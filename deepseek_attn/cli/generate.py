@@ -14,6 +14,7 @@ from deepseek_attn.cli.observe import add_observe_options, observed
 from deepseek_attn.cli.options import HUB_ID, add_runner_options, numbers, read_text, runner_options
 from deepseek_attn.cli.prompts import messages, read_messages
 from deepseek_attn.cli.ranks import add_ranks_option, joined_ranks
+from deepseek_attn.cli.terminal import say
 from deepseek_attn.config.defaults import DEFAULT_MAX_TOKENS
 from deepseek_attn.data import SMALL_CHECKPOINT
 
@@ -139,11 +140,11 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
             return converse(llm, params, args)
         if args.chat:
             prompt, explanation = llm.chat_prompt(messages(args, prompt), args.thinking, args.allow_special)
-            print(f"chat: {explanation}", file=sys.stderr)
+            say(f"chat: {explanation}")
         try:
             show_answer(llm.stream(prompt, params, progress=True), llm)
         except RequestFailed as error:
-            print(f"\ndeepseek-attn generate: the request failed: {error}", file=sys.stderr)
+            say(f"\ndeepseek-attn generate: the request failed: {error}")
             return 1
     return 0
 
@@ -214,7 +215,7 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
         prompt = piped if piped or prompt == "-" else None
     if prompt is None:
         prompt = DEFAULT_PROMPT
-        print(f"prompt: {prompt}", file=sys.stderr)
+        say(f"prompt: {prompt}")
     if not prompt:
         raise ValueError("empty prompt: write some text after --prompt, or pipe it in")
     return prompt
@@ -222,8 +223,5 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
 
 def default_checkpoint() -> Path:
     """The trained checkpoint in the package, used when no model is named (docs/training.md)."""
-    print(
-        f"model: {SMALL_CHECKPOINT} (a small DeepSeek-V4 that has read Jane Austen's novels: sentences, little sense)",
-        file=sys.stderr,
-    )
+    say(f"model: {SMALL_CHECKPOINT} (a small DeepSeek-V4 that has read Jane Austen's novels: sentences, little sense)")
     return SMALL_CHECKPOINT

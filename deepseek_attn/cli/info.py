@@ -8,6 +8,7 @@ import json
 import os
 import platform
 
+from deepseek_attn.cli.terminal import show
 from deepseek_attn.utils.version import __version__
 
 PACKAGES = (
@@ -49,23 +50,23 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> None:
     facts = collect()
     if args.json:
-        print(json.dumps(facts))
+        show(json.dumps(facts))
         return
     machine = facts["machine"]
-    print(f"machine   {machine['platform']}, {machine['cpus']} CPUs, Python {machine['python']}")
+    show(f"machine   {machine['platform']}, {machine['cpus']} CPUs, Python {machine['python']}")
     for index, gpu in enumerate(facts["gpus"]):
-        print(f"GPU {index}     {gpu['name']}, {gpu['memory'] / 1e9:.0f} GB, sm_{gpu['capability']}")
+        show(f"GPU {index}     {gpu['name']}, {gpu['memory'] / 1e9:.0f} GB, sm_{gpu['capability']}")
     if not facts["gpus"]:
-        print("GPU       none")
+        show("GPU       none")
     for name, version in facts["packages"].items():
-        print(f"{name:<18}{version or 'not installed'}")
-    print()
+        show(f"{name:<18}{version or 'not installed'}")
+    show()
     for line in ATTENTION_DEFAULTS:
-        print(line)
+        show(line)
     for title, key in (("DeepSeek-V4", "backends"), ("DeepSeek-V3.2", "v32_backends")):
-        print(f"\n{title} attention on {facts['device']} (auto picks the first that runs):")
+        show(f"\n{title} attention on {facts['device']} (auto picks the first that runs):")
         for backend in facts[key]:
-            print(f"  {backend['name']:<12}{'yes' if backend['usable'] else 'no':<5}{backend['reason']}")
+            show(f"  {backend['name']:<12}{'yes' if backend['usable'] else 'no':<5}{backend['reason']}")
 
 
 def collect() -> dict:

@@ -10,6 +10,7 @@ from pathlib import Path
 from deepseek_attn.cli.generate import default_checkpoint, read_prompt
 from deepseek_attn.cli.load_report import add_report_option, show_report
 from deepseek_attn.cli.options import HUB_ID, add_attention_options, add_numerics_options, numbers, runner_options
+from deepseek_attn.cli.terminal import show
 from deepseek_attn.config.defaults import DEFAULT_TOP_READS
 
 
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
     )
     text = None if tokenizer is None else token_texts(tokenizer, prompt)
     write_page(found, out, json_path, text, f"What tokens read in {Path(model).name}")
-    print(f"{len(found.queries)} of {len(prompt)} tokens, {len(found.layers)} layers -> {out}, {json_path}")
+    show(f"{len(found.queries)} of {len(prompt)} tokens, {len(found.layers)} layers -> {out}, {json_path}")
 
 
 def parse_positions(text: str | None) -> list[range] | None:

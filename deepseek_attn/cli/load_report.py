@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
+
+from deepseek_attn.cli.terminal import say
 
 if TYPE_CHECKING:
     from deepseek_attn.runner.model_runner import ModelRunner
@@ -23,9 +24,9 @@ def show_report(runner: ModelRunner, args: argparse.Namespace) -> None:
     """Prints the whole report with ``--report``; else one line if tensors were left out of a whole model."""
     report = runner.report
     if args.report:
-        print(f"{report!r}\n{runner.generation!r}", file=sys.stderr)
+        say(f"{report!r}\n{runner.generation!r}")
         for rule, names in report.ignored.items():
-            print("\n".join([f"left out ({rule}):", *(f"  {name!r}" for name in names)]), file=sys.stderr)
+            say("\n".join([f"left out ({rule}):", *(f"  {name!r}" for name in names)]))
     elif report.left_out:
         counts = "; ".join(f"{len(names)} {rule}" for rule, names in report.left_out.items())
-        print(f"left out of the checkpoint's tensors: {counts} (--report names them)", file=sys.stderr)
+        say(f"left out of the checkpoint's tensors: {counts} (--report names them)")

@@ -8,14 +8,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from deepseek_attn.cli.terminal import write_above_bars
+from deepseek_attn.utils.terminal import visible
+
 
 class AboveBars(logging.Handler):
     """Writes each record as a line on standard error, above the progress bars that are there."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm
-
-        tqdm.write(self.format(record), file=sys.stderr)
+        write_above_bars(self.format(record), sys.stderr)
 
 
 @contextmanager
@@ -23,7 +24,7 @@ def logged(level: int) -> Iterator[None]:
     """Shows records of at least this level of the logger ``deepseek_attn`` inside the block, and warnings in a line."""
     logger, handler = logging.getLogger("deepseek_attn"), AboveBars()
     before, format_before = logger.level, warnings.formatwarning
-    warnings.formatwarning = lambda message, *where, **line: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, *where, **line: f"warning: {visible(str(message))}\n"
     logger.addHandler(handler)
     logger.setLevel(level)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from deepseek_attn.cli.terminal import show
 from deepseek_attn.utils.sizes import show_bytes
 
 
@@ -29,6 +30,6 @@ def run(args: argparse.Namespace) -> None:
     source = RandomSource(config, args.seed)
     path = write_checkpoint(source, config, args.out, num_shards=args.shards)
     entries = source.entries()
-    print(
+    show(
         f"{path}: {len(entries)} tensors, {show_bytes(sum(info.nbytes for info in entries.values()))}, seed {args.seed}"
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
+
+from deepseek_attn.cli.terminal import say
 
 if TYPE_CHECKING:
     from deepseek_attn.engine.engine import Engine
@@ -34,7 +35,7 @@ def observed(engine: Engine, args: argparse.Namespace) -> Iterator[None]:
 
     if args.stats is not None and not args.stats >= 0:
         raise ValueError(f"--stats {args.stats}: seconds between lines, at least 0 (every step)")
-    lines = stats_printer(args.stats, sys.stderr) if args.stats is not None else None
+    lines = stats_printer(args.stats, say) if args.stats is not None else None
     engine.on_step = lines
     try:
         with profile(args.profile) if args.profile else nullcontext():
@@ -42,11 +43,11 @@ def observed(engine: Engine, args: argparse.Namespace) -> Iterator[None]:
     finally:
         engine.on_step = None
         if engine.stats.steps and (args.profile or lines or engine.decoder.mtp):
-            print(describe_run(engine.stats), file=sys.stderr)
+            say(describe_run(engine.stats))
 
 
-def stats_printer(interval: float, out: TextIO) -> Callable[[StepStats], None]:
-    """A step callback that prints a line about the steps since the last line, at most every ``interval`` seconds."""
+def stats_printer(interval: float, write: Callable[[str], object]) -> Callable[[StepStats], None]:
+    """A step callback that writes a line about the steps since the last line, at most every ``interval`` seconds."""
     from deepseek_attn.engine.stats import EngineStats
 
     sums, steps, last = EngineStats(), 0, time.perf_counter()
@@ -56,7 +57,7 @@ def stats_printer(interval: float, out: TextIO) -> Callable[[StepStats], None]:
         sums.add(step)
         steps += 1
         if time.perf_counter() - last >= interval:
-            print(describe_steps(steps, sums, step), file=out, flush=True)
+            write(describe_steps(steps, sums, step))
             sums, last = EngineStats(), time.perf_counter()
 
     return watch

@@ -7,7 +7,9 @@ import re
 import reprlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from deepseek_attn.utils.terminal import visible
 
 if TYPE_CHECKING:
     from deepseek_attn.impls.options import AttentionOptions
@@ -163,6 +165,9 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        super().error(visible(message))
 
     def add_subparsers(self, **kwargs: Any) -> argparse._SubParsersAction:
         action = super().add_subparsers(**kwargs)

@@ -13,6 +13,7 @@ from deepseek_attn.cli.options import (
     memory_size,
     numbers,
 )
+from deepseek_attn.cli.terminal import show
 from deepseek_attn.utils.sizes import show_bytes
 
 
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     from deepseek_attn.cli.plan_facts import PlanFacts  # imports torch
 
     facts = PlanFacts(args).collect()
-    print(json.dumps(facts) if args.json else table(facts))
+    show(json.dumps(facts) if args.json else table(facts))
 
 
 def table(facts: dict) -> str:

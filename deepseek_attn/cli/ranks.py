@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from deepseek_attn.cli.terminal import say
 from deepseek_attn.utils.garbage import without_collections
 from deepseek_attn.utils.processes import check_interface, check_timeout, end_with_parent
 
@@ -93,7 +94,7 @@ def joined_ranks(args: argparse.Namespace) -> Iterator[Parallel]:
 
 
 def complain(args: argparse.Namespace, message: str) -> None:
-    print(f"deepseek-attn {args.command}: error: {message}", file=sys.stderr)
+    say(f"deepseek-attn {args.command}: error: {message}")
 
 
 def run_as_ranks(args: argparse.Namespace) -> int:

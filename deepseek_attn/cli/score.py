@@ -7,6 +7,7 @@ from pathlib import Path
 
 from deepseek_attn.cli.load_report import add_report_option, show_report
 from deepseek_attn.cli.options import HUB_ID, add_runner_options, numbers, runner_options
+from deepseek_attn.cli.terminal import show
 from deepseek_attn.utils.garbage import without_collections
 from deepseek_attn.utils.json_files import read_json
 
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     tensors = {str(i): rows for i, rows in enumerate(logits)}
     tensors |= {f"{i}.mtp": rows for i, rows in enumerate(drafts)}
     write_tensors(out, tensors)
-    print(f"{len(prompts)} sequences, {sum(map(len, prompts))} tokens -> {out}")
+    show(f"{len(prompts)} sequences, {sum(map(len, prompts))} tokens -> {out}")
 
 
 def read_token_lists(path: Path) -> list[list[int]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from deepseek_attn.cli.terminal import show
+
 if TYPE_CHECKING:
     from deepseek_attn.bench.timing import KernelTiming
 
@@ -27,10 +29,10 @@ class Table:
         self._print(format("", width) if value is None else format(value, spec) for value, spec, width in cells)
 
     def _print(self, cells: Iterable[str]) -> None:
-        print("".join(cells), flush=True)
+        show("".join(cells))
 
 
 def print_kernels(timing: KernelTiming) -> None:
     """A line per kernel, if they were counted."""
     for name, count, microseconds in timing.kernels:
-        print(f"    {microseconds:>9.1f} us {count:>6.1f} x  {name[:100]}")
+        show(f"    {microseconds:>9.1f} us {count:>6.1f} x  {name[:100]}")

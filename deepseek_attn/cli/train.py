@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from deepseek_attn.cli.options import read_text
+from deepseek_attn.cli.terminal import say, show
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
+
     from deepseek_attn.config.model import AnyConfig
 
 FACTS_FILE = "training.json"  # beside the checkpoint: how it was made
@@ -52,6 +55,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
     from deepseek_attn.checkpoint.write import check_new_directory
     from deepseek_attn.config.model import ModelConfig
     from deepseek_attn.training import MtpTraining, TextTask, make_task, save_checkpoint, train
@@ -67,18 +72,12 @@ def run(args: argparse.Namespace) -> None:
     else:
         text = "\n\n".join(read_text("--text", file) for file in args.text) if args.text else None
         task = TextTask.from_text(text, vocab_size=config.vocab_size)
-        print(f"text: {len(task.ids)} tokens, {len(task.parts['test'])} of them held out", file=sys.stderr)
+        say(f"text: {len(task.ids)} tokens, {len(task.parts['test'])} of them held out")
     sizes = {name: getattr(args, name) for name in ("steps", "batch", "seq_len", "seed", "lr", "weight_decay")}
-    result = train(
-        config,
-        task,
-        **sizes,
-        device=args.device,
-        budget_s=args.budget,
-        mtp=mtp,
-        progress=lambda step, loss: show(args.steps, step, loss),
-    )
-    print(file=sys.stderr)
+    total = args.steps + (mtp.steps if config.mtp_layers else 0)
+    with tqdm(total=total, unit="step", disable=None, dynamic_ncols=True) as bar:
+        progress = partial(show_step, bar, args.steps)
+        result = train(config, task, **sizes, device=args.device, budget_s=args.budget, mtp=mtp, progress=progress)
     facts = {"config": args.config, "task": task.name} | sizes | {"steps": result.steps}
     facts |= {"seconds": round(result.seconds, 1), "tokens_per_second": round(result.tokens_per_second)}
     facts |= {"test": result.metrics, "losses": rounded(result.losses)}
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
     if args.out:
         tokenizer = getattr(task, "tokenizer", None)
         save_checkpoint(result.model, config, args.out, tokenizer, {FACTS_FILE: json.dumps(facts) + "\n"})
-    print(json.dumps(facts))
+    show(json.dumps(facts))
 
 
 def mtp_options(args: argparse.Namespace, config: AnyConfig) -> dict[str, float]:
@@ -105,7 +104,10 @@ def rounded(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return [(step, round(loss, 4)) for step, loss in losses]
 
 
-def show(steps: int, step: int, loss: float) -> None:
-    """Steps past ``steps`` are the MTP layer's."""
+def show_step(bar: tqdm, steps: int, step: int, loss: float) -> None:
+    """Moves the bar, or prints a line where there is no terminal. Steps past ``steps`` are the MTP layer's."""
     what = f"step {step} of {steps}" if step <= steps else f"MTP step {step - steps}"
-    print(f"\r{what}: loss {loss:.3f} ", end="", file=sys.stderr, flush=True)
+    bar.set_description(f"{'training' if step <= steps else 'MTP layer'}, loss {loss:.3f}", refresh=False)
+    bar.update(step - bar.n)
+    if bar.disable:
+        say(f"{what}: loss {loss:.3f}")

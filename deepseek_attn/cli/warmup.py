@@ -16,6 +16,7 @@ from deepseek_attn.cli.options import (
     attention_options,
     integer,
 )
+from deepseek_attn.cli.terminal import show
 
 if TYPE_CHECKING:
     from deepseek_attn.checkpoint.source import TensorInfo
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if message := compilation.message():
         raise RuntimeError(message)
     capability, _ = request.gpu
-    print(
+    show(
         f"{len(compilation.done)} kernels for compute capability {capability[0]}.{capability[1]} are in "
         f"{request.marker().parent}, after {time.monotonic() - start:.0f} s"
     )

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from deepseek_attn.experiments.define.units import Unit
 from deepseek_attn.experiments.run.pool import Running
+from deepseek_attn.utils.terminal import visible
 
 
 class Progress:
@@ -33,7 +34,7 @@ class Progress:
     def running(self, unit: Unit, state: Running) -> None:
         self._running[unit] = state
         parts = [f"{unit.name} {state.part:.0%}" for unit, state in self._running.items()]
-        self.bar.set_description_str(", ".join(parts) + self.note())
+        self.bar.set_description_str(visible(", ".join(parts) + self.note()))
 
     def finished(self, unit: Unit, seconds: float) -> None:
         self.left.remove(unit)
