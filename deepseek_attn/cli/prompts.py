@@ -29,9 +29,11 @@ AS_TEXT = "to complete the line as it stands, write it as a JSON string"
 
 def read_messages(path: str) -> list[dict]:
     """The chat messages of a JSON file; ``-`` reads standard input. ValueError if it is none, or not readable."""
+    from deepseek_attn.text.template import plain_messages
+
     found = parse_json(read_text("--messages", path), f"--messages {path}")
     try:
-        return checked_messages(found)
+        return plain_messages(found)
     except ValueError as error:
         raise ValueError(f"--messages {path}: {error}") from error
 
