@@ -99,10 +99,10 @@ class DenseOracle:
     def attention(self, spec: LayerSpec, x: torch.Tensor, output: OracleOutput) -> torch.Tensor:
         layer = self.layers.setdefault(spec.name, V4LayerReference(self.config, self.source, spec))
         if not spec.has_indexer:
-            return layer.attend(x, None)
+            return layer.output(layer.attend(x, None))
         visible = (torch.arange(len(x)) + 1) // spec.ratio
         output.choose_entries(spec.index, layer.index_scores(x), visible, self.config.index_topk)
-        return layer.attend(x, [set(row.nonzero()[:, 0].tolist()) for row in output.entries[spec.index]])
+        return layer.output(layer.attend(x, [set(row.nonzero()[:, 0].tolist()) for row in output.entries[spec.index]]))
 
     # experts
 
