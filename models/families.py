@@ -12,6 +12,7 @@ from torch import nn
 from deepseek_attn.attention.builder import MetadataBuilder
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.cache.pools import CachePools
+from deepseek_attn.cache.record import RECORD_KINDS
 from deepseek_attn.checkpoint.names import CanonicalSource
 from deepseek_attn.checkpoint.names_v32 import canonical_names
 from deepseek_attn.checkpoint.source import CheckpointSource
@@ -76,6 +77,12 @@ class Family(ABC):
         self.numerics = numerics
         check_split(config, self.numerics, self.parallel)
         self.reference_only = options.reference_only
+        own = [record for record in (numerics.kv_record, numerics.index_record) if record not in RECORD_KINDS]
+        if own and not self.reference_only and not problem_on(device):
+            raise ValueError(
+                f"records {', '.join(own)} on {device}: kernels write the package's records alone; backend='reference' "
+                "runs every op in plain torch"
+            )
         self.spec = AttentionSpec.of(config, self.numerics, dtype, self.parallel.token_ranks)
         self.impl = self.choose_impl()
         self.mixed = options.prefill_reads_pages(self.spec)
@@ -148,7 +155,7 @@ class Family(ABC):
         """Why decode steps cannot be captured as CUDA graphs; empty where they can."""
         if self.impl is None:
             return "dense attention (DeepSeek-V3) runs in plain torch, which waits for the device within a step"
-        if self.impl.waits_for_device:
+        if self.impl.waits_for_device and set(self.options.phases) != {"auto"}:
             return f"backend {self.impl.name!r} runs plain torch, which waits for the device within a step"
         selects = any(spec.has_indexer for spec in self.config.layers)
         if selects and self.config.index_head_dim != TRITON_HEAD_DIM:

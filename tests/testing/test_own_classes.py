@@ -91,6 +91,14 @@ def test_a_record_that_an_impl_does_not_read(package):
     assert not find_impl("own_classes:Impl", ()).supported(torch.device("cpu"), spec_of("tiny", fp8))[0]
 
 
+def test_kernels_for_a_gpu_do_not_write_it(package, monkeypatch):
+    monkeypatch.setattr("deepseek_attn.models.families.problem_on", lambda device: "")
+    numerics = replace(get_numerics("exact"), name="own", kv_record="own_classes:Int16")
+    with pytest.raises(ValueError, match=r"records own_classes:Int16 on cpu: kernels write .* plain torch"):
+        ModelRunner.from_config("tiny", **SIZES, numerics=numerics, backend="own_classes:Impl")
+    ModelRunner.from_config("tiny", **SIZES, numerics=numerics, backend="reference")
+
+
 def spec_of(preset, numerics):
     from deepseek_attn.impls import AttentionSpec
 
