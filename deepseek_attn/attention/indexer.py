@@ -70,7 +70,9 @@ class LightningIndexer(CheckpointModule):
         self.rope, self.numerics = rope, numerics
         self.heads, self.head_dim, self.topk = heads, head_dim, topk
         self.wq_b = Linear(config.q_lora_rank, self.heads * self.head_dim, numerics, dtype, device)
-        self.weights_proj = Linear(config.hidden_size, self.heads, numerics, dtype, device, out_float32=True)
+        self.score_dtype = dtype if numerics.rounded_scores else torch.float32
+        out_float32 = not numerics.rounded_scores
+        self.weights_proj = Linear(config.hidden_size, self.heads, numerics, dtype, device, out_float32=out_float32)
         self.scale = self.head_dim**-0.5 * self.heads**-0.5
 
     def bind(self, pool: Pool, state: Pool | None = None) -> None:
@@ -79,15 +81,19 @@ class LightningIndexer(CheckpointModule):
 
     def query_rows(self, index_q: Tensor, weights: Tensor, positions: Tensor) -> IndexQueryRows:
         """Argument of the op `index_query`: projected ``index_q [T, heads * head_dim]`` and ``weights [T, heads]``."""
+        scale = self.scale
+        if self.numerics.rounded_scores:
+            weights, scale = weights * scale, 1.0  # a product in the dtype of the weights
         return IndexQueryRows(
             index_q,
             weights,
             self.rope.cos_sin,
             positions,
-            self.scale,
+            scale,
             key_format=record if (record := self.numerics.index_record) in RECORD_KINDS else "plain",
             hadamard=self.numerics.index_hadamard,
             half_split=self.half_split,
+            score_dtype=self.score_dtype,
         )
 
     def needs_topk(self, step: StepMetadata) -> bool:
@@ -138,9 +144,10 @@ class LightningIndexer(CheckpointModule):
             if tokens.start < tokens.stop:
                 requests = step.token_to_req_indices[tokens]
                 keys = PagedIndexKeys(pool.record, pool.tensor, pool.entries, block_table, requests)
-                selected = IndexQueries(queries.q[tokens], queries.weights[tokens])
                 blocks = self.candidates(step, tokens)
-                index_select(selected, keys, num_visible[tokens], self.topk, width, out[tokens], slots, blocks)
+                index_select(
+                    queries.of(tokens), keys, num_visible[tokens], self.topk, width, out[tokens], slots, blocks
+                )
 
         decodes, num_tokens = step.num_decode_tokens, len(queries.q)
         select(slice(0, decodes), meta.block_table[: step.num_decodes], self.table_entries(step), out_slots)

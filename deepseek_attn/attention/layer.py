@@ -74,6 +74,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         compress_ratio: tokens per compressed entry; 0 for a layer that reads the window only.
         window_size: keys in the sliding window, the query's own included.
         scale: softmax scale, ``head_dim ** -0.5`` (YaRN does not change it).
+        rounds_weights: see `AttentionLayer`.
         num_heads, o_groups: heads and output groups of this rank; keys and indexers are the same on all ranks.
         attn_sink: float32 ``[heads]``, a logit per head that joins the softmax denominator only.
         padded_heads: heads of the tensors handed to the impl.
@@ -112,6 +113,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         self.num_heads, self.o_groups = heads // ranks, groups // ranks
         self.head_dim, self.value_dim, self.eps = config.head_dim, config.head_dim, config.rms_norm_eps
         self.window_size, self.scale = config.sliding_window, config.softmax_scale
+        self.rounds_weights = numerics.rounded_scores
         self.padded_heads = impl.padded_heads(self.num_heads)
         width, shard = heads * self.head_dim, parallel.token_shard
 

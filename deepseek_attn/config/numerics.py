@@ -25,6 +25,9 @@ class Numerics:
         index_hadamard: rotate indexer queries and keys by a Hadamard matrix before they are quantised.
         index_record: ``"plain"``, ``"fp4"`` (groups of 32, 68 bytes), ``"fp8"`` (one scale per key, 132 bytes), or one
             of your own.
+        rounded_scores: index scores and their head weights are rounded to the model dtype, and so are softmax weights
+            before their product with the values, as in DeepSeek's program. Without it they are float32; kernels on
+            tensor cores round softmax weights in any case.
         pow2_activation_scales: FP8 scales of linear inputs are powers of two (``scale_fmt`` ue8m0). A model decides
             this, not a preset: DeepSeek-V3 has raw scales, all later ones powers of two.
         fp8_group: channels of a linear's input, and rows and columns of its weight, that share an FP8 scale: 128, or
@@ -40,6 +43,7 @@ class Numerics:
     kv_record: str
     index_hadamard: bool
     index_record: str
+    rounded_scores: bool = False
     pow2_activation_scales: bool = True
     fp8_group: int = 128
     weight_block: int = 128
@@ -121,7 +125,9 @@ def _preset_for(config: AnyConfig, name: str | Numerics) -> Numerics:
     if preset.weight_block != config.FP8_GROUP:
         preset = replace(preset, weight_block=config.FP8_GROUP)
     if isinstance(config, DeepseekV41Config) and name == "official":
-        return replace(preset, kv_record="fp8_fp4", index_hadamard=False, fp8_group=config.FP8_GROUP)
+        return replace(
+            preset, kv_record="fp8_fp4", index_hadamard=False, rounded_scores=True, fp8_group=config.FP8_GROUP
+        )
     if isinstance(name, Numerics) or not isinstance(config, DeepseekV32Config):
         return preset
     index_record = "plain" if preset.index_record == "plain" else "fp8"

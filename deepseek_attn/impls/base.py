@@ -74,6 +74,8 @@ class AttentionLayer(Protocol):
 
     scale: float
     """Softmax scale."""
+    rounds_weights: bool
+    """Whether plain torch rounds softmax weights to the dtype of the queries, as kernels on tensor cores do."""
     attn_sink: Tensor | None
     """float32 ``[heads]``: a logit per head that joins the softmax denominator only; None for a model without sinks."""
     head_dim: int

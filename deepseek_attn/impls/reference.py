@@ -29,14 +29,15 @@ class ReferenceKernels(SplitAttentionImpl):
 
     @classmethod
     def attend_pages(cls, layer: AttentionLayer, q: Tensor, keys: list[PagedKeys], output: Tensor | None) -> Tensor:
-        return reference.sparse_attention_paged(q, keys, layer.scale, layer.attn_sink, layer.value_dim, output)[0]
+        options = {"d_v": layer.value_dim, "out": output, "round_weights": layer.rounds_weights}
+        return reference.sparse_attention_paged(q, keys, layer.scale, layer.attn_sink, **options)[0]
 
     @classmethod
     def attend_rows(
         cls, layer: AttentionLayer, q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, output: Tensor | None
     ) -> Tensor:
-        scale, sink = layer.scale, layer.attn_sink
-        return reference.sparse_attention(q, kv, indices, scale, sink, lens, layer.value_dim, output)[0]
+        options = {"d_v": layer.value_dim, "out": output, "round_weights": layer.rounds_weights}
+        return reference.sparse_attention(q, kv, indices, layer.scale, layer.attn_sink, lens, **options)[0]
 
 
 class DeepseekV4ReferenceSparseImpl(ReferenceKernels):

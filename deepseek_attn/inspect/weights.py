@@ -13,7 +13,7 @@ from deepseek_attn.attention.layer import DeepseekV4MLAAttention
 from deepseek_attn.impls.attention_call import AttentionCall
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
-from deepseek_attn.kernels.indexer import IndexQueries, PagedIndexKeys, paged_index_scores
+from deepseek_attn.kernels.indexer import PagedIndexKeys, paged_index_scores
 from deepseek_attn.v32.attention import DeepseekV32MLAAttention
 
 Layer = DeepseekV4MLAAttention | DeepseekV32MLAAttention
@@ -175,7 +175,7 @@ def index_scores(layer: Layer, call: AttentionCall, rows: list[int]) -> Tensor:
     )
     requests = step.token_to_req_indices[rows]
     keys = PagedIndexKeys(pool.record, pool.tensor, pool.entries, meta.block_table, requests)
-    queries = IndexQueries(*(part[rows] for part in call.index_queries))
+    queries = call.index_queries.of(rows)
     return paged_index_scores(queries, keys, visible, int(visible.max()))
 
 

@@ -103,7 +103,7 @@ class DeepseekV32MLAAttention(CheckpointModule):
         self.num_heads = heads // parallel.token_ranks
         self.head_dim, self.value_dim = config.head_dim, config.kv_lora_rank
         self.qk_rope_head_dim, self.qk_nope_head_dim = config.qk_rope_head_dim, config.qk_nope_head_dim
-        self.v_head_dim = config.v_head_dim
+        self.v_head_dim, self.rounds_weights = config.v_head_dim, numerics.rounded_scores
         self.impl = impl if spec.has_indexer else None
         self.padded_heads = self.num_heads if self.impl is None else self.impl.padded_heads(self.num_heads)
 

@@ -38,8 +38,13 @@ def sparse_attention(
     d_v: int | None = None,
     out: Tensor | None = None,
     max_logits: Tensor | None = None,
+    round_weights: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.attention.sparse_attention` in float32 torch."""
+    """`kernels.attention.sparse_attention` in float32 torch.
+
+    With ``round_weights``, softmax weights relative to the largest are rounded to the dtype of ``q`` before they are
+    multiplied with the values; their sum is not.
+    """
     _check_query(q, sink)
     if kv.dim() != 2 or kv.shape[1] != q.shape[2]:
         raise ValueError(f"kv must be [N, {q.shape[2]}] for q {tuple(q.shape)}, got {tuple(kv.shape)}")
@@ -63,7 +68,7 @@ def sparse_attention(
         return kv.index_select(0, rows).float()
 
     source = _Source(indices, lens, kv.shape[0], fetch, read)
-    return _written(_attend(q, [source], scale, sink, d_v, budget, max_logits), out)
+    return _written(_attend(q, [source], scale, sink, d_v, budget, max_logits, round_weights), out)
 
 
 @torch.no_grad()
@@ -74,13 +79,15 @@ def sparse_attention_paged(
     sink: Tensor | None = None,
     d_v: int | None = None,
     out: Tensor | None = None,
+    round_weights: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.attention.sparse_attention_paged` in float32 torch."""
+    """`kernels.attention.sparse_attention_paged` in float32 torch; ``round_weights``: see `sparse_attention`."""
     _check_query(q, sink)
     d_v = _value_dim(q, d_v)
     sources = [_paged_source(part) for part in keys]
     # Decoding a record makes a few temporaries as large as the keys.
-    return _written(_attend(q, sources, scale, sink, d_v, SCRATCH_BYTES // 4), out)
+    result = _attend(q, sources, scale, sink, d_v, SCRATCH_BYTES // 4, round_weights=round_weights)
+    return _written(result, out)
 
 
 def _paged_source(keys: PagedKeys) -> _Source:
@@ -131,11 +138,13 @@ def _attend(
     d_v: int,
     budget: int,
     max_logits: Tensor | None = None,
+    round_weights: bool = False,
 ) -> tuple[Tensor, Tensor]:
     T, H, d = q.shape
     for source in sources:
         _check_source(q, source)
-    if T == 1 and q.device.type == "cpu":
+    dtype = q.dtype if round_weights else torch.float32
+    if T == 1 and q.device.type == "cpu" and dtype == torch.float32:
         return _attend_one(q, sources, scale, sink, d_v, max_logits)
     out = q.new_zeros(T, H, d_v)
     lse = torch.full((T, H), float("inf"), dtype=torch.float32, device=q.device)
@@ -153,7 +162,7 @@ def _attend(
             read = _widths_of_block(sources, block, widths)
             keys = scratch[: (end - start) * sum(read) * d].view(end - start, sum(read), d)
             valid = _fetch(sources, block, read, keys)
-            result = _softmax_block(q[block].float() * scale, keys, valid, sink, d_v)
+            result = _softmax_block(q[block].float() * scale, keys, valid, sink, d_v, dtype)
             out[block] = result.out.to(out.dtype)
             lse[block] = result.lse
             if max_logits is not None:
@@ -262,8 +271,10 @@ class _BlockResult(NamedTuple):
     peak: Tensor
 
 
-def _softmax_block(q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor | None, d_v: int) -> _BlockResult:
-    """Attention of scaled float32 ``q [r, H, d]`` over ``keys [r, W, d]``."""
+def _softmax_block(
+    q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor | None, d_v: int, dtype: torch.dtype
+) -> _BlockResult:
+    """Attention of scaled float32 ``q [r, H, d]`` over ``keys [r, W, d]``; weights are rounded to ``dtype``."""
     logits = torch.bmm(q, keys.transpose(1, 2)).masked_fill_(~valid[:, None], float("-inf"))
     peak = logits.amax(2, keepdim=True)
     weights = logits.sub_(peak).exp_()
@@ -271,7 +282,7 @@ def _softmax_block(q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor | None, 
     lse = (peak + total.log()).squeeze(2)
     # exp(lse) / (exp(lse) + exp(sink)) is the part of the weight that the keys get.
     factor = 1 / total if sink is None else torch.sigmoid(lse - sink.float())[:, :, None] / total
-    out = torch.bmm(weights, keys[:, :, :d_v]).mul_(factor)
+    out = torch.bmm(weights.to(dtype).float(), keys[:, :, :d_v]).mul_(factor)
     lonely = ~valid.any(1)
     if lonely.device.type != "cpu" or lonely.any():
         out, lse = out.masked_fill_(lonely[:, None, None], 0), lse.masked_fill_(lonely[:, None], float("inf"))

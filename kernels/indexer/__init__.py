@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
@@ -93,12 +94,13 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
     return op(queries, index)
 
 
-def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+def index_scores(q: Tensor, k: Tensor, weights: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Scores against contiguous keys, ``sum_h weights[t, h] * relu(q[t, h] . k[n])`` in float32; plain torch only.
 
     Args:
         q: ``[T, heads, dim]`` indexer queries; k: ``[N, dim]`` keys, shared by the heads; any float dtypes.
         weights: ``[T, heads]``, every scale of ``q`` and ``k`` included.
+        dtype: see ``score_dtype`` of `IndexQueries`.
 
     Returns:
         float32 ``[T, N]``; no column is masked. A NaN in a query or key is a NaN in its row or column only.
@@ -111,7 +113,7 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
     """
     from deepseek_attn.kernels.indexer.reference import index_scores as op
 
-    return op(q, k, weights)
+    return op(q, k, weights, dtype)
 
 
 def paged_index_scores(

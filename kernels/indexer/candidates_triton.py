@@ -40,6 +40,7 @@ def candidate_scores_kernel(
     NATIVE_FP8: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    SCORE_DTYPE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -69,7 +70,7 @@ def candidate_scores_kernel(
         page = tl.load(block_table_ptr + request * table_stride + entry // PAGE, mask=known, other=0)
         start = pool_ptr + page.to(tl.int64) * page_stride
         key, odd, scale = key_operands(start, entry % PAGE, known, channel, DIM, PAGE, KEY_FORMAT, NATIVE_FP8, DTYPE)
-        score = score_keys(key, odd, scale, q, q_odd, weights, KEY_FORMAT, PRECISION)
+        score = score_keys(key, odd, scale, q, q_odd, weights, KEY_FORMAT, PRECISION, SCORE_DTYPE)
         score = tl.where(known, score, float("-inf"))
         tl.store(out_ptr + token * out_stride + column, score, mask=column < end)
 

@@ -142,4 +142,6 @@ def _index_launch(rows: IndexQueryRows) -> IndexQueryLaunch:
         NATIVE_FP8=native,
         BLOCK_H=16 if planned_rows(T) < 64 else 32,
     )
-    return IndexQueryLaunch(args, shape, triton.cdiv(H, shape.BLOCK_H), IndexQueries(out, out_weights))
+    return IndexQueryLaunch(
+        args, shape, triton.cdiv(H, shape.BLOCK_H), IndexQueries(out, out_weights, rows.score_dtype)
+    )

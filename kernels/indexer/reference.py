@@ -43,11 +43,11 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
         q = hadamard(q)
     weights = rows.weights.float() * rows.scale
     if rows.key_format == "plain":
-        return IndexQueries(q, weights)
+        return IndexQueries(q, weights, rows.score_dtype)
     if rows.key_format == "fp8":
         q, factor = quantize_fp8(q, q.shape[2])
-        return IndexQueries(q, weights * factor[..., 0])
-    return _fp4_in_fp8(q, weights)
+        return IndexQueries(q, weights * factor[..., 0], rows.score_dtype)
+    return IndexQueries(*_fp4_in_fp8(q, weights), rows.score_dtype)
 
 
 def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
@@ -66,11 +66,11 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
     return out, index_queries
 
 
-def _fp4_in_fp8(q: Tensor, weights: Tensor) -> IndexQueries:
+def _fp4_in_fp8(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     packed, scale = quantize_fp4(q)
     largest = scale.amax(-1, keepdim=True)
     values = dequantize_fp4(packed, scale / largest * 64)
-    return IndexQueries(even_odd(values).to(torch.float8_e4m3fn), weights * (largest[..., 0] / 64))
+    return even_odd(values).to(torch.float8_e4m3fn), weights * (largest[..., 0] / 64)
 
 
 def even_odd(x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def even_odd(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+def index_scores(q: Tensor, k: Tensor, weights: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """`kernels.indexer.index_scores` in plain torch."""
     if q.dim() != 3 or k.dim() != 2 or k.shape[1] != q.shape[2] or weights.shape != q.shape[:2]:
         raise ValueError(
@@ -87,7 +87,8 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
             f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(weights.shape)}"
         )
     T, heads, dim = q.shape
-    if T == 1 and heads and 0 < len(k) <= KEYS_PER_BLOCK and q.device.type == "cpu":  # as below, in one block
+    one_block = 0 < len(k) <= KEYS_PER_BLOCK and q.device.type == "cpu" and dtype == torch.float32
+    if T == 1 and heads and one_block:  # as below
         return torch.bmm(weights.float().unsqueeze(0), (q.float() @ k.float().t()).relu_())[0]
     out = torch.zeros(T, k.shape[0], dtype=torch.float32, device=q.device)
     if heads == 0 or T == 0:
@@ -96,7 +97,11 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
         keys = k[left:right].float().t()
         for start, end in row_blocks(T, rows_per_block(4 * heads * (right - left + dim), GEMM_BYTES)):
             products = (q[start:end].float().reshape(-1, dim) @ keys).relu_().view(end - start, heads, right - left)
-            out[start:end, left:right] = torch.bmm(weights[start:end, None].float(), products)[:, 0]
+            if dtype == torch.float32:
+                out[start:end, left:right] = torch.bmm(weights[start:end, None].float(), products)[:, 0]
+            else:
+                weighted = products.to(dtype).float().mul_(weights[start:end, :, None]).to(dtype)
+                out[start:end, left:right] = weighted.float().sum(1).to(dtype)
     return out
 
 
@@ -110,8 +115,8 @@ def paged_index_scores(
     out: Tensor | None = None,
 ) -> Tensor:
     """`kernels.indexer.paged_index_scores` in plain torch: keys are gathered once per request, scored by query."""
-    q, weights = queries
     width = keys.block_table.shape[1] * keys.entries if width is None else width
+    q = queries.q
     out = torch.empty(q.shape[0], width, dtype=torch.float32, device=q.device) if out is None else out
     out.fill_(float("-inf"))
     lens = num_visible.clamp(max=width)
@@ -119,8 +124,12 @@ def paged_index_scores(
     for request, first, stop in _request_runs(keys.token_to_req):
         entries = _gather_keys(keys, _entry_slots(keys, request, max(lens[first:stop])))
         for t in range(first, stop):
-            out[t, : lens[t]] = index_scores(q[t : t + 1].float(), entries[: lens[t]], weights[t : t + 1])[0]
+            out[t, : lens[t]] = _scores_of(queries.of(slice(t, t + 1)), entries[: lens[t]])[0]
     return out
+
+
+def _scores_of(queries: IndexQueries, entries: Tensor) -> Tensor:
+    return index_scores(queries.q.float(), entries, queries.weights, queries.score_dtype)
 
 
 def _request_runs(token_to_req: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -146,7 +155,7 @@ def index_select(
     candidates: CandidateBlocks | None = None,
 ) -> Tensor:
     """`kernels.indexer.index_select` in plain torch: the keys of a request are gathered once for all its queries."""
-    q, weights = queries
+    q = queries.q
     out = torch.empty(len(q), k, dtype=torch.int32, device=q.device) if out is None else out
     causal = q.device.type == "cpu" and candidates is None
     if (
@@ -168,7 +177,7 @@ def index_select(
             if visible <= k:
                 scores = torch.zeros(end - start, visible, device=q.device)
             else:
-                scores = index_scores(q[tokens].float(), entries[:visible], weights[tokens])
+                scores = _scores_of(queries.of(tokens), entries[:visible])
             if candidates is not None:
                 scores = _limit(scores, num_visible[tokens], candidates._replace(kept=candidates.kept[tokens]))
             block_keys = keys._replace(token_to_req=keys.token_to_req[tokens])
@@ -203,7 +212,7 @@ def _index_select_of_one(
     False where `topk_indices` has to settle which entries are selected; then nothing is written.
     """
     slots = _entry_slots(keys, int(keys.token_to_req), visible)
-    scores = index_scores(queries.q.float(), _gather_keys(keys, slots), queries.weights)
+    scores = _scores_of(queries, _gather_keys(keys, slots))
     columns = _topk_of_one(scores[0], k)
     if columns is None:
         return False

@@ -73,12 +73,13 @@ def paged_index_scores(
         out.stride(0),
     )
     pdl = capability >= (9, 0)
-    if config is None and fits_hopper(key_format, q, pool, block_table.shape[0], width, capability, processors):
+    own_choice = config is None and queries.score_dtype == torch.float32  # the Hopper kernels round no scores
+    if own_choice and fits_hopper(key_format, q, pool, block_table.shape[0], width, capability, processors):
         index_scores_hopper_kernel[(triton.cdiv(T, TOKENS.value), hopper_splits(T, width, processors))](
             *arguments, PAGE=keys.entries, enable_fp_fusion=True, num_warps=4
         )
         return out
-    if config is None and fits_few_hopper(key_format, q, pool, block_table.shape[0], width, capability):
+    if own_choice and fits_few_hopper(key_format, q, pool, block_table.shape[0], width, capability):
         fp4 = key_format == "fp4"
         tokens, splits = few_hopper_tiling(T, block_table.shape[0], width, processors, fp4)
         index_scores_few_hopper_kernel[(triton.cdiv(T, tokens), splits)](
@@ -190,6 +191,7 @@ def score_constants(
         "NATIVE_FP8": native_fp8(capability),
         "DTYPE": dtype,
         "PRECISION": "tf32x3" if dtype == tl.float32 else None,
+        "SCORE_DTYPE": TRITON_DTYPES[queries.score_dtype],
         "BLOCK_H": max(16, triton.next_power_of_2(H)),
         "BLOCK_D": max(32, triton.next_power_of_2(dim)),
         "BLOCK_N": config.keys,
@@ -218,7 +220,7 @@ def key_operand_types(
 
 def check_scores(queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor) -> str:
     """The format of the keys; ValueError for arguments that the kernels of scores do not take."""
-    q, weights = queries
+    q, weights = queries.q, queries.weights
     record, pool, page_entries, block_table, token_to_req = keys
     key_format = _KEY_FORMATS.get(record.name)
     if key_format is None:

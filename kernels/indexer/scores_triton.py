@@ -141,12 +141,19 @@ def key_operands(
 
 
 @triton.jit
-def score_keys(key, odd, scale, q, q_odd, weights, KEY_FORMAT: tl.constexpr, PRECISION: tl.constexpr):
-    """Scores of keys by the heads of one query, both as operands."""
+def score_keys(
+    key, odd, scale, q, q_odd, weights, KEY_FORMAT: tl.constexpr, PRECISION: tl.constexpr, SCORE_DTYPE: tl.constexpr
+):
+    """Scores of keys by the heads of one query, both as operands.
+
+    Products, weighted products and sums are rounded to ``SCORE_DTYPE``; scales are powers of two, so that it makes no
+    difference that they are multiplied in later.
+    """
     product = tl.dot(key, q, input_precision=PRECISION)
     if KEY_FORMAT == "fp4":
         product = tl.dot(odd, q_odd, product)
-    score = tl.sum(_relu(product) * weights[None, :], 1)
+    weighted = _relu(product).to(SCORE_DTYPE).to(tl.float32) * weights[None, :]
+    score = tl.sum(weighted.to(SCORE_DTYPE).to(tl.float32), 1).to(SCORE_DTYPE).to(tl.float32)
     if KEY_FORMAT != "plain":
         score = score * scale
     return score
@@ -176,6 +183,7 @@ def index_scores_kernel(
     NATIVE_FP8: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    SCORE_DTYPE: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -229,5 +237,5 @@ def index_scores_kernel(
                 start, entry % PAGE, entry < n, channel, DIM, PAGE, KEY_FORMAT, NATIVE_FP8, DTYPE
             )
             for i in tl.static_range(TOKENS):
-                score = score_keys(key, odd, scale, q[i], q_odd[i], weights[i], KEY_FORMAT, PRECISION)
+                score = score_keys(key, odd, scale, q[i], q_odd[i], weights[i], KEY_FORMAT, PRECISION, SCORE_DTYPE)
                 tl.store(out_ptr + (first_token + i) * out_stride + entry, score, mask=entry < ends[i])

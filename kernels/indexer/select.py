@@ -23,7 +23,7 @@ def index_select(
     candidates: CandidateBlocks | None = None,
 ) -> Tensor:
     """`kernels.indexer.index_select` in Triton."""
-    q, weights = queries
+    q = queries.q
     T = q.shape[0]
     limited = candidates is not None and not candidates.fill
     if limited:
@@ -35,15 +35,14 @@ def index_select(
     buffer = torch.empty(min(T, block), width, dtype=torch.float32, device=q.device)
     for start, end in row_blocks(T, block):
         rows = slice(start, end)
-        block_queries = IndexQueries(q[rows], weights[rows])
         block_keys = keys._replace(token_to_req=keys.token_to_req[rows])
         visible, scores = num_visible[rows], buffer[: end - start]
         slots = None if out_slots is None else out_slots[rows]
         blocks = None if candidates is None else candidates._replace(kept=candidates.kept[rows])
         if limited:
-            select_candidates(block_queries, block_keys, visible, k, blocks, scores, out[rows], slots)
+            select_candidates(queries.of(rows), block_keys, visible, k, blocks, scores, out[rows], slots)
             continue
-        paged_index_scores(block_queries, block_keys, visible, width, k, scores)
+        paged_index_scores(queries.of(rows), block_keys, visible, width, k, scores)
         topk_indices(scores, visible, k, out[rows], block_keys, slots)
         if blocks is not None:
             keep_blocks(scores, visible, k, blocks)

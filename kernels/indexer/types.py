@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.records import CacheRecord
@@ -29,6 +30,7 @@ class IndexQueryRows(NamedTuple):
         hadamard: multiply each head by a Hadamard matrix before it is quantised.
         half_split: RoPE rotates the pairs ``(i, i + rope_dim / 2)`` of the first channels, as in DeepSeek-V3.2;
             otherwise ``(2 i, 2 i + 1)`` of the last ones.
+        score_dtype: as in `IndexQueries`.
     """
 
     q: Tensor
@@ -39,6 +41,7 @@ class IndexQueryRows(NamedTuple):
     key_format: str
     hadamard: bool = False
     half_split: bool = False
+    score_dtype: torch.dtype = torch.float32
 
 
 class IndexQueries(NamedTuple):
@@ -48,10 +51,16 @@ class IndexQueries(NamedTuple):
         q: ``[T, heads, dim]``, float8_e4m3fn for FP8 and FP4 keys, else the dtype of the projection. For FP4 keys the
             even channels come first, then the odd ones, as the bytes of such keys hold one of each.
         weights: float32 ``[T, heads]``, every scale of ``q`` included.
+        score_dtype: products of queries and keys, products with the weights and their sums are each rounded to it.
     """
 
     q: Tensor
     weights: Tensor
+    score_dtype: torch.dtype = torch.float32
+
+    def of(self, tokens: slice | list[int]) -> IndexQueries:
+        """The queries of some tokens."""
+        return self._replace(q=self.q[tokens], weights=self.weights[tokens])
 
 
 class CandidateBlocks(NamedTuple):

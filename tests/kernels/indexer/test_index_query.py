@@ -36,7 +36,7 @@ def in_order(q, fmt):
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_reference_is_rope_hadamard_and_rounding(fmt, rotate, dtype):
     q, weights, cos_sin, positions = make(5, 3, dtype)
-    got, factor = reference.index_query(IndexQueryRows(q, weights, cos_sin, positions, 0.25, fmt, rotate))
+    got, factor, _ = reference.index_query(IndexQueryRows(q, weights, cos_sin, positions, 0.25, fmt, rotate))
     plain = apply_rope(q.view(5, 3, 128), freqs_cis_at(cos_sin, positions))
     plain = hadamard(plain) if rotate else plain
     expected = {"plain": plain, "fp8": fake_quant_fp8(plain, 128), "fp4": fake_quant_fp4(plain)}[fmt]
@@ -46,7 +46,7 @@ def test_reference_is_rope_hadamard_and_rounding(fmt, rotate, dtype):
 
 def test_half_split_pairs_are_of_the_first_channels():
     q, weights, cos_sin, positions = make(4, 2, torch.float32)
-    got, _ = reference.index_query(IndexQueryRows(q, weights, cos_sin, positions, 1.0, "plain", half_split=True))
+    got, *_ = reference.index_query(IndexQueryRows(q, weights, cos_sin, positions, 1.0, "plain", half_split=True))
     order = torch.stack([torch.arange(32), torch.arange(32) + 32], 1).flatten()
     shuffled = torch.cat([q.view(4, 2, 128)[..., 64:], q.view(4, 2, 128)[..., order]], -1)
     expected = apply_rope(shuffled, freqs_cis_at(cos_sin, positions))
@@ -57,7 +57,7 @@ def test_half_split_pairs_are_of_the_first_channels():
 def test_scores_of_rounded_queries_need_no_scale_of_theirs():
     q, weights, cos_sin, positions = make(4, 3, torch.bfloat16)
     keys = torch.randn(20, 128)
-    plain, factor = reference.index_query(IndexQueryRows(q, weights, cos_sin, positions, 0.1, "plain"))
+    plain, factor, _ = reference.index_query(IndexQueryRows(q, weights, cos_sin, positions, 0.1, "plain"))
     for fmt, rounded in (("fp8", fake_quant_fp8(plain, 128)), ("fp4", fake_quant_fp4(plain))):
         quantized = reference.index_query(IndexQueryRows(q, weights, cos_sin, positions, 0.1, fmt))
         got = index_scores(in_order(quantized.q, fmt), keys, quantized.weights)
@@ -68,7 +68,7 @@ def test_fp4_scales_far_apart_are_exact():
     q, weights, cos_sin, positions = make(1, 1, torch.float32)
     cos_sin[:] = torch.cat([torch.ones(32), torch.zeros(32)])
     q = q * 2.0 ** torch.tensor([0, -12, 1, -3]).repeat_interleave(32)
-    got, factor = reference.index_query(IndexQueryRows(q, weights, cos_sin, positions, 1.0, "fp4"))
+    got, factor, _ = reference.index_query(IndexQueryRows(q, weights, cos_sin, positions, 1.0, "fp4"))
     assert torch.equal(values(in_order(got, "fp4"), factor / weights), fake_quant_fp4(q.view(1, 1, 128)))
 
 
@@ -77,7 +77,7 @@ def test_fp4_scales_far_apart_are_exact():
 def test_a_head_with_a_nan_or_an_infinity_does_not_pass_unseen(fmt, bad):
     q, weights, cos_sin, positions = make(3, 2, torch.float32)
     q[1, 5] = bad
-    got, factor = reference.index_query(IndexQueryRows(q, weights, cos_sin, positions, 1.0, fmt))
+    got, factor, _ = reference.index_query(IndexQueryRows(q, weights, cos_sin, positions, 1.0, fmt))
     bad_heads = (got.float().isnan().any(-1) | factor.isnan()).tolist()
     assert bad_heads == [[False, False], [True, False], [False, False]]
 
@@ -104,7 +104,7 @@ def test_kernel(kernel, device, fmt, rotate, half_split, dtype):
         pytest.skip("the interpreter rounds to bfloat16 towards zero")
     for T, H in ((1, 64), (9, 20), (70, 64)) if device.type == "cuda" else ((3, 5),):
         rows = IndexQueryRows(*make(T, H, dtype, device), 0.125, fmt, rotate, half_split)
-        (q, weights), (expected, expected_weights) = kernel(rows), reference.index_query(rows)
+        (q, weights, _), (expected, expected_weights, _) = kernel(rows), reference.index_query(rows)
         assert q.dtype == expected.dtype
         # torch may round the products of a rotation once more: then a few values lie on the other side of a bound
         if INTERPRETED or fmt != "plain" or dtype != torch.float32:
@@ -138,7 +138,7 @@ def test_kernel_takes_strided_rows_and_padding_past_the_table(kernel, device):
 
 
 def test_kernel_takes_no_rows(kernel, device):
-    q, weights = kernel(IndexQueryRows(*make(0, 2, torch.float32, device), 1.0, "fp4"))
+    q, weights, _ = kernel(IndexQueryRows(*make(0, 2, torch.float32, device), 1.0, "fp4"))
     assert (q.shape, weights.shape) == ((0, 2, 128), (0, 2))
 
 

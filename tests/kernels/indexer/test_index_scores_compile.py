@@ -42,6 +42,7 @@ def test_compiles(arch, scores):
         "KEY_FORMAT": fmt,
         "NATIVE_FP8": native,
         "PRECISION": None,
+        "SCORE_DTYPE": tl.bfloat16 if fmt == "fp4" and T == 1 else tl.float32,
     }
     constants["DTYPE"] = tl.bfloat16 if fmt == "plain" else tl.float8e4nv if native else tl.float16
     constants |= {"TOKENS": config.tokens, "BLOCK_T": config.tokens, "BLOCK_H": 64, "BLOCK_D": 128}

@@ -56,11 +56,11 @@ class Batch:
         q, weights = torch.randn(T, H * dim, device=device).to(dtype), torch.randn(T, H, device=device)
         at = torch.randint(50, (T,), device=device)
         cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
-        self.q, self.weights = index_query(IndexQueryRows(q, weights, cos_sin, at, 0.1, fmt))
+        self.q, self.weights, _ = index_query(IndexQueryRows(q, weights, cos_sin, at, 0.1, fmt))
 
-    def args(self, tokens=slice(None)):
+    def args(self, tokens=slice(None), score_dtype=torch.float32):
         """Queries, keys and visible entries of these tokens: the first arguments of the ops."""
-        queries = IndexQueries(self.q[tokens], self.weights[tokens])
+        queries = IndexQueries(self.q[tokens], self.weights[tokens], score_dtype)
         keys = PagedIndexKeys(self.record, self.pool, self.n, self.table, self.requests[tokens])
         return queries, keys, self.visible[tokens]
 
@@ -134,6 +134,18 @@ def test_batches(ops, real_gpu, shape, n, H, fmt):
     for skip in (0, 64):
         got = ops.scores.paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch))
         check(got, reference_scores(*batch.args(), skip=skip))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rounded_scores(ops, real_gpu, fmt):
+    """Scores are bfloat16 numbers, nearer to the rounded reference than unrounded ones: products are rounded too."""
+    batch = Batch(fmt, [90, 0, 171], [1, 2, 4], 32, 32, real_gpu)
+    expected = reference_scores(*batch.args(score_dtype=torch.bfloat16))
+    got = ops.scores.paged_index_scores(*batch.args(score_dtype=torch.bfloat16), out=poisoned(batch))
+    live = expected > -INF
+    assert torch.equal(got[live].bfloat16().float(), got[live])
+    unrounded = reference_scores(*batch.args())
+    assert (got - expected)[live].norm() < 0.3 * (unrounded - expected)[live].norm()  # another order of sums
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
