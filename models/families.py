@@ -12,7 +12,7 @@ from torch import nn
 from deepseek_attn.attention.builder import MetadataBuilder
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.cache.pools import CachePools
-from deepseek_attn.cache.record import RECORD_KINDS
+from deepseek_attn.cache.record import OWN_RECORDS
 from deepseek_attn.checkpoint.names import CanonicalSource
 from deepseek_attn.checkpoint.names_v32 import canonical_names
 from deepseek_attn.checkpoint.source import CheckpointSource
@@ -77,7 +77,7 @@ class Family(ABC):
         self.numerics = numerics
         check_split(config, self.numerics, self.parallel)
         self.reference_only = options.reference_only
-        own = [record for record in (numerics.kv_record, numerics.index_record) if record not in RECORD_KINDS]
+        own = [record for record in (numerics.kv_record, numerics.index_record) if OWN_RECORDS.find(record)]
         if own and not self.reference_only and not problem_on(device):
             raise ValueError(
                 f"records {', '.join(own)} on {device}: kernels write the package's records alone; backend='reference' "

@@ -225,7 +225,7 @@ def run_suite(package: Path, *options: str) -> subprocess.CompletedProcess:
 def test_the_layer_suite_passes(package, kind, name):
     done = run_suite(package, f"--deepseek-attn-{kind}", f"own_classes:{name}")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert ("64 passed, 23 skipped" if kind == "impl" else "87 passed") in done.stdout
+    assert ("34 passed, 53 skipped" if kind == "impl" else "87 passed") in done.stdout
 
 
 def test_the_layer_suite_finds_a_mistake(package):
