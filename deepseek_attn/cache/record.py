@@ -175,7 +175,7 @@ def _record_problems(cls: type[Record]) -> list[str]:
     if getattr(record, "dim", None) != 128:
         return [f"must have dim = nope_dim + rope_dim, and has {getattr(record, 'dim', None)!r} of 64 + 64"]
     try:
-        parts = record.encode(torch.ones(3, 128))
+        parts = record.encode(torch.ones(3, 128, dtype=torch.float32, device="cpu"))
         shapes = [(part.dtype, tuple(part.shape)) for part in parts]
         back = record.decode(parts, torch.float32)
     except Exception as error:

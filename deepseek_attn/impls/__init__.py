@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,9 +72,23 @@ def _impl_problems(cls: type[SparseMLAAttentionImpl]) -> list[str]:
             problems.append(f"backend_cls {backend.__name__} lacks supported_kv_records, names of cache records")
     for name in IMPL_METHODS:
         method = inspect.getattr_static(cls, name, None)
-        if method is not None and not isinstance(method, classmethod | staticmethod):
+        if method is None:
+            continue
+        wanted = inspect.signature(getattr(SplitAttentionImpl, name))
+        if not isinstance(method, classmethod | staticmethod):
             problems.append(f"{name} must be a classmethod: impls hold no state")
+        elif not _takes(getattr(cls, name), len(wanted.parameters)):
+            problems.append(f"{name} must take ({', '.join(wanted.parameters)})")
     return problems
+
+
+def _takes(function: Callable[..., object], count: int) -> bool:
+    """Whether a function can be called with so many positional arguments."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 OWN_IMPLS = Registry(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from deepseek_attn.cache.record import OWN_RECORDS, Record
-from deepseek_attn.config.model import ModelConfig
+from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.numerics import Numerics, get_numerics, numerics_for
 from deepseek_attn.impls import DEEPSEEK_V4_IMPLS, AttentionSpec, find_impl
 from deepseek_attn.runner.build import pick_device
@@ -41,7 +41,12 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"backend": impl or "reference", "device": pick_device(None)}
 
 
-def with_record(request: pytest.FixtureRequest, config: Any, name: str) -> Numerics:
+def config_of(options: dict[str, Any], preset: str) -> AnyConfig:
+    """The config of a preset, on a GPU of sizes that kernels take."""
+    return ModelConfig.from_preset(GPU_PRESETS.get(preset, preset) if options["device"].type == "cuda" else preset)
+
+
+def with_record(request: pytest.FixtureRequest, config: AnyConfig, name: str) -> Numerics:
     """Numerics of a model, with the record of keys that the plugin is given."""
     numerics, record = numerics_for(config, name), chosen(request.config)[1]
     return replace(numerics, name=f"{name} with {record}", kv_record=record) if record else numerics
@@ -52,9 +57,7 @@ def make_layer(
 ) -> RandomLayer:
     """A layer of a kind; the test is skipped where the impl does not support it."""
     preset, index = LAYERS[kind]
-    if options["device"].type == "cuda":
-        preset = GPU_PRESETS.get(preset, preset)
-    config = ModelConfig.from_preset(preset)
+    config = config_of(options, preset)
     numerics = with_record(request, config, name)
     spec = AttentionSpec.of(config, numerics, getattr(torch, dtype))
     usable, reason = find_impl(options["backend"], DEEPSEEK_V4_IMPLS).supported(options["device"], spec)
@@ -75,7 +78,7 @@ def test_it_serves_a_kind_of_layer(options):
     """Some numerics of some model are supported."""
     impl, reasons = find_impl(options["backend"], DEEPSEEK_V4_IMPLS), []
     for preset in ("tiny", "tiny_v32"):
-        config = ModelConfig.from_preset(GPU_PRESETS.get(preset, preset))
+        config = config_of(options, preset)
         for name, dtype in NUMERICS:
             spec = AttentionSpec.of(config, numerics_for(config, name), getattr(torch, dtype))
             usable, reason = impl.supported(options["device"], spec)

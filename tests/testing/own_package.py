@@ -127,6 +127,15 @@ class Methods(SplitAttentionImpl):
     def attend_rows(cls, layer, q, kv, indices, lens, output): ...
 
 
+class Arguments(NoMethods):
+    @classmethod
+    def kernels_supported(cls, device, spec): ...
+    @classmethod
+    def attend_pages(cls, layer, q, keys): ...
+    @classmethod
+    def attend_rows(cls, layer, q, kv, indices, output): ...
+
+
 class Taken(SplitAttentionImpl):
     name = "triton"
     backend_cls = DeepseekV4SparseMLABackend

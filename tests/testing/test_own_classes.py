@@ -145,6 +145,7 @@ WRONG_IMPLS = {
     "wrong_classes:Nothing": "does not derive from deepseek_attn.impls.base.SparseMLAAttentionImpl",
     "wrong_classes:NoMethods": "lacks attend_pages, attend_rows, kernels_supported",
     "wrong_classes:Methods": "(?s)lacks name.*lacks backend_cls.*kernels_supported must be a classm.*attend_pages must",
+    "wrong_classes:Arguments": r"(?s)attend_pages must take \(layer, q, keys, output\).*attend_rows must take \(",
     "wrong_classes:Nowhere": "cannot run on cpu: it needs a toaster",
     "no_such_name": "unknown backend 'no_such_name': supported are auto, mixed, .*your own as module:Class",
 }
