@@ -14,6 +14,7 @@ from deepseek_attn.cache.manager import CacheManager, SequenceCache
 from deepseek_attn.config.options import is_integer
 from deepseek_attn.impls.attention_call import AttentionCall
 from deepseek_attn.kernels.sampling import greedy_tokens
+from deepseek_attn.runner.prompts import shown
 from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.utils.device import AsyncHostCopy, to_device
 
@@ -173,13 +174,17 @@ def block_tables(manager: CacheManager, caches: list[SequenceCache]) -> dict[str
 
 def check_batch(batch: Batch, layout: CacheLayout) -> None:
     """ValueError if (sequence, new tokens) pairs cannot be one step of a runner with this layout."""
-    if not batch:
-        raise ValueError("empty batch")
+    if not isinstance(batch, (list, tuple)) or not batch:
+        raise ValueError(f"a step takes a list of (sequence, new tokens) pairs, got {shown(batch)}")
+    for pair in batch:
+        sequence, n = pair if isinstance(pair, (list, tuple)) and len(pair) == 2 else (None, None)
+        if not isinstance(sequence, Sequence) or not is_integer(n):
+            raise ValueError(f"a step takes a list of (sequence, new tokens) pairs, got the member {shown(pair)}")
     if len({id(sequence) for sequence, _ in batch}) < len(batch):
         raise ValueError("a sequence appears twice in the batch")
     for sequence, n in batch:
         if not 1 <= n <= sequence.num_pending:
-            raise ValueError(f"{n} tokens asked of a sequence with {sequence.num_pending} pending tokens")
+            raise ValueError(f"{shown(n)} tokens asked of a sequence with {sequence.num_pending} pending tokens")
     check_size(sum(n for _, n in batch), len(batch), layout)
 
 

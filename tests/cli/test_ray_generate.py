@@ -82,9 +82,9 @@ class EchoLLM:
         pass
 
     def generate_iter(self, prompts, params, encode):
-        for index, prompt, *_ in filter(None, prompts):
+        for index, prompt, own in filter(None, prompts):
             if index >= self.lost:
-                yield IndexedCompletion(index, Completion([], [], encode(prompt), "stop"))
+                yield IndexedCompletion(index, Completion([], [own.max_tokens], encode(prompt), "stop"))
 
 
 def shuffled(calls):
@@ -99,8 +99,8 @@ def generate(monkeypatch, tmp_path):
     monkeypatch.setattr(script, "LLM", EchoLLM)
     monkeypatch.chdir(tmp_path)
 
-    def run(count, order, *flags):
-        Path("prompts").write_text("".join(f"prompt {number}\n" for number in range(count)))
+    def run(count, order, *flags, form="prompt {}"):
+        Path("prompts").write_text("".join(f"{form.format(number)}\n" for number in range(count)))
         monkeypatch.setitem(sys.modules, "ray", Ray(order))
         return script.run(script.make_parser().parse_args(["--prompts", "prompts", "--out", "out", *flags]))
 
@@ -114,6 +114,15 @@ def test_every_prompt_has_its_line(generate, count, actors, order):
     lines = [json.loads(line) for line in Path("out").read_text().splitlines()]
     assert sorted(line["index"] for line in lines) == list(range(count))
     assert all(line["text"] == f"prompt {line['index']}" for line in lines)
+
+
+def test_ids_and_parameters_of_prompts(generate):
+    form = '{{"prompt": "prompt {0}", "id": "p{0}", "max_tokens": 1{0}}}'
+    assert generate(20, shuffled, "--actors", "2", form=form) == 0
+    lines = {line["id"]: line for line in map(json.loads, Path("out").read_text().splitlines())}
+    for number in range(20):
+        line = lines[f"p{number}"]
+        assert (line["index"], line["text"], line["token_ids"]) == (number, f"prompt {number}", [int(f"1{number}")])
 
 
 def test_prompts_without_a_line_are_a_failure(generate, monkeypatch, capsys):

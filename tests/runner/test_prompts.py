@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from deepseek_attn import ModelRunner
 from deepseek_attn.runner.prompts import each_prompt, prompt_list, token_list
 from deepseek_attn.runner.sequence import TokenLimits
 
@@ -111,3 +112,30 @@ def test_one_prompt_or_several():
     assert prompt_list([]) == prompt_list(torch.empty(0, 3, dtype=torch.int64)) == []
     endless = iter(lambda: "a", None)
     assert each_prompt(endless) is endless
+
+
+@pytest.fixture(scope="module")
+def runner():
+    options = {"layers": [1], "max_model_len": 64, "max_num_seqs": 2, "device": "cpu"}
+    return ModelRunner.from_config("tiny", **options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda s: None, lambda s: [], lambda s: 5, lambda s: "x", lambda s: IDS, lambda s: IDS.to("meta"),
+        lambda s: iter([(s, 1)]), lambda s: {s: 1}, lambda s: [s], lambda s: [(s,)], lambda s: [(s, 1, 1)],
+        lambda s: [(s, "1")], lambda s: [(s, 1.0)], lambda s: [(s, True)], lambda s: [(s, IDS[0].to("meta"))],
+        lambda s: [(None, 1)], lambda s: [([1, 2], 1)], lambda s: [(s, 1), IDS],
+    ],
+)  # fmt: skip
+def test_batches_that_are_no_pairs(runner, make):
+    sequence = runner.sequence([1, 2, 3])
+    with pytest.raises(ValueError, match=r"a step takes a list of \(sequence, new tokens\) pairs, got"):
+        runner.step(make(sequence))
+    for count in (0, -1, 4, 10**5000):
+        with pytest.raises(ValueError, match="3 pending tokens"):
+            runner.step([(sequence, count)])
+    assert sequence.num_computed == 0
+    runner.step([(sequence, np.int64(3))])
+    sequence.free()
