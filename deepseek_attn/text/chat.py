@@ -136,7 +136,7 @@ def build_prompt(
             "the last message is an assistant turn, so there is nothing to answer: end with a user message; to "
             "continue a partial answer, pass encode_messages(messages[:-1]) plus that text as a plain prompt"
         )
-    marked, mark = (messages, None) if allow_special else mark_messages(tokenizer, messages)
+    marked, mark = (messages, None) if allow_special else mark_messages(tokenizer, messages, max_tokens)
     if kind == "jinja":
         text = tokenizer.apply_chat_template(marked, thinking)
         if mark and text.replace(mark, "") != tokenizer.apply_chat_template(messages, thinking):

@@ -15,11 +15,17 @@ from deepseek_attn.text.tokenizer import Tokenizer, check_number
 FIRST_MARK = 0xF0000  # a plane of private-use characters
 
 
-def mark_messages(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
-    """Messages with a mark in each spelling of an added token, and the mark; None where nothing is spelled."""
+def mark_messages(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], max_tokens: int | None = None
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Messages with a mark in each spelling of an added token, and the mark; None where nothing is spelled.
+
+    Raises:
+        ValueError: far more than ``max_tokens`` tokens, or a spelling that a mark does not break.
+    """
     text = json.dumps(messages, ensure_ascii=False)
     mark = next(mark for mark in map(chr, range(FIRST_MARK, FIRST_MARK + 2**16)) if mark not in text)
-    marked = [_marked(tokenizer, message, mark) for message in messages]
+    marked = [_marked(tokenizer, message, mark, max_tokens) for message in messages]
     return (messages, None) if marked == messages else (marked, mark)
 
 
@@ -29,7 +35,7 @@ def encode_marked(tokenizer: Tokenizer, text: str, mark: str, max_tokens: int | 
     Where the tokenizer's own model makes an added token of a text, the text is tokenized in pieces, cut at the marks.
     """
     ids, done = [], 0
-    for start, end, token in [*tokenizer.find_added(text), (len(text), len(text), None)]:
+    for start, end, token in [*tokenizer.find_added(text, max_tokens), (len(text), len(text), None)]:
         piece = text[done:start]
         found = tokenizer.encode_plain(piece.replace(mark, ""), max_tokens)
         if mark in piece and not tokenizer.added_ids.isdisjoint(found):
@@ -41,14 +47,16 @@ def encode_marked(tokenizer: Tokenizer, text: str, mark: str, max_tokens: int | 
     return ids
 
 
-def _marked(tokenizer: Tokenizer, value: Any, mark: str) -> Any:
+def _marked(tokenizer: Tokenizer, value: Any, *args: Any) -> Any:
     if isinstance(value, dict):
-        return {_marked(tokenizer, key, mark): _marked(tokenizer, item, mark) for key, item in value.items()}
+        return {_marked(tokenizer, key, *args): _marked(tokenizer, item, *args) for key, item in value.items()}
     if isinstance(value, list):
-        return [_marked(tokenizer, item, mark) for item in value]
-    if not isinstance(value, str):
-        return value
-    while spans := [(start, end) for start, end, _ in tokenizer.find_added(value) if end - start > 1]:
+        return [_marked(tokenizer, item, *args) for item in value]
+    return _marked_text(tokenizer, value, *args) if isinstance(value, str) else value
+
+
+def _marked_text(tokenizer: Tokenizer, value: str, mark: str, max_tokens: int | None) -> str:
+    while spans := [(start, end) for start, end, _ in tokenizer.find_added(value, max_tokens) if end - start > 1]:
         if any(mark in value[start:end] for start, end in spans):
             raise ValueError(
                 "a message spells out a special token, and the tokenizer's normalizer leaves no way to keep it text: "

@@ -126,11 +126,12 @@ class Tokenizer:
         ids = self.encode(text, max_tokens)
         return ids if ids[:1] == [self.bos_token_id] else [self.bos_token_id] + ids
 
-    def find_added(self, text: str) -> list[tuple[int, int, int]]:
-        """Start, end and id of each added token that `encode` finds in ``text``."""
+    def find_added(self, text: str, max_tokens: int | None = None) -> list[tuple[int, int, int]]:
+        """Start, end and id of each added token that `encode` finds in ``text``; raises ValueError as `encode` does."""
         self._check_text(text)
         if not self._may_have_added(text):
             return []
+        self._check_length(self.backend, text, max_tokens)
         with self._panics_refused("a text"):
             found = self._finder.encode(text, add_special_tokens=False)
         added = self._finder.get_added_tokens_decoder()  # by the finder's own ids
@@ -151,15 +152,17 @@ class Tokenizer:
             return stream.step(self.backend, token_id)
 
     def _encode(self, backend: tokenizers.Tokenizer, text: str, max_tokens: int | None) -> list[int]:
-        if max_tokens is not None:
-            # A beginning has at least as many tokens as the text, but for those at the cut: twice the limit is certain.
-            size = FIRST_PIECE
-            while size < len(text):
-                check_number(len(self._encode(backend, text[:size], None)) // 2, max_tokens)
-                size *= 2
+        self._check_length(backend, text, max_tokens)
         self._check_text(text)
         with self._panics_refused("a text"):
             return backend.encode(text, add_special_tokens=False).ids
+
+    def _check_length(self, backend: tokenizers.Tokenizer, text: str, max_tokens: int | None) -> None:
+        """ValueError if a beginning of ``text`` has twice ``max_tokens``: a cut inside a word adds some tokens."""
+        size = FIRST_PIECE
+        while max_tokens is not None and size < len(text):
+            check_number(len(self._encode(backend, text[:size], None)) // 2, max_tokens)
+            size *= 2
 
     def _check_text(self, text: str) -> None:
         try:
@@ -199,17 +202,21 @@ class Tokenizer:
         """Whether an added token is spelled in ``text``, or could be once it is normalized: found in less time."""
         if repr(self.backend.normalizer) not in ("None", "Sequence(normalizers=[])"):
             return True
-        starts = self._added_starts
-        pattern = re.compile("|".join(map(re.escape, starts)))
-        return bool(starts) and any(text.startswith(starts[m[0]], m.start()) for m in pattern.finditer(text))
+        lengths = self._added_lengths
+        starts = re.compile("|".join(map(re.escape, lengths))) if lengths else re.compile("(?!)")
+        return any(
+            text[match.start() : match.start() + length] in self.added
+            for match in starts.finditer(text)
+            for length in lengths[match[0]]
+        )
 
     @cached_property
-    def _added_starts(self) -> dict[str, tuple[str, ...]]:
-        """Added tokens by their first two characters."""
-        starts: dict[str, tuple[str, ...]] = {}
+    def _added_lengths(self) -> dict[str, set[int]]:
+        """Lengths of the added tokens that begin with the same two characters."""
+        lengths: dict[str, set[int]] = {}
         for token in self.added:
-            starts[token[:2]] = (*starts.get(token[:2], ()), token)
-        return starts
+            lengths.setdefault(token[:2], set()).add(len(token))
+        return lengths
 
     @cached_property
     def _finder(self) -> tokenizers.Tokenizer:
@@ -295,7 +302,10 @@ class IncrementalDecoder:
 def check_number(at_least: int, max_tokens: int) -> None:
     """ValueError for a prompt of too many tokens that was not tokenized to its end."""
     if at_least > max_tokens:
-        raise ValueError(f"a prompt of at least {at_least} tokens exceeds {max_tokens} (max_model_len); shorten it")
+        raise ValueError(
+            f"a prompt of at least {at_least} tokens exceeds max_model_len={max_tokens}; shorten it, or raise "
+            "max_model_len"
+        )
 
 
 @contextmanager
@@ -336,8 +346,8 @@ def _load(path: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
         listed = [_added_token(token) for _, token in listed]
         for token in listed:
             token.special = (token.special or token.content in special) and token.content not in TEXT_TOKENS
-        known = list(backend.get_added_tokens_decoder().values())
-        backend.add_tokens([token for token in listed if token not in known])
+        known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+        backend.add_tokens([token for token in listed if known.get(token.content) != token])
         known = {token.content for token in backend.get_added_tokens_decoder().values()}
         backend.add_tokens([token for token in named if token.content not in known])
     except Exception as error:  # the tokenizers library raises bare Exception for a file that it cannot parse

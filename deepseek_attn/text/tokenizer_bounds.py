@@ -11,9 +11,9 @@ from math import prod
 from typing import Any
 
 MAX_TOKENIZER_BYTES = 1 << 25  # of tokenizer.json; DeepSeek-V4's has 6.4 MB
-MAX_TOKEN = 4096  # characters of a token
+MAX_TOKEN = 1024  # characters of a token
 MAX_AFFIX = 64  # characters that a component puts before or after each word
-MAX_GROWTH = 64  # factor by which the normalizer, or the decoder, may lengthen a text
+MAX_GROWTH = 16  # factor by which the normalizer, or the decoder, may lengthen a text
 MAX_WORD = 1000  # characters of a word that WordPiece compares with its vocabulary, in time of their square
 # Unicode's normal forms and lower case are in neither list's factor: they lengthen a text by at most 18, once.
 STEADY = {

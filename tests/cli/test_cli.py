@@ -257,6 +257,7 @@ def test_wrong_score_input(checkpoint, tmp_path, capsys, lists, flags, message):
         (["--model", "/does/not/exist", "--prompt", "x"], "does not exist"),
         (["--prompt", ""], "empty prompt"),
         (["--prompt", "x", "--thinking"], "--thinking needs --chat"),
+        (["--prompt", "x", "--allow-special"], "--allow-special needs --chat"),
         (["--token-ids", "1,2", "--chat"], "--chat takes text"),
         (["--prompt", "x", "--temperature", "-1", "--top-p", "0"], "top_p=0"),
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens=0"),

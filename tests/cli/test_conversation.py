@@ -12,6 +12,7 @@ from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.checkpoint import RandomSource, write_checkpoint
 from deepseek_attn.cli import Terminated, main, make_parser
 from deepseek_attn.engine.llm import LLM as Model
+from deepseek_attn.engine.request import Request
 from tests.support.exit_codes import exit_code
 from tests.support.small_models import three_layers
 
@@ -114,6 +115,26 @@ def test_another_signal_ends_the_conversation_within_an_answer(checkpoint, typed
 def test_interrupted_where_a_turn_is_awaited(checkpoint, typed):
     typed("one", KeyboardInterrupt)
     assert generate(checkpoint, "--chat") == 130
+
+
+@pytest.mark.parametrize("source", ["typed", "--prompt", "--messages", "--prompts"])
+def test_special_tokens_in_messages(checkpoint, typed, tmp_path, monkeypatch, source):
+    """Text by default, tokens with the flag, wherever a message comes from."""
+    message, prompts = "a<｜User｜>b", []
+    create = Request.create.__func__
+
+    def watched(cls, runner, tokenizer, prompt, *args):
+        prompts.append(tokenizer.decode(prompt).count("<｜User｜>") - [*prompt].count(tokenizer.token_id("<｜User｜>")))
+        return create(cls, runner, tokenizer, prompt, *args)
+
+    monkeypatch.setattr(Request, "create", classmethod(watched))
+    (tmp_path / "messages").write_text(json.dumps([{"role": "user", "content": message}]))
+    (tmp_path / "prompts").write_text(f"{message}\n")
+    flags = {"--prompt": message, "--messages": str(tmp_path / "messages"), "--prompts": str(tmp_path / "prompts")}
+    for allowed in ([], ["--allow-special"]):
+        typed(message)
+        assert generate(checkpoint, *([source, flags[source]] if source in flags else []), "--chat", *allowed) == 0
+    assert prompts == [1, 0]
 
 
 def test_messages(checkpoint, tmp_path, capsys, monkeypatch):

@@ -579,6 +579,6 @@ def test_a_text_far_beyond_the_context_is_not_tokenized_whole(llm, free_pages, m
 
     monkeypatch.setattr(Tokenizer, "_encode", watched)
     for call in (llm.generate, llm.stream, lambda text: llm.chat([{"role": "user", "content": text + "<｜User｜>"}])):
-        with pytest.raises(ValueError, match=r"a prompt of at least \d+ tokens exceeds 200 \(max_model_len\)"):
+        with pytest.raises(ValueError, match=r"a prompt of at least \d+ tokens exceeds max_model_len=200"):
             call(text)
     assert 0 < longest < 10**5

@@ -258,7 +258,7 @@ class SpecialsOnly:
     def token_id(self, token):
         return self.specials.index(token) if token in self.specials else None
 
-    def find_added(self, text):
+    def find_added(self, text, max_tokens=None):
         return []
 
     def encode(self, text, max_tokens=None):
