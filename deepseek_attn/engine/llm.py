@@ -84,6 +84,8 @@ class TextStream(Iterator[str]):
 class LLM:
     """A checkpoint ready to generate; a context manager that closes it.
 
+    Requests take what they leave open of `SamplingParams` from the checkpoint's ``generation_config.json``.
+
     Args:
         model: a directory with ``config.json``, safetensors shards and, for text prompts, ``tokenizer.json``; or a
             hub id, see `ModelRunner.from_pretrained`; default: the small trained checkpoint that comes along.
