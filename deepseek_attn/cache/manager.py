@@ -13,6 +13,7 @@ import torch
 
 from deepseek_attn.cache.layout import STATE, WINDOW, WINDOW_PAGE, window_pages_per_sequence
 from deepseek_attn.cache.pools import CachePools
+from deepseek_attn.utils.turns import Turns, in_turn
 
 NULL_PAGE = 0
 
@@ -102,10 +103,14 @@ class CacheManager:
     The tables of all `SequenceCache` alive say who holds which page. Free lists and reference counts only follow from
     them: they are counted again after a change that an exception (a `KeyboardInterrupt`, for one) has broken off, and
     after a cache that held pages was garbage-collected.
+
+    Attributes:
+        turns: of the threads that use these caches and the model over them.
     """
 
     def __init__(self, pools: CachePools):
         self.pools, self.layout = pools, pools.layout
+        self.turns = Turns(next(iter(pools)).tensor.device)
         self._allocators = {group: PageAllocator(pages) for group, pages in self.layout.pages.items()}
         self._spans = self.layout.spans
         self._free_snapshots = list(range(self.layout.max_snapshots))
@@ -113,11 +118,13 @@ class CacheManager:
         self._holders: dict[int, weakref.ref[SequenceCache]] = {}  # by id
         self._collected: list[weakref.ref[SequenceCache]] = []
 
+    @in_turn
     def available_pages(self) -> dict[str, int]:
         self._settle()
         return {group: allocator.available for group, allocator in self._allocators.items()}
 
     @property
+    @in_turn
     def free_snapshots(self) -> list[int]:
         """Rows of each `Pool.carried` that no snapshot uses."""
         self._settle()
@@ -135,11 +142,13 @@ class CacheManager:
         """Pages by group that a sequence holds, shared ones included."""
         return {group: sum(page != NULL_PAGE for page in table) for group, table in cache.tables.items()}
 
+    @in_turn
     def references(self, group: str, page: int) -> int:
         """Sequences and snapshots that hold a page."""
         self._settle()
         return self._allocators[group].references(page)
 
+    @in_turn
     def allocate_table(self, cache: SequenceCache, group: str, held: list[bool]) -> None:
         """Gives an empty table of a sequence a new page wherever ``held``, and the null page elsewhere.
 
@@ -159,6 +168,7 @@ class CacheManager:
             cache.version += 1
             cache.owned_to = 0
 
+    @in_turn
     def release_table(self, cache: SequenceCache, group: str) -> None:
         """Returns a sequence's pages of one group."""
         self._settle()
@@ -168,6 +178,7 @@ class CacheManager:
             cache.version += 1
             cache.owned_to = 0
 
+    @in_turn
     def carry(self, cache: SequenceCache) -> int:
         """Gives a snapshot's cache a row of each `Pool.carried`, of which there must be a free one; returns it."""
         self._settle()
@@ -189,6 +200,7 @@ class CacheManager:
             live[WINDOW] = live[WINDOW][self._freed_window_pages(low_water) :]
         return live | {group: range(min(num_tokens, 1)) for group in self.layout.pages if group == STATE}
 
+    @in_turn
     def allocate_sequence(self, num_tokens: int, low_water: int) -> SequenceCache:
         """A sequence with new pages for tokens whose entries the caller writes.
 
@@ -205,6 +217,7 @@ class CacheManager:
         cache.num_tokens, cache.low_water = num_tokens, low_water
         return cache
 
+    @in_turn
     def reserve(self, batch: list[tuple[SequenceCache, int]]) -> None:
         """Gives each sequence the pages of its next ``n`` tokens: new ones, and copies of shared ones.
 
@@ -326,6 +339,7 @@ class CacheManager:
                 f"manager.truncate(cache, {cache.num_tokens})"
             )
 
+    @in_turn
     def commit(self, cache: SequenceCache, n: int) -> None:
         """Counts ``n`` computed tokens and frees window pages that no query and no rollback can reach any more.
 
@@ -349,6 +363,7 @@ class CacheManager:
         cache.num_tokens += n
         self.raise_low_water(cache, cache.num_tokens - self.layout.max_rollback)
 
+    @in_turn
     def raise_low_water(self, cache: SequenceCache, length: int) -> None:
         """Rules out truncation to fewer than ``length`` tokens, and frees the window pages that only it needs."""
         if WINDOW not in cache.tables:
@@ -368,6 +383,7 @@ class CacheManager:
         """Number of window pages that no query from token ``low_water`` on can reach."""
         return max(0, low_water - self.layout.window + 1) // WINDOW_PAGE
 
+    @in_turn
     def truncate(self, cache: SequenceCache, n: int, keep_pages: bool = False) -> int:
         """Forgets all tokens from ``n`` on. Returns how many stay computed: ``n``, or 0 if that was too far back.
 
@@ -402,6 +418,7 @@ class CacheManager:
                 cache.owned_to = 0
         return n
 
+    @in_turn
     def fork(self, cache: SequenceCache) -> SequenceCache:
         """A second sequence with the same past. Shares every page until one of the two writes to it."""
         self._check_owner(cache)
@@ -418,6 +435,7 @@ class CacheManager:
             cache.owned_to = 0
         return fork
 
+    @in_turn
     def free(self, cache: SequenceCache) -> None:
         """Returns all pages; the sequence is empty afterwards and can be used again."""
         self._check_owner(cache)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from deepseek_attn.cache.manager import NULL_PAGE, CacheManager, SequenceCache
 from deepseek_attn.cache.snapshots import Snapshot, SnapshotStore
+from deepseek_attn.utils.turns import in_turn
 
 
 class BlockKeys:
@@ -74,7 +75,7 @@ class PrefixCache:
     """Snapshots by the tokens of their prefix; eviction is least recently used first."""
 
     def __init__(self, manager: CacheManager):
-        self.manager, self.layout = manager, manager.layout
+        self.manager, self.layout, self.turns = manager, manager.layout, manager.turns
         self.store = SnapshotStore(manager)
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._seen: dict[bytes, _Entry] = {}
@@ -82,6 +83,7 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @in_turn
     def match(self, keys: list[bytes]) -> Match:
         """The longest kept prefix of a prompt; ``keys`` are the keys of its prefixes, shortest first."""
         block, found = self.layout.snapshot_block, Match()
@@ -96,6 +98,7 @@ class PrefixCache:
                 return Match(entry.snapshot, count * block, found.seen)
         return found
 
+    @in_turn
     def start(self, match: Match) -> SequenceCache:
         """A new sequence's cache with the matched prefix in it.
 
@@ -104,6 +107,7 @@ class PrefixCache:
         """
         return self.store.restore(match.snapshot, match.length)
 
+    @in_turn
     def keep(self, cache: SequenceCache, keys: list[bytes]) -> bool:
         """Takes a snapshot of the first ``len(keys)`` blocks of a sequence; returns whether it was new."""
         if not keys or not self.layout.max_snapshots:
@@ -125,6 +129,7 @@ class PrefixCache:
         self._seen |= dict.fromkeys(fresh, entry)
         return True
 
+    @in_turn
     def evict(self) -> bool:
         """Drops the least recently used snapshot; False if there is none."""
         if not self._entries:
@@ -132,10 +137,12 @@ class PrefixCache:
         self._remove(next(iter(self._entries)))
         return True
 
+    @in_turn
     def clear(self) -> None:
         while self.evict():
             pass
 
+    @in_turn
     def reclaimable(self) -> dict[str, int]:
         """Pages by group that are free once every snapshot has gone."""
         holders = Counter(

@@ -2,28 +2,34 @@
 
 Whatever breaks off a step, a `KeyboardInterrupt` at any point included, undoes it up to the tokens that requests have
 by then, from which everything else follows (`Engine._whole`). So the next step goes on with the same tokens.
+
+Several threads can use an engine: every method that changes anything waits for its turn (`utils.turns`). A step
+computes the requests of all of them, whichever thread calls it; each caller is told about its own.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 
 import torch
 
 from deepseek_attn.cache.manager import OutOfPages
 from deepseek_attn.cache.prefix import BlockKeys
 from deepseek_attn.engine.decoding import Accepted, NextToken, Work
-from deepseek_attn.engine.request import Request
+from deepseek_attn.engine.request import Caller, Request, Unreported
 from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.scheduler import Scheduler
 from deepseek_attn.engine.stats import EngineStats, StepStats
 from deepseek_attn.runner import ModelRunner, StepOutput
 from deepseek_attn.runner.prompts import TokenIds
 from deepseek_attn.text.tokenizer import Tokenizer
+from deepseek_attn.utils.turns import in_turn
 
 logger = logging.getLogger(__name__)
 IDLE_SECONDS = 0.01  # between two looks for a request where none is in flight
@@ -37,20 +43,14 @@ class RequestOutput:
     Attributes:
         computed: its tokens that went through the model, rejected drafts left out.
         token_ids, text: new tokens, and the text that is now certain.
+        finished: it has ended; this is the last output of the request.
     """
 
     request: Request
     computed: int = 0
     token_ids: tuple[int, ...] = ()
     text: str = ""
-
-
-@dataclass
-class _Unreported:
-    """The part of a request that is still to be reported: tokens from number ``start`` on, and those ``computed``."""
-
-    start: int
-    computed: int = 0
+    finished: bool = False
 
 
 class Engine:
@@ -72,14 +72,20 @@ class Engine:
         self.scheduler = Scheduler(runner.manager, self.prefixes)
         self.stats, self.last_step = EngineStats(), StepStats()
         self.on_step: Callable[[StepStats], None] | None = None
-        self._unreported: dict[Request, _Unreported] = {}
+        self.turns = runner.manager.turns
+        self._steppers = Caller()  # those who call `step`: they are told about requests that are in no `run`
+        self._runs: set[Caller] = set()
+        self._step_in: int | None = None  # number of the turn in which a step is computed
+        self._to_cancel: deque[Request] = deque()  # after that step
+        self._ended = 0
         self._broke_off = False
 
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` still has something to do or to report."""
-        return bool(self.scheduler.waiting or self.scheduler.running or self._unreported)
+        return bool(self.scheduler.waiting or self.scheduler.running or self._steppers.unreported)
 
+    @in_turn
     def add_request(self, prompt: TokenIds, params: SamplingParams | None = None, *, index: int = 0) -> Request:
         """Queues a prompt of token ids. One that cannot be run comes back with an error, and `step` reports it.
 
@@ -100,6 +106,11 @@ class Engine:
         Raises:
             ValueError: a request that was submitted before, has ended, or belongs to another runner.
         """
+        return self._submit(request, self._steppers)
+
+    @in_turn
+    def _submit(self, request: Request, caller: Caller) -> Request:
+        self._refuse_within_step()
         if not isinstance(request, Request):
             raise ValueError(f"a Request is needed, got {request!r}: add_request takes token ids")
         if request.finished:
@@ -112,21 +123,30 @@ class Engine:
             raise ValueError("the request was made for another runner: make it with this engine's (Engine.runner)")
         with self._whole():
             request.keys = BlockKeys(self.runner.layout.snapshot_block, lookahead=int(self.decoder.mtp))
-            self.scheduler.waiting.append(request)
+            request.caller = caller
+            self.scheduler.waiting[request] = None
             if reason := self.scheduler.never_fits(request):
                 self._fail(request, reason)
         return request
 
+    @in_turn
     def cancel(self, request: Request) -> bool:
-        """Ends a request between two steps and frees all it holds; False if it had ended already.
+        """Ends a request and frees all it holds, between two steps; False if it had ended already.
+
+        One that was not submitted ends, too, and cannot be any more. A call from within a step (by a hook, a signal
+        handler, or the generator of a `run` that is garbage-collected) takes effect when the step has ended.
 
         Raises:
             ValueError: a request of another engine.
         """
         if request.finished:
             return False
-        if request not in self.scheduler:
-            raise ValueError("the request is of another engine, or was never submitted: only its engine can cancel it")
+        submitted = request.keys is not None
+        if request.sequence.manager is not self.scheduler.manager or (submitted and request not in self.scheduler):
+            raise ValueError("the request is of another engine: only its engine can cancel it")
+        if self._step_in == self.turns.number:
+            self._to_cancel.append(request)
+            return True
         with self._whole():
             self._end(request, "abort")
         return True
@@ -134,43 +154,70 @@ class Engine:
     def run(
         self, requests: Iterable[Request | None], max_in_flight: int | None = None
     ) -> Iterator[list[RequestOutput]]:
-        """Steps until these requests have ended; submits those that have not been.
+        """Steps until these requests have ended; submits those that have not been. Yields their outputs.
 
-        Closing the generator early, or an exception, cancels those that have not ended.
+        Several threads can each have their run at the same time: a step of one computes the requests of all. Closing
+        the generator early, or an exception, cancels those that have not ended.
 
         Args:
             requests: None in place of one says that it is not there yet: the others go on, and it is asked for again.
             max_in_flight: requests that are taken before one of them has ended; None: all, before the first step.
 
         Raises:
-            ValueError: a request of another engine, or one that cannot be submitted.
+            ValueError: a request of another engine or of another run, or one that cannot be submitted.
+            RuntimeError: ranks share the model, and another thread has a run: the order of their steps would differ
+                from rank to rank.
         """
-        source, held, more = iter(requests), [], True
-        own = {*self.scheduler.running, *self.scheduler.waiting}
+        source, more = iter(requests), True
+        caller, held = Caller(get_ident()), dict[Request, None]()
         try:
+            self._begin(caller)
             while True:
                 while more and (max_in_flight is None or len(held) < max_in_flight):
                     request = next(source, END)
                     more = request is not END
                     if not isinstance(request, Request):
                         break
-                    held.append(request)
-                    known = request in own or (request.keys is not None and request in self.scheduler)
-                    if not request.finished and not known:
-                        self.submit(request)
-                if self._unreported or any(not request.finished for request in held):
-                    yield self.step()
-                elif held:  # they had ended before
-                    yield []
+                    held[request] = None
+                    self._take_over(request, caller)
+                if held:
+                    outputs = self._take_outputs(caller)
+                    for output in outputs:
+                        if output.finished:
+                            del held[output.request]
+                    yield outputs
                 elif more:
                     time.sleep(IDLE_SECONDS)
                 else:
                     return
-                held = [request for request in held if not request.finished]
         finally:
             for request in held:
-                if request in self.scheduler:
+                if request.caller is caller and request in self.scheduler:
                     self.cancel(request)
+            self._runs.discard(caller)
+
+    @in_turn
+    def _begin(self, caller: Caller) -> None:
+        """Counts a `run` among those that go on."""
+        if self.runner.parallel.world > 1 and any(run.thread != caller.thread for run in self._runs):
+            raise RuntimeError(
+                "another thread generates with this model, which several ranks share: all ranks make the same calls in "
+                "the same order, so make them in one thread"
+            )
+        self._runs.add(caller)
+
+    @in_turn
+    def _take_over(self, request: Request, caller: Caller) -> None:
+        """Makes a request one of a `run`, which is told about it from now on; submits it unless it was or has ended."""
+        if not request.finished and request not in self.scheduler:
+            self._submit(request, caller)
+            return
+        if not request.finished and request.caller is not self._steppers:
+            raise ValueError("the request is part of another run, which gets its outputs")
+        request.caller = caller
+        known = self._steppers.unreported.pop(request, None)
+        if known is not None or request.finished:
+            caller.unreported[request] = known or Unreported(request.num_generated)
 
     def step(self) -> list[RequestOutput]:
         """Computes one batch: every decode, and as many prompt tokens as the budget leaves.
@@ -179,19 +226,67 @@ class Engine:
         the tokens that there are, and returns what this one would have.
 
         Returns:
-            What happened to each request that took part, failed, or was cancelled since the last step.
+            What happened to each request that took part, failed, or was cancelled since the last step; those of `run`
+            are left out, which is told itself.
         """
-        with self._whole():
-            outputs = self._step()
-        reported = self._unreported
+        taken = Caller()
         try:
-            self._unreported = {}
-            if self.on_step is not None:
-                self.on_step(self.last_step)
-            return outputs
+            return self._take_outputs(self._steppers, taken)
         except BaseException:
-            self._unreported = self._unreported | reported
+            self._put_back(taken)
             raise
+
+    @in_turn
+    def _take_outputs(self, caller: Caller, taken: Caller | None = None) -> list[RequestOutput]:
+        """What a caller has not been told, after a step; a `run` makes none if a step of another thread left it some.
+
+        Args:
+            taken: of those who call `step`: gets what they are told, for the case that it does not reach them.
+        """
+        if taken is not None or not caller.unreported:
+            self._compute_step()
+        outputs = [
+            RequestOutput(
+                request,
+                unreported.computed,
+                tuple(request.generated(unreported.start)),
+                "".join(request.text[unreported.start :]),
+                request.finished,
+            )
+            for request, unreported in caller.unreported.items()
+        ]
+        if taken is None:
+            caller.unreported = {}
+        else:
+            taken.unreported, caller.unreported = caller.unreported, {}
+        return outputs
+
+    @in_turn
+    def _put_back(self, taken: Caller) -> None:
+        """Reports once more what did not reach the caller of `step`."""
+        unreported = dict(taken.unreported)
+        for request, newer in self._steppers.unreported.items():
+            older = unreported.get(request, Unreported(newer.start))
+            unreported[request] = Unreported(older.start, older.computed + newer.computed)
+        self._steppers.unreported, taken.unreported = unreported, {}
+
+    def _refuse_within_step(self) -> None:
+        if self._step_in == self.turns.number:
+            raise RuntimeError("called from within a step of this engine: wait until it has ended (Engine.on_step)")
+
+    def _compute_step(self) -> None:
+        """One step, whose results are then unreported."""
+        self._refuse_within_step()
+        try:
+            with self._whole():
+                self._step_in = self.turns.number
+                self._step()
+        finally:
+            self._step_in = None
+            while self._to_cancel:
+                self.cancel(self._to_cancel.popleft())
+        if self.on_step is not None:
+            self.on_step(self.last_step)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -217,7 +312,7 @@ class Engine:
                 self._count_ended(request)
         self._broke_off = False
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self) -> None:
         """Admits requests, computes a batch, hands out its tokens, and counts."""
         started, stats = time.perf_counter(), StepStats()
         self.last_step = stats
@@ -232,22 +327,13 @@ class Engine:
         accepted = self.decoder.accept(work, output) if work else Accepted()
         stats.verifications.update(accepted.verified.values())
         self._take_tokens(work, accepted, stats)
-        outputs = [
-            RequestOutput(
-                request,
-                unreported.computed,
-                tuple(request.generated(unreported.start)),
-                "".join(request.text[unreported.start :]),
-            )
-            for request, unreported in self._unreported.items()
-        ]
-        stats.finished = sum(output.request.finished for output in outputs)
+        ended = self.stats.finished.total()
+        stats.finished, self._ended = ended - self._ended, ended
         stats.running, stats.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         free, pages = self.runner.manager.available_pages(), self.runner.layout.pages
         stats.pages = {group: (pages[group] - 1 - free[group], pages[group] - 1) for group in pages}
         stats.seconds = time.perf_counter() - started
         self.stats.add(stats)
-        return outputs
 
     def _compute(self, stats: StepStats, async_allowed: bool) -> tuple[Work, StepOutput]:
         """Runs the next batch that there are pages for; requests that can never run fail."""
@@ -356,9 +442,10 @@ class Engine:
         if request in self.scheduler:
             self.scheduler.remove(request)
 
-    def _report(self, request: Request) -> _Unreported:
+    def _report(self, request: Request) -> Unreported:
         """Has the next outputs report what becomes of a request from here on."""
-        return self._unreported.setdefault(request, _Unreported(request.num_generated))
+        caller = request.caller or self._steppers
+        return caller.unreported.setdefault(request, Unreported(request.num_generated))
 
 
 def count_tokens(stats: StepStats, work: Work, decode_tokens: int) -> None:

@@ -51,17 +51,23 @@ class IndexedCompletion(NamedTuple):
 
 
 class TextStream(Iterator[str]):
-    """The text of a request, piece by piece, each as soon as it is certain. `close` ends the request early."""
+    """The text of a request, piece by piece, each as soon as it is certain. `close` ends the request early.
 
-    def __init__(self, request: Request, pieces: Generator[str]):
-        self._request, self._pieces = request, pieces
+    Any thread can go on with it, one at a time; any other can close it.
+    """
+
+    def __init__(self, engine: Engine, request: Request, pieces: Generator[str]):
+        self._engine, self._request, self._pieces = engine, request, pieces
 
     def __next__(self) -> str:
         return next(self._pieces)
 
     def close(self) -> None:
         """Cancels the request if it has not ended, and frees what it holds."""
-        self._pieces.close()
+        try:
+            self._pieces.close()
+        except ValueError:  # another thread waits for the next piece: it gets no more
+            self._engine.cancel(self._request)
 
     def parts(self) -> Iterator[tuple[str, str]]:
         """The text as ``("reasoning" | "answer", piece)``, without the ``</think>`` tokens between the parts."""
@@ -84,7 +90,8 @@ class TextStream(Iterator[str]):
 class LLM:
     """A checkpoint ready to generate; a context manager that closes it.
 
-    Requests take what they leave open of `SamplingParams` from the checkpoint's ``generation_config.json``.
+    Requests take what they leave open of `SamplingParams` from the checkpoint's ``generation_config.json``. Several
+    threads can call it at the same time: their prompts are batched together, and each call returns its own.
 
     Args:
         model: a directory with ``config.json``, safetensors shards and, for text prompts, ``tokenizer.json``; or a
@@ -233,8 +240,8 @@ class LLM:
         with bar, closing(self.engine.run(requests(), max_in_flight)) as steps:
             tokens, started = 0, time.perf_counter()
             for outputs in steps:
-                tokens += sum(len(output.token_ids) for output in outputs if output.request in in_flight)
-                done = [request for request in in_flight if request.finished]
+                tokens += sum(len(output.token_ids) for output in outputs)
+                done = [output.request for output in outputs if output.finished]
                 bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tok/s", refresh=False)
                 bar.update(len(done))
                 for request in done:
@@ -251,7 +258,7 @@ class LLM:
             ValueError: the prompt cannot be run. RequestFailed, from the stream: the request failed while it ran.
         """
         request = self._request(prompt, checked_params(params), 0)
-        return TextStream(request, self._pieces(request, progress))
+        return TextStream(self.engine, request, self._pieces(request, progress))
 
     def _pieces(self, request: Request, progress: bool) -> Generator[str]:
         several = request.prompt_length > self.runner.layout.max_num_batched_tokens
@@ -267,8 +274,8 @@ class LLM:
                 bar.update(request.sequence.num_computed - bar.n)
                 if request.text:
                     bar.close()
-                # another stream's step may have computed several tokens of this one
-                given, fresh = len(request.text), request.text[given:]
+                fresh = request.text[given:]  # of several tokens where there are drafts, or another stream's steps
+                given += len(fresh)
                 yield from filter(None, fresh)
             yield from filter(None, request.text[given:])
         self.runner.wait_for_ranks()

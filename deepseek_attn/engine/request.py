@@ -47,6 +47,27 @@ class RequestFailed(RuntimeError):
     """A request ended with an error."""
 
 
+@dataclass
+class Unreported:
+    """The part of a request that is still to be reported: tokens from number ``start`` on, and those ``computed``."""
+
+    start: int
+    computed: int = 0
+
+
+@dataclass(eq=False)
+class Caller:
+    """One that is told what becomes of its requests: an `Engine.run`, or all who call `Engine.step`.
+
+    Attributes:
+        thread: of an `Engine.run`, the thread that began it.
+        unreported: by request, the part that it has not been told.
+    """
+
+    thread: int | None = None
+    unreported: dict[Request, Unreported] = field(default_factory=dict)
+
+
 @dataclass(eq=False)
 class Request:
     """A request, from its prompt to its end.
@@ -63,6 +84,7 @@ class Request:
         kept_blocks: blocks of tokens that have been offered to the prefix cache.
         cached_tokens: tokens that came from the prefix cache when it first started.
         preemptions: number of times it was preempted.
+        caller: who is told what becomes of it; None before it is submitted.
     """
 
     _sequence: Sequence | None
@@ -80,6 +102,7 @@ class Request:
     kept_blocks: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    caller: Caller | None = None
 
     @classmethod
     def create(

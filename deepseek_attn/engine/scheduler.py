@@ -7,7 +7,7 @@ left, the request that was admitted last is preempted: it waits at the front, an
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 
 from deepseek_attn.cache.manager import CacheManager, OutOfPages
 from deepseek_attn.cache.prefix import Match, PrefixCache
@@ -25,13 +25,15 @@ class Scheduler:
         prefixes: snapshots to start from; None: every request starts at its first token.
 
     Attributes:
+        waiting: a set in which the first request is the next to run; the time to find or remove one does not depend on
+            how many there are.
         max_num_batched_tokens: that of the layout, less for a while after a step that ran out of memory.
     """
 
     def __init__(self, manager: CacheManager, prefixes: PrefixCache | None):
         self.manager, self.layout, self.prefixes = manager, manager.layout, prefixes
         self.max_num_batched_tokens = self.layout.max_num_batched_tokens
-        self.waiting: deque[Request] = deque()
+        self.waiting: OrderedDict[Request, None] = OrderedDict()
         self.running: list[Request] = []
         self._patience, self._steps, self._largest, self._planned = PATIENCE, 0, 0, 0
 
@@ -61,12 +63,15 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Drops a request that has ended."""
-        (self.running if request in self.running else self.waiting).remove(request)
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            del self.waiting[request]
 
     def restore(self) -> None:
         """After an interruption, which may have left a request on its way in both lists: it runs."""
         running = set(self.running)
-        self.waiting = deque(request for request in self.waiting if request not in running)
+        self.waiting = OrderedDict((request, None) for request in self.waiting if request not in running)
         for request in [*self.running, *self.waiting]:
             request.restore()
 
@@ -90,12 +95,12 @@ class Scheduler:
     def admit(self, stats: StepStats) -> None:
         """Starts waiting requests, in order, while there are enough pages."""
         while self.waiting and len(self.running) < self.layout.max_num_seqs:
-            request = self.waiting[0]
+            request = next(iter(self.waiting))
             match = self._match(request)
             if self.running and not self._fits(request, match):
                 return
             self.running.append(request)
-            self.waiting.popleft()
+            del self.waiting[request]
             stats.admitted += 1
             stats.queried_tokens += len(request.sequence.token_ids)
             self._start(request, match, stats)
@@ -215,7 +220,8 @@ class Scheduler:
 
     def preempt(self, request: Request, stats: StepStats) -> None:
         """Frees a request's pages; it waits at the front, and computes its tokens again."""
-        self.waiting.appendleft(request)
+        self.waiting[request] = None
+        self.waiting.move_to_end(request, last=False)
         request.release()
         request.preemptions += 1
         self.running.remove(request)

@@ -55,6 +55,7 @@ from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.sequence import TokenLimits
 from deepseek_attn.utils.device import total_memory
 from deepseek_attn.utils.sizes import show_bytes
+from deepseek_attn.utils.turns import in_turn
 from deepseek_attn.utils.workspace import Workspace
 
 Model = Backbone | AttentionStack
@@ -82,6 +83,7 @@ class LoadedModel:
         directory: the checkpoint's folder; None for weights from elsewhere.
         generation: its defaults of sampling; none for weights from elsewhere.
         compilation: kernels that are being compiled; None if all were before, or are as they are launched.
+        turns: of the threads that use the model.
     """
 
     config: AnyConfig
@@ -109,6 +111,9 @@ class LoadedModel:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     compilation: Compilation | None = None
 
+    def __post_init__(self) -> None:
+        self.turns = self.manager.turns
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a text."""
@@ -135,6 +140,7 @@ class LoadedModel:
         with self.parallel.together(), reference_ops(self.reference_only), invariant:
             yield
 
+    @in_turn
     def close(self) -> None:
         """Frees weights, caches, scratch memory and CUDA graphs. Everything that needs them then raises RuntimeError.
 

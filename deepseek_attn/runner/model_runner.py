@@ -29,7 +29,7 @@ from deepseek_attn.runner.drafting import BlockDrafter, Drafter, DraftRows
 from deepseek_attn.runner.graph_steps import StepSize
 from deepseek_attn.runner.graphs import DecodeRun, DraftTokens
 from deepseek_attn.runner.options import RunnerOptions, check_options, lists_options
-from deepseek_attn.runner.prompts import TokenIds
+from deepseek_attn.runner.prompts import TokenIds, each_prompt
 from deepseek_attn.runner.scoring import score_prompts
 from deepseek_attn.runner.sequence import Sequence
 from deepseek_attn.runner.step import (
@@ -46,6 +46,7 @@ from deepseek_attn.runner.step import (
 from deepseek_attn.runner.warm_up import WarmUp
 from deepseek_attn.utils.hub import HubModel
 from deepseek_attn.utils.tracing import traced
+from deepseek_attn.utils.turns import in_turn
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,7 +54,10 @@ DEFAULT_OPTIONS = StepOptions()
 
 
 class ModelRunner(LoadedModel):
-    """A loaded model that computes steps of sequences. Make one with `from_pretrained` or `from_config`."""
+    """A loaded model that computes steps of sequences. Make one with `from_pretrained` or `from_config`.
+
+    Several threads can use one runner: calls wait for each other, each step and each `score` as a whole.
+    """
 
     @classmethod
     @lists_options
@@ -127,6 +131,7 @@ class ModelRunner(LoadedModel):
     def has_mtp(self) -> bool:
         return self.drafter is not None
 
+    @in_turn
     def expect_drafts(self, num_drafts: int) -> None:
         """From now on a verification, ``1 + num_drafts`` new tokens of a request, is a decode.
 
@@ -151,6 +156,7 @@ class ModelRunner(LoadedModel):
             )
         self.decode_query_len = max(self.decode_query_len, 1 + num_drafts)
 
+    @in_turn
     def warm_up(self, progress: bool = False) -> None:
         """Runs steps of every size on null pages: later ones then compile and load no kernel, and capture no graph.
 
@@ -176,6 +182,7 @@ class ModelRunner(LoadedModel):
         """
         return Sequence.create(token_ids, self.manager, self.limits, self.fingerprint, cache)
 
+    @in_turn
     def load_sequence(self, path: str | Path) -> Sequence:
         """A sequence that `Sequence.save` wrote, with its caches: nothing is computed again.
 
@@ -191,6 +198,7 @@ class ModelRunner(LoadedModel):
         digests = make_fingerprint(self.config, self.numerics, self.dtype, self.layout, self.model, self.deterministic)
         return digests | {"rank": f"{self.parallel.rank} of {self.parallel.world}"}
 
+    @in_turn
     @traced("model")
     @torch.no_grad()
     def step(self, batch: Batch, options: StepOptions = DEFAULT_OPTIONS) -> StepOutput:
@@ -354,6 +362,7 @@ class ModelRunner(LoadedModel):
         except Exception:  # it is computed when it is requested, and then shows what is wrong
             logger.debug("the next step could not be launched early", exc_info=True)
 
+    @in_turn
     @torch.inference_mode()
     def wait_for_ranks(self) -> None:
         """With data-parallel attention, takes part in the steps of other ranks until none has work left.
@@ -382,6 +391,7 @@ class ModelRunner(LoadedModel):
         self.parallel.step_rows = size.rows
         return size
 
+    @in_turn
     @traced("mtp")
     @torch.no_grad()
     def draft(self, batch: list[DraftRows], num_drafts: int = 1) -> DraftTokens:
@@ -470,7 +480,7 @@ class ModelRunner(LoadedModel):
         Returns:
             For each prompt float32 ``[len, vocab_size]`` on the CPU.
         """
-        return score_prompts(self, prompts, chunk_size, progress=progress)[0]
+        return self._score(list(each_prompt(prompts)), chunk_size, progress=progress)[0]
 
     def score_mtp(
         self, prompts: Iterable[TokenIds], chunk_size: int | None = None, *, progress: bool = False
@@ -484,7 +494,13 @@ class ModelRunner(LoadedModel):
         """
         if isinstance(self.drafter, BlockDrafter):
             raise ValueError("the drafter is DSpark, which drafts blocks: it has no logits of the tokens of a prompt")
-        return score_prompts(self, prompts, chunk_size, mtp=True, progress=progress)
+        return self._score(list(each_prompt(prompts)), chunk_size, mtp=True, progress=progress)
+
+    @in_turn  # as a whole: calls that take turns by steps would need the pages of all their prompts together
+    def _score(
+        self, prompts: list[TokenIds], chunk_size: int | None, *, progress: bool, mtp: bool = False
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return score_prompts(self, prompts, chunk_size, mtp=mtp, progress=progress)
 
 
 def chunks_of(rows: Batch) -> list[Chunk]:

@@ -10,6 +10,7 @@ from deepseek_attn.cache.files import load_cache, save_cache
 from deepseek_attn.cache.manager import CacheManager, SequenceCache
 from deepseek_attn.config.options import is_integer
 from deepseek_attn.runner.prompts import TokenIds, shown, token_list
+from deepseek_attn.utils.turns import Turns, in_turn
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,10 @@ class Sequence:
         return cls(token_ids, cache, manager, limits, fingerprint)
 
     @property
+    def turns(self) -> Turns:
+        return self.manager.turns
+
+    @property
     def num_computed(self) -> int:
         return self.cache.num_tokens
 
@@ -95,11 +100,13 @@ class Sequence:
         """Tokens that a step still has to compute."""
         return len(self.token_ids) - self.cache.num_tokens
 
+    @in_turn
     def append(self, token_id: int) -> None:
         """Adds one token, to be computed by a later step."""
         self.limits.check_length(len(self.token_ids) + 1)
         self.token_ids.append(self.limits.check_token(token_id))
 
+    @in_turn
     def truncate(self, length: int, keep_pages: bool = False) -> None:
         """Goes back to the first ``length`` tokens, exactly as if the others had never been.
 
@@ -115,11 +122,13 @@ class Sequence:
             self.manager.truncate(self.cache, length, keep_pages)
         del self.token_ids[length:]
 
+    @in_turn
     def fork(self) -> Sequence:
         """A second sequence with the same tokens; pages are shared until one of the two writes to them."""
         cache = self.manager.fork(self.cache)
         return Sequence(list(self.token_ids), cache, self.manager, self.limits, self.fingerprint)
 
+    @in_turn
     def save(self, path: str | Path) -> None:
         """Writes tokens and caches to a safetensors file, for `ModelRunner.load_sequence` on the same rank.
 

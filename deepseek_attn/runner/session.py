@@ -15,6 +15,7 @@ from deepseek_attn.impls.step_batch import check_hidden_states
 from deepseek_attn.models.block import attention_layers
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.runner.step import check_query_lens
+from deepseek_attn.utils.turns import in_turn
 
 
 class LayerSession:
@@ -31,7 +32,7 @@ class LayerSession:
     ``max_rollback`` of them, DeepSeek-V4), the sequence says that it is lost.
 
     Args:
-        runner: with ``attention_only`` or whole; several sessions can share it.
+        runner: with ``attention_only`` or whole; several sessions can share it, also in several threads.
         layers: numbers of the layers to drive; default: all that the runner holds.
         decode_query_len: a sequence of at most this many new tokens is a decode, which reads pages in place; 0: all
             prefill. Default: the runner's, which is 1 unless drafts are expected.
@@ -55,7 +56,7 @@ class LayerSession:
         missing = [layer for layer in self.layers if layer not in loaded]
         if missing or not self.layers or len(set(self.layers)) < len(self.layers):
             raise ValueError(f"layers={self.layers}: this runner holds layers {loaded}; name at least one, each once")
-        self.runner = runner
+        self.runner, self.turns = runner, runner.turns
         self.decode_query_len = runner.decode_query_len if decode_query_len is None else decode_query_len
         self.attention = {layer: attention[layer] for layer in self.layers}
         self.step: StepMetadata | None = None
@@ -65,6 +66,7 @@ class LayerSession:
         """A new sequence, without tokens. It takes pages as it grows."""
         return LayerSequence(self, self.runner.manager.create())
 
+    @in_turn
     def run(self, x: Tensor, lengths: Mapping[LayerSequence, int]) -> Tensor:
         """Computes the next tokens of sequences in every layer, attending to all earlier ones of the same sequence.
 

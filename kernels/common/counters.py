@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ COUNTERS, _STREAMS = 4096, 64
 COUNTER_BYTES = 4 * COUNTERS * _STREAMS
 """Bytes of the counters of a device."""
 _stream_rows: dict[tuple[torch.device, int], int] = {}
+_next_row = count()  # two threads never get the same number
 
 
 def counters_of(device: torch.device) -> Tensor:
@@ -21,7 +23,8 @@ def counters_of(device: torch.device) -> Tensor:
     if device.type != "cuda":
         return torch.zeros(COUNTERS, dtype=torch.int32)
     key = (device, torch.cuda.current_stream(device).cuda_stream)
-    row = _stream_rows.setdefault(key, len(_stream_rows) % _STREAMS)
+    if (row := _stream_rows.get(key)) is None:
+        row = _stream_rows.setdefault(key, next(_next_row) % _STREAMS)
     return _counter_rows(device)[row]
 
 

@@ -20,6 +20,7 @@ from deepseek_attn.cache.records import PlainRecord
 from deepseek_attn.config.generation import GenerationConfig
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
+from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.runner import Sequence, StepOptions, StepOutput
 from deepseek_attn.runner.sequence import TokenLimits
 
@@ -82,6 +83,7 @@ class FakeRunner:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     eos_token_ids = property(lambda self: self.config.eos_token_ids)
     next_step_launched: bool = False
+    parallel: Parallel = field(default_factory=Parallel.single)
 
     @classmethod
     def create(cls, ratios=(4, 16), window=13, pages=None, max_rollback=5, **options) -> FakeRunner:

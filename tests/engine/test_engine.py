@@ -392,6 +392,49 @@ def test_leaving_run_cancels_only_its_own_requests():
     assert other.completion().token_ids == expected(engine, tokens(40), 9)
 
 
+# many requests
+
+
+def touched_requests(monkeypatch, waiting: int) -> list[int]:
+    """Number of different requests that each operation reads, hashes or compares, while so many wait."""
+    engine, touched = Engine(FakeRunner.create(max_num_seqs=2)), set()
+
+    def touch(request, *args):
+        touched.add(id(request))
+
+    def read(request, name):
+        touch(request)
+        return object.__getattribute__(request, name)
+
+    def count(operation) -> int:
+        touched.clear()
+        operation()
+        return len(touched)
+
+    requests = [Request.create(engine.runner, None, tokens(9), greedy(3)) for _ in range(waiting)]
+    steps = engine.run(requests)
+    next(steps)  # submits them
+    late = Request.create(engine.runner, None, tokens(30), greedy(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(Request, "__getattribute__", read)
+        patch.setattr(Request, "__hash__", lambda request: touch(request) or object.__hash__(request))
+        patch.setattr(Request, "__eq__", lambda request, other: touch(request) or touch(other) or NotImplemented)
+        counts = [count(lambda: next(steps)) for _ in range(9)]  # of which some admit and end requests
+        counts.append(count(lambda: engine.cancel(requests[-1])))
+        counts.append(count(lambda: engine.cancel(requests[waiting // 2])))
+        counts.append(count(lambda: engine.submit(late)))
+        counts.append(count(engine.step))
+        counts.append(count(lambda: next(engine.run([late]))))
+    steps.close()
+    return counts
+
+
+def test_time_does_not_grow_with_the_requests_that_wait(monkeypatch):
+    few, many = touched_requests(monkeypatch, 40), touched_requests(monkeypatch, 400)
+    assert few == many
+    assert max(few) <= 5
+
+
 # prefix reuse
 
 

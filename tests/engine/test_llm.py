@@ -511,7 +511,7 @@ def reply(llm, prompt: str, parts: list[str | tuple[str]], params: SamplingParam
                     request.push(token)
                     yield from filter(None, request.text[-1:])
 
-    return TextStream(request, pieces())
+    return TextStream(llm.engine, request, pieces())
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["text", "special"])

@@ -1,0 +1,85 @@
+"""Turns: several threads use one model, one at a time, in the order in which they came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from threading import RLock, get_ident
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+
+
+class Turns:
+    """Whose turn it is to use a model, its caches and its scratch memory.
+
+    Args:
+        device: of the model. On a GPU, a turn begins behind the work of the turn before, also where the two threads
+            launch on different streams, and the model's GPU is the current device.
+
+    Attributes:
+        thread: the thread whose turn it is; None between turns. number: of turns so far, this one included.
+        lock: held in a turn. Nobody else holds it, in whatever order threads get here.
+        last: lock of the thread that came last; the next one waits for it.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.thread: int | None = None
+        self.number = 0
+        self.lock, self.last = RLock(), RLock()
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def order_streams(self) -> None:
+        """Makes the current stream wait for that of the turn before."""
+        stream = torch.cuda.current_stream(self.device)
+        if stream != self._stream and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(self._stream)
+            self._stream = stream
+
+
+class TakesTurns(Protocol):
+    """An object whose methods run `in_turn`; all that share a model share its turns."""
+
+    @property
+    def turns(self) -> Turns: ...
+
+
+Self = TypeVar("Self", bound=TakesTurns)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def in_turn(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[Self, P], T]:
+    """Runs a method while no other thread runs one of an object with the same turns; such methods may call each other.
+
+    A plain lock would not do: a thread that makes one step after another takes it again before a thread that waits
+    for it has woken up, for as long as it has steps to make. Here each thread waits until the one that came just before
+    it holds ``turns.lock`` or has given up.
+
+    Locks are held by ``with`` alone: Python takes and releases them between two points at which a signal handler may
+    raise, so that a `KeyboardInterrupt` leaves none behind. A waiting thread can be interrupted, too.
+    """
+
+    @wraps(method)
+    def call(self: Self, *args: P.args, **kwargs: P.kwargs) -> T:
+        turns, me = self.turns, get_ident()
+        if turns.thread == me:
+            return method(self, *args, **kwargs)
+        mine = RLock()
+        with mine:
+            before, turns.last = turns.last, mine
+            with before:
+                pass
+            with turns.lock:
+                turns.thread, turns.number = me, turns.number + 1
+                try:
+                    if turns.device.type != "cuda":
+                        return method(self, *args, **kwargs)
+                    with torch.cuda.device(turns.device):
+                        turns.order_streams()
+                        return method(self, *args, **kwargs)
+                finally:
+                    turns.thread = None
+
+    return call
