@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from deepseek_attn.cli.load_report import add_report_option
 from deepseek_attn.cli.options import HUB_ID, add_deterministic_option, add_numerics_options, names, numbers
 
 
@@ -90,6 +91,7 @@ def add_engine_parser(what: argparse._SubParsersAction) -> None:
         "--repeats", type=int, default=3, help="runs of each, of which the median counts, after one more (default: 3)"
     )
     add_numerics_options(engine)
+    add_report_option(engine)
     engine.set_defaults(plot=None)
 
 

@@ -19,6 +19,7 @@ from deepseek_attn.bench.timing import ceilings
 from deepseek_attn.checkpoint.random import RepeatingSource
 from deepseek_attn.cli.generate import default_checkpoint
 from deepseek_attn.cli.info import environment
+from deepseek_attn.cli.load_report import show_report
 from deepseek_attn.cli.table import Table, print_kernels
 from deepseek_attn.cli.terminal import show
 from deepseek_attn.config.model import AnyConfig, ModelConfig
@@ -147,6 +148,7 @@ def run_model(args: argparse.Namespace) -> None:
 def run_engine(args: argparse.Namespace) -> None:
     """Times greedy decoding of an engine with each number of drafts, at all batch sizes."""
     runner = engine_runner(args, checkpoint_to_time(args))
+    show_report(runner, args)
     drafts = [n for n in args.drafts if n > 0]
     variants = [Variant(), *map(Variant, drafts)]
     if args.eager and runner.graphs is not None:

@@ -21,7 +21,7 @@ def add_report_option(parser: argparse._ActionsContainer) -> None:
 
 
 def show_report(runner: ModelRunner, args: argparse.Namespace) -> None:
-    """Prints the whole report with ``--report``; else one line if tensors were left out of a whole model."""
+    """Prints the whole report with ``--report``; else one line if tensors were left out that no flag leaves out."""
     report = runner.report
     if args.report:
         say(f"{report!r}\n{runner.generation!r}")

@@ -157,17 +157,30 @@ def test_the_load_report(checkpoint, tmp_path, capsys):
     folder = shutil.copytree(checkpoint, tmp_path / "m", copy_function=shutil.copy)
     command = ["generate", "--model", str(folder), "--device", "cpu", "--prompt", "x", "--max-tokens", "1"]
     score = ["score", "--model", str(folder), "--token-ids", str(tmp_path / "ids"), "--out", str(tmp_path / "logits")]
+    inspect = [
+        "inspect",
+        "--model",
+        str(folder),
+        "--device",
+        "cpu",
+        "--token-ids",
+        "1,2",
+        "--out",
+        f"{tmp_path}/p.html",
+    ]
+    sizes = ["--batch", "1", "--drafts", "1", "--prompt", "4", "--tokens", "2", "--repeats", "1"]
+    bench = ["bench", "engine", "--model", str(folder), "--device", "cpu", *sizes]
     (tmp_path / "ids").write_text("[[1, 2]]")
     assert main(command) == 0
     assert "left out" not in capsys.readouterr().err
     vision = {f"vision.blocks.{i}.weight": torch.zeros(2) for i in range(13)}
     add_tensors(folder, **vision, **{"layers.1.attn.rotary_emb.inv_freq": torch.zeros(2)})
-    for run in (command, score, [*score, "--layers", "0"]):
+    for run in (command, score, [*score, "--layers", "0"], inspect, bench):
         assert main(run) == 0
         err = capsys.readouterr().err.splitlines()
         counts = "1 rotary inv_freq buffers; 13 vision tensors, of which text needs none"
         assert f"left out of the checkpoint's tensors: {counts} (--report names them)" in err
-    for run in (command, score):
+    for run in (command, score, inspect, bench):
         assert main([*run, "--report"]) == 0
         err = capsys.readouterr().err
         assert "LoadReport(" in err

@@ -77,7 +77,8 @@ def test_two_nodes(checkpoint, capsys):
 @pytest.mark.exhaustive
 def test_the_prompts_of_rank_0(checkpoint, tmp_path, capsys):
     """Ranks take each prompt at the same step; the first one writes the lines."""
-    (tmp_path / "prompts").write_text("[5, 9, 17]\n[4, 200]\n[999]\n[7]\n[8, 8, 8, 8]\n[1]\n")
+    lines = ["[5, 9, 17]", "[4, 200]", "[999]", '{"token_ids": [7], "id": "x", "max_tokens": 2}', "[8, 8, 8, 8]", "[1]"]
+    (tmp_path / "prompts").write_text("\n".join(lines))
     flags = ["generate", "--model", str(checkpoint), "--max-tokens", "6", "--ignore-eos", "--device", "cpu"]
     flags += ["--temperature", "0", "--max-num-seqs", "2"]
     assert main([*flags, "--prompts", str(tmp_path / "prompts"), "--out", str(tmp_path / "alone")]) == 1
