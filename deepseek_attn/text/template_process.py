@@ -1,9 +1,12 @@
-"""Chat templates of checkpoints, rendered in a process with little memory and CPU time.
+"""Chat templates of checkpoints, rendered in a process with little memory and CPU time; and trials of tokenizers.
 
 Jinja's sandbox keeps a template from reading and changing what it should not. It does not keep one from nested loops,
 from ``'a' * 10**10`` or from regular expressions that take hours, and no count of operations covers all that its
 filters and Python's methods can do. The operating system does, wherever the time or memory is spent. The process is
 started when first used, and renders one template after the other, so that only the first waits for it.
+
+The regular expressions of a tokenizer can take hours too. What a text takes there it takes here, so a text that was
+tried in this process in time may be tokenized in the caller's.
 """
 
 from __future__ import annotations
@@ -49,6 +52,21 @@ def render_untrusted(template: str, messages: list[dict[str, Any]], **variables:
     return reply["text"]
 
 
+def try_tokenizer(tokenizer: str, text: str) -> None:
+    """Tokenizes ``text`` and forgets the tokens, with bounds on time and memory.
+
+    Args:
+        tokenizer: ``tokenizer.json`` with a small model.
+
+    Raises:
+        ValueError: it fails, or needs more than `MAX_CPU_SECONDS` or `MAX_MEMORY`.
+    """
+    request = json.dumps({"tokenizer": tokenizer, "text": text, "seconds": MAX_CPU_SECONDS}).encode()
+    reply = _process.exchange(request)
+    if "error" in reply:
+        raise ValueError(reply["error"])
+
+
 class TemplateProcess:
     """The process at the other end of two pipes: one line of JSON there, one back."""
 
@@ -92,7 +110,7 @@ class TemplateProcess:
         self.stop()
         if code == -signal.SIGPROF:
             return f"it takes more than {MAX_CPU_SECONDS:g} seconds of CPU time"
-        return f"the process that rendered it ended with exit code {code}"
+        return f"the process that ran it ended with exit code {code}"
 
 
 def serve() -> None:
@@ -104,14 +122,25 @@ def serve() -> None:
     for request in sys.stdin.buffer:
         job = json.loads(request)
         signal.setitimer(signal.ITIMER_PROF, job["seconds"])  # SIGPROF ends the process, whatever it is doing
-        try:
-            reply = {"text": render(job["template"], job["messages"], **job["variables"])}
-        except TemplateError as error:
-            reply = {"error": error.message}
+        reply = _answer(job)
         line = json.dumps(reply).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(line + b"\n")
         sys.stdout.buffer.flush()
+
+
+def _answer(job: dict[str, Any]) -> dict[str, str]:
+    try:
+        if "tokenizer" not in job:
+            return {"text": render(job["template"], job["messages"], **job["variables"])}
+        from tokenizers import Tokenizer  # templates need none
+
+        Tokenizer.from_str(job["tokenizer"]).encode(job["text"], add_special_tokens=False)
+        return {"text": ""}
+    except TemplateError as error:
+        return {"error": error.message}
+    except BaseException as error:  # an assertion that failed in the tokenizers library is no Exception
+        return {"error": str(error)[:300]}
 
 
 _process = TemplateProcess()

@@ -17,8 +17,8 @@ from tokenizers.decoders import DecodeStream
 
 from deepseek_attn.text.reply import END_THINK, THINK
 from deepseek_attn.text.template import plain_messages, read_template, with_reasoning
-from deepseek_attn.text.template_process import render_untrusted
-from deepseek_attn.text.tokenizer_bounds import MAX_TOKENIZER_BYTES, check_bounds
+from deepseek_attn.text.template_process import render_untrusted, try_tokenizer
+from deepseek_attn.text.tokenizer_bounds import MAX_TOKENIZER_BYTES, check_bounds, has_unknown_patterns
 from deepseek_attn.utils.json_files import read_json
 
 BOS = "<｜begin▁of▁sentence｜>"
@@ -61,7 +61,7 @@ class Tokenizer:
                 "checkpoint into this folder, or work with token ids"
             )
         settings = read_settings(self.directory)
-        self.backend = _load(path, settings)
+        self.backend, self._needs_trial = _load(path, settings)
         self._special = {key: _added_token(settings[key]).content for key in SPECIAL_KEYS if settings.get(key)}
         self.bos_token = self._special.get("bos_token", BOS)
         bos_token_id = self.token_id(self.bos_token)
@@ -132,6 +132,7 @@ class Tokenizer:
         if not self._may_have_added(text):
             return []
         self._check_length(self.backend, text, max_tokens)
+        self._try(self.backend, text)
         with self._panics_refused("a text"):
             found = self._finder.encode(text, add_special_tokens=False)
         added = self._finder.get_added_tokens_decoder()  # by the finder's own ids
@@ -154,6 +155,7 @@ class Tokenizer:
     def _encode(self, backend: tokenizers.Tokenizer, text: str, max_tokens: int | None) -> list[int]:
         self._check_length(backend, text, max_tokens)
         self._check_text(text)
+        self._try(backend, text)
         with self._panics_refused("a text"):
             return backend.encode(text, add_special_tokens=False).ids
 
@@ -163,6 +165,17 @@ class Tokenizer:
         while max_tokens is not None and size < len(text):
             check_number(len(self._encode(backend, text[:size], None)) // 2, max_tokens)
             size *= 2
+
+    def _try(self, backend: tokenizers.Tokenizer, text: str) -> None:
+        """ValueError if a regular expression of the tokenizer takes too long on ``text``."""
+        if not self._needs_trial:
+            return
+        trial = without_model(backend)
+        trial.pre_tokenizer = backend.pre_tokenizer
+        try:
+            try_tokenizer(trial.to_str(), text)
+        except ValueError as error:
+            raise ValueError(f"the tokenizer in {self.directory} fails on a text: {error}") from error
 
     def _check_text(self, text: str) -> None:
         try:
@@ -220,11 +233,7 @@ class Tokenizer:
 
     @cached_property
     def _finder(self) -> tokenizers.Tokenizer:
-        """The same added tokens without a model."""
-        finder = tokenizers.Tokenizer(models.WordLevel({REST: 0}, unk_token=REST))
-        finder.normalizer = self.backend.normalizer
-        finder.add_tokens(list(self.backend.get_added_tokens_decoder().values()))
-        return finder
+        return without_model(self.backend)
 
     def apply_chat_template(self, messages: list[dict], thinking: bool) -> str:
         """Render the checkpoint's Jinja chat template up to where generation starts.
@@ -299,6 +308,14 @@ class IncrementalDecoder:
         return self._tokenizer.decode(ids, self._skip_special_tokens)
 
 
+def without_model(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same normalizer and added tokens; all other text is one token."""
+    finder = tokenizers.Tokenizer(models.WordLevel({REST: 0}, unk_token=REST))
+    finder.normalizer = backend.normalizer
+    finder.add_tokens(list(backend.get_added_tokens_decoder().values()))
+    return finder
+
+
 def check_number(at_least: int, max_tokens: int) -> None:
     """ValueError for a prompt of too many tokens that was not tokenized to its end."""
     if at_least > max_tokens:
@@ -330,8 +347,12 @@ def read_settings(directory: Path) -> dict[str, Any]:
     return settings
 
 
-def _load(path: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
-    """``tokenizer.json`` with the tokens of the settings that it lacks; it adds, cuts and pads nothing by itself."""
+def _load(path: Path, settings: dict[str, Any]) -> tuple[tokenizers.Tokenizer, bool]:
+    """``tokenizer.json`` with the tokens of the settings that it lacks; it adds, cuts and pads nothing by itself.
+
+    Returns:
+        The tokenizer, and whether it `has_unknown_patterns`.
+    """
     data = read_json(path, str(path), MAX_TOKENIZER_BYTES)
     check_bounds(data, settings, str(path))
     try:
@@ -357,7 +378,7 @@ def _load(path: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
         ) from error
     backend.no_truncation()
     backend.no_padding()
-    return backend
+    return backend, has_unknown_patterns(data)
 
 
 def _added_token(token: str | dict[str, Any], **flags: bool) -> AddedToken:

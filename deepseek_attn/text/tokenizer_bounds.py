@@ -16,6 +16,13 @@ MAX_AFFIX = 64  # characters that a component puts before or after each word
 MAX_GROWTH = 16  # factor by which the normalizer, or the decoder, may lengthen a text
 MAX_WORD = 1000  # characters of a word that WordPiece compares with its vocabulary, in time of their square
 # Unicode's normal forms and lower case are in neither list's factor: they lengthen a text by at most 18, once.
+# DeepSeek's own: the time of each is that of the text's length.
+KNOWN_PATTERNS = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    "|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
 STEADY = {
     "normalizer": "BertNormalizer ByteLevel Lowercase NFC NFD NFKC NFKD Nmt Strip StripAccents",
     "decoder": "BPEDecoder ByteFallback ByteLevel CTC Fuse Metaspace Strip WordPiece",
@@ -38,6 +45,13 @@ def check_bounds(data: Any, settings: dict[str, Any], origin: str) -> None:
         raise ValueError(f"cannot read the tokenizer in {origin}: {error!r}; fetch tokenizer.json again") from error
     except ValueError as error:
         raise ValueError(f"{origin}: {error}; take the tokenizer.json published with the model") from None
+
+
+def has_unknown_patterns(data: dict[str, Any]) -> bool:
+    """Whether a text meets a regular expression that is not DeepSeek's, whose time is not known."""
+    steps = [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]
+    patterns = [step["pattern"] for step in steps if isinstance(step.get("pattern"), dict)]
+    return any(pattern.get("Regex", "") and pattern["Regex"] not in KNOWN_PATTERNS for pattern in patterns)
 
 
 def _check(data: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -100,4 +114,6 @@ def _check_pattern(part: str, step: dict[str, Any]) -> int:
     (value,) = pattern.values()
     if not value:
         raise ValueError(f"its {part} {step['type']} has an empty pattern, which matches everywhere")
+    if "Regex" in pattern and part == "decoder":
+        raise ValueError(f"its decoder {step['type']} has a regular expression, only strings are supported")
     return len(value) if "String" in pattern else 0

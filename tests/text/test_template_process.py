@@ -138,7 +138,7 @@ def test_a_dead_process_is_replaced(process):
 
 
 def test_a_process_that_dies_of_its_request(process):
-    assert process.exchange(b"not JSON") == {"error": "the process that rendered it ended with exit code 1"}
+    assert process.exchange(b"not JSON") == {"error": "the process that ran it ended with exit code 1"}
     assert process.exchange(request("2")) == {"text": "user: 2\n"}
 
 

@@ -7,10 +7,12 @@ import json
 import pytest
 from tokenizers.decoders import DecodeStream
 
+from deepseek_attn.text import template_process
 from deepseek_attn.text import tokenizer as tokenizer_module
 from deepseek_attn.text.chat import build_prompt
 from deepseek_attn.text.token_numbers import number_tokens
 from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
+from deepseek_attn.text.tokenizer_bounds import KNOWN_PATTERNS
 from deepseek_attn.text.tokenizer_files import write_tokenizer
 
 LONG = "x" * 10_000
@@ -61,6 +63,7 @@ REFUSED = {
     "decoder-replace": ({"decoder": replace(LONG)}, f"decoder {GROWING}"),
     "decoder-doubles": ({"decoder": sequence("decoders", *DOUBLE)}, f"decoder {GROWING}"),
     "decoder-empty": ({"decoder": replace("b", String="")}, "decoder Replace has an empty pattern"),
+    "decoder-regex": ({"decoder": replace("", Regex="a+")}, "decoder Replace has a regular expression"),
     "decoder-strip": ({"decoder": {"type": "Strip", "content": "a", "start": 5, "stop": 0}}, "strips 5 and 0"),
     "decoder-prefix": ({"decoder": {"type": "WordPiece", "prefix": LONG, "cleanup": True}}, "text of its decoder Word"),
     "decoder-kind": ({"decoder": {"type": "Repeat"}}, "a decoder of type 'Repeat' is not supported"),
@@ -120,8 +123,9 @@ def test_assertions_of_the_library_are_errors(tmp_path):
     """A regular expression beyond its steps, and a decoder that strips a token twice."""
     write(tmp_path, pre_tokenizer=split(Regex="(q+)+$"))
     tokenizer = Tokenizer(tmp_path)
-    with pytest.raises(ValueError, match=r"the tokenizer in .* fails on a text: .*retry-limit"):
-        tokenizer.encode("q" * 40 + "!")
+    for encode in (tokenizer.encode, tokenizer.encode_plain):
+        with pytest.raises(ValueError, match=r"the tokenizer in .* fails on a text: .*retry-limit"):
+            encode("q" * 40 + "!")
     assert tokenizer.encode("hi")
     write(tmp_path, decoder={"type": "Strip", "content": "q", "start": 1, "stop": 1})
     tokenizer = Tokenizer(tmp_path)
@@ -135,6 +139,24 @@ def test_assertions_of_the_library_are_errors(tmp_path):
         IncrementalDecoder(tokenizer).push(token[0])
     with pytest.raises(ValueError, match="the tokenizer fails"):
         number_tokens(tokenizer.backend)
+
+
+@pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer"])
+def test_regular_expressions_that_take_too_long(tmp_path, monkeypatch, part):
+    """The time is the CPU's; DeepSeek's own expressions are not tried before."""
+    slow = {"pre_tokenizer": split(Regex="q*$"), "normalizer": replace("", Regex="q*$")}
+    write(tmp_path, **{part: slow[part]})
+    tokenizer = Tokenizer(tmp_path)
+    monkeypatch.setattr(template_process, "MAX_CPU_SECONDS", 0.2)
+    text = "q" * 10**6 + "!"
+    for use in (tokenizer.encode, tokenizer.encode_plain, lambda text: tokenizer.find_added(f"{text}<｜User｜>")):
+        with pytest.raises(ValueError, match=r"fails on a text: it takes more than 0\.2 seconds of CPU time"):
+            use(text)
+    assert tokenizer.encode("hi!") == tokenizer.encode_plain("hi!")
+    known = [split(Regex=pattern) for pattern in sorted(KNOWN_PATTERNS)]
+    write(tmp_path, pre_tokenizer=sequence("pretokenizers", *known))
+    monkeypatch.setattr(tokenizer_module, "try_tokenizer", None)
+    assert Tokenizer(tmp_path).encode("a 1")
 
 
 def test_a_template_that_repeats_the_text(tmp_path):
