@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
 
 import torch
@@ -76,7 +76,6 @@ class Engine:
         self._steppers = Caller()  # those who call `step`: they are told about requests that are in no `run`
         self._runs: set[Caller] = set()
         self._step_in: int | None = None  # number of the turn in which a step is computed
-        self._to_cancel: deque[Request] = deque()  # after that step
         self._ended = 0
         self._broke_off = False
 
@@ -133,8 +132,8 @@ class Engine:
     def cancel(self, request: Request) -> bool:
         """Ends a request and frees all it holds, between two steps; False if it had ended already.
 
-        One that was not submitted ends, too, and cannot be any more. A call from within a step (by a hook, a signal
-        handler, or the generator of a `run` that is garbage-collected) takes effect when the step has ended.
+        One that was not submitted ends, too, and cannot be any more. A call from within a step (by a hook or a signal
+        handler) takes effect when the step has ended.
 
         Raises:
             ValueError: a request of another engine.
@@ -145,7 +144,7 @@ class Engine:
         if request.sequence.manager is not self.scheduler.manager or (submitted and request not in self.scheduler):
             raise ValueError("the request is of another engine: only its engine can cancel it")
         if self._step_in == self.turns.number:
-            self._to_cancel.append(request)
+            self.turns.after_this_turn(partial(self.cancel, request))
             return True
         with self._whole():
             self._end(request, "abort")
@@ -157,7 +156,8 @@ class Engine:
         """Steps until these requests have ended; submits those that have not been. Yields their outputs.
 
         Several threads can each have their run at the same time: a step of one computes the requests of all. Closing
-        the generator early, or an exception, cancels those that have not ended.
+        the generator early, or an exception, cancels those that have not ended: if another thread computes a step, when
+        that has ended.
 
         Args:
             requests: None in place of one says that it is not there yet: the others go on, and it is asked for again.
@@ -191,10 +191,7 @@ class Engine:
                 else:
                     return
         finally:
-            for request in held:
-                if request.caller is caller and request in self.scheduler:
-                    self.cancel(request)
-            self._runs.discard(caller)
+            self.turns.after_this_turn(partial(self._leave, caller, held))
 
     @in_turn
     def _begin(self, caller: Caller) -> None:
@@ -205,6 +202,14 @@ class Engine:
                 "the same order, so make them in one thread"
             )
         self._runs.add(caller)
+
+    @in_turn
+    def _leave(self, caller: Caller, held: Iterable[Request]) -> None:
+        """Ends a `run`: cancels its requests that have not ended."""
+        for request in held:
+            if request.caller is caller and request in self.scheduler:
+                self.cancel(request)
+        self._runs.discard(caller)
 
     @in_turn
     def _take_over(self, request: Request, caller: Caller) -> None:
@@ -277,14 +282,12 @@ class Engine:
     def _compute_step(self) -> None:
         """One step, whose results are then unreported."""
         self._refuse_within_step()
-        try:
-            with self._whole():
-                self._step_in = self.turns.number
+        with self._whole():
+            self._step_in = self.turns.number
+            try:
                 self._step()
-        finally:
-            self._step_in = None
-            while self._to_cancel:
-                self.cancel(self._to_cancel.popleft())
+            finally:
+                self._step_in = None
         if self.on_step is not None:
             self.on_step(self.last_step)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import wraps
 from threading import RLock, get_ident
@@ -21,6 +22,7 @@ class Turns:
         thread: the thread whose turn it is; None between turns. number: of turns so far, this one included.
         lock: held in a turn. Nobody else holds it, in whatever order threads get here.
         last: lock of the thread that came last; the next one waits for it.
+        later: calls that wait for the end of the turn (`after_this_turn`).
     """
 
     def __init__(self, device: torch.device):
@@ -28,7 +30,27 @@ class Turns:
         self.thread: int | None = None
         self.number = 0
         self.lock, self.last = RLock(), RLock()
+        self.later: deque[Callable[[], object]] = deque()
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def after_this_turn(self, call: Callable[[], object]) -> None:
+        """Runs a call at once if there is no turn; else the thread whose turn it is runs it when that has ended.
+
+        It does not wait for another thread's turn, so that a garbage-collected object may call it: the collector runs
+        anywhere, also where its thread holds a lock that the other thread needs to end its turn.
+        """
+        self.later.append(call)
+        if self.thread is None:
+            self.run_later()
+
+    def run_later(self) -> None:
+        """Runs the calls that waited for the end of a turn."""
+        while self.later:
+            try:
+                call = self.later.popleft()
+            except IndexError:  # another thread has just taken it
+                return
+            call()
 
     def order_streams(self) -> None:
         """Makes the current stream wait for that of the turn before."""
@@ -67,19 +89,23 @@ def in_turn(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[S
         if turns.thread == me:
             return method(self, *args, **kwargs)
         mine = RLock()
-        with mine:
-            before, turns.last = turns.last, mine
-            with before:
-                pass
-            with turns.lock:
-                turns.thread, turns.number = me, turns.number + 1
-                try:
-                    if turns.device.type != "cuda":
-                        return method(self, *args, **kwargs)
-                    with torch.cuda.device(turns.device):
-                        turns.order_streams()
-                        return method(self, *args, **kwargs)
-                finally:
-                    turns.thread = None
+        try:
+            with mine:
+                before, turns.last = turns.last, mine
+                with before:
+                    pass
+                with turns.lock:
+                    turns.thread, turns.number = me, turns.number + 1
+                    try:
+                        if turns.device.type != "cuda":
+                            return method(self, *args, **kwargs)
+                        with torch.cuda.device(turns.device):
+                            turns.order_streams()
+                            return method(self, *args, **kwargs)
+                    finally:
+                        turns.thread = None
+        finally:
+            if turns.later:
+                turns.run_later()
 
     return call

@@ -79,6 +79,28 @@ def test_a_thread_that_goes_on_waits_for_those_that_came_before(counter):
     assert order == ["first", 0, 1, "again", "again", "again"]
 
 
+def test_what_does_not_wait_runs_after_the_turn(counter):
+    """At once without a turn; else in the thread whose turn it is, also if that ends by an exception."""
+    ran = []
+
+    def note() -> None:
+        assert counter.turns.thread is None
+        ran.append(threading.get_ident())
+
+    counter.turns.after_this_turn(note)
+    assert ran == [threading.get_ident()]
+
+    def hold() -> None:
+        assert together(lambda: counter.turns.after_this_turn(note)) == [None]  # it returns in this turn
+        counter.turns.after_this_turn(note)
+        assert len(ran) == 1
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        counter.call(hold)
+    assert ran == [threading.get_ident()] * 3
+
+
 def test_an_exception_ends_a_turn(counter):
     def fail() -> None:
         counter.read()
