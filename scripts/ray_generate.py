@@ -19,7 +19,7 @@ from typing import Any
 
 from deepseek_attn.cli.batch import Batch, encoder, open_batch
 from deepseek_attn.cli.generate import add_options, check_flags, default_checkpoint, sampling_params
-from deepseek_attn.cli.options import Parser, runner_options
+from deepseek_attn.cli.options import Parser, check_bounds, runner_options
 from deepseek_attn.engine.llm import LLM, IndexedCompletion, IndexedPrompt
 from deepseek_attn.engine.sampling import SamplingParams
 
@@ -76,8 +76,8 @@ def make_parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Returns 1 if a prompt or an actor failed, or a prompt has no line. ValueError: wrong flags, prompts or output."""
     check_flags(args)
-    if args.prompts is None or args.actors < 1:
-        raise ValueError("--prompts FILE and at least one of --actors are needed")
+    if args.prompts is None:
+        raise ValueError("--prompts FILE is needed")
     try:
         import ray
     except ImportError as error:
@@ -135,6 +135,7 @@ def main() -> int:
     parser = make_parser()
     args = parser.parse_args()
     try:
+        check_bounds(args)
         return run(args)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")

@@ -16,7 +16,7 @@ from types import FrameType
 
 from deepseek_attn.cli import bench, experiment, generate, info, inspect, make_checkpoint, plan, score, train, warmup
 from deepseek_attn.cli.log import logged
-from deepseek_attn.cli.options import Parser
+from deepseek_attn.cli.options import Parser, check_bounds
 from deepseek_attn.cli.terminal import say
 from deepseek_attn.utils.version import __version__
 
@@ -55,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
             args = make_parser().parse_args(argv)
             args.command_line = sys.argv[1:] if argv is None else argv  # for processes that run the same command
             program += f" {args.command}"
+            check_bounds(args)
             with logged(getattr(args, "log_level", logging.WARNING)):
                 return args.run(args) or 0
         finally:

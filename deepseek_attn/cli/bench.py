@@ -126,20 +126,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """ValueError for sizes and files that would fail only after the timing, or under another option's name."""
-    if getattr(args, "repeats", 1) < 1:
-        raise ValueError(f"--repeats {args.repeats}: at least 1 run")
-    if getattr(args, "instances", 1) < 1:
-        raise ValueError(f"--instances {args.instances}: at least 1 layer")
-    for flag in ("prompt", "tokens"):
-        if getattr(args, flag, 2) < 2:
-            raise ValueError(f"--{flag} {getattr(args, flag)}: at least 2 tokens")
-    if any(n < 0 for n in getattr(args, "drafts", [])):
-        raise ValueError(f"--drafts {','.join(map(str, args.drafts))}: numbers of at least 0")
-    for flag in ("batch", "context", "prefill", "query-tokens"):
-        values = getattr(args, flag.replace("-", "_"), [])
-        if any(n < 1 for n in values):
-            raise ValueError(f"--{flag} {','.join(map(str, values))}: numbers of at least 1")
+    """ValueError for files that would fail only after the timing."""
     if args.plot:
         from deepseek_attn.bench.plots import check_picture
         from deepseek_attn.utils.files import check_output

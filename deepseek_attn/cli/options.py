@@ -149,6 +149,72 @@ def nonempty(text: str) -> str:
     return text
 
 
+MOST = 2**63 - 1  # of a size
+MOST_DRAFTS = 15
+PEBIBYTE = 2**50
+BOUNDS: dict[str, tuple[float, float]] = {
+    "--batch": (1, MOST),
+    "--context": (1, MOST),
+    "--prefill": (1, MOST),
+    "--query-tokens": (1, MOST),
+    "--prompt": (2, MOST),  # of `bench engine`, as the next one
+    "--tokens": (2, MOST),
+    "--drafts": (0, MOST_DRAFTS),
+    "--speculate": (0, MOST_DRAFTS),
+    "--instances": (1, MOST),
+    "--repeats": (1, MOST),
+    "--layers": (0, MOST),
+    "--experts": (1, MOST),
+    "--max-tokens": (1, MOST),
+    "--max-model-len": (1, MOST),
+    "--max-num-seqs": (1, MOST),
+    "--max-num-batched-tokens": (1, MOST),
+    "--max-snapshots": (0, MOST),
+    "--prefill-workspace-rows": (1, MOST),
+    "--chunk-size": (1, MOST),
+    "--top": (1, MOST),
+    "--kv-cache-bytes": (1, PEBIBYTE),
+    "--memory": (1, PEBIBYTE),
+    "--temperature": (0, MOST),
+    "--top-k": (0, MOST),
+    "--top-p": (0, 1),
+    "--seed": (0, 2**64 - 1),
+    "--stop-token-id": (0, MOST),
+    "--token-ids": (0, MOST),
+    "--tensor-parallel": (1, 2**16),
+    "--rank-timeout": (1, 7 * 24 * 3600),
+    "--ranks": (1, 2**16),
+    "--gpus-per-host": (1, 2**16),
+    "--jobs": (1, 2**16),
+    "--stats": (0, 1e9),
+    "--shards": (1, MOST),
+    "--gap": (0, MOST),
+    "--steps": (1, MOST),
+    "--seq-len": (1, MOST),
+    "--lr": (0, 1e6),
+    "--weight-decay": (0, 1e6),
+    "--mtp-steps": (1, MOST),
+    "--mtp-lr": (0, 1e6),
+    "--mtp-depth": (1, MOST),
+    "--budget": (0.001, 1e9),
+    "--actors": (1, 2**16),
+    "--gpus": (0, 2**16),
+    "--cpus": (0, 2**16),
+}
+"""Least and greatest value of every flag that takes a number, or several. What depends on a model, or on another flag,
+is checked where that is known."""
+
+
+def check_bounds(args: argparse.Namespace) -> None:
+    """ValueError for a number outside of `BOUNDS`."""
+    for flag, (least, most) in BOUNDS.items():
+        value = getattr(args, flag[2:].replace("-", "_"), None)
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, (int, float)) and not least <= number <= most:  # NaN is outside, too
+                supported = f"at least {least}" if most == MOST else f"{least:g} to {int(most)}"
+                raise ValueError(f"{flag} {number}: must be {supported}")
+
+
 class Parser(argparse.ArgumentParser):
     """A parser, as are those of its commands, whose flags are `nonempty` texts and `integer`s of 64 bits.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from deepseek_attn.cli.options import (
     HUB_ID,
@@ -15,6 +16,11 @@ from deepseek_attn.cli.options import (
 )
 from deepseek_attn.cli.terminal import show
 from deepseek_attn.utils.sizes import show_bytes
+
+RANK_FLAGS: dict[str, Any] = {
+    "ranks": 1, "layout": "tp", "gpus_per_host": 8, "batch": [1, 32, 128], "context": None, "prefill": None,
+}  # fmt: skip
+"""Flags that predict steps on the GPUs of ``--gpu``, with their defaults."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -45,23 +51,26 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         choices=["h100", "h200"],
         help="predict for this GPU, of 80 GB (SXM) or 141 GB (default: the memory of the one here)",
     )
-    ranks.add_argument("--ranks", type=int, default=1, metavar="N", help="GPUs that share the model (default: 1)")
+    ranks.add_argument("--ranks", type=int, metavar="N", help="GPUs that share the model (default: 1)")
     ranks.add_argument(
-        "--layout", choices=["tp", "dp"], default="tp",
+        "--layout", choices=["tp", "dp"],
         help="tp: all ranks have the same tokens; dp: data-parallel attention (default: tp)",
     )  # fmt: skip
-    ranks.add_argument("--gpus-per-host", type=int, default=8, metavar="N", help="GPUs that NVLink joins (default: 8)")
+    ranks.add_argument("--gpus-per-host", type=int, metavar="N", help="GPUs that NVLink joins (default: 8)")
     ranks.add_argument(
-        "--batch", type=numbers, default=[1, 32, 128], metavar="LIST",
+        "--batch", type=numbers, metavar="LIST",
         help="requests of a decode step, all ranks together (default: 1,32,128)",
     )  # fmt: skip
     ranks.add_argument("--context", type=int, metavar="N", help="tokens of each request (default: max_model_len)")
     ranks.add_argument("--prefill", type=int, metavar="N", help="also predict a step of one prompt of N tokens")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, **RANK_FLAGS)
 
 
 def run(args: argparse.Namespace) -> None:
+    given = [name for name, default in RANK_FLAGS.items() if getattr(args, name) != default]
+    if given and args.gpu is None:
+        raise ValueError(f"--{given[0].replace('_', '-')}: say of which GPUs, --gpu h100 or h200")
     from deepseek_attn.cli.plan_facts import PlanFacts  # imports torch
 
     facts = PlanFacts(args).collect()

@@ -15,7 +15,7 @@ import torch
 from deepseek_attn.bench.machines import H200, MACHINES, Machine
 from deepseek_attn.bench.ranks import RankLayout, RankModel
 from deepseek_attn.cli.options import attention_options
-from deepseek_attn.cli.warmup import read_headers
+from deepseek_attn.cli.warmup import check_drafts, read_headers
 from deepseek_attn.config.defaults import DEFAULT_MAX_MODEL_LEN
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import numerics_for
@@ -42,8 +42,6 @@ class PlanFacts:
     """
 
     def __init__(self, args: argparse.Namespace):
-        if args.ranks != 1 and args.gpu is None:
-            raise ValueError(f"--ranks: say of which GPUs, --gpu {' or '.join(sorted(MACHINES))}")
         self.args, self.config, device = args, ModelConfig.from_pretrained(args.model), pick_device(None)
         self.on_gpu, self.dp_attention = args.gpu is not None or device.type == "cuda", args.layout == "dp"
         self.gpu_problem = "" if args.gpu is not None else problem_on(device)
@@ -54,6 +52,11 @@ class PlanFacts:
         self.length = min(self.limit, DEFAULT_MAX_MODEL_LEN) if args.max_model_len is None else args.max_model_len
         sizes = (self.length, args.max_num_seqs, args.max_num_batched_tokens, 0, args.max_snapshots)
         check_sizes(self.config, None, *sizes)
+        longest = self.limit if args.max_model_len is None else args.max_model_len
+        for flag, tokens in (("context", args.context), ("prefill", args.prefill)):
+            if tokens is not None and tokens > longest:
+                raise ValueError(f"--{flag} {tokens}: a sequence has at most {longest} tokens (--max-model-len)")
+        check_drafts(self.config, args.speculate, args.max_num_batched_tokens)
 
     def collect(self) -> dict[str, Any]:
         """Everything that `plan` prints."""
@@ -124,15 +127,6 @@ class PlanFacts:
         args, config = self.args, self.config
         parallel = Parallel(0, args.ranks, self.dp_attention and args.ranks > 1)
         check_split(config, self.numerics, parallel)
-        if not 0 <= args.speculate < min(16, args.max_num_batched_tokens):
-            raise ValueError(
-                f"--speculate {args.speculate}: supported are 0 to 15 drafts, and fewer than tokens of a step"
-            )
-        if args.speculate and not config.mtp_layers:
-            raise ValueError(f"--speculate {args.speculate}: the model has no MTP layer")
-        if config.dspark is not None and args.speculate > config.dspark.dspark_block_size:
-            most = config.dspark.dspark_block_size
-            raise ValueError(f"--speculate {args.speculate}: dspark_block_size {most} is the most that DSpark drafts")
         headers = read_headers(args.model)[1] if any(Path(args.model).glob("*.safetensors")) else None
         return lambda plan: RunnerMemory.of(
             config, plan.layout, headers, numerics=self.numerics, dtype=self.dtype, attention=attention_options(args),
@@ -156,11 +150,9 @@ class PlanFacts:
     def rank_facts(self) -> dict[str, Any]:
         """Bytes that one of several ranks sends in a step, and predicted times of steps."""
         args = self.args
-        if min(args.ranks, args.gpus_per_host, *args.batch, args.context or 1, args.prefill or 1) < 1:
-            raise ValueError("--ranks, --gpus-per-host, --batch, --context and --prefill are positive numbers")
         layout = RankLayout(args.ranks, self.dp_attention, args.gpus_per_host)
         model = RankModel(self.config, self.numerics, self.dtype, layout, self.machine)
-        shapes = [(batch, 1, min(args.context or self.length, self.limit)) for batch in args.batch]
+        shapes = [(batch, 1, args.context or self.length) for batch in args.batch]
         shapes += [(1, args.prefill, args.prefill)] if args.prefill else []
         steps = []
         for batch, tokens, context in shapes:

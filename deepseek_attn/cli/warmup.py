@@ -14,7 +14,6 @@ from deepseek_attn.cli.options import (
     add_numerics_options,
     add_prefill_options,
     attention_options,
-    integer,
 )
 from deepseek_attn.cli.terminal import show
 
@@ -38,12 +37,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add_numerics_options(parser)
     add_limits(parser)
     add_prefill_options(parser)
-    parser.add_argument("--speculate", type=integer, default=0, metavar="N", help="drafts per step (default: 0)")
+    parser.add_argument("--speculate", type=int, default=0, metavar="N", help="drafts per step (default: 0)")
     parser.add_argument(
         "--gpu", type=gpu_facts, metavar="CAPABILITY:SMS",
         help="compute capability and multiprocessors, 9.0:132 for an H100 or H200 (default: the GPU of this machine)",
     )  # fmt: skip
-    parser.add_argument("--jobs", type=integer, metavar="N", help="processes (default: processors less one)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: processors less one)")
     parser.set_defaults(run=run)
 
 
@@ -52,7 +51,7 @@ def gpu_facts(text: str) -> GPU:
     from deepseek_attn.kernels.common.device import GPU
 
     match = re.fullmatch(r"(\d+)\.(\d):(\d+)", text)
-    if match is None:
+    if match is None or not int(match[3]):
         raise argparse.ArgumentTypeError(f"{text!r} is no GPU: write for instance 9.0:132")
     return GPU((int(match[1]), int(match[2])), int(match[3]))
 
@@ -71,8 +70,10 @@ def run(args: argparse.Namespace) -> int:
     (config, headers), cuda = read_headers(args.model), torch.device("cuda")
     if args.gpu is None and not torch.cuda.is_available():
         raise ValueError("there is no GPU here: say which kind to compile for, --gpu 9.0:132 for an H100 or H200")
-    length = min(config.max_position_embeddings, args.max_model_len or DEFAULT_MAX_MODEL_LEN)
+    length = min(config.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
+    length = length if args.max_model_len is None else args.max_model_len
     check_sizes(config, None, length, args.max_num_seqs, args.max_num_batched_tokens, 16)
+    check_drafts(config, args.speculate, args.max_num_batched_tokens)
     request = RunnerRequest.of(
         config,
         headers,
@@ -96,6 +97,18 @@ def run(args: argparse.Namespace) -> int:
         f"{request.marker().parent}, after {time.monotonic() - start:.0f} s"
     )
     return 0
+
+
+def check_drafts(config: AnyConfig, drafts: int, max_num_batched_tokens: int) -> None:
+    """ValueError if a runner of this config cannot draft so many tokens per step."""
+    most = max_num_batched_tokens - 1
+    if drafts > most:
+        raise ValueError(f"--speculate {drafts}: supported are up to {most} drafts, fewer than tokens of a step")
+    if drafts and not config.mtp_layers:
+        raise ValueError(f"--speculate {drafts}: the model has no MTP layer")
+    if config.dspark is not None and drafts > config.dspark.dspark_block_size:
+        most = config.dspark.dspark_block_size
+        raise ValueError(f"--speculate {drafts}: dspark_block_size {most} is the most that DSpark drafts")
 
 
 def read_headers(model: str) -> tuple[AnyConfig, dict[str, TensorInfo]]:

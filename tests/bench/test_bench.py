@@ -175,7 +175,7 @@ def test_command(model, kinds, capsys):
     ("args", "message"),
     [
         (["--repeats", "0"], "--repeats 0"),
-        (["--query-tokens", "2,0"], "--query-tokens 2,0: numbers of at least 1"),
+        (["--query-tokens", "2,0"], "--query-tokens 0: must be at least 1"),
         (["--instances", "0"], "--instances 0"),
         (["--layers", "99"], "layers [99] do not exist"),
         (["--backends", "magic"], "unknown backend 'magic'"),

@@ -157,9 +157,9 @@ def test_command_on_the_small_checkpoint(capsys):
     ("args", "message"),
     [
         ("--layers 2", "--layers and --experts cut a preset"),
-        ("--drafts 1,-1", "--drafts 1,-1: numbers of at least 0"),
-        ("--tokens 1", "--tokens 1: at least 2 tokens"),
-        ("--batch 0", "--batch 0: numbers of at least 1"),
+        ("--drafts 1,-1", "--drafts -1: must be 0 to 15"),
+        ("--tokens 1", "--tokens 1: must be at least 2"),
+        ("--batch 0", "--batch 0: must be at least 1"),
         ("--model nothing", "'nothing'"),
     ],
 )

@@ -231,12 +231,12 @@ def test_json_without_end(tmp_path, monkeypatch, capsys, command):
         ([[0, 512]], [], "token id 512"),
         ([[0, -1]], [], "token id -1"),
         ([[0] * 60], ["--max-model-len", "50"], "60 tokens exceeds max_model_len=50"),
-        ([[0]], ["--chunk-size", "0"], "chunk_size=0"),
+        ([[0]], ["--chunk-size", "0"], "--chunk-size 0"),
         ([[0]], ["--layers", "1", "--mtp"], "--mtp needs the whole model"),
         ([[0]], ["--layers", "3"], "layers [3] do not exist"),
         ([[0]], ["--backend", "magic"], "unknown backend 'magic'"),
         ([[0]], ["--deterministic", "--fp8-mode", "separate"], "deterministic=True cannot be kept with"),
-        ([[0]], ["--max-num-seqs", "0"], "max_num_seqs=0"),
+        ([[0]], ["--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),
         ([[0]], ["--max-model-len", "5000"], "exceeds the model's 4096"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else None,
@@ -259,8 +259,8 @@ def test_wrong_score_input(checkpoint, tmp_path, capsys, lists, flags, message):
         (["--prompt", "x", "--thinking"], "--thinking needs --chat"),
         (["--prompt", "x", "--allow-special"], "--allow-special needs --chat"),
         (["--token-ids", "1,2", "--chat"], "--chat takes text"),
-        (["--prompt", "x", "--temperature", "-1", "--top-p", "0"], "top_p=0"),
-        (["--prompt", "x", "--max-tokens", "0"], "max_tokens=0"),
+        (["--prompt", "x", "--top-p", "0"], "top_p=0"),
+        (["--prompt", "x", "--max-tokens", "0"], "--max-tokens 0: must be at least 1"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
@@ -301,7 +301,7 @@ def test_plan_with_a_budget_and_snapshots(capsys):
     ("flags", "message"),
     [
         (["--kv-cache-bytes", "1MB"], "kv_cache_bytes=1000000 is too little"),
-        (["--max-snapshots", "-1"], "max_snapshots=-1: must be at least 0"),
+        (["--max-snapshots", "-1"], "--max-snapshots -1: must be at least 0"),
     ],
 )
 def test_wrong_plan_input(flags, message, capsys):

@@ -86,7 +86,7 @@ def test_many_turns_of_a_chat(checkpoint, tmp_path, capsys):
         (b"fine\n", ["--prompt", "another"], "not allowed with"),
         (b"fine\n", ["--stats", "-1"], "--stats -1.0"),
         (b"fine\n", ["--profile", "/no/such/folder/t.json"], "no trace can be written"),
-        (b"fine\n", ["--speculate", "16"], "supported are 1 to 15"),
+        (b"fine\n", ["--speculate", "16"], "--speculate 16: must be 0 to 15"),
     ],
 )
 def test_wrong_input_is_one_message(checkpoint, tmp_path, capsys, content, flags, message):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_attn.cli import make_parser
+from deepseek_attn.cli.options import BOUNDS, integer, memory_size, numbers
 from tests.house.test_imports import FLOORS
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +58,24 @@ def test_commands_are_found():
     assert any("--max-model-len" in words for words in found), "inline code that goes over two lines"
     assert check_flags(["deepseek-attn", "generate", "--prompts", "FILE", "--nonsense"]) == "no flags ['--nonsense']"
     assert check_flags(["deepseek-attn", "serve"]) == "no command ['serve']"
+
+
+def all_flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Flags of a parser and of its commands, by ``command flag``."""
+    found = {flag: action for action in parser._actions for flag in action.option_strings if action.nargs != 0}
+    for name, part in subparsers(parser).items():
+        found |= {f"{name} {flag}": action for flag, action in all_flags(part).items()}
+    return found
+
+
+def test_every_number_has_bounds():
+    """A flag of a number is one of `BOUNDS`, so that no command computes with a size of 0 or with NaN."""
+    numeric = (int, float, integer, numbers, memory_size)
+    flags = {name.split()[-1] for name, action in all_flags(make_parser()).items() if action.type in numeric}
+    assert len(flags) > 40
+    assert flags - set(BOUNDS) == set()
+    places = {name.split()[-1]: action.dest for name, action in all_flags(make_parser()).items()}
+    assert all(place == flag[2:].replace("-", "_") for flag, place in places.items() if flag in BOUNDS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

@@ -164,8 +164,8 @@ def test_launches_that_do_not_fit(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["100000"], "up to 64 ranks run on one machine"),
-        (["2", "--rank-timeout", "nan"], "a timeout of nan s: supported are 1 to 604800"),
+        (["65"], "up to 64 ranks run on one machine"),
+        (["2", "--rank-timeout", "nan"], "--rank-timeout nan: must be 1 to 604800"),
         (["2", "--rank-interface", "eth99"], "no network interface 'eth99'"),
     ],
 )
