@@ -1,4 +1,4 @@
-"""Chat messages -> prompt, and completion -> (reasoning, answer), in DeepSeek-V4's own encoding.
+"""Chat messages -> prompt, and completion -> (reasoning, answer), in DeepSeek's own encodings.
 
 DeepSeek-V4 checkpoints ship Python encoders (``encoding/``) rather than a Jinja chat template. Code that comes with a
 checkpoint is never executed here: plain system / user / assistant turns are encoded by `encode_messages`, and a Jinja
@@ -29,7 +29,7 @@ SYSTEM = "<｜System｜>"  # V4.1 only
 DEFAULT_EFFORT = 75  # of 100: V4.1's default in thinking mode
 
 
-def encode_messages(messages: list[dict], thinking: bool = False, v41: bool = False) -> str:
+def encode_messages(messages: list[dict], thinking: bool = False, v41: bool = False, v32: bool = False) -> str:
     """Render plain chat turns as the string that DeepSeek-V4 expects, BOS included.
 
     Each turn is its marker and its content; system messages are put together in front and have no marker. User messages
@@ -45,6 +45,8 @@ def encode_messages(messages: list[dict], thinking: bool = False, v41: bool = Fa
             turns are rendered as chat turns. In chat mode no reasoning is rendered.
         v41: the encoding of DeepSeek-V4.1, which marks system messages and leaves them where they are, and begins
             thinking mode with a line about the reasoning effort, of which it has its default.
+        v32: the encoding of DeepSeek-V3.2: the same where turns alternate. System messages stay where they are, each
+            user message is followed by ``<｜Assistant｜>``, and a system message cannot be the last.
 
     Raises:
         ValueError: tools, tool results, response formats, images, other roles or keys. All problems are listed at once.
@@ -53,7 +55,14 @@ def encode_messages(messages: list[dict], thinking: bool = False, v41: bool = Fa
     revisions). Tokenize the result with ``add_special_tokens=False``.
     """
     try:
-        names = {"bos_token": BOS, "eos_token": EOS, "thinking": thinking, "v41": v41, "effort": DEFAULT_EFFORT}
+        names = {
+            "bos_token": BOS,
+            "eos_token": EOS,
+            "thinking": thinking,
+            "v41": v41,
+            "v32": v32,
+            "effort": DEFAULT_EFFORT,
+        }
         return render(_template(), [with_reasoning(message) for message in plain_messages(messages)], **names)
     except TemplateError as error:
         raise ValueError(str(error)) from None
@@ -99,9 +108,8 @@ def describe_chat_format(directory: str | Path) -> tuple[str, str]:
         return "jinja", f"{explanation}; {not_run}" if has_encoder else explanation
     reason = not_run if has_encoder else "the checkpoint has no chat template"
     turns = "encoding of system, user and assistant turns"
-    if _is_v41(directory):
-        return "builtin", f"built-in DeepSeek-V4.1 {turns}; {reason}"
-    return "builtin", f"built-in DeepSeek-V4 {turns}; {reason}"
+    version = {"deepseek_v41": "V4.1", "deepseek_v32": "V3.2"}.get(_model_type(directory), "V4")
+    return "builtin", f"built-in DeepSeek-{version} {turns}; {reason}"
 
 
 def build_prompt(
@@ -146,7 +154,8 @@ def build_prompt(
                 "(allow_special=True, --allow-special)"
             )
     else:
-        text = encode_messages(marked, thinking, v41=_is_v41(Path(directory)))
+        model_type = _model_type(Path(directory))
+        text = encode_messages(marked, thinking, v41=model_type == "deepseek_v41", v32=model_type == "deepseek_v32")
         needed = (BOS, USER, ASSISTANT, THINK, END_THINK, *([SYSTEM] if SYSTEM in text else []))
         missing = [token for token in needed if tokenizer.token_id(token) is None]
         if missing:
@@ -160,10 +169,10 @@ def build_prompt(
     return encode_marked(tokenizer, text, mark, max_tokens), explanation
 
 
-def _is_v41(directory: Path) -> bool:
+def _model_type(directory: Path) -> str | None:
     file = directory / "config.json"
     config = read_json(file, str(file)) if file.is_file() else {}
-    return isinstance(config, dict) and config.get("model_type") == "deepseek_v41"
+    return str(config.get("model_type")) if isinstance(config, dict) else None
 
 
 def _template_location(directory: Path) -> str | None:

@@ -135,6 +135,30 @@ def test_encode_v41(messages, thinking, expected):
     assert encode_messages(messages, thinking, v41=True) == BOS + expected
 
 
+@pytest.mark.parametrize(
+    ("thinking", "messages", "expected"),
+    [
+        (False, [SYSTEM, HI], f"Be brief.<｜User｜>hi{A}</think>"),
+        (True, [SYSTEM, SYSTEM, HI], f"Be brief.Be brief.<｜User｜>hi{A}<think>"),
+        (False, [HI, BYE], f"<｜User｜>hi{A}</think><｜User｜>bye{A}</think>"),
+        (True, [HI, BYE], f"<｜User｜>hi{A}</think><｜User｜>bye{A}<think>"),
+        (True, [HI, HELLO, BYE], f"<｜User｜>hi{A}</think>hello{E}<｜User｜>bye{A}<think>"),
+        (True, [HI, SYSTEM, BYE], f"<｜User｜>hi{A}</think>Be brief.<｜User｜>bye{A}<think>"),
+        (False, [HI, HELLO, HELLO, BYE], f"<｜User｜>hi{A}</think>hello{E}hello{E}<｜User｜>bye{A}</think>"),
+        (True, [HI, HELLO], f"<｜User｜>hi{A}<think>greet back</think>hello{E}"),
+    ],
+)
+def test_encode_v32(thinking, messages, expected):
+    """Strings of mlx-lm 0.32.2's port of the encoder that V3.2 ships."""
+    assert encode_messages(messages, thinking, v32=True) == BOS + expected
+
+
+@pytest.mark.parametrize("last", [[SYSTEM], [HI, SYSTEM]])
+def test_v32_answers_a_user(last):
+    with pytest.raises(ValueError, match="the last message is a system message"):
+        encode_messages(last, v32=True)
+
+
 def test_empty_values_of_other_keys_are_ignored():
     dumped = {"role": "user", "content": "hi", "tool_calls": None, "tools": [], "name": None, "reasoning_content": None}
     assert encode_messages([dumped]) == encode_messages([HI])
@@ -235,6 +259,9 @@ def test_the_encoding_of_a_v41_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v41"}))
     explanation = describe_chat_format(tmp_path)[1]
     assert "DeepSeek-V4.1" in explanation
+    (tmp_path / "v32").mkdir()
+    (tmp_path / "v32" / "config.json").write_text(json.dumps({"model_type": "deepseek_v32"}))
+    assert "DeepSeek-V3.2" in describe_chat_format(tmp_path / "v32")[1]
     tokenizer = SpecialsOnly([BOS, "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"])
     assert build_prompt(tokenizer, tmp_path, [HI])[0] == tokenizer.encode(encode_messages([HI]))
     with pytest.raises(ValueError, match=r"has no token for <｜System｜>"):
