@@ -291,7 +291,7 @@ def forked_compiler() -> Fork | None:
 
 
 def compile_ahead(request: RunnerRequest, progress: bool, fork: Fork | None = None) -> Compilation | None:
-    """Starts to compile the kernels of a runner; launches then wait for theirs. None if all are in Triton's cache.
+    """Starts to compile the kernels of a runner; None if all are in Triton's cache. Launches wait for missing ones.
 
     Args:
         fork: of `forked_compiler`; without one, the process that compiles is a new interpreter, which imports torch.
@@ -305,7 +305,7 @@ def compile_ahead(request: RunnerRequest, progress: bool, fork: Fork | None = No
     def wait(variant: Variant) -> None:
         if compilation.ended:
             end()
-        else:
+        elif not variant.is_cached():  # earlier processes may have ended before all kernels were compiled
             compilation.wait(variant.cached_hash(), progress)
 
     end = call_before_compiling(wait)

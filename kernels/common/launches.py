@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler.compiler import ASTSource, get_cache_invalidating_env_vars, get_cache_key, make_backend
-from triton.runtime.cache import triton_key
+from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.jit import DependenciesFinder, JITFunction
 
 from deepseek_attn.kernels.common.device import GPU, meta_stands_for
@@ -56,6 +56,10 @@ class Variant:
         options = backend.parse_options(self.options | self.source.parse_options())
         key = get_cache_key(self.source, backend, options, env_vars=get_cache_invalidating_env_vars())
         return hashlib.sha256(key.encode()).hexdigest()
+
+    def is_cached(self) -> bool:
+        """Whether Triton's cache has the kernel."""
+        return get_cache_manager(self.cached_hash()).get_group(f"{self.name[:150]}.json") is not None
 
     def compile(self) -> None:
         """Compiles the kernel into Triton's cache, unless it is there; and what launches it, if that is compiled too.

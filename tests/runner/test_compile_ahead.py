@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from triton.runtime.cache import get_cache_manager
 
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.checkpoint.source import TensorInfo
@@ -135,11 +135,27 @@ def test_what_is_compiled_is_what_a_launch_looks_up(tmp_path, monkeypatch):
         found = (variant for fresh in finder.all() for variant in fresh)
         variant = next(variant for variant in found if variant.name == "decode_rows_kernel")
         found.close()
+    assert not variant.is_cached()
     with kernel_loads() as loads:
         for _ in range(2):
             triton.compile(variant.source, target=variant.target, options=variant.options)
     assert loads == [("decode_rows_kernel", False), ("decode_rows_kernel", True)]
-    assert get_cache_manager(variant.cached_hash()).get_group("decode_rows_kernel.json")
+    assert variant.is_cached()
+
+
+def test_a_launch_does_not_wait_for_a_kernel_that_an_earlier_process_compiled(tmp_path, monkeypatch):
+    """A process that ends early leaves kernels but no marker; the next one looks for all of them again meanwhile."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    waited, callbacks = [], []
+    monkeypatch.setattr("deepseek_attn.kernels.common.launches.call_before_compiling", callbacks.append)
+    monkeypatch.setattr(Compilation, "wait", lambda self, wanted, progress: waited.append(wanted))
+    compilation = compile_ahead.compile_ahead(request_of("tiny"), False, fork=Fork(lambda *files: time.sleep(60)))
+    try:
+        for name, cached in (("cached", True), ("missing", False)):
+            callbacks[0](SimpleNamespace(is_cached=lambda cached=cached: cached, cached_hash=lambda name=name: name))
+    finally:
+        compilation.close()
+    assert waited == ["missing"]
 
 
 class Stub:
