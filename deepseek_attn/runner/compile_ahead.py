@@ -41,6 +41,8 @@ FINDER = "deepseek_attn.runner.stand_in"
 START = f"import gc, sys; gc.disable(); sys.path[:] = sys.argv[1:]; import {FINDER} as finder; finder.main()"
 PACKAGES = ("deepseek_attn", "deepseek_attn.kernels", "deepseek_attn.models")  # their code decides what is launched
 SHOWN = 3  # failed kernels that are named
+PATIENCE = 10.0
+"""Seconds until a `Compilation` whose kernels are mostly cached begins by itself."""
 SILENT_SECONDS = 120
 """A compiling process that tells nothing for so long is taken to hang; one kernel takes less than 10 s."""
 
@@ -159,11 +161,19 @@ class Compilation:
         failed: why kernels could not be compiled; each begins with a kernel's name.
         problem: why kernels could not be found; empty where they could.
         ended: nothing more will be compiled.
+        begun: a file in Triton's cache that is there once a process has begun to compile the kernels of this request.
         coming: the step that the runner runs and some of those after it, as `WarmUp.step` takes them; a launch that
             waits has their kernels compiled before others.
     """
 
-    def __init__(self, request: RunnerRequest, workers: int | None = None, fork: Fork | None = None):
+    def __init__(
+        self, request: RunnerRequest, workers: int | None = None, fork: Fork | None = None, patient: bool = False
+    ):
+        """With ``patient``, begins when a kernel is missing, or after `PATIENCE`, if another process has begun before.
+
+        That process may have ended before all kernels were compiled: most are in the cache, and one that only answers a
+        short prompt should not share its processors with a search for the others.
+        """
         self.found: set[str] = set()
         self.done: set[str] = set()
         self.failed: list[str] = []
@@ -173,6 +183,7 @@ class Compilation:
         self._asked: list[Rows] = []
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         self._marker = request.marker()
+        self.begun = self._marker.with_suffix(".begun")
         path = [*sys.path, str(Path(__file__).parents[2])]  # an editable installation may be on no path
         self._process: Fork | subprocess.Popen[bytes] = fork or subprocess.Popen(
             [sys.executable, "-c", START, *path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -180,7 +191,26 @@ class Compilation:
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         workers = max(1, len(os.sched_getaffinity(0)) - 1) if workers is None else workers
-        self._messages.put(pickle.dumps((request, workers)))
+        self._request: bytes | None = pickle.dumps((request, workers))
+        if patient and self.begun.exists():
+            self._later = threading.Timer(PATIENCE, self._begin)
+            self._later.daemon = True
+            self._later.start()
+        else:
+            self._later = None
+            self._begin()
+
+    def _begin(self) -> None:
+        """Sends the request, unless it was sent or will not be."""
+        with self._changed:
+            request, self._request = self._request, None
+        if request is None:
+            return
+        if self._later is not None:
+            self._later.cancel()
+        self.begun.parent.mkdir(parents=True, exist_ok=True)
+        self.begun.touch()
+        self._messages.put(request)
         threading.Thread(target=self._send, daemon=True).start()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -199,6 +229,7 @@ class Compilation:
                 return self.ended
             return self.ended or wanted in self.done or (self._all_found and wanted not in self.found)
 
+        self._begin()
         with (
             tqdm(desc="compiling kernels", unit="", delay=0.5, leave=False, disable=None if progress else True) as bar,
             self._changed,
@@ -214,6 +245,16 @@ class Compilation:
         """Ends the process and its workers, if they still run."""
         self._closed = True
         self._process.kill()
+        with self._changed:
+            request, self._request = self._request, None
+            if request is None:
+                return
+            self.ended = True
+            self._changed.notify_all()
+        self._later.cancel()
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
 
     def _ask(self, wanted: str) -> None:
         """Asks for a kernel, and for those of the `coming` steps, but not for a step of the last call once more."""
@@ -300,7 +341,7 @@ def compile_ahead(request: RunnerRequest, progress: bool, fork: Fork | None = No
 
     if request.marker().exists():
         return None
-    compilation = Compilation(request, fork=fork)
+    compilation = Compilation(request, fork=fork, patient=True)
 
     def wait(variant: Variant) -> None:
         if compilation.ended:

@@ -392,6 +392,33 @@ def test_after_a_warm_up_nothing_is_compiled_and_no_kernel_loaded(preset, drafts
 PROCESSES = pytest.mark.parametrize("fork", [False, True], ids=["interpreter", "fork"])
 
 
+def test_a_patient_process_begins_when_a_kernel_is_missing(tmp_path, monkeypatch):
+    """Where an earlier one has begun, or after a while; one that never begins leaves nothing to wait for."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def main(requests, told):
+        Connection(os.dup(requests.fileno()), writable=False).recv()
+        told.write(json.dumps({"found": ["kernel"], "done": ["kernel"]}) + "\n" + json.dumps({"all_found": True}))
+        told.write("\n")
+
+    first = Compilation(request_of("tiny"), fork=Fork(main), patient=True)
+    first.wait()
+    assert first.begun.exists()
+    assert first.done == {"kernel"}
+    waiting, closed = (Compilation(request_of("tiny"), fork=Fork(main), patient=True) for _ in range(2))
+    assert not waiting.found
+    waiting.wait("kernel")
+    closed.close()
+    monkeypatch.setattr(compile_ahead, "PATIENCE", 0.01)
+    alone = Compilation(request_of("tiny"), fork=Fork(main), patient=True)
+    alone._later.join()
+    for compilation, found in ((waiting, {"kernel"}), (closed, set()), (alone, {"kernel"})):
+        compilation.wait()
+        assert compilation.ended
+        assert compilation.found == found
+        assert compilation._process.returncode is not None
+
+
 @EXHAUSTIVE
 @PROCESSES
 def test_closing_ends_the_process(fork, tmp_path, monkeypatch):
