@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import resources
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deepseek_attn.cache.layout import check_records
-from deepseek_attn.config.fields import FieldReader
+from deepseek_attn.config.fields import MAX_INTEGER, FieldReader
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.experiments.define.settings import (
@@ -19,6 +20,7 @@ from deepseek_attn.experiments.define.settings import (
     CostSettings,
     ModelTimeSettings,
     TrainSettings,
+    read_model,
     read_sections,
 )
 from deepseek_attn.experiments.define.variant import KV_RECORDS, Variant, default_name
@@ -29,6 +31,9 @@ KEYS = (
     *("cost", "model_time", "train", "checkpoint"),
 )
 MAX_VARIANTS = 10_000
+MAX_RUNS = 100_000  # trainings
+MAX_LABEL = 500  # characters of a name or title
+MAX_FILE_NAME = 150  # bytes of an experiment's name: file systems take 255
 VARIANT_KEYS = tuple(field.name for field in fields(Variant))
 
 
@@ -104,10 +109,13 @@ def read_experiment(raw: Any, origin: str, folder: Path) -> Experiment:
     for variant in variants:
         _check_fit(reader, variant, base, sections["cost"], sections["model_time"] is not None)
     seeds = reader.as_list("seeds", raw.get("seeds", [0])) or []
-    if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds) or len(set(seeds)) < len(seeds):
-        reader.problem(f"seeds is {raw.get('seeds')!r}: expected a list of different integers >= 0")
-    name = raw.get("name", Path(origin).stem)
+    if not seeds or not all(type(seed) is int and 0 <= seed <= MAX_INTEGER for seed in seeds) or _repeat(seeds):
+        reader.problem(f"seeds is {raw.get('seeds')!r}: expected a list of different integers from 0 to {MAX_INTEGER}")
+    name = _read_name(reader, raw.get("name", Path(origin).stem))
+    title = read_label(reader, "title", raw.get("title", name))
     jobs = reader.integer("jobs", 1)
+    if sections["train"] and (runs := len(variants) * len(seeds) * len(sections["train"].tasks)) > MAX_RUNS:
+        reader.problem(f"variants, seeds and train.tasks make {runs} runs: supported are {MAX_RUNS}")
     limit_s = reader.as_number("limit_s", raw.get("limit_s"))
     device = raw.get("device")
     if device is not None and not isinstance(device, str):
@@ -117,8 +125,33 @@ def read_experiment(raw: Any, origin: str, folder: Path) -> Experiment:
     reader.raise_if_problems(origin)
     assert base is not None
     assert jobs is not None
-    title = str(raw.get("title", name))
-    return Experiment(str(name), title, base, tuple(variants), tuple(seeds), device, jobs, limit_s, **sections)
+    assert name is not None
+    assert title is not None
+    return Experiment(name, title, base, tuple(variants), tuple(seeds), device, jobs, limit_s, **sections)
+
+
+def _repeat(values: list[int]) -> bool:
+    return len(set(values)) < len(values)
+
+
+def _read_name(reader: FieldReader, value: Any) -> str | None:
+    """The name of a folder in ``results``, which cannot lead anywhere else."""
+    name = read_label(reader, "name", value)
+    if name is not None and (name.startswith(".") or re.search(r'[/\\:*?"<>|]', name) or name != name.strip()):
+        reader.problem(f"name is {name!r}: expected the plain name of a folder, without / and not beginning with a dot")
+        return None
+    if name is not None and len(name.encode()) > MAX_FILE_NAME:
+        reader.problem(f"name is {name!r}: it has {len(name.encode())} bytes, supported are {MAX_FILE_NAME}")
+        return None
+    return name
+
+
+def read_label(reader: FieldReader, label: str, value: Any) -> str | None:
+    """A text that people read: one line, without control characters."""
+    if isinstance(value, str) and value.strip() and value.isprintable() and len(value) <= MAX_LABEL:
+        return value
+    reader.problem(f"{label} is {value!r}: expected a text of 1 to {MAX_LABEL} printable characters")
+    return None
 
 
 def _read_base(reader: FieldReader, folder: Path) -> ModelConfig | None:
@@ -126,13 +159,10 @@ def _read_base(reader: FieldReader, folder: Path) -> ModelConfig | None:
     if name is None:
         return None
     try:
-        path = folder / str(name)
-        base = ModelConfig.from_pretrained(path if path.exists() else str(name))
-        if not isinstance(base, ModelConfig):
-            raise ValueError(f"{name} is {base.model_type}; schedules are DeepSeek-V4's")
+        base = read_model(folder, name)
         return base.replace(**changes) if changes else base
     except (ValueError, TypeError) as error:
-        reader.problem(f"base {name!r}: {error}")
+        reader.problem(f"base {name!r:.200}: {error}")
         return None
 
 
@@ -148,6 +178,9 @@ def _read_variants(reader: FieldReader) -> list[Variant]:
         reader.problem(f"grid has {count} cells: supported are {MAX_VARIANTS}")
         axes = {}
     cells = [dict(zip(axes, cell, strict=True)) for cell in product(*axes.values())] if axes else []
+    if len(listed) + len(cells) > MAX_VARIANTS:
+        reader.problem(f"there are {len(listed) + len(cells)} variants: supported are {MAX_VARIANTS}")
+        return []
     variants = [_read_variant(reader, f"variants[{i}]", fields) for i, fields in enumerate(listed)]
     variants += [_read_variant(reader, f"grid[{i}]", cell) for i, cell in enumerate(cells)]
     found = [variant for variant in variants if variant is not None]
@@ -172,14 +205,16 @@ def _read_variant(reader: FieldReader, label: str, raw: Any) -> Variant | None:
         reader.problem(f"{label}.schedule is {raw.get('schedule')!r}: expected a pattern such as '0,0,(4,128)*'")
     for key in ("overlap", "indexer"):
         value = raw.get(key)
-        if value is not None and not isinstance(value, (bool, Mapping)):
+        by_ratio = isinstance(value, Mapping) and all(isinstance(item, bool) for item in value.values())
+        if value is not None and not isinstance(value, bool) and not by_ratio:
             reader.problem(f"{label}.{key} is {value!r}: expected true, false or an object from ratio to bool")
     for key in ("index_topk", "sliding_window"):
         reader.as_integer(f"{label}.{key}", raw.get(key))
     reader.as_choice(f"{label}.kv_record", raw.get("kv_record"), KV_RECORDS)
-    if len(reader.problems) > before:
-        return None
-    return Variant(**{"name": default_name(raw), **raw})
+    if len(reader.problems) == before:
+        name = read_label(reader, f"{label}.name", default_name(raw) if raw.get("name") is None else raw["name"])
+        return None if name is None else Variant(**{**raw, "name": name})
+    return None
 
 
 def _check_fit(

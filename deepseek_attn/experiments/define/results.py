@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
+from deepseek_attn.utils.typed_json import find_problem
+
 
 class Record(TypedDict):
     """One JSON file per unit. ``fingerprint`` is `Unit.fingerprint`: a record of other inputs does not count.
@@ -152,15 +154,54 @@ class LengthRow(TypedDict):
     accuracy: float
 
 
+class Metrics(TypedDict):
+    """On held-out data; with more of an MTP layer."""
+
+    loss: float
+    accuracy: float
+
+
 class TrainedResult(TypedDict):
     """Kind ``train``: ``losses`` of the training as [step, loss], ``metrics`` on held-out data."""
 
-    metrics: dict[str, float]
+    metrics: Metrics
     steps: int
-    losses: list[list[float]]
+    losses: list[tuple[float, float]]
     parameters: int
     by_length: list[LengthRow]
     by_position: list[PositionRow]
     layers: list[RecallRow]
     train_seconds: float
     tokens_per_second: float
+
+
+RESULTS: dict[str, Any] = {
+    "cost": CostResult,
+    "layer_time": TimesResult,
+    "model_time": TimesResult,
+    "reference": CheckpointResult,
+    "checkpoint": CheckpointResult,
+    "tokens": TokensResult,
+    "train": TrainedResult,
+}
+
+
+def find_mistake(kind: str, result: Mapping[str, Any], sizes: Mapping[str, Any]) -> str | None:
+    """Says what makes a result unfit for a report: a field of another type or, where results are joined, length.
+
+    Args:
+        sizes: what lists of the result have, by field: `Unit.sizes`.
+    """
+    if problem := find_problem(result, RESULTS[kind], "result"):
+        return problem
+    found = {name: [row.get(key) for row in result.get(name, ())] for name, key in ROW_KEYS.items()}
+    for name, wanted in sizes.items():
+        if found[name] != wanted:
+            return f"result.{name} has the rows {found[name]!r:.80}: expected {wanted!r:.80}"
+    for row in result["contexts"] if kind == "cost" else ():
+        if len(row["by_layer"]) != len(result["layers"]):
+            return f"result.contexts: by_layer has {len(row['by_layer'])} rows for {len(result['layers'])} layers"
+    return None
+
+
+ROW_KEYS = {"contexts": "context", "times": "context", "layers": "layer", "by_length": "seq_len"}

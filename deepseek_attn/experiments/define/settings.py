@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepseek_attn.config.fields import FieldReader
+from deepseek_attn.config.fields import MAX_INTEGER, FieldReader
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import INDEX_KEYS, PRESETS, Numerics, numerics_for
 from deepseek_attn.data import SMALL_CHECKPOINT
 
+MAX_LENGTHS = 100  # of contexts, or other lengths, that are measured
+MAX_PATH = 4096  # characters
 SYNTHETIC = ("vocab_size", "gap")
 TASK_OPTIONS = {
     "text": ("characters",),
@@ -140,23 +143,48 @@ class _Section:
         return self.reader.as_integer(f"{self.name}.{key}", value, minimum) or 0
 
     def integers(self, key: str, required: bool = True) -> tuple[int, ...]:
-        values = self.value(key, required=required) or []
-        if not isinstance(values, list) or any(type(v) is not int or v < 1 for v in values):
-            self.reader.problem(f"{self.name}.{key} is {values!r}: expected a list of positive integers")
+        values = self.value(key, [], required)
+        if not isinstance(values, list) or any(type(v) is not int or not 0 < v <= MAX_INTEGER for v in values):
+            self.reader.problem(f"{self.name}.{key} is {values!r}: expected a list of integers from 1 to {MAX_INTEGER}")
             return ()
-        return tuple(sorted(values))
+        if len(values) > MAX_LENGTHS or (required and not values):
+            self.reader.problem(f"{self.name}.{key} has {len(values)} values: supported are 1 to {MAX_LENGTHS}")
+            return ()
+        return tuple(sorted(set(values)))
 
     def path(self, key: str) -> str | None:
         """A path, relative to the experiment's folder where that exists."""
         value = self.value(key)
         if value is None:
             return None
-        inside = self.folder / str(value)
-        return str(inside if inside.exists() else value)
+        try:
+            return find_file(self.folder, value)
+        except ValueError as error:
+            self.reader.problem(f"{self.name}.{key}: {error}")
+            return None
 
     def finish(self) -> None:
         for key in sorted(set(self.raw) - set(self.read_keys)):
             self.reader.problem(f"unknown key {self.name}.{key}: there are {', '.join(self.read_keys)}")
+
+
+def find_file(folder: Path, name: Any) -> str:
+    """A path, relative to ``folder`` where that exists.
+
+    Raises:
+        ValueError: ``name`` is not the name of a file or model.
+    """
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_PATH:
+        raise ValueError(f"{name!r:.200} is not a path or name of at most {MAX_PATH} printable characters")
+    return str(folder / name) if os.path.lexists(folder / name) else name  # unlike `Path.exists`, takes any length
+
+
+def read_model(folder: Path, name: Any) -> ModelConfig:
+    """The config of a preset, or of a checkpoint by path or hub id; ValueError unless it is a V4."""
+    model = ModelConfig.from_pretrained(find_file(folder, name))
+    if not isinstance(model, ModelConfig):
+        raise ValueError(f"{name} is {model.model_type}; schedules are DeepSeek-V4's")
+    return model
 
 
 def _cost(section: _Section) -> CostSettings | None:
@@ -166,10 +194,7 @@ def _cost(section: _Section) -> CostSettings | None:
     time_up_to = section.integer("time_up_to", max(contexts, default=1), minimum=0)
     sizes = section.integer("batch", 8), section.integer("prefill", 1024), section.integer("repeats", 10)
     try:
-        path = section.folder / str(name)
-        model = ModelConfig.from_pretrained(path if path.exists() else str(name))
-        if not isinstance(model, ModelConfig):
-            raise ValueError(f"{name} is {model.model_type}; schedules are DeepSeek-V4's")
+        model = read_model(section.folder, name)
         limit = max([model.max_position_embeddings, *contexts])
         model = model.replace(max_position_embeddings=limit)
         numerics = numerics_for(model, preset or "serving", index_keys)

@@ -112,6 +112,19 @@ class Unit:
     files: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
+    def sizes(self) -> dict[str, list[int]]:
+        """Rows that lists of its result have, see `find_mistake`."""
+        match self.job:
+            case CostJob(variant, settings):
+                layers = [spec.index for spec in variant.config(settings.model).layers]
+                return {"contexts": list(settings.contexts), "layers": layers}
+            case LayerTimeJob(settings=settings) | ModelTimeJob(settings=settings):
+                return {"times": list(settings.contexts)}
+            case TrainJob(settings=settings, task=task):
+                return {"by_length": sorted({settings.tasks[task].seq_len, *settings.seq_lens})}
+        return {}
+
+    @property
     def fingerprint(self) -> str:
         """Changes with the inputs: a record of another fingerprint does not count."""
         text = json.dumps({"format": FORMAT, "kind": self.kind, **self.inputs}, sort_keys=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.experiments.define.schedule import expand_schedule
 
+MAX_SLUG = 100  # characters
 KV_RECORDS = ("plain", "fp8_ds_mla")
 
 
@@ -36,8 +38,11 @@ class Variant:
 
     @property
     def slug(self) -> str:
-        """The name as a file name."""
-        return re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-").lower() or "variant"
+        """The name as a file name: of a long one its beginning and a digest."""
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-").lower() or "variant"
+        if len(slug) <= MAX_SLUG:
+            return slug
+        return f"{slug[:MAX_SLUG]}-{hashlib.sha256(self.name.encode('utf-8', 'backslashreplace')).hexdigest()[:8]}"
 
     def config(self, base: ModelConfig) -> ModelConfig:
         """``base`` under this variant, without MTP layers.

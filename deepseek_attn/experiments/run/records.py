@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from deepseek_attn.experiments.define.results import Record
+from deepseek_attn.experiments.define.results import Record, find_mistake
 from deepseek_attn.experiments.define.units import Unit
 from deepseek_attn.utils.files import write_text
 from deepseek_attn.utils.json_files import read_json
+from deepseek_attn.utils.typed_json import find_problem
+
+logger = logging.getLogger(__name__)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -41,7 +45,7 @@ def write_record(folder: Path, unit: Unit, result: Mapping[str, Any], seconds: f
 
 
 def read_record(folder: Path, unit: Unit) -> Record | None:
-    """The record of a unit; None if it is absent, unreadable or made from other inputs.
+    """The record of a unit; None if it is absent, unreadable, altered (which is logged) or made from other inputs.
 
     A file that is not on this machine is taken to be the one that the record was made from.
     """
@@ -54,7 +58,12 @@ def read_record(folder: Path, unit: Unit) -> Record | None:
     files = record.get("files", {})
     same = isinstance(files, dict) and files.keys() == unit.files.keys()
     same = same and all(digest in (None, files[key]) for key, digest in unit.files.items())
-    return cast(Record, record) if same and record.get("fingerprint") == unit.fingerprint else None
+    if not same or record.get("fingerprint") != unit.fingerprint:
+        return None
+    if mistake := find_problem(record, Record, "record") or find_mistake(unit.kind, record["result"], unit.sizes):
+        logger.warning("%s does not count: %s", record_path(folder, unit), mistake)
+        return None
+    return cast(Record, record)
 
 
 def recorded_device(folder: Path) -> str | None:

@@ -9,6 +9,16 @@ from deepseek_attn.experiments.define.files import ENDS, digest_of
 from deepseek_attn.experiments.define.units import make_units
 from deepseek_attn.experiments.run.records import read_record, record_path, recorded_device, write_record
 
+RESULTS = {
+    "tokens": {"tokens": 3, "vocab_size": 8},
+    "train": {
+        "metrics": {"loss": 1.0, "accuracy": 0.5},
+        "by_length": [{"seq_len": 8, "loss": 1.0, "accuracy": 0.5}],
+        **dict.fromkeys(("steps", "parameters", "train_seconds", "tokens_per_second"), 1),
+        **{name: [] for name in ("losses", "by_position", "layers")},
+    },
+}
+
 
 def experiment(folder, **checkpoint):
     """An experiment with a text and a checkpoint of its own in ``folder``, named by absolute paths."""
@@ -38,7 +48,7 @@ def moved(tmp_path):
     """(folder of the experiment, results, paths of all units); all were measured, on the second GPU, elsewhere."""
     units = make_units(experiment(tmp_path / "there"), "cuda:1")
     for unit in units:
-        write_record(tmp_path / "results", unit, {}, 1.0)
+        write_record(tmp_path / "results", unit, RESULTS.get(unit.kind, {}), 1.0)
     experiment(tmp_path / "here")
     return tmp_path / "here", tmp_path / "results", {unit.path for unit in units}
 
