@@ -43,7 +43,7 @@ def pictures(report: Report) -> list[Figure]:
     found = []
     for front in report["fronts"]:
         if front["cost"] != "prefill_ms":
-            name = f"{front['quality']}-{front['cost']}".replace(" ", "-").replace("_", "-")
+            name = f"{front['quality']}-{front['cost']}"
             found.append(Figure(name, name, scatter(report, front)))
     for task in tasks(report):
         variants = with_task(report, task)
@@ -147,7 +147,8 @@ def main() -> None:
             write(args.folder / "decode.svg", decode_picture(args.folder))
         else:
             for figure in pictures(read(args.report)):
-                write(args.out / f"{figure.name}.svg", figure.svg())
+                name = re.sub(r"[^A-Za-z0-9]+", "-", figure.name)  # it comes from the report
+                write(args.out / f"{name}.svg", figure.svg())
     except ValueError as error:
         parser.error(str(error))
 

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from deepseek_attn.config.options import parse_device
     from deepseek_attn.experiments.define.config import load_experiment
     from deepseek_attn.experiments.report.table import show_table
-    from deepseek_attn.experiments.report.write import NUMBERS, PAGE, write_report
+    from deepseek_attn.experiments.report.write import NUMBERS, PAGE, check_documents, write_report
     from deepseek_attn.experiments.run.records import recorded_device
     from deepseek_attn.experiments.run.run import run_experiment
 
@@ -46,10 +46,11 @@ def run(args: argparse.Namespace) -> int:
     # results may come from a machine with another device: nothing is asked of this one until there is work for it
     device = str(parse_device(args.device or experiment.device or recorded_device(folder)))
     failed = []
+    check_documents(experiment, folder)
     if args.what != "report":
         outcome = run_experiment(experiment, folder, device, resume=args.what == "resume")
         failed = outcome.failed
-    elif not (folder / "records").is_dir():
+    elif not folder.is_dir():
         raise ValueError(f"no results in {str(folder)!r}: run the experiment first, or name its folder with --out")
     show(show_table(write_report(experiment, folder, device)))
     if (folder / PAGE).is_file():

@@ -60,9 +60,10 @@ def run(args: argparse.Namespace) -> None:
     from deepseek_attn.checkpoint.hub import PretrainedSource
     from deepseek_attn.inspect import inspect_attention, token_texts, write_page
     from deepseek_attn.inspect.inspection import choose_reads
+    from deepseek_attn.inspect.records import MADE_BY
     from deepseek_attn.runner.model_runner import ModelRunner
     from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
-    from deepseek_attn.utils.files import check_output
+    from deepseek_attn.utils.files import check_output, check_replaceable
 
     out = Path(args.out)
     check_output(out, "--out")
@@ -70,6 +71,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--out {out}: it is no regular file; name one for the numbers too, by --json")
     json_path = Path(args.json) if args.json else out.with_suffix(".json")
     check_output(json_path, "--json")
+    if args.json is None:  # a name that nobody gave
+        check_replaceable(json_path, MADE_BY)
     if os.path.realpath(out) == os.path.realpath(json_path):
         raise ValueError(
             f"--out {out}: the JSON is written to {json_path}; name an .html file, or another one by --json"

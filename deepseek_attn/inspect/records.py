@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+MADE_BY = "deepseek-attn inspect"  # begins the JSON: such a file may be replaced
 RECENT = 128
 """Tokens up to the query's own that `Shares.recent` counts."""
 DIGITS = 6  # significant ones, in JSON
@@ -143,7 +144,7 @@ class Inspection:
 
     def to_json(self, text: list[str] | None = None) -> dict[str, Any]:
         """Values that `json.dumps` takes; ``text``: of each token, None where there is no tokenizer."""
-        return {"text": text, **_rounded(asdict(self))}
+        return {"made_by": MADE_BY, "text": text, **_rounded(asdict(self))}
 
 
 def _rounded(value: Any) -> Any:

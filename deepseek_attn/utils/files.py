@@ -31,6 +31,7 @@ except ImportError:  # not a POSIX system: what a killed process leaves stays th
     flock = None
 
 UNFINISHED = ".deepseek-attn-partial"  # end of the names of folders with outputs that are not complete
+MARKED_BYTES = 1024  # from the beginning of a file, which say who wrote it
 LOCK = ".deepseek-attn-lock"
 
 
@@ -44,6 +45,21 @@ def check_output(path: str | Path, name: str) -> None:
         find_target(Path(path))
     except OSError as error:
         raise ValueError(f"{name} {path}: {error.strerror}; name a file in an existing, writable folder") from error
+
+
+def has_mark(path: Path, mark: str) -> bool:
+    """Whether a file has ``mark`` in its first bytes, so that this library wrote it and may replace or remove it."""
+    try:
+        with path.open("rb") as file:
+            return mark.encode() in file.read(MARKED_BYTES)
+    except OSError:
+        return False
+
+
+def check_replaceable(path: Path, mark: str) -> None:
+    """ValueError if a file that nobody named as an output is there, and has no ``mark``."""
+    if os.path.lexists(path) and not has_mark(path, mark):
+        raise ValueError(f"{str(path)!r} is there and was not written by `{mark}`: move it away, or write elsewhere")
 
 
 @contextmanager

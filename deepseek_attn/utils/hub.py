@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import shorten
 
 log = logging.getLogger(__name__)
-HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
+HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>(?!.*\.\.)[\w./-]+))?")
 CONFIG_FILE = "config.json"
 SHOWN = 8  # files that the remedy lists; for more it fetches the whole repository
 MAX_REASON = 300  # characters of the hub's own message

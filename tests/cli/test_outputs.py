@@ -159,3 +159,28 @@ def test_without_standard_output(here, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     assert main(COMMANDS["score"].split()) == 0
     assert load_file("logits")["0"].shape[0] == 3
+
+
+def test_a_json_that_nobody_named_replaces_that_of_an_inspection_alone(here, capsys):
+    command = [
+        "inspect",
+        "--model",
+        "model",
+        "--device",
+        "cpu",
+        "--token-ids",
+        "1,2,3",
+        "--queries",
+        "0",
+        "--layers",
+        "0",
+        "--out",
+    ]
+    config = (here / "model" / "config.json").read_bytes()
+    assert main([*command, "model/config.html"]) == 2
+    assert "config.json' is there and was not written by `deepseek-attn inspect`" in capsys.readouterr().err
+    assert (here / "model" / "config.json").read_bytes() == config
+    assert not (here / "model" / "config.html").exists()
+    for _ in range(2):
+        assert main([*command, "twice.html"]) == 0
+    assert (here / "twice.json").is_file()

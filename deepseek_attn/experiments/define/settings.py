@@ -14,7 +14,7 @@ from deepseek_attn.config.numerics import INDEX_KEYS, PRESETS, Numerics, numeric
 from deepseek_attn.data import SMALL_CHECKPOINT
 
 MAX_LENGTHS = 100  # of contexts, or other lengths, that are measured
-MAX_PATH = 4096  # characters
+MAX_PATH, MAX_FILE_NAME = 4000, 255  # characters, and bytes of each part: what file systems take
 SYNTHETIC = ("vocab_size", "gap")
 TASK_OPTIONS = {
     "text": ("characters",),
@@ -174,8 +174,9 @@ def find_file(folder: Path, name: Any) -> str:
     Raises:
         ValueError: ``name`` is not the name of a file or model.
     """
-    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_PATH:
-        raise ValueError(f"{name!r:.200} is not a path or name of at most {MAX_PATH} printable characters")
+    named = isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_PATH
+    if not named or any(len(part.encode()) > MAX_FILE_NAME for part in Path(name).parts):
+        raise ValueError(f"{name!r:.200} is not a path or name that a file can have")
     return str(folder / name) if os.path.lexists(folder / name) else name  # unlike `Path.exists`, takes any length
 
 

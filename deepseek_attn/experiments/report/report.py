@@ -32,7 +32,7 @@ from deepseek_attn.experiments.report.schema import (
     VariantReport,
     with_task,
 )
-from deepseek_attn.experiments.run.records import read_record
+from deepseek_attn.experiments.run.records import MADE_BY, read_record
 
 
 def build_report(experiment: Experiment, folder: Path, device: str) -> Report:
@@ -41,6 +41,7 @@ def build_report(experiment: Experiment, folder: Path, device: str) -> Report:
     records = {unit.path: record for unit in units if (record := read_record(folder, unit)) is not None}
     results: dict[str, Any] = {path: record["result"] for path, record in records.items()}
     report: Report = {
+        "made_by": MADE_BY,
         "name": experiment.name,
         "title": experiment.title,
         "device": next((r["device"] for r in results.values() if "device" in r), device),

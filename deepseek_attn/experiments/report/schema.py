@@ -143,6 +143,7 @@ class UnitCounts(TypedDict):
 class Report(TypedDict):
     """The whole document; ``own`` is the quality of the checkpoint's own schedule."""
 
+    made_by: str
     name: str
     title: str
     device: str

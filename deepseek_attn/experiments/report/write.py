@@ -6,24 +6,44 @@ from pathlib import Path
 
 from deepseek_attn.bench.plots import have_matplotlib
 from deepseek_attn.experiments.define.config import Experiment
+from deepseek_attn.experiments.define.units import make_units
+from deepseek_attn.experiments.define.variant import Variant
 from deepseek_attn.experiments.report.page import write_page
 from deepseek_attn.experiments.report.report import build_report
 from deepseek_attn.experiments.report.schema import Report
-from deepseek_attn.experiments.run.records import write_json
+from deepseek_attn.experiments.run.records import MADE_BY, check_folder, write_json
+from deepseek_attn.utils.files import check_replaceable, has_mark
 
 NUMBERS, PAGE = "report.json", "report.html"
+
+
+def document_path(folder: Path, variant: Variant) -> Path:
+    return folder / "variants" / f"{variant.slug}.json"
+
+
+def check_documents(experiment: Experiment, folder: Path) -> None:
+    """ValueError if a file that is in the place of one that is to be written comes from elsewhere."""
+    for path in (folder / PAGE, folder / NUMBERS, *(document_path(folder, v) for v in experiment.variants)):
+        check_replaceable(path, MADE_BY)
 
 
 def write_report(experiment: Experiment, folder: Path, device: str) -> Report:
     """Writes ``report.json``, one document per variant and, where matplotlib is installed, ``report.html``.
 
-    Nothing older is left beside them: no page of other numbers, and no documents of variants that are gone.
+    Nothing older is left beside them: no page of other numbers, and no documents of variants that are gone. Files that
+    were not written here stay.
+
+    Raises:
+        ValueError: the folder is not this experiment's, or another file is in the place of one of them.
     """
+    check_documents(experiment, folder)
+    check_folder(folder, experiment, make_units(experiment, device))
     report = build_report(experiment, folder, device)
     for old in (folder / PAGE, folder / NUMBERS, *(folder / "variants").glob("*.json")):
-        old.unlink(missing_ok=True)
+        if has_mark(old, MADE_BY):
+            old.unlink()
     for variant, values in zip(experiment.variants, report["variants"], strict=True):
-        write_json(folder / "variants" / f"{variant.slug}.json", values)
+        write_json(document_path(folder, variant), {"made_by": MADE_BY, **values})
     write_json(folder / NUMBERS, report)
     if have_matplotlib():
         write_page(report, folder / PAGE)

@@ -12,7 +12,7 @@ from deepseek_attn.experiments.define.config import Experiment
 from deepseek_attn.experiments.define.units import Unit, make_units
 from deepseek_attn.experiments.run.pool import Finished, Pool
 from deepseek_attn.experiments.run.progress import Progress
-from deepseek_attn.experiments.run.records import read_record
+from deepseek_attn.experiments.run.records import check_folder, make_folder, read_owner, read_record
 from deepseek_attn.experiments.run.work import Work
 
 logger = logging.getLogger(__name__)
@@ -46,14 +46,16 @@ def run_experiment(experiment: Experiment, folder: Path, device: str, *, resume:
     Raises:
         ValueError: ``folder`` is not empty and ``resume`` is off, or it cannot be made; no such device.
     """
-    if not resume and (folder / "records").exists():
+    if not resume and ((folder / "records").exists() or read_owner(folder)):
         raise ValueError(
             f"{str(folder)!r} holds results: go on with `deepseek-attn experiment resume`, or choose another --out"
         )
-    if not resume or not folder.is_dir():
+    outcome, left, units = Outcome(), [], make_units(experiment, device)
+    if resume and folder.is_dir() and any(folder.iterdir()):
+        check_folder(folder, experiment, units)
+    else:
         check_new_directory(folder)
-    outcome, left = Outcome(), []
-    for unit in make_units(experiment, device):
+    for unit in units:
         (left if read_record(folder, unit) is None else outcome.skipped).append(unit)
     if left:
         pick_device(device)
@@ -73,6 +75,8 @@ def run_experiment(experiment: Experiment, folder: Path, device: str, *, resume:
         state = f"{end.seconds:.1f} s" if end.error is None else f"FAILED: {end.error}"
         logger.info(f"[{count - len(progress.left)}/{count}] {unit.name} ({state}){progress.note()}")
 
+    if left and read_owner(folder) is None:
+        make_folder(folder, experiment.name)
     with progress.bar:
         work = Work(folder, device, jobs)
         Pool(work, folder / "logs", jobs, progress.running, finished, experiment.limit_s).run(left)

@@ -9,6 +9,7 @@ from deepseek_attn.experiments.define.config import load_experiment, read_experi
 from deepseek_attn.experiments.define.units import make_units
 
 VARIANTS = [{"schedule": "0*"}]
+SIZES = {"steps": 1, "batch": 1, "seq_len": 64}
 COST = {"model": "tiny", "numerics": "exact", "contexts": [64]}
 
 
@@ -130,3 +131,118 @@ def test_fingerprints_follow_inputs(tmp_path):
     assert before == same
     assert before.keys() == longer.keys()
     assert all(before[path] != longer[path] for path in before)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../x",
+        "/etc/x",
+        "a/b",
+        "..",
+        ".hidden",
+        "a\\b",
+        "",
+        " ",
+        "a ",
+        "x\x1b[2J",
+        "\ud800",
+        "é" * 80,
+        ["a"],
+        3,
+        None,
+    ],
+)
+def test_a_name_is_that_of_a_folder_in_results(tmp_path, name):
+    raw = {"base": "tiny", "variants": VARIANTS, "cost": COST, "name": name}
+    with pytest.raises(ValueError, match=r"name is .*: (expected|it has)"):
+        read_experiment(raw, "exp.json", tmp_path)
+    assert read(tmp_path, name="A name, of 2 parts (é)").name == "A name, of 2 parts (é)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"variants": [*VARIANTS, {"schedule": "4*", "name": ["a"]}]}, "variants[1].name is ['a']"),
+        ({"variants": [{"schedule": "0*", "name": "a\x1b[2J"}]}, r"variants[0].name is 'a\x1b[2J'"),
+        ({"variants": [{"name": "v", "schedule": "(" * 4000 + "0" + ")" * 4000}]}, "more than 20 parentheses"),
+        ({"variants": [{"schedule": "4x999999999"}]}, "repeated to more than the model's 6 layers"),
+        ({"variants": [{"schedule": "(4x3)x3"}]}, "repeated to more than the model's 6 layers"),
+        ({"variants": [{"name": "v", "schedule": "9" * 5000 + "*"}]}, "a number has 5000 digits"),
+        ({"variants": [{"name": "v", "schedule": "0," * 10_000}]}, "has 20000 characters"),
+        ({"variants": [{"schedule": "0*", "overlap": {"4": "on"}}]}, "variants[0].overlap is {'4': 'on'}"),
+        ({"variants": VARIANTS * 10_001}, "there are 10001 variants"),
+        ({"seeds": [10**400]}, "seeds is ["),
+        ({"title": "\ud800"}, "title is"),
+        ({"base": ["tiny"]}, "base ['tiny']"),
+        ({"base": "x" * 5000}, "is not a path or name"),
+        ({"base": "x/" + "é" * 200}, "is not a path or name"),
+        ({"cost": COST | {"contexts": [10**400]}}, "cost.contexts is ["),
+        ({"cost": COST | {"contexts": list(range(1, 102))}}, "cost.contexts has 101 values"),
+        ({"cost": COST | {"model": {}}}, "cost.model: {}"),
+        ({"checkpoint": {"text": "x" * 5000}}, "checkpoint.text: "),
+        ({"seeds": list(range(60_000)), "train": SIZES | {"tasks": {"text": {}, "copy": {}}}}, "make 120000 runs"),
+    ],
+)  # fmt: skip
+def test_hostile_values_are_named(tmp_path, changes, field):
+    with pytest.raises(ValueError, match="invalid config") as caught:
+        read(tmp_path, **changes)
+    assert field in str(caught.value)
+    assert len(str(caught.value)) < 2000
+
+
+def test_long_names_give_short_files(tmp_path):
+    variants = [{"schedule": "0*", "name": "a" * 400 + end} for end in "bc"]
+    paths = [unit.path for unit in make_units(read(tmp_path, variants=variants), "cpu")]
+    assert len(set(paths)) == len(paths)
+    assert max(len(part) for path in paths for part in path.split("/")) < 120
+
+
+def places(value, place=()):
+    """Places of all values inside a JSON document."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [found for key, item in inside for found in [(*place, key), *places(item, (*place, key))]]
+
+
+HOSTILE = (
+    None,
+    True,
+    -1,
+    0,
+    10**30,
+    1e308,
+    float("nan"),
+    "",
+    "x" * 300,
+    "\x1b[2J",
+    "../../x",
+    "\ud800",
+    [],
+    [[1]],
+    {},
+    {"a": [1]},
+)
+
+
+def test_altered_experiments_are_one_error(tmp_path):
+    """Each value of an experiment replaced by others in turn: it is valid, or one ValueError."""
+    raw = {
+        "base": "tiny", "variants": [{"schedule": "0*", "overlap": {"4": True}}], "seeds": [0], "cost": COST,
+        "grid": {"index_topk": [2], "schedule": ["4*"]}, "model_time": {"contexts": [8]},
+        "checkpoint": {"max_tokens": 8}, "train": SIZES | {"tasks": {"recall": {"gap": 4}}},
+    }  # fmt: skip
+    for number, place in enumerate(places(raw)):
+        for shift in range(3):
+            altered = json.loads(json.dumps(raw))
+            parent = altered
+            for key in place[:-1]:
+                parent = parent[key]
+            parent[place[-1]] = HOSTILE[(number * 5 + shift * 7) % len(HOSTILE)]
+            try:
+                units = make_units(read_experiment(altered, "exp.json", tmp_path), "cpu")
+            except ValueError as error:
+                message, units = str(error), []
+            else:
+                message = ""
+            assert message.startswith("invalid config (exp.json), ") or units
+            assert not any(".." in unit.path for unit in units)

@@ -19,7 +19,7 @@ from deepseek_attn.experiments.report.page import make_page
 from deepseek_attn.experiments.report.report import build_report
 from deepseek_attn.experiments.report.table import show_table
 from deepseek_attn.experiments.run.pool import Finished, Pool
-from deepseek_attn.experiments.run.records import write_record
+from deepseek_attn.experiments.run.records import MADE_BY, make_folder, write_record
 
 TIMES = re.compile(r".*(_ms|_low|_high|seconds|tokens_per_second)$")
 
@@ -168,7 +168,7 @@ def test_results_of_a_gpu_need_none_once_they_are_complete(tmp_path, capsys, mon
 def test_nothing_is_left_of_an_older_report(finished, tmp_path, capsys, monkeypatch):
     file, out = finished
     shutil.copytree(out, tmp_path / "out")
-    (tmp_path / "out" / "variants" / "gone.json").write_text("{}")
+    (tmp_path / "out" / "variants" / "gone.json").write_text((out / "report.json").read_text())
     monkeypatch.setattr("deepseek_attn.experiments.report.write.have_matplotlib", lambda: False)
     assert main(["experiment", "report", str(file), "--out", str(tmp_path / "out")]) == 0
     assert "for the page with plots, pip install" in capsys.readouterr().out
@@ -295,7 +295,7 @@ def test_each_variant_has_a_document_of_its_own(finished):
     file, out = finished
     report = json.loads((out / "report.json").read_text())
     for variant, values in zip(load_experiment(file).variants, report["variants"], strict=True):
-        assert json.loads((out / "variants" / f"{variant.slug}.json").read_text()) == values
+        assert json.loads((out / "variants" / f"{variant.slug}.json").read_text()) == {"made_by": MADE_BY, **values}
         assert {"cost", "checkpoint", "tasks"} <= values.keys()
     near, indexed, mixed = report["variants"]
     assert near["checkpoint"]["kl"] > 0
@@ -322,8 +322,101 @@ def test_costs_of_a_schedule_are_sums_over_its_layers(finished):
 
 def test_a_report_needs_no_machine_like_that_of_the_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    (tmp_path / "records").mkdir()
+    make_folder(tmp_path, "study")
     assert main(["experiment", "report", "study", "--out", str(tmp_path)]) == 0
     assert "0 of 107 pieces of work done" in capsys.readouterr().out
     assert main(["experiment", "run", "study", "--out", str(tmp_path / "new")]) == 2
     assert "finds no CUDA GPU" in capsys.readouterr().err
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_with_files_of_its_own_is_left_alone(tmp_path, capsys):
+    file, mine = experiment(tmp_path), tmp_path / "mine"
+    (mine / "variants").mkdir(parents=True)
+    (mine / "variants" / "mine.json").write_text("{}")
+    (mine / "report.html").write_text("my page")
+    before = files(mine)
+    for what in ("run", "resume", "report"):
+        assert main(["experiment", what, str(file), "--out", str(mine)]) == 2
+        assert "report.html" in capsys.readouterr().err
+        (mine / "report.html").unlink()
+        assert main(["experiment", what, str(file), "--out", str(mine)]) == 2
+        assert re.search("not an empty|holds no results of experiment 'small'", capsys.readouterr().err)
+        (mine / "report.html").write_text("my page")
+    assert files(mine) == before
+
+
+def test_only_documents_of_this_library_are_replaced_or_removed(finished, tmp_path, capsys):
+    file, out = finished
+    shutil.copytree(out, tmp_path / "out")
+    mine = tmp_path / "out" / "variants" / "mine.json"
+    mine.write_text('{"name": "mine"}')
+    assert main(["experiment", "report", str(file), "--out", str(tmp_path / "out")]) == 0
+    assert mine.read_text() == '{"name": "mine"}'
+    for name in ("report.html", "report.json", "variants/near.json"):
+        place = tmp_path / "out" / name
+        ours = place.read_bytes()
+        place.write_text("{}")
+        before = files(tmp_path / "out")
+        for what in ("report", "resume"):
+            assert main(["experiment", what, str(file), "--out", str(tmp_path / "out")]) == 2
+            assert f"{name}' is there and was not written by" in capsys.readouterr().err
+        assert files(tmp_path / "out") == before
+        place.write_bytes(ours)
+
+
+def test_the_page_of_another_experiment_is_not_replaced(finished, tmp_path, capsys):
+    """Neither that of another name, nor that of a file of the same name that measures something else."""
+    _, out = finished
+    before = files(out)
+    (tmp_path / "a").mkdir()
+    for changes, why in (
+        ({"name": "other"}, "holds the results of experiment 'small'"),
+        ({"seeds": [5], "checkpoint": {"max_tokens": 50}, "cost": None}, "none of the results in"),
+    ):
+        other = experiment(tmp_path / "a", **changes)
+        for what in ("report", "resume"):
+            assert main(["experiment", what, str(other), "--out", str(out)]) == 2
+            assert why in capsys.readouterr().err
+    assert files(out) == before
+
+
+def test_results_without_the_file_that_names_them_are_known_by_their_records(finished, tmp_path):
+    file, out = finished
+    shutil.copytree(out / "records", tmp_path / "out" / "records")
+    assert main(["experiment", "report", str(file), "--out", str(tmp_path / "out")]) == 0
+    assert without_times(json.loads((tmp_path / "out" / "report.json").read_text())) == without_times(
+        json.loads((out / "report.json").read_text())
+    )
+
+
+def test_altered_records_do_not_count_and_the_field_is_named(finished, tmp_path, caplog):
+    file, out = finished
+    shutil.copytree(out / "records", tmp_path / "records")
+    whole, small = build_report(load_experiment(file), tmp_path, "cpu"), load_experiment(file)
+    assert not whole["units"]["missing"]
+    cases = {
+        "variants/near/cost.json": [("per_token", "x"), ("contexts", []), ("layers", [{}]), ("fixed", float("nan"))],
+        "layers/c2a-w16-plain.json": [("times", []), ("device", 3)],
+        "variants/near/checkpoint.json": [("kl", [1]), ("layers", 3), ("by_position", [{"start": 0}])],
+        "variants/near/recall-seed0.json": [
+            ("losses", [[1]]), ("metrics", {"loss": 1}), ("by_length", []), ("steps", 1e400),
+        ],
+        "checkpoint/own.json": [("loss", "low")],
+    }  # fmt: skip
+    for name, changes in cases.items():
+        path = tmp_path / "records" / name
+        before = path.read_text()
+        record = json.loads(before)
+        for field, value in changes:
+            caplog.clear()
+            path.write_text(json.dumps(record | {"result": record["result"] | {field: value}}))
+            report = build_report(small, tmp_path, "cpu")
+            assert len(report["units"]["missing"]) == 1
+            [message] = {line.getMessage() for line in caplog.records if "does not count" in line.getMessage()}
+            assert f"{name} does not count: result.{field}" in message
+            show_table(report)
+        path.write_text(before)
