@@ -159,13 +159,21 @@ def known(values: Mapping[str, Any], *keys: str) -> tuple[int, ...] | None:
     return None if None in found else found
 
 
-def check_num_experts(reader: FieldReader, values: Mapping[str, Any]) -> None:
-    """Each expert of each layer has tensors of its own, whose names are listed before any of them is read."""
+def check_num_experts(reader: FieldReader, values: Mapping[str, Any], of_drafts: int | None = None) -> None:
+    """Each expert of each layer has tensors of its own, whose names are listed before any of them is read.
+
+    Args:
+        of_drafts: experts of a draft layer; None: as in the others.
+    """
     keys = ("n_routed_experts", "num_hidden_layers", "num_nextn_predict_layers")
     if sizes := known(values, *keys):
-        experts, layers = sizes[0], sizes[1] + sizes[2]
-        if experts * layers > MAX_EXPERTS:
-            reader.problem(f"n_routed_experts {experts} in {layers} layers: supported are {MAX_EXPERTS} experts in all")
+        experts, layers, drafts = sizes
+        of_drafts = of_drafts or experts
+        if experts * layers + of_drafts * drafts > MAX_EXPERTS:
+            reader.problem(
+                f"n_routed_experts {experts} in {layers} layers and {of_drafts} in {drafts} draft layers: "
+                f"supported are {MAX_EXPERTS} experts in all"
+            )
 
 
 def check_rope_dim(reader: FieldReader, dim: int | None) -> int | None:

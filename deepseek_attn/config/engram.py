@@ -12,6 +12,7 @@ import numpy as np
 from deepseek_attn.config.fields import FieldReader
 
 MAX_HASHES = 1024  # columns of all layers, for each of which a prime is looked for; published: 48
+_SIEVED = 2**15  # numbers among which primes are looked for at once
 _SEED = 10007  # of a layer's multipliers, times its number
 
 
@@ -141,9 +142,19 @@ def read_engram(reader: FieldReader, num_hidden_layers: int | None, vocab_size: 
 def _primes(start: int, count: int) -> tuple[int, ...]:
     """The first ``count`` primes from ``start`` on."""
     found: list[int] = []
-    number = max(start, 2)
+    begin = max(start, 2)
     while len(found) < count:
-        if (number % np.arange(2, math.isqrt(number) + 1)).all():
-            found.append(number)
-        number += 1
-    return tuple(found)
+        is_prime = np.ones(_SIEVED, bool)  # of the numbers from begin on
+        for factor in _factors(math.isqrt(begin + _SIEVED)):
+            is_prime[max(factor * factor, -(-begin // factor) * factor) - begin :: factor] = False
+        found += (np.flatnonzero(is_prime) + begin).tolist()
+        begin += _SIEVED
+    return tuple(found[:count])
+
+
+def _factors(largest: int) -> list[int]:
+    """The primes up to ``largest``."""
+    numbers = np.arange(largest + 1)
+    for factor in range(2, math.isqrt(largest) + 1):
+        numbers[2 * factor :: factor] = 0
+    return numbers[numbers > 1].tolist()

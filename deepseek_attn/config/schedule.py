@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from deepseek_attn.config.fields import REQUIRED, FieldReader
+from deepseek_attn.config.fields import MAXIMA, REQUIRED, FieldReader
 
 LAYER_TYPES = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 # Of each compressed layer type: the key that older configs have for its rate, and its default.
@@ -116,6 +116,10 @@ def _check_length(reader: FieldReader, label: str, entries: list, num_layers: in
         reader.problem(
             f"{label} has {len(entries)} entries for num_hidden_layers {num_layers}: one per layer is needed"
         )
+    most = MAXIMA["num_nextn_predict_layers"]
+    if len(entries) > num_layers + most:
+        reader.problem(f"{label} has {len(entries)} entries for num_hidden_layers {num_layers}: at most {most} more")
+        return
     for i, entry in enumerate(entries[num_layers:], start=num_layers):
         if entry != mtp_entry and not (isinstance(entry, int) and entry < 0):
             reader.problem(

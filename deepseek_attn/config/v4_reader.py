@@ -70,6 +70,7 @@ def read_shared(reader: FieldReader, block: int, rms_norm_eps: float = 1e-6) -> 
     fields["num_nextn_predict_layers"] = reader.integer("num_nextn_predict_layers", 0, minimum=0)
     _check_relations(reader, fields)
     fields["dspark"] = read_dspark(reader, fields)
+    check_num_experts(reader, fields, fields["dspark"] and fields["dspark"].dspark_n_routed_experts)
     return fields
 
 
@@ -196,7 +197,6 @@ def _read_rope_dim(reader: FieldReader, fractions: Mapping[str, Any], head_dim: 
 
 
 def _check_relations(reader: FieldReader, fields: Mapping[str, Any]) -> None:
-    check_num_experts(reader, fields)
     if (pair := known(fields, "num_attention_heads", "o_groups")) and pair[0] % pair[1]:
         reader.problem(f"num_attention_heads {pair[0]} is not a multiple of o_groups {pair[1]}")
     if (pair := known(fields, "num_experts_per_tok", "n_routed_experts")) and pair[0] > pair[1]:

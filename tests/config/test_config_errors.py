@@ -54,6 +54,10 @@ def tiny_hf(tiny) -> dict:
             {"compress_ratios": [0, 4, 128, 4, 128, 0, 0, 0, 128]},
             "compress_ratios[8] is 128, past the 6 backbone layers",
         ),
+        ({"compress_ratios": [0] * 107}, "compress_ratios has 107 entries for num_hidden_layers 6: at most 100 more"),
+        ({"compress_rates": {CSA: 8, HCA: 128}}, f"compress_ratios beside a rate of 8 for {CSA}: transformers reads"),
+        ({"compress_rate_hca": 32}, f"compress_ratios beside a rate of 32 for {HCA}: transformers reads the ratio 128"),
+        ({"num_experts": 4}, "n_routed_experts is 8 but num_experts is 4: they mean the same, drop one of them"),
         ({"o_groups": 3}, "num_attention_heads 4 is not a multiple of o_groups 3"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 is above n_routed_experts 8"),
         ({"num_hash_layers": 7}, "num_hash_layers 7 is above num_hidden_layers 6"),
@@ -106,6 +110,7 @@ def test_one_problem(tiny, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"compress_rate_csa": 8}, f"compress_rates.{CSA} is 4 but compress_rate_csa is 8: they mean the same"),
         ({"layer_types": [SWA, CSA]}, "layer_types has 2 entries for num_hidden_layers 6"),
         ({"layer_types": [SWA] * 5 + ["full_attention"]}, "layer_types[5] is 'full_attention': supported is 'sliding"),
         ({"layer_types": [SWA] * 6 + [HCA]}, "layer_types[6] is 'heavily_compressed_attention', past the 6"),
@@ -126,6 +131,20 @@ def test_one_problem(tiny, changes, message):
 def test_one_problem_in_the_transformers_spelling(tiny_hf, changes, message):
     (problem,) = problems_of(tiny_hf | changes)
     assert problem.startswith(message)
+
+
+def test_yarn_scales_neither_cos_nor_sin(tiny_hf):
+    """Nested YaRN without a factor: transformers would scale both by 1.277; equal mscales mean 1 there too."""
+    compress = tiny_hf["rope_parameters"]["compress"]
+    expected = ModelConfig.from_dict(tiny_hf)
+    del compress["attention_factor"]
+    (problem,) = problems_of(tiny_hf)
+    assert problem.startswith("rope_parameters.compress asks for yarn without attention_factor: transformers then")
+    assert "by 1.277 for factor 16.0, and DeepSeek's code does not; give attention_factor 1.0" in problem
+    compress |= {"mscale": 0.7, "mscale_all_dim": 0.7}
+    assert ModelConfig.from_dict(tiny_hf) == expected
+    del tiny_hf["rope_parameters"]["main"]
+    assert "only one of main and compress" in problems_of(tiny_hf)[0]
 
 
 def test_plain_rope_does_not_take_yarn(tiny_hf):

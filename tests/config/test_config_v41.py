@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from importlib import resources
+from itertools import islice
 
 import pytest
 
-from deepseek_attn.config.keys import INFERENCE_NAMES
+from deepseek_attn.checkpoint.published import published_tensors
+from deepseek_attn.config.engram import _primes
+from deepseek_attn.config.keys import INFERENCE_NAMES, V41
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.config.v41 import DeepseekV41Config
 
@@ -108,6 +112,10 @@ def test_every_problem_at_once():
         ({"compress_ratios": [0, 2, 2, 2, 1, 1, 1]}, "compress_ratios has 7 entries for num_hidden_layers 8"),
         ({"compress_ratios": [0, 2, 2, 2, 1, 1, 1, 1, 0, 0]}, "compress_ratios has 10 entries: expected 11"),
         ({"compress_ratios": [0, 2, 2, 2, 1, 1, 1, 1, 0, 0, 1]}, "draft stages have no compressed entries"),
+        (
+            {"dspark_n_routed_experts": 65_536},
+            "n_routed_experts 8 in 8 layers and 65536 in 3 draft layers: supported are",
+        ),
         ({"hidden_size": 80}, "hidden_size is 80: FP4 experts need a multiple of 32"),
         ({"num_hash_layers": 1}, "no such config keys: num_hash_layers"),
     ],
@@ -130,3 +138,28 @@ def test_replace():
     assert config.replace(expert_dtype="fp8").expert_dtype == "fp8"
     assert config.replace(num_nextn_predict_layers=0).compress_ratios == config.compress_ratios[:40]
     assert config.replace(candidate_source_layer_id=None).layers[24].candidate_source is None
+    assert config.replace(candidate_source_layer_id=-1) == config.replace(candidate_source_layer_id=None)
+
+
+@pytest.mark.parametrize("key", [key for key in V41.read if "." not in key])
+def test_no_number_makes_reading_and_listing_tensors_long(key):
+    """What a config's number repeats is bounded: experts, layers, hashes and the primes that they look for."""
+    for number in (2**31 - 1, 65_536, 10_000):
+        raw = raw_preset("tiny_v41")
+        level = raw if key in raw else raw["text_config"]
+        level[key] = [number] if isinstance(level.get(key), list) else number
+        try:
+            config = ModelConfig.from_dict(raw)
+        except ValueError:
+            continue
+        assert sum(1 for _ in islice(published_tensors(config), 2**20)) < 2**18
+
+
+def test_primes_of_the_largest_tables():
+    """Beside trial division, and without it: 1,024 of them take milliseconds."""
+    small = [n for n in range(2, 70_000) if all(n % k for k in range(2, math.isqrt(n) + 1))]
+    for start in (0, 2, 3, 32_767, 32_768, 40_000):
+        assert list(_primes(start, 1024)) == [prime for prime in small if prime >= start][:1024]
+    largest = _primes(2**31 - 40_000, 1024)
+    assert largest[-1] < 2**31
+    assert all(prime % k for prime in largest[::101] for k in range(2, math.isqrt(prime) + 1))
