@@ -67,6 +67,11 @@ class ModelConfig(DeepseekV4Base):
         if isinstance(model_type, str) and model_type not in MODEL_TYPES:
             load_extensions()
         if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+            if model_type is None and {"dim", "n_layers"} <= raw.keys():
+                raise ValueError(
+                    f"invalid config ({origin}): no model_type; it looks like the config of DeepSeek's inference code: "
+                    "take config.json of the original checkpoint"
+                )
             supported = ", ".join(f"{name!r} ({MODELS[name]})" for name in MODEL_TYPES)
             raise ValueError(
                 f"invalid config ({origin}): model_type is {repr(model_type)[:100]} with architectures "

@@ -184,6 +184,11 @@ def test_other_model_types(tiny, model_type):
     )
 
 
+def test_a_config_of_the_inference_code():
+    with pytest.raises(ValueError, match=r"looks like the config of DeepSeek's inference code: take config.json of"):
+        ModelConfig.from_dict({"dim": 4096, "n_layers": 43, "compress_ratios": [0, 4]})
+
+
 def test_not_an_object():
     with pytest.raises(ValueError, match="expected a JSON object, got list"):
         ModelConfig.from_dict([1])
