@@ -15,6 +15,7 @@ import torch
 from deepseek_attn import LLM, SamplingParams
 from deepseek_attn.engine.engine import Engine
 from deepseek_attn.engine.request import Request
+from deepseek_attn.inspect import inspect_attention
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.runner.session import LayerSession
 from tests.engine.fake_runner import FakeRunner
@@ -27,10 +28,10 @@ SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1, seed=3, max_tokens=4, ignore_eos=True)
 
 
-def load(drafts: int = 0) -> LLM:
+def load(drafts: int = 0, device: torch.device | str = "cpu", deterministic: bool = False) -> LLM:
     return LLM(
-        speculate=drafts, device="cpu", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=61, max_snapshots=2,
-        progress=False,
+        speculate=drafts, device=device, deterministic=deterministic, max_model_len=256, max_num_seqs=8,
+        max_num_batched_tokens=61, max_snapshots=2, progress=False,
     )  # fmt: skip
 
 
@@ -101,15 +102,37 @@ def test_the_runner_and_its_layers_beside_requests(llm, nothing_left):
         sequence.free()
         return found
 
+    def inspected() -> list[dict]:
+        return [inspect_attention(runner, list(range(5, 75)), queries=[-1], layers=[2]).to_json()]
+
     # together the prompts of both need more pages than there are
     scores = [lambda n=n: runner.score([[5 + n] * 20] * 4) for n in range(2)]
-    uses = [steps_by_hand, layers, *scores, lambda: [torch.tensor([ord(c) for c in calls(llm)[2]()])]]
+    uses = [steps_by_hand, layers, *scores, inspected, calls(llm)[3]]
     alone = [use() for use in uses]
     for found, right in zip(together(*uses), alone, strict=True):
         assert not isinstance(found, BaseException), found
         assert len(found) == len(right)
         for one, other in zip(found, right, strict=True):
-            assert torch.equal(one, other)
+            assert torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other
+
+
+@pytest.mark.exhaustive
+def test_streams_and_devices_of_the_threads(device):
+    """On a GPU each thread launches on a stream of its own; steps are graphs, some of them launched early."""
+    if device.type == "cpu":
+        pytest.skip("needs a GPU: a CPU has no streams")
+
+    def on_its_stream(call):
+        def run():
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                return call()
+
+        return run
+
+    with load(1, device, deterministic=True) as llm:
+        alone = [call() for call in calls(llm)]
+        for _ in range(5):
+            assert together(*map(on_its_stream, calls(llm))) == alone
 
 
 def test_threads_take_turns_at_one_stream(llm, nothing_left):
