@@ -89,7 +89,7 @@ class DeepseekV41(DraftsBlocks, Backbone):
     def first_streams(self, token_ids: torch.Tensor) -> DelayedOutput:
         """Streams before the first block and the weights to collapse them with: its attention reads stream 0."""
         streams = self.embed(token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
-        pre = torch.zeros(streams.shape[:2], device=streams.device)
+        pre = torch.zeros(streams.shape[:2], device=streams.device, dtype=torch.float32)
         pre[:, 0] = 1
         return DelayedOutput(streams, pre)
 

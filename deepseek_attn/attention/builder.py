@@ -162,7 +162,11 @@ def upload_vectors(wide: Tensor, vectors: list[Tensor], device: torch.device) ->
     """
     rows = [vector.tolist() for vector in (wide.view(torch.int32), *vectors)]
     width = -(-max(map(len, rows)) // 4) * 4
-    packed = torch.tensor([row + [0] * (width - len(row)) for row in rows]).int().to(device, non_blocking=True)
+    packed = (
+        torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int64, device="cpu")
+        .int()
+        .to(device, non_blocking=True)
+    )
     first, *others = [place[: len(row)] for place, row in zip(packed.unbind(), rows, strict=True)]
     return first.view(torch.int64), others
 

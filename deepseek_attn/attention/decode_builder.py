@@ -64,7 +64,7 @@ def build_decode_metadata(layers: LayerSpecs, layout: CacheLayout, batch: Decode
     requests, tokens = len(rows.seq_lens), len(positions)
     rows_per_request = tokens // requests
     captured = positions.is_meta or (positions.is_cuda and torch.cuda.is_current_stream_capturing())
-    none, none_cpu = rows.seq_lens.new_empty(0), torch.empty(0, dtype=torch.int64)
+    none, none_cpu = rows.seq_lens.new_empty(0), torch.empty(0, dtype=torch.int64, device="cpu")
     step = StepMetadata(
         positions=positions,
         token_to_req_indices=owners.token_to_req_indices,

@@ -30,6 +30,7 @@ from deepseek_attn.layers.linear import GroupedLinear, Linear, empty_quantized, 
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm, Shard
+from deepseek_attn.utils.torch_state import in_own_torch_state
 from deepseek_attn.utils.tracing import stage, traced
 from deepseek_attn.utils.workspace import Workspace
 
@@ -188,6 +189,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         return self.impl.name
 
     @traced("attention")
+    @in_own_torch_state
     def forward(self, x: Tensor, positions: Tensor, step: StepMetadata | None) -> Tensor:
         """Attention of new tokens over everything their requests have cached, themselves included.
 

@@ -76,7 +76,9 @@ def make_fingerprint(
     weights = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
-        index = torch.linspace(0, max(len(flat) - 1, 0), min(SAMPLES, len(flat)), dtype=torch.float64).long()
+        index = torch.linspace(
+            0, max(len(flat) - 1, 0), min(SAMPLES, len(flat)), dtype=torch.float64, device="cpu"
+        ).long()
         weights.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         weights.update(flat[index.to(flat.device)].cpu().numpy().tobytes())
     pools = [(p.layer, p.kind, p.group, p.entries, p.page_bytes, p.width, str(p.record)) for p in layout.pools]
@@ -91,7 +93,7 @@ def save_cache(
     path: str | Path, manager: CacheManager, cache: SequenceCache, token_ids: list[int], fingerprint: dict[str, str]
 ) -> None:
     """Writes a file that is complete or not there at all; ValueError if it cannot be written there."""
-    tensors = {"token_ids": torch.tensor(token_ids, dtype=torch.int64)}
+    tensors = {"token_ids": torch.tensor(token_ids, dtype=torch.int64, device="cpu")}
     live = manager.live_pages(cache.num_tokens, cache.low_water)
     for pool in manager.pools:
         group = pool.spec.group

@@ -493,5 +493,5 @@ class CacheManager:
             pages.extend(table)
             pages.extend([NULL_PAGE] * (width - len(table)))
         if not tables:
-            return torch.empty(0, width, dtype=torch.int32)
+            return torch.empty(0, width, dtype=torch.int32, device="cpu")
         return torch.frombuffer(pages, dtype=torch.int32).view(len(tables), width)  # a third of torch.tensor's time

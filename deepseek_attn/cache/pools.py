@@ -60,8 +60,8 @@ class CachePools:
             if spec.record is not None:
                 tensor = spec.record.allocate(pages, spec.entries, device)
             else:
-                tensor = torch.zeros(pages, spec.entries, spec.width, device=device)
-            carried = torch.zeros(layout.max_snapshots, spec.carry, spec.width, device=device)
+                tensor = torch.zeros(pages, spec.entries, spec.width, device=device, dtype=torch.float32)
+            carried = torch.zeros(layout.max_snapshots, spec.carry, spec.width, device=device, dtype=torch.float32)
             self._pools[spec.layer, spec.kind] = Pool(spec, tensor, carried)
 
     def get(self, layer: str, kind: str) -> Pool | None:

@@ -178,7 +178,7 @@ class PublishedSource(CheckpointSource):
     def _make(self, name: str) -> StoredWeight:
         recipe = self._recipes[name]
         if recipe.kind == ROWS:
-            return self._make_rows(name, torch.arange(recipe.shape[0]))
+            return self._make_rows(name, torch.arange(recipe.shape[0], device="cpu"))
         master = self.values(name, recipe)
         form = self._formats.get(recipe.kind)
         if form in ("fp8", "fp4"):

@@ -43,21 +43,27 @@ class Draw(NamedTuple):
 
 
 def _normal(mean: float, std: float) -> Callable[[Recipe, torch.Generator, AnyConfig], torch.Tensor]:
-    return lambda recipe, generator, config: torch.randn(recipe.shape, generator=generator).mul_(std).add_(mean)
+    return lambda recipe, generator, config: (
+        torch.randn(recipe.shape, generator=generator, dtype=torch.float32, device="cpu").mul_(std).add_(mean)
+    )
 
 
 def _linear(recipe: Recipe, generator: torch.Generator, config: AnyConfig) -> torch.Tensor:
     std = max(0.02, recipe.shape[-1] ** -0.5) * recipe.gain
-    return torch.randn(recipe.shape, generator=generator).mul_(std)
+    return torch.randn(recipe.shape, generator=generator, dtype=torch.float32, device="cpu").mul_(std)
 
 
 def _uniform(recipe: Recipe, generator: torch.Generator, config: AnyConfig) -> torch.Tensor:
-    return torch.rand(recipe.shape, generator=generator).add_(0.5)
+    return torch.rand(recipe.shape, generator=generator, dtype=torch.float32, device="cpu").add_(0.5)
 
 
 def _expert_table(recipe: Recipe, generator: torch.Generator, config: AnyConfig) -> torch.Tensor:
     vocab, chosen = recipe.shape
-    return torch.rand(vocab, config.n_routed_experts, generator=generator).topk(chosen, dim=-1).indices
+    return (
+        torch.rand(vocab, config.n_routed_experts, generator=generator, dtype=torch.float32, device="cpu")
+        .topk(chosen, dim=-1)
+        .indices
+    )
 
 
 # By kind. Biases, sinks and bases are far from zero, so that a wrong order of rows shows.

@@ -175,7 +175,7 @@ def sample(
             chosen = rows[start : start + block]
             row_params = [params[i] for i in chosen]
             uniform = _column([generators[i].uniform() for i in chosen], logits)
-            index = torch.tensor(chosen, device=logits.device)
+            index = torch.tensor(chosen, device=logits.device, dtype=torch.int64)
             tokens[index] = draw(logits[index], peak[index, None], row_params, uniform)
     return tokens
 
@@ -191,7 +191,7 @@ def _draw_filtered(logits, peak, params, uniform) -> torch.Tensor:
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     mass = _weights(ordered, peak, params).cumsum(dim=-1)
     vocab = logits.shape[1]
-    last = torch.tensor([[min(p.top_k or vocab, vocab) - 1] for p in params], device=logits.device)
+    last = torch.tensor([[min(p.top_k or vocab, vocab) - 1] for p in params], device=logits.device, dtype=torch.int64)
     total = mass.gather(-1, last)  # of the tokens that top-k keeps
     top_p = _column([p.top_p for p in params], logits)
     needed = torch.where(top_p < 1, (top_p * total).ceil().to(torch.int64), total)

@@ -22,6 +22,7 @@ from deepseek_attn.flash_mla_api.arguments import (
 )
 from deepseek_attn.flash_mla_api.schedule import FlashMLASchedMeta, schedule_of
 from deepseek_attn.kernels.attention import PagedKeys, sparse_attention, sparse_attention_paged
+from deepseek_attn.utils.torch_state import in_own_torch_state
 
 RECORDS = {512: Fp8DsMlaRecord(448, 64), 576: Fp8DsMlaV32Record(512, 64)}
 """Entries of FP8 caches, by channels of a key."""
@@ -30,6 +31,7 @@ BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 """As which an FP8 cache may come; they mean the same."""
 
 
+@in_own_torch_state
 def flash_mla_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

@@ -18,8 +18,10 @@ from deepseek_attn.flash_mla_api.arguments import (
 )
 from deepseek_attn.kernels.attention import sparse_attention
 from deepseek_attn.kernels.common.device import LOG2E
+from deepseek_attn.utils.torch_state import in_own_torch_state
 
 
+@in_own_torch_state
 def flash_mla_sparse_fwd(
     q: Tensor,
     kv: Tensor,

@@ -184,13 +184,13 @@ class LayerRecord:
     reads: dict[int, LayerRead] = field(default_factory=dict)
     shares: Tensor = field(init=False)
     count: int = 0
-    index: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    index: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64, device="cpu"))
     index_count: int = 0
     difference: float = 0.0
     largest: float = 0.0
 
     def __post_init__(self) -> None:
-        self.shares = torch.zeros(self.layer.num_heads, 4, dtype=torch.float64)
+        self.shares = torch.zeros(self.layer.num_heads, 4, dtype=torch.float64, device="cpu")
 
     def add(self, call: AttentionCall) -> None:
         """Adds the queries of one call of the layer.

@@ -165,7 +165,9 @@ class EngramTables:
         self.numbers = np.asarray(numbers, dtype=np.int64)
         self.length, self.pad = engram.engram_max_ngram_size, self.numbers[engram.engram_pad_token_id]
         self._hashes = {
-            layer: tuple(torch.tensor(part) for part in (found.multipliers, found.primes))
+            layer: tuple(
+                torch.tensor(part, dtype=torch.int64, device="cpu") for part in (found.multipliers, found.primes)
+            )
             for layer, found in ((layer, engram.hash_of(layer)) for layer in layers)
         }
         self._thread = ThreadPoolExecutor(1, "engram")

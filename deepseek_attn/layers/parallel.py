@@ -178,7 +178,7 @@ class Parallel:
 
         Waits until every rank has begun one. No rows: no rank has work left.
         """
-        most = torch.tensor([step.rows, step.longest, step.eager], device=device)
+        most = torch.tensor([step.rows, step.longest, step.eager], device=device, dtype=torch.int64)
         self._exchange(dist.all_reduce, most, dist.ReduceOp.MAX)
         rows, longest, eager = most.tolist()
         self.step_rows = rows

@@ -46,10 +46,10 @@ def open_peers(rank: int, world: int, device: torch.device, timeout_seconds: flo
         buffer.zero_()
         torch.cuda.synchronize(device)
         handle = symmetric.rendezvous(buffer, dist.group.WORLD)
-        missing = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        missing = torch.zeros(1, dtype=torch.int32, pin_memory=True, device="cpu")
         offset = buffer.data_ptr() - handle.buffer_ptrs[rank]  # in the memory that is shared, the same on every rank
         places = [address + offset for address in handle.buffer_ptrs]
-        addresses = torch.tensor([*places, missing.data_ptr()], device=device)
+        addresses = torch.tensor([*places, missing.data_ptr()], device=device, dtype=torch.int64)
         limit = min(int(timeout_seconds * 1000), 2**31 - 1)
         buffers = PeerBuffers(rank, world, CAPACITY, addresses, initial_state(device), missing, limit)
         found = Peers(buffers, (buffer, handle))
@@ -76,6 +76,6 @@ def peer_problem(world: int, device: torch.device) -> str:
 
 def _anywhere(problem: str, device: torch.device) -> bool:
     """Whether any rank has a problem."""
-    found = torch.tensor([int(problem != "")], device=device)
+    found = torch.tensor([int(problem != "")], device=device, dtype=torch.int64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return bool(found)

@@ -18,7 +18,7 @@ from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at
 
 def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
     """Angle per position of each pair: float32 ``[dim / 2]``, with YaRN's interpolation if the spec has a factor."""
-    freqs = 1.0 / (spec.theta ** (torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim))
+    freqs = 1.0 / (spec.theta ** (torch.arange(0, spec.dim, 2, dtype=torch.float32, device="cpu") / spec.dim))
     if not spec.yarn:
         return freqs
 
@@ -30,7 +30,7 @@ def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
     low = max(math.floor(correction(spec.beta_fast)), 0)
     high = min(math.ceil(correction(spec.beta_slow)), spec.dim - 1)
     width = (high - low) or 0.001
-    ramp = ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    ramp = ((torch.arange(spec.dim // 2, dtype=torch.float32, device="cpu") - low) / width).clamp(0, 1)
     return freqs / spec.factor * ramp + freqs * (1 - ramp)
 
 
@@ -44,7 +44,7 @@ class RotaryTable:
     def __init__(self, spec: RopeSpec, max_positions: int, device: torch.device | str = "cpu"):
         self.spec = spec
         # Computed on the CPU whatever the device: the table is then the same bits everywhere.
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(spec))
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device="cpu"), inverse_frequencies(spec))
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import gc
 import os
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -50,11 +50,13 @@ from deepseek_attn.runner.compile_ahead import (
     compiling_ahead,
     forked_compiler,
 )
+from deepseek_attn.runner.cpu_threads import CpuThreads
 from deepseek_attn.runner.drafting import BlockDrafter, Drafter, MTPDrafter
 from deepseek_attn.runner.graphs import DecodeGraphs
 from deepseek_attn.runner.sequence import TokenLimits
 from deepseek_attn.utils.device import total_memory
 from deepseek_attn.utils.sizes import show_bytes
+from deepseek_attn.utils.torch_state import in_own_torch_state, own_torch_state
 from deepseek_attn.utils.turns import in_turn
 from deepseek_attn.utils.workspace import Workspace
 
@@ -78,6 +80,7 @@ class LoadedModel:
         graph_problem: why decode steps cannot be captured here; empty where they can.
         deterministic: a row's logits do not depend on the rest of the batch (`RunnerOptions`).
         parallel: the ranks that share the model; each has its runner.
+        cpu_threads: chooses the threads of a step on a CPU.
         decode_query_len: a request of at most this many new tokens is a decode: it attends over pages in place, and its
             step may run over persistent tensors. 1, or 1 + drafts after `ModelRunner.expect_drafts`.
         directory: the checkpoint's folder; None for weights from elsewhere.
@@ -106,6 +109,7 @@ class LoadedModel:
     graph_problem: str
     deterministic: bool
     parallel: Parallel
+    cpu_threads: CpuThreads
     decode_query_len: int = 1
     directory: Path | None = None
     generation: GenerationConfig = field(default_factory=GenerationConfig)
@@ -134,10 +138,15 @@ class LoadedModel:
         return self.deterministic and self.graph_problem != ""
 
     @contextmanager
-    def op_settings(self) -> Iterator[None]:
-        """Context in which ops run as this runner's options say; steps, and graphs that hold them, are made in it."""
+    def op_settings(self, tokens: int | None = None) -> Iterator[None]:
+        """Context in which ops run as this runner's options say; steps, and graphs that hold them, are made in it.
+
+        Args:
+            tokens: new tokens of a step, for which threads of a CPU are chosen; None: the caller's threads.
+        """
+        threads = nullcontext() if tokens is None or self.device.type != "cpu" else self.cpu_threads.step(tokens)
         invariant = batch_invariant_ops(self.deterministic and self.device.type != "cpu")
-        with self.parallel.together(), reference_ops(self.reference_only), invariant:
+        with own_torch_state(), threads, self.parallel.together(), reference_ops(self.reference_only), invariant:
             yield
 
     @in_turn
@@ -196,6 +205,8 @@ Runner = TypeVar("Runner", bound=LoadedModel)
 COMPILE_AHEAD = os.environ.get("DEEPSEEK_ATTN_COMPILE_AHEAD", "0") != "0"
 
 
+@torch.inference_mode(False)  # caches are written outside of inference mode too
+@in_own_torch_state
 def build_runner(
     cls: type[Runner],
     config: AnyConfig,
@@ -303,6 +314,7 @@ def build_runner(
             graph_problem=family.graph_problem(),
             deterministic=deterministic,
             parallel=parallel,
+            cpu_threads=CpuThreads(model, config, deterministic),
             compilation=compilation,
         )
     if compilation is not None:

@@ -105,10 +105,10 @@ class MTPDrafter(Drafter):
             tokens = sequence.token_ids[start : start + n]
             next_ids += tokens + [0] * (n - len(tokens))
             known += [True] * len(tokens) + [False] * (n - len(tokens))
-        valid, lengths = torch.tensor(known), [n for _, n in rows]
+        valid, lengths = torch.tensor(known, dtype=torch.bool, device="cpu"), [n for _, n in rows]
         caches = [sequence.cache for sequence, _ in rows]
         meta = self.builder.build(step_input(self.manager, caches, lengths, decode_query_len, valid))
-        ids = torch.tensor(next_ids, device=self.device)
+        ids = torch.tensor(next_ids, device=self.device, dtype=torch.int64)
         logits = self.model.draft_logits(self.model.draft_hidden_states(hidden_states, ids, meta.positions, meta))
         masks = valid.split(lengths)
         return [part[mask.to(part.device)] for part, mask in zip(logits.split(lengths), masks, strict=True)]
@@ -139,9 +139,11 @@ class MTPDrafter(Drafter):
         order = sorted(range(len(batch)), key=lambda i: len(batch[i].next_ids) > decode_query_len)
         ordered = [batch[i] for i in order]
         caches = [rows.sequence.cache for rows in ordered]
-        lengths = torch.tensor([len(rows.next_ids) for rows in ordered])
-        starts = torch.tensor([rows.start for rows in ordered])
-        next_ids = torch.tensor([token for rows in ordered for token in rows.next_ids], device=self.device)
+        lengths = torch.tensor([len(rows.next_ids) for rows in ordered], dtype=torch.int64, device="cpu")
+        starts = torch.tensor([rows.start for rows in ordered], dtype=torch.int64, device="cpu")
+        next_ids = torch.tensor(
+            [token for rows in ordered for token in rows.next_ids], device=self.device, dtype=torch.int64
+        )
         states = torch.cat([rows.hidden_states for rows in ordered])
         drafts: list[torch.Tensor] = []
         first_logits = None
@@ -156,7 +158,7 @@ class MTPDrafter(Drafter):
             first_logits, next_ids = logits if first_logits is None else first_logits, logits.argmax(-1)
             drafts.append(next_ids)
             starts, lengths = starts + lengths, torch.ones_like(lengths)
-        back = torch.tensor(order).argsort().to(self.device)
+        back = torch.tensor(order, dtype=torch.int64, device="cpu").argsort().to(self.device)
         return DraftTokens(torch.stack(drafts, dim=1)[back], first_logits[back])
 
 
@@ -188,10 +190,10 @@ class BlockDrafter(Drafter):
     ) -> DraftTokens:
         """With ``num_drafts`` 0 the keys of the rows are written and nothing is drafted."""
         tables = block_tables(self.manager, [rows.sequence.cache for rows in batch])
-        lengths = torch.tensor([len(rows.next_ids) for rows in batch])
-        ends = torch.tensor([rows.start for rows in batch]) + lengths
+        lengths = torch.tensor([len(rows.next_ids) for rows in batch], dtype=torch.int64, device="cpu")
+        ends = torch.tensor([rows.start for rows in batch], dtype=torch.int64, device="cpu") + lengths
         self._write_context(StepInput(lengths, ends, tables), torch.cat([rows.hidden_states for rows in batch]))
-        newest = torch.tensor([rows.next_ids[-1] for rows in batch], device=self.device)
+        newest = torch.tensor([rows.next_ids[-1] for rows in batch], device=self.device, dtype=torch.int64)
         if not num_drafts:
             empty = newest.new_empty(len(batch), 0)
             return DraftTokens(empty, empty.float())
@@ -217,7 +219,7 @@ class BlockDrafter(Drafter):
         step = self.builder.build(StepInput(lengths, ends + size, tables, decode_threshold=size))
         self._read_whole_blocks(step, size)
         noise = self.model.config.dspark.dspark_noise_token_id
-        ids = torch.full((requests, size), noise, device=self.device)
+        ids = torch.full((requests, size), noise, device=self.device, dtype=torch.int64)
         ids[:, 0] = newest
         states = self.model.draft_block(ids.flatten(), step).unflatten(0, (requests, size))
         return DraftTokens(*self.model.draft_tokens(states[:, :num_drafts], newest))

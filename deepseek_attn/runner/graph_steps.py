@@ -91,7 +91,7 @@ class StepTensors:
         for values, tensor in zip(extra, self.extra, strict=False):
             flat += values + [0] * (len(tensor) - len(values))
         flat += [0] * (len(self.inputs) - len(flat))
-        host = torch.tensor(flat, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        host = torch.tensor(flat, dtype=torch.int64, pin_memory=self.device.type == "cuda", device="cpu")
         self.inputs.copy_(host, non_blocking=True)
 
     def rows(self) -> DecodeRows:

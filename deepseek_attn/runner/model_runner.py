@@ -231,7 +231,7 @@ class ModelRunner(LoadedModel):
                 longest = max(cache.num_tokens + n for cache, n in caches)
                 needs = self.parallel.agree(StepNeeds(sum(lengths), longest, eager), self.device)
                 eager, size = needs.eager, self._common_size(needs)
-            with self.op_settings():
+            with self.op_settings(sum(lengths)):
                 # inference mode takes 14 % off a single-token step on a CPU; its results are ordinary tensors
                 with torch.inference_mode():
                     results = self._compute(model, rows, options, eager, size)
@@ -299,20 +299,20 @@ class ModelRunner(LoadedModel):
         if self.one_by_one:
             return self._compute_one_by_one(model, rows)
         lookups = self._look_up(chunks_of(rows))  # reads while the metadata is built, too
-        ids = torch.tensor([token for tokens in token_ids for token in tokens], device=self.device)
+        ids = torch.tensor([token for tokens in token_ids for token in tokens], device=self.device, dtype=torch.int64)
         meta = self._metadata(caches, lengths, self.decode_query_len)
         meta.observer, meta.engram = options.observer, lookups
         return EagerStep(model, lengths, model(ids, meta.positions, meta))
 
     def _compute_one_by_one(self, model: Backbone, rows: Batch) -> EagerStep:
         """The step in which each token has launches of its own, after those of the earlier tokens of its sequence."""
-        states, one = [], torch.ones(1, dtype=torch.int64)
+        states, one = [], torch.ones(1, dtype=torch.int64, device="cpu")
         for sequence, n in rows:
             tables = block_tables(self.manager, [sequence.cache])
             for position in range(sequence.num_computed, sequence.num_computed + n):
                 meta = self.builder.build(StepInput(one, one + position, tables))
                 meta.engram = self._look_up([Chunk(sequence.token_ids, position, 1)])
-                ids = torch.tensor(sequence.token_ids[position : position + 1], device=self.device)
+                ids = torch.tensor(sequence.token_ids[position : position + 1], device=self.device, dtype=torch.int64)
                 states.append(model(ids, meta.positions, meta))
         return EagerStep(model, [n for _, n in rows], torch.cat(states), one_by_one=True)
 
@@ -403,7 +403,7 @@ class ModelRunner(LoadedModel):
             batch: there must be pages for these positions and those past them, and rows of all earlier positions.
             num_drafts: draft tokens per sequence.
         """
-        with self.op_settings():
+        with self.op_settings(sum(len(rows.next_ids) for rows in batch)):
             return self._need_drafter().draft(batch, num_drafts, self.decode_query_len, self.graphs)
 
     def step_metadata(

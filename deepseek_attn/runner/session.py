@@ -114,7 +114,7 @@ class LayerSession:
         batch = list(zip(caches, query_lens, strict=True))
         runner.manager.reserve(batch)
         try:
-            with runner.manager.all_or_nothing(batch), runner.op_settings():
+            with runner.manager.all_or_nothing(batch), runner.op_settings(sum(query_lens)):
                 step = runner.step_metadata(caches, query_lens, decode_query_len=self.decode_query_len)
                 inputs = [x] if len(self.layers) == 1 else x
                 for (number, layer), rows in zip(self.attention.items(), inputs, strict=True):

@@ -162,8 +162,8 @@ def step_input(
 
     Decodes, of at most ``decode_query_len`` tokens, come first.
     """
-    lens = torch.tensor(query_lens)
-    computed = torch.tensor([cache.num_tokens for cache in caches])
+    lens = torch.tensor(query_lens, dtype=torch.int64, device="cpu")
+    computed = torch.tensor([cache.num_tokens for cache in caches], dtype=torch.int64, device="cpu")
     return StepInput(lens, computed + lens, block_tables(manager, caches), token_valid, decode_query_len)
 
 

@@ -140,12 +140,14 @@ class WarmUp:
         """An eager step; with drafts, the MTP layer runs over its tokens too."""
         runner, threshold = self.runner, self.runner.decode_query_len
         rows = sorted(rows, key=lambda row: row[0] > threshold)
-        query_lens, seq_lens = (torch.tensor(part) for part in zip(*rows, strict=True))
+        query_lens, seq_lens = (torch.tensor(part, dtype=torch.int64, device="cpu") for part in zip(*rows, strict=True))
         total, longest, spans = int(query_lens.sum()), int(seq_lens.max()), runner.layout.spans
         pages = {
             group: -(-longest // spans[group].page_tokens) if group in spans else 1 for group in runner.layout.pages
         }
-        tables = {group: torch.full((len(rows), n), NULL_PAGE, dtype=torch.int32) for group, n in pages.items()}
+        tables = {
+            group: torch.full((len(rows), n), NULL_PAGE, dtype=torch.int32, device="cpu") for group, n in pages.items()
+        }
         batch = StepInput(query_lens, seq_lens, tables, None, threshold)
         ids = torch.zeros(total, dtype=torch.int64, device=runner.device)
         runner.parallel.step_rows = total

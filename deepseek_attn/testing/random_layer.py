@@ -100,7 +100,7 @@ class RandomLayer:
 
     def hidden_states(self, length: int) -> Tensor:
         """Random hidden states ``[length, hidden_size]`` as the layer takes them."""
-        x = torch.randn(length, self.runner.config.hidden_size, device=self.runner.device)
+        x = torch.randn(length, self.runner.config.hidden_size, device=self.runner.device, dtype=torch.float32)
         return x.to(self.runner.dtype)
 
     def request(self, length: int) -> LayerRequest:

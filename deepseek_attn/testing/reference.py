@@ -117,7 +117,7 @@ class LayerReference(ABC):
     def angles(self, positions: Tensor) -> Tensor:
         """Position times frequency, ``[..., dim / 2]``; rounded to float32 as in every implementation."""
         rope = self.spec.rope
-        frequencies = 1 / rope.theta ** (torch.arange(0, rope.dim, 2).float() / rope.dim)
+        frequencies = 1 / rope.theta ** (torch.arange(0, rope.dim, 2, device="cpu").float() / rope.dim)
         if rope.yarn:
 
             def pair(rotations: float) -> float:
@@ -125,7 +125,7 @@ class LayerReference(ABC):
                 return rope.dim * math.log(wave) / (2 * math.log(rope.theta))
 
             low, high = max(math.floor(pair(rope.beta_fast)), 0), min(math.ceil(pair(rope.beta_slow)), rope.dim - 1)
-            ramp = ((torch.arange(rope.dim // 2).float() - low) / (high - low or 0.001)).clamp(0, 1)
+            ramp = ((torch.arange(rope.dim // 2, device="cpu").float() - low) / (high - low or 0.001)).clamp(0, 1)
             frequencies = frequencies / rope.factor * ramp + frequencies * (1 - ramp)
         return (positions.float()[..., None] * frequencies).double()
 
@@ -153,7 +153,7 @@ class V4LayerReference(LayerReference):
         return self.norm(self.linear("wq_a", x), "q_norm")
 
     def attend(self, x: Tensor, reads: Sequence[set[int]] | None) -> Tensor:
-        config, positions = self.config, torch.arange(len(x))
+        config, positions = self.config, torch.arange(len(x), device="cpu")
         queries = self.norm(self.linear("wq_b", self.latent(x)).unflatten(1, (config.num_attention_heads, -1)))
         queries = self.rotate(queries, positions)
         keys = self.rotate(self.norm(self.linear("wkv", x), "kv_norm"), positions)
@@ -194,7 +194,7 @@ class V4LayerReference(LayerReference):
         """One entry per closed window, each pooled channel by channel over its tokens: ``[entries, d]``."""
         ratio, dim = self.spec.ratio, len(self[f"{name}.norm.weight"])
         values, scores = self.linear(f"{name}.wkv", x), self.linear(f"{name}.wgate", x)
-        scores = scores + self[f"{name}.ape"][torch.arange(len(x)) % ratio]
+        scores = scores + self[f"{name}.ape"][torch.arange(len(x), device="cpu") % ratio]
         entries = []
         for first in range(0, len(x) - ratio + 1, ratio):
             own = slice(first, first + ratio)
@@ -206,12 +206,14 @@ class V4LayerReference(LayerReference):
             entries.append((score.softmax(0) * value).sum(0))
         if not entries:
             return x.new_empty(0, dim)
-        return self.rotate(self.norm(torch.stack(entries), f"{name}.norm"), torch.arange(len(entries)) * ratio)
+        return self.rotate(
+            self.norm(torch.stack(entries), f"{name}.norm"), torch.arange(len(entries), device="cpu") * ratio
+        )
 
     def index_scores(self, x: Tensor) -> Tensor:
         config, keys = self.config, self.compress("indexer.compressor", x)
         queries = self.linear("indexer.wq_b", self.latent(x)).unflatten(1, (config.index_n_heads, -1))
-        queries = self.rotate(queries, torch.arange(len(x)))
+        queries = self.rotate(queries, torch.arange(len(x), device="cpu"))
         weights = self.linear("indexer.weights_proj", x) / math.sqrt(config.index_head_dim * config.index_n_heads)
         return torch.einsum("th,thn->tn", weights, (queries @ keys.T).clamp(min=0))
 
@@ -230,7 +232,7 @@ class V32LayerReference(LayerReference):
         return self.norm(self.linear("wq_a", x), "q_norm", LATENT_NORM_EPS)
 
     def attend(self, x: Tensor, reads: Sequence[set[int]] | None) -> Tensor:
-        config, positions = self.config, torch.arange(len(x))
+        config, positions = self.config, torch.arange(len(x), device="cpu")
         nope, rope, rank = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
         queries = self.linear("wq_b", self.latent(x)).unflatten(1, (config.num_attention_heads, nope + rope))
         queries = self.rotate(queries, positions)
@@ -266,7 +268,7 @@ class V32LayerReference(LayerReference):
         return scale * (1 + 0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"])) ** 2
 
     def index_scores(self, x: Tensor) -> Tensor:
-        config, positions = self.config, torch.arange(len(x))
+        config, positions = self.config, torch.arange(len(x), device="cpu")
         queries = self.linear("indexer.wq_b", self.latent(x)).unflatten(1, (config.index_n_heads, -1))
         keys = self.linear("indexer.wk", x)
         keys = F.layer_norm(keys, keys.shape[1:], self["indexer.k_norm.weight"], self["indexer.k_norm.bias"], 1e-6)

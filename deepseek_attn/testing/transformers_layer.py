@@ -58,7 +58,7 @@ class TransformersLayer:
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
         """The layer's output ``[T, hidden_size]`` for the normed hidden states of a whole sequence."""
-        x, positions = x.detach().cpu().float()[None], torch.arange(len(x))[None]
+        x, positions = x.detach().cpu().float()[None], torch.arange(len(x), device="cpu")[None]
         distance = positions.T - positions
         seen = distance >= 0
         if isinstance(self.config, ModelConfig):
@@ -66,7 +66,9 @@ class TransformersLayer:
             angles = {name: self.rotary(x, positions, layer_type=name) for name in ("main", "compress")}
         else:
             angles = self.rotary(x, positions)
-        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+        mask = torch.zeros(seen.shape, dtype=torch.float32, device="cpu").masked_fill(
+            ~seen, torch.finfo(torch.float32).min
+        )[None, None]
         return self.attention(x, position_embeddings=angles, position_ids=positions, attention_mask=mask)[0][0]
 
 

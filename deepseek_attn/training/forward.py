@@ -105,7 +105,7 @@ def mixture(
     model, three plain matrix products are faster than sorting tokens by expert.
     """
     chosen, share = moe.gate(x, token_ids)
-    weights = torch.zeros(len(x), moe.experts.count, device=x.device).scatter(1, chosen, share)
+    weights = torch.zeros(len(x), moe.experts.count, device=x.device, dtype=torch.float32).scatter(1, chosen, share)
     experts, shared = moe.experts, moe.shared_experts
     with precision:
         gate = F.linear(x, experts.w1.weight.flatten(0, 1)).unflatten(-1, (experts.count, -1))

@@ -55,13 +55,13 @@ class TrainingStep(ABC):
         named = {name: p for name, p in model.named_parameters() if p.requires_grad and name.startswith(MTP) == mtp}
         self.parameters = list(named.values())
         captured = device.type == "cuda"
-        rate = torch.zeros((), device=device) if captured else 0.0
+        rate = torch.zeros((), device=device, dtype=torch.float32) if captured else 0.0
         self.optimizer = torch.optim.AdamW(
             parameter_groups(named, weight_decay), lr=rate, betas=BETAS, fused=captured, capturable=captured
         )
         self.graph: torch.cuda.CUDAGraph | None = None
         self.eager = 0
-        self.loss = torch.zeros((), device=device)
+        self.loss = torch.zeros((), device=device, dtype=torch.float32)
 
     @abstractmethod
     def objective(self) -> Objective:

@@ -50,11 +50,13 @@ class SyntheticTask(Task):
         """Writes facts and questions into ``tokens``, which holds BOS and filler, and marks the answers in ``mask``."""
 
     def _draw(self, symbols: range, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-        return torch.randint(symbols.start, symbols.stop, shape, generator=generator)
+        return torch.randint(symbols.start, symbols.stop, shape, generator=generator, device="cpu")
 
     def _different(self, symbols: range, size: int, count: int, generator: torch.Generator) -> torch.Tensor:
         """``[size, count]`` symbols, distinct within each row."""
-        order = torch.rand(size, len(symbols), generator=generator).argsort(1)[:, :count]
+        order = torch.rand(size, len(symbols), generator=generator, dtype=torch.float32, device="cpu").argsort(1)[
+            :, :count
+        ]
         return order + symbols.start
 
     def _fact_tokens(self, seq_len: int, needed: int) -> int:
@@ -88,7 +90,7 @@ class AssociativeRecall(SyntheticTask):
         keys = self._different(self.keys, size, self.pairs, generator)
         values = self._draw(self.values, (size, self.pairs), generator)
         tokens[:, 1 : 1 + 2 * self.pairs] = torch.stack([keys, values], 2).flatten(1)
-        order = torch.rand(size, self.pairs, generator=generator).argsort(1)
+        order = torch.rand(size, self.pairs, generator=generator, dtype=torch.float32, device="cpu").argsort(1)
         questions = torch.stack([keys.gather(1, order), values.gather(1, order)], 2).flatten(1)
         tokens[:, total - 2 * self.pairs :] = questions
         mask[:, total - 2 * self.pairs + 1 :: 2] = True
@@ -101,7 +103,9 @@ class Needle(SyntheticTask):
 
     def write(self, tokens: torch.Tensor, mask: torch.Tensor, generator: torch.Generator) -> None:
         size, total = tokens.shape
-        place = torch.randint(1, self._fact_tokens(total - 1, 3) - 1, (size, 1), generator=generator) + torch.arange(3)
+        place = torch.randint(
+            1, self._fact_tokens(total - 1, 3) - 1, (size, 1), generator=generator, device="cpu"
+        ) + torch.arange(3, device="cpu")
         key, value = self._draw(self.keys, (size, 1), generator), self._draw(self.values, (size, 1), generator)
         fact = torch.cat([torch.full_like(key, MARK), key, value], 1)
         tokens.scatter_(1, place, fact)

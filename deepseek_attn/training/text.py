@@ -35,7 +35,11 @@ class TextTask(Task):
     name = "text"
 
     def __init__(self, token_ids: list[int], vocab_size: int, tokenizer: Tokenizer | None = None):
-        self.ids, self.vocab_size, self.tokenizer = torch.tensor(token_ids), vocab_size, tokenizer
+        self.ids, self.vocab_size, self.tokenizer = (
+            torch.tensor(token_ids, dtype=torch.int64, device="cpu"),
+            vocab_size,
+            tokenizer,
+        )
         if not token_ids:
             raise ValueError("the text is empty: there is nothing to train on")
         if int(self.ids.max()) >= vocab_size:
@@ -64,9 +68,9 @@ class TextTask(Task):
                 f"the {split} split of the text has {len(part)} tokens, too few for sequences of {seq_len}: use a "
                 "longer text or a smaller seq_len"
             )
-        start = torch.randint(len(part) - seq_len + 1, (size, 1), generator=generator)
-        pieces = part[start + torch.arange(seq_len)]
-        tokens = torch.cat([torch.full((size, 1), BOS), pieces], 1)
+        start = torch.randint(len(part) - seq_len + 1, (size, 1), generator=generator, device="cpu")
+        pieces = part[start + torch.arange(seq_len, device="cpu")]
+        tokens = torch.cat([torch.full((size, 1), BOS, dtype=torch.int64, device="cpu"), pieces], 1)
         mask = torch.ones_like(tokens, dtype=torch.bool)
         mask[:, 0] = False
         return Batch(tokens, mask)

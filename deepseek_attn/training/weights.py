@@ -74,11 +74,13 @@ class FreshSource(CheckpointSource):
         if recipe.kind == "hc_base":
             return self._stream_base(name, recipe.shape[0])
         if name.endswith("h_proj.weight"):  # an MTP layer starts on the backbone's own streams: it learns faster
-            return torch.eye(recipe.shape[0])
+            return torch.eye(recipe.shape[0], dtype=torch.float32, device="cpu")
         constant = {"norm": 1.0, "ape": 0.0, "sink": 0.0, "bias": 0.0, "hc_scale": MIX}.get(recipe.kind)
         if constant is not None:
-            return torch.full(recipe.shape, constant)
-        return torch.randn(recipe.shape, generator=generator) * self._std(name, recipe)
+            return torch.full(recipe.shape, constant, dtype=torch.float32, device="cpu")
+        return torch.randn(recipe.shape, generator=generator, dtype=torch.float32, device="cpu") * self._std(
+            name, recipe
+        )
 
     def _info(self, recipe: Recipe) -> TensorInfo:
         dtype = DRAW[recipe.kind].dtype if recipe.kind == "table" else "F32"
@@ -93,12 +95,18 @@ class FreshSource(CheckpointSource):
     def _stream_base(self, name: str, rows: int) -> torch.Tensor:
         m = self.config.hc_mult
         if rows == m:  # the end of the model reads all streams alike
-            return torch.zeros(m)
+            return torch.zeros(m, dtype=torch.float32, device="cpu")
         part, layer = name.split(".")[:2]
         layer = int(layer) + (self.config.num_hidden_layers if part == "mtp" else 0)
-        pre = torch.full((m,), -PICK)
+        pre = torch.full((m,), -PICK, dtype=torch.float32, device="cpu")
         pre[(2 * layer + ("ffn" in name)) % m] = PICK
-        return torch.cat([pre, torch.zeros(m), (KEEP * torch.eye(m)).flatten()])
+        return torch.cat(
+            [
+                pre,
+                torch.zeros(m, dtype=torch.float32, device="cpu"),
+                (KEEP * torch.eye(m, dtype=torch.float32, device="cpu")).flatten(),
+            ]
+        )
 
 
 def rounded(values: torch.Tensor, form: str) -> torch.Tensor:

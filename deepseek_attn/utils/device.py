@@ -37,7 +37,7 @@ def to_device(
     """
     cuda = device.type == "cuda"
     if not isinstance(values, torch.Tensor):
-        values = torch.tensor(values, dtype=dtype, pin_memory=cuda)
+        values = torch.tensor(values, dtype=dtype, pin_memory=cuda, device="cpu")
     elif cuda:
         values = values.pin_memory()
     return values.to(device, non_blocking=cuda)

@@ -33,6 +33,7 @@ from deepseek_attn.layers.linear import Linear, empty_quantized, join_weights, m
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm
+from deepseek_attn.utils.torch_state import in_own_torch_state
 from deepseek_attn.utils.tracing import stage, traced
 from deepseek_attn.utils.workspace import Workspace
 from deepseek_attn.v32.backends import SparseMLAImpl
@@ -178,6 +179,7 @@ class DeepseekV32MLAAttention(CheckpointModule):
             self.topk_indices_buffer = topk_indices_buffer
 
     @traced("attention")
+    @in_own_torch_state
     def forward(self, x: Tensor, positions: Tensor, step: StepMetadata) -> Tensor:
         """Attention of new tokens over all cached tokens of their requests, the new ones included.
 

@@ -42,7 +42,7 @@ class LatentCompressor(CompressorBase):
         self.wgate = Linear(*sizes, out_float32=True) if pools else None
         self.norm = RMSNorm(config.head_dim, config.rms_norm_eps, device)
         self.input_linears = [self.wkv] if self.wgate is None else [self.wkv, self.wgate]
-        self.ape = torch.zeros(spec.ratio, config.head_dim, device=device)
+        self.ape = torch.zeros(spec.ratio, config.head_dim, device=device, dtype=torch.float32)
 
     def latents(self, projected: list[Tensor], step: StepMetadata) -> Tensor:
         """Latents ``[T, head_dim]`` of the entries that the tokens complete; other rows hold anything finite."""

@@ -189,7 +189,7 @@ def _attend_one(
     if not keys:
         if max_logits is not None:
             max_logits.fill_(float("-inf"))
-        return q.new_zeros(1, H, d_v), torch.full((1, H), float("inf"))
+        return q.new_zeros(1, H, d_v), torch.full((1, H), float("inf"), dtype=torch.float32, device="cpu")
     keys = keys[0] if len(keys) == 1 else torch.cat(keys)
     logits = (q[0].float() * scale) @ keys.t()
     peak = logits.amax(1, keepdim=True)
@@ -214,7 +214,7 @@ def _width_groups(sources: list[_Source], T: int, device: torch.device) -> Itera
     if device.type != "cpu" or all(source.lens is None for source in sources):
         yield rows, full
         return
-    widths = torch.tensor(full).repeat(T, 1)
+    widths = torch.tensor(full, dtype=torch.int64, device="cpu").repeat(T, 1)
     for i, source in enumerate(sources):
         if source.lens is not None:
             aligned = (source.lens.long().clamp(min=0) + WIDTH_STEP - 1) // WIDTH_STEP * WIDTH_STEP

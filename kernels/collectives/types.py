@@ -44,4 +44,4 @@ def buffer_bytes(world: int, capacity: int) -> int:
 
 def initial_state(device: torch.device) -> Tensor:
     """State before the first exchange, whose number is 1."""
-    return torch.tensor([1 << 32], device=device)
+    return torch.tensor([1 << 32], device=device, dtype=torch.int64)

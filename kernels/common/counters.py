@@ -21,7 +21,7 @@ def counters_of(device: torch.device) -> Tensor:
     Two graphs captured on one stream must not be replayed at the same time.
     """
     if device.type != "cuda":
-        return torch.zeros(COUNTERS, dtype=torch.int32)
+        return torch.zeros(COUNTERS, dtype=torch.int32, device="cpu")
     key = (device, torch.cuda.current_stream(device).cuda_stream)
     if (row := _stream_rows.get(key)) is None:
         row = _stream_rows.setdefault(key, next(_next_row) % _STREAMS)

@@ -32,7 +32,7 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 @torch.inference_mode(False)
 def constant(value: float) -> Tensor:
     """A float32 scalar on the CPU."""
-    return torch.tensor(value)
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def freqs_cis_at(cos_sin: Tensor, positions: Tensor) -> Tensor:

@@ -308,7 +308,7 @@ def _to_e2m1(x: Tensor) -> Tensor:
 @lru_cache(maxsize=16)
 def _e2m1_pairs(device: torch.device) -> Tensor:
     """``[256, 2]``: the two values of every packed byte, low nibble first."""
-    values = torch.tensor(E2M1)
+    values = torch.tensor(E2M1, dtype=torch.float32, device="cpu")
     return torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1).to(device)
 
 

@@ -60,7 +60,7 @@ def _sum_matrices_with_eps(m: int) -> tuple[np.ndarray, np.ndarray]:
     BLAS adds ``eps`` and one entry after the other, as torch does for few rows.
     """
     same_row, same_column, _ = _sum_matrices(m, 0.0, torch.device("cpu"))
-    ones = torch.ones(1, m * m)
+    ones = torch.ones(1, m * m, dtype=torch.float32, device="cpu")
     return torch.cat([ones, same_row]).numpy(), torch.cat([ones, same_column]).numpy()
 
 
@@ -68,24 +68,26 @@ def _sum_matrices_with_eps(m: int) -> tuple[np.ndarray, np.ndarray]:
 @torch.inference_mode(False)
 def _part_of_row(m: int, device: torch.device) -> Tensor:
     """Of each row of ``fn``, which part it belongs to: 0 pre, 1 post, 2 comb."""
-    return torch.tensor([0] * m + [1] * m + [2] * m * m, device=device)
+    return torch.tensor([0] * m + [1] * m + [2] * m * m, device=device, dtype=torch.int64)
 
 
 @cache
 @torch.inference_mode(False)
 def _sum_matrices(m: int, eps: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Matrices that sum a flattened ``[m, m]`` over its rows and over its columns, and ``eps`` as a vector."""
-    index = torch.arange(m * m)
+    index = torch.arange(m * m, device="cpu")
     same_row = (index[:, None] // m == index // m).float()
     same_column = (index[:, None] % m == index % m).float()
-    return same_row.to(device), same_column.to(device), torch.full((m * m,), eps, device=device)
+    return same_row.to(device), same_column.to(device), torch.full((m * m,), eps, device=device, dtype=torch.float32)
 
 
 @cache
 @torch.inference_mode(False)
 def _gate_range(m: int, eps: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of the pre and post gates: values at sigmoid 0, and differences to those at sigmoid 1."""
-    return torch.tensor([eps] * m + [0.0] * m, device=device), torch.tensor([1.0] * m + [2.0] * m, device=device)
+    return torch.tensor([eps] * m + [0.0] * m, device=device, dtype=torch.float32), torch.tensor(
+        [1.0] * m + [2.0] * m, device=device, dtype=torch.float32
+    )
 
 
 def hc_mix(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor]:

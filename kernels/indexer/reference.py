@@ -175,7 +175,7 @@ def index_select(
             tokens = slice(first + start, first + end)
             visible = max(int(num_visible[tokens].max()), 0) if causal else most
             if visible <= k:
-                scores = torch.zeros(end - start, visible, device=q.device)
+                scores = torch.zeros(end - start, visible, device=q.device, dtype=torch.float32)
             else:
                 scores = _scores_of(queries.of(tokens), entries[:visible])
             if candidates is not None:

@@ -149,7 +149,9 @@ def _pooled(part: CompressPart, score: Tensor, state: Tensor, windows: ClosingWi
     for start, end in row_blocks(count, rows_per_block(slots * part.dim * 4 * 4)):
         rows = slice(start, end)
         mine = (windows.from_state[:, 0] >= start) & (windows.from_state[:, 0] < end)
-        window, slot = (windows.from_state[mine] - torch.tensor([start, 0], device=score.device)).unbind(1)
+        window, slot = (
+            windows.from_state[mine] - torch.tensor([start, 0], device=score.device, dtype=torch.int64)
+        ).unbind(1)
         earlier = state[windows.state_source[mine]]
         values = _gather_slots(part, part.kv, windows.flight[rows], window, slot, earlier[:, 0])
         scores = _gather_slots(part, score, windows.flight[rows], window, slot, earlier[:, 1])

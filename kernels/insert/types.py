@@ -228,7 +228,7 @@ def _closing_windows(batch: CompressBatch) -> ClosingWindows:
     phase, closing = positions % batch.ratio, (batch.slots >= 0).nonzero().flatten()
     if closing.device.type == "cpu" and not len(closing):  # most decode steps
         none = closing.new_empty(0, pooled)
-        pairs, absent = closing.new_empty(0, 2), torch.empty(0, pooled, dtype=torch.bool)
+        pairs, absent = closing.new_empty(0, 2), torch.empty(0, pooled, dtype=torch.bool, device="cpu")
         return ClosingWindows(phase, none, pairs, closing, absent, closing, closing, **kept)
     offsets = torch.arange(pooled, device=positions.device) - pooled + 1
     request, prefix_lens = token_to_req[closing].unsqueeze(1), batch.prefix_lens.long()

@@ -143,7 +143,7 @@ def _row_by_row(x: Tensor, experts: Tensor, weights: Tensor, run: RunExperts) ->
         if expert >= 0
     )
     if not pairs:
-        return torch.zeros(x.shape, device=x.device)
+        return torch.zeros(x.shape, device=x.device, dtype=torch.float32)
     weight = torch.tensor([[pair.weight] for pair in pairs], dtype=weights.dtype, device=x.device)
     outputs = run([rows[pair.token] for pair in pairs], [pair.expert for pair in pairs], weight)
     sums: dict[int, Tensor] = {}
@@ -158,7 +158,7 @@ def _row_by_row(x: Tensor, experts: Tensor, weights: Tensor, run: RunExperts) ->
 def _in_tiles(x: Tensor, experts: Tensor, weights: Tensor, count: int, run: RunExperts) -> Tensor:
     """Sums, float32 ``[T, D]``: a product for each of ``count`` experts, of its tokens padded to whole tiles."""
     is_local = experts >= 0
-    out = torch.zeros(x.shape, device=x.device)
+    out = torch.zeros(x.shape, device=x.device, dtype=torch.float32)
     if not is_local.any():
         return out
     order = experts.flatten().argsort(stable=True)

@@ -29,10 +29,10 @@ def compare(own: list[torch.Tensor], found: list[torch.Tensor], prompts: list[li
     loss, kl, same, positions = [], [], [], []
     for mine, other, prompt in zip(own, found, prompts, strict=True):
         kl_of, same_of = divergence(mine[:-1], other[:-1])
-        loss.append(next_token_loss(other, torch.tensor(prompt)))
+        loss.append(next_token_loss(other, torch.tensor(prompt, dtype=torch.int64, device="cpu")))
         kl.append(kl_of)
         same.append(same_of.float())
-        positions.append(torch.arange(len(prompt) - 1))
+        positions.append(torch.arange(len(prompt) - 1, device="cpu"))
     values = {"loss": torch.cat(loss), "kl": torch.cat(kl), "top1": torch.cat(same)}
     means = {name: float(value.double().mean()) for name, value in values.items()}
     return {

@@ -39,7 +39,10 @@ class LayerRecall:
         """Means over queries; None where no query needs a top-k."""
         values = {"token_mass": self.token_mass, "entry_mass": self.entry_mass}
         values |= {"index_recall": self.found, "index_recall_of_chance": self.chance}
-        joined = {name: torch.cat(parts) if parts else torch.empty(0) for name, parts in values.items()}
+        joined = {
+            name: torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")
+            for name, parts in values.items()
+        }
         return {name: float(value.double().mean()) if len(value) else None for name, value in joined.items()}
 
     def add(self, call: AttentionCall) -> None:

@@ -71,7 +71,7 @@ class RescheduledSource(CheckpointSource):
             else:
                 wkv = read_float32(self.source, f"{layer}.wkv.weight")
                 parts = {"wkv.weight": wkv, "wgate.weight": torch.zeros_like(wkv)}
-                ape = torch.zeros(new.ratio, len(wkv))
+                ape = torch.zeros(new.ratio, len(wkv), dtype=torch.float32, device="cpu")
                 norm = read_float32(self.source, f"{layer}.kv_norm.weight")
             had = old.overlap and old.ratio > 0
             for leaf, weight in parts.items():

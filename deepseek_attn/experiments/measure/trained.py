@@ -104,5 +104,5 @@ def score_task(runner: ModelRunner, task: Task, size: int, length: int) -> Score
         counted = mask[row, 1:]
         losses.append(next_token_loss(logits, tokens[row])[counted])
         correct.append((logits[:-1].argmax(-1) == tokens[row, 1:])[counted])
-        positions.append(torch.arange(length)[counted])
+        positions.append(torch.arange(length, device="cpu")[counted])
     return Scored(torch.cat(losses), torch.cat(correct), torch.cat(positions))

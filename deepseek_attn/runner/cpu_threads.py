@@ -1,0 +1,57 @@
+"""How many threads of a CPU a step runs on: one, unless more of them gain something."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.models.block import AttentionStack, Backbone
+from deepseek_attn.models.moe import Experts
+
+ASKED = any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+DEFAULT = torch.get_num_threads()
+# What one thread does per second. With 8 ms of products, a second thread takes a tenth off a step's time; with 2 ms it
+# takes nothing. On a core that another process keeps busy, each parallel loop waits for it: 1000 ms a step, not 12.
+BYTES, MULTIPLY_ADDS = 20e9, 50e9
+WORTHWHILE = 8e-3  # seconds
+
+
+class CpuThreads:
+    """Chooses the threads of a step by the weights that it reads and the products that it computes.
+
+    A caller's choice stays: ``OMP_NUM_THREADS``, ``MKL_NUM_THREADS``, or another number in `torch.set_num_threads`
+    than torch's default. Only ``deterministic`` runners always take one thread, because rounding depends on them.
+    """
+
+    def __init__(self, model: Backbone | AttentionStack, config: AnyConfig, deterministic: bool):
+        self.deterministic = deterministic
+        self.share = config.num_experts_per_tok / config.n_routed_experts  # of the experts' weights, per token
+        experts = [module for module in model.layers.modules() if isinstance(module, Experts)]
+        routed = [p for module in experts for p in module.parameters()]
+        everything = list(model.layers.parameters())
+        self.routed_bytes, self.routed = sum(p.nbytes for p in routed), sum(p.numel() for p in routed)
+        self.other_bytes = sum(p.nbytes for p in everything) - self.routed_bytes
+        self.others = sum(p.numel() for p in everything) - self.routed
+
+    def seconds(self, tokens: int) -> float:
+        """Estimated time of a step's products on one thread."""
+        read = self.other_bytes + self.routed_bytes * min(1.0, tokens * self.share)
+        return read / BYTES + tokens * (self.others + self.routed * self.share) / MULTIPLY_ADDS
+
+    @contextmanager
+    def step(self, tokens: int) -> Iterator[None]:
+        """Context of a step of so many new tokens; the calling thread has its own number of threads back behind it."""
+        before = torch.get_num_threads()
+        chosen = ASKED or before != DEFAULT
+        if before == 1 or not (self.deterministic or (not chosen and self.seconds(tokens) < WORTHWHILE)):
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

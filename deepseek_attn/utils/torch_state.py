@@ -1,0 +1,96 @@
+"""A caller's torch settings that would change results, set aside while this library computes.
+
+Default dtype and default device are not among them: every factory call names both (tests/house/test_factories.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from functools import wraps
+from threading import Lock
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+SMALLEST = sys.float_info.min  # of the normal numbers: half of it is 0 in a thread that flushes denormals
+_inside: ContextVar[bool] = ContextVar("inside", default=False)
+
+
+@contextmanager
+def own_torch_state() -> Iterator[None]:
+    """Context in which results do not depend on settings of the caller; they are back behind it.
+
+    Without autocast, with float32 products in float32 (no TF32, no bfloat16), without flushing denormals, and with
+    NumPy silent about overflow. Entered again within itself, it does nothing. The precision of float32 products is
+    one for the process: another thread's products are in float32 too while this one computes.
+    """
+    if _inside.get():
+        yield
+        return
+    with ExitStack() as stack:
+        stack.callback(_inside.reset, _inside.set(True))
+        stack.enter_context(np.errstate(all="ignore"))
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        if SMALLEST / 2 == 0:
+            torch.set_flush_denormal(False)
+            stack.callback(torch.set_flush_denormal, True)
+        stack.enter_context(_float32_products)
+        yield
+
+
+def in_own_torch_state(function: Callable[P, R]) -> Callable[P, R]:
+    """Runs a function in `own_torch_state`."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _inside.get():
+            return function(*args, **kwargs)
+        with own_torch_state():
+            return function(*args, **kwargs)
+
+    return call
+
+
+class _Float32Products:
+    """Float32 products without TF32 and bfloat16, from the first thread that enters until the last one leaves."""
+
+    def __init__(self):
+        self.lock, self.entered = Lock(), 0
+        self.before: list[tuple[object, str]] = []
+        self.overall: str | None = None
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.entered == 0:
+                backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+                precisions = [(backend, backend.fp32_precision) for backend in backends]
+                self.before = [(backend, before) for backend, before in precisions if before not in ("ieee", "none")]
+                self.overall = None
+                if self.before:
+                    with suppress(RuntimeError):  # torch has none where a backend was set by itself
+                        self.overall = torch.get_float32_matmul_precision()
+                    self._set("highest", [(backend, "ieee") for backend, _ in self.before])
+            self.entered += 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self.lock:
+            self.entered -= 1
+            if self.entered == 0 and self.before:
+                self._set(self.overall, self.before)
+
+    def _set(self, overall: str | None, precisions: list[tuple[object, str]]) -> None:
+        if self.overall is not None:
+            torch.set_float32_matmul_precision(overall)
+        for backend, precision in precisions:
+            backend.fp32_precision = precision
+
+
+_float32_products = _Float32Products()
