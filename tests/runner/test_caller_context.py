@@ -170,6 +170,12 @@ def entries() -> Iterator[dict[str, Callable[[], list[Tensor]]]]:
         q, kv = torch.randn(5, 4, 512, generator=g).bfloat16(), torch.randn(70, 1, 512, generator=g).bfloat16()
         indices = torch.randint(-1, 70, (5, 1, 30), generator=g).int()
         entries["flash_mla_sparse_fwd"] = partial(sparse_prefill, q, kv, indices)
+        entries["tiny values"] = partial(sparse_prefill, q, (kv.float() * 1e-38).bfloat16(), indices)
+        mixed = stack.enter_context(runner_of("V4"))
+        for name, parameter in mixed.model.named_parameters():
+            if name.endswith("base"):  # of hyper-connections, whose mixing underflows then
+                parameter.data.copy_(torch.linspace(-60, 60, len(parameter)))
+        entries["far apart streams"] = partial(scored, mixed)
         record, pages = Fp8DsMlaRecord(448, 64), torch.zeros(3, 64 * 584, dtype=torch.uint8)
         record.insert(pages, 64, torch.arange(150), torch.randn(150, 512, generator=g))
         query, slots = q.view(5, 1, 4, 512), torch.randint(-1, 150, (5, 1, 33), generator=g).int()
@@ -185,8 +191,9 @@ def entries() -> Iterator[dict[str, Callable[[], list[Tensor]]]]:
 
 
 ENTRIES = ["V4", "V3.2", "V3", "V4.1", "layers of V4", "layers of V3.2", "V4, built", "V3.2, built", "V4.1, built"]
-ENTRIES += ["flash_mla_sparse_fwd", "sparse decode", "dense decode", "LLM"]
+ENTRIES += ["flash_mla_sparse_fwd", "sparse decode", "dense decode", "LLM", "tiny values", "far apart streams"]
 QUICK = [("V4, built", context) for context in CONTEXTS]
+QUICK += [("tiny values", "flushed denormals"), ("far apart streams", "NumPy raises")]
 QUICK += product(ENTRIES, ("bfloat16", "default device", "autocast"))
 
 
