@@ -13,7 +13,6 @@ from functools import wraps
 from threading import Lock
 from typing import ParamSpec, TypeVar
 
-import numpy as np
 import torch
 
 P = ParamSpec("P")
@@ -26,16 +25,15 @@ _inside: ContextVar[bool] = ContextVar("inside", default=False)
 def own_torch_state() -> Iterator[None]:
     """Context in which results do not depend on settings of the caller; they are back behind it.
 
-    Without autocast, with float32 products in float32 (no TF32, no bfloat16), without flushing denormals, and with
-    NumPy silent about overflow. Entered again within itself, it does nothing. The precision of float32 products is
-    one for the process: another thread's products are in float32 too while this one computes.
+    Without autocast, with float32 products in float32 (no TF32, no bfloat16) and without flushing denormals. Entered
+    again within itself, it does nothing. The precision of float32 products is one for the process: products of other
+    threads are in float32 too while this one computes.
     """
     if _inside.get():
         yield
         return
     with ExitStack() as stack:
         stack.callback(_inside.reset, _inside.set(True))
-        stack.enter_context(np.errstate(all="ignore"))
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))

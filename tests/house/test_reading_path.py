@@ -23,6 +23,7 @@ import torch
 
 from deepseek_attn import ModelRunner
 from deepseek_attn.runner.step import step_input
+from deepseek_attn.utils.torch_state import own_torch_state
 
 ROOT = Path(__file__).parents[2]
 LINES = 320  # of code
@@ -92,7 +93,8 @@ def test_from_forward_to_the_contracts_of_ops(kind, computed, new):
     x = torch.randn(new, runner.config.hidden_size)
     with torch.inference_mode():
         layer(x, step.positions, step)  # imports what is imported at the first call
-        passed = functions_passed(lambda: layer(x, step.positions, step))
+        with own_torch_state():  # entered by a step, before its layers
+            passed = functions_passed(lambda: layer(x, step.positions, step))
     assert any("attention/layer.py" in name and "forward" in name for name in passed)
     assert {"insert_tokens", "multi_linear", "grouped_linear_quantized"} <= {name.split()[-1] for name in passed}
     contracts = {name: lines for name, lines in passed.items() if name.startswith("kernels")}

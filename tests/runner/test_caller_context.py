@@ -171,11 +171,6 @@ def entries() -> Iterator[dict[str, Callable[[], list[Tensor]]]]:
         indices = torch.randint(-1, 70, (5, 1, 30), generator=g).int()
         entries["flash_mla_sparse_fwd"] = partial(sparse_prefill, q, kv, indices)
         entries["tiny values"] = partial(sparse_prefill, q, (kv.float() * 1e-38).bfloat16(), indices)
-        mixed = stack.enter_context(runner_of("V4"))
-        for name, parameter in mixed.model.named_parameters():
-            if name.endswith("base"):  # of hyper-connections, whose mixing underflows then
-                parameter.data.copy_(torch.linspace(-60, 60, len(parameter)))
-        entries["far apart streams"] = partial(scored, mixed)
         record, pages = Fp8DsMlaRecord(448, 64), torch.zeros(3, 64 * 584, dtype=torch.uint8)
         record.insert(pages, 64, torch.arange(150), torch.randn(150, 512, generator=g))
         query, slots = q.view(5, 1, 4, 512), torch.randint(-1, 150, (5, 1, 33), generator=g).int()
@@ -191,9 +186,9 @@ def entries() -> Iterator[dict[str, Callable[[], list[Tensor]]]]:
 
 
 ENTRIES = ["V4", "V3.2", "V3", "V4.1", "layers of V4", "layers of V3.2", "V4, built", "V3.2, built", "V4.1, built"]
-ENTRIES += ["flash_mla_sparse_fwd", "sparse decode", "dense decode", "LLM", "tiny values", "far apart streams"]
+ENTRIES += ["flash_mla_sparse_fwd", "sparse decode", "dense decode", "LLM", "tiny values"]
 QUICK = [("V4, built", context) for context in CONTEXTS]
-QUICK += [("tiny values", "flushed denormals"), ("far apart streams", "NumPy raises")]
+QUICK += [("tiny values", "flushed denormals")]
 QUICK += product(ENTRIES, ("bfloat16", "default device", "autocast"))
 
 
@@ -233,12 +228,11 @@ def test_settings_are_back_after_an_error(products):
             assert not torch.is_autocast_enabled("cpu")
             raise RuntimeError("within")
 
-    with CONTEXTS[products](), CONTEXTS["autocast"](), np.errstate(all="raise"):
+    with CONTEXTS[products](), CONTEXTS["autocast"]():
         with pytest.raises(RuntimeError, match="within"):
             failing()
         assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
         assert torch.is_autocast_enabled("cpu")
-        assert np.geterr()["over"] == "raise"
 
 
 @pytest.mark.parametrize("family", ["V4", "V3", "V4.1"])
