@@ -147,14 +147,19 @@ def test_values_of_the_record(request, options):
         record: Record = cls(nope, rope, dtype)
         pool, n = record.allocate(4, 7), 7
         pool.fill_(0xFF)
-        rows, slots = torch.randn(9, nope + rope), torch.tensor([20, 3, -1, 8, 27, 0, 14, -1, 13])
+        rows, slots = (
+            torch.randn(9, nope + rope, dtype=torch.float32, device="cpu"),
+            torch.tensor([20, 3, -1, 8, 27, 0, 14, -1, 13], dtype=torch.int64, device="cpu"),
+        )
         record.insert(pool, n, slots, rows)
         back = record.gather(pool, n, slots, torch.float32)
         kept = slots >= 0
         assert not back[~kept].any()
         error = (back[kept] - rows[kept]).norm(dim=1) / rows[kept].norm(dim=1)
         assert float(error.max()) < 0.1, f"stored values are off by {float(error.max()):.1e}"
-        others = torch.tensor([slot for slot in range(28) if slot not in slots.tolist()])
+        others = torch.tensor(
+            [slot for slot in range(28) if slot not in slots.tolist()], dtype=torch.int64, device="cpu"
+        )
         parts = record._views(pool, n)
         assert all(bool((part[others // n, others % n] == 0xFF).all()) for part in parts)
 

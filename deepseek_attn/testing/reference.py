@@ -173,7 +173,7 @@ class V4LayerReference(LayerReference):
 
     def rotated_back(self, heads: Tensor) -> Tensor:
         """Attended values after the inverse rotation at their query's position."""
-        return self.rotate(heads, torch.arange(len(heads)), sign=-1)
+        return self.rotate(heads, torch.arange(len(heads), device="cpu"), sign=-1)
 
     def head_values(self, attended: Tensor) -> Tensor:
         return attended
