@@ -12,9 +12,7 @@ source = RandomSource(config, seed=0)
 for layer in (0, 1, 2):  # SWA, C4A, C128A
     options = {"layers": [layer], "attention_only": True, "device": "cpu", "numerics": "exact"}
     session = LayerSession(ModelRunner.from_source(config, source, **options))
-    x, other = torch.randn(
-        2, 300, config.hidden_size, dtype=torch.float32, device="cpu"
-    )  # normed hidden states of two sequences
+    x, other = torch.randn(2, 300, config.hidden_size)  # normed hidden states of two sequences
     a, b = session.sequence(), session.sequence()
     outputs = [a.run(x[:260])]  # a prompt
     for row, chunk in zip(x[260:].split(1), other.split(7), strict=False):

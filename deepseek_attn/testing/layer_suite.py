@@ -147,10 +147,8 @@ def test_values_of_the_record(request, options):
         record: Record = cls(nope, rope, dtype)
         pool, n = record.allocate(4, 7), 7
         pool.fill_(0xFF)
-        rows, slots = (
-            torch.randn(9, nope + rope, dtype=torch.float32, device="cpu"),
-            torch.tensor([20, 3, -1, 8, 27, 0, 14, -1, 13], dtype=torch.int64, device="cpu"),
-        )
+        rows = torch.randn(9, nope + rope, dtype=torch.float32, device="cpu")
+        slots = torch.tensor([20, 3, -1, 8, 27, 0, 14, -1, 13], dtype=torch.int64, device="cpu")
         record.insert(pool, n, slots, rows)
         back = record.gather(pool, n, slots, torch.float32)
         kept = slots >= 0

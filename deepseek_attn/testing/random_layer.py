@@ -174,7 +174,7 @@ class RandomLayer:
         y = torch.cat(request.outputs)
         x, selected = request.x[: len(y)], torch.cat(request.selected).cpu() if request.selected else None
         if selected is not None:
-            errors = torch.tensor(self.reference.selection_errors(x, selected), dtype=torch.int64, device="cpu")
+            errors = torch.tensor(self.reference.selection_errors(x, selected), dtype=torch.float32, device="cpu")
             if bool((wrong := errors > self.selection_tolerance).any()):
                 raise AssertionError(self._selection_message(request, selected, errors, wrong))
         expected = self.reference.heads(x, selected)
@@ -212,10 +212,8 @@ class RandomLayer:
 
     def _comparable_heads(self, request: LayerRequest, expected: Tensor) -> tuple[Tensor, Tensor]:
         """Heads as they were attended, and as they should have been: V4's rotated back where an impl does that."""
-        actual, back = (
-            torch.cat(request.attended).double(),
-            torch.tensor(request.rotated_back, dtype=torch.int64, device="cpu"),
-        )
+        actual = torch.cat(request.attended).double()
+        back = torch.tensor(request.rotated_back, dtype=torch.bool, device="cpu")
         if not back.any():
             return self.reference.head_values(actual), expected
         return actual, torch.where(back[:, None, None], self.reference.rotated_back(expected), expected)
