@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepseek_attn.bench.plots import FOREGROUND, MUTED, SERIES, svg_element
-from deepseek_attn.experiments.report.figures import Figure, Line, curves, lines, scatter
+from deepseek_attn.experiments.report.figures import Figure, curves, length_lines, lines, scatter
 from deepseek_attn.experiments.report.schema import Report, tasks, with_task
 from deepseek_attn.utils.files import write_text
 
@@ -48,7 +48,7 @@ def pictures(report: Report) -> list[Figure]:
     for task in tasks(report):
         variants = with_task(report, task)
         metric = "loss" if task == "text" else "accuracy"
-        rows = [Line(v, [(row["seq_len"], row[metric]) for row in q["by_length"]]) for v, q in variants]
+        rows = length_lines(variants, metric)
         name = f"{task}-by-length"
         found.append(Figure(name, name, lines(rows, "tokens", f"{task} {metric}", log="x")))
         found.append(Figure(f"{task}-training", f"{task}-training", curves(variants, task)))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shlex
 from pathlib import Path
 
-from deepseek_attn.cli.terminal import show
+from deepseek_attn.cli.terminal import say, show
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -48,7 +49,11 @@ def run(args: argparse.Namespace) -> int:
     failed = []
     check_documents(experiment, folder)
     if args.what != "report":
-        outcome = run_experiment(experiment, folder, device, resume=args.what == "resume")
+        try:
+            outcome = run_experiment(experiment, folder, device, resume=args.what == "resume")
+        except KeyboardInterrupt:
+            say(f"\nstopped; what is done is kept: `{resume_command(args)}` goes on")
+            raise
         failed = outcome.failed
     elif not folder.is_dir():
         raise ValueError(f"no results in {str(folder)!r}: run the experiment first, or name its folder with --out")
@@ -60,3 +65,10 @@ def run(args: argparse.Namespace) -> int:
     for failure in failed:
         show(f"failed: {failure.unit.name}: {failure.reason}")
     return 1 if failed else 0
+
+
+def resume_command(args: argparse.Namespace) -> str:
+    """The command that goes on with the same experiment in the same folder."""
+    flags = {"--out": args.out, "--device": args.device}
+    given = [word for flag, value in flags.items() if value for word in (flag, value)]
+    return shlex.join(["deepseek-attn", "experiment", "resume", args.config, *given])

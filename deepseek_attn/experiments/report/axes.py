@@ -12,6 +12,7 @@ from deepseek_attn.bench.plots import FOREGROUND
 from deepseek_attn.experiments.report.table import show_length
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
 Point = tuple[float, float]
@@ -106,7 +107,8 @@ def draw_lines(axes: Axes, marks: Sequence[Mark], *, width: float = 1.4, size: f
             turn, total = list(members).index(mark.number), len(members)
             style = "-" if total == 1 else (turn * DASH, (DASH, DASH * (total - 1)))
             xs, ys = zip(path[0][0], *(end for _, end in path), strict=True)
-            axes.plot(xs, ys, color=mark.color, linewidth=width, linestyle=style, dash_capstyle="butt")
+            [line] = axes.plot(xs, ys, color=mark.color, linewidth=width, linestyle=style, dash_capstyle="butt")
+            belongs_to(line, mark.number)
     draw_points(axes, [mark for mark in marks if size or len(mark.points) == 1], size or 5.0)
 
 
@@ -122,10 +124,17 @@ def draw_points(axes: Axes, marks: Sequence[Mark], size: float, filled: Iterable
         for ring, (mark, (x, y)) in enumerate(members):
             diameter = size + step * (len(members) - 1 - ring)
             face = mark.color if mark.number in full else "none"
-            axes.plot(
+            [point] = axes.plot(
                 [x], [y], "o", color=mark.color, linestyle="none", markersize=diameter, markerfacecolor=face,
                 markeredgecolor=mark.color, zorder=3,
             )  # fmt: skip
+            belongs_to(point, mark.number)
+
+
+def belongs_to(artist: Artist, *numbers: int) -> None:
+    """Names variants in the id of what was just drawn for them, so that the page hides it with them."""
+    place = len(artist.axes.get_children())  # ids in a plot differ
+    artist.set_gid("".join(f"v{number}-" for number in numbers) + f"{place}")
 
 
 def write_numbers(axes: Axes, marks: Sequence[Mark], lift: float = 0.0) -> None:
@@ -150,10 +159,11 @@ def write_numbers(axes: Axes, marks: Sequence[Mark], lift: float = 0.0) -> None:
         taken.append((left, right, y + shift))
         color = members[0][0].color if len(members) == 1 else FOREGROUND
         leader = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2}
-        axes.annotate(
+        label = axes.annotate(
             text, point, xytext=(7, shift), textcoords="offset points", fontsize=NUMBER_SIZE, va="center", color=color,
             arrowprops=leader if abs(shift) > height else None,
         )  # fmt: skip
+        belongs_to(label, *(mark.number for mark, _ in members))
 
 
 def show_numbers(numbers: Iterable[int]) -> str:

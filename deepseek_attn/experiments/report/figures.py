@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepseek_attn.bench.plots import MUTED, SERIES, svg_element
 from deepseek_attn.experiments.report.axes import (
     Mark,
+    belongs_to,
     draw_lines,
     draw_points,
     set_length_ticks,
@@ -16,7 +17,7 @@ from deepseek_attn.experiments.report.axes import (
     set_whole_ticks,
     write_numbers,
 )
-from deepseek_attn.experiments.report.pareto import measured
+from deepseek_attn.experiments.report.pareto import chance_of, measured
 from deepseek_attn.experiments.report.schema import Front, Report, Trained, VariantReport, recall_rows, tasks, with_task
 from deepseek_attn.experiments.report.table import COST_NAMES, show_length
 
@@ -40,10 +41,11 @@ RECALL_CAPTIONS = {
 
 
 class Line(NamedTuple):
-    """A variant and its points (x, y)."""
+    """A variant and its points (x, y); ``bars``: (x, lowest, highest) over the seeds."""
 
     variant: VariantReport
     points: list[tuple[float, float]]
+    bars: Sequence[tuple[float, float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -72,15 +74,31 @@ def distances(report: Report) -> list[Figure]:
     figures = []
     for task in tasks(report):
         metric, qualities = "loss" if task == "text" else "accuracy", with_task(report, task)
-        lengths = [Line(v, [(row["seq_len"], row[metric]) for row in quality["by_length"]]) for v, quality in qualities]
+        lengths = length_lines(qualities, metric)
         losses = [Line(v, [(row["end"], row["loss"]) for row in quality["by_position"]]) for v, quality in qualities]
         if len(lengths[0].points) > 1:
-            paint = lines(lengths, "tokens", f"{task} {metric}", log="x")
+            paint = lines(lengths, "tokens", f"{task} {metric}", log="x", chance=chance_of(report, f"{task} {metric}"))
             figures.append(Figure(f"length-{task}", f"{task}: {metric} by context length", paint))
         if len(losses[0].points) > 1:
             paint = lines(losses, "position", f"{task} loss", log="x")
             figures.append(Figure(f"position-{task}", f"{task}: loss by position in the sequence", paint))
+    for name, caption in (("loss", "loss"), ("kl", "KL from the own schedule")):
+        found = [(v, v.get("checkpoint", {}).get("by_position", [])) for v in report["variants"]]
+        series = [Line(v, [(row["end"], row[name]) for row in rows if name in row]) for v, rows in found]
+        if any(len(line.points) > 1 for line in series):
+            paint = lines([line for line in series if line.points], "position", f"checkpoint {name}", log="x")
+            figures.append(Figure(f"position-checkpoint-{name}", f"checkpoint: {caption} by position", paint))
     return figures
+
+
+def length_lines(qualities: list[Trained], metric: str) -> list[Line]:
+    """Means of a metric by sequence length, with bars over the seeds."""
+    found = []
+    for variant, quality in qualities:
+        rows = quality["by_length"]
+        bars = [(row["seq_len"], row[f"{metric}_low"], row[f"{metric}_high"]) for row in rows if f"{metric}_low" in row]
+        found.append(Line(variant, [(row["seq_len"], row[metric]) for row in rows], bars))
+    return found
 
 
 def training(report: Report) -> list[Figure]:
@@ -132,7 +150,8 @@ def scatter(report: Report, front: Front) -> Callable[[Axes], None]:
         axes.step([p.cost for p in best], [p.quality["mean"] for p in best], where="post", color=MUTED, zorder=1)
         marks = [mark(variant, [(cost, quality["mean"])]) for variant, cost, quality in points.values()]
         for shown, (_, cost, quality) in zip(marks, points.values(), strict=True):
-            axes.vlines(cost, quality["low"], quality["high"], color=shown.color, zorder=2)
+            belongs_to(axes.vlines(cost, quality["low"], quality["high"], color=shown.color, zorder=2), shown.number)
+        draw_chance(axes, chance_of(report, front["quality"]))
         draw_points(axes, marks, 6.5, filled=[point.variant["number"] for point in best])
         write_numbers(axes, marks, lift=5)
         axes.set_xlabel(f"{COST_NAMES[front['cost']]} at {show_length(front['context'])} tokens")
@@ -141,23 +160,38 @@ def scatter(report: Report, front: Front) -> Callable[[Axes], None]:
     return paint
 
 
-def lines(series: list[Line], x: str, y: str, *, log: str = "", whole: bool = False) -> Callable[[Axes], None]:
+def draw_chance(axes: Axes, chance: float | None) -> None:
+    """A dashed line at what guessing reaches, named at its left end."""
+    if chance is not None:
+        axes.axhline(chance, color=MUTED, linestyle="--", linewidth=1, zorder=0)
+        axes.annotate("chance", (0, chance), xycoords=("axes fraction", "data"), xytext=(2, 2), fontsize=8, color=MUTED,
+                      textcoords="offset points")  # fmt: skip
+
+
+def lines(
+    series: list[Line], x: str, y: str, *, log: str = "", whole: bool = False, chance: float | None = None
+) -> Callable[[Axes], None]:
     """One line per variant, its number at the line's end.
 
     Args:
         log: axes that are logarithmic: ``"x"``, whose values are context lengths, or ``"xy"``.
         whole: ``x`` counts something, so that ticks are whole numbers.
+        chance: what guessing reaches, drawn as a line.
     """
 
     def paint(axes: Axes) -> None:
-        marks = [mark(variant, points) for variant, points in series]
-        places = [point for _, points in series for point in points]
+        marks = [mark(variant, points) for variant, points, _ in series]
+        places = [point for _, points, _ in series for point in points]
         if "x" in log:
             set_length_ticks(axes, [place for place, _ in places])
         if "y" in log:
             set_scale(axes, "y", [value for _, value in places])
         if whole:
             set_whole_ticks(axes)
+        for shown, line in zip(marks, series, strict=True):
+            for place, low, high in line.bars:
+                belongs_to(axes.vlines(place, low, high, color=shown.color, alpha=0.5, zorder=2), shown.number)
+        draw_chance(axes, chance)
         draw_lines(axes, marks, size=3)
         write_numbers(axes, marks)
         axes.set_xlabel(x)
@@ -176,9 +210,10 @@ def curves(variants: list[Trained], task: str) -> Callable[[Axes], None]:
             steps, mean, low, high = zip(*quality["curve"], strict=True)
             marks.append(mark(variant, list(zip(steps, mean, strict=True))))
             if len(steps) > 1:
-                axes.fill_between(steps, low, high, color=marks[-1].color, alpha=0.15, linewidth=0)
+                band = axes.fill_between(steps, low, high, color=marks[-1].color, alpha=0.15, linewidth=0)
             else:
-                axes.vlines(steps, low, high, color=marks[-1].color)
+                band = axes.vlines(steps, low, high, color=marks[-1].color)
+            belongs_to(band, variant["number"])
         draw_lines(axes, marks, width=1.2)
         write_numbers(axes, marks)
         axes.set_xlabel("training step")

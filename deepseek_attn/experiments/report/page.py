@@ -1,4 +1,4 @@
-"""The report as one HTML file: no scripts, no files beside it, readable on a phone and on a dark screen.
+"""The report as one HTML file: no files beside it, readable on a phone, on a dark screen and without scripts.
 
 Every number in it is a value of the report's JSON, which is embedded at the end.
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from deepseek_attn.experiments.report.schema import Front, Report, Spread, VariantReport
@@ -30,6 +32,19 @@ def quality_of(variant: VariantReport, name: str) -> Spread | None:
     return variant.get("tasks", {}).get(task, {}).get(metric)
 
 
+def answers_of(variant: VariantReport, name: str) -> int | None:
+    """Answers per seed that an accuracy is over; None for other qualities."""
+    task, _, metric = name.partition(" ")
+    return variant.get("tasks", {}).get(task, {}).get("answers") if metric == "accuracy" else None
+
+
+def chance_of(report: Report, name: str) -> float | None:
+    """What guessing reaches in a quality; None where nothing says it."""
+    task, _, metric = name.partition(" ")
+    found = [variant.get("tasks", {}).get(task, {}).get("chance") for variant in report["variants"]]
+    return next((chance for chance in found if chance is not None), None) if metric == "accuracy" else None
+
+
 def costs(report: Report) -> tuple[str, ...]:
     """Names of the costs a report has: ``bytes_per_token``, ``decode_ms``, ``prefill_ms``."""
     names = ("bytes_per_token", "decode_ms", "prefill_ms")
@@ -47,20 +62,35 @@ def context_of(report: Report, name: str) -> int | None:
     return max(common, default=None)
 
 
-def front(points: dict[str, tuple[float, float]], higher: bool) -> list[str]:
+def error_of(quality: Spread, answers: int | None = None) -> float:
+    """Standard error of a mean over the seeds; with ``answers`` per seed at least that of so many drawn answers."""
+    seeds = len(quality.get("values", [0]))
+    variance = quality.get("std", 0.0) ** 2 / seeds
+    if answers:
+        drawn = answers * seeds
+        share = (quality["mean"] * drawn + 1) / (drawn + 2)  # not 0 or 1, whose error would be 0
+        variance = max(variance, share * (1 - share) / drawn)
+    return math.sqrt(variance)
+
+
+def is_equal(one: float, error: float, other: float, other_error: float) -> bool:
+    """Whether two means differ by no more than twice the standard error of their difference."""
+    return abs(one - other) <= 2 * math.hypot(error, other_error)
+
+
+def front(points: dict[str, tuple[float, float]], higher: bool, errors: Mapping[str, float] | None = None) -> list[str]:
     """Names of the points ``(cost, quality)`` that no other point beats, cheapest first.
 
-    A point is beaten by one that is at least as good in both and better in one.
+    A point is beaten by one that is at least as good in both and better in one. With ``errors`` of the qualities, a
+    dearer point must be better by more than they explain (`is_equal`), and a better one of the same cost too.
     """
-    kept = []
+    kept, errors, sign = [], errors or {}, 1 if higher else -1
     for name, (cost, quality) in points.items():
-        sign = 1 if higher else -1
-        beaten = any(
-            other_cost <= cost
-            and sign * other >= sign * quality
-            and (other_cost < cost or sign * other > sign * quality)
-            for other_cost, other in points.values()
-        )
+        beaten = False
+        for rival, (other_cost, other) in points.items():
+            equal = is_equal(quality, errors.get(name, 0.0), other, errors.get(rival, 0.0))
+            better = sign * other > sign * quality and not equal
+            beaten |= (other_cost < cost and (better or equal)) or (other_cost == cost and better)
         if not beaten:
             kept.append(name)
     return sorted(kept, key=lambda name: points[name])
@@ -71,10 +101,12 @@ def mark_front(report: Report) -> list[Front]:
     fronts: list[Front] = []
     for quality, higher in qualities(report).items():
         for cost in costs(report):
-            points = {p.variant["name"]: (p.cost, p.quality["mean"]) for p in measured(report, quality, cost)}
+            found = measured(report, quality, cost)
+            points = {p.variant["name"]: (p.cost, p.quality["mean"]) for p in found}
+            errors = {p.variant["name"]: error_of(p.quality, answers_of(p.variant, quality)) for p in found}
             context = context_of(report, cost)
             if points and context is not None:
-                names = front(points, higher)
+                names = front(points, higher, errors)
                 fronts.append(
                     {"quality": quality, "cost": cost, "context": context, "higher": higher, "variants": names}
                 )

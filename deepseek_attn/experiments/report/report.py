@@ -8,7 +8,7 @@ from typing import Any
 
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.experiments.define.config import Experiment
-from deepseek_attn.experiments.define.results import CostResult, TimesResult, TrainedResult
+from deepseek_attn.experiments.define.results import CostResult, LengthRow, TimesResult, TrainedResult
 from deepseek_attn.experiments.define.settings import CostSettings
 from deepseek_attn.experiments.define.units import (
     CheckpointJob,
@@ -20,19 +20,22 @@ from deepseek_attn.experiments.define.units import (
     make_units,
 )
 from deepseek_attn.experiments.define.variant import Variant
-from deepseek_attn.experiments.report.pareto import mark_front
+from deepseek_attn.experiments.report.pareto import error_of, is_equal, mark_front
 from deepseek_attn.experiments.report.schema import (
     BeyondWindow,
     Cost,
     CostModel,
+    LengthSpread,
     Report,
     Shape,
     Spread,
     TaskQuality,
+    Trained,
     VariantReport,
     with_task,
 )
 from deepseek_attn.experiments.run.records import MADE_BY, read_record
+from deepseek_attn.training import make_task
 
 
 def build_report(experiment: Experiment, folder: Path, device: str) -> Report:
@@ -120,7 +123,7 @@ def _variant(
             case TrainJob(of) as job if of is variant:
                 runs.setdefault(job.task, {})[job.seed] = result
     if runs and experiment.train is not None:
-        values["tasks"] = {task: _runs(runs[task]) for task in experiment.train.tasks if task in runs}
+        values["tasks"] = {task: _runs(runs[task], experiment, task) for task in experiment.train.tasks if task in runs}
     return values
 
 
@@ -148,20 +151,33 @@ def _cost(counted: CostResult, variant: Variant, settings: CostSettings, results
     return {"per_token": counted["per_token"], "fixed": counted["fixed"], "contexts": contexts, "layers": layers}
 
 
-def _runs(runs: dict[int, TrainedResult]) -> TaskQuality:
+def _runs(runs: dict[int, TrainedResult], experiment: Experiment, task: str) -> TaskQuality:
     """The runs of one task by seed, as means and spreads."""
     results = list(runs.values())
+    train, vocab_size = experiment.train, experiment.base.vocab_size
+    scored = sum(row["tokens"] for row in results[0]["by_position"])  # of one batch
+    options = train.tasks[task].options
     return {
+        "answers": scored * train.eval_batches,
+        "chance": None if task == "text" else 1 / len(make_task(task, vocab_size, **options).values),
         "seeds": list(runs),
         "parameters": results[0]["parameters"],
         "steps": [result["steps"] for result in results],
         "loss": spread([result["metrics"]["loss"] for result in results]),
         "accuracy": spread([result["metrics"]["accuracy"] for result in results]),
         "curve": _curve([result["losses"] for result in results]),
-        "by_length": _average_rows([result["by_length"] for result in results], ("seq_len",)),
+        "by_length": [_length_row(rows) for rows in zip(*(result["by_length"] for result in results), strict=True)],
         "by_position": _average_rows([result["by_position"] for result in results], ("start", "end")),
         "layers": _average_rows([result["layers"] for result in results], ("layer", "kind")),
     }
+
+
+def _length_row(rows: tuple[LengthRow, ...]) -> LengthSpread:
+    row: dict[str, float] = {"seq_len": rows[0]["seq_len"]}
+    for name in ("loss", "accuracy"):
+        values = [found[name] for found in rows]
+        row |= {name: statistics.fmean(values), f"{name}_low": min(values), f"{name}_high": max(values)}
+    return row
 
 
 def spread(values: list[float]) -> Spread:
@@ -200,24 +216,33 @@ def _average_rows(tables: list[list[Any]], keys: tuple[str, ...]) -> list[Any]:
     return rows
 
 
+def _best(ranked: list[Trained]) -> list[Trained]:
+    """The first of the ranked, and those that are equal to it within their errors."""
+    errors = [error_of(trained.quality["accuracy"], trained.quality["answers"]) for trained in ranked]
+    means = [trained.quality["accuracy"]["mean"] for trained in ranked]
+    return [trained for trained, mean, error in zip(ranked, means, errors, strict=True)
+            if is_equal(means[0], errors[0], mean, error)]  # fmt: skip
+
+
 def _beyond_window(report: Report, experiment: Experiment) -> list[BeyondWindow]:
     """For each task with a gap: the best window-only variant and the best one with compressed entries."""
     rows: list[BeyondWindow] = []
     for task, settings in (experiment.train.tasks if experiment.train else {}).items():
         ranked = sorted(with_task(report, task), key=lambda trained: -trained.quality["accuracy"]["mean"])
-        near = next((trained for trained in ranked if not trained.variant["long_range"]), None)
-        far = next((trained for trained in ranked if trained.variant["long_range"]), None)
-        if "gap" not in settings.options or near is None or far is None:
+        window_only = _best([trained for trained in ranked if not trained.variant["long_range"]])
+        best = _best([trained for trained in ranked if trained.variant["long_range"]])
+        if "gap" not in settings.options or not window_only or not best:
             continue
+        near, far = window_only[0], best[0]
         rows.append(
             {
                 "task": task,
                 "gap": settings.options["gap"],
                 "window": near.variant["window"],
                 "reach": near.variant["window"] * len(near.variant["ratios"]),
-                "window_only": near.variant["name"],
+                "window_only": [trained.variant["name"] for trained in window_only],
                 "window_only_accuracy": near.quality["accuracy"],
-                "best": far.variant["name"],
+                "best": [trained.variant["name"] for trained in best],
                 "best_accuracy": far.quality["accuracy"],
             }
         )

@@ -52,16 +52,31 @@ class Cost(TypedDict):
     layers: list[LayerRow]
 
 
-class TaskQuality(TypedDict):
-    """A schedule trained on one task, over seeds; ``curve`` has [step, mean, low, high] of the training loss."""
+class LengthSpread(LengthRow):
+    """Means over the seeds at one sequence length, with the lowest and highest."""
 
+    loss_low: float
+    loss_high: float
+    accuracy_low: float
+    accuracy_high: float
+
+
+class TaskQuality(TypedDict):
+    """A schedule trained on one task, over seeds; ``curve`` has [step, mean, low, high] of the training loss.
+
+    ``answers``: held-out tokens per seed that ``loss`` and ``accuracy`` are over. ``chance``: accuracy of guessing;
+    None for text.
+    """
+
+    answers: int
+    chance: float | None
     seeds: list[int]
     parameters: int
     steps: list[int]
     loss: Spread
     accuracy: Spread
     curve: list[list[float]]
-    by_length: list[LengthRow]
+    by_length: list[LengthSpread]
     by_position: list[PositionRow]
     layers: list[RecallRow]
 
@@ -116,7 +131,9 @@ class CostModel(Shape):
 
 
 class BeyondWindow(TypedDict):
-    """One task whose answers lie at least ``gap`` tokens back: the best schedule without and with compressed entries.
+    """One task whose answers lie at least ``gap`` tokens back: the best schedules without and with compressed entries.
+
+    Schedules that are equal to the best within their errors (`is_equal`) are named with it; accuracies are the highest.
 
     ``reach``: how far the former's layers pass information on, window x layers.
     """
@@ -125,9 +142,9 @@ class BeyondWindow(TypedDict):
     gap: int
     window: int
     reach: int
-    window_only: str
+    window_only: list[str]
     window_only_accuracy: Spread
-    best: str
+    best: list[str]
     best_accuracy: Spread
 
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from typing import NamedTuple
 
-from deepseek_attn.experiments.report.pareto import context_of, cost_at, costs, qualities, quality_of
+from deepseek_attn.experiments.report.pareto import (
+    answers_of,
+    chance_of,
+    context_of,
+    cost_at,
+    costs,
+    qualities,
+    quality_of,
+)
 from deepseek_attn.experiments.report.schema import Report, VariantReport
 
 COST_NAMES = {"bytes_per_token": "KV bytes per token", "decode_ms": "decode ms", "prefill_ms": "prefill ms"}
@@ -55,7 +65,8 @@ def summary(report: Report) -> Summary:
     """The costs and qualities of every variant."""
     names, wanted = costs(report), qualities(report)
     contexts = {name: context_of(report, name) for name in names}
-    columns = [*(f"{COST_NAMES[name]} at {show_length(contexts[name])}" for name in names), *wanted]
+    columns = [*(f"{COST_NAMES[name]} at {show_length(contexts[name])}" for name in names)]
+    columns += [f"{name}{note_of(report, name)}" for name in wanted]
     best = {name for front in report["fronts"] for name in front["variants"] if front["cost"] == "bytes_per_token"}
     rows = []
     for variant in report["variants"]:
@@ -64,6 +75,15 @@ def summary(report: Report) -> Summary:
         cells += [Cell(None) if value is None else Cell(value["mean"], value.get("std")) for value in found]
         rows.append(SummaryRow(variant, variant["name"] in best, cells))
     return Summary(columns, rows)
+
+
+def note_of(report: Report, quality: str) -> str:
+    """`` (chance 0.0625, 512 answers a seed)`` where there are answers."""
+    chance = chance_of(report, quality)
+    answers = {answers_of(variant, quality) for variant in report["variants"]} - {None}
+    parts = [] if chance is None else [f"chance {show_number(chance)}"]
+    parts += [f"{min(answers)} answers a seed"] if answers else []
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def timing_note(report: Report) -> str:
@@ -94,3 +114,17 @@ def show_table(report: Report) -> str:
     note = f"{units['done']} of {units['total']} pieces of work done"
     notes = [f"* on the Pareto front of a quality against bytes; {note}", timing_note(report)]
     return "\n".join([*shown, "", *filter(None, notes)])
+
+
+def make_csv(report: Report, mark: str) -> str:
+    """The main table with exact numbers, a row per variant; the first column, named ``mark``, names the experiment."""
+    table, out = summary(report), io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    names = [name for column in table.columns for name in (column, f"{column}, standard deviation")]
+    rows = [[value for cell in row.cells for value in cell] for row in table.rows]
+    kept = [place for place in range(len(names)) if any(row[place] is not None for row in rows)]
+    writer.writerow([mark, "number", "variant", "schedule", *(names[place] for place in kept)])
+    for (variant, _, _), row in zip(table.rows, rows, strict=True):
+        numbers = ["" if row[place] is None else row[place] for place in kept]
+        writer.writerow([report["name"], variant["number"], variant["name"], variant["schedule"], *numbers])
+    return out.getvalue()

@@ -11,10 +11,15 @@ from deepseek_attn.experiments.define.variant import Variant
 from deepseek_attn.experiments.report.page import write_page
 from deepseek_attn.experiments.report.report import build_report
 from deepseek_attn.experiments.report.schema import Report
+from deepseek_attn.experiments.report.table import make_csv
 from deepseek_attn.experiments.run.records import MADE_BY, check_folder, write_json
-from deepseek_attn.utils.files import check_replaceable, has_mark
+from deepseek_attn.utils.files import check_replaceable, has_mark, write_text
 
-NUMBERS, PAGE = "report.json", "report.html"
+NUMBERS, PAGE, TABLE = "report.json", "report.html", "report.csv"
+
+
+def made_files(folder: Path) -> list[Path]:
+    return [folder / name for name in (PAGE, NUMBERS, TABLE)]
 
 
 def document_path(folder: Path, variant: Variant) -> Path:
@@ -23,12 +28,12 @@ def document_path(folder: Path, variant: Variant) -> Path:
 
 def check_documents(experiment: Experiment, folder: Path) -> None:
     """ValueError if a file that is in the place of one that is to be written comes from elsewhere."""
-    for path in (folder / PAGE, folder / NUMBERS, *(document_path(folder, v) for v in experiment.variants)):
+    for path in (*made_files(folder), *(document_path(folder, variant) for variant in experiment.variants)):
         check_replaceable(path, MADE_BY)
 
 
 def write_report(experiment: Experiment, folder: Path, device: str) -> Report:
-    """Writes ``report.json``, one document per variant and, where matplotlib is installed, ``report.html``.
+    """Writes ``report.json``, ``report.csv``, a document per variant and, where matplotlib is, ``report.html``.
 
     Nothing older is left beside them: no page of other numbers, and no documents of variants that are gone. Files that
     were not written here stay.
@@ -39,12 +44,13 @@ def write_report(experiment: Experiment, folder: Path, device: str) -> Report:
     check_documents(experiment, folder)
     check_folder(folder, experiment, make_units(experiment, device))
     report = build_report(experiment, folder, device)
-    for old in (folder / PAGE, folder / NUMBERS, *(folder / "variants").glob("*.json")):
+    for old in (*made_files(folder), *(folder / "variants").glob("*.json")):
         if has_mark(old, MADE_BY):
             old.unlink()
     for variant, values in zip(experiment.variants, report["variants"], strict=True):
         write_json(document_path(folder, variant), {"made_by": MADE_BY, **values})
     write_json(folder / NUMBERS, report)
+    write_text(folder / TABLE, make_csv(report, MADE_BY))
     if have_matplotlib():
         write_page(report, folder / PAGE)
     return report

@@ -1,5 +1,6 @@
 """An experiment as a user runs it: killed midway and resumed, failing in parts, and the page it leaves."""
 
+import csv
 import json
 import re
 import shutil
@@ -229,7 +230,7 @@ class Page(HTMLParser):
             self.values.append(json.loads(attributes["data-value"]))
         self.references += [v for k, v in attributes.items() if k in ("src", "href", "xlink:href")]
         self.ids += [attributes["id"]] if "id" in attributes else []
-        self.inside = tag == "script"
+        self.inside = tag == "script" and "type" in attributes
 
     def handle_data(self, data):
         self.data += data if self.inside else ""
@@ -420,3 +421,48 @@ def test_altered_records_do_not_count_and_the_field_is_named(finished, tmp_path,
             assert f"{name} does not count: result.{field}" in message
             show_table(report)
         path.write_text(before)
+
+
+def test_tables_say_what_guessing_reaches_and_over_how_many_answers(finished):
+    """Values are an eighth of 128 tokens; 2 pairs are asked in 2 sequences of 1 batch."""
+    _, out = finished
+    report = json.loads((out / "report.json").read_text())
+    for variant in report["variants"]:
+        assert variant["tasks"]["recall"]["chance"] == 1 / 16
+        assert variant["tasks"]["recall"]["answers"] == 4
+    for text in (show_table(report), (out / "report.html").read_text()):
+        assert "recall accuracy (chance 0.0625, 4 answers a seed)" in text
+    captions = re.findall(r"<figcaption>([^<]*)", (out / "report.html").read_text())
+    assert "checkpoint: loss by position" in captions
+    assert "checkpoint: KL from the own schedule by position" in captions
+
+
+def test_the_table_is_a_csv_too(finished):
+    _, out = finished
+    report = json.loads((out / "report.json").read_text())
+    with (out / "report.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row, variant in zip(rows, report["variants"], strict=True):
+        assert row["deepseek-attn experiment"] == "small"
+        assert (row["variant"], row["schedule"]) == (variant["name"], variant["schedule"])
+        kl = variant["checkpoint"].get("kl")
+        assert row["checkpoint KL"] == ("" if kl is None else repr(kl))
+        assert float(row["KV bytes per token at 256"]) == variant["cost"]["contexts"][-1]["bytes_per_token"]
+    assert "decode ms at 256, standard deviation" not in rows[0], "a column without a value"
+
+
+def test_what_is_drawn_for_a_variant_can_be_hidden(finished):
+    text = (finished[1] / "report.html").read_text()
+    assert re.findall(r'data-variant="(\d+)"', text) == ["1", "2", "3"]
+    for picture in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL):
+        assert re.search(r'id="[a-z]\w*(-\w+)*-v\d+-', picture)
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+    def stopped(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deepseek_attn.experiments.run.run.run_experiment", stopped)
+    file, out = experiment(tmp_path), tmp_path / "my results"
+    assert main(["experiment", "run", str(file), "--out", str(out), "--device", "cpu"]) == 130
+    assert f"`deepseek-attn experiment resume {file} --out '{out}' --device cpu` goes on" in capsys.readouterr().err

@@ -155,11 +155,11 @@ def test_the_bar_shows_what_runs(monkeypatch):
 
 
 def test_a_record_counts_only_whole_and_for_its_own_inputs(tmp_path):
-    unit = make("v/x")
+    unit = Unit("checkpoint", "v/x", "v/x", {"path": "v/x"}, None)
     assert read_record(tmp_path, unit) is None
     write_record(tmp_path, unit, {"loss": 1.5}, 2.0)
     assert read_record(tmp_path, unit)["result"] == {"loss": 1.5}
-    assert read_record(tmp_path, Unit("train", "v/x", "v/x", {"path": "other"}, None)) is None
+    assert read_record(tmp_path, Unit("checkpoint", "v/x", "v/x", {"path": "other"}, None)) is None
     path = record_path(tmp_path, unit)
     path.write_text(path.read_text()[:-5])
     assert read_record(tmp_path, unit) is None
