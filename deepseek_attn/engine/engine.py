@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
+from weakref import WeakSet
 
 import torch
 
@@ -74,7 +75,7 @@ class Engine:
         self.on_step: Callable[[StepStats], None] | None = None
         self.turns = runner.manager.turns
         self._steppers = Caller()  # those who call `step`: they are told about requests that are in no `run`
-        self._runs: set[Caller] = set()
+        self._runs: WeakSet[Caller] = WeakSet()  # of ranks that share a model
         self._step_in: int | None = None  # number of the turn in which a step is computed
         self._ended = 0
         self._broke_off = False
@@ -195,8 +196,10 @@ class Engine:
 
     @in_turn
     def _begin(self, caller: Caller) -> None:
-        """Counts a `run` among those that go on."""
-        if self.runner.parallel.world > 1 and any(run.thread != caller.thread for run in self._runs):
+        """Refuses a `run` beside one of another thread, where ranks share the model."""
+        if self.runner.parallel.world == 1:
+            return
+        if any(run.thread != caller.thread for run in self._runs):
             raise RuntimeError(
                 "another thread generates with this model, which several ranks share: all ranks make the same calls in "
                 "the same order, so make them in one thread"
