@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 
 from torch import nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from deepseek_attn.checkpoint.headers import account, listed
 from deepseek_attn.checkpoint.names import CanonicalSource

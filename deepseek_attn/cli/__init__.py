@@ -48,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         the exit code. 1: something failed; 2: wrong input, or an output that cannot be written; 128 + n: ended by
         signal n, or by SIGPIPE because the reader of the output is gone.
     """
+    if argv is None:
+        open_standard_streams()
     stops = handle_signals() if argv is None else []
     program = "deepseek-attn"
     try:
@@ -76,6 +78,19 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     finally:
         drop_unwritten_output()
+
+
+def open_standard_streams() -> None:
+    """Opens the null device in place of standard streams that are closed: no file may get their numbers.
+
+    Standard input stays None for Python, which says so where it is read.
+    """
+    for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
+        if stream is None:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            if number:
+                name = ("stdout", "stderr")[number - 1]
+                setattr(sys, name, os.fdopen(opened, "w", closefd=False))
 
 
 def handle_signals() -> list[int]:

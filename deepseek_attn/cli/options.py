@@ -6,8 +6,9 @@ import argparse
 import re
 import reprlib
 import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from deepseek_attn.utils.terminal import visible
 
@@ -234,6 +235,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         super().error(visible(message))
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+        """Writes help or an error; unlike argparse's, raises OSError if standard output cannot take the help."""
+        with ExitStack() as stack:
+            if file is not sys.stdout:
+                stack.enter_context(suppress(OSError))
+            print(message, end="", file=file or sys.stderr)
 
     def add_subparsers(self, **kwargs: Any) -> argparse._SubParsersAction:
         action = super().add_subparsers(**kwargs)

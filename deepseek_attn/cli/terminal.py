@@ -23,6 +23,6 @@ def say(text: str = "") -> None:
 
 def write_above_bars(text: str, stream: TextIO) -> None:
     """Prints a line above the progress bars that are there."""
-    from tqdm import tqdm
+    from tqdm.auto import tqdm
 
     tqdm.write(for_stream(text, stream), file=stream)

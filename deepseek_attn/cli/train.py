@@ -12,7 +12,7 @@ from deepseek_attn.cli.options import read_text
 from deepseek_attn.cli.terminal import say, show
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
+    from tqdm.auto import tqdm
 
     from deepseek_attn.config.model import AnyConfig
 
@@ -55,7 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from tqdm import tqdm
+    from tqdm.auto import tqdm
 
     from deepseek_attn.checkpoint.write import check_new_directory
     from deepseek_attn.config.model import ModelConfig

@@ -11,7 +11,7 @@ from operator import length_hint
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, Unpack, overload
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from deepseek_attn.checkpoint.hub import PretrainedSource
 from deepseek_attn.config.options import is_integer

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from deepseek_attn.config.defaults import DEFAULT_TOP_READS
 from deepseek_attn.config.model import AnyConfig, LayerSpec

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.checkpoint.source import TensorInfo

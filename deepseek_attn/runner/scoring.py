@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.config.options import is_integer

@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -184,3 +185,38 @@ def test_a_json_that_nobody_named_replaces_that_of_an_inspection_alone(here, cap
     for _ in range(2):
         assert main([*command, "twice.html"]) == 0
     assert (here / "twice.json").is_file()
+
+
+CLOSED = """import os, sys
+for number in map(int, sys.argv.pop(1).split(",")):
+    os.close(number)
+os.execv(sys.executable, [sys.executable, "-m", "deepseek_attn", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "0,1,2"])
+def test_standard_streams_that_are_closed(tmp_path, closed):
+    """What goes to them is lost; the other outputs, and the exit status, are as ever."""
+    (tmp_path / "prompts").write_text("It is\nShe was\n")
+    command = ["generate", "--prompts", "prompts", "--max-tokens", "1", "--stats"]
+    command += [] if closed == "2" else ["--out", "lines"]
+    result = subprocess.run(
+        [sys.executable, "-c", CLOSED, closed, *command], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout if closed == "2" else (tmp_path / "lines").read_text()
+    assert [json.loads(line)["index"] for line in lines.splitlines()] == [0, 1]
+    assert ("2 tokens in" in result.stderr) == (closed == "1")
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize("command", ["--help", "--version", "plan --help"])
+def test_help_that_cannot_be_written(command, buffered):
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "deepseek_attn", *command.split()], stdout=full, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": buffered},
+        )  # fmt: skip
+    assert result.returncode == 2
+    assert result.stderr.endswith("error: [Errno 28] No space left on device\n")
+    assert result.stderr.count("\n") == 1

@@ -205,6 +205,12 @@ def test_only_commands_print():
     assert not printing
 
 
+def test_progress_bars_are_those_of_notebooks_too():
+    """`tqdm.auto` draws a widget in a notebook and a line of text elsewhere."""
+    assert any("tqdm.auto" in names for names in IMPORTS.values())
+    assert not [module for module, names in IMPORTS.items() if "tqdm" in names]
+
+
 def test_no_op_has_the_name_of_a_file_beside_it():
     """Importing the file would put the module in the place of the family's function."""
     families = [module for module in MODULES if re.fullmatch(r"deepseek_attn\.kernels\.\w+", module)]

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import RLock, Thread
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from deepseek_attn.experiments.define.units import ReportProgress, Unit
 

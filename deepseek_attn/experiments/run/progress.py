@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from deepseek_attn.experiments.define.units import Unit
 from deepseek_attn.experiments.run.pool import Running
