@@ -21,6 +21,7 @@ from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.device_tables import DeviceTables
 from deepseek_attn.runner.graph_steps import StepSize, StepTensors
 from deepseek_attn.runner.step import step_input
+from deepseek_attn.utils.clock import seconds_since
 from deepseek_attn.v32.attention import DeepseekV32MLAAttention
 
 Attention = DeepseekV4MLAAttention | DeepseekV32MLAAttention
@@ -207,7 +208,7 @@ def host_microseconds(call: Callable[[], object], repeats: int) -> float:
     for _ in range(repeats):
         start = time.perf_counter()
         call()
-        times.append((time.perf_counter() - start) * 1e6)
+        times.append(seconds_since(start) * 1e6)
     return statistics.median(times)
 
 

@@ -12,6 +12,8 @@ from typing import Any, Self
 
 import torch
 
+from deepseek_attn.utils.clock import seconds_since
+
 COPY_BYTES = 1 << 31
 MATRIX = 8192
 PROFILED_RUNS = 5
@@ -82,7 +84,7 @@ def time_until_done(call: Callable[[], object], device: torch.device) -> float:
     call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) * 1e6
+    return seconds_since(start) * 1e6
 
 
 def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:

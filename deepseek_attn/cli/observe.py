@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from deepseek_attn.cli.terminal import say
+from deepseek_attn.utils.clock import seconds_since
 
 if TYPE_CHECKING:
     from deepseek_attn.engine.engine import Engine
@@ -54,7 +55,7 @@ def stats_printer(interval: float, write: Callable[[str], object]) -> Callable[[
         nonlocal sums, steps, last
         sums.add(step)
         steps += 1
-        if time.perf_counter() - last >= interval:
+        if seconds_since(last) >= interval:
             write(describe_steps(steps, sums, step))
             sums, last = EngineStats(), time.perf_counter()
 

@@ -16,6 +16,7 @@ from deepseek_attn.cli.options import (
     attention_options,
 )
 from deepseek_attn.cli.terminal import show
+from deepseek_attn.utils.clock import seconds_since
 
 if TYPE_CHECKING:
     from deepseek_attn.checkpoint.source import TensorInfo
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         gpu=args.gpu or gpu(cuda),
         num_drafts=args.speculate,
     )
-    start, compilation = time.monotonic(), Compilation(request, args.jobs)
+    start, compilation = time.perf_counter(), Compilation(request, args.jobs)
     try:
         compilation.wait(progress=True)
     finally:
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     capability, _ = request.gpu
     show(
         f"{len(compilation.done)} kernels for compute capability {capability[0]}.{capability[1]} are in "
-        f"{request.marker().parent}, after {time.monotonic() - start:.0f} s"
+        f"{request.marker().parent}, after {seconds_since(start):.0f} s"
     )
     return 0
 

@@ -30,6 +30,7 @@ from deepseek_attn.engine.stats import EngineStats, StepStats
 from deepseek_attn.runner import ModelRunner, StepOutput
 from deepseek_attn.runner.prompts import TokenIds
 from deepseek_attn.text.tokenizer import Tokenizer
+from deepseek_attn.utils.clock import seconds_since
 from deepseek_attn.utils.turns import in_turn
 
 logger = logging.getLogger(__name__)
@@ -338,7 +339,7 @@ class Engine:
         stats.running, stats.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         free, pages = self.runner.manager.available_pages(), self.runner.layout.pages
         stats.pages = {group: (pages[group] - 1 - free[group], pages[group] - 1) for group in pages}
-        stats.seconds = time.perf_counter() - started
+        stats.seconds = seconds_since(started)
         self.stats.add(stats)
 
     def _compute(self, stats: StepStats, async_allowed: bool) -> tuple[Work, StepOutput]:

@@ -26,6 +26,7 @@ from deepseek_attn.runner.prompts import TokenIds, each_prompt, prompt_list, tok
 from deepseek_attn.text.chat import build_prompt
 from deepseek_attn.text.reply import ReplySplitter
 from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from deepseek_attn.utils.clock import seconds_since
 
 Prompt = str | TokenIds
 COMPILE_AHEAD = os.environ.get("DEEPSEEK_ATTN_COMPILE_AHEAD", "1") != "0"
@@ -242,7 +243,7 @@ class LLM:
             for outputs in steps:
                 tokens += sum(len(output.token_ids) for output in outputs)
                 done = [output.request for output in outputs if output.finished]
-                bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tok/s", refresh=False)
+                bar.set_postfix_str(f"{tokens / seconds_since(started):.0f} tok/s", refresh=False)
                 bar.update(len(done))
                 for request in done:
                     yield IndexedCompletion(in_flight.pop(request), request.completion())

@@ -20,6 +20,7 @@ from deepseek_attn.training.save import TrainedSource
 from deepseek_attn.training.step import BackboneStep, MtpStep
 from deepseek_attn.training.task import Task
 from deepseek_attn.training.weights import FreshSource, build_model
+from deepseek_attn.utils.clock import seconds_since
 
 WARMUP = 0.05  # share of the training in which the learning rate rises
 DENSE_SHARE = 0.5  # share that reads all entries with unquantised weights, see `train`
@@ -209,7 +210,7 @@ def run_steps(
         ValueError: the loss is not finite.
     """
     losses, done, share = [], 0, 0.0
-    start = time.monotonic()
+    start = time.perf_counter()
     while done < steps and share < 1.0:
         loss = run(share, lr * min(1.0, (share + 1 / steps) / WARMUP) * (1.0 - share))
         done += 1
@@ -219,8 +220,8 @@ def run_steps(
                 raise ValueError(f"the loss is {losses[-1][1]} after {done} steps: lower the learning rate")
             if progress is not None:
                 progress(*losses[-1])
-        share = max(done / steps, (time.monotonic() - start) / budget_s if budget_s else 0.0)
-    return Steps(done, losses, time.monotonic() - start)
+        share = max(done / steps, seconds_since(start) / budget_s if budget_s else 0.0)
+    return Steps(done, losses, seconds_since(start))
 
 
 def check_family(config: AnyConfig) -> None:

@@ -19,6 +19,7 @@ from threading import RLock, Thread
 from tqdm.auto import tqdm
 
 from deepseek_attn.experiments.define.units import ReportProgress, Unit
+from deepseek_attn.utils.clock import seconds_since
 
 PROGRESS_S = 0.5  # between two messages about a unit's progress
 
@@ -112,7 +113,7 @@ class Pool:
         unit, worker.started = worker.unit, True
         assert unit is not None  # an idle worker sends nothing
         if isinstance(message, Running):
-            worker.began = worker.began or time.monotonic()
+            worker.began = worker.began or time.perf_counter()
             self.running(unit, message)
         else:
             worker.unit = worker.began = None
@@ -158,7 +159,7 @@ class Worker:
     @property
     def seconds(self) -> float:
         """How long the unit has been running."""
-        return 0.0 if self.began is None else time.monotonic() - self.began
+        return 0.0 if self.began is None else seconds_since(self.began)
 
     def give(self, unit: Unit) -> None:
         self.unit = unit
@@ -203,12 +204,12 @@ def _end_with_pool() -> None:
 
 
 def _do(task: Task, unit: Unit, connection: Connection) -> None:
-    start = last = time.monotonic()
+    start = last = time.perf_counter()
 
     def report(part: float) -> None:
         nonlocal last
-        if time.monotonic() - last >= PROGRESS_S:
-            last = time.monotonic()
+        if seconds_since(last) >= PROGRESS_S:
+            last = time.perf_counter()
             connection.send(Running(part, last - start))
 
     error = None
@@ -218,4 +219,4 @@ def _do(task: Task, unit: Unit, connection: Connection) -> None:
     except Exception as problem:
         traceback.print_exc()
         error = f"{type(problem).__name__}: {problem}"
-    connection.send(Finished(time.monotonic() - start, error))
+    connection.send(Finished(seconds_since(start), error))

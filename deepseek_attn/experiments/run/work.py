@@ -29,6 +29,7 @@ from deepseek_attn.experiments.measure.costs import count_costs
 from deepseek_attn.experiments.measure.timing import time_layer_kind, time_model
 from deepseek_attn.experiments.measure.trained import train_variant, write_tokens
 from deepseek_attn.experiments.run.records import write_record
+from deepseek_attn.utils.clock import seconds_since
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ class Work:
         """
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // (1 if unit.alone else self.jobs)))
-        start = time.monotonic()
+        start = time.perf_counter()
         result = self.measure(unit, report)
-        write_record(self.folder, unit, result, time.monotonic() - start)
+        write_record(self.folder, unit, result, seconds_since(start))
 
     def measure(self, unit: Unit, report: ReportProgress) -> Mapping[str, Any]:
         """The result of a unit, see `deepseek_attn.experiments.define.results`."""
