@@ -6,7 +6,6 @@ import argparse
 import re
 import reprlib
 import sys
-from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
@@ -238,10 +237,10 @@ class Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:
         """Writes help or an error; unlike argparse's, raises OSError if standard output cannot take the help."""
-        with ExitStack() as stack:
-            if file is not sys.stdout:
-                stack.enter_context(suppress(OSError))
-            print(message, end="", file=file or sys.stderr)
+        if file is not None and file is sys.stdout:
+            file.write(message)
+        else:
+            super()._print_message(message, file)
 
     def add_subparsers(self, **kwargs: Any) -> argparse._SubParsersAction:
         action = super().add_subparsers(**kwargs)
