@@ -30,13 +30,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
             "--device",
             help="cpu, cuda, cuda:1 (default: that of the experiment, of the results, or a GPU if any)",
         )
-        command.set_defaults(run=run, log_level=logging.INFO)
+        if name == "report":
+            command.add_argument("--against", metavar="DIR", help="compare with another folder of results")
+        command.set_defaults(against=None, run=run, log_level=logging.INFO)
 
 
 def run(args: argparse.Namespace) -> int:
     from deepseek_attn.bench.plots import HINT
     from deepseek_attn.config.options import parse_device
     from deepseek_attn.experiments.define.config import load_experiment
+    from deepseek_attn.experiments.report.compare import show_comparison
     from deepseek_attn.experiments.report.table import show_table
     from deepseek_attn.experiments.report.write import NUMBERS, PAGE, check_documents, write_report
     from deepseek_attn.experiments.run.records import recorded_device
@@ -57,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
         failed = outcome.failed
     elif not folder.is_dir():
         raise ValueError(f"no results in {str(folder)!r}: run the experiment first, or name its folder with --out")
-    show(show_table(write_report(experiment, folder, device)))
+    report = write_report(experiment, folder, device, None if args.against is None else Path(args.against))
+    show(show_table(report))
+    if "against" in report:
+        show(f"\n{show_comparison(report['against'])}\n")
     if (folder / PAGE).is_file():
         show(f"report: {folder / PAGE}")
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -28,29 +28,24 @@ def find_problem(value: Any, kind: Any, label: str) -> str | None:
         return None if None in problems else problems[0]
     if typing.is_typeddict(kind):
         return _find_in_object(value, kind, label)
-    if origin is list:
-        return _first(value, list, "a list", label, lambda i, item: (arguments[0], f"[{i}]"))
-    if origin is tuple:
-        if not isinstance(value, list) or len(value) != len(arguments):
-            return _expected(f"a list of {len(arguments)}", value, label)
-        return _first(value, list, "a list", label, lambda i, item: (arguments[i], f"[{i}]"))
-    if origin is dict or origin is Mapping:
-        entries = list(value.items()) if isinstance(value, dict) else value
-        return _first(entries, list, "an object", label, lambda i, item: (arguments[1], f".{item[0]:.80}"), by_item=1)
+    if origin in (dict, Mapping):
+        if not isinstance(value, dict):
+            return _expected("an object", value, label)
+        return _first((item, arguments[1], f"{label}.{key:.80}") for key, item in value.items())
+    if origin in (list, tuple):
+        if not isinstance(value, list) or (origin is tuple and len(value) != len(arguments)):
+            return _expected("a list" if origin is list else f"a list of {len(arguments)}", value, label)
+        kinds = arguments if origin is tuple else arguments * len(value)
+        return _first((item, kinds[i], f"{label}[{i}]") for i, item in enumerate(value))
     return None if _is_plain(value, kind) else _expected(_NAMES[kind], value, label)
 
 
 _NAMES = {str: "text", bool: "true or false", int: "an integer", float: "a number", type(None): "null"}
 
 
-def _first(value, wanted, name, label, inside, by_item=None) -> str | None:
-    if not isinstance(value, wanted):
-        return _expected(name, value, label)
-    for i, item in enumerate(value):
-        kind, place = inside(i, item)
-        if problem := find_problem(item if by_item is None else item[by_item], kind, label + place):
-            return problem
-    return None
+def _first(places: Iterable[tuple[Any, Any, str]]) -> str | None:
+    """The first problem of (value, type, label)."""
+    return next((problem for place in places if (problem := find_problem(*place))), None)
 
 
 def _find_in_object(value: Any, kind: Any, label: str) -> str | None:

@@ -106,7 +106,7 @@ class PositionRow(TypedDict):
 
     start: int
     end: int
-    tokens: int
+    tokens: float
     loss: float
     kl: NotRequired[float]
     top1: NotRequired[float]

@@ -148,6 +148,25 @@ class BeyondWindow(TypedDict):
     best_accuracy: Spread
 
 
+class Difference(TypedDict):
+    """A number of one variant in two reports; ``equal``: whether errors explain the difference of a quality."""
+
+    number: int
+    variant: str
+    quantity: str
+    here: float
+    there: float
+    difference: float
+    equal: bool
+
+
+class Comparison(TypedDict):
+    """This report beside that of another folder, called ``name``, for variants of the same name."""
+
+    name: str
+    rows: list[Difference]
+
+
 class UnitCounts(TypedDict):
     """Number of pieces of work, of those that are done, their seconds, and the names of the others."""
 
@@ -172,6 +191,7 @@ class Report(TypedDict):
     own: CheckpointResult | None
     fronts: list[Front]
     beyond_window: list[BeyondWindow]
+    against: NotRequired[Comparison]
 
 
 def tasks(report: Report) -> list[str]:

@@ -8,6 +8,7 @@ from deepseek_attn.bench.plots import have_matplotlib
 from deepseek_attn.experiments.define.config import Experiment
 from deepseek_attn.experiments.define.units import make_units
 from deepseek_attn.experiments.define.variant import Variant
+from deepseek_attn.experiments.report.compare import compare, read_report
 from deepseek_attn.experiments.report.page import write_page
 from deepseek_attn.experiments.report.report import build_report
 from deepseek_attn.experiments.report.schema import Report
@@ -32,18 +33,24 @@ def check_documents(experiment: Experiment, folder: Path) -> None:
         check_replaceable(path, MADE_BY)
 
 
-def write_report(experiment: Experiment, folder: Path, device: str) -> Report:
+def write_report(experiment: Experiment, folder: Path, device: str, against: Path | None = None) -> Report:
     """Writes ``report.json``, ``report.csv``, a document per variant and, where matplotlib is, ``report.html``.
 
     Nothing older is left beside them: no page of other numbers, and no documents of variants that are gone. Files that
     were not written here stay.
+
+    Args:
+        against: another folder of results, which is compared with this one.
 
     Raises:
         ValueError: the folder is not this experiment's, or another file is in the place of one of them.
     """
     check_documents(experiment, folder)
     check_folder(folder, experiment, make_units(experiment, device))
+    other = None if against is None else read_report(against / NUMBERS)
     report = build_report(experiment, folder, device)
+    if other is not None:
+        report["against"] = compare(report, other, against.name or str(against))
     for old in (*made_files(folder), *(folder / "variants").glob("*.json")):
         if has_mark(old, MADE_BY):
             old.unlink()

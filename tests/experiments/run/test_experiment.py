@@ -466,3 +466,37 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     file, out = experiment(tmp_path), tmp_path / "my results"
     assert main(["experiment", "run", str(file), "--out", str(out), "--device", "cpu"]) == 130
     assert f"`deepseek-attn experiment resume {file} --out '{out}' --device cpu` goes on" in capsys.readouterr().err
+
+
+def test_two_folders_are_compared_by_the_names_of_variants(finished, tmp_path, capsys):
+    file, out = finished
+    here, there = tmp_path / "here", tmp_path / "there"
+    shutil.copytree(out, here)
+    shutil.copytree(out, there)
+    other = json.loads((there / "report.json").read_text())
+    near, indexed, _ = other["variants"]
+    indexed["name"] = "another"
+    near["checkpoint"]["kl"] *= 2
+    (there / "report.json").write_text(json.dumps(other))
+    command = ["experiment", "report", str(file), "--out", str(here), "--against", str(there)]
+    assert main(command) == 0
+    found = json.loads((here / "report.json").read_text())["against"]
+    assert found["name"] == "there"
+    assert {row["variant"] for row in found["rows"]} == {"near", "0,(2,8)*"}
+    [kl] = [row for row in found["rows"] if (row["variant"], row["quantity"]) == ("near", "checkpoint KL")]
+    assert kl["there"] == 2 * kl["here"]
+    assert kl["difference"] == -kl["here"]
+    assert [row["quantity"] for row in found["rows"] if not row["equal"]] == ["checkpoint KL"]
+    assert "checkpoint KL" in capsys.readouterr().out
+    page = (here / "report.html").read_text()
+    assert "<h2>Beside there</h2>" in page
+    assert set(Page(page).values) <= set(numbers(json.loads((here / "report.json").read_text())))
+    before = files(here)
+    near["tasks"] = [1]
+    (there / "report.json").write_text(json.dumps(other))
+    assert main(command) == 2
+    assert "report.variants[0].tasks is [1]: expected an object" in capsys.readouterr().err
+    (there / "report.json").unlink()
+    assert main(command) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert files(here) == before
