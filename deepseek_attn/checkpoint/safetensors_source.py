@@ -41,6 +41,13 @@ class SafetensorsSource(CheckpointSource):
 
     def __init__(self, path: str | Path, needed: Callable[[str], bool] = lambda name: True):
         self.path = Path(path)
+        try:
+            str(self.path.resolve()).encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{str(self.path)!r}: the name of the folder is not UTF-8, which the package safetensors needs: "
+                "rename it"
+            ) from None
         self._needed = needed
         self._files: dict[Path, safe_open] = {}
         self._read_by_row: set[str] = set()

@@ -116,6 +116,9 @@ def terminate(number: int, frame: FrameType | None) -> None:
 
 def explanation(error: Exception) -> str | None:
     """The message of an error that a user can correct; None for any other."""
+    if "Invalid log settings" in str(error):  # while torch is imported; pages of settings follow
+        value = os.environ.get("TORCH_LOGS", "")
+        return f"the environment variable TORCH_LOGS is {value[:80]!r}, which torch refuses: TORCH_LOGS=help lists more"
     if isinstance(error, (ValueError, OSError)):
         return str(error)
     from deepseek_attn.config.options import is_out_of_memory  # imports torch

@@ -53,11 +53,21 @@ def check_launch(world: int, device: torch.device | str | None) -> tuple[int, to
     return environment("RANK", 0), device
 
 
+MOST_OF_VARIABLES = 2**16 - 1  # ports and ranks
+
+
 def environment(name: str, default: int) -> int:
-    """An integer that torchrun sets; ValueError if it is none."""
+    """An integer that torchrun sets: a rank, a number of ranks or a port.
+
+    Raises:
+        ValueError: the variable is not an integer from 0 to `MOST_OF_VARIABLES`.
+    """
     value = os.environ.get(name, str(default))
-    if not value.isdecimal():
-        raise ValueError(f"the environment variable {name} is {value!r}: torchrun sets it to an integer from 0 on")
+    if not (value.isascii() and value.isdecimal() and len(value) <= 9 and int(value) <= MOST_OF_VARIABLES):
+        raise ValueError(
+            f"the environment variable {name} is {value[:80]!r}: torchrun sets it to an integer from 0 to "
+            f"{MOST_OF_VARIABLES}"
+        )
     return int(value)
 
 
@@ -85,8 +95,8 @@ def meet(rank: int, world: int, timeout: timedelta, rendezvous: str | None) -> d
     it is a name that means another one elsewhere.
     """
     by_hand = rendezvous is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    port = environment("MASTER_PORT", 0)  # of all ranks, so that each refuses a wrong one
     if by_hand and rank == 0 and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        port = environment("MASTER_PORT", 0)
         family, _, _, _, (address, *_) = socket.getaddrinfo(os.environ["MASTER_ADDR"], port, type=socket.SOCK_STREAM)[0]
         if _on_one_machine() or not ip_address(address).is_loopback:
             server = socket.create_server((address, port), family=family).detach()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -219,3 +222,32 @@ def test_a_file_that_cannot_be_written(checkpoint, place, capsys, monkeypatch):
     monkeypatch.setattr(files, "save_file", full)
     message = refused(capsys, place, "score", "--model", str(checkpoint), *SCORE)
     assert "'o.safetensors' cannot be written: no space left on device" in message
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"TORCH_LOGS": "nonsense"}, "TORCH_LOGS is 'nonsense', which torch refuses: TORCH_LOGS=help lists more"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"},
+            "MASTER_PORT is '99999': torchrun sets it to an integer from 0 to 65535",
+        ),
+    ],
+    ids=["TORCH_LOGS", "MASTER_PORT"],
+)
+def test_environment(variables, message):
+    command = [sys.executable, "-m", "deepseek_attn", "generate", "--prompt", "x"]
+    command += ["--tensor-parallel", "2"] if "RANK" in variables else []
+    result = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+    assert message in result.stderr
+
+
+def test_a_folder_whose_name_is_not_utf8(checkpoint, place, capfd):
+    name = os.fsdecode(b"m\xff")
+    (place / "x").mkdir()
+    shutil.copytree(checkpoint, place / "x" / name)
+    message = refused(capfd, place, "score", "--model", f"x/{name}", *SCORE)
+    assert "x/m" in message
+    assert "the name of the folder is not UTF-8, which the package safetensors needs: rename it" in message
+    assert main(["plan", "--model", f"x/{name}"]) == 0
