@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepseek_attn.cli.options import read_text
@@ -15,7 +18,9 @@ if TYPE_CHECKING:
     from tqdm.auto import tqdm
 
     from deepseek_attn.config.model import AnyConfig
+    from deepseek_attn.training.task import Task
 
+STATE = ".training-state"  # behind the name of the checkpoint directory
 FACTS_FILE = "training.json"  # beside the checkpoint: how it was made
 
 
@@ -50,6 +55,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="SECONDS",
         help="end the training, learning rate schedule included, within this time",
     )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the interrupted training of the same options and --out"
+    )
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     parser.set_defaults(run=run)
 
@@ -61,7 +69,14 @@ def run(args: argparse.Namespace) -> None:
     from deepseek_attn.config.model import ModelConfig
     from deepseek_attn.training import MtpTraining, TextTask, make_task, save_checkpoint, train
     from deepseek_attn.training.loop import check_family
+    from deepseek_attn.training.state import TrainingState
 
+    if args.resume and not args.out:
+        raise ValueError("--resume goes on from the state beside --out: name that folder")
+    if args.resume and (facts := read_facts(Path(args.out))):
+        say(f"{args.out} is complete")
+        show(facts)
+        return
     if args.out:
         check_new_directory(args.out)
     config = ModelConfig.from_pretrained(args.config)
@@ -74,10 +89,20 @@ def run(args: argparse.Namespace) -> None:
         task = TextTask.from_text(text, vocab_size=config.vocab_size)
         say(f"text: {len(task.ids)} tokens, {len(task.parts['test'])} of them held out")
     sizes = {name: getattr(args, name) for name in ("steps", "batch", "seq_len", "seed", "lr", "weight_decay")}
+    state = None
+    if args.out:
+        made_of = {"config": config.to_dict(), "task": task_key(task), "mtp": asdict(mtp), "budget": args.budget}
+        state = TrainingState(f"{os.path.normpath(args.out)}{STATE}", made_of | sizes, resume=args.resume)
     total = args.steps + (mtp.steps if config.mtp_layers else 0)
     with tqdm(total=total, unit="step", disable=None, dynamic_ncols=True) as bar:
         progress = partial(show_step, bar, args.steps)
-        result = train(config, task, **sizes, device=args.device, budget_s=args.budget, mtp=mtp, progress=progress)
+        options = {"device": args.device, "budget_s": args.budget, "mtp": mtp, "progress": progress, "state": state}
+        try:
+            result = train(config, task, **sizes, **options)
+        except KeyboardInterrupt:
+            if state is not None and state.path.exists():
+                say(f"\nstopped; the same command with --resume goes on from {state.path}")
+            raise
     facts = {"config": args.config, "task": task.name} | sizes | {"steps": result.steps}
     facts |= {"seconds": round(result.seconds, 1), "tokens_per_second": round(result.tokens_per_second)}
     facts |= {"test": result.metrics, "losses": rounded(result.losses)}
@@ -87,7 +112,21 @@ def run(args: argparse.Namespace) -> None:
     if args.out:
         tokenizer = getattr(task, "tokenizer", None)
         save_checkpoint(result.model, config, args.out, tokenizer, {FACTS_FILE: json.dumps(facts) + "\n"})
+        state.remove()
     show(json.dumps(facts))
+
+
+def read_facts(directory: Path) -> str | None:
+    """The last line of the training that wrote a checkpoint; None if there is none."""
+    path = directory / FACTS_FILE
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+
+
+def task_key(task: Task) -> str:
+    """Names a task and all that its batches depend on."""
+    facts = {name: value for name, value in vars(task).items() if isinstance(value, (int, str, range))}
+    digest = hashlib.sha256(task.ids.numpy().tobytes()).hexdigest() if hasattr(task, "ids") else ""
+    return f"{task.name} {sorted(facts.items())} {digest}"
 
 
 def mtp_options(args: argparse.Namespace, config: AnyConfig) -> dict[str, float]:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,8 @@ from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.training.drafts import DraftModel, count_accepted, draft_losses
 from deepseek_attn.training.forward import DenseModel
 from deepseek_attn.training.save import TrainedSource
-from deepseek_attn.training.step import BackboneStep, MtpStep
+from deepseek_attn.training.state import Steps, TrainingState
+from deepseek_attn.training.step import BackboneStep, MtpStep, TrainingStep
 from deepseek_attn.training.task import Task
 from deepseek_attn.training.weights import FreshSource, build_model
 from deepseek_attn.utils.clock import seconds_since
@@ -51,20 +53,6 @@ class MtpTraining:
         """With the backbone's values where there is None."""
         defaults = {"steps": steps, "lr": lr, "weight_decay": weight_decay}
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The record of some optimizer steps.
-
-    Attributes:
-        losses: (step, loss of that step's batch), every 20 steps and at the end.
-        seconds: without initialisation and evaluation.
-    """
-
-    done: int
-    losses: list[tuple[int, float]]
-    seconds: float
 
 
 @dataclass
@@ -114,6 +102,7 @@ def train(
     test_batches: int = 8,
     mtp: MtpTraining | None = None,
     progress: Callable[[int, float], None] | None = None,
+    state: TrainingState | None = None,
 ) -> TrainResult:
     """Trains a model from scratch.
 
@@ -138,6 +127,7 @@ def train(
         test_batches: batches of the evaluation at the end.
         mtp: how the MTP layer is trained; None: `MtpTraining`'s defaults. Without an MTP layer it is not used.
         progress: called with (steps done, loss) every 20 steps; steps of the MTP layer count on.
+        state: where the training's state is kept and, if it was interrupted, goes on from; see `TrainingState`.
 
     Raises:
         ValueError: sizes that do not fit each other, or a config with several MTP layers.
@@ -158,12 +148,13 @@ def train(
         step.set_stage(served=share >= dense_share)
         return step.run(task.batch(batch, seq_len, generator), rate)
 
-    trained = run_steps(run, steps, lr, budget_s, progress)
+    trained = run_steps(run, steps, lr, budget_s, progress, kept(state, "backbone", step, generator))
     drafts = None
     if config.mtp_layers:
         later = None if progress is None else lambda done, loss: progress(trained.done + done, loss)
         budget_s = budget_s * mtp.steps / steps if budget_s else None
-        drafts = train_mtp(dense, config, task, mtp, batch, seq_len, seed=seed, budget_s=budget_s, progress=later)
+        drafts = train_mtp(dense, config, task, mtp, batch, seq_len, seed=seed, budget_s=budget_s, progress=later,
+                           state=state)  # fmt: skip
     metrics = evaluate(dense, config, task, test_batches, batch, seq_len, depth=mtp.depth)
     speed = trained.done * batch * seq_len / trained.seconds
     return TrainResult(config, model, trained.losses, metrics, trained.done, trained.seconds, speed, drafts)
@@ -180,6 +171,7 @@ def train_mtp(
     seed: int = 0,
     budget_s: float | None = None,
     progress: Callable[[int, float], None] | None = None,
+    state: TrainingState | None = None,
 ) -> Steps:
     """Trains the MTP layer of a model whose backbone is finished and stays as it is.
 
@@ -188,13 +180,29 @@ def train_mtp(
 
     Args:
         mtp: with no value None, see `MtpTraining.filled`.
-        seed, budget_s, progress: see `train`.
+        seed, budget_s, progress, state: see `train`.
     """
     step = MtpStep(dense, batch, seq_len, mtp.weight_decay, mtp.depth, mtp.greedy_share)
     generator = torch.Generator().manual_seed(MTP_SEED + seed)
     return run_steps(
-        lambda _, rate: step.run(task.batch(batch, seq_len, generator), rate), mtp.steps, mtp.lr, budget_s, progress
-    )
+        lambda _, rate: step.run(task.batch(batch, seq_len, generator), rate), mtp.steps, mtp.lr, budget_s, progress,
+        kept(state, "mtp", step, generator),
+    )  # fmt: skip
+
+
+class Kept(NamedTuple):
+    """Where a stage of a training begins, and what keeps its state: called with the steps and whether it has ended."""
+
+    start: Steps = Steps(0, [], 0.0)
+    save: Callable[[Steps, bool], None] | None = None
+
+
+def kept(state: TrainingState | None, stage: str, step: TrainingStep, generator: torch.Generator) -> Kept:
+    """The stage as ``state`` has it; from its beginning, and not kept, without one."""
+    if state is None:
+        return Kept()
+    start = state.restore(stage, step, generator)
+    return Kept(start, lambda steps, last: state.save(stage, step, generator, steps, last=last))
 
 
 def run_steps(
@@ -203,14 +211,15 @@ def run_steps(
     lr: float,
     budget_s: float | None,
     progress: Callable[[int, float], None] | None,
+    kept: Kept,
 ) -> Steps:
     """Calls ``run(share of the training that is done, learning rate)``, which returns the loss, step by step.
 
     Raises:
         ValueError: the loss is not finite.
     """
-    losses, done, share = [], 0, 0.0
-    start = time.perf_counter()
+    losses, done, start = [*kept.start.losses], kept.start.done, time.perf_counter() - kept.start.seconds
+    share = max(done / steps, kept.start.seconds / budget_s if budget_s else 0.0)
     while done < steps and share < 1.0:
         loss = run(share, lr * min(1.0, (share + 1 / steps) / WARMUP) * (1.0 - share))
         done += 1
@@ -221,6 +230,8 @@ def run_steps(
             if progress is not None:
                 progress(*losses[-1])
         share = max(done / steps, seconds_since(start) / budget_s if budget_s else 0.0)
+        if kept.save is not None:
+            kept.save(Steps(done, losses, seconds_since(start)), share >= 1.0)
     return Steps(done, losses, seconds_since(start))
 
 
