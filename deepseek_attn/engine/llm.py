@@ -99,7 +99,7 @@ class LLM:
             hub id, see `ModelRunner.from_pretrained`; default: the small trained checkpoint that comes along.
         speculate: tokens that the MTP layer, or a DSpark drafter, drafts per step; the text is the same, in fewer
             steps.
-        options: see `RunnerOptions`. With ``parallel``, every rank makes an LLM and the same calls; with data-parallel
+        options: listed below. With ``parallel``, every rank makes an LLM and the same calls; with data-parallel
             attention, the calls of each rank have different prompts.
 
     Raises:
@@ -112,7 +112,7 @@ class LLM:
         runner: the loaded model; tokenizer: None when the checkpoint has no ``tokenizer.json`` (token ids only).
     """
 
-    @lists_options
+    @lists_options(compile_ahead=COMPILE_AHEAD)
     def __init__(self, model: str | Path | None = None, *, speculate: int = 0, **options: Unpack[RunnerOptions]):
         check_options("LLM", options, "speculate")
         model = SMALL_CHECKPOINT if model is None else model

@@ -60,7 +60,7 @@ class ModelRunner(LoadedModel):
     """
 
     @classmethod
-    @lists_options
+    @lists_options()
     def from_pretrained(cls, model: str | Path, **options: Unpack[RunnerOptions]) -> ModelRunner:
         """Loads a checkpoint in the published format (or with transformers' tensor names).
 
@@ -89,7 +89,7 @@ class ModelRunner(LoadedModel):
         return runner
 
     @classmethod
-    @lists_options
+    @lists_options()
     def from_config(
         cls, config: AnyConfig | str | Path, *, seed: int = 0, **options: Unpack[RunnerOptions]
     ) -> ModelRunner:
@@ -106,7 +106,7 @@ class ModelRunner(LoadedModel):
         return cls.from_source(config, RandomSource(config, seed), **options)
 
     @classmethod
-    @lists_options
+    @lists_options()
     def from_source(cls, config: AnyConfig, source: CheckpointSource, **options: Unpack[RunnerOptions]) -> ModelRunner:
         """A model of this config with the weights of any `CheckpointSource`."""
         check_options("from_source", options)

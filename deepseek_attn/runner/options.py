@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, TypedDict, TypeVar
 
 import torch
 
 from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.runner.build import build_runner
 
@@ -77,13 +80,39 @@ class RunnerOptions(TypedDict, total=False):
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def lists_options(function: F) -> F:
-    """Makes ``help`` and notebooks list a runner's options with their defaults in place of ``**options``."""
-    own = inspect.signature(function)
-    shared = [p for p in inspect.signature(build_runner).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    function.__signature__ = own.replace(parameters=[*parameters, *shared])  # type: ignore[attr-defined]
-    return function
+def lists_options(**defaults: object) -> Callable[[F], F]:
+    """Decorator by which ``help`` and notebooks list and explain a runner's options in place of ``**options``.
+
+    Args:
+        defaults: those that the function has in place of `build_runner`'s.
+    """
+
+    def listed(function: F) -> F:
+        own = inspect.signature(function)
+        shared = [p for p in inspect.signature(build_runner).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        shared = [p.replace(default=defaults.get(p.name, p.default)) for p in shared]
+        parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        function.__signature__ = own.replace(parameters=[*parameters, *shared])  # type: ignore[attr-defined]
+        texts = explanations()
+        lines = [f"    {p.name}={p.default!r}: {texts[p.name]}" for p in shared]
+        function.__doc__ = "\n".join(
+            [inspect.getdoc(function) or "", "", "Options, with their defaults:", *lines]
+        ).strip()
+        return function
+
+    return listed
+
+
+@cache
+def explanations() -> dict[str, str]:
+    """What the docstrings of `AttentionOptions` and `RunnerOptions` say of each option."""
+    found: dict[str, str] = {}
+    for options in (RunnerOptions, AttentionOptions):
+        attributes = (inspect.getdoc(options) or "").partition("Attributes:\n")[2]
+        for names, text in re.findall(r"^    ([\w, ]+): (.*?)(?=^    \w|\Z)", attributes, re.MULTILINE | re.DOTALL):
+            if not text.startswith("see `AttentionOptions`"):
+                found = dict.fromkeys(names.split(", "), text.rstrip()) | found
+    return found
 
 
 def check_options(where: str, options: Mapping[str, object], *others: str) -> None:

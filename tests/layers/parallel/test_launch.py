@@ -53,6 +53,21 @@ def test_the_command_line_as_ranks(checkpoint, capsys, launcher):
     assert shared.strip()
 
 
+def test_a_preset_that_two_ranks_can_share():
+    """docs/parallel.md names it."""
+    numerics, ranks = numerics_for(ModelConfig.from_preset("tiny_gpu"), "exact", None), Parallel(0, 2, False)
+    check_split(ModelConfig.from_preset("tiny_gpu"), numerics, ranks)
+    with pytest.raises(ValueError, match="cannot be split over 2 ranks"):
+        check_split(ModelConfig.from_preset("tiny"), numerics, ranks)
+
+
+@pytest.mark.exhaustive
+def test_a_preset_over_two_ranks(tmp_path, capsys):
+    assert main(["make-checkpoint", "--config", "tiny_gpu", "--out", str(tmp_path / "model")]) == 0
+    capsys.readouterr()
+    test_the_command_line_as_ranks(tmp_path / "model", capsys, "own")
+
+
 @pytest.mark.exhaustive
 def test_two_nodes(checkpoint, capsys):
     """torchrun on each of two nodes, joined over the loopback."""
