@@ -31,7 +31,10 @@ SIZES = (
 )
 ARCHITECTURES = {"deepseek_v32": "DeepseekV32ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
 INDEX_SIZES = ("index_n_heads", "index_head_dim", "index_topk")
-LAYER_TYPES = {"deepseek_v32": "indexed_attention", "deepseek_v3": "full_attention"}
+LAYER_TYPES = {  # transformers 5.17 writes the second name
+    "deepseek_v32": ("indexed_attention", "deepseek_sparse_attention"),
+    "deepseek_v3": ("full_attention",),
+}
 
 
 @dataclass(frozen=True)
@@ -288,10 +291,11 @@ def _check_derived(reader: FieldReader, values: Mapping[str, Any]) -> None:
         for key, size in (("qk_head_dim", sum(sizes)), ("head_dim", sizes[1])):
             reader.choice(key, (size,), size)
     if sizes := known(values, "model_type", "num_hidden_layers"):
-        types = [LAYER_TYPES[sizes[0]]] * sizes[1]
+        names, layers = LAYER_TYPES[sizes[0]], sizes[1]
         given = reader.as_list("layer_types", reader.value("layer_types", None))
-        if given not in (None, types):
-            reader.problem(f"layer_types is {given!r}: supported is {types[0]!r} for each of {len(types)} layers")
+        if given is not None and given not in [[name] * layers for name in names]:
+            supported = " or ".join(map(repr, names))
+            reader.problem(f"layer_types is {given!r}: supported is {supported} for each of {layers} layers")
 
 
 def _check_groups(reader: FieldReader, sizes: tuple[int, ...] | None) -> None:

@@ -34,6 +34,15 @@ def tiny_hf(tiny) -> dict:
     return tiny
 
 
+@pytest.mark.parametrize("name", ["indexed_attention", "deepseek_sparse_attention"])
+def test_layer_types_of_transformers(tiny_hf, name):
+    """transformers 5.24 writes the first name, 5.17 the second; one kind for all layers."""
+    expected = ModelConfig.from_dict(tiny_hf)
+    assert ModelConfig.from_dict(tiny_hf | {"layer_types": [name] * 4}) == expected
+    (problem,) = problems_of(tiny_hf | {"layer_types": [name] * 3 + ["full_attention"]})
+    assert "supported is 'indexed_attention' or 'deepseek_sparse_attention' for each of 4 layers" in problem
+
+
 def problems_of(raw: dict) -> list[str]:
     with pytest.raises(ValueError, match=r"^invalid config \(dict\), ") as error:
         ModelConfig.from_dict(raw)

@@ -122,7 +122,7 @@ def test_kernel(kernel, device, fmt, rotate, half_split, dtype):
 def test_kernel_shows_a_nan_and_an_infinity(kernel, device, fmt, bad):
     q, weights, cos_sin, positions = make(3, 2, torch.float32, device)
     q[1, 5] = bad
-    _, factor = kernel(IndexQueryRows(q, weights, cos_sin, positions, 1.0, fmt))
+    _, factor, _ = kernel(IndexQueryRows(q, weights, cos_sin, positions, 1.0, fmt))
     assert factor.isnan().tolist() == [[False, False], [True, False], [False, False]]
 
 

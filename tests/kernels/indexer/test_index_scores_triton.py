@@ -136,7 +136,7 @@ def test_batches(ops, real_gpu, shape, n, H, fmt):
         check(got, reference_scores(*batch.args(), skip=skip))
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", ["plain", "fp4"])
 def test_rounded_scores(ops, real_gpu, fmt):
     """Scores are bfloat16 numbers, nearer to the rounded reference than unrounded ones: products are rounded too."""
     batch = Batch(fmt, [90, 0, 171], [1, 2, 4], 32, 32, real_gpu)
