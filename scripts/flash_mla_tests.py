@@ -92,7 +92,7 @@ class Program:
         return Noted()
 
     def run(self, number: int) -> tuple[str, str]:
-        """The outcome of a case, and what it printed."""
+        """Runs a case; returns its outcome and its output."""
         import torch
 
         torch.set_float32_matmul_precision(self.precision)
@@ -119,7 +119,7 @@ def multiplications(case: Any) -> int:
 
 
 def use_cpu() -> None:
-    """Places on the CPU what asks for ``cuda``."""
+    """Redirects the device ``cuda`` to the CPU."""
     import torch
 
     set_default_device = torch.set_default_device
@@ -168,7 +168,7 @@ class Worker:
     """A process that runs cases one at a time.
 
     Attributes:
-        about: what the process says of itself: all cases, the device, the version of torch.
+        about: facts of the worker: all cases, the device, the version of torch.
     """
 
     def __init__(self, tests: Path, device: str, processes: int):
@@ -199,7 +199,7 @@ class Worker:
         return {"outcome": "wrong", "case": str(number), "printed": f"the process ended: {self.end()}"}
 
     def end(self) -> str:
-        """Ends the process; what it last wrote to standard error."""
+        """Ends the process; returns the end of its standard error."""
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.wait()
@@ -222,7 +222,7 @@ class Run:
         self.lock, self.printed = threading.Lock(), time.monotonic()
 
     def phase(self, numbers: list[int], processes: int) -> None:
-        """Runs these cases among this many workers, or as many of them as there is time for."""
+        """Runs cases in ``processes`` workers until they are done or time is up."""
         left = list(reversed(numbers))
         threads = [threading.Thread(target=self._drive, args=(left, processes)) for _ in range(processes)]
         for thread in threads:

@@ -18,7 +18,7 @@ from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.utils.registry import Registry
 
 RECORD_KINDS = ("plain", "fp8_ds_mla", "fp8_fp4", "fp8", "fp4", "fp8_v4", "fp8_v32", "fp8_v41", "fp4_v41")
-"""Names of the package's records of keys, and of those of index keys, in `Numerics` and by themselves."""
+"""Names of the package's own records, for keys and index keys; names that only `Numerics` uses included."""
 
 
 class Record(ABC):
@@ -167,7 +167,7 @@ class Record(ABC):
 
 
 def _record_problems(cls: type[Record]) -> list[str]:
-    """What a record from outside the package lacks, beside abstract methods and a name."""
+    """Problems of a record class from outside the package, other than missing methods and a missing name."""
     try:
         record = cls(64, 64, torch.float32)
     except Exception as error:

@@ -51,8 +51,8 @@ def check_headers(
         layers, attention_only: see `load_model`.
 
     Raises:
-        ValueError: other compress ratios than those of the config; or one error that lists every tensor that is
-            missing, has no place in the model, or has another shape; or the first ones that are missing.
+        ValueError: the stored layers have other compress ratios than the config. Otherwise one error lists every
+            tensor that is missing, has another shape or does not belong to the model; of many missing ones, the first.
     """
     entries = source.entries()
     names = [f"{layer.name}.attn_norm.weight" for layer in config.all_layers]
@@ -75,7 +75,7 @@ def check_headers(
 
 
 def check_schedule(config: ModelConfig, entries: dict[str, TensorInfo], selection: Selection) -> None:
-    """Compares the compressors and indexers that are stored with those of the config.
+    """Compares the stored compressors and indexers with the config's compress ratios.
 
     Raises:
         ValueError: layers that differ, with the remedy.

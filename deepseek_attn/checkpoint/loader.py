@@ -41,7 +41,7 @@ class LoadReport:
 
     @property
     def left_out(self) -> dict[str, tuple[str, ...]]:
-        """Those of ``ignored`` that the caller did not leave out by asking for a part of the model."""
+        """Entries of ``ignored`` left out by a rule, not because the caller loads only a part of the model."""
         return {rule: names for rule, names in self.ignored.items() if rule not in ASKED_FOR}
 
     def __repr__(self) -> str:

@@ -145,7 +145,7 @@ class Batch(Iterator[IndexedPrompt | None]):
         self.lines += 1
 
     def status(self) -> int:
-        """Exit status of the command: 1 if a prompt failed, or was taken and has no line, which is said."""
+        """Exit status of the command: 1 if a prompt failed, or was read and has no line (a note says how many)."""
         if self._heads:
             say(f"{len(self._heads)} prompts have no line; --resume goes on with them")
         return int(self.errors > 0 or bool(self._heads))

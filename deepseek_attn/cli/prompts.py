@@ -43,7 +43,7 @@ class PromptLine(NamedTuple):
 
     Attributes:
         prompt: text, token ids, or chat messages.
-        params: the sampling parameters of the flags, with those of the line in their place.
+        params: the sampling parameters: fields of the line override the flags.
         id: a name for it, which its line of the output repeats.
     """
 
@@ -186,7 +186,7 @@ def checked_messages(value: Any) -> list[dict[str, Any]]:
     from deepseek_attn.text.template import plain_messages
 
     if isinstance(value, list) and not all(isinstance(message, dict) for message in value):
-        raise ValueError(f"{value!r:.80} is no list of token ids, and no list of messages; {AS_TEXT}")
+        raise ValueError(f"{value!r:.80} is neither a list of token ids nor a list of messages; {AS_TEXT}")
     return plain_messages(value)
 
 

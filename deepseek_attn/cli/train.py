@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read_facts(directory: Path) -> str | None:
-    """The last line of the training that wrote a checkpoint; None if there is none."""
+    """The facts that `train` printed last for this checkpoint; None if it did not write the folder."""
     path = directory / FACTS_FILE
     return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
@@ -144,7 +144,7 @@ def rounded(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def show_step(bar: tqdm, steps: int, step: int, loss: float) -> None:
-    """Moves the bar, or prints a line where there is no terminal. Steps past ``steps`` are the MTP layer's."""
+    """Advances the bar, or without a terminal prints a line. Steps above ``steps`` train the MTP layer."""
     what = f"step {step} of {steps}" if step <= steps else f"MTP step {step - steps}"
     bar.set_description(f"{'training' if step <= steps else 'MTP layer'}, loss {loss:.3f}", refresh=False)
     bar.update(step - bar.n)

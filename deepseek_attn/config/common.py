@@ -108,7 +108,7 @@ def read_yarn(reader: FieldReader, label: str, raw: Mapping[str, Any] | None) ->
 
 
 def agreed_yarn(reader: FieldReader, given: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The YaRN scaling of several spellings, None for plain rope; one that says plain rope contradicts one with YaRN.
+    """The YaRN scaling that all given spellings agree on; None for plain RoPE. Plain RoPE beside YaRN is a problem.
 
     Args:
         given: label -> object with the keys; found: label -> what `read_yarn` returned for it.

@@ -34,7 +34,7 @@ class GenerationConfig:
     """Defaults of a checkpoint, with the meaning that transformers gives them; None: the file does not say.
 
     Attributes:
-        eos_token_ids: tokens that end a text, in place of those of ``config.json``.
+        eos_token_ids: tokens that end a text; they replace the ``eos_token_id`` of ``config.json``.
         temperature: 0 where the file has ``do_sample: false``.
         max_tokens: the file's ``max_new_tokens``.
     """
@@ -47,7 +47,7 @@ class GenerationConfig:
 
     @classmethod
     def from_pretrained(cls, directory: Path, config: AnyConfig) -> GenerationConfig:
-        """The file of a checkpoint of ``config``; a folder without it has no defaults.
+        """Reads ``generation_config.json`` of a checkpoint folder; without the file no default is set.
 
         Raises:
             ValueError: all wrong values, or broken JSON.
@@ -81,7 +81,7 @@ class GenerationConfig:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Those of `SamplingParams` that the file gives."""
+        """Fields of `SamplingParams` that the file sets."""
         values = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "max_tokens")}
         return {name: value for name, value in values.items() if value is not None}
 

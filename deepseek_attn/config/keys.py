@@ -1,7 +1,7 @@
-"""The keys of a ``config.json``, by family: what is read, what has one supported value, and what no logit depends on.
+"""The keys of a ``config.json`` by family: keys that are read, keys with one supported value, keys without effect.
 
-`ConfigReader` reads by these tables: a key that is not in ``read`` or ``fixed`` cannot be read, and one that is nowhere
-in the table is named in a warning. ``a.b`` is the key ``b`` of the object ``a``.
+`ConfigReader` reads by these tables: it cannot read a key outside of ``read`` and ``fixed``, and names every key
+outside of the table in a warning. ``a.b`` is the key ``b`` of the object ``a``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Keys:
 
     Attributes:
         read: keys that decide sizes, formats or results.
-        fixed: keys of which one value is supported: the values that mean it, the one that is written first.
+        fixed: keys with one supported value: every spelling of that value, the written one first.
         aliases: other names of a key that is read.
         unused: keys that change no logit and no text; ``*`` stands for any characters.
     """
@@ -122,7 +122,7 @@ FIXED = {
     "quantization": (None,),
     "compression_config": (None,),
 }
-# Of the fixed keys, those that published configs do not have.
+# Fixed keys that published configs do not have.
 UNPUBLISHED = (
     *("mlp_bias", "rope_interleave", "indexer_rope_interleave", "partial_rotary_factor", "num_hash_layers"),
     *("gate_temp", "scale_fmt", "scale_dtype", "quantization", "compression_config"),
@@ -189,7 +189,7 @@ V4 = Keys(
     aliases={**ALIASES, "intermediate_size": "moe_intermediate_size"},
     unused=(*UNUSED, "vision_*", "image_*"),
 )
-# Names of DeepSeek's inference code, and those of the published config.json.
+# Names in DeepSeek's inference code -> names in the published config.json.
 INFERENCE_NAMES = {
     "dim": "hidden_size",
     "moe_inter_dim": "moe_intermediate_size",

@@ -286,7 +286,7 @@ def _check_relations(reader: FieldReader, values: Mapping[str, Any]) -> None:
 
 
 def _check_derived(reader: FieldReader, values: Mapping[str, Any]) -> None:
-    """Keys that transformers writes beside those which they follow from."""
+    """Checks keys that transformers writes although they follow from others."""
     if sizes := known(values, "qk_nope_head_dim", "qk_rope_head_dim"):
         for key, size in (("qk_head_dim", sum(sizes)), ("head_dim", sizes[1])):
             reader.choice(key, (size,), size)

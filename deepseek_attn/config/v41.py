@@ -17,7 +17,7 @@ from deepseek_attn.config.v4_reader import read_shared
 
 RATIOS = (0, 1, 2)
 FP8_BLOCK = 32
-# Keys of DeepSeek's inference code, and those of ``rope_scaling``.
+# Keys of DeepSeek's inference code -> keys of ``rope_scaling``.
 INFERENCE_SCALING = {
     "original_seq_len": "original_max_position_embeddings",
     "rope_factor": "factor",
@@ -226,7 +226,7 @@ def read_v41(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
 
 
 def _open(raw: Mapping[str, Any]) -> ConfigReader:
-    """A reader of the keys of both levels, or of those of DeepSeek's inference code."""
+    """A reader over both levels of a nested config, or over a flat config of DeepSeek's inference code."""
     text = raw.get("text_config")
     nested = text if isinstance(text, Mapping) else {}
     reader = ConfigReader(V41, {"": raw, "text_config.": nested})

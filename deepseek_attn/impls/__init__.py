@@ -159,7 +159,7 @@ def combine_phases(decode: type[SplitAttentionImpl], prefill: type[SplitAttentio
     """The impl that decodes as one impl does and prefills as another, of the same backend; without head padding.
 
     Raises:
-        ValueError: two impls of which one has no parts: it does not derive from `SplitAttentionImpl`.
+        ValueError: the impls differ, and one of them does not derive from `SplitAttentionImpl`.
     """
     if decode is prefill:
         return decode

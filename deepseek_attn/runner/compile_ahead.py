@@ -171,8 +171,8 @@ class Compilation:
     ):
         """With ``patient``, begins when a kernel is missing, or after `PATIENCE`, if another process has begun before.
 
-        That process may have ended before all kernels were compiled: most are in the cache, and one that only answers a
-        short prompt should not share its processors with a search for the others.
+        The earlier process may have ended before all kernels were compiled. Most are in the cache then, and a process
+        that answers one short prompt should not share its processors with a search for the rest.
         """
         self.found: set[str] = set()
         self.done: set[str] = set()

@@ -132,7 +132,7 @@ def draw_points(axes: Axes, marks: Sequence[Mark], size: float, filled: Iterable
 
 
 def belongs_to(artist: Artist, *numbers: int) -> None:
-    """Names variants in the id of what was just drawn for them, so that the page hides it with them."""
+    """Writes variant numbers into the SVG id of an artist; the page hides the artist together with these variants."""
     place = len(artist.axes.get_children())  # ids in a plot differ
     artist.set_gid("".join(f"v{number}-" for number in numbers) + f"{place}")
 

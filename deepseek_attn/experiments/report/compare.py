@@ -24,7 +24,7 @@ def read_report(path: Path) -> Report:
     """The ``report.json`` of another folder.
 
     Raises:
-        ValueError: there is none, or it is not what `write_report` writes.
+        ValueError: the file is missing, or `write_report` did not write it.
     """
     try:
         report = read_json(path, str(path), max_bytes=None)

@@ -63,7 +63,7 @@ def context_of(report: Report, name: str) -> int | None:
 
 
 def error_of(quality: Spread, answers: int | None = None) -> float:
-    """Standard error of a mean over the seeds; with ``answers`` per seed at least that of so many drawn answers."""
+    """Standard error of a mean over the seeds; at least the binomial error of ``answers`` per seed, if given."""
     seeds = len(quality.get("values", [0]))
     variance = quality.get("std", 0.0) ** 2 / seeds
     if answers:
@@ -81,8 +81,8 @@ def is_equal(one: float, error: float, other: float, other_error: float) -> bool
 def front(points: dict[str, tuple[float, float]], higher: bool, errors: Mapping[str, float] | None = None) -> list[str]:
     """Names of the points ``(cost, quality)`` that no other point beats, cheapest first.
 
-    A point is beaten by one that is at least as good in both and better in one. With ``errors`` of the qualities, a
-    dearer point must be better by more than they explain (`is_equal`), and a better one of the same cost too.
+    A point is beaten if another is at least as good in both and better in one. With ``errors``, a difference in quality
+    within the errors counts as equal (`is_equal`).
     """
     kept, errors, sign = [], errors or {}, 1 if higher else -1
     for name, (cost, quality) in points.items():

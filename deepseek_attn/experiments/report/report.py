@@ -217,7 +217,7 @@ def _average_rows(tables: list[list[Any]], keys: tuple[str, ...]) -> list[Any]:
 
 
 def _best(ranked: list[Trained]) -> list[Trained]:
-    """The first of the ranked, and those that are equal to it within their errors."""
+    """The best variant, and every variant that equals it within the errors."""
     errors = [error_of(trained.quality["accuracy"], trained.quality["answers"]) for trained in ranked]
     means = [trained.quality["accuracy"]["mean"] for trained in ranked]
     return [trained for trained, mean, error in zip(ranked, means, errors, strict=True)

@@ -161,7 +161,7 @@ class Difference(TypedDict):
 
 
 class Comparison(TypedDict):
-    """This report beside that of another folder, called ``name``, for variants of the same name."""
+    """This report beside the report of another folder, ``name``, by variants of the same name."""
 
     name: str
     rows: list[Difference]

@@ -28,7 +28,7 @@ def document_path(folder: Path, variant: Variant) -> Path:
 
 
 def check_documents(experiment: Experiment, folder: Path) -> None:
-    """ValueError if a file that is in the place of one that is to be written comes from elsewhere."""
+    """ValueError if a document would replace a file that this library did not write."""
     for path in (*made_files(folder), *(document_path(folder, variant) for variant in experiment.variants)):
         check_replaceable(path, MADE_BY)
 
