@@ -84,15 +84,17 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{error}: pip install 'deepseek-attn[ray]'") from error
     params = sampling_params(args)
     with open_batch(args, params) as batch:
+        if batch.is_complete:
+            return batch.finish()
         ray.init(args.address, include_dashboard=False)
         try:
             complete_all(batch, params, args)
         except ray.exceptions.RayError as error:
             print(f"an actor failed: {error}", file=sys.stderr)
-            return batch.status() or 1
+            return batch.finish() or 1
         finally:
             ray.shutdown()
-        return batch.status()
+        return batch.finish()
 
 
 def complete_all(batch: Batch, params: SamplingParams, args: argparse.Namespace) -> None:

@@ -69,6 +69,11 @@ class Batch(Iterator[IndexedPrompt | None]):
     def __length_hint__(self) -> int:
         return self._left or 0
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every prompt has a line already, so no model is needed. False while a stream may bring more."""
+        return self._left == 0
+
     def __next__(self) -> IndexedPrompt | None:
         found = next(self._pending_prompts)
         if found is None:
@@ -144,8 +149,10 @@ class Batch(Iterator[IndexedPrompt | None]):
             sys.stdout.flush()
         self.lines += 1
 
-    def status(self) -> int:
-        """Exit status of the command: 1 if a prompt failed, or was read and has no line (a note says how many)."""
+    def finish(self) -> int:
+        """Says what ``--out`` holds; returns the exit status: 1 if a prompt failed, or was read and has no line."""
+        if self._args.out is not None:
+            show(f"{self.lines} prompts, {self.errors} failed -> {self._args.out}")
         if self._heads:
             say(f"{len(self._heads)} prompts have no line; --resume goes on with them")
         return int(self.errors > 0 or bool(self._heads))
@@ -168,11 +175,7 @@ def complete_all(
         if batch is not None and args.out is not None:
             say(f"\n{args.out}: {batch.lines} lines; --resume goes on with the other prompts")
         raise
-    if batch is None:
-        return 0
-    if args.out is not None:
-        show(f"{batch.lines} prompts, {batch.errors} failed -> {args.out}")
-    return batch.status()
+    return 0 if batch is None else batch.finish()
 
 
 def encoder(llm: LLM, args: argparse.Namespace) -> Callable[[Any], Prompt]:

@@ -125,7 +125,9 @@ def complete(args: argparse.Namespace, ranks: Parallel) -> int:
             batch = stack.enter_context(open_batch(args, params))
         elif ranks.rank == 0:
             prompt = read_input(args)
-        prompt = ranks.share(prompt)
+        prompt, is_complete = ranks.share((prompt, batch is not None and batch.is_complete))
+        if is_complete:
+            return 0 if batch is None else batch.finish()
         llm = LLM(args.model or default_checkpoint(), speculate=args.speculate, **options)
         vocab_size = llm.runner.config.vocab_size
         for token in args.stop_token_id:

@@ -266,6 +266,20 @@ def test_resumed_objects(command, capsys, monkeypatch):
     assert main([*command, "--resume"]) == 1, "null is the same as an absent key"
 
 
+def test_nothing_left_loads_no_model(command, whole, capsys):
+    """The model that is named then need not exist; with a prompt left, its absence is an error."""
+    write_lines(whole)
+    place = command.index("--model") + 1
+    without = [*command[:place], "no-such-folder", *command[place + 1 :], "--resume"]
+    status = main(without)
+    out = capsys.readouterr().out
+    assert status == any("error" in json.loads(line) for line in whole)
+    assert f"{len(whole)} prompts, " in out
+    write_lines(whole[1:])
+    assert main(without) == 2
+    assert lines_of() == whole[1:]
+
+
 def write_lines(lines: list[str]) -> None:
     with open("out", "w", encoding="utf-8") as file:
         file.writelines(lines)
