@@ -218,7 +218,11 @@ def run_steps(
     Raises:
         ValueError: the loss is not finite.
     """
-    losses, done, start = [*kept.start.losses], kept.start.done, time.perf_counter() - kept.start.seconds
+    losses, done, start = [*kept.start.losses], kept.start.done, time.perf_counter()
+
+    def seconds() -> float:
+        return kept.start.seconds + seconds_since(start)
+
     share = max(done / steps, kept.start.seconds / budget_s if budget_s else 0.0)
     while done < steps and share < 1.0:
         loss = run(share, lr * min(1.0, (share + 1 / steps) / WARMUP) * (1.0 - share))
@@ -229,10 +233,10 @@ def run_steps(
                 raise ValueError(f"the loss is {losses[-1][1]} after {done} steps: lower the learning rate")
             if progress is not None:
                 progress(*losses[-1])
-        share = max(done / steps, seconds_since(start) / budget_s if budget_s else 0.0)
+        share = max(done / steps, seconds() / budget_s if budget_s else 0.0)
         if kept.save is not None:
-            kept.save(Steps(done, losses, seconds_since(start)), share >= 1.0)
-    return Steps(done, losses, seconds_since(start))
+            kept.save(Steps(done, losses, seconds()), share >= 1.0)
+    return Steps(done, losses, seconds())
 
 
 def check_family(config: AnyConfig) -> None:

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from deepseek_attn.utils.clock import seconds_since
 from deepseek_attn.utils.files import check_replaceable, write_tensors
 
 if TYPE_CHECKING:
     from deepseek_attn.training.step import TrainingStep
 
 MADE_BY = "deepseek-attn train"
+"""The only key of the file's metadata: the header begins with it, so the file is known to be replaceable."""
 SAVE_SECONDS = 60.0  # between two states
 
 
@@ -49,7 +51,7 @@ class TrainingState:
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any], *, resume: bool = False):
         self.path, self.settings = Path(path), json.dumps(settings, sort_keys=True)
-        self.saved = time.monotonic()
+        self.saved = time.perf_counter()
         self._tensors: dict[str, torch.Tensor] = {}
         check_replaceable(self.path, MADE_BY)
         if os.path.lexists(self.path):
@@ -61,7 +63,7 @@ class TrainingState:
     def _read(self, settings: Mapping[str, Any]) -> None:
         try:
             with safe_open(self.path, framework="pt") as file:
-                made_of = json.loads(file.metadata()["settings"])
+                made_of = json.loads(file.metadata()[MADE_BY])
                 self._tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a mapping
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{str(self.path)!r} cannot be read ({error}): remove it and train anew") from error
@@ -92,7 +94,7 @@ class TrainingState:
 
     def save(self, stage: str, step: TrainingStep, generator: torch.Generator, steps: Steps, *, last: bool) -> None:
         """Writes the state if the last one is old enough; ``last``: the stage ends, and its optimizer is not kept."""
-        if not last and time.monotonic() - self.saved < SAVE_SECONDS:
+        if not last and seconds_since(self.saved) < SAVE_SECONDS:
             return
         own = f"{stage}."
         tensors = {n: t for n, t in self._tensors.items() if not n.startswith(("model.", own))}
@@ -106,8 +108,8 @@ class TrainingState:
         }
         self._tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(self.path, self._tensors, {"made_by": MADE_BY, "settings": self.settings})
-        self.saved = time.monotonic()
+        write_tensors(self.path, self._tensors, {MADE_BY: self.settings})
+        self.saved = time.perf_counter()
 
     def remove(self) -> None:
         """Removes the file, when what was trained is kept elsewhere."""
