@@ -4,7 +4,8 @@ const get = (id) => document.getElementById(id);
 const recent = Number(get("maps").dataset.recent);
 const MEAN = -1; // number of the mean of the heads
 const reads = new Map(found.queries.map((query) => [query.position, query]));
-const chosen = { query: found.queries.length - 1, layer: 0, head: MEAN };
+const { query: firstQuery, layer: firstLayer } = get("maps").dataset; // the place that the page opens on
+const chosen = { query: Number(firstQuery), layer: Number(firstLayer), head: MEAN };
 
 // Regions of attention: their names, values of a record's shares, and colours.
 const regions = found.window
@@ -105,7 +106,7 @@ function scrollTo(element) {
 function rowOf(span, label, text) {
   const row = make("tr");
   row.tabIndex = 0;
-  row.append(make("td", label, "name"), make("td", text, "name"));
+  row.append(make("td", label, "name"), make("td", text, "name text-of"));
   row.addEventListener("mouseenter", () => point(span, false));
   row.addEventListener("mouseleave", () => point(null));
   row.addEventListener("focus", () => point(span, true));
@@ -208,7 +209,10 @@ const maps = regions.map(([name, value, hue]) => {
   labels.append(make("th"), make("th", "mean"), ...Array.from({ length: numHeads }, (_, head) => make("th", numHeads > 16 && head % 8 ? "" : head)));
   table.append(labels);
   const caption = make("figcaption");
-  figure.append(caption, table);
+  const scale = make("div", undefined, "scale");
+  scale.style.setProperty("--hue", `var(${hue})`);
+  scale.append(make("span", "0 %"), make("i"), make("span", "100 % of the attention"));
+  figure.append(caption, table, scale);
   get("maps").append(figure);
   table.addEventListener("click", (event) => {
     const cell = event.target.closest("td");
@@ -288,9 +292,10 @@ get("layer").addEventListener("change", () => choose({ layer: Number(get("layer"
 get("head").addEventListener("change", () => choose({ head: Number(get("head").value) }));
 document.querySelectorAll("[name=over]").forEach((radio) => radio.addEventListener("change", colour));
 
+const layerAt = (number) => found.layers.findIndex((layer) => layer.layer === number);
 const given = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
 choose({
   query: queryAt(Number(given.t)) >= 0 ? queryAt(Number(given.t)) : chosen.query,
-  layer: Math.max(0, found.layers.findIndex((layer) => layer.layer === Number(given.l))),
+  layer: layerAt(Number(given.l)) >= 0 ? layerAt(Number(given.l)) : chosen.layer,
   head: Number.isInteger(Number(given.h)) && "h" in given ? Number(given.h) : MEAN,
 });

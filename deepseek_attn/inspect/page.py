@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from deepseek_attn.inspect.records import RECENT, Inspection
 from deepseek_attn.text.tokenizer import IncrementalDecoder, Tokenizer
@@ -21,6 +22,26 @@ def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
     return texts
 
 
+class Opening(NamedTuple):
+    """Places of the query and the layer that the page shows first."""
+
+    query: int
+    layer: int
+
+
+def opening_of(inspection: Inspection) -> Opening:
+    """The last query of the first layer whose indexer had to select; else of the first layer that has entries to read.
+
+    Where no query read an entry: the last query of the first layer.
+    """
+    for shows in (lambda read: read.index is not None, lambda read: len(read.mean.entries) > 0):
+        for layer in range(len(inspection.layers)):
+            for query in reversed(range(len(inspection.queries))):
+                if shows(inspection.queries[query].layers[layer]):
+                    return Opening(query, layer)
+    return Opening(len(inspection.queries) - 1, 0)
+
+
 def make_page(inspection: Inspection, text: list[str] | None, title: str) -> str:
     """The whole page, by ``page.html.jinja``.
 
@@ -28,7 +49,8 @@ def make_page(inspection: Inspection, text: list[str] | None, title: str) -> str
         text: of each token (`token_texts`), any strings; None shows token ids.
     """
     template = page_templates("deepseek_attn.inspect").get_template("page.html.jinja")
-    return template.render(title=title, found=inspection, recent=RECENT, data=script_data(inspection.to_json(text)))
+    facts = {"recent": RECENT, "opening": opening_of(inspection), "data": script_data(inspection.to_json(text))}
+    return template.render(title=title, found=inspection, **facts)
 
 
 def write_page(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -89,6 +90,36 @@ def test_the_page_stands_alone(inspection):
     assert len(set(ids)) == len(ids)
     named = re.findall(r'get\("([\w-]+)"\)|getElementById\("([\w-]+)"\)', written)
     assert {a or b for a, b in named} <= set(ids)
+
+
+def opened(inspection: Inspection) -> tuple[int, int]:
+    """Query and layer that the written page is told to show first."""
+    attributes = dict(Parsed(page.make_page(inspection, None, "title")).attributes)
+    return int(attributes["data-query"]), int(attributes["data-layer"])
+
+
+@pytest.mark.parametrize(("tokens", "layer"), [(40, 1), (9, 1), (3, 0)])
+def test_the_page_opens_where_there_is_something_to_see(runner, tokens, layer):
+    """On a selection, on entries without one, and on the window where there are no entries; the last such token."""
+    found = inspect_attention(runner, prompt(runner.config, tokens))
+    query, opened_layer = opened(found)
+    read = found.queries[query].layers[opened_layer]
+    assert (query, opened_layer) == (tokens - 1, layer)
+    assert (read.index is not None) == (tokens == 40)
+    assert (len(read.mean.entries) > 0) == (tokens > 3)
+    if tokens == 40:
+        before = dataclasses.replace(found, queries=found.queries[:-20])
+        last = before.queries[opened(before)[0]]
+        assert last is before.queries[-1]
+
+
+def test_columns_stay_in_sight_and_maps_have_a_scale(inspection):
+    """The text gives way, so that no other column is cut off."""
+    written = page.make_page(inspection, None, "title")
+    assert re.search(r"td\.text-of \{[^}]*max-width: 0;[^}]*text-overflow: ellipsis", written)
+    headers = re.findall(r"<th[^>]*>([^<]+)</th>", written)
+    assert headers[headers.index("score") :][:3] == ["score", "dense weight", "selected"]
+    assert '"100 % of the attention"' in written
 
 
 def test_json_has_the_records(inspection):
