@@ -231,7 +231,7 @@ FAMILIES: dict[type[AnyConfig], type[Family]] = {
     DeepseekV32Config: DeepseekV32Family,
     DeepseekV41Config: DeepseekV41Family,
 }
-PUBLISHED = frozenset(MODEL_TYPES)  # those of the package
+PUBLISHED = frozenset(MODEL_TYPES)  # model types of the package
 FAMILY_CLASSES = {"model_class": Backbone, "builder_class": MetadataBuilder}
 
 
@@ -250,9 +250,9 @@ def register_family(model_type: str, config_class: type[AnyConfig], family_class
 
         register_family("mine", MyConfig, MyFamily)
 
-    The checkpoint's names, the caches and the split over ranks are those of the config that ``config_class`` derives
-    from. The module that registers a family is imported before its configs are read: by the program, or as an entry
-    point of the group ``deepseek_attn.extensions``.
+    Tensor names, caches and the split over ranks follow the config that ``config_class`` derives from.
+    The module that registers a family is imported before its configs are read: by the program, or as an entry point of
+    the group ``deepseek_attn.extensions``.
 
     Raises:
         ValueError: with everything that the classes lack, or a ``model_type`` that the package has.

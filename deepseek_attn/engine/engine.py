@@ -4,7 +4,7 @@ Whatever breaks off a step, a `KeyboardInterrupt` at any point included, undoes 
 by then, from which everything else follows (`Engine._whole`). So the next step goes on with the same tokens.
 
 Several threads can use an engine: every method that changes anything waits for its turn (`utils.turns`). A step
-computes the requests of all of them, whichever thread calls it; each caller is told about its own.
+computes the requests of all threads, whichever thread calls it; each caller gets the outputs of its own requests.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Engine:
         self.stats, self.last_step = EngineStats(), StepStats()
         self.on_step: Callable[[StepStats], None] | None = None
         self.turns = runner.manager.turns
-        self._steppers = Caller()  # those who call `step`: they are told about requests that are in no `run`
+        self._steppers = Caller()  # all callers of `step`: they get the outputs of requests outside of any `run`
         self._runs: WeakSet[Caller] = WeakSet()  # of ranks that share a model
         self._step_in: int | None = None  # number of the turn in which a step is computed
         self._ended = 0
@@ -134,8 +134,8 @@ class Engine:
     def cancel(self, request: Request) -> bool:
         """Ends a request and frees all it holds, between two steps; False if it had ended already.
 
-        One that was not submitted ends, too, and cannot be any more. A call from within a step (by a hook or a signal
-        handler) takes effect when the step has ended.
+        A request that was never submitted ends too, and cannot be submitted any more. A call from within a step (by a
+        hook or a signal handler) takes effect when the step has ended.
 
         Raises:
             ValueError: a request of another engine.
@@ -155,18 +155,18 @@ class Engine:
     def run(
         self, requests: Iterable[Request | None], max_in_flight: int | None = None
     ) -> Iterator[list[RequestOutput]]:
-        """Steps until these requests have ended; submits those that have not been. Yields their outputs.
+        """Submits the requests that were not submitted yet, and steps until all have ended. Yields their outputs.
 
-        Several threads can each have their run at the same time: a step of one computes the requests of all. Closing
-        the generator early, or an exception, cancels those that have not ended: if another thread computes a step, when
-        that has ended.
+        Several threads can each have a run at the same time: a step of one computes the requests of all. Closing the
+        generator early, or an exception, cancels the unfinished requests of this run. If another thread is computing a
+        step, they are cancelled after it.
 
         Args:
             requests: None in place of one says that it is not there yet: the others go on, and it is asked for again.
             max_in_flight: requests that are taken before one of them has ended; None: all, before the first step.
 
         Raises:
-            ValueError: a request of another engine or of another run, or one that cannot be submitted.
+            ValueError: a request belongs to another engine or another run, or cannot be submitted.
             RuntimeError: ranks share the model, and another thread has a run: the order of their steps would differ
                 from rank to rank.
         """
@@ -217,7 +217,7 @@ class Engine:
 
     @in_turn
     def _take_over(self, request: Request, caller: Caller) -> None:
-        """Makes a request one of a `run`, which is told about it from now on; submits it unless it was or has ended."""
+        """Assigns a request to a `run`, which gets its outputs from now on; submits it if that is still to be done."""
         if not request.finished and request not in self.scheduler:
             self._submit(request, caller)
             return
@@ -235,8 +235,8 @@ class Engine:
         the tokens that there are, and returns what this one would have.
 
         Returns:
-            What happened to each request that took part, failed, or was cancelled since the last step; those of `run`
-            are left out, which is told itself.
+            The outputs of each request that took part, failed, or was cancelled since the last step; requests of a
+            `run` are left out, because the `run` yields their outputs.
         """
         taken = Caller()
         try:
@@ -247,10 +247,10 @@ class Engine:
 
     @in_turn
     def _take_outputs(self, caller: Caller, taken: Caller | None = None) -> list[RequestOutput]:
-        """What a caller has not been told, after a step; a `run` makes none if a step of another thread left it some.
+        """Outputs that a caller has not received. A `run` steps first, unless another thread's step left it outputs.
 
         Args:
-            taken: of those who call `step`: gets what they are told, for the case that it does not reach them.
+            taken: of callers of `step`: receives a copy of their outputs, in case these do not reach them.
         """
         if taken is not None or not caller.unreported:
             self._compute_step()

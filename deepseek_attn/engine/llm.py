@@ -36,7 +36,7 @@ class IndexedPrompt(NamedTuple):
     """A prompt with an index of its own, which names it in what `LLM.generate_iter` yields.
 
     Attributes:
-        params: default: those of the call.
+        params: sampling parameters of this prompt; default: the parameters of the call.
     """
 
     index: int
@@ -91,7 +91,7 @@ class TextStream(Iterator[str]):
 class LLM:
     """A checkpoint ready to generate; a context manager that closes it.
 
-    Requests take what they leave open of `SamplingParams` from the checkpoint's ``generation_config.json``. Several
+    Fields of `SamplingParams` that are None take the checkpoint's value, from ``generation_config.json``. Several
     threads can call it at the same time: their prompts are batched together, and each call returns its own.
 
     Args:

@@ -57,11 +57,11 @@ class Unreported:
 
 @dataclass(eq=False)
 class Caller:
-    """One that is told what becomes of its requests: an `Engine.run`, or all who call `Engine.step`.
+    """A receiver of outputs: an `Engine.run`, or all callers of `Engine.step` together.
 
     Attributes:
         thread: of an `Engine.run`, the thread that began it.
-        unreported: by request, the part that it has not been told.
+        unreported: by request, the part whose outputs it has not received.
     """
 
     thread: int | None = None
@@ -84,7 +84,7 @@ class Request:
         kept_blocks: blocks of tokens that have been offered to the prefix cache.
         cached_tokens: tokens that came from the prefix cache when it first started.
         preemptions: number of times it was preempted.
-        caller: who is told what becomes of it; None before it is submitted.
+        caller: the receiver of its outputs; None before it is submitted.
     """
 
     _sequence: Sequence | None
@@ -245,7 +245,7 @@ class Request:
 
     @property
     def marks(self) -> list[int]:
-        """Where in the text that of each ``</think>`` token begins."""
+        """Offsets in the text at which the text of each ``</think>`` token begins."""
         return [] if self._stop is None else self._stop.marks
 
     def completion(self) -> Completion:

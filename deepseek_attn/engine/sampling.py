@@ -27,7 +27,7 @@ class SamplingParams:
     """How one request is sampled and when it ends.
 
     Where temperature, top_k, top_p or max_tokens is None, a request takes the value of the checkpoint's
-    ``generation_config.json``; where that has none: temperature 1, all tokens, and 256 new tokens.
+    ``generation_config.json``. Without a value there: temperature 1, all tokens, and 256 new tokens.
 
     Attributes:
         temperature: logits are divided by it; 0 is greedy (the lowest index wins ties).

@@ -31,7 +31,7 @@ class StopChecker:
         end_think: id of ``</think>``, for `marks`.
 
     Attributes:
-        marks: where in the text, emitted and held back, that of each ``</think>`` token begins.
+        marks: offsets in the text, emitted and held back, at which the text of each ``</think>`` token begins.
 
     Raises:
         ValueError: stop strings without a decoder.

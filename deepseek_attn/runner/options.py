@@ -84,7 +84,7 @@ def lists_options(**defaults: object) -> Callable[[F], F]:
     """Decorator by which ``help`` and notebooks list and explain a runner's options in place of ``**options``.
 
     Args:
-        defaults: those that the function has in place of `build_runner`'s.
+        defaults: default values of this function that differ from `build_runner`'s.
     """
 
     def listed(function: F) -> F:
@@ -105,7 +105,7 @@ def lists_options(**defaults: object) -> Callable[[F], F]:
 
 @cache
 def explanations() -> dict[str, str]:
-    """What the docstrings of `AttentionOptions` and `RunnerOptions` say of each option."""
+    """The explanation of each option, from the docstrings of `AttentionOptions` and `RunnerOptions`."""
     found: dict[str, str] = {}
     for options in (RunnerOptions, AttentionOptions):
         attributes = (inspect.getdoc(options) or "").partition("Attributes:\n")[2]

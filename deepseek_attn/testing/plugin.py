@@ -4,8 +4,8 @@
     python -m pytest -p deepseek_attn.testing.plugin --deepseek-attn-record mine:Record
 
 Without paths these run `layer_suite`. A project's own ``conftest.py`` takes the plugin by ``pytest_plugins =
-["deepseek_attn.testing.plugin"]``. It is no entry point: pytest would load it, and rewrite the whole package, in every
-run on the machine.
+["deepseek_attn.testing.plugin"]``. It is not an entry point: pytest would load it, and rewrite the whole package, in
+every run on the machine.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class LayerRequest:
 
     Attributes:
         x: ``[length, hidden_size]``; sequence: the pages of the tokens computed so far.
-        number: of the request among those of its layer, from 0.
+        number: index of the request among the layer's requests, from 0.
         outputs, selected: results by step; ``selected`` stays empty without an indexer.
         attended: results of the impl by step, ``[n, heads, value_dim]``; empty without an impl (V3).
         places: where each token was computed; rotated_back: whether ``attended`` is `Attended.rotated_back`, by token.
@@ -78,7 +78,7 @@ class RandomLayer:
         runner, session, attention: the layer, the session that drives it, the runner that holds it.
         reference: the same layer in float64.
         tolerance, head_tolerance, selection_tolerance: errors that `check` allows: of a row of the output, of a head's
-            attended values, of what the indexer selects.
+            attended values, of the indexer's selection.
         steps, requests: number of steps and of requests so far.
     """
 
@@ -117,7 +117,7 @@ class RandomLayer:
         return copy
 
     def truncate(self, request: LayerRequest, n: int) -> None:
-        """Forgets what was computed of the tokens from ``n`` on."""
+        """Goes back to the first ``n`` tokens of a request; later results are dropped."""
         request.sequence.truncate(n)
         for parts in (request.outputs, request.selected, request.attended):
             parts[:] = [torch.cat(parts)[:n]] if parts else []
@@ -147,7 +147,7 @@ class RandomLayer:
         self.steps += 1
 
     def _run(self, x: Tensor, lengths: dict[LayerSequence, int]) -> tuple[Tensor, Attended | None]:
-        """`LayerSession.run` with a `WatchedImpl`, and what it saw; None for a layer without an impl."""
+        """`LayerSession.run` under a `WatchedImpl`: output and attended values; None for these without an impl."""
         impl = self.attention.impl
         if impl is None:
             return self.session.run(x, lengths), None

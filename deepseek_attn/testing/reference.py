@@ -85,8 +85,8 @@ class LayerReference(ABC):
     def selection_errors(self, x: Tensor, selected: Tensor) -> list[float]:
         """Distance of the worst selected score to the worst that should be selected, relative to the largest score.
 
-        One per query; infinite if its row of ``selected`` does not hold as many distinct visible entries as there are
-        or as fit.
+        One per query; infinite unless its row of ``selected`` holds distinct visible entries, all of them or as many as
+        the row has columns.
         """
         errors, scores = [], self.index_scores(x.detach().cpu().double())
         for t, row in enumerate(selected.tolist()):

@@ -5,8 +5,8 @@ from ``'a' * 10**10`` or from regular expressions that take hours, and no count 
 filters and Python's methods can do. The operating system does, wherever the time or memory is spent. The process is
 started when first used, and renders one template after the other, so that only the first waits for it.
 
-The regular expressions of a tokenizer can take hours too. What a text takes there it takes here, so a text that was
-tried in this process in time may be tokenized in the caller's.
+The regular expressions of a tokenizer can take hours too. A text takes the same time in both processes, so a text that
+was tokenized here within the limits may be tokenized in the caller's process.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _answer(job: dict[str, Any]) -> dict[str, str]:
         return {"text": ""}
     except TemplateError as error:
         return {"error": error.message}
-    except BaseException as error:  # an assertion that failed in the tokenizers library is no Exception
+    except BaseException as error:  # a failed assertion in the tokenizers library is not an Exception
         return {"error": str(error)[:300]}
 
 

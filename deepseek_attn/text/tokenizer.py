@@ -32,7 +32,7 @@ SPECIAL_KEYS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "p
 TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 TEXT_TOKENS = (THINK, END_THINK, "｜DSML｜")  # part of a reply's text, also for a tokenizer that has them as special
 REPLACEMENT = "\ufffd"  # what incomplete or invalid UTF-8 decodes to
-REST = "\0"  # what the finder of added tokens makes of all other text
+REST = "\0"  # stands for all text between added tokens
 FIRST_PIECE = 1 << 16  # characters of a long text that are tokenized first
 
 
@@ -110,7 +110,7 @@ class Tokenizer:
         """Token ids of ``text`` and nothing else; added tokens spelled out in it become their ids.
 
         Args:
-            max_tokens: of a text with more than twice as many, no more than a part is tokenized.
+            max_tokens: a text of more than twice this number is tokenized only in part.
 
         Raises:
             ValueError: a lone surrogate in ``text``, which no UTF-8 text has; far more than ``max_tokens`` tokens.

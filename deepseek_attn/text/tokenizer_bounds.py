@@ -1,7 +1,7 @@
-"""What a ``tokenizer.json`` may ask for: texts and tokens of bounded length.
+"""Limits of a ``tokenizer.json``: texts and tokens of bounded length.
 
-The tokenizers library runs what the file says, without limits. Components that make a text longer are therefore bounded
-by their description, before it is built: a text and its tokens differ in length by a small factor.
+The tokenizers library runs the file's components without limits. Components that make a text longer are therefore
+bounded by their description, before they are built: a text and its tokens differ in length by a small factor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_AFFIX = 64  # characters that a component puts before or after each word
 MAX_GROWTH = 16  # factor by which the normalizer, or the decoder, may lengthen a text
 MAX_WORD = 1000  # characters of a word that WordPiece compares with its vocabulary, in time of their square
 # Unicode's normal forms and lower case are in neither list's factor: they lengthen a text by at most 18, once.
-# DeepSeek's own: the time of each is that of the text's length.
+# DeepSeek's own: the time of each is linear in the length of the text.
 KNOWN_PATTERNS = (
     r"\p{N}{1,3}",
     "[一-龥\u3040-ゟ゠-ヿ]+",
@@ -109,7 +109,7 @@ def _growth(part: str, step: dict[str, Any]) -> int:
 def _check_pattern(part: str, step: dict[str, Any]) -> int:
     """Length of the shortest text that the pattern of a step matches; 0 if that is not known."""
     pattern = step.get("pattern")
-    if pattern is None or isinstance(pattern, str):  # none, or that of CharDelimiterSplit
+    if pattern is None or isinstance(pattern, str):  # no pattern, or the delimiter of CharDelimiterSplit
         return 0
     (value,) = pattern.values()
     if not value:

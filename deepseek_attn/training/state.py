@@ -1,4 +1,4 @@
-"""What an interrupted training goes on from: one safetensors file, replaced once in a while and removed at the end."""
+"""The state that an interrupted training resumes from: one safetensors file, removed at the end of the training."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class TrainingState:
     """The file of a training's state. Training on from it gives the bits that an uninterrupted training has on a CPU.
 
     Args:
-        settings: all that the training depends on, as JSON takes it.
-        resume: go on from the file if there is one; else there must be none.
+        settings: every option that the training depends on, as JSON values.
+        resume: go on from the file if it exists; without it the file must not exist.
 
     Raises:
         ValueError: the file is there and ``resume`` is off, or it is not the state of a training with these settings.
@@ -112,5 +112,5 @@ class TrainingState:
         self.saved = time.perf_counter()
 
     def remove(self) -> None:
-        """Removes the file, when what was trained is kept elsewhere."""
+        """Removes the file; called when the checkpoint is complete."""
         self.path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Folders and files that are not a checkpoint of a supported format: what they are, for the error message."""
+"""Names of unsupported formats of folders and files, for error messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _RANK = re.compile(r"model\d+-mp(\d+)\.safetensors")
 
 
 def weight_format(file: Path) -> str | None:
-    """Format of a file of weights by its name; None if it is none."""
+    """Format of a file of weights, by its suffix; None for other files."""
     return "safetensors" if file.suffix == ".safetensors" else WEIGHT_FILES.get(file.suffix)
 
 
@@ -44,12 +44,12 @@ def quantiser(folder: Path) -> str | None:
 
 
 def contents(folder: Path) -> str:
-    """What a folder without ``config.json`` or without weights holds in their place, and what to do; maybe empty."""
+    """Formats found in a folder that lacks ``config.json`` or weights, with the remedy of each; may be empty."""
     return "".join(f"; {found}" for found in _contents(folder))
 
 
 def interrupted(folder: Path) -> str:
-    """A hint at a download that did not end; empty if there is none."""
+    """A hint at an interrupted download; empty if no partial file is found."""
     parts = [*folder.glob("*.incomplete"), *folder.glob(".cache/huggingface/download/**/*.incomplete")]
     parts += [*folder.glob("../../blobs/*.incomplete"), *folder.glob("*.aria2"), *folder.glob("*.part")]
     return f"; a download was interrupted ({len(parts)} unfinished files): run it again" if parts else ""

@@ -26,7 +26,7 @@ class Registry(Generic[T]):
     Args:
         what: the kind, for messages; base: class that they derive from.
         taken: names of the classes in the package.
-        find_problems: what a class that derives from ``base`` and has all its methods lacks.
+        find_problems: lists further problems of a class that derives from ``base`` and has all its methods.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class Turns:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def after_this_turn(self, call: Callable[[], object]) -> None:
-        """Runs a call at once if there is no turn; else the thread whose turn it is runs it when that has ended.
+        """Runs a call at once if nobody has the turn; otherwise the thread that has it runs the call at its end.
 
         It does not wait for another thread's turn, so that a garbage-collected object may call it: the collector runs
         anywhere, also where its thread holds a lock that the other thread needs to end its turn.
@@ -53,7 +53,7 @@ class Turns:
             call()
 
     def order_streams(self) -> None:
-        """Makes the current stream wait for that of the turn before."""
+        """Makes the current stream wait for the stream of the previous turn."""
         stream = torch.cuda.current_stream(self.device)
         if stream != self._stream and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self._stream)
@@ -75,9 +75,8 @@ T = TypeVar("T")
 def in_turn(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[Self, P], T]:
     """Runs a method while no other thread runs one of an object with the same turns; such methods may call each other.
 
-    A plain lock would not do: a thread that makes one step after another takes it again before a thread that waits
-    for it has woken up, for as long as it has steps to make. Here each thread waits until the one that came just before
-    it holds ``turns.lock`` or has given up.
+    A plain lock starves the waiting threads: a thread that makes one step after another takes the lock again before
+    they have woken up. Here each thread waits until its predecessor holds ``turns.lock`` or has given up.
 
     Locks are held by ``with`` alone: Python takes and releases them between two points at which a signal handler may
     raise, so that a `KeyboardInterrupt` leaves none behind. A waiting thread can be interrupted, too.
