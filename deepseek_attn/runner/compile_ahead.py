@@ -190,7 +190,9 @@ class Compilation:
             stderr=subprocess.DEVNULL, start_new_session=True,  # a session of its own gets no Ctrl-C
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        workers = max(1, len(os.sched_getaffinity(0)) - 1) if workers is None else workers
+        if workers is None:
+            processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            workers = max(1, processors - 1)
         self._request: bytes | None = pickle.dumps((request, workers))
         if patient and self.begun.exists():
             self._later = threading.Timer(PATIENCE, self._begin)

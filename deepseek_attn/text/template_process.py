@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -27,9 +26,15 @@ from jinja2 import TemplateError
 
 from deepseek_attn.text.template import render
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
 MAX_CPU_SECONDS = 10.0  # for one conversation
 MAX_MEMORY = 1 << 30  # bytes of address space of the process
 MAX_REQUEST = 1 << 26  # bytes of template and messages as JSON
+UNBOUNDED = "this system cannot limit the time and memory that a checkpoint's own template or patterns take"
 START = "import sys; sys.path[:] = sys.argv[1:]; from deepseek_attn.text.template_process import serve; serve()"
 
 
@@ -39,6 +44,8 @@ def render_untrusted(template: str, messages: list[dict[str, Any]], **variables:
     Raises:
         jinja2.TemplateError: as `template.render`; or it needs more than `MAX_CPU_SECONDS` or `MAX_MEMORY`.
     """
+    if resource is None:
+        raise TemplateError(f"{UNBOUNDED}: pass a plain prompt, or remove the template to use DeepSeek's encoding")
     try:
         job = {"template": template, "messages": messages, "variables": variables, "seconds": MAX_CPU_SECONDS}
         request = json.dumps(job).encode()  # ASCII, on one line
@@ -61,6 +68,8 @@ def try_tokenizer(tokenizer: str, text: str) -> None:
     Raises:
         ValueError: it fails, or needs more than `MAX_CPU_SECONDS` or `MAX_MEMORY`.
     """
+    if resource is None:
+        raise ValueError(f"{UNBOUNDED}: pass token ids")
     request = json.dumps({"tokenizer": tokenizer, "text": text, "seconds": MAX_CPU_SECONDS}).encode()
     reply = _process.exchange(request)
     if "error" in reply:
@@ -145,4 +154,5 @@ def _answer(job: dict[str, Any]) -> dict[str, str]:
 
 _process = TemplateProcess()
 atexit.register(_process.stop)
-os.register_at_fork(after_in_child=_process.__init__)  # a forked process must not read the replies to its parent
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_process.__init__)  # a forked process must not read the replies to its parent

@@ -15,8 +15,11 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of memory of a GPU; of a CPU, those that this process may have at most; of "meta", which has none, many."""
-    if device.type == "meta":
+    """Bytes of memory of a GPU, or of the machine, as far as this process may take it.
+
+    Where they are not known (the device "meta", a CPU under Windows) it is 2**62, so that no check fails.
+    """
+    if device.type == "meta" or (device.type == "cpu" and not hasattr(os, "sysconf")):
         return 1 << 62
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory

@@ -21,6 +21,8 @@ from tests.house.test_docs import commands, subparsers
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKED = Path(__file__).parent / "blocked"
+NO_POSIX = Path(__file__).parent / "no_posix"
+PIPES = [line for line in README.splitlines() if re.match(r"deepseek-attn .*\| deepseek-attn ", line)]
 
 # Commands with what the message of each says that cannot run here; "" for those that run.
 COMMANDS = {
@@ -74,12 +76,13 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-def run(folder: Path, *arguments: str) -> str:
-    """Standard output of a Python process that finds no optional package; the test fails if it does."""
-    paths = [str(BLOCKED), *filter(None, [os.environ.get("PYTHONPATH")])]
+def run(folder: Path, *arguments: str, first: Path = BLOCKED, shell: bool = False) -> str:
+    """Standard output of a Python process, or a shell, that finds no optional package; fails if the process does."""
+    paths = [str(first), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    command = ["bash", "-o", "pipefail", "-c"] if shell else [sys.executable]
     result = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+        [*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     return result.stdout
@@ -117,7 +120,30 @@ def test_no_command_is_forgotten():
         tuple(line.split()[:2]) if subparsers(parsers[line.split()[0]]) else (line.split()[0], "") for line in COMMANDS
     }
     assert known - run <= {("experiment", "resume")}  # as `run`, of a folder that is there
-    assert [words[0] for words in PRINTED] == ["generate", "inspect", "plan"]
+    assert [words[0] for words in PRINTED] == ["generate", "plan"]
+    assert len(PIPES) == 1
+
+
+@pytest.mark.exhaustive
+def test_pipes_of_readme(tmp_path):
+    """The text is long enough for indexers to select."""
+    [line] = PIPES
+    run(tmp_path, line.replace("deepseek-attn", f"{shlex.quote(sys.executable)} -m deepseek_attn"), shell=True)
+    layers = json.loads((tmp_path / "page.json").read_text())["layers"]
+    assert any(layer["index"] for layer in layers)
+
+
+def test_a_system_without_posix(tmp_path):
+    """Text, plans and layers work; what needs limits of another process is refused, in one message."""
+    wanted = [
+        "generate --prompt x --max-tokens 2", "generate --chat --prompt x --max-tokens 2", "plan --model tiny", "info",
+        "bench layer --layers 1 --context 9 --batch 1 --repeats 1",
+    ]  # fmt: skip
+    lines = run(tmp_path, "-c", RUN_ALL, json.dumps([line.split() for line in wanted]), first=NO_POSIX).splitlines()
+    assert [json.loads(line)[0] for line in lines] == [0] * len(wanted), "\n".join(lines)
+    code = "from deepseek_attn.text.template_process import *; print(render_untrusted('', []))"
+    with pytest.raises(AssertionError, match="this system cannot limit the time and memory"):
+        run(tmp_path, "-c", code, first=NO_POSIX)
 
 
 @pytest.mark.exhaustive

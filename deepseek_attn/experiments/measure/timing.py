@@ -23,6 +23,7 @@ from deepseek_attn.experiments.define.units import ReportProgress
 from deepseek_attn.models.block import attention_layers
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.planner import index_logits_bytes, workspace_bytes
+from deepseek_attn.utils.device import total_memory
 
 SLOW = 0.2  # seconds of a step: one measurement is enough
 MODES = ("decode", "prefill")
@@ -35,6 +36,8 @@ def free_memory(device: torch.device) -> int:
         gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
+    if "SC_AVPHYS_PAGES" not in getattr(os, "sysconf_names", ()):  # macOS, Windows
+        return total_memory(device)
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
