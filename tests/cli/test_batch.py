@@ -386,7 +386,7 @@ def test_interrupted_again_and_again(command, number):
         _, err = process.communicate(timeout=900)
         code = process.returncode
         assert b"Traceback" not in err
-        assert code in (0, -signal.SIGKILL, 128 + number)
+        assert code in (0, 128 + number, -number), "the last one: while Python starts or ends, and handles no signals"
     assert by_index(lines_of()) == expected
 
 

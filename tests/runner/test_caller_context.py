@@ -155,6 +155,15 @@ def generated(llm: LLM) -> list[Tensor]:
     return [torch.tensor(tokens, dtype=torch.int64, device=CPU)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Bits may depend on the number of threads, which other tests of the process may have changed."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def entries() -> Iterator[dict[str, Callable[[], list[Tensor]]]]:
     """Calls to compare, with models and inputs that were made without any context."""
