@@ -114,8 +114,12 @@ def test_the_page_opens_where_there_is_something_to_see(runner, tokens, layer):
 
 
 def test_columns_stay_in_sight_and_maps_have_a_scale(inspection):
-    """The text gives way, so that no other column is cut off."""
+    """The text gives way, and two columns need room for the widest table, so that no other column is cut off."""
     written = page.make_page(inspection, None, "title")
+    assert re.findall(r"\.split \{[^}]*grid-template-columns: ([^;]*);", written) == [
+        "repeat(auto-fit, minmax(min(100%, 500px), 1fr))"
+    ]
+    assert re.search(r"max-width: 760px\) \{.*td\.name:first-child \{ white-space: normal", written, re.DOTALL)
     assert re.search(r"td\.text-of \{[^}]*max-width: 0;[^}]*text-overflow: ellipsis", written)
     headers = re.findall(r"<th[^>]*>([^<]+)</th>", written)
     assert headers[headers.index("score") :][:3] == ["score", "dense weight", "selected"]
