@@ -73,13 +73,13 @@ def paged_index_scores(
         out.stride(0),
     )
     pdl = capability >= (9, 0)
-    own_choice = config is None and queries.score_dtype == torch.float32  # the Hopper kernels round no scores
-    if own_choice and fits_hopper(key_format, q, pool, block_table.shape[0], width, capability, processors):
+    hopper = config is None and queries.score_dtype == torch.float32  # the Hopper kernels do not round scores
+    if hopper and fits_hopper(key_format, q, pool, block_table.shape[0], width, capability, processors):
         index_scores_hopper_kernel[(triton.cdiv(T, TOKENS.value), hopper_splits(T, width, processors))](
             *arguments, PAGE=keys.entries, enable_fp_fusion=True, num_warps=4
         )
         return out
-    if own_choice and fits_few_hopper(key_format, q, pool, block_table.shape[0], width, capability):
+    if hopper and fits_few_hopper(key_format, q, pool, block_table.shape[0], width, capability):
         fp4 = key_format == "fp4"
         tokens, splits = few_hopper_tiling(T, block_table.shape[0], width, processors, fp4)
         index_scores_few_hopper_kernel[(triton.cdiv(T, tokens), splits)](
