@@ -23,6 +23,21 @@ class GPU(NamedTuple):
     capability: tuple[int, int]
     multiprocessors: int
 
+    @property
+    def native_fp8(self) -> bool:
+        """The GPU converts and multiplies e4m3 itself: from compute capability 8.9 on."""
+        return self.capability >= (8, 9)
+
+    @property
+    def pdl(self) -> bool:
+        """A kernel may start before the previous one has ended (programmatic dependent launch): from 9.0 on."""
+        return self.capability >= (9, 0)
+
+    @property
+    def hopper(self) -> bool:
+        """The GPU has Hopper's instructions, which later GPUs lack: compute capability 9.0."""
+        return self.capability == (9, 0)
+
 
 _meta_gpu: ContextVar[GPU | None] = ContextVar("meta_gpu", default=None)
 
@@ -64,13 +79,13 @@ def _gpu(device: torch.device) -> GPU:
 
 
 def has_native_fp8(device: torch.device) -> bool:
-    """Whether the GPU converts and multiplies e4m3 itself: from compute capability 8.9 on."""
-    return gpu(device).capability >= (8, 9)
+    """`GPU.native_fp8` of the GPU behind ``device``."""
+    return gpu(device).native_fp8
 
 
 def supports_pdl(device: torch.device) -> bool:
-    """Whether a kernel may start before the previous one has ended (programmatic dependent launch): from 9.0 on."""
-    return gpu(device).capability >= (9, 0)
+    """`GPU.pdl` of the GPU behind ``device``."""
+    return gpu(device).pdl
 
 
 def fp8_view(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
         ValueError: a weight of another shape.
     """
     if runs_triton(x):
-        from deepseek_attn.kernels.norm.row_norm import rms_norm as op
+        from deepseek_attn.kernels.norm.launch import rms_norm as op
     else:
         from deepseek_attn.kernels.norm.reference import rms_norm as op
     return op(x, eps, weight)
@@ -38,7 +38,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, eps: float, weight: Tensor) -> Nor
         ValueError: shapes or dtypes that differ.
     """
     if runs_triton(x):
-        from deepseek_attn.kernels.norm.row_norm import add_rms_norm as op
+        from deepseek_attn.kernels.norm.launch import add_rms_norm as op
     else:
         from deepseek_attn.kernels.norm.reference import add_rms_norm as op
     return op(x, residual, eps, weight)

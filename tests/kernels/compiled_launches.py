@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deepseek_attn.kernels.common import device as device_facts
 from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.launches import recorded_launches
 from tests.support.tiers import tiered
 
 CAPABILITIES = {"sm80": (8, 0), "sm89": (8, 9), "sm90": (9, 0), "sm100": (10, 0), "sm120": (12, 0)}
@@ -51,6 +52,27 @@ def pass_for_gpu(monkeypatch, capability, *modules):
     """Makes every device a GPU of this capability: for `kernels.common.device`, and ``modules`` that import `gpu`."""
     for module in (device_facts, *modules):
         monkeypatch.setattr(module, "gpu", lambda device: GPU(capability, 132))
+
+
+def compiled_ops(arch, call, alike=False):
+    """``{kernel name: compiled kernels}``, one for each launch of ``call()`` on a GPU of this kind.
+
+    Ops are called with tensors on the device "meta". Each kernel must fit into the shared memory of ``arch``.
+
+    Args:
+        alike: kernels are the same for every GPU, and must fit into the least shared memory.
+    """
+    with recorded_launches(GPU(CAPABILITIES[arch], 132)) as launches:
+        call()
+    found, known = {}, {}
+    for variant in launches.latest:
+        if variant.key not in known:
+            known[variant.key] = triton.compile(variant.source, target=variant.target, options=variant.options)
+        kernel = known[variant.key]
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= (min(SHARED.values()) if alike else SHARED[arch]) * 1024, variant.name
+        found.setdefault(variant.name, []).append(kernel)
+    return found
 
 
 def target_of(arch):

@@ -1,0 +1,213 @@
+"""Plans of launches: how every family of kernels chooses what runs, and how that choice is read from outside.
+
+A family has three words. Its contract (``__init__.py``) says what an op computes. ``plan(problem, gpu)`` in its
+``plan.py`` chooses kernels, tiles and splits. ``launch(plan, arguments)`` in its ``launch.py`` packs and launches.
+
+* A **problem** is a frozen dataclass of shapes, dtypes, formats and alignment: all that a choice may depend on. It is
+  made without tensors.
+* A **table** lists the kernels of an op with the problems that each supports, and rows: the first row whose kernel
+  supports the problem and whose condition holds is taken.
+* A **source** names the data behind a row: ``"h100_linear.json: products"``, a file in ``docs/data`` and a key of it;
+  `NOT_MEASURED` where nobody measured.
+
+Imports no Triton: plans can be made on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache, wraps
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from deepseek_attn.kernels.common.device import GPU
+
+NOT_MEASURED = "not measured"
+
+P = TypeVar("P")
+PlanT = TypeVar("PlanT")
+
+
+@dataclass(frozen=True)
+class Condition(Generic[P]):
+    """A named test of a problem on a GPU; ``&``, ``|`` and ``~`` combine conditions and their names."""
+
+    name: str
+    test: Callable[[P, GPU], bool]
+
+    def __call__(self, problem: P, gpu: GPU) -> bool:
+        return self.test(problem, gpu)
+
+    def __and__(self, other: Condition[P]) -> Condition[P]:
+        return Condition(f"{self.name} & {other.name}", lambda problem, gpu: self(problem, gpu) and other(problem, gpu))
+
+    def __or__(self, other: Condition[P]) -> Condition[P]:
+        name = f"({self.name} | {other.name})"
+        return Condition(name, lambda problem, gpu: self(problem, gpu) or other(problem, gpu))
+
+    def __invert__(self) -> Condition[P]:
+        return Condition(f"~{self.name}", lambda problem, gpu: not self(problem, gpu))
+
+
+def condition(test: Callable[[P, GPU], bool]) -> Condition[P]:
+    """Decorator: the condition of a function's name, without leading underscores."""
+    return Condition(test.__name__.lstrip("_"), test)
+
+
+ANY: Condition[Any] = Condition("any", lambda problem, gpu: True)
+
+
+@dataclass(frozen=True)
+class Row(Generic[P]):
+    """One line of a table.
+
+    Attributes:
+        when: where this row is the fastest, among the problems that ``kernel`` supports.
+        kernel: name of the device function, or of the library that computes (``cuBLAS``, ``FlashMLA``).
+        config: tiles, warps and stages; or a function of the problem and the GPU, where they follow from the number of
+            multiprocessors.
+        source: a file of ``docs/data`` and a key of it, or `NOT_MEASURED`.
+    """
+
+    when: Condition[P]
+    kernel: str
+    config: Any = None
+    source: str = NOT_MEASURED
+
+
+class Choice(NamedTuple):
+    """The row that was taken for a problem.
+
+    Attributes:
+        kernel, source: of the row; config: of the row, for this problem.
+        when: name of the row's condition.
+    """
+
+    kernel: str
+    config: Any
+    when: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Table(Generic[P]):
+    """The rows of one choice.
+
+    Attributes:
+        name: ``family.op``, unique.
+        kernels: the problems that each kernel supports, by its name; anything that would be wrong or fail elsewhere.
+        rows: the first one that applies is taken.
+    """
+
+    name: str
+    kernels: dict[str, Condition[P]]
+    rows: Sequence[Row[P]]
+
+    def choose(self, problem: P, gpu: GPU) -> Choice:
+        """The first row that applies.
+
+        Raises:
+            ValueError: no kernel supports the problem.
+        """
+        forced = _forced.get().get(self.name)
+        for row in self.rows:
+            if (row.when(problem, gpu) if forced is None else row is forced) and self.kernels[row.kernel](problem, gpu):
+                return _chosen(row, problem, gpu)
+        if forced is not None:
+            raise ValueError(f"{self.name}: {forced.kernel} does not support {problem}")
+        raise ValueError(f"{self.name}: no kernel supports {problem} on {gpu}")
+
+    def candidates(self, problem: P, gpu: GPU) -> list[Row[P]]:
+        """Rows whose kernel supports the problem, whatever their condition; none twice with one configuration."""
+        found: dict[Any, Row[P]] = {}
+        for row in self.rows:
+            if self.kernels[row.kernel](problem, gpu):
+                choice = _chosen(row, problem, gpu)
+                found.setdefault((choice.kernel, repr(choice.config)), row)
+        return list(found.values())
+
+
+def _chosen(row: Row[P], problem: P, gpu: GPU) -> Choice:
+    config = row.config(problem, gpu) if callable(row.config) else row.config
+    return Choice(row.kernel, config, row.when.name, row.source)
+
+
+_forced: ContextVar[dict[str, Row]] = ContextVar("forced", default={})
+
+
+@contextmanager
+def forced_row(table: Table[P], row: Row[P]) -> Iterator[None]:
+    """In this context a table takes ``row`` for every problem that its kernel supports (``bench tune``, tests)."""
+    token = _forced.set(_forced.get() | {table.name: row})
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+class Planned(NamedTuple):
+    """A plan that an op has made: ``op`` is ``family.op``."""
+
+    op: str
+    problem: Any
+    plan: Any
+
+
+_recorded: ContextVar[list[Planned] | None] = ContextVar("recorded", default=None)
+
+
+def planner(op: str) -> Callable[[Callable[[P, GPU], PlanT]], Callable[[P, GPU], PlanT]]:
+    """Decorator of a ``plan(problem, gpu)``: remembers plans, and notes them in `recorded_plans`.
+
+    A plan depends on its problem and the GPU alone, so equal problems share one.
+    """
+
+    def decorate(plan: Callable[[P, GPU], PlanT]) -> Callable[[P, GPU], PlanT]:
+        cached = lru_cache(maxsize=4096)(plan)
+
+        @wraps(plan)
+        def planned(problem: P, gpu: GPU) -> PlanT:
+            made = plan(problem, gpu) if _forced.get() else cached(problem, gpu)
+            noted = _recorded.get()
+            if noted is not None:
+                noted.append(Planned(op, problem, made))
+            return made
+
+        return planned
+
+    return decorate
+
+
+@contextmanager
+def recorded_plans() -> Iterator[list[Planned]]:
+    """Lists the plans that ops make in this context, in order."""
+    plans: list[Planned] = []
+    token = _recorded.set(plans)
+    try:
+        yield plans
+    finally:
+        _recorded.reset(token)
+
+
+def choices_of(plan: Any) -> list[Choice]:
+    """The choices in a plan, in the order of its fields."""
+    if isinstance(plan, Choice):
+        return [plan]
+    parts: Sequence[Any] = ()
+    if isinstance(plan, tuple | list):
+        parts = plan
+    elif is_dataclass(plan):
+        parts = [getattr(plan, field.name) for field in fields(plan)]
+    return [choice for part in parts for choice in choices_of(part)]
+
+
+def cdiv(a: int, b: int) -> int:
+    """``ceil(a / b)``."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n``, and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()
