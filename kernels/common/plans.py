@@ -15,11 +15,12 @@ Imports no Triton: plans can be made on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache, wraps
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from deepseek_attn.kernels.common.device import GPU
@@ -134,13 +135,13 @@ def _chosen(row: Row[P], problem: P, gpu: GPU) -> Choice:
     return Choice(row.kernel, config, row.when.name, row.source)
 
 
-_forced: ContextVar[dict[str, Row]] = ContextVar("forced", default={})
+_forced: ContextVar[Mapping[str, Row]] = ContextVar("forced", default=MappingProxyType({}))
 
 
 @contextmanager
 def forced_row(table: Table[P], row: Row[P]) -> Iterator[None]:
     """In this context a table takes ``row`` for every problem that its kernel supports (``bench tune``, tests)."""
-    token = _forced.set(_forced.get() | {table.name: row})
+    token = _forced.set({**_forced.get(), table.name: row})
     try:
         yield
     finally:
