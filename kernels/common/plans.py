@@ -114,17 +114,22 @@ class Table(Generic[P]):
         """
         forced = _forced.get().get(self.name)
         for row in self.rows:
-            if (row.when(problem, gpu) if forced is None else row is forced) and self.kernels[row.kernel](problem, gpu):
+            if (row.when(problem, gpu) if forced is None else row is forced) and self.supports(row, problem, gpu):
                 return _chosen(row, problem, gpu)
         if forced is not None:
             raise ValueError(f"{self.name}: {forced.kernel} does not support {problem}")
         raise ValueError(f"{self.name}: no kernel supports {problem} on {gpu}")
 
+    def supports(self, row: Row[P], problem: P, gpu: GPU) -> bool:
+        """Whether the kernel of a row can compute a problem."""
+        supported = self.kernels[row.kernel]
+        return supported(problem, gpu)
+
     def candidates(self, problem: P, gpu: GPU) -> list[Row[P]]:
         """Rows whose kernel supports the problem, whatever their condition; none twice with one configuration."""
         found: dict[Any, Row[P]] = {}
         for row in self.rows:
-            if self.kernels[row.kernel](problem, gpu):
+            if self.supports(row, problem, gpu):
                 choice = _chosen(row, problem, gpu)
                 found.setdefault((choice.kernel, repr(choice.config)), row)
         return list(found.values())
