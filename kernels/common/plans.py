@@ -15,12 +15,11 @@ Imports no Triton: plans can be made on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache, wraps
-from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from deepseek_attn.kernels.common.device import GPU
@@ -107,18 +106,24 @@ class Table(Generic[P]):
     rows: Sequence[Row[P]]
 
     def choose(self, problem: P, gpu: GPU) -> Choice:
-        """The first row that applies.
+        """The first row that applies, or the row of `forced_row` if its kernel supports the problem.
 
         Raises:
             ValueError: no kernel supports the problem.
         """
-        forced = _forced.get().get(self.name)
-        for row in self.rows:
-            if (row.when(problem, gpu) if forced is None else row is forced) and self.supports(row, problem, gpu):
-                return _chosen(row, problem, gpu)
-        if forced is not None:
-            raise ValueError(f"{self.name}: {forced.kernel} does not support {problem}")
-        raise ValueError(f"{self.name}: no kernel supports {problem} on {gpu}")
+        forced = _forced.get()
+        choice = None
+        if forced is not None and forced.table is self and forced.problem in (None, problem):
+            choice = self.chosen(forced.row, problem, gpu) if self.supports(forced.row, problem, gpu) else None
+        for row in self.rows if choice is None else ():
+            if row.when(problem, gpu) and self.supports(row, problem, gpu):
+                choice = self.chosen(row, problem, gpu)
+                break
+        if choice is None:
+            raise ValueError(f"{self.name}: no kernel supports {problem} on {gpu}")
+        if (consulted := _consulted.get()) is not None:
+            consulted.append(Consulted(self, problem, choice))
+        return choice
 
     def supports(self, row: Row[P], problem: P, gpu: GPU) -> bool:
         """Whether the kernel of a row can compute a problem."""
@@ -130,27 +135,61 @@ class Table(Generic[P]):
         found: dict[Any, Row[P]] = {}
         for row in self.rows:
             if self.supports(row, problem, gpu):
-                choice = _chosen(row, problem, gpu)
+                choice = self.chosen(row, problem, gpu)
                 found.setdefault((choice.kernel, repr(choice.config)), row)
         return list(found.values())
 
+    def chosen(self, row: Row[P], problem: P, gpu: GPU) -> Choice:
+        """A row as it is taken for a problem."""
+        config = row.config(problem, gpu) if callable(row.config) else row.config
+        return Choice(row.kernel, config, row.when.name, row.source)
 
-def _chosen(row: Row[P], problem: P, gpu: GPU) -> Choice:
-    config = row.config(problem, gpu) if callable(row.config) else row.config
-    return Choice(row.kernel, config, row.when.name, row.source)
+
+class Forced(NamedTuple):
+    """A row that a table takes; for every problem if ``problem`` is None."""
+
+    table: Table
+    row: Row
+    problem: Any
 
 
-_forced: ContextVar[Mapping[str, Row]] = ContextVar("forced", default=MappingProxyType({}))
+_forced: ContextVar[Forced | None] = ContextVar("forced", default=None)
 
 
 @contextmanager
-def forced_row(table: Table[P], row: Row[P]) -> Iterator[None]:
-    """In this context a table takes ``row`` for every problem that its kernel supports (``bench tune``, tests)."""
-    token = _forced.set({**_forced.get(), table.name: row})
+def forced_row(table: Table[P], row: Row[P], problem: P | None = None) -> Iterator[None]:
+    """In this context a table takes ``row`` if its kernel supports the problem (``bench tune``, tests).
+
+    Args:
+        problem: the only one that it is taken for; None: every problem.
+    """
+    token = _forced.set(Forced(table, row, problem))
     try:
         yield
     finally:
         _forced.reset(token)
+
+
+class Consulted(NamedTuple):
+    """A choice that a table has made for a problem."""
+
+    table: Table
+    problem: Any
+    choice: Choice
+
+
+_consulted: ContextVar[list[Consulted] | None] = ContextVar("consulted", default=None)
+
+
+@contextmanager
+def recorded_choices() -> Iterator[list[Consulted]]:
+    """Lists the choices of all tables in this context, in order; plans are made anew for it."""
+    choices: list[Consulted] = []
+    token = _consulted.set(choices)
+    try:
+        yield choices
+    finally:
+        _consulted.reset(token)
 
 
 class Planned(NamedTuple):
@@ -175,7 +214,8 @@ def planner(op: str) -> Callable[[Callable[[P, GPU], PlanT]], Callable[[P, GPU],
 
         @wraps(plan)
         def planned(problem: P, gpu: GPU) -> PlanT:
-            made = plan(problem, gpu) if _forced.get() else cached(problem, gpu)
+            anew = _forced.get() is not None or _consulted.get() is not None
+            made = plan(problem, gpu) if anew else cached(problem, gpu)
             noted = _recorded.get()
             if noted is not None:
                 noted.append(Planned(op, problem, made))
