@@ -99,7 +99,7 @@ def time_model(
         last_rows = torch.arange(tokens - 1, batch * tokens, tokens, device=runner.device)
         shape = StepShape(batch, tokens, context)
         works = stage_works(runner, shape)
-        metadata = _metadata(runner, caches, shape)
+        metadata = step_metadata(runner, caches, shape)
         if tokens == 1:
             run = decode_step(runner, caches, context, graph)
         elif runner.tables is None:
@@ -120,7 +120,7 @@ def time_model(
     )  # fmt: skip
 
 
-def _metadata(runner: ModelRunner, caches: list[SequenceCache], shape: StepShape) -> StepMetadata:
+def step_metadata(runner: ModelRunner, caches: list[SequenceCache], shape: StepShape) -> StepMetadata:
     """Metadata of a step whose pages are reserved; of decode steps in tensors that a graph can read."""
     if shape.tokens == 1:
         metadata = static_metadata(runner, caches)

@@ -1,4 +1,4 @@
-"""``deepseek-attn bench op|layer|model|engine|memory``: times of ops, layers, steps and decoding; memory of a GPU."""
+"""``deepseek-attn bench op|layer|model|tune|engine|memory``: times of ops, layers, steps, decoding; memory of a GPU."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     model.add_argument("--backend", default="auto", help="default: auto")
     model.add_argument("--eager", action="store_true", help="with --graph: time the same steps without graphs, too")
     add_deterministic_option(model)
+    add_tune_parser(what)
     add_engine_parser(what)
     add_memory_parser(what)
     for part in (layer, model):
@@ -63,6 +64,36 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
             "--repeats", type=int, default=20, help="runs per measurement, of which the median counts (default: 20)"
         )
         part.add_argument("--plot", type=Path, metavar="FILE", help="also draw the times (.svg, .png, .pdf)")
+
+
+def add_tune_parser(what: argparse._SubParsersAction) -> None:
+    tune = what.add_parser(
+        "tune",
+        help="the rows of kernels' launch tables side by side on this GPU, in steps of a model: data for plan.py",
+    )
+    tune.add_argument("family", metavar="FAMILY", help="family of kernels, for instance linear; or all")
+    tune.add_argument(
+        "--model",
+        default="v4_flash",
+        metavar="NAME|FILE|ID",
+        help=f"preset, config.json or {HUB_ID} (default: v4_flash)",
+    )
+    tune.add_argument("--layers", type=numbers, metavar="LIST", help="layer numbers (default: the first of each kind)")
+    tune.add_argument("--experts", type=int, metavar="N", help="routed experts per layer (default: the model's)")
+    tune.add_argument(
+        "--batch", type=numbers, default=[1, 8, 32, 128], metavar="LIST",
+        help="batch sizes of decode steps (default: 1,8,32,128)",
+    )  # fmt: skip
+    tune.add_argument("--context", type=numbers, default=[8192], metavar="LIST", help="context lengths (default: 8192)")
+    tune.add_argument(
+        "--prefill", type=numbers, default=[512, 8192], metavar="LIST", help="lengths of prefills (default: 512,8192)"
+    )
+    tune.add_argument(
+        "--nearest", type=int, metavar="N", help="only the N rows before and after the one that is taken (default: all)"
+    )
+    tune.add_argument("--repeats", type=int, default=20, help="rounds of replays of each row (default: 20)")
+    add_numerics_options(tune)
+    tune.set_defaults(plot=None)
 
 
 def add_engine_parser(what: argparse._SubParsersAction) -> None:
@@ -120,7 +151,7 @@ def run(args: argparse.Namespace) -> None:
 
     commands = {
         "op": runs.run_ops, "layer": runs.run_layer, "model": runs.run_model, "engine": runs.run_engine,
-        "memory": runs.run_memory,
+        "memory": runs.run_memory, "tune": runs.run_tune,
     }  # fmt: skip
     commands[args.what](args)
 

@@ -16,6 +16,7 @@ from deepseek_attn.bench.model import time_model
 from deepseek_attn.bench.ops import op_cases, time_case
 from deepseek_attn.bench.plots import bar_chart
 from deepseek_attn.bench.timing import ceilings
+from deepseek_attn.bench.tune import FAMILIES, tables_of, time_tables
 from deepseek_attn.checkpoint.random import RepeatingSource
 from deepseek_attn.cli.generate import default_checkpoint
 from deepseek_attn.cli.info import environment
@@ -143,6 +144,44 @@ def run_model(args: argparse.Namespace) -> None:
         print_kernels(timing)
     run = {"layers": len(runner.backbone_layers), "experts": config.n_routed_experts, **settings(runner)}
     finish(args, {"benchmark": "model", "model": args.model, "ceilings": limits, **run}, rows, ("graph", "context"))
+
+
+def run_tune(args: argparse.Namespace) -> None:
+    """Times the rows of launch tables side by side, in the stages of steps of a model."""
+    families = FAMILIES if args.family == "all" else [args.family]
+    tables = [table for family in families for table in tables_of(family)]
+    device = pick_device(None)
+    if device.type != "cuda":
+        raise ValueError("bench tune times kernels on a GPU, and there is none here: info --plans shows their tables")
+    config = ModelConfig.from_pretrained(args.model)
+    if args.experts is not None:
+        config = config.replace(n_routed_experts=args.experts)
+    runner = ModelRunner.from_source(
+        config, RepeatingSource(config), layers=config.with_sources(args.layers or first_of_each_kind(config)),
+        device=device, numerics=args.numerics, index_keys=args.index_keys, dtype=args.dtype, progress=False,
+        max_model_len=max([*args.context, *args.prefill]), max_num_seqs=max(args.batch),
+        max_num_batched_tokens=max([*args.batch, *args.prefill, 256]),
+    )  # fmt: skip
+    fill_caches(runner)
+    printed = Table({
+        "table": "<28", "batch": ">6", "tokens": ">7", "context": ">9", "kernel": "<34", "condition": "<40",
+        "us": ">10.1f", "taken": ">6", "ratio": ">7.3f",
+    })  # fmt: skip
+    sizes = [(batch, 1, context) for context, batch in product(args.context, args.batch)]
+    sizes += [(1, tokens, max(tokens, context)) for context, tokens in product(args.context, args.prefill)]
+    found: dict[str, list[dict]] = {table.name: [] for table in tables}
+    seen: set = set()
+    for batch, tokens, context in dict.fromkeys(sizes):
+        for timing in time_tables(runner, tables, batch, tokens, context, args.repeats, args.nearest, seen):
+            found[timing.table].append(timing.row())
+            for row in (timing.taken, *timing.others):
+                taken = ("loses" if timing.loses else "yes") if row is timing.taken else ""
+                printed.add(
+                    timing.table, batch, tokens, context, row.kernel, row.when, row.microseconds, taken,
+                    row.microseconds / timing.taken.microseconds,
+                )  # fmt: skip
+    run = {"benchmark": "tune", "model": args.model, "layers": len(runner.backbone_layers), **settings(runner)}
+    finish(args, {**run, **{name: rows for name, rows in found.items() if rows}}, [], ())
 
 
 def run_engine(args: argparse.Namespace) -> None:
