@@ -50,3 +50,14 @@ def test_the_picture_of_decode_times_is_that_of_the_measurements(monkeypatch, tm
     words = re.compile(r"theirs \d+|batch \d+")
     assert len(words.findall(picture)) == 48
     assert words.findall(picture) == words.findall((data / "decode.svg").read_text(encoding="utf-8"))
+
+
+def test_the_timelines_are_those_that_the_script_draws(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    timelines = importlib.import_module("timelines").TIMELINES
+    folder = ROOT / "docs" / "pictures"
+    assert {path.stem for path in folder.glob("*.svg")} == set(timelines)
+    for name, make in timelines.items():
+        picture = make()
+        assert len(picture.boxes) > 8
+        assert picture.svg() == (folder / f"{name}.svg").read_text(encoding="utf-8")
