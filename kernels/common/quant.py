@@ -39,6 +39,21 @@ _MANTISSA = 0x007FFFFF
 _SMALLEST = 0x00400000  # float32 bits of 2**-127, e8m0 byte 0
 
 
+class InputFormat(NamedTuple):
+    """How products with quantised weights read their input.
+
+    Attributes:
+        fp8: quantise the input to FP8 before the product; products with plain weights ignore it.
+        pow2_scales: round the scales of an FP8 input up to powers of two ("ue8m0"), as V4 does; otherwise
+            ``amax / 448``.
+        group: channels of an FP8 input that share a scale; as many rows and columns of an FP8 weight share one too.
+    """
+
+    fp8: bool = False
+    pow2_scales: bool = True
+    group: int = 128
+
+
 class QuantizedRows(NamedTuple):
     """Rows quantised to FP8 per token and 128 channels: the input of FP8 linears.
 
