@@ -41,7 +41,7 @@ class Process:
         self.mark("import deepseek_attn, and torch")
         import torch
 
-        from deepseek_attn.kernels.common.launches import kernel_loads
+        from deepseek_attn.runner.ahead.recording import kernel_loads
 
         self.torch = torch
         self.mark("import triton")

@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     from deepseek_attn.config.options import check_sizes, pick_dtype
     from deepseek_attn.kernels.common.device import gpu
     from deepseek_attn.kernels.common.dispatch import need_triton
-    from deepseek_attn.runner.compile_ahead import Compilation, RunnerRequest, RunnerSizes
+    from deepseek_attn.runner.ahead.compilation import Compilation
+    from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 
     need_triton("compiling kernels")
     (config, headers), cuda = read_headers(args.model), torch.device("cuda")

@@ -35,7 +35,7 @@ def pick_device(device: torch.device | str | None) -> torch.device:
         ValueError: it is not.
     """
     meta = torch.device("meta")
-    if device == meta:  # of a runner that only plans (`runner.stand_in`)
+    if device == meta:  # of a runner that only plans (`runner.meta_runner`)
         return meta
     device = parse_device(device)
     if device.type == "cuda":

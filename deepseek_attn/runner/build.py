@@ -36,20 +36,15 @@ from deepseek_attn.config.options import (
 )
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import gpu
-from deepseek_attn.kernels.common.dispatch import have_triton, problem_on, reference_ops
+from deepseek_attn.kernels.common.dispatch import problem_on, reference_ops
 from deepseek_attn.kernels.common.invariance import batch_invariant_ops
 from deepseek_attn.layers.engram import Engram, EngramTables
 from deepseek_attn.layers.launch import environment
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.models.block import AttentionStack, Backbone, layer_specs
 from deepseek_attn.models.families import Family, get_family
-from deepseek_attn.runner.compile_ahead import (
-    Compilation,
-    RunnerRequest,
-    RunnerSizes,
-    compiling_ahead,
-    forked_compiler,
-)
+from deepseek_attn.runner.ahead.compilation import Compilation, compiling_ahead, launching
+from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from deepseek_attn.runner.cpu_threads import CpuThreads
 from deepseek_attn.runner.drafting import BlockDrafter, Drafter, MTPDrafter
 from deepseek_attn.runner.graphs import DecodeGraphs
@@ -146,7 +141,8 @@ class LoadedModel:
         """
         threads = nullcontext() if tokens is None or self.device.type != "cpu" else self.cpu_threads.step(tokens)
         invariant = batch_invariant_ops(self.deterministic and self.device.type != "cpu")
-        with own_torch_state(), threads, self.parallel.together(), reference_ops(self.reference_only), invariant:
+        reference = reference_ops(self.reference_only)
+        with own_torch_state(), threads, self.parallel.together(), reference, invariant, launching(self.compilation):
             yield
 
     @in_turn
@@ -250,9 +246,7 @@ def build_runner(
     attention = AttentionOptions(
         backend, decode_backend, prefill_backend, fp8_mode, prefill_workspace_rows, deterministic
     )
-    compiles = compile_ahead and device.type == "cuda" and have_triton()
-    fork = forked_compiler() if compiles else None  # what follows initialises CUDA
-    digest = None if attention.reference_only or problem_on(device) else _digest_of_triton()
+    keys = None if attention.reference_only or problem_on(device) else _prepare_keys()
     family = get_family(config, numerics, dtype, device, attention, parallel)
     limit = config.max_position_embeddings
     max_model_len = min(limit, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
@@ -280,7 +274,7 @@ def build_runner(
             num_drafts=expected_drafts,
             parallel=parallel,
         )
-    with compiling_ahead(request, progress, fork) as compilation:
+    with compiling_ahead(request) as compilation:
         model = family.build(layers, attention_only, max_model_len)
         layout = layout_of(model)
         family.workspace_rows(model, layout)  # refuses options before weights are loaded
@@ -319,16 +313,16 @@ def build_runner(
         )
     if compilation is not None:
         weakref.finalize(runner, compilation.close)
-    if digest is not None:
-        digest.join()  # a launch before its end would compute it again
+    if keys is not None:
+        keys.join()  # a launch before its end would compute the same again
     return runner
 
 
-def _digest_of_triton() -> Thread:
-    """The thread that computes Triton's digest of its own files, which every key of its cache holds."""
-    from deepseek_attn.kernels.common.launches import digest_triton
+def _prepare_keys() -> Thread:
+    """See `prepare_keys`."""
+    from deepseek_attn.runner.ahead.recording import prepare_keys
 
-    return digest_triton()
+    return prepare_keys()
 
 
 def _compiles_kernels(family: Family, attention_only: bool) -> bool:

@@ -1,6 +1,6 @@
-"""Bytes that a runner takes on its GPU, by part: counted on a `StandIn`, which allocates what the runner will allocate.
+"""Bytes that a runner takes on its GPU, by part: counted on a `MetaRunner`, which allocates the same without memory.
 
-Nothing is allocated and no GPU is needed. One layer of each kind stands for all of them, as in `runner.stand_in`.
+Nothing is allocated and no GPU is needed. One layer of each kind stands for all of them, as in `runner.meta_runner`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.kernels.common.counters import COUNTER_BYTES
 from deepseek_attn.kernels.common.dispatch import need_triton
 from deepseek_attn.models.block import attention_layers
-from deepseek_attn.runner.compile_ahead import RunnerRequest, RunnerSizes, representatives
+from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes, representatives
 from deepseek_attn.runner.graphs import length_bucket
+from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.warm_up import WarmUp, powers
 from deepseek_attn.utils.allocations import MIB, AllocationTrace, CachingAllocator, Event
 
@@ -79,7 +80,7 @@ class RunnerMemory:
             ValueError: a model that no runner with kernels computes, or Triton is not installed.
         """
         need_triton("predicting all memory of a GPU")
-        from deepseek_attn.kernels.common.launches import ignored_launches
+        from deepseek_attn.runner.ahead.recording import recorded_launches
 
         kept = representatives(config, headers or {})
         config = dataclasses.replace(config, layers=tuple(layer for layer in config.layers if layer.index in kept))
@@ -87,7 +88,7 @@ class RunnerMemory:
             headers = CanonicalSource(RandomSource(config), canonical_names(config)).entries()
         request = RunnerRequest.of(config, headers, sizes=RunnerSizes.of(layout), **facts)
         copies = {f"layers.{number}": count for number, count in kept.items()}
-        with ignored_launches(request.gpu), AllocationTrace(torch.device("meta")) as trace:
+        with recorded_launches(request.gpu), AllocationTrace(torch.device("meta")) as trace:
             try:
                 return _count(trace, request, copies, layout)
             except NotImplementedError as error:  # by torch, of ops whose results have sizes that depend on values
@@ -100,9 +101,7 @@ class RunnerMemory:
 
 def _count(trace: AllocationTrace, request: RunnerRequest, copies: dict[str, int], layout: CacheLayout) -> RunnerMemory:
     """Builds the runner without memory, runs its largest steps, and adds up what they allocate."""
-    from deepseek_attn.runner.stand_in import StandIn  # imports triton
-
-    runner = StandIn.build(request)
+    runner = MetaRunner.build(request)
     pools = {trace.key(pool.tensor) for pool in runner.pools}
     owners = _owners(trace, runner.model, pools)
     tables = {trace.key(table) for table in (runner.graphs.tables.tables.values() if runner.graphs else ())}

@@ -40,7 +40,6 @@ from deepseek_attn.runner.step import (
     block_tables,
     check_batch,
     check_query_lens,
-    coming_steps,
     step_input,
 )
 from deepseek_attn.runner.warm_up import WarmUp
@@ -217,8 +216,6 @@ class ModelRunner(LoadedModel):
         if options.mtp:
             self._need_drafter()
         check_batch(batch, self.layout)
-        if self.compilation is not None and not self.compilation.ended:
-            self.compilation.coming = coming_steps(batch, self.layout.max_num_batched_tokens, self.layout.max_model_len)
         order = sorted(range(len(batch)), key=lambda i: batch[i][1] > self.decode_query_len)  # stable
         rows, lengths = [batch[i] for i in order], [batch[i][1] for i in order]
         if options.drafts and not self._replays(lengths, options, 1 + options.drafts):

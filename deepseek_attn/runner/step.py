@@ -123,25 +123,6 @@ class EagerStep:
         return self.states[to_device(last_rows(self.lengths, counts), self.states.device)]
 
 
-def coming_steps(batch: Batch, max_num_batched_tokens: int, max_model_len: int) -> list[Rows]:
-    """Shapes of a step and of some of those after it, in their order, if its sequences go on and no others join them.
-
-    These are the step, the next one, the last one with tokens of a prompt, and the first in which all sequences decode.
-    """
-    steps: list[Rows] = []
-    new, ends = [n for _, n in batch], [sequence.num_computed for sequence, _ in batch]
-    totals, decodes = [len(sequence.token_ids) for sequence, _ in batch], False
-    while not decodes:
-        decodes = all(end >= total for end, total in zip(ends, totals, strict=True))
-        ends = [min(end + n, max_model_len) for end, n in zip(ends, new, strict=True)]
-        steps.append([(n, end) for n, end in zip(new, ends, strict=True) if n])
-        left, new = max_num_batched_tokens, []
-        for end, total in zip(ends, totals, strict=True):
-            new.append(min(max(total - end, 1), left))
-            left -= new[-1]
-    return [rows for i, rows in enumerate(steps) if i < 2 or i >= len(steps) - 2]
-
-
 def last_rows(lengths: list[int], counts: list[int]) -> list[int]:
     """Row numbers of the last ``counts[i]`` of the ``lengths[i]`` consecutive rows of each request."""
     rows, end = [], 0

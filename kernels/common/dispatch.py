@@ -37,12 +37,7 @@ def reference_ops(enabled: bool = True) -> Iterator[None]:
 
 @cache
 def _runs_on(device: torch.device) -> bool:
-    if problem_on(device):
-        return False
-    from deepseek_attn.kernels.common.launches import fix_cache_keys
-
-    fix_cache_keys()
-    return True
+    return not problem_on(device)
 
 
 def problem_on(device: torch.device) -> str:

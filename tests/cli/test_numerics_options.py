@@ -8,7 +8,8 @@ import pytest
 
 from deepseek_attn.cli import main
 from deepseek_attn.data import SMALL_CHECKPOINT
-from deepseek_attn.runner import compile_ahead, model_runner
+from deepseek_attn.runner import model_runner
+from deepseek_attn.runner.ahead import compilation
 
 TINY = ("--model", "tiny")
 RUNNERS = {
@@ -58,6 +59,6 @@ def test_warmup(monkeypatch):
         seen.append(request.numerics.name)
         raise Stop("seen")
 
-    monkeypatch.setattr(compile_ahead, "Compilation", start)
+    monkeypatch.setattr(compilation, "Compilation", start)
     assert main(["warmup", *TINY, "--gpu", "9.0:132", "--index-keys", "fp4"]) == 2
     assert seen == ["serving (fp4 index keys)"]

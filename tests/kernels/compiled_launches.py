@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deepseek_attn.kernels.common import device as device_facts
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.launches import recorded_launches
+from deepseek_attn.runner.ahead.recording import recorded_launches
 from tests.support.tiers import tiered
 
 CAPABILITIES = {"sm80": (8, 0), "sm89": (8, 9), "sm90": (9, 0), "sm100": (10, 0), "sm120": (12, 0)}

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
-import multiprocessing
 import os
 import random
-import threading
 import time
-from multiprocessing.connection import Connection
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +15,8 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from triton.runtime._async_compile import active_mode
+from triton.runtime.jit import DependenciesFinder, JITCallable
 
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.checkpoint.source import TensorInfo
@@ -30,25 +28,23 @@ from deepseek_attn.engine.sampling import SamplingParams
 from deepseek_attn.engine.speculation import MTPSpeculation
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.launches import (
-    Asks,
-    compile_variants,
-    fix_cache_keys,
+from deepseek_attn.runner import ModelRunner
+from deepseek_attn.runner.ahead import compilation as ahead
+from deepseek_attn.runner.ahead.compilation import Compilation, compiling_ahead, launching
+from deepseek_attn.runner.ahead.pool import compile_variants
+from deepseek_attn.runner.ahead.recording import (
+    _Target,
+    before_compiling,
+    compute_keys,
+    device_functions,
     kernel_loads,
     recorded_launches,
+    target_of,
 )
-from deepseek_attn.runner import ModelRunner, compile_ahead
-from deepseek_attn.runner.compile_ahead import (
-    Compilation,
-    RunnerRequest,
-    RunnerSizes,
-    compiling_ahead,
-    forked_compiler,
-)
-from deepseek_attn.runner.stand_in import StandIn, finding, serve
-from deepseek_attn.runner.step import coming_steps
+from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
+from deepseek_attn.runner.kernel_list import kernel_lists
+from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.warm_up import WarmUp
-from deepseek_attn.utils.processes import Fork
 from tests.support.tiers import EXHAUSTIVE, tiered
 from tests.support.v41_cases import tiny_for_kernels
 
@@ -117,7 +113,7 @@ def test_no_step_launches_what_was_not_found(preset, num_drafts, facts):
     request = request_of(preset, num_drafts, **facts)
     rng = random.Random(1)
     with recorded_launches(request.gpu) as launches:
-        steps = WarmUp(StandIn.build(request), num_drafts)
+        steps = WarmUp(MetaRunner.build(request), num_drafts)
         for _ in steps.steps():
             pass
         found = set(launches.variants)
@@ -131,10 +127,8 @@ def test_no_step_launches_what_was_not_found(preset, num_drafts, facts):
 
 def test_what_is_compiled_is_what_a_launch_looks_up(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with finding(request_of("tiny")) as finder:
-        found = (variant for fresh in finder.all() for variant in fresh)
-        variant = next(variant for variant in found if variant.name == "decode_rows_kernel")
-        found.close()
+    with contextlib.closing(kernel_lists(request_of("tiny"))) as lists:
+        variant = next(variant for fresh in lists for variant in fresh if variant.name == "decode_rows_kernel")
     assert not variant.is_cached()
     with kernel_loads() as loads:
         for _ in range(2):
@@ -143,29 +137,21 @@ def test_what_is_compiled_is_what_a_launch_looks_up(tmp_path, monkeypatch):
     assert variant.is_cached()
 
 
-def test_a_launch_does_not_wait_for_a_kernel_that_an_earlier_process_compiled(tmp_path, monkeypatch):
-    """A process that ends early leaves kernels but no marker; the next one looks for all of them again meanwhile."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    waited, callbacks = [], []
-    monkeypatch.setattr("deepseek_attn.kernels.common.launches.call_before_compiling", callbacks.append)
-    monkeypatch.setattr(Compilation, "wait", lambda self, wanted, progress: waited.append(wanted))
-    compilation = compile_ahead.compile_ahead(request_of("tiny"), False, fork=Fork(lambda *files: time.sleep(60)))
-    try:
-        for name, cached in (("cached", True), ("missing", False)):
-            callbacks[0](SimpleNamespace(is_cached=lambda cached=cached: cached, cached_hash=lambda name=name: name))
-    finally:
-        compilation.close()
-    assert waited == ["missing"]
+def test_triton_is_not_patched_and_as_before_after_a_recording():
+    kinds = (JITCallable, triton.JITFunction, DependenciesFinder)
+    driver, attributes = triton.runtime.driver._active, [dict(vars(kind)) for kind in kinds]
+    with recorded_launches(H200):
+        assert [dict(vars(kind)) for kind in kinds] == attributes
+    assert triton.runtime.driver._active is driver
+    assert active_mode.get() is None
 
 
 class Stub:
     """A variant whose compilation does something else."""
 
-    def __init__(self, name, compile):
-        self.name, self.compile = name, compile
-
-    def cached_hash(self):
-        return self.name
+    def __init__(self, name, compile=lambda: None, cached=False):
+        self.name = self.key = name
+        self.compile, self.is_cached = compile, lambda: cached
 
 
 CONSTANT = tl.constexpr(3)
@@ -182,162 +168,66 @@ def calling_kernel(ptr):
     tl.store(ptr, times_constant(tl.load(ptr)))
 
 
-class Events:
-    def __init__(self):
-        self.seen, self.ends, self.errors = [], 0, {}
+class Events(list):
+    def __call__(self, **event):
+        self.append(event)
 
-    def found(self, hashes):
-        self.seen += hashes
-
-    def all_found(self):
-        self.ends += 1
-
-    def compiled(self, cached_hash, error):
-        self.errors[cached_hash] = error
+    def all(self, kind):
+        """Values of one kind of event, in their order."""
+        return [value for event in self for value in event.get(kind, ())]
 
 
 def test_a_kernel_that_does_not_compile_is_named_and_the_others_do():
     def refuse():
         raise ValueError("no such layout")
 
-    variants = [Stub("good_kernel", lambda: None), Stub("bad_kernel", refuse), Stub("gone_kernel", lambda: os._exit(3))]
+    variants = [Stub("good_kernel"), Stub("bad_kernel", refuse), Stub("gone_kernel", lambda: os._exit(3))]
     events = Events()
     compile_variants([variants[:1], [], variants[1:]], 2, events)
-    assert events.seen == [variant.name for variant in variants]
-    assert events.ends == 1
-    assert events.errors == {
-        "good_kernel": "",
-        "bad_kernel": "bad_kernel: ValueError: no such layout",
-        "gone_kernel": "gone_kernel: its compiler ended with exit code 3",
-    }
+    names = [variant.name for variant in variants]
+    assert events.all("found") == names
+    assert events.count({"all_found": True}) == 1
+    assert sorted(events.all("running")) == sorted(events.all("done")) == sorted(names)
+    assert sorted(events.all("failed")) == [
+        "bad_kernel: ValueError: no such layout",
+        "gone_kernel: its compiler ended with exit code 3",
+    ]
 
 
-def test_kernels_of_the_first_steps_come_first_and_with_half_of_the_workers(tmp_path):
-    """The slowest of a step before its others; later steps' kernels wait for an urgent one where two would run."""
-    log = tmp_path / "log"
-
-    def stub(name, seconds=0.0):
-        def compile():
-            time.sleep(seconds)
-            with log.open("a") as file:
-                file.write(name + "\n")
-
-        return Stub(name, compile)
-
-    names = [["row_kernel", "attend_kernel"], ["topk_kernel", "insert_tokens_kernel"], [], ["experts_hopper_kernel"]]
-    compile_variants([[stub(name) for name in step] for step in names], 1, Events())
-    found = ["attend_kernel", "row_kernel", "insert_tokens_kernel", "topk_kernel", "experts_hopper_kernel"]
-    assert log.read_text().split() == found
-    log.unlink()
-    compile_variants([[stub("urgent", 0.2)], [], [], [stub("late")]], 2, Events())
-    assert log.read_text().split() == ["urgent", "late"]
-
-
-def logged(log, name, before=lambda: None):
-    """A kernel whose compilation writes its name to a file."""
-
-    def compile():
-        before()
-        with log.open("a") as file:
-            file.write(name + "\n")
-
-    return Stub(name, compile)
-
-
-def test_what_is_asked_for_is_compiled_first(tmp_path):
-    """A kernel alone; then one with those of two steps, the first one's before the second's, found or not."""
-    log = tmp_path / "log"
-    asked, ask = multiprocessing.Pipe(duplex=False)
-
-    def launches():  # while the first kernel is compiled, so that the next one is chosen afterwards
-        ask.send(("d", []))
-        ask.send(("c", ["prompt", "decode"]))
-
-    kernels = {name: logged(log, name) for name in "bcdefgh"} | {"a": logged(log, "a", launches)}
-    steps = {"prompt": [kernels["a"], kernels["g"], kernels["c"]], "decode": [kernels["h"], kernels["f"]]}
+def test_kernels_of_the_first_steps_come_first():
+    """The slowest of a step before its others."""
+    names = [["row_kernel", "attend_kernel"], ["topk_kernel", "insert_tokens_kernel"]]
     events = Events()
-    compile_variants([[kernels[name] for name in "abcdef"]], 1, events, Asks(asked, steps.get))
-    assert log.read_text().split() == [*"acgfhdbe"]
-    assert sorted(events.seen) == [*"abcdefgh"]
-    assert sorted(events.errors) == [*"abcdefgh"]
-
-
-def test_a_kernel_that_is_found_after_it_was_asked_for_is_compiled_first(tmp_path):
-    """The process that asked may be gone by then."""
-    log = tmp_path / "log"
-    asked, ask = multiprocessing.Pipe(duplex=False)
-    ask.send(("late", []))
-    ask.close()
-    compile_variants([[], [logged(log, name) for name in ("early", "late")]], 1, Events(), Asks(asked, list))
-    assert log.read_text().split() == ["late", "early"]
-
-
-STEPS = [[(9, 200)], [(1, 40)], [(1, 30), (1, 299)], [(1, 7), (6, 120)]]
-
-
-@pytest.mark.parametrize("rows", tiered(STEPS, [STEPS[1], STEPS[3]]), ids=str)
-def test_the_kernels_of_a_step_are_found_again(rows):
-    """Those that it launches where none of them is known yet, some of which are for weights and run once."""
-    request = request_of("tiny")
-    with finding(request) as finder:
-        alone = {variant.key: variant.name for variant in finder.step(rows)}
-    with finding(request) as finder:
-        for _ in finder.all():
-            pass
-        known = {variant.key for variant in finder.step(rows)}
-        assert finder.step([(1, 1)])
-    assert known <= set(alone)
-    assert {alone[key] for key in set(alone) - known} <= {"split_weight_kernel"}
-
-
-def test_coming_steps_take_a_prompt_to_its_first_decode():
-    with ModelRunner.from_config("tiny", max_model_len=40, max_num_seqs=3, max_num_batched_tokens=9) as runner:
-
-        def steps(*batch):
-            return coming_steps([(runner.sequence([1] * length), n) for length, n in batch], 9, 40)
-
-        assert steps((5, 5)) == [[(5, 5)], [(1, 6)]]
-        assert steps((35, 9)) == [[(9, 9)], [(9, 18)], [(8, 35)], [(1, 36)]]
-        assert steps((40, 8)) == [[(8, 8)], [(9, 17)], [(5, 40)], [(1, 40)]]
-        assert steps((1, 1), (20, 8)) == [[(1, 1), (8, 8)], [(1, 2), (8, 16)], [(1, 3), (4, 20)], [(1, 4), (1, 21)]]
-
-
-def test_a_launch_that_waits_asks_for_its_kernel_and_for_the_steps_to_come(tmp_path, monkeypatch):
-    """The steps once; then it waits until the kernel is compiled, or is none of those that will be."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-    def main(requests, told):
-        messages = Connection(os.dup(requests.fileno()), writable=False)
-        messages.recv()
-        for name in ("first", "second"):
-            asked = messages.recv()
-            told.write(json.dumps({"found": [name], "done": [name], "failed": [str(asked)]}) + "\n")
-            told.flush()
-        told.write(json.dumps({"all_found": True}) + "\n")
-
-    compilation = Compilation(request_of("tiny"), fork=Fork(main))
-    compilation.coming = [[(9, 9)], [(1, 10)]]
-    compilation.wait("first")
-    compilation.wait("first")  # compiled: nothing is asked for
-    compilation.coming = [[(1, 10)], [(1, 11)]]
-    compilation.wait("second")
-    compilation.wait("neither")
-    with pytest.warns(UserWarning, match="do not compile"):
-        compilation.wait()
-    assert compilation.failed == [str(("first", [[(9, 9)], [(1, 10)]])), str(("second", [[(1, 11)]]))]
+    busy = [Stub("busy", lambda: time.sleep(0.3))]
+    compile_variants([busy, *([Stub(name) for name in step] for step in names)], 1, events)
+    assert events.all("done") == ["busy", "attend_kernel", "row_kernel", "insert_tokens_kernel", "topk_kernel"]
+    events.clear()
+    compile_variants(
+        [busy, [], [], [Stub("row_kernel"), Stub("experts_hopper_kernel")], [Stub("topk_kernel")]], 1, events
+    )
+    assert events.all("done") == ["busy", "experts_hopper_kernel", "topk_kernel", "row_kernel"]
 
 
 def test_keys_do_not_depend_on_the_order_of_launches(monkeypatch):
     """Triton 3.6 has the constants of a called function in a kernel's key only if that one's key was known before."""
-    fix_cache_keys()
 
     def key(callee_first):
         monkeypatch.setitem(globals(), "times_constant", triton.jit(times_constant_source))
-        if callee_first:
-            times_constant.cache_key  # noqa: B018
-        return triton.jit(calling_kernel).cache_key
+        kernel = triton.jit(calling_kernel)
+        for function in (times_constant, kernel) if callee_first else (kernel,):
+            function.cache_key  # noqa: B018
+        compute_keys([kernel, times_constant])
+        return kernel.cache_key
 
     assert key(True) == key(False)
+
+
+def test_keys_of_all_functions_are_computed():
+    functions = device_functions()
+    assert len({function.__module__ for function in functions}) > 20
+    keys = [function.cache_key for function in functions]
+    compute_keys(reversed(functions))
+    assert [function.hash for function in functions] == keys or triton.__version__ < "3.7"
 
 
 @pytest.mark.parametrize(("variable", "value"), [("TRITON_DEFAULT_FP_FUSION", "0"), ("DISABLE_LLVM_OPT", "1")])
@@ -364,7 +254,6 @@ def test_warming_up_leaves_sequences_alone():
 
 @pytest.mark.parametrize(("preset", "drafts"), [("tiny_gpu", 0), ("tiny_v41", 2)])
 def test_after_a_warm_up_nothing_is_compiled_and_no_kernel_loaded(preset, drafts, device):
-    """And before it, this process waits for those that compile ahead."""
     if device.type == "cpu":
         pytest.skip("kernels are compiled and loaded on a GPU only (DEEPSEEK_ATTN_TEST_DEVICE)")
     limits = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 9}
@@ -376,7 +265,7 @@ def test_after_a_warm_up_nothing_is_compiled_and_no_kernel_loaded(preset, drafts
     ):
         decoder = MTPSpeculation(runner, drafts) if drafts else None
         runner.warm_up()
-        assert [load.name for load in loads if not load.cached] == []
+        assert loads
         loads.clear()
         engine = Engine(runner, decoder=decoder)
         for _ in range(30):
@@ -389,41 +278,90 @@ def test_after_a_warm_up_nothing_is_compiled_and_no_kernel_loaded(preset, drafts
         assert loads == []
 
 
-PROCESSES = pytest.mark.parametrize("fork", [False, True], ids=["interpreter", "fork"])
+def started(monkeypatch, tmp_path, main="", request=None, **options):
+    """A compilation with an empty cache; its process runs the lines ``main`` if there are any."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    if main:
+        monkeypatch.setattr(ahead, "START", main)
+    return Compilation(request or request_of("tiny"), **options)
+
+
+KERNEL = """
+import json, sys, time
+print(json.dumps({"found": ["kernel"], "running": ["kernel"]}), flush=True)
+time.sleep(%s)
+print(json.dumps({"done": ["kernel"], "all_found": True}), flush=True)
+"""
 
 
 def test_a_patient_process_begins_when_a_kernel_is_missing(tmp_path, monkeypatch):
     """Where an earlier one has begun, or after a while; one that never begins leaves nothing to wait for."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-    def main(requests, told):
-        Connection(os.dup(requests.fileno()), writable=False).recv()
-        told.write(json.dumps({"found": ["kernel"], "done": ["kernel"]}) + "\n" + json.dumps({"all_found": True}))
-        told.write("\n")
-
-    first = Compilation(request_of("tiny"), fork=Fork(main), patient=True)
+    first = started(monkeypatch, tmp_path, KERNEL % 0, patient=True)
     first.wait()
     assert first.begun.exists()
     assert first.done == {"kernel"}
-    waiting, closed = (Compilation(request_of("tiny"), fork=Fork(main), patient=True) for _ in range(2))
-    assert not waiting.found
-    waiting.wait("kernel")
+    launching_one, closed = (Compilation(request_of("tiny"), patient=True) for _ in range(2))
+    launching_one.before_launch(Stub("cached", cached=True))
+    assert launching_one._process is None
+    launching_one.before_launch(Stub("missing"))
     closed.close()
-    monkeypatch.setattr(compile_ahead, "PATIENCE", 0.01)
-    alone = Compilation(request_of("tiny"), fork=Fork(main), patient=True)
-    alone._later.join()
-    for compilation, found in ((waiting, {"kernel"}), (closed, set()), (alone, {"kernel"})):
+    monkeypatch.setattr(ahead, "PATIENCE", 0.01)
+    alone = Compilation(request_of("tiny"), patient=True)
+    alone._timer.join()
+    for compilation, found in ((launching_one, {"kernel"}), (closed, set()), (alone, {"kernel"})):
         compilation.wait()
         assert compilation.ended
         assert compilation.found == found
-        assert compilation._process.returncode is not None
+        assert (compilation._process is None) == (compilation is closed)
+
+
+def test_a_launch_waits_for_a_kernel_that_is_being_compiled_and_for_no_other(tmp_path, monkeypatch):
+    compilation = started(monkeypatch, tmp_path, KERNEL % 1)
+    while "kernel" not in compilation.running:
+        time.sleep(0.01)
+    compilation.before_launch(Stub("other"))
+    compilation.before_launch(Stub("cached", cached=True))
+    assert "kernel" not in compilation.done
+    compilation.before_launch(Stub("kernel"))
+    assert "kernel" in compilation.done
+    compilation.wait()
+
+
+def test_launches_wait_inside_of_a_runners_steps_only(tmp_path, monkeypatch):
+    with ModelRunner.from_config("tiny", max_model_len=40, max_num_seqs=1, max_num_batched_tokens=5) as runner:
+        runner.compilation = started(monkeypatch, tmp_path, KERNEL % 600)
+        with runner.op_settings():
+            mode = active_mode.get()
+            assert mode is not None
+            with launching(runner.compilation):
+                assert active_mode.get() is mode
+        assert active_mode.get() is None
+        runner.compilation.close()
+        runner.compilation.wait()
+        with runner.op_settings():
+            assert active_mode.get() is None
+
+
+def test_a_launch_tells_the_key_that_was_recorded(monkeypatch):
+    kernel, x, seen = triton.jit(calling_kernel), torch.empty(16, device="meta"), []
+
+    def refuse(variant):
+        seen.append(variant)
+        raise KeyError
+
+    with recorded_launches(H200) as launches:
+        kernel[(1,)](x)
+        kernel[(2,)](x)
+    assert [variant.name for variant in launches.latest] == 2 * ["calling_kernel"]
+    monkeypatch.setattr(triton.runtime.driver, "_active", _Target(target_of(H200)))
+    with pytest.raises(KeyError), before_compiling(refuse):
+        kernel[(1,)](x)
+    assert [variant.key for variant in seen] == list(launches.variants)
 
 
 @EXHAUSTIVE
-@PROCESSES
-def test_closing_ends_the_process(fork, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compilation = Compilation(request_of("tiny"), workers=1, fork=Fork(serve) if fork else None)
+def test_closing_ends_the_process(tmp_path, monkeypatch):
+    compilation = started(monkeypatch, tmp_path, workers=1)
     compilation.close()
     compilation.wait()
     assert compilation.ended
@@ -431,63 +369,51 @@ def test_closing_ends_the_process(fork, tmp_path, monkeypatch):
     assert compilation._process.returncode is not None
 
 
-@EXHAUSTIVE
-@PROCESSES
-def test_a_process_that_dies_is_told(fork, tmp_path, monkeypatch):
+def test_what_breaks_a_load_off_ends_the_process(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compilation = Compilation(request_of("tiny"), workers=1, fork=Fork(serve) if fork else None)
+    monkeypatch.setattr(ahead, "START", "import time; time.sleep(600)")
+    with pytest.raises(KeyError), compiling_ahead(request_of("tiny")) as compilation:
+        raise KeyError
+    compilation.wait()
+    assert compilation._process.returncode == -9
+    assert active_mode.get() is None
+    compilation._marker.touch()
+    with compiling_ahead(request_of("tiny")) as nothing:
+        assert nothing is None
+
+
+@EXHAUSTIVE
+def test_a_process_that_dies_is_told(tmp_path, monkeypatch):
+    compilation = started(monkeypatch, tmp_path, workers=1)
     compilation._process.kill()
     with pytest.warns(UserWarning, match="exit code -9"):
         compilation.wait()
     assert "compiled as they are launched" in compilation.message()
 
 
-def ended(request, main):
-    """A compilation whose process did something else."""
-    compilation = Compilation(request, fork=Fork(main))
-    compilation.wait()
-    return compilation
-
-
-def test_a_process_that_hangs_is_ended_and_told(monkeypatch):
+def test_a_process_that_hangs_is_ended_and_told(tmp_path, monkeypatch):
     """Also if it never reads a request that is larger than a pipe."""
-    monkeypatch.setattr(compile_ahead, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(ahead, "SILENT_SECONDS", 0.1)
     request = dataclasses.replace(request_of("tiny"), headers={"x" * (1 << 20): TensorInfo("BF16", (1,), 2)})
-    with pytest.warns(UserWarning, match="told nothing for 0.1 s"):
-        compilation = ended(request, lambda requests, told: time.sleep(600))
+    with pytest.warns(UserWarning, match="written nothing for 0.1 s"):
+        (compilation := started(monkeypatch, tmp_path, "import time; time.sleep(600)", request)).wait()
     assert compilation._process.returncode == -9
     assert "compiled as they are launched" in compilation.message()
 
 
 def test_a_process_that_ends_early_is_told_and_leaves_no_marker(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    request = request_of("tiny")
+    compilation = started(monkeypatch, tmp_path, 'print(\'{"found": ["x"], "all_found": true}\')')
     with pytest.warns(UserWarning, match="exit code 0"):
-        ended(request, lambda requests, told: told.write(json.dumps({"found": ["x"], "all_found": True}) + "\n"))
-    assert not request.marker().exists()
-
-
-def test_a_fork_is_made_where_no_thread_can_hold_a_lock(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
-    fork = forked_compiler()
-    assert fork is not None
-    with compiling_ahead(None, progress=False, fork=fork) as compilation:  # nothing is to be compiled
-        assert compilation is None
-        assert fork.wait() == -9
-    for module, name, value in ((torch.cuda, "is_initialized", True), (threading, "active_count", 2)):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, lambda value=value: value)
-            assert forked_compiler() is None
+        compilation.wait()
+    assert not compilation._marker.exists()
 
 
 @EXHAUSTIVE
 def test_everything_is_compiled_once(tmp_path, monkeypatch):
-    """By a fork, as where no GPU is in use yet; other tests have both kinds of process. Of a model of one layer."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    """Of a model of one layer."""
     one = {"num_hidden_layers": 1, "num_hash_layers": 0, "num_nextn_predict_layers": 0, "compress_ratios": [128]}
     request = request_of("tiny", sizes=RunnerSizes(64, 1, 2, 16), changes=one)
-    compilation = Compilation(request, fork=Fork(serve))
+    compilation = started(monkeypatch, tmp_path, request=request)
     compilation.wait()
     assert not compilation.message()
     assert compilation.found == compilation.done

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 pytest.importorskip("triton")
 
 import triton
+from triton.runtime._async_compile import active_mode
 
 from deepseek_attn.cache.layout import make_layout
 from deepseek_attn.checkpoint import RandomSource
@@ -22,8 +23,9 @@ from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.layers.parallel import Parallel
-from deepseek_attn.runner import ModelRunner, compile_ahead, memory
-from deepseek_attn.runner.compile_ahead import representatives
+from deepseek_attn.runner import ModelRunner, memory
+from deepseek_attn.runner.ahead import request
+from deepseek_attn.runner.ahead.request import representatives
 from deepseek_attn.runner.memory import RunnerMemory
 from deepseek_attn.runner.warm_up import WarmUp
 from deepseek_attn.utils.allocations import AllocationTrace
@@ -132,7 +134,7 @@ def test_layers_that_stand_for_all():
 def test_one_layer_of_each_kind_is_enough(preset, drafts, monkeypatch):
     config = with_repeated_layers() if preset == "v41" else ModelConfig.from_preset(preset)
     found = memory_of(config, (70, 3, 33), num_drafts=drafts)
-    for module in (memory, compile_ahead):
+    for module in (memory, request):
         monkeypatch.setattr(
             module, "representatives", lambda config, headers: {layer.index: 1 for layer in config.layers}
         )
@@ -143,13 +145,14 @@ def test_one_layer_of_each_kind_is_enough(preset, drafts, monkeypatch):
 
 
 def test_parts_add_up_and_nothing_is_left_behind():
-    run = triton.runtime.jit.JITFunction.run
+    driver = triton.runtime.driver._active
     for limits in ((1, 1, 1), (65, 1, 129), (4096, 17, 3)):
         found = memory_of(ModelConfig.from_preset("tiny"), limits)
         assert found.total == sum(found.parts().values())
         assert min(found.parts().values()) >= 0
         assert min(found.weights, found.caches, found.step, found.graphs) > 0
-    assert triton.runtime.jit.JITFunction.run is run
+    assert triton.runtime.driver._active is driver
+    assert active_mode.get() is None
 
 
 def test_ranks_share_weights_and_steps():

@@ -11,13 +11,13 @@ from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.launches import recorded_launches
 from deepseek_attn.runner import ModelRunner
-from deepseek_attn.runner.compile_ahead import RunnerRequest, RunnerSizes
+from deepseek_attn.runner.ahead.recording import recorded_launches
+from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from deepseek_attn.runner.graph_steps import StepSize
 from deepseek_attn.runner.graphs import DecodeGraphs
+from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.model_runner import chunks_of
-from deepseek_attn.runner.stand_in import StandIn
 from deepseek_attn.runner.warm_up import WarmUp
 from tests.kernels.compiled_launches import CAPABILITIES
 from tests.support.small_models import prompt
@@ -46,7 +46,7 @@ def test_no_step_waits_for_the_device(numerics, arch):
         cuda_graphs=True,
     )
     with recorded_launches(request.gpu) as launches:
-        runner = StandIn.build(request)
+        runner = MetaRunner.build(request)
         assert runner.graphs is not None
         steps = WarmUp(runner)
         with runner.op_settings(), torch.inference_mode():

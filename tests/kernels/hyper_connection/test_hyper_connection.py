@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.common import float32_product
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.launches import recorded_launches
 from deepseek_attn.kernels.hyper_connection import hyper_connection as hc
+from deepseek_attn.runner.ahead.recording import recorded_launches
 from tests.kernels.compiled_launches import CAPABILITIES, ONE, compiled_launches, on_gpus, pass_for_gpu, ptxas_report
 
 NAN = float("nan")

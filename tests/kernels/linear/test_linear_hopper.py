@@ -6,11 +6,11 @@ import torch
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.launches import recorded_launches
 from deepseek_attn.kernels.linear import launch_hopper as linear_hopper
 from deepseek_attn.kernels.linear.launch import FP8Product, PlainProduct, Products, empty_quantized_rows
 from deepseek_attn.kernels.linear.launch_config import HopperLaunchConfig, choose_hopper_config
 from deepseek_attn.kernels.linear.launch_hopper import fits_hopper, launch_hopper
+from deepseek_attn.runner.ahead.recording import recorded_launches
 from tests.kernels.compiled_launches import pass_for_gpu, ptxas_report
 from tests.kernels.linear.compiled_linear import compiled_launches
 from tests.support.tiers import tiered

@@ -1,0 +1,129 @@
+"""Everything that the launches of a runner depend on, and the layers that stand for all layers of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from deepseek_attn.cache.layout import CacheLayout
+from deepseek_attn.checkpoint.source import TensorInfo
+from deepseek_attn.config.model import AnyConfig
+from deepseek_attn.config.numerics import Numerics
+from deepseek_attn.impls.options import AttentionOptions
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.dispatch import need_triton
+from deepseek_attn.layers.parallel import Parallel
+
+PACKAGES = ("deepseek_attn", "deepseek_attn.kernels", "deepseek_attn.models")  # their code decides what is launched
+
+
+class RunnerSizes(NamedTuple):
+    """Limits of a runner, as `RunnerOptions` has them."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_rollback: int
+
+    @classmethod
+    def of(cls, layout: CacheLayout) -> RunnerSizes:
+        """The limits that caches of this layout were made for."""
+        return cls(*(getattr(layout, name) for name in cls._fields))
+
+
+@dataclass(frozen=True)
+class RunnerRequest:
+    """Everything that the launches of a runner depend on; it can be pickled.
+
+    Attributes:
+        config: of the model, reduced to one layer of each kind and the layers that these read.
+        headers: tensors of those layers and tensors outside layers, under their published names.
+        gpu: the GPU that kernels are for.
+        num_drafts: tokens that the MTP layer drafts per step; 0 without speculation.
+        parallel: the rank; its collectives are left out.
+    """
+
+    config: AnyConfig
+    headers: dict[str, TensorInfo]
+    numerics: Numerics
+    dtype: torch.dtype
+    attention: AttentionOptions
+    sizes: RunnerSizes
+    gpu: GPU
+    cuda_graphs: bool | None = None
+    num_drafts: int = 0
+    parallel: Parallel = dataclasses.field(default_factory=Parallel.single)
+
+    @classmethod
+    def of(
+        cls, config: AnyConfig, headers: dict[str, TensorInfo], layers: list[int] | None = None, **facts: Any
+    ) -> RunnerRequest:
+        """The request of a runner of this config.
+
+        Args:
+            headers: of all tensors, under their published names; layers: the loaded layers, None for all.
+            facts: the other attributes.
+        """
+        if layers is not None:
+            present = tuple(layer for layer in config.layers if layer.index in layers)
+            config = dataclasses.replace(config, layers=present, mtp_layers=())
+        kept = representatives(config, headers)
+        config = dataclasses.replace(config, layers=tuple(layer for layer in config.layers if layer.index in kept))
+        headers = {name: info for name, info in headers.items() if (layer_of(name) in kept or layer_of(name) is None)}
+        return cls(config, headers, **facts)
+
+    def marker(self) -> Path:
+        """A file in Triton's cache that exists once all kernels of this request are compiled.
+
+        Raises:
+            ValueError: Triton is not installed.
+        """
+        need_triton("compiling kernels")
+        import triton
+
+        from deepseek_attn.runner.ahead.recording import compile_settings
+
+        digest = hashlib.sha256(f"{self!r} {compile_settings(self.gpu)} {torch.__version__}".encode())
+        for package in PACKAGES:
+            for folder in importlib.import_module(package).__path__:
+                for path in sorted(Path(folder).rglob("*.py")):
+                    digest.update(path.read_bytes())
+        return Path(triton.knobs.cache.dir) / f"deepseek-attn-{digest.hexdigest()[:32]}"
+
+
+def layer_of(name: str) -> int | None:
+    """The backbone layer that a tensor of this published name belongs to."""
+    parts = name.split(".", 2)
+    return int(parts[1]) if parts[0] == "layers" else None
+
+
+def representatives(config: AnyConfig, headers: dict[str, TensorInfo]) -> dict[int, int]:
+    """Layers that stand for all layers of a model: by number, how many each stands for, itself included.
+
+    The first layer of each kind, and every layer that one of these reads. Two layers are of one kind if their
+    configurations and the dtypes of their tensors are equal, and if the layers that they read are of one kind. A layer
+    whose streams a drafter reads stands for itself alone.
+    """
+    dtypes: dict[int | None, set[tuple[str, str]]] = {}
+    for name, info in headers.items():
+        tensor = name.split(".experts.")[0].partition(".")[2].partition(".")[2]
+        dtypes.setdefault(layer_of(name), set()).add((tensor, info.dtype))
+    targets = () if config.dspark is None or not config.mtp_layers else config.dspark.dspark_target_layer_ids
+    kinds: dict[int, Any] = {}
+    groups: dict[Any, list[int]] = {}
+    for layer in config.layers:  # a layer comes after the layers that it reads
+        number, sources = layer.index, frozenset(kinds.get(source) for source in layer.sources)
+        target = number if number in targets else None
+        kinds[number] = layer.unnumbered(), frozenset(dtypes.get(number, ())), sources, target
+        groups.setdefault(kinds[number], []).append(number)
+    kept = config.with_sources(group[0] for group in groups.values())
+    counts = dict.fromkeys(kept, 1)
+    for group in groups.values():
+        counts[group[0]] += sum(number not in counts for number in group)
+    return counts

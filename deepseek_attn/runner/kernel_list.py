@@ -1,0 +1,53 @@
+"""The kernels that a runner may launch, listed without a GPU; main module of the process of a `Compilation`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import torch
+
+from deepseek_attn.runner.ahead.pool import compile_variants
+from deepseek_attn.runner.ahead.recording import Variant, prepare_keys, recorded_launches
+from deepseek_attn.runner.ahead.request import RunnerRequest
+from deepseek_attn.runner.meta_runner import MetaRunner
+from deepseek_attn.runner.warm_up import WarmUp
+from deepseek_attn.utils.processes import end_with_parent
+
+
+def kernel_lists(request: RunnerRequest) -> Iterator[list[Variant]]:
+    """For each size of a step, the kernels that it launches and no step before it did; first those of a first prompt.
+
+    Nothing else in the process may launch kernels meanwhile.
+    """
+    with recorded_launches(request.gpu) as launches:
+        known = 0
+        for _ in WarmUp(MetaRunner.build(request), request.num_drafts).steps():
+            yield list(launches.variants.values())[known:]
+            known = len(launches.variants)
+
+
+def main() -> None:
+    """Reads a request on stdin, compiles its kernels, and writes events on stdout, a line of JSON each."""
+    events = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed
+
+    def tell(**event: object) -> None:
+        events.write(json.dumps(event) + "\n")
+        events.flush()
+
+    end_with_parent()
+    torch.set_num_threads(1)  # forked processes have no threads of a pool
+    prepare_keys()
+    # ops on "meta" that torch has in Python are exempted from torch.compile, for which it would be imported: seconds
+    if "torch._dynamo" not in sys.modules:
+        torch._dynamo = sys.modules["torch._dynamo"] = SimpleNamespace(disable=lambda op, *_, **__: op)
+    try:
+        request, workers = pickle.load(sys.stdin.buffer)
+        compile_variants(kernel_lists(request), workers, tell)
+    except Exception as error:
+        tell(problem=f"{type(error).__name__}: {error}"[:1000])
