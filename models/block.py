@@ -85,26 +85,26 @@ class Block(CheckpointModule):
     ) -> torch.Tensor | SublayerOutput:
         """``streams [T, hc_mult, hidden_size]``, ``token_ids`` and ``positions [T]`` -> new streams.
 
-        With ``deferred``, what would update the streams, for the next block, which takes it in their place.
+        With ``deferred``, returns the pending `SublayerOutput`; the next block applies it to the streams.
         """
-        before = self.attn_input(streams) if isinstance(streams, SublayerOutput) else self.collapse(streams)
-        before = self.ffn_input(before.output(self.attn(before.x, positions, step)))
-        output = before.output(self.ffn(before.x, token_ids))
+        hc = self.attn_input(streams) if isinstance(streams, SublayerOutput) else self.collapse(streams)
+        hc = self.ffn_input(hc.output(self.attn(hc.x, positions, step)))
+        output = hc.output(self.ffn(hc.x, token_ids))
         return output if deferred else hc_post(*output)
 
     def collapse(self, streams: torch.Tensor) -> SublayerInput:
         """The attention's input, from streams ``[T, hc_mult, hidden_size]``."""
-        return SublayerInput(streams, *hc_pre(streams, self._before("attn", self.attn_norm)))
+        return SublayerInput(streams, *hc_pre(streams, self._hyper_connection("attn", self.attn_norm)))
 
     def attn_input(self, output: SublayerOutput) -> SublayerInput:
-        """The attention's input, from the last sublayer of the block before."""
-        return hc_post_pre(*output, self._before("attn", self.attn_norm))
+        """The attention's input, from the last sublayer of the previous block."""
+        return hc_post_pre(*output, self._hyper_connection("attn", self.attn_norm))
 
     def ffn_input(self, output: SublayerOutput) -> SublayerInput:
         """The experts' input, from the attention."""
-        return hc_post_pre(*output, self._before("ffn", self.ffn_norm))
+        return hc_post_pre(*output, self._hyper_connection("ffn", self.ffn_norm))
 
-    def _before(self, sublayer: str, norm: RMSNorm) -> HyperConnection:
+    def _hyper_connection(self, sublayer: str, norm: RMSNorm) -> HyperConnection:
         """The hyper-connection that collapses the streams for a sublayer."""
         return hyper_connection(self, sublayer, self.config, norm.weight)
 

@@ -21,7 +21,7 @@ from deepseek_attn.models.moe import MLP, MoE
 from deepseek_attn.v32.attention import DeepseekV32MLAAttention
 
 
-class Block(CheckpointModule):
+class DeepseekV32Block(CheckpointModule):
     """Attention, then a dense MLP or experts. The residual is float32 between its sum and its norm."""
 
     def __init__(self, context: BuildContext, spec: V32LayerSpec, attention_only: bool = False):
@@ -69,7 +69,7 @@ def add_norm(norm: RMSNorm, y: torch.Tensor, residual: torch.Tensor | None) -> t
     return x, total
 
 
-class MTPLayer(Block):
+class DeepseekV32MTPLayer(DeepseekV32Block):
     """Multi-token prediction: from position t and the token at t + 1, logits for t + 2.
 
     One more block with separate caches; ``norm`` is the checkpoint's ``shared_head.norm``, embedding and head are the
@@ -99,10 +99,10 @@ class MTPLayer(Block):
 class DeepseekV32(Backbone):
     """The whole model, or some of its layers; see `Backbone`. Its hidden states are those after the final norm."""
 
-    block_class = Block
+    block_class = DeepseekV32Block
 
     def __init__(self, context: BuildContext, layers: list[int] | None = None, mtp: bool = True):
-        super().__init__(context, layers, mtp, MTPLayer)
+        super().__init__(context, layers, mtp, DeepseekV32MTPLayer)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """``token_ids``, ``positions`` int64 ``[T]`` -> hidden states after the final norm, ``[T, hidden_size]``."""

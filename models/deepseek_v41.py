@@ -35,25 +35,25 @@ class Block(block.Block):
             self.engram = Engram(config.engram, spec.index, *sizes, context.numerics, context.dtype, context.device)
 
     def forward(self, output: DelayedOutput, token_ids: torch.Tensor, step: StepMetadata) -> DelayedOutput:
-        """The output of the last block, or the first streams -> the output of this one."""
-        before = self.attn_input(output)
-        before = self.ffn_input(before.output(self.attn(before.x, step.positions, step)))
-        return before.output(self.ffn(before.x, token_ids))
+        """Output of the previous block, or the first streams -> output of this block."""
+        hc = self.attn_input(output)
+        hc = self.ffn_input(hc.output(self.attn(hc.x, step.positions, step)))
+        return hc.output(self.ffn(hc.x, token_ids))
 
     def attn_input(self, output: DelayedOutput) -> DelayedInput:
         """The attention's input, from the last block."""
-        return hc_delayed(*output, self._before("attn", self.attn_norm))
+        return hc_delayed(*output, self._hyper_connection("attn", self.attn_norm))
 
     def ffn_input(self, output: DelayedOutput) -> DelayedInput:
         """The experts' input, from the attention."""
-        return hc_delayed(*output, self._before("ffn", self.ffn_norm))
+        return hc_delayed(*output, self._hyper_connection("ffn", self.ffn_norm))
 
     def add_memory(self, streams: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """The streams with the n-gram memory of the layer, if it has one: the input of `forward`."""
         return streams if self.engram is None else self.engram(streams, step.engram[self.engram.layer].wait())
 
 
-class DraftStage(Block):
+class DeepseekV41DraftStage(Block):
     """A stage of the DSpark drafter (checkpoint: ``mtp.N``)."""
 
     def __init__(self, context: BuildContext, spec: V41LayerSpec):
@@ -71,7 +71,7 @@ class DeepseekV41(DraftsBlocks, Backbone):
     block_class = Block
 
     def __init__(self, context: BuildContext, layers: list[int] | None = None, mtp: bool = True):
-        super().__init__(context, layers, mtp, DraftStage)
+        super().__init__(context, layers, mtp, DeepseekV41DraftStage)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         """``token_ids``, ``positions`` int64 ``[T]`` -> hidden states after the final norm, ``[T, hidden_size]``."""

@@ -77,11 +77,11 @@ class Family(ABC):
         self.numerics = numerics
         check_split(config, self.numerics, self.parallel)
         self.reference_only = options.reference_only
-        own = [record for record in (numerics.kv_record, numerics.index_record) if OWN_RECORDS.find(record)]
-        if own and not self.reference_only and not problem_on(device):
+        registered = [record for record in (numerics.kv_record, numerics.index_record) if OWN_RECORDS.find(record)]
+        if registered and not self.reference_only and not problem_on(device):
             raise ValueError(
-                f"records {', '.join(own)} on {device}: kernels write the package's records alone; backend='reference' "
-                "runs every op in plain torch"
+                f"records {', '.join(registered)} on {device}: kernels write the package's records alone; "
+                "backend='reference' runs every op in plain torch"
             )
         self.spec = AttentionSpec.of(config, self.numerics, dtype, self.parallel.token_ranks)
         self.impl = self.choose_impl()
@@ -257,7 +257,6 @@ def register_family(model_type: str, config_class: type[AnyConfig], family_class
     Raises:
         ValueError: with everything that the classes lack, or a ``model_type`` that the package has.
     """
-    place = f"model_type {model_type!r}"
     bases = (ModelConfig, DeepseekV32Config, DeepseekV41Config)
     problems = [f"the config {problem}" for problem in class_problems(config_class, *bases)]
     if not problems and config_class in bases:
@@ -266,16 +265,16 @@ def register_family(model_type: str, config_class: type[AnyConfig], family_class
         problems.append(f"the config {config_class.__name__} lacks from_dict, which builds it from decoded JSON")
     lacking = [f"the family {problem}" for problem in class_problems(family_class, Family)]
     for name, base in FAMILY_CLASSES.items() if not lacking else ():
-        found = getattr(family_class, name, None)
-        if found is None:
+        value = getattr(family_class, name, None)
+        if value is None:
             lacking.append(f"the family {family_class.__name__} lacks {name}")
         else:
-            lacking += [f"the family's {name} {problem}" for problem in class_problems(found, base)]
+            lacking += [f"the family's {name} {problem}" for problem in class_problems(value, base)]
     if not lacking and not getattr(family_class, "impls", ()):
         lacking.append(f"the family {family_class.__name__} lacks impls, its attention impls in order of preference")
     if model_type in PUBLISHED:
         problems.append(f"the package has this model_type itself ({MODELS[model_type]})")
-    raise_problems(place, "a model family", problems + lacking)
+    raise_problems(f"model_type {model_type!r}", "a model family", problems + lacking)
 
     def read(raw: Mapping[str, Any], origin: str) -> AnyConfig:
         config = config_class.from_dict(raw, origin)

@@ -28,8 +28,12 @@ def hc_collapse(
 def hyper_connection(
     module: CheckpointModule, sublayer: str, config: DeepseekV4Base, norm: torch.Tensor | None = None
 ) -> ops.HyperConnection:
-    """That of ``sublayer``: ``attn`` or ``ffn`` of a block, ``head`` of a model. ``norm``: of what it collapses."""
-    weights = module._parameters  # the attributes of a module are found several times more slowly
+    """Hyper-connection weights of one sublayer (``attn``, ``ffn``, or the model's ``head``).
+
+    Args:
+        norm: RMSNorm weight of the collapsed stream.
+    """
+    weights = module._parameters  # attribute access on a module takes several times as long
     fn, base, scale = (weights[f"hc_{sublayer}_{part}"] for part in ("fn", "base", "scale"))
     return ops.HyperConnection(fn, base, scale, config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters, norm)
 

@@ -49,7 +49,7 @@ class Gate(CheckpointModule):
         shard: Shard | None = None,
     ):
         super().__init__(device)
-        self.own = None if shard is None else ExpertRange(shard.start, shard.size)
+        self.local_experts = None if shard is None else ExpertRange(shard.start, shard.size)
         self.topk, self.factor = config.num_experts_per_tok, config.routed_scaling_factor
         self.normalize, self.score = config.normalizes_weights, config.scoring_func
         self.hash = spec.hash_routing
@@ -73,7 +73,7 @@ class Gate(CheckpointModule):
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``x [T, hidden_size]``, ``token_ids [T]`` -> expert ids ``[T, k]`` and float32 weights ``[T, k]``."""
         bias, hashed = (None, HashRouting(self.tid2eid, token_ids)) if self.hash else (self.bias, None)
-        options = self.topk, self.score, self.factor, self.normalize, bias, self.groups, hashed, self.own
+        options = self.topk, self.score, self.factor, self.normalize, bias, self.groups, hashed, self.local_experts
         return moe_route(x, self.weight, *options)
 
 

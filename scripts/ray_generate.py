@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deepseek_attn.cli.batch import Batch, encoder, open_batch
+from deepseek_attn.cli.batch import PromptBatch, encoder, open_batch
 from deepseek_attn.cli.generate import add_options, check_flags, default_checkpoint, sampling_params
 from deepseek_attn.cli.options import Parser, check_bounds, runner_options
 from deepseek_attn.engine.llm import LLM, IndexedCompletion, IndexedPrompt
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         return batch.finish()
 
 
-def complete_all(batch: Batch, params: SamplingParams, args: argparse.Namespace) -> None:
+def complete_all(batch: PromptBatch, params: SamplingParams, args: argparse.Namespace) -> None:
     """Gives each actor as many prompts as it can run and as many again, and writes what they complete."""
     import ray
 

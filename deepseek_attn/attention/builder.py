@@ -167,7 +167,7 @@ def upload_vectors(wide: Tensor, vectors: list[Tensor], device: torch.device) ->
         .int()
         .to(device, non_blocking=True)
     )
-    first, *others = [place[: len(row)] for place, row in zip(packed.unbind(), rows, strict=True)]
+    first, *others = [vector[: len(row)] for vector, row in zip(packed.unbind(), rows, strict=True)]
     return first.view(torch.int64), others
 
 

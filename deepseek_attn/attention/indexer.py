@@ -111,33 +111,21 @@ class LightningIndexer(CheckpointModule):
 
     @traced("select")
     def select(self, queries: IndexQueries | None, step: StepMetadata, out: Tensor) -> Tensor | None:
-        """Writes the entries that each query reads to ``out``: all that it may see if there are no index queries.
-
-        Args:
-            queries: those of all tokens; None if `needs_topk` is false.
-            out: int32 ``[T, index_topk]``: entries local to the request, ascending, then -1.
-
-        Returns:
-            What `select_topk` returns; None without index queries.
-        """
-        if queries is None:
-            select_all(step.entry_counts(self.ratio, self.topk).visible, out)
-            return None
-        return self.select_topk(queries, step, out)
-
-    def select_topk(self, queries: IndexQueries, step: StepMetadata, out: Tensor) -> Tensor:
-        """Writes the selected entries of each query to ``out``. The keys of new tokens must be in the cache.
+        """Writes the entries that each query reads to ``out``. The keys of new tokens must be in the cache.
 
         Decodes, then prefills: the width of their scores is bounded by the block table, or by the longest prefill.
 
         Args:
+            queries: those of all tokens; None if `needs_topk` is false, which selects every entry that is visible.
             out: int32 ``[T, index_topk]``: entries local to the request, ascending, then -1.
 
         Returns:
-            int32 ``[Dt, index_topk]``, the slots of what decode tokens selected.
+            int32 ``[Dt, index_topk]``, the slots of what decode tokens selected; None without index queries.
         """
-        meta, pool = step.sparse[self.ratio], self.pool
-        num_visible = step.entry_counts(self.ratio, self.topk).visible
+        meta, pool, num_visible = step.sparse[self.ratio], self.pool, step.entry_counts(self.ratio, self.topk).visible
+        if queries is None:
+            select_all(num_visible, out)
+            return None
         out_slots = out.new_empty(step.num_decode_tokens, out.shape[1])
 
         def select(tokens: slice, block_table: Tensor, width: int, slots: Tensor | None) -> None:

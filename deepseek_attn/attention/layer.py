@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.impls.attention_call import AttentionCall
 from deepseek_attn.impls.base import SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
+from deepseek_attn.impls.queries import AttentionQueries
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.indexer import IndexQueries, queries
 from deepseek_attn.kernels.insert import (
@@ -24,8 +26,8 @@ from deepseek_attn.kernels.insert import (
     QueryHeads,
     TokenRows,
     insert_tokens,
-    query_norm_rope,
 )
+from deepseek_attn.kernels.linear import FP8_INPUT_GROUP
 from deepseek_attn.layers.linear import GroupedLinear, Linear, empty_quantized, join_weights, multi_linear
 from deepseek_attn.layers.parallel import Parallel
 from deepseek_attn.layers.rope import RotaryTable
@@ -50,25 +52,18 @@ class InputProjections(NamedTuple):
     index_weights: Tensor | None
 
 
-class Queries(NamedTuple):
-    """Queries of a step's tokens.
+@dataclass
+class LayerQueries(AttentionQueries):
+    """`AttentionQueries`, and ``index``: the indexer's; None if it selects every entry, or there is none."""
 
-    Attributes:
-        heads: as they were projected; None unless the impl attends to these.
-        q: ``[T, padded_heads, head_dim]``, normed and rotated; None if that is left to the impl.
-        index: the indexer's; None if it selects every entry, or there is none.
-    """
-
-    heads: QueryHeads | None
-    q: Tensor | None
-    index: IndexQueries | None
+    index: IndexQueries | None = None
 
 
 class DeepseekV4MLAAttention(CheckpointModule):
     """Multi-query attention with one shared key/value vector per token, over a window and compressed entries.
 
     The layer owns its caches: ``swa_cache`` (the last ``sliding_window`` tokens) and, for a compress ratio above 0,
-    ``kv_cache`` (one entry per ``ratio`` tokens). It fills them, then hands the queries to ``impl.forward_mqa``.
+    ``kv_cache`` (one entry per ``ratio`` tokens). It fills them, then hands the queries to ``impl.attend``.
 
     Attributes:
         prefix: the layer's name in the checkpoint, for instance ``layers.2``.
@@ -210,18 +205,15 @@ class DeepseekV4MLAAttention(CheckpointModule):
         linears = query_linears(self.wq_b, self.indexer, step)
         qr_fp8 = empty_quantized(inputs.qr, linears)
         qr, kv = self.insert(inputs, positions, step, qr_fp8)
-        from_heads = self.attends_heads(step)
         with stage("project"):
             # without a name, projections are freed before attention takes memory: they are as large as the queries
-            heads, q, index = self.queries(multi_linear(qr, linears, qr_fp8), inputs, positions, from_heads)
-        self.select(index, step)
+            queries = self.queries(QueryProjections(*multi_linear(qr, linears, qr_fp8)), inputs, positions)
+        self.select(queries.index, step)
         with stage("attend"):
-            impl = self.impl
-            output = impl.forward_heads(self, heads, q) if from_heads else impl.forward_mqa(self, q, kv, positions)
+            output = self.impl.attend(self, queries, kv, positions)
         if step.observer is not None:
-            step.observer(AttentionCall(self.prefix, q, kv, output, index))
+            step.observer(AttentionCall(self.prefix, queries.normed(), kv, output, queries.index))
         with stage("output"):
-            output = output if from_heads else output[:, : self.num_heads]
             z, z_fp8 = self.wo_a.project_quantized(output, positions, self.rope.cos_sin)
             (y,) = multi_linear(z, [self.wo_b], z_fp8)
         return self.parallel.sum(y)
@@ -232,10 +224,11 @@ class DeepseekV4MLAAttention(CheckpointModule):
         self.impl.forward_mqa(self, q, q[:, 0], positions)
         return torch.zeros_like(x)
 
-    def attends_heads(self, step: StepMetadata) -> bool:
-        """Whether the impl attends to queries as projected, and its output is what ``wo_a`` reads: fewer launches."""
-        possible = step.observer is None and self.padded_heads == self.num_heads and self.wo_a.reads_heads
-        return possible and self.impl.attends_heads(self)
+    @property
+    def takes_quantized_heads(self) -> bool:
+        """Whether the output projection takes the result of `kernels.attention.attend_heads`, which pads no heads."""
+        whole = self.padded_heads == self.num_heads and self.head_dim % FP8_INPUT_GROUP == 0
+        return whole and self.wo_a.takes_quantized_heads
 
     def project(self, x: Tensor) -> InputProjections:
         """Projections of ``x [T, hidden_size]``."""
@@ -276,19 +269,19 @@ class DeepseekV4MLAAttention(CheckpointModule):
     def select(self, queries: IndexQueries | None, step: StepMetadata) -> None:
         """Selects the entries that each query reads, if the layer has an indexer; queries: see `Indexer.select`."""
         if self.indexer is not None:
-            selected = self.topk_indices_buffer[: len(step.positions)]
-            self.decode_topk_slots = self.indexer.select(queries, step, selected)
+            self.decode_topk_slots = self.indexer.select(queries, step, self.topk_indices_buffer[: len(step.positions)])
 
-    def query_heads(self, q: Tensor, positions: Tensor) -> QueryHeads:
+    def raw_queries(self, q: Tensor, positions: Tensor) -> QueryHeads:
         """Projected queries ``[T, num_heads * head_dim]`` as the ops take them, padded to ``padded_heads``."""
         return QueryHeads(q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
 
-    def queries(self, outputs: list[Tensor], inputs: InputProjections, positions: Tensor, from_heads: bool) -> Queries:
-        """Queries of attention, and the indexer's if it needs them, of ``outputs`` in the order of `query_linears`."""
-        projections = QueryProjections(*outputs)
-        heads, q, index = self.query_heads(projections.q, positions), None, None
-        if self.indexer is not None and projections.index_q is not None:
-            q, index = queries(heads, self.indexer.query_rows(projections.index_q, inputs.index_weights, positions))
-        elif not from_heads:
-            q = query_norm_rope(heads)
-        return Queries(heads if from_heads else None, q, index)
+    def queries(self, projected: QueryProjections, inputs: InputProjections, positions: Tensor) -> LayerQueries:
+        """Queries of attention, and the indexer's if it has to select.
+
+        One launch norms and rotates both. Without index queries, those of attention are left to the impl.
+        """
+        raw, q, index = self.raw_queries(projected.q, positions), None, None
+        if self.indexer is not None and projected.index_q is not None:
+            q, index = queries(raw, self.indexer.query_rows(projected.index_q, inputs.index_weights, positions))
+            raw = raw._replace(q=q.flatten(1))  # see `AttentionQueries`: frees the projections
+        return LayerQueries(raw, q, index)

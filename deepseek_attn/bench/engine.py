@@ -24,7 +24,7 @@ SETTLED = 8  # first steps in which all requests decode do not count where there
 
 
 @dataclass(frozen=True)
-class Variant:
+class DecodingVariant:
     """A way to decode: with ``drafts`` of the MTP layer per step, and over CUDA graphs where the runner has them."""
 
     drafts: int = 0
@@ -101,7 +101,7 @@ class EngineTiming:
 
 
 def time_engine(
-    runner: ModelRunner, prompts: list[list[int]], variants: list[Variant], num_tokens: int, rounds: int = 3
+    runner: ModelRunner, prompts: list[list[int]], variants: list[DecodingVariant], num_tokens: int, rounds: int = 3
 ) -> list[EngineTiming]:
     """Times greedy decoding of ``num_tokens`` tokens after each prompt, all prompts at once, the variants alternately.
 
@@ -116,7 +116,7 @@ def time_engine(
     """
     for variant in variants:
         run_variant(runner, variant, prompts, num_tokens)
-    passes: dict[Variant, list[Pass]] = {variant: [] for variant in variants}
+    passes: dict[DecodingVariant, list[Pass]] = {variant: [] for variant in variants}
     for _ in range(rounds):
         for variant in variants:
             passes[variant].append(run_variant(runner, variant, prompts, num_tokens))
@@ -124,7 +124,7 @@ def time_engine(
     return [summary(variant, passes[variant], baseline, len(prompts)) for variant in variants]
 
 
-def run_variant(runner: ModelRunner, variant: Variant, prompts: list[list[int]], num_tokens: int) -> Pass:
+def run_variant(runner: ModelRunner, variant: DecodingVariant, prompts: list[list[int]], num_tokens: int) -> Pass:
     """One run, by an engine of its own; the runner is afterwards as it was before."""
     before = runner.graphs, runner.decode_query_len
     runner.graphs, runner.decode_query_len = runner.graphs if variant.graphs else None, 1
@@ -169,7 +169,7 @@ def run_engine(engine: Engine, prompts: list[list[int]], num_tokens: int) -> Pas
     return found
 
 
-def summary(variant: Variant, passes: list[Pass], baseline: list[Pass], batch: int) -> EngineTiming:
+def summary(variant: DecodingVariant, passes: list[Pass], baseline: list[Pass], batch: int) -> EngineTiming:
     """The row of a variant: medians over its passes, and ratios of medians."""
     stats = EngineStats()
     for one in passes:

@@ -48,7 +48,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Work:
+class FloorWork:
     """Bytes that a part of a model has to move, and products that it has to compute.
 
     Attributes:
@@ -58,13 +58,13 @@ class Work:
     bytes: dict[str, int]
     products: tuple[Product, ...] = ()
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, other: FloorWork) -> FloorWork:
         """The work of both, one after the other."""
         flops = Counter()
         for product in (*self.products, *other.products):
             flops[product.name, product.unit] += product.flops
         merged = tuple(Product(name, unit, count) for (name, unit), count in flops.items())
-        return Work(dict(Counter(self.bytes) + Counter(other.bytes)), merged)
+        return FloorWork(dict(Counter(self.bytes) + Counter(other.bytes)), merged)
 
     @property
     def total_bytes(self) -> int:
@@ -130,7 +130,7 @@ class ModelWork:
     numerics: Numerics
     dtype: torch.dtype
 
-    def attention(self, spec: AnySpec, layout: CacheLayout, shape: StepShape) -> Work:
+    def attention(self, spec: AnySpec, layout: CacheLayout, shape: StepShape) -> FloorWork:
         """Work of one attention layer, from normed hidden states to the output projection.
 
         Args:
@@ -149,19 +149,19 @@ class ModelWork:
         for pool in layout.pools:
             owned = pool.layer == spec.name
             if owned or (pool.layer == spec.entry_owner and pool.kind in ("compressed", "index")):
-                work += Work(pool_bytes(pool, layout, selection, shape, owned))
+                work += FloorWork(pool_bytes(pool, layout, selection, shape, owned))
         work += self._shared_choices(spec, layout, shape)
         work += self._activations(shape.rows, inputs=1, outputs=1)
-        return work + Work({}, selection.products(self.config, self.numerics))
+        return work + FloorWork({}, selection.products(self.config, self.numerics))
 
-    def _shared_choices(self, spec: AnySpec, layout: CacheLayout, shape: StepShape) -> Work:
+    def _shared_choices(self, spec: AnySpec, layout: CacheLayout, shape: StepShape) -> FloorWork:
         """Work of writing a selection and candidate blocks (int32) that other layers read too, or of reading them.
 
         A query has them if it sees more entries than they hold.
         """
         config = self.config
         if not isinstance(config, DeepseekV41Config):
-            return Work({})
+            return FloorWork({})
         blocks, size = config.candidate_topk_blocks or 0, config.candidate_block_size or 0
         found = {}
         for what, key, width, most in (
@@ -173,9 +173,9 @@ class ModelWork:
                 ratio = entry_ratio(layout, spec.entry_owner)
                 queries = sum(length // ratio > most for length in range(shape.before + 1, shape.context + 1))
                 found[what] = 4 * shape.batch * queries * width
-        return Work(found)
+        return FloorWork(found)
 
-    def weights(self, tensors: Tensors, rows: int) -> Work:
+    def weights(self, tensors: Tensors, rows: int) -> FloorWork:
         """Work of reading ``tensors`` once and multiplying ``rows`` token rows with each matrix among them.
 
         FP8 weights count with a float32 scale per block, vectors and hyper-connections as float32.
@@ -191,14 +191,14 @@ class ModelWork:
             size += stored_bytes(recipe.shape, "fp8", self.config.FP8_GROUP) if fp8 else count * self.dtype.itemsize
             flops["fp8" if fp8 and fp8_product(name, self.numerics) else "bf16"] += 2 * rows * count
         products = tuple(Product("projections", unit, count) for unit, count in flops.items() if count)
-        return Work({"weights": size}, products)
+        return FloorWork({"weights": size}, products)
 
     @property
     def quantized(self) -> bool:
         """Whether weights are read as the checkpoint stores them."""
         return self.numerics.quantized_weights and self.config.quantization_config is not None
 
-    def experts(self, spec: AnySpec, rows: int) -> Work:
+    def experts(self, spec: AnySpec, rows: int) -> FloorWork:
         """Work of the experts of one layer, the shared one included, or of its dense MLP.
 
         Notes:
@@ -217,20 +217,20 @@ class ModelWork:
                 one = sum(map(prod, shapes)) * self.dtype.itemsize
             unit = "fp8" if self.quantized and self.numerics.fp8_activations else "bf16"
             flops = 2 * rows * config.num_experts_per_tok * sum(map(prod, shapes))
-            work += Work({"routed weights": round(chosen * one)}, (Product("routed experts", unit, flops),))
+            work += FloorWork({"routed weights": round(chosen * one)}, (Product("routed experts", unit, flops),))
         return work + self._activations(rows, inputs=1, outputs=1)
 
-    def routing(self, spec: AnySpec, rows: int) -> Work:
+    def routing(self, spec: AnySpec, rows: int) -> FloorWork:
         """Work of the router of one layer: from hidden states to expert ids (int64) and weights (float32)."""
         tensors = tensors_below(self.config, f"{spec.name}.ffn.gate.")
         if not tensors:
-            return Work({})
+            return FloorWork({})
         table = tuple(t for t in tensors if t[0] != "tid2eid")  # of which a row per token is read
         chosen = rows * self.config.num_experts_per_tok
         work = self.weights(table, rows) + self._activations(rows, inputs=1)
-        return work + Work({"output": chosen * 12} | ({"table": chosen * 8} if len(table) < len(tensors) else {}))
+        return work + FloorWork({"output": chosen * 12} | ({"table": chosen * 8} if len(table) < len(tensors) else {}))
 
-    def norms(self, spec: AnySpec, rows: int) -> Work:
+    def norms(self, spec: AnySpec, rows: int) -> FloorWork:
         """Work between the sublayers of one block: both norms, and hyper-connections, with the residual in and out.
 
         The residual is ``hc_mult`` streams in V4.
@@ -240,27 +240,27 @@ class ModelWork:
         streams = getattr(self.config, "hc_mult", 1)
         return self.weights(own, rows) + self._activations(2 * rows, inputs=1 + streams, outputs=1 + streams)
 
-    def engram(self, spec: AnySpec, rows: int) -> Work:
+    def engram(self, spec: AnySpec, rows: int) -> FloorWork:
         """Work of the n-gram memory before one layer of V4.1: table rows, their projection, all streams in and out."""
         tensors = tensors_below(self.config, f"{spec.name}.engram.")
         if not tensors:
-            return Work({})
+            return FloorWork({})
         width, streams = self.config.engram.width, self.config.hc_mult
         work = self.weights(tuple(t for t in tensors if t[1].kind != ROWS), rows)
         work += self._activations(rows, inputs=streams, outputs=streams)
-        return work + Work({"table rows": rows * (width + width // SCALE_GROUP)})
+        return work + FloorWork({"table rows": rows * (width + width // SCALE_GROUP)})
 
-    def head(self, rows: int) -> Work:
+    def head(self, rows: int) -> FloorWork:
         """Work of the output head: from hidden states (all streams) of ``rows`` tokens to float32 logits."""
         found = _model_tensors(self.config).items()
         work = self.weights(tuple((name, recipe) for name, recipe in found if name.startswith(HEAD_TENSORS)), rows)
         work += self._activations(rows, inputs=getattr(self.config, "hc_mult", 1))
-        return work + Work({"logits": 4 * rows * self.config.vocab_size})
+        return work + FloorWork({"logits": 4 * rows * self.config.vocab_size})
 
-    def _activations(self, rows: int, inputs: int, outputs: int = 0) -> Work:
+    def _activations(self, rows: int, inputs: int, outputs: int = 0) -> FloorWork:
         """Hidden states of ``rows`` tokens that are read and written."""
         size = rows * self.config.hidden_size * self.dtype.itemsize
-        return Work({name: n * size for name, n in (("input", inputs), ("output", outputs)) if n})
+        return FloorWork({name: n * size for name, n in (("input", inputs), ("output", outputs)) if n})
 
 
 def stored_bytes(shape: tuple[int, ...], form: str, block: int) -> int:

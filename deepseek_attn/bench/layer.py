@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from deepseek_attn.attention.layer import DeepseekV4MLAAttention
-from deepseek_attn.bench.floors import ModelWork, StepShape, Work
+from deepseek_attn.bench.floors import FloorWork, ModelWork, StepShape
 from deepseek_attn.bench.timing import KernelTiming, captured, kernels_of, time_calls
 from deepseek_attn.cache.manager import SequenceCache
 from deepseek_attn.impls.metadata import StepMetadata
@@ -55,7 +55,7 @@ class LayerTiming(KernelTiming):
     tokens: int
     context: int
     metadata_us: float
-    work: Work
+    work: FloorWork
     floor_us: float | None = None
     bound: str | None = None
     over_floor: float | None = None
@@ -194,7 +194,7 @@ def _step_metadata(
     return (static_metadata(runner, caches, tokens), 0.0) if static else (build(), host_microseconds(build, repeats))
 
 
-def over_floor(work: Work, microseconds: float, rates: Mapping[str, float] | None) -> dict[str, float | str]:
+def over_floor(work: FloorWork, microseconds: float, rates: Mapping[str, float] | None) -> dict[str, float | str]:
     """The fields ``floor_us``, ``bound`` and ``over_floor`` of a timing; none without peak rates."""
     if rates is None:
         return {}

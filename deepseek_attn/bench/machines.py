@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from deepseek_attn.bench.floors import Work
+from deepseek_attn.bench.floors import FloorWork
 from deepseek_attn.bench.stages import EXPERTS, HEAD, NORMS, ROUTING
 from deepseek_attn.config.model import AnySpec
 from deepseek_attn.kernels.common.device import GPU
@@ -14,7 +14,7 @@ FEW_ROWS = 256  # tokens of a step from which other kernels take over
 
 
 @dataclass(frozen=True)
-class Cost:
+class StageCost:
     """Time of one call of a stage: ``launch_us`` and its floors of bytes and FLOPs, each times a ratio.
 
     Least squares of the relative error over measured calls. The ratios say how far a kernel is from the peak rate, and
@@ -25,7 +25,7 @@ class Cost:
     bytes: float
     flops: float
 
-    def microseconds(self, work: Work, rates: Mapping[str, float]) -> float:
+    def microseconds(self, work: FloorWork, rates: Mapping[str, float]) -> float:
         floor = work.floor(rates)
         return self.launch_us + self.bytes * floor.bytes_us + self.flops * floor.flops_us
 
@@ -47,7 +47,7 @@ class Machine:
         gpu: what kernels are chosen for; memory: its bytes.
         context, modules, nccl_memory: bytes of it that CUDA's context, loaded kernels and, with several ranks, NCCL
             with torch's symmetric memory take.
-        rates: peak rates, as `Work.floor` takes them.
+        rates: peak rates, as `FloorWork.floor` takes them.
         decode, prefill: costs of attention, by kind of V4's layers; see `attention`.
         few, many: costs of the other stages, up to `FEW_ROWS` tokens and beyond.
         step_us: once per step: embedding, metadata, greedy tokens.
@@ -62,17 +62,17 @@ class Machine:
     modules: int
     nccl_memory: int
     rates: Mapping[str, float]
-    decode: Mapping[str, Cost]
-    prefill: Mapping[str, Cost]
-    few: Mapping[str, Cost]
-    many: Mapping[str, Cost]
+    decode: Mapping[str, StageCost]
+    prefill: Mapping[str, StageCost]
+    few: Mapping[str, StageCost]
+    many: Mapping[str, StageCost]
     step_us: float
     peers: Exchange
     nccl: Exchange
     network: Exchange
     sources: tuple[str, ...]
 
-    def attention(self, spec: AnySpec, decode: bool) -> Cost:
+    def attention(self, spec: AnySpec, decode: bool) -> StageCost:
         """Cost of a layer's attention: one of V4's three kinds, by whether the layer reads entries and selects them."""
         kind = "C4A" if spec.has_indexer else "C128A" if spec.ratio else "SWA"
         return (self.decode if decode else self.prefill)[kind]
@@ -87,26 +87,26 @@ H200 = Machine(
     nccl_memory=1_400_000_000,
     rates={"copy": 4.264e12, "bf16": 797e12, "fp8": 1465e12},
     decode={
-        "SWA": Cost(25.2, 1.04, 0.89),
-        "C128A": Cost(25.2, 1.04, 0.89),
-        "C4A": Cost(39.8, 1.06, 0.99),
+        "SWA": StageCost(25.2, 1.04, 0.89),
+        "C128A": StageCost(25.2, 1.04, 0.89),
+        "C4A": StageCost(39.8, 1.06, 0.99),
     },
     prefill={
-        "SWA": Cost(0.0, 6.88, 1.49),
-        "C128A": Cost(0.0, 6.88, 1.49),
-        "C4A": Cost(54.5, 0.0, 1.65),
+        "SWA": StageCost(0.0, 6.88, 1.49),
+        "C128A": StageCost(0.0, 6.88, 1.49),
+        "C4A": StageCost(54.5, 0.0, 1.65),
     },
     few={
-        EXPERTS: Cost(20.0, 0.97, 0.0),
-        NORMS: Cost(12.0, 0.0, 100.0),
-        ROUTING: Cost(5.5, 0.0, 5.0),
-        HEAD: Cost(0.0, 0.99, 0.28),
+        EXPERTS: StageCost(20.0, 0.97, 0.0),
+        NORMS: StageCost(12.0, 0.0, 100.0),
+        ROUTING: StageCost(5.5, 0.0, 5.0),
+        HEAD: StageCost(0.0, 0.99, 0.28),
     },
     many={
-        EXPERTS: Cost(26.0, 1.08, 1.9),
-        NORMS: Cost(14.6, 2.2, 0.0),
-        ROUTING: Cost(7.0, 0.0, 7.5),
-        HEAD: Cost(0.0, 1.04, 0.27),
+        EXPERTS: StageCost(26.0, 1.08, 1.9),
+        NORMS: StageCost(14.6, 2.2, 0.0),
+        ROUTING: StageCost(7.0, 0.0, 7.5),
+        HEAD: StageCost(0.0, 1.04, 0.27),
     },
     step_us=60.0,
     peers=Exchange(2.0, 330e9),
@@ -129,7 +129,7 @@ H100 = replace(
     name="h100",
     memory=85_017_493_504,
     rates={"copy": 3.02e12, "bf16": 783e12, "fp8": 1419e12},
-    many=H200.many | {NORMS: Cost(8.0, 1.63, 0.0), ROUTING: Cost(4.0, 0.0, 2.4)},
+    many=H200.many | {NORMS: StageCost(8.0, 1.63, 0.0), ROUTING: StageCost(4.0, 0.0, 2.4)},
     sources=(
         "memory, rates, hyper-connections and norms, and routing of many tokens: one H100 with 80 GB (SXM)",
         "other stages: ratios of an H200; steps of V4-Flash, 8 layers, on one H100, batches 1 to 128 and 4096 and 8192 "

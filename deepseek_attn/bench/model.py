@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from deepseek_attn.bench.floors import StepShape, Work
+from deepseek_attn.bench.floors import FloorWork, StepShape
 from deepseek_attn.bench.layer import check_sizes, reserved_sequences, static_metadata
 from deepseek_attn.bench.stages import stage_calls, stage_works
 from deepseek_attn.bench.timing import KernelTiming, captured, kernels_of, time_calls
@@ -33,7 +33,7 @@ class StageTiming(KernelTiming):
     """
 
     stage: str
-    work: Work
+    work: FloorWork
     floor_us: float | None = None
     over_floor: float | None = None
 
@@ -57,7 +57,7 @@ class ModelTiming(KernelTiming):
     tokens: int
     context: int
     tokens_per_second: float
-    work: Work
+    work: FloorWork
     floor_us: float | None = None
     over_floor: float | None = None
     stages: tuple[StageTiming, ...] = ()
@@ -116,7 +116,7 @@ def time_model(
         times, graph=graph, batch=batch, tokens=tokens, context=context,
         tokens_per_second=batch * tokens / (median * 1e-6), launches=_launches(kernels),
         kernels=kernels if count_kernels else (), stages=stages, floor_us=floor, over_floor=floor and median / floor,
-        work=sum(parts, Work({})),
+        work=sum(parts, FloorWork({})),
     )  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def _replay(calls: Sequence[Callable[[], object]], graph: bool) -> Callable[[], 
 
 def _time_stages(
     runner: ModelRunner,
-    works: Mapping[str, Sequence[Work]],
+    works: Mapping[str, Sequence[FloorWork]],
     metadata: StepMetadata,
     last_rows: torch.Tensor,
     repeats: int,
@@ -193,7 +193,7 @@ def _time_stages(
         launches = _launches(kernels_of(run)) if graph else None
         floor = None if rates is None else math.fsum(work.floor(rates).microseconds for work in works[stage])
         over = statistics.median(times) / floor if floor else None
-        work = sum(works[stage], Work({}))
+        work = sum(works[stage], FloorWork({}))
         timings.append(
             StageTiming.of(times, stage=stage, work=work, floor_us=floor, over_floor=over, launches=launches)
         )

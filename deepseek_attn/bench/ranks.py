@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 import torch
 
-from deepseek_attn.bench.floors import ModelWork, Product, StepShape, Work, expected_experts
+from deepseek_attn.bench.floors import FloorWork, ModelWork, Product, StepShape, expected_experts
 from deepseek_attn.bench.machines import FEW_ROWS, Machine
 from deepseek_attn.bench.stages import ATTENTION, ENGRAM, EXPERTS, HEAD, NORMS, ROUTING
 from deepseek_attn.cache.layout import CacheLayout, make_layout
@@ -129,7 +129,7 @@ class RankModel:
         stages[COMMUNICATION] = sum(collective.microseconds for collective in collectives)
         return StepPrediction(shape, dict(stages), collectives)
 
-    def _time(self, stage: str, work: Work, rows: int) -> float:
+    def _time(self, stage: str, work: FloorWork, rows: int) -> float:
         costs = self.machine.few if rows <= FEW_ROWS else self.machine.many
         return costs[stage].microseconds(work, self.machine.rates)
 
@@ -142,7 +142,7 @@ class RankModel:
         shard = Parallel(0, self.layout.token_ranks).shard(0, width, unit)
         return size if shard is None else size * shard.size // width
 
-    def _experts(self, spec: AnySpec, rows: int, own_rows: int) -> Work:
+    def _experts(self, spec: AnySpec, rows: int, own_rows: int) -> FloorWork:
         """Work of one rank's experts: its part of the routed ones for ``rows`` tokens, and of the shared one.
 
         Of the routed ones' weights it is the part of the rank that reads most: the others wait for it.
@@ -163,7 +163,7 @@ class RankModel:
             for part in shared.products
             if part.name != ROUTED
         ]
-        return Work(sizes, tuple(products))
+        return FloorWork(sizes, tuple(products))
 
     def _collectives(self, shape: StepShape) -> Iterator[Collective]:
         layers, width = len(self.own.layers), shape.rows * self.config.hidden_size * self.dtype.itemsize

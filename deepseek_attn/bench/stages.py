@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from deepseek_attn.bench.floors import ModelWork, StepShape, Work
+from deepseek_attn.bench.floors import FloorWork, ModelWork, StepShape
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.hyper_connection import DelayedOutput
 from deepseek_attn.models import block, deepseek_v41
@@ -21,7 +21,7 @@ STAGES = (ATTENTION, EXPERTS, NORMS, ROUTING, HEAD, ENGRAM)
 Calls = dict[str, list[Callable[[], object]]]
 
 
-def stage_works(runner: ModelRunner, shape: StepShape) -> dict[str, list[Work]]:
+def stage_works(runner: ModelRunner, shape: StepShape) -> dict[str, list[FloorWork]]:
     """Work of each stage, by block; of the head once, for the last row of each request.
 
     The shared expert and layers without a router count as experts, norms between sublayers as hyper-connections do.

@@ -32,7 +32,7 @@ BEGINNING = b'{"index": '  # of every line
 
 
 @contextmanager
-def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Batch]:
+def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[PromptBatch]:
     """Opens the prompts and the output; what can be checked of both is, before a model is loaded.
 
     Raises:
@@ -40,13 +40,13 @@ def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Bat
     """
     with PromptLines(args.prompts, params, args.system) as prompts:
         if args.out is None:
-            yield Batch(args, params, prompts)
+            yield PromptBatch(args, params, prompts)
             return
         with appending(args.out, args.resume, BEGINNING) as out:
-            yield Batch(args, params, prompts, out)
+            yield PromptBatch(args, params, prompts, out)
 
 
-class Batch(Iterator[IndexedPrompt | None]):
+class PromptBatch(Iterator[IndexedPrompt | None]):
     """The prompts that have no line yet, and the output. None: the next prompt is not there yet.
 
     Attributes:
@@ -159,7 +159,7 @@ class Batch(Iterator[IndexedPrompt | None]):
 
 
 def complete_all(
-    llm: LLM, batch: Batch | None, params: SamplingParams, args: argparse.Namespace, ranks: Parallel
+    llm: LLM, batch: PromptBatch | None, params: SamplingParams, args: argparse.Namespace, ranks: Parallel
 ) -> int:
     """Completes the prompts with a progress bar, and writes a line for each; returns 1 if any failed.
 
@@ -189,7 +189,7 @@ def encoder(llm: LLM, args: argparse.Namespace) -> Callable[[Any], Prompt]:
     return encode
 
 
-def shared(batch: Batch | None, ranks: Parallel) -> Iterator[IndexedPrompt | None]:
+def shared(batch: PromptBatch | None, ranks: Parallel) -> Iterator[IndexedPrompt | None]:
     """The prompts of rank 0, on every rank, at the same steps of all."""
     end = False
     while not end:

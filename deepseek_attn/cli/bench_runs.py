@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from deepseek_attn.bench.engine import Variant, cut_config, random_prompts, text_prompts, time_engine
+from deepseek_attn.bench.engine import DecodingVariant, cut_config, random_prompts, text_prompts, time_engine
 from deepseek_attn.bench.layer import fill_caches, time_layer
 from deepseek_attn.bench.memory import Limits, measure_memory
 from deepseek_attn.bench.model import time_model
@@ -21,7 +21,7 @@ from deepseek_attn.checkpoint.random import RepeatingSource
 from deepseek_attn.cli.generate import default_checkpoint
 from deepseek_attn.cli.info import environment
 from deepseek_attn.cli.load_report import show_report
-from deepseek_attn.cli.table import Table, print_kernels
+from deepseek_attn.cli.table import PrintedTable, print_kernels
 from deepseek_attn.cli.terminal import show
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.options import pick_device
@@ -48,7 +48,7 @@ def run_ops(args: argparse.Namespace) -> None:
         raise ValueError(f"no row matches --ops {args.ops} --rows {args.rows}; the ops are {known}")
     limits = ceilings(device)
     rows = []
-    table = Table({
+    table = PrintedTable({
         "op": "<26", "row": "<40", "ran": "<12", "us": ">11.1f", "10 %": ">10.1f", "90 %": ">10.1f", "GB/s": ">8.0f",
         "TFLOP/s": ">9.1f", "share": ">7.0%",
     })  # fmt: skip
@@ -71,7 +71,7 @@ def run_layer(args: argparse.Namespace) -> None:
     steps = [(batch, tokens, context) for context, tokens, batch in sizes]
     steps += [(1, n, max(context, n)) for context in args.context for n in args.prefill]
     rows = []
-    table = Table({
+    table = PrintedTable({
         "layer": "<12", "kind": "<11", "backend": "<22", "mode": "<9", "tokens": ">7", "batch": ">6", "context": ">9",
         "us": ">11.1f", "10 %": ">11.1f", "90 %": ">11.1f", "floor": ">9.1f", "ratio": ">7.2f", "bound": ">7",
         "launches": ">10.0f",
@@ -121,7 +121,7 @@ def run_model(args: argparse.Namespace) -> None:
     fill_caches(runner)
     limits = ceilings(runner.device)
     rows = []
-    table = Table({
+    table = PrintedTable({
         "stage": "<27", "batch": ">6", "tokens": ">7", "context": ">9", "graph": ">7", "us": ">11.1f",
         "10 %": ">11.1f", "90 %": ">11.1f", "GB": ">9.3f", "TFLOP": ">9.4f", "floor": ">9.1f", "ratio": ">7.2f",
         "launches": ">10.0f", "tokens/s": ">11.1f",
@@ -163,7 +163,7 @@ def run_tune(args: argparse.Namespace) -> None:
         max_num_batched_tokens=max([*args.batch, *args.prefill, 256]),
     )  # fmt: skip
     fill_caches(runner)
-    printed = Table({
+    printed = PrintedTable({
         "table": "<28", "batch": ">6", "tokens": ">7", "context": ">9", "kernel": "<34", "condition": "<40",
         "us": ">10.1f", "taken": ">6", "ratio": ">7.3f",
     })  # fmt: skip
@@ -189,11 +189,11 @@ def run_engine(args: argparse.Namespace) -> None:
     runner = engine_runner(args, checkpoint_to_time(args))
     show_report(runner, args)
     drafts = [n for n in args.drafts if n > 0]
-    variants = [Variant(), *map(Variant, drafts)]
+    variants = [DecodingVariant(), *map(DecodingVariant, drafts)]
     if args.eager and runner.graphs is not None:
-        variants.append(Variant(graphs=False))
+        variants.append(DecodingVariant(graphs=False))
     rows = []
-    table = Table({
+    table = PrintedTable({
         "batch": ">6", "drafts": ">8", "graph": ">7", "tokens/s": ">11.1f", "ratio": ">7.2f", "step us": ">11.1f",
         "tokens/step": ">13.2f", "breaks even": ">13.2f", "accepted": ">10.0%", "pays from": ">11.0%", "host": ">7.1%",
         "prompt tok/s": ">14.0f",
@@ -228,7 +228,9 @@ def run_memory(args: argparse.Namespace) -> None:
     except (TypeError, ValueError):
         raise ValueError(f"--limits {','.join(args.limits)}: write for instance 16384:8:2048,8192:64:8192") from None
     source, rows = RepeatingSource(config), []
-    table = Table({"limits": "<18", "part": "<12", "predicted MB": ">13.1f", "measured MB": ">13.1f", "off": ">8.1%"})
+    table = PrintedTable(
+        {"limits": "<18", "part": "<12", "predicted MB": ">13.1f", "measured MB": ">13.1f", "off": ">8.1%"}
+    )
     for limits in runs:
         compared = measure_memory(config, source, limits, device=device, compile_ahead=True)
         rows.append(compared.row())

@@ -118,14 +118,14 @@ def run_as_ranks(args: argparse.Namespace) -> int:
     return failure.code
 
 
-class Failure(NamedTuple):
+class RankFailure(NamedTuple):
     """The first rank that failed, and its exit code: -n if signal n ended it."""
 
     rank: int
     code: int
 
 
-def start_ranks(command: list[str], world: int) -> Failure | None:
+def start_ranks(command: list[str], world: int) -> RankFailure | None:
     """Runs a command as ranks that meet through a file, until all have ended, or one has failed.
 
     However that ends, none is left: those that wait for one that has failed are ended, and if this process is killed,
@@ -152,9 +152,9 @@ def start_ranks(command: list[str], world: int) -> Failure | None:
             end(ranks)
 
 
-def first_failure(ranks: list[subprocess.Popen]) -> Failure | None:
+def first_failure(ranks: list[subprocess.Popen]) -> RankFailure | None:
     """A rank that has failed; of several one that was killed, because the others may have failed for that."""
-    failures = [Failure(number, code) for number, rank in enumerate(ranks) if (code := rank.poll())]
+    failures = [RankFailure(number, code) for number, rank in enumerate(ranks) if (code := rank.poll())]
     return min(failures, key=lambda failure: failure.code > 0, default=None)
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from deepseek_attn.bench.timing import KernelTiming
 
 
-class Table:
+class PrintedTable:
     """A table that is printed line by line.
 
     Args:

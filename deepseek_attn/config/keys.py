@@ -18,7 +18,7 @@ MAX_NAMED = 10  # unknown keys that the warning names
 
 
 @dataclass(frozen=True)
-class Keys:
+class FamilyKeys:
     """What one family does with each key.
 
     Attributes:
@@ -59,7 +59,7 @@ class ConfigReader(FieldReader):
             top level, ``"text_config."``.
     """
 
-    def __init__(self, keys: Keys, levels: Mapping[str, Mapping[str, Any]]):
+    def __init__(self, keys: FamilyKeys, levels: Mapping[str, Mapping[str, Any]]):
         super().__init__({})
         self._unknown: list[str] = []
         readable = {name.split(".")[0] for name in (*keys.read, *keys.fixed)}
@@ -178,7 +178,7 @@ V4_SHARED = (
     *(*ROPE, *TOKENS, *FORMATS),
 )
 V4_FIXED = {"num_key_value_heads": (1,), "n_shared_experts": (1,), **FIXED}
-V4 = Keys(
+V4 = FamilyKeys(
     read=(
         *V4_SHARED,
         *("num_hash_layers", "mlp_layer_types", "layer_types", "compress_overlap", "compress_indexer"),
@@ -209,7 +209,7 @@ INFERENCE_NAMES = {
     "engram_pad_id": "engram_pad_token_id",
     "dspark_n_activated_experts": "dspark_num_experts_per_tok",
 }
-V41 = Keys(
+V41 = FamilyKeys(
     read=(
         *V4_SHARED,
         *("norm_topk_prob", "kv_source_layer_ids", "index_source_layer_ids", "candidate_source_layer_id"),
@@ -230,7 +230,7 @@ V41 = Keys(
     unused=(*UNUSED, "text_config", "vision_*", "max_batch_size", "max_seq_len"),
 )
 
-V32 = Keys(
+V32 = FamilyKeys(
     read=(
         *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
         *("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),

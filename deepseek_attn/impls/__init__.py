@@ -145,14 +145,14 @@ def get_impl(
 
 def find_impl(name: str, impls: Impls) -> type[SplitAttentionImpl]:
     """The impl called ``name``, whether or not it runs here. ValueError for a name other than in `get_impl`."""
-    found = next((impl for impl in impls if impl.name == name), None) or OWN_IMPLS.find(name)
-    if found is None:
-        own = "".join(f"{name}, " for name in OWN_IMPLS.classes)
+    impl = next((impl for impl in impls if impl.name == name), None) or OWN_IMPLS.find(name)
+    if impl is None:
+        registered = "".join(f"{name}, " for name in OWN_IMPLS.classes)
         raise ValueError(
-            f"unknown backend {name!r}: supported are auto, {', '.join(impl_names(impls))}, {own}or an impl of your "
-            "own as module:Class"
+            f"unknown backend {name!r}: supported are auto, {', '.join(impl_names(impls))}, {registered}or an impl of "
+            "your own as module:Class"
         )
-    return found
+    return impl
 
 
 def combine_phases(decode: type[SplitAttentionImpl], prefill: type[SplitAttentionImpl]) -> type[SplitAttentionImpl]:

@@ -15,7 +15,8 @@ class AttentionCall:
 
     Attributes:
         layer: its name, for instance ``layers.2``; the layer holds the step's metadata and its selection.
-        q, kv: arguments of `SparseMLAAttentionImpl.forward_mqa`; output: its result.
+        q, kv: arguments of `SparseMLAAttentionImpl.forward_mqa`.
+        output: ``[T, heads, value_dim]``, its result.
         index_queries: the indexer's queries ``[T, heads, dim]`` and weights ``[T, heads]``; None where it had no entry
             to leave out.
     """

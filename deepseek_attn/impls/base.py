@@ -15,7 +15,7 @@ from deepseek_attn.config.model import AnyConfig
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.config.v4 import DeepseekV4Base
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.kernels.common.heads import QueryHeads
+from deepseek_attn.impls.queries import AttentionOutput, AttentionQueries
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.utils.workspace import Workspace
 
@@ -84,6 +84,8 @@ class AttentionLayer(Protocol):
     """Leading channels of a key that are its value: ``head_dim`` in V4, 512 of 576 in V3.2."""
     o_groups: int
     """Groups of the output projection; of V4's layers."""
+    takes_quantized_heads: bool
+    """Whether the output projection takes the result of `kernels.attention.attend_heads`; of V4's layers."""
     window_size: int
     """Keys in the sliding window, the query's own included; 0 without a window."""
     compress_ratio: int
@@ -225,15 +227,23 @@ class SparseMLAAttentionImpl(ABC):
         """
 
     @classmethod
-    def attends_heads(cls, layer: AttentionLayer) -> bool:
-        """Whether `forward_heads` serves the running step of ``layer``: not unless an impl says so."""
+    def attend(cls, layer: AttentionLayer, queries: AttentionQueries, kv: Tensor, positions: Tensor) -> AttentionOutput:
+        """Attention from projected queries to what the output projection takes, for V4's layers.
+
+        Args:
+            queries: of the step's tokens, which are freed on the way.
+            kv, positions: as in `forward_mqa`.
+        """
+        if cls.fuses_query_norm_rope(layer):
+            return cls.attend_raw(layer, queries)
+        return cls.forward_mqa(layer, queries.normed(), kv, positions)[:, : queries.raw.num_heads]
+
+    @classmethod
+    def fuses_query_norm_rope(cls, layer: AttentionLayer) -> bool:
+        """Whether `attend_raw` serves the running step of ``layer``: not unless an impl says so."""
         return False
 
     @classmethod
-    def forward_heads(cls, layer: AttentionLayer, heads: QueryHeads, q: Tensor | None) -> QuantizedRows:
-        """`forward_mqa` from queries as they were projected to the form that the output projection reads.
-
-        Called only where `attends_heads` is true, with ``heads`` that are not padded, and ``q`` as in
-        `kernels.attention.attend_heads`. Scales are powers of two.
-        """
+    def attend_raw(cls, layer: AttentionLayer, queries: AttentionQueries) -> QuantizedRows:
+        """`attend` by kernels that norm and rotate queries, attend, and rotate back and quantise their output."""
         raise NotImplementedError(f"{cls.__name__} attends to normed and rotated queries only")

@@ -118,13 +118,13 @@ def supported(device: torch.device | str, spec: AttentionSpec | None = None) -> 
     major, minor = compute_capability(device)
     if (major, minor) != (9, 0) and major != 10:
         return False, f"FlashMLA has kernels for compute capability 9.0 and 10.x; this GPU has {major}.{minor}"
-    found = flavour()
-    if found.problem:
-        return False, found.problem
+    kernels = flavour()
+    if kernels.problem:
+        return False, kernels.problem
     problem = _shape_problem(spec) if spec is not None else ""
     if problem:
         return False, problem
-    return True, f"{found.name} {found.version} on compute capability {major}.{minor}"
+    return True, f"{kernels.name} {kernels.version} on compute capability {major}.{minor}"
 
 
 def _shape_problem(spec: AttentionSpec) -> str:
@@ -201,13 +201,13 @@ def sparse_decode(
     batch, queries, heads, dim = q4.shape
     width = padded_heads(heads)
     first, *extra = [_pool_arguments(part, batch, queries, dim, q.device, flat) for part in keys]
-    found = flavour()
+    kernels = flavour()
     options: dict[str, Any] = {}
     if extra:
         options = {"extra_k_cache": extra[0].cache, "extra_indices_in_kvcache": extra[0].indices}
         if extra[0].lens is not None:
             options["extra_topk_length"] = extra[0].lens
-    direct = _direct_out(found, out, heads, width)
+    direct = _direct_out(kernels, out, heads, width)
     result, lse = _kernels(q).flash_mla_with_kvcache(
         _pad_heads(q4, width),
         first.cache,
@@ -221,7 +221,7 @@ def sparse_decode(
         topk_length=first.lens,
         attn_sink=_pad_sink(sink, width),
         **options,
-        **found.options(None if direct is None else direct.view(batch, queries, heads, VALUE_DIM)),
+        **kernels.options(None if direct is None else direct.view(batch, queries, heads, VALUE_DIM)),
     )
     result, lse = result[:, :, :heads], lse.transpose(1, 2)[:, :, :heads]
     if flat:
@@ -265,8 +265,8 @@ def sparse_prefill(
     if tokens == 0 or kv.shape[0] == 0:
         lse = q.new_full((tokens, heads), float("inf"), dtype=torch.float32)
         return _result(_empty(q, out).zero_(), lse, out)
-    width, found = padded_heads(heads), flavour()
-    direct = _direct_out(found, out, heads, width)
+    width, kernels = padded_heads(heads), flavour()
+    direct = _direct_out(kernels, out, heads, width)
     # past the lengths, a valid index of a row of NaN can (rarely) reach the output
     indices = _pad_width(indices if masked_tails else _without_tail(indices, lens), PREFILL_WIDTH)
     result, _, lse = _kernels(q).flash_mla_sparse_fwd(
@@ -277,7 +277,7 @@ def sparse_prefill(
         d_v=VALUE_DIM,
         attn_sink=_pad_sink(sink, width),
         topk_length=_contiguous(lens),
-        **found.options(direct),
+        **kernels.options(direct),
     )
     return _result(result[:, :heads], lse[:, :heads], out, written=direct is not None)
 
@@ -367,9 +367,9 @@ def _contiguous(lens: Tensor | None) -> Tensor | None:
     return None if lens is None else lens.contiguous()
 
 
-def _direct_out(found: Flavour, out: Tensor | None, heads: int, padded: int) -> Tensor | None:
+def _direct_out(kernels: Flavour, out: Tensor | None, heads: int, padded: int) -> Tensor | None:
     """``out`` itself if the kernel can write to it."""
-    return out if found.supports_out and out is not None and heads == padded and out.is_contiguous() else None
+    return out if kernels.supports_out and out is not None and heads == padded and out.is_contiguous() else None
 
 
 def _empty(q: Tensor, out: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ class FlashMLAKernels(SplitAttentionImpl):
 
     Notes:
         The decode kernel's schedule depends on shapes and lengths only: the first layer of each kind makes it once per
-        step, in ``step.tile_scheds``. A graph must be captured with an empty ``tile_scheds``: the schedule is then
+        step, in ``step.results.schedules``. A graph must be captured with empty results: the schedule is then
         part of the graph, and a replay makes it from its own lengths.
     """
 
@@ -47,10 +47,8 @@ class FlashMLAKernels(SplitAttentionImpl):
             return flash_mla.sparse_prefill(
                 q, rows, first.indices, layer.scale, layer.attn_sink, first.lens, output, masked_tails=True
             )[0]
-        schedules, kind = step.tile_scheds, (layer.compress_ratio, layer.index_topk is not None)
-        if kind not in schedules:
-            schedules[kind] = flash_mla.new_schedule()
-        schedule = schedules[kind]
+        kind = (layer.compress_ratio, layer.index_topk is not None)
+        schedule = step.results.schedules.once(kind, flash_mla.new_schedule)
         if first.record.name == "fp8_v4":
             return flash_mla.sparse_decode(q, keys, layer.scale, layer.attn_sink, schedule, output)[0]
         # V3.2's kernel has no lengths (rows end with -1), and takes the queries of a request together

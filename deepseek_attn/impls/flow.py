@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,8 +12,8 @@ from deepseek_attn.cache.pools import Pool
 from deepseek_attn.impls.base import AttentionLayer, SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.prefill import PrefillChunk, gather_keys, merged_indices, plan_prefill_chunks
+from deepseek_attn.impls.queries import AttentionQueries
 from deepseek_attn.kernels.attention import PagedKeys, attend_heads
-from deepseek_attn.kernels.common.heads import QueryHeads
 from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.indices import compute_global_topk_indices_and_lens
@@ -23,7 +24,13 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
 
     A subclass attends over pages (`attend_pages`) and over gathered rows (`attend_rows`). Where one such call covers
     all tokens, it also chooses the output tensor; several calls write to rows of one tensor.
+
+    Attributes:
+        fused_records: records over whose pages `kernels.attention.attend_heads` is as fast as `attend_pages` and the
+            ops around it, or faster.
     """
+
+    fused_records: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     @abstractmethod
@@ -52,57 +59,49 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
         """
 
     @classmethod
-    def pages_take_heads(cls, layer: AttentionLayer) -> bool:
-        """Whether `attend_heads` attends to the pages of ``layer``, as fast as `attend_pages` or faster."""
-        return False
+    def fuses_query_norm_rope(cls, layer: AttentionLayer) -> bool:
+        """In steps that read pages of `fused_records` only, unless a subclass has a `forward_mqa` of its own.
 
-    @classmethod
-    def attends_heads(cls, layer: AttentionLayer) -> bool:
-        """In steps that read pages only, as `pages_take_heads` says, unless `forward_mqa` is overridden.
-
-        Not in batch-invariant steps: sums of squares are added in another order than where a prefill joins the step.
+        Not for an observer, which is shown heads that are not quantised. Not in batch-invariant steps: sums of squares
+        are added in another order than where a prefill joins the step.
         """
-        own = cls.forward_mqa.__func__ is SplitAttentionImpl.forward_mqa.__func__
-        pages_only = layer.step.num_decode_tokens > 0 and not layer.step.num_prefill_tokens
-        return own and pages_only and not batch_invariant() and cls.pages_take_heads(layer)
+        step, pool = layer.step, layer.swa_cache
+        if pool is None or pool.record.name not in cls.fused_records or step is None or step.observer is not None:
+            return False
+        inherited = cls.forward_mqa.__func__ is SplitAttentionImpl.forward_mqa.__func__
+        pages_only = step.num_decode_tokens == len(step.positions)
+        return inherited and pages_only and layer.takes_quantized_heads and not batch_invariant()
 
     @classmethod
-    def forward_heads(cls, layer: AttentionLayer, heads: QueryHeads, q: Tensor | None) -> QuantizedRows:
+    def attend_raw(cls, layer: AttentionLayer, queries: AttentionQueries) -> QuantizedRows:
         keys = cls._decode_keys(layer, layer.step)
-        return attend_heads(heads, keys, layer.scale, layer.attn_sink, layer.o_groups, q=q)
+        return attend_heads(queries.raw, keys, layer.scale, layer.attn_sink, layer.o_groups, q=queries.q)
 
     @classmethod
     def forward_mqa(
         cls, layer: AttentionLayer, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor | None = None
     ) -> Tensor:
-        shape = (*q.shape[:2], layer.value_dim)
+        step, shape = layer.step, (*q.shape[:2], layer.value_dim)
         if output is not None and (output.shape != shape or output.dtype != q.dtype):
             raise ValueError(f"output must be {shape} {q.dtype}: got {tuple(output.shape)} {output.dtype}")
-        if layer.step is None:  # warm-up: reserve the largest workspace that any step of this layer can need
+        if step is None:  # warm-up: reserve the largest workspace that any step of this layer can need
             layer.workspace.get(((layer.prefill_workspace_rows, layer.head_dim), q.dtype))
             return q.new_zeros(shape) if output is None else output.zero_()
-        decode, prefill = layer.step.num_decode_tokens, layer.step.num_prefill_tokens
-        if decode and not prefill:
-            return cls._forward_decode(layer, layer.step, q, output)
-        if prefill and not decode:
-            return cls._forward_prefill(layer, layer.step, q, output)
+        decodes = step.num_decode_tokens
+        if decodes == len(q):
+            return cls.attend_pages(layer, q, cls._decode_keys(layer, step), output)
+        if not decodes:
+            return cls._forward_prefill(layer, step, q, output)
         output = q.new_empty(shape) if output is None else output
-        if prefill:
-            cls._forward_prefill(layer, layer.step, q[decode:], output[decode:])
-            cls._forward_decode(layer, layer.step, q[:decode], output[:decode])
+        cls._forward_prefill(layer, step, q[decodes:], output[decodes:])
+        cls.attend_pages(layer, q[:decodes], cls._decode_keys(layer, step), output[:decodes])
         return output
-
-    @classmethod
-    def _forward_decode(cls, layer: AttentionLayer, step: StepMetadata, q: Tensor, output: Tensor | None) -> Tensor:
-        """One softmax over the window's pages and the pages of entries."""
-        return cls.attend_pages(layer, q, cls._decode_keys(layer, step), output)
 
     @classmethod
     def _decode_keys(cls, layer: AttentionLayer, step: StepMetadata) -> list[PagedKeys]:
         """Keys in the window's pages, and in the pages of entries."""
         keys = []
-        if layer.swa_cache is not None and step.swa is not None:
-            swa = step.swa
+        if layer.swa_cache is not None and (swa := step.swa) is not None:
             keys.append(_paged_keys(layer.swa_cache, swa.decode_swa_indices.squeeze(1), swa.decode_swa_lens))
         if layer.kv_cache is not None:
             keys.append(_paged_keys(layer.kv_cache, *decode_topk(layer, step)))
@@ -127,19 +126,13 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
 
     @classmethod
     def _prefill_chunk(
-        cls,
-        layer: AttentionLayer,
-        step: StepMetadata,
-        chunk: PrefillChunk,
-        tokens: slice,
-        q: Tensor,
-        output: Tensor | None,
+        cls, layer: AttentionLayer, step: StepMetadata, chunk: PrefillChunk, rows: slice, q: Tensor, out: Tensor | None
     ) -> Tensor:
-        """Gathers the keys of a chunk into the workspace and attends over its rows; ``tokens``: its prefill tokens."""
+        """Gathers the keys of a chunk into the workspace and attends over them; ``rows``: its prefill tokens."""
         (kv,) = layer.workspace.get(((len(chunk), chunk.rows_per_request, layer.head_dim), q.dtype))
         gather_keys(layer, step, chunk, kv)
-        indices, lens = merged_indices(layer, step, chunk, tokens)
-        return cls.attend_rows(layer, q, kv.view(-1, layer.head_dim), indices, lens, output)
+        indices, lens = merged_indices(layer, step, chunk, rows)
+        return cls.attend_rows(layer, q, kv.view(-1, layer.head_dim), indices, lens, out)
 
 
 def _paged_keys(pool: Pool, indices: Tensor, lens: Tensor) -> PagedKeys:
@@ -154,10 +147,7 @@ def decode_topk(layer: AttentionLayer, step: StepMetadata) -> tuple[Tensor, Tens
     if layer.decode_topk_slots is not None:
         counts = step.entry_counts(layer.compress_ratio, layer.index_topk)
         return layer.decode_topk_slots, counts.selected[:tokens]
+    selected, requests = layer.topk_indices_buffer[:tokens], step.token_to_req_indices[:tokens]
     return compute_global_topk_indices_and_lens(
-        layer.topk_indices_buffer[:tokens],
-        step.token_to_req_indices[:tokens],
-        sparse.block_table,
-        sparse.block_size,
-        step.is_valid_token[:tokens],
+        selected, requests, sparse.block_table, sparse.block_size, step.is_valid_token[:tokens]
     )

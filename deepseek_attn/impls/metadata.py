@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -58,17 +59,40 @@ class FlashMLASparseMetadata:
     c128a_prefill_topk_indices: Tensor | None = None
 
 
+Key = TypeVar("Key")
+Result = TypeVar("Result")
+
+
+class Once(dict[Key, Result]):
+    """Results by what they depend on, each computed by the first layer of the step that needs it."""
+
+    def once(self, key: Key, compute: Callable[[], Result]) -> Result:
+        """The result for ``key``."""
+        if key not in self:
+            self[key] = compute()
+        return self[key]
+
+
 @dataclass
-class SharedResults:
-    """Results of the layers of one step that later layers read (V4.1).
+class LayerResults:
+    """Results that layers of a step leave for layers after them. Empty when the step begins.
 
     Attributes:
-        computed: numbers of the layers that have computed the step.
-        selected_by: the layer that filled the buffer of selected entries last.
-        decode_topk_slots: int32 ``[Dt, index_topk]``, cache slots of what its decode tokens selected; None without.
-        candidate_blocks: int32 ``[T, n]`` blocks of entries to which later selections are limited; None: they are not.
+        entry_counts: see `StepMetadata.entry_counts`; by (ratio, top-k).
+        prefill_rows: workspace rows that prefill tokens read in layers without an indexer, and their counts, by
+            (ratio, `PrefillChunk`).
+        schedules: of FlashMLA's decode kernel, by layer kind (ratio, has_indexer): ``(0, False)`` window only,
+            ``(4, True)`` C4A, ``(128, False)`` C128A, ``(1, True)`` V3.2.
+        computed: V4.1: numbers of the layers that have computed the step.
+        selected_by: V4.1: the layer that filled the buffer of selected entries last.
+        decode_topk_slots: V4.1: int32 ``[Dt, index_topk]``, cache slots of what its decode tokens selected.
+        candidate_blocks: V4.1: int32 ``[T, n]`` blocks of entries to which later selections are limited; None: they
+            are not.
     """
 
+    entry_counts: Once[tuple[int, int], EntryCounts] = field(default_factory=Once)
+    prefill_rows: Once[tuple[int, object], tuple[Tensor, Tensor]] = field(default_factory=Once)
+    schedules: Once[tuple[int, bool], Any] = field(default_factory=Once)
     computed: set[int] = field(default_factory=set)
     selected_by: int | None = None
     decode_topk_slots: Tensor | None = None
@@ -92,17 +116,10 @@ class StepMetadata:
         block_tables: int32 ``[B, pages]`` by group of pages.
         swa: the window; None for a model without one.
         sparse: pages of entries, by ratio; compressor: batch of the compressors, by (ratio, overlap).
-        tile_scheds: schedules of FlashMLA's decode kernel by layer kind ``(ratio, has_indexer)``: ``(0, False)`` window
-            only, ``(4, True)`` C4A, ``(128, False)`` C128A, ``(1, True)`` V3.2; filled by the impl at the first layer
-            of each kind.
-        prefill_indices: workspace rows that prefill tokens read in layers without an indexer, by (ratio, chunk of
-            requests); filled by the impl likewise.
-        counts: number of entries that each token sees and reads, by (ratio, top-k); filled by the first layer that
-            needs it.
         engram: rows that Engram layers look up, by layer; empty for models without any.
-        shared: what V4.1's layers have computed for later ones.
         batch: what layers compare a call with; None in steps of a runner itself, which cannot mix them up.
         observer: called by each layer once it has attended; None, as a rule: nobody watches.
+        results: filled by the layers; everything else is given.
     """
 
     positions: Tensor
@@ -126,13 +143,10 @@ class StepMetadata:
     swa: DeepseekSparseSWAMetadata | None = None
     sparse: dict[int, FlashMLASparseMetadata] = field(default_factory=dict)
     compressor: dict[tuple[int, bool], CompressBatch] = field(default_factory=dict)
-    tile_scheds: dict[tuple[int, bool], object] = field(default_factory=dict)
-    prefill_indices: dict[tuple[int, object], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    counts: dict[tuple[int, int], EntryCounts] = field(default_factory=dict)
     engram: Mapping[int, LayerRows] = field(default_factory=dict)
-    shared: SharedResults = field(default_factory=SharedResults)
     batch: StepBatch | None = None
     observer: Callable[[AttentionCall], None] | None = None
+    results: LayerResults = field(default_factory=LayerResults)
 
     @property
     def num_prefills(self) -> int:
@@ -144,6 +158,5 @@ class StepMetadata:
 
     def entry_counts(self, ratio: int, topk: int) -> EntryCounts:
         """Numbers of entries that each token sees, and that it reads when the best ``topk`` are selected."""
-        if (ratio, topk) not in self.counts:
-            self.counts[ratio, topk] = entry_counts(self.positions, self.is_valid_token, ratio, topk)
-        return self.counts[ratio, topk]
+        positions, valid = self.positions, self.is_valid_token
+        return self.results.entry_counts.once((ratio, topk), lambda: entry_counts(positions, valid, ratio, topk))

@@ -25,6 +25,8 @@ class MixedKernels(SplitAttentionImpl):
     name = "mixed"
     batch_dependence = "it calls FlashMLA's or the Triton kernel by the number of queries"
     needs_masked_tails = FlashMLAKernels.needs_masked_tails
+    # with 128 heads too, where `attend_pages` may prefer FlashMLA: the launches that this saves take longer
+    fused_records = TritonKernels.fused_records
 
     @classmethod
     def kernels_supported(cls, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:
@@ -47,11 +49,6 @@ class MixedKernels(SplitAttentionImpl):
         else:
             flashmla = decodes_on_flashmla(q.shape[0], q.shape[1], sum(part.indices.shape[1] for part in keys))
         return _kernels(flashmla).attend_pages(layer, q, keys, output)
-
-    @classmethod
-    def pages_take_heads(cls, layer: AttentionLayer) -> bool:
-        # with 128 heads too, where `attend_pages` may prefer FlashMLA: the launches that this saves take longer
-        return TritonKernels.pages_take_heads(layer)
 
     @classmethod
     def attend_rows(

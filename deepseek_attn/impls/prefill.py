@@ -103,28 +103,19 @@ def merged_indices(
 ) -> tuple[Tensor, Tensor]:
     """Workspace rows ``[T, K]`` that the prefill tokens ``tokens`` read, -1 for none, and their counts ``[T]``.
 
-    Without an indexer they are equal for all layers of a ratio, and are kept in the step's metadata.
+    Without an indexer they are equal for all layers of a ratio, and the first one computes them.
     """
-    ratio = layer.compress_ratio
-    shared = step.prefill_indices.get((ratio, chunk))
-    if layer.index_topk is None and shared is not None:
-        return shared
-    topk, requests = _prefill_topk(layer, step), chunk.requests
-    merged = combine_topk_swa_indices(
-        topk[tokens],
-        step.query_start_loc[step.num_decodes + chunk.first : step.num_decodes + chunk.last + 1],
-        step.prefill_seq_lens[requests],
-        step.prefill_gather_lens[requests],
-        layer.window_size,
-        ratio,
-        topk.shape[1],
-        chunk.rows_per_request,
-        chunk.N,
-        step.is_valid_token[step.num_decode_tokens :][tokens],
-    )
-    if layer.index_topk is None:
-        step.prefill_indices[ratio, chunk] = merged
-    return merged
+    ratio, first = layer.compress_ratio, step.num_decodes
+
+    def merge() -> tuple[Tensor, Tensor]:
+        topk, requests = _prefill_topk(layer, step), chunk.requests
+        starts = step.query_start_loc[first + chunk.first : first + chunk.last + 1]
+        lens, window_lens = step.prefill_seq_lens[requests], step.prefill_gather_lens[requests]
+        valid, sizes = step.is_valid_token[step.num_decode_tokens :][tokens], (chunk.rows_per_request, chunk.N)
+        window, width = layer.window_size, topk.shape[1]
+        return combine_topk_swa_indices(topk[tokens], starts, lens, window_lens, window, ratio, width, *sizes, valid)
+
+    return merge() if layer.index_topk is not None else step.results.prefill_rows.once((ratio, chunk), merge)
 
 
 def _prefill_topk(layer: AttentionLayer, step: StepMetadata) -> Tensor:

@@ -27,6 +27,7 @@ class TritonKernels(SplitAttentionImpl):
 
     name = "triton"
     batch_dependence = ""
+    fused_records = ("fp8_v4",)
 
     @classmethod
     def kernels_supported(cls, device: torch.device, spec: AttentionSpec | None) -> tuple[bool, str]:
@@ -40,10 +41,6 @@ class TritonKernels(SplitAttentionImpl):
     @classmethod
     def attend_pages(cls, layer: AttentionLayer, q: Tensor, keys: list[PagedKeys], output: Tensor | None) -> Tensor:
         return sparse_attention_paged(q, keys, layer.scale, layer.attn_sink, layer.value_dim, output)[0]
-
-    @classmethod
-    def pages_take_heads(cls, layer: AttentionLayer) -> bool:
-        return layer.swa_cache is not None and layer.swa_cache.record.name == "fp8_v4" and layer.head_dim % 128 == 0
 
     @classmethod
     def attend_rows(

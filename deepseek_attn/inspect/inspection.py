@@ -107,7 +107,7 @@ def inspect_attention(
 
 
 @dataclass(frozen=True)
-class Choice:
+class InspectedReads:
     """Reads to record: numbers of layers and positions of queries, both ascending, and keys of a kind per head."""
 
     layers: list[int]
@@ -122,7 +122,7 @@ def choose_reads(
     queries: Iterable[int] | None,
     top: int,
     layers: Iterable[int] | None,
-) -> Choice:
+) -> InspectedReads:
     """Checks the arguments of `inspect_attention` for a sequence of ``length`` tokens, and fills in the defaults.
 
     Args:
@@ -157,7 +157,7 @@ def choose_reads(
             f"{len(positions)} queries of {per_query} weights each: {MAX_WEIGHTS} weights are kept; choose at most "
             f"{limit} queries, or {remedy}"
         )
-    return Choice(sorted(watched), positions, top)
+    return InspectedReads(sorted(watched), positions, top)
 
 
 def _rows_per_query(config: AnyConfig, spec: LayerSpec | V32LayerSpec) -> int:

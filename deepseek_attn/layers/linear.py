@@ -124,7 +124,7 @@ class GroupedLinear(Linear):
         self.groups = self.out_features // out_features
 
     @property
-    def reads_heads(self) -> bool:
+    def takes_quantized_heads(self) -> bool:
         """Whether `project_quantized` takes the result of `kernels.attention.attend_heads`."""
         return self.fp8_input and self.scale is not None and self.fp8_group == ops.FP8_INPUT_GROUP and self.pow2_scales
 

@@ -116,8 +116,8 @@ class LoadedModel:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a text."""
-        found = self.generation.eos_token_ids
-        return self.config.eos_token_ids if found is None else found
+        tokens = self.generation.eos_token_ids
+        return self.config.eos_token_ids if tokens is None else tokens
 
     @property
     def closed(self) -> bool:

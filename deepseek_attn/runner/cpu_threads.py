@@ -45,13 +45,13 @@ class CpuThreads:
     @contextmanager
     def step(self, tokens: int) -> Iterator[None]:
         """Context of a step of so many new tokens; the calling thread has its own number of threads back behind it."""
-        before = torch.get_num_threads()
-        chosen = ASKED or before != DEFAULT
-        if before == 1 or not (self.deterministic or (not chosen and self.seconds(tokens) < WORTHWHILE)):
+        threads = torch.get_num_threads()
+        chosen = ASKED or threads != DEFAULT
+        if threads == 1 or not (self.deterministic or (not chosen and self.seconds(tokens) < WORTHWHILE)):
             yield
             return
         torch.set_num_threads(1)
         try:
             yield
         finally:
-            torch.set_num_threads(before)
+            torch.set_num_threads(threads)

@@ -191,13 +191,13 @@ class CapturedStep(StepTensors, ABC):
         # as the capture does, so that only memory that the capture itself reserves is counted
         gc.collect()
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
+        reserved = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog thread queries events, which would end a capture that watches all threads
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self.forward()
         self.graph = graph
-        return torch.cuda.memory_reserved() - before
+        return torch.cuda.memory_reserved() - reserved
 
     def run(self) -> None:
         """Computes the step: replays the graph if there is one."""

@@ -61,12 +61,12 @@ class DecodeRun:
     def wait_for_tokens(self) -> list[list[int]]:
         """The greedy token after each row by sequence. Waits for the device."""
         values = self._host_results.wait()
-        return [values[place][:n] for place, n in zip(self.places, self.lengths, strict=True)]
+        return [values[request][:n] for request, n in zip(self.places, self.lengths, strict=True)]
 
     def wait_for_next_inputs(self) -> list[NextInputs]:
         """Inputs of the step after this one, by sequence. Waits for the device."""
         values, first = self._host_results.wait(), self.step.size.rows_per_request
-        return [NextInputs(values[place][first:-1], values[place][-1]) for place in self.places]
+        return [NextInputs(values[request][first:-1], values[request][-1]) for request in self.places]
 
     def tokens(self, counts: list[int]) -> Callable[[], list[list[int]]]:
         """Returns a function that waits for the greedy tokens after the last ``counts`` rows of each sequence."""
@@ -126,10 +126,11 @@ class PrelaunchedStep:
         """The run, if it computed this very step: the same tokens, and sequences that have not changed since."""
         if self.run.step.size.num_drafts != num_drafts:
             return None
-        inputs, place = self.previous.wait_for_next_inputs(), {id(cache): i for i, cache in enumerate(self.run.caches)}
+        inputs = self.previous.wait_for_next_inputs()
+        request_of = {id(cache): i for i, cache in enumerate(self.run.caches)}
         requests: list[int] = []
         for cache, ids in zip(caches, token_ids, strict=True):
-            i = place.get(id(cache))
+            i = request_of.get(id(cache))
             if i is None or self.run.versions[i] != cache.version:
                 return None
             launched, start = inputs[self.input_requests[i]]
@@ -238,8 +239,8 @@ class DecodeGraphs:
         size = self.size_for([1 + num_drafts] * len(caches), max(limits), num_drafts=num_drafts)
         if not self._fits(size) or (size not in self._decode_steps and self._capture):
             return
-        place = {id(cache): i for i, cache in enumerate(previous.caches)}
-        input_requests = [place[id(cache)] for cache in caches]
+        request_of = {id(cache): i for i, cache in enumerate(previous.caches)}
+        input_requests = [request_of[id(cache)] for cache in caches]
         step, none = self.step(size), [0] * len(caches)
         step.set_inputs([[]] * len(caches), none, self.tables.rows(caches), ends=limits, limits=limits)
         sources = [previous.places[i] for i in input_requests]

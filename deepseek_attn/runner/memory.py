@@ -168,9 +168,9 @@ def _graphs(trace: AllocationTrace, warm_up: WarmUp) -> int:
         if batch & (batch - 1) and following is not None and batch < following.requests:
             smaller.append(batch)
             continue
-        before = trace.nbytes
+        start_bytes = trace.nbytes
         steps = warm_up.decode_steps(size)
-        made = trace.nbytes - before
+        made = trace.nbytes - start_bytes
         runs = []
         for step in steps:
             begin = len(trace.events)
@@ -191,15 +191,15 @@ def _owners(trace: AllocationTrace, model: nn.Module, pools: set[int | None]) ->
 
     Weights are parameters, buffers and what modules made of them after loading, but no memory that layers share.
     """
-    found: dict[int, str] = {}
+    owners: dict[int, str] = {}
     shared = pools | {trace.key(layer.topk_indices_buffer) for layer in attention_layers(model) if layer.indexer}
     for path, module in model.named_modules():
         layer = ".".join(path.split(".")[:2]) if path.startswith("layers.") else ""
         for tensor in _tensors(vars(module)):
             key = trace.key(tensor)
             if key is not None and key not in shared:
-                found[key] = layer
-    return found
+                owners[key] = layer
+    return owners
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

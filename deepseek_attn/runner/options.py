@@ -88,11 +88,11 @@ def lists_options(**defaults: object) -> Callable[[F], F]:
     """
 
     def listed(function: F) -> F:
-        own = inspect.signature(function)
+        signature = inspect.signature(function)
         shared = [p for p in inspect.signature(build_runner).parameters.values() if p.kind is p.KEYWORD_ONLY]
         shared = [p.replace(default=defaults.get(p.name, p.default)) for p in shared]
-        parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        function.__signature__ = own.replace(parameters=[*parameters, *shared])  # type: ignore[attr-defined]
+        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        function.__signature__ = signature.replace(parameters=[*parameters, *shared])  # type: ignore[attr-defined]
         texts = explanations()
         lines = [f"    {p.name}={p.default!r}: {texts[p.name]}" for p in shared]
         function.__doc__ = "\n".join(
@@ -106,13 +106,13 @@ def lists_options(**defaults: object) -> Callable[[F], F]:
 @cache
 def explanations() -> dict[str, str]:
     """The explanation of each option, from the docstrings of `AttentionOptions` and `RunnerOptions`."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for options in (RunnerOptions, AttentionOptions):
         attributes = (inspect.getdoc(options) or "").partition("Attributes:\n")[2]
         for names, text in re.findall(r"^    ([\w, ]+): (.*?)(?=^    \w|\Z)", attributes, re.MULTILINE | re.DOTALL):
             if not text.startswith("see `AttentionOptions`"):
-                found = dict.fromkeys(names.split(", "), text.rstrip()) | found
-    return found
+                texts = dict.fromkeys(names.split(", "), text.rstrip()) | texts
+    return texts
 
 
 def check_options(where: str, options: Mapping[str, object], *others: str) -> None:

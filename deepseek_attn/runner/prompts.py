@@ -36,10 +36,10 @@ def prompt_list(prompts: Any) -> list:
 
     Anything else counts as a single prompt, which `token_list` then refuses.
     """
-    found = _members(prompts)
-    if found is None:
+    members = _members(prompts)
+    if members is None:
         return [prompts]
-    several = list(found)
+    several = list(members)
     first = several[0] if several else None
     return [several] if isinstance(first, Number) or _is_scalar(first) else several
 
@@ -50,12 +50,12 @@ def each_prompt(prompts: Any) -> Iterable:
     Raises:
         ValueError: a single prompt, or a value that cannot hold prompts.
     """
-    found = _members(prompts)
-    if found is None:
+    members = _members(prompts)
+    if members is None:
         problem = _problem(prompts) if _is_array(prompts) else None
         given = f"{problem or shown(prompts)}: put a single prompt into a list"
         raise ValueError(f"an iterable of prompts is needed, got {given}")
-    return found
+    return members
 
 
 def shown(value: object) -> str:

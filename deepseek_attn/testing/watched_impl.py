@@ -9,12 +9,12 @@ from torch import Tensor
 
 from deepseek_attn.impls.base import AttentionLayer, SparseMLAAttentionImpl
 from deepseek_attn.impls.flow import SplitAttentionImpl, decode_topk
-from deepseek_attn.kernels.common.heads import QueryHeads
+from deepseek_attn.impls.queries import AttentionOutput, AttentionQueries
 from deepseek_attn.kernels.common.quant import QuantizedRows, dequantize_fp8
 
 NULL_SLOT = 0
 """A slot of the null page, which no sequence writes to: poisoned caches hold NaN there."""
-FP8_GROUP = 128  # channels that share a scale in the result of `forward_heads`
+FP8_GROUP = 128  # channels that share a scale of quantised heads
 
 
 class Attended(NamedTuple):
@@ -22,7 +22,7 @@ class Attended(NamedTuple):
 
     Attributes:
         heads: ``[T, heads, value_dim]`` on the CPU.
-        rotated_back: the inverse rotation has been applied (`SparseMLAAttentionImpl.forward_heads`).
+        rotated_back: the inverse rotation has been applied (`SparseMLAAttentionImpl.attend_raw`).
     """
 
     heads: Tensor
@@ -57,13 +57,18 @@ class WatchedImpl:
         self.attended = Attended(result[:, : layer.num_heads].to("cpu", copy=True), False)
         return result
 
-    def forward_heads(self, layer: AttentionLayer, heads: QueryHeads, q: Tensor | None) -> QuantizedRows:
-        """See `SparseMLAAttentionImpl.forward_heads`."""
+    def attend(
+        self, layer: AttentionLayer, queries: AttentionQueries, kv: Tensor, positions: Tensor
+    ) -> AttentionOutput:
+        """See `SparseMLAAttentionImpl.attend`."""
         self._poison(layer)
-        result = self.impl.forward_heads(layer, heads, q)
-        values = result.values.transpose(0, 1).flatten(1)  # groups side by side
-        rows = dequantize_fp8(values.contiguous(), result.scale.contiguous(), FP8_GROUP)
-        self.attended = Attended(rows.unflatten(1, (layer.num_heads, -1)).cpu(), True)
+        result = self.impl.attend(layer, queries, kv, positions)
+        if isinstance(result, QuantizedRows):
+            values = result.values.transpose(0, 1).flatten(1)  # groups side by side
+            rows = dequantize_fp8(values.contiguous(), result.scale.contiguous(), FP8_GROUP)
+            self.attended = Attended(rows.unflatten(1, (layer.num_heads, -1)).cpu(), True)
+        else:
+            self.attended = Attended(result.to("cpu", copy=True), False)
         return result
 
     def _poison(self, layer: AttentionLayer) -> None:

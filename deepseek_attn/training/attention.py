@@ -20,7 +20,7 @@ from deepseek_attn.kernels.indexer import topk_indices
 from deepseek_attn.layers.rope import apply_rope
 
 
-class Attended(NamedTuple):
+class TrainedAttention(NamedTuple):
     """Result of an attention layer over whole sequences.
 
     Attributes:
@@ -32,7 +32,9 @@ class Attended(NamedTuple):
     index_loss: torch.Tensor | None
 
 
-def attend(attn: DeepseekV4MLAAttention, x: torch.Tensor, precision: AbstractContextManager, select: bool) -> Attended:
+def attend(
+    attn: DeepseekV4MLAAttention, x: torch.Tensor, precision: AbstractContextManager, select: bool
+) -> TrainedAttention:
     """Attention of ``x [B, S, hidden_size]``, normed.
 
     Args:
@@ -51,7 +53,7 @@ def attend(attn: DeepseekV4MLAAttention, x: torch.Tensor, precision: AbstractCon
     window, sink = attn.window_size, attn.attn_sink
     o, mass = windowed_attention(rows.q, rows.kv, entries, readable, sink, window, attn.scale, precision)
     y = project_output(attn, o, rows.freqs_cis, precision)
-    return Attended(y, None if scores is None else index_loss(scores, mass, readable))
+    return TrainedAttention(y, None if scores is None else index_loss(scores, mass, readable))
 
 
 def attend_drafts(
@@ -82,7 +84,7 @@ def attend_drafts(
     return project_output(attn, o, rows.freqs_cis, precision), rows.kv
 
 
-class Projected(NamedTuple):
+class TrainedProjections(NamedTuple):
     """Queries and keys of whole sequences.
 
     Attributes:
@@ -96,7 +98,7 @@ class Projected(NamedTuple):
     freqs_cis: torch.Tensor
 
 
-def project(attn: DeepseekV4MLAAttention, x: torch.Tensor, precision: AbstractContextManager) -> Projected:
+def project(attn: DeepseekV4MLAAttention, x: torch.Tensor, precision: AbstractContextManager) -> TrainedProjections:
     """Queries and keys of ``x [B, S, hidden_size]``."""
     batch, length, _ = x.shape
     freqs_cis = attn.rope.at(torch.arange(length, device=x.device).repeat(batch))
@@ -106,7 +108,7 @@ def project(attn: DeepseekV4MLAAttention, x: torch.Tensor, precision: AbstractCo
         q = apply_rope(q, freqs_cis).view(batch, length, attn.num_heads, -1)
         kv = rms_norm(F.linear(x, attn.wkv.weight), attn.eps, attn.kv_norm.weight)
         kv = apply_rope(kv.flatten(0, 1), freqs_cis).view(batch, length, -1)
-    return Projected(q, kv, qr, freqs_cis)
+    return TrainedProjections(q, kv, qr, freqs_cis)
 
 
 def project_output(

@@ -2,7 +2,8 @@
 
 Of an engine's step: ``schedule``, ``model``, ``mtp`` and ``sample``. Of the model: ``metadata``, ``attention``,
 ``hc_pre``, ``hc_post_pre``, ``hc_post``, ``moe``, ``hc_head``, ``head``. Of an attention layer: ``project``, ``insert``
-(norms, window and compressed entries: one op), ``select``, ``attend``, ``output``. A decode step that is replayed as a
+(norms, window and compressed entries: one op), ``select``, ``attend``, ``output``. Norm and RoPE of queries belong to
+``attend``, or to ``project`` where index queries are computed in the same launch. A decode step that is replayed as a
 CUDA graph runs none of this Python: its kernels appear in ``model`` only.
 """
 

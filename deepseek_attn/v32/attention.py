@@ -42,7 +42,7 @@ from deepseek_attn.v32.indexer import TokenIndexer
 LATENT_NORM_EPS = 1e-6  # both latents' norms in DeepSeek's own code ignore the config's rms_norm_eps
 
 
-class InputProjections(NamedTuple):
+class LatentProjections(NamedTuple):
     """Projections of the layer's input, in the order of `DeepseekV32MLAAttention.input_linears`.
 
     Attributes:
@@ -69,7 +69,7 @@ class DeepseekV32MLAAttention(CheckpointModule):
         scale: softmax scale, YaRN's mscale included.
         W_UK: ``[num_heads, qk_nope_head_dim, kv_lora_rank]``, W_UV: ``[num_heads, v_head_dim, kv_lora_rank]``: the
             halves of ``wkv_b``, set by `process_weights_after_loading`; on a GPU FP8 where the checkpoint's are.
-        input_linears: the projections of the layer's input, in the order of `InputProjections`.
+        input_linears: the projections of the layer's input, in the order of `LatentProjections`.
         kv_cache: the layer's rows, set by `bind_caches`.
         indexer, impl: None for a dense layer, which runs in plain torch.
         topk_indices_buffer: int32 ``[max_num_batched_tokens, index_topk]``, shared by all layers.
@@ -194,7 +194,7 @@ class DeepseekV32MLAAttention(CheckpointModule):
             step.batch.begin(self.prefix, self.pools, x, positions)
         self.step = step
         with stage("project"):
-            inputs = InputProjections(*multi_linear(x, self.input_linears))
+            inputs = LatentProjections(*multi_linear(x, self.input_linears))
         linears = query_linears(self.wq_b, self.indexer, step)
         qr_fp8 = empty_quantized(inputs.qr, linears)
         qr = self.insert(inputs, positions, step, qr_fp8)
@@ -218,7 +218,7 @@ class DeepseekV32MLAAttention(CheckpointModule):
 
     @traced("insert")
     def insert(
-        self, inputs: InputProjections, positions: Tensor, step: StepMetadata, qr_fp8: QuantizedRows | None
+        self, inputs: LatentProjections, positions: Tensor, step: StepMetadata, qr_fp8: QuantizedRows | None
     ) -> Tensor:
         """Writes the new tokens to all caches. Returns the normed query latent, which ``qr_fp8`` receives in FP8."""
         slots = step.sparse[1].slot_mapping

@@ -21,7 +21,7 @@ from deepseek_attn.v41.compressor import LatentCompressor
 from deepseek_attn.v41.indexer import SharedKeyIndexer
 
 
-class InputProjections(NamedTuple):
+class V41Projections(NamedTuple):
     """Projections of the layer's input.
 
     Attributes:
@@ -66,14 +66,14 @@ class DeepseekV41MLAAttention(DeepseekV4MLAAttention):
         self.input_linears += [] if self.indexer is None else [self.indexer.weights_proj]
         self.index_topk = config.index_topk if spec.ratio else None
 
-    def project(self, x: Tensor) -> InputProjections:
+    def project(self, x: Tensor) -> V41Projections:
         qr, kv, *rest = multi_linear(x, self.input_linears)
         weights = None if self.indexer is None else rest.pop()
-        return InputProjections(qr, kv, rest, weights)
+        return V41Projections(qr, kv, rest, weights)
 
     @traced("insert")
     def insert(
-        self, inputs: InputProjections, positions: Tensor, step: StepMetadata, qr_fp8: QuantizedRows | None
+        self, inputs: V41Projections, positions: Tensor, step: StepMetadata, qr_fp8: QuantizedRows | None
     ) -> LatentAndKey:
         self.check_sources(step)
         rows = insert_tokens(self.token_rows(inputs.qr, inputs.kv, positions, step, qr_fp8), [], None)
@@ -86,22 +86,22 @@ class DeepseekV41MLAAttention(DeepseekV4MLAAttention):
     def check_sources(self, step: StepMetadata) -> None:
         """RuntimeError unless the layers whose results this one reads have computed the step, in the model's order."""
         spec = self.spec
-        missing = spec.sources - step.shared.computed
-        if spec.ratio and not spec.has_indexer and step.shared.selected_by != spec.index_source:
+        missing = spec.sources - step.results.computed
+        if spec.ratio and not spec.has_indexer and step.results.selected_by != spec.index_source:
             missing |= {spec.index_source}  # or another layer has selected since
         if missing:
             raise RuntimeError(
                 f"{self.prefix} reads what layers {sorted(missing)} compute in the same step: run these before it, and "
                 "all layers in the model's order"
             )
-        step.shared.computed.add(spec.index)
+        step.results.computed.add(spec.index)
 
     def select(self, queries: IndexQueries | None, step: StepMetadata) -> None:
         if self.indexer is not None:
             super().select(queries, step)
-            step.shared.selected_by, step.shared.decode_topk_slots = self.spec.index, self.decode_topk_slots
+            step.results.selected_by, step.results.decode_topk_slots = self.spec.index, self.decode_topk_slots
         elif self.spec.ratio:
-            self.decode_topk_slots = step.shared.decode_topk_slots
+            self.decode_topk_slots = step.results.decode_topk_slots
 
-    def query_heads(self, q: Tensor, positions: Tensor) -> QueryHeads:
-        return super().query_heads(q, positions)._replace(norm=False)
+    def raw_queries(self, q: Tensor, positions: Tensor) -> QueryHeads:
+        return super().raw_queries(q, positions)._replace(norm=False)

@@ -43,7 +43,7 @@ class SharedKeyIndexer(LightningIndexer):
         source = self.spec.candidate_source
         if source is None or self.table_entries(step) <= self.num_blocks * self.block_size:
             return None
-        if step.shared.candidate_blocks is None:
+        if step.results.candidate_blocks is None:
             shape = (len(step.positions), self.num_blocks)
-            step.shared.candidate_blocks = torch.full(shape, -1, dtype=torch.int32, device=step.positions.device)
-        return CandidateBlocks(self.block_size, step.shared.candidate_blocks[tokens], fill=source == self.spec.index)
+            step.results.candidate_blocks = torch.full(shape, -1, dtype=torch.int32, device=step.positions.device)
+        return CandidateBlocks(self.block_size, step.results.candidate_blocks[tokens], fill=source == self.spec.index)

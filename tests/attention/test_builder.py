@@ -412,8 +412,8 @@ FIELDS = {
         "positions", "token_to_req_indices", "is_valid_token", "query_start_loc", "query_start_loc_cpu", "prefix_lens",
         "seq_lens", "seq_lens_cpu", "num_decodes", "num_decode_tokens", "max_query_len", "decode_query_len",
         "prefill_seq_lens", "prefill_seq_lens_cpu", "prefill_gather_lens", "prefill_gather_lens_cpu",
-        "prefill_entry_lens", "block_tables", "swa", "sparse", "compressor", "tile_scheds", "prefill_indices",
-        "counts", "engram", "shared", "batch", "observer",
+        "prefill_entry_lens", "block_tables", "swa", "sparse", "compressor", "engram", "batch", "observer",
+        "results",
     },
     DeepseekSparseSWAMetadata: {
         "block_table", "slot_mapping", "block_size", "decode_swa_indices", "decode_swa_lens",

@@ -76,16 +76,16 @@ def test_after_a_rollback_and_in_a_fork(kind, device):
 def test_only_decodes_never_prefill_and_the_reverse(kind, monkeypatch):
     layer = Layer(kind)
     impl, called = layer.attn.impl, []
-    for name in ("_forward_decode", "_forward_prefill"):
+    for name in ("attend_pages", "attend_rows"):
         original = getattr(impl, name)
         monkeypatch.setattr(impl, name, lambda *args, _n=name, _o=original: called.append(_n) or _o(*args))
     requests = [layer.request(n) for n in (20, 12)]
     layer.run(requests, [8])
-    assert called == ["_forward_prefill"] * 3
+    assert called == ["attend_rows"] * 3
     called.clear()
     more = [layer.request(3), layer.request(2)]
     layer.run(more, [1])
-    assert called == ["_forward_decode"] * 3
+    assert called == ["attend_pages"] * 3
     for request in requests + more:
         layer.check(request)
 

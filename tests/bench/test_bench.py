@@ -16,7 +16,7 @@ from deepseek_attn.bench.ops import num_sets, time_case
 from deepseek_attn.bench.stages import STAGES, stage_works
 from deepseek_attn.bench.timing import Timing
 from deepseek_attn.cli import main
-from deepseek_attn.cli.table import Table
+from deepseek_attn.cli.table import PrintedTable
 from deepseek_attn.runner.model_runner import ModelRunner
 
 OPTIONS = {"max_model_len": 700, "max_num_seqs": 3, "max_num_batched_tokens": 64, "attention_only": True}
@@ -301,7 +301,7 @@ def test_percentiles():
 
 
 def test_a_table_keeps_its_columns(capsys):
-    table = Table({"op": "<6", "us": ">8.1f", "share": ">7.0%"})
+    table = PrintedTable({"op": "<6", "us": ">8.1f", "share": ">7.0%"})
     table.add("copy", 12.34, 0.5)
     table.add("matmul", 1234.5, None)
     assert capsys.readouterr().out.splitlines() == [

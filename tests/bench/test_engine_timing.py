@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepseek_attn.bench import engine as bench
-from deepseek_attn.bench.engine import Pass, Variant, cut_config, random_prompts, text_prompts, time_engine
+from deepseek_attn.bench.engine import DecodingVariant, Pass, cut_config, random_prompts, text_prompts, time_engine
 from deepseek_attn.bench.timing import GraphReplays
 from deepseek_attn.cli import main
 from deepseek_attn.cli.generate import default_checkpoint
@@ -27,7 +27,9 @@ def test_rows_of_an_engine(preset, layers, device):
     runner = ModelRunner.from_config(config, device=device, max_model_len=64, max_num_seqs=2)
     before = runner.manager.available_pages()
     prompts = list(random_prompts(config.vocab_size, 2, 20))
-    base, one, two = time_engine(runner, prompts, [Variant(), Variant(1), Variant(2)], 12, rounds=2)
+    base, one, two = time_engine(
+        runner, prompts, [DecodingVariant(), DecodingVariant(1), DecodingVariant(2)], 12, rounds=2
+    )
     assert runner.manager.available_pages() == before
     assert (runner.decode_query_len, runner.graphs is None) == (1, device.type == "cpu")
     assert [(row.batch, row.drafts, row.rounds) for row in (base, one, two)] == [(2, 0, 2), (2, 1, 2), (2, 2, 2)]
@@ -46,14 +48,14 @@ def test_a_pass_counts_what_comes_after_the_prompts():
     config = cut_config(ModelConfig.from_pretrained("tiny"), 2)
     runner = ModelRunner.from_config(config, device="cpu", max_model_len=64, max_num_seqs=3, max_num_batched_tokens=16)
     prompts = list(random_prompts(config.vocab_size, 3, 20))
-    found = bench.run_variant(runner, Variant(), prompts, 14)
+    found = bench.run_variant(runner, DecodingVariant(), prompts, 14)
     assert [len(tokens) for tokens in found.tokens] == [14, 14, 14]
     # 60 prompt tokens take 4 steps of 16, in the last of which the first two requests have begun to decode
     assert 3 * 11 <= found.generated <= 3 * 13
     assert 0 < sum(found.step_seconds) < found.seconds
     assert found.device_seconds is None
     with pytest.raises(ValueError, match="2 new tokens per request: all 3 requests decode, and none ends, in 0 steps"):
-        bench.run_variant(runner, Variant(), prompts, 2)
+        bench.run_variant(runner, DecodingVariant(), prompts, 2)
 
 
 def make_pass(seconds, generated, steps, counts=(), device=None, tokens=((1, 2), (3, 4))):
@@ -64,7 +66,7 @@ def test_a_row_by_hand():
     baseline = [make_pass(1.0, 100, [0.01, 0.01]), make_pass(2.0, 100, [0.03, 0.05]), make_pass(4.0, 100, [0.02, 0.02])]
     counts = {(2, 2): 3, (2, 1): 2, (2, 0): 4, (1, 1): 1}
     passes = [make_pass(1.0, 90, [0.03, 0.03], counts, 0.045, tokens=((1, 2), (3, 5)))] * 3
-    row = bench.summary(Variant(2), passes, baseline, 2)
+    row = bench.summary(DecodingVariant(2), passes, baseline, 2)
     assert (row.tokens_per_second, row.speedup) == (90.0, 1.8)  # beside 100, 50 and 25
     assert row.step_us == pytest.approx(30_000)
     assert row.break_even_tokens_per_step == pytest.approx(1.5)  # beside 10, 40 and 20 ms
@@ -75,7 +77,7 @@ def test_a_row_by_hand():
     assert row.device_us == pytest.approx(22_500)
     assert row.host_share == pytest.approx(0.25)
     assert (row.graphs, row.same_text) == (True, 1)
-    plain = bench.summary(Variant(), baseline, baseline, 2)
+    plain = bench.summary(DecodingVariant(), baseline, baseline, 2)
     assert (plain.graphs, plain.host_share, plain.acceptance_by_position, plain.same_text) == (False, None, [], 2)
 
 

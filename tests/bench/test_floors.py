@@ -10,10 +10,10 @@ import torch
 
 from deepseek_attn.bench.floors import (
     Floor,
+    FloorWork,
     ModelWork,
     Product,
     StepShape,
-    Work,
     attention_tensors,
     expected_experts,
     tensors_below,
@@ -296,15 +296,15 @@ def test_weights_are_those_of_the_layer(model):
 
 def test_the_floor_is_the_longer_of_bytes_and_products():
     rates = {"copy": 4e12, "bf16": 8e14, "fp8": 1.6e15}
-    part = Work({"weights": 8_000_000}, (Product("projections", "fp8", 1_600_000_000),))
+    part = FloorWork({"weights": 8_000_000}, (Product("projections", "fp8", 1_600_000_000),))
     assert part.floor(rates) == Floor(2.0, 1.0)
     assert (part.floor(rates).microseconds, part.floor(rates).bound) == (2.0, "bytes")
-    both = part + Work({"weights": 1, "input": 3}, (Product("projections", "fp8", 1), Product("x", "bf16", 5)))
+    both = part + FloorWork({"weights": 1, "input": 3}, (Product("projections", "fp8", 1), Product("x", "bf16", 5)))
     assert both.bytes == {"weights": 8_000_001, "input": 3}
     assert both.total_bytes == 8_000_004
     assert both.products == (Product("projections", "fp8", 1_600_000_001), Product("x", "bf16", 5))
     assert both.total_flops == 1_600_000_006
-    heavy = part + Work({}, (Product("attention", "bf16", 8_000_000_000),))
+    heavy = part + FloorWork({}, (Product("attention", "bf16", 8_000_000_000),))
     assert heavy.floor(rates).flops_us == pytest.approx(11.0)
     assert heavy.floor(rates).bound == "flops"
     assert part.floor({"copy": 4e12, "bf16": 8e14}).flops_us == 2.0  # no FP8 unit

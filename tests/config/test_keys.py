@@ -16,7 +16,7 @@ import torch
 from deepseek_attn.checkpoint import CanonicalSource, RandomSource, hf_state_dict
 from deepseek_attn.checkpoint.names import hf_name
 from deepseek_attn.checkpoint.names_v32 import canonical_names, published_name_v32
-from deepseek_attn.config.keys import UNUSED, V4, V32, V41, Keys
+from deepseek_attn.config.keys import UNUSED, V4, V32, V41, FamilyKeys
 from deepseek_attn.config.model import AnyConfig, ModelConfig
 from deepseek_attn.config.v32 import DeepseekV32Config
 from tests.support.config_cases import CSA, HCA, as_transformers, raw_preset
@@ -250,7 +250,7 @@ def test_each_key_of_v41_changes_the_config_or_is_refused(path):
 
 
 @pytest.mark.parametrize("keys", [V4, V32, V41], ids=["v4", "v32", "v41"])
-def test_unused_keys_change_nothing_and_unknown_ones_are_named(keys: Keys):
+def test_unused_keys_change_nothing_and_unknown_ones_are_named(keys: FamilyKeys):
     model_type = {id(V4): "deepseek_v4", id(V32): "deepseek_v32", id(V41): "deepseek_v41"}[id(keys)]
     raw = raw_preset(FIRST[model_type])
     config = ModelConfig.from_dict(raw)

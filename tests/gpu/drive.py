@@ -203,8 +203,8 @@ class Drive:
         self.report.add(
             f"{self.section} layer", label, relative_error(out, oracle(x, tokens, selected)), self.limits.layer
         )
-        if watched is not None and attn.attends_heads(meta):
-            attended = block.attn(x, meta.positions, meta)  # once more, unwatched: from projected heads
+        if watched is not None and attn.impl.fuses_query_norm_rope(attn):
+            attended = block.attn(x, meta.positions, meta)  # once more, unwatched: from projected queries
             self.report.add(
                 f"{self.section} heads", label, relative_error(attended, oracle(x, tokens, selected)), self.limits.layer
             )
@@ -221,10 +221,8 @@ class Watched:
     def __init__(self, impl: type, oracle: V4LayerOracle, tokens: Tokens):
         self.impl, self.oracle, self.tokens, self.error = impl, oracle, tokens, INF
 
-    def attends_heads(self, layer) -> bool:
-        return False
-
-    def forward_mqa(self, layer, q: Tensor, kv: Tensor, positions: Tensor) -> Tensor:
+    def attend(self, layer, queries, kv: Tensor, positions: Tensor) -> Tensor:
+        q = queries.normed()
         output = self.impl.forward_mqa(layer, q, kv, positions, torch.full_like(q, float("nan")))
         own = self.impl.forward_mqa(layer, q, kv, positions)
         if not torch.equal(own.nan_to_num(-7), output.nan_to_num(-7)):
@@ -232,7 +230,7 @@ class Watched:
         heads = slice(layer.num_heads)
         expected = self.oracle.attend(q[:, heads], self.tokens, selected_by(layer, len(q)))
         self.error = relative_error(output[:, heads], expected)
-        return own
+        return own[:, heads]
 
 
 def selected_by(attn, tokens: int) -> Tensor | None:

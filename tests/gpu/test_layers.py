@@ -147,11 +147,11 @@ PROMPTS = {"whole": (TINY, (900, 130, 1, 517), 129), "one layer": (ONE, (40, 3),
 class InModel(Watched):
     """A `Watched` impl in a running model: the tokens are those of the step's metadata."""
 
-    def forward_mqa(self, layer, q: Tensor, kv: Tensor, positions: Tensor) -> Tensor:
+    def attend(self, layer, queries, kv: Tensor, positions: Tensor) -> Tensor:
         step = layer.step
         tables = {group: table.long() for group, table in step.block_tables.items()}
         self.tokens = Tokens(positions, step.token_to_req_indices.long(), step.is_valid_token, tables)
-        out = super().forward_mqa(layer, q, kv, positions)
+        out = super().attend(layer, queries, kv, positions)
         self.errors.append(self.error)
         return out
 

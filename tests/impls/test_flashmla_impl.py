@@ -60,19 +60,20 @@ class Beside:
             assert layer.impl is self.impl
             layer.impl = self
 
-    def forward_mqa(self, layer, q, kv, positions):
+    def attend(self, layer, queries, kv, positions):
+        q = queries.normed()
         output = torch.full_like(q, float("nan"))
         assert self.impl.forward_mqa(layer, q, kv, positions, output) is output
         own = self.impl.forward_mqa(layer, q, kv, positions)
         assert torch.equal(own, output)
-        queries = q[:, : layer.num_heads].float()
-        expected = torch.full_like(queries, float("nan"))
+        real = q[:, : layer.num_heads].float()
+        expected = torch.full_like(real, float("nan"))
         workspace, layer.workspace = layer.workspace, type(layer.workspace)()
-        DeepseekV4ReferenceSparseImpl.forward_mqa(layer, queries, kv, positions, expected)
+        DeepseekV4ReferenceSparseImpl.forward_mqa(layer, real, kv, positions, expected)
         layer.workspace = workspace
         actual = output[:, : layer.num_heads].float()
         self.differences.append(float((actual - expected).norm() / expected.norm().clamp(min=1e-9)))
-        return own
+        return own[:, : layer.num_heads]
 
 
 def typical_difference(actual, expected):
@@ -83,7 +84,7 @@ def typical_difference(actual, expected):
 
 def test_public_names_come_without_a_gpu():
     assert issubclass(DeepseekV4FlashMLASparseImpl, SparseMLAAttentionImpl)
-    for method in ("forward_mqa", "_forward_decode", "_forward_prefill"):
+    for method in ("forward_mqa", "attend_pages", "attend_rows"):
         assert getattr(DeepseekV4FlashMLASparseImpl, method).__self__ is DeepseekV4FlashMLASparseImpl
 
 

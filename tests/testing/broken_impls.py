@@ -98,13 +98,12 @@ class StalePage(DeepseekV4ReferenceSparseImpl):
 
 
 class NotRotatedBack(DeepseekV4ReferenceSparseImpl):
-    """Attention from projected heads, without the inverse RoPE behind it."""
+    """Attention from projected queries, without the inverse RoPE behind it."""
+
+    fused_records = ("fp8_v4",)
 
     @classmethod
-    def pages_take_heads(cls, layer):
-        return True
-
-    @classmethod
-    def forward_heads(cls, layer, heads, q):
-        q = reference.rotated_heads(heads) if q is None else q
-        return super().forward_heads(layer, heads._replace(positions=torch.zeros_like(heads.positions)), q)
+    def attend_raw(cls, layer, queries):
+        queries.normed()
+        queries.raw = queries.raw._replace(positions=torch.zeros_like(queries.raw.positions))
+        return super().attend_raw(layer, queries)

@@ -23,7 +23,7 @@ from deepseek_attn.experiments.define.settings import (
     read_model,
     read_sections,
 )
-from deepseek_attn.experiments.define.variant import KV_RECORDS, Variant, default_name
+from deepseek_attn.experiments.define.variant import KV_RECORDS, ModelVariant, default_name
 from deepseek_attn.utils.json_files import read_json
 
 KEYS = (
@@ -34,7 +34,7 @@ MAX_VARIANTS = 10_000
 MAX_RUNS = 100_000  # trainings
 MAX_LABEL = 500  # characters of a name or title
 MAX_FILE_NAME = 150  # bytes of an experiment's name: file systems take 255
-VARIANT_KEYS = tuple(field.name for field in fields(Variant))
+VARIANT_KEYS = tuple(field.name for field in fields(ModelVariant))
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Experiment:
     name: str
     title: str
     base: ModelConfig
-    variants: tuple[Variant, ...]
+    variants: tuple[ModelVariant, ...]
     seeds: tuple[int, ...]
     device: str | None
     jobs: int
@@ -63,7 +63,7 @@ class Experiment:
     train: TrainSettings | None
     checkpoint: CheckpointSettings | None
 
-    def variant(self, name: str) -> Variant:
+    def variant(self, name: str) -> ModelVariant:
         return next(variant for variant in self.variants if variant.name == name)
 
 
@@ -166,7 +166,7 @@ def _read_base(reader: FieldReader, folder: Path) -> ModelConfig | None:
         return None
 
 
-def _read_variants(reader: FieldReader) -> list[Variant]:
+def _read_variants(reader: FieldReader) -> list[ModelVariant]:
     """The listed variants, then the product of the grid's lists."""
     listed = reader.as_list("variants", reader.raw.get("variants", [])) or []
     grid = reader.mapping("grid") or {}
@@ -194,7 +194,7 @@ def _read_variants(reader: FieldReader) -> list[Variant]:
     return found
 
 
-def _read_variant(reader: FieldReader, label: str, raw: Any) -> Variant | None:
+def _read_variant(reader: FieldReader, label: str, raw: Any) -> ModelVariant | None:
     if not isinstance(raw, Mapping):
         reader.problem(f"{label} is {raw!r}: expected an object")
         return None
@@ -213,12 +213,12 @@ def _read_variant(reader: FieldReader, label: str, raw: Any) -> Variant | None:
     reader.as_choice(f"{label}.kv_record", raw.get("kv_record"), KV_RECORDS)
     if len(reader.problems) == before:
         name = read_label(reader, f"{label}.name", default_name(raw) if raw.get("name") is None else raw["name"])
-        return None if name is None else Variant(**{**raw, "name": name})
+        return None if name is None else ModelVariant(**{**raw, "name": name})
     return None
 
 
 def _check_fit(
-    reader: FieldReader, variant: Variant, base: ModelConfig | None, cost: CostSettings | None, base_runs: bool
+    reader: FieldReader, variant: ModelVariant, base: ModelConfig | None, cost: CostSettings | None, base_runs: bool
 ) -> None:
     """Every variant must fit the base and, where costs are counted for another model, that one.
 

@@ -8,7 +8,7 @@ from typing import Any, NotRequired, TypedDict
 from deepseek_attn.utils.typed_json import find_problem
 
 
-class Record(TypedDict):
+class UnitRecord(TypedDict):
     """One JSON file per unit. ``fingerprint`` is `Unit.fingerprint`: a record of other inputs does not count.
 
     ``files``: `Unit.files`, where there are any.

@@ -17,7 +17,7 @@ from deepseek_attn.experiments.define.settings import (
     ModelTimeSettings,
     TrainSettings,
 )
-from deepseek_attn.experiments.define.variant import Variant
+from deepseek_attn.experiments.define.variant import ModelVariant
 
 if TYPE_CHECKING:  # it imports torch, and worker processes receive units before they do
     from deepseek_attn.experiments.define.config import Experiment
@@ -32,7 +32,7 @@ Kind = Literal["cost", "layer_time", "model_time", "reference", "checkpoint", "t
 class CostJob:
     """Counts bytes and FLOPs of a variant of ``settings.model``."""
 
-    variant: Variant
+    variant: ModelVariant
     settings: CostSettings
 
 
@@ -40,7 +40,7 @@ class CostJob:
 class LayerTimeJob:
     """Times layer ``layer`` of a variant of ``settings.model``, for all layers that cost the same."""
 
-    variant: Variant
+    variant: ModelVariant
     settings: CostSettings
     layer: int
 
@@ -49,7 +49,7 @@ class LayerTimeJob:
 class ModelTimeJob:
     """Times whole steps of a variant of ``base``."""
 
-    variant: Variant
+    variant: ModelVariant
     settings: ModelTimeSettings
     base: ModelConfig
 
@@ -65,7 +65,7 @@ class ReferenceJob:
 class CheckpointJob:
     """Measures the checkpoint under a variant's schedule."""
 
-    variant: Variant
+    variant: ModelVariant
     settings: CheckpointSettings
 
 
@@ -81,7 +81,7 @@ class TokensJob:
 class TrainJob:
     """Trains a variant of ``base`` on one task with one seed, and measures it."""
 
-    variant: Variant
+    variant: ModelVariant
     settings: TrainSettings
     base: ModelConfig
     task: str

@@ -16,7 +16,7 @@ KV_RECORDS = ("plain", "fp8_ds_mla")
 
 
 @dataclass(frozen=True)
-class Variant:
+class ModelVariant:
     """Changes to a base model; None keeps the value of the base.
 
     Attributes:

@@ -14,7 +14,7 @@ from deepseek_attn.config.model import ModelConfig, preset_names
 from deepseek_attn.experiments.define.files import read_text_file
 from deepseek_attn.experiments.define.results import CheckpointResult
 from deepseek_attn.experiments.define.settings import CheckpointSettings
-from deepseek_attn.experiments.define.variant import Variant
+from deepseek_attn.experiments.define.variant import ModelVariant
 from deepseek_attn.experiments.measure.quality import compare
 from deepseek_attn.experiments.measure.recall import measure_recall
 from deepseek_attn.experiments.measure.reschedule import RescheduledSource, gained_indexers
@@ -102,7 +102,7 @@ def measure_own(settings: CheckpointSettings, device: torch.device, folder: Path
 
 
 def measure_variant(
-    variant: Variant, settings: CheckpointSettings, device: torch.device, folder: Path
+    variant: ModelVariant, settings: CheckpointSettings, device: torch.device, folder: Path
 ) -> CheckpointResult:
     """Quality of the checkpoint under ``variant``, against the logits that `measure_own` left in ``folder``.
 

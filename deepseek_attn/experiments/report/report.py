@@ -19,12 +19,12 @@ from deepseek_attn.experiments.define.units import (
     layer_key,
     make_units,
 )
-from deepseek_attn.experiments.define.variant import Variant
+from deepseek_attn.experiments.define.variant import ModelVariant
 from deepseek_attn.experiments.report.pareto import error_of, is_equal, mark_front
 from deepseek_attn.experiments.report.schema import (
     BeyondWindow,
-    Cost,
     CostModel,
+    CostSection,
     LengthSpread,
     Report,
     Shape,
@@ -96,7 +96,7 @@ def _cost_model(cost: CostSettings) -> CostModel:
 
 
 def _variant(
-    number: int, variant: Variant, experiment: Experiment, units: list[Unit], results: dict[str, Any]
+    number: int, variant: ModelVariant, experiment: Experiment, units: list[Unit], results: dict[str, Any]
 ) -> VariantReport:
     """Shape, costs and qualities of one variant, as far as units have results."""
     config = variant.config(experiment.base)
@@ -127,7 +127,7 @@ def _variant(
     return values
 
 
-def _cost(counted: CostResult, variant: Variant, settings: CostSettings, results: dict[str, Any]) -> Cost:
+def _cost(counted: CostResult, variant: ModelVariant, settings: CostSettings, results: dict[str, Any]) -> CostSection:
     """Counted costs, and times of a layer of each kind summed over the schedule."""
     config = variant.config(settings.model)
     record = variant.numerics(settings.numerics).kv_record

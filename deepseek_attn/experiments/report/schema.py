@@ -43,7 +43,7 @@ class LayerRow(LayerCost):
     prefill_ms: float | None
 
 
-class Cost(TypedDict):
+class CostSection(TypedDict):
     """Costs of a schedule: marginal bytes ``per_token``, ``fixed`` bytes per sequence."""
 
     per_token: float
@@ -90,7 +90,7 @@ class VariantReport(TypedDict):
     ratios: list[int]
     window: int
     long_range: bool
-    cost: NotRequired[Cost]
+    cost: NotRequired[CostSection]
     model_time: NotRequired[TimesResult]
     checkpoint: NotRequired[CheckpointResult]
     tasks: NotRequired[dict[str, TaskQuality]]

@@ -7,7 +7,7 @@ from pathlib import Path
 from deepseek_attn.bench.plots import have_matplotlib
 from deepseek_attn.experiments.define.config import Experiment
 from deepseek_attn.experiments.define.units import make_units
-from deepseek_attn.experiments.define.variant import Variant
+from deepseek_attn.experiments.define.variant import ModelVariant
 from deepseek_attn.experiments.report.compare import compare, read_report
 from deepseek_attn.experiments.report.page import write_page
 from deepseek_attn.experiments.report.report import build_report
@@ -23,7 +23,7 @@ def made_files(folder: Path) -> list[Path]:
     return [folder / name for name in (PAGE, NUMBERS, TABLE)]
 
 
-def document_path(folder: Path, variant: Variant) -> Path:
+def document_path(folder: Path, variant: ModelVariant) -> Path:
     return folder / "variants" / f"{variant.slug}.json"
 
 

@@ -42,7 +42,7 @@ class Finished:
     error: str | None = None
 
 
-class Pool:
+class WorkerPool:
     """Runs ``task(unit, report)`` for each unit in ``jobs`` processes, or by itself if the unit is ``alone``.
 
     Args:

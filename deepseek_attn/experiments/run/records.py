@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from deepseek_attn.experiments.define.config import Experiment
-from deepseek_attn.experiments.define.results import Record, find_mistake
+from deepseek_attn.experiments.define.results import UnitRecord, find_mistake
 from deepseek_attn.experiments.define.units import Unit
 from deepseek_attn.utils.files import write_text
 from deepseek_attn.utils.json_files import read_json
@@ -73,7 +73,7 @@ def record_path(folder: Path, unit: Unit) -> Path:
 
 def write_record(folder: Path, unit: Unit, result: Mapping[str, Any], seconds: float) -> None:
     """Keeps the result of a unit, with its inputs and how long it took."""
-    record: Record = {
+    record: UnitRecord = {
         "kind": unit.kind,
         "name": unit.name,
         "fingerprint": unit.fingerprint,
@@ -86,7 +86,7 @@ def write_record(folder: Path, unit: Unit, result: Mapping[str, Any], seconds: f
     write_json(record_path(folder, unit), record)
 
 
-def read_record(folder: Path, unit: Unit) -> Record | None:
+def read_record(folder: Path, unit: Unit) -> UnitRecord | None:
     """The record of a unit; None if it is absent, unreadable, altered (which is logged) or made from other inputs.
 
     A file that is not on this machine is taken to be the one that the record was made from.
@@ -102,10 +102,10 @@ def read_record(folder: Path, unit: Unit) -> Record | None:
     same = same and all(digest in (None, files[key]) for key, digest in unit.files.items())
     if not same or record.get("fingerprint") != unit.fingerprint:
         return None
-    if mistake := find_problem(record, Record, "record") or find_mistake(unit.kind, record["result"], unit.sizes):
+    if mistake := find_problem(record, UnitRecord, "record") or find_mistake(unit.kind, record["result"], unit.sizes):
         logger.warning("%s does not count: %s", record_path(folder, unit), mistake)
         return None
-    return cast(Record, record)
+    return cast(UnitRecord, record)
 
 
 def recorded_device(folder: Path) -> str | None:

@@ -10,16 +10,16 @@ from deepseek_attn.checkpoint.write import check_new_directory
 from deepseek_attn.config.options import pick_device
 from deepseek_attn.experiments.define.config import Experiment
 from deepseek_attn.experiments.define.units import Unit, make_units
-from deepseek_attn.experiments.run.pool import Finished, Pool
+from deepseek_attn.experiments.run.pool import Finished, WorkerPool
 from deepseek_attn.experiments.run.progress import Progress
 from deepseek_attn.experiments.run.records import check_folder, make_folder, read_owner, read_record
-from deepseek_attn.experiments.run.work import Work
+from deepseek_attn.experiments.run.work import UnitWork
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Failure:
+class UnitFailure:
     """A unit that has no result, and why."""
 
     unit: Unit
@@ -32,7 +32,7 @@ class Outcome:
 
     skipped: list[Unit] = field(default_factory=list)
     done: list[Unit] = field(default_factory=list)
-    failed: list[Failure] = field(default_factory=list)
+    failed: list[UnitFailure] = field(default_factory=list)
 
 
 def run_experiment(experiment: Experiment, folder: Path, device: str, *, resume: bool) -> Outcome:
@@ -71,13 +71,13 @@ def run_experiment(experiment: Experiment, folder: Path, device: str, *, resume:
         if end.error is None:
             outcome.done.append(unit)
         else:
-            outcome.failed.append(Failure(unit, end.error))
+            outcome.failed.append(UnitFailure(unit, end.error))
         state = f"{end.seconds:.1f} s" if end.error is None else f"FAILED: {end.error}"
         logger.info(f"[{count - len(progress.left)}/{count}] {unit.name} ({state}){progress.note()}")
 
     if left and read_owner(folder) is None:
         make_folder(folder, experiment.name)
     with progress.bar:
-        work = Work(folder, device, jobs)
-        Pool(work, folder / "logs", jobs, progress.running, finished, experiment.limit_s).run(left)
+        work = UnitWork(folder, device, jobs)
+        WorkerPool(work, folder / "logs", jobs, progress.running, finished, experiment.limit_s).run(left)
     return outcome

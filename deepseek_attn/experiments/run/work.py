@@ -33,7 +33,7 @@ from deepseek_attn.utils.clock import seconds_since
 
 
 @dataclass(frozen=True)
-class Work:
+class UnitWork:
     """The task of an experiment's worker processes.
 
     Attributes:

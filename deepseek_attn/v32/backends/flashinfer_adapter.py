@@ -55,14 +55,14 @@ def supported(device: torch.device | str, spec: AttentionSpec | None = None) -> 
         )
     if spec is not None and spec.dtype not in DTYPES:
         return False, f"its kernel takes bfloat16 or float16 queries, not {spec.dtype}"
-    found, problem = _load()
-    return found is not None, problem or f"flashinfer on compute capability {major}.{minor}"
+    decode, problem = _load()
+    return decode is not None, problem or f"flashinfer on compute capability {major}.{minor}"
 
 
 def pick(device: torch.device, dtype: torch.dtype) -> TrtllmDecode:
     """FlashInfer's function where it runs, else `trtllm_decode`."""
-    found = _load()[0] if supported(device)[0] and dtype in DTYPES else None
-    return found or trtllm_decode
+    decode = _load()[0] if supported(device)[0] and dtype in DTYPES else None
+    return decode or trtllm_decode
 
 
 def trtllm_decode(

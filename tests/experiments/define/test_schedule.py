@@ -4,7 +4,7 @@ import pytest
 
 from deepseek_attn import ModelConfig
 from deepseek_attn.experiments.define.schedule import expand_schedule
-from deepseek_attn.experiments.define.variant import Variant, default_name
+from deepseek_attn.experiments.define.variant import ModelVariant, default_name
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,15 @@ def test_wrong_patterns_say_what_is_wrong(pattern, why):
 
 def test_a_variant_changes_what_it_names_and_nothing_else():
     base = ModelConfig.from_preset("tiny")
-    config = Variant("v", "0,(4,16)*", overlap={"16": True}, indexer=False, index_topk=3, sliding_window=9).config(base)
+    config = ModelVariant("v", "0,(4,16)*", overlap={"16": True}, indexer=False, index_topk=3, sliding_window=9).config(
+        base
+    )
     assert [spec.ratio for spec in config.layers] == [0, 4, 16, 4, 16, 4]
     assert all(spec.overlap for spec in config.layers if spec.ratio)
     assert not any(spec.has_indexer for spec in config.layers)
     assert (config.index_topk, config.sliding_window) == (3, 9)
     assert not config.mtp_layers
-    plain = Variant("v", "0,4*").config(base)
+    plain = ModelVariant("v", "0,4*").config(base)
     assert (plain.index_topk, plain.sliding_window) == (base.index_topk, base.sliding_window)
     assert all(spec.overlap and spec.has_indexer for spec in plain.layers[1:])
 
@@ -66,4 +68,4 @@ def test_a_variant_changes_what_it_names_and_nothing_else():
 def test_default_names_say_what_differs():
     fields = {"schedule": "0,4*", "indexer": False, "overlap": {"4": True}}
     assert default_name(fields) == "0,4*, indexer off, overlap 4:on"
-    assert Variant("0,(4,128)* Indexer off", "0*").slug == "0-4-128-indexer-off"
+    assert ModelVariant("0,(4,128)* Indexer off", "0*").slug == "0-4-128-indexer-off"

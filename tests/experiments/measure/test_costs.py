@@ -7,7 +7,7 @@ from deepseek_attn import ModelConfig, ModelRunner
 from deepseek_attn.cache.layout import make_layout
 from deepseek_attn.cache.pools import CachePools
 from deepseek_attn.config.numerics import get_numerics
-from deepseek_attn.experiments.define.variant import Variant
+from deepseek_attn.experiments.define.variant import ModelVariant
 from deepseek_attn.experiments.measure.costs import count_costs, query_costs
 from deepseek_attn.layers.linear import Linear
 
@@ -18,7 +18,7 @@ SCHEDULES = [("0*", {}), ("0,(4,128)*", {}), ("1,2,8*", {}), ("0,16*", {"overlap
 @pytest.mark.parametrize("numerics", ["exact", "serving"])
 def test_sequence_bytes_are_what_is_allocated_for_it(pattern, options, numerics):
     """All pools of a runner of one sequence, without the null pages and the window page of the running step."""
-    config = Variant("v", pattern, **options).config(ModelConfig.from_preset("tiny"))
+    config = ModelVariant("v", pattern, **options).config(ModelConfig.from_preset("tiny"))
     numerics, length = get_numerics(numerics), 700
     costs = count_costs(config, numerics, torch.float32, (length,))
     layout = make_layout(config, numerics, torch.float32, length, 1, 1, layers=config.layers)
@@ -28,7 +28,7 @@ def test_sequence_bytes_are_what_is_allocated_for_it(pattern, options, numerics)
 
 
 def test_bytes_per_token_are_the_slope_of_sequence_bytes():
-    config = Variant("v", "0,(4,16)*").config(ModelConfig.from_preset("tiny"))
+    config = ModelVariant("v", "0,(4,16)*").config(ModelConfig.from_preset("tiny"))
     costs = count_costs(config, get_numerics("serving"), torch.bfloat16, (1 << 20, 1 << 21))
     short, long = (row["sequence_bytes"] for row in costs["contexts"])
     assert (long - short) / (1 << 20) == costs["per_token"]
@@ -38,7 +38,7 @@ def test_bytes_per_token_are_the_slope_of_sequence_bytes():
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_flops_are_those_of_the_weights_and_the_keys(ratio, context, index_topk):
     """Each weight of a linear layer that takes part is one multiply-add; scores and sums by their definition."""
-    config = Variant("v", f"{ratio}*", index_topk=index_topk).config(ModelConfig.from_preset("tiny"))
+    config = ModelVariant("v", f"{ratio}*", index_topk=index_topk).config(ModelConfig.from_preset("tiny"))
     runner = ModelRunner.from_config(config, device="cpu", layers=[0], attention_only=True, max_model_len=512)
     spec, visible = config.layers[0], context // ratio if ratio else 0
     found = query_costs(spec, config, get_numerics("exact"), torch.float32, context)

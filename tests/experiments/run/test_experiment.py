@@ -19,7 +19,7 @@ from deepseek_attn.experiments.define.units import make_units
 from deepseek_attn.experiments.report.page import make_page
 from deepseek_attn.experiments.report.report import build_report
 from deepseek_attn.experiments.report.table import show_table
-from deepseek_attn.experiments.run.pool import Finished, Pool
+from deepseek_attn.experiments.run.pool import Finished, WorkerPool
 from deepseek_attn.experiments.run.records import MADE_BY, make_folder, write_record
 
 TIMES = re.compile(r".*(_ms|_low|_high|seconds|tokens_per_second)$")
@@ -69,7 +69,7 @@ def running(pid):
         return False
 
 
-class PoolHere(Pool):
+class PoolHere(WorkerPool):
     """Runs the units in this process, which has imported torch already; `test_pool` is about worker processes."""
 
     def run(self, units):
@@ -84,7 +84,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experiment")
     file = experiment(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deepseek_attn.experiments.run.run.Pool", PoolHere)
+        patch.setattr("deepseek_attn.experiments.run.run.WorkerPool", PoolHere)
         assert main(["experiment", "run", str(file), "--out", str(folder / "out")]) == 0
     return file, folder / "out"
 
@@ -113,7 +113,7 @@ def test_killed_and_resumed_gives_the_same_report(finished, tmp_path, capsys, mo
     before = {path: path.stat().st_mtime_ns for path in (out / "records").rglob("*.json")}
     assert first in before
     assert len(before) < total, "nothing was left to do: it was killed too late"
-    monkeypatch.setattr("deepseek_attn.experiments.run.run.Pool", PoolHere)
+    monkeypatch.setattr("deepseek_attn.experiments.run.run.WorkerPool", PoolHere)
     assert main(["experiment", "resume", str(file), "--out", str(out)]) == 0
     assert f"{total} pieces of work, {len(before)} done before" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in before} == before

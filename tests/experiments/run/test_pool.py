@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_attn.experiments.define.units import Unit
-from deepseek_attn.experiments.run.pool import Pool, Running
+from deepseek_attn.experiments.run.pool import Running, WorkerPool
 from deepseek_attn.experiments.run.progress import Progress
 from deepseek_attn.experiments.run.records import read_record, record_path, write_json, write_record
 from tests.experiments.run.pool_tasks import CannotStart, act
@@ -20,7 +20,7 @@ HANGING = """
 import sys
 from pathlib import Path
 from deepseek_attn.experiments.define.units import Unit
-from deepseek_attn.experiments.run.pool import Pool
+from deepseek_attn.experiments.run.pool import WorkerPool
 from tests.experiments.run.pool_tasks import act
 
 begun = []
@@ -32,7 +32,7 @@ def running(unit, state):
 
 if __name__ == "__main__":
     units = [Unit("train", f"hang/{i}", f"hang/{i}", {}, None) for i in range(3)]
-    pool = Pool(act, Path(sys.argv[1]), 2, running, print)
+    pool = WorkerPool(act, Path(sys.argv[1]), 2, running, print)
     pool.run(units)
 """
 
@@ -55,7 +55,7 @@ def run(tmp_path, paths, jobs=1, task=act, limit_s=None, alone=()):
         assert unit.path not in results
         results[unit.path] = end.error
 
-    pool = Pool(task, tmp_path, jobs, running, finished, limit_s)
+    pool = WorkerPool(task, tmp_path, jobs, running, finished, limit_s)
     pool.run(units)
     assert not pool.workers
     return results

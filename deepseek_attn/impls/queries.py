@@ -1,0 +1,34 @@
+"""Queries as a layer hands them to its impl, and attention's output as the output projection takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from deepseek_attn.kernels.common.heads import QueryHeads
+from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.insert import query_norm_rope
+
+AttentionOutput = Tensor | QuantizedRows
+"""Heads ``[T, num_heads, value_dim]``; or heads rotated back and quantised, in the layout of `attend_heads`."""
+
+
+@dataclass
+class AttentionQueries:
+    """Queries of a step's tokens: projected, then normed and rotated unless the kernels that attend do that.
+
+    Attributes:
+        raw: the projected queries. Once they are normed its ``q`` is the result, so that the projections are freed.
+        q: ``[T, padded_heads, head_dim]``, normed and rotated; None before.
+    """
+
+    raw: QueryHeads
+    q: Tensor | None = None
+
+    def normed(self) -> Tensor:
+        """Normed and rotated queries. The first call computes them and frees the projections, which are as large."""
+        if self.q is None:
+            self.q = query_norm_rope(self.raw)
+            self.raw = self.raw._replace(q=self.q.flatten(1))
+        return self.q
