@@ -1,4 +1,4 @@
-"""``deepseek-attn info``: this machine, versions, and which attention impls run here and why."""
+"""``deepseek-attn info``: this machine, versions, which attention impls run here; which kernels a model's steps run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import platform
 
+from deepseek_attn.cli.options import GPU_NAMES, HUB_ID, add_numerics_options, gpu_facts, numbers
 from deepseek_attn.cli.terminal import show
 from deepseek_attn.utils.version import __version__
 
@@ -40,14 +41,39 @@ ATTENTION_DEFAULTS = (
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "info",
-        help="machine, versions, backends",
-        description="This machine, installed versions, and which attention impls run here and why.",
+        help="machine, versions, backends; with --plans the kernels of a model's steps",
+        description="This machine, installed versions, and which attention impls run here and why. With --plans, for "
+        "each op of a model's steps: kernel, tiles, splits, and the row of the launch table that chose it. It needs no "
+        "GPU and no weights.",
     )
+    plans = parser.add_argument_group("kernels of a model (docs/gpu.md)")
+    plans.add_argument("--plans", metavar="MODEL", help=f"checkpoint directory, config.json, {HUB_ID} or preset")
+    plans.add_argument(
+        "--gpu", type=gpu_facts, metavar="GPU",
+        help=f"{GPU_NAMES}, or compute capability and multiprocessors, for instance 9.0:132 (default: the one here)",
+    )  # fmt: skip
+    plans.add_argument("--batch", type=numbers, metavar="LIST", help="sequences of decode steps (default: 1,8,32,128)")
+    plans.add_argument("--context", type=int, metavar="N", help="tokens of each sequence (default: 8192)")
+    plans.add_argument("--prefill", type=numbers, metavar="LIST", help="also steps of one prompt of so many tokens")
+    add_numerics_options(plans)
+    plans.add_argument("--backend", metavar="BACKEND", help="attention impl of these steps (default: auto)")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     parser.set_defaults(run=run)
 
 
+PLAN_FLAGS = ("gpu", "batch", "context", "prefill", "numerics", "index_keys", "dtype", "backend")
+"""Flags of ``--plans``."""
+
+
 def run(args: argparse.Namespace) -> None:
+    if args.plans is not None:
+        from deepseek_attn.cli.plan_table import show_plans  # imports torch
+
+        show_plans(args)
+        return
+    for name in PLAN_FLAGS:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')}: say of which model, --plans MODEL")
     facts = collect()
     if args.json:
         show(json.dumps(facts))

@@ -13,6 +13,7 @@ from deepseek_attn.utils.terminal import visible
 
 if TYPE_CHECKING:
     from deepseek_attn.impls.options import AttentionOptions
+    from deepseek_attn.kernels.common.device import GPU
 
 HUB_ID = "hub id (org/name or org/name@revision)"  # in the help of --model
 
@@ -132,6 +133,26 @@ def numbers(text: str) -> list[int]:
         return [integer(part) for part in text.split(",")]
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{reprlib.repr(text)}: write integers with commas between them") from None
+
+
+GPUS = {
+    "a100": ((8, 0), 108), "l40s": ((8, 9), 142), "h100": ((9, 0), 132), "h200": ((9, 0), 132), "b200": ((10, 0), 148),
+    "rtx5090": ((12, 0), 170),
+}  # fmt: skip
+"""GPUs by name: compute capability and multiprocessors. The H100 is the SXM one."""
+GPU_NAMES = ", ".join(GPUS)
+
+
+def gpu_facts(text: str) -> GPU:
+    """Type of a flag: a name in `GPUS`, or compute capability and multiprocessors, ``9.0:132``."""
+    from deepseek_attn.kernels.common.device import GPU
+
+    if text in GPUS:
+        return GPU(*GPUS[text])
+    match = re.fullmatch(r"(\d{1,3})\.(\d):(\d{1,6})", text)
+    if match is None or not int(match[3]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no GPU: choose from {GPU_NAMES}, or write for instance 9.0:132")
+    return GPU((int(match[1]), int(match[2])), int(match[3]))
 
 
 def names(text: str) -> list[str]:

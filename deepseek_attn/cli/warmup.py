@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepseek_attn.cli.options import (
+    GPU_NAMES,
     HUB_ID,
     add_limits,
     add_numerics_options,
     add_prefill_options,
     attention_options,
+    gpu_facts,
 )
 from deepseek_attn.cli.terminal import show
 from deepseek_attn.utils.clock import seconds_since
@@ -21,7 +22,6 @@ from deepseek_attn.utils.clock import seconds_since
 if TYPE_CHECKING:
     from deepseek_attn.checkpoint.source import TensorInfo
     from deepseek_attn.config.model import AnyConfig
-    from deepseek_attn.kernels.common.device import GPU
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -40,21 +40,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add_prefill_options(parser)
     parser.add_argument("--speculate", type=int, default=0, metavar="N", help="drafts per step (default: 0)")
     parser.add_argument(
-        "--gpu", type=gpu_facts, metavar="CAPABILITY:SMS",
-        help="compute capability and multiprocessors, 9.0:132 for an H100 or H200 (default: the GPU of this machine)",
+        "--gpu", type=gpu_facts, metavar="GPU",
+        help=f"{GPU_NAMES}, or compute capability and multiprocessors, for instance 9.0:132 (default: the one here)",
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: processors less one)")
     parser.set_defaults(run=run)
-
-
-def gpu_facts(text: str) -> GPU:
-    """``9.0:132`` as the type of a flag."""
-    from deepseek_attn.kernels.common.device import GPU
-
-    match = re.fullmatch(r"(\d+)\.(\d):(\d+)", text)
-    if match is None or not int(match[3]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no GPU: write for instance 9.0:132")
-    return GPU((int(match[1]), int(match[2])), int(match[3]))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     need_triton("compiling kernels")
     (config, headers), cuda = read_headers(args.model), torch.device("cuda")
     if args.gpu is None and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here: say which kind to compile for, --gpu 9.0:132 for an H100 or H200")
+        raise ValueError(f"there is no GPU here: say which kind to compile for, --gpu {GPU_NAMES} or 9.0:132")
     length = min(config.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
     length = length if args.max_model_len is None else args.max_model_len
     check_sizes(config, None, length, args.max_num_seqs, args.max_num_batched_tokens, 16)
@@ -114,7 +104,7 @@ def check_drafts(config: AnyConfig, drafts: int, max_num_batched_tokens: int) ->
 
 
 def read_headers(model: str) -> tuple[AnyConfig, dict[str, TensorInfo]]:
-    """The config and the tensors of a checkpoint, or those that a preset's would have."""
+    """The config and the tensors of a checkpoint, or the tensors that a checkpoint of a preset or config would have."""
     from deepseek_attn.checkpoint.hub import PretrainedSource
     from deepseek_attn.checkpoint.names import CanonicalSource
     from deepseek_attn.checkpoint.names_v32 import canonical_names
@@ -123,6 +113,8 @@ def read_headers(model: str) -> tuple[AnyConfig, dict[str, TensorInfo]]:
 
     if model in preset_names() and not Path(model).exists():
         source = RandomSource(ModelConfig.from_preset(model))
+    elif Path(model).is_file():
+        source = RandomSource(ModelConfig.from_pretrained(model))
     else:
         source = PretrainedSource(model, None, False)
     return source.config, CanonicalSource(source, canonical_names(source.config)).entries()

@@ -33,6 +33,7 @@ COMMANDS = {
     "score --model made --token-ids ids.json --out logits.safetensors --mtp": "",
     "inspect --prompt 'Once upon' --out page.html": "",
     "info": "",
+    "info --plans tiny --gpu h100": "pip install triton",
     "plan": "",
     "plan --model v4_flash --memory 80GB --json": "",
     "plan --model v4_flash --gpu h200 --ranks 8": "pip install triton",

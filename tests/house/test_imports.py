@@ -338,7 +338,9 @@ def test_a_family_of_kernels_needs_no_triton(family):
 NEEDS_MORE = {  # by what they are for
     "deepseek_attn.runner.ahead.pool": "triton",
     "deepseek_attn.runner.ahead.recording": "triton",
+    "deepseek_attn.cli.plan_table": "triton",
     "deepseek_attn.runner.kernel_list": "triton",
+    "deepseek_attn.runner.step_plans": "triton",
     "deepseek_attn.testing.fixtures": "pytest",
     "deepseek_attn.testing.layer_suite": "pytest",
     "deepseek_attn.testing.plugin": "pytest",
