@@ -79,6 +79,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         topk_indices_buffer: int32 ``[max_num_batched_tokens, index_topk]``, entries that the indexer selected; None
             without one.
         prefill_workspace_rows: rows of gathered keys that the workspace holds; 0 if prefill reads pages in place.
+        takes_quantized_heads: see `AttentionLayer`; set by `process_weights_after_loading`.
         step: metadata of the running step; None while warming up. This, ``decode_topk_slots`` and the content of
             ``topk_indices_buffer`` are all that a call sets; impls read them (`impls.base.AttentionLayer`).
         decode_topk_slots: int32 ``[Dt, index_topk]``, slots of the entries that decode tokens selected; None if only
@@ -132,6 +133,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         self.topk_indices_buffer: Tensor | None = None
         self.decode_topk_slots: Tensor | None = None
         self.prefill_workspace_rows = 0
+        self.takes_quantized_heads = False
 
     def make_entry_modules(
         self,
@@ -157,8 +159,10 @@ class DeepseekV4MLAAttention(CheckpointModule):
         self.index_topk = None if self.indexer is None else self.indexer.topk
 
     def process_weights_after_loading(self) -> None:
-        """Joins the weights of `input_linears`, so that one GEMM can compute all of them."""
+        """Joins the weights of `input_linears`, so that one GEMM can compute all of them; sees what ``wo_a`` takes."""
         join_weights(self.input_linears)
+        whole = self.padded_heads == self.num_heads and self.head_dim % FP8_INPUT_GROUP == 0
+        self.takes_quantized_heads = whole and self.wo_a.takes_quantized_heads
 
     def bind_caches(
         self,
@@ -211,7 +215,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         self.select(queries.index, step)
         with stage("attend"):
             output = self.impl.attend(self, queries, kv, positions)
-        if step.observer is not None:
+        if step.observer is not None and isinstance(output, Tensor):  # for an observer, no impl quantises its output
             step.observer(AttentionCall(self.prefix, queries.normed(), kv, output, queries.index))
         with stage("output"):
             z, z_fp8 = self.wo_a.project_quantized(output, positions, self.rope.cos_sin)
@@ -223,12 +227,6 @@ class DeepseekV4MLAAttention(CheckpointModule):
         q = x.new_zeros(len(x), self.padded_heads, self.head_dim)
         self.impl.forward_mqa(self, q, q[:, 0], positions)
         return torch.zeros_like(x)
-
-    @property
-    def takes_quantized_heads(self) -> bool:
-        """Whether the output projection takes the result of `kernels.attention.attend_heads`, which pads no heads."""
-        whole = self.padded_heads == self.num_heads and self.head_dim % FP8_INPUT_GROUP == 0
-        return whole and self.wo_a.takes_quantized_heads
 
     def project(self, x: Tensor) -> InputProjections:
         """Projections of ``x [T, hidden_size]``."""

@@ -74,6 +74,7 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
 
     @classmethod
     def attend_raw(cls, layer: AttentionLayer, queries: AttentionQueries) -> QuantizedRows:
+        assert layer.step is not None  # a warm-up does not attend
         keys = cls._decode_keys(layer, layer.step)
         return attend_heads(queries.raw, keys, layer.scale, layer.attn_sink, layer.o_groups, q=queries.q)
 
