@@ -6,6 +6,7 @@ cache and with the launches before and after it. So a kernel that is faster alon
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
@@ -138,17 +139,35 @@ def time_tables(
                     call()
             wanted = [consulted for consulted in choices if consulted.table in tables]
             problems = {(consulted.table.name, consulted.problem): consulted for consulted in wanted}
-            for key, consulted in problems.items():
-                rows = [] if key in seen else rivals(consulted, gpu(runner.device), nearest)
-                seen.add(key)
+            others = {key: rivals(problems[key], gpu(runner.device), nearest) for key in problems.keys() - seen}
+            seen |= others.keys()
+            compile_rows(calls, [(problems[key], row) for key, rows in others.items() for row in rows], runner.device)
+            for key, rows in sorted(others.items(), key=lambda pair: pair[0][0]):
                 if not rows:
                     continue
+                consulted = problems[key]
                 count = sum((one.table.name, one.problem) == key for one in wanted)
                 timings = list(_time_rows(calls, consulted, rows, repeats))
                 yield TableTiming(
                     key[0], _fields(consulted.problem), stage, count, batch, tokens, context, timings[0],
                     tuple(timings[1:]),
                 )  # fmt: skip
+
+
+def compile_rows(
+    calls: Sequence[Callable[[], object]], rows: Sequence[tuple[Consulted, Row]], device: torch.device
+) -> None:
+    """Compiles what ``calls`` launch with each of these rows, in processes beside each other, into Triton's cache."""
+    from deepseek_attn.runner.ahead.pool import compile_variants  # imports triton
+    from deepseek_attn.runner.ahead.recording import recorded_launches
+
+    with recorded_launches(gpu(device)) as launches:
+        for consulted, row in rows:
+            with forced_row(consulted.table, row, consulted.problem):
+                for call in calls:
+                    call()
+    missing = [variant for variant in launches.variants.values() if not variant.is_cached()]
+    compile_variants([missing], max(1, (os.cpu_count() or 2) - 1), lambda **event: None)
 
 
 def _time_rows(
