@@ -54,7 +54,11 @@ class InputProjections(NamedTuple):
 
 @dataclass
 class LayerQueries(AttentionQueries):
-    """`AttentionQueries`, and ``index``: the indexer's; None if it selects every entry, or there is none."""
+    """Queries of attention and of the indexer.
+
+    Attributes:
+        index: the indexer's queries; None if it selects every entry, or there is no indexer.
+    """
 
     index: IndexQueries | None = None
 
@@ -159,7 +163,7 @@ class DeepseekV4MLAAttention(CheckpointModule):
         self.index_topk = None if self.indexer is None else self.indexer.topk
 
     def process_weights_after_loading(self) -> None:
-        """Joins the weights of `input_linears`, so that one GEMM can compute all of them; sees what ``wo_a`` takes."""
+        """Joins the weights of `input_linears`, so that one GEMM can compute all. Sets `takes_quantized_heads`."""
         join_weights(self.input_linears)
         whole = self.padded_heads == self.num_heads and self.head_dim % FP8_INPUT_GROUP == 0
         self.takes_quantized_heads = whole and self.wo_a.takes_quantized_heads
@@ -274,9 +278,9 @@ class DeepseekV4MLAAttention(CheckpointModule):
         return QueryHeads(q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
 
     def queries(self, projected: QueryProjections, inputs: InputProjections, positions: Tensor) -> LayerQueries:
-        """Queries of attention, and the indexer's if it has to select.
+        """Queries of attention, and of the indexer if it has to select entries.
 
-        One launch norms and rotates both. Without index queries, those of attention are left to the impl.
+        One launch norms and rotates both. Without index queries, the impl norms and rotates the queries of attention.
         """
         raw, q, index = self.raw_queries(projected.q, positions), None, None
         if self.indexer is not None and projected.index_q is not None:

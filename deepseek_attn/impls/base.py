@@ -228,10 +228,10 @@ class SparseMLAAttentionImpl(ABC):
 
     @classmethod
     def attend(cls, layer: AttentionLayer, queries: AttentionQueries, kv: Tensor, positions: Tensor) -> AttentionOutput:
-        """Attention from projected queries to what the output projection takes, for V4's layers.
+        """Attention of V4's layers: from projected queries to the input of the output projection.
 
         Args:
-            queries: of the step's tokens, which are freed on the way.
+            queries: of the step's tokens. Their projections are freed before attention takes memory.
             kv, positions: as in `forward_mqa`.
         """
         if cls.fuses_query_norm_rope(layer):
@@ -240,10 +240,10 @@ class SparseMLAAttentionImpl(ABC):
 
     @classmethod
     def fuses_query_norm_rope(cls, layer: AttentionLayer) -> bool:
-        """Whether `attend_raw` serves the running step of ``layer``: not unless an impl says so."""
+        """Whether `attend` calls `attend_raw` in the running step of ``layer``. Impls without such kernels never do."""
         return False
 
     @classmethod
     def attend_raw(cls, layer: AttentionLayer, queries: AttentionQueries) -> QuantizedRows:
-        """`attend` by kernels that norm and rotate queries, attend, and rotate back and quantise their output."""
+        """`attend` by kernels that norm and rotate queries themselves, and rotate back and quantise their output."""
         raise NotImplementedError(f"{cls.__name__} attends to normed and rotated queries only")

@@ -16,11 +16,13 @@ AttentionOutput = Tensor | QuantizedRows
 
 @dataclass
 class AttentionQueries:
-    """Queries of a step's tokens: projected, then normed and rotated unless the kernels that attend do that.
+    """Queries of a step's tokens: first projected, later normed and rotated.
+
+    Kernels that fuse norm and RoPE read ``raw``, or ``q`` if it is there. All others read `normed`.
 
     Attributes:
-        raw: the projected queries. Once they are normed its ``q`` is the result, so that the projections are freed.
-        q: ``[T, padded_heads, head_dim]``, normed and rotated; None before.
+        raw: the projected queries. Once they are normed, its ``q`` is the result: this frees the projections.
+        q: ``[T, padded_heads, head_dim]``, normed and rotated; None until then.
     """
 
     raw: QueryHeads
