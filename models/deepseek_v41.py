@@ -14,14 +14,13 @@ from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.hyper_connection import DelayedInput, DelayedOutput, SublayerOutput
 from deepseek_attn.layers.engram import Engram
 from deepseek_attn.layers.weights import RMSNorm
-from deepseek_attn.models import block
-from deepseek_attn.models.block import Backbone, BuildContext
+from deepseek_attn.models.block import Backbone, Block, BuildContext
 from deepseek_attn.models.dspark import DraftsBlocks, add_draft_ends, stage_context
 from deepseek_attn.models.hyper_connection import hc_collapse, hc_delayed, hc_post
 from deepseek_attn.v41.attention import DeepseekV41MLAAttention
 
 
-class Block(block.Block):
+class DeepseekV41Block(Block):
     """Attention and MoE, each on an input collapsed with the weights of the sublayer before (`hc_delayed`)."""
 
     attention_class = DeepseekV41MLAAttention
@@ -53,7 +52,7 @@ class Block(block.Block):
         return streams if self.engram is None else self.engram(streams, step.engram[self.engram.layer].wait())
 
 
-class DeepseekV41DraftStage(Block):
+class DeepseekV41DraftStage(DeepseekV41Block):
     """A stage of the DSpark drafter (checkpoint: ``mtp.N``)."""
 
     def __init__(self, context: BuildContext, spec: V41LayerSpec):
@@ -68,7 +67,7 @@ class DeepseekV41(DraftsBlocks, Backbone):
     ``[T, 1 + targets, hidden_size]``.
     """
 
-    block_class = Block
+    block_class = DeepseekV41Block
 
     def __init__(self, context: BuildContext, layers: list[int] | None = None, mtp: bool = True):
         super().__init__(context, layers, mtp, DeepseekV41DraftStage)

@@ -60,7 +60,7 @@ def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor
     for layer in model.layers.values():
         x = torch.randn(rows, config.hidden_size, generator=generator, device=device).to(runner.dtype)
         streams = x.unsqueeze(1).repeat(1, config.hc_mult, 1) if isinstance(layer, block.Block) else x
-        if isinstance(layer, deepseek_v41.Block):
+        if isinstance(layer, deepseek_v41.DeepseekV41Block):
             output = layer.attn_input(model.first_streams(token_ids)._replace(streams=streams)).output(x)
             head = partial(_collapsed_logits, model, output, last_rows)
         else:
@@ -68,7 +68,7 @@ def stage_calls(runner: ModelRunner, step: StepMetadata, last_rows: torch.Tensor
             head = partial(model.logits, streams[last_rows])
         calls[ATTENTION].append(partial(layer.attn, x, step.positions, step))
         calls[NORMS] += [partial(layer.attn_input, output), partial(layer.ffn_input, output)]
-        if isinstance(layer, deepseek_v41.Block) and layer.engram is not None:
+        if isinstance(layer, deepseek_v41.DeepseekV41Block) and layer.engram is not None:
             calls[NORMS].append(partial(hc_post, *output.streams))  # not with the collapse: the memory comes between
             calls[ENGRAM].append(partial(layer.add_memory, streams, step))
         if isinstance(layer.ffn, MoE):

@@ -57,7 +57,10 @@ DEEPSEEK_V4_IMPLS: Impls = (
 DEEPSEEK_V41_IMPLS: Impls = (*DEEPSEEK_V4_IMPLS[:2], DeepseekV41TritonSparseImpl, DeepseekV41ReferenceSparseImpl)
 
 
-IMPL_METHODS = ("kernels_supported", "supported", "padded_heads", "forward_mqa", "attend_pages", "attend_rows")
+IMPL_METHODS = (
+    "kernels_supported", "supported", "padded_heads", "attend", "fuses_query_norm_rope", "forward_mqa", "attend_pages",
+    "attend_rows",
+)  # fmt: skip
 
 
 def _impl_problems(cls: type[SparseMLAAttentionImpl]) -> list[str]:
