@@ -28,14 +28,7 @@ from deepseek_attn.impls.metadata import (
     FlashMLASparseMetadata,
     StepMetadata,
 )
-from deepseek_attn.kernels.indices import (
-    EntryGroup,
-    StepIndices,
-    build_c128a_topk_indices,
-    compute_swa_indices_and_lens,
-    get_compressed_slot_mapping,
-    slot_mapping_from_positions,
-)
+from deepseek_attn.kernels.indices import EntryGroup, StepIndices, step_indices
 from deepseek_attn.kernels.insert import CompressBatch
 
 LayerSpecs = tuple[AnySpec, ...]
@@ -87,8 +80,7 @@ class MetadataBuilder:
             )
         step = self._rows(batch)
         groups = entry_groups(self.layers, self.layout, step.block_tables, longest)
-        indices, prefill_entries = self._indices(step, groups)
-        return add_pages(step, self.layers, self.layout, groups, indices, prefill_entries)
+        return add_pages(step, self.layers, self.layout, groups, index_tensors(step, self.layout, groups))
 
     def _rows(self, batch: StepInput) -> StepMetadata:
         """The step's rows, lengths and block tables; `add_pages` adds the rest."""
@@ -127,29 +119,6 @@ class MetadataBuilder:
             block_tables={group: self._to(table) for group, table in batch.block_tables.items()},
         )
 
-    def _indices(self, step: StepMetadata, groups: list[EntryGroup]) -> tuple[StepIndices, dict[int, Tensor]]:
-        """Index tensors of the step, and by ratio the entries of prefill tokens of layers that read every entry."""
-        positions, token_to_req, valid = step.positions, step.token_to_req_indices, step.is_valid_token
-        slots, tokens, swa = token_slots(step), step.num_decode_tokens, None
-        at, requests, exists = positions[:tokens], token_to_req[:tokens], valid[:tokens]  # decode tokens
-        if WINDOW in step.block_tables:
-            table, window = step.block_tables[WINDOW], self.layout.window
-            swa = compute_swa_indices_and_lens(at, requests, table, WINDOW_PAGE, window, exists)
-        compressed, entries, prefill_entries = {}, {}, {}
-        for g in groups:
-            compressed[g.ratio] = get_compressed_slot_mapping(
-                positions, slots, token_to_req, g.block_table, g.block_size, g.ratio
-            )
-            if g.width:
-                entries[g.ratio] = build_c128a_topk_indices(
-                    at, g.ratio, requests, g.block_table, g.block_size, exists, g.width
-                )
-            if g.width and step.num_prefills:
-                prefill_entries[g.ratio] = build_c128a_topk_indices(
-                    positions[tokens:], g.ratio, None, None, g.block_size, valid[tokens:], g.width
-                ).indices
-        return StepIndices(slots, swa, compressed, entries), prefill_entries
-
     def _to(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
 
@@ -171,11 +140,18 @@ def upload_vectors(wide: Tensor, vectors: list[Tensor], device: torch.device) ->
     return first.view(torch.int64), others
 
 
-def token_slots(step: StepMetadata) -> Tensor:
-    """Slot of each token in the pages that hold every token (V4: of the window), int64 ``[T]``; -1 for padding."""
-    group = WINDOW if WINDOW in step.block_tables else TOKENS
-    return slot_mapping_from_positions(
-        step.positions, step.token_to_req_indices, step.block_tables[group], PAGE_TOKENS[group], step.is_valid_token
+def index_tensors(step: StepMetadata, layout: CacheLayout, groups: list[EntryGroup]) -> StepIndices:
+    """Index tensors of a step: of its tokens in the pages that hold all of them, and of each ratio's entries."""
+    pages = WINDOW if WINDOW in step.block_tables else TOKENS
+    return step_indices(
+        step.positions,
+        step.token_to_req_indices,
+        step.is_valid_token,
+        step.block_tables[pages],
+        PAGE_TOKENS[pages],
+        layout.window if pages == WINDOW else 0,
+        groups,
+        step.num_decode_tokens,
     )
 
 
@@ -199,14 +175,8 @@ def add_pages(
     layout: CacheLayout,
     groups: list[EntryGroup],
     indices: StepIndices,
-    prefill_entries: Mapping[int, Tensor],
 ) -> StepMetadata:
-    """Adds to a step's rows what its layers read and write: window, pages of entries, compressor batches.
-
-    Args:
-        indices: slots of all tokens; rows of window slots and of entries of decode tokens.
-        prefill_entries: by ratio, int32 ``[Rt, K']`` entries of prefill tokens of layers that read every entry.
-    """
+    """Adds to a step's rows what its layers read and write: window, pages of entries, compressor batches."""
     if indices.swa is not None:
         step.swa = DeepseekSparseSWAMetadata(
             block_table=step.block_tables[WINDOW],
@@ -224,7 +194,7 @@ def add_pages(
             slot_mapping=indices.compressed_slots[g.ratio],
             c128a_global_decode_topk_indices=None if entries is None else entries.indices.unsqueeze(1),
             c128a_decode_topk_lens=None if entries is None else entries.lens,
-            c128a_prefill_topk_indices=prefill_entries.get(g.ratio),
+            c128a_prefill_topk_indices=indices.prefill_entries.get(g.ratio),
         )
     for spec in {(s.ratio, s.overlap): s for s in layers if s.compresses}.values():
         step.compressor[spec.ratio, spec.overlap] = CompressBatch(

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepseek_attn.attention.builder import LayerSpecs, add_pages, entry_groups, token_slots
-from deepseek_attn.cache.layout import WINDOW, WINDOW_PAGE, CacheLayout
+from deepseek_attn.attention.builder import LayerSpecs, add_pages, entry_groups, index_tensors
+from deepseek_attn.cache.layout import CacheLayout
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.kernels.indices import DecodeRows, EntryGroup, StepIndices, decode_step_indices
+from deepseek_attn.kernels.indices import DecodeRows
 
 
 @dataclass(frozen=True)
@@ -86,19 +86,4 @@ def build_decode_metadata(layers: LayerSpecs, layout: CacheLayout, batch: Decode
         block_tables=tables,
     )
     groups = entry_groups(layers, layout, tables, batch.max_len)
-    return add_pages(step, layers, layout, groups, _indices(step, layout, groups), {})
-
-
-def _indices(step: StepMetadata, layout: CacheLayout, groups: list[EntryGroup]) -> StepIndices:
-    if WINDOW not in step.block_tables:  # V3.2: one slot per token, and no index rows before the indexer's
-        slots = token_slots(step)
-        return StepIndices(slots, None, {group.ratio: slots for group in groups}, {})
-    return decode_step_indices(
-        step.positions,
-        step.token_to_req_indices,
-        step.is_valid_token,
-        step.block_tables[WINDOW],
-        WINDOW_PAGE,
-        layout.window,
-        groups,
-    )
+    return add_pages(step, layers, layout, groups, index_tensors(step, layout, groups))

@@ -13,7 +13,7 @@ from deepseek_attn.attention.builder import INDEX_ALIGN, MetadataBuilder, StepIn
 from deepseek_attn.cache.layout import WINDOW, WINDOW_PAGE
 from deepseek_attn.cache.manager import CacheManager
 from deepseek_attn.impls.metadata import StepMetadata
-from deepseek_attn.kernels.indices import compute_swa_indices_and_lens
+from deepseek_attn.kernels.indices import step_indices
 from deepseek_attn.models.block import Backbone
 from deepseek_attn.models.dspark import DraftsBlocks
 from deepseek_attn.runner.graphs import DecodeGraphs, DraftTokens
@@ -228,6 +228,6 @@ class BlockDrafter(Drafter):
         """Makes each row read its block and the window before it, instead of the window that ends in the row."""
         last = step.positions.unflatten(0, (-1, size))[:, -1:].expand(-1, size).flatten()
         table, window = step.block_tables[WINDOW], self.builder.layout.window + size
-        rows = compute_swa_indices_and_lens(last, step.token_to_req_indices, table, WINDOW_PAGE, window, None)
+        rows = step_indices(last, step.token_to_req_indices, None, table, WINDOW_PAGE, window, []).swa
         indices = F.pad(rows.indices, (0, -window % INDEX_ALIGN), value=-1)
         step.swa.decode_swa_indices, step.swa.decode_swa_lens = indices.unsqueeze(1), rows.lens

@@ -20,15 +20,11 @@ __all__ = [
     "EntryGroup",
     "IndexRows",
     "StepIndices",
-    "build_c128a_topk_indices",
     "combine_topk_swa_indices",
     "compute_global_topk_indices_and_lens",
-    "compute_swa_indices_and_lens",
     "decode_rows",
-    "decode_step_indices",
     "entry_counts",
-    "get_compressed_slot_mapping",
-    "slot_mapping_from_positions",
+    "step_indices",
 ]
 
 
@@ -41,7 +37,7 @@ def decode_rows(starts: Tensor, ends: Tensor, rows_per_request: int, max_len: in
         max_len: positions are at most ``max_len - 1``, for which there are tables and rotations.
     """
     if runs_triton(starts):
-        from deepseek_attn.kernels.indices.step_indices import decode_rows as op
+        from deepseek_attn.kernels.indices.launch import decode_rows as op
     else:
         from deepseek_attn.kernels.indices.reference import decode_rows as op
     return op(starts, ends, rows_per_request, max_len, offset)
@@ -54,127 +50,39 @@ def entry_counts(positions: Tensor, is_valid: Tensor, ratio: int, topk: int) -> 
         positions: int64 ``[T]``; is_valid: bool ``[T]``.
     """
     if runs_triton(positions):
-        from deepseek_attn.kernels.indices.step_indices import entry_counts as op
+        from deepseek_attn.kernels.indices.launch import entry_counts as op
     else:
         from deepseek_attn.kernels.indices.reference import entry_counts as op
     return op(positions, is_valid, ratio, topk)
 
 
-def decode_step_indices(
+def step_indices(
     positions: Tensor,
     token_to_req: Tensor,
-    is_valid: Tensor,
-    window_table: Tensor,
-    window_page: int,
+    is_valid: Tensor | None,
+    token_table: Tensor,
+    token_page: int,
     window: int,
     groups: Sequence[EntryGroup],
+    decode_tokens: int | None = None,
 ) -> StepIndices:
-    """All index tensors of a decode step, in Triton in one launch; equal to those of the functions below.
+    """All index tensors of a step that follow from positions; in Triton in one launch.
 
     Args:
-        positions: int64 ``[T]``; token_to_req: ``[T]``; is_valid: bool ``[T]``.
-        window_table: ``[B, pages]``; window_page: tokens per page; window: tokens a query sees, itself included.
+        positions: int64 ``[T]``; token_to_req: ``[T]``; is_valid: bool ``[T]``, or None for all valid.
+        token_table: ``[B, pages]`` of the pages that hold every token, in V4 the window's; token_page: tokens per page.
+        window: tokens a query sees, itself included; 0 for a model without a window.
         groups: one per ratio.
+        decode_tokens: tokens of decode requests, which come first and read pages in place; None for all.
+
+    Raises:
+        ValueError: shapes disagree, or a ratio below 1.
     """
     if runs_triton(positions):
-        from deepseek_attn.kernels.indices.step_indices import decode_step_indices as op
+        from deepseek_attn.kernels.indices.launch import step_indices as op
     else:
-        from deepseek_attn.kernels.indices.reference import decode_step_indices as op
-    return op(positions, token_to_req, is_valid, window_table, window_page, window, groups)
-
-
-def slot_mapping_from_positions(
-    positions: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int, is_valid: Tensor | None = None
-) -> Tensor:
-    """Slot of each token, int64 ``[T]``; -1 for invalid ones, negative positions and those beyond the block table.
-
-    Args:
-        positions: int64 ``[T]``; token_to_req: ``[T]`` row of ``block_table`` per token.
-        block_size: tokens per page.
-        is_valid: bool ``[T]``, or None for all valid.
-    """
-    if runs_triton(positions):
-        from deepseek_attn.kernels.indices.step_indices import slot_mapping_from_positions as op
-    else:
-        from deepseek_attn.kernels.indices.reference import slot_mapping_from_positions as op
-    return op(positions, token_to_req, block_table, block_size, is_valid)
-
-
-def get_compressed_slot_mapping(
-    positions: Tensor, slot_mapping: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int, ratio: int
-) -> Tensor:
-    """Slot where each token writes its compressed entry: only the last token of a window of ``ratio`` writes one.
-
-    Args:
-        positions: int64 ``[T]``; token_to_req: ``[T]`` row of ``block_table`` per token.
-        slot_mapping: int64 ``[T]`` slots of the tokens themselves; negative for padding, which writes nothing.
-        block_size: compressed entries per page.
-        ratio: tokens per compressed entry.
-
-    Returns:
-        int64 ``[T]``: slot of entry ``pos // ratio``, or -1.
-    """
-    if runs_triton(positions):
-        from deepseek_attn.kernels.indices.step_indices import get_compressed_slot_mapping as op
-    else:
-        from deepseek_attn.kernels.indices.reference import get_compressed_slot_mapping as op
-    return op(positions, slot_mapping, token_to_req, block_table, block_size, ratio)
-
-
-def compute_swa_indices_and_lens(
-    positions: Tensor,
-    token_to_req: Tensor,
-    block_table: Tensor,
-    block_size: int,
-    window: int,
-    is_valid: Tensor | None,
-) -> IndexRows:
-    """Slots of the sliding window of each token: positions ``max(pos - window + 1, 0) .. pos``, ascending, then -1.
-
-    Args:
-        positions: int64 ``[T]``; token_to_req: ``[T]`` row of ``block_table`` per token.
-        block_size: tokens per page.
-        window: tokens a query sees, itself included.
-        is_valid: bool ``[T]``, or None for all valid; invalid tokens get -1 everywhere and length 0.
-
-    Returns:
-        Indices ``[T, window]`` and lengths.
-    """
-    if runs_triton(positions):
-        from deepseek_attn.kernels.indices.step_indices import compute_swa_indices_and_lens as op
-    else:
-        from deepseek_attn.kernels.indices.reference import compute_swa_indices_and_lens as op
-    return op(positions, token_to_req, block_table, block_size, window, is_valid)
-
-
-def build_c128a_topk_indices(
-    positions: Tensor,
-    ratio: int,
-    token_to_req: Tensor | None,
-    block_table: Tensor | None,
-    block_size: int,
-    is_valid: Tensor | None,
-    width: int,
-) -> IndexRows:
-    """All closed compressed entries of each token: entries ``0 .. (pos + 1) // ratio - 1``, then -1.
-
-    Args:
-        positions: int64 ``[T]``.
-        ratio: tokens per compressed entry, any positive number.
-        token_to_req: ``[T]`` row of ``block_table`` per token; block_table: ``[B, pages]``. Without a block table the
-            result is the entries themselves, local to the request (prefill).
-        block_size: entries per page.
-        is_valid: bool ``[T]``, or None for all valid; invalid tokens get -1 everywhere and length 0.
-        width: columns of the result; longer rows are truncated.
-
-    Returns:
-        Indices ``[T, width]`` and lengths.
-    """
-    if runs_triton(positions):
-        from deepseek_attn.kernels.indices.step_indices import build_c128a_topk_indices as op
-    else:
-        from deepseek_attn.kernels.indices.reference import build_c128a_topk_indices as op
-    return op(positions, ratio, token_to_req, block_table, block_size, is_valid, width)
+        from deepseek_attn.kernels.indices.reference import step_indices as op
+    return op(positions, token_to_req, is_valid, token_table, token_page, window, groups, decode_tokens)
 
 
 def compute_global_topk_indices_and_lens(
@@ -197,7 +105,7 @@ def compute_global_topk_indices_and_lens(
         Rows are not compacted: ``lens`` is a prefix length only if valid entries come first.
     """
     if runs_triton(topk_indices):
-        from deepseek_attn.kernels.indices.step_indices import compute_global_topk_indices_and_lens as op
+        from deepseek_attn.kernels.indices.launch import compute_global_topk_indices_and_lens as op
     else:
         from deepseek_attn.kernels.indices.reference import compute_global_topk_indices_and_lens as op
     return op(topk_indices, token_to_req, block_table, block_size, is_valid)
@@ -246,7 +154,7 @@ def combine_topk_swa_indices(
         ValueError: shapes disagree, or workspace indices would not fit in int32.
     """
     if runs_triton(topk_indices):
-        from deepseek_attn.kernels.indices.step_indices import combine_topk_swa_indices as op
+        from deepseek_attn.kernels.indices.launch import combine_topk_swa_indices as op
     else:
         from deepseek_attn.kernels.indices.reference import combine_topk_swa_indices as op
     return op(topk_indices, query_start_loc, seq_lens, gather_lens, window, ratio, topk, M, N, is_valid)

@@ -27,28 +27,35 @@ def entry_counts(positions: Tensor, is_valid: Tensor, ratio: int, topk: int) -> 
     return EntryCounts(visible, visible.clamp(max=topk).int())
 
 
-def decode_step_indices(
+def step_indices(
     positions: Tensor,
     token_to_req: Tensor,
-    is_valid: Tensor,
-    window_table: Tensor,
-    window_page: int,
+    is_valid: Tensor | None,
+    token_table: Tensor,
+    token_page: int,
     window: int,
     groups: Sequence[EntryGroup],
+    decode_tokens: int | None = None,
 ) -> StepIndices:
-    """See `kernels.indices.decode_step_indices`."""
-    slots = slot_mapping_from_positions(positions, token_to_req, window_table, window_page, is_valid)
-    swa = compute_swa_indices_and_lens(positions, token_to_req, window_table, window_page, window, is_valid)
-    compressed, entries = {}, {}
+    """See `kernels.indices.step_indices`."""
+    check_step(positions, token_to_req, token_table, token_page, window, groups)
+    decodes = len(positions) if decode_tokens is None else decode_tokens
+    slots = slot_mapping_from_positions(positions, token_to_req, token_table, token_page, is_valid)
+    (pos, prefill_pos), requests = positions.tensor_split([decodes]), token_to_req[:decodes]
+    valid, prefill_valid = (None, None) if is_valid is None else is_valid.tensor_split([decodes])
+    swa = None
+    if window:
+        swa = compute_swa_indices_and_lens(pos, requests, token_table, token_page, window, valid)
+    compressed, entries, prefill_entries = {}, {}, {}
     for g in groups:
-        compressed[g.ratio] = get_compressed_slot_mapping(
-            positions, slots, token_to_req, g.block_table, g.block_size, g.ratio
-        )
+        table, n, ratio = g.block_table, g.block_size, g.ratio
+        compressed[ratio] = get_compressed_slot_mapping(positions, slots, token_to_req, table, n, ratio)
         if g.width:
-            entries[g.ratio] = build_c128a_topk_indices(
-                positions, g.ratio, token_to_req, g.block_table, g.block_size, is_valid, g.width
-            )
-    return StepIndices(slots, swa, compressed, entries)
+            entries[ratio] = build_c128a_topk_indices(pos, ratio, requests, table, n, valid, g.width)
+        if g.width and len(prefill_pos):
+            rows = build_c128a_topk_indices(prefill_pos, ratio, None, None, n, prefill_valid, g.width)
+            prefill_entries[ratio] = rows.indices
+    return StepIndices(slots, swa, compressed, entries, prefill_entries)
 
 
 def combine_topk_swa_indices(
@@ -107,7 +114,7 @@ def compute_swa_indices_and_lens(
     window: int,
     is_valid: Tensor | None,
 ) -> IndexRows:
-    """See `kernels.indices.compute_swa_indices_and_lens`."""
+    """Slots of the window of each token: positions ``max(pos - window + 1, 0) .. pos``, ascending, then -1; lengths."""
     check_positive("window", window)
     positions = positions.long()
     lens = _zero_invalid((positions + 1).clamp(0, window), is_valid)
@@ -126,7 +133,10 @@ def build_c128a_topk_indices(
     is_valid: Tensor | None,
     width: int,
 ) -> IndexRows:
-    """See `kernels.indices.build_c128a_topk_indices`."""
+    """All closed entries of each token: ``0 .. (pos + 1) // ratio - 1``, then -1; and lengths, at most ``width``.
+
+    With a block table their slots, without one the entries themselves, local to the request.
+    """
     check_positive("ratio", ratio)
     lens = _zero_invalid(((positions.long() + 1) // ratio).clamp(0, width), is_valid)
     column = torch.arange(width, device=positions.device)
@@ -141,7 +151,10 @@ def build_c128a_topk_indices(
 def get_compressed_slot_mapping(
     positions: Tensor, slot_mapping: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int, ratio: int
 ) -> Tensor:
-    """See `kernels.indices.get_compressed_slot_mapping`."""
+    """Slot where each token writes its compressed entry: only the last token of a window of ``ratio`` writes one.
+
+    ``slot_mapping``: slots of the tokens themselves; negative for padding, which writes nothing.
+    """
     check_positive("ratio", ratio)
     positions = positions.long()
     writes = ((positions + 1) % ratio == 0) & (positions >= 0) & (slot_mapping >= 0)
@@ -152,7 +165,7 @@ def get_compressed_slot_mapping(
 def slot_mapping_from_positions(
     positions: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int, is_valid: Tensor | None = None
 ) -> Tensor:
-    """See `kernels.indices.slot_mapping_from_positions`."""
+    """Slot of each token, int64 ``[T]``; -1 for invalid ones, negative positions and those beyond the block table."""
     slots = _entry_slots(positions.long()[:, None], token_to_req, block_table, block_size)[:, 0]
     return slots if is_valid is None else slots.masked_fill(~is_valid.bool(), -1)
 
@@ -194,6 +207,18 @@ def check_rows(rows: Tensor, token_to_req: Tensor, block_table: Tensor, block_si
             f"need one request per row, a 2-D block table and block_size >= 1: got {rows.shape[0]} rows, "
             f"token_to_req {tuple(token_to_req.shape)}, block_table {tuple(block_table.shape)}, block_size {block_size}"
         )
+
+
+def check_step(
+    positions: Tensor, token_to_req: Tensor, table: Tensor, page: int, window: int, groups: Sequence[EntryGroup]
+) -> None:
+    """Raises ValueError when arguments of `step_indices` disagree."""
+    if window < 0:
+        raise ValueError(f"window must be 0 or more, got {window}")
+    check_rows(positions, token_to_req, table, page)
+    for group in groups:
+        check_positive("ratio", group.ratio)
+        check_rows(positions, token_to_req, group.block_table, group.block_size)
 
 
 def check_positive(name: str, value: int) -> None:

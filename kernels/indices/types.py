@@ -38,7 +38,7 @@ class EntryCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class EntryGroup:
-    """Compressed entries of one ratio, as a decode step indexes them.
+    """Compressed entries of one ratio, as a step indexes them.
 
     Attributes:
         ratio: tokens per entry.
@@ -54,16 +54,20 @@ class EntryGroup:
 
 @dataclass(frozen=True)
 class StepIndices:
-    """Index tensors of a step.
+    """Index tensors of a step of ``T`` tokens, the first ``Dt`` of them of decode requests.
 
     Attributes:
         slot_mapping: int64 ``[T]`` slot of each token, -1 for padding.
-        swa: slots of the window, as `compute_swa_indices_and_lens`; None for a model without one.
-        compressed_slots: by ratio, as `get_compressed_slot_mapping`.
-        entries: by ratio, as `build_c128a_topk_indices`, for groups with a width.
+        swa: slots ``[Dt, window]`` of the window of decode tokens: positions ``max(pos - window + 1, 0) .. pos``,
+            ascending, then -1; None for a model without a window.
+        compressed_slots: by ratio, int64 ``[T]`` slot of the entry ``pos // ratio`` that a token completes, or -1.
+        entries: by ratio with a width, slots ``[Dt, width]`` of the entries ``0 .. (pos + 1) // ratio - 1``, then -1.
+        prefill_entries: by ratio with a width, int32 ``[T - Dt, width]``: the same entries, local to the request; empty
+            for a decode step.
     """
 
     slot_mapping: Tensor
     swa: IndexRows | None
     compressed_slots: dict[int, Tensor]
     entries: dict[int, IndexRows]
+    prefill_entries: dict[int, Tensor]

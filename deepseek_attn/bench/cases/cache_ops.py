@@ -150,7 +150,7 @@ def _insert_tokens(T: int, ratio: int) -> OpCase:
 
 
 def _decode_step(T: int, length: int) -> OpCase:
-    from deepseek_attn.kernels.indices import step_indices
+    from deepseek_attn.kernels.indices import launch
 
     width = length // 128
 
@@ -164,13 +164,13 @@ def _decode_step(T: int, length: int) -> OpCase:
         valid = torch.ones(T, dtype=torch.bool, device=device)
         return positions, owners, valid, _pages((T, length // PAGE), device, g), PAGE, WINDOW, groups
 
-    run = {"triton": step_indices.decode_step_indices, "torch": indices.decode_step_indices}
+    run = {"triton": launch.step_indices, "torch": indices.step_indices}
     size = T * (4 * (WINDOW + width) + 3 * 8 + 4 * (width // 32 + 3))
     return OpCase("step_indices", f"decode T={T} length={length}", make, run, size)
 
 
 def _global(T: int) -> OpCase:
-    from deepseek_attn.kernels.indices import step_indices
+    from deepseek_attn.kernels.indices import launch
 
     def make(device: torch.device, seed: int) -> tuple:
         g = torch.Generator(device).manual_seed(seed)
@@ -180,14 +180,14 @@ def _global(T: int) -> OpCase:
         return topk, owners, _pages((T, 256), device, g), 64, valid
 
     run = {
-        "triton": step_indices.compute_global_topk_indices_and_lens,
+        "triton": launch.compute_global_topk_indices_and_lens,
         "torch": indices.compute_global_topk_indices_and_lens,
     }
     return OpCase("step_indices", f"chosen entries T={T}", make, run, 8 * T * TOPK)
 
 
 def _combine(T: int) -> OpCase:
-    from deepseek_attn.kernels.indices import step_indices
+    from deepseek_attn.kernels.indices import launch
 
     def make(device: torch.device, seed: int) -> tuple:
         g = torch.Generator(device).manual_seed(seed)
@@ -195,7 +195,7 @@ def _combine(T: int) -> OpCase:
         starts, length, gather = (torch.tensor(x, device=device) for x in ([0, T], [1 << 16], [T + WINDOW - 1]))
         return topk, starts.int(), length.int(), gather.int(), WINDOW, 4, TOPK, 1 << 15, 1 << 14
 
-    run = {"triton": step_indices.combine_topk_swa_indices, "torch": indices.combine_topk_swa_indices}
+    run = {"triton": launch.combine_topk_swa_indices, "torch": indices.combine_topk_swa_indices}
     return OpCase("step_indices", f"entries and window T={T}", make, run, 4 * T * (2 * TOPK + WINDOW))
 
 

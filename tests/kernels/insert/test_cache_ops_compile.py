@@ -22,8 +22,6 @@ from deepseek_attn.kernels.indexer.query_triton import (
     index_query_kernel,
     queries_kernel,
 )
-from deepseek_attn.kernels.indices import step_indices_triton as step_indices_kernels
-from deepseek_attn.kernels.indices.step_indices_triton import GroupShape
 from deepseek_attn.kernels.insert import (
     CacheRows,
     CompressBatch,
@@ -239,31 +237,3 @@ def test_gather(arch, record):
     kinds = pointers(kernel, out_ptr="*bf16", pool_ptr="*u8", table_ptr="*i32")
     kinds |= dict.fromkeys(("seq_lens_ptr", "gather_lens_ptr"), "*i32")
     assert compiled(kernel, kinds, constants, arch)["cubin"]
-
-
-TABLE = step_indices_kernels.BlockTable("*i32", "i32", "i32", "i32", "i32")
-WINDOW_OUTS = step_indices_kernels.WindowOutputs("*i64", "*i32", "*i32")
-GROUP_OUTS = step_indices_kernels.GroupOutputs("*i64", "*i32", "*i32")
-STEP = {"positions_ptr": "*i64", "req_ptr": "*i32", "valid_ptr": "*i1", "page_ids": "*i32", "lens_ptr": "*i32"}
-STEP |= {"out_ptr": "*i32", "topk_ptr": "*i32", "query_start_ptr": "*i32", "seq_lens_ptr": "*i32"}
-STEP |= {"gather_lens_ptr": "*i32", "token_slots_ptr": "*i64", "window_table": TABLE, "window_outs": WINDOW_OUTS}
-STEP |= {"tables": (TABLE, TABLE), "outs": (GROUP_OUTS,) * 2}
-INDICES = {
-    "token_slots_kernel": {"RATIO": 4, "N": 64, "TOKENS": 128},
-    "window_kernel": {"WINDOW": 128, "N": 64, "TILE": 128},
-    "entries_kernel": {"WIDTH": 8192, "RATIO": 128, "N": 32, "PAGED": True, "TILE": 1024},
-    "global_kernel": {"K": 512, "N": 64, "TILE": 512},
-    "combine_kernel": {"WIDTH": 640, "WINDOW": 128, "RATIO": 4, "TOPK": 512, "TILE": 1024, "REQUESTS": 4},
-    "decode_step_kernel": {"WINDOW": 128, "WINDOW_PAGE": 64, "WINDOW_TILE": 128, "TILE": 1024,
-                           "GROUPS": (GroupShape(4, 64, 0, 1), GroupShape(128, 32, 8192, 2))},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", INDICES)
-@pytest.mark.parametrize("arch", on_gpus())
-def test_step_indices(arch, name):
-    kernel = getattr(step_indices_kernels, name)
-    kinds = STEP | ({"out_ptr": "*i64"} if name == "token_slots_kernel" else {})
-    assert compiled(kernel, kinds, INDICES[name], arch)["cubin"]
-    if "valid_ptr" in kernel.arg_names:  # without padding
-        assert compiled(kernel, kinds, INDICES[name] | {"valid_ptr": None}, arch)["cubin"]

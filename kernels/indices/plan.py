@@ -1,0 +1,76 @@
+"""Plans of index builders: which tile of the index rows a program writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.plans import ANY, Choice, Condition, Row, Table, next_power_of_2, planner
+
+TOKENS = 128  # of a program, where each token has one value
+MAX_COLUMNS = 1024  # of a program, where each token has a row
+MIN_REQUESTS = 8  # lengths of a tile, at least, so that few kernels serve every number of requests
+
+
+@dataclass(frozen=True)
+class IndexProblem:
+    """One launch of an index builder.
+
+    Attributes:
+        op: name in `kernels.indices`; tokens: rows of the result; width: columns of its widest row.
+        requests: whose lengths each token is compared with.
+    """
+
+    op: str
+    tokens: int
+    width: int = 1
+    requests: int = 1
+
+
+class IndexTiles(NamedTuple):
+    """Tiles of a program: ``tokens`` of one value each, ``columns`` of a token's row, lengths of ``requests``."""
+
+    tokens: int
+    columns: int
+    requests: int
+
+
+@dataclass(frozen=True)
+class IndexPlan:
+    """The one launch of an index builder; its ``config`` is an `IndexTiles`."""
+
+    index: Choice
+
+
+def index_tiles(problem: IndexProblem, gpu: GPU) -> IndexTiles:
+    """A power of two of columns and of requests, within the limits above."""
+    columns = min(MAX_COLUMNS, next_power_of_2(problem.width))
+    return IndexTiles(TOKENS, columns, max(MIN_REQUESTS, next_power_of_2(problem.requests)))
+
+
+KERNELS = {
+    "decode_rows": "decode_rows_kernel",
+    "entry_counts": "entry_counts_kernel",
+    "step_indices": "step_indices_kernel",
+    "compute_global_topk_indices_and_lens": "entry_slots_kernel",
+    "combine_topk_swa_indices": "workspace_indices_kernel",
+}
+"""The kernel of each op."""
+
+
+def _computes(op: str) -> Condition[IndexProblem]:
+    return Condition(op, lambda problem, gpu: problem.op == op)
+
+
+INDICES = Table(
+    "indices.index",
+    {kernel: _computes(op) for op, kernel in KERNELS.items()},
+    [Row(ANY, kernel, index_tiles) for kernel in KERNELS.values()],
+)
+
+
+@planner("indices.index")
+def plan(problem: IndexProblem, gpu: GPU) -> IndexPlan:
+    """One launch; a row of the result depends on its own token alone."""
+    return IndexPlan(INDICES.choose(problem, gpu))
