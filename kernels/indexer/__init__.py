@@ -140,7 +140,7 @@ def paged_index_scores(
         ValueError: tensors or a record that the kernels do not take.
     """
     if _scored_in_triton(queries):
-        from deepseek_attn.kernels.indexer.scores import paged_index_scores as op
+        from deepseek_attn.kernels.indexer.launch import paged_index_scores as op
     else:
         from deepseek_attn.kernels.indexer.reference import paged_index_scores as op
     return op(queries, keys, num_visible, width, skip, out)
@@ -175,7 +175,7 @@ def topk_indices(
         column. A row depends on nothing but its own scores and length. Triton serves ``k`` up to `MAX_TRITON_TOPK`.
     """
     if runs_triton(scores) and k <= MAX_TRITON_TOPK:
-        from deepseek_attn.kernels.indexer.topk import topk_indices as op
+        from deepseek_attn.kernels.indexer.launch import topk_indices as op
     else:
         from deepseek_attn.kernels.indexer.reference import topk_indices as op
     return op(scores, lens, k, out, keys, out_slots)
@@ -212,7 +212,7 @@ def index_select(
     """
     selected = max(k, 0 if candidates is None else candidates.kept.shape[1])
     if _scored_in_triton(queries) and selected <= MAX_TRITON_TOPK:
-        from deepseek_attn.kernels.indexer.select import index_select as op
+        from deepseek_attn.kernels.indexer.launch import index_select as op
     else:
         from deepseek_attn.kernels.indexer.reference import index_select as op
     return op(queries, keys, num_visible, k, width, out, out_slots, candidates)

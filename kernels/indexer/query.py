@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from deepseek_attn.kernels.common.device import has_native_fp8, supports_pdl
+from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.heads import QueryHeads
-from deepseek_attn.kernels.common.invariance import planned_rows
+from deepseek_attn.kernels.common.plans import cdiv
+from deepseek_attn.kernels.indexer.plan import IndexQueryPlan, IndexQueryProblem, plan_queries
 from deepseek_attn.kernels.indexer.query_triton import (
     IndexQueryArgs,
     IndexQueryShape,
@@ -29,8 +29,9 @@ assert HEADS == absorb.NUM_WARPS == NUM_WARPS  # the layer's heads and the index
 
 
 class IndexQueryLaunch(NamedTuple):
-    """What a launch needs: `IndexQueryArgs`, `IndexQueryShape`, blocks of heads per token, and the results."""
+    """What a launch needs: its plan, arguments and constants on the device, blocks of heads per token, the results."""
 
+    plan: IndexQueryPlan
     args: IndexQueryArgs
     shape: IndexQueryShape
     blocks: int
@@ -39,9 +40,9 @@ class IndexQueryLaunch(NamedTuple):
 
 def index_query(rows: IndexQueryRows) -> IndexQueries:
     """`kernels.indexer.index_query` in Triton, for heads of 128 channels."""
-    launch = _index_launch(rows)
+    launch = _index_launch(rows, "index_query_kernel")
     if len(rows.q) and launch.blocks:
-        pdl = supports_pdl(rows.q.device)
+        pdl = launch.plan.pdl
         index_query_kernel[(len(rows.q), launch.blocks)](
             launch.args, SHAPE=launch.shape, PDL=pdl, enable_fp_fusion=True, num_warps=NUM_WARPS, launch_pdl=pdl
         )
@@ -51,8 +52,8 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
 def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`kernels.indexer.queries` in Triton, for rows that `query_norm_rope` and `index_query` take there."""
     args, shape, out, blocks = head_launch(heads)
-    launch = _index_launch(index)
-    tokens, pdl = len(out), supports_pdl(out.device)
+    launch = _index_launch(index, "queries_kernel")
+    tokens, pdl = len(out), launch.plan.pdl
     if len(index.q) != tokens:
         raise ValueError(f"queries of {tokens} tokens, and of {len(index.q)} for the indexer: must be the same")
     if tokens:
@@ -75,10 +76,11 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
     tokens = len(queries.q)
     if len(index.q) != tokens:
         raise ValueError(f"queries of {tokens} tokens, and of {len(index.q)} for the indexer: must be the same")
-    absorbed, launch = absorb_launch(queries), _index_launch(index)
+    absorbed = absorb_launch(queries)
     if not absorbed.few:
         return absorb_queries(queries._replace(out=absorbed.out)), index_query(index)
-    pdl = supports_pdl(absorbed.out.device)
+    launch = _index_launch(index, "latent_queries_kernel")
+    pdl = launch.plan.pdl
     programs = absorbed.programs * absorbed.token_blocks + tokens * launch.blocks
     if tokens:
         latent_queries_kernel[(programs,)](
@@ -97,8 +99,8 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
     return absorbed.out, launch.queries
 
 
-def _index_launch(rows: IndexQueryRows) -> IndexQueryLaunch:
-    """Checks the rows and allocates the results."""
+def _index_launch(rows: IndexQueryRows, kernel: str) -> IndexQueryLaunch:
+    """Checks the rows, plans their launch by ``kernel`` and allocates the results."""
     q, weights, cos_sin, positions, fmt = rows.q, rows.weights, rows.cos_sin, rows.positions, rows.key_format
     dim = TRITON_HEAD_DIM
     if weights.dim() != 2 or q.dim() != 2 or q.shape != (weights.shape[0], dim * weights.shape[1]) or q.stride(1) != 1:
@@ -118,7 +120,7 @@ def _index_launch(rows: IndexQueryRows) -> IndexQueryLaunch:
         )
     out = torch.empty(T, H, dim, dtype=q.dtype if fmt == "plain" else torch.float8_e4m3fn, device=q.device)
     out_weights = torch.empty(T, H, dtype=torch.float32, device=q.device)
-    native = has_native_fp8(q.device)
+    plan = plan_queries(IndexQueryProblem.of(T, kernel), gpu(q.device))
     args = IndexQueryArgs(
         q,
         weights,
@@ -139,9 +141,8 @@ def _index_launch(rows: IndexQueryRows) -> IndexQueryLaunch:
         HADAMARD=rows.hadamard,
         STAGES=dim.bit_length() - 1,
         KEY_FORMAT=fmt,
-        NATIVE_FP8=native,
-        BLOCK_H=16 if planned_rows(T) < 64 else 32,
+        NATIVE_FP8=plan.native_fp8,
+        BLOCK_H=plan.queries.config.heads,
     )
-    return IndexQueryLaunch(
-        args, shape, triton.cdiv(H, shape.BLOCK_H), IndexQueries(out, out_weights, rows.score_dtype)
-    )
+    results = IndexQueries(out, out_weights, rows.score_dtype)
+    return IndexQueryLaunch(plan, args, shape, cdiv(H, shape.BLOCK_H), results)

@@ -24,13 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deepseek_attn.kernels.common.gluon import barrier, copy_to_shared
+from deepseek_attn.kernels.indexer.types import HOPPER_HEADS, HOPPER_KEYS, HOPPER_TOKENS, TRITON_HEAD_DIM
 
-BLOCK = gl.constexpr(64)  # keys of a tile
-HEADS = gl.constexpr(64)
-DIM = gl.constexpr(128)
+BLOCK = gl.constexpr(HOPPER_KEYS)
+HEADS = gl.constexpr(HOPPER_HEADS)
+DIM = gl.constexpr(TRITON_HEAD_DIM)
 GROUPS = gl.constexpr(4)  # of four warps that multiply
-GROUP_TOKENS = gl.constexpr(2)  # tokens of a group
-TOKENS = gl.constexpr(GROUPS.value * GROUP_TOKENS.value)
+TOKENS = gl.constexpr(HOPPER_TOKENS)
+GROUP_TOKENS = gl.constexpr(HOPPER_TOKENS // GROUPS.value)
 PREFETCH = gl.constexpr(3)  # tiles whose copies to shared memory are in flight
 
 # Of four sums of a thread, the first two are those of the first token. Each lane keeps one of them and gets three more.
@@ -125,7 +126,7 @@ def split_of_keys(n):
 def _publish(full):
     """Arrives at ``full``: what asynchronous copies wrote becomes visible to the tensor cores."""
     fence_async_shared()
-    barrier()
+    barrier()  # the copies of all threads have ended
     mbarrier.arrive(full)
 
 
@@ -155,18 +156,20 @@ def _copy(lens, pages, stages, PAGE: gl.constexpr, STAGES: gl.constexpr):
             scale = pages.pool + line_page.to(gl.int64) * pages.page_stride + PAGE * DIM
             scale = scale.to(gl.pointer_type(gl.float32)) + line_entry % PAGE
             stage = i & (STAGES - 1)
+            # until all groups have multiplied the tile that the stage held; the first round finds it empty
             mbarrier.wait(stages.empty.index(stage), ((i // STAGES) & 1) ^ 1)
             copy_to_shared(stages.keys.index(stage), key[:, None] + channel[None, :], mask=(entry < n)[:, None])
             copy_to_shared(stages.scales.index(stage), scale, mask=line_entry < n)
             async_copy.commit_group()
             if i >= PREFETCH:
+                # the copy that was started PREFETCH tiles ago has ended: its tile may be multiplied
                 async_copy.wait_group(PREFETCH)
                 _publish(stages.full.index((i - PREFETCH) % STAGES))
             tile += 1
             page = gl.load(table + (entry + BLOCK) // PAGE, mask=entry + BLOCK < n, other=0)
             line_page = gl.load(table + (line_entry + BLOCK) // PAGE, mask=line_entry + BLOCK < n, other=0)
             i += 1
-    async_copy.wait_group(0)
+    async_copy.wait_group(0)  # the last tiles
     for j in gl.static_range(PREFETCH):
         if i + j >= PREFETCH:
             _publish(stages.full.index((i + j - PREFETCH) % STAGES))
@@ -197,7 +200,7 @@ def _sums_of_quad(sums):
 
 
 @gluon.jit
-def _score(GROUP: gl.constexpr, lens, q_ptr, weights_ptr, out_ptr, out_stride, queries, stages, STAGES: gl.constexpr):
+def _score(GROUP: gl.constexpr, lens, rows, queries, stages, STAGES: gl.constexpr):
     """Scores of the program's tokens ``GROUP * GROUP_TOKENS`` to ``(GROUP + 1) * GROUP_TOKENS``."""
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GROUP_TOKENS * HEADS, 32])
     COLUMNS: gl.constexpr = gl.SliceLayout(0, PRODUCT)
@@ -207,16 +210,17 @@ def _score(GROUP: gl.constexpr, lens, q_ptr, weights_ptr, out_ptr, out_stride, q
     head = group_first * HEADS + gl.arange(0, GROUP_TOKENS * HEADS, layout=gl.SliceLayout(1, COPY))
     channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, COPY))
     copy_to_shared(
-        queries.index(GROUP), q_ptr + head[:, None] * DIM + channel[None, :], mask=(head < lens.T * HEADS)[:, None]
+        queries.index(GROUP), rows.q + head[:, None] * DIM + channel[None, :], mask=(head < lens.T * HEADS)[:, None]
     )
     async_copy.commit_group()
     head = group_first * HEADS + gl.arange(0, GROUP_TOKENS * HEADS, layout=COLUMNS)
-    weight = gl.load(weights_ptr + head, mask=head < lens.T * HEADS, other=0.0) * 0.5
+    weight = gl.load(rows.weights + head, mask=head < lens.T * HEADS, other=0.0) * 0.5
     async_copy.wait_group(0)
     fence_async_shared()
-    barrier()
+    barrier()  # the group's heads are in shared memory, for its tensor cores
 
     zeros = gl.zeros([BLOCK, GROUP_TOKENS * HEADS], gl.float32, layout=PRODUCT)
+    # each lane has one key of one token: see `_sums_of_quad`
     SCORES: gl.constexpr = _sums_of_quad(_sums_of_thread(zeros, weight)).type.layout
     KEYS: gl.constexpr = gl.SliceLayout(2, SCORES)
     warp = gl.arange(0, 4, layout=gl.SliceLayout(1, KEYS))[:, None, None]
@@ -224,11 +228,12 @@ def _score(GROUP: gl.constexpr, lens, q_ptr, weights_ptr, out_ptr, out_stride, q
     lane = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, SCORES)))[None, None, :]
     row = warp * 16 + row + lane % 2 * 8
     token = lane // 2
-    target = out_ptr + (group_first + token) * out_stride + row
+    target = rows.out + (group_first + token) * rows.out_stride + row
     length = _length(lens, group_first + token)
     lead = gl.to_tensor(0)
     i = gl.to_tensor(0)
     while lead < TOKENS:
+        # one request after another, as `_copy` brings their tiles; tokens of others are not stored
         start = lead
         _request, n, lead = _token_run(first, lead, lens)
         position = GROUP * GROUP_TOKENS + token
@@ -236,17 +241,18 @@ def _score(GROUP: gl.constexpr, lens, q_ptr, weights_ptr, out_ptr, out_stride, q
         tile, end = split_of_keys(n)
         while tile < end:
             stage = i & (STAGES - 1)
-            mbarrier.wait(stages.full.index(stage), (i // STAGES) & 1)
+            mbarrier.wait(stages.full.index(stage), (i // STAGES) & 1)  # until tile i is in shared memory
             product = warpgroup_mma(
                 stages.keys.index(stage), queries.index(GROUP).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
+            # while the tensor cores run, scales are loaded: those of keys row and row + 8 of each thread
             scale = stages.scales.index(stage).load(gl.SliceLayout(1, PRODUCT))
             even, odd = scale.reshape([4, 2, 8]).permute((0, 2, 1)).split()
             even = gl.convert_layout(even, KEYS, assert_trivial=True)[:, :, None]
             odd = gl.convert_layout(odd, KEYS, assert_trivial=True)[:, :, None]
             product = warpgroup_mma_wait(0, deps=[product])
-            barrier()
-            mbarrier.arrive(stages.empty.index(stage))
+            barrier()  # all warps of the group have their product and scales
+            mbarrier.arrive(stages.empty.index(stage))  # once all groups have arrived, the stage is overwritten
             score = _sums_of_quad(_sums_of_thread(product, weight)) * gl.where(lane % 2 == 0, even, odd)
             gl.store(target + tile * BLOCK, score, mask=tile * BLOCK + row < ends)
             tile += 1
@@ -254,25 +260,20 @@ def _score(GROUP: gl.constexpr, lens, q_ptr, weights_ptr, out_ptr, out_stride, q
 
 
 @gluon.jit(
-    do_not_specialize=["T", "width", "skip", "table_stride", "block_table_ptr", "token_to_req_ptr", "num_visible_ptr"]
+    do_not_specialize=["block_table_ptr", "token_to_req_ptr", "num_visible_ptr", "T", "width", "skip", "table_stride"]
 )
 def index_scores_hopper_kernel(
-    q_ptr,
-    weights_ptr,
-    pool_ptr,
+    rows,
     block_table_ptr,
     token_to_req_ptr,
     num_visible_ptr,
-    out_ptr,
     T,
     width,
     skip,
-    page_stride,
     table_stride,
-    out_stride,
     PAGE: gl.constexpr,
 ):
-    """Program ``(i, j)``: split ``j`` of the keys, for tokens ``i * TOKENS`` on."""
+    """Program ``(i, j)``: split ``j`` of the keys, for tokens ``i * TOKENS`` on; ``rows`` are `ScoreRows`."""
     STAGES: gl.constexpr = 8
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -282,12 +283,13 @@ def index_scores_hopper_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=1)  # the copying warps arrive as one
         mbarrier.init(empty.index(i), count=GROUPS)
 
-    pages = KeyPages(pool_ptr, block_table_ptr, page_stride, table_stride)
+    pages = KeyPages(rows.pool, block_table_ptr, rows.page_stride, table_stride)
     lens = TokenLengths(token_to_req_ptr, num_visible_ptr, T, width, skip)
     stages = TileStages(keys, scales, full, empty)
+    # four groups multiply, each with its number as a constant; four more warps copy
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     THIRD: gl.constexpr = 2
@@ -295,10 +297,10 @@ def index_scores_hopper_kernel(
     # registers of a thread: 64 for a product and 32 for weights; a program has 65536
     gl.warp_specialize(
         [
-            (_score, (FIRST, lens, q_ptr, weights_ptr, out_ptr, out_stride, queries, stages, STAGES)),
-            (_score, (SECOND, lens, q_ptr, weights_ptr, out_ptr, out_stride, queries, stages, STAGES)),
-            (_score, (THIRD, lens, q_ptr, weights_ptr, out_ptr, out_stride, queries, stages, STAGES)),
-            (_score, (FOURTH, lens, q_ptr, weights_ptr, out_ptr, out_stride, queries, stages, STAGES)),
+            (_score, (FIRST, lens, rows, queries, stages, STAGES)),
+            (_score, (SECOND, lens, rows, queries, stages, STAGES)),
+            (_score, (THIRD, lens, rows, queries, stages, STAGES)),
+            (_score, (FOURTH, lens, rows, queries, stages, STAGES)),
             (_copy, (lens, pages, stages, PAGE, STAGES)),
         ],
         [4, 4, 4, 4],

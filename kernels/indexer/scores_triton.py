@@ -7,11 +7,59 @@ within a quarter of a warp.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from deepseek_attn.kernels.common.fp8 import decode_e4m3, decode_e8m0
 from deepseek_attn.kernels.common.row_ops import begin
+
+
+class ScoreRows(NamedTuple):
+    """Runtime arguments of every kernel of scores.
+
+    Attributes:
+        q: ``[T, H, DIM]`` contiguous, e4m3 (bytes where the GPU has no FP8) or floats; weights: float32 ``[T, H]``.
+        pool: pages of keys; page_stride: elements between them.
+        out: float32 rows of scores; out_stride: between them.
+    """
+
+    q: Any
+    weights: Any
+    pool: Any
+    out: Any
+    page_stride: Any
+    out_stride: Any
+
+
+@dataclass(frozen=True)
+class ScoresShape:
+    """Constants of `index_scores_kernel` and `candidate_scores_kernel`.
+
+    Attributes:
+        H, DIM, PAGE: heads, channels of a head, entries of a page; KEY_FORMAT: ``fp8``, ``fp4`` or ``plain``.
+        NATIVE_FP8: the GPU converts e4m3; DTYPE, PRECISION: of products; SCORE_DTYPE: to which scores are rounded.
+        TOKENS, BLOCK_T: of a program, and a power of two that holds them.
+        BLOCK_H, BLOCK_D: powers of two that hold heads and channels; BLOCK_N: keys of a tile; STAGES: tiles in flight.
+    """
+
+    H: int
+    DIM: int
+    PAGE: int
+    KEY_FORMAT: str
+    NATIVE_FP8: bool
+    DTYPE: tl.dtype
+    PRECISION: str | None
+    SCORE_DTYPE: tl.dtype
+    TOKENS: int
+    BLOCK_T: int
+    BLOCK_H: int
+    BLOCK_D: int
+    BLOCK_N: int
+    STAGES: int
+
 
 # Converts four e2m1 values, in the low halves of four bytes, to e4m3. A byte for each holds 8 times the number that is
 # added to its exponent: 48 for the same value, 0 for zero. For a value c without sign: (c << 2) + byte, but
@@ -93,15 +141,17 @@ def _relu(x):
 
 
 @triton.jit
-def query_operands(
-    query, inside, channel, DIM: tl.constexpr, KEY_FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
+def query_operands(query, inside, channel, SHAPE: tl.constexpr):
     """The heads at pointers ``query [H, 1]`` as columns of a product; for FP4 keys even channels, and odd ones.
 
     ``channel``: ``[BLOCK_D]``, at least ``DIM``.
     """
+    DIM: tl.constexpr = SHAPE.DIM
+    DTYPE: tl.constexpr = SHAPE.DTYPE
+    NATIVE_FP8: tl.constexpr = SHAPE.NATIVE_FP8
+    KEY_FORMAT: tl.constexpr = SHAPE.KEY_FORMAT
     if KEY_FORMAT == "fp4":
+        # `index_query` stores the even channels first, then the odd ones
         half = tl.arange(0, DIM // 2)
         even = query + half[None, :]
         mask = inside[:, None]
@@ -114,17 +164,21 @@ def query_operands(
 
 
 @triton.jit
-def key_operands(
-    start, offset, inside, channel, DIM: tl.constexpr, PAGE: tl.constexpr, KEY_FORMAT: tl.constexpr,
-    NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Keys at ``offset`` of the pages at ``start`` as rows of a product, as `query_operands`; and their scales."""
+def key_operands(start, offset, inside, channel, SHAPE: tl.constexpr):
+    """Keys at ``offset`` of the pages at ``start`` as rows of a product, as `query_operands`; and their scales.
+
+    A page holds all of its keys, then a scale of 4 bytes for each.
+    """
+    DIM: tl.constexpr = SHAPE.DIM
+    DTYPE: tl.constexpr = SHAPE.DTYPE
+    NATIVE_FP8: tl.constexpr = SHAPE.NATIVE_FP8
+    KEY_FORMAT: tl.constexpr = SHAPE.KEY_FORMAT
     valid = inside[:, None]
     if KEY_FORMAT == "fp4":
         half = tl.arange(0, DIM // 2)
         row = start + offset * (DIM // 2)
         packed = tl.load(row[:, None] + half[None, :], mask=valid, other=0)
-        scale_ptr = (start + PAGE * (DIM // 2)).to(tl.pointer_type(tl.int32)) + offset
+        scale_ptr = (start + SHAPE.PAGE * (DIM // 2)).to(tl.pointer_type(tl.int32)) + offset
         key, odd, scale = _fp4_keys(packed, tl.load(scale_ptr, mask=inside, other=0), DTYPE, NATIVE_FP8)
         return key, odd, scale
     else:
@@ -132,7 +186,7 @@ def key_operands(
         key = tl.load(row[:, None] + channel[None, :], mask=valid & (channel < DIM)[None, :], other=0.0)
         if KEY_FORMAT == "fp8":
             key = _operand(key, NATIVE_FP8, DTYPE)
-            scale_ptr = (start + PAGE * DIM).to(tl.pointer_type(tl.float32)) + offset
+            scale_ptr = (start + SHAPE.PAGE * DIM).to(tl.pointer_type(tl.float32)) + offset
             scale = tl.load(scale_ptr, mask=inside, other=0.0)
             return key, key, scale
         else:
@@ -141,58 +195,47 @@ def key_operands(
 
 
 @triton.jit
-def score_keys(
-    key, odd, scale, q, q_odd, weights, KEY_FORMAT: tl.constexpr, PRECISION: tl.constexpr, SCORE_DTYPE: tl.constexpr
-):
+def score_keys(key, odd, scale, q, q_odd, weights, SHAPE: tl.constexpr):
     """Scores of keys by the heads of one query, both as operands.
 
     Products, weighted products and sums are rounded to ``SCORE_DTYPE``; scales are powers of two, so that it makes no
     difference that they are multiplied in later.
     """
+    SCORE_DTYPE: tl.constexpr = SHAPE.SCORE_DTYPE
+    PRECISION: tl.constexpr = SHAPE.PRECISION
     product = tl.dot(key, q, input_precision=PRECISION)
-    if KEY_FORMAT == "fp4":
+    if SHAPE.KEY_FORMAT == "fp4":
         product = tl.dot(odd, q_odd, product)
     weighted = _relu(product).to(SCORE_DTYPE).to(tl.float32) * weights[None, :]
     score = tl.sum(weighted.to(SCORE_DTYPE).to(tl.float32), 1).to(SCORE_DTYPE).to(tl.float32)
-    if KEY_FORMAT != "plain":
+    if SHAPE.KEY_FORMAT != "plain":
         score = score * scale
     return score
 
 
 @triton.jit(
-    do_not_specialize=["T", "width", "skip", "table_stride", "block_table_ptr", "token_to_req_ptr", "num_visible_ptr"]
+    do_not_specialize=["block_table_ptr", "token_to_req_ptr", "num_visible_ptr", "T", "width", "skip", "table_stride"]
 )
 def index_scores_kernel(
-    q_ptr,
-    weights_ptr,
-    pool_ptr,
+    rows,
     block_table_ptr,
     token_to_req_ptr,
     num_visible_ptr,
-    out_ptr,
     T,
     width,
     skip,
-    page_stride,
     table_stride,
-    out_stride,
-    H: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEY_FORMAT: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SCORE_DTYPE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    SHAPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    """Program ``(i, j)``: split ``j`` of the keys, for tokens ``i * TOKENS`` on; ``rows`` are `ScoreRows`."""
+    H: tl.constexpr = SHAPE.H
+    PAGE: tl.constexpr = SHAPE.PAGE
+    TOKENS: tl.constexpr = SHAPE.TOKENS
+    BLOCK_T: tl.constexpr = SHAPE.BLOCK_T
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    STAGES: tl.constexpr = SHAPE.STAGES
+    begin(PDL)  # wait until the previous kernel has written the queries
     first_token = tl.program_id(0).to(tl.int64) * TOKENS
     split = tl.program_id(1)
     splits = tl.num_programs(1)
@@ -204,16 +247,17 @@ def index_scores_kernel(
     lens = tl.minimum(tl.load(num_visible_ptr + token, mask=known, other=0), width).to(tl.int32)
     lens = tl.where(lens > skip, lens, 0)
 
-    head = tl.arange(0, BLOCK_H)
-    channel = tl.arange(0, BLOCK_D)
+    # heads and weights of all tokens stay in registers for every tile
+    head = tl.arange(0, SHAPE.BLOCK_H)
+    channel = tl.arange(0, SHAPE.BLOCK_D)
     q = ()
     q_odd = ()
     weights = ()
     for i in tl.static_range(TOKENS):
         inside = (head < H) & (first_token + i < T)
-        weights += (tl.load(weights_ptr + (first_token + i) * H + head, mask=inside, other=0.0),)
-        query = q_ptr + ((first_token + i) * H + head)[:, None] * DIM
-        operands = query_operands(query, inside, channel, DIM, KEY_FORMAT, NATIVE_FP8, DTYPE)
+        weights += (tl.load(rows.weights + (first_token + i) * H + head, mask=inside, other=0.0),)
+        query = rows.q + ((first_token + i) * H + head)[:, None] * SHAPE.DIM
+        operands = query_operands(query, inside, channel, SHAPE)
         q += (operands[0],)
         q_odd += (operands[1],)
 
@@ -227,15 +271,15 @@ def index_scores_kernel(
         for i in tl.static_range(TOKENS):
             ends += (tl.max(tl.where((tl.arange(0, BLOCK_T) == i) & (requests == request), lens, 0), 0),)
         tiles = tl.cdiv(tl.cdiv(n, BLOCK_N), splits)
+        # keys of the next STAGES - 1 tiles are copied to shared memory meanwhile
         for tile in tl.range(split * tiles, tl.minimum((split + 1) * tiles, tl.cdiv(n, BLOCK_N)), num_stages=STAGES):
             entry = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             page = tl.load(
                 block_table_ptr + request.to(tl.int64) * table_stride + entry // PAGE, mask=entry < n, other=0
             )
-            start = pool_ptr + page.to(tl.int64) * page_stride
-            key, odd, scale = key_operands(
-                start, entry % PAGE, entry < n, channel, DIM, PAGE, KEY_FORMAT, NATIVE_FP8, DTYPE
-            )
+            start = rows.pool + page.to(tl.int64) * rows.page_stride
+            key, odd, scale = key_operands(start, entry % PAGE, entry < n, channel, SHAPE)
+            # a tile is multiplied with the heads of one token after another, and stored up to the token's own end
             for i in tl.static_range(TOKENS):
-                score = score_keys(key, odd, scale, q[i], q_odd[i], weights[i], KEY_FORMAT, PRECISION, SCORE_DTYPE)
-                tl.store(out_ptr + (first_token + i) * out_stride + entry, score, mask=entry < ends[i])
+                score = score_keys(key, odd, scale, q[i], q_odd[i], weights[i], SHAPE)
+                tl.store(rows.out + (first_token + i) * rows.out_stride + entry, score, mask=entry < ends[i])

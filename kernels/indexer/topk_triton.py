@@ -11,6 +11,9 @@ Several programs may split a row. The last of them to finish selects among the c
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,6 +21,52 @@ from deepseek_attn.kernels.common.row_ops import begin
 
 _LOWEST = tl.constexpr(-(2**31))  # lower than the key of any score: marks what is no candidate
 _EVEN_ROUNDS = tl.constexpr(8)  # rounds of a search among high scores that divide their range, before that of keys
+
+
+class TopkRows(NamedTuple):
+    """Runtime arguments of `topk_kernel`.
+
+    Attributes:
+        scores: float32 ``[T, W]``; out: int32 ``[T, K]``, the selected columns; slots: like ``out``, if ``PAGE``.
+        marks, candidates, counts: scratch for rows longer than ``CAPACITY``: int32 ``[T, 4 * ceil(W / 128)]``, int64
+            ``[T, SPLITS, CAPACITY]`` and int32 ``[T, SPLITS]``.
+        arrivals: int32 ``[T]``, programs of a row that have finished; 0 before and after.
+        scores_stride, out_stride, slot_stride: between rows.
+    """
+
+    scores: Any
+    out: Any
+    slots: Any
+    marks: Any
+    candidates: Any
+    counts: Any
+    arrivals: Any
+    scores_stride: Any
+    out_stride: Any
+    slot_stride: Any
+
+
+@dataclass(frozen=True)
+class TopkShape:
+    """Constants of `topk_kernel`; all but ``K`` and ``PAGE`` are powers of two.
+
+    Attributes:
+        K: columns to select; SPLITS: programs that share a row; TILE: columns that a program marks at a time.
+        SAMPLE: columns that give the bound; TARGET: scores that should reach it; CAPACITY: most candidates.
+        WORDS: of 32 marks, that a thread lists at a time; R: threads; ALIGNED: groups of four scores start at 16 bytes.
+        PAGE: entries of a page; 0 without slots.
+    """
+
+    K: int
+    SPLITS: int
+    TILE: int
+    SAMPLE: int
+    TARGET: int
+    CAPACITY: int
+    WORDS: int
+    R: int
+    ALIGNED: bool
+    PAGE: int
 
 
 @triton.jit
@@ -53,12 +102,14 @@ def _threshold(key, low, high, count, least, most):
         thirds of the range of keys bound the number of rounds.
     """
     rounds = 0
+    # invariant: `count` keys reach low, and fewer than `least` reach high
     while (low + 1 < high) & (count > most):
         step = tl.maximum(((high >> 1) - (low >> 1)) // 3 * 2, 1)
         first, last = low + step, high - step
         third = (_score_of(high) - _score_of(low)) * (1 / 3)
         if (rounds < _EVEN_ROUNDS) & (third < float("inf")):
             first, last = _order(_score_of(low) + third), _order(_score_of(high) - third)
+        # both stay inside the range, so that every round makes it smaller
         first = tl.minimum(tl.maximum(first, low + 1), high - 1)
         last = tl.minimum(tl.maximum(last, first), high - 1)
         # two counts of 16 bits in one sum
@@ -114,10 +165,11 @@ def _choose(key, count, K: tl.constexpr):
     low, count = _threshold(key, low, high, count, K, K)
     chosen = key >= low
     if count > K:
+        # several keys are equal to the lowest chosen one: the first of them fill the places that are left
         above = tl.sum((key > low).to(tl.int32), None)
         tied = key == low
-        before, _count = _place(tied)
-        chosen = (key > low) | (tied & (before < K - above))
+        ties_before, _count = _place(tied)
+        chosen = (key > low) | (tied & (ties_before < K - above))
     place, _count = _place(chosen)
     return chosen, place, low
 
@@ -202,11 +254,11 @@ def _load_candidates(candidates_ptr, at, inside):
 @triton.jit
 def _keep_best(candidates_ptr, count, K: tl.constexpr, CAPACITY: tl.constexpr, R: tl.constexpr):
     """Reduces the candidates to the best K, and returns the score that later candidates must reach."""
-    tl.debug_barrier()
+    tl.debug_barrier()  # all threads have stored their candidates
     i = _entries(_groups(CAPACITY, R))
     key, column = _load_candidates(candidates_ptr, i, i < count)
     chosen, place, low = _choose(key, count, K)
-    tl.debug_barrier()
+    tl.debug_barrier()  # all threads have read theirs, which are overwritten
     tl.store(candidates_ptr + place, _packed(_score_of(key), column), mask=chosen)
     return _score_of(low + 1)
 
@@ -253,7 +305,7 @@ def _list_marked(
 
     A round for each bit of the fullest word: every thread stores the lowest mark of each of its ``WORDS``.
     """
-    tl.debug_barrier()
+    tl.debug_barrier()  # all marks are written
     words = tl.cdiv(columns, 32)
     count = 0
     first = 0
@@ -265,6 +317,7 @@ def _list_marked(
         before = tl.cumsum(of_thread, 0) - of_thread
         more = tl.sum(of_thread, 0)
         if count + more <= CAPACITY:
+            # the place of a thread's word: behind those of the threads before it, and of its own words before
             place = count + before[:, None] + tl.cumsum(ones, 1) - ones
             for _round in range(tl.max(tl.max(ones, 1), 0)):
                 lowest = marks & -marks
@@ -277,7 +330,7 @@ def _list_marked(
                 marks ^= lowest
         count += more
         first += R * WORDS
-    tl.debug_barrier()
+    tl.debug_barrier()  # all candidates are written
     return count
 
 
@@ -304,78 +357,59 @@ def _collect_many(
             place, more = _place(keep)
         tl.store(candidates_ptr + count + place, _packed(score, column), mask=keep)
         count += more
-    tl.debug_barrier()
+    tl.debug_barrier()  # all candidates are written
     return count
 
 
 @triton.jit
-def _collect_candidates(
-    scores_ptr, start, stop, least, marks_ptr, candidates_ptr, K: tl.constexpr, TILE: tl.constexpr,
-    CAPACITY: tl.constexpr, WORDS: tl.constexpr, R: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+def _collect_candidates(scores_ptr, start, stop, least, marks_ptr, candidates_ptr, SHAPE: tl.constexpr):
     """Collects up to ``CAPACITY`` candidates, scores of columns ``start .. stop - 1`` whose keys reach ``least``.
 
     Returns their number. ``start`` is a multiple of 128.
     """
+    CAPACITY: tl.constexpr = SHAPE.CAPACITY
+    ALIGNED: tl.constexpr = SHAPE.ALIGNED
+    R: tl.constexpr = SHAPE.R
     bound = _score_of(least)
     marks_ptr += start // 32
     columns = tl.maximum(stop - start, 0)
-    _mark(scores_ptr + tl.multiple_of(start, 4), columns, bound, marks_ptr, TILE, ALIGNED)
-    count = _list_marked(scores_ptr, start, columns, marks_ptr, candidates_ptr, CAPACITY, WORDS, R)
+    _mark(scores_ptr + tl.multiple_of(start, 4), columns, bound, marks_ptr, SHAPE.TILE, ALIGNED)
+    count = _list_marked(scores_ptr, start, columns, marks_ptr, candidates_ptr, CAPACITY, SHAPE.WORDS, R)
     if count > CAPACITY:
-        count = _collect_many(scores_ptr, start, stop, bound, candidates_ptr, K, CAPACITY, R, ALIGNED)
+        # the bound was too low: the row is read again, and the best K raise the bound whenever there are too many
+        count = _collect_many(scores_ptr, start, stop, bound, candidates_ptr, SHAPE.K, CAPACITY, R, ALIGNED)
     return count
 
 
 @triton.jit(do_not_specialize=["W", "table_stride", "lens_ptr", "block_table_ptr", "token_to_req_ptr"])
 def topk_kernel(
-    scores_ptr,
-    lens_ptr,
-    out_ptr,
-    block_table_ptr,
-    token_to_req_ptr,
-    slot_ptr,
-    marks_ptr,
-    candidates_ptr,
-    counts_ptr,
-    arrivals_ptr,
-    W,
-    scores_stride,
-    out_stride,
-    slot_stride,
-    table_stride,
-    K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
-    SAMPLE: tl.constexpr,
-    TARGET: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    WORDS: tl.constexpr,
-    R: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PAGE: tl.constexpr,
-    PDL: tl.constexpr,
+    rows, lens_ptr, block_table_ptr, token_to_req_ptr, W, table_stride, SHAPE: tl.constexpr, PDL: tl.constexpr
 ):
-    """Program ``(t, s)``: split ``s`` of row ``t``.
-
-    Scratch, for rows longer than ``CAPACITY``: marks int32 ``[T, 4 * ceil(W / 128)]``, candidates int64
-    ``[T, SPLITS, CAPACITY]``, counts int32 ``[T, SPLITS]``, and arrivals int32 ``[T]``, which are 0 before and after.
-    """
-    begin(PDL)
+    """Program ``(t, s)``: split ``s`` of row ``t`` of `TopkRows`."""
+    K: tl.constexpr = SHAPE.K
+    SPLITS: tl.constexpr = SHAPE.SPLITS
+    CAPACITY: tl.constexpr = SHAPE.CAPACITY
+    R: tl.constexpr = SHAPE.R
+    ALIGNED: tl.constexpr = SHAPE.ALIGNED
+    PAGE: tl.constexpr = SHAPE.PAGE
+    begin(PDL)  # wait until the previous kernel has written the scores
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     n = tl.minimum(tl.maximum(tl.load(lens_ptr + row), 0), W).to(tl.int32)
-    scores_ptr += row * scores_stride
-    out_ptr += row * out_stride
-    marks_ptr += row * (tl.cdiv(W, 128) * 4)
-    candidates_ptr += row * (SPLITS * CAPACITY)
+    scores_ptr = rows.scores + row * rows.scores_stride
+    out_ptr = rows.out + row * rows.out_stride
+    marks_ptr = rows.marks + row * (tl.cdiv(W, 128) * 4)
+    candidates_ptr = rows.candidates + row * (SPLITS * CAPACITY)
+    slot_ptr = rows.slots
     if PAGE > 0:
-        slot_ptr += row * slot_stride
+        slot_ptr += row * rows.slot_stride
         block_table_ptr += tl.load(token_to_req_ptr + row).to(tl.int64) * table_stride
     if n <= K:
+        # everything is selected: one program of the row suffices
         if split == 0:
             _all_columns(n, K, out_ptr, block_table_ptr, slot_ptr, PAGE, 256)
     elif n <= CAPACITY:
+        # all keys fit the registers of one program
         if split == 0:
             group = _groups(CAPACITY, R)
             column = _entries(group)
@@ -383,41 +417,42 @@ def topk_kernel(
             chosen, place, _low = _choose(key, n, K)
             _store_results(chosen, place, column, out_ptr, block_table_ptr, slot_ptr, PAGE)
     else:
+        # every program finds the same bound, and collects candidates of its split
         columns = tl.cdiv(tl.cdiv(n, SPLITS), 128) * 128
         start = split * columns
         stop = tl.minimum(start + columns, n)
-        least = _sampled_bound(scores_ptr, n, SAMPLE, TARGET, R)
+        least = _sampled_bound(scores_ptr, n, SHAPE.SAMPLE, SHAPE.TARGET, R)
         is_split = SPLITS > 1
         todo = n > 0
         i = _entries(_groups(CAPACITY, R))
         while todo:
-            own = candidates_ptr + split * CAPACITY
-            count = _collect_candidates(
-                scores_ptr, start, stop, least, marks_ptr, own, K, TILE, CAPACITY, WORDS, R, ALIGNED
-            )
+            split_candidates = candidates_ptr + split * CAPACITY
+            count = _collect_candidates(scores_ptr, start, stop, least, marks_ptr, split_candidates, SHAPE)
             at = i + split * CAPACITY
             stored = count
             if SPLITS > 1:  # noqa: SIM102  (a constant: without splits the body is not compiled)
                 if is_split:
                     # the list is filled up to a multiple of four, so that groups of four are of one list
                     pad = count + tl.arange(0, 4)
-                    tl.store(own + pad, tl.full((4,), -1, tl.int64), mask=pad < (count + 3) // 4 * 4)
-                    tl.store(counts_ptr + row * SPLITS + split, count)
+                    pad_end = (count + 3) // 4 * 4
+                    tl.store(split_candidates + pad, tl.full((4,), -1, tl.int64), mask=pad < pad_end)
+                    tl.store(rows.counts + row * SPLITS + split, count)
                     tl.debug_barrier()  # all candidates are written before the arrival is counted
-                    if tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel") == SPLITS - 1:
-                        tl.store(arrivals_ptr + row, 0)
+                    if tl.atomic_add(rows.arrivals + row, 1, sem="acq_rel") == SPLITS - 1:
+                        # the last program of the row: it reads the candidates of all, one list behind the other
+                        tl.store(rows.arrivals + row, 0)
                         count = 0
                         stored = 0
                         skipped = _groups(CAPACITY, R) * 0
                         for p in tl.static_range(SPLITS):
-                            kept = tl.load(counts_ptr + row * SPLITS + p, cache_modifier=".cg")
+                            kept = tl.load(rows.counts + row * SPLITS + p, cache_modifier=".cg")
                             count += kept
                             filled = (kept + 3) // 4 * 4
                             stored += filled
                             skipped += tl.where(_groups(CAPACITY, R) * 4 >= stored, CAPACITY - filled, 0)
                         at = i + skipped[:, :, None]
                     else:
-                        todo = n < 0
+                        todo = n < 0  # another program selects
             if todo:
                 key, column = _load_candidates(candidates_ptr, at, i < stored)
                 chosen, place, low = _choose(key, count, K)

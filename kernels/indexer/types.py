@@ -17,6 +17,11 @@ SCORE_BYTES = 64 << 20
 MAX_TRITON_TOPK = 4096
 """Most columns that the Triton kernel of `topk_indices` selects."""
 
+HOPPER_HEADS, HOPPER_KEYS = 64, 64
+"""Heads of the queries, and keys of a tile, of the kernels of scores in Gluon."""
+HOPPER_TOKENS = 8
+"""Tokens of a program of `index_scores_hopper_kernel`."""
+
 
 class IndexQueryRows(NamedTuple):
     """Projected queries of the indexer, before RoPE and quantisation.

@@ -23,7 +23,8 @@ from deepseek_attn.kernels.attention import launch as attention_launch
 from deepseek_attn.kernels.common import float32_product
 from deepseek_attn.kernels.common.invariance import ROW_TILE, batch_invariant, batch_invariant_ops, in_row_tiles
 from deepseek_attn.kernels.hyper_connection import hyper_connection
-from deepseek_attn.kernels.indexer import IndexQueries, IndexQueryRows, PagedIndexKeys, query, scores
+from deepseek_attn.kernels.indexer import IndexQueries, IndexQueryRows, PagedIndexKeys, query
+from deepseek_attn.kernels.indexer import launch as indexer_launch
 from deepseek_attn.kernels.latent import LatentQueries, LatentWeight, absorb, values, weights
 from deepseek_attn.kernels.linear import Segment, cublas, grouped, linear
 from deepseek_attn.kernels.linear import launch as linear_launch
@@ -40,8 +41,8 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 65, 128, 129, 700, 4096)
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 MODULES = (
-    attend, attention_launch, absorb, values, weights, query, scores, linear_launch, linear_hopper, float32_product,
-    hyper_connection, moe, moe_router,
+    attend, attention_launch, absorb, values, weights, query, indexer_launch, linear_launch, linear_hopper,
+    float32_product, hyper_connection, moe, moe_router,
 )  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def index_scores(T: int, key_format: str) -> None:
     requests = -(-T // 3)
     pool, table = of(9, record.page_bytes(64), dtype=torch.uint8), of(requests, 1 + T % 512, dtype=torch.int32)
     keys = PagedIndexKeys(record, pool, 64, table, of(T, dtype=torch.int32))
-    scores.paged_index_scores(IndexQueries(of(T, 64, 128, dtype=FP8), of(T, 64, dtype=F32)), keys, positions(T))
+    indexer_launch.paged_index_scores(IndexQueries(of(T, 64, 128, dtype=FP8), of(T, 64, dtype=F32)), keys, positions(T))
 
 
 def streams(T: int) -> None:

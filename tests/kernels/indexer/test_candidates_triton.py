@@ -11,8 +11,10 @@ from deepseek_attn.kernels.indexer import CandidateBlocks, IndexQueries, PagedIn
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.indexer import candidates, scores, select
-from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu
+from deepseek_attn.kernels.common.plans import ANY, Row, forced_row
+from deepseek_attn.kernels.indexer import launch
+from deepseek_attn.kernels.indexer.plan import CANDIDATE_SCORES, ScoresConfig
+from tests.kernels.compiled_launches import compiled_ops, on_gpus
 from tests.kernels.indexer.test_index_scores_triton import Batch, agree
 
 NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
@@ -58,7 +60,7 @@ def test_selection_among_candidates(device, fmt, size, count, k):
     expected = reference.index_select(other, *batch.args()[1:], k, candidates=limited)
     out = torch.full((len(batch.q), k), HUGE, dtype=torch.int32, device=device)
     slots = torch.full_like(out, HUGE)
-    got = select.index_select(other, *batch.args()[1:], k, None, out, slots, limited)
+    got = launch.index_select(other, *batch.args()[1:], k, None, out, slots, limited)
     row_scores = reference.paged_index_scores(other, *batch.args()[1:]).cpu()
     agree(got, expected, row_scores, 1e-5 if INTERPRETED else 1e-3)
     blocks = [{b for b in row if b >= 0} for row in kept.tolist()]
@@ -83,7 +85,7 @@ def test_blocks_are_kept(device, size, count):
         known = torch.zeros(1, n, device=device) if n <= skip else given[row : row + 1, :n]
         blocks = CandidateBlocks(size, expected[row : row + 1], fill=True)
         reference._limit(known, visible[row : row + 1], blocks)
-    candidates.keep_blocks(given, visible, skip, CandidateBlocks(size, kept, fill=True))
+    launch.keep_blocks(given, visible, skip, CandidateBlocks(size, kept, fill=True))
     assert torch.equal(kept, expected)
 
 
@@ -95,7 +97,7 @@ def test_columns_without_an_entry(device):
     page = batch.table[0, 1:2].long()
     batch.record.insert(batch.pool, 32, page * 32 + 9, torch.full((1, 128), NAN, device=device))  # entry 41 of block 5
     got = torch.full((3, 32), NAN, device=device)
-    candidates.candidate_scores(*batch.args(), CandidateBlocks(8, kept, fill=False), 0, got)
+    launch.candidate_scores(*batch.args(), CandidateBlocks(8, kept, fill=False), 0, got)
     scored = reference.paged_index_scores(*batch.args()).cpu()
     for row, blocks in enumerate(kept.tolist()):
         n = int(batch.visible[row])
@@ -119,8 +121,8 @@ def test_equal_to_scores_of_all_entries(real_gpu, fmt, H):
     kept = kept_by_reference(batch, 512, 8, 128)
     blocks = CandidateBlocks(8, kept, fill=False)
     found = torch.full((len(batch.q), 1024), NAN, device=real_gpu)
-    candidates.candidate_scores(*batch.args(), blocks, 0, found)
-    whole = scores.paged_index_scores(*batch.args())
+    launch.candidate_scores(*batch.args(), blocks, 0, found)
+    whole = launch.paged_index_scores(*batch.args())
     for row, n in enumerate(batch.visible.tolist()):
         entry = (kept[row].long()[:, None] * 8 + torch.arange(8, device=real_gpu)).flatten()[: min(n, 1024)]
         known = (entry >= 0) & (entry < n)
@@ -128,32 +130,33 @@ def test_equal_to_scores_of_all_entries(real_gpu, fmt, H):
         assert mine[~known].eq(-INF).all()
         torch.testing.assert_close(mine[known], whole[row, entry[known]], rtol=1e-5, atol=1e-6)
     for splits in (1, 3, 8):
-        config = scores.ScoresLaunchConfig(1, 128 if fmt != "plain" else 64, 4, splits)
+        config = ScoresConfig(1, 128 if fmt != "plain" else 64, 4, splits)
         again = torch.full_like(found, NAN)
-        candidates.candidate_scores(*batch.args(), blocks, 0, again, config)
+        with forced_row(CANDIDATE_SCORES, Row(ANY, "candidate_scores_kernel", config)):
+            launch.candidate_scores(*batch.args(), blocks, 0, again)
         torch.testing.assert_close(again, found, rtol=1e-5, atol=1e-6, equal_nan=True)
     for _ in range(50):
         again = torch.full_like(found, NAN)
-        candidates.candidate_scores(*batch.args(), blocks, 0, again)
+        launch.candidate_scores(*batch.args(), blocks, 0, again)
         assert torch.equal(again.nan_to_num(), found.nan_to_num())
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_as_v41_selects(real_gpu, fmt, monkeypatch):
     """Blocks kept from one layer's scores, then the selection of another, in row blocks of a few queries."""
-    monkeypatch.setattr(select, "SCORE_BYTES", 1 << 20)
+    monkeypatch.setattr(launch, "SCORE_BYTES", 1 << 20)
     batch = Batch(fmt, [40_000, 17_000, 600], [5, 30, 1], 32, 64, real_gpu, 2200)
     shape = (len(batch.q), 2048)
     mine, other = (torch.full(shape, HUGE, dtype=torch.int32, device=real_gpu) for _ in range(2))
     width = batch.table.shape[1] * 64
     args = (*batch.args(), 512, width)
-    got = select.index_select(*args, candidates=CandidateBlocks(8, mine, fill=True))
-    assert torch.equal(got, select.index_select(*args))
+    got = launch.index_select(*args, candidates=CandidateBlocks(8, mine, fill=True))
+    assert torch.equal(got, launch.index_select(*args))
     reference.index_select(*args, candidates=CandidateBlocks(8, other, fill=True))
     assert (torch.where(mine == other, 0, 1).sum(1) < 20).all() or fmt != "plain"
     queries = IndexQueries(batch.q, batch.weights.neg())
     limited = CandidateBlocks(8, mine, fill=False)
-    got = select.index_select(queries, *batch.args()[1:], 512, width, candidates=limited)
+    got = launch.index_select(queries, *batch.args()[1:], 512, width, candidates=limited)
     expected = reference.index_select(queries, *batch.args()[1:], 512, width, candidates=limited)
     agree(got, expected, reference.paged_index_scores(queries, *batch.args()[1:]).cpu(), 1e-3)
 
@@ -164,7 +167,7 @@ def test_nothing_to_select(device):
     kept = torch.zeros(0, 4, dtype=torch.int32, device=device)
     for fill in (True, False):
         blocks = CandidateBlocks(8, kept, fill)
-        assert select.index_select(*batch.args(slice(0, 0)), 4, candidates=blocks).shape == (0, 4)
+        assert launch.index_select(*batch.args(slice(0, 0)), 4, candidates=blocks).shape == (0, 4)
 
 
 def meta_batch(fmt, T):
@@ -185,16 +188,15 @@ def call(fmt, T):
     queries, keys, visible, kept = meta_batch(fmt, T)
     for fill in (True, False):
         slots = torch.empty(T, 512, dtype=torch.int32, device="meta")
-        select.index_select(queries, keys, visible, 512, out_slots=slots, candidates=CandidateBlocks(8, kept, fill))
+        launch.index_select(queries, keys, visible, 512, out_slots=slots, candidates=CandidateBlocks(8, kept, fill))
 
 
 @pytest.mark.parametrize(("arch", "variant"), on_gpus(VARIANTS, [("fp8", 1)]), ids=str)
 @pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
 def test_compiles(monkeypatch, arch, variant):
-    for module, op in ((select, "paged_index_scores"), (select, "topk_indices"), (candidates, "topk_indices")):
-        monkeypatch.setattr(module, op, lambda *_: None)  # they have compile tests of their own
-    pass_for_gpu(monkeypatch, CAPABILITIES[arch], candidates)
-    found = compiled_launches(monkeypatch, [candidates], arch, lambda: call(*variant))
+    for op in ("paged_index_scores", "topk_indices"):
+        monkeypatch.setattr(launch, op, lambda *_: None)  # they have compile tests of their own
+    found = compiled_ops(arch, lambda: call(*variant))
     assert set(found) == {"candidate_scores_kernel", "block_scores_kernel", "candidate_entries_kernel"}
     fmt, _T = variant
     for kernel in found["candidate_scores_kernel"]:
@@ -202,8 +204,7 @@ def test_compiles(monkeypatch, arch, variant):
         assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80" and fmt != "plain") or arch == "sm100"
 
 
-def test_bad_arguments_are_named(monkeypatch):
-    pass_for_gpu(monkeypatch, (9, 0), candidates)
+def test_bad_arguments_are_named():
     queries, keys, visible, kept = meta_batch("fp8", 3)
     out = torch.empty(3, 2048 * 8, device="meta")
     for words, wrong, result in (
@@ -213,4 +214,4 @@ def test_bad_arguments_are_named(monkeypatch):
         (r"scores of candidates must be float32 \[3, 16384\]", kept, out[:, 8:]),
     ):
         with pytest.raises(ValueError, match=words):
-            candidates.candidate_scores(queries, keys, visible, CandidateBlocks(8, wrong, False), 4, result)
+            launch.candidate_scores(queries, keys, visible, CandidateBlocks(8, wrong, False), 4, result)

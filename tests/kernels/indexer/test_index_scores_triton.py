@@ -1,14 +1,16 @@
 """Indexer scores and selection over pages: the reference against the formula, Triton against the reference."""
 
 import os
-from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 
 from deepseek_attn.cache.records import make_index_record
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.plans import ANY, Row, forced_row
 from deepseek_attn.kernels.indexer import IndexQueries, IndexQueryRows, PagedIndexKeys
+from deepseek_attn.kernels.indexer.plan import SCORES, ScoresConfig, ScoresProblem, decode_tokens
 from deepseek_attn.kernels.indexer.reference import index_query
 from deepseek_attn.kernels.indexer.reference import index_select as reference_select
 from deepseek_attn.kernels.indexer.reference import paged_index_scores as reference_scores
@@ -89,9 +91,9 @@ def ops(device):
     pytest.importorskip("triton", reason="the package triton is not installed")
     if device.type != "cuda" and not INTERPRETED:
         pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
-    from deepseek_attn.kernels.indexer import scores, select
+    from deepseek_attn.kernels.indexer import launch
 
-    return SimpleNamespace(scores=scores, select=select)
+    return launch
 
 
 @pytest.fixture
@@ -119,8 +121,9 @@ def test_small(ops, device, fmt):
         pytest.skip("Triton 3.6's interpreter cannot read the bounds of a loop with NumPy 2.4 or later")
     for tokens, keys in ((1, 16), (2, 32), (4, 16)):
         batch = Batch(fmt, [90, 0, 71], [1, 2, 4], 5, 32, device, stride=2, dtype=torch.float32)
-        config = ops.scores.ScoresLaunchConfig(tokens, keys, 1, 2)
-        got = ops.scores.paged_index_scores(*batch.args(), skip=50, out=poisoned(batch), config=config)
+        row = Row(ANY, "index_scores_kernel", ScoresConfig(tokens, keys, 1, 2))
+        with forced_row(SCORES, row):
+            got = ops.paged_index_scores(*batch.args(), skip=50, out=poisoned(batch))
         check(got, reference_scores(*batch.args(), skip=50), 1e-5 if INTERPRETED else LIMIT)
 
 
@@ -132,7 +135,7 @@ def test_batches(ops, real_gpu, shape, n, H, fmt):
     lens, new = BATCHES[shape]
     batch = Batch(fmt, lens, new, H, n, real_gpu, 2200, stride=3)
     for skip in (0, 64):
-        got = ops.scores.paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch))
+        got = ops.paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch))
         check(got, reference_scores(*batch.args(), skip=skip))
 
 
@@ -141,7 +144,7 @@ def test_rounded_scores(ops, real_gpu, fmt):
     """Scores are bfloat16 numbers, nearer to the rounded reference than unrounded ones: products are rounded too."""
     batch = Batch(fmt, [90, 0, 171], [1, 2, 4], 32, 32, real_gpu)
     expected = reference_scores(*batch.args(score_dtype=torch.bfloat16))
-    got = ops.scores.paged_index_scores(*batch.args(score_dtype=torch.bfloat16), out=poisoned(batch))
+    got = ops.paged_index_scores(*batch.args(score_dtype=torch.bfloat16), out=poisoned(batch))
     live = expected > -INF
     assert torch.equal(got[live].bfloat16().float(), got[live])
     unrounded = reference_scores(*batch.args())
@@ -152,7 +155,7 @@ def test_rounded_scores(ops, real_gpu, fmt):
 @pytest.mark.parametrize("dim", [128, 48, 32])
 def test_plain_dtypes_and_dims(ops, real_gpu, dim, dtype):
     batch = Batch("plain", [50, 301], [1, 60], 10, 32, real_gpu, dtype=dtype, dim=dim)
-    got = ops.scores.paged_index_scores(*batch.args(), out=poisoned(batch))
+    got = ops.paged_index_scores(*batch.args(), out=poisoned(batch))
     check(got, reference_scores(*batch.args()), 1e-5 if dtype == torch.float32 else 1e-3)
 
 
@@ -163,19 +166,19 @@ def test_a_nan_key_has_no_number_for_a_score(ops, real_gpu):
         batch.record.insert(
             batch.pool, 64, torch.tensor([slot], device=real_gpu), torch.full((1, 128), NAN, device=real_gpu)
         )
-        got = ops.scores.paged_index_scores(*batch.args(), out=poisoned(batch))[0, :198]
+        got = ops.paged_index_scores(*batch.args(), out=poisoned(batch))[0, :198]
         assert got.isnan().nonzero().flatten().tolist() == [69]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_score_does_not_depend_on_the_batch(ops, real_gpu, fmt):
     batch = Batch(fmt, [2000, 1990], [40, 40], device=real_gpu)
-    whole = ops.scores.paged_index_scores(*batch.args(), out=poisoned(batch))
+    whole = ops.paged_index_scores(*batch.args(), out=poisoned(batch))
     for t in range(80):
-        alone = ops.scores.paged_index_scores(*batch.args(slice(t, t + 1)), out=poisoned(batch)[:1])
+        alone = ops.paged_index_scores(*batch.args(slice(t, t + 1)), out=poisoned(batch)[:1])
         assert torch.equal(whole[t].nan_to_num(), alone[0].nan_to_num())
     for _ in range(50):
-        again = ops.scores.paged_index_scores(*batch.args(), out=poisoned(batch))
+        again = ops.paged_index_scores(*batch.args(), out=poisoned(batch))
         assert torch.equal(whole.nan_to_num(), again.nan_to_num())
 
 
@@ -184,38 +187,37 @@ def test_pool_over_two_gib(ops, real_gpu, fmt):
     batch = Batch(fmt, [3000, 900], [1, 70], device=real_gpu, pages=58_000, stride=5 if fmt == "fp8" else 9)
     assert int(batch.table[1, 14]) > 57_000, "the last page that the second request reads"
     assert batch.pool.stride(0) * 57_000 > 2**31
-    got = ops.scores.paged_index_scores(*batch.args(), out=poisoned(batch))
+    got = ops.paged_index_scores(*batch.args(), out=poisoned(batch))
     check(got, reference_scores(*batch.args()))
 
 
 @pytest.mark.parametrize("n", [64, 32, 128])
 @pytest.mark.parametrize("shape", ["decode", "two each", "four each", "ragged", "prefill"])
-def test_all_kernels_give_the_same_bits(ops, real_gpu, shape, n, monkeypatch):
+def test_all_kernels_give_the_same_bits(ops, real_gpu, shape, n):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     lens, new = BATCHES[shape]
     batch = Batch("fp8", lens, new, 64, n, real_gpu, 2200, stride=3)
-    config = ops.scores.ScoresLaunchConfig(2, 128, 3, 2)  # of the plain kernel
+    decode = decode_tokens(ScoresProblem(len(batch.q), len(lens), 64_000, 64, 128, "fp8"), GPU((9, 0), 132))
+    plain = Row(ANY, "index_scores_kernel", ScoresConfig(2, 128, 3, 2))
+    rows = [Row(ANY, "index_scores_hopper_kernel", ScoresConfig(8, 64, 8, splits)) for splits in (1, 3)]
+    rows += [Row(ANY, "index_scores_decode_hopper_kernel", decode._replace(splits=splits)) for splits in (1, 3)]
     for skip in (0, 64):
-        plain = ops.scores.paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch), config=config)
-        for eight_tokens, splits in ((False, 1), (False, 3), (True, 1), (True, 3)):
-            with monkeypatch.context() as patch:
-                patch.setattr(ops.scores, "fits_hopper", lambda *_, eight_tokens=eight_tokens: eight_tokens)
-                patch.setattr(ops.scores, "fits_few_hopper", lambda *_: True)
-                patch.setattr(ops.scores, "hopper_splits", lambda *_, splits=splits: splits)
-                tokens, _ = ops.scores.few_hopper_tiling(len(batch.q), len(lens), 64 * 1000, 132, False)
-                patch.setattr(ops.scores, "few_hopper_tiling", lambda *_, tiling=(tokens, splits): tiling)
-                got = ops.scores.paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch))
-                check(got, reference_scores(*batch.args(), skip=skip))
-                assert torch.equal(got.nan_to_num(), plain.nan_to_num())
+        expected = reference_scores(*batch.args(), skip=skip)
+        results = []
+        for row in (plain, *rows):
+            with forced_row(SCORES, row):
+                results.append(ops.paged_index_scores(*batch.args(), skip=skip, out=poisoned(batch)))
+            check(results[-1], expected)
+            assert torch.equal(results[-1].nan_to_num(), results[0].nan_to_num())
 
 
 def test_a_long_prompt(ops, real_gpu):
     batch = Batch("fp8", [7000], [1000], device=real_gpu)
-    got = ops.scores.paged_index_scores(*batch.args(), out=poisoned(batch))
+    got = ops.paged_index_scores(*batch.args(), out=poisoned(batch))
     check(got, reference_scores(*batch.args()))
     for t in (0, 501, 999):
-        alone = ops.scores.paged_index_scores(*batch.args(slice(t, t + 1)), out=poisoned(batch)[:1])
+        alone = ops.paged_index_scores(*batch.args(slice(t, t + 1)), out=poisoned(batch)[:1])
         assert torch.equal(got[t].nan_to_num(), alone[0].nan_to_num())
 
 
@@ -233,13 +235,13 @@ def agree(got, expected, scores, limit):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("shape", BATCHES)
 def test_selection(ops, real_gpu, shape, fmt, monkeypatch):
-    monkeypatch.setattr(ops.select, "SCORE_BYTES", 1 << 18)
+    monkeypatch.setattr(ops, "SCORE_BYTES", 1 << 18)
     lens, new = BATCHES[shape]
     batch = Batch(fmt, lens, new, device=real_gpu, pages=2200)
     for k in (7, 64, 512):
         out = torch.full((len(batch.q), k), HUGE, dtype=torch.int32, device=real_gpu)
         slots = torch.full_like(out, HUGE)
-        got = ops.select.index_select(*batch.args(), k, out=out, out_slots=slots)
+        got = ops.index_select(*batch.args(), k, out=out, out_slots=slots)
         agree(got, reference_select(*batch.args(), k), reference_scores(*batch.args()).cpu(), 1e-3)
         pages = batch.table[batch.requests.long()].gather(1, got.clamp(min=0).long() // 64)
         assert torch.equal(slots, torch.where(got >= 0, pages * 64 + got % 64, -1).int())
@@ -247,11 +249,11 @@ def test_selection(ops, real_gpu, shape, fmt, monkeypatch):
 
 def test_selection_in_a_graph(ops, real_gpu):
     batch = Batch("fp8", [3000, 40, 900], [2, 2, 2], device=real_gpu)
-    ops.select.index_select(*batch.args(), 64)
+    ops.index_select(*batch.args(), 64)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = ops.select.index_select(*batch.args(), 64)
+        got = ops.index_select(*batch.args(), 64)
     for shift in (0, 1000, 5000):
         batch.visible.sub_(shift).clamp_(min=0)
         batch.weights.neg_()
@@ -261,9 +263,9 @@ def test_selection_in_a_graph(ops, real_gpu):
 
 def test_nothing_to_score(ops, device):
     batch = Batch("fp8", [90, 7], [1, 2], 5, 32, device)
-    assert ops.scores.paged_index_scores(*batch.args(slice(0, 0))).shape == (0, 128)
-    assert ops.scores.paged_index_scores(*batch.args(), width=0).shape == (3, 0)
-    assert ops.select.index_select(*batch.args(slice(0, 0)), 4).shape == (0, 4)
+    assert ops.paged_index_scores(*batch.args(slice(0, 0))).shape == (0, 128)
+    assert ops.paged_index_scores(*batch.args(), width=0).shape == (3, 0)
+    assert ops.index_select(*batch.args(slice(0, 0)), 4).shape == (0, 4)
 
 
 def test_refuses_what_it_cannot_take(ops, device):
@@ -281,4 +283,4 @@ def test_refuses_what_it_cannot_take(ops, device):
         "out must be": (queries, keys, visible, 64, 0, torch.zeros(2, 63, device=device)),
     }.items():
         with pytest.raises(ValueError, match=words):
-            ops.scores.paged_index_scores(*args)
+            ops.paged_index_scores(*args)

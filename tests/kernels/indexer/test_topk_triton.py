@@ -1,7 +1,6 @@
 """The Triton top-k: compiled for every GPU generation, and the very columns that the plain-torch version selects."""
 
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +10,11 @@ from deepseek_attn.kernels.indexer import PagedIndexKeys, reference
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-import triton
-from triton.compiler import ASTSource
-
-from deepseek_attn.kernels.indexer.topk import TopkLaunchConfig, check_config, choose_config, topk_indices
-from deepseek_attn.kernels.indexer.topk_triton import topk_kernel
-from tests.kernels.compiled_launches import CAPABILITIES, ONE, on_gpus, target_of
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.plans import ANY, Row, forced_row
+from deepseek_attn.kernels.indexer.launch import topk_indices
+from deepseek_attn.kernels.indexer.plan import TOPK, TopkConfig, TopkProblem, plan_topk
+from tests.kernels.compiled_launches import ONE, compiled_ops, on_gpus
 
 NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,8 +34,7 @@ KINDS = [
 KINDS += ["high sample", "low sample"]
 # marks of a row listed in rounds, listed at once, and of a row that four programs share
 SMALL = [
-    TopkLaunchConfig(*tiling)
-    for tiling in ((1, 128, 256, 256, 1, 1), (1, 512, 256, 512, 4, 2), (4, 128, 256, 256, 4, 1))
+    TopkConfig(*tiling) for tiling in ((1, 128, 256, 256, 1, 1), (1, 512, 256, 512, 4, 2), (4, 128, 256, 256, 4, 1))
 ]
 
 
@@ -52,24 +49,18 @@ SHAPES += [(128, 2048, 512), (64, 32768, 4096)]
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
 def test_compiles(arch, shape):
     T, W, k = shape
-    config = choose_config(T, W, k, 132)
-    constants = {"K": k, "SPLITS": config.splits, "TILE": config.tile, "SAMPLE": config.sample, "WORDS": config.words}
-    constants |= {
-        "TARGET": config.capacity // 2,
-        "CAPACITY": config.capacity,
-        "R": 32 * config.num_warps,
-        "ALIGNED": True,
-    }
-    constants |= {"PAGE": 64, "PDL": CAPABILITIES[arch] >= (9, 0)}
-    names = topk_kernel.arg_names
-    kinds = {name: "*i32" for name in names if name.endswith("_ptr")}
-    kinds |= {"scores_ptr": "*fp32", "candidates_ptr": "*i64"}
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-    source = ASTSource(topk_kernel, signature, {(names.index(name),): value for name, value in constants.items()})
-    options = {"num_warps": config.num_warps, "maxnreg": config.max_registers, "enable_fp_fusion": True}
-    kernel = triton.compile(source, target=target_of(arch), options=options)
-    assert kernel.asm["cubin"]
-    assert kernel.metadata.shared <= 99 * 1024
+    table, owners = (torch.empty(*size, dtype=torch.int32, device="meta") for size in ((1, W // 64), (T,)))
+    scores, slots = torch.empty(T, W, device="meta"), torch.empty(T, k, dtype=torch.int32, device="meta")
+    keys = PagedIndexKeys(make_index_record("fp8", 128), slots, 64, table, owners)
+    found = compiled_ops(arch, lambda: topk_indices(scores, owners, k, keys=keys, out_slots=slots), alike=True)
+    assert set(found) == {"topk_kernel"}
+
+
+def check_config(config, W, k):
+    """What a tiling must have to give the best ``k`` of ``W`` columns."""
+    groups = 4 * 32 * config.num_warps
+    assert min(config.tile, config.sample, config.capacity) >= groups
+    assert config.capacity >= min(W, k + groups)
 
 
 @pytest.mark.parametrize("k", [0, 1, 7, 64, 100, 192, 512, 513, 1024, 2048, 4095, 4096])
@@ -77,7 +68,7 @@ def test_a_config_has_capacity(k):
     for T in (1, 2, 7, 8, 32, 64, 128, 264, 512, 4096, 100_000):
         for W in (1, 100, 1024, 2048, 2049, 4096, 8193, 32768, 65_536, 65_537, 262_144, 300_000, 1_000_000, 8_000_000):
             for processors in (1, 16, 108, 132, 148):
-                config = choose_config(T, W, k, processors)
+                config = plan_topk(TopkProblem(T, W, k), GPU((9, 0), processors)).topk.config
                 check_config(config, W, k)
                 threads = 32 * config.num_warps
                 assert threads <= 1024
@@ -91,18 +82,8 @@ def test_a_config_has_capacity(k):
                     assert size & (size - 1) == 0
 
 
-def test_a_config_without_room_is_refused():
-    fits = TopkLaunchConfig(1, 512, 512, 1024, 4, 4)
-    check_config(fits, 1025, 512)
-    with pytest.raises(ValueError, match=r"k \+ 4 \* 32 \* num_warps = 513 \+ 512 for rows of 1025 columns, got 1024"):
-        check_config(fits, 1025, 513)
-    check_config(fits, 1024, 1024)  # all columns of such rows have room
-    for name in ("tile", "sample", "capacity"):
-        with pytest.raises(ValueError, match="of 4 warps must be at least 512, got 256"):
-            check_config(replace(fits, **{name: 256}), 256, 1)
-    scores, lens = torch.zeros(1, 1025), torch.tensor([1025])
-    with pytest.raises(ValueError, match="capacity must be at least"):
-        topk_indices(scores, lens, 513, config=fits)
+def forced(config):
+    return forced_row(TOPK, Row(ANY, "topk_kernel", config))
 
 
 # --- the kernels: on a GPU with DEEPSEEK_ATTN_TEST_DEVICE=cuda, some by TRITON_INTERPRET=1 ---
@@ -168,7 +149,9 @@ def test_small_configs(gpu, config, kind):
     for W, k in ((65, 1), (64, 7), (300, 30), (1300, 16)):
         scores, lens = make(kind, 10, W, k, gpu)
         out = torch.full((10, k), HUGE, dtype=torch.int32, device=gpu)
-        got = topk_indices(scores, lens, k, out=out, config=config)
+        check_config(config, W, k)
+        with forced(config):
+            got = topk_indices(scores, lens, k, out=out)
         assert torch.equal(got, reference.topk_indices(scores, lens, k))
         assert got.data_ptr() == out.data_ptr()
 
@@ -185,7 +168,8 @@ def test_what_scratch_holds_before_does_not_matter(gpu, monkeypatch, config, jun
         return made.fill_(junk << 32 | junk if made.dtype == torch.int64 else junk)
 
     monkeypatch.setattr(torch, "empty", filled)
-    assert torch.equal(topk_indices(scores, lens, 16, config=config), want)
+    with forced(config):
+        assert torch.equal(topk_indices(scores, lens, 16), want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,9 +192,10 @@ def test_slots(gpu):
     keys = PagedIndexKeys(make_index_record("fp8", 128), torch.empty(0, 0, device=gpu), n, table, requests)
     for config in SMALL:
         results = []
-        for op, options in ((topk_indices, {"config": config}), (reference.topk_indices, {})):
+        for op in (topk_indices, reference.topk_indices):
             slots = torch.full((T, k), HUGE, dtype=torch.int32, device=gpu)
-            results.append((op(scores, lens.to(gpu), k, keys=keys, out_slots=slots, **options), slots))
+            with forced(config):
+                results.append((op(scores, lens.to(gpu), k, keys=keys, out_slots=slots), slots))
         assert torch.equal(results[0][0], results[1][0])
         assert torch.equal(results[0][1], results[1][1])
         assert int(results[0][1].max()) > n * pages
@@ -221,7 +206,8 @@ def test_strided_rows(gpu):
     whole[:, 7:77] = torch.randn(8, 70, device=gpu)
     lens = torch.full((8,), 70, device=gpu)
     out = torch.full((8, 12), HUGE, dtype=torch.int32, device=gpu)
-    topk_indices(whole[:, 7:77], lens, 9, out=out[:, 2:11], config=SMALL[0])
+    with forced(SMALL[0]):
+        topk_indices(whole[:, 7:77], lens, 9, out=out[:, 2:11])
     assert torch.equal(out[:, 2:11], reference.topk_indices(whole[:, 7:77], lens, 9))
     assert out[:, [0, 1, 11]].eq(HUGE).all()
 
@@ -231,7 +217,8 @@ def test_nothing_to_select(gpu):
     assert topk_indices(torch.empty(0, 50, device=gpu), none, 7).shape == (0, 7)
     lens = torch.tensor([5, 5], device=gpu)
     assert topk_indices(torch.zeros(2, 5, device=gpu), lens, 0).shape == (2, 0)
-    assert topk_indices(torch.empty(2, 0, device=gpu), lens, 3, config=SMALL[0]).eq(-1).all()
+    with forced(SMALL[0]):
+        assert topk_indices(torch.empty(2, 0, device=gpu), lens, 3).eq(-1).all()
 
 
 def test_a_row_does_not_depend_on_the_batch(real_gpu):

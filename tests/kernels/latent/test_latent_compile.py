@@ -11,7 +11,14 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.indexer import IndexQueryRows, query
 from deepseek_attn.kernels.latent import LatentQueries, LatentWeight, absorb, values, weights
-from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu, ptxas_report
+from tests.kernels.compiled_launches import (
+    CAPABILITIES,
+    compiled_launches,
+    compiled_ops,
+    on_gpus,
+    pass_for_gpu,
+    ptxas_report,
+)
 from tests.support.tiers import tiered
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
@@ -66,13 +73,12 @@ def assert_reads_fp8(kernel, arch):
 
 @pytest.mark.parametrize("arch", on_gpus())
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
-def test_latent_queries(monkeypatch, arch, fp8):
-    pass_for_gpu(monkeypatch, CAPABILITIES[arch])
+def test_latent_queries(arch, fp8):
     table, positions = of(4096, 64, dtype=torch.float32), of(8, dtype=torch.int64)
     queries = LatentQueries(of(8, 128 * 192), half(128, fp8, 0), table, positions, 128)
     index_weights = of(8, 64, dtype=torch.float32)
     index = IndexQueryRows(of(8, 64 * 128), index_weights, table, positions, 0.1, "fp8", half_split=True)
-    found = compiled_launches(monkeypatch, [query], arch, lambda: query.latent_queries(queries, index))
+    found = compiled_ops(arch, lambda: query.latent_queries(queries, index))
     (kernel,) = found["latent_queries_kernel"]
     assert kernel.asm["ptx"].count("griddepcontrol.wait") == (2 if CAPABILITIES[arch] >= (9, 0) else 0)
 

@@ -1,4 +1,4 @@
-"""Gluon device code of `paged_index_scores` for Hopper: few tokens of each request, FP8 or FP4 keys, 64 heads.
+"""Gluon device code of `paged_index_scores` for Hopper's decode steps: FP8 or FP4 keys, 64 heads.
 
 A program scores one split of a request's keys for one, two or four tokens. Reading the keys takes the time, so programs
 are small, several run on a multiprocessor, and each has a few tiles of keys on their way to shared memory. More tiles
@@ -33,7 +33,7 @@ FP8_STAGES = gl.constexpr(2)  # tiles in shared memory, a power of two; all but 
 FP4_STAGES = gl.constexpr(4)
 
 
-class Keys(NamedTuple):
+class SplitKeys(NamedTuple):
     """The pool of keys, the pages of one request, and where the program's split of its keys ends."""
 
     pool: Any
@@ -42,7 +42,7 @@ class Keys(NamedTuple):
     n: Any
 
 
-class TileStages(NamedTuple):
+class DecodeTileStages(NamedTuple):
     """Tiles of keys in shared memory, e4m3 or int32 words of FP4, and their scales: a float32 or four e8m0 bytes."""
 
     keys: Any
@@ -93,19 +93,20 @@ def _copy_tile(keys, page, line_page, tile, row, line, stages, i, PAGE: gl.const
     STAGES: gl.constexpr = stages.keys.shape[0]
     COLUMNS: gl.constexpr = stages.keys.shape[2]
     KEY_BYTES: gl.constexpr = COLUMNS * (stages.keys.dtype.primitive_bitwidth // 8)
+    # rows copy keys, 16 bytes a thread; lines copy scales, one a thread
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, _copy_layout(COLUMNS)))
     entry = tile * BLOCK + row
     line_entry = tile * BLOCK + line
     if PAGE % BLOCK == 0:
-        place = tile * BLOCK % PAGE + row
-        line_place = tile * BLOCK % PAGE + line
+        offset = tile * BLOCK % PAGE + row
+        line_offset = tile * BLOCK % PAGE + line
     else:
-        place = entry % PAGE
-        line_place = line_entry % PAGE
-    key = keys.pool + page.to(gl.int64) * keys.page_stride + place * KEY_BYTES
+        offset = entry % PAGE
+        line_offset = line_entry % PAGE
+    key = keys.pool + page.to(gl.int64) * keys.page_stride + offset * KEY_BYTES
     key = key.to(gl.pointer_type(stages.keys.dtype))
     scale = keys.pool + line_page.to(gl.int64) * keys.page_stride + PAGE * KEY_BYTES
-    scale = scale.to(gl.pointer_type(stages.scales.dtype)) + line_place
+    scale = scale.to(gl.pointer_type(stages.scales.dtype)) + line_offset
     copy_to_shared(stages.keys.index(i & (STAGES - 1)), key[:, None] + column[None, :], mask=(entry < keys.n)[:, None])
     copy_to_shared(stages.scales.index(i & (STAGES - 1)), scale, mask=line_entry < keys.n)
     async_copy.commit_group()
@@ -119,6 +120,7 @@ def _left_factor(words, scales):
     """
     WORDS: gl.constexpr = _key_layout(4, False)
     first, second = scales & 0xFF00FF, (scales >> 8) & 0xFF00FF
+    # the four e8m0 bytes of a key, two in each number
     largest = gl.maximum(gl.maximum(first & 255, first >> 16), gl.maximum(second & 255, second >> 16))
     group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))
     power = ((scales[:, None] >> (8 * group)[None, :]) & 255) - largest[:, None] + 6
@@ -127,6 +129,7 @@ def _left_factor(words, scales):
     high = gl.where(known, HIGH + power * HIGH_STEP, 0)
     fp8 = fp4_to_fp8(words, low, high, _key_layout(8, False))
     left = as_fp8(fp8, _key_layout(8, True))
+    # runs of 4 channels that are 16 apart become the 32 of a group: queries are stored in the same order
     left = left.reshape([4, 2, 8, 4, 8, 4]).permute((0, 1, 2, 4, 3, 5)).reshape([64, 128])
     bits = gl.where(largest == 255, 0x7FC00000, gl.where(largest == 0, 0x00400000, largest << 23))
     return left, bits.to(gl.float32, bitcast=True) * 0.015625
@@ -161,26 +164,23 @@ def _score_tile(tile, left, scale, queries, weights, out_ptr, out_stride, ends):
         gl.store(out_ptr + t * out_stride + entry, score, mask=entry < ends[t])
 
 
-@gluon.jit(do_not_specialize=["T", "width", "skip"])
-def index_scores_few_hopper_kernel(
-    q_ptr,
-    weights_ptr,
-    pool_ptr,
+@gluon.jit(
+    do_not_specialize=["block_table_ptr", "token_to_req_ptr", "num_visible_ptr", "T", "width", "skip", "table_stride"]
+)
+def index_scores_decode_hopper_kernel(
+    rows,
     block_table_ptr,
     token_to_req_ptr,
     num_visible_ptr,
-    out_ptr,
     T,
     width,
     skip,
-    page_stride,
     table_stride,
-    out_stride,
     PAGE: gl.constexpr,
     TOKENS: gl.constexpr,
     FP4: gl.constexpr,
 ):
-    """Program ``(i, j)``: split ``j`` of the keys, for tokens ``i * TOKENS`` on."""
+    """Program ``(i, j)``: split ``j`` of the keys, for tokens ``i * TOKENS`` on; ``rows`` are `ScoreRows`."""
     gdc_launch_dependents()
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
     COPY: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
@@ -194,17 +194,17 @@ def index_scores_few_hopper_kernel(
         channel = channel // 2 + channel % 2 * (DIM // 2)
     column = gl.arange(0, HEADS, layout=gl.SliceLayout(0, PRODUCT))
     weights = ()
-    gdc_wait()
+    gdc_wait()  # until the previous kernel has written the queries
     for t in gl.static_range(TOKENS):
         row = (first + t) * HEADS + head
-        q = gl.load(q_ptr + row[:, None] * DIM + channel[None, :], mask=(row < T * HEADS)[:, None], other=0.0)
+        q = gl.load(rows.q + row[:, None] * DIM + channel[None, :], mask=(row < T * HEADS)[:, None], other=0.0)
         queries.index(t).store(q)
         row = (first + t) * HEADS + column
-        weights += (gl.load(weights_ptr + row, mask=row < T * HEADS, other=0.0) * 0.5,)
+        weights += (gl.load(rows.weights + row, mask=row < T * HEADS, other=0.0) * 0.5,)
     fence_async_shared()
-    barrier()
+    barrier()  # the heads of all tokens are in shared memory, for the tensor cores
 
-    out_ptr += first * out_stride
+    out_ptr = rows.out + first * rows.out_stride
     STAGES: gl.constexpr = FP4_STAGES if FP4 else FP8_STAGES
     AHEAD: gl.constexpr = STAGES - 1
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -215,7 +215,7 @@ def index_scores_few_hopper_kernel(
     else:
         tile_keys = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK, DIM], gl.NVMMASharedLayout(128, 8, 2))
         tile_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], FLAT)
-    stages = TileStages(tile_keys, tile_scales)
+    stages = DecodeTileStages(tile_keys, tile_scales)
     row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, _copy_layout(tile_keys.shape[2])))
     line = gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
     lead = gl.to_tensor(0)
@@ -235,9 +235,13 @@ def index_scores_few_hopper_kernel(
             lead = gl.where(same, t + 1, lead)
         tile, end = split_of_keys(n)
         if tile < end:
-            keys = Keys(
-                pool_ptr, page_stride, block_table_ptr + request.to(gl.int64) * table_stride, gl.minimum(n, end * BLOCK)
+            keys = SplitKeys(
+                rows.pool,
+                rows.page_stride,
+                block_table_ptr + request.to(gl.int64) * table_stride,
+                gl.minimum(n, end * BLOCK),
             )
+            # the first tiles, all but one of the stages; page ids are loaded one tile ahead
             for i in gl.static_range(AHEAD):
                 page = _page_of(keys, tile + i, row, PAGE)
                 line_page = _page_of(keys, tile + i, line, PAGE)
@@ -246,20 +250,20 @@ def index_scores_few_hopper_kernel(
             line_page = _page_of(keys, tile + AHEAD, line, PAGE)
             i = gl.to_tensor(0)
             while tile < end:
-                async_copy.wait_group(AHEAD - 1)
+                async_copy.wait_group(AHEAD - 1)  # this thread's copies of tile i have ended
                 if FP4:
                     left, scale = _fp4_factors(stages, i)
                 else:
                     fence_async_shared()
                     left = stages.keys.index(i & (STAGES - 1))
-                barrier()  # all have this tile, and are done with the one before, whose place the next copy takes
+                barrier()  # all have this tile, and are done with the one before, whose stage the next copy takes
                 _copy_tile(keys, page, line_page, tile + AHEAD, row, line, stages, i + AHEAD, PAGE)
                 page = _page_of(keys, tile + AHEAD + 1, row, PAGE)
                 line_page = _page_of(keys, tile + AHEAD + 1, line, PAGE)
                 if not FP4:
                     scale = stages.scales.index(i & (STAGES - 1)).load(gl.SliceLayout(1, PRODUCT))
-                _score_tile(tile, left, scale, queries, weights, out_ptr, out_stride, ends)
+                _score_tile(tile, left, scale, queries, weights, out_ptr, rows.out_stride, ends)
                 tile += 1
                 i += 1
             async_copy.wait_group(0)
-            barrier()
+            barrier()  # all are done: the next request starts with empty stages

@@ -1,0 +1,462 @@
+"""Launches of the indexer's scores and selection in Triton and, on Hopper, in Gluon.
+
+`index_select` computes scores and their top-k together, a block of queries at a time, so that long contexts take
+little memory; with candidate blocks it also keeps blocks, or selects among the entries of those that were kept.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
+from deepseek_attn.kernels.common.counters import counters_of
+from deepseek_attn.kernels.common.device import FLOATS, gpu
+from deepseek_attn.kernels.common.invariance import batch_invariant
+from deepseek_attn.kernels.common.plans import cdiv, next_power_of_2
+from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
+from deepseek_attn.kernels.indexer.candidates_triton import (
+    CandidateRows,
+    block_scores_kernel,
+    candidate_entries_kernel,
+    candidate_scores_kernel,
+)
+from deepseek_attn.kernels.indexer.plan import (
+    BLOCKS,
+    ENTRIES,
+    ScoresPlan,
+    ScoresProblem,
+    TopkPlan,
+    TopkProblem,
+    plan_candidate_scores,
+    plan_scores,
+    plan_topk,
+)
+from deepseek_attn.kernels.indexer.scores_decode_hopper import index_scores_decode_hopper_kernel
+from deepseek_attn.kernels.indexer.scores_hopper import index_scores_hopper_kernel
+from deepseek_attn.kernels.indexer.scores_triton import ScoreRows, ScoresShape, index_scores_kernel
+from deepseek_attn.kernels.indexer.topk_triton import TopkRows, TopkShape, topk_kernel
+from deepseek_attn.kernels.indexer.types import (
+    MAX_TRITON_TOPK,
+    SCORE_BYTES,
+    CandidateBlocks,
+    IndexQueries,
+    PagedIndexKeys,
+)
+
+_KEY_FORMATS = {"index_fp8": "fp8", "index_fp4": "fp4", "plain": "plain"}  # by name of the record
+
+
+def index_select(
+    queries: IndexQueries,
+    keys: PagedIndexKeys,
+    num_visible: Tensor,
+    k: int,
+    width: int | None = None,
+    out: Tensor | None = None,
+    out_slots: Tensor | None = None,
+    candidates: CandidateBlocks | None = None,
+) -> Tensor:
+    """`kernels.indexer.index_select` in Triton."""
+    T, device = len(queries.q), queries.q.device
+    limited = candidates is not None and not candidates.fill
+    if limited:
+        width = candidates.kept.shape[1] * candidates.size
+    elif width is None:
+        width = keys.block_table.shape[1] * keys.entries
+    out = torch.empty(T, k, dtype=torch.int32, device=device) if out is None else out
+    block = rows_per_block(4 * width, SCORE_BYTES)
+    buffer = torch.empty(min(T, block), width, dtype=torch.float32, device=device)
+    for start, end in row_blocks(T, block):
+        rows = slice(start, end)
+        block_keys = keys._replace(token_to_req=keys.token_to_req[rows])
+        visible, scores = num_visible[rows], buffer[: end - start]
+        slots = None if out_slots is None else out_slots[rows]
+        blocks = None if candidates is None else candidates._replace(kept=candidates.kept[rows])
+        if limited:
+            candidate_scores(queries.of(rows), block_keys, visible, blocks, k, scores)
+            topk_indices(scores, visible, k, out[rows])
+            launch_candidate_entries(out[rows], slots, visible, block_keys, blocks)
+            continue
+        paged_index_scores(queries.of(rows), block_keys, visible, width, k, scores)
+        topk_indices(scores, visible, k, out[rows], block_keys, slots)
+        if blocks is not None:
+            keep_blocks(scores, visible, k, blocks)
+    return out
+
+
+def paged_index_scores(
+    queries: IndexQueries,
+    keys: PagedIndexKeys,
+    num_visible: Tensor,
+    width: int | None = None,
+    skip: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`kernels.indexer.paged_index_scores` in Triton."""
+    (B, pages), T = keys.block_table.shape, len(queries.q)
+    width = pages * keys.entries if width is None else width
+    key_format = check_scores(queries, keys, num_visible)
+    if not 0 <= width <= pages * keys.entries:
+        raise ValueError(f"width must be in 0 .. {pages} * {keys.entries}, the entries of a block table, got {width}")
+    if out is None:
+        out = torch.empty(T, width, dtype=torch.float32, device=queries.q.device)
+    _check_scores_out("out", out, T, width)
+    if out.numel() and keys.block_table.numel():
+        problem = _problem(queries, keys, key_format, B, width)
+        plan = plan_scores(problem, gpu(out.device))
+        launch_scores(plan, problem, queries, keys, num_visible, skip, out)
+    return out
+
+
+def launch_scores(
+    plan: ScoresPlan,
+    problem: ScoresProblem,
+    queries: IndexQueries,
+    keys: PagedIndexKeys,
+    num_visible: Tensor,
+    skip: int,
+    out: Tensor,
+) -> None:
+    """Writes scores of checked arguments by the planned kernel."""
+    kernel, config = plan.scores.kernel, plan.scores.config
+    rows, shape = _operands(plan, problem, queries, keys, out)
+    T, table = problem.tokens, keys.block_table
+    arguments = rows, table, keys.token_to_req, num_visible, T, problem.width, skip, table.stride(0)
+    grid = (cdiv(T, config.tokens), config.splits)
+    if kernel == "index_scores_hopper_kernel":
+        index_scores_hopper_kernel[grid](*arguments, PAGE=keys.entries, enable_fp_fusion=True, num_warps=4)
+    elif kernel == "index_scores_decode_hopper_kernel":
+        index_scores_decode_hopper_kernel[grid](
+            *arguments,
+            PAGE=keys.entries,
+            TOKENS=config.tokens,
+            FP4=problem.key_format == "fp4",
+            enable_fp_fusion=True,
+            num_warps=4,
+            launch_pdl=True,
+        )
+    else:
+        index_scores_kernel[grid](
+            *arguments,
+            SHAPE=shape,
+            PDL=plan.pdl,
+            enable_fp_fusion=True,
+            num_warps=4,
+            num_stages=config.stages,
+            launch_pdl=plan.pdl,
+        )
+
+
+def candidate_scores(
+    queries: IndexQueries,
+    keys: PagedIndexKeys,
+    num_visible: Tensor,
+    candidates: CandidateBlocks,
+    skip: int,
+    out: Tensor,
+) -> Tensor:
+    """Scores of the entries of each query's blocks, in the order of ``candidates.kept``, which ascends before its -1s.
+
+    The first ``num_visible[t]`` columns of a row are written, -inf where there is no visible entry. There are at least
+    as many as the query has candidates, so that `topk_indices` takes ``num_visible`` for the length of the row.
+
+    Args:
+        skip: rows of up to as many visible entries get no scores; out: float32 ``[T, n * size]``.
+    """
+    size, kept, table = candidates.size, candidates.kept, keys.block_table
+    key_format = check_scores(queries, keys, num_visible)
+    T, columns = len(queries.q), kept.shape[1] * size
+    if kept.dim() != 2 or len(kept) != T or kept.dtype != torch.int32 or (columns > size and kept.stride(1) != 1):
+        raise ValueError(
+            f"candidate blocks must be int32 [{T}, n] with contiguous rows, got {list(kept.shape)} {kept.dtype}, "
+            f"strides {kept.stride()}"
+        )
+    _check_scores_out("scores of candidates", out, T, columns)
+    if out.numel() and table.numel():
+        problem = _problem(queries, keys, key_format, len(table), columns)
+        plan = plan_candidate_scores(problem, gpu(out.device))
+        rows, shape = _operands(plan, problem, queries, keys, out)
+        candidate_scores_kernel[(T, plan.scores.config.splits)](
+            rows,
+            kept,
+            kept.stride(0),
+            table,
+            keys.token_to_req,
+            num_visible,
+            columns,
+            skip,
+            table.stride(0),
+            SHAPE=shape,
+            SIZE=size,
+            PDL=plan.pdl,
+            enable_fp_fusion=True,
+            num_warps=4,
+            num_stages=plan.scores.config.stages,
+            launch_pdl=plan.pdl,
+        )
+    return out
+
+
+def launch_candidate_entries(
+    out: Tensor, out_slots: Tensor | None, num_visible: Tensor, keys: PagedIndexKeys, candidates: CandidateBlocks
+) -> None:
+    """Replaces selected columns ``out [T, k]`` by the entries that they are, and writes their slots."""
+    if not out.numel():
+        return
+    (T, k), kept, table, pdl = out.shape, candidates.kept, keys.block_table, gpu(out.device).pdl
+    slots = out if out_slots is None else out_slots  # a pointer is needed even where PAGE says that it is not read
+    candidate_entries_kernel[(T, cdiv(k, ENTRIES))](
+        CandidateRows(out, kept, slots, out.stride(0), kept.stride(0), 0 if out_slots is None else slots.stride(0)),
+        table,
+        keys.token_to_req,
+        num_visible,
+        table.stride(0),
+        K=k,
+        SIZE=candidates.size,
+        PAGE=0 if out_slots is None else keys.entries,
+        BLOCK=min(ENTRIES, next_power_of_2(k)),
+        PDL=pdl,
+        enable_fp_fusion=True,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+
+
+def keep_blocks(scores: Tensor, num_visible: Tensor, skip: int, candidates: CandidateBlocks) -> None:
+    """Fills ``candidates.kept`` from ``scores [T, W]``, which `paged_index_scores` made with this ``skip``."""
+    (T, width), size, kept = scores.shape, candidates.size, candidates.kept
+    if kept.numel() == 0:
+        return
+    count, pdl = cdiv(width, size), gpu(scores.device).pdl
+    best = torch.empty(T, count, dtype=torch.float32, device=scores.device)
+    counts = torch.empty(T, dtype=torch.int32, device=scores.device)
+    block_scores_kernel[(T, max(1, cdiv(count, BLOCKS)))](
+        scores,
+        num_visible,
+        best,
+        counts,
+        width,
+        skip,
+        scores.stride(0),
+        best.stride(0),
+        SIZE=size,
+        SIZE_PADDED=next_power_of_2(size),
+        BLOCKS=BLOCKS,
+        PDL=pdl,
+        enable_fp_fusion=True,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    topk_indices(best, counts, kept.shape[1], kept)
+
+
+def topk_indices(
+    scores: Tensor,
+    lens: Tensor,
+    k: int,
+    out: Tensor | None = None,
+    keys: PagedIndexKeys | None = None,
+    out_slots: Tensor | None = None,
+) -> Tensor:
+    """`kernels.indexer.topk_indices` in Triton, for float32 scores; one launch."""
+    out = _checked_topk(scores, lens, k, out, keys, out_slots)
+    if out.numel():
+        plan = plan_topk(TopkProblem(*scores.shape, k), gpu(scores.device))
+        launch_topk(plan, scores, lens, out, keys, out_slots)
+    return out
+
+
+def launch_topk(
+    plan: TopkPlan, scores: Tensor, lens: Tensor, out: Tensor, keys: PagedIndexKeys | None, out_slots: Tensor | None
+) -> None:
+    """Selects ``out [T, k]`` and its slots, from checked arguments.
+
+    Rows longer than ``capacity`` need scratch: a bit for each score, and 8 bytes for each candidate that a program can
+    hold. Programs share a row only where there are few rows; they count arrivals in `counters_of`.
+    """
+    (T, W), device, config = scores.shape, scores.device, plan.topk.config
+    # pointers are needed even where PAGE says that they are not read
+    table, requests, slots, page_entries = out, lens, out, 0
+    if keys is not None and out_slots is not None:
+        table, requests, slots, page_entries = keys.block_table, keys.token_to_req, out_slots, keys.entries
+    long_rows = T if config.capacity < W else 0
+    counts = torch.empty(T, config.splits, dtype=torch.int32, device=device)
+    rows = TopkRows(
+        scores,
+        out,
+        slots,
+        marks=torch.empty(long_rows, 4 * cdiv(W, 128), dtype=torch.int32, device=device),
+        candidates=torch.empty(long_rows, config.splits, config.capacity, dtype=torch.int64, device=device),
+        counts=counts,
+        arrivals=counters_of(device) if config.splits > 1 else counts,
+        scores_stride=scores.stride(0),
+        out_stride=out.stride(0),
+        slot_stride=slots.stride(0),
+    )
+    shape = TopkShape(
+        K=out.shape[1],
+        SPLITS=config.splits,
+        TILE=config.tile,
+        SAMPLE=config.sample,
+        TARGET=config.capacity // 2,
+        CAPACITY=config.capacity,
+        WORDS=config.words,
+        R=32 * config.num_warps,
+        ALIGNED=W % 4 == 0 and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0,
+        PAGE=page_entries,
+    )
+    topk_kernel[(T, config.splits)](
+        rows,
+        lens,
+        table,
+        requests,
+        W,
+        table.stride(0),
+        SHAPE=shape,
+        PDL=plan.pdl,
+        enable_fp_fusion=True,
+        num_warps=config.num_warps,
+        launch_pdl=plan.pdl,
+        maxnreg=config.max_registers,
+    )
+
+
+def _problem(queries: IndexQueries, keys: PagedIndexKeys, key_format: str, requests: int, width: int) -> ScoresProblem:
+    q, pool = queries.q, keys.pool
+    T, H, dim = q.shape
+    return ScoresProblem(
+        T,
+        requests,
+        width,
+        H,
+        dim,
+        key_format,
+        exact=key_format == "plain" and (q.dtype != keys.record.dtype or q.dtype == torch.float32),
+        rounded=queries.score_dtype != torch.float32,
+        aligned=all(rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.itemsize % 16 == 0 for rows in (q, pool)),
+        batch_invariant=batch_invariant(),
+    )
+
+
+def _operands(
+    plan: ScoresPlan, problem: ScoresProblem, queries: IndexQueries, keys: PagedIndexKeys, out: Tensor
+) -> tuple[ScoreRows, ScoresShape]:
+    """Queries and pages as kernels read them, and the constants of those in Triton."""
+    q, pool, config = queries.q, keys.pool, plan.scores.config
+    if problem.key_format == "plain":
+        pool = pool.view(keys.record.dtype)
+        dtype = tl.float32 if problem.exact else TRITON_DTYPES[q.dtype]
+    elif not plan.native_fp8:
+        q, dtype = q.view(torch.uint8), tl.float16
+    else:
+        dtype = tl.float8e4nv
+        pool = pool.view(torch.float8_e4m3fn) if problem.key_format == "fp8" else pool
+    shape = ScoresShape(
+        H=problem.heads,
+        DIM=problem.dim,
+        PAGE=keys.entries,
+        KEY_FORMAT=problem.key_format,
+        NATIVE_FP8=plan.native_fp8,
+        DTYPE=dtype,
+        PRECISION="tf32x3" if problem.exact else None,
+        SCORE_DTYPE=TRITON_DTYPES[queries.score_dtype],
+        TOKENS=config.tokens,
+        BLOCK_T=next_power_of_2(config.tokens),
+        BLOCK_H=max(16, next_power_of_2(problem.heads)),
+        BLOCK_D=max(32, next_power_of_2(problem.dim)),
+        BLOCK_N=config.keys,
+        STAGES=config.stages,
+    )
+    return ScoreRows(q, queries.weights, pool, out, pool.stride(0), out.stride(0)), shape
+
+
+def check_scores(queries: IndexQueries, keys: PagedIndexKeys, num_visible: Tensor) -> str:
+    """The format of the keys; ValueError for arguments that the kernels of scores do not take."""
+    q, weights = queries.q, queries.weights
+    record, pool, page_entries, block_table, token_to_req = keys
+    key_format = _KEY_FORMATS.get(record.name)
+    if key_format is None:
+        raise ValueError(f"index keys are records {', '.join(_KEY_FORMATS)}, got {record.name}")
+    dtypes = FLOATS if key_format == "plain" else (torch.float8_e4m3fn,)
+    if q.dim() != 3 or q.dtype not in dtypes or not q.is_contiguous() or q.shape[2] != record.dim:
+        raise ValueError(
+            f"{record.name} keys need contiguous q [T, H, {record.dim}] of {' or '.join(map(str, dtypes))}, as "
+            f"index_query makes them, got {tuple(q.shape)} {q.dtype}, strides {q.stride()}"
+        )
+    if key_format == "fp4" and record.dim != 128:
+        raise ValueError(f"index_fp4 keys are scored for 128 channels, got {record.dim}: use reference.index_scores")
+    T, H, _ = q.shape
+    if weights.shape != (T, H) or weights.dtype != torch.float32 or not weights.is_contiguous():
+        raise ValueError(f"weights must be contiguous float32 [{T}, {H}], got {tuple(weights.shape)} {weights.dtype}")
+    aligned = pool.data_ptr() % 4 == 0 and pool.stride(0) % 4 == 0
+    if pool.dim() != 2 or pool.dtype != torch.uint8 or pool.stride(1) != 1 or not aligned:
+        raise ValueError(
+            f"a pool must be uint8 [pages, bytes] with contiguous pages at multiples of 4 bytes, got "
+            f"{tuple(pool.shape)} {pool.dtype}, strides {pool.stride()}"
+        )
+    if pool.shape[1] < page_entries * record.entry_bytes:
+        raise ValueError(
+            f"{page_entries} {record.name} entries per page take {page_entries * record.entry_bytes} bytes, and pages "
+            f"of the pool have {pool.shape[1]}"
+        )
+    if block_table.dim() != 2 or block_table.stride(1) != 1:
+        raise ValueError(
+            f"block_table must be [B, P] with contiguous rows, got {tuple(block_table.shape)}, strides "
+            f"{block_table.stride()}"
+        )
+    if token_to_req.shape != (T,) or num_visible.shape != (T,):
+        raise ValueError(
+            f"token_to_req and num_visible must be [{T}], got {tuple(token_to_req.shape)}, {tuple(num_visible.shape)}"
+        )
+    return key_format
+
+
+def _check_scores_out(name: str, out: Tensor, T: int, width: int) -> None:
+    if out.shape != (T, width) or out.dtype != torch.float32 or (width > 1 and out.stride(1) != 1):
+        raise ValueError(
+            f"{name} must be float32 [{T}, {width}] with contiguous rows, got {list(out.shape)} {out.dtype}, strides "
+            f"{out.stride()}"
+        )
+
+
+def _checked_topk(
+    scores: Tensor,
+    lens: Tensor,
+    k: int,
+    out: Tensor | None,
+    keys: PagedIndexKeys | None,
+    out_slots: Tensor | None,
+) -> Tensor:
+    """The result to write to."""
+    if scores.dim() != 2 or scores.dtype != torch.float32 or (scores.stride(1) != 1 and scores.numel()):
+        raise ValueError(
+            f"scores must be float32 [T, W] with contiguous rows, got {tuple(scores.shape)} {scores.dtype}, "
+            f"strides {scores.stride()}"
+        )
+    T, W = scores.shape
+    if lens.shape != (T,) or lens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"lens must be int32 or int64 [{T}], got {tuple(lens.shape)} {lens.dtype}")
+    if not 0 <= k <= MAX_TRITON_TOPK:
+        raise ValueError(f"k must be in 0 .. {MAX_TRITON_TOPK}, got {k}: use reference.topk_indices for more")
+    if out is None:
+        out = torch.empty(T, k, dtype=torch.int32, device=scores.device)
+    for name, rows in (("out", out), ("out_slots", out_slots)):
+        if rows is not None and (rows.shape != (T, k) or rows.dtype != torch.int32 or (k > 1 and rows.stride(1) != 1)):
+            raise ValueError(
+                f"{name} must be int32 [{T}, {k}] with contiguous rows, got {tuple(rows.shape)} {rows.dtype}, "
+                f"strides {rows.stride()}"
+            )
+    if out_slots is not None:
+        if keys is None:
+            raise ValueError("out_slots need keys: a block_table, token_to_req and entries per page")
+        _record, _pool, page_entries, block_table, token_to_req = keys
+        if block_table.dim() != 2 or block_table.stride(1) != 1 or block_table.shape[1] * page_entries < W:
+            raise ValueError(
+                f"block_table must be [B, P] with contiguous rows and pages of {page_entries} for {W} columns, got "
+                f"{tuple(block_table.shape)}"
+            )
+        if token_to_req.shape != (T,):
+            raise ValueError(f"token_to_req must be [{T}], got {tuple(token_to_req.shape)}")
+    return out

@@ -1,0 +1,384 @@
+"""Plans of the indexer: which kernels compute scores and select from them, and with which tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.invariance import batch_invariant
+from deepseek_attn.kernels.common.plans import (
+    ANY,
+    Choice,
+    Condition,
+    Row,
+    Table,
+    cdiv,
+    condition,
+    next_power_of_2,
+    planner,
+)
+from deepseek_attn.kernels.indexer.types import HOPPER_HEADS, HOPPER_KEYS, HOPPER_TOKENS, TRITON_HEAD_DIM
+
+# --- scores ---
+
+
+@dataclass(frozen=True)
+class ScoresProblem:
+    """Scores of queries against pages of keys, or against the keys of each query's candidate blocks.
+
+    Attributes:
+        tokens: queries; requests: that they belong to; width: keys of the longest request, or columns of candidates.
+        heads, dim: of a query; key_format: ``fp8``, ``fp4`` or ``plain``.
+        exact: products are float32; rounded: scores are rounded to another dtype.
+        aligned: queries and pages start at multiples of 16 bytes.
+    """
+
+    tokens: int
+    requests: int
+    width: int
+    heads: int
+    dim: int
+    key_format: str
+    exact: bool = False
+    rounded: bool = False
+    aligned: bool = True
+    batch_invariant: bool = False
+
+
+class ScoresConfig(NamedTuple):
+    """Tiling of a kernel of scores.
+
+    Attributes:
+        tokens: of one program; keys: of one tile; stages: tiles that are in flight.
+        splits: programs that share the keys of a request.
+    """
+
+    tokens: int
+    keys: int
+    stages: int
+    splits: int
+
+
+@dataclass(frozen=True)
+class ScoresPlan:
+    """One launch; ``native_fp8``: products of FP8 and FP4 keys are of e4m3 numbers, else of float16."""
+
+    scores: Choice
+    native_fp8: bool
+    pdl: bool
+
+
+@condition
+def _exact(p: ScoresProblem, gpu: GPU) -> bool:
+    return p.exact
+
+
+@condition
+def _hopper(p: ScoresProblem, gpu: GPU) -> bool:
+    return gpu.hopper
+
+
+@condition
+def _hopper_heads(p: ScoresProblem, gpu: GPU) -> bool:
+    """The kernels in Gluon copy 16 bytes at a time, and do not round scores."""
+    return gpu.hopper and (p.heads, p.dim) == (HOPPER_HEADS, TRITON_HEAD_DIM) and p.aligned and not p.rounded
+
+
+@condition
+def _fp8(p: ScoresProblem, gpu: GPU) -> bool:
+    return p.key_format == "fp8"
+
+
+@condition
+def _fp4(p: ScoresProblem, gpu: GPU) -> bool:
+    return p.key_format == "fp4"
+
+
+@condition
+def _batch_invariant(p: ScoresProblem, gpu: GPU) -> bool:
+    return p.batch_invariant
+
+
+@condition
+def _eight_tokens_a_request(p: ScoresProblem, gpu: GPU) -> bool:
+    """The kernel computes eight neighbouring tokens at a time, so requests should have as many."""
+    return HOPPER_TOKENS * p.requests <= p.tokens
+
+
+@condition
+def _fills_the_gpu(p: ScoresProblem, gpu: GPU) -> bool:
+    return cdiv(p.tokens, HOPPER_TOKENS) * cdiv(p.width, HOPPER_KEYS) >= 96 * gpu.multiprocessors
+
+
+@condition
+def _many_keys(p: ScoresProblem, gpu: GPU) -> bool:
+    """With fewer keys the kernel is faster alone, but layers of 1, 8 and 32 requests took up to 3 % longer."""
+    return p.requests * p.width >= 1 << 18
+
+
+@cache
+def _fewest_rounds(tokens: int, width: int, multiprocessors: int) -> int:
+    """Splits of the keys with which all multiprocessors are busy to the end.
+
+    A multiprocessor runs one program; starting one takes as long as eight of its tiles.
+    """
+    groups, tiles = cdiv(tokens, HOPPER_TOKENS), cdiv(width, HOPPER_KEYS)
+    choices = range(1, 1 + min(multiprocessors, max(1, tiles // 8)))
+    return min(choices, key=lambda n: cdiv(groups * n, multiprocessors) * (cdiv(tiles, n) + 8))
+
+
+def eight_tokens(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
+    return ScoresConfig(HOPPER_TOKENS, HOPPER_KEYS, 8, _fewest_rounds(p.tokens, p.width, gpu.multiprocessors))
+
+
+def decode_tokens(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
+    """Small programs, of which a multiprocessor holds several; each has at least four tiles."""
+    tokens = 4 if p.batch_invariant else min(4, next_power_of_2(cdiv(p.tokens, p.requests)))
+    fp4 = p.key_format == "fp4"
+    resident = ((5, 4, 3) if fp4 else (6, 4, 2))[tokens // 2] * gpu.multiprocessors
+    splits = max(1, min(resident // cdiv(p.tokens, tokens), cdiv(p.width, 4 * HOPPER_KEYS)))
+    return ScoresConfig(tokens, HOPPER_KEYS, 4 if fp4 else 2, splits)
+
+
+def exact_products(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
+    return ScoresConfig(1, 32, 1, max(1, min(8 * gpu.multiprocessors // p.tokens, cdiv(p.width, 64))))
+
+
+def _tokens_in_turn(p: ScoresProblem, gpu: GPU, keys: int) -> ScoresConfig:
+    """As many programs as run at a time, or twice as many: a last wave of few would take as long as a full one."""
+    tokens = 4 if p.batch_invariant else min(4, cdiv(p.tokens, p.requests))
+    resident = (4, 3, 3, 4)[tokens - 1] * gpu.multiprocessors
+    return ScoresConfig(tokens, keys, 3, max(1, min(resident // cdiv(p.tokens, tokens), cdiv(p.width, 2 * keys))))
+
+
+def wide_tiles(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
+    return _tokens_in_turn(p, gpu, 128)
+
+
+def narrow_tiles(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
+    return _tokens_in_turn(p, gpu, 64)
+
+
+SCORES = Table(
+    "indexer.scores",
+    {
+        "index_scores_hopper_kernel": _hopper_heads & _fp8,
+        "index_scores_decode_hopper_kernel": _hopper_heads & (_fp8 | _fp4),
+        "index_scores_kernel": ANY,
+    },
+    [
+        Row(
+            _eight_tokens_a_request & _fills_the_gpu & ~_batch_invariant,
+            "index_scores_hopper_kernel",
+            eight_tokens,
+            "h200_index_scores.json: rows",
+        ),
+        Row(_fp4, "index_scores_decode_hopper_kernel", decode_tokens, "h200_few_scores.json: rows"),
+        Row(
+            _many_keys & ~_batch_invariant,
+            "index_scores_decode_hopper_kernel",
+            decode_tokens,
+            "h200_few_scores.json: rows",
+        ),
+        Row(_exact, "index_scores_kernel", exact_products),
+        Row(_hopper, "index_scores_kernel", wide_tiles),
+        Row(ANY, "index_scores_kernel", narrow_tiles),
+    ],
+)
+
+
+@planner("indexer.scores")
+def plan_scores(problem: ScoresProblem, gpu: GPU) -> ScoresPlan:
+    """Scores of all entries; every kernel gives FP8 keys the same bits."""
+    return ScoresPlan(SCORES.choose(problem, gpu), gpu.native_fp8, gpu.pdl)
+
+
+def _candidates(p: ScoresProblem, gpu: GPU, keys: int) -> ScoresConfig:
+    """One tile each where all programs run at a time; else several waves of programs, of four tiles at least.
+
+    A last wave of few long ones would take as long as a full one.
+    """
+    tiles, resident = cdiv(p.width, keys), 4 * gpu.multiprocessors
+    splits = max(resident // p.tokens, min(cdiv(4 * resident, p.tokens), cdiv(tiles, 4)))
+    return ScoresConfig(1, keys, 3, min(tiles, splits))
+
+
+def wide_candidates(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
+    return _candidates(p, gpu, 128)
+
+
+def narrow_candidates(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
+    return _candidates(p, gpu, 64)
+
+
+CANDIDATE_SCORES = Table(
+    "indexer.candidate_scores",
+    {"candidate_scores_kernel": ANY},
+    [
+        Row(_exact, "candidate_scores_kernel", exact_products),
+        Row(_hopper, "candidate_scores_kernel", wide_candidates),
+        Row(ANY, "candidate_scores_kernel", narrow_candidates),
+    ],
+)
+
+
+@planner("indexer.candidate_scores")
+def plan_candidate_scores(problem: ScoresProblem, gpu: GPU) -> ScoresPlan:
+    """Scores of the entries of each query's candidate blocks."""
+    return ScoresPlan(CANDIDATE_SCORES.choose(problem, gpu), gpu.native_fp8, gpu.pdl)
+
+
+# --- top-k ---
+
+BLOCKS = 256  # candidate blocks that a program of `block_scores_kernel` reduces
+ENTRIES = 512  # selected entries of a program of `candidate_entries_kernel`
+
+
+@dataclass(frozen=True)
+class TopkProblem:
+    """The ``k`` highest of up to ``width`` scores, in ``tokens`` rows."""
+
+    tokens: int
+    width: int
+    k: int
+
+
+class TopkConfig(NamedTuple):
+    """Tiling of `topk_kernel`. All but ``max_registers`` are powers of two.
+
+    Each thread reads at least a group of four columns at a time. If there are too many candidates, the best k of them
+    are kept, and a group of each thread must have room beside them: ``k + 4 * 32 * num_warps <= capacity``.
+
+    Attributes:
+        splits: programs that share a row; tile: columns that a program reads at a time.
+        sample: columns that are read first.
+        capacity: candidates that a program can hold; half of them are aimed at. Rows of up to as many columns are not
+            sampled.
+        words: of 32 columns each, that a thread lists at a time; num_warps: of a program; max_registers: per thread.
+    """
+
+    splits: int
+    tile: int
+    sample: int
+    capacity: int
+    words: int
+    num_warps: int
+    max_registers: int | None = None
+
+
+@dataclass(frozen=True)
+class TopkPlan:
+    """One launch."""
+
+    topk: Choice
+    pdl: bool
+
+
+def _least_capacity(p: TopkProblem) -> int:
+    return max(4 * next_power_of_2(p.k), 2048)
+
+
+@condition
+def _rows_in_registers(p: TopkProblem, gpu: GPU) -> bool:
+    return p.width <= _least_capacity(p)
+
+
+def short_rows(p: TopkProblem, gpu: GPU) -> TopkConfig:
+    """A program holds its row. Many rows: fewer threads, which wait less for each other."""
+    capacity = min(_least_capacity(p), max(next_power_of_2(p.width), 1024))
+    warps = max(capacity // 1024, 2) if 4 * gpu.multiprocessors < p.tokens else max(capacity // 512, 4)
+    registers = 128 if gpu.multiprocessors < p.tokens else None
+    return TopkConfig(1, 512 * warps, 128 * warps, capacity, 4, warps, registers)
+
+
+def long_rows(p: TopkProblem, gpu: GPU) -> TopkConfig:
+    """A sample of the row gives a bound; so many of its scores reach it that ``k`` of the row do, too."""
+    capacity = _least_capacity(p)
+    if p.width > 2**16:
+        capacity = max(capacity, 4096, min(8 * next_power_of_2(p.k), 8192))  # so that a small sample is enough
+    warps = max(capacity // 512, 8)
+    target = capacity // 2
+    wanted = 32 if target >= 4 * p.k else 64
+    sample = max(min(next_power_of_2(wanted * p.width // target), 8192), 128 * warps)
+    # two programs fit a multiprocessor, or one of more registers
+    fit = 2 * gpu.multiprocessors if capacity == 2048 else gpu.multiprocessors
+    splits = 1
+    while 2 * p.tokens * splits <= fit and 2 * splits * 8192 <= p.width and splits < 32:
+        splits *= 2
+    registers = 128 if p.tokens * splits > gpu.multiprocessors and warps < 32 else None
+    return TopkConfig(splits, max(8192, 512 * warps), sample, capacity, 4 if splits == 1 else 1, warps, registers)
+
+
+TOPK = Table(
+    "indexer.topk",
+    {"topk_kernel": ANY},
+    [
+        Row(_rows_in_registers, "topk_kernel", short_rows, "h200_topk.json: rows"),
+        Row(ANY, "topk_kernel", long_rows, "h200_topk.json: rows"),
+    ],
+)
+
+
+@planner("indexer.topk")
+def plan_topk(problem: TopkProblem, gpu: GPU) -> TopkPlan:
+    """The selection is exact with every tiling."""
+    return TopkPlan(TOPK.choose(problem, gpu), gpu.pdl)
+
+
+# --- queries ---
+
+
+@dataclass(frozen=True)
+class IndexQueryProblem:
+    """Index queries of ``tokens``, and the kernel that computes them: alone, or beside queries of the layer."""
+
+    tokens: int
+    kernel: str
+    batch_invariant: bool = False
+
+    @classmethod
+    def of(cls, tokens: int, kernel: str) -> IndexQueryProblem:
+        return cls(tokens, kernel, batch_invariant())
+
+
+class IndexQueryConfig(NamedTuple):
+    """Heads of one program."""
+
+    heads: int
+
+
+@dataclass(frozen=True)
+class IndexQueryPlan:
+    """One launch; ``native_fp8``: the GPU converts to e4m3 itself."""
+
+    queries: Choice
+    native_fp8: bool
+    pdl: bool
+
+
+@condition
+def _few_tokens(p: IndexQueryProblem, gpu: GPU) -> bool:
+    return p.tokens < 64 and not p.batch_invariant
+
+
+def _launched_by(kernel: str) -> Condition[IndexQueryProblem]:
+    return Condition(kernel, lambda problem, gpu: problem.kernel == kernel)
+
+
+QUERY_KERNELS = ("index_query_kernel", "queries_kernel", "latent_queries_kernel")
+QUERIES = Table(
+    "indexer.queries",
+    {kernel: _launched_by(kernel) for kernel in QUERY_KERNELS},
+    [
+        *(Row(_few_tokens, kernel, IndexQueryConfig(16)) for kernel in QUERY_KERNELS),
+        *(Row(ANY, kernel, IndexQueryConfig(32)) for kernel in QUERY_KERNELS),
+    ],
+)
+
+
+@planner("indexer.queries")
+def plan_queries(problem: IndexQueryProblem, gpu: GPU) -> IndexQueryPlan:
+    """A head is computed by one program: its bits do not depend on the plan."""
+    return IndexQueryPlan(QUERIES.choose(problem, gpu), gpu.native_fp8, gpu.pdl)
