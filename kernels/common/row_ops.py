@@ -7,7 +7,7 @@ equal to the reference's.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,7 +15,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deepseek_attn.kernels.common.fp8 import decode_e4m3, e4m3_scales, pow2_scales, quantize_e2m1, quantize_e4m3
+from deepseek_attn.kernels.common.device import fp8_view
+from deepseek_attn.kernels.common.fp8 import (
+    decode_e4m3,
+    e4m3_scales,
+    pow2_scales,
+    quantize_e2m1,
+    quantize_e4m3,
+    quantize_groups,
+)
+from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
@@ -175,6 +184,42 @@ def store_rows(
         scales = page + N * (D // 2) + entry * (D // GROUP)
         inside = used & (group < D // GROUP)[None, :]
         tl.store(scales[:, None] + group[None, :], byte.to(tl.uint8), mask=inside)
+
+
+class Fp8Rows(NamedTuple):
+    """Runtime arguments: rows that are stored as FP8 with a scale per 128 channels, the input of an FP8 linear.
+
+    Attributes:
+        codes: ``[T, channels]`` FP8, or bytes where the GPU has no FP8; stride: between rows. (Not "values": Triton's
+            tuples have an attribute of that name.)
+        scale: float32 ``[T, channels / 128]``, contiguous along the rows; scale_stride: between groups of channels.
+    """
+
+    codes: Tensor
+    stride: int
+    scale: Tensor
+    scale_stride: int
+
+
+def fp8_rows(buffers: QuantizedRows | None) -> Fp8Rows | None:
+    """Buffers as kernels take them; None if there are none."""
+    if buffers is None:
+        return None
+    values, scale = buffers.values, buffers.scale
+    return Fp8Rows(fp8_view(values), values.stride(0), scale, scale.stride(1))
+
+
+@triton.jit
+def store_fp8_groups(groups, t, group, inside, rows, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Quantises ``groups [G, 128]`` of float32 and stores those ``inside [G]`` into `Fp8Rows`.
+
+    ``groups[i]`` are the channels from ``128 * group[i]`` on of row ``t[i]``; ``t``, int64, or ``group`` may be one for
+    all.
+    """
+    value, scale = quantize_groups(groups, POW2, NATIVE_FP8, rows.codes.dtype.element_ty)
+    start = rows.codes + t * rows.stride + group * 128
+    tl.store(start[:, None] + tl.arange(0, 128)[None, :], value, mask=inside[:, None])
+    tl.store(rows.scale + t + group * rows.scale_stride, scale, mask=inside)
 
 
 def entry_constants(record: CacheRecord, pool: Tensor, page_entries: int) -> dict[str, Any]:

@@ -20,12 +20,11 @@ from deepseek_attn.kernels.indexer.query_triton import (
 )
 from deepseek_attn.kernels.indexer.types import KEY_FORMATS, TRITON_HEAD_DIM, IndexQueries, IndexQueryRows
 from deepseek_attn.kernels.insert.query_heads import HEADS, head_launch
-from deepseek_attn.kernels.latent import absorb
-from deepseek_attn.kernels.latent.absorb import absorb_launch, absorb_queries
+from deepseek_attn.kernels.latent.launch import absorb_launch, absorb_queries
 from deepseek_attn.kernels.latent.types import LatentQueries
 
 NUM_WARPS = 4
-assert HEADS == absorb.NUM_WARPS == NUM_WARPS  # the layer's heads and the indexer's are in one launch
+assert HEADS == NUM_WARPS  # the layer's heads and the indexer's are in one launch
 
 
 class IndexQueryLaunch(NamedTuple):
@@ -77,7 +76,7 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
     if len(index.q) != tokens:
         raise ValueError(f"queries of {tokens} tokens, and of {len(index.q)} for the indexer: must be the same")
     absorbed = absorb_launch(queries)
-    if not absorbed.few:
+    if absorbed.plan.rotation is not None:  # cuBLAS multiplies
         return absorb_queries(queries._replace(out=absorbed.out)), index_query(index)
     launch = _index_launch(index, "latent_queries_kernel")
     pdl = launch.plan.pdl

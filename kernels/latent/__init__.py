@@ -37,7 +37,7 @@ def absorb_queries(queries: LatentQueries) -> Tensor:
         ValueError: shapes or dtypes that disagree, or that the kernel does not support.
     """
     if runs_triton(queries.q):
-        from deepseek_attn.kernels.latent.absorb import absorb_queries as op
+        from deepseek_attn.kernels.latent.launch import absorb_queries as op
     else:
         from deepseek_attn.kernels.latent.reference import absorb_queries as op
     return op(queries)
@@ -57,7 +57,7 @@ def project_values(latents: Tensor, weight: LatentWeight) -> Tensor:
         ValueError: shapes or dtypes that disagree.
     """
     if runs_triton(latents):
-        from deepseek_attn.kernels.latent.values import project_values as op
+        from deepseek_attn.kernels.latent.launch import project_values as op
     else:
         from deepseek_attn.kernels.latent.reference import project_values as op
     return op(latents, weight)
@@ -69,7 +69,7 @@ def project_values_quantized(latents: Tensor, weight: LatentWeight, pow2_scales:
     That is on a GPU with few tokens, if ``v_head_dim`` is 128: a head is then one group of channels.
     """
     if runs_triton(latents):
-        from deepseek_attn.kernels.latent.values import project_values_quantized as op
+        from deepseek_attn.kernels.latent.launch import project_values_quantized as op
     else:
         from deepseek_attn.kernels.latent.reference import project_values_quantized as op
     return op(latents, weight, pow2_scales)

@@ -7,7 +7,7 @@ right, where the tokens of a decode step are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,15 +15,21 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.row_ops import rotated_rows, round_to, row_cos_sin
-from deepseek_attn.kernels.latent.weights_triton import block_scale, dequantized
+from deepseek_attn.kernels.latent.weights_triton import StoredWeight, WeightStrides, block_scale, dequantized, factor_of
 
 
 class AbsorbArguments(NamedTuple):
-    """Runtime arguments: tensors of `LatentQueries`, with strides but for the weight's."""
+    """Runtime arguments of both kernels: `LatentQueries` and the result, with strides between tokens and heads.
+
+    Attributes:
+        q: ``[tokens, heads * (nope + rope)]``; weight: the half of ``kv_b_proj``, its strides are constants.
+        cos_sin: float32 ``[max_positions, rope]``; positions: int64 ``[tokens]``.
+        out: ``[tokens, padded_heads, rank + rope]``.
+    """
 
     q: Tensor
     q_stride: int
-    weight: Tensor
+    weight: StoredWeight
     cos_sin: Tensor
     max_positions: int
     positions: Tensor
@@ -33,18 +39,17 @@ class AbsorbArguments(NamedTuple):
     tokens: int
     heads: int
     padded_heads: int
-    scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class AbsorbShape:
-    """Constants: channels of a query's parts and of the latent, tiles of them and of tokens, and the dtype.
+    """Constants of both kernels: channels of a query's parts and of the latent, and tiles of them.
 
     Attributes:
         NOPE_BLOCK: channels without rotation that are multiplied at once.
-        HEAD_STRIDE, NOPE_STRIDE, RANK_STRIDE: of the weight; SCALE_*_STRIDE: of its scale, if it is FP8.
-        BLOCK_RANK: latent channels of a program; BLOCK_T: tokens; BLOCK_H: heads of a program that only rotates.
-        DOT: dtype of the factors of products; that of the queries, but float32 in the interpreter.
+        WEIGHT: strides of the weight.
+        BLOCK_RANK, BLOCK_T, BLOCK_H: latent channels, tokens and heads of a program, see `plan.AbsorbTiles`.
+        NATIVE_FP8: the GPU converts FP8.
     """
 
     NOPE: int
@@ -52,18 +57,10 @@ class AbsorbShape:
     ROPE: int
     ROPE_BLOCK: int
     RANK: int
-    HEAD_STRIDE: int
-    NOPE_STRIDE: int
-    RANK_STRIDE: int
+    WEIGHT: WeightStrides
     BLOCK_RANK: int
     BLOCK_T: int
     BLOCK_H: int
-    DTYPE: Any
-    DOT: Any
-    FP8_WEIGHT: bool
-    SCALE_HEAD_STRIDE: int
-    SCALE_ROW_STRIDE: int
-    SCALE_RANK_STRIDE: int
     NATIVE_FP8: bool
 
 
@@ -72,26 +69,33 @@ def _rotate(rows, t, head, inside, SHAPE: tl.constexpr):
     """Rotates the last channels of rows ``(t, head)``, both ``[R]``; zeros where not ``inside`` or past the heads."""
     ROPE: tl.constexpr = SHAPE.ROPE
     BLOCK: tl.constexpr = SHAPE.ROPE_BLOCK
+    DTYPE: tl.constexpr = rows.q.dtype.element_ty
     channel = tl.arange(0, BLOCK)
     t = t.to(tl.int64)
     position = tl.load(rows.positions + t, mask=inside, other=-1)
     freqs_cis = row_cos_sin(position, rows.cos_sin, rows.max_positions, ROPE, ROPE, BLOCK)
     source = rows.q + t * rows.q_stride + head * (SHAPE.NOPE + ROPE) + SHAPE.NOPE
     columns = (channel < ROPE)[None, :]
+    # padding heads are read as zeros, and zeros stay zeros when they are rotated
     x = tl.load(source[:, None] + channel[None, :], mask=(inside & (head < rows.heads))[:, None] & columns, other=0)
-    y = rotated_rows(x.to(tl.float32), freqs_cis, ROPE, ROPE, SHAPE.DTYPE)
+    y = rotated_rows(x.to(tl.float32), freqs_cis, ROPE, ROPE, DTYPE)
     target = rows.out + t * rows.out_stride + head * rows.out_head_stride + SHAPE.RANK
     stored = (inside & (head < rows.padded_heads))[:, None] & columns
-    tl.store(target[:, None] + channel[None, :], y.to(SHAPE.DTYPE), mask=stored)
+    tl.store(target[:, None] + channel[None, :], y.to(DTYPE), mask=stored)
 
 
 @triton.jit
 def absorb_head(program, token_block, rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
-    """A block of latent channels of a head, for a block of tokens; the first block of a head also rotates."""
+    """A block of latent channels of a head, for a block of tokens; the first block of a head also rotates.
+
+    The program waits for the previous kernel itself: its weights are in flight by then.
+    """
     RANK: tl.constexpr = SHAPE.RANK
     BLOCK_T: tl.constexpr = SHAPE.BLOCK_T
     BLOCK_RANK: tl.constexpr = SHAPE.BLOCK_RANK
     BLOCKS: tl.constexpr = (RANK + BLOCK_RANK - 1) // BLOCK_RANK
+    WEIGHT: tl.constexpr = SHAPE.WEIGHT
+    DTYPE: tl.constexpr = rows.q.dtype.element_ty
     head = program // BLOCKS
     block = program % BLOCKS
     latent = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
@@ -101,19 +105,21 @@ def absorb_head(program, token_block, rows, SHAPE: tl.constexpr, PDL: tl.constex
     weights = ()
     for start in tl.static_range(0, NOPE, NOPE_BLOCK):
         nope = start + tl.arange(0, NOPE_BLOCK)
-        w_row = rows.weight + head.to(tl.int64) * SHAPE.HEAD_STRIDE + nope * SHAPE.NOPE_STRIDE
+        w_row = rows.weight.rows + head.to(tl.int64) * WEIGHT.HEAD + nope * WEIGHT.ROW
+        # padding heads have no weight: zeros in its place give zeros in the result
         w_inside = (nope < NOPE)[:, None] & (latent < tl.where(head < rows.heads, RANK, 0))[None, :]
-        weights += (tl.load(w_row[:, None] + latent[None, :] * SHAPE.RANK_STRIDE, mask=w_inside, other=0.0),)
-    if SHAPE.FP8_WEIGHT:
+        weights += (tl.load(w_row[:, None] + latent[None, :] * WEIGHT.RANK, mask=w_inside, other=0.0),)
+    if rows.weight.scale is not None:
+        # converted after all loads are issued: the first conversion waits for its tile alone
         plain = ()
         for start in tl.static_range(0, NOPE, NOPE_BLOCK):
-            scale = block_scale(rows.scale, head, start, block * BLOCK_RANK, head < rows.heads, SHAPE)
+            scale = block_scale(rows.weight, head, start, block * BLOCK_RANK, head < rows.heads, WEIGHT)
             w = weights[start // NOPE_BLOCK]
-            plain += (dequantized(w, scale, SHAPE.DTYPE, SHAPE.DOT, SHAPE.NATIVE_FP8),)
+            plain += (dequantized(w, scale, DTYPE, SHAPE.NATIVE_FP8),)
     else:
         plain = weights
     if PDL:
-        gdc_wait()
+        gdc_wait()  # until the previous kernel has written the queries
     token = token_block * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = token < rows.tokens
     t = token.to(tl.int64)
@@ -123,10 +129,12 @@ def absorb_head(program, token_block, rows, SHAPE: tl.constexpr, PDL: tl.constex
         nope = start + tl.arange(0, NOPE_BLOCK)
         q_inside = (token < tl.where(head < rows.heads, rows.tokens, 0))[:, None] & (nope < NOPE)[None, :]
         q = tl.load(q_row[:, None] + nope[None, :], mask=q_inside, other=0)
-        acc = tl.dot(tl.trans(plain[start // NOPE_BLOCK].to(SHAPE.DOT)), tl.trans(q.to(SHAPE.DOT)), acc)
+        # transposed, W^T q^T: the weight gives the tensor cores their 64 rows, the tokens need only be 8
+        w = factor_of(plain[start // NOPE_BLOCK], DTYPE)
+        acc = tl.dot(tl.trans(w), tl.trans(factor_of(q, DTYPE)), acc)
     out = rows.out + t * rows.out_stride + head * rows.out_head_stride
     stored = inside[:, None] & (latent < RANK)[None, :]
-    tl.store(out[:, None] + latent[None, :], round_to(tl.trans(acc), SHAPE.DTYPE).to(SHAPE.DTYPE), mask=stored)
+    tl.store(out[:, None] + latent[None, :], round_to(tl.trans(acc), DTYPE).to(DTYPE), mask=stored)
     if block == 0:
         _rotate(rows, token, head + tl.zeros_like(token), inside, SHAPE)
 
@@ -135,7 +143,7 @@ def absorb_head(program, token_block, rows, SHAPE: tl.constexpr, PDL: tl.constex
 def absorb_queries_kernel(rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
     """Grid ``(padded heads * blocks of latent channels, blocks of tokens)``."""
     if PDL:
-        gdc_launch_dependents()
+        gdc_launch_dependents()  # the next kernel may start; it waits before it reads the result
     absorb_head(tl.program_id(0), tl.program_id(1), rows, SHAPE, PDL)
 
 
@@ -146,6 +154,7 @@ def rotate_queries_kernel(rows, SHAPE: tl.constexpr, PADDED: tl.constexpr):
     t = tl.program_id(0) + tl.zeros_like(head)
     _rotate(rows, t, head, t >= 0, SHAPE)
     if PADDED:
+        # cuBLAS has written the latent channels of the heads; those of padding heads are written here
         padding = ((head >= rows.heads) & (head < rows.padded_heads))[:, None]
         out = rows.out + t.to(tl.int64) * rows.out_stride + head * rows.out_head_stride
         RANK: tl.constexpr = SHAPE.RANK

@@ -25,7 +25,8 @@ from deepseek_attn.kernels.common.invariance import ROW_TILE, batch_invariant, b
 from deepseek_attn.kernels.hyper_connection import hyper_connection
 from deepseek_attn.kernels.indexer import IndexQueries, IndexQueryRows, PagedIndexKeys, query
 from deepseek_attn.kernels.indexer import launch as indexer_launch
-from deepseek_attn.kernels.latent import LatentQueries, LatentWeight, absorb, values, weights
+from deepseek_attn.kernels.latent import LatentQueries, LatentWeight
+from deepseek_attn.kernels.latent import launch as latent
 from deepseek_attn.kernels.linear import Segment, cublas, grouped, linear
 from deepseek_attn.kernels.linear import launch as linear_launch
 from deepseek_attn.kernels.linear import launch_hopper as linear_hopper
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 65, 128, 129, 700, 4096)
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 MODULES = (
-    attend, attention_launch, absorb, values, weights, query, indexer_launch, linear_launch, linear_hopper,
+    attend, attention_launch, latent, query, indexer_launch, linear_launch, linear_hopper,
     float32_product, hyper_connection, moe, moe_router,
 )  # fmt: skip
 
@@ -117,8 +118,8 @@ OPS: dict[str, Callable[[int], object]] = {
     "multi_linear, head": lambda T: linear.multi_linear(of(T, 4096), [Segment(of(129280, 4096), out_dtype=F32)]),
     "grouped_linear_quantized": output_projection,
     "latent_queries": absorbed_queries,
-    "project_values": lambda T: values.project_values(of(T, 16, 512), latent_weight(1)),
-    "project_values_quantized": lambda T: values.project_values_quantized(of(T, 16, 512), latent_weight(1)),
+    "project_values": lambda T: latent.project_values(of(T, 16, 512), latent_weight(1)),
+    "project_values_quantized": lambda T: latent.project_values_quantized(of(T, 16, 512), latent_weight(1)),
     "sparse_attention_paged": window_and_entries,
     "index_scores, fp8": lambda T: index_scores(T, "fp8"),
     "index_scores, fp4": lambda T: index_scores(T, "fp4"),

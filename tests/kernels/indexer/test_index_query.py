@@ -190,7 +190,7 @@ def test_with_the_latent_queries_of_the_layer(request, device, triton, fp8, T):
     if triton:
         index_query = request.getfixturevalue("kernel")
         from deepseek_attn.kernels.indexer.query import latent_queries as op
-        from deepseek_attn.kernels.latent.absorb import absorb_queries as absorb
+        from deepseek_attn.kernels.latent.launch import absorb_queries as absorb
     q, weights, cos_sin, positions = make(T, 20, torch.float16, device)
     heads = torch.randn(T, 3 * 192, device=device).half()
     weight = LatentWeight(torch.randn(3, 128, 96, device=device).half())

@@ -7,8 +7,10 @@ import os
 import pytest
 import torch
 
+from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.quant import quantize_fp8
 from deepseek_attn.kernels.latent import LatentQueries, LatentWeight, reference
+from deepseek_attn.kernels.latent.plan import LatentProblem, plan_absorb
 from tests.support.tiers import tiered
 
 NAN = float("nan")
@@ -32,22 +34,18 @@ def ops(request, device):
     pytest.importorskip("triton", reason="the package triton is not installed")
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
-    from types import SimpleNamespace
+    from deepseek_attn.kernels.latent import launch
 
-    from deepseek_attn.kernels.latent import absorb, values, weights
-
-    return SimpleNamespace(
-        dequantize_weight=weights.dequantize_weight,
-        absorb_queries=absorb.absorb_queries,
-        project_values=values.project_values,
-        project_values_quantized=values.project_values_quantized,
-    )
+    return launch
 
 
 @pytest.fixture
-def dequantize(ops):
+def dequantize(ops, device):
     """`dequantize_weight` of the implementation under test."""
-    return ops.dequantize_weight
+    if ops is reference:
+        return reference.dequantize_weight
+    plan = plan_absorb(LatentProblem(4096, 128, torch.bfloat16, fp8_weight=True), gpu(device))
+    return lambda weight, dtype: ops.dequantize_weight(weight, dtype, plan)
 
 
 def halves(shape, dtype, device, v=None):

@@ -9,16 +9,15 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.indexer import IndexQueryRows, query
-from deepseek_attn.kernels.latent import LatentQueries, LatentWeight, absorb, values, weights
-from tests.kernels.compiled_launches import (
-    CAPABILITIES,
-    compiled_launches,
-    compiled_ops,
-    on_gpus,
-    pass_for_gpu,
-    ptxas_report,
+from deepseek_attn.kernels.indexer import IndexQueryRows, latent_queries
+from deepseek_attn.kernels.latent import (
+    LatentQueries,
+    LatentWeight,
+    absorb_queries,
+    project_values,
+    project_values_quantized,
 )
+from tests.kernels.compiled_launches import CAPABILITIES, compiled_ops, on_gpus, ptxas_report
 from tests.support.tiers import tiered
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
@@ -44,18 +43,16 @@ ABSORBED_MAIN = [("decode", "fp8"), ("decode", "bf16"), ("prefill", "fp8")]
 
 
 @pytest.mark.parametrize(("arch", "case"), on_gpus(ABSORBED, ABSORBED_MAIN), ids=str)
-def test_absorb_queries(monkeypatch, arch, case):
-    pass_for_gpu(monkeypatch, CAPABILITIES[arch])
-    monkeypatch.setattr(torch, "bmm", lambda a, b, out: out)
+def test_absorb_queries(arch, case):
     step, fp8 = case[0], case[1] == "fp8"
     tokens, heads = STEPS[step]
     queries = LatentQueries(
         of(tokens, heads * 192), half(heads, fp8, 0), of(4096, 64, dtype=torch.float32),
         of(tokens, dtype=torch.int64), 128,
     )  # fmt: skip
-    found = compiled_launches(monkeypatch, [absorb, weights], arch, lambda: absorb.absorb_queries(queries))
+    found = compiled_ops(arch, lambda: absorb_queries(queries))
     few = step != "prefill"
-    names = ["absorb_queries_kernel"] if few else ["dequantize_kernel"] * fp8 + ["rotate_queries_kernel"]
+    names = ["absorb_queries_kernel"] if few else ["latent_dequantize_kernel"] * fp8 + ["rotate_queries_kernel"]
     assert list(found) == names
     (kernel,) = found[names[0]]
     if fp8:
@@ -78,7 +75,7 @@ def test_latent_queries(arch, fp8):
     queries = LatentQueries(of(8, 128 * 192), half(128, fp8, 0), table, positions, 128)
     index_weights = of(8, 64, dtype=torch.float32)
     index = IndexQueryRows(of(8, 64 * 128), index_weights, table, positions, 0.1, "fp8", half_split=True)
-    found = compiled_ops(arch, lambda: query.latent_queries(queries, index))
+    found = compiled_ops(arch, lambda: latent_queries(queries, index))
     (kernel,) = found["latent_queries_kernel"]
     assert kernel.asm["ptx"].count("griddepcontrol.wait") == (2 if CAPABILITIES[arch] >= (9, 0) else 0)
 
@@ -88,16 +85,13 @@ PROJECTED_MAIN = [("decode", "fp8", "quantised"), ("decode", "bf16", "plain")]
 
 
 @pytest.mark.parametrize(("arch", "case"), on_gpus(PROJECTED, PROJECTED_MAIN), ids=str)
-def test_project_values(monkeypatch, arch, case):
-    pass_for_gpu(monkeypatch, CAPABILITIES[arch], values)
-    monkeypatch.setattr(torch, "bmm", lambda a, b, out: out)
+def test_project_values(arch, case):
     step, fp8, quantize = case[0], case[1] == "fp8", case[2] == "quantised"
     tokens, heads = STEPS[step]
-    op = values.project_values_quantized if quantize else values.project_values
-    call = lambda: op(of(tokens, 128, 512), half(heads, fp8, 1))  # noqa: E731
-    found = compiled_launches(monkeypatch, [values, weights], arch, call)
+    op = project_values_quantized if quantize else project_values
+    found = compiled_ops(arch, lambda: op(of(tokens, 128, 512), half(heads, fp8, 1)))
     if step == "prefill":
-        assert list(found) == ["dequantize_kernel"] * fp8
+        assert list(found) == ["latent_dequantize_kernel"] * fp8
         return
     (kernel,) = found["project_values_kernel"]
     assert ("e4m3" in kernel.asm["ptx"]) == ((quantize or fp8) and arch != "sm80")
@@ -108,20 +102,19 @@ def test_project_values(monkeypatch, arch, case):
 
 
 @pytest.mark.parametrize("T", tiered([1, 8, 16, 32, 64, 128], [128]))
-def test_every_tile_for_hopper(monkeypatch, T, tmp_path):
+def test_every_tile_for_hopper(T, tmp_path):
     """Weights that wait in registers for the previous kernel are not spilled."""
-    pass_for_gpu(monkeypatch, CAPABILITIES["sm90"], values)
     queries = LatentQueries(
         of(T, 128 * 192), half(128, True, 0), of(4096, 64, dtype=torch.float32), of(T, dtype=torch.int64), 128
     )
     latents, weight = of(T, 128, 512), half(128, True, 1)
 
     def call():
-        absorb.absorb_queries(queries)
-        values.project_values(latents, weight)
-        values.project_values_quantized(latents, weight)
+        absorb_queries(queries)
+        project_values(latents, weight)
+        project_values_quantized(latents, weight)
 
-    found = compiled_launches(monkeypatch, [absorb, values, weights], "sm90", call)
+    found = compiled_ops("sm90", call)
     assert list(found) == ["absorb_queries_kernel", "project_values_kernel"]
     for kernel in itertools.chain(*found.values()):
         report = ptxas_report(kernel, tmp_path)

@@ -1,0 +1,191 @@
+"""Launches of the projections into and out of the latent space: Triton kernels, and cuBLAS for many tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.kernels.common.device import FLOATS, fp8_view, gpu
+from deepseek_attn.kernels.common.invariance import batch_invariant, in_row_tiles
+from deepseek_attn.kernels.common.plans import cdiv, next_power_of_2
+from deepseek_attn.kernels.common.quant import empty_quantized_rows
+from deepseek_attn.kernels.common.row_ops import fp8_rows, row_block
+from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
+from deepseek_attn.kernels.latent.absorb_triton import (
+    AbsorbArguments,
+    AbsorbShape,
+    absorb_queries_kernel,
+    rotate_queries_kernel,
+)
+from deepseek_attn.kernels.latent.plan import LatentPlan, LatentProblem, plan_absorb, plan_values
+from deepseek_attn.kernels.latent.reference import check_latents, check_queries
+from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK, LatentQueries, LatentWeight, ProjectedValues
+from deepseek_attn.kernels.latent.values_triton import ValueArguments, ValueShape, project_values_kernel
+from deepseek_attn.kernels.latent.weights_triton import StoredWeight, WeightStrides, latent_dequantize_kernel
+
+
+class AbsorbLaunch(NamedTuple):
+    """`absorb_queries` before its launch, which may be another op's as well.
+
+    Attributes:
+        plan: with the kernel that runs; rows, shape: runtime arguments and constants of the Triton kernels.
+        out: the result; programs, token_blocks: grid of `absorb_queries_kernel`.
+    """
+
+    plan: LatentPlan
+    rows: AbsorbArguments
+    shape: AbsorbShape
+    out: Tensor
+    programs: int
+    token_blocks: int
+
+
+def absorb_queries(queries: LatentQueries) -> Tensor:
+    """See `kernels.latent.absorb_queries`."""
+    plan, rows, shape, out, programs, token_blocks = absorb_launch(queries)
+    if not out.numel():
+        return out
+    if plan.rotation is None:
+        warps = plan.product.config.warps
+        absorb_queries_kernel[(programs, token_blocks)](
+            rows, SHAPE=shape, PDL=plan.pdl, enable_fp_fusion=True, num_warps=warps, launch_pdl=plan.pdl
+        )
+        return out
+    # cuBLAS writes into the rows of the result, and the rotation fills what is left of them
+    (heads, nope, rank), warps = queries.weight.shape, plan.rotation.config.warps
+    _multiply_heads(
+        queries.q.unflatten(-1, (heads, -1))[..., :nope],
+        dequantize_weight(queries.weight, out.dtype, plan),
+        out[:, :heads, :rank],
+        plan,
+    )
+    rotate_queries_kernel[(len(out), cdiv(out.shape[1], shape.BLOCK_H))](
+        rows, SHAPE=shape, PADDED=out.shape[1] > heads, enable_fp_fusion=True, num_warps=warps
+    )
+    return out
+
+
+def absorb_launch(queries: LatentQueries) -> AbsorbLaunch:
+    """Checks the tensors, plans, and allocates the result if it is not given.
+
+    Raises:
+        ValueError: tensors that disagree or that the kernels do not support.
+    """
+    check_queries(queries)
+    q, weight, cos_sin, positions, padded_heads, out = queries
+    (heads, nope, rank), T, rope = weight.shape, len(q), cos_sin.shape[1]
+    plan = plan_absorb(_problem(q, weight), gpu(q.device))
+    if out is None:
+        out = torch.empty(T, padded_heads, rank + rope, dtype=q.dtype, device=q.device)
+    rows = AbsorbArguments(
+        q, q.stride(0), _stored(weight), cos_sin, cos_sin.shape[0], positions,
+        out, out.stride(0), out.stride(1), T, heads, padded_heads,
+    )  # fmt: skip
+    tiles = (plan.rotation or plan.product).config
+    shape = AbsorbShape(
+        NOPE=nope,
+        NOPE_BLOCK=max(16, next_power_of_2(nope)) if weight.scale is None else WEIGHT_BLOCK,
+        ROPE=rope,
+        ROPE_BLOCK=row_block(rope, cos_sin),
+        RANK=rank,
+        WEIGHT=_strides(weight),
+        BLOCK_RANK=tiles.rank,
+        BLOCK_T=tiles.tokens,
+        BLOCK_H=tiles.heads,
+        NATIVE_FP8=plan.native_fp8,
+    )
+    return AbsorbLaunch(plan, rows, shape, out, padded_heads * cdiv(rank, tiles.rank), cdiv(T, tiles.tokens))
+
+
+def project_values(latents: Tensor, weight: LatentWeight) -> Tensor:
+    """See `kernels.latent.project_values`."""
+    return _project(latents, weight, False, False).values
+
+
+def project_values_quantized(latents: Tensor, weight: LatentWeight, pow2_scales: bool = True) -> ProjectedValues:
+    """See `kernels.latent.project_values_quantized`."""
+    return _project(latents, weight, True, pow2_scales)
+
+
+def _project(latents: Tensor, weight: LatentWeight, quantize: bool, pow2_scales: bool) -> ProjectedValues:
+    check_latents(latents, weight)
+    T, (heads, dim, rank) = len(latents), weight.shape
+    plan = plan_values(_problem(latents, weight, quantize), gpu(latents.device))
+    out = torch.empty(T, heads * dim, dtype=latents.dtype, device=latents.device)
+    buffers = empty_quantized_rows(T, heads * dim, out.device, pow2_scales) if plan.quantized else None
+    if not out.numel():
+        return ProjectedValues(out, buffers)
+    if plan.product.kernel == "cuBLAS":
+        plain = dequantize_weight(weight, latents.dtype, plan).transpose(1, 2)
+        _multiply_heads(latents[:, :heads], plain, out.unflatten(1, (heads, dim)), plan)
+        return ProjectedValues(out, None)
+    tiles = plan.product.config
+    rows = ValueArguments(
+        latents, latents.stride(0), latents.stride(1), _stored(weight), out, out.stride(0), T, fp8_rows(buffers)
+    )
+    shape = ValueShape(
+        V=dim,
+        BLOCK_V=tiles.values,
+        RANK=rank,
+        WEIGHT=_strides(weight),
+        BLOCK_RANK=tiles.rank,
+        BLOCK_T=tiles.tokens,
+        EARLY=min(tiles.early, cdiv(rank, tiles.rank)),
+        STAGES=tiles.stages,
+        POW2=pow2_scales,
+        NATIVE_FP8=plan.native_fp8,
+    )
+    project_values_kernel[(heads * cdiv(dim, tiles.values), cdiv(T, tiles.tokens))](
+        rows,
+        SHAPE=shape,
+        PDL=plan.pdl,
+        enable_fp_fusion=True,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        launch_pdl=plan.pdl,
+    )
+    return ProjectedValues(out, buffers)
+
+
+def _problem(x: Tensor, weight: LatentWeight, quantize: bool = False) -> LatentProblem:
+    if x.dtype not in FLOATS:
+        raise ValueError(f"queries and latents are float32, bfloat16 or float16, got {x.dtype}")
+    return LatentProblem(len(x), weight.shape[1], x.dtype, weight.scale is not None, quantize, batch_invariant())
+
+
+def dequantize_weight(weight: LatentWeight, dtype: torch.dtype, plan: LatentPlan) -> Tensor:
+    """`reference.dequantize_weight` in Triton; a plain weight is returned as it is."""
+    if plan.dequantize is None:
+        return weight.rows
+    heads, height, rank = weight.shape
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.rows.device)
+    latent_dequantize_kernel[(heads, height // WEIGHT_BLOCK, rank // WEIGHT_BLOCK)](
+        _stored(weight),
+        out,
+        HEIGHT=height,
+        RANK=rank,
+        WEIGHT=_strides(weight),
+        DTYPE=TRITON_DTYPES[dtype],
+        NATIVE_FP8=plan.native_fp8,
+        enable_fp_fusion=True,
+        num_warps=plan.dequantize.config.warps,
+    )
+    return out
+
+
+def _multiply_heads(x: Tensor, weight: Tensor, out: Tensor, plan: LatentPlan) -> None:
+    """``out[t, h] = x[t, h] weight[h]`` by cuBLAS, of ``x [T, heads, K]`` and a plain ``weight [heads, K, N]``."""
+    if plan.row_tiles:
+        out.copy_(in_row_tiles(lambda rows: torch.bmm(rows.transpose(0, 1), weight).transpose(0, 1), x))
+    else:
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+
+
+def _stored(weight: LatentWeight) -> StoredWeight:
+    return StoredWeight(weight.rows if weight.scale is None else fp8_view(weight.rows), weight.scale)
+
+
+def _strides(weight: LatentWeight) -> WeightStrides:
+    return WeightStrides(*weight.rows.stride(), *((0, 0, 0) if weight.scale is None else weight.scale.stride()))

@@ -1,0 +1,226 @@
+"""Plans of V3.2's projections into and out of the latent space: one launch that reads the weight, or cuBLAS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.plans import (
+    ANY,
+    NOT_MEASURED,
+    Choice,
+    Row,
+    Table,
+    condition,
+    next_power_of_2,
+    planner,
+)
+from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK
+from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP
+
+MAX_NOPE = 256
+"""Channels without rotation that a program of `absorb_queries_kernel` multiplies at once."""
+
+
+@dataclass(frozen=True)
+class LatentProblem:
+    """Products of heads with a half of ``kv_b_proj``, into the latent space or out of it.
+
+    Attributes:
+        tokens: of the step.
+        channels: of a head outside the latent space: ``nope`` of a query, or ``v_head_dim``.
+        dtype: of the input and of a plain weight; fp8_weight: the weight is FP8 with block scales.
+        quantize: the values are also wanted as FP8, if that needs no further launch.
+        batch_invariant: results of a token must not depend on the number of tokens.
+    """
+
+    tokens: int
+    channels: int
+    dtype: torch.dtype
+    fp8_weight: bool
+    quantize: bool = False
+    batch_invariant: bool = False
+
+
+class AbsorbTiles(NamedTuple):
+    """Launch configuration of `absorb_queries_kernel` and `rotate_queries_kernel`.
+
+    Attributes:
+        rank: latent channels that a program computes, or fills with zeros, at once.
+        tokens, heads: of a program; warps: of a program.
+    """
+
+    rank: int
+    tokens: int
+    heads: int
+    warps: int
+
+
+class DequantizeTiles(NamedTuple):
+    """Launch configuration of `latent_dequantize_kernel`: warps of a program, which converts a block of one scale."""
+
+    warps: int
+
+
+class ValueTiles(NamedTuple):
+    """Launch configuration of `project_values_kernel`.
+
+    Attributes:
+        values, rank, tokens: value channels, latent channels and tokens of a program's tiles.
+        early: blocks of latent channels whose weights are loaded before the previous kernel has ended.
+        warps, stages: of a program.
+    """
+
+    values: int
+    rank: int
+    tokens: int
+    early: int
+    warps: int
+    stages: int = 3
+
+
+@dataclass(frozen=True)
+class LatentPlan:
+    """Launches of `absorb_queries` or `project_values`.
+
+    Attributes:
+        product: a kernel that computes everything, or cuBLAS, which multiplies.
+        dequantize: makes a plain weight for cuBLAS; None where the weight is read as it is.
+        rotation: rotates queries and fills padding heads beside cuBLAS; None where the product's kernel does, or for
+            values.
+        quantized: the product's launch also writes the values as FP8.
+        row_tiles: cuBLAS multiplies tiles of one shape, so that results do not depend on the number of tokens.
+        pdl, native_fp8: of the GPU.
+    """
+
+    product: Choice
+    dequantize: Choice | None
+    rotation: Choice | None
+    quantized: bool
+    row_tiles: bool
+    pdl: bool
+    native_fp8: bool
+
+
+@condition
+def half_precision(problem: LatentProblem, gpu: GPU) -> bool:
+    """Tensor cores multiply the input exactly; float32 they would round to TF32."""
+    return problem.dtype in (torch.bfloat16, torch.float16)
+
+
+@condition
+def nope_fits(problem: LatentProblem, gpu: GPU) -> bool:
+    return problem.channels <= MAX_NOPE
+
+
+@condition
+def small_m(problem: LatentProblem, gpu: GPU) -> bool:
+    """Few enough tokens that a launch which reads the weight once per 64 of them is faster than cuBLAS.
+
+    On an H200 with 128 heads, blocks of 64 tokens took 17.7 us at 128 tokens and cuBLAS 16.0 us, with a weight of 17 MB
+    in bf16; to write that from FP8 for cuBLAS moves 25 MB more.
+    """
+    return problem.tokens <= (128 if problem.fp8_weight else 64)
+
+
+@condition
+def batch_invariant(problem: LatentProblem, gpu: GPU) -> bool:
+    return problem.batch_invariant
+
+
+@condition
+def fp8_weight(problem: LatentProblem, gpu: GPU) -> bool:
+    return problem.fp8_weight
+
+
+@condition
+def quantize(problem: LatentProblem, gpu: GPU) -> bool:
+    """The values are wanted as FP8, and a head is one group of channels."""
+    return problem.quantize and problem.channels == FP8_INPUT_GROUP
+
+
+@condition
+def up_to_16(problem: LatentProblem, gpu: GPU) -> bool:
+    return token_tile(problem) <= 16
+
+
+@condition
+def up_to_32(problem: LatentProblem, gpu: GPU) -> bool:
+    return token_tile(problem) <= 32
+
+
+@condition
+def registers_hold_weights(problem: LatentProblem, gpu: GPU) -> bool:
+    """An earlier launch can be overlapped, and shared memory takes a head's weights on their way to a product.
+
+    Compute capability 8.x has no early launches; 12.0 has 99 KiB of shared memory.
+    """
+    return gpu.capability[0] in (9, 10)
+
+
+def token_tile(problem: LatentProblem) -> int:
+    """Tokens of a program: 8, 16, 32 or 64; 64 where the order of sums must not depend on their number."""
+    return 64 if problem.batch_invariant else min(64, max(8, next_power_of_2(problem.tokens)))
+
+
+def absorb_tiles(problem: LatentProblem, gpu: GPU) -> AbsorbTiles:
+    """A tile of an FP8 weight has one scale. Four warps: the launch with the indexer's heads needs them."""
+    return AbsorbTiles(WEIGHT_BLOCK, token_tile(problem), 1, 4)
+
+
+def value_tiles(
+    values: int, rank: int, early: int, warps: int, stages: int = 3
+) -> Callable[[LatentProblem, GPU], ValueTiles]:
+    """Tiles of a row of `VALUES`, for as many tokens as the problem has."""
+    return lambda problem, gpu: ValueTiles(values, rank, token_tile(problem), early, warps, stages)
+
+
+one_launch = small_m | batch_invariant
+ABSORB = Table(
+    "latent.absorb_queries",
+    {"absorb_queries_kernel": half_precision & nope_fits, "cuBLAS": ANY},
+    [
+        Row(one_launch, "absorb_queries_kernel", absorb_tiles),
+        Row(ANY, "cuBLAS"),
+    ],
+)
+VALUES = Table(
+    "latent.project_values",
+    {"project_values_kernel": half_precision, "cuBLAS": ANY},
+    [  # as many weights in flight as registers hold
+        Row(one_launch & quantize & ~registers_hold_weights, "project_values_kernel", value_tiles(128, 128, 0, 8, 2)),
+        Row(one_launch & quantize & fp8_weight, "project_values_kernel", value_tiles(128, 128, 4, 8)),
+        Row(one_launch & fp8_weight, "project_values_kernel", value_tiles(64, 128, 4, 4)),
+        Row(one_launch & quantize & up_to_32, "project_values_kernel", value_tiles(128, 512, 1, 8)),
+        Row(one_launch & quantize, "project_values_kernel", value_tiles(128, 128, 4, 8)),
+        Row(one_launch & up_to_16, "project_values_kernel", value_tiles(64, 512, 1, 4)),
+        Row(one_launch & up_to_32, "project_values_kernel", value_tiles(64, 128, 2, 4)),
+        Row(one_launch, "project_values_kernel", value_tiles(64, 128, 4, 4)),
+        Row(ANY, "cuBLAS"),
+    ],
+)
+ROTATION = Choice("rotate_queries_kernel", AbsorbTiles(WEIGHT_BLOCK, 1, 8, 4), "any", NOT_MEASURED)
+DEQUANTIZATION = Choice("latent_dequantize_kernel", DequantizeTiles(8), "any", NOT_MEASURED)
+
+
+@planner("latent.absorb_queries")
+def plan_absorb(problem: LatentProblem, gpu: GPU) -> LatentPlan:
+    """One launch for few tokens; for many, cuBLAS and a launch that rotates."""
+    return _plan(ABSORB.choose(problem, gpu), ROTATION, problem, gpu)
+
+
+@planner("latent.project_values")
+def plan_values(problem: LatentProblem, gpu: GPU) -> LatentPlan:
+    """One launch for few tokens, which may also quantise; cuBLAS for many."""
+    return _plan(VALUES.choose(problem, gpu), None, problem, gpu)
+
+
+def _plan(product: Choice, rotation: Choice | None, problem: LatentProblem, gpu: GPU) -> LatentPlan:
+    if product.kernel != "cuBLAS":
+        return LatentPlan(product, None, None, quantize(problem, gpu), False, gpu.pdl, gpu.native_fp8)
+    dequantize = DEQUANTIZATION if problem.fp8_weight else None
+    return LatentPlan(product, dequantize, rotation, False, problem.batch_invariant, gpu.pdl, gpu.native_fp8)
