@@ -7,6 +7,7 @@ equal to the reference's.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -104,39 +105,51 @@ def hadamard_rows(y, BLOCK: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.conste
     """
     R: tl.constexpr = y.shape[0]
     for _ in tl.static_range(STAGES):
+        # join puts sum and difference side by side, permute the sums before the differences
         a, b = tl.split(tl.reshape(y, (R, BLOCK // 2, 2)))
         y = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (R, BLOCK))
     return round_to(y * BLOCK**-0.5, DTYPE)
 
 
-@triton.jit
-def store_rows(
-    y,
-    slot,
-    pool_ptr,
-    page_stride,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    NOPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RECORD: tl.constexpr,
-    PLAIN: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-):
-    """Writes row r as the entry ``slot[r]`` (int64; nothing if negative) of a pool of bytes, ``N`` entries a page.
+@dataclass(frozen=True)
+class EntryFormat:
+    """Constants of a pool that `store_rows` writes.
 
-    ``RECORD`` is the record's place in `RECORDS`, ``PLAIN`` the dtype of plain records, ``NOPE`` the quantised channels
-    of fp8_v4 and fp8_v41.
+    Attributes:
+        N: entries of a page; D: channels of an entry; NOPE: quantised channels of fp8_v4 and fp8_v41.
+        RECORD: the record's place in `RECORDS`; PLAIN: dtype of plain records.
     """
+
+    N: int
+    D: int
+    NOPE: int
+    RECORD: int
+    PLAIN: Any
+
+
+@triton.jit
+def store_rows(y, slot, pool_ptr, page_stride, ENTRY: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Writes row r of ``y [R, BLOCK]`` as the entry ``slot[r]`` (int64; nothing if negative) of a pool of bytes.
+
+    ``ENTRY`` is the pool's `EntryFormat`.
+    """
+    N: tl.constexpr = ENTRY.N
+    D: tl.constexpr = ENTRY.D
+    NOPE: tl.constexpr = ENTRY.NOPE
+    RECORD: tl.constexpr = ENTRY.RECORD
+    PLAIN: tl.constexpr = ENTRY.PLAIN
+    BLOCK: tl.constexpr = y.shape[1]
     R: tl.constexpr = y.shape[0]
     channel = tl.arange(0, BLOCK)
     used = (slot >= 0)[:, None]
     entry = slot % N
     page = pool_ptr + (slot // N) * page_stride
     if RECORD == _PLAIN:
+        # a page: entries of D values
         row = page.to(tl.pointer_type(PLAIN)) + entry * D
         tl.store(row[:, None] + channel[None, :], round_to(y, PLAIN).to(PLAIN), mask=used & (channel < D)[None, :])
     elif RECORD == _FP8_V4 or RECORD == _FP8_V41:  # noqa: SIM109
+        # a page: entries of NOPE quantised channels and the others in bfloat16, then their scales
         y = round_to(y, tl.bfloat16)
         GROUP: tl.constexpr = 64 if RECORD == _FP8_V4 else 32
         WIDTH: tl.constexpr = NOPE + 2 * (D - NOPE)
@@ -155,22 +168,27 @@ def store_rows(
         inside = used & (group < NOPE // GROUP)[None, :]
         tl.store(scales[:, None] + group[None, :], byte.to(tl.uint8), mask=inside)
         if RECORD == _FP8_V4:
+            # scales are padded to a multiple of 8 bytes; the padding is 0, as in the reference
             rest = NOPE // 64 + tl.arange(0, 8)
             zero = tl.zeros((R, 8), tl.uint8)
             tl.store(scales[:, None] + rest[None, :], zero, mask=used & (rest < SCALES)[None, :])
     elif RECORD == _INDEX_FP8:
+        # a page: entries of D quantised channels, then a float32 scale each
         y = round_to(y, tl.bfloat16)
         byte, inverse = pow2_scales(y, 1e-4, 448.0)
         code = quantize_e4m3(y * inverse[:, None], NATIVE_FP8)
         tl.store((page + entry * D)[:, None] + channel[None, :], code, mask=used & (channel < D)[None, :])
+        # the scale's bits: infinity and NaN stay apart, as the reference's float32 scale shows them
         bits = tl.where(byte == 255, tl.where(inverse == 0, 0x7F800000, 0x7FC00000), byte << 23)
         tl.store((page + N * D).to(tl.pointer_type(tl.int32)) + entry, bits, mask=slot >= 0)
     else:
+        # a page: entries of D / 2 bytes, two channels each, then their scales
         GROUP: tl.constexpr = 16 if RECORD == _FP4_V41 else 32
         groups = tl.reshape(round_to(y, tl.bfloat16), (R, BLOCK // GROUP, GROUP))
         if RECORD == _FP4_V41:
             byte = e4m3_scales(groups, 6.0, NATIVE_FP8)
             scale = decode_e4m3(byte, NATIVE_FP8, tl.float32)
+            # by its scale as it is stored: e4m3 scales are rounded, and a reciprocal would round once more
             code = quantize_e2m1(tl.div_rn(groups, tl.broadcast_to(scale[:, :, None], groups.shape)))
         else:
             byte, inverse = pow2_scales(groups, 6.0 * 2.0**-126, 6.0)
@@ -210,20 +228,18 @@ def fp8_rows(buffers: QuantizedRows | None) -> Fp8Rows | None:
 
 
 @triton.jit
-def store_fp8_groups(groups, t, group, inside, rows, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Quantises ``groups [G, 128]`` of float32 and stores those ``inside [G]`` into `Fp8Rows`.
+def store_fp8_groups(groups, codes, scales, inside, groups_inside, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Quantises ``groups [G, n]`` of float32, each with a scale, and stores codes and scales.
 
-    ``groups[i]`` are the channels from ``128 * group[i]`` on of row ``t[i]``; ``t``, int64, or ``group`` may be one for
-    all.
+    ``codes [G, n]`` and ``scales [G]`` are pointers, ``inside [G, n]`` and ``groups_inside [G]`` their masks.
     """
-    value, scale = quantize_groups(groups, POW2, NATIVE_FP8, rows.codes.dtype.element_ty)
-    start = rows.codes + t * rows.stride + group * 128
-    tl.store(start[:, None] + tl.arange(0, 128)[None, :], value, mask=inside[:, None])
-    tl.store(rows.scale + t + group * rows.scale_stride, scale, mask=inside)
+    code, scale = quantize_groups(groups, POW2, NATIVE_FP8, codes.dtype.element_ty)
+    tl.store(codes, code, mask=inside)
+    tl.store(scales, scale, mask=groups_inside)
 
 
-def entry_constants(record: CacheRecord, pool: Tensor, page_entries: int) -> dict[str, Any]:
-    """Constants ``N, NOPE, RECORD, PLAIN`` of `store_rows` for a pool.
+def entry_format(record: CacheRecord, pool: Tensor, page_entries: int) -> EntryFormat:
+    """Constants of `store_rows` for a pool.
 
     Raises:
         ValueError: a record or a pool that is not supported.
@@ -234,7 +250,7 @@ def entry_constants(record: CacheRecord, pool: Tensor, page_entries: int) -> dic
     unit = {"plain": dtype.itemsize, "fp8_v4": 2, "index_fp8": 4}.get(record.name, 1)
     check_pool(record, pool, page_entries, unit)
     nope = record.nope_dim if record.name == "fp8_v4" else record.dim
-    return {"N": page_entries, "NOPE": nope, "RECORD": RECORDS.index(record.name), "PLAIN": TRITON_DTYPES[dtype]}
+    return EntryFormat(page_entries, record.dim, nope, RECORDS.index(record.name), TRITON_DTYPES[dtype])
 
 
 def row_block(dim: int, cos_sin: Tensor) -> int:

@@ -19,12 +19,12 @@ from deepseek_attn.kernels.indexer.query_triton import (
     queries_kernel,
 )
 from deepseek_attn.kernels.indexer.types import KEY_FORMATS, TRITON_HEAD_DIM, IndexQueries, IndexQueryRows
-from deepseek_attn.kernels.insert.query_heads import HEADS, head_launch
+from deepseek_attn.kernels.insert.launch import head_launch
 from deepseek_attn.kernels.latent.launch import absorb_launch, absorb_queries
 from deepseek_attn.kernels.latent.types import LatentQueries
 
 NUM_WARPS = 4
-assert HEADS == NUM_WARPS  # the layer's heads and the indexer's are in one launch
+"""Those of `head_launch` and `absorb_launch`: the layer's heads and the indexer's are in one launch."""
 
 
 class IndexQueryLaunch(NamedTuple):
@@ -50,7 +50,7 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
 
 def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`kernels.indexer.queries` in Triton, for rows that `query_norm_rope` and `index_query` take there."""
-    args, shape, out, blocks = head_launch(heads)
+    _, args, shape, out, blocks = head_launch(heads)
     launch = _index_launch(index, "queries_kernel")
     tokens, pdl = len(out), launch.plan.pdl
     if len(index.q) != tokens:

@@ -53,7 +53,7 @@ def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch:
         batch: of the compressors; None without any.
     """
     if runs_triton(tokens.qr):
-        from deepseek_attn.kernels.insert.insert import insert_tokens as op
+        from deepseek_attn.kernels.insert.launch import insert_tokens as op
     else:
         from deepseek_attn.kernels.insert.reference import insert_tokens as op
     return op(tokens, compressors, batch)
@@ -77,7 +77,7 @@ def insert_latents(tokens: LatentTokens) -> Tensor:
         ValueError: tensors that disagree or that the kernel does not support.
     """
     if runs_triton(tokens.qr):
-        from deepseek_attn.kernels.insert.latents import insert_latents as op
+        from deepseek_attn.kernels.insert.launch import insert_latents as op
     else:
         from deepseek_attn.kernels.insert.reference import insert_latents as op
     return op(tokens)
@@ -99,7 +99,7 @@ def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
         ValueError: tensors that disagree or that the kernel does not support.
     """
     if runs_triton(tokens.qr):
-        from deepseek_attn.kernels.insert.norm_rope import norm_rope_insert as op
+        from deepseek_attn.kernels.insert.launch import norm_rope_insert as op
     else:
         from deepseek_attn.kernels.insert.reference import norm_rope_insert as op
     return op(tokens)
@@ -122,7 +122,7 @@ def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatc
         ValueError: shapes, dtypes or strides that do not fit.
     """
     if runs_triton(batch.positions):
-        from deepseek_attn.kernels.insert.compress import compress_and_insert as op
+        from deepseek_attn.kernels.insert.launch import compress_and_insert as op
     else:
         from deepseek_attn.kernels.insert.reference import compress_and_insert as op
     op(compressors, batch)
@@ -140,7 +140,7 @@ def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
         ValueError: shapes or dtypes that do not fit.
     """
     if runs_triton(part.kv):
-        from deepseek_attn.kernels.insert.compress import compress_latents as op
+        from deepseek_attn.kernels.insert.launch import compress_latents as op
     else:
         from deepseek_attn.kernels.insert.reference import compress_latents as op
     return op(part, batch)
@@ -158,7 +158,7 @@ def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRo
         ValueError: rows or a pool that do not fit the record.
     """
     if runs_triton(rows):
-        from deepseek_attn.kernels.insert.entries import rope_insert as op
+        from deepseek_attn.kernels.insert.launch import rope_insert as op
     else:
         from deepseek_attn.kernels.insert.reference import rope_insert as op
     op(rows, positions, cos_sin, cache)
@@ -175,7 +175,7 @@ def query_norm_rope(heads: QueryHeads) -> Tensor:
             disagree or that the kernel does not support.
     """
     if runs_triton(heads.q):
-        from deepseek_attn.kernels.insert.query_heads import query_norm_rope as op
+        from deepseek_attn.kernels.insert.launch import query_norm_rope as op
     else:
         from deepseek_attn.kernels.insert.reference import query_norm_rope as op
     return op(heads)

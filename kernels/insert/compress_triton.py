@@ -1,4 +1,11 @@
-"""Triton device code of `compress` and `insert`: pooling windows that close, storing ring rows of open ones."""
+"""Triton device code of `compress_and_insert` and `insert_tokens`: closed windows are pooled, open ones kept.
+
+Programs that pool take work items of the windows that close. Short windows are pooled by one program, in float32 and
+channel by channel. Of long ones every program pools a few channels, and the last of them to arrive stores the entry:
+the norm needs all of its channels. The other programs store a token's row in the ring of its request. In steps of more
+than ``rows - coff * ratio + 1`` tokens of a request such a row may still hold a token that is pooled; then the program
+that pools it stores the new row afterwards.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from deepseek_attn.kernels.common.row_ops import (
+    EntryFormat,
+    begin,
     hadamard_rows,
     normed_rows,
     rotated_rows,
@@ -19,10 +28,18 @@ from deepseek_attn.kernels.common.row_ops import (
     store_rows,
 )
 from deepseek_attn.kernels.common.triton_types import LOG2E
+from deepseek_attn.kernels.insert.norm_rope_triton import insert_key, norm_query_latent
 
 
 class PartArguments(NamedTuple):
-    """Runtime arguments of one compressor: tensors of `CompressPart` and their strides."""
+    """Runtime arguments of one compressor.
+
+    Attributes:
+        kv, score: float32 ``[T, width]`` with their row strides, ``width`` of one or two halves of ``D`` channels.
+        ape: float32 ``[ratio, width]``; state: float32 ``[pages, rows, 2 * width]``, ``ring_stride`` between pages.
+        norm_weight: float32 ``[D]``; cos_sin: float32 ``[max_positions, rope]``.
+        pool: uint8 ``[pages, page bytes]``; eps: of the entry's norm.
+    """
 
     kv: Tensor
     score: Tensor
@@ -40,7 +57,7 @@ class PartArguments(NamedTuple):
 
 
 class BatchArguments(NamedTuple):
-    """Runtime arguments of a step: tensors of `CompressBatch`, and the stride of ``ring_pages``."""
+    """Runtime arguments of a step: tensors of `CompressBatch`, documented there, and the stride of ``ring_pages``."""
 
     positions: Tensor
     token_to_req: Tensor
@@ -53,7 +70,12 @@ class BatchArguments(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory of the programs that share a window: pooled rows, counters of arrived programs, length of a row."""
+    """Memory of the programs that share a window.
+
+    Attributes:
+        pooled: float32, a row of ``width`` channels for each window and compressor.
+        arrived: int32, a counter for each; 0 between launches.
+    """
 
     pooled: Tensor
     arrived: Tensor
@@ -84,8 +106,8 @@ class PartShape:
     Attributes:
         D: channels of an entry; BLOCK: tile of them, a power of two.
         ROPE: rotated channels; STAGES: of the Hadamard transform, 0 for none; DTYPE: to which an entry is rounded.
-        N, NOPE, RECORD, PLAIN: of the pool, see `row_ops.entry_constants`.
-        JOBS: work items of a group of windows, or of the channels of one window.
+        ENTRY: of the pool.
+        ITEMS: work items of a group of windows, or of the channels of one window.
     """
 
     D: int
@@ -93,11 +115,8 @@ class PartShape:
     ROPE: int
     STAGES: int
     DTYPE: Any
-    N: int
-    NOPE: int
-    RECORD: int
-    PLAIN: Any
-    JOBS: int
+    ENTRY: EntryFormat
+    ITEMS: int
 
 
 @dataclass(frozen=True)
@@ -106,10 +125,11 @@ class PoolingConfig:
 
     Attributes:
         RATIO: tokens per window; POOLED: tokens that an entry pools; ROWS: of a ring.
-        LANES, READS, CHANNELS: see `compress.LaunchConfig`; CHUNKS: blocks of ``CHANNELS`` that a job pools at most.
-        GROUP: consecutive windows of a request that form one group; JOBS: of a group, over all compressors.
+        LANES, READS, CHANNELS: see `plan.PoolTiles`; CHUNKS: blocks of ``CHANNELS`` that a work item pools at most.
+        GROUP: consecutive windows of a request that form one group; ITEMS: of a group, over all compressors.
         REUSES_RING: a token of the step may overwrite the ring row of a token that a window of the step pools.
         REQUESTS: a power of two, at least the number of requests.
+        NATIVE_FP8: the GPU converts FP8.
     """
 
     RATIO: int
@@ -120,44 +140,48 @@ class PoolingConfig:
     CHANNELS: int
     CHUNKS: int
     GROUP: int
-    JOBS: int
+    ITEMS: int
     REUSES_RING: bool
     REQUESTS: int
+    NATIVE_FP8: bool
 
 
 @triton.jit
-def store_state_row(t, compressor, parts, batch, SHAPES: tl.constexpr, CONFIG: tl.constexpr):
+def _store_ring_row(t, compressor, parts, batch, PARTS: tl.constexpr, CONFIG: tl.constexpr):
     """Copies the projections of token ``t`` for one ``compressor`` to their row of the ring.
 
     A row, or a half of it, that a window of this step reads is left to the program that reads it, see
-    `_overwrite_ring_rows`. Arguments and constants are those of `compress.compress_launch`.
+    `_overwrite_ring_rows`.
     """
     valid = tl.load(batch.valid + t) != 0
     pos = tl.load(batch.positions + t).to(tl.int32)
     req = tl.load(batch.token_to_req + t)
-    for p in tl.static_range(len(SHAPES)):
+    for p in tl.static_range(len(PARTS)):
         if compressor == p:
             part = parts[p]
-            W: tl.constexpr = CONFIG.POOLED // CONFIG.RATIO * SHAPES[p].D
-            BLOCK: tl.constexpr = SHAPES[p].BLOCK
+            W: tl.constexpr = CONFIG.POOLED // CONFIG.RATIO * PARTS[p].D
+            BLOCK: tl.constexpr = PARTS[p].BLOCK
             for first in tl.static_range(0, W, BLOCK):
                 column = first + tl.arange(0, BLOCK)
                 inside = column < W
                 value = tl.load(part.kv + t * part.kv_stride + column, mask=inside)
                 score = tl.load(part.score + t * part.score_stride + column, mask=inside)
+                # a ring holds scores with the position's bias: windows add it once, when the token is stored
                 score += tl.load(part.ape + (pos % CONFIG.RATIO) * W + column, mask=inside)
                 start = tl.load(batch.query_start_loc + req)
                 end = tl.load(batch.query_start_loc + req + 1)
                 ring = tl.load(batch.ring_pages + req * batch.ring_pages_stride).to(tl.int64)
+                # of tokens that share a ring row, the last one stays
                 inside &= valid & (t >= end - CONFIG.ROWS)
                 if CONFIG.REUSES_RING:
                     prefix = tl.load(batch.prefix_lens + req)
                     length = prefix + end - start
                     # the position that the row still holds
-                    before = pos - tl.cdiv(pos - prefix + 1, CONFIG.ROWS) * CONFIG.ROWS
-                    older = column < W - SHAPES[p].D
-                    closing = (tl.maximum(before, 0) // CONFIG.RATIO + tl.where(older, 2, 1)) * CONFIG.RATIO
-                    inside &= (before < 0) | (closing <= prefix) | (closing > length)
+                    old_pos = pos - tl.cdiv(pos - prefix + 1, CONFIG.ROWS) * CONFIG.ROWS
+                    older = column < W - PARTS[p].D
+                    closing = (tl.maximum(old_pos, 0) // CONFIG.RATIO + tl.where(older, 2, 1)) * CONFIG.RATIO
+                    # stored here unless a window that closes in this step still reads the old token
+                    inside &= (old_pos < 0) | (closing <= prefix) | (closing > length)
                 row = part.state + ring * part.ring_stride + (pos % CONFIG.ROWS) * (2 * W)
                 tl.store(row + column, value, mask=inside)
                 tl.store(row + W + column, score, mask=inside)
@@ -195,30 +219,35 @@ def _weighted_sums(rows, lane, part, channel, D: tl.constexpr, CONFIG: tl.conste
     total = tl.zeros((N, C), tl.float32)
     acc = tl.zeros((N, C), tl.float32)
     for first in range(0, CONFIG.POOLED, READS * CONFIG.LANES):
+        # READS tokens of each lane, LANES apart
         values = ()
         scores = ()
         # all loads are issued before the first result is needed: no branches in between
         for i in tl.static_range(READS):
-            place = first + i * CONFIG.LANES + lane
-            new = place >= rows.first_new
-            mask = ((place >= rows.first_existing) & (place < CONFIG.POOLED))[:, None] & (column < D)
-            older = place < CONFIG.POOLED - CONFIG.RATIO
+            offset = first + i * CONFIG.LANES + lane
+            new = offset >= rows.first_new
+            mask = ((offset >= rows.first_existing) & (offset < CONFIG.POOLED))[:, None] & (column < D)
+            older = offset < CONFIG.POOLED - CONFIG.RATIO
             # of two windows, the older one is pooled from the first half of the channels
             half = tl.where(older, 0, W - D)
-            row = rows.ring_row + place
+            # a token of this step comes from its projections, an earlier one from the ring, which wraps once
+            row = rows.ring_row + offset
             row = tl.where(row >= CONFIG.ROWS, row - CONFIG.ROWS, row) * (2 * W)
-            value_row = tl.where(new, rows.kv, rows.ring) + (tl.where(new, place * part.kv_stride, row) + half)
+            value_row = tl.where(new, rows.kv, rows.ring) + (tl.where(new, offset * part.kv_stride, row) + half)
             score_row = tl.where(new, rows.score, rows.ring + W) + (
-                tl.where(new, place * part.score_stride, row) + half
+                tl.where(new, offset * part.score_stride, row) + half
             )
-            ape_row = part.ape + (tl.where(older, place, place - (CONFIG.POOLED - CONFIG.RATIO)) * W + half)
+            ape_row = part.ape + (tl.where(older, offset, offset - (CONFIG.POOLED - CONFIG.RATIO)) * W + half)
+            # places before the first token weigh exp2(-inf) = 0; scores in the ring have the bias already
             value = tl.load(value_row[:, None] + column, mask=mask, other=0)
             score = tl.load(score_row[:, None] + column, mask=mask, other=float("-inf"))
             values += (value,)
             scores += (score + tl.load(ape_row[:, None] + column, mask=mask & new[:, None], other=0),)
+        # softmax without a second pass: what was summed is scaled down to the new largest score
         new_peak = peak
         for i in tl.static_range(READS):
             new_peak = tl.maximum(new_peak, scores[i])
+        # a channel of -inf scores alone must not give inf - inf
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak) * LOG2E
         decay = tl.exp2(peak * LOG2E - shift)
         total *= decay
@@ -239,22 +268,23 @@ def _overwrite_ring_rows(rows, t, following, lane, part, batch, channel, D: tl.c
     """
     W: tl.constexpr = CONFIG.POOLED // CONFIG.RATIO * D
     column = channel[None, :]
-    tl.debug_barrier()  # the whole program has read the rows before they are overwritten
+    tl.debug_barrier()  # wait until all threads of the program have read the rows
     for first in range(0, CONFIG.POOLED, CONFIG.LANES):
-        place = first + lane
-        later = (following - place) // CONFIG.ROWS * CONFIG.ROWS  # the last token to have the same row of the ring
-        reused = (place >= rows.first_existing) & (place < rows.first_new) & (place < CONFIG.POOLED) & (later > 0)
-        reused &= tl.load(batch.valid + t + place + later, mask=reused, other=0) != 0
+        offset = first + lane
+        later = (following - offset) // CONFIG.ROWS * CONFIG.ROWS  # the last token to have the same row of the ring
+        reused = (offset >= rows.first_existing) & (offset < rows.first_new) & (offset < CONFIG.POOLED) & (later > 0)
+        reused &= tl.load(batch.valid + t + offset + later, mask=reused, other=0) != 0
         mask = reused[:, None] & (column < D)
-        half = tl.where(place < CONFIG.POOLED - CONFIG.RATIO, 0, W - D)
-        new = place + later
+        half = tl.where(offset < CONFIG.POOLED - CONFIG.RATIO, 0, W - D)
+        new = offset + later
         value_row = rows.kv + new.to(tl.int64) * part.kv_stride + half
         score_row = rows.score + new.to(tl.int64) * part.score_stride + half
         value = tl.load(value_row[:, None] + column, mask=mask)
         score = tl.load(score_row[:, None] + column, mask=mask)
         ape_row = part.ape + new % CONFIG.RATIO * W + half
+        # the ring holds scores with the position's bias
         score += tl.load(ape_row[:, None] + column, mask=mask)
-        row = rows.ring_row + place
+        row = rows.ring_row + offset
         row = rows.ring + (tl.where(row >= CONFIG.ROWS, row - CONFIG.ROWS, row) * (2 * W) + half)
         tl.store(row[:, None] + column, value, mask=mask)
         tl.store((row + W)[:, None] + column, score, mask=mask)
@@ -266,52 +296,45 @@ def _store_entry(pooled, slot, weight, freqs_cis, part, SHAPE: tl.constexpr, NAT
     D: tl.constexpr = SHAPE.D
     BLOCK: tl.constexpr = SHAPE.BLOCK
     DTYPE: tl.constexpr = SHAPE.DTYPE
+    ENTRY: tl.constexpr = SHAPE.ENTRY
     y = normed_rows(round_to(pooled, DTYPE), weight, part.eps, D, DTYPE)
     y = rotated_rows(y, freqs_cis, D, SHAPE.ROPE, DTYPE)
     if SHAPE.STAGES:
         y = hadamard_rows(y, BLOCK, SHAPE.STAGES, DTYPE)
-    store_rows(y, slot, part.pool, part.page_stride, SHAPE.N, D, SHAPE.NOPE, BLOCK, SHAPE.RECORD, SHAPE.PLAIN,
-               NATIVE_FP8)  # fmt: skip
+    store_rows(y, slot, part.pool, part.page_stride, ENTRY, NATIVE_FP8)
 
 
 @triton.jit
-def _group_of(e, before, groups, rings, REQUESTS: tl.constexpr):
-    """Group ``e`` of all: its request, which of the request's groups it is, and the request's ring."""
-    mine = (before <= e) & (e < before + groups)
+def _group_of(e, first_groups, groups, rings, REQUESTS: tl.constexpr):
+    """Group ``e`` of all: its request, which of the request's groups it is, and the request's ring.
+
+    ``first_groups [REQUESTS]`` is the number of each request's first group.
+    """
+    mine = (first_groups <= e) & (e < first_groups + groups)
     request = tl.max(tl.where(mine, tl.arange(0, REQUESTS), 0), 0)
-    return request, tl.sum(tl.where(mine, e - before, 0), 0), tl.sum(tl.where(mine, rings, 0), 0).to(tl.int64)
+    return request, tl.sum(tl.where(mine, e - first_groups, 0), 0), tl.sum(tl.where(mine, rings, 0), 0).to(tl.int64)
 
 
 @triton.jit
-def _pool(
-    e,
-    place,
-    chunks,
-    group,
-    part,
-    batch,
-    scratch,
-    P: tl.constexpr,
-    SHAPES: tl.constexpr,
-    CONFIG: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-):
-    """Job ``place`` of the group ``e`` for compressor ``P``: some of its windows, or ``chunks`` of its only one.
+def _pool(e, item, chunks, group, parts, batch, scratch, P: tl.constexpr, PARTS: tl.constexpr, CONFIG: tl.constexpr):
+    """Work item ``item`` of window group ``e`` for compressor ``P``: whole windows, or ``chunks`` of one's channels.
 
     The last program to pool chunks of a window stores its entry.
     """
-    SHAPE: tl.constexpr = SHAPES[P]  # an element of a constexpr tuple is no constexpr argument in Triton 3.6
+    part = parts[P]
+    SHAPE: tl.constexpr = PARTS[P]  # an element of a constexpr tuple is no constexpr argument in Triton 3.6
     D: tl.constexpr = SHAPE.D
     BLOCK: tl.constexpr = SHAPE.BLOCK
     RATIO: tl.constexpr = CONFIG.RATIO
-    N: tl.constexpr = CONFIG.GROUP // SHAPE.JOBS if CONFIG.LANES == 1 else 1
+    N: tl.constexpr = CONFIG.GROUP // SHAPE.ITEMS if CONFIG.LANES == 1 else 1
     request, nth, ring = group
     prefix = tl.load(batch.prefix_lens + request)
     start = tl.load(batch.query_start_loc + request)
     end = tl.load(batch.query_start_loc + request + 1)
+    # the windows of this item, counted from the request's first one to close; pos and t: their last tokens
     nth = nth * CONFIG.GROUP + tl.arange(0, N)
     if CONFIG.LANES == 1:
-        nth += place * N
+        nth += item * N
     pos = (prefix // RATIO + nth + 1) * RATIO - 1
     t = start + pos - prefix
     slot = tl.load(batch.slots + t, mask=t < end, other=-1).to(tl.int64)
@@ -323,6 +346,7 @@ def _pool(
     first = t - (CONFIG.POOLED - 1)
     length = prefix + end - start
     if CONFIG.LANES == 1:
+        # one program has all channels of its windows: it finishes their entries itself
         lane = tl.zeros((N,), tl.int32)
         _, total, acc = _weighted_sums(rows, lane, part, whole, D, CONFIG)
         if CONFIG.REUSES_RING and tl.max(rows.first_new, 0) > 0:
@@ -330,45 +354,37 @@ def _pool(
                                  CONFIG)  # fmt: skip
         inside = (t < end)[:, None] & (whole < D)[None, :]
         pooled = tl.where(inside, acc / tl.where(inside, total, 1.0), 0.0)
-        _store_entry(pooled, slot, weight, freqs_cis, part, SHAPE, NATIVE_FP8)
+        _store_entry(pooled, slot, weight, freqs_cis, part, SHAPE, CONFIG.NATIVE_FP8)
     else:
+        # programs share the window: each pools some channels into scratch memory
         lane = tl.arange(0, CONFIG.LANES)
-        at = e * len(SHAPES) + P
+        at = e * len(PARTS) + P
         row = scratch.pooled + at.to(tl.int64) * scratch.width
-        chunk = place * chunks
-        while chunk < tl.minimum(place * chunks + chunks, SHAPE.JOBS):
+        chunk = item * chunks
+        while chunk < tl.minimum(item * chunks + chunks, SHAPE.ITEMS):
             channel = chunk * CONFIG.CHANNELS + tl.arange(0, CONFIG.CHANNELS)
             peak, total, acc = _weighted_sums(rows, lane, part, channel, D, CONFIG)
             if CONFIG.REUSES_RING and tl.max(rows.first_new, 0) > 0:
                 _overwrite_ring_rows(rows, first, length - 1 - pos + (CONFIG.POOLED - 1), lane, part, batch, channel, D,
                                      CONFIG)  # fmt: skip
+            # lanes are combined in a fixed order, relative to the largest of their scores
             top = tl.max(peak, 0)
             decay = tl.exp2((peak - tl.where(top == float("-inf"), 0.0, top)[None, :]) * LOG2E)
             tl.store(row + channel, tl.sum(acc * decay, 0) / tl.sum(total * decay, 0), mask=channel < D)
             chunk += 1
-        tl.debug_barrier()  # all of the program's channels are written before its arrival is counted
-        if tl.atomic_add(scratch.arrived + at, 1, sem="acq_rel") == tl.cdiv(SHAPE.JOBS, chunks) - 1:
-            tl.store(scratch.arrived + at, 0)
+        tl.debug_barrier()  # wait until all threads have written their channels, before the arrival is counted
+        # released here and acquired by the last program to arrive, which sees all channels
+        if tl.atomic_add(scratch.arrived + at, 1, sem="acq_rel") == tl.cdiv(SHAPE.ITEMS, chunks) - 1:
+            tl.store(scratch.arrived + at, 0)  # for the next launch
+            # from L2: other multiprocessors have written it
             pooled = tl.load(row + whole, mask=whole < D, other=0, cache_modifier=".cg")
-            _store_entry(pooled[None, :], slot, weight, freqs_cis, part, SHAPE, NATIVE_FP8)
+            _store_entry(pooled[None, :], slot, weight, freqs_cis, part, SHAPE, CONFIG.NATIVE_FP8)
 
 
 @triton.jit
-def pool_windows(
-    program,
-    pool_programs,
-    requests,
-    parts,
-    batch,
-    scratch,
-    SHAPES: tl.constexpr,
-    CONFIG: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-):
-    """Pools the jobs of one ``program`` of ``pool_programs``, if any window closes.
-
-    Arguments and constants are those of `compress.compress_launch`.
-    """
+def _pool_windows(program, pool_programs, requests, parts, batch, scratch, PARTS: tl.constexpr, CONFIG: tl.constexpr):
+    """Pools the work items of one ``program`` of ``pool_programs``, if any window closes."""
+    # every program counts the groups of windows that close, from the lengths of all requests
     r = tl.arange(0, CONFIG.REQUESTS)
     inside = r < requests
     prefix = tl.load(batch.prefix_lens + r, mask=inside, other=0)
@@ -377,22 +393,66 @@ def pool_windows(
     rings = tl.load(batch.ring_pages + r * batch.ring_pages_stride, mask=inside, other=0)
     groups = tl.cdiv((prefix + end - start) // CONFIG.RATIO - prefix // CONFIG.RATIO, CONFIG.GROUP)
     total = tl.sum(groups, 0)
-    if total > 0:
+    if total > 0:  # in most decode steps no window closes
         chunks = 1
-        if CONFIG.LANES > 1:  # with many windows, a job pools several chunks of one
-            chunks = tl.minimum(tl.maximum(total * CONFIG.JOBS // pool_programs, 1), CONFIG.CHUNKS)
-        jobs_per_group = 0
-        for p in tl.static_range(len(SHAPES)):
-            jobs_per_group += tl.cdiv(SHAPES[p].JOBS, chunks)
-        before = tl.cumsum(groups, 0) - groups
-        job = program
-        while job < total * jobs_per_group:
-            e = job // jobs_per_group
-            place = job % jobs_per_group
-            group = _group_of(e, before, groups, rings, CONFIG.REQUESTS)
-            for p in tl.static_range(len(SHAPES)):
-                jobs = tl.cdiv(SHAPES[p].JOBS, chunks)
-                if place >= 0 and place < jobs:
-                    _pool(e, place, chunks, group, parts[p], batch, scratch, p, SHAPES, CONFIG, NATIVE_FP8)
-                place -= jobs
-            job += pool_programs
+        if CONFIG.LANES > 1:  # with many windows, a work item pools several chunks of one
+            chunks = tl.minimum(tl.maximum(total * CONFIG.ITEMS // pool_programs, 1), CONFIG.CHUNKS)
+        items_per_group = 0
+        for p in tl.static_range(len(PARTS)):
+            items_per_group += tl.cdiv(PARTS[p].ITEMS, chunks)
+        first_groups = tl.cumsum(groups, 0) - groups
+        # items go round the programs; those of a group are of one compressor after another
+        work_item = program
+        while work_item < total * items_per_group:
+            e = work_item // items_per_group
+            item = work_item % items_per_group
+            group = _group_of(e, first_groups, groups, rings, CONFIG.REQUESTS)
+            for p in tl.static_range(len(PARTS)):
+                items = tl.cdiv(PARTS[p].ITEMS, chunks)
+                if item >= 0 and item < items:
+                    _pool(e, item, chunks, group, parts, batch, scratch, p, PARTS, CONFIG)
+                item -= items
+            work_item += pool_programs
+
+
+@triton.jit(do_not_specialize=["pool_programs", "requests"])
+def compress_kernel(
+    parts, batch, scratch, pool_programs, requests, PARTS: tl.constexpr, CONFIG: tl.constexpr, PDL: tl.constexpr
+):
+    """The first programs store a token's ring row for one compressor each; the last ``pool_programs`` pool."""
+    begin(PDL)  # wait until the previous kernel has written the projections
+    COUNT: tl.constexpr = len(PARTS)
+    program = tl.program_id(0)
+    store_programs = tl.num_programs(0) - pool_programs
+    if program >= store_programs:
+        _pool_windows(program - store_programs, pool_programs, requests, parts, batch, scratch, PARTS, CONFIG)
+    elif CONFIG.REUSES_RING:
+        # only the last ROWS tokens of a request stay: no programs for the others
+        r = program // COUNT // CONFIG.ROWS
+        t = tl.load(batch.query_start_loc + r + 1).to(tl.int64) - 1 - program // COUNT % CONFIG.ROWS
+        if t >= tl.load(batch.query_start_loc + r):
+            _store_ring_row(t, program % COUNT, parts, batch, PARTS, CONFIG)
+    else:
+        _store_ring_row((program // COUNT).to(tl.int64), program % COUNT, parts, batch, PARTS, CONFIG)
+
+
+@triton.jit(do_not_specialize=["pool_programs", "requests"])
+def insert_tokens_kernel(
+    key, query, parts, batch, scratch, pool_programs, requests,
+    SHAPE: tl.constexpr, QUERY_SHAPE: tl.constexpr, PARTS: tl.constexpr, CONFIG: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The first ``pool_programs`` pool windows, the longest work; then per token: key, latent, a ring row per part."""
+    begin(PDL)  # wait until the previous kernel has written the projections
+    program = tl.program_id(0)
+    if program < pool_programs:
+        _pool_windows(program, pool_programs, requests, parts, batch, scratch, PARTS, CONFIG)
+    else:
+        KINDS: tl.constexpr = 2 + len(PARTS)
+        t = ((program - pool_programs) // KINDS).to(tl.int64)
+        kind = (program - pool_programs) % KINDS
+        if kind == 0:
+            insert_key(t, key, SHAPE, CONFIG.NATIVE_FP8)
+        elif kind == 1:
+            norm_query_latent(t, query, QUERY_SHAPE, CONFIG.NATIVE_FP8)
+        else:
+            _store_ring_row(t, kind - 2, parts, batch, PARTS, CONFIG)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.fp8 import group_scales, quantize_e4m3, scaled
 from deepseek_attn.kernels.common.row_ops import (
+    EntryFormat,
     begin,
     hadamard_rows,
     normed_rows,
@@ -23,20 +24,21 @@ from deepseek_attn.kernels.common.row_ops import (
     row_weight,
     store_rows,
 )
-from deepseek_attn.kernels.insert.norm_rope_triton import load_row, norm_latent
+from deepseek_attn.kernels.insert.norm_rope_triton import load_row, norm_query_latent
 
 
-class LatentArguments(NamedTuple):
-    """Runtime arguments of `insert_latent` and `norm_latent`: tensors of `LatentTokens`, each with its row stride."""
+class KeyLatentArguments(NamedTuple):
+    """Runtime arguments of `insert_key_latent`.
+
+    Attributes:
+        kv: ``[T, rank + rope]``, the key latent, then the rotary key; kv_weight: float32 ``[rank]``.
+        positions: int64 ``[T]``; cos_sin: float32 ``[max_positions, rope]``.
+        slots: int64 ``[T]``; eps: of the norm; pool: uint8 ``[pages, page bytes]``.
+    """
 
     kv: Tensor
     kv_stride: int
     kv_weight: Tensor
-    qr: Tensor
-    qr_stride: int
-    q_weight: Tensor
-    qr_out: Tensor
-    qr_out_stride: int
     positions: Tensor
     cos_sin: Tensor
     max_positions: int
@@ -44,44 +46,37 @@ class LatentArguments(NamedTuple):
     eps: float
     pool: Tensor
     page_stride: int
-    fp8: Tensor | None = None
-    fp8_stride: int | None = None
-    fp8_scale: Tensor | None = None
-    fp8_scale_stride: int | None = None
 
 
 @dataclass(frozen=True)
-class LatentShape:
-    """Constants of `insert_latent` and `norm_latent`.
+class KeyLatentShape:
+    """Constants of `insert_key_latent`.
 
     Attributes:
         LATENT, ROPE: channels of a key latent and of its rotary key; LATENT_BLOCK, ROPE_BLOCK: their tiles.
-        DTYPE: of both; N: entries of a page.
+        N: entries of a page.
         FP8: entries are ``fp8_v32`` records; SCALE_POW2, SCALE_FLOOR: their scale rule, as in `group_scales`.
         PLAIN: dtype of other entries.
-        LORA, LORA_BLOCK, LORA_DTYPE: channels, tile and dtype of a query latent.
-        QUANTIZE: also store the query latent as FP8; POW2: with scales that are powers of two.
     """
 
     LATENT: int
     LATENT_BLOCK: int
     ROPE: int
     ROPE_BLOCK: int
-    DTYPE: Any
     N: int
     FP8: bool
     SCALE_POW2: bool
     SCALE_FLOOR: int
     PLAIN: Any
-    LORA: int
-    LORA_BLOCK: int
-    LORA_DTYPE: Any
-    QUANTIZE: bool
-    POW2: bool
 
 
 class IndexKeyArguments(NamedTuple):
-    """Runtime arguments of `insert_index_key`: tensors of `IndexKeyRows`."""
+    """Runtime arguments of `insert_index_key`.
+
+    Attributes:
+        k: ``[T, d]``; weight, bias: float32 ``[d]`` of its layer norm; eps: of that norm.
+        slots: int64 ``[T]``; pool: uint8 ``[pages, page bytes]``.
+    """
 
     k: Tensor
     k_stride: int
@@ -99,27 +94,23 @@ class IndexKeyShape:
 
     Attributes:
         D: channels of a key; BLOCK: its tile; STAGES: of the Hadamard product, ``log2(D)``, or 0 for none.
-        DTYPE: of a key; NOPE, N, RECORD, PLAIN: of the pool, see `row_ops.entry_constants`.
+        ENTRY: of the pool.
     """
 
     D: int
     BLOCK: int
     STAGES: int
-    DTYPE: Any
-    NOPE: int
-    N: int
-    RECORD: int
-    PLAIN: Any
+    ENTRY: EntryFormat
 
 
 @triton.jit
-def insert_latent(t, rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
+def insert_key_latent(t, rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
     """Norm of the latent of token ``t``, rotation of its rotary key, and the cache write of both."""
     LATENT: tl.constexpr = SHAPE.LATENT
     BLOCK: tl.constexpr = SHAPE.LATENT_BLOCK
     ROPE: tl.constexpr = SHAPE.ROPE
     ROPE_BLOCK: tl.constexpr = SHAPE.ROPE_BLOCK
-    DTYPE: tl.constexpr = SHAPE.DTYPE
+    DTYPE: tl.constexpr = rows.kv.dtype.element_ty
     PLAIN: tl.constexpr = SHAPE.PLAIN
     one = tl.arange(0, 1)
     # all loads are issued before the first result is needed
@@ -138,10 +129,12 @@ def insert_latent(t, rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
     entry = (slot % SHAPE.N)[:, None]
     rope = tl.arange(0, ROPE_BLOCK)[None, :]
     if SHAPE.FP8:
+        # an entry: the latent in FP8, a float32 scale per 128 of its channels, the rotary key in bfloat16
         GROUPS: tl.constexpr = BLOCK // 128
         SCALES_END: tl.constexpr = LATENT + LATENT // 32
         start = page + entry * (SCALES_END + 2 * ROPE)
         groups = tl.reshape(round_to(latent, tl.bfloat16), (GROUPS, 128))
+        # on the bits, a NaN is larger than every number: the scale of its group becomes NaN
         amax = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
         scale, factor = group_scales(amax, SHAPE.SCALE_POW2, SHAPE.SCALE_FLOOR)
         value = scaled(groups, tl.broadcast_to(factor[:, None], (GROUPS, 128)), SHAPE.SCALE_POW2)
@@ -153,6 +146,7 @@ def insert_latent(t, rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
         tail = (start + SCALES_END).to(tl.pointer_type(tl.bfloat16))
         tl.store(tail + rope, round_to(pe, tl.bfloat16).to(tl.bfloat16), mask=used & (rope < ROPE))
     else:
+        # an entry: latent and rotary key, both of the record's dtype
         start = page.to(tl.pointer_type(PLAIN)) + entry * (LATENT + ROPE)
         channel = tl.arange(0, BLOCK)[None, :]
         tl.store(start + channel, round_to(latent, PLAIN).to(PLAIN), mask=used & (channel < LATENT))
@@ -164,7 +158,8 @@ def insert_index_key(t, rows, index, SHAPE: tl.constexpr, ROPE: tl.constexpr, NA
     """Layer norm, half-split rotation, Hadamard matrix and cache write of the index key of token ``t``."""
     D: tl.constexpr = SHAPE.D
     BLOCK: tl.constexpr = SHAPE.BLOCK
-    DTYPE: tl.constexpr = SHAPE.DTYPE
+    ENTRY: tl.constexpr = SHAPE.ENTRY
+    DTYPE: tl.constexpr = index.k.dtype.element_ty
     HALF: tl.constexpr = ROPE // 2
     one = tl.arange(0, 1)
     channel = tl.arange(0, BLOCK)
@@ -173,6 +168,7 @@ def insert_index_key(t, rows, index, SHAPE: tl.constexpr, ROPE: tl.constexpr, NA
     second = channel >= HALF
     # the other channel of a pair is read and normed again: it is another thread's
     partner = tl.where(second, channel - HALF, channel + HALF)
+    # all loads are issued before the first result is needed
     row = index.k + t * index.k_stride
     x = tl.load(row + channel, mask=inside, other=0).to(tl.float32)
     other = tl.load(row + partner, mask=rotary, other=0).to(tl.float32)
@@ -186,31 +182,33 @@ def insert_index_key(t, rows, index, SHAPE: tl.constexpr, ROPE: tl.constexpr, NA
     cos = tl.load(table, mask=known, other=1)
     sin = tl.load(table + HALF, mask=known, other=0)
 
+    # channels of the padding are 0 in x and must not count in the variance
     mean = tl.sum(x, 0) / D
     centred = tl.where(inside, x - mean, 0)
     factor = tl.rsqrt(tl.sum(centred * centred, 0) / D + index.eps)
     y = round_to(centred * factor * weight + bias, DTYPE)
     other = round_to((other - mean) * factor * other_weight + other_bias, DTYPE)
+    # the first channel of a pair becomes a cos - b sin, the second b cos + a sin
     rotated = y * cos + tl.where(second, other, -other) * sin
     y = round_to(tl.where(rotary, rotated, y), DTYPE)[None, :]
     if SHAPE.STAGES > 0:
         y = hadamard_rows(y, BLOCK, SHAPE.STAGES, DTYPE)
-    store_rows(y, slot, index.pool, index.page_stride, SHAPE.N, D, SHAPE.NOPE, BLOCK, SHAPE.RECORD, SHAPE.PLAIN,
-               NATIVE_FP8)  # fmt: skip
+    store_rows(y, slot, index.pool, index.page_stride, ENTRY, NATIVE_FP8)
 
 
 @triton.jit
 def insert_latents_kernel(
-    rows, index, SHAPE: tl.constexpr, INDEX_SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr, PDL: tl.constexpr
-):
+    rows, query, index, SHAPE: tl.constexpr, QUERY_SHAPE: tl.constexpr, INDEX_SHAPE: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid ``(tokens, 2 or 3)``: the cached row, the query latent and, with ``INDEX_SHAPE``, the index key."""
-    begin(PDL)
+    begin(PDL)  # wait until the previous kernel has written all three
     t = tl.program_id(0).to(tl.int64)
     kind = tl.program_id(1)
     if kind == 0:
-        insert_latent(t, rows, SHAPE, NATIVE_FP8)
+        insert_key_latent(t, rows, SHAPE, NATIVE_FP8)
     elif kind == 1:
-        norm_latent(t, rows, SHAPE, NATIVE_FP8)
+        norm_query_latent(t, query, QUERY_SHAPE, NATIVE_FP8)
     else:
         if INDEX_SHAPE is not None:
             insert_index_key(t, rows, index, INDEX_SHAPE, SHAPE.ROPE, NATIVE_FP8)

@@ -6,36 +6,40 @@ How a row is summed does not depend on the other rows of the batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepseek_attn.kernels.common.fp8 import quantize_groups
 from deepseek_attn.kernels.common.row_ops import (
+    EntryFormat,
+    Fp8Rows,
     begin,
     normed_rows,
     rotated_rows,
     row_cos_sin,
     row_weight,
+    store_fp8_groups,
     store_rows,
 )
 
 
-class TokenArguments(NamedTuple):
-    """Runtime arguments of `insert_key` and `norm_latent`: tensors of `TokenRows`, each with its row stride."""
+class KeyArguments(NamedTuple):
+    """Runtime arguments of `insert_key`, with strides between rows.
 
-    kv: Tensor
-    kv_stride: int
-    kv_weight: Tensor
-    kv_out: Tensor
-    kv_out_stride: int
-    qr: Tensor
-    qr_stride: int
-    q_weight: Tensor
-    qr_out: Tensor
-    qr_out_stride: int
+    Attributes:
+        rows: ``[T, d]`` float32, bfloat16 or float16; weight: float32 ``[d]`` of their norm, None for rows that are not
+            normed; out: ``[T, d]`` where the rows go besides the pool, or None.
+        positions: int64 ``[T]``; cos_sin: float32 ``[max_positions, rope]``.
+        slots: int64 ``[T]``; eps: of the norm; pool: uint8 ``[pages, page bytes]``.
+    """
+
+    rows: Tensor
+    stride: int
+    weight: Tensor | None
+    out: Tensor | None
+    out_stride: int
     positions: Tensor
     cos_sin: Tensor
     max_positions: int
@@ -43,40 +47,51 @@ class TokenArguments(NamedTuple):
     eps: float
     pool: Tensor
     page_stride: int
-    fp8: Tensor | None = None
-    fp8_stride: int | None = None
-    fp8_scale: Tensor | None = None
-    fp8_scale_stride: int | None = None
 
 
 @dataclass(frozen=True)
-class TokenShape:
-    """Constants of `insert_key` and `norm_latent`.
-
-    Attributes:
-        D: channels of a key; NOPE, N, RECORD, PLAIN: of the pool, see `row_ops.entry_constants`.
-        ROPE: rotated channels; BLOCK: tile of ``D`` channels, a power of two; DTYPE: of a key.
-        LORA, LORA_BLOCK, LORA_DTYPE: channels, tile and dtype of a latent.
-        QUANTIZE: also store the latent as FP8; POW2: with scales that are powers of two.
-    """
+class KeyShape:
+    """Constants of `insert_key`: channels, rotated ones, tile of channels (a power of two); ENTRY: of the pool."""
 
     D: int
-    NOPE: int
     ROPE: int
     BLOCK: int
-    N: int
-    RECORD: int
-    PLAIN: Any
-    DTYPE: Any
+    ENTRY: EntryFormat
+
+
+class QueryLatentArguments(NamedTuple):
+    """Runtime arguments of `norm_query_latent`, with strides between rows.
+
+    Attributes:
+        qr, out: ``[T, lora]``; weight: float32 ``[lora]``; eps: of the norm.
+        fp8: where the normed latent goes as FP8, or None.
+    """
+
+    qr: Tensor
+    stride: int
+    weight: Tensor
+    out: Tensor
+    out_stride: int
+    eps: float
+    fp8: Fp8Rows | None
+
+
+@dataclass(frozen=True)
+class QueryLatentShape:
+    """Constants of `norm_query_latent`: channels and their tile; POW2: FP8 scales are powers of two."""
+
     LORA: int
-    LORA_BLOCK: int
-    LORA_DTYPE: Any
-    QUANTIZE: bool
+    BLOCK: int
     POW2: bool
 
 
 class HeadArguments(NamedTuple):
-    """Runtime arguments of `norm_heads`."""
+    """Runtime arguments of `norm_heads`.
+
+    Attributes:
+        q: ``[T, num_heads * d]``; cos_sin: float32 ``[max_positions, rope]``; positions: int64 ``[T]``.
+        out: ``[T, padded_heads, d]``; eps: of the norm.
+    """
 
     q: Tensor
     cos_sin: Tensor
@@ -93,41 +108,13 @@ class HeadArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Constants of `norm_heads`: channels of a head, rotated ones, tile, heads of a program, dtype; NORM: or not."""
+    """Constants of `norm_heads`: channels of a head, rotated ones, tile, heads of a program; NORM: or not."""
 
     D: int
     ROPE: int
     BLOCK: int
     HEADS: int
-    DTYPE: Any
     NORM: bool = True
-
-
-class EntryArguments(NamedTuple):
-    """Runtime arguments of `rope_insert_kernel`."""
-
-    rows: Tensor
-    row_stride: int
-    positions: Tensor
-    cos_sin: Tensor
-    max_positions: int
-    slots: Tensor
-    pool: Tensor
-    page_stride: int
-
-
-@dataclass(frozen=True)
-class EntryShape:
-    """Constants of `rope_insert_kernel`: channels, rotated ones, tile, dtype of the rows; and of the pool."""
-
-    D: int
-    ROPE: int
-    BLOCK: int
-    DTYPE: Any
-    N: int
-    NOPE: int
-    RECORD: int
-    PLAIN: Any
 
 
 @triton.jit
@@ -138,57 +125,54 @@ def load_row(row_ptr, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_row(row_ptr, y, D: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """Stores the first ``D`` values of ``y [1, BLOCK]`` as ``DTYPE``."""
+def store_row(row_ptr, y, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores the first ``D`` values of ``y [1, BLOCK]``."""
     channel = tl.arange(0, BLOCK)[None, :]
-    tl.store(row_ptr + channel, y.to(DTYPE), mask=channel < D)
+    tl.store(row_ptr + channel, y.to(row_ptr.dtype.element_ty), mask=channel < D)
 
 
 @triton.jit
-def insert_key(t, rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Norm, rotation and cache write of the key of token ``t``; ``rows`` are `TokenArguments`, of a `TokenShape`."""
+def insert_key(t, key, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Norm, rotation and cache write of row ``t``; ``key`` are `KeyArguments`, of a `KeyShape`."""
     D: tl.constexpr = SHAPE.D
     ROPE: tl.constexpr = SHAPE.ROPE
     BLOCK: tl.constexpr = SHAPE.BLOCK
-    DTYPE: tl.constexpr = SHAPE.DTYPE
+    ENTRY: tl.constexpr = SHAPE.ENTRY
+    DTYPE: tl.constexpr = key.rows.dtype.element_ty
     one = tl.arange(0, 1)
     # all loads are issued before the first result is needed
-    position = tl.load(rows.positions + t + one)
-    slot = tl.load(rows.slots + t + one).to(tl.int64)
-    x = load_row(rows.kv + t * rows.kv_stride, D, BLOCK)
-    weight = row_weight(rows.kv_weight, D, BLOCK)
-    freqs_cis = row_cos_sin(position, rows.cos_sin, rows.max_positions, D, ROPE, BLOCK)
-    y = rotated_rows(normed_rows(x, weight, rows.eps, D, DTYPE), freqs_cis, D, ROPE, DTYPE)
-    store_row(rows.kv_out + t * rows.kv_out_stride, y, D, BLOCK, DTYPE)
-    store_rows(y, slot, rows.pool, rows.page_stride, SHAPE.N, D, SHAPE.NOPE, BLOCK, SHAPE.RECORD, SHAPE.PLAIN,
-               NATIVE_FP8)  # fmt: skip
+    position = tl.load(key.positions + t + one)
+    slot = tl.load(key.slots + t + one).to(tl.int64)
+    y = load_row(key.rows + t * key.stride, D, BLOCK)
+    if key.weight is not None:
+        weight = row_weight(key.weight, D, BLOCK)
+    freqs_cis = row_cos_sin(position, key.cos_sin, key.max_positions, D, ROPE, BLOCK)
+    if key.weight is not None:
+        y = normed_rows(y, weight, key.eps, D, DTYPE)
+    y = rotated_rows(y, freqs_cis, D, ROPE, DTYPE)
+    # the rounded row goes out as it is, and into the pool as its record has it
+    if key.out is not None:
+        store_row(key.out + t * key.out_stride, y, D, BLOCK)
+    store_rows(y, slot, key.pool, key.page_stride, ENTRY, NATIVE_FP8)
 
 
 @triton.jit
-def norm_latent(t, rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Norm of the query latent of token ``t``, and the normed row quantised to FP8 with ``SHAPE.QUANTIZE``.
-
-    ``rows`` and ``SHAPE`` may be any tuples with the fields of `TokenArguments` and `TokenShape` that this reads.
-    """
+def norm_query_latent(t, query, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Norm of the query latent of token ``t``, and the normed row as FP8 if there are buffers for it."""
     LORA: tl.constexpr = SHAPE.LORA
-    BLOCK: tl.constexpr = SHAPE.LORA_BLOCK
-    DTYPE: tl.constexpr = SHAPE.LORA_DTYPE
-    x = load_row(rows.qr + t * rows.qr_stride, LORA, BLOCK)
-    y = normed_rows(x, row_weight(rows.q_weight, LORA, BLOCK), rows.eps, LORA, DTYPE)
-    store_row(rows.qr_out + t * rows.qr_out_stride, y, LORA, BLOCK, DTYPE)
-    if SHAPE.QUANTIZE:
-        _store_quantized(t, y.to(DTYPE), rows, LORA, BLOCK, NATIVE_FP8, SHAPE.POW2)
-
-
-@triton.jit
-def _store_quantized(t, y, rows, LORA: tl.constexpr, BLOCK: tl.constexpr, NATIVE_FP8: tl.constexpr, POW2: tl.constexpr):
-    """Stores ``y [1, BLOCK]`` as FP8 values with a scale per 128 channels, the input of an FP8 linear."""
-    group = tl.arange(0, BLOCK // 128)
-    groups = tl.reshape(y.to(tl.float32), (BLOCK // 128, 128))
-    value, scale = quantize_groups(groups, POW2, NATIVE_FP8, rows.fp8.dtype.element_ty)
-    channel = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    tl.store(rows.fp8 + t * rows.fp8_stride + channel, value, mask=channel < LORA)
-    tl.store(rows.fp8_scale + t + group * rows.fp8_scale_stride, scale, mask=group < LORA // 128)
+    BLOCK: tl.constexpr = SHAPE.BLOCK
+    DTYPE: tl.constexpr = query.qr.dtype.element_ty
+    x = load_row(query.qr + t * query.stride, LORA, BLOCK)
+    y = normed_rows(x, row_weight(query.weight, LORA, BLOCK), query.eps, LORA, DTYPE)
+    store_row(query.out + t * query.out_stride, y, LORA, BLOCK)
+    if query.fp8 is not None:
+        # y is rounded already: the codes are those that a linear would make of the stored row
+        fp8 = query.fp8
+        group = tl.arange(0, BLOCK // 128)
+        groups = tl.reshape(y, (BLOCK // 128, 128))
+        channel = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        codes, scales = fp8.codes + t * fp8.stride + channel, fp8.scale + t + group * fp8.scale_stride
+        store_fp8_groups(groups, codes, scales, channel < LORA, group < LORA // 128, SHAPE.POW2, NATIVE_FP8)
 
 
 @triton.jit
@@ -197,13 +181,15 @@ def norm_heads(t, block, rows, SHAPE: tl.constexpr):
     D: tl.constexpr = SHAPE.D
     ROPE: tl.constexpr = SHAPE.ROPE
     BLOCK: tl.constexpr = SHAPE.BLOCK
-    DTYPE: tl.constexpr = SHAPE.DTYPE
+    DTYPE: tl.constexpr = rows.q.dtype.element_ty
     head = block * SHAPE.HEADS + tl.arange(0, SHAPE.HEADS)
     channel = tl.arange(0, BLOCK)
     column = (channel < D)[None, :]
+    # cosines and sines are loaded before the heads: their latency is hidden
     position = tl.load(rows.positions + t) + tl.zeros_like(head)
     freqs_cis = row_cos_sin(position, rows.cos_sin, rows.max_positions, D, ROPE, BLOCK)
     row = rows.q + t * rows.q_stride + head * D
+    # padding heads are read as zeros, which norm and rotation leave as they are
     x = tl.load(row[:, None] + channel[None, :], mask=column & (head < rows.num_heads)[:, None], other=0)
     y = x.to(tl.float32)
     if SHAPE.NORM:
@@ -214,36 +200,27 @@ def norm_heads(t, block, rows, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def norm_rope_insert_kernel(rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr, PDL: tl.constexpr):
-    """Grid ``(tokens, 2)``: the key and the latent of a token."""
-    begin(PDL)
+def norm_rope_insert_kernel(
+    key, query, SHAPE: tl.constexpr, QUERY_SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr, PDL: tl.constexpr
+):
+    """Grid ``(tokens, 2)``: the key and the query latent of a token."""
+    begin(PDL)  # wait until the previous kernel has written both
     t = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
-        insert_key(t, rows, SHAPE, NATIVE_FP8)
+        insert_key(t, key, SHAPE, NATIVE_FP8)
     else:
-        norm_latent(t, rows, SHAPE, NATIVE_FP8)
+        norm_query_latent(t, query, QUERY_SHAPE, NATIVE_FP8)
 
 
 @triton.jit
 def query_norm_rope_kernel(rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
     """Grid ``(tokens, blocks of heads)``."""
-    begin(PDL)
+    begin(PDL)  # wait until the previous kernel has written the queries
     norm_heads(tl.program_id(0).to(tl.int64), tl.program_id(1), rows, SHAPE)
 
 
 @triton.jit
-def rope_insert_kernel(rows, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr, PDL: tl.constexpr):
-    """Grid ``(tokens,)``: rotation and cache write of a row; ``rows`` are `EntryArguments`, of an `EntryShape`."""
-    begin(PDL)
-    t = tl.program_id(0).to(tl.int64)
-    D: tl.constexpr = SHAPE.D
-    ROPE: tl.constexpr = SHAPE.ROPE
-    BLOCK: tl.constexpr = SHAPE.BLOCK
-    one = tl.arange(0, 1)
-    position = tl.load(rows.positions + t + one)
-    slot = tl.load(rows.slots + t + one).to(tl.int64)
-    x = load_row(rows.rows + t * rows.row_stride, D, BLOCK)
-    freqs_cis = row_cos_sin(position, rows.cos_sin, rows.max_positions, D, ROPE, BLOCK)
-    y = rotated_rows(x, freqs_cis, D, ROPE, SHAPE.DTYPE)
-    store_rows(y, slot, rows.pool, rows.page_stride, SHAPE.N, D, SHAPE.NOPE, BLOCK, SHAPE.RECORD, SHAPE.PLAIN,
-               NATIVE_FP8)  # fmt: skip
+def rope_insert_kernel(key, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr, PDL: tl.constexpr):
+    """Grid ``(tokens,)``: rotation and cache write of a row that is not normed."""
+    begin(PDL)  # wait until the previous kernel has written the rows
+    insert_key(tl.program_id(0).to(tl.int64), key, SHAPE, NATIVE_FP8)

@@ -134,4 +134,6 @@ def project_values_kernel(rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
     tl.store(out[:, None] + value[None, :], y.to(DTYPE), mask=kept)
     if rows.fp8 is not None:
         # the rounded values are quantised, as a launch of its own would read them; a row of y is one group
-        store_fp8_groups(y, t, head, inside, rows.fp8, SHAPE.POW2, SHAPE.NATIVE_FP8)
+        codes = rows.fp8.codes + t * rows.fp8.stride + head * V
+        scales = rows.fp8.scale + t + head * rows.fp8.scale_stride
+        store_fp8_groups(y, codes[:, None] + value[None, :], scales, kept, inside, SHAPE.POW2, SHAPE.NATIVE_FP8)

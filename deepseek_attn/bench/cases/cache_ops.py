@@ -41,7 +41,7 @@ def _pages(shape: tuple[int, ...], device: torch.device, g: torch.Generator) -> 
 
 
 def _norm_rope_insert(T: int) -> OpCase:
-    from deepseek_attn.kernels.insert.norm_rope import norm_rope_insert
+    from deepseek_attn.kernels.insert.launch import norm_rope_insert
 
     def make(device: torch.device, seed: int) -> tuple:
         g = torch.Generator(device).manual_seed(seed)
@@ -59,7 +59,7 @@ def _norm_rope_insert(T: int) -> OpCase:
 
 
 def _query_norm_rope(T: int, heads: int) -> OpCase:
-    from deepseek_attn.kernels.insert.query_heads import query_norm_rope
+    from deepseek_attn.kernels.insert.launch import query_norm_rope
 
     def make(device: torch.device, seed: int) -> tuple:
         g = torch.Generator(device).manual_seed(seed)
@@ -90,7 +90,7 @@ def _compress_parts(
 
 
 def _compress_case(label: str, ratio: int, T: int, requests: int, positions: torch.Tensor) -> OpCase:
-    from deepseek_attn.kernels.insert.compress import compress_and_insert
+    from deepseek_attn.kernels.insert.launch import compress_and_insert
 
     pooled = ratio * (2 if ratio == 4 else 1)
     rows, new = pooled + 16, T // requests
@@ -129,9 +129,7 @@ def _compress_prefill(T: int, ratio: int) -> OpCase:
 
 def _insert_tokens(T: int, ratio: int) -> OpCase:
     """`norm_rope_insert` and `compress_and_insert` in one launch."""
-    from deepseek_attn.kernels.insert.compress import compress_and_insert
-    from deepseek_attn.kernels.insert.insert import insert_tokens
-    from deepseek_attn.kernels.insert.norm_rope import norm_rope_insert
+    from deepseek_attn.kernels.insert.launch import compress_and_insert, insert_tokens, norm_rope_insert
 
     first, second = _norm_rope_insert(T), _compress_decode(T, ratio)
 

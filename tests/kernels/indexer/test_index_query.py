@@ -160,7 +160,7 @@ def test_with_the_heads_of_the_layer_in_one_launch(kernel, device, fmt, T):
     """Equal to the bit to what either op returns alone; padding heads are zero."""
     from deepseek_attn.kernels.indexer.query import queries
     from deepseek_attn.kernels.insert import QueryHeads
-    from deepseek_attn.kernels.insert.query_heads import query_norm_rope
+    from deepseek_attn.kernels.insert.launch import query_norm_rope
 
     if INTERPRETED and T > 5:
         pytest.skip("slow in the interpreter")

@@ -1,7 +1,6 @@
 """The kernels around the caches compile for every GPU generation, on any machine."""
 
 import os
-from dataclasses import replace
 
 import pytest
 
@@ -15,7 +14,7 @@ from triton.compiler import ASTSource
 from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp4Record, IndexFp8Record, PlainRecord
 from deepseek_attn.cache.records_v41 import Fp4V41Record, Fp8V41Record
 from deepseek_attn.kernels.attention import gather_triton
-from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.common.quant import empty_quantized_rows
 from deepseek_attn.kernels.indexer.query_triton import (
     IndexQueryArgs,
     IndexQueryShape,
@@ -26,20 +25,21 @@ from deepseek_attn.kernels.insert import (
     CacheRows,
     CompressBatch,
     CompressPart,
-    compress,
-    compress_triton,
-    entries,
-    insert,
-    latents,
+    QueryHeads,
+    TokenRows,
+    compress_and_insert,
+    compress_latents,
+    insert_latents,
+    insert_tokens,
+    norm_rope_insert,
     norm_rope_triton,
+    query_norm_rope,
+    rope_insert,
 )
-from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu, target_of
+from tests.kernels.compiled_launches import CAPABILITIES, compiled_ops, on_gpus, target_of
 from tests.kernels.insert.test_insert_latents import LAYERS, make
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
-
-RECORDS = {"plain": (0, tl.bfloat16), "fp8_v4": (1, tl.bfloat16), "index_fp8": (2, tl.bfloat16),
-           "index_fp4": (3, tl.bfloat16), "fp8_v41": (4, tl.bfloat16)}  # fmt: skip
 
 
 def compiled(kernel, kinds, constants, arch, warps=4):
@@ -56,18 +56,8 @@ def pointers(kernel, **kinds):
     return {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")} | kinds
 
 
-ROW = norm_rope_triton.TokenArguments(
-    "*bf16", "i32", "*fp32", "*bf16", "i32", "*bf16", "i32", "*fp32", "*bf16", "i32", "*i64", "*fp32", "i32", "*i64",
-    "fp32", "*u8", "i64", *4 * ("constexpr",),
-)  # fmt: skip
-PART = compress_triton.PartArguments(
-    "*fp32", "*fp32", "*fp32", "*fp32", "i32", "i32", "i64", "*fp32", "*fp32", "i32", "*u8", "i64", "fp32"
-)
-BATCH = compress_triton.BatchArguments("*i64", "*i32", "*i32", "*i32", "*i32", "*i64", "*i1", "i32")
-
-
 HEADS = norm_rope_triton.HeadArguments("*bf16", "*fp32", "*i64", "*bf16", "fp32", *6 * ("i32",))
-HEAD_SHAPE = norm_rope_triton.HeadShape(512, 64, 512, 4, tl.bfloat16)
+HEAD_SHAPE = norm_rope_triton.HeadShape(512, 64, 512, 4)
 
 
 def index_args(fmt):
@@ -79,115 +69,109 @@ def index_shape(fmt, native):
     return IndexQueryShape(64, 128, 64, False, fmt == "fp4", 7, fmt, native, 16)
 
 
-def row_shape(record):
-    number, plain = RECORDS[record]
-    dim = 128 if record.startswith("index") else 512
-    nope = dim if record == "fp8_v41" else dim - 64
-    return norm_rope_triton.TokenShape(
-        dim, nope, 64, dim, 64, number, plain, tl.bfloat16, 1536, 2048, tl.bfloat16, False, False
-    )
+def of(*shape, dtype=torch.float32):
+    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-SCRATCH = compress_triton.Scratch("*fp32", "*i32", "i32")
+RECORDS = {
+    "plain": PlainRecord(512, torch.bfloat16), "fp8_v4": Fp8DsMlaRecord(448, 64), "index_fp8": IndexFp8Record(128),
+    "index_fp4": IndexFp4Record(128), "fp8_v41": Fp8V41Record(512), "fp4_v41": Fp4V41Record(512),
+}  # fmt: skip
+SLOTS, TABLE = of(3, dtype=torch.int64), of(4096, 64)
 
 
-# ratio, number of the record of index keys, prompts
+def cache_rows(record):
+    return CacheRows(record, of(9, record.page_bytes(64), dtype=torch.uint8), 64, SLOTS)
+
+
+def token_rows(record, qr_fp8=None):
+    """Three tokens of V4."""
+    qr, kv = of(3, 1536, dtype=torch.bfloat16), of(3, record.dim, dtype=torch.bfloat16)
+    return TokenRows(qr, kv, of(1536), of(record.dim), 1e-6, TABLE, SLOTS, cache_rows(record), qr_fp8)
+
+
+def compressor(record, ratio, overlap=False, hadamard=False):
+    width = record.dim * (1 + overlap)
+    rows = ratio * (1 + overlap) + 16
+    cache = cache_rows(record)
+    return CompressPart(
+        of(3, width), of(3, width), of(ratio, width), of(9, rows, 2 * width), of(record.dim), 1e-20, TABLE,
+        record, cache.pool, 64, torch.bfloat16, hadamard,
+    )  # fmt: skip
+
+
+def batch_of(ratio, overlap=False, max_query_len=3):
+    int32 = [of(n, dtype=torch.int32) for n in (3, 2, 1, 1)]
+    rows = ratio * (1 + overlap) + 16
+    return CompressBatch(ratio, overlap, rows, SLOTS, *int32, SLOTS, of(3, dtype=torch.bool), max_query_len)
+
+
+# ratio, record of index keys, prompts
 COMPRESSED = {
-    "C4A, fp8 keys": (4, 2, False),
-    "C4A, plain keys": (4, 0, False),
-    "C4A, fp4 keys": (4, 3, False),
-    "C4A, prompts": (4, 2, True),
+    "C4A, fp8 keys": (4, "index_fp8", False),
+    "C4A, plain keys": (4, "plain", False),
+    "C4A, fp4 keys": (4, "index_fp4", False),
+    "C4A, prompts": (4, "index_fp8", True),
     "C128A": (128, None, False),
     "C128A, prompts": (128, None, True),
 }
 
 
-def compress_constants(layer, arch):
-    """Of the shapes of V4: an entry, and for C4A an index key."""
+def compressed(layer):
+    """Compressors and batch of a V4 layer."""
     ratio, keys, long = COMPRESSED[layer]
-    config, jobs = compress.launch_config(128 if ratio == 128 else 8), 4 if ratio == 4 else 16
-    common = {"ROPE": 64, "DTYPE": tl.bfloat16, "PLAIN": tl.bfloat16, "N": 64}
-    shapes = [compress_triton.PartShape(512, 512, STAGES=0, NOPE=448, RECORD=1, JOBS=jobs, **common)]
+    parts = [compressor(RECORDS["fp8_v4"], ratio, keys is not None)]
     if keys is not None:
-        key = compress_triton.PartShape(128, 128, STAGES=7, NOPE=128, RECORD=keys, JOBS=1, **common)
-        shapes, jobs = [*shapes, key], jobs + 1
-    pooled, group = (8, 4) if ratio == 4 else (128, 1)
-    tiling = (config.lanes, config.reads, config.channels, config.chunks)
-    pooling = compress_triton.PoolingConfig(ratio, pooled, pooled + 16, *tiling, group, jobs, long, 128)
-    return {
-        "SHAPES": tuple(shapes),
-        "CONFIG": pooling,
-        "NATIVE_FP8": arch != "sm80",
-        "PDL": CAPABILITIES[arch] >= (9, 0),
-    }
+        record = PlainRecord(128, torch.bfloat16) if keys == "plain" else RECORDS[keys]
+        parts.append(compressor(record, ratio, True, hadamard=True))
+    return parts, batch_of(ratio, keys is not None, 500 if long else 3)
 
 
 @pytest.mark.parametrize(("arch", "record"), on_gpus(RECORDS, ["fp8_v4"]))
 def test_norm_rope_insert(arch, record):
-    constants = {"SHAPE": row_shape(record), "NATIVE_FP8": arch != "sm80", "PDL": CAPABILITIES[arch] >= (9, 0)}
-    asm = compiled(norm_rope_triton.norm_rope_insert_kernel, {"rows": ROW}, constants, arch)
-    assert asm["cubin"]
-    assert ("e4m3" in asm["ptx"]) == (arch != "sm80" and record in ("fp8_v4", "index_fp8", "fp8_v41"))
+    (kernel,) = compiled_ops(arch, lambda: norm_rope_insert(token_rows(RECORDS[record])))["norm_rope_insert_kernel"]
+    quantised = record in ("fp8_v4", "index_fp8", "fp8_v41", "fp4_v41")
+    assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80" and quantised)
 
 
 @pytest.mark.parametrize(("arch", "scales"), on_gpus(["pow2", "raw"], ["pow2"]))
 def test_norm_rope_insert_with_a_quantised_latent(arch, scales):
-    shape = replace(row_shape("plain"), QUANTIZE=True, POW2=scales == "pow2")
-    constants = {"SHAPE": shape, "NATIVE_FP8": arch != "sm80", "PDL": False}
-    fp8 = "*u8" if arch == "sm80" else "*fp8e4nv"
-    rows = ROW._replace(fp8=fp8, fp8_stride="i32", fp8_scale="*fp32", fp8_scale_stride="i32")
-    asm = compiled(norm_rope_triton.norm_rope_insert_kernel, {"rows": rows}, constants, arch)
-    assert asm["cubin"]
-    assert ("e4m3" in asm["ptx"]) == (arch != "sm80")
+    def call():
+        fp8 = empty_quantized_rows(3, 1536, torch.device("meta"), pow2_scales=scales == "pow2")
+        norm_rope_insert(token_rows(RECORDS["plain"], fp8))
+
+    (kernel,) = compiled_ops(arch, call)["norm_rope_insert_kernel"]
+    assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80")
 
 
 @pytest.mark.parametrize(("arch", "layer"), on_gpus(LAYERS, ["V3.2"]))
-def test_insert_latents(monkeypatch, arch, layer):
-    pass_for_gpu(monkeypatch, CAPABILITIES[arch])
-    tokens = make(layer, torch.bfloat16, torch.device("cpu"))
-    if tokens.qr.shape[1] % 128 == 0:
-        values, scale = torch.empty(tokens.qr.shape, dtype=torch.uint8), torch.empty(tokens.qr.shape[1] // 128, 9).t()
-        tokens = tokens._replace(qr_fp8=QuantizedRows(values.view(torch.float8_e4m3fn), scale))
-    found = compiled_launches(monkeypatch, [latents], arch, lambda: latents.insert_latents(tokens))
-    (kernel,) = found["insert_latents_kernel"]
+def test_insert_latents(arch, layer):
+    def call():
+        tokens = make(layer, torch.bfloat16, torch.device("meta"))
+        if tokens.qr.shape[1] % 128 == 0:
+            tokens = tokens._replace(qr_fp8=empty_quantized_rows(*tokens.qr.shape, torch.device("meta")))
+        insert_latents(tokens)
+
+    (kernel,) = compiled_ops(arch, call)["insert_latents_kernel"]
     assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80" and layer not in ("plain", "odd"))
 
 
-V41_RECORDS = {
-    "fp8_v4": Fp8DsMlaRecord(448, 64), "index_fp8": IndexFp8Record(128), "index_fp4": IndexFp4Record(128),
-    "plain": PlainRecord(512, torch.bfloat16), "fp8_v41": Fp8V41Record(512), "fp4_v41": Fp4V41Record(512),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("arch", "name"), on_gpus(V41_RECORDS, ["fp4_v41"]))
-def test_latents_and_rows_that_are_rotated(monkeypatch, arch, name):
+@pytest.mark.parametrize(("arch", "name"), on_gpus(RECORDS, ["fp4_v41"]))
+def test_latents_and_rows_that_are_rotated(arch, name):
     """Those of V4.1: latents of pairs of tokens; entries and index keys made of them."""
-    pass_for_gpu(monkeypatch, CAPABILITIES[arch])
-
-    def of(*shape, dtype=torch.float32):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    record, table = V41_RECORDS[name], of(4096, 64)
-    pool, slots = of(9, record.page_bytes(64), dtype=torch.uint8), of(3, dtype=torch.int64)
 
     def call():
-        entries.rope_insert(of(3, record.dim).bfloat16(), slots, table, CacheRows(record, pool, 64, slots))
-        projected = (of(3, 512), of(3, 512), of(2, 512), of(9, 18, 1024), of(512), 1e-20, table)
-        part = CompressPart(*projected, record, pool, 64, torch.bfloat16)
-        int32 = [of(n, dtype=torch.int32) for n in (3, 2, 1, 1)]
-        batch = CompressBatch(2, False, 18, slots, *int32, slots, of(3, dtype=torch.bool), 3)
-        compress.compress_latents(part, batch)
+        rope_insert(of(3, RECORDS[name].dim, dtype=torch.bfloat16), SLOTS, TABLE, cache_rows(RECORDS[name]))
+        compress_latents(compressor(PlainRecord(512, torch.bfloat16), 2), batch_of(2))
 
-    found = compiled_launches(monkeypatch, [entries, compress], arch, call)
-    assert set(found) == {"rope_insert_kernel", "compress_kernel"}
+    assert set(compiled_ops(arch, call)) == {"rope_insert_kernel", "compress_kernel"}
 
 
 @pytest.mark.parametrize(("arch", "norm"), on_gpus([True, False], [True]))
 def test_query_norm_rope(arch, norm):
-    constants = {"SHAPE": replace(HEAD_SHAPE, NORM=norm), "PDL": CAPABILITIES[arch] >= (9, 0)}
-    asm = compiled(norm_rope_triton.query_norm_rope_kernel, {"rows": HEADS}, constants, arch)
-    assert asm["cubin"]
-    assert ("griddepcontrol.wait" in asm["ptx"]) == (CAPABILITIES[arch] >= (9, 0))
+    heads = QueryHeads(of(3, 64 * 512, dtype=torch.bfloat16), 64, 1e-6, TABLE, SLOTS, 64, norm=norm)
+    (kernel,) = compiled_ops(arch, lambda: query_norm_rope(heads))["query_norm_rope_kernel"]
+    assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (CAPABILITIES[arch] >= (9, 0))
 
 
 @pytest.mark.parametrize(("arch", "fmt"), on_gpus(["plain", "fp8", "fp4"], ["fp8"]))
@@ -209,18 +193,14 @@ def test_queries(arch):
 
 @pytest.mark.parametrize(("arch", "layer"), on_gpus(COMPRESSED, ["C128A"]))
 def test_compress(arch, layer):
-    constants = compress_constants(layer, arch)
-    kinds = {"parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH, "scratch": SCRATCH}
-    asm = compiled(compress.compress_kernel, kinds, constants, arch)
-    assert asm["cubin"]
-    assert ("e4m3" in asm["ptx"]) == (arch != "sm80")
+    (kernel,) = compiled_ops(arch, lambda: compress_and_insert(*compressed(layer)))["compress_kernel"]
+    assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80")
 
 
 @pytest.mark.parametrize(("arch", "layer"), on_gpus(["C4A, fp8 keys", "C128A"], ["C128A"]))
 def test_insert_tokens(arch, layer):
-    constants = compress_constants(layer, arch) | {"SHAPE": row_shape("fp8_v4")}
-    kinds = {"rows": ROW, "parts": (PART,) * len(constants["SHAPES"]), "batch": BATCH, "scratch": SCRATCH}
-    assert compiled(insert.insert_tokens_kernel, kinds, constants, arch)["cubin"]
+    found = compiled_ops(arch, lambda: insert_tokens(token_rows(RECORDS["fp8_v4"]), *compressed(layer)))
+    assert list(found) == ["insert_tokens_kernel"]
 
 
 # entry bytes, then of its coded part: values, values per scale; then where raw values begin, and how many

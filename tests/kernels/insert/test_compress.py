@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp4Record, IndexFp8Record, PlainRecord
+from deepseek_attn.kernels.common.plans import ANY, Row, forced_row
 from deepseek_attn.kernels.insert import CompressBatch, CompressPart, reference
+from deepseek_attn.kernels.insert.plan import WINDOWS, PoolTiles
 
 NAN = float("nan")
 EPS = 1e-6
@@ -22,7 +24,7 @@ def op(request, device):
     pytest.importorskip("triton", reason="the package triton is not installed")
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
-    from deepseek_attn.kernels.insert.compress import compress_and_insert
+    from deepseek_attn.kernels.insert.launch import compress_and_insert
 
     return compress_and_insert
 
@@ -215,7 +217,7 @@ def test_latents(op, device, dtype):
     """Pooled and normed, not rotated, at the rows of the tokens that complete windows; no pool is written."""
     latents = reference.compress_latents
     if op is not reference.compress_and_insert:
-        from deepseek_attn.kernels.insert.compress import compress_latents as latents
+        from deepseek_attn.kernels.insert.launch import compress_latents as latents
     batch = Batch(3, 2, False, 3, device)
     part = Compressed(PlainRecord(24, torch.float32), 8, 2, False, batch.rows, 3, batch.pages, device, dtype)
     results = []
@@ -245,18 +247,17 @@ def shared_windows(op, monkeypatch):
     """
     if op is reference.compress_and_insert:
         pytest.skip("plain torch has no programs")
-    from deepseek_attn.kernels.insert import compress
+    from deepseek_attn.kernels.insert import launch
 
     counters = []
 
     def empty_scratch(parts, groups, device):
         counters.append(torch.zeros(groups * len(parts), dtype=torch.int32, device=device))
-        return compress.Scratch(torch.full((groups * len(parts) * 80,), NAN, device=device), counters[-1], 80)
+        return launch.Scratch(torch.full((groups * len(parts) * 80,), NAN, device=device), counters[-1], 80)
 
-    monkeypatch.setattr(compress, "launch_config", lambda pooled_tokens: compress.LaunchConfig(4, 16, 4, 32))
-    monkeypatch.setattr(compress, "POOL_PROGRAMS", 5)
-    monkeypatch.setattr(compress, "empty_scratch", empty_scratch)
-    return counters
+    monkeypatch.setattr(launch, "empty_scratch", empty_scratch)
+    with forced_row(WINDOWS, Row(ANY, "compress_kernel", PoolTiles(4, 16, 4, channels=32, programs=5))):
+        yield counters
 
 
 @pytest.mark.parametrize("kind", [(128, False), (16, True)], ids=["C128A", "C16_overlap"])

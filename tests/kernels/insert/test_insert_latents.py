@@ -33,7 +33,7 @@ def insert(request, device):
     pytest.importorskip("triton", reason="the package triton is not installed")
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
-    from deepseek_attn.kernels.insert.latents import insert_latents
+    from deepseek_attn.kernels.insert.launch import insert_latents
 
     return insert_latents
 
@@ -222,16 +222,16 @@ def test_no_tokens(insert, device):
 
 def test_refuses():
     pytest.importorskip("triton", reason="the package triton is not installed")
-    from deepseek_attn.kernels.insert.latents import insert_latents
+    from deepseek_attn.kernels.insert.launch import insert_latents
 
     good = make("V3.2", torch.bfloat16, torch.device("cpu"))
     slots = torch.zeros(8, dtype=torch.int64)
     wrong = {
         "qr must be .*contiguous rows and a weight of": good._replace(q_weight=torch.ones(1535)),
         "kv must be .*float32, bfloat16 or float16": good._replace(kv=torch.zeros(9, 576, dtype=torch.int32)),
-        "9 positions and kv of 512 . 64": good._replace(kv=torch.zeros(9, 512)),
-        "latents need 9 slots and a record of 576": good._replace(cache=good.cache._replace(slots=slots)),
-        "index keys need 9 slots": good._replace(
+        "need kv of 512 . 64 channels": good._replace(kv=torch.zeros(9, 512)),
+        "latents need 9 positions and slots and a record of 576": good._replace(cache=good.cache._replace(slots=slots)),
+        "index keys need 9 positions and slots": good._replace(
             index=good.index._replace(cache=good.index.cache._replace(slots=slots))
         ),
         "plain or fp8_v32 records, got 'index_fp8'": good._replace(

@@ -44,7 +44,7 @@ def triton(request, device):
 @pytest.fixture
 def insert(triton):
     if triton:
-        from deepseek_attn.kernels.insert.norm_rope import norm_rope_insert
+        from deepseek_attn.kernels.insert.launch import norm_rope_insert
 
         return norm_rope_insert
     return reference.norm_rope_insert
@@ -53,7 +53,7 @@ def insert(triton):
 @pytest.fixture
 def queries(triton):
     if triton:
-        from deepseek_attn.kernels.insert.query_heads import query_norm_rope
+        from deepseek_attn.kernels.insert.launch import query_norm_rope
 
         return query_norm_rope
     return reference.query_norm_rope
@@ -236,7 +236,7 @@ def test_queries(queries, device, heads, padded, norm, dtype):
 @pytest.fixture
 def rotate_and_insert(triton):
     if triton:
-        from deepseek_attn.kernels.insert.entries import rope_insert
+        from deepseek_attn.kernels.insert.launch import rope_insert
 
         return rope_insert
     return reference.rope_insert
@@ -287,8 +287,7 @@ def test_no_queries(queries, device):
 
 def test_refuses(device):
     pytest.importorskip("triton", reason="the package triton is not installed")
-    from deepseek_attn.kernels.insert.norm_rope import norm_rope_insert
-    from deepseek_attn.kernels.insert.query_heads import query_norm_rope
+    from deepseek_attn.kernels.insert.launch import norm_rope_insert, query_norm_rope
 
     wrong = {
         "contiguous rows and a weight of": {"q_weight": torch.ones(95)},
@@ -319,7 +318,7 @@ def test_refuses(device):
 def test_fifty_launches_are_bit_identical(device, name):
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
-    from deepseek_attn.kernels.insert.norm_rope import norm_rope_insert
+    from deepseek_attn.kernels.insert.launch import norm_rope_insert
 
     case = Case(name, torch.bfloat16, device, T=300)
     first, stored = case.run(norm_rope_insert), None
@@ -335,7 +334,7 @@ def test_fifty_launches_are_bit_identical(device, name):
 def test_with_the_compressors_of_the_layer(triton, device, new):
     """One launch or several: the same rows, entries and rings as from the separate ops."""
     if triton:
-        from deepseek_attn.kernels.insert.insert import insert_tokens
+        from deepseek_attn.kernels.insert.launch import insert_tokens
     else:
         from deepseek_attn.kernels.insert.reference import insert_tokens
     requests, ratio, rows = 5, 4, 11
@@ -377,7 +376,7 @@ def test_with_the_compressors_of_the_layer(triton, device, new):
 
 def test_window_only_layers_have_no_compressors(triton, device):
     if triton:
-        from deepseek_attn.kernels.insert.insert import insert_tokens
+        from deepseek_attn.kernels.insert.launch import insert_tokens
     else:
         from deepseek_attn.kernels.insert.reference import insert_tokens
     case = Case("V4", torch.bfloat16, device)

@@ -1,0 +1,446 @@
+"""Launches of cache writes and of norms and RoPE of queries.
+
+Small batches pay for launches, not for bytes: in a decode step keys, query latents and compressors share one grid.
+Programs that pool find the windows that close from the lengths of the requests, so that no program is started per
+token.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.cache.records import PlainRecord
+from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record, ScaleRule
+from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
+from deepseek_attn.kernels.common.device import FLOATS, gpu
+from deepseek_attn.kernels.common.heads import QueryHeads, check_projected
+from deepseek_attn.kernels.common.plans import cdiv, next_power_of_2
+from deepseek_attn.kernels.common.records import check_pool
+from deepseek_attn.kernels.common.row_ops import entry_format, fp8_rows, row_block
+from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
+from deepseek_attn.kernels.insert.compress_triton import (
+    BatchArguments,
+    PartArguments,
+    PartShape,
+    PoolingConfig,
+    Scratch,
+    compress_kernel,
+    insert_tokens_kernel,
+)
+from deepseek_attn.kernels.insert.latents_triton import (
+    IndexKeyArguments,
+    IndexKeyShape,
+    KeyLatentArguments,
+    KeyLatentShape,
+    insert_latents_kernel,
+)
+from deepseek_attn.kernels.insert.norm_rope_triton import (
+    HeadArguments,
+    HeadShape,
+    KeyArguments,
+    KeyShape,
+    QueryLatentArguments,
+    QueryLatentShape,
+    norm_rope_insert_kernel,
+    query_norm_rope_kernel,
+    rope_insert_kernel,
+)
+from deepseek_attn.kernels.insert.plan import (
+    InsertPlan,
+    InsertProblem,
+    RowsPlan,
+    RowsProblem,
+    plan_entries,
+    plan_insert,
+    plan_latents,
+    plan_queries,
+)
+from deepseek_attn.kernels.insert.reference import check_part
+from deepseek_attn.kernels.insert.types import (
+    CacheRows,
+    CompressBatch,
+    CompressPart,
+    IndexKeyRows,
+    LatentAndKey,
+    LatentTokens,
+    TokenRows,
+)
+
+
+class _TokenLaunch(NamedTuple):
+    """Arguments and constants of a token's key and query latent, and the outputs that are written."""
+
+    key: KeyArguments
+    key_shape: KeyShape
+    query: QueryLatentArguments
+    query_shape: QueryLatentShape
+    outs: LatentAndKey
+
+
+class HeadLaunch(NamedTuple):
+    """`query_norm_rope` before its launch, which may be another op's as well.
+
+    Attributes:
+        plan: with the heads of a program; rows, shape: arguments and constants of `norm_heads`.
+        out: the result; blocks: of heads per token.
+    """
+
+    plan: RowsPlan
+    rows: HeadArguments
+    shape: HeadShape
+    out: Tensor
+    blocks: int
+
+
+def insert_tokens(tokens: TokenRows, compressors: Sequence[CompressPart], batch: CompressBatch | None) -> LatentAndKey:
+    """See `kernels.insert.insert_tokens`."""
+    launch, count = _token_launch(tokens), len(tokens.qr)
+    if count:
+        plan = plan_insert(InsertProblem.of(count, True, compressors, batch), gpu(tokens.qr.device))
+        _launch_keys(plan, launch, count)
+        _launch_windows(plan, launch, compressors, batch)
+    return launch.outs
+
+
+def norm_rope_insert(tokens: TokenRows) -> LatentAndKey:
+    """See `kernels.insert.norm_rope_insert`."""
+    return insert_tokens(tokens, (), None)
+
+
+def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatch) -> None:
+    """See `kernels.insert.compress_and_insert`: one launch for all compressors."""
+    if count := len(batch.positions):
+        plan = plan_insert(InsertProblem.of(count, False, compressors, batch), gpu(batch.positions.device))
+        _launch_windows(plan, None, compressors, batch)
+
+
+def compress_latents(part: CompressPart, batch: CompressBatch) -> Tensor:
+    """See `kernels.insert.compress_latents`: entries that are stored as they are, at the row of their token."""
+    latents = torch.zeros(len(batch.positions), part.dim, dtype=part.dtype, device=part.kv.device)
+    rows = PlainRecord(part.dim, part.dtype)
+    none = part.cos_sin[:0]  # positions outside of a table are not rotated
+    part = replace(part, record=rows, pool=latents.view(torch.uint8), page_entries=1, cos_sin=none, hadamard=False)
+    compress_and_insert([part], replace(batch, slots=batch.latent_rows))
+    return latents
+
+
+def _launch_keys(plan: InsertPlan, launch: _TokenLaunch, count: int) -> None:
+    if plan.keys is None:
+        return
+    warps, pdl = plan.keys.config.warps, plan.keys.config.early and plan.pdl
+    norm_rope_insert_kernel[(count, 2)](
+        launch.key,
+        launch.query,
+        SHAPE=launch.key_shape,
+        QUERY_SHAPE=launch.query_shape,
+        NATIVE_FP8=plan.native_fp8,
+        PDL=pdl,
+        enable_fp_fusion=True,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
+
+
+def _launch_windows(
+    plan: InsertPlan, launch: _TokenLaunch | None, compressors: Sequence[CompressPart], batch: CompressBatch | None
+) -> None:
+    """Pools windows and stores ring rows, beside keys and query latents if they have no launch of their own."""
+    if plan.windows is None or plan.division is None or batch is None:
+        return
+    for part in compressors:
+        check_part(part, batch)
+        _check_strides(part)
+    tiles, division = plan.windows.config, plan.division
+    tokens, requests = len(batch.positions), len(batch.prefix_lens)
+    step = BatchArguments(
+        batch.positions, batch.token_to_req, batch.query_start_loc, batch.prefix_lens, batch.ring_pages, batch.slots,
+        batch.valid, batch.ring_pages.stride(0),
+    )  # fmt: skip
+    scratch = Scratch(compressors[0].kv, batch.token_to_req, 0)  # not used
+    if tiles.lanes > 1:
+        scratch = empty_scratch(compressors, division.groups, batch.positions.device)
+    config = PoolingConfig(
+        RATIO=batch.ratio,
+        POOLED=batch.pooled_tokens,
+        ROWS=batch.rows,
+        LANES=tiles.lanes,
+        READS=tiles.reads,
+        CHANNELS=tiles.channels,
+        CHUNKS=tiles.chunks,
+        GROUP=division.group,
+        ITEMS=sum(division.items),
+        REUSES_RING=division.reuses_ring_rows,
+        REQUESTS=max(128, next_power_of_2(requests)),
+        NATIVE_FP8=plan.native_fp8,
+    )
+    arguments = (tuple(map(_part_arguments, compressors)), step, scratch, division.programs, requests)
+    shapes = tuple(map(_part_shape, compressors, division.items))
+    if launch is not None and plan.keys is None:
+        insert_tokens_kernel[(division.programs + tokens * (2 + len(compressors)),)](
+            launch.key,
+            launch.query,
+            *arguments,
+            SHAPE=launch.key_shape,
+            QUERY_SHAPE=launch.query_shape,
+            PARTS=shapes,
+            CONFIG=config,
+            PDL=plan.pdl,
+            enable_fp_fusion=True,
+            num_warps=tiles.warps,
+            launch_pdl=plan.pdl,
+        )
+        return
+    stored = (requests * batch.rows if division.reuses_ring_rows else tokens) * len(compressors)
+    compress_kernel[(stored + division.programs,)](
+        *arguments,
+        PARTS=shapes,
+        CONFIG=config,
+        PDL=plan.pdl,
+        enable_fp_fusion=True,
+        num_warps=tiles.warps,
+        launch_pdl=plan.pdl,
+    )
+
+
+def empty_scratch(compressors: Sequence[CompressPart], groups: int, device: torch.device) -> Scratch:
+    """A row of pooled channels and a counter for each window that programs share; counters are 0 between launches."""
+    width = max(part.dim for part in compressors)
+    rows = groups * len(compressors)
+    arrived = counters_of(device) if rows <= COUNTERS else torch.zeros(rows, dtype=torch.int32, device=device)
+    return Scratch(torch.empty(rows * width, dtype=torch.float32, device=device), arrived, width)
+
+
+def _part_arguments(part: CompressPart) -> PartArguments:
+    return PartArguments(
+        part.kv, part.score, part.ape, part.state, part.kv.stride(0), part.score.stride(0), part.state.stride(0),
+        part.norm_weight, part.cos_sin, part.cos_sin.shape[0], part.pool, part.pool.stride(0), part.eps,
+    )  # fmt: skip
+
+
+def _part_shape(part: CompressPart, items: int) -> PartShape:
+    return PartShape(
+        D=part.dim,
+        BLOCK=row_block(part.dim, part.cos_sin),
+        ROPE=part.cos_sin.shape[1],
+        STAGES=part.dim.bit_length() - 1 if part.hadamard else 0,
+        DTYPE=TRITON_DTYPES[part.dtype],
+        ENTRY=entry_format(part.record, part.pool, part.page_entries),
+        ITEMS=items,
+    )
+
+
+def _check_strides(part: CompressPart) -> None:
+    rows = {"kv": part.kv.stride(1), "score": part.score.stride(1), "state": part.state.stride(2)}
+    if any(stride != 1 for stride in rows.values()) or part.state.stride(1) != part.state.shape[2]:
+        raise ValueError(
+            f"rows of kv, score and state must be contiguous, and the rows of a ring: got strides {part.kv.stride()}, "
+            f"{part.score.stride()} and {part.state.stride()}"
+        )
+    if not part.ape.is_contiguous() or (part.hadamard and part.dim & (part.dim - 1)):
+        raise ValueError(
+            f"ape must be contiguous, and a Hadamard rotation needs a power of two of channels: got strides "
+            f"{part.ape.stride()} and {part.dim} channels"
+        )
+
+
+def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRows) -> None:
+    """See `kernels.insert.rope_insert`."""
+    T = len(rows)
+    _check_rows("rows", rows, T)
+    arguments, shape = _key("rows", rows, None, None, 0.0, positions, cos_sin, cache)
+    if T:
+        plan = plan_entries(RowsProblem(T), gpu(rows.device))
+        rope_insert_kernel[(T,)](
+            arguments,
+            SHAPE=shape,
+            NATIVE_FP8=plan.native_fp8,
+            PDL=plan.pdl,
+            enable_fp_fusion=True,
+            num_warps=plan.rows.config.warps,
+            launch_pdl=plan.pdl,
+        )
+
+
+def _token_launch(tokens: TokenRows) -> _TokenLaunch:
+    """Checks the tensors and allocates outputs that are not given.
+
+    Raises:
+        ValueError: tensors that disagree or that the kernel does not support.
+    """
+    kv, kv_out = tokens.kv, _output("kv_out", tokens.kv, tokens.kv_out)
+    _check_rows("kv", kv, len(tokens.qr), tokens.kv_weight)
+    query, query_shape = _query_latent(tokens)
+    key = _key("keys", kv, tokens.kv_weight, kv_out, tokens.eps, tokens.positions, tokens.cos_sin, tokens.cache)
+    return _TokenLaunch(*key, query, query_shape, LatentAndKey(query.out, kv_out))
+
+
+def _key(
+    name: str, rows: Tensor, weight: Tensor | None, out: Tensor | None, eps: float, positions: Tensor, cos_sin: Tensor,
+    cache: CacheRows,
+) -> tuple[KeyArguments, KeyShape]:  # fmt: skip
+    """Arguments and constants of `insert_key` for rows that are rotated and stored, and normed with a ``weight``."""
+    _check_slots(name, cache, positions, *rows.shape)
+    dim = rows.shape[1]
+    arguments = KeyArguments(
+        rows, rows.stride(0), weight, out, 0 if out is None else out.stride(0), positions, cos_sin, cos_sin.shape[0],
+        cache.slots, eps, cache.pool, cache.pool.stride(0),
+    )  # fmt: skip
+    entry = entry_format(cache.record, cache.pool, cache.page_entries)
+    return arguments, KeyShape(dim, cos_sin.shape[1], row_block(dim, cos_sin), entry)
+
+
+def _query_latent(tokens: TokenRows | LatentTokens) -> tuple[QueryLatentArguments, QueryLatentShape]:
+    """Arguments and constants of `norm_query_latent`, which writes `QueryLatentArguments.out`."""
+    (T, lora), qr, fp8 = tokens.qr.shape, tokens.qr, tokens.qr_fp8
+    _check_rows("qr", qr, T, tokens.q_weight)
+    if fp8 is not None:
+        q, scale = fp8.values, fp8.scale
+        if lora % 128 or q.shape != (T, lora) or scale.shape != (T, lora // 128) or (T > 1 and scale.stride(0) != 1):
+            raise ValueError(
+                f"a quantised latent of {(T, lora)} needs a multiple of 128 channels and scales [{T}, "
+                f"{lora // 128}] with stride 1 along the rows, got {tuple(q.shape)} and {tuple(scale.shape)} with "
+                f"strides {scale.stride()}"
+            )
+    out = _output("qr_out", qr, tokens.qr_out)
+    arguments = QueryLatentArguments(qr, qr.stride(0), tokens.q_weight, out, out.stride(0), tokens.eps, fp8_rows(fp8))
+    return arguments, QueryLatentShape(lora, next_power_of_2(lora), fp8 is not None and fp8.pow2_scales)
+
+
+def insert_latents(tokens: LatentTokens) -> Tensor:
+    """See `kernels.insert.insert_latents`."""
+    query, query_shape = _query_latent(tokens)
+    T, kv, cache, cos_sin, record = len(tokens.qr), tokens.kv, tokens.cache, tokens.cos_sin, tokens.cache.record
+    rank, rope = len(tokens.kv_weight), cos_sin.shape[1]
+    _check_rows("kv", kv[:, :rank], T, tokens.kv_weight)
+    if kv.shape[1] != rank + rope:
+        raise ValueError(f"need kv of {rank} + {rope} channels, got {tuple(kv.shape)}")
+    _check_slots("latents", cache, tokens.positions, T, rank + rope)
+    quantized = isinstance(record, Fp8DsMlaV32Record)
+    if not quantized and record.name != "plain":
+        raise ValueError(f"latents are stored in plain or fp8_v32 records, got {record.name!r}")
+    check_pool(record, cache.pool, cache.page_entries, 4 if quantized else record.dtype.itemsize)
+    rule = record.rule if quantized else ScaleRule(0.0, False)
+    rows = KeyLatentArguments(
+        kv, kv.stride(0), tokens.kv_weight, tokens.positions, cos_sin, cos_sin.shape[0], cache.slots, tokens.eps,
+        cache.pool, cache.pool.stride(0),
+    )  # fmt: skip
+    shape = KeyLatentShape(
+        LATENT=rank,
+        LATENT_BLOCK=max(128, next_power_of_2(rank)),
+        ROPE=rope,
+        ROPE_BLOCK=row_block(rope, cos_sin),
+        N=cache.page_entries,
+        FP8=quantized,
+        SCALE_POW2=rule.pow2,
+        SCALE_FLOOR=struct.unpack("<i", struct.pack("<f", rule.floor))[0],
+        PLAIN=TRITON_DTYPES[torch.bfloat16 if quantized else record.dtype],
+    )
+    index, index_shape = (None, None) if tokens.index is None else _index_key(tokens.index, tokens.positions, rope)
+    if T:
+        plan = plan_latents(RowsProblem(T), gpu(kv.device))
+        insert_latents_kernel[(T, 2 if index is None else 3)](
+            rows,
+            query,
+            index,
+            SHAPE=shape,
+            QUERY_SHAPE=query_shape,
+            INDEX_SHAPE=index_shape,
+            NATIVE_FP8=plan.native_fp8,
+            PDL=plan.pdl,
+            enable_fp_fusion=True,
+            num_warps=plan.rows.config.warps,
+            launch_pdl=plan.pdl,
+        )
+    return query.out
+
+
+def _index_key(index: IndexKeyRows, positions: Tensor, rope: int) -> tuple[IndexKeyArguments, IndexKeyShape]:
+    """Arguments and constants of `insert_index_key`."""
+    k, cache, T = index.k, index.cache, len(positions)
+    _check_rows("index.k", k, T, index.weight)
+    dim = k.shape[1]
+    if index.bias.shape != (dim,) or rope > dim or rope % 2:
+        raise ValueError(
+            f"index keys of {dim} channels need a bias of [{dim}] and up to {dim} rotated channels, got "
+            f"{tuple(index.bias.shape)} and {rope}"
+        )
+    block = next_power_of_2(dim)
+    if index.hadamard and block != dim:
+        raise ValueError(f"a Hadamard matrix needs a power of two of channels, got index keys of {dim}")
+    _check_slots("index keys", cache, positions, T, dim)
+    arguments = IndexKeyArguments(
+        k, k.stride(0), index.weight, index.bias, index.eps, cache.slots, cache.pool, cache.pool.stride(0)
+    )
+    entry = entry_format(cache.record, cache.pool, cache.page_entries)
+    return arguments, IndexKeyShape(dim, block, dim.bit_length() - 1 if index.hadamard else 0, entry)
+
+
+def query_norm_rope(heads: QueryHeads) -> Tensor:
+    """See `kernels.insert.query_norm_rope`."""
+    plan, rows, shape, out, blocks = head_launch(heads)
+    if len(out):
+        query_norm_rope_kernel[(len(out), blocks)](
+            rows,
+            SHAPE=shape,
+            PDL=plan.pdl,
+            enable_fp_fusion=True,
+            num_warps=plan.rows.config.warps,
+            launch_pdl=plan.pdl,
+        )
+    return out
+
+
+def head_launch(heads: QueryHeads) -> HeadLaunch:
+    """Checks the tensors, plans, and allocates the output if it is not given.
+
+    Raises:
+        ValueError: tensors that disagree or that the kernel does not support.
+    """
+    check_projected(heads)
+    q, cos_sin, padded = heads.q, heads.cos_sin, heads.padded_heads
+    T, dim = q.shape[0], q.shape[1] // heads.num_heads
+    shape = (T, padded, dim)
+    out = torch.empty(shape, dtype=q.dtype, device=q.device) if heads.out is None else heads.out
+    if out.shape != shape or out.dtype != q.dtype or out.stride(2) != 1:
+        raise ValueError(f"out must be {shape} {q.dtype} with contiguous channels, got {tuple(out.shape)} {out.dtype}")
+    plan = plan_queries(RowsProblem(T), gpu(q.device))
+    rows = HeadArguments(
+        q, cos_sin, heads.positions, out, heads.eps, cos_sin.shape[0], heads.num_heads, padded,
+        q.stride(0), out.stride(0), out.stride(1),
+    )  # fmt: skip
+    count = plan.rows.config.heads
+    constants = HeadShape(dim, cos_sin.shape[1], row_block(dim, cos_sin), count, heads.norm)
+    return HeadLaunch(plan, rows, constants, out, cdiv(padded, count))
+
+
+def _output(name: str, x: Tensor, out: Tensor | None) -> Tensor:
+    """``out`` if it is given, else an empty tensor: contiguous rows like those of ``x``."""
+    if out is None:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out.shape != x.shape or out.dtype != x.dtype or out.stride(-1) != 1:
+        raise ValueError(f"{name} must be {tuple(x.shape)} {x.dtype}, got {tuple(out.shape)} {out.dtype}")
+    return out
+
+
+def _check_rows(name: str, x: Tensor, T: int, weight: Tensor | None = None) -> None:
+    if len(x) != T or x.dtype not in FLOATS or x.stride(1) != 1 or (weight is not None and weight.shape != x.shape[1:]):
+        given = "" if weight is None else f", and a weight of {tuple(weight.shape)}"
+        raise ValueError(
+            f"{name} must be [{T}, d] float32, bfloat16 or float16 with contiguous rows and a weight of [d], got "
+            f"{tuple(x.shape)} {x.dtype}, strides {x.stride()}{given}"
+        )
+
+
+def _check_slots(name: str, cache: CacheRows, positions: Tensor, T: int, dim: int) -> None:
+    slots, record = cache.slots, cache.record
+    if positions.shape != (T,) or slots.shape != (T,) or record.dim != dim:
+        raise ValueError(
+            f"{name} need {T} positions and slots and a record of {dim} values, got {tuple(positions.shape)}, "
+            f"{tuple(slots.shape)} and {record.dim}"
+        )

@@ -1,0 +1,253 @@
+"""Plans of cache writes: rows of a step's tokens, windows that compressors pool, heads of queries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.plans import ANY, Choice, Row, Table, cdiv, condition, next_power_of_2, planner
+from deepseek_attn.kernels.insert.types import CompressBatch, CompressPart
+
+
+@dataclass(frozen=True)
+class RowsProblem:
+    """Rows of a step's ``tokens``, or heads of their queries, that are normed or rotated, each by itself."""
+
+    tokens: int
+
+
+@dataclass(frozen=True)
+class InsertProblem:
+    """Cache writes of a layer's step: keys of its tokens, entries of its compressors, or both.
+
+    Attributes:
+        tokens, requests: of the step.
+        keys: query latents and keys are normed, and the keys rotated and stored.
+        dims: channels of the entries of each compressor; none for keys alone.
+        ratio: tokens of a window; pooled_tokens: that an entry pools; ring_rows: of a request's ring.
+        max_query_len: largest number of new tokens of a request.
+    """
+
+    tokens: int
+    keys: bool
+    dims: tuple[int, ...] = ()
+    requests: int = 0
+    ratio: int = 0
+    pooled_tokens: int = 0
+    ring_rows: int = 0
+    max_query_len: int = 0
+
+    @classmethod
+    def of(
+        cls, tokens: int, keys: bool, compressors: Sequence[CompressPart], batch: CompressBatch | None
+    ) -> InsertProblem:
+        """The problem of tensors."""
+        if batch is None or not compressors:
+            return cls(tokens, keys)
+        dims, requests = tuple(part.dim for part in compressors), len(batch.prefix_lens)
+        return cls(tokens, keys, dims, requests, batch.ratio, batch.pooled_tokens, batch.rows, batch.max_query_len)
+
+    @property
+    def reuses_ring_rows(self) -> bool:
+        """Whether a token may overwrite the ring row of a token that a window of the step pools."""
+        return self.max_query_len > self.ring_rows - self.pooled_tokens + 1
+
+
+class RowTiles(NamedTuple):
+    """Launch configuration of the kernels of `norm_rope_triton` and `latents_triton`.
+
+    Attributes:
+        warps: of a program; the order of a row's sum depends on it.
+        early: programs may start before the previous kernel has ended.
+        heads: of a query that a program computes.
+    """
+
+    warps: int
+    early: bool
+    heads: int = 1
+
+
+class PoolTiles(NamedTuple):
+    """Launch configuration of pooling.
+
+    The order of a window's sum depends on all but ``programs`` and must be the same in every step: these follow from
+    the tokens that an entry pools, and from nothing else.
+
+    Attributes:
+        warps: of a program; lanes: tokens that are summed side by side, and combined at the end; reads: tokens that a
+            lane loads at once; channels: of a program, 0 for all. With ``lanes`` of 1 a program pools all channels.
+        chunks: blocks of ``channels`` that a program pools at most.
+        values: channels of a program that pools whole windows, several narrow ones at once.
+        programs: that pool, at most.
+    """
+
+    warps: int
+    lanes: int
+    reads: int
+    channels: int = 0
+    chunks: int = 1
+    values: int = 512
+    programs: int = 1056  # eight for each multiprocessor of an H200
+
+
+class WindowDivision(NamedTuple):
+    """How the windows that close are divided among programs.
+
+    Attributes:
+        group: consecutive windows of a request that form one group; groups: of the step, at most.
+        items: work items of a group for each compressor: some of its windows, or some channels of its only one.
+        programs: that pool.
+        reuses_ring_rows: ring rows are stored by the programs that pool what they hold.
+    """
+
+    group: int
+    groups: int
+    items: tuple[int, ...]
+    programs: int
+    reuses_ring_rows: bool
+
+
+@dataclass(frozen=True)
+class RowsPlan:
+    """One launch of row programs; ``pdl``: programs start before the previous kernel has ended."""
+
+    rows: Choice
+    pdl: bool
+    native_fp8: bool
+
+
+@dataclass(frozen=True)
+class InsertPlan:
+    """Launches of `insert_tokens` or a part of it.
+
+    Attributes:
+        keys: of `norm_rope_insert_kernel`; None without keys, or where the other launch writes them too.
+        windows: of `compress_kernel`, or of `insert_tokens_kernel` for everything; None without compressors.
+        division: of the windows.
+        pdl, native_fp8: of the GPU.
+    """
+
+    keys: Choice | None
+    windows: Choice | None
+    division: WindowDivision | None
+    pdl: bool
+    native_fp8: bool
+
+
+@condition
+def few_tokens(problem: RowsProblem | InsertProblem, gpu: GPU) -> bool:
+    """Few enough that starting early pays: programs that wait take the place of others that could run."""
+    return problem.tokens <= 256
+
+
+@condition
+def beside_compressors(problem: InsertProblem, gpu: GPU) -> bool:
+    return bool(problem.dims)
+
+
+@condition
+def keys_and_kept_rings(problem: InsertProblem, gpu: GPU) -> bool:
+    """Keys are written as well, and ring rows can be stored while windows are pooled."""
+    return problem.keys and not problem.reuses_ring_rows
+
+
+@condition
+def short_windows(problem: InsertProblem, gpu: GPU) -> bool:
+    return problem.pooled_tokens <= 16
+
+
+def whole_windows(problem: InsertProblem, gpu: GPU) -> PoolTiles:
+    """A program loads all tokens of a window at once."""
+    return PoolTiles(POOL_WARPS, 1, next_power_of_2(problem.pooled_tokens))
+
+
+POOL_WARPS = 4
+SHARED_WINDOWS = PoolTiles(POOL_WARPS, 16, 4, channels=32)
+PROGRAMS = "h200_index_scores.json: rows"
+EARLY = "h200_index_scores.json: rows"
+
+WINDOWS = Table(
+    "insert.windows",
+    {"insert_tokens_kernel": keys_and_kept_rings, "compress_kernel": ANY},
+    [
+        Row(short_windows, "insert_tokens_kernel", whole_windows),
+        Row(ANY, "insert_tokens_kernel", SHARED_WINDOWS),
+        Row(short_windows, "compress_kernel", whole_windows, PROGRAMS),
+        Row(ANY, "compress_kernel", SHARED_WINDOWS, PROGRAMS),
+    ],
+)
+KEYS = Table(
+    "insert.keys",
+    {"norm_rope_insert_kernel": ANY},
+    [  # as many warps as in a launch with the compressors: a row's sum must not depend on the step
+        Row(beside_compressors & few_tokens, "norm_rope_insert_kernel", RowTiles(POOL_WARPS, early=True)),
+        Row(beside_compressors, "norm_rope_insert_kernel", RowTiles(POOL_WARPS, early=False)),
+        Row(few_tokens, "norm_rope_insert_kernel", RowTiles(1, early=True)),
+        Row(ANY, "norm_rope_insert_kernel", RowTiles(1, early=False), EARLY),
+    ],
+)
+LATENTS = Table(
+    "insert.insert_latents",
+    {"insert_latents_kernel": ANY},
+    [
+        Row(few_tokens, "insert_latents_kernel", RowTiles(2, early=True)),
+        Row(ANY, "insert_latents_kernel", RowTiles(2, early=False)),
+    ],
+)
+ENTRIES = Table(
+    "insert.rope_insert", {"rope_insert_kernel": ANY}, [Row(ANY, "rope_insert_kernel", RowTiles(1, early=True))]
+)
+QUERIES = Table(  # a head per warp: its sum is the same in every batch
+    "insert.query_norm_rope",
+    {"query_norm_rope_kernel": ANY},
+    [Row(ANY, "query_norm_rope_kernel", RowTiles(4, early=True, heads=4))],
+)
+
+
+@planner("insert.insert_tokens")
+def plan_insert(problem: InsertProblem, gpu: GPU) -> InsertPlan:
+    """One launch for everything where no token overwrites the ring row of a token that it pools; else two."""
+    keys = KEYS.choose(problem, gpu) if problem.keys else None
+    if not problem.dims:
+        return InsertPlan(keys, None, None, gpu.pdl, gpu.native_fp8)
+    windows = WINDOWS.choose(problem, gpu)
+    if windows.kernel == "insert_tokens_kernel":
+        keys = None
+    return InsertPlan(keys, windows, divide_windows(problem, windows.config), gpu.pdl, gpu.native_fp8)
+
+
+@planner("insert.insert_latents")
+def plan_latents(problem: RowsProblem, gpu: GPU) -> RowsPlan:
+    """One launch; a program for each row that a token adds."""
+    return _rows_plan(LATENTS, problem, gpu)
+
+
+@planner("insert.rope_insert")
+def plan_entries(problem: RowsProblem, gpu: GPU) -> RowsPlan:
+    """One launch; a program for each row."""
+    return _rows_plan(ENTRIES, problem, gpu)
+
+
+@planner("insert.query_norm_rope")
+def plan_queries(problem: RowsProblem, gpu: GPU) -> RowsPlan:
+    """One launch; a program for each block of a token's heads."""
+    return _rows_plan(QUERIES, problem, gpu)
+
+
+def _rows_plan(table: Table, problem: RowsProblem, gpu: GPU) -> RowsPlan:
+    rows = table.choose(problem, gpu)
+    return RowsPlan(rows, rows.config.early and gpu.pdl, gpu.native_fp8)
+
+
+def divide_windows(problem: InsertProblem, tiles: PoolTiles) -> WindowDivision:
+    """Groups of windows, and the programs that pool them: at most one for each work item that there can be."""
+    group, items = 1, [cdiv(dim, max(tiles.channels, 1)) for dim in problem.dims]
+    if tiles.lanes == 1:  # narrow windows are pooled several at a time
+        windows = [max(tiles.values // max(64, next_power_of_2(dim)), 1) for dim in problem.dims]
+        group = max(windows)
+        items = [group // count for count in windows]
+    groups = min(problem.tokens, problem.tokens // (problem.ratio * group) + problem.requests)
+    programs = min(groups * sum(items), tiles.programs)
+    return WindowDivision(group, groups, tuple(items), programs, problem.reuses_ring_rows)
