@@ -67,7 +67,10 @@ PLAN_FLAGS = ("gpu", "batch", "context", "prefill", "numerics", "index_keys", "d
 
 def run(args: argparse.Namespace) -> None:
     if args.plans is not None:
-        from deepseek_attn.cli.plan_table import show_plans  # imports torch
+        from deepseek_attn.kernels.common.dispatch import need_triton
+
+        need_triton("listing the kernels of a model")
+        from deepseek_attn.cli.plan_table import show_plans  # imports triton
 
         show_plans(args)
         return
