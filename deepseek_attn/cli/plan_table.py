@@ -17,6 +17,7 @@ from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.config.options import check_sizes, pick_dtype
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import gpu
+from deepseek_attn.kernels.common.plans import NOT_MEASURED
 from deepseek_attn.runner.step_plans import PlanLine, StepPlans, step_plans
 
 WIDTH = 160
@@ -61,6 +62,9 @@ def show_plans(args: argparse.Namespace) -> None:
     show(f"{'decode':<{DECODE}}{'prefill':<{PREFILL}}{'op':<{OP}}{'kernel':<{KERNEL}}tiles, splits")
     for line in table(plans):
         show(line)
+    choices = {line for _, line in plans.counts if line.source}
+    measured = sum(line.source != NOT_MEASURED for line in choices)
+    show(f"\n{measured} of {len(choices)} choices are measured; sources are files in docs/data and keys of them")
 
 
 def table(plans: StepPlans) -> Iterator[str]:

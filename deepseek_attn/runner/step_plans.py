@@ -21,6 +21,9 @@ from deepseek_attn.runner.warm_up import WarmUp
 INPUTS, BETWEEN, HEAD = "inputs of a step", "between layers", "head"
 """Parts of a step outside its layers: metadata and embedding, what joins two layers, and logits with greedy tokens."""
 
+GPU_FACTS = ("native_fp8", "pdl")
+"""Fields of plans that follow from the GPU alone, and are left out."""
+
 
 @dataclass(frozen=True)
 class PlanLine:
@@ -159,11 +162,11 @@ def lines(plans: Sequence[Planned], launches: Sequence[Variant]) -> list[PlanLin
 
 
 def derived_fields(plan: Any) -> dict[str, Any]:
-    """Fields of a plan that hold no choice, by name."""
+    """Fields of a plan that hold no choice, by name, without `GPU_FACTS`."""
     if isinstance(plan, Choice) or not is_dataclass(plan):
         return {}
     values = {each.name: getattr(plan, each.name) for each in fields(plan)}
-    return {name: value for name, value in values.items() if not choices_of(value)}
+    return {name: value for name, value in values.items() if name not in GPU_FACTS and not choices_of(value)}
 
 
 def brief(value: Any) -> str:

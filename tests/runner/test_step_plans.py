@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
@@ -86,6 +88,13 @@ def test_parts_of_a_step():
     assert grouped == set(found.counts)
 
 
+@dataclass(frozen=True)
+class SplitPlan:
+    products: tuple[Choice, ...]
+    splits: int
+    pdl: bool
+
+
 class Nested(NamedTuple):
     rows: int
     swizzle: bool
@@ -98,7 +107,8 @@ def test_fields_are_written_briefly():
         brief({"tiles": Nested(4, True), "few": False, "splits": 3, "none": None}) == "tiles=(rows=4 swizzle) splits=3"
     )
     assert brief(None) == ""
-    assert derived_fields(NormPlan(choice, pdl=True)) == {"pdl": True}
+    assert derived_fields(NormPlan(choice, pdl=True)) == {}
+    assert derived_fields(SplitPlan((choice,), 3, pdl=True)) == {"splits": 3}
     assert derived_fields(choice) == {}
 
 
@@ -118,6 +128,7 @@ def test_a_page_of_a_model(capsys):
     for row in facts["kernels"]:
         assert any(row["kernel"] in line and row["op"] in line for line in lines)
     assert any("because any; source: not measured" in line for line in lines)
+    assert re.fullmatch(r"\d+ of [1-9]\d* choices are measured; .*", lines[-1])
 
 
 def test_gpus_differ(capsys):
