@@ -15,7 +15,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.row_ops import rotated_rows, round_to, row_cos_sin
-from deepseek_attn.kernels.latent.weights_triton import StoredWeight, WeightStrides, block_scale, dequantized, factor_of
+from deepseek_attn.kernels.latent.weights_triton import (
+    LatentWeightRows,
+    WeightStrides,
+    block_scale,
+    dequantized,
+    factor_of,
+)
 
 
 class AbsorbArguments(NamedTuple):
@@ -29,7 +35,7 @@ class AbsorbArguments(NamedTuple):
 
     q: Tensor
     q_stride: int
-    weight: StoredWeight
+    weight: LatentWeightRows
     cos_sin: Tensor
     max_positions: int
     positions: Tensor

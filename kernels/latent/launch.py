@@ -23,7 +23,7 @@ from deepseek_attn.kernels.latent.plan import LatentPlan, LatentProblem, plan_ab
 from deepseek_attn.kernels.latent.reference import check_latents, check_queries
 from deepseek_attn.kernels.latent.types import WEIGHT_BLOCK, LatentQueries, LatentWeight, ProjectedValues
 from deepseek_attn.kernels.latent.values_triton import ValueArguments, ValueShape, project_values_kernel
-from deepseek_attn.kernels.latent.weights_triton import StoredWeight, WeightStrides, latent_dequantize_kernel
+from deepseek_attn.kernels.latent.weights_triton import LatentWeightRows, WeightStrides, latent_dequantize_kernel
 
 
 class AbsorbLaunch(NamedTuple):
@@ -183,8 +183,8 @@ def _multiply_heads(x: Tensor, weight: Tensor, out: Tensor, plan: LatentPlan) ->
         torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
 
 
-def _stored(weight: LatentWeight) -> StoredWeight:
-    return StoredWeight(weight.rows if weight.scale is None else fp8_view(weight.rows), weight.scale)
+def _stored(weight: LatentWeight) -> LatentWeightRows:
+    return LatentWeightRows(weight.rows if weight.scale is None else fp8_view(weight.rows), weight.scale)
 
 
 def _strides(weight: LatentWeight) -> WeightStrides:

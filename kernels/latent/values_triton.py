@@ -14,7 +14,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.row_ops import Fp8Rows, round_to, store_fp8_groups
-from deepseek_attn.kernels.latent.weights_triton import StoredWeight, WeightStrides, block_scale, dequantized, factor_of
+from deepseek_attn.kernels.latent.weights_triton import (
+    LatentWeightRows,
+    WeightStrides,
+    block_scale,
+    dequantized,
+    factor_of,
+)
 
 
 class ValueArguments(NamedTuple):
@@ -28,7 +34,7 @@ class ValueArguments(NamedTuple):
     latents: Tensor
     latents_stride: int
     latents_head_stride: int
-    weight: StoredWeight
+    weight: LatentWeightRows
     out: Tensor
     out_stride: int
     tokens: int

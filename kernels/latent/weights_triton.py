@@ -16,7 +16,7 @@ from deepseek_attn.kernels.common.row_ops import round_to
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-class StoredWeight(NamedTuple):
+class LatentWeightRows(NamedTuple):
     """A `LatentWeight` as kernels read it.
 
     Attributes:
@@ -30,7 +30,7 @@ class StoredWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightStrides:
-    """Strides of a `StoredWeight`, between heads, rows and latent channels; those of the scale are 0 without one."""
+    """Strides of `LatentWeightRows` between heads, rows and latent channels; those of the scale are 0 without one."""
 
     HEAD: int
     ROW: int
