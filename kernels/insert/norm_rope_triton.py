@@ -162,6 +162,7 @@ def norm_query_latent(t, query, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
     LORA: tl.constexpr = SHAPE.LORA
     BLOCK: tl.constexpr = SHAPE.BLOCK
     DTYPE: tl.constexpr = query.qr.dtype.element_ty
+    # row and weight are both in flight before the sum needs them
     x = load_row(query.qr + t * query.stride, LORA, BLOCK)
     y = normed_rows(x, row_weight(query.weight, LORA, BLOCK), query.eps, LORA, DTYPE)
     store_row(query.out + t * query.out_stride, y, LORA, BLOCK)
@@ -206,6 +207,7 @@ def norm_rope_insert_kernel(
     """Grid ``(tokens, 2)``: the key and the query latent of a token."""
     begin(PDL)  # wait until the previous kernel has written both
     t = tl.program_id(0).to(tl.int64)
+    # a program for each of them: neither row's loads wait for the other's sum
     if tl.program_id(1) == 0:
         insert_key(t, key, SHAPE, NATIVE_FP8)
     else:

@@ -43,6 +43,7 @@ class WeightStrides:
 @triton.jit
 def block_scale(weight, head, row, channel, inside, WEIGHT: tl.constexpr):
     """Scale of the block of a head that holds ``(row, channel)``; 0 where not ``inside``."""
+    # a padding head has no scale: its weights are 0, too
     offset = head * WEIGHT.SCALE_HEAD + row // 128 * WEIGHT.SCALE_ROW
     return tl.load(weight.scale + offset + channel // 128 * WEIGHT.SCALE_RANK, mask=inside, other=0)
 
