@@ -36,7 +36,7 @@ from deepseek_attn.kernels.indexer.plan import (
 from deepseek_attn.kernels.indexer.scores_decode_hopper import index_scores_decode_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_hopper import index_scores_hopper_kernel
 from deepseek_attn.kernels.indexer.scores_triton import ScoreRows, ScoresShape, index_scores_kernel
-from deepseek_attn.kernels.indexer.topk_triton import TopkRows, TopkShape, topk_kernel
+from deepseek_attn.kernels.indexer.topk_triton import TopkRows, topk_kernel
 from deepseek_attn.kernels.indexer.types import (
     MAX_TRITON_TOPK,
     SCORE_BYTES,
@@ -295,18 +295,6 @@ def launch_topk(
         out_stride=out.stride(0),
         slot_stride=slots.stride(0),
     )
-    shape = TopkShape(
-        K=out.shape[1],
-        SPLITS=config.splits,
-        TILE=config.tile,
-        SAMPLE=config.sample,
-        TARGET=config.capacity // 2,
-        CAPACITY=config.capacity,
-        WORDS=config.words,
-        R=32 * config.num_warps,
-        ALIGNED=W % 4 == 0 and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0,
-        PAGE=page_entries,
-    )
     topk_kernel[(T, config.splits)](
         rows,
         lens,
@@ -314,7 +302,10 @@ def launch_topk(
         requests,
         W,
         table.stride(0),
-        SHAPE=shape,
+        CONFIG=config,
+        K=out.shape[1],
+        ALIGNED=W % 4 == 0 and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0,
+        PAGE=page_entries,
         PDL=plan.pdl,
         enable_fp_fusion=True,
         num_warps=config.num_warps,

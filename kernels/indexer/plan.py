@@ -7,7 +7,6 @@ from functools import cache
 from typing import NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.plans import (
     ANY,
     Choice,
@@ -76,11 +75,6 @@ def _exact(p: ScoresProblem, gpu: GPU) -> bool:
 
 
 @condition
-def _hopper(p: ScoresProblem, gpu: GPU) -> bool:
-    return gpu.hopper
-
-
-@condition
 def _hopper_heads(p: ScoresProblem, gpu: GPU) -> bool:
     """The kernels in Gluon copy 16 bytes at a time, and do not round scores."""
     return gpu.hopper and (p.heads, p.dim) == (HOPPER_HEADS, TRITON_HEAD_DIM) and p.aligned and not p.rounded
@@ -146,19 +140,26 @@ def exact_products(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
     return ScoresConfig(1, 32, 1, max(1, min(8 * gpu.multiprocessors // p.tokens, cdiv(p.width, 64))))
 
 
-def _tokens_in_turn(p: ScoresProblem, gpu: GPU, keys: int) -> ScoresConfig:
+def tokens_in_turn(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
     """As many programs as run at a time, or twice as many: a last wave of few would take as long as a full one."""
-    tokens = 4 if p.batch_invariant else min(4, cdiv(p.tokens, p.requests))
+    keys, tokens = _tile_keys(gpu), 4 if p.batch_invariant else min(4, cdiv(p.tokens, p.requests))
     resident = (4, 3, 3, 4)[tokens - 1] * gpu.multiprocessors
     return ScoresConfig(tokens, keys, 3, max(1, min(resident // cdiv(p.tokens, tokens), cdiv(p.width, 2 * keys))))
 
 
-def wide_tiles(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
-    return _tokens_in_turn(p, gpu, 128)
+def one_token(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
+    """One tile each where all programs run at a time; else several waves of programs, of four tiles at least.
+
+    A last wave of few long ones would take as long as a full one.
+    """
+    keys, resident = _tile_keys(gpu), 4 * gpu.multiprocessors
+    tiles = cdiv(p.width, keys)
+    splits = max(resident // p.tokens, min(cdiv(4 * resident, p.tokens), cdiv(tiles, 4)))
+    return ScoresConfig(1, keys, 3, min(tiles, splits))
 
 
-def narrow_tiles(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
-    return _tokens_in_turn(p, gpu, 64)
+def _tile_keys(gpu: GPU) -> int:
+    return 128 if gpu.hopper else 64
 
 
 SCORES = Table(
@@ -183,8 +184,7 @@ SCORES = Table(
             "h200_few_scores.json: rows",
         ),
         Row(_exact, "index_scores_kernel", exact_products),
-        Row(_hopper, "index_scores_kernel", wide_tiles),
-        Row(ANY, "index_scores_kernel", narrow_tiles),
+        Row(ANY, "index_scores_kernel", tokens_in_turn),
     ],
 )
 
@@ -195,31 +195,12 @@ def plan_scores(problem: ScoresProblem, gpu: GPU) -> ScoresPlan:
     return ScoresPlan(SCORES.choose(problem, gpu), gpu.native_fp8, gpu.pdl)
 
 
-def _candidates(p: ScoresProblem, gpu: GPU, keys: int) -> ScoresConfig:
-    """One tile each where all programs run at a time; else several waves of programs, of four tiles at least.
-
-    A last wave of few long ones would take as long as a full one.
-    """
-    tiles, resident = cdiv(p.width, keys), 4 * gpu.multiprocessors
-    splits = max(resident // p.tokens, min(cdiv(4 * resident, p.tokens), cdiv(tiles, 4)))
-    return ScoresConfig(1, keys, 3, min(tiles, splits))
-
-
-def wide_candidates(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
-    return _candidates(p, gpu, 128)
-
-
-def narrow_candidates(p: ScoresProblem, gpu: GPU) -> ScoresConfig:
-    return _candidates(p, gpu, 64)
-
-
 CANDIDATE_SCORES = Table(
     "indexer.candidate_scores",
     {"candidate_scores_kernel": ANY},
     [
         Row(_exact, "candidate_scores_kernel", exact_products),
-        Row(_hopper, "candidate_scores_kernel", wide_candidates),
-        Row(ANY, "candidate_scores_kernel", narrow_candidates),
+        Row(ANY, "candidate_scores_kernel", one_token),
     ],
 )
 
@@ -245,8 +226,9 @@ class TopkProblem:
     k: int
 
 
-class TopkConfig(NamedTuple):
-    """Tiling of `topk_kernel`. All but ``max_registers`` are powers of two.
+@dataclass(frozen=True)
+class TopkConfig:
+    """Tiling of `topk_kernel`, and a constant of it. All but ``max_registers`` are powers of two.
 
     Each thread reads at least a group of four columns at a time. If there are too many candidates, the best k of them
     are kept, and a group of each thread must have room beside them: ``k + 4 * 32 * num_warps <= capacity``.
@@ -337,10 +319,6 @@ class IndexQueryProblem:
     tokens: int
     kernel: str
     batch_invariant: bool = False
-
-    @classmethod
-    def of(cls, tokens: int, kernel: str) -> IndexQueryProblem:
-        return cls(tokens, kernel, batch_invariant())
 
 
 class IndexQueryConfig(NamedTuple):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.heads import QueryHeads
+from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.plans import cdiv
 from deepseek_attn.kernels.indexer.plan import IndexQueryPlan, IndexQueryProblem, plan_queries
 from deepseek_attn.kernels.indexer.query_triton import (
@@ -119,7 +120,7 @@ def _index_launch(rows: IndexQueryRows, kernel: str) -> IndexQueryLaunch:
         )
     out = torch.empty(T, H, dim, dtype=q.dtype if fmt == "plain" else torch.float8_e4m3fn, device=q.device)
     out_weights = torch.empty(T, H, dtype=torch.float32, device=q.device)
-    plan = plan_queries(IndexQueryProblem.of(T, kernel), gpu(q.device))
+    plan = plan_queries(IndexQueryProblem(T, kernel, batch_invariant()), gpu(q.device))
     args = IndexQueryArgs(
         q,
         weights,

@@ -80,6 +80,7 @@ def index_heads(t, block, args, SHAPE: tl.constexpr):
     position = tl.minimum(tl.load(args.positions + t), args.max_positions - 1).to(tl.int64)
     table = args.cos_sin + position * ROPE
     if SHAPE.HALF_SPLIT:
+        # a channel's partner is half of the rotated channels away: it is loaded a second time
         rotary, second = channel < ROPE, channel >= ROPE // 2
         partner = tl.where(second, channel - ROPE // 2, channel + ROPE // 2)
         other = tl.load(row + partner[None, :], mask=inside & rotary[None, :], other=0.0).to(tl.float32)
@@ -88,6 +89,7 @@ def index_heads(t, block, args, SHAPE: tl.constexpr):
         rotated = x * cos + tl.where(second[None, :], other, -other) * sin
         x = tl.where(rotary[None, :], rotated.to(dtype).to(tl.float32), x)
     else:
+        # partners are neighbours; pairs before the rotated channels get cosine 1 and sine 0
         pair = tl.arange(0, DIM // 2) - (DIM - ROPE) // 2
         cos = tl.load(table + pair, mask=pair >= 0, other=1.0)[None, :]
         sin = tl.load(table + ROPE // 2 + pair, mask=pair >= 0, other=0.0)[None, :]
@@ -106,11 +108,13 @@ def index_heads(t, block, args, SHAPE: tl.constexpr):
     # 0 for finite values, NaN for a NaN or an infinity: added to the weight, so that it cannot pass unseen
     nan_guard = x * 0.0
     if KEY_FORMAT == "fp8":
+        # one power-of-two scale per head, folded into its weight
         amax = tl.maximum(tl.max(tl.abs(x), 1), 1e-4)
         factor = pow2_ceil(amax * 0.002232142857142857)
         tl.store(out, quantize_e4m3(x * inverse_pow2(factor)[:, None], NATIVE_FP8), mask=inside)
         weights = weights * factor + tl.sum(nan_guard, 1)
     elif KEY_FORMAT == "fp4":
+        # a scale per 32 channels: the largest of the head is folded into its weight, the others into the values
         groups = tl.reshape(x, (BLOCK_H, DIM // 32, 32))
         amax = tl.maximum(tl.max(tl.abs(groups), 2), _FP4_FLOOR)
         factor = pow2_ceil(amax * 0.16666666666666666)
@@ -118,7 +122,7 @@ def index_heads(t, block, args, SHAPE: tl.constexpr):
         relative = factor * inverse_pow2(largest)[:, None] * 64.0
         groups = round_e2m1(groups * inverse_pow2(factor)[:, :, None]) * relative[:, :, None]
         value = tl.reshape(quantize_e4m3(groups, NATIVE_FP8), (BLOCK_H, DIM // 2, 2))
-        even, odd = tl.split(value)
+        even, odd = tl.split(value)  # bytes of FP4 keys hold one channel of each
         out = args.out + (t * HEADS + head[:, None]) * DIM + tl.arange(0, DIM // 2)[None, :]
         tl.store(out, even, mask=inside)
         tl.store(out + DIM // 2, odd, mask=inside)
@@ -130,14 +134,15 @@ def index_heads(t, block, args, SHAPE: tl.constexpr):
 
 @triton.jit
 def index_query_kernel(args, SHAPE: tl.constexpr, PDL: tl.constexpr):
-    begin(PDL)
+    """Program ``(t, i)``: block ``i`` of the heads of token ``t``."""
+    begin(PDL)  # wait until the projections are written
     index_heads(tl.program_id(0).to(tl.int64), tl.program_id(1), args, SHAPE)
 
 
 @triton.jit
 def queries_kernel(args, index_args, blocks, SHAPE: tl.constexpr, INDEX_SHAPE: tl.constexpr, PDL: tl.constexpr):
     """Program ``(t, i)``: block ``i`` of the layer's heads of token ``t``, from ``blocks`` on of the indexer's."""
-    begin(PDL)
+    begin(PDL)  # wait until the projections are written
     t = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if block < blocks:
@@ -153,12 +158,13 @@ def latent_queries_kernel(
 ):  # fmt: skip
     """First ``programs`` of `absorb_head` for each of ``token_blocks``, then ``index_blocks`` of heads per token."""
     if PDL:
-        gdc_launch_dependents()
+        gdc_launch_dependents()  # the next kernel may start: it waits by itself
     program = tl.program_id(0)
     if program < programs * token_blocks:
+        # waits for the projections by itself, while its weights are on their way
         absorb_head(program % programs, program // programs, rows, SHAPE, PDL)
     else:
         if PDL:
-            gdc_wait()
+            gdc_wait()  # until the projections are written
         program -= programs * token_blocks
         index_heads((program // index_blocks).to(tl.int64), program % index_blocks, index_args, INDEX_SHAPE)

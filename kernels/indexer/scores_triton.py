@@ -102,6 +102,7 @@ def _fp4_keys(packed, scales, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
     """
     N: tl.constexpr = packed.shape[0]
     n: tl.constexpr = packed.shape[1]
+    # the scale of each group of 32 channels, relative to the largest of the key
     byte = (scales[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 0xFF
     largest = tl.max(byte, 1)
     shift = byte - largest[:, None] + 12  # 6 of it for 64, 6 to rebias e2m1's exponents to e4m3's
@@ -204,6 +205,7 @@ def score_keys(key, odd, scale, q, q_odd, weights, SHAPE: tl.constexpr):
     SCORE_DTYPE: tl.constexpr = SHAPE.SCORE_DTYPE
     PRECISION: tl.constexpr = SHAPE.PRECISION
     product = tl.dot(key, q, input_precision=PRECISION)
+    # FP4: even and odd channels are operands of their own, and sums of one product
     if SHAPE.KEY_FORMAT == "fp4":
         product = tl.dot(odd, q_odd, product)
     weighted = _relu(product).to(SCORE_DTYPE).to(tl.float32) * weights[None, :]

@@ -11,7 +11,6 @@ Several programs may split a row. The last of them to finish selects among the c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
@@ -44,29 +43,6 @@ class TopkRows(NamedTuple):
     scores_stride: Any
     out_stride: Any
     slot_stride: Any
-
-
-@dataclass(frozen=True)
-class TopkShape:
-    """Constants of `topk_kernel`; all but ``K`` and ``PAGE`` are powers of two.
-
-    Attributes:
-        K: columns to select; SPLITS: programs that share a row; TILE: columns that a program marks at a time.
-        SAMPLE: columns that give the bound; TARGET: scores that should reach it; CAPACITY: most candidates.
-        WORDS: of 32 marks, that a thread lists at a time; R: threads; ALIGNED: groups of four scores start at 16 bytes.
-        PAGE: entries of a page; 0 without slots.
-    """
-
-    K: int
-    SPLITS: int
-    TILE: int
-    SAMPLE: int
-    TARGET: int
-    CAPACITY: int
-    WORDS: int
-    R: int
-    ALIGNED: bool
-    PAGE: int
 
 
 @triton.jit
@@ -362,36 +338,49 @@ def _collect_many(
 
 
 @triton.jit
-def _collect_candidates(scores_ptr, start, stop, least, marks_ptr, candidates_ptr, SHAPE: tl.constexpr):
+def _collect_candidates(
+    scores_ptr, start, stop, least, marks_ptr, candidates_ptr, CONFIG: tl.constexpr, K: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Collects up to ``CAPACITY`` candidates, scores of columns ``start .. stop - 1`` whose keys reach ``least``.
 
     Returns their number. ``start`` is a multiple of 128.
     """
-    CAPACITY: tl.constexpr = SHAPE.CAPACITY
-    ALIGNED: tl.constexpr = SHAPE.ALIGNED
-    R: tl.constexpr = SHAPE.R
+    CAPACITY: tl.constexpr = CONFIG.capacity
+    R: tl.constexpr = 32 * CONFIG.num_warps
     bound = _score_of(least)
     marks_ptr += start // 32
     columns = tl.maximum(stop - start, 0)
-    _mark(scores_ptr + tl.multiple_of(start, 4), columns, bound, marks_ptr, SHAPE.TILE, ALIGNED)
-    count = _list_marked(scores_ptr, start, columns, marks_ptr, candidates_ptr, CAPACITY, SHAPE.WORDS, R)
+    _mark(scores_ptr + tl.multiple_of(start, 4), columns, bound, marks_ptr, CONFIG.tile, ALIGNED)
+    count = _list_marked(scores_ptr, start, columns, marks_ptr, candidates_ptr, CAPACITY, CONFIG.words, R)
     if count > CAPACITY:
         # the bound was too low: the row is read again, and the best K raise the bound whenever there are too many
-        count = _collect_many(scores_ptr, start, stop, bound, candidates_ptr, SHAPE.K, CAPACITY, R, ALIGNED)
+        count = _collect_many(scores_ptr, start, stop, bound, candidates_ptr, K, CAPACITY, R, ALIGNED)
     return count
 
 
 @triton.jit(do_not_specialize=["W", "table_stride", "lens_ptr", "block_table_ptr", "token_to_req_ptr"])
 def topk_kernel(
-    rows, lens_ptr, block_table_ptr, token_to_req_ptr, W, table_stride, SHAPE: tl.constexpr, PDL: tl.constexpr
+    rows,
+    lens_ptr,
+    block_table_ptr,
+    token_to_req_ptr,
+    W,
+    table_stride,
+    CONFIG: tl.constexpr,
+    K: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PAGE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Program ``(t, s)``: split ``s`` of row ``t`` of `TopkRows`."""
-    K: tl.constexpr = SHAPE.K
-    SPLITS: tl.constexpr = SHAPE.SPLITS
-    CAPACITY: tl.constexpr = SHAPE.CAPACITY
-    R: tl.constexpr = SHAPE.R
-    ALIGNED: tl.constexpr = SHAPE.ALIGNED
-    PAGE: tl.constexpr = SHAPE.PAGE
+    """Program ``(t, s)``: split ``s`` of row ``t`` of `TopkRows`; ``CONFIG`` is a `TopkConfig`.
+
+    ``ALIGNED``: groups of four scores start at multiples of 16 bytes. ``PAGE``: entries of a page, 0 without slots.
+    """
+    SPLITS: tl.constexpr = CONFIG.splits
+    CAPACITY: tl.constexpr = CONFIG.capacity
+    TARGET: tl.constexpr = CAPACITY // 2  # scores that should reach the bound
+    R: tl.constexpr = 32 * CONFIG.num_warps  # threads
     begin(PDL)  # wait until the previous kernel has written the scores
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -421,13 +410,13 @@ def topk_kernel(
         columns = tl.cdiv(tl.cdiv(n, SPLITS), 128) * 128
         start = split * columns
         stop = tl.minimum(start + columns, n)
-        least = _sampled_bound(scores_ptr, n, SHAPE.SAMPLE, SHAPE.TARGET, R)
+        least = _sampled_bound(scores_ptr, n, CONFIG.sample, TARGET, R)
         is_split = SPLITS > 1
         todo = n > 0
         i = _entries(_groups(CAPACITY, R))
         while todo:
             split_candidates = candidates_ptr + split * CAPACITY
-            count = _collect_candidates(scores_ptr, start, stop, least, marks_ptr, split_candidates, SHAPE)
+            count = _collect_candidates(scores_ptr, start, stop, least, marks_ptr, split_candidates, CONFIG, K, ALIGNED)
             at = i + split * CAPACITY
             stored = count
             if SPLITS > 1:  # noqa: SIM102  (a constant: without splits the body is not compiled)

@@ -114,6 +114,7 @@ class WorkspaceShape:
 @triton.jit
 def _slots(entry, req, table, N: tl.constexpr):
     """int64 slots of int64 entries ``[K]`` of request ``req`` (one, or one per entry); -1 where there is none."""
+    # entries beyond the table, and requests that it does not have, are not loaded
     block = entry // N
     inside = (entry >= 0) & (block < table.pages >> 1) & (req >= 0) & (req < table.requests >> 1)
     page = tl.load(table.page_ids + req * (table.row_stride >> 1) + block, mask=inside, other=-1).to(tl.int64)
@@ -133,6 +134,7 @@ def _is_valid(valid_ptr, t):
 def _window_row(t, pos, req, valid, table, outs, TOKENS: tl.constexpr):
     """Row ``t`` of the window's slots: positions ``max(pos - WINDOW + 1, 0) .. pos``, then -1."""
     length = tl.where(valid, tl.minimum(tl.maximum(pos + 1, 0), TOKENS.WINDOW), 0)
+    # the oldest position of the window comes first
     first = tl.maximum(pos - (TOKENS.WINDOW - 1), 0)
     column = tl.arange(0, TOKENS.TILE)
     slot = _slots(tl.where(column < length, first + column, -1), req, table, TOKENS.N)
@@ -159,7 +161,7 @@ def _entries_tile(
         length = tl.where(valid, tl.minimum(tl.maximum((pos + 1) // GROUP.RATIO, 0), GROUP.WIDTH), 0)
         column = first + tl.arange(0, TILE)
         entry = tl.where(column < length, column, -1).to(tl.int64)
-        if paged:
+        if paged:  # rows of prefill tokens hold entries, which are gathered before they are read
             entry = _slots(entry, req, table, GROUP.N)
         tl.store(outs.entries + t * GROUP.WIDTH + column, entry.to(tl.int32), mask=column < GROUP.WIDTH)
         if first == 0:  # one of the programs of a row writes its length
@@ -195,7 +197,7 @@ def step_indices_kernel(
         token_slot = _slots(tl.where(valid, pos, -1), req, token_table, TOKENS.N)
         tl.store(token_outs.slot_mapping + t, token_slot)
         if TOKENS.WINDOW > 0:  # noqa: SIM102  (a constant: without a window the row is not compiled)
-            if paged:
+            if paged:  # prefill tokens read the window from the workspace
                 _window_row(t, pos, req, valid, token_table, token_outs, TOKENS)
         for g in tl.static_range(len(GROUPS)):
             _entry_slot(t, pos, req, token_slot, tables[g], outs[g], g, GROUPS)
@@ -225,6 +227,7 @@ def entry_counts_kernel(positions_ptr, valid_ptr, out, T, topk, RATIO: tl.conste
     """Counts of ``TOKENS`` tokens; ``out`` is an `EntryCounts`."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = t < T
+    # an entry is visible once its last token has been written
     visible = (tl.load(positions_ptr + t, mask=inside, other=0) + 1) // RATIO
     visible = tl.where(tl.load(valid_ptr + t, mask=inside, other=0) != 0, visible, 0)
     tl.store(out.visible + t, visible, mask=inside)
@@ -248,6 +251,7 @@ def entry_slots_kernel(
     t = tl.program_id(0).to(tl.int64)
     req = tl.load(req_ptr + t).to(tl.int64)
     count = tl.zeros((), tl.int32)
+    # a row is converted tile by tile; entries that are negative or beyond the table are not counted
     for first in tl.static_range(0, K, TILE):
         column = first + tl.arange(0, TILE)
         entry = tl.load(topk_ptr + t * topk_stride + column, mask=column < K, other=-1).to(tl.int64)
