@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from deepseek_attn.config.numerics import Numerics
-from deepseek_attn.kernels.common.quant import row_exponents
+from deepseek_attn.kernels.common.quant import InputFormat, row_exponents
 from deepseek_attn.kernels.linear import dequantize_weight, quantized_input
 from deepseek_attn.layers.weights import CheckpointModule, SlotKind, WeightSlot, check_fp8_input, parameter, to_stored
 
@@ -89,4 +89,6 @@ class ExpertLinear(CheckpointModule):
         if self.scale is None:
             return F.linear(x, self.weight[expert])
         weight = dequantize_weight(self.weight[expert], self.scale[expert])
-        return F.linear(quantized_input(x, self.fp8_input, self.pow2_scales, self.fp8_group), weight).to(x.dtype)
+        return F.linear(quantized_input(x, InputFormat(self.fp8_input, self.pow2_scales, self.fp8_group)), weight).to(
+            x.dtype
+        )

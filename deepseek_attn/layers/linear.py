@@ -8,7 +8,7 @@ import torch
 
 from deepseek_attn.config.numerics import Numerics
 from deepseek_attn.kernels import linear as ops
-from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.common.quant import InputFormat, QuantizedRows
 from deepseek_attn.layers.weights import (
     CheckpointModule,
     Shard,
@@ -49,9 +49,9 @@ class Linear(CheckpointModule):
         super().__init__(device)
         self.full_shape, self.shard = (out_features, in_features), shard
         self.out_features, self.in_features = shard.of(self.full_shape) if shard else self.full_shape
-        self.numerics, self.pow2_scales = numerics, numerics.pow2_activation_scales
-        self.fp8_input = numerics.fp8_activations if fp8_input is None else fp8_input
-        self.dtype, self.out_float32, self.fp8_group = dtype, out_float32, numerics.fp8_group
+        fp8_input = numerics.fp8_activations if fp8_input is None else fp8_input
+        self.input_format = InputFormat(fp8_input, numerics.pow2_activation_scales, numerics.fp8_group)
+        self.numerics, self.dtype, self.out_float32 = numerics, dtype, out_float32
         self.register_parameter("weight", None)
         self.register_parameter("scale", None)
         self._segment: ops.Segment | None = None
@@ -62,8 +62,8 @@ class Linear(CheckpointModule):
 
     def load(self, weight: torch.Tensor, scale: torch.Tensor | None = None) -> None:
         weight, scale = to_stored(weight, scale, self.numerics, self.dtype, self._device)
-        if scale is not None and self.fp8_input:
-            check_fp8_input(self.in_features, self.fp8_group)
+        if scale is not None and self.input_format.fp8:
+            check_fp8_input(self.in_features, self.input_format.group)
         self.weight = parameter(weight)
         self.scale = None if scale is None else parameter(scale)
 
@@ -75,12 +75,12 @@ class Linear(CheckpointModule):
 
     def _new_segment(self) -> ops.Segment:
         out_dtype = torch.float32 if self.out_float32 else None
-        self._segment = ops.Segment(self.weight, self.scale, self.fp8_input, out_dtype, self.fp8_group)
+        self._segment = ops.Segment(self.weight, self.scale, self.input_format, out_dtype)
         return self._segment
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [..., in_features]`` -> ``[..., out_features]``."""
-        (y,) = ops.multi_linear(x.flatten(0, -2), [self.segment], self.pow2_scales)
+        (y,) = ops.multi_linear(x.flatten(0, -2), [self.segment])
         return y.unflatten(0, x.shape[:-1])
 
     def extra_repr(self) -> str:
@@ -126,7 +126,7 @@ class GroupedLinear(Linear):
     @property
     def takes_quantized_heads(self) -> bool:
         """Whether `project_quantized` takes the result of `kernels.attention.attend_heads`."""
-        return self.fp8_input and self.scale is not None and self.fp8_group == ops.FP8_INPUT_GROUP and self.pow2_scales
+        return self.scale is not None and self.input_format == InputFormat(fp8=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [T, groups, in_features]`` -> ``[T, groups, out_features]``."""
@@ -140,8 +140,7 @@ class GroupedLinear(Linear):
         Heads go to the groups in order, ``H / groups * d = in_features``; see `kernels.linear.grouped_linear`. Without
         positions nothing is rotated.
         """
-        options = self.fp8_input, self.pow2_scales, self.fp8_group
-        return ops.grouped_linear(o, self.weight, self.scale, self.groups, positions, cos_sin, *options)
+        return ops.grouped_linear(o, self.weight, self.scale, self.groups, positions, cos_sin, self.input_format)
 
     def project_quantized(
         self, o: torch.Tensor | QuantizedRows, positions: torch.Tensor, cos_sin: torch.Tensor
@@ -149,8 +148,9 @@ class GroupedLinear(Linear):
         """`project`, also of the result of `attend_heads`; and its output quantised where that is free, else None."""
         if isinstance(o, QuantizedRows):
             return ops.grouped_linear_of_quantized(o, self.weight, self.scale, self.dtype)
-        options = self.fp8_input, self.pow2_scales, self.fp8_group
-        return ops.grouped_linear_quantized(o, self.weight, self.scale, self.groups, positions, cos_sin, *options)
+        return ops.grouped_linear_quantized(
+            o, self.weight, self.scale, self.groups, positions, cos_sin, self.input_format
+        )
 
 
 def multi_linear(
@@ -163,7 +163,7 @@ def multi_linear(
         linears: layers of one model, so of the same numerics; at least one.
         quantized: `kernels.linear.quantize_input` of x, if the caller has it already.
     """
-    return ops.multi_linear(x, [linear.segment for linear in linears], linears[0].pow2_scales, quantized)
+    return ops.multi_linear(x, [linear.segment for linear in linears], quantized)
 
 
 def empty_quantized(x: torch.Tensor, linears: Sequence[Linear]) -> QuantizedRows | None:
@@ -171,4 +171,4 @@ def empty_quantized(x: torch.Tensor, linears: Sequence[Linear]) -> QuantizedRows
 
     None if these layers take no FP8 input, or quantise it themselves (see `kernels.linear.empty_quantized`).
     """
-    return ops.empty_quantized(x, [linear.segment for linear in linears], linears[0].pow2_scales)
+    return ops.empty_quantized(x, [linear.segment for linear in linears])

@@ -260,9 +260,9 @@ class DeepseekV32MLAAttention(CheckpointModule):
 
     def values(self, latents: Tensor) -> ProjectedValues:
         """`project_values`, quantised for ``wo`` where that takes FP8 inputs and costs no launch."""
-        if self.wo.scale is None or not self.wo.fp8_input:
+        if self.wo.scale is None or not self.wo.input_format.fp8:
             return ProjectedValues(self.project_values(latents), None)
-        return project_values_quantized(latents, self.W_UV, self.wo.pow2_scales)
+        return project_values_quantized(latents, self.W_UV, self.wo.input_format.pow2_scales)
 
     def attend_to_all(self, query: Tensor, step: StepMetadata) -> Tensor:
         """Attention over every token up to the query's own (V3): ``[T, heads, kv_lora_rank]``.

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
 from deepseek_attn.kernels.common.invariance import batch_invariant, in_row_tiles
-from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.common.quant import InputFormat, QuantizedRows
 from deepseek_attn.kernels.linear.formats import (
     FP4_GROUP,
     FP8_BLOCK,
     FP8_GROUPS,
     FP8_INPUT_GROUP,
-    QUANTIZE_ABOVE,
+    UNQUANTIZED,
     Segment,
     dequantize_weight,
     quantized_input,
@@ -32,7 +32,8 @@ __all__ = [
     "FP8_BLOCK",
     "FP8_GROUPS",
     "FP8_INPUT_GROUP",
-    "QUANTIZE_ABOVE",
+    "UNQUANTIZED",
+    "InputFormat",
     "QuantizedRows",
     "Segment",
     "dequantize_weight",
@@ -46,9 +47,7 @@ __all__ = [
 ]
 
 
-def multi_linear(
-    x: Tensor, segments: Sequence[Segment], pow2_scales: bool = True, quantized: QuantizedRows | None = None
-) -> list[Tensor]:
+def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRows | None = None) -> list[Tensor]:
     """``x W^T`` for each segment, summed in float32 and rounded once.
 
     On a GPU all segments that Triton computes are one launch where there are few tokens; with many, large products are
@@ -56,31 +55,30 @@ def multi_linear(
 
     Args:
         x: ``[M, K]`` float32, bfloat16 or float16.
-        segments: projections from the same ``K``; none gives an empty list.
-        pow2_scales: scales of FP8 inputs are powers of two.
-        quantized: ``quantize_input(x, pow2_scales)``, if the caller has it already.
+        segments: projections from the same ``K``, whose FP8 inputs have scales of one kind; none gives an empty list.
+        quantized: ``quantize_input(x, pow2_scales)`` for segments in groups of 128, if the caller has it already.
 
     Returns:
         ``[M, N]`` for each segment, in its ``out_dtype`` or the dtype of x. A token with NaN or infinity has NaN in all
         outputs of segments with FP8 inputs.
 
     Raises:
-        ValueError: on a GPU, shapes, dtypes or strides that the kernels do not support; FP8 inputs whose ``K`` is no
-            multiple of ``fp8_group``.
+        ValueError: on a GPU, shapes, dtypes or strides that the kernels do not support; FP8 inputs whose ``K`` is not a
+            multiple of the group.
 
     Notes:
         Triton sums FP8 products of the channels of one scale as the tensor cores do: on compute capability 9.0 with
         about 14 bits, unless the output is float32.
     """
     if not runs_triton(x):
-        return [_in_torch(x, segment, pow2_scales, quantized) for segment in segments]
-    outs = [None if _in_triton(segment) else _in_torch(x, segment, pow2_scales, quantized) for segment in segments]
+        return [_in_torch(x, segment, quantized) for segment in segments]
+    outs = [None if _in_triton(segment) else _in_torch(x, segment, quantized) for segment in segments]
     fused = [segment for segment, out in zip(segments, outs, strict=True) if out is None]
     if fused:
         from deepseek_attn.kernels.linear.linear import multi_linear as op
 
-        found = iter(op(x, fused, pow2_scales, quantized))
-        outs = [next(found) if out is None else out for out in outs]
+        computed = iter(op(x, fused, quantized))
+        outs = [next(computed) if out is None else out for out in outs]
     return outs
 
 
@@ -96,7 +94,7 @@ def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
         NaN or infinity dequantises to NaN; in Triton its scale is NaN.
 
     Raises:
-        ValueError: K is no multiple of 128, or x has another rank or dtype.
+        ValueError: K is not a multiple of 128, or x has another rank or dtype.
     """
     if runs_triton(x):
         from deepseek_attn.kernels.linear.linear import quantize_input as op
@@ -105,7 +103,7 @@ def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
     return op(x, pow2_scales)
 
 
-def empty_quantized(x: Tensor, segments: Sequence[Segment], pow2_scales: bool = True) -> QuantizedRows | None:
+def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | None:
     """Allocates FP8 values and scales that the op which writes ``x [M, K]`` fills as well, for `multi_linear`.
 
     None where that saves nothing: a segment does not read FP8 inputs or is not computed by Triton, or there are so few
@@ -115,7 +113,7 @@ def empty_quantized(x: Tensor, segments: Sequence[Segment], pow2_scales: bool = 
         return None
     from deepseek_attn.kernels.linear.linear import empty_quantized as op
 
-    return op(x, segments, pow2_scales)
+    return op(x, segments)
 
 
 def grouped_linear(
@@ -125,9 +123,7 @@ def grouped_linear(
     groups: int,
     positions: Tensor | None = None,
     cos_sin: Tensor | None = None,
-    fp8_input: bool = False,
-    pow2_scales: bool = True,
-    fp8_group: int = FP8_INPUT_GROUP,
+    input_format: InputFormat = UNQUANTIZED,
 ) -> Tensor:
     """``z[t, g] = W[g] o[t, g]``: inverse RoPE of attention's output, then a block-diagonal product.
 
@@ -139,9 +135,7 @@ def grouped_linear(
         positions: int64 ``[M]``, positions at which the last channels of each head are rotated back; None leaves them.
             On a GPU, tokens at negative positions are not rotated.
         cos_sin: float32 ``[positions, rope_dim]``, cosines then sines of the pairs ``(2i, 2i + 1)``.
-        fp8_input: quantise the rotated heads to FP8 per token and ``fp8_group`` channels; for a quantised weight only.
-        pow2_scales: scales of FP8 inputs are powers of two.
-        fp8_group: as in `Segment`.
+        input_format: how the product with a quantised weight reads the rotated heads.
 
     Returns:
         ``[M, groups * N]`` in the dtype of ``o``. The rotated heads are rounded to that dtype as well.
@@ -149,13 +143,7 @@ def grouped_linear(
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit; positions without cos_sin or the reverse.
     """
-    if scale is not None and _in_triton(Segment(weight, scale, fp8_group=fp8_group)):
-        from deepseek_attn.kernels.linear.grouped import grouped_linear as op
-
-        return op(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, fp8_group)
-    from deepseek_attn.kernels.linear import reference
-
-    return reference.grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, fp8_group)
+    return _grouped(o, Segment(weight, scale, input_format), groups, positions, cos_sin, False)[0]
 
 
 def grouped_linear_quantized(
@@ -165,16 +153,29 @@ def grouped_linear_quantized(
     groups: int,
     positions: Tensor | None = None,
     cos_sin: Tensor | None = None,
-    fp8_input: bool = False,
-    pow2_scales: bool = True,
-    fp8_group: int = FP8_INPUT_GROUP,
+    input_format: InputFormat = UNQUANTIZED,
 ) -> tuple[Tensor, QuantizedRows | None]:
     """`grouped_linear`, and ``quantize_input(output, pow2_scales)`` where that needs no further launch, else None."""
-    if scale is not None and _in_triton(Segment(weight, scale, fp8_group=fp8_group)):
-        from deepseek_attn.kernels.linear.grouped import grouped_linear_quantized as op
+    return _grouped(o, Segment(weight, scale, input_format), groups, positions, cos_sin, True)
 
-        return op(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, fp8_group)
-    return grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8_input, pow2_scales, fp8_group), None
+
+def _grouped(
+    o: Tensor,
+    segment: Segment,
+    groups: int,
+    positions: Tensor | None,
+    cos_sin: Tensor | None,
+    quantize_output: bool,
+) -> tuple[Tensor, QuantizedRows | None]:
+    if segment.scale is not None and _in_triton(segment):
+        from deepseek_attn.kernels.linear.linear import grouped_linear as op
+
+        return op(o, segment, groups, positions, cos_sin, quantize_output)
+    from deepseek_attn.kernels.linear import reference
+
+    return reference.grouped_linear(
+        o, segment.weight, segment.scale, groups, positions, cos_sin, segment.input_format
+    ), None
 
 
 def grouped_linear_of_quantized(
@@ -188,7 +189,7 @@ def grouped_linear_of_quantized(
         dtype: of the output.
     """
     if _in_triton(Segment(weight, scale)):
-        from deepseek_attn.kernels.linear.grouped import grouped_linear_of_quantized as op
+        from deepseek_attn.kernels.linear.linear import grouped_linear_of_quantized as op
 
         return op(o, weight, scale, dtype)
     from deepseek_attn.kernels.linear import reference
@@ -203,15 +204,19 @@ def _in_triton(segment: Segment) -> bool:
         return False
     if scale is None:
         return weight.dtype in (torch.bfloat16, torch.float16)
-    return weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and segment.fp8_group in FP8_GROUPS
+    return (
+        weight.dtype == torch.float8_e4m3fn
+        and scale.dtype == torch.float32
+        and segment.input_format.group in FP8_GROUPS
+    )
 
 
-def _in_torch(x: Tensor, segment: Segment, pow2_scales: bool, quantized: QuantizedRows | None) -> Tensor:
+def _in_torch(x: Tensor, segment: Segment, quantized: QuantizedRows | None) -> Tensor:
     weight, out_dtype = segment.weight, segment.out_dtype
     if segment.scale is None and (out_dtype is None or out_dtype == weight.dtype == x.dtype):
-        return in_row_tiles(lambda rows: F.linear(rows, weight), x) if batch_invariant() else F.linear(x, weight)
+        return in_row_tiles(lambda rows: F.linear(rows, weight), x)
     from deepseek_attn.kernels.linear.reference import multi_linear as op
 
     if batch_invariant():
-        return in_row_tiles(lambda rows: op(rows, [segment], pow2_scales)[0], x)
-    return op(x, [segment], pow2_scales, quantized)[0]
+        return in_row_tiles(lambda rows: op(rows, [segment])[0], x)
+    return op(x, [segment], quantized)[0]

@@ -1,4 +1,4 @@
-"""Launches of `linear_triton` and `quantize_triton`, shared by `linear` and `grouped_linear`, which check arguments."""
+"""Launches of linear layers: products in Triton, on Hopper in Gluon, and by cuBLAS; `linear` checks arguments."""
 
 from __future__ import annotations
 
@@ -9,175 +9,44 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
-from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
+from deepseek_attn.kernels.common.counters import counters_of
 from deepseek_attn.kernels.common.device import fp8_view, gpu
-from deepseek_attn.kernels.common.invariance import batch_invariant, planned_rows
-from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
+from deepseek_attn.kernels.common.invariance import batch_invariant
+from deepseek_attn.kernels.common.quant import ROW_MULTIPLE, QuantizedRows, empty_quantized_rows
+from deepseek_attn.kernels.common.tiles import tiled
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
-from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP
-from deepseek_attn.kernels.linear.launch_config import PLAIN_CHANNELS, LaunchConfig, choose_config
-from deepseek_attn.kernels.linear.linear_triton import multi_linear_kernel
-from deepseek_attn.kernels.linear.quantize_triton import quantize_input_kernel
+from deepseek_attn.kernels.linear.formats import Segment
+from deepseek_attn.kernels.linear.linear_decode_hopper import DecodeInput, DecodeTiling, linear_decode_hopper_kernel
+from deepseek_attn.kernels.linear.linear_hopper import linear_hopper_kernel
+from deepseek_attn.kernels.linear.linear_hopper_products import HopperMemory, LinearHopperTiling
+from deepseek_attn.kernels.linear.linear_triton import (
+    LinearConstants,
+    LinearInputs,
+    SplitScratch,
+    WeightFormat,
+    multi_linear_kernel,
+)
+from deepseek_attn.kernels.linear.plan import (
+    HOPPER_FP8_WEIGHTS,
+    HOPPER_PLAIN_WEIGHTS,
+    PLAIN_CHANNELS,
+    DotFormat,
+    LinearPlan,
+    LinearWeight,
+    ProductPlan,
+    QuantizePlan,
+    QuantizeProblem,
+    dot_format,
+    plan_quantize,
+)
+from deepseek_attn.kernels.linear.quantize_triton import QuantizeConstants, QuantizeInputs, quantize_input_kernel
 
-
-class FP8Product(NamedTuple):
-    """``out [M, N] = x weight^T`` with an FP8 ``weight [N, K]`` under block scales."""
-
-    weight: Tensor
-    scale: Tensor
-    out: Tensor
-
-
-class PlainProduct(NamedTuple):
-    """``out [M, N] = x weight^T`` with a ``weight [N, K]`` of a float dtype."""
-
-    weight: Tensor
-    out: Tensor
-
-
-class Products(NamedTuple):
-    """Products that one launch computes from one input: FP8 weights of one kind, then plain weights of one kind.
-
-    Attributes:
-        fp8, plain: the products; weights and outputs of each list have the same dtypes.
-        fp8_input: the FP8 weights' input is quantised to FP8; fp8_group: as in `Segment`.
-    """
-
-    fp8: Sequence[FP8Product]
-    plain: Sequence[PlainProduct] = ()
-    fp8_input: bool = True
-    fp8_group: int = FP8_INPUT_GROUP
-
-    @property
-    def reads_fp8_once(self) -> bool:
-        """There are FP8 weights, whose input may be quantised by a launch before: see `Segment.reads_fp8_once`."""
-        return bool(self.fp8) and self.fp8_input and self.fp8_group == FP8_INPUT_GROUP
-
-
-class DotPlan(NamedTuple):
-    """Dtype and precision of a product.
-
-    Attributes:
-        dtype: of the factors.
-        parts: values of that dtype which x is split into.
-        precision: ``input_precision`` of `tl.dot`; None is the default.
-    """
-
-    dtype: tl.dtype
-    parts: int = 1
-    precision: str | None = None
-
-
-def dot_plan(x: torch.dtype, weight: torch.dtype, fp8_input: bool, out: torch.dtype, native: bool) -> DotPlan:
-    """`DotPlan` of an input and a weight of these dtypes; ``native``: the GPU multiplies e4m3 itself.
-
-    No choice rounds the factors: float16 and bfloat16 hold e4m3, and three bfloat16 hold a float32. Sums of FP8
-    products keep about 14 bits on compute capability 9.0, too few for a float32 output.
-    """
-    if weight == torch.float8_e4m3fn:
-        if fp8_input:
-            return DotPlan(tl.float8e4nv if native and out != torch.float32 else tl.float16)
-        return DotPlan(tl.float16) if x == torch.float16 else DotPlan(tl.bfloat16, 1 if x == torch.bfloat16 else 3)
-    if weight == x and x != torch.float32:
-        return DotPlan(TRITON_DTYPES[x])
-    if weight == torch.bfloat16 and x == torch.float32:
-        return DotPlan(tl.bfloat16, 3)
-    return DotPlan(tl.float32, 1, "tf32x3")
-
-
-def launch_products(
-    x: Tensor,
-    products: Products,
-    *,
-    pow2_scales: bool,
-    quantized: QuantizedRows | None = None,
-    groups: int = 1,
-    config: LaunchConfig | None = None,
-) -> None:
-    """Computes ``products`` of one input in one launch.
-
-    Args:
-        x: ``[M, groups * K]``.
-        quantized: x quantised already, ``[M, K]`` or ``[groups, M, K]``; None: programs quantise as they read.
-        groups: number of diagonal blocks of the FP8 weight, which is then the only one.
-    """
-    fp8, plain, fp8_input, fp8_group = products
-    capability, multiprocessors = gpu(x.device)
-    native, pdl = capability >= (8, 9), capability >= (9, 0)
-    M, K = x.shape[0], x.shape[1] // groups
-    sizes, plain_sizes = ([len(product.weight) for product in part] for part in (fp8, plain))
-    if config is None:
-        item = x.itemsize if quantized is None or not fp8_input else 1
-        plain_item = max([x.itemsize] + [product.weight.itemsize for product in plain])
-        rows = sum(sizes), sum(plain_sizes)
-        config = choose_config(planned_rows(M), K, *rows, capability, multiprocessors, item, plain_item)
-    mode = "plain" if not fp8_input else "quantize" if quantized is None else "quantized"
-    dot = plain_dot = DotPlan(tl.float16)
-    if fp8:
-        dot = dot_plan(x.dtype, fp8[0].weight.dtype, fp8_input, fp8[0].out.dtype, native)
-    if plain:
-        plain_dot = dot_plan(x.dtype, plain[0].weight.dtype, False, plain[0].out.dtype, native)
-    tiling, plain_tiling = tile_weights(sizes, config.rows, groups), tile_weights(plain_sizes, config.plain_rows)
-    m_tiles = triton.cdiv(M, config.tokens)
-    splits, plain_splits = config.splits, config.plain_splits
-    if batch_invariant() or (tiling.tiles + plain_tiling.tiles) * m_tiles > COUNTERS:
-        splits = plain_splits = 1
-    q, q_scale = (x, x) if quantized is None else (fp8_view(quantized.values), quantized.scale)
-    partials = empty_partials(x, tiling.tiles * m_tiles, splits, config.rows * config.tokens)
-    plain_partials = empty_partials(x, plain_tiling.tiles * m_tiles, plain_splits, config.plain_rows * config.tokens)
-    counters = counters_of(x.device) if max(splits, plain_splits) > 1 else x
-    multi_linear_kernel[(m_tiles * (tiling.tiles * splits + plain_tiling.tiles * plain_splits),)](
-        x,
-        q,
-        q_scale,
-        tuple(fp8_view(product.weight) for product in fp8),
-        tuple(product.scale for product in fp8),
-        tuple(product.out for product in fp8),
-        tuple(product.weight for product in plain),
-        tuple(product.out for product in plain),
-        partials,
-        plain_partials,
-        counters,
-        M,
-        x.stride(0),
-        q.stride(-2),
-        q_scale.stride(1),
-        K,
-        q.stride(0) if groups > 1 else 0,
-        K // 128 * q_scale.stride(1),
-        K=K,
-        SIZES=tiling.sizes,
-        FIRSTS=tiling.firsts,
-        TILES=tiling.tiles,
-        SPLITS=splits,
-        PLAIN_SIZES=plain_tiling.sizes,
-        PLAIN_FIRSTS=plain_tiling.firsts,
-        PLAIN_TILES=plain_tiling.tiles,
-        PLAIN_SPLITS=plain_splits,
-        GROUP_ROWS=tiling.group_rows,
-        INPUT=mode,
-        POW2=pow2_scales,
-        NATIVE_FP8=native,
-        DTYPE=dot.dtype,
-        PARTS=dot.parts,
-        PRECISION=dot.precision,
-        PLAIN_DTYPE=plain_dot.dtype,
-        PLAIN_PARTS=plain_dot.parts,
-        PLAIN_PRECISION=plain_dot.precision,
-        BLOCK_M=config.tokens,
-        BLOCK_N=config.rows,
-        FP8_GROUP=fp8_group,
-        PLAIN_BLOCK_N=config.plain_rows,
-        PLAIN_BLOCK_K=PLAIN_CHANNELS,
-        STAGES=config.stages,
-        EARLY=config.prefetched_blocks,
-        PDL=pdl,
-        enable_fp_fusion=True,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        launch_pdl=pdl,
-    )
+_BYTES = gl.NVMMASharedLayout(128, 8, 2)
+_PLAIN = gl.NVMMASharedLayout(128, 16, 2)
+_SCALES = gl.NVMMASharedLayout(0, 32, 2)
+_DOT_DTYPES = {**TRITON_DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
 
 
 class Rope(NamedTuple):
@@ -188,88 +57,319 @@ class Rope(NamedTuple):
     head_dim: int
 
 
+class Operands(NamedTuple):
+    """What one launch of products reads and writes.
+
+    Attributes:
+        x: ``[M, groups * K]``; of the values nothing is read if only ``quantized`` ones are.
+        quantized: x in FP8, ``[M, K]`` or ``[groups, M, K]``, or None.
+        fp8, plain: segments of either kind; outs, plain_outs: their outputs ``[M, N]``.
+        output: receives the output of the only weight in FP8 as well, or None.
+    """
+
+    x: Tensor
+    quantized: QuantizedRows | None
+    fp8: Sequence[Segment]
+    outs: tuple[Tensor, ...]
+    plain: Sequence[Segment]
+    plain_outs: tuple[Tensor, ...]
+    output: QuantizedRows | None
+
+
+def launch(
+    plan: LinearPlan,
+    x: Tensor,
+    segments: Sequence[Segment],
+    pow2_scales: bool,
+    quantized: QuantizedRows | None = None,
+    groups: int = 1,
+    rope: Rope | None = None,
+) -> tuple[list[Tensor], QuantizedRows | None]:
+    """Products of ``x [M, groups * K]`` with each segment; if the plan says so, the only one in FP8 as well."""
+    if plan.quantizes and plan.input is not None:
+        quantized = _quantized_rows(plan.input, x, pow2_scales, groups if groups > 1 else None, rope)
+    elif plan.input is not None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        _launch_quantize(plan.input, x, out, None, pow2_scales, rope)
+        x = out
+    outs: dict[int, Tensor] = {}
+    output = None
+    for product in plan.products:
+        chosen = [segments[i] for i in product.weights]
+        if product.choice.kernel == "cuBLAS":
+            results = _by_cublas(x, chosen, quantized if chosen[0].reads_fp8_once else None, groups)
+        else:
+            results = [x.new_empty(len(x), len(one.weight), dtype=one.out_dtype or x.dtype) for one in chosen]
+            if product.quantizes_output:
+                output = empty_quantized_rows(len(x), len(chosen[0].weight), x.device, pow2_scales)
+            count = sum(one.scale is not None for one in chosen)
+            operands = Operands(
+                x, quantized if product.quantized else None, chosen[:count], tuple(results[:count]), chosen[count:],
+                tuple(results[count:]), output,
+            )  # fmt: skip
+            launch_products = _LAUNCHES[product.choice.kernel]
+            launch_products(plan, product, operands, groups, pow2_scales)
+        outs |= zip(product.weights, results, strict=True)
+    return [outs[i] for i in range(len(segments))], output
+
+
+def _launch_triton(plan: LinearPlan, product: ProductPlan, operands: Operands, groups: int, pow2_scales: bool) -> None:
+    x, quantized, fp8, outs, plain, plain_outs, _ = operands
+    config, tiles, plain_tiles = product.choice.config, product.fp8, product.plain
+    M, K = len(x), x.shape[1] // groups
+    q, q_scale = (x, x) if quantized is None else (fp8_view(quantized.values), quantized.scale)
+    strides = x.stride(0), q.stride(-2), q_scale.stride(1)
+    group_strides = K, q.stride(0) if groups > 1 else 0, K // 128 * q_scale.stride(1)
+    dot = _dot(plan, x, fp8[0], outs[0]) if fp8 else DotFormat(torch.float16)
+    plain_dot = _dot(plan, x, plain[0], plain_outs[0]) if plain else DotFormat(torch.float16)
+    mode = "quantized" if quantized is not None else "quantize" if fp8 and fp8[0].reads_fp8 else "plain"
+    group = fp8[0].input_format.group if fp8 else 128
+    jobs = tiles.TILES * tiles.SPLITS + plain_tiles.TILES * plain_tiles.SPLITS
+    multi_linear_kernel[(product.token_tiles * jobs,)](
+        LinearInputs(x, q, q_scale, *strides, *group_strides),
+        tuple(fp8_view(segment.weight) for segment in fp8),
+        tuple(segment.scale for segment in fp8),
+        outs,
+        tuple(segment.weight for segment in plain),
+        plain_outs,
+        _scratch(product, x, x, plain_rows=config.plain_rows),
+        M,
+        CONSTANTS=LinearConstants(
+            K, config.tokens, config.stages, config.prefetched_blocks, pow2_scales, plan.gpu.native_fp8, plan.gpu.pdl
+        ),
+        FP8=_weight_format(tiles, config.rows, group, True, mode, dot),
+        PLAIN=_weight_format(plain_tiles, config.plain_rows, PLAIN_CHANNELS, False, "plain", plain_dot),
+        enable_fp_fusion=True,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        launch_pdl=plan.gpu.pdl,
+    )
+
+
+def _launch_hopper(plan: LinearPlan, product: ProductPlan, operands: Operands, groups: int, pow2_scales: bool) -> None:
+    x, (q, q_scale, _), fp8, outs, plain, plain_outs, output = operands
+    config, tiles, plain_tiles = product.choice.config, product.fp8, product.plain
+    M, K = q.shape[-2:]
+    stride = q.stride(0) // q.stride(1) if groups > 1 else 0
+    if groups > 1:
+        q = q.as_strided((stride * (groups - 1) + M, K), (q.stride(1), 1))
+    elif q.dim() == 3:  # a rank with one of the groups
+        q = q[0]
+    jobs = product.token_tiles * (tiles.TILES * tiles.SPLITS + plain_tiles.TILES * plain_tiles.SPLITS)
+    registers = min(248, 65536 // (1 + config.spare) // (128 * config.warpgroups + 128)) // 8 * 8
+    descs = [tiled(segment.weight, config.rows, 128, _BYTES) for segment in fp8]
+    plain_descs = [tiled(segment.weight, config.rows, 64, _PLAIN) for segment in plain]
+    linear_hopper_kernel[(min(jobs, plan.gpu.multiprocessors),)](
+        tiled(q, config.tokens, 128, _BYTES),
+        tiled(q_scale.t(), 1, max(config.tokens, 32), _SCALES),
+        tiled(x, config.tokens, 64, _PLAIN) if plain else None,
+        *descs,
+        *[None] * (HOPPER_FP8_WEIGHTS - len(descs)),
+        *plain_descs,
+        *[None] * (HOPPER_PLAIN_WEIGHTS - len(plain_descs)),
+        tuple(segment.scale for segment in fp8),
+        outs,
+        plain_outs,
+        _memory(product, operands, q_scale),
+        M,
+        jobs,
+        stride,
+        0 if output is None else output.scale.stride(1),
+        TILING=LinearHopperTiling(
+            K=K,
+            ROWS=config.rows,
+            TOKENS=config.tokens,
+            PART_ROWS=config.warpgroup_rows,
+            PART_TOKENS=config.warpgroup_tokens,
+            ROW_STEP=config.warpgroup_rows % config.rows,
+            TOKEN_STEP=config.warpgroup_tokens % config.tokens,
+            WARPGROUPS=config.warpgroups,
+            STAGES=config.stages,
+            SCALES=max(config.tokens, 32),
+            FP8=tiles,
+            PLAIN=plain_tiles,
+            DTYPE=TRITON_DTYPES[x.dtype],
+            POW2=output is None or output.pow2_scales,
+            REGISTERS=min(240, (registers * (config.warpgroups + 1) - 40) // config.warpgroups // 8 * 8),
+        ),
+        enable_fp_fusion=True,
+        num_warps=4,
+        maxnreg=registers,
+        launch_pdl=True,
+    )
+
+
+def _launch_decode(plan: LinearPlan, product: ProductPlan, operands: Operands, groups: int, pow2_scales: bool) -> None:
+    x, quantized, fp8, outs, _, _, output = operands
+    config, tiles, (M, K) = product.choice.config, product.fp8, (len(x), fp8[0].weight.shape[1])
+    if quantized is None:
+        source = DecodeInput(x, x.stride(0), 0, x, 0)
+    else:
+        q, q_scale, _ = quantized
+        source = DecodeInput(q, q.stride(-2), q.stride(0) if groups > 1 else 0, q_scale, q_scale.stride(1))
+    jobs, split_blocks = tiles.TILES * tiles.SPLITS, triton.cdiv(K // 128, tiles.SPLITS)
+    descs = [tiled(segment.weight, config.rows, 128, _BYTES) for segment in fp8]
+    linear_decode_hopper_kernel[(min(jobs, plan.gpu.multiprocessors),)](
+        source,
+        *descs,
+        *[None] * (HOPPER_FP8_WEIGHTS - len(descs)),
+        tuple(segment.scale for segment in fp8),
+        outs,
+        _memory(product, operands, fp8[0].scale),
+        M,
+        jobs,
+        0 if output is None else output.scale.stride(1),
+        TILING=DecodeTiling(
+            K=K,
+            TOKENS=config.tokens,
+            ROWS=config.rows,
+            SPLIT_BLOCKS=split_blocks,
+            INPUT_BLOCKS=triton.next_power_of_2(split_blocks),
+            STAGES=config.stages,
+            STAGE_BLOCKS=config.stage_blocks,
+            STAGES_AT_ONCE=config.stages_at_once,
+            QUANTIZED=quantized is not None,
+            TILES=tiles,
+            POW2=pow2_scales,
+        ),
+        enable_fp_fusion=True,
+        num_warps=4,
+        maxnreg=168,
+        launch_pdl=True,
+    )
+
+
+_LAUNCHES = {
+    "multi_linear_kernel": _launch_triton,
+    "linear_hopper_kernel": _launch_hopper,
+    "linear_decode_hopper_kernel": _launch_decode,
+}
+
+
+def _dot(plan: LinearPlan, x: Tensor, segment: Segment, out: Tensor) -> DotFormat:
+    read = None if segment.scale is None else segment.input_format
+    return dot_format(x.dtype, LinearWeight(len(segment.weight), segment.weight.dtype, out.dtype, read), plan.gpu)
+
+
+def _scratch(product: ProductPlan, x: Tensor, unused: Tensor, plain_rows: int | None = None) -> SplitScratch:
+    """Memory for the split-K partials of each tile; none, and ``unused`` as counters, where nothing is split."""
+    config, partials = product.choice.config, []
+    for tiles, rows in ((product.fp8, config.rows), (product.plain, plain_rows or config.rows)):
+        size = tiles.TILES * product.token_tiles * tiles.SPLITS * rows * config.tokens if tiles.SPLITS > 1 else 0
+        partials.append(torch.empty(size, dtype=torch.float32, device=x.device) if size else None)
+    is_split = max(product.fp8.SPLITS, product.plain.SPLITS) > 1
+    return SplitScratch(*partials, counters_of(x.device) if is_split else unused)
+
+
+def _memory(product: ProductPlan, operands: Operands, unused: Tensor) -> HopperMemory:
+    output = operands.output
+    quantized = (None, None) if output is None else (output.values, output.scale)
+    return HopperMemory(*quantized, *_scratch(product, operands.x, unused))
+
+
+# --- cuBLAS ---
+
+
+def _by_cublas(
+    x: Tensor, segments: Sequence[Segment], quantized: QuantizedRows | None, groups: int
+) -> Sequence[Tensor]:
+    """The product with an FP8 weight, by group; or one product with adjacent plain weights, in columns."""
+    weight, scale, out_dtype = segments[0].weight, segments[0].scale, segments[0].out_dtype or x.dtype
+    if scale is None or quantized is None:
+        sizes = [len(segment.weight) for segment in segments]
+        weight = weight.as_strided((sum(sizes), weight.shape[1]), weight.stride())
+        out = torch.mm(x, weight.t()) if out_dtype == x.dtype else torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return out.split(sizes, dim=1)
+    values = quantized.values if quantized.values.dim() == 3 else quantized.values[None]
+    scales = quantized.scale.chunk(groups, dim=1)
+    rows = [padded_rows(QuantizedRows(*group)) for group in zip(values, scales, strict=True)]
+    out = torch.empty(len(rows[0].values), len(weight), dtype=torch.bfloat16, device=weight.device)
+    blocks = zip(rows, weight.chunk(groups), scale.chunk(groups), out.chunk(groups, dim=1), strict=True)
+    for (q, q_scale, _), block, block_scale, columns in blocks:
+        if not out.is_meta:  # has no such product
+            torch._scaled_mm(q, block.t(), q_scale, block_scale.t(), out_dtype=torch.bfloat16, out=columns)
+    return [out[: values.shape[1]]]
+
+
+def padded_rows(rows: QuantizedRows) -> QuantizedRows:
+    """``rows`` with up to 15 more rows of any content: cuBLAS needs multiples of ``ROW_MULTIPLE``.
+
+    Copies nothing where the storage of the tensors is long enough, as in `empty_quantized_rows`.
+    """
+    values, scale, _ = rows
+    extra = -len(values) % ROW_MULTIPLE
+    if not extra:
+        return rows
+    total, K, groups = len(values) + extra, values.shape[1], scale.shape[1]
+    in_place = scale.stride(1) == total and values.is_contiguous()
+    if in_place and _fits_in_storage(values, total * K) and _fits_in_storage(scale, total * groups):
+        padded, padded_scale = values.as_strided((total, K), (K, 1)), scale.as_strided((total, groups), (1, total))
+    else:
+        padded = torch.zeros(total, K, dtype=torch.uint8, device=values.device).view(values.dtype)
+        padded[: len(values)] = values
+        padded_scale = torch.nn.functional.pad(scale.t(), (0, extra)).t()
+    return rows._replace(values=padded, scale=padded_scale)
+
+
+def _fits_in_storage(tensor: Tensor, size: int) -> bool:
+    """Whether ``size`` elements from the first of ``tensor`` on are within its storage."""
+    return tensor.storage_offset() + size <= tensor.untyped_storage().nbytes() // tensor.itemsize
+
+
+# --- the input ---
+
+
 def quantize_rows(x: Tensor, pow2_scales: bool, groups: int | None = None, rope: Rope | None = None) -> QuantizedRows:
     """``x [M, channels]``, rotated back by ``rope``, as FP8 in the memory of `empty_quantized_rows`."""
+    problem = QuantizeProblem(*x.shape, rope is not None, batch_invariant())
+    return _quantized_rows(plan_quantize(problem, gpu(x.device)), x, pow2_scales, groups, rope)
+
+
+def _quantized_rows(
+    plan: QuantizePlan, x: Tensor, pow2_scales: bool, groups: int | None, rope: Rope | None
+) -> QuantizedRows:
     quantized = empty_quantized_rows(*x.shape, x.device, pow2_scales, groups)
-    _launch_quantize(x, quantized.values, quantized.scale.t(), pow2_scales, rope)
+    _launch_quantize(plan, x, quantized.values, quantized.scale.t(), pow2_scales, rope)
     return quantized
 
 
-def rotate_rows(x: Tensor, rope: Rope) -> Tensor:
-    """``x [M, channels]`` rotated back by ``rope``, in its dtype."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch_quantize(x, out, None, True, rope)
-    return out
-
-
-def _launch_quantize(x: Tensor, out: Tensor, scale: Tensor | None, pow2_scales: bool, rope: Rope | None) -> None:
+def _launch_quantize(
+    plan: QuantizePlan, x: Tensor, out: Tensor, scale: Tensor | None, pow2_scales: bool, rope: Rope | None
+) -> None:
     """Writes ``x [M, channels]`` to ``out [M, channels]`` or ``[groups, M, channels / groups]``.
 
     In its dtype; or as FP8, with ``scale [channels / 128, M]``.
     """
     if not len(x):
         return
-    capability, (M, channels) = gpu(x.device).capability, x.shape
+    M, channels = x.shape
     if x.stride(0) % 2 or x.data_ptr() % (2 * x.itemsize):
         x = x.clone(memory_format=torch.contiguous_format)  # pairs of channels are read as one word
-    positions, cos_sin, head_dim = rope or (x, x, 1)
-    block_m, block_k, warps = (2, 256, 4) if planned_rows(M) <= 64 else (8, 512, 4) if rope is None else (4, 512, 2)
-    block_k = min(block_k, max(128, triton.next_power_of_2(channels)))
-    pdl = capability >= (9, 0)
-    quantize_input_kernel[(triton.cdiv(M, block_m), triton.cdiv(channels, block_k))](
-        x,
-        out if scale is None else fp8_view(out),
-        out if scale is None else scale,
-        positions,
-        cos_sin,
+    positions, cos_sin, head_dim = rope or (None, None, 1)
+    config = plan.quantize.config
+    out_strides = out.stride(-2), out.stride(0) if out.dim() == 3 else 0, 0 if scale is None else scale.stride(0)
+    quantize_input_kernel[(triton.cdiv(M, config.rows), triton.cdiv(channels, config.channels))](
+        QuantizeInputs(
+            x, out if scale is None else fp8_view(out), scale, positions, cos_sin, x.stride(0), *out_strides
+        ),
         M,
-        x.stride(0),
-        out.stride(-2),
-        out.stride(0) if out.dim() == 3 else 0,
-        0 if scale is None else scale.stride(0),
-        K=channels,
-        GROUP_K=out.shape[-1],
-        QUANTIZE=scale is not None,
-        POW2=pow2_scales,
-        NATIVE_FP8=capability >= (8, 9),
-        ROPE_DIM=0 if rope is None else cos_sin.shape[1],
-        HEAD_DIM=head_dim,
-        BLOCK_M=block_m,
-        BLOCK_K=block_k,
-        PDL=pdl,
+        CONSTANTS=QuantizeConstants(
+            K=channels,
+            GROUP_K=out.shape[-1],
+            QUANTIZE=scale is not None,
+            POW2=pow2_scales,
+            ROPE_DIM=0 if cos_sin is None else cos_sin.shape[1],
+            HEAD_DIM=head_dim,
+            ROWS=config.rows,
+            CHANNELS=config.channels,
+            NATIVE_FP8=plan.native_fp8,
+            PDL=plan.pdl,
+        ),
         enable_fp_fusion=True,
-        num_warps=warps,
-        launch_pdl=pdl,
+        num_warps=config.warps,
+        launch_pdl=plan.pdl,
     )
 
 
-class WeightTiles(NamedTuple):
-    """Tiles of consecutive weights.
-
-    Attributes:
-        sizes, firsts: rows of each weight, and its first tile.
-        tiles: number of all tiles.
-        group_rows: rows of a diagonal block of the only weight; 0 for dense weights.
-    """
-
-    sizes: tuple[int, ...]
-    firsts: tuple[int, ...]
-    tiles: int
-    group_rows: int
-
-
-def tile_weights(sizes: Sequence[int], rows: int, groups: int = 1) -> WeightTiles:
-    """Tiles of ``rows`` rows over weights of ``sizes`` rows, or over each of the ``groups`` of one weight."""
-    if groups > 1:
-        group_rows = sizes[0] // groups
-        return WeightTiles(tuple(sizes), (0,), groups * triton.cdiv(group_rows, rows), group_rows)
-    firsts, tiles = [], 0
-    for size in sizes:
-        firsts.append(tiles)
-        tiles += triton.cdiv(size, rows)
-    return WeightTiles(tuple(sizes), tuple(firsts), tiles, 0)
-
-
-def empty_partials(x: Tensor, tiles: int, splits: int, size: int) -> Tensor:
-    """Scratch memory for the split-K partials of each tile; a single element where nothing is split."""
-    return torch.empty(tiles * splits * size if splits > 1 else 1, dtype=torch.float32, device=x.device)
+def _weight_format(tiles, rows: int, channels: int, fp8: bool, read: str, dot: DotFormat) -> WeightFormat:
+    return WeightFormat(tiles, rows, channels, fp8, read, _DOT_DTYPES[dot.dtype], dot.parts, dot.precision)

@@ -1,90 +1,38 @@
-"""Linear layers in Triton, for any GPU from compute capability 8.0 on: several projections of one input in one launch.
+"""Linear layers on a GPU, from compute capability 8.0 on: several projections of one input, checked and planned.
 
 With few tokens a launch reads the weights at memory speed and quantises its input itself. With more, the input is
-quantised once for all; with many, large products are left to cuBLAS. Device code: `linear_triton`; on Hopper
-`linear_hopper` for quantised inputs and `linear_few_hopper` for large weights and few tokens.
+quantised once for all; with many, large products are left to cuBLAS. A grouped projection is a product whose weight
+has diagonal blocks and whose input is rotated back first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Sequence
 
 import torch
 import triton
 from torch import Tensor
 
-from deepseek_attn.kernels.common.device import FLOATS
-from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
-from deepseek_attn.kernels.linear.cublas import products_by_cublas
-from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, Segment, quantizes_once
-from deepseek_attn.kernels.linear.launch import (
-    FP8Product,
-    PlainProduct,
-    Products,
-    launch_products,
-    quantize_rows,
-)
-from deepseek_attn.kernels.linear.launch_config import FewHopperConfig, HopperLaunchConfig, LaunchConfig
-from deepseek_attn.kernels.linear.launch_hopper import few_hopper_config, fits_hopper, launch_few_hopper, launch_hopper
+from deepseek_attn.kernels.common.device import FLOATS, gpu
+from deepseek_attn.kernels.common.invariance import batch_invariant
+from deepseek_attn.kernels.common.quant import InputFormat, QuantizedRows, empty_quantized_rows
+from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, Segment
+from deepseek_attn.kernels.linear.launch import Rope, launch, quantize_rows
+from deepseek_attn.kernels.linear.plan import LinearProblem, LinearWeight, plan, quantizes_before
 
 
-def multi_linear(
-    x: Tensor,
-    segments: Sequence[Segment],
-    pow2_scales: bool = True,
-    quantized: QuantizedRows | None = None,
-    config: LaunchConfig | HopperLaunchConfig | FewHopperConfig | None = None,
-) -> list[Tensor]:
-    """See `deepseek_attn.kernels.linear.multi_linear`; no FP4 weights. ``config`` overrides cuBLAS and tiling."""
+def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRows | None = None) -> list[Tensor]:
+    """See `deepseek_attn.kernels.linear.multi_linear`; no FP4 weights."""
     _check_input(x)
     for segment in segments:
         _check_segment(segment, x)
     if quantized is not None:
         _check_quantized(quantized, x)
     if not len(x) or not segments:
-        return [_empty(x, segment) for segment in segments]
+        return [x.new_empty(len(x), len(one.weight), dtype=one.out_dtype or x.dtype) for one in segments]
     x = x if x.stride(1) == 1 else x.contiguous()
-    if quantized is None and quantizes_once(len(x)) and any(segment.reads_fp8_once for segment in segments):
-        quantized = quantize_input(x, pow2_scales)
-    outs = products_by_cublas(x, segments, quantized) if config is None else [None] * len(segments)
-    todo = [i for i, out in enumerate(outs) if out is None]
-    outs = [_empty(x, segment) if out is None else out for out, segment in zip(outs, segments, strict=True)]
-    for products in _launches([(segments[i], outs[i]) for i in todo]):
-        few = config if isinstance(config, FewHopperConfig) else None
-        if config is None and products.reads_fp8_once and not products.plain:
-            weights, dtypes = [fp8.weight for fp8 in products.fp8], [fp8.out.dtype for fp8 in products.fp8]
-            few = few_hopper_config(x, weights, dtypes, quantized is not None)
-        on_hopper = isinstance(config, HopperLaunchConfig)
-        if few is not None:
-            launch_few_hopper(x, products.fp8, quantized, few, pow2_scales=pow2_scales)
-        elif on_hopper or (config is None and products.fp8_input and fits_hopper(x, products, quantized)):
-            launch_hopper(x, products, quantized, config=config)
-        else:
-            launch_products(x, products, pow2_scales=pow2_scales, quantized=quantized, config=config)
-    return outs
-
-
-def _launches(todo: Sequence[tuple[Segment, Tensor]]) -> Iterator[Products]:
-    """Packs segments and their outputs into as few launches as the kernels allow.
-
-    A launch has FP8 weights of one kind and plain weights of one kind, where a kind is all that the compiled kernel
-    depends on: the dtypes of weight and output, whether the input is quantised, and ``fp8_group``. So everything that
-    projects the input of a layer is one launch: query latent and key in FP8, with compressors and index weights in
-    bfloat16. Each kind of FP8 weights is paired with one of plain weights, in order; a kind left over has a separate
-    launch.
-    """
-    fp8: dict[tuple, list[FP8Product]] = {}
-    plain: dict[tuple, list[PlainProduct]] = {}
-    for segment, out in todo:
-        kind = segment.reads_fp8, segment.weight.dtype, out.dtype
-        if segment.scale is None:
-            plain.setdefault(kind, []).append(PlainProduct(segment.weight, out))
-        else:
-            fp8.setdefault((*kind, segment.fp8_group), []).append(FP8Product(segment.weight, segment.scale, out))
-    for fp8_kind, plain_kind in zip_longest(fp8, plain):
-        fp8_input, *_, fp8_group = fp8_kind or (False, FP8_INPUT_GROUP)
-        yield Products(fp8.get(fp8_kind, []), plain.get(plain_kind, []), fp8_input, fp8_group)
+    problem = linear_problem(x, x.shape[1], segments, quantized)
+    return launch(plan(problem, gpu(x.device)), x, segments, _pow2_scales(segments), quantized)[0]
 
 
 def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
@@ -95,17 +43,96 @@ def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
     return quantize_rows(x if x.stride(1) == 1 else x.contiguous(), pow2_scales)
 
 
-def empty_quantized(x: Tensor, segments: Sequence[Segment], pow2_scales: bool = True) -> QuantizedRows | None:
+def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | None:
     """See `deepseek_attn.kernels.linear.empty_quantized`; for segments that read FP8 once."""
-    if not quantizes_once(len(x)):
-        weights, dtypes = zip(*((segment.weight, segment.out_dtype or x.dtype) for segment in segments), strict=True)
-        if few_hopper_config(x, weights, dtypes, True) is None:
-            return None
-    return empty_quantized_rows(*x.shape, x.device, pow2_scales)
+    problem = linear_problem(x, x.shape[1], segments, None)
+    if not quantizes_before(problem, gpu(x.device)):
+        return None
+    return empty_quantized_rows(*x.shape, x.device, _pow2_scales(segments))
 
 
-def _empty(x: Tensor, segment: Segment) -> Tensor:
-    return x.new_empty(len(x), len(segment.weight), dtype=segment.out_dtype or x.dtype)
+def grouped_linear(
+    o: Tensor,
+    segment: Segment,
+    groups: int,
+    positions: Tensor | None,
+    cos_sin: Tensor | None,
+    quantize_output: bool = False,
+) -> tuple[Tensor, QuantizedRows | None]:
+    """See `deepseek_attn.kernels.linear.grouped_linear_quantized`; for FP8 weights."""
+    M, H, d = _checked_shape(o, groups, positions, cos_sin)
+    K, N = H // groups * d, len(segment.weight)
+    check_fp8_weight(segment, K)
+    if N % groups:
+        raise ValueError(f"a weight of {N} rows cannot be divided into {groups} groups")
+    x = o.flatten(1) if o.stride(1) == d and o.stride(2) == 1 else o.contiguous().flatten(1)
+    if M == 0:
+        return x.new_empty(0, N), None
+    rope = None if positions is None or cos_sin is None else Rope(positions, cos_sin, d)
+    problem = linear_problem(x, K, [segment], None, groups, rope is not None, quantize_output)
+    pow2_scales = segment.input_format.pow2_scales
+    outs, output = launch(plan(problem, gpu(x.device)), x, [segment], pow2_scales, None, groups, rope)
+    return outs[0], output
+
+
+def grouped_linear_of_quantized(
+    o: QuantizedRows, weight: Tensor, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, QuantizedRows | None]:
+    """See `deepseek_attn.kernels.linear.grouped_linear_of_quantized`."""
+    if o.values.dim() != 3 or len(weight) % len(o.values):
+        raise ValueError(f"a weight of {len(weight)} rows needs values [groups, M, K], got {tuple(o.values.shape)}")
+    groups, M, K = o.values.shape
+    segment = Segment(weight, scale, InputFormat(True, o.pow2_scales))
+    check_fp8_weight(segment, K)
+    # stands for the input, of which only shape and dtype are read
+    x = torch.empty(1, dtype=dtype, device=weight.device).expand(M, groups * K)
+    if M == 0:
+        return x.new_empty(0, len(weight)), None
+    problem = linear_problem(x, K, [segment], o, groups, False, True)
+    outs, output = launch(plan(problem, gpu(x.device)), x, [segment], o.pow2_scales, o, groups)
+    return outs[0], output
+
+
+def linear_problem(
+    x: Tensor,
+    channels: int,
+    segments: Sequence[Segment],
+    quantized: QuantizedRows | None,
+    groups: int = 1,
+    rotated: bool = False,
+    quantize_output: bool = False,
+) -> LinearProblem:
+    """The problem of these arguments, with ``channels`` of a group."""
+    weights, end = [], None
+    for segment in segments:
+        weight, out, start, follows = segment.weight, segment.out_dtype or x.dtype, segment.weight.data_ptr(), False
+        if segment.scale is None:
+            kind = weight.untyped_storage().data_ptr(), weight.dtype, out
+            follows, end = end == (start, kind), (start + weight.nbytes, kind)
+        else:
+            end = None
+        read = None if segment.scale is None else segment.input_format
+        weights.append(LinearWeight(len(weight), weight.dtype, out, read, start % 16 == 0, follows))
+    return LinearProblem(
+        *(len(x), channels, x.dtype, tuple(weights), groups, rotated, quantized is not None),
+        aligned=_is_aligned(x),
+        quantized_aligned=quantized is None or (_is_aligned(quantized.values) and _is_aligned(quantized.scale.t())),
+        quantize_output=quantize_output,
+        batch_invariant=batch_invariant(),
+    )
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """Address and rows are multiples of 16 bytes."""
+    return tensor.data_ptr() % 16 == 0 and tensor.stride(-2) * tensor.itemsize % 16 == 0
+
+
+def _pow2_scales(segments: Sequence[Segment]) -> bool:
+    """Of the FP8 inputs of all segments."""
+    rules = {segment.input_format.pow2_scales for segment in segments if segment.reads_fp8}
+    if len(rules) > 1:
+        raise ValueError("segments of one call must agree whether scales of FP8 inputs are powers of two")
+    return rules != {False}
 
 
 def _check_input(x: Tensor) -> None:
@@ -114,9 +141,9 @@ def _check_input(x: Tensor) -> None:
 
 
 def _check_segment(segment: Segment, x: Tensor) -> None:
-    weight, scale = segment.weight, segment.scale
-    if scale is not None:
-        check_fp8_weight(weight, scale, x.shape[1], segment.fp8_input, segment.fp8_group)
+    weight = segment.weight
+    if segment.scale is not None:
+        check_fp8_weight(segment, x.shape[1])
     elif weight.dtype not in FLOATS or weight.shape[1:] != x.shape[1:] or not weight.is_contiguous():
         raise ValueError(
             f"a weight without a scale must be a contiguous float32, bfloat16 or float16 [N, {x.shape[1]}], got "
@@ -126,22 +153,28 @@ def _check_segment(segment: Segment, x: Tensor) -> None:
         raise ValueError(f"outputs are float32, bfloat16 or float16, got {segment.out_dtype}")
 
 
-def check_fp8_weight(weight: Tensor, scale: Tensor, K: int, fp8_input: bool, fp8_group: int) -> None:
-    """Raises ValueError unless ``weight`` and ``scale`` are an FP8 weight of ``K`` channels with block scales."""
-    if weight.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32 or not scale.is_contiguous():
+def check_fp8_weight(segment: Segment, K: int) -> None:
+    """Raises ValueError unless a segment has an FP8 weight of ``K`` channels with block scales."""
+    weight, scale, group = segment.weight, segment.scale, segment.input_format.group
+    if (
+        scale is None
+        or weight.dtype != torch.float8_e4m3fn
+        or scale.dtype != torch.float32
+        or not scale.is_contiguous()
+    ):
         raise ValueError(
             f"a quantised weight must be float8_e4m3fn with contiguous float32 scales, got {weight.dtype} with "
-            f"{scale.dtype}; kernels.linear.reference computes with packed FP4"
+            f"{None if scale is None else scale.dtype}; kernels.linear.reference computes with packed FP4"
         )
     if weight.dim() != 2 or weight.shape[1] != K or not weight.is_contiguous():
         raise ValueError(
             f"a weight must be a contiguous [N, {K}], got {tuple(weight.shape)}, strides {weight.stride()}"
         )
-    grid = tuple(triton.cdiv(size, fp8_group) for size in weight.shape)
+    grid = tuple(triton.cdiv(size, group) for size in weight.shape)
     if tuple(scale.shape) != grid:
         raise ValueError(f"scale {list(scale.shape)} does not fit weight {list(weight.shape)}: expected {list(grid)}")
-    if fp8_input and K % fp8_group:
-        raise ValueError(f"FP8 inputs need a multiple of {fp8_group} channels, got {K}")
+    if segment.input_format.fp8 and K % group:
+        raise ValueError(f"FP8 inputs need a multiple of {group} channels, got {K}")
 
 
 def _check_quantized(quantized: QuantizedRows, x: Tensor) -> None:
@@ -156,3 +189,25 @@ def _check_quantized(quantized: QuantizedRows, x: Tensor) -> None:
             f"scales of quantised x must be {grid} float32 with stride 1 along the rows, as quantize_input makes them; "
             f"got {tuple(scale.shape)} {scale.dtype} with strides {scale.stride()}"
         )
+
+
+def _checked_shape(o: Tensor, groups: int, positions: Tensor | None, cos_sin: Tensor | None) -> tuple[int, int, int]:
+    if o.dim() != 3 or o.dtype not in FLOATS or o.shape[1] % groups:
+        raise ValueError(
+            f"o must be [M, H, d] float32, bfloat16 or float16 with a multiple of {groups} heads, got "
+            f"{tuple(o.shape)} {o.dtype}"
+        )
+    if (positions is None) != (cos_sin is None):
+        raise ValueError("positions and cos_sin go together: give both, or neither to leave the heads unrotated")
+    M, H, d = o.shape
+    if positions is None or cos_sin is None:
+        return M, H, d
+    if positions.shape != (M,) or positions.is_floating_point():
+        raise ValueError(f"positions must be integers [{M}], got {tuple(positions.shape)} {positions.dtype}")
+    if cos_sin.dim() != 2 or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous() or cos_sin.shape[1] > d:
+        raise ValueError(
+            f"cos_sin must be a contiguous float32 [positions, at most {d}], got {tuple(cos_sin.shape)} {cos_sin.dtype}"
+        )
+    if d % 2 or cos_sin.shape[1] % 2:
+        raise ValueError(f"pairs of channels are rotated: d and rope_dim must be even, got {d} and {cos_sin.shape[1]}")
+    return M, H, d

@@ -1,4 +1,4 @@
-"""Gluon device code of `launch_hopper`: products of one input with several weights on Hopper's tensor cores.
+"""Gluon device code of `linear_hopper_kernel`: products of one input with several weights on Hopper's tensor cores.
 
 A job is a tile of ``ROWS`` rows of a weight by ``TOKENS`` tokens, over all channels or one split of them. One warp
 loads blocks of 128 bytes of channels of both, up to ``STAGES`` ahead, the first ones of the weight before the previous
@@ -21,9 +21,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.gluon import load_tile, reinterpret
 from deepseek_attn.kernels.linear.linear_hopper_products import (
-    Buffers,
-    PartPlace,
+    LinearBuffers,
     QuantizedOutput,
+    TilePart,
     finish,
     sum_plain,
     sum_scaled,
@@ -38,20 +38,12 @@ from deepseek_attn.kernels.linear.linear_hopper_weights import (
 )
 
 
-class Inputs(NamedTuple):
+class InputTiles(NamedTuple):
     """Tensor descriptors of the input: quantised, its scales, plain."""
 
     q: Any
     scale: Any
     x: Any
-
-
-class Partials(NamedTuple):
-    """Scratch memory for split-K partials of FP8 and of plain products, and counters of those that have arrived."""
-
-    fp8: Any
-    plain: Any
-    counters: Any
 
 
 @gluon.jit
@@ -65,46 +57,38 @@ def _split_of(job, m_tiles, BLOCKS: gl.constexpr, SPLITS: gl.constexpr):
 
 @gluon.jit
 def _load(
-    job,
-    jobs,
-    first_job,
-    n,
-    prefetched,
-    m_tiles,
-    inputs,
-    descs,
-    group_stride,
-    buffers,
-    TILING: gl.constexpr,
-    WEIGHTS: gl.constexpr,
-    FP8: gl.constexpr,
-    DTYPE: gl.constexpr,
-):
+    job, jobs, first_job, n, prefetched, m_tiles, inputs, descs, group_stride, buffers,
+    TILING: gl.constexpr, TILES: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
     """Loads the blocks of this program's jobs of one kind; returns (job, n, prefetched) for the next kind."""
+    DTYPE: gl.constexpr = TILING.DTYPE
     ROWS: gl.constexpr = TILING.ROWS
     TOKENS: gl.constexpr = TILING.TOKENS
     STAGES: gl.constexpr = TILING.STAGES
-    SPLITS: gl.constexpr = WEIGHTS.SPLITS
+    SPLITS: gl.constexpr = TILES.SPLITS
     BLOCKS: gl.constexpr = TILING.K // 128 if FP8 else (TILING.K + 63) // 64
     BYTES: gl.constexpr = (ROWS + TOKENS) * 128 + (4 * TILING.SCALES if FP8 else 0)
     for _i in range(num_jobs(job, jobs)):
         token = job % m_tiles * TOKENS
         tile, _split, first, end = _split_of(job - first_job, m_tiles, BLOCKS, SPLITS)
-        row, _last, group = rows_of(tile, WEIGHTS, ROWS)
+        row, _last, group = rows_of(tile, TILES, ROWS)
+        # of the first job, weights alone fill the ring before the previous kernel has ended: all stages are empty
         prefetched = gl.minimum(prefetched, end - first)
         for i in range(prefetched):
             full = buffers.full.index(i)
             mbarrier.expect(full, BYTES)
-            load_weight(descs, tile, row, first + i, full, buffers.weight.index(i), WEIGHTS, FP8, DTYPE)
+            load_weight(descs, tile, row, first + i, full, buffers.weight.index(i), TILES, FP8, DTYPE)
         if prefetched > 0:
-            gdc_wait()
+            gdc_wait()  # until the previous kernel has written the input
         for block in range(first, end):
             stage = n % STAGES
             full = buffers.full.index(stage)
             if block >= first + prefetched:
+                # until all warpgroups have multiplied the block that was in this stage
                 mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
                 mbarrier.expect(full, BYTES)
-                load_weight(descs, tile, row, block, full, buffers.weight.index(stage), WEIGHTS, FP8, DTYPE)
+                load_weight(descs, tile, row, block, full, buffers.weight.index(stage), TILES, FP8, DTYPE)
+            # the bytes of weight, input and scales together complete the phase of the stage's barrier
             if FP8:
                 load_tile(inputs.q, [group * group_stride + token, block * 128], full, buffers.x.index(stage))
                 load_tile(inputs.scale, [group * BLOCKS + block, token], full, buffers.scales.index(stage))
@@ -118,20 +102,10 @@ def _load(
 
 
 @gluon.jit
-def _load_all(
-    jobs,
-    M,
-    inputs,
-    fp8_descs,
-    plain_descs,
-    group_stride,
-    buffers,
-    TILING: gl.constexpr,
-    FP8: gl.constexpr,
-    PLAIN: gl.constexpr,
-    DTYPE: gl.constexpr,
-):
-    """Loads the blocks of all jobs of this program in order."""
+def _load_all(jobs, M, inputs, fp8_descs, plain_descs, group_stride, buffers, TILING: gl.constexpr):
+    """Loads the blocks of all jobs of this program in order; runs on one warp."""
+    FP8: gl.constexpr = TILING.FP8
+    PLAIN: gl.constexpr = TILING.PLAIN
     m_tiles = (M + TILING.TOKENS - 1) // TILING.TOKENS
     fp8_jobs = m_tiles * FP8.TILES * FP8.SPLITS
     job = gl.program_id(0)
@@ -139,43 +113,45 @@ def _load_all(
     prefetched = n + TILING.STAGES  # blocks of weights that are loaded before the previous kernel has ended
     if FP8.TILES > 0:
         job, n, prefetched = _load(
-            job, fp8_jobs, 0, n, prefetched, m_tiles, inputs, fp8_descs, group_stride, buffers, TILING, FP8, True, DTYPE
+            job, fp8_jobs, 0, n, prefetched, m_tiles, inputs, fp8_descs, group_stride, buffers, TILING, FP8, True
         )
     if PLAIN.TILES > 0:
         _load(
-            job, jobs, fp8_jobs, n, prefetched, m_tiles, inputs, plain_descs, group_stride, buffers, TILING, PLAIN,
-            False, DTYPE,
-        )  # fmt: skip
+            job,
+            jobs,
+            fp8_jobs,
+            n,
+            prefetched,
+            m_tiles,
+            inputs,
+            plain_descs,
+            group_stride,
+            buffers,
+            TILING,
+            PLAIN,
+            False,
+        )
 
 
 @gluon.jit
 def _multiply_all(
-    jobs,
-    M,
-    scales,
-    outs,
-    plain_outs,
-    quantized_output,
-    partials,
-    buffers,
-    WARPGROUP: gl.constexpr,
-    TILING: gl.constexpr,
-    FP8: gl.constexpr,
-    PLAIN: gl.constexpr,
-    DTYPE: gl.constexpr,
-    POW2: gl.constexpr,
-):
+    jobs, M, scales, outs, plain_outs, quantized_output, memory, buffers,
+    WARPGROUP: gl.constexpr, TILING: gl.constexpr,
+):  # fmt: skip
     """The part of each tile of this program that belongs to ``WARPGROUP``: some of its rows, or some of its tokens."""
     K: gl.constexpr = TILING.K
     ROWS: gl.constexpr = TILING.ROWS
     TOKENS: gl.constexpr = TILING.TOKENS
     WARPGROUPS: gl.constexpr = TILING.WARPGROUPS
+    POW2: gl.constexpr = TILING.POW2
     ROW: gl.constexpr = WARPGROUP * TILING.ROW_STEP
     TOKEN: gl.constexpr = WARPGROUP * TILING.TOKEN_STEP
+    FP8: gl.constexpr = TILING.FP8
     SIZES: gl.constexpr = FP8.SIZES
     FIRSTS: gl.constexpr = FP8.FIRSTS
     TILES: gl.constexpr = FP8.TILES
     SPLITS: gl.constexpr = FP8.SPLITS
+    PLAIN: gl.constexpr = TILING.PLAIN
     PLAIN_SIZES: gl.constexpr = PLAIN.SIZES
     PLAIN_FIRSTS: gl.constexpr = PLAIN.FIRSTS
     PLAIN_SPLITS: gl.constexpr = PLAIN.SPLITS
@@ -183,7 +159,7 @@ def _multiply_all(
     fp8_jobs = m_tiles * TILES * SPLITS
     job = gl.program_id(0)
     n = job * 0
-    gdc_wait()
+    gdc_wait()  # outputs and partials may be read by the previous kernel, and counters used
     if TILES > 0:
         for _i in range(num_jobs(job, fp8_jobs)):
             tile, split, first, end = _split_of(job, m_tiles, K // 128, SPLITS)
@@ -191,24 +167,34 @@ def _multiply_all(
             scale_row = pick(scales, FIRSTS, tile) + (start + ROW) // 128 * (K // 128)
             acc = sum_scaled(buffers, n, first, end, scale_row, WARPGROUP, TILING)
             number = (tile * m_tiles + job % m_tiles) * WARPGROUPS + WARPGROUP
-            counter = partials.counters + number
-            place = PartPlace(start + ROW, last_row, job % m_tiles * TOKENS + TOKEN, M, number, split)
+            counter = memory.counters + number
+            part = TilePart(start + ROW, last_row, job % m_tiles * TOKENS + TOKEN, M, number, split)
             out = pick(outs, FIRSTS, tile)
             stride = pick_constant(SIZES, FIRSTS, tile)
-            finish(acc, out, stride, quantized_output, partials.fp8, counter, place, SPLITS, POW2)
-            n += end - first
+            finish(acc, out, stride, quantized_output, memory.partials, counter, part, SPLITS, POW2)
+            n += end - first  # the stages go on from one job to the next
             job += gl.num_programs(0)
     if PLAIN.TILES > 0:
         for _i in range(num_jobs(job, jobs)):
             tile, split, first, end = _split_of(job - fp8_jobs, m_tiles, (K + 63) // 64, PLAIN_SPLITS)
             start, last_row, _group = rows_of(tile, PLAIN, ROWS)
-            acc = sum_plain(buffers, n, first, end, WARPGROUP, TILING, DTYPE)
+            acc = sum_plain(buffers, n, first, end, WARPGROUP, TILING)
             number = (tile * m_tiles + job % m_tiles) * WARPGROUPS + WARPGROUP
-            counter = partials.counters + m_tiles * TILES * WARPGROUPS + number
-            place = PartPlace(start + ROW, last_row, job % m_tiles * TOKENS + TOKEN, M, number, split)
+            counter = memory.counters + m_tiles * TILES * WARPGROUPS + number  # after those of FP8 tiles
+            part = TilePart(start + ROW, last_row, job % m_tiles * TOKENS + TOKEN, M, number, split)
             out = pick(plain_outs, PLAIN_FIRSTS, tile)
             stride = pick_constant(PLAIN_SIZES, PLAIN_FIRSTS, tile)
-            finish(acc, out, stride, QuantizedOutput(None, None, 0), partials.plain, counter, place, PLAIN_SPLITS, POW2)
+            finish(
+                acc,
+                out,
+                stride,
+                QuantizedOutput(None, None, 0),
+                memory.plain_partials,
+                counter,
+                part,
+                PLAIN_SPLITS,
+                POW2,
+            )
             n += end - first
             job += gl.num_programs(0)
 
@@ -229,39 +215,31 @@ def linear_hopper_kernel(
     scales,
     outs,
     plain_outs,
-    quantized_ptr,
-    quantized_scale_ptr,
-    partials_ptr,
-    plain_partials_ptr,
-    counters_ptr,
+    memory,
     M,
     jobs,
     group_stride,
     quantized_scale_stride,
     TILING: gl.constexpr,
-    FP8: gl.constexpr,
-    PLAIN: gl.constexpr,
-    DTYPE: gl.constexpr,
-    POW2: gl.constexpr,
-    REGISTERS: gl.constexpr,
 ):
     """Persistent kernel: ``jobs`` tiles and splits of FP8 weights, then of plain ones.
+
+    Triton 3.6 takes descriptors and unspecialised numbers as parameters of their own alone.
 
     Args:
         q_desc, scale_desc: quantised input ``[M, K]`` and its scales ``[K / 128, M]``; x_desc: the plain one.
         w0, ..., p0, ...: FP8 weights and plain ones. scales, outs: tuples by FP8 weight; plain_outs: by plain one.
-        quantized_ptr, quantized_scale_ptr: the output quantised to FP8 as well, and its scales; or None.
-        group_stride: rows from the input of one group to the next.
-        TILING: `Tiling`; FP8, PLAIN: `Weights` of either kind.
-        POW2: scales of the quantised output are powers of two.
-        REGISTERS: of a thread of the second warpgroup.
+        memory: `HopperMemory`.
+        group_stride: rows from the input of one group to the next; quantized_scale_stride: from a row of scales.
+        TILING: `LinearHopperTiling`.
     """
-    gdc_launch_dependents()
+    gdc_launch_dependents()  # the next kernel may start to read its weights
     STAGES: gl.constexpr = TILING.STAGES
     WARPGROUPS: gl.constexpr = TILING.WARPGROUPS
     ROWS: gl.constexpr = TILING.ROWS
     TOKENS: gl.constexpr = TILING.TOKENS
     SCALES: gl.constexpr = TILING.SCALES
+    REGISTERS: gl.constexpr = TILING.REGISTERS
     BYTES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -269,23 +247,20 @@ def linear_hopper_kernel(
     x_buffer = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TOKENS, 128], BYTES)
     scale_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, SCALES], gl.NVMMASharedLayout(0, 32, 2))
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=1)  # the loading warp's; then it counts bytes
         mbarrier.init(empty.index(i), count=WARPGROUPS)
-    fence_async_shared()
-    inputs = Inputs(q_desc, scale_desc, x_desc)
+    fence_async_shared()  # TMA sees the barriers
+    inputs = InputTiles(q_desc, scale_desc, x_desc)
     fp8_descs = (w0, w1, w2)
     plain_descs = (p0, p1, p2, p3, p4)
-    buffers = Buffers(w_buffer, x_buffer, scale_buffer, full, empty)
-    partials = Partials(partials_ptr, plain_partials_ptr, counters_ptr)
-    quantized_output = QuantizedOutput(quantized_ptr, quantized_scale_ptr, quantized_scale_stride)
+    buffers = LinearBuffers(w_buffer, x_buffer, scale_buffer, full, empty)
+    quantized_output = QuantizedOutput(memory.quantized, memory.quantized_scale, quantized_scale_stride)
     # fmt: off
     if WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (_multiply_all, (jobs, M, scales, outs, plain_outs, quantized_output, partials, buffers, 0, TILING, FP8,
-                                 PLAIN, DTYPE, POW2)),
-                (_load_all, (jobs, M, inputs, fp8_descs, plain_descs, group_stride, buffers, TILING, FP8, PLAIN,
-                             DTYPE)),
+                (_multiply_all, (jobs, M, scales, outs, plain_outs, quantized_output, memory, buffers, 0, TILING)),
+                (_load_all, (jobs, M, inputs, fp8_descs, plain_descs, group_stride, buffers, TILING)),
             ],
             [1],
             [40],
@@ -293,12 +268,9 @@ def linear_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply_all, (jobs, M, scales, outs, plain_outs, quantized_output, partials, buffers, 0, TILING, FP8,
-                                 PLAIN, DTYPE, POW2)),
-                (_multiply_all, (jobs, M, scales, outs, plain_outs, quantized_output, partials, buffers, 1, TILING, FP8,
-                                 PLAIN, DTYPE, POW2)),
-                (_load_all, (jobs, M, inputs, fp8_descs, plain_descs, group_stride, buffers, TILING, FP8, PLAIN,
-                             DTYPE)),
+                (_multiply_all, (jobs, M, scales, outs, plain_outs, quantized_output, memory, buffers, 0, TILING)),
+                (_multiply_all, (jobs, M, scales, outs, plain_outs, quantized_output, memory, buffers, 1, TILING)),
+                (_load_all, (jobs, M, inputs, fp8_descs, plain_descs, group_stride, buffers, TILING)),
             ],
             [4, 1],
             [REGISTERS, 40],

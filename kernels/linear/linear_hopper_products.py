@@ -12,12 +12,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from deepseek_attn.kernels.common.fp8_hopper import fp8_scales, to_fp8
 from deepseek_attn.kernels.common.gluon import barrier, reinterpret
 from deepseek_attn.kernels.linear.linear_hopper_weights import PLAIN_LAYOUT
+from deepseek_attn.kernels.linear.plan import WeightTiles
 
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @dataclass(frozen=True)
-class Tiling:
+class LinearHopperTiling:
     """Constants of a launch. Triton 3.6 accepts a field in a list only when it is bound to a constexpr name.
 
     Attributes:
@@ -27,6 +28,10 @@ class Tiling:
         WARPGROUPS: that multiply a tile, one or two.
         STAGES: blocks of 128 bytes of channels in flight.
         SCALES: input scales of a stage; TMA writes at multiples of 128 bytes.
+        FP8, PLAIN: tiles of the weights of either kind.
+        DTYPE: of plain weights and their input.
+        POW2: scales of the quantised output are powers of two.
+        REGISTERS: of a thread of the second warpgroup.
     """
 
     K: int
@@ -39,9 +44,14 @@ class Tiling:
     WARPGROUPS: int
     STAGES: int
     SCALES: int
+    FP8: WeightTiles
+    PLAIN: WeightTiles
+    DTYPE: gl.dtype
+    POW2: bool
+    REGISTERS: int
 
 
-class Buffers(NamedTuple):
+class LinearBuffers(NamedTuple):
     """Shared memory by stage: blocks of weight and input, scales of the input, barriers of full and empty stages."""
 
     weight: Any
@@ -51,8 +61,8 @@ class Buffers(NamedTuple):
     empty: Any
 
 
-class PartPlace(NamedTuple):
-    """Where a part of a tile is.
+class TilePart(NamedTuple):
+    """The part of a tile that a warpgroup multiplies.
 
     Attributes:
         row, token: the first ones; last_row: of its weight, or of its group; num_tokens: of the input.
@@ -67,6 +77,22 @@ class PartPlace(NamedTuple):
     split: Any
 
 
+class HopperMemory(NamedTuple):
+    """Pointers to what a launch writes beside its outputs.
+
+    Attributes:
+        quantized, quantized_scale: the output in FP8 ``[M, N]`` and its scales ``[N / 128, M]``, or None.
+        partials, plain_partials: float32 split-K partials of tiles of FP8 and of plain weights, or None.
+        counters: int32, of the partials of a tile that have arrived.
+    """
+
+    quantized: Any
+    quantized_scale: Any
+    partials: Any
+    plain_partials: Any
+    counters: Any
+
+
 class QuantizedOutput(NamedTuple):
     """FP8 output, scales ``[N / 128, M]`` and the stride of their rows; q is None where there is no such output."""
 
@@ -77,6 +103,7 @@ class QuantizedOutput(NamedTuple):
 
 @gluon.jit
 def _await(buffers, n, TILING: gl.constexpr):
+    """Waits until block ``n`` is in shared memory: barrier phases alternate from one use of a stage to the next."""
     mbarrier.wait(buffers.full.index(n % TILING.STAGES), n // TILING.STAGES & 1)
 
 
@@ -103,6 +130,7 @@ def _factors(buffers, n, w_scale, WARPGROUP: gl.constexpr, TILING: gl.constexpr,
 
 @gluon.jit
 def _release(buffers, n, TILING: gl.constexpr):
+    """Gives the stage of block ``n`` back to the warp that loads."""
     barrier()  # all four warps have multiplied
     mbarrier.arrive(buffers.empty.index(n % TILING.STAGES))
 
@@ -126,12 +154,12 @@ def sum_scaled(buffers, n, first, end, scale_row, WARPGROUP: gl.constexpr, TILIN
             _await(buffers, n + 1, TILING)
             a = _start(buffers, n, WARPGROUP, TILING, 0, zeros)
             b = _start(buffers, n + 1, WARPGROUP, TILING, 0, zeros)
-            a = warpgroup_mma_wait(1, deps=[a])
+            a = warpgroup_mma_wait(1, deps=[a])  # the first product has ended, the second runs on
             acc += a * _factors(buffers, n, scale, WARPGROUP, TILING, MMA)
             b = warpgroup_mma_wait(0, deps=[b])
             acc += b * _factors(buffers, n + 1, next_scale, WARPGROUP, TILING, MMA)
             _release(buffers, n, TILING)
-            mbarrier.arrive(buffers.empty.index((n + 1) % TILING.STAGES))
+            mbarrier.arrive(buffers.empty.index((n + 1) % TILING.STAGES))  # the barrier above holds for both
             n += 2
         if (end - first) % 2 == 1:
             scale = gl.load(scale_row + end - 1)
@@ -143,13 +171,14 @@ def sum_scaled(buffers, n, first, end, scale_row, WARPGROUP: gl.constexpr, TILIN
         return (acc,)
     else:
         low = zeros
-        next_scale = gl.load(scale_row + first)
+        next_scale = gl.load(scale_row + first)  # a block ahead, so that no product waits for it
         for block in range(first, end):
             scale = next_scale
             next_scale = gl.load(scale_row + gl.minimum(block + 1, end - 1))
             _await(buffers, n, TILING)
             a = _start(buffers, n, WARPGROUP, TILING, 0, zeros)
             b = _start(buffers, n, WARPGROUP, TILING, 1, zeros)
+            # both halves of the rows have these scales, which are read while the products run
             factors = _factors(buffers, n, scale, WARPGROUP, TILING, MMA)
             a = warpgroup_mma_wait(1, deps=[a])
             acc += a * factors
@@ -161,8 +190,9 @@ def sum_scaled(buffers, n, first, end, scale_row, WARPGROUP: gl.constexpr, TILIN
 
 
 @gluon.jit
-def sum_plain(buffers, n, first, end, WARPGROUP: gl.constexpr, TILING: gl.constexpr, DTYPE: gl.constexpr):
+def sum_plain(buffers, n, first, end, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     """Sum of the products of plain blocks ``first`` to ``end``: a tuple of accumulators of 64 rows."""
+    DTYPE: gl.constexpr = TILING.DTYPE
     PART_TOKENS: gl.constexpr = TILING.PART_TOKENS
     ROW: gl.constexpr = WARPGROUP * TILING.ROW_STEP
     TOKEN: gl.constexpr = WARPGROUP * TILING.TOKEN_STEP
@@ -173,21 +203,15 @@ def sum_plain(buffers, n, first, end, WARPGROUP: gl.constexpr, TILING: gl.conste
     acc = ()
     for _i in gl.static_range(PARTS):
         acc += (gl.zeros([64, PART_TOKENS], gl.float32, layout=MMA),)
+    # a product adds to the one before; the tensor cores have ended with a stage before it is given back
     for _block in range(first, end):
         _await(buffers, n, TILING)
         x = reinterpret(buffers.x.index(n % TILING.STAGES), DTYPE, [TOKENS, 64], PLAIN_LAYOUT)
         w = reinterpret(buffers.weight.index(n % TILING.STAGES), DTYPE, [ROWS, 64], PLAIN_LAYOUT)
         new = ()
         for i in gl.static_range(PARTS):
-            part = w.slice(ROW + 64 * i, 64)
-            new += (
-                warpgroup_mma(
-                    part,
-                    x.slice(TOKEN, PART_TOKENS).permute((1, 0)),
-                    acc[i],
-                    is_async=True,
-                ),
-            )
+            rows = w.slice(ROW + 64 * i, 64)
+            new += (warpgroup_mma(rows, x.slice(TOKEN, PART_TOKENS).permute((1, 0)), acc[i], is_async=True),)
         acc = ()
         for i in gl.static_range(PARTS):
             acc += (warpgroup_mma_wait(PARTS - 1 - i, deps=[new[i]]),)
@@ -204,7 +228,7 @@ def finish(
     quantized_output,
     partials_ptr,
     counter_ptr,
-    place,
+    part,
     SPLITS: gl.constexpr,
     POW2: gl.constexpr,
 ):
@@ -216,10 +240,10 @@ def finish(
         acc: tuple of ``[64, tokens]``.
         out_ptr, out_stride: output ``[M, out_stride]``, and as `QuantizedOutput`.
         partials_ptr: scratch for partials; counter_ptr: of those of this part that have arrived.
-        place: `PartPlace`.
+        part: `TilePart`.
     """
     if SPLITS == 1:
-        _store(acc, out_ptr, out_stride, quantized_output, place, POW2)
+        _store(acc, out_ptr, out_stride, quantized_output, part, POW2)
     else:
         PARTS: gl.constexpr = len(acc)
         TOKENS: gl.constexpr = acc[0].shape[1]
@@ -227,9 +251,9 @@ def finish(
         MMA: gl.constexpr = acc[0].type.layout
         entry = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))[:, None] * TOKENS
         entry += gl.arange(0, TOKENS, layout=gl.SliceLayout(0, MMA))[None, :]
-        partials = partials_ptr + place.number.to(gl.int64) * (SPLITS * PARTS * SIZE) + entry
+        partials = partials_ptr + part.number.to(gl.int64) * (SPLITS * PARTS * SIZE) + entry
         for i in gl.static_range(PARTS):
-            gl.store(partials + (place.split * PARTS + i) * SIZE, acc[i])
+            gl.store(partials + (part.split * PARTS + i) * SIZE, acc[i])
         barrier()  # the whole partial is written before its arrival is counted
         if gl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLITS - 1:
             total = ()
@@ -238,31 +262,32 @@ def finish(
                 for j in gl.static_range(SPLITS):
                     # this split's partial is still in registers
                     other = gl.load(
-                        partials + (j * PARTS + i) * SIZE, mask=place.split != j, other=0, cache_modifier=".cg"
+                        partials + (j * PARTS + i) * SIZE, mask=part.split != j, other=0, cache_modifier=".cg"
                     )
-                    other = gl.where(place.split == j, acc[i], other)
+                    other = gl.where(part.split == j, acc[i], other)
                     value = other if j == 0 else value + other
                 total += (value,)
-            _store(total, out_ptr, out_stride, quantized_output, place, POW2)
-            gl.store(counter_ptr, 0)
+            _store(total, out_ptr, out_stride, quantized_output, part, POW2)
+            gl.store(counter_ptr, 0)  # for the next launch
 
 
 @gluon.jit
-def _store(total, out_ptr, out_stride, quantized_output, place, POW2: gl.constexpr):
+def _store(total, out_ptr, out_stride, quantized_output, part, POW2: gl.constexpr):
     """Stores accumulators of 64 rows, and two of them also as FP8 under one scale for each token."""
     PARTS: gl.constexpr = len(total)
     TOKENS: gl.constexpr = total[0].shape[1]
     # a token's rows follow one another
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    start = place.row
-    M = place.num_tokens
+    start = part.row
+    M = part.num_tokens
     row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
-    token = place.token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, OUT))
+    token = part.token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, OUT))
     at = token[None, :].to(gl.int64) * gl.multiple_of(out_stride, 64) + row[:, None]
     values = ()
     for i in gl.static_range(PARTS):
+        # through shared memory: a thread of the product has few rows of many tokens
         value = gl.convert_layout(total[i].to(out_ptr.dtype.element_ty), OUT)
-        inside = (token < gl.where(start + 64 * i <= place.last_row, M, 0))[None, :]
+        inside = (token < gl.where(start + 64 * i <= part.last_row, M, 0))[None, :]
         gl.store(gl.multiple_of(out_ptr, 16) + at + 64 * i, value, mask=inside)
         values += (value.to(gl.float32),)
     if quantized_output.q is not None:
@@ -273,6 +298,7 @@ def _store(total, out_ptr, out_stride, quantized_output, place, POW2: gl.constex
             gl.max(values[1].to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0),
         )
         scale, inverse, shown = fp8_scales(amax, POW2)
+        # the rows of both parts share the scale
         for i in gl.static_range(PARTS):
             value = to_fp8(values[i], scale[None, :], inverse[None, :], POW2)
             gl.store(gl.multiple_of(quantized_output.q, 16) + at + 64 * i, value, mask=(token < M)[None, :])

@@ -7,34 +7,90 @@ tokens of a decode step are. Split-K partials are added in order by the program 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.fp8 import decode_e4m3, quantize_groups
+from deepseek_attn.kernels.linear.plan import WeightTiles
 
 
-class Inputs(NamedTuple):
-    """Pointers to the input's tokens: in a float dtype, in FP8, and the scales of FP8 ones."""
+class LinearInputs(NamedTuple):
+    """The tokens that programs read, in a float dtype and in FP8.
 
-    plain: tl.tensor
-    quantized: tl.tensor
-    scale: tl.tensor
+    Attributes:
+        plain: ``[M, groups * K]`` of a float dtype.
+        quantized: FP8 ``[M, K]`` or ``[groups, M, K]``; scale: float32, consecutive tokens of a block of 128 channels.
+        plain_stride, quantized_stride: elements from a token to the next; scale_stride: from a block of channels.
+        plain_group_stride, quantized_group_stride, scale_group_stride: elements from a group to the next.
+    """
+
+    plain: Any
+    quantized: Any
+    scale: Any
+    plain_stride: Any
+    quantized_stride: Any
+    scale_stride: Any
+    plain_group_stride: Any
+    quantized_group_stride: Any
+    scale_group_stride: Any
 
 
-class Strides(NamedTuple):
-    """Elements between tokens of each of the `Inputs` (of ``scale``: between blocks of channels), or between groups."""
+class SplitScratch(NamedTuple):
+    """Split-K partials of tiles of FP8 and of plain weights, float32 or None; counters of those that have arrived."""
 
-    plain: tl.tensor
-    quantized: tl.tensor
-    scale: tl.tensor
+    fp8: Any
+    plain: Any
+    counters: Any
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """Constants of the weights of one kind in a launch.
+
+    Attributes:
+        TILES: of which weights; ROWS, CHANNELS: of a block that a program reads at once.
+        FP8: weights are FP8 with a scale per ``CHANNELS`` rows and channels.
+        INPUT: "plain", FP8 as "quantized" by a launch before, or "quantize" where programs do it as they read.
+        DTYPE, PARTS, PRECISION: as in `DotFormat`, ``DTYPE`` as Triton names it.
+    """
+
+    TILES: WeightTiles
+    ROWS: int
+    CHANNELS: int
+    FP8: bool
+    INPUT: str
+    DTYPE: tl.dtype
+    PARTS: int
+    PRECISION: str | None
+
+
+@dataclass(frozen=True)
+class LinearConstants:
+    """Constants of a launch.
+
+    Attributes:
+        K: channels of the input, of a group; TOKENS: of a tile.
+        STAGES: blocks of channels in flight; EARLY: blocks of a weight that are read before the input is there.
+        POW2: scales of inputs that programs quantise are powers of two.
+        NATIVE_FP8, PDL: as in `GPU`.
+    """
+
+    K: int
+    TOKENS: int
+    STAGES: int
+    EARLY: int
+    POW2: bool
+    NATIVE_FP8: bool
+    PDL: bool
 
 
 @triton.jit
 def _pick(values, firsts: tl.constexpr, tile):
-    """The value of the segment that holds ``tile``: segment i starts at tile ``firsts[i]``."""
+    """The value of the weight that holds ``tile``: weight i starts at tile ``firsts[i]``."""
     value = values[0]
     for i in tl.static_range(1, len(firsts)):
         value = tl.where(tile >= firsts[i], values[i], value)
@@ -50,20 +106,22 @@ def _pick_constant(values: tl.constexpr, firsts: tl.constexpr, tile):
 
 
 @triton.jit
-def _multiply(w, x, acc, DTYPE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+def _multiply(w, x, acc, FORMAT: tl.constexpr):
     """``acc + w x^T``, x split into a sum of ``PARTS`` values of ``DTYPE``: three bfloat16 hold a float32."""
+    PARTS: tl.constexpr = FORMAT.PARTS
+    DTYPE: tl.constexpr = FORMAT.DTYPE
     rest = x
     for i in tl.static_range(PARTS):
         term = rest.to(DTYPE)
-        acc = tl.dot(w, tl.trans(term), acc, input_precision=PRECISION)
+        acc = tl.dot(w, tl.trans(term), acc, input_precision=FORMAT.PRECISION)
         if i + 1 < PARTS:
-            rest = rest.to(tl.float32) - term.to(tl.float32)
+            rest = rest.to(tl.float32) - term.to(tl.float32)  # what the parts so far leave out
     return acc
 
 
 @triton.jit
 def _rows(row, channel, K: tl.constexpr, WHOLE: tl.constexpr):
-    """A tile of rows ``[n, BLOCK_K]``; zeros past the last channel."""
+    """A tile of rows ``[n, channels]``; zeros past the last channel."""
     if WHOLE:
         return tl.load(row[:, None] + channel[None, :])
     else:
@@ -72,52 +130,48 @@ def _rows(row, channel, K: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _add_block(
-    acc, w, block, lane, row, token, start, inputs, strides, scale_ptr,
-    K: tl.constexpr, BLOCKS: tl.constexpr, GROUP_ROWS: tl.constexpr, FP8: tl.constexpr, INPUT: tl.constexpr,
-    POW2: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    acc, w, block, lane, row, token, start, inputs, scale_ptr, CONSTANTS: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """``acc`` and the product of one block of channels."""
-    channel = block * lane.shape[0] + lane
+    """``acc`` and the product of one block of channels of the weight, ``w``, and of the input, which is read here."""
+    K: tl.constexpr = CONSTANTS.K
+    POW2: tl.constexpr = CONSTANTS.POW2
+    NATIVE_FP8: tl.constexpr = CONSTANTS.NATIVE_FP8
+    DTYPE: tl.constexpr = FORMAT.DTYPE
+    INPUT: tl.constexpr = FORMAT.INPUT
+    GROUP: tl.constexpr = FORMAT.CHANNELS
+    BLOCKS: tl.constexpr = (K + GROUP - 1) // GROUP
+    channel = block * GROUP + lane
     if INPUT == "quantized":
-        x = tl.load(inputs.quantized + token[:, None] * strides.quantized + channel[None, :])
-        x_scale = tl.load(inputs.scale + token + block * strides.scale)
+        x = tl.load(inputs.quantized + token[:, None] * inputs.quantized_stride + channel[None, :])
+        x_scale = tl.load(inputs.scale + token + block * inputs.scale_stride)
         if not NATIVE_FP8:
             x = decode_e4m3(x, NATIVE_FP8, DTYPE)
     else:
-        x = _rows(inputs.plain + token * strides.plain, channel, K, K % lane.shape[0] == 0)
+        x = _rows(inputs.plain + token * inputs.plain_stride, channel, K, K % GROUP == 0)
         if INPUT == "quantize":
+            # a block is one group of channels, so each token of it has one scale
             x, x_scale = quantize_groups(x.to(tl.float32), POW2, NATIVE_FP8, DTYPE)
-    if FP8:
-        GROUP: tl.constexpr = lane.shape[0]  # channels of a scale are as many as rows
-        if GROUP == 128 and GROUP_ROWS % 128 == 0:
+    if FORMAT.FP8:
+        if GROUP == 128 and FORMAT.TILES.GROUP_ROWS % 128 == 0:
+            # the rows of a tile share a scale
             w_scale = tl.load(scale_ptr + start // 128 * BLOCKS + block)
         else:
             w_scale = tl.load(scale_ptr + row // GROUP * BLOCKS + block)[:, None]
+        # a block's sum is scaled once; only then is it added to those of other blocks
         product = tl.zeros(acc.shape, tl.float32)
-        product = _multiply(decode_e4m3(w, NATIVE_FP8, DTYPE), x, product, DTYPE, PARTS, PRECISION)
+        product = _multiply(decode_e4m3(w, NATIVE_FP8, DTYPE), x, product, FORMAT)
         if INPUT == "plain":
             acc += product * w_scale
         else:
             acc += product * (w_scale * x_scale[None, :])
     else:
-        acc = _multiply(w.to(DTYPE), x, acc, DTYPE, PARTS, PRECISION)
+        acc = _multiply(w.to(DTYPE), x, acc, FORMAT)
     return acc
 
 
 @triton.jit
 def _finish(
-    acc,
-    out_ptr,
-    partials_ptr,
-    counter_ptr,
-    start,
-    last_row,
-    m_tile,
-    M,
-    tile,
-    split,
-    out_stride,
-    SPLITS: tl.constexpr,
+    acc, out_ptr, partials_ptr, counter_ptr, start, last_row, m_tile, M, tile, split, out_stride, SPLITS: tl.constexpr
 ):
     """Stores a tile. Of several split-K partials, the last to arrive adds them in order and resets the counter."""
     BLOCK_N: tl.constexpr = acc.shape[0]
@@ -134,22 +188,29 @@ def _finish(
         tl.store(partial + split * (BLOCK_N * BLOCK_M), acc)
         tl.debug_barrier()  # the whole program's partial is written before its arrival is counted
         if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SPLITS - 1:
+            # all partials are in memory; the L1 may hold older values of these addresses, so the L2 is read
             total = tl.load(partial, cache_modifier=".cg")
             for i in tl.static_range(1, SPLITS):
                 total += tl.load(partial + i * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
             tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inside)
-            tl.store(counter_ptr + tile, 0)
+            tl.store(counter_ptr + tile, 0)  # for the next launch
 
 
 @triton.jit
 def _program(
-    job, m_tile, m_tiles, M, inputs, strides, group_strides, weights, scales, outs, partials_ptr, counter_ptr,
-    K: tl.constexpr, SIZES: tl.constexpr, FIRSTS: tl.constexpr, SPLITS: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    FP8: tl.constexpr, INPUT: tl.constexpr, POW2: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    job, m_tile, m_tiles, M, inputs, weights, scales, outs, partials_ptr, counter_ptr,
+    CONSTANTS: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Split ``job % SPLITS`` of tile ``job // SPLITS`` of the weights of one kind."""
+    K: tl.constexpr = CONSTANTS.K
+    BLOCK_M: tl.constexpr = CONSTANTS.TOKENS
+    BLOCK_N: tl.constexpr = FORMAT.ROWS
+    BLOCK_K: tl.constexpr = FORMAT.CHANNELS
+    TILES: tl.constexpr = FORMAT.TILES
+    SIZES: tl.constexpr = TILES.SIZES
+    FIRSTS: tl.constexpr = TILES.FIRSTS
+    SPLITS: tl.constexpr = TILES.SPLITS
+    GROUP_ROWS: tl.constexpr = TILES.GROUP_ROWS
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SPLIT_BLOCKS: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     tile = job // SPLITS
@@ -161,14 +222,21 @@ def _program(
     start = (tile - _pick_constant(FIRSTS, FIRSTS, tile)) * BLOCK_N
     last_row = size - 1
     if GROUP_ROWS > 0:
+        # a tile's rows lie in one diagonal block, which has an input of its own
         GROUP_TILES: tl.constexpr = (GROUP_ROWS + BLOCK_N - 1) // BLOCK_N
         group = tile // GROUP_TILES
         start = group * GROUP_ROWS + tile % GROUP_TILES * BLOCK_N
         last_row = (group + 1) * GROUP_ROWS - 1
-        inputs = Inputs(
-            inputs.plain + group.to(tl.int64) * group_strides.plain,
-            inputs.quantized + group.to(tl.int64) * group_strides.quantized,
-            inputs.scale + group.to(tl.int64) * group_strides.scale,
+        inputs = LinearInputs(
+            inputs.plain + group.to(tl.int64) * inputs.plain_group_stride,
+            inputs.quantized + group.to(tl.int64) * inputs.quantized_group_stride,
+            inputs.scale + group.to(tl.int64) * inputs.scale_group_stride,
+            inputs.plain_stride,
+            inputs.quantized_stride,
+            inputs.scale_stride,
+            inputs.plain_group_stride,
+            inputs.quantized_group_stride,
+            inputs.scale_group_stride,
         )
     # rows and tokens past the end repeat the last one, and are not stored
     row = tl.minimum(start + tl.arange(0, BLOCK_N), last_row)
@@ -176,117 +244,68 @@ def _program(
     lane = tl.arange(0, BLOCK_K)
     first = split * SPLIT_BLOCKS
     prefetched = ()
+    EARLY: tl.constexpr = CONSTANTS.EARLY
     PREFETCHED: tl.constexpr = EARLY if EARLY < SPLIT_BLOCKS else SPLIT_BLOCKS
-    if PDL:
+    if CONSTANTS.PDL:
         # weights depend on no kernel: the first are loaded while the kernel before this one still runs
         for i in tl.static_range(PREFETCHED):
             prefetched += (
                 _rows(weight_row, (first + i) * BLOCK_K + lane, K, K % BLOCK_K == 0 and BLOCKS % SPLIT_BLOCKS == 0),
             )
-        gdc_wait()
+        gdc_wait()  # until the previous kernel has written the input
     token = tl.minimum(m_tile * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if PDL:
+    if CONSTANTS.PDL:
         for i in tl.static_range(PREFETCHED):
             if first + i < BLOCKS:
                 acc = _add_block(
-                    acc, prefetched[i], first + i, lane, row, token, start, inputs, strides, scale_ptr,
-                    K, BLOCKS, GROUP_ROWS, FP8, INPUT, POW2, NATIVE_FP8, DTYPE, PARTS, PRECISION,
-                )  # fmt: skip
+                    acc, prefetched[i], first + i, lane, row, token, start, inputs, scale_ptr, CONSTANTS, FORMAT
+                )
         first += PREFETCHED
-    for block in tl.range(first, tl.minimum(split * SPLIT_BLOCKS + SPLIT_BLOCKS, BLOCKS), num_stages=STAGES):
+    # the other blocks, STAGES of them in flight
+    for block in tl.range(first, tl.minimum(split * SPLIT_BLOCKS + SPLIT_BLOCKS, BLOCKS), num_stages=CONSTANTS.STAGES):
         w = _rows(weight_row, block * BLOCK_K + lane, K, K % BLOCK_K == 0)
-        acc = _add_block(
-            acc, w, block, lane, row, token, start, inputs, strides, scale_ptr,
-            K, BLOCKS, GROUP_ROWS, FP8, INPUT, POW2, NATIVE_FP8, DTYPE, PARTS, PRECISION,
-        )  # fmt: skip
-    _finish(
-        acc,
-        out_ptr,
-        partials_ptr,
-        counter_ptr,
-        start,
-        last_row,
-        m_tile,
-        M,
-        tile * m_tiles + m_tile,
-        split,
-        size,
-        SPLITS,
-    )
+        acc = _add_block(acc, w, block, lane, row, token, start, inputs, scale_ptr, CONSTANTS, FORMAT)
+    tile_number = tile * m_tiles + m_tile
+    _finish(acc, out_ptr, partials_ptr, counter_ptr, start, last_row, m_tile, M, tile_number, split, size, SPLITS)
 
 
 @triton.jit(do_not_specialize=["M"])
 def multi_linear_kernel(
-    x_ptr,
-    q_ptr,
-    q_scale_ptr,
+    inputs,
     weights,
     scales,
     outs,
     plain_weights,
     plain_outs,
-    partials_ptr,
-    plain_partials_ptr,
-    counter_ptr,
+    scratch,
     M,
-    x_stride,
-    q_stride,
-    q_scale_stride,
-    x_group_stride,
-    q_group_stride,
-    q_scale_group_stride,
-    K: tl.constexpr,
-    SIZES: tl.constexpr,
-    FIRSTS: tl.constexpr,
-    TILES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PLAIN_SIZES: tl.constexpr,
-    PLAIN_FIRSTS: tl.constexpr,
-    PLAIN_TILES: tl.constexpr,
-    PLAIN_SPLITS: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    INPUT: tl.constexpr,
-    POW2: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PLAIN_DTYPE: tl.constexpr,
-    PLAIN_PARTS: tl.constexpr,
-    PLAIN_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FP8_GROUP: tl.constexpr,
-    PLAIN_BLOCK_N: tl.constexpr,
-    PLAIN_BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    FP8: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
-    """Products with FP8 weights ``SIZES[i] x K``, then with plain ones ``PLAIN_SIZES[i] x K``.
+    """Products of ``M`` tokens with FP8 weights, then with plain ones; a program computes a split of a tile.
 
-    Weight i of a kind starts at tile ``FIRSTS[i]`` of the kind's ``TILES``. With ``GROUP_ROWS`` the only weight is
-    block-diagonal: each group of that many rows has a separate input, ``x_group_stride`` elements after the last.
-    ``FP8_GROUP`` channels of an FP8 input, and rows and channels of an FP8 weight, share a scale.
+    Args:
+        inputs: `LinearInputs`.
+        weights, scales, outs: tuples by FP8 weight: ``[N, K]``, its scales and output ``[M, N]``.
+        plain_weights, plain_outs: tuples by plain weight.
+        scratch: `SplitScratch`.
+        CONSTANTS: `LinearConstants`; FP8, PLAIN: `WeightFormat` of either kind.
     """
-    if PDL:
-        gdc_launch_dependents()
-    m_tiles = tl.cdiv(M, BLOCK_M)
+    if CONSTANTS.PDL:
+        gdc_launch_dependents()  # the next kernel may start to read its weights
+    m_tiles = tl.cdiv(M, CONSTANTS.TOKENS)
     m_tile = tl.program_id(0) % m_tiles
     job = tl.program_id(0) // m_tiles
-    inputs, strides = Inputs(x_ptr, q_ptr, q_scale_ptr), Strides(x_stride, q_stride, q_scale_stride)
-    group_strides = Strides(x_group_stride, q_group_stride, q_scale_group_stride)
-    if PLAIN_TILES == 0 or (TILES > 0 and job < TILES * SPLITS):
-        _program(
-            job, m_tile, m_tiles, M, inputs, strides, group_strides, weights, scales, outs, partials_ptr, counter_ptr,
-            K, SIZES, FIRSTS, SPLITS, GROUP_ROWS, True, INPUT, POW2, NATIVE_FP8, DTYPE, PARTS, PRECISION,
-            BLOCK_M, BLOCK_N, FP8_GROUP, STAGES, EARLY, PDL,
-        )  # fmt: skip
+    TILES: tl.constexpr = FP8.TILES.TILES
+    JOBS: tl.constexpr = TILES * FP8.TILES.SPLITS
+    PLAIN_TILES: tl.constexpr = PLAIN.TILES.TILES
+    if PLAIN_TILES == 0 or (TILES > 0 and job < JOBS):
+        _program(job, m_tile, m_tiles, M, inputs, weights, scales, outs, scratch.fp8, scratch.counters, CONSTANTS, FP8)
     else:
+        # counters of plain tiles follow those of FP8 ones
         _program(
-            job - TILES * SPLITS, m_tile, m_tiles, M, inputs, strides, group_strides, plain_weights, plain_outs,
-            plain_outs, plain_partials_ptr, counter_ptr + TILES * m_tiles,
-            K, PLAIN_SIZES, PLAIN_FIRSTS, PLAIN_SPLITS, 0, False, "plain", POW2, NATIVE_FP8, PLAIN_DTYPE, PLAIN_PARTS,
-            PLAIN_PRECISION, BLOCK_M, PLAIN_BLOCK_N, PLAIN_BLOCK_K, STAGES, EARLY, PDL,
+            job - JOBS, m_tile, m_tiles, M, inputs, plain_weights, plain_outs, plain_outs, scratch.plain,
+            scratch.counters + TILES * m_tiles, CONSTANTS, PLAIN,
         )  # fmt: skip

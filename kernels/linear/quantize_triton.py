@@ -6,6 +6,9 @@ and stores are 16 bytes wide.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -34,63 +37,94 @@ def _word(first, second, DTYPE: tl.constexpr):
         return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
 
 
-@triton.jit(do_not_specialize=["M"])
-def quantize_input_kernel(
-    x_ptr,
-    out_ptr,
-    scale_ptr,
-    positions_ptr,
-    cos_sin_ptr,
-    M,
-    x_stride,
-    out_stride,
-    out_group_stride,
-    scale_stride,
-    K: tl.constexpr,
-    GROUP_K: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    POW2: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """``x [M, K]``, rotated back if ``ROPE_DIM``, quantised to FP8 per 128 channels if ``QUANTIZE``.
+class QuantizeInputs(NamedTuple):
+    """Runtime arguments of `quantize_input_kernel`.
 
-    Channels go to ``out [K / GROUP_K, M, GROUP_K]`` and scales to ``[K / 128, scale_stride]``, a row per 128 channels.
-    Positions below 0 are not rotated; ``cos_sin [positions, ROPE_DIM]`` is of the last channels of a head.
+    Attributes:
+        x: ``[M, K]`` of a float dtype; x_stride: elements from a row to the next, even.
+        out: ``[K / GROUP_K, M, GROUP_K]``, FP8 or of the dtype of x; out_stride, out_group_stride: of its dimensions.
+        scale: float32 ``[K / 128, scale_stride]``, a row per 128 channels, or None.
+        positions: ``[M]``; those below 0 are not rotated. None without a rotation.
+        cos_sin: float32 ``[positions, ROPE_DIM]`` for the last channels of a head, or None.
     """
-    begin(PDL)
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+
+    x: Any
+    out: Any
+    scale: Any
+    positions: Any
+    cos_sin: Any
+    x_stride: Any
+    out_stride: Any
+    out_group_stride: Any
+    scale_stride: Any
+
+
+@dataclass(frozen=True)
+class QuantizeConstants:
+    """Constants of a launch of `quantize_input_kernel`.
+
+    Attributes:
+        K: channels of a row; GROUP_K: of a group of the output.
+        QUANTIZE: the output is FP8 under a scale per 128 channels; POW2: a power of two.
+        ROPE_DIM: rotated channels of a head, 0 for no rotation; HEAD_DIM: channels of a head.
+        ROWS, CHANNELS: of a program's tile.
+        NATIVE_FP8, PDL: as in `GPU`.
+    """
+
+    K: int
+    GROUP_K: int
+    QUANTIZE: bool
+    POW2: bool
+    ROPE_DIM: int
+    HEAD_DIM: int
+    ROWS: int
+    CHANNELS: int
+    NATIVE_FP8: bool
+    PDL: bool
+
+
+@triton.jit(do_not_specialize=["M"])
+def quantize_input_kernel(rows, M, CONSTANTS: tl.constexpr):
+    """A tile of ``M`` rows (`QuantizeInputs`), rotated back if ``ROPE_DIM``, quantised if ``QUANTIZE``."""
+    K: tl.constexpr = CONSTANTS.K
+    GROUP_K: tl.constexpr = CONSTANTS.GROUP_K
+    POW2: tl.constexpr = CONSTANTS.POW2
+    ROPE_DIM: tl.constexpr = CONSTANTS.ROPE_DIM
+    HEAD_DIM: tl.constexpr = CONSTANTS.HEAD_DIM
+    BLOCK_M: tl.constexpr = CONSTANTS.ROWS
+    PAIRS: tl.constexpr = CONSTANTS.CHANNELS // 2
+    DTYPE: tl.constexpr = rows.x.dtype.element_ty
     WORD: tl.constexpr = tl.int64 if DTYPE == tl.float32 else tl.int32  # noqa: SIM300
-    PAIRS: tl.constexpr = BLOCK_K // 2
+    begin(CONSTANTS.PDL)  # wait until the previous kernel has written x
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     inside = (row < M)[:, None] & (pair < K // 2)[None, :]
     token = row.to(tl.int64)
-    words = x_ptr.to(tl.pointer_type(WORD)) + token[:, None] * (x_stride // 2) + pair[None, :]
+    # the channels 2i and 2i + 1 as one word, two float32 tiles then
+    words = rows.x.to(tl.pointer_type(WORD)) + token[:, None] * (rows.x_stride // 2) + pair[None, :]
     first, second = _halves(tl.load(words, mask=inside, other=0), DTYPE)
     if ROPE_DIM > 0:
-        position = tl.load(positions_ptr + token, mask=row < M, other=0)[:, None]
+        position = tl.load(rows.positions + token, mask=row < M, other=0)[:, None]
         rotary_pair = (pair % (HEAD_DIM // 2) - (HEAD_DIM - ROPE_DIM) // 2)[None, :]
         rotated = (position >= 0) & (rotary_pair >= 0)
-        table = cos_sin_ptr + position * ROPE_DIM + rotary_pair
+        table = rows.cos_sin + position * ROPE_DIM + rotary_pair
+        # other channels are rotated by an angle of 0
         cos = tl.load(table, mask=rotated, other=1.0)
         sin = tl.load(table + ROPE_DIM // 2, mask=rotated, other=0.0)
         first, second = rotated_back(first, second, cos, sin, DTYPE)
-    block = (pair // (GROUP_K // 2)).to(tl.int64)[None, :] * (out_group_stride // 2)
-    place = block + token[:, None] * (out_stride // 2) + (pair % (GROUP_K // 2))[None, :]
-    if QUANTIZE:
-        GROUPS: tl.constexpr = BLOCK_K // 128
+    # where the pairs of this tile go, in words: a group of the output is far from the next
+    group_word = (pair // (GROUP_K // 2)).to(tl.int64)[None, :] * (rows.out_group_stride // 2)
+    out_word = group_word + token[:, None] * (rows.out_stride // 2) + (pair % (GROUP_K // 2))[None, :]
+    if CONSTANTS.QUANTIZE:
+        GROUPS: tl.constexpr = CONSTANTS.CHANNELS // 128
+        # the largest magnitude by its bits, of which a NaN has more than any number
         bits = tl.maximum(first.to(tl.int32, bitcast=True) & 0x7FFFFFFF, second.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         scale, factor = group_scales(tl.max(tl.reshape(bits, (BLOCK_M, GROUPS, 64)), 2), POW2)
         factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (BLOCK_M, GROUPS, 64)), (BLOCK_M, PAIRS))
-        codes = e4m3_pairs(scaled(first, factor, POW2), scaled(second, factor, POW2), NATIVE_FP8)
-        tl.store(out_ptr.to(tl.pointer_type(tl.int16)) + place, codes, mask=inside)
+        codes = e4m3_pairs(scaled(first, factor, POW2), scaled(second, factor, POW2), CONSTANTS.NATIVE_FP8)
+        tl.store(rows.out.to(tl.pointer_type(tl.int16)) + out_word, codes, mask=inside)
         group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-        target = scale_ptr + group[None, :].to(tl.int64) * scale_stride + token[:, None]
+        target = rows.scale + group[None, :].to(tl.int64) * rows.scale_stride + token[:, None]
         tl.store(target, scale, mask=(row < M)[:, None] & (group < K // 128)[None, :])
     else:
-        tl.store(out_ptr.to(tl.pointer_type(WORD)) + place, _word(first, second, DTYPE), mask=inside)
+        tl.store(rows.out.to(tl.pointer_type(WORD)) + out_word, _word(first, second, DTYPE), mask=inside)

@@ -10,15 +10,19 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.invariance import in_row_tiles
 from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at
-from deepseek_attn.kernels.common.quant import QuantizedRows, dequantize_fp8, quantize_fp8
-from deepseek_attn.kernels.linear.formats import FP8_INPUT_GROUP, Segment, dequantize_weight, quantized_input
+from deepseek_attn.kernels.common.quant import InputFormat, QuantizedRows, dequantize_fp8, quantize_fp8
+from deepseek_attn.kernels.linear.formats import (
+    FP8_INPUT_GROUP,
+    UNQUANTIZED,
+    Segment,
+    dequantize_weight,
+    quantized_input,
+)
 
 UPCAST_ROWS = 16384  # rows of a plain weight upcast to float32 at once: an output head has 129280
 
 
-def multi_linear(
-    x: Tensor, segments: Sequence[Segment], pow2_scales: bool = True, quantized: QuantizedRows | None = None
-) -> list[Tensor]:
+def multi_linear(x: Tensor, segments: Sequence[Segment], quantized: QuantizedRows | None = None) -> list[Tensor]:
     """See `deepseek_attn.kernels.linear.multi_linear`."""
     outs = []
     for segment in segments:
@@ -26,7 +30,7 @@ def multi_linear(
         if not segment.reads_fp8:
             x32 = x.float()
         elif quantized is None:
-            x32 = quantized_input(x, True, pow2_scales, segment.fp8_group)
+            x32 = quantized_input(x, segment.input_format)
         else:
             x32 = dequantize_fp8(quantized.values, quantized.scale, FP8_INPUT_GROUP).to(x.dtype).float()
         if scale is None and weight.dtype != torch.float32:
@@ -50,16 +54,14 @@ def grouped_linear(
     groups: int,
     positions: Tensor | None = None,
     cos_sin: Tensor | None = None,
-    fp8_input: bool = False,
-    pow2_scales: bool = True,
-    fp8_group: int = FP8_INPUT_GROUP,
+    input_format: InputFormat = UNQUANTIZED,
 ) -> Tensor:
     """See `deepseek_attn.kernels.linear.grouped_linear`."""
     if positions is not None:
         o = apply_rope(o, freqs_cis_at(cos_sin, positions), inverse=True)
     x = o.reshape(len(o), groups, -1)
     if scale is not None:
-        x, weight = quantized_input(x, fp8_input, pow2_scales, fp8_group), dequantize_weight(weight, scale)
+        x, weight = quantized_input(x, input_format), dequantize_weight(weight, scale)
     blocks = weight.view(groups, -1, x.shape[2]).transpose(1, 2)
     z = in_row_tiles(lambda rows: torch.bmm(rows.transpose(0, 1), blocks).transpose(0, 1), x)
     return z.to(o.dtype).flatten(1)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.linear import dequantize_weight, quantized_input
 from deepseek_attn.kernels.moe.types import UNGROUPED, ExpertGroups, ExpertRange, ExpertStack, HashRouting
 
@@ -79,7 +80,7 @@ def expert_linear(x: Tensor, stack: ExpertStack, expert: int, fp8_input: bool, p
     if stack.scale is None:
         return F.linear(x, weight)
     dense = dequantize_weight(weight, stack.scale[expert])
-    return F.linear(quantized_input(x, fp8_input, pow2_scales, stack.fp8_group), dense).to(x.dtype)
+    return F.linear(quantized_input(x, InputFormat(fp8_input, pow2_scales, stack.fp8_group)), dense).to(x.dtype)
 
 
 def moe_experts(

@@ -27,9 +27,8 @@ from deepseek_attn.kernels.indexer import IndexQueries, IndexQueryRows, PagedInd
 from deepseek_attn.kernels.indexer import launch as indexer_launch
 from deepseek_attn.kernels.latent import LatentQueries, LatentWeight
 from deepseek_attn.kernels.latent import launch as latent
-from deepseek_attn.kernels.linear import Segment, cublas, grouped, linear
+from deepseek_attn.kernels.linear import InputFormat, Segment, linear
 from deepseek_attn.kernels.linear import launch as linear_launch
-from deepseek_attn.kernels.linear import launch_hopper as linear_hopper
 from deepseek_attn.kernels.moe import experts as moe
 from deepseek_attn.kernels.moe import router as moe_router
 from tests.kernels.compiled_launches import CAPABILITIES, Recorder, pass_for_gpu
@@ -40,9 +39,10 @@ from tests.support.tiers import tiered
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter launches nothing")
 
 ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 65, 128, 129, 700, 4096)
+FP8_INPUT = InputFormat(fp8=True)
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 MODULES = (
-    attend, attention_launch, latent, query, indexer_launch, linear_launch, linear_hopper,
+    attend, attention_launch, latent, query, indexer_launch, linear, linear_launch,
     float32_product, hyper_connection, moe, moe_router,
 )  # fmt: skip
 
@@ -52,7 +52,7 @@ def of(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def fp8_segment(N: int, K: int) -> Segment:
-    return Segment(of(N, K, dtype=FP8), of(-(-N // 128), K // 128, dtype=F32), True)
+    return Segment(of(N, K, dtype=FP8), of(-(-N // 128), K // 128, dtype=F32), FP8_INPUT)
 
 
 def positions(T: int) -> torch.Tensor:
@@ -74,7 +74,8 @@ def input_projections(T: int) -> None:
 
 def output_projection(T: int) -> None:
     weight, scale = of(8192, 4096, dtype=FP8), of(64, 32, dtype=F32)
-    grouped.grouped_linear_quantized(of(T, 64, 512), weight, scale, 8, positions(T), of(*TABLE, dtype=F32), True)
+    segment = Segment(weight, scale, FP8_INPUT)
+    linear.grouped_linear(of(T, 64, 512), segment, 8, positions(T), of(*TABLE, dtype=F32), True)
 
 
 def absorbed_queries(T: int) -> None:
@@ -153,7 +154,7 @@ def launches_of(monkeypatch: pytest.MonkeyPatch, op: Callable[[int], object], T:
 @pytest.fixture(params=tiered(["sm90", "sm80", "sm89", "sm100"], ["sm90", "sm80"]))
 def gpu_of(request, monkeypatch):
     """A GPU of a generation, as far as launches can tell."""
-    pass_for_gpu(monkeypatch, CAPABILITIES[request.param], *(m for m in (*MODULES, cublas) if hasattr(m, "gpu")))
+    pass_for_gpu(monkeypatch, CAPABILITIES[request.param], *(m for m in MODULES if hasattr(m, "gpu")))
     monkeypatch.setattr(attend, "_check_query", lambda *arguments: None)
     for module in (hyper_connection, moe, moe_router):
         monkeypatch.setattr(module, "on_gpu", lambda x: True)

@@ -9,7 +9,7 @@ import torch
 from deepseek_attn.config.numerics import get_numerics
 from deepseek_attn.kernels.common.norm_rope import rms_norm
 from deepseek_attn.kernels.common.quant import encode_e8m0, quantize_fp4_weight, quantize_fp8_block
-from deepseek_attn.kernels.linear import quantized_input
+from deepseek_attn.kernels.linear import InputFormat, quantized_input
 from deepseek_attn.layers.experts import ExpertLinear
 from deepseek_attn.layers.linear import GroupedLinear, Linear, join_weights, multi_linear
 from deepseek_attn.layers.weights import CheckpointModule, RMSNorm, SlotKind, checkpoint_slots
@@ -82,8 +82,8 @@ def awkward_inputs(tokens, width, dtype=torch.float32):
 def test_inputs_are_rounded_as_the_scalar_formula_says(dtype):
     x = awkward_inputs(6, 256, dtype)
     expected = torch.tensor([scalar_rounded_row(row) for row in x.tolist()], dtype=torch.float64)
-    assert torch.equal(quantized_input(x, True).double(), expected)
-    assert torch.equal(quantized_input(x, False), x.float())
+    assert torch.equal(quantized_input(x, InputFormat(fp8=True)).double(), expected)
+    assert torch.equal(quantized_input(x, InputFormat()), x.float())
 
 
 # formats

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 
 from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.config.model import ModelConfig
-from deepseek_attn.kernels.linear import Segment, grouped_linear, multi_linear, quantize_input
+from deepseek_attn.kernels.linear import InputFormat, Segment, grouped_linear, multi_linear, quantize_input
 
+FP8_INPUT = InputFormat(fp8=True)
 TOKENS = (1, 8, 32, 128, 4096)
 
 
@@ -45,8 +46,8 @@ def _product(label: str, M: int, K: int, fp8: list[int], plain: list[int]) -> Op
     def make(device: torch.device, seed: int) -> tuple:
         g = torch.Generator(device).manual_seed(seed)
         x = torch.randn(M, K, device=device, generator=g).bfloat16()
-        segments = [Segment(*_fp8_weight(n, K, device, g), True) for n in fp8]
-        segments += [Segment(_plain_weight(n, K, device, g), None, False, torch.float32) for n in plain]
+        segments = [Segment(*_fp8_weight(n, K, device, g), FP8_INPUT) for n in fp8]
+        segments += [Segment(_plain_weight(n, K, device, g), out_dtype=torch.float32) for n in plain]
         return x, segments, [_plain_weight(n, K, device, g) for n in fp8]
 
     run = {
@@ -77,7 +78,7 @@ def _grouped(label: str, M: int, config: ModelConfig) -> OpCase:
 
     run = {
         "triton": lambda o, weight, scale, positions, table, _: grouped_linear(
-            o, weight, scale, groups, positions, table, fp8_input=True
+            o, weight, scale, groups, positions, table, FP8_INPUT
         ),
         "torch bf16 product only": torch_bf16,
     }

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from deepseek_attn.kernels.common.quant import fake_quant_fp8, quantize_fp8_block
-from deepseek_attn.kernels.linear import reference
+from deepseek_attn.kernels.linear import UNQUANTIZED, InputFormat, Segment, reference
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.linear.grouped import grouped_linear, grouped_linear_quantized
-from deepseek_attn.kernels.linear.launch_config import FewHopperConfig, HopperLaunchConfig, LaunchConfig
+from deepseek_attn.kernels.linear import linear as ops
 from deepseek_attn.kernels.linear.linear import quantize_input
-from tests.kernels.compiled_launches import CAPABILITIES, on_gpus
-from tests.kernels.linear.compiled_linear import compiled_launches
+from deepseek_attn.kernels.linear.plan import LinearDecodeTiles, LinearHopperTiles, LinearTiles
+from tests.kernels.compiled_launches import compiled_ops, on_gpus
+from tests.kernels.linear.products import ROUNDED, forced
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NAN = float("nan")
@@ -24,6 +24,14 @@ LIMIT = {BF16: 2e-3, F16: 1e-3, F32: 1e-4}
 
 def relative(got, expected):
     return float((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+
+
+def grouped_linear(o, weight, scale, groups, positions=None, cos_sin=None, read=UNQUANTIZED):
+    return ops.grouped_linear(o, Segment(weight, scale, read), groups, positions, cos_sin)[0]
+
+
+def grouped_linear_quantized(o, weight, scale, groups, positions, cos_sin, read):
+    return ops.grouped_linear(o, Segment(weight, scale, read), groups, positions, cos_sin, True)
 
 
 def table(positions, rope_dim):
@@ -37,7 +45,7 @@ def test_reference(fp8):
     M, H, d, groups, rank, rope_dim = 3, 4, 64, 2, 10, 16
     o, positions, cos_sin = torch.randn(M, H, d), torch.tensor([5, 0, 5]), table(9, rope_dim)
     weight, scale = quantize_fp8_block(torch.randn(groups * rank, H // groups * d))
-    got = reference.grouped_linear(o, weight, scale, groups, positions, cos_sin, fp8)
+    got = reference.grouped_linear(o, weight, scale, groups, positions, cos_sin, InputFormat(fp8))
     turned = o.double()
     for t in range(M):
         for h in range(H):
@@ -62,15 +70,14 @@ PROJECTIONS = [(M, inputs) for M in (20, 1, 300) for inputs in ("rounded", "unro
 
 
 @pytest.mark.parametrize(("arch", "projection"), on_gpus(PROJECTIONS, [(20, "rounded")]), ids=str)
-def test_compiles(arch, projection, monkeypatch):
+def test_compiles(arch, projection):
     M, fp8 = projection[0], projection[1] == "rounded"
     o, weight = torch.empty(M, 64, 512, dtype=BF16, **META), torch.empty(8192, 4096, dtype=torch.float8_e4m3fn, **META)
     scale, cos_sin = torch.empty(64, 32, **META), torch.empty(4096, 64, **META)
     positions = torch.empty(M, dtype=torch.int64, **META)
-    kernels = compiled_launches(
-        monkeypatch, CAPABILITIES[arch], lambda: grouped_linear(o, weight, scale, 8, positions, cos_sin, fp8)
-    )
-    assert len(kernels) == 2
+    found = compiled_ops(arch, lambda: grouped_linear(o, weight, scale, 8, positions, cos_sin, InputFormat(fp8)))
+    assert sorted(map(len, found.values())) == [1, 1]
+    assert "quantize_input_kernel" in found
 
 
 def test_what_cannot_be_computed_is_refused():
@@ -115,7 +122,7 @@ SHAPES = {
 @pytest.mark.parametrize("M", [1, 3, 7, 33, 130, 1026])
 def test_shapes(gpu, M, shape, fp8):
     arguments = problem(M, *SHAPES[shape])
-    got, expected = grouped_linear(*arguments, fp8), reference.grouped_linear(*arguments, fp8)
+    got, expected = grouped_linear(*arguments, InputFormat(fp8)), reference.grouped_linear(*arguments, InputFormat(fp8))
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     assert relative(got, expected) <= LIMIT[BF16]
 
@@ -125,7 +132,12 @@ def test_shapes(gpu, M, shape, fp8):
 def test_dtypes(gpu, fp8, dtype):
     for M in (2, 40, 130):
         arguments = problem(M, 16, 128, 4, 128, 64, dtype)
-        assert relative(grouped_linear(*arguments, fp8), reference.grouped_linear(*arguments, fp8)) <= LIMIT[dtype]
+        assert (
+            relative(
+                grouped_linear(*arguments, InputFormat(fp8)), reference.grouped_linear(*arguments, InputFormat(fp8))
+            )
+            <= LIMIT[dtype]
+        )
 
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["rounded", "unrounded"])
@@ -134,7 +146,7 @@ def test_blocks_of_32(gpu, M, fp8):
     for heads, rank in ((6, 72), (8, 128)):
         o, cos_sin, positions = torch.randn(M, heads, 64).bfloat16(), table(99, 32), torch.randint(99, (M,))
         rows = torch.randn(2 * rank, heads * 32) * torch.logspace(-1, 1, 2 * rank)[:, None]
-        arguments = o, *quantize_fp8_block(rows, (32, 32)), 2, positions, cos_sin, fp8, True, 32
+        arguments = o, *quantize_fp8_block(rows, (32, 32)), 2, positions, cos_sin, InputFormat(fp8, group=32)
         assert relative(grouped_linear(*arguments), reference.grouped_linear(*arguments)) <= LIMIT[BF16]
 
 
@@ -142,43 +154,49 @@ def test_blocks_of_32(gpu, M, fp8):
 def test_without_rotation(gpu, M):
     o, weight, scale, groups, *_ = problem(M, 16, 128, 4, 128, 64)
     for fp8 in (True, False):
-        got = grouped_linear(o, weight, scale, groups, fp8_input=fp8)
-        assert relative(got, reference.grouped_linear(o, weight, scale, groups, fp8_input=fp8)) <= LIMIT[BF16]
+        got = grouped_linear(o, weight, scale, groups, read=InputFormat(fp8))
+        assert (
+            relative(got, reference.grouped_linear(o, weight, scale, groups, input_format=InputFormat(fp8)))
+            <= LIMIT[BF16]
+        )
 
 
 @pytest.mark.parametrize(
     "config",
-    [LaunchConfig(8), LaunchConfig(16, 128, 4), LaunchConfig(64, 64, 3), LaunchConfig(128, 128, warps=8)],
+    [LinearTiles(8), LinearTiles(16, 128, 4), LinearTiles(64, 64, 3), LinearTiles(128, 128, warps=8)],
     ids=str,
 )
 def test_every_configuration(gpu, config):
     for M in (1, 20, 129):
         arguments = problem(M, 32, 128, 4, 136, 64)
         for fp8 in (True, False):
-            got = grouped_linear(*arguments, fp8, config=config)
-            assert relative(got, reference.grouped_linear(*arguments, fp8)) <= LIMIT[BF16]
+            with forced(config):
+                got = grouped_linear(*arguments, InputFormat(fp8))
+            assert relative(got, reference.grouped_linear(*arguments, InputFormat(fp8))) <= LIMIT[BF16]
 
 
 @pytest.mark.parametrize("config", [
-    HopperLaunchConfig(128, 16, 128, 16, stages=3), HopperLaunchConfig(64, 64, 64, 32, 2, stages=3),
-    HopperLaunchConfig(128, 128, 128, 64, 4, stages=4),
+    LinearHopperTiles(128, 16, 128, 16, stages=3), LinearHopperTiles(64, 64, 64, 32, 2, stages=3),
+    LinearHopperTiles(128, 128, 128, 64, 4, stages=4),
 ], ids=str)  # fmt: skip
 def test_every_hopper_configuration(hopper, config):
     for M in (9, 20, 129):
         arguments = problem(M, 32, 128, 4, 256, 64)
-        got = grouped_linear(*arguments, True, config=config)
-        assert relative(got, reference.grouped_linear(*arguments, True)) <= LIMIT[BF16]
+        with forced(config):
+            got = grouped_linear(*arguments, ROUNDED)
+        assert relative(got, reference.grouped_linear(*arguments, ROUNDED)) <= LIMIT[BF16]
 
 
 @pytest.mark.parametrize("config", [
-    FewHopperConfig(64, 1, stages=3, stage_blocks=2), FewHopperConfig(128, 3, stages=4), FewHopperConfig(128, 1),
-    FewHopperConfig(64, 2, stages=4, tokens=16), FewHopperConfig(128, 1, stages=3, tokens=16),
+    LinearDecodeTiles(64, 1, stages=3, stage_blocks=2), LinearDecodeTiles(128, 3, stages=4), LinearDecodeTiles(128, 1),
+    LinearDecodeTiles(64, 2, stages=4, tokens=16), LinearDecodeTiles(128, 1, stages=3, tokens=16),
 ], ids=str)  # fmt: skip
 def test_every_configuration_of_few_tokens(hopper, config):
     for M in (1, 5, config.tokens):
         arguments = problem(M, 32, 128, 4, 256, 64)
-        got = grouped_linear(*arguments, True, config=config)
-        assert relative(got, reference.grouped_linear(*arguments, True)) <= LIMIT[BF16]
+        with forced(config):
+            got = grouped_linear(*arguments, ROUNDED)
+        assert relative(got, reference.grouped_linear(*arguments, ROUNDED)) <= LIMIT[BF16]
 
 
 @pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "raw"])
@@ -188,7 +206,7 @@ def test_the_output_of_few_tokens_rounded_on_the_way(gpu, M, pow2):
     o, *rest = problem(M, 128, 512, 16, 1024, 64)
     o = o * torch.logspace(-6, 6, M, device=o.device)[:, None, None]
     o[M - 1, 3, 5] = NAN
-    out, rounded = grouped_linear_quantized(o.to(BF16), *rest, True, pow2)
+    out, rounded = grouped_linear_quantized(o.to(BF16), *rest, InputFormat(True, pow2))
     if torch.cuda.get_device_capability() != (9, 0):
         assert rounded is None
         return
@@ -208,11 +226,13 @@ def test_the_output_rounded_on_the_way(gpu, M, pow2):
     o[1], o[2, 3, 5], o[3, 9, 7] = 0, NAN, float("inf")
     weight = weight.clone()
     weight[:128] = 0
-    out, rounded = grouped_linear_quantized(o.to(BF16), weight, *rest, True, pow2)
+    out, rounded = grouped_linear_quantized(o.to(BF16), weight, *rest, InputFormat(True, pow2))
     if torch.cuda.get_device_capability() != (9, 0) or M <= 32:
         assert rounded is None
         return
-    assert torch.equal(out.nan_to_num(7), grouped_linear(o.to(BF16), weight, *rest, True, pow2).nan_to_num(7))
+    assert torch.equal(
+        out.nan_to_num(7), grouped_linear(o.to(BF16), weight, *rest, InputFormat(True, pow2)).nan_to_num(7)
+    )
     q, scale, _ = quantize_input(out, pow2)
     assert torch.equal(rounded.scale.nan_to_num(7), scale.nan_to_num(7))
     finite = scale.isfinite().repeat_interleave(128, 1)
@@ -223,31 +243,31 @@ def test_the_output_rounded_on_the_way(gpu, M, pow2):
 def test_strides_and_zero_rows(gpu):
     o, *rest = problem(20, 16, 128, 4, 128, 64)
     turned = o.transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(grouped_linear(turned, *rest, True), grouped_linear(o, *rest, True))
+    assert torch.equal(grouped_linear(turned, *rest, ROUNDED), grouped_linear(o, *rest, ROUNDED))
     weight, scale, groups, positions, cos_sin = rest
-    assert grouped_linear(o[:0], weight, scale, groups, positions[:0], cos_sin, True).shape == (0, 512)
+    assert grouped_linear(o[:0], weight, scale, groups, positions[:0], cos_sin, ROUNDED).shape == (0, 512)
 
 
 @pytest.mark.parametrize("M", [1, 20, 130])
 def test_fifty_launches_are_bit_identical(gpu, M):
     arguments = problem(M, 64, 512, 8, 1024, 64)
-    first = grouped_linear(*arguments, True)
+    first = grouped_linear(*arguments, ROUNDED)
     for _ in range(50):
-        assert torch.equal(grouped_linear(*arguments, True), first)
+        assert torch.equal(grouped_linear(*arguments, ROUNDED), first)
 
 
 @pytest.mark.parametrize("M", [1, 20, 130])
 def test_replays_of_a_graph(gpu, M):
     o, *rest = problem(M, 64, 512, 8, 1024, 64)
-    grouped_linear(o, *rest, True)
+    grouped_linear(o, *rest, ROUNDED)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = grouped_linear(o, *rest, True)
+        out = grouped_linear(o, *rest, ROUNDED)
     for _ in range(3):
         o.copy_(torch.randn(o.shape))
         out.fill_(NAN)
         graph.replay()
-        assert relative(out, reference.grouped_linear(o, *rest, True)) <= LIMIT[BF16]
+        assert relative(out, reference.grouped_linear(o, *rest, ROUNDED)) <= LIMIT[BF16]
 
 
 @pytest.mark.parametrize("M", [1, 3, 16, 17, 70, 300])
@@ -265,7 +285,7 @@ def test_heads_that_are_quantised_already(device, M, H, groups, rank):
             values=rows.values.view(torch.uint8).unflatten(1, (groups, -1)).transpose(0, 1).contiguous()
         )
         rows = rows._replace(values=rows.values.view(torch.float8_e4m3fn))
-        expected, expected_fp8 = grouped_linear_quantized(o, weight, scale, groups, positions, cos_sin, True)
+        expected, expected_fp8 = grouped_linear_quantized(o, weight, scale, groups, positions, cos_sin, ROUNDED)
         got, got_fp8 = grouped_linear_of_quantized(rows, weight, scale, BF16)
     assert torch.equal(got, expected)
     assert (got_fp8 is None) == (expected_fp8 is None)

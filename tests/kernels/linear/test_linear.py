@@ -3,24 +3,28 @@
 import pytest
 import torch
 
+from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.quant import quantize_fp8_block
-from deepseek_attn.kernels.linear import QuantizedRows, Segment, reference
+from deepseek_attn.kernels.linear import UNQUANTIZED, InputFormat, QuantizedRows, Segment, reference
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.linear.cublas import adjacent_weights
-from deepseek_attn.kernels.linear.launch import dot_plan
-from deepseek_attn.kernels.linear.launch_config import (
+from deepseek_attn.kernels.linear.linear import linear_problem, multi_linear, quantize_input
+from deepseek_attn.kernels.linear.plan import (
+    JOIN_FROM,
     PLAIN_CHANNELS,
-    FewHopperConfig,
-    HopperLaunchConfig,
-    LaunchConfig,
-    choose_config,
-    cublas_is_faster,
+    TRITON,
+    LinearDecodeTiles,
+    LinearHopperTiles,
+    LinearTiles,
+    LinearWeight,
+    adjacent_runs,
+    dot_format,
+    large_for_cublas,
+    plan,
 )
-from deepseek_attn.kernels.linear.linear import multi_linear, quantize_input
-from tests.kernels.compiled_launches import CAPABILITIES, on_gpus
-from tests.kernels.linear.compiled_linear import compiled_launches
+from tests.kernels.compiled_launches import CAPABILITIES, compiled_ops, on_gpus
+from tests.kernels.linear.products import H200, ROUNDED, config_of, forced, problem
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NAN = float("nan")
@@ -66,12 +70,12 @@ def test_reference_of_segments():
         k = slice(128 * block, 128 * block + 128)
         product = q[:, k].double() @ weight[:, k].double().T
         expected += product * q_scale[:, block, None] * scale[:, block].repeat_interleave(128)[:130]
-    got = reference.multi_linear(x, [Segment(weight, scale, True), Segment(plain, out_dtype=BF16)])
+    got = reference.multi_linear(x, [Segment(weight, scale, ROUNDED), Segment(plain, out_dtype=BF16)])
     torch.testing.assert_close(got[0].double(), expected, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(got[1], (x @ plain.T).to(BF16))
-    given = reference.multi_linear(x, [Segment(weight, scale, True)], quantized=quantized)
+    given = reference.multi_linear(x, [Segment(weight, scale, ROUNDED)], quantized=quantized)
     assert torch.equal(given[0], got[0])
-    unrounded = reference.multi_linear(x, [Segment(weight, scale, False)])[0]
+    unrounded = reference.multi_linear(x, [Segment(weight, scale)])[0]
     assert relative(unrounded, got[0]) > 1e-3
 
 
@@ -80,67 +84,73 @@ def test_reference_of_segments():
 META = {"device": "meta"}
 
 
-def meta_segments(K, scaled=(), plain=(), fp8_group=128, **options):
-    segments, options = [], options | {"fp8_group": fp8_group}
+def meta_segments(K, scaled=(), plain=(), read=UNQUANTIZED, out_dtype=None):
+    segments = []
     for n in scaled:
-        grid = torch.empty(-(-n // fp8_group), -(-K // fp8_group), **META)
-        segments.append(Segment(torch.empty(n, K, dtype=torch.float8_e4m3fn, **META), grid, **options))
-    return segments + [Segment(torch.empty(n, K, dtype=BF16, **META), None, False, F32) for n in plain]
+        grid = torch.empty(-(-n // read.group), -(-K // read.group), **META)
+        segments.append(Segment(torch.empty(n, K, dtype=torch.float8_e4m3fn, **META), grid, read, out_dtype))
+    return segments + [Segment(torch.empty(n, K, dtype=BF16, **META), out_dtype=F32) for n in plain]
 
 
 C4A = {"scaled": (1024, 512), "plain": (1024, 1024, 256, 256, 64)}
 PRODUCTS = {
-    "one token": (1, BF16, meta_segments(4096, **C4A, fp8_input=True)),
-    "33 tokens": (33, BF16, meta_segments(4096, **C4A, fp8_input=True)),
-    "300 tokens": (300, BF16, meta_segments(1024, (32768, 8192), fp8_input=True)),
+    "one token": (1, BF16, meta_segments(4096, **C4A, read=ROUNDED)),
+    "33 tokens": (33, BF16, meta_segments(4096, **C4A, read=ROUNDED)),
+    "300 tokens": (300, BF16, meta_segments(1024, (32768, 8192), read=ROUNDED)),
     "unrounded input": (9, BF16, meta_segments(1024, (4096,))),
     "unrounded input, 300 tokens": (300, BF16, meta_segments(1024, (4096,))),
-    "float32 results": (5, BF16, meta_segments(1024, (512,), fp8_input=True, out_dtype=F32)),
+    "float32 results": (5, BF16, meta_segments(1024, (512,), read=ROUNDED, out_dtype=F32)),
     "float32 input": (16, F32, meta_segments(4096, (512,), (129280,))),
     "float32 input, 40 tokens": (40, F32, meta_segments(4096, (512,), (129280,))),
-    "blocks of 32": (9, BF16, meta_segments(5120, (1280, 512), (512, 512, 32), 32, fp8_input=True)),
-    "blocks of 32, one token": (1, BF16, meta_segments(1280, (32768, 4096), (), 32, fp8_input=True)),
-    "blocks of 32, unrounded input": (300, BF16, meta_segments(4096, (8192,), (), 32)),
-    "many rows": (20, BF16, meta_segments(1024, (32768, 8192), fp8_input=True)),
+    "blocks of 32": (9, BF16, meta_segments(5120, (1280, 512), (512, 512, 32), InputFormat(True, group=32))),
+    "blocks of 32, one token": (1, BF16, meta_segments(1280, (32768, 4096), (), InputFormat(True, group=32))),
+    "blocks of 32, unrounded input": (300, BF16, meta_segments(4096, (8192,), (), InputFormat(group=32))),
+    "many rows": (20, BF16, meta_segments(1024, (32768, 8192), read=ROUNDED)),
 }
 
 
 @pytest.mark.parametrize(("arch", "product"), on_gpus(PRODUCTS, ["33 tokens"]))
-def test_products_compile(arch, product, monkeypatch):
+def test_products_compile(arch, product):
     M, dtype, segments = PRODUCTS[product]
     x = torch.empty(M, segments[0].weight.shape[1], dtype=dtype, **META)
-    kernels = compiled_launches(monkeypatch, CAPABILITIES[arch], lambda: multi_linear(x, segments))
-    assert len(kernels) == (2 if segments[0].reads_fp8_once and M > 8 else 1)
-    for kernel in kernels:
+    found = compiled_ops(arch, lambda: multi_linear(x, segments))
+    quantizers = found.pop("quantize_input_kernel", [])
+    kernels = [kernel for launches in found.values() for kernel in launches]
+    assert len(kernels) == 1
+    assert len(quantizers) == (segments[0].reads_fp8_once and M > 8)
+    for kernel in kernels + quantizers:
         assert ("griddepcontrol" in kernel.asm["ptx"]) == (CAPABILITIES[arch] >= (9, 0))
         assert "e4m3" not in kernel.asm["ptx"] or arch != "sm80"
     if CAPABILITIES[arch] >= (9, 0) and M <= 8:
-        before = kernels[0].asm["ptx"].partition("griddepcontrol.wait")[0]
-        assert "ld.global" in before, "the first weights are asked for while the launch ahead still runs"
-    if arch == "sm90" and M > 8 and segments[0].reads_fp8_once:
+        early = kernels[0].asm["ptx"].partition("griddepcontrol.wait")[0]
+        assert "ld.global" in early, "the first weights are asked for while the launch ahead still runs"
+    if arch == "sm90" and quantizers:
         assert "f32.e4m3.e4m3" in kernels[0].asm["ptx"]
-        assert "cvt.rn.satfinite.e4m3x2" in kernels[1].asm["ptx"]
+        assert "cvt.rn.satfinite.e4m3x2" in quantizers[0].asm["ptx"]
 
 
 def test_factors_hold_what_they_are_given():
     """No product rounds its factors, and float32 results never come from 14-bit sums."""
-    import triton.language as tl
-
     fp8 = torch.float8_e4m3fn
-    assert dot_plan(BF16, fp8, True, BF16, True) == (tl.float8e4nv, 1, None)
-    assert dot_plan(BF16, fp8, True, F32, True)[0] == tl.float16
-    assert dot_plan(BF16, fp8, True, BF16, False)[0] == tl.float16
-    assert dot_plan(BF16, fp8, False, BF16, True) == (tl.bfloat16, 1, None)
-    assert dot_plan(F32, fp8, False, F32, True) == (tl.bfloat16, 3, None)
-    assert dot_plan(F32, BF16, False, F32, True) == (tl.bfloat16, 3, None)
-    assert dot_plan(BF16, F32, False, F32, True) == (tl.float32, 1, "tf32x3")
-    assert dot_plan(F16, BF16, False, F32, True) == (tl.float32, 1, "tf32x3")
+
+    def dot(x, weight, out, read=None, gpu=H200):
+        return dot_format(x, LinearWeight(64, weight, out, read), gpu)
+
+    assert dot(BF16, fp8, BF16, ROUNDED) == (fp8, 1, None)
+    assert dot(BF16, fp8, F32, ROUNDED)[0] == F16
+    assert dot(BF16, fp8, BF16, ROUNDED, GPU((8, 0), 108))[0] == F16
+    assert dot(BF16, fp8, BF16, InputFormat()) == (BF16, 1, None)
+    assert dot(F32, fp8, F32, InputFormat()) == (BF16, 3, None)
+    assert dot(F32, BF16, F32) == (BF16, 3, None)
+    assert dot(BF16, F32, F32) == (F32, 1, "tf32x3")
+    assert dot(F16, BF16, F32) == (F32, 1, "tf32x3")
 
 
 @pytest.mark.parametrize("K", [128, 640, 1024, 1536, 2048, 4096, 7168, 16384])
 def test_splits_are_not_empty_and_alike_for_few_tokens(K):
     for rows, plain in ((1536, 2624), (40960, 0), (4096, 0), (0, 129280), (40, 40)):
-        configs = {M: choose_config(M, K, rows, plain, (9, 0), 132, 1, 2) for M in (*range(1, 33), 33, 64, 100, 4096)}
+        weights = [rows] * bool(rows), [plain] * bool(plain)
+        configs = {M: config_of(TRITON, problem(M, K, *weights)) for M in (*range(1, 33), 33, 64, 100, 4096)}
         for few in (range(1, 9), range(9, 33)):
             assert len({(configs[M].splits, configs[M].plain_splits) for M in few}) == 1
             assert all(configs[M].tokens >= M for M in few)
@@ -151,21 +161,29 @@ def test_splits_are_not_empty_and_alike_for_few_tokens(K):
 
 
 def test_cublas_takes_what_is_large():
+    blackwell = GPU((10, 0), 148)
     for M, N, K in ((128, 32768, 1024), (512, 4096, 8192), (4096, 512, 4096)):
-        assert cublas_is_faster(M, N, K, fp8=True)
+        assert large_for_cublas(problem(M, K, [N]), blackwell)
     for M, N, K in ((8, 32768, 1024), (64, 512, 4096), (256, 1024, 4096), (4096, 64, 4096)):
-        assert not cublas_is_faster(M, N, K, fp8=False)
+        assert not large_for_cublas(problem(M, K, plain=[N]), blackwell)
+
+
+def test_equal_problems_share_a_plan():
+    C4A = problem(8, 4096, (1024, 512), (1024, 64))
+    assert plan(C4A, H200) is plan(problem(8, 4096, (1024, 512), (1024, 64)), H200)
+    (launch,) = plan(C4A, H200).products
+    assert (launch.choice.kernel, launch.weights) == (TRITON, (0, 1, 2, 3))
 
 
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
 
 
-def check(x, segments, pow2=True, **options):
+def check(x, segments, **options):
     # the result may land where earlier ones lay: those are NaN
     poison = [torch.full((len(x), len(s.weight)), NAN, dtype=s.out_dtype or x.dtype, device=x.device) for s in segments]
     del poison
-    got = multi_linear(x, segments, pow2, **options)
-    expected = reference.multi_linear(x, segments, pow2)
+    got = multi_linear(x, segments, **options)
+    expected = reference.multi_linear(x, segments)
     for mine, other in zip(got, expected, strict=True):
         assert (mine.shape, mine.dtype) == (other.shape, other.dtype)
         if mine.numel():
@@ -181,33 +199,31 @@ TOKENS = [1, 2, 3, 5, 9, 17, 33, 129, 1026]
     (4096, (1024, 512), (1024, 256, 64)), (1536, (200, 72, 130), (70,)), (8192, (1024,), ()),
 ], ids=str)  # fmt: skip
 def test_segments(gpu, K, scaled, plain, M):
-    segments = [Segment(*fp8_weight(n, K), True) for n in scaled]
-    segments += [Segment(torch.randn(n, K).to(BF16), None, False, F32) for n in plain]
+    segments = [Segment(*fp8_weight(n, K), ROUNDED) for n in scaled]
+    segments += [Segment(torch.randn(n, K).to(BF16), out_dtype=F32) for n in plain]
     check(awkward(M, K), segments)
 
 
 def test_adjacent_weights():
-    def runs(*segments):
-        return [(run.first, run.out_features) for run in adjacent_weights(segments)]
+    """Plain weights of equal dtypes, each of which begins where the one before ends, are one product of cuBLAS."""
+
+    def runs(*segments, tokens=JOIN_FROM):
+        return adjacent_runs(linear_problem(torch.empty(tokens, 4, dtype=BF16), 4, segments, None))
 
     weights = torch.randn(9, 4).to(BF16).split([2, 3, 4])
-    a, b, c = (Segment(weight, None, False, F32) for weight in weights)
+    a, b, c = (Segment(weight, out_dtype=F32) for weight in weights)
     b_plain, c_plain = Segment(weights[1]), Segment(weights[2])
-    apart, fp8 = Segment(torch.randn(5, 4).to(BF16)), Segment(*fp8_weight(128, 128))
-    assert runs(a, b, c) == [(a, [2, 3, 4])]
-    assert runs(fp8, a, b, fp8, c) == [(fp8, [128]), (a, [2, 3]), (fp8, [128]), (c, [4])]
-    assert runs(b, a, c) == [(b, [3]), (a, [2]), (c, [4])]
-    assert runs(a, b_plain, c_plain, apart) == [(a, [2]), (b_plain, [3, 4]), (apart, [5])]
+    assert runs(a, b, c) == [(0, 1, 2)]
+    assert runs(a, b, c, tokens=JOIN_FROM - 1) == [(0,), (1,), (2,)]
+    assert runs(b, a, c) == [(0,), (1,), (2,)]
+    assert runs(a, b_plain, c_plain) == [(0,), (1, 2)]
     assert runs() == []
-    joined = adjacent_weights([fp8, b, c])[1].joined()
-    assert torch.equal(joined.weight, torch.cat(weights[1:]))
-    assert joined.out_dtype == F32
 
 
 @pytest.mark.parametrize("M", [1, 40, 700, 2049])
 def test_adjacent_weights_as_one_product(gpu, M):
     plain = torch.randn(1024 + 512 + 64, 2048).to(BF16).split([1024, 512, 64])
-    segments = [Segment(*fp8_weight(512, 2048), True), *(Segment(w, None, False, F32) for w in plain)]
+    segments = [Segment(*fp8_weight(512, 2048), ROUNDED), *(Segment(w, out_dtype=F32) for w in plain)]
     check(awkward(M, 2048), segments)
 
 
@@ -215,19 +231,23 @@ def test_adjacent_weights_as_one_product(gpu, M):
 @pytest.mark.parametrize("M", [1, 33, 130])
 def test_every_dtype(gpu, M, dtype):
     x = torch.randn(M, 256).to(dtype)
-    segments = [Segment(*fp8_weight(200, 256), fp8, out) for fp8 in (True, False) for out in (None, F32)]
-    segments += [Segment(torch.randn(70, 256).to(w), None, False, out) for w in (F32, BF16, F16) for out in (None, F32)]
+    segments = [Segment(*fp8_weight(200, 256), InputFormat(fp8), out) for fp8 in (True, False) for out in (None, F32)]
+    segments += [Segment(torch.randn(70, 256).to(w), out_dtype=out) for w in (F32, BF16, F16) for out in (None, F32)]
     check(x, segments)
 
 
 @pytest.mark.parametrize("M", [1, 9, 130])
 def test_raw_scales(gpu, M):
-    segments = [Segment(*fp8_weight(n, 1024), True) for n in (256, 512)]
+    raw = InputFormat(fp8=True, pow2_scales=False)
+    segments = [Segment(*fp8_weight(n, 1024), raw) for n in (256, 512)]
     x = torch.randn(M, 1024).to(BF16)
-    got = multi_linear(x, segments, False)
-    for mine, other in zip(got, reference.multi_linear(x, segments, False), strict=True):
+    got = multi_linear(x, segments)
+    for mine, other in zip(got, reference.multi_linear(x, segments), strict=True):
         assert relative(mine, other) <= 4e-3  # the reference rounds the products with raw scales to bfloat16
-    assert relative(got[0], multi_linear(x, segments, True)[0]) > 1e-3
+    rounded = [Segment(segment.weight, segment.scale, ROUNDED) for segment in segments]
+    assert relative(got[0], multi_linear(x, rounded)[0]) > 1e-3
+    with pytest.raises(ValueError, match="must agree"):
+        multi_linear(x, [segments[0], rounded[1]])
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -237,10 +257,10 @@ def test_blocks_of_32(gpu, M, dtype):
     for K in (96, 160, 1280):
         x = awkward(M, K, dtype)
         segments = [
-            Segment(*uneven_weight(n, K), fp8_input, out_dtype, 32)
-            for n, fp8_input, out_dtype in ((70, True, None), (192, True, None), (33, False, None), (40, True, F32))
+            Segment(*uneven_weight(n, K), InputFormat(fp8, group=32), out_dtype)
+            for n, fp8, out_dtype in ((70, True, None), (192, True, None), (33, False, None), (40, True, F32))
         ]
-        segments.append(Segment(torch.randn(20, K).bfloat16(), None, False, F32))
+        segments.append(Segment(torch.randn(20, K).bfloat16(), out_dtype=F32))
         for got, expected in zip(multi_linear(x, segments), reference.multi_linear(x, segments), strict=True):
             assert got.dtype == expected.dtype
             assert relative(got, expected) <= LIMIT[dtype]
@@ -253,72 +273,76 @@ def test_channels_that_are_no_multiple_of_a_block(gpu, K):
 
 
 CONFIGS = [
-    LaunchConfig(8),
-    LaunchConfig(16, 128, 4, 64, 8),
-    LaunchConfig(16, splits=8, plain_splits=2, stages=3),
-    LaunchConfig(32, 64, 3, 64, 5),
-    LaunchConfig(64, 128, 2, 128, 2, warps=8, prefetched_blocks=3),
-    LaunchConfig(128, 128, warps=8, stages=3),
-    LaunchConfig(8, 128, warps=8),
+    LinearTiles(8),
+    LinearTiles(16, 128, 4, 64, 8),
+    LinearTiles(16, splits=8, plain_splits=2, stages=3),
+    LinearTiles(32, 64, 3, 64, 5),
+    LinearTiles(64, 128, 2, 128, 2, warps=8, prefetched_blocks=3),
+    LinearTiles(128, 128, warps=8, stages=3),
+    LinearTiles(8, 128, warps=8),
 ]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_every_configuration(gpu, config):
-    segments = [Segment(*fp8_weight(n, 2048), True) for n in (300, 512)]
-    segments += [Segment(torch.randn(n, 2048).to(BF16), None, False, F32) for n in (200, 64)]
+    segments = [Segment(*fp8_weight(n, 2048), ROUNDED) for n in (300, 512)]
+    segments += [Segment(torch.randn(n, 2048).to(BF16), out_dtype=F32) for n in (200, 64)]
     for M in (1, 7, 40, 129):
         x = awkward(M, 2048)
         for quantized in (None, quantize_input(x)):
-            check(x, segments, config=config, quantized=quantized)
+            with forced(config):
+                check(x, segments, quantized=quantized)
 
 
 HOPPER_CONFIGS = [
-    HopperLaunchConfig(128, 16, 64, 16, stages=3),
-    HopperLaunchConfig(64, 32, 64, 32, 4, 8, stages=4, spare=1),
-    HopperLaunchConfig(64, 64, 64, 32, 3, 5, stages=4),
-    HopperLaunchConfig(128, 64, 64, 64, 8, 2, stages=2),
-    HopperLaunchConfig(128, 128, 128, 64, 2, 4, stages=4),
-    HopperLaunchConfig(64, 128, 64, 64, 16, 16, stages=7),
-    HopperLaunchConfig(128, 8, 128, 8, stages=3, spare=1),
+    LinearHopperTiles(128, 16, 64, 16, stages=3),
+    LinearHopperTiles(64, 32, 64, 32, 4, 8, stages=4, spare=1),
+    LinearHopperTiles(64, 64, 64, 32, 3, 5, stages=4),
+    LinearHopperTiles(128, 64, 64, 64, 8, 2, stages=2),
+    LinearHopperTiles(128, 128, 128, 64, 2, 4, stages=4),
+    LinearHopperTiles(64, 128, 64, 64, 16, 16, stages=7),
+    LinearHopperTiles(128, 8, 128, 8, stages=3, spare=1),
 ]
 
 
 @pytest.mark.parametrize("config", HOPPER_CONFIGS, ids=str)
 def test_every_hopper_configuration(hopper, config):
     for K, scaled, plain in ((2048, (320, 128, 512), (192, 64)), (640, (192,), ()), (1152, (1024,), (64, 128, 256))):
-        segments = [Segment(*fp8_weight(n, K), True) for n in scaled]
-        segments += [Segment(torch.randn(n, K).to(BF16), None, False, F32) for n in plain]
+        segments = [Segment(*fp8_weight(n, K), ROUNDED) for n in scaled]
+        segments += [Segment(torch.randn(n, K).to(BF16), out_dtype=F32) for n in plain]
         for M in (2, 17, 33, 100, 129):
             x = awkward(M, K)
-            check(x, segments, config=config, quantized=quantize_input(x))
+            with forced(config):
+                check(x, segments, quantized=quantize_input(x))
 
 
-FEW_CONFIGS = [
-    FewHopperConfig(64, 1, stages=3, stages_at_once=1),
-    FewHopperConfig(64, 3, stages=6, stages_at_once=4),
-    FewHopperConfig(64, 2, stages=4, stage_blocks=2),
-    FewHopperConfig(128, 1, stages=2),
-    FewHopperConfig(128, 4, stages=5),
-    FewHopperConfig(128, 7, stages=12, stages_at_once=3),
-    FewHopperConfig(64, 2, stages=4, tokens=16),
-    FewHopperConfig(128, 1, stages=3, stages_at_once=1, tokens=16),
+DECODE_CONFIGS = [
+    LinearDecodeTiles(64, 1, stages=3, stages_at_once=1),
+    LinearDecodeTiles(64, 3, stages=6, stages_at_once=4),
+    LinearDecodeTiles(64, 2, stages=4, stage_blocks=2),
+    LinearDecodeTiles(128, 1, stages=2),
+    LinearDecodeTiles(128, 4, stages=5),
+    LinearDecodeTiles(128, 7, stages=12, stages_at_once=3),
+    LinearDecodeTiles(64, 2, stages=4, tokens=16),
+    LinearDecodeTiles(128, 1, stages=3, stages_at_once=1, tokens=16),
 ]
 
 
-@pytest.mark.parametrize("config", FEW_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", DECODE_CONFIGS, ids=str)
 def test_every_configuration_of_few_tokens(hopper, config):
     """Tiles and stages that do not divide anything; the input quantised before and by the kernel, to the same bits."""
     for K, rows in ((2048, (320, 128, 512)), (640, (192,)), (1152, (128 * 140, 64)), (1536, (64,))):
         if config.stage_blocks > 1 and K in (640, 1152):
             continue
-        segments = [Segment(*fp8_weight(n, K), True) for n in rows]
+        weights = [fp8_weight(n, K) for n in rows]
         for M in (1, 3, config.tokens):
             x = awkward(M, K)
             for pow2 in (True, False):
-                given = multi_linear(x, segments, pow2, quantize_input(x, pow2), config)
-                own = given if config.tokens > 8 else multi_linear(x, segments, pow2, config=config)
-                for one, other, expected in zip(given, own, reference.multi_linear(x, segments, pow2), strict=True):
+                segments = [Segment(*weight, InputFormat(True, pow2)) for weight in weights]
+                with forced(config):
+                    given = multi_linear(x, segments, quantize_input(x, pow2))
+                    own = given if config.tokens > 8 else multi_linear(x, segments)
+                for one, other, expected in zip(given, own, reference.multi_linear(x, segments), strict=True):
                     assert torch.equal(one, other)
                     # products are added with about 14 bits, of which an outlier takes most; raw scales are rounded
                     assert relative(one, expected) <= (3e-3 if pow2 else 4e-3)
@@ -329,7 +353,7 @@ def test_every_configuration_of_few_tokens(hopper, config):
 ], ids=str)  # fmt: skip
 def test_few_tokens_of_large_weights(gpu, K, rows, most):
     """What models launch: NaN stays in its token, one token's result is that of many, fifty launches are alike."""
-    segments = [Segment(*fp8_weight(n, K), True) for n in rows]
+    segments = [Segment(*fp8_weight(n, K), ROUNDED) for n in rows]
     x = awkward(most, K)
     check(x, segments, quantized=quantize_input(x))
     first = multi_linear(x, segments)
@@ -347,7 +371,7 @@ def test_few_tokens_of_large_weights(gpu, K, rows, most):
 
 
 def test_strided_input(gpu):
-    segments = [Segment(*fp8_weight(256, 512), True), Segment(torch.randn(64, 512).to(BF16))]
+    segments = [Segment(*fp8_weight(256, 512), ROUNDED), Segment(torch.randn(64, 512).to(BF16))]
     whole = torch.full((80, 1024), NAN, dtype=BF16)
     for M in (3, 20, 80):
         whole[:M, 256:768] = torch.randn(M, 512)
@@ -357,7 +381,7 @@ def test_strided_input(gpu):
 
 
 def test_zero_rows_and_zero_segments(gpu):
-    segments = [Segment(*fp8_weight(256, 512), True), Segment(torch.randn(64, 512).to(BF16), None, False, F32)]
+    segments = [Segment(*fp8_weight(256, 512), ROUNDED), Segment(torch.randn(64, 512).to(BF16), out_dtype=F32)]
     outs = check(torch.empty(0, 512, dtype=BF16), segments)
     assert [tuple(out.shape) for out in outs] == [(0, 256), (0, 64)]
     assert multi_linear(torch.randn(3, 512), []) == []
@@ -369,7 +393,7 @@ def test_zero_rows_and_zero_segments(gpu):
 def test_nan_and_infinity_stay_visible(gpu, M):
     x = torch.randn(M, 512).to(BF16)
     x[0, 7], x[M // 2, 300] = NAN, float("inf")
-    out, plain = multi_linear(x, [Segment(*fp8_weight(256, 512), True), Segment(torch.randn(64, 512).to(BF16))])
+    out, plain = multi_linear(x, [Segment(*fp8_weight(256, 512), ROUNDED), Segment(torch.randn(64, 512).to(BF16))])
     for row in {0, M // 2}:
         assert out[row].isnan().all()
         assert not plain[row].isfinite().any()
@@ -411,8 +435,8 @@ def test_every_bfloat16_value_is_rounded_alike(gpu):
 @pytest.mark.parametrize("M", [1, 8, 20, 70, 128, 200])
 def test_fifty_launches_are_bit_identical(gpu, M):
     x = torch.randn(M, 4096).to(BF16)
-    segments = [Segment(*fp8_weight(n, 4096), True) for n in (1024, 512)]
-    segments += [Segment(torch.randn(n, 4096).to(BF16), None, False, F32) for n in (1024, 64)]
+    segments = [Segment(*fp8_weight(n, 4096), ROUNDED) for n in (1024, 512)]
+    segments += [Segment(torch.randn(n, 4096).to(BF16), out_dtype=F32) for n in (1024, 64)]
     first = multi_linear(x, segments)
     for _ in range(50):
         for mine, other in zip(multi_linear(x, segments), first, strict=True):
@@ -422,7 +446,7 @@ def test_fifty_launches_are_bit_identical(gpu, M):
 def test_a_row_does_not_depend_on_the_others(gpu):
     most = 64 if torch.cuda.get_device_capability() == (9, 0) else 32
     x = torch.randn(most, 4096).to(BF16)
-    segments = [Segment(*fp8_weight(512, 4096), True), Segment(torch.randn(256, 4096).to(BF16), None, False, F32)]
+    segments = [Segment(*fp8_weight(512, 4096), ROUNDED), Segment(torch.randn(256, 4096).to(BF16), out_dtype=F32)]
     whole = multi_linear(x, segments)
     for M in (9, 16, 17, 31, most // 2 + 1):
         for mine, other in zip(multi_linear(x[:M], segments), whole, strict=True):
@@ -432,7 +456,7 @@ def test_a_row_does_not_depend_on_the_others(gpu):
 @pytest.mark.parametrize("M", [1, 20, 200])
 def test_replays_of_a_graph(gpu, M):
     x = torch.randn(M, 4096).to(BF16)
-    segments = [Segment(*fp8_weight(512, 4096), True), Segment(torch.randn(64, 4096).to(BF16), None, False, F32)]
+    segments = [Segment(*fp8_weight(512, 4096), ROUNDED), Segment(torch.randn(64, 4096).to(BF16), out_dtype=F32)]
     multi_linear(x, segments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -451,8 +475,8 @@ def test_a_weight_over_two_gib(gpu):
     weight.view(torch.uint8)[-128:] = fp8_weight(128, 4096)[0].view(torch.uint8)
     grid = torch.ones(-(-600_000 // 128), 32)
     x = torch.randn(2, 4096).to(BF16)
-    got = multi_linear(x, [Segment(weight, grid, True)])[0][:, -128:]
-    expected = reference.multi_linear(x, [Segment(weight[-128:], torch.ones(1, 32), True)])[0]
+    got = multi_linear(x, [Segment(weight, grid, ROUNDED)])[0][:, -128:]
+    expected = reference.multi_linear(x, [Segment(weight[-128:], torch.ones(1, 32), ROUNDED)])[0]
     assert relative(got, expected) <= LIMIT[BF16]
 
 
@@ -467,8 +491,8 @@ def test_what_cannot_be_computed_is_refused():
     with pytest.raises(ValueError, match=r"torch.uint8.*packed FP4"):
         multi_linear(x, [Segment(weight.view(torch.uint8), scale)])
     with pytest.raises(ValueError, match="FP8 inputs need a multiple of 128 channels, got 160"):
-        multi_linear(torch.randn(3, 160), [Segment(*fp8_weight(10, 160), True)])
+        multi_linear(torch.randn(3, 160), [Segment(*fp8_weight(10, 160), ROUNDED)])
     with pytest.raises(ValueError, match=r"quantised x must be \(3, 256\)"):
-        multi_linear(x, [Segment(weight, scale, True)], quantized=QuantizedRows(x, x))
+        multi_linear(x, [Segment(weight, scale, ROUNDED)], quantized=QuantizedRows(x, x))
     with pytest.raises(ValueError, match="multiple of 128 channels"):
         quantize_input(torch.randn(3, 200))

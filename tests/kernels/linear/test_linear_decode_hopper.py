@@ -1,5 +1,6 @@
-"""The linear kernel of few tokens for Hopper: what it supports, its configurations, and what it compiles to."""
+"""The linear kernel of decode steps on Hopper: what it supports, its configurations, and what it compiles to."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -7,15 +8,12 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.linear import Segment
-from deepseek_attn.kernels.linear import launch_hopper as linear_hopper
-from deepseek_attn.kernels.linear.grouped import grouped_linear_quantized
-from deepseek_attn.kernels.linear.launch import FP8Product, empty_quantized_rows
-from deepseek_attn.kernels.linear.launch_config import FewHopperConfig, choose_few_hopper_config
-from deepseek_attn.kernels.linear.launch_hopper import few_hopper_config, launch_few_hopper
-from deepseek_attn.kernels.linear.linear import empty_quantized, multi_linear
-from tests.kernels.compiled_launches import pass_for_gpu, ptxas_report
-from tests.kernels.linear.compiled_linear import compiled_launches
+from deepseek_attn.kernels.linear.linear import empty_quantized, grouped_linear, multi_linear
+from deepseek_attn.kernels.linear.plan import DECODE, LinearDecodeTiles, LinearWeight, plan
+from tests.kernels.compiled_launches import compiled_ops, ptxas_report
+from tests.kernels.linear.products import H200, ROUNDED, config_of, forced, problem
 from tests.support.tiers import tiered
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -41,21 +39,17 @@ def launch(M, K, rows, heads):
     if heads is not None:
         o, scale = empty(M, heads[0], 512, dtype=BF16), empty(rows[0] // 128, K // 128)
         weight, positions = empty(*rows, K, dtype=FP8), empty(M, dtype=torch.int64)
-        grouped_linear_quantized(o, weight, scale, heads[1], positions, empty(99, 64), True)
+        grouped_linear(o, Segment(weight, scale, ROUNDED), heads[1], positions, empty(99, 64), True)
         return
     x = empty(M, K, dtype=BF16)
-    segments = [Segment(empty(n, K, dtype=FP8), empty(n // 128, K // 128), True) for n in rows]
-    multi_linear(x, segments, True, empty_quantized(x, segments) if K < 8192 else None)
+    segments = [Segment(empty(n, K, dtype=FP8), empty(n // 128, K // 128), ROUNDED) for n in rows]
+    multi_linear(x, segments, empty_quantized(x, segments) if K < 8192 else None)
 
 
 @pytest.mark.parametrize(("name", "M"), tiered(CASES, MAIN))
-def test_compiles_without_waits_between_products(name, M, monkeypatch, tmp_path):
+def test_compiles_without_waits_between_products(name, M, tmp_path):
     """Products of a batch of blocks are under way together, and weights wait for no kernel."""
-    kernel = next(
-        kernel
-        for kernel in compiled_launches(monkeypatch, (9, 0), lambda: launch(M, *WEIGHTS[name]))
-        if kernel.name == "linear_few_hopper_kernel"
-    )
+    (kernel,) = compiled_ops("sm90", lambda: launch(M, *WEIGHTS[name]))[DECODE]
     ptx = kernel.asm["ptx"]
     assert ptx.count("griddepcontrol.wait") == 1  # of the warpgroup that multiplies
     assert "cp.async.bulk.tensor" in ptx
@@ -66,32 +60,28 @@ def test_compiles_without_waits_between_products(name, M, monkeypatch, tmp_path)
     assert "0 bytes spill stores" in report
 
 
-def test_which_launches_it_takes(monkeypatch):
-    def config(M=8, K=1024, rows=(32768,), x=BF16, out=BF16, quantized=True, groups=1, offset=0):
-        storage = torch.empty(sum(rows) * K + offset, dtype=torch.uint8).view(FP8)
-        weights = storage[offset:].view(-1, K).split(rows)
-        return few_hopper_config(torch.empty(M, K, dtype=x), weights, [out] * len(rows), quantized, groups)
+def test_which_launches_it_takes():
+    def config(M=8, K=1024, rows=(32768,), x=BF16, out=BF16, aligned=True, gpu=H200, **options):
+        weights = tuple(LinearWeight(n, FP8, out, ROUNDED, aligned) for n in rows)
+        (launch,) = plan(replace(problem(M, K), dtype=x, weights=weights, **options), gpu).products
+        return launch.choice.config if launch.choice.kernel == DECODE else None
 
-    pass_for_gpu(monkeypatch, (9, 0), linear_hopper)
-    assert config() == choose_few_hopper_config(8, 1024, 32768, 132)
-    assert all(
-        [config(M=1), config(x=F16, out=F16), config(rows=(32768, 64, 64)), config(K=4096, rows=(8192,), groups=8)]
-    )
-    assert config(M=16) == choose_few_hopper_config(9, 1024, 32768, 132)
+    assert config() == config(M=1) == config_of(DECODE, problem(8, 1024, [32768]))
+    assert all([config(x=F16, out=F16), config(rows=(32768, 64, 64)), config(K=4096, rows=(8192,), groups=8)])
+    assert config(M=16) == config_of(DECODE, problem(9, 1024, [32768]))
     others = [
         {"M": 17},
         {"M": 9, "K": 8192, "rows": (4096,)},
         {"K": 16384, "rows": (7168,)},
         {"rows": (32640,)},
         {"rows": (32768, 64, 64, 64)},
+        {"rows": (32768, 72)},
     ]
-    others += [{"rows": (32768, 72)}, {"x": F32}, {"out": F32}, {"groups": 512}, {"offset": 8}]
+    others += [{"x": F32}, {"out": F32}, {"groups": 512}, {"aligned": False}, {"gpu": GPU((10, 0), 132)}]
     assert not any(config(**other) for other in others)
     # jobs of 16 blocks, and of 28 as the shared expert of V4-Pro would have
     assert config(K=8192, rows=(4096,), quantized=False)
     assert not config(K=7168, rows=(3072, 3072), quantized=False)
-    pass_for_gpu(monkeypatch, (10, 0), linear_hopper)
-    assert config() is None
 
 
 @pytest.mark.parametrize("multiprocessors", [78, 114, 132])
@@ -99,7 +89,7 @@ def test_configurations(multiprocessors):
     """Every multiprocessor has a job, stages divide jobs, and the ring fits beside the input."""
     for M, K in product((1, 8, 9, 16), (128, 640, 1024, 1536, 2176, 4096, 7168, 8192, 16384)):
         for rows in (64, 4096, 8192, 16384, 32768, 40960, 65536, 73728, 1 << 20):
-            config = choose_few_hopper_config(M, K, rows, multiprocessors)
+            config = config_of(DECODE, problem(M, K, [rows]), GPU((9, 0), multiprocessors))
             if config is None:
                 continue
             assert rows * K >= 1 << 25
@@ -112,16 +102,13 @@ def test_configurations(multiprocessors):
             assert stages + inputs + 4096 <= 227 << 10
             jobs = -(-rows // config.rows) * config.splits
             assert jobs >= 0.8 * multiprocessors or config.splits * 4 > blocks
-    assert None not in [
-        choose_few_hopper_config(*shape, multiprocessors) for shape in ((8, 8192, 4096), (16, 4096, 8192))
-    ]
+    for M, K, rows in ((8, 8192, 4096), (16, 4096, 8192)):
+        assert config_of(DECODE, problem(M, K, [rows]), GPU((9, 0), multiprocessors))
 
 
-def test_stages_that_do_not_divide_a_job(monkeypatch):
-    pass_for_gpu(monkeypatch, (9, 0), linear_hopper)
-    segment = FP8Product(empty(128, 640, dtype=FP8), empty(1, 5), empty(2, 128, dtype=BF16))
-    quantized = empty_quantized_rows(2, 640, torch.device("meta"))
-    with pytest.raises(ValueError, match="stages of 2 blocks do not divide 5 blocks in 1 splits"):
-        launch_few_hopper(
-            empty(2, 640, dtype=BF16), [segment], quantized, FewHopperConfig(64, stage_blocks=2), pow2_scales=True
-        )
+def test_stages_that_do_not_divide_a_job():
+    with (
+        forced(LinearDecodeTiles(64, stage_blocks=2)),
+        pytest.raises(ValueError, match="stages of 2 blocks do not divide 5 blocks in 1 splits"),
+    ):
+        plan(problem(2, 640, [128]), H200)

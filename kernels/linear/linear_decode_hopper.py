@@ -1,4 +1,4 @@
-"""Gluon device code of `launch_few_hopper`: products of few tokens with large FP8 weights on Hopper's tensor cores.
+"""Gluon device code of `linear_decode_hopper_kernel`: up to 16 tokens and large FP8 weights on Hopper's tensor cores.
 
 The time is that of reading the weights, so one warp does nothing else: it streams them through a ring of stages in
 shared memory, from one job to the next, and never waits for the kernel before this one, on which weights do not depend.
@@ -27,8 +27,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.fp8_hopper import fp8_scales, to_fp8
 from deepseek_attn.kernels.common.gluon import barrier, copy_to_shared, reinterpret
-from deepseek_attn.kernels.linear.linear_hopper_products import PartPlace, QuantizedOutput, finish
+from deepseek_attn.kernels.linear.linear_hopper_products import QuantizedOutput, TilePart, finish
 from deepseek_attn.kernels.linear.linear_hopper_weights import load_weight, num_jobs, pick, pick_constant, rows_of
+from deepseek_attn.kernels.linear.plan import WeightTiles
 
 _BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -38,7 +39,7 @@ _SCALES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @dataclass(frozen=True)
-class FewTiling:
+class DecodeTiling:
     """Constants of a launch.
 
     Attributes:
@@ -48,6 +49,8 @@ class FewTiling:
         STAGES: of the ring; STAGE_BLOCKS: blocks of a stage, which divide those of a job.
         STAGES_AT_ONCE: stages that are multiplied together.
         QUANTIZED: the input is FP8 with scales; otherwise programs quantise what they read, of up to 8 tokens.
+        TILES: of the weights.
+        POW2: scales of FP8 values are powers of two.
     """
 
     K: int
@@ -59,9 +62,11 @@ class FewTiling:
     STAGE_BLOCKS: int
     STAGES_AT_ONCE: int
     QUANTIZED: bool
+    TILES: WeightTiles
+    POW2: bool
 
 
-class FewInput(NamedTuple):
+class DecodeInput(NamedTuple):
     """The input's tokens, elements from one to the next and from one group to the next; scales ``[K / 128, M]``."""
 
     tokens: Any
@@ -71,7 +76,7 @@ class FewInput(NamedTuple):
     scale_stride: Any
 
 
-class FewBuffers(NamedTuple):
+class DecodeBuffers(NamedTuple):
     """Shared memory: blocks of weight, barriers of full and empty stages; blocks of a job's input, and their scales."""
 
     weight: Any
@@ -82,9 +87,10 @@ class FewBuffers(NamedTuple):
 
 
 @gluon.jit
-def _load_weights(jobs, descs, buffers, TILING: gl.constexpr, WEIGHTS: gl.constexpr):
-    """Streams the weights of all jobs of this program."""
-    SPLITS: gl.constexpr = WEIGHTS.SPLITS
+def _load_weights(jobs, descs, buffers, TILING: gl.constexpr):
+    """Streams the weights of all jobs of this program; runs on one warp."""
+    TILES: gl.constexpr = TILING.TILES
+    SPLITS: gl.constexpr = TILES.SPLITS
     STAGES: gl.constexpr = TILING.STAGES
     COUNT: gl.constexpr = TILING.STAGE_BLOCKS
     BLOCKS: gl.constexpr = TILING.K // 128
@@ -93,15 +99,16 @@ def _load_weights(jobs, descs, buffers, TILING: gl.constexpr, WEIGHTS: gl.conste
     for _i in range(num_jobs(job, jobs)):
         tile = job // SPLITS
         first = job % SPLITS * TILING.SPLIT_BLOCKS
-        row, _last, _group = rows_of(tile, WEIGHTS, TILING.ROWS)
+        row, _last, _group = rows_of(tile, TILES, TILING.ROWS)
         for block in range(first, gl.minimum(first + TILING.SPLIT_BLOCKS, BLOCKS), COUNT):
             stage = n % STAGES
             full = buffers.full.index(stage)
+            # until the warpgroup has multiplied the blocks that were in this stage
             mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
             mbarrier.expect(full, COUNT * TILING.ROWS * 128)
             for i in gl.static_range(COUNT):
                 w = buffers.weight.index(stage * COUNT + i)
-                load_weight(descs, tile, row, block + i, full, w, WEIGHTS, True, gl.float8e4nv)
+                load_weight(descs, tile, row, block + i, full, w, TILES, True, gl.float8e4nv)
             n += 1
         job += gl.num_programs(0)
 
@@ -113,7 +120,7 @@ def _copy_input(first, end, group, scale_row, M, x, buffers, TILING: gl.constexp
     BLOCKS: gl.constexpr = TILING.K // 128
     ROWS: gl.constexpr = TILING.INPUT_BLOCKS * TOKENS
     row = gl.arange(0, ROWS, layout=_SCALES)
-    block, place = first + row // TOKENS, row % TOKENS
+    block, token_row = first + row // TOKENS, row % TOKENS
     weight_scale = gl.load(scale_row + block, mask=block < end, other=0.0)
     gdc_wait()  # weights and their scales depend on no kernel
     copied = gl.arange(0, ROWS, layout=gl.SliceLayout(1, _COPY))
@@ -122,23 +129,24 @@ def _copy_input(first, end, group, scale_row, M, x, buffers, TILING: gl.constexp
     source = x.tokens + group * x.group_stride + (token * x.stride + copied_block * 128)[:, None] + lane[None, :]
     values = reinterpret(buffers.x, gl.float8e4nv, [ROWS, 128], _BYTES)
     copy_to_shared(values, source, mask=((token < M) & (copied_block < end))[:, None])
-    async_copy.commit_group()
-    inside = (place < M) & (block < end)
-    scale = gl.load(x.scale + place + (group * BLOCKS + block) * x.scale_stride, mask=inside, other=0.0)
+    async_copy.commit_group()  # the copy runs while the scales are loaded
+    inside = (token_row < M) & (block < end)
+    scale = gl.load(x.scale + token_row + (group * BLOCKS + block) * x.scale_stride, mask=inside, other=0.0)
     reinterpret(buffers.scales, gl.float32, [ROWS], _FLAT).store(scale * weight_scale)
-    async_copy.wait_group(0)
+    async_copy.wait_group(0)  # this thread's part of the input is in shared memory
 
 
 @gluon.jit
-def _quantize_input(first, end, scale_row, M, x, buffers, TILING: gl.constexpr, POW2: gl.constexpr):
+def _quantize_input(first, end, scale_row, M, x, buffers, TILING: gl.constexpr):
     """`_copy_input` of an input that is quantised here: a row is one token's block."""
+    POW2: gl.constexpr = TILING.POW2
     TOKENS: gl.constexpr = TILING.TOKENS
     ROWS: gl.constexpr = TILING.INPUT_BLOCKS * TOKENS
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, _ROWS))
     lane = gl.arange(0, 128, layout=gl.SliceLayout(0, _ROWS))
     block, token = first + row // TOKENS, row % TOKENS
     weight_scale = gl.load(scale_row + block, mask=block < end, other=0.0)
-    gdc_wait()
+    gdc_wait()  # until the previous kernel has written the input
     source = x.tokens + (token * x.stride + block * 128)[:, None] + lane[None, :]
     value = gl.load(source, mask=((token < M) & (block < end))[:, None], other=0.0).to(gl.float32)
     scale, inverse, shown = fp8_scales(gl.max(value.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1), POW2)
@@ -156,8 +164,10 @@ def _add_stages(acc, n, i, buffers, TILING: gl.constexpr, AT_ONCE: gl.constexpr)
     MMA: gl.constexpr = acc[0].type.layout
     TOKENS: gl.constexpr = TILING.TOKENS
     zeros = gl.zeros([64, TOKENS], gl.float32, layout=MMA)
+    # until the weights of these stages are in shared memory
     for j in gl.static_range(AT_ONCE):
         mbarrier.wait(buffers.full.index((n + j) % STAGES), (n + j) // STAGES & 1)
+    # all products are under way before the first is waited for; each has a fresh accumulator for its own scales
     products = ()
     for j in gl.static_range(AT_ONCE * COUNT):
         x = buffers.x.index(i + j).permute((1, 0))
@@ -171,6 +181,7 @@ def _add_stages(acc, n, i, buffers, TILING: gl.constexpr, AT_ONCE: gl.constexpr)
     barrier()  # all four warps have multiplied
     for j in gl.static_range(AT_ONCE):
         mbarrier.arrive(buffers.empty.index((n + j) % STAGES))
+    # the products are in registers, so the loads of the next weights run while they are scaled and added
     for j in gl.static_range(AT_ONCE * COUNT):
         scale = buffers.scales.index(i + j).load(gl.SliceLayout(0, MMA))[None, :]
         sums = ()
@@ -181,28 +192,17 @@ def _add_stages(acc, n, i, buffers, TILING: gl.constexpr, AT_ONCE: gl.constexpr)
 
 
 @gluon.jit
-def _multiply_all(
-    jobs,
-    M,
-    x,
-    scales,
-    outs,
-    quantized_output,
-    partials_ptr,
-    counters_ptr,
-    buffers,
-    TILING: gl.constexpr,
-    WEIGHTS: gl.constexpr,
-    POW2: gl.constexpr,
-):
-    """The tiles and splits of this program."""
+def _multiply_all(jobs, M, x, scales, outs, quantized_output, memory, buffers, TILING: gl.constexpr):
+    """The tiles and splits of this program; runs on a warpgroup."""
     BLOCKS: gl.constexpr = TILING.K // 128
     AT_ONCE: gl.constexpr = TILING.STAGES_AT_ONCE
     PARTS: gl.constexpr = TILING.ROWS // 64
-    FIRSTS: gl.constexpr = WEIGHTS.FIRSTS
-    SIZES: gl.constexpr = WEIGHTS.SIZES
-    SPLITS: gl.constexpr = WEIGHTS.SPLITS
+    TILES: gl.constexpr = TILING.TILES
+    FIRSTS: gl.constexpr = TILES.FIRSTS
+    SIZES: gl.constexpr = TILES.SIZES
+    SPLITS: gl.constexpr = TILES.SPLITS
     TOKENS: gl.constexpr = TILING.TOKENS
+    POW2: gl.constexpr = TILING.POW2
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
     job = gl.program_id(0)
     n = job * 0
@@ -211,17 +211,18 @@ def _multiply_all(
         split = job % SPLITS
         first = split * TILING.SPLIT_BLOCKS
         end = gl.minimum(first + TILING.SPLIT_BLOCKS, BLOCKS)
-        start, last_row, group = rows_of(tile, WEIGHTS, TILING.ROWS)
+        start, last_row, group = rows_of(tile, TILES, TILING.ROWS)
         scale_row = pick(scales, FIRSTS, tile) + start // 128 * BLOCKS
         if TILING.QUANTIZED:
             _copy_input(first, end, group, scale_row, M, x, buffers, TILING)
         else:
-            _quantize_input(first, end, scale_row, M, x, buffers, TILING, POW2)
-        fence_async_shared()
-        barrier()
+            _quantize_input(first, end, scale_row, M, x, buffers, TILING)
+        fence_async_shared()  # tensor cores see what threads have written
+        barrier()  # the other warps have written their part of the input
         acc = ()
         for _part in gl.static_range(PARTS):
             acc += (gl.zeros([64, TOKENS], gl.float32, layout=MMA),)
+        # batches of AT_ONCE stages, then the stages that are left one by one
         stages = (end - first) // TILING.STAGE_BLOCKS
         whole = stages // AT_ONCE * AT_ONCE
         for i in range(0, whole, AT_ONCE):
@@ -229,41 +230,35 @@ def _multiply_all(
         for i in range(whole, stages):
             acc = _add_stages(acc, n + i, i * TILING.STAGE_BLOCKS, buffers, TILING, 1)
         n += stages
-        place = PartPlace(start, last_row, 0, M, tile, split)
+        part = TilePart(start, last_row, 0, M, tile, split)
         out = pick(outs, FIRSTS, tile)
         stride = pick_constant(SIZES, FIRSTS, tile)
-        finish(acc, out, stride, quantized_output, partials_ptr, counters_ptr + tile, place, SPLITS, POW2)
+        finish(acc, out, stride, quantized_output, memory.partials, memory.counters + tile, part, SPLITS, POW2)
         job += gl.num_programs(0)
 
 
 @gluon.jit(do_not_specialize=["M", "jobs", "quantized_scale_stride"])
-def linear_few_hopper_kernel(
+def linear_decode_hopper_kernel(
     x,
     w0,
     w1,
     w2,
     scales,
     outs,
-    quantized_ptr,
-    quantized_scale_ptr,
-    partials_ptr,
-    counters_ptr,
+    memory,
     M,
     jobs,
     quantized_scale_stride,
     TILING: gl.constexpr,
-    WEIGHTS: gl.constexpr,
-    POW2: gl.constexpr,
 ):
     """Persistent kernel: ``jobs`` tiles and splits of FP8 weights.
 
     Args:
-        x: `FewInput`; w0, ...: descriptors of the weights; scales, outs: tuples by weight.
-        partials_ptr, counters_ptr: scratch of split-K partials, and counters of those that have arrived.
-        quantized_ptr, quantized_scale_ptr: the output quantised to FP8 as well, and its scales; or None.
-        TILING: `FewTiling`; WEIGHTS: `Weights`; POW2: scales of FP8 values are powers of two.
+        x: `DecodeInput`; w0, ...: descriptors of the weights; scales, outs: tuples by weight.
+        memory: `HopperMemory`.
+        TILING: `DecodeTiling`.
     """
-    gdc_launch_dependents()
+    gdc_launch_dependents()  # the next kernel may start to read its weights
     STAGES: gl.constexpr = TILING.STAGES
     ROWS: gl.constexpr = TILING.ROWS
     TOKENS: gl.constexpr = TILING.TOKENS
@@ -276,29 +271,13 @@ def linear_few_hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
-    fence_async_shared()
-    buffers = FewBuffers(w_buffer, full, empty, x_buffer, scale_buffer)
-    quantized_output = QuantizedOutput(quantized_ptr, quantized_scale_ptr, quantized_scale_stride)
+    fence_async_shared()  # TMA sees the barriers
+    buffers = DecodeBuffers(w_buffer, full, empty, x_buffer, scale_buffer)
+    quantized_output = QuantizedOutput(memory.quantized, memory.quantized_scale, quantized_scale_stride)
     gl.warp_specialize(
         [
-            (
-                _multiply_all,
-                (
-                    jobs,
-                    M,
-                    x,
-                    scales,
-                    outs,
-                    quantized_output,
-                    partials_ptr,
-                    counters_ptr,
-                    buffers,
-                    TILING,
-                    WEIGHTS,
-                    POW2,
-                ),
-            ),
-            (_load_weights, (jobs, (w0, w1, w2), buffers, TILING, WEIGHTS)),
+            (_multiply_all, (jobs, M, x, scales, outs, quantized_output, memory, buffers, TILING)),
+            (_load_weights, (jobs, (w0, w1, w2), buffers, TILING)),
         ],
         [1],
         [40],
