@@ -43,9 +43,14 @@ def show_plans(args: argparse.Namespace) -> None:
     target, dtype = args.gpu or gpu(cuda), pick_dtype(args.dtype, cuda)
     numerics = numerics_for(config, args.numerics or "serving", args.index_keys)
     options = AttentionOptions(args.backend or "auto")
-    plans = step_plans(
-        config, headers, batches, context, prefills, numerics=numerics, dtype=dtype, attention=options, gpu=target
-    )
+    chosen = {"numerics": numerics, "dtype": dtype, "attention": options, "gpu": target}
+    try:
+        plans = step_plans(config, headers, batches, context, prefills, **chosen)
+    except NotImplementedError as error:  # by torch, of ops whose results have sizes that depend on values
+        raise ValueError(
+            f"--plans {args.plans}: some ops of this model's steps run in plain torch with these options, and "
+            f"cannot be run on tensors without memory ({str(error).partition(':')[0]})"
+        ) from error
     facts = {
         "model": args.plans, "capability": list(target.capability), "multiprocessors": target.multiprocessors,
         "numerics": numerics.name, "dtype": str(dtype).removeprefix("torch."), "context": context,

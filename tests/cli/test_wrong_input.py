@@ -187,6 +187,8 @@ def test_inspect(checkpoint, place, capsys, flags, message):
         ("info --plans tiny --gpu h100 --batch 0", "--batch 0: must be at least 1"),
         ("info --plans tiny --gpu h100 --context 4097", "--context 4097: a sequence has at most 4096 tokens"),
         ("info --plans tiny --gpu h100 --prefill 9,4097", "--prefill 4097: a sequence has at most 4096 tokens"),
+        ("info --plans tiny --gpu h100 --backend reference", "some ops of this model's steps run in plain torch"),
+        ("info --plans tiny --gpu h100 --backend none", "'none'"),
         ("info --gpu h100", "--gpu: say of which model, --plans MODEL"),
         ("info --index-keys fp4", "--index-keys: say of which model"),
         ("train --task copy --budget 0", "--budget 0.0: must be 0.001 to 1000000000"),
