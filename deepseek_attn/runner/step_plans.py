@@ -21,6 +21,8 @@ from deepseek_attn.runner.warm_up import WarmUp
 INPUTS, BETWEEN, HEAD = "inputs of a step", "between layers", "head"
 """Parts of a step outside its layers: metadata and embedding, what joins two layers, and logits with greedy tokens."""
 
+LIBRARIES = ("cuBLAS", "FlashMLA", "torch")
+"""Values of `Row.kernel` that are no kernels of this package."""
 GPU_FACTS = ("native_fp8", "pdl")
 """Fields of plans that follow from the GPU alone, and are left out."""
 
@@ -147,13 +149,19 @@ class _Steps:
 
 
 def lines(plans: Sequence[Planned], launches: Sequence[Variant]) -> list[PlanLine]:
-    """A line for each choice of the plans, and one for each launch of a kernel that none of them names."""
+    """A line for each choice of the plans, and one for each launch of a kernel that none of them names.
+
+    A choice whose kernel was not launched is left out: a plan names kernels that prepare a weight once, for instance.
+    """
     found = []
+    launched = {variant.name for variant in launches}
     for planned in plans:
-        for at, choice in enumerate(choices_of(planned.plan)):
-            derived = "" if at else brief(derived_fields(planned.plan))
-            config = brief(choice.config)
-            found.append(PlanLine(planned.op, choice.kernel, config, derived, choice.when, choice.source))
+        derived = brief(derived_fields(planned.plan))
+        for choice in choices_of(planned.plan):
+            if choice.kernel in LIBRARIES or choice.kernel in launched:
+                config = brief(choice.config)
+                found.append(PlanLine(planned.op, choice.kernel, config, derived, choice.when, choice.source))
+                derived = ""
     named = {line.kernel for line in found}
     for variant in launches:
         if variant.name not in named:

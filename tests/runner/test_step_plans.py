@@ -25,11 +25,10 @@ from deepseek_attn.runner.ahead.recording import recorded_launches
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from deepseek_attn.runner.graph_steps import StepSize
 from deepseek_attn.runner.meta_runner import MetaRunner
-from deepseek_attn.runner.step_plans import HEAD, INPUTS, brief, derived_fields, step_plans
+from deepseek_attn.runner.step_plans import HEAD, INPUTS, LIBRARIES, brief, derived_fields, step_plans
 from deepseek_attn.runner.warm_up import WarmUp
 from tests.support.tiers import tiered
 
-LIBRARIES = {"cuBLAS", "FlashMLA", "torch"}
 MODELS = ["tiny", "tiny_v32", "v4_flash", "v41_flash"]
 
 
@@ -57,6 +56,7 @@ def test_every_kernel_that_a_step_launches_is_listed(model):
     with recorded_launches(request.gpu) as launches:
         runner = MetaRunner.build(request)
         warm_up = WarmUp(runner)
+        once = {"split_weight_kernel", "latent_dequantize_kernel"}  # per weight
         for step in found.steps:
             launches.latest.clear()
             kind, size = step.split()
@@ -67,10 +67,10 @@ def test_every_kernel_that_a_step_launches_is_listed(model):
                     warm_up.prefill([(1, 300)] * int(size))
                 else:
                     warm_up.decode(StepSize(int(size), 1, 300))
-            launched = {variant.name for variant in launches.latest} - {"split_weight_kernel"}  # once per weight
+            launched = {variant.name for variant in launches.latest} - once
             listed = {line.kernel for (_, line), steps in found.counts.items() if steps[step]}
             assert launched
-            assert listed - LIBRARIES - {"split_weight_kernel"} == launched
+            assert listed - set(LIBRARIES) - once == launched
 
 
 def test_parts_of_a_step():
