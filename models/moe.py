@@ -170,16 +170,14 @@ class Experts(CheckpointModule):
         """
         w1 = self.w1
         stacks = _stack(w1), _stack(self.w3), _stack(self.w2)
-        return moe_experts(
-            x, experts, weights, *stacks, self.limit, self.weigh_output, w1.fp8_input, w1.pow2_scales, add, self.count,
-            add_ready,
-        )  # fmt: skip
+        options = self.limit, self.weigh_output, w1.input_format, add, self.count, add_ready
+        return moe_experts(x, experts, weights, *stacks, *options)
 
 
 def _stack(linear: ExpertLinear) -> ExpertStack:
     """Weights of a projection, for the op."""
     weights = linear._parameters  # attributes of a module are found several times more slowly
-    return ExpertStack(weights["weight"], weights["scale"], linear._buffers["exponent"], linear.fp8_group)
+    return ExpertStack(weights["weight"], weights["scale"], linear._buffers["exponent"])
 
 
 class MoE(CheckpointModule):

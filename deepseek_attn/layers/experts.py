@@ -34,12 +34,12 @@ class ExpertLinear(CheckpointModule):
     ):
         super().__init__(device)
         self.experts, self.in_features, self.out_features, self.first = experts, in_features, out_features, first
-        self.numerics, self.fp8_input, self.dtype = numerics, numerics.fp8_activations, dtype
-        self.pow2_scales, self.fp8_group = numerics.pow2_activation_scales, numerics.fp8_group
+        self.numerics, self.dtype = numerics, dtype
+        self.input_format = InputFormat(numerics.fp8_activations, numerics.pow2_activation_scales, numerics.fp8_group)
         self.register_parameter("weight", None)
         self.register_parameter("scale", None)
         self.register_buffer("exponent", None, persistent=False)
-        self._has_exponents = self.fp8_input
+        self._has_exponents = self.input_format.fp8
 
     def slots(self) -> Iterator[tuple[str, WeightSlot]]:
         return iter(())  # `Experts` names them: the checkpoint counts experts before projections
@@ -56,8 +56,8 @@ class ExpertLinear(CheckpointModule):
 
     def _load_expert(self, index: int, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
         weight, scale = to_stored(weight, scale, self.numerics, self.dtype, self._device)
-        if scale is not None and self.fp8_input:
-            check_fp8_input(self.in_features, self.fp8_group)
+        if scale is not None and self.input_format.fp8:
+            check_fp8_input(self.in_features, self.input_format.group)
         if self.weight is None:
             self.weight = parameter(weight.new_empty((self.experts, *weight.shape)))
             self.scale = None if scale is None else parameter(scale.new_empty((self.experts, *scale.shape)))
@@ -89,6 +89,4 @@ class ExpertLinear(CheckpointModule):
         if self.scale is None:
             return F.linear(x, self.weight[expert])
         weight = dequantize_weight(self.weight[expert], self.scale[expert])
-        return F.linear(quantized_input(x, InputFormat(self.fp8_input, self.pow2_scales, self.fp8_group)), weight).to(
-            x.dtype
-        )
+        return F.linear(quantized_input(x, self.input_format), weight).to(x.dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.linear import FP8_GROUPS
+from deepseek_attn.kernels.linear import FP8_GROUPS, UNQUANTIZED, InputFormat
 from deepseek_attn.kernels.moe.types import UNGROUPED, ExpertGroups, ExpertRange, ExpertStack, HashRouting
 
 __all__ = [
@@ -55,7 +55,7 @@ def moe_route(
         ValueError: on a GPU, shapes, dtypes or groups that do not fit. Token ids are not checked there.
     """
     if runs_triton(x):
-        from deepseek_attn.kernels.moe.router import moe_route as op
+        from deepseek_attn.kernels.moe.launch import moe_route as op
     else:
         from deepseek_attn.kernels.moe.reference import moe_route as op
     return op(x, weight, topk, score, factor, normalize, bias, groups, hashed, own)
@@ -70,8 +70,7 @@ def moe_experts(
     w2: ExpertStack,
     limit: float,
     weigh_output: bool = False,
-    fp8_input: bool = False,
-    pow2_scales: bool = True,
+    input_format: InputFormat = UNQUANTIZED,
     add: Tensor | None = None,
     num_routed: int | None = None,
     add_ready: torch.cuda.Event | None = None,
@@ -86,8 +85,8 @@ def moe_experts(
         limit: clamp of `swiglu`, 0 for none.
         weigh_output: weights multiply the outputs of ``w2`` (DeepSeek-V3) instead of its inputs (V4). The two differ
             by rounding.
-        fp8_input: quantise inputs of quantised weights to FP8 per token and ``fp8_group`` channels of the stacks;
-            scales are powers of two if ``pow2_scales``. Groups of neither 128 nor 32 are computed in plain torch.
+        input_format: how products with quantised weights read their input, per token. Groups of neither 128 nor 32
+            channels are computed in plain torch.
         add: ``[T, D]``, added to the sum before it is rounded.
         num_routed: experts that the router chooses from, those of other ranks included; default: E. For speed only.
         add_ready: ``add`` is complete after this event, of another stream: only the sum waits for it. CUDA only.
@@ -102,17 +101,15 @@ def moe_experts(
     Notes:
         In Triton, FP4 weights under scales from 2**-68 to 2**65 are exact; under larger ones they become infinite. FP8
         products of a block of 128 channels are summed as the tensor cores do: on compute capability 9.0 with about 14
-        bits. There, FP4 weights with exponents of rows become FP8, exactly, if x has 16 bits and ``fp8_input``, and the
+        bits. There, FP4 weights with exponents of rows become FP8, exactly, if x has 16 bits and an FP8 input, and the
         number of tokens is large enough for this to be faster. Such a sum may move an intermediate result to the next
         FP8 value: outputs differ from those of exact sums by 0.4 to 0.6 % of the norm (H200).
     """
-    if runs_triton(x) and w1.fp8_group in FP8_GROUPS:
-        from deepseek_attn.kernels.moe.experts import moe_experts as op
+    if runs_triton(x) and input_format.group in FP8_GROUPS:
+        from deepseek_attn.kernels.moe.launch import moe_experts as op
     else:
         from deepseek_attn.kernels.moe.reference import moe_experts as op
-    return op(
-        x, experts, weights, w1, w3, w2, limit, weigh_output, fp8_input, pow2_scales, add, num_routed, add_ready
-    )  # fmt: skip
+    return op(x, experts, weights, w1, w3, w2, limit, weigh_output, input_format, add, num_routed, add_ready)
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -126,7 +123,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
         ValueError: on a GPU, different shapes.
     """
     if runs_triton(gate):
-        from deepseek_attn.kernels.moe.experts import swiglu as op
+        from deepseek_attn.kernels.moe.launch import swiglu as op
     else:
         from deepseek_attn.kernels.moe.reference import swiglu as op
     return op(gate, up, limit, dtype)

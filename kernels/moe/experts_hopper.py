@@ -1,4 +1,4 @@
-"""Gluon device code of `launch_hopper`: products of routed rows with FP4 or FP8 experts on Hopper's FP8 tensor cores.
+"""Gluon device code: products of routed rows with FP4 or FP8 experts on Hopper's FP8 tensor cores.
 
 A job is a block of 64, 128 or 192 weight rows of an expert by a tile of rows that are routed to it. Two warps load
 blocks of 128 channels: one of the weight, one of the rows. For small tiles a stage has a pair of them, so that 128
@@ -18,7 +18,6 @@ Loads are in `experts_hopper_loads`, weights in registers in `experts_hopper_wei
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -33,10 +32,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.fp4_hopper import HIGH, HIGH_STEP, LOW, LOW_STEP
 from deepseek_attn.kernels.common.gluon import arrive_alone, barrier, reinterpret
-from deepseek_attn.kernels.moe.experts_hopper_loads import Buffers, Tiles, load_rows, load_weights, tile_of
-from deepseek_attn.kernels.moe.experts_hopper_output import Output, store_part
+from deepseek_attn.kernels.moe.experts_hopper_loads import ExpertBuffers, RowTiles, load_rows, load_weights, tile_of
+from deepseek_attn.kernels.moe.experts_hopper_output import store_part
 from deepseek_attn.kernels.moe.experts_hopper_weights import (
-    QUAD,
     TOP,
     exponents,
     fp4_words,
@@ -46,6 +44,7 @@ from deepseek_attn.kernels.moe.experts_hopper_weights import (
     stored_pair,
     weight_powers,
 )
+from deepseek_attn.kernels.moe.plan import QUAD
 
 _QUAD = gl.constexpr(QUAD)
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -53,50 +52,32 @@ _WEIGHT = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 _BYTES = gl.constexpr(gl.NVMMASharedLayout(0, 8, 2))
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """Constants of a launch. Triton 3.6 accepts a field in a list only when it is bound to a constexpr name.
+class ExpertScales(NamedTuple):
+    """Scales of one or two stacks that threads load; None of other formats, and of a missing second stack.
 
     Attributes:
-        N, K: output channels and channels of the product.
-        FP4: weights are FP4, else FP8.
-        GATED: a job computes ``swiglu`` of two products, of 32 rows of either weight per warpgroup.
-        SIZES: numbers of routed rows that a tile is rounded up to, in rising order.
-        PART: routed rows that are multiplied at once, at most; PARTS: of the largest tile.
-        STAGES: in flight.
-        OVERLAP: two parts are multiplied at once, which takes registers.
-        SCALES: input scales of a part; TMA writes at multiples of 128 bytes.
-        ROW_BLOCKS: jobs of a tile.
-        WARPGROUPS: that multiply.
-        WAIT: the launch before wrote the tiles, else only rows of x.
-        CHANNELS: of a stage, 128 or 256: 256 of FP4 only, and with one part only.
-        BOX: routed rows that are loaded at once.
+        a_scale, b_scale: of FP8, float32 ``[E, ceil(N / 128), K / 128]``.
+        a_exponent, b_exponent: of FP4, the exponents of its rows, uint8 ``[E, N]``.
     """
-
-    N: int
-    K: int
-    FP4: bool
-    GATED: bool
-    SIZES: tuple[int, ...]
-    PART: int
-    PARTS: int
-    STAGES: int
-    OVERLAP: bool
-    SCALES: int
-    ROW_BLOCKS: int
-    WARPGROUPS: int
-    WAIT: bool
-    CHANNELS: int
-    BOX: int
-
-
-class Stacks(NamedTuple):
-    """Of one or two weights: float32 scales of FP8 by block, exponents of the rows ``[E, N]`` of FP4; else None."""
 
     a_scale: Any
     b_scale: Any
     a_exponent: Any
     b_exponent: Any
+
+
+class ExpertRing(NamedTuple):
+    """Position of a warpgroup in the ring of stages, int32: it goes on from job to job.
+
+    Attributes:
+        block: blocks of 128 channels so far, where a stage has one.
+        stage, phase, slot: of the next stage of two blocks: its number, its turn, and that of its scales.
+    """
+
+    block: Any
+    stage: Any
+    phase: Any
+    slot: Any
 
 
 @gluon.jit
@@ -106,7 +87,7 @@ def _release(buffers, n, STAGES: gl.constexpr):
     A barrier waits for no load from shared memory, only the use of its result does. Those of a warp end in order:
     so the scales of block ``n - 1`` have arrived.
     """
-    barrier()
+    barrier()  # until all threads of the warpgroup have come here
     mbarrier.arrive(buffers.empty.index((n + STAGES - 1) % STAGES), pred=n > 0)
 
 
@@ -144,13 +125,11 @@ def _bytes_of(powers, base):
 
 
 @gluon.jit
-def _multiply_tile(
-    expert, start, rows, row_block, next_expert, next_row_block, exponent, n, stacks, output, buffers,
-    SIZE: gl.constexpr, WARPGROUP: gl.constexpr, TILING: gl.constexpr,
-):  # fmt: skip
-    """The product of this warpgroup's 64 weight rows with a tile of at most ``SIZE`` routed rows, and its output."""
+def _sum_blocks(
+    expert, row_block, exponent, n, scales, buffers, SIZE: gl.constexpr, WARPGROUP: gl.constexpr, TILING: gl.constexpr
+):
+    """Sums over all channels where a stage has one block: (parts ``[64, PART]``, the last part, ``n`` behind them)."""
     N: gl.constexpr = TILING.N
-    K: gl.constexpr = TILING.K
     FP4: gl.constexpr = TILING.FP4
     GATED: gl.constexpr = TILING.GATED
     PART: gl.constexpr = TILING.PART
@@ -158,7 +137,7 @@ def _multiply_tile(
     REST: gl.constexpr = SIZE - (PARTS - 1) * PART
     STAGES: gl.constexpr = TILING.STAGES
     OVERLAP: gl.constexpr = TILING.OVERLAP
-    BLOCKS: gl.constexpr = K // 128
+    BLOCKS: gl.constexpr = TILING.K // 128
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
     LAST_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, LAST_MMA)
@@ -168,6 +147,7 @@ def _multiply_tile(
         base = _bases(exponent)
         powers = gl.zeros([64, 4], gl.int32, layout=scale_layout(GATED))
     else:
+        # scales of the next four blocks are in registers: their loads end long before they are used
         half = gl.arange(0, 64, layout=ROW)
         half = half % 16 // 8 if GATED else half * 0
         GRID: gl.constexpr = (N + 127) // 128
@@ -175,8 +155,8 @@ def _multiply_tile(
         next_a = ()
         next_b = ()
         for i in gl.static_range(4):
-            next_a += (gl.load(stacks.a_scale + scale_block + i),)
-            next_b += (gl.load((stacks.b_scale if GATED else stacks.a_scale) + scale_block + i),)
+            next_a += (gl.load(scales.a_scale + scale_block + i),)
+            next_b += (gl.load((scales.b_scale if GATED else scales.a_scale) + scale_block + i),)
     zeros = gl.zeros([64, PART], gl.float32, layout=MMA)
     last_zeros = gl.zeros([64, REST], gl.float32, layout=LAST_MMA)
     acc = ()
@@ -189,8 +169,10 @@ def _multiply_tile(
         factor = None
         low = None
         high = None
+        # wait until both loading warps have filled the stage
         mbarrier.wait(buffers.full.index(stage), n // STAGES & 1)
         if FP4:
+            # a register holds the scales of a quad of blocks, those of the next block lowest
             if block % _QUAD == 0:
                 powers = weight_powers(buffers, n // _QUAD % 2, WARPGROUP, TILING)
             low, high = _bytes_of(powers, base)
@@ -198,9 +180,9 @@ def _multiply_tile(
         else:
             factor = gl.where(half > 0, next_b[0], next_a[0])
             following = scale_block + gl.minimum(block + 4, BLOCKS - 1)
-            next_a = (next_a[1], next_a[2], next_a[3], gl.load(stacks.a_scale + following))
+            next_a = (next_a[1], next_a[2], next_a[3], gl.load(scales.a_scale + following))
             next_b = (
-                next_b[1], next_b[2], next_b[3], gl.load((stacks.b_scale if GATED else stacks.a_scale) + following)
+                next_b[1], next_b[2], next_b[3], gl.load((scales.b_scale if GATED else scales.a_scale) + following)
             )  # fmt: skip
         left = left_factor(fp8_weight(buffers, stage, low, high, WARPGROUP, TILING), TILING)
         new = ()
@@ -212,11 +194,13 @@ def _multiply_tile(
                 x = all_x.index(first + i).permute((1, 0))
                 x_scale = _part_scale(zeros, buffers, first + i - 1)
                 if OVERLAP:
+                    # start a part's product, then wait for the one of the part before and add it up meanwhile
                     following_product = warpgroup_mma(part_w, x, zeros, use_acc=False, is_async=True)
                     product = warpgroup_mma_wait(1, deps=[product])
                     new += (_add_part(acc[i - 1], product, x_scale, factor),)
                     product = following_product
                 else:
+                    # one product at a time: there are no registers for two
                     product = warpgroup_mma_wait(0, deps=[product])
                     new += (_add_part(acc[i - 1], product, x_scale, factor),)
                     product = warpgroup_mma(part_w, x, zeros, use_acc=False, is_async=True)
@@ -227,6 +211,7 @@ def _multiply_tile(
         last_w = gl.convert_layout(left, gl.DotOperandLayout(0, LAST_MMA, 4), assert_trivial=True)
         x = all_x.index(first + PARTS - 1).slice(0, REST).permute((1, 0))
         last_product = warpgroup_mma(last_w, x, last_zeros, use_acc=False, is_async=True)
+        # the stage of the block before is free: the products of this one have its weights in use
         _release(buffers, n, STAGES)
         if OVERLAP and PARTS > 1:
             x_scale = _part_scale(zeros, buffers, first + PARTS - 2)
@@ -237,32 +222,27 @@ def _multiply_tile(
         last_acc = _add_part(last_acc, last_product, x_scale, factor)
         acc = new
         n += 1
-    next_exponent = exponents(next_expert, next_row_block, stacks, WARPGROUP, TILING)
-    for i in gl.static_range(PARTS - 1):
-        store_part(acc[i], start, i * PART, rows, channel, exponent, output, TILING)
-    store_part(last_acc, start, (PARTS - 1) * PART, rows, channel, exponent, output, TILING)
-    return n, next_exponent
+    return acc, last_acc, n
 
 
 @gluon.jit
-def _multiply_pairs(
-    expert, start, rows, row_block, next_expert, next_row_block, exponent, stage, phase, slot, stacks, output, buffers,
-    SIZE: gl.constexpr, WARPGROUP: gl.constexpr, TILING: gl.constexpr,
-):  # fmt: skip
-    """`_multiply_tile` of an FP4 weight where a stage has a pair of blocks: one is converted under the other's product.
+def _sum_pairs(exponent, ring, buffers, SIZE: gl.constexpr, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
+    """Sums over all channels where a stage has two blocks of an FP4 weight: (sums ``[64, SIZE]``, the ring after them).
 
-    ``stage``, ``phase``: of the next pair in the ring; ``slot``: of its scales.
+    One block is converted while the other is multiplied.
     """
-    GATED: gl.constexpr = TILING.GATED
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 32])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
-    channel = (row_block * TILING.WARPGROUPS + WARPGROUP) * (32 if GATED else 64)
     all_x = reinterpret(buffers.x, gl.float8e4nv, [2 * TILING.STAGES, TILING.PART, 128], _WEIGHT)
     base = _bases(exponent)
-    powers = gl.zeros([64, 4], gl.int32, layout=scale_layout(GATED))
+    powers = gl.zeros([64, 4], gl.int32, layout=scale_layout(TILING.GATED))
     zeros = gl.zeros([64, SIZE], gl.float32, layout=MMA)
     acc = zeros
+    stage = ring.stage
+    phase = ring.phase
+    slot = ring.slot
     for pair in range(TILING.K // 256):
+        # wait until both loading warps have filled the stage
         mbarrier.wait(buffers.full.index(stage), phase)
         if pair % (_QUAD // 2) == 0:
             powers = weight_powers(buffers, slot, WARPGROUP, TILING)
@@ -273,6 +253,7 @@ def _multiply_pairs(
         left = gl.convert_layout(left, LEFT, assert_trivial=True)
         x = all_x.index(2 * stage).slice(0, SIZE).permute((1, 0))
         product = warpgroup_mma(left, x, zeros, use_acc=False, is_async=True)
+        # convert the second block under the product of the first
         low, high = _bytes_of(powers >> 8, base)
         powers = powers >> 16
         left = left_factor(fp4_words(second, low, high, TILING), TILING)
@@ -295,46 +276,63 @@ def _multiply_pairs(
         wraps = stage == TILING.STAGES - 1
         stage = gl.where(wraps, 0, stage + 1)
         phase = phase ^ wraps.to(gl.int32)
-    next_exponent = exponents(next_expert, next_row_block, stacks, WARPGROUP, TILING)
-    store_part(acc, start, 0, rows, channel, exponent, output, TILING)
-    return stage, phase, slot, next_exponent
+    return acc, ExpertRing(ring.block, stage, phase, slot)
 
 
 @gluon.jit
-def _multiply_all(tiles, stacks, output, buffers, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
+def _multiply_tile(
+    tile, row_block, next_tile, next_row_block, exponent, ring, scales, output, buffers,
+    SIZE: gl.constexpr, WARPGROUP: gl.constexpr, TILING: gl.constexpr,
+):  # fmt: skip
+    """The product of this warpgroup's 64 weight rows with a tile of at most ``SIZE`` routed rows, and its output.
+
+    Returns: the ring after the job, and the exponents of the next job's rows.
+    """
+    channel = (row_block * TILING.WARPGROUPS + WARPGROUP) * (32 if TILING.GATED else 64)
+    PARTS: gl.constexpr = (SIZE + TILING.PART - 1) // TILING.PART
+    if TILING.CHANNELS == 256:
+        parts = ()
+        last, ring = _sum_pairs(exponent, ring, buffers, SIZE, WARPGROUP, TILING)
+    else:
+        parts, last, block = _sum_blocks(
+            tile.expert, row_block, exponent, ring.block, scales, buffers, SIZE, WARPGROUP, TILING
+        )
+        ring = ExpertRing(block, ring.stage, ring.phase, ring.slot)
+    # loaded before the stores, which hide the latency
+    next_exponent = exponents(next_tile.expert, next_row_block, scales, WARPGROUP, TILING)
+    for i in gl.static_range(PARTS - 1):
+        store_part(parts[i], tile, i * TILING.PART, channel, exponent, output, TILING)
+    store_part(last, tile, (PARTS - 1) * TILING.PART, channel, exponent, output, TILING)
+    return ring, next_exponent
+
+
+@gluon.jit
+def _multiply_all(tiles, scales, output, buffers, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     """This warpgroup's rows of all jobs of this program."""
     SIZES: gl.constexpr = TILING.SIZES
     BLOCKS: gl.constexpr = TILING.ROW_BLOCKS
     if TILING.WAIT:
-        gdc_wait()
+        gdc_wait()  # until the previous launch has written the tiles
     jobs = gl.load(tiles.count) * BLOCKS
-    n = jobs * 0
+    zero = jobs * 0
     job = gl.program_id(0)
     if job < jobs:
-        next_expert, next_start, next_rows = tile_of(tiles, job, TILING)
-        exponent = exponents(next_expert, job % BLOCKS, stacks, WARPGROUP, TILING)
-        stage = n
-        phase = n
-        slot = n
+        # the tile and the exponents of a job are loaded during the job before
+        next_tile = tile_of(tiles, job, TILING)
+        exponent = exponents(next_tile.expert, job % BLOCKS, scales, WARPGROUP, TILING)
+        ring = ExpertRing(zero, zero, zero, zero)
         for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
-            expert = next_expert
-            start = next_start
-            rows = next_rows
+            tile = next_tile
             following = job + gl.num_programs(0)
             following = gl.where(following < jobs, following, job)
-            next_expert, next_start, next_rows = tile_of(tiles, following, TILING)
+            next_tile = tile_of(tiles, following, TILING)
+            # one of these: each size of a tile has its own code
             for i in gl.static_range(len(SIZES)):
-                if (rows > (SIZES[i - 1] if i > 0 else 0)) & (rows <= SIZES[i]):
-                    if TILING.CHANNELS == 256:
-                        stage, phase, slot, exponent = _multiply_pairs(
-                            expert, start, rows, job % BLOCKS, next_expert, following % BLOCKS, exponent, stage, phase,
-                            slot, stacks, output, buffers, SIZES[i], WARPGROUP, TILING,
-                        )  # fmt: skip
-                    else:
-                        n, exponent = _multiply_tile(
-                            expert, start, rows, job % BLOCKS, next_expert, following % BLOCKS, exponent, n, stacks,
-                            output, buffers, SIZES[i], WARPGROUP, TILING,
-                        )  # fmt: skip
+                if (tile.rows > (SIZES[i - 1] if i > 0 else 0)) & (tile.rows <= SIZES[i]):
+                    ring, exponent = _multiply_tile(
+                        tile, job % BLOCKS, next_tile, following % BLOCKS, exponent, ring, scales, output, buffers,
+                        SIZES[i], WARPGROUP, TILING,
+                    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["capacity"])
@@ -345,20 +343,12 @@ def experts_hopper_kernel(
     b_desc,
     a_scale_desc,
     b_scale_desc,
-    a_scale,
-    b_scale,
-    a_exponent,
-    b_exponent,
+    scales,
     entries,
     capacity,
     count,
-    out,
-    pairs,
-    weights,
-    limit,
+    output,
     TILING: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    LOADERS: gl.constexpr,
 ):
     """Persistent kernel: all jobs of a product.
 
@@ -366,16 +356,17 @@ def experts_hopper_kernel(
         x_desc, x_scale_desc: rows in order of expert, FP8 ``[R, K]``, and their scales ``[K / 128, R]``.
         a_desc, b_desc: weights ``[E * N, K]``, FP4 packed; a_scale_desc, b_scale_desc: e8m0 scales of FP4
             ``[E * N, K / 32]``, else None.
-        a_scale, b_scale, a_exponent, b_exponent: as `Stacks`. entries, capacity, count: as `Tiles`.
-        out, pairs, weights, limit: as `Output`; weights and limit may be None.
-        REGISTERS: of a thread of the warpgroups after the first; LOADERS: of the two warps that load.
+        scales: `ExpertScales`. entries, capacity, count: as `RowTiles`. output: `ExpertOutput`.
+        TILING: `plan.HopperExpertTiling`.
     """
-    gdc_launch_dependents()
+    gdc_launch_dependents()  # the next launch may start: it waits for this one where it reads its results
     STAGES: gl.constexpr = TILING.STAGES
     PART: gl.constexpr = TILING.PART
     PARTS: gl.constexpr = TILING.PARTS
     SCALES: gl.constexpr = TILING.SCALES
     GROUPS: gl.constexpr = TILING.WARPGROUPS
+    REGISTERS: gl.constexpr = TILING.REGISTERS
+    LOADERS: gl.constexpr = TILING.LOADERS
     BLOCKS: gl.constexpr = TILING.CHANNELS // 128
     BOXES: gl.constexpr = GROUPS if BLOCKS == 1 else 1
     WEIGHTS: gl.constexpr = BOXES * STAGES * (2 if TILING.GATED else 1)
@@ -396,18 +387,18 @@ def experts_hopper_kernel(
     scale_buffer = gl.allocate_shared_memory(
         gl.float32, [STAGES * PARTS, BLOCKS, SCALES], gl.NVMMASharedLayout(0, 32, 2)
     )
+    # full: both loading warps expect their bytes; empty: a thread of each warpgroup arrives, or all of its threads
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=GROUPS if BLOCKS == 1 else 128 * GROUPS)
-    fence_async_shared()
-    buffers = Buffers(w_buffer, weight_scales, x_buffer, scale_buffer, full, empty)
-    stacks = Stacks(a_scale, b_scale, a_exponent, b_exponent)
-    tiles = Tiles(entries, capacity, count)
-    output = Output(out, pairs, weights, limit)
+    fence_async_shared()  # the TMA sees the barriers only after this
+    buffers = ExpertBuffers(w_buffer, weight_scales, x_buffer, scale_buffer, full, empty)
+    tiles = RowTiles(entries, capacity, count)
+    # the first warpgroup is the one that the launch has; two more warps load
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_multiply_all, (tiles, stacks, output, buffers, 0, TILING)),
+                (_multiply_all, (tiles, scales, output, buffers, 0, TILING)),
                 (load_weights, (a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING)),
                 (load_rows, (x_desc, x_scale_desc, tiles, buffers, TILING)),
             ],
@@ -417,8 +408,8 @@ def experts_hopper_kernel(
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply_all, (tiles, stacks, output, buffers, 0, TILING)),
-                (_multiply_all, (tiles, stacks, output, buffers, 1, TILING)),
+                (_multiply_all, (tiles, scales, output, buffers, 0, TILING)),
+                (_multiply_all, (tiles, scales, output, buffers, 1, TILING)),
                 (load_weights, (a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING)),
                 (load_rows, (x_desc, x_scale_desc, tiles, buffers, TILING)),
             ],
@@ -428,9 +419,9 @@ def experts_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply_all, (tiles, stacks, output, buffers, 0, TILING)),
-                (_multiply_all, (tiles, stacks, output, buffers, 1, TILING)),
-                (_multiply_all, (tiles, stacks, output, buffers, 2, TILING)),
+                (_multiply_all, (tiles, scales, output, buffers, 0, TILING)),
+                (_multiply_all, (tiles, scales, output, buffers, 1, TILING)),
+                (_multiply_all, (tiles, scales, output, buffers, 2, TILING)),
                 (load_weights, (a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TILING)),
                 (load_rows, (x_desc, x_scale_desc, tiles, buffers, TILING)),
             ],

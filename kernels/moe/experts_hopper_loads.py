@@ -1,6 +1,6 @@
 """Gluon device code of `experts_hopper`: the warps that load blocks of weights and of routed rows, and their buffers.
 
-``TILING`` is the `Tiling` of `experts_hopper`.
+``TILING`` is the `HopperExpertTiling` of `plan`.
 """
 
 from __future__ import annotations
@@ -13,23 +13,40 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
 from deepseek_attn.kernels.common.gluon import load_tile
-from deepseek_attn.kernels.moe.experts_hopper_weights import QUAD
+from deepseek_attn.kernels.moe.plan import QUAD
 
 _QUAD = gl.constexpr(QUAD)
 
 
-class Tiles(NamedTuple):
-    """Tiles of routed rows: expert, first row, rows of each, int32 ``[3, capacity]``; their number."""
+class RowTiles(NamedTuple):
+    """Tiles of routed rows.
+
+    Attributes:
+        entries: expert, first row and rows of each, int32 ``[3, capacity]``.
+        count: int32 ``[1]``, their number.
+    """
 
     entries: Any
     capacity: Any
     count: Any
 
 
-class Buffers(NamedTuple):
-    """Shared memory by stage: weight, input by block, scales of the input by block, barriers of full and empty stages.
+class RowTile(NamedTuple):
+    """A tile of routed rows, int32: its expert, its first row, its number of rows."""
 
-    ``weight_scales``: e8m0 scales of FP4 weights, of `QUAD` blocks, twice; None with FP8.
+    expert: Any
+    start: Any
+    rows: Any
+
+
+class ExpertBuffers(NamedTuple):
+    """Shared memory by stage.
+
+    Attributes:
+        weight: uint8 or e4m3, tiles of weight rows.
+        weight_scales: e8m0 scales of FP4 weights, of `QUAD` blocks, twice; None with FP8.
+        x, scales: routed rows by block, e4m3, and their float32 scales.
+        full, empty: barriers: the loads of a stage have arrived, or its last use has ended.
     """
 
     weight: Any
@@ -42,9 +59,9 @@ class Buffers(NamedTuple):
 
 @gluon.jit
 def tile_of(tiles, job, TILING: gl.constexpr):
-    """(expert, first row, rows) of the tile of a job."""
+    """The `RowTile` of a job."""
     entry = tiles.entries + job // TILING.ROW_BLOCKS
-    return gl.load(entry), gl.load(entry + tiles.capacity), gl.load(entry + 2 * tiles.capacity)
+    return RowTile(gl.load(entry), gl.load(entry + tiles.capacity), gl.load(entry + 2 * tiles.capacity))
 
 
 @gluon.jit
@@ -57,7 +74,7 @@ def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TIL
     HEIGHT: gl.constexpr = TILING.WARPGROUPS * 64
     ROWS: gl.constexpr = HEIGHT // BOXES // (2 if TILING.GATED else 1)
     if TILING.WAIT:
-        gdc_wait()
+        gdc_wait()  # until the previous launch has written the tiles; weights are never written
     jobs = gl.load(tiles.count) * TILING.ROW_BLOCKS
     n = jobs * 0
     slot = n + 1
@@ -67,8 +84,10 @@ def load_weights(a_desc, b_desc, a_scale_desc, b_scale_desc, tiles, buffers, TIL
         for step in range(TILING.K // TILING.CHANNELS):
             stage = n % STAGES
             full = buffers.full.index(stage)
+            # wait until all warpgroups have used the stage; the first round finds it empty
             mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
             if TILING.FP4:
+                # the first stage of a quad of blocks brings the scales of all four
                 with_scales = step % (_QUAD // BLOCKS) == 0
                 mbarrier.expect(full, HEIGHT * STEP, pred=step % (_QUAD // BLOCKS) != 0)
                 mbarrier.expect(full, HEIGHT * (STEP + 4 * _QUAD), pred=with_scales)
@@ -105,15 +124,19 @@ def load_rows(x_desc, x_scale_desc, tiles, buffers, TILING: gl.constexpr):
     CHANNELS: gl.constexpr = TILING.CHANNELS
     BLOCKS: gl.constexpr = CHANNELS // 128
     SCALE_BYTES: gl.constexpr = 4 * TILING.SCALES * BLOCKS
-    gdc_wait()
+    gdc_wait()  # until the previous launch has written the rows
     jobs = gl.load(tiles.count) * TILING.ROW_BLOCKS
     n = jobs * 0
     for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
-        _, start, rows = tile_of(tiles, job, TILING)
+        tile = tile_of(tiles, job, TILING)
+        start = tile.start
+        rows = tile.rows
         for step in range(TILING.K // CHANNELS):
             stage = n % STAGES
             full = buffers.full.index(stage)
+            # wait until all warpgroups have used the stage
             mbarrier.wait(buffers.empty.index(stage), (n // STAGES & 1) ^ 1)
+            # the barrier expects the bytes of the boxes that have rows of the tile, in one call: that of the last one
             for i in gl.static_range(BOXES):
                 is_last = (rows > i * BOX) & ((rows <= (i + 1) * BOX) | (i == BOXES - 1))
                 mbarrier.expect(full, (i + 1) * CHANNELS * BOX + (i * BOX // PART + 1) * SCALE_BYTES, pred=is_last)

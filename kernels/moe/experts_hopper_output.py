@@ -1,6 +1,6 @@
 """Gluon device code of `experts_hopper`: sums times the powers of two of FP4 rows, ``swiglu``, and their stores.
 
-``TILING`` is the `Tiling` of `experts_hopper`.
+``TILING`` is the `HopperExpertTiling` of `plan`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ _ROUND_BF16 = gl.constexpr("""
 """)
 
 
-class Output(NamedTuple):
-    """Where products go: ``out``, in order of the routed rows if gated, else by pair.
+class ExpertOutput(NamedTuple):
+    """Where products go.
 
     Attributes:
-        pairs: int32, the pair of each row; weights: float32 by row.
-        limit: clamp of swiglu.
+        out: ``[R, N]`` in order of the routed rows if gated, else ``[pairs, N]``.
+        pairs: int32 ``[R]``, the pair of each row.
+        weights: float32 ``[R]``, which multiply a gated product, or None.
+        limit: clamp of ``swiglu``, or None.
     """
 
     out: Any
@@ -38,8 +40,8 @@ class Output(NamedTuple):
 
 
 @gluon.jit
-def store_part(acc, start, first, rows, channel, exponent, output, TILING: gl.constexpr):
-    """Stores a part of a tile ``[64, rows]`` from its row ``first`` on: of ``swiglu``, or of the product."""
+def store_part(acc, tile, first, channel, exponent, output, TILING: gl.constexpr):
+    """Stores a part of a `RowTile` ``[64, rows]`` from its row ``first`` on: of ``swiglu``, or of the product."""
     N: gl.constexpr = TILING.N
     GATED: gl.constexpr = TILING.GATED
     MMA: gl.constexpr = acc.type.layout
@@ -50,13 +52,13 @@ def store_part(acc, start, first, rows, channel, exponent, output, TILING: gl.co
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [CHANNELS // 8, 256 // CHANNELS], [1, 4], [0, 1])
     token = first + gl.arange(0, SIZE, layout=gl.SliceLayout(0, OUT))
     row = channel + gl.arange(0, CHANNELS, layout=gl.SliceLayout(1, OUT))
-    known = token < rows
+    known = token < tile.rows
     if GATED:
-        to = start + token
+        to = tile.start + token
         if output.weights is not None:
             weight = gl.load(output.weights + to, mask=known, other=0)
     else:
-        to = gl.load(output.pairs + start + token, mask=known, other=0)
+        to = gl.load(output.pairs + tile.start + token, mask=known, other=0)
     if TILING.FP4:
         # rows of gate and up alternate by 8 in the product; the registers are the same
         if GATED:
@@ -64,6 +66,7 @@ def store_part(acc, start, first, rows, channel, exponent, output, TILING: gl.co
         power = ((exponent.to(gl.int32) - TOP) << 23).to(gl.float32, bitcast=True)
         acc *= gl.convert_layout(power, gl.SliceLayout(1, MMA), assert_trivial=True)[:, None]
     if GATED:
+        # gate and up are rounded as a product by itself would be
         if dtype == gl.bfloat16:
             rounded = gl.inline_asm_elementwise(_ROUND_BF16, "=r,=r,r,r", [acc], dtype=gl.float32, is_pure=True, pack=2)
         else:
@@ -76,6 +79,7 @@ def store_part(acc, start, first, rows, channel, exponent, output, TILING: gl.co
             gate = gl.where(gate > output.limit, output.limit, gate)
             up = gl.where(up > output.limit, output.limit, gl.where(up < -output.limit, -output.limit, up))
         value = gate / (1 + gl.exp(-gate)) * up
+        # through shared memory: threads then store 16 bytes of a row each
         value = gl.convert_layout(value, OUT)
         if output.weights is not None:
             value *= weight[None, :]

@@ -1,6 +1,6 @@
 """Gluon device code of `experts_hopper`: FP4 or FP8 weights as the left factor in registers, and scales of FP4 weights.
 
-``TILING``, ``buffers`` and ``stacks`` are the `Tiling`, `Buffers` and `Stacks` of `experts_hopper`.
+``TILING``, ``buffers`` and ``scales`` are `HopperExpertTiling`, `ExpertBuffers` and `ExpertScales`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from deepseek_attn.kernels.common.fp4_hopper import as_fp8, fp4_to_fp8
 from deepseek_attn.kernels.common.gluon import reinterpret
 
 TOP = gl.constexpr(6)  # an FP4 row's largest scale becomes this power of two, and the rest multiplies the row's sum
-QUAD = 4  # blocks of 128 channels whose scales are loaded at once, 16 bytes of a row
 
 
 @gluon.constexpr_function
@@ -166,7 +165,7 @@ def weight_powers(buffers, slot, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
 
 
 @gluon.jit
-def exponents(expert, row_block, stacks, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
+def exponents(expert, row_block, scales, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     """Exponents of the rows of a job's FP4 weight; of FP8 nothing that is used."""
     if TILING.FP4:
         N: gl.constexpr = TILING.N
@@ -174,7 +173,7 @@ def exponents(expert, row_block, stacks, WARPGROUP: gl.constexpr, TILING: gl.con
         GROUPS: gl.constexpr = TILING.WARPGROUPS
         lane = gl.arange(0, 64, layout=gl.SliceLayout(1, scale_layout(TILING.GATED)))
         exponent_ptr = gl.where(
-            lane >= ROWS, stacks.b_exponent if TILING.GATED else stacks.a_exponent, stacks.a_exponent
+            lane >= ROWS, scales.b_exponent if TILING.GATED else scales.a_exponent, scales.a_exponent
         )
         channel = (row_block * GROUPS + WARPGROUP) * ROWS + lane % ROWS
         row = expert.to(gl.int64) * N + (channel if N % (GROUPS * ROWS) == 0 else gl.minimum(channel, N - 1))

@@ -12,6 +12,9 @@ odd channels are separate products, and inputs are stored evens first.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -49,6 +52,74 @@ _UNPACK = tl.constexpr("""
 """)
 
 
+class ProductInput(NamedTuple):
+    """Inputs of a product.
+
+    Attributes:
+        data: ``[R, K]`` with ``stride`` between rows; FP4 stacks read all even channels first.
+        scale: float32 ``[R, ceil(K / group)]`` of e4m3 values; otherwise None.
+    """
+
+    data: Any
+    scale: Any
+    stride: Any
+
+
+class StackPointers(NamedTuple):
+    """A stack as kernels read it: `ExpertStack.weight` and ``scale``; e4m3 as bytes where the GPU has no FP8."""
+
+    weight: Any
+    scale: Any
+
+
+class PairRouting(NamedTuple):
+    """Pairs of a pass, and their tiles.
+
+    Attributes:
+        experts: ``[T, k]``, -1 for experts of other ranks; weights: float32 ``[T, k]``.
+        sorted: int32 ``[tiles * TILE]``, the pairs of each tile, -1 where it is not full.
+        tile_expert: int32 ``[tiles]``, the expert of each tile, -1 for unused tiles. Both None with ``SLOTS``.
+    """
+
+    experts: Any
+    weights: Any
+    sorted: Any
+    tile_expert: Any
+
+
+@dataclass(frozen=True)
+class GroupedProduct:
+    """Constants of `grouped_product_kernel`.
+
+    Attributes:
+        N, K: output channels and channels of the product; TOPK: pairs of a row of the input.
+        FORMAT: of the stacks, ``plain``, ``fp8`` or ``fp4``.
+        GATED: ``swiglu`` of the products with two stacks; CLAMP: with a limit; WEIGH: times the pair's weight.
+        FP8_GROUP: channels of an FP8 input, and rows and channels of an FP8 weight, that share a scale.
+        NATIVE_FP8: of the GPU; DTYPE: of both factors; PRECISION: of float32 products.
+        SLOTS: 0, or a power of two from the number of pairs on: programs group the pairs themselves.
+        TILE, BLOCK_N, BLOCK_K: pairs, weight rows and channels of a tile; STAGES: of the loop over channels.
+    """
+
+    N: int
+    K: int
+    TOPK: int
+    FORMAT: str
+    GATED: bool
+    CLAMP: bool
+    WEIGH: bool
+    FP8_GROUP: int
+    NATIVE_FP8: bool
+    DTYPE: Any
+    PRECISION: str | None
+    SLOTS: int
+    TILE: int
+    BLOCK_N: int
+    BLOCK_K: int
+    STAGES: int
+    PDL: bool
+
+
 @triton.jit
 def unpack_fp4(w, scale):
     """(even, odd) channels as bfloat16 ``[n, bytes]``, 2**-64 of their value, of packed ``w [n, bytes]``.
@@ -66,7 +137,7 @@ def unpack_fp4(w, scale):
 
 
 @triton.jit
-def prepare_kernel(
+def prepare_inputs_kernel(
     x_ptr,
     out_ptr,
     scale_ptr,
@@ -75,21 +146,21 @@ def prepare_kernel(
     BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr,
     POW2: tl.constexpr,
-    SCALED: tl.constexpr,
     EVENS_FIRST: tl.constexpr,
     FP8_GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Converts inputs of a product ``[R, K]``: quantised to FP8 per ``FP8_GROUP`` channels, even channels first.
 
-    Values in float32 are rounded and written in the dtype of ``out_ptr``; if ``SCALED``, e4m3 values and their float32
-    scales ``[R, K / FP8_GROUP]`` are written instead.
+    Values in float32 are rounded and written in the dtype of ``out_ptr``; with ``scale_ptr``, e4m3 values and their
+    float32 scales ``[R, K / FP8_GROUP]`` are written instead.
     """
+    SCALED: tl.constexpr = scale_ptr is not None
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     channel = start + tl.arange(0, BLOCK)
     if PDL:
-        gdc_wait()
+        gdc_wait()  # until the previous kernel has written x
         gdc_launch_dependents()
     x = tl.load(x_ptr + row * x_stride + channel, mask=channel < K, other=0)
     if QUANTIZE:
@@ -99,10 +170,12 @@ def prepare_kernel(
             group = start // FP8_GROUP + tl.arange(0, BLOCK // FP8_GROUP)
             tl.store(scale_ptr + row * (K // FP8_GROUP) + group, scale, mask=group < K // FP8_GROUP)
         else:
+            # the rounding alone: the product reads the values under their scales
             values = (values * scale[:, None]).to(x_ptr.dtype.element_ty)
         x = tl.reshape(values, (BLOCK,))
     x = x.to(out_ptr.dtype.element_ty)
     if EVENS_FIRST:
+        # both nibbles of a weight byte are multiplied apart: even channels go to the first half of the row
         even, odd = tl.split(tl.reshape(x, (BLOCK // 2, 2)))
         half = start // 2 + tl.arange(0, BLOCK // 2)
         tl.store(out_ptr + row * K + half, even, mask=half < K // 2)
@@ -112,11 +185,11 @@ def prepare_kernel(
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def count_kernel(experts_ptr, counts_ptr, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def count_pairs_kernel(experts_ptr, counts_ptr, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Pairs of each expert: ``counts [E]``."""
     expert = tl.program_id(0)
     if PDL:
-        gdc_wait()
+        gdc_wait()  # until the router has written the experts
         gdc_launch_dependents()
     total = tl.zeros((BLOCK,), tl.int32)
     for start in tl.range(0, pairs, BLOCK):
@@ -126,7 +199,7 @@ def count_kernel(experts_ptr, counts_ptr, pairs, BLOCK: tl.constexpr, PDL: tl.co
 
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
-def place_kernel(
+def place_pairs_kernel(
     experts_ptr,
     counts_ptr,
     sorted_ptr,
@@ -139,14 +212,15 @@ def place_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Assigns whole tiles of ``TILE`` places to each expert, filled with its pairs in order, then -1.
+    """Assigns whole tiles of ``TILE`` slots to each expert, filled with its pairs in order, then -1.
 
     ``tile_expert [tiles]``: the expert of each tile, -1 for unused ones.
     """
     expert = tl.program_id(0)
     if PDL:
-        gdc_wait()
+        gdc_wait()  # until the pairs of every expert are counted
         gdc_launch_dependents()
+    # tiles of earlier experts come first
     other = tl.arange(0, E_PADDED)
     needed = (tl.load(counts_ptr + other, mask=other < E, other=0) + TILE - 1) // TILE
     first = tl.sum(tl.where(other < expert, needed, 0), 0)
@@ -155,42 +229,46 @@ def place_kernel(
         tile = start + tl.arange(0, 32)
         tl.store(tile_expert_ptr + first + tile, expert, mask=tile < expert_tiles)
     if expert == E - 1:
+        # the program of the last expert marks all tiles behind its own as unused
         for start in tl.range(first + expert_tiles, tiles, BLOCK):
             tile = start + tl.arange(0, BLOCK)
             tl.store(tile_expert_ptr + tile, -1, mask=tile < tiles)
-    place = first * TILE
+    next_slot = first * TILE
     if expert_tiles > 0:
         for start in tl.range(0, pairs, BLOCK):
             pair = start + tl.arange(0, BLOCK)
-            mine = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == expert
-            rank = tl.cumsum(mine.to(tl.int32), 0) - 1
-            tl.store(sorted_ptr + place + rank, pair, mask=mine)
-            place += tl.sum(mine.to(tl.int32), 0)
-        rest = place + tl.arange(0, TILE)
+            is_of_expert = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == expert
+            # in order of pairs, so that the grouping is the same in every run
+            rank = tl.cumsum(is_of_expert.to(tl.int32), 0) - 1
+            tl.store(sorted_ptr + next_slot + rank, pair, mask=is_of_expert)
+            next_slot += tl.sum(is_of_expert.to(tl.int32), 0)
+        rest = next_slot + tl.arange(0, TILE)
         tl.store(sorted_ptr + rest, -1, mask=rest < (first + expert_tiles) * TILE)
 
 
 @triton.jit
-def _tile_of(experts_ptr, sorted_ptr, tile_expert_ptr, tile, pairs, TILE: tl.constexpr, SLOTS: tl.constexpr):
+def _tile_of(routing, tile, pairs, TILE: tl.constexpr, SLOTS: tl.constexpr):
     """(expert or -1, pairs ``[TILE]`` or -1) of a tile.
 
     With ``SLOTS``, there is a tile for each pair: if the earlier pairs of the pair's expert fill whole tiles, it holds
     the next ``TILE`` pairs of that expert, else nothing. That needs no launch before, and suits few pairs.
     """
     if SLOTS == 0:
-        expert = tl.load(tile_expert_ptr + tile).to(tl.int32)
-        row = tl.load(sorted_ptr + tile.to(tl.int64) * TILE + tl.arange(0, TILE), mask=expert >= 0, other=-1)
+        expert = tl.load(routing.tile_expert + tile).to(tl.int32)
+        row = tl.load(routing.sorted + tile.to(tl.int64) * TILE + tl.arange(0, TILE), mask=expert >= 0, other=-1)
     else:
+        # every program compares all pairs with all: cheaper than a launch for up to 64 of them
         pair = tl.arange(0, SLOTS)
-        chosen = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
-        expert = tl.load(experts_ptr + tile).to(tl.int32)
+        chosen = tl.load(routing.experts + pair, mask=pair < pairs, other=-1).to(tl.int32)
+        expert = tl.load(routing.experts + tile).to(tl.int32)
         same = chosen == expert
-        before = tl.sum((same & (pair < tile)).to(tl.int32), 0)
+        earlier = tl.sum((same & (pair < tile)).to(tl.int32), 0)
         rank = tl.sum((same[None, :] & (pair[None, :] < pair[:, None])).to(tl.int32), 1)
-        wanted = before + tl.arange(0, TILE)
-        found = same[:, None] & (rank[:, None] == wanted[None, :])
-        row = tl.max(tl.where(found, pair[:, None], -1), 0)
-        expert = tl.where(before % TILE == 0, expert, -1)
+        wanted = earlier + tl.arange(0, TILE)
+        in_tile = same[:, None] & (rank[:, None] == wanted[None, :])
+        row = tl.max(tl.where(in_tile, pair[:, None], -1), 0)
+        # the tile of another pair holds this one, unless it begins a tile of its expert
+        expert = tl.where(earlier % TILE == 0, expert, -1)
     return expert, row
 
 
@@ -208,7 +286,7 @@ def swiglu_kernel(gate_ptr, up_ptr, out_ptr, limit, size, CLAMP: tl.constexpr, B
     """``out = silu(gate) * up`` of ``size`` values."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
-        gdc_wait()
+        gdc_wait()  # until the products have written gate and up
         gdc_launch_dependents()
     gate = tl.load(gate_ptr + at, mask=at < size, other=0).to(tl.float32)
     up = tl.load(up_ptr + at, mask=at < size, other=0).to(tl.float32)
@@ -216,68 +294,50 @@ def swiglu_kernel(gate_ptr, up_ptr, out_ptr, limit, size, CLAMP: tl.constexpr, B
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def grouped_product_kernel(
-    x_ptr,
-    x_scale_ptr,
-    a_ptr,
-    b_ptr,
-    a_scale_ptr,
-    b_scale_ptr,
-    out_ptr,
-    experts_ptr,
-    weights_ptr,
-    sorted_ptr,
-    tile_expert_ptr,
-    pairs,
-    x_stride,
-    limit,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TOPK: tl.constexpr,
-    FORMAT: tl.constexpr,
-    GATED: tl.constexpr,
-    CLAMP: tl.constexpr,
-    WEIGH: tl.constexpr,
-    X_SCALED: tl.constexpr,
-    FP8_GROUP: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SLOTS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def grouped_product_kernel(x, a, b, out_ptr, routing, pairs, limit, PRODUCT: tl.constexpr):
     """``out[pair] = W[expert] x[pair // TOPK]``, rows of ``N``.
 
-    ``GATED``: a tile alternates rows of both stacks, and ``out = swiglu(a x, b x)``, times the pair's weight if
-    ``WEIGH``. ``FP8_GROUP`` channels of an FP8 input, and rows and channels of an FP8 weight, share a scale.
+    Args:
+        x: `ProductInput`; a, b: `StackPointers`, ``b`` None for one stack; routing: `PairRouting`.
+        out_ptr: ``[pairs, N]``; limit: clamp of ``swiglu``.
+        PRODUCT: `GroupedProduct`. ``GATED``: a tile alternates rows of both stacks, and ``out = swiglu(a x, b x)``.
     """
-    if PDL:
-        gdc_wait()
+    N: tl.constexpr = PRODUCT.N
+    K: tl.constexpr = PRODUCT.K
+    FORMAT: tl.constexpr = PRODUCT.FORMAT
+    GATED: tl.constexpr = PRODUCT.GATED
+    FP8_GROUP: tl.constexpr = PRODUCT.FP8_GROUP
+    DTYPE: tl.constexpr = PRODUCT.DTYPE
+    PRECISION: tl.constexpr = PRODUCT.PRECISION
+    TILE: tl.constexpr = PRODUCT.TILE
+    BLOCK_N: tl.constexpr = PRODUCT.BLOCK_N
+    BLOCK_K: tl.constexpr = PRODUCT.BLOCK_K
+    STAGES: tl.constexpr = PRODUCT.STAGES
+    if PRODUCT.PDL:
+        gdc_wait()  # until the previous kernel has written the inputs and tiles
         gdc_launch_dependents()
-    expert, pair = _tile_of(experts_ptr, sorted_ptr, tile_expert_ptr, tl.program_id(1), pairs, TILE, SLOTS)
+    expert, pair = _tile_of(routing, tl.program_id(1), pairs, TILE, PRODUCT.SLOTS)
     if expert < 0:
         return
     lane = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(lane // 2 if GATED else lane, N - 1)
     weight_row = expert.to(tl.int64) * N + row
-    a_row = a_ptr
-    scale_base = a_scale_ptr
+    a_row = a.weight
+    scale_base = a.scale
     if GATED:
-        a_row = tl.where(lane % 2 == 1, b_ptr, a_ptr)
-        scale_base = tl.where(lane % 2 == 1, b_scale_ptr, a_scale_ptr)
+        a_row = tl.where(lane % 2 == 1, b.weight, a.weight)
+        if a.scale is not None:
+            scale_base = tl.where(lane % 2 == 1, b.scale, a.scale)
     known = pair >= 0
-    token = tl.where(known, pair // TOPK, 0).to(tl.int64)
-    x_row = x_ptr + token * x_stride
+    token = tl.where(known, pair // PRODUCT.TOPK, 0).to(tl.int64)
+    x_row = x.data + token * x.stride
     acc = tl.zeros((BLOCK_N, TILE), tl.float32)
     if FORMAT == "fp4":
         BYTES: tl.constexpr = K // 2
         STEP: tl.constexpr = BLOCK_K // 2
         w_row = a_row + weight_row * BYTES
         s_row = scale_base + weight_row * (BYTES // 16)
+        # Triton loads the next STAGES - 1 rounds while this one is multiplied
         for start in tl.range(0, BYTES, STEP, num_stages=STAGES):
             column = start + tl.arange(0, STEP)
             group = start // 16 + tl.arange(0, STEP // 16)
@@ -290,6 +350,7 @@ def grouped_product_kernel(
                 scale = tl.load(s_row[:, None] + group[None, :], mask=(group < BYTES // 16)[None, :], other=0)
                 inside = known[:, None] & (column < BYTES)[None, :]
             even, odd = unpack_fp4(w, scale)
+            # channels of the input are stored evens first: both halves are contiguous
             x_even = tl.load(x_row[:, None] + column[None, :], mask=inside, other=0)
             x_odd = tl.load(x_row[:, None] + (BYTES + column)[None, :], mask=inside, other=0)
             # a separate sum: the tensor cores must be done with these registers before the next tile is unpacked
@@ -300,37 +361,42 @@ def grouped_product_kernel(
         w_row = a_row + weight_row * K
         ROWS: tl.constexpr = (N + FP8_GROUP - 1) // FP8_GROUP
         GROUPS: tl.constexpr = (K + FP8_GROUP - 1) // FP8_GROUP
-        s_row = scale_base + (expert.to(tl.int64) * ROWS + row // FP8_GROUP) * GROUPS
+        if FORMAT == "fp8":
+            s_row = scale_base + (expert.to(tl.int64) * ROWS + row // FP8_GROUP) * GROUPS
+        # Triton loads the next STAGES - 1 rounds while this one is multiplied
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             column = start + tl.arange(0, BLOCK_K)
             if K % BLOCK_K == 0:
                 w = tl.load(w_row[:, None] + column[None, :])
-                x = tl.load(x_row[:, None] + column[None, :], mask=known[:, None], other=0.0)
+                values = tl.load(x_row[:, None] + column[None, :], mask=known[:, None], other=0.0)
             else:
                 w = tl.load(w_row[:, None] + column[None, :], mask=(column < K)[None, :], other=0.0)
-                x = tl.load(x_row[:, None] + column[None, :], mask=known[:, None] & (column < K)[None, :], other=0.0)
+                inside = known[:, None] & (column < K)[None, :]
+                values = tl.load(x_row[:, None] + column[None, :], mask=inside, other=0.0)
             if FORMAT == "fp8":
-                if not X_SCALED:
-                    w = decode_e4m3(w, NATIVE_FP8, DTYPE)
-                    x = x.to(DTYPE)
-                product = tl.dot(w, tl.trans(x), input_precision=PRECISION)
+                if x.scale is None:
+                    w = decode_e4m3(w, PRODUCT.NATIVE_FP8, DTYPE)
+                    values = values.to(DTYPE)
+                # BLOCK_K channels are at most a group: each round's product has one scale a row
+                product = tl.dot(w, tl.trans(values), input_precision=PRECISION)
                 factor = tl.load(s_row + start // FP8_GROUP)[:, None]
-                if X_SCALED:
-                    x_scale = tl.load(x_scale_ptr + token * GROUPS + start // FP8_GROUP, mask=known, other=0)
+                if x.scale is not None:
+                    x_scale = tl.load(x.scale + token * GROUPS + start // FP8_GROUP, mask=known, other=0)
                     factor = factor * x_scale[None, :]
                 acc += product * factor
             elif DTYPE == tl.float32:  # noqa: SIM300
-                acc += tl.dot(w, tl.trans(x), input_precision=PRECISION)  # a separate sum, for the reason above
+                acc += tl.dot(w, tl.trans(values), input_precision=PRECISION)  # a separate sum, for the reason above
             else:
-                acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+                acc = tl.dot(w, tl.trans(values), acc, input_precision=PRECISION)
     known = pair >= 0
     out_row = out_ptr + tl.where(known, pair, 0).to(tl.int64) * N
     if GATED:
+        # rows of both stacks alternate: neighbours are the gate and the up projection of one channel
         pieces = tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, TILE)), (0, 2, 1))
         gate, up = tl.split(pieces.to(out_ptr.dtype.element_ty).to(tl.float32))
-        value = gated(gate, up, limit, CLAMP)
-        if WEIGH:
-            value *= tl.load(weights_ptr + pair, mask=known, other=0)[None, :]
+        value = gated(gate, up, limit, PRODUCT.CLAMP)
+        if PRODUCT.WEIGH:
+            value *= tl.load(routing.weights + pair, mask=known, other=0)[None, :]
         channel = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     else:
         value = acc
@@ -339,19 +405,29 @@ def grouped_product_kernel(
     tl.store(out_row[None, :] + channel[:, None], value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+class CombinedPairs(NamedTuple):
+    """Runtime arguments of `moe_combine_kernel`.
+
+    Attributes:
+        pair_outputs: ``[T * k, D]``; experts, weights: ``[T, k]``.
+        add: ``[T, D]`` with ``add_stride`` between rows, or None; out: ``[T, D]``.
+    """
+
+    pair_outputs: Any
+    experts: Any
+    weights: Any
+    add: Any
+    out: Any
+    add_stride: Any
+
+
 @triton.jit
-def combine_kernel(
-    pair_outputs_ptr,
-    experts_ptr,
-    weights_ptr,
-    add_ptr,
-    out_ptr,
-    add_stride,
+def moe_combine_kernel(
+    pairs,
     D: tl.constexpr,
     TOPK: tl.constexpr,
     TOPK_PADDED: tl.constexpr,
     WEIGH: tl.constexpr,
-    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -360,20 +436,21 @@ def combine_kernel(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < D
     if PDL:
-        gdc_wait()
+        gdc_wait()  # until the second product has written the outputs of the pairs
         gdc_launch_dependents()
     i = tl.arange(0, TOPK_PADDED)
-    expert = tl.load(experts_ptr + t * TOPK + i, mask=i < TOPK, other=1 << 30).to(tl.int32)
+    expert = tl.load(pairs.experts + t * TOPK + i, mask=i < TOPK, other=1 << 30).to(tl.int32)
+    # the rank of each pair in the order of experts: the sum does not depend on the order of choices
     earlier = (expert[None, :] < expert[:, None]) | ((expert[None, :] == expert[:, None]) & (i[None, :] < i[:, None]))
     rank = tl.sum(earlier.to(tl.int32), 1)
     total = tl.zeros((BLOCK,), tl.float32)
-    for place in tl.static_range(TOPK):
-        pair = t * TOPK + tl.sum(tl.where(rank == place, i, 0), 0)
-        is_local = tl.sum(tl.where(rank == place, expert, 0), 0) >= 0
-        part = tl.load(pair_outputs_ptr + pair * D + channel, mask=inside & is_local, other=0).to(tl.float32)
+    for position in tl.static_range(TOPK):
+        pair = t * TOPK + tl.sum(tl.where(rank == position, i, 0), 0)
+        is_local = tl.sum(tl.where(rank == position, expert, 0), 0) >= 0
+        part = tl.load(pairs.pair_outputs + pair * D + channel, mask=inside & is_local, other=0).to(tl.float32)
         if WEIGH:
-            part *= tl.load(weights_ptr + pair, mask=is_local, other=0)
+            part *= tl.load(pairs.weights + pair, mask=is_local, other=0)
         total += part
-    if ADD:
-        total += tl.load(add_ptr + t * add_stride + channel, mask=inside, other=0).to(tl.float32)
-    tl.store(out_ptr + t * D + channel, total.to(out_ptr.dtype.element_ty), mask=inside)
+    if pairs.add is not None:
+        total += tl.load(pairs.add + t * pairs.add_stride + channel, mask=inside, other=0).to(tl.float32)
+    tl.store(pairs.out + t * D + channel, total.to(pairs.out.dtype.element_ty), mask=inside)

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepseek_attn.kernels.common.quant import InputFormat
-from deepseek_attn.kernels.linear import dequantize_weight, quantized_input
+from deepseek_attn.kernels.linear import UNQUANTIZED, InputFormat, dequantize_weight, quantized_input
 from deepseek_attn.kernels.moe.types import UNGROUPED, ExpertGroups, ExpertRange, ExpertStack, HashRouting
 
 # CPU matrix products round a row differently when there are fewer rows than a tile. Padding to whole tiles makes a
@@ -74,13 +73,13 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
     return (F.silu(gate) * up).to(dtype)
 
 
-def expert_linear(x: Tensor, stack: ExpertStack, expert: int, fp8_input: bool, pow2_scales: bool) -> Tensor:
+def expert_linear(x: Tensor, stack: ExpertStack, expert: int, input_format: InputFormat) -> Tensor:
     """``x [R, in]`` through one expert of ``stack``: ``[R, out]`` in the dtype of x."""
     weight = stack.weight[expert]
     if stack.scale is None:
         return F.linear(x, weight)
     dense = dequantize_weight(weight, stack.scale[expert])
-    return F.linear(quantized_input(x, InputFormat(fp8_input, pow2_scales, stack.fp8_group)), dense).to(x.dtype)
+    return F.linear(quantized_input(x, input_format), dense).to(x.dtype)
 
 
 def moe_experts(
@@ -92,8 +91,7 @@ def moe_experts(
     w2: ExpertStack,
     limit: float,
     weigh_output: bool = False,
-    fp8_input: bool = False,
-    pow2_scales: bool = True,
+    input_format: InputFormat = UNQUANTIZED,
     add: Tensor | None = None,
     num_routed: int | None = None,
     add_ready: torch.cuda.Event | None = None,
@@ -105,7 +103,7 @@ def moe_experts(
 
         def project(stack: ExpertStack, blocks: Sequence[Tensor]) -> Tensor:
             pairs = zip(blocks, chosen, strict=True)
-            return torch.cat([expert_linear(block, stack, expert, fp8_input, pow2_scales) for block, expert in pairs])
+            return torch.cat([expert_linear(block, stack, expert, input_format) for block, expert in pairs])
 
         hidden = swiglu(project(w1, blocks), project(w3, blocks), limit)
         if not weigh_output:

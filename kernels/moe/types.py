@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepseek_attn.kernels.linear import FP8_INPUT_GROUP
+from deepseek_attn.kernels.common.quant import InputFormat
 
 
 class ExpertGroups(NamedTuple):
@@ -46,18 +46,42 @@ class ExpertStack(NamedTuple):
 
     Attributes:
         weight: ``[E, out, in]`` of a float dtype; or float8_e4m3fn; or packed FP4, uint8 ``[E, out, in / 2]``.
-        scale: float32 ``[E, ceil(out / fp8_group), ceil(in / fp8_group)]`` of FP8 weights, e8m0 bytes
-            ``[E, out, in / 32]`` of FP4 ones; None for plain weights.
+        scale: float32 ``[E, ceil(out / group), ceil(in / group)]`` of FP8 weights, e8m0 bytes ``[E, out, in / 32]`` of
+            FP4 ones; None for plain weights. ``group`` is that of the `InputFormat`.
         exponent: uint8 ``[E, out]`` from `row_exponents`, for FP4 weights that FP8 tensor cores can multiply exactly.
-        fp8_group: as in `kernels.linear.Segment`.
     """
 
     weight: Tensor
     scale: Tensor | None = None
     exponent: Tensor | None = None
-    fp8_group: int = FP8_INPUT_GROUP
 
     @property
     def is_fp4(self) -> bool:
         """The weight is packed FP4."""
         return self.weight.dtype == torch.uint8
+
+    @property
+    def format(self) -> str:
+        """``plain``, ``fp8`` or ``fp4``."""
+        return "plain" if self.scale is None else "fp4" if self.is_fp4 else "fp8"
+
+
+class ExpertsPass(NamedTuple):
+    """Arguments of one pass of `moe_experts`; rows of ``x`` and ``add`` have contiguous channels.
+
+    Attributes:
+        out: contiguous ``[T, D]``, the sum; the others are those of `moe_experts`.
+    """
+
+    x: Tensor
+    experts: Tensor
+    weights: Tensor
+    w1: ExpertStack
+    w3: ExpertStack
+    w2: ExpertStack
+    limit: float
+    weigh_output: bool
+    input_format: InputFormat
+    add: Tensor | None
+    add_ready: torch.cuda.Event | None
+    out: Tensor

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import is_dataclass
 
 import pytest
 import torch
@@ -29,8 +30,8 @@ from deepseek_attn.kernels.latent import LatentQueries, LatentWeight
 from deepseek_attn.kernels.latent import launch as latent
 from deepseek_attn.kernels.linear import InputFormat, Segment, linear
 from deepseek_attn.kernels.linear import launch as linear_launch
-from deepseek_attn.kernels.moe import experts as moe
-from deepseek_attn.kernels.moe import router as moe_router
+from deepseek_attn.kernels.moe import checks as moe_checks
+from deepseek_attn.kernels.moe import launch as moe
 from tests.kernels.compiled_launches import CAPABILITIES, Recorder, pass_for_gpu
 from tests.kernels.hyper_connection.test_hyper_connection import make as make_streams
 from tests.kernels.moe.moe_cases import make_case
@@ -43,7 +44,7 @@ FP8_INPUT = InputFormat(fp8=True)
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 MODULES = (
     attend, attention_launch, latent, query, indexer_launch, linear, linear_launch,
-    float32_product, hyper_connection, moe, moe_router,
+    float32_product, hyper_connection, moe,
 )  # fmt: skip
 
 
@@ -111,7 +112,7 @@ def streams(T: int) -> None:
 
 def routed_experts(T: int, weight_format: str) -> None:
     case = make_case(T, 512, 256, 32, 6, weight_format, BF16, "meta")
-    moe.moe_experts(case.x, case.experts, case.weights, case.w1, case.w3, case.w2, 10.0, False, True)
+    moe.moe_experts(case.x, case.experts, case.weights, case.w1, case.w3, case.w2, 10.0, False, FP8_INPUT)
 
 
 OPS: dict[str, Callable[[int], object]] = {
@@ -125,13 +126,18 @@ OPS: dict[str, Callable[[int], object]] = {
     "index_scores, fp8": lambda T: index_scores(T, "fp8"),
     "index_scores, fp4": lambda T: index_scores(T, "fp4"),
     "hyper_connection": streams,
-    "moe_route": lambda T: moe_router.moe_route(of(T, 512), of(64, 512, dtype=F32), 6, "sigmoid", 1.0, True),
+    "moe_route": lambda T: moe.moe_route(of(T, 512), of(64, 512, dtype=F32), 6, "sigmoid", 1.0, True),
     "moe_experts, fp4": lambda T: routed_experts(T, "fp4"),
     "moe_experts, fp8": lambda T: routed_experts(T, "fp8"),
 }
 # Constants that order no sum: how pairs come to tiles, and columns of a program that works on each by itself.
-FREE = {"count_kernel": None, "place_kernel": None, "prepare_kernel": {"BLOCK", "num_warps"}}
-FREE |= {"grouped_product_kernel": {"SLOTS"}, "combine_kernel": {"BLOCK", "num_warps"}}
+FREE = {"count_pairs_kernel": None, "place_pairs_kernel": None, "prepare_inputs_kernel": {"BLOCK", "num_warps"}}
+FREE |= {"grouped_product_kernel": {"SLOTS"}, "moe_combine_kernel": {"BLOCK", "num_warps"}}
+
+
+def constants(name: str, value: object) -> list[tuple[str, object]]:
+    """A constant with its name, or the fields of a dataclass of constants."""
+    return list(vars(value).items()) if is_dataclass(value) else [(name, value)]
 
 
 def launches_of(monkeypatch: pytest.MonkeyPatch, op: Callable[[int], object], T: int) -> list[tuple]:
@@ -147,7 +153,8 @@ def launches_of(monkeypatch: pytest.MonkeyPatch, op: Callable[[int], object], T:
         free = FREE.get(kernel.fn.__name__, set())
         if free is not None:
             tiles = [tuple(arg.block_shape) for arg in args if isinstance(arg, TensorDescriptor)]
-            found.append((kernel.fn.__name__, {k: v for k, v in keywords.items() if k not in free}, tiles))
+            named = dict(part for name, value in keywords.items() for part in constants(name, value))
+            found.append((kernel.fn.__name__, {k: v for k, v in named.items() if k not in free}, tiles))
     return found
 
 
@@ -156,7 +163,7 @@ def gpu_of(request, monkeypatch):
     """A GPU of a generation, as far as launches can tell."""
     pass_for_gpu(monkeypatch, CAPABILITIES[request.param], *(m for m in MODULES if hasattr(m, "gpu")))
     monkeypatch.setattr(attend, "_check_query", lambda *arguments: None)
-    for module in (hyper_connection, moe, moe_router):
+    for module in (hyper_connection, moe_checks):
         monkeypatch.setattr(module, "on_gpu", lambda x: True)
 
 

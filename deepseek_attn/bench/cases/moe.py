@@ -8,6 +8,7 @@ import torch
 
 from deepseek_attn.bench.cases.case import OpCase
 from deepseek_attn.config.model import AnyConfig, ModelConfig
+from deepseek_attn.kernels.common.quant import InputFormat
 from deepseek_attn.kernels.moe import ExpertGroups, ExpertStack, moe_experts, moe_route, reference
 
 TOKENS = (1, 8, 32, 128, 512, 4096, 8192)
@@ -57,7 +58,7 @@ def experts_case(label: str, T: int, config: AnyConfig, weights: str) -> OpCase:
         scores = torch.rand(T, E, device=device, generator=g).topk(k)
         return x, scores.indices, scores.values, *stacks
 
-    run = {"triton": lambda *args: moe_experts(*args, limit, weigh_output=weights == "fp8", fp8_input=True)}
+    run = {"triton": lambda *args: moe_experts(*args, limit, weights == "fp8", InputFormat(fp8=True))}
     used = E * (1 - (1 - k / E) ** T)  # experts that some token chose, on average
     one = 3 * D * inner * (17 / 32 if weights == "fp4" else 1)
     size, flops = int(used * one) + 6 * T * D, 6 * T * k * D * inner

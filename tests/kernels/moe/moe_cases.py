@@ -30,13 +30,13 @@ def stack(experts, rows, width, fmt, dtype=torch.bfloat16, device=None, group=12
     if fmt == "fp4":
         packed = torch.randint(256, (experts, rows, width // 2), dtype=torch.uint8, device=device)
         scale = torch.randint(119, 123, (experts, rows, width // 32), dtype=torch.uint8, device=device)
-        return ExpertStack(packed, scale, scale.amax(-1), group)
+        return ExpertStack(packed, scale, scale.amax(-1))
     values = torch.randn(experts, rows, width, device=device)
     if fmt == "plain":
         return ExpertStack((values * width**-0.5 * 2).to(dtype))
     grid = (experts, -(-rows // group), -(-width // group))
     dense = (values * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return ExpertStack(dense, torch.rand(grid, device=device) * 1e-3 + 1e-4, None, group)
+    return ExpertStack(dense, torch.rand(grid, device=device) * 1e-3 + 1e-4)
 
 
 def make_case(tokens, hidden, inner, experts, k, fmt, dtype=torch.bfloat16, device=None, group=128):

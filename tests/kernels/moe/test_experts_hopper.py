@@ -8,8 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deepseek_attn.kernels.common.quant import E2M1, ROW_SPAN
-from deepseek_attn.kernels.moe import ExpertStack, reference
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.device import gpu as gpu_of
+from deepseek_attn.kernels.common.plans import ANY, Row, forced_row
+from deepseek_attn.kernels.common.quant import E2M1, ROW_SPAN, InputFormat
+from deepseek_attn.kernels.moe import ExpertStack, plan, reference
 from tests.kernels.moe.moe_cases import make_case
 from tests.support.tiers import tiered
 
@@ -18,12 +21,15 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from triton import cdiv
 
 from deepseek_attn.kernels.common import fp4_hopper
-from deepseek_attn.kernels.moe import experts as moe
 from deepseek_attn.kernels.moe import experts_hopper, experts_hopper_weights, launch_hopper
-from deepseek_attn.kernels.moe.launch_config import HOPPER_CONFIGS, HopperLaunchConfig, choose_hopper_config
-from tests.kernels.compiled_launches import compiled_launches, pass_for_gpu, ptxas_report
+from deepseek_attn.kernels.moe import launch as moe
+from deepseek_attn.kernels.moe.plan import HOPPER, PRODUCTS, HopperExpertTiles
+from deepseek_attn.kernels.moe.types import ExpertsPass
+from tests.kernels.compiled_launches import compiled_ops, ptxas_report
 
 BF16, F32 = torch.bfloat16, torch.float32
+FP8_INPUT = InputFormat(fp8=True)
+H200 = GPU((9, 0), 132)
 MASK = 0xFFFFFFFF
 
 
@@ -87,51 +93,55 @@ def test_scales_of_a_group_in_four_blocks():
 # --- what is launched ---
 
 
-def fits(T=100, D=1024, inner=512, fmt="fp4", dtype=BF16, exponents=True, fp8_input=True, unaligned=None):
+def problem_of(case, input_format=FP8_INPUT):
+    return plan.ExpertsProblem.of(case.x, case.experts, (case.w1, case.w3, case.w2), input_format, None)
+
+
+def taking(config):
+    """A context in which the products take ``config`` of `experts_hopper_kernel`."""
+    return forced_row(PRODUCTS, Row(ANY, HOPPER, config))
+
+
+def fits(
+    gpu=H200, T=100, D=1024, inner=512, fmt="fp4", dtype=BF16, exponents=True, fp8=True, group=128, unaligned=None
+):
     case = make_case(T, D, inner, 4, 2, fmt, dtype, "cpu")
     w2 = case.w2 if exponents else case.w2._replace(exponent=None)
     if unaligned:
         part = getattr(w2, unaligned)
         w2 = w2._replace(**{unaligned: part.new_empty(part.numel() + 1)[1:].view(part.shape)})
-    return launch_hopper.fits_hopper(case.x, case.w1, case.w3, w2, fp8_input)
+    return PRODUCTS.kernels[HOPPER](problem_of(case._replace(w2=w2), InputFormat(fp8, True, group)), gpu)
 
 
-def test_which_experts_it_takes(monkeypatch):
-    pass_for_gpu(monkeypatch, (9, 0), launch_hopper)
+def test_which_experts_it_takes():
     assert fits()
     assert fits(fmt="fp8")
     assert fits(dtype=torch.float16)
     assert fits(fmt="fp8", unaligned="scale")  # read by threads
-    others = [{"D": 768}, {"inner": 256}, {"fmt": "plain"}, {"dtype": F32}, {"exponents": False}, {"fp8_input": False}]
-    others += [{"unaligned": "weight"}, {"unaligned": "scale"}]
+    others = [{"D": 768}, {"inner": 256}, {"fmt": "plain"}, {"dtype": F32}, {"exponents": False}, {"fp8": False}]
+    others += [{"unaligned": "weight"}, {"unaligned": "scale"}, {"group": 32}, {"gpu": GPU((10, 0), 132)}]
     assert not any(fits(**other) for other in others)
-    pass_for_gpu(monkeypatch, (10, 0), launch_hopper)
-    assert not fits()
 
 
-def test_chosen_configurations():
-    chosen = {choose_hopper_config(pairs, 256, True) for pairs in range(1, 65537, 61)} - {None}
-    assert chosen == {config for _, config in HOPPER_CONFIGS}
-    for config in chosen:
-        assert all(size % config.sizes[0] == 0 for size in config.sizes)
-        assert list(config.sizes) == sorted(config.sizes)
-        assert config.sizes[0] % 8 == 0
-        rests = {size % config.part for size in config.sizes}
+TILES = list(dict.fromkeys(row.config for row in PRODUCTS.rows if row.kernel == HOPPER))
+
+
+def test_tiles_are_possible():
+    for tiles in TILES:
+        assert all(size % tiles.sizes[0] == 0 for size in tiles.sizes)
+        assert list(tiles.sizes) == sorted(tiles.sizes)
+        assert tiles.sizes[0] % 8 == 0
+        rests = {size % tiles.part for size in tiles.sizes}
         assert all(rest & (rest - 1) == 0 for rest in rests)  # shapes of products are powers of two
-        assert config.programs <= 3
-        assert config.warpgroups < 3 or config.programs == 1
-        assert config.channels == 128 or config.part == config.sizes[-1]
-    assert choose_hopper_config(6, 256, True) == HOPPER_CONFIGS[0][1]
-    assert choose_hopper_config(6, 256, False) is None
-    assert choose_hopper_config(768, 256, False) is None
-    assert choose_hopper_config(24576, 256, False) == HOPPER_CONFIGS[-1][1]
+        assert tiles.programs <= 3
+        assert tiles.warpgroups < 3 or tiles.programs == 1
+        assert tiles.channels == 128 or tiles.part == tiles.sizes[-1]
 
 
-def launches(monkeypatch, fmt, config, tokens=100, hidden=1024, inner=512):
+def launches(fmt, config, tokens=100, hidden=1024, inner=512):
     case = make_case(tokens, hidden, inner, 32, 6, fmt, BF16, "meta")
-    pass_for_gpu(monkeypatch, (9, 0), launch_hopper)
-    args = (case.x, case.experts, case.weights, case.w1, case.w3, case.w2, 10.0, fmt == "fp8", True, config)
-    return compiled_launches(monkeypatch, [launch_hopper], "sm90", lambda: launch_hopper.launch_hopper(*args))
+    with taking(config):
+        return compiled_ops("sm90", lambda: moe.moe_experts(*case, 10.0, fmt == "fp8", FP8_INPUT))
 
 
 def name_of(config):
@@ -139,19 +149,19 @@ def name_of(config):
     return f"{config.sizes[-1]}x{64 * config.warpgroups}"
 
 
-CONFIGS = {name_of(config): config for _, config in HOPPER_CONFIGS}
-LARGEST = name_of(choose_hopper_config(1 << 16, 256, False))
+CONFIGS = {name_of(config): config for config in TILES}
+LARGEST = name_of(TILES[-1])
 # of FP8 weights only the largest tiles are launched; on a GPU all are
 COMPILED = [*(("fp4", name) for name in CONFIGS), ("fp8", LARGEST)]
 
 
 @pytest.mark.parametrize(("fmt", "name"), tiered(COMPILED, [("fp4", "8x128")]))
-def test_it_compiles(monkeypatch, tmp_path, fmt, name):
-    """`compiled_launches` compares shared memory with the GPU's. Sizes between the first and the last once."""
+def test_it_compiles(tmp_path, fmt, name):
+    """`compiled_ops` compares shared memory with the GPU's. Sizes between the first and the last once."""
     config = CONFIGS[name]
     if (fmt, name) != ("fp4", LARGEST):
         config = replace(config, sizes=tuple(sorted({config.sizes[0], config.sizes[-1]})))
-    found = launches(monkeypatch, fmt, config)
+    found = launches(fmt, config)
     assert len(found["experts_hopper_kernel"]) == 2
     for kernel in found["experts_hopper_kernel"]:
         assert "f32.e4m3.e4m3" in kernel.asm["ptx"]
@@ -164,13 +174,14 @@ def test_it_compiles(monkeypatch, tmp_path, fmt, name):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "grouping"),
-    [(10, {"prepare_few_rows_kernel"}), (100, {"count_chunks_kernel", "place_rows_kernel"})],
-    ids=["few", "many"],
+    ("tokens", "grouping"), [(10, ["prepare_decode_rows_kernel"]), (100, ["place_rows_kernel", "prepare_rows_kernel"])]
 )
-def test_launches_beside_the_products(monkeypatch, tokens, grouping):
-    monkeypatch.setattr(launch_hopper, "_product", lambda *args: None)
-    assert set(launches(monkeypatch, "fp4", CONFIGS["8x128"], tokens)) == grouping | {"prepare_rows_kernel"}
+def test_launches_beside_the_products(tokens, grouping):
+    made = plan.plan_experts(problem_of(make_case(tokens, 1024, 512, 32, 6, "fp4", BF16, "meta")), H200)
+    assert [choice.kernel for choice in (made.grouping, made.inputs) if choice] == grouping
+    assert (made.product.kernel, made.hidden.kernel) == (HOPPER, "prepare_rows_kernel")
+    assert (tokens == 10) == made.hopper[0].tiling.WAIT
+    assert not made.hopper[1].tiling.WAIT
 
 
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
@@ -179,10 +190,13 @@ def test_launches_beside_the_products(monkeypatch, tokens, grouping):
 @pytest.mark.parametrize("tokens", [1, 10, 21, 200, 1500])
 def test_rows_of_pairs(gpu, tokens):
     """Each expert has rows of its own from a multiple of 16 on, in order of pairs, in tiles of equal size."""
-    case, config = make_case(tokens, 512, 512, 9, 6, "fp4"), HopperLaunchConfig((16, 32, 64), 64)
+    case = make_case(tokens, 512, 512, 9, 6, "fp4")
     case.experts[tokens // 2] = -1
     case.experts[: tokens // 3, 0] = 4
-    rows, quantized = launch_hopper.route_rows(case.x, case.experts, case.weights, 9, config, True)
+    with taking(HopperExpertTiles((16, 32, 64), 64)):
+        made = plan.plan_experts(problem_of(case), gpu_of(case.x.device))
+    arguments = ExpertsPass(*case, 4.0, False, FP8_INPUT, None, None, torch.empty_like(case.x))
+    rows, quantized = launch_hopper.route_rows(made, arguments)
     tiles = rows.tiles[:, : int(rows.num_tiles)].T.tolist()
     chosen, start, expected = case.experts.flatten(), 0, []
     for expert in range(9):
@@ -220,12 +234,14 @@ def test_any_routing(gpu, fmt, config):
     case.experts[9, 1] = -1
     case.experts[case.experts == 5] = 6
     weigh = fmt == "fp8"
-    expected = reference.moe_experts(*case, 4.0, weigh, True)
-    together = moe.moe_experts(*case, 4.0, weigh, True, config=config)
+    expected = reference.moe_experts(*case, 4.0, weigh, FP8_INPUT)
+    with taking(config):
+        together = moe.moe_experts(*case, 4.0, weigh, FP8_INPUT)
     assert relative(together, expected) <= LIMIT
     assert not together[7].any()
     for part in (slice(1), slice(3), slice(5, 22), slice(20, 117), slice(299, 300)):
-        assert torch.equal(moe.moe_experts(*case.of(part), 4.0, weigh, True, config=config), together[part])
+        with taking(config):
+            assert torch.equal(moe.moe_experts(*case.of(part), 4.0, weigh, FP8_INPUT), together[part])
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -233,10 +249,11 @@ def test_any_routing(gpu, fmt, config):
 def test_the_same_bits_and_a_nan_in_one_token(gpu, fmt, config):
     """Thousands of jobs: a stage that is overwritten too early shows in few of them."""
     case = make_case(400, 4096, 2048, 6, 3, fmt)
-    first = moe.moe_experts(*case, 4.0, False, True, config=config)
-    assert all(torch.equal(moe.moe_experts(*case, 4.0, False, True, config=config), first) for _ in range(50))
-    case.x[5, 17] = float("nan")
-    out, kept = moe.moe_experts(*case, 4.0, False, True, config=config), torch.arange(400) != 5
+    with taking(config):
+        first = moe.moe_experts(*case, 4.0, False, FP8_INPUT)
+        assert all(torch.equal(moe.moe_experts(*case, 4.0, False, FP8_INPUT), first) for _ in range(50))
+        case.x[5, 17] = float("nan")
+        out, kept = moe.moe_experts(*case, 4.0, False, FP8_INPUT), torch.arange(400) != 5
     assert out[5].isnan().all()
     assert torch.equal(out[kept], first[kept])
 
@@ -246,7 +263,6 @@ def test_scales_far_apart_take_another_kernel(gpu):
     scale = case.w1.scale.clone()
     scale[:, :, 3] = 104
     case = case._replace(w1=ExpertStack(case.w1.weight, scale))
-    assert not launch_hopper.fits_hopper(case.x, case.w1, case.w3, case.w2, True)
-    assert (
-        relative(moe.moe_experts(*case, 4.0, False, True), reference.moe_experts(*case, 4.0, False, True)) <= 4e-3
-    )  # products in bfloat16
+    assert PRODUCTS.choose(problem_of(case), gpu_of(case.x.device)).kernel != HOPPER
+    got, expected = (op(*case, 4.0, False, FP8_INPUT) for op in (moe.moe_experts, reference.moe_experts))
+    assert relative(got, expected) <= 4e-3  # products in bfloat16

@@ -6,7 +6,11 @@ import re
 import pytest
 import torch
 
-from deepseek_attn.kernels.moe import ExpertStack, reference
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.device import gpu as gpu_of
+from deepseek_attn.kernels.common.plans import ANY, Row, forced_row
+from deepseek_attn.kernels.common.quant import InputFormat
+from deepseek_attn.kernels.moe import ExpertStack, plan, reference
 from tests.kernels.moe.moe_cases import FORMATS, make_case, stack
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -14,9 +18,10 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 import triton
 import triton.language as tl
 
-from deepseek_attn.kernels.moe import experts as moe
+from deepseek_attn.kernels.moe import checks
 from deepseek_attn.kernels.moe import experts_triton as moe_kernels
-from tests.kernels.compiled_launches import CAPABILITIES, compiled_launches, on_gpus, pass_for_gpu
+from deepseek_attn.kernels.moe import launch as moe
+from tests.kernels.compiled_launches import compiled_ops, on_gpus
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAN = float("nan")
@@ -39,23 +44,13 @@ EXPERTS = {
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
 @pytest.mark.parametrize(("arch", "experts"), on_gpus(EXPERTS, ["fp4, 4096 tokens", "fp8, 300 tokens"]))
-def test_every_launch_compiles(monkeypatch, arch, experts):
+def test_every_launch_compiles(arch, experts):
     fmt, dtype, T, *group = EXPERTS[experts]
     case = make_case(T, 512, 256, 32, 6, fmt, dtype, "meta", *group)
-    capability = CAPABILITIES[arch]
-    operands = moe.choose_operands(fmt, dtype, fmt != "plain", True, capability)
-    config = moe.choose_config(T * 6, 32, operands, capability)
-    add, out = torch.empty(2, T, 512, dtype=dtype, device="meta")
-
-    def run():
-        products = moe.GroupedProducts.of(case.experts, case.weights, 32, 10.0, operands, config, capability, *group)
-        outputs = products.run(case.x, case.w1, case.w3, case.w2, False, True)
-        moe.combine(outputs, case.experts, case.weights, False, add, out, capability >= (9, 0))
-
-    found = compiled_launches(monkeypatch, [moe], arch, run)
-    expected = {"grouped_product_kernel", "combine_kernel"}
-    expected |= {"prepare_kernel"} if fmt != "plain" else set()
-    expected |= {"count_kernel", "place_kernel"} if T * 6 > moe.MAX_SLOTS else set()
+    found = compiled_ops(arch, lambda: run(case, limit=10.0, input_format=InputFormat(True, True, *group), add=case.x))
+    expected = {"grouped_product_kernel", "moe_combine_kernel"}
+    expected |= {"prepare_inputs_kernel"} if fmt != "plain" else set()
+    expected |= {"count_pairs_kernel", "place_pairs_kernel"} if T > 3 else set()
     assert set(found) == expected
     fp8_product = re.compile(r"\b(wgmma|mma|tcgen05)\.\S*(e4m3|f8f6f4)")
     native = any(fp8_product.search(kernel.asm["ptx"]) for kernel in found["grouped_product_kernel"])
@@ -75,28 +70,57 @@ def assert_registers_are_waited_for(ttgir):
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
 @pytest.mark.parametrize("arch", on_gpus())
-def test_swiglu_compiles(monkeypatch, arch):
+def test_swiglu_compiles(arch):
     gate, up = torch.empty(2, 7, 64, dtype=torch.bfloat16, device="meta")
-    pass_for_gpu(monkeypatch, CAPABILITIES[arch], moe)
-    monkeypatch.setattr(moe, "on_gpu", lambda x: True)
-    assert compiled_launches(monkeypatch, [moe], arch, lambda: moe.swiglu(gate, up, 10.0))
+    assert set(compiled_ops(arch, lambda: moe.swiglu(gate, up, 10.0))) == {"swiglu_kernel"}
+
+
+def factors(weights, dtype, fp8_input, pow2, capability):
+    problem = plan.ExpertsProblem(1, 6, 32, 32, 512, 256, dtype, weights, InputFormat(fp8_input, pow2))
+    return plan.expert_factors(problem, GPU(capability, 132))
 
 
 def test_products_are_computed_in_what_holds_their_factors():
-    choose, bf16, f32 = moe.choose_operands, torch.bfloat16, torch.float32
-    assert choose("plain", f32, True, True, (9, 0)) == moe.Operands("plain", f32, False, False)
-    assert choose("fp8", bf16, True, False, (9, 0)) == moe.Operands("fp8", torch.float8_e4m3fn, True, True)
-    assert choose("fp8", bf16, True, True, (8, 0)) == moe.Operands("fp8", bf16, True, False)
-    assert choose("fp8", f32, True, False, (8, 0)).dtype == f32
-    assert choose("fp8", f32, True, True, (9, 0)) == moe.Operands("fp8", bf16, True, False)
-    assert choose("fp8", f32, True, False, (9, 0)).dtype == f32
-    assert choose("fp4", f32, True, True, (9, 0)) == moe.Operands("fp4", bf16, True, False)
-    assert choose("fp4", f32, True, False, (9, 0)).dtype == f32
-    assert choose("fp4", f32, False, True, (9, 0)) == moe.Operands("fp4", f32, False, False)
+    bf16, f32, Factors = torch.bfloat16, torch.float32, plan.ExpertFactors
+    assert factors("plain", f32, True, True, (9, 0)) == Factors("plain", f32, False, False)
+    assert factors("fp8", bf16, True, False, (9, 0)) == Factors("fp8", torch.float8_e4m3fn, True, True)
+    assert factors("fp8", bf16, True, True, (8, 0)) == Factors("fp8", bf16, True, False)
+    assert factors("fp8", f32, True, False, (8, 0)).dtype == f32
+    assert factors("fp8", f32, True, True, (9, 0)) == Factors("fp8", bf16, True, False)
+    assert factors("fp8", f32, True, False, (9, 0)).dtype == f32
+    assert factors("fp4", f32, True, True, (9, 0)) == Factors("fp4", bf16, True, False)
+    assert factors("fp4", f32, True, False, (9, 0)).dtype == f32
+    assert factors("fp4", f32, False, True, (9, 0)) == Factors("fp4", f32, False, False)
+
+
+# rows an expert -> tiles of the product: (routed rows of the largest tile, weight rows of a job), or pairs, rows
+LOADS = {
+    ("fp4", (9, 0)): {1: (8, 64), 85: (8, 128), 512: (32, 128), 2048: (64, 192), 4608: (128, 192), 8192: (192, 128)},
+    ("fp8", (9, 0)): {1: (16, 64), 1024: (64, 128), 4096: (192, 128)},
+    ("fp4", (10, 0)): {1: (8, 64), 512: (16, 64), 2048: (64, 64), 8192: (128, 64)},
+    ("fp8", (8, 0)): {1: (16, 64), 512: (32, 64), 8192: (64, 128)},
+}
+
+
+def test_tiles_follow_the_rows_of_an_expert():
+    """V4-Flash's sizes; with batch invariance one choice serves any number of tokens."""
+    for (weights, capability), tiles in LOADS.items():
+        gpu, chosen, alike = GPU(capability, 132), {}, set()
+        for tokens in tiles:
+            sizes = (tokens, 6 if weights == "fp4" else 8, 256, 256, 4096, 2048, torch.bfloat16, weights)
+            config = plan.plan_experts(plan.ExpertsProblem(*sizes, InputFormat(True), True), gpu).product.config
+            if isinstance(config, plan.HopperExpertTiles):
+                chosen[tokens] = config.sizes[-1], 64 * config.warpgroups
+            else:
+                chosen[tokens] = config.pairs, config.rows
+            invariant = plan.ExpertsProblem(*sizes, InputFormat(True), True, batch_invariant=True)
+            alike.add(plan.plan_experts(invariant, gpu).product)
+        assert chosen == tiles
+        assert len(alike) == 1
 
 
 def test_bad_arguments_are_named(monkeypatch):
-    monkeypatch.setattr(moe, "on_gpu", lambda x: True)
+    monkeypatch.setattr(checks, "on_gpu", lambda x: True)
     case = make_case(3, 128, 64, 4, 2, "fp4")
     for bad, message in (
         (case._replace(x=case.x.double()), r"x must be \[T, D\] float32, bfloat16 or float16"),
@@ -120,15 +144,16 @@ def relative(got, expected):
     return float((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
 
 
-def run(case, op=moe.moe_experts, limit=4.0, fp8_input=True, **options):
-    return op(*case, limit, fp8_input=fp8_input, **options)
+def run(case, op=moe.moe_experts, limit=4.0, input_format=InputFormat(True), **options):  # noqa: B008
+    return op(*case, limit, input_format=input_format, **options)
 
 
 @pytest.mark.parametrize(("pairs", "experts", "tile"), [(5, 3, 8), (64, 7, 16), (300, 256, 16), (6000, 5, 64)])
 def test_pairs_are_grouped_by_expert(gpu, pairs, experts, tile):
     for chosen in (torch.randint(experts, (pairs, 1)), torch.full((pairs, 1), experts - 1)):
-        found, owners = moe.group_pairs(chosen, experts, tile, False)
-        found = found.view(-1, tile)
+        routing = moe_kernels.PairRouting(chosen, None, None, None)
+        routing = moe.group_pairs(routing, experts, tile, plan.LaunchSize(256, 1), False)
+        found, owners = routing.sorted.view(-1, tile), routing.tile_expert
         used = int((owners >= 0).sum())
         assert owners[:used].ge(0).all()
         assert owners[used:].eq(-1).all()
@@ -167,7 +192,7 @@ def test_experts_of_every_format(gpu, fmt, dtype, shape):
 def test_other_inputs(gpu, fmt, fp8_input, pow2):
     for dtype in (torch.bfloat16, torch.float32):
         case = make_case(40, 384, 128, 7, 3, fmt, dtype)
-        options = {"fp8_input": fp8_input, "pow2_scales": pow2}
+        options = {"input_format": InputFormat(fp8_input, pow2)}
         # a scale that is no power of two moves with the largest value, and every rounding of its group with it
         # products in FP8 on some GPUs: see LIMIT of test_experts_hopper
         limit = 2e-2 if fmt != "plain" and fp8_input and dtype == torch.bfloat16 else 6e-3
@@ -183,8 +208,8 @@ def test_groups_of_32(gpu, fmt, dtype, T):
     for hidden, inner in ((160, 96), (512, 288)):
         case = make_case(T, hidden, inner, 9, 3, fmt, dtype, group=32)
         for pow2 in (True, False):
-            got = run(case, pow2_scales=pow2)
-            assert relative(got, run(case, reference.moe_experts, pow2_scales=pow2)) <= limit
+            options = {"input_format": InputFormat(True, pow2, 32)}
+            assert relative(run(case, **options), run(case, reference.moe_experts, **options)) <= limit
 
 
 def test_widths_that_tiles_do_not_divide(gpu):
@@ -205,13 +230,14 @@ def test_a_token_does_not_depend_on_the_others(gpu, fmt):
     """Bit for bit within one launch configuration, whatever shares its expert."""
     case = make_case(100, 512, 256, 32, 6, fmt)
     case.experts[:60, 0] = 3
-    capability = torch.cuda.get_device_capability()
-    operands = moe.choose_operands(fmt, torch.bfloat16, True, True, capability)
-    together, config = run(case), moe.choose_config(600, 32, operands, capability)
+    stacks = case.w1, case.w3, case.w2
+    problem = plan.ExpertsProblem.of(case.x, case.experts, stacks, InputFormat(True), None)
+    together, choice = run(case), plan.PRODUCTS.choose(problem, gpu_of(case.x.device))
     order = torch.randperm(100)
     assert torch.equal(run(case.of(order)), together[order])
     for part in (slice(1), slice(9), slice(30, 100)):
-        assert torch.equal(run(case.of(part), config=config), together[part])
+        with forced_row(plan.PRODUCTS, Row(ANY, choice.kernel, choice.config)):
+            assert torch.equal(run(case.of(part)), together[part])
         assert relative(run(case.of(part)), together[part]) <= 2e-3
 
 
@@ -251,7 +277,7 @@ def test_experts_of_another_rank_add_nothing(gpu, fmt, T):
         here = case.experts - first
         here = torch.where((here >= 0) & (here < 4), here, -1)
         stacks = [
-            ExpertStack(*(None if part is None else part[first : first + 4] for part in stack[:3]))
+            ExpertStack(*(None if part is None else part[first : first + 4] for part in stack))
             for stack in (case.w1, case.w3, case.w2)
         ]
         part = case._replace(experts=here, w1=stacks[0], w3=stacks[1], w2=stacks[2])
@@ -290,7 +316,7 @@ def test_strided_inputs_and_no_tokens(gpu):
 def test_many_tokens_take_several_passes(gpu, monkeypatch):
     case = make_case(130, 384, 128, 7, 3, "fp4")
     expected = run(case, add=case.x)
-    monkeypatch.setattr(moe, "TOKENS", 50)
+    monkeypatch.setattr(moe, "PASS_TOKENS", 50)
     assert relative(run(case, add=case.x), expected) <= 1e-3
 
 

@@ -9,9 +9,9 @@ from deepseek_attn.kernels.moe import UNGROUPED, ExpertGroups, ExpertRange, Hash
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.common import float32_product
-from deepseek_attn.kernels.moe import router as moe_router
-from tests.kernels.compiled_launches import CAPABILITIES, ONE, compiled_launches, on_gpus, pass_for_gpu
+from deepseek_attn.kernels.moe import checks
+from deepseek_attn.kernels.moe import launch as moe_router
+from tests.kernels.compiled_launches import CAPABILITIES, ONE, compiled_ops, on_gpus
 from tests.support.tiers import tiered
 
 NAN = float("nan")
@@ -165,7 +165,7 @@ def test_no_tokens_and_strides(gpu):
 
 
 def test_bad_arguments_are_named(monkeypatch):
-    monkeypatch.setattr(moe_router, "on_gpu", lambda x: True)
+    monkeypatch.setattr(checks, "on_gpu", lambda x: True)
     x, weight = torch.randn(4, 64), torch.randn(16, 64)
     for call, message in (
         ((x.int(), weight, 3, "sigmoid"), r"x must be \[T, D\] of floats"),
@@ -192,23 +192,16 @@ CASES = on_gpus(ROUTES, [(4096, torch.float32)], ONE) + tiered([FEW_PRODUCTS, *L
 
 
 @pytest.mark.parametrize(("arch", "route"), CASES, ids=str)
-def test_it_compiles(monkeypatch, arch, route):
+def test_it_compiles(arch, route):
     T, weight_dtype = route
     dtype = TOKENS[T]
-    monkeypatch.setattr(moe_router, "on_gpu", lambda x: True)
-    pass_for_gpu(monkeypatch, CAPABILITIES[arch])
     x, weight = (torch.empty(n, 512, dtype=of, device="meta") for n, of in ((T, dtype), (64, weight_dtype)))
     options = {"groups": ExpertGroups(8, 4), "bias": torch.empty(64, device="meta")} if T == 40 else {}
-    found = compiled_launches(
-        monkeypatch,
-        [moe_router, float32_product],
-        arch,
-        lambda: moe_router.moe_route(x, weight, 6, "sqrtsoftplus", 1.5, True, **options),
-    )
-    assert set(found) == {"product_kernel", "select_kernel"} | (
+    found = compiled_ops(arch, lambda: moe_router.moe_route(x, weight, 6, "sqrtsoftplus", 1.5, True, **options))
+    assert set(found) == {"product_kernel", "moe_select_kernel"} | (
         {"split_weight_kernel"} if T == 4096 and weight_dtype == torch.float32 else set()
     )
     if T != 40:  # bfloat16 products: three of a float32 weight, one of a bfloat16 one
         products = found["product_kernel"][0].asm["ttir"].count("tt.dot ")
         assert products == (3 if weight_dtype == torch.float32 else 1)
-    assert ("griddepcontrol" in found["select_kernel"][0].asm["ptx"]) == (CAPABILITIES[arch][0] >= 9)
+    assert ("griddepcontrol" in found["moe_select_kernel"][0].asm["ptx"]) == (CAPABILITIES[arch][0] >= 9)

@@ -1,0 +1,286 @@
+"""Launches of the mixture of experts: from one token to thousands; no shape depends on the routing.
+
+Device code: `router_triton`, `experts_triton`; products on Hopper: `launch_hopper`. A pair is a (token, expert) of the
+routing, numbered ``token * k + i``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from deepseek_attn.kernels.common.device import gpu
+from deepseek_attn.kernels.common.float32_product import float32_product
+from deepseek_attn.kernels.common.plans import Choice, cdiv, next_power_of_2
+from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
+from deepseek_attn.kernels.linear import UNQUANTIZED, InputFormat
+from deepseek_attn.kernels.moe.checks import check_experts, check_route, check_swiglu
+from deepseek_attn.kernels.moe.experts_triton import (
+    CombinedPairs,
+    GroupedProduct,
+    PairRouting,
+    ProductInput,
+    StackPointers,
+    count_pairs_kernel,
+    grouped_product_kernel,
+    moe_combine_kernel,
+    place_pairs_kernel,
+    prepare_inputs_kernel,
+    swiglu_kernel,
+)
+from deepseek_attn.kernels.moe.launch_hopper import launch_hopper
+from deepseek_attn.kernels.moe.plan import (
+    PASS_TOKENS,
+    ExpertsPlan,
+    ExpertsProblem,
+    LaunchSize,
+    RouteProblem,
+    ValuesProblem,
+    plan_experts,
+    plan_route,
+    plan_swiglu,
+)
+from deepseek_attn.kernels.moe.router_triton import RouterConfig, RouterRows, moe_select_kernel
+from deepseek_attn.kernels.moe.types import (
+    UNGROUPED,
+    ExpertGroups,
+    ExpertRange,
+    ExpertsPass,
+    ExpertStack,
+    HashRouting,
+)
+
+
+def moe_route(
+    x: Tensor,
+    weight: Tensor,
+    topk: int,
+    score: str,
+    factor: float,
+    normalize: bool,
+    bias: Tensor | None = None,
+    groups: ExpertGroups = UNGROUPED,
+    hashed: HashRouting | None = None,
+    own: ExpertRange | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.moe.moe_route`."""
+    check_route(x, weight, topk, score, bias, groups, hashed)
+    (T, D), E = x.shape, len(weight)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    experts = torch.empty(T, topk, dtype=torch.int64, device=x.device)
+    weights = torch.empty(T, topk, dtype=torch.float32, device=x.device)
+    if T == 0:
+        return experts, weights
+    plan = plan_route(RouteProblem(T, D, E), gpu(x.device))
+    split, warps = plan.kernel.config
+    logits = float32_product(x, weight, split)
+    table, token_ids = hashed or (None, None)
+    moe_select_kernel[(T,)](
+        RouterRows(logits.sums, bias, table, token_ids, experts, weights, float(factor), *(own or (0, E))),
+        T,
+        ROUTER=RouterConfig(
+            E=E,
+            E_PADDED=next_power_of_2(E),
+            SPLITS=len(logits.sums),
+            INNER=logits.inner,
+            TOPK=topk,
+            TOPK_PADDED=next_power_of_2(topk),
+            SCORE=score,
+            NORMALIZE=normalize,
+            GROUPS=groups.num_groups,
+            KEPT=groups.kept,
+            PDL=plan.pdl,
+        ),
+        enable_fp_fusion=True,
+        num_warps=warps,
+        launch_pdl=plan.pdl,
+    )
+    return experts, weights
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """See `kernels.moe.swiglu`."""
+    check_swiglu(gate, up)
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
+    size = out.numel()
+    if size:
+        plan = plan_swiglu(ValuesProblem(size), gpu(gate.device))
+        block, warps = plan.kernel.config
+        swiglu_kernel[(cdiv(size, block),)](
+            gate, up, out, float(limit), size, CLAMP=limit > 0, BLOCK=block, PDL=plan.pdl,
+            enable_fp_fusion=True, num_warps=warps, launch_pdl=plan.pdl,
+        )  # fmt: skip
+    return out
+
+
+def moe_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    w1: ExpertStack,
+    w3: ExpertStack,
+    w2: ExpertStack,
+    limit: float,
+    weigh_output: bool = False,
+    input_format: InputFormat = UNQUANTIZED,
+    add: Tensor | None = None,
+    num_routed: int | None = None,
+    add_ready: torch.cuda.Event | None = None,
+) -> Tensor:
+    """See `kernels.moe.moe_experts`."""
+    stacks = w1, w3, w2
+    check_experts(x, experts, weights, stacks, input_format.group, add)
+    T, D = x.shape
+    if add is not None and add.stride(1) != 1:
+        add = add.contiguous()
+    out = torch.empty(T, D, dtype=torch.float32 if add is None else x.dtype, device=x.device)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    experts, weights = experts.contiguous(), weights.contiguous()
+    for start in range(0, T, PASS_TOKENS):
+        part = slice(start, start + PASS_TOKENS)
+        arguments = ExpertsPass(
+            x[part], experts[part], weights[part], *stacks, float(limit), weigh_output, input_format,
+            None if add is None else add[part], add_ready, out[part],
+        )  # fmt: skip
+        problem = ExpertsProblem.of(arguments.x, arguments.experts, stacks, input_format, num_routed)
+        launch(plan_experts(problem, gpu(x.device)), arguments)
+    return out
+
+
+def launch(plan: ExpertsPlan, arguments: ExpertsPass) -> None:
+    """One pass: the outputs of all pairs, then their weighted sum over each token, to ``arguments.out``."""
+    pair_outputs = (launch_grouped if plan.hopper is None else launch_hopper)(plan, arguments)
+    add, out = arguments.add, arguments.out
+    if arguments.add_ready is not None:
+        arguments.add_ready.wait()
+    (T, D), topk = out.shape, arguments.experts.shape[1]
+    block, warps = plan.combine.config
+    add_stride = 0 if add is None else add.stride(0)
+    moe_combine_kernel[(T, cdiv(D, block))](
+        CombinedPairs(pair_outputs, arguments.experts, arguments.weights, add, out, add_stride),
+        D=D,
+        TOPK=topk,
+        TOPK_PADDED=next_power_of_2(topk),
+        WEIGH=arguments.weigh_output,
+        BLOCK=block,
+        PDL=plan.pdl,
+        enable_fp_fusion=True,
+        num_warps=warps,
+        launch_pdl=plan.pdl,
+    )
+
+
+def launch_grouped(plan: ExpertsPlan, arguments: ExpertsPass) -> Tensor:
+    """Outputs of all pairs ``[T * k, D]`` by `grouped_product_kernel`, without their weights if ``weigh_output``."""
+    x, w1 = arguments.x, arguments.w1
+    routing = PairRouting(arguments.experts, arguments.weights, None, None)
+    if plan.grouping.kernel == "place_pairs_kernel":
+        size = plan.grouping.config
+        routing = group_pairs(routing, len(w1.weight), plan.product.config.pairs, size, plan.pdl)
+    pairs = arguments.experts.numel()
+    hidden = torch.empty(pairs, w1.weight.shape[1], dtype=x.dtype, device=x.device)
+    outputs = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
+    _product(plan, arguments, _product_input(plan.inputs, plan, x, arguments.input_format), True, routing, hidden)
+    _product(
+        plan, arguments, _product_input(plan.hidden, plan, hidden, arguments.input_format), False, routing, outputs
+    )
+    return outputs
+
+
+def group_pairs(routing: PairRouting, count: int, tile: int, size: LaunchSize, pdl: bool) -> PairRouting:
+    """``routing`` with its pairs grouped by expert, of ``count`` experts; there are tiles enough for any routing."""
+    experts = routing.experts
+    pairs, device = experts.numel(), experts.device
+    full = min(pairs, count)
+    tiles = full + (pairs - full) // tile
+    counts, sorted_pairs, tile_expert = (
+        torch.empty(length, dtype=torch.int32, device=device) for length in (count, tiles * tile, tiles)
+    )
+    options = {"BLOCK": size.block, "PDL": pdl, "num_warps": size.warps, "launch_pdl": pdl}
+    count_pairs_kernel[(count,)](experts, counts, pairs, enable_fp_fusion=True, **options)
+    place_pairs_kernel[(count,)](
+        experts, counts, sorted_pairs, tile_expert, pairs, tiles, E=count, E_PADDED=next_power_of_2(count), TILE=tile,
+        enable_fp_fusion=True, **options,
+    )  # fmt: skip
+    return routing._replace(sorted=sorted_pairs, tile_expert=tile_expert)
+
+
+def _product_input(choice: Choice | None, plan: ExpertsPlan, x: Tensor, input_format: InputFormat) -> ProductInput:
+    """Rows ``[R, K]`` in the form that the product reads; converted if there is a ``choice``."""
+    if choice is None:
+        return ProductInput(x, None, x.stride(0))
+    (R, K), factors, group = x.shape, plan.factors, input_format.group
+    values, scale = torch.empty(R, K, dtype=factors.dtype, device=x.device), None
+    if factors.scaled:
+        scale = torch.empty(R, cdiv(K, group), dtype=torch.float32, device=x.device)
+    block, warps = choice.config
+    prepare_inputs_kernel[(R, cdiv(K, block))](
+        x,
+        values,
+        scale,
+        x.stride(0),
+        K=K,
+        BLOCK=block,
+        QUANTIZE=factors.quantize,
+        POW2=input_format.pow2_scales,
+        EVENS_FIRST=plan.factors.weights == "fp4",
+        FP8_GROUP=group,
+        PDL=plan.pdl,
+        enable_fp_fusion=True,
+        num_warps=warps,
+        launch_pdl=plan.pdl,
+    )
+    return ProductInput(values, scale, K)
+
+
+def _product(
+    plan: ExpertsPlan,
+    arguments: ExpertsPass,
+    x: ProductInput,
+    gated: bool,
+    routing: PairRouting,
+    out: Tensor,
+) -> None:
+    """Launches ``out[pair] = swiglu(w1 x, w3 x)`` of the pair's expert and token, or ``w2 x`` of the pair's row."""
+    a, b = (arguments.w1, arguments.w3) if gated else (arguments.w2, None)
+    (pairs, N), tiles, factors, group = out.shape, plan.product.config, plan.factors, arguments.input_format.group
+    grouped = routing.tile_expert is not None
+    grouped_product_kernel[(cdiv(2 * N if gated else N, tiles.rows), len(routing.tile_expert) if grouped else pairs)](
+        x,
+        _pointers(a, plan),
+        None if b is None else _pointers(b, plan),
+        out,
+        routing,
+        pairs,
+        arguments.limit,
+        PRODUCT=GroupedProduct(
+            N=N,
+            K=x.data.shape[1],
+            TOPK=arguments.experts.shape[1] if gated else 1,
+            FORMAT=plan.factors.weights,
+            GATED=gated,
+            CLAMP=arguments.limit > 0,
+            WEIGH=gated and not arguments.weigh_output,
+            FP8_GROUP=group,
+            NATIVE_FP8=plan.native_fp8,
+            DTYPE=TRITON_DTYPES.get(factors.dtype, tl.float8e4nv),
+            PRECISION="tf32x3" if factors.dtype == torch.float32 else None,
+            SLOTS=0 if grouped else next_power_of_2(pairs),
+            TILE=tiles.pairs,
+            BLOCK_N=tiles.rows,
+            BLOCK_K=min(tiles.channels, group) if plan.factors.weights == "fp8" else tiles.channels,
+            STAGES=tiles.stages,
+            PDL=plan.pdl,
+        ),
+        enable_fp_fusion=True,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        launch_pdl=plan.pdl,
+    )
+
+
+def _pointers(stack: ExpertStack, plan: ExpertsPlan) -> StackPointers:
+    as_bytes = plan.factors.weights == "fp8" and not plan.native_fp8
+    return StackPointers(stack.weight.view(torch.uint8) if as_bytes else stack.weight, stack.scale)

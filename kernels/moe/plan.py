@@ -1,0 +1,530 @@
+"""Plans of the mixture of experts: the router, a pass of `moe_experts`, and `swiglu`.
+
+The only file of the family that knows compute capabilities, thresholds and batch invariance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.invariance import batch_invariant
+from deepseek_attn.kernels.common.plans import (
+    ANY,
+    Choice,
+    Condition,
+    Row,
+    Table,
+    cdiv,
+    condition,
+    next_power_of_2,
+    planner,
+)
+from deepseek_attn.kernels.common.quant import InputFormat
+from deepseek_attn.kernels.linear import FP8_INPUT_GROUP
+from deepseek_attn.kernels.moe.types import ExpertStack
+
+PASS_TOKENS = 8192  # tokens of a pass: intermediate results of 65536 tokens of V4-Flash would need 6 GB
+INVARIANT_LOAD = 48  # rows of an expert that batch-invariant launches are planned for: tiles of 64 pairs
+QUAD = 4  # blocks of 128 channels whose FP4 scales `experts_hopper_kernel` loads at once, 16 bytes of a weight row
+
+
+@dataclass(frozen=True)
+class ExpertsProblem:
+    """One pass of `moe_experts`.
+
+    Attributes:
+        tokens, topk: of the routing ``[tokens, topk]``.
+        experts: experts of this rank; routed: experts that the router chooses from.
+        hidden, inner: channels of tokens, and between the products.
+        dtype: of the tokens; weights: format of the stacks, ``plain``, ``fp8`` or ``fp4``.
+        row_exponents: FP4 stacks have exponents of their rows.
+        aligned: TMA can load the stacks: their addresses are multiples of 16 bytes.
+        batch_invariant: the result of a token must not depend on the number of tokens.
+    """
+
+    tokens: int
+    topk: int
+    experts: int
+    routed: int
+    hidden: int
+    inner: int
+    dtype: torch.dtype
+    weights: str
+    input_format: InputFormat
+    row_exponents: bool = False
+    aligned: bool = True
+    batch_invariant: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        experts: Tensor,
+        stacks: tuple[ExpertStack, ExpertStack, ExpertStack],
+        input_format: InputFormat,
+        num_routed: int | None,
+    ) -> ExpertsProblem:
+        """The problem of a routing ``experts [T, k]`` over the stacks w1, w3 and w2."""
+        w1 = stacks[0]
+        count, inner, _ = w1.weight.shape
+        # threads read the scales of FP8 stacks, TMA everything else
+        loaded = [part for stack in stacks for part in stack[: 2 if w1.is_fp4 else 1] if part is not None]
+        return cls(
+            *experts.shape, count, num_routed or count, x.shape[1], inner, x.dtype, w1.format, input_format,
+            all(stack.exponent is not None for stack in stacks), all(part.data_ptr() % 16 == 0 for part in loaded),
+            batch_invariant(),
+        )  # fmt: skip
+
+    @property
+    def pairs(self) -> int:
+        """(token, expert) pairs of the pass."""
+        return self.tokens * self.topk
+
+    @property
+    def load(self) -> float:
+        """Mean number of rows of an expert."""
+        return INVARIANT_LOAD if self.batch_invariant else self.pairs / self.routed
+
+
+class ExpertFactors(NamedTuple):
+    """Formats and dtypes of the factors of `grouped_product_kernel`.
+
+    Attributes:
+        weights: ``plain``, ``fp8`` or ``fp4``; dtype: of both factors.
+        quantize: inputs are quantised to FP8; scaled: and stay e4m3 with float32 scales.
+    """
+
+    weights: str
+    dtype: torch.dtype
+    quantize: bool
+    scaled: bool
+
+    @property
+    def prepared(self) -> bool:
+        """A separate launch converts the inputs."""
+        return self.quantize or self.weights == "fp4"
+
+
+def expert_factors(problem: ExpertsProblem, gpu: GPU) -> ExpertFactors:
+    """Bfloat16 or FP8 factors where they hold weights and inputs exactly, else float32."""
+    weights, dtype, (fp8_input, pow2_scales, _) = problem.weights, problem.dtype, problem.input_format
+    if weights == "plain":
+        return ExpertFactors(weights, dtype, False, False)
+    # sums of FP8 products keep about 14 bits on compute capability 9.0: too few for float32 results
+    if weights == "fp8" and fp8_input and gpu.native_fp8 and dtype != torch.float32:
+        return ExpertFactors(weights, torch.float8_e4m3fn, True, True)
+    # e4m3 times a power of two is exact in bfloat16
+    exact = dtype == torch.bfloat16 or (fp8_input and pow2_scales)
+    return ExpertFactors(weights, torch.bfloat16 if exact else torch.float32, fp8_input, False)
+
+
+# --- products ---
+
+
+@dataclass(frozen=True)
+class ExpertTiles:
+    """Tiling of `grouped_product_kernel`.
+
+    Attributes:
+        pairs, rows, channels: of a program's tile: (token, expert) pairs of one expert, weight rows, channels at once.
+        warps, stages: of a program.
+    """
+
+    pairs: int
+    rows: int
+    channels: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class HopperExpertTiles:
+    """Tiling of `experts_hopper_kernel`.
+
+    Attributes:
+        sizes: numbers of routed rows that a tile is rounded up to, multiples of the first in rising order.
+        part: routed rows that are multiplied at once, at most.
+        stages: in flight, as far as shared memory suffices.
+        programs: per multiprocessor, 1 to 3.
+        warpgroups: that multiply, 1 to 3; three where there is one program.
+        overlap: two parts are multiplied at once, which takes registers.
+        channels: of a stage, 128 or 256; 256 with one part only, FP8 weights take 128.
+    """
+
+    sizes: tuple[int, ...]
+    part: int
+    stages: int = 8
+    programs: int = 1
+    warpgroups: int = 2
+    overlap: bool = True
+    channels: int = 128
+
+
+@condition
+def _fits_hopper(problem: ExpertsProblem, gpu: GPU) -> bool:
+    """FP8 products have inputs of 16 bits in groups of 128; widths of FP4 are whole quads of blocks."""
+    quantized = problem.weights == "fp8" or (problem.weights == "fp4" and problem.row_exponents)
+    inputs = problem.dtype != torch.float32 and problem.input_format.fp8
+    whole = problem.hidden % (128 * QUAD) == 0 and problem.inner % (128 * QUAD) == 0
+    fits = quantized and inputs and problem.input_format.group == FP8_INPUT_GROUP and whole and problem.aligned
+    return gpu.hopper and fits
+
+
+@condition
+def _tiles_may_vary(problem: ExpertsProblem, gpu: GPU) -> bool:
+    """Tiles of `experts_hopper_kernel` follow from the routing of all rows: such sums are not batch invariant."""
+    return not problem.batch_invariant
+
+
+@condition
+def _fp4(problem: ExpertsProblem, gpu: GPU) -> bool:
+    return problem.weights == "fp4"
+
+
+@condition
+def _float32_factors(problem: ExpertsProblem, gpu: GPU) -> bool:
+    return expert_factors(problem, gpu).dtype == torch.float32
+
+
+@condition
+def _scaled_inputs(problem: ExpertsProblem, gpu: GPU) -> bool:
+    return expert_factors(problem, gpu).scaled
+
+
+@condition
+def _wide_gpu(problem: ExpertsProblem, gpu: GPU) -> bool:
+    """227 KiB of shared memory and wide tensor cores, which other generations lack."""
+    return gpu.capability[0] in (9, 10)
+
+
+@condition
+def _one_tile(problem: ExpertsProblem, gpu: GPU) -> bool:
+    return problem.pairs <= 8
+
+
+def _load_up_to(load: float) -> Condition[ExpertsProblem]:
+    return Condition(f"load <= {load:g}", lambda problem, gpu: problem.load <= load)
+
+
+HOPPER, PORTABLE = "experts_hopper_kernel", "grouped_product_kernel"
+_FEW_TOKENS, _TILES_CHANGE = "h100_experts.json: few_tokens", "h100_experts.json: where_tiles_change"
+
+# Hopper, few rows: several programs per multiprocessor hide latency, and weight rows are read 128 bytes at a time. For
+# a few tokens jobs of 64 rows leave multiprocessors less unequal shares. More rows: three warpgroups share the rows
+# that they multiply, and have registers for 128 of them. Many: only two have registers for 192. An expert whose rows
+# exceed the largest tile is read twice: a row ends where that becomes common. FP8 weights, twice the bytes, always take
+# the largest tiles; where these would be mostly empty, FP8 takes `grouped_product_kernel`.
+PRODUCTS = Table(
+    "moe.products",
+    {HOPPER: _fits_hopper & _tiles_may_vary, PORTABLE: ANY},
+    [
+        Row(_fp4 & _load_up_to(0.3), HOPPER, HopperExpertTiles((8,), 8, 8, 3, 1, channels=256), _FEW_TOKENS),
+        Row(_fp4 & _load_up_to(2), HOPPER, HopperExpertTiles((8,), 8, 8, 2, channels=256), _TILES_CHANGE),
+        Row(_fp4 & _load_up_to(22), HOPPER, HopperExpertTiles((8, 16, 32), 32, 8, 2, channels=256), _TILES_CHANGE),
+        Row(_fp4 & _load_up_to(54), HOPPER, HopperExpertTiles((32, 64), 64, 8, 1, 3), _TILES_CHANGE),
+        Row(_fp4 & _load_up_to(122), HOPPER, HopperExpertTiles((32, 64, 96, 128), 64, 8, 1, 3, False), _TILES_CHANGE),
+        Row(_fp4, HOPPER, HopperExpertTiles((32, 64, 96, 128, 160, 192), 64, 6), _TILES_CHANGE),
+        Row(
+            Condition("load >= 64", lambda problem, gpu: problem.load >= 64),
+            HOPPER,
+            HopperExpertTiles((32, 64, 96, 128, 160, 192), 64, 6),
+            "h200_experts.json: rows",
+        ),
+        Row(_float32_factors, PORTABLE, ExpertTiles(16, 64, 64, 4, 2)),
+        Row(~_wide_gpu & _load_up_to(12), PORTABLE, ExpertTiles(16, 64, 128, 4, 2)),
+        Row(~_wide_gpu & _load_up_to(24), PORTABLE, ExpertTiles(32, 64, 128, 4, 2)),
+        Row(~_wide_gpu, PORTABLE, ExpertTiles(64, 128, 64, 8, 2)),
+        Row(_fp4 & _load_up_to(6) & _one_tile, PORTABLE, ExpertTiles(8, 64, 512, 4, 2)),
+        Row(_fp4 & _load_up_to(6), PORTABLE, ExpertTiles(8, 64, 256, 4, 4)),
+        Row(_fp4 & _load_up_to(24), PORTABLE, ExpertTiles(16, 64, 256, 4, 3)),
+        Row(_fp4 & _load_up_to(48), PORTABLE, ExpertTiles(64, 64, 128, 4, 3)),
+        Row(_fp4, PORTABLE, ExpertTiles(128, 64, 128, 4, 3)),
+        Row(_load_up_to(12), PORTABLE, ExpertTiles(16, 64, 128, 4, 4)),
+        Row(_load_up_to(24), PORTABLE, ExpertTiles(32, 128, 128, 4, 3)),
+        Row(_scaled_inputs, PORTABLE, ExpertTiles(64, 128, 128, 4, 4)),
+        Row(ANY, PORTABLE, ExpertTiles(64, 128, 64, 4, 4)),
+    ],
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HopperExpertTiling:
+    """Constants of `experts_hopper_kernel`. Triton 3.6 accepts a field in a list only when it has a constexpr name.
+
+    Attributes:
+        N, K: output channels and channels of the product.
+        FP4: weights are FP4, else FP8.
+        GATED: a job computes ``swiglu`` of two products, of 32 rows of either weight per warpgroup.
+        SIZES: numbers of routed rows that a tile is rounded up to, in rising order.
+        PART: routed rows that are multiplied at once, at most; PARTS: of the largest tile.
+        STAGES: in flight.
+        OVERLAP: two parts are multiplied at once, which takes registers.
+        SCALES: input scales of a part; TMA writes at multiples of 128 bytes.
+        ROW_BLOCKS: jobs of a tile.
+        WARPGROUPS: that multiply.
+        WAIT: the previous launch wrote the tiles; otherwise it wrote rows of x alone.
+        CHANNELS: of a stage, 128 or 256: 256 of FP4 only, and with one part only.
+        BOX: routed rows that are loaded at once.
+        REGISTERS: of a thread of the warpgroups after the first; LOADERS: of the two warps that load.
+    """
+
+    N: int
+    K: int
+    FP4: bool
+    GATED: bool
+    SIZES: tuple[int, ...]
+    PART: int
+    PARTS: int
+    STAGES: int
+    OVERLAP: bool
+    SCALES: int
+    ROW_BLOCKS: int
+    WARPGROUPS: int
+    WAIT: bool
+    CHANNELS: int
+    BOX: int
+    REGISTERS: int
+    LOADERS: int
+
+
+class HopperProduct(NamedTuple):
+    """One launch of `experts_hopper_kernel`.
+
+    Attributes:
+        tiling: its constants.
+        weight_rows, weight_bytes: of a weight tile that is loaded at once.
+        programs: of the launch; registers: of a thread at its start.
+    """
+
+    tiling: HopperExpertTiling
+    weight_rows: int
+    weight_bytes: int
+    programs: int
+    registers: int
+
+
+SHARED_KIB = (200, 101, 66)  # for stages where a multiprocessor has 1, 2, 3 programs; outputs change layout in the rest
+
+
+def hopper_product(
+    problem: ExpertsProblem, tiles: HopperExpertTiles, gated: bool, wait: bool, gpu: GPU
+) -> HopperProduct:
+    """As many stages as fit into shared memory, and the registers of each warp; ``gated``: the first product."""
+    fp4, groups = problem.weights == "fp4", tiles.warpgroups
+    N, K = (problem.inner, problem.hidden) if gated else (problem.hidden, problem.inner)
+    channels = tiles.channels if fp4 else 128
+    blocks, weight_bytes = channels // 128, channels // 2 if fp4 else 128
+    parts, scales = cdiv(tiles.sizes[-1], tiles.part), max(tiles.part, 32)
+    job_rows = 64 * groups
+    stack_rows = job_rows // 2 if gated else job_rows
+    stage = job_rows * weight_bytes + parts * blocks * (128 * tiles.part + 4 * scales)
+    held = 2 * job_rows * 4 * QUAD if fp4 else 0  # scales of the weights
+    # a third warpgroup changes the layout of its outputs, too
+    shared = SHARED_KIB[tiles.programs - 1] - (10 if groups == 3 else 0)
+    room = ((shared << 10) - held) // stage
+    loaders = 40 if groups == 2 and blocks == 1 else 32
+    registers = 65536 // tiles.programs // (128 * groups + 128) // 8 * 8
+    tiling = HopperExpertTiling(
+        N=N,
+        K=K,
+        FP4=fp4,
+        GATED=gated,
+        SIZES=tiles.sizes,
+        PART=tiles.part,
+        PARTS=parts,
+        # scales of two quads of blocks are held: a block's stage is free only once its quad's are read
+        STAGES=min(tiles.stages, room, 2 * QUAD // blocks if fp4 else room),
+        OVERLAP=tiles.overlap,
+        SCALES=scales,
+        ROW_BLOCKS=cdiv(N, stack_rows),
+        WARPGROUPS=groups,
+        WAIT=wait,
+        CHANNELS=channels,
+        BOX=tiles.part if blocks == 1 else tiles.sizes[0],
+        REGISTERS=min(240, (registers * (groups + 1) - loaders) // groups // 8 * 8),
+        LOADERS=loaders,
+    )
+    weight_rows = stack_rows // groups if blocks == 1 else stack_rows
+    return HopperProduct(tiling, weight_rows, weight_bytes, gpu.multiprocessors * tiles.programs, registers)
+
+
+# --- launches beside the products ---
+
+
+class LaunchSize(NamedTuple):
+    """Elements (channels, values or pairs) of a program, and its warps."""
+
+    block: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class ProductRows:
+    """Rows around a product kernel: pairs that are grouped for it (of one channel), or inputs that are converted."""
+
+    product: str
+    rows: int
+    channels: int = 1
+
+
+@condition
+def _for_hopper(problem: ProductRows, gpu: GPU) -> bool:
+    return problem.product == HOPPER
+
+
+@condition
+def _few_pairs(problem: ProductRows, gpu: GPU) -> bool:
+    """Each program compares every pair with every other one, which saves launches before it."""
+    return problem.rows <= 64
+
+
+def _pair_blocks(problem: ProductRows, gpu: GPU) -> LaunchSize:
+    block = min(next_power_of_2(problem.rows), 4096)
+    return LaunchSize(block, max(1, min(8, block // 256)))
+
+
+# `place_rows_kernel` and `place_pairs_kernel` read what `count_chunks_kernel` and `count_pairs_kernel` counted.
+GROUPINGS = Table(
+    "moe.grouping",
+    {
+        "prepare_decode_rows_kernel": _for_hopper,
+        "place_rows_kernel": _for_hopper,
+        PORTABLE: ~_for_hopper,
+        "place_pairs_kernel": ~_for_hopper,
+    },
+    [
+        Row(_few_pairs, "prepare_decode_rows_kernel", LaunchSize(512, 4)),
+        Row(ANY, "place_rows_kernel", LaunchSize(128, 4), "h100_experts.json: placing_pairs"),
+        Row(_few_pairs, PORTABLE),
+        Row(ANY, "place_pairs_kernel", _pair_blocks),
+    ],
+)
+CHUNK = 512  # pairs that a program of `count_chunks_kernel` counts
+
+
+def _whole_steps(problem: ProductRows, gpu: GPU) -> LaunchSize:
+    block = next(size for size in (2048, 1024, 512) if problem.channels % size == 0)
+    return LaunchSize(block, block // 512)
+
+
+def _up_to_channels(problem: ProductRows, gpu: GPU) -> LaunchSize:
+    block = min(next_power_of_2(problem.channels), 512 if problem.rows * problem.channels < 1 << 18 else 1024)
+    return LaunchSize(block, max(1, block // 256))
+
+
+PRODUCT_INPUTS = Table(
+    "moe.inputs",
+    {"prepare_rows_kernel": _for_hopper, "prepare_inputs_kernel": ~_for_hopper},
+    [Row(ANY, "prepare_rows_kernel", _whole_steps), Row(ANY, "prepare_inputs_kernel", _up_to_channels)],
+)
+
+
+@dataclass(frozen=True)
+class ValuesProblem:
+    """Results that programs compute in blocks, each by itself."""
+
+    values: int
+
+
+def _values_up_to(bits: int) -> Condition[ValuesProblem]:
+    return Condition(f"values <= 2**{bits}", lambda problem, gpu: problem.values <= 1 << bits)
+
+
+COMBINES = Table(
+    "moe.combine",
+    {"moe_combine_kernel": ANY},
+    [
+        Row(_values_up_to(18), "moe_combine_kernel", LaunchSize(128, 1)),
+        Row(_values_up_to(22), "moe_combine_kernel", LaunchSize(512, 4)),
+        Row(ANY, "moe_combine_kernel", LaunchSize(1024, 4)),
+    ],
+)
+SWIGLUS = Table(
+    "moe.swiglu",
+    {"swiglu_kernel": ANY},
+    [Row(_values_up_to(18), "swiglu_kernel", LaunchSize(256, 1)), Row(ANY, "swiglu_kernel", LaunchSize(1024, 4))],
+)
+
+
+@dataclass(frozen=True)
+class ExpertsPlan:
+    """Launches of one pass of `moe_experts`, in order.
+
+    Attributes:
+        grouping: pairs by expert; `grouped_product_kernel` where it groups them itself. `prepare_decode_rows_kernel`
+            also quantises the tokens.
+        inputs: converts the tokens; None where the launch before does, or the product reads them as they are.
+        product: both products, of w1 and w3, and of w2.
+        hidden: converts the results of the first product, or None.
+        combine: sums up the outputs of each token's pairs.
+        factors: of `grouped_product_kernel`.
+        hopper: both products of `experts_hopper_kernel`; None for the other one.
+        native_fp8, pdl: of the GPU.
+    """
+
+    grouping: Choice
+    inputs: Choice | None
+    product: Choice
+    hidden: Choice | None
+    combine: Choice
+    factors: ExpertFactors
+    hopper: tuple[HopperProduct, HopperProduct] | None
+    native_fp8: bool
+    pdl: bool
+
+
+@planner("moe.experts")
+def plan_experts(problem: ExpertsProblem, gpu: GPU) -> ExpertsPlan:
+    """Chooses the product kernel, then the launches around it."""
+    product, factors = PRODUCTS.choose(problem, gpu), expert_factors(problem, gpu)
+    tokens, pairs, on_hopper = problem.tokens, problem.pairs, product.kernel == HOPPER
+    grouping = GROUPINGS.choose(ProductRows(product.kernel, pairs), gpu)
+    inputs = hidden = hopper = None
+    if on_hopper or factors.prepared:
+        hidden = PRODUCT_INPUTS.choose(ProductRows(product.kernel, pairs, problem.inner), gpu)
+    decode = grouping.kernel == "prepare_decode_rows_kernel"
+    if hidden is not None and not decode:
+        inputs = PRODUCT_INPUTS.choose(ProductRows(product.kernel, tokens, problem.hidden), gpu)
+    if on_hopper:
+        first = hopper_product(problem, product.config, True, decode, gpu)
+        hopper = first, hopper_product(problem, product.config, False, False, gpu)
+    combine = COMBINES.choose(ValuesProblem(tokens * problem.hidden), gpu)
+    return ExpertsPlan(grouping, inputs, product, hidden, combine, factors, hopper, gpu.native_fp8, gpu.pdl)
+
+
+@dataclass(frozen=True)
+class RouteProblem:
+    """Tokens of ``channels`` values that are routed to some of ``experts`` experts."""
+
+    tokens: int
+    channels: int
+    experts: int
+
+
+# block: channels of a split-K partial of the scores, which `float32_product` computes; a warp selects for one token
+SELECTS = Table("moe.select", {"moe_select_kernel": ANY}, [Row(ANY, "moe_select_kernel", LaunchSize(256, 1))])
+
+
+@dataclass(frozen=True)
+class OneKernelPlan:
+    """One kernel; ``pdl``: its programs start before the previous kernel has ended."""
+
+    kernel: Choice
+    pdl: bool
+
+
+@planner("moe.swiglu")
+def plan_swiglu(problem: ValuesProblem, gpu: GPU) -> OneKernelPlan:
+    """One launch over all values."""
+    return OneKernelPlan(SWIGLUS.choose(problem, gpu), gpu.pdl)
+
+
+@planner("moe.route")
+def plan_route(problem: RouteProblem, gpu: GPU) -> OneKernelPlan:
+    """One configuration for any number of tokens."""
+    return OneKernelPlan(SELECTS.choose(problem, gpu), gpu.pdl)
