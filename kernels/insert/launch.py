@@ -257,13 +257,7 @@ def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRo
     if T:
         plan = plan_entries(RowsProblem(T), gpu(rows.device))
         rope_insert_kernel[(T,)](
-            arguments,
-            SHAPE=shape,
-            NATIVE_FP8=plan.native_fp8,
-            PDL=plan.pdl,
-            enable_fp_fusion=True,
-            num_warps=plan.rows.config.warps,
-            launch_pdl=plan.pdl,
+            arguments, SHAPE=shape, NATIVE_FP8=plan.native_fp8, enable_fp_fusion=True, **plan.options
         )
 
 
@@ -352,10 +346,8 @@ def insert_latents(tokens: LatentTokens) -> Tensor:
             QUERY_SHAPE=query_shape,
             INDEX_SHAPE=index_shape,
             NATIVE_FP8=plan.native_fp8,
-            PDL=plan.pdl,
             enable_fp_fusion=True,
-            num_warps=plan.rows.config.warps,
-            launch_pdl=plan.pdl,
+            **plan.options,
         )
     return query.out
 
@@ -385,14 +377,7 @@ def query_norm_rope(heads: QueryHeads) -> Tensor:
     """See `kernels.insert.query_norm_rope`."""
     plan, rows, shape, out, blocks = head_launch(heads)
     if len(out):
-        query_norm_rope_kernel[(len(out), blocks)](
-            rows,
-            SHAPE=shape,
-            PDL=plan.pdl,
-            enable_fp_fusion=True,
-            num_warps=plan.rows.config.warps,
-            launch_pdl=plan.pdl,
-        )
+        query_norm_rope_kernel[(len(out), blocks)](rows, SHAPE=shape, enable_fp_fusion=True, **plan.options)
     return out
 
 

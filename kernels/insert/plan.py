@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import ANY, Choice, Row, Table, cdiv, condition, next_power_of_2, planner
@@ -116,6 +116,11 @@ class RowsPlan:
     rows: Choice
     pdl: bool
     native_fp8: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What every launch of row programs says besides its arguments."""
+        return {"PDL": self.pdl, "num_warps": self.rows.config.warps, "launch_pdl": self.pdl}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from deepseek_attn.kernels.common.fp8 import e4m3_pairs, group_scales, scaled
+from deepseek_attn.kernels.common.fp8 import quantize_pairs
 from deepseek_attn.kernels.common.row_ops import begin, rotated_back
 
 
@@ -117,11 +117,7 @@ def quantize_input_kernel(rows, M, CONSTANTS: tl.constexpr):
     out_word = group_word + token[:, None] * (rows.out_stride // 2) + (pair % (GROUP_K // 2))[None, :]
     if CONSTANTS.QUANTIZE:
         GROUPS: tl.constexpr = CONSTANTS.CHANNELS // 128
-        # the largest magnitude by its bits, of which a NaN has more than any number
-        bits = tl.maximum(first.to(tl.int32, bitcast=True) & 0x7FFFFFFF, second.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        scale, factor = group_scales(tl.max(tl.reshape(bits, (BLOCK_M, GROUPS, 64)), 2), POW2)
-        factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (BLOCK_M, GROUPS, 64)), (BLOCK_M, PAIRS))
-        codes = e4m3_pairs(scaled(first, factor, POW2), scaled(second, factor, POW2), CONSTANTS.NATIVE_FP8)
+        codes, scale = quantize_pairs(first, second, POW2, CONSTANTS.NATIVE_FP8)
         tl.store(rows.out.to(tl.pointer_type(tl.int16)) + out_word, codes, mask=inside)
         group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
         target = rows.scale + group[None, :].to(tl.int64) * rows.scale_stride + token[:, None]
