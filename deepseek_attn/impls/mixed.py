@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepseek_attn.impls import flash_mla
 from deepseek_attn.impls.base import AttentionLayer, AttentionSpec, DeepseekV4SparseMLABackend
 from deepseek_attn.impls.flashmla import FlashMLAKernels
 from deepseek_attn.impls.flow import SplitAttentionImpl
 from deepseek_attn.impls.triton import TritonKernels
 from deepseek_attn.kernels.attention import PagedKeys
-from deepseek_attn.kernels.common.device import compute_capability
+from deepseek_attn.kernels.attention.plan import LayerCall, plan_library
+from deepseek_attn.kernels.common.device import compute_capability, gpu
 
 
 class MixedKernels(SplitAttentionImpl):
@@ -44,41 +44,20 @@ class MixedKernels(SplitAttentionImpl):
 
     @classmethod
     def attend_pages(cls, layer: AttentionLayer, q: Tensor, keys: list[PagedKeys], output: Tensor | None) -> Tensor:
-        if keys[0].record.name == "fp8_v32":
-            flashmla = decodes_v32_on_flashmla(q.shape[0], q.shape[1])
-        else:
-            flashmla = decodes_on_flashmla(q.shape[0], q.shape[1], sum(part.indices.shape[1] for part in keys))
-        return _kernels(flashmla).attend_pages(layer, q, keys, output)
+        width = sum(part.indices.shape[1] for part in keys)
+        return _kernels(q, width, keys[0].record.name).attend_pages(layer, q, keys, output)
 
     @classmethod
     def attend_rows(
         cls, layer: AttentionLayer, q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, output: Tensor | None
     ) -> Tensor:
-        return _kernels(q.shape[1] in flash_mla.HEADS).attend_rows(layer, q, kv, indices, lens, output)
+        return _kernels(q, indices.shape[1]).attend_rows(layer, q, kv, indices, lens, output)
 
 
-def decodes_on_flashmla(queries: int, heads: int, keys: int) -> bool:
-    """Whether FlashMLA's decode kernel is the faster one for queries of up to ``keys`` keys each.
-
-    With 64 heads and fewer it is not. With 128 heads, pairs of its blocks decode a key once for all of them, and win
-    where many queries fill the GPU.
-    """
-    if heads != 128:
-        return False
-    window, long = keys <= 128, keys > 2048
-    return queries > (8 if window or long else 32)
-
-
-def decodes_v32_on_flashmla(queries: int, heads: int) -> bool:
-    """`decodes_on_flashmla` for V3.2's records, whose conversion costs Triton more: every query reads up to 2048.
-
-    Head counts that FlashMLA is not compiled for pay for padding, and win later.
-    """
-    return queries >= {64: 8, 128: 2}.get(heads, 32)
-
-
-def _kernels(flashmla: bool) -> type[SplitAttentionImpl]:
-    return FlashMLAKernels if flashmla else TritonKernels
+def _kernels(q: Tensor, width: int, record: str = "") -> type[SplitAttentionImpl]:
+    """Whose kernels attend with ``q [T, heads, d]`` to up to ``width`` keys: of pages of ``record``, or of rows."""
+    call = LayerCall(q.shape[0], q.shape[1], width, record)
+    return FlashMLAKernels if plan_library(call, gpu(q.device)).flashmla else TritonKernels
 
 
 class DeepseekV4MixedSparseImpl(MixedKernels):

@@ -1,8 +1,8 @@
-"""Attention of each query over its own list of keys in Triton, for any GPU from compute capability 8.0 on.
+"""Attention of each query over its own list of keys, for any GPU from compute capability 8.0 on: checks.
 
-Keys are read in place: rows of a workspace, or entries of one or two paged pools. This file checks arguments;
-`launch_config` chooses among `attend_triton` (any GPU), `attend_hopper` (``fp8_v4`` pages), `attend_v32_hopper`
-(``fp8_v32`` pages) and `attend_rows_hopper` (rows), and `launch` launches.
+Keys are read in place: rows of a workspace, or entries of one or two paged pools. `plan` chooses among `attend_triton`
+(any GPU), `attend_hopper` (``fp8_v4`` pages), `attend_v32_hopper` (``fp8_v32`` pages) and `attend_rows_hopper` (rows);
+`launch` launches.
 """
 
 from __future__ import annotations
@@ -13,28 +13,15 @@ import torch
 import triton
 from torch import Tensor
 
-from deepseek_attn.kernels.attention.launch import (
-    EntryLayout,
-    Keys,
-    combine_partials,
-    launch_attention,
-    launch_rows_hopper,
-)
-from deepseek_attn.kernels.attention.launch_config import (
-    LaunchConfig,
-    choose_config,
-    dot_dtype,
-    supports_rows_hopper,
-)
-from deepseek_attn.kernels.attention.projected import Projected, ProjectedLaunch, ProjectedShape
-from deepseek_attn.kernels.attention.types import PagedKeys, check_max_logits
-from deepseek_attn.kernels.common.device import FLOATS, fp8_view, gpu, has_native_fp8, on_gpu
+from deepseek_attn.kernels.attention.attend_triton import AttendOutputs
+from deepseek_attn.kernels.attention.launch import RawQ, launch
+from deepseek_attn.kernels.attention.plan import AttendProblem, plan_attend
+from deepseek_attn.kernels.attention.types import AttendedKeys, EntryLayout, PagedKeys, check_max_logits
+from deepseek_attn.kernels.common.device import FLOATS, gpu, on_gpu
 from deepseek_attn.kernels.common.heads import QueryHeads, check_projected
-from deepseek_attn.kernels.common.invariance import planned_rows
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.row_ops import row_block
-from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 V41_PAIR = {"fp8_v41", "fp4_v41"}  # the only records that one launch reads together
 
@@ -49,9 +36,8 @@ def sparse_attention(
     d_v: int | None = None,
     out: Tensor | None = None,
     max_logits: Tensor | None = None,
-    config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.attention.sparse_attention`; ``config`` overrides the choice of a launch configuration."""
+    """`kernels.attention.sparse_attention`."""
     _check_query(q, sink, indices, lens)
     if kv.dim() != 2 or kv.shape[1] != q.shape[2] or kv.stride(1) != 1 or kv.dtype not in FLOATS:
         raise ValueError(
@@ -62,11 +48,9 @@ def sparse_attention(
     d_v = q.shape[2] if d_v is None else d_v
     if not 0 < d_v <= q.shape[2]:
         raise ValueError(f"d_v must be in 1 .. {q.shape[2]}, got {d_v}")
-    indices, lens, sink = _rows_contiguous(indices), _contiguous(lens), _contiguous(sink)
-    if config is None and supports_rows_hopper(q, kv, indices, d_v, gpu(q.device)):
-        return launch_rows_hopper(q, kv, indices, scale, sink, lens, _checked_out(q, d_v, out), max_logits)
-    keys = Keys(EntryLayout(q.shape[2], q.shape[2]), kv, 1, kv.stride(0), kv.shape[0], indices, lens)
-    return _attend(q, [keys], scale, sink, d_v, out, config, max_logits)
+    layout = EntryLayout(1, q.shape[2], q.shape[2])
+    keys = AttendedKeys(layout, kv, kv.stride(0), kv.shape[0], _rows_contiguous(indices), _contiguous(lens))
+    return _attend(q, [keys], scale, sink, d_v, out, max_logits, rows=True)
 
 
 def sparse_attention_paged(
@@ -76,14 +60,13 @@ def sparse_attention_paged(
     sink: Tensor | None = None,
     d_v: int | None = None,
     out: Tensor | None = None,
-    config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.attention.sparse_attention_paged`; ``config`` as in `sparse_attention`."""
+    """`kernels.attention.sparse_attention_paged`."""
     checked_keys, dim = _checked_pools(q, keys, sink), q.shape[2]
     d_v = dim if d_v is None else d_v
     if not 0 < d_v <= dim:
         raise ValueError(f"d_v must be in 1 .. {dim}, got {d_v}")
-    return _attend(q, checked_keys, scale, _contiguous(sink), d_v, out, config)
+    return _attend(q, checked_keys, scale, sink, d_v, out)
 
 
 def attend_heads(
@@ -94,15 +77,14 @@ def attend_heads(
     groups: int,
     pow2_scales: bool = True,
     q: Tensor | None = None,
-    config: LaunchConfig | None = None,
 ) -> QuantizedRows:
-    """`kernels.attention.attend_heads`; ``config`` as in `sparse_attention`."""
+    """`kernels.attention.attend_heads`."""
     check_projected(heads)
-    (T, width), H, sink = heads.q.shape, heads.num_heads, _contiguous(sink)
-    projected = heads.q.view(T, H, width // H)
-    if q is not None and (q.shape != projected.shape or q.dtype != projected.dtype or q.stride(2) != 1):
-        raise ValueError(f"q must be {tuple(projected.shape)} {projected.dtype}, got {tuple(q.shape)} {q.dtype}")
-    rotated, q = q is not None, projected if q is None else q
+    (T, width), H = heads.q.shape, heads.num_heads
+    raw_q = heads.q.view(T, H, width // H)
+    if q is not None and (q.shape != raw_q.shape or q.dtype != raw_q.dtype or q.stride(2) != 1):
+        raise ValueError(f"q must be {tuple(raw_q.shape)} {raw_q.dtype}, got {tuple(q.shape)} {q.dtype}")
+    rotated, q = q is not None, raw_q if q is None else q
     pools = _with_entries(_checked_pools(q, keys, sink))
     _check_heads(heads, keys[0].record, groups)
     if not pools:
@@ -110,15 +92,10 @@ def attend_heads(
     rows = empty_quantized_rows(T, width, q.device, pow2_scales, groups)
     if not T:
         return rows
-    dtype, dim = dot_dtype(q.dtype, pools[0].pool.dtype, pools[0].layout.group), q.shape[2]
-    config = _chosen_config(q, pools, dtype, sink, dim, from_heads=True) if config is None else config
-    launch = _projected_launch(heads, rows, rotated)
-    lse = torch.empty(T, config.splits, H, dtype=torch.float32, device=q.device)
-    final = config.splits == 1 and config.hopper and dim == 512  # which `attend_hopper_kernel` stores as FP8
-    partials = None if final else torch.empty(T, config.splits, H, dim, dtype=_partial_dtype(dtype), device=q.device)
-    launch_attention(q, pools, dtype, scale, sink, dim, None, partials, lse, None, config, launch)
-    if partials is not None:
-        combine_partials(partials, lse, sink, None, None, launch)
+    plan, dim = plan_attend(AttendProblem.of(q, pools, q.shape[2], False, sink, raw_q=True), gpu(q.device)), q.shape[2]
+    lse = None if plan.combine else torch.empty(T, H, dtype=torch.float32, device=q.device)
+    outputs = AttendOutputs(None, 0, 0, lse, None, _contiguous(sink))
+    launch(plan, q, pools, scale, outputs, dim, RawQ.of(heads, rows, rotated, plan))
     return rows
 
 
@@ -134,33 +111,7 @@ def _check_heads(heads: QueryHeads, record: CacheRecord, groups: int) -> None:
         )
 
 
-def _projected_launch(heads: QueryHeads, rows: QuantizedRows, rotated: bool) -> ProjectedLaunch:
-    """What the kernels need to read ``heads``, or queries that are ``rotated`` already, and to write ``rows``."""
-    values, scale, pow2_scales = rows
-    arguments = Projected(
-        positions=heads.positions,
-        cos_sin=heads.cos_sin,
-        max_positions=len(heads.cos_sin),
-        eps=heads.eps,
-        fp8=fp8_view(values),
-        group_stride=values.stride(0),
-        row_stride=values.stride(1),
-        group_heads=heads.num_heads // len(values),
-        fp8_scale=scale,
-        fp8_scale_stride=scale.stride(1),
-    )
-    shape = ProjectedShape(
-        DTYPE=TRITON_DTYPES[heads.q.dtype],
-        ROPE=heads.cos_sin.shape[1],
-        ROTATED=rotated,
-        NORM=heads.norm,
-        POW2=pow2_scales,
-        NATIVE_FP8=has_native_fp8(heads.q.device),
-    )
-    return ProjectedLaunch(arguments, shape)
-
-
-def _checked_pools(q: Tensor, keys: Sequence[PagedKeys], sink: Tensor | None) -> list[Keys]:
+def _checked_pools(q: Tensor, keys: Sequence[PagedKeys], sink: Tensor | None) -> list[AttendedKeys]:
     """Keys as the kernels read them; ValueError if they do not go with each other or with ``q``."""
     if not 1 <= len(keys) <= 2:
         raise ValueError(f"one or two pools share a softmax, got {len(keys)}")
@@ -175,21 +126,22 @@ def _checked_pools(q: Tensor, keys: Sequence[PagedKeys], sink: Tensor | None) ->
     return checked_keys
 
 
-def _with_entries(keys: list[Keys]) -> list[Keys]:
+def _with_entries(keys: list[AttendedKeys]) -> list[AttendedKeys]:
     """Those with columns of indices and entries to read."""
     return [pool_keys for pool_keys in keys if pool_keys.indices.shape[1] and pool_keys.limit]
 
 
-def _entry_layout(record: CacheRecord) -> EntryLayout:
+def _entry_layout(record: CacheRecord, n: int) -> EntryLayout:
+    """The layout of entries in pages of ``n``; ValueError if no kernel reads the record."""
     nope, rope = record.nope_dim, record.rope_dim
     if record.name == "plain":
-        return EntryLayout(record.dim, record.dim)
+        return EntryLayout(n, record.dim, record.dim)
     if record.name == "fp8_v4":
-        layout, most = EntryLayout(nope, nope + 2 * rope, nope, 64), 512  # 8 scale bytes are read at once
+        layout, most = EntryLayout(n, nope, nope + 2 * rope, nope, 64), 512  # 8 scale bytes are read at once
     elif record.name == "fp8_v32":
-        layout, most = EntryLayout(nope, record.entry_bytes, nope + nope // 32, 128), 1 << 16
+        layout, most = EntryLayout(n, nope, record.entry_bytes, nope + nope // 32, 128), 1 << 16
     elif record.name in V41_PAIR:
-        return EntryLayout(record.dim, record.row_bytes[0], group=32 if record.name == "fp8_v41" else 16)
+        return EntryLayout(n, record.dim, record.row_bytes[0], group=32 if record.name == "fp8_v41" else 16)
     else:
         raise ValueError(f"records that are read are plain, fp8_v4, fp8_v32, fp8_v41 and fp4_v41, got {record.name!r}")
     if nope > most or rope % 16:
@@ -199,25 +151,25 @@ def _entry_layout(record: CacheRecord) -> EntryLayout:
     return layout
 
 
-def _checked_keys(keys: PagedKeys) -> Keys:
+def _checked_keys(keys: PagedKeys) -> AttendedKeys:
     record, pool, n = keys.record, keys.pool, keys.entries
     unit = record.dtype.itemsize if record.name == "plain" else {"fp8_v4": 8, "fp8_v32": 4}.get(record.name, 1)
     check_pool(record, pool, n, unit)
     if record.name == "plain":
         pool = pool[:, : pool.shape[1] // unit * unit].view(record.dtype)
     indices, lens = _rows_contiguous(keys.indices), _contiguous(keys.lens)
-    return Keys(_entry_layout(record), pool, n, pool.stride(0), pool.shape[0] * n, indices, lens)
+    return AttendedKeys(_entry_layout(record, n), pool, pool.stride(0), pool.shape[0] * n, indices, lens)
 
 
 def _attend(
     q: Tensor,
-    keys: list[Keys],
+    keys: list[AttendedKeys],
     scale: float,
     sink: Tensor | None,
     d_v: int,
     out: Tensor | None,
-    config: LaunchConfig | None,
     max_logits: Tensor | None = None,
+    rows: bool = False,
 ) -> tuple[Tensor, Tensor]:
     T, H, _ = q.shape
     out = _checked_out(q, d_v, out)
@@ -227,50 +179,11 @@ def _attend(
         if max_logits is not None:
             max_logits.fill_(float("-inf"))
         return out.zero_(), lse.fill_(float("inf"))
+    plan = plan_attend(AttendProblem.of(q, keys, d_v, rows, sink), gpu(q.device))
     q = q if q.stride(2) == 1 else q.contiguous()
-    dtype = dot_dtype(q.dtype, keys[0].pool.dtype, keys[0].layout.group)
-    if config is None:
-        config = _chosen_config(q, keys, dtype, sink, d_v)
-    if config.splits == 1:
-        launch_attention(q, keys, dtype, scale, sink, d_v, out, out, lse, max_logits, config)
-        return out, lse
-    partials = torch.empty(T, config.splits, H, d_v, dtype=_partial_dtype(dtype), device=q.device)
-    partial_lse = torch.empty(T, config.splits, H, dtype=torch.float32, device=q.device)
-    partial_max = None if max_logits is None else torch.empty_like(partial_lse)
-    launch_attention(q, keys, dtype, scale, sink, d_v, out, partials, partial_lse, partial_max, config)
-    combine_partials(partials, partial_lse, sink, out, lse)
-    if max_logits is not None:
-        torch.amax(partial_max, 1, out=max_logits)
+    outputs = AttendOutputs(out, out.stride(0), out.stride(1), lse, max_logits, _contiguous(sink))
+    launch(plan, q, keys, scale, outputs, d_v)
     return out, lse
-
-
-def _partial_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of split-K partials for products of ``dtype``."""
-    return torch.float16 if dtype == torch.float16 else torch.float32
-
-
-def _chosen_config(
-    q: Tensor, keys: list[Keys], dtype: torch.dtype, sink: Tensor | None, d_v: int, from_heads: bool = False
-) -> LaunchConfig:
-    T, H, dim = q.shape
-    width = sum(pool_keys.indices.shape[1] for pool_keys in keys)
-    hopper = _fits_hopper(keys, dtype, sink, dim, d_v)
-    return choose_config(planned_rows(T), H, dim, width, dtype, hopper, gpu(q.device), from_heads)
-
-
-def _fits_hopper(keys: list[Keys], dtype: torch.dtype, sink: Tensor | None, dim: int, d_v: int) -> bool:
-    """Whether `attend_hopper_kernel` or `attend_v32_hopper_kernel` supports these arguments.
-
-    The latter reads entries 16 bytes at a time, which are aligned where pages are.
-    """
-    first, layout = keys[0], keys[0].layout
-    if dim - layout.nope != 64:
-        return False
-    if layout.group == 64:
-        return dtype == torch.float16 and dim in (128, 256, 512)
-    if layout.group != 128 or dtype != torch.bfloat16 or layout.nope not in (256, 512) or d_v != layout.nope:
-        return False
-    return len(keys) == 1 and sink is None and first.pool.data_ptr() % 16 == 0 and first.stride % 16 == 0
 
 
 def _rows_contiguous(indices: Tensor) -> Tensor:

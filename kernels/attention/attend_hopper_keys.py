@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -9,72 +11,106 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from deepseek_attn.kernels.common.gluon import barrier, reinterpret
 
 
+class KeyLists(NamedTuple):
+    """Slots of a query's keys in two pools; of one pool twice the same.
+
+    Attributes:
+        lens0, lens1: ``[T]`` columns that count, or None for all ``width0`` and ``width1``.
+        indices0, indices1: this query's row of slots; limit0, limit1: entries in the pools.
+    """
+
+    lens0: Any
+    lens1: Any
+    width0: Any
+    width1: Any
+    indices0: Any
+    indices1: Any
+    limit0: Any
+    limit1: Any
+
+
+class KeyPools(NamedTuple):
+    """Bytes of the pools, and bytes from one page to the next."""
+
+    pool0: Any
+    pool1: Any
+    page_stride0: Any
+    page_stride1: Any
+
+
+class KeyCounts(NamedTuple):
+    """Columns of a query that count in each pool, tiles of the first pool, and all tiles."""
+
+    len0: Any
+    len1: Any
+    tiles0: Any
+    tiles: Any
+
+
 @gluon.jit
-def lengths(t, where, POOLS: gl.constexpr, HAS_LENS0: gl.constexpr, HAS_LENS1: gl.constexpr):
-    """Columns that count in each pool, tiles of the first pool, and all tiles.
+def key_counts(t, lists, POOLS: gl.constexpr):
+    """`KeyCounts` of query ``t``.
 
     Of two pools the first has as many tiles as its rows are wide, so that where tiles lie does not depend on lengths.
     """
-    lens0_ptr, lens1_ptr, width0, width1 = where
-    len0 = width0
-    if HAS_LENS0:
-        len0 = gl.minimum(gl.load(lens0_ptr + t), width0).to(gl.int32)
+    len0 = lists.width0
+    if lists.lens0 is not None:
+        len0 = gl.minimum(gl.load(lists.lens0 + t), lists.width0).to(gl.int32)
     len1 = len0
     if POOLS == 2:
-        len1 = width1
-        if HAS_LENS1:
-            len1 = gl.minimum(gl.load(lens1_ptr + t), width1).to(gl.int32)
-        tiles0 = (width0 + 63) // 64
+        len1 = lists.width1
+        if lists.lens1 is not None:
+            len1 = gl.minimum(gl.load(lists.lens1 + t), lists.width1).to(gl.int32)
+        tiles0 = (lists.width0 + 63) // 64
         tiles = tiles0 + (gl.maximum(len1, 0) + 63) // 64
     else:
         tiles = (gl.maximum(len0, 0) + 63) // 64
         tiles0 = tiles
-    return len0, len1, tiles0, tiles
+    return KeyCounts(len0, len1, tiles0, tiles)
 
 
 @gluon.jit
-def _load_slots(tile, rows, POOLS: gl.constexpr, layout: gl.constexpr):
+def _load_slots(tile, lists, tiles0, POOLS: gl.constexpr, layout: gl.constexpr):
     """Loads the slots of a tile, whatever the lengths; -1 past the width of the index rows."""
-    indices0, indices1, width0, width1, _len0, _len1, _limit0, _limit1, tiles0 = rows
     column = tile * 64 + gl.arange(0, 64, layout=layout)
-    row = indices0
-    width = width0
+    row = lists.indices0
+    width = lists.width0
     if POOLS == 2:
         in_first = tile < tiles0
         column = gl.where(in_first, column, column - tiles0 * 64)
-        row = gl.where(in_first, indices0, indices1)
-        width = gl.where(in_first, width0, width1)
+        row = gl.where(in_first, lists.indices0, lists.indices1)
+        width = gl.where(in_first, lists.width0, lists.width1)
     return gl.load(row + column, mask=column < width, other=-1)
 
 
 @gluon.jit
-def _valid(slot, tile, rows, POOLS: gl.constexpr, layout: gl.constexpr):
+def _valid(slot, tile, lists, counts, POOLS: gl.constexpr, layout: gl.constexpr):
     """Slots of the keys of a tile, -1 where there is none."""
-    _indices0, _indices1, _width0, _width1, len0, len1, limit0, limit1, tiles0 = rows
     column = tile * 64 + gl.arange(0, 64, layout=layout)
-    count = len0
-    limit = limit0
+    count = counts.len0
+    limit = lists.limit0
     if POOLS == 2:
-        in_first = tile < tiles0
-        count = gl.where(in_first, len0, len1 + tiles0 * 64)
-        limit = gl.where(in_first, limit0, limit1)
+        in_first = tile < counts.tiles0
+        count = gl.where(in_first, counts.len0, counts.len1 + counts.tiles0 * 64)
+        limit = gl.where(in_first, lists.limit0, lists.limit1)
     return gl.where((column < count) & (slot >= 0) & (slot < limit), slot.to(gl.int32), -1)
 
 
 @gluon.jit
-def _address(slot, tile, tiles0, pools, N0: gl.constexpr, N1: gl.constexpr, NOPE: gl.constexpr, POOLS: gl.constexpr):
+def _address(slot, tile, tiles0, pools, SHAPE: gl.constexpr, POOLS: gl.constexpr):
     """Pointers to the bytes of entries, and to their scales."""
-    ROW: gl.constexpr = NOPE + 128
-    pool0, pool1, page_stride0, page_stride1 = pools
+    N0: gl.constexpr = SHAPE.N0
+    N1: gl.constexpr = SHAPE.N1
+    ROW: gl.constexpr = SHAPE.NOPE + 128  # one byte for each quantised channel, two for each of 64 others
     page = (slot // N0).to(gl.int64)
     entry = slot % N0
-    pool = pool0
-    page_stride = page_stride0
+    pool = pools.pool0
+    page_stride = pools.page_stride0
     scale_start = N0 * ROW
     if POOLS == 2:
         in_first = tile < tiles0
-        pool = gl.where(in_first, pool0, pool1)
-        page_stride = gl.where(in_first, page_stride0, page_stride1)
+        pool = gl.where(in_first, pools.pool0, pools.pool1)
+        page_stride = gl.where(in_first, pools.page_stride0, pools.page_stride1)
         if N0 != N1:
             page = gl.where(in_first, page, (slot // N1).to(gl.int64))
             entry = gl.where(in_first, entry, slot % N1)
@@ -84,21 +120,12 @@ def _address(slot, tile, tiles0, pools, N0: gl.constexpr, N1: gl.constexpr, NOPE
 
 
 @gluon.jit
-def _fetch(
-    slot,
-    tile,
-    tiles0,
-    pools,
-    N0: gl.constexpr,
-    N1: gl.constexpr,
-    NOPE: gl.constexpr,
-    POOLS: gl.constexpr,
-    layout: gl.constexpr,
-):
+def _fetch(slot, tile, tiles0, pools, SHAPE: gl.constexpr, POOLS: gl.constexpr, layout: gl.constexpr):
     """The bytes of keys as 32-bit words, pieces of 64 channels, and the scale bytes as one int64."""
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    NOPE: gl.constexpr = SHAPE.NOPE
     valid = slot >= 0
-    row, scale = _address(gl.maximum(slot, 0), tile, tiles0, pools, N0, N1, NOPE, POOLS)
+    row, scale = _address(gl.maximum(slot, 0), tile, tiles0, pools, SHAPE, POOLS)
     scales = gl.load(scale, mask=valid, other=0)
     row = row.to(gl.pointer_type(gl.int32))
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))
@@ -113,9 +140,9 @@ def _fetch(
 
 
 @gluon.jit
-def _prefetch(slot, tile, tiles0, pools, N0: gl.constexpr, N1: gl.constexpr, NOPE: gl.constexpr, POOLS: gl.constexpr):
+def _prefetch(slot, tile, tiles0, pools, SHAPE: gl.constexpr, POOLS: gl.constexpr):
     """Prefetches keys into the L2, a tile before they are loaded."""
-    row, _ = _address(gl.maximum(slot, 0), tile, tiles0, pools, N0, N1, NOPE, POOLS)
+    row, _ = _address(gl.maximum(slot, 0), tile, tiles0, pools, SHAPE, POOLS)
     QUAD: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     row = gl.convert_layout(row.to(gl.int64, bitcast=True), gl.SliceLayout(1, QUAD))
     address = row[:, None] + 144 * gl.arange(0, 4, layout=gl.SliceLayout(0, QUAD))[None, :]
@@ -180,35 +207,35 @@ def side_by_side(values, START: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def decode(
-    work, where, pools, limits, keys, bias, barriers,
-    NOPE: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, POOLS: gl.constexpr,
-    HAS_LENS0: gl.constexpr, HAS_LENS1: gl.constexpr,
-):  # fmt: skip
-    """Decodes the keys of tile after tile; ``bias`` is -inf where there is no key."""
-    t, split, splits, _first_head, _H = work
-    _lens0_ptr, _lens1_ptr, width0, width1 = where
-    indices0, indices1, limit0, limit1 = limits
-    full, _ready, empty, _queried, _final = barriers
+def decode(work, lists, pools, tiles, SHAPE: gl.constexpr, POOLS: gl.constexpr):
+    """Decodes the keys of tile after tile; ``bias`` is -inf where there is no key.
+
+    Three tiles are on their way: slots of the one after the next, bytes of the next, values of this one.
+    """
+    NOPE: gl.constexpr = SHAPE.NOPE
     RAW: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, RAW)
-    len0, len1, tiles0, tiles = lengths(t, where, POOLS, HAS_LENS0, HAS_LENS1)
-    rows = (indices0, indices1, width0, width1, len0, len1, limit0, limit1, tiles0)
-    slot = _valid(_load_slots(split, rows, POOLS, ROWS), split, rows, POOLS, ROWS)
-    next_slots = _load_slots(split + splits, rows, POOLS, ROWS)
-    pieces, scales = _fetch(slot, split, tiles0, pools, N0, N1, NOPE, POOLS, RAW)
-    pairs = reinterpret(keys, gl.int32, [2, 64, NOPE // 2 + 32], gl.NVMMASharedLayout(128, 32, 2))
+    splits = work.splits
+    counts = key_counts(work.t, lists, POOLS)
+    tiles0 = counts.tiles0
+    slot = _valid(_load_slots(work.split, lists, tiles0, POOLS, ROWS), work.split, lists, counts, POOLS, ROWS)
+    next_slots = _load_slots(work.split + splits, lists, tiles0, POOLS, ROWS)
+    pieces, scales = _fetch(slot, work.split, tiles0, pools, SHAPE, POOLS, RAW)
+    pairs = reinterpret(tiles.keys, gl.int32, [2, 64, NOPE // 2 + 32], gl.NVMMASharedLayout(128, 32, 2))
     iteration = gl.to_tensor(0)
-    for tile in range(split, tiles, splits):
+    for tile in range(work.split, counts.tiles, splits):
         stage = iteration & 1
-        following = _valid(next_slots, tile + splits, rows, POOLS, ROWS)
-        _prefetch(following, tile + splits, tiles0, pools, N0, N1, NOPE, POOLS)
-        mbarrier.wait(empty.index(stage), ((iteration >> 1) & 1) ^ 1)
-        bias.index(stage).store(gl.where(slot >= 0, 0.0, float("-inf")))
+        following = _valid(next_slots, tile + splits, lists, counts, POOLS, ROWS)
+        _prefetch(following, tile + splits, tiles0, pools, SHAPE, POOLS)
+        # wait until the tile before the last one, in the same memory, was read by both products
+        mbarrier.wait(tiles.empty.index(stage), ((iteration >> 1) & 1) ^ 1)
+        tiles.bias.index(stage).store(gl.where(slot >= 0, 0.0, float("-inf")))
         _store(pieces, scales, pairs.index(stage), NOPE)
-        barrier()
-        mbarrier.arrive(full.index(stage))
-        next_slots = _load_slots(tile + 2 * splits, rows, POOLS, ROWS)  # before the keys, since loads return in order
-        pieces, scales = _fetch(following, tile + splits, tiles0, pools, N0, N1, NOPE, POOLS, RAW)
+        barrier()  # all threads have stored their keys: the warps that weigh may read the tile
+        mbarrier.arrive(tiles.full.index(stage))
+        next_slots = _load_slots(
+            tile + 2 * splits, lists, tiles0, POOLS, ROWS
+        )  # before the keys: loads return in order
+        pieces, scales = _fetch(following, tile + splits, tiles0, pools, SHAPE, POOLS, RAW)
         slot = following
         iteration += 1

@@ -13,6 +13,8 @@ the next tile before the weights of this one 1115 us.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,76 +25,96 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deepseek_attn.kernels.attention.softmax_hopper import scaled_logits, weigh_tile
+from deepseek_attn.kernels.attention.tile_steps_hopper import (
+    LN2,
+    AttendWork,
+    SoftmaxBuffers,
+    accumulate_tile,
+    put_factors,
+    scaled_logits,
+    store_lse,
+    weigh_tile,
+)
 from deepseek_attn.kernels.common.gluon import barrier, copy_to_shared
-from deepseek_attn.kernels.common.triton_types import LOG2E
 
 BLOCK = gl.constexpr(64)  # keys of a tile
 
 
+class RowJobs(NamedTuple):
+    """Jobs of all programs: blocks of 64 of ``H`` heads of a query.
+
+    Attributes:
+        lens: ``[T]`` columns of a query that count, or None for all ``width``.
+    """
+
+    H: Any
+    jobs: Any
+    lens: Any
+    width: Any
+
+
+class RowTileBuffers(NamedTuple):
+    """Shared memory of queries and of two tiles of rows, of the rows' dtype, and barriers.
+
+    Attributes:
+        queries: ``[64, DIM]``; keys: ``[2, 64, DIM]``; bias: float32 ``[2, 64]``, 0 or -inf.
+        full, empty, ready, final, read: barriers, as above.
+    """
+
+    queries: Any
+    keys: Any
+    bias: Any
+    full: Any
+    empty: Any
+    ready: Any
+    final: Any
+    read: Any
+
+
 @gluon.jit
-def _job(job, heads, lens_ptr, width, HAS_LENS: gl.constexpr):
+def _job(job, work):
     """The query of a job, the first of its 64 heads and the number of columns that count."""
-    blocks = (heads + 63) // 64
+    blocks = (work.H + 63) // 64
     t = (job // blocks).to(gl.int64)
-    count = width
-    if HAS_LENS:
-        count = gl.maximum(gl.minimum(gl.load(lens_ptr + t), width), 0).to(gl.int32)
+    count = work.width
+    if work.lens is not None:
+        count = gl.maximum(gl.minimum(gl.load(work.lens + t), work.width), 0).to(gl.int32)
     return t, job % blocks * 64, count
 
 
 @gluon.jit
-def _copy(work, rows, keys, bias, full, empty, DIM: gl.constexpr, HAS_LENS: gl.constexpr):
+def _copy(work, rows, limit, tiles, DIM: gl.constexpr):
     """Copies rows of keys, tile after tile; ``bias`` is -inf where there is no key."""
-    heads, jobs, lens_ptr, width = work
-    kv_ptr, kv_stride, limit, indices_ptr, indices_stride = rows
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     column = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, COPY))
     channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, COPY))
     iteration = gl.to_tensor(0)
-    for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
-        t, _head, count = _job(job, heads, lens_ptr, width, HAS_LENS)
-        index_row = indices_ptr + t * indices_stride
+    for job in range(gl.program_id(0), work.jobs, gl.num_programs(0)):
+        t, _head, count = _job(job, work)
+        index_row = rows.indices + t * rows.indices_stride
         slot = gl.load(index_row + column, mask=column < count, other=-1)
         for start in range(0, count, BLOCK):
             stage = iteration & 1
             valid = (slot >= 0) & (slot < limit)
-            row = kv_ptr + gl.where(valid, slot, 0).to(gl.int64) * kv_stride
+            row = rows.pool + gl.where(valid, slot, 0).to(gl.int64) * rows.page_stride
             masked = gl.where(valid, 0.0, float("-inf"))
-            mbarrier.wait(empty.index(stage), ((iteration >> 1) & 1) ^ 1)
+            # wait until the tile before the last one, in the same memory, was read by both products
+            mbarrier.wait(tiles.empty.index(stage), ((iteration >> 1) & 1) ^ 1)
             copy_to_shared(
-                keys.index(stage), row[:, None] + channel[None, :], mask=valid[:, None]
+                tiles.keys.index(stage), row[:, None] + channel[None, :], mask=valid[:, None]
             )  # zeros where there is no key
-            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            async_copy.mbarrier_arrive(tiles.full.index(stage), increment_count=False)  # when its copies have arrived
             following = start + BLOCK + column
             slot = gl.load(index_row + following, mask=following < count, other=-1)
-            bias.index(stage).store(masked)
-            barrier()
-            mbarrier.arrive(full.index(stage))
+            tiles.bias.index(stage).store(masked)
+            barrier()  # all threads have stored their bias
+            mbarrier.arrive(tiles.full.index(stage))
             iteration += 1
 
 
 @gluon.jit
-def _weigh(
-    work,
-    q,
-    norms,
-    queries,
-    keys,
-    bias,
-    weights,
-    decays,
-    factors,
-    barriers,
-    DIM: gl.constexpr,
-    HAS_LENS: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-):
+def _weigh(work, q, outputs, tiles, softmax, DIM: gl.constexpr):
     """Logits and weights of each tile, and the normalisers of each job."""
-    heads, jobs, lens_ptr, width = work
-    q_ptr, q_stride_t, q_stride_h, scale_log2 = q
-    sink_ptr, lse_ptr, max_ptr = norms
-    full, _empty, ready, final, read = barriers
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
@@ -100,108 +122,78 @@ def _weigh(
     zeros = gl.zeros([64, BLOCK], gl.float32, layout=LOGITS)
     iteration = gl.to_tensor(0)
     job_count = gl.to_tensor(0)
-    for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
-        t, first_head, count = _job(job, heads, lens_ptr, width, HAS_LENS)
-        q_row = q_ptr + t * q_stride_t + (first_head + row) * q_stride_h
-        copy_to_shared(queries, q_row[:, None] + channel[None, :], mask=(first_head + row < heads)[:, None])
+    for job in range(gl.program_id(0), work.jobs, gl.num_programs(0)):
+        t, first_head, count = _job(job, work)
+        # these warps alone read the queries, and have read those of the job before
+        q_row = q.q + t * q.stride_t + (first_head + row) * q.stride_h
+        copy_to_shared(tiles.queries, q_row[:, None] + channel[None, :], mask=(first_head + row < work.H)[:, None])
         async_copy.commit_group()
         async_copy.wait_group(0)
-        fence_async_shared()
-        barrier()
+        fence_async_shared()  # tensor cores read the queries
+        barrier()  # the copies of all threads have arrived
         peak = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, LOGITS))
         total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, LOGITS))
         for _start in range(0, count, BLOCK):
             stage = iteration & 1
-            mbarrier.wait(full.index(stage), (iteration >> 1) & 1)
+            mbarrier.wait(tiles.full.index(stage), (iteration >> 1) & 1)  # keys and bias are in shared memory
             fence_async_shared()  # keys were written by ordinary copies
-            logits = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            attended = bias.index(stage).load(gl.SliceLayout(0, LOGITS)) == 0
+            keys = tiles.keys.index(stage).permute((1, 0))
+            logits = warpgroup_mma(tiles.queries, keys, zeros, use_acc=False, is_async=True)
+            attended = tiles.bias.index(stage).load(gl.SliceLayout(0, LOGITS)) == 0
             logits = warpgroup_mma_wait(0, deps=[logits])
-            logits = scaled_logits(logits, attended, scale_log2)
-            peak, total = weigh_tile(logits, peak, total, stage, weights, decays, ready)
+            logits = scaled_logits(logits, attended, q.scale_log2)
+            peak, total = weigh_tile(logits, peak, total, stage, softmax, tiles.ready)
             iteration += 1
-        head = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LOGITS))
-        lonely = total == 0  # false for NaN: a NaN in a key that is attended stays visible
-        denominator = total
-        if HAS_SINK:
-            sink = gl.load(sink_ptr + head, mask=head < heads, other=float("-inf")).to(gl.float32)
-            denominator += gl.exp2(sink * LOG2E - gl.where(lonely, 0.0, peak))
-        lse = gl.where(lonely, float("inf"), (peak + gl.log2(total)) * 0.6931471805599453)
-        gl.store(lse_ptr + t * heads + head, lse, mask=head < heads)
-        if max_ptr is not None:
-            gl.store(max_ptr + t * heads + head, peak * 0.6931471805599453, mask=head < heads)
-        mbarrier.wait(read, (job_count & 1) ^ 1)
-        factors.store(gl.where(lonely, 0.0, 1 / denominator))
-        barrier()
-        mbarrier.arrive(final)
+        factor = store_lse(peak, total, AttendWork(t, 0, 1, first_head, work.H), outputs, False)
+        if outputs.largest is not None:
+            head = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LOGITS))
+            gl.store(outputs.largest + t * work.H + head, peak * LN2, mask=head < work.H)
+        mbarrier.wait(tiles.read, (job_count & 1) ^ 1)  # the normalisers of the job before were read
+        put_factors(factor, softmax.factors, tiles.final)
         job_count += 1
 
 
 @gluon.jit
-def _accumulate(work, out, keys, weights, decays, factors, barriers, DIM: gl.constexpr, HAS_LENS: gl.constexpr):
+def _accumulate(work, outputs, tiles, softmax, DIM: gl.constexpr):
     """The sum of weights times keys of each job, and its output."""
-    heads, jobs, lens_ptr, width = work
-    out_ptr, out_stride_t, out_stride_h = out
-    _full, empty, ready, final, read = barriers
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DIM // 4, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
     row = gl.arange(0, 64, layout=ROWS)
     channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, OUT))
     iteration = gl.to_tensor(0)
     job_count = gl.to_tensor(0)
-    for job in range(gl.program_id(0), jobs, gl.num_programs(0)):
-        t, first_head, count = _job(job, heads, lens_ptr, width, HAS_LENS)
+    for job in range(gl.program_id(0), work.jobs, gl.num_programs(0)):
+        t, first_head, count = _job(job, work)
         acc = gl.zeros([64, DIM], gl.float32, layout=OUT)
         for _start in range(0, count, BLOCK):
             stage = iteration & 1
-            mbarrier.wait(ready.index(stage), (iteration >> 1) & 1)
-            acc = acc * decays.index(stage).load(ROWS)[:, None]
-            fence_async_shared()
-            acc = warpgroup_mma(weights.index(stage), keys.index(stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            barrier()  # both warpgroups have read the keys
-            mbarrier.arrive(empty.index(stage))
+            mbarrier.wait(tiles.ready.index(stage), (iteration >> 1) & 1)  # weights are in shared memory, as keys are
+            weights = softmax.weights.index(stage)
+            acc = accumulate_tile(acc, weights, softmax.decays.index(stage), tiles.keys.index(stage))
+            mbarrier.arrive(tiles.empty.index(stage))  # the warps that copy may write the tile's memory
             iteration += 1
-        mbarrier.wait(final, job_count & 1)
-        factor = factors.load(ROWS)
-        barrier()
-        mbarrier.arrive(read)
-        at = out_ptr + t * out_stride_t + (first_head + row) * out_stride_h
-        value = (acc * factor[:, None]).to(out_ptr.dtype.element_ty)
-        gl.store(at[:, None] + channel[None, :], value, mask=(first_head + row < heads)[:, None])
+        mbarrier.wait(tiles.final, job_count & 1)  # normalisers are in shared memory
+        factor = softmax.factors.load(ROWS)
+        barrier()  # all warps have read them: those of the next job may be written
+        mbarrier.arrive(tiles.read)
+        row_out = outputs.out + t * outputs.stride_t + (first_head + row) * outputs.stride_h
+        value = (acc * factor[:, None]).to(outputs.out.dtype.element_ty)
+        gl.store(row_out[:, None] + channel[None, :], value, mask=(first_head + row < work.H)[:, None])
         job_count += 1
 
 
 @gluon.jit(do_not_specialize=["H", "width", "limit", "jobs"])
-def attend_rows_hopper_kernel(
-    q_ptr,
-    kv_ptr,
-    indices_ptr,
-    lens_ptr,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    H,
-    jobs,
-    scale_log2,
-    width,
-    limit,
-    kv_stride,
-    indices_stride,
-    q_stride_t,
-    q_stride_h,
-    out_stride_t,
-    out_stride_h,
-    max_ptr,
-    DIM: gl.constexpr,
-    HAS_LENS: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-):
-    """``jobs`` are blocks of 64 heads of a query. Rows and queries are of one 16-bit dtype; ``max_ptr`` may be None."""
+def attend_rows_hopper_kernel(q, rows, outputs, H, jobs, width, limit, DIM: gl.constexpr):
+    """Rows and queries are of one 16-bit dtype.
+
+    Args:
+        q, rows, outputs: `AttendQueries`, `AttendPool` and `AttendOutputs` of `attend_triton`; a page is a row.
+        H: heads; jobs: blocks of 64 heads of a query; width: columns of the indices; limit: rows; DIM: channels.
+    """
     STAGES: gl.constexpr = 2
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    DTYPE: gl.constexpr = kv_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = rows.pool.dtype.element_ty
     queries = gl.allocate_shared_memory(DTYPE, [64, DIM], SHARED)
     keys = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, DIM], SHARED)
     weights = gl.allocate_shared_memory(DTYPE, [STAGES, 64, BLOCK], gl.NVMMASharedLayout(2 * BLOCK, 16, 2))
@@ -220,21 +212,15 @@ def attend_rows_hopper_kernel(
     mbarrier.init(final, count=1)
     mbarrier.init(read, count=1)
 
-    work = (H, jobs, lens_ptr, width)
-    rows = (kv_ptr, kv_stride, limit, indices_ptr, indices_stride)
-    q = (q_ptr, q_stride_t, q_stride_h, scale_log2)
-    norms = (sink_ptr, lse_ptr, max_ptr)
-    out = (out_ptr, out_stride_t, out_stride_h)
-    barriers = (full, empty, ready, final, read)
+    work = RowJobs(H, jobs, rows.lens, width)
+    tiles = RowTileBuffers(queries, keys, bias, full, empty, ready, final, read)
+    softmax = SoftmaxBuffers(weights, decays, factors)
     # registers of a thread: 168 for the output; a program has 65536
     gl.warp_specialize(
         [
-            (_accumulate, (work, out, keys, weights, decays, factors, barriers, DIM, HAS_LENS)),
-            (
-                _weigh,
-                (work, q, norms, queries, keys, bias, weights, decays, factors, barriers, DIM, HAS_LENS, HAS_SINK),
-            ),
-            (_copy, (work, rows, keys, bias, full, empty, DIM, HAS_LENS)),
+            (_accumulate, (work, outputs, tiles, softmax, DIM)),
+            (_weigh, (work, q, outputs, tiles, softmax, DIM)),
+            (_copy, (work, rows, limit, tiles, DIM)),
         ],
         [4, 4],
         [112, 64],

@@ -8,12 +8,146 @@ divided into pieces whose widths are powers of two, which Triton needs: 448 + 64
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from deepseek_attn.kernels.attention.types import EntryLayout
 from deepseek_attn.kernels.common.fp8 import decode_e2m1, decode_e4m3, decode_e8m0, e4m3_pairs, group_scales, scaled
 from deepseek_attn.kernels.common.row_ops import begin, rotated_back, round_to
 from deepseek_attn.kernels.common.triton_types import LOG2E
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class AttendQueries(NamedTuple):
+    """Queries, as kernels read them: ``q [T, H, d]`` with strides in elements; ``scale_log2``: of logits to base 2."""
+
+    q: Any
+    stride_t: Any
+    stride_h: Any
+    scale_log2: Any
+
+
+class AttendPool(NamedTuple):
+    """Keys of one pool, as kernels read them.
+
+    Attributes:
+        pool: first page; page_stride: from one page to the next, in elements.
+        indices: ``[T, width]`` slots with ``indices_stride`` between rows; lens: ``[T]``, or None for all columns.
+    """
+
+    pool: Any
+    page_stride: Any
+    indices: Any
+    indices_stride: Any
+    lens: Any
+
+
+class AttendOutputs(NamedTuple):
+    """Where kernels write the result, or split-K partials.
+
+    Attributes:
+        out: ``[T, H, d_v]`` with these strides; of partials contiguous ``[T, splits, H, d_v]``. None: it is quantised.
+        lse: float32 ``[T, H]`` natural log; of partials ``[T, splits, H]`` to base 2. None: it is quantised.
+        largest: largest logits like ``lse``, but natural always; or None.
+        sink: float ``[H]`` logits that join the denominator, or None. Partials are without.
+    """
+
+    out: Any
+    stride_t: Any
+    stride_h: Any
+    lse: Any
+    largest: Any
+    sink: Any
+
+
+class RawQArguments(NamedTuple):
+    """Arguments of kernels that norm and rotate raw queries, and store heads as the output projection reads them.
+
+    Attributes:
+        positions: ``[T]``; cos_sin: ``[max_positions, rope channels]``; eps: of the norm of queries.
+        fp8: the output, heads of a group after one another: from one group to the next ``group_stride`` elements, from
+            one token to the next ``row_stride``; group_heads: heads of a group.
+        fp8_scale: its scales, a row of ``fp8_scale_stride`` elements for each 128 channels of each head.
+    """
+
+    positions: Any
+    cos_sin: Any
+    max_positions: Any
+    eps: Any
+    fp8: Any
+    group_stride: Any
+    row_stride: Any
+    group_heads: Any
+    fp8_scale: Any
+    fp8_scale_stride: Any
+
+
+@dataclass(frozen=True)
+class RawQShape:
+    """Constants of kernels that read raw queries.
+
+    Attributes:
+        DTYPE: of the queries; ROPE: rotated channels; ROTATED: they are normed and rotated already; NORM: else norm
+            them before they are rotated; POW2: kind of scales; NATIVE_FP8: the GPU converts to FP8.
+    """
+
+    DTYPE: Any
+    ROPE: int
+    ROTATED: bool
+    NORM: bool
+    POW2: bool
+    NATIVE_FP8: bool
+
+
+@dataclass(frozen=True)
+class AttendShape:
+    """Constants of `attend_kernel`.
+
+    Attributes:
+        DIM, D_V: channels of a key and of a value.
+        FIRST, SECOND: entries of the pools, the same one twice where there is one pool.
+        STARTS, WIDTHS: channels of the pieces of a key; the first V_PIECES of them are the value.
+        DTYPE: of products; PRECISION: of float32 products; NATIVE_FP8: the GPU converts e4m3.
+        SPLIT: results are split-K partials; RAW_Q: of raw queries, else None.
+        BLOCK_H, BLOCK_N: heads and keys of a tile; STAGES: tiles in flight; PDL: start before the previous kernel ends.
+    """
+
+    DIM: int
+    D_V: int
+    FIRST: EntryLayout
+    SECOND: EntryLayout
+    STARTS: tuple[int, ...]
+    WIDTHS: tuple[int, ...]
+    V_PIECES: int
+    DTYPE: Any
+    PRECISION: str | None
+    NATIVE_FP8: bool
+    SPLIT: bool
+    RAW_Q: RawQShape | None
+    BLOCK_H: int
+    BLOCK_N: int
+    STAGES: int
+    PDL: bool
+
+
+@dataclass(frozen=True)
+class CombineShape:
+    """Constants of `attention_combine_kernel`.
+
+    Attributes:
+        D_V: channels of a value; BLOCK_S, BLOCK_D: splits and channels of a program.
+        PDL: start before the previous kernel ends; RAW_Q: the result is quantised, else None.
+    """
+
+    D_V: int
+    BLOCK_S: int
+    BLOCK_D: int
+    PDL: bool
+    RAW_Q: RawQShape | None
 
 
 @triton.jit
@@ -80,18 +214,18 @@ def _load_piece(
 
 @triton.jit
 def _rotated_pieces(
-    pieces, t, projected, STARTS: tl.constexpr, WIDTHS: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr,
+    pieces, t, raw_q, STARTS: tl.constexpr, WIDTHS: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Pieces of projected heads, normed and rotated; as `query_norm_rope` rounds them."""
+    """Pieces of raw queries, normed and rotated; as `query_norm_rope` rounds them."""
     ROWS: tl.constexpr = pieces[0].shape[0]
-    position = tl.load(projected.positions + t + tl.arange(0, 1))
-    known = (position >= 0) & (position < projected.max_positions)
+    position = tl.load(raw_q.positions + t + tl.arange(0, 1))
+    known = (position >= 0) & (position < raw_q.max_positions)
     squares = tl.zeros((ROWS,), tl.float32)
     for i in tl.static_range(len(WIDTHS)):
         x = pieces[i].to(tl.float32)
         squares += tl.sum(x * x, 1)
-    factor = tl.rsqrt(squares / DIM + projected.eps)
+    factor = tl.rsqrt(squares / DIM + raw_q.eps)
     rotated = ()
     for i in tl.static_range(len(WIDTHS)):
         y = pieces[i].to(tl.float32)
@@ -100,7 +234,7 @@ def _rotated_pieces(
         if STARTS[i] >= NOPE:
             PAIRS: tl.constexpr = WIDTHS[i] // 2
             pair = (STARTS[i] - NOPE) // 2 + tl.arange(0, PAIRS)
-            row = projected.cos_sin + position.to(tl.int64) * SHAPE.ROPE + pair
+            row = raw_q.cos_sin + position.to(tl.int64) * SHAPE.ROPE + pair
             inside = known & (pair < SHAPE.ROPE // 2)
             cos = tl.load(row, mask=inside, other=1)[None, :]
             sin = tl.load(row + SHAPE.ROPE // 2, mask=inside, other=0)[None, :]
@@ -113,89 +247,62 @@ def _rotated_pieces(
 
 @triton.jit(do_not_specialize=["H", "width0", "width1", "limit0", "limit1"])
 def attend_kernel(
-    q_ptr,
-    pool0_ptr,
-    pool1_ptr,
-    indices0_ptr,
-    indices1_ptr,
-    lens0_ptr,
-    lens1_ptr,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    H,
-    scale_log2,
-    width0,
-    width1,
-    limit0,
-    limit1,
-    page_stride0,
-    page_stride1,
-    indices_stride0,
-    indices_stride1,
-    q_stride_t,
-    q_stride_h,
-    out_stride_t,
-    out_stride_h,
-    max_ptr,
-    projected,
-    DIM: tl.constexpr,
-    D_V: tl.constexpr,
-    NOPE: tl.constexpr,
-    STARTS: tl.constexpr,
-    WIDTHS: tl.constexpr,
-    V_PIECES: tl.constexpr,
-    N0: tl.constexpr,
-    N1: tl.constexpr,
-    ROW: tl.constexpr,
-    ROPE: tl.constexpr,
-    FP8: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROW1: tl.constexpr,
-    GROUP1: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    POOLS: tl.constexpr,
-    HAS_LENS0: tl.constexpr,
-    HAS_LENS1: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-    PROJECTED: tl.constexpr,
-):
+    q, first, second, outputs, raw_q, H, width0, width1, limit0, limit1, SHAPE: tl.constexpr
+):  # fmt: skip
     """Attends heads of query ``program 0`` to split ``program 1`` of its keys; without SPLIT the result is final.
 
-    The second pool's entries may be another record's, of ``ROW1`` elements and groups of ``GROUP1``, both below 64.
-    ``max_ptr`` is None or where the largest logits go, which lie as ``lse_ptr``'s do. Queries are rotated, or with
-    ``projected`` as they were projected.
+    Args:
+        q: `AttendQueries`; raw_q: `RawQArguments` if they are raw, else None.
+        first, second: `AttendPool`; ``second`` None with one pool. Its entries may be another record's, of groups below
+            64 like the first's.
+        outputs: `AttendOutputs`.
+        H: heads; width0, width1: columns of the pools' indices; limit0, limit1: entries in the pools.
+        SHAPE: `AttendShape`.
     """
+    DIM: tl.constexpr = SHAPE.DIM
+    NOPE: tl.constexpr = SHAPE.FIRST.nope
+    N0: tl.constexpr = SHAPE.FIRST.entries
+    N1: tl.constexpr = SHAPE.SECOND.entries
+    ROW: tl.constexpr = SHAPE.FIRST.row
+    ROW1: tl.constexpr = SHAPE.SECOND.row
+    GROUP: tl.constexpr = SHAPE.FIRST.group
+    GROUP1: tl.constexpr = SHAPE.SECOND.group
+    FP8: tl.constexpr = GROUP > 0
+    STARTS: tl.constexpr = SHAPE.STARTS
+    WIDTHS: tl.constexpr = SHAPE.WIDTHS
+    V_PIECES: tl.constexpr = SHAPE.V_PIECES
+    DTYPE: tl.constexpr = SHAPE.DTYPE
+    PRECISION: tl.constexpr = SHAPE.PRECISION
+    NATIVE_FP8: tl.constexpr = SHAPE.NATIVE_FP8
+    BLOCK_H: tl.constexpr = SHAPE.BLOCK_H
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     END: tl.constexpr = NOPE if FP8 else DIM
-    TWO_RECORDS: tl.constexpr = POOLS == 2 and GROUP1 != GROUP
+    TWO_POOLS: tl.constexpr = second is not None
+    TWO_RECORDS: tl.constexpr = TWO_POOLS and GROUP1 != GROUP
     t = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
-    begin(PDL)
+    begin(SHAPE.PDL)  # wait until the previous kernel has written queries, keys and indices
+
+    # tiles of the first pool, then of the second one; a split has an equal share of them, in order
     len0 = width0
-    if HAS_LENS0:
-        len0 = tl.minimum(tl.load(lens0_ptr + t), width0).to(tl.int32)
+    if first.lens is not None:
+        len0 = tl.minimum(tl.load(first.lens + t), width0).to(tl.int32)
     tiles0 = tl.cdiv(tl.maximum(len0, 0), BLOCK_N)
     tiles = tiles0
     len1 = len0
-    if POOLS == 2:
+    if TWO_POOLS:
         len1 = width1
-        if HAS_LENS1:
-            len1 = tl.minimum(tl.load(lens1_ptr + t), width1).to(tl.int32)
+        if second.lens is not None:
+            len1 = tl.minimum(tl.load(second.lens + t), width1).to(tl.int32)
         tiles += tl.cdiv(tl.maximum(len1, 0), BLOCK_N)
     splits = tl.num_programs(1)
     tiles_per_split = tl.cdiv(tiles, splits)
-    first = split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tiles)
+    first_tile = split * tiles_per_split
+    last_tile = tl.minimum(first_tile + tiles_per_split, tiles)
 
-    q_row = q_ptr + t * q_stride_t + head * q_stride_h
+    # queries stay in registers, piece by piece, in the dtype of products
+    q_row = q.q + t * q.stride_t + head * q.stride_h
     loaded = ()
     q_tile = ()
     acc = ()
@@ -203,8 +310,8 @@ def attend_kernel(
         channel = STARTS[i] + tl.arange(0, WIDTHS[i])
         inside = (head < H)[:, None] & (channel < DIM)[None, :]
         loaded += (tl.load(q_row[:, None] + channel[None, :], mask=inside, other=0),)
-    if PROJECTED is not None and not PROJECTED.ROTATED:
-        loaded = _rotated_pieces(loaded, t, projected, STARTS, WIDTHS, NOPE, DIM, PROJECTED)
+    if SHAPE.RAW_Q is not None and not SHAPE.RAW_Q.ROTATED:
+        loaded = _rotated_pieces(loaded, t, raw_q, STARTS, WIDTHS, NOPE, DIM, SHAPE.RAW_Q)
     for i in tl.static_range(len(WIDTHS)):
         q_tile += (loaded[i].to(DTYPE),)
     for i in tl.static_range(V_PIECES):
@@ -212,16 +319,18 @@ def attend_kernel(
     peak = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
 
-    for tile in tl.range(first, last, num_stages=STAGES):
+    for tile in tl.range(first_tile, last_tile, num_stages=SHAPE.STAGES):
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        if POOLS == 2:
+        if TWO_POOLS:
             in_first = tile < tiles0
             column = tl.where(in_first, column, column - tiles0 * BLOCK_N)
-            index_row = tl.where(in_first, indices0_ptr + t * indices_stride0, indices1_ptr + t * indices_stride1)
+            index_row = tl.where(
+                in_first, first.indices + t * first.indices_stride, second.indices + t * second.indices_stride
+            )
             slot = tl.load(index_row + column, mask=column < tl.where(in_first, len0, len1), other=-1)
             valid = (slot >= 0) & (slot < tl.where(in_first, limit0, limit1))
-            pool = tl.where(in_first, pool0_ptr, pool1_ptr)
-            page_stride = tl.where(in_first, page_stride0, page_stride1)
+            pool = tl.where(in_first, first.pool, second.pool)
+            page_stride = tl.where(in_first, first.page_stride, second.page_stride)
             page = (slot // N0).to(tl.int64)
             entry = slot % N0
             scale_start = N0 * ROW
@@ -232,10 +341,10 @@ def attend_kernel(
             if TWO_RECORDS:
                 scale_start = tl.where(in_first, N0 * ROW, N1 * ROW1)
         else:
-            slot = tl.load(indices0_ptr + t * indices_stride0 + column, mask=column < len0, other=-1)
+            slot = tl.load(first.indices + t * first.indices_stride + column, mask=column < len0, other=-1)
             valid = (slot >= 0) & (slot < limit0)
-            pool = pool0_ptr
-            page_stride = page_stride0
+            pool = first.pool
+            page_stride = first.page_stride
             page = (slot // N0).to(tl.int64)
             entry = slot % N0
             scale_start = N0 * ROW
@@ -250,14 +359,14 @@ def attend_kernel(
         if TWO_RECORDS:
             row = tl.where(in_first, row, start + entry * ROW1)
             scales = tl.where(in_first, scales, start + scale_start + entry * (DIM // GROUP1))
-            place = tl.zeros_like(slot) + tile
-            of_first, of_second = valid & (place < tiles0), valid & (place >= tiles0)
+            tile_of_key = tl.zeros_like(slot) + tile
+            of_first, of_second = valid & (tile_of_key < tiles0), valid & (tile_of_key >= tiles0)
 
         keys = ()
         logits = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
         for i in tl.static_range(len(WIDTHS)):
             if FP8 and STARTS[i] >= NOPE:
-                rope = (row + ROPE).to(tl.pointer_type(tl.bfloat16)) - NOPE
+                rope = (row + SHAPE.FIRST.rope).to(tl.pointer_type(tl.bfloat16)) - NOPE
                 key = _load_piece(rope, scales, valid, STARTS[i], WIDTHS[i], DIM, False, GROUP, NATIVE_FP8, DTYPE)
             else:
                 key = _load_piece(row, scales, of_first, STARTS[i], WIDTHS[i], END, FP8, GROUP, NATIVE_FP8, DTYPE)
@@ -267,7 +376,7 @@ def attend_kernel(
             logits = tl.dot(q_tile[i], tl.trans(key), logits, input_precision=PRECISION)
             keys += (key,)
 
-        logits = tl.where(valid[None, :], logits * scale_log2, float("-inf"))
+        logits = tl.where(valid[None, :], logits * q.scale_log2, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(logits, 1))
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         decay = tl.exp2(peak - shift)
@@ -283,38 +392,38 @@ def attend_kernel(
     lonely = total == 0  # false for NaN: a NaN in a key that is attended stays visible
     lse = tl.where(lonely, float("-inf"), peak + tl.log2(total))
     denominator = total
-    if max_ptr is not None:
-        row_max = max_ptr + ((t * splits + split) if SPLIT else t) * H + head
-        tl.store(row_max, peak * 0.6931471805599453, mask=head < H)
-    if SPLIT:
-        row_out = out_ptr + ((t * splits + split) * H + head) * D_V
-        tl.store(lse_ptr + (t * splits + split) * H + head, lse, mask=head < H)
+    if outputs.largest is not None:
+        row_max = outputs.largest + ((t * splits + split) if SHAPE.SPLIT else t) * H + head
+        tl.store(row_max, peak * LN2, mask=head < H)
+    if SHAPE.SPLIT:
+        row_out = outputs.out + ((t * splits + split) * H + head) * SHAPE.D_V
+        tl.store(outputs.lse + (t * splits + split) * H + head, lse, mask=head < H)
     else:
-        if HAS_SINK:
-            sink = tl.load(sink_ptr + head, mask=head < H, other=float("-inf")).to(tl.float32) * LOG2E
+        if outputs.sink is not None:
+            sink = tl.load(outputs.sink + head, mask=head < H, other=float("-inf")).to(tl.float32) * LOG2E
             denominator += tl.exp2(sink - tl.where(lonely, 0.0, peak))
-        lse = tl.where(lonely, float("inf"), lse * 0.6931471805599453)
-        row_out = out_ptr + t * out_stride_t + head * out_stride_h
-        tl.store(lse_ptr + t * H + head, lse, mask=head < H)
+        lse = tl.where(lonely, float("inf"), lse * LN2)
+        row_out = outputs.out + t * outputs.stride_t + head * outputs.stride_h
+        tl.store(outputs.lse + t * H + head, lse, mask=head < H)
     factor = tl.where(lonely, 0.0, 1 / denominator)
     for i in tl.static_range(V_PIECES):
         channel = STARTS[i] + tl.arange(0, WIDTHS[i])
-        mask = (head < H)[:, None] & (channel < D_V)[None, :]
+        mask = (head < H)[:, None] & (channel < SHAPE.D_V)[None, :]
         value = acc[i] * factor[:, None]
-        tl.store(row_out[:, None] + channel[None, :], value.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(row_out[:, None] + channel[None, :], value.to(outputs.out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _store_quantized(value, t, head, start, projected, DIM: tl.constexpr, SHAPE: tl.constexpr):
+def _store_quantized(value, t, head, start, raw_q, DIM: tl.constexpr, SHAPE: tl.constexpr):
     """Stores channels of a head from ``start`` on, float32, rotated back and as FP8 per 128 channels."""
     PAIRS: tl.constexpr = value.shape[0] // 2
     GROUPS: tl.constexpr = value.shape[0] // 128
     first, second = tl.split(tl.reshape(round_to(value, SHAPE.DTYPE), (PAIRS, 2)))
     pair = start // 2 + tl.arange(0, PAIRS)
-    position = tl.load(projected.positions + t + tl.arange(0, 1))
+    position = tl.load(raw_q.positions + t + tl.arange(0, 1))
     rotary_pair = pair - (DIM - SHAPE.ROPE) // 2
-    rotated = (rotary_pair >= 0) & (pair < DIM // 2) & (position >= 0) & (position < projected.max_positions)
-    row = projected.cos_sin + position.to(tl.int64) * SHAPE.ROPE + rotary_pair
+    rotated = (rotary_pair >= 0) & (pair < DIM // 2) & (position >= 0) & (position < raw_q.max_positions)
+    row = raw_q.cos_sin + position.to(tl.int64) * SHAPE.ROPE + rotary_pair
     cos = tl.load(row, mask=rotated, other=1)
     sin = tl.load(row + SHAPE.ROPE // 2, mask=rotated, other=0)
     first, second = rotated_back(first, second, cos, sin, SHAPE.DTYPE)
@@ -322,61 +431,50 @@ def _store_quantized(value, t, head, start, projected, DIM: tl.constexpr, SHAPE:
     scale, factor = group_scales(tl.max(tl.reshape(bits, (GROUPS, 64)), 1), SHAPE.POW2)
     factor = tl.reshape(tl.broadcast_to(factor[:, None], (GROUPS, 64)), (PAIRS,))
     codes = e4m3_pairs(scaled(first, factor, SHAPE.POW2), scaled(second, factor, SHAPE.POW2), SHAPE.NATIVE_FP8)
-    values = projected.fp8 + (head // projected.group_heads).to(tl.int64) * projected.group_stride
-    values += t * projected.row_stride + (head % projected.group_heads) * DIM
+    values = raw_q.fp8 + (head // raw_q.group_heads).to(tl.int64) * raw_q.group_stride
+    values += t * raw_q.row_stride + (head % raw_q.group_heads) * DIM
     tl.store(values.to(tl.pointer_type(tl.int16)) + pair, codes, mask=pair < DIM // 2)
     group = start // 128 + tl.arange(0, GROUPS)
-    target = projected.fp8_scale + (head * (DIM // 128) + group).to(tl.int64) * projected.fp8_scale_stride + t
+    target = raw_q.fp8_scale + (head * (DIM // 128) + group).to(tl.int64) * raw_q.fp8_scale_stride + t
     tl.store(target, scale, mask=group < DIM // 128)
 
 
 @triton.jit(do_not_specialize=["H", "splits"])
-def combine_kernel(
-    partials_ptr,
-    partial_lse_ptr,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    H,
-    out_stride_t,
-    out_stride_h,
-    splits,
-    projected,
-    D_V: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-    PROJECTED: tl.constexpr,
-):
+def attention_combine_kernel(partials, outputs, raw_q, H, splits, SHAPE: tl.constexpr):
     """Combines the partials of a query's head, weighted by their log-sum-exps (base 2), in a fixed order.
 
-    The result goes to ``out_ptr`` and ``lse_ptr``; or with ``projected``, rotated back and quantised, to its tensors.
+    Args:
+        partials: `AttendOutputs` that `attend_kernel` or a kernel for Hopper has written.
+        outputs: `AttendOutputs` of the result; with ``raw_q`` it is rotated back and quantised, to its tensors.
+        raw_q: `RawQArguments`, or None; H: heads; SHAPE: `CombineShape`.
     """
+    D_V: tl.constexpr = SHAPE.D_V
+    BLOCK_S: tl.constexpr = SHAPE.BLOCK_S
+    BLOCK_D: tl.constexpr = SHAPE.BLOCK_D
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, BLOCK_S)
     channel = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = (t * splits + split) * H + head
-    begin(PDL)
-    partial_lse = tl.load(partial_lse_ptr + row, mask=split < splits, other=float("-inf"))
+    begin(SHAPE.PDL)  # wait until all partials are written
+    partial_lse = tl.load(partials.lse + row, mask=split < splits, other=float("-inf"))
     inside = (split < splits)[:, None] & (channel < D_V)[None, :]
-    partials = tl.load(partials_ptr + row[:, None] * D_V + channel[None, :], mask=inside, other=0).to(tl.float32)
+    values = tl.load(partials.out + row[:, None] * D_V + channel[None, :], mask=inside, other=0).to(tl.float32)
     peak = tl.max(partial_lse, 0)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
     weights = tl.exp2(partial_lse - shift)
     total = tl.sum(weights, 0)
     lonely = total == 0  # false for NaN, which `tl.max` ignores
     denominator = total
-    if HAS_SINK:
-        denominator += tl.exp2(tl.load(sink_ptr + head).to(tl.float32) * LOG2E - shift)
-    value = tl.sum(partials * weights[:, None], 0)
+    if outputs.sink is not None:
+        denominator += tl.exp2(tl.load(outputs.sink + head).to(tl.float32) * LOG2E - shift)
+    value = tl.sum(values * weights[:, None], 0)
     value = tl.where(lonely, 0.0, value / denominator)
-    if PROJECTED is not None:
-        _store_quantized(value, t, head, tl.program_id(2) * BLOCK_D, projected, D_V, PROJECTED)
+    if SHAPE.RAW_Q is not None:
+        _store_quantized(value, t, head, tl.program_id(2) * BLOCK_D, raw_q, D_V, SHAPE.RAW_Q)
     else:
-        out = out_ptr + t * out_stride_t + head * out_stride_h + channel
-        tl.store(out, value.to(out_ptr.dtype.element_ty), mask=channel < D_V)
-        lse = tl.where(lonely, float("inf"), (peak + tl.log2(total)) * 0.6931471805599453)
+        out = outputs.out + t * outputs.stride_t + head * outputs.stride_h + channel
+        tl.store(out, value.to(outputs.out.dtype.element_ty), mask=channel < D_V)
+        lse = tl.where(lonely, float("inf"), (peak + tl.log2(total)) * LN2)
         if tl.program_id(2) == 0:
-            tl.store(lse_ptr + t * H + head, lse)
+            tl.store(outputs.lse + t * H + head, lse)

@@ -12,6 +12,8 @@ memory; ``final``: normalisers are.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,37 +25,84 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.attention.attend_hopper_keys import interleave
-from deepseek_attn.kernels.attention.softmax_hopper import scaled_logits, soften
+from deepseek_attn.kernels.attention.tile_steps_hopper import (
+    AttendWork,
+    SoftmaxBuffers,
+    accumulate_tile,
+    put_factors,
+    put_weights,
+    scaled_logits,
+    soften,
+    store_lse,
+    store_staged,
+)
 from deepseek_attn.kernels.common.gluon import barrier, reinterpret
 
 ROPE = gl.constexpr(64)  # rotary channels
 
 
+class LatentKeys(NamedTuple):
+    """Keys of a query.
+
+    Attributes:
+        pool: first page; page_stride: bytes from one page to the next.
+        indices: this query's row of slots; lens: ``[T]`` columns that count, or None for all ``width``.
+        limit: entries in the pool.
+    """
+
+    pool: Any
+    page_stride: Any
+    indices: Any
+    lens: Any
+    width: Any
+    limit: Any
+
+
+class LatentTileBuffers(NamedTuple):
+    """Shared memory of queries and of two decoded tiles, all bfloat16, and barriers.
+
+    Attributes:
+        q_latent, q_rope: ``[64, NOPE]`` and ``[64, 64]`` channels of the queries.
+        latents, ropes: ``[2, 64, NOPE]`` and ``[2, 64, 64]`` channels of the keys.
+        bias: float32 ``[2, 64]``, 0 or -inf.
+        full, empty, ready, spent, queried, final: barriers, as above.
+    """
+
+    q_latent: Any
+    q_rope: Any
+    latents: Any
+    ropes: Any
+    bias: Any
+    full: Any
+    empty: Any
+    ready: Any
+    spent: Any
+    queried: Any
+    final: Any
+
+
 @gluon.jit
-def _count(t, keys, HAS_LENS: gl.constexpr):
+def _count(t, keys):
     """Columns of query ``t`` that count."""
-    _pool, _page_stride, _indices, lens_ptr, width, _limit = keys
-    count = width
-    if HAS_LENS:
-        count = gl.maximum(gl.minimum(gl.load(lens_ptr + t), width), 0).to(gl.int32)
+    count = keys.width
+    if keys.lens is not None:
+        count = gl.maximum(gl.minimum(gl.load(keys.lens + t), keys.width), 0).to(gl.int32)
     return count
 
 
 @gluon.jit
 def _slots(tile, count, keys, layout: gl.constexpr):
     """Slots of the keys of a tile, -1 where there is none."""
-    _pool, _page_stride, indices, _lens_ptr, _width, limit = keys
     column = tile * 64 + gl.arange(0, 64, layout=layout)
-    slot = gl.load(indices + column, mask=column < count, other=-1)
-    return gl.where((slot >= 0) & (slot < limit), slot.to(gl.int32), -1)
+    slot = gl.load(keys.indices + column, mask=column < count, other=-1)
+    return gl.where((slot >= 0) & (slot < keys.limit), slot.to(gl.int32), -1)
 
 
 @gluon.jit
 def _row(slot, keys, NOPE: gl.constexpr, N: gl.constexpr):
     """Pointers to the entries of slots, of any entry where there is none."""
-    pool, page_stride, _indices, _lens_ptr, _width, _limit = keys
     entry = gl.maximum(slot, 0)
-    return pool + (entry // N).to(gl.int64) * page_stride + entry % N * (NOPE + NOPE // 32 + 2 * ROPE)
+    return keys.pool + (entry // N).to(gl.int64) * keys.page_stride + entry % N * (NOPE + NOPE // 32 + 2 * ROPE)
 
 
 @gluon.jit
@@ -102,38 +151,40 @@ def _scaled(piece, scale):
 
 
 @gluon.jit
-def _decode(work, keys, tiles, bias, barriers, NOPE: gl.constexpr, N: gl.constexpr, HAS_LENS: gl.constexpr):
+def _decode(work, keys, tiles, SHAPE: gl.constexpr):
     """Decodes the keys of tile after tile into pairs of bfloat16; ``bias`` is -inf where there is no key.
 
     As soon as a piece is in shared memory, that of the next tile is loaded into its registers: it has a whole tile's
     time to arrive.
     """
-    t, split, splits, _first_head, _H = work
-    latents, ropes = tiles
-    full, empty, _ready, _spent, _queried, _final = barriers
+    NOPE: gl.constexpr = SHAPE.NOPE
+    N: gl.constexpr = SHAPE.N0
     RAW: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, RAW)
     PIECES: gl.constexpr = NOPE // 64
-    count = _count(t, keys, HAS_LENS)
-    slot = _slots(split, count, keys, ROWS)
-    following = _slots(split + splits, count, keys, ROWS)
+    splits = work.splits
+    count = _count(work.t, keys)
+    slot = _slots(work.split, count, keys, ROWS)
+    following = _slots(work.split + splits, count, keys, ROWS)
     row = _row(slot, keys, NOPE, N)
     scales = _load_scales(row, slot >= 0, NOPE)
     pieces = ()
     for i in gl.static_range(PIECES):
         pieces += (_load_piece(row, slot >= 0, i, RAW),)
     rope = _load_rope(row, slot >= 0, NOPE)
-    latent_pairs = reinterpret(latents, gl.int32, [2, 64, NOPE // 2], gl.NVMMASharedLayout(128, 32, 2))
-    rope_pairs = reinterpret(ropes, gl.int32, [2, 64, ROPE // 2], gl.NVMMASharedLayout(128, 32, 2))
+    latent_pairs = reinterpret(tiles.latents, gl.int32, [2, 64, NOPE // 2], gl.NVMMASharedLayout(128, 32, 2))
+    rope_pairs = reinterpret(tiles.ropes, gl.int32, [2, 64, ROPE // 2], gl.NVMMASharedLayout(128, 32, 2))
     iteration = gl.to_tensor(0)
-    for tile in range(split, (count + 63) // 64, splits):
+    for tile in range(work.split, (count + 63) // 64, splits):
         stage = iteration & 1
+        # scales of the next tile and slots of the one after are loaded while this one waits for its memory
         row = _row(following, keys, NOPE, N)
         valid = following >= 0
         next_scales = _load_scales(row, valid, NOPE)
         after = _slots(tile + 2 * splits, count, keys, ROWS)
-        mbarrier.wait(empty.index(stage), ((iteration >> 1) & 1) ^ 1)
-        bias.index(stage).store(gl.where(slot >= 0, 0.0, float("-inf")))
+        # wait until the tile before the last one, in the same memory, was read by both products
+        mbarrier.wait(tiles.empty.index(stage), ((iteration >> 1) & 1) ^ 1)
+        tiles.bias.index(stage).store(gl.where(slot >= 0, 0.0, float("-inf")))
         next_pieces = ()
         for i in gl.static_range(PIECES):
             scale = (scales[i // 4] >> (i // 2 % 2 * 32)).to(gl.int32).to(gl.float32, bitcast=True)
@@ -142,8 +193,8 @@ def _decode(work, keys, tiles, bias, barriers, NOPE: gl.constexpr, N: gl.constex
             next_pieces += (_load_piece(row, valid, i, RAW),)
         rope_pairs.index(stage).store(rope)
         rope = _load_rope(row, valid, NOPE)
-        barrier()
-        mbarrier.arrive(full.index(stage))
+        barrier()  # all threads have stored their keys: the warps that weigh may read the tile
+        mbarrier.arrive(tiles.full.index(stage))
         slot = following
         following = after
         pieces = next_pieces
@@ -152,139 +203,90 @@ def _decode(work, keys, tiles, bias, barriers, NOPE: gl.constexpr, N: gl.constex
 
 
 @gluon.jit
-def _weigh(
-    work, keys, scale_log2, lse_ptr, queries, tiles, bias, weights, decays, factors, barriers,
-    SPLIT: gl.constexpr, HAS_LENS: gl.constexpr,
-):  # fmt: skip
+def _weigh(work, keys, scale_log2, outputs, tiles, softmax, SHAPE: gl.constexpr):
     """Logits and weights of each tile, and the normalisers."""
-    t, split, splits, first_head, H = work
-    latent_queries, rope_queries = queries
-    latents, ropes = tiles
-    full, _empty, ready, spent, queried, final = barriers
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     zeros = gl.zeros([64, 64], gl.float32, layout=LOGITS)
     peak = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, LOGITS))
     total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, LOGITS))
-    count = _count(t, keys, HAS_LENS)
-    mbarrier.wait(queried, 0)
+    count = _count(work.t, keys)
+    mbarrier.wait(tiles.queried, 0)  # queries are in shared memory
     iteration = gl.to_tensor(0)
-    for _tile in range(split, (count + 63) // 64, splits):
+    for _tile in range(work.split, (count + 63) // 64, work.splits):
         stage = iteration & 1
-        mbarrier.wait(full.index(stage), (iteration >> 1) & 1)
+        mbarrier.wait(tiles.full.index(stage), (iteration >> 1) & 1)  # keys are in shared memory
         fence_async_shared()  # keys were written by ordinary stores
         logits = warpgroup_mma(
-            latent_queries, latents.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
+            tiles.q_latent, tiles.latents.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
         )
-        logits = warpgroup_mma(rope_queries, ropes.index(stage).permute((1, 0)), logits, is_async=True)
-        attended = bias.index(stage).load(gl.SliceLayout(0, LOGITS)) == 0
+        logits = warpgroup_mma(tiles.q_rope, tiles.ropes.index(stage).permute((1, 0)), logits, is_async=True)
+        attended = tiles.bias.index(stage).load(gl.SliceLayout(0, LOGITS)) == 0
         logits = warpgroup_mma_wait(0, deps=[logits])
         weight, decay, peak, total = soften(scaled_logits(logits, attended, scale_log2), peak, total)
-        weight = weight.to(weights.dtype)
-        mbarrier.wait(spent, (iteration & 1) ^ 1)
-        weights.store(weight)
-        decays.store(decay)
-        fence_async_shared()
-        barrier()
-        mbarrier.arrive(ready)
+        weight = weight.to(softmax.weights.dtype)
+        mbarrier.wait(tiles.spent, (iteration & 1) ^ 1)  # the weights of the tile before were read
+        put_weights(weight, decay, softmax.weights, softmax.decays, tiles.ready)
         iteration += 1
-    head = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LOGITS))
-    lonely = total == 0  # false for NaN: a NaN in a key that is attended stays visible
-    lse = gl.where(lonely, float("-inf"), peak + gl.log2(total))
-    if SPLIT:
-        gl.store(lse_ptr + (t * splits + split) * H + head, lse, mask=head < H)
-    else:
-        gl.store(lse_ptr + t * H + head, gl.where(lonely, float("inf"), lse * 0.6931471805599453), mask=head < H)
-    factors.store(gl.where(lonely, 0.0, 1 / total))
-    barrier()
-    mbarrier.arrive(final)
+    put_factors(store_lse(peak, total, work, outputs, SHAPE.SPLIT), softmax.factors, tiles.final)
 
 
 @gluon.jit
-def _accumulate(
-    work, keys, q, out, queries, tiles, weights, decays, factors, barriers,
-    NOPE: gl.constexpr, SPLIT: gl.constexpr, HAS_LENS: gl.constexpr,
-):  # fmt: skip
+def _accumulate(work, keys, q, outputs, tiles, softmax, SHAPE: gl.constexpr):
     """Loads the tile of queries, sums weights times keys, and stores the output."""
-    t, split, splits, first_head, H = work
-    q_ptr, q_stride_t, q_stride_h = q
-    out_ptr, out_stride_t, out_stride_h = out
-    latent_queries, rope_queries = queries
-    latents, _ropes = tiles
-    _full, empty, ready, spent, queried, final = barriers
+    NOPE: gl.constexpr = SHAPE.NOPE
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, NOPE // 4, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
+    t = work.t
+    first_head = work.first_head
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
     channel = gl.arange(0, NOPE, layout=gl.SliceLayout(0, WIDE))
     narrow_row = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW))
     rotary = NOPE + gl.arange(0, ROPE, layout=gl.SliceLayout(0, NARROW))
-    q_row = q_ptr + t * q_stride_t + first_head * q_stride_h
-    inside = first_head + row < H
-    q_tile = gl.load((q_row + row * q_stride_h)[:, None] + channel[None, :], mask=inside[:, None], other=0)
-    narrow = (first_head + narrow_row < H)[:, None]
-    rope_tile = gl.load((q_row + narrow_row * q_stride_h)[:, None] + rotary[None, :], mask=narrow, other=0)
-    count = _count(t, keys, HAS_LENS)
-    latent_queries.store(q_tile)
-    rope_queries.store(rope_tile)
-    fence_async_shared()
-    barrier()
-    mbarrier.arrive(queried)
+    q_row = q.q + t * q.stride_t + first_head * q.stride_h
+    inside = first_head + row < work.H
+    q_tile = gl.load((q_row + row * q.stride_h)[:, None] + channel[None, :], mask=inside[:, None], other=0)
+    narrow = (first_head + narrow_row < work.H)[:, None]
+    rope_tile = gl.load((q_row + narrow_row * q.stride_h)[:, None] + rotary[None, :], mask=narrow, other=0)
+    count = _count(t, keys)
+    tiles.q_latent.store(q_tile)
+    tiles.q_rope.store(rope_tile)
+    fence_async_shared()  # tensor cores read the queries
+    barrier()  # all threads have stored theirs
+    mbarrier.arrive(tiles.queried)
 
     acc = gl.zeros([64, NOPE], gl.float32, layout=OUT)
     iteration = gl.to_tensor(0)
-    for _tile in range(split, (count + 63) // 64, splits):
+    for _tile in range(work.split, (count + 63) // 64, work.splits):
         stage = iteration & 1
-        mbarrier.wait(ready, iteration & 1)
-        acc = acc * decays.load(ROWS)[:, None]
-        fence_async_shared()
-        acc = warpgroup_mma(weights, latents.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        barrier()  # both warpgroups have read weights and keys
-        mbarrier.arrive(spent)
-        mbarrier.arrive(empty.index(stage))
+        mbarrier.wait(tiles.ready, iteration & 1)  # weights are in shared memory, as keys are
+        acc = accumulate_tile(acc, softmax.weights, softmax.decays, tiles.latents.index(stage))
+        mbarrier.arrive(tiles.spent)  # the warps that weigh may write the next weights
+        mbarrier.arrive(tiles.empty.index(stage))  # the warps that decode may write the tile's memory
         iteration += 1
-    mbarrier.wait(final, 0)
-    value = acc * factors.load(ROWS)[:, None]
-    if SPLIT:  # float32: four threads write the 32 bytes of a sector
-        row_out = out_ptr + ((t * splits + split) * H + first_head) * NOPE
-        place = gl.arange(0, 64, layout=ROWS)
+    mbarrier.wait(tiles.final, 0)  # normalisers are in shared memory
+    value = acc * softmax.factors.load(ROWS)[:, None]
+    if SHAPE.SPLIT:  # float32: four threads write the 32 bytes of a sector
+        row_out = outputs.out + ((t * work.splits + work.split) * work.H + first_head) * NOPE
+        head_row = gl.arange(0, 64, layout=ROWS)
         column = gl.arange(0, NOPE, layout=gl.SliceLayout(0, OUT))
-        at = row_out + place[:, None] * NOPE + column[None, :]
-        gl.store(at, value.to(out_ptr.dtype.element_ty), mask=(first_head + place < H)[:, None])
+        target = row_out + head_row[:, None] * NOPE + column[None, :]
+        gl.store(target, value.to(outputs.out.dtype.element_ty), mask=(first_head + head_row < work.H)[:, None])
     else:
-        # the queries are no longer read: their memory stages the output, so that whole lines are written
-        result = reinterpret(latent_queries, out_ptr.dtype.element_ty, [64, NOPE], gl.NVMMASharedLayout(128, 16, 2))
-        result.store(value.to(out_ptr.dtype.element_ty))
-        barrier()
-        row_out = out_ptr + t * out_stride_t + first_head * out_stride_h + row * out_stride_h
-        gl.store(row_out[:, None] + channel[None, :], result.load(WIDE), mask=inside[:, None])
+        row_out = outputs.out + t * outputs.stride_t + first_head * outputs.stride_h
+        store_staged(value, tiles.q_latent, row_out, outputs.stride_h, work, outputs.out.dtype.element_ty)
 
 
 @gluon.jit(do_not_specialize=["H", "width", "limit"])
-def attend_v32_hopper_kernel(
-    q_ptr,
-    pool_ptr,
-    indices_ptr,
-    lens_ptr,
-    out_ptr,
-    lse_ptr,
-    H,
-    scale_log2,
-    width,
-    limit,
-    page_stride,
-    indices_stride,
-    q_stride_t,
-    q_stride_h,
-    out_stride_t,
-    out_stride_h,
-    NOPE: gl.constexpr,
-    N: gl.constexpr,
-    HAS_LENS: gl.constexpr,
-    SPLIT: gl.constexpr,
-):
-    """Grid ``(queries * blocks of 64 heads, splits)``; without SPLIT the result is final."""
+def attend_v32_hopper_kernel(q, keys, outputs, H, width, limit, SHAPE: gl.constexpr):
+    """Grid ``(queries * blocks of 64 heads, splits)``; without SPLIT the result is final.
+
+    Args:
+        q, keys, outputs: `AttendQueries`, `AttendPool` and `AttendOutputs` of `attend_triton`, without a sink.
+        H: heads; width: columns of the indices; limit: entries in the pool; SHAPE: `HopperShape` of `attend_hopper`.
+    """
+    NOPE: gl.constexpr = SHAPE.NOPE
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     # programs of a query's head blocks are neighbours, since they read the same keys
@@ -294,8 +296,8 @@ def attend_v32_hopper_kernel(
     split = gl.program_id(1)
     first_head = gl.program_id(0) % blocks * 64
     gdc_launch_dependents()
-    latent_queries = gl.allocate_shared_memory(gl.bfloat16, [64, NOPE], SHARED)
-    rope_queries = gl.allocate_shared_memory(gl.bfloat16, [64, ROPE], SHARED)
+    q_latent = gl.allocate_shared_memory(gl.bfloat16, [64, NOPE], SHARED)
+    q_rope = gl.allocate_shared_memory(gl.bfloat16, [64, ROPE], SHARED)
     latents = gl.allocate_shared_memory(gl.bfloat16, [2, 64, NOPE], SHARED)
     ropes = gl.allocate_shared_memory(gl.bfloat16, [2, 64, ROPE], SHARED)
     weights = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
@@ -315,30 +317,19 @@ def attend_v32_hopper_kernel(
     mbarrier.init(spent, count=1)
     mbarrier.init(queried, count=1)
     mbarrier.init(final, count=1)
-    gdc_wait()
+    gdc_wait()  # the previous kernel has written queries, keys and indices
 
-    work = (t, split, splits, first_head, H)
-    keys = (pool_ptr, page_stride, indices_ptr + t * indices_stride, lens_ptr, width, limit)
-    q = (q_ptr, q_stride_t, q_stride_h)
-    out = (out_ptr, out_stride_t, out_stride_h)
-    queries = (latent_queries, rope_queries)
-    tiles = (latents, ropes)
-    barriers = (full, empty, ready, spent, queried, final)
+    work = AttendWork(t, split, splits, first_head, H)
+    row = keys.indices + t * keys.indices_stride
+    latent_keys = LatentKeys(keys.pool, keys.page_stride, row, keys.lens, width, limit)
+    tiles = LatentTileBuffers(q_latent, q_rope, latents, ropes, bias, full, empty, ready, spent, queried, final)
+    softmax = SoftmaxBuffers(weights, decays, factors)
     gl.warp_specialize(
         [
-            (
-                _accumulate,
-                (work, keys, q, out, queries, tiles, weights, decays, factors, barriers, NOPE, SPLIT, HAS_LENS),
-            ),
-            (
-                _weigh,
-                (
-                    work, keys, scale_log2, lse_ptr, queries, tiles, bias, weights, decays, factors, barriers,
-                    SPLIT, HAS_LENS,
-                ),
-            ),
-            (_decode, (work, keys, tiles, bias, barriers, NOPE, N, HAS_LENS)),
+            (_accumulate, (work, latent_keys, q, outputs, tiles, softmax, SHAPE)),
+            (_weigh, (work, latent_keys, q.scale_log2, outputs, tiles, softmax, SHAPE)),
+            (_decode, (work, latent_keys, tiles, SHAPE)),
         ],
         [4, 4],
         [72, 120],  # registers of a thread; 160 are left for the output: a program has 65536
-    )  # fmt: skip
+    )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
-from deepseek_attn.kernels.attention.gather_triton import EntryShape, gather_kernel
-from deepseek_attn.kernels.common.device import FLOATS, has_native_fp8
+from deepseek_attn.kernels.attention.gather_triton import EntryShape, GatherPool, GatherRows, gather_kernel
+from deepseek_attn.kernels.attention.plan import GatherPlan, GatherProblem, plan_gather
+from deepseek_attn.kernels.common.device import FLOATS, gpu
+from deepseek_attn.kernels.common.plans import cdiv
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
-
-ROWS, WARPS = 4, 2  # of a program: 85 to 92 % of the bandwidth of a copy on an H200
 
 
 def dequantize_and_gather_k_cache(
@@ -32,31 +31,21 @@ def dequantize_and_gather_k_cache(
             f"out has {b} requests: got seq_lens {tuple(seq_lens.shape)}, gather_lens {tuple(lens.shape)}, "
             f"block_table {tuple(block_table.shape)}"
         )
-    shape = _entry_shape(out, record, pool, block_table, block_size)
+    plan, shape = _planned_shape(out, record, pool, block_table, block_size)
     max_rows = M - offset
     if b == 0 or max_rows <= 0:
         return
-    gather_kernel[(triton.cdiv(max_rows, ROWS), b)](
-        out[:, offset:],
-        pool,
-        seq_lens,
-        gather_lens,
-        block_table,
-        max_rows,
-        block_table.shape[1],
-        pool.stride(0),
-        block_table.stride(0),
-        out.stride(0),
-        out.stride(1),
-        ROWS=ROWS,
-        SHAPE=shape,
-        enable_fp_fusion=True,
-        num_warps=WARPS,
-    )
+    gather_kernel[(cdiv(max_rows, shape.ROWS), b)](
+        GatherRows(out[:, offset:], out.stride(0), out.stride(1)), GatherPool(pool, pool.stride(0)),
+        seq_lens, gather_lens, block_table, max_rows, block_table.shape[1], block_table.stride(0),
+        SHAPE=shape, enable_fp_fusion=True, num_warps=plan.gather.config.warps,
+    )  # fmt: skip
 
 
-def _entry_shape(out: Tensor, record: CacheRecord, pool: Tensor, block_table: Tensor, n: int) -> EntryShape:
-    """Constants of `_copy_rows` for a record; checks ``out`` and ``pool``."""
+def _planned_shape(
+    out: Tensor, record: CacheRecord, pool: Tensor, block_table: Tensor, n: int
+) -> tuple[GatherPlan, EntryShape]:
+    """The plan for a record and the constants of its launch; checks ``out``, ``pool`` and the table."""
     if out.dtype not in FLOATS or out.shape[-1] != record.dim or out.stride(-1) != 1 or block_table.stride(1) != 1:
         raise ValueError(
             f"out must have contiguous rows of {record.dim} float32, bfloat16 or float16 values and block_table "
@@ -78,8 +67,9 @@ def _entry_shape(out: Tensor, record: CacheRecord, pool: Tensor, block_table: Te
         )
     unit = 4 if group == 128 else 1 if coded == record.dim else raw.itemsize
     check_pool(record, pool, n, unit)
-    block = max(group, triton.next_power_of_2(max(coded, 1)))
-    return EntryShape(
+    plan = plan_gather(GatherProblem(record.dim, coded, group), gpu(out.device))
+    tiles = plan.gather.config
+    shape = EntryShape(
         N=n,
         ENTRY=entry,
         CODED=coded,
@@ -88,7 +78,9 @@ def _entry_shape(out: Tensor, record: CacheRecord, pool: Tensor, block_table: Te
         RAW=record.dim - coded,
         RAW_DTYPE=TRITON_DTYPES[raw],
         DTYPE=TRITON_DTYPES[out.dtype],
-        CODED_BLOCK=block,
-        RAW_BLOCK=0 if coded and record.dim <= block else triton.next_power_of_2(record.dim - coded),
-        NATIVE_FP8=has_native_fp8(out.device),
+        CODED_BLOCK=tiles.coded_block,
+        RAW_BLOCK=tiles.raw_block,
+        NATIVE_FP8=plan.native_fp8,
+        ROWS=tiles.rows,
     )
+    return plan, shape

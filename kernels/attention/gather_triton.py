@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from deepseek_attn.kernels.common.fp8 import decode_e2m1, decode_e4m3, decode_e8m0
 from deepseek_attn.kernels.common.row_ops import round_to
+
+
+class GatherRows(NamedTuple):
+    """Workspace that is written: ``[b, M, dim]`` rows with these strides, in elements."""
+
+    out: Any
+    stride_request: Any
+    stride_row: Any
+
+
+class GatherPool(NamedTuple):
+    """Pages that are read, ``page_stride`` bytes from one to the next."""
+
+    pool: Any
+    page_stride: Any
 
 
 @dataclass(frozen=True)
@@ -21,6 +37,7 @@ class EntryShape:
             scale behind the entries of the page. Groups of 16 are e2m1 pairs with e4m3 scales in that place.
         DTYPE: of a decoded row; NATIVE_FP8: the GPU converts e4m3 itself.
         CODED_BLOCK, RAW_BLOCK: tile widths of the parts; RAW_BLOCK is 0 where both fit in the first tile.
+        ROWS: of a program.
     """
 
     N: int
@@ -34,10 +51,11 @@ class EntryShape:
     CODED_BLOCK: int
     RAW_BLOCK: int
     NATIVE_FP8: bool
+    ROWS: int
 
 
 @triton.jit
-def _copy_rows(slot, out_row, wanted, pool_ptr, page_stride, SHAPE: tl.constexpr):
+def _copy_rows(slot, out_row, wanted, pages, SHAPE: tl.constexpr):
     """Decodes entry ``slot[r]`` to the row at ``out_row[r]`` where ``wanted[r]``; zeros for slots < 0."""
     R: tl.constexpr = slot.shape[0]
     CODED: tl.constexpr = SHAPE.CODED
@@ -47,7 +65,7 @@ def _copy_rows(slot, out_row, wanted, pool_ptr, page_stride, SHAPE: tl.constexpr
     DTYPE: tl.constexpr = SHAPE.DTYPE
     CODED_BLOCK: tl.constexpr = SHAPE.CODED_BLOCK
     live = wanted & (slot >= 0)
-    page = pool_ptr + (slot // SHAPE.N) * page_stride
+    page = pages.pool + (slot // SHAPE.N) * pages.page_stride
     row = page + (slot % SHAPE.N) * SHAPE.ENTRY
     raw = (row + SHAPE.RAW_AT).to(tl.pointer_type(RAW_DTYPE))
     if CODED:
@@ -98,29 +116,24 @@ def _page_slots(request, position, wanted, table_ptr, table_stride, pages, N: tl
 
 @triton.jit(do_not_specialize=["max_rows", "pages", "table_stride", "seq_lens_ptr", "gather_lens_ptr", "table_ptr"])
 def gather_kernel(
-    out_ptr,
-    pool_ptr,
-    seq_lens_ptr,
-    gather_lens_ptr,
-    table_ptr,
-    max_rows,
-    pages,
-    page_stride,
-    table_stride,
-    out_stride_r,
-    out_stride_row,
-    SHAPE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    rows, pool, seq_lens_ptr, gather_lens_ptr, table_ptr, max_rows, pages, table_stride, SHAPE: tl.constexpr
+):  # fmt: skip
+    """Decodes ``SHAPE.ROWS`` entries of request ``program 1`` into rows from ``program 0 * SHAPE.ROWS`` on.
+
+    Args:
+        rows, pool: `GatherRows` and `GatherPool`.
+        seq_lens_ptr, gather_lens_ptr: ``[b]`` entries of a request, and how many of the last are copied; None: all.
+        table_ptr: ``[b, pages]`` page ids with ``table_stride`` between rows; max_rows: of a request in ``rows``.
+    """
     r = tl.program_id(1).to(tl.int64)
     seq_len = tl.load(seq_lens_ptr + r).to(tl.int64)
     length = seq_len
     if gather_lens_ptr is not None:
         length = tl.load(gather_lens_ptr + r).to(tl.int64)
-    first = tl.program_id(0) * ROWS
-    if first < length:
-        row = first + tl.arange(0, ROWS)
+    first = tl.program_id(0) * SHAPE.ROWS
+    if first < length:  # the grid is for the longest request
+        row = first + tl.arange(0, SHAPE.ROWS)
         wanted = (row < length) & (row < max_rows)
         slot = _page_slots(r, seq_len - length + row, wanted, table_ptr, table_stride, pages, SHAPE.N)
-        out_row = out_ptr + r * out_stride_r + row.to(tl.int64) * out_stride_row
-        _copy_rows(slot, out_row, wanted, pool_ptr, page_stride, SHAPE)
+        out_row = rows.out + r * rows.stride_request + row.to(tl.int64) * rows.stride_row
+        _copy_rows(slot, out_row, wanted, pool, SHAPE)

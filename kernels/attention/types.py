@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,42 @@ class PagedKeys(NamedTuple):
     entries: int
     indices: Tensor
     lens: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class EntryLayout:
+    """Where the channels of an entry are; a constant of the kernels.
+
+    Attributes:
+        entries: per page, 1 for rows of one tensor.
+        nope: channels before the rotated ones, or all of them.
+        row: from one entry to the next, in elements of the pool; rope: where the rotated channels begin.
+        group: quantised channels that share a scale, 0 if none is quantised.
+    """
+
+    entries: int
+    nope: int
+    row: int
+    rope: int = 0
+    group: int = 0
+
+
+@dataclass(frozen=True)
+class AttendedKeys:
+    """Checked keys of one pool.
+
+    Attributes:
+        layout: of an entry.
+        pool: elements of the keys' dtype, or bytes; page_stride: from one page to the next, in elements.
+        limit: entries in the pool; indices, lens: as in `PagedKeys`, rows and lengths contiguous.
+    """
+
+    layout: EntryLayout
+    pool: Tensor
+    page_stride: int
+    limit: int
+    indices: Tensor
+    lens: Tensor | None
 
 
 def check_max_logits(q: Tensor, max_logits: Tensor | None) -> None:

@@ -6,14 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_attn.impls import AttentionSpec, DeepseekV4MixedSparseImpl, flash_mla, get_impl
+from deepseek_attn.impls import AttentionSpec, DeepseekV4MixedSparseImpl, flash_mla, get_impl, mixed
 from deepseek_attn.impls.flashmla import FlashMLAKernels
-from deepseek_attn.impls.mixed import decodes_on_flashmla, decodes_v32_on_flashmla
 from deepseek_attn.impls.triton import DeepseekV4TritonSparseImpl, TritonKernels
+from deepseek_attn.kernels.attention.plan import LayerCall, plan_library
+from deepseek_attn.kernels.common import device
 from deepseek_attn.v32.backends import MixedMLASparseImpl
 
 GPU = torch.device("cuda")
 SPEC = AttentionSpec(64, 512)
+H200 = device.GPU((9, 0), 132)
 
 
 @pytest.fixture
@@ -28,6 +30,10 @@ def gpu(monkeypatch):
         monkeypatch.setattr(flash_mla, "supported", lambda device, spec=None: (flashmla, "as the test says"))
 
     return put
+
+
+def takes_flashmla(queries, heads, keys, record):
+    return plan_library(LayerCall(queries, heads, keys, record), H200).flashmla
 
 
 def test_it_is_the_default_on_hopper_with_both(gpu):
@@ -56,9 +62,9 @@ def test_elsewhere_it_says_why_not(gpu, capability, flashmla, triton, reason, ch
     (64, 128, 512), (64, 640, 512), (64, 8320, 512), (128, 128, 8), (128, 1152, 32), (128, 8320, 8),
 ])  # fmt: skip
 def test_small_batches_stay_in_triton(heads, keys, most):
-    assert [decodes_on_flashmla(T, heads, keys) for T in (1, most)] == [False, False]
-    assert [decodes_on_flashmla(T, heads, keys) for T in (most + 1, 512)] == [most < 512] * 2
-    assert not any(decodes_on_flashmla(T, other, keys) for T in (1, 512) for other in (8, 16, 100))
+    assert [takes_flashmla(T, heads, keys, "fp8_v4") for T in (1, most)] == [False, False]
+    assert [takes_flashmla(T, heads, keys, "fp8_v4") for T in (most + 1, 512)] == [most < 512] * 2
+    assert not any(takes_flashmla(T, other, keys, "fp8_v4") for T in (1, 512) for other in (8, 16, 100))
 
 
 @pytest.mark.parametrize(
@@ -70,18 +76,24 @@ def test_a_call_goes_to_one_kernel_with_all_its_arguments(monkeypatch, T, heads,
         for method in ("attend_pages", "attend_rows"):
             record = classmethod(lambda cls, *args, impl=impl, method=method: calls.append((impl.name, method, args)))
             monkeypatch.setattr(impl, method, record)
+    monkeypatch.setattr(mixed, "gpu", lambda device: H200)
     q, output, layer = torch.zeros(T, heads, 512), torch.zeros(T, heads, 512), object()
     record = SimpleNamespace(name="fp8_v4")
     keys = [SimpleNamespace(record=record, indices=torch.zeros(T, width)) for width in (100, 28)]
     DeepseekV4MixedSparseImpl.attend_pages(layer, q, keys, output)
     assert calls == [(name, "attend_pages", (layer, q, keys, output))]
-    DeepseekV4MixedSparseImpl.attend_rows(layer, q, q, 1, 2, output)
-    assert calls[1] == ("flashmla" if heads in (64, 128) else "triton", "attend_rows", (layer, q, q, 1, 2, output))
+    indices = torch.zeros(T, 640)
+    DeepseekV4MixedSparseImpl.attend_rows(layer, q, q, indices, 2, output)
+    assert calls[1] == (
+        "flashmla" if heads in (64, 128) else "triton",
+        "attend_rows",
+        (layer, q, q, indices, 2, output),
+    )
 
 
 @pytest.mark.parametrize(("heads", "most"), [(16, 31), (64, 7), (100, 31), (128, 1)])
 def test_queries_of_v32_change_over_earlier(heads, most):
-    assert [decodes_v32_on_flashmla(T, heads) for T in (1, most, most + 1, 512)] == [False, False, True, True]
+    assert [takes_flashmla(T, heads, 2048, "fp8_v32") for T in (1, most, most + 1, 512)] == [False, False, True, True]
 
 
 def test_v32_records_have_a_rule_of_their_own(monkeypatch):
@@ -89,6 +101,7 @@ def test_v32_records_have_a_rule_of_their_own(monkeypatch):
     for impl in (FlashMLAKernels, TritonKernels):
         record = classmethod(lambda cls, *args, impl=impl: calls.append(impl.name))
         monkeypatch.setattr(impl, "attend_pages", record)
+    monkeypatch.setattr(mixed, "gpu", lambda device: H200)
     for name in ("fp8_v4", "fp8_v32"):
         keys = [SimpleNamespace(record=SimpleNamespace(name=name), indices=torch.zeros(40, 2048))]
         MixedMLASparseImpl.attend_pages(object(), torch.zeros(40, 64, 576), keys, None)

@@ -1,11 +1,16 @@
 """Hostile inputs for the GPU tests of sparse attention: memory that must not be read is NaN; and comparisons."""
 
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest import mock
+
 import pytest
 import torch
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord
 from deepseek_attn.cache.records_v41 import Fp4V41Record, Fp8V41Record
-from deepseek_attn.kernels.attention import PagedKeys
+from deepseek_attn.kernels.attention import PagedKeys, plan
+from deepseek_attn.kernels.common.plans import Choice
 
 V4 = Fp8DsMlaRecord(448, 64)
 TINY = Fp8DsMlaRecord(64, 64)
@@ -14,8 +19,36 @@ NAN, INF, HUGE = float("nan"), float("inf"), 2**31 - 1
 LIMIT = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-5}
 
 
-def skip_unless_it_runs(config):
-    if config.hopper and torch.cuda.get_device_capability() != (9, 0):
+class Launch(NamedTuple):
+    """A launch in place of the planned one: tiles as in `AttendTiles`, splits, and whether by a kernel for Hopper."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+    piece: int = 64
+    splits: int = 1
+    hopper: bool = False
+
+
+@contextmanager
+def forced(launch):
+    """Attention in this context is launched as ``launch`` says; as planned if it is None."""
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    from deepseek_attn.kernels.attention import attend
+
+    def plan_attend(problem, gpu):
+        on_hopper = {64: "attend_hopper_kernel", 128: "attend_v32_hopper_kernel"}
+        kernel = on_hopper[problem.group] if launch.hopper else "attend_kernel"
+        choice = Choice(kernel, plan.AttendTiles(*launch[:5]), "forced", "")
+        return plan.attend_plan(problem, gpu, choice, launch.splits)
+
+    with mock.patch.object(attend, "plan_attend", plan.plan_attend if launch is None else plan_attend):
+        yield
+
+
+def skip_unless_it_runs(launch):
+    if launch.hopper and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
 
 

@@ -11,7 +11,17 @@ import torch
 from deepseek_attn.kernels.attention import attend_heads, reference
 from deepseek_attn.kernels.common.heads import QueryHeads
 from deepseek_attn.kernels.common.quant import QuantizedRows
-from tests.kernels.attention.sparse_attention_cases import INF, NAN, TINY, V4, make_pool, relative, skip_unless_it_runs
+from tests.kernels.attention.sparse_attention_cases import (
+    INF,
+    NAN,
+    TINY,
+    V4,
+    Launch,
+    forced,
+    make_pool,
+    relative,
+    skip_unless_it_runs,
+)
 
 EPS = 1e-6
 POSITIONS = 700
@@ -85,7 +95,8 @@ def op(heads, pools, scale, sink, groups, pow2_scales=True, config=None, q=None)
     pytest.importorskip("triton", reason="the package triton is not installed")
     from deepseek_attn.kernels.attention.attend import attend_heads
 
-    return attend_heads(heads, pools, scale, sink, groups, pow2_scales, q, config)
+    with forced(config):
+        return attend_heads(heads, pools, scale, sink, groups, pow2_scales, q)
 
 
 def configs():
@@ -99,14 +110,12 @@ def configs():
     (V4, 6, 2, True, True), (TINY, 5, 1, False, False), (type(V4)(320, 64), 4, 4, True, True),
 ], ids=str)  # fmt: skip
 def test_in_float32(device, record, H, groups, norm, pow2, splits):
-    from deepseek_attn.kernels.attention.launch_config import LaunchConfig
-
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
     with device:
         heads, *rest = case(3, H, record, torch.float32, (9, 40), norm)
         expected = reference.attend_heads(heads, *rest, groups, pow2)
-        got = op(heads, *rest, groups, pow2, LaunchConfig(16, 16, 4, 1, 64 if splits == 3 else 128, splits))
+        got = op(heads, *rest, groups, pow2, Launch(16, 16, 4, 1, 64 if splits == 3 else 128, splits))
         check(got, expected, 4e-3)  # a value between two of e4m3 may become the other one
 
 
@@ -147,7 +156,8 @@ def test_roundings_are_those_of_the_parts(gpu, at, pow2):
     heads, pools, scale, sink = case(23, 24, norm=False, widths=(128, 300))
     heads = heads._replace(q=(heads.q.float() / 30).bfloat16())
     q = query_norm_rope(heads)
-    out, _ = sparse_attention_paged(q, pools, scale, sink, config=config)
+    with forced(config):
+        out, _ = sparse_attention_paged(q, pools, scale, sink)
     expected = quantize_rows(out.flatten(1), pow2, 3, Rope(heads.positions, heads.cos_sin, 512))
     for got in (op(heads, pools, scale, sink, 3, pow2, config), op(heads, pools, scale, sink, 3, pow2, config, q)):
         # the portable kernel leaves one split to the second launch as well, and rounds its partials

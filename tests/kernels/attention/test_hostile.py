@@ -20,6 +20,7 @@ from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.impls import flash_mla
 from deepseek_attn.kernels.attention import PagedKeys, reference
 from deepseek_attn.kernels.common.dispatch import problem_on
+from tests.kernels.attention.sparse_attention_cases import Launch, forced
 from tests.support import fake_flash_mla
 from tests.support.report import INF, Report, on_cpu_too
 
@@ -133,14 +134,13 @@ class Implementation(NamedTuple):
 
 
 def in_triton(*config) -> Implementation:
-    """The launch that the shapes choose, or one of this `LaunchConfig`."""
+    """The launch that the shapes choose, or this `Launch`."""
 
     def run(inputs: Inputs) -> Result:
         from deepseek_attn.kernels.attention.attend import sparse_attention_paged
-        from deepseek_attn.kernels.attention.launch_config import LaunchConfig
 
-        chosen = LaunchConfig(*config) if config else None
-        return sparse_attention_paged(inputs.q, inputs.keys, SCALE, inputs.sink, 512, config=chosen)
+        with forced(Launch(*config) if config else None):
+            return sparse_attention_paged(inputs.q, inputs.keys, SCALE, inputs.sink, 512)
 
     def problem(device: torch.device) -> str:
         if not problem_on(device) and config[-1:] == (True,) and torch.cuda.get_device_capability(device) != (9, 0):
@@ -254,10 +254,10 @@ def rows_in_torch(inputs: Inputs) -> Result:
 def rows_in_triton(*config) -> Implementation:
     def run(inputs: Inputs) -> Result:
         from deepseek_attn.kernels.attention.attend import sparse_attention
-        from deepseek_attn.kernels.attention.launch_config import LaunchConfig
 
-        (keys,), chosen = inputs.keys, LaunchConfig(*config) if config else None
-        return sparse_attention(inputs.q, inputs.rows, keys.indices, SCALE, inputs.sink, keys.lens, 512, config=chosen)
+        (keys,) = inputs.keys
+        with forced(Launch(*config) if config else None):
+            return sparse_attention(inputs.q, inputs.rows, keys.indices, SCALE, inputs.sink, keys.lens, 512)
 
     return Implementation(run, problem_on)
 

@@ -1,215 +1,167 @@
-"""Every kernel of sparse attention compiles for every GPU generation, on any machine; launch configurations."""
+"""Every kernel of sparse attention compiles for every GPU generation, on any machine; launch plans."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-
-from deepseek_attn.cache.records import Fp8DsMlaRecord
-from deepseek_attn.kernels.attention import PagedKeys, attend, launch
-from deepseek_attn.kernels.attention.attend_hopper import attend_hopper_kernel
-from deepseek_attn.kernels.attention.attend_rows_hopper import attend_rows_hopper_kernel
-from deepseek_attn.kernels.attention.attend_triton import attend_kernel, combine_kernel
-from deepseek_attn.kernels.attention.launch_config import choose_config, dot_dtype, pieces, supports_rows_hopper
+from deepseek_attn.cache.records import Fp8DsMlaRecord, PlainRecord
+from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
+from deepseek_attn.cache.records_v41 import Fp4V41Record, Fp8V41Record
+from deepseek_attn.kernels.attention import PagedKeys, attend, gather
+from deepseek_attn.kernels.attention.launch import pieces
+from deepseek_attn.kernels.attention.plan import AttendProblem, plan_attend
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.heads import QueryHeads
-from tests.kernels.compiled_launches import (
-    CAPABILITIES,
-    SHARED,
-    compiled_launches,
-    on_gpus,
-    pass_for_gpu,
-    ptxas_report,
-)
+from deepseek_attn.kernels.common.plans import recorded_plans
+from deepseek_attn.runner.ahead.recording import recorded_launches
+from tests.kernels.compiled_launches import CAPABILITIES, compiled_ops, on_gpus, ptxas_report
 from tests.support.tiers import tiered
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+V4 = Fp8DsMlaRecord(448, 64)
+V41 = Fp8V41Record(512), Fp4V41Record(512)
+H200 = GPU((9, 0), 132)
 
 
-def compiled(kernel, pointers, constants, capability, warps, stages=1):
-    """Assembly of ``kernel`` for a GPU, with pointers of the given element types, and int32 for the rest."""
-    kinds = pointers | {"scale_log2": "fp32"}
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if ("stride" in name or "ptr" in name) and name not in constants
-    }
-    source = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = source(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
-    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    return triton.compile(
-        source, target=target, options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-    )
+def of(*shape, dtype=torch.int32):
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def compiled_attention(capability, T, H, q, keys, fp8, pools, dim=512, hopper=False, max_logits=False, v41=False):
-    group, group1 = (32, 16) if v41 else (64 * fp8, 64 * fp8)
-    dtype, nope = dot_dtype(q, keys, group), dim - 64 if fp8 and not v41 else dim
-    config = choose_config(T, H, dim, 640, dtype, hopper, GPU(capability, 132))
-    split = config.splits > 1
-    out = dtype if split and dtype == torch.float16 else torch.float32 if split else q
-    pool = "*u8" if fp8 else f"*{NAMES[keys]}"
-    pointers = dict.fromkeys(("indices0_ptr", "indices1_ptr", "lens0_ptr", "lens1_ptr"), "*i32")
-    pointers |= {"q_ptr": f"*{NAMES[q]}", "pool0_ptr": pool, "pool1_ptr": pool, "out_ptr": f"*{NAMES[out]}"}
-    pointers |= {"sink_ptr": "*fp32", "lse_ptr": "*fp32"}
-    constants = {
-        "NOPE": nope,
-        "N0": 64,
-        "N1": 2 if fp8 and not v41 else 64,
-        "POOLS": pools,
-        "SPLIT": split,
-        "HAS_SINK": True,
-    }
-    constants |= {"HAS_LENS0": True, "HAS_LENS1": True, "projected": None, "PROJECTED": None}
-    if config.hopper:
-        assert not max_logits
-        return compiled(attend_hopper_kernel, pointers, constants, capability, 8)
-    pointers, constants = with_max_logits(max_logits, pointers, constants)
-    starts, widths = pieces(nope, dim, config.piece)
-    constants |= {"DIM": dim, "D_V": dim, "STARTS": starts, "WIDTHS": widths, "V_PIECES": len(starts)}
-    row, row1 = (dim, dim // 2) if v41 else 2 * [nope + 128 if fp8 else dim]
-    constants |= {"ROW": row, "ROPE": nope, "FP8": fp8, "GROUP": group, "ROW1": row1, "GROUP1": group1}
-    constants |= {"NATIVE_FP8": capability >= (8, 9)}
-    constants |= {
-        "DTYPE": triton.language.dtype(NAMES[dtype]),
-        "PRECISION": "tf32x3" if dtype == torch.float32 else None,
-    }
-    constants |= {"BLOCK_H": config.heads, "BLOCK_N": config.keys, "STAGES": config.stages}
-    constants["PDL"] = split and capability[0] >= 9
-    return compiled(attend_kernel, pointers, constants, capability, config.warps, config.stages)
+def pools(T, records, widths):
+    """Keys of the records' pools, with lengths; pages of 64 entries, and of 2 or 128 in the second pool."""
+    n = (64, 2 if records[0] is V4 else 128)
+    return [
+        PagedKeys(record, of(9, record.page_bytes(entries), dtype=torch.uint8), entries, of(T, width), of(T))
+        for record, width, entries in zip(records, widths, n, strict=False)
+    ]
 
 
-def with_max_logits(wanted, pointers, constants):
-    return (pointers | {"max_ptr": "*fp32"}, constants) if wanted else (pointers, constants | {"max_ptr": None})
+def attend_pages(T, H, records=(V4, V4), dtype=BF16, widths=(128, 512)):
+    q = of(T, H, records[0].dim, dtype=dtype)
+    return attend.sparse_attention_paged(q, pools(T, records, widths), 0.1, of(H, dtype=F32))
 
 
-SHAPES = {
-    "fp8 pages, 8 heads": {"T": 1, "H": 8, "q": torch.bfloat16, "keys": torch.uint8, "fp8": True, "pools": 2},
-    "fp8 pages, 64 heads": {"T": 256, "H": 64, "q": torch.bfloat16, "keys": torch.uint8, "fp8": True, "pools": 2},
-    "bf16 rows, 64 heads": {"T": 256, "H": 64, "q": torch.bfloat16, "keys": torch.bfloat16, "fp8": False, "pools": 1},
-    "float32 rows": {"T": 9, "H": 64, "q": torch.float32, "keys": torch.float32, "fp8": False, "pools": 1},
+def attend_rows(T, H, dim=512, dtype=BF16, width=640, max_logits=False, kv_dtype=None, kv_dim=None, d_v=None, rows=900):
+    kv = of(rows, kv_dim or dim, dtype=kv_dtype or dtype)[:, :dim]
+    largest = of(T, H, dtype=F32) if max_logits else None
+    q, indices, sink = of(T, H, dim, dtype=dtype), of(T, width), of(H, dtype=F32)
+    return attend.sparse_attention(q, kv, indices, 0.1, sink, of(T), d_v, None, largest)
+
+
+def attend_raw(T, H, widths, groups=8):
+    heads = QueryHeads(of(T, H * 512, dtype=BF16), H, 1e-6, of(99, 64, dtype=F32), of(T, dtype=torch.int64), H)
+    return attend.attend_heads(heads, pools(T, (V4, V4), widths), 0.1, of(H, dtype=F32), groups)
+
+
+PORTABLE = {
+    "fp8 pages, 8 heads": lambda: attend_pages(1, 8),
+    "fp8 pages, 64 heads": lambda: attend_pages(2, 64, dtype=F32) and attend_pages(3, 20),
+    "bf16 pages, 64 heads": lambda: attend_pages(256, 64, (PlainRecord(512, BF16),)),
+    "float32 rows": lambda: attend_rows(9, 64, dtype=F32),
+    "V4.1, 8 heads": lambda: attend_pages(256, 8, V41),
+    "V4.1, 64 heads": lambda: attend_pages(256, 64, V41),
+    "bf16 rows, max_logits": lambda: attend_rows(256, 16, max_logits=True),
+    "float32 rows, max_logits": lambda: attend_rows(9, 64, dtype=F32, max_logits=True),
 }
-SHAPES |= {f"V4.1, {H} heads": SHAPES["fp8 pages, 64 heads"] | {"H": H, "v41": True} for H in (8, 64)}
-SHAPES["bf16 rows, max_logits"] = SHAPES["bf16 rows, 64 heads"] | {"max_logits": True}
-SHAPES["float32 rows, max_logits"] = SHAPES["float32 rows"] | {"max_logits": True}
 
 
-@pytest.mark.parametrize(("arch", "shape"), on_gpus(SHAPES, ["fp8 pages, 64 heads"]))
-def test_attention_compiles(arch, shape):
-    kernel = compiled_attention(CAPABILITIES[arch], **SHAPES[shape])
-    assert "kWidth = 8" not in kernel.asm["ttgir"]  # see `decode_e2m1`
-    assert kernel.metadata.shared <= SHARED[arch] * 1024
-    assert kernel.asm["cubin"]
-    native = "e4m3" in kernel.asm["ptx"]
-    assert native == (SHAPES[shape]["fp8"] and arch != "sm80")
+@pytest.mark.parametrize(("arch", "case"), on_gpus(PORTABLE, ["fp8 pages, 64 heads"]))
+def test_attention_compiles(arch, case):
+    found = compiled_ops(arch, PORTABLE[case])
+    for kernel in found["attend_kernel"]:
+        assert "kWidth = 8" not in kernel.asm["ttgir"]  # see `decode_e2m1`
+        assert ("e4m3" in kernel.asm["ptx"]) == ("rows" not in case and "bf16" not in case and arch != "sm80")
+    for kernel in found.get("attention_combine_kernel", []):
+        assert ("griddepcontrol" in kernel.asm["ptx"]) == (CAPABILITIES[arch] >= (9, 0))
 
 
-def compiled_heads(monkeypatch, arch, T, H, widths, groups=8):
-    """The launches of `attend_heads` over fp8_v4 pages, by the name of the kernel."""
-    monkeypatch.setattr(attend, "on_gpu", lambda q: True)
-    monkeypatch.setattr(attend, "has_native_fp8", lambda device: CAPABILITIES[arch] >= (8, 9))
-    monkeypatch.setattr(launch, "has_native_fp8", lambda device: CAPABILITIES[arch] >= (8, 9))
-    monkeypatch.setattr(launch, "supports_pdl", lambda device: CAPABILITIES[arch] >= (9, 0))
-    pass_for_gpu(monkeypatch, CAPABILITIES[arch], attend)
-    record, lens = Fp8DsMlaRecord(448, 64), torch.ones(T, dtype=torch.int32)
-    pool = torch.empty(2, record.page_bytes(64), dtype=torch.uint8)
-    keys = [PagedKeys(record, pool, 64, torch.empty(T, width, dtype=torch.int32), lens) for width in widths]
-    q, positions = torch.empty(T, H * 512, dtype=torch.bfloat16), torch.empty(T, dtype=torch.int64)
-    heads = QueryHeads(q, H, 1e-6, torch.empty(99, 64), positions, H)
-    return compiled_launches(
-        monkeypatch, [launch], arch, lambda: attend.attend_heads(heads, keys, 0.1, torch.empty(H), groups)
-    )
+RAW_Q = {"1 query": (1, 8, (128,)), "32 of 64 heads": (32, 64, (128, 512)), "48 queries": (48, 64, (128,))}
+RAW_Q["many splits"] = (1, 64, (128, 8192))
 
 
-HEADS = {"1 query": (1, 8, (128,)), "32 of 64 heads": (32, 64, (128, 512)), "48 queries": (48, 64, (128,))}
-
-
-@pytest.mark.parametrize(("arch", "shape"), on_gpus([*HEADS, "many splits"], ["32 of 64 heads"]))
-def test_projected_heads_compile(monkeypatch, arch, shape):
-    found = compiled_heads(monkeypatch, arch, *(HEADS | {"many splits": (1, 64, (128, 8192))})[shape])
-    last = found.get("combine_kernel", found.get("attend_hopper_kernel"))[0]
+@pytest.mark.parametrize(("arch", "shape"), on_gpus(RAW_Q, ["32 of 64 heads"]))
+def test_attention_of_raw_q_compiles(arch, shape):
+    found = compiled_ops(arch, lambda: attend_raw(*RAW_Q[shape]))
+    last = found.get("attention_combine_kernel", found.get("attend_hopper_kernel"))[0]
     assert ("e4m3x2" in last.asm["ptx"]) == (arch != "sm80")
 
 
-def test_projected_heads_on_hopper(monkeypatch, tmp_path):
-    """One launch where keys are not split, and products still overlap."""
-    found = compiled_heads(monkeypatch, "sm90", 48, 64, (128,))
-    assert [name for name, kernels in found.items() for _ in kernels] == ["attend_hopper_kernel"]
-    said = ptxas_report(found["attend_hopper_kernel"][0], tmp_path)
+def products_overlap(kernel, folder):
+    """With fewer registers for some warps ptxas would wait for every product, and say so; or spill keys in flight."""
+    said = ptxas_report(kernel, folder)
     assert "serialized" not in said
-    assert int(re.search(r"(\d+) bytes spill stores", said)[1]) < 200
+    assert int(re.search(r"(\d+) bytes spill stores", said)[1]) < 200  # per thread
+
+
+def test_raw_q_on_hopper(tmp_path):
+    """One launch where keys are not split, and products still overlap."""
+    found = compiled_ops("sm90", lambda: attend_raw(48, 64, (128,)))
+    assert [name for name, kernels in found.items() for _ in kernels] == ["attend_hopper_kernel"]
+    products_overlap(found["attend_hopper_kernel"][0], tmp_path)
 
 
 @pytest.mark.parametrize("dim", tiered([128, 512], [512]))
-def test_the_hopper_kernel_compiles(dim):
-    shape = SHAPES["fp8 pages, 64 heads"] | {"hopper": True, "dim": dim}
-    kernel = compiled_attention((9, 0), **shape)
+def test_the_hopper_kernel_of_pages_compiles(dim, tmp_path):
+    record = Fp8DsMlaRecord(dim - 64, 64)
+    (kernel,) = compiled_ops("sm90", lambda: attend_pages(256, 64, (record, record)))["attend_hopper_kernel"]
     assert "wgmma" in kernel.asm["ptx"]
     assert "setmaxnreg" in kernel.asm["ptx"]
-    assert kernel.metadata.shared <= SHARED["sm90"] * 1024
-
-
-def test_products_of_the_hopper_kernel_overlap(tmp_path):
-    """With fewer registers for some warps ptxas would wait for every product, and say so."""
-    kernel = compiled_attention((9, 0), **SHAPES["fp8 pages, 64 heads"] | {"hopper": True})
-    said = ptxas_report(kernel, tmp_path)
-    assert "serialized" not in said
-    spilled = int(re.search(r"(\d+) bytes spill stores", said)[1])
-    assert spilled < 200  # per thread; far more if keys in flight are spilled
+    products_overlap(kernel, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("dim", "dtype", "max_logits"),
-    tiered(
-        [(128, "bf16", False), (256, "fp16", True), (512, "bf16", False), (512, "bf16", True)], [(512, "bf16", True)]
-    ),
+    tiered([(128, BF16, False), (256, F16, True), (512, BF16, False), (512, BF16, True)], [(512, BF16, True)]),
 )
 def test_the_hopper_kernel_of_rows_compiles(dim, dtype, max_logits):
-    pointers = dict.fromkeys(("q_ptr", "kv_ptr", "out_ptr"), f"*{dtype}") | {"indices_ptr": "*i32", "lens_ptr": "*i32"}
-    constants = {"DIM": dim, "HAS_LENS": True, "HAS_SINK": True}
-    pointers |= {"sink_ptr": "*fp32", "lse_ptr": "*fp32"}
-    pointers, constants = with_max_logits(max_logits, pointers, constants)
-    kernel = compiled(attend_rows_hopper_kernel, pointers, constants, (9, 0), 8)
-    ptx = kernel.asm["ptx"]
-    assert kernel.metadata.shared <= SHARED["sm90"] * 1024
-    assert "wgmma" in ptx
-    assert "cp.async.cg.shared.global" in ptx  # 16 bytes at a time
-    assert "setmaxnreg" in ptx
+    found = compiled_ops("sm90", lambda: attend_rows(256, 64, dim, dtype, max_logits=max_logits))
+    (kernel,) = found["attend_rows_hopper_kernel"]
+    assert "wgmma" in kernel.asm["ptx"]
+    assert "cp.async.cg.shared.global" in kernel.asm["ptx"]  # 16 bytes at a time
+    assert "setmaxnreg" in kernel.asm["ptx"]
+
+
+GATHERED = {"plain": PlainRecord(512, BF16), "V4": V4, "V3.2": Fp8DsMlaV32Record(), "V4.1": V41[0], "V4.1 FP4": V41[1]}
+
+
+@pytest.mark.parametrize(("arch", "name"), on_gpus(list(GATHERED), ["V4"]), ids=str)
+def test_gather_compiles(arch, name):
+    record = GATHERED[name]
+    out, pool = of(3, 99, record.dim, dtype=BF16), of(9, record.page_bytes(64), dtype=torch.uint8)
+    for lens in (of(3), None):
+        call = out, record, pool, of(3), lens, of(3, 4), 64, 5
+        (kernel,) = compiled_ops(arch, lambda call=call: gather.dequantize_and_gather_k_cache(*call))["gather_kernel"]
+        assert ("e4m3" in kernel.asm["ptx"]) == (name != "plain" and arch != "sm80")
+
+
+def kernel_of(call, gpu=H200):
+    with recorded_launches(gpu), recorded_plans() as plans:
+        call()
+    return plans[0].plan.attend.kernel if plans else ""
 
 
 def test_which_rows_the_hopper_kernel_takes():
-    def fits(T=100, H=64, dim=512, kv_dim=512, d_v=512, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, width=640,
-             capability=(9, 0), rows=200):  # fmt: skip
-        q, kv = torch.empty(T, H, dim, dtype=dtype), torch.empty(rows, kv_dim, dtype=kv_dtype)
-        return supports_rows_hopper(q, kv[:, :dim], torch.empty(T, width, dtype=torch.int32), d_v, GPU(capability, 132))
+    def fits(T=100, H=64, gpu=H200, **options):
+        return kernel_of(lambda: attend_rows(T, H, **options), gpu) == "attend_rows_hopper_kernel"
 
     assert fits()
-    assert fits(dtype=torch.float16, kv_dtype=torch.float16)
+    assert fits(dtype=F16)
     assert fits(H=100, T=33)
     assert fits(kv_dim=528)
-    others = [{"capability": (10, 0)}, {"T": 65}, {"H": 16}, {"dim": 576, "kv_dim": 576}, {"d_v": 448}]
-    others += [{"dtype": torch.float32, "kv_dtype": torch.float32}, {"kv_dtype": torch.float16}, {"width": 0}]
-    others += [{"rows": 0}, {"kv_dim": 520}, {"T": 0}]
+    others = [{"gpu": GPU((10, 0), 132)}, {"T": 65}, {"H": 16}, {"dim": 576}, {"d_v": 448}, {"dtype": F32}]
+    others += [{"kv_dtype": F16}, {"width": 0}, {"rows": 0}, {"kv_dim": 520}, {"T": 0}]
     assert not any(fits(**other) for other in others)
 
 
-@pytest.mark.parametrize("arch", on_gpus())
-def test_the_combine_kernel_compiles(arch):
-    pointers = {"partials_ptr": "*fp16", "partial_lse_ptr": "*fp32", "sink_ptr": "*fp32", "out_ptr": "*bf16"}
-    pdl = CAPABILITIES[arch][0] >= 9
-    constants = {"D_V": 512, "HAS_SINK": True, "BLOCK_S": 16, "BLOCK_D": 512, "PDL": pdl}
-    constants |= {"projected": None, "PROJECTED": None}
-    kernel = compiled(combine_kernel, pointers | {"lse_ptr": "*fp32"}, constants, CAPABILITIES[arch], 4)
-    assert ("griddepcontrol" in kernel.asm["ptx"]) == pdl
+def test_values_that_are_a_part_of_v4_keys_stay_portable():
+    """`attend_hopper_kernel` writes all channels."""
+    q, keys = of(256, 64, 512, dtype=BF16), pools(256, (V4,), (128,))
+    assert kernel_of(lambda: attend.sparse_attention_paged(q, keys, 0.1)) == "attend_hopper_kernel"
+    assert kernel_of(lambda: attend.sparse_attention_paged(q, keys, 0.1, d_v=448)) == "attend_kernel"
 
 
 def test_pieces_cover_both_parts():
@@ -218,28 +170,32 @@ def test_pieces_cover_both_parts():
     assert pieces(40, 40, 64) == ((0, 32), (32, 16))
 
 
+V4_PAGES = AttendProblem(1, 64, 512, 512, 128, 448, group=64)
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES.values(), ids=CAPABILITIES)
 def test_splits_fill_the_gpu_and_leave_no_program_without_keys(capability):
     for T in (1, 3, 8, 100, 5000):
         for H in (1, 16, 64, 128):
             for width in (1, 128, 640, 8320):
-                config = choose_config(T, H, 512, width, torch.float16, capability[0] == 9, GPU(capability, 132))
-                blocks = -(-width // config.keys)
-                share = -(-blocks // config.splits)
-                assert 1 <= config.splits <= blocks
-                assert share * (config.splits - 1) < blocks
-                assert T * -(-H // config.heads) * config.splits <= max(2 * 132, T * -(-H // config.heads))
+                problem = replace(V4_PAGES, queries=T, heads=H, width=width)
+                plan = plan_attend(problem, GPU(capability, 132))
+                blocks, tiles = -(-width // plan.attend.config.keys), T * -(-H // plan.attend.config.heads)
+                share = -(-blocks // plan.splits)
+                assert 1 <= plan.splits <= blocks
+                assert share * (plan.splits - 1) < blocks
+                assert tiles * plan.splits <= max(2 * 132, tiles)
 
 
 @pytest.mark.parametrize(
-    ("T", "H", "width", "splits", "from_heads"),
+    ("T", "H", "width", "splits", "of_raw_q"),
     [(16, 64, 128, 2, 2), (22, 64, 128, 1, 2), (24, 64, 192, 1, 3), (43, 64, 128, 1, 2), (44, 64, 128, 1, 1),
      (32, 64, 256, 4, 4), (32, 64, 640, 4, 4), (8, 128, 192, 3, 3), (16, 128, 192, 1, 3), (32, 128, 192, 1, 2),
      (33, 128, 192, 1, 1), (32, 128, 256, 1, 2), (200, 64, 640, 1, 1)],
 )  # fmt: skip
-def test_few_keys_of_many_queries_are_not_split(T, H, width, splits, from_heads):
+def test_few_keys_of_many_queries_are_not_split(T, H, width, splits, of_raw_q):
     """On Hopper, as measured in whole layers: from 22 blocks of 64 heads on, at most two more tiles of keys each."""
-    for heads, expected in ((False, splits), (True, from_heads)):
-        config = choose_config(T, H, 512, width, torch.float16, True, GPU((9, 0), 132), heads)
-        assert config.hopper
-        assert config.splits == expected
+    for raw_q, expected in ((False, splits), (True, of_raw_q)):
+        plan = plan_attend(replace(V4_PAGES, queries=T, heads=H, width=width, raw_q=raw_q), H200)
+        assert plan.attend.kernel == "attend_hopper_kernel"
+        assert plan.splits == expected

@@ -15,7 +15,9 @@ from tests.kernels.attention.sparse_attention_cases import (
     TINY,
     V4,
     V41,
+    Launch,
     check,
+    forced,
     hostile,
     make_pool,
     skip_unless_it_runs,
@@ -24,11 +26,11 @@ from tests.kernels.attention.sparse_attention_cases import (
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.attention.attend import sparse_attention, sparse_attention_paged
-from deepseek_attn.kernels.attention.launch_config import LaunchConfig
 
 
-def paged(q, pools, sink, **options):
-    return sparse_attention_paged(q, pools, q.shape[2] ** -0.5, sink, **options)
+def paged(q, pools, sink, config=None, **options):
+    with forced(config):
+        return sparse_attention_paged(q, pools, q.shape[2] ** -0.5, sink, **options)
 
 
 def paged_reference(q, pools, sink):
@@ -54,16 +56,16 @@ def test_page_sizes_and_dims(gpu, record, n):
 
 
 CONFIGS = [
-    LaunchConfig(16, 32, 4, 2),
-    LaunchConfig(16, 16, 4, 1, 128, 9),
-    LaunchConfig(16, 32, 8, 1, 128, 5),
-    LaunchConfig(16, 64, 8, 2, 128, 3),
-    LaunchConfig(32, 32, 8, 2, 64, 7),
-    LaunchConfig(64, 64, 8, 2),
-    LaunchConfig(64, 64, 8, 2, 128, 5),
-    LaunchConfig(64, 64, 8, 1, 64, 1, True),
-    LaunchConfig(64, 64, 8, 1, 64, 4, True),
-    LaunchConfig(64, 64, 8, 1, 64, 130, True),
+    Launch(16, 32, 4, 2),
+    Launch(16, 16, 4, 1, 128, 9),
+    Launch(16, 32, 8, 1, 128, 5),
+    Launch(16, 64, 8, 2, 128, 3),
+    Launch(32, 32, 8, 2, 64, 7),
+    Launch(64, 64, 8, 2),
+    Launch(64, 64, 8, 2, 128, 5),
+    Launch(64, 64, 8, 1, 64, 1, True),
+    Launch(64, 64, 8, 1, 64, 4, True),
+    Launch(64, 64, 8, 1, 64, 130, True),
 ]
 
 
@@ -127,7 +129,8 @@ def test_nan_in_float32(device, splits):
     q, kv = torch.randn(2, 3, 48, device=device), torch.randn(50, 48, device=device)
     indices = torch.randint(50, (2, 40), device=device).int()
     q[1, 2, 40] = NAN
-    out, lse = sparse_attention(q, kv, indices, 0.2, config=LaunchConfig(16, 16, 4, 1, 64, splits))
+    with forced(Launch(16, 16, 4, 1, 64, splits)):
+        out, lse = sparse_attention(q, kv, indices, 0.2)
     wrong = torch.tensor([[False, False, False], [False, False, True]], device=device)
     assert torch.equal(out.isnan().all(2), wrong)
     assert torch.equal(out.isnan().any(2), wrong)
@@ -167,8 +170,8 @@ def test_workspace_rows(gpu, H, K, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("T", "H", "dim", "widths", "n", "config"), [
-    (1, 5, 96, (9, 33), (3, 5), None), (3, 20, 512, (33, 70), (64, 32), LaunchConfig(16, 16, 4, 1)),
-    (2, 3, 512, (40, 65), (64, 128), LaunchConfig(16, 16, 4, 1, 128, 3)), (3, 2, 96, (1, 40), (2, 7), None),
+    (1, 5, 96, (9, 33), (3, 5), None), (3, 20, 512, (33, 70), (64, 32), Launch(16, 16, 4, 1)),
+    (2, 3, 512, (40, 65), (64, 128), Launch(16, 16, 4, 1, 128, 3)), (3, 2, 96, (1, 40), (2, 7), None),
     (9, 64, 512, (128, 512), (64, 128), None), (300, 64, 512, (128, 513), (64, 256), None),
 ], ids=str)  # fmt: skip
 def test_the_records_of_v41(device, T, H, dim, widths, n, config, dtype):
@@ -183,7 +186,7 @@ def test_the_records_of_v41(device, T, H, dim, widths, n, config, dtype):
 
 
 @pytest.mark.parametrize(("T", "H", "K", "config"), [
-    (1, 5, 33, None), (3, 20, 70, LaunchConfig(16, 16, 4, 1)), (3, 20, 70, LaunchConfig(16, 16, 4, 1, 64, 4)),
+    (1, 5, 33, None), (3, 20, 70, Launch(16, 16, 4, 1)), (3, 20, 70, Launch(16, 16, 4, 1, 64, 4)),
 ], ids=str)  # fmt: skip
 def test_max_logits(device, T, H, K, config):
     """In float32, which Triton's interpreter multiplies correctly; whole and split."""
@@ -193,7 +196,8 @@ def test_max_logits(device, T, H, K, config):
     indices, lens = (part.to(device) for part in hostile(T, K, torch.arange(299), 299))
     kv[299] = NAN
     found, expected = (torch.full((T, H), NAN, device=device) for _ in range(2))
-    got = sparse_attention(q, kv, indices, 0.2, None, lens, 64, max_logits=found, config=config)
+    with forced(config):
+        got = sparse_attention(q, kv, indices, 0.2, None, lens, 64, max_logits=found)
     check(got, reference.sparse_attention(q, kv, indices, 0.2, None, lens, 64, None, expected), LIMIT[q.dtype])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -266,7 +270,7 @@ def test_pool_over_two_gib(gpu):
     assert pools[0].pool.numel() > 2**31
     assert int(pools[1].indices[-1].clamp(max=pages * 64).amax()) // 64 > 57_000
     q, sink = torch.randn(9, 64, 512).bfloat16(), torch.randn(64)
-    for config in (None, LaunchConfig(16, 64, 8, 2, 128, 4)):
+    for config in (None, Launch(16, 64, 8, 2, 128, 4)):
         check(paged(q, pools, sink, config=config), paged_reference(q, pools, sink), LIMIT[q.dtype])
 
 

@@ -1,54 +1,53 @@
 """Sparse attention over V3.2's FP8 entries in Triton: compiled for every generation, and on a GPU against torch."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.kernels.attention import PagedKeys, reference
-from tests.kernels.attention.sparse_attention_cases import LIMIT, check, make_pool, skip_unless_it_runs
+from tests.kernels.attention.sparse_attention_cases import LIMIT, Launch, check, forced, make_pool, skip_unless_it_runs
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-import triton
-
-from deepseek_attn.kernels.attention import attend
 from deepseek_attn.kernels.attention.attend import sparse_attention_paged
-from deepseek_attn.kernels.attention.attend_triton import attend_kernel
-from deepseek_attn.kernels.attention.attend_v32_hopper import attend_v32_hopper_kernel
-from deepseek_attn.kernels.attention.launch_config import LaunchConfig, choose_config, pieces
+from deepseek_attn.kernels.attention.plan import AttendProblem, AttendTiles, plan_attend
 from deepseek_attn.kernels.common.device import GPU
-from tests.kernels.attention.test_sparse_attention_compile import compiled
-from tests.kernels.compiled_launches import CAPABILITIES, SHARED, on_gpus, ptxas_report
+from deepseek_attn.kernels.common.plans import recorded_plans
+from deepseek_attn.runner.ahead.recording import recorded_launches
+from tests.kernels.compiled_launches import CAPABILITIES, compiled_ops, on_gpus, ptxas_report
 from tests.support.tiers import tiered
 
 RECORD = Fp8DsMlaV32Record()
 SCALE = 576**-0.5
-PORTABLE = {"128 heads": (64, 128, False), "one query": (1, 16, True)}  # queries, heads; Hopper's kernel takes the keys
+PORTABLE = {
+    "128 heads": (64, 128, True),
+    "one query": (1, 16, False),
+}  # queries, heads; a sink, which Hopper's kernel lacks
+
+
+def attend_v32(T, H, record=RECORD, sink=None, width=2048, shift=0, d_v=None, pools=1, dtype=torch.bfloat16):
+    """An op call on tensors without memory."""
+    size = record.page_bytes(64)
+    pool = torch.empty(3, size + 16, dtype=torch.uint8, device="meta")[:, shift : shift + size]
+    lens, indices = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((T,), (T, width)))
+    keys = [PagedKeys(record, pool, 64, indices, lens)] * pools
+    q = torch.empty(T, H, record.dim, dtype=dtype, device="meta")
+    return sparse_attention_paged(q, keys, SCALE, sink, record.nope_dim if d_v is None else d_v)
 
 
 @pytest.mark.parametrize(("arch", "shape"), on_gpus(PORTABLE, PORTABLE))
 def test_v32_entries_compile(arch, shape):
-    T, H, hopper = PORTABLE[shape]
-    config = choose_config(T, H, 576, 2048, torch.bfloat16, hopper, GPU(CAPABILITIES[arch], 132))
-    starts, widths = pieces(512, 576, config.piece)
-    pointers = {"q_ptr": "*bf16", "pool0_ptr": "*u8", "pool1_ptr": "*u8", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
-    pointers |= {"sink_ptr": "*fp32", "indices0_ptr": "*i32", "indices1_ptr": "*i32"}
-    pointers |= {"lens0_ptr": "*i32", "lens1_ptr": "*i32"}
-    constants = {"DIM": 576, "D_V": 512, "NOPE": 512, "STARTS": starts, "WIDTHS": widths, "ROW": 656, "ROPE": 528}
-    constants |= {"V_PIECES": sum(start < 512 for start in starts), "N0": 64, "N1": 64, "POOLS": 1, "SPLIT": False}
-    constants |= {"FP8": True, "GROUP": 128, "ROW1": 656, "GROUP1": 128, "PRECISION": None}
-    constants |= {"DTYPE": triton.language.bfloat16, "HAS_SINK": False, "HAS_LENS0": False, "HAS_LENS1": False}
-    constants |= {"BLOCK_H": config.heads, "BLOCK_N": config.keys, "STAGES": config.stages, "PDL": False}
-    constants |= {"max_ptr": None, "projected": None, "PROJECTED": None, "NATIVE_FP8": CAPABILITIES[arch] >= (8, 9)}
-    kernel = compiled(attend_kernel, pointers, constants, CAPABILITIES[arch], config.warps, config.stages)
-    assert kernel.metadata.shared <= SHARED[arch] * 1024
+    T, H, with_sink = PORTABLE[shape]
+    sink = torch.empty(H, device="meta") if with_sink else None
+    (kernel, *_) = compiled_ops(arch, lambda: attend_v32(T, H, sink=sink))["attend_kernel"]
     assert ("e4m3" in kernel.asm["ptx"]) == (arch != "sm80")
 
 
-def v32_config(T, H, hopper=True):
-    return choose_config(T, H, 576, 2048, torch.bfloat16, hopper, GPU((9, 0), 132))
+V32 = AttendProblem(1, 16, 576, 512, 2048, 512, group=128)
+H200 = GPU((9, 0), 132)
 
 
 @pytest.mark.parametrize(
@@ -58,24 +57,32 @@ def v32_config(T, H, hopper=True):
 )  # fmt: skip
 def test_how_hopper_attends(T, H, splits):
     """As measured on an H200: the warp-specialised kernel, in as many splits as multiprocessors run at once."""
-    config = v32_config(T, H)
-    assert config.hopper
-    assert config.splits == splits
+    plan = plan_attend(replace(V32, queries=T, heads=H), H200)
+    assert plan.attend.kernel == "attend_v32_hopper_kernel"
+    assert plan.splits == splits
     assert T * -(-H // 64) * splits <= max(132, T * -(-H // 64))
 
 
-def test_one_query_of_few_heads_and_other_keys_stay_portable():
-    assert v32_config(1, 16) == LaunchConfig(16, 32, 4, 2, 128, 64)
-    assert not any(v32_config(T, H, hopper=False).hopper for T in (1, 8, 128) for H in (16, 128))
+def test_one_query_of_few_heads_stays_portable():
+    plan = plan_attend(V32, H200)
+    assert (plan.attend.kernel, plan.attend.config, plan.splits) == (
+        "attend_kernel",
+        AttendTiles(16, 32, 4, 2, 128),
+        64,
+    )
+
+
+@pytest.mark.parametrize("arch", [arch for arch in CAPABILITIES if arch != "sm90"])
+def test_other_gpus_stay_portable(arch):
+    assert plan_attend(replace(V32, queries=8), GPU(CAPABILITIES[arch], 132)).attend.kernel == "attend_kernel"
 
 
 @pytest.mark.parametrize(("nope", "split"), tiered([(512, True), (512, False), (256, True)], [(512, True)]))
 def test_the_hopper_kernel_of_v32_entries_compiles(nope, split, tmp_path):
-    pointers = dict.fromkeys(("indices_ptr", "lens_ptr"), "*i32") | {"q_ptr": "*bf16", "pool_ptr": "*u8"}
-    pointers |= {"out_ptr": "*fp32" if split else "*bf16", "lse_ptr": "*fp32"}
-    constants = {"NOPE": nope, "N": 64, "HAS_LENS": True, "SPLIT": split}
-    kernel = compiled(attend_v32_hopper_kernel, pointers, constants, (9, 0), 8)
-    assert kernel.metadata.shared <= SHARED["sm90"] * 1024
+    queries = 8 if split else 150
+    found = compiled_ops("sm90", lambda: attend_v32(queries, 64, Fp8DsMlaV32Record(nope, 64)))
+    assert ("attention_combine_kernel" in found) == split
+    (kernel,) = found["attend_v32_hopper_kernel"]
     assert "wgmma" in kernel.asm["ptx"]
     assert "setmaxnreg" in kernel.asm["ptx"]
     report = ptxas_report(kernel, tmp_path)
@@ -83,28 +90,28 @@ def test_the_hopper_kernel_of_v32_entries_compiles(nope, split, tmp_path):
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) < 320
 
 
-def test_which_v32_entries_the_hopper_kernel_takes():
-    def fits(record=RECORD, dtype=torch.bfloat16, sink=None, d_v=512, pools=1, stride=1, shift=0):
-        size = record.page_bytes(64)
-        pool = torch.zeros(3, stride * size + 16, dtype=torch.uint8)[:, shift : shift + size]
-        indices = torch.zeros(5, 64, dtype=torch.int32)
-        keys = [attend._checked_keys(PagedKeys(record, pool, 64, indices))] * pools
-        return attend._fits_hopper(keys, dtype, sink, record.dim, d_v)
-
-    assert fits()
-    assert fits(Fp8DsMlaV32Record(256, 64), d_v=256)
-    assert not any((fits(dtype=torch.float32), fits(sink=torch.zeros(5)), fits(d_v=576), fits(pools=2)))
-    assert not any((fits(Fp8DsMlaV32Record(512, 32)), fits(Fp8DsMlaV32Record(128, 64), d_v=128), fits(shift=4)))
+@pytest.mark.parametrize(("change", "fits"), [
+    ({}, True), ({"record": Fp8DsMlaV32Record(256, 64)}, True), ({"dtype": torch.float32}, False),
+    ({"sink": torch.empty(64, device="meta")}, False), ({"d_v": 576}, False), ({"pools": 2}, False),
+    ({"record": Fp8DsMlaV32Record(512, 32)}, False), ({"record": Fp8DsMlaV32Record(128, 64)}, False),
+    ({"shift": 4}, False),
+], ids=str)  # fmt: skip
+def test_which_v32_entries_the_hopper_kernel_takes(change, fits):
+    with recorded_launches(H200), recorded_plans() as plans:
+        attend_v32(150, 64, **change)
+    ((_, _, plan),) = plans
+    assert (plan.attend.kernel == "attend_v32_hopper_kernel") == fits
 
 
 # --- on a GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda ---
 
 
-HOPPER = [LaunchConfig(64, 64, 8, 1, splits=splits, hopper=True) for splits in (1, 2, 5)]
+HOPPER = [Launch(64, 64, 8, 1, splits=splits, hopper=True) for splits in (1, 2, 5)]
 
 
-def run(q, pool, **options):
-    return sparse_attention_paged(q, [pool], SCALE, d_v=options.pop("d_v", 512), **options)
+def run(q, pool, config=None, **options):
+    with forced(config):
+        return sparse_attention_paged(q, [pool], SCALE, d_v=options.pop("d_v", 512), **options)
 
 
 def expected_of(q, pool, d_v=512):
@@ -135,7 +142,7 @@ def test_small_dims_values_of_all_channels_and_odd_pages(gpu):
 
 @pytest.mark.parametrize(
     "config",
-    [LaunchConfig(16, 32, 4, 2, 64, 3), LaunchConfig(64, 64, 8, 1, 128), LaunchConfig(32, 32, 8, 1, 64, 5), *HOPPER],
+    [Launch(16, 32, 4, 2, 64, 3), Launch(64, 64, 8, 1, 128), Launch(32, 32, 8, 1, 64, 5), *HOPPER],
 )
 def test_every_configuration_of_v32_entries(gpu, config):
     skip_unless_it_runs(config)

@@ -8,12 +8,10 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 import torch
 import triton
-import triton.language as tl
 from triton.compiler import ASTSource
 
 from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp4Record, IndexFp8Record, PlainRecord
 from deepseek_attn.cache.records_v41 import Fp4V41Record, Fp8V41Record
-from deepseek_attn.kernels.attention import gather_triton
 from deepseek_attn.kernels.common.quant import empty_quantized_rows
 from deepseek_attn.kernels.indexer.query_triton import (
     IndexQueryArgs,
@@ -49,11 +47,6 @@ def compiled(kernel, kinds, constants, arch, warps=4):
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values)
     return triton.compile(source, target=target_of(arch), options={"num_warps": warps, "enable_fp_fusion": True}).asm
-
-
-def pointers(kernel, **kinds):
-    """Element types of a kernel's pointers; float32 where nothing else is said."""
-    return {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")} | kinds
 
 
 HEADS = norm_rope_triton.HeadArguments("*bf16", "*fp32", "*i64", "*bf16", "fp32", *6 * ("i32",))
@@ -201,19 +194,3 @@ def test_compress(arch, layer):
 def test_insert_tokens(arch, layer):
     found = compiled_ops(arch, lambda: insert_tokens(token_rows(RECORDS["fp8_v4"]), *compressed(layer)))
     assert list(found) == ["insert_tokens_kernel"]
-
-
-# entry bytes, then of its coded part: values, values per scale; then where raw values begin, and how many
-ENTRIES = {"plain": (1024, 0, 64, 0, 512), "V4": (576, 448, 64, 448, 64), "V3.2": (656, 512, 128, 528, 64)}
-ENTRIES |= {"V4.1": (512, 512, 32, 0, 0), "V4.1 FP4": (256, 512, 16, 0, 0)}
-
-
-@pytest.mark.parametrize(("arch", "record"), on_gpus(list(ENTRIES), ["V4"]), ids=str)
-def test_gather(arch, record):
-    kernel = gather_triton.gather_kernel
-    block = ENTRIES[record][-1] if record in ("plain", "V3.2") else 0
-    shape = gather_triton.EntryShape(64, *ENTRIES[record], tl.bfloat16, tl.bfloat16, 512, block, arch != "sm80")
-    constants = {"SHAPE": shape, "ROWS": 8}
-    kinds = pointers(kernel, out_ptr="*bf16", pool_ptr="*u8", table_ptr="*i32")
-    kinds |= dict.fromkeys(("seq_lens_ptr", "gather_lens_ptr"), "*i32")
-    assert compiled(kernel, kinds, constants, arch)["cubin"]

@@ -1,0 +1,461 @@
+"""Plans of sparse attention and of gathers: kernel, tiles, splits of a query's keys; FlashMLA or own kernels.
+
+All choices depend on shapes, dtypes and alignment alone, so that a captured graph serves any lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.kernels.attention.types import AttendedKeys
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.invariance import MANY_ROWS, batch_invariant
+from deepseek_attn.kernels.common.plans import ANY, Choice, Row, Table, cdiv, condition, next_power_of_2, planner
+
+
+@dataclass(frozen=True)
+class AttendProblem:
+    """Queries ``[queries, heads, dim]``, each over up to ``width`` keys.
+
+    Attributes:
+        d_v: channels of a value; nope: channels of a key before those that are read unquantised, or all.
+        dtype: of the queries; key_dtype: of a key's values in memory.
+        group: quantised channels that share a scale, 0 if none is quantised.
+        pools: from which keys are read, 1 or 2; rows: keys are rows of one tensor, not entries of pages.
+        sink: there is a logit per head.
+        raw_q: queries are before norm and RoPE, and the result is quantised.
+        aligned_q, aligned_keys: the compiler knows that rows can be copied 16 bytes at a time.
+        batch_invariant: the choice must not depend on ``queries``.
+    """
+
+    queries: int
+    heads: int
+    dim: int
+    d_v: int
+    width: int
+    nope: int
+    dtype: torch.dtype = torch.bfloat16
+    key_dtype: torch.dtype = torch.uint8
+    group: int = 0
+    pools: int = 1
+    rows: bool = False
+    sink: bool = False
+    raw_q: bool = False
+    aligned_q: bool = True
+    aligned_keys: bool = True
+    batch_invariant: bool = False
+
+    @classmethod
+    def of(
+        cls, q: Tensor, keys: Sequence[AttendedKeys], d_v: int, rows: bool, sink: Tensor | None, raw_q: bool = False
+    ) -> AttendProblem:
+        """The problem of these arguments, in the current context of batch invariance."""
+        first, (T, H, dim) = keys[0], q.shape
+        return cls(
+            T, H, dim, d_v, sum(part.indices.shape[1] for part in keys), first.layout.nope, q.dtype, first.pool.dtype,
+            first.layout.group, len(keys), rows, sink is not None, raw_q,
+            q.stride(2) == 1 and _aligned(q, q.stride(0), q.stride(1)), _aligned(first.pool, first.page_stride),
+            batch_invariant(),
+        )  # fmt: skip
+
+    @property
+    def planned(self) -> int:
+        """Queries that the choice is made for."""
+        return MANY_ROWS if self.batch_invariant else self.queries
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """Dtype of products. float16 holds e4m3 times a power of two, and bf16 near 1, exactly."""
+        if self.group == 64:
+            return torch.float32 if self.dtype == torch.float32 else torch.float16
+        return self.dtype if self.dtype == (torch.bfloat16 if self.group else self.key_dtype) else torch.float32
+
+
+def _aligned(rows: Tensor, *strides: int) -> bool:
+    return rows.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides)
+
+
+class AttendTiles(NamedTuple):
+    """Launch configuration of the kernels that attend.
+
+    Attributes:
+        heads, keys: of a tile; warps, stages: of a program; piece: channels of a piece of `attend_kernel`.
+    """
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+    piece: int = 64
+
+
+class CombineTiles(NamedTuple):
+    """Launch configuration of `attention_combine_kernel`: splits and channels of a program, and its warps."""
+
+    splits: int
+    channels: int
+    warps: int
+
+
+HOPPER_TILES = AttendTiles(64, 64, 8, 1)
+"""The only tiles of the kernels for Hopper."""
+
+
+@condition
+def hopper(problem: AttendProblem, gpu: GPU) -> bool:
+    return gpu.hopper
+
+
+@condition
+def v4_pages(problem: AttendProblem, gpu: GPU) -> bool:
+    """Entries of ``fp8_v4`` whose sizes `attend_hopper_kernel` is written for."""
+    sizes = problem.dim in (128, 256, 512) and problem.nope == problem.dim - 64 and problem.d_v == problem.dim
+    return problem.group == 64 and sizes and problem.product_dtype == torch.float16
+
+
+@condition
+def v32_pages(problem: AttendProblem, gpu: GPU) -> bool:
+    """Entries of ``fp8_v32`` that `attend_v32_hopper_kernel` reads 16 bytes at a time; it knows no sinks."""
+    sizes = problem.nope in (256, 512) and problem.d_v == problem.nope == problem.dim - 64
+    entries = problem.group == 128 and problem.product_dtype == torch.bfloat16 and problem.aligned_keys
+    return sizes and entries and problem.pools == 1 and not problem.sink
+
+
+@condition
+def half_rows(problem: AttendProblem, gpu: GPU) -> bool:
+    """Rows that `attend_rows_hopper_kernel` copies 16 bytes at a time: 16-bit, of the queries' dtype."""
+    dtypes = problem.dtype == problem.key_dtype and problem.dtype.itemsize == 2
+    sizes = problem.dim in (128, 256, 512) and problem.d_v == problem.dim
+    return problem.rows and dtypes and sizes and problem.aligned_q and problem.aligned_keys
+
+
+@condition
+def float32_products(problem: AttendProblem, gpu: GPU) -> bool:
+    return problem.product_dtype == torch.float32
+
+
+@condition
+def up_to_16_heads(problem: AttendProblem, gpu: GPU) -> bool:
+    return problem.heads <= 16
+
+
+@condition
+def above_512_channels(problem: AttendProblem, gpu: GPU) -> bool:
+    return problem.dim > 512
+
+
+@condition
+def one_query(problem: AttendProblem, gpu: GPU) -> bool:
+    return problem.planned == 1
+
+
+@condition
+def up_to_192_keys(problem: AttendProblem, gpu: GPU) -> bool:
+    return problem.width <= 192
+
+
+@condition
+def up_to_640_keys(problem: AttendProblem, gpu: GPU) -> bool:
+    return problem.width <= 640
+
+
+@condition
+def small(problem: AttendProblem, gpu: GPU) -> bool:
+    """So little work that tiles of 16 heads fill the GPU better; never for up to 16 heads."""
+    return problem.heads > 16 and problem.planned * cdiv(problem.heads, 16) * cdiv(problem.width, 64) <= 80
+
+
+@condition
+def rows_fill_gpu(problem: AttendProblem, gpu: GPU) -> bool:
+    """`attend_rows_hopper_kernel` splits no query's keys: it needs a program for half of the multiprocessors."""
+    return problem.planned * cdiv(problem.heads, 64) >= gpu.multiprocessors // 2
+
+
+LAYERS = "h200_layer_choices.json: rows"
+
+ATTEND = Table(
+    "attention.attend",
+    {
+        "attend_kernel": ANY,
+        "attend_hopper_kernel": hopper & v4_pages,
+        "attend_v32_hopper_kernel": hopper & v32_pages,
+        "attend_rows_hopper_kernel": hopper & half_rows,
+    },
+    [
+        Row(~up_to_16_heads & rows_fill_gpu, "attend_rows_hopper_kernel", HOPPER_TILES),
+        Row(float32_products, "attend_kernel", AttendTiles(16, 16, 4, 1)),
+        Row(~hopper & (up_to_16_heads | above_512_channels), "attend_kernel", AttendTiles(16, 32, 4, 2)),
+        Row(~hopper, "attend_kernel", AttendTiles(32, 32, 8, 2)),
+        # 9.7 us instead of 10.2; with 4 queries 13.2 instead of 12.1
+        Row(v32_pages & above_512_channels & one_query & up_to_16_heads, "attend_kernel", AttendTiles(16, 32, 4, 2, 128)),  # noqa: E501
+        Row(above_512_channels | ~small, "attend_v32_hopper_kernel", HOPPER_TILES),
+        Row(~small, "attend_hopper_kernel", HOPPER_TILES, LAYERS),
+        Row(above_512_channels & up_to_16_heads, "attend_kernel", AttendTiles(16, 32, 8, 1)),
+        Row(above_512_channels, "attend_kernel", AttendTiles(64, 64, 8, 1, 128)),
+        Row(one_query & up_to_192_keys, "attend_kernel", AttendTiles(16, 16, 4, 2, 128), LAYERS),
+        Row(one_query & small & up_to_640_keys, "attend_kernel", AttendTiles(16, 32, 8, 1, 128), LAYERS),
+        Row(small, "attend_kernel", AttendTiles(16, 64, 8, 2, 128), LAYERS),
+        Row(up_to_16_heads, "attend_kernel", AttendTiles(16, 64, 4, 2)),
+        Row(ANY, "attend_kernel", AttendTiles(64, 64, 8, 2, 128)),
+    ],
+)  # fmt: skip
+
+
+def splits_of_keys(problem: AttendProblem, gpu: GPU, choice: Choice) -> int:
+    """Programs among which a query's keys are split (split-K), none of them without a tile of keys."""
+    if choice.kernel == "attend_rows_hopper_kernel":
+        return 1
+    tiles: AttendTiles = choice.config
+    blocks = cdiv(problem.width, tiles.keys)
+    programs = problem.planned * cdiv(problem.heads, tiles.heads)
+    splits = max(1, min(blocks, (2 if tiles.heads < 64 else 1) * gpu.multiprocessors // programs, 130))
+    blocks_of_split = cdiv(blocks, splits)
+    # Two blocks take less time than another launch, which combines splits. Of raw queries that launch also rotates and
+    # quantises, which a program of this one does more slowly than many of that one.
+    alone = (3 if problem.heads <= 64 else 2) if problem.raw_q else 6
+    if choice.kernel != "attend_kernel" and alone * programs >= gpu.multiprocessors and blocks - blocks_of_split <= 2:
+        return 1
+    return cdiv(blocks, blocks_of_split)
+
+
+@dataclass(frozen=True)
+class CombineProblem:
+    """Split-K partials of ``splits`` splits and ``d_v`` channels; ``quantized``: their sum is quantised."""
+
+    splits: int
+    d_v: int
+    quantized: bool
+
+
+def whole_columns(problem: CombineProblem, gpu: GPU) -> CombineTiles:
+    """A warp holds whole columns of partials.
+
+    With more warps, which sum across, 8 queries of 64 heads in 10 splits took 17.9 us (4 warps) and 26.9 us (8 warps),
+    attention included, instead of 13.4 us.
+    """
+    warps = 1 if 16 < problem.splits <= 65 else 2
+    splits = next_power_of_2(problem.splits)
+    channels = min(next_power_of_2(problem.d_v), 256 * warps, max(64, 4096 * warps // splits))
+    if problem.quantized and channels < 128:  # channels that share a scale
+        warps, channels = 2 * warps, 128
+    return CombineTiles(splits, channels, warps)
+
+
+COMBINE = Table(
+    "attention.combine",
+    {"attention_combine_kernel": ANY},
+    [Row(ANY, "attention_combine_kernel", whole_columns)],
+)
+
+
+@dataclass(frozen=True)
+class AttendPlan:
+    """Launches of one attention.
+
+    Attributes:
+        attend: kernel and tiles; splits: of the keys of a query.
+        combine: the launch that combines splits, or rotates and quantises; None if ``attend`` writes the result.
+        dtype: of products, of which `partial_dtype` follows.
+        programs: of the persistent `attend_rows_hopper_kernel`; pdl, native_fp8: as of `GPU`.
+    """
+
+    attend: Choice
+    splits: int
+    combine: Choice | None
+    dtype: torch.dtype
+    programs: int
+    pdl: bool
+    native_fp8: bool
+
+    @property
+    def partial_dtype(self) -> torch.dtype:
+        """Dtype of split-K partials."""
+        return torch.float16 if self.dtype == torch.float16 else torch.float32
+
+
+def attend_plan(problem: AttendProblem, gpu: GPU, choice: Choice, splits: int) -> AttendPlan:
+    """The plan with this kernel and number of splits."""
+    # `attend_hopper_kernel` stores 512 channels of a head as FP8 itself
+    last = splits == 1 and (not problem.raw_q or (choice.kernel == "attend_hopper_kernel" and problem.dim == 512))
+    combine = None if last else COMBINE.choose(CombineProblem(splits, problem.d_v, problem.raw_q), gpu)
+    programs = min(problem.queries * cdiv(problem.heads, choice.config.heads), gpu.multiprocessors)
+    return AttendPlan(choice, splits, combine, problem.product_dtype, programs, gpu.pdl, gpu.native_fp8)
+
+
+@planner("attention.attend")
+def plan_attend(problem: AttendProblem, gpu: GPU) -> AttendPlan:
+    """Kernel, tiles and splits of `sparse_attention`, `sparse_attention_paged` or `attend_raw_q`."""
+    choice = ATTEND.choose(problem, gpu)
+    return attend_plan(problem, gpu, choice, splits_of_keys(problem, gpu, choice))
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A layer's attention of ``queries`` of ``heads`` over up to ``width`` keys, on a GPU that has FlashMLA.
+
+    ``record``: of the pages that are read, or "" for rows of a workspace.
+    """
+
+    queries: int
+    heads: int
+    width: int
+    record: str = ""
+
+
+@condition
+def rows_of_workspace(problem: LayerCall, gpu: GPU) -> bool:
+    return not problem.record
+
+
+@condition
+def v32_records(problem: LayerCall, gpu: GPU) -> bool:
+    return problem.record == "fp8_v32"
+
+
+@condition
+def compiled_heads(problem: LayerCall, gpu: GPU) -> bool:
+    """Head counts that FlashMLA is compiled for; of pages it pads others."""
+    return problem.heads in (64, 128)
+
+
+@condition
+def of_64_heads(problem: LayerCall, gpu: GPU) -> bool:
+    return problem.heads == 64
+
+
+@condition
+def of_128_heads(problem: LayerCall, gpu: GPU) -> bool:
+    return problem.heads == 128
+
+
+@condition
+def window_or_above_2048_keys(problem: LayerCall, gpu: GPU) -> bool:
+    return problem.width <= 128 or problem.width > 2048
+
+
+@condition
+def above_1_query(problem: LayerCall, gpu: GPU) -> bool:
+    return problem.queries > 1
+
+
+@condition
+def above_7_queries(problem: LayerCall, gpu: GPU) -> bool:
+    return problem.queries > 7
+
+
+@condition
+def above_8_queries(problem: LayerCall, gpu: GPU) -> bool:
+    return problem.queries > 8
+
+
+@condition
+def above_31_queries(problem: LayerCall, gpu: GPU) -> bool:
+    return problem.queries > 31
+
+
+@condition
+def above_32_queries(problem: LayerCall, gpu: GPU) -> bool:
+    return problem.queries > 32
+
+
+@condition
+def flashmla_runs(problem: LayerCall, gpu: GPU) -> bool:
+    """FlashMLA is compiled for compute capabilities 9.0 and 10.0."""
+    return gpu.capability in ((9, 0), (10, 0))
+
+
+V32_OPS, DECODE = "h200_v32_ops.json: rows", "h200_attention_decode.json: results"
+
+# Own kernels convert each V3.2 entry, with its float32 scale, once for 64 heads. With 128 heads, pairs of FlashMLA's
+# blocks decode a key once for all of them, which wins where many queries fill the GPU. Head counts that FlashMLA is not
+# compiled for pay for padding.
+LIBRARY = Table(
+    "attention.library",
+    {"FlashMLA": flashmla_runs & (~rows_of_workspace | compiled_heads), "attend_kernel": ANY},
+    [
+        Row(rows_of_workspace, "FlashMLA"),
+        Row(v32_records & of_128_heads & above_1_query, "FlashMLA", source=V32_OPS),
+        Row(v32_records & of_64_heads & above_7_queries, "FlashMLA", source=V32_OPS),
+        Row(v32_records & ~compiled_heads & above_31_queries, "FlashMLA", source=V32_OPS),
+        Row(~v32_records & of_128_heads & window_or_above_2048_keys & above_8_queries, "FlashMLA", source=DECODE),
+        Row(~v32_records & of_128_heads & above_32_queries, "FlashMLA", source=DECODE),
+        Row(ANY, "attend_kernel", source=DECODE),
+    ],
+)
+"""FlashMLA, or own kernels: ``attend_kernel`` stands for all of them, among which `ATTEND` chooses."""
+
+
+@dataclass(frozen=True)
+class LibraryPlan:
+    """Whose kernels attend."""
+
+    library: Choice
+
+    @property
+    def flashmla(self) -> bool:
+        return self.library.kernel == "FlashMLA"
+
+
+@planner("attention.library")
+def plan_library(problem: LayerCall, gpu: GPU) -> LibraryPlan:
+    """FlashMLA or own kernels for queries that are normed and rotated.
+
+    Raw queries always go to own kernels: with 128 heads too, where FlashMLA may attend faster, since the launches that
+    `attend_raw_q` saves take longer.
+    """
+    return LibraryPlan(LIBRARY.choose(problem, gpu))
+
+
+@dataclass(frozen=True)
+class GatherProblem:
+    """Entries of one record that are decoded into rows of ``dim`` channels, the first ``coded`` of them quantised.
+
+    ``group``: quantised channels that share a scale.
+    """
+
+    dim: int
+    coded: int
+    group: int
+
+
+class GatherTiles(NamedTuple):
+    """Launch configuration of `gather_kernel`.
+
+    Attributes:
+        rows: of a program; warps: of a program.
+        coded_block: channels of the tile of quantised values; raw_block: of the others, 0 where both fit in the first.
+    """
+
+    rows: int
+    warps: int
+    coded_block: int
+    raw_block: int
+
+
+def whole_rows(problem: GatherProblem, gpu: GPU) -> GatherTiles:
+    """A program decodes four rows: 85 to 92 % of the bandwidth of a copy on an H200."""
+    coded = max(problem.group, next_power_of_2(problem.coded))
+    fits = problem.coded and problem.dim <= coded
+    return GatherTiles(4, 2, coded, 0 if fits else next_power_of_2(problem.dim - problem.coded))
+
+
+GATHER = Table("attention.gather", {"gather_kernel": ANY}, [Row(ANY, "gather_kernel", whole_rows)])
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """The launch of a gather; ``native_fp8`` as of `GPU`."""
+
+    gather: Choice
+    native_fp8: bool
+
+
+@planner("attention.gather")
+def plan_gather(problem: GatherProblem, gpu: GPU) -> GatherPlan:
+    """One launch for any number of rows."""
+    return GatherPlan(GATHER.choose(problem, gpu), gpu.native_fp8)
