@@ -237,7 +237,7 @@ def _accumulate(
     for _tile in range(work.split, counts.tiles, work.splits):
         stage = iteration & 1
         mbarrier.wait(tiles.ready.index(stage), (iteration >> 1) & 1)  # weights are in shared memory, as keys are
-        acc = accumulate_tile(acc, softmax.weights.index(stage), softmax.decays.index(stage), tiles.keys.index(stage))
+        acc = accumulate_tile(acc, softmax, stage, tiles.keys, stage)
         mbarrier.arrive(tiles.empty.index(stage))  # the warps that decode may write the tile's memory
         iteration += 1
     mbarrier.wait(tiles.final, 0)  # normalisers are in shared memory

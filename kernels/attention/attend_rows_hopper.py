@@ -168,8 +168,7 @@ def _accumulate(work, outputs, tiles, softmax, DIM: gl.constexpr):
         for _start in range(0, count, BLOCK):
             stage = iteration & 1
             mbarrier.wait(tiles.ready.index(stage), (iteration >> 1) & 1)  # weights are in shared memory, as keys are
-            weights = softmax.weights.index(stage)
-            acc = accumulate_tile(acc, weights, softmax.decays.index(stage), tiles.keys.index(stage))
+            acc = accumulate_tile(acc, softmax, stage, tiles.keys, stage)
             mbarrier.arrive(tiles.empty.index(stage))  # the warps that copy may write the tile's memory
             iteration += 1
         mbarrier.wait(tiles.final, job_count & 1)  # normalisers are in shared memory

@@ -37,8 +37,8 @@ class SoftmaxBuffers(NamedTuple):
     """Shared memory between the warps that weigh and those that accumulate.
 
     Attributes:
-        weights: 16-bit ``[2, 64, 64]`` weights of heads and keys; decays: float32 ``[2, 64]`` that rescale the output
-            of earlier tiles. Both of two tiles; `attend_v32_hopper` has room for one, ``[64, 64]`` and ``[64]``.
+        weights: 16-bit ``[stages, 64, 64]`` weights of heads and keys.
+        decays: float32 ``[stages, 64]`` factors that rescale the output of earlier tiles.
         factors: float32 ``[64]`` normalisers, the last step.
     """
 
@@ -67,13 +67,13 @@ def soften(logits, peak, total):
 
 
 @gluon.jit
-def put_weights(weight, decay, weights, decays, ready):
+def put_weights(weight, decay, softmax, stage, ready):
     """Stores a tile's weights and decays, and lets the warps that accumulate read them."""
-    weights.store(weight.to(weights.dtype))
-    decays.store(decay)
+    softmax.weights.index(stage).store(weight.to(softmax.weights.dtype))
+    softmax.decays.index(stage).store(decay)
     fence_async_shared()  # tensor cores read the weights
     barrier()  # all threads have stored theirs
-    mbarrier.arrive(ready)
+    mbarrier.arrive(ready.index(stage))
 
 
 @gluon.jit
@@ -88,7 +88,7 @@ def weigh_tile(logits, peak, total, stage, softmax, ready):
         ``(peak, total)`` with this tile.
     """
     weight, decay, peak, total = soften(logits, peak, total)
-    put_weights(weight, decay, softmax.weights.index(stage), softmax.decays.index(stage), ready.index(stage))
+    put_weights(weight, decay, softmax, stage, ready)
     return peak, total
 
 
@@ -99,17 +99,16 @@ def store_lse(peak, total, work, outputs, SPLIT: gl.constexpr):
     Of a split-K partial the log-sum-exp is to base 2, and the sink is left to the kernel that combines partials.
     """
     head = work.first_head + gl.arange(0, 64, layout=peak.type.layout)
-    inside = head < work.H
     lonely = total == 0  # false for NaN: a NaN in a key that is attended stays visible
     denominator = total
     lse = gl.where(lonely, float("-inf"), peak + gl.log2(total))
     if SPLIT:
-        gl.store(outputs.lse + (work.t * work.splits + work.split) * work.H + head, lse, mask=inside)
+        gl.store(outputs.lse + (work.t * work.splits + work.split) * work.H + head, lse, mask=head < work.H)
     else:
         if outputs.sink is not None:
-            sink = gl.load(outputs.sink + head, mask=inside, other=float("-inf")).to(gl.float32)
+            sink = gl.load(outputs.sink + head, mask=head < work.H, other=float("-inf")).to(gl.float32)
             denominator += gl.exp2(sink * LOG2E - gl.where(lonely, 0.0, peak))
-        gl.store(outputs.lse + work.t * work.H + head, gl.where(lonely, float("inf"), lse * LN2), mask=inside)
+        gl.store(outputs.lse + work.t * work.H + head, gl.where(lonely, float("inf"), lse * LN2), mask=head < work.H)
     return gl.where(lonely, 0.0, 1 / denominator)
 
 
@@ -122,11 +121,11 @@ def put_factors(factor, factors, final):
 
 
 @gluon.jit
-def accumulate_tile(acc, weights, decays, keys):
+def accumulate_tile(acc, softmax, stage, keys, key_stage):
     """The output with a tile's weights times keys, once their ``ready`` barrier has let this warp pass."""
-    acc = acc * decays.load(gl.SliceLayout(1, acc.type.layout))[:, None]
+    acc = acc * softmax.decays.index(stage).load(gl.SliceLayout(1, acc.type.layout))[:, None]
     fence_async_shared()  # keys were written by ordinary stores or copies, of other warps
-    acc = warpgroup_mma(weights, keys, acc, is_async=True)
+    acc = warpgroup_mma(softmax.weights.index(stage), keys.index(key_stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()  # both warpgroups have read weights and keys: their memory may be written again
     return acc
