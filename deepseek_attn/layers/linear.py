@@ -140,7 +140,7 @@ class GroupedLinear(Linear):
         Heads go to the groups in order, ``H / groups * d = in_features``; see `kernels.linear.grouped_linear`. Without
         positions nothing is rotated.
         """
-        return ops.grouped_linear(o, self.weight, self.scale, self.groups, positions, cos_sin, self.input_format)
+        return ops.grouped_linear(o, self.segment, self.groups, positions, cos_sin)
 
     def project_quantized(
         self, o: torch.Tensor | QuantizedRows, positions: torch.Tensor, cos_sin: torch.Tensor
@@ -148,9 +148,7 @@ class GroupedLinear(Linear):
         """`project`, also of the result of `attend_heads`; and its output quantised where that is free, else None."""
         if isinstance(o, QuantizedRows):
             return ops.grouped_linear_of_quantized(o, self.weight, self.scale, self.dtype)
-        return ops.grouped_linear_quantized(
-            o, self.weight, self.scale, self.groups, positions, cos_sin, self.input_format
-        )
+        return ops.grouped_linear_quantized(o, self.segment, self.groups, positions, cos_sin)
 
 
 def multi_linear(

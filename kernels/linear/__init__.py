@@ -117,25 +117,18 @@ def empty_quantized(x: Tensor, segments: Sequence[Segment]) -> QuantizedRows | N
 
 
 def grouped_linear(
-    o: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    groups: int,
-    positions: Tensor | None = None,
-    cos_sin: Tensor | None = None,
-    input_format: InputFormat = UNQUANTIZED,
+    o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
 ) -> Tensor:
     """``z[t, g] = W[g] o[t, g]``: inverse RoPE of attention's output, then a block-diagonal product.
 
-    Heads go to the groups in order, and ``W = weight.view(groups, N, K)``.
+    Heads go to the groups in order, and ``W = segment.weight.view(groups, N, K)``.
 
     Args:
         o: ``[M, H, d]`` float32, bfloat16 or float16, H a multiple of ``groups``; ``K = H / groups * d``.
-        weight, scale: ``[groups * N, K]``, as in `Segment`.
+        segment: weight ``[groups * N, K]``, and how its product reads the rotated heads; the output has the dtype of o.
         positions: int64 ``[M]``, positions at which the last channels of each head are rotated back; None leaves them.
             On a GPU, tokens at negative positions are not rotated.
         cos_sin: float32 ``[positions, rope_dim]``, cosines then sines of the pairs ``(2i, 2i + 1)``.
-        input_format: how the product with a quantised weight reads the rotated heads.
 
     Returns:
         ``[M, groups * N]`` in the dtype of ``o``. The rotated heads are rounded to that dtype as well.
@@ -143,29 +136,18 @@ def grouped_linear(
     Raises:
         ValueError: on a GPU, shapes or dtypes that do not fit; positions without cos_sin or the reverse.
     """
-    return _grouped(o, Segment(weight, scale, input_format), groups, positions, cos_sin, False)[0]
+    return _grouped(o, segment, groups, positions, cos_sin, False)[0]
 
 
 def grouped_linear_quantized(
-    o: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    groups: int,
-    positions: Tensor | None = None,
-    cos_sin: Tensor | None = None,
-    input_format: InputFormat = UNQUANTIZED,
+    o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
 ) -> tuple[Tensor, QuantizedRows | None]:
     """`grouped_linear`, and ``quantize_input(output, pow2_scales)`` where that needs no further launch, else None."""
-    return _grouped(o, Segment(weight, scale, input_format), groups, positions, cos_sin, True)
+    return _grouped(o, segment, groups, positions, cos_sin, True)
 
 
 def _grouped(
-    o: Tensor,
-    segment: Segment,
-    groups: int,
-    positions: Tensor | None,
-    cos_sin: Tensor | None,
-    quantize_output: bool,
+    o: Tensor, segment: Segment, groups: int, positions: Tensor | None, cos_sin: Tensor | None, quantize_output: bool
 ) -> tuple[Tensor, QuantizedRows | None]:
     if segment.scale is not None and _in_triton(segment):
         from deepseek_attn.kernels.linear.linear import grouped_linear as op
@@ -173,9 +155,7 @@ def _grouped(
         return op(o, segment, groups, positions, cos_sin, quantize_output)
     from deepseek_attn.kernels.linear import reference
 
-    return reference.grouped_linear(
-        o, segment.weight, segment.scale, groups, positions, cos_sin, segment.input_format
-    ), None
+    return reference.grouped_linear(o, segment, groups, positions, cos_sin), None
 
 
 def grouped_linear_of_quantized(

@@ -32,13 +32,10 @@ from deepseek_attn.kernels.linear.plan import (
     HOPPER_FP8_WEIGHTS,
     HOPPER_PLAIN_WEIGHTS,
     PLAIN_CHANNELS,
-    DotFormat,
     LinearPlan,
-    LinearWeight,
     ProductPlan,
     QuantizePlan,
     QuantizeProblem,
-    dot_format,
     plan_quantize,
 )
 from deepseek_attn.kernels.linear.quantize_triton import QuantizeConstants, QuantizeInputs, quantize_input_kernel
@@ -120,8 +117,7 @@ def _launch_triton(plan: LinearPlan, product: ProductPlan, operands: Operands, g
     q, q_scale = (x, x) if quantized is None else (fp8_view(quantized.values), quantized.scale)
     strides = x.stride(0), q.stride(-2), q_scale.stride(1)
     group_strides = K, q.stride(0) if groups > 1 else 0, K // 128 * q_scale.stride(1)
-    dot = _dot(plan, x, fp8[0], outs[0]) if fp8 else DotFormat(torch.float16)
-    plain_dot = _dot(plan, x, plain[0], plain_outs[0]) if plain else DotFormat(torch.float16)
+    dot, plain_dot = ((_DOT_DTYPES[one.dtype], one.parts, one.precision) for one in product.dots)
     mode = "quantized" if quantized is not None else "quantize" if fp8 and fp8[0].reads_fp8 else "plain"
     group = fp8[0].input_format.group if fp8 else 128
     jobs = tiles.TILES * tiles.SPLITS + plain_tiles.TILES * plain_tiles.SPLITS
@@ -137,8 +133,8 @@ def _launch_triton(plan: LinearPlan, product: ProductPlan, operands: Operands, g
         CONSTANTS=LinearConstants(
             K, config.tokens, config.stages, config.prefetched_blocks, pow2_scales, plan.gpu.native_fp8, plan.gpu.pdl
         ),
-        FP8=_weight_format(tiles, config.rows, group, True, mode, dot),
-        PLAIN=_weight_format(plain_tiles, config.plain_rows, PLAIN_CHANNELS, False, "plain", plain_dot),
+        FP8=WeightFormat(tiles, config.rows, group, True, mode, *dot),
+        PLAIN=WeightFormat(plain_tiles, config.plain_rows, PLAIN_CHANNELS, False, "plain", *plain_dot),
         enable_fp_fusion=True,
         num_warps=config.warps,
         num_stages=config.stages,
@@ -244,11 +240,6 @@ _LAUNCHES = {
     "linear_hopper_kernel": _launch_hopper,
     "linear_decode_hopper_kernel": _launch_decode,
 }
-
-
-def _dot(plan: LinearPlan, x: Tensor, segment: Segment, out: Tensor) -> DotFormat:
-    read = None if segment.scale is None else segment.input_format
-    return dot_format(x.dtype, LinearWeight(len(segment.weight), segment.weight.dtype, out.dtype, read), plan.gpu)
 
 
 def _scratch(product: ProductPlan, x: Tensor, unused: Tensor, plain_rows: int | None = None) -> SplitScratch:
@@ -369,7 +360,3 @@ def _launch_quantize(
         num_warps=config.warps,
         launch_pdl=plan.pdl,
     )
-
-
-def _weight_format(tiles, rows: int, channels: int, fp8: bool, read: str, dot: DotFormat) -> WeightFormat:
-    return WeightFormat(tiles, rows, channels, fp8, read, _DOT_DTYPES[dot.dtype], dot.parts, dot.precision)

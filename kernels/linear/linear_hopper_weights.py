@@ -51,7 +51,7 @@ def rows_of(tile, TILES: gl.constexpr, ROWS: gl.constexpr):
         return group * GROUP_ROWS + tile % GROUP_TILES * ROWS, (group + 1) * GROUP_ROWS - 1, group
     else:
         start = (tile - pick_constant(FIRSTS, FIRSTS, tile)) * ROWS
-        return start, pick_constant(SIZES, FIRSTS, tile) - 1, tile * 0
+        return start, pick_constant(SIZES, FIRSTS, tile) - 1, tile * 0  # a tensor, as with groups
 
 
 @gluon.jit

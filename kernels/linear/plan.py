@@ -578,6 +578,17 @@ class WeightTiles:
     GROUP_ROWS: int = 0
 
 
+class DotFormat(NamedTuple):
+    """Dtype of the factors of a product, values of it that x is split into, and ``input_precision`` of `tl.dot`."""
+
+    dtype: torch.dtype
+    parts: int = 1
+    precision: str | None = None
+
+
+_NO_DOT = DotFormat(torch.float16)  # where a launch has no weights of a kind
+
+
 @dataclass(frozen=True)
 class ProductPlan:
     """One launch, or a product of cuBLAS.
@@ -588,6 +599,7 @@ class ProductPlan:
         fp8, plain: tiles of the weights of each kind; None for cuBLAS.
         quantized: FP8 inputs are quantised before the launch.
         quantizes_output: it writes the output as FP8 too.
+        dots: of FP8 and of plain weights, for `multi_linear_kernel`.
     """
 
     choice: Choice
@@ -597,6 +609,7 @@ class ProductPlan:
     plain: WeightTiles | None = None
     quantized: bool = False
     quantizes_output: bool = False
+    dots: tuple[DotFormat, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -703,7 +716,8 @@ def _product(problem: LinearProblem, places: tuple[int, ...], gpu: GPU) -> Produ
         quantizes = quantizes_output(problem, gpu)
     quantized = problem.quantized and any(weight.reads_fp8_once for weight in problem.fp8)
     fp8, plain = replace(fp8, SPLITS=splits), replace(plain, SPLITS=plain_splits)
-    return ProductPlan(choice, places, token_tiles, fp8, plain, quantized, quantizes)
+    dots = tuple(dot_format(problem.dtype, kind[0], gpu) if kind else _NO_DOT for kind in (problem.fp8, problem.plain))
+    return ProductPlan(choice, places, token_tiles, fp8, plain, quantized, quantizes, dots)
 
 
 def _tiled(weights: Sequence[LinearWeight], rows: int, groups: int = 1) -> WeightTiles:
@@ -721,14 +735,6 @@ def _tiled(weights: Sequence[LinearWeight], rows: int, groups: int = 1) -> Weigh
 def _without_empty(blocks: int, splits: int) -> int:
     """The number of splits of ``blocks`` none of which is empty, at most ``splits``."""
     return cdiv(blocks, cdiv(blocks, splits))
-
-
-class DotFormat(NamedTuple):
-    """Dtype of the factors of a product, values of it that x is split into, and ``input_precision`` of `tl.dot`."""
-
-    dtype: torch.dtype
-    parts: int = 1
-    precision: str | None = None
 
 
 def dot_format(x: torch.dtype, weight: LinearWeight, gpu: GPU) -> DotFormat:

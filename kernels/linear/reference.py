@@ -10,10 +10,9 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.invariance import in_row_tiles
 from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at
-from deepseek_attn.kernels.common.quant import InputFormat, QuantizedRows, dequantize_fp8, quantize_fp8
+from deepseek_attn.kernels.common.quant import QuantizedRows, dequantize_fp8, quantize_fp8
 from deepseek_attn.kernels.linear.formats import (
     FP8_INPUT_GROUP,
-    UNQUANTIZED,
     Segment,
     dequantize_weight,
     quantized_input,
@@ -48,20 +47,14 @@ def quantize_input(x: Tensor, pow2_scales: bool = True) -> QuantizedRows:
 
 
 def grouped_linear(
-    o: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    groups: int,
-    positions: Tensor | None = None,
-    cos_sin: Tensor | None = None,
-    input_format: InputFormat = UNQUANTIZED,
+    o: Tensor, segment: Segment, groups: int, positions: Tensor | None = None, cos_sin: Tensor | None = None
 ) -> Tensor:
     """See `deepseek_attn.kernels.linear.grouped_linear`."""
     if positions is not None:
         o = apply_rope(o, freqs_cis_at(cos_sin, positions), inverse=True)
-    x = o.reshape(len(o), groups, -1)
-    if scale is not None:
-        x, weight = quantized_input(x, input_format), dequantize_weight(weight, scale)
+    x, weight = o.reshape(len(o), groups, -1), segment.weight
+    if segment.scale is not None:
+        x, weight = quantized_input(x, segment.input_format), dequantize_weight(weight, segment.scale)
     blocks = weight.view(groups, -1, x.shape[2]).transpose(1, 2)
     z = in_row_tiles(lambda rows: torch.bmm(rows.transpose(0, 1), blocks).transpose(0, 1), x)
     return z.to(o.dtype).flatten(1)
@@ -71,4 +64,4 @@ def grouped_linear_of_quantized(o: QuantizedRows, weight: Tensor, scale: Tensor,
     """See `deepseek_attn.kernels.linear.grouped_linear_of_quantized`."""
     groups, M, _ = o.values.shape
     x = dequantize_fp8(o.values.transpose(0, 1).flatten(1), o.scale, FP8_INPUT_GROUP).to(dtype)
-    return grouped_linear(x.view(M, groups, -1), weight, scale, groups)
+    return grouped_linear(x.view(M, groups, -1), Segment(weight, scale), groups)

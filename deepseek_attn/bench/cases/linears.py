@@ -78,7 +78,7 @@ def _grouped(label: str, M: int, config: ModelConfig) -> OpCase:
 
     run = {
         "triton": lambda o, weight, scale, positions, table, _: grouped_linear(
-            o, weight, scale, groups, positions, table, FP8_INPUT
+            o, Segment(weight, scale, FP8_INPUT), groups, positions, table
         ),
         "torch bf16 product only": torch_bf16,
     }

@@ -26,6 +26,10 @@ def relative(got, expected):
     return float((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
 
 
+def expected_linear(o, weight, scale, groups, positions=None, cos_sin=None, read=UNQUANTIZED):
+    return reference.grouped_linear(o, Segment(weight, scale, read), groups, positions, cos_sin)
+
+
 def grouped_linear(o, weight, scale, groups, positions=None, cos_sin=None, read=UNQUANTIZED):
     return ops.grouped_linear(o, Segment(weight, scale, read), groups, positions, cos_sin)[0]
 
@@ -45,7 +49,7 @@ def test_reference(fp8):
     M, H, d, groups, rank, rope_dim = 3, 4, 64, 2, 10, 16
     o, positions, cos_sin = torch.randn(M, H, d), torch.tensor([5, 0, 5]), table(9, rope_dim)
     weight, scale = quantize_fp8_block(torch.randn(groups * rank, H // groups * d))
-    got = reference.grouped_linear(o, weight, scale, groups, positions, cos_sin, InputFormat(fp8))
+    got = expected_linear(o, weight, scale, groups, positions, cos_sin, InputFormat(fp8))
     turned = o.double()
     for t in range(M):
         for h in range(H):
@@ -122,7 +126,7 @@ SHAPES = {
 @pytest.mark.parametrize("M", [1, 3, 7, 33, 130, 1026])
 def test_shapes(gpu, M, shape, fp8):
     arguments = problem(M, *SHAPES[shape])
-    got, expected = grouped_linear(*arguments, InputFormat(fp8)), reference.grouped_linear(*arguments, InputFormat(fp8))
+    got, expected = grouped_linear(*arguments, InputFormat(fp8)), expected_linear(*arguments, InputFormat(fp8))
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     assert relative(got, expected) <= LIMIT[BF16]
 
@@ -133,9 +137,7 @@ def test_dtypes(gpu, fp8, dtype):
     for M in (2, 40, 130):
         arguments = problem(M, 16, 128, 4, 128, 64, dtype)
         assert (
-            relative(
-                grouped_linear(*arguments, InputFormat(fp8)), reference.grouped_linear(*arguments, InputFormat(fp8))
-            )
+            relative(grouped_linear(*arguments, InputFormat(fp8)), expected_linear(*arguments, InputFormat(fp8)))
             <= LIMIT[dtype]
         )
 
@@ -147,7 +149,7 @@ def test_blocks_of_32(gpu, M, fp8):
         o, cos_sin, positions = torch.randn(M, heads, 64).bfloat16(), table(99, 32), torch.randint(99, (M,))
         rows = torch.randn(2 * rank, heads * 32) * torch.logspace(-1, 1, 2 * rank)[:, None]
         arguments = o, *quantize_fp8_block(rows, (32, 32)), 2, positions, cos_sin, InputFormat(fp8, group=32)
-        assert relative(grouped_linear(*arguments), reference.grouped_linear(*arguments)) <= LIMIT[BF16]
+        assert relative(grouped_linear(*arguments), expected_linear(*arguments)) <= LIMIT[BF16]
 
 
 @pytest.mark.parametrize("M", [2, 40, 130])
@@ -155,10 +157,7 @@ def test_without_rotation(gpu, M):
     o, weight, scale, groups, *_ = problem(M, 16, 128, 4, 128, 64)
     for fp8 in (True, False):
         got = grouped_linear(o, weight, scale, groups, read=InputFormat(fp8))
-        assert (
-            relative(got, reference.grouped_linear(o, weight, scale, groups, input_format=InputFormat(fp8)))
-            <= LIMIT[BF16]
-        )
+        assert relative(got, expected_linear(o, weight, scale, groups, input_format=InputFormat(fp8))) <= LIMIT[BF16]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +171,7 @@ def test_every_configuration(gpu, config):
         for fp8 in (True, False):
             with forced(config):
                 got = grouped_linear(*arguments, InputFormat(fp8))
-            assert relative(got, reference.grouped_linear(*arguments, InputFormat(fp8))) <= LIMIT[BF16]
+            assert relative(got, expected_linear(*arguments, InputFormat(fp8))) <= LIMIT[BF16]
 
 
 @pytest.mark.parametrize("config", [
@@ -184,7 +183,7 @@ def test_every_hopper_configuration(hopper, config):
         arguments = problem(M, 32, 128, 4, 256, 64)
         with forced(config):
             got = grouped_linear(*arguments, ROUNDED)
-        assert relative(got, reference.grouped_linear(*arguments, ROUNDED)) <= LIMIT[BF16]
+        assert relative(got, expected_linear(*arguments, ROUNDED)) <= LIMIT[BF16]
 
 
 @pytest.mark.parametrize("config", [
@@ -196,7 +195,7 @@ def test_every_configuration_of_few_tokens(hopper, config):
         arguments = problem(M, 32, 128, 4, 256, 64)
         with forced(config):
             got = grouped_linear(*arguments, ROUNDED)
-        assert relative(got, reference.grouped_linear(*arguments, ROUNDED)) <= LIMIT[BF16]
+        assert relative(got, expected_linear(*arguments, ROUNDED)) <= LIMIT[BF16]
 
 
 @pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "raw"])
@@ -267,7 +266,7 @@ def test_replays_of_a_graph(gpu, M):
         o.copy_(torch.randn(o.shape))
         out.fill_(NAN)
         graph.replay()
-        assert relative(out, reference.grouped_linear(o, *rest, ROUNDED)) <= LIMIT[BF16]
+        assert relative(out, expected_linear(o, *rest, ROUNDED)) <= LIMIT[BF16]
 
 
 @pytest.mark.parametrize("M", [1, 3, 16, 17, 70, 300])
@@ -285,7 +284,9 @@ def test_heads_that_are_quantised_already(device, M, H, groups, rank):
             values=rows.values.view(torch.uint8).unflatten(1, (groups, -1)).transpose(0, 1).contiguous()
         )
         rows = rows._replace(values=rows.values.view(torch.float8_e4m3fn))
-        expected, expected_fp8 = grouped_linear_quantized(o, weight, scale, groups, positions, cos_sin, ROUNDED)
+        expected, expected_fp8 = grouped_linear_quantized(
+            o, Segment(weight, scale, ROUNDED), groups, positions, cos_sin
+        )
         got, got_fp8 = grouped_linear_of_quantized(rows, weight, scale, BF16)
     assert torch.equal(got, expected)
     assert (got_fp8 is None) == (expected_fp8 is None)
