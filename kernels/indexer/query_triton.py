@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.fp8 import inverse_pow2, pow2_ceil, quantize_e4m3, round_e2m1
-from deepseek_attn.kernels.common.row_ops import begin, hadamard_rows
+from deepseek_attn.kernels.common.row_ops import begin, hadamard_rows, rotated_rows
 from deepseek_attn.kernels.insert.norm_rope_triton import norm_heads
 from deepseek_attn.kernels.latent.absorb_triton import absorb_head
 
@@ -93,11 +93,7 @@ def index_heads(t, block, args, SHAPE: tl.constexpr):
         pair = tl.arange(0, DIM // 2) - (DIM - ROPE) // 2
         cos = tl.load(table + pair, mask=pair >= 0, other=1.0)[None, :]
         sin = tl.load(table + ROPE // 2 + pair, mask=pair >= 0, other=0.0)[None, :]
-        real, imaginary = tl.split(tl.reshape(x, (BLOCK_H, DIM // 2, 2)))
-        rotary = (pair >= 0)[None, :]
-        new_real = tl.where(rotary, real * cos - imaginary * sin, real)
-        new_imaginary = tl.where(rotary, real * sin + imaginary * cos, imaginary)
-        x = tl.reshape(tl.join(new_real, new_imaginary), (BLOCK_H, DIM)).to(dtype).to(tl.float32)
+        x = rotated_rows(x, (cos, sin), DIM, ROPE, dtype)
     if SHAPE.HADAMARD:
         x = hadamard_rows(x, DIM, SHAPE.STAGES, dtype)
     weights = (
