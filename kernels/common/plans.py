@@ -237,6 +237,16 @@ def recorded_plans() -> Iterator[list[Planned]]:
         _recorded.reset(token)
 
 
+@contextmanager
+def unlisted_plans() -> Iterator[None]:
+    """Plans made in this context are not in `recorded_plans`: the kernel of another op computes their part."""
+    token = _recorded.set(None)
+    try:
+        yield
+    finally:
+        _recorded.reset(token)
+
+
 def choices_of(plan: Any) -> list[Choice]:
     """The choices in a plan, in the order of its fields."""
     if isinstance(plan, Choice):

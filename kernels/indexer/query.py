@@ -10,7 +10,7 @@ from torch import Tensor
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.heads import QueryHeads
 from deepseek_attn.kernels.common.invariance import batch_invariant
-from deepseek_attn.kernels.common.plans import cdiv
+from deepseek_attn.kernels.common.plans import cdiv, unlisted_plans
 from deepseek_attn.kernels.indexer.plan import IndexQueryPlan, IndexQueryProblem, plan_queries
 from deepseek_attn.kernels.indexer.query_triton import (
     IndexQueryArgs,
@@ -51,7 +51,8 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
 
 def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`kernels.indexer.queries` in Triton, for rows that `query_norm_rope` and `index_query` take there."""
-    _, args, shape, out, blocks = head_launch(heads)
+    with unlisted_plans():
+        _, args, shape, out, blocks = head_launch(heads)
     launch = _index_launch(index, "queries_kernel")
     tokens, pdl = len(out), launch.plan.pdl
     if len(index.q) != tokens:
@@ -76,7 +77,8 @@ def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tenso
     tokens = len(queries.q)
     if len(index.q) != tokens:
         raise ValueError(f"queries of {tokens} tokens, and of {len(index.q)} for the indexer: must be the same")
-    absorbed = absorb_launch(queries)
+    with unlisted_plans():
+        absorbed = absorb_launch(queries)
     if absorbed.plan.rotation is not None:  # cuBLAS multiplies
         return absorb_queries(queries._replace(out=absorbed.out)), index_query(index)
     launch = _index_launch(index, "latent_queries_kernel")
