@@ -23,12 +23,12 @@ from deepseek_attn.kernels.indexer.candidates_triton import (
     candidate_scores_kernel,
 )
 from deepseek_attn.kernels.indexer.plan import (
-    BLOCKS,
-    ENTRIES,
+    BlocksProblem,
     ScoresPlan,
     ScoresProblem,
     TopkPlan,
     TopkProblem,
+    plan_blocks,
     plan_candidate_scores,
     plan_scores,
     plan_topk,
@@ -205,9 +205,11 @@ def launch_candidate_entries(
     """Replaces selected columns ``out [T, k]`` by the entries that they are, and writes their slots."""
     if not out.numel():
         return
-    (T, k), kept, table, pdl = out.shape, candidates.kept, keys.block_table, gpu(out.device).pdl
+    (T, k), kept, table = out.shape, candidates.kept, keys.block_table
+    plan = plan_blocks(BlocksProblem("candidate_entries_kernel", T, k), gpu(out.device))
+    entries = plan.blocks.config.columns
     slots = out if out_slots is None else out_slots  # a pointer is needed even where PAGE says that it is not read
-    candidate_entries_kernel[(T, cdiv(k, ENTRIES))](
+    candidate_entries_kernel[(T, cdiv(k, entries))](
         CandidateRows(out, kept, slots, out.stride(0), kept.stride(0), 0 if out_slots is None else slots.stride(0)),
         table,
         keys.token_to_req,
@@ -216,11 +218,11 @@ def launch_candidate_entries(
         K=k,
         SIZE=candidates.size,
         PAGE=0 if out_slots is None else keys.entries,
-        BLOCK=min(ENTRIES, next_power_of_2(k)),
-        PDL=pdl,
+        BLOCK=entries,
+        PDL=plan.pdl,
         enable_fp_fusion=True,
         num_warps=4,
-        launch_pdl=pdl,
+        launch_pdl=plan.pdl,
     )
 
 
@@ -229,10 +231,12 @@ def keep_blocks(scores: Tensor, num_visible: Tensor, skip: int, candidates: Cand
     (T, width), size, kept = scores.shape, candidates.size, candidates.kept
     if kept.numel() == 0:
         return
-    count, pdl = cdiv(width, size), gpu(scores.device).pdl
+    count = cdiv(width, size)
+    plan = plan_blocks(BlocksProblem("block_scores_kernel", T, count), gpu(scores.device))
+    blocks = plan.blocks.config.columns
     best = torch.empty(T, count, dtype=torch.float32, device=scores.device)
     counts = torch.empty(T, dtype=torch.int32, device=scores.device)
-    block_scores_kernel[(T, max(1, cdiv(count, BLOCKS)))](
+    block_scores_kernel[(T, max(1, cdiv(count, blocks)))](
         scores,
         num_visible,
         best,
@@ -243,11 +247,11 @@ def keep_blocks(scores: Tensor, num_visible: Tensor, skip: int, candidates: Cand
         best.stride(0),
         SIZE=size,
         SIZE_PADDED=next_power_of_2(size),
-        BLOCKS=BLOCKS,
-        PDL=pdl,
+        BLOCKS=blocks,
+        PDL=plan.pdl,
         enable_fp_fusion=True,
         num_warps=4,
-        launch_pdl=pdl,
+        launch_pdl=plan.pdl,
     )
     topk_indices(best, counts, kept.shape[1], kept)
 

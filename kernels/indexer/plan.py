@@ -213,9 +213,6 @@ def plan_candidate_scores(problem: ScoresProblem, gpu: GPU) -> ScoresPlan:
 
 # --- top-k ---
 
-BLOCKS = 256  # candidate blocks that a program of `block_scores_kernel` reduces
-ENTRIES = 512  # selected entries of a program of `candidate_entries_kernel`
-
 
 @dataclass(frozen=True)
 class TopkProblem:
@@ -309,6 +306,53 @@ def plan_topk(problem: TopkProblem, gpu: GPU) -> TopkPlan:
     return TopkPlan(TOPK.choose(problem, gpu), gpu.pdl)
 
 
+# --- candidate blocks ---
+
+
+@dataclass(frozen=True)
+class BlocksProblem:
+    """Scores reduced to ``columns`` blocks, or ``columns`` selected entries of blocks, in ``tokens`` rows."""
+
+    kernel: str
+    tokens: int
+    columns: int
+
+
+class BlocksConfig(NamedTuple):
+    """Blocks, or selected entries, of one program: a power of two."""
+
+    columns: int
+
+
+@dataclass(frozen=True)
+class BlocksPlan:
+    """One launch."""
+
+    blocks: Choice
+    pdl: bool
+
+
+def _launched_by(kernel: str) -> Condition:
+    return Condition(kernel, lambda problem, gpu: problem.kernel == kernel)
+
+
+def up_to_512(p: BlocksProblem, gpu: GPU) -> BlocksConfig:
+    return BlocksConfig(min(512, next_power_of_2(p.columns)))
+
+
+BLOCKS = Table(
+    "indexer.blocks",
+    {kernel: _launched_by(kernel) for kernel in ("block_scores_kernel", "candidate_entries_kernel")},
+    [Row(ANY, "block_scores_kernel", BlocksConfig(256)), Row(ANY, "candidate_entries_kernel", up_to_512)],
+)
+
+
+@planner("indexer.blocks")
+def plan_blocks(problem: BlocksProblem, gpu: GPU) -> BlocksPlan:
+    """Rows do not depend on each other."""
+    return BlocksPlan(BLOCKS.choose(problem, gpu), gpu.pdl)
+
+
 # --- queries ---
 
 
@@ -339,10 +383,6 @@ class IndexQueryPlan:
 @condition
 def _few_tokens(p: IndexQueryProblem, gpu: GPU) -> bool:
     return p.tokens < 64 and not p.batch_invariant
-
-
-def _launched_by(kernel: str) -> Condition[IndexQueryProblem]:
-    return Condition(kernel, lambda problem, gpu: problem.kernel == kernel)
 
 
 QUERY_KERNELS = ("index_query_kernel", "queries_kernel", "latent_queries_kernel")
