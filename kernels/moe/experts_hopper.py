@@ -32,7 +32,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.fp4_hopper import HIGH, HIGH_STEP, LOW, LOW_STEP
 from deepseek_attn.kernels.common.gluon import arrive_alone, barrier, reinterpret
-from deepseek_attn.kernels.moe.experts_hopper_loads import ExpertBuffers, RowTiles, load_rows, load_weights, tile_of
+from deepseek_attn.kernels.moe.experts_hopper_loads import (
+    ExpertBuffers,
+    ExpertRowTiles,
+    load_rows,
+    load_weights,
+    tile_of,
+)
 from deepseek_attn.kernels.moe.experts_hopper_output import store_part
 from deepseek_attn.kernels.moe.experts_hopper_weights import (
     TOP,
@@ -356,7 +362,7 @@ def experts_hopper_kernel(
         x_desc, x_scale_desc: rows in order of expert, FP8 ``[R, K]``, and their scales ``[K / 128, R]``.
         a_desc, b_desc: weights ``[E * N, K]``, FP4 packed; a_scale_desc, b_scale_desc: e8m0 scales of FP4
             ``[E * N, K / 32]``, else None.
-        scales: `ExpertScales`. entries, capacity, count: as `RowTiles`. output: `ExpertOutput`.
+        scales: `ExpertScales`. entries, capacity, count: as `ExpertRowTiles`. output: `ExpertOutput`.
         TILING: `plan.HopperExpertTiling`.
     """
     gdc_launch_dependents()  # the next launch may start: it waits for this one where it reads its results
@@ -393,7 +399,7 @@ def experts_hopper_kernel(
         mbarrier.init(empty.index(i), count=GROUPS if BLOCKS == 1 else 128 * GROUPS)
     fence_async_shared()  # the TMA sees the barriers only after this
     buffers = ExpertBuffers(w_buffer, weight_scales, x_buffer, scale_buffer, full, empty)
-    tiles = RowTiles(entries, capacity, count)
+    tiles = ExpertRowTiles(entries, capacity, count)
     # the first warpgroup is the one that the launch has; two more warps load
     if GROUPS == 1:
         gl.warp_specialize(

@@ -18,7 +18,7 @@ from deepseek_attn.kernels.moe.plan import QUAD
 _QUAD = gl.constexpr(QUAD)
 
 
-class RowTiles(NamedTuple):
+class ExpertRowTiles(NamedTuple):
     """Tiles of routed rows.
 
     Attributes:
