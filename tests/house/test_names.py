@@ -1,0 +1,46 @@
+"""Kernels and public classes have names of their own: profiles and searches tell them apart."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+
+from tests.house.test_imports import MODULES, syntax
+
+
+def kernels(tree: ast.AST) -> Iterator[str]:
+    """Names of launched kernels: compiled functions, in Triton or Gluon, that are called so."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.decorator_list:
+            yield node.name
+
+
+def public_classes(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name
+
+
+def repeated(names_in) -> dict[str, list[str]]:
+    """Names that stand in the library more than once, and the modules that hold them."""
+    modules = defaultdict(list)
+    for module in MODULES:
+        for name in names_in(syntax(module)):
+            modules[name].append(module)
+    return {name: holders for name, holders in modules.items() if len(holders) > 1}
+
+
+def test_every_kernel_has_a_name_of_its_own():
+    assert sum(len(list(kernels(syntax(module)))) for module in MODULES) > 40
+    assert not repeated(kernels)
+
+
+def test_every_public_class_has_a_name_of_its_own():
+    assert not repeated(public_classes)
+
+
+def test_names_are_found():
+    source = "@jit\ndef a_kernel(x): ...\ndef b_kernel(x): ...\nclass A:\n    class B: ...\n    class _C: ..."
+    tree = ast.parse(source)
+    assert (list(kernels(tree)), list(public_classes(tree))) == (["a_kernel"], ["A", "B"])
