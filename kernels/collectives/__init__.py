@@ -23,20 +23,20 @@ __all__ = ["PeerBuffers", "all_gather", "all_reduce", "reduce_scatter"]
 
 def all_reduce(x: Tensor, peers: PeerBuffers) -> Tensor:
     """Sum of ``x`` over all ranks, in float32 and rounded once: the same bits on every rank."""
-    from deepseek_attn.kernels.collectives.one_shot import all_reduce as op
+    from deepseek_attn.kernels.collectives.launch import all_reduce as op
 
     return op(x, peers)
 
 
 def reduce_scatter(x: Tensor, peers: PeerBuffers) -> Tensor:
     """Rank r's ``[n, ...]`` of the sum of ``x [world * n, ...]`` over all ranks, in float32 and rounded once."""
-    from deepseek_attn.kernels.collectives.one_shot import reduce_scatter as op
+    from deepseek_attn.kernels.collectives.launch import reduce_scatter as op
 
     return op(x, peers)
 
 
 def all_gather(x: Tensor, peers: PeerBuffers) -> Tensor:
     """``x [n, ...]`` of all ranks, one behind the other: ``[world * n, ...]``. Any dtype."""
-    from deepseek_attn.kernels.collectives.one_shot import all_gather as op
+    from deepseek_attn.kernels.collectives.launch import all_gather as op
 
     return op(x, peers)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
@@ -36,62 +39,87 @@ _BREAK_OFF = tl.constexpr("""
 """)
 
 
-@triton.jit(do_not_specialize=["rank"])
-def exchange_kernel(
-    x_ptr,
-    out_ptr,
-    addresses_ptr,
-    state_ptr,
-    words,
-    rank,
-    timeout_ms,
-    WORLD: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    SCATTER: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Exchanges a block of the ``words`` that go to each rank, seen as int32.
+class ExchangeWords(NamedTuple):
+    """Runtime arguments of `exchange_kernel`.
 
-    With ``SCATTER``, ``x`` has other words for each rank. The words of all ranks are summed as values of ``DTYPE``;
-    without one they are all stored, one rank's behind the other's.
-
-    ``state``: number of this exchange in the upper half, programs that have read it in the lower one; the last of them
-    counts on. Numbers are odd, so that fresh memory has none of them, and differ in
-    successive exchanges of a slot.
+    Attributes:
+        x, out: int32, what this rank sends, and what it makes of the words that it gets.
+        addresses, state: of the `PeerBuffers`. The state's upper half is the number of this exchange, the lower one
+            counts the programs that have read it. The last of them advances the number.
+        words: that go to each rank; timeout_ms: of the `PeerBuffers`.
     """
+
+    x: Any
+    out: Any
+    addresses: Any
+    state: Any
+    words: Any
+    timeout_ms: Any
+
+
+@dataclass(frozen=True)
+class ExchangeConfig:
+    """Constants of `exchange_kernel`.
+
+    Attributes:
+        WORLD: ranks; CAPACITY: words of a message at most.
+        SCATTER: ``x`` has other words for each rank.
+        BLOCK: words of a program to each rank.
+    """
+
+    WORLD: int
+    CAPACITY: int
+    SCATTER: bool
+    BLOCK: int
+
+
+@triton.jit(do_not_specialize=["rank"])
+def exchange_kernel(args, rank, CONFIG: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr):
+    """Program ``(block,)``: exchanges a block of the words that go to each rank, seen as int32.
+
+    The words of all ranks are summed as values of ``DTYPE``; without one they are all stored, one rank's behind the
+    other's. Numbers of exchanges are odd, so that fresh memory has none of them, and differ in successive exchanges of
+    a slot.
+    """
+    WORLD: tl.constexpr = CONFIG.WORLD
+    CAPACITY: tl.constexpr = CONFIG.CAPACITY
+    BLOCK: tl.constexpr = CONFIG.BLOCK
+    words = args.words
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source = tl.arange(0, WORLD)
-    buffers, own = tl.load(addresses_ptr + source), tl.load(addresses_ptr + rank)
-    begin(PDL)
-    if SCATTER:
-        sent = tl.load(x_ptr + source[:, None] * words + word[None, :], mask=(word < words)[None, :], other=0)
+    buffers, receive_buffer = tl.load(args.addresses + source), tl.load(args.addresses + rank)
+    begin(PDL)  # wait until the previous kernel has written x, and has counted its exchange
+    if CONFIG.SCATTER:
+        sent = tl.load(args.x + source[:, None] * words + word[None, :], mask=(word < words)[None, :], other=0)
     else:
-        x = tl.load(x_ptr + word, mask=word < words, other=0)
+        x = tl.load(args.x + word, mask=word < words, other=0)
         sent = tl.broadcast_to(x[None, :], (WORLD, BLOCK))
-    ticket = tl.atomic_add(state_ptr, 1, sem="relaxed")
+    ticket = tl.atomic_add(args.state, 1, sem="relaxed")
+    # the last program to read the state sets the count to 0 and advances the number for the next exchange
     if ticket.to(tl.int32) == tl.num_programs(0) - 1:
-        tl.atomic_add(state_ptr, (tl.full((), 1, tl.int64) << 32) - tl.num_programs(0), sem="relaxed")
+        tl.atomic_add(args.state, (tl.full((), 1, tl.int64) << 32) - tl.num_programs(0), sem="relaxed")
     exchange = (ticket >> 32).to(tl.int32)
     number = exchange | 1
+    # slots in turn: a rank may already send its next message while another still reads this one
     first = (exchange & (_SLOTS - 1)).to(tl.int64) * (WORLD * CAPACITY)
     there = buffers[:, None] + (first + rank * CAPACITY + word)[None, :] * _WORD_BYTES
-    here = own + (first + source[:, None] * CAPACITY + word[None, :]) * _WORD_BYTES
+    here = receive_buffer + (first + source[:, None] * CAPACITY + word[None, :]) * _WORD_BYTES
     send(there, sent, tl.full((WORLD, BLOCK), 0, tl.int32) + number)
     part, arrived = received(here)
     start = globaltimer()
+    # wait until every word of every rank has come with the number of this exchange
     while tl.sum((arrived != number).to(tl.int32)) > 0:
-        if globaltimer() - start > timeout_ms.to(tl.int64) * 1000000:
+        if globaltimer() - start > args.timeout_ms.to(tl.int64) * 1000000:
+            # name one rank that is missing to the host, and end the context: no result may be read
             silent = tl.min(tl.where(arrived != number, source[:, None] + 1, WORLD + 1))
             tl.inline_asm_elementwise(
-                _BREAK_OFF, "=r,l,r", [tl.load(addresses_ptr + WORLD), silent], dtype=tl.int32, is_pure=False, pack=1
+                _BREAK_OFF, "=r,l,r", [tl.load(args.addresses + WORLD), silent], dtype=tl.int32, is_pure=False, pack=1
             )
         part, arrived = received(here)
     if DTYPE is None:
-        tl.store(out_ptr + source[:, None] * words + word[None, :], part, mask=(word < words)[None, :])
+        tl.store(args.out + source[:, None] * words + word[None, :], part, mask=(word < words)[None, :])
     else:
-        tl.store(out_ptr + word, summed(part, DTYPE), mask=word < words)
+        tl.store(args.out + word, _sum_of_ranks(part, DTYPE), mask=word < words)
 
 
 @triton.jit
@@ -107,11 +135,12 @@ def received(address):
 
 
 @triton.jit
-def summed(part, DTYPE: tl.constexpr):
+def _sum_of_ranks(part, DTYPE: tl.constexpr):
     """Sum over the first dimension of words of one or two values."""
     if DTYPE == tl.float32:  # noqa: SIM300
         return tl.sum(part.to(tl.float32, bitcast=True), 0).to(tl.int32, bitcast=True)
     else:
+        # two values of 16 bits in a word
         low = tl.sum(part.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32), 0)
         high = tl.sum((part >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32), 0)
         low_bits = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF

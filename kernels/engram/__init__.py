@@ -41,7 +41,7 @@ def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
         ValueError: values that are not float8_e4m3fn, or scales that do not fit them.
     """
     if runs_triton(rows.values):
-        from deepseek_attn.kernels.engram.engram import dequantize_rows as op
+        from deepseek_attn.kernels.engram.launch import dequantize_rows as op
     else:
         from deepseek_attn.kernels.engram.reference import dequantize_rows as op
     return op(rows, dtype)
@@ -68,7 +68,7 @@ def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor
     Source: DeepSeek-V4.1 ``inference/engram.py``.
     """
     if runs_triton(streams):
-        from deepseek_attn.kernels.engram.engram import gate_streams as op
+        from deepseek_attn.kernels.engram.launch import gate_streams as op
     else:
         from deepseek_attn.kernels.engram.reference import gate_streams as op
     return op(streams, kv, q_weight, k_weight, eps)

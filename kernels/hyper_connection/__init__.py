@@ -48,7 +48,7 @@ def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
     if runs_triton(streams):
-        from deepseek_attn.kernels.hyper_connection.hyper_connection import hc_pre as op
+        from deepseek_attn.kernels.hyper_connection.launch import hc_pre as op
     else:
         from deepseek_attn.kernels.hyper_connection.reference import hc_pre as op
     return op(streams, hc)
@@ -57,7 +57,7 @@ def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor
 def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnection) -> DelayedInput:
     """`hc_pre` or, of a sublayer's output, `hc_post_pre`, with weights of the sublayer before (V4.1).
 
-    On a GPU that is as many launches as there.
+    Takes as many launches as `hc_pre` or `hc_post_pre`.
 
     Args:
         streams: ``[T, m, D]``, or a sublayer's output that updates them before.
@@ -70,7 +70,7 @@ def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnectio
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
     if runs_triton(pre):
-        from deepseek_attn.kernels.hyper_connection.hyper_connection import hc_delayed as op
+        from deepseek_attn.kernels.hyper_connection.launch import hc_delayed as op
     else:
         from deepseek_attn.kernels.hyper_connection.reference import hc_delayed as op
     return op(streams, pre, hc)
@@ -86,7 +86,7 @@ def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor |
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
     if runs_triton(streams):
-        from deepseek_attn.kernels.hyper_connection.hyper_connection import hc_collapse as op
+        from deepseek_attn.kernels.hyper_connection.launch import hc_collapse as op
     else:
         from deepseek_attn.kernels.hyper_connection.reference import hc_collapse as op
     return op(streams, weights, rms_eps, norm)
@@ -95,7 +95,7 @@ def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor |
 def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: HyperConnection) -> SublayerInput:
     """`hc_post` of one sublayer and `hc_pre` of the next: new streams, and what collapsing them gives.
 
-    On a GPU that is two launches for very few tokens, else three or four.
+    Takes two launches on a GPU for very few tokens, else three or four.
 
     Args:
         y, streams, post, comb: as in `hc_post`; hc: of the next sublayer.
@@ -104,7 +104,7 @@ def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: Hype
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
     if runs_triton(streams):
-        from deepseek_attn.kernels.hyper_connection.hyper_connection import hc_post_pre as op
+        from deepseek_attn.kernels.hyper_connection.launch import hc_post_pre as op
     else:
         from deepseek_attn.kernels.hyper_connection.reference import hc_post_pre as op
     return op(y, streams, post, comb, hc)
@@ -124,7 +124,7 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
     if runs_triton(streams):
-        from deepseek_attn.kernels.hyper_connection.hyper_connection import hc_post as op
+        from deepseek_attn.kernels.hyper_connection.launch import hc_post as op
     else:
         from deepseek_attn.kernels.hyper_connection.reference import hc_post as op
     return op(y, streams, post, comb)
@@ -143,7 +143,7 @@ def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
         ValueError: on a GPU, shapes or dtypes that do not fit.
     """
     if runs_triton(streams):
-        from deepseek_attn.kernels.hyper_connection.hyper_connection import hc_head as op
+        from deepseek_attn.kernels.hyper_connection.launch import hc_head as op
     else:
         from deepseek_attn.kernels.hyper_connection.reference import hc_head as op
     return op(streams, hc)

@@ -1,77 +1,156 @@
-"""Triton device code of `hyper_connection`: kernels that update the streams, project them and collapse them."""
+"""Triton device code of hyper-connections: kernels that update streams, multiply them with ``fn`` and collapse them.
+
+```
+hc_post_kernel            new streams                                          every token, blocks of channels
+hc_mix_kernel             new streams, partial sums of the product             few tokens
+float32_product_kernel    partial sums of the product                          many tokens
+hc_collapse_kernel        first programs: sums -> post, comb (Sinkhorn)        others: sums -> pre -> x, normed
+```
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
+class StreamUpdate(NamedTuple):
+    """Streams, and the sublayer's output that updates them; all contiguous.
+
+    Attributes:
+        y: ``[T, D]``; None: the streams are not updated, and post, comb and new are None too.
+        streams, new: ``[T, M, D]``, before and after the update.
+        post, comb: float32 ``[T, M]`` and ``[T, M, M]``.
+    """
+
+    y: Any
+    streams: Any
+    post: Any
+    comb: Any
+    new: Any
+
+
+@dataclass(frozen=True)
+class MixConfig:
+    """Constants of `hc_mix_kernel`.
+
+    Attributes:
+        D, M: channels of a stream, and streams; ROWS: of ``fn``; COLUMNS: a power of two, at least ``ROWS + 1``.
+        TOKENS, BLOCK: of a program: tokens, and channels of each of their streams.
+    """
+
+    D: int
+    M: int
+    ROWS: int
+    COLUMNS: int
+    TOKENS: int
+    BLOCK: int
+
+
+class CollapseArguments(NamedTuple):
+    """Runtime arguments of `hc_collapse_kernel`; all contiguous.
+
+    Attributes:
+        streams: ``[T, M, D]``.
+        weights: float32 ``[T, M]`` that collapse the streams, or None: pre, which the sums give.
+        sums: float32 ``[splits, T, ROWS + 1]``, partial sums of the product and of squares.
+        base, scale: of the `HyperConnection`; norm: float32 ``[D]`` or None.
+        x: ``[T, D]``; pre, post, comb: float32 ``[T, M]``, ``[T, M]`` and ``[T, M, M]``: results; pre may be None.
+        rms_eps, hc_eps: of the `HyperConnection`.
+    """
+
+    streams: Any
+    weights: Any
+    sums: Any
+    base: Any
+    scale: Any
+    norm: Any
+    x: Any
+    pre: Any
+    post: Any
+    comb: Any
+    rms_eps: Any
+    hc_eps: Any
+
+
+@dataclass(frozen=True)
+class CollapseConfig:
+    """Constants of `hc_collapse_kernel`.
+
+    Attributes:
+        D, M: channels of a stream, and streams; D_PADDED: a power of two, at least ``D``.
+        ROWS: of ``fn``; COLUMNS: a power of two, at least ``ROWS + 1``.
+        SPLITS_PADDED: a power of two, at least the number of partial sums.
+        ITERATIONS: Sinkhorn rounds; 0: no post and comb.
+        TOKENS: of a program that computes post and comb.
+    """
+
+    D: int
+    M: int
+    D_PADDED: int
+    ROWS: int
+    COLUMNS: int
+    SPLITS_PADDED: int
+    ITERATIONS: int
+    TOKENS: int
+
+
 @triton.jit
-def post_kernel(
-    y_ptr,
-    streams_ptr,
-    post_ptr,
-    comb_ptr,
-    out_ptr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """``out[t, k] = post[t, k] y[t] + sum over j of comb[t, j, k] streams[t, j]``."""
+def _updated_stream(update, t, y, old, k: tl.constexpr, M: tl.constexpr):
+    """``post[t, k] y + sum over j of comb[t, j, k] old[j]``, float32."""
+    new = tl.load(update.post + t * M + k) * y
+    for j in tl.static_range(M):
+        new += tl.load(update.comb + (t * M + j) * M + k) * old[j].to(tl.float32)
+    return new
+
+
+@triton.jit
+def hc_post_kernel(update, D: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program ``(t, block)``: updates ``BLOCK`` channels of the streams of token ``t``."""
     t = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < D
     if PDL:
-        gdc_wait()
+        gdc_wait()  # until the sublayer has written y
         gdc_launch_dependents()
-    y = tl.load(y_ptr + t * D + channel, mask=inside, other=0).to(tl.float32)
+    y = tl.load(update.y + t * D + channel, mask=inside, other=0).to(tl.float32)
+    # every new stream is a sum of all old ones: they are read once and kept in registers
     old = ()
     for j in tl.static_range(M):
-        old += (tl.load(streams_ptr + (t * M + j) * D + channel, mask=inside, other=0).to(tl.float32),)
+        old += (tl.load(update.streams + (t * M + j) * D + channel, mask=inside, other=0).to(tl.float32),)
     for k in tl.static_range(M):
-        new = tl.load(post_ptr + t * M + k) * y
-        for j in tl.static_range(M):
-            new += tl.load(comb_ptr + (t * M + j) * M + k) * old[j]
-        tl.store(out_ptr + (t * M + k) * D + channel, new.to(out_ptr.dtype.element_ty), mask=inside)
+        new = _updated_stream(update, t, y, old, k, M)
+        tl.store(update.new + (t * M + k) * D + channel, new.to(update.new.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"])
-def mix_kernel(
-    y_ptr,
-    streams_ptr,
-    post_ptr,
-    comb_ptr,
-    new_ptr,
-    fn_ptr,
-    sums_ptr,
-    T,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    UPDATE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Sums over ``BLOCK`` channels of each stream of the product with ``fn``, then of squares: ``ROWS + 1`` per token.
+def hc_mix_kernel(update, fn_ptr, sums_ptr, T, CONFIG: tl.constexpr, PDL: tl.constexpr):
+    """Program ``(split, tokens)``: sums over its channels of the product with ``fn``, and of squares.
 
-    For few tokens, ``TOKENS`` of a program: ``fn`` is read before the launch ahead has ended, and multiplied in
-    float32 without tensor cores. ``UPDATE``: the streams are updated before, as by `post_kernel`, and written to
-    ``new``.
+    For few tokens: ``fn`` is read before the previous kernel has ended, and multiplied in float32 without tensor
+    cores. With ``update.y`` the streams are updated first, and written to ``update.new``.
     """
+    D: tl.constexpr = CONFIG.D
+    M: tl.constexpr = CONFIG.M
+    ROWS: tl.constexpr = CONFIG.ROWS
+    COLUMNS: tl.constexpr = CONFIG.COLUMNS
+    TOKENS: tl.constexpr = CONFIG.TOKENS
+    BLOCK: tl.constexpr = CONFIG.BLOCK
     split = tl.program_id(0)
     channel = split * BLOCK + tl.arange(0, BLOCK)
     inside = channel < D
     row = tl.arange(0, COLUMNS)
+    # weights first: no kernel of a step writes them
     fn = ()
     for k in tl.static_range(M):
         at = fn_ptr + row[:, None] * (M * D) + k * D + channel[None, :]
         fn += (tl.load(at, mask=(row < ROWS)[:, None] & inside[None, :], other=0),)
     if PDL:
-        gdc_wait()
+        gdc_wait()  # until streams and y have been written
         gdc_launch_dependents()
     for i in tl.static_range(TOKENS):
         token = tl.program_id(1) * TOKENS + i
@@ -79,20 +158,18 @@ def mix_kernel(
         known = inside & (token < T)
         old = ()
         for k in tl.static_range(M):
-            old += (tl.load(streams_ptr + (t * M + k) * D + channel, mask=known, other=0),)
-        if UPDATE:
-            y = tl.load(y_ptr + t * D + channel, mask=known, other=0).to(tl.float32)
+            old += (tl.load(update.streams + (t * M + k) * D + channel, mask=known, other=0),)
+        if update.y is not None:
+            y = tl.load(update.y + t * D + channel, mask=known, other=0).to(tl.float32)
         acc = tl.zeros((COLUMNS, BLOCK), tl.float32)
         for k in tl.static_range(M):
             x = old[k]
-            if UPDATE:
-                new = tl.load(post_ptr + t * M + k) * y
-                for j in tl.static_range(M):
-                    new += tl.load(comb_ptr + (t * M + j) * M + k) * old[j].to(tl.float32)
-                x = new.to(new_ptr.dtype.element_ty)
-                tl.store(new_ptr + (t * M + k) * D + channel, x, mask=known)
+            if update.y is not None:
+                # rounded as it is stored: the product is of the stream that the next sublayer reads
+                x = _updated_stream(update, t, y, old, k, M).to(update.new.dtype.element_ty)
+                tl.store(update.new + (t * M + k) * D + channel, x, mask=known)
             x = x.to(tl.float32)[None, :]
-            acc += tl.where(row[:, None] == ROWS, x, fn[k]) * x
+            acc += tl.where(row[:, None] == ROWS, x, fn[k]) * x  # row ROWS: x times itself
         sums = sums_ptr + (split * T + t) * (ROWS + 1) + row
         tl.store(sums, tl.sum(acc, 1), mask=(row <= ROWS) & (token < T))
 
@@ -103,22 +180,13 @@ def _rms_scale(squares, WIDTH: tl.constexpr, eps):
 
 
 @triton.jit
-def _logits(
-    sums_ptr,
-    t,
-    T,
-    splits,
-    rms_eps,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
-):
-    """``fn @ rms_norm(streams)`` of token ``t``, ``[COLUMNS]``: the partials of `mix_kernel`, added up."""
-    split, column = tl.arange(0, SPLITS_PADDED), tl.arange(0, COLUMNS)
-    at = (split.to(tl.int64) * T + t)[:, None] * (ROWS + 1) + column[None, :]
-    sums = tl.sum(tl.load(sums_ptr + at, mask=(split < splits)[:, None] & (column <= ROWS)[None, :], other=0), 0)
-    return sums * _rms_scale(_entry(sums, ROWS), WIDTH, rms_eps)
+def _logits(args, t, T, splits, CONFIG: tl.constexpr):
+    """``fn @ rms_norm(streams)`` of token ``t``, ``[COLUMNS]``: the partial sums, added up and scaled."""
+    split, column = tl.arange(0, CONFIG.SPLITS_PADDED), tl.arange(0, CONFIG.COLUMNS)
+    at = (split.to(tl.int64) * T + t)[:, None] * (CONFIG.ROWS + 1) + column[None, :]
+    inside = (split < splits)[:, None] & (column <= CONFIG.ROWS)[None, :]
+    sums = tl.sum(tl.load(args.sums + at, mask=inside, other=0), 0)
+    return sums * _rms_scale(_entry(sums, CONFIG.ROWS), CONFIG.M * CONFIG.D, args.rms_eps)
 
 
 @triton.jit
@@ -164,70 +232,57 @@ def _divided_columns(comb, hc_eps, M: tl.constexpr):
 
 
 @triton.jit
-def _balance(
-    sums_ptr,
-    base_ptr,
-    scale_ptr,
-    pre_ptr,
-    post_ptr,
-    comb_ptr,
-    first,
-    T,
-    splits,
-    rms_eps,
-    hc_eps,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
-    ITERATIONS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _balance(args, first, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr):
     """Stores post (a sigmoid) and comb (Sinkhorn's rounds) of ``TOKENS`` tokens from ``first`` on; pre if it is given.
 
     A thread holds whole matrices, so that the rounds wait for arithmetic only, not for other threads.
     """
-    # rows of post and comb, then those of pre, which come first in memory
-    LAST: tl.constexpr = ROWS if pre_ptr is None else ROWS + M
-    scale = (tl.load(scale_ptr + 1), tl.load(scale_ptr + 2))
+    M: tl.constexpr = CONFIG.M
+    ROWS: tl.constexpr = CONFIG.ROWS
+    SPLITS: tl.constexpr = CONFIG.SPLITS_PADDED
+    # logits of post and comb, then those of pre, which come first in memory
+    LAST: tl.constexpr = ROWS if args.pre is None else ROWS + M
+    # weights first: no kernel of a step writes them
+    scale = (tl.load(args.scale + 1), tl.load(args.scale + 2))
     base = ()
     for row in tl.static_range(M, ROWS):
-        base += (tl.load(base_ptr + row),)
-    if pre_ptr is not None:
-        scale += (tl.load(scale_ptr),)
+        base += (tl.load(args.base + row),)
+    if args.pre is not None:
+        scale += (tl.load(args.scale),)
         for row in tl.static_range(M):
-            base += (tl.load(base_ptr + row),)
+            base += (tl.load(args.base + row),)
     if PDL:
-        gdc_wait()
+        gdc_wait()  # until the partial sums have been written
         gdc_launch_dependents()
     logits = ()
-    if TOKENS == 1:
+    if CONFIG.TOKENS == 1:
+        # one token: the threads share the partial sums, then each takes every logit
         t, known = first.to(tl.int64), None
-        vector = _logits(sums_ptr, t, T, splits, rms_eps, M * D, ROWS, COLUMNS, SPLITS_PADDED)
+        vector = _logits(args, t, T, splits, CONFIG)
         for row in tl.static_range(M, LAST):
             logits += (_entry(vector, row % ROWS),)
     else:
-        token = first + tl.arange(0, TOKENS)
+        # a token per thread, which adds up its own partial sums
+        token = first + tl.arange(0, CONFIG.TOKENS)
         known = token < T
         t = tl.minimum(token, T - 1).to(tl.int64)
-        squares = tl.zeros((TOKENS,), tl.float32)
+        squares = tl.zeros((CONFIG.TOKENS,), tl.float32)
         # a constant number of rounds, so that the loads of all splits and rows are on their way together
-        for split in tl.static_range(SPLITS_PADDED):
-            squares += tl.load(sums_ptr + (split * T + t) * (ROWS + 1) + ROWS, mask=split < splits, other=0)
-        rms = _rms_scale(squares, M * D, rms_eps)
+        for split in tl.static_range(SPLITS):
+            squares += tl.load(args.sums + (split * T + t) * (ROWS + 1) + ROWS, mask=split < splits, other=0)
+        rms = _rms_scale(squares, M * CONFIG.D, args.rms_eps)
         for row in tl.static_range(M, LAST):
-            total = tl.zeros((TOKENS,), tl.float32)
-            for split in tl.static_range(SPLITS_PADDED):
-                total += tl.load(sums_ptr + (split * T + t) * (ROWS + 1) + row % ROWS, mask=split < splits, other=0)
+            total = tl.zeros((CONFIG.TOKENS,), tl.float32)
+            for split in tl.static_range(SPLITS):
+                total += tl.load(args.sums + (split * T + t) * (ROWS + 1) + row % ROWS, mask=split < splits, other=0)
             logits += (total * rms,)
-    if pre_ptr is not None:
+    if args.pre is not None:
         for k in tl.static_range(M):
-            gate = 1 / (1 + tl.exp(-(logits[ROWS - M + k] * scale[2] + base[ROWS - M + k]))) + hc_eps
-            tl.store(pre_ptr + t * M + k, gate, mask=known)
+            gate = 1 / (1 + tl.exp(-(logits[ROWS - M + k] * scale[2] + base[ROWS - M + k]))) + args.hc_eps
+            tl.store(args.pre + t * M + k, gate, mask=known)
     for k in tl.static_range(M):
-        tl.store(post_ptr + t * M + k, 2 / (1 + tl.exp(-(logits[k] * scale[0] + base[k]))), mask=known)
+        tl.store(args.post + t * M + k, 2 / (1 + tl.exp(-(logits[k] * scale[0] + base[k]))), mask=known)
+    # softmax of each row of the M x M logits
     comb = ()
     for i in tl.static_range(M):
         row = ()
@@ -243,101 +298,61 @@ def _balance(
             weights += (weight,)
             total += weight
         for j in tl.static_range(M):
-            comb += (weights[j] / total + hc_eps,)
-    comb = _divided_columns(comb, hc_eps, M)
-    for _ in range(ITERATIONS - 1):
-        comb = _divided_columns(_divided_rows(comb, hc_eps, M), hc_eps, M)
+            comb += (weights[j] / total + args.hc_eps,)
+    # Sinkhorn: the softmax has divided the rows, so the first round is of columns alone
+    comb = _divided_columns(comb, args.hc_eps, M)
+    for _ in range(CONFIG.ITERATIONS - 1):
+        comb = _divided_columns(_divided_rows(comb, args.hc_eps, M), args.hc_eps, M)
     for cell in tl.static_range(M * M):
-        tl.store(comb_ptr + t * (M * M) + cell, comb[cell], mask=known)
+        tl.store(args.comb + t * (M * M) + cell, comb[cell], mask=known)
 
 
 @triton.jit(do_not_specialize=["T", "splits"])
-def collapse_kernel(
-    streams_ptr,
-    weights_ptr,
-    sums_ptr,
-    base_ptr,
-    scale_ptr,
-    norm_ptr,
-    x_ptr,
-    pre_ptr,
-    post_ptr,
-    comb_ptr,
-    T,
-    splits,
-    rms_eps,
-    hc_eps,
-    D: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    M: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
-    ITERATIONS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def hc_collapse_kernel(args, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr):
     """The first programs compute post and comb of ``TOKENS`` tokens each, the others collapse one token each.
 
-    Streams are weighted by pre, or by ``weights [T, M]`` if these are given; ``pre_ptr``: where to store pre, or None.
-    Without ``ITERATIONS`` there are only programs that collapse; given weights, they need no ``sums``, base and scale.
-
-    ``sums``: ``splits`` partials of `mix_kernel`, or of a `float32_product`: no constant, which would make a kernel for
-    every number of them. Parameters are read before the launch ahead is over.
+    Without ``ITERATIONS`` there are only programs that collapse; given ``weights``, they need no sums, base and scale.
+    ``splits``, the number of partial sums, is no constant, which would make a kernel for every number of them.
     """
+    D: tl.constexpr = CONFIG.D
+    M: tl.constexpr = CONFIG.M
     program = tl.program_id(0)
     balancing = tl.num_programs(0) - T
-    if ITERATIONS > 0:  # noqa: SIM102 - one is a constant, the other a branch
+    # these programs take the longest, and so they come first
+    if CONFIG.ITERATIONS > 0:  # noqa: SIM102 - one is a constant, the other a branch
         if program < balancing:
-            _balance(
-                sums_ptr,
-                base_ptr,
-                scale_ptr,
-                pre_ptr,
-                post_ptr,
-                comb_ptr,
-                program * TOKENS,
-                T,
-                splits,
-                rms_eps,
-                hc_eps,
-                D,
-                M,
-                ROWS,
-                COLUMNS,
-                SPLITS_PADDED,
-                ITERATIONS,
-                TOKENS,
-                PDL,
-            )
+            _balance(args, program * CONFIG.TOKENS, T, splits, CONFIG, PDL)
             return
     t = (program - balancing).to(tl.int64)
-    channel = tl.arange(0, D_PADDED)
+    channel = tl.arange(0, CONFIG.D_PADDED)
     inside = channel < D
-    if weights_ptr is None:
-        column = tl.arange(0, COLUMNS)
-        base, scale = tl.load(base_ptr + column, mask=column < M, other=0), tl.load(scale_ptr)
-    if norm_ptr is not None:
-        weight = tl.load(norm_ptr + channel, mask=inside, other=0)
+    # weights first: no kernel of a step writes them
+    if args.weights is None:
+        column = tl.arange(0, CONFIG.COLUMNS)
+        base, scale = tl.load(args.base + column, mask=column < M, other=0), tl.load(args.scale)
+    if args.norm is not None:
+        weight = tl.load(args.norm + channel, mask=inside, other=0)
     if PDL:
-        gdc_wait()
+        gdc_wait()  # until streams and partial sums have been written
         gdc_launch_dependents()
-    x = tl.zeros((D_PADDED,), tl.float32)
-    if weights_ptr is None:
+    x = tl.zeros((CONFIG.D_PADDED,), tl.float32)
+    if args.weights is None:
+        # streams are on their way while the partial sums are added up to pre
         streams = ()
         for j in tl.static_range(M):
-            streams += (tl.load(streams_ptr + (t * M + j) * D + channel, mask=inside, other=0),)
-        logits = _logits(sums_ptr, t, T, splits, rms_eps, M * D, ROWS, COLUMNS, SPLITS_PADDED)
-        pre = 1 / (1 + tl.exp(-(logits * scale + base))) + hc_eps
+            streams += (tl.load(args.streams + (t * M + j) * D + channel, mask=inside, other=0),)
+        logits = _logits(args, t, T, splits, CONFIG)
+        pre = 1 / (1 + tl.exp(-(logits * scale + base))) + args.hc_eps
         for j in tl.static_range(M):
             x += _entry(pre, j) * streams[j].to(tl.float32)
     else:
         for j in tl.static_range(M):
-            stream = tl.load(streams_ptr + (t * M + j) * D + channel, mask=inside, other=0)
-            x += tl.load(weights_ptr + t * M + j) * stream.to(tl.float32)
-    x = x.to(x_ptr.dtype.element_ty)
-    if norm_ptr is not None:
+            stream = tl.load(args.streams + (t * M + j) * D + channel, mask=inside, other=0)
+            x += tl.load(args.weights + t * M + j) * stream.to(tl.float32)
+    x = x.to(args.x.dtype.element_ty)
+    if args.norm is not None:
+        # of the rounded x, as a norm in a launch of its own would read it
         x32 = x.to(tl.float32)
-        y = x32 * _rms_scale(tl.sum(x32 * x32, 0), D, rms_eps) * weight
-        x = y.to(x_ptr.dtype.element_ty)
-    tl.store(x_ptr + t * D + channel, x, mask=inside)
+        y = x32 * _rms_scale(tl.sum(x32 * x32, 0), D, args.rms_eps) * weight
+        x = y.to(args.x.dtype.element_ty)
+    tl.store(args.x + t * D + channel, x, mask=inside)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 
-from deepseek_attn.kernels.common.float32_product import summed
+from deepseek_attn.kernels.common.float32_product_triton import summed
 
 _REMOVED = tl.constexpr(-(1 << 31))  # sorts below all scores
 

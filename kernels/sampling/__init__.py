@@ -23,7 +23,7 @@ def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tenso
         verify: False: every row counts as right, padding left out.
     """
     if runs_triton(token_ids):
-        from deepseek_attn.kernels.sampling.argmax import accept_drafts as op
+        from deepseek_attn.kernels.sampling.launch import accept_drafts as op
     else:
         from deepseek_attn.kernels.sampling.reference import accept_drafts as op
     return op(token_ids, chosen, starts, ends, verify)
@@ -43,7 +43,7 @@ def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
         ValueError: on a GPU, logits of another dtype or rank, or an empty vocabulary.
     """
     if runs_triton(logits):
-        from deepseek_attn.kernels.sampling.argmax import greedy_tokens as op
+        from deepseek_attn.kernels.sampling.launch import greedy_tokens as op
     else:
         from deepseek_attn.kernels.sampling.reference import greedy_tokens as op
     return op(logits, invalid_token)

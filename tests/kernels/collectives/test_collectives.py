@@ -10,8 +10,8 @@ from deepseek_attn.kernels.collectives.types import buffer_bytes, initial_state
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.collectives import one_shot as ops
-from tests.kernels.compiled_launches import CAPABILITIES, ONE, compiled_launches, on_gpus, pass_for_gpu
+from deepseek_attn.kernels.collectives import launch as ops
+from tests.kernels.compiled_launches import CAPABILITIES, ONE, compiled_ops, on_gpus
 
 CAPACITY = 1 << 15
 OPS = {"all_reduce": ops.all_reduce, "reduce_scatter": ops.reduce_scatter, "all_gather": ops.all_gather}
@@ -77,17 +77,21 @@ VARIANTS = {f"{world} ranks of {rows} rows": (world, rows) for world in (2, 8) f
 
 
 @pytest.mark.parametrize(("arch", "variant"), on_gpus(VARIANTS, ["2 ranks of 8 rows"], ONE))
-def test_they_compile(monkeypatch, arch, variant):
+def test_they_compile(arch, variant):
     """A word and its number are one access of 64 bits, which the system sees whole."""
-    (world, rows), capability = VARIANTS[variant], CAPABILITIES[arch]
-    pass_for_gpu(monkeypatch, capability)
-    peers, x = ranks_of(world)[0][1], torch.zeros(rows, 512, dtype=torch.bfloat16)
-    calls = [lambda op=op: op(x, peers) for op in OPS.values()]
-    found = compiled_launches(monkeypatch, [ops], arch, lambda: [call() for call in calls], alike=True)
+    world, rows = VARIANTS[variant]
+    addresses, state, missing = (
+        torch.zeros(n, dtype=dtype, device="meta")
+        for n, dtype in ((world + 1, torch.int64), (1, torch.int64), (1, torch.int32))
+    )
+    peers = PeerBuffers(1, world, CAPACITY, addresses, state, missing, 60_000)
+    x = torch.zeros(rows, 512, dtype=torch.bfloat16, device="meta")
+    found = compiled_ops(arch, lambda: [op(x, peers) for op in OPS.values()], alike=True)
+    assert set(found) == {"exchange_kernel"}
     assert len(found["exchange_kernel"]) == 3
     for kernel in found["exchange_kernel"]:
         ptx = kernel.asm["ptx"]
         assert "st.relaxed.sys.global.b64" in ptx
         assert "ld.relaxed.sys.global.b64" in ptx
         assert "trap;" in ptx
-        assert ("griddepcontrol.wait" in ptx) == (capability >= (9, 0))
+        assert ("griddepcontrol.wait" in ptx) == (CAPABILITIES[arch] >= (9, 0))

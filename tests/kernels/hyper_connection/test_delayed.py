@@ -9,9 +9,10 @@ from deepseek_attn.kernels.hyper_connection import HyperConnection, SublayerOutp
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.common import float32_product
-from deepseek_attn.kernels.hyper_connection import hyper_connection, hyper_connection_triton
-from tests.kernels.compiled_launches import CAPABILITIES, ONE, compiled_launches, on_gpus, pass_for_gpu, ptxas_report
+from deepseek_attn.kernels.common.device import gpu as gpu_facts
+from deepseek_attn.kernels.hyper_connection import hyper_connection_triton, launch
+from deepseek_attn.kernels.hyper_connection.plan import StreamsProblem, plan
+from tests.kernels.compiled_launches import ONE, compiled_ops, on_gpus, ptxas_report
 
 NAN = float("nan")
 NUMBERS = (1e-20, 1e-6, 20)
@@ -52,7 +53,7 @@ def test_a_tiny_epsilon_counts():
 def hc(device):
     if device.type != "cuda" and not INTERPRETED:
         pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
-    return hyper_connection
+    return launch
 
 
 @pytest.fixture
@@ -79,10 +80,10 @@ def test_delayed_in_triton(hc, monkeypatch, device, T, shape):
     output, pre, connection = make(T, *shape, dtype, device)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(NAN))
-    for before in (output, output.streams):
+    for streams in (output, output.streams):
         for each in (connection, connection._replace(norm=None)):
-            got = hc.hc_delayed(before, pre, each)
-            check(got, reference.hc_delayed(before, pre, each), dtype)
+            got = hc.hc_delayed(streams, pre, each)
+            check(got, reference.hc_delayed(streams, pre, each), dtype)
     for weight in (connection.norm, None):
         got = hc.hc_collapse(output.streams, pre, 1e-20, weight)
         check([got], [reference.hc_collapse(output.streams, pre, 1e-20, weight)], dtype)
@@ -101,8 +102,8 @@ def test_partial_sums_are_added_up(hc, device, T, splits):
     sums = memory[:splits]
     sums[:] = whole / splits
     next_pre = torch.empty_like(pre)
-    _, base, scale, rms_eps, hc_eps, iterations, norm = connection
-    got = hc._launch_collapse(streams, sums, base, scale, rms_eps, hc_eps, iterations, norm, pre, next_pre)
+    made = plan(StreamsProblem(*streams.shape), gpu_facts(streams.device))
+    got = hc.collapse(made, streams, sums, connection, pre, next_pre)
     check([*got, next_pre], reference.hc_delayed(streams, pre, connection), torch.float32)
 
 
@@ -145,19 +146,16 @@ STEPS = {"one token": 1, "32": 32, "128": 128, "4096": 4096}
 
 @pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["one token"], ONE))
 @pytest.mark.skipif(INTERPRETED, reason="an interpreter compiles nothing")
-def test_it_compiles(monkeypatch, tmp_path, arch, step):
-    monkeypatch.setattr(hyper_connection, "on_gpu", lambda x: True)
-    pass_for_gpu(monkeypatch, CAPABILITIES[arch], hyper_connection)
+def test_it_compiles(tmp_path, arch, step):
     output, pre, connection = make(STEPS[step], 4, 5120, torch.bfloat16, "meta")
 
     def call():
-        hyper_connection.hc_delayed(output, pre, connection)
-        hyper_connection.hc_collapse(output.streams, pre, 1e-20, connection.norm)
+        launch.hc_delayed(output, pre, connection)
+        launch.hc_collapse(output.streams, pre, 1e-20, connection.norm)
 
-    found = compiled_launches(monkeypatch, [hyper_connection, float32_product], arch, call, alike=arch != "sm90")
-    assert len(found["collapse_kernel"]) == 2
-    assert ("post_product_kernel" in found) == ((arch, step) == ("sm90", "4096"))
+    found = compiled_ops(arch, call, alike=step != "4096")
+    assert len(found["hc_collapse_kernel"]) == 2
     if arch == "sm90":
-        for kernel in found["collapse_kernel"]:
+        for kernel in found["hc_collapse_kernel"]:
             assert "griddepcontrol.wait" in kernel.asm["ptx"]
             assert " 0 bytes spill stores" in ptxas_report(kernel, tmp_path)

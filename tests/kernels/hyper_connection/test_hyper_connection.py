@@ -9,11 +9,11 @@ from deepseek_attn.kernels.hyper_connection import HyperConnection, reference
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.common import float32_product
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.hyper_connection import hyper_connection as hc
+from deepseek_attn.kernels.hyper_connection import launch as hc
+from deepseek_attn.kernels.hyper_connection.plan import MANY_TOKENS
 from deepseek_attn.runner.ahead.recording import recorded_launches
-from tests.kernels.compiled_launches import CAPABILITIES, ONE, compiled_launches, on_gpus, pass_for_gpu, ptxas_report
+from tests.kernels.compiled_launches import ONE, compiled_ops, on_gpus, ptxas_report
 
 NAN = float("nan")
 LIMIT = {torch.bfloat16: 3e-3, torch.float32: 1e-5}
@@ -115,7 +115,7 @@ def test_no_tokens_and_strides(gpu):
         assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize(("T", "shape"), [(1, (3, 72)), (33, (3, 72)), (hc.MANY_ON_HOPPER + 1, (4, 96))])
+@pytest.mark.parametrize(("T", "shape"), [(1, (3, 72)), (33, (3, 72)), (MANY_TOKENS + 1, (4, 96))])
 def test_memory_that_is_not_written_is_not_read(gpu, monkeypatch, T, shape):
     """Partial sums of tiles that are not full, and of channels past the last one."""
     (y, streams, post, comb), pre = make(T, *shape, torch.bfloat16)
@@ -145,22 +145,19 @@ def test_bad_arguments_are_named(monkeypatch):
         hc.hc_post_pre(y, streams, post, comb, pre._replace(fn=pre.fn[:4]))
 
 
-FEW, MANY = {"mix_kernel"}, {"product_kernel", "split_weight_kernel"}
+FEW, MANY = {"hc_mix_kernel"}, {"float32_product_kernel", "split_float32_weight_kernel"}
 STEPS = {
     "one token": (1, torch.bfloat16, FEW),
     "32": (32, torch.bfloat16, FEW),
-    "128": (128, torch.bfloat16, {"product_kernel"}),
+    "128": (128, torch.bfloat16, {"float32_product_kernel"}),
     "4096": (4096, torch.bfloat16, MANY),
-    "float32": (4096, torch.float32, {"product_kernel"}),
+    "float32": (4096, torch.float32, {"float32_product_kernel"}),
 }
 
 
 @pytest.mark.parametrize(("arch", "step"), on_gpus(STEPS, ["one token", "4096"], ONE))
-def test_it_compiles(monkeypatch, tmp_path, arch, step):
+def test_it_compiles(tmp_path, arch, step):
     T, dtype, products = STEPS[step]
-    monkeypatch.setattr(hc, "on_gpu", lambda x: True)
-    pass_for_gpu(monkeypatch, CAPABILITIES[arch], hc)
-    on_hopper = (arch, step) == ("sm90", "4096")
     update, pre = make(T, 4, 4096, dtype, "meta")
 
     def call():
@@ -168,55 +165,30 @@ def test_it_compiles(monkeypatch, tmp_path, arch, step):
         hc.hc_pre(update[1], pre)
         hc.hc_post_pre(*update, pre)
 
-    found = compiled_launches(monkeypatch, [hc, float32_product], arch, call, alike=step != "4096")
-    hopper = {"post_product_kernel"} if on_hopper else set()
-    assert set(found) == {"post_kernel", "collapse_kernel"} | products | hopper
+    found = compiled_ops(arch, call, alike=step != "4096")
+    assert set(found) == {"hc_post_kernel", "hc_collapse_kernel"} | products
     if arch == "sm90":
         for kernel in (kernel for kernels in found.values() for kernel in kernels):
             assert "griddepcontrol.wait" in kernel.asm["ptx"]
             assert " 0 bytes spill stores" in ptxas_report(kernel, tmp_path)
 
 
-def on_hopper(T, misaligned=None):
-    """Variants that `hc_post_pre` of ``T`` tokens launches, by kernel; ``misaligned``: "y" or "streams"."""
-
-    def placed(name, tensor):
-        first = int(name == misaligned)
-        return torch.empty(tensor.numel() + first, dtype=tensor.dtype, device="meta")[first:].view(tensor.shape)
-
-    (y, streams, post, comb), pre = make(T, 4, 4096, torch.bfloat16, "meta")
-    y, streams = placed("y", y), placed("streams", streams)
-    with recorded_launches(GPU((9, 0), 132)) as launches:
-        hc.hc_post_pre(y, streams, post, comb, pre)
-    return {(variant.name, key) for key, variant in launches.variants.items()}
-
-
 def test_few_variants_serve_all_numbers_of_tokens():
     """Splits depend on the number of tokens; a kernel is compiled for powers of two of them, not for each number."""
-    found = set().union(*(on_hopper(T) for T in range(512, 8193, 64)))
-    assert len({key for name, key in found if name == "collapse_kernel"}) <= 7
-    assert len({key for name, key in found if name == "post_product_kernel"}) == 1
+    found = set()
+    for T in range(512, 8193, 64):
+        update, pre = make(T, 4, 4096, torch.bfloat16, "meta")
+        with recorded_launches(GPU((9, 0), 132)) as launches:
+            hc.hc_post_pre(*update, pre)
+        found |= {(variant.name, key) for key, variant in launches.variants.items()}
+    assert len({key for name, key in found if name == "hc_collapse_kernel"}) <= 7
+    assert len({key for name, key in found if name == "float32_product_kernel"}) <= 3
 
 
-def test_paired_channels_are_of_whole_groups():
-    with pytest.raises(ValueError, match="within groups of 32, and the weight has 40"):
-        float32_product.split_weight(torch.empty(24, 40, device="meta"), paired=True)
-
-
-@pytest.mark.parametrize("misaligned", [None, "y", "streams"])
-def test_tiles_begin_at_multiples_of_16_bytes(misaligned):
-    names = {name for name, _ in on_hopper(600, misaligned)}
-    assert ("post_product_kernel" in names) == (misaligned is None)
-    assert ("post_kernel" in names) == (misaligned is not None)
-
-
-def test_rounds_wait_for_no_other_thread(monkeypatch):
+def test_rounds_wait_for_no_other_thread():
     """Each of Sinkhorn's rounds with a barrier, or an exchange of lanes, takes three times as long."""
-    monkeypatch.setattr(hc, "on_gpu", lambda x: True)
-    pass_for_gpu(monkeypatch, (9, 0))
     update, pre = make(1, 4, 4096, torch.bfloat16, "meta")
-    found = compiled_launches(monkeypatch, [hc], "sm90", lambda: hc.hc_post_pre(*update, pre))
-    (kernel,) = found["collapse_kernel"]
+    (kernel,) = compiled_ops("sm90", lambda: hc.hc_post_pre(*update, pre))["hc_collapse_kernel"]
     (loop,) = re.findall(r"Loop Header(.*?)bra", kernel.asm["ptx"], re.DOTALL)
     assert loop.count("rcp.approx") == 8
     assert not re.search(r"bar\.|shfl|div\.", loop)

@@ -198,10 +198,10 @@ def test_it_compiles(arch, route):
     x, weight = (torch.empty(n, 512, dtype=of, device="meta") for n, of in ((T, dtype), (64, weight_dtype)))
     options = {"groups": ExpertGroups(8, 4), "bias": torch.empty(64, device="meta")} if T == 40 else {}
     found = compiled_ops(arch, lambda: moe_router.moe_route(x, weight, 6, "sqrtsoftplus", 1.5, True, **options))
-    assert set(found) == {"product_kernel", "moe_select_kernel"} | (
-        {"split_weight_kernel"} if T == 4096 and weight_dtype == torch.float32 else set()
+    assert set(found) == {"float32_product_kernel", "moe_select_kernel"} | (
+        {"split_float32_weight_kernel"} if T == 4096 and weight_dtype == torch.float32 else set()
     )
     if T != 40:  # bfloat16 products: three of a float32 weight, one of a bfloat16 one
-        products = found["product_kernel"][0].asm["ttir"].count("tt.dot ")
+        products = found["float32_product_kernel"][0].asm["ttir"].count("tt.dot ")
         assert products == (3 if weight_dtype == torch.float32 else 1)
     assert ("griddepcontrol" in found["moe_select_kernel"][0].asm["ptx"]) == (CAPABILITIES[arch][0] >= 9)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from deepseek_attn.kernels.sampling import INVALID_TOKEN, reference
-from tests.kernels.compiled_launches import compiled_launches, on_gpus
+from tests.kernels.compiled_launches import compiled_ops, on_gpus
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from deepseek_attn.kernels.sampling import argmax
+from deepseek_attn.kernels.sampling import launch as ops
 
 NAN, INF = float("nan"), float("inf")
 
@@ -44,10 +44,10 @@ def cases(device):
 def test_equals_plain_torch(gpu):
     for name, logits in cases(gpu):
         expected = reference.greedy_tokens(logits)
-        found = argmax.greedy_tokens(logits)
+        found = ops.greedy_tokens(logits)
         assert found.dtype == expected.dtype == torch.int64
         assert torch.equal(found, expected), name
-        assert torch.equal(argmax.greedy_tokens(logits, invalid_token=0), expected.clamp(min=0)), name
+        assert torch.equal(ops.greedy_tokens(logits, invalid_token=0), expected.clamp(min=0)), name
 
 
 def test_plain_torch():
@@ -93,7 +93,7 @@ def test_right_drafts_in_triton(gpu, rows, verify):
     random = torch.randint(2, (33 * rows,), device=gpu), torch.randint(-1, 2, (33 * rows,), device=gpu)
     batches = [verification(gpu)[0], [*random, starts, starts + torch.randint(-1, rows + 1, (33,), device=gpu)]]
     for inputs in batches:
-        expected, found = (op.accept_drafts(*inputs, verify) for op in (reference, argmax))
+        expected, found = (op.accept_drafts(*inputs, verify) for op in (reference, ops))
         for a, b in zip(found, expected, strict=True):
             assert a.dtype == b.dtype == torch.int64
             assert torch.equal(a, b)
@@ -101,18 +101,18 @@ def test_right_drafts_in_triton(gpu, rows, verify):
 
 def test_refuses_what_is_no_logits():
     with pytest.raises(ValueError, match="float32"):
-        argmax.greedy_tokens(torch.zeros(3, 4, dtype=torch.bfloat16))
+        ops.greedy_tokens(torch.zeros(3, 4, dtype=torch.bfloat16))
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing")
 @pytest.mark.parametrize("arch", on_gpus())
-def test_compiles(arch, monkeypatch):
+def test_compiles(arch):
     logits = torch.empty(32, 129280, device="meta")
     rows, requests = (torch.empty(n, dtype=torch.int64, device="meta") for n in (96, 32))
 
     def launch():
-        argmax.greedy_tokens(logits)
-        argmax.accept_drafts(rows, rows, requests, requests, True)
+        ops.greedy_tokens(logits)
+        ops.accept_drafts(rows, rows, requests, requests, True)
 
-    found = compiled_launches(monkeypatch, [argmax], arch, launch)
-    assert set(found) == {"block_kernel", "row_kernel", "accept_kernel"}
+    found = compiled_ops(arch, launch)
+    assert set(found) == {"greedy_block_kernel", "greedy_row_kernel", "accept_drafts_kernel"}

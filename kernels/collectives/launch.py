@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import triton
 from torch import Tensor
 
-from deepseek_attn.kernels.collectives.one_shot_triton import exchange_kernel
+from deepseek_attn.kernels.collectives.one_shot_triton import ExchangeConfig, ExchangeWords, exchange_kernel
+from deepseek_attn.kernels.collectives.plan import ExchangePlan, ExchangeProblem, plan
 from deepseek_attn.kernels.collectives.types import PeerBuffers
-from deepseek_attn.kernels.common.device import FLOATS, supports_pdl
+from deepseek_attn.kernels.common.device import FLOATS, gpu
+from deepseek_attn.kernels.common.plans import cdiv
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
-
-BLOCK = 128  # words to each rank of a program: `PeerBuffers.capacity` is a multiple. Larger ones are slower
 
 
 def all_reduce(x: Tensor, peers: PeerBuffers) -> Tensor:
@@ -53,24 +54,28 @@ def _exchange(
             f"a message must be contiguous and up to {peers.capacity} whole words of 32 bits, got {x.dtype} "
             f"{list(x.shape)}: use torch.distributed for others"
         )
-    words, early = size // 4, supports_pdl(x.device)
-    if not words:
-        return
-    exchange_kernel[(triton.cdiv(words, BLOCK),)](
-        x.view(-1).view(torch.int32),
-        out.view(-1).view(torch.int32),
-        peers.addresses,
-        peers.state,
-        words,
+    if words := size // 4:
+        dtype = None if gather else TRITON_DTYPES[x.dtype]
+        made = plan(ExchangeProblem(words, peers.world), gpu(x.device))
+        launch(made, x.view(-1).view(torch.int32), out.view(-1).view(torch.int32), peers, words, scatter, dtype)
+
+
+def launch(
+    plan: ExchangePlan, x: Tensor, out: Tensor, peers: PeerBuffers, words: int, scatter: bool, dtype: Any
+) -> None:
+    """Sends ``words`` of ``x`` to each rank, others to each with ``scatter``; sums those that come as ``dtype``.
+
+    Without a ``dtype`` the words of all ranks are stored, one rank's behind the other's.
+    ``x`` and ``out`` are flat and int32.
+    """
+    block, warps = plan.exchange.config
+    exchange_kernel[(cdiv(words, block),)](
+        ExchangeWords(x, out, peers.addresses, peers.state, words, peers.timeout_ms),
         peers.rank,
-        peers.timeout_ms,
-        WORLD=peers.world,
-        CAPACITY=peers.capacity,
-        SCATTER=scatter,
-        DTYPE=None if gather else TRITON_DTYPES[x.dtype],
-        BLOCK=BLOCK,
-        PDL=early,
+        CONFIG=ExchangeConfig(peers.world, peers.capacity, scatter, block),
+        DTYPE=dtype,
+        PDL=plan.pdl,
         enable_fp_fusion=True,
-        num_warps=4,
-        launch_pdl=early,
+        num_warps=warps,
+        launch_pdl=plan.pdl,
     )

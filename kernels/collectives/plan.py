@@ -1,0 +1,47 @@
+"""Plan of the collectives: one launch of programs that each exchange a block of words with every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.plans import ANY, Choice, Row, Table, planner
+
+
+@dataclass(frozen=True)
+class ExchangeProblem:
+    """``words`` of 32 bits that go to each of ``world`` ranks."""
+
+    words: int
+    world: int
+
+
+class ExchangeTiles(NamedTuple):
+    """Launch configuration of `exchange_kernel`: words of a program to each rank, and its warps.
+
+    `PeerBuffers.capacity` is a multiple of ``block``.
+    """
+
+    block: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """One launch; ``pdl``: programs start before the previous kernel has ended."""
+
+    exchange: Choice
+    pdl: bool
+
+
+# larger blocks are slower
+EXCHANGES = Table(
+    "collectives.exchange", {"exchange_kernel": ANY}, [Row(ANY, "exchange_kernel", ExchangeTiles(128, 4))]
+)
+
+
+@planner("collectives.exchange")
+def plan(problem: ExchangeProblem, gpu: GPU) -> ExchangePlan:
+    """The same launch for all three collectives."""
+    return ExchangePlan(EXCHANGES.choose(problem, gpu), gpu.pdl)

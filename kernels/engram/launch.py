@@ -1,0 +1,81 @@
+"""Launches of the Engram ops in Triton."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.kernels.common.device import gpu
+from deepseek_attn.kernels.common.plans import cdiv
+from deepseek_attn.kernels.engram.engram_triton import EngramGate, engram_dequantize_kernel, engram_gate_kernel
+from deepseek_attn.kernels.engram.plan import EngramPlan, EngramProblem, plan_gate, plan_rows
+from deepseek_attn.kernels.engram.reference import SMALLEST, check_gate
+from deepseek_attn.kernels.engram.types import SCALE_GROUP, TableRows
+
+
+def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
+    """See `kernels.engram.dequantize_rows`."""
+    values, scales = rows
+    *tokens, columns = values.shape
+    if values.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"FP8 values must be float8_e4m3fn, got {values.dtype}: view raw bytes as float8_e4m3fn")
+    if columns % SCALE_GROUP or scales.shape != (*tokens, columns // SCALE_GROUP) or scales.dtype != torch.uint8:
+        raise ValueError(
+            f"values {list(values.shape)} need scales uint8 {[*tokens, columns // SCALE_GROUP]}, one for {SCALE_GROUP} "
+            f"columns, got {scales.dtype} {list(scales.shape)}"
+        )
+    values, scales = values.contiguous(), scales.contiguous()
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    if count := values.numel() // max(columns, 1):
+        launch_rows(plan_rows(EngramProblem(count, columns), gpu(values.device)), values, scales, out)
+    return out.flatten(1)
+
+
+def launch_rows(plan: EngramPlan, values: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Writes the numbers that FP8 ``values [..., columns]`` have under their scales to ``out``; all contiguous."""
+    columns, tiles = values.shape[-1], plan.kernel.config
+    count = values.numel() // columns
+    engram_dequantize_kernel[(cdiv(count, tiles.rows),)](
+        values.view(torch.uint8),
+        scales,
+        out,
+        count,
+        COLUMNS=columns,
+        GROUP=SCALE_GROUP,
+        ROWS=tiles.rows,
+        BLOCK=tiles.block,
+        NATIVE_FP8=plan.native_fp8,
+        PDL=plan.pdl,
+        enable_fp_fusion=True,
+        num_warps=tiles.warps,
+        launch_pdl=plan.pdl,
+    )
+
+
+def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
+    """See `kernels.engram.gate_streams`."""
+    check_gate(streams, kv, q_weight, k_weight)
+    streams, kv = streams.contiguous(), kv.contiguous()
+    out = torch.empty_like(streams)
+    if T := len(streams):
+        _, m, D = streams.shape
+        weights = q_weight.contiguous(), k_weight.contiguous()
+        made = plan_gate(EngramProblem(T * m, D), gpu(streams.device))
+        launch_gate(made, EngramGate(streams, kv, *weights, out, kv.stride(0), eps))
+    return out
+
+
+def launch_gate(plan: EngramPlan, gate: EngramGate) -> None:
+    """Writes the gated streams."""
+    (T, m, D), tiles = gate.streams.shape, plan.kernel.config
+    engram_gate_kernel[(T, m)](
+        gate,
+        SMALLEST=SMALLEST,
+        D=D,
+        BLOCK=tiles.block,
+        M=m,
+        PDL=plan.pdl,
+        enable_fp_fusion=True,
+        num_warps=tiles.warps,
+        launch_pdl=plan.pdl,
+    )

@@ -1,0 +1,248 @@
+"""Launches of hyper-connections in Triton; device code: `hyper_connection_triton`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.kernels.common.device import gpu, on_gpu
+from deepseek_attn.kernels.common.float32_product import float32_product
+from deepseek_attn.kernels.common.invariance import batch_invariant
+from deepseek_attn.kernels.common.plans import cdiv, next_power_of_2
+from deepseek_attn.kernels.hyper_connection.hyper_connection_triton import (
+    CollapseArguments,
+    CollapseConfig,
+    MixConfig,
+    StreamUpdate,
+    hc_collapse_kernel,
+    hc_mix_kernel,
+    hc_post_kernel,
+)
+from deepseek_attn.kernels.hyper_connection.plan import (
+    MANY_TOKENS,
+    SPLIT,
+    MixTiles,
+    PostTiles,
+    StreamsPlan,
+    StreamsProblem,
+    plan,
+    plan_post,
+)
+from deepseek_attn.kernels.hyper_connection.types import (
+    DelayedInput,
+    HyperConnection,
+    SublayerInput,
+    SublayerOutput,
+)
+
+
+def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor]:
+    """See `deepseek_attn.kernels.hyper_connection.hc_pre`."""
+    _check(streams, hc, 3)
+    return launch(streams, hc)[1:]
+
+
+def hc_post_pre(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, hc: HyperConnection) -> SublayerInput:
+    """See `deepseek_attn.kernels.hyper_connection.hc_post_pre`."""
+    output = SublayerOutput(y, streams, post, comb)
+    _check(streams, hc, 3)
+    _check_post(output)
+    return launch(output, hc)
+
+
+def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnection) -> DelayedInput:
+    """See `deepseek_attn.kernels.hyper_connection.hc_delayed`."""
+    if isinstance(streams, SublayerOutput):
+        _check_post(streams)
+    old = streams.streams if isinstance(streams, SublayerOutput) else streams
+    _check(old, hc, 3)
+    _check_pre(old, pre)
+    next_pre = torch.empty_like(pre)
+    return DelayedInput(*launch(streams, hc, pre, next_pre), next_pre)
+
+
+def hc_collapse(streams: Tensor, weights: Tensor, rms_eps: float, norm: Tensor | None = None) -> Tensor:
+    """See `deepseek_attn.kernels.hyper_connection.hc_collapse`."""
+    if streams.dim() != 3 or not streams.is_floating_point():
+        raise ValueError(f"streams must be [T, m, D] floats, got {tuple(streams.shape)} {streams.dtype}")
+    _check_norm(streams, norm)
+    _check_pre(streams, weights)
+    streams = streams.contiguous()
+    x = torch.empty(len(streams), streams.shape[2], dtype=streams.dtype, device=streams.device)
+    args = CollapseArguments(streams, weights, None, None, None, norm, x, None, None, None, rms_eps, 0.0)
+    _launch_collapse(plan(_problem(streams), gpu(streams.device)), args, 0)
+    return x
+
+
+def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """See `deepseek_attn.kernels.hyper_connection.hc_post`."""
+    output = SublayerOutput(y, streams, post, comb)
+    _check_post(output)
+    made = plan_post(_problem(streams), gpu(streams.device))
+    return _launch_post(made.post.config, made.pdl, _contiguous(output)).new
+
+
+def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:
+    """See `deepseek_attn.kernels.hyper_connection.hc_head`."""
+    _check(streams, hc, 1)
+    return launch(streams, hc._replace(iterations=0)).x
+
+
+def _problem(streams: Tensor, update: bool = False) -> StreamsProblem:
+    return StreamsProblem(*streams.shape, update, batch_invariant())
+
+
+def _contiguous(output: SublayerOutput) -> StreamUpdate:
+    y, streams = output.y.contiguous(), output.streams.contiguous()
+    return StreamUpdate(y, streams, output.post, output.comb, torch.empty_like(streams))
+
+
+def launch(
+    streams: Tensor | SublayerOutput, hc: HyperConnection, pre: Tensor | None = None, next_pre: Tensor | None = None
+) -> SublayerInput:
+    """Updates the streams if they come with a sublayer's output, and collapses them.
+
+    Args:
+        pre: ``[T, m]``, weights that collapse the streams; those that ``hc`` gives are then written to ``next_pre``.
+    """
+    if isinstance(streams, SublayerOutput):
+        update = _contiguous(streams)
+    else:
+        update = StreamUpdate(None, streams.contiguous(), None, None, None)
+    made = plan(_problem(update.streams, update.y is not None), gpu(update.streams.device))
+    if made.update is not None and made.update.kernel == "hc_post_kernel":
+        new = _launch_post(made.update.config, made.pdl, update).new
+        update = StreamUpdate(None, new, None, None, None)
+    T, m, D = update.streams.shape
+    if made.product.kernel == "hc_mix_kernel":
+        sums = _launch_mix(made.product.config, made.pdl, update, hc.fn)
+    else:
+        sums = float32_product(update.streams.view(T, m * D), hc.fn, SPLIT, squares=True, many_rows=MANY_TOKENS).sums
+    return collapse(made, update.streams if update.new is None else update.new, sums, hc, pre, next_pre)
+
+
+def collapse(
+    plan: StreamsPlan, streams: Tensor, sums: Tensor, hc: HyperConnection, pre: Tensor | None, next_pre: Tensor | None
+) -> SublayerInput:
+    """Collapses streams by the product ``sums [splits, T, len(hc.fn) + 1]``; see `launch`.
+
+    Without iterations post and comb are left uninitialised.
+    """
+    (T, m, D), device = streams.shape, streams.device
+    x = torch.empty(T, D, dtype=streams.dtype, device=device)
+    post = torch.empty(T, m, dtype=torch.float32, device=device)
+    comb = torch.empty(T, m, m, dtype=torch.float32, device=device)
+    args = CollapseArguments(
+        streams, pre, sums, hc.base, hc.scale, hc.norm, x, next_pre, post, comb, hc.rms_eps, hc.hc_eps
+    )
+    _launch_collapse(plan, args, hc.iterations)
+    return SublayerInput(streams, x, post, comb)
+
+
+def _launch_post(tiles: PostTiles, pdl: bool, update: StreamUpdate) -> StreamUpdate:
+    T, m, D = update.streams.shape
+    if T:
+        hc_post_kernel[(T, cdiv(D, tiles.channels))](
+            update,
+            D=D,
+            M=m,
+            BLOCK=tiles.channels,
+            PDL=pdl,
+            enable_fp_fusion=True,
+            num_warps=tiles.warps,
+            launch_pdl=pdl,
+        )
+    return update
+
+
+def _launch_mix(tiles: MixTiles, pdl: bool, update: StreamUpdate, fn: Tensor) -> Tensor:
+    """Updates the streams if there is an update; partial sums ``[splits, T, len(fn) + 1]`` of their product."""
+    (T, m, D), rows = update.streams.shape, len(fn)
+    splits = cdiv(D, tiles.channels)
+    sums = torch.empty(splits, T, rows + 1, dtype=torch.float32, device=fn.device)
+    if T:
+        hc_mix_kernel[(splits, cdiv(T, tiles.tokens))](
+            update,
+            fn,
+            sums,
+            T,
+            CONFIG=MixConfig(D, m, rows, next_power_of_2(rows + 1), tiles.tokens, tiles.channels),
+            PDL=pdl,
+            enable_fp_fusion=True,
+            num_warps=4,
+            launch_pdl=pdl,
+        )
+    return sums
+
+
+def _launch_collapse(plan: StreamsPlan, args: CollapseArguments, iterations: int) -> None:
+    (T, m, D), tokens = args.streams.shape, plan.collapse.config.tokens
+    if T == 0:
+        return
+    splits, rows = (0, 0) if args.sums is None else (len(args.sums), len(args.base))
+    balancing = cdiv(T, tokens) if iterations else 0
+    hc_collapse_kernel[(balancing + T,)](
+        args,
+        T,
+        splits,
+        CONFIG=CollapseConfig(
+            D=D,
+            M=m,
+            D_PADDED=next_power_of_2(D),
+            ROWS=rows,
+            COLUMNS=next_power_of_2(rows + 1),
+            SPLITS_PADDED=next_power_of_2(splits),
+            ITERATIONS=iterations,
+            TOKENS=tokens,
+        ),
+        PDL=plan.pdl,
+        enable_fp_fusion=True,
+        num_warps=4,
+        launch_pdl=plan.pdl,
+    )
+
+
+def _check(streams: Tensor, hc: HyperConnection, scales: int) -> None:
+    if streams.dim() != 3 or not streams.is_floating_point() or not on_gpu(streams):
+        raise ValueError(
+            f"streams must be [T, m, D] floats on a GPU, got {tuple(streams.shape)} {streams.dtype} on {streams.device}"
+        )
+    _, m, D = streams.shape
+    rows = m if scales == 1 else (2 + m) * m
+    weights = (hc.fn, hc.base, hc.scale)
+    given = [tuple(part.shape) for part in weights]
+    if given != [(rows, m * D), (rows,), (scales,)] or any(
+        part.dtype != torch.float32 or not part.is_contiguous() for part in weights
+    ):
+        raise ValueError(
+            f"fn, base and scale of {m} streams of {D} channels must be contiguous float32 [{rows}, {m * D}], [{rows}] "
+            f"and [{scales}], got {given}"
+        )
+    _check_norm(streams, hc.norm)
+
+
+def _check_norm(streams: Tensor, norm: Tensor | None) -> None:
+    D = streams.shape[2]
+    if norm is not None and (norm.shape != (D,) or norm.dtype != torch.float32):
+        raise ValueError(f"the norm's weight must be float32 [{D}], got {tuple(norm.shape)} {norm.dtype}")
+
+
+def _check_pre(streams: Tensor, weights: Tensor) -> None:
+    T, m, _ = streams.shape
+    if weights.shape != (T, m) or weights.dtype != torch.float32 or not weights.is_contiguous():
+        raise ValueError(
+            f"weights that collapse streams {tuple(streams.shape)} must be contiguous float32 {(T, m)}, got "
+            f"{tuple(weights.shape)} {weights.dtype}, strides {weights.stride()}"
+        )
+
+
+def _check_post(output: SublayerOutput) -> None:
+    (T, m, D), post, comb = output.streams.shape, output.post, output.comb
+    shapes = [tuple(part.shape) for part in (output.y, post, comb)]
+    if shapes != [(T, D), (T, m), (T, m, m)]:
+        raise ValueError(
+            f"for streams {(T, m, D)}, y, post and comb must be {(T, D)}, {(T, m)} and {(T, m, m)}, got "
+            f"{shapes[0]}, {shapes[1]} and {shapes[2]}"
+        )
+    if any(part.dtype != torch.float32 or not part.is_contiguous() for part in (post, comb)):
+        raise ValueError("post and comb must be contiguous float32, as hc_pre makes them")

@@ -1,0 +1,161 @@
+"""Plans of hyper-connections: which launches update the streams, multiply them with ``fn`` and collapse them.
+
+For very few tokens the launch that multiplies the streams updates them as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.plans import ANY, Choice, Row, Table, condition, next_power_of_2, planner
+
+SPLIT = 256  # channels of the flattened streams per partial sum of a `float32_product`
+MANY_TOKENS = 1024  # tokens from which the product and the collapse work on many at a time
+
+
+@dataclass(frozen=True)
+class StreamsProblem:
+    """Streams ``[tokens, streams, channels]`` between two sublayers, which an output may update before."""
+
+    tokens: int
+    streams: int
+    channels: int
+    update: bool = False
+    batch_invariant: bool = False
+
+
+class PostTiles(NamedTuple):
+    """Launch configuration of `hc_post_kernel`: channels of a program, and its warps."""
+
+    channels: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class MixTiles:
+    """Launch configuration of `hc_mix_kernel`: tokens of a program, and channels of each of their streams."""
+
+    tokens: int
+    channels: int
+
+
+class CollapseTiles(NamedTuple):
+    """Launch configuration of `hc_collapse_kernel`: tokens of a program that computes post and comb."""
+
+    tokens: int
+
+
+@dataclass(frozen=True)
+class StreamsPlan:
+    """Launches, in this order.
+
+    Attributes:
+        update: of the streams; `hc_mix_kernel` where ``product`` updates them too; None: nothing updates them.
+        product: of the streams with ``fn``: `hc_mix_kernel`, or a `float32_product` with a plan of its own.
+        collapse: of the streams to a sublayer's input, with post and comb beside it.
+        pdl: programs start before the previous kernel has ended.
+    """
+
+    update: Choice | None
+    product: Choice
+    collapse: Choice
+    pdl: bool
+
+
+@dataclass(frozen=True)
+class PostPlan:
+    """The launch of `hc_post`; ``pdl``: programs start before the previous kernel has ended."""
+
+    post: Choice
+    pdl: bool
+
+
+@condition
+def _fixed_order(p: StreamsProblem, gpu: GPU) -> bool:
+    """The order of sums may not depend on the number of tokens."""
+    return p.batch_invariant
+
+
+@condition
+def _one_token(p: StreamsProblem, gpu: GPU) -> bool:
+    return p.tokens == 1
+
+
+@condition
+def _up_to_8_tokens(p: StreamsProblem, gpu: GPU) -> bool:
+    return p.tokens <= 8
+
+
+@condition
+def _up_to_32_tokens(p: StreamsProblem, gpu: GPU) -> bool:
+    return p.tokens <= 32
+
+
+@condition
+def _many_tokens(p: StreamsProblem, gpu: GPU) -> bool:
+    return p.tokens >= MANY_TOKENS and not p.batch_invariant
+
+
+@condition
+def _little_output(p: StreamsProblem, gpu: GPU) -> bool:
+    return p.tokens * p.channels < 1 << 18 and not p.batch_invariant
+
+
+def _post_tiles(most: int):
+    """Channels of a program: up to ``most``; 1024 of them have four warps."""
+
+    def tiles(p: StreamsProblem, gpu: GPU) -> PostTiles:
+        channels = min(next_power_of_2(p.channels), most)
+        return PostTiles(channels, 4 if channels == 1024 else 2)
+
+    return tiles
+
+
+_VARIANTS = "h200_model.json: hc_post_pre_us"
+_GROUPS = "h200_narrow_products.json: rows_of_groups"
+
+POSTS = Table(
+    "hyper_connection.post",
+    {"hc_post_kernel": ANY},
+    [Row(_little_output, "hc_post_kernel", _post_tiles(256)), Row(ANY, "hc_post_kernel", _post_tiles(1024))],
+)
+UPDATES = Table(
+    "hyper_connection.update",
+    {"hc_mix_kernel": ANY, "hc_post_kernel": ANY},
+    [Row(_up_to_8_tokens, "hc_mix_kernel", None, _VARIANTS), *POSTS.rows],
+)
+PRODUCTS = Table(
+    "hyper_connection.product",
+    {"hc_mix_kernel": ~_fixed_order, "float32_product_kernel": ANY},
+    [
+        Row(_one_token, "hc_mix_kernel", MixTiles(1, 64), _VARIANTS),
+        Row(_up_to_8_tokens, "hc_mix_kernel", MixTiles(2, 32), _VARIANTS),
+        Row(_up_to_32_tokens, "hc_mix_kernel", MixTiles(4, 32)),
+        Row(ANY, "float32_product_kernel", None, _GROUPS),
+    ],
+)
+COLLAPSES = Table(
+    "hyper_connection.collapse",
+    {"hc_collapse_kernel": ANY},
+    [
+        Row(_many_tokens, "hc_collapse_kernel", CollapseTiles(128), _GROUPS),
+        Row(ANY, "hc_collapse_kernel", CollapseTiles(1), _GROUPS),
+    ],
+)
+
+
+@planner("hyper_connection.post")
+def plan_post(problem: StreamsProblem, gpu: GPU) -> PostPlan:
+    """One launch for any number of tokens."""
+    return PostPlan(POSTS.choose(problem, gpu), gpu.pdl)
+
+
+@planner("hyper_connection.streams")
+def plan(problem: StreamsProblem, gpu: GPU) -> StreamsPlan:
+    """Launches between two sublayers: two for very few tokens, else three, or four where ``fn`` is split before."""
+    update, product = None, PRODUCTS.choose(problem, gpu)
+    if problem.update:
+        update = (UPDATES if product.kernel == "hc_mix_kernel" else POSTS).choose(problem, gpu)
+    return StreamsPlan(update, product, COLLAPSES.choose(problem, gpu), gpu.pdl)

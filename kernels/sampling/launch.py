@@ -1,0 +1,64 @@
+"""Launches of greedy tokens, and of drafts that are equal to them, in Triton."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepseek_attn.kernels.common.device import gpu
+from deepseek_attn.kernels.common.plans import cdiv, next_power_of_2
+from deepseek_attn.kernels.sampling.plan import GreedyPlan, GreedyProblem, plan
+from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
+from deepseek_attn.kernels.sampling.sampling_triton import (
+    accept_drafts_kernel,
+    greedy_block_kernel,
+    greedy_row_kernel,
+)
+from deepseek_attn.kernels.sampling.types import AcceptedDrafts
+
+
+def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
+    """See `deepseek_attn.kernels.sampling.greedy_tokens`."""
+    if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.shape[1]:
+        raise ValueError(f"logits must be float32 [T, vocab], got {logits.dtype} {list(logits.shape)}")
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if len(logits):
+        launch(plan(GreedyProblem(*logits.shape), gpu(logits.device)), logits, invalid_token, tokens)
+    return tokens
+
+
+def launch(plan: GreedyPlan, logits: Tensor, invalid_token: int, tokens: Tensor) -> None:
+    """Writes the greedy token of each row of ``logits`` to ``tokens``."""
+    (rows, vocab), (block, warps) = logits.shape, plan.blocks.config
+    blocks = cdiv(vocab, block)
+    peaks = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
+    columns = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    greedy_block_kernel[(blocks, rows)](
+        logits, peaks, columns, logits.stride(0), vocab, BLOCK=block, enable_fp_fusion=True, num_warps=warps
+    )
+    width = next_power_of_2(blocks)
+    greedy_row_kernel[(rows,)](
+        peaks, columns, tokens, blocks, NONE=invalid_token, WIDTH=width, enable_fp_fusion=True, num_warps=4
+    )
+
+
+def accept_drafts(token_ids: Tensor, chosen: Tensor, starts: Tensor, ends: Tensor, verify: bool) -> AcceptedDrafts:
+    """See `deepseek_attn.kernels.sampling.accept_drafts`."""
+    requests = len(starts)
+    out = AcceptedDrafts(*(torch.empty_like(starts) for _ in range(3)))
+    if requests:
+        rows = len(chosen) // requests
+        accept_drafts_kernel[(requests,)](
+            token_ids,
+            chosen,
+            starts,
+            ends,
+            out,
+            ROWS=rows,
+            WIDTH=next_power_of_2(rows),
+            VERIFY=verify,
+            enable_fp_fusion=True,
+            num_warps=1,
+        )
+    return out
