@@ -473,9 +473,15 @@ def tiles_of_many_tokens(problem: LinearProblem, gpu: GPU) -> LinearTiles:
 
 
 DECODE, HOPPER, TRITON = "linear_decode_hopper_kernel", "linear_hopper_kernel", "multi_linear_kernel"
+LIBRARY: Table[LinearProblem] = Table(
+    "linear.library",
+    {"cuBLAS": one_product_of_cublas, TRITON: ANY},
+    [Row(large_for_cublas, "cuBLAS"), Row(ANY, TRITON)],
+)
+"""Of one weight: cuBLAS, or a launch that it shares. That launch is a row of `PRODUCTS`; any weight can be in one."""
 PRODUCTS: Table[LinearProblem] = Table(
     "linear.products",
-    {DECODE: decode_products, "cuBLAS": one_product_of_cublas, HOPPER: hopper_products, TRITON: ANY},
+    {DECODE: decode_products, HOPPER: hopper_products, TRITON: ANY},
     [
         Row(streams_weights & fills_gpu & long_jobs, DECODE, whole_ring, "h200_few_tokens.json: rows"),
         Row(streams_weights & fills_gpu & few_channels, DECODE, half_ring, "h200_few_tokens.json: rows"),
@@ -484,7 +490,6 @@ PRODUCTS: Table[LinearProblem] = Table(
             "h200_few_tokens.json: rows",
         ),
         Row(streams_weights & ~fills_gpu & ~fills_gpu_with_halves, DECODE, half_ring, "h200_few_tokens.json: rows"),
-        Row(large_for_cublas, "cuBLAS"),
         Row(quantizes_output, HOPPER, tiles_of_scaled_output, "h200_layer_choices.json: rows"),
         Row(long_sums, HOPPER, tiles_of_long_sums, "h200_layer_choices.json: rows"),
         Row(~up_to_8_tokens, HOPPER, tiles_at_once, "h200_layer_choices.json: rows"),
@@ -645,7 +650,7 @@ def plan(problem: LinearProblem, gpu: GPU) -> LinearPlan:
     products, left = [], []
     for run in adjacent_runs(problem):
         joined = problem.weights[run[0]]._replace(rows=sum(problem.weights[i].rows for i in run), follows=False)
-        choice = PRODUCTS.choose(replace(problem, weights=(joined,)), gpu)
+        choice = LIBRARY.choose(replace(problem, weights=(joined,)), gpu)
         if choice.kernel == "cuBLAS":
             products.append(ProductPlan(choice, run, quantized=problem.quantized))
         else:
