@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from deepseek_attn.kernels.attention.types import EntryLayout
-from deepseek_attn.kernels.common.fp8 import decode_e2m1, decode_e4m3, decode_e8m0, e4m3_pairs, group_scales, scaled
+from deepseek_attn.kernels.common.fp8 import decode_e2m1, decode_e4m3, decode_e8m0, quantize_pairs
 from deepseek_attn.kernels.common.row_ops import begin, rotated_back, round_to
 from deepseek_attn.kernels.common.triton_types import LOG2E
 
@@ -427,10 +427,7 @@ def _store_quantized(value, t, head, start, raw_q, DIM: tl.constexpr, SHAPE: tl.
     cos = tl.load(row, mask=rotated, other=1)
     sin = tl.load(row + SHAPE.ROPE // 2, mask=rotated, other=0)
     first, second = rotated_back(first, second, cos, sin, SHAPE.DTYPE)
-    bits = tl.maximum(first.to(tl.int32, bitcast=True) & 0x7FFFFFFF, second.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    scale, factor = group_scales(tl.max(tl.reshape(bits, (GROUPS, 64)), 1), SHAPE.POW2)
-    factor = tl.reshape(tl.broadcast_to(factor[:, None], (GROUPS, 64)), (PAIRS,))
-    codes = e4m3_pairs(scaled(first, factor, SHAPE.POW2), scaled(second, factor, SHAPE.POW2), SHAPE.NATIVE_FP8)
+    codes, scale = quantize_pairs(first, second, SHAPE.POW2, SHAPE.NATIVE_FP8)
     values = raw_q.fp8 + (head // raw_q.group_heads).to(tl.int64) * raw_q.group_stride
     values += t * raw_q.row_stride + (head % raw_q.group_heads) * DIM
     tl.store(values.to(tl.pointer_type(tl.int16)) + pair, codes, mask=pair < DIM // 2)
