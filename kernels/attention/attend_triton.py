@@ -16,7 +16,7 @@ import triton.language as tl
 
 from deepseek_attn.kernels.attention.types import EntryLayout
 from deepseek_attn.kernels.common.fp8 import decode_e2m1, decode_e4m3, decode_e8m0, quantize_pairs
-from deepseek_attn.kernels.common.row_ops import begin, rotated_back, round_to
+from deepseek_attn.kernels.common.row_ops import begin, rotated_back, rotated_rows, round_to
 from deepseek_attn.kernels.common.triton_types import LOG2E
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -238,9 +238,7 @@ def _rotated_pieces(
             inside = known & (pair < SHAPE.ROPE // 2)
             cos = tl.load(row, mask=inside, other=1)[None, :]
             sin = tl.load(row + SHAPE.ROPE // 2, mask=inside, other=0)[None, :]
-            a, b = tl.split(tl.reshape(y, (ROWS, PAIRS, 2)))
-            y = tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (ROWS, 2 * PAIRS))
-            y = round_to(y, SHAPE.DTYPE)
+            y = rotated_rows(y, (cos, sin), WIDTHS[i], WIDTHS[i], SHAPE.DTYPE)
         rotated += (y,)
     return rotated
 
