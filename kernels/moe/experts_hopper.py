@@ -217,7 +217,7 @@ def _sum_blocks(
         last_w = gl.convert_layout(left, gl.DotOperandLayout(0, LAST_MMA, 4), assert_trivial=True)
         x = all_x.index(first + PARTS - 1).slice(0, REST).permute((1, 0))
         last_product = warpgroup_mma(last_w, x, last_zeros, use_acc=False, is_async=True)
-        # the stage of the block before is free: the products of this one have its weights in use
+        # frees the stage of the block before: the weights of this block, loaded later, are in use
         _release(buffers, n, STAGES)
         if OVERLAP and PARTS > 1:
             x_scale = _part_scale(zeros, buffers, first + PARTS - 2)

@@ -140,6 +140,7 @@ def load_rows(x_desc, x_scale_desc, tiles, buffers, TILING: gl.constexpr):
             for i in gl.static_range(BOXES):
                 is_last = (rows > i * BOX) & ((rows <= (i + 1) * BOX) | (i == BOXES - 1))
                 mbarrier.expect(full, (i + 1) * CHANNELS * BOX + (i * BOX // PART + 1) * SCALE_BYTES, pred=is_last)
+            # rows behind the tile are not loaded: what their buffers hold is multiplied, and not stored
             for i in gl.static_range(BOXES):
                 has_box = rows > BOX * i
                 for j in gl.static_range(BLOCKS):

@@ -53,6 +53,7 @@ def fp8_weight(buffers, stage, low, high, WARPGROUP: gl.constexpr, TILING: gl.co
     LAST: gl.constexpr = [[0, 1], [0, 2]] if TILING.FP4 else [[0, 1], [0, 2], [0, 4]]
     LOAD: gl.constexpr = _weight_layout(GATED, [64, 4 * WORDS], (LAST, [[0, WORDS], [0, 2 * WORDS]]))
     GROUPS: gl.constexpr = TILING.WARPGROUPS
+    # as 32-bit words: a thread reads the WORDS consecutive words of one group of 32 channels
     stored = reinterpret(buffers.weight, gl.int32, [GROUPS * TILING.STAGES, 64, 4 * WORDS], FORM)
     w = stored.index(GROUPS * stage + WARPGROUP).load(LOAD).reshape([64, 4, WORDS])
     w = gl.convert_layout(w, _word_layout(GATED, WORDS, False), assert_trivial=True)
@@ -90,6 +91,7 @@ def stored_pair(buffers, stage, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
         ALL: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 16], [8, 0]], LANES, ROWS, [], [64, 32])
         stored = reinterpret(buffers.weight, gl.int32, [GROUPS * TILING.STAGES, 64, 32], FORM)
         w = stored.index(GROUPS * stage + WARPGROUP).load(ALL)
+    # both blocks of a row are in the same thread: splitting moves no data
     first, second = w.reshape([64, 2, 16]).permute((0, 2, 1)).split()
     first = gl.convert_layout(first.reshape([64, 4, 4]), WORDS, assert_trivial=True)
     return first, gl.convert_layout(second.reshape([64, 4, 4]), WORDS, assert_trivial=True)
@@ -105,6 +107,7 @@ def fp4_words(stored, low, high, TILING: gl.constexpr):
 def left_factor(words, TILING: gl.constexpr):
     """The left factor ``[64, 128]`` of the words of `fp8_weight`: another view of the same registers."""
     w = as_fp8(words, _word_layout(TILING.GATED, 8, True))
+    # words become the channels that the tensor core takes them for; gate and up alternate by 8 rows
     if TILING.GATED:
         w = w.reshape([2, 4, 8, 4, 8, 4]).permute((1, 0, 2, 4, 3, 5))
     else:
@@ -149,6 +152,7 @@ def weight_powers(buffers, slot, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     else:
         stored = reinterpret(buffers.weight_scales, gl.int32, [2 * GROUPS, 64, 4], FLAT)
         words = stored.index(GROUPS * slot + WARPGROUP).load(gl.SliceLayout(1, _word_layout(GATED, 4, False)))
+    # the words of blocks 0 to 3 apart, broadcast to the four groups of the row
     even, odd = words.reshape([64, 2, 2]).split()
     first, third = even.split()
     second, fourth = odd.split()
@@ -157,6 +161,7 @@ def weight_powers(buffers, slot, WARPGROUP: gl.constexpr, TILING: gl.constexpr):
     second = gl.convert_layout(second, ROW, assert_trivial=True)[:, None] + same
     third = gl.convert_layout(third, ROW, assert_trivial=True)[:, None] + same
     fourth = gl.convert_layout(fourth, ROW, assert_trivial=True)[:, None] + same
+    # of each word, the byte of the thread's own group
     pick = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))
     pick = (pick | (pick + 4) << 4)[None, :] + same
     return gl.inline_asm_elementwise(
@@ -175,6 +180,7 @@ def exponents(expert, row_block, scales, WARPGROUP: gl.constexpr, TILING: gl.con
         exponent_ptr = gl.where(
             lane >= ROWS, scales.b_exponent if TILING.GATED else scales.a_exponent, scales.a_exponent
         )
+        # the first 32 rows of a gated job are the gate's; rows behind N read the last one and are not stored
         channel = (row_block * GROUPS + WARPGROUP) * ROWS + lane % ROWS
         row = expert.to(gl.int64) * N + (channel if N % (GROUPS * ROWS) == 0 else gl.minimum(channel, N - 1))
         return gl.load(exponent_ptr + row)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deepseek_attn.kernels.common.plans import Choice, cdiv, next_power_of_2
+from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.tiles import tiled
 from deepseek_attn.kernels.moe.experts_hopper import ExpertScales, experts_hopper_kernel
 from deepseek_attn.kernels.moe.experts_hopper_output import ExpertOutput
@@ -30,13 +29,6 @@ _BYTES = gl.NVMMASharedLayout(0, 8, 2)
 _SCALES = gl.NVMMASharedLayout(0, 32, 2)
 
 
-class RoutedInputs(NamedTuple):
-    """Rows in order of expert: FP8 ``[rows, K]`` and float32 scales ``[K / 128, rows]``."""
-
-    values: Tensor
-    scale: Tensor
-
-
 def launch_hopper(plan: ExpertsPlan, arguments: ExpertsPass) -> Tensor:
     """Outputs of all pairs ``[T * k, D]`` in the dtype of x, without the weights of the pairs if ``weigh_output``."""
     x, w1, w3, w2 = arguments.x, arguments.w1, arguments.w3, arguments.w2
@@ -51,7 +43,7 @@ def launch_hopper(plan: ExpertsPlan, arguments: ExpertsPass) -> Tensor:
     return outputs
 
 
-def route_rows(plan: ExpertsPlan, arguments: ExpertsPass) -> tuple[PairRows, RoutedInputs]:
+def route_rows(plan: ExpertsPlan, arguments: ExpertsPass) -> tuple[PairRows, QuantizedRows]:
     """Rows of the pairs in order of expert, and the tokens of these rows; there is room for any routing."""
     x, experts, count = arguments.x, arguments.experts, len(arguments.w1.weight)
     sizes, (pairs, topk) = plan.product.config.sizes, (experts.numel(), experts.shape[1])
@@ -67,11 +59,13 @@ def route_rows(plan: ExpertsPlan, arguments: ExpertsPass) -> tuple[PairRows, Rou
     block, warps = plan.grouping.config
     options = {"TILE": sizes[-1], "GRANULE": sizes[0], "num_warps": warps, "launch_pdl": True}
     if plan.inputs is None:
-        (T, K), inputs = x.shape, _empty_inputs(num_rows, x)
+        T, K = x.shape
+        inputs = empty_quantized_rows(num_rows, K, x.device)
+        tokens = QuantizedTokens(x, inputs.values, inputs.scale, x.stride(0), num_rows)
         prepare_decode_rows_kernel[(T, K // block)](
-            QuantizedTokens(x, *inputs, x.stride(0), num_rows), routing, rows, pairs, capacity, K=K, TOPK=topk,
-            BLOCK=block, POW2=arguments.input_format.pow2_scales, SLOTS=max(16, next_power_of_2(pairs)),
-            enable_fp_fusion=True, **options,
+            tokens, routing, rows, pairs, capacity, K=K, TOPK=topk, BLOCK=block,
+            POW2=arguments.input_format.pow2_scales, SLOTS=max(16, next_power_of_2(pairs)), enable_fp_fusion=True,
+            **options,
         )  # fmt: skip
         return rows, inputs
     chunks, constants = cdiv(pairs, CHUNK), {"E": count, "E_PADDED": next_power_of_2(count), "CHUNK": CHUNK}
@@ -87,13 +81,13 @@ def route_rows(plan: ExpertsPlan, arguments: ExpertsPass) -> tuple[PairRows, Rou
 
 def _prepared(
     choice: Choice, x: Tensor, experts: Tensor | None, rows: PairRows, arguments: ExpertsPass
-) -> RoutedInputs:
+) -> QuantizedRows:
     """Routed rows of the tokens x, quantised; without ``experts``, x has the routed rows."""
     count, K = x.shape
-    inputs = _empty_inputs(len(rows.pair), x)
+    inputs = empty_quantized_rows(len(rows.pair), K, x.device)
     block, warps = choice.config
     prepare_rows_kernel[(count, K // block)](
-        QuantizedTokens(x, *inputs, x.stride(0), len(rows.pair)),
+        QuantizedTokens(x, inputs.values, inputs.scale, x.stride(0), len(rows.pair)),
         experts,
         rows.row,
         K=K,
@@ -107,18 +101,9 @@ def _prepared(
     return inputs
 
 
-def _empty_inputs(rows: int, x: Tensor) -> RoutedInputs:
-    """For ``rows`` rows of the width of x."""
-    K = x.shape[1]
-    return RoutedInputs(
-        torch.empty(rows, K, dtype=torch.float8_e4m3fn, device=x.device),
-        torch.empty(K // 128, rows, dtype=torch.float32, device=x.device),
-    )
-
-
 def _product(
     product: HopperProduct,
-    inputs: RoutedInputs,
+    inputs: QuantizedRows,
     a: ExpertStack,
     b: ExpertStack | None,
     rows: PairRows,
@@ -139,7 +124,7 @@ def _product(
     b_or_none = b or ExpertStack(None)
     experts_hopper_kernel[(product.programs,)](
         tiled(inputs.values, tiling.BOX, 128, _INPUT),
-        tiled(inputs.scale, tiling.CHANNELS // 128, tiling.SCALES, _SCALES),
+        tiled(inputs.scale.t(), tiling.CHANNELS // 128, tiling.SCALES, _SCALES),
         a_weight,
         b_weight,
         a_scale,

@@ -383,6 +383,12 @@ def _few_pairs(problem: ProductRows, gpu: GPU) -> bool:
     return problem.rows <= 64
 
 
+@condition
+def _comparable_pairs(problem: ProductRows, gpu: GPU) -> bool:
+    """A program has room for a matrix of all pairs by all pairs."""
+    return problem.rows <= 256
+
+
 def _pair_blocks(problem: ProductRows, gpu: GPU) -> LaunchSize:
     block = min(next_power_of_2(problem.rows), 4096)
     return LaunchSize(block, max(1, min(8, block // 256)))
@@ -392,9 +398,9 @@ def _pair_blocks(problem: ProductRows, gpu: GPU) -> LaunchSize:
 GROUPINGS = Table(
     "moe.grouping",
     {
-        "prepare_decode_rows_kernel": _for_hopper,
+        "prepare_decode_rows_kernel": _for_hopper & _comparable_pairs,
         "place_rows_kernel": _for_hopper,
-        PORTABLE: ~_for_hopper,
+        PORTABLE: ~_for_hopper & _comparable_pairs,
         "place_pairs_kernel": ~_for_hopper,
     },
     [
@@ -462,7 +468,7 @@ class ExpertsPlan:
         product: both products, of w1 and w3, and of w2.
         hidden: converts the results of the first product, or None.
         combine: sums up the outputs of each token's pairs.
-        factors: of `grouped_product_kernel`.
+        factors: of `grouped_product_kernel`; None for the other one.
         hopper: both products of `experts_hopper_kernel`; None for the other one.
         native_fp8, pdl: of the GPU.
     """
@@ -472,7 +478,7 @@ class ExpertsPlan:
     product: Choice
     hidden: Choice | None
     combine: Choice
-    factors: ExpertFactors
+    factors: ExpertFactors | None
     hopper: tuple[HopperProduct, HopperProduct] | None
     native_fp8: bool
     pdl: bool
@@ -481,16 +487,17 @@ class ExpertsPlan:
 @planner("moe.experts")
 def plan_experts(problem: ExpertsProblem, gpu: GPU) -> ExpertsPlan:
     """Chooses the product kernel, then the launches around it."""
-    product, factors = PRODUCTS.choose(problem, gpu), expert_factors(problem, gpu)
-    tokens, pairs, on_hopper = problem.tokens, problem.pairs, product.kernel == HOPPER
+    product = PRODUCTS.choose(problem, gpu)
+    tokens, pairs = problem.tokens, problem.pairs
+    factors = None if product.kernel == HOPPER else expert_factors(problem, gpu)
     grouping = GROUPINGS.choose(ProductRows(product.kernel, pairs), gpu)
     inputs = hidden = hopper = None
-    if on_hopper or factors.prepared:
+    if factors is None or factors.prepared:
         hidden = PRODUCT_INPUTS.choose(ProductRows(product.kernel, pairs, problem.inner), gpu)
     decode = grouping.kernel == "prepare_decode_rows_kernel"
     if hidden is not None and not decode:
         inputs = PRODUCT_INPUTS.choose(ProductRows(product.kernel, tokens, problem.hidden), gpu)
-    if on_hopper:
+    if factors is None:
         first = hopper_product(problem, product.config, True, decode, gpu)
         hopper = first, hopper_product(problem, product.config, False, False, gpu)
     combine = COMBINES.choose(ValuesProblem(tokens * problem.hidden), gpu)

@@ -132,7 +132,7 @@ def moe_select_kernel(rows, T, ROUTER: tl.constexpr):
                 winner, group_key = _pop_largest(group_key, g)
                 keep = keep | (group == winner)
             biased = tl.where(keep, biased, float("-inf"))
-        # one round per expert: the largest key is found by one instruction of the warp
+        # a round per expert; the keys are int32, whose largest in a warp is found by one instruction
         key = tl.where(inside, _sort_key(biased), _REMOVED)
         for position in tl.static_range(TOPK):
             winner, key = _pop_largest(key, expert)
