@@ -98,6 +98,7 @@ def moe_select_kernel(rows, T, ROUTER: tl.constexpr):
     TOPK_PADDED: tl.constexpr = ROUTER.TOPK_PADDED
     GROUPS: tl.constexpr = ROUTER.GROUPS
     KEPT: tl.constexpr = ROUTER.KEPT
+    SCORE: tl.constexpr = ROUTER.SCORE  # Triton 3.6 passes text on under a constexpr name alone
     t = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, E_PADDED)
     inside = expert < E
@@ -105,7 +106,7 @@ def moe_select_kernel(rows, T, ROUTER: tl.constexpr):
         gdc_wait()  # until the partial sums are written
         gdc_launch_dependents()
     logits = summed(rows.sums, t * E + tl.minimum(expert, E - 1), T * E, ROUTER.SPLITS, ROUTER.INNER)
-    scores = _score(logits, inside, ROUTER.SCORE)
+    scores = _score(logits, inside, SCORE)
     i = tl.arange(0, TOPK_PADDED)
     chosen = tl.zeros((TOPK_PADDED,), tl.int32)
     weights = tl.zeros((TOPK_PADDED,), tl.float32)
