@@ -16,23 +16,19 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
 from deepseek_attn.cache.records import make_index_record, make_kv_record
 from deepseek_attn.kernels.attention import PagedKeys, attend
-from deepseek_attn.kernels.attention import launch as attention_launch
-from deepseek_attn.kernels.common import float32_product
+from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.invariance import ROW_TILE, batch_invariant, batch_invariant_ops, in_row_tiles
-from deepseek_attn.kernels.hyper_connection import hyper_connection
+from deepseek_attn.kernels.hyper_connection import launch as hyper_connection
 from deepseek_attn.kernels.indexer import IndexQueries, IndexQueryRows, PagedIndexKeys, query
 from deepseek_attn.kernels.indexer import launch as indexer_launch
 from deepseek_attn.kernels.latent import LatentQueries, LatentWeight
 from deepseek_attn.kernels.latent import launch as latent
 from deepseek_attn.kernels.linear import InputFormat, Segment, linear
-from deepseek_attn.kernels.linear import launch as linear_launch
-from deepseek_attn.kernels.moe import checks as moe_checks
 from deepseek_attn.kernels.moe import launch as moe
-from tests.kernels.compiled_launches import CAPABILITIES, Recorder, pass_for_gpu
+from deepseek_attn.runner.ahead.recording import recorded_launches
+from tests.kernels.compiled_launches import CAPABILITIES
 from tests.kernels.hyper_connection.test_hyper_connection import make as make_streams
 from tests.kernels.moe.moe_cases import make_case
 from tests.support.tiers import tiered
@@ -42,10 +38,6 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 65, 128, 129, 700, 4096)
 FP8_INPUT = InputFormat(fp8=True)
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
-MODULES = (
-    attend, attention_launch, latent, query, indexer_launch, linear, linear_launch,
-    float32_product, hyper_connection, moe,
-)  # fmt: skip
 
 
 def of(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -103,11 +95,11 @@ def index_scores(T: int, key_format: str) -> None:
 
 
 def streams(T: int) -> None:
-    (y, before, post, comb), pre = make_streams(T, 4, 4096, BF16, "meta")
-    hyper_connection.hc_pre(before, pre)
-    hyper_connection.hc_post(y, before, post, comb)
-    hyper_connection.hc_post_pre(y, before, post, comb, pre)
-    hyper_connection.hc_delayed(before, post, pre)
+    (y, rows, post, comb), pre = make_streams(T, 4, 4096, BF16, "meta")
+    hyper_connection.hc_pre(rows, pre)
+    hyper_connection.hc_post(y, rows, post, comb)
+    hyper_connection.hc_post_pre(y, rows, post, comb, pre)
+    hyper_connection.hc_delayed(rows, post, pre)
 
 
 def routed_experts(T: int, weight_format: str) -> None:
@@ -135,47 +127,40 @@ FREE = {"count_pairs_kernel": None, "place_pairs_kernel": None, "prepare_inputs_
 FREE |= {"grouped_product_kernel": {"SLOTS"}, "moe_combine_kernel": {"BLOCK", "num_warps"}}
 
 
-def constants(name: str, value: object) -> list[tuple[str, object]]:
-    """A constant with its name, or the fields of a dataclass of constants."""
-    return list(vars(value).items()) if is_dataclass(value) else [(name, value)]
-
-
-def launches_of(monkeypatch: pytest.MonkeyPatch, op: Callable[[int], object], T: int) -> list[tuple]:
-    """Kernel, constants and tiles of each launch."""
-    launches: list[tuple] = []
-    with monkeypatch.context() as patch:
-        for module in MODULES:
-            for name in [name for name in vars(module) if name.endswith("_kernel")]:
-                patch.setattr(module, name, Recorder(getattr(module, name), launches))
-        op(T)
-    found = []
-    for kernel, args, keywords in launches:
-        free = FREE.get(kernel.fn.__name__, set())
-        if free is not None:
-            tiles = [tuple(arg.block_shape) for arg in args if isinstance(arg, TensorDescriptor)]
-            named = dict(part for name, value in keywords.items() for part in constants(name, value))
-            found.append((kernel.fn.__name__, {k: v for k, v in named.items() if k not in free}, tiles))
+def constants(variant) -> dict[str, object]:
+    """Constants of a kernel by name, with the fields of dataclasses, and its warps and stages."""
+    found: dict[str, object] = {name: variant.options[name] for name in ("num_warps", "num_stages")}
+    for parameter in variant.source.fn.params:
+        if parameter.is_constexpr:
+            value = variant.source.constants[parameter.num,]
+            found |= vars(value) if is_dataclass(value) else {parameter.name: value}
     return found
 
 
-@pytest.fixture(params=tiered(["sm90", "sm80", "sm89", "sm100"], ["sm90", "sm80"]))
-def gpu_of(request, monkeypatch):
-    """A GPU of a generation, as far as launches can tell."""
-    pass_for_gpu(monkeypatch, CAPABILITIES[request.param], *(m for m in MODULES if hasattr(m, "gpu")))
-    monkeypatch.setattr(attend, "_check_query", lambda *arguments: None)
-    for module in (hyper_connection, moe_checks):
-        monkeypatch.setattr(module, "on_gpu", lambda x: True)
+def launches_of(gpu: GPU, op: Callable[[int], object], T: int) -> list[tuple]:
+    """Kernel, constants and tiles of each launch."""
+    with recorded_launches(gpu) as launches:
+        op(T)
+    found = []
+    for variant in launches.latest:
+        free = FREE.get(variant.name, set())
+        if free is not None:
+            tiles = [kind for kind in variant.source.signature.values() if str(kind).startswith("tensordesc")]
+            named = {name: value for name, value in constants(variant).items() if name not in free}
+            found.append((variant.name, named, tiles))
+    return found
 
 
-@pytest.mark.usefixtures("gpu_of")
+@pytest.mark.parametrize("arch", tiered(["sm90", "sm80", "sm89", "sm100"], ["sm90", "sm80"]))
 @pytest.mark.parametrize("op", OPS)
-def test_launches_do_not_depend_on_the_number_of_rows(monkeypatch, op):
+def test_launches_do_not_depend_on_the_number_of_rows(arch, op):
+    gpu = GPU(CAPABILITIES[arch], 132)
     with batch_invariant_ops():
-        first, *others = [launches_of(monkeypatch, OPS[op], T) for T in ROWS]
+        first, *others = [launches_of(gpu, OPS[op], T) for T in ROWS]
     assert first
     for T, launches in zip(ROWS[1:], others, strict=True):
         assert launches == first, f"{T} rows"
-    fastest = [launches_of(monkeypatch, OPS[op], T) for T in (1, 129)]
+    fastest = [launches_of(gpu, OPS[op], T) for T in (1, 129)]
     assert fastest[0] != fastest[1], "without it they do"
 
 

@@ -56,7 +56,7 @@ def test_every_kernel_that_a_step_launches_is_listed(model):
     with recorded_launches(request.gpu) as launches:
         runner = MetaRunner.build(request)
         warm_up = WarmUp(runner)
-        once = {"split_weight_kernel", "latent_dequantize_kernel"}  # per weight
+        once = {"split_float32_weight_kernel", "latent_dequantize_kernel"}  # per weight
         for step in found.steps:
             launches.latest.clear()
             kind, size = step.split()
