@@ -108,7 +108,7 @@ def _address(slot, tile, tiles0, pools, SHAPE: gl.constexpr, POOLS: gl.constexpr
     page_stride = pools.page_stride0
     scale_start = N0 * ROW
     if POOLS == 2:
-        in_first = tile < tiles0
+        in_first = tile < tiles0  # a tile has keys of one pool
         pool = gl.where(in_first, pools.pool0, pools.pool1)
         page_stride = gl.where(in_first, pools.page_stride0, pools.page_stride1)
         if N0 != N1:
@@ -132,6 +132,7 @@ def _fetch(slot, tile, tiles0, pools, SHAPE: gl.constexpr, POOLS: gl.constexpr, 
     pieces = ()
     for i in gl.static_range(NOPE // 64):
         pieces += (gl.load(row[:, None] + (16 * i + word)[None, :], mask=valid[:, None], other=0),)
+    # the unquantised channels, in the layout in which `interleave` leaves the others
     rope = gl.convert_layout(row + NOPE // 4, gl.SliceLayout(1, PAIRS))
     valid = gl.convert_layout(valid, gl.SliceLayout(1, PAIRS))
     pair = gl.arange(0, 32, layout=gl.SliceLayout(0, PAIRS))
@@ -156,6 +157,7 @@ def _store(pieces, scales, keys, NOPE: gl.constexpr):
     """Writes keys as float16 pairs into the shared memory ``keys [64, NOPE / 2 + 32]``."""
     values = ()
     for i in gl.static_range(NOPE // 64):  # float16 holds e4m3 times a power of two
+        # byte i is the exponent of a power of two; put twice into a word, for pairs of float16
         scale = ((((scales >> (8 * i)).to(gl.int32) & 0xFF) << 23).to(gl.float32, bitcast=True)).to(gl.float16)
         scale = scale.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
         scale = scale | (scale << 16)
@@ -216,6 +218,7 @@ def decode(work, lists, pools, tiles, SHAPE: gl.constexpr, POOLS: gl.constexpr):
     RAW: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, RAW)
     splits = work.splits
+    # the first tile is fetched before the loop, and the slots of the second
     counts = key_counts(work.t, lists, POOLS)
     tiles0 = counts.tiles0
     slot = _valid(_load_slots(work.split, lists, tiles0, POOLS, ROWS), work.split, lists, counts, POOLS, ROWS)
@@ -225,6 +228,7 @@ def decode(work, lists, pools, tiles, SHAPE: gl.constexpr, POOLS: gl.constexpr):
     iteration = gl.to_tensor(0)
     for tile in range(work.split, counts.tiles, splits):
         stage = iteration & 1
+        # the next tile's slots have arrived: its bytes start towards the L2 while this tile is decoded
         following = _valid(next_slots, tile + splits, lists, counts, POOLS, ROWS)
         _prefetch(following, tile + splits, tiles0, pools, SHAPE, POOLS)
         # wait until the tile before the last one, in the same memory, was read by both products

@@ -199,6 +199,7 @@ def _load_piece(
         scale = tl.load(at, mask=valid, other=0)
         value = (decode_e4m3(value, NATIVE_FP8, tl.float16).to(tl.float32) * scale[:, None]).to(tl.bfloat16)
     elif FP8:
+        # byte ``group`` of the int64 is a power of two's exponent: float16 holds the product exactly
         value = decode_e4m3(value, NATIVE_FP8, tl.float16)
         group = START // 64 + tl.arange(0, WIDTH // 64)
         byte = (scales[:, None] >> (8 * group)[None, :]).to(tl.int32) & 0xFF
@@ -221,6 +222,7 @@ def _rotated_pieces(
     ROWS: tl.constexpr = pieces[0].shape[0]
     position = tl.load(raw_q.positions + t + tl.arange(0, 1))
     known = (position >= 0) & (position < raw_q.max_positions)
+    # mean square over all pieces of a head
     squares = tl.zeros((ROWS,), tl.float32)
     for i in tl.static_range(len(WIDTHS)):
         x = pieces[i].to(tl.float32)
@@ -231,7 +233,7 @@ def _rotated_pieces(
         y = pieces[i].to(tl.float32)
         if SHAPE.NORM:
             y = round_to(y * factor[:, None], SHAPE.DTYPE)
-        if STARTS[i] >= NOPE:
+        if STARTS[i] >= NOPE:  # the rotated channels are pieces of their own
             PAIRS: tl.constexpr = WIDTHS[i] // 2
             pair = (STARTS[i] - NOPE) // 2 + tl.arange(0, PAIRS)
             row = raw_q.cos_sin + position.to(tl.int64) * SHAPE.ROPE + pair
@@ -318,6 +320,7 @@ def attend_kernel(
     total = tl.zeros((BLOCK_H,), tl.float32)
 
     for tile in tl.range(first_tile, last_tile, num_stages=SHAPE.STAGES):
+        # slots of the tile's keys, and where their pages and scales begin
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if TWO_POOLS:
             in_first = tile < tiles0
@@ -348,6 +351,7 @@ def attend_kernel(
             scale_start = N0 * ROW
         start = pool + page * page_stride
         row = start + entry * ROW
+        # scales of groups of 64: all of a key's in one int64; of smaller groups: their address
         scales = valid
         if FP8 and GROUP == 64:
             scales = tl.load((start + scale_start).to(tl.pointer_type(tl.int64)) + entry, mask=valid, other=0)
@@ -355,11 +359,13 @@ def attend_kernel(
             scales = start + scale_start + entry * (DIM // GROUP)
         of_first, of_second = valid, valid
         if TWO_RECORDS:
+            # a key is read as both records' would be, with the other one's loads masked, and the right one is kept
             row = tl.where(in_first, row, start + entry * ROW1)
             scales = tl.where(in_first, scales, start + scale_start + entry * (DIM // GROUP1))
             tile_of_key = tl.zeros_like(slot) + tile
             of_first, of_second = valid & (tile_of_key < tiles0), valid & (tile_of_key >= tiles0)
 
+        # decode the keys piece by piece; a piece is multiplied with the queries at once, and kept for the values
         keys = ()
         logits = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
         for i in tl.static_range(len(WIDTHS)):
@@ -374,6 +380,7 @@ def attend_kernel(
             logits = tl.dot(q_tile[i], tl.trans(key), logits, input_precision=PRECISION)
             keys += (key,)
 
+        # online softmax to base 2: selected, not added, so that NaN of a query without keys is not seen
         logits = tl.where(valid[None, :], logits * q.scale_log2, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(logits, 1))
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -381,6 +388,7 @@ def attend_kernel(
         weights = tl.exp2(logits - shift[:, None])
         total = total * decay + tl.sum(weights, 1)
         weights = weights.to(DTYPE)
+        # rescale what earlier tiles have summed, and add this tile's values
         new_acc = ()
         for i in tl.static_range(V_PIECES):
             new_acc += (tl.dot(weights, keys[i], acc[i] * decay[:, None], input_precision=PRECISION),)
@@ -393,6 +401,7 @@ def attend_kernel(
     if outputs.largest is not None:
         row_max = outputs.largest + ((t * splits + split) if SHAPE.SPLIT else t) * H + head
         tl.store(row_max, peak * LN2, mask=head < H)
+    # a partial keeps its log-sum-exp to base 2; the sink joins where the result is final
     if SHAPE.SPLIT:
         row_out = outputs.out + ((t * splits + split) * H + head) * SHAPE.D_V
         tl.store(outputs.lse + (t * splits + split) * H + head, lse, mask=head < H)
@@ -416,16 +425,19 @@ def _store_quantized(value, t, head, start, raw_q, DIM: tl.constexpr, SHAPE: tl.
     """Stores channels of a head from ``start`` on, float32, rotated back and as FP8 per 128 channels."""
     PAIRS: tl.constexpr = value.shape[0] // 2
     GROUPS: tl.constexpr = value.shape[0] // 128
+    # rounded to the queries' dtype, as attention would store it, before it is rotated back
     first, second = tl.split(tl.reshape(round_to(value, SHAPE.DTYPE), (PAIRS, 2)))
     pair = start // 2 + tl.arange(0, PAIRS)
     position = tl.load(raw_q.positions + t + tl.arange(0, 1))
     rotary_pair = pair - (DIM - SHAPE.ROPE) // 2
+    # pairs before the rotated ones, and positions outside the table, read cosine 1 and sine 0
     rotated = (rotary_pair >= 0) & (pair < DIM // 2) & (position >= 0) & (position < raw_q.max_positions)
     row = raw_q.cos_sin + position.to(tl.int64) * SHAPE.ROPE + rotary_pair
     cos = tl.load(row, mask=rotated, other=1)
     sin = tl.load(row + SHAPE.ROPE // 2, mask=rotated, other=0)
     first, second = rotated_back(first, second, cos, sin, SHAPE.DTYPE)
     codes, scale = quantize_pairs(first, second, SHAPE.POW2, SHAPE.NATIVE_FP8)
+    # two codes are stored as one int16; groups of heads lie one after another
     values = raw_q.fp8 + (head // raw_q.group_heads).to(tl.int64) * raw_q.group_stride
     values += t * raw_q.row_stride + (head % raw_q.group_heads) * DIM
     tl.store(values.to(tl.pointer_type(tl.int16)) + pair, codes, mask=pair < DIM // 2)
@@ -455,6 +467,7 @@ def attention_combine_kernel(partials, outputs, raw_q, H, splits, SHAPE: tl.cons
     partial_lse = tl.load(partials.lse + row, mask=split < splits, other=float("-inf"))
     inside = (split < splits)[:, None] & (channel < D_V)[None, :]
     values = tl.load(partials.out + row[:, None] * D_V + channel[None, :], mask=inside, other=0).to(tl.float32)
+    # a split's weight is its share of the softmax's denominator; splits without keys have -inf
     peak = tl.max(partial_lse, 0)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
     weights = tl.exp2(partial_lse - shift)

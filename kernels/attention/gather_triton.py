@@ -69,10 +69,11 @@ def _copy_rows(slot, out_row, wanted, pages, SHAPE: tl.constexpr):
     row = page + (slot % SHAPE.N) * SHAPE.ENTRY
     raw = (row + SHAPE.RAW_AT).to(tl.pointer_type(RAW_DTYPE))
     if CODED:
+        # quantised values, with a scale per group
         channel = tl.arange(0, CODED_BLOCK)
         group = tl.arange(0, CODED_BLOCK // GROUP)
         known = live[:, None] & (group < CODED // GROUP)[None, :]
-        if GROUP == 128:
+        if GROUP == 128:  # float32 scales behind a key's values; smaller groups have theirs behind the page's entries
             scales = (row + CODED).to(tl.pointer_type(tl.float32))
             scale = tl.load(scales[:, None] + group[None, :], mask=known, other=0)
         else:
@@ -90,13 +91,15 @@ def _copy_rows(slot, out_row, wanted, pages, SHAPE: tl.constexpr):
             value = decode_e4m3(code, SHAPE.NATIVE_FP8, tl.float32)
         value = tl.reshape(value, (R, CODED_BLOCK // GROUP, GROUP)) * scale[:, :, None]
         value = tl.reshape(value, (R, CODED_BLOCK))
-        if SHAPE.RAW_BLOCK == 0 and RAW:
+        if SHAPE.RAW_BLOCK == 0 and RAW:  # both parts fit in one tile, and are stored together
             rest = ((channel >= CODED) & (channel < CODED + RAW))[None, :]
             kept = tl.load(raw[:, None] + (channel - CODED)[None, :], mask=live[:, None] & rest, other=0)
             value = tl.where(rest, kept.to(tl.float32), value)
             inside = inside | rest
+        # slots without an entry give zeros
         value = round_to(tl.where(live[:, None], value, 0.0), DTYPE).to(DTYPE)
         tl.store(out_row[:, None] + channel[None, :], value, mask=wanted[:, None] & inside)
+    # unquantised values in a tile of their own
     if SHAPE.RAW_BLOCK:
         channel = tl.arange(0, SHAPE.RAW_BLOCK)
         inside = (channel < RAW)[None, :]

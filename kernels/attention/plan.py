@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,17 @@ from torch import Tensor
 from deepseek_attn.kernels.attention.types import AttendedKeys
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.invariance import MANY_ROWS, batch_invariant
-from deepseek_attn.kernels.common.plans import ANY, Choice, Row, Table, cdiv, condition, next_power_of_2, planner
+from deepseek_attn.kernels.common.plans import (
+    ANY,
+    Choice,
+    Condition,
+    Row,
+    Table,
+    cdiv,
+    condition,
+    next_power_of_2,
+    planner,
+)
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,14 @@ HOPPER_TILES = AttendTiles(64, 64, 8, 1)
 """The only tiles of the kernels for Hopper."""
 
 
+def equals(field: str, value: Any) -> Condition[Any]:
+    return Condition(f"{field} == {value!r}", lambda problem, gpu: getattr(problem, field) == value)
+
+
+def above(field: str, value: int) -> Condition[Any]:
+    return Condition(f"{field} > {value}", lambda problem, gpu: getattr(problem, field) > value)
+
+
 @condition
 def hopper(problem: AttendProblem, gpu: GPU) -> bool:
     return gpu.hopper
@@ -135,36 +153,6 @@ def half_rows(problem: AttendProblem, gpu: GPU) -> bool:
 
 
 @condition
-def float32_products(problem: AttendProblem, gpu: GPU) -> bool:
-    return problem.product_dtype == torch.float32
-
-
-@condition
-def up_to_16_heads(problem: AttendProblem, gpu: GPU) -> bool:
-    return problem.heads <= 16
-
-
-@condition
-def above_512_channels(problem: AttendProblem, gpu: GPU) -> bool:
-    return problem.dim > 512
-
-
-@condition
-def one_query(problem: AttendProblem, gpu: GPU) -> bool:
-    return problem.planned == 1
-
-
-@condition
-def up_to_192_keys(problem: AttendProblem, gpu: GPU) -> bool:
-    return problem.width <= 192
-
-
-@condition
-def up_to_640_keys(problem: AttendProblem, gpu: GPU) -> bool:
-    return problem.width <= 640
-
-
-@condition
 def small(problem: AttendProblem, gpu: GPU) -> bool:
     """So little work that tiles of 16 heads fill the GPU better; never for up to 16 heads."""
     return problem.heads > 16 and problem.planned * cdiv(problem.heads, 16) * cdiv(problem.width, 64) <= 80
@@ -177,6 +165,7 @@ def rows_fill_gpu(problem: AttendProblem, gpu: GPU) -> bool:
 
 
 LAYERS = "h200_layer_choices.json: rows"
+MANY_HEADS, WIDE, ONE = above("heads", 16), above("dim", 512), equals("planned", 1)
 
 ATTEND = Table(
     "attention.attend",
@@ -187,20 +176,20 @@ ATTEND = Table(
         "attend_rows_hopper_kernel": hopper & half_rows,
     },
     [
-        Row(~up_to_16_heads & rows_fill_gpu, "attend_rows_hopper_kernel", HOPPER_TILES),
-        Row(float32_products, "attend_kernel", AttendTiles(16, 16, 4, 1)),
-        Row(~hopper & (up_to_16_heads | above_512_channels), "attend_kernel", AttendTiles(16, 32, 4, 2)),
+        Row(MANY_HEADS & rows_fill_gpu, "attend_rows_hopper_kernel", HOPPER_TILES),
+        Row(equals("product_dtype", torch.float32), "attend_kernel", AttendTiles(16, 16, 4, 1)),
+        Row(~hopper & (~MANY_HEADS | WIDE), "attend_kernel", AttendTiles(16, 32, 4, 2)),
         Row(~hopper, "attend_kernel", AttendTiles(32, 32, 8, 2)),
         # 9.7 us instead of 10.2; with 4 queries 13.2 instead of 12.1
-        Row(v32_pages & above_512_channels & one_query & up_to_16_heads, "attend_kernel", AttendTiles(16, 32, 4, 2, 128)),  # noqa: E501
-        Row(above_512_channels | ~small, "attend_v32_hopper_kernel", HOPPER_TILES),
+        Row(v32_pages & WIDE & ONE & ~MANY_HEADS, "attend_kernel", AttendTiles(16, 32, 4, 2, 128)),
+        Row(WIDE | ~small, "attend_v32_hopper_kernel", HOPPER_TILES),
         Row(~small, "attend_hopper_kernel", HOPPER_TILES, LAYERS),
-        Row(above_512_channels & up_to_16_heads, "attend_kernel", AttendTiles(16, 32, 8, 1)),
-        Row(above_512_channels, "attend_kernel", AttendTiles(64, 64, 8, 1, 128)),
-        Row(one_query & up_to_192_keys, "attend_kernel", AttendTiles(16, 16, 4, 2, 128), LAYERS),
-        Row(one_query & small & up_to_640_keys, "attend_kernel", AttendTiles(16, 32, 8, 1, 128), LAYERS),
+        Row(WIDE & ~MANY_HEADS, "attend_kernel", AttendTiles(16, 32, 8, 1)),
+        Row(WIDE, "attend_kernel", AttendTiles(64, 64, 8, 1, 128)),
+        Row(ONE & ~above("width", 192), "attend_kernel", AttendTiles(16, 16, 4, 2, 128), LAYERS),
+        Row(ONE & small & ~above("width", 640), "attend_kernel", AttendTiles(16, 32, 8, 1, 128), LAYERS),
         Row(small, "attend_kernel", AttendTiles(16, 64, 8, 2, 128), LAYERS),
-        Row(up_to_16_heads, "attend_kernel", AttendTiles(16, 64, 4, 2)),
+        Row(~MANY_HEADS, "attend_kernel", AttendTiles(16, 64, 4, 2)),
         Row(ANY, "attend_kernel", AttendTiles(64, 64, 8, 2, 128)),
     ],
 )  # fmt: skip
@@ -308,29 +297,9 @@ class LayerCall:
 
 
 @condition
-def rows_of_workspace(problem: LayerCall, gpu: GPU) -> bool:
-    return not problem.record
-
-
-@condition
-def v32_records(problem: LayerCall, gpu: GPU) -> bool:
-    return problem.record == "fp8_v32"
-
-
-@condition
 def compiled_heads(problem: LayerCall, gpu: GPU) -> bool:
     """Head counts that FlashMLA is compiled for; of pages it pads others."""
     return problem.heads in (64, 128)
-
-
-@condition
-def of_64_heads(problem: LayerCall, gpu: GPU) -> bool:
-    return problem.heads == 64
-
-
-@condition
-def of_128_heads(problem: LayerCall, gpu: GPU) -> bool:
-    return problem.heads == 128
 
 
 @condition
@@ -339,36 +308,12 @@ def window_or_above_2048_keys(problem: LayerCall, gpu: GPU) -> bool:
 
 
 @condition
-def above_1_query(problem: LayerCall, gpu: GPU) -> bool:
-    return problem.queries > 1
-
-
-@condition
-def above_7_queries(problem: LayerCall, gpu: GPU) -> bool:
-    return problem.queries > 7
-
-
-@condition
-def above_8_queries(problem: LayerCall, gpu: GPU) -> bool:
-    return problem.queries > 8
-
-
-@condition
-def above_31_queries(problem: LayerCall, gpu: GPU) -> bool:
-    return problem.queries > 31
-
-
-@condition
-def above_32_queries(problem: LayerCall, gpu: GPU) -> bool:
-    return problem.queries > 32
-
-
-@condition
 def flashmla_runs(problem: LayerCall, gpu: GPU) -> bool:
     """FlashMLA is compiled for compute capabilities 9.0 and 10.0."""
     return gpu.capability in ((9, 0), (10, 0))
 
 
+ROWS, V32 = equals("record", ""), equals("record", "fp8_v32")
 V32_OPS, DECODE = "h200_v32_ops.json: rows", "h200_attention_decode.json: results"
 
 # Own kernels convert each V3.2 entry, with its float32 scale, once for 64 heads. With 128 heads, pairs of FlashMLA's
@@ -376,14 +321,14 @@ V32_OPS, DECODE = "h200_v32_ops.json: rows", "h200_attention_decode.json: result
 # compiled for pay for padding.
 LIBRARY = Table(
     "attention.library",
-    {"FlashMLA": flashmla_runs & (~rows_of_workspace | compiled_heads), "attend_kernel": ANY},
+    {"FlashMLA": flashmla_runs & (~ROWS | compiled_heads), "attend_kernel": ANY},
     [
-        Row(rows_of_workspace, "FlashMLA"),
-        Row(v32_records & of_128_heads & above_1_query, "FlashMLA", source=V32_OPS),
-        Row(v32_records & of_64_heads & above_7_queries, "FlashMLA", source=V32_OPS),
-        Row(v32_records & ~compiled_heads & above_31_queries, "FlashMLA", source=V32_OPS),
-        Row(~v32_records & of_128_heads & window_or_above_2048_keys & above_8_queries, "FlashMLA", source=DECODE),
-        Row(~v32_records & of_128_heads & above_32_queries, "FlashMLA", source=DECODE),
+        Row(ROWS, "FlashMLA"),
+        Row(V32 & equals("heads", 128) & above("queries", 1), "FlashMLA", source=V32_OPS),
+        Row(V32 & equals("heads", 64) & above("queries", 7), "FlashMLA", source=V32_OPS),
+        Row(V32 & ~compiled_heads & above("queries", 31), "FlashMLA", source=V32_OPS),
+        Row(~V32 & equals("heads", 128) & window_or_above_2048_keys & above("queries", 8), "FlashMLA", source=DECODE),
+        Row(~V32 & equals("heads", 128) & above("queries", 32), "FlashMLA", source=DECODE),
         Row(ANY, "attend_kernel", source=DECODE),
     ],
 )
