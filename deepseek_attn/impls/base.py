@@ -85,7 +85,7 @@ class AttentionLayer(Protocol):
     o_groups: int
     """Groups of the output projection; of V4's layers."""
     takes_quantized_heads: bool
-    """Whether the output projection takes the result of `kernels.attention.attend_heads`; of V4's layers."""
+    """Whether the output projection takes the result of `kernels.attention.attend_raw_q`; of V4's layers."""
     window_size: int
     """Keys in the sliding window, the query's own included; 0 without a window."""
     compress_ratio: int

@@ -13,7 +13,7 @@ from deepseek_attn.impls.base import AttentionLayer, SparseMLAAttentionImpl
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.impls.prefill import PrefillChunk, gather_keys, merged_indices, plan_prefill_chunks
 from deepseek_attn.impls.queries import AttentionQueries
-from deepseek_attn.kernels.attention import PagedKeys, attend_heads
+from deepseek_attn.kernels.attention import PagedKeys, attend_raw_q
 from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.indices import compute_global_topk_indices_and_lens
@@ -26,7 +26,7 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
     all tokens, it also chooses the output tensor; several calls write to rows of one tensor.
 
     Attributes:
-        fused_records: records over whose pages `kernels.attention.attend_heads` is as fast as `attend_pages` and the
+        fused_records: records over whose pages `kernels.attention.attend_raw_q` is as fast as `attend_pages` and the
             ops around it, or faster.
     """
 
@@ -76,7 +76,7 @@ class SplitAttentionImpl(SparseMLAAttentionImpl):
     def attend_raw(cls, layer: AttentionLayer, queries: AttentionQueries) -> QuantizedRows:
         assert layer.step is not None  # a warm-up does not attend
         keys = cls._decode_keys(layer, layer.step)
-        return attend_heads(queries.raw, keys, layer.scale, layer.attn_sink, layer.o_groups, q=queries.q)
+        return attend_raw_q(queries.raw, keys, layer.scale, layer.attn_sink, layer.o_groups, q=queries.q)
 
     @classmethod
     def forward_mqa(

@@ -11,7 +11,7 @@ from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.insert import query_norm_rope
 
 AttentionOutput = Tensor | QuantizedRows
-"""Heads ``[T, num_heads, value_dim]``; or heads rotated back and quantised, in the layout of `attend_heads`."""
+"""Heads ``[T, num_heads, value_dim]``; or heads rotated back and quantised, in the layout of `attend_raw_q`."""
 
 
 @dataclass

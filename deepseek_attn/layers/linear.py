@@ -125,7 +125,7 @@ class GroupedLinear(Linear):
 
     @property
     def takes_quantized_heads(self) -> bool:
-        """Whether `project_quantized` takes the result of `kernels.attention.attend_heads`."""
+        """Whether `project_quantized` takes the result of `kernels.attention.attend_raw_q`."""
         return self.scale is not None and self.input_format == InputFormat(fp8=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ class GroupedLinear(Linear):
     def project_quantized(
         self, o: torch.Tensor | QuantizedRows, positions: torch.Tensor, cos_sin: torch.Tensor
     ) -> tuple[torch.Tensor, QuantizedRows | None]:
-        """`project`, also of the result of `attend_heads`; and its output quantised where that is free, else None."""
+        """`project`, also of the result of `attend_raw_q`; and its output quantised where that is free, else None."""
         if isinstance(o, QuantizedRows):
             return ops.grouped_linear_of_quantized(o, self.weight, self.scale, self.dtype)
         return ops.grouped_linear_quantized(o, self.segment, self.groups, positions, cos_sin)

@@ -14,7 +14,7 @@ from deepseek_attn.kernels.common.records import CacheRecord
 
 __all__ = [
     "PagedKeys",
-    "attend_heads",
+    "attend_raw_q",
     "causal_attention",
     "dequantize_and_gather_k_cache",
     "sparse_attention",
@@ -100,7 +100,7 @@ def sparse_attention_paged(
     return op(q, keys, scale, sink, d_v, out)
 
 
-def attend_heads(
+def attend_raw_q(
     heads: QueryHeads,
     keys: Sequence[PagedKeys],
     scale: float,
@@ -136,9 +136,9 @@ def attend_heads(
         may differ from it in its last bit.
     """
     if runs_triton(heads.q):
-        from deepseek_attn.kernels.attention.attend import attend_heads as op
+        from deepseek_attn.kernels.attention.attend import attend_raw_q as op
     else:
-        from deepseek_attn.kernels.attention.reference import attend_heads as op
+        from deepseek_attn.kernels.attention.reference import attend_raw_q as op
     return op(heads, keys, scale, sink, groups, pow2_scales, q)
 
 

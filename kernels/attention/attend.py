@@ -69,7 +69,7 @@ def sparse_attention_paged(
     return _attend(q, checked_keys, scale, sink, d_v, out)
 
 
-def attend_heads(
+def attend_raw_q(
     heads: QueryHeads,
     keys: Sequence[PagedKeys],
     scale: float,
@@ -78,7 +78,7 @@ def attend_heads(
     pow2_scales: bool = True,
     q: Tensor | None = None,
 ) -> QuantizedRows:
-    """`kernels.attention.attend_heads`."""
+    """`kernels.attention.attend_raw_q`."""
     check_projected(heads)
     (T, width), H = heads.q.shape, heads.num_heads
     raw_q = heads.q.view(T, H, width // H)

@@ -312,7 +312,7 @@ def _check_source(q: Tensor, source: _Source) -> None:
 
 
 @torch.no_grad()
-def attend_heads(
+def attend_raw_q(
     heads: QueryHeads,
     keys: Sequence[PagedKeys],
     scale: float,
@@ -321,7 +321,7 @@ def attend_heads(
     pow2_scales: bool = True,
     q: Tensor | None = None,
 ) -> QuantizedRows:
-    """`kernels.attention.attend_heads` in torch."""
+    """`kernels.attention.attend_raw_q` in torch."""
     if heads.padded_heads != heads.num_heads or heads.num_heads % groups:
         raise ValueError(
             f"{heads.num_heads} heads, padded to {heads.padded_heads}, in {groups} groups: groups must have the same "

@@ -161,7 +161,7 @@ def _grouped(
 def grouped_linear_of_quantized(
     o: QuantizedRows, weight: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, QuantizedRows | None]:
-    """`grouped_linear_quantized` of heads that are rotated back and quantised already, as `attend_heads` returns them.
+    """`grouped_linear_quantized` of heads that are rotated back and quantised already, as `attend_raw_q` returns them.
 
     Args:
         o: values ``[groups, M, K]``.

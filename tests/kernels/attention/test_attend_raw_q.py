@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from deepseek_attn.kernels.attention import attend_heads, reference
+from deepseek_attn.kernels.attention import attend_raw_q, reference
 from deepseek_attn.kernels.common.heads import QueryHeads
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from tests.kernels.attention.sparse_attention_cases import (
@@ -63,7 +63,7 @@ def same(got, expected):
 def test_the_reference_is_its_parts():
     """Norm, RoPE, attention, inverse RoPE, quantisation: written out for one token and head."""
     heads, pools, scale, sink = case(3, 4, TINY, torch.float32, (5, 9))
-    rows = attend_heads(heads, pools, scale, sink, 2)
+    rows = attend_raw_q(heads, pools, scale, sink, 2)
     assert rows.values.shape == (2, 3, 2 * TINY.dim)
     t, h, nope = 1, 3, TINY.nope_dim
     x = heads.q.view(3, 4, -1)[t, h].double()
@@ -93,10 +93,10 @@ def test_the_reference_is_its_parts():
 
 def op(heads, pools, scale, sink, groups, pow2_scales=True, config=None, q=None):
     pytest.importorskip("triton", reason="the package triton is not installed")
-    from deepseek_attn.kernels.attention.attend import attend_heads
+    from deepseek_attn.kernels.attention.attend import attend_raw_q
 
     with forced(config):
-        return attend_heads(heads, pools, scale, sink, groups, pow2_scales, q)
+        return attend_raw_q(heads, pools, scale, sink, groups, pow2_scales, q)
 
 
 def configs():
@@ -114,7 +114,7 @@ def test_in_float32(device, record, H, groups, norm, pow2, splits):
         pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
     with device:
         heads, *rest = case(3, H, record, torch.float32, (9, 40), norm)
-        expected = reference.attend_heads(heads, *rest, groups, pow2)
+        expected = reference.attend_raw_q(heads, *rest, groups, pow2)
         got = op(heads, *rest, groups, pow2, Launch(16, 16, 4, 1, 64 if splits == 3 else 128, splits))
         check(got, expected, 4e-3)  # a value between two of e4m3 may become the other one
 
@@ -125,7 +125,7 @@ def test_every_configuration(gpu, at):
     skip_unless_it_runs(config)
     for T, H, groups in ((21, 100, 4), (1, 64, 8), (5, 128, 16)):
         arguments = case(T, H, widths=(128, 700))
-        expected = reference.attend_heads(*arguments, groups)
+        expected = reference.attend_raw_q(*arguments, groups)
         first = op(*arguments, groups, config=config)
         check(first, expected, 1.2e-2)
         assert all(same(op(*arguments, groups, config=config), first) for _ in range(5))
@@ -138,7 +138,7 @@ def test_what_is_chosen(gpu, H, K):
 
     for T in (1, 2, 9, 33, 70):
         arguments = case(T, H, widths=(128,) if K is None else (128, K))
-        expected = reference.attend_heads(*arguments, 8)
+        expected = reference.attend_raw_q(*arguments, 8)
         check(op(*arguments, 8), expected, 1.2e-2)
         check(op(*arguments, 8, q=query_norm_rope(arguments[0])), expected, 1.2e-2)
 
@@ -176,7 +176,7 @@ def test_positions_outside_the_table_are_not_rotated(gpu, at):
     heads.positions[2:5] = torch.tensor([-1, POSITIONS, 2**40])
     still = heads._replace(cos_sin=torch.cat([torch.ones(POSITIONS, 32), torch.zeros(POSITIONS, 32)], 1))
     still.positions[2:5] = 0
-    expected = dequantized(reference.attend_heads(still, *rest, 8))[2:5]
+    expected = dequantized(reference.attend_raw_q(still, *rest, 8))[2:5]
     heads.positions[2:5] = torch.tensor([-1, POSITIONS, 2**40])
     assert relative(dequantized(op(heads, *rest, 8, config=config))[2:5], expected) <= 1.2e-2
 
@@ -189,7 +189,7 @@ def test_nan_stays_where_it_is(gpu, at):
     heads, pools, scale, sink = case(13, 64, widths=(128, 63))
     for keys in pools:
         keys.lens[[2, 7]] = 0
-    expected = reference.attend_heads(heads, pools, scale, sink, 8)
+    expected = reference.attend_raw_q(heads, pools, scale, sink, 8)
     heads.q[[2, 7]] = NAN
     heads.q[12, 5 * 512] = INF  # all of its keys are live
     got = op(heads, pools, scale, sink, 8, config=config)
@@ -218,7 +218,7 @@ def test_replayed(gpu):
         heads.positions.copy_(torch.randint(POSITIONS, (33,)))
         pools[1].lens.copy_(torch.minimum(most, torch.randint(301, (33,))))
         graph.replay()
-        check(got, reference.attend_heads(heads, pools, scale, sink, 8), 1.2e-2)
+        check(got, reference.attend_raw_q(heads, pools, scale, sink, 8), 1.2e-2)
         first = QuantizedRows(got.values.clone(), got.scale.clone())
         for _ in range(50):
             graph.replay()
