@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.float32_product_plan import (
-    MANY_ROWS,
+    GROUPED_ROWS,
     Float32ProductPlan,
     Float32ProductProblem,
     plan,
@@ -40,17 +40,17 @@ class PartialSums(NamedTuple):
 
 
 def float32_product(
-    x: Tensor, weight: Tensor, split: int, squares: bool = False, many_rows: int = MANY_ROWS
+    x: Tensor, weight: Tensor, split: int, squares: bool = False, grouped_rows: int = GROUPED_ROWS
 ) -> PartialSums:
     """``x weight^T`` of ``x [T, K]`` with contiguous rows and a contiguous ``weight [N, K]``, float32 or bfloat16.
 
     Args:
         split: channels per partial sum, a multiple of 64.
         squares: add a column, the sum of squares of x.
-        many_rows: rows from which a program adds up a group of splits or more.
+        grouped_rows: rows from which a program adds up a group of splits or more.
     """
     (T, K), N = x.shape, len(weight)
-    problem = Float32ProductProblem(T, N, K, x.dtype, weight.dtype, split, many_rows, batch_invariant())
+    problem = Float32ProductProblem(T, N, K, x.dtype, weight.dtype, split, grouped_rows, batch_invariant())
     made = plan(problem, gpu(x.device))
     sums = torch.empty(made.partials, T, N + squares, dtype=torch.float32, device=x.device)
     if T:

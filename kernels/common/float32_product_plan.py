@@ -10,7 +10,7 @@ from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import ANY, Choice, Row, Table, cdiv, condition, planner
 
 GROUPS = 8  # of splits; the partial sums of a group are added first, then those of four groups
-MANY_ROWS = 512  # rows from which a program computes whole groups, in a product with hundreds of columns
+GROUPED_ROWS = 512  # rows from which a program computes whole groups, in a product with hundreds of columns
 ENOUGH_TILES = 100  # of a bfloat16 weight, for programs that compute four groups
 
 
@@ -22,7 +22,7 @@ class Float32ProductProblem:
         rows, columns, channels: sizes.
         dtype, weight_dtype: of ``x`` and of the weight.
         split: channels of a partial sum, a multiple of 64.
-        many_rows: rows from which a program adds up groups of splits.
+        grouped_rows: rows from which a program adds up groups of splits.
     """
 
     rows: int
@@ -31,7 +31,7 @@ class Float32ProductProblem:
     dtype: torch.dtype
     weight_dtype: torch.dtype
     split: int
-    many_rows: int = MANY_ROWS
+    grouped_rows: int = GROUPED_ROWS
     batch_invariant: bool = False
 
 
@@ -82,13 +82,13 @@ def _batch_invariant(p: Float32ProductProblem, gpu: GPU) -> bool:
 
 
 @condition
-def _many_rows(p: Float32ProductProblem, gpu: GPU) -> bool:
-    return p.rows >= p.many_rows and not p.batch_invariant
+def _grouped(p: Float32ProductProblem, gpu: GPU) -> bool:
+    return p.rows >= p.grouped_rows and not p.batch_invariant
 
 
 @condition
 def _over_1024_rows(p: Float32ProductProblem, gpu: GPU) -> bool:
-    return p.rows >= 2 * MANY_ROWS
+    return p.rows >= 2 * GROUPED_ROWS
 
 
 @condition
@@ -122,11 +122,11 @@ PRODUCTS = Table(
     [
         Row(~_bfloat16 & _up_to_16_rows, _KERNEL, Float32ProductTiles(16, 32)),
         Row(~_bfloat16, _KERNEL, Float32ProductTiles(32, 32)),
-        Row(_many_rows & _over_64_columns & _one_term & _over_1024_rows, _KERNEL, Float32ProductTiles(128, 64, 4)),
-        Row(_many_rows & _over_64_columns & _one_term, _KERNEL, Float32ProductTiles(64, 64, 4)),
-        Row(_many_rows & _over_64_columns, _KERNEL, Float32ProductTiles(128, 128, warps=8)),
-        Row(_many_rows & _up_to_32_columns, _KERNEL, Float32ProductTiles(128, 32), _DATA),
-        Row(_many_rows, _KERNEL, Float32ProductTiles(128, 64)),
+        Row(_grouped & _over_64_columns & _one_term & _over_1024_rows, _KERNEL, Float32ProductTiles(128, 64, 4)),
+        Row(_grouped & _over_64_columns & _one_term, _KERNEL, Float32ProductTiles(64, 64, 4)),
+        Row(_grouped & _over_64_columns, _KERNEL, Float32ProductTiles(128, 128, warps=8)),
+        Row(_grouped & _up_to_32_columns, _KERNEL, Float32ProductTiles(128, 32), _DATA),
+        Row(_grouped, _KERNEL, Float32ProductTiles(128, 64)),
         Row(_up_to_16_rows, _KERNEL, Float32ProductTiles(16, 32)),
         Row(_one_term & _up_to_64_rows, _KERNEL, Float32ProductTiles(32, 32)),
         Row(ANY, _KERNEL, Float32ProductTiles(64, 32), _DATA),
@@ -138,7 +138,7 @@ PRODUCTS = Table(
 def plan(problem: Float32ProductProblem, gpu: GPU) -> Float32ProductPlan:
     """One launch, or two; partial sums are in an order that does not depend on the number of rows."""
     product = PRODUCTS.choose(problem, gpu)
-    one_term, grouped = _one_term(problem, gpu), _many_rows(problem, gpu)
+    one_term, grouped = _one_term(problem, gpu), _grouped(problem, gpu)
     splits = cdiv(problem.channels, problem.split)
     inner = cdiv(splits, GROUPS)
     tiles = cdiv(problem.rows, product.config.rows) * cdiv(problem.columns, product.config.columns)

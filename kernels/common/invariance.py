@@ -39,11 +39,6 @@ def batch_invariant() -> bool:
     return _batch_invariant.get()
 
 
-def planned_rows(rows: int) -> int:
-    """Rows to choose a launch configuration for: ``rows``, and `MANY_ROWS` where the choice must not depend on them."""
-    return MANY_ROWS if batch_invariant() else rows
-
-
 def in_row_tiles(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``op(x)`` of rows that do not depend on each other, ``[T, ...]`` to ``[T, ...]``.
 

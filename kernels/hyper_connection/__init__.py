@@ -36,7 +36,7 @@ def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor
 
     With ``y = fn @ rms_norm(flatten(streams))`` split into pre, post and comb: the input is the sum of the streams
     weighted by ``sigmoid(pre) + hc_eps``, post is ``2 sigmoid(post)``, and comb is made doubly stochastic. Each part is
-    scaled by its entry of ``scale`` and shifted by ``base`` before.
+    first scaled by its entry of ``scale`` and shifted by ``base``.
 
     Args:
         streams: ``[T, m, D]``.
@@ -55,12 +55,12 @@ def hc_pre(streams: Tensor, hc: HyperConnection) -> tuple[Tensor, Tensor, Tensor
 
 
 def hc_delayed(streams: Tensor | SublayerOutput, pre: Tensor, hc: HyperConnection) -> DelayedInput:
-    """`hc_pre` or, of a sublayer's output, `hc_post_pre`, with weights of the sublayer before (V4.1).
+    """`hc_pre`, or `hc_post_pre` of a sublayer's output, with weights of the previous sublayer (V4.1).
 
     Takes as many launches as `hc_pre` or `hc_post_pre`.
 
     Args:
-        streams: ``[T, m, D]``, or a sublayer's output that updates them before.
+        streams: ``[T, m, D]``, or a sublayer's output, which updates them first.
         pre: float32 ``[T, m]``: collapses the streams.
 
     Returns:

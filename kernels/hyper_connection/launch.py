@@ -117,7 +117,7 @@ def launch(
     if made.product.kernel == "hc_mix_kernel":
         sums = _launch_mix(made.product.config, made.pdl, update, hc.fn)
     else:
-        sums = float32_product(update.streams.view(T, m * D), hc.fn, SPLIT, squares=True, many_rows=MANY_TOKENS).sums
+        sums = float32_product(update.streams.view(T, m * D), hc.fn, SPLIT, squares=True, grouped_rows=MANY_TOKENS).sums
     return collapse(made, update.streams if update.new is None else update.new, sums, hc, pre, next_pre)
 
 

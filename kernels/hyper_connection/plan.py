@@ -17,7 +17,7 @@ MANY_TOKENS = 1024  # tokens from which the product and the collapse work on man
 
 @dataclass(frozen=True)
 class StreamsProblem:
-    """Streams ``[tokens, streams, channels]`` between two sublayers, which an output may update before."""
+    """Streams ``[tokens, streams, channels]`` between two sublayers; ``update``: an output updates them first."""
 
     tokens: int
     streams: int

@@ -1,4 +1,4 @@
-"""What goes into a sublayer between hyper-connections, and what comes out of it."""
+"""Inputs and outputs of sublayers between hyper-connections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class HyperConnection(NamedTuple):
-    """Parameters of the hyper-connection around a sublayer, or of that at the end of a model (`hc_head`).
+    """Parameters of the hyper-connection around a sublayer, or of the one at the end of a model (`hc_head`).
 
     Attributes:
         fn, base, scale: contiguous float32 ``[(2 + m) m, m D]``, ``[(2 + m) m]`` and ``[3]`` (checkpoint:
@@ -58,7 +58,7 @@ class SublayerOutput(NamedTuple):
 
 
 class DelayedInput(NamedTuple):
-    """`SublayerInput` of V4.1, whose x is collapsed with the weights of the sublayer before.
+    """`SublayerInput` of V4.1, whose x is collapsed with weights of the previous sublayer.
 
     Attributes:
         pre: float32 ``[T, m]``, weights for the next sublayer.
@@ -76,7 +76,7 @@ class DelayedInput(NamedTuple):
 
 
 class DelayedOutput(NamedTuple):
-    """What the next sublayer's `hc_delayed` takes.
+    """Arguments of the next sublayer's `hc_delayed`.
 
     Attributes:
         streams: a sublayer's output with the streams that it does not update yet; or streams ``[T, m, D]``.
