@@ -23,7 +23,7 @@ INPUTS, BETWEEN, HEAD = "inputs of a step", "between layers", "head"
 
 LIBRARIES = ("cuBLAS", "FlashMLA", "torch")
 """Values of `Row.kernel` that are no kernels of this package."""
-GPU_FACTS = ("native_fp8", "pdl")
+GPU_FACTS = ("native_fp8", "pdl", "gpu")
 """Fields of plans that follow from the GPU alone, and are left out."""
 
 
