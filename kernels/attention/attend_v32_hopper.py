@@ -225,7 +225,8 @@ def _weigh(work, keys, scale_log2, outputs, tiles, softmax, SHAPE: gl.constexpr)
         weight, decay, peak, total = soften(scaled_logits(logits, attended, scale_log2), peak, total)
         weight = weight.to(softmax.weights.dtype)
         mbarrier.wait(tiles.spent, (iteration & 1) ^ 1)  # the weights of the tile before were read
-        put_weights(weight, decay, softmax, 0, tiles.ready)
+        put_weights(weight, decay, softmax, 0)
+        mbarrier.arrive(tiles.ready)  # the warps that accumulate may read the weights
         iteration += 1
     put_factors(store_lse(peak, total, work, outputs, SHAPE.SPLIT), softmax.factors, tiles.final)
 
@@ -260,7 +261,7 @@ def _accumulate(work, keys, q, outputs, tiles, softmax, SHAPE: gl.constexpr):
     iteration = gl.to_tensor(0)
     for _tile in range(work.split, (count + 63) // 64, work.splits):
         stage = iteration & 1
-        mbarrier.wait(tiles.ready.index(0), iteration & 1)  # weights are in shared memory, as keys are
+        mbarrier.wait(tiles.ready, iteration & 1)  # weights are in shared memory, as keys are
         acc = accumulate_tile(acc, softmax, 0, tiles.latents, stage)
         mbarrier.arrive(tiles.spent)  # the warps that weigh may write the next weights
         mbarrier.arrive(tiles.empty.index(stage))  # the warps that decode may write the tile's memory
@@ -306,14 +307,14 @@ def attend_v32_hopper_kernel(q, keys, outputs, H, width, limit, SHAPE: gl.conste
     factors = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     spent = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     queried = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     final = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
-    mbarrier.init(ready.index(0), count=1)
+    mbarrier.init(ready, count=1)
     mbarrier.init(spent, count=1)
     mbarrier.init(queried, count=1)
     mbarrier.init(final, count=1)

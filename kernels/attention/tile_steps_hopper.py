@@ -67,13 +67,12 @@ def soften(logits, peak, total):
 
 
 @gluon.jit
-def put_weights(weight, decay, softmax, stage, ready):
-    """Stores a tile's weights and decays, and lets the warps that accumulate read them."""
+def put_weights(weight, decay, softmax, stage):
+    """Stores a tile's weights and decays; the caller then lets the warps that accumulate read them."""
     softmax.weights.index(stage).store(weight.to(softmax.weights.dtype))
     softmax.decays.index(stage).store(decay)
     fence_async_shared()  # tensor cores read the weights
     barrier()  # all threads have stored theirs
-    mbarrier.arrive(ready.index(stage))
 
 
 @gluon.jit
@@ -88,7 +87,8 @@ def weigh_tile(logits, peak, total, stage, softmax, ready):
         ``(peak, total)`` with this tile.
     """
     weight, decay, peak, total = soften(logits, peak, total)
-    put_weights(weight, decay, softmax, stage, ready)
+    put_weights(weight, decay, softmax, stage)
+    mbarrier.arrive(ready.index(stage))  # the warps that accumulate may read the weights
     return peak, total
 
 
