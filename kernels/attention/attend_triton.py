@@ -16,7 +16,7 @@ import triton.language as tl
 
 from deepseek_attn.kernels.attention.types import EntryLayout
 from deepseek_attn.kernels.common.fp8 import decode_e2m1, decode_e4m3, decode_e8m0, quantize_pairs
-from deepseek_attn.kernels.common.row_ops import begin, rotated_back, rotated_rows, round_to
+from deepseek_attn.kernels.common.row_ops import pdl_begin, rotated_back, rotated_rows, round_to
 from deepseek_attn.kernels.common.triton_types import LOG2E
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -282,7 +282,7 @@ def attend_kernel(
     t = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
-    begin(SHAPE.PDL)  # wait until the previous kernel has written queries, keys and indices
+    pdl_begin(SHAPE.PDL)  # wait until the previous kernel has written queries, keys and indices
 
     # tiles of the first pool, then of the second one; a split has an equal share of them, in order
     len0 = width0
@@ -463,7 +463,7 @@ def attention_combine_kernel(partials, outputs, raw_q, H, splits, SHAPE: tl.cons
     split = tl.arange(0, BLOCK_S)
     channel = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = (t * splits + split) * H + head
-    begin(SHAPE.PDL)  # wait until all partials are written
+    pdl_begin(SHAPE.PDL)  # wait until all partials are written
     partial_lse = tl.load(partials.lse + row, mask=split < splits, other=float("-inf"))
     inside = (split < splits)[:, None] & (channel < D_V)[None, :]
     values = tl.load(partials.out + row[:, None] * D_V + channel[None, :], mask=inside, other=0).to(tl.float32)

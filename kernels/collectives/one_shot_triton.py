@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from deepseek_attn.kernels.collectives import types
-from deepseek_attn.kernels.common.row_ops import begin
+from deepseek_attn.kernels.common.row_ops import pdl_begin
 
 _WORD_BYTES = tl.constexpr(types.WORD_BYTES)
 _SLOTS = tl.constexpr(types.SLOTS)
@@ -88,7 +88,7 @@ def exchange_kernel(args, rank, CONFIG: tl.constexpr, DTYPE: tl.constexpr, PDL: 
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source = tl.arange(0, WORLD)
     buffers, receive_buffer = tl.load(args.addresses + source), tl.load(args.addresses + rank)
-    begin(PDL)  # wait until the previous kernel has written x, and has counted its exchange
+    pdl_begin(PDL)  # wait until the previous kernel has written x, and has counted its exchange
     if CONFIG.SCATTER:
         sent = tl.load(args.x + source[:, None] * words + word[None, :], mask=(word < words)[None, :], other=0)
     else:

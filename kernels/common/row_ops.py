@@ -269,7 +269,7 @@ def row_block(dim: int, cos_sin: Tensor) -> int:
 
 
 @triton.jit
-def begin(PDL: tl.constexpr):
+def pdl_begin(PDL: tl.constexpr):
     """Lets the next launch start (PDL) and waits for the one before; memory may be used only afterwards."""
     if PDL:
         gdc_launch_dependents()

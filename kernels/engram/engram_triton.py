@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.fp8 import decode_e4m3, decode_e8m0
-from deepseek_attn.kernels.common.row_ops import begin
+from deepseek_attn.kernels.common.row_ops import pdl_begin
 
 
 class EngramGate(NamedTuple):
@@ -44,7 +44,7 @@ def engram_dequantize_kernel(
     PDL: tl.constexpr,
 ):
     """Program ``(i,)``: ``ROWS`` rows of ``COLUMNS`` e4m3 bytes, with a scale for each ``GROUP`` of them."""
-    begin(PDL)  # wait until the rows have been written
+    pdl_begin(PDL)  # wait until the rows have been written
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < COLUMNS)

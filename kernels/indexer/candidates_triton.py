@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from deepseek_attn.kernels.common.row_ops import begin
+from deepseek_attn.kernels.common.row_ops import pdl_begin
 from deepseek_attn.kernels.indexer.scores_triton import key_operands, query_operands, score_keys
 
 
@@ -53,7 +53,7 @@ def candidate_scores_kernel(
     PAGE: tl.constexpr = SHAPE.PAGE
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     STAGES: tl.constexpr = SHAPE.STAGES
-    begin(PDL)  # wait until the previous kernel has written the queries
+    pdl_begin(PDL)  # wait until the previous kernel has written the queries
     token = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     visible = tl.load(num_visible_ptr + token).to(tl.int32)
@@ -102,7 +102,7 @@ def block_scores_kernel(
     Program ``(t, s)``: ``BLOCKS`` blocks of query ``t``. Queries of up to ``skip`` visible entries have no scores, and
     every block counts the same.
     """
-    begin(PDL)  # wait until the scores are written
+    pdl_begin(PDL)  # wait until the scores are written
     token = tl.program_id(0).to(tl.int64)
     n = tl.minimum(tl.maximum(tl.load(num_visible_ptr + token), 0), width).to(tl.int32)
     if tl.program_id(1) == 0:
@@ -136,7 +136,7 @@ def candidate_entries_kernel(
     PDL: tl.constexpr,
 ):
     """Replaces selected columns by the entries that they are, and stores their slots if ``PAGE`` is not 0."""
-    begin(PDL)  # wait until the columns are selected
+    pdl_begin(PDL)  # wait until the columns are selected
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     visible = tl.load(num_visible_ptr + token).to(tl.int32)

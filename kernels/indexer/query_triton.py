@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepseek_attn.kernels.common.fp8 import inverse_pow2, pow2_ceil, quantize_e4m3, round_e2m1
-from deepseek_attn.kernels.common.row_ops import begin, hadamard_rows, rotated_rows
+from deepseek_attn.kernels.common.row_ops import hadamard_rows, pdl_begin, rotated_rows
 from deepseek_attn.kernels.insert.norm_rope_triton import norm_heads
 from deepseek_attn.kernels.latent.absorb_triton import absorb_head
 
@@ -131,14 +131,14 @@ def index_heads(t, block, args, SHAPE: tl.constexpr):
 @triton.jit
 def index_query_kernel(args, SHAPE: tl.constexpr, PDL: tl.constexpr):
     """Program ``(t, i)``: block ``i`` of the heads of token ``t``."""
-    begin(PDL)  # wait until the projections are written
+    pdl_begin(PDL)  # wait until the projections are written
     index_heads(tl.program_id(0).to(tl.int64), tl.program_id(1), args, SHAPE)
 
 
 @triton.jit
 def queries_kernel(args, index_args, blocks, SHAPE: tl.constexpr, INDEX_SHAPE: tl.constexpr, PDL: tl.constexpr):
     """Program ``(t, i)``: block ``i`` of the layer's heads of token ``t``, from ``blocks`` on of the indexer's."""
-    begin(PDL)  # wait until the projections are written
+    pdl_begin(PDL)  # wait until the projections are written
     t = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if block < blocks:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from deepseek_attn.kernels.common.fp8 import decode_e4m3, decode_e8m0
-from deepseek_attn.kernels.common.row_ops import begin
+from deepseek_attn.kernels.common.row_ops import pdl_begin
 
 
 class ScoreRows(NamedTuple):
@@ -237,7 +237,7 @@ def index_scores_kernel(
     BLOCK_T: tl.constexpr = SHAPE.BLOCK_T
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     STAGES: tl.constexpr = SHAPE.STAGES
-    begin(PDL)  # wait until the previous kernel has written the queries
+    pdl_begin(PDL)  # wait until the previous kernel has written the queries
     first_token = tl.program_id(0).to(tl.int64) * TOKENS
     split = tl.program_id(1)
     splits = tl.num_programs(1)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from deepseek_attn.kernels.common.row_ops import begin
+from deepseek_attn.kernels.common.row_ops import pdl_begin
 
 _LOWEST = tl.constexpr(-(2**31))  # lower than the key of any score: marks what is no candidate
 _EVEN_ROUNDS = tl.constexpr(8)  # rounds of a search among high scores that divide their range, before that of keys
@@ -381,7 +381,7 @@ def topk_kernel(
     CAPACITY: tl.constexpr = CONFIG.capacity
     TARGET: tl.constexpr = CAPACITY // 2  # scores that should reach the bound
     R: tl.constexpr = 32 * CONFIG.num_warps  # threads
-    begin(PDL)  # wait until the previous kernel has written the scores
+    pdl_begin(PDL)  # wait until the previous kernel has written the scores
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     n = tl.minimum(tl.maximum(tl.load(lens_ptr + row), 0), W).to(tl.int32)

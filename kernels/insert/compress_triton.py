@@ -18,9 +18,9 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.row_ops import (
     EntryFormat,
-    begin,
     hadamard_rows,
     normed_rows,
+    pdl_begin,
     rotated_rows,
     round_to,
     row_cos_sin,
@@ -420,7 +420,7 @@ def compress_kernel(
     parts, batch, scratch, pool_programs, requests, PARTS: tl.constexpr, CONFIG: tl.constexpr, PDL: tl.constexpr
 ):
     """The first programs store a token's ring row for one compressor each; the last ``pool_programs`` pool."""
-    begin(PDL)  # wait until the previous kernel has written the projections
+    pdl_begin(PDL)  # wait until the previous kernel has written the projections
     COUNT: tl.constexpr = len(PARTS)
     program = tl.program_id(0)
     store_programs = tl.num_programs(0) - pool_programs
@@ -442,7 +442,7 @@ def insert_tokens_kernel(
     SHAPE: tl.constexpr, QUERY_SHAPE: tl.constexpr, PARTS: tl.constexpr, CONFIG: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The first ``pool_programs`` pool windows, the longest work; then per token: key, latent, a ring row per part."""
-    begin(PDL)  # wait until the previous kernel has written the projections
+    pdl_begin(PDL)  # wait until the previous kernel has written the projections
     program = tl.program_id(0)
     if program < pool_programs:
         _pool_windows(program, pool_programs, requests, parts, batch, scratch, PARTS, CONFIG)

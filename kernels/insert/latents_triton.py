@@ -15,9 +15,9 @@ from torch import Tensor
 from deepseek_attn.kernels.common.fp8 import group_scales, quantize_e4m3, scaled
 from deepseek_attn.kernels.common.row_ops import (
     EntryFormat,
-    begin,
     hadamard_rows,
     normed_rows,
+    pdl_begin,
     rotated_rows,
     round_to,
     row_cos_sin,
@@ -202,7 +202,7 @@ def insert_latents_kernel(
     NATIVE_FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid ``(tokens, 2 or 3)``: the cached row, the query latent and, with ``INDEX_SHAPE``, the index key."""
-    begin(PDL)  # wait until the previous kernel has written all three
+    pdl_begin(PDL)  # wait until the previous kernel has written all three
     t = tl.program_id(0).to(tl.int64)
     kind = tl.program_id(1)
     if kind == 0:

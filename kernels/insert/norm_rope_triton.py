@@ -15,8 +15,8 @@ from torch import Tensor
 from deepseek_attn.kernels.common.row_ops import (
     EntryFormat,
     Fp8Rows,
-    begin,
     normed_rows,
+    pdl_begin,
     rotated_rows,
     row_cos_sin,
     row_weight,
@@ -205,7 +205,7 @@ def norm_rope_insert_kernel(
     key, query, SHAPE: tl.constexpr, QUERY_SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr, PDL: tl.constexpr
 ):
     """Grid ``(tokens, 2)``: the key and the query latent of a token."""
-    begin(PDL)  # wait until the previous kernel has written both
+    pdl_begin(PDL)  # wait until the previous kernel has written both
     t = tl.program_id(0).to(tl.int64)
     # a program for each of them: neither row's loads wait for the other's sum
     if tl.program_id(1) == 0:
@@ -217,12 +217,12 @@ def norm_rope_insert_kernel(
 @triton.jit
 def query_norm_rope_kernel(rows, SHAPE: tl.constexpr, PDL: tl.constexpr):
     """Grid ``(tokens, blocks of heads)``."""
-    begin(PDL)  # wait until the previous kernel has written the queries
+    pdl_begin(PDL)  # wait until the previous kernel has written the queries
     norm_heads(tl.program_id(0).to(tl.int64), tl.program_id(1), rows, SHAPE)
 
 
 @triton.jit
 def rope_insert_kernel(key, SHAPE: tl.constexpr, NATIVE_FP8: tl.constexpr, PDL: tl.constexpr):
     """Grid ``(tokens,)``: rotation and cache write of a row that is not normed."""
-    begin(PDL)  # wait until the previous kernel has written the rows
+    pdl_begin(PDL)  # wait until the previous kernel has written the rows
     insert_key(tl.program_id(0).to(tl.int64), key, SHAPE, NATIVE_FP8)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from deepseek_attn.kernels.common.fp8 import quantize_pairs
-from deepseek_attn.kernels.common.row_ops import begin, rotated_back
+from deepseek_attn.kernels.common.row_ops import pdl_begin, rotated_back
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def quantize_input_kernel(rows, M, CONSTANTS: tl.constexpr):
     PAIRS: tl.constexpr = CONSTANTS.CHANNELS // 2
     DTYPE: tl.constexpr = rows.x.dtype.element_ty
     WORD: tl.constexpr = tl.int64 if DTYPE == tl.float32 else tl.int32  # noqa: SIM300
-    begin(CONSTANTS.PDL)  # wait until the previous kernel has written x
+    pdl_begin(CONSTANTS.PDL)  # wait until the previous kernel has written x
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     inside = (row < M)[:, None] & (pair < K // 2)[None, :]

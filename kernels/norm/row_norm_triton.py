@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from deepseek_attn.kernels.common.row_ops import begin
+from deepseek_attn.kernels.common.row_ops import pdl_begin
 
 
 class NormRows(NamedTuple):
@@ -36,7 +36,7 @@ def rms_norm_kernel(rows, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.c
     channel = tl.arange(0, BLOCK)
     inside = channel < CHANNELS
     weight = tl.load(rows.weight + channel, mask=inside, other=0)  # no launch before this one writes it
-    begin(PDL)  # wait until the previous kernel has written x and the residual
+    pdl_begin(PDL)  # wait until the previous kernel has written x and the residual
     x = tl.load(rows.x + row * rows.x_stride + channel, mask=inside, other=0).to(tl.float32)
     if rows.residual is not None:
         x += tl.load(rows.residual + row * rows.residual_stride + channel, mask=inside, other=0).to(tl.float32)
