@@ -23,7 +23,7 @@ from deepseek_attn.kernels.insert import (
     CacheRows,
     CompressPart,
     LatentAndKey,
-    QueryHeads,
+    RawQueries,
     TokenRows,
     insert_tokens,
 )
@@ -273,9 +273,9 @@ class DeepseekV4MLAAttention(CheckpointModule):
         if self.indexer is not None:
             self.decode_topk_slots = self.indexer.select(queries, step, self.topk_indices_buffer[: len(step.positions)])
 
-    def raw_queries(self, q: Tensor, positions: Tensor) -> QueryHeads:
+    def raw_queries(self, q: Tensor, positions: Tensor) -> RawQueries:
         """Projected queries ``[T, num_heads * head_dim]`` as the ops take them, padded to ``padded_heads``."""
-        return QueryHeads(q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
+        return RawQueries(q, self.num_heads, self.eps, self.rope.cos_sin, positions, self.padded_heads)
 
     def queries(self, projected: QueryProjections, inputs: InputProjections, positions: Tensor) -> LayerQueries:
         """Queries of attention, and of the indexer if it has to select entries.

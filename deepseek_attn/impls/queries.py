@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from deepseek_attn.kernels.common.heads import QueryHeads
 from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.insert import query_norm_rope
 
 AttentionOutput = Tensor | QuantizedRows
@@ -25,7 +25,7 @@ class AttentionQueries:
         q: ``[T, padded_heads, head_dim]``, normed and rotated; None until then.
     """
 
-    raw: QueryHeads
+    raw: RawQueries
     q: Tensor | None = None
 
     def normed(self) -> Tensor:

@@ -13,7 +13,7 @@ from deepseek_attn.config.v41 import DeepseekV41Config, V41LayerSpec
 from deepseek_attn.impls.metadata import StepMetadata
 from deepseek_attn.kernels.common.quant import QuantizedRows
 from deepseek_attn.kernels.indexer import IndexQueries
-from deepseek_attn.kernels.insert import LatentAndKey, QueryHeads, insert_tokens
+from deepseek_attn.kernels.insert import LatentAndKey, RawQueries, insert_tokens
 from deepseek_attn.layers.linear import multi_linear
 from deepseek_attn.layers.rope import RotaryTable
 from deepseek_attn.utils.tracing import traced
@@ -103,5 +103,5 @@ class DeepseekV41MLAAttention(DeepseekV4MLAAttention):
         elif self.spec.ratio:
             self.decode_topk_slots = step.results.decode_topk_slots
 
-    def raw_queries(self, q: Tensor, positions: Tensor) -> QueryHeads:
+    def raw_queries(self, q: Tensor, positions: Tensor) -> RawQueries:
         return super().raw_queries(q, positions)._replace(norm=False)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from deepseek_attn.kernels.attention.types import PagedKeys
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.common.heads import QueryHeads
 from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.common.records import CacheRecord
 
 __all__ = [
@@ -101,7 +101,7 @@ def sparse_attention_paged(
 
 
 def attend_raw_q(
-    heads: QueryHeads,
+    raw_q: RawQueries,
     keys: Sequence[PagedKeys],
     scale: float,
     sink: Tensor | None,
@@ -112,20 +112,20 @@ def attend_raw_q(
     """Attention of heads as they were projected, as the grouped output projection reads it: in one launch or two.
 
     The results of `query_norm_rope`, `sparse_attention_paged`, the inverse RoPE of its output at the same positions and
-    `quantize_input`, each rounded to the dtype of ``heads.q``; `grouped_linear` multiplies them.
+    `quantize_input`, each rounded to the dtype of ``raw_q.q``; `grouped_linear` multiplies them.
 
     Args:
-        heads: projected queries, ``padded_heads`` and ``num_heads`` the same; ``d`` is ``record.dim``, and the rotated
+        raw_q: projected queries, ``padded_heads`` and ``num_heads`` the same; ``d`` is ``record.dim``, and the rotated
             channels are ``record.rope_dim``.
         keys: as in `sparse_attention_paged`; at least one pool has columns and entries.
         scale, sink: as in `sparse_attention`.
         groups: of the projection; head h belongs to group ``h // (num_heads / groups)``.
         pow2_scales: as in `quantize_input`.
-        q: ``query_norm_rope(heads)``, if the caller has it already.
+        q: ``query_norm_rope(raw_q)``, if the caller has it already.
 
     Returns:
         Values ``[groups, T, num_heads / groups * d]`` and scales ``[T, num_heads * d / 128]`` with stride 1 along the
-        tokens. On a GPU, tokens at positions outside the table of ``heads`` are not rotated.
+        tokens. On a GPU, tokens at positions outside the table of ``raw_q`` are not rotated.
 
     Raises:
         ValueError: as in `sparse_attention_paged`; heads that groups do not divide, or channels that are no multiple of
@@ -135,11 +135,11 @@ def attend_raw_q(
         On a GPU the sum of squares of a head is added up in another order than by `query_norm_rope`, so that a query
         may differ from it in its last bit.
     """
-    if runs_triton(heads.q):
+    if runs_triton(raw_q.q):
         from deepseek_attn.kernels.attention.attend import attend_raw_q as op
     else:
         from deepseek_attn.kernels.attention.reference import attend_raw_q as op
-    return op(heads, keys, scale, sink, groups, pow2_scales, q)
+    return op(raw_q, keys, scale, sink, groups, pow2_scales, q)
 
 
 def causal_attention(q: Tensor, kv: Tensor, scale: float, d_v: int | None = None) -> Tensor:

@@ -18,8 +18,8 @@ from deepseek_attn.kernels.attention.launch import RawQ, launch
 from deepseek_attn.kernels.attention.plan import AttendProblem, plan_attend
 from deepseek_attn.kernels.attention.types import AttendedKeys, EntryLayout, PagedKeys, check_max_logits
 from deepseek_attn.kernels.common.device import FLOATS, gpu, on_gpu
-from deepseek_attn.kernels.common.heads import QueryHeads, check_projected
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows
+from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.row_ops import row_block
 
@@ -70,7 +70,7 @@ def sparse_attention_paged(
 
 
 def attend_raw_q(
-    heads: QueryHeads,
+    raw_q: RawQueries,
     keys: Sequence[PagedKeys],
     scale: float,
     sink: Tensor | None,
@@ -79,14 +79,14 @@ def attend_raw_q(
     q: Tensor | None = None,
 ) -> QuantizedRows:
     """`kernels.attention.attend_raw_q`."""
-    check_projected(heads)
-    (T, width), H = heads.q.shape, heads.num_heads
-    raw_q = heads.q.view(T, H, width // H)
-    if q is not None and (q.shape != raw_q.shape or q.dtype != raw_q.dtype or q.stride(2) != 1):
-        raise ValueError(f"q must be {tuple(raw_q.shape)} {raw_q.dtype}, got {tuple(q.shape)} {q.dtype}")
-    rotated, q = q is not None, raw_q if q is None else q
+    check_raw_queries(raw_q)
+    (T, width), H = raw_q.q.shape, raw_q.num_heads
+    by_head = raw_q.q.view(T, H, width // H)
+    if q is not None and (q.shape != by_head.shape or q.dtype != by_head.dtype or q.stride(2) != 1):
+        raise ValueError(f"q must be {tuple(by_head.shape)} {by_head.dtype}, got {tuple(q.shape)} {q.dtype}")
+    rotated, q = q is not None, by_head if q is None else q
     pools = _with_entries(_checked_pools(q, keys, sink))
-    _check_heads(heads, keys[0].record, groups)
+    _check_heads(raw_q, keys[0].record, groups)
     if not pools:
         raise ValueError("queries need keys: all pools or lists of indices are empty")
     rows = empty_quantized_rows(T, width, q.device, pow2_scales, groups)
@@ -95,16 +95,16 @@ def attend_raw_q(
     plan, dim = plan_attend(AttendProblem.of(q, pools, q.shape[2], False, sink, raw_q=True), gpu(q.device)), q.shape[2]
     lse = None if plan.combine else torch.empty(T, H, dtype=torch.float32, device=q.device)
     outputs = AttendOutputs(None, 0, 0, lse, None, _contiguous(sink))
-    launch(plan, q, pools, scale, outputs, dim, RawQ.of(heads, rows, rotated, plan))
+    launch(plan, q, pools, scale, outputs, dim, RawQ.of(raw_q, rows, rotated, plan))
     return rows
 
 
-def _check_heads(heads: QueryHeads, record: CacheRecord, groups: int) -> None:
-    H, dim, rope = heads.num_heads, record.dim, heads.cos_sin.shape[1]
-    row_block(dim, heads.cos_sin)
-    if record.name != "fp8_v4" or rope != record.rope_dim or dim % 128 or H % groups or heads.padded_heads != H:
+def _check_heads(raw_q: RawQueries, record: CacheRecord, groups: int) -> None:
+    H, dim, rope = raw_q.num_heads, record.dim, raw_q.cos_sin.shape[1]
+    row_block(dim, raw_q.cos_sin)
+    if record.name != "fp8_v4" or rope != record.rope_dim or dim % 128 or H % groups or raw_q.padded_heads != H:
         raise ValueError(
-            f"{H} projected heads of {dim} channels, {rope} of them rotated, padded to {heads.padded_heads}, in "
+            f"{H} projected heads of {dim} channels, {rope} of them rotated, padded to {raw_q.padded_heads}, in "
             f"{groups} groups over {record.name} records with {record.rope_dim} rotated channels: supported are "
             "fp8_v4 records that rotate as many, heads of multiples of 128 channels, no padding, and groups of equal "
             "size; call query_norm_rope, sparse_attention_paged and grouped_linear for others"

@@ -25,9 +25,9 @@ from deepseek_attn.kernels.attention.attend_v32_hopper import attend_v32_hopper_
 from deepseek_attn.kernels.attention.plan import AttendPlan
 from deepseek_attn.kernels.attention.types import AttendedKeys
 from deepseek_attn.kernels.common.device import LOG2E, fp8_view
-from deepseek_attn.kernels.common.heads import QueryHeads
 from deepseek_attn.kernels.common.plans import cdiv
 from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 
@@ -38,15 +38,15 @@ class RawQ(NamedTuple):
     shape: RawQShape
 
     @classmethod
-    def of(cls, heads: QueryHeads, rows: QuantizedRows, rotated: bool, plan: AttendPlan) -> RawQ:
-        """``rotated``: queries that are normed and rotated already are read in the place of ``heads.q``."""
+    def of(cls, raw_q: RawQueries, rows: QuantizedRows, rotated: bool, plan: AttendPlan) -> RawQ:
+        """``rotated``: queries that are normed and rotated already are read in the place of ``raw_q.q``."""
         values, scale, pow2_scales = rows
         arguments = RawQArguments(
-            heads.positions, heads.cos_sin, len(heads.cos_sin), heads.eps, fp8_view(values), values.stride(0),
-            values.stride(1), heads.num_heads // len(values), scale, scale.stride(1),
+            raw_q.positions, raw_q.cos_sin, len(raw_q.cos_sin), raw_q.eps, fp8_view(values), values.stride(0),
+            values.stride(1), raw_q.num_heads // len(values), scale, scale.stride(1),
         )  # fmt: skip
-        dtype, rope = TRITON_DTYPES[heads.q.dtype], heads.cos_sin.shape[1]
-        return cls(arguments, RawQShape(dtype, rope, rotated, heads.norm, pow2_scales, plan.native_fp8))
+        dtype, rope = TRITON_DTYPES[raw_q.q.dtype], raw_q.cos_sin.shape[1]
+        return cls(arguments, RawQShape(dtype, rope, rotated, raw_q.norm, pow2_scales, plan.native_fp8))
 
 
 def launch(

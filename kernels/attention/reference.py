@@ -11,9 +11,9 @@ from torch import Tensor
 
 from deepseek_attn.kernels.attention.types import PagedKeys, check_max_logits
 from deepseek_attn.kernels.common.blocks import SCRATCH_BYTES, row_blocks, rows_per_block, value_range
-from deepseek_attn.kernels.common.heads import QueryHeads, rotated_heads
 from deepseek_attn.kernels.common.norm_rope import freqs_cis_at, rotate_
 from deepseek_attn.kernels.common.quant import QuantizedRows, empty_quantized_rows, quantize_fp8
+from deepseek_attn.kernels.common.raw_queries import RawQueries, normed_queries
 from deepseek_attn.kernels.common.records import CacheRecord
 
 WIDTH_STEP = 64
@@ -313,7 +313,7 @@ def _check_source(q: Tensor, source: _Source) -> None:
 
 @torch.no_grad()
 def attend_raw_q(
-    heads: QueryHeads,
+    raw_q: RawQueries,
     keys: Sequence[PagedKeys],
     scale: float,
     sink: Tensor | None,
@@ -322,13 +322,13 @@ def attend_raw_q(
     q: Tensor | None = None,
 ) -> QuantizedRows:
     """`kernels.attention.attend_raw_q` in torch."""
-    if heads.padded_heads != heads.num_heads or heads.num_heads % groups:
+    if raw_q.padded_heads != raw_q.num_heads or raw_q.num_heads % groups:
         raise ValueError(
-            f"{heads.num_heads} heads, padded to {heads.padded_heads}, in {groups} groups: groups must have the same "
+            f"{raw_q.num_heads} heads, padded to {raw_q.padded_heads}, in {groups} groups: groups must have the same "
             "number of heads, and none may be padding"
         )
-    out, _ = sparse_attention_paged(rotated_heads(heads) if q is None else q, keys, scale, sink)
-    back = rotate_(out, freqs_cis_at(heads.cos_sin, heads.positions), inverse=True)
+    out, _ = sparse_attention_paged(normed_queries(raw_q) if q is None else q, keys, scale, sink)
+    back = rotate_(out, freqs_cis_at(raw_q.cos_sin, raw_q.positions), inverse=True)
     values, scales = quantize_fp8(back.flatten(1), 128, pow2=pow2_scales)
     rows = empty_quantized_rows(*values.shape, values.device, pow2_scales, groups)
     rows.values.copy_(values.unflatten(1, (groups, -1)).transpose(0, 1))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.common.heads import QueryHeads
+from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.indexer.types import (
     KEY_FORMATS,
     MAX_TRITON_TOPK,
@@ -56,11 +56,11 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
     return op(rows)
 
 
-def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
+def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`query_norm_rope` of the layer's heads and `index_query` of the indexer's, for the same tokens, in one launch.
 
     Args:
-        heads: of `query_norm_rope`; index: of `index_query`.
+        raw_q: of `query_norm_rope`; index: of `index_query`.
 
     Returns:
         The result of each, equal to the bit to what either op returns alone.
@@ -72,7 +72,7 @@ def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQuer
         from deepseek_attn.kernels.indexer.query import queries as op
     else:
         from deepseek_attn.kernels.indexer.reference import queries as op
-    return op(heads, index)
+    return op(raw_q, index)
 
 
 def latent_queries(queries: LatentQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:

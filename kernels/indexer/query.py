@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import gpu
-from deepseek_attn.kernels.common.heads import QueryHeads
 from deepseek_attn.kernels.common.invariance import batch_invariant
 from deepseek_attn.kernels.common.plans import cdiv, unlisted_plans
+from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.indexer.plan import IndexQueryPlan, IndexQueryProblem, plan_queries
 from deepseek_attn.kernels.indexer.query_triton import (
     IndexQueryArgs,
@@ -49,10 +49,10 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
     return launch.queries
 
 
-def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
+def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`kernels.indexer.queries` in Triton, for rows that `query_norm_rope` and `index_query` take there."""
     with unlisted_plans():
-        _, args, shape, out, blocks = head_launch(heads)
+        _, args, shape, out, blocks = head_launch(raw_q)
     launch = _index_launch(index, "queries_kernel")
     tokens, pdl = len(out), launch.plan.pdl
     if len(index.q) != tokens:

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
-from deepseek_attn.kernels.common.heads import QueryHeads
 from deepseek_attn.kernels.common.norm_rope import apply_rope, apply_rope_half_split, freqs_cis_at
 from deepseek_attn.kernels.common.quant import dequantize_fp4, hadamard, quantize_fp4, quantize_fp8
+from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.indexer.types import (
     KEY_FORMATS,
     SCORE_BYTES,
@@ -50,9 +50,9 @@ def index_query(rows: IndexQueryRows) -> IndexQueries:
     return IndexQueries(*_fp4_in_fp8(q, weights), rows.score_dtype)
 
 
-def queries(heads: QueryHeads, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
+def queries(raw_q: RawQueries, index: IndexQueryRows) -> tuple[Tensor, IndexQueries]:
     """`kernels.indexer.queries` in plain torch: one op after the other."""
-    out, index_queries = query_norm_rope(heads), index_query(index)
+    out, index_queries = query_norm_rope(raw_q), index_query(index)
     if len(out) != len(index.q):
         raise ValueError(f"queries of {len(out)} tokens, and of {len(index.q)} for the indexer: must be the same")
     return out, index_queries

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from deepseek_attn.kernels.common.dispatch import runs_triton
-from deepseek_attn.kernels.common.heads import QueryHeads
+from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.kernels.insert.types import (
     CacheRows,
     ClosingWindows,
@@ -31,7 +31,7 @@ __all__ = [
     "IndexKeyRows",
     "LatentAndKey",
     "LatentTokens",
-    "QueryHeads",
+    "RawQueries",
     "TokenRows",
     "compress_and_insert",
     "compress_latents",
@@ -164,7 +164,7 @@ def rope_insert(rows: Tensor, positions: Tensor, cos_sin: Tensor, cache: CacheRo
     op(rows, positions, cos_sin, cache)
 
 
-def query_norm_rope(heads: QueryHeads) -> Tensor:
+def query_norm_rope(raw_q: RawQueries) -> Tensor:
     """RMS norm of each head without weight, or none, RoPE of its last ``rope_dim`` channels, heads of zeros as padding.
 
     Returns:
@@ -174,8 +174,8 @@ def query_norm_rope(heads: QueryHeads) -> Tensor:
         ValueError: ``num_heads`` does not divide the columns of ``q``, or exceeds ``padded_heads``; tensors that
             disagree or that the kernel does not support.
     """
-    if runs_triton(heads.q):
+    if runs_triton(raw_q.q):
         from deepseek_attn.kernels.insert.launch import query_norm_rope as op
     else:
         from deepseek_attn.kernels.insert.reference import query_norm_rope as op
-    return op(heads)
+    return op(raw_q)

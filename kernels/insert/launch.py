@@ -19,8 +19,8 @@ from deepseek_attn.cache.records import PlainRecord
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record, ScaleRule
 from deepseek_attn.kernels.common.counters import COUNTERS, counters_of
 from deepseek_attn.kernels.common.device import FLOATS, gpu
-from deepseek_attn.kernels.common.heads import QueryHeads, check_projected
 from deepseek_attn.kernels.common.plans import cdiv, next_power_of_2
+from deepseek_attn.kernels.common.raw_queries import RawQueries, check_raw_queries
 from deepseek_attn.kernels.common.records import check_pool
 from deepseek_attn.kernels.common.row_ops import entry_format, fp8_rows, row_block
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
@@ -373,34 +373,34 @@ def _index_key(index: IndexKeyRows, positions: Tensor, rope: int) -> tuple[Index
     return arguments, IndexKeyShape(dim, block, dim.bit_length() - 1 if index.hadamard else 0, entry)
 
 
-def query_norm_rope(heads: QueryHeads) -> Tensor:
+def query_norm_rope(raw_q: RawQueries) -> Tensor:
     """See `kernels.insert.query_norm_rope`."""
-    plan, rows, shape, out, blocks = head_launch(heads)
+    plan, rows, shape, out, blocks = head_launch(raw_q)
     if len(out):
         query_norm_rope_kernel[(len(out), blocks)](rows, SHAPE=shape, enable_fp_fusion=True, **plan.options)
     return out
 
 
-def head_launch(heads: QueryHeads) -> HeadLaunch:
+def head_launch(raw_q: RawQueries) -> HeadLaunch:
     """Checks the tensors, plans, and allocates the output if it is not given.
 
     Raises:
         ValueError: tensors that disagree or that the kernel does not support.
     """
-    check_projected(heads)
-    q, cos_sin, padded = heads.q, heads.cos_sin, heads.padded_heads
-    T, dim = q.shape[0], q.shape[1] // heads.num_heads
+    check_raw_queries(raw_q)
+    q, cos_sin, padded = raw_q.q, raw_q.cos_sin, raw_q.padded_heads
+    T, dim = q.shape[0], q.shape[1] // raw_q.num_heads
     shape = (T, padded, dim)
-    out = torch.empty(shape, dtype=q.dtype, device=q.device) if heads.out is None else heads.out
+    out = torch.empty(shape, dtype=q.dtype, device=q.device) if raw_q.out is None else raw_q.out
     if out.shape != shape or out.dtype != q.dtype or out.stride(2) != 1:
         raise ValueError(f"out must be {shape} {q.dtype} with contiguous channels, got {tuple(out.shape)} {out.dtype}")
     plan = plan_queries(RowsProblem(T), gpu(q.device))
     rows = HeadArguments(
-        q, cos_sin, heads.positions, out, heads.eps, cos_sin.shape[0], heads.num_heads, padded,
+        q, cos_sin, raw_q.positions, out, raw_q.eps, cos_sin.shape[0], raw_q.num_heads, padded,
         q.stride(0), out.stride(0), out.stride(1),
     )  # fmt: skip
     count = plan.rows.config.heads
-    constants = HeadShape(dim, cos_sin.shape[1], row_block(dim, cos_sin), count, heads.norm)
+    constants = HeadShape(dim, cos_sin.shape[1], row_block(dim, cos_sin), count, raw_q.norm)
     return HeadLaunch(plan, rows, constants, out, cdiv(padded, count))
 
 

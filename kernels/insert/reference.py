@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
-from deepseek_attn.kernels.common.heads import QueryHeads, rotated_heads
 from deepseek_attn.kernels.common.norm_rope import (
     apply_rope,
     apply_rope_half_split,
@@ -17,6 +16,7 @@ from deepseek_attn.kernels.common.norm_rope import (
     rotate_,
 )
 from deepseek_attn.kernels.common.quant import QuantizedRows, hadamard, quantize_fp8
+from deepseek_attn.kernels.common.raw_queries import RawQueries, normed_queries
 from deepseek_attn.kernels.insert.types import (
     CacheRows,
     ClosingWindows,
@@ -74,12 +74,12 @@ def _store_quantized(rows: Tensor, buffers: QuantizedRows | None) -> None:
         buffers.scale.copy_(scale)
 
 
-def query_norm_rope(heads: QueryHeads) -> Tensor:
+def query_norm_rope(raw_q: RawQueries) -> Tensor:
     """See `kernels.insert.query_norm_rope`."""
-    q = rotated_heads(heads)
-    padding = heads.padded_heads - heads.num_heads
+    q = normed_queries(raw_q)
+    padding = raw_q.padded_heads - raw_q.num_heads
     q = torch.nn.functional.pad(q, (0, 0, 0, padding)) if padding else q
-    return q if heads.out is None else heads.out.copy_(q)
+    return q if raw_q.out is None else raw_q.out.copy_(q)
 
 
 def compress_and_insert(compressors: Sequence[CompressPart], batch: CompressBatch) -> None:

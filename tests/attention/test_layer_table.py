@@ -15,7 +15,7 @@ from deepseek_attn.attention.builder import MetadataBuilder, StepInput
 from deepseek_attn.checkpoint import RandomSource
 from deepseek_attn.config.model import ModelConfig
 from deepseek_attn.impls import get_impl
-from deepseek_attn.kernels.common import heads as common_heads
+from deepseek_attn.kernels.common import raw_queries
 from deepseek_attn.kernels.common.dispatch import reference_ops
 from deepseek_attn.kernels.common.norm_rope import rotate_
 from deepseek_attn.kernels.insert import reference as insert_reference
@@ -141,7 +141,7 @@ def test_phase_of_compressed_entries(stack, ratio, kind, monkeypatch):
         plain.append(x.clone())
         return rotate_(x, freqs_cis)
 
-    for module in (insert_reference, common_heads):
+    for module in (insert_reference, raw_queries):
         monkeypatch.setattr(module, "rotate_", recorded)
     with reference_ops():
         stack.forward(ratio, FAR)

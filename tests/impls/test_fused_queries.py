@@ -11,7 +11,7 @@ import torch
 from deepseek_attn.impls import DeepseekV4MixedSparseImpl, DeepseekV4ReferenceSparseImpl, DeepseekV4TritonSparseImpl
 from deepseek_attn.impls.queries import AttentionQueries
 from deepseek_attn.kernels.common.invariance import batch_invariant_ops
-from deepseek_attn.kernels.insert import QueryHeads, query_norm_rope
+from deepseek_attn.kernels.insert import RawQueries, query_norm_rope
 from tests.support.small_models import small_config, small_runner
 
 SIZES = {"head_dim": 128, "qk_rope_head_dim": 64, "hidden_size": 256, "q_lora_rank": 128, "o_lora_rank": 128}
@@ -76,7 +76,7 @@ def test_not_where_an_observer_is_shown_queries_and_outputs():
 
 
 def test_queries_are_normed_once_and_their_projections_freed():
-    raw = QueryHeads(torch.randn(3, 2 * 128), 2, 1e-6, torch.randn(9, 64), torch.arange(3), 4)
+    raw = RawQueries(torch.randn(3, 2 * 128), 2, 1e-6, torch.randn(9, 64), torch.arange(3), 4)
     queries, expected = AttentionQueries(raw), query_norm_rope(raw)
     freed = weakref.ref(raw.q)
     del raw

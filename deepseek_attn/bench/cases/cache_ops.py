@@ -10,7 +10,7 @@ from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp8Record, PlainRec
 from deepseek_attn.cache.records_v32 import Fp8DsMlaV32Record
 from deepseek_attn.kernels.indices import EntryGroup
 from deepseek_attn.kernels.indices import reference as indices
-from deepseek_attn.kernels.insert import CacheRows, CompressBatch, CompressPart, QueryHeads, TokenRows, reference
+from deepseek_attn.kernels.insert import CacheRows, CompressBatch, CompressPart, RawQueries, TokenRows, reference
 
 TOKENS = (1, 8, 32, 128, 4096)
 HEAD, ROPE, Q_LORA, WINDOW, TOPK, PAGE, POSITIONS = 512, 64, 1024, 128, 512, 64, 1 << 17
@@ -65,7 +65,7 @@ def _query_norm_rope(T: int, heads: int) -> OpCase:
         g = torch.Generator(device).manual_seed(seed)
         q = torch.randn(T, heads * HEAD, device=device, generator=g).bfloat16()
         positions = torch.randint(POSITIONS, (T,), device=device, generator=g)
-        return (QueryHeads(q, heads, EPS, _table(device, g), positions, heads),)
+        return (RawQueries(q, heads, EPS, _table(device, g), positions, heads),)
 
     run = {"triton": query_norm_rope, "torch": reference.query_norm_rope}
     return OpCase("query_norm_rope", f"{heads} heads T={T}", make, run, 4 * T * heads * HEAD)

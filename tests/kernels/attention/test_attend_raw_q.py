@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from deepseek_attn.kernels.attention import attend_raw_q, reference
-from deepseek_attn.kernels.common.heads import QueryHeads
 from deepseek_attn.kernels.common.quant import QuantizedRows
+from deepseek_attn.kernels.common.raw_queries import RawQueries
 from tests.kernels.attention.sparse_attention_cases import (
     INF,
     NAN,
@@ -33,7 +33,7 @@ def case(T, H, record=V4, dtype=torch.bfloat16, widths=(128, 90), norm=True, pag
     angles = torch.rand(POSITIONS, record.rope_dim // 2) * 6.3
     cos_sin, positions = torch.cat([angles.cos(), angles.sin()], 1), torch.randint(POSITIONS, (T,))
     positions[0], positions[-1] = POSITIONS - 1, 0
-    heads = QueryHeads(q, H, EPS, cos_sin, positions, H, norm=norm)
+    heads = RawQueries(q, H, EPS, cos_sin, positions, H, norm=norm)
     pools = [make_pool(record, T, K, n, pages) for K, n in zip(widths, (64, 2), strict=False)]
     return heads, pools, record.dim**-0.5, torch.randn(H) * 2
 

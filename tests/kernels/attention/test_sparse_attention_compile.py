@@ -15,8 +15,8 @@ from deepseek_attn.kernels.attention import PagedKeys, attend, gather
 from deepseek_attn.kernels.attention.launch import pieces
 from deepseek_attn.kernels.attention.plan import AttendProblem, plan_attend
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.heads import QueryHeads
 from deepseek_attn.kernels.common.plans import recorded_plans
+from deepseek_attn.kernels.common.raw_queries import RawQueries
 from deepseek_attn.runner.ahead.recording import recorded_launches
 from tests.kernels.compiled_launches import CAPABILITIES, compiled_ops, on_gpus, ptxas_report
 from tests.support.tiers import tiered
@@ -53,7 +53,7 @@ def attend_rows(T, H, dim=512, dtype=BF16, width=640, max_logits=False, kv_dtype
 
 
 def attend_raw(T, H, widths, groups=8):
-    heads = QueryHeads(of(T, H * 512, dtype=BF16), H, 1e-6, of(99, 64, dtype=F32), of(T, dtype=torch.int64), H)
+    heads = RawQueries(of(T, H * 512, dtype=BF16), H, 1e-6, of(99, 64, dtype=F32), of(T, dtype=torch.int64), H)
     return attend.attend_raw_q(heads, pools(T, (V4, V4), widths), 0.1, of(H, dtype=F32), groups)
 
 

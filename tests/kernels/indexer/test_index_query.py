@@ -159,14 +159,14 @@ def test_kernel_refuses_what_it_cannot_take(kernel, device):
 def test_with_the_heads_of_the_layer_in_one_launch(kernel, device, fmt, T):
     """Equal to the bit to what either op returns alone; padding heads are zero."""
     from deepseek_attn.kernels.indexer.query import queries
-    from deepseek_attn.kernels.insert import QueryHeads
+    from deepseek_attn.kernels.insert import RawQueries
     from deepseek_attn.kernels.insert.launch import query_norm_rope
 
     if INTERPRETED and T > 5:
         pytest.skip("slow in the interpreter")
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     q, weights, cos_sin, positions = make(T, 20, dtype, device)
-    heads = QueryHeads(torch.randn(T, 7 * 512, device=device).to(dtype), 7, 1e-6, cos_sin, positions, 9)
+    heads = RawQueries(torch.randn(T, 7 * 512, device=device).to(dtype), 7, 1e-6, cos_sin, positions, 9)
     index = IndexQueryRows(q, weights, cos_sin, positions, 0.25, fmt)
     got, index_queries = queries(heads, index)
     assert torch.equal(got, query_norm_rope(heads))

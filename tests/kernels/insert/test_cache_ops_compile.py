@@ -23,7 +23,7 @@ from deepseek_attn.kernels.insert import (
     CacheRows,
     CompressBatch,
     CompressPart,
-    QueryHeads,
+    RawQueries,
     TokenRows,
     compress_and_insert,
     compress_latents,
@@ -162,7 +162,7 @@ def test_latents_and_rows_that_are_rotated(arch, name):
 
 @pytest.mark.parametrize(("arch", "norm"), on_gpus([True, False], [True]))
 def test_query_norm_rope(arch, norm):
-    heads = QueryHeads(of(3, 64 * 512, dtype=torch.bfloat16), 64, 1e-6, TABLE, SLOTS, 64, norm=norm)
+    heads = RawQueries(of(3, 64 * 512, dtype=torch.bfloat16), 64, 1e-6, TABLE, SLOTS, 64, norm=norm)
     (kernel,) = compiled_ops(arch, lambda: query_norm_rope(heads))["query_norm_rope_kernel"]
     assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (CAPABILITIES[arch] >= (9, 0))
 

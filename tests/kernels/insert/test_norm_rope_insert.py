@@ -8,7 +8,7 @@ import torch
 from deepseek_attn.cache.records import Fp8DsMlaRecord, IndexFp4Record, IndexFp8Record, PlainRecord
 from deepseek_attn.cache.records_v41 import Fp4V41Record, Fp8V41Record
 from deepseek_attn.kernels.common.quant import QuantizedRows, quantize_fp8
-from deepseek_attn.kernels.insert import CacheRows, CompressBatch, CompressPart, QueryHeads, TokenRows, reference
+from deepseek_attn.kernels.insert import CacheRows, CompressBatch, CompressPart, RawQueries, TokenRows, reference
 
 EPS, POSITIONS = 1e-6, 300
 RECORDS = {
@@ -221,14 +221,14 @@ def test_queries(queries, device, heads, padded, norm, dtype):
     wide = torch.randn(7, heads * 128 + 16, device=device).to(dtype) * 5
     q, positions = wide[:, : heads * 128], torch.randint(POSITIONS, (7,), device=device)
     q[3] = 0
-    got = queries(QueryHeads(q, heads, EPS, table, positions, padded, norm=norm))
+    got = queries(RawQueries(q, heads, EPS, table, positions, padded, norm=norm))
     assert got.shape == (7, padded, 128)
     assert got[:, heads:].eq(0).all()
     for t in range(7):
         for h in range(heads):
             close(got[t, h], expected_row(q[t, h * 128 : h * 128 + 128], None, table, positions[t], dtype, norm))
     out = torch.full((7, padded + 1, 128), float("nan"), device=device).to(dtype)
-    assert torch.equal(queries(QueryHeads(q, heads, EPS, table, positions, padded, out[:, :padded], norm)), got)
+    assert torch.equal(queries(RawQueries(q, heads, EPS, table, positions, padded, out[:, :padded], norm)), got)
     assert torch.equal(out[:, :padded], got)
     assert out[:, padded].isnan().all()
 
@@ -282,7 +282,7 @@ def test_ties_of_fp4_entries(rotate_and_insert, device):
 def test_no_queries(queries, device):
     table = rotary_table(8, device)
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    assert queries(QueryHeads(torch.empty(0, 48, device=device), 3, EPS, table, none, 4)).shape == (0, 4, 16)
+    assert queries(RawQueries(torch.empty(0, 48, device=device), 3, EPS, table, none, 4)).shape == (0, 4, 16)
 
 
 def test_refuses(device):
@@ -311,7 +311,7 @@ def test_refuses(device):
         "both must be even": (torch.zeros(2, 45), 3, EPS, table, none, 3),
     }.items():
         with pytest.raises(ValueError, match=message):
-            query_norm_rope(QueryHeads(*arguments))
+            query_norm_rope(RawQueries(*arguments))
 
 
 @pytest.mark.parametrize("name", ["V4", "index_fp4", "fp8_v41", "fp4_v41"])

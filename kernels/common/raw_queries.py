@@ -1,4 +1,4 @@
-"""Projected query heads, which several families of kernels norm and rotate."""
+"""Projected queries, which several families of kernels norm and rotate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepseek_attn.kernels.common.device import FLOATS
 from deepseek_attn.kernels.common.norm_rope import apply_rope, freqs_cis_at, rms_norm, rotate_
 
 
-class QueryHeads(NamedTuple):
+class RawQueries(NamedTuple):
     """Projected queries of a step's tokens.
 
     Attributes:
@@ -33,21 +33,21 @@ class QueryHeads(NamedTuple):
     norm: bool = True
 
 
-def rotated_heads(heads: QueryHeads) -> Tensor:
-    """Heads ``[T, num_heads, d]``, normed and rotated in plain torch; neither padded nor written to ``heads.out``.
+def normed_queries(raw_q: RawQueries) -> Tensor:
+    """Heads ``[T, num_heads, d]``, normed and rotated in plain torch; neither padded nor written to ``raw_q.out``.
 
     Raises:
-        ValueError: as in `check_heads`.
+        ValueError: as in `check_head_count`.
     """
-    check_heads(heads)
-    q = heads.q.view(len(heads.q), heads.num_heads, heads.q.shape[1] // heads.num_heads)
-    freqs_cis = freqs_cis_at(heads.cos_sin, heads.positions)
-    return rotate_(rms_norm(q, heads.eps), freqs_cis) if heads.norm else apply_rope(q, freqs_cis)
+    check_head_count(raw_q)
+    q = raw_q.q.view(len(raw_q.q), raw_q.num_heads, raw_q.q.shape[1] // raw_q.num_heads)
+    freqs_cis = freqs_cis_at(raw_q.cos_sin, raw_q.positions)
+    return rotate_(rms_norm(q, raw_q.eps), freqs_cis) if raw_q.norm else apply_rope(q, freqs_cis)
 
 
-def check_heads(heads: QueryHeads) -> None:
+def check_head_count(raw_q: RawQueries) -> None:
     """Raises ValueError unless ``num_heads`` divides the columns of ``q`` and is at most ``padded_heads``."""
-    q, count, padded = heads.q, heads.num_heads, heads.padded_heads
+    q, count, padded = raw_q.q, raw_q.num_heads, raw_q.padded_heads
     if q.dim() != 2 or count < 1 or q.shape[1] % count or padded < count:
         raise ValueError(
             f"need q [T, heads * d] and padded_heads >= heads >= 1, got {tuple(q.shape)}, {count} heads, "
@@ -55,10 +55,10 @@ def check_heads(heads: QueryHeads) -> None:
         )
 
 
-def check_projected(heads: QueryHeads) -> None:
-    """`check_heads`, and ValueError unless the kernels can read ``q`` and ``positions``."""
-    check_heads(heads)
-    q, positions = heads.q, heads.positions
+def check_raw_queries(raw_q: RawQueries) -> None:
+    """`check_head_count`, and ValueError unless the kernels can read ``q`` and ``positions``."""
+    check_head_count(raw_q)
+    q, positions = raw_q.q, raw_q.positions
     if q.dtype not in FLOATS or q.stride(1) != 1 or positions.shape != (len(q),):
         raise ValueError(
             f"q must be float32, bfloat16 or float16 with contiguous rows, and positions [{len(q)}]: got {q.dtype}, "
