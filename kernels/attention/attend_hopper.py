@@ -227,7 +227,8 @@ def _accumulate(
     SPLIT: gl.constexpr = SHAPE.SPLIT
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DIM // 4, 16])
     counts = key_counts(work.t, lists, POOLS)
-    _put_queries(work, q, tiles, raw_q, DIM, SHAPE.RAW_Q)
+    RAW_Q: gl.constexpr = SHAPE.RAW_Q  # Triton 3.6 passes no field of a constant
+    _put_queries(work, q, tiles, raw_q, DIM, RAW_Q)
     fence_async_shared()  # tensor cores read the queries
     barrier()  # all threads have stored theirs
     mbarrier.arrive(tiles.queried)
@@ -242,8 +243,8 @@ def _accumulate(
         iteration += 1
     mbarrier.wait(tiles.final, 0)  # normalisers are in shared memory
     value = acc * softmax.factors.load(gl.SliceLayout(1, OUT))[:, None]
-    if SHAPE.RAW_Q is not None and not SPLIT:
-        _store_quantized(value, work, tiles, raw_q, SHAPE.RAW_Q)
+    if RAW_Q is not None and not SPLIT:
+        _store_quantized(value, work, tiles, raw_q, RAW_Q)
     else:
         if SPLIT:
             row_out = outputs.out + ((work.t * work.splits + work.split) * work.H + work.first_head) * DIM

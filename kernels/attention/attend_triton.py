@@ -310,8 +310,9 @@ def attend_kernel(
         channel = STARTS[i] + tl.arange(0, WIDTHS[i])
         inside = (head < H)[:, None] & (channel < DIM)[None, :]
         loaded += (tl.load(q_row[:, None] + channel[None, :], mask=inside, other=0),)
-    if SHAPE.RAW_Q is not None and not SHAPE.RAW_Q.ROTATED:
-        loaded = _rotated_pieces(loaded, t, raw_q, STARTS, WIDTHS, NOPE, DIM, SHAPE.RAW_Q)
+    RAW_Q: tl.constexpr = SHAPE.RAW_Q  # Triton 3.6 passes no field of a constant
+    if RAW_Q is not None and not RAW_Q.ROTATED:
+        loaded = _rotated_pieces(loaded, t, raw_q, STARTS, WIDTHS, NOPE, DIM, RAW_Q)
     for i in tl.static_range(len(WIDTHS)):
         q_tile += (loaded[i].to(DTYPE),)
     for i in tl.static_range(V_PIECES):
@@ -478,8 +479,9 @@ def attention_combine_kernel(partials, outputs, raw_q, H, splits, SHAPE: tl.cons
         denominator += tl.exp2(tl.load(outputs.sink + head).to(tl.float32) * LOG2E - shift)
     value = tl.sum(values * weights[:, None], 0)
     value = tl.where(lonely, 0.0, value / denominator)
-    if SHAPE.RAW_Q is not None:
-        _store_quantized(value, t, head, tl.program_id(2) * BLOCK_D, raw_q, D_V, SHAPE.RAW_Q)
+    RAW_Q: tl.constexpr = SHAPE.RAW_Q  # Triton 3.6 passes no field of a constant
+    if RAW_Q is not None:
+        _store_quantized(value, t, head, tl.program_id(2) * BLOCK_D, raw_q, D_V, RAW_Q)
     else:
         out = outputs.out + t * outputs.stride_t + head * outputs.stride_h + channel
         tl.store(out, value.to(outputs.out.dtype.element_ty), mask=channel < D_V)

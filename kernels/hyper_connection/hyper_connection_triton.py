@@ -238,6 +238,7 @@ def _balance(args, first, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr):
     A thread holds whole matrices, so that the rounds wait for arithmetic only, not for other threads.
     """
     M: tl.constexpr = CONFIG.M
+    TOKENS: tl.constexpr = CONFIG.TOKENS
     ROWS: tl.constexpr = CONFIG.ROWS
     SPLITS: tl.constexpr = CONFIG.SPLITS_PADDED
     # logits of post and comb, then those of pre, which come first in memory
@@ -263,16 +264,16 @@ def _balance(args, first, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr):
             logits += (_entry(vector, row % ROWS),)
     else:
         # a token per thread, which adds up its own partial sums
-        token = first + tl.arange(0, CONFIG.TOKENS)
+        token = first + tl.arange(0, TOKENS)
         known = token < T
         t = tl.minimum(token, T - 1).to(tl.int64)
-        squares = tl.zeros((CONFIG.TOKENS,), tl.float32)
+        squares = tl.zeros((TOKENS,), tl.float32)
         # a constant number of rounds, so that the loads of all splits and rows are on their way together
         for split in tl.static_range(SPLITS):
             squares += tl.load(args.sums + (split * T + t) * (ROWS + 1) + ROWS, mask=split < splits, other=0)
         rms = _rms_scale(squares, M * CONFIG.D, args.rms_eps)
         for row in tl.static_range(M, LAST):
-            total = tl.zeros((CONFIG.TOKENS,), tl.float32)
+            total = tl.zeros((TOKENS,), tl.float32)
             for split in tl.static_range(SPLITS):
                 total += tl.load(args.sums + (split * T + t) * (ROWS + 1) + row % ROWS, mask=split < splits, other=0)
             logits += (total * rms,)
@@ -315,6 +316,7 @@ def hc_collapse_kernel(args, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr)
     ``splits``, the number of partial sums, is no constant, which would make a kernel for every number of them.
     """
     D: tl.constexpr = CONFIG.D
+    D_PADDED: tl.constexpr = CONFIG.D_PADDED
     M: tl.constexpr = CONFIG.M
     program = tl.program_id(0)
     balancing = tl.num_programs(0) - T
@@ -324,7 +326,7 @@ def hc_collapse_kernel(args, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr)
             _balance(args, program * CONFIG.TOKENS, T, splits, CONFIG, PDL)
             return
     t = (program - balancing).to(tl.int64)
-    channel = tl.arange(0, CONFIG.D_PADDED)
+    channel = tl.arange(0, D_PADDED)
     inside = channel < D
     # weights first: no kernel of a step writes them
     if args.weights is None:
@@ -335,7 +337,7 @@ def hc_collapse_kernel(args, T, splits, CONFIG: tl.constexpr, PDL: tl.constexpr)
     if PDL:
         gdc_wait()  # until streams and partial sums have been written
         gdc_launch_dependents()
-    x = tl.zeros((CONFIG.D_PADDED,), tl.float32)
+    x = tl.zeros((D_PADDED,), tl.float32)
     if args.weights is None:
         # streams are on their way while the partial sums are added up to pre
         streams = ()
