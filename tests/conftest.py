@@ -41,8 +41,31 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
+# Fixtures without which a kernel does not run; the last two compute cases marked `on_cpu` with stand-ins on a CPU.
+RUN_KERNELS = {"gpu", "hopper", "real_gpu", "triton_device"}
+HAVE_STAND_INS = {"machine", "checked", "place"}
+
+
+def needs_gpu(item: pytest.Item) -> bool:
+    """Whether the test would be skipped without a GPU. Triton's interpreter runs some of those that launch kernels."""
+    fixtures = set(getattr(item, "fixturenames", ()))
+    if item.get_closest_marker("gpu") is not None:
+        return True
+    if fixtures & HAVE_STAND_INS:
+        return item.get_closest_marker("on_cpu") is None
+    launches = item.get_closest_marker("triton") is not None or bool(fixtures & RUN_KERNELS)
+    return launches and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU, deselects the tests that need one, so that a test that is skipped shows something missing."""
+    if os.environ.get("DEEPSEEK_ATTN_TEST_DEVICE", "cpu") == "cpu":
+        config.hook.pytest_deselected(items=[item for item in items if needs_gpu(item)])
+        items[:] = [item for item in items if not needs_gpu(item)]
+
+
 def pytest_collection_finish() -> None:
-    """Leaves modules and collected tests out of garbage collections: closing a runner, which collects, took a second."""
+    """Leaves modules and collected tests out of garbage collections, of which each closed runner causes one."""
     gc.collect()
     gc.freeze()
 

@@ -55,8 +55,6 @@ def config_of(device: torch.device, family: str, numerics: str = "exact") -> Mod
 
 @lru_cache(maxsize=2)
 def runner_of(device: torch.device, family: str, numerics: str, deterministic: bool = True) -> ModelRunner:
-    if device.type == "cpu" and numerics == "exact_bf16":
-        pytest.skip("exact numerics run in float32 on a CPU")
     config, (numerics, dtype) = config_of(device, family, numerics), NUMERICS[numerics]
     dtype = torch.float32 if device.type == "cpu" else dtype
     source = PredictableSource(config) if config.dspark is None else DraftedSource(config)
@@ -191,16 +189,15 @@ CASES += [("v41", "exact", way) for way in ("company", "everything")]
 CASES += [("v3", "exact", way) for way in ("batches", "chunks", "company")]
 # left to a GPU, where each case has kernels of its own: on a CPU the ways are those of the other cases
 ON_A_GPU = {("v4", "official", "batches"), ("v4", "official", "chunks"), ("v4", "official", "everything")}
+ON_A_GPU |= {case for case in CASES if case[1] == "exact_bf16"}  # float32 on a CPU
 ON_A_GPU |= {("v32", "official", "batches"), ("v32", "serving", "everything")}
 ON_A_GPU |= {(f, "serving", way) for f in ("v4", "v32") for way in MORE} - set(QUICK)
 WITHOUT = [(f, n, "batch_of_9") for f in ("v4", "v32") for n in NUMERICS]
 WITHOUT += [("v4", "exact", way) for way in WAYS if way not in ("batch_of_9", "chunks_of_7")]  # 7: too few rows
 
 
-@pytest.mark.parametrize(("family", "numerics", "way"), tiered(CASES, QUICK))
+@pytest.mark.parametrize(("family", "numerics", "way"), tiered(CASES, QUICK, gpu=ON_A_GPU))
 def test_a_rows_logits_follow_from_its_tokens(device, family, numerics, way):
-    if device.type == "cpu" and (family, numerics, way) in ON_A_GPU:
-        pytest.skip("a CPU shows this way with the other numerics or the other model")
     runner = runner_of(device, family, numerics)
     with recorded(runner) as rows:
         texts = WAYS[way](runner)
@@ -208,7 +205,10 @@ def test_a_rows_logits_follow_from_its_tokens(device, family, numerics, way):
     assert not wrong, f"{len(wrong)} of {len(rows)} rows differ: {', '.join(wrong[:5])}"
 
 
-@pytest.mark.parametrize(("family", "numerics", "way"), tiered(WITHOUT, [("v4", "exact", "batch_of_9")]))
+@pytest.mark.parametrize(
+    ("family", "numerics", "way"),
+    tiered(WITHOUT, [("v4", "exact", "batch_of_9")], gpu=[case for case in WITHOUT if case[1] == "exact_bf16"]),
+)
 def test_without_the_switch_they_do_not(device, family, numerics, way):
     runner = runner_of(device, family, numerics, deterministic=False)
     with recorded(runner) as rows:

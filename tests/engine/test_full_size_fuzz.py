@@ -37,7 +37,7 @@ from tests.engine.workload import (
 )
 from tests.support.predictable import PredictableSource
 from tests.support.small_models import three_layers
-from tests.support.tiers import EXHAUSTIVE
+from tests.support.tiers import EXHAUSTIVE, tiered
 
 SEQS, SNAPSHOTS, DRAFTS = 8, 12, (0, 1, 2, 3)
 
@@ -93,16 +93,15 @@ def workload(device: torch.device, family: str, numerics: str) -> tuple[ModelRun
     return runner, jobs, alone(runner, jobs)
 
 
+CASES = [(f, n, drafts) for n in ("exact", "serving") for f in ("v4", "v32") for drafts in DRAFTS]
+# On a CPU float32 shows all that there is, and three drafts take the paths of fewer. Steps without drafts are the other
+# model's, and test_workload runs this one's with drafts.
+ON_A_GPU = [case for case in CASES if case[1] == "serving" or case[2] in (1, 2) or case == ("v32", "exact", 0)]
+
+
 @EXHAUSTIVE
-@pytest.mark.parametrize("drafts", DRAFTS)
-@pytest.mark.parametrize(("family", "numerics"), [(f, n) for n in ("exact", "serving") for f in ("v4", "v32")])
+@pytest.mark.parametrize(("family", "numerics", "drafts"), tiered(CASES, CASES, gpu=ON_A_GPU))
 def test_every_text_is_that_of_the_request_alone(report, device, family, numerics, drafts):
-    if device.type == "cpu" and numerics == "serving":
-        pytest.skip("float32 shows all that a CPU can show")
-    if device.type == "cpu" and drafts in (1, 2):
-        pytest.skip("three drafts take the same paths, and more of them")
-    if device.type == "cpu" and (family, drafts) == ("v32", 0):
-        pytest.skip("the other model has steps without drafts, and this one has them in test_workload")
     size = size_of(device)
     config = size.configs[family]
     single, jobs, expected = workload(device, family, numerics)

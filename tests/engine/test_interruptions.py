@@ -191,12 +191,14 @@ def test_models(family, drafts, persistent, every, start):
 GRAPHS = list(product(["v4", "v32"], [0, 2]))
 
 
+@pytest.mark.gpu
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "drafts", "every"), [(*model, 23) for model in GRAPHS])
 def test_captured_graphs(family, drafts, every, device):
-    """The same on a GPU, where decode steps are captured, replayed and launched early; captures break off too."""
-    if device.type == "cpu":
-        pytest.skip("needs a GPU: test_models runs the same steps without a capture")
+    """The same on a GPU, where decode steps are captured, replayed and launched early; captures break off too.
+
+    Without a GPU, test_models runs the same steps without a capture.
+    """
     config = large().configs[family]
     assert config.num_nextn_predict_layers
     runner = ModelRunner.from_source(

@@ -116,11 +116,10 @@ def test_the_runner_and_its_layers_beside_requests(llm, nothing_left):
             assert torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other
 
 
+@pytest.mark.gpu
 @pytest.mark.exhaustive
 def test_streams_and_devices_of_the_threads(device):
     """On a GPU each thread launches on a stream of its own; steps are graphs, some of them launched early."""
-    if device.type == "cpu":
-        pytest.skip("needs a GPU: a CPU has no streams")
 
     def on_its_stream(call):
         def run():

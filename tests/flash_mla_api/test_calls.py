@@ -68,6 +68,7 @@ def test_awkward_sizes(report, device, case):
 SMALL = Decode(2, 2, 3, 512, Shape(20, 21, 7, **LENGTHS), Shape(9, 5, 2, **LENGTHS))
 
 
+@pytest.mark.triton
 def test_in_triton_under_its_interpreter(monkeypatch, report, device):
     """V4's pages, whose products are float16; the interpreter computes those of bfloat16 wrongly."""
     if os.environ.get("TRITON_INTERPRET") != "1":
@@ -391,6 +392,7 @@ def test_arguments_are_upstreams_and_those_of_its_forks_by_name(function):
     assert {"out", "use_legacy"} < set(parameters)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("function", [*POSITIONAL, "get_mla_metadata"])
 def test_the_installed_package_has_no_other_arguments(function, device):
     usable, reason = flash_mla.supported(device)

@@ -97,8 +97,6 @@ def sample() -> list[Case]:
 
 
 def run(case: Case, functions: Functions, device: torch.device, report: Report, tame: bool = False, **options) -> None:
-    if device.type != "cuda" and case.gflop > CPU_GFLOP:
-        pytest.skip(f"{case.gflop:.0f} GFLOP: on a GPU")
     case.run(functions, device, report, tame, **options)
 
 
@@ -112,11 +110,15 @@ def short(value: object) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value).removeprefix("torch.")
 
 
-@pytest.mark.parametrize("case", tiered(sample(), QUICK), ids=name)
+LARGE = [case for case in sample() if case.gflop > CPU_GFLOP]
+
+
+@pytest.mark.parametrize("case", tiered(sample(), QUICK, gpu=LARGE), ids=name)
 def test_our_functions(report, device, case):
     run(case, flash_mla_api, device, report)
 
 
+@pytest.mark.gpu
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", sample(), ids=name)
 def test_flash_mla_itself(report, device, case):

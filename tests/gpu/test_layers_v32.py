@@ -23,10 +23,9 @@ SERVING = Limits(layer=2e-1, keys=7e-2, selected=1e-1)  # the inputs of linears 
 V32 = ModelConfig.from_preset("v32").replace(num_hidden_layers=1, first_k_dense_replace=1)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("rule", ["raw", "pow2", "official"])
 def test_entries_are_the_bytes_of_a_cpu(report, device, rule):
-    if device.type == "cpu":
-        pytest.skip("both would be written on the CPU")
     rows = torch.randn(3000, 576) * torch.logspace(-6, 4, 3000).unsqueeze(1)
     slots = torch.randperm(64 * 64)[:3000]
     record = make_v32_record("fp8_ds_mla", 512, 64, torch.bfloat16, scale_rule=rule)

@@ -42,7 +42,7 @@ def fake(request, install):
     return install(fake_flash_mla.make(request.param))
 
 
-@pytest.fixture(params=[*fake_flash_mla.FLAVOURS, "installed"])
+@pytest.fixture(params=[*fake_flash_mla.FLAVOURS, pytest.param("installed", marks=pytest.mark.gpu)])
 def kernels(request):
     """Kernels for the test's tensors: a stand-in, whose calls it returns, or the installed package on a GPU."""
     if request.param != "installed":

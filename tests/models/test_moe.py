@@ -341,11 +341,13 @@ def test_moe_adds_routed_and_shared(hash_layer):
     torch.testing.assert_close(module(x, ids).double() / scale, expected / scale, rtol=0, atol=1e-4)
 
 
+def test_a_cpu_has_no_second_stream():
+    assert run_beside(lambda: 3, torch.device("cpu")) == (3, None)
+
+
+@pytest.mark.gpu
 def test_a_graph_computes_the_shared_expert_beside_the_others(device, monkeypatch):
     """On a second stream, whose memory is reused from layer to layer: the same bits as in order, at every replay."""
-    if device.type != "cuda":
-        assert run_beside(lambda: 3, device) == (3, None)
-        pytest.skip("a CUDA graph needs a GPU")
     cfg, events = config(), []
     module = MoE(cfg, cfg.layers[5], get_numerics("serving"), torch.bfloat16, device)
     load(module, "fp8")

@@ -252,10 +252,9 @@ def test_warming_up_leaves_sequences_alone():
         assert torch.equal(got, want)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("preset", "drafts"), [("tiny_gpu", 0), ("tiny_v41", 2)])
 def test_after_a_warm_up_nothing_is_compiled_and_no_kernel_loaded(preset, drafts, device):
-    if device.type == "cpu":
-        pytest.skip("kernels are compiled and loaded on a GPU only (DEEPSEEK_ATTN_TEST_DEVICE)")
     limits = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 9}
     config = tiny_for_kernels() if preset == "tiny_v41" else preset
     rng = random.Random(1)

@@ -97,6 +97,7 @@ def test_equals_ordinary_steps(runner, most):
             assert error < limit, f"sequence {i} at {start}"
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("drafts", [0, 2], ids=["no drafts", "two drafts"])
 @pytest.mark.parametrize("most", [1, 3], ids=["one token", "three tokens"])
 def test_replays_equal_eager_steps(device, most, drafts):
@@ -104,8 +105,6 @@ def test_replays_equal_eager_steps(device, most, drafts):
 
     With drafts, also the inputs that a step leaves for the one after it.
     """
-    if device.type == "cpu":
-        pytest.skip("CUDA graphs need a GPU")
     runner = make_runner(device, "serving", "bfloat16")
     vocab = runner.config.vocab_size
     sequences = [runner.sequence(random_ids(n, vocab)) for n in (2, 61, 190, 253)]

@@ -210,10 +210,9 @@ def test_a_saved_checkpoint_drafts_as_training_said(result, task, tmp_path):
         assert torch.equal(saved, own)
 
 
+@pytest.mark.gpu
 def test_training_on_a_gpu(device, task):
     """Captured steps of the MTP layer too."""
-    if device.type == "cpu":
-        pytest.skip("the other tests train on a CPU")
     trained = train(config(), task, **SIZES | {"steps": 24}, mtp=MtpTraining(steps=24), device=device)
     assert trained.metrics["acceptance_1"] > 0.3
     runner = trained.runner(device=device, numerics="exact", dtype="float32", max_model_len=64, max_num_seqs=4)
@@ -233,7 +232,7 @@ def test_the_routers_bias_of_the_mtp_layer_follows_its_load(result):
 
 def test_a_budget_covers_both(task):
     mtp = MtpTraining(steps=10**6)
-    short = train(config(), task, **SIZES | {"steps": 10**6}, budget_s=1.0, mtp=mtp, device="cpu")
+    short = train(config(), task, **SIZES | {"steps": 10**6}, budget_s=0.2, mtp=mtp, device="cpu")
     assert 0 < short.steps < 1000
     assert 0 < short.mtp.done < 1000
     assert short.seconds + short.mtp.seconds < 10

@@ -13,11 +13,11 @@ from deepseek_attn.training.state import TrainingState
 from tests.support.small_models import small_config
 
 TEXT = "The cat sat on the mat, and the dog lay by the door. " * 100
-SETTINGS = {"steps": 40, "seed": 0}
+SETTINGS = {"steps": 8, "seed": 0}
 
 
 def run(state=None, stop_at=None):
-    """A training of 40 steps and 20 of the MTP layer, stopped by Ctrl-C at a step."""
+    """A training of 8 steps and 4 of the MTP layer, stopped by Ctrl-C at a step whose loss is reported."""
     small = {"vocab_size": 300, "hc_sinkhorn_iters": 2, "moe_intermediate_size": 32, "num_attention_heads": 2}
     config = small_config([0, 4], **small, num_nextn_predict_layers=1)
 
@@ -25,22 +25,25 @@ def run(state=None, stop_at=None):
         if step == stop_at:
             raise KeyboardInterrupt
 
-    task, mtp = TextTask.from_text(TEXT, vocab_size=300), MtpTraining(steps=20, depth=1)
-    return train(config, task, steps=40, batch=2, seq_len=24, mtp=mtp, test_batches=1, progress=progress, state=state,
+    task, mtp = TextTask.from_text(TEXT, vocab_size=300), MtpTraining(steps=4, depth=1)
+    return train(config, task, steps=8, batch=2, seq_len=24, mtp=mtp, test_batches=1, progress=progress, state=state,
                  device="cpu")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def whole():
-    return run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepseek_attn.training.loop.REPORT_EVERY", 4)
+        return run()
 
 
 @pytest.fixture(autouse=True)
 def _save_each_step(monkeypatch):
     monkeypatch.setattr("deepseek_attn.training.state.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("deepseek_attn.training.loop.REPORT_EVERY", 4)
 
 
-@pytest.mark.parametrize("stop_at", [20, 60])
+@pytest.mark.parametrize("stop_at", [4, 12])
 def test_a_training_that_goes_on_ends_as_one_that_was_not_interrupted(whole, tmp_path, stop_at):
     """In the backbone's steps, before entries are selected, and in those of the MTP layer."""
     path = tmp_path / "state"
@@ -60,11 +63,11 @@ def test_a_training_that_goes_on_ends_as_one_that_was_not_interrupted(whole, tmp
 def test_a_state_is_not_taken_for_another_training(tmp_path):
     path = tmp_path / "state"
     with pytest.raises(KeyboardInterrupt):
-        run(TrainingState(path, SETTINGS), 20)
+        run(TrainingState(path, SETTINGS), 4)
     with pytest.raises(ValueError, match="go on with it \\(--resume\\), or remove it"):
         TrainingState(path, SETTINGS)
-    with pytest.raises(ValueError, match="is of a training with steps 40, not 41"):
-        TrainingState(path, SETTINGS | {"steps": 41}, resume=True)
+    with pytest.raises(ValueError, match="is of a training with steps 8, not 9"):
+        TrainingState(path, SETTINGS | {"steps": 9}, resume=True)
     whole = path.read_bytes()
     path.write_bytes(whole[:-10])
     with pytest.raises(ValueError, match="cannot be read"):
@@ -78,7 +81,7 @@ def test_a_state_is_not_taken_for_another_training(tmp_path):
 
 def test_the_command_resumes_and_loads_nothing_when_nothing_is_left(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    command = "train --config tiny --task copy --gap 8 --steps 20 --batch 1 --seq-len 48 --mtp-steps 1 --mtp-depth 1"
+    command = "train --config tiny --task copy --gap 8 --steps 2 --batch 1 --seq-len 42 --mtp-steps 1 --mtp-depth 1"
     command = [*command.split(), "--device", "cpu", "--out", "new/model"]
     stop = "deepseek_attn.training.loop.evaluate"
     with monkeypatch.context() as patch:

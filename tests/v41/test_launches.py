@@ -60,10 +60,9 @@ def test_no_step_waits_for_the_device(numerics, arch):
         assert not {"linear_hopper_kernel", "experts_hopper_kernel", "attend_hopper_kernel"} & launched
 
 
+@pytest.mark.gpu
 def test_replays_equal_eager_steps(device):
     """The same bits, as those of steps that are not over persistent tensors; candidates limit the longest sequences."""
-    if device.type == "cpu":
-        pytest.skip("CUDA graphs need a GPU")
     config = tiny_for_kernels()
     limits = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 512}
     options = {"device": device, "numerics": "serving", "dtype": "bfloat16", "cuda_graphs": True, "progress": False}

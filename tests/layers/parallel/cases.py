@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def v41_config():
 
 CONFIGS = {"v4": v4_config, "v32": v32_config, "v41": v41_config}
 CHECKPOINTS = ("v4", "v41")
+DATA_PARALLEL = {2: "v4", 4: "v41"}  # family whose attention is data-parallel over that many ranks
 
 
 def prompts(config, lengths=(140, 9, 33)) -> list[list[int]]:
@@ -149,7 +151,7 @@ def write_checkpoints(directory: Path) -> Path:
 
 
 def everything(directory: Path, parallel: Parallel) -> dict:
-    """All of it, by name."""
+    """What is computed with tensor-parallel attention, by name."""
     found = {family: scores(family, parallel) for family in CONFIGS}
     found["serving"] = scores("v4", parallel, "serving")
     for what in (texts_of, loads):
@@ -157,17 +159,20 @@ def everything(directory: Path, parallel: Parallel) -> dict:
     return found
 
 
-def main(world: int, dp_family: str, directory: str, results: str) -> None:
-    """A rank started by the tests (or torchrun): computes everything and writes it to ``results``.
+def main(world: int, second_port: str, directory: str, results: str) -> None:
+    """A rank started by the tests: computes `everything`, then `own_requests`, and writes both to ``results``.
 
     Args:
-        dp_family: `own_requests` of this family with data-parallel attention instead; or empty.
+        second_port: where the ranks meet again, for data-parallel attention.
     """
     from deepseek_attn.layers.parallel import launched
 
-    with launched(world, "cpu", bool(dp_family), timeout_seconds=900) as (parallel, _):
-        checkpoints = Path(directory)
-        found = own_requests(checkpoints / dp_family, parallel) if dp_family else everything(checkpoints, parallel)
+    checkpoints = Path(directory)
+    with launched(world, "cpu", timeout_seconds=900) as (parallel, _):
+        found = everything(checkpoints, parallel)
+    os.environ["MASTER_PORT"] = second_port
+    with launched(world, "cpu", True, timeout_seconds=900) as (parallel, _):
+        found["own_requests"] = own_requests(checkpoints / DATA_PARALLEL[world], parallel)
         torch.save(found, Path(results) / f"{parallel.rank}.pt")
 
 

@@ -41,21 +41,22 @@ def alone(checkpoints, tmp_path_factory) -> dict:
 def ranks(request, checkpoints, tmp_path_factory) -> list[dict]:
     """What each of 2 or 4 tensor-parallel ranks computed."""
     world = request.param
-    made = made_once(f"ranks-{world}", lambda folder: run_ranks(world, "", checkpoints, folder), tmp_path_factory)
-    return results_of(world, made)
+    made = made_once(f"ranks-{world}", lambda folder: run_ranks(world, checkpoints, folder), tmp_path_factory)
+    return [torch.load(made / f"{rank}.pt") for rank in range(world)]
 
 
-def run_ranks(world: int, dp_family: str, checkpoints: Path, results: Path) -> None:
+def run_ranks(world: int, checkpoints: Path, results: Path) -> None:
     """Runs this many processes, each of which writes what it computed to ``results``."""
-    with socket.socket() as free:
+    with socket.socket() as free, socket.socket() as second:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        second.bind(("127.0.0.1", 0))
+        port, second_port = free.getsockname()[1], second.getsockname()[1]
     command = [
         sys.executable,
         "-m",
         "tests.layers.parallel.cases",
         str(world),
-        dp_family,
+        str(second_port),
         str(checkpoints),
         str(results),
     ]
@@ -76,10 +77,6 @@ def run_ranks(world: int, dp_family: str, checkpoints: Path, results: Path) -> N
         for process in processes:
             process.kill()
     assert all(process.returncode == 0 for process in processes), "\n".join(errors)
-
-
-def results_of(world: int, results: Path) -> list[dict]:
-    return [torch.load(results / f"{rank}.pt") for rank in range(world)]
 
 
 @pytest.mark.parametrize("family", list(cases.CONFIGS))
@@ -130,19 +127,18 @@ def test_a_rank_reads_its_share(ranks, alone, family):
     assert sorted(kept) == sorted(name for name in names if ".experts." in name)
 
 
-@pytest.mark.parametrize(("family", "world"), tiered([("v4", 2), ("v41", 4)], [("v4", 2)]))
-def test_data_parallel_attention(checkpoints, tmp_path, family, world):
-    run_ranks(world, family, checkpoints, tmp_path)
-    single, ranks = Parallel.single(), results_of(world, tmp_path)
-    everyone = cases.LLM(checkpoints / family, parallel=single, **cases.LIMITS)
+def test_data_parallel_attention(ranks, checkpoints):
+    world = len(ranks)
+    everyone = cases.LLM(checkpoints / cases.DATA_PARALLEL[world], parallel=Parallel.single(), **cases.LIMITS)
     texts = cases.prompts(everyone.runner.config, range(20, 20 + 13 * world, 13))
     params = cases.SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     expected = [list(done.token_ids) for done in everyone.generate(texts, params)]
-    for number, rank in enumerate(ranks):
+    own = [rank["own_requests"] for rank in ranks]
+    for number, rank in enumerate(own):
         assert rank["texts"] == [expected[:number], expected[number:][:2]] * 2
-        assert rank["steps"] == ranks[0]["steps"] != []
+        assert rank["steps"] == own[0]["steps"] != []
         assert not rank["mtp"]
-    (got,) = ranks[1]["scored"]
+    (got,) = own[1]["scored"]
     assert_close(got, everyone.runner.score(texts[:1])[0], TOLERANCE)
 
 
