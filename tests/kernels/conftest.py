@@ -16,6 +16,14 @@ def gpu(device):
 
 
 @pytest.fixture
+def triton_device(device):
+    """A GPU, or a CPU whose tensors Triton's interpreter reads."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
+    return device
+
+
+@pytest.fixture
 def hopper(gpu):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")

@@ -3,8 +3,6 @@
 On a GPU with every configuration; in Triton's interpreter in float32, which it multiplies correctly.
 """
 
-import os
-
 import pytest
 import torch
 
@@ -105,13 +103,12 @@ def configs():
     return CONFIGS
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("splits", [1, 3, 40])
 @pytest.mark.parametrize(("record", "H", "groups", "norm", "pow2"), [
     (V4, 6, 2, True, True), (TINY, 5, 1, False, False), (type(V4)(320, 64), 4, 4, True, True),
 ], ids=str)  # fmt: skip
 def test_in_float32(device, record, H, groups, norm, pow2, splits):
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
     with device:
         heads, *rest = case(3, H, record, torch.float32, (9, 40), norm)
         expected = reference.attend_raw_q(heads, *rest, groups, pow2)

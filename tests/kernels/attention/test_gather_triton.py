@@ -1,7 +1,5 @@
 """The Triton gathers against their plain-torch versions: the same bits, and nothing else written."""
 
-import os
-
 import pytest
 import torch
 
@@ -29,10 +27,8 @@ RECORDS = {
 
 
 @pytest.fixture
-def gpu(device):
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
-    return device
+def gpu(triton_device):
+    return triton_device
 
 
 def make_cache(record, lengths, n, device, stride=2):
@@ -101,9 +97,8 @@ def test_every_byte(gpu):
     assert torch.equal(got, expected)
 
 
+@pytest.mark.gpu
 def test_pool_over_two_gib(gpu):
-    if gpu.type != "cuda":
-        pytest.skip("needs memory that only a GPU has to spare; DEEPSEEK_ATTN_TEST_DEVICE is cpu")
     record = RECORDS["V4"]
     pool = record.allocate(61_000, 64, gpu)
     assert pool.numel() > 2**31

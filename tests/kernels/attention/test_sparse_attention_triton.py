@@ -121,11 +121,10 @@ def test_nan_in_one_query_or_key_is_not_hidden(gpu, config):
     assert lse[8].isnan().all()
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("splits", [1, 3])
 def test_nan_in_float32(device, splits):
     """The same in Triton's interpreter."""
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
     q, kv = torch.randn(2, 3, 48, device=device), torch.randn(50, 48, device=device)
     indices = torch.randint(50, (2, 40), device=device).int()
     q[1, 2, 40] = NAN
@@ -168,6 +167,7 @@ def test_workspace_rows(gpu, H, K, dtype):
     check(got, reference.sparse_attention(q.float(), kv, indices, 512**-0.5, sink, lens), LIMIT[dtype])
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("T", "H", "dim", "widths", "n", "config"), [
     (1, 5, 96, (9, 33), (3, 5), None), (3, 20, 512, (33, 70), (64, 32), Launch(16, 16, 4, 1)),
@@ -185,13 +185,12 @@ def test_the_records_of_v41(device, T, H, dim, widths, n, config, dtype):
             check(paged(q, some, sink, config=config), paged_reference(q, some, sink), LIMIT[dtype])
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(("T", "H", "K", "config"), [
     (1, 5, 33, None), (3, 20, 70, Launch(16, 16, 4, 1)), (3, 20, 70, Launch(16, 16, 4, 1, 64, 4)),
 ], ids=str)  # fmt: skip
 def test_max_logits(device, T, H, K, config):
     """In float32, which Triton's interpreter multiplies correctly; whole and split."""
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
     q, kv = torch.randn(T, H, 80, device=device), torch.randn(300, 80, device=device)
     indices, lens = (part.to(device) for part in hostile(T, K, torch.arange(299), 299))
     kv[299] = NAN

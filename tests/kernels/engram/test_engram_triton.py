@@ -16,12 +16,6 @@ NAN = float("nan")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@pytest.fixture
-def runs(device):
-    if device.type != "cuda" and not INTERPRETED:
-        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
-
-
 def make(T, m, dim, dtype, device=None):
     streams, kv = (
         torch.randn(T, m, dim, device=device).to(dtype),
@@ -37,7 +31,7 @@ def all_rows(tokens, n, columns, device=None):
     return TableRows(values.view(torch.float8_e4m3fn), scales.view(tokens, n, columns // 32))
 
 
-@pytest.mark.usefixtures("runs")
+@pytest.mark.usefixtures("triton_device")
 @pytest.mark.parametrize("shape", [(5, 3, 96), (1, 24, 256), (11, 2, 32)], ids=str)
 def test_rows_are_dequantised(device, shape):
     rows = all_rows(*shape, device)
@@ -48,7 +42,7 @@ def test_rows_are_dequantised(device, shape):
         assert torch.equal(got.nan_to_num(7), reference.dequantize_rows(rows, torch.bfloat16).nan_to_num(7))
 
 
-@pytest.mark.usefixtures("runs")
+@pytest.mark.usefixtures("triton_device")
 @pytest.mark.parametrize("shape", [(65, 3, 72), (1, 4, 5120), (9, 1, 64)], ids=str)
 def test_the_gate(device, shape):
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
@@ -69,7 +63,7 @@ def test_the_gate(device, shape):
         assert torch.equal(after[kept], got[kept])
 
 
-@pytest.mark.usefixtures("runs")
+@pytest.mark.usefixtures("triton_device")
 def test_the_sign_of_a_small_product_opens_the_gate(device):
     streams, kv = torch.ones(2, 1, 4, device=device), torch.zeros(2, 8, device=device)
     kv[:, 4:], kv[1, :4] = 1.0, -1e-30

@@ -50,9 +50,7 @@ def test_a_tiny_epsilon_counts():
 
 
 @pytest.fixture
-def hc(device):
-    if device.type != "cuda" and not INTERPRETED:
-        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
+def hc(triton_device):
     return launch
 
 

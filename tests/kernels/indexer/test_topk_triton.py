@@ -90,10 +90,8 @@ def forced(config):
 
 
 @pytest.fixture
-def gpu(device):
-    if device.type != "cuda" and not INTERPRETED:
-        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
-    return device
+def gpu(triton_device):
+    return triton_device
 
 
 @pytest.fixture

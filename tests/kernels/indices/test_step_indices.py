@@ -18,10 +18,8 @@ HUGE = 2**31 - 1
 
 
 @pytest.fixture
-def gpu(device):
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
-    return device
+def gpu(triton_device):
+    return triton_device
 
 
 def same(got, expected):
@@ -219,7 +217,7 @@ def test_refuses(gpu):
         launch.combine_topk_swa_indices(none[:, None], none, none[:1], none[:1], 4, 4, 2, 8, 4)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.gpu
 def test_in_a_graph(gpu):
     positions, owners, valid = tokens_of(3, 7, gpu)
     groups = [EntryGroup(4, table_of(4, 7, 300, gpu), 64, 0), EntryGroup(128, table_of(8, 7, 10, gpu), 32, 256)]

@@ -1,6 +1,5 @@
 """Compression of windows, cut into steps in every way, against one softmax per window of the whole sequence."""
 
-import os
 import random
 
 import pytest
@@ -16,14 +15,12 @@ EPS = 1e-6
 LENGTH = 300
 
 
-@pytest.fixture(params=["torch", "triton"])
+@pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.triton)])
 def op(request, device):
     """The reference, and the kernel where it runs: on a GPU, or interpreted."""
     if request.param == "torch":
         return reference.compress_and_insert
     pytest.importorskip("triton", reason="the package triton is not installed")
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
     from deepseek_attn.kernels.insert.launch import compress_and_insert
 
     return compress_and_insert
@@ -245,8 +242,6 @@ def shared_windows(op, monkeypatch):
 
     Their scratch is full of NaN. Yields the counters, which must be zero after each step.
     """
-    if op is reference.compress_and_insert:
-        pytest.skip("plain torch has no programs")
     from deepseek_attn.kernels.insert import launch
 
     counters = []
@@ -260,6 +255,9 @@ def shared_windows(op, monkeypatch):
         yield counters
 
 
+@pytest.mark.parametrize(
+    "op", [pytest.param("triton", marks=pytest.mark.triton)], indirect=True
+)  # torch has no programs
 @pytest.mark.parametrize("kind", [(128, False), (16, True)], ids=["C128A", "C16_overlap"])
 def test_windows_that_programs_share(shared_windows, op, device, kind):
     """Every cut gives the same bits, and entries as one softmax over the window does."""
@@ -277,10 +275,9 @@ def test_windows_that_programs_share(shared_windows, op, device, kind):
     assert all(torch.equal(pool, pools[0]) for pool in pools[1:])
 
 
+@pytest.mark.gpu
 def test_the_rows_of_v4_do_not_depend_on_the_cut(op, device):
     """Entries of 512 channels, byte by byte: in a step of their own, and among others."""
-    if device.type != "cuda":
-        pytest.skip("slow without a GPU, where all sums are alike anyway; DEEPSEEK_ATTN_TEST_DEVICE is cpu")
     for kind in ((128, False), (4, True)):
         pools = []
         for steps in (
@@ -334,10 +331,9 @@ def test_stored_bytes_do_not_depend_on_the_cut(op, device):
     assert all(torch.equal(pool, pools[0]) for pool in pools[1:])
 
 
+@pytest.mark.gpu
 def test_pages_over_two_gib(op, device):
     """Rings and entries whose byte offsets pass 2**31."""
-    if device.type != "cuda":
-        pytest.skip("needs memory that only a GPU has to spare; DEEPSEEK_ATTN_TEST_DEVICE is cpu")
     record, first = Fp8DsMlaRecord(448, 64), 58_000
     batch = Batch(1, 4, True, 3, device, first_page=first)
     part = Compressed(record, 64, 4, True, batch.rows, 1, 1, device, torch.bfloat16)

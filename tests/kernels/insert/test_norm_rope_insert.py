@@ -32,12 +32,10 @@ def runs_triton(device):
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@pytest.fixture(params=["torch", "triton"])
-def triton(request, device):
+@pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.triton)])
+def triton(request):
     if request.param == "triton":
         pytest.importorskip("triton", reason="the package triton is not installed")
-        if not runs_triton(device):
-            pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
     return request.param == "triton"
 
 
@@ -202,9 +200,8 @@ def test_no_tokens(insert, device):
     assert case.pool.eq(0xAB).all()
 
 
+@pytest.mark.gpu
 def test_pool_over_two_gib(insert, device):
-    if device.type != "cuda":
-        pytest.skip("needs memory that only a GPU has to spare; DEEPSEEK_ATTN_TEST_DEVICE is cpu")
     case = Case("V4", torch.bfloat16, device, n=64)
     case.pool = torch.full((61_000, case.size), 0xAB, dtype=torch.uint8, device=device)
     assert case.pool.numel() > 2**31
@@ -314,10 +311,9 @@ def test_refuses(device):
             query_norm_rope(RawQueries(*arguments))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["V4", "index_fp4", "fp8_v41", "fp4_v41"])
 def test_fifty_launches_are_bit_identical(device, name):
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
     from deepseek_attn.kernels.insert.launch import norm_rope_insert
 
     case = Case(name, torch.bfloat16, device, T=300)
