@@ -240,9 +240,9 @@ def _multiply_all(jobs, M, x, scales, outs, quantized_output, memory, buffers, T
 @gluon.jit(do_not_specialize=["M", "jobs", "quantized_scale_stride"])
 def linear_decode_hopper_kernel(
     x,
-    w0,
-    w1,
-    w2,
+    w0_desc,
+    w1_desc,
+    w2_desc,
     scales,
     outs,
     memory,
@@ -254,7 +254,7 @@ def linear_decode_hopper_kernel(
     """Persistent kernel: ``jobs`` tiles and splits of FP8 weights.
 
     Args:
-        x: `DecodeInput`; w0, ...: descriptors of the weights; scales, outs: tuples by weight.
+        x: `DecodeInput`; w0_desc, ...: descriptors of the weights; scales, outs: tuples by weight.
         memory: `HopperMemory`.
         TILING: `DecodeTiling`.
     """
@@ -277,7 +277,7 @@ def linear_decode_hopper_kernel(
     gl.warp_specialize(
         [
             (_multiply_all, (jobs, M, x, scales, outs, quantized_output, memory, buffers, TILING)),
-            (_load_weights, (jobs, (w0, w1, w2), buffers, TILING)),
+            (_load_weights, (jobs, (w0_desc, w1_desc, w2_desc), buffers, TILING)),
         ],
         [1],
         [40],

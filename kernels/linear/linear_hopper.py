@@ -204,14 +204,14 @@ def linear_hopper_kernel(
     q_desc,
     scale_desc,
     x_desc,
-    w0,
-    w1,
-    w2,
-    p0,
-    p1,
-    p2,
-    p3,
-    p4,
+    w0_desc,
+    w1_desc,
+    w2_desc,
+    p0_desc,
+    p1_desc,
+    p2_desc,
+    p3_desc,
+    p4_desc,
     scales,
     outs,
     plain_outs,
@@ -228,7 +228,8 @@ def linear_hopper_kernel(
 
     Args:
         q_desc, scale_desc: quantised input ``[M, K]`` and its scales ``[K / 128, M]``; x_desc: the plain one.
-        w0, ..., p0, ...: FP8 weights and plain ones. scales, outs: tuples by FP8 weight; plain_outs: by plain one.
+        w0_desc, ..., p0_desc, ...: FP8 weights and plain ones.
+        scales, outs: tuples by FP8 weight; plain_outs: by plain one.
         memory: `HopperMemory`.
         group_stride: rows from the input of one group to the next; quantized_scale_stride: from a row of scales.
         TILING: `LinearHopperTiling`.
@@ -251,8 +252,8 @@ def linear_hopper_kernel(
         mbarrier.init(empty.index(i), count=WARPGROUPS)
     fence_async_shared()  # TMA sees the barriers
     inputs = InputTiles(q_desc, scale_desc, x_desc)
-    fp8_descs = (w0, w1, w2)
-    plain_descs = (p0, p1, p2, p3, p4)
+    fp8_descs = (w0_desc, w1_desc, w2_desc)
+    plain_descs = (p0_desc, p1_desc, p2_desc, p3_desc, p4_desc)
     buffers = LinearBuffers(w_buffer, x_buffer, scale_buffer, full, empty)
     quantized_output = QuantizedOutput(memory.quantized, memory.quantized_scale, quantized_scale_stride)
     # fmt: off
