@@ -41,33 +41,59 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
-# Fixtures without which a kernel does not run; the last two compute cases marked `on_cpu` with stand-ins on a CPU.
-RUN_KERNELS = {"gpu", "hopper", "real_gpu", "triton_device"}
-HAVE_STAND_INS = {"machine", "checked", "place"}
+@pytest.fixture
+def needs_gpu() -> None:
+    """Requested by fixtures that need a GPU, so that `deselected` knows the tests that use them."""
 
 
-def needs_gpu(item: pytest.Item) -> bool:
+@pytest.fixture
+def gpu_or_stand_in() -> None:
+    """Requested by fixtures that need a GPU but for cases marked ``on_cpu``, for which stand-ins compute on a CPU."""
+
+
+@pytest.fixture
+def triton_device(device) -> torch.device:
+    """A GPU, or a CPU whose tensors Triton's interpreter reads."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
+    return device
+
+
+def deselected(item: pytest.Item) -> bool:
     """Whether the test would be skipped without a GPU. Triton's interpreter runs some of those that launch kernels."""
-    fixtures = set(getattr(item, "fixturenames", ()))
-    if item.get_closest_marker("gpu") is not None:
+    fixtures = getattr(item, "fixturenames", ())
+    if "needs_gpu" in fixtures or item.get_closest_marker("gpu") is not None:
         return True
-    if fixtures & HAVE_STAND_INS:
+    if "gpu_or_stand_in" in fixtures:
         return item.get_closest_marker("on_cpu") is None
-    launches = item.get_closest_marker("triton") is not None or bool(fixtures & RUN_KERNELS)
+    launches = "triton_device" in fixtures or item.get_closest_marker("triton") is not None
     return launches and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU, deselects the tests that need one, so that a test that is skipped shows something missing."""
     if os.environ.get("DEEPSEEK_ATTN_TEST_DEVICE", "cpu") == "cpu":
-        config.hook.pytest_deselected(items=[item for item in items if needs_gpu(item)])
-        items[:] = [item for item in items if not needs_gpu(item)]
+        config.hook.pytest_deselected(items=[item for item in items if deselected(item)])
+        items[:] = [item for item in items if not deselected(item)]
+
+
+FEW_OBJECTS = 100_000  # which a garbage collection looks through in 0.05 s
 
 
 def pytest_collection_finish() -> None:
     """Leaves modules and collected tests out of garbage collections, of which each closed runner causes one."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Behind a file of tests, leaves out what it has imported too."""
+    result = yield
+    if nextitem is not None and nextitem.path != item.path and len(gc.get_objects(generation=2)) > FEW_OBJECTS:
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 EVERYTHING = Report()  # what this process, and the workers that it started, have found

@@ -12,7 +12,7 @@ NUMERICS = ["exact", "official", "serving"]
 
 
 @pytest.fixture
-def gpu(device):
+def gpu(device, needs_gpu):
     if not runs_triton(torch.empty(0, device=device)):
         pytest.skip("needs a GPU with Triton: DEEPSEEK_ATTN_TEST_DEVICE=cuda")
     return device

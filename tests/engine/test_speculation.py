@@ -192,13 +192,18 @@ def plain(directory):
     return LLM(directory, **OPTIONS)
 
 
+@pytest.fixture(scope="module")
+def speculating(directory):
+    return LLM(directory, speculate=3, **OPTIONS)
+
+
 @pytest.fixture
-def llm(directory):
-    """Three drafts per step; every page is back when a test is over."""
-    llm = LLM(directory, speculate=3, **OPTIONS)
-    before = llm.runner.manager.available_pages()
-    yield llm
-    assert llm.runner.manager.available_pages() == before
+def llm(speculating):
+    """Three drafts per step, by an engine of its own; every page is back when a test is over."""
+    speculating.engine = Engine(speculating.runner, speculating.tokenizer, MTPSpeculation(speculating.runner, 3))
+    before = speculating.runner.manager.available_pages()
+    yield speculating
+    assert speculating.runner.manager.available_pages() == before
 
 
 def test_right_drafts_are_all_accepted(llm, plain, monkeypatch):
@@ -221,7 +226,7 @@ def test_wrong_drafts_cost_nothing_but_work(llm, plain, monkeypatch):
     assert (stats.acceptance_rate, stats.tokens_per_step, stats.generated) == (0.0, 1.0, 9)
 
 
-@pytest.mark.parametrize("length", tiered([1, 2, 3, 4, 5, 41, 43, 83], [1, 3, 4, 41, 83]))
+@pytest.mark.parametrize("length", tiered([1, 2, 3, 4, 5, 41, 43, 83], [1, 4, 83]))
 def test_drafts_after_prompts_that_end_in_few_tokens(llm, plain, length, monkeypatch):
     """The last tokens of a prompt, as few as a verification has, are not taken for one."""
     expected = plain.generate([prompt(length)], greedy(8))[0].token_ids
@@ -241,7 +246,7 @@ def use_persistent_tensors(llm, monkeypatch) -> DecodeGraphs:
     return graphs
 
 
-@pytest.mark.parametrize("right", tiered([2, 3, 5], [2, 5]))
+@pytest.mark.parametrize("right", tiered([2, 3, 5], [2]))
 def test_decode_steps_over_persistent_tensors(llm, plain, right, monkeypatch):
     """What CUDA graphs replay, run eagerly: verifications of one to four tokens, padded to the longest of a step."""
     runner, graphs = llm.runner, use_persistent_tensors(llm, monkeypatch)
@@ -267,7 +272,7 @@ def test_progress_counts_tokens_that_stay(llm, plain, monkeypatch):
     assert [token for output in outputs for token in output.token_ids] == expected
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 3])
+@pytest.mark.parametrize("drafts", tiered([1, 2, 3], [2]))
 def test_sampled_tokens_are_those_of_the_seed(directory, plain, drafts, monkeypatch):
     """The same random number meets the same logits, so what is drawn, and with it its distribution, is the same."""
     params = [
@@ -283,7 +288,7 @@ def test_sampled_tokens_are_those_of_the_seed(directory, plain, drafts, monkeypa
     assert 0.4 < llm.engine.stats.acceptance_rate < 1
 
 
-@pytest.mark.parametrize("place", tiered(range(1, 9), [1, 3, 4, 8]))
+@pytest.mark.parametrize("place", tiered(range(1, 9), [3, 8]))
 def test_a_stop_token_among_accepted_drafts(llm, plain, place, monkeypatch):
     expected = plain.generate([prompt(30)], greedy(12))[0].token_ids
     draft_from(monkeypatch, llm.runner, [prompt(30) + expected])
@@ -304,7 +309,7 @@ def test_a_stop_string_among_accepted_drafts(llm, plain, monkeypatch):
     assert "".join(llm.stream("Grüße, 世界", greedy(24, stop=(stop,)))) == expected.text
 
 
-@pytest.mark.parametrize("count", tiered(range(1, 10), [1, 2, 5, 8]))
+@pytest.mark.parametrize("count", tiered(range(1, 10), [1, 5]))
 def test_max_tokens_anywhere(llm, plain, count, monkeypatch):
     expected = plain.generate([prompt(30)], greedy(12))[0].token_ids
     draft_from(monkeypatch, llm.runner, [prompt(30) + expected])
@@ -314,7 +319,7 @@ def test_max_tokens_anywhere(llm, plain, count, monkeypatch):
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["eager", "persistent"])
-@pytest.mark.parametrize("length", tiered([189, *range(193, 200)], [196, 199]))
+@pytest.mark.parametrize("length", tiered([189, *range(193, 200)], [196]))
 def test_max_model_len_anywhere(llm, plain, length, persistent, monkeypatch):
     expected = plain.generate([prompt(length)], greedy(50))[0]
     if persistent:
@@ -324,7 +329,7 @@ def test_max_model_len_anywhere(llm, plain, length, persistent, monkeypatch):
     assert length + len(expected.token_ids) == OPTIONS["max_model_len"]
 
 
-@pytest.mark.parametrize("broken", tiered(range(29, 37), [29, 31, 34, 36]))
+@pytest.mark.parametrize("broken", tiered(range(29, 37), [31, 36]))
 def test_broken_logits_fail_one_request_where_they_would_without(llm, plain, broken, monkeypatch):
     """The row at a position is NaN: all tokens before it come out, whether it was a draft's row or not."""
     lengths = (30, 12, 21)

@@ -443,7 +443,7 @@ def one_by_one(preset: str) -> ModelRunner:
 def test_random_workloads(preset, variant, drafts, share, monkeypatch):
     """Arrivals, cancellations, preemptions, shared prefixes, few pages; greedy requests, perhaps with sampled ones."""
     config = one_by_one(preset).config
-    jobs = make_jobs(14, LONGEST, config.vocab_size, seed=drafts, greedy=share)
+    jobs = make_jobs(9, LONGEST, config.vocab_size, seed=drafts, greedy=share)
     expected = alone(one_by_one(preset), jobs)
     runner = ModelRunner.from_config(config, device="cpu", numerics="exact", **variants(config, LONGEST)[variant])
     use_buckets(runner)

@@ -22,6 +22,7 @@ from tests.engine.fake_runner import FakeRunner
 from tests.engine.test_engine import expected, pages_free, tokens
 from tests.support.requests import finish, greedy
 from tests.support.threads import PATIENCE, together
+from tests.support.tiers import tiered
 
 WORDS = ["The morning was", "She said that", "It", "My dear " * 30, "He had", "To be " * 9]
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -35,7 +36,7 @@ def load(drafts: int = 0, device: torch.device | str = "cpu", deterministic: boo
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[0, 2], ids=["no drafts", "drafts"])
+@pytest.fixture(scope="module", params=tiered([0, 2], [2]), ids=["no drafts", "drafts"])
 def llm(request):
     with load(request.param) as llm:
         yield llm

@@ -135,6 +135,7 @@ def test_every_outcome_is_counted_and_a_wrong_case_is_shown(checkout):
     assert [case["number"] for case in last["wrong_cases"]] == [6]
 
 
+@pytest.mark.exhaustive
 def test_a_slice_without_a_wrong_case(checkout):
     status, _, last = run(checkout, "--slice", "2/3")
     assert status == 0

@@ -17,10 +17,13 @@ import torch
 from deepseek_attn.impls import flash_mla, get_impl
 from tests.support import fake_flash_mla
 from tests.support.report import ON_CPU
+from tests.support.tiers import EXHAUSTIVE
 
 
 @pytest.fixture
-def checked(device: torch.device, request: pytest.FixtureRequest, monkeypatch) -> Iterator[torch.device]:
+def checked(
+    device: torch.device, gpu_or_stand_in, request: pytest.FixtureRequest, monkeypatch
+) -> Iterator[torch.device]:
     """The device of the tests if FlashMLA runs there; a CPU, with a stand-in for the package, for small cases."""
     usable, reason = flash_mla.supported(device)
     if not usable and request.node.get_closest_marker("on_cpu") is None:
@@ -43,15 +46,18 @@ def on_backends(
 
     Args:
         reference: cases that run in plain torch.
-        stand_in: cases that FlashMLA's stand-in computes on a CPU where FlashMLA does not run.
+        stand_in: cases that FlashMLA's stand-in computes on a CPU where FlashMLA does not run, in ``make test-all``.
     """
     on_device = [(backend, case) for backend in backends for case in cases]
-    on_cpu = [("reference", case) for case in reference] + [("flashmla", case) for case in stand_in]
-    return on_device + [pytest.param(*both, marks=ON_CPU) for both in on_cpu]
+    on_cpu = [pytest.param("reference", case, marks=ON_CPU) for case in reference]
+    on_cpu += [pytest.param("flashmla", case, marks=[ON_CPU, EXHAUSTIVE]) for case in stand_in]
+    return on_device + on_cpu
 
 
 @pytest.fixture
-def machine(device: torch.device, backend: str, request: pytest.FixtureRequest, monkeypatch) -> Iterator[torch.device]:
+def machine(
+    device: torch.device, gpu_or_stand_in, backend: str, request: pytest.FixtureRequest, monkeypatch
+) -> Iterator[torch.device]:
     """The device of the tests if ``backend`` runs there; else a CPU, for what `on_backends` runs on one."""
     try:
         get_impl(backend, device)

@@ -67,7 +67,7 @@ def assert_same_text(runner: ModelRunner, tokens: list[int], text: tuple[int, ..
 
 
 @pytest.fixture
-def gpu(device: torch.device) -> torch.device:
+def gpu(device: torch.device, needs_gpu) -> torch.device:
     if device.type != "cuda":
         pytest.skip("needs a GPU; tests/runner/test_dspark.py has the same on a CPU")
     return device

@@ -1,8 +1,8 @@
 """A reader follows one token through one layer, from `attention.forward` to the contracts of its ops, in 320 lines.
 
-Counted are the lines of code, not of prose, of every function of the library that a call passes. A function of
-``kernels/`` is where the reader stops: its contract (the function of its name in the family's ``__init__.py``) is one
-screen of text, prose included, and nothing below it has to be read.
+Counted are the lines of code, not of prose, of every function of the library that a call passes. The reader stops at a
+function of ``kernels/``: its contract is the function of that name in the family's ``__init__.py``, and nothing below
+it has to be read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from deepseek_attn.utils.torch_state import own_torch_state
 
 ROOT = Path(__file__).parents[2]
 LINES = 320  # of code
-SCREEN = 50  # lines of a contract
 
 
 def contract_of(code: CodeType) -> object:
@@ -49,7 +48,7 @@ def lines_of_code(lines: list[str]) -> int:
 
 
 def functions_passed(call: Callable[[], object]) -> dict[str, int]:
-    """Lines of code of each function of the library that ``call`` enters, and lines of the contracts of its ops."""
+    """Lines of code of each function of the library that ``call`` enters, and of the contracts of its ops."""
     found: dict[object, CodeType] = {}
     below = 0  # calls inside an op
 
@@ -75,8 +74,7 @@ def functions_passed(call: Callable[[], object]) -> dict[str, int]:
     for source, code in found.items():
         if "<locals>" not in code.co_qualname or code.co_name == "run":  # inner functions are lines of the outer one
             path, lines = Path(code.co_filename).relative_to(ROOT), inspect.getsourcelines(source)[0]
-            count = len(lines) if path.parts[0] == "kernels" else lines_of_code(lines)
-            passed[f"{path} {code.co_qualname}"] = count
+            passed[f"{path} {code.co_qualname}"] = lines_of_code(lines)
     return passed
 
 
@@ -97,7 +95,5 @@ def test_from_forward_to_the_contracts_of_ops(kind, computed, new):
             passed = functions_passed(lambda: layer(x, step.positions, step))
     assert any("attention/layer.py" in name and "forward" in name for name in passed)
     assert {"insert_tokens", "multi_linear", "grouped_linear_quantized"} <= {name.split()[-1] for name in passed}
-    contracts = {name: lines for name, lines in passed.items() if name.startswith("kernels")}
-    assert all(lines <= SCREEN for lines in contracts.values()), contracts
-    total = sum(passed.values()) - sum(contracts.values())
+    total = sum(lines for name, lines in passed.items() if not name.startswith("kernels"))
     assert total <= LINES, "\n".join([f"{total} lines", *(f"{n:4d} {name}" for name, n in passed.items())])

@@ -7,20 +7,12 @@ import torch
 
 
 @pytest.fixture
-def gpu(device):
+def gpu(device, needs_gpu):
     if device.type != "cuda" or not torch.cuda.is_available():
         pytest.skip(f"needs an NVIDIA GPU; DEEPSEEK_ATTN_TEST_DEVICE is {os.environ.get('DEEPSEEK_ATTN_TEST_DEVICE')}")
     torch.set_default_device(device)
     yield device
     torch.set_default_device(None)
-
-
-@pytest.fixture
-def triton_device(device):
-    """A GPU, or a CPU whose tensors Triton's interpreter reads."""
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1")
-    return device
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ CHUNKS = [(ratio, size) for ratio in COMPRESSED for size in (1, 3, 7, 16, 63, 64
 CHUNKS += [(ratio, size) for ratio in OTHERS for size in (7, 64, 129, None)] + [(0, 1), (16, 1)]
 
 
-QUICK = [(4, 3), (4, 129), (4, None), (128, 63), (0, 7), (8, 129), (16, None)]
+QUICK = [(4, 3), (4, 129), (128, 63), (0, 7), (16, None)]
 
 
 @pytest.mark.parametrize(("ratio", "chunk_size"), tiered(CHUNKS, QUICK), ids=str)
@@ -73,7 +73,7 @@ def test_any_chunking_equals_one_prefill(ratio, chunk_size):
         assert_close(logits, expected[n], what=f"{n} tokens in chunks of {chunk_size}")
 
 
-@pytest.mark.parametrize("split", tiered([1, 3, 4, 5, 63, 64, 65, 127, 128, 129, 130, 131], [1, 3, 5, 64, 127, 129]))
+@pytest.mark.parametrize("split", tiered([1, 3, 4, 5, 63, 64, 65, 127, 128, 129, 130, 131], [1, 5, 64, 127]))
 def test_mixed_layers_split_anywhere(split):
     runner = shared_runner(MIXED)
     tokens = prompt(runner.config, 140, seed=2)
@@ -111,7 +111,7 @@ def test_mtp_logits_in_chunks(chunk_size):
     ("ratio", "numerics"),
     tiered(
         [(ratio, numerics) for ratio in (0, 4, 128) for numerics in ("official", "serving")],
-        [(4, "official"), (128, "serving")],
+        [(4, "official")],
     ),
 )
 def test_quantised_layer_token_by_token(ratio, numerics):
@@ -176,7 +176,7 @@ LAYERS = [(ratio, numerics) for ratio in COMPRESSED for numerics in NUMERICS]
     ("ratio", "numerics"),
     tiered(
         [*LAYERS, *((ratio, "serving") for ratio in OTHERS)],
-        [(4, "official"), (128, "serving"), (8, "serving")],
+        [(4, "official"), (128, "serving")],
     ),
 )
 def test_caches_do_not_depend_on_chunks(ratio, numerics, monkeypatch):
@@ -210,7 +210,7 @@ def test_caches_do_not_depend_on_chunks(ratio, numerics, monkeypatch):
     ("ratio", "numerics"),
     tiered(
         [*LAYERS, *((ratio, "exact") for ratio in OTHERS)],
-        [(4, "official"), (128, "serving"), (0, "exact")],
+        [(4, "official"), (0, "exact")],
     ),
 )
 def test_later_tokens_change_no_earlier_bit(ratio, numerics):
@@ -246,7 +246,7 @@ def poison(runner: ModelRunner, live: tuple[Sequence, ...] = ()) -> None:
 SIZES = [61, 1, 1, 1, 66, 1, 1, 1, 1, 1, 5]  # prefill, decode, both again; crosses 64 and 128
 
 
-@pytest.mark.parametrize("numerics", tiered(NUMERICS, ["exact", "official"]))
+@pytest.mark.parametrize("numerics", tiered(NUMERICS, ["official"]))
 def test_poisoned_memory_changes_nothing(numerics):
     runner = shared_runner(KINDS[numerics], numerics)
     tokens, other = prompt(runner.config, sum(SIZES)), prompt(runner.config, 150, seed=1)
@@ -267,7 +267,7 @@ def test_poisoned_memory_changes_nothing(numerics):
         pool.tensor.zero_()
 
 
-@pytest.mark.parametrize("numerics", tiered(NUMERICS, ["exact", "serving"]))
+@pytest.mark.parametrize("numerics", tiered(NUMERICS, ["serving"]))
 def test_poisoned_batch_and_mtp(numerics):
     """Prefills, chunks, and decodes of several lengths in one step, where short rows have columns to spare."""
     runner = shared_runner((0, 4), numerics, mtp=1)
@@ -283,7 +283,7 @@ def test_poisoned_batch_and_mtp(numerics):
         assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("numerics", tiered(NUMERICS, ["exact", "serving"]))
+@pytest.mark.parametrize("numerics", tiered(NUMERICS, ["exact"]))
 def test_reused_slots(numerics):
     runner = shared_runner(KINDS[numerics], numerics)
     a, b = prompt(runner.config, sum(SIZES)), prompt(runner.config, 300, seed=1)

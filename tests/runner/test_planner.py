@@ -153,7 +153,7 @@ def test_a_step_of_what_is_beside_is_found_in_few_tries(last):
     lengths = []
 
     def plan_for(max_model_len, max_num_seqs):
-        config, limits = ModelConfig.from_preset("v4_flash"), (max_model_len, max_num_seqs, 2048)
+        config, limits = ModelConfig.from_preset("tiny"), (max_model_len, max_num_seqs, 2048)
         return make_plan(config, PRESETS["serving"], torch.bfloat16, *limits)
 
     def total_for(max_model_len, max_num_seqs):

@@ -46,6 +46,7 @@ def logits(model: str, seed: int) -> Tensor:
     return make_runner(config, source, numerics="official", dtype="bfloat16").score([prompt(config, LENGTH, seed)])[0]
 
 
+@cache
 def cosines(model: str, left_out: tuple[str, ...] = ()) -> Tensor:
     """Cosines of logits with the program's, ``[seeds, LENGTH]``."""
     config, found = tiny(**MODELS[model]), []

@@ -210,7 +210,9 @@ ON_CPU = [case for case in CASES if case[1] in ("reference", "flashmla") and cas
 
 
 @pytest.fixture
-def place(device: torch.device, name: str, request: pytest.FixtureRequest, monkeypatch) -> Iterator[torch.device]:
+def place(
+    device: torch.device, gpu_or_stand_in, name: str, request: pytest.FixtureRequest, monkeypatch
+) -> Iterator[torch.device]:
     """The device of the tests if implementation ``name`` runs there; for small cases, a CPU with a stand-in."""
     reason = (OF_V4 | OF_ROWS)[name].problem(device)
     if reason and request.node.get_closest_marker("on_cpu") is None:

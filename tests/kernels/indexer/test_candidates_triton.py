@@ -30,7 +30,7 @@ def ops(triton_device):
 
 
 @pytest.fixture
-def real_gpu(device):
+def real_gpu(device, needs_gpu):
     if device.type != "cuda":
         pytest.skip("needs an NVIDIA GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda")
     return device

@@ -95,7 +95,7 @@ def ops(triton_device):
 
 
 @pytest.fixture
-def real_gpu(ops, device):
+def real_gpu(ops, device, needs_gpu):
     if device.type != "cuda":
         pytest.skip("needs an NVIDIA GPU: DEEPSEEK_ATTN_TEST_DEVICE=cuda")
     return device

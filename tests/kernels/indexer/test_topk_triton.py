@@ -95,7 +95,7 @@ def gpu(triton_device):
 
 
 @pytest.fixture
-def real_gpu(device):
+def real_gpu(device, needs_gpu):
     if device.type != "cuda":
         pytest.skip(f"needs an NVIDIA GPU; DEEPSEEK_ATTN_TEST_DEVICE is {os.environ.get('DEEPSEEK_ATTN_TEST_DEVICE')}")
     return device

@@ -55,7 +55,7 @@ def route_op(where):
     return {"torch": reference.moe_route, "triton": moe_router.moe_route}[where]
 
 
-@pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.triton)])
+@pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.gpu)])
 def route(request):
     if request.param == "triton":
         request.getfixturevalue("gpu")
