@@ -50,7 +50,8 @@ class HopperShape:
 
     Attributes:
         NOPE: quantised channels of a key, before 64 rotated ones.
-        N0, N1: entries of a page of the pools; SPLIT: results are split-K partials; RAW_Q: of raw queries, else None.
+        N0, N1: entries of a page of the pools, N1 0 where there is one pool.
+        SPLIT: results are split-K partials; RAW_Q: of raw queries, else None.
     """
 
     NOPE: int
@@ -260,7 +261,7 @@ def attend_hopper_kernel(
     q, first, second, outputs, raw_q, H, width0, width1, limit0, limit1, SHAPE: gl.constexpr
 ):  # fmt: skip
     """Arguments as of `attend_kernel`; SHAPE: `HopperShape`. Grid ``(queries * blocks of 64 heads, splits)``."""
-    POOLS: gl.constexpr = 1 if second is None else 2
+    POOLS: gl.constexpr = 1 if SHAPE.N1 == 0 else 2
     DIM: gl.constexpr = SHAPE.NOPE + 64
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -109,7 +109,7 @@ class AttendShape:
 
     Attributes:
         DIM, D_V: channels of a key and of a value.
-        FIRST, SECOND: entries of the pools, the same one twice where there is one pool.
+        POOLS: 1 or 2. FIRST, SECOND: entries of the pools, the same one twice where there is one pool.
         STARTS, WIDTHS: channels of the pieces of a key; the first V_PIECES of them are the value.
         DTYPE: of products; PRECISION: of float32 products; NATIVE_FP8: the GPU converts e4m3.
         SPLIT: results are split-K partials; RAW_Q: of raw queries, else None.
@@ -118,6 +118,7 @@ class AttendShape:
 
     DIM: int
     D_V: int
+    POOLS: int
     FIRST: EntryLayout
     SECOND: EntryLayout
     STARTS: tuple[int, ...]
@@ -277,7 +278,7 @@ def attend_kernel(
     BLOCK_H: tl.constexpr = SHAPE.BLOCK_H
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     END: tl.constexpr = NOPE if FP8 else DIM
-    TWO_POOLS: tl.constexpr = second is not None
+    TWO_POOLS: tl.constexpr = SHAPE.POOLS == 2
     TWO_RECORDS: tl.constexpr = TWO_POOLS and GROUP1 != GROUP
     t = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)

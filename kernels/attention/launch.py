@@ -109,7 +109,8 @@ def _attend(
     )  # fmt: skip
     raw_shape = None if raw is None else raw.shape
     if kernel == "attend_hopper_kernel":
-        shape = HopperShape(layouts[0].nope, layouts[0].entries, layouts[1].entries, split, raw_shape)
+        entries = 0 if second is None else layouts[1].entries
+        shape = HopperShape(layouts[0].nope, layouts[0].entries, entries, split, raw_shape)
         attend_hopper_kernel[(T * cdiv(H, tiles.heads), plan.splits)](
             *arguments, SHAPE=shape, enable_fp_fusion=True, num_warps=tiles.warps, launch_pdl=True
         )
@@ -118,6 +119,7 @@ def _attend(
     shape = AttendShape(
         DIM=dim,
         D_V=d_v,
+        POOLS=len(keys),
         FIRST=layouts[0],
         SECOND=layouts[1],
         STARTS=starts,

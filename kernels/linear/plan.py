@@ -356,9 +356,10 @@ def half_ring(problem: LinearProblem, gpu: GPU) -> LinearDecodeTiles:
 
 
 def ring_of_half_tiles(problem: LinearProblem, gpu: GPU) -> LinearDecodeTiles:
-    """A tile of 64 rows for each multiprocessor."""
+    """A tile of 64 rows for each multiprocessor, whose stages hold two blocks of channels if there are pairs."""
     tokens = _decode_tokens(problem)
-    return LinearDecodeTiles(64, 1, _ring_stages(problem.blocks, tokens), 2, 16 // tokens, tokens)
+    pairs = 2 - problem.blocks % 2
+    return LinearDecodeTiles(64, 1, _ring_stages(problem.blocks, tokens), pairs, 16 // tokens, tokens)
 
 
 def _hopper_tokens(problem: LinearProblem) -> int:

@@ -157,7 +157,7 @@ def test_without_rotation(gpu, M):
     o, weight, scale, groups, *_ = problem(M, 16, 128, 4, 128, 64)
     for fp8 in (True, False):
         got = grouped_linear(o, weight, scale, groups, read=InputFormat(fp8))
-        assert relative(got, expected_linear(o, weight, scale, groups, input_format=InputFormat(fp8))) <= LIMIT[BF16]
+        assert relative(got, expected_linear(o, weight, scale, groups, read=InputFormat(fp8))) <= LIMIT[BF16]
 
 
 @pytest.mark.parametrize(
