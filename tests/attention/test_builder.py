@@ -259,10 +259,11 @@ def test_compressor_keeps_the_last_rows_of_each_request(builder, batch, kind):
 
 
 def test_state_rows_match_the_layout(builder):
-    for pool in builder.layout.pools:
-        if pool.kind == "state":
-            spec = next(s for s in builder.layers if s.name == pool.layer)
-            assert pool.entries == state_rows(spec, 5) == spec.coff * spec.ratio + 5
+    states = [pool for pool in builder.layout.pools if pool.kind == "state"]
+    assert {pool.layer for pool in states} == {spec.name for spec in builder.layers if spec.ratio}
+    for pool in states:
+        spec = next(s for s in builder.layers if s.name == pool.layer)
+        assert pool.entries == state_rows(spec, 5) == spec.coff * spec.ratio + 5
 
 
 # worked examples

@@ -105,12 +105,13 @@ def test_a_timing_stands_beside_its_floor(device):
 def test_fill_caches_leaves_no_entry_empty(device):
     runner = ModelRunner.from_config("tiny", layers=[1], device=device, numerics="serving", dtype="bfloat16", **OPTIONS)
     fill_caches(runner)
-    for pool in runner.pools:
-        if pool.spec.record is not None:
-            slots = torch.arange(pool.tensor.shape[0] * pool.entries, device=device)
-            rows = pool.gather(slots, torch.float32)
-            assert rows.isfinite().all()
-            assert (rows != 0).any(1).all()
+    pools = [pool for pool in runner.pools if pool.spec.record is not None]
+    assert {"window", "compressed"} <= {pool.spec.kind for pool in pools}
+    for pool in pools:
+        slots = torch.arange(pool.tensor.shape[0] * pool.entries, device=device)
+        rows = pool.gather(slots, torch.float32)
+        assert rows.isfinite().all()
+        assert (rows != 0).any(1).all()
 
 
 def test_past_holds_pages_as_a_computed_sequence_would():

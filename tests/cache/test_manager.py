@@ -337,6 +337,7 @@ def test_reserve_copies_every_pool_of_the_group():
     manager = make_manager(ratios=(4, 16))
     parent = manager.create()
     manager.reserve([(parent, 17)])
+    assert {pool.spec.group for pool in manager.pools} == set(parent.tables)
     for i, pool in enumerate(manager.pools):
         floats(pool)[parent.tables[pool.spec.group][0]] = i
     manager.commit(parent, 17)

@@ -254,11 +254,12 @@ def test_unused_keys_change_nothing_and_unknown_ones_are_named(keys: FamilyKeys)
     model_type = {id(V4): "deepseek_v4", id(V32): "deepseek_v32", id(V41): "deepseek_v41"}[id(keys)]
     raw = raw_preset(FIRST[model_type])
     config = ModelConfig.from_dict(raw)
-    for path in keys.unused:
-        if path not in ("model_type", "text_config", *keys.read):
-            with warnings.catch_warnings(action="error"):
-                changed = ModelConfig.from_dict(with_key(raw, path.replace("*", "x"), "any"))
-            assert replace(changed, quantization_config=config.quantization_config) == config, path
+    unused = [path for path in keys.unused if path not in ("model_type", "text_config", *keys.read)]
+    assert len(unused) > 5
+    for path in unused:
+        with warnings.catch_warnings(action="error"):
+            changed = ModelConfig.from_dict(with_key(raw, path.replace("*", "x"), "any"))
+        assert replace(changed, quantization_config=config.quantization_config) == config, path
     with pytest.warns(UserWarning, match="not read: rope_scaling.base, attn_gain; if one of them"):
         ModelConfig.from_dict(with_key(with_key(raw, "rope_scaling.base", 2), "attn_gain", 3) if keys is not V41 else {
             **raw, "rope_scaling": raw["text_config"]["rope_scaling"] | {"base": 2}, "attn_gain": 3,

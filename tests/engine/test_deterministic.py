@@ -222,7 +222,9 @@ def test_without_the_switch_they_do_not(device, family, numerics, way):
 def test_greedy_texts_are_those_of_the_logits_alone(device, family, drafts):
     """Steps that return tokens, of which on a GPU the next one is launched early."""
     runner = runner_of(device, family, "serving")
-    for text in through_engine(runner, drafts=drafts, temperature=0):
+    texts = list(through_engine(runner, drafts=drafts, temperature=0))
+    assert len(texts) == len(prompts_of(runner))
+    for text in texts:
         (logits,) = runner.score([list(text)])
         assert text[-9:] == tuple(logits[-10:-1].argmax(1).tolist())
 

@@ -146,6 +146,7 @@ def test_weights_are_those_of_the_reference(family):
             lambda layer, args, _: inputs.update({layer.spec.index: (args[0].clone(), chosen(layer))})
         )
     found = inspect_attention(runner, tokens_of(runner), top=LENGTH)
+    assert len(inputs) == len(found.queries[0].layers) > 1
     for place, (index, (x, selected)) in enumerate(inputs.items()):
         reference, rows = layer_reference(runner.config, RandomSource(runner.config, 0), index), []
         weights_of = reference.weights_of
@@ -154,6 +155,7 @@ def test_weights_are_those_of_the_reference(family):
         scores = reference.index_scores(x.double()) if selected is not None else None
         for query, expected in zip(found.queries, rows, strict=True):
             read = query.layers[place]
+            assert len(read.heads) == runner.config.num_attention_heads
             for head, values in zip(read.heads, expected, strict=True):
                 weights = dict(zip(head.tokens, head.token_weights, strict=True))
                 entries = dict(zip(head.entries, head.entry_weights, strict=True))
@@ -248,6 +250,7 @@ def test_recent_tokens_of_a_model_without_a_window():
     runner = make_runner("V3.2", 64)
     tokens = small_models.prompt(runner.config, RECENT + 20)
     [query] = inspect_attention(runner, tokens, top=160, layers=[1], queries=[-1]).queries
+    assert len(query.layers[0].heads) == runner.config.num_attention_heads
     for read in query.layers[0].heads:
         near = [w for e, w in zip(read.entries, read.entry_weights, strict=True) if e >= len(tokens) - RECENT]
         assert read.shares.recent == pytest.approx(sum(near), abs=1e-5)

@@ -88,6 +88,7 @@ def test_chunks_of_a_sequence_look_up_what_the_whole_does(tmp_path, lengths):
     streams = torch.randn(len(TOKENS), STREAMS, HIDDEN)
     other = TOKENS[::-1]
     whole = tables.look_up([Chunk(TOKENS, 0, len(TOKENS))])
+    assert tables.layers
     for layer, module in tables.layers.items():
         expected, start = module(streams, whole[layer].wait()), 0
         for n in lengths:

@@ -187,5 +187,6 @@ def test_no_step_of_a_warm_up_is_longer_than_sequences_may_be(limits):
     layout = make_layout(config, numerics_for(config, "serving"), torch.bfloat16, *limits, 16)
     warm_up = WarmUp(SimpleNamespace(layout=layout, decode_query_len=3))
     steps = warm_up.prefill_sizes() + warm_up.mixed_sizes()
+    assert warm_up.prefill_sizes()
     assert all(new <= length <= limits[0] for rows in steps for new, length in rows)
     assert all(sum(new for new, _ in rows) <= limits[2] for rows in steps)

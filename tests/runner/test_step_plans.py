@@ -57,6 +57,7 @@ def test_every_kernel_that_a_step_launches_is_listed(model):
         runner = MetaRunner.build(request)
         warm_up = WarmUp(runner)
         once = {"split_float32_weight_kernel", "latent_dequantize_kernel"}  # per weight
+        assert [step.split()[0] for step in found.steps] == ["decode", "decode", "prefill"]
         for step in found.steps:
             launches.latest.clear()
             kind, size = step.split()

@@ -72,6 +72,7 @@ PORTABLE = {
 @pytest.mark.parametrize(("arch", "case"), on_gpus(PORTABLE, ["fp8 pages, 64 heads"]))
 def test_attention_compiles(arch, case):
     found = compiled_ops(arch, PORTABLE[case])
+    assert found["attend_kernel"]
     for kernel in found["attend_kernel"]:
         assert "kWidth = 8" not in kernel.asm["ttgir"]  # see `decode_e2m1`
         assert ("e4m3" in kernel.asm["ptx"]) == ("rows" not in case and "bf16" not in case and arch != "sm80")
