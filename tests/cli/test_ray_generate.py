@@ -15,6 +15,7 @@ import pytest
 
 from deepseek_attn.engine.llm import IndexedCompletion
 from deepseek_attn.engine.request import Completion
+from tests.support.tiers import tiered
 
 ENDED = object()
 
@@ -108,7 +109,7 @@ def generate(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("order", [lambda calls: calls[::-1], shuffled], ids=["reversed", "shuffled"])
-@pytest.mark.parametrize(("count", "actors"), [(1, 2), (16, 2), (200, 2), (200, 3)])
+@pytest.mark.parametrize(("count", "actors"), tiered([(1, 2), (40, 3), (200, 2), (200, 3)], [(1, 2), (40, 3)]))
 def test_every_prompt_has_its_line(generate, count, actors, order):
     assert generate(count, order, "--actors", str(actors)) == 0
     lines = [json.loads(line) for line in Path("out").read_text().splitlines()]

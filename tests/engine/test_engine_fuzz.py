@@ -123,7 +123,7 @@ class Fuzz:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_random_workload(variant, seed):
     fuzz = Fuzz(seed, VARIANTS[variant])
-    fuzz.run(120)
+    fuzz.run(70)
     fuzz.check_outputs()
     fuzz.check_nothing_is_left()
     reasons = fuzz.engine.stats.finished

@@ -20,7 +20,7 @@ LONGEST = 320
 def workload(preset: str, greedy: float = 0.8):
     config = ModelConfig.from_preset(preset)
     runner = ModelRunner.from_config(config, device="cpu", numerics="exact", max_num_seqs=1, max_model_len=LONGEST + 64)
-    jobs = make_jobs(16, LONGEST, config.vocab_size, 9, greedy)  # in which prompts share blocks
+    jobs = make_jobs(12, LONGEST, config.vocab_size, 9, greedy)  # in which prompts share blocks
     return config, jobs, alone(runner, jobs)
 
 

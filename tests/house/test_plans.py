@@ -6,6 +6,7 @@ import ast
 import importlib
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ def tables(module: str) -> list[Table]:
     return [value for value in vars(module).values() if isinstance(value, Table)]
 
 
+@cache
 def device_functions() -> dict[str, ast.FunctionDef]:
     """Kernels by name, from the device files of all families."""
     found = {}

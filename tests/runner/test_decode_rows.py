@@ -108,7 +108,7 @@ class Rows:
 
 @pytest.mark.parametrize(
     ("preset", "drafts"),
-    tiered([("tiny", 3), ("tiny_v32", 3), ("tiny_v32", 1), ("tiny", 7)], [("tiny", 3), ("tiny_v32", 3)]),
+    tiered([("tiny", 3), ("tiny_v32", 3), ("tiny_v32", 1), ("tiny", 7)], [("tiny", 3)]),
 )
 def test_rows_of_a_running_engine(preset, drafts, monkeypatch):
     """Verifications gather nothing; beside a prompt's chunk they stay decodes, and the chunk is the only prefill."""

@@ -21,7 +21,7 @@ from tests.support.small_models import assert_close, prompt
 from tests.support.tiers import tiered
 
 
-@pytest.mark.parametrize("start", tiered([1, 56, 74, 118, 184], [74, 118]), ids=lambda start: f"from{start}")
+@pytest.mark.parametrize("start", tiered([1, 56, 74, 118, 184], [118]), ids=lambda start: f"from{start}")
 def test_truncate_to_every_length(start):
     """One sequence per length: decode 16 tokens past ``start``, go back, continue with other tokens.
 
@@ -53,7 +53,7 @@ def test_truncate_to_every_length(start):
     ("length", "numerics"),
     tiered(
         [(n, "exact") for n in (120, 123, 127, 128, 129, 135)] + [(n, q) for n in (127, 130) for q in NUMERICS[1:]],
-        [(135, "exact"), (127, "official"), (130, "serving")],
+        [(135, "exact"), (127, "official")],
     ),
 )
 def test_truncate_bit_for_bit(length, numerics):
@@ -131,7 +131,7 @@ FORKS = [(n, "exact") for n in (1, 3, 4, 5, 63, 64, 65, 127, 128, 130, 255)]
 FORKS += [(n, numerics) for n in (3, 64, 130) for numerics in ("official", "serving")]
 
 
-QUICK = [(1, "exact"), (4, "exact"), (63, "exact"), (128, "exact"), (130, "official"), (64, "serving")]
+QUICK = [(4, "exact"), (63, "exact"), (130, "official")]
 
 
 @pytest.mark.parametrize(("length", "numerics"), tiered(FORKS, QUICK))

@@ -91,9 +91,7 @@ MISTAKES = ["interleaved indexer rope", "last channels", "half-split mla rope", 
 MISTAKES += ["group max", "zero masked groups", "biased weights", "relu after weight", "embedding half last"]
 
 
-@pytest.mark.parametrize(
-    "mistake", tiered(MISTAKES, ["interleaved indexer rope", "rms index norm", "zero masked groups", "biased weights"])
-)
+@pytest.mark.parametrize("mistake", tiered(MISTAKES, ["interleaved indexer rope", "zero masked groups"]))
 def test_known_mistakes_would_show(tiny, naive, mistake):
     """Each is a bug that an implementation had; only the formulas without it match transformers (or, for MTP, us)."""
     source = negative_bias(tiny.source) if mistake == "zero masked groups" else tiny.source
@@ -184,6 +182,7 @@ def test_a_selection_that_does_not_bind_is_dense_attention():
     assert (binding[128] - full[128]).abs().max() > 1e-3
 
 
+@pytest.mark.exhaustive  # about transformers alone
 def test_transformers_disagrees_with_itself_where_few_index_heads_tie():
     """With 4 index heads, all ReLUs of a key are often 0 and exact ties reach the edge of the selection; then
     transformers' prefill and its own decoding choose differently. With 16 heads they agree."""
@@ -204,7 +203,7 @@ def model_type(request) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("chunk", tiered([1, 2, 7, 64, 65, 100], [1, 7, 65]))
+@pytest.mark.parametrize("chunk", tiered([1, 2, 7, 64, 65, 100], [1, 65]))
 def test_chunks_equal_one_prefill(model_type, chunk):
     config = small(model_type)
     runner = make_runner(config)
@@ -248,7 +247,7 @@ def test_later_tokens_change_no_bit_of_earlier_logits(model_type):
     assert not torch.equal(a[100:], b[100:])
 
 
-@pytest.mark.parametrize("numerics", tiered(["exact", "official", "serving"], ["exact", "official"]))
+@pytest.mark.parametrize("numerics", tiered(["exact", "official", "serving"], ["official"]))
 def test_what_is_not_written_is_not_read(model_type, numerics):
     """Pools full of NaN give the same bits as pools full of zeros; token by token, so that pages fill up slowly."""
     config = small(model_type, num_nextn_predict_layers=1)
@@ -261,7 +260,7 @@ def test_what_is_not_written_is_not_read(model_type, numerics):
             assert b[0].isfinite().all()
 
 
-@pytest.mark.parametrize("length", [0, 1, 5, 63, 64, 65, 100])
+@pytest.mark.parametrize("length", tiered([0, 1, 5, 63, 64, 65, 100], [0, 5, 64]))
 def test_truncate_goes_back_any_distance_without_computing_again(model_type, length):
     config = small(model_type)
     runner = make_runner(config, max_rollback=2)
@@ -296,7 +295,7 @@ def test_forks_share_pages_until_they_write(model_type):
 # MTP
 
 
-@pytest.mark.parametrize("chunk", tiered([None, 1, 7, 64], [None, 7]))
+@pytest.mark.parametrize("chunk", tiered([None, 1, 7, 64], [7]))
 def test_mtp_equals_the_formulas(tiny, naive, chunk):
     tokens = tiny.prompts[0][:150]
     reference = NaiveOracle(tiny.config, tiny.source)(tokens)

@@ -15,6 +15,7 @@ from deepseek_attn.kernels.latent.reference import dequantize_weight
 from deepseek_attn.v32 import attention
 from tests.support.oracle_v32 import NaiveOracle, Tensors, float32_weights
 from tests.support.small_models import assert_close, prompt
+from tests.support.tiers import tiered
 from tests.support.v32_cases import make_runner, recorded, small
 
 
@@ -37,7 +38,7 @@ def test_fp8_weights_are_dequantised_exactly():
         assert torch.equal(a[0], b[0])
 
 
-@pytest.mark.parametrize("numerics", ["official", "serving"])
+@pytest.mark.parametrize("numerics", tiered(["official", "serving"], ["official"]))
 def test_quantised_numerics_round_where_they_say(model_type, numerics):
     """Against formulas with the same roundings: far nearer than to the exact ones, and V3 (no choices left) equal.
 
@@ -110,7 +111,7 @@ def test_quantised_bfloat16_models_stay_near_exact_ones(model_type, numerics):
     assert distance(make_runner(config, source, numerics=numerics, dtype="bfloat16").score([tokens])[0], exact) < 0.15
 
 
-@pytest.mark.parametrize("chunk", [1, 9, 64])
+@pytest.mark.parametrize("chunk", tiered([1, 9, 64], [9]))
 def test_quantised_chunks(model_type, chunk):
     """Decodes read FP8 entries, prefills what they decode to: the same values, whatever the chunks."""
     config = small(model_type, index_topk=64) if model_type == "deepseek_v32" else small(model_type)

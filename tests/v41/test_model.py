@@ -60,7 +60,7 @@ def test_logits_equal_brute_force(model, length):
     assert_close(model.scores[length], model.references[which][:length], TOLERANCE)
 
 
-@pytest.mark.parametrize("chunk", tiered([1, 2, 3, 5, 8, 13, 64, 65], [1, 3, 13]))
+@pytest.mark.parametrize("chunk", tiered([1, 2, 3, 5, 8, 13, 64, 65], [1, 13]))
 def test_chunks_equal_brute_force(model, chunk):
     """1: token by token, through the decode path; each ratio-2 pair then spans two steps."""
     prompts = [model.prompts[0][:53], model.prompts[1][:40]]
@@ -117,7 +117,7 @@ def ratio_of(ratios: list[int], kv: list[int], layer: int, ratio: int) -> int:
     return ratio if kv[-1] == layer else ratios[kv[-1]]
 
 
-@pytest.mark.parametrize("seed", tiered(range(8), [1, 3]))
+@pytest.mark.parametrize("seed", tiered(range(8), [1]))
 def test_random_schedules(seed):
     config = random_config(seed)
     source, tokens = RandomSource(config, seed), prompt(config, 50, seed)
