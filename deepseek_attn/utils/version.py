@@ -1,3 +1,3 @@
 """The version: `deepseek_attn.__version__`, the package's metadata and the command line read it here."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -12,6 +12,7 @@ import pytest
 
 from deepseek_attn.cli import make_parser
 from deepseek_attn.cli.options import BOUNDS, integer, memory_size, numbers
+from deepseek_attn.utils.version import __version__
 from tests.house.test_imports import FLOORS
 
 ROOT = Path(__file__).parents[2]
@@ -188,3 +189,11 @@ def test_markers_and_variables_that_are_named():
     code = "".join(file.read_text(encoding="utf-8") for file in sources if file != Path(__file__))
     assert not [name for name in set(re.findall(r"DEEPSEEK_ATTN_\w+", text)) if f'"{name}"' not in code]
     assert "exhaustive" in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_one_version():
+    """The package, the citation and the newest section of the changelog name one version."""
+    citation = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)[1]
+    sections = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    released = [name for name in sections if name != "Unreleased"]
+    assert citation == released[0] == __version__
