@@ -68,10 +68,9 @@ def test_wrong_names_and_a_machine_without_a_gpu(capsys, device):
         assert "info --plans" in capsys.readouterr().err
 
 
+@pytest.mark.gpu
 def test_times_every_row_that_can_serve_a_step(device, capsys):
     """A model small enough to be made in seconds, whose linears have more than one candidate."""
-    if device.type != "cuda":
-        pytest.skip("rows are timed on a GPU")
     sizes = ["--batch", "1,8", "--context", "512", "--prefill", "64", "--repeats", "2"]
     assert main(["bench", "tune", "linear", "--model", "small", *sizes]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

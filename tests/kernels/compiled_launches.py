@@ -20,12 +20,12 @@ ONE = ("sm90",)  # of kernels for which only early launches differ
 UNLIKE = ("sm80", "sm120")
 
 
-def on_gpus(variants=None, main=(), quick=MAIN):
+def on_gpus(variants=None, main=(), kinds=MAIN):
     """Cases ``(arch, variant)`` of a test that compiles, or ``arch`` alone where there are no variants.
 
-    ``make test`` compiles the variants in ``main``, which together launch every kernel of the test, for the GPUs in
-    ``quick``; a test without variants for one. The rest is marked ``exhaustive`` and left to ``make test-all``: the
-    variants in ``main`` for all GPUs, the others for 9.0 and, but with ``quick=ONE``, two of three for one in `UNLIKE`.
+    ``make test`` compiles the variants in ``main``, which together launch every kernel of the test, for 9.0. The rest
+    is marked ``exhaustive`` and left to ``make test-all``: the variants in ``main`` for all GPUs, the others for 9.0
+    and, but with ``kinds=ONE``, two of three for one in `UNLIKE`.
     """
     if variants is None:
         return tiered(CAPABILITIES, ["sm90"])
@@ -34,9 +34,9 @@ def on_gpus(variants=None, main=(), quick=MAIN):
     pairs = []
     for at, variant in enumerate(variants):
         turn = (at + at // 3) % 3  # each beside either of two or three formats, too
-        arches = ONE if quick == ONE else ("sm90", *UNLIKE[turn : turn + 1])
+        arches = ONE if kinds == ONE else ("sm90", *UNLIKE[turn : turn + 1])
         pairs += [(arch, variant) for arch in (CAPABILITIES if variant in main else arches)]
-    return tiered(pairs, [(arch, variant) for variant in main for arch in quick])
+    return tiered(pairs, [("sm90", variant) for variant in main])
 
 
 def compiled_ops(arch, call, alike=False):

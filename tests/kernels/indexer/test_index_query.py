@@ -178,7 +178,9 @@ def test_with_the_heads_of_the_layer_in_one_launch(kernel, device, fmt, T):
 
 @pytest.mark.parametrize("T", [0, 1, 9, 70, 130])
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
-@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
+@pytest.mark.parametrize(
+    "triton", [pytest.param(False, id="torch"), pytest.param(True, id="triton", marks=pytest.mark.triton)]
+)
 def test_with_the_latent_queries_of_the_layer(request, device, triton, fp8, T):
     """Few tokens in one launch, many in several: equal to the bit to what either op returns alone."""
     from deepseek_attn.kernels.latent import LatentQueries, LatentWeight

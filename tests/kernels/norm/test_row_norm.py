@@ -29,7 +29,7 @@ def assert_rounded(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("op", ["triton", "reference"])
+@pytest.mark.parametrize("op", [pytest.param("triton", marks=pytest.mark.gpu), "reference"])
 def test_norm_and_sum(request, op, dtype, shape):
     device = request.getfixturevalue("gpu") if op == "triton" else torch.device("cpu")
     op = ops if op == "triton" else reference
