@@ -61,3 +61,13 @@ def test_the_timelines_are_those_that_the_script_draws(monkeypatch):
         picture = make()
         assert len(picture.boxes) > 8
         assert picture.svg() == (folder / f"{name}.svg").read_text(encoding="utf-8")
+
+
+def test_the_results_are_those_of_the_data(monkeypatch):
+    """``python scripts/results.py docs`` would change nothing; the page stays one that is read."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    results = importlib.import_module("results")
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert text == results.page(ROOT / "docs" / "data")
+    assert len(text.splitlines()) <= 250
+    assert len(results.SUBJECTS) == text.count("\n## ") > 12
