@@ -4,35 +4,44 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import torch
 
-from deepseek_attn.runner.ahead.pool import compile_variants
-from deepseek_attn.runner.ahead.recording import Variant, prepare_keys, recorded_launches
+from deepseek_attn.runner.ahead.pool import Steps, compile_variants
+from deepseek_attn.runner.ahead.recording import Launches, Variant, prepare_keys, recorded_launches
 from deepseek_attn.runner.ahead.request import RunnerRequest
 from deepseek_attn.runner.meta_runner import MetaRunner
+from deepseek_attn.runner.step import Rows
 from deepseek_attn.runner.warm_up import WarmUp
 from deepseek_attn.utils.processes import end_with_parent
 
 
-def kernel_lists(request: RunnerRequest) -> Iterator[list[Variant]]:
-    """For each size of a step, the kernels that it launches and no step before it did; first those of a first prompt.
+class KernelLists:
+    """The kernels of a runner's steps, from plans and launches on a `MetaRunner` within `recorded_launches`."""
 
-    Nothing else in the process may launch kernels meanwhile.
-    """
-    with recorded_launches(request.gpu) as launches:
+    def __init__(self, request: RunnerRequest, launches: Launches):
+        self._launches, self._warm_up = launches, WarmUp(MetaRunner.build(request), request.num_drafts)
+
+    def all(self) -> Iterator[list[Variant]]:
+        """For each size of a step, the kernels that no step before it launched; first those of a first prompt."""
         known = 0
-        for _ in WarmUp(MetaRunner.build(request), request.num_drafts).steps():
-            yield list(launches.variants.values())[known:]
-            known = len(launches.variants)
+        for _ in self._warm_up.steps():
+            yield list(self._launches.variants.values())[known:]
+            known = len(self._launches.variants)
+
+    def step(self, rows: Rows) -> list[Variant]:
+        """All kernels of one step."""
+        self._launches.latest.clear()
+        self._warm_up.step(rows)
+        return list({variant.key: variant for variant in self._launches.latest}.values())
 
 
 def main() -> None:
-    """Reads a request on stdin, compiles its kernels, and writes events on stdout, a line of JSON each."""
+    """Reads a request on stdin, then shapes of steps; compiles their kernels, and writes events in JSON on stdout."""
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed
 
@@ -47,7 +56,10 @@ def main() -> None:
     if "torch._dynamo" not in sys.modules:
         torch._dynamo = sys.modules["torch._dynamo"] = SimpleNamespace(disable=lambda op, *_, **__: op)
     try:
-        request, workers = pickle.load(sys.stdin.buffer)
-        compile_variants(kernel_lists(request), workers, tell)
+        runner = Connection(os.dup(0), writable=False)
+        request, workers = runner.recv()
+        with recorded_launches(request.gpu) as launches:
+            lists = KernelLists(request, launches)
+            compile_variants(lists.all(), workers, tell, Steps(runner, lists.step))
     except Exception as error:
         tell(problem=f"{type(error).__name__}: {error}"[:1000])

@@ -42,6 +42,18 @@ class WarmUp:
                     self.prefill(size)
                 yield
 
+    def step(self, rows: Rows) -> None:
+        """Runs a step of this shape as the runner would; a decode step both with drafts and without."""
+        runner, (query_lens, seq_lens) = self.runner, zip(*rows, strict=True)
+        with runner.op_settings(), torch.inference_mode():
+            if runner.graphs is None or not runner.graphs.supports(list(query_lens), runner.decode_query_len):
+                self.prefill(rows)
+                return
+            held = runner.graphs.size_for(list(query_lens), max(seq_lens))
+            for size in self.decode_sizes():
+                if (size.requests, size.max_len) == (held.requests, held.max_len):
+                    self.decode(size)
+
     def decode_sizes(self) -> list[StepSize]:
         """Every size of a decode step over persistent tensors."""
         graphs, limit, drafts = self.runner.graphs, self.runner.layout.max_model_len, self.num_drafts

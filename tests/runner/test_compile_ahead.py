@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import random
 import time
+from multiprocessing import Pipe
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.ahead import compilation as ahead
 from deepseek_attn.runner.ahead.compilation import Compilation, compiling_ahead, launching
-from deepseek_attn.runner.ahead.pool import compile_variants
+from deepseek_attn.runner.ahead.pool import Steps, compile_variants
 from deepseek_attn.runner.ahead.recording import (
     _Target,
     before_compiling,
@@ -42,7 +42,7 @@ from deepseek_attn.runner.ahead.recording import (
     target_of,
 )
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
-from deepseek_attn.runner.kernel_list import kernel_lists
+from deepseek_attn.runner.kernel_list import KernelLists
 from deepseek_attn.runner.meta_runner import MetaRunner
 from deepseek_attn.runner.warm_up import WarmUp
 from tests.support.tiers import EXHAUSTIVE, tiered
@@ -127,7 +127,8 @@ def test_no_step_launches_what_was_not_found(preset, num_drafts, facts):
 
 def test_what_is_compiled_is_what_a_launch_looks_up(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with contextlib.closing(kernel_lists(request_of("tiny"))) as lists:
+    with recorded_launches(H200) as launches:
+        lists = KernelLists(request_of("tiny"), launches).all()
         variant = next(variant for fresh in lists for variant in fresh if variant.name == "decode_rows_kernel")
     assert not variant.is_cached()
     with kernel_loads() as loads:
@@ -206,6 +207,30 @@ def test_kernels_of_the_first_steps_come_first():
         [busy, [], [], [Stub("row_kernel"), Stub("experts_hopper_kernel")], [Stub("topk_kernel")]], 1, events
     )
     assert events.all("done") == ["busy", "experts_hopper_kernel", "topk_kernel", "row_kernel"]
+
+
+def test_kernels_of_the_step_that_the_runner_computes_come_before_all():
+    """Those that wait already move to the front, once; later lists do not put them back."""
+    receive, send = Pipe(duplex=False)
+    kernels = {1: ["late_kernel", "new_kernel"], 2: ["last_kernel", "busy"]}
+    steps = Steps(receive, lambda step: [Stub(name) for name in kernels[step]])
+
+    def lists():
+        yield [Stub("busy", lambda: time.sleep(0.3))]
+        yield [Stub("first_kernel"), Stub("late_kernel"), Stub("last_kernel")]
+        send.send(1)
+        yield [Stub("other_kernel")]
+        send.send(2)
+        send.close()
+        yield [Stub("new_kernel"), Stub("late_kernel")]
+
+    events = Events()
+    compile_variants(lists(), 1, events, steps)
+    assert events.all("done") == [
+        "busy", "last_kernel", "late_kernel", "new_kernel", "first_kernel", "other_kernel",
+    ]  # fmt: skip
+    assert [(event["listed"], event["found"]) for event in events if "listed" in event] == list(kernels.items())
+    assert steps.runner is None
 
 
 def test_keys_do_not_depend_on_the_order_of_launches(monkeypatch):
@@ -324,6 +349,28 @@ def test_a_launch_waits_for_a_kernel_that_is_being_compiled_and_for_no_other(tmp
     compilation.before_launch(Stub("kernel"))
     assert "kernel" in compilation.done
     compilation.wait()
+
+
+STEPS = """
+import json, os, pickle, sys, time
+from multiprocessing.connection import Connection
+runner = Connection(0, writable=False)
+runner.recv()
+step = runner.recv()
+print(json.dumps({"found": ["kernel"], "listed": 1}), flush=True)
+time.sleep(0.5)
+print(json.dumps({"done": ["kernel"], "all_found": True, "failed": [repr(step)]}), flush=True)
+"""
+
+
+def test_a_launch_of_a_step_waits_for_the_kernels_of_that_step(tmp_path, monkeypatch):
+    compilation = started(monkeypatch, tmp_path, STEPS)
+    compilation.step = [(7, 9)]
+    compilation.before_launch(Stub("kernel"))
+    assert compilation.done == {"kernel"}
+    compilation.before_launch(Stub("not of the step"))
+    with pytest.warns(match=r"\[\(7, 9\)\]"):
+        compilation.wait()
 
 
 def test_launches_wait_inside_of_a_runners_steps_only(tmp_path, monkeypatch):

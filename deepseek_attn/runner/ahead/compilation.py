@@ -8,12 +8,13 @@ import pickle
 import select
 import subprocess
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
@@ -22,6 +23,7 @@ from deepseek_attn.runner.ahead.request import RunnerRequest
 
 if TYPE_CHECKING:
     from deepseek_attn.runner.ahead.recording import Variant
+    from deepseek_attn.runner.step import Rows
 
 LISTER = "deepseek_attn.runner.kernel_list"
 """Main module of the process of a `Compilation`; it builds a runner, so it is imported in that process alone."""
@@ -44,6 +46,7 @@ class Compilation:
         failed: errors of kernels that could not be compiled; each begins with a kernel's name.
         problem: why kernels could not be listed; empty otherwise.
         ended: nothing more will be compiled.
+        step: shape of the step that the runner is computing; its kernels are compiled before others if one is missing.
         begun: a file in Triton's cache that exists once a process has begun to compile the kernels of this request.
     """
 
@@ -65,6 +68,11 @@ class Compilation:
         self._request, self._marker = pickle.dumps((request, workers)), request.marker()
         self.begun = self._marker.with_suffix(".begun")
         self._process: subprocess.Popen[bytes] | None = None
+        self.step: Rows | None = None
+        self._wanted: Rows | None = None
+        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
+        self._asked = self._listed = 0  # steps whose kernels were requested, and were listed
+        self._of_step: set[str] = set()  # keys of the kernels of the step listed last
         self._timer = threading.Timer(PATIENCE, self.begin)
         self._timer.daemon = True
         if patient and self.begun.exists():
@@ -81,23 +89,34 @@ class Compilation:
             self.begun.parent.mkdir(parents=True, exist_ok=True)
             self.begun.touch()
             path = [*sys.path, str(Path(__file__).parents[3])]  # an editable installation may be on no path
-            with tempfile.TemporaryFile() as file:
-                file.write(self._request)
-                file.seek(0)
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", START, *path], stdin=file, stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL, start_new_session=True,  # a session of its own gets no Ctrl-C
-                    env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                )  # fmt: skip
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", START, *path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, start_new_session=True,  # a session of its own gets no Ctrl-C
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+        self._messages.put(self._request)
+        threading.Thread(target=self._write, daemon=True).start()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def before_launch(self, variant: Variant) -> None:
-        """Blocks while the process compiles this kernel. A launch compiles any other kernel itself."""
+        """Blocks until this kernel is compiled, with the others of its `step`, if the process lists it for that step.
+
+        A launch outside of steps waits while its kernel is being compiled. Any other kernel is compiled by the launch.
+        """
         if self.ended or variant.is_cached():  # an earlier process may have ended before all kernels were compiled
             return
         self.begin()
+        if self.step is not None and self.step != self._wanted:
+            self._wanted, self._asked = self.step, self._asked + 1
+            self._messages.put(pickle.dumps(self.step))
+        asked = 0 if self.step is None else self._asked
+
+        def settled() -> bool:
+            waiting = variant.key in self.running or (asked and variant.key in self._of_step - self.done)
+            return self.ended or (self._listed >= asked and not waiting)
+
         with self._changed:
-            self._changed.wait_for(lambda: self.ended or variant.key not in self.running)
+            self._changed.wait_for(settled)
 
     def wait(self, progress: bool = False) -> None:
         """Blocks until nothing more will be compiled; with ``progress``, shows a bar on a terminal."""
@@ -122,6 +141,16 @@ class Compilation:
             else:
                 self._process.kill()
 
+    def _write(self) -> None:
+        """Sends messages in their order; the process may read the first one late."""
+        with (
+            suppress(OSError),
+            self._process.stdin as pipe,
+            Connection(os.dup(pipe.fileno()), readable=False) as process,
+        ):
+            while (message := self._messages.get()) is not None:
+                process.send_bytes(message)
+
     def _listen(self) -> None:
         """Takes in the events of the process, to its end."""
         for line in self._lines():
@@ -133,8 +162,11 @@ class Compilation:
                 self.running -= self.done
                 self.failed += event.get("failed", ())
                 self._all_found |= "all_found" in event
+                if "listed" in event:
+                    self._listed, self._of_step = event["listed"], set(event["found"])
                 self.problem = event.get("problem", "")
                 self._changed.notify_all()
+        self._messages.put(None)
         code = self._process.wait()
         complete = self._all_found and self.found <= self.done
         if not (complete or self._closed or self.problem):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Protocol
+from typing import Any, Protocol
 
 from deepseek_attn.runner.ahead.recording import Variant, prepare_keys
 from deepseek_attn.utils.processes import end_with_parent
@@ -24,15 +25,65 @@ class Tell(Protocol):
     def __call__(self, **event: object) -> None: ...
 
 
-def compile_variants(lists: Iterable[list[Variant]], workers: int, tell: Tell) -> None:
+@dataclass
+class Steps:
+    """Steps that the runner computes while its kernels are being compiled.
+
+    Attributes:
+        runner: receives their shapes; None once that process is gone. kernels: lists the kernels of a step.
+    """
+
+    runner: Connection | None
+    kernels: Callable[[Any], list[Variant]]
+
+    def next(self) -> list[Variant]:
+        """The kernels of the step that `runner` has sent."""
+        try:
+            return self.kernels(self.runner.recv())
+        except EOFError:
+            self.runner = None
+            return []
+
+
+def compile_variants(lists: Iterable[list[Variant]], workers: int, tell: Tell, steps: Steps | None = None) -> None:
     """Compiles variants while more are being listed, each in a forked process, ``workers`` of them at a time.
 
-    Variants of the `FIRST` lists come before others, and within these the slowest.
+    The kernels of the latest of ``steps`` come first, then those of the `FIRST` lists; within these the slowest.
     """
     waiting: list[tuple[int, int, Variant]] = []
     running: dict[Connection, tuple[BaseProcess, Variant]] = {}
+    known: set[str] = set()
+    listed = 0
+
+    def add(number: int, variants: list[Variant]) -> None:
+        """Queues variants by the ``number`` of their list; below 0, those that wait already move to the front."""
+        queued = {variant.key for *_, variant in waiting} if number < 0 else set()
+        fresh = [variant for variant in variants if variant.key not in known or variant.key in queued]
+        known.update(variant.key for variant in fresh)
+        moved = {variant.key for variant in fresh}
+        waiting[:] = [job for job in waiting if job[2].key not in moved]
+        for variant in fresh:
+            ranks = [rank for rank, kernel in enumerate(SLOWEST) if variant.name.startswith(kernel)]
+            waiting.append((min(number, FIRST), min(ranks, default=len(SLOWEST)), variant))
+        waiting.sort(key=lambda job: job[:2])
+
+    def take_steps(timeout: float | None) -> list[Any]:
+        """Queues the kernels of steps that have arrived; what else is ready."""
+        nonlocal listed
+        sources = [steps.runner] if steps is not None and steps.runner is not None else []
+        ready = wait([*running, *sources], timeout)
+        for source in sources:
+            if source in ready:
+                ready.remove(source)
+                variants = steps.next()
+                if steps.runner is not None:
+                    listed += 1
+                    add(-listed, variants)
+                    tell(found=[variant.key for variant in variants], listed=listed)
+        return ready
 
     def advance(timeout: float | None) -> None:
+        ready = take_steps(0)
         while waiting and len(running) < workers:
             *_, variant = waiting.pop(0)
             receive, send = multiprocessing.Pipe(duplex=False)
@@ -41,7 +92,7 @@ def compile_variants(lists: Iterable[list[Variant]], workers: int, tell: Tell) -
             send.close()
             running[receive] = process, variant
             tell(running=[variant.key])
-        for receive in wait(list(running), timeout):
+        for receive in ready or take_steps(timeout):
             process, variant = running.pop(receive)
             try:
                 error = receive.recv()
@@ -55,10 +106,7 @@ def compile_variants(lists: Iterable[list[Variant]], workers: int, tell: Tell) -
     prepare_keys().join()  # forked processes inherit the digest of Triton's files
     for number, fresh in enumerate(lists):
         tell(found=[variant.key for variant in fresh])
-        for variant in fresh:
-            ranks = [rank for rank, kernel in enumerate(SLOWEST) if variant.name.startswith(kernel)]
-            waiting.append((min(number, FIRST), min(ranks, default=len(SLOWEST)), variant))
-        waiting.sort(key=lambda job: job[:2])
+        add(number, fresh)
         advance(0)
     tell(all_found=True)
     while waiting or running:
