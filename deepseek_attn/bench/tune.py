@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ FAMILIES = (
     "attention", "engram", "hyper_connection", "indexer", "insert", "latent", "linear", "moe", "norm",
 )  # fmt: skip
 """Families of kernels that the stages of a step launch."""
+K = TypeVar("K")
 LOSS = 1.02
 """A row loses if a stage with another row takes less time by this factor."""
 
@@ -141,7 +142,7 @@ def time_tables(
             problems = {(consulted.table.name, consulted.problem): consulted for consulted in wanted}
             others = {key: rivals(problems[key], gpu(runner.device), nearest) for key in problems.keys() - seen}
             seen |= others.keys()
-            compile_rows(calls, [(problems[key], row) for key, rows in others.items() for row in rows], runner.device)
+            others = compiled_rows(calls, {key: (problems[key], rows) for key, rows in others.items()}, runner.device)
             for key, rows in sorted(others.items(), key=lambda pair: pair[0][0]):
                 if not rows:
                     continue
@@ -154,20 +155,28 @@ def time_tables(
                 )  # fmt: skip
 
 
-def compile_rows(
-    calls: Sequence[Callable[[], object]], rows: Sequence[tuple[Consulted, Row]], device: torch.device
-) -> None:
-    """Compiles what ``calls`` launch with each of these rows, in processes beside each other, into Triton's cache."""
+def compiled_rows(
+    calls: Sequence[Callable[[], object]], others: Mapping[K, tuple[Consulted, list[Row]]], device: torch.device
+) -> dict[K, list[Row]]:
+    """Rows whose kernels compile for their problems; all are compiled beside each other, into Triton's cache."""
     from deepseek_attn.runner.ahead.pool import compile_variants  # imports triton
     from deepseek_attn.runner.ahead.recording import recorded_launches
 
+    launched: dict[K, list[tuple[Row, list]]] = {key: [] for key in others}
     with recorded_launches(gpu(device)) as launches:
-        for consulted, row in rows:
-            with forced_row(consulted.table, row, consulted.problem):
-                for call in calls:
-                    call()
+        for key, (consulted, rows) in others.items():
+            for row in rows:
+                launches.latest.clear()
+                with forced_row(consulted.table, row, consulted.problem):
+                    for call in calls:
+                        call()
+                launched[key].append((row, list(launches.latest)))
     missing = [variant for variant in launches.variants.values() if not variant.is_cached()]
     compile_variants([missing], max(1, (os.cpu_count() or 2) - 1), lambda **event: None)
+    return {
+        key: [row for row, variants in rows if all(variant.is_cached() for variant in variants)]
+        for key, rows in launched.items()
+    }
 
 
 def _time_rows(

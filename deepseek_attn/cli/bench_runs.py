@@ -164,8 +164,8 @@ def run_tune(args: argparse.Namespace) -> None:
     )  # fmt: skip
     fill_caches(runner)
     printed = PrintedTable({
-        "table": "<28", "batch": ">6", "tokens": ">7", "context": ">9", "kernel": "<34", "condition": "<40",
-        "us": ">10.1f", "taken": ">6", "ratio": ">7.3f",
+        "table": "<28", "kernel": "<34", "condition": "<40", "batch": ">6", "tokens": ">7", "context": ">9",
+        "us": ">10.1f", "taken": ">7", "ratio": ">7.3f",
     })  # fmt: skip
     sizes = [(batch, 1, context) for context, batch in product(args.context, args.batch)]
     sizes += [(1, tokens, max(tokens, context)) for context, tokens in product(args.context, args.prefill)]
@@ -177,7 +177,7 @@ def run_tune(args: argparse.Namespace) -> None:
             for row in (timing.taken, *timing.others):
                 taken = ("loses" if timing.loses else "yes") if row is timing.taken else ""
                 printed.add(
-                    timing.table, batch, tokens, context, row.kernel, row.when, row.microseconds, taken,
+                    timing.table, row.kernel, row.when, batch, tokens, context, row.microseconds, taken,
                     row.microseconds / timing.taken.microseconds,
                 )  # fmt: skip
     run = {"benchmark": "tune", "model": args.model, "layers": len(runner.backbone_layers), **settings(runner)}
