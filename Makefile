@@ -10,7 +10,7 @@ READY = $(VENV)/.ready
 # packages are installed without bytecode, which each process would otherwise make of torch anew: two seconds each time
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all exhaustive check bench experiment clean
+.PHONY: demo test test-all exhaustive check bench experiment docs clean
 
 demo: $(READY)
 	$(BIN)/deepseek-attn generate --prompt "Once upon a time" --temperature 0 --max-tokens 48
@@ -33,6 +33,11 @@ experiment: $(READY)
 
 bench: $(READY)
 	$(BIN)/python scripts/bench_transformers.py
+
+# the documentation site in build/site; a broken link, anchor or name is an error
+docs: $(READY)
+	$(BIN)/python -c "import mkdocstrings" 2>/dev/null || $(BIN)/python -m pip install --quiet --no-compile -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+import deepseek_attn
 from deepseek_attn.cli import make_parser
 from deepseek_attn.cli.options import BOUNDS, integer, memory_size, numbers
 from deepseek_attn.utils.version import __version__
@@ -197,3 +199,23 @@ def test_one_version():
     sections = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     released = [name for name in sections if name != "Unreleased"]
     assert citation == released[0] == __version__
+
+
+def test_the_site_lists_every_page(monkeypatch):
+    """The navigation of mkdocs.yml: the pages of docs/ and those that the hooks add, each once."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    site = importlib.import_module("docs_site")
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    listed = re.findall(r"([\w/-]+\.md)$", nav, re.MULTILINE)
+    added = {*site.FROM_ROOT.values(), "api/library.md", "api/kernels.md"}
+    assert sorted(listed) == sorted({page.name for page in (ROOT / "docs").glob("*.md")} | added)
+
+
+def test_the_reference_of_the_site_names_what_is_there(monkeypatch):
+    """Every exported name and every family of kernels has an entry; the build, ``make docs``, fails for wrong names."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    site = importlib.import_module("docs_site")
+    names = [name.rpartition(".") for name in [*site.exported(), *site.OTHERS]]
+    assert {name for _, _, name in names} >= set(deepseek_attn.__all__) - {"__version__"}
+    assert all(hasattr(importlib.import_module(module), name) for module, _, name in names)
+    assert {path.parent.name for path in (ROOT / "kernels").glob("*/reference.py")} <= set(site.families())
