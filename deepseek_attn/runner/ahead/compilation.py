@@ -23,7 +23,6 @@ from deepseek_attn.runner.ahead.request import RunnerRequest
 
 if TYPE_CHECKING:
     from deepseek_attn.runner.ahead.recording import Variant
-    from deepseek_attn.runner.step import Rows
 
 LISTER = "deepseek_attn.runner.kernel_list"
 """Main module of the process of a `Compilation`; it builds a runner, so it is imported in that process alone."""
@@ -68,8 +67,8 @@ class Compilation:
         self._request, self._marker = pickle.dumps((request, workers)), request.marker()
         self.begun = self._marker.with_suffix(".begun")
         self._process: subprocess.Popen[bytes] | None = None
-        self.step: Rows | None = None
-        self._wanted: Rows | None = None
+        self.step: list[tuple[int, int]] | None = None
+        self._wanted: list[tuple[int, int]] | None = None
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         self._asked = self._listed = 0  # steps whose kernels were requested, and were listed
         self._of_step: set[str] = set()  # keys of the kernels of the step listed last
