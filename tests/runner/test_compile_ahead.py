@@ -31,7 +31,7 @@ from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.runner import ModelRunner
 from deepseek_attn.runner.ahead import compilation as ahead
 from deepseek_attn.runner.ahead.compilation import Compilation, compiling_ahead, launching
-from deepseek_attn.runner.ahead.pool import Steps, compile_variants
+from deepseek_attn.runner.ahead.pool import RequestedSteps, compile_variants
 from deepseek_attn.runner.ahead.recording import (
     _Target,
     before_compiling,
@@ -213,7 +213,7 @@ def test_kernels_of_the_step_that_the_runner_computes_come_before_all():
     """Those that wait already move to the front, once; later lists do not put them back."""
     receive, send = Pipe(duplex=False)
     kernels = {1: ["late_kernel", "new_kernel"], 2: ["last_kernel", "busy"]}
-    steps = Steps(receive, lambda step: [Stub(name) for name in kernels[step]])
+    steps = RequestedSteps(receive, lambda step: [Stub(name) for name in kernels[step]])
 
     def lists():
         yield [Stub("busy", lambda: time.sleep(0.3))]

@@ -26,7 +26,7 @@ class Tell(Protocol):
 
 
 @dataclass
-class Steps:
+class RequestedSteps:
     """Steps that the runner computes while its kernels are being compiled.
 
     Attributes:
@@ -45,7 +45,9 @@ class Steps:
             return []
 
 
-def compile_variants(lists: Iterable[list[Variant]], workers: int, tell: Tell, steps: Steps | None = None) -> None:
+def compile_variants(
+    lists: Iterable[list[Variant]], workers: int, tell: Tell, steps: RequestedSteps | None = None
+) -> None:
     """Compiles variants while more are being listed, each in a forked process, ``workers`` of them at a time.
 
     The kernels of the latest of ``steps`` come first, then those of the `FIRST` lists; within these the slowest.
