@@ -16,6 +16,7 @@ from deepseek_attn.cli import make_parser
 from deepseek_attn.cli.options import BOUNDS, integer, memory_size, numbers
 from deepseek_attn.utils.version import __version__
 from tests.house.test_imports import FLOORS
+from tests.house.test_plans import TABLES, device_functions
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -142,19 +143,26 @@ def test_the_map_names_files_that_exist():
     assert not [str(room) for room in folders if any(room.glob("*.py")) and room not in names]
 
 
-def test_the_table_of_kernels_names_all_device_code():
-    """Each file by its family, and each op by its contract."""
-    rows = re.findall(r"^\| (\w*) ?\| ([^|]*) \| ([^|]*\.py[^|]*\|[^|]*\|[^|]*) ?\|$", STRUCTURE, re.MULTILINE)
-    named, family = set(), ""
-    for cell, ops, files in rows:
-        family = cell or family
-        named |= {ROOT / "kernels" / family / file for file in re.findall(r"`([\w.]+\.py)`", files)}
-        contracts = defined(ROOT / "kernels" / family / "__init__.py")
-        assert not [op for op in re.findall(r"`(\w+)`", ops) if op not in contracts]
-    assert len(named) > 40
-    assert not [str(file) for file in named if not file.exists()]
-    device = {file for kind in ("triton", "hopper*") for file in (ROOT / "kernels").glob(f"*/*_{kind}.py")}
-    assert not [str(file) for file in device - named if file.parent.name != "common" and "launch_" not in file.name]
+def test_the_table_of_ops_is_current(monkeypatch):
+    """``python scripts/op_table.py docs/structure.md`` would change nothing."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    assert importlib.import_module("op_table").with_table(STRUCTURE) == STRUCTURE
+
+
+def test_the_table_of_ops_names_all_kernels_and_launch_tables(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    ops = importlib.import_module("op_table").all_ops()
+    assert {(op.family, op.name) for op in ops} >= {
+        ("norm", "rms_norm"),
+        ("linear", "multi_linear"),
+        ("moe", "moe_experts"),
+    }
+    assert not [op.name for op in ops if not op.test]
+    launched = set(device_functions())
+    assert len(launched) > 40
+    assert launched - {kernel for op in ops for names in op.kernels.values() for kernel in names} == set()
+    impls_choose = {"attention.library"}  # read by impls, which call FlashMLA or the op
+    assert {table.name for table in TABLES} - {name for op in ops for name in op.tables} == impls_choose
 
 
 def defined(file: Path) -> set[str]:
