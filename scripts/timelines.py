@@ -193,7 +193,91 @@ def prelaunched_step() -> Timeline:
     return picture
 
 
-TIMELINES = {"attend_hopper": attend_hopper, "experts_hopper": experts_hopper, "prelaunched_step": prelaunched_step}
+def cache_of_a_sequence() -> Timeline:
+    """The pages, ring rows and snapshot of one sequence of 600 tokens; lanes run over token positions."""
+    picture = Timeline(
+        "Caches of one V4 sequence after 600 tokens, by token position",
+        [
+            "window\npages of 64 tokens",
+            "ratio4\npages of 64 entries",
+            "ratio128\npages of 32 entries",
+            "state\none ring a sequence",
+            "snapshot at 512\na kept prefix",
+        ],
+        "Grey: freed, or not yet written. The next token reads the last 128 tokens of the window, entries of "
+        "ratio 4 that "
+        "its indexer selects,\nand every entry of ratio 128. An entry exists from the last token of its window "
+        "on. The ring "
+        "holds raw projections of open windows,\nof the window before where windows overlap, and rows for truncate. A "
+        "snapshot is taken where no window is open:\nit keeps two window pages, shares all entries by reference "
+        "count, and "
+        "copies the ring's rows of overlapping windows.",
+    )
+    boxes, arrows, page, length, edge = picture.boxes, picture.arrows, 64, 600, 512
+    for number in range(10):
+        start = number * page
+        if start + page <= length - 2 * page:
+            boxes.append(Box(0, start, start + page - 2, "freed", 4))
+        else:
+            boxes.append(Box(0, start, min(start + page - 2, length), str(number), 0))
+    for number in range(3):
+        start, end = 256 * number, min(256 * (number + 1), length)
+        boxes.append(Box(1, start, end - 2, f"page {number}: {(end - start) // 4}", 1))
+    for entry in range(4):
+        boxes.append(Box(2, 128 * entry, 128 * (entry + 1) - 2, f"entry {entry}", 2))
+    boxes.append(Box(2, edge, length, "not yet", 4))
+    boxes.append(Box(3, edge, length, "88 rows of\nthe open window", 3))
+    boxes.append(Box(4, edge - 2 * page, edge - 2, "window pages\n6 and 7", 0))
+    boxes.append(Box(4, 0, edge - 2 * page - 2, "entries 0 to 127 of ratio 4, 0 to 3 of ratio 128: shared", 1))
+    arrows.append(Arrow(3, edge + 8, 2, edge + 8, "entry 4 at 640"))
+    return picture
+
+
+def c4a_layer() -> Timeline:
+    """The launches of a decode step in one C4A layer."""
+    picture = Timeline(
+        "A C4A attention layer in a decode step: each box is a launch, in order",
+        [
+            "project\nmulti_linear",
+            "insert\ninsert_tokens",
+            "select\nindexer",
+            "attend\nattention",
+            "output\ngrouped_linear",
+        ],
+        "The token's own key is in the window before any query reads it. A launch may start before the one "
+        "ahead has ended "
+        "(programmatic dependent launch);\nsmall linears read their first weights meanwhile. SWA layers have "
+        "neither the "
+        "selection nor index keys; C128A layers attend to every entry.",
+    )
+    launches = [
+        Box(0, 0.0, 4.2, "x: latent, K = V,\ncompressors", 0),
+        Box(1, 4.4, 9.2, "norm, RoPE, store;\nclose windows", 1),
+        Box(0, 6.0, 9.4, "queries, index\nqueries", 0),
+        Box(2, 9.6, 13.2, "norm, RoPE,\nHadamard, FP8", 2),
+        Box(2, 13.4, 15.8, "index\nscores", 2),
+        Box(2, 16.0, 18.0, "top-k", 2),
+        Box(3, 18.2, 22.6, "window + selected,\none softmax", 3),
+        Box(3, 22.8, 25.6, "add shares\nof keys", 3),
+        Box(4, 25.8, 29.2, "inverse RoPE,\nwo_a", 1),
+        Box(4, 29.4, 31.0, "wo_b", 1),
+    ]
+    picture.boxes.extend(launches)
+    waits = [(0, 1, "kv"), (2, 3, "q, index q"), (1, 4, "index keys"), (5, 6, "indices"), (7, 8, "values")]
+    for source, target, label in waits:
+        first, second = launches[source], launches[target]
+        if first.lane != second.lane:
+            picture.arrows.append(Arrow(first.lane, first.end - 0.1, second.lane, second.start + 0.2, label))
+    return picture
+
+
+TIMELINES = {
+    "attend_hopper": attend_hopper,
+    "experts_hopper": experts_hopper,
+    "prelaunched_step": prelaunched_step,
+    "cache_of_a_sequence": cache_of_a_sequence,
+    "c4a_layer": c4a_layer,
+}
 
 
 def main() -> None:

@@ -146,7 +146,8 @@ def test_the_map_names_files_that_exist():
 def test_the_table_of_ops_is_current(monkeypatch):
     """``python scripts/op_table.py docs/structure.md`` would change nothing."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    assert importlib.import_module("op_table").with_table(STRUCTURE) == STRUCTURE
+    current = importlib.import_module("op_table").with_table(STRUCTURE)
+    assert current == STRUCTURE, "run: python scripts/op_table.py docs/structure.md"
 
 
 def test_the_table_of_ops_names_all_kernels_and_launch_tables(monkeypatch):
