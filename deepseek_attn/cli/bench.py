@@ -71,7 +71,7 @@ def add_tune_parser(what: argparse._SubParsersAction) -> None:
         "tune",
         help="the rows of kernels' launch tables side by side on this GPU, in steps of a model: data for plan.py",
     )
-    tune.add_argument("family", metavar="FAMILY", help="family of kernels, for instance linear; or all")
+    tune.add_argument("family", metavar="FAMILY", help="families of kernels, for instance linear,moe; or all")
     tune.add_argument(
         "--model",
         default="v4_flash",
@@ -90,6 +90,9 @@ def add_tune_parser(what: argparse._SubParsersAction) -> None:
     )
     tune.add_argument(
         "--nearest", type=int, metavar="N", help="only the N rows before and after the one that is taken (default: all)"
+    )
+    tune.add_argument(
+        "--minutes", type=float, metavar="N", help="time no further problem after N minutes (default: time all)"
     )
     tune.add_argument("--repeats", type=int, default=20, help="rounds of replays of each row (default: 20)")
     add_numerics_options(tune)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from itertools import product
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from deepseek_attn.config.options import pick_device
 from deepseek_attn.kernels.common.dispatch import problem_on
 from deepseek_attn.runner.model_runner import ModelRunner
 from deepseek_attn.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from deepseek_attn.utils.clock import seconds_since
 from deepseek_attn.utils.hub import HubModel
 
 
@@ -148,7 +150,7 @@ def run_model(args: argparse.Namespace) -> None:
 
 def run_tune(args: argparse.Namespace) -> None:
     """Times the rows of launch tables side by side, in the stages of steps of a model."""
-    families = FAMILIES if args.family == "all" else [args.family]
+    families, started = FAMILIES if args.family == "all" else args.family.split(","), time.perf_counter()
     tables = [table for family in families for table in tables_of(family)]
     device = pick_device(None)
     if device.type != "cuda":
@@ -171,15 +173,21 @@ def run_tune(args: argparse.Namespace) -> None:
     sizes += [(1, tokens, max(tokens, context)) for context, tokens in product(args.context, args.prefill)]
     found: dict[str, list[dict]] = {table.name: [] for table in tables}
     seen: set = set()
-    for batch, tokens, context in dict.fromkeys(sizes):
-        for timing in time_tables(runner, tables, batch, tokens, context, args.repeats, args.nearest, seen):
-            found[timing.table].append(timing.row())
-            for row in (timing.taken, *timing.others):
-                taken = ("loses" if timing.loses else "yes") if row is timing.taken else ""
-                printed.add(
-                    timing.table, row.kernel, row.when, batch, tokens, context, row.microseconds, taken,
-                    row.microseconds / timing.taken.microseconds,
-                )  # fmt: skip
+    timings = (
+        (size, timing)
+        for size in dict.fromkeys(sizes)
+        for timing in time_tables(runner, tables, *size, args.repeats, args.nearest, seen)
+    )
+    for (batch, tokens, context), timing in timings:
+        found[timing.table].append(timing.row())
+        for row in (timing.taken, *timing.others):
+            taken = ("loses" if timing.loses else "yes") if row is timing.taken else ""
+            printed.add(
+                timing.table, row.kernel, row.when, batch, tokens, context, row.microseconds, taken,
+                row.microseconds / timing.taken.microseconds,
+            )  # fmt: skip
+        if args.minutes is not None and seconds_since(started) > 60 * args.minutes:
+            break
     run = {"benchmark": "tune", "model": args.model, "layers": len(runner.backbone_layers), **settings(runner)}
     finish(args, {**run, **{name: rows for name, rows in found.items() if rows}}, [], ())
 

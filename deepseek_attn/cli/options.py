@@ -184,6 +184,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "--speculate": (0, MOST_DRAFTS),
     "--instances": (1, MOST),
     "--nearest": (1, MOST),
+    "--minutes": (0.1, MOST),
     "--repeats": (1, MOST),
     "--layers": (0, MOST),
     "--experts": (1, MOST),
