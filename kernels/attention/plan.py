@@ -164,6 +164,8 @@ def rows_fill_gpu(problem: AttendProblem, gpu: GPU) -> bool:
     return problem.planned * cdiv(problem.heads, 64) >= gpu.multiprocessors // 2
 
 
+TUNED_V4 = "h100_tune_v4_flash.json: attention.attend"
+TUNED_V32 = "h100_tune_v32.json: attention.attend"
 LAYERS = "h200_layer_choices.json: rows"
 MANY_HEADS, WIDE, ONE = above("heads", 16), above("dim", 512), equals("planned", 1)
 
@@ -176,16 +178,16 @@ ATTEND = Table(
         "attend_rows_hopper_kernel": hopper & half_rows,
     },
     [
-        Row(MANY_HEADS & rows_fill_gpu, "attend_rows_hopper_kernel", HOPPER_TILES),
+        Row(MANY_HEADS & rows_fill_gpu, "attend_rows_hopper_kernel", HOPPER_TILES, TUNED_V4),
         Row(equals("product_dtype", torch.float32), "attend_kernel", AttendTiles(16, 16, 4, 1)),
         Row(~hopper & (~MANY_HEADS | WIDE), "attend_kernel", AttendTiles(16, 32, 4, 2)),
         Row(~hopper, "attend_kernel", AttendTiles(32, 32, 8, 2)),
         # 9.7 us instead of 10.2; with 4 queries 13.2 instead of 12.1
         Row(v32_pages & WIDE & ONE & ~MANY_HEADS, "attend_kernel", AttendTiles(16, 32, 4, 2, 128)),
-        Row(WIDE | ~small, "attend_v32_hopper_kernel", HOPPER_TILES),
+        Row(WIDE | ~small, "attend_v32_hopper_kernel", HOPPER_TILES, TUNED_V32),
         Row(~small, "attend_hopper_kernel", HOPPER_TILES, LAYERS),
         Row(WIDE & ~MANY_HEADS, "attend_kernel", AttendTiles(16, 32, 8, 1)),
-        Row(WIDE, "attend_kernel", AttendTiles(64, 64, 8, 1, 128)),
+        Row(WIDE, "attend_kernel", AttendTiles(64, 64, 8, 1, 128), TUNED_V32),
         Row(ONE & ~above("width", 192), "attend_kernel", AttendTiles(16, 16, 4, 2, 128), LAYERS),
         Row(ONE & small & ~above("width", 640), "attend_kernel", AttendTiles(16, 32, 8, 1, 128), LAYERS),
         Row(small, "attend_kernel", AttendTiles(16, 64, 8, 2, 128), LAYERS),

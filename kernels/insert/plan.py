@@ -171,6 +171,7 @@ def whole_windows(problem: InsertProblem, gpu: GPU) -> PoolTiles:
 POOL_WARPS = 4
 SHARED_WINDOWS = PoolTiles(POOL_WARPS, 16, 4, channels=32)
 PROGRAMS = "h200_index_scores.json: rows"
+LATENTS = "h100_tune_v32.json: insert.insert_latents"
 EARLY = "h200_index_scores.json: rows"
 
 WINDOWS = Table(
@@ -197,8 +198,8 @@ LATENTS = Table(
     "insert.insert_latents",
     {"insert_latents_kernel": ANY},
     [
-        Row(few_tokens, "insert_latents_kernel", RowTiles(2, early=True)),
-        Row(ANY, "insert_latents_kernel", RowTiles(2, early=False)),
+        Row(few_tokens, "insert_latents_kernel", RowTiles(2, early=True), LATENTS),
+        Row(ANY, "insert_latents_kernel", RowTiles(2, early=False), LATENTS),
     ],
 )
 ENTRIES = Table(

@@ -184,23 +184,24 @@ ABSORB = Table(
     "latent.absorb_queries",
     {"absorb_queries_kernel": half_precision & nope_fits, "cuBLAS": ANY},
     [
-        Row(one_launch, "absorb_queries_kernel", absorb_tiles),
-        Row(ANY, "cuBLAS"),
+        Row(one_launch, "absorb_queries_kernel", absorb_tiles, "h100_tune_v32.json: latent.absorb_queries"),
+        Row(ANY, "cuBLAS", source="h100_tune_v32.json: latent.absorb_queries"),
     ],
 )
+MEASURED_VALUES = "h100_tune_v32.json: latent.project_values"
 VALUES = Table(
     "latent.project_values",
     {"project_values_kernel": half_precision, "cuBLAS": ANY},
     [  # as many weights in flight as registers hold
         Row(one_launch & quantize & ~registers_hold_weights, "project_values_kernel", value_tiles(128, 128, 0, 8, 2)),
-        Row(one_launch & quantize & fp8_weight, "project_values_kernel", value_tiles(128, 128, 4, 8)),
+        Row(one_launch & quantize & fp8_weight, "project_values_kernel", value_tiles(128, 128, 4, 8), MEASURED_VALUES),
         Row(one_launch & fp8_weight, "project_values_kernel", value_tiles(64, 128, 4, 4)),
         Row(one_launch & quantize & up_to_32, "project_values_kernel", value_tiles(128, 512, 1, 8)),
         Row(one_launch & quantize, "project_values_kernel", value_tiles(128, 128, 4, 8)),
         Row(one_launch & up_to_16, "project_values_kernel", value_tiles(64, 512, 1, 4)),
         Row(one_launch & up_to_32, "project_values_kernel", value_tiles(64, 128, 2, 4)),
         Row(one_launch, "project_values_kernel", value_tiles(64, 128, 4, 4)),
-        Row(ANY, "cuBLAS"),
+        Row(ANY, "cuBLAS", source=MEASURED_VALUES),
     ],
 )
 ROTATION = Choice("rotate_queries_kernel", AbsorbTiles(WEIGHT_BLOCK, 1, 8, 4), "any", NOT_MEASURED)

@@ -309,6 +309,22 @@ def wide(problem: LinearProblem, gpu: GPU) -> bool:
 
 
 @condition
+def wide_plain(problem: LinearProblem, gpu: GPU) -> bool:
+    """Plain weights alone, such as a head, with rows enough for programs of all channels."""
+    return not problem.fp8 and problem.plain_rows >= 32768
+
+
+@condition
+def one_wave_in_splits(problem: LinearProblem, gpu: GPU) -> bool:
+    """FP8 weights alone, of fewer than 8192 channels, whose tiles of 128 rows in splits run at once.
+
+    The shared expert's, beside the routed experts: fewer programs leave these more room.
+    """
+    tiles, splits = cdiv(problem.rows, 128), tiles_in_splits(problem, gpu).splits
+    return not problem.plain and problem.channels < 8192 and tiles * splits <= gpu.multiprocessors
+
+
+@condition
 def up_to_8_tokens(problem: LinearProblem, gpu: GPU) -> bool:
     """The time is that of reading the weights; so it is up to 32 tokens."""
     return problem.planned_tokens <= 8
@@ -477,7 +493,10 @@ DECODE, HOPPER, TRITON = "linear_decode_hopper_kernel", "linear_hopper_kernel", 
 LIBRARY: Table[LinearProblem] = Table(
     "linear.library",
     {"cuBLAS": one_product_of_cublas, TRITON: ANY},
-    [Row(large_for_cublas, "cuBLAS"), Row(ANY, TRITON)],
+    [
+        Row(large_for_cublas, "cuBLAS", source="h100_tune_v32.json: linear.library"),
+        Row(ANY, TRITON, source="h100_tune_v4_flash.json: linear.library"),
+    ],
 )
 """Of one weight: cuBLAS, or a launch that it shares. That launch is a row of `PRODUCTS`; any weight can be in one."""
 PRODUCTS: Table[LinearProblem] = Table(
@@ -495,8 +514,12 @@ PRODUCTS: Table[LinearProblem] = Table(
         Row(long_sums, HOPPER, tiles_of_long_sums, "h200_layer_choices.json: rows"),
         Row(~up_to_8_tokens, HOPPER, tiles_at_once, "h200_layer_choices.json: rows"),
         Row(wide & up_to_32_tokens, TRITON, tiles_of_all_channels, "h200_wide_linears.json: rows"),
+        Row(wide_plain & up_to_32_tokens, TRITON, tiles_read_early, "h100_tune_v4_flash.json: linear.products"),
+        Row(
+            one_wave_in_splits & up_to_8_tokens, TRITON, tiles_in_splits, "h100_tune_v4_flash.json: linear.products"
+        ),
         Row(up_to_8_tokens, TRITON, tiles_read_early, "h200_layer_linears.json: rows"),
-        Row(up_to_32_tokens, TRITON, tiles_in_splits),
+        Row(up_to_32_tokens, TRITON, tiles_in_splits, "h100_tune_v4_flash.json: linear.products"),
         Row(ANY, TRITON, tiles_of_many_tokens),
     ],
 )  # fmt: skip
@@ -551,9 +574,14 @@ QUANTIZERS: Table[QuantizeProblem] = Table(
     "linear.quantize_input",
     {"quantize_input_kernel": ANY},
     [
-        Row(up_to_64_rows, "quantize_input_kernel", tiles_of(2, 256, 4)),
+        Row(
+            up_to_64_rows,
+            "quantize_input_kernel",
+            tiles_of(2, 256, 4),
+            "h100_tune_v4_flash.json: linear.quantize_input",
+        ),
         Row(rotated, "quantize_input_kernel", tiles_of(4, 512, 2)),
-        Row(ANY, "quantize_input_kernel", tiles_of(8, 512, 4)),
+        Row(ANY, "quantize_input_kernel", tiles_of(8, 512, 4), "h100_tune_v4_flash.json: linear.quantize_input"),
     ],
 )
 

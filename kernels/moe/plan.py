@@ -212,6 +212,7 @@ def _load_up_to(load: float) -> Condition[ExpertsProblem]:
 
 
 HOPPER, PORTABLE = "experts_hopper_kernel", "grouped_product_kernel"
+_SWIGLU = "h100_tune_v32.json: moe.swiglu"
 _FEW_TOKENS, _TILES_CHANGE = "h100_experts.json: few_tokens", "h100_experts.json: where_tiles_change"
 
 # Hopper, few rows: several programs per multiprocessor hide latency, and weight rows are read 128 bytes at a time. For
@@ -453,7 +454,10 @@ COMBINES = Table(
 SWIGLUS = Table(
     "moe.swiglu",
     {"swiglu_kernel": ANY},
-    [Row(_values_up_to(18), "swiglu_kernel", LaunchSize(256, 1)), Row(ANY, "swiglu_kernel", LaunchSize(1024, 4))],
+    [
+        Row(_values_up_to(18), "swiglu_kernel", LaunchSize(256, 1), _SWIGLU),
+        Row(ANY, "swiglu_kernel", LaunchSize(1024, 4), _SWIGLU),
+    ],
 )
 
 

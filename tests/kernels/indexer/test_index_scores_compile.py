@@ -89,7 +89,8 @@ def test_which_scores_eight_tokens_at_a_time():
 def test_which_scores_of_decode_steps_are_computed_on_tensor_cores():
     kernel, decode = "index_scores_decode_hopper_kernel", {"T": 9, "B": 8, "width": 32768}
     assert chosen(**decode).kernel == chosen(key_format="fp4", T=9, width=64).kernel == kernel
-    others = [{"key_format": "plain"}, {"H": 32}, {"dim": 64}, {"B": 7}, {"width": 16384}, {"aligned": False}]
+    assert chosen(T=8, B=8, width=8192).kernel == chosen(T=64, B=64, width=4096).kernel == kernel
+    others = [{"key_format": "plain"}, {"H": 32}, {"dim": 64}, {"B": 1}, {"width": 8128}, {"aligned": False}]
     others += [{"gpu": GPU((10, 0), 132)}, {"batch_invariant": True}, {"rounded": True}]
     assert all(chosen(**decode | other).kernel == "index_scores_kernel" for other in others)
     # tokens of a program, and splits of at least four tiles that fill all multiprocessors
