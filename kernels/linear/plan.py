@@ -315,16 +315,6 @@ def wide_plain(problem: LinearProblem, gpu: GPU) -> bool:
 
 
 @condition
-def one_wave_in_splits(problem: LinearProblem, gpu: GPU) -> bool:
-    """FP8 weights alone, of fewer than 8192 channels, whose tiles of 128 rows in splits run at once.
-
-    The shared expert's, beside the routed experts: fewer programs leave these more room.
-    """
-    tiles, splits = cdiv(problem.rows, 128), tiles_in_splits(problem, gpu).splits
-    return not problem.plain and problem.channels < 8192 and tiles * splits <= gpu.multiprocessors
-
-
-@condition
 def up_to_8_tokens(problem: LinearProblem, gpu: GPU) -> bool:
     """The time is that of reading the weights; so it is up to 32 tokens."""
     return problem.planned_tokens <= 8
@@ -515,9 +505,6 @@ PRODUCTS: Table[LinearProblem] = Table(
         Row(~up_to_8_tokens, HOPPER, tiles_at_once, "h200_layer_choices.json: rows"),
         Row(wide & up_to_32_tokens, TRITON, tiles_of_all_channels, "h200_wide_linears.json: rows"),
         Row(wide_plain & up_to_32_tokens, TRITON, tiles_read_early, "h100_tune_v4_flash.json: linear.products"),
-        Row(
-            one_wave_in_splits & up_to_8_tokens, TRITON, tiles_in_splits, "h100_tune_v4_flash.json: linear.products"
-        ),
         Row(up_to_8_tokens, TRITON, tiles_read_early, "h200_layer_linears.json: rows"),
         Row(up_to_32_tokens, TRITON, tiles_in_splits, "h100_tune_v4_flash.json: linear.products"),
         Row(ANY, TRITON, tiles_of_many_tokens),
