@@ -58,7 +58,7 @@ def attend_raw(T, H, widths, groups=8):
 
 
 PORTABLE = {
-    "fp8 pages, 8 heads": lambda: attend_pages(1, 8),
+    "fp8 pages, 8 heads": lambda: attend_pages(1, 8, dtype=F32) and attend_pages(1, 8),
     "fp8 pages, 64 heads": lambda: attend_pages(2, 64, dtype=F32) and attend_pages(3, 20),
     "bf16 pages, 64 heads": lambda: attend_pages(256, 64, (PlainRecord(512, BF16),)),
     "float32 rows": lambda: attend_rows(9, 64, dtype=F32),

@@ -8,17 +8,28 @@ import torch
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from deepseek_attn.kernels.common.device import GPU
+from deepseek_attn.kernels.common.plans import forced_row
 from deepseek_attn.kernels.common.quant import empty_quantized_rows
 from deepseek_attn.kernels.linear import Segment
 from deepseek_attn.kernels.linear.launch import launch
 from deepseek_attn.kernels.linear.linear import linear_problem
-from deepseek_attn.kernels.linear.plan import HOPPER, LinearHopperTiles, LinearWeight, hopper_products, plan
+from deepseek_attn.kernels.linear.plan import (
+    DECODE,
+    HOPPER,
+    PRODUCTS,
+    LinearHopperTiles,
+    LinearWeight,
+    hopper_products,
+    plan,
+    tiles_at_once,
+)
 from deepseek_attn.runner.ahead.recording import recorded_launches
 from tests.kernels.compiled_launches import compiled_ops, ptxas_report
 from tests.kernels.linear.products import H200, ROUNDED, config_of, problem
 from tests.support.tiers import tiered
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+AT_ONCE = next(row for row in PRODUCTS.rows if row.config is tiles_at_once)
 C4A = (4096, (1024, 512), (1024, 1024, 256, 256, 64))
 # name: channels, rows of FP8 weights, of plain ones, groups, whether the output is quantised as well
 LAUNCHES = {
@@ -42,7 +53,11 @@ def run(M, K, fp8_rows, plain_rows, groups, quantize_output, quantized_groups=No
     values = quantized_groups or (groups if groups > 1 else None)
     quantized = empty_quantized_rows(M, K * groups, torch.device("meta"), groups=values)
     x = empty(M, K * groups, dtype=BF16)
-    of_launch = plan(linear_problem(x, K, segments, quantized, groups, False, quantize_output), H200)
+    wanted = linear_problem(x, K, segments, quantized, groups, False, quantize_output)
+    of_launch = plan(wanted, H200)
+    if of_launch.products[0].choice.kernel == DECODE:  # which is faster, but would not be compiled here
+        with forced_row(PRODUCTS, AT_ONCE):
+            of_launch = plan(wanted, H200)
     assert [product.choice.kernel for product in of_launch.products] == [HOPPER]
     launch(of_launch, x, segments, True, quantized, groups)
 
