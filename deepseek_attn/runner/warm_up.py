@@ -32,15 +32,15 @@ class WarmUp:
 
     def steps(self) -> Iterator[None]:
         """Runs a step of each size, those first that a first prompt and its answer need; yields after each."""
-        with self.runner.op_settings(), torch.inference_mode():
-            decodes = [*self.decode_sizes(), *self.eager_decode_sizes()]
-            prefills = [*self.prefill_sizes(), *self.mixed_sizes()]
-            for size in chain(prefills[:1], decodes[:2], prefills[1:], decodes[2:]):
+        decodes = [*self.decode_sizes(), *self.eager_decode_sizes()]
+        prefills = [*self.prefill_sizes(), *self.mixed_sizes()]
+        for size in chain(prefills[:1], decodes[:2], prefills[1:], decodes[2:]):
+            with self.runner.op_settings(), torch.inference_mode():  # not around a yield: they concern the process
                 if isinstance(size, StepSize):
                     self.decode(size)
                 else:
                     self.prefill(size)
-                yield
+            yield
 
     def step(self, rows: Rows) -> None:
         """Runs a step of this shape as the runner would; a decode step both with drafts and without."""
