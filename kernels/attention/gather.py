@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.attention.gather_triton import EntryShape, GatherPool, GatherRows, gather_kernel
-from deepseek_attn.kernels.attention.plan import GatherPlan, GatherProblem, plan_gather
+from deepseek_attn.kernels.attention.plan import GatherProblem, plan_gather
 from deepseek_attn.kernels.common.device import FLOATS, gpu
-from deepseek_attn.kernels.common.plans import cdiv
+from deepseek_attn.kernels.common.plans import KernelPlan, cdiv
 from deepseek_attn.kernels.common.records import CacheRecord, check_pool
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
@@ -38,13 +38,13 @@ def dequantize_and_gather_k_cache(
     gather_kernel[(cdiv(max_rows, shape.ROWS), b)](
         GatherRows(out[:, offset:], out.stride(0), out.stride(1)), GatherPool(pool, pool.stride(0)),
         seq_lens, gather_lens, block_table, max_rows, block_table.shape[1], block_table.stride(0),
-        SHAPE=shape, enable_fp_fusion=True, num_warps=plan.gather.config.warps,
+        SHAPE=shape, enable_fp_fusion=True, num_warps=plan.choice.config.warps,
     )  # fmt: skip
 
 
 def _planned_shape(
     out: Tensor, record: CacheRecord, pool: Tensor, block_table: Tensor, n: int
-) -> tuple[GatherPlan, EntryShape]:
+) -> tuple[KernelPlan, EntryShape]:
     """The plan for a record and the constants of its launch; checks ``out``, ``pool`` and the table."""
     if out.dtype not in FLOATS or out.shape[-1] != record.dim or out.stride(-1) != 1 or block_table.stride(1) != 1:
         raise ValueError(
@@ -68,7 +68,7 @@ def _planned_shape(
     unit = 4 if group == 128 else 1 if coded == record.dim else raw.itemsize
     check_pool(record, pool, n, unit)
     plan = plan_gather(GatherProblem(record.dim, coded, group), gpu(out.device))
-    tiles = plan.gather.config
+    tiles = plan.choice.config
     shape = EntryShape(
         N=n,
         ENTRY=entry,

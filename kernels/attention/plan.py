@@ -19,6 +19,7 @@ from deepseek_attn.kernels.common.plans import (
     ANY,
     Choice,
     Condition,
+    KernelPlan,
     Row,
     Table,
     cdiv,
@@ -394,15 +395,7 @@ def whole_rows(problem: GatherProblem, gpu: GPU) -> GatherTiles:
 GATHER = Table("attention.gather", {"gather_kernel": ANY}, [Row(ANY, "gather_kernel", whole_rows)])
 
 
-@dataclass(frozen=True)
-class GatherPlan:
-    """The launch of a gather; ``native_fp8`` as of `GPU`."""
-
-    gather: Choice
-    native_fp8: bool
-
-
 @planner("attention.gather")
-def plan_gather(problem: GatherProblem, gpu: GPU) -> GatherPlan:
+def plan_gather(problem: GatherProblem, gpu: GPU) -> KernelPlan:
     """One launch for any number of rows."""
-    return GatherPlan(GATHER.choose(problem, gpu), gpu.native_fp8)
+    return KernelPlan.of(GATHER.choose(problem, gpu), gpu)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.collectives.one_shot_triton import ExchangeConfig, ExchangeWords, exchange_kernel
-from deepseek_attn.kernels.collectives.plan import ExchangePlan, ExchangeProblem, plan
+from deepseek_attn.kernels.collectives.plan import ExchangeProblem, plan
 from deepseek_attn.kernels.collectives.types import PeerBuffers
 from deepseek_attn.kernels.common.device import FLOATS, gpu
-from deepseek_attn.kernels.common.plans import cdiv
+from deepseek_attn.kernels.common.plans import KernelPlan, cdiv
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 
 
@@ -60,15 +60,13 @@ def _exchange(
         launch(made, x.view(-1).view(torch.int32), out.view(-1).view(torch.int32), peers, words, scatter, dtype)
 
 
-def launch(
-    plan: ExchangePlan, x: Tensor, out: Tensor, peers: PeerBuffers, words: int, scatter: bool, dtype: Any
-) -> None:
+def launch(plan: KernelPlan, x: Tensor, out: Tensor, peers: PeerBuffers, words: int, scatter: bool, dtype: Any) -> None:
     """Sends ``words`` of ``x`` to each rank, others to each with ``scatter``; sums those that come as ``dtype``.
 
     Without a ``dtype`` the words of all ranks are stored, one rank's behind the other's.
     ``x`` and ``out`` are flat and int32.
     """
-    block, warps = plan.exchange.config
+    block, warps = plan.choice.config
     exchange_kernel[(cdiv(words, block),)](
         ExchangeWords(x, out, peers.addresses, peers.state, words, peers.timeout_ms),
         peers.rank,

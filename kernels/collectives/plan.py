@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import ANY, Choice, Row, Table, planner
+from deepseek_attn.kernels.common.plans import ANY, KernelPlan, Row, Table, planner
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,6 @@ class ExchangeTiles(NamedTuple):
     warps: int
 
 
-@dataclass(frozen=True)
-class ExchangePlan:
-    """One launch; ``pdl``: programs start before the previous kernel has ended."""
-
-    exchange: Choice
-    pdl: bool
-
-
 # larger blocks are slower
 EXCHANGES = Table(
     "collectives.exchange", {"exchange_kernel": ANY}, [Row(ANY, "exchange_kernel", ExchangeTiles(128, 4))]
@@ -42,6 +34,6 @@ EXCHANGES = Table(
 
 
 @planner("collectives.exchange")
-def plan(problem: ExchangeProblem, gpu: GPU) -> ExchangePlan:
+def plan(problem: ExchangeProblem, gpu: GPU) -> KernelPlan:
     """The same launch for all three collectives."""
-    return ExchangePlan(EXCHANGES.choose(problem, gpu), gpu.pdl)
+    return KernelPlan.of(EXCHANGES.choose(problem, gpu), gpu)

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache, wraps
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from deepseek_attn.kernels.common.device import GPU
 
@@ -89,6 +89,20 @@ class Choice(NamedTuple):
     config: Any
     when: str
     source: str
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """The plan of an op that takes one row of a table; ``native_fp8`` and ``pdl`` as of `GPU`."""
+
+    choice: Choice
+    native_fp8: bool
+    pdl: bool
+
+    @classmethod
+    def of(cls, choice: Choice, gpu: GPU) -> Self:
+        """The plan that launches this choice on a GPU."""
+        return cls(choice, gpu.native_fp8, gpu.pdl)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import gpu
-from deepseek_attn.kernels.common.plans import cdiv
+from deepseek_attn.kernels.common.plans import KernelPlan, cdiv
 from deepseek_attn.kernels.engram.engram_triton import EngramGate, engram_dequantize_kernel, engram_gate_kernel
-from deepseek_attn.kernels.engram.plan import EngramPlan, EngramProblem, plan_gate, plan_rows
+from deepseek_attn.kernels.engram.plan import EngramProblem, plan_gate, plan_rows
 from deepseek_attn.kernels.engram.reference import SMALLEST, check_gate
 from deepseek_attn.kernels.engram.types import SCALE_GROUP, TableRows
 
@@ -31,9 +31,9 @@ def dequantize_rows(rows: TableRows, dtype: torch.dtype) -> Tensor:
     return out.flatten(1)
 
 
-def launch_rows(plan: EngramPlan, values: Tensor, scales: Tensor, out: Tensor) -> None:
+def launch_rows(plan: KernelPlan, values: Tensor, scales: Tensor, out: Tensor) -> None:
     """Writes the numbers that FP8 ``values [..., columns]`` have under their scales to ``out``; all contiguous."""
-    columns, tiles = values.shape[-1], plan.kernel.config
+    columns, tiles = values.shape[-1], plan.choice.config
     count = values.numel() // columns
     engram_dequantize_kernel[(cdiv(count, tiles.rows),)](
         values.view(torch.uint8),
@@ -65,9 +65,9 @@ def gate_streams(streams: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor
     return out
 
 
-def launch_gate(plan: EngramPlan, gate: EngramGate) -> None:
+def launch_gate(plan: KernelPlan, gate: EngramGate) -> None:
     """Writes the gated streams."""
-    (T, m, D), tiles = gate.streams.shape, plan.kernel.config
+    (T, m, D), tiles = gate.streams.shape, plan.choice.config
     engram_gate_kernel[(T, m)](
         gate,
         SMALLEST=SMALLEST,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import ANY, Choice, Row, Table, next_power_of_2, planner
+from deepseek_attn.kernels.common.plans import ANY, KernelPlan, Row, Table, next_power_of_2, planner
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,6 @@ class EngramTiles(NamedTuple):
     rows: int
     block: int
     warps: int
-
-
-@dataclass(frozen=True)
-class EngramPlan:
-    """One launch.
-
-    Attributes:
-        native_fp8: the GPU converts e4m3 values.
-        pdl: programs start before the previous kernel has ended.
-    """
-
-    kernel: Choice
-    native_fp8: bool
-    pdl: bool
 
 
 def _table_rows(p: EngramProblem, gpu: GPU) -> EngramTiles:
@@ -57,12 +43,12 @@ GATES = Table("engram.gate_streams", {"engram_gate_kernel": ANY}, [Row(ANY, "eng
 
 
 @planner("engram.dequantize_rows")
-def plan_rows(problem: EngramProblem, gpu: GPU) -> EngramPlan:
+def plan_rows(problem: EngramProblem, gpu: GPU) -> KernelPlan:
     """One launch for any number of rows."""
-    return EngramPlan(ROWS.choose(problem, gpu), gpu.native_fp8, gpu.pdl)
+    return KernelPlan.of(ROWS.choose(problem, gpu), gpu)
 
 
 @planner("engram.gate_streams")
-def plan_gate(problem: EngramProblem, gpu: GPU) -> EngramPlan:
+def plan_gate(problem: EngramProblem, gpu: GPU) -> KernelPlan:
     """One launch for any number of streams."""
-    return EngramPlan(GATES.choose(problem, gpu), gpu.native_fp8, gpu.pdl)
+    return KernelPlan.of(GATES.choose(problem, gpu), gpu)

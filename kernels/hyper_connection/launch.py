@@ -79,7 +79,7 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     output = SublayerOutput(y, streams, post, comb)
     _check_post(output)
     made = plan_post(_problem(streams), gpu(streams.device))
-    return _launch_post(made.post.config, made.pdl, _contiguous(output)).new
+    return _launch_post(made.choice.config, made.pdl, _contiguous(output)).new
 
 
 def hc_head(streams: Tensor, hc: HyperConnection) -> Tensor:

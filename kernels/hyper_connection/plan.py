@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import ANY, Choice, Row, Table, condition, next_power_of_2, planner
+from deepseek_attn.kernels.common.plans import ANY, Choice, KernelPlan, Row, Table, condition, next_power_of_2, planner
 
 SPLIT = 256  # channels of the flattened streams per partial sum of a `float32_product`
 MANY_TOKENS = 1024  # tokens from which the product and the collapse work on many at a time
@@ -61,14 +61,6 @@ class StreamsPlan:
     update: Choice | None
     product: Choice
     collapse: Choice
-    pdl: bool
-
-
-@dataclass(frozen=True)
-class PostPlan:
-    """The launch of `hc_post`; ``pdl``: programs start before the previous kernel has ended."""
-
-    post: Choice
     pdl: bool
 
 
@@ -147,9 +139,9 @@ COLLAPSES = Table(
 
 
 @planner("hyper_connection.post")
-def plan_post(problem: StreamsProblem, gpu: GPU) -> PostPlan:
+def plan_post(problem: StreamsProblem, gpu: GPU) -> KernelPlan:
     """One launch for any number of tokens."""
-    return PostPlan(POSTS.choose(problem, gpu), gpu.pdl)
+    return KernelPlan.of(POSTS.choose(problem, gpu), gpu)
 
 
 @planner("hyper_connection.streams")

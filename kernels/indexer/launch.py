@@ -14,7 +14,7 @@ from deepseek_attn.kernels.common.blocks import row_blocks, rows_per_block
 from deepseek_attn.kernels.common.counters import counters_of
 from deepseek_attn.kernels.common.device import FLOATS, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant
-from deepseek_attn.kernels.common.plans import cdiv, next_power_of_2
+from deepseek_attn.kernels.common.plans import KernelPlan, cdiv, next_power_of_2
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
 from deepseek_attn.kernels.indexer.candidates_triton import (
     CandidateRows,
@@ -24,9 +24,7 @@ from deepseek_attn.kernels.indexer.candidates_triton import (
 )
 from deepseek_attn.kernels.indexer.plan import (
     BlocksProblem,
-    ScoresPlan,
     ScoresProblem,
-    TopkPlan,
     TopkProblem,
     plan_blocks,
     plan_candidate_scores,
@@ -111,7 +109,7 @@ def paged_index_scores(
 
 
 def launch_scores(
-    plan: ScoresPlan,
+    plan: KernelPlan,
     problem: ScoresProblem,
     queries: IndexQueries,
     keys: PagedIndexKeys,
@@ -120,7 +118,7 @@ def launch_scores(
     out: Tensor,
 ) -> None:
     """Writes scores of checked arguments by the planned kernel."""
-    kernel, config = plan.scores.kernel, plan.scores.config
+    kernel, config = plan.choice.kernel, plan.choice.config
     rows, shape = _operands(plan, problem, queries, keys, out)
     T, table = problem.tokens, keys.block_table
     arguments = rows, table, keys.token_to_req, num_visible, T, problem.width, skip, table.stride(0)
@@ -178,7 +176,7 @@ def candidate_scores(
         problem = _problem(queries, keys, key_format, len(table), columns)
         plan = plan_candidate_scores(problem, gpu(out.device))
         rows, shape = _operands(plan, problem, queries, keys, out)
-        candidate_scores_kernel[(T, plan.scores.config.splits)](
+        candidate_scores_kernel[(T, plan.choice.config.splits)](
             rows,
             kept,
             kept.stride(0),
@@ -193,7 +191,7 @@ def candidate_scores(
             PDL=plan.pdl,
             enable_fp_fusion=True,
             num_warps=4,
-            num_stages=plan.scores.config.stages,
+            num_stages=plan.choice.config.stages,
             launch_pdl=plan.pdl,
         )
     return out
@@ -207,7 +205,7 @@ def launch_candidate_entries(
         return
     (T, k), kept, table = out.shape, candidates.kept, keys.block_table
     plan = plan_blocks(BlocksProblem("candidate_entries_kernel", T, k), gpu(out.device))
-    entries = plan.blocks.config.columns
+    entries = plan.choice.config.columns
     slots = out if out_slots is None else out_slots  # a pointer is needed even where PAGE says that it is not read
     candidate_entries_kernel[(T, cdiv(k, entries))](
         CandidateRows(out, kept, slots, out.stride(0), kept.stride(0), 0 if out_slots is None else slots.stride(0)),
@@ -233,7 +231,7 @@ def keep_blocks(scores: Tensor, num_visible: Tensor, skip: int, candidates: Cand
         return
     count = cdiv(width, size)
     plan = plan_blocks(BlocksProblem("block_scores_kernel", T, count), gpu(scores.device))
-    blocks = plan.blocks.config.columns
+    blocks = plan.choice.config.columns
     best = torch.empty(T, count, dtype=torch.float32, device=scores.device)
     counts = torch.empty(T, dtype=torch.int32, device=scores.device)
     block_scores_kernel[(T, max(1, cdiv(count, blocks)))](
@@ -273,14 +271,14 @@ def topk_indices(
 
 
 def launch_topk(
-    plan: TopkPlan, scores: Tensor, lens: Tensor, out: Tensor, keys: PagedIndexKeys | None, out_slots: Tensor | None
+    plan: KernelPlan, scores: Tensor, lens: Tensor, out: Tensor, keys: PagedIndexKeys | None, out_slots: Tensor | None
 ) -> None:
     """Selects ``out [T, k]`` and its slots, from checked arguments.
 
     Rows longer than ``capacity`` need scratch: a bit for each score, and 8 bytes for each candidate that a program can
     hold. Programs share a row only where there are few rows; they count arrivals in `counters_of`.
     """
-    (T, W), device, config = scores.shape, scores.device, plan.topk.config
+    (T, W), device, config = scores.shape, scores.device, plan.choice.config
     # pointers are needed even where PAGE says that they are not read
     table, requests, slots, page_entries = out, lens, out, 0
     if keys is not None and out_slots is not None:
@@ -336,10 +334,10 @@ def _problem(queries: IndexQueries, keys: PagedIndexKeys, key_format: str, reque
 
 
 def _operands(
-    plan: ScoresPlan, problem: ScoresProblem, queries: IndexQueries, keys: PagedIndexKeys, out: Tensor
+    plan: KernelPlan, problem: ScoresProblem, queries: IndexQueries, keys: PagedIndexKeys, out: Tensor
 ) -> tuple[ScoreRows, ScoresShape]:
     """Queries and pages as kernels read them, and the constants of those in Triton."""
-    q, pool, config = queries.q, keys.pool, plan.scores.config
+    q, pool, config = queries.q, keys.pool, plan.choice.config
     if problem.key_format == "plain":
         pool = pool.view(keys.record.dtype)
         dtype = tl.float32 if problem.exact else TRITON_DTYPES[q.dtype]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.plans import (
     ANY,
-    Choice,
     Condition,
+    KernelPlan,
     Row,
     Table,
     cdiv,
@@ -58,15 +58,6 @@ class ScoresConfig(NamedTuple):
     keys: int
     stages: int
     splits: int
-
-
-@dataclass(frozen=True)
-class ScoresPlan:
-    """One launch; ``native_fp8``: products of FP8 and FP4 keys are of e4m3 numbers, else of float16."""
-
-    scores: Choice
-    native_fp8: bool
-    pdl: bool
 
 
 @condition
@@ -202,9 +193,9 @@ SCORES = Table(
 
 
 @planner("indexer.scores")
-def plan_scores(problem: ScoresProblem, gpu: GPU) -> ScoresPlan:
+def plan_scores(problem: ScoresProblem, gpu: GPU) -> KernelPlan:
     """Scores of all entries; every kernel gives FP8 keys the same bits."""
-    return ScoresPlan(SCORES.choose(problem, gpu), gpu.native_fp8, gpu.pdl)
+    return KernelPlan.of(SCORES.choose(problem, gpu), gpu)
 
 
 CANDIDATE_SCORES = Table(
@@ -218,9 +209,9 @@ CANDIDATE_SCORES = Table(
 
 
 @planner("indexer.candidate_scores")
-def plan_candidate_scores(problem: ScoresProblem, gpu: GPU) -> ScoresPlan:
+def plan_candidate_scores(problem: ScoresProblem, gpu: GPU) -> KernelPlan:
     """Scores of the entries of each query's candidate blocks."""
-    return ScoresPlan(CANDIDATE_SCORES.choose(problem, gpu), gpu.native_fp8, gpu.pdl)
+    return KernelPlan.of(CANDIDATE_SCORES.choose(problem, gpu), gpu)
 
 
 # --- top-k ---
@@ -257,14 +248,6 @@ class TopkConfig:
     words: int
     num_warps: int
     max_registers: int | None = None
-
-
-@dataclass(frozen=True)
-class TopkPlan:
-    """One launch."""
-
-    topk: Choice
-    pdl: bool
 
 
 def _least_capacity(p: TopkProblem) -> int:
@@ -313,9 +296,9 @@ TOPK = Table(
 
 
 @planner("indexer.topk")
-def plan_topk(problem: TopkProblem, gpu: GPU) -> TopkPlan:
+def plan_topk(problem: TopkProblem, gpu: GPU) -> KernelPlan:
     """The selection is exact with every tiling."""
-    return TopkPlan(TOPK.choose(problem, gpu), gpu.pdl)
+    return KernelPlan.of(TOPK.choose(problem, gpu), gpu)
 
 
 # --- candidate blocks ---
@@ -336,14 +319,6 @@ class BlocksConfig(NamedTuple):
     columns: int
 
 
-@dataclass(frozen=True)
-class BlocksPlan:
-    """One launch."""
-
-    blocks: Choice
-    pdl: bool
-
-
 def _launched_by(kernel: str) -> Condition:
     return Condition(kernel, lambda problem, gpu: problem.kernel == kernel)
 
@@ -360,9 +335,9 @@ BLOCKS = Table(
 
 
 @planner("indexer.blocks")
-def plan_blocks(problem: BlocksProblem, gpu: GPU) -> BlocksPlan:
+def plan_blocks(problem: BlocksProblem, gpu: GPU) -> KernelPlan:
     """Rows do not depend on each other."""
-    return BlocksPlan(BLOCKS.choose(problem, gpu), gpu.pdl)
+    return KernelPlan.of(BLOCKS.choose(problem, gpu), gpu)
 
 
 # --- queries ---
@@ -381,15 +356,6 @@ class IndexQueryConfig(NamedTuple):
     """Heads of one program."""
 
     heads: int
-
-
-@dataclass(frozen=True)
-class IndexQueryPlan:
-    """One launch; ``native_fp8``: the GPU converts to e4m3 itself."""
-
-    queries: Choice
-    native_fp8: bool
-    pdl: bool
 
 
 @condition
@@ -414,6 +380,6 @@ QUERIES = Table(
 
 
 @planner("indexer.queries")
-def plan_queries(problem: IndexQueryProblem, gpu: GPU) -> IndexQueryPlan:
+def plan_queries(problem: IndexQueryProblem, gpu: GPU) -> KernelPlan:
     """A head is computed by one program: its bits do not depend on the plan."""
-    return IndexQueryPlan(QUERIES.choose(problem, gpu), gpu.native_fp8, gpu.pdl)
+    return KernelPlan.of(QUERIES.choose(problem, gpu), gpu)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from deepseek_attn.kernels.common.device import gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant
-from deepseek_attn.kernels.common.plans import cdiv, unlisted_plans
+from deepseek_attn.kernels.common.plans import KernelPlan, cdiv, unlisted_plans
 from deepseek_attn.kernels.common.raw_queries import RawQueries
-from deepseek_attn.kernels.indexer.plan import IndexQueryPlan, IndexQueryProblem, plan_queries
+from deepseek_attn.kernels.indexer.plan import IndexQueryProblem, plan_queries
 from deepseek_attn.kernels.indexer.query_triton import (
     IndexQueryArgs,
     IndexQueryShape,
@@ -31,7 +31,7 @@ NUM_WARPS = 4
 class IndexQueryLaunch(NamedTuple):
     """What a launch needs: its plan, arguments and constants on the device, blocks of heads per token, the results."""
 
-    plan: IndexQueryPlan
+    plan: KernelPlan
     args: IndexQueryArgs
     shape: IndexQueryShape
     blocks: int
@@ -144,7 +144,7 @@ def _index_launch(rows: IndexQueryRows, kernel: str) -> IndexQueryLaunch:
         STAGES=dim.bit_length() - 1,
         KEY_FORMAT=fmt,
         NATIVE_FP8=plan.native_fp8,
-        BLOCK_H=plan.queries.config.heads,
+        BLOCK_H=plan.choice.config.heads,
     )
     results = IndexQueries(out, out_weights, rows.score_dtype)
     return IndexQueryLaunch(plan, args, shape, cdiv(H, shape.BLOCK_H), results)

@@ -168,7 +168,7 @@ def combine_topk_swa_indices(
 
 def _tiles(op: str, rows: Tensor, tokens: int, width: int = 1, requests: int = 1) -> IndexTiles:
     """The tiles that an op's plan has."""
-    return plan(IndexProblem(op, tokens, width, requests), gpu(rows.device)).index.config
+    return plan(IndexProblem(op, tokens, width, requests), gpu(rows.device)).choice.config
 
 
 def _table(block_table: Tensor) -> BlockTable:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import ANY, Choice, Condition, Row, Table, next_power_of_2, planner
+from deepseek_attn.kernels.common.plans import ANY, Condition, KernelPlan, Row, Table, next_power_of_2, planner
 
 TOKENS = 128  # of a program, where each token has one value
 MAX_COLUMNS = 1024  # of a program, where each token has a row
@@ -34,13 +34,6 @@ class IndexTiles(NamedTuple):
     tokens: int
     columns: int
     requests: int
-
-
-@dataclass(frozen=True)
-class IndexPlan:
-    """The one launch of an index builder; its ``config`` is an `IndexTiles`."""
-
-    index: Choice
 
 
 def index_tiles(problem: IndexProblem, gpu: GPU) -> IndexTiles:
@@ -71,6 +64,6 @@ INDICES = Table(
 
 
 @planner("indices.index")
-def plan(problem: IndexProblem, gpu: GPU) -> IndexPlan:
+def plan(problem: IndexProblem, gpu: GPU) -> KernelPlan:
     """One launch; a row of the result depends on its own token alone."""
-    return IndexPlan(INDICES.choose(problem, gpu))
+    return KernelPlan.of(INDICES.choose(problem, gpu), gpu)

@@ -399,7 +399,7 @@ def head_launch(raw_q: RawQueries) -> HeadLaunch:
         q, cos_sin, raw_q.positions, out, raw_q.eps, cos_sin.shape[0], raw_q.num_heads, padded,
         q.stride(0), out.stride(0), out.stride(1),
     )  # fmt: skip
-    count = plan.rows.config.heads
+    count = plan.choice.config.heads
     constants = HeadShape(dim, cos_sin.shape[1], row_block(dim, cos_sin), count, raw_q.norm)
     return HeadLaunch(plan, rows, constants, out, cdiv(padded, count))
 

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import ANY, Choice, Row, Table, cdiv, condition, next_power_of_2, planner
+from deepseek_attn.kernels.common.plans import (
+    ANY,
+    Choice,
+    KernelPlan,
+    Row,
+    Table,
+    cdiv,
+    condition,
+    next_power_of_2,
+    planner,
+)
 from deepseek_attn.kernels.insert.types import CompressBatch, CompressPart
 
 
@@ -109,18 +119,13 @@ class WindowDivision(NamedTuple):
     reuses_ring_rows: bool
 
 
-@dataclass(frozen=True)
-class RowsPlan:
-    """One launch of row programs; ``pdl``: programs start before the previous kernel has ended."""
-
-    rows: Choice
-    pdl: bool
-    native_fp8: bool
+class RowsPlan(KernelPlan):
+    """One launch of row programs."""
 
     @property
     def options(self) -> dict[str, Any]:
         """What every launch of row programs says besides its arguments."""
-        return {"PDL": self.pdl, "num_warps": self.rows.config.warps, "launch_pdl": self.pdl}
+        return {"PDL": self.pdl, "num_warps": self.choice.config.warps, "launch_pdl": self.pdl}
 
 
 @dataclass(frozen=True)
@@ -244,7 +249,7 @@ def plan_queries(problem: RowsProblem, gpu: GPU) -> RowsPlan:
 
 def _rows_plan(table: Table, problem: RowsProblem, gpu: GPU) -> RowsPlan:
     rows = table.choose(problem, gpu)
-    return RowsPlan(rows, rows.config.early and gpu.pdl, gpu.native_fp8)
+    return RowsPlan(rows, gpu.native_fp8, rows.config.early and gpu.pdl)
 
 
 def divide_windows(problem: InsertProblem, tiles: PoolTiles) -> WindowDivision:

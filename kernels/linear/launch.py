@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from deepseek_attn.kernels.common.counters import counters_of
 from deepseek_attn.kernels.common.device import fp8_view, gpu
 from deepseek_attn.kernels.common.invariance import batch_invariant
+from deepseek_attn.kernels.common.plans import KernelPlan
 from deepseek_attn.kernels.common.quant import ROW_MULTIPLE, QuantizedRows, empty_quantized_rows
 from deepseek_attn.kernels.common.tiles import tiled
 from deepseek_attn.kernels.common.triton_types import TRITON_DTYPES
@@ -34,7 +35,6 @@ from deepseek_attn.kernels.linear.plan import (
     PLAIN_CHANNELS,
     LinearPlan,
     ProductPlan,
-    QuantizePlan,
     QuantizeProblem,
     plan_quantize,
 )
@@ -317,7 +317,7 @@ def quantize_rows(x: Tensor, pow2_scales: bool, groups: int | None = None, rope:
 
 
 def _quantized_rows(
-    plan: QuantizePlan, x: Tensor, pow2_scales: bool, groups: int | None, rope: Rope | None
+    plan: KernelPlan, x: Tensor, pow2_scales: bool, groups: int | None, rope: Rope | None
 ) -> QuantizedRows:
     quantized = empty_quantized_rows(*x.shape, x.device, pow2_scales, groups)
     _launch_quantize(plan, x, quantized.values, quantized.scale.t(), pow2_scales, rope)
@@ -325,7 +325,7 @@ def _quantized_rows(
 
 
 def _launch_quantize(
-    plan: QuantizePlan, x: Tensor, out: Tensor, scale: Tensor | None, pow2_scales: bool, rope: Rope | None
+    plan: KernelPlan, x: Tensor, out: Tensor, scale: Tensor | None, pow2_scales: bool, rope: Rope | None
 ) -> None:
     """Writes ``x [M, channels]`` to ``out [M, channels]`` or ``[groups, M, channels / groups]``.
 
@@ -337,7 +337,7 @@ def _launch_quantize(
     if x.stride(0) % 2 or x.data_ptr() % (2 * x.itemsize):
         x = x.clone(memory_format=torch.contiguous_format)  # pairs of channels are read as one word
     positions, cos_sin, head_dim = rope or (None, None, 1)
-    config = plan.quantize.config
+    config = plan.choice.config
     out_strides = out.stride(-2), out.stride(0) if out.dim() == 3 else 0, 0 if scale is None else scale.stride(0)
     quantize_input_kernel[(triton.cdiv(M, config.rows), triton.cdiv(channels, config.channels))](
         QuantizeInputs(

@@ -18,7 +18,17 @@ import torch
 from deepseek_attn.kernels.common.counters import COUNTERS
 from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.invariance import MANY_ROWS
-from deepseek_attn.kernels.common.plans import ANY, Choice, Row, Table, cdiv, condition, next_power_of_2, planner
+from deepseek_attn.kernels.common.plans import (
+    ANY,
+    Choice,
+    KernelPlan,
+    Row,
+    Table,
+    cdiv,
+    condition,
+    next_power_of_2,
+    planner,
+)
 from deepseek_attn.kernels.common.quant import InputFormat
 
 FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
@@ -533,15 +543,6 @@ class QuantizeTiles(NamedTuple):
     warps: int
 
 
-@dataclass(frozen=True)
-class QuantizePlan:
-    """``quantize`` launches one program per tile; ``native_fp8`` and ``pdl`` as in `GPU`."""
-
-    quantize: Choice
-    native_fp8: bool
-    pdl: bool
-
-
 @condition
 def up_to_64_rows(problem: QuantizeProblem, gpu: GPU) -> bool:
     return problem.rows <= 64 and not problem.batch_invariant
@@ -574,9 +575,9 @@ QUANTIZERS: Table[QuantizeProblem] = Table(
 
 
 @planner("linear.quantize_input")
-def plan_quantize(problem: QuantizeProblem, gpu: GPU) -> QuantizePlan:
+def plan_quantize(problem: QuantizeProblem, gpu: GPU) -> KernelPlan:
     """One launch; a row's values depend on nothing else."""
-    return QuantizePlan(QUANTIZERS.choose(problem, gpu), gpu.native_fp8, gpu.pdl)
+    return KernelPlan.of(QUANTIZERS.choose(problem, gpu), gpu)
 
 
 # --- the plan of an op ---
@@ -644,7 +645,7 @@ class LinearPlan:
         gpu: that the plan was made for.
     """
 
-    input: QuantizePlan | None
+    input: KernelPlan | None
     quantizes: bool
     products: tuple[ProductPlan, ...]
     gpu: GPU
@@ -661,7 +662,7 @@ def plan(problem: LinearProblem, gpu: GPU) -> LinearPlan:
         rows = QuantizeProblem(
             problem.tokens, problem.groups * problem.channels, problem.rotated, problem.batch_invariant
         )
-        before = QuantizePlan(QUANTIZERS.choose(rows, gpu), gpu.native_fp8, gpu.pdl)
+        before = KernelPlan.of(QUANTIZERS.choose(rows, gpu), gpu)
     problem = replace(problem, rotated=False, quantized=problem.quantized or quantizes)
     products, left = [], []
     for run in adjacent_runs(problem):

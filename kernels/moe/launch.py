@@ -73,7 +73,7 @@ def moe_route(
     if T == 0:
         return experts, weights
     plan = plan_route(RouteProblem(T, D, E), gpu(x.device))
-    split, warps = plan.kernel.config
+    split, warps = plan.choice.config
     logits = float32_product(x, weight, split)
     table, token_ids = hashed or (None, None)
     moe_select_kernel[(T,)](
@@ -107,7 +107,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype = torch.fl
     size = out.numel()
     if size:
         plan = plan_swiglu(ValuesProblem(size), gpu(gate.device))
-        block, warps = plan.kernel.config
+        block, warps = plan.choice.config
         swiglu_kernel[(cdiv(size, block),)](
             gate, up, out, float(limit), size, CLAMP=limit > 0, BLOCK=block, PDL=plan.pdl,
             enable_fp_fusion=True, num_warps=warps, launch_pdl=plan.pdl,

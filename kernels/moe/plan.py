@@ -17,6 +17,7 @@ from deepseek_attn.kernels.common.plans import (
     ANY,
     Choice,
     Condition,
+    KernelPlan,
     Row,
     Table,
     cdiv,
@@ -521,21 +522,13 @@ class RouteProblem:
 SELECTS = Table("moe.select", {"moe_select_kernel": ANY}, [Row(ANY, "moe_select_kernel", LaunchSize(256, 1))])
 
 
-@dataclass(frozen=True)
-class OneKernelPlan:
-    """One kernel; ``pdl``: its programs start before the previous kernel has ended."""
-
-    kernel: Choice
-    pdl: bool
-
-
 @planner("moe.swiglu")
-def plan_swiglu(problem: ValuesProblem, gpu: GPU) -> OneKernelPlan:
+def plan_swiglu(problem: ValuesProblem, gpu: GPU) -> KernelPlan:
     """One launch over all values."""
-    return OneKernelPlan(SWIGLUS.choose(problem, gpu), gpu.pdl)
+    return KernelPlan.of(SWIGLUS.choose(problem, gpu), gpu)
 
 
 @planner("moe.route")
-def plan_route(problem: RouteProblem, gpu: GPU) -> OneKernelPlan:
+def plan_route(problem: RouteProblem, gpu: GPU) -> KernelPlan:
     """One configuration for any number of tokens."""
-    return OneKernelPlan(SELECTS.choose(problem, gpu), gpu.pdl)
+    return KernelPlan.of(SELECTS.choose(problem, gpu), gpu)

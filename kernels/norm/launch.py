@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import gpu
-from deepseek_attn.kernels.norm.plan import NormPlan, NormProblem, plan
+from deepseek_attn.kernels.common.plans import KernelPlan
+from deepseek_attn.kernels.norm.plan import NormProblem, plan
 from deepseek_attn.kernels.norm.reference import check_norm
 from deepseek_attn.kernels.norm.row_norm_triton import NormRows, rms_norm_kernel
 from deepseek_attn.kernels.norm.types import NormedSum
@@ -36,14 +37,14 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def launch(
-    plan: NormPlan, x: Tensor, residual: Tensor | None, eps: float, weight: Tensor, out: Tensor, total: Tensor | None
+    plan: KernelPlan, x: Tensor, residual: Tensor | None, eps: float, weight: Tensor, out: Tensor, total: Tensor | None
 ) -> None:
     """Writes the norms of ``x``, or of ``x + residual`` to ``out`` and the sum to ``total``; all ``[rows, dim]``."""
     count, channels = x.shape
     if not count:
         return
     residual_stride = 0 if residual is None else residual.stride(0)
-    block, warps = plan.norm.config
+    block, warps = plan.choice.config
     rms_norm_kernel[(count,)](
         NormRows(x, residual, weight, out, total, x.stride(0), residual_stride, eps),
         CHANNELS=channels,

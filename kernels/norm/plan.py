@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import ANY, Choice, Row, Table, next_power_of_2, planner
+from deepseek_attn.kernels.common.plans import ANY, KernelPlan, Row, Table, next_power_of_2, planner
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,6 @@ class NormTiles(NamedTuple):
     warps: int
 
 
-@dataclass(frozen=True)
-class NormPlan:
-    """``norm`` launches one program per row; ``pdl``: programs start before the previous kernel has ended."""
-
-    norm: Choice
-    pdl: bool
-
-
 def whole_rows(problem: NormProblem, gpu: GPU) -> NormTiles:
     """A program holds its row; a warp holds up to 512 channels of it."""
     block = next_power_of_2(problem.channels)
@@ -42,6 +34,6 @@ NORMS = Table("norm.rms_norm", {"rms_norm_kernel": ANY}, [Row(ANY, "rms_norm_ker
 
 
 @planner("norm.rms_norm")
-def plan(problem: NormProblem, gpu: GPU) -> NormPlan:
+def plan(problem: NormProblem, gpu: GPU) -> KernelPlan:
     """One launch for any number of rows; the result of a row depends on nothing else."""
-    return NormPlan(NORMS.choose(problem, gpu), gpu.pdl)
+    return KernelPlan.of(NORMS.choose(problem, gpu), gpu)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from deepseek_attn.kernels.common.device import gpu
-from deepseek_attn.kernels.common.plans import cdiv, next_power_of_2
-from deepseek_attn.kernels.sampling.plan import GreedyPlan, GreedyProblem, plan
+from deepseek_attn.kernels.common.plans import KernelPlan, cdiv, next_power_of_2
+from deepseek_attn.kernels.sampling.plan import GreedyProblem, plan
 from deepseek_attn.kernels.sampling.reference import INVALID_TOKEN
 from deepseek_attn.kernels.sampling.sampling_triton import (
     accept_drafts_kernel,
@@ -28,9 +28,9 @@ def greedy_tokens(logits: Tensor, invalid_token: int = INVALID_TOKEN) -> Tensor:
     return tokens
 
 
-def launch(plan: GreedyPlan, logits: Tensor, invalid_token: int, tokens: Tensor) -> None:
+def launch(plan: KernelPlan, logits: Tensor, invalid_token: int, tokens: Tensor) -> None:
     """Writes the greedy token of each row of ``logits`` to ``tokens``."""
-    (rows, vocab), (block, warps) = logits.shape, plan.blocks.config
+    (rows, vocab), (block, warps) = logits.shape, plan.choice.config
     blocks = cdiv(vocab, block)
     peaks = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     columns = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import ANY, Choice, Row, Table, planner
+from deepseek_attn.kernels.common.plans import ANY, KernelPlan, Row, Table, planner
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,6 @@ class GreedyTiles(NamedTuple):
     warps: int
 
 
-@dataclass(frozen=True)
-class GreedyPlan:
-    """``blocks``: tiles of the first launch; the second has one program per row."""
-
-    blocks: Choice
-
-
 GREEDY = Table(
     "sampling.greedy_tokens",
     {"greedy_block_kernel": ANY},
@@ -39,6 +32,6 @@ GREEDY = Table(
 
 
 @planner("sampling.greedy_tokens")
-def plan(problem: GreedyProblem, gpu: GPU) -> GreedyPlan:
+def plan(problem: GreedyProblem, gpu: GPU) -> KernelPlan:
     """Two launches for any number of rows."""
-    return GreedyPlan(GREEDY.choose(problem, gpu))
+    return KernelPlan.of(GREEDY.choose(problem, gpu), gpu)

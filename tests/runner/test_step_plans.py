@@ -19,8 +19,7 @@ from deepseek_attn.cli.warmup import read_headers
 from deepseek_attn.config.numerics import numerics_for
 from deepseek_attn.impls.options import AttentionOptions
 from deepseek_attn.kernels.common.device import GPU
-from deepseek_attn.kernels.common.plans import Choice
-from deepseek_attn.kernels.norm.plan import NormPlan
+from deepseek_attn.kernels.common.plans import Choice, KernelPlan
 from deepseek_attn.runner.ahead.recording import recorded_launches
 from deepseek_attn.runner.ahead.request import RunnerRequest, RunnerSizes
 from deepseek_attn.runner.graph_steps import StepSize
@@ -108,7 +107,7 @@ def test_fields_are_written_briefly():
         brief({"tiles": Nested(4, True), "few": False, "splits": 3, "none": None}) == "tiles=(rows=4 swizzle) splits=3"
     )
     assert brief(None) == ""
-    assert derived_fields(NormPlan(choice, pdl=True)) == {}
+    assert derived_fields(KernelPlan(choice, native_fp8=True, pdl=True)) == {}
     assert derived_fields(SplitPlan((choice,), 3, pdl=True)) == {"splits": 3}
     assert derived_fields(choice) == {}
 
