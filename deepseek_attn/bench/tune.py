@@ -6,7 +6,6 @@ cache and with the launches before and after it. So a kernel that is faster alon
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
@@ -21,7 +20,8 @@ from deepseek_attn.bench.model import step_metadata
 from deepseek_attn.bench.stages import stage_calls
 from deepseek_attn.bench.timing import captured, time_calls
 from deepseek_attn.kernels.common.device import GPU, gpu
-from deepseek_attn.kernels.common.plans import Choice, Consulted, Row, Table, forced_row, recorded_choices
+from deepseek_attn.kernels.common.plans import Choice, Consulted, Row, Table, forced_row, recorded_choices, tables_in
+from deepseek_attn.runner.ahead.compilation import default_workers
 from deepseek_attn.runner.model_runner import ModelRunner
 
 FAMILIES = (
@@ -56,7 +56,7 @@ class TableTiming:
         table: ``family.op``; problem: its fields by name.
         stage: what was timed; launches: how often the stage consults the table for this problem.
         batch, tokens, context: sequences of the step, new tokens and length of each.
-        taken: the row that the table takes; others: the other ones that were timed.
+        taken: the row that the table takes; others: rows that were timed beside it.
     """
 
     table: str
@@ -92,8 +92,7 @@ def tables_of(family: str) -> list[Table]:
     """
     if family not in FAMILIES:
         raise ValueError(f"no family of kernels {family!r}: choose from {', '.join(FAMILIES)}")
-    module = import_module(f"deepseek_attn.kernels.{family}.plan")
-    return [value for value in vars(module).values() if isinstance(value, Table)]
+    return tables_in(import_module(f"deepseek_attn.kernels.{family}.plan"))
 
 
 def rivals(consulted: Consulted, gpu: GPU, nearest: int | None = None) -> list[Row]:
@@ -124,7 +123,8 @@ def time_tables(
 
     Args:
         tokens: new tokens of each sequence; context: its length after the step.
-        nearest: as in `rivals`; seen: problems that are left out, to which those of this step are added.
+        nearest: as in `rivals`.
+        seen: problems that were timed before. They are left out, and the problems of this step are added.
 
     Raises:
         ValueError: sizes that the runner was not made for.
@@ -172,7 +172,7 @@ def compiled_rows(
                         call()
                 launched[key].append((row, list(launches.latest)))
     missing = [variant for variant in launches.variants.values() if not variant.is_cached()]
-    compile_variants([missing], max(1, (os.cpu_count() or 2) - 1), lambda **event: None)
+    compile_variants([missing], default_workers(), lambda **event: None)
     return {
         key: [row for row, variants in rows if all(variant.is_cached() for variant in variants)]
         for key, rows in launched.items()
@@ -184,12 +184,12 @@ def _time_rows(
 ) -> Iterator[RowTiming]:
     """The row that was taken, then ``rows``: replays of all of them take turns, so that clocks weigh on all alike."""
     table, problem, taken = consulted
+    device = torch.device("cuda", torch.cuda.current_device())
     choices, graphs = [taken], [captured(calls)]
     for row in rows:
-        with forced_row(table, row, problem), recorded_choices() as made:
+        with forced_row(table, row, problem):
             graphs.append(captured(calls))
-        choices.append(next(one.choice for one in made if one.table is table and one.problem == problem))
-    device = torch.device("cuda", torch.cuda.current_device())
+        choices.append(table.chosen(row, problem, gpu(device)))
     times: list[list[float]] = [[] for _ in graphs]
     for _ in range(repeats):
         for graph, found in zip(graphs, times, strict=True):

@@ -216,7 +216,7 @@ class ModelRunner(LoadedModel):
         if options.mtp:
             self._need_drafter()
         check_batch(batch, self.layout)
-        if self.compilation is not None:
+        if self.compilation is not None and not self.compilation.ended:
             self.compilation.step = [(n, sequence.num_computed + n) for sequence, n in batch]
         order = sorted(range(len(batch)), key=lambda i: batch[i][1] > self.decode_query_len)  # stable
         rows, lengths = [batch[i] for i in order], [batch[i][1] for i in order]

@@ -16,10 +16,11 @@ Imports no Triton: plans can be made on any machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache, wraps
+from types import ModuleType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from deepseek_attn.kernels.common.device import GPU
@@ -28,6 +29,7 @@ NOT_MEASURED = "not measured"
 
 P = TypeVar("P")
 PlanT = TypeVar("PlanT")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -126,15 +128,13 @@ class Table(Generic[P]):
             ValueError: no kernel supports the problem.
         """
         forced = _forced.get()
-        choice = None
-        if forced is not None and forced.table is self and forced.problem in (None, problem):
-            choice = self.chosen(forced.row, problem, gpu) if self.supports(forced.row, problem, gpu) else None
-        for row in self.rows if choice is None else ():
-            if row.when(problem, gpu) and self.supports(row, problem, gpu):
-                choice = self.chosen(row, problem, gpu)
-                break
-        if choice is None:
+        if forced is not None and forced.applies(self, problem, gpu):
+            row = forced.row
+        else:
+            row = next((row for row in self.rows if row.when(problem, gpu) and self.supports(row, problem, gpu)), None)
+        if row is None:
             raise ValueError(f"{self.name}: no kernel supports {problem} on {gpu}")
+        choice = self.chosen(row, problem, gpu)
         if (consulted := _consulted.get()) is not None:
             consulted.append(Consulted(self, problem, choice))
         return choice
@@ -159,6 +159,11 @@ class Table(Generic[P]):
         return Choice(row.kernel, config, row.when.name, row.source)
 
 
+def tables_in(module: ModuleType) -> list[Table]:
+    """The tables of a family's ``plan.py``, in its order."""
+    return [value for value in vars(module).values() if isinstance(value, Table)]
+
+
 class Forced(NamedTuple):
     """A row that a table takes; for every problem if ``problem`` is None."""
 
@@ -166,22 +171,32 @@ class Forced(NamedTuple):
     row: Row
     problem: Any
 
+    def applies(self, table: Table, problem: Any, gpu: GPU) -> bool:
+        """Whether a table takes the row for a problem."""
+        wanted = self.table is table and self.problem in (None, problem)
+        return wanted and table.supports(self.row, problem, gpu)
+
 
 _forced: ContextVar[Forced | None] = ContextVar("forced", default=None)
 
 
 @contextmanager
-def forced_row(table: Table[P], row: Row[P], problem: P | None = None) -> Iterator[None]:
+def _holding(variable: ContextVar, value: T) -> Iterator[T]:
+    """In this context a variable has a value."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+def forced_row(table: Table[P], row: Row[P], problem: P | None = None) -> AbstractContextManager[Forced]:
     """In this context a table takes ``row`` if its kernel supports the problem (``bench tune``, tests).
 
     Args:
         problem: the only one that it is taken for; None: every problem.
     """
-    token = _forced.set(Forced(table, row, problem))
-    try:
-        yield
-    finally:
-        _forced.reset(token)
+    return _holding(_forced, Forced(table, row, problem))
 
 
 class Consulted(NamedTuple):
@@ -195,15 +210,9 @@ class Consulted(NamedTuple):
 _consulted: ContextVar[list[Consulted] | None] = ContextVar("consulted", default=None)
 
 
-@contextmanager
-def recorded_choices() -> Iterator[list[Consulted]]:
+def recorded_choices() -> AbstractContextManager[list[Consulted]]:
     """Lists the choices of all tables in this context, in order; plans are made anew for it."""
-    choices: list[Consulted] = []
-    token = _consulted.set(choices)
-    try:
-        yield choices
-    finally:
-        _consulted.reset(token)
+    return _holding(_consulted, [])
 
 
 class Planned(NamedTuple):
@@ -240,25 +249,14 @@ def planner(op: str) -> Callable[[Callable[[P, GPU], PlanT]], Callable[[P, GPU],
     return decorate
 
 
-@contextmanager
-def recorded_plans() -> Iterator[list[Planned]]:
+def recorded_plans() -> AbstractContextManager[list[Planned]]:
     """Lists the plans that ops make in this context, in order."""
-    plans: list[Planned] = []
-    token = _recorded.set(plans)
-    try:
-        yield plans
-    finally:
-        _recorded.reset(token)
+    return _holding(_recorded, [])
 
 
-@contextmanager
-def unlisted_plans() -> Iterator[None]:
+def unlisted_plans() -> AbstractContextManager[None]:
     """Plans made in this context are not in `recorded_plans`: the kernel of another op computes their part."""
-    token = _recorded.set(None)
-    try:
-        yield
-    finally:
-        _recorded.reset(token)
+    return _holding(_recorded, None)
 
 
 def choices_of(plan: Any) -> list[Choice]:

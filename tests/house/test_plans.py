@@ -23,6 +23,7 @@ from deepseek_attn.kernels.common.plans import (
     planner,
     recorded_choices,
     recorded_plans,
+    tables_in,
 )
 from tests.house.test_imports import MODULES, syntax
 
@@ -35,8 +36,7 @@ MOST_PARAMETERS = 12
 
 
 def tables(module: str) -> list[Table]:
-    module = importlib.import_module(f"deepseek_attn.kernels.{module}")
-    return [value for value in vars(module).values() if isinstance(value, Table)]
+    return tables_in(importlib.import_module(f"deepseek_attn.kernels.{module}"))
 
 
 @cache

@@ -36,6 +36,12 @@ SILENT_SECONDS = 120
 """A process without events for so long is taken to hang; one kernel takes less than 10 s."""
 
 
+def default_workers() -> int:
+    """Processes that compile kernels: one less than the processors that this process may use, and at least one."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, processors - 1)
+
+
 class Compilation:
     """Kernels that another process lists and compiles; it needs no GPU.
 
@@ -61,10 +67,7 @@ class Compilation:
         self.failed: list[str] = []
         self.problem, self.ended, self._closed, self._all_found = "", False, False, False
         self._changed = threading.Condition()
-        if workers is None:
-            processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            workers = max(1, processors - 1)
-        self._request, self._marker = pickle.dumps((request, workers)), request.marker()
+        self._request, self._marker = pickle.dumps((request, workers or default_workers())), request.marker()
         self.begun = self._marker.with_suffix(".begun")
         self._process: subprocess.Popen[bytes] | None = None
         self.step: list[tuple[int, int]] | None = None
