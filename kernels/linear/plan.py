@@ -657,12 +657,12 @@ def plan(problem: LinearProblem, gpu: GPU) -> LinearPlan:
     once = not problem.quantized and any(weight.reads_fp8_once for weight in problem.weights)
     # heads are rotated by a launch anyway: in the product, many programs read each head, which took 5 us more
     quantizes = once and (problem.planned_tokens > QUANTIZE_ABOVE or problem.rotated)
-    before = None
+    input_plan = None
     if quantizes or problem.rotated:
         rows = QuantizeProblem(
             problem.tokens, problem.groups * problem.channels, problem.rotated, problem.batch_invariant
         )
-        before = KernelPlan.of(QUANTIZERS.choose(rows, gpu), gpu)
+        input_plan = KernelPlan.of(QUANTIZERS.choose(rows, gpu), gpu)
     problem = replace(problem, rotated=False, quantized=problem.quantized or quantizes)
     products, left = [], []
     for run in adjacent_runs(problem):
@@ -673,9 +673,10 @@ def plan(problem: LinearProblem, gpu: GPU) -> LinearPlan:
         else:
             left += run
     products += [_product(problem, places, gpu) for places in _launches(problem.weights, left)]
-    return LinearPlan(before, quantizes, tuple(products), gpu)
+    return LinearPlan(input_plan, quantizes, tuple(products), gpu)
 
 
+@planner("linear.empty_quantized")
 def quantizes_before(problem: LinearProblem, gpu: GPU) -> bool:
     """Whether an op that has the values of the input should write them as FP8 too, for products to read."""
     if problem.planned_tokens > QUANTIZE_ABOVE:
