@@ -64,8 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except KeyboardInterrupt as stop:
-        for number in stops:  # the process is about to exit: nothing must interrupt the interpreter's shutdown
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals(stops)
         say("")
         return 128 + (stop.args[0] if isinstance(stop, Terminated) else signal.SIGINT)
     except BrokenPipeError:
@@ -77,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         say(f"{program}: error: {message}")
         return 2
     finally:
+        ignore_signals(stops)
         drop_unwritten_output()
 
 
@@ -108,6 +108,12 @@ def handle_signals() -> list[int]:
     for number in numbers:
         signal.signal(number, terminate)
     return [signal.SIGINT, *numbers]
+
+
+def ignore_signals(numbers: list[int]) -> None:
+    """Ignores signals while the interpreter shuts down: an exit callback that one interrupts prints a traceback."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def terminate(number: int, frame: FrameType | None) -> None:

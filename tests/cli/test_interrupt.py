@@ -184,6 +184,26 @@ def test_a_signal_keeps_the_prompts_that_are_done(checkpoint, tmp_path, capsys, 
     assert out.read_text().splitlines() == lines
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_after_the_command_has_ended(name):
+    """The interpreter shuts down in peace: exit callbacks run, and the exit code is that of the command."""
+    script = f"""
+import atexit, os, signal, sys
+from deepseek_attn.cli import main
+
+def interrupted():
+    os.kill(os.getpid(), signal.{name})
+    print("whole")
+
+atexit.register(interrupted)
+sys.argv = ["deepseek-attn", "plan"]
+sys.exit(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, preexec_fn=listen)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.endswith("whole\n")
+
+
 def test_a_signal_that_is_ignored_stays_so(monkeypatch, as_process):
     """As under ``nohup``, and for the ranks of a model, which may hang in a collective."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
