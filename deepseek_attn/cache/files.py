@@ -5,8 +5,8 @@ order: uint8 ``[pages, page_bytes]``, or float32 ``[pages, entries, width]`` for
 strings: how many tokens are computed (``num_tokens``), how far `CacheManager.truncate` can go back (``low_water``), the
 fingerprint, and a digest of all of it. Which pages there are follows from the two numbers.
 
-A file is input: everything that it says is compared with what this model's caches would hold, before a page is
-allocated. The digest shows damage. A file that was made to deceive can hold any values, as any prompt can.
+A file is input: before a page is allocated, all its fields are compared with the fields that this model's caches would
+have. The digest shows damage. A malicious file can hold any values, just as any prompt can.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def make_fingerprint(
     """Digests by their subject: ``model`` (config and samples of every weight), ``numerics``, ``layout``.
 
     Args:
-        deterministic: bytes follow from the tokens alone, which those of other runners do not: another ``numerics``.
+        deterministic: bytes follow from the tokens alone. Other runners' bytes do not, so this counts as another
+            ``numerics``.
     """
     weights = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
@@ -109,9 +110,9 @@ def load_cache(
     """Token ids, and a new cache with the pages read from the file.
 
     Raises:
-        ValueError: no such file; not a saved sequence, or a damaged one; made by another model, numerics, layout or
-            rank; a field or tensor that cannot be right. The message names it, what was given and what is expected.
-        OutOfPages: too few free pages. Either way nothing was changed.
+        ValueError: the file is missing, damaged or not a saved sequence; another model, numerics, layout or rank wrote
+            it; or a field or tensor is impossible. The message names the field, its value and the expected value.
+        OutOfPages: too few free pages. After either error nothing has changed.
     """
     try:
         if not Path(path).is_file():

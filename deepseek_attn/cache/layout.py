@@ -10,9 +10,9 @@ which keeps every read and write legal.
                window is still open or may be reopened
     tokens     latent rows (+ indexer keys) of V3.2      64 tokens                       tokens
 
-DeepSeek-V4 has the first three, DeepSeek-V3.2 only the last. Of V4.1's layers, which share entries and index keys, the
-one that makes them has the pools. Pools hold ``max_num_seqs`` sequences of ``max_model_len``
-tokens at once or, with ``kv_cache_bytes``, as many tokens as fit (`CacheLayout.fit_pages`).
+DeepSeek-V4 has the first three, DeepSeek-V3.2 only the last. V4.1's layers share entries and index keys; the layer that
+makes them has the pools. Pools hold ``max_num_seqs`` sequences of ``max_model_len`` tokens at once. With
+``kv_cache_bytes`` they hold the number of tokens that fits (`CacheLayout.fit_pages`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def state_rows(spec: LayerSpec, max_rollback: int) -> int:
 
 
 class Span(NamedTuple):
-    """Tokens that a page of a group stands for, and tokens that one of its entries stands for."""
+    """(tokens per page, tokens per entry) of a group."""
 
     page_tokens: int
     ratio: int
@@ -102,7 +102,7 @@ class PoolSpec:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes that a snapshot keeps beside its pages."""
+        """Bytes of a snapshot outside of its pages."""
         return self.carry * self.width * 4
 
 
@@ -160,13 +160,13 @@ class CacheLayout:
         return spans | {ratio_group(r): Span(r * entries_per_page(r), r) for r in self.ratios}
 
     def fit_pages(self, kv_cache_bytes: int) -> CacheLayout:
-        """The layout with as many pages in the groups that grow with the tokens as ``kv_cache_bytes`` hold.
+        """The layout whose growing groups have the pages that ``kv_cache_bytes`` hold.
 
-        The same number of tokens fits into each of these groups, with one page more per sequence and snapshot, which
-        its last tokens fill only in part. Sequences then compete for pages: together they can be longer than what fits.
+        The same number of tokens fits into each growing group. Each sequence and snapshot has one page more, which its
+        last tokens fill in part. Sequences compete for pages: together they can be longer than the pools.
 
         Raises:
-            ValueError: not even one sequence of ``max_model_len`` tokens fits beside the fixed groups.
+            ValueError: a single sequence of ``max_model_len`` tokens does not fit beside the fixed groups.
         """
         page_bytes = {group: sum(p.page_bytes for p in self.pools if p.group == group) for group in self.growing}
         fixed = self.nbytes() - sum(self.pages[group] * size for group, size in page_bytes.items())
@@ -227,7 +227,8 @@ def make_layout(
         layers: the layers that are present (default: all, MTP layers included).
         max_snapshots: prefixes kept for reuse; each has separate window pages and state rows.
         kv_cache_bytes: bytes of all pools together. The window and state groups keep their size; the groups that grow
-            with the tokens share the rest, which may be less or more than all sequences need at ``max_model_len``.
+            with the tokens share the remaining bytes, be they fewer or more than all sequences need at
+            ``max_model_len``.
 
     Raises:
         ValueError: the record of ``numerics`` does not fit the head dimensions, or ``kv_cache_bytes`` does not hold

@@ -47,7 +47,7 @@ class PageAllocator:
             self._free.append(page)
 
     def recount(self, held: Iterable[int]) -> None:
-        """Sets counts and free list to what the holders of pages hold, each page once per holder."""
+        """Recomputes counts and free list from the holders of pages; a page counts once per holder."""
         self._references: dict[int, int] = dict(Counter(held))
         self._free = [page for page in range(self._pages - 1, NULL_PAGE, -1) if page not in self._references]
 
@@ -100,8 +100,9 @@ class _Change:
 class CacheManager:
     """Hands pages of all groups to sequences. Pages shared by forks are copied when one of them writes.
 
-    The tables of all `SequenceCache` alive say who holds which page. Free lists and reference counts only follow from
-    them: they are counted again after a change that an exception (a `KeyboardInterrupt`, for one) has broken off, and
+    The tables of all living `SequenceCache` objects are the source of truth: they list the pages of each. Free lists
+    and
+    reference counts are derived: they are recomputed after an exception (`KeyboardInterrupt` included) in a change, and
     after a cache that held pages was garbage-collected.
 
     Attributes:
@@ -298,8 +299,8 @@ class CacheManager:
     def all_or_nothing(self, batch: list[tuple[SequenceCache, int]]) -> Iterator[None]:
         """Context in which the next ``n`` tokens of each sequence are computed and committed, or else none of them.
 
-        When an exception ends it, the sequences have the lengths that they had before; those that were to compute more
-        than `truncate` can take back have lost their caches, and are empty.
+        After an exception, the sequences have their previous lengths. A sequence with more new tokens than `truncate`
+        can roll back has lost its caches and is empty.
         """
         lengths = [cache.num_tokens for cache, _ in batch]
         try:
@@ -316,7 +317,7 @@ class CacheManager:
         """Refuses a step of the next ``n`` tokens of sequences whose pages or whose last step make it wrong.
 
         Raises:
-            RuntimeError: pages that are not reserved, or a step before this one that was not committed.
+            RuntimeError: pages are not reserved, or the previous step was not committed.
             ValueError: a sequence of another manager.
         """
         for cache, n in batch:
@@ -344,8 +345,8 @@ class CacheManager:
         """Counts ``n`` computed tokens and frees window pages that no query and no rollback can reach any more.
 
         Raises:
-            RuntimeError: tokens without pages, or not as many as layers have computed.
-            ValueError: a sequence of another manager. Either way nothing was changed.
+            RuntimeError: tokens without pages, or another number of tokens than the layers have computed.
+            ValueError: a sequence of another manager. After either error nothing has changed.
         """
         if not 0 <= n <= cache.owned_to - cache.num_tokens or cache.manager is not self:
             self._check_owner(cache)
@@ -397,7 +398,7 @@ class CacheManager:
         self._check_owner(cache)
         if not 0 <= n <= cache.num_tokens:
             raise ValueError(f"truncate({n}) of a sequence with {cache.num_tokens} computed tokens")
-        if cache.uncommitted:  # they have overwritten as much as committed ones
+        if cache.uncommitted:  # uncommitted tokens overwrite entries as committed ones do
             self.raise_low_water(cache, cache.num_tokens + cache.uncommitted - self.layout.max_rollback)
         cache.uncommitted = None
         if n < cache.low_water:
@@ -420,7 +421,7 @@ class CacheManager:
 
     @in_turn
     def fork(self, cache: SequenceCache) -> SequenceCache:
-        """A second sequence with the same past. Shares every page until one of the two writes to it."""
+        """A second sequence with the same tokens. Both share every page until one of them writes to it."""
         self._check_owner(cache)
         self._check_committed(cache)
         self._settle()
@@ -459,14 +460,14 @@ class CacheManager:
                 self._allocators[group].release(page)
 
     def _register(self, cache: SequenceCache) -> None:
-        """Counts a cache among those that may hold pages."""
+        """Registers a cache as a holder of pages."""
         known = self._holders.get(id(cache))
         if known is None or known() is None:
             # the callback runs no bytecode, in which an interruption would be lost
             self._holders[id(cache)] = weakref.ref(cache, self._collected.append)
 
     def _settle(self) -> None:
-        """Before a change or a look at free pages: counts again who holds what, if that is not certain."""
+        """Called before a change or a query of free pages: recounts the holders after a change that broke off."""
         if self._change.broke_off or self._collected:
             self._recount()
 
@@ -478,7 +479,7 @@ class CacheManager:
             allocator.recount(page for cache in caches for page in cache.tables[group] if page != NULL_PAGE)
         carried = {cache.carried for cache in caches}
         self._free_snapshots = [row for row in range(self.layout.max_snapshots) if row not in carried]
-        if self._change.broke_off:  # it may have ended before it said so
+        if self._change.broke_off:  # the change may have completed before the exception
             for cache in caches:
                 cache.version += 1
                 cache.owned_to = 0

@@ -30,7 +30,7 @@ class Pool:
 
     @property
     def record(self) -> Record:
-        """Layout of an entry; a pool of states has none."""
+        """Layout of an entry; not available for a pool of states."""
         record = self.spec.record
         assert record is not None, f"the {self.spec.kind} pool of {self.spec.layer} holds states, not records"
         return record
@@ -65,11 +65,11 @@ class CachePools:
             self._pools[spec.layer, spec.kind] = Pool(spec, tensor, carried)
 
     def get(self, layer: str, kind: str) -> Pool | None:
-        """The pool of a layer (``layers.N`` or ``mtp.N``) and kind (`PoolSpec.kind`); None if it has none."""
+        """The pool of a layer (``layers.N`` or ``mtp.N``) and kind (`PoolSpec.kind`); None without such a pool."""
         return self._pools.get((layer, kind))
 
     def __getitem__(self, key: tuple[str, str]) -> Pool:
-        """As `get`; KeyError if there is none."""
+        """As `get`, but raises KeyError without such a pool."""
         return self._pools[key]
 
     def __iter__(self) -> Iterator[Pool]:

@@ -1,9 +1,9 @@
-"""Prefix cache: which snapshot a new prompt can start from, and which one is evicted when slots run out.
+"""Prefix cache: finds the snapshot that a new prompt starts from, and evicts snapshots when slots run out.
 
 Tokens are hashed in blocks of `CacheLayout.snapshot_block`, each block with all tokens before it, so one look-up finds
-the longest prefix that is kept. Where caches keep all tokens (DeepSeek-V3.2), a snapshot serves every
-block it covers. Elsewhere it serves exactly its length, and the cache also says how far the tokens were seen before:
-a prompt that stops there once leaves a snapshot for all that share as much with it.
+the longest prefix that is kept. Where caches keep all tokens (DeepSeek-V3.2), a snapshot serves every block it covers.
+Elsewhere it serves exactly its length, and the cache also reports the length of the longest prefix seen before: a
+prompt that stops there once leaves a snapshot for all later prompts with that prefix.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class PrefixCache:
 
     @in_turn
     def evict(self) -> bool:
-        """Drops the least recently used snapshot; False if there is none."""
+        """Drops the least recently used snapshot; returns False without snapshots."""
         if not self._entries:
             return False
         self._remove(next(iter(self._entries)))

@@ -2,8 +2,8 @@
 
 A pool is a uint8 tensor ``[num_pages, page_bytes]``. Its last dimension is contiguous; its page stride is free, so a
 pool may be a slice of a larger allocation that interleaves the pages of several layers. A page of ``n`` entries is
-page-separated: for each part of the record, ``n`` rows of that part, one after the other, then padding. A slot is
-``page * n + offset``; a negative slot means "none". Addresses are computed in int64.
+page-separated: for each part of the record, ``n`` consecutive rows of that part, then padding. A slot is
+``page * n + offset``; a negative slot is empty. Addresses are computed in int64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RECORD_KINDS = ("plain", "fp8_ds_mla", "fp8_fp4", "fp8", "fp4", "fp8_v4", "fp8_v
 
 
 class Record(ABC):
-    """One entry format. Subclasses say which parts an entry has and how values become bytes and back.
+    """One entry format. Subclasses define the parts of an entry, and convert values to bytes and back.
 
     A record from outside the package is made by ``cls(nope_dim, rope_dim, dtype)``: of a key with so many channels that
     are not rotated and that are, and of the model's dtype; of an index key ``rope_dim`` is 0. See `register_record`.

@@ -1,6 +1,6 @@
 """Records of DeepSeek-V3.2's latent cache: plain entries and 656-byte FP8 entries, both contiguous per token.
 
-Unlike V4's pages, a page is ``n`` whole entries one after the other, without padding.
+Unlike V4's pages, a page is ``n`` consecutive whole entries without padding.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Fp4V41Record(Record):
 
 
 def make_v41_records(kind: str, nope_dim: int, rope_dim: int, dtype: torch.dtype) -> tuple[Record, Record]:
-    """Records of window keys and of compressed entries: two with ``fp8_fp4``, else one of `make_kv_record` for both."""
+    """(record of window keys, record of compressed entries): different for ``fp8_fp4``, else one `make_kv_record`."""
     if kind == "fp8_fp4":
         return Fp8V41Record(nope_dim + rope_dim), Fp4V41Record(nope_dim + rope_dim)
     record = make_kv_record(kind, nope_dim, rope_dim, dtype)

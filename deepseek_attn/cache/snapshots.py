@@ -50,8 +50,8 @@ class SnapshotStore:
         """Keeps the first ``length`` tokens of a sequence (default: all of them), which stays usable.
 
         Raises:
-            ValueError: a length that is not a multiple of ``snapshot_block``, or that the caches have moved past; or
-                there are as many snapshots as the pools hold.
+            ValueError: the length is not a multiple of ``snapshot_block``, the caches have moved past it, or all
+                snapshot slots are taken.
         """
         length = cache.num_tokens if length is None else length
         moved = length != cache.num_tokens and not self.layout.keeps_all_tokens

@@ -26,7 +26,7 @@ class LayerBase:
 
     @property
     def sources(self) -> frozenset[int]:
-        """Other layers that have to run before this one in each step, because it reads what they compute."""
+        """Layers whose results this layer reads: they run before it in each step."""
         return frozenset()
 
     @property
@@ -40,12 +40,12 @@ class LayerBase:
 
 
 class ConfigBase:
-    """A dataclass whose fields are keys of the published ``config.json``, except those that follow from others.
+    """A dataclass whose fields are keys of the published ``config.json``, except derived fields.
 
     Attributes:
         OPTIONAL: keys that ``to_dict`` may leave out and ``replace`` accepts.
-        DERIVED: fields that are no keys.
-        dspark: keys of the DSpark drafter; None without one.
+        DERIVED: fields that are not keys.
+        dspark: keys of the DSpark drafter; None without a drafter.
         FP8_GROUP: rows and columns of a block of an FP8 weight in checkpoints, and channels of the inputs it is for.
     """
 

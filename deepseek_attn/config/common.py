@@ -111,7 +111,8 @@ def agreed_yarn(reader: FieldReader, given: Mapping[str, Any], found: Mapping[st
     """The YaRN scaling that all given spellings agree on; None for plain RoPE. Plain RoPE beside YaRN is a problem.
 
     Args:
-        given: label -> object with the keys; found: label -> what `read_yarn` returned for it.
+        given: label -> object with the keys.
+        found: label -> result of `read_yarn` for it.
     """
     plain = {"type": "default"}
     says = {label: any((raw or {}).get(key) is not None for key in SCALING) for label, raw in given.items()}
@@ -154,7 +155,7 @@ def read_formats(reader: FieldReader, block: int, scales: tuple[str, ...] = ("ue
 
 
 def known(values: Mapping[str, Any], *keys: str) -> tuple[int, ...] | None:
-    """The values of ``keys``; None if one of them is missing or was wrong, which has been reported."""
+    """The values of ``keys``; None if a value is missing or wrong, which has been reported."""
     found = tuple(values[key] for key in keys)
     return None if None in found else found
 
@@ -163,7 +164,7 @@ def check_num_experts(reader: FieldReader, values: Mapping[str, Any], of_drafts:
     """Each expert of each layer has tensors of its own, whose names are listed before any of them is read.
 
     Args:
-        of_drafts: experts of a draft layer; None: as in the others.
+        of_drafts: experts of a draft layer; None: as in backbone layers.
     """
     keys = ("n_routed_experts", "num_hidden_layers", "num_nextn_predict_layers")
     if sizes := known(values, *keys):

@@ -39,9 +39,11 @@ class EngramConfig:
     """The ``engram_*`` keys of a published config.
 
     Attributes:
-        engram_layer_ids: backbone layers with a table, ascending; engram_num_embeddings: rows of each table.
-        engram_max_ngram_size: longest n-gram; those of 2 tokens up to it are looked up.
-        engram_n_heads: rows per n-gram, each by a hash of its own; engram_head_dim: columns of a row.
+        engram_layer_ids: backbone layers with a table, ascending.
+        engram_num_embeddings: rows of each table.
+        engram_max_ngram_size: longest n-gram; n-grams of 2 tokens up to this length are looked up.
+        engram_n_heads: rows per n-gram, each selected by a hash of its own.
+        engram_head_dim: columns of a row.
         engram_vocab_size: each bucket of rows is a prime from here on.
         engram_pad_token_id: token in the place of those before the first one.
         engram_compressed_vocab_size: numbers of tokens, where spellings of one word share a number.
@@ -67,7 +69,7 @@ class EngramConfig:
         return self.rows_per_token * self.engram_head_dim
 
     def hash_of(self, layer: int) -> EngramHash:
-        """The hash of one of ``engram_layer_ids``."""
+        """The hash function of a layer of ``engram_layer_ids``."""
         return self.hashes()[self.engram_layer_ids.index(layer)]
 
     def hashes(self) -> tuple[EngramHash, ...]:

@@ -46,7 +46,7 @@ class FieldReader:
         self._missing.append(label)
 
     def raise_if_problems(self, origin: str) -> None:
-        """Raises one ValueError that lists all problems found so far; ``origin`` says where the config came from."""
+        """Raises one ValueError that lists all problems found so far. ``origin`` names the source of the config."""
         problems = list(self.problems)
         if self._missing:
             problems.insert(0, f"missing required keys: {', '.join(self._missing)}")
@@ -135,7 +135,7 @@ class FieldReader:
         return None
 
     def as_integers(self, label: str, value: Any, minimum: int = 1) -> tuple[int, ...] | None:
-        """Checks a list of integers; None if it or one of them is wrong, or it is absent."""
+        """Checks a list of integers; returns None if the list is absent or wrong."""
         values = self.as_list(label, value)
         if values is None:
             return None

@@ -31,7 +31,7 @@ NOT_APPLIED = {
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """Defaults of a checkpoint, with the meaning that transformers gives them; None: the file does not say.
+    """Defaults of a checkpoint, with transformers' meaning; None: not in the file.
 
     Attributes:
         eos_token_ids: tokens that end a text; they replace the ``eos_token_id`` of ``config.json``.

@@ -19,7 +19,7 @@ MAX_NAMED = 10  # unknown keys that the warning names
 
 @dataclass(frozen=True)
 class FamilyKeys:
-    """What one family does with each key.
+    """The treatment of each key in one family.
 
     Attributes:
         read: keys that decide sizes, formats or results.
@@ -55,8 +55,8 @@ class ConfigReader(FieldReader):
 
     Args:
         keys: the table of the family.
-        levels: decoded JSON objects that describe one model, by what begins the names of their keys: ``""`` for the
-            top level, ``"text_config."``.
+        levels: decoded JSON objects that describe one model, by the prefix of their keys: ``""`` for the top level,
+            ``"text_config."``.
     """
 
     def __init__(self, keys: FamilyKeys, levels: Mapping[str, Mapping[str, Any]]):
@@ -89,7 +89,7 @@ class ConfigReader(FieldReader):
             self.problems[-1] += f" ({REASONS[key]})"
 
     def finish(self, origin: str) -> None:
-        """Raises if there are problems, otherwise warns of unknown keys; ``origin`` says where the config came from."""
+        """Raises if there are problems, otherwise warns of unknown keys. ``origin`` names the source of the config."""
         self.raise_if_problems(origin)
         if self._unknown:
             more = len(self._unknown) - MAX_NAMED
@@ -106,7 +106,7 @@ def _inside(key: str, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{key}.{name}" for name in names)
 
 
-# why a value of a fixed key is refused, where the name does not say it
+# reason for the refusal of a fixed key's value, where the name does not show it
 REASONS = {
     "norm_topk_prob": "DeepSeek's code for this model always divides the weights of a token's experts by their sum",
     "quantization": "weights quantised by MLX: load the original checkpoint",
@@ -143,7 +143,7 @@ UNUSED = (
     *("seq_aux", "pretraining_tp", "ep_size"),
     # no token is padded
     *("pad_token_id", "sep_token_id"),
-    # tensors say themselves whether they are quantised
+    # the dtype of a tensor shows whether it is quantised
     *("quantization_config.modules_to_not_convert", "quantization_config.modules_to_convert"),
     *("quantization_config.ignored_layers", "quantization_config.dequantize"),
 )

@@ -29,8 +29,8 @@ class ModelConfig(DeepseekV4Base):
     """A checked DeepSeek-V4 configuration; fields have the names of the published ``config.json``.
 
     Make one with ``from_dict``, ``from_pretrained`` or ``from_preset``, and variants with ``replace``. These read the
-    published spelling and the one that transformers writes, and give a ``DeepseekV32Config`` or ``DeepseekV41Config``
-    where ``model_type`` says so. Absent keys default to ``num_nextn_predict_layers`` 0,
+    published spelling and transformers' spelling, and return a ``DeepseekV32Config`` or ``DeepseekV41Config`` for such
+    a ``model_type``. Absent keys default to ``num_nextn_predict_layers`` 0,
     ``hc_sinkhorn_iters`` 20, ``hc_eps`` and ``rms_norm_eps`` 1e-6, ``scoring_func`` sqrtsoftplus, ``bos_token_id`` 0,
     ``eos_token_id`` 1, ``torch_dtype`` bfloat16, no rope scaling and ``expert_dtype`` "fp4" when there is a
     ``quantization_config``, else None. All others are required. `config.keys.V4` lists all keys; a warning names those
@@ -112,7 +112,7 @@ class ModelConfig(DeepseekV4Base):
 
     @classmethod
     def from_preset(cls, name: str) -> AnyConfig:
-        """Reads one of the configs that come with the library; ``preset_names()`` lists them."""
+        """Reads a config of the library's presets; ``preset_names()`` lists them."""
         if name not in preset_names():
             raise ValueError(f"unknown preset {name!r}: available are {', '.join(preset_names())}")
         text = resources.files("deepseek_attn.configs").joinpath(f"{name}.json").read_bytes()
@@ -184,7 +184,7 @@ def _make_v4(raw: Mapping[str, Any], origin: str) -> ModelConfig:
         for i, branch in enumerate(branches)
     )
     stages = fields["num_nextn_predict_layers"]
-    if fields["dspark"] is not None:  # revisions of V4 with three stages say 1, but have a ratio for each
+    if fields["dspark"] is not None:  # configs of V4 with three stages hold 1, but a ratio for each stage
         stages = max(stages, len(raw.get("compress_ratios") or ()) - len(layers))
     mtp_layers = tuple(
         LayerSpec(i, ratio=0, overlap=False, has_indexer=False, rope=plain, hash_routing=False, is_mtp=True)

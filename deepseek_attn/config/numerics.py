@@ -90,9 +90,9 @@ def numerics_for(config: AnyConfig, name: str | Numerics, index_keys: str | None
     Hadamard matrix, and official records of its own.
 
     Args:
-        index_keys: the format of index keys, one of `INDEX_KEYS`, instead of that of ``name``. ``fp4``: as DeepSeek's
-            own code has them, in V4 after multiplication by a Hadamard matrix; V3.2 has none. ``fp8``: as serving
-            engines on Hopper have them, in V4 without that matrix.
+        index_keys: the format of index keys, one of `INDEX_KEYS`, instead of the preset's. ``fp4``: the format of
+            DeepSeek's own code, in V4 after multiplication by a Hadamard matrix; not available for V3.2. ``fp8``: the
+            format of serving engines on Hopper, in V4 without that matrix.
 
     Raises:
         ValueError: an unknown preset or format, or a format that index keys of the model do not have.

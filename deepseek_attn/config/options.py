@@ -107,7 +107,7 @@ def is_integer(value: object) -> bool:
 
 
 def as_list(values: Iterable, what: str) -> list:
-    """The values as a list; ValueError, which calls them ``what``, for a single value."""
+    """The values as a list; ValueError, with the name ``what``, for a single value."""
     try:
         return list(values)
     except TypeError:
@@ -126,6 +126,6 @@ def explain_out_of_memory(what: str, remedy: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, or a size was asked for that no address space has."""
+    """Whether memory ran out, or the requested size exceeds any address space."""
     signs = ("can't allocate memory", "Storage size calculation overflowed", "Overflow when unpacking long")
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(sign in str(error) for sign in signs)

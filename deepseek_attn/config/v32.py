@@ -154,7 +154,7 @@ class DeepseekV32Config(ConfigBase):
 
     @property
     def power_of_two_scales(self) -> bool:
-        """FP8 scales of activations are powers of two (V3.1 and V3.2: ``scale_fmt`` ue8m0; V3 has none)."""
+        """FP8 scales of activations are powers of two (V3.1 and V3.2: ``scale_fmt`` ue8m0; absent in V3)."""
         return (self.quantization_config or {}).get("scale_fmt") == "ue8m0"
 
     @property
@@ -163,7 +163,7 @@ class DeepseekV32Config(ConfigBase):
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], origin: str = "dict") -> DeepseekV32Config:
-        """Builds a config from decoded JSON whose ``model_type`` is one of this family.
+        """Builds a config from decoded JSON whose ``model_type`` belongs to this family.
 
         Raises:
             ValueError: one error that lists every problem; ``origin`` names the config in it.
@@ -223,7 +223,7 @@ def _read_indexer(reader: FieldReader, model_type: str | None) -> dict[str, Any]
 def _read_dense_layers(reader: FieldReader, num_layers: int | None) -> int | None:
     """``first_k_dense_replace``, or the leading ``dense`` entries of transformers' ``mlp_layer_types``.
 
-    There is no default: DeepSeek's inference code has 1, transformers 3.
+    The key has no default here: DeepSeek's inference code has 1, transformers 3.
     """
     spellings = {"first_k_dense_replace": reader.raw.get("first_k_dense_replace")}
     kinds = reader.as_list("mlp_layer_types", reader.raw.get("mlp_layer_types"))

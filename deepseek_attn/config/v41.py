@@ -34,7 +34,7 @@ TOP_LEVEL = (
 
 @dataclass(frozen=True)
 class V41LayerSpec(LayerSpec):
-    """Configuration of one layer. ``ratio`` says which entries the layer reads, not that it makes them.
+    """Configuration of one layer. ``ratio`` names the entries that the layer reads; another layer may make them.
 
     Attributes:
         kv_source: the layer whose entries and index keys this one reads, maybe itself; None with ratio 0.
@@ -97,15 +97,16 @@ class V41LayerSpec(LayerSpec):
 class DeepseekV41Config(DeepseekV4Base):
     """A checked DeepSeek-V4.1 configuration; fields have the names of the published ``text_config``.
 
-    Made by ``ModelConfig.from_dict``, ``from_pretrained`` and ``from_preset``. Read are the published, nested
-    ``config.json`` and the flat one of DeepSeek's inference code (``dim``, ``n_layers``, ...). Absent keys default as
-    in V4, but for ``rms_norm_eps`` 1e-20. The vision part is kept and not run.
+    ``ModelConfig.from_dict``, ``from_pretrained`` and ``from_preset`` make it. They read the published, nested
+    ``config.json`` and the flat config of DeepSeek's inference code (``dim``, ``n_layers``, ...). Absent keys default
+    as in V4, except ``rms_norm_eps`` 1e-20. The vision part is kept and not run.
 
     ``replace`` takes the keys of both levels side by side; a smaller ``num_hidden_layers`` alone keeps the first
     layers, and the draft stages if these have all that they read.
 
     Attributes:
-        kv_source_layer_ids: layers that make entries and index keys; index_source_layer_ids: those with an indexer.
+        kv_source_layer_ids: layers that make entries and index keys.
+        index_source_layer_ids: layers with an indexer.
         candidate_source_layer_id: the layer that keeps ``candidate_topk_blocks`` blocks of ``candidate_block_size``
             entries for each query, to which the selection of later layers is limited; None: nothing is limited.
         engram: the n-gram memory; None without one.
@@ -203,7 +204,7 @@ def read_v41(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
     reader = _open(raw)
     layers, vocab_size = (reader.raw.get(key) for key in ("num_hidden_layers", "vocab_size"))
     sizes = (size if type(size) is int else None for size in (layers, vocab_size))
-    engram = read_engram(reader, *sizes)  # first: it checks sums of primes only while there is no problem
+    engram = read_engram(reader, *sizes)  # first: it checks sums of primes only if no problem was found yet
     values = {"model_type": "deepseek_v41", "engram": engram}
     values |= read_shared(reader, FP8_BLOCK, rms_norm_eps=1e-20)
     values["norm_topk_prob"] = reader.flag("norm_topk_prob", True)

@@ -1,7 +1,7 @@
 """Engram, the n-gram memory of DeepSeek-V4.1: its weights, and the rows of its tables that a step looks up.
 
-Tables are far larger than the rest of the model and stay where the checkpoint is. Rows depend on token ids alone, so a
-thread reads them while the device computes the layers before.
+Tables are far larger than the other weights and stay in the checkpoint's files. Rows depend on token ids alone, so a
+thread reads them while the device computes earlier layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Engram(CheckpointModule):
     """Looked-up values of each token, gated and added to its residual streams (checkpoint: ``layers.N.engram.*``).
 
     Args:
-        engram: keys of the config; layer: one of its ``engram_layer_ids``.
+        engram: keys of the config.
+        layer: an element of its ``engram_layer_ids``.
         hc_mult: number of residual streams.
         eps: of the norms before the gate.
 
@@ -98,7 +99,7 @@ class Lookup(NamedTuple):
     device: torch.device
 
     def wait(self) -> TableRows:
-        """See `LayerRows.wait`. Raises what the thread raised."""
+        """See `LayerRows.wait`. An exception of the reading thread is raised here."""
         return TableRows(*(part.to(self.device, non_blocking=part.is_pinned()) for part in self.future.result()))
 
 
@@ -112,7 +113,7 @@ class ReadRows(NamedTuple):
 
 
 class BlankRows(NamedTuple):
-    """Zeros in place of rows of one layer, for ``tokens`` tokens."""
+    """Zeros instead of the rows of one layer, for ``tokens`` tokens."""
 
     layer: Engram
     tokens: int
@@ -150,7 +151,7 @@ class RowBuffers:
 class EngramTables:
     """Looks rows up for all Engram layers of a model.
 
-    Rows follow from the sequences' token ids in every step, so that there is no state to fork, to truncate or to save.
+    Rows follow from the sequences' token ids in every step, so no state has to be forked, truncated or saved.
 
     Args:
         layers: by number, with their tables attached.
@@ -173,7 +174,7 @@ class EngramTables:
         self._thread = ThreadPoolExecutor(1, "engram")
 
     def look_up(self, chunks: Sequence[Chunk], tokens_per_chunk: int = 0) -> dict[int, Lookup]:
-        """Starts to read the rows of a step's tokens, those of one chunk after the other; by layer, in order.
+        """Starts to read the rows of a step's tokens, chunk by chunk, and in each chunk layer by layer.
 
         Args:
             tokens_per_chunk: shorter chunks are padded to this number of tokens, with rows of any tokens.
@@ -187,7 +188,7 @@ class EngramTables:
         }
 
     def blank(self, tokens: int) -> dict[int, BlankRows]:
-        """Zeros in place of the rows of ``tokens`` tokens, by layer."""
+        """Zeros instead of the rows of ``tokens`` tokens, by layer."""
         return {number: BlankRows(layer, tokens, self.device) for number, layer in self.layers.items()}
 
     def _ngrams(self, chunk: Chunk) -> np.ndarray:

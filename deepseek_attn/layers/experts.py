@@ -71,7 +71,7 @@ class ExpertLinear(CheckpointModule):
         self.weight[index].copy_(weight)
 
     def _load_exponent(self, index: int, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Notes the exponents of the rows of an FP4 expert, until one has none; returns the scales to keep."""
+        """Records the row exponents of an FP4 expert while all experts have them; returns the scales to keep."""
         if weight.dtype != torch.uint8 or not self._has_exponents:
             return scale
         found = row_exponents(weight, scale)

@@ -1,7 +1,7 @@
-"""Ranks of a launcher: where they listen and meet, and which of them says why a run failed.
+"""Ranks of a launcher: their rendezvous, their network interface, and the rank that reports a failure.
 
-Ranks trust each other: what they exchange is not encrypted, and objects are pickled. So they listen on the loopback
-interface where all are on one machine, and elsewhere on the interface that they are told.
+Ranks trust each other: messages are not encrypted, and objects are pickled. So they listen on the loopback interface if
+all are on one machine, and otherwise on the given interface.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deepseek_attn.config.options import parse_device
 from deepseek_attn.utils.processes import check_interface
 
 logger = logging.getLogger(__name__)
-GRACE_SECONDS = 3.0  # in which the others can say why a collective failed, and a launcher can end this process
+GRACE_SECONDS = 3.0  # for other ranks to report why a collective failed, and for a launcher to end this process
 LAUNCH = "torchrun --nproc-per-node {} SCRIPT"
 
 
@@ -31,11 +31,11 @@ class RankFailed(BaseException):
 
 
 class OthersLost(RankFailed):
-    """A collective failed on this rank, most likely because another one has died, or does not take part."""
+    """A collective failed on this rank, most likely because another rank has died or does not take part."""
 
 
 def check_launch(world: int, device: torch.device | str | None) -> tuple[int, torch.device]:
-    """(rank, device) of this process; see `launched` for what it refuses."""
+    """(rank, device) of this process; see `launched` for the errors."""
     started = environment("WORLD_SIZE", 1)
     if world < 1 or started != world:
         raise ValueError(
@@ -82,7 +82,7 @@ def listen_on(interface: str | None) -> None:
 
 
 def _on_one_machine() -> bool:
-    """Whether all ranks run here, as their launcher says, or the address where they meet."""
+    """Whether all ranks run on this machine, by the launcher's variables or the rendezvous address."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         return environment("LOCAL_WORLD_SIZE", 1) == environment("WORLD_SIZE", 1)
     return os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1")
@@ -128,7 +128,7 @@ def process_group(store: dist.Store, rank: int, world: int, device: torch.device
 
 @contextmanager
 def one_message(store: dist.Store, rank: int, world: int, timeout_seconds: float) -> Iterator[None]:
-    """The first rank that fails raises its error, the others `SystemExit`; for those that lost one, see `launched`."""
+    """The first rank that fails raises its error, all others raise `SystemExit`. Lost ranks: see `launched`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -150,7 +150,7 @@ def one_message(store: dist.Store, rank: int, world: int, timeout_seconds: float
 
 
 def _is_first(store: dist.Store) -> bool:
-    """Whether this rank is the first that failed; also if the others cannot be asked."""
+    """Whether this rank failed first; True if the store does not answer."""
     try:
         return store.add("failed", 1) == 1
     except RuntimeError:
@@ -158,7 +158,7 @@ def _is_first(store: dist.Store) -> bool:
 
 
 def _silent_ranks(store: dist.Store, rank: int, world: int) -> list[int]:
-    """Ranks that do not say that they have lost others, some seconds after this one did; none if one failed."""
+    """Ranks that have not reported a loss some seconds after this rank did; empty if a rank failed."""
     try:
         store.set(f"lost others {rank}", "")
         deadline = time.monotonic() + GRACE_SECONDS
@@ -172,7 +172,7 @@ def _silent_ranks(store: dist.Store, rank: int, world: int) -> list[int]:
 
 
 def _wait_for_readers(store: dist.Store, world: int) -> None:
-    """If this process serves the store, lets the other ranks read there for a while that one has failed."""
+    """If this process serves the store, keeps it alive for a while, so that other ranks can read the failure."""
     deadline = time.monotonic() + 2 * GRACE_SECONDS
     with suppress(RuntimeError):
         store.add("ended", 1)

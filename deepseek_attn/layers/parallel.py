@@ -9,7 +9,7 @@ Two ways to share the work, over the same ranks:
   replicated. Experts are sharded as before: an all-gather of tokens before them, a reduce-scatter of sums after them.
   `Parallel.agree` keeps the ranks in step, those without work included.
 
-Sums over ranks add up in another order than on one, and in the dtype of the model: results agree with those of one
+Sums over ranks have another order than on one rank, and the dtype of the model: results agree with the results of one
 process to rounding, not bit for bit. All ranks have the same bits, so tensor-parallel ranks choose the same tokens.
 """
 
@@ -41,8 +41,8 @@ from deepseek_attn.layers.peers import Peers, open_peers
 from deepseek_attn.layers.weights import Shard
 from deepseek_attn.utils.processes import check_timeout, end_with_parent
 
-ONE_SHOT_BYTES = 1 << 21  # that a rank of one host sends itself, in one message to each other one: NCCL takes longer
-TIMEOUT_SECONDS = 600.0  # that a rank waits for the others in one collective: they may still be loading
+ONE_SHOT_BYTES = 1 << 21  # largest message of the one-shot exchange on one host, which is faster than NCCL up to here
+TIMEOUT_SECONDS = 600.0  # a collective's time limit: other ranks may still be loading
 # torch 2.13 has new names for these
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -52,8 +52,9 @@ class StepNeeds(NamedTuple):
     """Size of a step of one rank, or of all: then the largest.
 
     Attributes:
-        rows: new tokens; longest: length of the longest sequence after the step; eager: it is no decode step that a
-            CUDA graph may hold.
+        rows: new tokens.
+        longest: length of the longest sequence after the step.
+        eager: no CUDA graph may hold the step.
     """
 
     rows: int = 0
@@ -174,7 +175,7 @@ class Parallel:
         return summed[:rows]
 
     def agree(self, step: StepNeeds, device: torch.device) -> StepNeeds:
-        """With data-parallel attention, begins a step here; returns what the steps of all ranks need together.
+        """With data-parallel attention, begins a step; returns the common requirements of all ranks' steps.
 
         Waits until every rank has begun one. No rows: no rank has work left.
         """
@@ -214,7 +215,7 @@ class Parallel:
         try:
             collective(*args)
         except RuntimeError as error:
-            reason = str(error).partition(". ")[0]  # and not what torch advises
+            reason = str(error).partition(". ")[0]  # without torch's advice
             raise OthersLost(f"rank {self.rank} of {self.world} waited for the others: {reason}") from error
 
 
@@ -234,18 +235,18 @@ def launched(
 ) -> Iterator[tuple[Parallel, torch.device]]:
     """Joins the ranks that a launcher has started, over NCCL on GPUs and Gloo on CPUs; 1 is a process alone.
 
-    An error inside ends the ranks: the first one that fails raises it. Those that then fail because it is gone raise
-    ``SystemExit`` of status 1, so that only one message is seen; if a rank has died or hangs, one of the others raises
-    `RankFailed` with its number. Launchers end those that wait; without one they fail after ``timeout_seconds`` (over
-    Gloo, as soon as the failed process is gone).
+    An error inside ends the ranks. The first rank that fails raises it; ranks that fail in consequence raise
+    ``SystemExit`` of status 1, so that only one message is seen. If a rank has died or hangs, another rank raises
+    `RankFailed` with its number. Launchers end waiting ranks; without a launcher they fail after ``timeout_seconds``
+    (over Gloo, as soon as the failed process is gone).
 
     Args:
         world: ranks that are expected.
         device: default: GPU number ``LOCAL_RANK`` if there are GPUs, else the CPU.
-        timeout_seconds: that a rank waits for the others, while they join and in each collective.
+        timeout_seconds: time limit of a rank for the rendezvous and for each collective.
         interface: name of the network interface to listen on. Default: loopback if all ranks are on this machine, else
-            what ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` say.
-        rendezvous: URL of a place where the ranks meet (``file://...``); default: as torchrun says.
+            ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``.
+        rendezvous: URL of the rendezvous (``file://...``); default: torchrun's variables.
 
     Yields:
         the ranks, and the device of this one.

@@ -20,13 +20,13 @@ PEER_RANKS = (2, 4, 8)  # of one host that can share memory
 
 @dataclass(frozen=True)
 class Peers:
-    """Receive buffers of the ranks, and what keeps them mapped."""
+    """Receive buffers of the ranks, and the objects that keep them mapped."""
 
     buffers: PeerBuffers
     mapped: tuple[object, ...]
 
     def missing(self) -> int | None:
-        """A rank that this one has given up waiting for, if any."""
+        """The rank whose message this rank has given up waiting for; None if there was no timeout."""
         number = int(self.buffers.missing)
         return number - 1 if number else None
 

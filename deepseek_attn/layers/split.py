@@ -9,7 +9,7 @@ from deepseek_attn.layers.parallel import Parallel
 
 
 def shard_unit(config: AnyConfig, numerics: Numerics) -> int:
-    """Rows or columns of a linear's weight of which a rank has a whole number: those of an FP8 block."""
+    """Rows or columns per FP8 block of a linear's weight; a rank holds a whole number of blocks."""
     if config.quantization_config is None:
         return 1
     return max(numerics.weight_block, numerics.fp8_group if numerics.quantized_weights else 1)

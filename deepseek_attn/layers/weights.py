@@ -54,7 +54,7 @@ class WeightSlot:
         shard: this rank's part; None for all of it.
         elsewhere: the tensor belongs to another rank, and ``load`` is not called.
         block: rows and columns of an FP8 block.
-        attach: called in place of ``load`` for `SlotKind.ROWS`, with a function that reads rows by number ``[n]``.
+        attach: called instead of ``load`` for `SlotKind.ROWS`, with a function that reads rows by index ``[n]``.
     """
 
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ def _not_loaded(weight: torch.Tensor, scale: torch.Tensor | None) -> None:
 
 
 class CheckpointModule(nn.Module):
-    """A module that owns checkpoint tensors. It is built without them; each attribute is None until it is loaded."""
+    """A module that owns checkpoint tensors. Its tensor attributes are None until they are loaded."""
 
     def __init__(self, device: torch.device | str = "cpu"):
         super().__init__()

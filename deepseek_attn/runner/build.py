@@ -134,7 +134,7 @@ class LoadedModel:
 
     @contextmanager
     def op_settings(self, tokens: int | None = None) -> Iterator[None]:
-        """Context in which ops run as this runner's options say; steps, and graphs that hold them, are made in it.
+        """Context that applies this runner's options to ops; steps and the graphs of steps are made in it.
 
         Args:
             tokens: new tokens of a step, for which threads of a CPU are chosen; None: the caller's threads.
@@ -237,7 +237,7 @@ def build_runner(
     The keyword arguments are those of `RunnerOptions`.
 
     Raises:
-        ValueError: listing what is wrong with the options, or with the tensors of ``source``.
+        ValueError: lists every problem of the options, or of the tensors of ``source``.
     """
     device = pick_device(device)
     dtype = pick_dtype(dtype, device)

@@ -14,8 +14,8 @@ from deepseek_attn.models.moe import Experts
 
 ASKED = any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 DEFAULT = torch.get_num_threads()
-# What one thread does per second. With 8 ms of products, a second thread takes a tenth off a step's time; with 2 ms it
-# takes nothing. On a core that another process keeps busy, each parallel loop waits for it: 1000 ms a step, not 12.
+# Rates of one thread. With 8 ms of products, a second thread shortens a step by a tenth; with 2 ms by nothing.
+# If another process keeps a core busy, each parallel loop waits for that core: 1000 ms a step instead of 12.
 BYTES, MULTIPLY_ADDS = 20e9, 50e9
 WORTHWHILE = 8e-3  # seconds
 

@@ -1,4 +1,4 @@
-"""Drafting: what a model's draft layers compute beside a step, and draft tokens after its newest tokens."""
+"""Drafting: the draft layers' part of a step, and draft tokens after the newest tokens."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Drafter(ABC):
         """Fills the draft layers' caches with a step's tokens; returns their logits by request, if there are any.
 
         Args:
-            rows: the step's batch, not committed yet; hidden_states: of all its tokens, one request after the other.
+            rows: the step's batch, not committed yet.
+            hidden_states: hidden states of all its tokens, concatenated by request.
         """
 
     @abstractmethod
@@ -77,7 +78,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def warm_up(self, batch: StepInput, hidden_states: torch.Tensor, token_ids: torch.Tensor, num_drafts: int) -> None:
-        """Launches what an eager step launches for drafts, on pages that nothing reads.
+        """Launches the draft kernels of an eager step, on pages that nothing reads.
 
         Args:
             batch: of the step; hidden_states, token_ids: of all its tokens.
@@ -98,7 +99,7 @@ class MTPDrafter(Drafter):
 
     @traced("mtp")
     def step_logits(self, rows: Batch, hidden_states: torch.Tensor, decode_query_len: int) -> list[torch.Tensor]:
-        """Logits of the tokens that have a next token; the others take part as padding."""
+        """Logits of the tokens that have a next token; other rows take part as padding."""
         next_ids, known = [], []
         for sequence, n in rows:
             start = sequence.num_computed + 1
@@ -180,7 +181,7 @@ class BlockDrafter(Drafter):
 
     @traced("dspark")
     def step_logits(self, rows: Batch, hidden_states: torch.Tensor, decode_query_len: int) -> None:
-        """None: drafts come from blocks, so there are no logits by token."""
+        """Returns None: drafts come from blocks, so there are no logits by token."""
         caches, lengths = [sequence.cache for sequence, _ in rows], [n for _, n in rows]
         self._write_context(step_input(self.manager, caches, lengths, decode_query_len), hidden_states)
 

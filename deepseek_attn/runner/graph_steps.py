@@ -48,7 +48,7 @@ class StepTensors:
         extra_inputs: lengths of further int64 inputs.
 
     Attributes:
-        inputs: int64, all that `set_inputs` fills, in one array. The others are views of it, int64 too.
+        inputs: int64, one array of everything that `set_inputs` fills. The other attributes are int64 views of it.
         token_ids: ``[rows]``.
         starts, ends: ``[requests]``, position of the first row, and where a request's rows end: rows from there on are
             padding.
@@ -157,8 +157,8 @@ class CapturedStep(StepTensors, ABC):
         Args:
             hidden_states: ``[rows, ...]`` of the backbone; next_ids: int64 ``[rows]``, the token after each row.
             meta: metadata of the rows for the MTP layer.
-            last_rows: int64 ``[requests]``, the last row of each request that is no padding.
-            next_starts: int64 ``[requests]``, the position after it.
+            last_rows: int64 ``[requests]``, the last row of each request that is not padding.
+            next_starts: int64 ``[requests]``, the position after that row.
 
         Returns:
             ``num_drafts`` tokens of each request, int64 ``[requests]`` each, and the logits of the first ones, float32
@@ -185,7 +185,7 @@ class CapturedStep(StepTensors, ABC):
         try:
             with torch.cuda.stream(stream):
                 self.forward()  # compiles kernels and makes cached constants, neither of which a capture may do
-        finally:  # what breaks it off may free tensors that the stream still writes
+        finally:  # an exception may free tensors that the stream still writes
             torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         # as the capture does, so that only memory that the capture itself reserves is counted
@@ -210,14 +210,15 @@ class CapturedStep(StepTensors, ABC):
 class DecodeStep(CapturedStep):
     """A decode step of the backbone, and the inputs of the step after it.
 
-    With ``num_drafts``, a request's rows are its newest token and drafts of the tokens after it. Those that are equal
-    to the greedy tokens before them are right. The MTP layer then runs over the rows and drafts the tokens after the
-    newest one; what it writes for wrong drafts is written again before it is read.
+    With ``num_drafts``, a request's rows are its newest token and drafts of the tokens after it. A draft is accepted if
+    it equals the greedy token of the row before it. The MTP layer then runs over the rows and drafts the tokens after
+    the newest one; its cache entries of rejected drafts are overwritten before anything reads them.
 
     Attributes: results of the last run, overwritten by the next.
         hidden_states, logits, tokens: for every row, padding included; tokens: int64, `greedy_tokens` of the logits.
-        next_ids: int64 ``[requests, 1 + num_drafts]``, the newest token of each request, and its drafts; 0 in place of
-            `INVALID_TOKEN`. next_starts: int64 ``[requests]``, their first position.
+        next_ids: int64 ``[requests, 1 + num_drafts]``, the newest token of each request and its drafts; 0 replaces
+            `INVALID_TOKEN`.
+        next_starts: int64 ``[requests]``, the first position of ``next_ids``.
         results: int64 ``[requests, ...]``, tokens, next_ids and next_starts, for one copy to the host.
     """
 
@@ -252,7 +253,8 @@ class DraftStep(CapturedStep):
     """Drafts after rows whose next tokens the host has chosen; see `CapturedStep.draft`.
 
     Attributes:
-        drafts: int64 ``[requests, num_drafts]``; logits: those of the first draft, ``[requests, vocab_size]``.
+        drafts: int64 ``[requests, num_drafts]``.
+        logits: ``[requests, vocab_size]``, logits of the first draft.
     """
 
     drafts: torch.Tensor
@@ -267,7 +269,7 @@ class DraftStep(CapturedStep):
     def set_draft_inputs(
         self, hidden_states: torch.Tensor, next_ids: list[list[int]], starts: list[int], rows: list[int]
     ) -> None:
-        """Fills the inputs; ``hidden_states`` holds the rows of all requests, one request after the other."""
+        """Fills the inputs; ``hidden_states`` holds the rows of all requests, concatenated by request."""
         per_request, sources, last_rows, row = self.size.rows_per_request, [], [], 0
         for request, ids in enumerate(next_ids):
             sources += [*range(row, row + len(ids)), *[row] * (per_request - len(ids))]

@@ -1,7 +1,7 @@
 """Decode steps of a runner by size: captured when a size is first met, and launched before they are requested.
 
-A decode step reads what the step before it has left on the device: the newest token of each request, drafts of the
-tokens after it, and their position. So it can run before the host has read any of this (asynchronous scheduling).
+A decode step reads the results of the previous step on the device: the newest token of each request, drafts of the
+tokens after it, and their position. So it can run before the host has read them (asynchronous scheduling).
 `DecodeGraphs.launch_next_step` launches it, and `run` returns its results if that step is requested next, or a subset
 of its sequences. Otherwise nothing has to be undone: a step writes only past the computed tokens of its sequences,
 where everything is written again before it is read.
@@ -108,7 +108,7 @@ def select(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
 
 @dataclass
 class PrelaunchedStep:
-    """A step that was launched on what the one before it had left on the device.
+    """A step that was launched on the device results of the previous step.
 
     Attributes:
         previous: the run before; input_requests: for each sequence of ``run``, its place in ``previous``.
@@ -284,9 +284,9 @@ class DecodeGraphs:
     def size_for(self, query_lens: list[int], longest: int, decode_query_len: int = 1, num_drafts: int = 0) -> StepSize:
         """The smallest size that holds these numbers of new tokens and sequences up to ``longest`` after the step.
 
-        Requests have one row each, or ``decode_query_len``, of which some may be padding. Padding costs little, because
-        a decode step's time is that of reading the weights, which requests grouped by their rows would do per group.
-        In a step that drafts, requests have as many rows as the next one verifies.
+        Every request has one row, or every request has ``decode_query_len`` rows, some of them padding. Padding costs
+        little: a decode step spends its time reading the weights, and groups of equal length would read them once per
+        group. In a step that drafts, a request has one row per token that the next step verifies.
         """
         requests = next(size for size in self.batches if size >= len(query_lens))
         rows = 1 if max(query_lens) == 1 else max(decode_query_len, *query_lens)
@@ -306,7 +306,7 @@ def batch_sizes(limit: int) -> list[int]:
 
 
 def length_bucket(length: int, limit: int) -> int:
-    """The least of 8192, 32768, 131072, ... that is no smaller than ``length``, at most ``limit``."""
+    """The smallest of 8192, 32768, 131072, ... that is at least ``length``; at most ``limit``."""
     bucket = FIRST_LENGTH
     while bucket < length:
         bucket *= 4

@@ -27,7 +27,7 @@ class KernelLists:
         self._launches, self._warm_up = launches, WarmUp(MetaRunner.build(request), request.num_drafts)
 
     def all(self) -> Iterator[list[Variant]]:
-        """For each size of a step, the kernels that no step before it launched; first those of a first prompt."""
+        """For each size of a step, the kernels that no earlier step launched. Steps of a first prompt come first."""
         known = 0
         for _ in self._warm_up.steps():
             yield list(self._launches.variants.values())[known:]

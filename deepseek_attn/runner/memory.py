@@ -41,12 +41,11 @@ class RunnerMemory:
     Attributes:
         weights: of all layers, as one rank has them.
         caches: all pools.
-        buffers: what else lives as long as the runner: workspace, selected entries, RoPE tables, counters of kernels.
-        graphs: what decode steps take for their persistent tensors: block tables, inputs, and the memory pool that
-            captured ones share.
-        step: the most that a step allocates beside these, and what stays of it until the next one.
-        cublas: its workspace.
-        allocator: what PyTorch's allocator reserves beyond what was allocated: gaps that no later block fits into.
+        buffers: other memory of the runner's lifetime: workspace, selected entries, RoPE tables, counters of kernels.
+        graphs: persistent tensors of decode steps: block tables, inputs, and the memory pool that captured steps share.
+        step: the largest allocation of a step, and the part of it that stays until the next step.
+        cublas: the workspace of cuBLAS.
+        allocator: memory that PyTorch's allocator reserves without an allocation: gaps that no later block fits into.
     """
 
     weights: int
@@ -74,7 +73,7 @@ class RunnerMemory:
         Args:
             headers: of the checkpoint's tensors, under their published names; None: as a published checkpoint of this
                 config has them.
-            facts: the other attributes of `RunnerRequest`, its sizes left out.
+            facts: all other attributes of `RunnerRequest` except its sizes.
 
         Raises:
             ValueError: a model that no runner with kernels computes, or Triton is not installed.
@@ -137,7 +136,7 @@ def _count(trace: AllocationTrace, request: RunnerRequest, copies: dict[str, int
 
 
 def largest_steps(warm_up: WarmUp) -> list[list[tuple[int, int]]]:
-    """Those with most new tokens, of each mix of requests the shortest and the longest; the largest eager decode."""
+    """Steps with most new tokens (per mix of requests the shortest and the longest), and the largest eager decode."""
     sizes = warm_up.prefill_sizes()
     most = max(sum(new for new, _ in rows) for rows in sizes)
     mixes: dict[tuple[int, ...], list[list[tuple[int, int]]]] = {}
@@ -189,7 +188,8 @@ def _graphs(trace: AllocationTrace, warm_up: WarmUp) -> int:
 def _owners(trace: AllocationTrace, model: nn.Module, pools: set[int | None]) -> dict[int, str]:
     """The layer that each storage of the model's weights belongs to, "" outside layers.
 
-    Weights are parameters, buffers and what modules made of them after loading, but no memory that layers share.
+    Weights are parameters, buffers and tensors that modules derived from them after loading; memory that layers share
+    is not counted.
     """
     owners: dict[int, str] = {}
     shared = pools | {trace.key(layer.topk_indices_buffer) for layer in attention_layers(model) if layer.indexer}

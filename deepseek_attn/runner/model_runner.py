@@ -65,11 +65,11 @@ class ModelRunner(LoadedModel):
 
         Args:
             model: a directory that holds ``config.json`` and safetensors shards; or a hub id, ``org/name`` or
-                ``org/name@revision``: the copy in the local cache of huggingface_hub, else what ``layers`` need is
-                downloaded into it.
+                ``org/name@revision``: the copy in the local cache of huggingface_hub. Without a copy, the files that
+                ``layers`` need are downloaded into that cache.
 
         Raises:
-            ValueError: what is wrong with the directory, the config, the tensors or the options; nothing is allocated.
+            ValueError: the directory, the config, the tensors or the options are wrong; nothing is allocated.
         """
         check_options("from_pretrained", options)
         layers = options.get("layers")
@@ -244,7 +244,7 @@ class ModelRunner(LoadedModel):
     def _output(
         self, results: EagerStep | DecodeRun, rows: Batch, order: list[int], options: StepOptions
     ) -> StepOutput:
-        """The results that ``options`` ask for, in the order of the batch.
+        """The results that ``options`` request, in the order of the batch.
 
         Args:
             rows: the batch with decodes first; order: place in the batch of each of them.
@@ -304,7 +304,7 @@ class ModelRunner(LoadedModel):
         return EagerStep(model, lengths, model(ids, meta.positions, meta))
 
     def _compute_one_by_one(self, model: Backbone, rows: Batch) -> EagerStep:
-        """The step in which each token has launches of its own, after those of the earlier tokens of its sequence."""
+        """A step that launches each token separately, after the earlier tokens of its sequence."""
         states, one = [], torch.ones(1, dtype=torch.int64, device="cpu")
         for sequence, n in rows:
             tables = block_tables(self.manager, [sequence.cache])
@@ -320,7 +320,7 @@ class ModelRunner(LoadedModel):
         return {} if self.tables is None else self.tables.look_up(chunks)
 
     def _reserve_drafts(self, caches: list[SequenceCache], lengths: list[int], num_drafts: int) -> list[int]:
-        """Reserves pages for what drafting writes past the new tokens; returns the lengths up to which there are any.
+        """Reserves pages for the entries that drafting writes past the new tokens; returns the lengths they cover.
 
         The draft after the newest token needs no row past it, the next one needs one.
         """
@@ -336,8 +336,8 @@ class ModelRunner(LoadedModel):
     def _launch_next_step(self, run: DecodeRun, batch: list[tuple[SequenceCache, int]]) -> None:
         """Launches the step after ``run`` for (sequence, most tokens that will be computed of it).
 
-        Which of the run's drafts are right is not known: there must be pages as if all were, and the caches must go
-        back as if none was, past what the launched step writes over.
+        The host does not know yet how many drafts are accepted. Pages must suffice if all are, and rollback past the
+        entries that the launched step overwrites must be possible if none is.
         """
         # ranks agree on a step when it is requested; Engram rows follow from tokens that the host does not have yet
         if not batch or self.graphs is None or self.parallel.dp_attention or self.tables is not None:
@@ -345,7 +345,7 @@ class ModelRunner(LoadedModel):
         num_drafts = run.step.size.num_drafts
         if 2 * num_drafts > self.layout.max_rollback:
             return
-        # after all drafts: the next step's rows, and those of its drafts after the first
+        # behind all drafts: the next step's rows, and the rows of its drafts after the first
         ahead = 1 + num_drafts + max(0, num_drafts - 1)
         limits = [min(most, cache.num_tokens + ahead) for cache, most in batch]
         caches = [cache for cache, _ in batch]
@@ -358,7 +358,7 @@ class ModelRunner(LoadedModel):
         try:
             with self.op_settings():
                 self.graphs.launch_next_step(run, caches, limits)
-        except Exception:  # it is computed when it is requested, and then shows what is wrong
+        except Exception:  # the step is computed when it is requested, and raises then
             logger.debug("the next step could not be launched early", exc_info=True)
 
     @in_turn
@@ -366,7 +366,7 @@ class ModelRunner(LoadedModel):
     def wait_for_ranks(self) -> None:
         """With data-parallel attention, takes part in the steps of other ranks until none has work left.
 
-        Every rank must get here when its own work is done, also one that had none; `score` and `LLM` do it themselves.
+        Every rank calls this when its own work is done, even if it had no work; `score` and `LLM` call it themselves.
         """
         if not self.parallel.dp_attention:
             return
@@ -414,8 +414,8 @@ class ModelRunner(LoadedModel):
     ) -> StepMetadata:
         """Metadata for the next ``query_lens`` tokens of sequences: to drive layers by hand; see `LayerSession`.
 
-        Each step is ``manager.reserve``, this, one call of each layer, ``manager.commit``. Layers take the metadata
-        once, while its sequences are as they are now; without the commit there is none for the next step.
+        Each step is ``manager.reserve``, this call, one call of each layer, ``manager.commit``. Layers take the
+        metadata once, before its sequences change. Without the commit, the next call raises.
 
         Args:
             query_lens: new tokens of each sequence. Decodes come first.
@@ -424,8 +424,8 @@ class ModelRunner(LoadedModel):
                 unless drafts are expected.
 
         Raises:
-            ValueError: lengths that are no step of this runner, or a prompt before a decode.
-            RuntimeError: pages that are not reserved, or a step before this one that was not committed.
+            ValueError: the lengths exceed a step of this runner, or a prompt comes before a decode.
+            RuntimeError: pages are not reserved, or the previous step was not committed.
         """
         check_query_lens(caches, query_lens, self.layout)
         self.manager.check_reserved(list(zip(caches, query_lens, strict=True)))

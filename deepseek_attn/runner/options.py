@@ -19,16 +19,16 @@ from deepseek_attn.runner.build import build_runner
 class RunnerOptions(TypedDict, total=False):
     """Keyword arguments of `LLM`, `ModelRunner.from_pretrained`, `from_config` and `from_source`; each may be left out.
 
-    The defaults are those of `build_runner`; `help(LLM)` shows them.
+    The defaults are the defaults of `build_runner`; `help(LLM)` shows them.
 
     Attributes:
         device: default: the first GPU if there is one, else the CPU.
         dtype: default: float32 on a CPU, bfloat16 on a GPU.
         numerics: ``exact``, ``official`` or ``serving``; default: exact on a CPU, serving on a GPU.
         index_keys: ``fp8``, or ``fp4`` of V4 and V4.1: 68 bytes an entry instead of 132, as DeepSeek's own code keeps
-            them; default: those of the numerics. docs/support.md says what they save and cost.
+            them; default: the format of the numerics. docs/support.md has the savings and the costs.
         backend, decode_backend, prefill_backend, fp8_mode, prefill_workspace_rows: see `AttentionOptions`.
-        layers: backbone layers to load; the others (and the MTP layer) are left out of the model.
+        layers: backbone layers to load; all other layers (and the MTP layer) are left out of the model.
         attention_only: load attention layers and their norms, nothing else.
         max_model_len: longest sequence; default: the model's, at most 32768.
         max_num_seqs: sequences with pages at the same time, each up to ``max_model_len``.
@@ -40,8 +40,8 @@ class RunnerOptions(TypedDict, total=False):
             of the step has a kernel, but for DeepSeek-V4.1, whose graphs wait until all Engram rows have been read.
         deterministic: a row's logits (the bits) do not depend on its batch, chunks of its prompt, preemption, prefix
             reuse, drafts, or whether a step is a CUDA graph; refused where that cannot be kept. docs/reliability.md
-            has what it costs.
-        parallel: the ranks to share the model with (`parallel.launched`), all of which must do the same calls;
+            has the cost.
+        parallel: the ranks that share the model (`parallel.launched`); all of them must make the same calls;
             default: none.
         expected_drafts: tokens that the MTP layer will draft per step; `LLM` sets it. Kernels of such steps are
             compiled ahead too.
@@ -116,7 +116,7 @@ def explanations() -> dict[str, str]:
 
 
 def check_options(where: str, options: Mapping[str, object], *others: str) -> None:
-    """Raises ValueError for names that are no options of a runner.
+    """Raises ValueError for names that are not options of a runner.
 
     Args:
         where: the function that was given ``options``, for the message; others: its own keyword arguments.

@@ -53,8 +53,8 @@ class Plan:
 
     Attributes:
         layers: per layer; fixed, per_token: sums over the layers.
-        caches: bytes of all pools, exactly those that `CachePools` allocates.
-        shared: the part of ``caches`` that belongs to no sequence: null pages, and window pages of the running step.
+        caches: bytes of all pools, exactly the bytes that `CachePools` allocates.
+        shared: the part of ``caches`` outside of sequences: null pages, and window pages of the running step.
         workspace: bytes reserved for gathered keys and selected indices.
         index_logits: peak bytes of the indexer's scores while they exist.
         rope: bytes of the rotary tables.
@@ -177,8 +177,8 @@ def sequences_that_fit(
     """Sequences of ``max_model_len`` tokens in ``memory`` bytes; ``plan_for(max_model_len, max_num_seqs)``.
 
     Args:
-        total_for: what counts, which takes longer than a plan; the result then fits and is the most to 1 %. Default:
-            `Plan.total`.
+        total_for: the total in bytes for a value, if that takes longer than a plan; the result then fits and is within
+            1 % of the largest value that does. Default: `Plan.total`.
     """
     return _most(
         lambda count: plan_for(max_model_len, max(count, 1)),
@@ -205,7 +205,7 @@ def tokens_that_fit(
 
 
 def _most(plan_for: Callable[[int], Plan], total_for: Callable[[int], int] | None, memory: int, limit: int) -> int:
-    """Largest value whose total fits; of ``total_for``, which is called a few times, one that fits, to 1 %."""
+    """Largest value whose total fits; with ``total_for``, which is called a few times, within 1 % of the largest."""
     if total_for is None:
         return largest(lambda value: plan_for(value).total <= memory, 0, limit)
 
@@ -213,7 +213,7 @@ def _most(plan_for: Callable[[int], Plan], total_for: Callable[[int], int] | Non
         return total_for(value) - plan_for(value).caches
 
     def fit(slope: float) -> int:
-        """Values that fit where the rest grows like this."""
+        """Values that fit if the remaining memory grows at this rate."""
         return largest(lambda value: plan_for(value).caches + least + slope * (value - 1) <= memory, 0, limit)
 
     least = rest(1)
@@ -226,7 +226,7 @@ def _most(plan_for: Callable[[int], Plan], total_for: Callable[[int], int] | Non
         else:
             high = value - 1
         guess = fit((more - least) / max(value - 1, 1))
-        if high - low > width // 2:  # the rest grows by steps, and guesses creep along one of them
+        if high - low > width // 2:  # the other memory grows in steps, and guesses creep along one of them
             guess = (low + high + 1) // 2
         value = min(max(guess, low + 1), high)
     return low

@@ -19,7 +19,7 @@ def token_list(token_ids: TokenIds) -> list:
     """The values of a list or another iterable, a one-dimensional NumPy array, or a tensor on any device.
 
     Raises:
-        ValueError: an array of another shape or dtype, one whose values cannot be read, or anything else, such as text,
+        ValueError: an array of another shape or dtype, an array without readable values, or another type, such as text,
             bytes, a dict or a set.
     """
     if _is_array(token_ids) and not _has_objects(token_ids):
@@ -114,7 +114,7 @@ def _integers(array: np.ndarray | torch.Tensor, ndim: int) -> Any:
 
 
 def _problem(array: np.ndarray | torch.Tensor) -> str | None:
-    """What an array is, if its values are not readable integers; else None."""
+    """A description of an array whose values are not readable integers; None for readable integers."""
     if isinstance(array, np.ndarray):
         if isinstance(array, np.ma.MaskedArray):
             return "a masked array: pass the tokens that are not masked (compressed())"

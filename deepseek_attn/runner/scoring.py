@@ -67,7 +67,7 @@ def score_prompts(
 def plan_chunks(
     pending: list[tuple[int, Sequence]], chunk_size: int | None, layout: CacheLayout
 ) -> list[tuple[int, int]]:
-    """(index, tokens) of the next step: the first sequences, as many tokens as fit."""
+    """(index, number of tokens) of the next step: the first sequences, up to the token budget."""
     budget, work = layout.max_num_batched_tokens, []
     for index, sequence in pending[: layout.max_num_seqs]:
         n = min(sequence.num_pending, budget, chunk_size or budget)

@@ -108,13 +108,13 @@ class Sequence:
 
     @in_turn
     def truncate(self, length: int, keep_pages: bool = False) -> None:
-        """Goes back to the first ``length`` tokens, exactly as if the others had never been.
+        """Goes back to the first ``length`` tokens, exactly as if the later tokens had never been computed.
 
         Up to ``max_rollback`` tokens back the caches are kept; further back the window's entries are gone, and the next
         step computes the sequence again from its first token.
 
         Args:
-            keep_pages: pages of the other tokens stay reserved for those that will take their place.
+            keep_pages: pages of the dropped tokens stay reserved for the tokens that will replace them.
         """
         if not 0 <= length <= len(self.token_ids):
             raise ValueError(f"truncate({length}) of a sequence of {len(self.token_ids)} tokens")
@@ -133,7 +133,7 @@ class Sequence:
         """Writes tokens and caches to a safetensors file, for `ModelRunner.load_sequence` on the same rank.
 
         Raises:
-            ValueError: it cannot be written there; what was there before is unchanged.
+            ValueError: the file cannot be written; an existing file is unchanged.
         """
         save_cache(path, self.manager, self.cache, self.token_ids, self.fingerprint())
 

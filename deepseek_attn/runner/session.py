@@ -27,9 +27,9 @@ class LayerSession:
         y = session.run(x, {a: 200, b: 31})  # x [231, hidden_size]
         y = session.run(x, {b: 40, a: 1})  # prompts and decodes in any order
 
-    `run` reserves pages, builds metadata and counts tokens. A call that it refuses changes nothing; one that fails
-    within a layer takes its tokens back. Where these have overwritten what earlier ones need (more than
-    ``max_rollback`` of them, DeepSeek-V4), the sequence says that it is lost.
+    `run` reserves pages, builds metadata and counts tokens. A refused call changes nothing; a call that fails within a
+    layer rolls its tokens back. If more than ``max_rollback`` tokens (DeepSeek-V4) have overwritten entries that
+    earlier tokens need, later calls report the sequence as lost.
 
     Args:
         runner: with ``attention_only`` or whole; several sessions can share it, also in several threads.
@@ -68,18 +68,18 @@ class LayerSession:
 
     @in_turn
     def run(self, x: Tensor, lengths: Mapping[LayerSequence, int]) -> Tensor:
-        """Computes the next tokens of sequences in every layer, attending to all earlier ones of the same sequence.
+        """Computes the next tokens of sequences in every layer; they attend to all earlier tokens of their sequence.
 
         Args:
-            x: ``[T, hidden_size]``, normed hidden states of the new tokens, one sequence after the other; for several
-                layers ``[layers, T, hidden_size]``, each layer's own. In the runner's dtype and on its device.
+            x: ``[T, hidden_size]``, normed hidden states of the new tokens, concatenated by sequence; for several
+                layers ``[layers, T, hidden_size]``. In the runner's dtype and on its device.
             lengths: new tokens of each sequence, in the order of ``x``, ``T`` in all.
 
         Returns:
             The layers' outputs, in the shape of ``x``.
 
         Raises:
-            ValueError: sequences, lengths or hidden states that are no step of this session.
+            ValueError: sequences, lengths or hidden states that do not form a step of this session.
             OutOfPages: too few free pages. Either way nothing was changed.
         """
         if not isinstance(lengths, Mapping):

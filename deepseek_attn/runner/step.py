@@ -36,7 +36,7 @@ class StepOptions:
             step; a token whose next token is not known yet is left out of it.
         drafts: with ``greedy``, a sequence's new tokens after the first are drafts of the MTP layer, and this many
             tokens are drafted after the newest one, in the same step. Only where decode steps run over persistent
-            tensors; elsewhere, ask for ``hidden_states`` and call `ModelRunner.draft`.
+            tensors; elsewhere, request ``hidden_states`` and call `ModelRunner.draft`.
         next_step: with ``greedy``, sequences of the batch whose next step most likely computes the token chosen here,
             its drafts and nothing else, each with the most tokens that will ever be computed of it: that step is
             launched at once, before the host has read the token, where decode steps run over persistent tensors and
@@ -59,10 +59,10 @@ class StepOutput:
     """Results of one step: lists with one item per request, in the order of the batch.
 
     Attributes:
-        logits: float32 ``[n, vocab_size]``, ``n`` as `StepOptions.last` and ``all_logits`` say; None with ``greedy``.
+        logits: float32 ``[n, vocab_size]``; `StepOptions.last` and ``all_logits`` set ``n``. None with ``greedy``.
         tokens: call it for the greedy tokens after the same ``n`` tokens, `INVALID_TOKEN` where the largest logit is
             not finite; it waits for the device. None without ``greedy``.
-        drafts: call it for the tokens that `StepOptions.drafts` asked for; None without.
+        drafts: call it for the tokens of `StepOptions.drafts`; None without.
         hidden_states: ``[n, ...]`` of the same tokens, as the backbone returns them; None without ``hidden_states``.
         mtp_logits: float32 ``[m, vocab_size]`` of the MTP layer, for all new tokens whose next token is known; None
             without ``mtp``.
@@ -85,7 +85,7 @@ class HasLogits(Protocol):
 class EagerStep:
     """A step that was computed without persistent tensors; `DecodeRun` has the same methods.
 
-    ``counts[i]``: of request ``i``, results for that many of its last new tokens, one request after the other.
+    ``counts[i]``: number of the last new tokens of request ``i`` that have results. Results are ordered by request.
 
     Attributes:
         lengths: new tokens of each request; states: hidden states of all of them, ``[sum(lengths), ...]``.

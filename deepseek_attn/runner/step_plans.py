@@ -34,7 +34,7 @@ class PlanLine:
     Attributes:
         op: ``family.op``; empty for a launch that no plan names.
         kernel: the device function, or the library that computes; config: tiles, warps and stages.
-        derived: what the plan adds to its choices, such as splits.
+        derived: values that the plan computes beside its choices, such as splits.
         condition, source: of the row that was taken; empty where no plan names the launch.
     """
 
@@ -141,7 +141,7 @@ class _Steps:
         self._enter(BETWEEN if self._left else HEAD)
 
     def _enter(self, part: str) -> None:
-        """Notes what the part before has planned and launched."""
+        """Records the plans and launches of the previous part of the model."""
         plans, launches = (self._plans[self._begun[0] :], self._launches[self._begun[1] :])
         for line in lines(plans, launches):
             self.found.counts.setdefault((self._part, line), Counter())[self._step] += 1

@@ -1,4 +1,4 @@
-"""Steps of every size that a runner may be asked for: so that kernels are known, loaded and captured before."""
+"""Steps of every size that a runner may compute, so that their kernels are listed, loaded and captured in advance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deepseek_attn.runner.step import Rows
 class WarmUp:
     """Steps of a runner that together launch every kernel that its steps can launch.
 
-    They read and write null pages only, so sequences keep what they have.
+    They read and write null pages only, so they do not change the caches of sequences.
 
     Attributes:
         num_drafts: tokens that are drafted per step; 0 without speculation.
@@ -105,9 +105,9 @@ class WarmUp:
         return sizes
 
     def mixed_sizes(self) -> list[Rows]:
-        """Decode tokens beside a short prefill: attention reads queries there, and projected heads where no prefill is.
+        """Decode tokens beside a short prefill: attention reads queries in a mixed step, projected heads without one.
 
-        A prefill's kernels do not depend on what is decoded beside it.
+        A prefill's kernels do not depend on the decode tokens beside it.
         """
         layout, most_new = self.runner.layout, self.runner.decode_query_len
         longest, prefill = layout.max_model_len, most_new + 1
@@ -166,7 +166,7 @@ def powers(limit: int) -> list[int]:
 
 
 def lengths_of(count: int, least: int, limit: int) -> list[int]:
-    """Lengths of ``count`` rows: those of `powers` from ``least`` on if it is a power of two, else ``limit`` alone."""
+    """Lengths of ``count`` rows: `powers` from ``least`` on if ``count`` is a power of two, else ``limit`` alone."""
     return [limit] if count & (count - 1) else [n for n in powers(limit) if n >= least]
 
 

@@ -25,8 +25,7 @@ class Event(NamedTuple):
 class AllocationTrace(TorchDispatchMode):
     """In this context storages of tensors that ops return are counted while they live, views once.
 
-    On the device "meta" these are the allocations of the same code on a GPU, except for what a kernel of torch
-    allocates within itself.
+    On the device "meta" these are the allocations of the same code on a GPU, except allocations inside torch's kernels.
 
     Args:
         block: sizes are rounded up to multiples of it.
@@ -79,7 +78,7 @@ def rounded(nbytes: int, multiple: int = BLOCK) -> int:
 
 
 class _Block:
-    """A part of a segment; neighbours are None at its ends."""
+    """A block of a segment; ``None`` neighbours mark the segment's ends."""
 
     def __init__(self, address: int, size: int, small: bool, previous: _Block | None = None):
         self.address, self.size, self.small = address, size, small
@@ -105,7 +104,7 @@ class CachingAllocator:
         self._used: dict[object, _Block] = {}
 
     def replay(self, events: Iterable[Event], name: object = None) -> None:
-        """Allocates and frees in this order. Frees of what was not allocated under this ``name`` are left out."""
+        """Allocates and frees in this order. A free without an allocation under this ``name`` is ignored."""
         for key, nbytes in events:
             if nbytes:
                 self.allocate((name, key), nbytes)
@@ -161,7 +160,7 @@ def _join(block: _Block, following: _Block | None) -> None:
 
 
 def segment_size(nbytes: int) -> int:
-    """Bytes that the caching allocator asks the driver for to make room for a block."""
+    """Bytes that the caching allocator requests from the driver for a block that fits nowhere."""
     if nbytes <= MIB:
         return 2 * MIB
     return 20 * MIB if nbytes < 10 * MIB else rounded(nbytes, 2 * MIB)

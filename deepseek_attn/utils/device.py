@@ -47,10 +47,10 @@ def to_device(
 
 
 def run_beside(function: Callable[[], T], device: torch.device) -> tuple[T, torch.cuda.Event | None]:
-    """Result of ``function``, computed beside what is launched next, and the event after which it is complete.
+    """(result of ``function``, computed in parallel with the next launches; the event that marks its completion).
 
-    A side stream computes it while a CUDA graph is captured. Elsewhere it is computed in order and there is no event:
-    the memory of a graph's streams is shared in the order of their events, that of other streams is not.
+    A side stream computes it while a CUDA graph is captured. Otherwise it is computed in order, without an event:
+    streams of a graph share memory in the order of their events, other streams do not.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return function(), None

@@ -3,8 +3,8 @@
 They are checked before anything is computed. A symbolic link is followed. A device or a pipe is written to; a regular
 file is replaced. A new file has the mode that the umask leaves, an older one keeps its mode.
 
-An output that is not complete is in a folder beside its final place, locked by the process that writes it. The folder
-of a process that was killed is removed when the next output is written beside it.
+An incomplete output is in a folder beside its final place, locked by the writing process. The folder of a killed
+process is removed when the next output is written beside it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from safetensors.torch import save_file
 
 try:
     from fcntl import LOCK_EX, LOCK_NB, flock
-except ImportError:  # not a POSIX system: what a killed process leaves stays there
+except ImportError:  # not a POSIX system: folders of killed processes are not removed
     flock = None
 
-UNFINISHED = ".deepseek-attn-partial"  # end of the names of folders with outputs that are not complete
-MARKED_BYTES = 1024  # from the beginning of a file, which say who wrote it
+UNFINISHED = ".deepseek-attn-partial"  # suffix of the folders of incomplete outputs
+MARKED_BYTES = 1024  # first bytes of a file, searched for the writer's mark
 LOCK = ".deepseek-attn-lock"
 
 
@@ -189,7 +189,7 @@ def lock_file(file: IO, wait: bool = False) -> None:
 
 
 def _remove_unlocked(folder: Path) -> None:
-    """Removes what a killed process has left: an empty folder, or one whose lock nobody holds."""
+    """Removes folders of killed processes: empty folders, and folders whose lock nobody holds."""
     with suppress(OSError):
         folder.rmdir()
     with suppress(OSError), (folder / LOCK).open("r+") as lock:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """A context to import torch in: collections of what it makes, none of it garbage, take a tenth of the import.
+    """A context to import torch in, without garbage collections: they find nothing and take a tenth of the import.
 
     Does nothing once torch is imported.
     """

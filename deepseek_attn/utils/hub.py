@@ -42,7 +42,7 @@ class HubModel:
         return Path(found).parent if isinstance(found, str) else None
 
     def download(self, files: Iterable[str], optional: Iterable[str] = (), whole: bool = False) -> Path:
-        """The copy in the local cache, with ``files`` added to it, and those of ``optional`` that the repository has.
+        """The copy in the local cache, after adding ``files``, and the ``optional`` files that the repository has.
 
         A copy that is there keeps its commit. Nothing is downloaded under ``HF_HUB_OFFLINE=1``.
 
@@ -60,7 +60,7 @@ class HubModel:
         log.info("looking for %s of %s on the hub", ", ".join(files), self.repo_id)
         try:
             folder = Path(snapshot_download(self.repo_id, revision=revision, allow_patterns=[*files, *optional]))
-        except Exception as error:  # of the hub, of one of the HTTP libraries below it, or of the file system
+        except Exception as error:  # an error of the hub, of an HTTP library below it, or of the file system
             reason = shorten(f"{type(error).__name__}: {error}", MAX_REASON)
         absent = [file for file in files if folder is None or not (folder / file).is_file()]
         if folder is not None and not absent:

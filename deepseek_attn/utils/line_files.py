@@ -1,8 +1,8 @@
 """Output files that grow by whole lines, for results that cost hours and are worth keeping one by one.
 
-Each line is in the file as soon as it is written, whatever ends the process. What a killed process has left of a last
-line is dropped by the next one that goes on. A file that has something in it is refused unless it is to go on, and
-locked by the process that appends to it. Links, devices, pipes and modes are as in `files`.
+Each line is in the file as soon as it is written, whatever ends the process. A process that continues the file drops
+the partial last line of a killed process. A file with contents is refused unless the caller continues it. The appending
+process holds a lock on the file. Links, devices, pipes and modes are handled as in `files`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LineFile:
 
 @contextmanager
 def appending(path: str | Path, go_on: bool, beginning: bytes) -> Iterator[LineFile]:
-    """A file to append lines to. One that was not there is not left behind empty.
+    """A file to append lines to. If the call created the file and wrote nothing, the file is removed.
 
     Args:
         go_on: keep the lines that the file has; else a file with anything in it is refused.
@@ -101,7 +101,7 @@ def _lock_for_appending(path: Path, file: io.FileIO) -> None:
 
 
 def _check_lines(path: Path, file: io.FileIO, go_on: bool, beginning: bytes) -> int:
-    """Bytes of a file up to the end of its last whole line; raises what `appending` says."""
+    """Bytes of a file up to the end of its last whole line; for the errors, see `appending`."""
     size = whole = file.seek(0, os.SEEK_END)
     if size and not go_on:
         raise ValueError(f"{str(path)!r} is not empty: go on from its lines (--resume), or name another file")

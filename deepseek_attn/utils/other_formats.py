@@ -22,7 +22,7 @@ WEIGHT_FILES = {
     ".msgpack": "Flax",
     ".npz": "NumPy",
 }
-# Files beside the weights that say how these are quantised.
+# Files beside the weights that describe their quantisation.
 QUANTISERS = {
     "hf_quant_config.json": "NVIDIA ModelOpt, such as NVFP4",
     "quantize_config.json": "GPTQ",
@@ -39,7 +39,7 @@ def weight_format(file: Path) -> str | None:
 
 
 def quantiser(folder: Path) -> str | None:
-    """The file by which a library says that it has quantised these weights, and its name; None without one."""
+    """(quantisation file beside the weights, name of the library that writes such files); None without such a file."""
     return next((f"{file} ({name})" for file, name in QUANTISERS.items() if (folder / file).is_file()), None)
 
 

@@ -12,13 +12,13 @@ MAX_TIMEOUT_SECONDS = 7 * 86400
 
 
 def end_with_parent() -> None:
-    """Has the kernel (Linux) kill this process as soon as the one that started it is gone."""
+    """Makes the kernel (Linux) kill this process as soon as its parent process is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def check_interface(name: str | None) -> list[str]:
-    """Names of this machine's network interfaces; ValueError if ``name`` is none of them."""
+    """Names of this machine's network interfaces; ValueError if ``name`` is not among them."""
     known = [interface for _, interface in socket.if_nameindex()]
     if name is not None and name not in known:
         raise ValueError(f"no network interface {name!r}: this machine has {', '.join(known)}")

@@ -24,7 +24,8 @@ class Registry(Generic[T]):
     """Classes of one kind by their attribute ``name``.
 
     Args:
-        what: the kind, for messages; base: class that they derive from.
+        what: the kind of class, for messages.
+        base: class that registered classes derive from.
         taken: names of the classes in the package.
         find_problems: lists further problems of a class that derives from ``base`` and has all its methods.
     """
@@ -56,7 +57,7 @@ class Registry(Generic[T]):
         """The class that is registered as ``name``, or that it names as ``module:Class``; None for any other name.
 
         Raises:
-            ValueError: a module or class that does not exist, or what the class lacks.
+            ValueError: the module or class does not exist, or the class lacks something; the message names it.
         """
         if name in self.taken:
             return None
@@ -86,7 +87,7 @@ def raise_problems(place: str, what: str, problems: list[str]) -> None:
 
 
 def class_problems(cls: object, *bases: type) -> list[str]:
-    """Problems of what should be a class derived from one of ``bases``, with all abstract methods defined."""
+    """Problems of an object that should be a class derived from one of ``bases``, with all abstract methods defined."""
     names = " or ".join(f"{base.__module__}.{base.__name__}" for base in bases)
     if not isinstance(cls, type):
         return [f"is {type(cls).__name__} {cls!r:.80}, and must be a class derived from {names}"]

@@ -73,7 +73,7 @@ class _Float32Products:
                 self.before = [(backend, before) for backend, before in precisions if before not in ("ieee", "none")]
                 self.overall = None
                 if self.before:
-                    with suppress(RuntimeError):  # torch has none where a backend was set by itself
+                    with suppress(RuntimeError):  # torch raises where a backend was set separately
                         self.overall = torch.get_float32_matmul_precision()
                     self._set("highest", [(backend, "ieee") for backend, _ in self.before])
             self.entered += 1

@@ -92,7 +92,7 @@ def profile(path: str | Path) -> Iterator[None]:
     try:
         with ranges(), profiler:
             yield
-    finally:  # what broke the block off may be what the trace should show
+    finally:  # the trace should also show a block that raised
         with appearing(Path(path)) as partial:
             _export(profiler, partial)
 

@@ -36,8 +36,8 @@ class Turns:
     def after_this_turn(self, call: Callable[[], object]) -> None:
         """Runs a call at once if nobody has the turn; otherwise the thread that has it runs the call at its end.
 
-        It does not wait for another thread's turn, so that a garbage-collected object may call it: the collector runs
-        anywhere, also where its thread holds a lock that the other thread needs to end its turn.
+        It does not wait for another thread's turn, so that a finalizer may call it: the garbage collector runs
+        anywhere, even where its thread holds a lock that the other thread needs to end its turn.
         """
         self.later.append(call)
         if self.thread is None:
@@ -73,7 +73,7 @@ T = TypeVar("T")
 
 
 def in_turn(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[Self, P], T]:
-    """Runs a method while no other thread runs one of an object with the same turns; such methods may call each other.
+    """Runs a method while no other thread runs a method of an object with the same turns. Such methods may nest.
 
     A plain lock starves the waiting threads: a thread that makes one step after another takes the lock again before
     they have woken up. Here each thread waits until its predecessor holds ``turns.lock`` or has given up.

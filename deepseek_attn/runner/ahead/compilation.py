@@ -46,11 +46,12 @@ class Compilation:
     """Kernels that another process lists and compiles; it needs no GPU.
 
     Attributes:
-        found: keys (`Variant.key`) of the kernels listed so far; running, done: those that are being compiled, and
-            those that are compiled or have failed.
+        found: keys (`Variant.key`) of the kernels listed so far.
+        running: keys of the kernels that are being compiled.
+        done: keys of the kernels that are compiled or have failed.
         failed: errors of kernels that could not be compiled; each begins with a kernel's name.
         problem: why kernels could not be listed; empty otherwise.
-        ended: nothing more will be compiled.
+        ended: no further kernel will be compiled.
         step: shape of the step that the runner is computing; its kernels are compiled before others if one is missing.
         begun: a file in Triton's cache that exists once a process has begun to compile the kernels of this request.
     """
@@ -101,7 +102,7 @@ class Compilation:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def before_launch(self, variant: Variant) -> None:
-        """Blocks until this kernel is compiled, with the others of its `step`, if the process lists it for that step.
+        """Blocks until this kernel and the other kernels of its `step` are compiled, if the process lists it there.
 
         A launch outside of steps waits while its kernel is being compiled. Any other kernel is compiled by the launch.
         """

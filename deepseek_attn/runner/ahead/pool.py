@@ -58,7 +58,7 @@ def compile_variants(
     listed = 0
 
     def add(number: int, variants: list[Variant]) -> None:
-        """Queues variants by the ``number`` of their list; below 0, those that wait already move to the front."""
+        """Queues variants by the ``number`` of their list. With ``number`` < 0, queued variants move to the front."""
         queued = {variant.key for *_, variant in waiting} if number < 0 else set()
         fresh = [variant for variant in variants if variant.key not in known or variant.key in queued]
         known.update(variant.key for variant in fresh)
@@ -70,7 +70,7 @@ def compile_variants(
         waiting.sort(key=lambda job: job[:2])
 
     def take_steps(timeout: float | None) -> list[Any]:
-        """Queues the kernels of steps that have arrived; what else is ready."""
+        """Queues the kernels of steps that have arrived; returns the other ready file objects."""
         nonlocal listed
         sources = [steps.runner] if steps is not None and steps.runner is not None else []
         ready = wait([*running, *sources], timeout)

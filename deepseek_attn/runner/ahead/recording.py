@@ -89,13 +89,13 @@ def compile_settings(gpu: GPU) -> str:
     """Environment variables, defaults of options and the version of ptxas, as far as they enter Triton's cache keys."""
     backend = make_backend(target_of(gpu))
     variables = sorted(get_cache_invalidating_env_vars().items())
-    options = backend.parse_options({"enable_fp_fusion": True})  # as every launch says
+    options = backend.parse_options({"enable_fp_fusion": True})  # the value of every launch
     return f"{triton.__version__} {backend.hash()} {options.hash()} {variables}"
 
 
 @cache
 def prepare_keys() -> threading.Thread:
-    """Makes the cache keys of kernels the same in every process; computes what all keys hold in the thread returned.
+    """Makes the cache keys of kernels the same in every process. The returned thread computes their common part.
 
     Up to Triton 3.6 a function's key has the constants of a function that it calls only if that one's key was computed
     before, so keys would depend on the order of launches. There the keys of all our functions are computed here.
@@ -204,7 +204,7 @@ class _Target:
         return self._target
 
     def get_current_device(self) -> object:
-        return self  # kernels keep what they know of a device: each recording is a device of its own
+        return self  # kernels cache facts of a device: each recording is a device of its own
 
     def get_current_stream(self, device: object) -> int:
         return 0
@@ -212,7 +212,7 @@ class _Target:
 
 @contextmanager
 def recorded_launches(gpu: GPU) -> Iterator[Launches]:
-    """In this context ops on "meta" tensors record what they would launch on a GPU like this one; nothing is launched.
+    """Context in which ops on "meta" tensors record their launches for a GPU like this one; nothing is launched.
 
     The whole process is affected: nothing else may launch kernels meanwhile.
     """

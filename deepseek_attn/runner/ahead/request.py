@@ -20,7 +20,7 @@ from deepseek_attn.kernels.common.device import GPU
 from deepseek_attn.kernels.common.dispatch import need_triton
 from deepseek_attn.layers.parallel import Parallel
 
-PACKAGES = ("deepseek_attn", "deepseek_attn.kernels", "deepseek_attn.models")  # their code decides what is launched
+PACKAGES = ("deepseek_attn", "deepseek_attn.kernels", "deepseek_attn.models")  # their code chooses kernels
 
 
 class RunnerSizes(NamedTuple):
@@ -68,7 +68,7 @@ class RunnerRequest:
 
         Args:
             headers: of all tensors, under their published names; layers: the loaded layers, None for all.
-            facts: the other attributes.
+            facts: all other attributes.
         """
         if layers is not None:
             present = tuple(layer for layer in config.layers if layer.index in layers)
